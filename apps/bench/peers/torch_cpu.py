@@ -44,6 +44,7 @@ def packed(product: Product, threads: int) -> Contestant:
 
         def call() -> None:
             with torch.inference_mode():
+                results.clear()
                 results[:] = [linear(x, weight, None, "none", [], "")]
 
         return Contestant(call, lambda: _array(results[0]), "mkldnn._linear_pointwise, weight reordered")
@@ -55,6 +56,7 @@ def packed(product: Product, threads: int) -> Contestant:
 
     def call_quantized() -> None:
         with torch.inference_mode():
+            results.clear()
             results[:] = [quantized(x, 1.0, 0, weight, scales, points, None, 1.0, 0, torch.float32, "none", [], "")]
 
     return Contestant(call_quantized, lambda: _array(results[0]), "onednn.qlinear_pointwise, float32 result")

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import BuildError
+from ..target.cpu_cores import NUMA_NODE
 from .checks import CheckSpec
 from .commands import (
     KernelSpec,
@@ -109,6 +110,14 @@ class DeviceSpec:
         data = json.loads(self.target)
         return 0 if isinstance(data, str) else int(data.get("num-cores", 0))
 
+    @property
+    def numa_node(self) -> int | None:
+        """The NUMA node whose CPUs it is; None where it is not bound to one."""
+        data = json.loads(self.target)
+        model = "" if isinstance(data, str) else str(data.get("model", ""))
+        number = model.removeprefix(NUMA_NODE)
+        return int(number) if model.startswith(NUMA_NODE) and number.isdecimal() else None
+
 
 @dataclass(frozen=True)
 class ConstantSpec:
@@ -179,8 +188,8 @@ class RepeatedCall:
     repeated : str
         The symbol of a function that checks nothing, of these tensors and of what such calls share.
     shares : str
-        The symbol of a function of the same parameters as `function` that gives what they share, as a tuple; empty
-        where that is nothing.
+        The symbol of a function of the same parameters as `function` that checks them, and gives what they share as a
+        tuple; empty where there is nothing to check or share.
     """
 
     function: str

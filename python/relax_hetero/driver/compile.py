@@ -24,6 +24,7 @@ from ..artifact.metadata import DeviceSpec, DispatchSpec, Metadata
 from ..errors import BuildError, HeteroError
 from ..target.native_target import native
 from ..target.vdevice import VDevice, VDeviceSpec, device_name, host_vdevice, vdevice_index, vdevices_of, with_vdevices
+from ..transform.encode.accuracies import with_accuracy
 from ..transform.ir.findings import findings_of
 from ..transform.ir.kernels import bytes_of, call_vdevice, called_prim_func, operations_of, ops_of, precision_of
 from ..transform.ir.module_attrs import COMMANDS, STRICT, is_lowered
@@ -69,6 +70,7 @@ def compile(  # noqa: A001 (the contract's name)
     cache: bool | str | os.PathLike[str] | None = None,
     checks: str = "default",
     optional: VDeviceSpec | Iterable[VDeviceSpec] | None = None,
+    accuracy: str | Mapping[str, str] = "default",
 ) -> Executable:
     """Compile a Relax module for the devices it names.
 
@@ -100,6 +102,12 @@ def compile(  # noqa: A001 (the contract's name)
         Devices that a machine may lack, the most important first (``"cuda:0"``): where one is absent when the machine
         is made, the work of it, and of those named after it, runs on the module's last CPU device, or on this CPU where
         it has none, in that device's layouts. The executable holds a version for each case.
+    accuracy : str, or mapping from names to str, optional
+        How exact convolutions of float32 are on CPUs. ``"default"``: those of 3x3 windows and stride 1 may take
+        Winograd's form F(2x2, 3x3) where that is faster, with errors no larger than those of the direct form, and
+        weights of 16/9 of the size. ``"exact"``: none do. ``"fast"``: also F(4x4, 3x3), with about twice the error, and
+        weights of four times the size. By names of variables, as ``explain`` shows them, where ``*`` stands for any
+        letters: ``{"*": "fast", "head_*": "exact"}``, the last that fits.
 
     Returns
     -------
@@ -109,9 +117,9 @@ def compile(  # noqa: A001 (the contract's name)
     Raises
     ------
     HeteroError
-        An unknown value of `checks`; `optional` devices that are CPUs, or not the module's; placement conflicts, ops
-        without kernels, kernels that do not compile, unknown names of parameters, inputs that cannot be donated;
-        indices and divisors that are known now and wrong.
+        An unknown value of `checks` or `accuracy`; `optional` devices that are CPUs, or not the module's; placement
+        conflicts, ops without kernels, kernels that do not compile, unknown names of parameters, inputs that cannot be
+        donated; indices and divisors that are known now and wrong.
     """
     if not isinstance(mod, tvm.IRModule):
         raise BuildError(f"rh.compile: found {type(mod).__name__}, expected a tvm.IRModule")
@@ -127,6 +135,7 @@ def compile(  # noqa: A001 (the contract's name)
         mod = with_donated(mod, donate)
     if checks == "strict":
         mod = mod.with_attr(STRICT, True)
+    mod = with_accuracy(mod, accuracy, "rh.compile")
     _warn_if_generic(vdevices_of(mod))
     indices = optional_indices(mod, optional)
 

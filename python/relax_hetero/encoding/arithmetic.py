@@ -9,6 +9,9 @@ from typing import Any
 from ..target.element_types import short_name
 from .problem import AttentionProblem, BlockProductProblem, ConvProblem, Dim, MatmulProblem
 
+SHORT_SUMS = "relax_hetero.short_sums"
+"""On a PrimFunc: the operands' type in which its products are added a few at a time, before float32."""
+
 
 def operations(problem: Any) -> int:
     """Multiplications and additions of a problem's products, a multiply-add being two.
@@ -50,6 +53,12 @@ def precision(problem: Any) -> str:
     if isinstance(problem, AttentionProblem):
         return _product(problem.query.dtype, problem.key.dtype, "float32")
     return ""
+
+
+def with_short_sums(text: str, dtype: str) -> str:
+    """A precision, as `precision` writes it, of a kernel with short sums: ``f16*f16->f16+f32``."""
+    short = short_name(dtype)
+    return f"{short}*{short}->{short}+f32" if text == short else text
 
 
 def precision_of_arguments(dtypes: Iterable[str]) -> str:

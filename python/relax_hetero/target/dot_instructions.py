@@ -9,13 +9,18 @@ A byte dot product wants one operand signed and the other not, or both alike. Wh
 its top bit is flipped: int8 becomes uint8 plus 128, uint8 becomes int8 minus 128; the right operand's layout then
 carries -128 times every column's sum (`PackedLayout.compensation`), which starts the accumulators, times
 `DotInstruction.compensation`.
+
+AVX512-FP16 multiplies and adds float16 twice as fast as AVX-512 float32, but also adds in float16. Such a row adds the
+products of a few steps so (`DotInstruction.short`), and these short sums in float32
+(`relax_hetero.tir.matmul.short_sums`). A step takes a pair of k in a lane each, not one k: pairs are broadcast from
+memory as words of 32 bits, which costs nothing, where an element of 16 bits costs a shuffle.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from .cpu_target import CpuTarget
+from .cpu_target import QUICK_BF16, CpuTarget
 from .element_types import stored_type
 
 
@@ -30,7 +35,7 @@ class DotInstruction:
     isas : tuple of str
         Names of the `InstructionSet` rows that have it.
     features : tuple of str
-        LLVM features needed beyond the row's.
+        Features of the target needed beyond the row's.
     types : tuple of str
         Element types of left operand, right operand and accumulator.
     form : str
@@ -49,6 +54,9 @@ class DotInstruction:
     temporaries : int
         Vector registers that a step needs beside the accumulators, the right factors and one left factor, with two
         vectors of columns; a CPU with few registers takes fewer rows for them.
+    short : int
+        Steps whose products are added in the operands' own type before their sums join the accumulators; 0: every step
+        adds to the accumulators. `wide_instruction` is the same step without such sums.
     """
 
     name: str
@@ -62,6 +70,7 @@ class DotInstruction:
     flip: bool = False
     compensation: int = 0
     temporaries: int = 0
+    short: int = 0
 
 
 _VECTOR = ("avx512", "avx2", "sse", "neon")
@@ -117,10 +126,11 @@ DOT_INSTRUCTIONS: tuple[DotInstruction, ...] = (
     *(DotInstruction("mla", ("neon",), (), t, "i32_bytes", 4, temporaries=5) for t in _BYTES),
     *(DotInstruction("fma", ("generic",), (), t, "fma") for t in _BYTES),
     # halves
-    DotInstruction("dpbf16", ("avx512",), ("avx512bf16",), _BF16, "bf16_dot", 2, "llvm.x86.avx512bf16.dpbf16ps.512"),
+    DotInstruction("dpbf16", ("avx512",), (QUICK_BF16,), _BF16, "bf16_dot", 2, "llvm.x86.avx512bf16.dpbf16ps.512"),
     DotInstruction("bfdot", ("neon",), ("bf16",), _BF16, "bf16_dot", 2, "llvm.aarch64.neon.bfdot.v4f32.v8bf16"),
     DotInstruction("bf16", _VECTOR, (), _BF16, "bf16_pairs", 2, temporaries=6),
     DotInstruction("fma", ("generic",), (), _BF16, "fma"),
+    DotInstruction("fmaph", ("avx512",), ("avx512fp16",), _F16, "f16_sums", 2, short=16),
     DotInstruction("cvtph", ("avx512", "avx2", "neon"), (), _F16, "f16_fma", temporaries=2),
     DotInstruction("f16", ("sse", "generic"), (), _F16, "f16_bits", temporaries=7),
 )
@@ -137,3 +147,8 @@ def dot_instruction_for(cpu: CpuTarget, lhs_dtype: str, rhs_dtype: str, acc_dtyp
         ):
             return dot
     return None
+
+
+def wide_instruction(dot: DotInstruction) -> DotInstruction:
+    """The step of a row with short sums, of operands that are stored alike, with every product in the accumulators."""
+    return replace(dot, name="cvtph", form="f16_pairs", short=0, temporaries=6)

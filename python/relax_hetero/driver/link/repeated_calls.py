@@ -78,7 +78,7 @@ def with_repeated_calls(mod: tvm.IRModule, names: Iterable[str]) -> tuple[tvm.IR
         parts = _parts_of(func, mod) if name in wanted else None
         if parts is not None:
             repeated = add(f"{name}_repeated", parts.repeated())
-            shares = add(f"{name}_shared", parts.giving_shared()) if parts.used else ""
+            shares = add(f"{name}_shared", parts.giving_shared()) if parts.shared else ""
             found.append(RepeatedCall(name, repeated, shares))
     return (copy_module(mod, functions) if found else mod), tuple(found)
 

@@ -19,12 +19,25 @@ from ...encoding.problem import AttentionProblem
 from ...errors import EncodingError
 from ...target.cpu_target import CpuTarget
 from ...target.element_types import HALVES
+from ...target.tile_instructions import TileInstruction, tile_instruction_for
 from ..core.builder import Expr, Function, Registers, ceil_div, either, loop, minimum, opaque, when
 from ..core.work_split import part
+from ..matmul import tile_registers
 from ..matmul.k_step import llvm_import
+from ..matmul.short_sums import marked
 from .attention_operands import pack_keys, pack_values
-from .attention_spec import DECODE_QUERIES, AttentionSpec, HeadsView, accumulation, block_sizes, for_decode
+from .attention_spec import (
+    DECODE_QUERIES,
+    AttentionSpec,
+    Blocks,
+    HeadsView,
+    accumulation,
+    block_sizes,
+    for_decode,
+    tile_register_blocks,
+)
 from .attention_tile import emit_tile
+from .tile_register_attention import begin_tiles, emit_query_tiles, pad_values
 
 
 def attention_kernel(problem: AttentionProblem, cpu: CpuTarget) -> tirx.PrimFunc:
@@ -58,7 +71,8 @@ def attention_kernel(problem: AttentionProblem, cpu: CpuTarget) -> tirx.PrimFunc
     function = Function("attention")
     with function:
         sizes = {name: size if isinstance(size, int) else function.symbol(size) for name, size in problem.sizes}
-        blocks = block_sizes(problem, cpu)
+        blocks, in_tiles = block_sizes(problem, cpu), tile_register_blocks(problem, cpu)
+        size = max(form.scratch for form in (blocks, in_tiles) if form is not None)
         query, key, value = (
             HeadsView(function, name, operand, start, sizes)
             for name, operand, start in zip(("query", "key", "value"), tensors[:3], problem.starts, strict=True)
@@ -68,38 +82,53 @@ def attention_kernel(problem: AttentionProblem, cpu: CpuTarget) -> tirx.PrimFunc
             for i, operand in enumerate(problem.scores.operands)
         )
         result = HeadsView(function, "result", problem.result, (0,) * len(problem.result.shape), sizes)
-        scratch = function.argument("scratch", (blocks.tasks, blocks.scratch), "float32")
+        scratch = function.argument("scratch", (blocks.tasks, size), "float32")
         with function.body():
             for view in (query, key, value, *masks, result):
                 view.open()
-            room = T.decl_buffer((blocks.tasks * blocks.scratch,), "float32", data=scratch.data)
+            room = T.decl_buffer((blocks.tasks * size,), "float32", data=scratch.data)
             dot = accumulation(problem, cpu)
-            with _imported(llvm_import(dot, blocks.lanes)):
-                with loop(blocks.tasks, parallel=blocks.tasks > 1) as task:
-                    registers = Registers(blocks.rows * blocks.vectors, "float32", blocks.lanes)
-                    start = opaque(task * blocks.scratch)
+
+            def tasks(form: Blocks) -> None:
+                with loop(form.tasks, parallel=form.tasks > 1) as task:
+                    registers = Registers(0 if form.by_tiles else form.rows * form.vectors, "float32", form.lanes)
+                    start = opaque(task * size)
                     operands = (query, key, value)
-                    spec = AttentionSpec(problem, sizes, blocks, operands, masks, result, room, start, registers, dot)
-                    _emit_forms(spec, cpu, task)
-    return function.result
+                    spec = AttentionSpec(problem, sizes, form, operands, masks, result, room, start, registers, dot)
+                    (_emit_task if form.by_tiles else _emit_forms)(spec, cpu, task)
+
+            texts = [llvm_import(dot, blocks.lanes), tile_registers.LLVM_TEXT if in_tiles else None]
+            with _imported("".join(text for text in texts if text)):
+                if in_tiles is None:
+                    tasks(blocks)
+                else:
+                    allowed = tile_registers.may_use_tiles()
+                    if not isinstance(sizes["m"], int):
+                        allowed = tirx.And(sizes["m"] > DECODE_QUERIES, allowed)
+                    either(allowed, lambda: tasks(in_tiles), lambda: tasks(blocks))
+    return marked(function.result, dot)
 
 
-def _imported(text: str | None) -> AbstractContextManager[Any]:
+def _imported(text: str) -> AbstractContextManager[Any]:
     """What stands inside may call the functions of LLVM IR."""
-    return nullcontext() if text is None else T.attr(0, "pragma_import_llvm", text)
+    return T.attr(0, "pragma_import_llvm", text) if text else nullcontext()
 
 
 def _emit_forms(spec: AttentionSpec, cpu: CpuTarget, task: Expr) -> None:
     """A task, in the form for as many queries as the run has."""
     decode = for_decode(spec, cpu)
     if decode is None:
-        _emit_task(spec, task)
+        _emit_task(spec, cpu, task)
     else:
-        either(spec.sizes["m"] <= DECODE_QUERIES, lambda: _emit_task(decode, task), lambda: _emit_task(spec, task))
+        few = spec.sizes["m"] <= DECODE_QUERIES
+        either(few, lambda: _emit_task(decode, cpu, task), lambda: _emit_task(spec, cpu, task))
 
 
-def _emit_task(spec: AttentionSpec, task: Expr) -> None:
+def _emit_task(spec: AttentionSpec, cpu: CpuTarget, task: Expr) -> None:
     blocks, sizes = spec.blocks, spec.sizes
+    instruction = tile_instruction_for(cpu, "bfloat16", "bfloat16", "float32") if blocks.by_tiles else None
+    if instruction is not None:
+        begin_tiles(spec)
     parts = opaque(ceil_div(sizes["m"], blocks.queries))
     units = opaque(sizes["b"] * sizes["h"] * parts)
     begin, end = part(units, blocks.tasks, task)
@@ -109,11 +138,16 @@ def _emit_task(spec: AttentionSpec, task: Expr) -> None:
         at = {"b": opaque(head // sizes["h"]), "h": opaque(head % sizes["h"])}
         at["g"] = opaque(at["h"] // (sizes["h"] // sizes["g"]))
         first = opaque(unit % parts * blocks.queries)
-        _emit_queries(spec, at, first, opaque(minimum(first + blocks.queries, sizes["m"])))
+        _emit_queries(spec, instruction, at, (first, opaque(minimum(first + blocks.queries, sizes["m"]))))
+    if instruction is not None:
+        tile_registers.release()
 
 
-def _emit_queries(spec: AttentionSpec, at: dict[str, Expr], begin: Expr, end: Expr) -> None:
+def _emit_queries(
+    spec: AttentionSpec, instruction: TileInstruction | None, at: dict[str, Expr], queries: tuple[Expr, Expr]
+) -> None:
     """A block of queries of one head against every block of keys."""
+    begin, end = queries
     blocks, keys = spec.blocks, spec.sizes["n"]
     count = 1 if blocks.is_single else opaque(ceil_div(keys, blocks.keys))
     with loop(count) as number:
@@ -123,10 +157,14 @@ def _emit_queries(spec: AttentionSpec, at: dict[str, Expr], begin: Expr, end: Ex
             pack_keys(spec, at, first, size)
             pack_values(spec, at, first, size)
         span = (first, size, number < 1, number >= count - 1)
-        whole = opaque((end - begin) // blocks.rows)
-        with loop(whole) as tile:
-            emit_tile(spec, at, opaque(begin + tile * blocks.rows), tile * blocks.rows, blocks.rows, span)
-        _emit_rest(spec, at, begin, end, whole, span)
+        if instruction is not None:
+            pad_values(spec, size)
+            emit_query_tiles(spec, instruction, at, queries, span)
+        else:
+            whole = opaque((end - begin) // blocks.rows)
+            with loop(whole) as tile:
+                emit_tile(spec, at, opaque(begin + tile * blocks.rows), tile * blocks.rows, blocks.rows, span)
+            _emit_rest(spec, at, begin, end, whole, span)
 
 
 def _emit_rest(

@@ -10,9 +10,24 @@ from collections.abc import Callable
 
 from tvm.script.ir_builder import tirx as T
 
-from ..core.builder import Expr, ceil_div, either, lane_indices, let, loop, minimum, opaque, vector_type, zeros
+from ...target.dot_instructions import DotInstruction, wide_instruction
+from ..core.builder import (
+    Expr,
+    Registers,
+    ceil_div,
+    either,
+    lane_indices,
+    let,
+    loop,
+    minimum,
+    opaque,
+    vector_type,
+    when,
+    zeros,
+)
 from ..math.casts import cast
 from ..matmul.k_step import emit_step
+from ..matmul.short_sums import ShortSums, is_out_of_range
 from ..pack.tile_transpose import riffle
 from .attention_spec import AttentionSpec
 
@@ -24,13 +39,13 @@ def pack_keys(spec: AttentionSpec, at: dict[str, Expr], first: Expr, size: Expr)
     """
     blocks, view = spec.blocks, spec.key
     lanes, columns, together = blocks.lanes, blocks.columns, blocks.together
-    width = spec.sizes["d"] // together
+    width, depth = spec.sizes["d"] // together, blocks.width // together
     base = opaque(view.address({**at, "n": first}) // together)
     along, across = view.stride("n") // together, view.stride("d")
     words = view.pairs() if blocks.is_paired else None
 
     def there(column: Expr, k: Expr) -> Expr:
-        return spec.at("keys") + (column // columns * (width * columns) + k * columns + column % columns)
+        return spec.at("keys") + (column // columns * (depth * columns) + k * columns + column % columns)
 
     def vector(start: Expr) -> Expr:
         return view.load(start, "d", lanes) if words is None else words[lane_indices(start, lanes)]
@@ -82,7 +97,7 @@ def pack_values(spec: AttentionSpec, at: dict[str, Expr], first: Expr, size: Exp
     def pair(row: Expr, is_whole: bool) -> None:
         def load(offset: Expr, mask: Expr | None) -> Expr:
             even = view.load_bits(start_of(row * 2) + offset, "e", lanes, mask)
-            odd = zeros("uint16", lanes)
+            odd = zeros(view.dtype, lanes)
             if is_whole:
                 odd = view.load_bits(start_of(row * 2 + 1) + offset, "e", lanes, mask)
             order = [lane + half * lanes for lane in range(lanes) for half in range(2)]
@@ -111,19 +126,50 @@ Factor = Callable[[int, Expr], Expr]
 
 
 def accumulate(
-    spec: AttentionSpec, size: tuple[int, int], steps: Expr, left: Factor, right: Callable[[Expr, int], Expr]
+    spec: AttentionSpec,
+    size: tuple[int, int],
+    steps: Expr,
+    left: Factor,
+    right: Callable[[Expr, int], Expr],
+    exact: tuple[list[Expr | None], float] = ([], 0.0),
 ) -> None:
-    """Accumulate ``left(i, k) * right(k, j)`` over steps k, from zeros, for so many rows i and vectors j."""
+    """Accumulate ``left(i, k) * right(k, j)`` over steps k, from zeros, for so many rows i and vectors j.
+
+    Of short sums, `exact` has the lanes of each vector that matter (None: all), and the least mean square of products
+    (`is_out_of_range`).
+    """
     (rows, vectors), accs, lanes = size, spec.registers, spec.blocks.lanes
-    for number in range(rows * vectors):
-        accs[number] = zeros("float32", lanes)
-    with loop(steps) as k:
-        rights = [let(right(k, j)) for j in range(vectors)]
-        for i in range(rows):
-            one = let(left(i, k))
-            for j in range(vectors):
-                number = i * vectors + j
-                accs[number] = emit_step(spec.dot, accs[number], one, rights[j], lanes)
+    count = rows * vectors
+
+    def emit(dot: DotInstruction, first: Expr, size: Expr, registers: Registers) -> None:
+        with loop(size) as number:
+            k = first + number
+            rights = [let(right(k, j)) for j in range(vectors)]
+            for i in range(rows):
+                one = let(left(i, k))
+                for j in range(vectors):
+                    at = i * vectors + j
+                    registers[at] = emit_step(dot, registers[at], one, rights[j], lanes)
+
+    def clear() -> None:
+        for number in range(count):
+            accs[number] = zeros("float32", lanes)
+
+    clear()
+    if not spec.dot.short:
+        emit(spec.dot, 0, steps, accs)
+        return
+    short = ShortSums(spec.dot, accs, count, lanes)
+    short.add(steps, short.length, lambda first, size, registers: emit(spec.dot, first, size, registers))
+    masks, least = exact
+    nothing = zeros("float32", lanes)
+    existing = []
+    for number in range(count):
+        mask = masks[number % vectors]
+        existing.append(accs[number] if mask is None else T.Select(mask, accs[number], nothing))
+    with when(is_out_of_range(existing, steps * spec.dot.k0, lanes, least)):
+        clear()
+        emit(wide_instruction(spec.dot), 0, steps, accs)
 
 
 def factors_of_scores(spec: AttentionSpec, at: dict[str, Expr], row: Expr) -> Factor:
@@ -142,17 +188,17 @@ def factors_of_scores(spec: AttentionSpec, at: dict[str, Expr], row: Expr) -> Fa
 
 def factors_of_values(spec: AttentionSpec) -> Factor:
     """The powers of e of a tile."""
-    keys = spec.blocks.keys
-    if spec.blocks.is_paired:
+    blocks = spec.blocks
+    if blocks.is_paired:
         weights = opaque(spec.at("weights"))
-        return lambda i, k: T.reinterpret("int32", spec.room[weights + i * (keys // 2) + k])
+        return lambda i, k: T.reinterpret("int32", spec.room[weights + i * blocks.weight_distance + k])
     scores = opaque(spec.at("scores"))
-    return lambda i, k: spec.room[scores + i * keys + k]
+    return lambda i, k: spec.room[scores + i * blocks.score_distance + k]
 
 
-def store_weights(spec: AttentionSpec, i: int, vector: Expr, power: Expr) -> None:
+def store_weights(spec: AttentionSpec, i: Expr, vector: Expr, power: Expr) -> None:
     """A vector of powers of e of row i, rounded, as the pairs that `factors_of_values` reads."""
     lanes = spec.blocks.lanes
-    pairs = T.reinterpret(vector_type("float32", lanes // 2), cast(power, "bfloat16"))
-    start = spec.at("weights") + i * (spec.blocks.keys // 2) + vector * (lanes // 2)
+    pairs = T.reinterpret(vector_type("float32", lanes // 2), cast(power, spec.problem.value.dtype))
+    start = spec.at("weights") + i * spec.blocks.weight_distance + vector * (lanes // 2)
     T.buffer_store(spec.room, pairs, [lane_indices(start, lanes // 2)])

@@ -13,6 +13,7 @@ from ...encoding.problem import AttentionProblem, Operand
 from ...target.cpu_target import CpuTarget
 from ...target.dot_instructions import DotInstruction, dot_instruction_for
 from ...target.element_types import HALVES
+from ...target.tile_instructions import TILE_ROWS, tile_instruction_for
 from ...target.tiles import tile_sizes
 from ..core.builder import (
     Expr,
@@ -41,6 +42,11 @@ QUERIES = 256
 # For no more queries than this, keys and values are read as they lie. Measured (AVX-512, 512 keys of width 64): packing
 # them takes two thirds of the time of one query.
 DECODE_QUERIES = 2
+# Keys of a block where tile registers multiply: the scores of 32 queries against them fill the first-level cache.
+TILE_KEYS = 256
+
+# Forms of instructions that multiply pairs as they lie.
+_PAIRED = ("bf16_dot", "f16_sums")
 
 Coordinates = Mapping[str, Expr]
 """A position by the names of iteration dimensions, int64; names that are missing are at 0."""
@@ -173,13 +179,15 @@ class Blocks:
     value_panels : int
         Panels of `columns` that the width of a value fills.
     width : int
-        Of query and key.
+        Of query and key, with the zeros behind them that tile registers multiply.
     is_decode : bool
         Keys and values are read as they lie.
     is_paired : bool
-        Terms are multiplied two at a time, in bfloat16.
+        Terms are multiplied two at a time, in the operands' type.
     is_widened : bool
         Queries of 16 bits are made float32 in scratch first; keys and values are when they are packed.
+    by_tiles : bool
+        Tile registers multiply: `rows` are those of a pair of them. Terms are paired.
     """
 
     tasks: int
@@ -194,6 +202,7 @@ class Blocks:
     is_decode: bool
     is_paired: bool
     is_widened: bool
+    by_tiles: bool = False
 
     @property
     def together(self) -> int:
@@ -206,16 +215,37 @@ class Blocks:
         return self.vectors * self.lanes
 
     @property
+    def query_distance(self) -> int:
+        """Elements of scratch between the queries of a tile."""
+        return self._apart(self.width // self.together)
+
+    @property
+    def weight_distance(self) -> int:
+        """Elements of scratch between rows of paired powers of e."""
+        return self._apart(self.keys // self.together)
+
+    @property
+    def score_distance(self) -> int:
+        """Elements of scratch between rows of scores."""
+        return self._apart(self.keys)
+
+    def _apart(self, elements: int) -> int:
+        """The distance of rows of so many; rows that tiles meet are an odd number of cache lines apart."""
+        return (ceil_div(elements, 16) | 1) * 16 if self.by_tiles else elements
+
+    @property
     def offsets(self) -> dict[str, int]:
         """Where the parts of a task's scratch begin, in elements; "end" is its size, a multiple of cache lines."""
         found, end = {}, 0
-        state = 0 if self.is_single else self.queries
+        state = self.rows if self.by_tiles else 0
+        state = state if self.is_single else self.queries
         for name, size in {
             "keys": 0 if self.is_decode else self.keys * self.width // self.together,
             "values": 0 if self.is_decode else self.keys // self.together * self.value_panels * self.columns,
-            "queries": self.rows * self.width if self.is_widened else 0,
-            "weights": self.rows * self.keys // 2 if self.is_paired else 0,
-            "scores": self.rows * self.keys,
+            "queries": self.rows * self.query_distance if self.is_widened or self.by_tiles else 0,
+            "weights": self.rows * self.weight_distance if self.is_paired else 0,
+            "scores": self.rows * self.score_distance,
+            "factors": self.rows if self.by_tiles else 0,
             "partial": state * self.value_panels * self.columns,
             "maxima": state,
             "sums": state,
@@ -257,6 +287,33 @@ def block_sizes(problem: AttentionProblem, cpu: CpuTarget) -> Blocks:
     )
 
 
+def tile_register_blocks(problem: AttentionProblem, cpu: CpuTarget) -> Blocks | None:
+    """The blocks where tile registers multiply; None where the CPU has none, or operands do not lie in pairs."""
+    sizes: dict[str, Any] = dict(problem.sizes)
+    if tile_instruction_for(cpu, "bfloat16", "bfloat16", "float32") is None or not _lies_in_pairs(problem, "bfloat16"):
+        return None
+    lanes, columns, queries, keys = cpu.lanes("float32"), 2 * TILE_ROWS, sizes["m"], sizes["n"]
+    most = 2 * TILE_ROWS
+    rows = ceil_div(queries, ceil_div(queries, most)) if isinstance(queries, int) and queries else most
+    block_keys = min(TILE_KEYS, ceil_div(keys, columns) * columns) if isinstance(keys, int) else TILE_KEYS
+    tasks, block_queries = _share(sizes, cpu.cores, rows)
+    return Blocks(
+        tasks=tasks,
+        queries=block_queries,
+        keys=block_keys,
+        is_single=isinstance(keys, int) and keys <= block_keys,
+        rows=rows,
+        vectors=columns // lanes,
+        lanes=lanes,
+        value_panels=ceil_div(int(sizes["e"]), columns),
+        width=ceil_div(int(sizes["d"]), columns) * columns,
+        is_decode=False,
+        is_paired=True,
+        is_widened=False,
+        by_tiles=True,
+    )
+
+
 def _is_decode(problem: AttentionProblem) -> bool:
     queries = dict(problem.sizes)["m"]
     return isinstance(queries, int) and queries <= DECODE_QUERIES and problem.key.index_map[-1].split("*")[-1] == "d"
@@ -266,18 +323,23 @@ def accumulation(problem: AttentionProblem, cpu: CpuTarget) -> DotInstruction:
     """How products are accumulated: two terms a step where the CPU has an instruction for it, and pairs lie so."""
     single = dot_instruction_for(cpu, *("float32",) * 3)
     assert single is not None, "every machine multiplies float32"
-    dot = dot_instruction_for(cpu, "bfloat16", "bfloat16", "float32")
+    dtype = problem.query.dtype
+    dot = dot_instruction_for(cpu, dtype, dtype, "float32") if dtype in HALVES else None
+    return dot if dot is not None and dot.form in _PAIRED and _lies_in_pairs(problem, dtype) else single
+
+
+def _lies_in_pairs(problem: AttentionProblem, dtype: str) -> bool:
+    """Whether operands are of a type of which an even number lies together, and queries enough to pack keys for."""
     operands = (problem.query, problem.key, problem.value)
-    is_low = all(operand.dtype == "bfloat16" for operand in operands)
-    if dot is None or dot.form != "bf16_dot" or not is_low or _is_decode(problem):
-        return single
+    if any(operand.dtype != dtype for operand in operands) or _is_decode(problem):
+        return False
     for operand, starts, name in zip(operands, problem.starts, "dde", strict=True):
         last = operand.shape[-1]
         if operand.index_map[-1].split("*")[-1] != name or not isinstance(last, int):
-            return single
+            return False
         if name == "d" and (last % 2 or starts[-1] % 2 or int(dict(problem.sizes)["d"]) % 2):
-            return single
-    return dot
+            return False
+    return True
 
 
 def _share(sizes: Mapping[str, Any], cores: int, rows: int) -> tuple[int, int]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
@@ -20,12 +17,14 @@ from ..core.builder import (
     loop,
     minimum,
     opaque,
+    over_lanes,
     when,
     zeros,
 )
 from ..elementwise import expression_code
 from ..math import vector_math
 from ..math.vector_math import exp_nonpositive, once
+from ..matmul.short_sums import LEAST_SQUARE
 from ..pack.tile_transpose import riffle_orders
 from .attention_operands import accumulate, factors_of_scores, factors_of_values, store_weights, widen_queries
 from .attention_spec import AttentionSpec
@@ -47,32 +46,131 @@ def emit_tile(spec: AttentionSpec, at: dict[str, Expr], row: Expr, within: Expr,
     tile.values()
 
 
-class _QueryTile:
-    """One tile while its code is written."""
+class QueryRows:
+    """What is known of some queries against a block of keys, and the arithmetic of one score and of softmax.
+
+    Parameters
+    ----------
+    row, within : PrimExpr
+        The first query, and its number in its block.
+    rows : int or PrimExpr
+        How many.
+    """
 
     def __init__(
-        self, spec: AttentionSpec, at: dict[str, Expr], row: Expr, within: Expr, rows: int, span: Span
+        self, spec: AttentionSpec, at: dict[str, Expr], row: Expr, within: Expr, rows: Expr, span: Span
     ) -> None:
         self.spec, self.at, self.row, self.within, self.rows = spec, at, row, opaque(within), rows
         self.first, self.size, self.is_first, self.is_last = span
         self.lanes, self.vectors = spec.blocks.lanes, spec.blocks.vectors
         self.online = not spec.blocks.is_single
-        self.count = self._visible()
-        self.maxima = Registers(rows, "float32", self.lanes)
-        self.factors = Registers(rows, "float32", self.lanes)
-        """What sums so far are multiplied by, or, with one block of keys, what makes sums averages."""
+        self.count = self._visible(self.rows)
 
-    def _visible(self) -> Expr:
-        """Keys of the block that at least one of the rows sees."""
+    def _visible(self, rows: Expr) -> Expr:
+        """Keys of the block that at least one of the first rows sees."""
         if not self.spec.problem.causal:
             return self.size
-        seen = self.row + (self.rows + self._ahead() - self.first)
+        seen = self.row + (rows + self._ahead() - self.first)
         return opaque(T.max(minimum(seen, self.size), tirx.const(0, "int64")))
 
     def _ahead(self) -> Expr:
         """Keys that query 0 sees, less one."""
         sizes = self.spec.sizes
         return sizes["n"] - sizes["m"] if self.spec.problem.causal == "bottom_right" else 0
+
+    def _score(
+        self, product: Expr, i: Expr, column: Expr, exists: Expr | None, loaded: dict[tuple[int, Expr], Expr]
+    ) -> Expr:
+        """A vector of scores of query i: the expression, and -inf where there is no key or it is not seen."""
+        spec, scores = self.spec, self.spec.problem.scores
+        values = [product]
+        for number, view in enumerate(spec.masks):
+            key = (number, i if view.runs_along("m") else -1)
+            if key not in loaded:
+                where = view.address({**self.at, "m": self.row + i, "n": self.first + column})
+                loaded[key] = let(view.load(where, "n", self.lanes, exists))
+            values.append(loaded[key])
+        dtypes = ["float32", *(str(view.data.dtype) for view in spec.masks)]
+        value = expression_code.emit(scores.expression, values, dtypes, self.lanes)
+        shown = self._shown(i, column, exists)
+        if shown is None:
+            return let(value)
+        return let(T.Select(shown, value, vector_math.constant(value, -float("inf"))))
+
+    def _shown(self, i: Expr, column: Expr, exists: Expr | None) -> Expr | None:
+        """Which keys of a vector query i sees, of those that exist; None: all."""
+        if not self.spec.problem.causal:
+            return exists
+        seen = opaque(self.row + (i + 1 + self._ahead()) - self.first - column)
+        return lane_mask(minimum(seen, self.size - column), self.lanes)
+
+    def _score_at(self, i: Expr, column: Expr) -> Expr:
+        start = self.spec.at("scores") + i * self.spec.blocks.score_distance
+        return lane_indices(start + column, self.lanes)
+
+    def _greatest(self, i: Expr, maxima: Expr) -> Expr:
+        """What is taken from the scores of a row, whose greatest of each lane are given."""
+        greatest = broadcast(let(over_lanes(maxima, T.max, self.lanes)), self.lanes)
+        if self.online:
+            before = self._state("maxima", i)
+            greatest = let(T.Select(broadcast(self.is_first, self.lanes), greatest, T.max(greatest, before)))
+        # NaN among the scores need not reach the maximum: it makes the sum NaN.
+        return let(T.max(greatest, vector_math.constant(greatest, LOWEST)))
+
+    def _total(self, powers: Expr) -> Expr:
+        return broadcast(let(over_lanes(powers, lambda a, b: a + b, self.lanes)), self.lanes)
+
+    def _factor(self, i: Expr, greatest: Expr, total: Expr) -> Expr:
+        if not self.online:
+            return self._average(total)
+        before = self._state("maxima", i)
+        shrunk = T.Select(
+            broadcast(self.is_first, self.lanes), zeros("float32", self.lanes), exp_nonpositive(before - greatest)
+        )
+        shrunk = let(shrunk)
+        kept = T.Select(
+            broadcast(self.is_first, self.lanes), zeros("float32", self.lanes), self._state("sums", i) * shrunk
+        )
+        for name, value in (("sums", let(kept + total)), ("maxima", greatest)):
+            T.buffer_store(self.spec.room, T.Shuffle([value], [0]), [self._state_at(name, i)])
+        return shrunk
+
+    def _average(self, total: Expr) -> Expr:
+        one = vector_math.constant(total, 1.0)
+        if not self.spec.problem.nan_to_zero:
+            return one / total
+        # A sum of zero: every score was -inf.
+        return T.Select(total > zeros("float32", self.lanes), one / total, zeros("float32", self.lanes))
+
+    def _state_at(self, name: str, i: Expr) -> Expr:
+        return self.spec.at(name) + self.within + i
+
+    def _state(self, name: str, i: Expr) -> Expr:
+        return let(broadcast(self.spec.room[self._state_at(name, i)], self.lanes))
+
+    def _partial_at(self, i: Expr, j: int, panel: Expr) -> Expr:
+        blocks = self.spec.blocks
+        row = (self.within + i) * (blocks.value_panels * blocks.columns)
+        return lane_indices(self.spec.at("partial") + row + panel * blocks.columns + j * self.lanes, self.lanes)
+
+    def _write(self, i: Expr, column: Expr, total: Expr, average: Expr, mask: Expr | None) -> None:
+        """Store a vector of the result: sums of values times what makes them averages."""
+        view, value = self.spec.result, total * average
+        if self.spec.problem.nan_to_zero:
+            value = T.Select(average > zeros("float32", self.lanes), value, zeros("float32", self.lanes))
+        view.store(view.address({**self.at, "m": self.row + i, "e": column}), value, self.lanes, mask)
+
+
+class _QueryTile(QueryRows):
+    """One tile while its code is written."""
+
+    def __init__(
+        self, spec: AttentionSpec, at: dict[str, Expr], row: Expr, within: Expr, rows: int, span: Span
+    ) -> None:
+        super().__init__(spec, at, row, within, rows, span)
+        self.maxima = Registers(rows, "float32", self.lanes)
+        self.factors = Registers(rows, "float32", self.lanes)
+        """What sums so far are multiplied by, or, with one block of keys, what makes sums averages."""
 
     # -- scores
 
@@ -106,7 +204,7 @@ class _QueryTile:
                 size = None if left is None else self.size
                 accs[number] = products_of_keys(spec, self.at, self.row + i, self.first, column, size)
         else:
-            keys = opaque(spec.at("keys") + panel * (width // blocks.together * columns))
+            keys = opaque(spec.at("keys") + panel * (blocks.width // blocks.together * columns))
             factor = factors_of_scores(spec, self.at, self.row)
             accumulate(
                 spec,
@@ -114,9 +212,11 @@ class _QueryTile:
                 width // blocks.together,
                 factor,
                 lambda k, j: self._in_room(keys + k * columns + j * self.lanes),
+                # Scores are added to others: what is lost of small ones does not matter.
+                ([None if left is None else lane_mask(left - j * self.lanes, self.lanes) for j in range(vectors)], 0.0),
             )
-        loaded: dict[tuple[int, int], Expr] = {}
         for j in range(vectors):
+            loaded: dict[tuple[int, Expr], Expr] = {}
             column = opaque(panel * columns + j * self.lanes)
             exists = None if left is None else lane_mask(left - j * self.lanes, self.lanes)
             for i in range(self.rows):
@@ -128,43 +228,13 @@ class _QueryTile:
         value = self.spec.room[lane_indices(start, self.lanes)]
         return T.reinterpret(f"int32x{self.lanes}", value) if self.spec.blocks.is_paired else value
 
-    def _score(
-        self, product: Expr, i: int, column: Expr, exists: Expr | None, loaded: dict[tuple[int, int], Expr]
-    ) -> Expr:
-        """A vector of scores of query i: the expression, and -inf where there is no key or it is not seen."""
-        spec, scores = self.spec, self.spec.problem.scores
-        values = [product]
-        for number, view in enumerate(spec.masks):
-            key = (number, i if view.runs_along("m") else -1)
-            if i == 0 or view.runs_along("m"):
-                where = view.address({**self.at, "m": self.row + i, "n": self.first + column})
-                loaded[key] = let(view.load(where, "n", self.lanes, exists))
-            values.append(loaded[key])
-        dtypes = ["float32", *(str(view.data.dtype) for view in spec.masks)]
-        value = expression_code.emit(scores.expression, values, dtypes, self.lanes)
-        if spec.problem.causal:
-            seen = opaque(self.row + (i + 1 + self._ahead()) - self.first - column)
-            exists = lane_mask(minimum(seen, self.size - column), self.lanes)
-        if exists is None:
-            return let(value)
-        return let(T.Select(exists, value, vector_math.constant(value, -float("inf"))))
-
-    def _score_at(self, i: int, column: Expr) -> Expr:
-        start = self.spec.at("scores") + (i * self.spec.blocks.keys)
-        return lane_indices(start + column, self.lanes)
-
     # -- softmax
 
     def softmax(self) -> None:
         """Scores in scratch become powers of e, not divided by their sum yet."""
         spec = self.spec
         for i in range(self.rows):
-            greatest = broadcast(let(_over_lanes(self.maxima[i], T.max, self.lanes)), self.lanes)
-            if self.online:
-                before = self._state("maxima", i)
-                greatest = let(T.Select(broadcast(self.is_first, self.lanes), greatest, T.max(greatest, before)))
-            # NaN among the scores need not reach the maximum: it makes the sum NaN.
-            greatest = let(T.max(greatest, vector_math.constant(greatest, LOWEST)))
+            greatest = self._greatest(i, self.maxima[i])
             total = Registers(1, "float32", self.lanes)
             total[0] = zeros("float32", self.lanes)
             with loop(opaque(ceil_div(self.count, self.lanes))) as vector:
@@ -175,36 +245,7 @@ class _QueryTile:
                 else:
                     T.buffer_store(spec.room, power, [where])
                 total[0] = total[0] + power
-            added = broadcast(let(_over_lanes(total[0], lambda a, b: a + b, self.lanes)), self.lanes)
-            self.factors[i] = self._factor(i, greatest, added)
-
-    def _factor(self, i: int, greatest: Expr, total: Expr) -> Expr:
-        if not self.online:
-            return self._average(total)
-        before = self._state("maxima", i)
-        shrunk = T.Select(
-            broadcast(self.is_first, self.lanes), zeros("float32", self.lanes), exp_nonpositive(before - greatest)
-        )
-        shrunk = let(shrunk)
-        kept = T.Select(
-            broadcast(self.is_first, self.lanes), zeros("float32", self.lanes), self._state("sums", i) * shrunk
-        )
-        for name, value in (("sums", let(kept + total)), ("maxima", greatest)):
-            T.buffer_store(self.spec.room, T.Shuffle([value], [0]), [self._state_at(name, i)])
-        return shrunk
-
-    def _average(self, total: Expr) -> Expr:
-        one = vector_math.constant(total, 1.0)
-        if not self.spec.problem.nan_to_zero:
-            return one / total
-        # A sum of zero: every score was -inf.
-        return T.Select(total > zeros("float32", self.lanes), one / total, zeros("float32", self.lanes))
-
-    def _state_at(self, name: str, i: int) -> Expr:
-        return self.spec.at(name) + self.within + i
-
-    def _state(self, name: str, i: int) -> Expr:
-        return let(broadcast(self.spec.room[self._state_at(name, i)], self.lanes))
+            self.factors[i] = self._factor(i, greatest, self._total(total[0]))
 
     # -- values
 
@@ -242,16 +283,15 @@ class _QueryTile:
                 steps,
                 factor,
                 lambda k, j: self._in_room(values + k * blocks.columns + j * self.lanes),
+                ([None] * len(masks), LEAST_SQUARE),
             )
 
         def finish() -> None:
             for i in range(self.rows):
                 average = self.factors[i] if not self.online else let(self._average(self._state("sums", i)))
                 for j, mask in enumerate(masks):
-                    value = self._sum(i, j, panel, len(masks)) * average
-                    if spec.problem.nan_to_zero:
-                        value = T.Select(average > zeros("float32", self.lanes), value, zeros("float32", self.lanes))
-                    self._write(i, opaque(panel * blocks.columns) + j * self.lanes, value, mask)
+                    column = opaque(panel * blocks.columns) + j * self.lanes
+                    self._write(i, column, self._sum(i, j, panel, len(masks)), average, mask)
 
         def keep() -> None:
             for i in range(self.rows):
@@ -267,25 +307,6 @@ class _QueryTile:
         before = let(self.spec.room[self._partial_at(i, j, panel)])
         is_first = broadcast(self.is_first, self.lanes)
         return added + T.Select(is_first, zeros("float32", self.lanes), before * self.factors[i])
-
-    def _partial_at(self, i: int, j: int, panel: Expr) -> Expr:
-        blocks = self.spec.blocks
-        row = (self.within + i) * (blocks.value_panels * blocks.columns)
-        return lane_indices(self.spec.at("partial") + row + panel * blocks.columns + j * self.lanes, self.lanes)
-
-    def _write(self, i: int, column: Expr, value: Expr, mask: Expr | None) -> None:
-        view = self.spec.result
-        view.store(view.address({**self.at, "m": self.row + i, "e": column}), value, self.lanes, mask)
-
-
-def _over_lanes(vector: Expr, apply: Callable[[Any, Any], Any], lanes: int) -> Expr:
-    """All lanes of a vector combined."""
-    while lanes > 1:
-        lanes //= 2
-        low, high = list(range(lanes)), list(range(lanes, 2 * lanes))
-        vector = let(vector)
-        vector = apply(T.Shuffle([vector], low), T.Shuffle([vector], high))
-    return vector
 
 
 def products_of_keys(

@@ -8,12 +8,15 @@ any sum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from ...target.dot_instructions import wide_instruction
 from ...target.element_types import bytes_of
 from ..core.builder import (
     CACHE_LINE_BYTES,
@@ -27,14 +30,19 @@ from ..core.builder import (
     opaque,
     prefetch,
     vector_type,
+    when,
     zeros,
 )
 from ..matmul.k_step import emit_step, lhs_group, rhs_groups, zero
+from ..matmul.short_sums import ShortSums, is_out_of_range
 from .conv_geometry import Segment, Taps
 from .conv_spec import Convolution, ConvRow, data_position, over_taps, result_position, store_places
 
 # Up to so many steps over the input channels, the loop is written out.
 FEW_STEPS = 4
+
+# Of so many chains, the sum stays in the operands' type until the tile ends: each row of the window has few of them.
+MOST_HELD_CHAINS = 12
 
 
 @dataclass(frozen=True)
@@ -130,13 +138,68 @@ def emit_tile(conv: Convolution, tile: ConvTile, registers: TileRegisters) -> No
         size,
         lambda _, t, j: result_position(conv, tile.row, tile.first + t, panel.column + j * conv.lanes),
     )
-    if registers.compensation is None:
-        for number in range(width * panel.vectors):
-            accs[number] = zero(conv.dot, conv.lanes)
+    if conv.dot.short:
+        _accumulate_short(conv, tile, accs)
     else:
-        _start_compensated(conv, tile, registers.compensation, accs)
-    over_taps(tile.row, lambda taps: _accumulate_row(conv, tile, taps, accs))
+        if registers.compensation is None:
+            _clear(conv, accs, width * panel.vectors)
+        else:
+            _start_compensated(conv, tile, registers.compensation, accs)
+        over_taps(tile.row, lambda taps: _accumulate_row(conv, tile, taps, _Sums(accs)))
     store_places(conv, tile.row, tile.first, panel.column, size, panel.masks, lambda t, j: accs[t * panel.vectors + j])
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Where products are added: accumulators themselves, or short sums on their way there.
+
+    Attributes
+    ----------
+    is_held : bool
+        Short sums of all the window join the accumulators at once.
+    """
+
+    accs: Registers
+    short: ShortSums | None = None
+    is_held: bool = False
+
+    @property
+    def length(self) -> int:
+        """Steps of a chain of short sums."""
+        return self.short.length if self.short else 1
+
+    def add(self, size: int, length: int, emit: Callable[[Expr, Any, Registers], None]) -> None:
+        """A sum, which `emit` writes from a place on, so far, into registers; `length` is that of a chain."""
+        if self.short is None:
+            emit(0, size, self.accs)
+        else:
+            (self.short.add_chains if self.is_held else self.short.add)(size, length, emit)
+
+
+def _clear(conv: Convolution, accs: Registers, count: int) -> None:
+    for number in range(count):
+        accs[number] = zero(conv.dot, conv.lanes)
+
+
+def _accumulate_short(conv: Convolution, tile: ConvTile, accs: Registers) -> None:
+    """Accumulate by short sums, and once more without where these left their range."""
+    count = tile.segment.width * tile.panel.vectors
+    window = prod(window.size for window in conv.windows)
+    short = ShortSums(conv.dot, accs, count, conv.lanes)
+    rows = window // conv.windows[-1].size
+    runs = sum(ceil_div(run.count * ceil_div(conv.depth, conv.dot.k0), short.length) for run in tile.segment.taps)
+    is_held = rows * runs <= MOST_HELD_CHAINS
+    _clear(conv, accs, count)
+    if is_held:
+        short.begin()
+    over_taps(tile.row, lambda taps: _accumulate_row(conv, tile, taps, _Sums(accs, short, is_held)))
+    if is_held:
+        short.finish()
+    with when(is_out_of_range([accs[number] for number in range(count)], window * conv.depth, conv.lanes)):
+        _clear(conv, accs, count)
+        wide = replace(conv, dot=wide_instruction(conv.dot))
+        alone = replace(tile, ahead=None)
+        over_taps(tile.row, lambda taps: _accumulate_row(wide, alone, taps, _Sums(accs)))
 
 
 def _start_compensated(conv: Convolution, tile: ConvTile, compensation: Registers, accs: Registers) -> None:
@@ -179,7 +242,7 @@ def _tap_stride(conv: Convolution) -> Expr:
     return conv.weight.stride(f"w{len(conv.windows) - 1}")
 
 
-def _accumulate_row(conv: Convolution, tile: ConvTile, taps: Sequence[Expr], accs: Registers) -> None:
+def _accumulate_row(conv: Convolution, tile: ConvTile, taps: Sequence[Expr], sums: _Sums) -> None:
     """Multiply and add what one row of the data gives."""
     window = conv.windows[-1]
     at = data_position(conv, tile.row, taps, tile.panel.channel, tile.first * window.stride - window.before)
@@ -192,11 +255,11 @@ def _accumulate_row(conv: Convolution, tile: ConvTile, taps: Sequence[Expr], acc
         steps = tirx.floordiv(done, conv.weight.layout.tile(0) * conv.dot.k0)
         ahead = Ahead(opaque(tile.ahead.start + steps * tile.ahead.step), tile.ahead.step)
     for run in tile.segment.taps:
-        _accumulate(conv, tile.panel.vectors, run, (data, weight), ahead, accs)
+        _accumulate(conv, tile.panel.vectors, run, (data, weight), ahead, sums)
 
 
 def _accumulate(
-    conv: Convolution, vectors: int, run: Taps, start: tuple[Expr, Expr], ahead: Ahead | None, accs: Registers
+    conv: Convolution, vectors: int, run: Taps, start: tuple[Expr, Expr], ahead: Ahead | None, sums: _Sums
 ) -> None:
     """Multiply and add what a run of the window's places finds in one row of the data."""
     window, dot = conv.windows[-1], conv.dot
@@ -205,7 +268,7 @@ def _accumulate(
     is_padded = conv.data.layout.tile(1) > 1
     steps, left = (ceil_div(conv.depth, dot.k0), 0) if is_padded else divmod(conv.depth, dot.k0)
 
-    def step(tap: Expr, number: Expr, left: int = dot.k0) -> None:
+    def step(accs: Registers, tap: Expr, number: Expr, left: int = dot.k0) -> None:
         data, weight = start
         data = data + (run.first + tap) * (window.dilation * along) + number * (dot.k0 * across)
         weight = weight + (run.first + tap) * next_tap + number * size
@@ -221,19 +284,37 @@ def _accumulate(
 
     is_one_run = along * window.dilation == steps * dot.k0 * across and next_tap == steps * size
     if left == 0 and (is_one_run or run.count == 1):
-        # From the last channels of one place, the same step leads to the first channels of the next.
-        with loop(run.count * steps) as s:
-            step(0, s)
+
+        def steps_of(first: Expr, count: Expr, accs: Registers) -> None:
+            # From the last channels of one place, the same step leads to the first channels of the next.
+            with loop(count) as s:
+                step(accs, 0, first + s)
+
+        sums.add(run.count * steps, sums.length, steps_of)
+        return
+
+    def channels_of(tap: Expr, first: Expr, count: int, accs: Registers) -> None:
+        number, rest = divmod(count, dot.k0)
+        begin = opaque(first // dot.k0)
+        if number <= FEW_STEPS:
+            for s in range(number):
+                step(accs, tap, begin + s)
+        else:
+            with loop(number) as s:
+                step(accs, tap, begin + s)
+        if rest:
+            step(accs, tap, begin + number, rest)
+
+    def taps_of(first: Expr, count: Expr, accs: Registers) -> None:
+        with loop(count) as tap:
+            channels_of(first + tap, 0, channels, accs)
+
+    channels = steps * dot.k0 + left
+    if steps < FEW_STEPS:
+        sums.add(run.count, max(1, sums.length // (steps + (left > 0))), taps_of)
         return
     with loop(run.count) as tap:
-        if steps <= FEW_STEPS:
-            for number in range(steps):
-                step(tap, number)
-        else:
-            with loop(steps) as s:
-                step(tap, s)
-        if left:
-            step(tap, steps, left)
+        sums.add(channels, sums.length * dot.k0, lambda first, count, accs: channels_of(tap, first, count, accs))
 
 
 def _left(conv: Convolution, address: Expr, existing: int) -> Expr | list[Expr]:

@@ -243,6 +243,16 @@ def lane_of(vector: Expr, lane: int) -> Expr:
     return T.Shuffle([vector], [lane])
 
 
+def over_lanes(vector: Expr, apply: Callable[[Expr, Expr], Expr], lanes: int) -> Expr:
+    """All lanes of a vector combined."""
+    while lanes > 1:
+        lanes //= 2
+        low, high = list(range(lanes)), list(range(lanes, 2 * lanes))
+        vector = let(vector)
+        vector = apply(T.Shuffle([vector], low), T.Shuffle([vector], high))
+    return vector
+
+
 def masked_store(buffer: Any, index: Expr, value: Expr, mask: Expr) -> None:
     """Write the lanes of `value` that a mask, true up to some lane, holds for.
 

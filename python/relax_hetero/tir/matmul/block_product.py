@@ -6,7 +6,8 @@ share of the work that falls with the rows of a tile; scales are applied to the 
 into memory: what is read for one row is the 4 bits, and many rows are nearly as fast as a product of float32.
 
 The loops, from outside: tasks, blocks of rows, panels of columns, tiles of rows; within a tile the blocks that share a
-scale, groups, the eight weights of a group.
+scale, groups, the eight weights of a group. CPUs with tile registers multiply many rows by them
+(`tile_register_blocks`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from ..core.builder import (
     ceil_div,
     either,
     lane_indices,
-    lane_mask,
     let,
     loop,
     minimum,
@@ -40,40 +40,15 @@ from ..core.builder import (
 from ..core.view import OperandView, extent_of
 from ..core.work_split import part, split_work
 from ..elementwise.expression_code import EpilogueCode
+from . import tile_registers
+from .block_spec import BlockSpec, for_columns, store_row
 from .matmul_spec import choose, row_cases
 from .matmul_tile import IN_FLIGHT, MAX_CHAIN
+from .tile_register_blocks import LEAST_ROWS, block_tiles, emit_block_tiles
 from .weight_unpacking import PLACES, Unpacking
 
 # Bytes of the left operand that all panels go over before the next rows: half of a second-level cache.
 ROW_BLOCK_BYTES = 1 << 19
-
-
-@dataclass(frozen=True)
-class _Kernel:
-    """What every tile of a kernel shares.
-
-    Attributes
-    ----------
-    weight, scales : Buffer
-        In one dimension.
-    lanes, vectors : int
-        Of a panel.
-    free : int
-        Registers for accumulators, beside weights as they are and as numbers, what is taken from them, and what is
-        broadcast.
-    """
-
-    problem: BlockProductProblem
-    lhs: OperandView
-    result: OperandView
-    epilogue: EpilogueCode
-    weight: Expr
-    scales: Expr
-    unpacking: Unpacking
-    lanes: int
-    vectors: int
-    free: int
-    m: Expr
 
 
 @dataclass(frozen=True)
@@ -110,7 +85,7 @@ def block_product_kernel(problem: BlockProductProblem, cpu: CpuTarget) -> tirx.P
                 view.open()
             vectors = problem.panel // lanes
             data = [view.data for view in packed]
-            kernel = _Kernel(
+            kernel = BlockSpec(
                 problem,
                 lhs,
                 result,
@@ -123,16 +98,24 @@ def block_product_kernel(problem: BlockProductProblem, cpu: CpuTarget) -> tirx.P
                 cpu.isa.registers - (2 + PLACES) * vectors - 1,
                 extent_of([result], "m"),
             )
-            _emit_loops(kernel, cpu)
+            tiles = block_tiles(kernel, cpu)
+            if tiles is None:
+                _emit_loops(kernel, cpu)
+            else:
+                with T.attr(0, "pragma_import_llvm", tile_registers.LLVM_TEXT):
+                    allowed = tile_registers.may_use_tiles()
+                    if not isinstance(kernel.m, int):
+                        allowed = tirx.And(kernel.m >= LEAST_ROWS, allowed)
+                    either(allowed, lambda: emit_block_tiles(kernel, cpu, tiles), lambda: _emit_loops(kernel, cpu))
     return function.result
 
 
-def _rows_of_a_tile(kernel: _Kernel, cpu: CpuTarget) -> int:
+def _rows_of_a_tile(kernel: BlockSpec, cpu: CpuTarget) -> int:
     rows = max(1, min(tile_sizes(cpu).rows, kernel.free // kernel.vectors))
     return min(rows, kernel.m) if isinstance(kernel.m, int) else rows
 
 
-def _emit_loops(kernel: _Kernel, cpu: CpuTarget) -> None:
+def _emit_loops(kernel: BlockSpec, cpu: CpuTarget) -> None:
     problem = kernel.problem
     if 0 in (kernel.m, problem.columns):
         T.evaluate(0)
@@ -155,7 +138,7 @@ def _emit_loops(kernel: _Kernel, cpu: CpuTarget) -> None:
                 _emit_rows(kernel, row, rows, opaque(first_n + panel), accs, totals)
 
 
-def _emit_rows(kernel: _Kernel, row: Expr, rows: int, panel: Expr, accs: Registers, totals: Registers) -> None:
+def _emit_rows(kernel: BlockSpec, row: Expr, rows: int, panel: Expr, accs: Registers, totals: Registers) -> None:
     """A tile in the form that its place needs: whole, or of what rows are left."""
 
     choose(
@@ -164,7 +147,7 @@ def _emit_rows(kernel: _Kernel, row: Expr, rows: int, panel: Expr, accs: Registe
     )
 
 
-def _emit_tile(kernel: _Kernel, tile: _Tile, accs: Registers, totals: Registers) -> None:
+def _emit_tile(kernel: BlockSpec, tile: _Tile, accs: Registers, totals: Registers) -> None:
     problem = kernel.problem
     count = tile.rows * kernel.vectors
     banks = max(1, min(IN_FLIGHT, kernel.free) // count)
@@ -181,13 +164,13 @@ def _emit_tile(kernel: _Kernel, tile: _Tile, accs: Registers, totals: Registers)
     _finish(kernel, tile, totals)
 
 
-def _rows_in(kernel: _Kernel, tile: _Tile) -> list[Expr]:
+def _rows_in(kernel: BlockSpec, tile: _Tile) -> list[Expr]:
     """The tile's rows, those that do not exist replaced by the last that does."""
     return [tile.row + i if tile.end is None or i == 0 else T.min(tile.row + i, tile.end - 1) for i in range(tile.rows)]
 
 
 def _emit_chain(
-    kernel: _Kernel, tile: _Tile, sums: tuple[Registers, Registers], first: Expr, size: int, banks: int
+    kernel: BlockSpec, tile: _Tile, sums: tuple[Registers, Registers], first: Expr, size: int, banks: int
 ) -> None:
     """Add the products of the `size` weights of every column from `first` on, which share a scale."""
     problem, lanes, panel = kernel.problem, kernel.lanes, kernel.problem.panel
@@ -230,29 +213,16 @@ def _emit_chain(
             totals[number] = totals[number] + total * scale
 
 
-def _finish(kernel: _Kernel, tile: _Tile, totals: Registers) -> None:
+def _finish(kernel: BlockSpec, tile: _Tile, totals: Registers) -> None:
     """Apply the epilogue and store what exists."""
-    problem, lanes = kernel.problem, kernel.lanes
-    left = problem.columns % problem.panel
-    if left == 0:
-        _store(kernel, tile, totals, [None] * kernel.vectors)
-        return
-    masks = [lane_mask(left - j * lanes, lanes) for j in range(ceil_div(left, lanes))]
-    last = problem.columns // problem.panel
-    either(
-        tile.panel < last,
-        lambda: _store(kernel, tile, totals, [None] * kernel.vectors),
-        lambda: _store(kernel, tile, totals, masks),
-    )
-
-
-def _store(kernel: _Kernel, tile: _Tile, totals: Registers, masks: list[Expr]) -> None:
-    """Write vectors of the tile, one for each mask (None: whole)."""
-    lanes = kernel.lanes
     rows = _rows_in(kernel, tile)
-    for i in range(tile.rows):
-        with when(True if tile.end is None or i == 0 else tile.row + i < tile.end):
-            for j, mask in enumerate(masks):
-                at = {"m": rows[i], "n": tile.panel * kernel.problem.panel + j * lanes}
-                value = kernel.epilogue.result_at(totals[i * kernel.vectors + j], at, mask)
-                kernel.result.store(at, "n", value, lanes, mask)
+
+    def store_one(i: int, masks: list[Expr]) -> None:
+        store_row(kernel, rows[i], tile.panel, masks, lambda j: totals[i * kernel.vectors + j])
+
+    def store(masks: list[Expr]) -> None:
+        for i in range(tile.rows):
+            with when(True if tile.end is None or i == 0 else tile.row + i < tile.end):
+                store_one(i, masks)
+
+    for_columns(kernel, tile.panel, store)

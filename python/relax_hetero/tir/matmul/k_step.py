@@ -87,7 +87,8 @@ def emit_step(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) 
     Parameters
     ----------
     acc : PrimExpr
-        `lanes` accumulators: a vector of the accumulator's type, a scalar where lanes is 1.
+        `lanes` accumulators: a vector of the accumulator's type, a scalar where lanes is 1. Of an instruction with
+        short sums these: `lanes` groups of k0 in the operands' type.
     lhs, rhs : PrimExpr
         From `lhs_group` and `rhs_groups`.
     lanes : int
@@ -179,6 +180,25 @@ def _bf16_pairs(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int
     return acc
 
 
+def _f16_sums(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
+    """Two float16 by two; products of even and of odd k are added apart, in float16."""
+    left, right = (tirx.reinterpret(f"float16x{2 * lanes}", group) for group in (tirx.Broadcast(lhs, lanes), rhs))
+    return acc + left * right
+
+
+def _f16_pairs(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
+    """Two float16 by two as float32."""
+    for shift in (0, 16):
+
+        def half(bits: Expr, count: int, shift: int = shift) -> Expr:
+            moved = tirx.shift_right(bits, constant(shift, "int32", count)) if shift else bits
+            short = tirx.Cast(vector_type("uint16", count), moved)
+            return cast(tirx.reinterpret(vector_type("float16", count), short), dot.types[2])
+
+        acc = acc + broadcast(half(lhs, 1), lanes) * half(rhs, lanes)
+    return acc
+
+
 def _i16_pairs(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
     """Bytes 0 and 2, then 1 and 3 of every group, widened to int16: PMADDWD multiplies and adds pairs, exactly."""
     count = 2 * lanes
@@ -229,6 +249,8 @@ FORMS: dict[str, Callable[[DotInstruction, Expr, Expr, Expr, int], Expr]] = {
     "bf16_dot": _bf16_dot,
     "bf16_pairs": _bf16_pairs,
     "f16_bits": _fma,
+    "f16_sums": _f16_sums,
+    "f16_pairs": _f16_pairs,
     "i16_pairs": _i16_pairs,
     "i32_bytes": _i32_bytes,
 }

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tvm import tirx
+from tvm import sym, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...target.dot_instructions import DotInstruction
-from ..core.builder import Expr, either, lane_mask, minimum, opaque
+from ..core.builder import Expr, either, lane_mask, minimum, opaque, plain_extent
 from ..core.view import Coordinates, OperandView
 from ..elementwise.expression_code import EpilogueCode
 
 # Steps along k between prefetches: at most, and where only the run knows how many tiles share them.
 MAX_TURN = 8
+MAX_CHAIN_TURN = 4  # with more, LLVM loads factors of later steps first and runs out of registers
 RUN_TIME_TURN = 2
 
 
@@ -63,9 +64,11 @@ class Sweep:
     tiles: Expr
     panel: Expr
 
-    def turn(self, unroll: int, vectors: int) -> int:
-        """Steps along k from one prefetch of a tile to the next, a multiple of `unroll`."""
+    def turn(self, unroll: int, vectors: int, in_chains: bool) -> int:
+        """Steps along k from one prefetch of a tile to the next; `in_chains`, a divisor of a chain of short sums."""
         wanted = self.tiles // vectors if isinstance(self.tiles, int) else RUN_TIME_TURN
+        if in_chains:
+            return max(unroll, next(turn for turn in (MAX_CHAIN_TURN, 2, 1) if turn <= max(1, wanted)))
         return max(unroll, min(MAX_TURN, wanted))
 
     def lines(self, turn: int, vectors: int) -> Expr:
@@ -155,6 +158,12 @@ class KRange:
     def whole(self) -> bool:
         """Whether this is all of k."""
         return self.first is True and self.last is True
+
+    @property
+    def size(self) -> Expr:
+        """How much of k it is, a number where that is known."""
+        size = self.end - self.begin
+        return size if isinstance(size, int) else plain_extent(sym.Analyzer().simplify(size))
 
     @staticmethod
     def of(k: Expr, count: Expr, block: int, number: Expr) -> KRange:

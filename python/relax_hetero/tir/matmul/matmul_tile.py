@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from ...target.dot_instructions import wide_instruction
 from ...target.element_types import bytes_of
 from ..core.builder import (
     CACHE_LINE_BYTES,
@@ -27,6 +29,7 @@ from ..core.builder import (
 from ..core.view import Coordinates, OperandView
 from .k_step import emit_step, lhs_group, rhs_groups, zero
 from .matmul_spec import KRange, MatmulSpec, Sweep, Tile, mask_in, position_in, row_in
+from .short_sums import ShortSums, is_out_of_range
 
 # Multiply-adds that must be in flight: 4 cycles of latency times 2 a cycle on every core of the table.
 IN_FLIGHT = 8
@@ -49,14 +52,20 @@ def emit_tile(spec: MatmulSpec, tile: Tile, k: KRange, accs: Registers) -> None:
     unroll = max(1, min(IN_FLIGHT, spec.registers - panel) // (tile.rows * panel)) if spec.lanes > 1 else 1
     if k.whole:
         spec.epilogue.prefetch("m", (tile.rows, tile.vectors), lambda view, i, j: position_in(spec, tile, view, i, j))
-    either(k.first, lambda: _start(spec, tile, accs), lambda: _clear(spec, accs, range(count)))
-    _clear(spec, accs, range(count, count * unroll))
-    _accumulate_chains(spec, tile, accs, k, unroll)
-    for spare in range(count, count * unroll):
-        accs[spare % count] = accs[spare % count] + accs[spare]
+    if spec.dot.short:
+        _accumulate_short(spec, tile, accs, k, unroll)
+        if spec.init is not None:
+            with when(k.first):
+                _add_operand(spec, tile, spec.init, accs)
+    else:
+        either(k.first, lambda: _start(spec, tile, accs), lambda: _clear(spec, accs, range(count)))
+        _clear(spec, accs, range(count, count * unroll))
+        _accumulate_chains(spec, tile, accs, k, unroll)
+        for spare in range(count, count * unroll):
+            accs[spare % count] = accs[spare % count] + accs[spare]
     if k.first is not True:
         with when(tirx.Not(k.first)):
-            _resume(spec, tile, accs)
+            _add_operand(spec, tile, spec.result, accs)
     either(k.last, lambda: _finish(spec, tile, accs), lambda: _suspend(spec, tile, accs))
 
 
@@ -88,16 +97,48 @@ def _accumulate_chains(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange,
         accs[number] = totals[number]
 
 
+def _accumulate_short(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, unroll: int) -> None:
+    """Accumulate a range of k by short sums, and once more without where these left their range."""
+    count = tile.rows * tile.vectors
+    _clear(spec, accs, range(count))
+
+    def steps(first: Expr, size: Expr, registers: Registers) -> None:
+        begin = k.begin + first
+        _accumulate(spec, tile, registers, KRange(begin, begin + size, True, True), unroll)
+
+    short = ShortSums(spec.dot, accs, count, spec.lanes, unroll)
+    short.add(k.size, short.length * spec.dot.k0, steps)
+
+    def existing(number: int) -> Expr:
+        mask = mask_in(spec, tile, spec.rhs, number % tile.vectors)
+        return accs[number] if mask is None else T.Select(mask, accs[number], zero(spec.dot, spec.lanes))
+
+    with when(is_out_of_range([existing(number) for number in range(count)], k.size, spec.lanes)):
+        _clear(spec, accs, range(count))
+        wide = replace(spec, dot=wide_instruction(spec.dot))
+        _accumulate_chains(wide, replace(tile, sweep=None), accs, k, 1)
+
+
 def _start(spec: MatmulSpec, tile: Tile, accs: Registers) -> None:
     for j in range(tile.vectors):
         compensation = _compensation(spec, tile, j)
         for i in range(tile.rows):
             value = zero(spec.dot, spec.lanes)
             if spec.init is not None:
-                value = spec.init.load(
-                    position_in(spec, tile, spec.init, i, j), "n", spec.lanes, mask_in(spec, tile, spec.init, j)
-                )
+                value = _load(spec, tile, spec.init, i, j)
             accs[i * tile.vectors + j] = value if compensation is None else value + compensation
+
+
+def _add_operand(spec: MatmulSpec, tile: Tile, view: OperandView, accs: Registers) -> None:
+    for i in range(tile.rows):
+        for j in range(tile.vectors):
+            number = i * tile.vectors + j
+            accs[number] = accs[number] + _load(spec, tile, view, i, j)
+
+
+def _load(spec: MatmulSpec, tile: Tile, view: OperandView, i: int, j: int) -> Expr:
+    """The elements of a view that meet vector j of row i."""
+    return view.load(position_in(spec, tile, view, i, j), "n", spec.lanes, mask_in(spec, tile, view, j))
 
 
 def _compensation(spec: MatmulSpec, tile: Tile, j: int) -> Expr | None:
@@ -108,14 +149,6 @@ def _compensation(spec: MatmulSpec, tile: Tile, j: int) -> Expr | None:
     at = {**tile.batch, "k": tirx.const(0, "int64"), "n": tile.column + j * spec.lanes}
     sums = T.bind(spec.rhs.load_compensation(at, spec.lanes))
     return sums if sign > 0 else zero(spec.dot, spec.lanes) - sums
-
-
-def _resume(spec: MatmulSpec, tile: Tile, accs: Registers) -> None:
-    for i in range(tile.rows):
-        for j in range(tile.vectors):
-            at = position_in(spec, tile, spec.result, i, j)
-            sums = spec.result.load(at, "n", spec.lanes, mask_in(spec, tile, spec.result, j))
-            accs[i * tile.vectors + j] = accs[i * tile.vectors + j] + sums
 
 
 def _accumulate(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, unroll: int) -> None:
@@ -130,9 +163,9 @@ def _accumulate(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, unroll
                 number = (bank * tile.rows + i) * tile.vectors + j
                 accs[number] = emit_step(spec.dot, accs[number], group, right[j], spec.lanes)
 
-    size = k.end - k.begin
+    size = k.size
     steps = opaque(size // k0)
-    turn = unroll if tile.sweep is None else tile.sweep.turn(unroll, tile.vectors)
+    turn = unroll if tile.sweep is None else tile.sweep.turn(unroll, tile.vectors, spec.dot.short > 0)
     turns = opaque(steps // turn)
     with loop(turns) as s:
         if tile.sweep is not None:
@@ -204,6 +237,8 @@ def _right(spec: MatmulSpec, tile: Tile, k: Expr, j: int, left: Expr | None) -> 
     if spec.rhs.layout.tile(spec.rhs.index_map.index("k")) == k0 and spec.rhs.stride("n") == k0:
         return spec.rhs.load_run(at, lanes * k0)
     rows = [_one_of(spec.rhs, at, i, left, lanes, mask) for i in range(k0)]
+    if spec.rhs.dtype == "bfloat16":  # as bits: TVM's legalization widens what is shuffled
+        rows = [tirx.reinterpret(vector_type("uint16", lanes), row) for row in rows]
     return T.Shuffle(rows, [i * lanes + lane for lane in range(lanes) for i in range(k0)])
 
 
@@ -213,10 +248,7 @@ def _suspend(spec: MatmulSpec, tile: Tile, accs: Registers) -> None:
 
 def _finish(spec: MatmulSpec, tile: Tile, accs: Registers) -> None:
     def value(i: int, j: int) -> Expr:
-        def load(view: OperandView) -> Expr:
-            return view.load(position_in(spec, tile, view, i, j), "n", spec.lanes, mask_in(spec, tile, view, j))
-
-        return spec.epilogue.result(accs[i * tile.vectors + j], load)
+        return spec.epilogue.result(accs[i * tile.vectors + j], lambda view: _load(spec, tile, view, i, j))
 
     _store(spec, tile, value)
 

@@ -31,6 +31,7 @@ from ..rows.row_code import RowSpec, RowWriter
 from ..rows.rows import emit_rows
 from . import tile_registers
 from .matmul_spec import MatmulSpec
+from .right_panels import RightPanels, is_row_major, panel_columns
 
 # Bytes of rows of the left operand that a panel meets before the next one: they stay in the second-level cache, and
 # not more than so many pairs of tiles. Up to so many rows are one block.
@@ -61,10 +62,13 @@ def takes_tiles(spec: MatmulSpec, instruction: TileInstruction) -> bool:
     if isinstance(spec.m, int) and spec.m < instruction.least_rows:
         return False
     rows_are_plain = lhs.layout.is_identity and lhs.runs_along("m") and lhs.index_map[-1] == "k"
+    if not rows_are_plain or is_row_major(rhs):
+        return rows_are_plain
     k, n = rhs.index_map.index("k"), rhs.index_map.index("n")
     panel = rhs.layout.tile(n)
     is_packed = rhs.layout.inner_dims == (n, k) and rhs.layout.inner_tiles == (panel, instruction.k0)
-    is_packed = is_packed and rhs.layout.outer_perm[-2:] == (n, k)
+    # The window of a convolution that is a product stands between them.
+    is_packed = is_packed and [d for d in rhs.layout.outer_perm if rhs.index_map[d] != "1"][-2:] == [n, k]
     return rows_are_plain and is_packed and panel in (_LANES, 2 * _LANES)
 
 
@@ -146,6 +150,8 @@ class _Task:
         self.partial = (
             tile_registers.scratch(product.pairs * 4 * TILE_ROWS * _LANES, acc) if product.blocks > 1 else None
         )
+        self.panels = RightPanels.of(spec, product.instruction.k0) if is_row_major(spec.rhs) else None
+        self.right = spec.rhs.data if self.panels is None else self.panels.memory
         # Of the sums that wait: the next row to finish, the end; then the first row, the column, batch coordinates.
         self.waiting = T.alloc_buffer((2,), "int64", scope="global")
         self.place = T.alloc_buffer((2 + len(product.batch),), "int64", scope="global")
@@ -166,7 +172,7 @@ def emit_tile_products(
     """Write the loops of a product that `takes_tiles`, where the process may use them and `m` is not too small."""
     height, heights = _heights(spec.m)
     pairs = opaque(ceil_div(spec.m, height) if isinstance(height, int) else (spec.m + (height - 1)) // height)
-    panel = spec.rhs.layout.tile(spec.rhs.index_map.index("n"))
+    panel = panel_columns(spec)
     panels = ceil_div(spec.n, panel)
     extents = {name: extent_of([spec.result], name) for name in batch}
     count: Expr = 1
@@ -190,9 +196,7 @@ def emit_tile_products(
             end = opaque(minimum(begin + product.pairs, last_m))
             if product.distance:
                 _copy_rows(task, at, begin, end)
-            with loop(last_n - first_n) as n:
-                column = opaque((first_n + n) * panel)
-                _sweep_panel(task, at, (begin, end), column)
+            _sweep_panels(task, at, (begin, end), (first_n, last_n))
             if row is not None:
                 _finish_waiting(task)
                 first_row = opaque(begin * height)
@@ -229,6 +233,7 @@ def _product(
     row = spec.k * size
     steps, tail = divmod(row, TILE_BYTES)
     panels = ceil_div(spec.n, panel)
+    is_packed = not is_row_major(spec.rhs)
     own_panels = ceil_div(panels, split.columns) if isinstance(split.columns, int) else panels
     in_block = max(2, min(ROW_BLOCK_PAIRS, ROW_BLOCK_BYTES // (2 * TILE_ROWS * row)))
     if isinstance(pairs, int) and isinstance(split.rows, int):
@@ -238,7 +243,7 @@ def _product(
     conflicts = row % (2 * TILE_BYTES) != TILE_BYTES and own_panels >= COPY_PANELS and many_rows
     distance = ((ceil_div(row, TILE_BYTES) | 1) * TILE_BYTES) if tail or conflicts else 0
     blocks = ceil_div(steps, BLOCK_STEPS) if steps > MANY_STEPS and in_block > 1 else 1
-    is_fetched = many_rows and panels * panel * row > PREFETCH_BYTES
+    is_fetched = is_packed and many_rows and panels * panel * row > PREFETCH_BYTES
     vectors = panel // _LANES
     fetched = ceil_div(TILE_ROWS * vectors, in_block) if is_fetched else 0
     return _Product(
@@ -273,16 +278,36 @@ def _copy_rows(task: _Task, at: Coordinates, begin: Expr, end: Expr) -> None:
                 copy(product.steps, product.tail)
 
 
-def _sweep_panel(task: _Task, at: Coordinates, pairs: tuple[Expr, Expr], column: Expr) -> None:
-    """Multiply the rows of a block by a panel."""
-    product, rhs = task.product, task.product.spec.rhs
-    start = opaque(rhs.address({**at, "k": tirx.const(0, "int64"), "n": column}))
+def _sweep_panels(task: _Task, at: Coordinates, pairs: tuple[Expr, Expr], panels: tuple[Expr, Expr]) -> None:
+    """Multiply the rows of a block by some panels, which are packed before where they are not."""
+    columns = panel_columns(task.product.spec)
+    first, last = panels
+    if task.panels is None:
+        with loop(last - first) as n:
+            column = opaque((first + n) * columns)
+            start = task.product.spec.rhs.address({**at, "k": tirx.const(0, "int64"), "n": column})
+            _sweep_panel(task, at, pairs, column, opaque(start))
+        return
+    count = task.panels.count
+    with loop(opaque(ceil_div(last - first, count))) as group:
+        begin = opaque(first + group * count)
+        end = opaque(minimum(begin + count, last))
+        task.panels.pack(at, begin, end)
+        with loop(opaque(end - begin)) as n:
+            column = opaque((begin + n) * columns)
+            _sweep_panel(task, at, pairs, column, opaque(n * task.panels.elements))
+
+
+def _sweep_panel(task: _Task, at: Coordinates, pairs: tuple[Expr, Expr], column: Expr, start: Expr) -> None:
+    """Multiply the rows of a block by a panel, whose storage begins at `start`."""
+    product = task.product
     begin, end = pairs
     if product.tail:
         with loop(ceil_div(product.tail, TILE_BYTES // TILE_ROWS) * product.vectors) as line:
             position = start + (product.steps * product.step_bytes + line * TILE_BYTES) // product.size
             tile_registers.copy_line(
-                tile_registers.address(rhs.data, position), tile_registers.address(task.last_groups, line * TILE_BYTES)
+                tile_registers.address(task.right, position),
+                tile_registers.address(task.last_groups, line * TILE_BYTES),
             )
     with loop(product.blocks) as kb, loop(end - begin) as number:
         pair = _Pair(task, at, opaque(begin + number), number, column, start)
@@ -347,7 +372,7 @@ class _Pair:
     def _right(self, j: int, step: Expr) -> Expr:
         product = self.product
         position = self.start + (step * product.step_bytes + j * TILE_BYTES) // product.size
-        return tile_registers.address(product.spec.rhs.data, position)
+        return tile_registers.address(self.task.right, position)
 
     def _products(self, rights: list[Expr], step: Expr) -> None:
         """One step: all loads, then all products."""

@@ -15,7 +15,7 @@ import tvm
 from tvm import relax, tirx
 from tvm.tirx.buffer import is_buffer_var
 
-from ...encoding.arithmetic import operations, precision, precision_of_arguments
+from ...encoding.arithmetic import SHORT_SUMS, operations, precision, precision_of_arguments, with_short_sums
 from .op_names import CALL_TIR_OPS
 from .rewriting import copy_module, op_name, tensor_types, walk_bindings
 
@@ -99,7 +99,8 @@ def precision_of(func: tirx.PrimFunc, arguments: Iterable[str] | None = None) ->
     """
     if arguments is None:
         arguments = (str(param.dtype) for param in func.params if is_buffer_var(param))
-    return str(func.attrs.get(PRECISION, "")) or precision_of_arguments(arguments)
+    text = str(func.attrs.get(PRECISION, "")) or precision_of_arguments(arguments)
+    return with_short_sums(text, str(func.attrs[SHORT_SUMS])) if SHORT_SUMS in func.attrs else text
 
 
 def bytes_of(func: tirx.PrimFunc) -> int:

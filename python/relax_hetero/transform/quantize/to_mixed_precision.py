@@ -34,9 +34,13 @@ batch norms are folded in single precision.
 
 Activations beyond 65,504 are infinite in float16: keep the ops that make them, or take bfloat16.
 
-With "tfloat32" no type changes: the functions are marked (`module_attrs.TF32_KEPT`), and products and convolutions of
-float32 tensors on GPUs may then round their operands to 10 bits of fraction, which tensor cores multiply at several
-times the rate. CPUs compute as before.
+With "tfloat32" no type changes: the functions are marked (`module_attrs.TF32_KEPT`), and products, attention
+and convolutions of float32 tensors on GPUs may then round their operands to 10 bits of fraction, which tensor cores
+multiply at several times the rate. CPUs compute as before.
+
+On a device that is known to multiply bfloat16 more slowly than float32, nothing is rounded to bfloat16: a CPU of Intel
+with AVX-512 and without AMX, and any with AVX-512 and no instruction for bfloat16 (the table is
+`target/product_rates.py`). "auto" takes the fastest type of each device, as long as its error is allowed.
 
 With `devices`, the module is placed first (`RealizeVDevice`), and products on other devices stay as they are: each
 device of a module may have a precision of its own, by one run for each. What a rounded product reads from another
@@ -71,7 +75,7 @@ from ..placement.realize_vdevice import realize_vdevice
 from ..simplify.simplify_convolutions import simplify_convolutions
 from .low_precision_values import LowPrecisionValues
 from .name_filter import NameFilter, kept_call
-from .precision_devices import PrecisionDevices
+from .precision_devices import AUTO, ERRORS, PrecisionDevices, TypeChoice, choose_types
 from .precision_rules import LOW_TYPES, PRODUCTS, WIDE_TYPE, is_wide, low_product, with_dtype
 
 
@@ -80,6 +84,7 @@ def to_mixed_precision(
     dtype: str,
     keep: Sequence[str] = (),
     devices: Sequence[VDeviceSpec] | VDeviceSpec | None = None,
+    accuracy: float = ERRORS["bfloat16"],
 ) -> tvm.IRModule:
     """See the module's docstring; the very module where there is nothing to do.
 
@@ -87,40 +92,57 @@ def to_mixed_precision(
     ----------
     mod : tvm.IRModule
     dtype : str
-        "bfloat16", "float16" or "tfloat32".
+        "bfloat16", "float16", "tfloat32", or "auto": the fastest of bfloat16, tfloat32 and float32 for each device.
     keep : sequence of str
         What stays in float32: names of ops (``"relax.matmul"``, or ``"matmul"``) and of variables, which are computed
         in float32 and not rounded but for products that read them, and names of functions, which stay as they are.
         ``*`` stands for any letters.
     devices : sequence of str, tvm.runtime.Device or VDevice, optional
         Where products are rounded: ``["cuda:0"]``. All devices by default.
+    accuracy : float
+        Of "auto": the largest error allowed, relative to the largest number of a result. bfloat16 is taken from 1e-2
+        on, tfloat32 from 2e-3 on: what whole models were measured to lose, doubled.
 
     Raises
     ------
     BuildError
-        For another element type; when it runs, for a name in `keep` that the module does not have.
+        For another element type, and a negative accuracy; when it runs, for a name in `keep` that the module does not
+        have.
     VDeviceError
         When it runs, for a device that the module does not have.
     PlacementError
         When it runs with `devices` on a module that cannot be placed.
     """
     kept = NameFilter(mod, keep, "ToMixedPrecision")
-    if devices is not None:
+    choices = choose_types(mod, dtype, devices, accuracy)
+    if any(choice.devices is not None for choice in choices):
         mod = realize_vdevice(mod)[0]
-    where = PrecisionDevices(mod, devices)
+    for choice in choices:
+        mod = _with_type(mod, choice, kept)
+    return mod
+
+
+def _with_type(mod: tvm.IRModule, choice: TypeChoice, kept: NameFilter) -> tvm.IRModule:
+    """The module with the products of some devices rounded to a type."""
+    where = PrecisionDevices(mod, choice.devices)
     mod = simplify_convolutions(mod)
-    if dtype == TF32:
+    if choice.dtype == TF32:
         return _with_tf32(mod, kept, where)
     functions = {gv: func for gv, func in relax_functions(mod) if not kept.has(gv.name_hint)}
-    return with_functions(mod, {gv: _rewritten(func, dtype, kept, where) for gv, func in functions.items()})
+    return with_functions(mod, {gv: _rewritten(func, choice.dtype, kept, where) for gv, func in functions.items()})
 
 
 def _check_type(
-    dtype: str, keep: Sequence[str] = (), devices: Sequence[VDeviceSpec] | VDeviceSpec | None = None
+    dtype: str,
+    keep: Sequence[str] = (),
+    devices: Sequence[VDeviceSpec] | VDeviceSpec | None = None,
+    accuracy: float = ERRORS["bfloat16"],
 ) -> None:
-    known = (*LOW_TYPES, TF32)
+    known = (*LOW_TYPES, TF32, AUTO)
     if dtype not in known:
         raise BuildError(f"ToMixedPrecision: found element type {dtype!r}, expected one of {known}")
+    if not accuracy >= 0:
+        raise BuildError(f"ToMixedPrecision: found accuracy {accuracy}, expected a number that is not negative")
 
 
 ToMixedPrecision = declare_pass("ToMixedPrecision", to_mixed_precision, _check_type)

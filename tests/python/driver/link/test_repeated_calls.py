@@ -154,6 +154,25 @@ def test_arguments_that_look_otherwise_are_checked():
     np.testing.assert_array_equal(total.numpy(), x * WEIGHT + x)
 
 
+@I.ir_module
+class OnlyChecked:
+    """Its sizes are numbers: calls share nothing but what is checked."""
+
+    @R.function
+    def main(x: R.Tensor(("n", "m"), "float32")):
+        return R.reshape(x, (2, 6))
+
+
+def test_sizes_are_checked_where_nothing_else_is_shared():
+    vm = rh.vm.VirtualMachine(rh.compile(OnlyChecked))
+    for shape in ((3, 4), (3, 4), (4, 3), (3, 4)):
+        assert vm["main"](np.ones(shape, "float32")).shape == (2, 6)
+    with pytest.raises(rh.HeteroError, match="^function 'main': "):
+        vm["main"](np.ones((4, 4), "float32"))
+    with pytest.raises(rh.HeteroError, match="^function 'main': "):
+        vm["main"](np.ones((4, 4), "float32"))
+
+
 def test_a_pool_that_was_emptied_is_told_of_sizes_again(monkeypatch):
     noted = []
     original = PoolWatch.note

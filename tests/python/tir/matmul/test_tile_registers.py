@@ -165,6 +165,29 @@ def test_batches_of_packed_activations_and_rows_behind_them():
     assert_close(_run(problem, [a, b], want.shape), want, "float32", 70)
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("sizes", [(2, 40, 70, 200), (1, 33, 63, 17), (3, 17, 5, 32), (2, 300, 130, 90)], ids=str)
+@pytest.mark.parametrize("types", [BF16, U8S8, ("int8", "uint8", "int32")], ids="-".join)
+def test_activations_are_packed_in_the_kernel(types, sizes):
+    batch, m, k, n = sizes
+    rng = fresh_rng()
+    a, b = random_array(rng, (batch, m, k), types[0]), random_array(rng, (batch, k, n), types[1])
+    problem = MatmulProblem(
+        operand(a.shape, types[0], ("b0", "m", "k")),
+        operand(b.shape, types[1], ("b0", "k", "n")),
+        operand((batch, m, n), types[2], ("b0", "m", "n")),
+        types[2],
+    )
+    want = a.astype("float64") @ b.astype("float64")
+    assert_close(_run(problem, [a, b], want.shape), want, types[2], k)
+    permission = ctypes.c_int.in_dll(emulator(), "tiles_permission")
+    permission.value = 0
+    try:
+        assert_close(_run(problem, [a, b], want.shape, by_tiles=False), want, types[2], k)
+    finally:
+        permission.value = 1
+
+
 def test_left_operand_with_rows_among_other_dimensions():
     """Heads between rows and k, as attention's projections leave them."""
     rng = fresh_rng()

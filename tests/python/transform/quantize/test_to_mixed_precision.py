@@ -392,3 +392,71 @@ def test_of_two_products_that_are_added_the_first_is_stored_rounded_in_float16_o
 
     assert added("float16") == ["a_float32", "b"]
     assert added("bfloat16") == ["a", "b"]
+
+
+def _on(*targets):
+    """A product on each device, of what the one before made."""
+
+    @I.ir_module
+    class Chain:
+        @R.function
+        def main(x: R.Tensor((16, 32), "float32"), w: R.Tensor((32, 32), "float32")):
+            with R.dataflow():
+                first = R.matmul(x, w)
+                second = R.matmul(first, w)
+                R.output(second)
+            return second
+
+    mod = relax.transform.Normalize()(Chain)
+    mod.update_global_info("vdevice", [rh.VDevice(target) for target in targets])
+    return mod
+
+
+ZEN = {"kind": "llvm", "mcpu": "znver5"}
+XEON = {"kind": "llvm", "mcpu": "sapphirerapids"}
+XEON_WITHOUT_TILES = {**XEON, "mattr": ["-amx-bf16"]}
+PLAIN = {"kind": "llvm", "mcpu": "x86-64-v4"}
+ARM = {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "neoverse-v1"}
+HOPPER = {"kind": "cuda", "arch": "sm_90a"}
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [(ZEN, "bfloat16"), (XEON, "bfloat16"), (ARM, "bfloat16"), (XEON_WITHOUT_TILES, "float32"), (PLAIN, "float32")],
+    ids=["zen", "xeon", "arm", "xeon without tiles", "plain"],
+)
+def test_bfloat16_only_where_it_is_no_slower_than_float32(target, expected):
+    for asked in ("bfloat16", "auto"):
+        assert dtypes(ToMixedPrecision(asked)(_on(target)), "relax.matmul") == [expected] * 2
+
+
+def test_auto_takes_the_fastest_type_whose_error_is_allowed():
+    assert dtypes(ToMixedPrecision("auto")(_on(HOPPER)), "relax.matmul") == ["bfloat16"] * 2
+    exact = ToMixedPrecision("auto", accuracy=5e-3)(_on(HOPPER))
+    assert dtypes(exact, "relax.matmul") == ["float32"] * 2
+    assert TF32_KEPT in exact["main"].attrs
+    mod = _on(HOPPER)
+    assert to_mixed_precision(mod, "auto", accuracy=1e-3) is mod
+    assert to_mixed_precision(_on(ZEN), "auto", accuracy=5e-3)["main"].attrs.get(TF32_KEPT) is None
+    with pytest.raises(rh.BuildError, match=r"found accuracy -1.*not negative"):
+        ToMixedPrecision("auto", accuracy=-1)
+
+
+def test_each_device_gets_its_own_type():
+    @I.ir_module
+    class Chain:
+        I.module_global_infos({"vdevice": [I.vdevice(PLAIN), I.vdevice(ZEN)]})
+
+        @R.function
+        def main(x: R.Tensor((16, 32), "float32"), w: R.Tensor((32, 32), "float32")):
+            with R.dataflow():
+                first = R.matmul(x, w)
+                moved = R.to_vdevice(first, "llvm:1")
+                second = R.matmul(moved, R.to_vdevice(w, "llvm:1"))
+                R.output(second)
+            return second
+
+    for asked in ("bfloat16", "auto"):
+        low = ToMixedPrecision(asked)(relax.transform.Normalize()(Chain))
+        assert relax.analysis.check_well_formed(low)
+        assert dtypes(low, "relax.matmul") == ["float32", "bfloat16"]

@@ -1,0 +1,49 @@
+"""What a type costs: how fast each device multiplies it, against float32 on the same device; a table.
+
+Rates are of whole products and convolutions of many rows, whose operands are rounded in the kernels before: half the
+bytes of few rows, which memory bounds, are worth more than any of them.
+"""
+
+from __future__ import annotations
+
+import tvm
+
+from .cpu_target import cpu_target_of
+from .dot_instructions import dot_instruction_for
+from .element_types import HALVES, TF32
+from .gpu_target import gpu_target_of
+from .tile_instructions import tile_instruction_for
+
+# By instruction set and `DotInstruction.name`. Measured on AVX-512: "dpbf16" on a Zen 5, "bf16" and "fmaph" on a Xeon,
+# whose own instruction for pairs of bfloat16 is slower still. "bfdot" multiplies twice the numbers of an "fma" (Arm's
+# optimization guides).
+_CPU_RATES = {
+    ("avx512", "dpbf16"): 2.0,
+    ("avx512", "bf16"): 0.6,
+    ("avx512", "cvtph"): 0.6,
+    ("avx512", "fmaph"): 1.8,
+    ("neon", "bfdot"): 2.0,
+}
+
+# Dense products by tensor cores and by the other units (data sheets of A100, L40, H100): at least so many times.
+_TENSOR_RATES = {**dict.fromkeys(HALVES, 8.0), TF32: 4.0}
+
+
+def product_rate(target: tvm.target.Target, dtype: str) -> float:
+    """Multiply-adds of operands of `dtype`, with sums in float32, in the time of one of float32.
+
+    1.0 for float32, and where nothing is known.
+    """
+    if dtype == "float32":
+        return 1.0
+    if target.kind.name == "cuda":
+        gpu = gpu_target_of(target)
+        return _TENSOR_RATES.get(dtype, 1.0) if gpu.multiplies(dtype, dtype, "float32") else 1.0
+    if dtype == TF32 or "cpu" not in target.keys:
+        return 1.0
+    cpu = cpu_target_of(target)
+    tiles = tile_instruction_for(cpu, dtype, dtype, "float32")
+    if tiles is not None:
+        return float(tiles.rate)
+    dot = dot_instruction_for(cpu, dtype, dtype, "float32")
+    return 1.0 if dot is None else _CPU_RATES.get((cpu.isa.name, dot.name), 1.0)

@@ -1,0 +1,59 @@
+"""What the code of a product with weights of 4 bits shares, and how its results are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...encoding.problem import BlockProductProblem
+from ..core.builder import Expr, ceil_div, either, lane_mask
+from ..core.view import OperandView
+from ..elementwise.expression_code import EpilogueCode
+from .weight_unpacking import Unpacking
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """What every tile of a kernel shares.
+
+    Attributes
+    ----------
+    weight, scales : Buffer
+        In one dimension.
+    lanes, vectors : int
+        Of a panel.
+    free : int
+        Registers for accumulators, beside weights as they are and as numbers, what is taken from them, and what is
+        broadcast.
+    """
+
+    problem: BlockProductProblem
+    lhs: OperandView
+    result: OperandView
+    epilogue: EpilogueCode
+    weight: Expr
+    scales: Expr
+    unpacking: Unpacking
+    lanes: int
+    vectors: int
+    free: int
+    m: Expr
+
+
+def for_columns(spec: BlockSpec, panel: Expr, body: Callable[[list[Expr]], None]) -> None:
+    """Write code for the columns of a panel; `body` gets a mask for each of its vectors that exist (None: whole)."""
+    lanes, problem = spec.lanes, spec.problem
+    whole: list[Expr] = [None] * spec.vectors
+    left = problem.columns % problem.panel
+    if left == 0:
+        body(whole)
+        return
+    masks = [lane_mask(left - j * lanes, lanes) for j in range(ceil_div(left, lanes))]
+    either(panel < problem.columns // problem.panel, lambda: body(whole), lambda: body(masks))
+
+
+def store_row(spec: BlockSpec, row: Expr, panel: Expr, masks: list[Expr], total: Callable[[int], Expr]) -> None:
+    """Apply the epilogue to the sums of a row, a vector for each mask, and store them."""
+    for j, mask in enumerate(masks):
+        at = {"m": row, "n": panel * spec.problem.panel + j * spec.lanes}
+        spec.result.store(at, "n", spec.epilogue.result_at(total(j), at, mask), spec.lanes, mask)

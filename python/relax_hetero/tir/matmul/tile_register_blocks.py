@@ -1,0 +1,213 @@
+"""Products with weights of 4 bits by tile registers, for many rows: as exact as those of float32.
+
+Weights less their zero points are integers, which bfloat16 holds. A number of float32 is the sum of three of bfloat16;
+each of the three multiplies the weights in tiles, which add up in float32. The sums of weights that share a scale are
+stored, scaled and added by vectors, which is why the weights of a scale are whole steps of 32.
+
+The loops, from outside: tasks, blocks of rows, whose three terms are copied to scratch, panels of columns, which are
+unpacked once for a block of rows, pairs of tiles of rows, weights that share a scale, steps.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ...encoding.block_weights import GROUP
+from ...target.cpu_target import CpuTarget
+from ...target.tile_instructions import TILE_BYTES, TILE_ROWS, TileInstruction, tile_instruction_for
+from ..core.builder import Expr, ceil_div, constant, lane_indices, lane_mask, let, loop, minimum, opaque, zeros
+from ..core.work_split import part, split_work
+from ..math.casts import bfloat16_bits
+from . import tile_registers
+from .block_spec import BlockSpec, for_columns, store_row
+from .matmul_tile import MAX_CHAIN
+
+LEAST_ROWS = 16
+"""For fewer rows, weights are unpacked for each of them in registers."""
+
+# Of the three terms of a block of rows: most of the second-level cache.
+ROW_BLOCK_BYTES = 3 << 19
+
+_TERMS = 3
+_LANES = 16
+_STEP = 2 * TILE_ROWS  # k of a step
+_LEFT, _RIGHT = (4, 5), (6, 7)  # tiles of factors; those of sums are 0 to 3, two for each of the left ones
+
+
+def block_tiles(spec: BlockSpec, cpu: CpuTarget) -> TileInstruction | None:
+    """The product of tiles for weights of 4 bits; None where tiles cannot multiply them."""
+    problem = spec.problem
+    is_whole = problem.block % _STEP == 0 or problem.block >= problem.depth
+    is_integer = len(problem.weights) < 3 or problem.weights[2].dtype == "uint8"
+    is_few = isinstance(spec.m, int) and spec.m < LEAST_ROWS
+    if not is_whole or not is_integer or is_few or problem.panel != 2 * _LANES or 0 in (problem.depth, problem.columns):
+        return None
+    return tile_instruction_for(cpu, "bfloat16", "bfloat16", "float32")
+
+
+def emit_block_tiles(spec: BlockSpec, cpu: CpuTarget, instruction: TileInstruction) -> None:
+    """Write the loops, where the process may use tiles and rows are not few."""
+    _Loops(spec, instruction).write(cpu)
+
+
+class _Loops:
+    """Sizes, and the code of each loop."""
+
+    def __init__(self, spec: BlockSpec, instruction: TileInstruction) -> None:
+        self.spec, self.instruction = spec, instruction
+        problem = spec.problem
+        self.steps = ceil_div(problem.depth, _STEP)
+        together = self.steps * _STEP if problem.block >= problem.depth else problem.block
+        chain = together if together <= MAX_CHAIN else gcd(together, MAX_CHAIN)
+        self.chain = chain // _STEP
+        """Steps whose sums are added up in tiles."""
+        self.panel_words = self.steps * TILE_ROWS * problem.panel
+        self.row_bytes = (_TERMS * self.steps | 1) * TILE_BYTES
+        rows = 2 * TILE_ROWS
+        self.height = ceil_div(spec.m, ceil_div(spec.m, rows)) if isinstance(spec.m, int) else rows
+        low = self.height if self.height <= TILE_ROWS else ceil_div(self.height, 2)
+        self.heights = (low, self.height - low)
+        self.lefts = (0, 1) if self.heights[1] else (0,)
+        self.sums = [(2 * i + j, i, j) for j in (0, 1) for i in self.lefts]
+        self.pairs_of_block = max(1, ROW_BLOCK_BYTES // (rows * self.row_bytes))
+
+    def write(self, cpu: CpuTarget) -> None:
+        spec, problem = self.spec, self.spec.problem
+        pairs, panels = opaque(ceil_div(spec.m, self.height)), ceil_div(problem.columns, problem.panel)
+        work = ceil_div(problem.depth * _TERMS, self.instruction.rate)
+        split = split_work(cpu.cores, 1, pairs, panels, (self.height, problem.panel), work)
+        with loop(split.tasks, parallel=split.tasks > 1) as task:
+            self.rows = tile_registers.scratch(self.pairs_of_block * self.height * self.row_bytes // 2, "uint16")
+            self.weights = tile_registers.scratch(self.panel_words, "int32")
+            self.products = tile_registers.scratch(self.height * problem.panel, "float32")
+            self.totals = tile_registers.scratch(self.height * problem.panel, "float32")
+            low, high = self.heights
+            second = high or 1
+            tile_registers.configure([low, low, second, second, low, second, TILE_ROWS, TILE_ROWS])
+            _, row_part, column_part = split.place(task)
+            first_m, last_m = part(pairs, split.rows, row_part)
+            first_n, last_n = part(panels, split.columns, column_part)
+            with loop(opaque(ceil_div(last_m - first_m, self.pairs_of_block))) as block:
+                begin = opaque(first_m + block * self.pairs_of_block)
+                end = opaque(minimum(begin + self.pairs_of_block, last_m))
+                first_row = opaque(begin * self.height)
+                with loop(opaque(minimum(end * self.height, spec.m)) - first_row) as r:
+                    self._copy_row(opaque(first_row + r), opaque(r * (self.row_bytes // 2)))
+                with loop(last_n - first_n) as n:
+                    panel = opaque(first_n + n)
+                    self._unpack(panel)
+                    with loop(end - begin) as pair:
+                        self._multiply(opaque(begin + pair), opaque(pair * self.height), panel)
+            tile_registers.release()
+
+    def _copy_row(self, row: Expr, target: Expr) -> None:
+        """The three terms of a row of the left operand, zeros behind the end of each."""
+        lhs, depth = self.spec.lhs, self.spec.problem.depth
+        length = self.steps * _STEP
+
+        def store(column: Expr, terms: list[Expr]) -> None:
+            for number, bits in enumerate(terms):
+                index = lane_indices(target + number * length + column, _LANES)
+                T.buffer_store(self.rows, bits, [index])
+
+        def copy(column: Expr, mask: Expr | None) -> None:
+            store(column, _terms(let(lhs.load({"m": row, "k": column}, "k", _LANES, mask))))
+
+        whole, left = divmod(depth, _LANES)
+        with loop(whole) as vector:
+            copy(opaque(vector * _LANES), None)
+        if left:
+            copy(tirx.const(whole * _LANES, "int64"), lane_mask(left, _LANES))
+        for column in range(ceil_div(depth, _LANES) * _LANES, length, _LANES):
+            store(tirx.const(column, "int64"), [zeros("uint16", _LANES)] * _TERMS)
+
+    def _unpack(self, panel: Expr) -> None:
+        """The weights of a panel less their zero points, as pairs of bfloat16: ``[k / 2, column]``."""
+        spec, problem = self.spec, self.spec.problem
+        columns, groups = problem.panel, ceil_div(problem.depth, GROUP)
+        blocks = ceil_div(problem.depth, problem.block)
+        with loop(groups) as group, loop(columns // _LANES) as vector:
+            lane = opaque(vector * _LANES)
+            point = opaque((panel * blocks + group * GROUP // problem.block) * columns + lane)
+            points = spec.unpacking.points(point)
+            start = opaque((panel * groups + group) * columns + lane)
+            number = spec.unpacking.numbers(let(spec.weight[lane_indices(start, _LANES)]), points)
+            for pair in range(GROUP // 2):
+                low, high = (T.reinterpret("uint32x16", let(number(2 * pair + i))) for i in (0, 1))
+                low = tirx.shift_right(low, constant(16, "uint32", _LANES))
+                high = tirx.bitwise_and(high, constant(0xFFFF0000, "uint32", _LANES))
+                index = lane_indices((group * (GROUP // 2) + pair) * columns + lane, _LANES)
+                T.buffer_store(self.weights, T.reinterpret("int32x16", tirx.bitwise_or(low, high)), [index])
+        written = groups * (GROUP // 2) * columns
+        with loop((self.panel_words - written) // _LANES) as vector:
+            index = lane_indices(written + vector * _LANES, _LANES)
+            T.buffer_store(self.weights, zeros("int32", _LANES), [index])
+
+    def _multiply(self, pair: Expr, within: Expr, panel: Expr) -> None:
+        """A pair of tiles of rows, those from `within` on in their block, by a panel; stored."""
+        spec, columns = self.spec, self.spec.problem.panel
+        row = opaque(pair * self.height)
+        count = opaque(minimum(spec.m - row, self.height))
+        chains = ceil_div(self.steps, self.chain)
+        with loop(chains) as chain:
+            first = opaque(chain * self.chain)
+            for tile, _, _ in self.sums:
+                tile_registers.clear(tile)
+            with loop(opaque(minimum(self.steps - first, self.chain)) if chains > 1 else self.steps) as s:
+                self._step(within, opaque(first + s))
+            for tile, i, j in self.sums:
+                start = (self.heights[0] if i else 0) * columns + j * _LANES
+                tile_registers.store(tile, tile_registers.address(self.products, start), columns * 4)
+            self._add(count, panel, chain)
+
+        def store(masks: list[Expr]) -> None:
+            with loop(count) as r:
+                index = [lane_indices(r * columns + j * _LANES, _LANES) for j in range(len(masks))]
+                store_row(spec, opaque(row + r), panel, masks, lambda j: let(self.totals[index[j]]))
+
+        for_columns(spec, panel, store)
+
+    def _step(self, within: Expr, step: Expr) -> None:
+        """Add the products of 32 weights of a column and the three terms of what they meet."""
+        columns = self.spec.problem.panel
+        for j in (0, 1):
+            start = step * (TILE_ROWS * columns) + j * _LANES
+            tile_registers.load(_RIGHT[j], tile_registers.address(self.weights, start), columns * 4)
+        for term in range(_TERMS):
+            for i in self.lefts:
+                start = (within + (self.heights[0] if i else 0)) * (self.row_bytes // 2) + (
+                    term * self.steps + step
+                ) * _STEP
+                tile_registers.load(_LEFT[i], tile_registers.address(self.rows, start), self.row_bytes, streamed=True)
+            for tile, i, j in self.sums:
+                tile_registers.multiply(self.instruction, tile, _LEFT[i], _RIGHT[j])
+
+    def _add(self, count: Expr, panel: Expr, chain: Expr) -> None:
+        """Add the scaled sums of a chain to what was added up before."""
+        problem = self.spec.problem
+        columns, blocks = problem.panel, ceil_div(problem.depth, problem.block)
+        at = opaque((panel * blocks + chain * (self.chain * _STEP) // problem.block) * columns)
+        scales = [let(self.spec.scales[lane_indices(at + j * _LANES, _LANES)]) for j in (0, 1)]
+        is_first = T.broadcast(chain < 1, _LANES)
+        with loop(count) as r:
+            for j, scale in enumerate(scales):
+                index = lane_indices(r * columns + j * _LANES, _LANES)
+                before = T.Select(is_first, zeros("float32", _LANES), let(self.totals[index]))
+                T.buffer_store(self.totals, before + let(self.products[index]) * scale, [index])
+
+
+def _terms(x: Expr) -> list[Expr]:
+    """Three vectors of bfloat16, as bits, whose sum a vector of float32 is; of what is not finite, the first alone."""
+    lowest = constant(-3.4028234663852886e38, "float32", _LANES)
+    found = []
+    for _ in range(_TERMS):
+        bits = let(bfloat16_bits(x))
+        found.append(bits)
+        wide = tirx.shift_left(tirx.Cast("uint32x16", bits), constant(16, "uint32", _LANES))
+        rest = let(x - T.reinterpret("float32x16", wide))
+        # An infinity less itself is no number, and no comparison holds for that.
+        x = let(T.Select(rest >= lowest, rest, zeros("float32", _LANES)))
+    return found

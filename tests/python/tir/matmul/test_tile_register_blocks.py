@@ -1,0 +1,81 @@
+"""Products with weights of 4 bits by tile registers (Intel AMX), emulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tvm
+
+from relax_hetero.encoding.expression import Expression
+from relax_hetero.encoding.problem import BlockProductProblem, Epilogue
+from relax_hetero.target.cpu_target import cpu_target_of
+from relax_hetero.tir.matmul.block_product import block_product_kernel
+from seeds import fresh_rng
+from tir.kernel_runs import runs_here
+from tir.matmul.test_block_product import assert_close, call, plain, problem_of, random_weights
+from tir.matmul.tile_emulator import emulated, emulator, products_so_far
+from tir.products_of import AVX512
+
+pytestmark = pytest.mark.skipif(not runs_here("avx512"), reason="emulated tiles stand beside vectors of AVX-512")
+
+XEON = tvm.target.Target({"kind": "llvm", "mcpu": "sapphirerapids", "num-cores": 2})
+PANEL = 32
+
+
+def _kernel(problem: BlockProductProblem) -> Callable[..., None]:
+    emulator()
+    kernel = emulated(block_product_kernel(problem, cpu_target_of(XEON)))
+    return tvm.compile(tvm.IRModule({"block_product": kernel}), target=AVX512)["block_product"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "depth", "block", "zeros"),
+    [(33, 70, 100, 32, "uint8"), (16, 32, 2300, 1536, ""), (70, 37, 77, 128, ""), (600, 40, 1056, 96, "uint8")],
+)
+def test_sizes(rows, columns, depth, block, zeros):
+    """Ragged ends, blocks longer than what is added up at once, and more rows than a block of them has."""
+    rng = fresh_rng()
+    weights = random_weights(rng, columns, depth, block, zeros)
+    x = rng.standard_normal((rows, depth), "float32")
+    function, before = _kernel(problem_of(weights, rows, PANEL)), products_so_far()
+    assert_close(call(function, x, weights.packed(PANEL), columns), x, weights.numbers)
+    assert products_so_far() > before
+
+
+@pytest.mark.parametrize(("block", "zeros"), [(16, ""), (32, "float32")])
+def test_what_tiles_cannot_multiply_is_left_to_vectors(block, zeros):
+    rng = fresh_rng()
+    weights = random_weights(rng, 40, 96, block, zeros)
+    x = rng.standard_normal((20, 96), "float32")
+    function, before = _kernel(problem_of(weights, 20, PANEL)), products_so_far()
+    assert_close(call(function, x, weights.packed(PANEL), 40), x, weights.numbers)
+    assert products_so_far() == before
+
+
+def test_symbolic_rows_choose_when_they_are_known():
+    rng = fresh_rng()
+    weights = random_weights(rng, 70, 96, 32, "uint8")
+    function = _kernel(problem_of(weights, "s0", PANEL))
+    for rows in (0, 1, 15, 16, 45):
+        x, before = rng.standard_normal((rows, 96), "float32"), products_so_far()
+        assert_close(call(function, x, weights.packed(PANEL), 70), x, weights.numbers)
+        assert (products_so_far() > before) == (rows > 15)
+
+
+def test_what_is_done_to_sums_and_numbers_without_end():
+    rng = fresh_rng()
+    weights = random_weights(rng, 45, 64, 32)
+    others = (plain((45,), "float32", ("n",)), plain((20, 45), "float32", ("m", "n")))
+    problem = replace(
+        problem_of(weights, 20, PANEL), epilogue=Epilogue(Expression.parse("add(relu(add(x0, x1)), x2)"), others)
+    )
+    x, bias, more = (rng.standard_normal(shape, "float32") for shape in ((20, 64), (45,), (20, 45)))
+    x[3, 5], x[7, 0] = np.inf, np.nan
+    got = call(_kernel(problem), x, [*weights.packed(PANEL), bias, more], 45)
+    with np.errstate(invalid="ignore"):
+        sums = x.astype("float64") @ weights.numbers.T
+        want = np.maximum(sums + bias, 0) + more
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
