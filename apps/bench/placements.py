@@ -3,10 +3,12 @@
 python apps/bench/placements.py bert resnet50 squeezenet --vdevice llvm --vdevice cuda:0
 python apps/bench/placements.py bert resnet50 --share 0.6        # the second device may hold 0.6 of the model
 python apps/bench/placements.py squeezenet --vdevice llvm:0 --vdevice llvm:1
+python apps/bench/placements.py squeezenet minilm --within 60         # what is not compiled then is left out
 
 A cut by hand gives the first nodes to one device and the rest to the other, at one to four fifths of the nodes, both
 ways; under a limit of memory, at shares of the weights that fit. Placements are compiled side by side, in processes,
-and timed in turns in one, from arrays to arrays. Results are compared with those of the first device alone.
+and timed in turns in one, from arrays to arrays. Results are compared with those of the first device alone. Each
+finding is told on standard error when it is there.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,33 +68,79 @@ class Case:
             )
         try:
             mod = rh.from_onnx(model, list(self.vdevices), **options)
-            about = {}
-            if self.rules is None:
-                plan = rh.frontend.auto_placement(
-                    model, list(self.vdevices), **{k: v for k, v in options.items() if k == "memory_limit"}
-                )
-                counts = {device: list(plan.assignments.values()).count(device) for device in self.vdevices}
-                about = {"nodes": counts, "expected_ms": plan.estimate_seconds * 1e3}
-                about["alone_ms"] = {device: 1e3 * s for device, s in plan.single_device_estimates.items()}
             if self.precision != "float32":
                 mod = rh.transform.ToMixedPrecision(self.precision)(mod)
             path = str(Path(folder) / f"{Path(self.model).stem}_{self.name}.so".replace(" ", "_").replace(":", ""))
-            rh.compile(mod).export_library(path)
+            executable = rh.compile(mod)
+            executable.export_library(path)
         except rh.HeteroError as error:
             return {"name": self.name, "fails": str(error)[:300]}
-        return {"name": self.name, "path": path, "seconds": time.perf_counter() - begin, **about}
+        found = {"name": self.name, "path": path, "seconds": time.perf_counter() - begin}
+        if self.rules is None:
+            expected = executable.metadata.placement_estimate
+            places = [op["device_index"] for op in executable.metadata.placement if op["kind"] == "op"]
+            found["ops"] = {device: places.count(index) for index, device in enumerate(self.vdevices)}
+            found["expected_ms"] = expected["seconds"] * 1e3
+            found["alone_ms"] = {device: 1e3 * s for device, s in expected["single_device_seconds"].items()}
+        return found
+
+
+class Builders:
+    """Processes that compile side by side.
+
+    Parameters
+    ----------
+    until : float
+        By `time.monotonic`, when nobody waits for them any longer.
+    """
+
+    def __init__(self, until: float) -> None:
+        self._until = until
+        self._folder = tempfile.TemporaryDirectory()
+        count = max(1, (os.cpu_count() or 2) // 2)
+        self._pool = multiprocessing.get_context("spawn").Pool(count)
+
+    def build(self, cases: Iterable[Case]) -> list[dict[str, Any]]:
+        """What became of each case, in order."""
+        waiting = [(case.name, self._pool.apply_async(case.build, (self._folder.name,))) for case in cases]
+        return [self._result(name, result) for name, result in waiting]
+
+    def _result(self, name: str, result: Any) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = result.get(max(0.0, self._until - time.monotonic()))
+        except multiprocessing.TimeoutError:
+            found = {"name": name, "fails": "was not compiled in time"}
+        tell(name, found.get("fails") or f"compiled in {found['seconds']:.1f} s")
+        return found
+
+    def __enter__(self) -> Builders:
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        self._pool.terminate()
+        self._folder.cleanup()
+
+
+def tell(*words: object) -> None:
+    """Print at once what is known, for runs that are cut off."""
+    print(*words, file=sys.stderr, flush=True)
 
 
 def named(model: str) -> onnx.ModelProto:
     """A model of which every node has a name."""
-    proto = onnx.load(str(model_path(model)))
+    proto = onnx.load(model)
     for index, node in enumerate(proto.graph.node):
         node.name = f"{node.name or node.op_type}_{index}"
     return proto
 
 
-def cases_of(model: str, vdevices: tuple[str, str], limit: int | None, precision: str, cuts: int) -> list[Case]:
-    """Each device alone, the placement that is chosen, and cuts by hand."""
+def cases_of(
+    model: str, vdevices: tuple[str, str], limit: int | None, precision: str, cuts: int, whole: int = 0
+) -> list[Case]:
+    """Each device alone, the placement that is chosen, and cuts by hand.
+
+    Under a limit, `whole` is the bytes that the second device needs for all of the model.
+    """
     first, second = vdevices
 
     def case(name: str, rules: tuple[tuple[str, str], ...] | None) -> Case:
@@ -101,22 +149,26 @@ def cases_of(model: str, vdevices: tuple[str, str], limit: int | None, precision
     nodes = [node.name for node in named(model).graph.node]
     found = [case(f"{device} alone", (("*", device),)) for device in vdevices]
     found.append(case(AUTO, None))
-    for at in cut_positions(named(model), limit, cuts, before=True):
+    for at in cut_positions(named(model), limit, cuts, True, whole):
         found.append(case(f"{second} to node {at}", (*((name, second) for name in nodes[:at]), ("*", first))))
-    for at in cut_positions(named(model), limit, cuts, before=False):
+    for at in cut_positions(named(model), limit, cuts, False, whole):
         found.append(case(f"{second} from node {at}", (*((name, first) for name in nodes[:at]), ("*", second))))
     return found
 
 
-def cut_positions(model: onnx.ModelProto, limit: int | None, cuts: int, before: bool) -> list[int]:
-    """Nodes that a person would cut at: fifths of the nodes, or of the weights that fit within the limit."""
+def cut_positions(model: onnx.ModelProto, limit: int | None, cuts: int, before: bool, whole: int) -> list[int]:
+    """Nodes that a person would cut at: fifths of the nodes, or as many as have weights that fit within the limit.
+
+    Beside the weights of the first nodes there has to be room for all other values, of which the last nodes have few.
+    """
     count = len(model.graph.node)
     if limit is None:
         return [max(1, count * part // (cuts + 1)) for part in range(1, cuts + 1)]
     sizes = {tensor.name: onnx.numpy_helper.to_array(tensor).nbytes for tensor in model.graph.initializer}
     weights = [sum(sizes.get(name, 0) for name in node.input) for node in model.graph.node]
     held = list(itertools.accumulate(weights if before else weights[::-1]))
-    counts = [sum(nbytes <= limit * share for nbytes in held) for share in SHARES[-cuts:]]
+    room = limit - max(0, whole - sum(weights)) if before else limit
+    counts = [sum(nbytes <= room * share for nbytes in held) for share in SHARES[-cuts:]]
     return [max(1, number if before else count - number) for number in counts]
 
 
@@ -135,7 +187,8 @@ def timed(built: list[dict[str, Any]], inputs: dict[str, np.ndarray], limits: An
     for entry in built:
         try:
             if "path" in entry:
-                machines.append((entry, rh.vm.VirtualMachine(rh.load(entry["path"]), memory_limit=limits)))
+                machine = rh.vm.VirtualMachine(rh.load(entry["path"]), max_in_flight=1, memory_limit=limits)
+                machines.append((entry, machine))
         except rh.MemoryLimitError as error:
             entry["fails"] = f"the limit: {str(error)[:160]}"
 
@@ -168,6 +221,7 @@ def timed(built: list[dict[str, Any]], inputs: dict[str, np.ndarray], limits: An
             rounds[entry["name"]].append((time.perf_counter() - begin) / repeats if repeats else once)
     for entry, _ in machines:
         entry["ms"] = statistics.median(rounds[entry["name"]]) * 1e3
+        tell({key: entry[key] for key in ("name", "ms", "error", "expected_ms", "alone_ms", "ops") if key in entry})
 
 
 @click.command()
@@ -177,35 +231,39 @@ def timed(built: list[dict[str, Any]], inputs: dict[str, np.ndarray], limits: An
 @click.option("--cuts", default=4, show_default=True, type=click.IntRange(1, 4), help="Cuts by hand, each way round.")
 @click.option("--precision", default="float32", show_default=True)
 @click.option("--seconds", default=2.0, show_default=True, help="How long the placements of a model are timed.")
+@click.option("--within", default=3600.0, show_default=True, help="Seconds until what is not compiled is left out.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @smoke(models=(SMALL_MODEL,), vdevices=("llvm:0", "llvm:1"), seconds=0.0, cuts=1)
 def main(
     models: tuple[str, ...], vdevices: tuple[str, ...], share: float | None, cuts: int, precision: str,
-    seconds: float, as_json: bool,
+    seconds: float, within: float, as_json: bool,
 ) -> None:  # fmt: skip
     if len(vdevices) != 2:
         raise click.UsageError("--vdevice is given twice: two devices are chosen among")
     from relax_hetero.frontend import CostModel
     from relax_hetero.target.vdevice import parse_vdevices
 
-    CostModel.measured(parse_vdevices(vdevices))  # before other processes compile beside
+    # Before other processes compile beside.
+    tell("figures", CostModel.measured(parse_vdevices(vdevices)))
     checks, lines = [], []
-    pool = ProcessPoolExecutor(max(1, (os.cpu_count() or 2) // 2), multiprocessing.get_context("spawn"))
-    with tempfile.TemporaryDirectory() as folder, pool:
-        for model in models or ("squeezenet", "resnet50", "bert"):
-            alone = [case for case in cases_of(model, vdevices, None, precision, cuts) if case.name.endswith("alone")]
-            built = list(pool.map(Case.build, alone, itertools.repeat(folder)))
-            limit = None
+    with Builders(time.monotonic() + within) as builders:
+        for name in models or ("squeezenet", "resnet50", "bert"):
+            model, limit, whole = str(model_path(name)), None, 0
+            # Devices alone first: then the compile cache has all kernels of GPUs.
+            built = builders.build(cases_of(model, vdevices, None, precision, cuts)[:2])
             if share is not None:
-                limit = int(share * needs(built[1]["path"], 1))
-            others = cases_of(model, vdevices, limit, precision, cuts)[len(alone) :]
-            built += pool.map(Case.build, others, itertools.repeat(folder))
+                if "path" not in built[1]:
+                    sys.exit(f"{name} on {vdevices[1]} alone {built[1]['fails']}: no share of what it needs is known")
+                whole = needs(built[1]["path"], 1)
+                limit = int(share * whole)
+            built += builders.build(cases_of(model, vdevices, limit, precision, cuts, whole)[2:])
             inputs = random_arrays(named(model).graph, {}, 0)
             timed(built, inputs, None if limit is None else {vdevices[1]: limit}, seconds)
-            lines.append({"model": model, "limit": limit, "placements": built})
+            lines.append({"model": name, "limit": limit, "placements": built})
             times = {entry["name"]: entry["ms"] for entry in built if "ms" in entry}
             if AUTO in times:
-                checks.append(Check(f"{model}: auto over the best", times[AUTO] / min(times.values()), BAR, True))
+                checks.append(Check(f"{name}: auto over the best", times[AUTO] / min(times.values()), BAR, True))
+                tell(checks[-1])
             if not as_json:
                 show(lines[-1])
     if as_json:
@@ -227,9 +285,9 @@ def show(line: dict[str, Any]) -> None:
         table.add_column(column, justify="left" if column in ("placement", "remarks") else "right")
     for entry in line["placements"]:
         remarks = entry.get("fails", "")
-        if "nodes" in entry:
+        if "ops" in entry:
             alone = ", ".join(f"{device} {ms:.2f}" for device, ms in entry["alone_ms"].items())
-            remarks += f"nodes {entry['nodes']}, expected {entry['expected_ms']:.2f} ms, alone {alone}"
+            remarks += f"ops {entry['ops']}, expected {entry['expected_ms']:.2f} ms, alone {alone}"
         numbers = [f"{entry[key]:.{digits}g}" if key in entry else "" for key, digits in (("ms", 4), ("error", 2))]
         table.add_row(entry["name"], *numbers, f"{entry['seconds']:.1f}" if "seconds" in entry else "", remarks)
     Console().print(table)

@@ -56,6 +56,10 @@ def check_metadata(metadata: Metadata) -> None:
         _expect(kernel.workgroups, range(len(kernel.scalars) + 1), f"the workgroups of kernel {kernel.name!r}")
     for signature in metadata.signatures.values():
         _check_signature(signature, devices)
+    for call in metadata.repeated:
+        repeated = metadata.signatures.get(call.function)
+        if repeated is None or not all(isinstance(spec, TensorSpec) for spec in repeated.inputs):
+            raise ValueError(f"calls of {call.function!r} are repeated, which is no function of tensors that is there")
     for region in metadata.regions:
         _check_region(region, metadata)
     for schedule in metadata.schedules:

@@ -125,11 +125,11 @@ class MemoryPlan:
         ]
 
     def weights(self, device: int) -> int:
-        """Bytes of constants on a device, by manifest index, and of what its command buffers keep (CUDA graphs)."""
+        """Bytes of constants on a device, by manifest index, and of the arena that its CUDA graphs keep, and share."""
         specs = [spec for spec in self._metadata.constants if spec.device == device]
         graphs = [region for region in self._metadata.regions if region.runs == GRAPH and region.device == device]
         arenas = [region.arena for region in graphs if isinstance(region.arena, int)]
-        return sum(bytes_for(spec.shape, spec.dtype) for spec in specs) + sum(arenas)
+        return sum(bytes_for(spec.shape, spec.dtype) for spec in specs) + max(arenas, default=0)
 
     def names(self, function: str = "main") -> tuple[str, ...]:
         """The symbolic dimensions whose values `at` needs, those with an upper bound left out."""

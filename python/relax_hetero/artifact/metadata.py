@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import BuildError
+from ..target.cpu_cores import NUMA_NODE
 from .checks import CheckSpec
 from .commands import (
     KernelSpec,
@@ -109,6 +110,14 @@ class DeviceSpec:
         data = json.loads(self.target)
         return 0 if isinstance(data, str) else int(data.get("num-cores", 0))
 
+    @property
+    def numa_node(self) -> int | None:
+        """The NUMA node whose CPUs it is; None where it is not bound to one."""
+        data = json.loads(self.target)
+        model = "" if isinstance(data, str) else str(data.get("model", ""))
+        number = model.removeprefix(NUMA_NODE)
+        return int(number) if model.startswith(NUMA_NODE) and number.isdecimal() else None
+
 
 @dataclass(frozen=True)
 class ConstantSpec:
@@ -166,6 +175,26 @@ class DispatchSpec:
     operations: int = 0
     bytes: int = 0
     precision: str = ""
+
+
+@dataclass(frozen=True)
+class RepeatedCall:
+    """What runs when a function is called with arguments that look like those of an earlier call.
+
+    Attributes
+    ----------
+    function : str
+        Its name. Its parameters are tensors.
+    repeated : str
+        The symbol of a function that checks nothing, of these tensors and of what such calls share.
+    shares : str
+        The symbol of a function of the same parameters as `function` that checks them, and gives what they share as a
+        tuple; empty where there is nothing to check or share.
+    """
+
+    function: str
+    repeated: str
+    shares: str = ""
 
 
 @dataclass(frozen=True)
@@ -235,6 +264,8 @@ class Metadata:
         By number, the checks of values that kernels make.
     optional : tuple of int
         Manifest indices of the devices that a machine may lack: versions of the executable do without them.
+    repeated : tuple of RepeatedCall
+        The functions of which not every call is checked.
     """
 
     devices: tuple[DeviceSpec, ...]
@@ -256,6 +287,7 @@ class Metadata:
     cache: CacheUse = field(default_factory=CacheUse)
     checks: tuple[CheckSpec, ...] = ()
     optional: tuple[int, ...] = ()
+    repeated: tuple[RepeatedCall, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
@@ -266,6 +298,7 @@ class Metadata:
         object.__setattr__(self, "memory", tuple(self.memory))
         object.__setattr__(self, "checks", tuple(self.checks))
         object.__setattr__(self, "optional", tuple(self.optional))
+        object.__setattr__(self, "repeated", tuple(self.repeated))
 
     def to_json(self) -> str:
         """This metadata as JSON text."""
@@ -289,6 +322,7 @@ class Metadata:
             "cache": asdict(self.cache),
             "checks": [asdict(check) for check in self.checks],
             "optional": self.optional,
+            "repeated": [asdict(call) for call in self.repeated],
         }
         return json.dumps(data, separators=(",", ":"))
 
@@ -325,6 +359,7 @@ class Metadata:
             cache=CacheUse(**data.get("cache", {})),
             checks=tuple(CheckSpec(**check) for check in data.get("checks", ())),
             optional=tuple(data.get("optional", ())),
+            repeated=tuple(RepeatedCall(**call) for call in data.get("repeated", ())),
         )
 
 

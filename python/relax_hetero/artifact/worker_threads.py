@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-_PREFIX = "relax_hetero.workers.1"  # the number changes with the functions' meaning: a process may load old files
+_PREFIX = "relax_hetero.workers.2"  # the number changes with the functions' meaning: a process may load old files
 
 START = f"{_PREFIX}.start"
 """Set up, once in a process: addresses of TVM's functions that take, raise and drop an error, threads of a caller that
-said nothing, nanoseconds to spin. Returns 0 unless the system refuses."""
+said nothing, nanoseconds to spin, the address of numbers (int32) that are the same for CPUs of one core, how many of
+them there are. Returns 0 unless the system refuses."""
 
 CONFIGURE = f"{_PREFIX}.configure"
 """Give the calling thread room for so many threads, itself included, and have it use so many of them."""

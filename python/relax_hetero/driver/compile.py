@@ -24,6 +24,7 @@ from ..artifact.metadata import DeviceSpec, DispatchSpec, Metadata
 from ..errors import BuildError, HeteroError
 from ..target.native_target import native
 from ..target.vdevice import VDevice, VDeviceSpec, device_name, host_vdevice, vdevice_index, vdevices_of, with_vdevices
+from ..transform.encode.accuracies import with_accuracy
 from ..transform.ir.findings import findings_of
 from ..transform.ir.kernels import bytes_of, call_vdevice, called_prim_func, operations_of, ops_of, precision_of
 from ..transform.ir.module_attrs import COMMANDS, STRICT, is_lowered
@@ -49,6 +50,7 @@ from .link.lift_constants import lift_constants
 from .link.link import argument_alignment, link
 from .link.parallel_codegen import Progress
 from .link.reasons import reason
+from .link.repeated_calls import with_repeated_calls
 from .optional_devices import optional_indices, without_devices
 from .pipeline import pipeline_steps
 from .signatures import function_signatures
@@ -68,6 +70,7 @@ def compile(  # noqa: A001 (the contract's name)
     cache: bool | str | os.PathLike[str] | None = None,
     checks: str = "default",
     optional: VDeviceSpec | Iterable[VDeviceSpec] | None = None,
+    accuracy: str | Mapping[str, str] = "default",
 ) -> Executable:
     """Compile a Relax module for the devices it names.
 
@@ -99,6 +102,12 @@ def compile(  # noqa: A001 (the contract's name)
         Devices that a machine may lack, the most important first (``"cuda:0"``): where one is absent when the machine
         is made, the work of it, and of those named after it, runs on the module's last CPU device, or on this CPU where
         it has none, in that device's layouts. The executable holds a version for each case.
+    accuracy : str, or mapping from names to str, optional
+        How exact convolutions of float32 are on CPUs. ``"default"``: those of 3x3 windows and stride 1 may take
+        Winograd's form F(2x2, 3x3) where that is faster, with errors no larger than those of the direct form, and
+        weights of 16/9 of the size. ``"exact"``: none do. ``"fast"``: also F(4x4, 3x3), with about twice the error, and
+        weights of four times the size. By names of variables, as ``explain`` shows them, where ``*`` stands for any
+        letters: ``{"*": "fast", "head_*": "exact"}``, the last that fits.
 
     Returns
     -------
@@ -108,9 +117,9 @@ def compile(  # noqa: A001 (the contract's name)
     Raises
     ------
     HeteroError
-        An unknown value of `checks`; `optional` devices that are CPUs, or not the module's; placement conflicts, ops
-        without kernels, kernels that do not compile, unknown names of parameters, inputs that cannot be donated;
-        indices and divisors that are known now and wrong.
+        An unknown value of `checks` or `accuracy`; `optional` devices that are CPUs, or not the module's; placement
+        conflicts, ops without kernels, kernels that do not compile, unknown names of parameters, inputs that cannot be
+        donated; indices and divisors that are known now and wrong.
     """
     if not isinstance(mod, tvm.IRModule):
         raise BuildError(f"rh.compile: found {type(mod).__name__}, expected a tvm.IRModule")
@@ -126,6 +135,7 @@ def compile(  # noqa: A001 (the contract's name)
         mod = with_donated(mod, donate)
     if checks == "strict":
         mod = mod.with_attr(STRICT, True)
+    mod = with_accuracy(mod, accuracy, "rh.compile")
     _warn_if_generic(vdevices_of(mod))
     indices = optional_indices(mod, optional)
 
@@ -161,12 +171,15 @@ def _compile(
     mod, tables = by_address(mod)
     # Constants leave the code: one tuple, each on the device that uses it.
     lifted = lift_constants(mod, [*tables, *graphs])
+    # A call that looks like an earlier one takes a shorter way.
+    signatures = function_signatures(mod, lifted.takers)
+    whole, repeated = with_repeated_calls(lifted.mod, signatures)
     # All that a machine, a profile and `explain` need to know without the compiler.
     host = host_vdevice(vdevices)
     metadata = Metadata(
         devices=devices,
         host_index=vdevice_index(host, vdevices) if host is not None else -1,
-        signatures=function_signatures(mod, lifted.takers),
+        signatures=signatures,
         constants=tuple(lifted.specs),
         placement=reports["placement"],
         placement_estimate=reports["placement_estimate"],
@@ -181,9 +194,10 @@ def _compile(
         schedules=tuple(schedule.with_takers(lifted.takers) for schedule in found.schedules or ()),
         memory=memory_of(mod),
         checks=found.checks or (),
+        repeated=repeated,
     )
     # LLVM and CUDA compile the kernels, a group for each target, and TVM links them behind one bytecode.
-    linked = link(lifted.mod, progress, folder)
+    linked = link(whole, progress, folder)
     return Executable(linked.module, metadata, lifted.tensors, machine_code=linked.machine_code)
 
 
@@ -243,14 +257,14 @@ def memory_plan_of(mod: tvm.IRModule) -> MemoryPlan:
     ----------
     mod: With dispatches formed, command buffers and schedules where they are wanted; lowered or not.
     """
-    lowered = LowerToVM()(mod)
+    lowered, graphs = graph_tables(LowerToVM()(mod))
     vdevices = vdevices_of(lowered)
     host = host_vdevice(vdevices)
     metadata = Metadata(
         devices=tuple(device_spec(vdevice, default=i == 0) for i, vdevice in enumerate(vdevices)),
         host_index=vdevice_index(host, vdevices) if host is not None else -1,
         signatures=function_signatures(lowered, set()),
-        constants=tuple(lift_constants(lowered).specs),
+        constants=tuple(lift_constants(lowered, graphs).specs),
         regions=tuple(regions_as_linked(lowered)),
         kernels=kernels_of(lowered),
         schedules=tuple(schedules_of(lowered)),

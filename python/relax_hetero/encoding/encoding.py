@@ -13,7 +13,8 @@ how its windows move, too::
     n=128, k=64, w0=3, w1=3, y0=28, y1=28; strides=2x2, padding=1x1x1x1, dilation=1x1, groups=1>
 
 (in one line): batch, input channels and image; output channels, input channels of a group and window; result. Padding
-is zeros, before every spatial dimension and then after every one.
+is zeros, before every spatial dimension and then after every one. Where a user asks for another accuracy than the
+default, it stands at the end: "; accuracy=fast".
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ OP_TYPES = ("matmul", "batch_matmul", *CONVOLUTIONS)
 
 _ELEMENT_TYPE = re.compile(r"u?int(8|16|32|64)|float(16|32|64)|bfloat16|bool|float8_e[0-9]m[0-9][a-z0-9]*")
 
-_TEXT = re.compile(r"(\w+)\[([0-9])\]<([^;]+); ([^;]+); ([^;]+?)(?:; ([^;]+))?>")
+DEFAULT, EXACT, FAST = ACCURACIES = ("default", "exact", "fast")
+"""How exact sums of products of floats have to be; what each allows says `rh.compile`."""
+
+_TEXT = re.compile(r"(\w+)\[([0-9])\]<([^;]+); ([^;]+); ([^;]+?)(?:; (?!accuracy=)([^;]+))?(?:; accuracy=([^;]+))?>")
 _MOVES = re.compile(r"strides=([0-9x]+), padding=([0-9x]+), dilation=([0-9x]+), groups=([0-9]+)")
 _SIDES = re.compile(r"(.+) \* (.+) -> (.+)")
 
@@ -92,6 +96,8 @@ class Encoding:
         convolution in the order of its index maps.
     moves : Moves, optional
         Of a convolution.
+    accuracy : str
+        One of `ACCURACIES`.
     """
 
     op_type: str
@@ -100,13 +106,15 @@ class Encoding:
     index_maps: tuple[IndexMap, IndexMap, IndexMap]
     iteration_sizes: tuple[tuple[str, int], ...]
     moves: Moves | None = None
+    accuracy: str = DEFAULT
 
     def __str__(self) -> str:
         types = "{} * {} -> {}".format(*self.element_types)
         maps = "{} * {} -> {}".format(*(f"({', '.join(names)})" for names in self.index_maps))
         sizes = ", ".join(f"{name}={'?' if size == DYNAMIC else size}" for name, size in self.iteration_sizes)
         moves = "" if self.moves is None else f"; {self.moves}"
-        return f"{self.op_type}[{self.operand_index}]<{types}; {maps}; {sizes}{moves}>"
+        accuracy = "" if self.accuracy == DEFAULT else f"; accuracy={self.accuracy}"
+        return f"{self.op_type}[{self.operand_index}]<{types}; {maps}; {sizes}{moves}{accuracy}>"
 
     @staticmethod
     def parse(text: str) -> Encoding:
@@ -167,7 +175,7 @@ def _parse(text: str) -> Encoding:
     match = _TEXT.fullmatch(text)
     if match is None:
         raise EncodingError(f"{text!r} is not an encoding; expected op[operand]<types; index maps; sizes>")
-    op_type, operand, types, maps, sizes, moves = match.groups()
+    op_type, operand, types, maps, sizes, moves, accuracy = match.groups()
     type_sides, map_sides = _SIDES.fullmatch(types), _SIDES.fullmatch(maps)
     if type_sides is None or map_sides is None:
         raise EncodingError(f"encoding {text!r}: types and index maps have the form 'lhs * rhs -> result'")
@@ -185,6 +193,7 @@ def _parse(text: str) -> Encoding:
         index_maps,  # type: ignore[arg-type]
         tuple(pairs),
         None if moves is None else _parse_moves(moves, text),
+        accuracy or DEFAULT,
     )
     _check(encoding, text)
     return encoding
@@ -209,6 +218,8 @@ def _check(encoding: Encoding, text: str) -> None:
         raise EncodingError(f"encoding {text!r}: found element types {strange}, expected TVM's, of whole bytes")
     if encoding.op_type not in OP_TYPES:
         raise EncodingError(f"encoding {text!r}: found op type {encoding.op_type!r}, expected one of {OP_TYPES}")
+    if encoding.accuracy not in ACCURACIES:
+        raise EncodingError(f"encoding {text!r}: found accuracy {encoding.accuracy!r}, expected one of {ACCURACIES}")
     if encoding.operand_index not in (LHS, RHS, RESULT):
         raise EncodingError(f"encoding {text!r}: found operand {encoding.operand_index}, expected 0, 1 or 2")
     if (encoding.op_type in CONVOLUTIONS) != (encoding.moves is not None):

@@ -18,6 +18,7 @@ import numpy as np
 from ..errors import EncodingError
 from ..target.element_types import bytes_of
 from .encoding import RHS, Encoding
+from .winograd import POINTS, WINDOW, positions, restore_windows, transform_windows
 
 SWIZZLED_BYTES = 128
 """A row of a swizzled tile, which is as wide as all banks of a GPU's shared memory."""
@@ -26,7 +27,8 @@ CHUNK_BYTES = 16
 _MAX_RANK = 64  # far above any tensor's: text does not decide how much memory a layout takes
 _TEXT = re.compile(
     r"pack<outer=\[([0-9]{1,9}(?:, [0-9]{1,9})*)\] "
-    r"inner=\[((?:[0-9]{1,9}:[0-9]{1,9}(?:, [0-9]{1,9}:[0-9]{1,9})*)?)\]( \+compensation)?( \+swizzle)?>"
+    r"inner=\[((?:[0-9]{1,9}:[0-9]{1,9}(?:, [0-9]{1,9}:[0-9]{1,9})*)?)\]"
+    r"( \+compensation)?( \+swizzle)?( \+winograd[0-9])?>"
 )
 
 
@@ -50,6 +52,10 @@ class PackedLayout:
         The tile is the image that a tensor core's instruction reads from shared memory without bank conflicts: rows of
         128 bytes along the last tile axis, as many as the axis before it has, a multiple of 8; of row r, the 16-byte
         chunk c lies at ``c ^ (r % 8)``. (Source: PTX ISA, "128-byte swizzle mode" of matrix descriptors.)
+    winograd : int
+        Of the weight of a convolution of 3 x 3: its windows are stored transformed, for m x m places of the result at a
+        time (see `encoding.winograd`), and take (m + 2) x (m + 2) elements; 0: as they are. The window's dimensions are
+        the second and the third outer axis.
     """
 
     outer_perm: tuple[int, ...]
@@ -57,6 +63,7 @@ class PackedLayout:
     inner_tiles: tuple[int, ...] = ()
     compensation: bool = False
     swizzle: bool = False
+    winograd: int = 0
 
     def __post_init__(self) -> None:
         if sorted(self.outer_perm) != list(range(len(self.outer_perm))):
@@ -69,6 +76,14 @@ class PackedLayout:
             raise EncodingError(f"layout {self}: compensation needs k in tiles of 4 bytes, innermost")
         if self.swizzle and (len(self.inner_tiles) != 2 or self.inner_tiles[0] % 8 or self.compensation):
             raise EncodingError(f"layout {self}: a swizzle needs two tile axes, the first a multiple of 8")
+        if self.winograd:
+            self._check_winograd()
+
+    def _check_winograd(self) -> None:
+        if self.winograd not in POINTS or len(self.outer_perm) != 4 or self.compensation or self.swizzle:
+            raise EncodingError(f"layout {self}: windows are transformed for {tuple(POINTS)} places, in 4 dimensions")
+        if any(d in self.inner_dims for d in self.window_dims):
+            raise EncodingError(f"layout {self}: the dimensions of a transformed window have no tiles")
 
     @staticmethod
     def identity(rank: int) -> PackedLayout:
@@ -86,6 +101,7 @@ class PackedLayout:
         outer = ", ".join(map(str, self.outer_perm))
         inner = ", ".join(f"{d}:{t}" for d, t in zip(self.inner_dims, self.inner_tiles, strict=False))
         extras = " +compensation" * self.compensation + " +swizzle" * self.swizzle
+        extras += f" +winograd{self.winograd}" if self.winograd else ""
         return f"pack<outer=[{outer}] inner=[{inner}]{extras}>"
 
     @staticmethod
@@ -97,6 +113,11 @@ class PackedLayout:
         """The tile of a logical dimension, 1 where it has none."""
         return self.inner_tiles[self.inner_dims.index(dim)] if dim in self.inner_dims else 1
 
+    @property
+    def window_dims(self) -> tuple[int, ...]:
+        """The logical dimensions of windows that are stored transformed; none where they are not."""
+        return self.outer_perm[1:3] if self.winograd else ()
+
     def swizzled_column(self, row: Any, column: Any, dtype: str) -> Any:
         """Where in its row of a swizzled tile a column lies; ints or expressions of the same type."""
         chunk = CHUNK_BYTES // bytes_of(dtype)
@@ -106,7 +127,8 @@ class PackedLayout:
         """Shape of the stored tensor; extents may be symbolic (anything with + and //)."""
         if len(shape) != len(self.outer_perm):
             raise EncodingError(f"layout {self} is for {len(self.outer_perm)} dimensions, found shape {tuple(shape)}")
-        outer = [_ceil_div(shape[d], self.tile(d)) for d in self.outer_perm]
+        windows, size = self.window_dims, positions(self.winograd)
+        outer = [size if d in windows else _ceil_div(shape[d], self.tile(d)) for d in self.outer_perm]
         if self.compensation:
             outer[self.outer_perm.index(self.inner_dims[-1])] += 1
         return (*outer, *self.inner_tiles)
@@ -124,6 +146,7 @@ class PackedLayout:
             self.inner_tiles,
             self.compensation,
             self.swizzle,
+            self.winograd,
         )
 
     def permutation_to(self, other: PackedLayout) -> tuple[int, ...] | None:
@@ -134,6 +157,9 @@ class PackedLayout:
 
     def pack(self, array: np.ndarray) -> np.ndarray:
         """`array` as it is stored: what the pack kernel computes, for constants at compile time."""
+        if self.winograd:
+            windows = np.moveaxis(array, self.window_dims, (-2, -1))
+            array = np.moveaxis(transform_windows(windows, self.winograd), (-2, -1), self.window_dims)
         missing = [-extent % self.tile(d) for d, extent in enumerate(array.shape)]
         padded = np.pad(array, [(0, count) for count in missing]) if any(missing) else array
         split: list[int] = []
@@ -171,8 +197,13 @@ class PackedLayout:
             order.append(self.outer_perm.index(d))
             if d in self.inner_dims:
                 order.append(rank + self.inner_dims.index(d))
-        whole = stored.transpose(order).reshape([_ceil_div(shape[d], self.tile(d)) * self.tile(d) for d in range(rank)])
-        return np.ascontiguousarray(whole[tuple(slice(0, extent) for extent in shape)])
+        held = [positions(self.winograd) if d in self.window_dims else shape[d] for d in range(rank)]
+        whole = stored.transpose(order).reshape([_ceil_div(held[d], self.tile(d)) * self.tile(d) for d in range(rank)])
+        array = whole[tuple(slice(0, extent) for extent in held)]
+        if self.winograd:
+            values = np.moveaxis(array, self.window_dims, (-2, -1))
+            array = np.moveaxis(restore_windows(values, self.winograd), (-2, -1), self.window_dims)
+        return np.ascontiguousarray(array)
 
 
 def _swizzled(tiles: np.ndarray) -> np.ndarray:
@@ -203,6 +234,21 @@ def misfit(layout: PackedLayout, encoding: Encoding) -> str:
         return f"{layout} has compensation, which is for right operands of 8 bits with k in the innermost tiles"
     if layout.swizzle and layout.inner_tiles[-1] * bytes_of(encoding.element_type) != SWIZZLED_BYTES:
         return f"{layout} has rows of {layout.inner_tiles[-1]} {encoding.element_type}, a swizzle needs 128 bytes"
+    if layout.winograd:
+        return _winograd_misfit(layout, encoding)
+    return ""
+
+
+def _winograd_misfit(layout: PackedLayout, encoding: Encoding) -> str:
+    names = tuple(encoding.index_map[d] for d in layout.window_dims)
+    if encoding.operand_index != RHS or names != ("w0", "w1"):
+        return f"{layout} has transformed windows, which weights of two-dimensional convolutions have"
+    moves = encoding.moves
+    assert moves is not None
+    if {*moves.strides, *moves.dilation} != {1} or any(encoding.sizes[name] != WINDOW for name in names):
+        return f"{layout} has transformed windows, which have 3 x 3 elements, stride 1 and no dilation"
+    if "float" not in encoding.element_type:
+        return f"{layout} has transformed windows, which are floats, not {encoding.element_type}"
     return ""
 
 
@@ -220,7 +266,7 @@ def _parse(text: str) -> PackedLayout:
         raise EncodingError(
             f"{text!r} is not a layout; expected identity<rank> or pack<outer=[..] inner=[dim:tile, ..]>"
         )
-    outer, inner, compensation, swizzle = match.groups()
+    outer, inner, compensation, swizzle, winograd = match.groups()
     pairs = [pair.split(":") for pair in inner.split(", ") if pair]
     return PackedLayout(
         tuple(int(d) for d in outer.split(", ")),
@@ -228,4 +274,5 @@ def _parse(text: str) -> PackedLayout:
         tuple(int(t) for _, t in pairs),
         compensation is not None,
         swizzle is not None,
+        int(winograd[-1]) if winograd else 0,
     )

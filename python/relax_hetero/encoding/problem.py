@@ -202,6 +202,8 @@ class AttentionProblem:
         "": every query sees every key; "top_left": query i sees keys up to i; "bottom_right": the last query sees all.
     nan_to_zero : bool
         A row whose softmax is NaN, because every score is -inf, gives zeros.
+    tf32 : bool
+        Whether products of float32 may round their operands to 10 bits of fraction.
     """
 
     query: Operand
@@ -213,6 +215,7 @@ class AttentionProblem:
     scores: Epilogue
     causal: str = ""
     nan_to_zero: bool = False
+    tf32: bool = False
 
     @property
     def parameters(self) -> list[Operand]:

@@ -36,7 +36,8 @@ class EncodingResolver(Protocol):
     It may have an attribute ``problems``, the classes of further problems that its `kernel` solves (see `solves`), a
     method ``block_layout`` of the target, which says how weights of 4 bits are stored (panels without it), a method
     ``attention_types`` of the target and a width (see the function `attention_types`), a method ``group_columns`` of
-    the target and an element type (see the function `group_columns`), and an attribute ``cache_key``, a text that
+    the target and an element type (see the function `group_columns`), a method ``convolution_form`` of an encoding, a
+    target and the weight's layout (see the function `convolution_form`), and an attribute ``cache_key``, a text that
     changes whenever its answers do: without it no module for its devices is kept in the compile cache.
     """
 
@@ -135,6 +136,12 @@ def group_columns(target: tvm.target.Target, dtype: str) -> int:
     """Channels that fill a target's tiles: smaller groups of a convolution join up to them; 0: groups stay."""
     choose = getattr(resolver_for(target), "group_columns", None)
     return 0 if choose is None else int(choose(target, dtype))
+
+
+def convolution_form(target: tvm.target.Target, encoding: Encoding, weight: PackedLayout | None) -> str:
+    """How a target computes a convolution whose weight is stored so, and why; empty where it has one form."""
+    tell = getattr(resolver_for(target), "convolution_form", None)
+    return "" if tell is None or weight is None else str(tell(encoding, target, weight))
 
 
 def block_layout(target: tvm.target.Target) -> BlockLayout | None:

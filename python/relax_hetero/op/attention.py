@@ -31,6 +31,7 @@ class AttentionAttrs(tvm.ir.Attrs):
     scores: str
     causal: str
     nan_to_zero: bool
+    tf32: bool = False
 
 
 def attention(
@@ -42,6 +43,7 @@ def attention(
     scores: Expression | str = "x0",
     causal: str = "",
     nan_to_zero: bool = False,
+    tf32: bool = False,
 ) -> relax.Call:
     """``softmax(scores(query * key^T)) * value``, every head for itself.
 
@@ -59,6 +61,8 @@ def attention(
         "top_left": query i sees keys up to i; "bottom_right": the last query sees all keys; "": all see all.
     nan_to_zero : bool
         Whether a row of which every score is -inf gives zeros, not NaN.
+    tf32 : bool
+        Whether products of float32 tensors may round their operands to 10 bits of fraction, where tensor cores do.
 
     Raises
     ------
@@ -69,7 +73,7 @@ def attention(
         raise EncodingError(f"{ATTENTION}: found causal={causal!r}, expected one of {CAUSAL}")
     text = str(heads if isinstance(heads, Heads) else Heads.parse(heads))
     expression = str(scores if isinstance(scores, Expression) else Expression.parse(scores))
-    attrs = AttentionAttrs(text, expression, causal, nan_to_zero)
+    attrs = AttentionAttrs(text, expression, causal, nan_to_zero, tf32)
     return make_call(ATTENTION, [query, key, value, *masks], attrs)
 
 

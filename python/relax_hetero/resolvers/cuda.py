@@ -30,7 +30,7 @@ from ..encoding.problem import (
     RowsProblem,
 )
 from ..errors import EncodingError
-from ..target.element_types import HALVES, bytes_of
+from ..target.element_types import HALVES, TF32, bytes_of
 from ..target.gpu_target import GpuTarget, gpu_target_of
 from .cuda_convolutions import COLUMNS, conv_layout
 from .resolver_base import ResolverBase, tiled
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 WIDEST_HEAD = 256
 """Of attention by tensor cores: sums of values stay in registers."""
+WIDEST_TF32_HEAD = 128
+"""The same of float32: tiles are in shared memory."""
 
 
 class CudaResolver(ResolverBase):
@@ -77,7 +79,8 @@ class CudaResolver(ResolverBase):
 
     def attention_types(self, target: tvm.target.Target, width: int) -> frozenset[str]:
         """Those that tensor cores multiply, of heads that registers hold; products and rows are for all others."""
-        return frozenset(HALVES) & gpu_target_of(target).mma_types if width <= WIDEST_HEAD else frozenset()
+        types = {*HALVES, TF32} if width <= WIDEST_TF32_HEAD else set(HALVES) if width <= WIDEST_HEAD else set()
+        return frozenset(types & gpu_target_of(target).mma_types)
 
     def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
         """The project's own kernel for the target's GPU."""

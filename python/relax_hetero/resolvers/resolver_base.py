@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ..encoding.encoding import Encoding, IndexMap
+from ..encoding.encoding import DYNAMIC, RHS, Encoding, IndexMap
 from ..encoding.packed_layout import PackedLayout
 from ..encoding.problem import (
     AttentionProblem,
@@ -19,6 +19,8 @@ from ..encoding.problem import (
     RowsProblem,
 )
 from ..target.cpu_target import CpuTarget, cpu_target_of
+from ..target.dot_instructions import dot_instruction_for
+from ..target.tile_instructions import tile_instruction_for
 
 if TYPE_CHECKING:
     import tvm
@@ -64,6 +66,21 @@ class ResolverBase(ABC):
     @abstractmethod
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """See `EncodingResolver.resolve`."""
+
+    def is_packed_in_kernel(self, encoding: Encoding, cpu: CpuTarget) -> bool:
+        """Whether tile registers multiply rows of n that the kernel packs itself, panel by panel.
+
+        Vectors read them as well, a group of k at a time, where the process may not use tiles; but not with
+        compensation, which is part of packed storage.
+        """
+        if encoding.moves is not None or encoding.operand_index != RHS or encoding.index_map[-2:] != ("k", "n"):
+            return False
+        tiles = tile_instruction_for(cpu, *encoding.element_types)
+        dot = dot_instruction_for(cpu, *encoding.element_types)
+        sizes = encoding.sizes
+        if tiles is None or dot is None or dot.compensation or DYNAMIC in (sizes["k"], sizes["n"]):
+            return False
+        return sizes["m"] == DYNAMIC or sizes["m"] >= tiles.least_rows
 
     def storage_size(self, encoding: Encoding, shape: Sequence[Any], target: tvm.target.Target) -> Any:
         """Bytes of a tensor of `shape` under its layout, row-major where it has none."""

@@ -7,7 +7,11 @@ import os
 from functools import cache
 from pathlib import Path
 
+NUMA_NODE = "numa:"
+"""How the ``model`` of a CPU target begins that is the CPUs of one NUMA node; the node's number follows."""
+
 _CGROUPS = Path("/sys/fs/cgroup")
+_NODES = Path("/sys/devices/system/node")
 
 
 @cache
@@ -33,6 +37,30 @@ def cpus_of_cores() -> list[list[int]]:
     for cpu in sorted(allowed):
         found.setdefault(_core_of(cpu), []).append(cpu)
     return list(found.values())
+
+
+@cache
+def cpus_of_nodes() -> dict[int, list[list[int]]]:
+    """By NUMA node the CPUs of it that this process may use, those of one physical core together.
+
+    Nodes without any are left out. Where the system tells of no nodes, all CPUs are node 0's.
+    """
+    node_of: dict[int, int] = {}
+    for folder in _NODES.glob("node[0-9]*"):
+        try:
+            node_of.update(dict.fromkeys(listed_cpus((folder / "cpulist").read_text()), int(folder.name[4:])))
+        except (OSError, ValueError):
+            continue
+    found: dict[int, list[list[int]]] = {}
+    for core in cpus_of_cores():
+        found.setdefault(node_of.get(core[0], 0), []).append(core)
+    return dict(sorted(found.items()))
+
+
+def listed_cpus(text: str) -> list[int]:
+    """The numbers in Linux' way to write a set of CPUs: ``0-3,8,10-11``; ValueError for any other text."""
+    ranges = [part.split("-") for part in text.strip().split(",") if part]
+    return [cpu for ends in ranges for cpu in range(int(ends[0]), int(ends[-1]) + 1)]
 
 
 def _core_of(cpu: int) -> str:

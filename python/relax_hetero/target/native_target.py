@@ -15,7 +15,7 @@ from tvm.target import Target, codegen
 
 from ..errors import VDeviceError
 from .backends import load_backend
-from .cpu_cores import num_cores
+from .cpu_cores import NUMA_NODE, cpus_of_nodes, num_cores
 from .gpu_target import arch_of
 
 _log = logging.getLogger("relax_hetero")
@@ -29,7 +29,7 @@ _ROCM_EXAMPLE = '{"kind": "rocm", "mcpu": "gfx90a"}'
 _NOT_DEVICES = frozenset({"composite", "cuda_host", "test"})
 
 
-def native(kind: str = "llvm", index: int = 0) -> Target:
+def native(kind: str = "llvm", index: int = 0, numa: int | None = None) -> Target:
     """A target for the hardware of this very machine.
 
     Parameters
@@ -40,6 +40,9 @@ def native(kind: str = "llvm", index: int = 0) -> Target:
         is present); other kinds what TVM detects, or its defaults where the device is absent.
     index : int
         Which device of the kind is asked; meaningless for CPUs.
+    numa : int, optional
+        Of "llvm": a NUMA node. The target is then the CPUs of that node: its cores are counted, work runs on them, and
+        the device's memory comes from there.
 
     Returns
     -------
@@ -48,10 +51,13 @@ def native(kind: str = "llvm", index: int = 0) -> Target:
     Raises
     ------
     VDeviceError
-        If `kind` is not a kind of target that a device can have, or a device of it has to be asked and is absent.
+        If `kind` is not a kind of target that a device can have, or a device of it has to be asked and is absent; if
+        this process has no CPUs in the node `numa`, or `kind` has no nodes.
     """
     if kind not in device_kinds():
         raise VDeviceError(f"{kind!r} is not a target kind of a device; kinds are {', '.join(device_kinds())}")
+    if numa is not None:
+        return Target(_of_node(kind, numa))
     if kind == "llvm":
         return Target(_native_llvm())
     if kind == "c":
@@ -92,6 +98,17 @@ def _native_llvm() -> dict[str, object]:
     if changes:
         config["mattr"] = changes
     return config
+
+
+def _of_node(kind: str, node: int) -> dict[str, object]:
+    nodes = cpus_of_nodes()
+    if kind != "llvm" or type(node) is not int or node not in nodes:
+        raise VDeviceError(
+            f"{kind!r} with numa={node!r}: expected 'llvm' and a node on which this process may use CPUs: "
+            f"{', '.join(map(str, nodes))}"
+        )
+    # TVM keeps the text in "model" and does nothing with it.
+    return {**_native_llvm(), "num-cores": min(num_cores(), len(nodes[node])), "model": f"{NUMA_NODE}{node}"}
 
 
 @cache

@@ -86,7 +86,7 @@ def _row(entry: Entry) -> list[str]:
         bytes_text(entry.bytes),
         f"{about['seconds']:.2f}" if "seconds" in about else "?",
         "\n".join(about.get("functions", ["?"])),
-        ", ".join(map(target_text, about.get("targets", ["?"]))),
+        "; ".join(map(target_text, about.get("targets", ["?"]))),
     ]
 
 

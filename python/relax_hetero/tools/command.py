@@ -92,4 +92,12 @@ checks_option = click.option(
     help="Which wrong indices and divisors are errors: those on CPUs, or (strict) those on every device.",
 )
 
+accuracy_option = click.option(
+    "--accuracy",
+    type=click.Choice(["default", "exact", "fast"]),
+    default="default",
+    show_default=True,
+    help="How exact convolutions of float32 are: fast takes forms with larger errors, exact the direct form only.",
+)
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout, for programs.")

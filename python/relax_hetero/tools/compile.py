@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ..errors import BuildError
-from .command import cache_option, checks_option, command, json_option, key_option, refuse_overwriting
+from .command import accuracy_option, cache_option, checks_option, command, json_option, key_option, refuse_overwriting
 from .console import bytes_text, console, print_json, target_text
 from .models import compile_onnx
 from .placing import Placing, placing_options
@@ -30,9 +30,17 @@ from .placing import Placing, placing_options
 @key_option("Sign the library with the key in this file, of at least 16 bytes.")
 @cache_option
 @checks_option
+@accuracy_option
 @json_option
 def compile_command(
-    model: Path, output: Path, placing: Placing, key: bytes | None, cache: bool, checks: str, as_json: bool
+    model: Path,
+    output: Path,
+    placing: Placing,
+    key: bytes | None,
+    cache: bool,
+    checks: str,
+    accuracy: str,
+    as_json: bool,
 ) -> None:
     """Compile MODEL (an ONNX file) into one library for all its devices.
 
@@ -44,7 +52,7 @@ def compile_command(
     if not output.parent.is_dir():
         raise BuildError(f"cannot write {output}: there is no folder {output.parent}")
     refuse_overwriting(output, model)
-    built = compile_onnx(model, placing, cache, checks)
+    built = compile_onnx(model, placing, cache, checks, accuracy)
     start = time.perf_counter()
     built.executable.export_library(str(output), key=key)
     built.seconds["export"] = time.perf_counter() - start

@@ -86,16 +86,30 @@ def bytes_text(count: int | None) -> str:
     return f"{size:.1f} GiB"
 
 
-def target_text(target: str) -> str:
-    """A target's kind and processor out of its JSON text: ``llvm znver5``, ``cuda sm_90``."""
+def target_text(target: str, features: Sequence[str] | None = None) -> str:
+    """A target's kind, and a CPU's instructions or the architecture of a GPU: ``llvm AVX2``, ``cuda sm_90``.
+
+    Parameters
+    ----------
+    target: JSON text; a name, or text that is no target, stays as it is.
+    features: LLVM's names of a CPU's features, where they are known; else LLVM is asked, if it is here.
+    """
     import json
+
+    from ..artifact.metadata import DeviceSpec
+    from ..target.instruction_names import instruction_names
+    from ..vm.device.cpu_features import with_features
 
     try:
         fields = json.loads(target)
-        processor = fields.get("mcpu", fields.get("arch", ""))
-        return f"{fields['kind']} {processor}".strip()
-    except (AttributeError, KeyError, ValueError):  # a name, or no target at all
+        kind, processor = fields["kind"], fields.get("mcpu", fields.get("arch", ""))
+        spec = with_features(DeviceSpec(target, cpu_features=None if features is None else tuple(features)))
+        names = instruction_names(spec.cpu_features or ())
+        if names and spec.numa_node is not None:
+            names = (*names, f"NUMA node {spec.numa_node}")
+    except (AttributeError, KeyError, TypeError, ValueError):
         return target
+    return f"{kind} {', '.join(names) or processor}".strip()
 
 
 def _finite(data: Any) -> Any:

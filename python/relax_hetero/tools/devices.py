@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ..frontend.auto.measure_devices import Figures
 
 _MOST_GPUS = 64
-# LLVM features of CPUs that multiply elements of one or two bytes.
-_PRODUCTS = ("avx512vnni", "avxvnni", "avx512bf16", "amx-tile", "dotprod", "bf16", "i8mm")
 
 
 @command("devices")
@@ -40,7 +38,12 @@ def devices_command(measure: bool, again: bool, as_json: bool) -> None:
         print_json({"devices": found, "measured": None if figures is None else _figures_json(figures, found)})
         return
     columns = ["device", "model", "target", "cores", "instructions", "memory"]
-    rows = [[d["name"], d["model"], target_text(d["target"]), str(d["cores"]), d["instructions"]] for d in found]
+    # The instructions have a column of their own.
+    targets = ["llvm" if d["name"].startswith("llvm") else target_text(d["target"]) for d in found]
+    rows = [
+        [d["name"], d["model"], target, str(d["cores"]), d["instructions"]]
+        for d, target in zip(found, targets, strict=True)
+    ]
     memory = [bytes_text(d["memory"]) for d in found]
     print_table("Devices", columns, [[*row, size] for row, size in zip(rows, memory, strict=True)], ["cores", "memory"])
     if figures is not None:
@@ -63,14 +66,15 @@ def _about(name: str, vdevice: relax.VDevice) -> dict[str, Any]:
     from ..frontend.auto.measure_devices import cpu_model
     from ..target.cpu_target import cpu_target_of
     from ..target.gpu_target import gpu_target_of
+    from ..target.instruction_names import instruction_names
     from ..target.vdevice import is_cpu
 
     found = {"name": name, "target": str(vdevice.target)}
     if is_cpu(vdevice):
         cpu = cpu_target_of(vdevice.target)
-        instructions = [cpu.isa.name, *(feature for feature in _PRODUCTS if feature in cpu.features)]
+        instructions = ", ".join(instruction_names(cpu.features))
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        about = {"model": cpu_model(), "cores": cpu.cores, "instructions": " ".join(instructions), "memory": memory}
+        about = {"model": cpu_model(), "cores": cpu.cores, "instructions": instructions, "memory": memory}
     else:
         device, gpu = tvm.cuda(int(vdevice.vdevice_id)), gpu_target_of(vdevice.target)
         about = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from .call_tables import Schedules
-from .command import command, json_option, verify_option
+from .command import accuracy_option, command, json_option, verify_option
 from .command_tables import CommandBuffers
 from .console import console, print_json, show
 from .explanation import ALL, SECTIONS, Explanation, explanation_of
@@ -21,9 +21,16 @@ from .placing import Placing, placing_options
 @click.option("--summary", is_flag=True, help="An overview: devices, ops by device and reason, a line a section.")
 @placing_options
 @verify_option
+@accuracy_option
 @json_option
 def explain_command(
-    model: Path, sections: tuple[str, ...], summary: bool, placing: Placing, key: bytes | None, as_json: bool
+    model: Path,
+    sections: tuple[str, ...],
+    summary: bool,
+    placing: Placing,
+    key: bytes | None,
+    accuracy: str,
+    as_json: bool,
 ) -> None:
     """Show where the ops of MODEL (an ONNX file or a compiled library) are placed, and why.
 
@@ -38,7 +45,7 @@ def explain_command(
     relax-hetero explain model.so --summary
     """
     if is_onnx(model):
-        explanation = _of_onnx(model, placing)
+        explanation = _of_onnx(model, placing, accuracy)
     else:
         explanation = explanation_of(load_library(model, placing, key).executable, model.name)
     if as_json:
@@ -47,17 +54,18 @@ def explain_command(
         show(explanation.tables(*(() if summary else sections or (ALL,))))
 
 
-def _of_onnx(path: Path, placing: Placing) -> Explanation:
+def _of_onnx(path: Path, placing: Placing, accuracy: str) -> Explanation:
     from ..driver.commands.command_metadata import regions_as_linked
     from ..driver.compile import memory_plan_of
     from ..driver.compile_cache import look_up
     from ..driver.optional_devices import optional_indices
     from ..driver.pipeline import pipeline_steps
     from ..target.vdevice import device_name, vdevices_of
+    from ..transform.encode.accuracies import with_accuracy
     from ..transform.ir.findings import findings_of
     from ..transform.record.region_attrs import kernels_of
 
-    module = placed_onnx(path, placing)
+    module = with_accuracy(placed_onnx(path, placing), accuracy, "explain")
     cache = look_up(module)
     vdevices = vdevices_of(module)
     targets = {device_name(v, vdevices): str(v.target) for v in vdevices}

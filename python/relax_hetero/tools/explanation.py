@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..artifact.memory_plan import MemoryPlan
@@ -68,6 +68,7 @@ class Explanation:
     estimate: What the cost model expects of the placement as JSON data, None where it did not place.
     cache: Whether the compile cache has it compiled, or had where it was compiled; None where nobody looked.
     optional: Names of the devices that a machine may lack.
+    features: Device name to LLVM's names of a CPU's features, where the executable knows them.
     """
 
     model: str
@@ -81,6 +82,7 @@ class Explanation:
     schedules: Schedules | None = None
     cache: CacheUse | None = None
     optional: Sequence[str] = ()
+    features: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
         """The entries of one kind: ``op``, ``transfer``, ``param`` or ``constant``."""
@@ -203,7 +205,7 @@ class Explanation:
                 bytes_text(total.param_bytes),
                 bytes_text(total.constant_bytes),
                 f"{total.transfers_in:,} ({bytes_text(total.transfer_bytes)})",
-                target_text(total.target),
+                target_text(total.target, self.features.get(total.name)),
             ]
             for total in self.totals()
         ]
@@ -281,6 +283,7 @@ def explanation_of(executable: Executable, model: str = "") -> Explanation:
         Schedules(names, about.schedules),
         about.cache,
         [names[index] for index in about.optional],
+        {n: d.cpu_features for n, d in zip(names, about.devices, strict=True) if d.cpu_features is not None},
     )
 
 

@@ -62,7 +62,8 @@ def _total(device: str, encodings: Mapping[str, Any]) -> EncodingTotal:
 
 
 def encoding_tables(encodings: Mapping[str, Any]) -> Iterator[Shown]:
-    """Totals per device, encoded transfers, ops whose encoding was cancelled, and the layouts of every encoded op."""
+    """Totals per device, encoded transfers, ops whose encoding was cancelled, the layouts of every encoded op,
+    and the forms of convolutions."""
     totals = encoding_totals(encodings)
     columns = ["device", "encoded ops", "kernels", "packed tensors", "bytes before", "bytes after", "cancelled"]
     rows = [
@@ -93,6 +94,11 @@ def encoding_tables(encodings: Mapping[str, Any]) -> Iterator[Shown]:
     if encodings["ops"]:
         columns = ["variable", "op", "device", "operand", "shape", "layout", "packed", "bytes"]
         yield table("Layouts", columns, [row for op in encodings["ops"] for row in _operand_rows(op)])
+    # A library that was made before reports had it lacks the form.
+    forms = [(op, op.get("form", "").partition(": ")) for op in encodings["ops"] if op.get("form")]
+    if forms:
+        rows = [[op["variable"], op["device"], form, why] for op, (form, _, why) in forms]
+        yield table("Forms of convolutions", ["variable", "device", "form", "why"], rows)
     yield encodings_line(encodings)
 
 

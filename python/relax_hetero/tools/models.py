@@ -47,7 +47,14 @@ def is_onnx(path: Path) -> bool:
         return True
 
 
-def obtain(path: Path, placing: Placing, cache: bool, key: bytes | None = None, checks: str = "default") -> Model:
+def obtain(
+    path: Path,
+    placing: Placing,
+    cache: bool,
+    key: bytes | None = None,
+    checks: str = "default",
+    accuracy: str = "default",
+) -> Model:
     """Compile an ONNX file, or load an exported library.
 
     Parameters
@@ -55,14 +62,14 @@ def obtain(path: Path, placing: Placing, cache: bool, key: bytes | None = None, 
     path, placing
     cache: Whether compiled models are kept and found again.
     key: What a library has to be signed with.
-    checks: As `rh.compile` takes it.
+    checks, accuracy: As `rh.compile` takes them.
 
     Raises
     ------
     HeteroError: If the model cannot be imported, placed, compiled or loaded.
     click.UsageError: If placement options are given for a library, which is placed already.
     """
-    return compile_onnx(path, placing, cache, checks) if is_onnx(path) else load_library(path, placing, key)
+    return compile_onnx(path, placing, cache, checks, accuracy) if is_onnx(path) else load_library(path, placing, key)
 
 
 def placed_onnx(path: Path, placing: Placing) -> IRModule:
@@ -73,7 +80,9 @@ def placed_onnx(path: Path, placing: Placing) -> IRModule:
     return rh.from_onnx(str(path), **placing.import_options([value.name for value in proto.graph.input]))
 
 
-def compile_onnx(path: Path, placing: Placing, cache: bool, checks: str = "default") -> Model:
+def compile_onnx(
+    path: Path, placing: Placing, cache: bool, checks: str = "default", accuracy: str = "default"
+) -> Model:
     """Import, place and compile an ONNX file, or find it compiled; with a spinner on stderr."""
     import relax_hetero as rh
 
@@ -86,6 +95,7 @@ def compile_onnx(path: Path, placing: Placing, cache: bool, checks: str = "defau
             module,
             cache=cache,
             checks=checks,
+            accuracy=accuracy,
             optional=placing.optional or None,
             progress=lambda step, done, total: status.update(f"Compiling {path.name}: {done} of {total} {step}"),
         )

@@ -13,7 +13,15 @@ import numpy as np
 
 from ..errors import BindingError, HeteroError
 from .arrays import random_arrays, read_arrays, write_arrays
-from .command import cache_option, checks_option, command, json_option, refuse_overwriting, verify_option
+from .command import (
+    accuracy_option,
+    cache_option,
+    checks_option,
+    command,
+    json_option,
+    refuse_overwriting,
+    verify_option,
+)
 from .console import console, print_json, print_table
 from .models import Model, is_onnx, obtain
 from .onnxruntime_reference import Comparison, compare, reference
@@ -58,6 +66,7 @@ from .placing import Placing, placing_options
 @verify_option
 @cache_option
 @checks_option
+@accuracy_option
 @json_option
 def run_command(
     model: Path,
@@ -74,6 +83,7 @@ def run_command(
     key: bytes | None,
     cache: bool,
     checks: str,
+    accuracy: str,
     as_json: bool,
 ) -> None:
     """Run MODEL, a compiled library or an ONNX file, once.
@@ -87,7 +97,7 @@ def run_command(
     devices = _device_map(remap)
     if output is not None:
         refuse_overwriting(output, model, *filter(None, [onnx]))
-    obtained = obtain(model, placing, cache, key, checks)
+    obtained = obtain(model, placing, cache, key, checks, accuracy)
     inputs = _inputs(obtained, function_name, files, dict(placing.shapes), seed)
     outputs, places, seconds = _call(obtained, function_name, inputs, devices)
     if output is not None:

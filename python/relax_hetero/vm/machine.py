@@ -114,6 +114,8 @@ class VirtualMachine:
             self._values, self.graphs = with_graphs(about, self._devices, self._constants.values, module)
         except Exception as error:  # TVM raises its own kinds
             raise explain_failure("making the machine", error, about) from error
+        self._repeated = {call.function: self._module[call.repeated] for call in about.repeated}
+        self._shares = {call.function: call.shares for call in about.repeated}
         load = partial(_load, module, self._devices)
         self._submitter = Submitter(
             self, executable, self._devices, self._arguments, self._lock, self._pool, self._constants, max_in_flight,
@@ -309,8 +311,16 @@ class VirtualMachine:
                 check_out(out, signature, call.dims.copy())
                 if met is not None and call.settles(signature):
                     call.outs.add(met[0])
-        result = self._invoke(name, call.values(tensors))
-        if call.dims.values:
+        values = call.values(tensors)
+        repeated = self._repeated.get(name)
+        if repeated is None:
+            result = self._invoke(name, values)
+        else:
+            if call.shared is None:
+                call.shared = self._shared_by(name, values)
+            result = self._run_function(name, repeated, (*values, *call.shared))
+        if call.round != self._pool.round and call.dims.values:
+            call.round = self._pool.round
             self._pool.note((name, *call.dims.values.values()), (tensors, result))
         if out is None:
             ranges = self._constants.ranges
@@ -341,11 +351,23 @@ class VirtualMachine:
             takes_constants = self.executable.signature(name).takes_constants
             closure = self._closures[name] = self._module[name], (self._values,) if takes_constants else ()
         function, constants = closure
+        return self._run_function(name, function, (*values, *constants))
+
+    def _shared_by(self, name: str, values: Sequence[Any]) -> tuple[Any, ...]:
+        """What calls with arguments that look like these share."""
+        symbol = self._shares[name]
+        if not symbol:
+            return ()
+        constants = (self._values,) if self.executable.signature(name).takes_constants else ()
+        return tuple(self._run_function(name, self._module[symbol], (*values, *constants)))
+
+    def _run_function(self, name: str, function: Any, values: Sequence[Any]) -> Any:
+        """Call compiled code for function `name`."""
         outer = running.machine
         running.machine = self._running
         pool = enter_call(self._threads)
         try:
-            return function(*values, *constants)
+            return function(*values)
         except HeteroError:
             raise
         except Exception as error:  # a kernel may raise anything

@@ -233,15 +233,16 @@ def _store(expressions: Any, one: Instruction) -> Any:
     return evaluate
 
 
-@instruction(r"cvt\.rn\.(f16x2|bf16x2)\.f32")
+@instruction(r"cvt\.rn(\.relu)?\.(f16x2|bf16x2)\.f32")
 def _convert_pair(expressions: Any, one: Instruction) -> Any:
-    dtype = TYPES[one.parts[2][:-2]]
+    dtype, is_clamped = TYPES[one.parts[-2][:-2]], "relu" in one.parts
     write = register_writer(expressions, one.operands[0])
     high, low = (expressions.compiled(value) for value in one.operands[1:3])
 
     def evaluate(lanes: Any, mask: Any) -> None:
         pair = np.stack([bits_of(lanes, v(lanes, mask), TYPES["f32"]) for v in (low, high)], axis=1).astype(dtype)
-        write(lanes, mask, pair.view(np.uint32)[:, 0])
+        pair = np.where(pair < 0, np.zeros(1, dtype), pair) if is_clamped else pair
+        write(lanes, mask, np.ascontiguousarray(pair).view(np.uint32)[:, 0])
 
     return evaluate
 

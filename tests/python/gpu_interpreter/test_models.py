@@ -41,6 +41,34 @@ def test_a_layer_is_two_kernels() -> None:
     assert len(model.launched) == 2
 
 
+@I.ir_module
+class Heads:
+    @R.function
+    def main(x: R.Tensor((1, 40, 48), "float32"), mask: R.Tensor((1, 1, 1, 40), "float32")) -> R.Tensor(
+        (1, 40, 48), "float32"
+    ):
+        with R.dataflow():
+            q = R.permute_dims(R.reshape(x, R.shape([1, 40, 3, 16])), axes=[0, 2, 1, 3])
+            k = R.permute_dims(R.reshape(x, R.shape([1, 40, 3, 16])), axes=[0, 2, 3, 1])
+            scores = R.multiply(R.matmul(q, k), R.const(0.25, "float32"))
+            p = R.nn.softmax(R.add(scores, mask), axis=-1)
+            y = R.reshape(R.permute_dims(R.matmul(p, q), axes=[0, 2, 1, 3]), R.shape([1, 40, 48]))
+            R.output(y)
+        return y
+
+
+def test_float32_attention_is_one_kernel_where_it_may_be_rounded() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((1, 40, 48)).astype("float32")
+    mask = np.where(rng.random((1, 1, 1, 40)) < 0.3, np.finfo("float32").min, 0).astype("float32")
+    want = rh.vm.VirtualMachine(rh.compile(Heads, cache=False))["main"](x, mask).numpy()
+    placed = with_vdevices(Heads, [rh.VDevice(HOPPER)])
+    exact, rounded = InterpretedModel(placed), InterpretedModel(rh.transform.ToMixedPrecision("tfloat32")(placed))
+    np.testing.assert_allclose(exact(x, mask), want, atol=1e-5)
+    np.testing.assert_allclose(rounded(x, mask), want, atol=5e-3)
+    assert len(exact.launched) > 1 and len(rounded.launched) == 1
+
+
 def check(seed: int, vdevices: list[Any]) -> None:
     """A random graph, as `models/test_random_graphs.py` draws it for GPUs."""
     draw = random.Random(seed)

@@ -14,7 +14,7 @@ from relax_hetero.encoding import PackedLayout
 from relax_hetero.encoding.encoding import CONVOLUTIONS, RHS, Encoding, Moves, conv_maps
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.problem import ConvProblem, Dim, Epilogue, Operand, Window
-from relax_hetero.resolvers.cpu import conv_layout
+from relax_hetero.resolvers.cpu_convolutions import conv_layout
 from relax_hetero.target.cpu_target import CpuTarget
 from relax_hetero.tir.conv.convolution import conv_kernel
 from seeds import fresh_rng
@@ -70,7 +70,7 @@ def weight_layout(
     }
     padding = (*(w.before for w in windows), *(w.after for w in windows))
     moves = Moves(tuple(w.stride for w in windows), padding, tuple(w.dilation for w in windows), groups)
-    encoding = Encoding(CONVOLUTIONS[len(windows) - 1], RHS, types, maps, tuple(sizes.items()), moves)
+    encoding = Encoding(CONVOLUTIONS[len(windows) - 1], RHS, types, maps, tuple(sizes.items()), moves, "exact")
     layout = conv_layout(encoding, cpu_named(cpu) if isinstance(cpu, str) else cpu)
     assert layout is not None
     return layout

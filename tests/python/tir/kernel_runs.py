@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import tvm_ffi
 from tvm import tirx
 
 from relax_hetero.encoding import PackedLayout
+from relax_hetero.encoding.winograd import positions
 from relax_hetero.target.cpu_target import CpuTarget, cpu_target_of
 from relax_hetero.target.element_types import numpy_dtype
 
@@ -89,7 +91,9 @@ def poisoned(shape: Sequence[int], dtype: str) -> tvm.runtime.Tensor:
 def stored(array: np.ndarray, layout: PackedLayout, padding: int = 0xFF) -> np.ndarray:
     """`array` as `layout` stores it, every byte of padding as given: 0xFF is NaN."""
     packed = layout.pack(array)
-    real = layout.pack(np.ones(array.shape, f"uint{8 * array.dtype.itemsize}")).reshape(-1) != 0
+    shape = [positions(layout.winograd) if d in layout.window_dims else size for d, size in enumerate(array.shape)]
+    plain = replace(layout, winograd=0)
+    real = plain.pack(np.ones(shape, f"uint{8 * array.dtype.itemsize}")).reshape(-1) != 0
     raw = packed.reshape(-1).view(np.uint8).reshape(packed.size, array.dtype.itemsize)
     raw[~real] = padding
     return packed

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from relax_hetero.driver.link import worker_threads
+from relax_hetero.driver.link.threads import worker_threads
 from relax_hetero.target.native_target import native
 from relax_hetero.vm.device.cuda_library import CudaLibrary
 from relax_hetero.vm.device.pinned_staging import loop_of

@@ -29,7 +29,7 @@ from .cuda.machine_code import compile_kernels, imported
 from .llvm_kernels import ARGUMENT_ALIGNMENT, build_llvm, loosen_alignment
 from .parallel_codegen import Progress, build_in_parallel, cut
 from .reasons import reason
-from .worker_threads import with_launch_setters, worker_threads
+from .threads.worker_threads import with_launch_setters, worker_threads
 
 _EXTERNAL_CALLS = ("tirx.call_extern", "tirx.call_pure_extern")
 

@@ -52,6 +52,7 @@ class PlanCosts:
         for index, value in enumerate(graph.values):
             for unit in {value.maker, *value.readers} - {OUTSIDE}:
                 self.around[unit].append(index)
+        self._kept = _kept_in_registers(graph)
         self._model = model
         readers = Counter(constant for unit in graph.units for constant in unit.weights)
         self._shared = {constant for constant, count in readers.items() if count > 1}
@@ -90,10 +91,7 @@ class PlanCosts:
         return (sum(max(0, self.bytes_on(device, plan) - limit) for device, limit in self.limits.items()),)
 
     def bytes_on(self, device: int, plan: Sequence[int]) -> int:
-        """Bytes that a call takes on a device: its weights, and the most of other values that it has at once.
-
-        Values that fused kernels keep in registers count, so the number is above that of the memory plan.
-        """
+        """Bytes that a call takes on a device: its weights, and the most of other values that it has at once."""
         weights = sum(size for size, place in zip(self._own, plan, strict=True) if place == device)
         shared: dict[int, float] = {}
         for unit in self._sharing:
@@ -103,21 +101,34 @@ class PlanCosts:
         return math.ceil(weights * PADDING) + self.values_on(device, plan)
 
     def values_on(self, device: int, plan: Sequence[int]) -> int:
-        """The most bytes of inputs, results and values between units that a device has at once."""
+        """The most bytes of inputs, results and values between units that a device has at once.
+
+        Values that the kernel of their maker keeps in registers are none, and such a kernel's result is there as soon
+        as it begins. Values that come from another device or go there lie apart from those that stay.
+        """
         end = len(plan)
-        change = [0.0] * (end + 2)
-        for value in self.graph.values:
+        staying, crossing = ([0.0] * (end + 2) for _ in range(2))
+        begins = list(range(end))
+        for index in self._kept:
+            value = self.graph.values[index]
+            if plan[value.maker] == plan[value.readers[0]]:
+                begins[value.readers[0]] = begins[value.maker]
+        for index, value in enumerate(self.graph.values):
+            if index in self._kept and plan[value.maker] == plan[value.readers[0]]:
+                continue
             steps = [end if reader == OUTSIDE else reader for reader in value.readers]
             if self.where(value.maker, plan) == device:
-                begin = max(value.maker, 0)
+                begin = begins[value.maker] if value.maker != OUTSIDE else 0
             else:
                 there = [step for step in steps if self.where(OUTSIDE if step == end else step, plan) == device]
                 if not there:
                     continue
                 begin, steps = min(there), there
+            places = {self.where(unit, plan) for unit in (value.maker, *value.readers)}
+            change = staying if len(places) == 1 else crossing
             change[min(begin, end)] += value.size
             change[max(begin, *steps) + 1] -= value.size
-        return math.ceil(max(itertools.accumulate(change)))
+        return math.ceil(sum(max(itertools.accumulate(change)) for change in (staying, crossing)))
 
     def transfers(self, value: WorkValue, plan: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         """Where a value is taken, the device whose queue does it, and ticks; once for each place."""
@@ -142,6 +153,28 @@ class PlanCosts:
 
     def _all(self) -> range:
         return range(self.devices)
+
+
+def _kept_in_registers(graph: WorkGraph) -> dict[int, None]:
+    """The values that only a unit reads which joins their maker's kernel: of its operands the one that is made last.
+
+    In the order of the program.
+    """
+    last: dict[int, int] = {}
+    for index, value in enumerate(graph.values):
+        for reader in value.readers:
+            if value.maker != OUTSIDE and reader > value.maker:
+                before = last.get(reader)
+                if before is None or graph.values[before].maker <= value.maker:
+                    last[reader] = index
+    return {
+        index: None
+        for reader, index in sorted(last.items())
+        if len(graph.values[index].readers) == 1
+        and reader != OUTSIDE
+        and graph.units[reader].ops
+        and not any(work.is_kernel for work in graph.units[reader].ops)
+    }
 
 
 def _ticks(seconds: float) -> int:

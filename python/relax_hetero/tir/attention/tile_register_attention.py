@@ -37,8 +37,8 @@ from .attention_operands import store_weights
 from .attention_spec import AttentionSpec
 from .attention_tile import QueryRows, Span
 
-# Rows whose softmax goes on at once: each alone waits for its maximum and its sum. Measured with the tiles left out (Zen
-# 5, 128 keys): 4 rows take 12 to 20 % less than one after the other.
+# Rows whose softmax goes on at once: each alone waits for its maximum and its sum. Measured without tiles (Zen 5, 128
+# keys): 4 rows take 12 to 20 % less than one after the other.
 _TOGETHER = 4
 
 _WORD = 4  # bytes of an element of scratch: a float32, or a pair

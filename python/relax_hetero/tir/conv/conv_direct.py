@@ -3,6 +3,9 @@
 The loops, from outside: tasks, panels of output channels, rows, tiles; within a tile (`conv_tile`) places of the
 window and input channels. Data is read where it lies, a few input channels in every lane; the weight as it is packed,
 panel by panel.
+
+CPUs with tile registers multiply some types by them (`tile_register_conv`), from the same weights; the loops here are
+then for processes that may not use them.
 """
 
 from __future__ import annotations
@@ -12,20 +15,26 @@ from dataclasses import dataclass
 from math import prod
 
 from tvm import tirx
+from tvm.script.ir_builder import tirx as T
 
 from ...target.element_types import bytes_of
-from ...target.tiles import conv_places
+from ...target.tile_instructions import tile_instruction_for
+from ...target.tiles import MOST_PLACES, conv_places
 from ..core.builder import Expr, ceil_div, either, loop, minimum, opaque
 from ..core.work_split import part
+from ..matmul.tile_registers import LLVM_TEXT, tiles_or_vectors
 from .conv_geometry import Segment, segments_of
 from .conv_spec import Convolution, channel_masks, make_conv_row, split_rows
 from .conv_tile import Ahead, ConvTile, Panel, TileRegisters, emit_tile
+from .tile_register_conv import emit_tiles, tile_convolution
 
 # Elements that are a multiple of this apart fall into one set of the first-level cache, of 8 to 12 ways.
 CACHE_WAY_BYTES = 4096
 PLACES_IN_ONE_SET = 8
 # Weights of more bytes are prefetched, panel by panel: whoever ran before has most likely put them out of the caches.
 PREFETCH_BYTES = 1 << 16
+# Places of a tile in a kernel whose main way is by tile registers: short code, which compiles in half the time.
+FEW_PLACES = 6
 
 
 @dataclass(frozen=True)
@@ -43,10 +52,21 @@ class PanelTiles:
 
 
 def emit_direct(conv: Convolution) -> None:
-    """Write the body of the kernel."""
+    """Write the body of the kernel: by tile registers where they pay and the process may use them, else by vectors."""
+    problem = conv.problem
+    instruction = tile_instruction_for(conv.cpu, problem.data.dtype, problem.weight.dtype, problem.acc_dtype)
+    tiles = tile_convolution(conv, instruction)
+    if tiles is None:
+        _emit_by_vectors(conv, MOST_PLACES)
+        return
+    with T.attr(0, "pragma_import_llvm", LLVM_TEXT):
+        tiles_or_vectors(lambda: emit_tiles(tiles), lambda: _emit_by_vectors(conv, FEW_PLACES))
+
+
+def _emit_by_vectors(conv: Convolution, places: int) -> None:
     width = conv.weight.layout.tile(0)
     panels = ceil_div(conv.channels, width)
-    widest = _most_places(conv, ceil_div(width, conv.lanes))
+    widest = min(places, _most_places(conv, ceil_div(width, conv.lanes)))
     segments = segments_of(conv.windows[-1], conv.data.extents[-1], conv.result.extents[-1], widest)
     macs = prod(window.size for window in conv.windows) * conv.depth
     split = split_rows(conv, panels, conv.result.extents[-1] * width * macs)

@@ -7,6 +7,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import ConvProblem
+from ...encoding.winograd import WINDOW
 from ...errors import EncodingError
 from ...target.cpu_target import CpuTarget
 from ...target.dot_instructions import DotInstruction, dot_instruction_for
@@ -19,6 +20,7 @@ from .conv_channelwise import emit_channelwise
 from .conv_direct import emit_direct
 from .conv_products import as_product
 from .conv_spec import Convolution
+from .conv_winograd import emit_winograd
 
 
 def conv_kernel(problem: ConvProblem, cpu: CpuTarget) -> tirx.PrimFunc:
@@ -51,7 +53,9 @@ def conv_kernel(problem: ConvProblem, cpu: CpuTarget) -> tirx.PrimFunc:
         with function.body():
             conv.open()
             text = llvm_import(dot, conv.lanes)
-            if _is_channelwise(problem):
+            if problem.weight.layout.winograd:
+                emit_winograd(conv)
+            elif _is_channelwise(problem):
                 emit_channelwise(conv)
             elif text is None:
                 emit_direct(conv)
@@ -97,13 +101,33 @@ def _check_layouts(problem: ConvProblem, dot: DotInstruction) -> None:
         raise EncodingError(f"convolution: found result stored as {result}, expected no tiles")
     if problem.weight.shape[1] == 1 and weight == PackedLayout(last):
         return
-    expected = PackedLayout(perm, (0,), (weight.tile(0),))
+    expected = PackedLayout(perm, (0,), (weight.tile(0),), winograd=weight.winograd)
     if dot.k0 > 1 and not (weight.inner_dims and _is_channelwise(problem)):
         expected = PackedLayout(perm, (0, 1), (weight.tile(0), dot.k0), dot.compensation != 0)
+    if weight.winograd:
+        _check_winograd(problem, dot)
     if weight != expected:
         raise EncodingError(
             f"convolution: found the weight stored as {weight}, expected {expected} with any tile of dimension 0, "
             f"or outer={list(last)} where groups have one input channel"
+        )
+
+
+def _check_winograd(problem: ConvProblem, dot: DotInstruction) -> None:
+    windows = [(window.size, window.stride, window.dilation) for window in problem.windows]
+    if windows != [(WINDOW, 1, 1)] * 2 or dot.types != ("float32",) * 3:
+        raise EncodingError(
+            f"convolution: found transformed windows {problem.weight.layout} of {dot.types[1]}, sizes, strides and "
+            f"dilations {windows}; expected float32 and two dimensions of {WINDOW}, 1 and 1"
+        )
+    for side, operand in (("data", problem.data), ("result", problem.result)):
+        if operand.layout != PackedLayout((0, 2, 3, 1)):
+            raise EncodingError(f"convolution: found {side} stored as {operand.layout}, expected channels last")
+    channels = int(problem.weight.shape[0]) // problem.groups
+    if problem.groups > 1 and channels % problem.weight.layout.tile(0):
+        raise EncodingError(
+            f"convolution: found {channels} channels a group in panels of {problem.weight.layout.tile(0)}, expected "
+            "whole panels"
         )
 
 

@@ -21,7 +21,7 @@ from ...target.dot_instructions import dot_instruction_for
 from ...target.element_types import bytes_of
 from ...target.tile_instructions import TileInstruction, tile_instruction_for
 from ...target.tiles import tile_sizes
-from ..core.builder import Expr, Function, Registers, ceil_div, either, loop, minimum, opaque
+from ..core.builder import Expr, Function, Registers, ceil_div, loop, minimum, opaque
 from ..core.ties import tied_to
 from ..core.view import Coordinates, OperandView, extent_of
 from ..core.work_split import Split, part, split_work, unravel
@@ -33,7 +33,7 @@ from .matmul_spec import Case, KRange, MatmulSpec, Sweep, choose, make_tile, row
 from .matmul_tile import accumulators, emit_tile
 from .short_sums import marked
 from .tile_register_product import emit_tile_products, takes_tiles
-from .tile_registers import LLVM_TEXT, may_use_tiles
+from .tile_registers import LLVM_TEXT, tiles_or_vectors
 
 # Bytes of a row of the left operand in one block of k: a panel of 32 such columns is a fraction of the second-level
 # cache. Rows of a block, about: they fill half of it. Blocks are of equal size, because each reads the right operand
@@ -97,13 +97,10 @@ def _emit_ways(
     if tiles is None:
         _emit_loops(spec, cpu, batch, rows)
         return
-    allowed = may_use_tiles()
-    if not isinstance(spec.m, int):
-        allowed = tirx.And(spec.m >= tiles.least_rows, allowed)
-    either(
-        allowed,
+    tiles_or_vectors(
         lambda: emit_tile_products(spec, cpu, batch, rows, tiles),
         lambda: _emit_loops(spec, cpu, batch, rows),
+        True if isinstance(spec.m, int) else spec.m >= tiles.least_rows,
     )
 
 

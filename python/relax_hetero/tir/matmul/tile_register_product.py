@@ -67,8 +67,9 @@ def takes_tiles(spec: MatmulSpec, instruction: TileInstruction) -> bool:
     k, n = rhs.index_map.index("k"), rhs.index_map.index("n")
     panel = rhs.layout.tile(n)
     is_packed = rhs.layout.inner_dims == (n, k) and rhs.layout.inner_tiles == (panel, instruction.k0)
-    is_packed = is_packed and rhs.layout.outer_perm[-2:] == (n, k)
-    return is_packed and panel in (_LANES, 2 * _LANES)
+    # The window of a convolution that is a product stands between them.
+    is_packed = is_packed and [d for d in rhs.layout.outer_perm if rhs.index_map[d] != "1"][-2:] == [n, k]
+    return rows_are_plain and is_packed and panel in (_LANES, 2 * _LANES)
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,14 @@ The body of a kernel that uses any of this stands under ``T.attr(0, "pragma_impo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...target.tile_instructions import TILE_BYTES, TileInstruction
-from ..core.builder import Expr, int64
+from ..core.builder import Expr, either, int64
 
 _ASK, _COPY = "relax_hetero_may_use_tiles", "relax_hetero_copy_64"
 
@@ -57,12 +58,18 @@ def may_use_tiles() -> Expr:
     return tirx.EQ(tirx.call_extern("int32", _ASK), tirx.const(1, "int32"))
 
 
+def tiles_or_vectors(by_tiles: Callable[[], None], by_vectors: Callable[[], None], enough: Expr = True) -> None:
+    """Write both ways of a kernel; a run goes by tiles if `enough` holds and the process may use them."""
+    allowed = may_use_tiles()
+    either(allowed if enough is True else tirx.And(enough, allowed), by_tiles, by_vectors)
+
+
 def _emit(name: str, *args: Expr) -> None:
     T.evaluate(tirx.call_llvm_intrin("void", name, *args))
 
 
-def configure(rows: list[Expr]) -> None:
-    """Give each of the eight tiles its rows; a row has 64 bytes. (Intel SDM, LDTILECFG, palette 1.)"""
+def configure(rows: list[Expr], widths: list[int] | None = None) -> None:
+    """Give each of the eight tiles its rows, and the bytes of a row (None: 64). (Intel SDM, LDTILECFG, palette 1.)"""
     words = T.alloc_buffer((16,), "int32", scope="global")
     counts = [tirx.Cast("int32", r) if isinstance(r, tirx.Expr) else tirx.const(r, "int32") for r in rows]
 
@@ -72,9 +79,10 @@ def configure(rows: list[Expr]) -> None:
             word = tirx.bitwise_or(word, tirx.shift_left(counts[first + i], tirx.const(8 * i, "int32")))
         return word
 
-    widths = [tirx.const(TILE_BYTES << 16 | TILE_BYTES, "int32")] * 4
+    sizes = widths or [TILE_BYTES] * 8
+    pairs = [tirx.const(high << 16 | low, "int32") for low, high in zip(sizes[::2], sizes[1::2], strict=True)]
     zero = tirx.const(0, "int32")
-    for i, word in enumerate([tirx.const(1, "int32"), *[zero] * 3, *widths, *[zero] * 4, four(0), four(4), zero, zero]):
+    for i, word in enumerate([tirx.const(1, "int32"), *[zero] * 3, *pairs, *[zero] * 4, four(0), four(4), zero, zero]):
         T.buffer_store(words, word, [i])
     _emit("llvm.x86.ldtilecfg", T.address_of(words[0]))
 

@@ -17,11 +17,12 @@ Encodings speak of NCHW data and OIHW weights; what an op says of other orders o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from tvm import relax, tirx
 
-from ...encoding.encoding import CONVOLUTIONS, DYNAMIC, LHS, RESULT, RHS, Encoding, Moves, conv_maps
+from ...encoding.encoding import CONVOLUTIONS, DEFAULT, DYNAMIC, LHS, RESULT, RHS, Encoding, Moves, conv_maps
 from ...op import encoded as op
 from ...target.element_types import TF32
 from ..ir.blocks import shape_of, tensor_type
@@ -49,7 +50,9 @@ class _Refused(Exception):
     """A convolution that stays a stock op; says why."""
 
 
-def emit_convolution(writer: ProductWriter, binding: relax.VarBinding, function: str, tf32: bool = False) -> bool:
+def emit_convolution(
+    writer: ProductWriter, binding: relax.VarBinding, function: str, tf32: bool = False, accuracy: str = DEFAULT
+) -> bool:
     """Write a stock convolution on encoded operands.
 
     Parameters
@@ -62,6 +65,8 @@ def emit_convolution(writer: ProductWriter, binding: relax.VarBinding, function:
         Its name, for the report of what was declined.
     tf32 : bool
         Whether operands of float32 may be rounded to 10 bits of fraction.
+    accuracy : str
+        One of `ACCURACIES`.
 
     Returns
     -------
@@ -73,14 +78,14 @@ def emit_convolution(writer: ProductWriter, binding: relax.VarBinding, function:
     if spatial is None:
         return False
     try:
-        _emit(writer, binding, spatial, tf32)
+        _emit(writer, binding, spatial, tf32, accuracy)
     except _Refused as refused:
         decline(function, binding.var.name, CONVOLUTIONS[spatial - 1], str(refused))
         return False
     return True
 
 
-def _emit(writer: ProductWriter, binding: relax.VarBinding, spatial: int, tf32: bool) -> None:
+def _emit(writer: ProductWriter, binding: relax.VarBinding, spatial: int, tf32: bool, accuracy: str) -> None:
     var, call = binding.var, binding.value
     attrs, (data, weight) = call.attrs, call.args
     letters = _SPATIAL[-spatial:]
@@ -100,7 +105,7 @@ def _emit(writer: ProductWriter, binding: relax.VarBinding, spatial: int, tf32: 
         expected = ", ".join(f"{a} * {b} -> {c}" for (a, b), c in _ACCUMULATORS.items())
         raise _Refused(f"found element types {dtypes}, expected one of {expected}")
     multiplied = (TF32, TF32) if tf32 and dtypes[:2] == ("float32", "float32") else dtypes[:2]
-    encoding = _encoding(shapes, attrs, (*multiplied, accumulator))
+    encoding = replace(_encoding(shapes, attrs, (*multiplied, accumulator)), accuracy=accuracy)
     name = var.name
     encoded = []
     for index, x in ((LHS, data), (RHS, weight)):

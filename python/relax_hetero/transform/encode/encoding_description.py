@@ -14,11 +14,13 @@ from tvm import relax
 from ...encoding.encoding import CONVOLUTIONS, LHS, RHS, Encoding
 from ...encoding.expression import Expression
 from ...encoding.packed_layout import PackedLayout
-from ...op.encoded import ELEMENTWISE, PREPACKED, PRODUCTS, RELAYOUT, SET, UNSET, encoded_op
+from ...encoding.resolver import convolution_form
+from ...op.encoded import CONV, ELEMENTWISE, PREPACKED, PRODUCTS, RELAYOUT, SET, UNSET, encoded_op
 from ...target.vdevice import device_name, vdevices_of
 from ..ir.op_names import TRANSFER
 from ..ir.reports import CancelledEntry, EncodedOpEntry, EncodedTransferEntry, EncodingReport, OperandEntry, Size
 from ..ir.rewriting import op_name, relax_functions, walk_bindings
+from ..ir.targets import target_of
 from .epilogues import Chain, fused_variables
 
 
@@ -113,8 +115,17 @@ class _Reader:
             kernel=str(chain.product.attrs.kernel) if is_product else "",
             operands=tuple(self._operand(role, arg) for role, arg in (*roles, ("result", var)) if arg in self.encoded),
             epilogue=str(chain.expression) if has_epilogue else "",
+            form=self._form(chain.product) if encoded_op(chain.product) == CONV else "",
         )
         return [entry]
+
+    def _form(self, call: relax.Call) -> str:
+        """How a convolution is computed, and why; empty before SpecializeEncodings."""
+        if not call.attrs.kernel:
+            return ""
+        stored = self.encoded.get(call.args[RHS])
+        layout = PackedLayout.parse(stored.layout) if stored is not None and stored.layout else None
+        return convolution_form(target_of(call.ty.vdevice), Encoding.parse(str(call.attrs.encoding)), layout)
 
     def transfer(self, binding: relax.Binding) -> EncodedTransferEntry:
         """The entry of a transfer of an encoded tensor."""

@@ -201,6 +201,7 @@ def attention_problem(call: relax.Call, result: relax.TensorType) -> AttentionPr
         Epilogue(Expression.parse(call.attrs.scores), masks),
         str(call.attrs.causal),
         bool(call.attrs.nan_to_zero),
+        bool(call.attrs.tf32),
     )
 
 

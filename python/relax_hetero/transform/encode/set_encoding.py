@@ -17,6 +17,8 @@ precision (accumulated in float32), of 8-bit integers. Products and convolutions
 wider numbers, become integer ones (`quantized_products`, `quantized_convolutions`). Left alone are products of other
 integers, of unknown rank or shape, and of shapes that do not provably fit.
 
+Convolutions carry the accuracy that `rh.compile` was asked for, where that is not the default.
+
 Assumes nothing, and asks no device anything: every product is encoded, and SpecializeEncodings cancels what a
 device has no layout for. A second run changes nothing.
 """
@@ -36,6 +38,7 @@ from ..ir.declare import declare_pass
 from ..ir.module_attrs import TF32_KEPT
 from ..ir.rewriting import op_name, relax_functions, with_functions
 from ..quantize.quantized_operands import is_part_of_quantized
+from .accuracies import Accuracies
 from .encoded_convolutions import emit_convolution
 from .encoded_products import ProductWriter, as_matrix, product_encoding, with_one_k
 from .quantized_convolutions import emit_quantized_convolution
@@ -53,9 +56,10 @@ def set_encoding(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring; the very module where there is nothing to do."""
     constants: dict[Any, relax.Expr] = {}
     functions = {}
+    accuracies = Accuracies(mod)
     for gv, func in relax_functions(mod):
         exact = frozenset(map(str, func.attrs[TF32_KEPT])) if TF32_KEPT in func.attrs else None
-        rewrite = partial(_encode_block, function=gv.name_hint, constants=constants, exact=exact)
+        rewrite = partial(_encode_block, function=gv.name_hint, constants=constants, exact=exact, accuracies=accuracies)
         functions[gv] = rewrite_function(func, rewrite)
     return with_functions(mod, functions)
 
@@ -64,7 +68,11 @@ SetEncoding = declare_pass("SetEncoding", set_encoding)
 
 
 def _encode_block(
-    block: Block, function: str, constants: dict[Any, relax.Expr], exact: frozenset[str] | None
+    block: Block,
+    function: str,
+    constants: dict[Any, relax.Expr],
+    exact: frozenset[str] | None,
+    accuracies: Accuracies,
 ) -> list[relax.Binding] | None:
     """The block with its products encoded; `exact` names those of float32 that stay exact, None: all."""
     writer = ProductWriter(block.is_dataflow)
@@ -76,7 +84,9 @@ def _encode_block(
             changed = quantized = True
             continue
         tf32 = exact is not None and binding.var.name not in exact
-        if isinstance(binding, relax.VarBinding) and emit_convolution(writer, binding, function, tf32):
+        if isinstance(binding, relax.VarBinding) and emit_convolution(
+            writer, binding, function, tf32, accuracies.of(binding.var.name)
+        ):
             changed = True
             continue
         if isinstance(binding, relax.VarBinding) and op_name(binding.value) == "relax.matmul":

@@ -29,9 +29,11 @@ from tvm import relax
 from ...encoding.problem import AttentionProblem
 from ...encoding.resolver import attention_types, solves
 from ...op.attention import attention
+from ...target.element_types import TF32
 from ..ir.blocks import Block, rewrite_function, without_unused
 from ..ir.declare import declare_pass
 from ..ir.findings import decline
+from ..ir.module_attrs import TF32_KEPT
 from ..ir.rewriting import op_name, relax_functions, with_functions
 from ..ir.targets import target_of
 from .attention_patterns import ATTENTION_OPS, Attention, NoAttention, find_attention, find_attention_op
@@ -48,14 +50,17 @@ FormAttention = declare_pass("FormAttention", form_attention)
 
 def _formed_function(func: relax.Function, name: str) -> relax.Function:
     while True:
-        formed = rewrite_function(func, lambda block: _form(block, name))
+        exact = frozenset(map(str, func.attrs[TF32_KEPT])) if TF32_KEPT in func.attrs else None
+        formed = rewrite_function(func, lambda block, exact=exact: _form(block, name, exact))  # type: ignore[misc]
         if formed is func:
             return rewrite_function(func, merge_products)
         func = formed
 
 
-def _form(block: Block, function: str) -> list[relax.Binding] | None:
+def _form(block: Block, function: str, exact: frozenset[str] | None) -> list[relax.Binding] | None:
+    """The block with its attention formed; `exact` names products of float32 that are not rounded, None: all."""
     found: dict[int, Attention] = {}
+    rounded: dict[int, bool] = {}
     gone: set[int] = set()
     for index, binding in enumerate(block.bindings):
         name = op_name(binding.value)
@@ -70,31 +75,45 @@ def _form(block: Block, function: str) -> list[relax.Binding] | None:
         except NoAttention as reason:
             decline(function, binding.var.name, "attention", str(reason))
             continue
-        unfit = "" if one is None else _unfit(one, target)
+        tf32 = one is not None and _may_round(block, one, exact, target)
+        unfit = "" if one is None else _unfit(one, target, tf32)
         if unfit:
             decline(function, binding.var.name, "attention", unfit)
             continue
         # What reads the inside of another one, through views, is formed next time, when that is a value.
         if one is not None and not any(block.positions.get(x, -1) in gone - found.keys() for x in _variables(one)):
             found[one.end] = one
+            rounded[one.end] = tf32
             gone.update(one.inside)
     if not found:
         return None
     bindings = [
-        _formed(binding, found[index]) if index in found else binding
+        _formed(binding, found[index], rounded[index]) if index in found else binding
         for index, binding in enumerate(block.bindings)
         if index in found or index not in gone
     ]
     return without_unused(bindings, block, _is_view)
 
 
-def _unfit(found: Attention, target: tvm.target.Target) -> str:
+def _width(found: Attention) -> int:
+    return max(found.heads.size("d"), found.heads.size("e"))
+
+
+def _may_round(block: Block, found: Attention, exact: frozenset[str] | None, target: tvm.target.Target) -> bool:
+    """Whether an attention of float32 tensors is one of products that round them, where its device has such a one."""
+    if exact is None or str(found.operands[0].ty.dtype) != "float32":
+        return False
+    names = {block.bindings[index].var.name for index in (*found.inside, found.end)}
+    return not names & exact and TF32 in attention_types(target, _width(found))
+
+
+def _unfit(found: Attention, target: tvm.target.Target, tf32: bool) -> str:
     """Why a device had better compute an attention by its parts; empty where it had not."""
     if "gpu" in target.keys and 0 in found.heads.sizes:
         return "an extent is 0"
-    width = max(found.heads.size("d"), found.heads.size("e"))
+    width = _width(found)
     types, dtype = attention_types(target, width), str(found.operands[0].ty.dtype)
-    if dtype in types:
+    if tf32 or dtype in types:
         return ""
     return f"found {dtype}, heads of {width}; expected one of {sorted(types)}, which its device has in one kernel"
 
@@ -103,9 +122,14 @@ def _variables(found: Attention) -> list[relax.Var]:
     return [operand for operand in found.operands if isinstance(operand, relax.Var)]
 
 
-def _formed(binding: relax.Binding, found: Attention) -> relax.Binding:
+def _formed(binding: relax.Binding, found: Attention, tf32: bool) -> relax.Binding:
     call = attention(
-        *found.operands, heads=found.heads, scores=found.scores, causal=found.causal, nan_to_zero=found.nan_to_zero
+        *found.operands,
+        heads=found.heads,
+        scores=found.scores,
+        causal=found.causal,
+        nan_to_zero=found.nan_to_zero,
+        tf32=tf32,
     )
     call = relax.Call(call.op, call.args, call.attrs, ret_ty=binding.var.ty)
     return relax.VarBinding(binding.var, call, binding.span)

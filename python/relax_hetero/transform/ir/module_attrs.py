@@ -17,6 +17,8 @@ DIVISORS_CHECKED = "relax_hetero.divisors_checked"
 """On a PrimFunc: by what sizes are divided has been checked (`CheckSizeDivisors`), or cannot be 0."""
 TF32_KEPT = "relax_hetero.tf32_kept"
 """On a Relax function: its products of float32 may round their operands to tfloat32, but for variables named here."""
+ACCURACY = "relax_hetero.accuracy"
+"""On a module: pairs of a pattern of names and how exact the convolutions of those names are (`SetEncoding`)."""
 MEMORY = "relax_hetero.memory"
 """On a Relax function: what it allocates (`note_memory`)."""
 

@@ -192,6 +192,8 @@ class EncodedOpEntry:
         Its encoded operands in order, then its result.
     epilogue : str
         The expression that its kernel applies before it stores ("" if there is none).
+    form : str
+        How a convolution is computed, and why: ``direct: windows are not of 3x3 elements``; "" where there is one form.
     """
 
     function: str
@@ -201,6 +203,7 @@ class EncodedOpEntry:
     kernel: str
     operands: tuple[OperandEntry, ...]
     epilogue: str = ""
+    form: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,9 +34,9 @@ batch norms are folded in single precision.
 
 Activations beyond 65,504 are infinite in float16: keep the ops that make them, or take bfloat16.
 
-With "tfloat32" no type changes: the functions are marked (`module_attrs.TF32_KEPT`), and products and convolutions of
-float32 tensors on GPUs may then round their operands to 10 bits of fraction, which tensor cores multiply at several
-times the rate. CPUs compute as before.
+With "tfloat32" no type changes: the functions are marked (`module_attrs.TF32_KEPT`), and products, attention
+and convolutions of float32 tensors on GPUs may then round their operands to 10 bits of fraction, which tensor cores
+multiply at several times the rate. CPUs compute as before.
 
 On a device that is known to multiply bfloat16 more slowly than float32, nothing is rounded to bfloat16: a CPU of Intel
 with AVX-512 and without AMX, and any with AVX-512 and no instruction for bfloat16 (the table is

@@ -48,6 +48,8 @@ class CachedCall:
     rest_lent: Their address ranges.
     dims: The values of its symbolic dimensions.
     outs: Looks of ``out=`` that were found to fit.
+    shared: What the machine found out about these looks once (`driver.link.repeated_calls`); None before.
+    round: When the machine's buffer pool was told of its extents, in rounds of the pool; -1 before.
     """
 
     nbytes: tuple[int, ...]
@@ -56,6 +58,8 @@ class CachedCall:
     rest_lent: list[AddressRange]
     dims: DimValues
     outs: set[Look] = field(default_factory=set)
+    shared: tuple[Any, ...] | None = None
+    round: int = -1
 
     def settles(self, signature: FunctionSignature) -> bool:
         """Whether the arguments alone decide the shape of the function's one result."""

@@ -17,6 +17,7 @@ from .cpu_features import check_cpu
 from .cuda_copies import enable_peer_access
 from .cuda_library import CUDA
 from .gpu_check import check_gpu, why_no_gpu
+from .numa import check_node, check_one_node
 
 
 def _make_vdevices_hashable() -> None:
@@ -48,6 +49,7 @@ def bind_devices(metadata: Metadata, devices: object = None) -> list[runtime.Dev
     chosen = chosen_devices(metadata, devices)
     names = device_names(specs)
     bound = [check_device(name, spec, device) for name, spec, device in zip(names, specs, chosen, strict=True)]
+    check_one_node(names, specs, bound)
     enable_peer_access(bound)
     return bound
 
@@ -145,6 +147,7 @@ def check_device(name: str, spec: DeviceSpec, device: runtime.Device) -> runtime
     if device.dlpack_device_type() != spec.device_type:
         raise BindingError(f"{name} was compiled for a {spec.type_name} device (kind {spec.kind!r}), found {device}")
     check_cpu(name, spec)
+    check_node(name, spec)
     if device.dlpack_device_type() != CPU:
         load_backend(spec.type_name)
     is_cuda = device.dlpack_device_type() == CUDA

@@ -119,10 +119,15 @@ class PoolWatch:
 
     The pool serves a request only from freed buffers of exactly that size (rounded to pages), and returns none to the
     system. A model called with ever new extents would hold the buffers of all of them.
+
+    Attributes
+    ----------
+    round: How often it was emptied. Who noted extents in this round need not do so again.
     """
 
     shapes: set[Hashable] = field(default_factory=set)
     nbytes: int = 0
+    round: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note(self, extents: Hashable, values: Sequence[Any]) -> None:
@@ -142,3 +147,4 @@ class PoolWatch:
             clear_pools()
             self.shapes.clear()
             self.nbytes = 0
+            self.round += 1

@@ -1,6 +1,6 @@
 """The worker threads that executables bring along as code: begun once in a process, for all machines.
 
-`relax_hetero.driver.link.worker_threads` says how they work, and why TVM's own are not used.
+`relax_hetero.driver.link.threads.worker_threads` says how they work, and why TVM's own are not used.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvm import runtime
 from tvm_ffi import libinfo
 
 from ...artifact import worker_threads as names
-from ...target.cpu_cores import num_cores
+from ...target.cpu_cores import cpus_of_cores, num_cores
 
 SPIN = 50_000
 """Nanoseconds that a caller spins before it sleeps: as long as it takes to wake a thread.
@@ -25,7 +25,10 @@ its half first slept and had to be woken for the next loop.
 """
 
 MOST_THREADS = 1023
-"""As many as `relax_hetero.driver.link.worker_threads_text` counts, for one caller."""
+"""As many as `relax_hetero.driver.link.threads.pool_text` counts, for one caller."""
+
+MOST_CPUS = 1024
+"""CPUs that workers are kept apart on, as many as C's set of CPUs has room for; those of higher numbers are left."""
 
 _lock = threading.Lock()
 _functions: dict[str, Callable[..., int]] = {}
@@ -67,6 +70,21 @@ def after_fork() -> None:
         _functions[names.FORGET]()
 
 
+def core_numbers(cores: Sequence[Sequence[int]]) -> list[int]:
+    """For every CPU the lowest CPU of its core.
+
+    Parameters
+    ----------
+    cores: The CPUs of each core, those that this process may use. CPUs between them that it may not are on their own.
+    """
+    numbers = list(range(min(max((cpu for core in cores for cpu in core), default=-1) + 1, MOST_CPUS)))
+    for core in cores:
+        for cpu in core:
+            if cpu < len(numbers):
+                numbers[cpu] = min(core)
+    return numbers
+
+
 def _start(module: runtime.Module) -> bool:
     found = {name: _found(module, name) for name in (*_ROUTINES, names.LAUNCH)}
     if None in found.values():
@@ -74,10 +92,14 @@ def _start(module: runtime.Module) -> bool:
     library = ctypes.CDLL(libinfo.find_libtvm_ffi())
     routines = ("TVMFFIErrorMoveFromRaised", "TVMFFIErrorSetRaised", "TVMFFIObjectDecRef")
     addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in routines]
-    if found[names.START](*addresses, min(num_cores(), MOST_THREADS), SPIN) != 0:
+    cores = core_numbers(cpus_of_cores())
+    table = (ctypes.c_int32 * len(cores))(*cores)
+    width = min(num_cores(), MOST_THREADS)
+    if found[names.START](*addresses, width, SPIN, ctypes.addressof(table), len(cores)) != 0:
         return False
     # Threads run this code until the process ends: it is never unloaded, not even when the interpreter ends.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
+    for kept in (found, table):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     _functions.update(found)
     return True
 

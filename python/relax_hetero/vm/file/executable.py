@@ -23,6 +23,7 @@ from ...artifact.signing import checked_key
 from ...errors import BuildError
 from ...providers import provided
 from ..device.constants import PlacedConstants
+from ..device.numa import settle_on_nodes
 from .export import checked_path, link_library, needs_linking, write_copy, write_executable
 from .load_code import load_code
 
@@ -220,5 +221,6 @@ class Executable:
             placed = self._placed.get(key)
             if placed is None:
                 placed = PlacedConstants(self.constants, self.metadata.constants, devices, address_of)
+                settle_on_nodes(self.metadata, placed.values)
                 self._placed[key] = placed
             return placed

@@ -20,6 +20,7 @@ from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from ...errors import HeteroError
+from ..device.numa import prefer_node
 from ..device.threads import Threads, keep_threads
 from .fence import here
 
@@ -42,16 +43,19 @@ class DeviceQueue:
     name: Of the thread, and in messages.
     cores: The CPUs of a CPU device's thread and its helpers; empty for none of its own.
     threads: That its kernels run on; None where it runs none.
+    node: The NUMA node that its threads get memory from; None for the system's choice.
 
     Attributes
     ----------
     lock: Held while work of this queue runs; work that uses several devices holds the locks of all.
     """
 
-    def __init__(self, name: str, cores: Sequence[int] = (), threads: Threads | None = None) -> None:
+    def __init__(
+        self, name: str, cores: Sequence[int] = (), threads: Threads | None = None, node: int | None = None
+    ) -> None:
         self.name = name
         self.lock = threading.Lock()
-        self._line = _Line(name, tuple(cores), threads)
+        self._line = _Line(name, tuple(cores), threads, node)
 
     def push(self, order: tuple[int, int], work: Work) -> None:
         """Add ready work; `order` is the number of its call and of its step, and no two are equal.
@@ -71,9 +75,9 @@ class DeviceQueue:
 class _Line:
     """The state that a queue shares with its thread, which must not keep the queue and so the machine alive."""
 
-    def __init__(self, name: str, cores: tuple[int, ...], threads: Threads | None) -> None:
+    def __init__(self, name: str, cores: tuple[int, ...], threads: Threads | None, node: int | None) -> None:
         self.thread: threading.Thread | None = None
-        self._name, self._cores, self._threads = name, cores, threads
+        self._name, self._cores, self._threads, self._node = name, cores, threads, node
         self._is_open = True
         self._lock = threading.RLock()  # a signal handler, or a finalizer, may push while this thread holds it
         self._ready: list[tuple[int, int, Work]] = []
@@ -167,6 +171,8 @@ class _Line:
         if self._cores:
             with suppress(OSError, AttributeError):  # a platform without, or cores that were taken away
                 os.sched_setaffinity(threading.get_native_id(), self._cores)
+        if self._node is not None:
+            prefer_node(self._node)
         if self._threads is not None:
             keep_threads(self._threads)
         here.is_worker = True

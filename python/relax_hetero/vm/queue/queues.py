@@ -18,7 +18,7 @@ from ...artifact.messages import explain_failure
 from ...artifact.metadata import CPU, Metadata
 from ...artifact.schedule import Step
 from ...errors import HeteroError
-from ...target.cpu_cores import cpus_of_cores, num_cores
+from ...target.cpu_cores import cpus_of_cores, cpus_of_nodes, num_cores
 from ..device.builtins import running
 from ..device.cuda_driver import CudaError
 from ..device.cuda_library import CUDA, cuda_library
@@ -65,13 +65,16 @@ class Queues:
         self._constants, self._load = constants, load
         keys = [(device.dlpack_device_type(), device.index) for device in devices]
         cores: dict[tuple[int, int], int] = {}
+        nodes: dict[tuple[int, int], int] = {}
         for key, spec in zip(keys, metadata.devices, strict=False):
             if key[0] == CPU:
                 cores[key] = max(cores.get(key, 0), spec.num_cores)
+                if spec.numa_node is not None:
+                    nodes[key] = spec.numa_node
         if not cores:
             cores[keys[-1]] = 0
         threads = dict(zip(cores, threads_of_queues(list(cores.values())), strict=True))
-        cpus = own_cpus(threads)
+        cpus = {**own_cpus(threads), **{key: sum(cpus_of_nodes()[node], []) for key, node in nodes.items()}}
         gpus = {index for kind, index in keys if kind == CUDA}
         cuda = cuda_library() if gpus else None
         self._copies = CopyQueues(cuda, gpus) if cuda is not None else None
@@ -81,7 +84,7 @@ class Queues:
                 queues[key] = CudaQueue(f"queue of {device}", shared_stream(cuda, key[1], "kernels"))
             elif key not in queues:
                 own = Threads(threads.get(key, 1), are_threads_stock)
-                queues[key] = DeviceQueue(f"queue of {device}", cpus.get(key, ()), own)
+                queues[key] = DeviceQueue(f"queue of {device}", cpus.get(key, ()), own, nodes.get(key))
         self.by_entry = [queues[key] for key in keys]
         self.all = list(queues.values())
         self._machines: dict[DeviceQueue, tuple[runtime.Module, dict[str, Any]]] = {}
@@ -198,7 +201,13 @@ class Queues:
 
 
 def overlapping(metadata: Metadata) -> set[str]:
-    """The functions whose plain calls gain by queues: with work to overlap, on devices that share no cores."""
+    """The functions whose plain calls go through queues.
+
+    Those that gain by it, with work to overlap on devices that share no cores; and all where a device is the CPUs of a
+    NUMA node: queues have threads there, and the calling thread stays where it is.
+    """
+    if any(spec.numa_node is not None for spec in metadata.devices):
+        return set(metadata.signatures)
     cores = {
         (s.device_type, s.vdevice_id): s.num_cores or num_cores() for s in metadata.devices if s.device_type == CPU
     }

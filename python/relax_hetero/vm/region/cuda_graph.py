@@ -59,6 +59,7 @@ class CudaGraph:
     submit, record: The compiled functions: one submits, and takes inputs, the state and results; one launches all
         kernels, and takes the address of the plan, and parameters.
     driver: Why there are no graphs, where there is no driver.
+    arena: Memory for transient values, where their bytes are known; else the graph has its own, which grows.
 
     Attributes
     ----------
@@ -74,6 +75,7 @@ class CudaGraph:
         submit: Callable[..., None],
         record: Callable[[Any], None],
         driver: CudaDriver | str,
+        arena: runtime.Tensor | None = None,
     ) -> None:
         self._name, self._device, self._record = region.name, device, record
         self.submit_function = submit
@@ -92,7 +94,7 @@ class CudaGraph:
         self.state = alias(host, device)
         self._table = empty((layout.table,), "int64", device)
         copy_into(from_array(np.zeros(layout.table, "int64")), self._table)
-        self._arena = empty((1 if isinstance(region.arena, str) else max(region.arena, 1),), "uint8", device)
+        self._arena = empty((_arena_bytes(region),), "uint8", device) if arena is None else arena
         self._plan = np.zeros(layout.directs + len(constants) + 1, "int64")
         self._plan[state.TABLE] = self._table.data_ptr()
         self._plan[layout.directs :] = [*constants, self._arena.data_ptr()]
@@ -243,15 +245,30 @@ def with_graphs(
     """
     regions = {region.name: region for region in metadata.regions}
     values, graphs = list(constants), []
+    arenas = _shared_arenas([(regions[s.region], devices[s.device]) for s in metadata.constants if s.region])
     for index, spec in enumerate(metadata.constants):
         if spec.region:
             addresses = [constants[entry].data_ptr() for entry in spec.addresses or () if isinstance(entry, int)]
             region, device = regions[spec.region], devices[spec.device]
             submit, record = (module.get_function(name, True) for name in (region.name, f"{region.name}_record"))
-            graph = CudaGraph(region, device, addresses, submit, record, cuda_driver())
+            arena = None if isinstance(region.arena, str) else arenas[device]
+            graph = CudaGraph(region, device, addresses, submit, record, cuda_driver(), arena)
             graphs.append(graph)
             values[index] = graph.state
     return (tvm_ffi.convert(values) if graphs else constants), graphs
+
+
+def _shared_arenas(graphs: Sequence[tuple[RegionSpec, runtime.Device]]) -> dict[runtime.Device, runtime.Tensor]:
+    """The memory of each device for transient values: a machine's graphs there run one after the other."""
+    most: dict[runtime.Device, int] = {}
+    for region, device in graphs:
+        if not isinstance(region.arena, str):
+            most[device] = max(most.get(device, 0), _arena_bytes(region))
+    return {device: empty((nbytes,), "uint8", device) for device, nbytes in most.items()}
+
+
+def _arena_bytes(region: RegionSpec) -> int:
+    return 1 if isinstance(region.arena, str) else max(region.arena, 1)
 
 
 def _words_at(address: int, count: int) -> runtime.Tensor:

@@ -64,7 +64,8 @@ def test_of_many_units_most_of_the_limit_is_used(objective):
 
 def test_constants_that_units_share_count_once():
     costs = chain([1e7] * 4, [{9: 1000.0}, {9: 1000.0, 1: 500.0}, {}, {9: 1000.0}], limit=2100)
-    assert costs.bytes_on(1, [1] * 4) == costs.bytes_on(1, [1, 1, 0, 0]) == 1500 * PADDING + 2
+    assert costs.bytes_on(1, [1] * 4) == 1500 * PADDING + 3
+    assert costs.bytes_on(1, [1, 1, 0, 0]) == 1500 * PADDING + 2
     assert costs.bytes_on(1, [0, 0, 0, 1]) == 1000 * PADDING + 2
     assert best_plan(costs, [0] * 4, "latency") == [1] * 4
     assert costs.limits == {}  # everything fits
@@ -73,7 +74,7 @@ def test_constants_that_units_share_count_once():
 @given(st.lists(st.integers(0, 1), min_size=1, max_size=8), st.data())
 @settings(max_examples=50)
 def test_values_count_while_they_live(plan, data):
-    """Against a walk over the program that keeps the set of values there."""
+    """Against a walk over the program that keeps the set of values there; those of two devices lie apart."""
     count = len(plan)
     values = []
     for maker in (OUTSIDE, *range(count)):
@@ -83,9 +84,9 @@ def test_values_count_while_they_live(plan, data):
     assume(values)
     units = [WorkUnit([str(i)], [Work(1, 0)]) for i in range(count)]
     costs = PlanCosts(WorkGraph(units, values), CostModel(DEVICES, links(2, 0), 0))
-    most = 0.0
+    most = [0.0, 0.0]
     for now in range(count + 1):
-        there = 0.0
+        there = [0.0, 0.0]
         for value in values:
             readers = [count if reader == OUTSIDE else reader for reader in value.readers]
             if costs.where(value.maker, plan) == 1:
@@ -93,9 +94,24 @@ def test_values_count_while_they_live(plan, data):
             else:
                 here = [reader for reader in readers if reader < count and plan[reader] == 1]
                 begin, end = (min(here), max(here)) if here else (1, 0)
-            there += value.size if begin <= now <= end else 0
-        most = max(most, there)
-    assert costs.values_on(1, plan) == most
+            crosses = {costs.where(unit, plan) for unit in (value.maker, *value.readers)} != {1}
+            there[crosses] += value.size if begin <= now <= end else 0
+        most = list(map(max, most, there))
+    assert costs.values_on(1, plan) == sum(most)
+
+
+def test_values_that_joining_units_read_take_no_memory():
+    """A product, an addition and a maximum are one kernel, which writes while it reads; a second product follows."""
+    work = [Work(1, 0), Work(1, 0, is_kernel=False), Work(1, 0, is_kernel=False), Work(1, 0)]
+    sizes = [100.0, 20.0, 20.0, 20.0, 3.0]
+    units = [WorkUnit([str(i)], [each]) for i, each in enumerate(work)]
+    values = [WorkValue(size, i - 1, [i if i < 4 else OUTSIDE]) for i, size in enumerate(sizes)]
+    costs = PlanCosts(WorkGraph(units, values), CostModel(DEVICES, links(2, 0), 1))
+    assert costs.values_on(1, [1] * 4) == 120
+    assert costs.values_on(1, [1, 1, 0, 1]) == 100 + 20  # operand and result of the third one cross
+    values[1].readers.append(3)
+    costs = PlanCosts(WorkGraph(units, values), CostModel(DEVICES, links(2, 0), 1))
+    assert costs.values_on(1, [1] * 4) == 120
 
 
 def layers(count, width):

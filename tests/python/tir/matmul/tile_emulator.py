@@ -18,7 +18,7 @@ _SOURCE = r"""
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-static _Thread_local uint8_t rows_of[8], data[8][16][64];
+static _Thread_local uint8_t rows_of[8], bytes_of[8], data[8][16][64];
 static _Thread_local int configured;
 int64_t tiles_products, tiles_open;
 int tiles_permission = 1;
@@ -26,8 +26,9 @@ int emulated_may_use_tiles(void) { return tiles_permission; }
 void emulated_ldtilecfg(const uint8_t* words) {
   if (words[0] != 1 || configured) abort();
   for (int t = 0; t < 8; t++) {
-    if (words[16 + 2 * t] != 64 || words[48 + t] < 1 || words[48 + t] > 16) abort();
-    rows_of[t] = words[48 + t];
+    rows_of[t] = words[48 + t]; bytes_of[t] = words[16 + 2 * t];
+    if (bytes_of[t] < 4 || bytes_of[t] > 64 || bytes_of[t] % 4 || words[17 + 2 * t]) abort();
+    if (rows_of[t] < 1 || rows_of[t] > 16) abort();
   }
   memset(data, 0, sizeof data);
   configured = 1;
@@ -38,15 +39,15 @@ void emulated_tilezero(int8_t t) { if (!configured) abort(); memset(data[t], 0, 
 void emulated_tileload(int8_t t, const uint8_t* from, int64_t stride) {
   if (!configured) abort();
   memset(data[t], 0, sizeof data[t]);
-  for (int r = 0; r < rows_of[t]; r++) memcpy(data[t][r], from + r * stride, 64);
+  for (int r = 0; r < rows_of[t]; r++) memcpy(data[t][r], from + r * stride, bytes_of[t]);
 }
 void emulated_tilestore(int8_t t, uint8_t* to, int64_t stride) {
   if (!configured) abort();
-  for (int r = 0; r < rows_of[t]; r++) memcpy(to + r * stride, data[t][r], 64);
+  for (int r = 0; r < rows_of[t]; r++) memcpy(to + r * stride, data[t][r], bytes_of[t]);
 }
 static float wide(uint16_t half) { uint32_t bits = (uint32_t)half << 16; float x; memcpy(&x, &bits, 4); return x; }
 static void check(int8_t c, int8_t a, int8_t b) {
-  if (!configured || rows_of[c] != rows_of[a] || rows_of[b] != 16) abort();
+  if (!configured || rows_of[c] != rows_of[a] || 4 * rows_of[b] != bytes_of[a] || bytes_of[b] != bytes_of[c]) abort();
   __atomic_add_fetch(&tiles_products, 1, __ATOMIC_RELAXED);
 }
 void emulated_tdpbf16ps(int8_t c, int8_t a, int8_t b) {

@@ -170,7 +170,7 @@ def test_reasons_are_told():
     [
         ("float16", "sm_90a", 256, None),
         ("bfloat16", "sm_80", 8, None),
-        ("float32", "sm_90a", 8, "['bfloat16', 'float16']"),
+        ("float32", "sm_90a", 8, "['bfloat16', 'float16', 'tfloat32']"),
         ("float16", "sm_60", 8, "[]"),
         ("float16", "sm_90a", 264, "[]"),
     ],
@@ -193,6 +193,46 @@ def test_gpus_form_what_their_tensor_cores_multiply(dtype: str, arch: str, width
     reasons = [entry.reason for entry in found.declined]
     wanted = f"found {dtype}, heads of {width}; expected one of {types}, which its device has in one kernel"
     assert reasons == ([] if types is None else [wanted])
+
+
+def test_float32_is_formed_where_its_products_may_be_rounded():
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(
+            q: R.Tensor((2, 5, 8), "float32"), k: R.Tensor((2, 8, 7), "float32"), v: R.Tensor((2, 7, 8), "float32")
+        ):
+            with R.dataflow():
+                scores = R.matmul(q, k)
+                y = R.matmul(R.nn.softmax(scores, axis=-1), v)
+                R.output(y)
+            return y
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(
+            q: R.Tensor((2, 5, 8), "float32"), k: R.Tensor((2, 8, 7), "float32"), v: R.Tensor((2, 7, 8), "float32")
+        ):
+            R.func_attr({"relax_hetero.tf32_kept": []})
+            with R.dataflow():
+                y = R.hetero.attention(
+                    q,
+                    k,
+                    v,
+                    heads="(h, m, d) * (g, d, n) * (g, n, e) -> (h, m, e); b=1, h=2, g=2, m=5, n=7, d=8, e=8",
+                    tf32=True,
+                )
+                R.output(y)
+            return y
+
+    hopper = {"kind": "cuda", "arch": "sm_90a"}
+    before = relax.transform.Normalize()(Before)
+    marked = rh.transform.ToMixedPrecision("tfloat32")(before)
+    assert_structural_equal(FormAttention()(placed(marked, hopper)), placed(Expected, hopper))
+    kept = rh.transform.ToMixedPrecision("tfloat32", keep=["scores"])(before)
+    assert ATTENTION not in names(FormAttention()(placed(kept, hopper)))
+    assert not attention_of(FormAttention()(placed(marked))).attrs.tf32  # CPUs do not round
 
 
 def test_scores_of_16_bits_are_float32_on_gpus():

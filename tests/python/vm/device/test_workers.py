@@ -14,6 +14,7 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.artifact import worker_threads as names
+from relax_hetero.target.cpu_cores import cpus_of_cores
 from relax_hetero.vm.device import workers
 
 TASK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
@@ -118,6 +119,43 @@ def test_a_late_worker_is_waited_for_asleep(vm):
     ((status, seconds),) = callers
     assert status == 0
     assert seconds < 0.25  # spinning would have taken all of it
+
+
+@pytest.mark.skipif(len(cpus_of_cores()) < 2, reason="one core: nowhere to go")
+@pytest.mark.parametrize("core", [0, -1])
+def test_a_worker_on_its_callers_cpu_is_sent_away(vm, core):
+    function = LAUNCH(workers._functions[names.LAUNCH]())
+    allowed = os.sched_getaffinity(0)
+    shared = cpus_of_cores()[core]
+    callers, masks = set(), []
+
+    def task(number, env, data):
+        together.wait(30)  # the worker has begun, here or there
+        if number == 0:  # the caller comes to the CPU where the worker did its task
+            os.sched_setaffinity(0, shared[:1])
+            os.sched_setaffinity(0, allowed)
+        elif not masks:
+            os.sched_setaffinity(0, shared[:1])
+            masks.append(set(shared[:1]))
+        else:
+            masks.append(os.sched_getaffinity(0))
+        return 0
+
+    def call():
+        workers.configure(2, 2)
+        for _ in range(200):
+            function(callback, None, 0)
+            callers.add(frozenset(os.sched_getaffinity(0)))
+            if shared[0] not in masks[-1]:
+                return
+
+    together, callback = threading.Barrier(2), TASK(task)
+    caller = threading.Thread(target=call)
+    caller.start()
+    caller.join(60)
+    assert not caller.is_alive()
+    assert callers == {frozenset(allowed)}
+    assert masks[-1] == allowed - set(shared)
 
 
 def test_loops_within_loops_run_in_one_thread(launch):

@@ -4,6 +4,7 @@ import ctypes
 import enum
 import gc
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,8 +14,11 @@ from tvm import tirx
 
 import relax_hetero as rh
 from relax_hetero.artifact import graph_layout
+from relax_hetero.artifact.commands import GRAPH as RUNS_AS_GRAPH
 from relax_hetero.artifact.commands import RegionSpec, SlotSpec
 from relax_hetero.artifact.graph_layout import ROWS, TOLD_EVERY, Layout
+from relax_hetero.artifact.memory_plan import MemoryPlan
+from relax_hetero.artifact.metadata import ConstantSpec, DeviceSpec, Metadata
 from relax_hetero.tir.commands.command_list import Tensor
 from relax_hetero.tir.commands.graph_functions import submit_function
 from relax_hetero.vm.device.cuda_driver import CudaDriver, CudaError
@@ -245,6 +249,37 @@ def test_memory_is_given_back(submit):
     del graph
     gc.collect()
     assert not device.pinned and device.destroyed == 1 and address not in cuda_graph._graphs
+
+
+def test_graphs_of_a_device_share_their_arena(submit, monkeypatch):
+    """Of the machine's four regions on two devices, one has symbolic extents."""
+    device = Device()
+    plans = {}
+
+    def record_of(name):
+        def record(plan, *_):
+            plans[name] = words_at(plan.value, LAYOUT.directs + 1)[-1]
+
+        return record
+
+    def region(name, where, arena):
+        slots = tuple(SlotSpec(slot, where, 4 * EXTENT, 64, access) for slot, access in (("x", "read"), ("y", "write")))
+        return RegionSpec(name, "main", where, slots, (), (), arena, (), runs=RUNS_AS_GRAPH)
+
+    regions = [region("a", 0, 100), region("b", 0, 300), region("c", 1, 200), region("d", 0, "64*n")]
+    specs = [ConstantSpec(r.name, (LAYOUT.state,), "int64", r.device, (), r.name) for r in regions]
+    devices = (DeviceSpec("cuda"), DeviceSpec("cuda", 1))
+    metadata = Metadata(devices, -1, {}, tuple(specs), regions=tuple(regions))
+    module = SimpleNamespace(get_function=lambda name, _: record_of(name[0]) if name.endswith("_record") else submit)
+    monkeypatch.setattr(cuda_graph, "cuda_driver", lambda: CudaDriver(device.api))
+    _, graphs = cuda_graph.with_graphs(metadata, [tvm.cpu(0), tvm.cpu(1)], [tensor()] * 4, module)
+    sizes = [int(graph._arena.shape[0]) for graph in graphs]
+    assert sizes == [300, 300, 200, 1]
+    for graph in graphs[:2]:
+        call(graph, 0.0)
+    assert plans["a"] == plans["b"] == graphs[0]._arena.data_ptr()
+    states = MemoryPlan(replace(metadata, regions=())).weights(0)
+    assert MemoryPlan(metadata).weights(0) == states + 300
 
 
 class SymbolicDevice(Device):

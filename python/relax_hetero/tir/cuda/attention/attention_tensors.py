@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.problem import AttentionProblem
-from ....target.element_types import HALVES
+from ....target.element_types import HALVES, TF32
 from ....target.gpu_target import GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, when
 from ...core.view import Coordinates
@@ -18,17 +18,21 @@ from .heads import GpuHeads, Rows
 
 MOST_WIDE = 256
 """Of heads that tensor cores compute."""
+MOST_WIDE_TF32 = 128
+"""The same of float32: what shared memory holds."""
 
 
-def tensor_core_misfit(problem: AttentionProblem, gpu: GpuTarget) -> str:
-    """Why no kernel of tensor cores solves a problem; empty where they do."""
+def tensor_core_misfit(problem: AttentionProblem, gpu: GpuTarget, with_tf32: bool = False) -> str:
+    """Why no kernel of tensor cores solves a problem; empty where they do, by tf32 only one that takes it."""
     types = {operand.dtype for operand in (problem.query, problem.key, problem.value, problem.result)}
     known = gpu.mma_types & set(HALVES)
+    if with_tf32 and problem.tf32 and TF32 in gpu.mma_types:
+        known = known | {"float32"}
     if len(types) > 1 or not types <= known:
         return f"element types {sorted(types)}, expected one of {sorted(known)}"
-    sizes = dict(problem.sizes)
-    if int(sizes["d"]) > MOST_WIDE or int(sizes["e"]) > MOST_WIDE:
-        return f"heads of {sizes['d']} and {sizes['e']}, expected at most {MOST_WIDE}"
+    sizes, most = dict(problem.sizes), MOST_WIDE_TF32 if "float32" in types else MOST_WIDE
+    if int(sizes["d"]) > most or int(sizes["e"]) > most:
+        return f"heads of {sizes['d']} and {sizes['e']}, expected at most {most}"
     return "an extent is 0" if 0 in sizes.values() else ""
 
 
@@ -120,12 +124,17 @@ class AttentionTensors:
 
     def locate(self, tile: Expr, height: int) -> tuple[Expr, Coordinates, Coordinates]:
         """The first row of a tile, and where queries and keys of its group are."""
-        row_tiles = self.row_tiles(height)
-        number = T.truncmod(tile, row_tiles)
+        row_tiles, near = self.row_tiles(height), self.plan.near
+        if near:
+            first = T.bind(T.truncdiv(tile, near * row_tiles) * near)
+            heads = T.min(near, self.groups * to_int32(self.sizes["b"]) - first)
+            within = T.bind(T.truncmod(tile, near * row_tiles))
+            number, outer = T.truncdiv(within, heads), T.bind(first + T.truncmod(within, heads))
+        else:
+            number, outer = T.truncmod(tile, row_tiles), T.bind(T.truncdiv(tile, row_tiles))
         if self.problem.causal:  # long rows first
             number = row_tiles - 1 - number
         row = T.bind(number * height)
-        outer = T.bind(T.truncdiv(tile, row_tiles))
         group = T.bind(T.Cast("int64", T.truncmod(outer, self.groups)))
         batch = T.bind(T.Cast("int64", T.truncdiv(outer, self.groups)))
         at: Coordinates = {"b": batch, "group": group}

@@ -1,7 +1,8 @@
 """Attention by ``mma.sync``, the tensor cores' instruction of every GPU since compute capability 8.0.
 
-A block has four warps with 16 rows of queries each. All of them bring a tile of values while they compute scores, and
-the next tile of keys while they add up values; several blocks share a multiprocessor and fill each other's gaps.
+Of 16-bit types, and of float32 where products may round to tf32. A block has four warps with 16 rows of queries each.
+All of them bring a tile of values while they compute scores, and the next tile of keys while they add up values;
+several blocks share a multiprocessor and fill each other's gaps.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from tvm.script.ir_builder import tirx as T
 from ....encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES
 from ....encoding.problem import AttentionProblem
 from ....errors import EncodingError
+from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, when
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, local, may_begin_early, unrolled
 from ..matmul.operand_tiles import OperandTile
-from .attention_plan import EARLY_CAPABILITY, FEW_ROWS, WIDTH, AttentionPlan
+from .attention_plan import EARLY_CAPABILITY, FEW_ROWS, AttentionPlan
 from .attention_tensors import AttentionTensors, tensor_core_misfit, tiles_of
 from .row_store import RowStore
 from .score_tile import ScoreTile
@@ -28,11 +30,13 @@ _THREADS = WARP * _WARPS
 KEYS = 64
 FEW_KEYS = 32
 """Keys of a tile where heads are wide, or shared memory is small."""
+_HALF_OF_TF32 = 1 << 12
+"""Added to the bits of a float32, which tensor cores cut off after 10 of its fraction, rounds it."""
 
 
 def misfit(problem: AttentionProblem, gpu: GpuTarget) -> str:
     """Why `mma_attention_kernel` cannot solve a problem; empty where it can."""
-    return tensor_core_misfit(problem, gpu)
+    return tensor_core_misfit(problem, gpu, with_tf32=True)
 
 
 def mma_attention_kernel(problem: AttentionProblem, gpu: GpuTarget) -> tirx.PrimFunc:
@@ -49,7 +53,8 @@ def mma_attention_kernel(problem: AttentionProblem, gpu: GpuTarget) -> tirx.Prim
     sizes = dict(problem.sizes)
     h, g, m = int(sizes["h"]), int(sizes["g"]), sizes["m"]
     together = h // g if isinstance(m, int) and m * (h // g) <= FEW_ROWS else 1
-    keys = KEYS if max(int(sizes["d"]), int(sizes["e"])) <= 128 else FEW_KEYS
+    widest = max(int(sizes["d"]), int(sizes["e"]))
+    keys = KEYS if widest * bytes_of(problem.query.dtype) <= 256 else FEW_KEYS
     begins_early = gpu.capability >= EARLY_CAPABILITY
     function = Function("attention", registers="local")
     with function:
@@ -72,7 +77,8 @@ class _Kernel:
         self.q = OperandTile.of(tensors.query, "row", _ROWS, rows.count, d, _THREADS, may_transpose=False)
         self.k = OperandTile.of(tensors.key, "n", keys, n, d, _THREADS, may_transpose=False)
         self.v = OperandTile.of(tensors.value, "n", keys, n, e, _THREADS, may_transpose=False)
-        self.depth_steps, self.width_steps = ceil_div(d, WIDTH), ceil_div(e, WIDTH)
+        self.element = bytes_of(self.dtype)
+        self.depth_steps, self.width_steps = ceil_div(d, self.q.step), ceil_div(e, self.q.step)
         self.width = ceil_div(int(e), 16) * 16
         is_masked = bool(self.problem.causal) or not (isinstance(n, int) and n % keys == 0)
         self.tile = ScoreTile(self.problem, tensors.masks, rows, keys, is_masked)
@@ -123,9 +129,13 @@ class _Kernel:
                 self._load(self.k, self.k_at, self.depth_steps, first + self.keys)
             ptx.copy_commit()
             tile.softmax(first)
-            tile.pack(self.dtype)
+            if self.element == 2:
+                tile.pack(self.dtype)
             tile.shrink_sums(self.sums, self.width // 2)
-            self._values()
+            if self.element == 2:
+                self._values()
+            else:
+                self._single_values()
         ptx.copy_wait(0)
         tile.add_lanes()
         place = self.q_at + self.warp * (16 * SWIZZLED_BYTES)
@@ -161,7 +171,7 @@ class _Kernel:
         left, right = local(4, "uint32"), local(4, "uint32")
         own = T.bind(self.warp * 16 + tirx.floormod(lane, 16))
         other = T.bind(tirx.floordiv(lane, 16) * 8 + tirx.floormod(lane, 8))
-        with unrolled(ceil_div(int(self.tensors.sizes["d"]), 16)) as step:
+        with unrolled(ceil_div(int(self.tensors.sizes["d"]) * self.element, ptx.CONTRACTION_BYTES)) as step:
             chunk = step * 2 + tirx.floordiv(lane, 16)
             self._matrices([left[i] for i in range(4)], self.q, self.q_at, own, chunk, False)
             with unrolled(self.keys // 16) as pair:
@@ -190,3 +200,31 @@ class _Kernel:
                         [right[block * 2 + i] for i in range(2)],
                         (self.dtype, self.dtype),
                     )
+
+    def _single_values(self) -> None:
+        """The same of float32: powers are where scores were, rounded to tf32, every lane's of two neighbouring keys.
+
+        As left operand a lane has keys t and t + 4 of eight, t the lane's number within its row: it counts as such its
+        own keys 2 t and 2 t + 1, and takes the values of these.
+        """
+        lane, scores = self.tile.lane, self.tile.scores
+        left, right = local(4, "uint32"), local(2, "uint32")
+        column, own = T.bind(tirx.floordiv(lane, 4)), T.bind(tirx.floormod(lane, 4) * 2)
+        within = T.bind(tirx.floormod(column, 4) * 4)
+        with unrolled(self.keys // 8) as step:
+            for i, score in enumerate((0, 2, 1, 3)):
+                bits = T.reinterpret("uint32", scores[step * 4 + score])
+                T.buffer_store(left, bits + T.uint32(_HALF_OF_TF32), [i])
+            with unrolled(self.width // 8) as block:
+                chunk = block * 2 + tirx.floordiv(column, 4)
+                for i in range(2):
+                    line = own + (step * 8 + i)
+                    place = T.bitwise_xor(tirx.floormod(chunk, 8), own + i) * CHUNK_BYTES + within
+                    address = self.v_at + tirx.floordiv(chunk, 8) * self.v.size + line * SWIZZLED_BYTES + place
+                    ptx.load_shared([right[i]], self.shared.at(address))
+                ptx.multiply_fragments(
+                    [self.sums[block * 4 + i] for i in range(4)],
+                    [left[i] for i in range(4)],
+                    [right[i] for i in range(2)],
+                    (self.dtype, self.dtype),
+                )

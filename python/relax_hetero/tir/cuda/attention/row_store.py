@@ -8,6 +8,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES
+from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP
 from ...core.builder import Expr, ceil_div, when
 from ...core.view import Coordinates
@@ -55,7 +56,8 @@ class RowStore:
             half = tirx.floormod(tirx.floordiv(i, 2), 2)
             value = averaged(sums[i], tile.shrink[half], tile.problem.nan_to_zero)
             T.buffer_store(sums, value, [i])
-        result, is_whole = self.result, self.width % 8 == 0
+        result = self.result
+        is_whole = self.width % 8 == 0 and bytes_of(result.nominal) == 2
         if is_whole and result.is_contiguous("k") and result.alignment("k", CHUNK_BYTES) == CHUNK_BYTES:
             self._chunks(sums, row, T.bind(place), stripe)
             return

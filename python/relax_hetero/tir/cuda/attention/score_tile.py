@@ -173,10 +173,14 @@ class ScoreTile:
                 value = emit(self.problem.scores.expression, [scores[i], *found], dtypes)
                 T.buffer_store(scores, value, [i])
         if self.is_masked:
-            with when(first + self.keys > self.least), unrolled(count) as i:
-                column = first + self._column(tirx.floordiv(i, 4) * 2 + tirx.floormod(i, 2))
-                limit = T.Select(tirx.floormod(tirx.floordiv(i, 2), 2) == 0, self.seen[0], self.seen[1])
-                T.buffer_store(scores, T.if_then_else(column < limit, scores[i], T.float32(-math.inf)), [i])
+            with when(first + self.keys > self.least):
+                # Columns that a row sees, counted from the lane's first: the compiler compares it with constants.
+                begin = T.bind(first + tirx.floormod(self.lane, 4) * 2)
+                left = [T.bind(seen - begin) for seen in self.seen]
+                with unrolled(count) as i:
+                    column = tirx.floordiv(i, 4) * 8 + tirx.floormod(i, 2)
+                    limit = T.Select(tirx.floormod(tirx.floordiv(i, 2), 2) == 0, left[0], left[1])
+                    T.buffer_store(scores, T.if_then_else(column < limit, scores[i], T.float32(-math.inf)), [i])
         for h in range(2):
             T.buffer_store(self._new, self.greatest[h], [h])
         with unrolled(count) as i:

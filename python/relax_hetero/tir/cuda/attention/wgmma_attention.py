@@ -2,9 +2,9 @@
 
 A block has 64 rows of queries for each of its one to three warpgroups of consumers, and a warpgroup of producers, which
 brings tiles of keys and values to shared memory, a ring of stages ahead. A consumer issues the scores of the next tile
-before the values of this one, and computes the softmax of the next while tensor cores add up this one's values; the
-warpgroups, too, fill each other's gaps. Tiles are taken from the last to the first, so that the ones with hidden keys
-come first.
+before the values of this one, and computes the softmax of the next while tensor cores add up this one's values, or
+when they have: warpgroups, too, fill each other's gaps. Tiles are taken from the last to the first, so that the ones
+with hidden keys come first.
 
 Where queries are few, the blocks of a cluster share the keys. Their sums are put together through the shared memory of
 all of them, in the order of the blocks: equal inputs give equal bits.
@@ -78,7 +78,7 @@ class _Kernel:
         n, d, e = sizes["n"], sizes["d"], sizes["e"]
         height = plan.consumers * 64
         is_copied = all(source_of(view, "n")[0] is Source.LINES for view in (tensors.key, tensors.value))
-        self.keys = plan.keys if is_copied else ceil_div(plan.keys, WIDTH) * WIDTH
+        self.keys = plan.keys if is_copied else max(plan.keys // 64, 1) * 64
         self.q = OperandTile.of(tensors.query, "row", height, rows.count, d)
         self.k = OperandTile.of(tensors.key, "n", self.keys, n, d)
         self.v = OperandTile.of(tensors.value, "n", self.keys, n, e, may_transpose=False)
@@ -242,6 +242,7 @@ class _Kernel:
             T.buffer_store(self.sums, T.float32(0), [i])
         tile.load_masks(self._first_key(0))
         ptx.barrier_wait(self.queries_there, 0)
+        self._wait_for((0, 0))
         self._scores(0)
         ptx.wgmma_wait(0)
         self._release(1, 0)
@@ -251,18 +252,30 @@ class _Kernel:
             with T.serial(count - 1) as number:
                 following = T.bind(number + 1)
                 first = T.bind(self._first_key(following))
-                self._scores(following)
+                if self.plan.consumers > 1:
+                    # One stop for both: products follow each other without a gap.
+                    self._wait_for((0, following), (2, number))
+                    self._scores(following)
+                else:
+                    self._wait_for((0, following))
+                    self._scores(following)
+                    self._wait_for((2, number))
                 self._values(number)
                 tile.load_masks(first)
                 ptx.wgmma_wait(1)
                 self._release(1, following)
-                tile.softmax(first)
-                ptx.compute_first(tile.sums[0] + tile.sums[1])
+                if self.plan.beside:
+                    tile.softmax(first)
+                    ptx.compute_first(tile.sums[0] + tile.sums[1])
                 ptx.wgmma_wait(0)
                 self._release(3, number)
+                if not self.plan.beside:
+                    tile.softmax(first)
                 tile.pack(self.dtype)
                 tile.shrink_sums(self.sums, self.width // 2)
-        self._values(count - 1 if isinstance(count, int) else T.bind(count - 1))
+        last = count - 1 if isinstance(count, int) else T.bind(count - 1)
+        self._wait_for((2, last))
+        self._values(last)
         ptx.wgmma_wait(0)
         tile.add_lanes()
         if self.plan.split > 1:
@@ -276,12 +289,17 @@ class _Kernel:
             return self.end
         return T.min(self.end, self.tensors.rows.query(row) + (1 + self.tensors.ahead))
 
-    def _scores(self, turn: Expr) -> None:
-        """Issue the scores of a tile."""
-        stage, parity = self._stage(turn)
-        ptx.barrier_wait(self._barrier(0, stage), parity)
+    def _wait_for(self, *tiles: tuple[int, Expr]) -> None:
+        """Wait for tiles of keys (0) and values (2), each with its turn."""
+        for kind, turn in tiles:
+            stage, parity = self._stage(turn)
+            ptx.barrier_wait(self._barrier(kind, stage), parity)
         # What came by `copy_async` was written as by a thread, not as by wgmma's own kind of access.
         ptx.async_proxy_fence()
+
+    def _scores(self, turn: Expr) -> None:
+        """Issue the scores of a tile that is there."""
+        stage, _ = self._stage(turn)
         keys = T.bind(self.base[1] + T.Cast("uint64", stage) * T.uint64(self.k_size // 16))
         ptx.wgmma_fence()
         for i in range(ceil_div(int(self.tensors.sizes["d"]), 16)):
@@ -297,10 +315,8 @@ class _Kernel:
         ptx.wgmma_commit()
 
     def _values(self, turn: Expr) -> None:
-        """Issue the sums of a tile's values."""
-        stage, parity = self._stage(turn)
-        ptx.barrier_wait(self._barrier(2, stage), parity)
-        ptx.async_proxy_fence()
+        """Issue the sums of a tile's values, which are there."""
+        stage, _ = self._stage(turn)
         values = T.bind(self.base[2] + T.Cast("uint64", stage) * T.uint64(self.v_size // 16))
         ptx.wgmma_fence()
         for i in range(self.keys // 16):

@@ -10,6 +10,7 @@ What lies in the map is copied as it is; where a tap sees padding, zeros are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,8 +133,7 @@ class WindowTile(SwizzledLines):
 
     def _load_channels(self, shared: SharedMemory, target: Expr, step: Expr, chunk: Expr) -> None:
         """A step is a tap, and channels that it sees."""
-        channels, kind = self.places.channels, self.places.kind
-        width = CHUNK_BYTES
+        channels, width = self.places.channels, CHUNK_BYTES
         while channels * self.element % width:
             width //= 2
         elements = width // self.element
@@ -145,19 +145,22 @@ class WindowTile(SwizzledLines):
             return
         self._find_tap(T.bind(T.truncdiv(step, self._parts)), width)
         skipped = T.bind(T.truncmod(step, self._parts) * self.step)
+        # Of unsigned numbers, the compiler adds 32 bits where it would add 64.
+        unsigned = f"u{self.places.kind}"
         for copy in range(CHUNK_BYTES // width):
             exists = self._has_channel(chunk * self.per_chunk + copy * elements + skipped)
-            with unrolled(self.rows // self.lines) as i:
-                # A line that sees padding begins where the map does: so many channels are there. Of unsigned numbers,
-                # the compiler adds 32 bits where it would add 64.
-                unsigned = f"u{kind}"
-                begin = T.Cast(unsigned, self._under_tap[i]) + T.Cast(unsigned, skipped + copy * elements)
+            further = T.Cast(unsigned, skipped + copy * elements)
+
+            def under_tap(i: Expr, exists: Expr | None = exists, further: Expr = further) -> tuple[Expr, Expr | None]:
+                # A line that sees padding begins where the map does: so many channels are there.
+                begin = T.Cast(unsigned, self._under_tap[i]) + further
                 size = None if self._seen is None else self._sees[i]
                 if exists is not None:
                     begin = T.Select(exists, begin, tirx.const(0, unsigned))
                     size = T.Select(exists, width if size is None else size, 0)
-                place = shared.at(target + copy * width + i * (self.lines * SWIZZLED_BYTES))
-                ptx.copy_async(place, T.address_of(self.view.data[T.Cast("int64", begin)]), width, size)
+                return T.Cast("int64", begin), size
+
+            self._copy_lines(shared, target + copy * width, width, under_tap)
 
     def _has_channel(self, channel: Expr) -> Expr | None:
         """Whether a channel exists; None: all that are copied do."""
@@ -222,16 +225,24 @@ class WindowTile(SwizzledLines):
         self, shared: SharedMemory, target: Expr, moved: Expr, width: int, bits: Expr | None, exists: Expr | None
     ) -> None:
         """Begin to copy `width` bytes of every line of the thread, zeros where they do not exist."""
-        kind = self.places.kind
-        with unrolled(self.rows // self.lines) as i:
+
+        def of_line(i: Expr) -> tuple[Expr, Expr | None]:
             begin, valid = self._begins[i] + moved, exists
             if bits is not None:
                 sees = T.bitwise_and(self._seen[i], bits) == bits
                 valid = sees if valid is None else tirx.all(sees, valid)
-            size: Expr = None
-            if valid is not None:
-                # Where nothing is read, the address is that of the map.
-                begin = T.Select(valid, begin, tirx.const(0, kind))
-                size = T.Select(valid, width, 0)
+            if valid is None:
+                return begin, None
+            # Where nothing is read, the address is that of the map.
+            return T.Select(valid, begin, tirx.const(0, self.places.kind)), T.Select(valid, width, 0)
+
+        self._copy_lines(shared, target, width, of_line)
+
+    def _copy_lines(
+        self, shared: SharedMemory, target: Expr, width: int, of_line: Callable[[Expr], tuple[Expr, Expr | None]]
+    ) -> None:
+        """Begin to copy `width` bytes of every line of the thread: from which element, and how many of them exist."""
+        with unrolled(self.rows // self.lines) as i:
+            begin, size = of_line(i)
             place = shared.at(target + i * (self.lines * SWIZZLED_BYTES))
             ptx.copy_async(place, T.address_of(self.view.data[begin]), width, size)

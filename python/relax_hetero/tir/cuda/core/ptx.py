@@ -199,13 +199,14 @@ def _vector(count: int) -> str:
     return "" if count == 1 else f"v{count}."
 
 
-def store_matrices(address: Expr, registers: Sequence[Expr]) -> None:
+def store_matrices(address: Expr, registers: Sequence[Expr], transposed: bool = False) -> None:
     """8x8 matrices of 16-bit values, one a register, from the fragments of a warp to shared memory (``stmatrix``).
 
     From compute capability 9.0. Lane l gives the address of row ``l % 8`` of matrix ``l // 8``; register i holds of
-    matrix i the pair of columns ``2 * (l % 4)`` of row ``l // 4``.
+    matrix i the pair of columns ``2 * (l % 4)`` of row ``l // 4``; `transposed` exchanges rows and columns of each.
     """
-    _emit(f"stmatrix.sync.aligned.m8n8.x{len(registers)}.shared.b16", address, *registers)
+    trans = ".trans" if transposed else ""
+    _emit(f"stmatrix.sync.aligned.m8n8.x{len(registers)}{trans}.shared.b16", address, *registers)
 
 
 def load_matrices(registers: Sequence[Expr], address: Expr, transposed: bool = False) -> None:
@@ -233,9 +234,9 @@ def compute_first(value: Expr) -> None:
         T.evaluate(_CUDA.nano_sleep(0))
 
 
-def pack_pair(register: Expr, low: Expr, high: Expr, dtype: str) -> None:
-    """Two float32 rounded to float16 or bfloat16, in one register."""
-    _emit(f"cvt.rn.{PTX_TYPES[dtype]}x2.f32", register, high, low)
+def pack_pair(register: Expr, low: Expr, high: Expr, dtype: str, is_clamped: bool = False) -> None:
+    """Two float32 rounded to float16 or bfloat16, in one register; `is_clamped`: zeros of negative ones, NaN of NaN."""
+    _emit(f"cvt.rn.{'relu.' * is_clamped}{PTX_TYPES[dtype]}x2.f32", register, high, low)
 
 
 # Clusters: blocks that run at the same time and read each other's shared memory.

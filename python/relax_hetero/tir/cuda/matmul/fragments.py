@@ -36,6 +36,23 @@ from ..core.operand import GpuOperand
 from .wgmma_tiling import STAGING_PAD, reads_rows
 
 WARP_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Team:
+    """Threads that store rows of the result together.
+
+    Attributes
+    ----------
+    rows : int
+    threads : int
+    """
+
+    rows: int
+    threads: int
+
+
+_A_WARP = Team(WARP_ROWS, WARP)
 _Pair = list[tuple[Expr, list[Expr]]]  # sums of two neighbouring columns, and what the epilogue reads beside each
 _MOST_SUMS = 8  # neighbours that a lane computes together where rows are whole
 
@@ -96,7 +113,7 @@ class FragmentStore:
             self._rows = EpilogueWriter(self._expression, self._init, tuple(self.views), result, self._acc_dtype)
             for view in self._rows.operands:
                 view.open_for_gpu()
-            self._result, self._element, self._width = result, 4, 4 * min(result.vector("n"), _MOST_SUMS)
+            self._result, self.element, self._width = result, 4, 4 * min(result.vector("n"), _MOST_SUMS)
             return
         for view in self.views:
             # Halves are read by their bits: TVM's own loads of bfloat16 cannot be held in variables.
@@ -106,13 +123,13 @@ class FragmentStore:
                 view.open_for_gpu()
         result.open(raw=True)
         self._result = result
-        self._element = bytes_of(result.nominal)
+        self.element = bytes_of(result.nominal)
         self._width = _store_width(result, n)
 
     def plan(self, shared: SharedMemory, warps: int, staged: int) -> Staging:
         """Take the shared memory in which `warps` warps stage `staged` columns each."""
         # Rows begin in other banks each: the pairs of eight rows are written without conflicts.
-        pitch = staged * self._element + (STAGING_PAD if self._element == 4 else STAGING_PAD // 2)
+        pitch = staged * self.element + (STAGING_PAD if self.element == 4 else STAGING_PAD // 2)
         return Staging(shared, shared.take(warps * WARP_ROWS * pitch), staged, pitch)
 
     def fetch(self, columns: int, staging: Staging, at: Coordinates, first: tuple[Expr, Expr], lane: Expr) -> None:
@@ -124,7 +141,7 @@ class FragmentStore:
         """
         self._held = {}
         if self._rows:
-            self._fetched = self._fetch_rows(at, first, 0, min(columns, staging.columns), lane)
+            self._fetched = self.fetch_rows(at, first, 0, min(columns, staging.columns), lane, _A_WARP)
             return
         for number, view in enumerate(self.views):
             if not self._has_pairs(view):
@@ -167,9 +184,9 @@ class FragmentStore:
         for part in range(-(-columns // staging.columns)):
             count = min(staging.columns, columns - part * staging.columns)
             if self._rows and (part or fetched is None):
-                fetched = self._fetch_rows(at, first, part * staging.columns, count, lane)
+                fetched = self.fetch_rows(at, first, part * staging.columns, count, lane, _A_WARP)
             # Matrices of 8 columns, of which a warp stores two in one instruction.
-            together = 2 if self._stores_matrices and self._is_packed and count % 16 == 0 else 1
+            together = 2 if self._stores_matrices and self.is_packed and count % 16 == 0 else 1
             with unrolled(count // (8 * together)) as group:
                 packed: list[Expr] = []
                 for i in range(together):
@@ -180,12 +197,12 @@ class FragmentStore:
                         self._stage_pairs(sums, register, staging, begin, at, rows, column, fixed, (j, lane))
                     else:
                         pairs = self._pairs(sums, register, at, column, fixed, lane)
-                        packed += [self._packed(pair) for pair in pairs]
+                        packed += [self.packed(pair) for pair in pairs]
                 if packed:
                     target = begin + lane % WARP_ROWS * staging.pitch + (group * 2 + lane // WARP_ROWS) * CHUNK_BYTES
                     ptx.store_matrices(staging.shared.at(target), packed)
             ptx.warp_barrier()
-            self._store_rows(staging, begin, at, first, part * staging.columns, count, lane, fetched)
+            self.store_rows(staging, begin, at, first, part * staging.columns, count, lane, fetched, _A_WARP)
             ptx.warp_barrier()
 
     def _fixed_operands(self, at: Coordinates, rows: list[Expr]) -> dict[tuple[int, int], Expr]:
@@ -198,10 +215,10 @@ class FragmentStore:
                 if h and not view.runs_along("m"):
                     fixed[number, h] = fixed[number, 0]
                 else:
-                    fixed[number, h] = T.bind(self._load(view, at, rows[h], int64(0)))
+                    fixed[number, h] = T.bind(self.load(view, at, rows[h], int64(0)))
         return fixed
 
-    def _load(self, view: GpuOperand, at: Coordinates, row: Expr, column: Expr) -> Expr:
+    def load(self, view: GpuOperand, at: Coordinates, row: Expr, column: Expr) -> Expr:
         """An element, of rows and columns that do not exist the last that does."""
         place = {**at, "m": T.min(row, int64(self._m - 1)), "n": T.min(column, int64(self._n - 1))}
         return _value_of(view, view.data[view.address(place)])
@@ -228,7 +245,7 @@ class FragmentStore:
         """
         view = self.views[number]
         if not self._has_pairs(view):
-            return [T.bind(self._load(view, at, int64(0), column + c)) for c in range(2)]
+            return [T.bind(self.load(view, at, int64(0), column + c)) for c in range(2)]
         size = bytes_of(view.nominal)
         bits = local(size // 2, "uint32")
         words = [bits[i] for i in range(size // 2)]
@@ -265,7 +282,7 @@ class FragmentStore:
                 ptx.store_shared(staging.shared.at(target), pair)
             return
         for h, values in enumerate(self._pairs(sums, register, at, column, fixed, lane)):
-            target = begin + (lane // 4 + 8 * h) * staging.pitch + (j * 8 + lane % 4 * 2) * self._element
+            target = begin + (lane // 4 + 8 * h) * staging.pitch + (j * 8 + lane % 4 * 2) * self.element
             self._write_pair(staging.shared.at(target), values)
 
     def _pairs(
@@ -284,50 +301,64 @@ class FragmentStore:
                     pairs.append([fixed[number, h]] * 2)
                 else:
                     pairs.append(of_column[number])
-            totals = [self._sum(sums[register + 2 * h + c]) for c in range(2)]
+            totals = [self.sum(sums[register + 2 * h + c]) for c in range(2)]
             yield [(totals[c], [pair[c] for pair in pairs]) for c in range(2)]
 
-    def _sum(self, register: Expr) -> Expr:
+    def sum(self, register: Expr) -> Expr:
         """A sum from its bits, or a float from a register."""
         return _bits(register, "int32" if self._acc_dtype == "int32" else "float32")
 
     @property
-    def _is_packed(self) -> bool:
+    def in_rows(self) -> bool:
+        """Whether the epilogue is computed where rows are whole."""
+        return self._rows is not None
+
+    @property
+    def is_packed(self) -> bool:
         """Whether a pair of results is one register."""
-        return not self._rows and self._element == 2
+        return not self._rows and self.element == 2
 
     def _write_pair(self, address: Expr, values: _Pair) -> None:
-        if self._is_packed:
-            ptx.store_shared(address, [self._packed(values)])
+        if self.is_packed:
+            ptx.store_shared(address, [self.packed(values)])
             return
-        results = self._results(values, self._expression)
-        if self._element == 4:
-            ptx.store_shared(address, [_bits(value, "uint32") for value in results])
+        words = self.words(values)
+        if self.element == 4:
+            ptx.store_shared(address, words)
         else:
-            low, high = (T.Cast("uint16", _bits(value, "uint8")) for value in results)
+            low, high = (T.Cast("uint16", word) for word in words)
             ptx.store_shared(address, [T.bitwise_or(low, T.shift_left(high, T.uint16(8)))], "u16")
 
-    def _packed(self, values: _Pair) -> Expr:
+    def words(self, values: _Pair) -> list[Expr]:
+        """Bits of what is staged for two sums: of the sums themselves where the epilogue wants rows, or of results."""
+        results = [total for total, _ in values] if self._rows else self.results(values, self._expression)
+        return [_bits(value, f"uint{8 * self.element}") for value in results]
+
+    def packed(self, values: _Pair) -> Expr:
         """Two results of 16 bits."""
         dtype, expression = self._result.nominal, self._expression
         if dtype in HALVES:
+            dtypes = [self._acc_dtype, *(view.nominal for view in self.views)]
             # Rounded in pairs, from what they are computed in.
             if expression.term.op == "cast" and expression.term.params[0] == dtype:
                 expression = Expression(expression.term.args[0])
-            elif expression.dtype([self._acc_dtype, *(view.nominal for view in self.views)]) == dtype:
+            elif expression.dtype(dtypes) == dtype:
                 expression = Expression(Term("cast", (expression.term,), ("float32",)))
-            results = self._results(values, expression, is_rounded=False)
+            # What rounds a pair makes zeros of negative numbers on its way.
+            inner = Expression(expression.term.args[0]) if expression.term.op == "relu" else expression
+            is_clamped = inner is not expression and inner.dtype(dtypes) == "float32"
+            results = self.results(values, inner if is_clamped else expression, is_rounded=False)
             if all(str(value.ty.dtype) == "float32" for value in results):
                 pair = local(1, "uint32")
-                ptx.pack_pair(pair[0], results[0], results[1], dtype)
+                ptx.pack_pair(pair[0], results[0], results[1], dtype, is_clamped)
                 return pair[0]
             results = [T.Cast(dtype, value) for value in results]
         else:
-            results = self._results(values, expression)
+            results = self.results(values, expression)
         low, high = (T.Cast("uint32", _bits(value, "uint16")) for value in results)
         return T.bitwise_or(low, T.shift_left(high, T.uint32(16)))
 
-    def _results(self, values: _Pair, expression: Expression, is_rounded: bool = True) -> list[Expr]:
+    def results(self, values: _Pair, expression: Expression, is_rounded: bool = True) -> list[Expr]:
         """An expression of both columns; in the type of the result, or in the one that it is computed in."""
         dtype, dtypes = self._result.nominal, [self._acc_dtype, *(view.nominal for view in self.views)]
         results = [emit(expression, [total, *operands], dtypes, dtype) for total, operands in values]
@@ -338,39 +369,41 @@ class FragmentStore:
     def _run_width(self, count: int) -> int:
         """Bytes of a staged row that a lane takes at a time."""
         width = self._width
-        while count * self._element % width:
+        while count * self.element % width:
             width //= 2
         return width
 
     def _run(
-        self, number: Expr, at: Coordinates, first: tuple[Expr, Expr], skip: int, count: int
+        self, number: Expr, at: Coordinates, first: tuple[Expr, Expr], skip: int, count: int, team: Team
     ) -> tuple[Expr, Expr, Coordinates, list[Expr]]:
         """Row and place in it of a run of staged bytes, its first element, and the conditions that it exists."""
         width = self._run_width(count)
-        per_row = count * self._element // width
+        per_row = count * self.element // width
         row, chunk = number // per_row, number % per_row
         at_row = T.bind(first[0] + T.Cast("int64", row))
-        at_column = T.bind(first[1] + T.Cast("int64", skip + chunk * (width // self._element)))
+        at_column = T.bind(first[1] + T.Cast("int64", skip + chunk * (width // self.element)))
         conditions = [] if self._has_all else [at_row < self._m, at_column < self._n]
-        if WARP_ROWS * per_row % 32:
-            conditions.append(number < WARP_ROWS * per_row)
+        if team.rows * per_row % team.threads:
+            conditions.append(number < team.rows * per_row)
         return row, chunk, {**at, "m": at_row, "n": at_column}, conditions
 
-    def _turns(self, count: int) -> int:
-        return -(-WARP_ROWS * (count * self._element // self._run_width(count)) // 32)
+    def _turns(self, count: int, team: Team) -> int:
+        return -(-team.rows * (count * self.element // self._run_width(count)) // team.threads)
 
-    def _fetch_rows(self, at: Coordinates, first: tuple[Expr, Expr], skip: int, count: int, lane: Expr) -> list[Any]:
-        """Begin to read what lies beside the runs that `_store_rows` stores; the registers."""
+    def fetch_rows(
+        self, at: Coordinates, first: tuple[Expr, Expr], skip: int, count: int, lane: Expr, team: Team
+    ) -> list[Any]:
+        """Begin to read what lies beside the runs that `store_rows` stores; the registers."""
         assert self._rows is not None
-        turns, together = self._turns(count), self._run_width(count) // self._element
+        turns, together = self._turns(count, team), self._run_width(count) // self.element
         registers = self._rows.registers(turns, together)
         with unrolled(turns) as i:
-            _, _, place, conditions = self._run(lane + i * 32, at, first, skip, count)
+            _, _, place, conditions = self._run(lane + i * team.threads, at, first, skip, count, team)
             with when(tirx.all(*conditions) if conditions else True):
                 self._rows.load(registers, i, place, together)
         return registers
 
-    def _store_rows(
+    def store_rows(
         self,
         staging: Staging,
         begin: Expr,
@@ -380,14 +413,15 @@ class FragmentStore:
         count: int,
         lane: Expr,
         fetched: list[Any] | None,
+        team: Team,
     ) -> None:
-        """Rows of the warp from shared memory to the result, neighbouring lanes neighbouring bytes."""
+        """Rows of the team from shared memory to the result, neighbouring lanes neighbouring bytes."""
         width = self._run_width(count)
         words = max(1, width // 4)
         kind = "uint32" if width >= 4 else f"uint{8 * width}"
         registers = local(words, kind)
-        with unrolled(self._turns(count)) as i:
-            row, chunk, place, conditions = self._run(lane + i * 32, at, first, skip, count)
+        with unrolled(self._turns(count, team)) as i:
+            row, chunk, place, conditions = self._run(lane + i * team.threads, at, first, skip, count, team)
             source = begin + row * staging.pitch + chunk * width
             with when(tirx.all(*conditions) if conditions else True):
                 taken = [registers[w] for w in range(words)]
@@ -396,7 +430,7 @@ class FragmentStore:
                     ptx.load_shared(taken[w : w + 4], staging.shared.at(source + 4 * w), f"u{min(32, 8 * width)}")
                 if self._rows:
                     assert fetched is not None
-                    self._rows.write([partial(self._sum, value) for value in taken], place, held=(fetched, i))
+                    self._rows.write([partial(self.sum, value) for value in taken], place, held=(fetched, i))
                 elif width >= 4:
                     ptx.store_global(T.address_of(self._result.data[self._result.address(place)]), taken)
                 else:

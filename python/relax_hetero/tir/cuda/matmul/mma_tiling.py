@@ -11,11 +11,10 @@ from ....encoding.problem import MatmulProblem
 from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, ceil_div
+from ..core.least_loss import cases_of, least_loss
 from .wgmma_tiling import STAGED_BYTES, STAGING_PAD, staged_element
 
 MOST_STAGES = 4
-
-SYMBOLIC_EXTENT = 1024
 
 
 @dataclass(frozen=True)
@@ -63,24 +62,27 @@ def choose_mma_tiling(
 ) -> MmaTiling:
     """The tiling of a problem whose m, n, k and batch extents are `sizes` and `counts` that is estimated the quickest.
 
-    Where extents are symbolic, that of a product with `SYMBOLIC_EXTENT` in their place.
+    Where extents are symbolic, the one that loses least for any of `EXTENTS` in their place.
     """
-    m, n, k = (size if isinstance(size, int) else SYMBOLIC_EXTENT for size in sizes)
+    is_known = all(isinstance(size, int) for size in (*sizes, *counts))
     batches = prod(count if isinstance(count, int) else 1 for count in counts)
-    steps = ceil_div(k, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype))
-    best: tuple[float, MmaTiling] | None = None
+    cases = cases_of(sizes, is_known)
+    per_step = SWIZZLED_BYTES // bytes_of(problem.lhs.dtype)
+    steps = ceil_div(cases[-1][2], per_step)
+    choices = []
     for rows, columns, warp_rows, warp_columns, share in _TILES:
         tiling = mma_tiling_of(problem, gpu, (rows, columns), (warp_rows, warp_columns), steps)
-        if tiling is None:
-            continue
-        tiles = batches * ceil_div(m, rows) * ceil_div(n, columns)
-        cost = ceil_div(tiles, gpu.multiprocessors) * (
-            rows * columns / share * steps + 20000 + 30 * rows * columns // 64
-        )
-        if best is None or cost < best[0]:
-            best = cost, tiling
-    assert best is not None, "two stages of the smallest tiles fit every GPU that has tensor cores"
-    return best[1]
+        choices += [(tiling, share)] if tiling else []
+    assert choices, "two stages of the smallest tiles fit every GPU that has tensor cores"
+
+    def cost(choice: tuple[MmaTiling, float], case: Sequence[int]) -> float:
+        tiling, share = choice
+        tiles = batches * ceil_div(case[0], tiling.rows) * ceil_div(case[1], tiling.columns)
+        elements = tiling.rows * tiling.columns
+        each = elements / share * ceil_div(case[2], per_step) + 20000 + 30 * elements // 64
+        return ceil_div(tiles, gpu.multiprocessors) * each
+
+    return least_loss(choices, cases, cost)[0]
 
 
 def mma_tiling_of(

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from ....target.element_types import bytes_of
 from ....target.gpu_target import GpuTarget
-
-EXTENTS = (64, 256, 1024, 4096)
-"""What symbolic extents are taken for where tiles are chosen: those that lose least, in the mean, of the best ones."""
+from ..core.least_loss import cases_of, least_loss
 
 
 @dataclass(frozen=True)
@@ -102,43 +100,39 @@ def simt_plan(
     """
     size = bytes_of(dtype)
     group = max(1, 16 // size)
-    is_known = None not in (*sizes, batch)
-    cases = [
-        [extent if known is None else max(known, 1) for known in sizes] for extent in ((1,) if is_known else EXTENTS)
-    ]
+    cases = [[max(size, 1) for size in case] for case in cases_of(sizes, None not in (*sizes, batch))]
     count = 1 if batch is None else max(batch, 1)
     # Blocks of a cluster have parts of a known k, and read each other's sums of four bytes.
     clusters = (1, 2, 4, 8) if gpu.bulk_copies and sizes[2] is not None and size == 4 else (1,)
-    found: list[tuple[SimtPlan, list[float]]] = []
-    for rows, columns, thread_rows, thread_columns, depth, slices, alone, beside in _TILES:
+    found: list[tuple[SimtPlan, tuple[int, int]]] = []
+    for rows, columns, thread_rows, thread_columns, depth, slices, *rates in _TILES:
         if size > 4 and thread_rows * thread_columns > 32:
             continue  # registers
         for cluster in clusters:
             plan = SimtPlan(rows, columns, thread_rows, thread_columns, group, depth, slices, cluster)
             if not _is_possible(plan, size, gpu) or (cluster > 1 and cases[0][2] < 4 * depth * slices * cluster):
                 continue
-            costs = [_cycles(plan, case, count, (alone, beside), gpu) for case in cases]
-            if cluster == 1 or min(tiles for _, tiles in costs) < gpu.multiprocessors:
-                found.append((plan, [cost for cost, _ in costs]))
-    least = [min(costs[i] for _, costs in found) for i in range(len(cases))]
-    return min(found, key=lambda one: sum(cost / best for cost, best in zip(one[1], least, strict=True)))[0]
+            if cluster == 1 or min(_tiles(plan, case, count) for case in cases) < gpu.multiprocessors:
+                found.append((plan, (rates[0], rates[1])))
+
+    def cost(one: tuple[SimtPlan, tuple[int, int]], case: Sequence[int]) -> float:
+        return _cycles(one[0], case, count, one[1], gpu)
+
+    return least_loss(found, cases, cost)[0]
 
 
-def _cycles(
-    plan: SimtPlan, sizes: Sequence[int], count: int, rates: tuple[int, int], gpu: GpuTarget
-) -> tuple[float, int]:
-    """About how long a product takes, and how many tiles it has.
+def _tiles(plan: SimtPlan, sizes: Sequence[int], count: int) -> int:
+    return count * -(-sizes[0] // plan.rows) * -(-sizes[1] // plan.columns)
 
-    `rates` are the multiply-adds of a cycle, with one block and with several.
-    """
-    m, n, k = sizes
-    tiles = count * -(-m // plan.rows) * -(-n // plan.columns)
-    step, cluster = plan.depth * plan.slices, plan.cluster
+
+def _cycles(plan: SimtPlan, sizes: Sequence[int], count: int, rates: tuple[int, int], gpu: GpuTarget) -> float:
+    """About how long a product takes; `rates` are the multiply-adds of a cycle, with one block and with several."""
+    step, cluster, k, tiles = plan.depth * plan.slices, plan.cluster, sizes[2], _tiles(plan, sizes, count)
     # A cluster lies within a part of the GPU that has not always a multiple of its blocks.
     turns = -(-tiles * cluster // (gpu.multiprocessors // cluster * cluster))
     work = plan.rows * plan.columns * step * -(-k // (step * cluster)) / rates[turns > 1]
     exchange = _MEETING + plan.rows * plan.columns / _EXCHANGED if cluster > 1 else 0
-    return turns * (work + _ENDS + exchange), tiles
+    return turns * (work + _ENDS + exchange)
 
 
 def _is_possible(plan: SimtPlan, size: int, gpu: GpuTarget) -> bool:

@@ -26,9 +26,10 @@ from ...core.builder import Expr, Function, ceil_div, int64, opaque, when
 from ...core.view import Coordinates
 from ...core.work_split import unravel
 from ..core import ptx
-from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, launch, local, may_begin_early
+from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, launch, local, may_begin_early, unrolled
 from .fragments import FragmentStore, ProductParameters, Staging
 from .operand_tiles import PACKED_ROWS, PRODUCERS, LeftTile, OperandTile, Source, source_of
+from .swapped_fragments import SwappedFragments
 from .wgmma_tiling import Tiling, choose_tiling
 
 _BYTES = ("int8", "uint8")
@@ -37,7 +38,7 @@ _MOST_ROWS_AHEAD = 256
 _MOST_BYTES_AHEAD = 6 << 20
 """Weights that a launch asks for before it waits: an eighth of the second-level cache. On an H200, BERT-base of 128
 tokens in float16 takes 254 us with that, 264 without, and 286 where launches do not overlap."""
-_READ_TOGETHER = 64  # registers of other blocks' sums
+_BLOCK = PACKED_ROWS * SWIZZLED_BYTES  # bytes of the rows of an instruction
 _UNROLLED_SUMS = 128  # registers of sums from which consumers need those of the producers
 
 
@@ -97,8 +98,11 @@ def wgmma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: Tiling |
         with function.body():
             parameters.open()
             lhs, rhs = parameters.lhs, parameters.rhs
-            gathers = Source.GATHER in (source_of(lhs, "m")[0], source_of(rhs, "n")[0])
-            tiling = tiling or choose_tiling(problem, gpu, sizes, list(counts.values()), gathers)
+            sources = source_of(lhs, "m")[0], source_of(rhs, "n")[0]
+            may_swap = sources == (Source.LINES, Source.PACKED)
+            tiling = tiling or choose_tiling(
+                problem, gpu, sizes, list(counts.values()), Source.GATHER in sources, may_swap
+            )
             left = OperandTile.of(lhs, "m", tiling.rows, sizes[0], sizes[2])
             right = OperandTile.of(rhs, "n", tiling.columns, sizes[1], sizes[2])
             product = WgmmaProduct(left, right, store, tiling, sizes, counts)
@@ -133,12 +137,15 @@ class WgmmaProduct:
     ) -> None:
         self.left, self.right, self.store, self.tiling, self.counts = left, right, store, tiling, counts
         store.is_cut_into(tiling.rows, tiling.columns)
-        self.consumers = tiling.rows // 64
-        self.registers = tiling.columns // 2
+        self.consumers = tiling.consumers
+        self.swapped = tiling.swapped
+        # Products of a consumer beside each other, and registers of each one's sums.
+        self.blocks = tiling.columns // 64 // self.consumers if self.swapped else 1
+        self.registers = (tiling.rows if self.swapped else tiling.columns) // 2
         # TVM has no wgmma of integers with 256 columns.
         is_integer = left.view.nominal in _BYTES
-        self.issued = self.registers // 2 if is_integer and tiling.columns > 192 else self.registers
-        if not right.is_swizzled:
+        self.issued = self.registers // 2 if is_integer and self.registers > 192 // 2 else self.registers
+        if not right.is_swizzled and not tiling.swapped:
             # Packed tiles of so many rows lie after each other.
             self.issued = PACKED_ROWS // 2
         m, n, k = sizes
@@ -150,17 +157,28 @@ class WgmmaProduct:
         for count in counts.values():
             batches = batches * count
         self.tiles = self.row_tiles * self.column_tiles * _int32(batches)
-        self.moves_registers = self.registers >= _UNROLLED_SUMS
+        self.first: tuple[Coordinates, Expr, Expr] | None = None
+        self.asked = 0  # steps whose weights are asked for before the producers begin
+        self.moves_registers = self.blocks * self.registers >= _UNROLLED_SUMS
 
     @property
     def read_early(self) -> list[int]:
-        """The operand that blocks ask for before they wait for the launches before: weights of tiles that exist.
+        """The operand that blocks ask for before they wait for the launches before: weights of tiles that exist."""
+        return [1] if self.right.source is Source.PACKED and isinstance(self.tiles, int) else []
+
+    @property
+    def asks_ahead(self) -> bool:
+        """Whether all weights of a tile are asked for then, and not only those of the first steps.
 
         With many rows the tensor cores need longer than memory, and what the launch before reads would have to wait.
         """
-        right, rows = self.right, self.row_tiles
-        is_known = right.source is Source.PACKED and right.is_swizzled and isinstance(self.tiles, int)
-        return [1] if is_known and rows * self.tiling.rows <= _MOST_ROWS_AHEAD else []
+        rows = self.row_tiles * self.tiling.rows
+        return bool(self.read_early) and self.right.is_swizzled and rows <= _MOST_ROWS_AHEAD
+
+    @property
+    def has_one_tile(self) -> bool:
+        """Whether every block has one tile, which it knows before it waits for the launches before."""
+        return isinstance(self.tiles, int) and self.tiles == self.tiling.blocks // self.tiling.split
 
     def emit(self) -> None:
         """The launch."""
@@ -171,8 +189,12 @@ class WgmmaProduct:
         if tiling.split > 1:
             # Partial sums take the place of the stages.
             shared.size = max(shared.size, stages + tiling.rows * tiling.columns * 4)
-        part = tiling.columns // tiling.split
-        staging = self.store.plan(shared, self.consumers * 4, tiling.staged)
+        part = (tiling.rows if self.swapped else tiling.columns) // tiling.split
+        staging: Staging | SwappedFragments
+        if self.swapped:
+            staging = SwappedFragments(self.store, shared, self.consumers, part, tiling.staged, not self.has_one_tile)
+        else:
+            staging = self.store.plan(shared, self.consumers * 4, tiling.staged)
         self.full_at = shared.take(8 * tiling.stages, 8)
         self.empty_at = shared.take(8 * tiling.stages, 8)
         threads = PRODUCERS + self.consumers * WARPGROUP
@@ -182,7 +204,7 @@ class WgmmaProduct:
         with launch(blocks, threads, tiling.split, self.moves_registers, together) as place:
             self.block, self.rank, self.thread = place.block, place.rank, place.thread
             shared.open()
-            if self.read_early:
+            if self.asks_ahead:
                 self._ask_ahead()
             with when(place.thread == 0):
                 for stage in range(tiling.stages):
@@ -192,6 +214,8 @@ class WgmmaProduct:
                     ptx.barrier_init(self._empty(stage), self.consumers)
                 ptx.barrier_init_fence()
             ptx.block_barrier()
+            if self.read_early:
+                self._begin()
             # Operands, and what the result takes the place of, belong to launches before this one until here.
             ptx.wait_for_launches_before()
             ptx.let_next_launch_begin()
@@ -209,26 +233,29 @@ class WgmmaProduct:
 
     def _each_tile(self, body: Callable[[Expr, Coordinates, Expr, Expr], None]) -> None:
         """Write `body` for every tile of the block: its number among them, batch, first row and first column."""
-        tiling = self.tiling
-        own = self.block if tiling.split == 1 else self.block // tiling.split
-
-        def one(turn: Expr, tile: Expr) -> None:
-            at, row, column = self._place(T.bind(tile))
-            # Not simply bound: TVM would write these divisions out wherever the place is used, in each step of k.
-            at = {name: opaque(value) for name, value in at.items()}
-            row, column = opaque(T.Cast("int64", row)), opaque(T.Cast("int64", column))
-            # A product with the tile's size, so that accesses are known to be aligned.
-            body(turn, at, row * tiling.rows, column * tiling.columns)
-
+        tiling, own = self.tiling, self._own_tile()
         clusters = tiling.blocks // tiling.split
         if clusters == 0:
             with when(_int32(own) < self.tiles):
-                one(0, _int32(own))
-        elif isinstance(self.tiles, int) and self.tiles == clusters:
-            one(0, own)
+                body(0, *self._begin_of(_int32(own)))
+        elif self.has_one_tile:
+            body(0, *(self.first or self._begin_of(own)))
         else:
             with T.serial(T.truncdiv(self.tiles - own + (clusters - 1), clusters)) as turn:
-                one(turn, own + turn * clusters)
+                body(turn, *self._begin_of(own + turn * clusters))
+
+    def _own_tile(self) -> Expr:
+        """The number of the block's first tile."""
+        return self.block if self.tiling.split == 1 else self.block // self.tiling.split
+
+    def _begin_of(self, tile: Expr) -> tuple[Coordinates, Expr, Expr]:
+        """Batch, first row and first column of a tile."""
+        at, row, column = self._place(T.bind(tile))
+        # Not simply bound: TVM would write these divisions out wherever the place is used, in each step of k.
+        at = {name: opaque(value) for name, value in at.items()}
+        row, column = opaque(T.Cast("int64", row)), opaque(T.Cast("int64", column))
+        # A product with the tile's size, so that accesses are known to be aligned.
+        return at, row * self.tiling.rows, column * self.tiling.columns
 
     def _place(self, tile: Expr) -> tuple[Coordinates, Expr, Expr]:
         """Batch, row and column of a tile: a group of rows goes over all columns, its rows one after the other."""
@@ -258,27 +285,60 @@ class WgmmaProduct:
 
     def _each_step(
         self,
-        turn: Expr,
+        ring: Any,
         body: Callable[[Expr, Expr, Expr, Expr], None],
         end: Callable[[Expr, Expr, Expr], None] | None = None,
     ) -> None:
         """Write `body` for the block's steps of a tile: number, step of k, stage, and parity of the stage's turn.
 
+        `ring` is where the thread is in the ring of stages, and moves on.
         The last step is `end` where there is one, of the same but the step of k, behind the loop of the others.
         """
-        stages = self.tiling.stages
         count, first = self._own_steps()
 
-        def place(step: Expr) -> tuple[Expr, Expr]:
-            number = T.bind(turn * count + step)
-            return T.bind(number % stages), T.bitwise_and(number // stages, 1)
+        def visit(visitor: Callable[..., None], *step: Expr) -> None:
+            visitor(*step, T.bind(ring[0]), T.bind(ring[1]))
+            # Not found by division: that would take as long as the products of a small tile.
+            following = T.bind(ring[0] + 1)
+            T.buffer_store(ring, T.Select(following == self.tiling.stages, 0, following), [0])
+            T.buffer_store(ring, T.bitwise_xor(ring[1], T.Select(following == self.tiling.stages, 1, 0)), [1])
 
         others = count - 1 if end else count
         if not isinstance(others, int) or others:
             with T.serial(others) as step:
-                body(step, first + step, *place(step))
+                visit(body, step, first + step)
         if end:
-            end(others, *place(others))
+            visit(end, others)
+
+    @staticmethod
+    def _ring() -> Any:
+        """The stage that a thread comes to, and the parity of its turn, from the first stage on."""
+        ring = local(2, "int32")
+        for i in range(2):
+            T.buffer_store(ring, 0, [i])
+        return ring
+
+    def _begin(self) -> None:
+        """What can be done before the launches before have ended: weights of the first steps are asked for."""
+        self.first = self._begin_of(self._own_tile())
+        at, row, column = self.first
+        if self.has_one_tile:
+            self.left.begin(at, row, self.thread)
+        count, first = self._own_steps()
+        self.asked = min(self.tiling.stages, self.steps // self.tiling.split)
+        with unrolled(self.asked) as step:
+            self._load_packed(at, column, first + step, step)
+
+    def _load_packed(self, at: Coordinates, column: Expr, k: Expr, stage: Expr, *conditions: Expr) -> None:
+        """Ask for the weights of a step of k."""
+        right, full = self.right, self._full(stage)
+        with when(tirx.all(self.thread == 0, *conditions)):
+            ptx.barrier_expect(full, right.size)
+        # A thread of each warp issues a copy: one after the other they would take long.
+        with when(tirx.all(self.thread % WARP == 0, self.thread // WARP < right.blocks, *conditions)):
+            right.load_block(
+                self.shared, self.right_at + stage * right.size, at, (column, self.thread // WARP), k, full
+            )
 
     def _ask_ahead(self) -> None:
         """Have the weights of the block's first tile brought to the second-level cache; those above others do it."""
@@ -296,21 +356,21 @@ class WgmmaProduct:
     def _produce(self) -> None:
         if self.moves_registers:
             ptx.set_max_registers(_FEW_REGISTERS, grows=False)
-        left, right, thread = self.left, self.right, self.thread
+        left, right, thread, ring = self.left, self.right, self.thread, self._ring()
+
+        count, _ = self._own_steps()
 
         def tile(turn: Expr, at: Coordinates, row: Expr, column: Expr) -> None:
-            left.begin(at, row, thread)
+            if not (self.first and self.has_one_tile):
+                left.begin(at, row, thread)
 
-            def step(_: Expr, k: Expr, stage: Expr, parity: Expr) -> None:
+            def step(own: Expr, k: Expr, stage: Expr, parity: Expr) -> None:
                 ptx.barrier_wait(self._empty(stage), T.bitwise_xor(parity, 1))
                 left_to, right_to = self.left_at + stage * left.size, self.right_at + stage * right.size
                 full = self._full(stage)
                 if right.source is Source.PACKED:
-                    with when(thread == 0):
-                        ptx.barrier_expect(full, right.size)
-                    # A thread of each warp issues a copy: one after the other they would take long.
-                    with when(tirx.all(thread % WARP == 0, thread // WARP < right.blocks)):
-                        right.load_block(self.shared, right_to, at, (column, thread // WARP), k, full)
+                    is_new = [turn * count + own >= self.asked] if self.asked else []
+                    self._load_packed(at, column, k, stage, *is_new)
                 left.load(self.shared, left_to, at, row, k, thread)
                 right.load(self.shared, right_to, at, column, k, thread)
                 if Source.GATHER in (left.source, right.source):
@@ -321,28 +381,38 @@ class WgmmaProduct:
                 else:
                     ptx.barrier_arrive_after_copies(full)
 
-            self._each_step(turn, step)
+            self._each_step(ring, step)
 
             if self.tiling.split > 1:
-                # With the consumers, who read each other's sums in between.
+                # With the consumers, who write each other's sums in between.
                 for _ in range(2):
                     _cluster_barrier()
 
         self._each_tile(tile)
 
-    def _consume(self, staging: Staging, part: int) -> None:
+    def _consume(self, staging: Staging | SwappedFragments, part: int) -> None:
         if self.moves_registers:
             ptx.set_max_registers(_MANY_REGISTERS, grows=True)
         kind = "uint32" if self.left.view.nominal in _BYTES else "float32"
-        sums = local(self.registers, kind)
-        base = local(2, "uint64")
+        sums = local(self.blocks * self.registers, kind)
+        base, ring = local(2, "uint64"), self._ring()
         member = self.thread % WARPGROUP
         group = T.bind(self.thread // WARPGROUP - 1)
         warp, lane = T.bind(self.thread // WARP - PRODUCERS // WARP), T.bind(self.thread % WARP)
         left, right = self.left, self.right
-        ptx.matrix_descriptor(base[0], self.shared.at(self.left_at + group * (64 * SWIZZLED_BYTES)), left.leading)
-        right_begin = self.shared.at(self.right_at)
-        ptx.matrix_descriptor(base[1], right_begin, right.leading, right.stride, right.is_swizzled)
+        rows_at = group * (self.blocks * _BLOCK)
+        left_begin = self.left_at + (0 if self.swapped else rows_at)
+        right_begin = self.shared.at(self.right_at + (rows_at if self.swapped else 0))
+        ptx.matrix_descriptor(base[int(self.swapped)], self.shared.at(left_begin), left.leading)
+        of_right = base[int(not self.swapped)]
+        ptx.matrix_descriptor(of_right, right_begin, right.leading, right.stride, right.is_swizzled)
+        first, second = (right, left) if self.swapped else (left, right)
+        # Tiles move the low words of descriptors only.
+        low = [T.bind(T.Cast("uint32", base[i])) for i in range(2)]
+        high = [T.bind(T.shift_left(T.shift_right(base[i], T.uint64(32)), T.uint64(32))) for i in range(2)]
+
+        def moved(operand: int, word: Expr) -> Expr:
+            return T.bitwise_or(high[operand], T.Cast("uint64", word))
 
         def release(stage: Expr, *conditions: Expr) -> None:
             with when(tirx.all(member == 0, *conditions)):
@@ -350,32 +420,36 @@ class WgmmaProduct:
 
         def tile(turn: Expr, at: Coordinates, row: Expr, column: Expr) -> None:
             last = local(1, "int32")
-            begin = row + T.Cast("int64", warp * 16)
-            # With k split, this block's columns of the tile.
-            own = column if self.tiling.split == 1 else column + T.Cast("int64", self.rank * part)
-            self.store.fetch(part, staging, at, (begin, own), lane)
+            # With k split, this block's columns of the tile, or its rows.
+            skipped: Expr = 0 if self.tiling.split == 1 else T.Cast("int64", self.rank * part)
+            if isinstance(staging, SwappedFragments):
+                own = row + skipped, column + T.Cast("int64", group * (self.blocks * PACKED_ROWS))
+                staging.fetch(self.blocks, at, own, member)
+            else:
+                own = row + T.Cast("int64", warp * 16), column + skipped
+                self.store.fetch(part, staging, at, own, lane)
 
             def multiply(number: Expr, stage: Expr, parity: Expr) -> None:
                 ptx.barrier_wait(self._full(stage), parity)
                 # What came by `copy_async` was written as by a thread, not as by wgmma's own kind of access.
                 ptx.async_proxy_fence()
-                at_stage = T.Cast("uint64", stage)
-                a = T.bind(base[0] + at_stage * T.uint64(left.size // 16))
-                b = T.bind(base[1] + at_stage * T.uint64(right.size // 16))
+                a = T.bind(low[0] + T.Cast("uint32", stage) * T.uint32(first.size // 16))
+                b = T.bind(low[1] + T.Cast("uint32", stage) * T.uint32(second.size // 16))
                 ptx.wgmma_fence()
                 for i in range(SWIZZLED_BYTES // ptx.CONTRACTION_BYTES):
                     adds = T.uint32(1) if i else T.if_then_else(number > 0, T.uint32(1), T.uint32(0))
-                    for begin in range(0, self.registers, self.issued):
-                        # Columns of a second instruction are further rows of the right tile.
-                        skipped = begin * 2 * SWIZZLED_BYTES // 16
-                        ptx.wgmma(
-                            [sums[begin + r] for r in range(self.issued)],
-                            a + T.uint64(i * left.advance),
-                            b + T.uint64(i * right.advance + skipped),
-                            (left.view.nominal, right.view.nominal),
-                            adds,
-                            (left.is_transposed, right.is_transposed),
-                        )
+                    for block in range(self.blocks):
+                        for begin in range(0, self.registers, self.issued):
+                            # Columns of a second instruction are further rows of the right tile.
+                            further = begin * 2 * SWIZZLED_BYTES // 16
+                            ptx.wgmma(
+                                [sums[block * self.registers + begin + r] for r in range(self.issued)],
+                                moved(0, a + T.uint32(i * first.advance + block * _BLOCK // 16)),
+                                moved(1, b + T.uint32(i * second.advance + further)),
+                                (first.view.nominal, second.view.nominal),
+                                adds,
+                                (first.is_transposed, second.is_transposed),
+                            )
                 ptx.wgmma_commit()
 
             def step(number: Expr, _: Expr, stage: Expr, parity: Expr) -> None:
@@ -392,43 +466,49 @@ class WgmmaProduct:
                 release(last[0], number > 0)
                 release(stage)
 
-            self._each_step(turn, step, last_step)
+            self._each_step(ring, step, last_step)
             totals = sums if self.tiling.split == 1 else self._add_parts(sums, kind, group, member)
-            self.store.emit(totals, part, staging, at, (begin, own), warp, lane)
-            if self.tiling.split > 1:
-                ptx.cluster_wait()
+            if isinstance(staging, SwappedFragments):
+                staging.emit(totals, self.blocks, at, own, group, member)
+            else:
+                self.store.emit(totals, part, staging, at, own, warp, lane)
 
         self._each_tile(tile)
 
     def _add_parts(self, sums: Any, kind: str, group: Expr, member: Expr) -> Any:
-        """This block's columns of the tile, the sums of all blocks of the cluster added in their order."""
-        count = self.registers // self.tiling.split
-        quads = self.registers // 4
-        begin = self.left_at + group * (self.registers * WARPGROUP * 4) + member * 16
-        # Stages are free once all consumers of the block have read the last.
-        ptx.named_barrier(1, self.consumers * WARPGROUP)
-        for quad in range(quads):
-            target = self.shared.at(begin + quad * (WARPGROUP * 16))
-            ptx.store_shared(target, [_as_u32(sums[4 * quad + i], kind) for i in range(4)])
-        ptx.cluster_arrive()
-        ptx.cluster_wait()
-        # As many of the others' sums as registers hold are on their way together: each load takes long.
-        together = max(1, min(self.tiling.split, _READ_TOGETHER // count))
-        total, parts, remote = local(count, kind), local(together * count, kind), local(1, "uint32")
-        own = T.bind(ptx.shared_address(self.shared.at(begin + self.rank * (count // 4 * WARPGROUP * 16))))
-        name = "u32" if kind == "uint32" else "f32"
-        for first in range(0, self.tiling.split, together):
-            for i in range(together):
-                ptx.remote_address(remote[0], own, first + i)
-                for quad in range(count // 4):
-                    registers = [parts[i * count + 4 * quad + r] for r in range(4)]
-                    ptx.load_remote(registers, remote[0] + T.uint32(quad * WARPGROUP * 16), name)
-            for i in range(together):
-                for r in range(count):
-                    part = parts[i * count + r]
-                    T.buffer_store(total, part if first + i == 0 else total[r] + part, [r])
-        # No block ends, or stores into what others read, before all have read.
-        ptx.cluster_arrive()
+        """This block's part of the tile, the sums of all blocks of the cluster added in their order.
+
+        Each block writes its sums of a part to the shared memory of the block that stores it: a store does not wait
+        for its answer, as reading the sums of others would.
+        """
+        split = self.tiling.split
+        count = self.registers // split
+        pieces = [(block, quad) for block in range(self.blocks) for quad in range(count // 4)]
+        each = len(pieces) * WARPGROUP * 16  # bytes of a warpgroup's sums of a part
+        own = self.left_at + group * each + member * 16
+        begin, remote = self.shared.at(own + self.rank * (self.consumers * each)), local(1, "uint32")
+        address = T.bind(ptx.shared_address(begin))
+        # The sums take the place of the stages, which all blocks have read now.
+        _cluster_barrier()
+        for turn in range(split):
+            # Every block begins with another one, and comes to itself last.
+            for owner in range(split):
+                with when(tirx.EQ(T.truncmod(self.rank + turn + 1, split), owner)):
+                    ptx.remote_address(remote[0], address, owner)
+                    for number, (block, quad) in enumerate(pieces):
+                        register = block * self.registers + owner * count + 4 * quad
+                        values = [_as_u32(sums[register + i], kind) for i in range(4)]
+                        ptx.store_remote(remote[0] + T.uint32(number * WARPGROUP * 16), values)
+        _cluster_barrier()
+        total, parts = local(self.blocks * count, kind), local(4, "uint32")
+        for sender in range(split):
+            for number in range(len(pieces)):
+                source = own + sender * (self.consumers * each) + number * (WARPGROUP * 16)
+                ptx.load_shared([parts[i] for i in range(4)], self.shared.at(source))
+                for i in range(4):
+                    value = parts[i] if kind == "uint32" else tirx.reinterpret(kind, parts[i])
+                    register = 4 * number + i
+                    T.buffer_store(total, value if sender == 0 else total[register] + value, [register])
         return total
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from functools import cache
+from math import inf, prod
 
 from ....encoding.packed_layout import SWIZZLED_BYTES
 from ....encoding.problem import MatmulProblem
 from ....target.element_types import bytes_of
 from ....target.gpu_target import GpuTarget
 from ...core.builder import Expr, ceil_div
+from ..core.least_loss import cases_of, least_loss
 
 GROUP = 16
 """Rows of tiles that go over the columns together."""
@@ -24,41 +26,43 @@ STAGING_PAD = 32
 """Bytes between staged rows, at most."""
 
 
-EXTENTS = (64, 256, 1024, 4096)
-"""What symbolic extents are taken for: the tiling is the one that loses least, in the mean, of the best for each."""
-
 # Cycles of a step of k, 128 bytes of it, by rows and columns of the tile, where loads do not take longer: fitted to
 # convolutions and products of 100 to 50,000 rows on an H200.
 STEP_CYCLES = {
     (64, 64): 370,
     (64, 128): 415,
     (64, 192): 600,
-    (64, 256): 785,
+    (64, 256): 690,
     (128, 64): 540,
-    (128, 128): 965,
+    (128, 128): 780,
     (128, 192): 1150,
     (128, 256): 1195,
 }
-LOADED = 5800
+SWAPPED_ROWS = {64: (96, 128, 160, 192), 128: (48, 64, 80, 96, 112), 256: (64, 80, 96, 112)}
+"""Rows of tiles whose operands are swapped, by their columns."""
+LOADED = 7000
 """Bytes of tiles that all multiprocessors load in a cycle, from the second-level cache."""
-SHARING = 64, 128
-"""The tile of which two blocks may share a multiprocessor."""
+SHARING = (64, 128, False), (96, 64, True), (48, 128, True), (64, 128, True), (96, 128, True)
+"""Rows and columns of tiles of which two blocks may share a multiprocessor, and whether operands are swapped."""
+BESIDE = 0.7
+"""Of a step, that a block beside it on the multiprocessor adds: one multiplies while the other waits."""
 GATHERED = 4
 """Times as long a step takes where operands come through registers."""
 
 # Blocks that run at the same time, by the blocks of a cluster: those of one cluster share one of the GPU's parts, whose
 # multiprocessors are no multiple of 4 or 8.
 RUNNING = {1: 132, 2: 132, 4: 120, 8: 96}
-START_CYCLES = 2350
+START_CYCLES = 1600
 """Of a launch and its first loads."""
-STORED = 7
-"""Elements of the result that a block stores in a cycle."""
-EXCHANGE_CYCLES = 700
-"""Of the barriers of a cluster, for each doubling of its blocks."""
-EXCHANGED = 28
-"""Bytes of a tile's sums that blocks exchange in a cycle, of 64 columns: threads of wider tiles have more, in turn."""
-MOST_SPLIT_COLUMNS = 128
-"""Of a tile whose k is split: 256x4096x4096 took 1.6 times as long as cuBLAS in two parts of tiles of 64x256."""
+STORED = 12
+"""Elements of the result that a block stores in a cycle, behind `STORE_CYCLES`."""
+STORE_CYCLES = 250
+EXCHANGE_CYCLES = (950, 300)
+"""Of a cluster's start, and of meeting each further block."""
+EXCHANGED = 18
+"""Bytes of sums that a block takes from others in a cycle."""
+MOST_SPLIT = 128 * 128
+"""Elements of a tile whose k is split: larger ones give each other too much."""
 
 
 _RESERVED = 1024
@@ -72,7 +76,7 @@ class Tiling:
     Attributes
     ----------
     rows, columns : int
-        Of a tile: 64 or 128 rows; columns a multiple of 64, up to 256.
+        Of a tile: 64 or 128 rows, where operands are swapped any multiple of 16; columns a multiple of 64, up to 256.
     stages : int
         Of the ring of tiles in shared memory.
     blocks : int
@@ -84,7 +88,11 @@ class Tiling:
     group : int
         Rows of tiles that go over the columns together.
     staged : int
-        Columns of the result that a warp turns from fragments to rows at a time.
+        Columns of the result that a warp turns from fragments to rows at a time; where operands are swapped, rows that
+        a warpgroup turns.
+    swapped : bool
+        Whether columns of the result are the tensor cores' rows, of which there are always 64, and so rows can be as
+        few or many as give all multiprocessors the same work.
     """
 
     rows: int
@@ -95,6 +103,17 @@ class Tiling:
     group: int = GROUP
     staged: int = 64
     together: int = 1
+    swapped: bool = False
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that multiply."""
+        return consumers_of(self.rows, self.columns, self.swapped, self.together)
+
+
+def consumers_of(rows: int, columns: int, swapped: bool, together: int) -> int:
+    """Warpgroups that multiply: of swapped operands two, but one where blocks share a multiprocessor's registers."""
+    return min(2 if together == 1 else 1, columns // 64) if swapped else rows // 64
 
 
 def choose_tiling(
@@ -103,6 +122,7 @@ def choose_tiling(
     sizes: tuple[Expr, Expr, Expr],
     counts: Sequence[Expr],
     gathers: bool = False,
+    may_swap: bool = False,
 ) -> Tiling:
     """The tiling of a problem: the one of fewest estimated `cycles`.
 
@@ -113,41 +133,82 @@ def choose_tiling(
         `EXTENTS` in their place.
     gathers : bool
         Whether an operand comes through registers.
+    may_swap : bool
+        Whether operands may be swapped: the left one lies in lines of k, and the right one is packed.
     """
     batches = prod(count if isinstance(count, int) else 1 for count in counts)
     is_known = all(isinstance(size, int) for size in (*sizes, *counts))
-    cases = [
-        [size if isinstance(size, int) else extent for size in sizes] for extent in ((1,) if is_known else EXTENTS)
-    ]
+    cases = cases_of(sizes, is_known)
     slowness, per_step = GATHERED if gathers else 1, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype)
-    choices = [
-        ((rows, columns), split, 1)
-        for rows, columns in STEP_CYCLES
-        for split in (RUNNING if isinstance(sizes[2], int) else (1,))
-        if split <= ceil_div(cases[0][2], per_step)
-        and (split == 1 or (columns <= MOST_SPLIT_COLUMNS and columns // split % 8 == 0))
-    ]
-    if is_known and not gathers:
-        choices.append((SHARING, 1, 2))
+    # Single bytes would be staged one by one.
+    may_swap = may_swap and is_known and not gathers and staged_element(problem) > 1
+    most_split = ceil_div(cases[0][2], per_step) if isinstance(sizes[2], int) else 1
+    choices = [cut for cut in _cuts(may_swap, is_known and not gathers) if cut.split <= most_split]
 
-    def cost(choice: tuple[tuple[int, int], int, int], case: Sequence[int]) -> float:
-        (rows, columns), split, together = choice
-        tiles = ceil_div(case[0], rows) * ceil_div(case[1], columns) * batches
-        return cycles((rows, columns), split, tiles, ceil_div(case[2], per_step), slowness, together)
+    def cost(cut: Cut, case: Sequence[int]) -> float:
+        tiles = ceil_div(case[0], cut.rows) * ceil_div(case[1], cut.columns) * batches
+        if cut.together > 1 and not RUNNING[1] < tiles <= (cut.together * RUNNING[1] if cut.swapped else tiles):
+            # Nothing shares, or blocks have several tiles, for which half the registers are too few.
+            return inf
+        return cycles(cut, tiles, ceil_div(case[2], per_step), slowness)
 
-    least = [min(cost(choice, case) for choice in choices) for case in cases]
-    tile, split, together = min(
-        choices, key=lambda one: sum(cost(one, case) / best for case, best in zip(cases, least, strict=True))
-    )
+    cut = least_loss(choices, cases, cost)
     steps = ceil_div(cases[-1][2], per_step)
     # Of few steps, most of the work is to store: warps take turns in runs of 128 bytes of the result, which takes 16 %
     # less time for 50,176 x 64 x 256.
     short = max(_STAGED[-1], _SHORT_RUN * staged_element(problem))
-    staged = _STAGED if steps // split >= MANY_STAGES else (short,)
+    staged = _STAGED if steps // cut.split >= MANY_STAGES or cut.swapped else (short,)
     tilings = [
-        tiling_of(problem, gpu, sizes, counts, tile, split, staged_bytes=size, together=together) for size in staged
+        tiling_of(
+            problem,
+            gpu,
+            sizes,
+            counts,
+            (cut.rows, cut.columns),
+            cut.split,
+            staged_bytes=size,
+            together=cut.together,
+            swapped=cut.swapped,
+        )
+        for size in staged
     ]
-    return next((tiling for tiling in tilings if tiling.stages >= MANY_STAGES), max(tilings, key=lambda t: t.stages))
+    most = min(MANY_STAGES, steps // cut.split)
+    return next((tiling for tiling in tilings if tiling.stages >= most), max(tilings, key=lambda t: t.stages))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What `cycles` are estimated of; attributes as of `Tiling`."""
+
+    rows: int
+    columns: int
+    split: int = 1
+    together: int = 1
+    swapped: bool = False
+
+    @property
+    def step(self) -> float:
+        """Cycles of a step of k, where loads from the second-level cache do not take longer."""
+        if not self.swapped:
+            return STEP_CYCLES[self.rows, self.columns]
+        lines = self.rows + self.columns
+        both = 0.4 * lines if consumers_of(self.rows, self.columns, True, self.together) > 1 else 0
+        return 90 + 0.67 * self.rows * self.columns / 32 + 0.74 * lines + both
+
+
+@cache
+def _cuts(may_swap: bool, may_share: bool) -> tuple[Cut, ...]:
+    """All that there are to choose from."""
+    tiles = [(*tile, False) for tile in STEP_CYCLES]
+    tiles += [(rows, columns, True) for columns in SWAPPED_ROWS for rows in SWAPPED_ROWS[columns] if may_swap]
+    cuts = [
+        Cut(rows, columns, split, 1, swapped)
+        for rows, columns, swapped in tiles
+        for split in RUNNING
+        if split == 1 or (not swapped and rows * columns <= MOST_SPLIT and columns // split % 8 == 0)
+    ]
+    cuts += [Cut(*tile[:2], 1, 2, tile[2]) for tile in SHARING if may_share and tile[2] <= may_swap]
+    return tuple(cuts)
 
 
 def reads_rows(problem: MatmulProblem) -> bool:
@@ -162,25 +223,25 @@ def staged_element(problem: MatmulProblem) -> int:
     return 4 if reads_rows(problem) else bytes_of(problem.result.dtype)
 
 
-def cycles(tile: tuple[int, int], split: int, tiles: int, steps: int, slowness: int = 1, together: int = 1) -> float:
-    """About how many cycles a product takes of which `tiles` tiles are cut into `split` parts of k.
+def cycles(cut: Cut, tiles: int, steps: int, slowness: int = 1) -> float:
+    """About how many cycles a product of `tiles` tiles takes.
 
     Parameters
     ----------
     slowness : int
         Times as long that a step takes.
-    together : int
-        Blocks of a multiprocessor: one stores while the other multiplies.
     """
-    rows, columns = tile
-    turns = ceil_div(tiles * split, RUNNING[split])
-    shares = together > 1 and turns > 1
-    loads = (rows + columns) * SWIZZLED_BYTES * (tiles * split / turns) / LOADED
-    step = max(STEP_CYCLES[tile], loads) * slowness
-    stored = rows * columns / split / STORED
-    if split > 1:
-        stored += EXCHANGE_CYCLES * (split.bit_length() - 1) + rows * columns * 4 / EXCHANGED * columns / 64
-    return START_CYCLES + turns * ceil_div(steps, split) * step + (turns / together if shares else turns) * stored
+    blocks, sums = tiles * cut.split, cut.rows * cut.columns
+    turns = ceil_div(blocks, RUNNING[cut.split] * cut.together)
+    beside = min(cut.together, ceil_div(blocks, RUNNING[1]))
+    loads = (cut.rows + cut.columns) * SWIZZLED_BYTES * (blocks / turns) / LOADED
+    step = max(cut.step * (1 + BESIDE * (beside - 1)), loads) * slowness
+    stored = STORE_CYCLES + sums / cut.split / STORED
+    if cut.split > 1:
+        begin, meeting = EXCHANGE_CYCLES
+        stored += begin + meeting * (cut.split - 1) + sums * 4 * (1 - 1 / cut.split) / EXCHANGED
+    stores = turns if cut.together == 1 else 1 + 0.3 * (turns - 1)
+    return START_CYCLES + turns * ceil_div(steps, cut.split) * step + stores * stored
 
 
 def tiling_of(
@@ -194,21 +255,29 @@ def tiling_of(
     staged_bytes: int = STAGED_BYTES,
     group: int = GROUP,
     together: int = 1,
+    swapped: bool = False,
 ) -> Tiling:
     """The tiling with tiles of a size: as many stages as shared memory has room for, and blocks as there is work.
 
     Parameters
     ----------
     staged_bytes : int
-        Of a row of the result, that a warp stages at a time.
+        Of a row of the result, that a warp stages at a time; where operands are swapped, `STAGED_BYTES` for all rows
+        of a tile at a time, and fewer for a part of them.
     """
     m, n, k = sizes
     rows, columns = tile
     element = staged_element(problem)
-    staged = columns // split
-    while staged * element > staged_bytes:
-        staged //= 2
-    staging = rows * (staged * element + STAGING_PAD)
+    if swapped:
+        staged = rows // split
+        if staged * staged_bytes // STAGED_BYTES % 8 == 0:
+            staged = staged * staged_bytes // STAGED_BYTES
+        staging = consumers_of(rows, columns, swapped, together) * staged * (64 * element + 16)
+    else:
+        staged = columns // split
+        while staged * element > staged_bytes:
+            staged //= 2
+        staging = rows * (staged * element + STAGING_PAD)
     # Some bytes are barriers.
     room = (gpu.shared_bytes + _RESERVED) // together - _RESERVED - staging - 256
     stages = room // ((rows + columns) * SWIZZLED_BYTES)
@@ -223,4 +292,4 @@ def tiling_of(
         clusters = 0
     blocks = clusters * split
     stages = max(1, min(stages, most_stages))
-    return Tiling(rows, columns, stages, blocks, split, group, staged, together)
+    return Tiling(rows, columns, stages, blocks, split, group, staged, together, swapped)

@@ -24,10 +24,12 @@ def check(
     rng: np.random.Generator,
     arch: str = "sm_90a",
     on_gpu: bool = False,
+    unit: float | None = None,
 ) -> None:
     """A kernel, one launch, on random operands, with NaN around them and in what it must write.
 
-    By the interpreter of GPU kernels, or on this machine's GPU.
+    By the interpreter of GPU kernels, or on this machine's GPU. `unit` is that of the type which it rounds to, where
+    that is not the result's.
     """
     func = kernel(problem_of(case))
     assert is_one_launch(func)
@@ -45,7 +47,7 @@ def check(
         result = run_on_gpu(func, inputs, result.shape, case.dtype)
     else:
         run(func, *inputs, result, arch=arch)
-    unit = _UNITS[case.dtype]
+    unit = unit or _UNITS[case.dtype]
     np.testing.assert_allclose(
         result.astype("float64"),
         stored(case.maps[3], 0, want, "bhme"),

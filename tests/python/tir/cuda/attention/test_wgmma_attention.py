@@ -49,6 +49,11 @@ CASES = {
     "edges": (half(1, 2, 2, 70, 200, 64, 64), AttentionPlan(2, 64, 2)),
     "one tile": (half(2, 1, 1, 40, 33, 32, 32, maps=BY_HEADS), None),
     "three warpgroups": (half(1, 1, 1, 192, 256, 64, 64, maps=BY_HEADS, dtype="bfloat16"), AttentionPlan(3, 128, 2)),
+    "beside others": (half(1, 1, 1, 100, 260, 32, 32), AttentionPlan(2, 64, 2, beside=False)),
+    "near heads": (
+        half(1, 3, 3, 200, 260, 32, 32, symbolic=True, causal="bottom_right", maps=BY_HEADS),
+        AttentionPlan(2, 64, 2, near=2),
+    ),
     "slices of a tensor": (half(1, 2, 2, 20, 50, 40, 24, starts=(8, 16, 24)), None),
     "nothing is aligned": (half(1, 3, 3, 17, 21, 19, 13), None),
     "wide": (half(1, 1, 1, 16, 70, 256, 200, maps=BY_HEADS), None),
@@ -121,6 +126,7 @@ def test_misfits_are_named():
         half(1, 64, 64, 4096, 4096, 128, 128, maps=BY_HEADS),
         half(1, 64, 64, 4096, 4096, 64, 64, maps=BY_HEADS),
         half(1, 64, 64, 4096, 4096, 128, 128, maps=BY_HEADS, causal="top_left"),
+        half(1, 64, 64, 4096, 4096, 64, 64, maps=BY_HEADS, causal="top_left"),
         half(1, 32, 32, 8, 8192, 128, 128, maps=BY_HEADS),
         half(1, 8, 8, 2048, 2048, 256, 256, maps=BY_HEADS),
         half(16, 12, 12, 512, 512, 64, 64, mask=np.zeros((16, 1, 1, 512), "float32"), scores=ADDED),
@@ -135,7 +141,7 @@ def test_registers_suffice_and_tensor_cores_do_not_wait(one):
 @pytest.mark.slow
 @pytest.mark.skipif(nvdisasm() is None, reason="needs nvdisasm")
 def test_powers_are_computed_while_values_are_added_up():
-    one = half(1, 64, 64, 4096, 4096, 128, 128, maps=BY_HEADS)
+    one = half(1, 64, 64, 4096, 4096, 64, 64, maps=BY_HEADS)
     (source,) = sources_of(wgmma_attention_kernel(problem_of(one), GPU), TARGET)
     code = disassembled(compile_source(source).code)
     beside = re.search(r"DEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0", code, re.DOTALL)
@@ -159,6 +165,8 @@ def test_plans_keep_the_gpu_busy():
     assert plan(16, 12, 12, 128, 128, 64, 64).consumers == 1  # several blocks a multiprocessor
     assert plan(1, 12, 12, 128, 128, 64, 64).consumers == 1  # more blocks
     assert plan(1, 16, 16, 1000, 1000, 80, 80).consumers == 2  # 128 blocks at once, not 256
+    assert plan(1, 8, 8, 2048, 2048, 256, 256).stages == 2  # shared memory holds two tiles of 80 keys
+    assert plan(1, 64, 64, 4096, 4096, 64, 64, causal="top_left").near == 16  # a third of the cache
     assert plan(1, 6, 6, 197, 197, 64, 64).keys == 112  # two tiles of about as many
     few = plan(1, 32, 32, 8, 8192, 128, 128)
     assert few.split == 3 and few.together == 1

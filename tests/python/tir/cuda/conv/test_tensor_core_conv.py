@@ -62,6 +62,7 @@ def test_windows(how):
     "how",
     [
         {"channels": (24, 72), "extents": (6, 7), "windows": SAME, "tile": (64, 128)},
+        {"channels": (24, 72), "extents": (6, 7), "windows": SAME, "tile": (48, 128), "swapped": True},
         {"channels": (8, 40), "extents": (9,), "windows": Window(11, 2, 1, 5, 5), "batch": 3},
         {"channels": (16, 64), "extents": (5, 6), "windows": SAME, "dtype": "int8"},
         {"channels": (3, 40), "extents": (16, 13), "windows": Window(7, 2, 1, 3, 3), "batch": 2},
@@ -70,11 +71,13 @@ def test_windows(how):
         {"channels": (3, 24), "extents": (9, 8), "windows": SAME, "dtype": "tfloat32"},
         {"channels": (3, 24), "extents": (11, 12), "windows": Window(7, 2, 1, 3, 3), "dtype": "uint8"},
     ],
-    ids=["chunks", "1d", "bytes", "image", "patches", "3d image", "tf32 image", "image of bytes"],
+    ids=["chunks", "swapped chunks", "1d", "bytes", "image", "patches", "3d image", "tf32 image", "image of bytes"],
 )
 def test_few_channels(how):
-    tile = how.pop("tile", (64, 64))
-    check(conv_problem(**how), tile)
+    tile, options = how.get("tile", (64, 64)), {"swapped": how.get("swapped", False)}
+    check(
+        conv_problem(**{name: value for name, value in how.items() if name not in ("tile", "swapped")}), tile, **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,6 +87,8 @@ def test_few_channels(how):
         ({"epilogue": RESIDUAL, "shown": [("n", "float16"), ("bny", "float16")]}, (128, 64), {}),
         ({"epilogue": "cast(multiply(x0, x1), 'float16')", "shown": [("bn", "float32")]}, (64, 64), {}),
         ({"channels": (80, 48)}, (64, 64), {"split": 4}),
+        ({"epilogue": BIAS_RELU, "shown": [("n", "float16")]}, (32, 64), {"swapped": True}),
+        ({"epilogue": RESIDUAL, "shown": [("n", "float16"), ("bny", "float16")]}, (32, 64), {"swapped": True}),
         ({"dtype": "int8"}, (64, 64), {}),
         ({"dtype": "tfloat32"}, (64, 64), {}),
         (
@@ -97,7 +102,17 @@ def test_few_channels(how):
             {},
         ),
     ],
-    ids=["bias relu", "residual", "by image", "parts of k", "bytes", "tf32", "requantized"],
+    ids=[
+        "bias relu",
+        "residual",
+        "by image",
+        "parts of k",
+        "swapped",
+        "residual, swapped",
+        "bytes",
+        "tf32",
+        "requantized",
+    ],
 )
 def test_epilogues_and_types(how, tile, options):
     how = {"channels": (32, 40), "extents": (6, 5), "windows": SAME, "batch": 2, **how}

@@ -223,6 +223,40 @@ def test_clusters_and_tiles(sizes, tile, how):
     check(problem_of(sizes), sizes, tile, **how)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "tile", "how"),
+    [
+        ({"m": 50, "n": 64, "k": 96}, (48, 64), {}),
+        ({"m": 100, "n": 200, "k": 130}, (96, 128), {}),
+        ({"m": 100, "n": 300, "k": 130}, (32, 256), {}),
+        ({"m": 100, "n": 128, "k": 300}, (112, 128), {"split": 2}),
+        ({"m": 60, "n": 256, "k": 520}, (96, 256), {"split": 4}),
+    ],
+)
+def test_swapped_operands(sizes, tile, how):
+    check(problem_of(sizes), sizes, tile, swapped=True, **how)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"epilogue": "cast(add(x0, cast(x1, 'float32')), 'float16')", "operands": [("n", "float16")]},
+        {"epilogue": "cast(add(x0, cast(x1, 'float32')), 'float16')", "operands": [("mn", "float16")]},
+        {"epilogue": "cast(multiply(x0, x1), 'float16')", "operands": [("m", "float32")]},
+        {"dtype": "int8", "result": "int32", "acc": "int32"},
+        {"dtype": "float32"},
+        {
+            "dtype": "int8",
+            "acc": "int32",
+            "epilogue": "cast(clip(round(multiply(cast(x0, 'float32'), 0.0009765625)), -128, 127), 'int8')",
+        },
+    ],
+)
+def test_epilogues_of_swapped_operands(how):
+    sizes = {"m": 60, "n": 100, "k": 96}
+    check(problem_of(sizes, **how), sizes, (48, 128), swapped=True)
+
+
 def test_biases_of_wide_tiles():
     """A lane holds several pairs of columns, of 32 and of 16 bits; columns beyond the last one are not read."""
     sizes = {"m": 20, "n": 200, "k": 64}
@@ -292,12 +326,11 @@ def test_a_tiling_fits_into_the_gpu():
         ((4096, 4096, 4096), (128, 256), 1),
         ((4096, 1024, 4096), (128, 256), 1),
         ((512, 4096, 4096), (64, 256), 1),
-        ((128, 4096, 4096), (128, 64), 2),
+        ((128, 4096, 4096), (64, 128), 2),
         ((127, 255, 511), (64, 64), 8),
         ((128, 768, 3072), (64, 64), 4),
-        ((784, 512, 4608), (64, 128), 2),
+        ((784, 512, 4608), (64, 256), 4),
         ((784, 512, 2048), (64, 128), 2),
-        ((12544, 256, 512), (128, 256), 1),
     ],
 )
 def test_tilings_are_those_that_were_fastest(sizes, tile, split):
@@ -306,7 +339,23 @@ def test_tilings_are_those_that_were_fastest(sizes, tile, split):
     tiling = choose_tiling(problem, GPU, sizes, [], gathers=k == 511)
     assert ((tiling.rows, tiling.columns), tiling.split) == (tile, split)
     assert tiling.stages >= min(4, -(-k // 64 // split))
-    assert tiling.together == 1
+    assert (tiling.together, tiling.swapped) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tile", "together"),
+    [
+        ((12544, 128, 1152), (96, 128), 1),
+        ((784, 2048, 1024), (112, 128), 1),
+        ((50176, 64, 576), (192, 64), 1),
+        ((12544, 256, 512), (96, 128), 2),
+        ((3136, 1024, 256), (96, 128), 2),
+    ],
+)
+def test_swapped_tiles_give_all_multiprocessors_as_much_to_do(sizes, tile, together):
+    m, n, k = sizes
+    tiling = choose_tiling(problem_of({"m": m, "n": n, "k": k}), GPU, sizes, [], may_swap=True)
+    assert ((tiling.rows, tiling.columns), tiling.together, tiling.swapped) == (tile, together, True)
 
 
 @pytest.mark.parametrize("sizes", [(12544, 128, 1152), (12544, 512, 256), (50176, 256, 64), (784, 2048, 512)])

@@ -6,8 +6,8 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from relax_hetero.artifact.worker_threads import launch_setter
-from relax_hetero.driver.link.worker_threads import with_launch_setters, worker_threads
-from relax_hetero.driver.link.worker_threads_text import text_for
+from relax_hetero.driver.link.threads.text import text_for
+from relax_hetero.driver.link.threads.worker_threads import with_launch_setters, worker_threads
 from relax_hetero.vm.device.pinned_staging import loop_of
 
 CPU = tvm.target.Target({"kind": "llvm", "mtriple": "x86_64-unknown-linux-gnu", "mcpu": "x86-64-v3"})

@@ -8,7 +8,7 @@ processes it spins for threads that the scheduler has put away: milliseconds for
 
 Task i is always worker i's, unless the caller takes it: a worker finds its part of the weights in its core's cache.
 
-TIR has no words for atomics and threads, LLVM's language has (`worker_threads_text`). TVM inlines functions of that
+TIR has no words for atomics and threads, LLVM's language has (`text`). TVM inlines functions of that
 language into PrimFuncs and drops them, so the functions that are needed by their address are PrimFuncs which call one.
 
 TVM's code of a parallel loop calls a launch function through a pointer, ``__TVMBackendParallelLaunch``, that TVM sets.
@@ -28,10 +28,10 @@ from tvm.script.ir_builder import tirx as T
 from tvm.target import codegen
 from tvm_ffi import VisitInterrupt, structural_walk
 
-from ...artifact import worker_threads as names
-from ...tir.core.builder import Function
-from .llvm_kernels import TRUSTED, build_llvm
-from .worker_threads_text import BODY, text_for
+from ....artifact import worker_threads as names
+from ....tir.core.builder import Function
+from ..llvm_kernels import TRUSTED, build_llvm
+from .text import BODY, text_for
 
 _SHELL = "relax_hetero.workers"
 _BARRIER = "pragma_parallel_barrier_when_finish"
@@ -41,7 +41,7 @@ _INT = "int64"
 _SHELLS = {"launch": "ppi", "work": "p", "end": "p", "stage": "ppp", "help": "pp"}
 # Functions that Python calls: how many numbers they take. They return a number.
 _PACKED = {
-    names.START: 5,
+    names.START: 7,
     names.CONFIGURE: 2,
     names.FORGET: 0,
     names.WIDTH: 0,

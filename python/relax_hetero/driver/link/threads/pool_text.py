@@ -1,4 +1,4 @@
-"""The worker threads in LLVM's language; see `worker_threads` for their purpose.
+"""Pools of worker threads in LLVM's language: who runs which task of a parallel loop, and how threads wait.
 
 A pool belongs to the thread that launches, which finds it by a key of pthreads; a worker finds the value `WORKER`, and
 runs loops within its loop alone. A launch writes a *job*: a word with a number that grows, the count of tasks (10 bits)
@@ -9,52 +9,19 @@ says stands until its tasks have ended.
 
 Nobody depends on a wake-up: if one is lost, the caller does the work.
 
+Workers that come late are kept off the cores of the others (`apart_text`).
+
 Copies of large tensors between a GPU and the host come with them (`staging_text`).
 """
 
 from __future__ import annotations
 
-from . import staging_text
-
-BODY = "relax_hetero.workers.body."
-"""How the names of the functions that PrimFuncs call begin."""
-
 MOST_THREADS = 1023
 """As many as the word of a job counts."""
 
-
-def text_for(triple: str) -> str | None:
-    """The functions for a target; None for an operating system or a processor that they are not written for."""
-    arch, _, rest = triple.partition("-")
-    found = _ARCHITECTURES.get(arch)
-    if found is None or "linux" not in rest:
-        return None
-    text = _TEXT + staging_text.TEXT
-    for name, value in found.items():
-        text = text.replace(name, value)
-    return text.replace("BODY.", BODY)
-
-
-# The number of Linux' futex call, the instruction that a thread spins with, and its declaration.
-_ARCHITECTURES = {
-    "x86_64": {
-        "FUTEX": "202",
-        "declare PAUSE": "declare void @llvm.x86.sse2.pause()",
-        "call PAUSE": "call void @llvm.x86.sse2.pause()",
-    },
-    "aarch64": {
-        "FUTEX": "98",
-        "declare PAUSE": "declare void @llvm.aarch64.hint(i32)",
-        "call PAUSE": "call void @llvm.aarch64.hint(i32 1)",
-    },
-}
-
-_TEXT = r"""
+TEXT = r"""
 declare ptr @aligned_alloc(i64, i64)
 declare void @free(ptr)
-declare ptr @memset(ptr, i32, i64)
-declare i32 @clock_gettime(i32, ptr)
-declare i64 @syscall(i64, ...)
 declare i32 @pthread_create(ptr, ptr, ptr, ptr)
 declare i32 @pthread_join(i64, ptr)
 declare i32 @pthread_key_create(ptr, ptr)
@@ -63,7 +30,6 @@ declare i32 @pthread_setspecific(i32, ptr)
 declare i32 @pthread_sigmask(i32, ptr, ptr)
 declare i32 @sigfillset(ptr)
 declare i32 @llvm.umin.i32(i32, i32)
-declare PAUSE
 declare i32 @relax_hetero.workers.launch(ptr, ptr, i32)
 declare i32 @relax_hetero.workers.work(ptr)
 declare i32 @relax_hetero.workers.end(ptr)
@@ -76,8 +42,9 @@ declare i32 @relax_hetero.workers.end(ptr)
 ;                error of a task, threads used, threads made, room, whether a loop runs
 %own = type { ptr, i32, i32, i32, i32, [40 x i8] }
 %pool = type { %job, %sleep, %own, [64 x i8] }
-;                state, pool, number, thread
-%slot = type { i64, ptr, i64, i64, [96 x i8] }
+;                state, pool, number, thread; CPU of its last task + 1, since when it is late, when to look again where
+;                it runs, a hash of the CPUs that it is kept to
+%slot = type { i64, ptr, i64, i64, i64, i64, i64, i64, [64 x i8] }
 
 @workers.key = internal global i32 0
 @workers.take = internal global ptr null
@@ -85,57 +52,6 @@ declare i32 @relax_hetero.workers.end(ptr)
 @workers.drop = internal global ptr null
 @workers.width = internal global i32 1
 @workers.spin = internal global i64 0
-
-define internal i64 @workers.now() {
-  %time = alloca { i64, i64 }
-  call i32 @clock_gettime(i32 1, ptr %time)
-  %seconds = load i64, ptr %time
-  %at = getelementptr { i64, i64 }, ptr %time, i64 0, i32 1
-  %rest = load i64, ptr %at
-  %whole = mul i64 %seconds, 1000000000
-  %now = add i64 %whole, %rest
-  ret i64 %now
-}
-
-; Whether a word becomes another than `old` while this spins, for `limit` nanoseconds.
-define internal i1 @workers.changes(ptr %word, i64 %old, i64 %limit) {
-entry:
-  br label %poll
-poll:
-  %count = phi i64 [ 0, %entry ], [ %next, %pause ], [ 0, %clock ]
-  %start = phi i64 [ 0, %entry ], [ %start, %pause ], [ %began, %clock ]
-  %value = load atomic i64, ptr %word acquire, align 8
-  %differs = icmp ne i64 %value, %old
-  br i1 %differs, label %yes, label %pause
-pause:
-  call PAUSE
-  %next = add i64 %count, 1
-  %more = icmp ult i64 %next, 32
-  br i1 %more, label %poll, label %clock
-clock:
-  %now = call i64 @workers.now()
-  %is_first = icmp eq i64 %start, 0
-  %began = select i1 %is_first, i64 %now, i64 %start
-  %passed = sub i64 %now, %began
-  %over = icmp ugt i64 %passed, %limit
-  br i1 %over, label %no, label %poll
-yes:
-  ret i1 true
-no:
-  ret i1 false
-}
-
-; Sleep until woken by one of the bits of `mask`, unless the low half of the word is no longer that of `old`.
-define internal void @workers.sleep(ptr %word, i64 %old, i32 %mask) {
-  %low = trunc i64 %old to i32
-  call i64 (i64, ...) @syscall(i64 FUTEX, ptr %word, i32 137, i32 %low, ptr null, ptr null, i32 %mask)
-  ret void
-}
-
-define internal void @workers.wake(ptr %word, i32 %count, i32 %mask) {
-  call i64 (i64, ...) @syscall(i64 FUTEX, ptr %word, i32 138, i32 %count, ptr null, ptr null, i32 %mask)
-  ret void
-}
 
 ; Wake eight workers that have a task, if any sleeps; each wakes eight more.
 define internal void @workers.wake_some(ptr %pool, i32 %tasks) {
@@ -222,20 +138,13 @@ entry:
   %limit = shl i64 %spin, 4
   br label %look
 look:
-  %last = phi i64 [ 0, %entry ], [ %last, %sleep ], [ %job, %next ]
-  %has_slept = phi i1 [ false, %entry ], [ true, %sleep ], [ false, %next ]
-  %is_there = call i1 @workers.changes(ptr %pool, i64 %last, i64 %limit)
-  br i1 %is_there, label %awake, label %sleep
-sleep:
-  atomicrmw add ptr %sleepers_at, i32 1 seq_cst
-  call void @workers.sleep(ptr %pool, i64 %last, i32 %mask)
-  atomicrmw sub ptr %sleepers_at, i32 1 seq_cst
-  br label %look
-awake:
+  %last = phi i64 [ 0, %entry ], [ %job, %next ]
+  %has_slept = call i1 @workers.await(ptr %pool, i64 %last, i64 %limit, i32 %mask, ptr %sleepers_at)
   %job = load atomic i64, ptr %pool acquire, align 8
   %is_end = icmp eq i64 %job, -1
   br i1 %is_end, label %leave, label %count
 count:
+  call void @workers.is_here(ptr %slot)
   %half = lshr i64 %job, 1
   %tasks = and i64 %half, 1023
   %is_asked = icmp ult i64 %wide, %tasks
@@ -271,8 +180,7 @@ entry:
   %is_worker = icmp eq ptr %pool, inttoptr (i64 1 to ptr)
   br i1 %is_worker, label %out, label %stop
 stop:
-  atomicrmw xchg ptr %pool, i64 -1 seq_cst
-  call void @workers.wake(ptr %pool, i32 2147483647, i32 -1)
+  call void @workers.dismiss(ptr %pool)
   %made_at = getelementptr %pool, ptr %pool, i64 0, i32 2, i32 2
   %made = load i32, ptr %made_at
   br label %each
@@ -383,6 +291,9 @@ define internal void @workers.join(ptr %pool, ptr %slot, i64 %job) {
   %ends = call i1 @workers.changes(ptr %slot, i64 %job, i64 %limit)
   br i1 %ends, label %out, label %wait
 wait:
+  ; Its task may be behind this thread on one CPU: it would begin only when this thread sleeps.
+  %here = call i64 @workers.here()
+  call void @workers.part(ptr %pool, ptr %slot, i64 %here)
   %waits_at = getelementptr %pool, ptr %pool, i64 0, i32 1, i32 0
   atomicrmw xchg ptr %waits_at, i32 1 seq_cst
   br label %sleep
@@ -457,16 +368,22 @@ take:
   %task = phi i32 [ 1, %post ], [ %next, %taken ]
   %slot = call ptr @workers.slot(ptr %pool, i32 %task)
   %won = call i1 @workers.claim(ptr %slot, i64 %job, i64 %ended)
-  br i1 %won, label %do, label %taken
+  br i1 %won, label %late, label %taken
+late:
+  call void @workers.late(ptr %pool, ptr %slot)
+  br label %do
 do:
   call void @workers.do(ptr %pool, i32 %task)
   br label %taken
 taken:
   %next = add i32 %task, 1
   %more = icmp ult i32 %next, %used
-  br i1 %more, label %take, label %joins
+  br i1 %more, label %take, label %all
+all:
+  %here = call i64 @workers.here()
+  br label %joins
 joins:
-  %other = phi i32 [ 1, %taken ], [ %another, %joined ]
+  %other = phi i32 [ 1, %all ], [ %another, %joined ]
   %theirs = call ptr @workers.slot(ptr %pool, i32 %other)
   %state = load atomic i64, ptr %theirs acquire, align 8
   %has_ended = icmp eq i64 %state, %ended
@@ -475,6 +392,7 @@ join:
   call void @workers.join(ptr %pool, ptr %theirs, i64 %job)
   br label %joined
 joined:
+  call void @workers.part(ptr %pool, ptr %theirs, i64 %here)
   %another = add i32 %other, 1
   %left = icmp ult i32 %another, %used
   br i1 %left, label %joins, label %out
@@ -498,7 +416,7 @@ serial:
   ret i32 %status
 }
 
-define internal i64 @BODY.start(i64 %take, i64 %raise, i64 %drop, i64 %width, i64 %spin) {
+define internal i64 @BODY.start(i64 %take, i64 %raise, i64 %drop, i64 %width, i64 %spin, i64 %cores, i64 %cpus) {
   %takes = inttoptr i64 %take to ptr
   %raises = inttoptr i64 %raise to ptr
   %drops = inttoptr i64 %drop to ptr
@@ -508,6 +426,9 @@ define internal i64 @BODY.start(i64 %take, i64 %raise, i64 %drop, i64 %width, i6
   store ptr %drops, ptr @workers.drop
   store i32 %threads, ptr @workers.width
   store i64 %spin, ptr @workers.spin
+  %table = inttoptr i64 %cores to ptr
+  store ptr %table, ptr @workers.cores
+  store i64 %cpus, ptr @workers.cpus
   %status = call i32 @pthread_key_create(ptr @workers.key, ptr @relax_hetero.workers.end)
   %wide = sext i32 %status to i64
   ret i64 %wide

@@ -11,7 +11,6 @@ from many threads, and half as fast from few.
 from __future__ import annotations
 
 TEXT = r"""
-declare ptr @memcpy(ptr, ptr, i64)
 declare i32 @relax_hetero.workers.stage(ptr, ptr, ptr)
 declare i32 @relax_hetero.workers.help(ptr, ptr)
 
@@ -208,8 +207,7 @@ entry:
   %is_end = icmp eq ptr %job, null
   br i1 %is_end, label %dismiss, label %post
 dismiss:
-  store atomic i64 -1, ptr %desk seq_cst, align 8
-  call void @workers.wake(ptr %desk, i32 2147483647, i32 -1)
+  call void @workers.dismiss(ptr %desk)
   ret i32 0
 post:
   %job_at = getelementptr %stage.desk, ptr %desk, i64 0, i32 2
@@ -234,17 +232,13 @@ out:
 ; A helper's life.
 define internal i32 @BODY.help(ptr %desk, ptr %lane) {
 entry:
+  %sleepers = alloca i32
   %job_at = getelementptr %stage.desk, ptr %desk, i64 0, i32 2
   %helpers_at = getelementptr %stage.desk, ptr %desk, i64 0, i32 3
   br label %look
 look:
-  %last = phi i64 [ 0, %entry ], [ %last, %sleep ], [ %number, %left ]
-  %is_there = call i1 @workers.changes(ptr %desk, i64 %last, i64 50000)
-  br i1 %is_there, label %come, label %sleep
-sleep:
-  call void @workers.sleep(ptr %desk, i64 %last, i32 -1)
-  br label %look
-come:
+  %last = phi i64 [ 0, %entry ], [ %number, %left ]
+  %slept = call i1 @workers.await(ptr %desk, i64 %last, i64 50000, i32 -1, ptr %sleepers)
   %number = load atomic i64, ptr %desk acquire, align 8
   %is_end = icmp eq i64 %number, -1
   br i1 %is_end, label %out, label %take

@@ -1,0 +1,181 @@
+"""Functions for calls whose arguments look like those of an earlier call: nothing is checked or worked out again.
+
+Before::
+
+    @R.function
+    def main(x: R.Tensor(("n", 4), "float32"), constants):
+        weight = R.call_packed("vm.builtin.tuple_getitem", constants, 0)
+        shape_heap = R.call_builtin_with_ctx("vm.builtin.alloc_shape_heap", (2,))
+        R.call_packed("vm.builtin.check_tensor_info", x, 2, "float32", ...)
+        R.call_packed("vm.builtin.match_shape", x, shape_heap, ...)
+        shape_func(shape_heap)
+        size = R.call_packed("vm.builtin.make_shape", shape_heap, ...)
+        storage = R.vm.alloc_storage(size, 0, "uint8", "global")
+        ...
+
+After, beside the unchanged `main`::
+
+    @R.function
+    def main_shared(x, constants):      # the checks, the sizes of tensors, and the constants
+        ...
+        return (weight, size)
+
+    @R.function
+    def main_repeated(x, weight, size):
+        storage = R.vm.alloc_storage(size, 0, "uint8", "global")
+        ...
+
+The machine knows of each call whether its arguments have the devices, element types and shapes of an earlier one
+(`vm.args.call_cache`). It calls `main_shared` once for each of these looks, and `main_repeated` from then on. So a
+symbolic function costs the host as little as a static one.
+
+A function has them if its parameters are tensors, and all its sizes follow from the sizes of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import tvm
+from tvm import relax, tirx
+
+from ...artifact.metadata import RepeatedCall
+from ...transform.ir.rewriting import (
+    copy_module,
+    fresh_global_var,
+    op_name,
+    relax_functions,
+    typed,
+    walk_bindings,
+)
+
+_HEAP, _NO_HEAP = "vm.builtin.alloc_shape_heap", "relax.null_value"
+_CHECK, _MATCH = "vm.builtin.check_tensor_info", "vm.builtin.match_shape"
+_SHARED = ("vm.builtin.make_prim_value", "vm.builtin.make_shape", "vm.builtin.tuple_getitem")
+"""Calls that give the same for the same constants, sizes and types."""
+_OF_KNOWN_SHAPE = ("relax.vm.alloc_tensor", "vm.builtin.reshape")
+"""Calls that make a tensor of a shape that they are given."""
+_STORE = 1
+"""The code by which `_MATCH` keeps an extent (MatchShapeCode::kStoreToHeap in TVM's sources)."""
+
+
+def with_repeated_calls(mod: tvm.IRModule, names: Iterable[str]) -> tuple[tvm.IRModule, tuple[RepeatedCall, ...]]:
+    """A lowered module without constants, with these functions for those of the functions `names` that can have them.
+
+    Assumes that shapes are lowered and constants lifted. All other functions stay as they are.
+    """
+    functions, taken = dict(mod.functions.items()), {gv.name_hint for gv in mod.functions}
+    wanted, found = set(names), []
+
+    def add(name: str, func: relax.Function) -> str:
+        gv = fresh_global_var(name, func.ty, taken)
+        functions[gv] = func.with_attr("global_symbol", gv.name_hint)
+        return gv.name_hint
+
+    for gv, func in relax_functions(mod):
+        name = gv.name_hint
+        parts = _parts_of(func, mod) if name in wanted else None
+        if parts is not None:
+            repeated = add(f"{name}_repeated", parts.repeated())
+            shares = add(f"{name}_shared", parts.giving_shared()) if parts.shared else ""
+            found.append(RepeatedCall(name, repeated, shares))
+    return (copy_module(mod, functions) if found else mod), tuple(found)
+
+
+@dataclass
+class _Parts:
+    """The bindings of a function: what calls with arguments of one look share, and the rest.
+
+    Attributes
+    ----------
+    used: Variables of the shared part that the rest uses.
+    """
+
+    func: relax.Function
+    shared: list[relax.Binding] = field(default_factory=list)
+    rest: list[relax.Binding] = field(default_factory=list)
+    used: list[relax.Var] = field(default_factory=list)
+
+    def repeated(self) -> relax.Function:
+        """A function of the tensors, and of what is shared."""
+        body = _sequence(self.rest, self.func.body.body, self.func.ret_ty)
+        return relax.Function([*_tensors(self.func), *self.used], body, self.func.ret_ty, self.func.is_pure)
+
+    def giving_shared(self) -> relax.Function:
+        """A function of all parameters that gives what is shared."""
+        given = relax.Tuple(self.used)
+        body = _sequence(self.shared, given, given.ty)
+        return relax.Function(list(self.func.params), body, given.ty, self.func.is_pure)
+
+
+def _parts_of(func: relax.Function, mod: tvm.IRModule) -> _Parts | None:
+    """The parts of a function; None where a parameter is no tensor, or sizes follow from values."""
+    tensors = _tensors(func)
+    if not isinstance(func.body, relax.SeqExpr) or not all(isinstance(var.ty, relax.TensorType) for var in tensors):
+        return None
+    parts = _Parts(func)
+    shared = set(func.params) - set(tensors)
+    heaps: set[relax.Var] = set()  # memory in which extents are kept
+    made: set[relax.Var] = set()  # tensors whose shapes are known without a look at them
+    for binding in walk_bindings(func, nested=False):
+        var, value = binding.var, binding.value
+        callee, operands = _callee(value), _variables(value)
+        if callee in (_HEAP, _NO_HEAP):
+            heaps.add(var)
+        elif callee == _MATCH and value.args[0] in made and not _stores(value):
+            continue
+        elif not (
+            (callee in (_CHECK, _MATCH) and operands <= shared | set(tensors))
+            or (callee in _SHARED and operands <= shared)
+            or _is_of_sizes(value, mod, shared, heaps)
+        ):
+            if operands & heaps:
+                return None
+            if callee in _OF_KNOWN_SHAPE:
+                made.add(var)
+            parts.rest.append(binding)
+            continue
+        shared.add(var)
+        parts.shared.append(binding)
+    needed = set().union(_variables(func.body.body), *(_variables(binding.value) for binding in parts.rest))
+    if any(var in needed and isinstance(var.ty, tvm.ir.TupleType) for var in shared):
+        return None
+    parts.used = [binding.var for binding in parts.shared if binding.var in needed]
+    return parts
+
+
+def _is_of_sizes(value: relax.Expr, mod: tvm.IRModule, shared: set[relax.Var], heaps: set[relax.Var]) -> bool:
+    """Whether an expression calls a kernel of numbers, or of the memory of extents, which computes or checks some."""
+    if not isinstance(value, relax.Call) or not isinstance(mod.functions.get(value.op), tirx.PrimFunc):
+        return False
+    return all(arg in heaps or (arg in shared and isinstance(arg.ty, tvm.ir.PrimType)) for arg in value.args)
+
+
+def _stores(match: relax.Call) -> bool:
+    """Whether a call of `_MATCH` keeps an extent: its operands are tensor, memory, rank, and codes with numbers."""
+    rank = int(match.args[2].value)
+    return any(int(code.value) == _STORE for code in match.args[3 : 3 + 2 * rank : 2])
+
+
+def _sequence(bindings: list[relax.Binding], result: relax.Expr, ty: tvm.ir.Type) -> relax.SeqExpr:
+    return typed(relax.SeqExpr([relax.BindingBlock(bindings)] if bindings else [], result), ty)
+
+
+def _tensors(func: relax.Function) -> list[relax.Var]:
+    """The parameters, less the tuple of constants, which is the last one where there are constants."""
+    params = list(func.params)
+    return params[:-1] if params and isinstance(params[-1].ty, tvm.ir.TupleType) else params
+
+
+def _callee(value: relax.Expr) -> str:
+    """The name of the packed function, built-in or op that an expression calls; empty for any other."""
+    if not isinstance(value, relax.Call):
+        return ""
+    callee = value.args[0] if op_name(value) == "relax.call_builtin_with_ctx" else value.op
+    return str(getattr(callee, "global_symbol", "")) or op_name(value) or ""
+
+
+def _variables(expr: relax.Expr) -> set[relax.Var]:
+    """The variables that an expression uses, in its branches too; not the symbols in their types."""
+    return set(relax.analysis.free_vars(expr))

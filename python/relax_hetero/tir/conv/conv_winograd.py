@@ -1,0 +1,384 @@
+"""Convolutions of 3 x 3 windows and stride 1 by Winograd's minimal filtering: fewer multiplications than windows have.
+
+The loops, from outside: tasks, groups, blocks of tiles. Of a block, the data are transformed once, into
+``[position, tile, channel]``; then, for each panel of output channels, every position is a small matrix product of
+tiles by the weight, which lies transformed in memory; its sums, ``[position, tile, column]``, are transformed back at
+once, and go through the epilogue into the result. Both are in memory of the task that stays in the second-level cache.
+
+A tile reads (m + 2) x (m + 2) elements of data; those in the padding, and beyond the image, are zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ...encoding.winograd import POINTS, positions
+from ..core.builder import (
+    CACHE_LINE_BYTES,
+    Expr,
+    Registers,
+    broadcast,
+    ceil_div,
+    constant,
+    either,
+    lane_indices,
+    lane_numbers,
+    let,
+    loop,
+    minimum,
+    opaque,
+    prefetch,
+    vector_type,
+    zeros,
+)
+from ..core.view import Coordinates
+from ..core.work_split import part, unravel
+from .conv_spec import Convolution, channel_masks
+from .winograd_plan import Plan, Shape, make_plan
+
+UNROLLED = 8
+"""The most input channels of a step of a product."""
+LINE = CACHE_LINE_BYTES // 4
+"""Elements of a cache line."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A convolution, its plan, and the memory of the task that is being written.
+
+    Attributes
+    ----------
+    size : int
+        Positions along one dimension.
+    distance : int
+        Elements from the data of one tile to those of the next.
+    data_plane, sums_plane : int
+        Elements from one position to the next.
+    data, sums : Buffer
+        Transformed data, and the sums of one panel.
+    """
+
+    conv: Convolution
+    plan: Plan
+    m: int
+    size: int
+    distance: int
+    data_plane: int
+    sums_plane: int
+    data: Any
+    sums: Any
+
+    @property
+    def lanes(self) -> int:
+        return self.conv.lanes
+
+    @property
+    def width(self) -> int:
+        """Elements of a row of sums: whole vectors."""
+        return ceil_div(self.conv.weight.layout.tile(0), self.lanes) * self.lanes
+
+    @property
+    def vectors(self) -> int:
+        return self.width // self.lanes
+
+    def tile_counts(self) -> list[Expr]:
+        """Of batch, rows and columns of tiles."""
+        images, _, *places = self.conv.result.extents
+        return [images, *(opaque(ceil_div(extent, self.m)) for extent in places)]
+
+
+def shape_of(conv: Convolution) -> Shape:
+    """The sizes of a convolution."""
+    images, _, *places = (extent if isinstance(extent, int) else 0 for extent in conv.result.extents)
+    layout, groups = conv.weight.layout, conv.problem.groups
+    columns = conv.channels // groups
+    return Shape(layout.winograd, images, (places[0], places[1]), conv.depth, columns, layout.tile(0), groups)
+
+
+def emit_winograd(conv: Convolution) -> None:
+    """Write the body of the kernel."""
+    shape = shape_of(conv)
+    plan = make_plan(shape, conv.cpu)
+    m, dtype = shape.m, conv.problem.acc_dtype
+    size = positions(m)
+    distance = _odd_lines(ceil_div(conv.depth, conv.lanes) * conv.lanes)
+    planes = _odd_lines(plan.tiles * distance), _odd_lines(plan.tiles * ceil_div(shape.width, conv.lanes) * conv.lanes)
+    with loop(plan.tasks, parallel=plan.tasks > 1) as task:
+        data, sums = (_memory(size * size * plane, dtype) for plane in planes)
+        work = _Work(conv, plan, m, size, distance, *planes, data, sums)
+        registers = Registers(plan.rows * work.vectors, dtype, conv.lanes)
+        counts = work.tile_counts()
+        tiles = opaque(prod(counts))
+        first_tile, last_tile = part(tiles, plan.tile_parts, task // plan.panel_parts)
+        first_panel, last_panel = part(shape.panels, plan.panel_parts, task % plan.panel_parts)
+        own = opaque(last_tile - first_tile)
+        blocks = plan.blocks or opaque(ceil_div(own, plan.tiles))
+        with loop(shape.groups) as group:
+            with loop(blocks) as block:
+                # The blocks of a task differ by one tile at most.
+                begin = opaque(first_tile + own * block // blocks)
+                count = opaque(first_tile + own * (block + 1) // blocks - begin)
+                with loop(count) as tile:
+                    _transform_data(work, opaque(group * conv.depth), tile, _tile_at(work, counts, begin + tile))
+                with loop(last_panel - first_panel) as number:
+                    panel = opaque(group * shape.panels + first_panel + number)
+                    with loop(size * size) as position:
+                        _multiply(work, registers, panel, position, count)
+                    _finish_panel(work, shape, panel, opaque(first_panel + number), counts, (begin, count))
+
+
+def _odd_lines(elements: int) -> int:
+    """At least so many elements, an odd number of cache lines: what lies so far apart meets in no set of a cache."""
+    lines = ceil_div(elements, LINE)
+    return (lines + 1 - lines % 2) * LINE
+
+
+def _memory(elements: int, dtype: str) -> Any:
+    """Memory of a task.
+
+    TVM cuts an allocation down to the elements that it sees touched: its ends are.
+    """
+    memory = T.alloc_buffer((elements,), dtype, scope="global")
+    for end in (0, elements - 1):
+        T.buffer_store(memory, tirx.const(0, dtype), [end])
+    return memory
+
+
+def _tile_at(work: _Work, counts: Sequence[Expr], number: Expr) -> Coordinates:
+    """The image of a tile and the first place of it in the result."""
+    image, row, column = unravel(number, counts, place=opaque)
+    return {"b": image, "y0": opaque(row * work.m), "y1": opaque(column * work.m)}
+
+
+def _transform_data(work: _Work, channel: Expr, tile: Expr, at: Coordinates) -> None:
+    """The transformed data of a tile, all channels of a group."""
+    conv, size, lanes = work.conv, work.size, work.lanes
+    outer, inner = conv.windows
+    starts = [opaque(at["y0"] - outer.before), opaque(at["y1"] - inner.before)]
+    extents = conv.data.extents[2:]
+    base = opaque(conv.data.address({"b": at["b"], "c": channel, "x0": starts[0], "x1": starts[1]}))
+    strides = conv.data.stride("x0"), conv.data.stride("x1")
+
+    def all_channels(is_inside: bool) -> None:
+        exists = (
+            []
+            if is_inside
+            else [
+                [_is_within(start + i, extent) for i in range(size)]
+                for start, extent in zip(starts, extents, strict=True)
+            ]
+        )
+        whole, left = divmod(conv.depth, lanes)
+
+        def vector(first: Expr, count: int) -> None:
+            def load(i: int, j: int) -> Expr:
+                index = lane_indices(base + i * strides[0] + j * strides[1] + first, lanes)
+                if is_inside and count == lanes:
+                    return let(conv.data.data[index])
+                found = tirx.const(count, "int32") if is_inside else count * exists[0][i] * exists[1][j]
+                mask = lane_numbers(lanes) < broadcast(found, lanes)
+                value = let(T.masked_load(vector_type(conv.data.dtype, lanes), conv.data.data, index, mask))
+                return let(T.Select(mask, value, zeros(conv.data.dtype, lanes)))
+
+            square = [[load(i, j) for j in range(size)] for i in range(size)]
+            values = _both_dimensions(square, lambda line: _forward(line, work.m, lanes))
+            to = opaque(tile * work.distance + first)
+            for i, j in product(range(size), repeat=2):
+                T.buffer_store(work.data, values[i][j], [lane_indices(to + (i * size + j) * work.data_plane, lanes)])
+
+        with loop(whole) as number:
+            vector(number * lanes, lanes)
+        if left:
+            vector(whole * lanes, left)
+
+    last = [start + size <= extent for start, extent in zip(starts, extents, strict=True)]
+    either(
+        tirx.all(starts[0] >= 0, starts[1] >= 0, *last),
+        lambda: all_channels(True),
+        lambda: all_channels(False),
+    )
+
+
+def _is_within(place: Expr, extent: Expr) -> Expr:
+    """1 where an image has a place, 0 elsewhere."""
+    slot = T.alloc_buffer((1,), "int32", scope="global")
+    T.buffer_store(slot, tirx.Cast("int32", tirx.all(place >= 0, place < extent)), [tirx.const(0, "int64")])
+    return slot[tirx.const(0, "int64")]
+
+
+def _multiply(work: _Work, registers: Registers, panel: Expr, position: Expr, count: Expr) -> None:
+    """The sums of a panel at a position, of all tiles of a block."""
+    conv, rows, vectors, lanes = work.conv, work.plan.rows, work.vectors, work.lanes
+    weight, tile = conv.weight, conv.weight.layout.tile(0)
+    zero = tirx.const(0, "int64")
+    outer, inner = tirx.floordiv(position, work.size), tirx.floormod(position, work.size)
+    start = opaque(weight.address({"n": panel * tile, "k": zero, "w0": outer, "w1": inner}))
+    plane = opaque(position * work.data_plane)
+    line = opaque(position * work.sums_plane)
+    usual = max(1, work.plan.tiles // rows)
+    unrolled = next(u for u in range(min(UNROLLED, conv.depth), 0, -1) if conv.depth % u == 0)
+    lines = ceil_div(unrolled * tile * 4, CACHE_LINE_BYTES * usual)
+    with loop(opaque(ceil_div(count, rows))) as group:
+        # The last rows overlap those before where the block is no multiple of them.
+        first = opaque(T.max(zero, minimum(group * rows, count - rows)))
+        data = opaque(plane + first * work.distance)
+        following = opaque(start + conv.depth * tile + group * (conv.depth // unrolled * lines * LINE))
+        for number in range(rows * vectors):
+            registers[number] = zeros(conv.problem.acc_dtype, lanes)
+        with loop(conv.depth // unrolled) as step:
+            for ahead in range(lines):
+                prefetch(weight.data, following + (step * lines + ahead) * (LINE))
+            for each in range(unrolled):
+                k = step * unrolled + each
+                right = [_weights(work, start + k * tile, j) for j in range(vectors)]
+                for row in range(rows):
+                    left = let(broadcast(work.data[data + row * work.distance + k], lanes))
+                    for j in range(vectors):
+                        number = row * vectors + j
+                        registers[number] = registers[number] + left * right[j]
+        for row in range(rows):
+            for j in range(vectors):
+                to = line + (first + row) * work.width + j * lanes
+                T.buffer_store(work.sums, registers[row * vectors + j], [lane_indices(to, lanes)])
+
+
+def _weights(work: _Work, start: Expr, vector: int) -> Expr:
+    weight, lanes = work.conv.weight, work.lanes
+    left = weight.layout.tile(0) - vector * lanes
+    index = lane_indices(start + vector * lanes, lanes)
+    if left >= lanes:
+        return let(weight.data[index])
+    mask = lane_numbers(lanes) < broadcast(tirx.const(left, "int32"), lanes)
+    value = let(T.masked_load(vector_type(weight.dtype, lanes), weight.data, index, mask))
+    return let(T.Select(mask, value, zeros(weight.dtype, lanes)))
+
+
+def _finish_panel(
+    work: _Work, shape: Shape, panel: Expr, number: Expr, counts: Sequence[Expr], block: tuple[Expr, Expr]
+) -> None:
+    """Transform the sums of a panel back, and store what the epilogue makes of them."""
+    conv, (begin, count) = work.conv, block
+    width = shape.width
+    column = opaque(panel * width)
+    if shape.groups > 1:
+        column = opaque(panel // shape.panels * (shape.columns) + number * width)
+
+    def tiles_of(existing: int) -> None:
+        vectors = ceil_div(existing, work.lanes)
+        masks = channel_masks(conv, vectors, existing)
+        with loop(count) as tile:
+            at = _tile_at(work, counts, begin + tile)
+            _transform_sums(work, tile, at, column, masks)
+
+    left = shape.columns % width
+    if left == 0 or shape.panels == 1:
+        tiles_of(min(width, shape.columns))
+    else:
+        either(number < shape.panels - 1, lambda: tiles_of(width), lambda: tiles_of(left))
+
+
+def _transform_sums(work: _Work, tile: Expr, at: Coordinates, column: Expr, masks: Sequence[Expr | None]) -> None:
+    """The places of a tile from its sums; a tile at the border has fewer."""
+    conv, m, size, lanes = work.conv, work.m, work.size, work.lanes
+    extents = conv.result.extents[2:]
+    places = [at["y0"], at["y1"]]
+
+    start = opaque(tile * work.width)
+
+    def slot(number: Expr, j: int) -> Expr:
+        """Where a vector of sums of a position lies."""
+        return lane_indices(start + (number * work.sums_plane + j * lanes), lanes)
+
+    def finish(a: Expr, b: Expr, j: int, value: Expr) -> None:
+        to = {"b": at["b"], "n": column + j * lanes, "y0": places[0] + a, "y1": places[1] + b}
+        conv.result.store(to, "n", conv.epilogue.result_at(value, to, masks[j]), lanes, masks[j])
+
+    def transformed(j: int) -> list[Line]:
+        square = [[let(work.sums[slot(a * size + b, j)]) for b in range(size)] for a in range(size)]
+        return _both_dimensions(square, lambda line: _back(line, m, lanes))
+
+    def whole() -> None:
+        for j in range(len(masks)):
+            values = transformed(j)
+            for a, b in product(range(m), repeat=2):
+                finish(a, b, j, values[a][b])
+
+    def border() -> None:
+        for j in range(len(masks)):
+            # In the place of the sums: a loop over those that exist is less code than a branch for each.
+            values = transformed(j)
+            for a, b in product(range(m), repeat=2):
+                T.buffer_store(work.sums, values[a][b], [slot(a * m + b, j)])
+            rows, columns = (opaque(minimum(e - p, m)) for e, p in zip(extents, places, strict=True))
+            with loop(rows) as row, loop(columns) as place:
+                finish(row, place, j, let(work.sums[slot(row * m + place, j)]))
+
+    if all(isinstance(extent, int) and extent % m == 0 for extent in extents):
+        whole()
+    else:
+        either(tirx.all(*(p + m <= e for p, e in zip(places, extents, strict=True))), whole, border)
+
+
+Line = list[Expr]
+
+
+def _both_dimensions(square: list[Line], along: Callable[[Line], Line]) -> list[Line]:
+    """A square of vectors, transformed along its columns, then along its rows."""
+    columns = [along([line[j] for line in square]) for j in range(len(square))]
+    return [along([column[i] for column in columns]) for i in range(len(columns[0]))]
+
+
+def _times(factor: float, value: Expr, lanes: int) -> Expr:
+    return value if abs(factor - 1) < 1e-12 else constant(factor, "float32", lanes) * value
+
+
+def _forward(d: Line, m: int, lanes: int) -> Line:
+    """The data's transform along one dimension."""
+
+    def times(factor: float, value: Expr) -> Expr:
+        return _times(factor, value, lanes)
+
+    if m == 2:
+        (a,) = POINTS[m]
+        return [
+            let(d[2] - times(a * a, d[0])),
+            let(d[2] + times(a, d[1])),
+            let(d[2] - times(a, d[1])),
+            let(d[3] - times(a * a, d[1])),
+        ]
+    a, b = POINTS[m]
+    even = [let(d[4] - times(other * other, d[2])) for other in (b, a)]
+    odd = [let(d[3] - times(other * other, d[1])) for other in (b, a)]
+    ends = [let((d[i + 4] - times(a * a + b * b, d[i + 2])) + times(a * a * b * b, d[i])) for i in (0, 1)]
+    inner = [
+        let(even[i] + times(point, odd[i]) if sign > 0 else even[i] - times(point, odd[i]))
+        for i, point in enumerate((a, b))
+        for sign in (1, -1)
+    ]
+    return [ends[0], *inner, ends[1]]
+
+
+def _back(x: Line, m: int, lanes: int) -> Line:
+    """The transform of sums back to places along one dimension."""
+
+    def times(factor: float, value: Expr) -> Expr:
+        return _times(factor, value, lanes)
+
+    if m == 2:
+        (a,) = POINTS[m]
+        return [let(x[0] + x[1] + x[2]), let(times(a, x[1] - x[2]) + x[3])]
+    a, b = POINTS[m]
+    s, d, other_s, other_d = let(x[1] + x[2]), let(x[1] - x[2]), let(x[3] + x[4]), let(x[3] - x[4])
+    return [
+        let(x[0] + s + other_s),
+        let(times(a, d) + times(b, other_d)),
+        let(times(a * a, s) + times(b * b, other_s)),
+        let(x[5] + times(a**3, d) + times(b**3, other_d)),
+    ]
