@@ -375,8 +375,7 @@ class _Pair:
                 groups = (o * tiles.conv.windows[-1].size + tap) * tiles.groups_apart + at_group * tiles.group_unit
                 weight = opaque(self.weight + groups * (tiles.group_bytes // tiles.size))
                 self._step([opaque(start + offset) for start in starts], weight, sums)
-                step = (o * run.runs + tap) * run.steps + s
-                self._prefetch(weight, step)
+                self._prefetch(weight)
                 _finish_waiting(self.task, ceil_div(2 * plan.height, tiles.steps))
         self._end(places, sums)
 
@@ -409,7 +408,7 @@ class _Pair:
         for tile, i, j in sums:
             tile_registers.multiply(tiles.instruction, tile, _LEFT[i], _RIGHT[j])
 
-    def _prefetch(self, weight: Expr, step: Expr) -> None:
+    def _prefetch(self, weight: Expr) -> None:
         """Ask for the part of the next panel that is this step's share."""
         plan, tiles = self.plan, self.tiles
         if not plan.fetched:
