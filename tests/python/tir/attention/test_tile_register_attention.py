@@ -42,12 +42,13 @@ def _check(one: Case, rng: np.random.Generator, kernel: Kernel | None = None, by
 SIZES = [(1, 2, 1, 70, 100, 64, 64), (2, 2, 2, 17, 33, 48, 40), (1, 1, 1, 5, 300, 96, 72), (1, 3, 3, 40, 16, 6, 20)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_ragged_sizes(sizes: tuple[int, ...], rng: np.random.Generator) -> None:
     _check(case(*sizes, dtype="bfloat16"), rng)
 
 
+@pytest.mark.slow
 def test_symbolic_sizes_in_one_kernel(rng: np.random.Generator) -> None:
     sizes = [(1, 2, 1, 45, 530, 40, 24), (2, 2, 1, 3, 7, 40, 24), (1, 2, 1, 64, 256, 40, 24)]
     kernel = _compiled(case(*sizes[0], dtype="bfloat16", symbolic=True))
@@ -56,7 +57,8 @@ def test_symbolic_sizes_in_one_kernel(rng: np.random.Generator) -> None:
     _check(case(1, 2, 1, 2, 70, 40, 24, dtype="bfloat16", symbolic=True), rng, kernel, by_tiles=False)
 
 
-@pytest.mark.parametrize("causal", ["top_left", "bottom_right"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("causal", ["bottom_right", "top_left"])
 def test_causal(causal: str, rng: np.random.Generator) -> None:
     _check(case(1, 2, 2, 50, 351, 16, 16, dtype="bfloat16", causal=causal), rng)
 
@@ -66,10 +68,15 @@ def test_masks_and_rows_without_keys(rng: np.random.Generator) -> None:
     mask[1, 0, 3] = False
     options = {"scores": "where(x1, multiply(x0, 0.25), -inf)", "mask": mask, "nan_to_zero": True}
     _check(case(2, 2, 1, 21, 37, 16, 16, dtype="bfloat16", **options), rng)
+
+
+@pytest.mark.slow
+def test_masks_that_are_added(rng: np.random.Generator) -> None:
     added = rng.standard_normal((1, 2, 1, 37)).astype("float32")
     _check(case(1, 2, 1, 21, 37, 16, 16, dtype="bfloat16", scores="add(multiply(x0, 0.25), x1)", mask=added), rng)
 
 
+@pytest.mark.slow
 def test_slices_of_one_tensor(rng: np.random.Generator) -> None:
     _check(case(2, 4, 4, 13, 19, 24, 40, dtype="bfloat16", starts=(16, 96, 7)), rng)
 

@@ -165,7 +165,7 @@ def test_batches_of_packed_activations_and_rows_behind_them():
     assert_close(_run(problem, [a, b], want.shape), want, "float32", 70)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("sizes", [(2, 40, 70, 200), (1, 33, 63, 17), (3, 17, 5, 32), (2, 300, 130, 90)], ids=str)
 @pytest.mark.parametrize("types", [BF16, U8S8, ("int8", "uint8", "int32")], ids="-".join)
 def test_activations_are_packed_in_the_kernel(types, sizes):
