@@ -172,7 +172,7 @@ class VirtualMachine:
                 cache, ordered, call, tensors = self._arguments.recall(name, args, kwargs)
                 if call is not None:
                     return self._run_cached(name, cache, call, tensors, out)
-                bound = self._arguments.bind_new(name, cache, ordered, args, kwargs or {}, reuses=True)
+                bound = self._arguments.bind_new(name, cache, ordered, args, kwargs or {})
                 return self._run(self.executable.signature(name), bound, out)
         return self.submit_into(out, name, args, kwargs or {}, copy=False).result()
 

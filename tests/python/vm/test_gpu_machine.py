@@ -58,20 +58,6 @@ class Weighted:
         return (y, z)
 
 
-@I.ir_module
-class Same:
-    """The argument is a result, too."""
-
-    I.module_global_infos({"vdevice": [I.vdevice(CUDA)]})
-
-    @R.function
-    def main(x: R.Tensor((64,), "float32", "cuda:0")):
-        with R.dataflow():
-            y: R.Tensor((64,), "float32", "cuda:0") = R.add(x, x)
-            R.output(y)
-        return (x, y)
-
-
 @pytest.fixture(scope="module")
 def mixed():
     return rh.compile(Mixed)
@@ -88,16 +74,6 @@ def test_numpy_and_tensors_of_either_device(mixed):
     vm = rh.vm.VirtualMachine(mixed)
     for move in (lambda a: a, tvm.runtime.tensor, lambda a: tvm.runtime.tensor(a, tvm.cuda(0))):
         check(vm["main"](move(X), move(W)))
-
-
-def test_arguments_from_the_host_that_are_results():
-    """Copies of arguments lie where those of earlier calls lay, unless somebody holds these."""
-    vm = rh.vm.VirtualMachine(rh.compile(Same))
-    arrays = np.random.default_rng(1).random((40, 64), "float32")
-    results = [vm["main"](array) for array in arrays]
-    for array, (x, y) in zip(arrays, results, strict=True):
-        np.testing.assert_array_equal(x.numpy(), array)
-        np.testing.assert_array_equal(y.numpy(), array + array)
 
 
 def test_torch_tensors_after_work_that_is_still_queued(mixed):

@@ -114,18 +114,12 @@ class ArgumentBinder:
         return cache, ordered, call, tensors
 
     def bind_new(
-        self,
-        name: str,
-        cache: CallCache,
-        ordered: Sequence[Any] | None,
-        args: Sequence[Any],
-        kwargs: Any,
-        reuses: bool = False,
+        self, name: str, cache: CallCache, ordered: Sequence[Any] | None, args: Sequence[Any], kwargs: Any
     ) -> BoundArguments:
         """`bind` after `recall`, whose first two results are `cache` and `ordered`; the call is remembered."""
         if ordered is not None:
             args, kwargs = ordered, {}
-        bound = self.bind(self._executable.signature(name), args, kwargs, keep=False, reuses=reuses)
+        bound = self.bind(self._executable.signature(name), args, kwargs, keep=False)
         is_admitted = self._limits is None or not bound.dims.values  # for good: nothing changes with the extents
         if ordered is not None and is_admitted:
             _, _, rest_lent = self._params.get(name, ({}, None, []))
@@ -140,12 +134,7 @@ class ArgumentBinder:
         return cache
 
     def bind(
-        self,
-        signature: FunctionSignature,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        keep: bool,
-        reuses: bool = False,
+        self, signature: FunctionSignature, args: Sequence[Any], kwargs: Mapping[str, Any], keep: bool
     ) -> BoundArguments:
         """Check arguments, and place them on their parameters' devices.
 
@@ -153,7 +142,6 @@ class ArgumentBinder:
         ----------
         args, kwargs: The caller's.
         keep: Whether they are for later calls, too: then each gets memory of its own.
-        reuses: Whether the call runs in this thread, on its devices' current streams: `Placement.reuses`.
 
         Raises
         ------
@@ -170,7 +158,6 @@ class ArgumentBinder:
             about.alignment,
             not (keep or about.writes_arguments),
             [*lent],
-            reuses=reuses,
         )
         matched = match_names(signature, args, kwargs, params)
         values = []

@@ -24,13 +24,11 @@ from ...artifact.signature import PrimSpec, ShapeSpec, TensorSpec, TupleSpec, Va
 from ...errors import BindingError, HeteroError
 from ...target.element_types import bits_of, numpy_dtype
 from ..device.cuda_library import CUDA_HOST
-from ..device.memory_pools import argument_room
 from ..device.tensors import (
     ALIGNMENT,
     AddressRange,
     address_range,
     alias,
-    copy_into,
     copy_to,
     dtype_name,
     from_array,
@@ -65,7 +63,6 @@ class Placement:
     copies: Whether the values must be new memory: they will be written.
     donates: Whether the caller's memory may be written: it is taken as it is where that can be, and is not among
         `lent`.
-    reuses: Whether copies may lie where those of earlier calls in this thread lay (`memory_pools.argument_room`).
     """
 
     devices: Sequence[runtime.Device]
@@ -77,7 +74,6 @@ class Placement:
     lent: list[AddressRange] = field(default_factory=list)
     copies: bool = False
     donates: bool = False
-    reuses: bool = False
 
 
 def place(value: Any, spec: ValueSpec, where: str, to: Placement) -> Any:
@@ -236,11 +232,7 @@ def _move(
     # Libraries give tensors without elements strides of zero, which kernels refuse: these are made anew.
     reachable = (here or (is_host(device) and is_host(tensor.device))) and tensor.numel() > 0
     if not reachable or scope is not None or tensor.data_ptr() % to.alignment or (foreign and to.keep) or to.copies:
-        room = argument_room(tensor, device) if to.reuses and scope is None else None
-        if room is None:
-            return copy_to(tensor, device, scope)
-        copy_into(tensor, room)
-        return room
+        return copy_to(tensor, device, scope)
     if not to.donates:
         to.lent.append(address_range(tensor))
     return tensor if here and not has_offset(tensor) else alias(tensor, device)

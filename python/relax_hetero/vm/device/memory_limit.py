@@ -15,7 +15,7 @@ from ...artifact.memory_use import UnknownSizeError
 from ...artifact.metadata import Metadata, device_names
 from ...errors import BindingError, MemoryLimitError
 from .devices import find_entry
-from .memory_pools import release_kept
+from .memory_pools import release_pinned
 from .tensors import address_ranges
 
 _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**e for e, p in enumerate("KMGT", 1)}}
@@ -64,7 +64,7 @@ class MemoryLimits:
         self.check(function, sizes)
         if sizes:
             clear_pools()
-            release_kept()
+            release_pinned()
         self._last = extents
 
     def check(self, function: str, sizes: Mapping[str, int]) -> None:

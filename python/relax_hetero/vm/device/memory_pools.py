@@ -11,13 +11,11 @@ from functools import partial
 from typing import Protocol
 
 import numpy as np
-import tvm_ffi
 from tvm import runtime
 
-from ...errors import HeteroError
 from ...target.element_types import bytes_for
 from .cuda_library import CUDA, CudaLibrary, cuda_library
-from .cuda_memory import DeviceBlock, PinnedBlock
+from .cuda_memory import PinnedBlock
 from .tensors import alias, empty, is_host, nbytes_of, view_bytes
 
 _SMALLEST = 4096
@@ -153,36 +151,9 @@ def departure(nbytes: int, device: runtime.Device, gpu: int) -> runtime.Tensor |
     return None if nbytes < PINNED_BYTES else _kept((nbytes,), "uint8", device, gpu)
 
 
-ARGUMENT_BYTES = 1 << 30
-"""Of each GPU's memory that is kept for arguments."""
-
-
-def argument_room(source: runtime.Tensor, device: runtime.Device) -> runtime.Tensor | None:
-    """The tensor to which an argument of a call in this thread is copied: getting memory of a GPU, and giving it back,
-    takes longer than many calls.
-
-    None for other devices, beyond the limit, and where the thread has chosen a stream. On the default stream all that
-    reads an argument comes before the copies of the next call.
-    """
-    if device.dlpack_device_type() != CUDA or tvm_ffi.get_raw_stream(device):
-        return None
-    library = cuda_library()
-    if library is None:
-        return None
-    gpu = device.index
-    if gpu not in _argument_pools:
-        _argument_pools.setdefault(gpu, BlockPool(partial(DeviceBlock, library, gpu), ARGUMENT_BYTES))
-    pool = _argument_pools[gpu]
-    try:
-        return pool.kept_tensor(tuple(source.shape), str(source.dtype), device)
-    except HeteroError:  # there is no more memory, or the GPU is lost: allocating says so
-        pool.release()
-        return None
-
-
-def release_kept() -> None:
-    """Give back what is pinned for arrivals and departures, and kept for arguments, and no tensor uses."""
-    for pool in [*_pools.values(), *_argument_pools.values()]:
+def release_pinned() -> None:
+    """Give back what is pinned for arrivals and departures, of all machines, and no tensor uses."""
+    for pool in list(_pools.values()):
         pool.release()
 
 
@@ -196,4 +167,3 @@ def _kept(shape: tuple[int, ...], dtype: str, device: runtime.Device, gpu: int) 
 
 
 _pools: dict[int, PinnedPool] = {}
-_argument_pools: dict[int, BlockPool] = {}

@@ -83,12 +83,12 @@ def test_symbolic_sizes_are_checked_by_each_call(exe):
 
 def test_the_pool_keeps_nothing_of_other_extents(exe, monkeypatch):
     cleared = []
-    for name in ("clear_pools", "release_kept"):
+    for name in ("clear_pools", "release_pinned"):
         monkeypatch.setattr(f"relax_hetero.vm.device.memory_limit.{name}", partial(cleared.append, name))
     vm = rh.vm.VirtualMachine(exe, memory_limit="1GB")
     for n in (3, 3, 4, 4, 3):
         vm["main"](np.zeros((n, 64), "float32"))
-    assert cleared == 3 * ["clear_pools", "release_kept"]
+    assert cleared == 3 * ["clear_pools", "release_pinned"]
 
 
 @pytest.mark.parametrize(

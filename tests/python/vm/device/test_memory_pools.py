@@ -4,20 +4,16 @@ import ctypes
 import gc
 import mmap
 import threading
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tvm
-import tvm_ffi
 
-from relax_hetero.artifact.signature import TensorSpec
-from relax_hetero.vm.args.arguments import Placement, place
 from relax_hetero.vm.device import memory_pools, tensors
 from relax_hetero.vm.device.builtins import running_on, to_device
 from relax_hetero.vm.device.cuda_library import CudaLibrary
-from relax_hetero.vm.device.memory_pools import BlockPool, PinnedPool, release_kept
+from relax_hetero.vm.device.memory_pools import BlockPool, PinnedPool, release_pinned
 from relax_hetero.vm.device.tensors import alias
 from seeds import fresh_rng
 from vm.fake_cuda import FakeCuda
@@ -149,39 +145,5 @@ def test_what_no_tensor_uses_can_be_given_back(cuda, library, monkeypatch):
     kept, used = (memory_pools.departure(nbytes * memory_pools.PINNED_BYTES, CPU, 0) for nbytes in (1, 2))
     assert len(cuda.pinned) == 2
     del kept
-    release_kept()
+    release_pinned()
     assert list(cuda.pinned) == [used.data_ptr()] and memory_pools._pools[0].nbytes == 2 * memory_pools.PINNED_BYTES
-
-
-def test_arguments_of_calls_in_turn_lie_in_the_same_memory(cuda, library, monkeypatch):
-    monkeypatch.setattr(memory_pools, "cuda_library", lambda: library)
-    monkeypatch.setattr(tensors, "cuda_library", lambda: library)
-    monkeypatch.setattr(memory_pools, "_argument_pools", {})
-    monkeypatch.setattr(memory_pools, "ARGUMENT_BYTES", 1 << 20)
-    spec = TensorSpec("x", (100, 30), "float32", 0, 2)
-
-    def placed(reuses, rows=100):
-        array = fresh_rng().random((rows, 30), "float32")
-        to = Placement([tvm.cuda(0)], ["global"], lends_arrays=True, reuses=reuses)
-        tensor = place(array, replace(spec, shape=(rows, 30)), "x", to)
-        assert str(tensor.device) == "cuda:0" and tensor.data_ptr() in cuda.memory
-        np.testing.assert_array_equal(tensor.numpy(), array)
-        return tensor
-
-    first, second = placed(True), placed(True)
-    addresses = first.data_ptr(), second.data_ptr()
-    assert len(set(addresses)) == 2 and len(cuda.memory) == 2
-    del first
-    assert [placed(True).data_ptr() for _ in range(3)] == [addresses[0]] * 3
-    del second
-    release_kept()
-    assert not cuda.memory
-    kept = placed(True, 5000)
-    small, large = (tvm.runtime.tensor(np.zeros((rows, 30), "float32")) for rows in (100, 5000))
-    with tvm_ffi.use_raw_stream(tvm.cuda(0), 1):
-        assert memory_pools.argument_room(small, tvm.cuda(0)) is None
-    assert memory_pools.argument_room(large, tvm.cuda(0)) is None  # beyond the limit
-    assert memory_pools.argument_room(kept, CPU) is None
-    cuda.failing["cuMemAlloc_v2"] = 2
-    assert memory_pools.argument_room(tvm.runtime.tensor(np.zeros(3, "float32")), tvm.cuda(0)) is None
-    assert len(cuda.memory) == 1
