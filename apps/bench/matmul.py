@@ -4,6 +4,7 @@ python apps/bench/matmul.py                                        # every shape
 python apps/bench/matmul.py --types f32 --shapes 1024,1x4096x4096 --threads 1 --peers torch,openvino
 python apps/bench/matmul.py --no-weight --types f32 --markdown
 python apps/bench/matmul.py --types f32,q4 --shapes 1x4096x4096    # weights of 4 bits beside those of float32
+python apps/bench/matmul.py --types f32,f16 --shapes 1024          # float16, which AVX512-FP16 multiplies
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rich.table import Table
 from smoke import smoke
 
 TYPES = ("f32", "u8s8", "s8s8", "bf16")
-FOUR_BITS = "q4"
+OTHER_TYPES = ("q4", "f16")
 SHAPES = (
     "256,512,1024,2048,1x4096x4096,8x4096x4096,32x4096x4096,128x768x768,128x768x3072,128x3072x768,127x255x511,"
     "12*128x64x128"
@@ -77,7 +78,7 @@ def _threads(_context: click.Context, parameter: click.Parameter, text: str) -> 
 
 @click.command()
 @click.option("--shapes", default=SHAPES, callback=_shapes, help="MxKxN, N for a cube, B*MxKxN for a batch; a list.")
-@click.option("--types", default=",".join(TYPES), show_default=True, callback=_listed((*TYPES, FOUR_BITS)))
+@click.option("--types", default=",".join(TYPES), show_default=True, callback=_listed((*TYPES, *OTHER_TYPES)))
 @click.option("--threads", default="1,2", show_default=True, callback=_threads, help="A process is started for each.")
 @click.option("--peers", default="", callback=_listed(PACKAGES), help=f"Some of {', '.join(PACKAGES)}; else all.")
 @click.option("--rounds", default=9, show_default=True, type=click.IntRange(1), help="Turns of each contestant.")

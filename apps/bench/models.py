@@ -22,10 +22,10 @@ from typing import Any
 import click
 import numpy as np
 from model_bench.cases import Case, cases_of
+from model_bench.model_worker import Job
 from model_bench.report import LEFT, all_tables, markdown, remarks, summary
 from model_bench.runs import add_memory, at_once, file_stem, prepare, time_models
 from model_peers import FLOAT32, OURS, PEERS, PRECISIONS
-from model_worker import Job
 from model_zoo import MAKERS, random_inputs
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from model_bench.model_worker import Job
 from model_bench.runs import at_once, prepare, time_models
 from model_peers import OURS
-from model_worker import Job
 from model_zoo import random_inputs
 
 from command_buffer_bench.model_report import REFERENCE, WITHOUT

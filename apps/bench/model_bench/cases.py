@@ -10,8 +10,9 @@ from pathlib import Path
 
 import onnx
 from model_peers import FLOAT32, PRECISIONS
-from model_worker import FLOAT32_ALLOWED
 from model_zoo import model_path
+
+from .model_worker import FLOAT32_ALLOWED
 
 LOW_ALLOWED = (0.0, 2e-2)
 """Of float16 and bfloat16, from results in float32."""

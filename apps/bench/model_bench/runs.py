@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 from model_peers import PEERS
-from model_worker import Job, shortened
+
+from .model_worker import Job, shortened
 
 
 class Worker:

@@ -26,6 +26,8 @@ class Peer:
         Which of its functions makes the contestant.
     four_bits : bool
         Whether it knows weights of 4 bits.
+    float16 : bool
+        Whether it multiplies float16.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Peer:
     module: str
     function: str = "matmul"
     four_bits: bool = False
+    float16: bool = False
 
     @property
     def installed(self) -> bool:
@@ -43,19 +46,21 @@ class Peer:
         """Compile it for a product; `product.Unsupported`, or whatever the library raises, where it cannot."""
         if product.kind == "q4" and not self.four_bits:
             raise Unsupported("no weights of 4 bits")
+        if product.kind == "f16" and not self.float16:
+            raise Unsupported("no products of float16")
         made: Contestant = getattr(importlib.import_module(f".{self.module}", __name__), self.function)(
             product, threads
         )
         return made
 
 
-OURS = Peer("relax-hetero", "relax_hetero", "ours", four_bits=True)
+OURS = Peer("relax-hetero", "relax_hetero", "ours", four_bits=True, float16=True)
 PEERS = (
     Peer("stock TVM", "tvm", "stock_tvm"),
     Peer("numpy", "numpy", "numpy_blas"),
     Peer("ONNX Runtime", "onnxruntime", "onnx_runtime", four_bits=True),
-    Peer("torch", "torch", "torch_cpu", "plain"),
-    Peer("torch packed", "torch", "torch_cpu", "packed"),
+    Peer("torch", "torch", "torch_cpu", "plain", float16=True),
+    Peer("torch packed", "torch", "torch_cpu", "packed", float16=True),
     Peer("OpenVINO", "openvino", "openvino_cpu", four_bits=True),
     Peer("IREE", "iree.compiler", "iree_cpu"),
 )

@@ -20,6 +20,7 @@ KINDS: dict[str, tuple[np.dtype[Any], np.dtype[Any], np.dtype[Any]]] = {
     "u8s8": (np.dtype("uint8"), np.dtype("int8"), np.dtype("int32")),
     "s8s8": (np.dtype("int8"), np.dtype("int8"), np.dtype("int32")),
     "bf16": (BF16, BF16, BF16),
+    "f16": (np.dtype("float16"),) * 3,
     "q4": (np.dtype("float32"), np.dtype("float32"), np.dtype("float32")),
 }
 # A cache line and a vector register: the alignment that all allocators of the contestants give.
@@ -81,15 +82,19 @@ class Product:
     def error(self, found: np.ndarray) -> float:
         """Largest difference of a result over what is allowed; up to 1 is right.
 
-        Integers have to be exact. Floats may differ by 1e-5 sqrt(K) and one rounding of the result's type.
+        Integers have to be exact. Floats may differ by 1e-5 sqrt(K) and one rounding of the result's type; float16,
+        of which a few terms may be added in float16, by six thousandths of the root mean square.
         """
         if tuple(found.shape) != self.result_shape:
             return float("inf")
         difference = np.abs(found.astype("float64") - self.reference)
         if self.kind in ("u8s8", "s8s8"):
             return 0.0 if not difference.any() else float("inf")
-        rounding = 2.0**-8 if found.dtype == BF16 else 2.0**-23
-        worst = np.max(difference / (1e-5 * np.sqrt(self.shape.k) + rounding * np.abs(self.reference)))
+        rounding = {"bfloat16": 2.0**-8, "float16": 2.0**-11}.get(found.dtype.name, 2.0**-23)
+        sums = 1e-5 * np.sqrt(self.shape.k)
+        if self.kind == "f16":
+            sums = max(sums, 6e-3 * np.sqrt(np.mean(self.reference**2)))
+        worst = np.max(difference / (sums + rounding * np.abs(self.reference)))
         return float(worst) if np.isfinite(worst) else float("inf")
 
     def _random(self, shape: tuple[int, ...], dtype: np.dtype[Any], stream: int) -> np.ndarray:

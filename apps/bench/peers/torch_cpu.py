@@ -38,7 +38,7 @@ def packed(product: Product, threads: int) -> Contestant:
     torch.set_num_threads(threads)
     x, transposed = _tensor(product.lhs), _tensor(product.rhs).t().contiguous()
     results: list[torch.Tensor] = []
-    if product.kind in ("f32", "bf16"):
+    if product.kind in ("f32", "bf16", "f16"):
         weight = torch.ops.mkldnn._reorder_linear_weight(transposed, product.shape.m)
         linear = torch.ops.mkldnn._linear_pointwise
 

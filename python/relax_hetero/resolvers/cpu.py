@@ -58,8 +58,9 @@ class CpuResolver(ResolverBase):
     def resolve_activation(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """As `resolve`, but a right operand that few rows meet stays as it is."""
         if encoding.moves is not None:
-            # Windows are transformed when a model is compiled, not in a call.
-            return conv_layout(replace(encoding, accuracy=EXACT), cpu_target_of(target))
+            # Windows are transformed when a model is compiled, not in a call, unless there is no other form.
+            cpu = cpu_target_of(target)
+            return conv_layout(replace(encoding, accuracy=EXACT), cpu) or conv_layout(encoding, cpu)
         dot = dot_instruction_for(cpu_target_of(target), *encoding.element_types)
         few = 0 <= encoding.sizes["m"] <= FEW_ROWS
         if dot is not None and encoding.operand_index == RHS and few and _is_readable(encoding, dot):

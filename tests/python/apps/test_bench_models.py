@@ -193,7 +193,7 @@ def test_results_of_made_models_can_be_compared(name: str) -> None:
 
 
 def test_a_wrong_result_is_told_from_a_right_one() -> None:
-    from model_worker import error_of
+    from model_bench.model_worker import error_of
 
     expected = {"0": np.linspace(-3, 5, 40).reshape(8, 5).astype("float32")}
     assert error_of([expected["0"] * np.float32(1.0005)], expected) <= 1

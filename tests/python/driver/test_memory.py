@@ -11,6 +11,9 @@ import tvm
 from tvm import relax
 
 import relax_hetero as rh
+from relax_hetero.driver.compile import memory_plan_of
+from relax_hetero.driver.pipeline import pipeline_steps
+from relax_hetero.target.vdevice import with_vdevices
 
 MEMORY = Path(__file__).resolve().parents[3] / "apps" / "bench" / "memory.py"
 # What code, threads and the runtime's own data take beside the weights of any model.
@@ -64,3 +67,14 @@ def test_sources_of_packed_weights_are_not_in_the_executable():
     exe = rh.compile(stack(16, weights))
     held = {tensor.data_ptr() for tensor in model_constants(exe)}
     assert len(held) == 3 and not held & {weight.data_ptr() for weight in weights}
+
+
+def test_the_plan_of_a_module_counts_weights_of_graphs():
+    """Without a GPU: nothing is linked."""
+    gpu = rh.VDevice({"kind": "cuda", "arch": "sm_90a"})
+    mod = stack(4, [np.ones((96, 96), "float32"), np.full((96, 96), 2, "float32")])
+    mod = with_vdevices(mod, [gpu])
+    for step in pipeline_steps()[:-1]:
+        mod = step.run(mod)
+    weights = memory_plan_of(mod).weights(0)
+    assert 2 * 96 * 96 * 4 <= weights < 2 * 96 * 96 * 4 + 8192

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -121,7 +122,25 @@ def test_feature_maps_are_channels_last(name):
 def test_what_has_no_kernel_has_no_layout(name):
     sizes = "b=1, c=4, x0=7, x1=7, n=4, k=4, w0=3, w1=3, y0=7, y1=7"
     halves = conv(sizes, types="float16 * float16 -> float16")
-    assert layouts(SYMBOLIC, name) == layouts(halves, name) == [None] * 3
+    symbolic = replace(SYMBOLIC, accuracy="exact")
+    assert layouts(symbolic, name) == layouts(halves, name) == [None] * 3
+
+
+@pytest.mark.parametrize("name", ["avx512", "avx2"])
+def test_windows_of_symbolic_images_are_transformed(name):
+    data, weight, result = layouts(SYMBOLIC, name)
+    assert (data, result) == (LAST, LAST)
+    assert weight.winograd == 2
+    assert layouts(replace(SYMBOLIC, accuracy="fast"), name)[1].winograd == 4
+
+
+def test_windows_are_transformed_where_that_is_faster():
+    def places_of_a_tile(channels, places):
+        image = f"b=1, c={channels}, x0={places}, x1={places}, n={channels}, k={channels}"
+        return layouts(conv(f"{image}, w0=3, w1=3, y0={places}, y1={places}"), "avx512")[1].winograd
+
+    assert [places_of_a_tile(64, places) for places in (7, 14, 28, 56)] == [0, 2, 2, 2]
+    assert [places_of_a_tile(channels, 28) for channels in (8, 16, 32, 128)] == [0, 0, 2, 2]
 
 
 @pytest.mark.parametrize(

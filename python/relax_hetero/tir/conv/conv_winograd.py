@@ -167,14 +167,9 @@ def _transform_data(work: _Work, channel: Expr, tile: Expr, at: Coordinates) -> 
     strides = conv.data.stride("x0"), conv.data.stride("x1")
 
     def all_channels(is_inside: bool) -> None:
-        exists = (
-            []
-            if is_inside
-            else [
-                [_is_within(start + i, extent) for i in range(size)]
-                for start, extent in zip(starts, extents, strict=True)
-            ]
-        )
+        exists: list[list[Expr]] = []
+        for start, extent in () if is_inside else zip(starts, extents, strict=True):
+            exists.append([_is_within(start + i, extent) for i in range(size)])
         whole, left = divmod(conv.depth, lanes)
 
         def vector(first: Expr, count: int) -> None:

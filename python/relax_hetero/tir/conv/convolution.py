@@ -41,7 +41,8 @@ def conv_kernel(problem: ConvProblem, cpu: CpuTarget) -> tirx.PrimFunc:
     Raises
     ------
     EncodingError
-        If no kernel computes these element types, stores, or symbolic extents (the batch may be symbolic).
+        If no kernel computes these element types, stores, or symbolic extents (the batch may be symbolic, and where the
+        weight's windows are transformed, the image).
     """
     dot = _checked(problem, cpu)
     matmul = as_product(problem)
@@ -76,16 +77,15 @@ def _checked(problem: ConvProblem, cpu: CpuTarget) -> DotInstruction:
                 *types, cpu.isa.name
             )
         )
-    fixed = (*problem.data.shape[1:], *problem.weight.shape, *problem.result.shape[1:])
+    last, but = (2, "images") if problem.weight.layout.winograd else (None, "the batch")
+    fixed = (*problem.data.shape[1:last], *problem.weight.shape, *problem.result.shape[1:last])
     if not all(isinstance(extent, int) for extent in fixed):
-        raise EncodingError(f"convolution: found extents {fixed}, expected numbers for all but the batch")
+        raise EncodingError(f"convolution: found extents {fixed}, expected numbers for all but {but}")
     for d, window in enumerate(problem.windows):
-        places = window.places(int(problem.data.shape[2 + d]))
-        if places != problem.result.shape[2 + d]:
-            raise EncodingError(
-                f"convolution: found {problem.result.shape[2 + d]} places along spatial dimension {d}, "
-                f"expected {places}"
-            )
+        extent, found = problem.data.shape[2 + d], problem.result.shape[2 + d]
+        places = window.places(extent) if isinstance(extent, int) else found
+        if places != found:
+            raise EncodingError(f"convolution: found {found} places along spatial dimension {d}, expected {places}")
     _check_layouts(problem, dot)
     return dot
 

@@ -27,7 +27,6 @@ from ..core.builder import (
     lane_indices,
     let,
     loop,
-    minimum,
     opaque,
     when,
 )
@@ -123,11 +122,6 @@ class _Task:
             rows = planes * plan.copy.rows(plan.rows, _last(tiles.windows))
             # Lines are copied whole, beyond the end of the last pixel too.
             self.copied = tile_registers.scratch(rows * plan.copy.row_bytes + TILE_BYTES, "int8")
-        tiles_of_block = plan.rows * plan.across
-        self.partial = None
-        if plan.step_blocks.count > 1:
-            pairs = ceil_div(tiles_of_block, 2)
-            self.partial = tile_registers.scratch(pairs * 4 * TILE_ROWS * COLUMNS, tiles.conv.problem.acc_dtype)
         self.sums = tile_registers.scratch(2 * TILE_ROWS * 2 * COLUMNS, tiles.conv.problem.acc_dtype)
         # Of the sums that wait: the next place to finish, the end; then the first output channel, the outer
         # coordinates, and of each tile the row, its first place, and how many places the tile before has as well.
@@ -309,14 +303,14 @@ class _Block:
         weight = opaque(conv.weight.address(names))
         count = self.rows * plan.across
         pairs = opaque(ceil_div(count, 2))
-        with loop(plan.step_blocks.count) as kb, loop(pairs) as number:
+        with loop(pairs) as number:
             pair = _Pair(self, number, column, weight)
             if plan.lefts == 1:
-                pair.multiply(kb, 1)
+                pair.multiply(1)
             elif isinstance(count, int) and count % 2 == 0:
-                pair.multiply(kb, 2)
+                pair.multiply(2)
             else:
-                either(number * 2 + 1 < count, partial(pair.multiply, kb, 2), partial(pair.multiply, kb, 1))
+                either(number * 2 + 1 < count, partial(pair.multiply, 2), partial(pair.multiply, 1))
 
     def tile_start(self, row: Expr, first: Expr) -> Expr:
         """Where the first pixel of a tile lies: bytes of the copied rows, elements of the data."""
@@ -360,48 +354,30 @@ class _Pair:
         self.block, self.task, self.tiles, self.plan = block, block.task, block.tiles, block.plan
         self.number, self.column, self.weight = number, column, weight
 
-    def multiply(self, kb: Expr, lefts: int) -> None:
-        """Add the products of `lefts` tiles of data in a block of steps, and leave the sums where they wait."""
+    def multiply(self, lefts: int) -> None:
+        """Add up the products of `lefts` tiles of data, and leave the sums where they wait."""
         tiles, plan, block = self.tiles, self.plan, self.block
-        blocks, run = plan.step_blocks, plan.run
         places = [self._place(i) for i in range(lefts)]
         starts = [opaque(block.tile_start(row, first)) for row, first, _ in places]
         sums = [(2 * i + j, i, j) for j in range(plan.vectors) for i in range(lefts)]
-        several = blocks.count > 1
-        either(kb == 0 if several else True, partial(self._clear, sums), partial(self._resume, sums))
-        # Steps of the shortest block that ends sums.
-        all_units = tiles.steps // blocks.unit
-        fewest = (all_units - (blocks.count - 1) * blocks.units) * blocks.unit
-        finished = ceil_div(2 * plan.height, fewest)
-        first_unit = opaque(kb * blocks.units) if several else 0
-        count = opaque(minimum(first_unit + blocks.units, all_units)) - first_unit if several else all_units
-        with loop(count) as u:
-            place, part_of_run = unravel(first_unit + u, [0, run.steps // blocks.unit], opaque, opaque)
-            o, tap = unravel(place, [0, run.runs], opaque, opaque)
-            offset = opaque(block.tap_offset(unravel(o, [w.size for w in tiles.windows], opaque, opaque), tap))
-            group = opaque((o * tiles.conv.windows[-1].size + tap) * tiles.groups_apart)
-            with loop(blocks.unit) as s:
-                self._step(starts, sums, offset, group, opaque(part_of_run * blocks.unit + s))
-                _finish_waiting(self.task, finished)
-        either(
-            kb == blocks.count - 1 if several else True, partial(self._end, places, sums), partial(self._suspend, sums)
-        )
-
-    def _clear(self, sums: list[tuple[int, int, int]]) -> None:
         for tile, _, _ in sums:
             tile_registers.clear(tile)
-
-    def _partial(self, tile: int) -> Expr:
-        at = (self.number * 4 + tile) * (TILE_ROWS * COLUMNS)
-        return tile_registers.address(self.task.partial, opaque(at))
-
-    def _resume(self, sums: list[tuple[int, int, int]]) -> None:
-        for tile, _, _ in sums:
-            tile_registers.load(tile, self._partial(tile), TILE_BYTES)
-
-    def _suspend(self, sums: list[tuple[int, int, int]]) -> None:
-        for tile, _, _ in sums:
-            tile_registers.store(tile, self._partial(tile), TILE_BYTES)
+        outer = [window.size for window in tiles.windows]
+        run = plan.run
+        unit = 1 if plan.copy is not None else tiles.size
+        with loop(prod(outer)) as o:
+            taps = unravel(o, outer, opaque, opaque) if outer else []
+            with loop(run.runs) as tap, loop(run.steps) as s:
+                offset = opaque(block.tap_offset(taps, tap) + s * (run.step_bytes // unit))
+                at_group = s * run.groups
+                if run.shared:
+                    at_group = T.min(at_group, int64((run.steps - 1) * run.groups - run.shared))
+                groups = (o * tiles.conv.windows[-1].size + tap) * tiles.groups_apart + at_group * tiles.group_unit
+                weight = opaque(self.weight + groups * (tiles.group_bytes // tiles.size))
+                self._step([opaque(start + offset) for start in starts], weight, sums)
+                self._prefetch(weight)
+                _finish_waiting(self.task, ceil_div(2 * plan.height, tiles.steps))
+        self._end(places, sums)
 
     def _place(self, i: int) -> tuple[Expr, Expr, Expr]:
         """Row in the block and first place of a tile, and how many places are those of the tile before."""
@@ -414,54 +390,36 @@ class _Pair:
         first = opaque(T.min(nominal, tirx.const(last, "int64")))
         return row, first, opaque(nominal - first)
 
-    def _step(
-        self, starts: list[Expr], sums: list[tuple[int, int, int]], offset: Expr, group: Expr, step: Expr
-    ) -> None:
-        """One step: all loads, then all products.
-
-        Parameters
-        ----------
-        starts : list of PrimExpr
-            Of the tiles, whose pixels lie at `offset` from there for a place of the window.
-        group : PrimExpr
-            Of the weight, where that place begins.
-        step : PrimExpr
-            Of a run.
-        """
+    def _step(self, lefts: list[Expr], weight: Expr, sums: list[tuple[int, int, int]]) -> None:
+        """One step: all loads, then all products."""
         tiles, plan = self.tiles, self.plan
-        run, window, weight = plan.run, tiles.conv.windows[-1], tiles.conv.weight
+        data = tiles.conv.data.data if plan.copy is None else self.task.copied
+        window = tiles.conv.windows[-1]
         if plan.copy is not None:
-            data, unit, distance = self.task.copied, 1, window.stride * plan.copy.distance
+            distance: Expr = window.stride * plan.copy.distance
         else:
-            data, unit = tiles.conv.data.data, tiles.size
             distance = window.stride * tiles.conv.data.stride(f"x{len(tiles.conv.windows) - 1}") * tiles.size
-        at_group = step * run.groups
-        if run.shared:
-            at_group = T.min(at_group, int64((run.steps - 1) * run.groups - run.shared))
-        right = opaque(self.weight + (group + at_group * tiles.group_unit) * (tiles.group_bytes // tiles.size))
         for j in range(plan.vectors):
-            source = tile_registers.address(weight.data, right + j * TILE_BYTES // tiles.size)
-            tile_registers.load(_RIGHT[j], source, tiles.group_bytes * tiles.group_unit)
-            for i, start in enumerate(starts) if j == 0 else ():
-                left = opaque(start + offset + step * (run.step_bytes // unit))
+            right = weight + j * TILE_BYTES // tiles.size
+            rows_apart = tiles.group_bytes * tiles.group_unit
+            tile_registers.load(_RIGHT[j], tile_registers.address(tiles.conv.weight.data, right), rows_apart)
+            for i, left in enumerate(lefts) if j == 0 else ():
                 tile_registers.load(_LEFT[i], tile_registers.address(data, left), distance)
         for tile, i, j in sums:
             tile_registers.multiply(tiles.instruction, tile, _LEFT[i], _RIGHT[j])
-        self._prefetch(right)
 
-    def _prefetch(self, right: Expr) -> None:
+    def _prefetch(self, weight: Expr) -> None:
         """Ask for the part of the next panel that is this step's share."""
         plan, tiles = self.plan, self.tiles
         if not plan.fetched:
             return
         # Pairs share the lines of a step.
-        weight = tiles.conv.weight
-        panel = weight.stride("w0") * tiles.conv.windows[0].size
+        panel = tiles.conv.weight.stride("w0") * tiles.conv.windows[0].size
         lines = plan.run.groups * tiles.group_bytes // TILE_BYTES
         first = opaque(T.min(self.number * plan.fetched, int64(lines - 1)))
         for i in range(plan.fetched):
-            position = right + panel + (first + i) * (TILE_BYTES // tiles.size)
-            tile_registers.fetch(tile_registers.address(weight.data, position))
+            position = weight + panel + (first + i) * (TILE_BYTES // tiles.size)
+            tile_registers.fetch(tile_registers.address(tiles.conv.weight.data, position))
 
     def _end(self, places: list[tuple[Expr, Expr, Expr]], sums: list[tuple[int, int, int]]) -> None:
         """The sums wait to be finished."""

@@ -37,11 +37,6 @@ ODD_DISTANCES = True
 # Weights of more bytes are prefetched, panel by panel: those of a model come from memory or the last-level cache.
 PREFETCH_BYTES = 1 << 16
 
-# Steps of a block of the weight, where there are many more: it stays in the first-level cache while the places of a
-# block of the result meet it. Between blocks, sums wait as they are in tiles.
-BLOCK_STEPS = 16
-MANY_STEPS = 24
-
 
 @dataclass(frozen=True)
 class RunSteps:
@@ -104,37 +99,6 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class StepBlocks:
-    """How the steps of all places of the window are cut into blocks.
-
-    Attributes
-    ----------
-    count : int
-        Of blocks.
-    units : int
-        Of a block; the last one may have fewer.
-    unit : int
-        Steps of a unit, which divides those of a run.
-    """
-
-    count: int
-    units: int
-    unit: int
-
-    @staticmethod
-    def of(run: RunSteps, outer: int, tiles: int) -> StepBlocks:
-        """For `outer` innermost rows of the window, and so many tiles that meet a block."""
-        steps = outer * run.count
-        if steps <= MANY_STEPS or tiles <= 2:
-            return StepBlocks(1, outer * run.runs, run.steps)
-        unit = next(size for size in range(min(run.steps, BLOCK_STEPS), 0, -1) if run.steps % size == 0)
-        all_units = steps // unit
-        count = ceil_div(all_units, max(1, BLOCK_STEPS // unit))
-        units = ceil_div(all_units, count)
-        return StepBlocks(ceil_div(all_units, units), units, unit)
-
-
-@dataclass(frozen=True)
 class TilePlan:
     """How the tiles of a convolution are cut.
 
@@ -157,7 +121,6 @@ class TilePlan:
         Output channels that a pair of tiles is multiplied by: those of two tiles or one, which divide a panel.
     fetched : int
         Cache lines of the next panel that a step asks for.
-    step_blocks : StepBlocks
     """
 
     height: int
@@ -169,7 +132,6 @@ class TilePlan:
     panel: int
     columns: int
     fetched: int
-    step_blocks: StepBlocks
 
     @property
     def vectors(self) -> int:
@@ -222,8 +184,7 @@ def plan_tiles(problem: ConvProblem, instruction: TileInstruction, parts: int) -
     weight = problem.weight.layout.storage_bytes(_static(problem.weight.shape), problem.weight.dtype)
     is_fetched = weight > PREFETCH_BYTES and columns == panel
     fetched = ceil_div(TILE_ROWS * columns // COLUMNS, ceil_div(rows * across, 2)) if is_fetched else 0
-    steps = StepBlocks.of(run, prod(window.size for window in problem.windows[:-1]), rows * across)
-    return TilePlan(height, across, run, rows, blocks, copy, panel, columns, fetched, steps)
+    return TilePlan(height, across, run, rows, blocks, copy, panel, columns, fetched)
 
 
 def columns_at_once(panel: int) -> int:

@@ -11,6 +11,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import Dim
+from ...encoding.winograd import positions
 from ...target.element_types import bytes_of
 from .builder import Expr, Function, ceil_div, int64, lane_of, plain_extent, vector_type, zeros
 from .view import View, row_major
@@ -61,6 +62,8 @@ class PackedStorage(View):
                 blocks[d] = function.symbol(f"{name}_blocks_{d}")
                 self.extents.append(None)
                 self.tiles.append(blocks[d] - extra if extra else blocks[d])
+        for d in layout.window_dims:
+            blocks[d] = positions(layout.winograd)
         bound.update(d for d, e in zip(self.shape, self.extents, strict=True) if isinstance(d, str) and e is not None)
         physical = [int64(blocks[d]) for d in layout.outer_perm] + [int64(tile) for tile in layout.inner_tiles]
         super().__init__(function, name, physical, dtype)

@@ -70,6 +70,7 @@ class ShortSums:
         self._chains = Registers(count, dot.types[0], lanes * dot.k0)
         self.length = dot.short * banks
         """Steps of a chain."""
+        self._together = max(1, CHAINS // banks)
 
     def begin(self) -> None:
         """Start sums of chains."""
@@ -111,11 +112,11 @@ class ShortSums:
 
     def add(self, size: Expr, length: int, emit: Callable[[Expr, Expr, Registers], None]) -> None:
         """A sum of any length, from `begin` to `finish`; parameters as of `add_chains`."""
-        whole = opaque(size // length)
-        with loop(opaque(ceil_div(whole, CHAINS))) as block:
+        whole, together = opaque(size // length), self._together
+        with loop(opaque(ceil_div(whole, together))) as block:
             self.begin()
-            first = opaque(block * CHAINS)
-            here = CHAINS if isinstance(whole, int) and whole % CHAINS == 0 else minimum(whole - first, CHAINS)
+            first = opaque(block * together)
+            here = together if isinstance(whole, int) and whole % together == 0 else minimum(whole - first, together)
             with loop(here) as number:
                 self.chain(lambda steps: emit(opaque((first + number) * length), length, steps))
             self.finish()

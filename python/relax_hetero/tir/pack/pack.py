@@ -4,7 +4,8 @@ Parameters of every kernel: source, destination. Symbolic extents are bound from
 layouts that both pad a symbolic dimension, whole tiles are copied, padding included.
 
 Bytes are moved as integers, so every type of a width shares its code and NaN payloads stay. The ways that are tried, in
-order: transposes in registers (`tile_transpose`), runs along the last dimension (`tile_copy`), element by element.
+order: windows that are transformed (`window_transform`, of floats), transposes in registers (`tile_transpose`), runs
+along the last dimension (`tile_copy`), element by element.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import Dim
+from ...errors import EncodingError
 from ...target.cpu_target import CpuTarget
 from ..core.builder import Expr, Function, Registers, constant, lane_indices, loop, zeros
 from ..core.packed_storage import PackedStorage, extents_of, whole
@@ -25,6 +27,7 @@ from ..core.work_split import for_parts, nest_loops
 from ..math.vector_math import once
 from .tile_copy import copy_runs, interleave_rows
 from .tile_transpose import transpose_tiles
+from .window_transform import transform_windows
 
 
 def pack_kernel(shape: Sequence[Dim], dtype: str, layout: PackedLayout, cpu: CpuTarget) -> tirx.PrimFunc:
@@ -36,6 +39,11 @@ def pack_kernel(shape: Sequence[Dim], dtype: str, layout: PackedLayout, cpu: Cpu
         Logical extents; a symbolic one is a name.
     layout : PackedLayout
         Of the destination.
+
+    Raises
+    ------
+    EncodingError
+        As every function here: if the source holds transformed windows, which only constants do.
     """
     return _kernel("pack", shape, dtype, PackedLayout.identity(len(shape)), layout, cpu)
 
@@ -55,6 +63,8 @@ def relayout_kernel(
 def _kernel(
     name: str, shape: Sequence[Dim], dtype: str, source: PackedLayout, destination: PackedLayout, cpu: CpuTarget
 ) -> tirx.PrimFunc:
+    if source.winograd:
+        raise EncodingError(f"found source layout {source}, expected one whose windows are not transformed")
     function = Function(name)
     with function:
         bound: set[str] = set()
@@ -64,8 +74,8 @@ def _kernel(
         ]
         with function.body():
             for side in sides:
-                side.open(raw=True)
-            ways = (transpose_tiles, copy_runs, interleave_rows)
+                side.open(raw=not destination.winograd)
+            ways = (transform_windows, transpose_tiles, copy_runs, interleave_rows)
             if not any(way(sides[0], sides[1], cpu) for way in ways):
                 _copy_elements(sides[0], sides[1], cpu)
             if destination.compensation:

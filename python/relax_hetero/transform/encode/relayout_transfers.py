@@ -53,9 +53,9 @@ class Crossing:
     def before(self) -> bool:
         """Whether the source lays it out again: that and its transfer cost no more than the other way round.
 
-        Compensation is left to the CPU whose layout has it: GPUs multiply signed bytes and never compute it.
+        Compensation and transformed windows are left to the CPU whose layout has them: GPUs never compute either.
         """
-        if self.to_layout.compensation and _is_gpu(self.source):
+        if (self.to_layout.compensation or self.to_layout.winograd) and _is_gpu(self.source):
             return False
         old, new = self._bytes(self.from_layout), self._bytes(self.to_layout)
         at_source = (old + new) / _rate(self.source) + self._wire(new)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tvm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -18,8 +19,8 @@ from relax_hetero.target.cpu_target import CpuTarget
 from relax_hetero.tir.conv.convolution import conv_kernel
 from relax_hetero.tir.conv.winograd_plan import Shape, gain, make_plan
 from seeds import fresh_rng
-from tir.convolutions_of import check, conv_problem, random_operands, reference, run, with_epilogue
-from tir.kernel_runs import VECTOR_NAMES, cpu_named, runs_here
+from tir.convolutions_of import assert_near, check, conv_problem, random_operands, reference, run, with_epilogue
+from tir.kernel_runs import VECTOR_NAMES, cpu_named, kernel, poisoned, runs_here
 
 SAME = Window(3, before=1, after=1)
 NAME = VECTOR_NAMES[0]
@@ -57,6 +58,24 @@ def test_symbolic_batch(tmp_path: Path) -> None:
     problem = winograd(conv_problem(NAME, (10, 40), (9, 15), (SAME, SAME), batch="s0"), 2)
     for batch in (0, 1, 3):
         check(problem, NAME, tmp_path, batch)
+
+
+def test_symbolic_image(tmp_path: Path) -> None:
+    problem = winograd(conv_problem(NAME, (10, 40), (9, 15), (SAME, SAME)), 2)
+    symbols = {
+        "data": (1, 10, "s0", "s1"),
+        "result": (1, 40, "s0", "s1"),
+    }
+    unknown = replace(problem, **{name: replace(getattr(problem, name), shape=s) for name, s in symbols.items()})
+    compute = kernel(conv_kernel(unknown, cpu_named(NAME)), NAME, tmp_path)
+    for extents in ((9, 15), (1, 2), (40, 33), (0, 5)):
+        data, weight = random_operands(conv_problem(NAME, (10, 40), extents, (SAME, SAME)), fresh_rng())
+        out = poisoned((1, *extents, 40), "float32")
+        stored = [problem.data.layout.pack(data), problem.weight.layout.pack(weight)]
+        compute(*map(tvm.runtime.tensor, stored), out)
+        assert_near(
+            problem, problem.result.layout.unpack(out.numpy(), (1, 40, *extents)), reference(problem, data, weight)
+        )
 
 
 def test_panels_are_shared_where_there_are_few_tiles(tmp_path: Path) -> None:

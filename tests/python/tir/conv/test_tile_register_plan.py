@@ -11,15 +11,7 @@ from relax_hetero.encoding import PackedLayout
 from relax_hetero.encoding.problem import ConvProblem, Window
 from relax_hetero.target.cpu_target import cpu_target_of
 from relax_hetero.target.tile_instructions import tile_instruction_for
-from relax_hetero.tir.conv.tile_register_plan import (
-    BLOCK_BYTES,
-    Copy,
-    RunSteps,
-    StepBlocks,
-    TilePlan,
-    even_steps,
-    plan_tiles,
-)
+from relax_hetero.tir.conv.tile_register_plan import BLOCK_BYTES, Copy, RunSteps, TilePlan, even_steps, plan_tiles
 from tir.convolutions_of import conv_problem
 
 CPU = cpu_target_of(tvm.target.Target({"kind": "llvm", "mcpu": "sapphirerapids", "num-cores": 2}))
@@ -53,20 +45,6 @@ def test_steps_of_equal_numbers_of_groups():
 )
 def test_channels_of_a_copy_divide_among_steps(channels, types, steps):
     assert _plan(_square((channels, 64), 28, SAME, types)).run == steps
-
-
-@pytest.mark.parametrize(
-    ("channels", "size", "blocks"),
-    [
-        (64, 56, StepBlocks(1, 9, 2)),
-        (128, 28, StepBlocks(3, 3, 4)),
-        (256, 14, StepBlocks(5, 2, 8)),
-        (1024, 14, StepBlocks(18, 1, 16)),  # a place of the window is two blocks
-    ],
-    ids=str,
-)
-def test_blocks_of_the_weight_fit_the_first_level_cache(channels, size, blocks):
-    assert _plan(_square((channels, 64), size, SAME)).step_blocks == blocks
 
 
 def test_an_image_of_three_channels_takes_a_row_of_the_window_a_step():

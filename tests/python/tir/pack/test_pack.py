@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tvm import runtime
 
 from relax_hetero.encoding import PackedLayout
+from relax_hetero.errors import EncodingError
 from relax_hetero.tir.pack.pack import pack_kernel, relayout_kernel, unpack_kernel
 from tir.kernel_runs import NAMES, assembly, cpu_named, kernel, poisoned, random_bits, same_bits, stored
 
@@ -144,6 +145,22 @@ def test_nothing_beside_a_symbolic_extent(target, tmp_path):
     layout, cpu = PackedLayout.parse("pack<outer=[0, 1] inner=[0:8, 1:4]>"), cpu_named(target)
     pack = kernel(pack_kernel(["s0", 0], "float32", layout, cpu), target, tmp_path)
     pack(runtime.tensor(np.zeros((9, 0), "float32")), runtime.tensor(np.zeros((2, 0, 8, 4), "float32")))
+
+
+@pytest.mark.parametrize("m", [2, 4])
+@pytest.mark.parametrize("outer", [(0, 2, 3, 1), (3, 0, 1, 2)])
+def test_windows_are_transformed(outer, m, tmp_path):
+    layout = PackedLayout(outer, outer[:1], (16,), winograd=m)
+    shape = [0] * 4
+    for dim, extent in zip(outer, (35, 3, 3, 6), strict=True):
+        shape[dim] = extent
+    array = np.random.default_rng(m).standard_normal(shape).astype("float32")
+    wanted = layout.pack(array)
+    out = poisoned(wanted.shape, "float32")
+    kernel(pack_kernel(shape, "float32", layout, cpu_named(NAMES[0])), NAMES[0], tmp_path)(runtime.tensor(array), out)
+    np.testing.assert_allclose(out.numpy(), wanted, rtol=1e-6, atol=1e-7)
+    with pytest.raises(EncodingError, match="expected one whose windows are not transformed"):
+        unpack_kernel(shape, "float32", layout, cpu_named(NAMES[0]))
 
 
 def test_relayout_of_symbolic_extents(tmp_path):

@@ -110,7 +110,7 @@ def tensor_core_conv_kernel(
             pixels = WindowPlaces(data, problem, places, len(batch))
             in_chunks = not problem.weight.layout.swizzle
             if gpu.tensor == "wgmma":
-                tiling = tiling or choose_tiling(product, gpu, sizes, list(counts.values()), may_swap=True)
+                tiling = tiling or choose_tiling(product, gpu, sizes, list(counts.values()), may_swap=not in_chunks)
                 assert isinstance(tiling, Tiling)
                 left = WindowTile(pixels, tiling.rows, m, k, in_chunks)
                 right = OperandTile.of(weight, "n", tiling.columns, n, k)

@@ -20,20 +20,17 @@ from tvm.script.ir_builder import tirx as T
 
 from ....encoding.expression import Expression, Term
 from ....encoding.packed_layout import CHUNK_BYTES
-from ....encoding.problem import Epilogue, MatmulProblem
+from ....encoding.problem import Epilogue
 from ....target.element_types import HALVES, bytes_of
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, Function, int64, when
-from ...core.ties import tied_to
-from ...core.view import Coordinates, extent_of
-from ...matmul.matmul import merge_batches
+from ...core.view import Coordinates
 from ..core import ptx
 from ..core.epilogue import EpilogueWriter
 from ..core.expression import emit
-from ..core.global_view import GlobalView
 from ..core.launch import SharedMemory, local, unrolled
 from ..core.operand import GpuOperand
-from .wgmma_tiling import STAGING_PAD, reads_rows
+from .wgmma_tiling import STAGING_PAD
 
 WARP_ROWS = 16
 
@@ -435,57 +432,6 @@ class FragmentStore:
                     ptx.store_global(T.address_of(self._result.data[self._result.address(place)]), taken)
                 else:
                     T.buffer_store(self._result.data, taken[0], [self._result.address(place)])
-
-
-@dataclass(frozen=True)
-class ProductParameters:
-    """The parameters of a kernel of tensor cores, declared in their order.
-
-    Attributes
-    ----------
-    problem : MatmulProblem
-    lhs, rhs : GlobalView
-    store : FragmentStore
-    result : GpuOperand
-    sizes : tuple of PrimExpr or int
-        Extents of m, n and k.
-    counts : dict of str to PrimExpr or int
-        Extents of batch dimensions.
-    """
-
-    problem: MatmulProblem
-    lhs: GlobalView
-    rhs: GlobalView
-    store: FragmentStore
-    result: GpuOperand
-    sizes: tuple[Expr, Expr, Expr]
-    counts: dict[str, Expr]
-
-    @staticmethod
-    def declare(function: Function, problem: MatmulProblem, gpu: GpuTarget) -> ProductParameters:
-        """Declare them."""
-        lhs = GlobalView(function, "lhs", problem.lhs)
-        rhs = GlobalView(function, "rhs", problem.rhs)
-        init = GpuOperand(function, "init", problem.init) if problem.init else None
-        store = FragmentStore(function, init, problem.epilogue, problem.acc_dtype, gpu)
-        result = GpuOperand(function, "result", problem.result)
-        views = [lhs, rhs, *([init] if init else []), *store.views, result]
-        names = merge_batches(views, lhs, rhs, result)  # type: ignore[arg-type]
-        m, n, k = (extent_of(views, name) for name in "mnk")
-        counts = {name: extent_of([result], name) for name in names}
-        return ProductParameters(problem, lhs, rhs, store, result, (m, n, k), counts)
-
-    def open(self) -> None:
-        """Declare their elements; in the body of the function, before the launch."""
-        self.lhs.open(raw=True)
-        self.rhs.open(raw=True)
-        self.store.open(self.result, *self.sizes[:2], reads_rows(self.problem))
-
-    def tied(self, kernel: tirx.PrimFunc) -> tirx.PrimFunc:
-        """The kernel with a note which of them the result may take the place of."""
-        problem = self.problem
-        in_tile = [*([problem.init] if problem.init else []), *(problem.epilogue.operands if problem.epilogue else ())]
-        return tied_to(kernel, in_tile, 2, problem.result)
 
 
 @dataclass(frozen=True)

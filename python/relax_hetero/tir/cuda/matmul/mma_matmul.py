@@ -18,9 +18,10 @@ from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, when
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, launch, local, unrolled
-from .fragments import FragmentStore, ProductParameters, Staging
+from .fragments import FragmentStore, Staging
 from .mma_tiling import MmaTiling, choose_mma_tiling
 from .operand_tiles import PACKED_ROWS, LeftTile, OperandTile, Source
+from .product_parameters import ProductParameters
 from .simt_parts import Batches
 from .wgmma_matmul import tensor_core_misfit
 

@@ -127,7 +127,7 @@ class SwappedFragments:
                     pair = self._pair(sums, register + j * 4 + 2 * h, at, row + self._row(j, lane), block, h)
                     for c, word in enumerate(store.words(pair)):
                         place = target + j * (8 * pitch) + (c * pitch + h * 8 * store.element)
-                        ptx.store_shared(store_at(self.staging, place), [word], f"u{8 * store.element}")
+                        ptx.store_shared(self.staging.shared.at(place), [word], f"u{8 * store.element}")
             return
         # Of two matrices of 8 rows each, both of a lane's columns.
         target = T.bind(
@@ -145,7 +145,7 @@ class SwappedFragments:
                         pair = self._pair(sums, register + j * 4 + 2 * h, at, row + self._row(j, lane), block, h)
                         packed.append(store.packed(pair))
                 place = target + (first + number * together) * (8 * pitch)
-                ptx.store_matrices(store_at(self.staging, place), packed, transposed=True)
+                ptx.store_matrices(self.staging.shared.at(place), packed, transposed=True)
 
     def _row(self, j: Expr, lane: Expr) -> Expr:
         """Of a lane's pair of rows of matrix j the first, in the part that is staged."""
@@ -166,8 +166,3 @@ class SwappedFragments:
                     operands.append(store.load(view, at, row + c, int64(0)) if is_row else held)
             values.append((store.sum(sums[register + c]), operands))
         return values
-
-
-def store_at(staging: Staging, offset: Expr) -> Expr:
-    """Pointer to a byte of staging memory, by its offset in shared memory."""
-    return staging.shared.at(offset)

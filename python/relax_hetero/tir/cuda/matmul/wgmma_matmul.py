@@ -27,8 +27,10 @@ from ...core.view import Coordinates
 from ...core.work_split import unravel
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, launch, local, may_begin_early, unrolled
-from .fragments import FragmentStore, ProductParameters, Staging
+from .cluster_parts import ClusterParts, cluster_barrier
+from .fragments import FragmentStore, Staging
 from .operand_tiles import PACKED_ROWS, PRODUCERS, LeftTile, OperandTile, Source, source_of
+from .product_parameters import ProductParameters
 from .swapped_fragments import SwappedFragments
 from .wgmma_tiling import Tiling, choose_tiling
 
@@ -386,7 +388,7 @@ class WgmmaProduct:
             if self.tiling.split > 1:
                 # With the consumers, who write each other's sums in between.
                 for _ in range(2):
-                    _cluster_barrier()
+                    cluster_barrier()
 
         self._each_tile(tile)
 
@@ -467,7 +469,10 @@ class WgmmaProduct:
                 release(stage)
 
             self._each_step(ring, step, last_step)
-            totals = sums if self.tiling.split == 1 else self._add_parts(sums, kind, group, member)
+            totals = sums
+            if self.tiling.split > 1:
+                parts = ClusterParts(self.shared, self.left_at, self.tiling.split, self.rank, self.consumers)
+                totals = parts.add(sums, (self.blocks, self.registers), kind, group, member)
             if isinstance(staging, SwappedFragments):
                 staging.emit(totals, self.blocks, at, own, group, member)
             else:
@@ -475,51 +480,6 @@ class WgmmaProduct:
 
         self._each_tile(tile)
 
-    def _add_parts(self, sums: Any, kind: str, group: Expr, member: Expr) -> Any:
-        """This block's part of the tile, the sums of all blocks of the cluster added in their order.
-
-        Each block writes its sums of a part to the shared memory of the block that stores it: a store does not wait
-        for its answer, as reading the sums of others would.
-        """
-        split = self.tiling.split
-        count = self.registers // split
-        pieces = [(block, quad) for block in range(self.blocks) for quad in range(count // 4)]
-        each = len(pieces) * WARPGROUP * 16  # bytes of a warpgroup's sums of a part
-        own = self.left_at + group * each + member * 16
-        begin, remote = self.shared.at(own + self.rank * (self.consumers * each)), local(1, "uint32")
-        address = T.bind(ptx.shared_address(begin))
-        # The sums take the place of the stages, which all blocks have read now.
-        _cluster_barrier()
-        for turn in range(split):
-            # Every block begins with another one, and comes to itself last.
-            for owner in range(split):
-                with when(tirx.EQ(T.truncmod(self.rank + turn + 1, split), owner)):
-                    ptx.remote_address(remote[0], address, owner)
-                    for number, (block, quad) in enumerate(pieces):
-                        register = block * self.registers + owner * count + 4 * quad
-                        values = [_as_u32(sums[register + i], kind) for i in range(4)]
-                        ptx.store_remote(remote[0] + T.uint32(number * WARPGROUP * 16), values)
-        _cluster_barrier()
-        total, parts = local(self.blocks * count, kind), local(4, "uint32")
-        for sender in range(split):
-            for number in range(len(pieces)):
-                source = own + sender * (self.consumers * each) + number * (WARPGROUP * 16)
-                ptx.load_shared([parts[i] for i in range(4)], self.shared.at(source))
-                for i in range(4):
-                    value = parts[i] if kind == "uint32" else tirx.reinterpret(kind, parts[i])
-                    register = 4 * number + i
-                    T.buffer_store(total, value if sender == 0 else total[register] + value, [register])
-        return total
-
-
-def _cluster_barrier() -> None:
-    ptx.cluster_arrive()
-    ptx.cluster_wait()
-
 
 def _int32(value: Expr) -> Expr:
     return value if isinstance(value, int) else T.Cast("int32", int64(value))
-
-
-def _as_u32(value: Expr, kind: str) -> Expr:
-    return value if kind == "uint32" else tirx.reinterpret("uint32", value)

@@ -38,7 +38,7 @@ STEP_CYCLES = {
     (128, 192): 1150,
     (128, 256): 1195,
 }
-SWAPPED_ROWS = {64: (96, 128, 160, 192), 128: (48, 64, 80, 96, 112), 256: (64, 80, 96, 112)}
+SWAPPED_ROWS = {64: (160, 192), 128: (48, 64, 80, 96, 112), 256: (64, 80, 96, 112)}
 """Rows of tiles whose operands are swapped, by their columns."""
 LOADED = 7000
 """Bytes of tiles that all multiprocessors load in a cycle, from the second-level cache."""

@@ -58,10 +58,12 @@ def relayout_kernel(
     Raises
     ------
     EncodingError
-        If the destination has compensation, which CPUs compute for themselves.
+        If the destination has compensation or transformed windows, which CPUs compute for themselves.
     """
-    if destination.compensation:
-        raise EncodingError(f"found destination layout {destination}, expected one without compensation on a GPU")
+    if destination.compensation or destination.winograd:
+        raise EncodingError(
+            f"found destination layout {destination}, expected none with compensation or transformed windows on a GPU"
+        )
     function = Function("relayout", registers="local")
     with function:
         bound: set[str] = set()

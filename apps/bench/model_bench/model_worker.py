@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 import sys
 import time
 from collections.abc import Callable
@@ -57,11 +58,14 @@ class Job:
 
     def command(self) -> list[str]:
         """What runs it."""
-        return [sys.executable, os.path.abspath(__file__), json.dumps(asdict(self))]
+        return [sys.executable, "-m", "model_bench.model_worker", json.dumps(asdict(self))]
 
     def environment(self) -> dict[str, str]:
         """The environment it has to start in."""
-        return {**os.environ, **dict.fromkeys(ENVIRONMENT, str(self.threads)), "TVM_BIND_THREADS": "0"}
+        threads = dict.fromkeys(ENVIRONMENT, str(self.threads))
+        benchmarks = str(pathlib.Path(__file__).resolve().parents[1])
+        found = os.pathsep.join(filter(None, (benchmarks, os.environ.get("PYTHONPATH"))))
+        return {**os.environ, **threads, "TVM_BIND_THREADS": "0", "PYTHONPATH": found}
 
 
 def _setting(job: Job) -> Any:
@@ -144,11 +148,11 @@ def measure_memory(job: Job) -> dict[str, Any]:
 
 def profile_dispatches(job: Job) -> dict[str, Any]:
     """What each of our kernels takes, and the peaks of the machine, measured in the same process."""
-    from model_bench.dispatches import dispatches_of, measured_roof
     from model_peers import OURS
     from model_peers.ours import tensors_of
 
     import relax_hetero as rh
+    from model_bench.dispatches import dispatches_of, measured_roof
 
     machine, operands = rh.vm.VirtualMachine(rh.load(job.files[OURS])), tensors_of(_arrays(job.arrays, "in"))
     dispatches = [asdict(dispatch) for dispatch in dispatches_of(machine, operands)]
