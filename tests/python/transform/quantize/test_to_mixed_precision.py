@@ -461,3 +461,9 @@ def test_each_device_gets_its_own_type():
         low = ToMixedPrecision(asked)(relax.transform.Normalize()(Chain))
         assert relax.analysis.check_well_formed(low)
         assert dtypes(low, "relax.matmul") == ["float32", "bfloat16"]
+
+
+def test_no_devices_are_none():
+    mod = _on(ZEN)
+    for dtype in ("bfloat16", "auto"):
+        assert to_mixed_precision(mod, dtype, devices=[]) is mod
