@@ -11,7 +11,7 @@ from .command import accuracy_option, command, json_option, verify_option
 from .command_tables import CommandBuffers
 from .console import console, print_json, show
 from .explanation import ALL, SECTIONS, Explanation, explanation_of
-from .models import is_onnx, load_library, placed_onnx
+from .models import is_onnx, load_library, placed_onnx, refuse_compiled
 from .placing import Placing, placing_options
 
 
@@ -47,6 +47,7 @@ def explain_command(
     if is_onnx(model):
         explanation = _of_onnx(model, placing, accuracy)
     else:
+        refuse_compiled(model, accuracy=accuracy)
         explanation = explanation_of(load_library(model, placing, key).executable, model.name)
     if as_json:
         print_json(explanation.to_json())

@@ -67,9 +67,12 @@ def obtain(
     Raises
     ------
     HeteroError: If the model cannot be imported, placed, compiled or loaded.
-    click.UsageError: If placement options are given for a library, which is placed already.
+    click.UsageError: If options of placing or compiling are given for a library, which is placed and compiled already.
     """
-    return compile_onnx(path, placing, cache, checks, accuracy) if is_onnx(path) else load_library(path, placing, key)
+    if is_onnx(path):
+        return compile_onnx(path, placing, cache, checks, accuracy)
+    refuse_compiled(path, checks=checks, accuracy=accuracy)
+    return load_library(path, placing, key)
 
 
 def placed_onnx(path: Path, placing: Placing) -> IRModule:
@@ -101,6 +104,13 @@ def compile_onnx(
         )
         seconds = {"import": imported - start, "compile": time.perf_counter() - imported}
     return Model(executable, path, seconds)
+
+
+def refuse_compiled(library: Path, **options: str) -> None:
+    """click.UsageError if an option that compiling goes by has a value other than its default."""
+    for name, value in options.items():
+        if value != "default":
+            raise click.UsageError(f"{library.name} is compiled already: --{name} {value} goes with an ONNX file")
 
 
 def load_library(path: Path, placing: Placing, key: bytes | None = None) -> Model:

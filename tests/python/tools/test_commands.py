@@ -78,6 +78,17 @@ def test_a_mismatch_exits_with_1(invoke: Invoke, model: Path, tmp_path: Path):
     assert not check["passed"] and check["outputs"][0]["wrong"] > 0
 
 
+def test_a_library_takes_no_options_of_compiling(invoke: Invoke, model: Path, tmp_path: Path):
+    library = tmp_path / "model.so"
+    assert invoke("compile", model, "-o", library, "--accuracy", "exact", "--checks", "strict").exit_code == 0
+    given = [("run", "checks", "strict"), ("run", "accuracy", "fast"), ("explain", "accuracy", "exact")]
+    for command, option, value in given:
+        result = invoke(command, library, f"--{option}", value)
+        assert result.exit_code == 2
+        assert f"model.so is compiled already: --{option} {value} goes with an ONNX file" in result.stderr
+    assert invoke("run", library, "--accuracy", "default").exit_code == 0
+
+
 def test_symbolic_dimensions(invoke: Invoke, symbolic_model: Path, tmp_path: Path):
     sized = parsed(invoke("run", symbolic_model, "--shape", "batch=4", "--json"))
     assert sized["outputs"][0]["shape"] == [4, 5]

@@ -157,7 +157,8 @@ def _plan(
     objective: Objective,
     memory_limit: MemoryLimit | None,
 ) -> AutoPlacement:
-    costs = PlanCosts(graph, model, _limits(memory_limit, vdevices))
+    cpus = [index for index, vdevice in enumerate(vdevices) if is_cpu(vdevice)]
+    costs = PlanCosts(graph, model, _limits(memory_limit, vdevices), cpus)
 
     def ticks(plan: Sequence[int]) -> int:
         return call_ticks(costs, plan) if objective == "latency" else max(costs.busy_queues(plan))

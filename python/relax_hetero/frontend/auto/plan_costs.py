@@ -10,7 +10,7 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from .cost_model import CostModel
@@ -22,9 +22,14 @@ TICKS = 1e12
 PADDING = 1.02
 """Packed weights are padded to whole tiles."""
 
+TRANSFORMED = 16 / 9
+"""Winograd's form F(2x2, 3x3), which convolutions on CPUs may take, has 16 numbers for 9 of a window."""
+
 
 class PlanCosts:
     """Costs of one graph under one model.
+
+    `transforming` are the devices that may store windows of convolutions transformed: they take more memory there.
 
     A transfer is work of the queue that it goes to, as at run time; of the one that it comes from where it goes to an
     implicit host, which has no queue.
@@ -39,8 +44,15 @@ class PlanCosts:
     limits: The most bytes that a call may take, by device; none where all of the program fits.
     """
 
-    def __init__(self, graph: WorkGraph, model: CostModel, limits: Mapping[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        graph: WorkGraph,
+        model: CostModel,
+        limits: Mapping[int, int] | None = None,
+        transforming: Collection[int] = (),
+    ) -> None:
         self.graph = graph
+        self._transforming = frozenset(transforming)
         self.devices = len(model.devices)
         self.queue_of = list(model.queues) or list(range(self.devices))
         self.queues = max(self.queue_of) + 1
@@ -98,6 +110,9 @@ class PlanCosts:
             if plan[unit] == device:
                 shared |= self.graph.units[unit].weights
         weights += sum(shared[constant] for constant in self._shared & shared.keys())
+        if device in self._transforming:
+            windows = sum(unit.windows for unit, place in zip(self.graph.units, plan, strict=True) if place == device)
+            weights += windows * (TRANSFORMED - 1)
         return math.ceil(weights * PADDING) + self.values_on(device, plan)
 
     def values_on(self, device: int, plan: Sequence[int]) -> int:

@@ -77,11 +77,13 @@ class WorkUnit:
     names: The nodes in it.
     ops: The work of each op.
     weights: Bytes of each constant that it reads, by an identity: units share what has the same.
+    windows: Bytes of those that are windows of 3x3 elements, which CPUs may store transformed.
     """
 
     names: list[str]
     ops: list[Work] = field(default_factory=list)
     weights: dict[int, float] = field(default_factory=dict)
+    windows: float = 0
 
 
 @dataclass
@@ -137,6 +139,7 @@ class _Measure:
             unit = self._place(binding)
             self._units[unit].ops += self._work(binding.value)
             self._units[unit].weights |= self._weights(binding.value)
+            self._units[unit].windows += self._windows(binding.value)
             for var in relax.analysis.free_vars(binding.value):
                 self._read(var, unit)
             self._values[binding.var] = WorkValue(self._size(binding.var.ty), unit, [])
@@ -174,6 +177,14 @@ class _Measure:
 
         tvm_ffi.structural_walk(value, (tvm.ir.GenericConst, note))
         return found
+
+    def _windows(self, value: relax.Expr) -> float:
+        """Bytes of a convolution's windows, where Winograd's form may take them; in branches none are."""
+        if not isinstance(value, relax.Call) or _op_name(value) != "relax.nn.conv2d":
+            return 0
+        weight, steps = value.args[1], {*map(int, value.attrs.strides), *map(int, value.attrs.dilation)}
+        is_window = self._dims(weight.ty)[2:] == [3, 3] and steps == {1} and str(weight.ty.dtype) == "float32"
+        return self._size(weight.ty) if is_window else 0
 
     def _work(self, value: relax.Expr) -> list[Work]:
         """The work of each op in a bound value; of both branches of an `If`, the larger."""

@@ -34,7 +34,7 @@ def with_accuracy(mod: tvm.IRModule, accuracy: Any, user: str) -> tvm.IRModule:
     Raises
     ------
     BuildError
-        For another accuracy, and for a name that no variable has.
+        For another accuracy. Names are checked when convolutions get layouts (`Accuracies`).
     """
     pairs = list(accuracy.items()) if isinstance(accuracy, Mapping) else [("*", accuracy)]
     for name, value in pairs:

@@ -48,8 +48,9 @@ def choose_types(
         For a device that the module does not have.
     """
     known = vdevices_of(mod) or [VDevice(native("llvm"))]
-    named = [] if devices is None else devices if isinstance(devices, (list, tuple)) else [devices]
-    meant = [lookup(device, known) for device in named] or known
+    meant = known
+    if devices is not None:
+        meant = [lookup(device, known) for device in (devices if isinstance(devices, (list, tuple)) else [devices])]
     groups: dict[str, list[relax.VDevice]] = {}
     for vdevice in meant:
         chosen = _fastest_type(vdevice, accuracy) if dtype == AUTO else dtype

@@ -74,7 +74,7 @@ class Queues:
         if not cores:
             cores[keys[-1]] = 0
         threads = dict(zip(cores, threads_of_queues(list(cores.values())), strict=True))
-        cpus = {**own_cpus(threads), **{key: sum(cpus_of_nodes()[node], []) for key, node in nodes.items()}}
+        cpus = cpus_of_queues(threads, nodes)
         gpus = {index for kind, index in keys if kind == CUDA}
         cuda = cuda_library() if gpus else None
         self._copies = CopyQueues(cuda, gpus) if cuda is not None else None
@@ -215,6 +215,18 @@ def overlapping(metadata: Metadata) -> set[str]:
         return set()
     devices = {index: (s.device_type, s.vdevice_id) for index, s in enumerate(metadata.devices)}
     return {schedule.function for schedule in metadata.schedules if schedule.overlaps(devices)}
+
+
+def cpus_of_queues(
+    threads: Mapping[tuple[int, int], int], nodes: Mapping[tuple[int, int], int]
+) -> dict[tuple[int, int], list[int]]:
+    """The CPUs that queues are kept to, by how many threads each CPU device has, and by the NUMA nodes of some.
+
+    Beside a node, which has all its CPUs, the system chooses for devices that are not bound to one.
+    """
+    if nodes:
+        return {key: [cpu for core in cpus_of_nodes()[node] for cpu in core] for key, node in nodes.items()}
+    return own_cpus(threads)
 
 
 def own_cpus(threads: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], list[int]]:

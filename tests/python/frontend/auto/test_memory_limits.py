@@ -136,6 +136,30 @@ def test_a_model_is_divided_so_that_its_machine_fits():
     np.testing.assert_allclose(vm["main"](x).numpy(), whole["main"](x).numpy(), rtol=1e-4)
 
 
+def test_windows_that_cpus_may_transform_count_so():
+    windows = np.ones((32, 32, 3, 3), "float32")
+    names = ["x", *(f"y{i}" for i in range(6))]
+    nodes = [helper.make_node("Conv", [names[i], f"w{i}"], [names[i + 1]], f"n{i}", pads=[1] * 4) for i in range(6)]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 32, 24, 24]) for name in (names[0], names[-1])]
+    weights = [numpy_helper.from_array(windows * (i + 1), f"w{i}") for i in range(6)]
+    model = helper.make_model(
+        helper.make_graph(nodes, "g", ends[:1], ends[1:], weights), opset_imports=[helper.make_opsetid("", 17)]
+    )
+    model.ir_version = 8
+    target = {"kind": "llvm", "mcpu": "x86-64-v4", "num-cores": 2}
+    devices = [rh.VDevice(target, index) for index in range(2)]
+    # So slow a link that all is on one device: the second one, if it fits there.
+    speeds = [DeviceCost(1e9, 1e12, 0), DeviceCost(1e12, 1e12, 0)]
+    costs = CostModel(speeds, links(2, 0, bandwidth=1e12, latency=0.028), 0)
+    values = 3 * 4 * 32 * 24 * 24
+    for limit, device in ((6 * windows.nbytes + values, 0), (6 * windows.nbytes * 16 // 9 + 8192 + values, 1)):
+        mod = rh.from_onnx(model, devices, "auto", cost_model=costs, memory_limit={"llvm:1": limit})
+        executable = rh.compile(mod)
+        assert {op["device_index"] for op in executable.metadata.placement if op["kind"] == "op"} == {device}
+    assert all(op["form"].startswith("F(2x2") for op in executable.metadata.encodings["ops"])
+    assert 0 < executable.memory_plan.needs("main", {}, 1)[1].total <= limit
+
+
 def test_a_limit_that_nothing_fits():
     with pytest.raises(rh.PlacementError, match=r"no placement within memory_limit.* bytes on .*:0, .* limit is 1,000"):
         auto_placement(layers(2, 64), ["llvm", "c"], memory_limit=1000)

@@ -438,8 +438,9 @@ def test_auto_takes_the_fastest_type_whose_error_is_allowed():
     mod = _on(HOPPER)
     assert to_mixed_precision(mod, "auto", accuracy=1e-3) is mod
     assert to_mixed_precision(_on(ZEN), "auto", accuracy=5e-3)["main"].attrs.get(TF32_KEPT) is None
-    with pytest.raises(rh.BuildError, match=r"found accuracy -1.*not negative"):
-        ToMixedPrecision("auto", accuracy=-1)
+    for wrong in (-1, float("nan"), None, "1e-2", True):
+        with pytest.raises(rh.BuildError, match=rf"found accuracy {wrong!r}.*not negative"):
+            ToMixedPrecision("auto", accuracy=wrong)
 
 
 def test_each_device_gets_its_own_type():
@@ -460,3 +461,9 @@ def test_each_device_gets_its_own_type():
         low = ToMixedPrecision(asked)(relax.transform.Normalize()(Chain))
         assert relax.analysis.check_well_formed(low)
         assert dtypes(low, "relax.matmul") == ["float32", "bfloat16"]
+
+
+def test_no_devices_are_none():
+    mod = _on(ZEN)
+    for dtype in ("bfloat16", "auto"):
+        assert to_mixed_precision(mod, dtype, devices=[]) is mod

@@ -14,6 +14,7 @@ import relax_hetero as rh
 from relax_hetero.target import cpu_cores
 from relax_hetero.target.cpu_cores import cpus_of_nodes, listed_cpus
 from relax_hetero.vm.device import numa
+from relax_hetero.vm.queue import queues
 
 X = np.random.default_rng(0).random((64, 256), "float32")
 NODE = min(cpus_of_nodes())
@@ -74,6 +75,18 @@ def test_memory_of_a_node():
     middle = at + array.nbytes // 2
     assert numa.node_of(middle) == NODE and array.sum() == 1 << 20
     numa.move_to_node([(at + 8, at + 16)], NODE)  # no whole page: nothing to do
+
+
+def test_devices_beside_a_node_are_not_kept_to_its_cpus(monkeypatch):
+    cores = [[0, 4], [1, 5], [2, 6], [3, 7]]
+    monkeypatch.setattr(queues, "cpus_of_cores", lambda: cores)
+    monkeypatch.setattr(queues, "num_cores", lambda: 4)
+    monkeypatch.setattr(queues, "cpus_of_nodes", lambda: {0: cores[:2], 1: cores[2:]})
+    first, second = (1, 0), (1, 1)
+    threads = {first: 2, second: 2}
+    assert queues.cpus_of_queues(threads, {}) == {first: [0, 4, 1, 5], second: [2, 6, 3, 7]}
+    assert queues.cpus_of_queues(threads, {second: 0}) == {second: [0, 4, 1, 5]}
+    assert queues.cpus_of_queues(threads, {first: 1, second: 0}) == {first: [2, 6, 3, 7], second: [0, 4, 1, 5]}
 
 
 def spec(**target):

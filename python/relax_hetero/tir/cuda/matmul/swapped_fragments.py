@@ -133,10 +133,9 @@ class SwappedFragments:
         target = T.bind(
             begin + (lane // 16 * 8 + lane % 8) * pitch + (warp * WARP_ROWS + lane // 8 % 2 * 8) * store.element
         )
-        for first, count in ((0, matrices // 2), (matrices // 2 * 2, matrices % 2)):
+        for first, count, together in ((0, matrices // 2, 2), (matrices // 2 * 2, matrices % 2, 1)):
             if count == 0:
                 continue
-            together = 1 if first else 2
             with unrolled(count) as number:
                 packed = []
                 for i in range(together):

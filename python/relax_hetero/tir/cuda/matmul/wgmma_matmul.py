@@ -1,9 +1,10 @@
 """Matrix products on Hopper's tensor cores (wgmma): one definition for every type, layout, edge and epilogue.
 
 A block has a warpgroup of producers and one or two of consumers. Producers bring tiles of both operands to shared
-memory, a ring of stages ahead; each consumer multiplies 64 rows by all columns of the tile, then applies the epilogue
-and stores. Blocks are persistent: block b has the tiles b, b + blocks, ..., in an order in which tiles that are
-computed at the same time share rows and columns, so that the second-level cache has them.
+memory, a ring of stages ahead; each consumer multiplies 64 rows by all columns of the tile, or where operands are
+swapped all rows by a part of the columns, then applies the epilogue and stores. Blocks are persistent: block b has the
+tiles b, b + blocks, ..., in an order in which tiles that are computed at the same time share rows and columns, so that
+the second-level cache has them.
 
 Where tiles are too few for the GPU, the blocks of a cluster share one tile, each with its part of k. Their partial sums
 are added in the order of the blocks, through the shared memory of all of them: equal inputs give equal bits.
@@ -392,26 +393,30 @@ class WgmmaProduct:
 
         self._each_tile(tile)
 
-    def _consume(self, staging: Staging | SwappedFragments, part: int) -> None:
-        if self.moves_registers:
-            ptx.set_max_registers(_MANY_REGISTERS, grows=True)
-        kind = "uint32" if self.left.view.nominal in _BYTES else "float32"
-        sums = local(self.blocks * self.registers, kind)
-        base, ring = local(2, "uint64"), self._ring()
-        member = self.thread % WARPGROUP
-        group = T.bind(self.thread // WARPGROUP - 1)
-        warp, lane = T.bind(self.thread // WARP - PRODUCERS // WARP), T.bind(self.thread % WARP)
-        left, right = self.left, self.right
+    def _descriptors(self, group: Expr) -> tuple[list[Expr], list[Expr]]:
+        """Of a warpgroup's two operands in the first stage: the low words, which tiles move, and the rest."""
+        base, left, right = local(2, "uint64"), self.left, self.right
         rows_at = group * (self.blocks * _BLOCK)
         left_begin = self.left_at + (0 if self.swapped else rows_at)
         right_begin = self.shared.at(self.right_at + (rows_at if self.swapped else 0))
         ptx.matrix_descriptor(base[int(self.swapped)], self.shared.at(left_begin), left.leading)
         of_right = base[int(not self.swapped)]
         ptx.matrix_descriptor(of_right, right_begin, right.leading, right.stride, right.is_swizzled)
-        first, second = (right, left) if self.swapped else (left, right)
-        # Tiles move the low words of descriptors only.
         low = [T.bind(T.Cast("uint32", base[i])) for i in range(2)]
         high = [T.bind(T.shift_left(T.shift_right(base[i], T.uint64(32)), T.uint64(32))) for i in range(2)]
+        return low, high
+
+    def _consume(self, staging: Staging | SwappedFragments, part: int) -> None:
+        if self.moves_registers:
+            ptx.set_max_registers(_MANY_REGISTERS, grows=True)
+        kind = "uint32" if self.left.view.nominal in _BYTES else "float32"
+        sums = local(self.blocks * self.registers, kind)
+        ring = self._ring()
+        member = self.thread % WARPGROUP
+        group = T.bind(self.thread // WARPGROUP - 1)
+        warp, lane = T.bind(self.thread // WARP - PRODUCERS // WARP), T.bind(self.thread % WARP)
+        first, second = (self.right, self.left) if self.swapped else (self.left, self.right)
+        low, high = self._descriptors(group)
 
         def moved(operand: int, word: Expr) -> Expr:
             return T.bitwise_or(high[operand], T.Cast("uint64", word))

@@ -231,6 +231,7 @@ def test_clusters_and_tiles(sizes, tile, how):
         ({"m": 100, "n": 300, "k": 130}, (32, 256), {}),
         ({"m": 100, "n": 128, "k": 300}, (112, 128), {"split": 2}),
         ({"m": 60, "n": 256, "k": 520}, (96, 256), {"split": 4}),
+        ({"m": 40, "n": 64, "k": 64}, (16, 64), {"staged_bytes": 256}),  # eight rows at a time: one matrix
     ],
 )
 def test_swapped_operands(sizes, tile, how):
