@@ -52,6 +52,7 @@ Assumes nothing of devices; run it before `rh.compile`. A second run changes not
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 
 import tvm
 from tvm import relax
@@ -141,8 +142,8 @@ def _check_type(
     known = (*LOW_TYPES, TF32, AUTO)
     if dtype not in known:
         raise BuildError(f"ToMixedPrecision: found element type {dtype!r}, expected one of {known}")
-    if not accuracy >= 0:
-        raise BuildError(f"ToMixedPrecision: found accuracy {accuracy}, expected a number that is not negative")
+    if not isinstance(accuracy, Real) or not accuracy >= 0:
+        raise BuildError(f"ToMixedPrecision: found accuracy {accuracy!r}, expected a number that is not negative")
 
 
 ToMixedPrecision = declare_pass("ToMixedPrecision", to_mixed_precision, _check_type)

@@ -438,8 +438,18 @@ def test_auto_takes_the_fastest_type_whose_error_is_allowed():
     mod = _on(HOPPER)
     assert to_mixed_precision(mod, "auto", accuracy=1e-3) is mod
     assert to_mixed_precision(_on(ZEN), "auto", accuracy=5e-3)["main"].attrs.get(TF32_KEPT) is None
-    with pytest.raises(rh.BuildError, match=r"found accuracy -1.*not negative"):
-        ToMixedPrecision("auto", accuracy=-1)
+    for wrong in (-1, float("nan"), "high", None):
+        with pytest.raises(rh.BuildError, match=rf"found accuracy {wrong!r}.*not negative"):
+            ToMixedPrecision("auto", accuracy=wrong)
+
+
+def test_devices_of_a_module_that_is_not_placed():
+    """It will run on this CPU; an empty list names no device."""
+    mod = _on()
+    assert to_mixed_precision(mod, "float16", devices=[]) is mod
+    assert dtypes(ToMixedPrecision("float16", devices=["llvm"])(mod), "relax.matmul") == ["float16"] * 2
+    with pytest.raises(rh.VDeviceError, match="no vdevice of kind 'cuda'"):
+        ToMixedPrecision("float16", devices=["cuda"])(mod)
 
 
 def test_each_device_gets_its_own_type():
