@@ -47,7 +47,7 @@ def explain_command(
     if is_onnx(model):
         explanation = _of_onnx(model, placing, accuracy)
     else:
-        explanation = explanation_of(load_library(model, placing, key).executable, model.name)
+        explanation = explanation_of(load_library(model, placing, key, accuracy).executable, model.name)
     if as_json:
         print_json(explanation.to_json())
     else:

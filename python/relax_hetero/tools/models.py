@@ -67,9 +67,11 @@ def obtain(
     Raises
     ------
     HeteroError: If the model cannot be imported, placed, compiled or loaded.
-    click.UsageError: If placement options are given for a library, which is placed already.
+    click.UsageError: If placement options or another accuracy are given for a library, which has its own.
     """
-    return compile_onnx(path, placing, cache, checks, accuracy) if is_onnx(path) else load_library(path, placing, key)
+    if is_onnx(path):
+        return compile_onnx(path, placing, cache, checks, accuracy)
+    return load_library(path, placing, key, accuracy)
 
 
 def placed_onnx(path: Path, placing: Placing) -> IRModule:
@@ -103,8 +105,10 @@ def compile_onnx(
     return Model(executable, path, seconds)
 
 
-def load_library(path: Path, placing: Placing, key: bytes | None = None) -> Model:
-    """Load an exported library, with a key only one that was signed with it."""
+def load_library(path: Path, placing: Placing, key: bytes | None = None, accuracy: str = "default") -> Model:
+    """Load an exported library, with a key only one that was signed with it; `accuracy` is what was asked for."""
+    if accuracy != "default":
+        raise click.UsageError(f"{path.name} is compiled already: --accuracy {accuracy} goes with an ONNX file")
     if placing.given:
         raise click.UsageError(
             f"{path.name} is compiled and so placed already: --vdevice, --optional, --place and --place-auto go with "
