@@ -106,8 +106,8 @@ def compile(  # noqa: A001 (the contract's name)
         How exact convolutions of float32 are on CPUs. ``"default"``: those of 3x3 windows and stride 1 may take
         Winograd's form F(2x2, 3x3) where that is faster, with errors no larger than those of the direct form, and
         weights of 16/9 of the size. ``"exact"``: none do. ``"fast"``: also F(4x4, 3x3), with about twice the error, and
-        weights of four times the size. By names of variables, as ``explain`` shows them, where ``*`` stands for any
-        letters: ``{"*": "fast", "head_*": "exact"}``, the last that fits.
+        weights of four times the size. By names of the convolutions' variables, as ``explain`` shows them, where ``*``
+        stands for any letters: ``{"*": "fast", "head_*": "exact"}``, the last that fits.
 
     Returns
     -------
@@ -117,9 +117,9 @@ def compile(  # noqa: A001 (the contract's name)
     Raises
     ------
     HeteroError
-        An unknown value of `checks` or `accuracy`; `optional` devices that are CPUs, or not the module's; placement
-        conflicts, ops without kernels, kernels that do not compile, unknown names of parameters, inputs that cannot be
-        donated; indices and divisors that are known now and wrong.
+        An unknown value of `checks` or `accuracy`, or a name in it that no convolution has; `optional` devices that are
+        CPUs, or not the module's; placement conflicts, ops without kernels, kernels that do not compile, unknown names
+        of parameters, inputs that cannot be donated; indices and divisors that are known now and wrong.
     """
     if not isinstance(mod, tvm.IRModule):
         raise BuildError(f"rh.compile: found {type(mod).__name__}, expected a tvm.IRModule")

@@ -63,7 +63,7 @@ class CpuResolver(ResolverBase):
             return conv_layout(replace(encoding, accuracy=EXACT), cpu) or conv_layout(encoding, cpu)
         dot = dot_instruction_for(cpu_target_of(target), *encoding.element_types)
         few = 0 <= encoding.sizes["m"] <= FEW_ROWS
-        if dot is not None and encoding.operand_index == RHS and few and _is_readable(encoding, dot):
+        if dot is not None and encoding.operand_index == RHS and few and _is_readable(encoding, dot, by_few=True):
             return PackedLayout.identity(len(encoding.index_map))
         if self.is_packed_in_kernel(encoding, cpu_target_of(target)):
             return PackedLayout.identity(len(encoding.index_map))
@@ -88,6 +88,10 @@ def _read_in_place(encoding: Encoding, dot: DotInstruction) -> bool:
     return DYNAMIC in (k, n) or k * n * bytes_of(encoding.element_types[RHS]) <= IN_PLACE_BYTES
 
 
-def _is_readable(encoding: Encoding, dot: DotInstruction) -> bool:
-    """Whether the kernel can read the right operand as it lies: rows of n, one k a step."""
-    return dot.k0 == 1 and encoding.of(RHS).index_map[-2:] == ("k", "n")
+def _is_readable(encoding: Encoding, dot: DotInstruction, by_few: bool = False) -> bool:
+    """Whether the kernel had better read the right operand as it lies: rows of n, one k a step.
+
+    Of float16 in pairs, two rows are riffled in every step, which is worth it where few rows of the left operand do.
+    """
+    is_single = dot.k0 == 1 or (by_few and dot.short > 0)
+    return is_single and encoding.of(RHS).index_map[-2:] == ("k", "n")

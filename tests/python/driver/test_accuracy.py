@@ -112,7 +112,8 @@ def test_weights_of_a_call_and_other_cpus_keep_the_direct_form() -> None:
     [
         ("some", "rh.compile: accuracy is 'some', expected one of 'default', 'exact', 'fast'"),
         ({"head": 1}, "rh.compile: accuracy of 'head' is 1, expected one of"),
-        ({"haed": "fast"}, "accuracy has 'haed', which names no variable; near names: 'head'"),
+        ({"haed": "fast"}, "accuracy has 'haed', which names no convolution; near names: 'head'"),
+        ({"first_relu": "exact"}, "accuracy has 'first_relu', which names no convolution; near names: 'first'"),
         (None, "rh.compile: accuracy is None, expected one of"),
     ],
 )

@@ -18,6 +18,7 @@ AVX512 = {
     "mcpu": "x86-64-v4",
     "mattr": ["+avx512vnni", "+avx512bf16"],
 }
+FP16 = {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "x86-64-v4", "mattr": ["+avx512fp16"]}
 AVX512_BASE = {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "x86-64-v4"}
 AVX2 = {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "x86-64-v3"}
 SSE = {"kind": "llvm", "mtriple": "x86_64-linux-gnu"}
@@ -122,15 +123,17 @@ def test_a_small_activation_is_read_where_it_lies():
 
 
 def test_an_activation_that_few_rows_meet_is_read_where_it_lies():
-    def layout(types, rest, m):
+    def layout(types, rest, m, target=AVX512):
         encoding = Encoding.parse(f"matmul[1]<{types}; {rest.replace('m=?', f'm={m}')}>")
-        return str(resolver_for(AVX512).resolve_activation(encoding, tvm.target.Target(AVX512)))
+        return str(resolver_for(target).resolve_activation(encoding, tvm.target.Target(target)))
 
     assert {layout(F32, MATMUL, m) for m in (0, 1, 8)} == {"identity<2>"}
     assert {layout(F32, MATMUL, m) for m in ("?", 9)} == {"pack<outer=[1, 0] inner=[1:32]>"}
     transposed = MATMUL.replace("* (k, n)", "* (n, k)")
     assert layout(F32, transposed, 1) == "pack<outer=[0, 1] inner=[0:32]>"
     assert layout("uint8 * int8 -> int32", MATMUL, 1) == "pack<outer=[1, 0] inner=[1:32, 0:4]>"
+    halves = [layout("float16 * float16 -> float32", MATMUL, m, FP16) for m in (8, 9)]
+    assert halves == ["identity<2>", "pack<outer=[1, 0] inner=[1:32, 0:2]>"]
 
 
 @pytest.mark.parametrize("target", [AVX512, AVX2, SSE, NEON, C])

@@ -224,6 +224,8 @@ def test_wrong_usage_exits_with_2(invoke: Invoke, model: Path, tmp_path: Path):
         ["run", model, "--no-such-option"],
         ["run", library, "--check"],
         ["run", library, "--vdevice", "llvm"],
+        ["run", library, "--accuracy", "fast"],
+        ["explain", library, "--accuracy", "exact"],
         ["run", model, "--device", "llvm"],
         ["compile", model],
         ["explain", model, "--place", "nothing"],

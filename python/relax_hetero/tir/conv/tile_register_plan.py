@@ -30,10 +30,6 @@ BLOCK_BYTES = 1 << 20
 BLOCK_PLACES = 256
 MOST_BLOCK_BYTES = 1 << 24
 
-# Pixels of a copy lie an odd number of cache lines apart, so that rows of a tile fall into different sets of the
-# first-level cache.
-ODD_DISTANCES = True
-
 # Weights of more bytes are prefetched, panel by panel: those of a model come from memory or the last-level cache.
 PREFETCH_BYTES = 1 << 16
 
@@ -249,7 +245,8 @@ def _copy(problem: ConvProblem, run: RunSteps, k0: int) -> Copy:
     window, outer = problem.windows[-1], _outer(problem)
     pixel = _groups(problem, k0) * GROUP_BYTES
     lines = ceil_div(run.steps * run.step_bytes, TILE_BYTES)
-    distance = (lines | 1 if ODD_DISTANCES else lines) * TILE_BYTES if run.runs == window.size else pixel
+    # An odd number of cache lines: rows of a tile then fall into different sets of the first-level cache.
+    distance = (lines | 1) * TILE_BYTES if run.runs == window.size else pixel
     width = (_static(problem.result.shape[2:])[-1] - 1) * window.stride + window.reach
     return Copy(distance, width, gcd(outer.stride, outer.dilation))
 

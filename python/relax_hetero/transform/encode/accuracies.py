@@ -15,8 +15,10 @@ from tvm import relax
 
 from ...encoding.encoding import ACCURACIES, DEFAULT
 from ...errors import BuildError
+from ...op.encoded import UNSET
 from ..ir.module_attrs import ACCURACY
-from ..ir.rewriting import relax_functions, walk_bindings
+from ..ir.rewriting import op_name, relax_functions, walk_bindings
+from .encoded_convolutions import CONV_OPS
 
 _NEAR_MISSES = 3
 
@@ -34,7 +36,7 @@ def with_accuracy(mod: tvm.IRModule, accuracy: Any, user: str) -> tvm.IRModule:
     Raises
     ------
     BuildError
-        For another accuracy. Names are checked when convolutions get layouts (`Accuracies`).
+        For another accuracy.
     """
     pairs = list(accuracy.items()) if isinstance(accuracy, Mapping) else [("*", accuracy)]
     for name, value in pairs:
@@ -52,14 +54,14 @@ class Accuracies:
     Raises
     ------
     BuildError
-        For a name that no variable has; it lists near names.
+        For a name that no convolution has; it lists near names.
     """
 
     def __init__(self, mod: tvm.IRModule) -> None:
         marked = mod.attrs[ACCURACY] if mod.attrs and ACCURACY in mod.attrs else []
         self._pairs = [(str(name), str(value)) for name, value in marked]
         if any(name != "*" for name, _ in self._pairs):
-            self._check(_variables(mod))
+            self._check(_convolutions(mod))
 
     def of(self, name: str) -> str:
         """The accuracy of the convolution that a variable holds."""
@@ -70,11 +72,12 @@ class Accuracies:
             if not any(fnmatchcase(name, pattern) for name in names):
                 near = difflib.get_close_matches(pattern, names, n=_NEAR_MISSES)
                 hint = f"near names: {', '.join(map(repr, near))}" if near else "and no name is near it"
-                raise BuildError(f"accuracy has {pattern!r}, which names no variable; {hint}")
+                raise BuildError(f"accuracy has {pattern!r}, which names no convolution; {hint}")
 
 
-def _variables(mod: tvm.IRModule) -> list[str]:
-    names: dict[str, None] = {}
-    for _, func in relax_functions(mod):
-        names.update(dict.fromkeys(b.var.name for b in walk_bindings(func) if isinstance(b, relax.VarBinding)))
-    return list(names)
+def _convolutions(mod: tvm.IRModule) -> list[str]:
+    """Names of variables that hold convolutions, stock ones or the results of encoded ones."""
+    ops = {*CONV_OPS, UNSET}
+    bindings = (binding for _, func in relax_functions(mod) for binding in walk_bindings(func))
+    names = [b.var.name for b in bindings if isinstance(b, relax.VarBinding) and op_name(b.value) in ops]
+    return list(dict.fromkeys(names))

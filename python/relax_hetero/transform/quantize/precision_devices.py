@@ -47,10 +47,10 @@ def choose_types(
     VDeviceError
         For a device that the module does not have.
     """
-    known = vdevices_of(mod) or [VDevice(native("llvm"))]
-    meant = known
-    if devices is not None:
-        meant = [lookup(device, known) for device in (devices if isinstance(devices, (list, tuple)) else [devices])]
+    placed = vdevices_of(mod)
+    known = placed or [VDevice(native("llvm"))]
+    named = devices if isinstance(devices, (list, tuple)) else [devices]
+    meant = known if devices is None else [lookup(device, known) for device in named]
     groups: dict[str, list[relax.VDevice]] = {}
     for vdevice in meant:
         chosen = _fastest_type(vdevice, accuracy) if dtype == AUTO else dtype
@@ -61,7 +61,7 @@ def choose_types(
             )
             chosen = WIDE_TYPE
         groups.setdefault(chosen, []).append(vdevice)
-    if devices is None and len(groups) == 1:
+    if (devices is None or not placed) and len(groups) == 1:
         return [TypeChoice(chosen, None) for chosen in groups if chosen != WIDE_TYPE]
     return [TypeChoice(chosen, tuple(group)) for chosen, group in groups.items() if chosen != WIDE_TYPE]
 

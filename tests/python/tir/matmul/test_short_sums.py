@@ -88,6 +88,17 @@ def test_the_error_is_small_in_range_and_that_of_float32_out_of_it(sizes, symbol
 
 
 @needs_avx512
+def test_a_right_operand_as_it_lies():
+    """Of few rows, with a k that is no pair and columns that are no vector; in range and out of it."""
+    sizes = (3, 301, 33)
+    packed = _problem(sizes)
+    problem = replace(packed, rhs=replace(packed.rhs, layout=PackedLayout.identity(2)))
+    for scale, most in ((1.0, 1.5e-3), (1e3, 2e-6)):
+        arrays = _random(sizes, scale)
+        assert _error(_run(problem, *arrays), arrays) < most
+
+
+@needs_avx512
 def test_only_tiles_out_of_range_are_computed_again():
     sizes = (16, 300, 64)
     arrays = _random(sizes)

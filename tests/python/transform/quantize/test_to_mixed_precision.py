@@ -443,6 +443,15 @@ def test_auto_takes_the_fastest_type_whose_error_is_allowed():
             ToMixedPrecision("auto", accuracy=wrong)
 
 
+def test_devices_of_a_module_that_is_not_placed():
+    """It will run on this CPU; an empty list names no device."""
+    mod = _on()
+    assert to_mixed_precision(mod, "float16", devices=[]) is mod
+    assert dtypes(ToMixedPrecision("float16", devices=["llvm"])(mod), "relax.matmul") == ["float16"] * 2
+    with pytest.raises(rh.VDeviceError, match="no vdevice of kind 'cuda'"):
+        ToMixedPrecision("float16", devices=["cuda"])(mod)
+
+
 def test_each_device_gets_its_own_type():
     @I.ir_module
     class Chain:
