@@ -83,7 +83,7 @@ def test_compensation_is_read_over_and_never_written():
         out,
     )
     assert same_bits(out, array)
-    with pytest.raises(EncodingError, match="expected one without compensation"):
+    with pytest.raises(EncodingError, match="expected none with compensation"):
         relayout_kernel((64, 64), "int8", PackedLayout.identity(2), layout, GPU)
 
 
