@@ -67,7 +67,7 @@ DIRECT, F2, F4 = "direct", "F(2x2, 3x3)", "F(4x4, 3x3)"
     [
         ("exact", [DIRECT, DIRECT]),
         ("default", [F2, F2]),
-        ({"head": "exact"}, [F2, DIRECT]),
+        pytest.param({"head": "exact"}, [F2, DIRECT], marks=pytest.mark.slow),
         ({"*": "fast", "fir*": "default"}, [F2, F4]),
     ],
 )

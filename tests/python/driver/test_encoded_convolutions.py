@@ -16,7 +16,7 @@ from tir.products_of import numpy_type, random_array
 from transform.numpy_convolution import convolve
 from transform.reference_convolution import NHWC, reference_resolver
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(4)
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4", "num-cores": 2}
 V3 = {"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 2}

@@ -13,7 +13,7 @@ from tvm.script import tirx as T
 import relax_hetero as rh
 from relax_hetero.target.vdevice import with_vdevices
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(4)
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4", "num-cores": 2}
 V3 = {"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 2}

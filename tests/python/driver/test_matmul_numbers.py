@@ -15,7 +15,7 @@ from tvm import relax, tirx
 import relax_hetero as rh
 from marks import in_turns
 
-pytestmark = pytest.mark.sampled(4)
+pytestmark = pytest.mark.sampled(6)
 
 SHAPES = [
     *((size, size, size) for size in range(1, 10)),

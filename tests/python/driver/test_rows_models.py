@@ -11,7 +11,7 @@ import relax_hetero as rh
 from relax_hetero.target.vdevice import with_vdevices
 from seeds import fresh_rng
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(4)
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4", "num-cores": 2}
 V3 = {"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 2}

@@ -62,7 +62,7 @@ def test_every_form_is_found(name: str) -> None:
     assert name == "gpt2" or "relax.permute_dims" not in moved
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form_gives_the_results_of_onnx_runtime(name: str) -> None:
     check(FORMS[name](), ["llvm"])

@@ -142,7 +142,7 @@ def check(model, permutes, **options):
     return executable
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("make", LEFT, ids=lambda make: make.__name__)
 def test_permutations_left(make):
     check(make(), LEFT[make], vdevices=["llvm"])

@@ -26,7 +26,7 @@ from models.quantized_graphs import (
     residual_network,
 )
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(4)
 
 STATIC: dict[str, dict[str, Any]] = {
     "u8 by s8 per channel": {"quant_format": QDQ, "per_channel": True, "activation_type": U8, "weight_type": S8},

@@ -153,7 +153,7 @@ class Graph:
         return self.add(relax.op.nn.relu(value.expr), np.maximum(value.array, 0), value.extents, value.device)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(14))
 def test_exactly_numpy_s_numbers(seed: int):
     graph = Graph(seed)

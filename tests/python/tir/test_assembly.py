@@ -13,7 +13,7 @@ from relax_hetero.encoding.packed_layout import PackedLayout
 from relax_hetero.encoding.problem import Epilogue
 from tir.products_of import AVX2, AVX512, SYMBOLS, compile_kernel, operand, plain_problem
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(4)
 
 F32 = ("float32", "float32", "float32")
 TYPES = {

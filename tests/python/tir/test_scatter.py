@@ -70,7 +70,7 @@ def check(cases, name, folder):
         np.testing.assert_array_equal(tensors[0].numpy(), out.numpy())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_elements(name, tmp_path):
     rng, cases = fresh_rng(), []
@@ -85,7 +85,7 @@ def test_elements(name, tmp_path):
     check(cases, name, tmp_path)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_slices(name, tmp_path):
     rng, cases = fresh_rng(), []

@@ -97,7 +97,7 @@ def growing(count, target):
     return mod
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("target", [V4, "c"])
 def test_no_kernel_is_inlined_where_it_could_be_reordered(target):
     """What one kernel stores the next one loads, through variables that TVM tells LLVM are different memory."""

@@ -8,7 +8,7 @@ from onnx import TensorProto, helper, numpy_helper, parser
 import relax_hetero as rh
 from frontend.ops.checking import check, expected, integers, refused, run, uniform
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -27,7 +27,7 @@ def test_matmul(a, b):
     check("MatMul", uniform(*a), uniform(*b))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("op", "gates"), [("RNN", 1), ("GRU", 3), ("LSTM", 4)])
 @pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
 def test_recurrent_layers(op, gates, direction):

@@ -5,7 +5,7 @@ import pytest
 
 from frontend.ops.checking import check, node_model, refused, run, uniform
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(4)
 
 
 @pytest.mark.parametrize("axes", [1, 2, 3])

@@ -9,7 +9,7 @@ from frontend.ops.checking import check, integers, node_model, run, uniform
 INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("constant", [[1, 2, 3, 4], []])
 @pytest.mark.parametrize(
     ("start", "end", "step"),

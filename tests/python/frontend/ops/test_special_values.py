@@ -101,7 +101,7 @@ CONTEXTS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("dtype", "context"),
     [

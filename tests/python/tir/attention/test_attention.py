@@ -14,7 +14,7 @@ from seeds import fresh_rng
 from tir.attention_runs import case, check, compiled, problem_of
 from tir.products_of import AVX2, AVX512, SSE
 
-pytestmark = pytest.mark.sampled(4)
+pytestmark = pytest.mark.sampled(6)
 
 TARGETS = {"avx512": AVX512, "avx2": AVX2, "sse": SSE}
 
@@ -108,6 +108,7 @@ def test_causal_and_symbolic(rng: np.random.Generator) -> None:
     check(case(2, 3, 1, 13, 530, 24, 33, causal="bottom_right", symbolic=True), AVX512, rng)
 
 
+@pytest.mark.slow
 def test_any_number_of_queries_in_one_kernel(rng: np.random.Generator) -> None:
     # One and two are read with keys as they lie, seven are a tile of four and single ones.
     ones = [
@@ -119,6 +120,7 @@ def test_any_number_of_queries_in_one_kernel(rng: np.random.Generator) -> None:
         check(one, AVX512, rng, kernel=kernel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", slow_but_for(["bfloat16", "float16"], ["bfloat16"]))
 def test_hardly_a_query_of_16_bits_and_symbolic(dtype: str, rng: np.random.Generator) -> None:
     check(case(1, 4, 2, 1, 70, 40, 32, symbolic=True, dtype=dtype), AVX512, rng)

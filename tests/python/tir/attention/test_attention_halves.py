@@ -11,7 +11,7 @@ from tir.attention_runs import case, check, compiled
 from tir.products_of import AVX2, SSE
 from tir.products_of import AVX512 as BF16
 
-pytestmark = pytest.mark.sampled(4)
+pytestmark = pytest.mark.sampled(6)
 
 NO_BF16 = tvm.target.Target({"kind": "llvm", "mcpu": "x86-64-v4", "num-cores": 2})
 TARGETS = {"bf16": BF16, "avx512": NO_BF16, "avx2": AVX2, "sse": SSE}
@@ -36,6 +36,7 @@ def test_several_blocks_and_an_odd_key(keys: int, rng: np.random.Generator) -> N
     check(case(1, 2, 2, 19, keys, 64, 40, dtype="bfloat16"), BF16, rng)
 
 
+@pytest.mark.slow
 def test_several_blocks_in_one_kernel(rng: np.random.Generator) -> None:
     cases = [case(1, 2, 2, 19, keys, 64, 40, dtype="bfloat16", symbolic=True) for keys in BLOCKS]
     kernel = compiled(cases[0], BF16)

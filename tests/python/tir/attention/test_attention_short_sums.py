@@ -12,7 +12,7 @@ from tir.attention_runs import Case, case, nan_tensor, problem_of, reference, st
 from tir.kernel_runs import target_of
 from tir.matmul.test_short_sums import needs_avx512, short_sums_cpu
 
-pytestmark = [needs_avx512, pytest.mark.sampled(3)]
+pytestmark = [needs_avx512, pytest.mark.sampled(4)]
 
 CASES = {
     "ragged": case(2, 3, 1, 21, 37, 20, 33, dtype="float16"),

@@ -42,7 +42,7 @@ def _check(one: Case, rng: np.random.Generator, kernel: Kernel | None = None, by
 SIZES = [(1, 2, 1, 70, 100, 64, 64), (2, 2, 2, 17, 33, 48, 40), (1, 1, 1, 5, 300, 96, 72), (1, 3, 3, 40, 16, 6, 20)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_ragged_sizes(sizes: tuple[int, ...], rng: np.random.Generator) -> None:
     _check(case(*sizes, dtype="bfloat16"), rng)
@@ -57,7 +57,7 @@ def test_symbolic_sizes_in_one_kernel(rng: np.random.Generator) -> None:
     _check(case(1, 2, 1, 2, 70, 40, 24, dtype="bfloat16", symbolic=True), rng, kernel, by_tiles=False)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("causal", ["bottom_right", "top_left"])
 def test_causal(causal: str, rng: np.random.Generator) -> None:
     _check(case(1, 2, 2, 50, 351, 16, 16, dtype="bfloat16", causal=causal), rng)

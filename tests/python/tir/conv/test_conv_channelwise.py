@@ -15,7 +15,7 @@ from seeds import fresh_rng
 from tir.convolutions_of import assert_near, check, conv_problem, random_operands, reference, run, with_epilogue
 from tir.kernel_runs import NAMES, VECTOR_NAMES
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(4)
 
 SAME = Window(3, before=1, after=1)
 WIDE = Window(5, 2, 1, 2, 1)

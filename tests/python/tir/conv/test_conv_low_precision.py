@@ -21,7 +21,7 @@ from seeds import fresh_rng
 from tir.convolutions_of import assert_near, check, conv_problem, random_operands, reference, run, with_epilogue
 from tir.kernel_runs import LOW_PRECISION_TARGETS, NAMES, cpu_named, runs_here
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(4)
 
 TYPES = {
     "u8s8": ("uint8", "int8", "int32"),

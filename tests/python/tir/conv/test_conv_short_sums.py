@@ -29,7 +29,7 @@ CASES = {
     "an image": ((3, 33), (9, 35), (IMAGE, IMAGE), 1),
 }
 
-pytestmark = [needs_avx512, pytest.mark.sampled(5)]
+pytestmark = [needs_avx512, pytest.mark.sampled(7)]
 
 
 def _error(problem: ConvProblem, call, scale: float) -> float:

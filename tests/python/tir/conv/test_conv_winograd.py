@@ -22,6 +22,8 @@ from seeds import fresh_rng
 from tir.convolutions_of import assert_near, check, conv_problem, random_operands, reference, run, with_epilogue
 from tir.kernel_runs import VECTOR_NAMES, cpu_named, kernel, poisoned, runs_here
 
+pytestmark = pytest.mark.sampled(2)
+
 SAME = Window(3, before=1, after=1)
 NAME = VECTOR_NAMES[0]
 

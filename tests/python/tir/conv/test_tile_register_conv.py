@@ -120,7 +120,7 @@ def test_any_convolution(groups, ins, outs, sides, types, batch):
     assert_near(problem, got, reference(problem, arrays[0], arrays[1]))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 def test_first_layer(types):
     """Three channels, padded to whole groups: the places of a row of the window are one step."""
@@ -184,7 +184,7 @@ def test_nan_of_another_group_and_beyond_the_image_is_not_read():
     assert np.isfinite(got[:, :32]).all() and np.isnan(got[:, 32:]).all()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("shape", [(64, 64, 56), (3, 64, 112), (512, 512, 7)], ids=str)
 def test_main_loop_multiplies_all_tiles_that_it_loads(types, shape):

@@ -24,7 +24,7 @@ from tir import convolutions_of, products_of
 from tir.kernel_runs import NAMES, built, cpu_named, poisoned, same_bits, stored, target_of
 from tir.rows import test_rows
 
-pytestmark = pytest.mark.sampled(4)
+pytestmark = pytest.mark.sampled(6)
 
 # Products of SSE are those of AVX2, narrower; each of these takes seconds to compile.
 WITH_TILES = [name for name in NAMES if name != "sse"]

@@ -29,7 +29,7 @@ def _assembly(target: tvm.target.Target, types: tuple[str, str, str]) -> str:
     return compile_kernel(plain_problem(target, (64, 256, 128), types), target).mod.inspect_source("asm")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("types", TYPES, ids="-".join)
 @pytest.mark.parametrize("name", TARGETS)
 def test_no_type_spills(name, types):

@@ -17,7 +17,7 @@ from relax_hetero.tir.matmul.block_product import block_product_kernel
 from seeds import fresh_rng
 from tir.kernel_runs import NAMES, cpu_named, kernel
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(7)
 
 PANEL = ("panel", "row", "column")
 

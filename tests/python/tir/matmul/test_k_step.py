@@ -117,7 +117,7 @@ def _run(executable: tvm.runtime.Executable, arrays: list[np.ndarray], path) -> 
     return tensors[-1].numpy()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("types", TYPES, ids="-".join)
 @pytest.mark.parametrize("name", TARGETS)
 def test_numbers(name, types, tmp_path):

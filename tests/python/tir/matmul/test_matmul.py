@@ -31,7 +31,7 @@ from tir.products_of import (
     run_stored,
 )
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(7)
 
 F32 = ("float32", "float32", "float32")
 U8S8 = ("uint8", "int8", "int32")

@@ -67,7 +67,7 @@ def _error(got: np.ndarray, arrays: list[np.ndarray]) -> float:
 
 
 @needs_avx512
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("sizes", "symbolic"),
     [

@@ -51,7 +51,7 @@ def _operands(sizes: tuple[int, int, int], types: tuple[str, str, str]) -> tuple
     return a, b, a.astype("float64") @ b.astype("float64")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("sizes", [(33, 100, 40), (8, 64, 32), (150, 63, 17), (64, 128, 160), (32, 1700, 70)], ids=str)
 @pytest.mark.parametrize("types", TYPES, ids="-".join)
 def test_products_of_tiles(types, sizes):
@@ -66,7 +66,7 @@ def test_blocks_of_k_and_prefetches(types):
     assert_close(_run(plain_problem(XEON, sizes, types), [a, b], want.shape), want, types[2], sizes[1])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("m", [4, 5, 17, 32, 33, 100])
 @pytest.mark.parametrize("types", [BF16, S8S8], ids="-".join)
 def test_symbolic_rows(types, m):
@@ -126,7 +126,7 @@ def test_compiled_code_asks_the_operating_system():
 EPILOGUES = {"bias": "relu(add(x0, x1))", "bias and residual": "add(gelu(add(x0, x1)), x2)"}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", EPILOGUES.values(), ids=EPILOGUES)
 @pytest.mark.parametrize("sizes", [(67, 96, 72), (40, 50, 33)], ids=str)
 def test_epilogues_between_steps(sizes, text):
@@ -165,7 +165,7 @@ def test_batches_of_packed_activations_and_rows_behind_them():
     assert_close(_run(problem, [a, b], want.shape), want, "float32", 70)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("sizes", [(2, 40, 70, 200), (1, 33, 63, 17), (3, 17, 5, 32), (2, 300, 130, 90)], ids=str)
 @pytest.mark.parametrize("types", [BF16, U8S8, ("int8", "uint8", "int32")], ids="-".join)
 def test_activations_are_packed_in_the_kernel(types, sizes):
@@ -202,7 +202,7 @@ def test_left_operand_with_rows_among_other_dimensions():
     assert_close(_run(problem, [a, b], want.shape), want, "float32", 96)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("types", TYPES, ids="-".join)
 def test_main_loop_multiplies_all_tiles_that_it_loads(types):
     kernel = matmul_kernel(plain_problem(XEON, (256, 1280 if types == BF16 else 2560, 512), types), cpu_target_of(XEON))

@@ -16,7 +16,7 @@ from relax_hetero.errors import EncodingError
 from relax_hetero.tir.pack.pack import pack_kernel, relayout_kernel, unpack_kernel
 from tir.kernel_runs import NAMES, assembly, cpu_named, kernel, poisoned, random_bits, same_bits, stored
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(7)
 
 RUNS = "pack<outer=[1, 0] inner=[1:32]>"
 TRANSPOSED = "pack<outer=[0, 1] inner=[0:16]>"

@@ -47,7 +47,7 @@ def run_norm(target, sizes, symbolic=""):
     np.testing.assert_allclose(found, want, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [name for name in TARGETS if runs_here(name)])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_norm_of_a_residual(name, sizes):

@@ -19,7 +19,7 @@ from relax_hetero.tir.rows.rows import rows_kernel
 from seeds import fresh_rng
 from tir.kernel_runs import NAMES, VECTOR_NAMES, assembly, built, cpu_named, poisoned
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(7)
 
 SOFTMAX = "r0 = max(x0); r1 = sum(exp(subtract(x0, r0))); multiply(exp(subtract(x0, r0)), divide(1.0, r1))"
 NORM = (

@@ -10,7 +10,7 @@ from seeds import fresh_rng
 from tir.kernel_runs import VECTOR_NAMES
 from transform.scheduled_ops import F32, I32, I64, Build, N, Operands, check, const, f32, i64, one_width_each, resize
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(7)
 
 
 def shuffle(groups: int) -> Build:

@@ -11,7 +11,7 @@ from seeds import fresh_rng
 from tir.kernel_runs import VECTOR_NAMES
 from transform.scheduled_ops import Build, N, Operands, check, f32, i32, i64, one_width_each, pool
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(7)
 
 CHANNELS_LAST = {"data_layout": "NHWC", "kernel_layout": "HWOI"}
 

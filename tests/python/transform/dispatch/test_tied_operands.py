@@ -40,7 +40,7 @@ def only_call(mod):
     return mod[kernel], [params.index(arg) for arg in args]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("is_scheduled", [True, False])
 @pytest.mark.parametrize("target", slow_but_for(VECTOR_NAMES, VECTOR_NAMES[:1]))
 def test_results_over_their_operands(target, is_scheduled):

@@ -14,7 +14,7 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(4)
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V3 = {"kind": "llvm", "mcpu": "x86-64-v3"}

@@ -16,7 +16,7 @@ from relax_hetero.transform import SetEncoding, VerifyEncodings
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from seeds import fresh_rng
 
-pytestmark = pytest.mark.sampled(4)
+pytestmark = pytest.mark.sampled(6)
 
 U8S8 = (
     "<uint8 * int8 -> int32; (b, c, x0, x1) * (n, k, w0, w1) -> (b, n, y0, y1); b=1, c=4, x0={0}, x1={0}, n=2, k=4,"

@@ -120,7 +120,7 @@ def ops_of(func):
     return [op_name(binding.value) for binding in walk_bindings(func)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_permuted_and_all_is_the_same(name, modules, machines):
     assert "relax.permute_dims" in ops_of(modules[0][name]) and "relax.permute_dims" not in ops_of(modules[1][name])

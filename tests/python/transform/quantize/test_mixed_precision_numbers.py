@@ -63,7 +63,7 @@ def inputs_of(mod, rng):
     return arrays
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 2e-2), ("float16", 3e-3)])
 def test_an_encoder_computes_nearly_the_same(dtype, tolerance):
     mod = relax.transform.Normalize()(Encoder)

@@ -15,7 +15,7 @@ from relax_hetero.transform import RealizeVDevice, SimplifyConvolutions, collect
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from seeds import fresh_rng
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(4)
 
 
 def array(*shape):

@@ -55,7 +55,7 @@ def test_float32_is_exact_where_nothing_says_otherwise():
         tf32_kernel(problem_of(case(1, 1, 1, 8, 8, 136, 8)))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_against_float64(name):
     check(CASES[name], lambda problem: mma_attention_kernel(problem, GPU), fresh_rng(), "sm_80")

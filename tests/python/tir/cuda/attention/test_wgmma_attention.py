@@ -92,7 +92,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", CASES)
 def test_against_float64(name):
     one, plan = CASES[name]

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from on_cpu import run
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("exclusive", [False, True])
 @pytest.mark.parametrize("kind", ["sum", "prod"])
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def check(reference, *tensors, launches=1, rtol=1e-5):
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", [(1,), (333,), (1024,), (3, 5), (64, 1000), (2, 3, 7, 8)])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int64"])
 def test_maps_of_contiguous_tensors(shape, dtype):
@@ -95,7 +95,7 @@ def test_long_maps_compute_several_elements_a_thread():
     check(lambda a: a[::-1], x, topi.flip(x, 0))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("axis", [0, 1, 2, (0, 2), (0, 1, 2)])
 @pytest.mark.parametrize("shape", [(3, 5, 7), (4, 64, 48), (1, 1, 1), (2, 3, 1000)])
 def test_sums(shape, axis):

@@ -58,7 +58,7 @@ def check(problem, tile, execute=run):
     return steps
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("descending", [False, True])
 @pytest.mark.parametrize(
     "shape, axis, dtype, count",

@@ -117,7 +117,7 @@ def test_one_block_has_a_multiprocessor_where_tiles_are_many():
     check(problem_of(2, 50, 64 * 17, "float16", 32), 2, None, gpu=dataclasses.replace(GPU, multiprocessors=1))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("m", "dtype"), [(1, "float32"), (3, "float32"), (8, "float16"), (9, "float16")])
 def test_a_symbolic_number_of_rows(m, dtype):
     """A body for few rows, and one for more."""

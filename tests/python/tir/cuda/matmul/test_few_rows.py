@@ -68,7 +68,7 @@ def check(problem, m, plan=None, tolerance=1e-3):
     assert np.abs(result.astype("float64") - want).max() <= tolerance * np.abs(want).max()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("problem", "m", "plan"),
     [

@@ -26,7 +26,7 @@ def verify(sizes, arch="sm_80", tiling=None, **how):
     check(problem, mma_matmul_kernel(problem, gpu_target_of(TARGETS[arch]), tiling), sizes, problem.tf32)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("types", "result", "arch"),
     [

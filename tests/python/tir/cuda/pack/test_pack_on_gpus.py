@@ -47,7 +47,7 @@ def moved(shape, dtype, source, destination, array, padding=0xFF, dynamic=False)
     return out
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize(("shape", "dtype", "layout"), CASES)
 def test_pack_and_unpack(shape, dtype, layout, dynamic):
