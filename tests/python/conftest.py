@@ -33,13 +33,17 @@ settings.register_profile(
     "relax_hetero",
     derandomize=True,
     deadline=None,
-    max_examples=30,
+    max_examples=20,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("relax_hetero")
 
 OPTIONAL = ("slow", "timing")
+
+# Kernels of GPUs run here by an interpreter, and on a GPU with `-m gpu`: by default each second variant that no test
+# counts itself.
+INTERPRETED, EACH = "tests/python/tir/cuda/", 2
 
 
 def pytest_report_header() -> str:
@@ -56,11 +60,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     variants: Counter[str] = Counter()
     for item in items:
         sampled = item.get_closest_marker("sampled")
-        if sampled is not None:
-            test = item.nodeid.partition("[")[0]
-            if variants[test] % sampled.args[0]:
-                item.add_marker(pytest.mark.slow)
-            variants[test] += 1
+        each = sampled.args[0] if sampled is not None else EACH if item.nodeid.startswith(INTERPRETED) else 1
+        test = item.nodeid.partition("[")[0]
+        if variants[test] % each:
+            item.add_marker(pytest.mark.slow)
+        variants[test] += 1
     chosen = config.option.markexpr
     if any("::" in argument for argument in config.args):
         return

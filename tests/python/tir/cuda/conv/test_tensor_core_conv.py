@@ -17,8 +17,6 @@ from seeds import fresh_rng
 from tir.cuda.conv.convolutions_on_gpus import GPU, TARGET, assert_near, conv_problem, operands_of
 from tir.kernel_runs import poisoned
 
-pytestmark = pytest.mark.sampled(2)
-
 BIAS_RELU = "cast(relu(add(x0, cast(x1, 'float32'))), 'float16')"
 RESIDUAL = "relu(add(cast(add(x0, cast(x1, 'float32')), 'float16'), x2))"
 ADA = gpu_target_of(Target({"kind": "cuda", "arch": "sm_89"}))

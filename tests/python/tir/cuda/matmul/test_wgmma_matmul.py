@@ -26,8 +26,6 @@ from relax_hetero.tir.cuda.matmul.wgmma_tiling import choose_tiling, tiling_of
 from seeds import fresh_rng
 from tir.kernel_runs import poisoned
 
-pytestmark = pytest.mark.sampled(2)
-
 TARGET = Target({"kind": "cuda", "arch": "sm_90a"})
 GPU = gpu_target_of(TARGET)
 IS_HOPPER = tvm.cuda(0).exist and tvm.cuda(0).compute_version == "9.0"
