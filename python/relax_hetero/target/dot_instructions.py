@@ -14,6 +14,10 @@ AVX512-FP16 multiplies and adds float16 twice as fast as AVX-512 float32, but al
 products of a few steps so (`DotInstruction.short`), and these short sums in float32
 (`relax_hetero.tir.matmul.short_sums`). A step takes a pair of k in a lane each, not one k: pairs are broadcast from
 memory as words of 32 bits, which costs nothing, where an element of 16 bits costs a shuffle.
+
+Matrix instructions of AArch64 (`DotInstruction.rows`) multiply two rows of the left operand by two columns of the right
+one, eight bytes each, and so do twice the work of a dot product. They take all four pairs of signs. A product of one
+row computes that row twice, which is no slower than a dot product of twice the steps.
 """
 
 from __future__ import annotations
@@ -57,6 +61,9 @@ class DotInstruction:
     short : int
         Steps whose products are added in the operands' own type before their sums join the accumulators; 0: every step
         adds to the accumulators. `wide_instruction` is the same step without such sums.
+    rows : int
+        Rows of the left operand that a step multiplies at once: 1, or 2 by a matrix instruction, whose accumulators
+        hold blocks of two rows and two columns while a tile adds up.
     """
 
     name: str
@@ -71,6 +78,11 @@ class DotInstruction:
     compensation: int = 0
     temporaries: int = 0
     short: int = 0
+    rows: int = 1
+
+    def whole_rows(self, rows: int) -> int:
+        """So many rows of a tile, and those that a step multiplies besides."""
+        return -(-rows // self.rows) * self.rows
 
 
 _VECTOR = ("avx512", "avx2", "sse", "neon")
@@ -95,9 +107,14 @@ def _unsigned_by_signed(name: str, isa: str, features: tuple[str, ...], instruct
     )
 
 
-_SDOT, _UDOT, _USDOT = (f"llvm.aarch64.neon.{name}.v4i32.v16i8" for name in ("sdot", "udot", "usdot"))
+_SDOT, _UDOT, _SMMLA, _UMMLA, _USMMLA = (
+    f"llvm.aarch64.neon.{name}.v4i32.v16i8" for name in ("sdot", "udot", "smmla", "ummla", "usmmla")
+)
+_BFMMLA = "llvm.aarch64.neon.bfmmla"
+_I8MM = (("neon",), ("i8mm",))
 
-# Sources: Intel SDM vol. 2 (VPDPBUSD, VDPBF16PS, PMADDWD, VCVTPH2PS); Arm ARM (SDOT, UDOT, USDOT, BFDOT).
+# Sources: Intel SDM vol. 2 (VPDPBUSD, VDPBF16PS, PMADDWD, VCVTPH2PS); Arm ARM (SDOT, UDOT, BFDOT, SMMLA, UMMLA, USMMLA,
+# BFMMLA).
 DOT_INSTRUCTIONS: tuple[DotInstruction, ...] = (
     *(DotInstruction("fma", _ANY, (), (t, t, t), "fma") for t in ("float32", "float64")),
     *(DotInstruction("mla", _ANY, (), (t, t, t), "fma", temporaries=2) for t in ("int32", "uint32")),
@@ -117,8 +134,10 @@ DOT_INSTRUCTIONS: tuple[DotInstruction, ...] = (
         DotInstruction("pmaddwd", ("sse",), (), t, "i16_pairs", 4, "llvm.x86.sse2.pmadd.wd", temporaries=5)
         for t in _BYTES
     ),
-    DotInstruction("usdot", ("neon",), ("i8mm",), _U8S8, "dot", 4, _USDOT),
-    DotInstruction("usdot", ("neon",), ("i8mm",), _S8U8, "dot", 4, _USDOT, swapped=True),
+    DotInstruction("smmla", *_I8MM, _S8S8, "blocks", 8, _SMMLA, temporaries=2, rows=2),
+    DotInstruction("ummla", *_I8MM, _U8U8, "blocks", 8, _UMMLA, temporaries=2, rows=2),
+    DotInstruction("usmmla", *_I8MM, _U8S8, "blocks", 8, _USMMLA, temporaries=2, rows=2),
+    DotInstruction("usmmla", *_I8MM, _S8U8, "blocks", 8, _USMMLA, swapped=True, temporaries=2, rows=2),
     DotInstruction("sdot", ("neon",), ("dotprod",), _S8S8, "dot", 4, _SDOT),
     DotInstruction("udot", ("neon",), ("dotprod",), _U8U8, "dot", 4, _UDOT),
     DotInstruction("sdot", ("neon",), ("dotprod",), _U8S8, "dot", 4, _SDOT, flip=True, compensation=-1),
@@ -127,6 +146,7 @@ DOT_INSTRUCTIONS: tuple[DotInstruction, ...] = (
     *(DotInstruction("fma", ("generic",), (), t, "fma") for t in _BYTES),
     # halves
     DotInstruction("dpbf16", ("avx512",), (QUICK_BF16,), _BF16, "bf16_dot", 2, "llvm.x86.avx512bf16.dpbf16ps.512"),
+    DotInstruction("bfmmla", ("neon",), ("bf16",), _BF16, "bf16_blocks", 4, _BFMMLA, temporaries=2, rows=2),
     DotInstruction("bfdot", ("neon",), ("bf16",), _BF16, "bf16_dot", 2, "llvm.aarch64.neon.bfdot.v4f32.v8bf16"),
     DotInstruction("bf16", _VECTOR, (), _BF16, "bf16_pairs", 2, temporaries=6),
     DotInstruction("fma", ("generic",), (), _BF16, "fma"),
@@ -136,14 +156,17 @@ DOT_INSTRUCTIONS: tuple[DotInstruction, ...] = (
 )
 
 
-def dot_instruction_for(cpu: CpuTarget, lhs_dtype: str, rhs_dtype: str, acc_dtype: str) -> DotInstruction | None:
-    """The CPU's best way to multiply these types, None if there is none."""
+def dot_instruction_for(
+    cpu: CpuTarget, lhs_dtype: str, rhs_dtype: str, acc_dtype: str, by_rows: bool = False
+) -> DotInstruction | None:
+    """The CPU's best way to multiply these types, None if there is none; `by_rows`, one row of the left operand."""
     lhs_dtype, rhs_dtype = stored_type(lhs_dtype), stored_type(rhs_dtype)  # what may be rounded need not be
     for dot in DOT_INSTRUCTIONS:
         if (
             dot.types == (lhs_dtype, rhs_dtype, acc_dtype)
             and cpu.isa.name in dot.isas
             and cpu.features.issuperset(dot.features)
+            and not (by_rows and dot.rows > 1)
         ):
             return dot
     return None

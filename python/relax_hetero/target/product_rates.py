@@ -15,14 +15,14 @@ from .gpu_target import gpu_target_of
 from .tile_instructions import tile_instruction_for
 
 # By instruction set and `DotInstruction.name`. Measured on AVX-512: "dpbf16" on a Zen 5, "bf16" and "fmaph" on a Xeon,
-# whose own instruction for pairs of bfloat16 is slower still. "bfdot" multiplies twice the numbers of an "fma" (Arm's
-# optimization guides).
+# whose own instruction for pairs of bfloat16 is slower still. "bfmmla" multiplies four times the numbers of an "fma"
+# (Arm's optimization guides; not measured).
 _CPU_RATES = {
     ("avx512", "dpbf16"): 2.0,
     ("avx512", "bf16"): 0.6,
     ("avx512", "cvtph"): 0.6,
     ("avx512", "fmaph"): 1.8,
-    ("neon", "bfdot"): 2.0,
+    ("neon", "bfmmla"): 4.0,
 }
 
 # Dense products by tensor cores and by the other units (data sheets of A100, L40, H100): at least so many times.

@@ -63,7 +63,8 @@ def conv_places(cpu: CpuTarget, dot: DotInstruction, vectors: int) -> int:
     """
     registers = cpu.isa.registers - 1 - dot.temporaries
     most = tile_sizes(cpu).groups if dot.k0 > 1 else MOST_PLACES
-    return max(1, min(most, (registers - vectors) // vectors))
+    places = max(1, min(most, (registers - vectors) // vectors))
+    return max(dot.rows, places // dot.rows * dot.rows)
 
 
 # A tile of a convolution may be wider than that of a matrix product, where this keeps all channels of a group together.

@@ -113,6 +113,7 @@ def test_weights_of_a_call_and_other_cpus_keep_the_direct_form() -> None:
         ("some", "rh.compile: accuracy is 'some', expected one of 'default', 'exact', 'fast'"),
         ({"head": 1}, "rh.compile: accuracy of 'head' is 1, expected one of"),
         ({"haed": "fast"}, "accuracy has 'haed', which names no convolution; near names: 'head'"),
+        ({"typo": "default"}, "accuracy has 'typo', which names no convolution; and no name is near it"),
         ({"first_relu": "exact"}, "accuracy has 'first_relu', which names no convolution; near names: 'first'"),
         (None, "rh.compile: accuracy is None, expected one of"),
     ],
@@ -125,6 +126,6 @@ def test_what_is_no_accuracy(accuracy, message: str) -> None:
 def test_the_default_leaves_no_mark() -> None:
     from relax_hetero.transform.encode.accuracies import with_accuracy
 
-    assert with_accuracy(Two, {"first": "default"}, "test").same_as(Two)
+    assert with_accuracy(Two, {"*": "default"}, "test").same_as(Two)
     assert with_accuracy(Two, {"first": "fast"}, "test").attrs[ACCURACY][0][1] == "fast"
     assert isinstance(Two, tvm.IRModule)

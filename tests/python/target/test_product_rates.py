@@ -20,7 +20,7 @@ TARGETS = {
     "rocm": {"kind": "rocm", "mcpu": "gfx90a"},
 }
 BFLOAT16 = {
-    "zen": 2.0, "xeon": 6.0, "xeon without tiles": 0.6, "xeon under an older name": 0.6, "sse": 1.0, "arm": 2.0,
+    "zen": 2.0, "xeon": 6.0, "xeon without tiles": 0.6, "xeon under an older name": 0.6, "sse": 1.0, "arm": 4.0,
     "hopper": 8.0, "old gpu": 1.0, "rocm": 1.0,
 }  # fmt: skip
 

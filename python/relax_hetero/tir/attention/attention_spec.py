@@ -324,7 +324,7 @@ def accumulation(problem: AttentionProblem, cpu: CpuTarget) -> DotInstruction:
     single = dot_instruction_for(cpu, *("float32",) * 3)
     assert single is not None, "every machine multiplies float32"
     dtype = problem.query.dtype
-    dot = dot_instruction_for(cpu, dtype, dtype, "float32") if dtype in HALVES else None
+    dot = dot_instruction_for(cpu, dtype, dtype, "float32", by_rows=True) if dtype in HALVES else None
     return dot if dot is not None and dot.form in _PAIRED and _lies_in_pairs(problem, dtype) else single
 
 

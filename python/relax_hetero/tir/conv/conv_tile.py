@@ -33,7 +33,7 @@ from ..core.builder import (
     when,
     zeros,
 )
-from ..matmul.k_step import emit_step, lhs_group, rhs_groups, zero
+from ..matmul.k_step import add_step, lhs_group, put_rows_in_order, rhs_groups, rows_group, zero
 from ..matmul.short_sums import ShortSums, is_out_of_range
 from .conv_geometry import Segment, Taps
 from .conv_spec import Convolution, ConvRow, data_position, over_taps, result_position, store_places
@@ -122,7 +122,8 @@ class TileRegisters:
     def of(conv: Convolution, segments: Sequence[Segment], vectors: int) -> TileRegisters:
         """Registers for the tiles of some segments, of so many vectors."""
         dtype = conv.problem.acc_dtype
-        sums = Registers(max(segment.width for segment in segments) * vectors, dtype, conv.lanes)
+        places = max(conv.dot.whole_rows(segment.width) for segment in segments)
+        sums = Registers(places * vectors, dtype, conv.lanes)
         if conv.dot.compensation == 0:
             return TileRegisters(sums, None)
         runs = max(len(segment.taps) for segment in segments)
@@ -142,10 +143,11 @@ def emit_tile(conv: Convolution, tile: ConvTile, registers: TileRegisters) -> No
         _accumulate_short(conv, tile, accs)
     else:
         if registers.compensation is None:
-            _clear(conv, accs, width * panel.vectors)
+            _clear(conv, accs, conv.dot.whole_rows(width) * panel.vectors)
         else:
             _start_compensated(conv, tile, registers.compensation, accs)
         over_taps(tile.row, lambda taps: _accumulate_row(conv, tile, taps, _Sums(accs)))
+        put_rows_in_order(conv.dot, accs, conv.dot.whole_rows(width), panel.vectors)
     store_places(conv, tile.row, tile.first, panel.column, size, panel.masks, lambda t, j: accs[t * panel.vectors + j])
 
 
@@ -268,6 +270,11 @@ def _accumulate(
     is_padded = conv.data.layout.tile(1) > 1
     steps, left = (ceil_div(conv.depth, dot.k0), 0) if is_padded else divmod(conv.depth, dot.k0)
 
+    def group_of(data: Expr, t: int, left: int) -> Expr:
+        # A place that does not read the tap adds nothing where a step takes it with its neighbour.
+        existing = left if run.begin <= t < run.end else 0
+        return let(lhs_group(dot, _left(conv, data + t * window.stride * along, existing)))
+
     def step(accs: Registers, tap: Expr, number: Expr, left: int = dot.k0) -> None:
         data, weight = start
         data = data + (run.first + tap) * (window.dilation * along) + number * (dot.k0 * across)
@@ -276,11 +283,11 @@ def _accumulate(
             done = (run.first + tap) * ceil_div(conv.depth, dot.k0) + number
             _prefetch(conv, ahead.start + done * ahead.step, ahead.step)
         right = [let(_right(conv, weight, j)) for j in range(vectors)]
-        for t in range(run.begin, run.end):
-            group = let(lhs_group(dot, _left(conv, data + t * window.stride * along, left)))
+        for first in range(run.begin // dot.rows * dot.rows, run.end, dot.rows):
+            places = range(first, first + dot.rows)
+            group = rows_group([group_of(data, t, left) for t in places])
             for j in range(vectors):
-                acc = t * vectors + j
-                accs[acc] = emit_step(dot, accs[acc], group, right[j], conv.lanes)
+                add_step(dot, accs, [t * vectors + j for t in places], group, right[j], conv.lanes)
 
     is_one_run = along * window.dilation == steps * dot.k0 * across and next_tap == steps * size
     if left == 0 and (is_one_run or run.count == 1):

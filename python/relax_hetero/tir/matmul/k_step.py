@@ -12,6 +12,13 @@ Use, for one row i and one vector j of columns::
 
 with the whole body under ``T.attr(0, "pragma_import_llvm", text)`` where `llvm_import` gives a text. A group that
 reaches beyond K must have zeros there, not what memory holds: zero times NaN is NaN.
+
+Instructions that multiply two rows (`DotInstruction.rows`) take the groups of both as one left factor. Tiles use, for
+these as for all others::
+
+    add_step(dot, accs, numbers, rows_group([lhs_group(dot, ...), lhs_group(dot, ...)]), rhs, lanes)
+
+and `put_rows_in_order` when all steps are done.
 """
 
 from __future__ import annotations
@@ -20,9 +27,11 @@ from collections.abc import Callable, Sequence
 
 from tvm import tirx
 from tvm.ir import Expr
+from tvm.script.ir_builder import tirx as T
 
 from ...target.dot_instructions import DotInstruction
-from ..core.builder import broadcast, constant, vector_type, zeros
+from ...target.element_types import bytes_of
+from ..core.builder import Registers, broadcast, constant, let, vector_type, zeros
 from ..math.casts import cast
 
 _FLIP = -0x7F7F7F80  # 0x80808080 as int32
@@ -41,21 +50,22 @@ def lhs_group(dot: DotInstruction, values: Expr | Sequence[Expr]) -> Expr:
     -------
     PrimExpr
         Where k0 is 1 the element, as the step wants it (float16, or the accumulator's type); else its k0 elements as
-        an int32, the first in the low bits.
+        an int32 or int64, the first in the low bits.
     """
     if dot.k0 == 1:
         value = values if isinstance(values, Expr) else values[0]
         return value if dot.form == "f16_fma" else _widened(dot, value, 1)
-    group: Expr = tirx.const(0, "int32")
+    word = _word(dot)
+    group: Expr = tirx.const(0, word)
     if isinstance(values, Expr):
-        group = tirx.reinterpret("int32", values)
+        group = tirx.reinterpret(word, values)
     else:
-        bits = 32 // dot.k0
+        bits = 8 * bytes_of(dot.types[0])
         for position, value in enumerate(values):
             if isinstance(value, (tirx.IntImm, tirx.FloatImm)) and not value.value:
                 continue
-            wide = tirx.Cast("int32", tirx.reinterpret(f"uint{bits}", value))
-            group = tirx.bitwise_or(group, tirx.shift_left(wide, tirx.const(bits * position, "int32")))
+            wide = tirx.Cast(word, tirx.reinterpret(f"uint{bits}", value))
+            group = tirx.bitwise_or(group, tirx.shift_left(wide, tirx.const(bits * position, word)))
     if dot.flip:
         group = tirx.bitwise_xor(group, tirx.const(_FLIP, "int32"))
     return group
@@ -74,11 +84,16 @@ def rhs_groups(dot: DotInstruction, values: Expr, lanes: int) -> Expr:
     Returns
     -------
     PrimExpr
-        Where k0 is 1 the elements, in the accumulator's type; else an int32 for each lane.
+        Where k0 is 1 the elements, in the accumulator's type; else an int32 or int64 for each lane.
     """
     if dot.k0 == 1:
         return _widened(dot, values, lanes)
-    return tirx.reinterpret(vector_type("int32", lanes), values)
+    return tirx.reinterpret(vector_type(_word(dot), lanes), values)
+
+
+def _word(dot: DotInstruction) -> str:
+    """The integer of as many bits as a group."""
+    return f"int{8 * dot.k0 * bytes_of(dot.types[0])}"
 
 
 def emit_step(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
@@ -97,6 +112,51 @@ def emit_step(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) 
     return FORMS[dot.form](dot, acc, lhs, rhs, lanes)
 
 
+def rows_group(groups: Sequence[Expr]) -> Expr:
+    """The groups of rows that a step multiplies at once, from `lhs_group`, as one left factor."""
+    return groups[0] if len(groups) == 1 else let(T.Shuffle(list(groups), list(range(len(groups)))))
+
+
+def add_step(dot: DotInstruction, accs: Registers, numbers: Sequence[int], lhs: Expr, rhs: Expr, lanes: int) -> None:
+    """Add one k-step to some accumulators.
+
+    Parameters
+    ----------
+    numbers : sequence of int
+        Of the accumulators of `DotInstruction.rows` rows, which meet the same columns.
+    lhs, rhs : PrimExpr
+        From `rows_group` and `rhs_groups`.
+    """
+    if dot.rows == 1:
+        accs[numbers[0]] = emit_step(dot, accs[numbers[0]], lhs, rhs, lanes)
+        return
+    groups = lanes // len(numbers)
+    for block, number in enumerate(numbers):
+        columns = T.Shuffle([rhs], list(range(block * groups, (block + 1) * groups)))
+        accs[number] = emit_step(dot, accs[number], lhs, columns, lanes)
+
+
+def put_rows_in_order(dot: DotInstruction, accs: Registers, rows: int, vectors: int) -> None:
+    """Make of what steps added up vectors of rows: number ``i * vectors + j`` is vector j of row i.
+
+    A matrix instruction adds to blocks of two rows and two columns, of two rows one after the other along the columns.
+    """
+    if dot.rows == 1:
+        return
+    # Columns come first where the right operand is the instruction's first factor.
+    along_row, along_column = (1, 2) if dot.swapped else (2, 1)
+    orders = [
+        [4 * block + along_row * row + along_column * column for block in range(2) for column in range(2)]
+        for row in range(2)
+    ]
+    for first in range(0, rows, 2):
+        for j in range(vectors):
+            numbers = (first * vectors + j, (first + 1) * vectors + j)
+            blocks = [accs[number] for number in numbers]
+            for number, row in zip(numbers, [let(T.Shuffle(blocks, order)) for order in orders], strict=True):
+                accs[number] = row
+
+
 def zero(dot: DotInstruction, lanes: int) -> Expr:
     """`lanes` accumulators of zero."""
     return zeros(dot.types[2], lanes)
@@ -108,9 +168,10 @@ def llvm_import(dot: DotInstruction, lanes: int) -> str | None:
     The intrinsics of bfloat16 take vectors of LLVM's type ``bfloat``, which TVM's legalization would turn into
     integers; a function that bit-casts stands between.
     """
-    if dot.form != "bf16_dot":
+    if dot.form not in ("bf16_dot", "bf16_blocks"):
         return None
-    acc, ints, halves = f"<{lanes} x float>", f"<{lanes} x i32>", f"<{2 * lanes} x bfloat>"
+    words = f"<{lanes} x i32>" if dot.form == "bf16_dot" else f"<{lanes // dot.rows} x i64>"
+    acc, ints, halves = f"<{lanes} x float>", words, f"<{2 * lanes} x bfloat>"
     return f"""
 declare {acc} @{dot.instruction}({acc}, {halves}, {halves})
 define {acc} @{_SHIM}({acc} %c, {ints} %a, {ints} %b) {{
@@ -164,6 +225,18 @@ def _dot(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Ex
 def _bf16_dot(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
     """Two bfloat16 by two in one instruction, through the function of `llvm_import`."""
     return tirx.call_pure_extern(f"float32x{lanes}", _SHIM, acc, tirx.Broadcast(lhs, lanes), rhs)
+
+
+def _blocks(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
+    """Two rows by two columns of eight bytes each."""
+    left, right = (tirx.reinterpret(f"int8x{4 * lanes}", factor) for factor in (lhs, rhs))
+    first, second = (right, left) if dot.swapped else (left, right)
+    return tirx.call_llvm_pure_intrin(f"int32x{lanes}", dot.instruction, acc, first, second)
+
+
+def _bf16_blocks(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
+    """Two rows by two columns of four bfloat16 each, through the function of `llvm_import`."""
+    return tirx.call_pure_extern(f"float32x{lanes}", _SHIM, acc, lhs, rhs)
 
 
 def _bf16_pairs(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
@@ -248,6 +321,8 @@ FORMS: dict[str, Callable[[DotInstruction, Expr, Expr, Expr, int], Expr]] = {
     "dot": _dot,
     "bf16_dot": _bf16_dot,
     "bf16_pairs": _bf16_pairs,
+    "blocks": _blocks,
+    "bf16_blocks": _bf16_blocks,
     "f16_bits": _fma,
     "f16_sums": _f16_sums,
     "f16_pairs": _f16_pairs,

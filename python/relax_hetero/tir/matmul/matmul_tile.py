@@ -8,7 +8,7 @@ from dataclasses import replace
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...target.dot_instructions import wide_instruction
+from ...target.dot_instructions import DotInstruction, wide_instruction
 from ...target.element_types import bytes_of
 from ..core.builder import (
     CACHE_LINE_BYTES,
@@ -27,7 +27,7 @@ from ..core.builder import (
     zeros,
 )
 from ..core.view import Coordinates, OperandView
-from .k_step import emit_step, lhs_group, rhs_groups, zero
+from .k_step import add_step, lhs_group, put_rows_in_order, rhs_groups, rows_group, zero
 from .matmul_spec import KRange, MatmulSpec, Sweep, Tile, mask_in, position_in, row_in
 from .short_sums import ShortSums, is_out_of_range
 
@@ -39,30 +39,36 @@ IN_FLIGHT = 8
 MAX_CHAIN = 1024
 
 
-def accumulators(rows: int, vectors: int) -> int:
+def accumulators(dot: DotInstruction, rows: int, vectors: int) -> int:
     """How many registers a tile of at most so many rows and vectors accumulates in."""
-    return max(rows * vectors, IN_FLIGHT)
+    return max(dot.whole_rows(rows) * vectors, IN_FLIGHT)
 
 
 def emit_tile(spec: MatmulSpec, tile: Tile, k: KRange, accs: Registers) -> None:
     """Write the code of a tile for a range of k; `accs` are at least those of `accumulators`."""
-    count = tile.rows * tile.vectors
+    rows = spec.dot.whole_rows(tile.rows)
+    count = rows * tile.vectors
     # As in a whole panel, whatever the width: equal columns have equal sums, to the last bit.
     panel = max(tile.vectors, spec.rhs.layout.tile(spec.rhs.index_map.index("n")) // spec.lanes)
-    unroll = max(1, min(IN_FLIGHT, spec.registers - panel) // (tile.rows * panel)) if spec.lanes > 1 else 1
+    unroll = max(1, min(IN_FLIGHT, spec.registers - panel) // (rows * panel)) if spec.lanes > 1 else 1
     if k.whole:
         spec.epilogue.prefetch("m", (tile.rows, tile.vectors), lambda view, i, j: position_in(spec, tile, view, i, j))
+    starts_at_zero = spec.dot.short > 0 or spec.dot.rows > 1
     if spec.dot.short:
         _accumulate_short(spec, tile, accs, k, unroll)
-        if spec.init is not None:
-            with when(k.first):
-                _add_operand(spec, tile, spec.init, accs)
     else:
-        either(k.first, lambda: _start(spec, tile, accs), lambda: _clear(spec, accs, range(count)))
+        if starts_at_zero:
+            _clear(spec, accs, range(count))
+        else:
+            either(k.first, lambda: _start(spec, tile, accs), lambda: _clear(spec, accs, range(count)))
         _clear(spec, accs, range(count, count * unroll))
         _accumulate_chains(spec, tile, accs, k, unroll)
         for spare in range(count, count * unroll):
             accs[spare % count] = accs[spare % count] + accs[spare]
+        put_rows_in_order(spec.dot, accs, rows, tile.vectors)
+    if starts_at_zero and spec.init is not None:
+        with when(k.first):
+            _add_operand(spec, tile, spec.init, accs)
     if k.first is not True:
         with when(tirx.Not(k.first)):
             _add_operand(spec, tile, spec.result, accs)
@@ -82,7 +88,7 @@ def _accumulate_chains(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange,
     if not inexact or not k.whole or (isinstance(size, int) and size * 2 <= length * 3):
         _accumulate(spec, tile, accs, k, unroll)
         return
-    count = tile.rows * tile.vectors
+    count = spec.dot.whole_rows(tile.rows) * tile.vectors
     totals = Registers(count, spec.dot.types[2], spec.lanes)
     for number in range(count):
         totals[number] = accs[number]
@@ -152,16 +158,20 @@ def _compensation(spec: MatmulSpec, tile: Tile, j: int) -> Expr | None:
 
 
 def _accumulate(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, unroll: int) -> None:
-    k0 = spec.dot.k0
+    dot, k0 = spec.dot, spec.dot.k0
+    rows = dot.whole_rows(tile.rows)
+
+    def group_of(i: int, at_k: Expr, left: Expr | None) -> Expr:
+        at = {**tile.batch, "m": row_in(tile, spec.lhs, min(i, tile.rows - 1)), "k": at_k}
+        return let(lhs_group(dot, _left(spec, at, left)))
 
     def step(at_k: Expr, bank: int, left: Expr | None = None) -> None:
-        right = [let(rhs_groups(spec.dot, _right(spec, tile, at_k, j, left), spec.lanes)) for j in range(tile.vectors)]
-        for i in range(tile.rows):
-            at = {**tile.batch, "m": row_in(tile, spec.lhs, i), "k": at_k}
-            group = let(lhs_group(spec.dot, _left(spec, at, left)))
+        right = [let(rhs_groups(dot, _right(spec, tile, at_k, j, left), spec.lanes)) for j in range(tile.vectors)]
+        for first in range(0, rows, dot.rows):
+            group = rows_group([group_of(first + i, at_k, left) for i in range(dot.rows)])
             for j in range(tile.vectors):
-                number = (bank * tile.rows + i) * tile.vectors + j
-                accs[number] = emit_step(spec.dot, accs[number], group, right[j], spec.lanes)
+                numbers = [(bank * rows + first + i) * tile.vectors + j for i in range(dot.rows)]
+                add_step(dot, accs, numbers, group, right[j], spec.lanes)
 
     size = k.size
     steps = opaque(size // k0)

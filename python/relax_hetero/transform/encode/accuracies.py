@@ -43,8 +43,8 @@ def with_accuracy(mod: tvm.IRModule, accuracy: Any, user: str) -> tvm.IRModule:
         if value not in ACCURACIES:
             of = "" if name == "*" else f" of {name!r}"
             raise BuildError(f"{user}: accuracy{of} is {value!r}, expected one of {', '.join(map(repr, ACCURACIES))}")
-    if all(value == DEFAULT for _, value in pairs):
-        return mod
+    if all(pair == ("*", DEFAULT) for pair in pairs):
+        return mod  # names are checked where convolutions are known, whatever is asked for them
     return mod.with_attr(ACCURACY, [[str(name), value] for name, value in pairs])
 
 

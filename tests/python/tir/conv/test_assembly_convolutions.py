@@ -51,8 +51,8 @@ def test_sums_stay_in_registers(name, types):
     [
         (["+dotprod"], ("int8", "int8", "int32"), "sdot"),
         (["+dotprod"], ("uint8", "int8", "int32"), "sdot"),
-        (["+dotprod", "+i8mm"], ("uint8", "int8", "int32"), "usdot"),
-        (["+bf16"], ("bfloat16", "bfloat16", "float32"), "bfdot"),
+        (["+i8mm"], ("uint8", "int8", "int32"), "usmmla"),
+        (["+bf16"], ("bfloat16", "bfloat16", "float32"), "bfmmla"),
     ],
     ids=lambda value: value if isinstance(value, str) else "+".join(value).replace("++", "+"),
 )

@@ -48,8 +48,11 @@ def test_no_type_spills(name, types):
         ([], ("int8", "int8", "int32"), "mla"),
         (["+dotprod"], ("int8", "int8", "int32"), "sdot"),
         (["+dotprod"], ("uint8", "int8", "int32"), "sdot"),
-        (["+dotprod", "+i8mm"], ("uint8", "int8", "int32"), "usdot"),
-        (["+bf16"], ("bfloat16", "bfloat16", "float32"), "bfdot"),
+        (["+i8mm"], ("int8", "int8", "int32"), "smmla"),
+        (["+i8mm"], ("uint8", "uint8", "int32"), "ummla"),
+        (["+i8mm"], ("uint8", "int8", "int32"), "usmmla"),
+        (["+i8mm"], ("int8", "uint8", "int32"), "usmmla"),
+        (["+bf16"], ("bfloat16", "bfloat16", "float32"), "bfmmla"),
     ],
     ids=lambda value: value if isinstance(value, str) else "+".join(value).replace("++", "+"),
 )
@@ -61,3 +64,13 @@ def test_aarch64_uses_its_instructions_and_does_not_spill(features, types, instr
     assert len(used) >= 16
     main = lines[used[0] : used[-1]]
     assert [line for line in main if re.search(r"\b[qv]\d+.*\[sp", line)] == []
+
+
+@pytest.mark.parametrize("features", [[], ["+sve2"]], ids=["neon", "sve2"])
+def test_sve2_stores_the_ends_of_rows_by_a_mask(features):
+    """NEON writes the elements of the last vector of a row one by one, each behind a branch."""
+    target = tvm.target.Target({**ARM, "mattr": ["+neon", "+bf16", *features]})
+    problem = plain_problem(target, (64, 256, 126), ("bfloat16", "bfloat16", "float32"))
+    assembly = compile_kernel(problem, target).mod.inspect_source("asm")
+    assert len(re.findall(r"\sbfmmla\s+v\d+\.4s", assembly)) >= 16
+    assert bool(re.search(r"\sst1w\s+{ z\d+\.s }, p\d", assembly)) == bool(features)
