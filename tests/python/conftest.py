@@ -7,6 +7,7 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Generator
+from types import ModuleType
 
 # Tests run several at a time: a pool as wide as the machine in each would only make them wait for each other.
 os.environ.setdefault("TVM_NUM_THREADS", "2")
@@ -18,11 +19,17 @@ os.environ["RELAX_HETERO_CACHE"] = "off"
 if os.environ.setdefault("RELAX_HETERO_TEST_SEED", "0") == "random":
     os.environ["RELAX_HETERO_TEST_SEED"] = str(secrets.randbelow(10**9))
 
-# TVMScript looks at the whole stack for each function and class that it parses. For every frame of the import system
-# `inspect` would search all modules for the one that the frame's file belongs to, and find none: half of the time that
-# it takes to import the tests.
-for name in ("importlib._bootstrap", "importlib._bootstrap_external"):
-    inspect.modulesbyfile[f"<frozen {name}>"] = ""
+# TVMScript looks at the whole stack for each function and class that it parses. For every frame of the import system, of
+# runpy and of code that was made of text, `inspect` would search all modules for the one that the frame's file belongs
+# to, and find none: more than half of the time that it takes to import the tests.
+_module_of_file = inspect.getmodule
+
+
+def _module_of(thing: object, filename: str | None = None) -> ModuleType | None:
+    return None if filename is not None and filename.startswith("<") else _module_of_file(thing, filename)
+
+
+inspect.getmodule = _module_of
 
 import pytest  # noqa: E402 (the environment comes first)
 from hypothesis import HealthCheck, settings  # noqa: E402

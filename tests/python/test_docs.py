@@ -29,8 +29,12 @@ def blocks():
 
 # Imports what every block imports, then runs each script that it is told of in a fork of its own.
 SERVER = """
-import json, os, runpy, sys, traceback
+import importlib, json, os, pkgutil, runpy, sys, traceback
 import numpy, onnx, tvm, relax_hetero
+
+for module in pkgutil.walk_packages(relax_hetero.__path__, "relax_hetero."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
 
 def run(folder):
     os.chdir(folder)

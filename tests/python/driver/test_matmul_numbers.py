@@ -188,7 +188,7 @@ def test_dynamic_rows_of_a_weight(types):
 _sizes = st.integers(1, 70) | st.sampled_from([96, 127, 128, 129, 200])
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     shapes=st.lists(st.tuples(_sizes, _sizes, _sizes, st.booleans(), st.booleans()), min_size=3, max_size=6),
     types=st.sampled_from(sorted(TYPES)),

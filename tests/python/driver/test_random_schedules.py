@@ -22,7 +22,7 @@ GRAPHS = st.integers(1, 3).flatmap(lambda count: modules(DEVICES[:count]))
 
 
 @given(GRAPHS, st.integers(0, 1 << 30), st.booleans(), st.booleans())
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=18, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_same_bits(graph, seed, buffers, join_small):
     mod, shapes = graph
     with mock.patch.object(device_partition, "SMALL", device_partition.SMALL if join_small else -1):
@@ -33,7 +33,7 @@ def test_same_bits(graph, seed, buffers, join_small):
 
 
 @given(GRAPHS, st.integers(0, 1 << 30))
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=18, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_same_bits_whatever_comes_late(graph, seed):
     """Threads that sleep before and after whatever they share, and take turns all the time; three of them submit."""
     mod, shapes = graph

@@ -57,7 +57,7 @@ class Kind:
     function: Its function there.
     environment: Variables of the child processes; none at all where the kind cannot run.
     limit_memory: Whether children may take some memory only.
-    quick: Whether a minute of attacks has some of this kind.
+    quick: Whether the few seconds of `make test` have some of this kind.
     """
 
     module: str

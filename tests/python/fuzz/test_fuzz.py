@@ -1,4 +1,4 @@
-"""A minute of attacks, and the harness itself: it sees crashes, hangs and foreign errors."""
+"""Forty seconds of attacks, and the harness itself: it sees crashes, hangs and foreign errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .attacks import KINDS, kind_of
 from .harness import Outcome, Report, run
 
 QUICK = [name for name, kind in KINDS.items() if kind.quick]
-SECONDS = 60 / len(QUICK)
+SECONDS = 40 / len(QUICK)
 
 
 @pytest.mark.parametrize("kind", QUICK)

@@ -22,7 +22,8 @@ from models.zoo import inputs_of, light_model, node_names, random_model
 MODELS = ("squeezenet", "resnet50", "inception_v1", "bvlc_alexnet")
 
 
-@pytest.mark.parametrize("name", slow_but_for(MODELS, ["squeezenet"]))
+@pytest.mark.slow  # the next two tests are of one of them
+@pytest.mark.parametrize("name", MODELS)
 def test_one_device(name: str, tmp_path: Path):
     model = random_model(name)
     inputs = inputs_of(model)

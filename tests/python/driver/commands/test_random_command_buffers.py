@@ -11,7 +11,7 @@ DEVICES = [rh.VDevice({"kind": "llvm", "mcpu": "x86-64-v4"}, 0), rh.VDevice({"ki
 
 
 @given(modules(DEVICES), st.integers(0, 1 << 30))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_same_bits(graph, seed):
     mod, shapes = graph
     on, off = (rh.vm.VirtualMachine(rh.compile(mod, command_buffers=buffers)) for buffers in (True, False))

@@ -73,7 +73,7 @@ def test_channels_do_not_reach_each_other(tmp_path: Path) -> None:
     assert np.isfinite(np.delete(got, range(16, 20), axis=1)).all()
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     groups=st.integers(1, 40),
     ins=st.integers(1, 5),

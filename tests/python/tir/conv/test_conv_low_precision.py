@@ -116,7 +116,7 @@ def test_nan_beyond_a_group_of_halves_is_not_read(tmp_path: Path) -> None:
 side = st.tuples(st.integers(1, 12), st.integers(1, 3), st.integers(1, 2), st.integers(1, 2), st.integers(0, 3))
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     groups=st.sampled_from([1, 1, 2, 5, 40]),
     ins=st.integers(1, 9),

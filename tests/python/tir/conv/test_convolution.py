@@ -117,7 +117,7 @@ def test_infinite_data_does_not_reach_places_beside_it(tmp_path: Path) -> None:
 side = st.tuples(st.integers(1, 20), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 4))
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     ins=st.integers(1, 20),
     outs=st.integers(1, 70),

@@ -92,7 +92,7 @@ def _layouts(draw):
     return shape, layout
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(case=_layouts(), dtype=st.sampled_from(["int8", "bfloat16", "float32", "int64"]), dynamic=st.booleans())
 def test_any_layout(case, dtype, dynamic, tmp_path_factory):
     shape, layout = case

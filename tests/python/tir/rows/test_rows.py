@@ -232,7 +232,7 @@ def expressions(draw, leaves, depth=2):
     return f"{op}({left}, {right})", lambda values: _BINARY[op](first(values), second(values))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_random_programs(data, tmp_path_factory):
     leaves, parts, functions = ["x0", "x1", "x2"], [], []

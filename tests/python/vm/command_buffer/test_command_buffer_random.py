@@ -138,7 +138,7 @@ def fresh(seed):
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=35, deadline=None)
 @given(recorded=st.lists(commands, min_size=1, max_size=16), seed=st.integers(0, 1000), begin=st.integers(0, 3))
 def test_random_recordings(vm, recorded, seed, begin):
     submissions = [(1.5, 5), (-0.25, 0)]

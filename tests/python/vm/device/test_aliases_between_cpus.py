@@ -161,7 +161,7 @@ def program(steps):
     return mod
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     steps=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(0, 1)), min_size=2, max_size=8),
     one_device=st.booleans(),

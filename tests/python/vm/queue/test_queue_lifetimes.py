@@ -151,6 +151,8 @@ def test_an_interpreter_that_ends_by_an_exception(folder):
 def test_a_kernel_that_never_ends_does_not_keep_the_interpreter(folder):
     script = """
 tvm.register_global_func("relax_hetero.test.first", lambda source, target: threading.Event().wait(), override=True)
+from relax_hetero.vm.queue import queues
+queues.CLOSE_SECONDS = 0.5
 fences = [vm.submit("main", x) for _ in range(3)]
 print("all done" if vm.synchronize(0.1) else "still at work")
 """
