@@ -19,9 +19,9 @@ os.environ["RELAX_HETERO_CACHE"] = "off"
 if os.environ.setdefault("RELAX_HETERO_TEST_SEED", "0") == "random":
     os.environ["RELAX_HETERO_TEST_SEED"] = str(secrets.randbelow(10**9))
 
-# TVMScript looks at the whole stack for each function and class that it parses. For every frame of the import system, of
-# runpy and of code that was made of text, `inspect` would search all modules for the one that the frame's file belongs
-# to, and find none: more than half of the time that it takes to import the tests.
+# TVMScript looks at the whole stack for each function and class that it parses. For every frame of the import system,
+# of runpy and of code that was made of text, `inspect` would search all modules for the one that the frame's file
+# belongs to, and find none: more than half of the time that it takes to import the tests.
 _module_of_file = inspect.getmodule
 
 

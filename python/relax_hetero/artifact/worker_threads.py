@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+MOST_THREADS = 1023
+"""Of one caller: their tasks are counted in ten bits of a word."""
+
+MOST_CPUS = 1024
+"""CPUs that threads are kept apart on, as many as C's set of CPUs has room for; threads on CPUs of higher numbers are
+left to the system."""
+
 _PREFIX = "relax_hetero.workers.2"  # the number changes with the functions' meaning: a process may load old files
 
 START = f"{_PREFIX}.start"

@@ -121,6 +121,31 @@ def compile(  # noqa: A001 (the contract's name)
         CPUs, or not the module's; placement conflicts, ops without kernels, kernels that do not compile, unknown names
         of parameters, inputs that cannot be donated; indices and divisors that are known now and wrong.
     """
+    mod = _prepared(mod, params, donate, checks, accuracy)
+    indices = optional_indices(mod, optional)
+
+    def compiled(version: tvm.IRModule) -> Executable:
+        return through_cache(
+            version, cache, command_buffers, lambda folder: _compile(version, command_buffers, progress, folder)
+        )
+
+    executable = compiled(mod)
+    if indices:
+        executable.metadata = replace(executable.metadata, optional=indices)
+        executable.versions = tuple(
+            compiled(without_devices(mod, indices[first:])) for first in reversed(range(len(indices)))
+        )
+    return executable
+
+
+def _prepared(
+    mod: tvm.IRModule,
+    params: Mapping[str, Any] | None,
+    donate: Sequence[str] | Mapping[str, Sequence[str]] | None,
+    checks: str,
+    accuracy: str | Mapping[str, str],
+) -> tvm.IRModule:
+    """The module with a device, its weights, and what `compile` was asked for as attributes."""
     if not isinstance(mod, tvm.IRModule):
         raise BuildError(f"rh.compile: found {type(mod).__name__}, expected a tvm.IRModule")
     if checks not in CHECKS:
@@ -137,20 +162,7 @@ def compile(  # noqa: A001 (the contract's name)
         mod = mod.with_attr(STRICT, True)
     mod = with_accuracy(mod, accuracy, "rh.compile")
     _warn_if_generic(vdevices_of(mod))
-    indices = optional_indices(mod, optional)
-
-    def compiled(version: tvm.IRModule) -> Executable:
-        return through_cache(
-            version, cache, command_buffers, lambda folder: _compile(version, command_buffers, progress, folder)
-        )
-
-    executable = compiled(mod)
-    if indices:
-        executable.metadata = replace(executable.metadata, optional=indices)
-        executable.versions = tuple(
-            compiled(without_devices(mod, indices[first:])) for first in reversed(range(len(indices)))
-        )
-    return executable
+    return mod
 
 
 def _compile(

@@ -138,6 +138,65 @@ class Placing:
         return options if self.objective is None else {**options, "objective": self.objective}
 
 
+_OPTIONS = (
+    click.option(
+        "--max-computed",
+        type=BytesParam(),
+        metavar="BYTES",
+        help="The most bytes of constants that importing the model may compute, such as 4G; default: 640M.",
+    ),
+    click.option(
+        "--max-nodes",
+        type=click.IntRange(min=0),
+        metavar="N",
+        help="The most nodes that the model may become when it is imported; default: 200,000.",
+    ),
+    click.option(
+        "--shape",
+        multiple=True,
+        type=ShapeParam(),
+        metavar="NAME=1x128",
+        help="Shape of an input, or (batch=8) size of a symbolic dimension. Repeatable.",
+    ),
+    click.option(
+        "--memory-limit",
+        multiple=True,
+        type=PairParam("device=bytes", "cuda:0=4GB"),
+        metavar="DEVICE=BYTES",
+        help="The most memory that --place-auto may take on a device: cuda:0=4GB. Repeatable.",
+    ),
+    click.option(
+        "--objective",
+        type=click.Choice(["latency", "throughput"]),
+        help="What --place-auto goes for: the least time for one call (the default), or between calls in flight.",
+    ),
+    click.option("--place-auto", is_flag=True, help="Let the cost model place every node."),
+    click.option(
+        "--place",
+        multiple=True,
+        type=PairParam("pattern=device", "'/encoder/*=cuda:0'"),
+        metavar="PATTERN=DEVICE",
+        help="Put the nodes whose name or op type matches a glob pattern on a device; the first that matches "
+        "decides, other nodes go to the first device. Repeatable.",
+    ),
+    click.option(
+        "--optional",
+        multiple=True,
+        metavar="DEVICE",
+        help="A device that a machine may lack (cuda:0): its work then runs on the last CPU device. Repeatable, "
+        "the most important first.",
+    ),
+    click.option(
+        "--vdevice",
+        multiple=True,
+        type=VDeviceParam(),
+        metavar="DEVICE",
+        help="A device of the model: llvm (this CPU), cuda:1, or a TVM target as JSON. Repeatable; default: llvm.",
+    ),
+)
+"""The last is the first that ``--help`` shows."""
+
+
 def placing_options(work: F) -> F:
     """Add ``--vdevice``, ``--optional``, ``--place``, ``--place-auto``, ``--objective``, ``--shape`` and limits.
 
@@ -169,62 +228,7 @@ def placing_options(work: F) -> F:
         placing = Placing(vdevice, place, place_auto, objective, shape, memory_limit, optional, max_nodes, max_computed)
         work(placing=placing, **options)
 
-    for option in (
-        click.option(
-            "--max-computed",
-            type=BytesParam(),
-            metavar="BYTES",
-            help="The most bytes of constants that importing the model may compute, such as 4G; default: 640M.",
-        ),
-        click.option(
-            "--max-nodes",
-            type=click.IntRange(min=0),
-            metavar="N",
-            help="The most nodes that the model may become when it is imported; default: 200,000.",
-        ),
-        click.option(
-            "--shape",
-            multiple=True,
-            type=ShapeParam(),
-            metavar="NAME=1x128",
-            help="Shape of an input, or (batch=8) size of a symbolic dimension. Repeatable.",
-        ),
-        click.option(
-            "--memory-limit",
-            multiple=True,
-            type=PairParam("device=bytes", "cuda:0=4GB"),
-            metavar="DEVICE=BYTES",
-            help="The most memory that --place-auto may take on a device: cuda:0=4GB. Repeatable.",
-        ),
-        click.option(
-            "--objective",
-            type=click.Choice(["latency", "throughput"]),
-            help="What --place-auto goes for: the least time for one call (the default), or between calls in flight.",
-        ),
-        click.option("--place-auto", is_flag=True, help="Let the cost model place every node."),
-        click.option(
-            "--place",
-            multiple=True,
-            type=PairParam("pattern=device", "'/encoder/*=cuda:0'"),
-            metavar="PATTERN=DEVICE",
-            help="Put the nodes whose name or op type matches a glob pattern on a device; the first that matches "
-            "decides, other nodes go to the first device. Repeatable.",
-        ),
-        click.option(
-            "--optional",
-            multiple=True,
-            metavar="DEVICE",
-            help="A device that a machine may lack (cuda:0): its work then runs on the last CPU device. Repeatable, "
-            "the most important first.",
-        ),
-        click.option(
-            "--vdevice",
-            multiple=True,
-            type=VDeviceParam(),
-            metavar="DEVICE",
-            help="A device of the model: llvm (this CPU), cuda:1, or a TVM target as JSON. Repeatable; default: llvm.",
-        ),
-    ):
+    for option in _OPTIONS:
         option(gathered)
     return gathered  # type: ignore[return-value]
 

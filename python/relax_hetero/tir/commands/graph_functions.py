@@ -16,13 +16,12 @@ from tvm.script.ir_builder import tirx as T
 
 from ...artifact import graph_layout as state
 from ...artifact.graph_layout import FILLED_AT_ONCE, ROWS, TOLD_EVERY, WAYS, Layout
-from ...target.gpu_target import gpu_target_of
+from ...target.gpu_target import MOST_THREADS, gpu_target_of
 from ..core.builder import Expr, Function
 from ..cuda.core.ptx import let_next_launch_begin
 from .command_list import Tensor
 
 _WORD = "int64"
-_MOST_THREADS = 1024
 _CALL, _ADDRESS = "relax_hetero.call_by_address", "relax_hetero.address_of"
 _TEXT = (
     f"define linkonce_odr hidden i64 @{_ADDRESS}(ptr %data) alwaysinline {{\n"
@@ -182,7 +181,7 @@ def fetch_kernel(name: str, slots: int, target: tvm.target.Target, extent: tirx.
     `extent` counts the threads of a kernel that it becomes the beginning of. TVM makes one variable of all loops over
     the same threads, so both count in the same type.
     """
-    extent = _word(min(ROWS * slots, _MOST_THREADS)) if extent is None else extent
+    extent = _word(min(ROWS * slots, MOST_THREADS)) if extent is None else extent
     threads = int(extent.value)
     rounds = -(-ROWS * slots // threads)
     with Function(name) as function:

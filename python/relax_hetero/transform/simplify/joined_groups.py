@@ -9,8 +9,8 @@ After::
     y = R.nn.conv2d(x, v, groups=16)      # v of (1024, 64, 3, 3), half of it zeros
 
 Tiles of tensor cores have as many columns as several such groups: they would stay empty, or plain threads would
-multiply. Batch 16 of 1,024 channels in 32 groups on 7x7 took 23 us so on an H200. More than `_MOST_JOINED` groups are
-slower joined. A group whose numbers are infinite makes NaN of its neighbours, too: float16 has overflown by then.
+multiply. More than `_MOST_JOINED` groups are slower joined. A group whose numbers are infinite makes NaN of its
+neighbours, too: float16 has overflown by then.
 """
 
 from __future__ import annotations

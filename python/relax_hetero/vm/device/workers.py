@@ -24,12 +24,6 @@ Workers spin 16 times as long. With 50 us, networks whose loops take a milliseco
 its half first slept and had to be woken for the next loop.
 """
 
-MOST_THREADS = 1023
-"""As many as `relax_hetero.driver.link.threads.pool_text` counts, for one caller."""
-
-MOST_CPUS = 1024
-"""CPUs that workers are kept apart on, as many as C's set of CPUs has room for; those of higher numbers are left."""
-
 _lock = threading.Lock()
 _functions: dict[str, Callable[..., int]] = {}
 
@@ -55,7 +49,7 @@ def use_workers(module: runtime.Module) -> bool:
 def configure(room: int, used: int) -> None:
     """Have the calling thread's loops use `used` threads, itself included; up to `room` of them stay ready."""
     if _functions:
-        room = max(1, min(room, MOST_THREADS))
+        room = max(1, min(room, names.MOST_THREADS))
         _functions[names.CONFIGURE](room, max(1, min(used, room)))
 
 
@@ -77,7 +71,7 @@ def core_numbers(cores: Sequence[Sequence[int]]) -> list[int]:
     ----------
     cores: The CPUs of each core, those that this process may use. CPUs between them that it may not are on their own.
     """
-    numbers = list(range(min(max((cpu for core in cores for cpu in core), default=-1) + 1, MOST_CPUS)))
+    numbers = list(range(min(max((cpu for core in cores for cpu in core), default=-1) + 1, names.MOST_CPUS)))
     for core in cores:
         for cpu in core:
             if cpu < len(numbers):
@@ -94,7 +88,7 @@ def _start(module: runtime.Module) -> bool:
     addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in routines]
     cores = core_numbers(cpus_of_cores())
     table = (ctypes.c_int32 * len(cores))(*cores)
-    width = min(num_cores(), MOST_THREADS)
+    width = min(num_cores(), names.MOST_THREADS)
     if found[names.START](*addresses, width, SPIN, ctypes.addressof(table), len(cores)) != 0:
         return False
     # Threads run this code until the process ends: it is never unloaded, not even when the interpreter ends.

@@ -12,9 +12,6 @@ units. With more threads than CPUs all are left free.
 
 from __future__ import annotations
 
-MOST_CPUS = 1024
-"""As many as C's set of CPUs has room for; threads on CPUs of higher numbers are left to the system."""
-
 TEXT = r"""
 declare i32 @sched_getcpu()
 declare i32 @sched_getaffinity(i32, i64, ptr)
@@ -82,8 +79,8 @@ out:
 define internal i1 @workers.untaken(ptr %cores, i64 %cpus, ptr %allowed, ptr %others, i64 %count, i1 %by_core,
                                        ptr %found) {
 entry:
-  %taken = alloca [1024 x i8], align 8
-  call ptr @memset(ptr %taken, i32 0, i64 1024)
+  %taken = alloca [MOST_CPUS x i8], align 8
+  call ptr @memset(ptr %taken, i32 0, i64 MOST_CPUS)
   call ptr @memset(ptr %found, i32 0, i64 128)
   br label %all
 all:
@@ -212,7 +209,7 @@ define internal void @workers.apart(ptr %pool, ptr %slot) {
 entry:
   %allowed = alloca [16 x i64], align 8
   %found = alloca [16 x i64], align 8
-  %others = alloca [1024 x i64], align 8
+  %others = alloca [MOST_CPUS x i64], align 8
   %look_at = getelementptr %slot, ptr %slot, i64 0, i32 6
   %hash_at = getelementptr %slot, ptr %slot, i64 0, i32 7
   %thread_at = getelementptr %slot, ptr %slot, i64 0, i32 3

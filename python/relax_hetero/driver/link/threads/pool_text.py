@@ -16,9 +16,6 @@ Copies of large tensors between a GPU and the host come with them (`staging_text
 
 from __future__ import annotations
 
-MOST_THREADS = 1023
-"""As many as the word of a job counts."""
-
 TEXT = r"""
 declare ptr @aligned_alloc(i64, i64)
 declare void @free(ptr)
@@ -146,7 +143,7 @@ look:
 count:
   call void @workers.is_here(ptr %slot)
   %half = lshr i64 %job, 1
-  %tasks = and i64 %half, 1023
+  %tasks = and i64 %half, MOST_THREADS
   %is_asked = icmp ult i64 %wide, %tasks
   br i1 %is_asked, label %pass_on, label %next
 pass_on:

@@ -5,6 +5,7 @@ LLVM's language has words for atomics and threads; see `worker_threads` for how 
 
 from __future__ import annotations
 
+from ....artifact import worker_threads as names
 from . import apart_text, pool_text, staging_text
 
 BODY = "relax_hetero.workers.body."
@@ -18,7 +19,8 @@ def text_for(triple: str) -> str | None:
     if found is None or "linux" not in rest:
         return None
     text = _TEXT + pool_text.TEXT + apart_text.TEXT + staging_text.TEXT
-    for name, value in found.items():
+    limits = {"MOST_THREADS": str(names.MOST_THREADS), "MOST_CPUS": str(names.MOST_CPUS)}
+    for name, value in {**found, **limits}.items():
         text = text.replace(name, value)
     return text.replace("BODY.", BODY)
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from relax_hetero.artifact.worker_threads import MOST_CPUS
 from relax_hetero.driver.link.llvm_kernels import build_llvm
-from relax_hetero.driver.link.threads.apart_text import MOST_CPUS
 from relax_hetero.driver.link.threads.text import text_for
 from relax_hetero.tir.core.builder import Function
 from relax_hetero.vm.device.workers import core_numbers
