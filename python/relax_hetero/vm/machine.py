@@ -19,7 +19,7 @@ from .args.results import check_out, fill, to_python
 from .device.builtins import running
 from .device.devices import bind_devices, host_device
 from .device.error_records import know_checks
-from .device.forks import MachineLock
+from .device.machine_lock import MachineLock
 from .device.memory_limit import MemoryLimits, PoolWatch
 from .device.pinned_staging import use_loop
 from .device.tensors import copy_into

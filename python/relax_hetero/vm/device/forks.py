@@ -8,12 +8,11 @@ behind too, plain calls go through queues, whose threads begin in the new proces
 from __future__ import annotations
 
 import os
-import threading
 import weakref
-from typing import Any, NoReturn, Protocol
+from typing import Protocol
 
-from ...errors import HeteroError
 from . import threads
+from .machine_lock import hold_to_fork, release_after_fork
 
 
 class Forked(Protocol):
@@ -21,44 +20,6 @@ class Forked(Protocol):
 
     def after_fork(self) -> None:
         """Called in the new process, by its only thread."""
-
-
-class MachineLock:
-    """The lock of a machine, for all of its parts: ``with lock.held``.
-
-    Attributes
-    ----------
-    held: Reentrant; raises HeteroError once `refuse` was called.
-    """
-
-    __slots__ = ("held",)
-
-    def __init__(self) -> None:
-        self.held: Any = threading.RLock()
-
-    def is_free(self) -> bool:
-        """Whether this thread could hold the lock now, and another one does not."""
-        if isinstance(self.held, _RefusingLock) or not self.held.acquire(blocking=False):
-            return False
-        self.held.release()
-        return True
-
-    def refuse(self, why: str) -> None:
-        """Have whoever needs the lock from now on get a HeteroError that says `why`."""
-        self.held = _RefusingLock(why)
-
-
-class _RefusingLock:
-    """In place of a machine's lock: whoever needs it gets an error."""
-
-    def __init__(self, why: str) -> None:
-        self._why = why
-
-    def __enter__(self) -> NoReturn:
-        raise HeteroError(self._why)
-
-    def __exit__(self, *_raised: object) -> None:
-        """Never called: nothing enters."""
 
 
 _told: weakref.WeakSet[Forked] = weakref.WeakSet()
@@ -70,10 +31,11 @@ def tell_of_forks(machine: Forked) -> None:
 
 
 def _tell() -> None:
+    release_after_fork()
     threads.after_fork()  # first: machines ask whether helpers were lost
     for machine in list(_told):
         machine.after_fork()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_tell)
+    os.register_at_fork(before=hold_to_fork, after_in_parent=release_after_fork, after_in_child=_tell)

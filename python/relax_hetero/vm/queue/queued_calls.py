@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from ...artifact.signature import FunctionSignature
 from ...errors import BindingError, HeteroError
 from ..args.donated_arguments import ArgumentMemory, check_apart
-from ..device.forks import MachineLock
+from ..device.machine_lock import MachineLock
 from .call import Prepare, QueuedCall
 from .fence import Fence, check_may_wait, here
 from .plan import QueuePlan

@@ -22,6 +22,7 @@ from ...target.cpu_cores import cpus_of_cores, cpus_of_nodes, num_cores
 from ..device.builtins import running
 from ..device.cuda_driver import CudaError
 from ..device.cuda_library import CUDA, cuda_library
+from ..device.machine_lock import hold_all
 from ..device.tensors import alias, is_host, map_tensors, same_device
 from ..device.threads import Threads, threads_of_queues
 from .copy_queues import CopyQueues
@@ -262,6 +263,7 @@ def _close_all() -> None:
         each.close()
     for each in queues:
         each.close(until)
+    hold_all(until)
 
 
 _to_device = tvm_ffi.get_global_func("relax_hetero.to_device")

@@ -15,7 +15,8 @@ from ..args.donated_arguments import argument_memory
 from ..args.owned_arguments import own_arguments
 from ..args.results import check_out, fill, to_python
 from ..device.constants import PlacedConstants
-from ..device.forks import MachineLock, tell_of_forks
+from ..device.forks import tell_of_forks
+from ..device.machine_lock import MachineLock
 from ..device.memory_limit import PoolWatch
 from ..device.tensors import AddressRange, is_host
 from ..device.threads import Threads, has_lost_threads

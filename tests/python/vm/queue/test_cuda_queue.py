@@ -20,7 +20,7 @@ from relax_hetero.artifact.schedule import Schedule, Step
 from relax_hetero.errors import HeteroError
 from relax_hetero.vm.device.cuda_library import CudaLibrary
 from relax_hetero.vm.device.cuda_memory import DeviceBlock, PinnedBlock
-from relax_hetero.vm.device.forks import MachineLock
+from relax_hetero.vm.device.machine_lock import MachineLock
 from relax_hetero.vm.device.memory_pools import BlockPool
 from relax_hetero.vm.device.tensors import alias
 from relax_hetero.vm.queue import copy_queues, queues

@@ -128,6 +128,14 @@ threading.Thread(target=fence.result, daemon=True).start()
 threading.Thread(target=lambda: [vm.submit('main', x) for _ in range(1000)], daemon=True).start()
 time.sleep(0.05)
 """,
+    "daemons call": """
+def call(vm):
+    while True:
+        vm["main"](x)
+for _ in range(2):
+    threading.Thread(target=call, args=(rh.vm.VirtualMachine(vm.executable),), daemon=True).start()
+time.sleep(0.2)
+""",
     "a thread waits": "threading.Thread(target=lambda: print(vm.submit('main', x).result().numpy().sum())).start()",
     "submitted at exit": """
 vm.submit("main", x).result()
@@ -136,7 +144,7 @@ atexit.register(lambda: print(vm.submit("main", x).exception(20)))
 }
 
 
-@pytest.mark.parametrize("way", slow_but_for(ENDS, ["queued and running", "a daemon waits", "submitted at exit"]))
+@pytest.mark.parametrize("way", slow_but_for(ENDS, ["queued and running", "daemons call", "submitted at exit"]))
 def test_interpreters_end(way, folder):
     out = run(SLEEP + ENDS[way], folder)
     if way == "a thread waits":

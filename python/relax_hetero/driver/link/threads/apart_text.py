@@ -231,13 +231,12 @@ choose:
   call void @workers.choose(ptr %cores, i64 %cpus, ptr %allowed, ptr %others, i64 %count, ptr %found)
   %hash = call i64 @workers.hash(ptr %found)
   %before = load i64, ptr %hash_at
-  %is_same = icmp eq i64 %hash, %before
-  br i1 %is_same, label %later, label %move
-move:
   store i64 %hash, ptr %hash_at
+  ; Somebody else (taskset, a control group) may have moved it since: it is told again.
   %thread = load i64, ptr %thread_at
   %ignored = call i32 @pthread_setaffinity_np(i64 %thread, i64 128, ptr %found)
-  br label %out
+  %is_same = icmp eq i64 %hash, %before
+  br i1 %is_same, label %later, label %out
 later:
   ; Others keep it from running: it is where it should be.
   %rest = add i64 %now, 10000000
