@@ -119,7 +119,8 @@ class PlanCosts:
         """The most bytes of inputs, results and values between units that a device has at once.
 
         Values that the kernel of their maker keeps in registers are none, and such a kernel's result is there as soon
-        as it begins. Values that come from another device or go there lie apart from those that stay.
+        as it begins. Values that come from another device or go there lie apart from those that stay; feature maps
+        among them are there in two orders of their dimensions for a moment.
         """
         end = len(plan)
         staying, crossing = ([0.0] * (end + 2) for _ in range(2))
@@ -143,6 +144,9 @@ class PlanCosts:
             change = staying if len(places) == 1 else crossing
             change[min(begin, end)] += value.size
             change[max(begin, *steps) + 1] -= value.size
+            if len(places) > 1 and value.is_map and OUTSIDE not in (value.maker, *value.readers):
+                change[min(begin, end)] += value.size
+                change[min(begin, end) + 1] -= value.size
         return math.ceil(sum(max(itertools.accumulate(change)) for change in (staying, crossing)))
 
     def transfers(self, value: WorkValue, plan: Sequence[int]) -> Iterator[tuple[int, int, int]]:

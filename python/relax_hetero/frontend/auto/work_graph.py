@@ -88,11 +88,17 @@ class WorkUnit:
 
 @dataclass
 class WorkValue:
-    """A value that units pass on: its bytes, maker and readers, as positions; OUTSIDE is the caller."""
+    """A value that units pass on: its bytes, maker and readers, as positions; OUTSIDE is the caller.
+
+    Attributes
+    ----------
+    is_map: Whether it may be a feature map, which lies with its channels last beside convolutions.
+    """
 
     size: float
     maker: int
     readers: list[int]
+    is_map: bool = False
 
 
 @dataclass
@@ -129,6 +135,7 @@ class _Measure:
         self._unit_of: dict[str, int] = {}
         self._values: dict[relax.Var, WorkValue] = {}
         self._made: set[relax.Var] = set()
+        self._map_ranks: set[int] = set()  # of what convolutions make
 
     def graph(
         self, params: Iterable[relax.Var], bindings: Iterable[relax.Binding], outputs: Iterable[relax.Expr]
@@ -144,13 +151,16 @@ class _Measure:
                 self._read(var, unit)
             self._values[binding.var] = WorkValue(self._size(binding.var.ty), unit, [])
             self._made.add(binding.var)
+            if isinstance(binding.value, relax.Call) and _op_name(binding.value).startswith("relax.nn.conv"):
+                self._map_ranks.add(binding.var.ty.ndim)
         for output in outputs:
             for var in relax.analysis.free_vars(output):
                 self._read(var, OUTSIDE)
-        crossing = [value for value in self._values.values() if value.readers and value.size > 0]
-        for value in crossing:
+        crossing = {var: value for var, value in self._values.items() if value.readers and value.size > 0}
+        for var, value in crossing.items():
             value.readers = list(dict.fromkeys(value.readers))
-        return WorkGraph(self._units, crossing)
+            value.is_map = isinstance(var.ty, relax.TensorType) and var.ty.ndim in self._map_ranks
+        return WorkGraph(self._units, list(crossing.values()))
 
     def _place(self, binding: relax.Binding) -> int:
         name = self._name_of(binding.var)

@@ -114,6 +114,15 @@ def test_values_that_joining_units_read_take_no_memory():
     assert costs.values_on(1, [1] * 4) == 120
 
 
+def test_feature_maps_that_cross_are_there_in_two_orders_for_a_moment():
+    """Beside convolutions channels lie last, and first where another device gets them."""
+    units = [WorkUnit([str(i)], [Work(1, 0)]) for i in range(3)]
+    for is_map, most in ((False, 10 + 20), (True, 2 * 10 + 2 * 20)):
+        values = [WorkValue(5.0, OUTSIDE, [0]), *(WorkValue(10.0 * (i + 1), i, [i + 1], is_map) for i in range(2))]
+        costs = PlanCosts(WorkGraph(units, values), CostModel(DEVICES, links(2, 0), 0))
+        assert costs.values_on(1, [0, 1, 0]) == most
+
+
 def layers(count, width):
     rng = np.random.default_rng(0)
     nodes = [helper.make_node("MatMul", [f"x{i}", f"w{i}"], [f"x{i + 1}"], name=f"layer{i}") for i in range(count)]
