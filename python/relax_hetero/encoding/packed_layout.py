@@ -55,7 +55,7 @@ class PackedLayout:
     winograd : int
         Of the weight of a convolution of 3 x 3: its windows are stored transformed, for m x m places of the result at a
         time (see `encoding.winograd`), and take (m + 2) x (m + 2) elements; 0: as they are. The window's dimensions are
-        the second and the third outer axis.
+        the second and the third outer axis; of a volume, the two inner ones.
     """
 
     outer_perm: tuple[int, ...]
@@ -80,8 +80,10 @@ class PackedLayout:
             self._check_winograd()
 
     def _check_winograd(self) -> None:
-        if self.winograd not in POINTS or len(self.outer_perm) != 4 or self.compensation or self.swizzle:
-            raise EncodingError(f"layout {self}: windows are transformed for {tuple(POINTS)} places, in 4 dimensions")
+        if self.winograd not in POINTS or len(self.outer_perm) not in (4, 5) or self.compensation or self.swizzle:
+            raise EncodingError(
+                f"layout {self}: windows are transformed for {tuple(POINTS)} places, in 4 or 5 dimensions"
+            )
         if any(d in self.inner_dims for d in self.window_dims):
             raise EncodingError(f"layout {self}: the dimensions of a transformed window have no tiles")
 
@@ -241,11 +243,11 @@ def misfit(layout: PackedLayout, encoding: Encoding) -> str:
 
 def _winograd_misfit(layout: PackedLayout, encoding: Encoding) -> str:
     names = tuple(encoding.index_map[d] for d in layout.window_dims)
-    if encoding.operand_index != RHS or names != ("w0", "w1"):
-        return f"{layout} has transformed windows, which weights of two-dimensional convolutions have"
+    if encoding.operand_index != RHS or names != encoding.index_map[-2:] or len(encoding.index_map) < len(names) + 2:
+        return f"{layout} has transformed windows, which weights of convolutions have in their two inner dimensions"
     moves = encoding.moves
     assert moves is not None
-    if {*moves.strides, *moves.dilation} != {1} or any(encoding.sizes[name] != WINDOW for name in names):
+    if {*moves.strides[-2:], *moves.dilation[-2:]} != {1} or any(encoding.sizes[name] != WINDOW for name in names):
         return f"{layout} has transformed windows, which have 3 x 3 elements, stride 1 and no dilation"
     if "float" not in encoding.element_type:
         return f"{layout} has transformed windows, which are floats, not {encoding.element_type}"

@@ -10,12 +10,15 @@ to k0. Where vectors hold channels of several groups, or of a depthwise convolut
 a time is widened and multiplied: one vector of weights meets one vector of channels.
 
 Windows of 3 x 3 elements and stride 1 may be stored transformed, ``[n/n0, m + 2, m + 2, k, n0]``, for the kernel that
-makes m x m places at a time with fewer multiplications (`encoding.winograd`), where that was measured to be faster.
+makes m x m places at a time with fewer multiplications (`encoding.winograd`), where that was measured to be faster;
+those of volumes in their inner dimensions, ``[n/n0, m + 2, m + 2, w0, k, n0]``.
 """
 
 from __future__ import annotations
 
-from ..encoding.encoding import DYNAMIC, EXACT, FAST, LHS, RHS, Encoding
+from math import prod
+
+from ..encoding.encoding import DYNAMIC, EXACT, FAST, LHS, RESULT, RHS, Encoding
 from ..encoding.packed_layout import PackedLayout
 from ..encoding.winograd import WINDOW
 from ..target.cpu_target import CpuTarget
@@ -57,7 +60,7 @@ def conv_layout(encoding: Encoding, cpu: CpuTarget) -> PackedLayout | None:
     if columns == 0:
         return PackedLayout((1, *spatial, 0))
     if places:
-        return PackedLayout((0, *spatial, 1), (0,), (columns,), winograd=places)
+        return PackedLayout((0, *spatial[-2:], *spatial[:-2], 1), (0,), (columns,), winograd=places)
     if dot.k0 == 1 or (moves.groups > 1 and columns > channels):
         return PackedLayout((0, *spatial, 1), (0,), (columns,))
     return PackedLayout((0, *spatial, 1), (0, 1), (columns, dot.k0), dot.compensation != 0)
@@ -77,13 +80,31 @@ def _is_symbolic(encoding: Encoding) -> bool:
     return any(size == DYNAMIC and name != "b" for name, size in encoding.iteration_sizes)
 
 
+def _places(encoding: Encoding) -> tuple[str, ...]:
+    """The names of the result's spatial dimensions, the outermost first."""
+    return tuple(name for name in encoding.index_maps[RESULT] if name.startswith("y"))
+
+
+def _share_of_data(encoding: Encoding) -> float:
+    """How much of what a volume's windows read along the outer dimension is no padding, which the direct form skips."""
+    sizes, moves = encoding.sizes, encoding.moves
+    assert moves is not None
+    if len(moves.strides) < 3:
+        return 1.0
+    starts = [place * moves.strides[0] - moves.padding[0] for place in range(sizes["y0"])]
+    read = [start + tap * moves.dilation[0] for start in starts for tap in range(sizes["w0"])]
+    return sum(0 <= at < sizes["x0"] for at in read) / max(1, len(read))
+
+
 def _choose(encoding: Encoding, cpu: CpuTarget) -> tuple[int, str]:
     """How many places at a time, along each dimension, Winograd's form makes (0: it is not taken), and why."""
     sizes, moves = encoding.sizes, encoding.moves
     assert moves is not None
     windows = [sizes[name] for name in encoding.index_maps[RHS][2:]]
-    if windows != [WINDOW] * 2 or {*moves.strides, *moves.dilation} != {1}:
+    if len(windows) < 2 or windows[-2:] != [WINDOW] * 2 or {*moves.strides[-2:], *moves.dilation[-2:]} != {1}:
         return 0, "windows are not of 3x3 elements, with stride 1 and no dilation"
+    if len(windows) > 2 and _is_symbolic(encoding):
+        return 0, "the size of volumes is not known when the model is compiled"
     if {stored_type(dtype) for dtype in encoding.element_types} != {"float32"}:
         return 0, "elements are not float32"
     if encoding.accuracy == EXACT:
@@ -96,10 +117,12 @@ def _choose(encoding: Encoding, cpu: CpuTarget) -> tuple[int, str]:
     width = conv_columns(cpu, "float32", channels, sizes["k"], moves.groups)
     if width == 0 or (moves.groups > 1 and (channels % width or width < cpu.lanes("float32"))):
         return 0, f"groups of {channels} channels do not fill panels"
-    images, rows, columns = (max(0, sizes[name]) for name in ("b", "y0", "y1"))
+    images, *outer, rows, columns = (max(0, sizes[name]) for name in ("b", *_places(encoding)))
+    images, depth = images * prod(outer), sizes["k"] * prod(windows[:-2])
     found = {}
     for m in (2, 4) if encoding.accuracy == FAST else (2,):
-        found[m] = gain(Shape(m, images, (rows, columns), sizes["k"], channels, width, moves.groups), cpu)
+        shape = Shape(m, images, (rows, columns), depth, channels, width, moves.groups)
+        found[m] = gain(shape, cpu) * _share_of_data(encoding)
     best = max(found, key=lambda m: found[m])
     if _is_symbolic(encoding):
         return best, "images of any size, of which the direct form needs to know the size"

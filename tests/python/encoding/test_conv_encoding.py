@@ -143,6 +143,23 @@ def test_windows_are_transformed_where_that_is_faster():
     assert [places_of_a_tile(channels, 28) for channels in (8, 16, 32, 128)] == [0, 0, 2, 2]
 
 
+def test_windows_of_volumes_are_transformed_in_their_inner_dimensions():
+    def volume(
+        depth: str, moves: str = "strides=1x1x1, padding=1x1x1x1x1x1, dilation=1x1x1", places: int = 14
+    ) -> Encoding:
+        maps = "(b, c, x0, x1, x2) * (n, k, w0, w1, w2) -> (b, n, y0, y1, y2)"
+        image = f"b=1, c=64, x0={depth}, x1=14, x2=14, n=64, k=64, w0=3, w1=3, w2=3, y0={depth}, y1=14, y2={places}"
+        return Encoding.parse(f"conv3d[0]<float32 * float32 -> float32; {maps}; {image}; {moves}, groups=1>")
+
+    data, weight, result = layouts(volume("8"), "avx512")
+    assert data == result == PackedLayout((0, 2, 3, 4, 1))
+    assert weight == PackedLayout((0, 3, 4, 2, 1), (0,), (32,), winograd=2)
+    # Of one image, two thirds of the windows are padding, which the direct form skips.
+    assert layouts(volume("1"), "avx512")[1].winograd == 0
+    assert layouts(volume("8", "strides=1x1x2, padding=1x1x1x1x1x1, dilation=1x1x1", 7), "avx512")[1].winograd == 0
+    assert layouts(volume("?"), "avx512") == [None] * 3
+
+
 @pytest.mark.parametrize(
     "types, name, k0, compensation",
     [

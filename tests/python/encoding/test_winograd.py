@@ -71,8 +71,8 @@ def test_a_permuted_weight_has_the_same_bytes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (((0, 2, 3, 1), (0,), (32,), False, False, 3), "are transformed for \\(2, 4\\) places, in 4 dimensions"),
-        (((0, 2, 1), (0,), (32,), False, False, 2), "in 4 dimensions"),
+        (((0, 2, 3, 1), (0,), (32,), False, False, 3), "are transformed for \\(2, 4\\) places, in 4 or 5 dimensions"),
+        (((0, 2, 1), (0,), (32,), False, False, 2), "in 4 or 5 dimensions"),
         (((0, 2, 3, 1), (0, 2), (32, 2), False, False, 2), "the dimensions of a transformed window have no tiles"),
     ],
 )
@@ -84,7 +84,7 @@ def test_no_layout(arguments: tuple, message: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("conv2d[1]", "conv2d[0]"), "which weights of two-dimensional convolutions have"),
+        (("conv2d[1]", "conv2d[0]"), "which weights of convolutions have in their two inner dimensions"),
         (("strides=1x1", "strides=1x2"), "stride 1 and no dilation"),
         (("w1=3", "w1=2"), "have 3 x 3 elements"),
         (("<float32 * float32", "<int8 * int8"), "which are floats, not int8"),

@@ -190,10 +190,10 @@ class _Measure:
 
     def _windows(self, value: relax.Expr) -> float:
         """Bytes of a convolution's windows, where Winograd's form may take them; in branches none are."""
-        if not isinstance(value, relax.Call) or _op_name(value) != "relax.nn.conv2d":
+        if not isinstance(value, relax.Call) or _op_name(value) not in ("relax.nn.conv2d", "relax.nn.conv3d"):
             return 0
-        weight, steps = value.args[1], {*map(int, value.attrs.strides), *map(int, value.attrs.dilation)}
-        is_window = self._dims(weight.ty)[2:] == [3, 3] and steps == {1} and str(weight.ty.dtype) == "float32"
+        weight, steps = value.args[1], {*map(int, value.attrs.strides[-2:]), *map(int, value.attrs.dilation[-2:])}
+        is_window = self._dims(weight.ty)[-2:] == [3, 3] and steps == {1} and str(weight.ty.dtype) == "float32"
         return self._size(weight.ty) if is_window else 0
 
     def _work(self, value: relax.Expr) -> list[Work]:

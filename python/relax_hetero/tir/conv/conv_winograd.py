@@ -6,6 +6,9 @@ tiles by the weight, which lies transformed in memory; its sums, ``[position, ti
 once, and go through the epilogue into the result. Both are in memory of the task that stays in the second-level cache.
 
 A tile reads (m + 2) x (m + 2) elements of data; those in the padding, and beyond the image, are zeros.
+
+Of a volume, the two inner dimensions are transformed. A window's places along the outer one are as many more input
+channels, each of another image: the products add over both, and images in the padding are zeros.
 """
 
 from __future__ import annotations
@@ -57,6 +60,8 @@ class _Work:
     ----------
     size : int
         Positions along one dimension.
+    depth : int
+        Terms of a product: input channels, of each place of the window along outer dimensions.
     distance : int
         Elements from the data of one tile to those of the next.
     data_plane, sums_plane : int
@@ -69,6 +74,7 @@ class _Work:
     plan: Plan
     m: int
     size: int
+    depth: int
     distance: int
     data_plane: int
     sums_plane: int
@@ -88,18 +94,29 @@ class _Work:
     def vectors(self) -> int:
         return self.width // self.lanes
 
+    @property
+    def inner(self) -> tuple[int, int]:
+        """The numbers of the two dimensions that are transformed."""
+        return len(self.conv.windows) - 2, len(self.conv.windows) - 1
+
     def tile_counts(self) -> list[Expr]:
-        """Of batch, rows and columns of tiles."""
+        """Of batch, outer places, rows and columns of tiles."""
         images, _, *places = self.conv.result.extents
-        return [images, *(opaque(ceil_div(extent, self.m)) for extent in places)]
+        return [images, *places[:-2], *(opaque(ceil_div(extent, self.m)) for extent in places[-2:])]
 
 
 def shape_of(conv: Convolution) -> Shape:
     """The sizes of a convolution."""
     images, _, *places = (extent if isinstance(extent, int) else 0 for extent in conv.result.extents)
     layout, groups = conv.weight.layout, conv.problem.groups
-    columns = conv.channels // groups
-    return Shape(layout.winograd, images, (places[0], places[1]), conv.depth, columns, layout.tile(0), groups)
+    columns, depth = conv.channels // groups, conv.depth * outer_size(conv)
+    images *= prod(places[:-2])
+    return Shape(layout.winograd, images, (places[-2], places[-1]), depth, columns, layout.tile(0), groups)
+
+
+def outer_size(conv: Convolution) -> int:
+    """Places of the window along dimensions that are not transformed."""
+    return prod(window.size for window in conv.windows[:-2])
 
 
 def emit_winograd(conv: Convolution) -> None:
@@ -108,11 +125,12 @@ def emit_winograd(conv: Convolution) -> None:
     plan = make_plan(shape, conv.cpu)
     m, dtype = shape.m, conv.problem.acc_dtype
     size = positions(m)
-    distance = _odd_lines(ceil_div(conv.depth, conv.lanes) * conv.lanes)
+    # The last channels of a place of the window fill a vector.
+    distance = _odd_lines(shape.depth - conv.depth + ceil_div(conv.depth, conv.lanes) * conv.lanes)
     planes = _odd_lines(plan.tiles * distance), _odd_lines(plan.tiles * ceil_div(shape.width, conv.lanes) * conv.lanes)
     with loop(plan.tasks, parallel=plan.tasks > 1) as task:
         data, sums = (_memory(size * size * plane, dtype) for plane in planes)
-        work = _Work(conv, plan, m, size, distance, *planes, data, sums)
+        work = _Work(conv, plan, m, size, shape.depth, distance, *planes, data, sums)
         registers = Registers(plan.rows * work.vectors, dtype, conv.lanes)
         counts = work.tile_counts()
         tiles = opaque(prod(counts))
@@ -153,18 +171,44 @@ def _memory(elements: int, dtype: str) -> Any:
 
 def _tile_at(work: _Work, counts: Sequence[Expr], number: Expr) -> Coordinates:
     """The image of a tile and the first place of it in the result."""
-    image, row, column = unravel(number, counts, place=opaque)
-    return {"b": image, "y0": opaque(row * work.m), "y1": opaque(column * work.m)}
+    image, *outer, row, column = unravel(number, counts, place=opaque)
+    places = [*outer, opaque(row * work.m), opaque(column * work.m)]
+    return {"b": image, **{f"y{d}": place for d, place in enumerate(places)}}
 
 
 def _transform_data(work: _Work, channel: Expr, tile: Expr, at: Coordinates) -> None:
     """The transformed data of a tile, all channels of a group."""
+    conv = work.conv
+    starts = {f"x{d}": opaque(at[f"y{d}"] - conv.windows[d].before) for d in work.inner}
+    place = {"b": at["b"], "c": channel, **starts}
+    if len(conv.windows) == 2:
+        _transform_image(work, place, opaque(tile * work.distance))
+        return
+    window, extent = conv.windows[0], conv.data.extents[2]
+    with loop(window.size) as tap:
+        image = opaque(at["y0"] * window.stride + tap * window.dilation - window.before)
+        to = opaque(tile * work.distance + tap * conv.depth)
+        either(
+            tirx.all(image >= 0, image < extent),
+            lambda: _transform_image(work, {**place, "x0": image}, to),
+            lambda: _clear_data(work, to),
+        )
+
+
+def _clear_data(work: _Work, to: Expr) -> None:
+    """Zeros, for all channels of a group."""
+    with loop(work.size**2) as position, loop(ceil_div(work.conv.depth, work.lanes)) as number:
+        index = to + position * work.data_plane + number * work.lanes
+        T.buffer_store(work.data, zeros(work.conv.data.dtype, work.lanes), [lane_indices(index, work.lanes)])
+
+
+def _transform_image(work: _Work, place: Coordinates, to: Expr) -> None:
+    """The transformed data of a tile of one image, all channels of a group, which are written from `to` on."""
     conv, size, lanes = work.conv, work.size, work.lanes
-    outer, inner = conv.windows
-    starts = [opaque(at["y0"] - outer.before), opaque(at["y1"] - inner.before)]
-    extents = conv.data.extents[2:]
-    base = opaque(conv.data.address({"b": at["b"], "c": channel, "x0": starts[0], "x1": starts[1]}))
-    strides = conv.data.stride("x0"), conv.data.stride("x1")
+    starts = [place[f"x{d}"] for d in work.inner]
+    extents = conv.data.extents[-2:]
+    base = opaque(conv.data.address(place))
+    strides = [conv.data.stride(f"x{d}") for d in work.inner]
 
     def all_channels(is_inside: bool) -> None:
         exists: list[list[Expr]] = []
@@ -184,9 +228,9 @@ def _transform_data(work: _Work, channel: Expr, tile: Expr, at: Coordinates) -> 
 
             square = [[load(i, j) for j in range(size)] for i in range(size)]
             values = _both_dimensions(square, lambda line: _forward(line, work.m, lanes))
-            to = opaque(tile * work.distance + first)
+            begin = opaque(to + first)
             for i, j in product(range(size), repeat=2):
-                T.buffer_store(work.data, values[i][j], [lane_indices(to + (i * size + j) * work.data_plane, lanes)])
+                T.buffer_store(work.data, values[i][j], [lane_indices(begin + (i * size + j) * work.data_plane, lanes)])
 
         with loop(whole) as number:
             vector(number * lanes, lanes)
@@ -214,20 +258,22 @@ def _multiply(work: _Work, registers: Registers, panel: Expr, position: Expr, co
     weight, tile = conv.weight, conv.weight.layout.tile(0)
     zero = tirx.const(0, "int64")
     outer, inner = tirx.floordiv(position, work.size), tirx.floormod(position, work.size)
-    start = opaque(weight.address({"n": panel * tile, "k": zero, "w0": outer, "w1": inner}))
+    taps = {f"w{d}": zero for d in range(work.inner[0])}
+    taps |= {f"w{d}": place for d, place in zip(work.inner, (outer, inner), strict=True)}
+    start = opaque(weight.address({"n": panel * tile, "k": zero, **taps}))
     plane = opaque(position * work.data_plane)
     line = opaque(position * work.sums_plane)
     usual = max(1, work.plan.tiles // rows)
-    unrolled = next(u for u in range(min(UNROLLED, conv.depth), 0, -1) if conv.depth % u == 0)
+    unrolled = next(u for u in range(min(UNROLLED, work.depth), 0, -1) if work.depth % u == 0)
     lines = ceil_div(unrolled * tile * 4, CACHE_LINE_BYTES * usual)
     with loop(opaque(ceil_div(count, rows))) as group:
         # The last rows overlap those before where the block is no multiple of them.
         first = opaque(T.max(zero, minimum(group * rows, count - rows)))
         data = opaque(plane + first * work.distance)
-        following = opaque(start + conv.depth * tile + group * (conv.depth // unrolled * lines * LINE))
+        following = opaque(start + work.depth * tile + group * (work.depth // unrolled * lines * LINE))
         for number in range(rows * vectors):
             registers[number] = zeros(conv.problem.acc_dtype, lanes)
-        with loop(conv.depth // unrolled) as step:
+        with loop(work.depth // unrolled) as step:
             for ahead in range(lines):
                 prefetch(weight.data, following + (step * lines + ahead) * (LINE))
             for each in range(unrolled):
@@ -282,8 +328,9 @@ def _finish_panel(
 def _transform_sums(work: _Work, tile: Expr, at: Coordinates, column: Expr, masks: Sequence[Expr | None]) -> None:
     """The places of a tile from its sums; a tile at the border has fewer."""
     conv, m, size, lanes = work.conv, work.m, work.size, work.lanes
-    extents = conv.result.extents[2:]
-    places = [at["y0"], at["y1"]]
+    extents = conv.result.extents[-2:]
+    names = [f"y{d}" for d in work.inner]
+    places = [at[name] for name in names]
 
     start = opaque(tile * work.width)
 
@@ -292,7 +339,7 @@ def _transform_sums(work: _Work, tile: Expr, at: Coordinates, column: Expr, mask
         return lane_indices(start + (number * work.sums_plane + j * lanes), lanes)
 
     def finish(a: Expr, b: Expr, j: int, value: Expr) -> None:
-        to = {"b": at["b"], "n": column + j * lanes, "y0": places[0] + a, "y1": places[1] + b}
+        to = {**at, "n": column + j * lanes, names[0]: places[0] + a, names[1]: places[1] + b}
         conv.result.store(to, "n", conv.epilogue.result_at(value, to, masks[j]), lanes, masks[j])
 
     def transformed(j: int) -> list[Line]:

@@ -101,7 +101,9 @@ def _check_layouts(problem: ConvProblem, dot: DotInstruction) -> None:
         raise EncodingError(f"convolution: found result stored as {result}, expected no tiles")
     if problem.weight.shape[1] == 1 and weight == PackedLayout(last):
         return
-    expected = PackedLayout(perm, (0,), (weight.tile(0),), winograd=weight.winograd)
+    # Transformed windows lie before what products add over: places along outer dimensions, input channels.
+    order = (0, *perm[-3:-1], *perm[1:-3], 1) if weight.winograd else perm
+    expected = PackedLayout(order, (0,), (weight.tile(0),), winograd=weight.winograd)
     if dot.k0 > 1 and not (weight.inner_dims and _is_channelwise(problem)):
         expected = PackedLayout(perm, (0, 1), (weight.tile(0), dot.k0), dot.compensation != 0)
     if weight.winograd:
@@ -115,13 +117,13 @@ def _check_layouts(problem: ConvProblem, dot: DotInstruction) -> None:
 
 def _check_winograd(problem: ConvProblem, dot: DotInstruction) -> None:
     windows = [(window.size, window.stride, window.dilation) for window in problem.windows]
-    if windows != [(WINDOW, 1, 1)] * 2 or dot.types != ("float32",) * 3:
+    if len(windows) not in (2, 3) or windows[-2:] != [(WINDOW, 1, 1)] * 2 or dot.types != ("float32",) * 3:
         raise EncodingError(
             f"convolution: found transformed windows {problem.weight.layout} of {dot.types[1]}, sizes, strides and "
-            f"dilations {windows}; expected float32 and two dimensions of {WINDOW}, 1 and 1"
+            f"dilations {windows}; expected float32 and two (inner) dimensions of {WINDOW}, 1 and 1"
         )
     for side, operand in (("data", problem.data), ("result", problem.result)):
-        if operand.layout != PackedLayout((0, 2, 3, 1)):
+        if operand.layout != PackedLayout((0, *range(2, len(windows) + 2), 1)):
             raise EncodingError(f"convolution: found {side} stored as {operand.layout}, expected channels last")
     channels = int(problem.weight.shape[0]) // problem.groups
     if problem.groups > 1 and channels % problem.weight.layout.tile(0):

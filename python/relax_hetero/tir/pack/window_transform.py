@@ -25,17 +25,17 @@ def transform_windows(source: PackedStorage, destination: PackedStorage, cpu: Cp
     if not layout.winograd:
         return False
     matrix = window_matrix(layout.winograd)
-    columns, _, _, channels = layout.outer_perm
+    columns, outer_window, inner_window, *others = layout.outer_perm
     tile = layout.tile(columns)
     extent = source.extents[columns]
 
     def window(positions: list[Expr]) -> None:
-        column, channel = positions
+        column, *places = positions
 
         def load(row: int, place: int) -> Expr:
-            at: list[Expr] = [0] * 4
-            for dim, value in zip(layout.outer_perm, (column, row, place, channel), strict=True):
-                at[dim] = value
+            position = {columns: column, outer_window: row, inner_window: place}
+            position |= zip(others, places, strict=True)
+            at = [position[dim] for dim in range(len(position))]
             value = source.data[source.offset(*split_position(source.layout, at))]
             if not whole(extent, tile):
                 value = T.if_then_else(column < extent, value, tirx.const(0, source.nominal))
@@ -44,11 +44,12 @@ def transform_windows(source: PackedStorage, destination: PackedStorage, cpu: Cp
         half = [_along(matrix, [load(row, place) for row in range(WINDOW)]) for place in range(WINDOW)]
         for i in range(len(matrix)):
             for j, value in enumerate(_along(matrix, [line[i] for line in half])):
-                outer = dict(zip(layout.outer_perm, (column // tile, i, j, channel), strict=True))
+                outer = dict(zip(layout.outer_perm, (column // tile, i, j, *places), strict=True))
                 to = destination.offset(outer, {columns: column % tile})
                 T.buffer_store(destination.data, tirx.Cast(destination.nominal, value), [to])
 
-    for_parts([destination.tiles[columns] * tile, destination.tiles[channels]], destination.bytes(), cpu, window)
+    extents = [destination.tiles[columns] * tile, *(destination.tiles[dim] for dim in others)]
+    for_parts(extents, destination.bytes(), cpu, window)
     return True
 
 

@@ -30,7 +30,8 @@ NAME = VECTOR_NAMES[0]
 
 def winograd(problem: ConvProblem, m: int) -> ConvProblem:
     """The same problem with its windows transformed."""
-    layout = replace(problem.weight.layout, winograd=m)
+    first, *spatial, last = problem.weight.layout.outer_perm
+    layout = replace(problem.weight.layout, outer_perm=(first, *spatial[-2:], *spatial[:-2], last), winograd=m)
     return replace(problem, weight=replace(problem.weight, layout=layout))
 
 
@@ -41,6 +42,9 @@ CASES = {
     "one place": ((17, 16), (3, 3), (Window(3), Window(3)), 1),
     "more padding than data": ((9, 24), (1, 2), (Window(3, before=4, after=3), SAME), 1),
     "groups": ((36, 64), (9, 8), (SAME, SAME), 2),
+    "volume": ((20, 40), (3, 9, 8), (SAME, SAME, SAME), 1),
+    "strided volume": ((17, 33), (6, 5, 7), (Window(2, 2, 2, 1, 2), SAME, Window(3)), 1),
+    "groups of a volume": ((10, 64), (4, 4, 5), (Window(3), SAME, SAME), 2),
 }
 
 

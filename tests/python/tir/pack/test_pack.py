@@ -148,11 +148,11 @@ def test_nothing_beside_a_symbolic_extent(target, tmp_path):
 
 
 @pytest.mark.parametrize("m", [2, 4])
-@pytest.mark.parametrize("outer", [(0, 2, 3, 1), (3, 0, 1, 2)])
+@pytest.mark.parametrize("outer", [(0, 2, 3, 1), (3, 0, 1, 2), (0, 3, 4, 2, 1)])
 def test_windows_are_transformed(outer, m, tmp_path):
     layout = PackedLayout(outer, outer[:1], (16,), winograd=m)
-    shape = [0] * 4
-    for dim, extent in zip(outer, (35, 3, 3, 6), strict=True):
+    shape = [0] * len(outer)
+    for dim, extent in zip(outer, (35, 3, 3, *(2, 6)[3 - len(outer) :]), strict=True):
         shape[dim] = extent
     array = np.random.default_rng(m).standard_normal(shape).astype("float32")
     wanted = layout.pack(array)
