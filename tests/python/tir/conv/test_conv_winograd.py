@@ -134,16 +134,29 @@ def test_errors_beside_the_direct_form(m: int, most: float, tmp_path: Path) -> N
 
 
 def _check_any(
-    channels: tuple[int, int], sides: list[tuple[int, int, int]], batch: int, name: str, m: int, tmp_path: Path
+    channels: tuple[int, int],
+    sides: list[tuple[int, int, int]],
+    outer: tuple[Window, int] | None,
+    batch: int,
+    name: str,
+    m: int,
+    tmp_path: Path,
 ) -> None:
-    windows = tuple(Window(3, before=before, after=after) for _, before, after in sides)
-    extents = tuple(max(extent, 3) for extent, *_ in sides)
+    windows = [Window(3, before=before, after=after) for _, before, after in sides]
+    extents = [max(extent, 3) for extent, *_ in sides]
+    if outer is not None:  # a volume
+        windows, extents = [outer[0], *windows], [max(outer[1], outer[0].reach), *extents]
     check(winograd(conv_problem(name, channels, extents, windows, batch=batch), m), name, tmp_path)
 
 
 ANY = given(
     channels=st.tuples(st.integers(1, 40), st.integers(1, 70)),
     sides=st.lists(st.tuples(st.integers(1, 17), st.integers(0, 4), st.integers(0, 4)), min_size=2, max_size=2),
+    outer=st.none()
+    | st.tuples(
+        st.builds(Window, *(st.integers(1, most) for most in (3, 2, 2)), *(st.integers(0, 2) for _ in "ba")),
+        st.integers(1, 5),
+    ),
     batch=st.integers(1, 3),
     name=st.sampled_from(VECTOR_NAMES),
     m=st.sampled_from([2, 2, 2, 4]),
