@@ -60,8 +60,9 @@ def test_tiles_of_four(case: str, batch: int, tmp_path: Path) -> None:
     check(winograd(conv_problem(NAME, *sizes, groups=groups, batch=batch), 4), NAME, tmp_path)
 
 
-def test_symbolic_batch(tmp_path: Path) -> None:
-    problem = winograd(conv_problem(NAME, (10, 40), (9, 15), (SAME, SAME), batch="s0"), 2)
+@pytest.mark.parametrize("extents", [(9, 15), (3, 9, 7)])
+def test_symbolic_batch(extents: tuple[int, ...], tmp_path: Path) -> None:
+    problem = winograd(conv_problem(NAME, (10, 40), extents, [SAME] * len(extents), batch="s0"), 2)
     for batch in (0, 1, 3):
         check(problem, NAME, tmp_path, batch)
 
@@ -91,9 +92,9 @@ def test_panels_are_shared_where_there_are_few_tiles(tmp_path: Path) -> None:
     check(problem, NAME, tmp_path)
 
 
-@pytest.mark.parametrize("side", [6, 7])
-def test_epilogues(side: int, tmp_path: Path) -> None:
-    problem = winograd(conv_problem(NAME, (9, 37), (side, 15), (SAME, SAME), batch=2), 2)
+@pytest.mark.parametrize("extents", [(6, 15), (7, 15), (2, 6, 5)])
+def test_epilogues(extents: tuple[int, ...], tmp_path: Path) -> None:
+    problem = winograd(conv_problem(NAME, (9, 37), extents, [SAME] * len(extents), batch=2), 2)
     problem = with_epilogue(problem, "relu(add(add(x0, x1), x2))", "n", "bny")
     data, weight, bias, more = random_operands(problem, fresh_rng())
     want = np.maximum(reference(problem, data, weight) + bias + more, 0)
