@@ -43,7 +43,7 @@ GROUPS = Path("/sys/fs/cgroup")
 
 @click.command()
 @click.argument("parts", nargs=-1, type=click.Choice(PARTS))
-@click.option("--threads", default=num_cores(), show_default=True, type=click.IntRange(2), help="Of a process.")
+@click.option("--threads", default=max(2, num_cores()), show_default=True, type=click.IntRange(2), help="Of a process.")
 @click.option("--processes", default=16, show_default=True, type=click.IntRange(1), help="One after the other.")
 @click.option("--steps", default=65536, show_default=True, type=click.IntRange(1), help="Of a task; 4096 take 7 µs.")
 @click.option("--seconds", default=0.5, show_default=True, help="Of calls with each number of threads.")
