@@ -159,7 +159,11 @@ class _Trip:
         assert isinstance(body, relax.SeqExpr)
         last = _last(body)
         before = [binding for block in body.blocks for binding in block.bindings]
-        if last is not None and isinstance(last.value, relax.If) and next(_tail_calls(body, self.own), None) is not None:
+        if (
+            last is not None
+            and isinstance(last.value, relax.If)
+            and next(_tail_calls(body, self.own), None) is not None
+        ):
             position = next(i for i, binding in enumerate(before) if binding.same_as(last))
             behind = [*before[position + 1 :], *rest]
             branches = (

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,9 @@ from ..ops.required_sizes import computed_sizes
 from ..symbolic_sizes import Bounds, SizeIsBounded, known_bounds
 from .check_model import STANDARD_DOMAINS
 from .constants import FOLDED_OPS, fold_node, make_const
+from .control_flow.branches import convert_if
+from .control_flow.loop_nodes import convert_loop, convert_scan
+from .control_flow.subgraphs import ImportedLoop
 from .functions import body_of_call, function_of, function_table
 from .inputs import Shapes, graph_inputs
 from .model import ModelSource, OnnxModel, load_model, opset_in
@@ -48,6 +51,7 @@ class ImportedGraph:
     owners: Variable of a binding -> the node it came from, in branches too.
     results: Node -> the variables of its outputs, the first one taking the node's name.
     bounds: The most that symbolic sizes may be for the model to work.
+    loops: The functions that loops became.
     """
 
     module: tvm.IRModule
@@ -58,6 +62,7 @@ class ImportedGraph:
     owners: dict[relax.Var, NodeInfo]
     results: dict[NodeInfo, list[relax.Var]]
     bounds: dict[str, int]
+    loops: list[ImportedLoop] = field(default_factory=list)
 
 
 def import_onnx(
@@ -98,6 +103,12 @@ def import_graph(model: OnnxModel, nodes: list[NodeInfo], inputs: Mapping[str, r
     )
 
 
+def require_outputs(node: onnx.NodeProto, info: NodeInfo, found: int) -> None:
+    """FrontendError if a node has more outputs than there are values for."""
+    if len(node.output) > found:
+        raise FrontendError(f"node {info} has {len(node.output)} outputs, but makes {found}")
+
+
 def static_bytes(ty: tvm.ir.Type) -> int:
     """Bytes of a value of this type, those of symbolic and unknown extents left out."""
     if isinstance(ty, tvm.ir.TupleType):
@@ -123,10 +134,11 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
         self._tensors = model.tensors
         self._functions = function_table(model.proto)
         self._makers: dict[str, NodeInfo] = {}
-        self._known: set[relax.Var] = set()
+        self.known: dict[relax.Var, relax.Binding] = {}
         self._packed: set[relax.Var] = set()  # of these, weights that products read in 4 bits
         self._owners: dict[relax.Var, NodeInfo] = {}
         self._results: dict[NodeInfo, list[relax.Var]] = {}
+        self.loops: list[ImportedLoop] = []
 
     def run(self, nodes: list[NodeInfo], inputs: Mapping[str, relax.Var], bounds: Bounds) -> ImportedGraph:
         """Convert the whole graph; once per importer."""
@@ -136,16 +148,36 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
         # Shape variables of the parameters have to be in scope, or inference forgets shapes that mention them.
         self.bb.begin_scope(params)
         try:
-            with self._block() as bindings:
+            with self._collected() as bindings:
                 self._convert_nodes(graph.node, nodes)
                 outputs = [self._graph_output(output.name) for output in graph.output]
         finally:
             self.bb.end_scope()
         most = {size.name: bound for size, bound in bounds.items()}
-        return ImportedGraph(self.bb.get(), list(inputs), params, bindings, outputs, self._owners, self._results, most)
+        return ImportedGraph(
+            self.bb.get(), list(inputs), params, bindings, outputs, self._owners, self._results, most, self.loops
+        )
 
     @contextmanager
-    def _block(self) -> Iterator[list[relax.Binding]]:
+    def block(self, info: NodeInfo) -> Iterator[list[relax.Binding]]:
+        """`_collected`; the node owns the bindings, unless a node inside it does."""
+        with self._collected() as bindings:
+            yield bindings
+        for binding in bindings:
+            self._own(binding, info)
+
+    @contextmanager
+    def trial(self) -> Iterator[Callable[[], None]]:
+        """Forget, when left, which nodes own the bindings made inside, unless what this yields was called."""
+        owners, loops, is_kept = len(self._owners), len(self.loops), []
+        yield lambda: is_kept.append(True)
+        if not is_kept:
+            del self.loops[loops:]
+            while len(self._owners) > owners:
+                self._owners.popitem()
+
+    @contextmanager
+    def _collected(self) -> Iterator[list[relax.Binding]]:
         """Collect what is emitted inside into the list this yields, complete once the block is left."""
         bindings: list[relax.Binding] = []
         self.bb._begin_binding_block()
@@ -161,7 +193,7 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
     def _convert_nodes(self, protos: Iterable[onnx.NodeProto], nodes: list[NodeInfo]) -> None:
         for node, info in zip(protos, nodes, strict=True):
             try:
-                with self._block() as bindings, warnings.catch_warnings():
+                with self._collected() as bindings, warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     self._convert_node(node, info)
             except FrontendError:
@@ -170,15 +202,18 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
                 raise FrontendError(
                     f"node {info} of opset {self.opset} cannot be imported: {type(error).__name__}: {reason(error)}"
                 ) from error
-            self._adopt(bindings, info)
+            self.adopt(bindings, info)
 
-    def _adopt(self, bindings: list[relax.Binding], info: NodeInfo) -> None:
+    def adopt(self, bindings: list[relax.Binding], info: NodeInfo) -> None:
         """Emit bindings again where the builder stands; a node owns them unless an inner node does."""
         for binding in bindings:
-            if binding.var not in self._owners:
-                self._owners[binding.var] = info
-                self._note_known(binding, info)
+            self._own(binding, info)
             self.bb.emit_normalized(binding)
+
+    def _own(self, binding: relax.Binding, info: NodeInfo) -> None:
+        if binding.var not in self._owners:
+            self._owners[binding.var] = info
+            self._note_known(binding, info)
 
     def _note_known(self, binding: relax.Binding, info: NodeInfo) -> None:
         """Count what is computed from constants only: the compiler evaluates it."""
@@ -186,7 +221,7 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
         if isinstance(binding.var.ty, relax.TensorType) and binding.var.ty.ndim > MAX_RANK:
             raise FrontendError(f"node {info} makes {binding.var.ty.ndim} dimensions, expected at most {MAX_RANK}")
         if isinstance(binding, relax.VarBinding) and self._is_known(binding.value):
-            self._known.add(binding.var)
+            self.known[binding.var] = binding
             if self._stays_packed(binding.value):
                 self._packed.add(binding.var)
             else:
@@ -202,9 +237,10 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
 
     def _is_known(self, value: Any) -> bool:
         if isinstance(value, relax.Call):
-            return not tvm.ir.is_prim_expr(value) and all(map(self._is_known, value.args))
+            is_op = isinstance(value.op, tvm.ir.Op) and not tvm.ir.is_prim_expr(value)
+            return is_op and all(map(self._is_known, value.args))
         if isinstance(value, relax.Var):
-            return value in self._known
+            return value in self.known
         if isinstance(value, relax.Tuple):
             return all(map(self._is_known, value.fields))
         if isinstance(value, relax.TupleGetItem):
@@ -223,7 +259,14 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
         if function_of(node, self._functions) is not None:
             self._nodes.update(self._call_function(node, info, operands))
             return
-        value = self._if(node, info, operands[0]) if node.op_type == "If" else self._convert(node, info, operands)
+        control = self._control_flow(node, info, list(operands)) if node.domain in STANDARD_DOMAINS else None
+        if control is not None:
+            require_outputs(node, info, len(control))
+            bound = {name: self._bind(result) for name, result in zip(node.output, control, strict=False) if name}
+            self._results[info] = [result for result in bound.values() if isinstance(result, relax.Var)]
+            self._nodes.update(bound)
+            return
+        value = self._convert(node, info, operands)
         results = self._results_of(node, info, value)
         self._results[info] = [result for result in results.values() if isinstance(result, relax.Var)]
         self._nodes.update(results)
@@ -270,7 +313,7 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
         if not takes_shapes(node.domain, node.op_type):
             for index, operand in enumerate(operands):
                 if isinstance(operand, relax.Expr) and isinstance(operand.ty, relax.ShapeType):
-                    operands[index] = self._as_tensor(operand)
+                    operands[index] = self.as_tensor(operand)
         attributes = self._parse_attr(node.attribute)
         attributes["tvm_custom"] = {"name": info.name, "num_outputs": len(node.output)}
         convert = converter.get_converter(self.opset)
@@ -288,7 +331,7 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
             value = relax.Tuple(list(value))
         if not isinstance(value, relax.Expr):
             return {node.output[0]: value}  # stock TVM's marker of an empty optional
-        is_sequence = node.op_type in SEQUENCE_OPS or (node.op_type == "If" and len(node.output) == 1)
+        is_sequence = node.op_type in SEQUENCE_OPS
         if is_sequence or not isinstance(value.ty, tvm.ir.TupleType):
             fields = [value]
         elif isinstance(value, relax.Tuple):
@@ -311,48 +354,45 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
             return value
         return self.bb.emit(value)
 
-    def _if(self, node: onnx.NodeProto, info: NodeInfo, condition: relax.Expr) -> relax.Expr:
-        branches = {attribute.name: attribute.g for attribute in node.attribute}
-        if isinstance(condition, tvm.ir.GenericConst):
-            taken = "then_branch" if bool(condition.value.numpy().all()) else "else_branch"
-            return self._branch(branches[taken], info.subgraphs[taken])
-        if isinstance(condition.ty, relax.TensorType) and condition.ty.ndim != 0:
-            condition = self.bb.emit(relax.op.reshape(condition, ()))
-        then, other = (
-            self._branch_sequence(branches[name], info.subgraphs[name]) for name in ("then_branch", "else_branch")
-        )
-        return self.bb.emit(relax.If(condition, then, other))
+    def _control_flow(self, node: onnx.NodeProto, info: NodeInfo, operands: list[Any]) -> list[Any] | None:
+        """The outputs of a node with graphs in it; None for any other."""
+        if node.op_type == "If":
+            return convert_if(self, node, info, operands[0] if operands else None)
+        if node.op_type == "Loop":
+            return convert_loop(self, node, info, operands)
+        return convert_scan(self, node, info, operands, self.opset) if node.op_type == "Scan" else None
 
-    def _branch_sequence(self, graph: onnx.GraphProto, nodes: list[NodeInfo]) -> relax.SeqExpr:
-        with self._block() as bindings:
-            result = self._branch(graph, nodes)
-        return relax.SeqExpr([relax.BindingBlock(bindings)], result)
-
-    def _branch(self, graph: onnx.GraphProto, nodes: list[NodeInfo]) -> relax.Expr:
-        """Convert a branch where the builder stands; values of the graph around it stay visible."""
+    def graph_values(self, graph: onnx.GraphProto, nodes: list[NodeInfo], given: Mapping[str, Any]) -> list[Any]:
+        """Convert a graph where the builder stands; values around it stay visible, and it is given its inputs."""
         outer = dict(self._nodes)
         try:
             self._add_initializers(graph)
+            self._nodes.update(given)
             self._convert_nodes(graph.node, nodes)
-            outputs = [self._graph_output(output.name) for output in graph.output]
+            return [self._value(output.name) for output in graph.output]
         finally:
             self._nodes = outer
-        return outputs[0] if len(outputs) == 1 else relax.Tuple(outputs)
 
-    def _graph_output(self, name: str) -> relax.Expr:
+    def _value(self, name: str) -> Any:
         value = self._nodes.get(name)
         if value is None:
             raise FrontendError(f"the graph output {name!r} is made by no node, input or initializer")
+        return value
+
+    def _graph_output(self, name: str) -> relax.Expr:
+        value = self._value(name)
         if not isinstance(value, relax.Expr):
             raise FrontendError(f"the graph output {name!r} is an empty optional, which Relax has no value for")
-        with self._block() as bindings:
-            tensor = self._as_tensor(value)
+        with self._collected() as bindings:
+            tensor = self.as_tensor(value)
         if bindings:
-            self._adopt(bindings, self._makers[name])
+            self.adopt(bindings, self._makers[name])
         return tensor
 
-    def _as_tensor(self, value: relax.Expr) -> relax.Expr:
+    def as_tensor(self, value: Any) -> Any:
         """A shape or a symbolic number as the int64 tensor it stands for in ONNX; other values as they are."""
+        if not isinstance(value, relax.Expr):
+            return value  # stock TVM's marker of an empty optional
         if isinstance(value.ty, relax.ShapeType):
             return self.bb.emit(relax.op.shape_to_tensor(value))
         if tvm.ir.is_prim_expr(value):

@@ -1,0 +1,116 @@
+"""`If`: both branches become a Relax `If`, whose result has the shape that both have, or sizes found at each call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx
+import tvm
+from tvm import relax, tirx
+
+from ....errors import FrontendError
+from ..node_names import NodeInfo
+from .subgraphs import Importer, inner_graph, known_number, scalar
+
+_BRANCHES = ("then_branch", "else_branch")
+
+
+def convert_if(importer: Importer, node: onnx.NodeProto, info: NodeInfo, condition: Any) -> list[Any]:
+    """The outputs of an `If`: of the branch that is taken, where that is known at import.
+
+    Raises
+    ------
+    FrontendError: The branches give different element types, ranks, numbers of outputs, or sequences of other lengths.
+    """
+    graphs = {name: inner_graph(node, name, info) for name in _BRANCHES}
+    if condition is None:
+        raise FrontendError(f"node {info} has no condition")
+    known = known_number(condition)
+    if known is not None:
+        taken = "then_branch" if known else "else_branch"
+        return importer.graph_values(graphs[taken], info.subgraphs[taken], {})
+    condition = scalar(importer, condition, "bool", f"node {info}: its condition")
+    found: dict[str, tuple[list[relax.Binding], list[Any]]] = {}
+    for name in _BRANCHES:
+        with importer.block(info) as bindings:
+            values = [importer.as_tensor(v) for v in importer.graph_values(graphs[name], info.subgraphs[name], {})]
+        found[name] = bindings, values
+    (then, then_values), (other, other_values) = found["then_branch"], found["else_branch"]
+    if len(then_values) != len(other_values) or len(then_values) != len(node.output):
+        raise FrontendError(
+            f"node {info} has {len(node.output)} outputs, but its branches give {len(then_values)} and "
+            f"{len(other_values)}"
+        )
+    for index, pair in enumerate(zip(then_values, other_values, strict=True)):
+        _check_pair(pair[0], pair[1], f"output {index} ({node.output[index]!r}) of node {info}")
+    branches = (
+        relax.SeqExpr([relax.BindingBlock(bindings)], relax.Tuple(values))
+        for bindings, values in ((then, then_values), (other, other_values))
+    )
+    result = importer.bb.emit(relax.If(condition, *branches))
+    return [
+        _named_sizes(importer, relax.TupleGetItem(result, index), a.ty, b.ty, info)
+        for index, (a, b) in enumerate(zip(then_values, other_values, strict=True))
+    ]
+
+
+def _check_pair(then: Any, other: Any, what: str) -> None:
+    """FrontendError unless the results of two branches can be one value."""
+    if not isinstance(then, relax.Expr) or not isinstance(other, relax.Expr):
+        raise FrontendError(f"{what} is an empty optional in a branch, which no value can be at run time")
+    _check_types(then.ty, other.ty, what)
+
+
+def _check_types(then: tvm.ir.Type, other: tvm.ir.Type, what: str) -> None:
+    if isinstance(then, tvm.ir.TupleType) and isinstance(other, tvm.ir.TupleType):
+        if len(then.fields) != len(other.fields):
+            raise FrontendError(
+                f"{what} is a sequence of {len(then.fields)} tensors in one branch and of {len(other.fields)} in the "
+                "other; expected sequences of one length"
+            )
+        for index, (a, b) in enumerate(zip(then.fields, other.fields, strict=True)):
+            _check_types(a, b, f"element {index} of {what}")
+        return
+    if not isinstance(then, relax.TensorType) or not isinstance(other, relax.TensorType):
+        raise FrontendError(f"{what} is {then} in one branch and {other} in the other, expected two tensors")
+    if str(then.dtype) != str(other.dtype):
+        raise FrontendError(f"{what} is of {then.dtype} in one branch and of {other.dtype} in the other")
+    if then.ndim != other.ndim or then.ndim < 0:
+        raise FrontendError(
+            f"{what} has {_rank(then)} dimensions in one branch and {_rank(other)} in the other; expected one known rank"
+        )
+
+
+def _rank(ty: relax.TensorType) -> str:
+    return str(ty.ndim) if ty.ndim >= 0 else "an unknown number of"
+
+
+def common_shape(one: relax.TensorType, other: relax.TensorType, name: str) -> list[Any]:
+    """The sizes that two types of one rank share; where they differ, new symbolic sizes named ``<name>_d<axis>``.
+
+    A size that both have is known around both scopes: one that a scope finds itself has no equal in the other.
+    """
+    analyzer = tvm.sym.Analyzer()
+    shapes = [ty.shape.values if isinstance(ty.shape, relax.ShapeExpr) else [None] * ty.ndim for ty in (one, other)]
+    sizes: list[Any] = []
+    for axis, (a, b) in enumerate(zip(*shapes, strict=True)):
+        is_one = a is not None and b is not None and (a.same_as(b) or analyzer.can_prove_equal(a, b))
+        sizes.append(a if is_one else tirx.Var(f"{name}_d{axis}", "int64"))
+    return sizes
+
+
+def _named_sizes(importer: Importer, value: relax.Expr, then: Any, other: Any, info: NodeInfo) -> relax.Expr:
+    """A result of an `If` with a name for each size that only the branch knows."""
+    value = importer.bb.normalize(value)
+    if isinstance(value.ty, tvm.ir.TupleType):
+        fields = zip(then.fields, other.fields, strict=True)
+        return relax.Tuple(
+            [
+                _named_sizes(importer, relax.TupleGetItem(value, index), a, b, info)
+                for index, (a, b) in enumerate(fields)
+            ]
+        )
+    if isinstance(value.ty.shape, relax.ShapeExpr):
+        return value
+    shape = common_shape(then, other, "branch")
+    return importer.bb.match_cast(importer.bb.emit(value), relax.TensorType(shape, then.dtype))
