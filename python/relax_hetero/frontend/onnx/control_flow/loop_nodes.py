@@ -15,6 +15,7 @@ from tvm import relax, te, tirx
 
 from ....errors import FrontendError
 from ...import_limits import budget
+from ...symbolic_sizes import analyzer_for
 from ..node_names import NodeInfo
 from .loop import Loop, Trip
 from .rolled import roll
@@ -86,11 +87,7 @@ def convert_loop(importer: Importer, node: onnx.NodeProto, info: NodeInfo, opera
             f"{title} hands on {len(state)} values, but its body has {len(body.input)} inputs and "
             f"{len(body.output)} outputs; expected {2 + len(state)} and {1 + len(state)} or more"
         )
-    count = known_number(limit) if limit is not None else None
-    if limit is not None:
-        trips: Any = max(count, 0) if count is not None else scalar(importer, limit, "int64", f"{title}: its trips")
-    else:
-        trips = None
+    trips = None if limit is None else _trips(importer, limit, f"{title}: its number of trips")
     first = None if condition is None else scalar(importer, condition, "bool", f"{title}: its condition")
     if first is not None and known_number(first):
         first = None
@@ -104,6 +101,17 @@ def convert_loop(importer: Importer, node: onnx.NodeProto, info: NodeInfo, opera
     loop = Loop(info, title, len(body.node), trips, first, state, len(body.output) - 1 - len(state), trip, names[2:])
     results = run(importer, loop)
     return [*results.state, *results.rows]
+
+
+def _trips(importer: Importer, limit: Any, what: str) -> Any:
+    """A number of trips: an integer, an expression of symbolic sizes that is not negative, or a scalar of int64."""
+    known = known_number(limit)
+    if known is not None:
+        return max(known, 0)
+    size = limit.values[0] if isinstance(limit, relax.ShapeExpr) and len(limit.values) == 1 else limit
+    if tvm.ir.is_prim_expr(size):
+        return size if analyzer_for(size).can_prove(size >= 0) else tirx.max(size, tirx.IntImm("int64", 0))
+    return scalar(importer, limit, "int64", what)
 
 
 def convert_scan(
@@ -282,7 +290,7 @@ def _slice(importer: Importer, value: relax.Expr, axis: int, index: Any, is_back
 
             def at(*indices: Any) -> Any:
                 place = position()
-                place = size - 1 - place if is_backwards else place
+                place = data.shape[axis] - 1 - place if is_backwards else place
                 return data(*indices[:axis], place, *indices[axis:])
 
             return te.compute(shape, at, name="slice")

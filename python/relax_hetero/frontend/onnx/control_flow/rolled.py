@@ -275,9 +275,8 @@ def _outer_or_new(dim: Any, outer: set[tirx.Var], name: str) -> Any:
 
 def _length(loop: Loop, has_condition: bool) -> Any:
     """How many rows there are: known at import, an expression of symbolic sizes, or found when the model runs."""
-    if not has_condition and (isinstance(loop.trips, int) or (isinstance(loop.trips, tirx.Var))):
-        return loop.trips
-    return tirx.Var("rows", "int64")
+    is_size = isinstance(loop.trips, int) or tvm.ir.is_prim_expr(loop.trips)
+    return loop.trips if is_size and not has_condition else tirx.Var("rows", "int64")
 
 
 def _no_rows(importer: Importer, row: relax.TensorType, outer: set[tirx.Var]) -> relax.Expr:
