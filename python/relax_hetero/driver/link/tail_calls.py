@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import tvm
 from tvm import relax
@@ -157,13 +158,10 @@ class _Trip:
     def sequence(self, body: relax.Expr, rest: list[relax.Binding], result: relax.Expr) -> relax.SeqExpr:
         """A body, what follows it in the bodies around it, and the function's result, as one body of a trip."""
         assert isinstance(body, relax.SeqExpr)
-        last = _last(body)
+        last: Any = _last(body)
         before = [binding for block in body.blocks for binding in block.bindings]
-        if (
-            last is not None
-            and isinstance(last.value, relax.If)
-            and next(_tail_calls(body, self.own), None) is not None
-        ):
+        calls = list(_tail_calls(body, self.own))
+        if calls and isinstance(last.value, relax.If):
             position = next(i for i, binding in enumerate(before) if binding.same_as(last))
             behind = [*before[position + 1 :], *rest]
             branches = (
@@ -173,7 +171,7 @@ class _Trip:
             answer = relax.Var(last.var.name, relax.AnyType())
             choice = typed(relax.If(last.value.cond, *branches, last.value.span), answer.ty)
             return _ending([*before[:position], relax.VarBinding(answer, choice, last.span)], answer)
-        if last is not None and isinstance(last.value, relax.Call) and self.own.same_as(last.value.op):
+        if calls:
             position = next(i for i, binding in enumerate(before) if binding.same_as(last))
             answer = relax.Var(last.var.name, relax.AnyType())
             again = relax.VarBinding(answer, _tuple(1, [last.value.args[i] for i in self.carried]), last.span)

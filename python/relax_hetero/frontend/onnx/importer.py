@@ -26,6 +26,7 @@ from .check_model import STANDARD_DOMAINS
 from .constants import FOLDED_OPS, fold_node, make_const
 from .control_flow.branches import convert_if
 from .control_flow.loop_nodes import convert_loop, convert_scan
+from .control_flow.sequence_maps import convert_sequence_map
 from .control_flow.subgraphs import ImportedLoop
 from .functions import body_of_call, function_of, function_table
 from .inputs import Shapes, graph_inputs
@@ -145,6 +146,11 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
         graph, params = self._graph, list(inputs.values())
         self._add_initializers(graph)
         self._nodes.update(inputs)
+        self._nodes.update(
+            (info.name, stock._EmptyOptional(info.type.optional_type.elem_type))
+            for info in graph.input
+            if info.type.HasField("optional_type") and info.name not in inputs
+        )
         # Shape variables of the parameters have to be in scope, or inference forgets shapes that mention them.
         self.bb.begin_scope(params)
         try:
@@ -360,6 +366,8 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
             return convert_if(self, node, info, operands[0] if operands else None)
         if node.op_type == "Loop":
             return convert_loop(self, node, info, operands)
+        if node.op_type == "SequenceMap":
+            return convert_sequence_map(self, node, info, operands)
         return convert_scan(self, node, info, operands, self.opset) if node.op_type == "Scan" else None
 
     def graph_values(self, graph: onnx.GraphProto, nodes: list[NodeInfo], given: Mapping[str, Any]) -> list[Any]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import tvm
 from tvm import relax
 
-from .node import Node, const
+from ..symbolic_sizes import common_shape
+from .node import Node, const, dtype_of
 from .slicing import cut
-from .table import converts
+from .table import convert_node, converts
 
 
 def _items(node: Node, index: int = 0) -> list[relax.Expr]:
@@ -40,6 +44,46 @@ def _position(node: Node, index: int, default: int, low: int, high: int) -> int:
     return position
 
 
+def _computed_position(node: Node, index: int, low: int, high: int) -> relax.Expr:
+    """A position that only a call knows, counted from the front: its scalar; the call fails unless low <= it <= high.
+
+    Parameters
+    ----------
+    low: Minus the number of tensors, from which positions count that are negative.
+    """
+    if low > high:
+        raise node.refusal("takes a tensor of an empty sequence")
+    given = node.tensor(index)
+    position = node.emit(relax.op.astype(node.emit(relax.op.reshape(given, ())), "int64"))
+    # From 0 on, as an index of a table of all positions that there are; any other is beyond its end.
+    count = high - low + 1
+    shifted = node.emit(relax.op.subtract(position, const(low, "int64")))
+    is_before = node.emit(relax.op.less(shifted, const(0, "int64")))
+    place = node.emit(relax.op.where(is_before, const(count, "int64"), shifted))
+    table = np.array([at if at >= 0 else at - low for at in range(low, high + 1)], "int64")
+    return convert_node(node.as_op("Gather", [const(table), place], axis=0))
+
+
+def _chosen(node: Node, condition: relax.Expr, one: relax.Expr, other: relax.Expr) -> relax.Expr:
+    """One of two tensors of one rank, by a condition that only a call knows."""
+    if dtype_of(one) != dtype_of(other) or node.rank(one) != node.rank(other):
+        raise node.refusal("has a position that is computed when the model runs, and tensors of different types")
+    sizes = common_shape(one.ty, other.ty, "element")
+    branches = (relax.SeqExpr([], value) for value in (one, other))
+    result = node.emit(relax.If(condition, *branches))
+    if isinstance(result.ty.shape, relax.ShapeExpr):
+        return result
+    return node.builder.match_cast(result, relax.TensorType(sizes, dtype_of(one)))
+
+
+def _compared(node: Node, operation: Callable[..., relax.Expr], position: relax.Expr, number: int) -> relax.Expr:
+    return node.emit(operation(position, const(number, "int64")))
+
+
+def _is_computed(node: Node, index: int) -> bool:
+    return node.has(index) and node.constant(index) is None
+
+
 @converts("SequenceConstruct")
 def sequence_construct(node: Node) -> relax.Expr:
     """The inputs, in order."""
@@ -56,6 +100,15 @@ def sequence_empty(node: Node) -> relax.Expr:
 def sequence_insert(node: Node) -> relax.Expr:
     """A tensor put before the element at a position, by default at the end."""
     items = _items(node)
+    if _is_computed(node, 2):
+        place = _computed_position(node, 2, -len(items), len(items))
+        new = node.tensor(1)
+        moved = [_compared(node, relax.op.greater, place, i) for i in range(len(items))]
+        # The tensor before which it is put, and those behind, move on by one.
+        is_end = [_compared(node, relax.op.equal, place, i + 1) for i in range(len(items))]
+        shifted = [new, *(_chosen(node, here, new, item) for here, item in zip(is_end, items, strict=True))]
+        kept = [_chosen(node, moved[i], items[i], shifted[i]) for i in range(len(items))]
+        return relax.Tuple([*kept, shifted[-1]])
     position = _position(node, 2, len(items), -len(items), len(items))
     items.insert(position, node.tensor(1))
     return relax.Tuple(items)
@@ -65,6 +118,10 @@ def sequence_insert(node: Node) -> relax.Expr:
 def sequence_erase(node: Node) -> relax.Expr:
     """The element at a position, by default the last, taken out."""
     items = _items(node)
+    if _is_computed(node, 1):
+        place = _computed_position(node, 1, -len(items), len(items) - 1)
+        pairs = enumerate(zip(items, items[1:], strict=False))
+        return relax.Tuple([_chosen(node, _compared(node, relax.op.greater, place, i), a, b) for i, (a, b) in pairs])
     del items[_position(node, 1, -1, -len(items), len(items) - 1)]
     return relax.Tuple(items)
 
@@ -73,6 +130,12 @@ def sequence_erase(node: Node) -> relax.Expr:
 def sequence_at(node: Node) -> relax.Expr:
     """The element at a position."""
     items = _items(node)
+    if _is_computed(node, 1):
+        place = _computed_position(node, 1, -len(items), len(items) - 1)
+        found = items[-1]
+        for i in reversed(range(len(items) - 1)):
+            found = _chosen(node, _compared(node, relax.op.equal, place, i), items[i], found)
+        return found
     return items[_position(node, 1, 0, -len(items), len(items) - 1)]
 
 

@@ -35,8 +35,8 @@ def append_row(
         rows = empty((_room(_number(trips), nbytes_of(row)), *shape), str(row.dtype), row.device)
     elif tuple(rows.shape[1:]) != shape:
         raise HeteroError(
-            f"trip {count} of a loop collects a tensor of shape {list(shape)}, found {list(rows.shape[1:])} in the trips "
-            "before it: expected one shape"
+            f"trip {count} of a loop collects a tensor of shape {list(shape)}, and the trips before it ones "
+            f"of shape {[int(extent) for extent in rows.shape[1:]]}: expected one shape"
         )
     elif count == rows.shape[0]:
         larger = empty((2 * count, *shape), str(row.dtype), row.device)

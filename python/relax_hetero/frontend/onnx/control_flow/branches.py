@@ -6,9 +6,10 @@ from typing import Any
 
 import onnx
 import tvm
-from tvm import relax, tirx
+from tvm import relax
 
 from ....errors import FrontendError
+from ...symbolic_sizes import common_shape
 from ..node_names import NodeInfo
 from .subgraphs import Importer, inner_graph, known_number, scalar
 
@@ -44,14 +45,13 @@ def convert_if(importer: Importer, node: onnx.NodeProto, info: NodeInfo, conditi
     for index, pair in enumerate(zip(then_values, other_values, strict=True)):
         _check_pair(pair[0], pair[1], f"output {index} ({node.output[index]!r}) of node {info}")
     branches = (
-        relax.SeqExpr([relax.BindingBlock(bindings)], relax.Tuple(values))
+        relax.SeqExpr([relax.BindingBlock(bindings)], values[0] if len(values) == 1 else relax.Tuple(values))
         for bindings, values in ((then, then_values), (other, other_values))
     )
     result = importer.bb.emit(relax.If(condition, *branches))
-    return [
-        _named_sizes(importer, relax.TupleGetItem(result, index), a.ty, b.ty, info)
-        for index, (a, b) in enumerate(zip(then_values, other_values, strict=True))
-    ]
+    fields = [result] if len(then_values) == 1 else [relax.TupleGetItem(result, i) for i in range(len(then_values))]
+    pairs = zip(then_values, other_values, strict=True)
+    return [_named_sizes(importer, field, a.ty, b.ty) for field, (a, b) in zip(fields, pairs, strict=True)]
 
 
 def _check_pair(then: Any, other: Any, what: str) -> None:
@@ -77,7 +77,8 @@ def _check_types(then: tvm.ir.Type, other: tvm.ir.Type, what: str) -> None:
         raise FrontendError(f"{what} is of {then.dtype} in one branch and of {other.dtype} in the other")
     if then.ndim != other.ndim or then.ndim < 0:
         raise FrontendError(
-            f"{what} has {_rank(then)} dimensions in one branch and {_rank(other)} in the other; expected one known rank"
+            f"{what} has {_rank(then)} dimensions in one branch and {_rank(other)} in the other; expected one rank in "
+            "both"
         )
 
 
@@ -85,30 +86,13 @@ def _rank(ty: relax.TensorType) -> str:
     return str(ty.ndim) if ty.ndim >= 0 else "an unknown number of"
 
 
-def common_shape(one: relax.TensorType, other: relax.TensorType, name: str) -> list[Any]:
-    """The sizes that two types of one rank share; where they differ, new symbolic sizes named ``<name>_d<axis>``.
-
-    A size that both have is known around both scopes: one that a scope finds itself has no equal in the other.
-    """
-    analyzer = tvm.sym.Analyzer()
-    shapes = [ty.shape.values if isinstance(ty.shape, relax.ShapeExpr) else [None] * ty.ndim for ty in (one, other)]
-    sizes: list[Any] = []
-    for axis, (a, b) in enumerate(zip(*shapes, strict=True)):
-        is_one = a is not None and b is not None and (a.same_as(b) or analyzer.can_prove_equal(a, b))
-        sizes.append(a if is_one else tirx.Var(f"{name}_d{axis}", "int64"))
-    return sizes
-
-
-def _named_sizes(importer: Importer, value: relax.Expr, then: Any, other: Any, info: NodeInfo) -> relax.Expr:
+def _named_sizes(importer: Importer, value: relax.Expr, then: Any, other: Any) -> relax.Expr:
     """A result of an `If` with a name for each size that only the branch knows."""
     value = importer.bb.normalize(value)
     if isinstance(value.ty, tvm.ir.TupleType):
         fields = zip(then.fields, other.fields, strict=True)
         return relax.Tuple(
-            [
-                _named_sizes(importer, relax.TupleGetItem(value, index), a, b, info)
-                for index, (a, b) in enumerate(fields)
-            ]
+            [_named_sizes(importer, relax.TupleGetItem(value, index), a, b) for index, (a, b) in enumerate(fields)]
         )
     if isinstance(value.ty.shape, relax.ShapeExpr):
         return value

@@ -296,7 +296,7 @@ def _slice(importer: Importer, value: relax.Expr, axis: int, index: Any, is_back
             return te.compute(shape, at, name="slice")
 
         return importer.bb.emit_te(element, value, index, primfunc_name_hint="slice")
-    place = index if isinstance(index, int) else known_number(index)
+    place: Any = index if isinstance(index, int) else known_number(index)
     start = size - 1 - place if is_backwards else place
     part = relax.op.strided_slice(value, [axis], [start], [start + 1])
     return importer.bb.emit(relax.op.squeeze(importer.bb.emit(part), [axis]))

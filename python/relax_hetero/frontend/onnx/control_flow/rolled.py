@@ -27,8 +27,8 @@ from tvm import relax, tirx
 
 from ....errors import FrontendError
 from ....transform.ir.rewriting import typed
+from ...symbolic_sizes import common_shape
 from ..node_names import variable_name
-from .branches import common_shape
 from .loop import Loop
 from .subgraphs import ImportedLoop, Importer, known_number, number, scalar, tensor_of
 
@@ -160,20 +160,11 @@ class _Attempt:
         importer, loop, bb = self.importer, self.loop, self.importer.bb
         trip, limit = own[:2]
         state = own[len(own) - len(self.types) :]
-        kept = [
-            relax.Var(f"rows{i}", relax.TensorType(None, row.ty.dtype.dtype, ndim=row.ty.ndim + 1))
-            for i, row in enumerate(rows)
-        ]
+        kept = [relax.Var(f"rows{i}", _of_rank(row.ty, row.ty.ndim + 1)) for i, row in enumerate(rows)]
         known, captured = _captured(importer, body, [*values, *rows], {*own})
-        whole = relax.Function(
-            [*own, *captured],
-            typed(
-                relax.SeqExpr([relax.BindingBlock(body)], relax.Tuple([*values, *rows])),
-                relax.Tuple([*values, *rows]).ty,
-            ),
-            None,
-            True,
-        )
+        ends = relax.Tuple([*values, *rows])
+        inside = typed(relax.SeqExpr([relax.BindingBlock(body)], ends), ends.ty)
+        whole = relax.Function([*own, *captured], inside, None, True)
         sizes = sorted(relax.analysis.free_symbolic_vars(whole), key=lambda size: str(size.name))
         params = [*own, *kept]
         passed = [*captured, *([relax.Var("sizes", relax.ShapeType(sizes))] if sizes else [])]
@@ -193,14 +184,8 @@ class _Attempt:
                     grown = [self._append(a, row, trip, limit) for a, row in zip(kept, rows, strict=True)]
                     shape = [relax.ShapeExpr(sizes)] if sizes else []
                     last = bb.emit(relax.Call(gv, [following, limit, *values, *grown, *captured, *shape]))
-                ends = relax.Tuple([trip, *state, *kept])
-                choice = bb.emit(
-                    relax.If(
-                        going,
-                        relax.SeqExpr([relax.BindingBlock(then)], last),
-                        relax.SeqExpr([], ends),
-                    )
-                )
+                taken = relax.SeqExpr([relax.BindingBlock(then)], last)
+                choice = bb.emit(relax.If(going, taken, relax.SeqExpr([], relax.Tuple([trip, *state, *kept]))))
         finally:
             bb.end_scope()
         made = ImportedLoop(gv, params, captured, sizes, [*known, *bindings], choice)
@@ -258,7 +243,12 @@ def _sizes_in(types: Any) -> set[tirx.Var]:
 
 def _result_type(ty: relax.TensorType, inner: set[tirx.Var]) -> relax.TensorType:
     """A type by which a function gives a value: no sizes that only a trip knows."""
-    return ty if not _sizes_in([ty]) & inner else relax.TensorType(None, ty.dtype.dtype, ndim=ty.ndim)
+    return ty if not _sizes_in([ty]) & inner else _of_rank(ty, ty.ndim)
+
+
+def _of_rank(ty: relax.TensorType, rank: int) -> relax.TensorType:
+    """The type of a tensor of which only the rank is known."""
+    return relax.TensorType(None, ty.dtype.dtype, ndim=rank)
 
 
 def _sizes_of(row: relax.TensorType, outer: set[tirx.Var]) -> list[Any]:
@@ -286,8 +276,7 @@ def _no_rows(importer: Importer, row: relax.TensorType, outer: set[tirx.Var]) ->
 
 
 def _taken(importer: Importer, rows: relax.Expr, count: relax.Expr) -> relax.Expr:
-    ty = relax.TensorType(None, rows.ty.dtype.dtype, ndim=rows.ty.ndim)
-    return importer.bb.emit(relax.op.call_pure_packed(TAKE, rows, count, ty_args=[ty]))
+    return importer.bb.emit(relax.op.call_pure_packed(TAKE, rows, count, ty_args=[_of_rank(rows.ty, rows.ty.ndim)]))
 
 
 def _with_sizes(importer: Importer, value: relax.Expr, dtype: Any, sizes: list[Any]) -> relax.Expr:

@@ -24,7 +24,8 @@ def unroll(importer: Importer, loop: Loop, count: int) -> tuple[list[Any], list[
     """
     if loop.condition is not None and known_number(loop.condition) is None:
         raise NotUnrolledError
-    state, rows = list(loop.state), [[] for _ in range(loop.rows)]
+    state = list(loop.state)
+    rows: list[list[relax.Expr]] = [[] for _ in range(loop.rows)]
     with importer.block(loop.info) as bindings:
         for index in range(count):
             trip = loop.trip(number(index, "int64"), number(True, "bool"), state)
