@@ -26,6 +26,7 @@ from .check_model import STANDARD_DOMAINS
 from .constants import FOLDED_OPS, fold_node, make_const
 from .control_flow.branches import convert_if
 from .control_flow.loop_nodes import convert_loop, convert_scan
+from .control_flow.open_sequences import is_sequence
 from .control_flow.sequence_maps import convert_sequence_map
 from .control_flow.subgraphs import ImportedLoop
 from .functions import body_of_call, function_of, function_table
@@ -175,12 +176,14 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
     @contextmanager
     def trial(self) -> Iterator[Callable[[], None]]:
         """Forget, when left, which nodes own the bindings made inside, unless what this yields was called."""
-        owners, loops, is_kept = len(self._owners), len(self.loops), []
-        yield lambda: is_kept.append(True)
-        if not is_kept:
-            del self.loops[loops:]
-            while len(self._owners) > owners:
-                self._owners.popitem()
+        owners, loops, kept = len(self._owners), len(self.loops), [False]
+        try:
+            yield lambda: kept.append(True)
+        finally:
+            if not kept[-1]:
+                del self.loops[loops:]
+                while len(self._owners) > owners:
+                    self._owners.popitem()
 
     @contextmanager
     def _collected(self) -> Iterator[list[relax.Binding]]:
@@ -349,7 +352,9 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
             raise FrontendError(f"node {info} has {len(node.output)} outputs, but TVM's converter makes {len(fields)}")
         return {name: self._bind(field) for name, field in zip(node.output, fields, strict=False) if name}
 
-    def _bind(self, value: relax.Expr) -> relax.Expr:
+    def _bind(self, value: Any) -> Any:
+        if not isinstance(value, relax.Expr):
+            return value  # an empty optional, or a sequence whose length only a call knows
         if isinstance(value, relax.Tuple):
             return relax.Tuple([self._bind(field) for field in value.fields])
         if isinstance(value, relax.ShapeExpr):
@@ -390,7 +395,8 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
     def _graph_output(self, name: str) -> relax.Expr:
         value = self._value(name)
         if not isinstance(value, relax.Expr):
-            raise FrontendError(f"the graph output {name!r} is an empty optional, which Relax has no value for")
+            kind = "a sequence whose length only a call knows" if is_sequence(value) else "an empty optional"
+            raise FrontendError(f"the graph output {name!r} is {kind}, which Relax has no value for")
         with self._collected() as bindings:
             tensor = self.as_tensor(value)
         if bindings:

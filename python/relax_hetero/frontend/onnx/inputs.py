@@ -57,7 +57,7 @@ def graph_inputs(graph: onnx.GraphProto, shapes: Shapes | None) -> dict[str, rel
     if shapes is not None and not isinstance(shapes, Mapping):
         raise FrontendError(f"shapes is {shapes!r}; expected a mapping of inputs or named dimensions to sizes")
     weights = {tensor.name for tensor in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
-    given = dict(shapes or {})
+    given: dict[str, Any] = dict(shapes or {})
     infos, sequences = _opened([info for info in graph.input if info.name not in weights], given)
     dims = {info.name: _declared_dims(info) for info in infos}
     pinned = _apply_shapes(dims, given)

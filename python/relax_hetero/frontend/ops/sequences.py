@@ -1,8 +1,10 @@
-"""Sequences of tensors whose length is known at import: they become Relax tuples, and mostly vanish."""
+"""Sequences of tensors: of a length known at import, Relax tuples that mostly vanish; else one tensor of equal ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import tvm
@@ -14,6 +16,26 @@ from .slicing import cut
 from .table import convert_node, converts
 
 
+@dataclass(frozen=True)
+class LongSequence:
+    """A sequence whose length only a call knows: `stacked.shape[0]` equal tensors, along the first axis of one."""
+
+    stacked: relax.Expr
+
+
+@dataclass(frozen=True)
+class GrowingSequence:
+    """A sequence that a trip of a loop takes, and the tensors that the trip appended to it.
+
+    Attributes
+    ----------
+    begin: Tells it from other sequences of the trip.
+    """
+
+    appended: tuple[relax.Expr, ...] = ()
+    begin: object = field(default_factory=object)
+
+
 def _items(node: Node, index: int = 0) -> list[relax.Expr]:
     """The tensors of a sequence.
 
@@ -22,6 +44,8 @@ def _items(node: Node, index: int = 0) -> list[relax.Expr]:
     FrontendError: if the input is not a sequence of known length.
     """
     value = node.inputs[index] if node.has(index) else None
+    if isinstance(value, (LongSequence, GrowingSequence)):
+        raise node.refusal("of a sequence whose length only a call knows cannot be imported")
     if isinstance(value, relax.Tuple):
         return list(value.fields)
     if isinstance(value, relax.Expr):
@@ -97,8 +121,14 @@ def sequence_empty(node: Node) -> relax.Expr:
 
 
 @converts("SequenceInsert")
-def sequence_insert(node: Node) -> relax.Expr:
+def sequence_insert(node: Node) -> Any:
     """A tensor put before the element at a position, by default at the end."""
+    sequence = node.inputs[0] if node.has(0) else None
+    if isinstance(sequence, GrowingSequence) and not node.has(2):
+        return GrowingSequence((*sequence.appended, node.tensor(1)), sequence.begin)
+    if isinstance(sequence, LongSequence) and not node.has(2):
+        row = node.emit(relax.op.expand_dims(node.tensor(1), 0))
+        return LongSequence(node.emit(relax.op.concat([sequence.stacked, row], 0)))
     items = _items(node)
     if _is_computed(node, 2):
         place = _computed_position(node, 2, -len(items), len(items))
@@ -129,6 +159,8 @@ def sequence_erase(node: Node) -> relax.Expr:
 @converts("SequenceAt")
 def sequence_at(node: Node) -> relax.Expr:
     """The element at a position."""
+    if node.has(0) and isinstance(node.inputs[0], LongSequence):
+        return convert_node(node.as_op("Gather", [node.inputs[0].stacked, node.inputs[1]], axis=0))
     items = _items(node)
     if _is_computed(node, 1):
         place = _computed_position(node, 1, -len(items), len(items) - 1)
@@ -142,12 +174,17 @@ def sequence_at(node: Node) -> relax.Expr:
 @converts("SequenceLength")
 def sequence_length(node: Node) -> relax.Expr:
     """How many tensors there are."""
+    if node.has(0) and isinstance(node.inputs[0], LongSequence):
+        (size, *_) = node.shape(node.inputs[0].stacked)
+        return const(size, "int64") if isinstance(size, int) else size
     return const(len(_items(node)), "int64")
 
 
 @converts("ConcatFromSequence")
 def concat_from_sequence(node: Node) -> relax.Expr:
     """The tensors side by side along an axis, or along a new one."""
+    if node.has(0) and isinstance(node.inputs[0], LongSequence):
+        return _joined(node, node.inputs[0].stacked)
     items = _items(node)
     if not items:
         raise node.refusal("joins an empty sequence")
@@ -157,13 +194,32 @@ def concat_from_sequence(node: Node) -> relax.Expr:
     return node.emit(relax.op.concat(items, axis=axis))
 
 
+def _joined(node: Node, stacked: relax.Expr) -> relax.Expr:
+    """The tensors along a first axis side by side along another one, or along a new one."""
+    rank, is_new = node.rank(stacked), bool(node.attribute("new_axis", 0))
+    axis = node.axis(node.attribute("axis"), rank if is_new else rank - 1)
+    order = [*range(1, axis + 1), 0, *range(axis + 1, rank)]
+    moved = node.emit(relax.op.permute_dims(stacked, order)) if axis else stacked
+    if is_new:
+        return moved
+    dims: list[Any] = node.shape(moved)
+    joined = [*dims[:axis], dims[axis] * dims[axis + 1], *dims[axis + 2 :]]
+    return node.emit(relax.op.reshape(moved, relax.ShapeExpr(joined)))
+
+
 @converts("SplitToSequence")
-def split_to_sequence(node: Node) -> relax.Expr:
+def split_to_sequence(node: Node) -> Any:
     """Parts of an axis: of one size, the last one then possibly smaller, or of given sizes; else single elements."""
     data = node.tensor(0)
     rank = node.rank(data)
     axis = node.axis(node.attribute("axis", 0), rank)
     size = node.shape(data)[axis]
+    if not isinstance(size, int) and not node.has(1):
+        order = [axis, *(i for i in range(rank) if i != axis)]
+        stacked = node.emit(relax.op.permute_dims(data, order)) if axis else data
+        return LongSequence(
+            node.emit(relax.op.expand_dims(stacked, axis + 1)) if node.attribute("keepdims", 1) else stacked
+        )
     if not isinstance(size, int):
         raise node.refusal("splits a symbolic dimension; give its size with shapes=")
     if not node.has(1):
@@ -194,4 +250,4 @@ def split_to_sequence(node: Node) -> relax.Expr:
 @converts("OptionalHasElement")
 def optional_has_element(node: Node) -> relax.Expr:
     """Whether there is a value: known at import, as an empty optional is never made when the model runs."""
-    return const(node.has(0) and isinstance(node.inputs[0], relax.Expr))
+    return const(node.has(0) and isinstance(node.inputs[0], (relax.Expr, LongSequence, GrowingSequence)))

@@ -57,7 +57,7 @@ def convert_if(importer: Importer, node: onnx.NodeProto, info: NodeInfo, conditi
 def _check_pair(then: Any, other: Any, what: str) -> None:
     """FrontendError unless the results of two branches can be one value."""
     if not isinstance(then, relax.Expr) or not isinstance(other, relax.Expr):
-        raise FrontendError(f"{what} is an empty optional in a branch, which no value can be at run time")
+        raise FrontendError(f"{what} is an empty optional, or a sequence whose length only a call knows, in a branch")
     _check_types(then.ty, other.ty, what)
 
 

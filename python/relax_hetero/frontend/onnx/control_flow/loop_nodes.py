@@ -6,6 +6,7 @@ A loop of known trips and few nodes is unrolled (`unrolled`), any other becomes 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from ...import_limits import budget
 from ...symbolic_sizes import analyzer_for
 from ..node_names import NodeInfo
 from .loop import Loop, Trip
+from .open_sequences import is_sequence, with_rows_for_sequences
 from .rolled import roll
 from .subgraphs import Importer, attribute_of, inner_graph, known_number, scalar
 from .unrolled import NotUnrolledError, unroll
@@ -36,25 +38,29 @@ class Results(NamedTuple):
 
 
 def run(importer: Importer, loop: Loop) -> Results:
-    """The results of a loop, unrolled or as a function."""
+    """The results of a loop, unrolled or as a function.
+
+    Raises
+    ------
+    FrontendError: It carries an optional, or a sequence of which its body does more than append to it, and its number
+        of trips is computed when the model runs.
+    """
     count = _known_trips(loop)
-    holds_tensors = all(_is_tensor(value) for value in loop.state)
-    if count is not None and (_is_short(loop, count) or not holds_tensors):
+    has_sequences = any(map(is_sequence, loop.state))
+    if count is not None and (_is_short(loop, count) or has_sequences):
         budget().check_nodes(count * loop.nodes, loop.title)
-        try:
+        with suppress(NotUnrolledError):
             return Results(*unroll(importer, loop, count))
-        except NotUnrolledError:
-            if not holds_tensors:
-                raise FrontendError(
-                    f"{loop.title} carries a sequence, and its condition is computed when the model runs; expected a "
-                    "number of trips that is known at import"
-                ) from None
-    if not holds_tensors:
-        raise FrontendError(
-            f"{loop.title} carries a sequence or an optional, and its number of trips is computed when the model runs; "
-            "expected a number of trips that is known at import"
-        )
-    return Results(*roll(importer, loop))
+    for value, name in zip(loop.state, loop.names, strict=False):
+        if not is_sequence(value) and not isinstance(value, relax.Expr):
+            raise FrontendError(
+                f"{loop.title} carries {name!r}, an empty optional, and its number of trips is computed when the model "
+                "runs; expected one that is known at import"
+            )
+    if not has_sequences:
+        return Results(*roll(importer, loop))
+    tensors, finish = with_rows_for_sequences(importer, loop)
+    return Results(*finish(*roll(importer, tensors)))
 
 
 def _is_short(loop: Loop, count: int) -> bool:
@@ -66,11 +72,6 @@ def _known_trips(loop: Loop) -> int | None:
     if loop.condition is not None and known_number(loop.condition) == 0:
         return 0
     return loop.trips if isinstance(loop.trips, int) else None
-
-
-def _is_tensor(value: Any) -> bool:
-    is_value = isinstance(value, relax.Expr) and not isinstance(value, relax.Tuple)
-    return is_value and not isinstance(value.ty, tvm.ir.TupleType)
 
 
 def convert_loop(importer: Importer, node: onnx.NodeProto, info: NodeInfo, operands: Sequence[Any]) -> list[Any]:

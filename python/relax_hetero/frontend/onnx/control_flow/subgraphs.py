@@ -62,7 +62,7 @@ class Importer(Protocol):
         """Emit collected bindings where the builder stands; a node owns them unless an inner node does."""
 
     def trial(self) -> AbstractContextManager[Callable[[], None]]:
-        """Forget, when left, which nodes own the bindings made inside, unless what it yields was called."""
+        """Forget, when left, the loops and owners of bindings made inside, unless what it yields was called."""
 
     def graph_values(self, graph: onnx.GraphProto, nodes: list[NodeInfo], given: Mapping[str, Any]) -> list[Any]:
         """Convert a graph inside a node; values around it stay visible, and it is given those of its inputs."""

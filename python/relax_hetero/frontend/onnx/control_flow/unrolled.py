@@ -26,7 +26,7 @@ def unroll(importer: Importer, loop: Loop, count: int) -> tuple[list[Any], list[
         raise NotUnrolledError
     state = list(loop.state)
     rows: list[list[relax.Expr]] = [[] for _ in range(loop.rows)]
-    with importer.block(loop.info) as bindings:
+    with importer.trial() as keep, importer.block(loop.info) as bindings:
         for index in range(count):
             trip = loop.trip(number(index, "int64"), number(True, "bool"), state)
             state = trip.state
@@ -37,11 +37,10 @@ def unroll(importer: Importer, loop: Loop, count: int) -> tuple[list[Any], list[
                 raise NotUnrolledError
             if not goes_on:
                 break
-        else:
-            index = count
         made = [
             _stacked(importer, own) if own else _no_rows(importer, loop, position) for position, own in enumerate(rows)
         ]
+        keep()
     importer.adopt(bindings, loop.info)
     return state, made
 
