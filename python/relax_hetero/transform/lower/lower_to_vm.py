@@ -39,6 +39,7 @@ from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functio
 from ..ir.root_blocks import with_root_blocks
 from ..partition.written_arguments import note_written
 from .check_size_divisors import check_size_divisors
+from .lower_loop_rows import LowerLoopRows
 from .lower_pinned_storage import LowerPinnedStorage
 from .lower_requirements import LowerRequirements
 from .lower_transfers import LowerTransfers, writes_in_place
@@ -104,6 +105,7 @@ def lowering_steps(must_copy: bool) -> list[tvm.transform.Pass]:
         SettlePackedResults(),
         relax.transform.CallTIRRewrite(),
         LowerTransfers(must_copy),
+        LowerLoopRows(),
         PinTransferred(),
         PlanMemoryPerDevice(),
         relax.transform.LowerAllocTensor(),

@@ -6,6 +6,8 @@ with room for more, which doubles when it is full; where the loop has a limit, t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tvm_ffi
 from tvm import runtime
 
@@ -43,6 +45,25 @@ def append_row(
         copy_into(rows, _first(larger, count))
         rows = larger
     _write(row, rows, count)
+    return rows
+
+
+@tvm_ffi.register_global_func("relax_hetero.new_rows", override=True)
+def new_rows(shape: Sequence[int], dtype: str, trips: runtime.Tensor, number: int) -> runtime.Tensor:
+    """Room for a row of each trip, where `trips` is: ``[trips, *shape]``.
+
+    Parameters
+    ----------
+    trips: A scalar, how many there may be; none where it is negative.
+    number: Tells apart what one loop collects.
+    """
+    return empty((max(0, _number(trips)), *(int(extent) for extent in shape)), dtype, trips.device)
+
+
+@tvm_ffi.register_global_func("relax_hetero.write_row", override=True)
+def write_row(rows: runtime.Tensor, row: runtime.Tensor, trip: runtime.Tensor) -> runtime.Tensor:
+    """`rows`, in which row number `trip` is written over."""
+    _write(row, rows, _number(trip))
     return rows
 
 

@@ -26,13 +26,18 @@ import tvm
 from tvm import relax, tirx
 
 from ....errors import FrontendError
+from ....target.element_types import bytes_for
 from ....transform.ir.rewriting import typed
 from ...symbolic_sizes import common_shape
 from ..node_names import variable_name
 from .loop import Loop
 from .subgraphs import ImportedLoop, Importer, known_number, number, scalar, tensor_of
 
-APPEND, TAKE = "relax_hetero.append_row", "relax_hetero.taken_rows"
+_NEW, _WRITE, _APPEND, _TAKE = (
+    f"relax_hetero.{name}" for name in ("new_rows", "write_row", "append_row", "taken_rows")
+)
+_ROOM = 64 << 20
+"""Bytes of rows up to which room is made for all trips of a loop that its body may end earlier."""
 
 _ENDLESS = 2**63 - 1
 _MOST_ATTEMPTS = 8
@@ -60,7 +65,10 @@ def roll(importer: Importer, loop: Loop) -> tuple[list[Any], list[relax.Expr]]:
         raise FrontendError(f"{loop.title} changes the sizes of its values in more than {_MOST_ATTEMPTS} steps")
     importer.loops.append(made.loop)
     start = [] if not attempt.has_condition else [number(True, "bool") if loop.condition is None else loop.condition]
-    rows = [_no_rows(importer, ty, made.outer) for ty in made.rows]
+    rows = [
+        _room(importer, ty, limit, number) if has_room else _no_rows(importer, ty, made.outer)
+        for number, (ty, has_room) in enumerate(zip(made.rows, made.has_room, strict=True))
+    ]
     sizes = [relax.ShapeExpr(made.loop.sizes)] if made.loop.sizes else []
     arguments = [number(0, "int64"), limit, *start, *initial, *rows, *made.loop.captured, *sizes]
     result = bb.emit(relax.Call(made.loop.gv, arguments))
@@ -79,11 +87,19 @@ def roll(importer: Importer, loop: Loop) -> tuple[list[Any], list[relax.Expr]]:
 
 @dataclass
 class _Made:
-    """A function, the types of its rows, and the symbolic sizes in these that mean something around the loop."""
+    """A function, and what is around the loop.
+
+    Attributes
+    ----------
+    rows: The types of the tensors that a trip collects.
+    outer: The symbolic sizes in these that mean something around the loop.
+    has_room: Of each, whether it is written to a tensor with room for all trips, not to one that grows.
+    """
 
     loop: ImportedLoop
     rows: list[relax.TensorType]
     outer: set[tirx.Var]
+    has_room: list[bool]
 
 
 @dataclass
@@ -170,6 +186,8 @@ class _Attempt:
         passed = [*captured, *([relax.Var("sizes", relax.ShapeType(sizes))] if sizes else [])]
         inner = set(relax.analysis.defined_symbolic_vars(whole)) - _sizes_in(var.ty for var in captured)
         ret = tvm.ir.TupleType([trip.ty, *(_result_type(ty, inner) for ty in self.types), *(row.ty for row in kept)])
+        outer = _sizes_in(row.ty for row in rows) - inner
+        has_room = [self._has_room(row.ty, outer) for row in rows]
         name = f"loop_{variable_name(loop.info.name)}"
         gv = typed(tvm.ir.GlobalVar(name), relax.FuncType([var.ty for var in (*params, *passed)], ret, True))
         bb.begin_scope(kept)
@@ -181,7 +199,10 @@ class _Attempt:
                 with importer.block(loop.info) as then:
                     importer.adopt([*body], loop.info)
                     following = bb.emit(relax.op.add(trip, number(1, "int64")))
-                    grown = [self._append(a, row, trip, limit) for a, row in zip(kept, rows, strict=True)]
+                    grown = [
+                        self._appended(old, row, trip, limit, fits)
+                        for old, row, fits in zip(kept, rows, has_room, strict=True)
+                    ]
                     shape = [relax.ShapeExpr(sizes)] if sizes else []
                     last = bb.emit(relax.Call(gv, [following, limit, *values, *grown, *captured, *shape]))
                 taken = relax.SeqExpr([relax.BindingBlock(then)], last)
@@ -189,11 +210,22 @@ class _Attempt:
         finally:
             bb.end_scope()
         made = ImportedLoop(gv, params, captured, sizes, [*known, *bindings], choice)
-        types = [row.ty for row in rows]
-        return _Made(made, types, _sizes_in(types) - inner)
+        return _Made(made, [row.ty for row in rows], outer, has_room)
 
-    def _append(self, rows: relax.Var, row: relax.Expr, trip: relax.Var, limit: relax.Var) -> relax.Var:
-        call = relax.op.call_pure_packed(APPEND, rows, row, trip, limit, ty_args=[rows.ty])
+    def _has_room(self, row: relax.TensorType, outer: set[tirx.Var]) -> bool:
+        """Whether the trips' rows have a shape that is known before them, and not too many come to nothing."""
+        if not isinstance(row.shape, relax.ShapeExpr) or not _sizes_in([row]) <= outer or self.loop.trips is None:
+            return False
+        if not self.has_condition:
+            return True
+        sizes = [self.loop.trips, *(int(dim) if isinstance(dim, tirx.IntImm) else dim for dim in row.shape.values)]
+        return all(isinstance(size, int) for size in sizes) and bytes_for(tuple(sizes), str(row.dtype)) <= _ROOM
+
+    def _appended(
+        self, rows: relax.Var, row: relax.Expr, trip: relax.Var, limit: relax.Var, has_room: bool
+    ) -> relax.Var:
+        arguments = [rows, row, trip] if has_room else [rows, row, trip, limit]
+        call = relax.op.call_pure_packed(_WRITE if has_room else _APPEND, *arguments, ty_args=[rows.ty])
         return self.importer.bb.emit(call)
 
 
@@ -275,8 +307,15 @@ def _no_rows(importer: Importer, row: relax.TensorType, outer: set[tirx.Var]) ->
     return importer.bb.emit(relax.op.zeros(relax.ShapeExpr([0, *sizes]), row.dtype.dtype))
 
 
+def _room(importer: Importer, row: relax.TensorType, limit: relax.Expr, index: int) -> relax.Expr:
+    """A tensor that trips write their rows to."""
+    arguments = [row.shape, tvm.ir.StringImm(str(row.dtype)), limit, relax.prim_value(index)]
+    call = relax.op.call_pure_packed(_NEW, *arguments, ty_args=[_of_rank(row, row.ndim + 1)])
+    return importer.bb.emit(call)
+
+
 def _taken(importer: Importer, rows: relax.Expr, count: relax.Expr) -> relax.Expr:
-    return importer.bb.emit(relax.op.call_pure_packed(TAKE, rows, count, ty_args=[_of_rank(rows.ty, rows.ty.ndim)]))
+    return importer.bb.emit(relax.op.call_pure_packed(_TAKE, rows, count, ty_args=[_of_rank(rows.ty, rows.ty.ndim)]))
 
 
 def _with_sizes(importer: Importer, value: relax.Expr, dtype: Any, sizes: list[Any]) -> relax.Expr:
