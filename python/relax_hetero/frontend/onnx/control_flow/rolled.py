@@ -33,9 +33,8 @@ from ..node_names import variable_name
 from .loop import Loop
 from .subgraphs import ImportedLoop, Importer, known_number, number, scalar, tensor_of
 
-_NEW, _WRITE, _APPEND, _TAKE = (
-    f"relax_hetero.{name}" for name in ("new_rows", "write_row", "append_row", "taken_rows")
-)
+_NEW, _WRITE = "relax_hetero.new_rows", "relax_hetero.write_row"
+_APPEND, _TAKE = "relax_hetero.append_row", "relax_hetero.taken_rows"
 _ROOM = 64 << 20
 """Bytes of rows up to which room is made for all trips of a loop that its body may end earlier."""
 
