@@ -5,12 +5,12 @@ import resource
 
 import numpy as np
 import pytest
-from frontend.onnx.control_flow.against_onnxruntime import check, parsed
 from hypothesis import given
 from hypothesis import strategies as st
 from tvm import relax
 
 import relax_hetero as rh
+from frontend.onnx.control_flow.against_onnxruntime import check, parsed
 from relax_hetero.transform.ir.rewriting import relax_functions
 
 LOOP = """
@@ -36,7 +36,8 @@ def test_a_loop_of_computed_trips():
     model = parsed(LOOP)
     assert functions(model) == ["loop_Loop_0"]
     x = np.arange(3, dtype="float32")
-    one, _ = check(model, *([trips, x] for trips in (0, -2, 1, 40)), [7, np.ones(2, "float32")])
+    calls = [[trips, x] for trips in (0, -2, 1, 40)]
+    one, _ = check(model, *calls, [7, np.ones(2, "float32")], devices=(1, 2))
     assert one.submit("main", 5, x).result()[1].shape == (5,)
 
 
@@ -160,12 +161,14 @@ def test_known_trips():
 
 def test_the_number_of_trips_names_the_rows():
     """A symbolic size that is the number of trips is the number of rows."""
-    mod = rh.from_onnx(parsed("""
+    mod = rh.from_onnx(
+        parsed("""
         g (float[t, 3] x) => (float[t] y) {
             s = Constant<value = float {0.0}>()
             last, y = Scan<num_scan_inputs = 1, body = b (float h, float[3] xt) => (float h2, float row) {
                 sum = ReduceSum<keepdims = 0>(xt) h2 = Add(h, sum) row = Identity(h2) }>(s, x)
-        }"""))
+        }""")
+    )
     assert str(mod["main"].ret_ty.shape.values[0]) == "t"
 
 
@@ -218,12 +221,14 @@ def test_rows_of_different_shapes_are_refused_when_the_model_runs():
 
 def test_weights_of_a_body_are_constants_of_its_function():
     """What is computed from constants around a loop is computed in it again, and so when it is compiled."""
-    mod = rh.from_onnx(parsed("""
+    mod = rh.from_onnx(
+        parsed("""
         g (int64 m, float[n, 2] x) => (float[n, 2] y) <float[2, 2] w = {1.0, 2.0, 3.0, 4.0}> {
             large = Exp(w)
             y = Loop(m, , x) <body = b (int64 i, bool c, float[n, 2] v) => (bool go, float[n, 2] v2) {
                 go = Identity(c) v2 = MatMul(v, large) }>
-        }"""))
+        }""")
+    )
     (loop,) = (func for gv, func in relax_functions(mod) if gv.name_hint != "main")
     assert [param.name for param in loop.params] == ["trip", "trips", "value0"]
     assert isinstance(loop, relax.Function)
