@@ -75,7 +75,8 @@ def test_branches_that_are_no_one_value_are_refused(then, message):
 def test_sequences_of_branches():
     model = parsed("""
         g (bool p, float[n] x) => (float[k] y) {
-            s = If(p) <then_branch = t () => (seq(float[a]) t0) { d = Concat<axis = 0>(x, x) t0 = SequenceConstruct(x, d) },
+            s = If(p) <then_branch = t () => (seq(float[a]) t0) {
+                           d = Concat<axis = 0>(x, x) t0 = SequenceConstruct(x, d) },
                        else_branch = e () => (seq(float[n]) e0) { m = Neg(x) e0 = SequenceConstruct(m, m) }>
             y = ConcatFromSequence<axis = 0>(s)
         }""")

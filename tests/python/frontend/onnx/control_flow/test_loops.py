@@ -1,4 +1,4 @@
-"""`Loop` and `Scan`: unrolled where short, functions that the executable repeats otherwise; values as ONNX Runtime's."""
+"""`Loop` and `Scan`: unrolled where short, else functions that the executable repeats; values as ONNX Runtime's."""
 
 import gc
 import resource
@@ -92,7 +92,8 @@ def test_loops_and_branches_in_loops():
                 two = Constant<value = int64 {2}>()
                 rest = Mod(i, two)
                 odd = Cast<to = 9>(rest)
-                v2, inner = Loop(i, , v) <body = ib (int64 j, bool c2, float[n] u) => (bool go2, float[n] u2, float[n] u) {
+                v2, inner = Loop(i, , v) <
+                    body = ib (int64 j, bool c2, float[n] u) => (bool go2, float[n] u2, float[n] u) {
                     go2 = Identity(c2) sum = Add(u, x) u2 = Tanh(sum) }>
                 v4 = If(odd) <then_branch = t () => (float[n] p) { p = Neg(v2) },
                               else_branch = e () => (float[n] q) { q = Identity(v2) }>
@@ -148,7 +149,7 @@ def test_scans_of_opset_8_have_a_batch():
 
 
 def test_known_trips():
-    """Few are unrolled, and what is computed from their number is known; many are a loop, with rows of a known shape."""
+    """Few are unrolled; many are a loop, with rows of a known shape."""
     text = LOOP.replace("(int64 m, ", "(").replace("Loop(m,", "Loop(m,").replace("[t]", "[3]")
     short = text.replace("{\n    y,", "<int64 m = {3}> {\n    y,", 1)
     assert functions(parsed(short)) == []

@@ -88,7 +88,11 @@ def test_sequences_in_loops_of_known_trips():
         g (float[n] x) => (float[k] y) <int64 m = {3}> {
             begun = SequenceConstruct(x)
             list = Loop(m, , begun) <body = b (int64 i, bool c, seq(float[a]) l) => (bool go, seq(float[d]) l2) {
-                go = Identity(c) last = SequenceAt(l, i) more = Concat<axis = 0>(last, x) l2 = SequenceInsert(l, more) }>
+                go = Identity(c)
+                last = SequenceAt(l, i)
+                more = Concat<axis = 0>(last, x)
+                l2 = SequenceInsert(l, more)
+            }>
             y = ConcatFromSequence<axis = 0>(list)
         }""")
     check(model, [np.arange(2, dtype="float32")])
