@@ -6,13 +6,14 @@ with room for more, which doubles when it is full; where the loop has a limit, t
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import tvm_ffi
 from tvm import runtime
 
 from ...errors import HeteroError
-from .tensors import bytes_of, copy_into, empty, is_host, nbytes_of, on_host
+from .tensors import copy_into, empty, is_host, nbytes_of, on_host
 
 _ROOM = 64 << 20
 """Bytes up to which room is made for all the rows that a loop may collect, be they many fewer in the end."""
@@ -32,13 +33,14 @@ def append_row(
     rows: ``[capacity, *row.shape]``; anything in the first trip.
     trip, trips: Scalars: how many rows there are, and how many there may be at most.
     """
-    count, shape = _number(trip), tuple(int(extent) for extent in row.shape)
+    count, shape = _number(trip), tuple(row.shape)
     if count == 0:
         rows = empty((_room(_number(trips), nbytes_of(row)), *shape), str(row.dtype), row.device)
-    elif tuple(rows.shape[1:]) != shape:
+    elif tuple(rows.shape)[1:] != shape:
+        found, before = ([int(extent) for extent in one] for one in (shape, rows.shape[1:]))
         raise HeteroError(
-            f"trip {count} of a loop collects a tensor of shape {list(shape)}, and the trips before it ones "
-            f"of shape {[int(extent) for extent in rows.shape[1:]]}: expected one shape"
+            f"trip {count} of a loop collects a tensor of shape {found}, and the trips before it ones of shape "
+            f"{before}: expected one shape"
         )
     elif count == rows.shape[0]:
         larger = empty((2 * count, *shape), str(row.dtype), row.device)
@@ -75,7 +77,7 @@ def taken_rows(rows: runtime.Tensor, count: runtime.Tensor) -> runtime.Tensor:
 
 
 def _number(scalar: runtime.Tensor) -> int:
-    return int(bytes_of(on_host(scalar)).view("int64")[0])
+    return int(ctypes.c_int64.from_address(on_host(scalar).data_ptr()).value)
 
 
 def _room(most: int, nbytes: int) -> int:
@@ -92,7 +94,8 @@ def _write(row: runtime.Tensor, rows: runtime.Tensor, index: int) -> None:
     if not nbytes:
         return
     if is_host(rows.device):
-        bytes_of(rows)[index * nbytes : (index + 1) * nbytes] = bytes_of(row)
+        # Kernels take no tensors with an offset, so that an address is where the elements are.
+        ctypes.memmove(rows.data_ptr() + index * nbytes, row.data_ptr(), nbytes)
         return
     place = rows._create_view(tuple(row.shape), str(row.dtype), index * nbytes)
     copy_into(row, place)
