@@ -183,7 +183,8 @@ class _Attempt:
         sizes = sorted(relax.analysis.free_symbolic_vars(whole), key=lambda size: str(size.name))
         params = [*own, *kept]
         passed = [*captured, *([relax.Var("sizes", relax.ShapeType(sizes))] if sizes else [])]
-        inner = set(relax.analysis.defined_symbolic_vars(whole)) - _sizes_in(var.ty for var in captured)
+        around = _sizes_in(var.ty for var in (*own, *captured)) - self.open
+        inner = set(relax.analysis.defined_symbolic_vars(whole)) - around
         ret = tvm.ir.TupleType([trip.ty, *(_result_type(ty, inner) for ty in self.types), *(row.ty for row in kept)])
         outer = _sizes_in(row.ty for row in rows) - inner
         has_room = [self._has_room(row.ty, outer) for row in rows]

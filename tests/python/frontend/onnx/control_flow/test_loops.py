@@ -39,6 +39,7 @@ def test_a_loop_of_computed_trips():
     calls = [[trips, x] for trips in (0, -2, 1, 40)]
     one, _ = check(model, *calls, [7, np.ones(2, "float32")], devices=(1, 2))
     assert one.submit("main", 5, x).result()[1].shape == (5,)
+    assert "main" in str(one.executable.memory_plan)
 
 
 def test_a_million_trips_take_bounded_stack_and_memory():
@@ -102,6 +103,19 @@ def test_loops_and_branches_in_loops():
         }""")
     assert sorted(functions(model)) == ["loop_Loop_0", "loop_Loop_0/body/Loop_4"]
     check(model, *([trips, np.linspace(-1, 1, 3, dtype="float32")] for trips in (0, 1, 6)))
+
+
+def test_results_that_nothing_reads():
+    """A value of the loop is handed on and not an output: it is freed, and the memory plan knows."""
+    model = parsed("""
+        g (int64 m, float[n] x) => (float[n] z) {
+            y, rest, rows = Loop(m, , x, x) <
+                body = b (int64 i, bool c, float[n] v, float[n] u) => (bool go, float[n] v2, float[n] u2, float[n] v) {
+                    go = Identity(c) v2 = Add(v, u) u2 = Neg(u) }>
+            z = Relu(y)
+        }""")
+    (vm,) = check(model, [3, np.ones(2, "float32")])
+    assert vm.executable.memory_plan.at("main", n=4).transient > 0
 
 
 def test_scans():
