@@ -403,6 +403,10 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
             self.adopt(bindings, self._makers[name])
         return tensor
 
+    def value(self, name: str) -> Any:
+        """The value of that name where the walk stands; None if there is none."""
+        return self._nodes.get(name)
+
     def as_tensor(self, value: Any) -> Any:
         """A shape or a symbolic number as the int64 tensor it stands for in ONNX; other values as they are."""
         if not isinstance(value, relax.Expr):

@@ -16,11 +16,13 @@ from tvm import relax, te, tirx
 
 from ....errors import FrontendError
 from ...import_limits import budget
+from ...ops.node import Node
 from ...symbolic_sizes import analyzer_for
 from ..node_names import NodeInfo
 from .loop import Loop, Trip
 from .open_sequences import is_sequence, with_rows_for_sequences
 from .rolled import roll
+from .scan_products import products_of_slices, with_products_in_front
 from .subgraphs import Importer, attribute_of, inner_graph, known_number, scalar
 from .unrolled import NotUnrolledError, unroll
 
@@ -188,24 +190,39 @@ class _Scan:
         lengths = [_extent(value, axis, title) for value, axis in zip(self.inputs, self.axes, strict=True)]
         length = next((size for size in lengths if isinstance(size, int)), lengths[0])
         for index, other in enumerate(lengths):
-            _require_length(importer, length, other, f"{title} goes along inputs of different lengths", index)
+            _require_length(importer, self.info, length, other, index)
         if trips is not None:
             length = min(trips, length) if isinstance(length, int) else trips
-        names = [value.name for value in self.body.input]
-        nodes = self.info.subgraphs["body"]
+        body, nodes, added = self._with_products_in_front(importer)
+        names = [value.name for value in body.input]
+        scanned = [*zip(self.inputs, self.axes, self.backwards, strict=True), *added]
 
         def trip(index: Any, going_on: Any, values: list[Any]) -> Trip:
-            slices = [
-                _slice(importer, value, axis, index, is_backwards)
-                for value, axis, is_backwards in zip(self.inputs, self.axes, self.backwards, strict=True)
-            ]
-            results = importer.graph_values(self.body, nodes, dict(zip(names, [*values, *slices], strict=True)))
+            slices = [_slice(importer, value, axis, index, is_backwards) for value, axis, is_backwards in scanned]
+            results = importer.graph_values(body, nodes, dict(zip(names, [*values, *slices], strict=True)))
             return Trip(None, results[: len(values)], results[len(values) :])
 
         rows = len(self.row_axes)
-        loop = Loop(self.info, title, len(self.body.node), length, None, self.state, rows, trip, names)
+        loop = Loop(self.info, title, len(body.node), length, None, self.state, rows, trip, names)
         found = run(importer, loop)
         return [*found.state, *(self._turned(importer, row, i, title) for i, row in enumerate(found.rows))]
+
+    def _with_products_in_front(
+        self, importer: Importer
+    ) -> tuple[onnx.GraphProto, list[NodeInfo], list[tuple[relax.Expr, int, bool]]]:
+        """The body without products of slices with weights, its nodes' names, and what it goes along instead."""
+        nodes = self.info.subgraphs["body"]
+        names = [value.name for value in self.body.input][len(self.state) :]
+        products = products_of_slices(importer, self.body, names)
+        if not products:
+            return self.body, nodes, []
+        inputs = [
+            _axis_first(importer, value, axis) if any(product.scanned == i for product in products) else value
+            for i, (value, axis) in enumerate(zip(self.inputs, self.axes, strict=True))
+        ]
+        body, nodes, made = with_products_in_front(importer, self.body, nodes, products, inputs)
+        added = [(value, 0, self.backwards[product.scanned]) for value, product in zip(made, products, strict=True)]
+        return body, nodes, added
 
     def _turned(self, importer: Importer, rows: relax.Expr, index: int, title: str) -> relax.Expr:
         """Rows in the order and along the axis that are asked for."""
@@ -258,6 +275,11 @@ def _axis(axis: int, rank: int, title: str) -> int:
     return axis % rank
 
 
+def _axis_first(importer: Importer, value: relax.Expr, axis: int) -> relax.Expr:
+    order = [axis, *(other for other in range(value.ty.ndim) if other != axis)]
+    return importer.bb.emit(relax.op.permute_dims(value, order)) if axis else value
+
+
 def _extent(value: relax.Expr, axis: int, title: str) -> Any:
     """The size of an axis: a number, or an expression of symbolic sizes."""
     if not isinstance(value.ty.shape, relax.ShapeExpr):
@@ -266,15 +288,11 @@ def _extent(value: relax.Expr, axis: int, title: str) -> Any:
     return int(size) if isinstance(size, tirx.IntImm) else size
 
 
-def _require_length(importer: Importer, length: Any, other: Any, message: str, index: int) -> None:
-    from ...ops.node import Node
-
-    if isinstance(length, int) and isinstance(other, int):
-        if length != other:
-            raise FrontendError(f"{message}: {length} and {other}")
-        return
-    checker = Node("Scan", "", 0, importer.bb, [], {}, 0)
-    checker.require(tirx.EQ(_as_expr(length), _as_expr(other)), f"{message} (input {index})")
+def _require_length(importer: Importer, info: NodeInfo, length: Any, other: Any, index: int) -> None:
+    """Require that input `index` of a scan has as many slices as others."""
+    scan = Node("Scan", info.name, 0, importer.bb, [], {}, 0)
+    message = f"goes along inputs of different lengths, {length} and, input {index}, {other}"
+    scan.require(tirx.EQ(_as_expr(length), _as_expr(other)), message)
 
 
 def _as_expr(size: Any) -> tirx.Expr:

@@ -13,7 +13,7 @@ import tvm
 from tvm import relax
 
 from ....errors import FrontendError
-from ...ops.node import array_of
+from ...ops.node import array_of, as_dim
 from ..node_names import NodeInfo
 
 
@@ -66,6 +66,9 @@ class Importer(Protocol):
 
     def graph_values(self, graph: onnx.GraphProto, nodes: list[NodeInfo], given: Mapping[str, Any]) -> list[Any]:
         """Convert a graph inside a node; values around it stay visible, and it is given those of its inputs."""
+
+    def value(self, name: str) -> Any:
+        """The value of that name where the walk stands; None if there is none."""
 
     def as_tensor(self, value: Any) -> Any:
         """A shape or a symbolic number as the int64 tensor it stands for in ONNX; other values as they are."""
@@ -123,7 +126,8 @@ def scalar(importer: Importer, value: Any, dtype: str, what: str) -> relax.Expr:
         return value
     dims = value.ty.shape.values if isinstance(value.ty.shape, relax.ShapeExpr) else None
     if dims is not None and any(isinstance(dim, tvm.tirx.IntImm) and int(dim) != 1 for dim in dims):
-        raise FrontendError(f"{what} has the shape {[str(dim) for dim in dims]}, expected one element")
+        shown = ", ".join(str(as_dim(dim)) for dim in dims)
+        raise FrontendError(f"{what} has the shape [{shown}], expected one element")
     return importer.bb.emit(relax.op.reshape(value, ()))
 
 

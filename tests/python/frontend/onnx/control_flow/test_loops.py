@@ -11,7 +11,7 @@ from tvm import relax
 
 import relax_hetero as rh
 from frontend.onnx.control_flow.against_onnxruntime import check, parsed
-from relax_hetero.transform.ir.rewriting import relax_functions
+from relax_hetero.transform.ir.rewriting import op_name, relax_functions, walk_bindings
 
 LOOP = """
 g (int64 m, float[n] x) => (float[n] y, float[t] rows) {
@@ -143,6 +143,32 @@ def test_scans():
         return [rng.standard_normal(shape, "float32") for shape in shapes]
 
     check(model, call(1, 1), call(3, 20))
+
+
+def test_products_of_slices_are_computed_in_front_of_a_scan():
+    """For all trips at once; products of the state stay, and weights that a body reads in other ways do too."""
+    model = parsed("""
+        g (float[b, 3] s, float[b, t, 2] x) => (float[b, 3] y, float[b, t, 3] p)
+        <float[2, 3] w = {1.0, 2.0, 3.0, -1.0, -2.0, -3.0}, float[3, 3] u = {0.1, 0, 0, 0.2, 0, 0.1, 0, 0, 0.3}> {
+            y, p = Scan<num_scan_inputs = 1, scan_input_axes = [1], scan_input_directions = [1], scan_output_axes = [1],
+                        body = body (float[b, 3] h, float[b, 2] xt) => (float[b, 3] h2, float[b, 3] row) {
+                [inputs] from_x = MatMul(xt, w)
+                [state] from_h = MatMul(h, u)
+                sum = Add(from_x, from_h)
+                h2 = Tanh(sum)
+                row = Identity(h2)
+            }>(s, x)
+        }""")
+    mod = rh.from_onnx(model)
+    where = {
+        binding.var.name: gv.name_hint
+        for gv, func in relax_functions(mod)
+        for binding in walk_bindings(func)
+        if op_name(binding.value) == "relax.matmul"
+    }
+    assert where == {"inputs": "main", "state": "loop_Scan_0"}
+    rng = np.random.default_rng(0)
+    check(model, *([rng.standard_normal((2, 3), "float32"), rng.standard_normal((2, t, 2), "float32")] for t in (1, 9)))
 
 
 def test_scans_of_opset_8_have_a_batch():
