@@ -21,6 +21,7 @@ from ...target.element_types import bytes_for
 from ..import_limits import MAX_RANK, Budget, ImportLimits, budget, spending
 from ..ops.node import Node, array_of
 from ..ops.required_sizes import computed_sizes
+from ..ops.table import expansion_with_graphs
 from ..symbolic_sizes import Bounds, SizeIsBounded, known_bounds
 from .check_model import STANDARD_DOMAINS
 from .constants import FOLDED_OPS, fold_node, make_const
@@ -32,7 +33,7 @@ from .control_flow.subgraphs import ImportedLoop
 from .functions import body_of_call, function_of, function_table
 from .inputs import Shapes, graph_inputs
 from .model import ModelSource, OnnxModel, load_model, opset_in
-from .node_names import NodeInfo, name_nodes
+from .node_names import NodeInfo, inner_names, name_nodes
 from .support import SEQUENCE_OPS, check_supported, find_converter, takes_shapes
 from .tvm_messages import reason
 
@@ -275,7 +276,8 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
             self._results[info] = [result for result in bound.values() if isinstance(result, relax.Var)]
             self._nodes.update(bound)
             return
-        value = self._convert(node, info, operands)
+        expanded = self._expanded(node, info, operands) if node.domain in STANDARD_DOMAINS else None
+        value = self._convert(node, info, operands) if expanded is None else expanded
         results = self._results_of(node, info, value)
         self._results[info] = [result for result in results.values() if isinstance(result, relax.Var)]
         self._nodes.update(results)
@@ -316,6 +318,27 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
         finally:
             self._nodes, self.opset = outer, outer_opset
         return {name: result for name, result in zip(node.output, results, strict=False) if name}
+
+    def _expanded(self, node: onnx.NodeProto, info: NodeInfo, operands: list[Any]) -> relax.Expr | None:
+        """The outputs of an op that ONNX defines by nodes with graphs in them; None for others. It stays one node."""
+        attributes = self._parse_attr(node.attribute)
+        outer_node = Node(node.op_type, info.name, self.opset, self.bb, operands, attributes, len(node.output))
+        found = expansion_with_graphs(outer_node)
+        if found is None:
+            return None
+        body, call = found
+        nodes = body_of_call(body, call)
+        outer, outer_opset, owners = self._nodes, self.opset, len(self._owners)
+        self._nodes = dict(zip(body.input, (*operands, *[None] * len(body.input)), strict=False))
+        self.opset = opset_in(body.opset_import)
+        try:
+            self._convert_nodes(nodes, inner_names(nodes, f"{info.name}/"))
+            values = [self.as_tensor(self._nodes[name]) for name in body.output[: len(node.output)]]
+        finally:
+            self._nodes, self.opset = outer, outer_opset
+        for var in list(self._owners)[owners:]:
+            self._owners[var] = info
+        return relax.Tuple(values) if len(values) > 1 else values[0]
 
     def _convert(self, node: onnx.NodeProto, info: NodeInfo, operands: list[Any]) -> Any:
         converter = find_converter(node.domain, node.op_type)
