@@ -126,6 +126,12 @@ def test_stock_is_not_run_on_sequences():
     assert run_case(name, "b").status == PASSED
 
 
+def test_an_op_whose_definition_has_a_loop():
+    """The nodes of the definition belong to the one node, wherever it is placed."""
+    for configuration in "bc":
+        assert run_case("test_linear_attention_delta", configuration).status == PASSED
+
+
 def test_the_document_counts_what_is_lost():
     stock = {"test_add": Outcome("test_add", PASSED, ["Add"])}
     ours = {"test_add": Outcome("test_add", REFUSED, ["Add"], "FrontendError: Add node 'a': no")}
