@@ -60,10 +60,12 @@ class StockRep(BackendRep):
 class HeteroRep(BackendRep):
     """A model built by `relax_hetero` for the devices of its placement."""
 
-    def __init__(self, model: onnx.ModelProto, vdevices: list[Any], placement: dict[str, str] | None) -> None:
+    def __init__(
+        self, model: onnx.ModelProto, vdevices: list[Any], placement: dict[str, str] | None, inputs: Sequence[Any] = ()
+    ) -> None:
         import relax_hetero as rh
 
-        module = rh.from_onnx(model, vdevices=vdevices, placement=placement)
+        module = rh.from_onnx(model, vdevices=vdevices, placement=placement, shapes=_lengths(model, inputs))
         self.executable = rh.compile(module, cache=False)
         is_run = not os.environ.get(BUILD_ONLY_VARIABLE)
         self._machine = rh.vm.VirtualMachine(self.executable) if is_run else None
@@ -71,8 +73,19 @@ class HeteroRep(BackendRep):
     def run(self, inputs: Sequence[Any], **kwargs: Any) -> tuple[Any, ...]:
         if self._machine is None:
             raise BuiltOnly
-        result = self._machine["main"](*inputs)
+        result = self._machine["main"](*(value for value in inputs if value is not None))
         return _outputs(result)
+
+
+def _lengths(model: onnx.ModelProto, inputs: Sequence[Any]) -> dict[str, Any] | None:
+    """What the types of a model do not tell of its inputs: the tensors of sequences, and which optionals are empty."""
+    found: dict[str, Any] = {}
+    for info, value in zip(model.graph.input, inputs, strict=False):
+        if value is None:
+            found[info.name] = None
+        elif isinstance(value, (list, tuple)):
+            found[info.name] = [list(np.shape(element)) for element in value]
+    return found or None
 
 
 class StockBackend(Backend):
@@ -92,7 +105,7 @@ class OneDeviceBackend(Backend):
 
     @classmethod
     def prepare(cls, model: onnx.ModelProto, device: str = "CPU", **kwargs: Any) -> HeteroRep:
-        return HeteroRep(model, ["llvm"], None)
+        return HeteroRep(model, ["llvm"], None, kwargs.get("inputs", ()))
 
     @classmethod
     def supports_device(cls, device: str) -> bool:
@@ -105,7 +118,7 @@ class TwoDeviceBackend(Backend):
     @classmethod
     def prepare(cls, model: onnx.ModelProto, device: str = "CPU", **kwargs: Any) -> HeteroRep:
         named, placement = deal_out(model)
-        return HeteroRep(named, ["llvm", SECOND_CPU], placement)
+        return HeteroRep(named, ["llvm", SECOND_CPU], placement, kwargs.get("inputs", ()))
 
     @classmethod
     def supports_device(cls, device: str) -> bool:
@@ -117,7 +130,7 @@ class GpuBackend(Backend):
 
     @classmethod
     def prepare(cls, model: onnx.ModelProto, device: str = "CUDA", **kwargs: Any) -> HeteroRep:
-        return HeteroRep(model, [gpu_target()], None)
+        return HeteroRep(model, [gpu_target()], None, kwargs.get("inputs", ()))
 
     @classmethod
     def supports_device(cls, device: str) -> bool:
@@ -131,7 +144,8 @@ class CpuAndGpuBackend(Backend):
     def prepare(cls, model: onnx.ModelProto, device: str = "CUDA", **kwargs: Any) -> HeteroRep:
         named, placement = deal_out(model)
         gpu = gpu_target()
-        return HeteroRep(named, ["llvm", SECOND_CPU if gpu == "llvm" else gpu], placement)
+        devices = ["llvm", SECOND_CPU if gpu == "llvm" else gpu]
+        return HeteroRep(named, devices, placement, kwargs.get("inputs", ()))
 
     @classmethod
     def supports_device(cls, device: str) -> bool:

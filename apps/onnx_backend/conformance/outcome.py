@@ -76,7 +76,7 @@ def run_case(name: str, configuration: str) -> Outcome:
 
 
 def _run(case: Case, configuration: str) -> str | None:
-    backend = CONFIGURATIONS[configuration].prepare(case.model)
+    backend = CONFIGURATIONS[configuration].prepare(case.model, inputs=case.data_sets[0][0])
     assert backend is not None
     for inputs, expected in case.data_sets:
         problem = mismatch(expected, backend.run(inputs), case.rtol, case.atol)

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import tvm
-from tvm import relax
 
 from ..errors import FrontendError
 from ..target.vdevice import parse_vdevices, with_vdevices
@@ -26,7 +25,7 @@ from .import_limits import ImportLimits
 from .onnx.importer import ImportedGraph, import_nodes
 from .onnx.inputs import Shapes
 from .onnx.model import ModelSource, OnnxModel, errors_of, load_model
-from .onnx.name_bindings import build_function
+from .onnx.name_bindings import DeviceOf, build_function, build_loops
 from .onnx.node_names import NodeInfo, name_nodes, variable_name, walk_nodes
 from .onnx.placement_rules import PlacementRules, assign_devices, matching_patterns
 
@@ -126,15 +125,16 @@ def _imported(
     by_rule = None if devices is None or rules is None else assign_devices(nodes, rules, devices)
     graph = import_nodes(model, nodes, shapes)
     if devices is None:
-        return _module(model, graph, build_function(graph))
+        return _module(model, graph)
     plan = place_graph(graph, devices, cost_model, objective, memory_limit) if by_rule is None else None
     assigned = plan.vdevices if plan is not None else by_rule or {}
-    mod = _module(model, graph, build_function(graph, lambda node: assigned[node.name]))
+    mod = _module(model, graph, lambda node: assigned[node.name])
     placed, report = realize_vdevice(with_vdevices(mod, devices), insert_copies=True)
     return _with_reasons(placed, report, nodes, plan or rules or {})
 
 
-def _module(model: OnnxModel, graph: ImportedGraph, func: relax.Function) -> tvm.IRModule:
+def _module(model: OnnxModel, graph: ImportedGraph, device_of: DeviceOf | None = None) -> tvm.IRModule:
+    func = build_function(graph, device_of)
     names = {
         "global_symbol": "main",
         "num_input": len(func.params),
@@ -145,6 +145,8 @@ def _module(model: OnnxModel, graph: ImportedGraph, func: relax.Function) -> tvm
         names["tir_var_upper_bound"] = graph.bounds
     mod = graph.module.clone()
     mod["main"] = func.with_attrs(names)
+    for gv, loop in build_loops(graph, device_of).items():
+        mod[gv] = loop
     return mod
 
 

@@ -133,6 +133,20 @@ def analyzer_for(*values: Any) -> sym.Analyzer:
     return analyzer
 
 
+def common_shape(one: relax.TensorType, other: relax.TensorType, name: str) -> list[Any]:
+    """The sizes that two types of one rank share; where they differ, new symbolic sizes named ``<name>_d<axis>``.
+
+    A size that both have is known around both scopes: one that a scope finds itself has no equal in the other.
+    """
+    analyzer = sym.Analyzer()
+    shapes = [ty.shape.values if isinstance(ty.shape, relax.ShapeExpr) else [None] * ty.ndim for ty in (one, other)]
+    sizes: list[Any] = []
+    for axis, (a, b) in enumerate(zip(*shapes, strict=True)):
+        is_one = a is not None and b is not None and (a.same_as(b) or analyzer.can_prove_equal(a, b))
+        sizes.append(a if is_one else tirx.Var(f"{name}_d{axis}", "int64"))
+    return sizes
+
+
 def symbolic_divisors(value: Any) -> list[tvm.tirx.Expr]:
     """What an expression divides by that is no number."""
     found: list[tvm.tirx.Expr] = []

@@ -53,6 +53,7 @@ _PASSES: dict[str, str] = {
     "PinTransferred": ".lower.pin_transferred",
     "PlanMemoryPerDevice": ".lower.plan_memory",
     "NoteMemory": ".lower.note_memory",
+    "LowerLoopRows": ".lower.lower_loop_rows",
     "LowerPinnedStorage": ".lower.lower_pinned_storage",
 }
 """Each pass, and the module of this package that declares it: in the order of the pipeline, parts after the whole."""

@@ -92,16 +92,6 @@ def test_all_unsupported_ops_are_listed():
     )
 
 
-def test_loops_are_unsupported():
-    model = parser.parse_model("""
-        <ir_version: 9, opset_import: ["" : 17]>
-        g (int64 n, bool c, float[2] x) => (float[2] y) {
-            [loop] y = Loop(n, c, x) <body = b (int64 i, bool k, float[2] s) => (bool k2, float[2] s2) {
-                k2 = Identity(k) s2 = Relu(s) }>
-        }""")
-    refused(model, "'loop': Loop")
-
-
 def test_a_node_that_cannot_be_converted_is_named():
     model = simple([helper.make_node("MatMul", ["x", "x"], ["y"], name="/layer/product")])
     error = refused(model, "/layer/product", "MatMul")

@@ -29,6 +29,7 @@ from .cuda.machine_code import compile_kernels, imported
 from .llvm_kernels import ARGUMENT_ALIGNMENT, build_llvm, loosen_alignment
 from .parallel_codegen import Progress, build_in_parallel, cut
 from .reasons import reason
+from .tail_calls import emit, with_trips
 from .threads.worker_threads import with_launch_setters, worker_threads
 
 _EXTERNAL_CALLS = ("tirx.call_extern", "tirx.call_pure_extern")
@@ -68,7 +69,9 @@ def link(mod: tvm.IRModule, progress: Progress | None = None, folder: CacheFolde
     external = external_modules(mod)
     builder = relax.ExecBuilder()
     try:
+        mod, loops = with_trips(mod)
         rest = vm_build._vmcodegen(builder, mod)
+        emit(builder, loops)
     except Exception as error:  # as below
         raise BuildError(f"no bytecode can be made of this module: {reason(error)}") from error
     groups = group_by_target(rest, host_target)

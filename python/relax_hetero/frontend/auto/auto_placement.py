@@ -138,9 +138,9 @@ def place_graph(
     """Choose a device for every node of an imported ONNX graph."""
     model = _checked(cost_model, vdevices, objective)
     owners = imported.owners
-    graph = work_graph(
-        imported.params, imported.bindings, imported.outputs, lambda var: owners[var].name, model.symbolic_extent
-    )
+    loops = {loop.gv: loop.bindings for loop in imported.loops}
+    content = imported.params, imported.bindings, imported.outputs
+    graph = work_graph(*content, lambda var: owners[var].name, model.symbolic_extent, loops)
     return _plan(graph, vdevices, model, objective, memory_limit)
 
 

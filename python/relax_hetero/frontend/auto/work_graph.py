@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import tvm
 import tvm_ffi
@@ -49,6 +49,10 @@ _JOINING = frozenset(
 )  # fmt: skip
 
 NamesOf = Callable[[relax.Var], str]
+Loops: TypeAlias = "Mapping[tvm.ir.GlobalVar, Sequence[relax.Binding]]"
+
+_MOST_TRIPS = 2**32
+"""More are no limit: exporters write the largest number for loops that a condition ends."""
 
 
 class Work(NamedTuple):
@@ -115,6 +119,7 @@ def work_graph(
     outputs: Iterable[relax.Expr],
     name_of: NamesOf,
     symbolic_extent: int,
+    loops: Loops | None = None,
 ) -> WorkGraph:
     """Measure a function.
 
@@ -122,14 +127,16 @@ def work_graph(
     ----------
     params, bindings, outputs: Of the function; bindings in program order.
     name_of: Variable -> name; consecutive bindings of one name are one unit, whatever stands between them.
-    symbolic_extent: Size of a symbolic dimension.
+    symbolic_extent: Size of a symbolic dimension, and the trips of a loop whose number is not known.
+    loops: The bindings of functions that are loops; a call of one is a unit with everything in it.
     """
-    return _Measure(name_of, symbolic_extent).graph(params, bindings, outputs)
+    return _Measure(name_of, symbolic_extent, loops or {}).graph(params, bindings, outputs)
 
 
 class _Measure:
-    def __init__(self, name_of: NamesOf, symbolic_extent: int) -> None:
+    def __init__(self, name_of: NamesOf, symbolic_extent: int, loops: Loops) -> None:
         self._name_of = name_of
+        self._loops = loops
         self._extent = symbolic_extent
         self._units: list[WorkUnit] = []
         self._unit_of: dict[str, int] = {}
@@ -168,7 +175,7 @@ class _Measure:
             self._unit_of[name] = len(self._units)
             self._units.append(WorkUnit([name]))
         unit = self._unit_of[name]
-        for inner in _inner_bindings(binding.value):
+        for inner in _inner_bindings(binding.value, self._loops):
             inner_name = self._name_of(inner.var)
             if self._unit_of.setdefault(inner_name, unit) == unit and inner_name not in self._units[unit].names:
                 self._units[unit].names.append(inner_name)
@@ -185,8 +192,23 @@ class _Measure:
         def note(constant: tvm.ir.GenericConst) -> None:
             found[hash(constant.value)] = self._size(constant.ty)
 
-        tvm_ffi.structural_walk(value, (tvm.ir.GenericConst, note))
+        inside = self._body(value) if isinstance(value, relax.Call) else []
+        for each in (value, *(binding.value for binding in inside)):
+            tvm_ffi.structural_walk(each, (tvm.ir.GenericConst, note))
         return found
+
+    def _body(self, call: relax.Call) -> Sequence[relax.Binding]:
+        """The bindings of the loop that a call runs; none for other calls."""
+        return self._loops.get(call.op, ()) if isinstance(call.op, tvm.ir.GlobalVar) else ()
+
+    def _loop_work(self, call: relax.Call, body: Sequence[relax.Binding]) -> list[Work]:
+        """The work of all trips, as if each kernel did that of its trips at once."""
+        limit = call.args[1]
+        known = isinstance(limit, tvm.ir.GenericConst) and int(limit.value.numpy()) < _MOST_TRIPS
+        trips = int(limit.value.numpy()) if known else self._extent
+        once = _Measure(self._name_of, self._extent, {gv: own for gv, own in self._loops.items() if gv != call.op})
+        ops = [work for binding in body for work in once._work(binding.value)]
+        return [op._replace(flops=op.flops * trips, moved=op.moved * trips) for op in ops]
 
     def _windows(self, value: relax.Expr) -> float:
         """Bytes of a convolution's windows, where Winograd's form may take them; in branches none are."""
@@ -204,6 +226,8 @@ class _Measure:
                 for branch in (value.true_branch, value.false_branch)
             ]
             return max(branches, key=lambda ops: (sum(op.flops for op in ops), sum(op.moved for op in ops)))
+        if isinstance(value, relax.Call) and self._body(value):
+            return self._loop_work(value, self._body(value))
         name = _op_name(value) if isinstance(value, relax.Call) else ""
         if not isinstance(value, relax.Call) or self._size(value.ty) == 0 or name in _FREE:
             return []
@@ -275,9 +299,13 @@ def _bindings(expr: relax.Expr) -> Iterator[relax.Binding]:
             yield from block.bindings
 
 
-def _inner_bindings(value: relax.Expr) -> Iterator[relax.Binding]:
+def _inner_bindings(value: relax.Expr, loops: Loops) -> Iterator[relax.Binding]:
+    inside: list[relax.Binding] = []
     if isinstance(value, relax.If):
-        for branch in (value.true_branch, value.false_branch):
-            for binding in _bindings(branch):
-                yield binding
-                yield from _inner_bindings(binding.value)
+        inside = [binding for branch in (value.true_branch, value.false_branch) for binding in _bindings(branch)]
+    elif isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.GlobalVar) and value.op in loops:
+        inside = list(loops[value.op])
+        loops = {gv: body for gv, body in loops.items() if gv != value.op}  # its last binding is a call of itself
+    for binding in inside:
+        yield binding
+        yield from _inner_bindings(binding.value, loops)

@@ -300,7 +300,9 @@ def _copy_attributes(attributes: Iterable[onnx.AttributeProto], copies: object) 
         if attribute.type not in _GRAPHS and attribute.type not in _TENSORS:
             copy.CopyFrom(attribute)
             continue
-        copy.name, copy.type, copy.ref_attr_name = attribute.name, attribute.type, attribute.ref_attr_name
+        copy.name, copy.type = attribute.name, attribute.type
+        if attribute.ref_attr_name:  # the checker takes an empty one for a reference
+            copy.ref_attr_name = attribute.ref_attr_name
         if attribute.HasField("sparse_tensor"):  # checked where it is read
             copy.sparse_tensor.dims.append(1)
             _copy_tensor(onnx.TensorProto(data_type=onnx.TensorProto.FLOAT), copy.sparse_tensor.values)

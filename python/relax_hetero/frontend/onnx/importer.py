@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,19 @@ from ...target.element_types import bytes_for
 from ..import_limits import MAX_RANK, Budget, ImportLimits, budget, spending
 from ..ops.node import Node, array_of
 from ..ops.required_sizes import computed_sizes
+from ..ops.table import expansion_with_graphs
 from ..symbolic_sizes import Bounds, SizeIsBounded, known_bounds
 from .check_model import STANDARD_DOMAINS
 from .constants import FOLDED_OPS, fold_node, make_const
+from .control_flow.branches import convert_if
+from .control_flow.loop_nodes import convert_loop, convert_scan
+from .control_flow.open_sequences import is_sequence
+from .control_flow.sequence_maps import convert_sequence_map
+from .control_flow.subgraphs import ImportedLoop
 from .functions import body_of_call, function_of, function_table
 from .inputs import Shapes, graph_inputs
 from .model import ModelSource, OnnxModel, load_model, opset_in
-from .node_names import NodeInfo, name_nodes
+from .node_names import NodeInfo, inner_names, name_nodes
 from .support import SEQUENCE_OPS, check_supported, find_converter, takes_shapes
 from .tvm_messages import reason
 
@@ -48,6 +54,7 @@ class ImportedGraph:
     owners: Variable of a binding -> the node it came from, in branches too.
     results: Node -> the variables of its outputs, the first one taking the node's name.
     bounds: The most that symbolic sizes may be for the model to work.
+    loops: The functions that loops became.
     """
 
     module: tvm.IRModule
@@ -58,6 +65,7 @@ class ImportedGraph:
     owners: dict[relax.Var, NodeInfo]
     results: dict[NodeInfo, list[relax.Var]]
     bounds: dict[str, int]
+    loops: list[ImportedLoop] = field(default_factory=list)
 
 
 def import_onnx(
@@ -98,6 +106,12 @@ def import_graph(model: OnnxModel, nodes: list[NodeInfo], inputs: Mapping[str, r
     )
 
 
+def require_outputs(node: onnx.NodeProto, info: NodeInfo, found: int) -> None:
+    """FrontendError if a node has more outputs than there are values for."""
+    if len(node.output) > found:
+        raise FrontendError(f"node {info} has {len(node.output)} outputs, but makes {found}")
+
+
 def static_bytes(ty: tvm.ir.Type) -> int:
     """Bytes of a value of this type, those of symbolic and unknown extents left out."""
     if isinstance(ty, tvm.ir.TupleType):
@@ -123,29 +137,57 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
         self._tensors = model.tensors
         self._functions = function_table(model.proto)
         self._makers: dict[str, NodeInfo] = {}
-        self._known: set[relax.Var] = set()
+        self.known: dict[relax.Var, relax.Binding] = {}
         self._packed: set[relax.Var] = set()  # of these, weights that products read in 4 bits
         self._owners: dict[relax.Var, NodeInfo] = {}
         self._results: dict[NodeInfo, list[relax.Var]] = {}
+        self.loops: list[ImportedLoop] = []
 
     def run(self, nodes: list[NodeInfo], inputs: Mapping[str, relax.Var], bounds: Bounds) -> ImportedGraph:
         """Convert the whole graph; once per importer."""
         graph, params = self._graph, list(inputs.values())
         self._add_initializers(graph)
         self._nodes.update(inputs)
+        self._nodes.update(
+            (info.name, stock._EmptyOptional(info.type.optional_type.elem_type))
+            for info in graph.input
+            if info.type.HasField("optional_type") and info.name not in inputs
+        )
         # Shape variables of the parameters have to be in scope, or inference forgets shapes that mention them.
         self.bb.begin_scope(params)
         try:
-            with self._block() as bindings:
+            with self._collected() as bindings:
                 self._convert_nodes(graph.node, nodes)
                 outputs = [self._graph_output(output.name) for output in graph.output]
         finally:
             self.bb.end_scope()
         most = {size.name: bound for size, bound in bounds.items()}
-        return ImportedGraph(self.bb.get(), list(inputs), params, bindings, outputs, self._owners, self._results, most)
+        return ImportedGraph(
+            self.bb.get(), list(inputs), params, bindings, outputs, self._owners, self._results, most, self.loops
+        )
 
     @contextmanager
-    def _block(self) -> Iterator[list[relax.Binding]]:
+    def block(self, info: NodeInfo) -> Iterator[list[relax.Binding]]:
+        """`_collected`; the node owns the bindings, unless a node inside it does."""
+        with self._collected() as bindings:
+            yield bindings
+        for binding in bindings:
+            self._own(binding, info)
+
+    @contextmanager
+    def trial(self) -> Iterator[Callable[[], None]]:
+        """Forget, when left, which nodes own the bindings made inside, unless what this yields was called."""
+        owners, loops, kept = len(self._owners), len(self.loops), [False]
+        try:
+            yield lambda: kept.append(True)
+        finally:
+            if not kept[-1]:
+                del self.loops[loops:]
+                while len(self._owners) > owners:
+                    self._owners.popitem()
+
+    @contextmanager
+    def _collected(self) -> Iterator[list[relax.Binding]]:
         """Collect what is emitted inside into the list this yields, complete once the block is left."""
         bindings: list[relax.Binding] = []
         self.bb._begin_binding_block()
@@ -161,7 +203,7 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
     def _convert_nodes(self, protos: Iterable[onnx.NodeProto], nodes: list[NodeInfo]) -> None:
         for node, info in zip(protos, nodes, strict=True):
             try:
-                with self._block() as bindings, warnings.catch_warnings():
+                with self._collected() as bindings, warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     self._convert_node(node, info)
             except FrontendError:
@@ -170,15 +212,18 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
                 raise FrontendError(
                     f"node {info} of opset {self.opset} cannot be imported: {type(error).__name__}: {reason(error)}"
                 ) from error
-            self._adopt(bindings, info)
+            self.adopt(bindings, info)
 
-    def _adopt(self, bindings: list[relax.Binding], info: NodeInfo) -> None:
+    def adopt(self, bindings: list[relax.Binding], info: NodeInfo) -> None:
         """Emit bindings again where the builder stands; a node owns them unless an inner node does."""
         for binding in bindings:
-            if binding.var not in self._owners:
-                self._owners[binding.var] = info
-                self._note_known(binding, info)
+            self._own(binding, info)
             self.bb.emit_normalized(binding)
+
+    def _own(self, binding: relax.Binding, info: NodeInfo) -> None:
+        if binding.var not in self._owners:
+            self._owners[binding.var] = info
+            self._note_known(binding, info)
 
     def _note_known(self, binding: relax.Binding, info: NodeInfo) -> None:
         """Count what is computed from constants only: the compiler evaluates it."""
@@ -186,7 +231,7 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
         if isinstance(binding.var.ty, relax.TensorType) and binding.var.ty.ndim > MAX_RANK:
             raise FrontendError(f"node {info} makes {binding.var.ty.ndim} dimensions, expected at most {MAX_RANK}")
         if isinstance(binding, relax.VarBinding) and self._is_known(binding.value):
-            self._known.add(binding.var)
+            self.known[binding.var] = binding
             if self._stays_packed(binding.value):
                 self._packed.add(binding.var)
             else:
@@ -202,9 +247,10 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
 
     def _is_known(self, value: Any) -> bool:
         if isinstance(value, relax.Call):
-            return not tvm.ir.is_prim_expr(value) and all(map(self._is_known, value.args))
+            is_op = isinstance(value.op, tvm.ir.Op) and not tvm.ir.is_prim_expr(value)
+            return is_op and all(map(self._is_known, value.args))
         if isinstance(value, relax.Var):
-            return value in self._known
+            return value in self.known
         if isinstance(value, relax.Tuple):
             return all(map(self._is_known, value.fields))
         if isinstance(value, relax.TupleGetItem):
@@ -223,7 +269,15 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
         if function_of(node, self._functions) is not None:
             self._nodes.update(self._call_function(node, info, operands))
             return
-        value = self._if(node, info, operands[0]) if node.op_type == "If" else self._convert(node, info, operands)
+        control = self._control_flow(node, info, list(operands)) if node.domain in STANDARD_DOMAINS else None
+        if control is not None:
+            require_outputs(node, info, len(control))
+            bound = {name: self._bind(result) for name, result in zip(node.output, control, strict=False) if name}
+            self._results[info] = [result for result in bound.values() if isinstance(result, relax.Var)]
+            self._nodes.update(bound)
+            return
+        expanded = self._expanded(node, info, operands) if node.domain in STANDARD_DOMAINS else None
+        value = self._convert(node, info, operands) if expanded is None else expanded
         results = self._results_of(node, info, value)
         self._results[info] = [result for result in results.values() if isinstance(result, relax.Var)]
         self._nodes.update(results)
@@ -265,12 +319,33 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
             self._nodes, self.opset = outer, outer_opset
         return {name: result for name, result in zip(node.output, results, strict=False) if name}
 
+    def _expanded(self, node: onnx.NodeProto, info: NodeInfo, operands: list[Any]) -> relax.Expr | None:
+        """The outputs of an op that ONNX defines by nodes with graphs in them; None for others. It stays one node."""
+        attributes = self._parse_attr(node.attribute)
+        outer_node = Node(node.op_type, info.name, self.opset, self.bb, operands, attributes, len(node.output))
+        found = expansion_with_graphs(outer_node)
+        if found is None:
+            return None
+        body, call = found
+        nodes = body_of_call(body, call)
+        outer, outer_opset, owners = self._nodes, self.opset, len(self._owners)
+        self._nodes = dict(zip(body.input, (*operands, *[None] * len(body.input)), strict=False))
+        self.opset = opset_in(body.opset_import)
+        try:
+            self._convert_nodes(nodes, inner_names(nodes, f"{info.name}/"))
+            values = [self.as_tensor(self._nodes[name]) for name in body.output[: len(node.output)]]
+        finally:
+            self._nodes, self.opset = outer, outer_opset
+        for var in list(self._owners)[owners:]:
+            self._owners[var] = info
+        return relax.Tuple(values) if len(values) > 1 else values[0]
+
     def _convert(self, node: onnx.NodeProto, info: NodeInfo, operands: list[Any]) -> Any:
         converter = find_converter(node.domain, node.op_type)
         if not takes_shapes(node.domain, node.op_type):
             for index, operand in enumerate(operands):
                 if isinstance(operand, relax.Expr) and isinstance(operand.ty, relax.ShapeType):
-                    operands[index] = self._as_tensor(operand)
+                    operands[index] = self.as_tensor(operand)
         attributes = self._parse_attr(node.attribute)
         attributes["tvm_custom"] = {"name": info.name, "num_outputs": len(node.output)}
         convert = converter.get_converter(self.opset)
@@ -288,7 +363,7 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
             value = relax.Tuple(list(value))
         if not isinstance(value, relax.Expr):
             return {node.output[0]: value}  # stock TVM's marker of an empty optional
-        is_sequence = node.op_type in SEQUENCE_OPS or (node.op_type == "If" and len(node.output) == 1)
+        is_sequence = node.op_type in SEQUENCE_OPS
         if is_sequence or not isinstance(value.ty, tvm.ir.TupleType):
             fields = [value]
         elif isinstance(value, relax.Tuple):
@@ -300,7 +375,9 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
             raise FrontendError(f"node {info} has {len(node.output)} outputs, but TVM's converter makes {len(fields)}")
         return {name: self._bind(field) for name, field in zip(node.output, fields, strict=False) if name}
 
-    def _bind(self, value: relax.Expr) -> relax.Expr:
+    def _bind(self, value: Any) -> Any:
+        if not isinstance(value, relax.Expr):
+            return value  # an empty optional, or a sequence whose length only a call knows
         if isinstance(value, relax.Tuple):
             return relax.Tuple([self._bind(field) for field in value.fields])
         if isinstance(value, relax.ShapeExpr):
@@ -311,48 +388,52 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
             return value
         return self.bb.emit(value)
 
-    def _if(self, node: onnx.NodeProto, info: NodeInfo, condition: relax.Expr) -> relax.Expr:
-        branches = {attribute.name: attribute.g for attribute in node.attribute}
-        if isinstance(condition, tvm.ir.GenericConst):
-            taken = "then_branch" if bool(condition.value.numpy().all()) else "else_branch"
-            return self._branch(branches[taken], info.subgraphs[taken])
-        if isinstance(condition.ty, relax.TensorType) and condition.ty.ndim != 0:
-            condition = self.bb.emit(relax.op.reshape(condition, ()))
-        then, other = (
-            self._branch_sequence(branches[name], info.subgraphs[name]) for name in ("then_branch", "else_branch")
-        )
-        return self.bb.emit(relax.If(condition, then, other))
+    def _control_flow(self, node: onnx.NodeProto, info: NodeInfo, operands: list[Any]) -> list[Any] | None:
+        """The outputs of a node with graphs in it; None for any other."""
+        if node.op_type == "If":
+            return convert_if(self, node, info, operands[0] if operands else None)
+        if node.op_type == "Loop":
+            return convert_loop(self, node, info, operands)
+        if node.op_type == "SequenceMap":
+            return convert_sequence_map(self, node, info, operands)
+        return convert_scan(self, node, info, operands, self.opset) if node.op_type == "Scan" else None
 
-    def _branch_sequence(self, graph: onnx.GraphProto, nodes: list[NodeInfo]) -> relax.SeqExpr:
-        with self._block() as bindings:
-            result = self._branch(graph, nodes)
-        return relax.SeqExpr([relax.BindingBlock(bindings)], result)
-
-    def _branch(self, graph: onnx.GraphProto, nodes: list[NodeInfo]) -> relax.Expr:
-        """Convert a branch where the builder stands; values of the graph around it stay visible."""
+    def graph_values(self, graph: onnx.GraphProto, nodes: list[NodeInfo], given: Mapping[str, Any]) -> list[Any]:
+        """Convert a graph where the builder stands; values around it stay visible, and it is given its inputs."""
         outer = dict(self._nodes)
         try:
             self._add_initializers(graph)
+            self._nodes.update(given)
             self._convert_nodes(graph.node, nodes)
-            outputs = [self._graph_output(output.name) for output in graph.output]
+            return [self._value(output.name) for output in graph.output]
         finally:
             self._nodes = outer
-        return outputs[0] if len(outputs) == 1 else relax.Tuple(outputs)
 
-    def _graph_output(self, name: str) -> relax.Expr:
+    def _value(self, name: str) -> Any:
         value = self._nodes.get(name)
         if value is None:
             raise FrontendError(f"the graph output {name!r} is made by no node, input or initializer")
+        return value
+
+    def _graph_output(self, name: str) -> relax.Expr:
+        value = self._value(name)
         if not isinstance(value, relax.Expr):
-            raise FrontendError(f"the graph output {name!r} is an empty optional, which Relax has no value for")
-        with self._block() as bindings:
-            tensor = self._as_tensor(value)
+            kind = "a sequence whose length only a call knows" if is_sequence(value) else "an empty optional"
+            raise FrontendError(f"the graph output {name!r} is {kind}, which Relax has no value for")
+        with self._collected() as bindings:
+            tensor = self.as_tensor(value)
         if bindings:
-            self._adopt(bindings, self._makers[name])
+            self.adopt(bindings, self._makers[name])
         return tensor
 
-    def _as_tensor(self, value: relax.Expr) -> relax.Expr:
+    def value(self, name: str) -> Any:
+        """The value of that name where the walk stands; None if there is none."""
+        return self._nodes.get(name)
+
+    def as_tensor(self, value: Any) -> Any:
         """A shape or a symbolic number as the int64 tensor it stands for in ONNX; other values as they are."""
+        if not isinstance(value, relax.Expr):
+            return value  # stock TVM's marker of an empty optional
         if isinstance(value.ty, relax.ShapeType):
             return self.bb.emit(relax.op.shape_to_tensor(value))
         if tvm.ir.is_prim_expr(value):

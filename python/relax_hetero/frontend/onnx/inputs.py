@@ -6,9 +6,10 @@ import ast
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import onnx
+import tvm
 from tvm import relax, tirx
 
 from ...errors import FrontendError
@@ -16,7 +17,7 @@ from ..import_limits import MAX_RANK
 from .node_names import variable_name
 
 # `shapes=`: dimensions per input, or the value of a named dimension.
-Shapes: TypeAlias = "Mapping[str, Sequence[int | str | None] | int]"
+Shapes: TypeAlias = "Mapping[str, Sequence[int | str | None] | int | Sequence[Sequence[int | str | None]] | None]"
 _Dim: TypeAlias = "int | str | None"
 
 _LARGEST_SIZE = 2**63 - 1
@@ -39,28 +40,90 @@ def graph_inputs(graph: onnx.GraphProto, shapes: Shapes | None) -> dict[str, rel
     Parameters
     ----------
     shapes: ``{"input": [1, 128]}`` gives an input's shape (an entry of None keeps the model's dimension, a string names
-        a symbolic one); ``{"batch": 1}`` gives a named dimension its value wherever it occurs.
+        a symbolic one); ``{"batch": 1}`` gives a named dimension its value wherever it occurs. ``{"list": [[2], [3]]}``
+        gives the shape of each tensor of a sequence; ``{"extra": None}`` says that an optional input is empty.
 
     Returns
     -------
     inputs: ONNX name -> variable of that name, as far as TVMScript can read it. Dimensions of one name share one
-        symbolic variable; nameless ones get their own, ``<input>_d<axis>``.
+        symbolic variable; nameless ones get their own, ``<input>_d<axis>``. A sequence is a tuple; optionals that are
+        empty are no parameters.
 
     Raises
     ------
-    FrontendError: If an input is no tensor, or `shapes` names an input or a dimension that the model lacks, or
-        contradicts the model or itself.
+    FrontendError: If an input is a sequence of unknown length or of another type, or `shapes` names an input or a
+        dimension that the model lacks, or contradicts the model or itself.
     """
     if shapes is not None and not isinstance(shapes, Mapping):
         raise FrontendError(f"shapes is {shapes!r}; expected a mapping of inputs or named dimensions to sizes")
     weights = {tensor.name for tensor in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
-    infos = [info for info in graph.input if info.name not in weights]
+    given: dict[str, Any] = dict(shapes or {})
+    infos, sequences = _opened([info for info in graph.input if info.name not in weights], given)
     dims = {info.name: _declared_dims(info) for info in infos}
-    pinned = _apply_shapes(dims, dict(shapes or {}))
+    pinned = _apply_shapes(dims, given)
     symbols = _Symbols(pinned, {dim for shape in dims.values() for dim in shape or () if isinstance(dim, str)})
     for name in pinned:
         symbols.value(name)  # an expression that is given a size has to come to it
-    return {info.name: _parameter(info, dims[info.name], symbols) for info in infos}
+    tensors = {info.name: _parameter(info, dims[info.name], symbols) for info in infos}
+    return _with_sequences(tensors, sequences, [info.name for info in graph.input])
+
+
+def _opened(
+    infos: list[onnx.ValueInfoProto], given: dict[str, Any]
+) -> tuple[list[onnx.ValueInfoProto], dict[str, list[str]]]:
+    """Inputs as tensors: an optional as what it holds, and a sequence as its elements, whose shapes `given` holds.
+
+    Returns
+    -------
+    tensors: `given` has the shape of each element afterwards, and no entry for sequences and empty optionals.
+    sequences: Name of a sequence -> names of its elements. Optionals that are empty are in neither.
+    """
+    tensors: list[onnx.ValueInfoProto] = []
+    sequences: dict[str, list[str]] = {}
+    for info in infos:
+        ty, is_optional = info.type, info.type.HasField("optional_type")
+        if is_optional:
+            if info.name in given and given[info.name] is None:
+                del given[info.name]
+                continue
+            ty = ty.optional_type.elem_type
+        if not ty.HasField("sequence_type"):
+            tensors.append(onnx.ValueInfoProto(name=info.name, type=ty))
+            continue
+        elements = given.pop(info.name, None)
+        if not _is_list(elements) or not all(map(_is_list, elements)):
+            raise FrontendError(
+                f"input {info.name!r} is a sequence, whose length must be known at import: give the shapes of its "
+                f"tensors, such as shapes={{{info.name!r}: [[2, 3], [4, 3]]}}, found {elements!r}"
+            )
+        sequences[info.name] = [f"{info.name}_{index}" for index in range(len(elements))]
+        for name, shape in zip(sequences[info.name], elements, strict=True):
+            if name in given or any(name == other.name for other in infos):
+                raise FrontendError(f"element {name!r} of the sequence {info.name!r} has the name of another input")
+            element = onnx.ValueInfoProto(name=name, type=ty.sequence_type.elem_type)
+            for dim in element.type.tensor_type.shape.dim:
+                dim.ClearField("dim_param")  # elements of one sequence may differ in the dimensions that have names
+            tensors.append(element)
+            given[name] = shape
+    return tensors, sequences
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _with_sequences(
+    tensors: dict[str, relax.Var], sequences: Mapping[str, Sequence[str]], order: Sequence[str]
+) -> dict[str, relax.Var]:
+    """The parameters in the model's order, a tuple for each sequence."""
+    found: dict[str, relax.Var] = {}
+    for name in order:
+        if name in sequences:
+            ty = tvm.ir.TupleType([tensors[element].ty for element in sequences[name]])
+            found[name] = relax.Var(variable_name(name), ty)
+        elif name in tensors:
+            found[name] = tensors[name]
+    return found
 
 
 def _declared_dims(info: onnx.ValueInfoProto) -> list[_Dim] | None:
@@ -69,7 +132,7 @@ def _declared_dims(info: onnx.ValueInfoProto) -> list[_Dim] | None:
     if kind != "tensor_type":
         raise FrontendError(
             f"input {info.name!r} is a {(kind or 'value without type').removesuffix('_type')}; "
-            "only tensors can be inputs"
+            "only tensors, sequences of them and optionals can be inputs"
         )
     if not info.type.tensor_type.HasField("shape"):
         return None

@@ -9,6 +9,8 @@ import tvm
 from tvm import relax
 
 from ...op.require import is_requirement
+from ...transform.ir.rewriting import with_own_sizes
+from .control_flow.subgraphs import ImportedLoop
 from .importer import ImportedGraph
 from .node_names import NodeInfo, variable_name
 
@@ -32,6 +34,11 @@ def build_function(imported: ImportedGraph, device_of: DeviceOf | None = None) -
     return _Rebuild(imported, device_of).function()
 
 
+def build_loops(imported: ImportedGraph, device_of: DeviceOf | None = None) -> dict[tvm.ir.GlobalVar, relax.Function]:
+    """The private functions of an imported graph's loops; as `build_function`."""
+    return {loop.gv: _Rebuild(imported, device_of).loop(loop) for loop in imported.loops}
+
+
 class _Rebuild:
     """Copies bindings with new variables; types are those that were inferred, on the node's device.
 
@@ -45,6 +52,7 @@ class _Rebuild:
         self._vars: dict[relax.Var, relax.Var] = {}
 
     def function(self) -> relax.Function:
+        """The function of the graph."""
         imported = self._imported
         outputs = imported.outputs
         # A sequence is a tuple itself: alone, it would look like several outputs.
@@ -52,6 +60,13 @@ class _Rebuild:
         result = outputs[0] if is_alone else relax.Tuple(outputs)
         body = self._sequence(imported.bindings, result)
         return relax.Function(imported.params, body, body.body.ty, True)
+
+    def loop(self, loop: ImportedLoop) -> relax.Function:
+        """The function of a loop; its parameters have no devices."""
+        self._vars = {var: relax.Var(var.name, var.ty) for var in loop.captured}
+        sizes = [relax.Var("sizes", relax.ShapeType(loop.sizes))] if loop.sizes else []
+        params = [*loop.params, *self._vars.values(), *sizes]
+        return with_own_sizes(relax.Function(params, self._sequence(loop.bindings, loop.result), loop.gv.ty.ret, True))
 
     def _sequence(self, bindings: Iterable[relax.Binding], result: relax.Expr) -> relax.SeqExpr:
         """Bindings cut into dataflow blocks at each one that stands alone."""

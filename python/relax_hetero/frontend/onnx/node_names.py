@@ -59,6 +59,16 @@ def walk_nodes(nodes: list[NodeInfo]) -> Iterator[NodeInfo]:
             yield from walk_nodes(inner)
 
 
+def inner_names(nodes: Iterable[onnx.NodeProto], prefix: str) -> list[NodeInfo]:
+    """Names for the nodes of a body by which ONNX defines an op: nobody else knows them."""
+    found = []
+    for index, node in enumerate(nodes):
+        name = f"{prefix}{node.op_type}_{index}"
+        inner = {key: inner_names(graph.node, f"{name}/{key}/") for key, graph in subgraphs_of(node)}
+        found.append(NodeInfo(name, (), node.op_type, node.domain, node.overload, inner))
+    return found
+
+
 def variable_name(name: str) -> str:
     """The name itself, or with "_" before it where TVMScript could not read it back ("1", "if", "main")."""
     is_readable = name[:1].isidentifier() or not (name[:1].isalnum() or name == "")

@@ -30,7 +30,7 @@ _LIKE_STANDARD = frozenset({"DequantizeLinear", "QuantizeLinear"})
 _ONLY_MICROSOFT = _MICROSOFT_OPS - {"Gelu"}
 
 # The importer converts these itself.
-_OWN_OPS = frozenset({"If", "Constant"})
+_OWN_OPS = frozenset({"Constant", "If", "Loop", "Scan", "SequenceMap"})
 
 # Stock converters that take a shape (a list of symbolic sizes) where ONNX has a tensor of integers.
 _TAKES_SHAPES = frozenset(

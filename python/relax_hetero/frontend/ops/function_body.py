@@ -65,6 +65,24 @@ def expand(node: Node, convert: ConvertNode) -> relax.Expr:
     return outputs[0] if len(outputs) == 1 else relax.Tuple([node.builder.normalize(value) for value in outputs])
 
 
+def body_with_graphs(node: Node) -> tuple[onnx.FunctionProto, onnx.NodeProto] | None:
+    """The body of an op, and the call of it with all its attributes, if nodes of the body have graphs in them.
+
+    Only the importer converts such nodes.
+    """
+    if not has_body(node.op_type, node.opset):
+        return None
+    body, call = _body(node), node.proto()
+    if not any(attribute.HasField("g") for inner in body.node for attribute in inner.attribute):
+        return None
+    given = {attribute.name for attribute in call.attribute}
+    for name, attribute in _schema(node.op_type, node.opset).attributes.items():
+        if name not in given and attribute.default_value.type != onnx.AttributeProto.UNDEFINED:
+            call.attribute.append(attribute.default_value)
+            call.attribute[-1].name = name
+    return body, call
+
+
 def _item(node: Node, result: relax.Expr, index: int) -> relax.Expr:
     if isinstance(result, relax.Tuple):
         return result.fields[index]

@@ -1,13 +1,39 @@
-"""Sequences of tensors whose length is known at import: they become Relax tuples, and mostly vanish."""
+"""Sequences of tensors: of a length known at import, Relax tuples that mostly vanish; else one tensor of equal ones."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 import tvm
 from tvm import relax
 
-from .node import Node, const
+from ..symbolic_sizes import common_shape
+from .node import Node, const, dtype_of
 from .slicing import cut
-from .table import converts
+from .table import convert_node, converts
+
+
+@dataclass(frozen=True)
+class LongSequence:
+    """A sequence whose length only a call knows: `stacked.shape[0]` equal tensors, along the first axis of one."""
+
+    stacked: relax.Expr
+
+
+@dataclass(frozen=True)
+class GrowingSequence:
+    """A sequence that a trip of a loop takes, and the tensors that the trip appended to it.
+
+    Attributes
+    ----------
+    begin: Tells it from other sequences of the trip.
+    """
+
+    appended: tuple[relax.Expr, ...] = ()
+    begin: object = field(default_factory=object)
 
 
 def _items(node: Node, index: int = 0) -> list[relax.Expr]:
@@ -18,6 +44,8 @@ def _items(node: Node, index: int = 0) -> list[relax.Expr]:
     FrontendError: if the input is not a sequence of known length.
     """
     value = node.inputs[index] if node.has(index) else None
+    if isinstance(value, (LongSequence, GrowingSequence)):
+        raise node.refusal("of a sequence whose length only a call knows cannot be imported")
     if isinstance(value, relax.Tuple):
         return list(value.fields)
     if isinstance(value, relax.Expr):
@@ -40,6 +68,46 @@ def _position(node: Node, index: int, default: int, low: int, high: int) -> int:
     return position
 
 
+def _computed_position(node: Node, index: int, low: int, high: int) -> relax.Expr:
+    """A position that only a call knows, counted from the front: its scalar; the call fails unless low <= it <= high.
+
+    Parameters
+    ----------
+    low: Minus the number of tensors, from which positions count that are negative.
+    """
+    if low > high:
+        raise node.refusal("takes a tensor of an empty sequence")
+    given = node.tensor(index)
+    position = node.emit(relax.op.astype(node.emit(relax.op.reshape(given, ())), "int64"))
+    # From 0 on, as an index of a table of all positions that there are; any other is beyond its end.
+    count = high - low + 1
+    shifted = node.emit(relax.op.subtract(position, const(low, "int64")))
+    is_before = node.emit(relax.op.less(shifted, const(0, "int64")))
+    place = node.emit(relax.op.where(is_before, const(count, "int64"), shifted))
+    table = np.array([at if at >= 0 else at - low for at in range(low, high + 1)], "int64")
+    return convert_node(node.as_op("Gather", [const(table), place], axis=0))
+
+
+def _chosen(node: Node, condition: relax.Expr, one: relax.Expr, other: relax.Expr) -> relax.Expr:
+    """One of two tensors of one rank, by a condition that only a call knows."""
+    if dtype_of(one) != dtype_of(other) or node.rank(one) != node.rank(other):
+        raise node.refusal("has a position that is computed when the model runs, and tensors of different types")
+    sizes = common_shape(one.ty, other.ty, "element")
+    branches = (relax.SeqExpr([], value) for value in (one, other))
+    result = node.emit(relax.If(condition, *branches))
+    if isinstance(result.ty.shape, relax.ShapeExpr):
+        return result
+    return node.builder.match_cast(result, relax.TensorType(sizes, dtype_of(one)))
+
+
+def _compared(node: Node, operation: Callable[..., relax.Expr], position: relax.Expr, number: int) -> relax.Expr:
+    return node.emit(operation(position, const(number, "int64")))
+
+
+def _is_computed(node: Node, index: int) -> bool:
+    return node.has(index) and node.constant(index) is None
+
+
 @converts("SequenceConstruct")
 def sequence_construct(node: Node) -> relax.Expr:
     """The inputs, in order."""
@@ -53,9 +121,24 @@ def sequence_empty(node: Node) -> relax.Expr:
 
 
 @converts("SequenceInsert")
-def sequence_insert(node: Node) -> relax.Expr:
+def sequence_insert(node: Node) -> Any:
     """A tensor put before the element at a position, by default at the end."""
+    sequence = node.inputs[0] if node.has(0) else None
+    if isinstance(sequence, GrowingSequence) and not node.has(2):
+        return GrowingSequence((*sequence.appended, node.tensor(1)), sequence.begin)
+    if isinstance(sequence, LongSequence) and not node.has(2):
+        row = node.emit(relax.op.expand_dims(node.tensor(1), 0))
+        return LongSequence(node.emit(relax.op.concat([sequence.stacked, row], 0)))
     items = _items(node)
+    if _is_computed(node, 2):
+        place = _computed_position(node, 2, -len(items), len(items))
+        new = node.tensor(1)
+        moved = [_compared(node, relax.op.greater, place, i) for i in range(len(items))]
+        # The tensor before which it is put, and those behind, move on by one.
+        is_end = [_compared(node, relax.op.equal, place, i + 1) for i in range(len(items))]
+        shifted = [new, *(_chosen(node, here, new, item) for here, item in zip(is_end, items, strict=True))]
+        kept = [_chosen(node, moved[i], items[i], shifted[i]) for i in range(len(items))]
+        return relax.Tuple([*kept, shifted[-1]])
     position = _position(node, 2, len(items), -len(items), len(items))
     items.insert(position, node.tensor(1))
     return relax.Tuple(items)
@@ -65,6 +148,10 @@ def sequence_insert(node: Node) -> relax.Expr:
 def sequence_erase(node: Node) -> relax.Expr:
     """The element at a position, by default the last, taken out."""
     items = _items(node)
+    if _is_computed(node, 1):
+        place = _computed_position(node, 1, -len(items), len(items) - 1)
+        pairs = enumerate(zip(items, items[1:], strict=False))
+        return relax.Tuple([_chosen(node, _compared(node, relax.op.greater, place, i), a, b) for i, (a, b) in pairs])
     del items[_position(node, 1, -1, -len(items), len(items) - 1)]
     return relax.Tuple(items)
 
@@ -72,19 +159,32 @@ def sequence_erase(node: Node) -> relax.Expr:
 @converts("SequenceAt")
 def sequence_at(node: Node) -> relax.Expr:
     """The element at a position."""
+    if node.has(0) and isinstance(node.inputs[0], LongSequence):
+        return convert_node(node.as_op("Gather", [node.inputs[0].stacked, node.inputs[1]], axis=0))
     items = _items(node)
+    if _is_computed(node, 1):
+        place = _computed_position(node, 1, -len(items), len(items) - 1)
+        found = items[-1]
+        for i in reversed(range(len(items) - 1)):
+            found = _chosen(node, _compared(node, relax.op.equal, place, i), items[i], found)
+        return found
     return items[_position(node, 1, 0, -len(items), len(items) - 1)]
 
 
 @converts("SequenceLength")
 def sequence_length(node: Node) -> relax.Expr:
     """How many tensors there are."""
+    if node.has(0) and isinstance(node.inputs[0], LongSequence):
+        (size, *_) = node.shape(node.inputs[0].stacked)
+        return const(size, "int64") if isinstance(size, int) else size
     return const(len(_items(node)), "int64")
 
 
 @converts("ConcatFromSequence")
 def concat_from_sequence(node: Node) -> relax.Expr:
     """The tensors side by side along an axis, or along a new one."""
+    if node.has(0) and isinstance(node.inputs[0], LongSequence):
+        return _joined(node, node.inputs[0].stacked)
     items = _items(node)
     if not items:
         raise node.refusal("joins an empty sequence")
@@ -94,13 +194,32 @@ def concat_from_sequence(node: Node) -> relax.Expr:
     return node.emit(relax.op.concat(items, axis=axis))
 
 
+def _joined(node: Node, stacked: relax.Expr) -> relax.Expr:
+    """The tensors along a first axis side by side along another one, or along a new one."""
+    rank, is_new = node.rank(stacked), bool(node.attribute("new_axis", 0))
+    axis = node.axis(node.attribute("axis"), rank if is_new else rank - 1)
+    order = [*range(1, axis + 1), 0, *range(axis + 1, rank)]
+    moved = node.emit(relax.op.permute_dims(stacked, order)) if axis else stacked
+    if is_new:
+        return moved
+    dims: list[Any] = node.shape(moved)
+    joined = [*dims[:axis], dims[axis] * dims[axis + 1], *dims[axis + 2 :]]
+    return node.emit(relax.op.reshape(moved, relax.ShapeExpr(joined)))
+
+
 @converts("SplitToSequence")
-def split_to_sequence(node: Node) -> relax.Expr:
+def split_to_sequence(node: Node) -> Any:
     """Parts of an axis: of one size, the last one then possibly smaller, or of given sizes; else single elements."""
     data = node.tensor(0)
     rank = node.rank(data)
     axis = node.axis(node.attribute("axis", 0), rank)
     size = node.shape(data)[axis]
+    if not isinstance(size, int) and not node.has(1):
+        order = [axis, *(i for i in range(rank) if i != axis)]
+        stacked = node.emit(relax.op.permute_dims(data, order)) if axis else data
+        return LongSequence(
+            node.emit(relax.op.expand_dims(stacked, axis + 1)) if node.attribute("keepdims", 1) else stacked
+        )
     if not isinstance(size, int):
         raise node.refusal("splits a symbolic dimension; give its size with shapes=")
     if not node.has(1):
@@ -131,4 +250,4 @@ def split_to_sequence(node: Node) -> relax.Expr:
 @converts("OptionalHasElement")
 def optional_has_element(node: Node) -> relax.Expr:
     """Whether there is a value: known at import, as an empty optional is never made when the model runs."""
-    return const(node.has(0) and isinstance(node.inputs[0], relax.Expr))
+    return const(node.has(0) and isinstance(node.inputs[0], (relax.Expr, LongSequence, GrowingSequence)))

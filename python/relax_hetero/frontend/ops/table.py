@@ -15,7 +15,7 @@ from tvm.relax.frontend.onnx.onnx_frontend import _get_convert_map
 from ..import_limits import MAX_RANK
 from ..symbolic_sizes import SizeIsBounded, is_at_most
 from .fold import fold
-from .function_body import expand, has_body
+from .function_body import body_with_graphs, expand, has_body
 from .node import Dim, Node, as_dim
 from .required_sizes import MOST_ELEMENTS, with_one_shape
 
@@ -107,6 +107,13 @@ def convert_by_default(node: Node) -> Any:
     if has_body(node.op_type, node.opset):
         return expand(node, convert_node)
     raise node.refusal("this op cannot be imported")
+
+
+def expansion_with_graphs(node: Node) -> tuple[onnx.FunctionProto, onnx.NodeProto] | None:
+    """The body through which an op without a converter is imported, and its call, if nodes in it have graphs."""
+    if node.op_type in _OURS or node.op_type in _STOCK:
+        return None
+    return body_with_graphs(node)
 
 
 def convert_by_body(node: Node) -> Any:

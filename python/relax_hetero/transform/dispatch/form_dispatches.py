@@ -25,6 +25,7 @@ from tvm import relax, tirx
 from tvm_ffi import StructuralKey, structural_map
 
 from ...target.vdevice import vdevices_of
+from ..ir.callee_devices import with_callee_devices, without_callee_devices
 from ..ir.declare import declare_pass
 from ..ir.findings import record_dispatches
 from ..ir.kernels import called_prim_func, fused_ops, with_ops
@@ -66,13 +67,14 @@ def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
     if any(isinstance(b.value, relax.Function) for _, func in relax_functions(mod) for b in walk_bindings(func)):
         mod = relax.transform.LambdaLift()(mod)
     written = {gv.name_hint for gv in mod.get_global_vars()}
+    mod = without_callee_devices(mod)  # legalizing and folding make values without a device, which functions are given
     mod = bound_kernels(legalize(widen_extents(with_root_blocks(with_merged_reshapes(mod)))))
     stock = relax.transform
     mod = _with_fused_ops(fold_constants(stock.AnnotateTIROpPattern()(forget_targets(mod, written))))
     ops = fused_ops(mod)
     fuse = [stock.FuseTIR(), stock.DeadCodeElimination(), stock.CanonicalizeBindings()]
     mod = with_ops(tvm.transform.Sequential(fuse)(mod), ops)
-    return _for_their_devices(keep_devices(mod))  # folding made constants
+    return _for_their_devices(with_callee_devices(keep_devices(mod)))  # folding made constants
 
 
 FormDispatches = declare_pass("FormDispatches", form_dispatches)

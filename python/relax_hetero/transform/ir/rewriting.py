@@ -11,7 +11,7 @@ from typing import Any
 
 import tvm
 from tvm import relax, tirx
-from tvm_ffi import structural_walk
+from tvm_ffi import structural_map, structural_walk
 
 BindingMap = Callable[[relax.Binding], "relax.Binding | list[relax.Binding]"]
 
@@ -87,6 +87,12 @@ def with_body(func: relax.Function, body: relax.Expr, params: list[relax.Var] | 
     return relax.Function(
         list(func.params) if params is None else params, body, func.ret_ty, func.is_pure, func.attrs, func.span
     )
+
+
+def with_own_sizes(func: relax.Function) -> relax.Function:
+    """The function with symbolic sizes that no other function has, as TVM wants them."""
+    fresh = {var: tirx.Var(var.name, var.ty.dtype) for var in relax.analysis.defined_symbolic_vars(func)}
+    return structural_map(func, (tvm.ir.Var, lambda var: fresh.get(var, var))) if fresh else func
 
 
 def _map_expr(expr: relax.Expr, change: BindingMap) -> relax.Expr:

@@ -32,12 +32,14 @@ from tvm_ffi import structural_map, structural_walk
 
 from ...errors import BuildError
 from ...target.vdevice import vdevices_of
+from ..ir.callee_devices import without_callee_devices
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import is_lowered, mark_lowered
-from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, typed, walk_bindings
+from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, walk_bindings
 from ..ir.root_blocks import with_root_blocks
 from ..partition.written_arguments import note_written
 from .check_size_divisors import check_size_divisors
+from .lower_loop_rows import LowerLoopRows
 from .lower_pinned_storage import LowerPinnedStorage
 from .lower_requirements import LowerRequirements
 from .lower_transfers import LowerTransfers, writes_in_place
@@ -103,6 +105,7 @@ def lowering_steps(must_copy: bool) -> list[tvm.transform.Pass]:
         SettlePackedResults(),
         relax.transform.CallTIRRewrite(),
         LowerTransfers(must_copy),
+        LowerLoopRows(),
         PinTransferred(),
         PlanMemoryPerDevice(),
         relax.transform.LowerAllocTensor(),
@@ -114,32 +117,6 @@ def lowering_steps(must_copy: bool) -> list[tvm.transform.Pass]:
         relax.transform.VMShapeLower(),
         relax.transform.AttachGlobalSymbol(),
     ]
-
-
-def without_callee_devices(mod: tvm.IRModule) -> tvm.IRModule:
-    """Take devices off the types by which functions are called; the functions' own parameters keep them.
-
-    Lowered allocations have types without a device, and passing one to a function that wants one is a type error.
-    """
-
-    def plain(ty: relax.TensorType) -> relax.TensorType:
-        if ty.vdevice is None:
-            return ty
-        ndim = -1 if ty.shape is not None else int(ty.ndim)
-        return relax.TensorType(ty.shape, ty.dtype, None, ndim, ty.span)
-
-    renamed: dict[tvm.ir.GlobalVar, tvm.ir.GlobalVar] = {}
-    for gv, _ in relax_functions(mod):
-        if isinstance(gv.ty, relax.FuncType):
-            ty = structural_map(gv.ty, (relax.TensorType, plain))
-            renamed[gv] = typed(tvm.ir.GlobalVar(gv.name_hint), ty)
-    if not renamed:
-        return mod
-    functions = {renamed.get(gv, gv): func for gv, func in mod.functions.items()}
-    for gv, func in functions.items():
-        if isinstance(func, relax.Function):
-            functions[gv] = structural_map(func, (tvm.ir.GlobalVar, lambda old: renamed.get(old, old)))
-    return copy_module(mod, functions)
 
 
 def keep_private_kernels(mod: tvm.IRModule) -> tvm.IRModule:

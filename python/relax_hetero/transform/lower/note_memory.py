@@ -180,7 +180,8 @@ class _Reader:
     def _kill(self, var: relax.Var) -> None:
         """A register lets go of what it shows; the last one that does so gives the storage back."""
         for number in flat(self._shown.of(var)):
-            self.storages[self.tensors[number].storage].end = self.now - 1
+            place = self.storages[self.tensors[number].storage]
+            place.end = max(self.now - 1, place.begin)  # what a function gave and nothing reads
 
     def _step(self, var: relax.Var, call: relax.Call) -> Shown:
         callee = call.op.name_hint if isinstance(call.op, tvm.ir.GlobalVar) else ""

@@ -37,8 +37,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tvm
-from tvm import relax, tirx
-from tvm_ffi import structural_map
+from tvm import relax
 
 from ...artifact.schedule import Results, Schedule, Step
 from ...target.vdevice import vdevices_of
@@ -47,7 +46,15 @@ from ..ir.declare import declare_pass
 from ..ir.findings import findings_of, with_findings
 from ..ir.module_attrs import is_lowered
 from ..ir.requirements import in_requirements
-from ..ir.rewriting import copy_module, fresh_global_var, global_vars_in, relax_functions, typed, walk_bindings
+from ..ir.rewriting import (
+    copy_module,
+    fresh_global_var,
+    global_vars_in,
+    relax_functions,
+    typed,
+    walk_bindings,
+    with_own_sizes,
+)
 from .device_partition import BindingDevices, DevicePartition, Part
 from .transfer_dependences import is_transfer
 
@@ -269,10 +276,4 @@ def step_function(
     sizes = sorted(relax.analysis.free_symbolic_vars(func), key=lambda var: str(var.name))
     if sizes:
         func = relax.Function([*params, relax.Var("sizes", relax.ShapeType(sizes))], body, value.ty, is_pure=True)
-    return _with_own_sizes(func), tuple(str(var.name) for var in sizes)
-
-
-def _with_own_sizes(func: relax.Function) -> relax.Function:
-    """The function with symbolic sizes that no other function has, as TVM wants them."""
-    fresh = {var: tirx.Var(var.name, var.ty.dtype) for var in relax.analysis.defined_symbolic_vars(func)}
-    return structural_map(func, (tvm.ir.Var, lambda var: fresh.get(var, var))) if fresh else func
+    return with_own_sizes(func), tuple(str(var.name) for var in sizes)

@@ -21,6 +21,7 @@ from tvm import runtime
 
 from ...artifact.checks import refusal
 from ...errors import HeteroError, MemoryLimitError
+from . import loop_rows  # noqa: F401 - registers its functions
 from .cuda_library import CUDA
 from .host_memory import host_memory
 from .memory_pools import arrival, departure

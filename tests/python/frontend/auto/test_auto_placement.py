@@ -74,6 +74,22 @@ def test_an_if_stays_together():
     assert len(set(assignments.values())) == 1
 
 
+def test_a_loop_stays_together_and_its_trips_count():
+    text = """
+        <ir_version: 9, opset_import: ["" : 17]>
+        g (float[512, 512] x, int64 m) => (float[512, 512] y) <int64 many = {1000}> {
+            [loop] y = Loop(TRIPS, , x) <
+                body = b (int64 i, bool c, float[512, 512] v) => (bool go, float[512, 512] v2) {
+                    go = Identity(c) [product] v2 = MatMul(v, x) }>
+        }"""
+    many = auto_placement(parser.parse_model(text.replace("TRIPS", "many")), ["llvm", GPU])
+    assert many.assignments == {"loop": "cuda:0", "product": "cuda:0"}
+    model = parser.parse_model(text.replace("TRIPS", "m"))
+    few = auto_placement(model, ["llvm", GPU])
+    assert many.single_device_estimates["llvm:0"] > 2 * few.single_device_estimates["llvm:0"]
+    assert set(auto_placement(rh.from_onnx(model), ["llvm", GPU]).assignments) >= {"loop"}
+
+
 def test_symbolic_dimensions_have_the_models_extent():
     model = mlp(1, 1024, 1)
     for info in (*model.graph.input, *model.graph.output):

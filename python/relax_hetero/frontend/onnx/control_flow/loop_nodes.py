@@ -1,0 +1,321 @@
+"""`Loop` and `Scan` as one kind of loop: values that trips hand on, and rows that trips collect.
+
+A loop of known trips and few nodes is unrolled (`unrolled`), any other becomes a function (`rolled`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import onnx
+import tvm
+from tvm import relax, te, tirx
+
+from ....errors import FrontendError
+from ...import_limits import budget
+from ...ops.node import Node
+from ...symbolic_sizes import analyzer_for
+from ..node_names import NodeInfo
+from .loop import Loop, Trip
+from .open_sequences import is_sequence, with_rows_for_sequences
+from .rolled import roll
+from .scan_products import products_of_slices, with_products_in_front
+from .subgraphs import Importer, attribute_of, inner_graph, known_number, scalar
+from .unrolled import NotUnrolledError, unroll
+
+_UNROLLED_NODES = 256
+"""Nodes that an unrolled loop becomes: about as many as take a second to compile."""
+_UNROLLED_TRIPS = 4
+"""Loops of so few trips are unrolled whatever their size: one that runs once is no loop."""
+
+
+class Results(NamedTuple):
+    """What a loop leaves: its last state, and the rows of all trips, laid along a new first axis."""
+
+    state: list[Any]
+    rows: list[relax.Expr]
+
+
+def run(importer: Importer, loop: Loop) -> Results:
+    """The results of a loop, unrolled or as a function.
+
+    Raises
+    ------
+    FrontendError: It carries an optional, or a sequence of which its body does more than append to it, and its number
+        of trips is computed when the model runs.
+    """
+    count = _known_trips(loop)
+    has_sequences = any(map(is_sequence, loop.state))
+    if count is not None and (_is_short(loop, count) or has_sequences):
+        budget().check_nodes(count * loop.nodes, loop.title)
+        with suppress(NotUnrolledError):
+            return Results(*unroll(importer, loop, count))
+    for value, name in zip(loop.state, loop.names, strict=False):
+        if not is_sequence(value) and not isinstance(value, relax.Expr):
+            raise FrontendError(
+                f"{loop.title} carries {name!r}, an empty optional, and its number of trips is computed when the model "
+                "runs; expected one that is known at import"
+            )
+    if not has_sequences:
+        return Results(*roll(importer, loop))
+    tensors, finish = with_rows_for_sequences(importer, loop)
+    return Results(*finish(*roll(importer, tensors)))
+
+
+def _is_short(loop: Loop, count: int) -> bool:
+    return count <= _UNROLLED_TRIPS or count * loop.nodes <= _UNROLLED_NODES
+
+
+def _known_trips(loop: Loop) -> int | None:
+    """The trips that there are unless the body ends the loop earlier."""
+    if loop.condition is not None and known_number(loop.condition) == 0:
+        return 0
+    return loop.trips if isinstance(loop.trips, int) else None
+
+
+def convert_loop(importer: Importer, node: onnx.NodeProto, info: NodeInfo, operands: Sequence[Any]) -> list[Any]:
+    """The outputs of a `Loop`: its state, and its rows behind it.
+
+    Raises
+    ------
+    FrontendError: Its graph has other inputs and outputs than the node, or it cannot be imported.
+    """
+    title, body, nodes = f"node {info}", inner_graph(node, "body", info), info.subgraphs["body"]
+    limit, condition, *state = [*operands, None, None][: max(2, len(operands))]
+    if len(body.input) != 2 + len(state) or len(body.output) < 1 + len(state):
+        raise FrontendError(
+            f"{title} hands on {len(state)} values, but its body has {len(body.input)} inputs and "
+            f"{len(body.output)} outputs; expected {2 + len(state)} and {1 + len(state)} or more"
+        )
+    trips = None if limit is None else _trips(importer, limit, f"{title}: its number of trips")
+    first = None if condition is None else scalar(importer, condition, "bool", f"{title}: its condition")
+    if first is not None and known_number(first):
+        first = None
+    names = [value.name for value in body.input]
+
+    def trip(index: Any, going_on: Any, values: list[Any]) -> Trip:
+        given = dict(zip(names, [index, going_on, *values], strict=True))
+        ends, *results = importer.graph_values(body, nodes, given)
+        return Trip(ends, results[: len(values)], results[len(values) :])
+
+    loop = Loop(info, title, len(body.node), trips, first, state, len(body.output) - 1 - len(state), trip, names[2:])
+    results = run(importer, loop)
+    return [*results.state, *results.rows]
+
+
+def _trips(importer: Importer, limit: Any, what: str) -> Any:
+    """A number of trips: an integer, an expression of symbolic sizes that is not negative, or a scalar of int64."""
+    known = known_number(limit)
+    if known is not None:
+        return max(known, 0)
+    size = limit.values[0] if isinstance(limit, relax.ShapeExpr) and len(limit.values) == 1 else limit
+    if tvm.ir.is_prim_expr(size):
+        return size if analyzer_for(size).can_prove(size >= 0) else tirx.max(size, tirx.IntImm("int64", 0))
+    return scalar(importer, limit, "int64", what)
+
+
+def convert_scan(
+    importer: Importer, node: onnx.NodeProto, info: NodeInfo, operands: Sequence[Any], opset: int
+) -> list[Any]:
+    """The outputs of a `Scan`: its state, and its rows behind it, along the axes and in the directions asked for.
+
+    Raises
+    ------
+    FrontendError: Its graph does not fit the node, or the inputs that it goes along differ in length.
+    """
+    title, count = f"node {info}", int(attribute_of(node, "num_scan_inputs", 0))
+    if opset < 9:
+        return _batched_scan(importer, node, info, operands, count)
+    scan = _Scan.of(importer, node, info, operands, count)
+    return scan.results(importer, title)
+
+
+@dataclass
+class _Scan:
+    """A `Scan`, of no batch.
+
+    Attributes
+    ----------
+    inputs: What it goes along, a slice a trip.
+    axes, backwards: Of each input: along which axis, and whether from its end.
+    row_axes, rows_backwards: Of each output of rows.
+    """
+
+    node: onnx.NodeProto
+    info: NodeInfo
+    body: onnx.GraphProto
+    state: list[Any]
+    inputs: list[Any]
+    axes: list[int]
+    backwards: list[bool]
+    row_axes: list[int]
+    rows_backwards: list[bool]
+
+    @staticmethod
+    def of(importer: Importer, node: onnx.NodeProto, info: NodeInfo, operands: Sequence[Any], count: int) -> _Scan:
+        body, title = inner_graph(node, "body", info), f"node {info}"
+        states = len(operands) - count
+        rows = len(body.output) - states
+        if not 0 < count <= len(operands) or len(body.input) != len(operands) or rows < 0:
+            raise FrontendError(
+                f"{title} goes along {count} of {len(operands)} inputs, but its body has {len(body.input)} inputs and "
+                f"{len(body.output)} outputs"
+            )
+        inputs = [importer.as_tensor(value) for value in operands[states:]]
+        for index, value in enumerate(inputs):
+            if not isinstance(value, relax.Expr) or not isinstance(value.ty, relax.TensorType) or value.ty.ndim < 1:
+                raise FrontendError(f"{title} goes along input {states + index}, expected a tensor of known rank >= 1")
+
+        def listed(name: str, length: int) -> list[int]:
+            found = list(attribute_of(node, name, [0] * length))
+            if len(found) != length:
+                raise FrontendError(f"{title}: attribute {name} has {len(found)} entries, expected {length}")
+            return found
+
+        axes = [
+            _axis(axis, value.ty.ndim, title)
+            for axis, value in zip(listed("scan_input_axes", count), inputs, strict=True)
+        ]
+        return _Scan(
+            node, info, body, list(operands[:states]), inputs, axes,
+            [bool(entry) for entry in listed("scan_input_directions", count)],
+            listed("scan_output_axes", rows),
+            [bool(entry) for entry in listed("scan_output_directions", rows)],
+        )  # fmt: skip
+
+    def results(self, importer: Importer, title: str, trips: int | None = None) -> list[Any]:
+        lengths = [_extent(value, axis, title) for value, axis in zip(self.inputs, self.axes, strict=True)]
+        length = next((size for size in lengths if isinstance(size, int)), lengths[0])
+        for index, other in enumerate(lengths):
+            _require_length(importer, self.info, length, other, index)
+        if trips is not None:
+            length = min(trips, length) if isinstance(length, int) else trips
+        body, nodes, added = self._with_products_in_front(importer)
+        names = [value.name for value in body.input]
+        scanned = [*zip(self.inputs, self.axes, self.backwards, strict=True), *added]
+
+        def trip(index: Any, going_on: Any, values: list[Any]) -> Trip:
+            slices = [_slice(importer, value, axis, index, is_backwards) for value, axis, is_backwards in scanned]
+            results = importer.graph_values(body, nodes, dict(zip(names, [*values, *slices], strict=True)))
+            return Trip(None, results[: len(values)], results[len(values) :])
+
+        rows = len(self.row_axes)
+        loop = Loop(self.info, title, len(body.node), length, None, self.state, rows, trip, names)
+        found = run(importer, loop)
+        return [*found.state, *(self._turned(importer, row, i, title) for i, row in enumerate(found.rows))]
+
+    def _with_products_in_front(
+        self, importer: Importer
+    ) -> tuple[onnx.GraphProto, list[NodeInfo], list[tuple[relax.Expr, int, bool]]]:
+        """The body without products of slices with weights, its nodes' names, and what it goes along instead."""
+        nodes = self.info.subgraphs["body"]
+        names = [value.name for value in self.body.input][len(self.state) :]
+        products = products_of_slices(importer, self.body, names)
+        if not products:
+            return self.body, nodes, []
+        inputs = [
+            _axis_first(importer, value, axis) if any(product.scanned == i for product in products) else value
+            for i, (value, axis) in enumerate(zip(self.inputs, self.axes, strict=True))
+        ]
+        body, nodes, made = with_products_in_front(importer, self.body, nodes, products, inputs)
+        added = [(value, 0, self.backwards[product.scanned]) for value, product in zip(made, products, strict=True)]
+        return body, nodes, added
+
+    def _turned(self, importer: Importer, rows: relax.Expr, index: int, title: str) -> relax.Expr:
+        """Rows in the order and along the axis that are asked for."""
+        if self.rows_backwards[index]:
+            rows = importer.bb.emit(relax.op.flip(rows, 0))
+        rank = rows.ty.ndim
+        axis = _axis(self.row_axes[index], rank, title)
+        if axis:
+            order = [*range(1, axis + 1), 0, *range(axis + 1, rank)]
+            rows = importer.bb.emit(relax.op.permute_dims(rows, order))
+        return rows
+
+
+def _batched_scan(
+    importer: Importer, node: onnx.NodeProto, info: NodeInfo, operands: Sequence[Any], count: int
+) -> list[Any]:
+    """A `Scan` of opset 8: first axes are the batch, of which each entry is scanned alone."""
+    title = f"node {info}"
+    lengths, *values = operands
+    values = [importer.as_tensor(value) for value in values]
+    if not values or any(not isinstance(value, relax.Expr) or value.ty.ndim < 1 for value in values):
+        raise FrontendError(f"{title} of opset 8 expects tensors whose first axis is the batch")
+    batch = _extent(values[0], 0, title)
+    if not isinstance(batch, int) or batch < 1:
+        raise FrontendError(f"{title} of opset 8 has a batch of {batch}, expected a number >= 1; give it with shapes=")
+    if lengths is not None:
+        raise FrontendError(f"{title} of opset 8 has sequence_lens, expected none: all entries of one length")
+    budget().check_nodes(batch * len(info.subgraphs["body"]), title)
+    entries = []
+    for entry in range(batch):
+        own = [_slice(importer, value, 0, entry, False) for value in values]
+        scan = _Scan.of(importer, _with_directions(node), info, own, count)
+        entries.append(scan.results(importer, title))
+    return [importer.bb.emit(relax.op.stack([entry[i] for entry in entries], 0)) for i in range(len(entries[0]))]
+
+
+def _with_directions(node: onnx.NodeProto) -> onnx.NodeProto:
+    """The node with its attribute `directions` as later opsets call it."""
+    copy = onnx.NodeProto()
+    copy.CopyFrom(node)
+    for attribute in copy.attribute:
+        if attribute.name == "directions":
+            attribute.name = "scan_input_directions"
+    return copy
+
+
+def _axis(axis: int, rank: int, title: str) -> int:
+    if not -rank <= axis < rank:
+        raise FrontendError(f"{title}: axis {axis} is out of range for rank {rank}")
+    return axis % rank
+
+
+def _axis_first(importer: Importer, value: relax.Expr, axis: int) -> relax.Expr:
+    order = [axis, *(other for other in range(value.ty.ndim) if other != axis)]
+    return importer.bb.emit(relax.op.permute_dims(value, order)) if axis else value
+
+
+def _extent(value: relax.Expr, axis: int, title: str) -> Any:
+    """The size of an axis: a number, or an expression of symbolic sizes."""
+    if not isinstance(value.ty.shape, relax.ShapeExpr):
+        raise FrontendError(f"{title}: the shape of its input is unknown; give it with shapes=")
+    size = value.ty.shape.values[axis]
+    return int(size) if isinstance(size, tirx.IntImm) else size
+
+
+def _require_length(importer: Importer, info: NodeInfo, length: Any, other: Any, index: int) -> None:
+    """Require that input `index` of a scan has as many slices as others."""
+    scan = Node("Scan", info.name, 0, importer.bb, [], {}, 0)
+    message = f"goes along inputs of different lengths, {length} and, input {index}, {other}"
+    scan.require(tirx.EQ(_as_expr(length), _as_expr(other)), message)
+
+
+def _as_expr(size: Any) -> tirx.Expr:
+    return tirx.IntImm("int64", size) if isinstance(size, int) else size
+
+
+def _slice(importer: Importer, value: relax.Expr, axis: int, index: Any, is_backwards: bool) -> relax.Expr:
+    """Entry `index` of an axis, counted from its end if it goes backwards; the axis is gone."""
+    size = value.ty.shape.values[axis]
+    if isinstance(index, (relax.Var, tvm.ir.GenericConst)) and known_number(index) is None:
+
+        def element(data: te.Tensor, position: te.Tensor) -> te.Tensor:
+            shape = [dim for i, dim in enumerate(data.shape) if i != axis]
+
+            def at(*indices: Any) -> Any:
+                place = position()
+                place = data.shape[axis] - 1 - place if is_backwards else place
+                return data(*indices[:axis], place, *indices[axis:])
+
+            return te.compute(shape, at, name="slice")
+
+        return importer.bb.emit_te(element, value, index, primfunc_name_hint="slice")
+    place: Any = index if isinstance(index, int) else known_number(index)
+    start = size - 1 - place if is_backwards else place
+    part = relax.op.strided_slice(value, [axis], [start], [start + 1])
+    return importer.bb.emit(relax.op.squeeze(importer.bb.emit(part), [axis]))

@@ -1,0 +1,139 @@
+"""What control flow needs of the importer: the graphs inside a node, converted where the builder stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import onnx
+import tvm
+from tvm import relax
+
+from ....errors import FrontendError
+from ...ops.node import array_of, as_dim
+from ..node_names import NodeInfo
+
+
+@dataclass
+class ImportedLoop:
+    """A private function that repeats the body of a loop, before names and devices are written into it.
+
+    Attributes
+    ----------
+    gv: By which it is called.
+    params: Its own parameters.
+    captured: Variables around the loop that its body reads: further parameters, behind its own.
+    sizes: Symbolic sizes around the loop that its body mentions: its last parameter is a shape of them.
+    bindings: In program order.
+    result: A tuple.
+    """
+
+    gv: tvm.ir.GlobalVar
+    params: list[relax.Var]
+    captured: list[relax.Var]
+    sizes: list[tvm.tirx.Var]
+    bindings: list[relax.Binding]
+    result: relax.Expr
+
+
+class Importer(Protocol):
+    """The walk over a model's nodes, as far as nodes with graphs in them need it.
+
+    Attributes
+    ----------
+    loops: The functions that loops became, inner ones first.
+    known: The bindings of variables that are computed from constants only, in program order.
+    """
+
+    bb: relax.BlockBuilder
+    loops: list[ImportedLoop]
+    known: dict[relax.Var, relax.Binding]
+
+    def block(self, info: NodeInfo) -> AbstractContextManager[list[relax.Binding]]:
+        """Collect what is emitted inside into the list this yields, complete once the block is left.
+
+        A node owns the bindings, unless a node inside it does.
+        """
+
+    def adopt(self, bindings: list[relax.Binding], info: NodeInfo) -> None:
+        """Emit collected bindings where the builder stands; a node owns them unless an inner node does."""
+
+    def trial(self) -> AbstractContextManager[Callable[[], None]]:
+        """Forget, when left, the loops and owners of bindings made inside, unless what it yields was called."""
+
+    def graph_values(self, graph: onnx.GraphProto, nodes: list[NodeInfo], given: Mapping[str, Any]) -> list[Any]:
+        """Convert a graph inside a node; values around it stay visible, and it is given those of its inputs."""
+
+    def value(self, name: str) -> Any:
+        """The value of that name where the walk stands; None if there is none."""
+
+    def as_tensor(self, value: Any) -> Any:
+        """A shape or a symbolic number as the int64 tensor it stands for in ONNX; other values as they are."""
+
+
+def inner_graph(node: onnx.NodeProto, name: str, info: NodeInfo) -> onnx.GraphProto:
+    """The graph in an attribute; FrontendError where the node has none."""
+    for attribute in node.attribute:
+        if attribute.name == name and attribute.HasField("g"):
+            return attribute.g
+    raise FrontendError(f"node {info} has no graph {name!r}")
+
+
+def attribute_of(node: onnx.NodeProto, name: str, default: Any) -> Any:
+    """An attribute's value, or `default` if it is not given."""
+    for attribute in node.attribute:
+        if attribute.name == name:
+            return onnx.helper.get_attribute_value(attribute)
+    return default
+
+
+def known_number(value: Any) -> int | None:
+    """The value of an integer or a truth value that is known at import, else None; also of a tensor of one element."""
+    if isinstance(value, tvm.tirx.IntImm):
+        return int(value)
+    if isinstance(value, relax.ShapeExpr) and len(value.values) == 1:
+        return known_number(value.values[0])
+    if isinstance(value, tvm.ir.GenericConst) and isinstance(value.value, tvm.runtime.Tensor):
+        array = array_of(value.value)
+        return int(array.reshape(())) if array.size == 1 else None
+    return None
+
+
+def number(value: int | bool, dtype: str) -> relax.Expr:
+    """A scalar constant."""
+    return relax.const(np.array(value, dtype), dtype)
+
+
+def scalar(importer: Importer, value: Any, dtype: str, what: str) -> relax.Expr:
+    """A value of one element as a scalar tensor.
+
+    Raises
+    ------
+    FrontendError: Beginning with `what`: it is no tensor, of another element type, or of more elements.
+    """
+    value = importer.as_tensor(value)
+    if not isinstance(value, relax.Expr) or not isinstance(value.ty, relax.TensorType):
+        raise FrontendError(f"{what} is no tensor, expected a scalar of {dtype}")
+    if str(value.ty.dtype) != dtype:
+        raise FrontendError(f"{what} is of {value.ty.dtype}, expected {dtype}")
+    known = known_number(value)
+    if known is not None:
+        return number(known, dtype)
+    if value.ty.ndim == 0:
+        return value
+    dims = value.ty.shape.values if isinstance(value.ty.shape, relax.ShapeExpr) else None
+    if dims is not None and any(isinstance(dim, tvm.tirx.IntImm) and int(dim) != 1 for dim in dims):
+        shown = ", ".join(str(as_dim(dim)) for dim in dims)
+        raise FrontendError(f"{what} has the shape [{shown}], expected one element")
+    return importer.bb.emit(relax.op.reshape(value, ()))
+
+
+def tensor_of(importer: Importer, value: Any, title: str) -> relax.Expr:
+    """A value as a tensor; FrontendError for sequences and optionals."""
+    value = importer.as_tensor(value)
+    if not isinstance(value, relax.Expr) or not isinstance(value.ty, relax.TensorType):
+        raise FrontendError(f"{title} hands on a sequence or an optional where a tensor is expected")
+    return value

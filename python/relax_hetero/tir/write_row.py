@@ -1,0 +1,43 @@
+"""Writing one row of a tensor in place: what a trip of a loop does with a tensor that it collects."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from .core.builder import Function, loop, opaque, when
+from .core.view import View
+
+
+def write_row_kernel(rank: int, dtype: str) -> tirx.PrimFunc:
+    """``rows[trip] = row`` of symbolic extents, where `rows` has a row of that number.
+
+    Parameters
+    ----------
+    rank : int
+        Of a row.
+    dtype : str
+
+    Returns
+    -------
+    kernel : PrimFunc
+        Of rows, row and trip, a vector of one int64.
+    """
+    function = Function("write_row")
+    with function:
+        dims: list[Any] = [function.symbol(f"extent{axis}") for axis in range(rank)]
+        room = function.symbol("room")
+        rows = View(function, "rows", [room, *dims], dtype)
+        row = View(function, "row", dims, dtype)
+        trip = View(function, "trip", [], "int64")
+        with function.body():
+            for view in (rows, row, trip):
+                view.open()
+            number = opaque(trip.data[0])
+            size = prod(dims) if dims else tirx.IntImm("int64", 1)
+            with when(tirx.all(number >= 0, number < room)), loop(size) as i:
+                T.buffer_store(rows.data, row.data[i], [number * size + i])
+    return function.result
