@@ -7,4 +7,14 @@ from .from_torch import from_torch
 from .import_limits import ImportLimits
 from .place import place
 
-__all__ = ["AutoPlacement", "CostModel", "DeviceCost", "ImportLimits", "LinkCost", "auto_placement", "from_onnx", "from_torch", "place"]
+__all__ = [
+    "AutoPlacement",
+    "CostModel",
+    "DeviceCost",
+    "ImportLimits",
+    "LinkCost",
+    "auto_placement",
+    "from_onnx",
+    "from_torch",
+    "place",
+]

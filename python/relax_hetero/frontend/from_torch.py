@@ -70,7 +70,10 @@ def from_torch(
     devices = check_placement(vdevices, placement, cost_model, objective, memory_limit)
     program = exported_program(module_or_program, example_args, example_kwargs, dynamic_shapes)
     names = _size_names(
-        program, example_args, example_kwargs, dimension_names(module_or_program, example_args, example_kwargs, dynamic_shapes)
+        program,
+        example_args,
+        example_kwargs,
+        dimension_names(module_or_program, example_args, example_kwargs, dynamic_shapes),
     )
     graph, nodes, outputs = import_program(program, names, limits)
     source = ImportSource(graph, nodes, outputs)

@@ -101,7 +101,7 @@ def place(
         otherwise = None if str(gvar.name_hint) in called else default_vdevice(devices)
         out[gvar] = annotated_function(func, graphs[gvar], chosen, otherwise)
     placed, report = realize_vdevice(out, insert_copies=True)
-    return with_reasons(placed, report, nodes, plan or placement)
+    return with_reasons(placed, report, nodes, plan or ({} if isinstance(placement, str) else placement))
 
 
 def _pairs(rules: PlacementRules) -> list[tuple[str, object]]:
@@ -142,7 +142,11 @@ def _op_of(value: relax.Expr) -> str:
     if not isinstance(value, relax.Call):
         return type(value).__name__
     op = value.op
-    if isinstance(op, tvm.ir.Op) and op.name.startswith("relax.call_tir") and isinstance(value.args[0], tvm.ir.GlobalVar):
+    if (
+        isinstance(op, tvm.ir.Op)
+        and op.name.startswith("relax.call_tir")
+        and isinstance(value.args[0], tvm.ir.GlobalVar)
+    ):
         return str(value.args[0].name_hint)
     return str(getattr(op, "name", None) or getattr(op, "name_hint", "call"))
 

@@ -59,7 +59,9 @@ def exported_program(
     elif isinstance(source, torch.nn.Module):
         program = _export(torch, source, args, kwargs, dynamic_shapes)
     else:
-        raise FrontendError(f"from_torch: found a {type(source).__name__}, expected a torch.nn.Module or ExportedProgram")
+        raise FrontendError(
+            f"from_torch: found a {type(source).__name__}, expected a torch.nn.Module or ExportedProgram"
+        )
     table = torch.export.default_decompositions()
     for op in [op for op in table if op._schema.name.split("::")[1] in _KEPT]:
         table.pop(op)

@@ -185,9 +185,7 @@ class _Importer:
         except FrontendError:
             raise
         except Exception as error:
-            raise FrontendError(
-                f"node {info} cannot be imported: {type(error).__name__}: {reason(error)}"
-            ) from error
+            raise FrontendError(f"node {info} cannot be imported: {type(error).__name__}: {reason(error)}") from error
         self._values[node] = result
         results = result if isinstance(result, list) else [result]
         self._results[info] = [part for part in results if isinstance(part, relax.Var)]
@@ -200,8 +198,10 @@ class _Importer:
         convert = TABLE.get(name) or TABLE[_op_name(node)]
         result = convert(torch_node, *arguments)
         if isinstance(value, (list, tuple)):
-            parts = [None if part is None else self._checked(torch_node, part, fake)
-                     for part, fake in zip(result, value, strict=False)]
+            parts = [
+                None if part is None else self._checked(torch_node, part, fake)
+                for part, fake in zip(result, value, strict=False)
+            ]
             return parts + [None] * (len(value) - len(parts))
         if not isinstance(value, self._torch.Tensor):  # a size that a tensor holds
             return result
@@ -243,7 +243,9 @@ class _Importer:
     def _value(self, given: Any) -> Any:
         if isinstance(given, self._torch.fx.Node):
             if given not in self._values:
-                raise FrontendError(f"the value of {given} ({given.target}) cannot be imported: it is no tensor or size")
+                raise FrontendError(
+                    f"the value of {given} ({given.target}) cannot be imported: it is no tensor or size"
+                )
             return self._values[given]
         if isinstance(given, (list, tuple)):
             return [self._value(part) for part in given]
@@ -290,7 +292,8 @@ def check_supported(program: Any) -> None:
     torch = torch_package()
     kinds = torch.export.graph_signature.OutputKind
     changed = [
-        spec.target for spec in program.graph_signature.output_specs
+        spec.target
+        for spec in program.graph_signature.output_specs
         if spec.kind in (kinds.BUFFER_MUTATION, kinds.USER_INPUT_MUTATION)
     ]
     if changed:

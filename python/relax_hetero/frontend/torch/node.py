@@ -50,9 +50,7 @@ def dtype_name(dtype: Any) -> str:
     return name
 
 
-_DTYPES = frozenset(
-    "float16 bfloat16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool".split()
-)
+_DTYPES = frozenset("float16 bfloat16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool".split())
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from tvm import relax
+from tvm import relax, topi
 
 from ...ops.node import const, is_float
 from ..exporting import torch_package
@@ -50,18 +50,15 @@ def _register() -> None:
     for name, op in _LOGICAL.items():
         TABLE[name] = lambda node, a, b, op=op: node.emit(op(node.tensor(a, "bool"), node.tensor(b, "bool")))
     for name, ops in _BITWISE.items():
-        TABLE[name] = lambda node, a, b, ops=ops: node.emit(
-            ops[node.dtype == "bool"](node.tensor(a), node.tensor(b))
-        )
+        TABLE[name] = lambda node, a, b, ops=ops: node.emit(ops[node.dtype == "bool"](node.tensor(a), node.tensor(b)))
 
 
 def _promoted(node: TorchNode, a: Any, b: Any) -> tuple[relax.Expr, relax.Expr]:
     """Both operands in the type that torch compares them in."""
     torch = torch_package()
-    first, second = (
-        value if not isinstance(value, torch.SymInt) else 1 for value in node.tensors[:2]
-    )
+    first, second = (value if not isinstance(value, torch.SymInt) else 1 for value in node.tensors[:2])
     dtype = dtype_name(torch.result_type(first, second))
+    dtype = "int32" if dtype == "bool" else dtype  # vectors of bools are not compared
     return node.tensor(a, dtype), node.tensor(b, dtype)
 
 
@@ -112,7 +109,7 @@ def div(node: TorchNode, a: Any, b: Any, rounding_mode: str | None = None) -> re
             differs = node.emit(
                 relax.op.logical_and(
                     relax.op.not_equal(remainder, zero),
-                    relax.op.not_equal(relax.op.less(remainder, zero), relax.op.less(second, zero)),
+                    relax.op.logical_xor(relax.op.less(remainder, zero), relax.op.less(second, zero)),
                 )
             )
             return node.emit(
@@ -220,8 +217,6 @@ def other_base(node: TorchNode, x: Any) -> relax.Expr:
 @converts("atan2")
 def atan2(node: TorchNode, y: Any, x: Any) -> relax.Expr:
     """The angle of a point."""
-    from tvm import topi
-
     return node.builder.emit_te(topi.atan2, node.tensor(y), node.tensor(x), primfunc_name_hint="atan2")
 
 
@@ -264,11 +259,11 @@ def activation(node: TorchNode, x: relax.Expr, *given: Any) -> relax.Expr:
             slope = node.reshape(slope, [-1, *[1] * (len(node.shape) - 2)])
         return node.onnx("PRelu", x, slope)
     if name == "softplus":
-        beta, threshold = (*given, 1, 20)[:2] if len(given) < 2 else given[:2]
+        beta, threshold = given
         scaled = node.emit(relax.op.multiply(x, const(beta, node.dtype)))
         soft = node.emit(relax.op.divide(node.onnx("Softplus", scaled), const(beta, node.dtype)))
         return node.emit(relax.op.where(relax.op.greater(scaled, const(threshold, node.dtype)), x, soft))
-    alpha, scale, input_scale = (*given, *(1, 1, 1)[len(given) :])
+    alpha, scale, input_scale = given
     negative = node.onnx("Elu", node.emit(relax.op.multiply(x, const(input_scale, node.dtype))), alpha=float(alpha))
     value = node.emit(relax.op.where(relax.op.greater(x, const(0, node.dtype)), x, negative))
     return value if scale == 1 else node.emit(relax.op.multiply(value, const(scale, node.dtype)))
@@ -280,8 +275,22 @@ def to(node: TorchNode, x: Any, *_: Any) -> relax.Expr:
     return node.tensor(x)
 
 
-@converts("full", "new_full", "full_like", "zeros", "ones", "zeros_like", "ones_like", "new_zeros", "new_ones",
-          "scalar_tensor", "empty", "empty_like", "new_empty", "fill")
+@converts(
+    "full",
+    "new_full",
+    "full_like",
+    "zeros",
+    "ones",
+    "zeros_like",
+    "ones_like",
+    "new_zeros",
+    "new_ones",
+    "scalar_tensor",
+    "empty",
+    "empty_like",
+    "new_empty",
+    "fill",
+)
 def full(node: TorchNode, *given: Any) -> relax.Expr:
     """A tensor of one number; what torch leaves open is 0."""
     name = node.op.partition(".")[0]

@@ -80,22 +80,31 @@ def index(node: TorchNode, x: relax.Expr, indices: list[Any]) -> relax.Expr:
 
 
 @converts("index_put", "_unsafe_index_put")
-def index_put(
-    node: TorchNode, x: relax.Expr, indices: list[Any], values: Any, accumulate: bool = False
-) -> relax.Expr:
-    """A copy with elements replaced at indices of the first axes, or added to."""
+def index_put(node: TorchNode, x: relax.Expr, indices: list[Any], values: Any, accumulate: bool = False) -> relax.Expr:
+    """A copy with elements replaced at indices of neighboring axes, or added to."""
     mask = indices[0]
     if len(indices) == 1 and str(mask.ty.dtype) == "bool" and not node.dims(values) and not accumulate:
         rank, own = len(node.shape), node.dims(mask)
         return node.onnx("Where", node.reshape(mask, [*own, *[1] * (rank - len(own))]), node.tensor(values), x)
     axes, places, rank = _places(node, x, indices)
-    if axes != list(range(len(axes))):
-        raise node.refusal("at indices of axes that are not the first ones")
+    if axes != list(range(axes[0], axes[-1] + 1)):
+        raise node.refusal("at indices of axes that are not neighbors")
     if len(axes) == 1:
         places = node.reshape(places, [*node.dims(places), 1])
-    dims = [*node.dims(places)[:-1], *node.shape[len(axes) :]]
-    values = node.broadcast(node.tensor(values), dims)
-    return node.onnx("ScatterND", x, places, values, reduction="add" if accumulate else "none")
+    dims, own = node.dims(places)[:-1], node.shape
+    first, last = axes[0], axes[-1] + 1
+    # Values have the index where its axes were; scattering wants it in front.
+    values = node.broadcast(node.tensor(values), [*own[:first], *dims, *own[last:]])
+    if first:
+        count = len(own) - len(axes) + rank
+        order = [*range(first, first + rank), *range(first), *range(first + rank, count)]
+        values = node.emit(relax.op.permute_dims(values, order))
+        front = [*axes, *range(first), *range(last, len(own))]
+        x = node.emit(relax.op.permute_dims(x, front))
+    result = node.onnx("ScatterND", x, places, values, reduction="add" if accumulate else "none")
+    return (
+        node.emit(relax.op.permute_dims(result, [front.index(axis) for axis in range(len(own))])) if first else result
+    )
 
 
 @converts("nonzero")

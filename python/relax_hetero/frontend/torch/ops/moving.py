@@ -12,8 +12,19 @@ from ...ops.slicing import cut
 from ..node import TorchNode, converts
 
 
-@converts("view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "flatten", "unflatten", "view_copy",
-          "squeeze_copy", "unsqueeze_copy", "ravel")
+@converts(
+    "view",
+    "reshape",
+    "_unsafe_view",
+    "squeeze",
+    "unsqueeze",
+    "flatten",
+    "unflatten",
+    "view_copy",
+    "squeeze_copy",
+    "unsqueeze_copy",
+    "ravel",
+)
 def reshape(node: TorchNode, x: relax.Expr, *_: Any) -> relax.Expr:
     """The elements in the shape that torch found."""
     if node.dtype != str(x.ty.dtype):
@@ -68,7 +79,9 @@ def cut_axis(node: TorchNode, x: relax.Expr, axis: int, first: Any, count: Any, 
 
 
 @converts("slice", "slice_copy")
-def slice_(node: TorchNode, x: relax.Expr, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> relax.Expr:
+def slice_(
+    node: TorchNode, x: relax.Expr, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> relax.Expr:
     """A part of an axis, as long as torch found it."""
     axis = node.axis(dim, len(node.shape))
     return cut_axis(node, x, axis, 0 if start is None else start, node.shape[axis], step)
@@ -213,3 +226,15 @@ def select_scatter(node: TorchNode, x: relax.Expr, source: relax.Expr, dim: int,
     """A copy with one place of an axis replaced."""
     axis = node.axis(dim, len(node.shape))
     return slice_scatter(node, x, node.emit(relax.op.expand_dims(source, axis)), dim, index)
+
+
+@converts("unfold")
+def unfold(node: TorchNode, x: relax.Expr, dim: int, size: int, step: int) -> relax.Expr:
+    """Windows of an axis, their places along a new last axis."""
+    rank = len(node.dims(x))
+    axis = node.axis(dim, rank)
+    (count,) = node.static([node.shape[axis]], "cuts windows of number")
+    places = np.arange(count)[:, None] * step + np.arange(size)
+    windows = node.onnx("Gather", x, const(places, "int64"), axis=axis)
+    order = [place for place in range(rank + 1) if place != axis + 1]
+    return node.emit(relax.op.permute_dims(windows, [*order, axis + 1]))

@@ -9,6 +9,7 @@ import numpy as np
 from tvm import relax
 
 from ...ops.node import const
+from ..exporting import torch_package
 from ..node import TorchNode, converts
 
 
@@ -43,7 +44,7 @@ def addmm(node: TorchNode, x: relax.Expr, a: relax.Expr, b: relax.Expr, beta: An
 @converts("einsum")
 def einsum(node: TorchNode, equation: str, operands: list[relax.Expr], *_: Any) -> relax.Expr:
     """Sums of products by an equation."""
-    return node.onnx("Einsum", *operands, equation=equation)
+    return node.onnx("Einsum", *operands, equation=equation.encode())
 
 
 @converts("convolution", "conv1d", "conv2d", "conv3d")
@@ -144,7 +145,9 @@ def layer_norm(
 
 
 @converts("rms_norm")
-def rms_norm(node: TorchNode, x: relax.Expr, shape: list[Any], weight: Any = None, eps: float | None = None) -> relax.Expr:
+def rms_norm(
+    node: TorchNode, x: relax.Expr, shape: list[Any], weight: Any = None, eps: float | None = None
+) -> relax.Expr:
     """The last axes to a mean square of 1."""
     sizes = node.static(shape, "normalizes over")
     dtype = str(x.ty.dtype)
@@ -216,9 +219,7 @@ def avg_pool(
     if divisor is not None or len(node.dims(x)) != rank + 2:
         raise node.refusal("with a divisor, or without a batch")
     attributes = _pool_attributes(rank, kernel, stride, padding)
-    return node.onnx(
-        "AveragePool", x, ceil_mode=int(ceil_mode), count_include_pad=int(count_include_pad), **attributes
-    )
+    return node.onnx("AveragePool", x, ceil_mode=int(ceil_mode), count_include_pad=int(count_include_pad), **attributes)
 
 
 @converts("adaptive_avg_pool1d", "adaptive_avg_pool2d", "_adaptive_avg_pool2d")
@@ -245,8 +246,26 @@ def adaptive_avg_pool(node: TorchNode, x: relax.Expr, sizes: list[int]) -> relax
     return x
 
 
-@converts("upsample_nearest1d", "upsample_nearest2d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
-          "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa")
+@converts("adaptive_max_pool1d", "adaptive_max_pool2d")
+def adaptive_max_pool(node: TorchNode, x: relax.Expr, sizes: list[int]) -> list[relax.Expr]:
+    """The largest of as many equal parts as asked for."""
+    dims = node.dims(x)
+    extents = node.static(dims[-len(sizes) :], "cuts into parts axes of")
+    if len(dims) != len(sizes) + 2 or any(extent % size for extent, size in zip(extents, sizes, strict=True)):
+        raise node.refusal("to parts of different sizes, or without a batch")
+    window = tuple(extent // size for extent, size in zip(extents, sizes, strict=True))
+    return [node.onnx("MaxPool", x, kernel_shape=window, strides=window)]
+
+
+@converts(
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d",
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    "upsample_bicubic2d",
+)
 def upsample(node: TorchNode, x: relax.Expr, size: Any, *given: Any) -> relax.Expr:
     """An image of another size; places between pixels as torch counts them."""
     is_nearest = "nearest" in node.op
@@ -260,11 +279,28 @@ def upsample(node: TorchNode, x: relax.Expr, size: Any, *given: Any) -> relax.Ex
     else:
         attributes["coordinate_transformation_mode"] = "align_corners" if aligns else "half_pixel"
         attributes["cubic_coeff_a"] = -0.75
-        attributes["antialias"] = int("_aa" in node.op)
     if scales and all(scale is not None for scale in scales) and not aligns:
         factors = const([1.0, 1.0, *scales], "float32")
         return node.onnx("Resize", x, None, factors, **attributes)
     return node.onnx("Resize", x, None, None, node.shape, **attributes)
+
+
+@converts("_upsample_bilinear2d_aa")
+def smooth_upsample(node: TorchNode, x: relax.Expr, size: Any, aligns: bool, *given: Any) -> relax.Expr:
+    """An image of another size, without aliasing: two products with tables, which torch itself computes."""
+    if aligns or any(scale is not None for scale in (given[-1] if isinstance(given[-1], list) else given)):
+        raise node.refusal("with aligned corners or scales; expected a size")
+    torch = torch_package()
+    old = node.static(node.dims(x)[-2:], "resizes axes of")
+    new = node.static(node.shape[-2:], "resizes axes to")
+    rows, columns = (
+        torch.nn.functional.interpolate(
+            torch.eye(before, dtype=torch.float64)[None, None], size=(after, before), mode="bilinear", antialias=True
+        )[0, 0].numpy()
+        for before, after in zip(old, new, strict=True)
+    )
+    x = node.emit(relax.op.matmul(const(rows, node.dtype), x))
+    return node.emit(relax.op.matmul(x, const(columns.T, node.dtype)))
 
 
 @converts("grid_sampler", "grid_sampler_2d")

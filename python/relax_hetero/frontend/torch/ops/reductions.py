@@ -86,7 +86,7 @@ def quantifier(node: TorchNode, x: relax.Expr, axes: Any = None, keepdim: bool =
 @converts("var", "std", "var_mean")
 def variance(node: TorchNode, x: relax.Expr, axes: Any = None, correction: Any = 1, keepdim: bool = False) -> Any:
     """Variance, or its root, over axes."""
-    if not node.op.endswith(".correction") :
+    if not node.op.endswith(".correction"):
         raise node.refusal("expected the form with a correction")
     rank = len(node.dims(x))
     axes = list(range(rank)) if not axes else [node.axis(axis, rank) for axis in axes]
@@ -100,7 +100,9 @@ def variance(node: TorchNode, x: relax.Expr, axes: Any = None, correction: Any =
     if correction:
         number = node.tensor(count, dtype)
         less = node.emit(relax.op.subtract(number, const(correction, dtype)))
-        squares = node.emit(relax.op.multiply(squares, relax.op.divide(number, relax.op.maximum(less, const(0, dtype)))))
+        squares = node.emit(
+            relax.op.multiply(squares, relax.op.divide(number, relax.op.maximum(less, const(0, dtype))))
+        )
     if node.op.startswith("var_mean"):
         dims = node.sizes.shape(node.value[1].shape)
         return [squares, node.reshape(mean, dims)]
@@ -137,7 +139,7 @@ def vector_norm(
     if order == 1:
         return _reduced(node, "ReduceSum", size, axes, keepdim)
     if order == 2:
-        return node.emit(relax.op.sqrt(_reduced(node, "ReduceSum", relax.op.multiply(x, x), axes, keepdim)))
+        return node.emit(relax.op.sqrt(_reduced(node, "ReduceSum", node.emit(relax.op.multiply(x, x)), axes, keepdim)))
     if order == 0:
         return _reduced(node, "ReduceSum", node.cast(node.cast(x, "bool"), node.dtype), axes, keepdim)
     powers = node.emit(relax.op.power(size, const(order, node.dtype)))
