@@ -33,6 +33,8 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "transform": (".transform", None),
     "vm": (".vm", None),
     "from_onnx": (".frontend", "from_onnx"),
+    "from_torch": (".frontend", "from_torch"),
+    "place": (".frontend", "place"),
     "ImportLimits": (".frontend", "ImportLimits"),
     "compile": (".driver", "compile"),
     "get_pipeline": (".driver", "get_pipeline"),

@@ -3,6 +3,18 @@
 from .auto.auto_placement import AutoPlacement, auto_placement
 from .auto.cost_model import CostModel, DeviceCost, LinkCost
 from .from_onnx import from_onnx
+from .from_torch import from_torch
 from .import_limits import ImportLimits
+from .place import place
 
-__all__ = ["AutoPlacement", "CostModel", "DeviceCost", "ImportLimits", "LinkCost", "auto_placement", "from_onnx"]
+__all__ = [
+    "AutoPlacement",
+    "CostModel",
+    "DeviceCost",
+    "ImportLimits",
+    "LinkCost",
+    "auto_placement",
+    "from_onnx",
+    "from_torch",
+    "place",
+]

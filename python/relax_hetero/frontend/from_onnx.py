@@ -7,35 +7,23 @@ walk over the graph.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
 import tvm
 
-from ..errors import FrontendError
-from ..target.vdevice import parse_vdevices, with_vdevices
-from ..transform.ir.findings import with_findings
-from ..transform.ir.reports import PlacementEntry, PlacementReport
-from ..transform.placement.realize_vdevice import realize_vdevice
-from .auto.auto_placement import AutoPlacement, place_graph
-from .auto.cost_model import check_objective
 from .import_limits import ImportLimits
-from .onnx.importer import ImportedGraph, import_nodes
+from .onnx.importer import import_nodes
 from .onnx.inputs import Shapes
-from .onnx.model import ModelSource, OnnxModel, errors_of, load_model
-from .onnx.name_bindings import DeviceOf, build_function, build_loops
-from .onnx.node_names import NodeInfo, name_nodes, variable_name, walk_nodes
-from .onnx.placement_rules import PlacementRules, assign_devices, matching_patterns
+from .onnx.model import ModelSource, errors_of, load_model
+from .onnx.node_names import name_nodes
+from .onnx.placement_rules import PlacementRules, assign_devices
+from .placed_import import ImportSource, check_placement, placed_module
 
 if TYPE_CHECKING:
     from ..target.make_vdevice import VDeviceEntry
     from .auto.auto_placement import MemoryLimit
     from .auto.cost_model import CostModel, Objective
-
-# The import appends a number to a node's name for each further variable that it becomes.
-_SUFFIX = re.compile(r"_[0-9a-z]+$")
 
 
 def from_onnx(
@@ -93,93 +81,12 @@ def from_onnx(
     PlacementError
         If `objective` is neither, or no placement that is found fits `memory_limit`.
     """
-    check_objective(objective)
-    if vdevices is None and (placement is not None or cost_model is not None):
-        raise FrontendError("placement and cost_model choose among vdevices, which are not given")
-    if isinstance(placement, str) and placement != "auto":
-        raise FrontendError(f"placement is {placement!r}; expected a mapping of patterns to devices, or 'auto'")
-    if cost_model is not None and placement != "auto":
-        raise FrontendError("cost_model is given, which only placement='auto' reads")
-    if objective != "latency" and placement != "auto":
-        raise FrontendError(f"objective is {objective!r}, which only placement='auto' reads")
-    if memory_limit is not None and placement != "auto":
-        raise FrontendError("memory_limit is given, which only placement='auto' reads")
-    devices = None if vdevices is None else parse_vdevices(vdevices)
+    devices = check_placement(vdevices, placement, cost_model, objective, memory_limit)
     model = load_model(model_or_path, limits)
     with errors_of(model.source):
-        return _imported(model, devices, placement, shapes, cost_model, objective, memory_limit)
-
-
-def _imported(
-    model: OnnxModel,
-    devices: list[tvm.relax.VDevice] | None,
-    placement: PlacementRules | Literal["auto"] | None,
-    shapes: Shapes | None,
-    cost_model: CostModel | None,
-    objective: Objective,
-    memory_limit: MemoryLimit | None,
-) -> tvm.IRModule:
-    nodes = name_nodes(model.proto)
-    # Patterns are looked at before the work of importing.
-    rules = None if isinstance(placement, str) else placement or {}
-    by_rule = None if devices is None or rules is None else assign_devices(nodes, rules, devices)
-    graph = import_nodes(model, nodes, shapes)
-    if devices is None:
-        return _module(model, graph)
-    plan = place_graph(graph, devices, cost_model, objective, memory_limit) if by_rule is None else None
-    assigned = plan.vdevices if plan is not None else by_rule or {}
-    mod = _module(model, graph, lambda node: assigned[node.name])
-    placed, report = realize_vdevice(with_vdevices(mod, devices), insert_copies=True)
-    return _with_reasons(placed, report, nodes, plan or rules or {})
-
-
-def _module(model: OnnxModel, graph: ImportedGraph, device_of: DeviceOf | None = None) -> tvm.IRModule:
-    func = build_function(graph, device_of)
-    names = {
-        "global_symbol": "main",
-        "num_input": len(func.params),
-        "input_names": list(graph.input_names),
-        "output_names": [output.name for output in model.proto.graph.output],
-    }
-    if graph.bounds:
-        names["tir_var_upper_bound"] = graph.bounds
-    mod = graph.module.clone()
-    mod["main"] = func.with_attrs(names)
-    for gv, loop in build_loops(graph, device_of).items():
-        mod[gv] = loop
-    return mod
-
-
-def _with_reasons(
-    mod: tvm.IRModule, report: PlacementReport, nodes: list[NodeInfo], placement: PlacementRules | AutoPlacement
-) -> tvm.IRModule:
-    """`mod` with its placement report among its findings, the reason of each op the rule that matched its node.
-
-    RealizeVDevice's own report names the annotations that the import made from rules. Where a cost model chose, its
-    estimates are another attribute.
-    """
-    rules: Mapping[str, str] = {}
-    otherwise = "default device"
-    if isinstance(placement, AutoPlacement):
-        otherwise = f"chosen by the cost model for {placement.objective}"
-        mod = with_findings(mod, placement_estimate=placement.to_json())
-    else:
-        rules = matching_patterns(nodes, placement)
-    if rules:
-        otherwise = f"no rule matches: {otherwise}"
-    reasons = {
-        variable_name(node.name): f"rule {rules[node.name]!r}" if node.name in rules else otherwise
-        for node in walk_nodes(nodes)
-    }
-    entries = [replace(entry, reason=_reason_of(entry, reasons)) for entry in report.entries]
-    return with_findings(mod, placement=PlacementReport(entries))
-
-
-def _reason_of(entry: PlacementEntry, reasons: Mapping[str, str]) -> str:
-    """The reason of an entry; transfers, parameters and work of the host belong to no node and keep theirs."""
-    if entry.kind != "op" or "host" in entry.reason:
-        return entry.reason
-    name = entry.variable
-    while name not in reasons and _SUFFIX.search(name):
-        name = _SUFFIX.sub("", name)
-    return reasons.get(name, entry.reason)
+        nodes = name_nodes(model.proto)
+        if devices is not None and not isinstance(placement, str):
+            assign_devices(nodes, placement or {}, devices)  # patterns are looked at before the work of importing
+        graph = import_nodes(model, nodes, shapes)
+        source = ImportSource(graph, nodes, [output.name for output in model.proto.graph.output])
+        return placed_module(source, devices, placement, cost_model, objective, memory_limit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import tvm
 from tvm import relax
@@ -173,3 +173,70 @@ def _candidates(name: str, parameters: set[str], taken: set[str]) -> Iterator[st
         if numbered not in taken:
             taken.add(numbered)
             yield numbered
+
+
+def annotated_function(
+    func: relax.Function,
+    graph: ImportedGraph,
+    chosen: Mapping[NodeInfo, tvm.relax.VDevice],
+    otherwise: tvm.relax.VDevice | None,
+) -> relax.Function:
+    """A function with devices in the types of its bindings; names and blocks stay.
+
+    Parameters
+    ----------
+    graph: The function's bindings and their nodes.
+    chosen: Devices of nodes; they replace those that types name.
+    otherwise: Of other bindings whose types name none, if any.
+    """
+    return _Annotate(graph, chosen, otherwise).annotated(func)
+
+
+class _Annotate(_Rebuild):
+    """As its base, for a function that is there already."""
+
+    def __init__(
+        self,
+        graph: ImportedGraph,
+        chosen: Mapping[NodeInfo, tvm.relax.VDevice],
+        otherwise: tvm.relax.VDevice | None,
+    ) -> None:
+        super().__init__(graph, None)
+        self._chosen = chosen
+        self._otherwise = otherwise
+
+    def annotated(self, func: relax.Function) -> relax.Function:
+        body = self._branch(func.body)
+        return relax.Function(func.params, body, body.body.ty, func.is_pure, func.attrs, func.span)
+
+    def _branch(self, branch: relax.Expr) -> relax.SeqExpr:
+        if not isinstance(branch, relax.SeqExpr):
+            return self._sequence([], branch)
+        blocks = [
+            type(block)([self._binding(binding, type(binding.var)) for binding in block.bindings])
+            for block in branch.blocks
+        ]
+        sequence = relax.SeqExpr(blocks, self._expr(branch.body))
+        relax.expr._update_type(sequence, sequence.body.ty)
+        return sequence
+
+    def _binding(self, binding: relax.Binding, kind: type[relax.Var]) -> relax.Binding:
+        ty = binding.ty if isinstance(binding, relax.MatchCast) else binding.var.ty
+        device = self._chosen.get(self._imported.owners[binding.var])
+        if device is None and not _names_device(ty):
+            device = self._otherwise
+        value = self._expr(binding.value)
+        value_ty = binding.value.ty if isinstance(binding, relax.MatchCast) else ty
+        if device is not None:
+            ty, value_ty = on_device(ty, device), on_device(value_ty, device)
+        if value is not binding.value and isinstance(value, (relax.Call, relax.If)):
+            relax.expr._update_type(value, value_ty)
+        var = kind(str(binding.var.name), ty)
+        self._vars[binding.var] = var
+        return relax.MatchCast(var, value, ty) if isinstance(binding, relax.MatchCast) else relax.VarBinding(var, value)
+
+
+def _names_device(ty: tvm.ir.Type) -> bool:
+    if isinstance(ty, tvm.ir.TupleType):
+        return any(map(_names_device, ty.fields))
+    return isinstance(ty, relax.TensorType) and ty.vdevice is not None

@@ -1,0 +1,104 @@
+"""PyTorch import that keeps the names of modules and takes placement rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import tvm
+
+from .import_limits import ImportLimits
+from .placed_import import ImportSource, check_placement, placed_module
+from .torch.exporting import dimension_names, exported_program, torch_package
+from .torch.importer import import_program
+
+if TYPE_CHECKING:
+    from ..target.make_vdevice import VDeviceEntry
+    from .auto.auto_placement import MemoryLimit
+    from .auto.cost_model import CostModel, Objective
+    from .onnx.placement_rules import PlacementRules
+
+
+def from_torch(
+    module_or_program: Any,
+    example_args: Sequence[Any] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None = None,
+    placement: PlacementRules | Literal["auto"] | None = None,
+    cost_model: CostModel | None = None,
+    objective: Objective = "latency",
+    limits: ImportLimits | None = None,
+    memory_limit: MemoryLimit | None = None,
+) -> tvm.IRModule:
+    """Import a PyTorch module as a Relax module, placed over several devices if any are named.
+
+    Parameters
+    ----------
+    module_or_program : torch.nn.Module or torch.export.ExportedProgram
+        A module is exported by ``torch.export.export``; call ``module.eval()`` before.
+    example_args : tuple, optional
+        Arguments to export a module with: tensors, and tuples, lists, dictionaries and dataclasses of them.
+        Numbers, strings and None are fixed.
+    example_kwargs : mapping, optional
+        The same by name.
+    dynamic_shapes : mapping or tuple, optional
+        As ``torch.export.export`` takes it. A ``torch.export.Dim`` names a symbolic size; a call outside of its
+        range, or of one that torch found, is refused.
+    vdevices, cost_model, objective, limits, memory_limit : as for `from_onnx`
+    placement : mapping, list of (pattern, device) pairs, or "auto", optional
+        Glob patterns over names of nodes (``encoder.layer.3.output.dense.linear``), paths of modules
+        (``encoder.layer.3``), their classes (``BertLayer``) and ops (``linear``), in order.
+
+    Returns
+    -------
+    mod : tvm.IRModule
+        With one function, "main". Its parameters are the tensors among the arguments, flattened, with the names that
+        torch.export gives them; its results the tensors among the module's, flattened. The attributes "input_names"
+        and "output_names" hold their names. Weights are constants over torch's own memory: compile before the module
+        is trained further.
+
+    Raises
+    ------
+    FrontendError
+        If torch is not installed or cannot export the module, an op cannot be imported, or a pattern matches nothing.
+    VDeviceError
+        If a device string names nothing in `vdevices`.
+    PlacementError
+        If `objective` is neither, or no placement that is found fits `memory_limit`.
+    """
+    devices = check_placement(vdevices, placement, cost_model, objective, memory_limit)
+    program = exported_program(module_or_program, example_args, example_kwargs, dynamic_shapes)
+    names = _size_names(
+        program,
+        example_args,
+        example_kwargs,
+        dimension_names(module_or_program, example_args, example_kwargs, dynamic_shapes),
+    )
+    graph, nodes, outputs = import_program(program, names, limits)
+    source = ImportSource(graph, nodes, outputs)
+    return placed_module(source, devices, placement, cost_model, objective, memory_limit)
+
+
+def _size_names(
+    program: Any,
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    named: Mapping[int, Mapping[int, str]],
+) -> dict[str, str]:
+    """Symbol of torch -> the name that its `Dim` has."""
+    if not named:
+        return {}
+    torch = torch_package()
+    flat = program._get_flat_args_with_check(tuple(args or ()), dict(kwargs or {}))[0]
+    places = [node for node in program.graph.nodes if node.op == "placeholder"]
+    names: dict[str, str] = {}
+    for place, tensor in zip(places[len(places) - len(flat) :], flat, strict=True):
+        value = place.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            continue
+        for axis, name in named.get(id(tensor), {}).items():
+            size = value.shape[axis]
+            if not isinstance(size, int) and size.node.expr.is_Symbol and name not in names.values():
+                names.setdefault(str(size.node.expr), name)
+    return names

@@ -1,0 +1,147 @@
+"""From an imported graph to a module: named, with its signature, and placed over devices if there are any."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import tvm
+
+from ..errors import FrontendError
+from ..target.vdevice import parse_vdevices, with_vdevices
+from ..transform.ir.findings import with_findings
+from ..transform.ir.reports import PlacementEntry, PlacementReport
+from ..transform.placement.realize_vdevice import realize_vdevice
+from .auto.auto_placement import AutoPlacement, place_graph
+from .auto.cost_model import check_objective
+from .onnx.importer import ImportedGraph
+from .onnx.name_bindings import DeviceOf, build_function, build_loops
+from .onnx.node_names import NodeInfo, variable_name, walk_nodes
+from .onnx.placement_rules import PlacementRules, assign_devices, matching_patterns
+
+if TYPE_CHECKING:
+    from ..target.make_vdevice import VDeviceEntry
+    from .auto.auto_placement import MemoryLimit
+    from .auto.cost_model import CostModel, Objective
+
+# The import appends a number to a node's name for each further variable that it becomes.
+_SUFFIX = re.compile(r"_[0-9a-z]+$")
+
+
+@dataclass(frozen=True)
+class ImportSource:
+    """What a front end found.
+
+    Attributes
+    ----------
+    graph: The bindings, which know their nodes.
+    nodes: The names of the nodes, in order.
+    output_names: One for each output.
+    """
+
+    graph: ImportedGraph
+    nodes: list[NodeInfo]
+    output_names: list[str]
+
+
+def check_placement(
+    vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None,
+    placement: PlacementRules | Literal["auto"] | None,
+    cost_model: CostModel | None,
+    objective: Objective,
+    memory_limit: MemoryLimit | None,
+) -> list[tvm.relax.VDevice] | None:
+    """The devices of an import, or None; refuses arguments that nothing reads.
+
+    Raises
+    ------
+    FrontendError, PlacementError, VDeviceError: If the arguments do not fit each other.
+    """
+    check_objective(objective)
+    if vdevices is None and (placement is not None or cost_model is not None):
+        raise FrontendError("placement and cost_model choose among vdevices, which are not given")
+    if isinstance(placement, str) and placement != "auto":
+        raise FrontendError(f"placement is {placement!r}; expected a mapping of patterns to devices, or 'auto'")
+    if cost_model is not None and placement != "auto":
+        raise FrontendError("cost_model is given, which only placement='auto' reads")
+    if objective != "latency" and placement != "auto":
+        raise FrontendError(f"objective is {objective!r}, which only placement='auto' reads")
+    if memory_limit is not None and placement != "auto":
+        raise FrontendError("memory_limit is given, which only placement='auto' reads")
+    return None if vdevices is None else parse_vdevices(vdevices)
+
+
+def placed_module(
+    source: ImportSource,
+    devices: list[tvm.relax.VDevice] | None,
+    placement: PlacementRules | Literal["auto"] | None,
+    cost_model: CostModel | None,
+    objective: Objective,
+    memory_limit: MemoryLimit | None,
+) -> tvm.IRModule:
+    """The module of an imported graph; arguments as `check_placement` took and returned them."""
+    graph, nodes = source.graph, source.nodes
+    if devices is None:
+        return _module(source)
+    rules = None if isinstance(placement, str) else placement or {}
+    by_rule = None if rules is None else assign_devices(nodes, rules, devices)
+    plan = place_graph(graph, devices, cost_model, objective, memory_limit) if by_rule is None else None
+    assigned = plan.vdevices if plan is not None else by_rule or {}
+    mod = _module(source, lambda node: assigned[node.name])
+    placed, report = realize_vdevice(with_vdevices(mod, devices), insert_copies=True)
+    return with_reasons(placed, report, nodes, plan or rules or {})
+
+
+def _module(source: ImportSource, device_of: DeviceOf | None = None) -> tvm.IRModule:
+    graph = source.graph
+    func = build_function(graph, device_of)
+    names = {
+        "global_symbol": "main",
+        "num_input": len(func.params),
+        "input_names": list(graph.input_names),
+        "output_names": source.output_names,
+    }
+    if graph.bounds:
+        names["tir_var_upper_bound"] = graph.bounds
+    mod = graph.module.clone()
+    mod["main"] = func.with_attrs(names)
+    for gv, loop in build_loops(graph, device_of).items():
+        mod[gv] = loop
+    return mod
+
+
+def with_reasons(
+    mod: tvm.IRModule, report: PlacementReport, nodes: list[NodeInfo], placement: PlacementRules | AutoPlacement
+) -> tvm.IRModule:
+    """`mod` with its placement report among its findings, the reason of each op the rule that matched its node.
+
+    RealizeVDevice's own report names the annotations that the import made from rules. Where a cost model chose, its
+    estimates are another attribute.
+    """
+    rules: Mapping[str, str] = {}
+    otherwise = "default device"
+    if isinstance(placement, AutoPlacement):
+        otherwise = f"chosen by the cost model for {placement.objective}"
+        mod = with_findings(mod, placement_estimate=placement.to_json())
+    else:
+        rules = matching_patterns(nodes, placement)
+    if rules:
+        otherwise = f"no rule matches: {otherwise}"
+    reasons = {
+        variable_name(node.name): f"rule {rules[node.name]!r}" if node.name in rules else otherwise
+        for node in walk_nodes(nodes)
+    }
+    entries = [replace(entry, reason=_reason_of(entry, reasons)) for entry in report.entries]
+    return with_findings(mod, placement=PlacementReport(entries))
+
+
+def _reason_of(entry: PlacementEntry, reasons: Mapping[str, str]) -> str:
+    """The reason of an entry; transfers, parameters and work of the host belong to no node and keep theirs."""
+    if entry.kind != "op" or "host" in entry.reason:
+        return entry.reason
+    name = entry.variable
+    while name not in reasons and _SUFFIX.search(name):
+        name = _SUFFIX.sub("", name)
+    return reasons.get(name, entry.reason)

@@ -1,0 +1,43 @@
+"""Ops of torchvision that find objects."""
+
+from __future__ import annotations
+
+from tvm import relax
+
+from ...ops.node import const
+from ..node import TorchNode, converts
+
+
+@converts("roi_align")
+def roi_align(
+    node: TorchNode,
+    x: relax.Expr,
+    regions: relax.Expr,
+    scale: float,
+    height: int,
+    width: int,
+    samples: int,
+    aligned: bool,
+) -> relax.Expr:
+    """Means of pixels in regions, whose first column is the image."""
+    image, boxes = (
+        node.emit(relax.op.strided_slice(regions, [1], [first], [last])) for first, last in ((0, 1), (1, 5))
+    )
+    images = node.cast(node.reshape(image, node.dims(regions)[:1]), "int64")
+    return node.onnx(
+        "RoiAlign", x, boxes, images, output_height=height, output_width=width, sampling_ratio=max(samples, 0),
+        spatial_scale=scale, mode="avg",
+        coordinate_transformation_mode="half_pixel" if aligned else "output_half_pixel",
+    )  # fmt: skip
+
+
+@converts("nms")
+def nms(node: TorchNode, boxes: relax.Expr, scores: relax.Expr, threshold: float) -> relax.Expr:
+    """The boxes that no better one overlaps, best first."""
+    (count,) = node.dims(scores)
+    found = node.onnx(
+        "NonMaxSuppression", node.reshape(boxes, [1, count, 4]), node.reshape(scores, [1, 1, count]), [count],
+        const(threshold, "float32"),
+    )  # fmt: skip
+    places = node.emit(relax.op.strided_slice(found, [1], [2], [3]))
+    return node.reshape(places, node.dims(places)[:1])

@@ -1,0 +1,315 @@
+"""Ops on single elements, casts and tensors of one number. Operands take the type that torch computes in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from tvm import relax, topi
+
+from ...ops.node import const, is_float
+from ..exporting import torch_package
+from ..node import TABLE, TorchNode, converts, dtype_name
+
+_Emit = Callable[..., relax.Expr]
+
+# Computed in the type of the result, by an op of Relax.
+_UNARY: dict[str, Any] = {
+    name: getattr(relax.op, name)
+    for name in "abs ceil exp floor log sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf "
+    "sigmoid round sign trunc negative".split()
+}
+_UNARY["neg"] = _UNARY.pop("negative")
+_UNARY |= {"relu": relax.op.nn.relu, "silu": relax.op.nn.silu, "square": relax.op.square}
+
+_IDENTITIES = "clone alias detach detach_ contiguous lift_fresh_copy lift_fresh to_dense dropout".split()
+
+_COMPARISONS = {
+    "eq": relax.op.equal, "ne": relax.op.not_equal, "lt": relax.op.less, "le": relax.op.less_equal,
+    "gt": relax.op.greater, "ge": relax.op.greater_equal,
+}  # fmt: skip
+
+_LOGICAL = {"logical_and": relax.op.logical_and, "logical_or": relax.op.logical_or, "logical_xor": relax.op.logical_xor}
+
+_BITWISE = {
+    "bitwise_and": (relax.op.bitwise_and, relax.op.logical_and),
+    "bitwise_or": (relax.op.bitwise_or, relax.op.logical_or),
+    "bitwise_xor": (relax.op.bitwise_xor, relax.op.logical_xor),
+}
+
+
+def _register() -> None:
+    for name, op in _UNARY.items():
+        TABLE[name] = lambda node, x, op=op: node.emit(op(node.tensor(x)))
+    for name in _IDENTITIES:
+        TABLE[name] = lambda node, x, *_: x
+    for name, op in _COMPARISONS.items():
+        TABLE[name] = lambda node, a, b, op=op: node.emit(op(*_promoted(node, a, b)))
+    for name, op in _LOGICAL.items():
+        TABLE[name] = lambda node, a, b, op=op: node.emit(op(node.tensor(a, "bool"), node.tensor(b, "bool")))
+    for name, ops in _BITWISE.items():
+        TABLE[name] = lambda node, a, b, ops=ops: node.emit(ops[node.dtype == "bool"](node.tensor(a), node.tensor(b)))
+
+
+def _promoted(node: TorchNode, a: Any, b: Any) -> tuple[relax.Expr, relax.Expr]:
+    """Both operands in the type that torch compares them in."""
+    torch = torch_package()
+    first, second = (value if not isinstance(value, torch.SymInt) else 1 for value in node.tensors[:2])
+    dtype = dtype_name(torch.result_type(first, second))
+    dtype = "int32" if dtype == "bool" else dtype  # vectors of bools are not compared
+    return node.tensor(a, dtype), node.tensor(b, dtype)
+
+
+_register()
+
+
+@converts("add", "sub", "rsub")
+def add(node: TorchNode, a: Any, b: Any, alpha: Any = 1) -> relax.Expr:
+    """Sum or difference, the second operand scaled."""
+    if node.op.startswith("rsub"):
+        a, b, operation = b, a, relax.op.subtract
+        scaled_first = True
+    else:
+        operation = relax.op.add if node.op.startswith("add") else relax.op.subtract
+        scaled_first = False
+    if node.dtype == "bool":
+        if node.op.startswith("add") and alpha == 1:
+            return node.emit(relax.op.logical_or(node.tensor(a), node.tensor(b)))
+        raise node.refusal("of bools")
+    first, second = node.tensor(a), node.tensor(b)
+    if alpha != 1:
+        factor = node.tensor(alpha)
+        if scaled_first:
+            raise node.refusal(f"with alpha {alpha}")
+        second = node.emit(relax.op.multiply(second, factor))
+    return node.emit(operation(first, second))
+
+
+@converts("mul")
+def mul(node: TorchNode, a: Any, b: Any) -> relax.Expr:
+    """Product; of bools whether both are."""
+    operation = relax.op.logical_and if node.dtype == "bool" else relax.op.multiply
+    return node.emit(operation(node.tensor(a), node.tensor(b)))
+
+
+@converts("div", "true_divide", "floor_divide")
+def div(node: TorchNode, a: Any, b: Any, rounding_mode: str | None = None) -> relax.Expr:
+    """Quotient, rounded down or towards zero where asked."""
+    mode = "floor" if node.op.startswith("floor_divide") else rounding_mode
+    first, second = node.tensor(a), node.tensor(b)
+    if mode is None:
+        return node.emit(relax.op.divide(first, second))
+    if is_float(node.dtype):
+        if mode == "floor":  # as torch: exact where the quotient would round up to a whole number
+            remainder = node.onnx("Mod", first, second, fmod=1)
+            whole = node.emit(relax.op.divide(relax.op.subtract(first, remainder), second))
+            zero = const(0, node.dtype)
+            differs = node.emit(
+                relax.op.logical_and(
+                    relax.op.not_equal(remainder, zero),
+                    relax.op.logical_xor(relax.op.less(remainder, zero), relax.op.less(second, zero)),
+                )
+            )
+            return node.emit(
+                relax.op.round(relax.op.where(differs, relax.op.subtract(whole, const(1, node.dtype)), whole))
+            )
+        return node.emit(relax.op.trunc(relax.op.divide(first, second)))
+    if mode == "trunc":
+        return node.onnx("Div", first, second)
+    return node.emit(relax.op.floor_divide(first, second))
+
+
+@converts("remainder", "fmod")
+def remainder(node: TorchNode, a: Any, b: Any) -> relax.Expr:
+    """Remainder with the divisor's sign, or the dividend's."""
+    return node.onnx("Mod", node.tensor(a), node.tensor(b), fmod=int(node.op.startswith("fmod")))
+
+
+@converts("pow")
+def power(node: TorchNode, a: Any, b: Any) -> relax.Expr:
+    """Power; squares, roots and reciprocals as products and roots."""
+    if b == 0.5 and isinstance(b, float) and is_float(node.dtype):
+        return node.emit(relax.op.sqrt(node.tensor(a)))
+    if b == 3 and not isinstance(a, (int, float)):
+        x = node.tensor(a)
+        return node.emit(relax.op.multiply(relax.op.multiply(x, x), x))
+    if b == -1 and is_float(node.dtype):
+        return reciprocal(node, a)
+    return node.onnx("Pow", node.tensor(a), node.tensor(b))
+
+
+@converts("reciprocal")
+def reciprocal(node: TorchNode, x: Any) -> relax.Expr:
+    """1 / x."""
+    return node.emit(relax.op.divide(const(1, node.dtype), node.tensor(x)))
+
+
+@converts("maximum", "minimum")
+def extreme(node: TorchNode, a: Any, b: Any) -> relax.Expr:
+    """The larger or smaller; NaN where either is."""
+    if node.dtype == "bool":
+        operation = relax.op.logical_or if node.op.startswith("max") else relax.op.logical_and
+        return node.emit(operation(node.tensor(a), node.tensor(b)))
+    return node.onnx("Max" if node.op.startswith("max") else "Min", node.tensor(a), node.tensor(b))
+
+
+@converts("clamp", "clamp_min", "clamp_max", "hardtanh")
+def clamp(node: TorchNode, x: Any, low: Any = None, high: Any = None) -> relax.Expr:
+    """Held between two numbers or tensors, the upper one deciding."""
+    if node.op.startswith("clamp_max"):
+        low, high = None, low
+    value = node.tensor(x)
+    if low is not None:
+        value = node.onnx("Max", value, node.tensor(low))
+    return value if high is None else node.onnx("Min", value, node.tensor(high))
+
+
+@converts("logical_not", "bitwise_not")
+def invert(node: TorchNode, x: Any) -> relax.Expr:
+    """Not of a bool, or of every bit."""
+    if node.dtype == "bool":
+        return node.emit(relax.op.logical_not(node.tensor(x, "bool")))
+    return node.emit(relax.op.bitwise_not(node.tensor(x)))
+
+
+@converts("isnan", "isinf", "isfinite")
+def classify(node: TorchNode, x: relax.Expr) -> relax.Expr:
+    """Whether an element is NaN, infinite, or neither."""
+    if not is_float(str(x.ty.dtype)):
+        return node.filled(node.op.startswith("isfinite"))
+    nan = None if node.op.startswith("isinf") else node.emit(relax.op.isnan(x))
+    infinite = None if node.op.startswith("isnan") else node.onnx("IsInf", x)
+    if nan is None or infinite is None:
+        return infinite if nan is None else nan
+    return node.emit(relax.op.logical_not(relax.op.logical_or(nan, infinite)))
+
+
+@converts("log1p", "expm1")
+def near_one(node: TorchNode, x: Any) -> relax.Expr:
+    """log(1 + x) and exp(x) - 1 with the digits that small numbers have."""
+    x, one = node.tensor(x), const(1, node.dtype)
+    if node.op.startswith("log1p"):
+        shifted = node.emit(relax.op.add(x, one))
+        found = node.emit(relax.op.log(shifted))
+        rest = node.emit(relax.op.subtract(shifted, one))
+        exact = node.emit(relax.op.divide(relax.op.multiply(found, x), rest))
+        is_small = node.emit(relax.op.less(relax.op.abs(x), const(0.5, node.dtype)))
+        is_tiny = node.emit(relax.op.equal(rest, const(0, node.dtype)))
+        return node.emit(relax.op.where(is_tiny, x, relax.op.where(is_small, exact, found)))
+    half = node.emit(relax.op.tanh(relax.op.multiply(x, const(0.5, node.dtype))))
+    small = relax.op.divide(relax.op.multiply(const(2, node.dtype), half), relax.op.subtract(one, half))
+    is_small = relax.op.less(relax.op.abs(x), const(0.5, node.dtype))
+    return node.emit(relax.op.where(is_small, small, relax.op.subtract(relax.op.exp(x), one)))
+
+
+@converts("log2", "log10", "exp2")
+def other_base(node: TorchNode, x: Any) -> relax.Expr:
+    """Logarithms and powers of other bases."""
+    x = node.tensor(x)
+    if node.op.startswith("exp2"):
+        return node.emit(relax.op.exp(relax.op.multiply(x, const(math.log(2), node.dtype))))
+    base = 2 if node.op.startswith("log2") else 10
+    return node.emit(relax.op.multiply(relax.op.log(x), const(1 / math.log(base), node.dtype)))
+
+
+@converts("atan2")
+def atan2(node: TorchNode, y: Any, x: Any) -> relax.Expr:
+    """The angle of a point."""
+    return node.builder.emit_te(topi.atan2, node.tensor(y), node.tensor(x), primfunc_name_hint="atan2")
+
+
+@converts("where")
+def where(node: TorchNode, condition: relax.Expr, a: Any = None, b: Any = None) -> relax.Expr:
+    """One value or the other."""
+    if a is None:
+        raise node.refusal("without values")
+    return node.onnx("Where", node.tensor(condition, "bool"), node.tensor(a), node.tensor(b))
+
+
+@converts("masked_fill")
+def masked_fill(node: TorchNode, x: relax.Expr, mask: relax.Expr, value: Any) -> relax.Expr:
+    """A number where the mask is set."""
+    return node.onnx("Where", mask, node.tensor(value), node.tensor(x))
+
+
+@converts("gelu")
+def gelu(node: TorchNode, x: relax.Expr, approximate: str = "none") -> relax.Expr:
+    """By the error function or the hyperbolic tangent."""
+    return node.emit((relax.op.nn.gelu if approximate == "none" else relax.op.nn.gelu_tanh)(x))
+
+
+@converts("leaky_relu", "elu", "hardswish", "hardsigmoid", "mish", "prelu", "softplus")
+def activation(node: TorchNode, x: relax.Expr, *given: Any) -> relax.Expr:
+    """Activations that ONNX has too."""
+    name = node.op.partition(".")[0]
+    if name == "hardsigmoid":
+        return node.onnx("HardSigmoid", x, alpha=1 / 6, beta=0.5)
+    if name == "hardswish":
+        inner = node.onnx("HardSigmoid", x, alpha=1 / 6, beta=0.5)
+        return node.emit(relax.op.multiply(x, inner))
+    if name == "leaky_relu":
+        return node.onnx("LeakyRelu", x, alpha=float(given[0]) if given else 0.01)
+    if name == "mish":
+        return node.onnx("Mish", x)
+    if name == "prelu":
+        (slope,) = given
+        if node.dims(slope) != [1]:
+            slope = node.reshape(slope, [-1, *[1] * (len(node.shape) - 2)])
+        return node.onnx("PRelu", x, slope)
+    if name == "softplus":
+        beta, threshold = given
+        scaled = node.emit(relax.op.multiply(x, const(beta, node.dtype)))
+        soft = node.emit(relax.op.divide(node.onnx("Softplus", scaled), const(beta, node.dtype)))
+        return node.emit(relax.op.where(relax.op.greater(scaled, const(threshold, node.dtype)), x, soft))
+    alpha, scale, input_scale = given
+    negative = node.onnx("Elu", node.emit(relax.op.multiply(x, const(input_scale, node.dtype))), alpha=float(alpha))
+    value = node.emit(relax.op.where(relax.op.greater(x, const(0, node.dtype)), x, negative))
+    return value if scale == 1 else node.emit(relax.op.multiply(value, const(scale, node.dtype)))
+
+
+@converts("to", "_to_copy", "type_as", "_to_dtype", "convert_element_type")
+def to(node: TorchNode, x: Any, *_: Any) -> relax.Expr:
+    """As elements of another type."""
+    return node.tensor(x)
+
+
+@converts(
+    "full",
+    "new_full",
+    "full_like",
+    "zeros",
+    "ones",
+    "zeros_like",
+    "ones_like",
+    "new_zeros",
+    "new_ones",
+    "scalar_tensor",
+    "empty",
+    "empty_like",
+    "new_empty",
+    "fill",
+)
+def full(node: TorchNode, *given: Any) -> relax.Expr:
+    """A tensor of one number; what torch leaves open is 0."""
+    name = node.op.partition(".")[0]
+    places = {"full": 1, "new_full": 2, "full_like": 1, "fill": 1, "scalar_tensor": 0}
+    value = given[places[name]] if name in places else int("ones" in name)
+    return node.filled(value)
+
+
+@converts("arange")
+def arange(node: TorchNode, *given: Any) -> relax.Expr:
+    """Numbers in a row."""
+    overload = node.op.partition(".")[2]
+    start, end, step = {"default": (0, given[0], 1), "start": (*given[:2], 1)}.get(overload) or given[:3]
+    (count,) = node.shape
+    if all(isinstance(value, (int, float)) for value in (start, end, step)) and isinstance(count, int):
+        return const(start + step * np.arange(count), node.dtype)
+    if node.dtype not in ("int32", "int64"):
+        raise node.refusal(f"of {node.dtype} with a size that only a call knows")
+    whole = node.emit(relax.op.arange(relax.prim_value(0), relax.prim_value(count), relax.prim_value(1), node.dtype))
+    if not (isinstance(step, int) and step == 1):
+        whole = node.emit(relax.op.multiply(whole, node.tensor(step)))
+    return whole if isinstance(start, int) and start == 0 else node.emit(relax.op.add(whole, node.tensor(start)))

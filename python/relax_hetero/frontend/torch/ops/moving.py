@@ -1,0 +1,240 @@
+"""Ops that move elements: reshaping, permuting, cutting, joining, padding. Shapes are those that torch found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from tvm import relax
+
+from ...ops.node import const
+from ...ops.slicing import cut
+from ..node import TorchNode, converts
+
+
+@converts(
+    "view",
+    "reshape",
+    "_unsafe_view",
+    "squeeze",
+    "unsqueeze",
+    "flatten",
+    "unflatten",
+    "view_copy",
+    "squeeze_copy",
+    "unsqueeze_copy",
+    "ravel",
+)
+def reshape(node: TorchNode, x: relax.Expr, *_: Any) -> relax.Expr:
+    """The elements in the shape that torch found."""
+    if node.dtype != str(x.ty.dtype):
+        raise node.refusal("as bits of another type")
+    return node.reshape(x, node.shape)
+
+
+@converts("expand", "broadcast_to", "expand_as", "expand_copy")
+def expand(node: TorchNode, x: relax.Expr, *_: Any) -> relax.Expr:
+    """Repeated along axes of size 1."""
+    return node.broadcast(x, node.shape)
+
+
+@converts("copy", "copy_")
+def copy(node: TorchNode, _: relax.Expr, source: relax.Expr, *__: Any) -> relax.Expr:
+    """Another tensor in this one's shape and type."""
+    return node.broadcast(node.tensor(source), node.shape)
+
+
+@converts("permute", "permute_copy")
+def permute(node: TorchNode, x: relax.Expr, axes: list[int]) -> relax.Expr:
+    """Axes in another order."""
+    return node.emit(relax.op.permute_dims(x, [node.axis(axis, len(axes)) for axis in axes]))
+
+
+@converts("transpose", "t", "transpose_copy")
+def transpose(node: TorchNode, x: relax.Expr, a: int = 0, b: int = 1) -> relax.Expr:
+    """Two axes exchanged."""
+    rank = len(node.shape)
+    if rank < 2:
+        return x
+    axes = list(range(rank))
+    a, b = node.axis(a, rank), node.axis(b, rank)
+    axes[a], axes[b] = b, a
+    return node.emit(relax.op.permute_dims(x, axes))
+
+
+def cut_axis(node: TorchNode, x: relax.Expr, axis: int, first: Any, count: Any, step: int = 1) -> relax.Expr:
+    """Some elements of an axis; the place of the first one may count from the back."""
+    size = node.dims(x)[axis]
+    if isinstance(first, int) and first < 0:
+        first = max(size + first, 0) if isinstance(size, int) else size + first
+    if isinstance(first, int) and isinstance(size, int):
+        first = min(first, size)
+    if isinstance(first, int) and first == 0 and step == 1 and node.sizes_equal(count, size):
+        return x
+    target = node.onnx_node("Slice", [x])
+    if not (isinstance(first, int) and isinstance(count, int) and isinstance(size, int)):
+        last = first + count * step - (step - 1)
+        target.require(last <= size, f"takes {count} elements of an axis of {size}, from {first} on")
+    return node.emit(cut(target, x, {axis: (first, count, step)}))
+
+
+@converts("slice", "slice_copy")
+def slice_(
+    node: TorchNode, x: relax.Expr, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> relax.Expr:
+    """A part of an axis, as long as torch found it."""
+    axis = node.axis(dim, len(node.shape))
+    return cut_axis(node, x, axis, 0 if start is None else start, node.shape[axis], step)
+
+
+@converts("narrow")
+def narrow(node: TorchNode, x: relax.Expr, dim: int, start: Any, length: Any) -> relax.Expr:
+    """A part of an axis."""
+    return slice_(node, x, dim, start)
+
+
+@converts("select", "select_copy")
+def select(node: TorchNode, x: relax.Expr, dim: int, index: Any) -> relax.Expr:
+    """One place of an axis."""
+    axis = node.axis(dim, len(node.dims(x)))
+    return node.reshape(cut_axis(node, x, axis, index, 1), node.shape)
+
+
+@converts("split", "split_with_sizes", "unbind", "chunk", "split_copy", "split_with_sizes_copy", "unbind_copy")
+def split(node: TorchNode, x: relax.Expr, *given: Any) -> list[relax.Expr]:
+    """Consecutive parts of an axis."""
+    is_unbind = node.op.startswith("unbind")
+    dim = given[0] if is_unbind and given else given[1] if len(given) > 1 else 0
+    axis = node.axis(dim, len(node.dims(x)))
+    parts, first = [], 0
+    shapes = [node.sizes.shape(value.shape) for value in node.value]
+    if not is_unbind and len(shapes) > 1 and all(isinstance(shape[axis], int) for shape in shapes):
+        ends = [int(end) for end in np.cumsum([shape[axis] for shape in shapes])[:-1]]
+        both = node.emit(relax.op.split(x, ends, axis))
+        return [node.emit(relax.TupleGetItem(both, index)) for index in range(len(shapes))]
+    for shape in shapes:
+        count = 1 if is_unbind else shape[axis]
+        part = cut_axis(node, x, axis, first, count)
+        parts.append(node.reshape(part, shape))
+        first = first + count
+    return parts
+
+
+@converts("cat", "concat")
+def cat(node: TorchNode, tensors: list[relax.Expr], dim: int = 0) -> relax.Expr:
+    """One after the other along an axis; empty vectors are none."""
+    rank = len(node.shape)
+    kept = [tensor for tensor in tensors if len(node.dims(tensor)) == rank]
+    parts = [node.tensor(tensor) for tensor in kept]
+    return parts[0] if len(parts) == 1 else node.emit(relax.op.concat(parts, node.axis(dim, rank)))
+
+
+@converts("stack")
+def stack(node: TorchNode, tensors: list[relax.Expr], dim: int = 0) -> relax.Expr:
+    """Along a new axis."""
+    axis = node.axis(dim, len(node.shape))
+    parts = [node.emit(relax.op.expand_dims(node.tensor(tensor), axis)) for tensor in tensors]
+    return parts[0] if len(parts) == 1 else node.emit(relax.op.concat(parts, axis))
+
+
+@converts("repeat", "tile")
+def repeat(node: TorchNode, x: relax.Expr, counts: list[Any]) -> relax.Expr:
+    """Copies along axes, new ones in front."""
+    dims = node.dims(x)
+    x = node.reshape(x, [*[1] * (len(node.shape) - len(dims)), *dims])
+    counts = [*[1] * (len(node.shape) - len(counts)), *counts]
+    return node.onnx("Tile", x, counts)
+
+
+@converts("flip")
+def flip(node: TorchNode, x: relax.Expr, dims: list[int]) -> relax.Expr:
+    """Axes backwards."""
+    for dim in dims:
+        x = node.emit(relax.op.flip(x, node.axis(dim, len(node.shape))))
+    return x
+
+
+@converts("roll")
+def roll(node: TorchNode, x: relax.Expr, shifts: list[int], dims: list[int]) -> relax.Expr:
+    """Axes turned around."""
+    if not dims:
+        raise node.refusal("of all elements as one row")
+    for shift, dim in zip(shifts, dims, strict=True):
+        axis = node.axis(dim, len(node.shape))
+        (size,) = node.static([node.shape[axis]], "turns an axis of")
+        place = (size - shift % size) % size if size else 0
+        if place:
+            parts = [cut_axis(node, x, axis, place, size - place), cut_axis(node, x, axis, 0, place)]
+            x = node.emit(relax.op.concat(parts, axis))
+    return x
+
+
+@converts("tril", "triu")
+def trilu(node: TorchNode, x: relax.Expr, diagonal: int = 0) -> relax.Expr:
+    """The lower or upper triangle."""
+    if str(x.ty.dtype) == "bool":
+        as_int = node.onnx("Trilu", node.cast(x, "int32"), const(diagonal, "int64"), upper=int("triu" in node.op))
+        return node.cast(as_int, "bool")
+    return node.onnx("Trilu", x, const(diagonal, "int64"), upper=int(node.op.startswith("triu")))
+
+
+@converts("constant_pad_nd", "pad", "reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d")
+def pad(node: TorchNode, x: relax.Expr, pads: list[Any], *given: Any) -> relax.Expr:
+    """More elements, or fewer, at the ends of the last axes."""
+    name = node.op.partition(".")[0]
+    modes = {"reflect": "reflect", "replicate": "edge", "constant": "constant", "circular": "wrap"}
+    mode = {"r": "reflect" if name.startswith("reflection") else "edge", "c": "constant"}.get(name[0], "")
+    mode = mode or modes[given[0] if given else "constant"]
+    value = (given[0] if name[0] == "c" else given[1] if len(given) > 1 else None) if given else None
+    rank = len(node.shape)
+    before = [0] * (rank - len(pads) // 2) + list(pads[::2])[::-1]
+    after = [0] * (rank - len(pads) // 2) + list(pads[1::2])[::-1]
+    numbers = node.static([*before, *after], "pads by")
+    is_bool = node.dtype == "bool"
+    data = node.cast(x, "uint8") if is_bool else x
+    fill = const(0 if value is None else value, "uint8" if is_bool else node.dtype)
+    out = node.onnx("Pad", data, const(numbers, "int64"), fill if mode == "constant" else None, mode=mode)
+    return node.cast(out, "bool") if is_bool else out
+
+
+@converts("pixel_shuffle")
+def pixel_shuffle(node: TorchNode, x: relax.Expr, factor: int) -> relax.Expr:
+    """Channels to places."""
+    return node.onnx("DepthToSpace", x, blocksize=factor, mode="CRD")
+
+
+@converts("slice_scatter")
+def slice_scatter(
+    node: TorchNode, x: relax.Expr, source: relax.Expr, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> relax.Expr:
+    """A copy with a part of an axis replaced."""
+    axis = node.axis(dim, len(node.shape))
+    size, count = node.shape[axis], node.dims(source)[axis]
+    first = 0 if start is None else start
+    if step != 1 or not all(isinstance(value, int) for value in (size, count, first)):
+        raise node.refusal("by a step, or of sizes that only a call knows")
+    first = min(max(first + size, 0) if first < 0 else first, size)
+    parts = [cut_axis(node, x, axis, 0, first)] if first else []
+    parts.append(node.tensor(source))
+    if first + count < size:
+        parts.append(cut_axis(node, x, axis, first + count, size - first - count))
+    return parts[0] if len(parts) == 1 else node.emit(relax.op.concat(parts, axis))
+
+
+@converts("select_scatter")
+def select_scatter(node: TorchNode, x: relax.Expr, source: relax.Expr, dim: int, index: Any) -> relax.Expr:
+    """A copy with one place of an axis replaced."""
+    axis = node.axis(dim, len(node.shape))
+    return slice_scatter(node, x, node.emit(relax.op.expand_dims(source, axis)), dim, index)
+
+
+@converts("unfold")
+def unfold(node: TorchNode, x: relax.Expr, dim: int, size: int, step: int) -> relax.Expr:
+    """Windows of an axis, their places along a new last axis."""
+    rank = len(node.dims(x))
+    axis = node.axis(dim, rank)
+    (count,) = node.static([node.shape[axis]], "cuts windows of number")
+    places = np.arange(count)[:, None] * step + np.arange(size)
+    windows = node.onnx("Gather", x, const(places, "int64"), axis=axis)
+    order = [place for place in range(rank + 1) if place != axis + 1]
+    return node.emit(relax.op.permute_dims(windows, [*order, axis + 1]))

@@ -1,0 +1,312 @@
+"""Products, convolutions, attention, norms, pooling and resizing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from tvm import relax
+
+from ...ops.node import const
+from ..exporting import torch_package
+from ..node import TorchNode, converts
+
+
+@converts("mm", "bmm", "matmul", "mv", "dot")
+def matmul(node: TorchNode, a: relax.Expr, b: relax.Expr) -> relax.Expr:
+    """Product of matrices, or stacks of them."""
+    return node.emit(relax.op.matmul(a, b))
+
+
+@converts("linear")
+def linear(node: TorchNode, x: relax.Expr, weight: relax.Expr, bias: relax.Expr | None = None) -> relax.Expr:
+    """A product with a transposed weight."""
+    rank = len(node.dims(weight))
+    turned = node.emit(relax.op.permute_dims(weight)) if rank == 2 else weight
+    product = node.emit(relax.op.matmul(x, turned))
+    return product if bias is None else node.emit(relax.op.add(product, bias))
+
+
+@converts("addmm", "baddbmm")
+def addmm(node: TorchNode, x: relax.Expr, a: relax.Expr, b: relax.Expr, beta: Any = 1, alpha: Any = 1) -> relax.Expr:
+    """A product and a summand, each scaled."""
+    product = node.emit(relax.op.matmul(a, b))
+    if alpha != 1:
+        product = node.emit(relax.op.multiply(product, node.tensor(alpha)))
+    if beta == 0:
+        return product
+    if beta != 1:
+        x = node.emit(relax.op.multiply(x, node.tensor(beta)))
+    return node.emit(relax.op.add(product, x))
+
+
+@converts("einsum")
+def einsum(node: TorchNode, equation: str, operands: list[relax.Expr], *_: Any) -> relax.Expr:
+    """Sums of products by an equation."""
+    return node.onnx("Einsum", *operands, equation=equation.encode())
+
+
+@converts("convolution", "conv1d", "conv2d", "conv3d")
+def convolution(
+    node: TorchNode,
+    x: relax.Expr,
+    weight: relax.Expr,
+    bias: relax.Expr | None = None,
+    stride: Any = (1,),
+    padding: Any = (0,),
+    dilation: Any = (1,),
+    *rest: Any,
+) -> relax.Expr:
+    """A convolution, or a transposed one."""
+    spatial = len(node.dims(weight)) - 2
+    if len(node.dims(x)) != spatial + 2 or isinstance(padding, str):
+        raise node.refusal("without a batch, or padded by a word")
+    transposed, output_padding, groups = rest if len(rest) == 3 else (False, (0,), *(rest or (1,)))
+    stride, padding, dilation, output_padding = (
+        list(value) * (spatial if len(value) == 1 else 1) for value in (stride, padding, dilation, output_padding)
+    )
+    attributes = {"strides": tuple(stride), "pads": (*padding, *padding), "dilations": tuple(dilation), "group": groups}
+    if transposed:
+        return node.onnx("ConvTranspose", x, weight, bias, output_padding=tuple(output_padding), **attributes)
+    return node.onnx("Conv", x, weight, bias, **attributes)
+
+
+@converts("scaled_dot_product_attention")
+def attention(
+    node: TorchNode,
+    q: relax.Expr,
+    k: relax.Expr,
+    v: relax.Expr,
+    mask: relax.Expr | None = None,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> relax.Expr:
+    """Softmax of scaled scores, times values: as products, of which the compiler makes one kernel."""
+    if dropout:
+        raise node.refusal("with dropout; call module.eval() before")
+    queries, keys = node.dims(q), node.dims(k)
+    if enable_gqa and not node.sizes_equal(queries[-3], keys[-3]):
+        times = node.static([queries[-3], keys[-3]], "repeats heads of")
+        k, v = (_repeated_heads(node, value, times[0] // times[1]) for value in (k, v))
+    (width,) = node.static([queries[-1]], "scales by the root of")
+    dtype = node.dtype
+    factor = 1 / math.sqrt(width) if scale is None else scale
+    rank = len(keys)
+    turned = node.emit(relax.op.permute_dims(k, [*range(rank - 2), rank - 1, rank - 2]))
+    scores = node.emit(relax.op.multiply(relax.op.matmul(q, turned), const(factor, dtype)))
+    least = const(-np.inf, dtype)
+    if is_causal:
+        rows, columns = queries[-2], keys[-2]
+        if isinstance(rows, int) and isinstance(columns, int):
+            table = np.where(np.tri(rows, columns, dtype=bool), 0.0, -np.inf)
+            scores = node.emit(relax.op.add(scores, const(table.astype("float32"), dtype)))
+        else:
+            ones = node.filled(1, [rows, columns], "int32")
+            below = node.cast(node.onnx("Trilu", ones, upper=0), "bool")
+            scores = node.emit(relax.op.where(below, scores, least))
+    if mask is not None:
+        if str(mask.ty.dtype) == "bool":
+            scores = node.emit(relax.op.where(mask, scores, least))
+        else:
+            scores = node.emit(relax.op.add(scores, node.tensor(mask)))
+    shares = node.emit(relax.op.nn.softmax(scores, -1))
+    if mask is not None and str(mask.ty.dtype) == "bool":  # a row that sees nothing is 0, as torch has it
+        seen = node.cast(mask, "int32")
+        none = node.emit(relax.op.equal(relax.op.max(seen, -1, True), const(0, "int32")))
+        out = node.emit(relax.op.matmul(shares, v))
+        return node.emit(relax.op.where(none, const(0, dtype), out))
+    return node.emit(relax.op.matmul(shares, v))
+
+
+def _repeated_heads(node: TorchNode, value: relax.Expr, times: int) -> relax.Expr:
+    batch, heads, length, width = node.dims(value)
+    wide = node.emit(relax.op.expand_dims(value, 2))
+    wide = node.broadcast(wide, [batch, heads, times, length, width])
+    return node.reshape(wide, [batch, heads * times, length, width])
+
+
+@converts("layer_norm", "native_layer_norm")
+def layer_norm(
+    node: TorchNode, x: relax.Expr, shape: list[Any], weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
+) -> Any:
+    """The last axes to mean 0 and variance 1."""
+    sizes = node.static(shape, "normalizes over")
+    dtype = str(x.ty.dtype)
+    axes = list(range(-len(sizes), 0))
+    weight = const(np.ones(sizes), dtype) if weight is None else weight
+    bias = const(np.zeros(sizes), dtype) if bias is None else bias
+    result = node.emit(relax.op.nn.layer_norm(x, weight, bias, axes, eps))
+    if node.op.startswith("native"):
+        return [result]
+    return result
+
+
+@converts("rms_norm")
+def rms_norm(
+    node: TorchNode, x: relax.Expr, shape: list[Any], weight: Any = None, eps: float | None = None
+) -> relax.Expr:
+    """The last axes to a mean square of 1."""
+    sizes = node.static(shape, "normalizes over")
+    dtype = str(x.ty.dtype)
+    weight = const(np.ones(sizes), dtype) if weight is None else weight
+    eps = float(np.finfo("float32" if dtype == "bfloat16" else dtype).eps) if eps is None else eps
+    return node.emit(relax.op.nn.rms_norm(x, weight, list(range(-len(sizes), 0)), eps))
+
+
+@converts("group_norm")
+def group_norm(
+    node: TorchNode, x: relax.Expr, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
+) -> relax.Expr:
+    """Each group of channels to mean 0 and variance 1."""
+    (channels,) = node.static([node.shape[1]], "normalizes channels of number")
+    weight = const(np.ones(channels), node.dtype) if weight is None else weight
+    bias = const(np.zeros(channels), node.dtype) if bias is None else bias
+    return node.onnx("GroupNormalization", x, weight, bias, num_groups=groups, epsilon=eps)
+
+
+@converts("_native_batch_norm_legit_no_training", "batch_norm", "instance_norm")
+def batch_norm(node: TorchNode, x: relax.Expr, weight: Any, bias: Any, mean: Any, var: Any, *given: Any) -> Any:
+    """By the statistics that training left; of one image by its own."""
+    (channels,) = node.static([node.dims(x)[1]], "normalizes channels of number")
+    dtype = str(x.ty.dtype)
+    weight = const(np.ones(channels), dtype) if weight is None else weight
+    bias = const(np.zeros(channels), dtype) if bias is None else bias
+    is_native = node.op.startswith("_native")
+    eps = given[1] if is_native else given[2]
+    if node.op.startswith("instance"):
+        if not given[0]:
+            raise node.refusal("by statistics of training")
+        return node.onnx("InstanceNormalization", x, weight, bias, epsilon=eps)
+    if not is_native and given[0]:
+        raise node.refusal("by statistics of the batch; call module.eval() before")
+    result = node.onnx("BatchNormalization", x, weight, bias, mean, var, epsilon=eps)
+    return [result] if is_native else result
+
+
+def _pool_attributes(rank: int, kernel: Any, stride: Any, padding: Any) -> dict[str, Any]:
+    """ONNX's attributes of a window; no stride is as long as the window."""
+    kernel, stride, padding = (
+        tuple(value) * (rank if len(value) == 1 else 1) for value in (kernel, stride or kernel, padding)
+    )
+    return {"kernel_shape": kernel, "strides": stride, "pads": (*padding, *padding)}
+
+
+@converts("max_pool1d", "max_pool2d", "max_pool3d", "max_pool2d_with_indices")
+def max_pool(
+    node: TorchNode, x: relax.Expr, kernel: Any, stride: Any = (), padding: Any = (0,), dilation: Any = (1,),
+    ceil_mode: bool = False,
+) -> Any:  # fmt: skip
+    """The largest of each window."""
+    rank = int(node.op[8])
+    if len(node.dims(x)) != rank + 2:
+        raise node.refusal("without a batch")
+    dilation = tuple(dilation) * (rank if len(dilation) == 1 else 1)
+    attributes = _pool_attributes(rank, kernel, stride, padding)
+    result = node.onnx("MaxPool", x, ceil_mode=int(ceil_mode), dilations=dilation, **attributes)
+    return [result] if "indices" in node.op else result
+
+
+@converts("avg_pool1d", "avg_pool2d", "avg_pool3d")
+def avg_pool(
+    node: TorchNode, x: relax.Expr, kernel: Any, stride: Any = (), padding: Any = (0,), ceil_mode: bool = False,
+    count_include_pad: bool = True, divisor: int | None = None,
+) -> relax.Expr:  # fmt: skip
+    """The mean of each window."""
+    rank = int(node.op[8])
+    if divisor is not None or len(node.dims(x)) != rank + 2:
+        raise node.refusal("with a divisor, or without a batch")
+    attributes = _pool_attributes(rank, kernel, stride, padding)
+    return node.onnx("AveragePool", x, ceil_mode=int(ceil_mode), count_include_pad=int(count_include_pad), **attributes)
+
+
+@converts("adaptive_avg_pool1d", "adaptive_avg_pool2d", "_adaptive_avg_pool2d")
+def adaptive_avg_pool(node: TorchNode, x: relax.Expr, sizes: list[int]) -> relax.Expr:
+    """Means of as many parts as asked for; parts that overlap are a product with a table."""
+    rank = len(sizes)
+    dims = node.dims(x)[-rank:]
+    if all(size == 1 for size in sizes):
+        return node.emit(relax.op.mean(x, list(range(-rank, 0)), keepdims=True))
+    extents = node.static(dims, "cuts into parts axes of")
+    if all(extent % size == 0 for extent, size in zip(extents, sizes, strict=True)) and len(node.shape) == rank + 2:
+        window = tuple(extent // size for extent, size in zip(extents, sizes, strict=True))
+        return node.onnx("AveragePool", x, kernel_shape=window, strides=window)
+    for axis, (extent, size) in enumerate(zip(extents, sizes, strict=True)):
+        table = np.zeros((extent, size))
+        for part in range(size):
+            first, last = part * extent // size, -(-(part + 1) * extent // size)
+            table[first:last, part] = 1 / (last - first)
+        factor = const(table, node.dtype)
+        if axis == rank - 1:
+            x = node.emit(relax.op.matmul(x, factor))
+        else:
+            x = node.emit(relax.op.matmul(const(table.T, node.dtype), x))
+    return x
+
+
+@converts("adaptive_max_pool1d", "adaptive_max_pool2d")
+def adaptive_max_pool(node: TorchNode, x: relax.Expr, sizes: list[int]) -> list[relax.Expr]:
+    """The largest of as many equal parts as asked for."""
+    dims = node.dims(x)
+    extents = node.static(dims[-len(sizes) :], "cuts into parts axes of")
+    if len(dims) != len(sizes) + 2 or any(extent % size for extent, size in zip(extents, sizes, strict=True)):
+        raise node.refusal("to parts of different sizes, or without a batch")
+    window = tuple(extent // size for extent, size in zip(extents, sizes, strict=True))
+    return [node.onnx("MaxPool", x, kernel_shape=window, strides=window)]
+
+
+@converts(
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d",
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    "upsample_bicubic2d",
+)
+def upsample(node: TorchNode, x: relax.Expr, size: Any, *given: Any) -> relax.Expr:
+    """An image of another size; places between pixels as torch counts them."""
+    is_nearest = "nearest" in node.op
+    aligns = False if is_nearest else bool(given[0])
+    scales = given[-1] if node.op.endswith(".vec") else [value for value in given[0 if is_nearest else 1 :]]
+    attributes: dict[str, Any] = {"mode": "nearest" if is_nearest else "cubic" if "cubic" in node.op else "linear"}
+    if is_nearest:
+        exact = "exact" in node.op
+        attributes["coordinate_transformation_mode"] = "half_pixel" if exact else "asymmetric"
+        attributes["nearest_mode"] = "round_prefer_ceil" if exact else "floor"
+    else:
+        attributes["coordinate_transformation_mode"] = "align_corners" if aligns else "half_pixel"
+        attributes["cubic_coeff_a"] = -0.75
+    if scales and all(scale is not None for scale in scales) and not aligns:
+        factors = const([1.0, 1.0, *scales], "float32")
+        return node.onnx("Resize", x, None, factors, **attributes)
+    return node.onnx("Resize", x, None, None, node.shape, **attributes)
+
+
+@converts("_upsample_bilinear2d_aa")
+def smooth_upsample(node: TorchNode, x: relax.Expr, size: Any, aligns: bool, *given: Any) -> relax.Expr:
+    """An image of another size, without aliasing: two products with tables, which torch itself computes."""
+    if aligns or any(scale is not None for scale in (given[-1] if isinstance(given[-1], list) else given)):
+        raise node.refusal("with aligned corners or scales; expected a size")
+    torch = torch_package()
+    old = node.static(node.dims(x)[-2:], "resizes axes of")
+    new = node.static(node.shape[-2:], "resizes axes to")
+    rows, columns = (
+        torch.nn.functional.interpolate(
+            torch.eye(before, dtype=torch.float64)[None, None], size=(after, before), mode="bilinear", antialias=True
+        )[0, 0].numpy()
+        for before, after in zip(old, new, strict=True)
+    )
+    x = node.emit(relax.op.matmul(const(rows, node.dtype), x))
+    return node.emit(relax.op.matmul(x, const(columns.T, node.dtype)))
+
+
+@converts("grid_sampler", "grid_sampler_2d")
+def grid_sampler(node: TorchNode, x: relax.Expr, grid: relax.Expr, mode: int, padding: int, aligns: bool) -> relax.Expr:
+    """Pixels at places that a grid names."""
+    return node.onnx(
+        "GridSample", x, grid, mode=("linear", "nearest", "cubic")[mode],
+        padding_mode=("zeros", "border", "reflection")[padding], align_corners=int(aligns),
+    )  # fmt: skip

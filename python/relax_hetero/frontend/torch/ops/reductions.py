@@ -1,0 +1,146 @@
+"""Sums, extremes, means and running sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tvm import relax
+
+from ...ops.node import const, is_float
+from ..node import TorchNode, converts
+
+
+def _reduced(node: TorchNode, kind: str, x: relax.Expr, axes: Any, keepdim: bool) -> relax.Expr:
+    """By ONNX's reduction; no axes are all of them."""
+    rank = len(node.dims(x))
+    if rank == 0:
+        return x
+    axes = range(rank) if axes is None or (isinstance(axes, Sequence) and not axes) else axes
+    axes = [axes] if isinstance(axes, int) else [node.axis(axis, rank) for axis in axes]
+    return node.onnx(kind, x, const(list(axes), "int64"), keepdims=int(keepdim))
+
+
+@converts("sum", "mean")
+def total(node: TorchNode, x: relax.Expr, *given: Any) -> relax.Expr:
+    """Sum or mean over axes, in the type of the result."""
+    kind = "ReduceSum" if node.op.startswith("sum") else "ReduceMean"
+    x = node.tensor(x)
+    if node.op.endswith("default"):
+        return _reduced(node, kind, x, None, False)
+    return _reduced(node, kind, x, given[0], len(given) > 1 and given[1])
+
+
+@converts("prod")
+def product(node: TorchNode, x: relax.Expr, *given: Any) -> relax.Expr:
+    """Product over all axes or one."""
+    is_whole = node.op.endswith("default")
+    return _reduced(
+        node, "ReduceProd", node.tensor(x), None if is_whole else given[0], not is_whole and len(given) > 1 and given[1]
+    )
+
+
+@converts("amax", "amin")
+def extreme(node: TorchNode, x: relax.Expr, axes: Any = (), keepdim: bool = False) -> relax.Expr:
+    """The largest or smallest over axes."""
+    return _extreme(node, node.op.startswith("amax"), x, axes, keepdim)
+
+
+def _extreme(node: TorchNode, is_max: bool, x: relax.Expr, axes: Any, keepdim: bool) -> relax.Expr:
+    is_bool = str(x.ty.dtype) == "bool"
+    found = _reduced(
+        node, "ReduceMax" if is_max else "ReduceMin", node.cast(x, "int32") if is_bool else x, axes, keepdim
+    )
+    return node.cast(found, "bool") if is_bool else found
+
+
+@converts("max", "min")
+def extreme_and_place(node: TorchNode, x: relax.Expr, dim: Any = None, keepdim: bool = False) -> Any:
+    """The largest or smallest; along an axis, also where it is."""
+    is_max = node.op.startswith("max")
+    if isinstance(dim, relax.Expr):
+        return node.onnx("Max" if is_max else "Min", node.tensor(x), node.tensor(dim))
+    if dim is None:
+        return _extreme(node, is_max, x, None, False)
+    place = node.onnx("ArgMax" if is_max else "ArgMin", x, axis=dim, keepdims=int(keepdim))
+    return [_extreme(node, is_max, x, [dim], keepdim), place]
+
+
+@converts("argmax", "argmin")
+def arg_extreme(node: TorchNode, x: relax.Expr, dim: Any = None, keepdim: bool = False) -> relax.Expr:
+    """Where the largest or smallest is."""
+    if dim is None:
+        x, dim = node.reshape(x, [-1]), 0
+        keepdim = False
+    return node.onnx("ArgMax" if node.op.startswith("argmax") else "ArgMin", x, axis=dim, keepdims=int(keepdim))
+
+
+@converts("any", "all")
+def quantifier(node: TorchNode, x: relax.Expr, axes: Any = None, keepdim: bool = False) -> relax.Expr:
+    """Whether any, or every, element is not 0."""
+    is_any = node.op.startswith("any")
+    found = _extreme(node, is_any, node.cast(node.cast(x, "bool"), "int32"), axes, keepdim)
+    return node.tensor(found)
+
+
+@converts("var", "std", "var_mean")
+def variance(node: TorchNode, x: relax.Expr, axes: Any = None, correction: Any = 1, keepdim: bool = False) -> Any:
+    """Variance, or its root, over axes."""
+    if not node.op.endswith(".correction"):
+        raise node.refusal("expected the form with a correction")
+    rank = len(node.dims(x))
+    axes = list(range(rank)) if not axes else [node.axis(axis, rank) for axis in axes]
+    dtype = str(x.ty.dtype)
+    count = 1
+    for axis in axes:
+        count = count * node.dims(x)[axis]
+    correction = 1 if correction is None else correction
+    mean = _reduced(node, "ReduceMean", x, axes, True)
+    squares = _reduced(node, "ReduceMean", node.emit(relax.op.square(relax.op.subtract(x, mean))), axes, keepdim)
+    if correction:
+        number = node.tensor(count, dtype)
+        less = node.emit(relax.op.subtract(number, const(correction, dtype)))
+        squares = node.emit(
+            relax.op.multiply(squares, relax.op.divide(number, relax.op.maximum(less, const(0, dtype))))
+        )
+    if node.op.startswith("var_mean"):
+        dims = node.sizes.shape(node.value[1].shape)
+        return [squares, node.reshape(mean, dims)]
+    return node.emit(relax.op.sqrt(squares)) if node.op.startswith("std") else squares
+
+
+@converts("cumsum", "cumprod")
+def cumulate(node: TorchNode, x: relax.Expr, dim: int, *_: Any) -> relax.Expr:
+    """Running sum or product."""
+    if not node.shape:
+        return node.tensor(x)
+    kind = relax.op.cumsum if node.op.startswith("cumsum") else relax.op.cumprod
+    return node.emit(kind(node.tensor(x), node.axis(dim, len(node.shape)), node.dtype))
+
+
+@converts("softmax", "_softmax", "log_softmax", "_log_softmax")
+def softmax(node: TorchNode, x: relax.Expr, dim: int, *_: Any) -> relax.Expr:
+    """Shares of an axis, or their logarithms."""
+    if not node.shape or not is_float(node.dtype):
+        raise node.refusal("of a single number")
+    op = relax.op.nn.log_softmax if "log" in node.op else relax.op.nn.softmax
+    return node.emit(op(node.tensor(x), node.axis(dim, len(node.shape))))
+
+
+@converts("linalg_vector_norm")
+def vector_norm(
+    node: TorchNode, x: relax.Expr, order: Any = 2, axes: Any = None, keepdim: bool = False, *_: Any
+) -> relax.Expr:
+    """The norm of an order over axes."""
+    x = node.tensor(x)
+    size = node.emit(relax.op.abs(x))
+    if order in (float("inf"), float("-inf")):
+        return _reduced(node, "ReduceMax" if order > 0 else "ReduceMin", size, axes, keepdim)
+    if order == 1:
+        return _reduced(node, "ReduceSum", size, axes, keepdim)
+    if order == 2:
+        return node.emit(relax.op.sqrt(_reduced(node, "ReduceSum", node.emit(relax.op.multiply(x, x)), axes, keepdim)))
+    if order == 0:
+        return _reduced(node, "ReduceSum", node.cast(node.cast(x, "bool"), node.dtype), axes, keepdim)
+    powers = node.emit(relax.op.power(size, const(order, node.dtype)))
+    return node.emit(relax.op.power(_reduced(node, "ReduceSum", powers, axes, keepdim), const(1 / order, node.dtype)))
