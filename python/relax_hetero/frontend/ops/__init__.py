@@ -6,6 +6,7 @@ from __future__ import annotations
 from . import (  # noqa: F401
     activations,
     block_weights,
+    classical,
     contrib,
     convolution,
     detection,

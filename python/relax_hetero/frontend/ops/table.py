@@ -25,6 +25,9 @@ Convert = Callable[[Node], Any]
 OpKey: TypeAlias = "tuple[str, str]"
 """A domain and an op type: ops of two domains may share a name and mean different things."""
 
+CLASSICAL = "ai.onnx.ml"
+"""The domain of classical machine learning."""
+
 MICROSOFT = "com.microsoft"
 """The domain of ONNX Runtime's own ops."""
 
