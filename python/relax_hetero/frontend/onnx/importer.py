@@ -34,7 +34,7 @@ from .functions import body_of_call, function_of, function_table
 from .inputs import Shapes, graph_inputs
 from .model import ModelSource, OnnxModel, load_model, opset_in
 from .node_names import NodeInfo, inner_names, name_nodes
-from .support import SEQUENCE_OPS, check_supported, find_converter, takes_shapes
+from .support import SEQUENCE_OPS, check_supported, find_converter
 from .tvm_messages import reason
 
 # Times that an import starts again because a symbolic size turned out to be bounded, or bounded further.
@@ -290,12 +290,14 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
         return self._nodes[name]
 
     def _fold(self, node: onnx.NodeProto, info: NodeInfo, operands: list[Any]) -> list[relax.Expr] | None:
+        if node.domain not in STANDARD_DOMAINS:
+            return None
         if node.op_type == "Constant":
             array = self._tensors.constant(node)
             budget().take_bytes(array.nbytes, f"Constant node {info}")  # once for each call of a function
             return [make_const(array)]
         as_read = Node(node.op_type, info.name, self.opset, self.bb, operands, {}, len(node.output))
-        sizes = computed_sizes(as_read, node) if node.domain in STANDARD_DOMAINS else None
+        sizes = computed_sizes(as_read, node)
         if sizes is not None:
             return [sizes]
         is_known = all(operand is None or isinstance(operand, tvm.ir.GenericConst) for operand in operands)
@@ -342,10 +344,7 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
 
     def _convert(self, node: onnx.NodeProto, info: NodeInfo, operands: list[Any]) -> Any:
         converter = find_converter(node.domain, node.op_type)
-        if not takes_shapes(node.domain, node.op_type):
-            for index, operand in enumerate(operands):
-                if isinstance(operand, relax.Expr) and isinstance(operand.ty, relax.ShapeType):
-                    operands[index] = self.as_tensor(operand)
+        assert converter is not None, info  # or check_supported had refused the model
         attributes = self._parse_attr(node.attribute)
         attributes["tvm_custom"] = {"name": info.name, "num_outputs": len(node.output)}
         convert = converter.get_converter(self.opset)

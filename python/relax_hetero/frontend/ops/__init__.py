@@ -6,6 +6,8 @@ from __future__ import annotations
 from . import (  # noqa: F401
     activations,
     block_weights,
+    classical,
+    contrib,
     convolution,
     detection,
     elementwise,
@@ -15,7 +17,6 @@ from . import (  # noqa: F401
     pooling,
     products,
     quantization,
-    quantized_ops,
     recurrent,
     reductions,
     resizing,
@@ -23,7 +24,7 @@ from . import (  # noqa: F401
     shapes,
     slicing,
 )
-from .table import Converter, converters
+from .table import Converter, OpKey, converters
 
-CONVERTERS: dict[str, Converter] = converters()
-"""Op type to converter, in the form of stock TVM's: `get_converter(opset)(builder, inputs, attributes, scope)`."""
+CONVERTERS: dict[OpKey, Converter] = converters()
+"""Domain and op type to converter, in stock TVM's form: `get_converter(opset)(builder, inputs, attributes, scope)`."""

@@ -13,10 +13,10 @@ from ...encoding.block_weights import GROUP, bytes_of_row, middle_of
 from ...op import dequantize_blocks
 from .elementwise import cast
 from .node import Node, as_constant, const, dtype_of, is_float, onnx_dtype
-from .table import converts
+from .table import MICROSOFT, converts
 
 
-@converts("MatMulNBits")
+@converts("MatMulNBits", domain=MICROSOFT)
 def matmul_nbits(node: Node) -> relax.Expr:
     """A @ dequantized(B).T + bias; in float32, which is at least as exact as every `accuracy_level` asks."""
     depth, columns, block = (int(node.attribute(name, 0)) for name in ("K", "N", "block_size"))

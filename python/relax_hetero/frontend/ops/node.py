@@ -22,6 +22,9 @@ Dim: TypeAlias = "int | tirx.Expr"
 Position: TypeAlias = "tuple[tirx.Expr, ...]"
 """The indices of an element of a tensor that a kernel computes."""
 
+STANDARD = ""
+"""The domain of ONNX's own ops."""
+
 
 @dataclass
 class Node:
@@ -33,6 +36,7 @@ class Node:
         (`relax.ShapeExpr`) or a scalar of a shape (a TIR expression): what ONNX calls int64 tensors.
     attributes: as the importer parses them: Python numbers, bytes, tuples, `onnx.TensorProto`, `onnx.GraphProto`.
     num_outputs: how many outputs the node names.
+    domain: of the op; `opset` is the version of the standard domain whatever this is.
     """
 
     op_type: str
@@ -42,6 +46,7 @@ class Node:
     inputs: Sequence[Any]
     attributes: dict[str, Any]
     num_outputs: int
+    domain: str = STANDARD
 
     def refusal(self, reason: str) -> FrontendError:
         """The error to raise where this node cannot be converted."""
@@ -186,7 +191,7 @@ class Node:
         return relax.Tuple(values[: self.num_outputs]) if self.num_outputs > 1 else values[0]
 
     def as_op(self, op_type: str, inputs: Sequence[Any], opset: int = 0, **attributes: Any) -> Node:
-        """A node of another op in the place of this one, with one output; by default of the same opset."""
+        """A node of a standard op in the place of this one, with one output; by default of the same opset."""
         return Node(op_type, self.name, opset or self.opset, self.builder, inputs, attributes, 1)
 
     def filled(self, dims: Sequence[Dim], value: Any, dtype: str) -> relax.Expr:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import onnx
 import tvm
@@ -16,14 +16,23 @@ from ..import_limits import MAX_RANK
 from ..symbolic_sizes import SizeIsBounded, is_at_most
 from .fold import fold
 from .function_body import body_with_graphs, expand, has_body
-from .node import Dim, Node, as_dim
+from .node import STANDARD, Dim, Node, as_dim
 from .required_sizes import MOST_ELEMENTS, with_one_shape
 
 Convert = Callable[[Node], Any]
 """A converter of ours: from a node to its output, or to a `relax.Tuple` of its outputs."""
 
-_OURS: dict[str, Convert] = {}
-# Stock TVM looks up ops of onnxruntime's own domain by the same names; ONNX does not define those.
+OpKey: TypeAlias = "tuple[str, str]"
+"""A domain and an op type: ops of two domains may share a name and mean different things."""
+
+CLASSICAL = "ai.onnx.ml"
+"""The domain of classical machine learning."""
+
+MICROSOFT = "com.microsoft"
+"""The domain of ONNX Runtime's own ops."""
+
+_OURS: dict[OpKey, Convert] = {}
+# Stock TVM looks up ops of ONNX Runtime's own domain by the same names; ONNX does not define those.
 _STOCK: dict[str, Any] = {name: converter for name, converter in _get_convert_map().items() if onnx.defs.has(name)}
 _BROADCASTING = frozenset(
     "Add And BitShift BitwiseAnd BitwiseOr BitwiseXor Div Equal Greater GreaterOrEqual Less LessOrEqual Max Mean Min "
@@ -38,13 +47,16 @@ _TAKE_SIZES = frozenset(
 """Op types whose inputs behind the data are vectors with an entry or two for each dimension."""
 
 
-def converts(*op_types: str) -> Callable[[Convert], Convert]:
-    """Register a function as the converter of these op types."""
+def converts(*op_types: str, domain: str = STANDARD) -> Callable[[Convert], Convert]:
+    """Register a function as the converter of these op types of a domain.
+
+    An op that means the same in two domains is registered for both, by two decorators.
+    """
 
     def register(function: Convert) -> Convert:
         for op_type in op_types:
-            assert op_type not in _OURS, op_type
-            _OURS[op_type] = function
+            assert (domain, op_type) not in _OURS, op_type
+            _OURS[domain, op_type] = function
         return function
 
     return register
@@ -58,15 +70,15 @@ def convert_node(node: Node) -> Any:
     FrontendError: if the op, or this form of it, cannot be imported.
     SizeIsBounded: if its inputs show that a size is bounded which was not known to be.
     """
-    _check_lengths(node)
-    folded = fold(node)
-    if folded is not None:
-        return folded
-    if node.op_type in _BROADCASTING:
-        _check_bounds(node)
-        node = with_one_shape(node)
-    ours = _OURS.get(node.op_type)
-    value = ours(node) if ours is not None else convert_by_default(node)
+    if node.domain == STANDARD:
+        _check_lengths(node)
+        folded = fold(node)
+        if folded is not None:
+            return folded
+        if node.op_type in _BROADCASTING:
+            _check_bounds(node)
+            node = with_one_shape(node)
+    value = _OURS.get((node.domain, node.op_type), convert_by_default)(node)
     if not isinstance(value, relax.Expr):
         return value
     value = node.builder.normalize(value)
@@ -102,6 +114,8 @@ def _check_lengths(node: Node) -> None:
 
 def convert_by_default(node: Node) -> Any:
     """Convert a node without a converter of ours: by stock TVM's, else through its function body."""
+    if node.domain != STANDARD:
+        raise node.refusal(f"this op of domain {node.domain!r} cannot be imported")
     if node.op_type in _STOCK:
         return convert_by_stock(node)
     if has_body(node.op_type, node.opset):
@@ -111,7 +125,7 @@ def convert_by_default(node: Node) -> Any:
 
 def expansion_with_graphs(node: Node) -> tuple[onnx.FunctionProto, onnx.NodeProto] | None:
     """The body through which an op without a converter is imported, and its call, if nodes in it have graphs."""
-    if node.op_type in _OURS or node.op_type in _STOCK:
+    if (STANDARD, node.op_type) in _OURS or node.op_type in _STOCK:
         return None
     return body_with_graphs(node)
 
@@ -157,6 +171,7 @@ class _StockInputs(list[Any]):
 class Converter:
     """An entry of the table, called as stock TVM calls its converters."""
 
+    domain: str
     op_type: str
 
     def get_converter(self, opset: int) -> Callable[..., Any]:
@@ -165,17 +180,20 @@ class Converter:
         def convert(builder: relax.BlockBuilder, inputs: Any, attributes: dict[str, Any], scope: Any) -> Any:
             custom = attributes.get("tvm_custom", {})
             outputs = custom.get("num_outputs", 1)
-            node = Node(self.op_type, custom.get("name", ""), opset, builder, list(inputs), attributes, outputs)
-            return convert_node(node)
+            name = custom.get("name", "")
+            return convert_node(
+                Node(self.op_type, name, opset, builder, list(inputs), attributes, outputs, domain=self.domain)
+            )
 
         return convert
 
 
-def converters() -> dict[str, Converter]:
-    """The whole table: every op type that can be imported, by name."""
-    schemas = (schema for schema in onnx.defs.get_all_schemas() if schema.domain == "")
+def converters() -> dict[OpKey, Converter]:
+    """The whole table: every op that can be imported, by domain and op type."""
+    schemas = (schema for schema in onnx.defs.get_all_schemas() if schema.domain == STANDARD)
     bodies = {schema.name for schema in schemas if has_body(schema.name, schema.since_version)}
-    return {op_type: Converter(op_type) for op_type in sorted({*_OURS, *_STOCK, *bodies})}
+    keys = {*_OURS, *((STANDARD, op_type) for op_type in {*_STOCK, *bodies})}
+    return {key: Converter(*key) for key in sorted(keys)}
 
 
 def _check_bounds(node: Node) -> None:

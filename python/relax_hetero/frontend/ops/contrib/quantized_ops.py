@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from tvm import relax
 
-from .elementwise import cast
-from .node import Node, dtype_of
-from .quantization import dequantize_linear, dynamic_quantize_linear, quantize_linear
-from .quantization_parameters import as_type
-from .table import convert_node, converts
+from ..elementwise import cast
+from ..node import Node, dtype_of
+from ..quantization import dequantize_linear, dynamic_quantize_linear, quantize_linear
+from ..quantization_parameters import as_type
+from ..table import MICROSOFT, convert_node, converts
 
 _PLAIN = {
     name: name.removeprefix("QLinear")
@@ -37,14 +37,14 @@ def _bytes(node: Node, value: relax.Expr, first: int, dtype: str) -> relax.Expr:
     return quantize_linear(node.as_op("QuantizeLinear", [value, node.tensor(first), point], **attributes))
 
 
-@converts("QLinearAdd", "QLinearMul")
+@converts("QLinearAdd", "QLinearMul", domain=MICROSOFT)
 def qlinear_binary(node: Node) -> relax.Expr:
     """A sum or a product of two quantized tensors, which broadcast."""
     value = convert_node(node.as_op(node.op_type.removeprefix("QLinear"), [_floats(node, 0), _floats(node, 3)]))
     return _bytes(node, value, 6, dtype_of(node.tensor(0)))
 
 
-@converts(*_PLAIN)
+@converts(*_PLAIN, domain=MICROSOFT)
 def qlinear_unary(node: Node) -> relax.Expr:
     """Activations, and means over windows or over all places, with channels first."""
     attributes = {name: value for name, value in node.attributes.items() if name not in ("channels_last", "tvm_custom")}
@@ -54,7 +54,7 @@ def qlinear_unary(node: Node) -> relax.Expr:
     return _bytes(node, value, 3, dtype_of(node.tensor(0)))
 
 
-@converts("QLinearSoftmax")
+@converts("QLinearSoftmax", domain=MICROSOFT)
 def qlinear_softmax(node: Node) -> relax.Expr:
     """As the Softmax of the standard opset that the node names."""
     opset = node.attribute("opset", 13)
@@ -63,7 +63,7 @@ def qlinear_softmax(node: Node) -> relax.Expr:
     return _bytes(node, value, 3, dtype_of(node.tensor(0)))
 
 
-@converts("QLinearConcat")
+@converts("QLinearConcat", domain=MICROSOFT)
 def qlinear_concat(node: Node) -> relax.Expr:
     """Tensors of several scales, one after another, in one scale."""
     parts = [_floats(node, first) for first in range(2, len(node.inputs), 3)]
@@ -71,14 +71,14 @@ def qlinear_concat(node: Node) -> relax.Expr:
     return _bytes(node, value, 0, dtype_of(node.tensor(2)))
 
 
-@converts("QLinearWhere")
+@converts("QLinearWhere", domain=MICROSOFT)
 def qlinear_where(node: Node) -> relax.Expr:
     """A choice between two quantized tensors."""
     value = convert_node(node.as_op("Where", [node.tensor(0), _floats(node, 1), _floats(node, 4)]))
     return _bytes(node, value, 7, dtype_of(node.tensor(1)))
 
 
-@converts("QGemm")
+@converts("QGemm", domain=MICROSOFT)
 def qgemm(node: Node) -> relax.Expr:
     """alpha * A' @ B' + C, quantized where the result's scale is given; C is of int32, in units of both scales."""
     b = [node.tensor(3), node.tensor(4), _given(node, 5)]
@@ -99,14 +99,14 @@ def _product(node: Node, first: relax.Expr, second: relax.Expr) -> relax.Expr:
     return node.emit(relax.op.multiply(as_type(node, first, "float32"), as_type(node, second, "float32")))
 
 
-@converts("MatMulIntegerToFloat")
+@converts("MatMulIntegerToFloat", domain=MICROSOFT)
 def matmul_integer_to_float(node: Node) -> relax.Expr:
     """A product of integers less their zero points, times both scales, plus a bias."""
     operands = [node.tensor(0), node.tensor(1), _given(node, 4), _given(node, 5)]
     return _scaled_product(node, operands, [node.tensor(2), node.tensor(3)], _given(node, 6))
 
 
-@converts("DynamicQuantizeMatMul")
+@converts("DynamicQuantizeMatMul", domain=MICROSOFT)
 def dynamic_quantize_matmul(node: Node) -> relax.Expr:
     """A product of floats, quantized to uint8 over their range, and quantized weights, plus a bias."""
     quantized = dynamic_quantize_linear(node.as_op("DynamicQuantizeLinear", [node.tensor(0)]))

@@ -1,0 +1,212 @@
+"""Attention as ONNX Runtime's optimizer writes it: with projections, packed operands, several forms of masks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from tvm import relax
+
+from ..elementwise import cast
+from ..node import Dim, Node, const, dtype_of
+from ..products import matmul
+from ..required_sizes import require_broadcast, require_shape, shown
+from ..slicing import cut
+from ..table import MICROSOFT, convert_node, converts
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Queries [batch, heads, positions, size], keys and values [batch, heads, total positions, size]."""
+
+    query: relax.Expr
+    key: relax.Expr
+    value: relax.Expr
+
+
+def _split_heads(node: Node, data: relax.Expr, heads: int) -> relax.Expr:
+    """[batch, positions, heads * size] as [batch, heads, positions, size]."""
+    batch, positions, width = node.shape(data)
+    if not isinstance(width, int) or width % heads:
+        raise node.refusal(f"found a width of {width}, expected a known multiple of its {heads} heads")
+    parts = node.emit(relax.op.reshape(data, [batch, positions, heads, width // heads]))
+    return node.emit(relax.op.permute_dims(parts, [0, 2, 1, 3]))
+
+
+def _attended(node: Node, heads: Heads, mask: int, bias: int) -> relax.Expr:
+    """softmax(Q K' * scale + masks) V, [batch, positions, heads * size]; inputs `mask` and `bias` are optional."""
+    batch, count, length, size = node.shape(heads.query)
+    total, value_size = node.shape(heads.key)[2], node.shape(heads.value)[3]
+    dtype = dtype_of(heads.query)
+    if not isinstance(size, int) or not isinstance(value_size, int):
+        raise node.refusal("found heads of unknown size; give it with shapes=")
+    scale = node.attribute("scale", 0.0) or 1 / math.sqrt(max(size, 1))
+    scores = matmul(node, heads.query, node.emit(relax.op.permute_dims(heads.key, [0, 1, 3, 2])))
+    scores = node.emit(relax.op.multiply(scores, const(scale, dtype)))
+    dims: list[Dim] = [batch, count, length, total]
+    if node.has(mask):
+        scores = node.emit(relax.op.add(scores, _mask(node, mask, dims, dtype)))
+    if node.attribute("unidirectional", 0):
+        scores = node.emit(relax.op.add(scores, _causal(node, length, total, dtype)))
+    if node.has(bias):
+        added = require_broadcast(node, node.tensor(bias), dims, "its attention bias")
+        scores = node.emit(relax.op.add(scores, added))
+    weights = convert_node(node.as_op("Softmax", [scores], 13, axis=-1))
+    result = matmul(node, node.builder.normalize(weights), heads.value)
+    ordered = node.emit(relax.op.permute_dims(result, [0, 2, 1, 3]))
+    return node.emit(relax.op.reshape(ordered, [batch, length, count * value_size]))
+
+
+def _mask(node: Node, index: int, dims: list[Dim], dtype: str) -> relax.Expr:
+    """What is added to scores of shape `dims`: 0 for keys that count, `mask_filter_value` for others."""
+    batch, _, length, total = dims
+    given = node.tensor(index)
+    shape = node.shape(given)
+    if len(shape) == 2:
+        require_shape(node, given, [batch, total], "its mask")
+        counts = node.emit(relax.op.greater(given, const(0, dtype_of(given))))
+        counts = node.emit(relax.op.reshape(counts, [batch, 1, 1, total]))
+    elif len(shape) == 3:
+        require_shape(node, given, [batch, length, total], "its mask")
+        counts = node.emit(relax.op.greater(given, const(0, dtype_of(given))))
+        counts = node.emit(relax.op.reshape(counts, [batch, 1, length, total]))
+    elif len(shape) == 1 and isinstance(shape[0], int) and isinstance(batch, int) and shape[0] in (batch, 2 * batch):
+        counts = _within(node, given, batch, total, has_starts=shape[0] == 2 * batch)
+    else:
+        raise node.refusal(
+            f"found a mask of shape {shown(shape)}, expected {shown([batch])}, {shown([batch, total])} or "
+            f"{shown([batch, length, total])}"
+        )
+    filled = const(node.attribute("mask_filter_value", -10000.0), dtype)
+    return node.emit(relax.op.where(counts, const(0, dtype), filled))
+
+
+def _within(node: Node, ends: relax.Expr, batch: int, total: Dim, has_starts: bool) -> relax.Expr:
+    """Whether positions are before the end of their sequence, and not before its start where starts follow the ends."""
+    positions = node.emit(relax.op.arange(0, total, 1, "int64"))
+    ends = cast(node, ends, "int64")
+
+    def column(first: int) -> relax.Expr:
+        return node.emit(relax.op.reshape(cut(node, ends, {0: (first, batch, 1)}), [batch, 1, 1, 1]))
+
+    counts = node.emit(relax.op.less(positions, column(0)))
+    if has_starts:
+        counts = node.emit(relax.op.logical_and(counts, relax.op.greater_equal(positions, column(batch))))
+    return counts
+
+
+def _causal(node: Node, length: Dim, total: Dim, dtype: str) -> relax.Expr:
+    """The least number where a key is behind its query, the last query being at the last key; 0 elsewhere."""
+    least = float(np.finfo("float32" if dtype == "bfloat16" else dtype).min)
+    if isinstance(length, int) and isinstance(total, int):
+        node.check_table(length, total)
+        places = np.arange(length)[:, None] + (total - length)
+        return const(np.where(np.arange(total) <= places, 0.0, least), dtype)
+    queries = node.emit(relax.op.arange(total - length, total, 1, "int64"))
+    keys = node.emit(relax.op.arange(0, total, 1, "int64"))
+    counts = node.emit(relax.op.less_equal(keys, relax.op.expand_dims(queries, [1])))
+    return node.emit(relax.op.where(counts, const(0, dtype), const(least, dtype)))
+
+
+def _refuse_decoding(node: Node, *inputs: int) -> None:
+    for name in ("do_rotary", "past_present_share_buffer"):
+        if node.attribute(name, 0):
+            raise node.refusal(f"{name}=1 cannot be imported")
+    if any(node.has(index) for index in inputs):
+        raise node.refusal("found a cache that is shared or reordered (past_sequence_length, cache_indirection)")
+
+
+def _with_past(node: Node, past: relax.Expr, heads: Heads) -> Heads:
+    """Keys and values behind those of the past, [2, batch, heads, positions, size]."""
+    before = [node.emit(relax.op.squeeze(cut(node, past, {0: (place, 1, 1)}), [0])) for place in range(2)]
+    pairs = zip(before, (heads.key, heads.value), strict=True)
+    return Heads(heads.query, *(node.emit(relax.op.concat([old, new], axis=2)) for old, new in pairs))
+
+
+def _projected(node: Node, product: relax.Expr, mask: int, past: int, bias: int) -> relax.Expr:
+    """The outputs of Attention, from queries, keys and values side by side: [batch, positions, 3 * width]."""
+    count, width = node.attribute("num_heads"), node.shape(product)[2]
+    given = node.attribute("qkv_hidden_sizes")
+    if not isinstance(width, int) or (given is None and width % 3):
+        raise node.refusal(f"found weights of {width} columns, expected a known multiple of 3")
+    sizes = [width // 3] * 3 if given is None else [int(size) for size in given]
+    if len(sizes) != 3 or sum(sizes) != width or sizes[0] != sizes[1]:
+        raise node.refusal(f"found qkv_hidden_sizes {sizes} for weights of {width} columns")
+    starts = np.cumsum([0, *sizes])[:3]
+    parts = [cut(node, product, {2: (int(start), size, 1)}) for start, size in zip(starts, sizes, strict=True)]
+    heads = Heads(*(_split_heads(node, part, count) for part in parts))
+    if node.has(past):
+        batch, _, _, size = node.shape(heads.key)
+        expected = [2, batch, count, node.shape(node.tensor(past))[3], size]
+        heads = _with_past(node, require_shape(node, node.tensor(past), expected, "its past"), heads)
+    result = _attended(node, heads, mask, bias)
+    if node.num_outputs == 1:
+        return result
+    return node.outputs([result, node.emit(relax.op.stack([heads.key, heads.value], axis=0))])
+
+
+@converts("Attention", domain=MICROSOFT)
+def attention(node: Node) -> relax.Expr:
+    """Attention of an input to itself, projected by weights that stand side by side."""
+    _refuse_decoding(node, 6)
+    product = matmul(node, node.tensor(0), node.tensor(1))
+    if node.has(2):
+        bias = require_shape(node, node.tensor(2), [node.shape(product)[2]], "its bias")
+        product = node.emit(relax.op.add(product, bias))
+    return _projected(node, product, mask=3, past=4, bias=5)
+
+
+@converts("QAttention", domain=MICROSOFT)
+def quantized_attention(node: Node) -> relax.Expr:
+    """Attention whose projection is a product of integers less their zero points, times both scales."""
+    _refuse_decoding(node)
+    points = [node.tensor(index) if node.has(index) else None for index in (6, 7)]
+    inputs = [node.tensor(0), node.tensor(1), node.tensor(3), node.tensor(4), *points, node.tensor(2)]
+    projection = node.as_op("MatMulIntegerToFloat", inputs)
+    projection.domain = MICROSOFT
+    return _projected(node, node.builder.normalize(convert_node(projection)), mask=5, past=8, bias=9)
+
+
+@converts("MultiHeadAttention", domain=MICROSOFT)
+def multi_head_attention(node: Node) -> relax.Expr:
+    """Attention of queries to keys and values, apart or packed, with a bias of their projections and a cache."""
+    _refuse_decoding(node, 8, 9)
+    if node.num_outputs > 3:
+        raise node.refusal("asks for its weights (output 3), expected at most 3 outputs")
+    heads = _operands(node, node.attribute("num_heads"))
+    if node.has(6) or node.has(7):
+        pairs = ((node.tensor(6), heads.key), (node.tensor(7), heads.value))
+        heads = Heads(heads.query, *(node.emit(relax.op.concat([old, new], axis=2)) for old, new in pairs))
+    return node.outputs([_attended(node, heads, 4, 5), heads.key, heads.value])
+
+
+def _operands(node: Node, count: int) -> Heads:
+    query = node.tensor(0)
+    if node.rank(query) == 5 or (node.has(1) and node.rank(node.tensor(1)) == 5):
+        if node.has(3):
+            raise node.refusal("found packed operands and a bias, expected one of them")
+        if node.rank(query) == 5:
+            return Heads(*(_unpacked(node, query, place, 3) for place in range(3)))
+        pair = (_unpacked(node, node.tensor(1), place, 2) for place in range(2))
+        return Heads(_split_heads(node, query, count), *pair)
+    parts = [query, node.tensor(1), node.tensor(2)]
+    if node.has(3):
+        start = 0
+        for place, part in enumerate(parts):
+            width = node.shape(query)[2] if node.rank(part) == 4 else node.shape(part)[2]
+            if not isinstance(width, int):
+                raise node.refusal("found projections of unknown width; give it with shapes=")
+            if node.rank(part) == 3:
+                vector = cut(node, node.tensor(3), {0: (start, width, 1)})
+                parts[place] = node.emit(relax.op.add(part, vector))
+            start += width
+    return Heads(*(part if node.rank(part) == 4 else _split_heads(node, part, count) for part in parts))
+
+
+def _unpacked(node: Node, packed: relax.Expr, place: int, parts: int) -> relax.Expr:
+    """One of the parts of [batch, positions, heads, parts, size], as [batch, heads, positions, size]."""
+    if node.shape(packed)[3] != parts:
+        raise node.refusal(f"found packed operands of shape {shown(node.shape(packed))}, expected {parts} on axis 3")
+    taken = node.emit(relax.op.squeeze(cut(node, packed, {3: (place, 1, 1)}), [3]))
+    return node.emit(relax.op.permute_dims(taken, [0, 2, 1, 3]))

@@ -1,0 +1,152 @@
+"""Normalizations with the sums that ONNX Runtime's optimizer joins to them: skips, biases, embeddings, activations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm import relax
+
+from ..elementwise import cast, widened
+from ..node import STANDARD, Node, const, dtype_of
+from ..required_sizes import require_broadcast, require_shape
+from ..table import MICROSOFT, convert_node, converts
+
+
+def _sum_with_skip(node: Node, bias: int) -> relax.Expr:
+    """Input + skip + bias; the skip broadcasts to the input, the bias runs along the last axis."""
+    data = node.tensor(0)
+    dims = node.shape(data)
+    total = node.emit(relax.op.add(data, require_broadcast(node, node.tensor(1), dims, "its skip")))
+    if node.has(bias):
+        vector = require_shape(node, node.tensor(bias), [dims[-1]], "its bias")
+        total = node.emit(relax.op.add(total, vector))
+    return total
+
+
+def _statistics(node: Node, data: relax.Expr, is_centred: bool) -> tuple[relax.Expr, relax.Expr]:
+    """Mean and inverse deviation along the last axis in float32; the mean is 0 where data is not centred."""
+    wide = widened(node, data)
+    dtype = dtype_of(wide)
+    mean = node.emit(relax.op.mean(wide, [-1], keepdims=True))
+    if not is_centred:
+        mean = node.emit(relax.op.zeros_like(mean))
+    centred = node.emit(relax.op.subtract(wide, mean))
+    variance = node.emit(relax.op.mean(relax.op.multiply(centred, centred), [-1], keepdims=True))
+    stable = node.emit(relax.op.add(variance, const(node.attribute("epsilon", 1e-12), dtype)))
+    return mean, node.emit(relax.op.divide(const(1, dtype), relax.op.sqrt(stable)))
+
+
+def _with_sum(node: Node, result: relax.Expr, total: relax.Expr, is_centred: bool) -> relax.Expr:
+    """The outputs of a normalization of a sum: its result, mean, inverse deviation and the sum, as far as asked for."""
+    if node.num_outputs == 1:
+        return result
+    return node.outputs([result, *_statistics(node, total, is_centred), total])
+
+
+@converts("SkipLayerNormalization", domain=MICROSOFT)
+def skip_layer_normalization(node: Node) -> relax.Expr:
+    """LayerNormalization of input + skip + bias along the last axis, and the sum."""
+    total = _sum_with_skip(node, 4)
+    inputs = [total, node.tensor(2), node.tensor(3) if node.has(3) else None]
+    return _with_sum(node, _layer_norm(node, inputs), total, is_centred=True)
+
+
+def _layer_norm(node: Node, inputs: Sequence[relax.Expr | None]) -> relax.Expr:
+    return convert_node(node.as_op("LayerNormalization", inputs, 17, epsilon=node.attribute("epsilon", 1e-12), axis=-1))
+
+
+@converts("SkipSimplifiedLayerNormalization", domain=MICROSOFT)
+def skip_rms_normalization(node: Node) -> relax.Expr:
+    """RMSNormalization of input + skip + bias along the last axis, and the sum."""
+    total = _sum_with_skip(node, 3)
+    epsilon = node.attribute("epsilon", 1e-12)
+    normal = node.as_op("RMSNormalization", [total, node.tensor(2)], 23, epsilon=epsilon, axis=-1)
+    return _with_sum(node, convert_node(normal), total, is_centred=False)
+
+
+@converts("SimplifiedLayerNormalization", domain=STANDARD)
+def rms_normalization(node: Node) -> relax.Expr:
+    """RMSNormalization before ONNX had it; ONNX Runtime writes it into the standard domain."""
+    if node.num_outputs > 1:
+        raise node.refusal("asks for its inverse deviation, which only training reads")
+    attributes = {name: node.attributes[name] for name in ("axis", "epsilon") if name in node.attributes}
+    return convert_node(node.as_op("RMSNormalization", [node.tensor(0), node.tensor(1)], 23, **attributes))
+
+
+@converts("EmbedLayerNormalization", domain=MICROSOFT)
+def embed_layer_normalization(node: Node) -> relax.Expr:
+    """LayerNormalization of the sum of embeddings of words, positions and segments; words per sentence; the sum."""
+    ids = node.tensor(0)
+    dims = node.shape(ids)
+    if len(dims) != 2:
+        raise node.refusal(f"found ids of rank {len(dims)}, expected 2")
+    total = _rows(node, node.tensor(2), ids)
+    if node.has(8):
+        positions = _rows(node, node.tensor(3), node.tensor(8))
+    else:
+        length = dims[1]
+        numbers = node.emit(relax.op.arange(0, length, 1, "int64"))
+        positions = node.emit(relax.op.expand_dims(_rows(node, node.tensor(3), numbers), [0]))
+    total = node.emit(relax.op.add(total, require_broadcast(node, positions, node.shape(total), "its positions")))
+    if node.has(1):
+        segment = require_shape(node, node.tensor(1), dims, "its segments")
+        total = node.emit(relax.op.add(total, _rows(node, node.tensor(4), segment)))
+    result = _layer_norm(node, [total, node.tensor(5), node.tensor(6)])
+    if node.num_outputs == 1:
+        return result
+    if node.has(7):
+        mask = require_shape(node, node.tensor(7), dims, "its mask")
+        words = node.emit(relax.op.sum(cast(node, mask, "int32"), [1]))
+    else:
+        words = node.filled([dims[0]], 0, "int32")
+    return node.outputs([result, words, total])
+
+
+def _rows(node: Node, table: relax.Expr, indices: relax.Expr) -> relax.Expr:
+    return convert_node(node.as_op("Gather", [table, indices], axis=0))
+
+
+def _group_norm(node: Node, data: relax.Expr) -> relax.Expr:
+    """Channels in groups, with scale and bias per channel, then x * sigmoid(x) where that is asked for."""
+    rank = node.rank(data)
+    if rank != 4:
+        raise node.refusal(f"found an input of rank {rank}, expected 4")
+    groups, is_last = node.attribute("groups"), node.attribute("channels_last", 1)
+    dtype = dtype_of(data)
+    first = node.emit(relax.op.permute_dims(data, [0, 3, 1, 2])) if is_last else data
+    vectors = [node.tensor(1), node.tensor(2)]
+    normal = node.as_op(
+        "GroupNormalization", [widened(node, first), *(widened(node, vector) for vector in vectors)], 21,
+        num_groups=groups, epsilon=node.attribute("epsilon", 1e-5),
+    )  # fmt: skip
+    value = convert_node(normal)
+    activation = node.attribute("activation", 0)
+    if activation not in (0, 1):
+        raise node.refusal(f"found activation {activation}, expected 0 (none) or 1 (SiLU)")
+    if activation:
+        value = node.emit(relax.op.nn.silu(value))
+    value = cast(node, value, dtype)
+    return node.emit(relax.op.permute_dims(value, [0, 2, 3, 1])) if is_last else value
+
+
+@converts("GroupNorm", domain=MICROSOFT)
+def group_norm(node: Node) -> relax.Expr:
+    """GroupNormalization of images, by default with channels last."""
+    return _group_norm(node, node.tensor(0))
+
+
+@converts("SkipGroupNorm", domain=MICROSOFT)
+def skip_group_norm(node: Node) -> relax.Expr:
+    """GroupNormalization of input + skip + bias, and the sum."""
+    data, skip = node.tensor(0), node.tensor(3)
+    dims = node.shape(data)
+    axis = len(dims) - 1 if node.attribute("channels_last", 1) else 1
+    if node.rank(skip) == 2:
+        spatial = [place for place in range(1, len(dims)) if place != axis]
+        skip = node.emit(relax.op.expand_dims(skip, spatial))
+    total = node.emit(relax.op.add(data, require_broadcast(node, skip, dims, "its skip")))
+    if node.has(4):
+        bias = require_shape(node, node.tensor(4), [dims[axis]], "its bias")
+        laid = node.emit(relax.op.reshape(bias, [-1 if place == axis else 1 for place in range(len(dims))]))
+        total = node.emit(relax.op.add(total, laid))
+    return node.outputs([_group_norm(node, total), total])

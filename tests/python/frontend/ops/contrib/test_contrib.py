@@ -1,0 +1,162 @@
+"""Ops of ONNX Runtime's own domain against ONNX Runtime: many nodes in one model, on one device and on two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+import relax_hetero as rh
+from relax_hetero.frontend.ops import CONVERTERS
+
+MICROSOFT = "com.microsoft"
+TWO = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}]
+
+
+class Nodes:
+    """Nodes with inputs of their own, which become one model."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(0)
+        self.nodes: list[onnx.NodeProto] = []
+        self.feeds: dict[str, np.ndarray] = {}
+
+    def floats(self, *shape: int) -> np.ndarray:
+        return self.random.uniform(-1, 1, shape).astype("float32")
+
+    def bytes(self, *shape: int, dtype: str = "uint8") -> np.ndarray:
+        return self.random.integers(0, 100, shape).astype(dtype)
+
+    def add(self, op: str, *inputs: np.ndarray | None, domain: str = MICROSOFT, outputs: int = 1, **attributes: Any):
+        index = len(self.nodes)
+        names = [f"x{index}_{i}" if value is not None else "" for i, value in enumerate(inputs)]
+        self.feeds.update((name, value) for name, value in zip(names, inputs, strict=True) if value is not None)
+        results = [f"y{index}_{i}" for i in range(outputs)]
+        self.nodes.append(helper.make_node(op, names, results, f"node{index}", domain=domain, **attributes))
+
+    def model(self) -> onnx.ModelProto:
+        infos = [
+            helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
+            for name, value in self.feeds.items()
+        ]
+        outputs = [onnx.ValueInfoProto(name=name) for node in self.nodes for name in node.output]
+        graph = helper.make_graph(self.nodes, "nodes", infos, outputs)
+        opsets = [helper.make_opsetid("", 17), helper.make_opsetid(MICROSOFT, 1)]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=9)
+
+    def check(self, vdevices: list[Any]) -> None:
+        session = pytest.importorskip("onnxruntime").InferenceSession(self.model().SerializeToString())
+        wanted = session.run(None, self.feeds)
+        typed = self.model()
+        for info, array in zip(typed.graph.output, wanted, strict=True):
+            dtype = helper.np_dtype_to_tensor_dtype(array.dtype)
+            info.type.CopyFrom(helper.make_tensor_type_proto(dtype, None))
+        rules = {f"node{index}": f"vdevice:{index % len(vdevices)}" for index in range(len(self.nodes))}
+        machine = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(typed, vdevices=vdevices, placement=rules)))
+        found = machine["main"](**self.feeds)
+        for info, array, result in zip(typed.graph.output, wanted, found, strict=True):
+            assert result.numpy().dtype == array.dtype, info.name
+            off_by_one = 1 if array.dtype.kind in "iu" else 0
+            np.testing.assert_allclose(result.numpy(), array, 1e-4, 1e-5 + off_by_one, err_msg=info.name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vdevices", [["llvm"], TWO])
+def test_attention(vdevices):
+    nodes = Nodes()
+    x, weight, bias = nodes.floats(2, 4, 8), nodes.floats(8, 24), nodes.floats(24)
+    mask = np.array([[1, 1, 1, 0], [1, 1, 0, 0]], "int32")
+    past = nodes.floats(2, 2, 2, 3, 4)
+    for form in (
+        None,
+        mask,
+        mask.sum(1, dtype="int32"),
+        np.array([3, 4, 0, 1], "int32"),
+        mask[:, None] * mask[:, ::-1, None],
+    ):
+        nodes.add("Attention", x, weight, bias, form, num_heads=2)
+    nodes.add("Attention", x, weight, bias, mask, num_heads=2, unidirectional=1)
+    nodes.add("Attention", x, weight, bias, None, past, num_heads=2, unidirectional=1, outputs=2)
+    nodes.add("Attention", x, weight, bias, None, None, nodes.floats(2, 2, 4, 4), num_heads=2, scale=0.3)
+    nodes.add("Attention", x, nodes.floats(8, 28), nodes.floats(28), num_heads=2, qkv_hidden_sizes=[8, 8, 12])
+    nodes.add("MultiHeadAttention", x, nodes.floats(2, 5, 8), nodes.floats(2, 5, 12), num_heads=2)
+    nodes.add("MultiHeadAttention", x, x, x, bias, mask, num_heads=2)
+    nodes.add("MultiHeadAttention", x, x, x, bias, None, None, past[0], past[1], num_heads=2, outputs=3)
+    nodes.check(vdevices)
+
+
+@pytest.mark.parametrize("vdevices", [["llvm"], pytest.param(TWO, marks=pytest.mark.slow)])
+def test_fused_ops(vdevices):
+    nodes = Nodes()
+    x, vector = nodes.floats(2, 3, 8), nodes.floats(8)
+    nodes.add("Gelu", x)
+    for op in ("FastGelu", "BiasGelu"):
+        nodes.add(op, x, vector)
+    nodes.add("QuickGelu", x, alpha=1.3)
+    nodes.add("FusedMatMul", nodes.floats(2, 5, 3, 4), nodes.floats(2, 5, 6, 4), transB=1, alpha=0.5)
+    nodes.add("FusedMatMul", nodes.floats(3, 2, 5, 4), nodes.floats(2, 5, 3, 6), transBatchA=1, transA=1)
+    nodes.add("FusedGemm", x[0], nodes.floats(8, 5), nodes.floats(5), activation="LeakyRelu", activation_alpha=0.2)
+    image, kernel = nodes.floats(1, 3, 8, 8), nodes.floats(4, 3, 3, 3)
+    nodes.add("FusedConv", image, kernel, nodes.floats(4), nodes.floats(1, 4, 6, 6), activation="Relu")
+    nodes.add("FusedConv", image, kernel, activation="Clip", activation_params=[0.0, 0.5])
+    nodes.add("FusedConv", image, kernel, activation="HardSigmoid", activation_params=[0.3, 0.5], strides=[2, 2])
+    nodes.add("SkipLayerNormalization", x, x[::-1].copy(), vector, vector, vector, epsilon=1e-5)
+    nodes.add("SkipLayerNormalization", x, x[0], vector, epsilon=1e-5)
+    nodes.add("SkipSimplifiedLayerNormalization", x, x, vector, vector, epsilon=1e-5)
+    nodes.add("SimplifiedLayerNormalization", x, vector, domain="", epsilon=1e-5, axis=-1)
+    ids = nodes.random.integers(0, 10, (2, 4)).astype("int32")
+    tables = [nodes.floats(rows, 8) for rows in (10, 6, 2)]
+    nodes.add("EmbedLayerNormalization", ids, ids % 2, *tables, vector, vector, np.minimum(ids, 1), outputs=3)
+    nodes.add("Trilu", x, upper=0)
+    mask = np.array([[1, 1, 1], [1, 1, 0]], "int32")
+    nodes.add("Attention", x, nodes.floats(8, 24), nodes.floats(24), mask, num_heads=2, unidirectional=1)
+    nodes.add("GatherND", x[0], np.array([[1, 2], [0, 3]]))
+    nodes.add("NhwcMaxPool", nodes.bytes(1, 8, 8, 3), kernel_shape=[2, 2], strides=[2, 2])
+    scales = [np.array(value, "float32") for value in (0.02, 0.01, 0.05)]
+    points = [np.array(value, "uint8") for value in (12, 0, 10)]
+    nodes.add(
+        "QLinearConv", nodes.bytes(1, 8, 8, 3), scales[0], points[0], nodes.bytes(4, 3, 3, 3), scales[1], points[1],
+        scales[2], points[2], channels_last=1,
+    )  # fmt: skip
+    nodes.add(
+        "QAttention", nodes.bytes(2, 4, 8), nodes.bytes(8, 24, dtype="int8"), nodes.floats(24), scales[1], scales[1],
+        None, points[0], np.array(2, "int8"), num_heads=2,
+    )  # fmt: skip
+    nodes.check(vdevices)
+
+
+def _typed(nodes: Nodes) -> onnx.ModelProto:
+    model = nodes.model()
+    for info in model.graph.output:
+        info.type.CopyFrom(helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, None))
+    return model
+
+
+@pytest.mark.slow
+def test_packed_operands_of_attention_are_the_same_apart():  # ONNX Runtime has them on GPUs only
+    nodes = Nodes()
+    packed = nodes.floats(2, 4, 2, 3, 4)
+    apart = [np.ascontiguousarray(packed[:, :, :, i]).reshape(2, 4, 8) for i in range(3)]
+    nodes.add("MultiHeadAttention", *apart, num_heads=2)
+    nodes.add("MultiHeadAttention", packed, num_heads=2)
+    nodes.add("MultiHeadAttention", apart[0], np.ascontiguousarray(packed[:, :, :, 1:]), num_heads=2)
+    main = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(_typed(nodes))))["main"]
+    first, *others = [result.numpy() for result in main(**nodes.feeds)]
+    for other in others:
+        np.testing.assert_allclose(other, first, 1e-5, 1e-6)
+
+
+def test_unknown_ops_of_the_domain_are_refused_by_name():
+    nodes = Nodes()
+    nodes.add("BifurcationDetector", nodes.floats(2))
+    with pytest.raises(rh.HeteroError, match="BifurcationDetector.*com.microsoft"):
+        rh.from_onnx(_typed(nodes))
+
+
+def test_a_name_in_two_domains_is_two_ops():
+    converters = {domain: CONVERTERS[domain, "Attention"] for domain in ("", MICROSOFT)}
+    assert converters[""] != converters[MICROSOFT]
+    assert ("", "QGemm") not in CONVERTERS
