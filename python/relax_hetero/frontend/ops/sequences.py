@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import tvm
 from tvm import relax
 
 from .node import Node, const
-from .slicing import cut
+from .slicing import cut, split
 from .table import converts
 
 
@@ -109,7 +111,14 @@ def split_to_sequence(node: Node) -> relax.Expr:
     if node.has(1):
         known = node.constant(1)
         if known is None:
-            raise node.unknown("the sizes of its parts are")
+            given = node.tensor(1)
+            if node.rank(given) == 0 or not isinstance(node.shape(given)[0], int):
+                raise node.refusal("the number of its parts is only known when the model runs")
+            (count,) = node.static_shape(given)
+            if count == 0:
+                raise node.refusal("splits an axis into no parts")
+            parts = split(replace(node, op_type="Split", opset=18, num_outputs=count))
+            return parts if count > 1 else relax.Tuple([parts])
         sizes = [int(part) for part in known.reshape(-1)]
         if known.ndim == 0:
             part = sizes[0]
