@@ -27,7 +27,7 @@ def _axes(node: Node, rank: int) -> list[int] | None:
         array = node.constant(1)
         if array is not None:
             given = [int(axis) for axis in array.reshape(-1)]
-        elif node.static_shape(node.tensor(1)) == [0]:
+        elif node.shape(node.tensor(1)) == [0]:
             given = []
         else:
             return None
