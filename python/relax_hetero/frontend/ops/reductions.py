@@ -186,7 +186,10 @@ def _extreme(node: Node, data: relax.Expr, axes: list[int], keepdims: bool, larg
     # bfloat16 is exact in float32, and targets without bfloat16 arithmetic have no infinity for it.
     compute = {"bool": "int8", "bfloat16": "float32"}.get(dtype)
     if compute is not None:
-        return cast(node, _extreme(node, cast(node, data, compute), axes, keepdims, largest), dtype)
+        found = _extreme(node, cast(node, data, compute), axes, keepdims, largest)
+        if dtype == "bool":  # the least int8, which is the maximum of nothing, is False
+            return node.emit(relax.op.greater(found, const(0, compute)))
+        return cast(node, found, dtype)
     return node.emit((relax.op.max if largest else relax.op.min)(data, axes, keepdims))
 
 
