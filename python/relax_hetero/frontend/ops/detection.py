@@ -11,7 +11,7 @@ from ...tir.cuda.loops.suppression import SUPPRESSION, Suppression
 from .elementwise import cast
 from .node import Node, const, dtype_of
 from .required_sizes import as_expr, require_shape
-from .shapes import dims_at_run_time
+from .run_time.numbers import dims_at_run_time
 from .table import converts
 
 _LONGEST = 2.0**15

@@ -13,7 +13,8 @@ from ...tir.math.extremes import is_nan
 from .elementwise import cast, widened
 from .node import Dim, Node, Position, as_constant, const, dtype_of, is_float, onnx_dtype
 from .required_sizes import as_expr, require_equal, require_shape, shown
-from .shapes import dims_at_run_time
+from .run_time.axes import axes_input, with_named_axis_second
+from .run_time.numbers import dims_at_run_time
 from .slicing import cut
 from .table import converts
 
@@ -326,24 +327,17 @@ def eye_like(node: Node) -> relax.Expr:
     return node.kernel("eye", element, data)
 
 
-def scan_axis(node: Node, data: relax.Expr) -> int:
-    """The axis input of CumSum and CumProd."""
-    axis = node.constant(1)
-    if axis is not None:
-        return node.axis(int(axis.reshape(())), node.rank(data))
-    if node.rank(data) == 1:
-        (given,) = dims_at_run_time(node, node.emit(relax.op.reshape(node.tensor(1), (1,))), "axis")
-        node.require(tirx.all(given >= -1, given <= 0), "its axis is out of range for rank 1")
-        return 0
-    raise node.unknown("its axis is")
-
-
 @converts("CumSum", "CumProd")
 def cumulate(node: Node) -> relax.Expr:
     """Running sum or product along an axis, with or without the element itself, from either end."""
     data = node.tensor(0)
     dtype = dtype_of(data)
-    axis = scan_axis(node, data)
+    dims, known = node.shape(data), node.constant(1)
+    if known is None:
+        named, _ = axes_input(node, 1, len(dims))
+        data, axis = with_named_axis_second(node, data, named), 1
+    else:
+        axis = node.axis(int(known.reshape(())), len(dims))
     operation: Any = relax.op.cumsum if node.op_type == "CumSum" else relax.op.cumprod
     wide = widened(node, data)
     backwards = bool(node.attribute("reverse", 0))
@@ -352,4 +346,5 @@ def cumulate(node: Node) -> relax.Expr:
     result = node.emit(operation(wide, axis, dtype_of(wide), bool(node.attribute("exclusive", 0))))
     if backwards:
         result = node.emit(relax.op.flip(result, axis))
-    return cast(node, result, dtype)
+    result = cast(node, result, dtype)
+    return result if known is not None else node.emit(relax.op.reshape(result, dims))

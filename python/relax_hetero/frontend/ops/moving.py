@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from tvm import relax, te, tirx, topi
 
 from .elementwise import cast
-from .node import Dim, Node, Position, const, dtype_of, is_float
+from .node import Dim, Node, Position, as_dim, const, dtype_of, is_float
 from .required_sizes import MOST_ELEMENTS, any_of, as_expr, equal, require_equal, require_multiple, require_shape, shown
-from .shapes import dims_at_run_time, sizes_of
+from .run_time.numbers import dims_at_run_time, numbers_of, sizes_of
+from .run_time.pads import centered_pads, pads_behind, pads_of_named_axes
 from .table import converts
 
 _MOST_TAKEN = 2**20
@@ -82,6 +84,9 @@ def pad(node: Node) -> relax.Expr:
     mode = node.attribute("mode", "constant")
     if mode not in ("constant", "edge", "reflect", "wrap"):
         raise node.refusal(f"mode is {mode!r}")
+    if node.has(3) and node.dims(3) is None:
+        spread = pads_of_named_axes(node, len(dims))
+        node = replace(node, inputs=[data, spread, *node.inputs[2:3]])
     pads = _pads(node, len(dims))
     if pads is None:
         return _pad_at_run_time(node, data, mode)
@@ -253,19 +258,24 @@ def depth_to_space(node: Node) -> relax.Expr:
 def col2im(node: Node) -> relax.Expr:
     """Columns of blocks added back into an image of any number of spatial axes."""
     data = node.tensor(0)
-    image, block = ([int(size) for size in node.known_dims(i, "its shapes are")] for i in (1, 2))
+    image, block = (numbers_of(node, node.tensor(i), prefix) for i, prefix in ((1, "image"), (2, "block")))
     count = len(image)
     strides, dilations = node.attribute("strides", (1,) * count), node.attribute("dilations", (1,) * count)
     pads = node.attribute("pads", (0,) * (2 * count))
     batch, columns, windows = node.shape(data)
-    steps = [
-        (image[a] + pads[a] + pads[count + a] - dilations[a] * (block[a] - 1) - 1) // strides[a] + 1
-        for a in range(count)
-    ]
-
-    if min(steps) < 1:
-        raise node.refusal(f"an image of {image} is smaller than blocks of {block}")
-    require_multiple(node, columns, math.prod(block), "axis 1 of its input has a size of")
+    if len(block) != count:
+        raise node.refusal(f"has blocks of {len(block)} axes for an image of {count}")
+    for size in [*image, *block]:
+        node.require(tirx.all(as_expr(size) >= 1, as_expr(size) <= MOST_ELEMENTS), f"has a size of {size}")
+    spans = [image[a] + pads[a] + pads[count + a] - dilations[a] * (block[a] - 1) - 1 for a in range(count)]
+    for span in spans:
+        node.require(as_expr(span) >= 0, f"an image of {shown(image)} is smaller than blocks of {shown(block)}")
+    steps = [span // stride + 1 for span, stride in zip(spans, strides, strict=True)]
+    elements = math.prod(block)
+    safe = elements if isinstance(elements, int) else tirx.max(elements, as_expr(1))
+    rest = columns % safe if isinstance(columns, int) and isinstance(safe, int) else tirx.floormod(columns, safe)
+    text = f"axis 1 of its input has a size of {columns}, expected a multiple of {elements}"
+    node.require(equal(as_dim(rest), 0), text)
     node.require(as_expr(columns) >= 1, f"axis 1 of its input has {columns} elements")
     require_equal(node, windows, math.prod(steps), "axis 2 of its input, the places of a block, has")
     offsets = [te.reduce_axis((0, size), name=f"k{a}") for a, size in enumerate(block)]
@@ -281,7 +291,7 @@ def col2im(node: Node) -> relax.Expr:
         inside = tirx.if_then_else(tirx.all(*checks), x(batch_index, row, column), tirx.const(0, str(x.dtype)))
         return te.sum(inside, axis=offsets)
 
-    return node.kernel("col2im", element, data, shape=[batch, columns // math.prod(block), *image])
+    return node.kernel("col2im", element, data, shape=[batch, as_dim(columns // safe), *image])
 
 
 @converts("MaxUnpool")
@@ -295,8 +305,10 @@ def max_unpool(node: Node) -> relax.Expr:
     strides, pads = node.attribute("strides", (1,) * count), node.attribute("pads", (0,) * (2 * count))
     natural = [(shape[2 + a] - 1) * strides[a] + kernel[a] - pads[a] - pads[count + a] for a in range(count)]
     sizes = [*shape[:2], *natural]
-    if node.has(2):
-        sizes = [int(size) for size in node.known_dims(2, "its output_shape is")]
+    target = node.dims(2) if node.has(2) else sizes
+    if target is not None and all(isinstance(size, int) for size in target):
+        sizes = [int(size) for size in target]
+        target = sizes
     elements = math.prod([*shape[:2], *natural])
     flat = node.filled([elements], 0, dtype_of(data))
     places = cast(node, indices, "int64")
@@ -305,6 +317,11 @@ def max_unpool(node: Node) -> relax.Expr:
     places = node.emit(relax.op.where(is_negative, const(elements, "int64"), places))
     placed = relax.op.scatter_elements(flat, relax.op.reshape(places, (-1,)), relax.op.reshape(data, (-1,)), 0)
     result = node.emit(relax.op.reshape(placed, [*shape[:2], *natural]))
+    if target is not sizes:
+        wanted = require_shape(node, node.tensor(2), [len(shape)], "its output_shape")
+        spatial = node.emit(relax.op.strided_slice(wanted, [0], [2], [len(shape)]))
+        pads = pads_behind(node, result, spatial, range(2, len(shape)))
+        return pad(node.as_op("Pad", [result, pads], opset=13))
     if sizes == [*shape[:2], *natural]:
         return result
     width = [0] * 2 + [0] * count + [0] * 2 + [sizes[2 + a] - natural[a] for a in range(count)]
@@ -315,10 +332,16 @@ def max_unpool(node: Node) -> relax.Expr:
 def center_crop_pad(node: Node) -> relax.Expr:
     """Cut or padded with zeros to a target size, evenly on both sides (the odd element goes after)."""
     data = node.tensor(0)
-    dims, target = node.static_shape(data), node.known_dims(1, "its shape is")
+    rank, target = node.rank(data), node.dims(1)
+    axes = [node.axis(axis, rank) for axis in node.attribute("axes", range(rank))]
+    if len(set(axes)) != len(axes):
+        raise node.refusal(f"names an axis twice: axes {axes}")
+    if target is None or not all(isinstance(size, int) for size in [*target, *node.shape(data)]):
+        sizes = require_shape(node, node.tensor(1), [len(axes)], "its shape, a size for each axis,")
+        return pad(node.as_op("Pad", [data, centered_pads(node, data, sizes, axes)], opset=13))
+    dims = node.static_shape(data)
     if any(not isinstance(size, int) or size < 0 for size in target):
         raise node.refusal(f"its shape is {shown(target)}, expected sizes of 0 and more")
-    axes = [node.axis(axis, len(dims)) for axis in node.attribute("axes", range(len(dims)))]
     if len(axes) != len(target):
         raise node.refusal(f"has {len(target)} sizes for {len(axes)} axes")
     before, after = [0] * len(dims), [0] * len(dims)

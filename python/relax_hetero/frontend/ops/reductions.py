@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,22 +14,23 @@ from ...tir.math.extremes import index_wins
 from .elementwise import HALF, cast, widened
 from .node import Node, const, dtype_of, is_float
 from .required_sizes import any_of, as_expr, equal, shown
+from .run_time.axes import axes_input, with_named_axes_last, without_named_axes
 from .table import converts
 
 Reduce = Callable[[Node, relax.Expr, list[int], bool], relax.Expr]
 
 
-def _axes(node: Node, rank: int) -> list[int]:
-    """The axes to reduce, counted from the front; none for a node that reduces nothing."""
+def _axes(node: Node, rank: int) -> list[int] | None:
+    """The axes to reduce, counted from the front; none for a node that reduces nothing; None if a call says which."""
     given = node.attributes.get("axes")
     if node.has(1):
         array = node.constant(1)
         if array is not None:
             given = [int(axis) for axis in array.reshape(-1)]
-        elif node.static_shape(node.tensor(1)) == [0]:
+        elif node.shape(node.tensor(1)) == [0]:
             given = []
         else:
-            raise node.unknown("its axes are")
+            return None
     if given:
         return sorted({node.axis(int(axis), rank) for axis in given})
     return [] if node.attribute("noop_with_empty_axes", 0) else list(range(rank))
@@ -37,7 +39,15 @@ def _axes(node: Node, rank: int) -> list[int]:
 def _register(op_type: str, reduce: Reduce) -> None:
     def convert(node: Node) -> relax.Expr:
         data = node.tensor(0)
-        return reduce(node, data, _axes(node, node.rank(data)), bool(node.attribute("keepdims", 1)))
+        rank, keepdims = node.rank(data), bool(node.attribute("keepdims", 1))
+        axes = _axes(node, rank)
+        if axes is not None:
+            return reduce(node, data, axes, keepdims)
+        named, count = axes_input(node, 1, rank)
+        if rank == 0:
+            return reduce(node, data, [], keepdims)
+        kept = reduce(node, with_named_axes_last(node, data, named, count), list(range(rank, 2 * rank)), False)
+        return kept if keepdims else without_named_axes(node, kept, named, count)
 
     converts(op_type)(convert)
 
@@ -84,11 +94,18 @@ def _mean(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> rela
     empty = _of_nothing(node, data, axes, keepdims, 0)
     if empty is not None:
         return empty
-    shape = node.static_shape(data)
-    count = int(np.prod([shape[axis] for axis in axes]))
+    _require_elements(node, data, axes, "has no mean of nothing to give")
+    shape = node.shape(data)
+    count = math.prod(as_expr(shape[axis]) for axis in axes)
+    number = const(int(count), "float64") if isinstance(count, tirx.IntImm) else _as_float(node, count)
     # numpy's mean of integers, cast back: the quotient is rounded towards zero.
     total = node.emit(relax.op.sum(relax.op.astype(data, "float64"), axes, keepdims))
-    return node.emit(relax.op.astype(relax.op.divide(total, const(count, "float64")), dtype))
+    return node.emit(relax.op.astype(relax.op.divide(total, number), dtype))
+
+
+def _as_float(node: Node, size: Any) -> relax.Expr:
+    number = node.emit(relax.op.shape_to_tensor(relax.ShapeExpr([size])))
+    return node.emit(relax.op.reshape(relax.op.astype(number, "float64"), ()))
 
 
 def _prod(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> relax.Expr:
@@ -169,7 +186,10 @@ def _extreme(node: Node, data: relax.Expr, axes: list[int], keepdims: bool, larg
     # bfloat16 is exact in float32, and targets without bfloat16 arithmetic have no infinity for it.
     compute = {"bool": "int8", "bfloat16": "float32"}.get(dtype)
     if compute is not None:
-        return cast(node, _extreme(node, cast(node, data, compute), axes, keepdims, largest), dtype)
+        found = _extreme(node, cast(node, data, compute), axes, keepdims, largest)
+        if dtype == "bool":  # the least int8, which is the maximum of nothing, is False
+            return node.emit(relax.op.greater(found, const(0, compute)))
+        return cast(node, found, dtype)
     return node.emit((relax.op.max if largest else relax.op.min)(data, axes, keepdims))
 
 

@@ -16,6 +16,7 @@ from tvm import relax, te, tirx
 from .elementwise import cast
 from .node import Node, Position, const, dtype_of, is_float
 from .required_sizes import as_expr, require_equal, require_shape
+from .run_time.numbers import numbers_of
 from .table import convert_by_stock, converts
 
 _FEW_TAPS = 16
@@ -359,6 +360,34 @@ def grid_sample(node: Node) -> relax.Expr:
 @converts("AffineGrid")
 def affine_grid(node: Node) -> relax.Expr:
     """As stock, for a size that is known and one matrix for each of its batches."""
-    size = node.known_dims(1, "its size is")
+    size = node.dims(1)
+    if size is None or not all(isinstance(dim, int) for dim in size):
+        return _affine_grid_at_run_time(node)
     matrices = require_shape(node, node.tensor(0), [size[0], len(size) - 2, len(size) - 1], "its matrices")
     return convert_by_stock(replace(node, inputs=[matrices, *node.inputs[1:]]))
+
+
+def _affine_grid_at_run_time(node: Node) -> relax.Expr:
+    """The product of each matrix with the places of an image, from -1 to 1, whose sizes only a call knows."""
+    size = numbers_of(node, node.tensor(1), "size")
+    count, dtype = len(size) - 2, dtype_of(node.tensor(0))
+    if count not in (2, 3):
+        raise node.refusal(f"has {len(size)} sizes, expected 4 or 5")
+    is_aligned = bool(node.attribute("align_corners", 0))
+    for dim in size[2:]:
+        least = 2 if is_aligned else 1
+        node.require(as_expr(dim) >= least, f"has a size of {dim}, expected at least {least}")
+    node.require(as_expr(size[0]) >= 0, f"has a size of {size[0]}")
+    matrices = require_shape(node, node.tensor(0), [size[0], count, count + 1], "its matrices")
+
+    def element(i: Position, theta: te.Tensor, sizes: list[tirx.Expr]) -> tirx.Expr:
+        batch, *places, row = i
+        total = theta(batch, row, count).astype("float64")
+        for column, (place, dim) in enumerate(zip(reversed(places), reversed(sizes), strict=True)):
+            steps = tirx.Cast("float64", 2 * place + (0 if is_aligned else 1))
+            position = steps / tirx.Cast("float64", dim - 1 if is_aligned else dim) - tirx.const(1, "float64")
+            total = total + theta(batch, row, column).astype("float64") * position
+        return total.astype(dtype)
+
+    sizes = [as_expr(dim) for dim in size[2:]]
+    return node.kernel("affine_grid", element, matrices, sizes, shape=[size[0], *size[2:], count])

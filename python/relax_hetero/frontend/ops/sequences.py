@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from tvm import relax
 
 from ..symbolic_sizes import common_shape
 from .node import Node, const, dtype_of
-from .slicing import cut
+from .slicing import cut, split
 from .table import convert_node, converts
 
 
@@ -228,7 +228,14 @@ def split_to_sequence(node: Node) -> Any:
     if node.has(1):
         known = node.constant(1)
         if known is None:
-            raise node.unknown("the sizes of its parts are")
+            given = node.tensor(1)
+            if node.rank(given) == 0 or not isinstance(node.shape(given)[0], int):
+                raise node.refusal("the number of its parts is only known when the model runs")
+            (count,) = node.static_shape(given)
+            if count == 0:
+                raise node.refusal("splits an axis into no parts")
+            parts = split(replace(node, op_type="Split", opset=18, num_outputs=count))
+            return parts if count > 1 else relax.Tuple([parts])
         sizes = [int(part) for part in known.reshape(-1)]
         if known.ndim == 0:
             part = sizes[0]

@@ -14,6 +14,8 @@ from ..symbolic_sizes import simplified, symbolic_divisors, with_safe_divisions
 from .elementwise import cast
 from .node import Dim, Node, Position, as_constant, as_dim, const, dtype_of, is_float
 from .required_sizes import MOST_ELEMENTS, any_of, as_expr, broadcast, equal, joined, shown
+from .run_time.axes import axes_input, with_new_axes, without_named_axes
+from .run_time.numbers import dims_at_run_time, numbers_of, require_axes, sizes_of
 from .table import convert_by_body, convert_by_stock, converts
 
 _log = logging.getLogger("relax_hetero")
@@ -69,45 +71,6 @@ def size(node: Node) -> relax.Expr:
     for dim in node.shape(value):
         product = dim if isinstance(product, int) and product == 1 else product * dim
     return const(product, "int64") if isinstance(product, int) else relax.op.size(value)
-
-
-def dims_at_run_time(node: Node, vector: relax.Expr, prefix: str) -> list[tirx.Var]:
-    """Symbolic sizes that take the values of a vector of integers of static length when the model runs.
-
-    Values that may be negative serve in requirements only: passes assume that the sizes of a tensor are not.
-    """
-    (length,) = node.static_shape(vector)
-    if dtype_of(vector) != "int64":
-        vector = node.emit(relax.op.astype(vector, "int64"))
-    shape_value = node.emit(relax.op.tensor_to_shape(vector))
-    dims = [tirx.Var(f"{prefix}_{i}", "int64") for i in range(length)]
-    node.builder.match_cast(shape_value, relax.ShapeType(dims))
-    return dims
-
-
-def numbers_of(node: Node, values: relax.Expr, prefix: str) -> list[Dim]:
-    """The numbers of a vector of static length, symbolic where they are computed when the model runs."""
-    known = as_constant(values)
-    return list(dims_at_run_time(node, values, prefix)) if known is None else [int(number) for number in known]
-
-
-def require_axes(node: Node, axes: relax.Expr, rank: int) -> None:
-    """Require that axes, from the front or the back, are such of a tensor, and differ."""
-    found = numbers_of(node, axes, "axis")
-    for axis in found:
-        if isinstance(axis, int):
-            node.axis(axis, rank)
-        else:
-            node.require(tirx.all(axis >= -rank, axis < rank), f"an axis is out of range for rank {rank}")
-    from_front = [tirx.Select(as_expr(axis) < 0, as_expr(axis) + rank, as_expr(axis)) for axis in found]
-    for position, axis in enumerate(from_front):
-        for other in from_front[:position]:
-            node.require(tirx.NE(axis, other), "names an axis twice")
-
-
-def sizes_of(node: Node, value: relax.Expr) -> relax.Expr:
-    """The shape of a tensor as an int64 vector."""
-    return node.emit(relax.op.shape_to_tensor(relax.op.shape_of(value)))
 
 
 @converts("Reshape")
@@ -306,7 +269,7 @@ def squeeze(node: Node) -> relax.Expr:
     if node.opset >= 13 and node.has(1):
         known = node.constant(1)
         if known is None:
-            raise node.unknown("its axes are")
+            return without_named_axes(node, data, *axes_input(node, 1, len(dims)))
         axes = [int(axis) for axis in known.reshape(-1)]
     elif not axes:
         for axis, dim in enumerate(dims):
@@ -327,9 +290,10 @@ def squeeze(node: Node) -> relax.Expr:
 def unsqueeze(node: Node) -> relax.Expr:
     """With further axes of size 1, at places that are known or computed when the model runs."""
     if node.opset >= 13 and node.constant(1) is None:
-        axes = node.tensor(1)
+        data, axes = node.tensor(0), node.tensor(1)
         (count,) = node.static_shape(axes)
-        require_axes(node, axes, node.rank(node.tensor(0)) + count)
+        require_axes(node, axes, node.rank(data) + count)
+        return with_new_axes(node, data, axes, count)
     return convert_by_stock(node)
 
 

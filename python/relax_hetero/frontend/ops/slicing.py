@@ -12,7 +12,7 @@ from ..symbolic_sizes import analyzer_for, simplified
 from .elementwise import cast
 from .node import Dim, Node, Position, const, dtype_of
 from .required_sizes import as_expr, equal, require_multiple, require_shape, shown
-from .shapes import dims_at_run_time, numbers_of, require_axes, sizes_of
+from .run_time.numbers import dims_at_run_time, numbers_of, require_axes, sizes_of
 from .table import converts
 
 _UNBOUNDED = 2**31 - 1  # what exporters write for "to the end"

@@ -1,0 +1,133 @@
+"""Axes that are an input of the graph, or computed by the model.
+
+A kernel over the vector of axes finds the sizes that follow from them, and the call reads these as symbolic sizes
+(`dims_at_run_time`). The tensor is then seen under a shape whose axes have known roles, so that the op behind works on
+axes that are known: a reduction on the last ones, a running sum on the middle of three.
+
+Axes that are wrong are refused where they are read, before anything is computed from them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tvm import relax, te, tirx
+
+from ..node import Dim, Node, Position
+from ..required_sizes import any_of, as_expr, equal
+from .numbers import dims_at_run_time, numbers_of, require_axes, sizes_of
+
+
+def from_front(axes: te.Tensor, place: int, rank: int) -> tirx.Expr:
+    """An axis of a vector of axes, counted from the front."""
+    axis = axes(place).astype("int64")
+    return tirx.Select(axis < 0, axis + rank, axis)
+
+
+def _is_named(axes: te.Tensor, count: int, rank: int, axis: Any) -> tirx.Expr:
+    """Whether an axis is among those that a vector names."""
+    return tirx.any(tirx.const(False, "bool"), *(from_front(axes, k, rank) == axis for k in range(count)))
+
+
+def _named_before(axes: te.Tensor, count: int, rank: int, axis: Any) -> tirx.Expr:
+    """The number of named axes in front of one."""
+    in_front = (tirx.Select(from_front(axes, k, rank) < axis, as_expr(1), as_expr(0)) for k in range(count))
+    return sum(in_front, as_expr(0))
+
+
+def axes_input(node: Node, index: int, rank: int) -> tuple[relax.Expr, int]:
+    """An input of axes that only a call knows, required to be axes of a tensor of this rank that differ; their number.
+
+    Raises
+    ------
+    FrontendError: if their number is not known.
+    """
+    axes = node.tensor(index)
+    dims = node.shape(axes)
+    count = dims[0] if len(dims) == 1 else 1
+    if not isinstance(count, int):
+        raise node.refusal("the number of its axes is only known when the model runs")
+    if len(dims) != 1:
+        axes = node.emit(relax.op.reshape(axes, (1,)))
+    if count > rank:
+        raise node.refusal(f"names {count} axes of a tensor of rank {rank}")
+    require_axes(node, axes, rank)
+    return axes, count
+
+
+def with_named_axes_last(node: Node, data: relax.Expr, axes: relax.Expr, count: int) -> relax.Expr:
+    """A view of rank 2r of a tensor of rank r: the axes not named, then those named; an axis is of size 1 in the other.
+
+    A reduction of its last r axes reduces the named ones of the tensor, and keeps these with size 1.
+    """
+    rank = node.rank(data)
+
+    def size(i: Position, named: te.Tensor, own: te.Tensor) -> tirx.Expr:
+        axis = tirx.indexmod(i[0], as_expr(rank))
+        is_named = _is_named(named, count, rank, axis)
+        kept = tirx.Select(is_named, as_expr(1), own(axis))
+        return tirx.Select(i[0] < rank, kept, tirx.Select(is_named, own(axis), as_expr(1)))
+
+    sizes = node.kernel("axis_sizes", size, axes, sizes_of(node, data), shape=[2 * rank])
+    dims = dims_at_run_time(node, sizes, "axis_size")
+
+    def element(i: Position, x: te.Tensor) -> tirx.Expr:
+        return x(*(i[axis] + i[rank + axis] for axis in range(rank)))
+
+    return node.kernel("named_axes_last", element, data, shape=dims)
+
+
+def without_named_axes(node: Node, data: relax.Expr, axes: relax.Expr, count: int) -> relax.Expr:
+    """A tensor without the named axes, whose size has to be 1."""
+    dims = node.shape(data)
+    rank = len(dims)
+    for named in numbers_of(node, axes, "axis"):
+        for axis, size in enumerate(dims):
+            other = tirx.all(tirx.NE(as_expr(named), as_expr(axis)), tirx.NE(as_expr(named), as_expr(axis - rank)))
+            node.require(any_of([equal(size, 1), other]), f"drops axis {axis} of size {size}, expected 1")
+    if count == rank:
+        return node.emit(relax.op.reshape(data, ()))
+    along = te.reduce_axis((0, rank), name="axis")
+
+    def size_of(i: Position, named: te.Tensor, own: te.Tensor) -> tirx.Expr:
+        place = along - _named_before(named, count, rank, along)
+        is_here = tirx.all(tirx.Not(_is_named(named, count, rank, along)), place == i[0])
+        return te.sum(tirx.Select(is_here, own(along), as_expr(0)), axis=along)
+
+    sizes = node.kernel("sizes_left", size_of, axes, sizes_of(node, data), shape=[rank - count])
+    return node.emit(relax.op.reshape(data, dims_at_run_time(node, sizes, "size_left")))
+
+
+def with_new_axes(node: Node, data: relax.Expr, axes: relax.Expr, count: int) -> relax.Expr:
+    """A tensor with further axes of size 1, at the named places of the result."""
+    own_rank = node.rank(data)
+    rank = own_rank + count
+    if own_rank == 0:
+        return node.emit(relax.op.reshape(data, [1] * count))
+
+    def size_of(i: Position, named: te.Tensor, own: te.Tensor) -> tirx.Expr:
+        place = i[0] - _named_before(named, count, rank, i[0])
+        held = tirx.max(tirx.min(place, as_expr(own_rank - 1)), as_expr(0))
+        return tirx.Select(_is_named(named, count, rank, i[0]), as_expr(1), own(held))
+
+    sizes = node.kernel("sizes_beside", size_of, axes, sizes_of(node, data), shape=[rank])
+    return node.emit(relax.op.reshape(data, dims_at_run_time(node, sizes, "size_beside")))
+
+
+def with_named_axis_second(node: Node, data: relax.Expr, axis: relax.Expr) -> relax.Expr:
+    """A tensor as three axes: all in front of the named one, that one, and all behind it."""
+    rank = node.rank(data)
+
+    def size_of(i: Position, named: te.Tensor, own: te.Tensor) -> tirx.Expr:
+        place = from_front(named, 0, rank)
+        parts = []
+        for d in range(rank):
+            part = tirx.Select(place > d, as_expr(0), tirx.Select(place == d, as_expr(1), as_expr(2)))
+            parts.append(tirx.Select(part == i[0], own(d), as_expr(1)))
+        return math.prod(parts, start=as_expr(1))
+
+    sizes: list[Dim] = list(
+        dims_at_run_time(node, node.kernel("sizes_around", size_of, axis, sizes_of(node, data), shape=[3]), "around")
+    )
+    return node.emit(relax.op.reshape(data, sizes))

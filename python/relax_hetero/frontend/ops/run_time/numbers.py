@@ -1,0 +1,51 @@
+"""Numbers of small integer tensors as symbolic sizes.
+
+The one road by which a value that only a call knows becomes a size: the model computes a vector, the host reads it, and
+a ``match_cast`` names its numbers. Requirements on these names are checked directly behind it.
+"""
+
+from __future__ import annotations
+
+from tvm import relax, tirx
+
+from ..node import Dim, Node, as_constant, dtype_of
+from ..required_sizes import as_expr
+
+
+def dims_at_run_time(node: Node, vector: relax.Expr, prefix: str) -> list[tirx.Var]:
+    """Symbolic sizes that take the values of a vector of integers of static length when the model runs.
+
+    Values that may be negative serve in requirements only: passes assume that the sizes of a tensor are not.
+    """
+    (length,) = node.static_shape(vector)
+    if dtype_of(vector) != "int64":
+        vector = node.emit(relax.op.astype(vector, "int64"))
+    shape_value = node.emit(relax.op.tensor_to_shape(vector))
+    dims = [tirx.Var(f"{prefix}_{i}", "int64") for i in range(length)]
+    node.builder.match_cast(shape_value, relax.ShapeType(dims))
+    return dims
+
+
+def numbers_of(node: Node, values: relax.Expr, prefix: str) -> list[Dim]:
+    """The numbers of a vector of static length, symbolic where they are computed when the model runs."""
+    known = as_constant(values)
+    return list(dims_at_run_time(node, values, prefix)) if known is None else [int(number) for number in known]
+
+
+def require_axes(node: Node, axes: relax.Expr, rank: int) -> None:
+    """Require that axes, from the front or the back, are such of a tensor, and differ."""
+    found = numbers_of(node, axes, "axis")
+    for axis in found:
+        if isinstance(axis, int):
+            node.axis(axis, rank)
+        else:
+            node.require(tirx.all(axis >= -rank, axis < rank), f"an axis is out of range for rank {rank}")
+    from_front = [tirx.Select(as_expr(axis) < 0, as_expr(axis) + rank, as_expr(axis)) for axis in found]
+    for position, axis in enumerate(from_front):
+        for other in from_front[:position]:
+            node.require(tirx.NE(axis, other), "names an axis twice")
+
+
+def sizes_of(node: Node, value: relax.Expr) -> relax.Expr:
+    """The shape of a tensor as an int64 vector."""
+    return node.emit(relax.op.shape_to_tensor(relax.op.shape_of(value)))

@@ -1,0 +1,59 @@
+"""Pads that follow from numbers which only a call knows, as a vector over all axes: before each one, then after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm import relax, te, tirx
+
+from ..node import Node, Position, const
+from ..required_sizes import as_expr, require_shape
+from .axes import axes_input, from_front
+from .numbers import numbers_of, sizes_of
+
+
+def pads_of_named_axes(node: Node, rank: int) -> relax.Expr:
+    """The pads of a `Pad` node whose axes are computed when the model runs, spread over all axes."""
+    axes, count = axes_input(node, 3, rank)
+    given = require_shape(node, node.tensor(1), [2 * count], "its pads")
+
+    def element(i: Position, pads: te.Tensor, named: te.Tensor) -> tirx.Expr:
+        axis, is_after = tirx.indexmod(i[0], as_expr(rank)), i[0] >= rank
+        amounts = (
+            tirx.Select(
+                from_front(named, k, rank) == axis,
+                tirx.Select(is_after, pads(count + k), pads(k)).astype("int64"),
+                as_expr(0),
+            )
+            for k in range(count)
+        )
+        return sum(amounts, as_expr(0))
+
+    return node.kernel("pads", element, given, axes, shape=[2 * rank])
+
+
+def centered_pads(node: Node, data: relax.Expr, sizes: relax.Expr, axes: Sequence[int]) -> relax.Expr:
+    """The pads that give some axes other sizes, the same on both sides; an odd element goes behind."""
+    return _pads_to(node, data, sizes, axes, is_centered=True)
+
+
+def pads_behind(node: Node, data: relax.Expr, sizes: relax.Expr, axes: Sequence[int]) -> relax.Expr:
+    """The pads behind some axes that give them other sizes."""
+    return _pads_to(node, data, sizes, axes, is_centered=False)
+
+
+def _pads_to(node: Node, data: relax.Expr, sizes: relax.Expr, axes: Sequence[int], is_centered: bool) -> relax.Expr:
+    rank = node.rank(data)
+    for size in numbers_of(node, sizes, "target"):
+        node.require(as_expr(size) >= 0, f"has a size of {size}")
+
+    def element(i: Position, wanted: te.Tensor, own: te.Tensor) -> tirx.Expr:
+        axis = tirx.indexmod(i[0], as_expr(rank))
+        changes = (tirx.Select(axis == d, wanted(k).astype("int64") - own(d), as_expr(0)) for k, d in enumerate(axes))
+        change = sum(changes, as_expr(0))
+        before = tirx.truncdiv(change, as_expr(2)) if is_centered else as_expr(0)
+        return tirx.Select(i[0] < rank, before, change - before)
+
+    if not axes:
+        return const([0] * (2 * rank), "int64")
+    return node.kernel("pads", element, sizes, sizes_of(node, data), shape=[2 * rank])
