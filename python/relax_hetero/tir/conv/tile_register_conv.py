@@ -123,13 +123,10 @@ class _Task:
             # Lines are copied whole, beyond the end of the last pixel too.
             self.copied = tile_registers.scratch(rows * plan.copy.row_bytes + TILE_BYTES, "int8")
         self.sums = tile_registers.scratch(2 * TILE_ROWS * 2 * COLUMNS, tiles.conv.problem.acc_dtype)
-        # Of the sums that wait: the next place to finish, the end; then the first output channel, the outer
-        # coordinates, and of each tile the row, its first place, and how many places the tile before has as well.
-        self.waiting = T.alloc_buffer((2,), "int64", scope="global")
+        # Their place: the first output channel, the outer coordinates, and of each tile the row, its first place, and
+        # how many places the tile before has as well.
         self.outer = len(tiles.outer_places)
-        self.place = T.alloc_buffer((1 + self.outer + 6,), "int64", scope="global")
-        for slot in (0, 1):
-            T.buffer_store(self.waiting, tirx.const(0, "int64"), [slot])
+        self.waiting = tile_registers.WaitingRows(1 + self.outer + 6)
         width = plan.run.step_bytes
         tile_registers.configure(
             [plan.height] * 6 + [plan.run.groups] * 2, [TILE_BYTES] * 4 + [width] * 2 + [TILE_BYTES] * 2
@@ -427,37 +424,30 @@ class _Pair:
         for tile, i, j in sums:
             begin = i * height * (2 * COLUMNS) + j * COLUMNS
             tile_registers.store(tile, tile_registers.address(task.sums, tirx.const(begin, "int64")), 2 * TILE_BYTES)
-        for slot, value in enumerate((0, len(places) * height)):
-            T.buffer_store(task.waiting, int64(value), [slot])
         values = [self.column, *self.block.outer]
         for row, first, skipped in places:
             values += [self.block.first + row, first, skipped]
-        for slot, value in enumerate(values):
-            T.buffer_store(task.place, int64(value), [slot])
+        task.waiting.put(0, len(places) * height, values)
 
 
 def _finish_waiting(task: _Task, most: int | None = None) -> None:
     """Finish places of the sums that wait, at most so many (None: all)."""
-    next_place = opaque(task.waiting[0])
-    left = task.waiting[1] - next_place
-    count = opaque(left if most is None else T.min(left, int64(most)))
-    with loop(count) as r:
-        _finish_place(task, opaque(next_place + r))
-    T.buffer_store(task.waiting, next_place + count, [0])
+    task.waiting.finish(lambda r: _finish_place(task, r), most)
 
 
 def _finish_place(task: _Task, number: Expr) -> None:
     """Apply the epilogue to a place of the sums that wait, and store it."""
     conv, plan = task.conv, task.tiles.plan
+    place = task.waiting.place
     tile: Expr = opaque(tirx.Cast("int64", number >= plan.height)) if plan.lefts > 1 else 0
     within = number - tile * plan.height
     slot = opaque(tile * 3 + (1 + task.outer))
     names = ["b", *(f"y{d}" for d in range(len(conv.windows) - 2))]
-    at: dict[str, Expr] = {name: opaque(task.place[1 + i]) for i, name in enumerate(names)}
+    at: dict[str, Expr] = {name: opaque(place[1 + i]) for i, name in enumerate(names)}
     if len(conv.windows) > 1:
-        at[f"y{len(conv.windows) - 2}"] = opaque(task.place[slot])
-    at[f"y{len(conv.windows) - 1}"] = opaque(task.place[slot + 1] + within)
-    column = opaque(task.place[0])
+        at[f"y{len(conv.windows) - 2}"] = opaque(place[slot])
+    at[f"y{len(conv.windows) - 1}"] = opaque(place[slot + 1] + within)
+    column = opaque(place[0])
 
     def store(existing: int) -> None:
         vectors = ceil_div(existing, COLUMNS)
@@ -467,7 +457,7 @@ def _finish_place(task: _Task, number: Expr) -> None:
             conv.result.store(here, "n", conv.epilogue.result_at(value, here, mask), COLUMNS, mask)
 
     overlap = conv.result.extents[-1] % plan.height != 0
-    with when(within >= task.place[slot + 2] if overlap else True):
+    with when(within >= place[slot + 2] if overlap else True):
         left = conv.channels % plan.columns
         if left == 0:
             store(plan.columns)

@@ -155,11 +155,8 @@ class _Task:
         )
         self.panels = RightPanels.of(spec, product.instruction.k0) if is_row_major(spec.rhs) else None
         self.right = spec.rhs.data if self.panels is None else self.panels.memory
-        # Of the sums that wait: the next row to finish, the end; then the first row, the column, batch coordinates.
-        self.waiting = T.alloc_buffer((2,), "int64", scope="global")
-        self.place = T.alloc_buffer((2 + len(product.batch),), "int64", scope="global")
-        for slot in (0, 1):
-            T.buffer_store(self.waiting, tirx.const(0, "int64"), [slot])
+        # Their place: the first row, the column, batch coordinates.
+        self.waiting = tile_registers.WaitingRows(2 + len(product.batch))
         if self.last_groups is not None:
             with loop(product.step_bytes // TILE_BYTES) as line:
                 empty = T.broadcast(T.int8(0), TILE_BYTES)
@@ -419,10 +416,8 @@ class _Pair:
             tile_registers.store(tile, tile_registers.address(task.sums, begin), 2 * TILE_BYTES)
         # Rows that the pair before has as well are its own.
         nominal = self.pair * product.height
-        for slot, value in enumerate((nominal - self.row, product.height)):
-            T.buffer_store(task.waiting, int64(value), [slot])
-        for slot, value in enumerate((self.row, self.column, *(self.at[name] for name in product.batch))):
-            T.buffer_store(task.place, int64(value), [slot])
+        place = [self.row, self.column, *(self.at[name] for name in product.batch)]
+        task.waiting.put(nominal - self.row, product.height, place)
         if not product.steps:
             _finish_waiting(task)
 
@@ -439,23 +434,17 @@ def _is_direct(product: _Product) -> bool:
 
 def _finish_waiting(task: _Task, most: int | None = None) -> None:
     """Finish rows of the sums that wait, at most so many (None: all)."""
-    product = task.product
-    if _is_direct(product):
-        return
-    next_row = opaque(task.waiting[0])
-    left = task.waiting[1] - next_row
-    count = opaque(left if most is None else T.min(left, int64(most)))
-    with loop(count) as r:
-        _finish_row(task, opaque(next_row + r))
-    T.buffer_store(task.waiting, next_row + count, [0])
+    if not _is_direct(task.product):
+        task.waiting.finish(lambda r: _finish_row(task, r), most)
 
 
 def _finish_row(task: _Task, r: Expr) -> None:
     """Apply the epilogue to a row of the sums that wait, and store it."""
     product, spec = task.product, task.product.spec
     columns = product.vectors * _LANES
-    row, column = opaque(task.place[0] + r), opaque(task.place[1])
-    at = {name: opaque(task.place[2 + i]) for i, name in enumerate(product.batch)}
+    place = task.waiting.place
+    row, column = opaque(place[0] + r), opaque(place[1])
+    at = {name: opaque(place[2 + i]) for i, name in enumerate(product.batch)}
 
     def store(masks: list[Expr | None]) -> None:
         for j, mask in enumerate(masks):

@@ -10,14 +10,14 @@ The body of a kernel that uses any of this stands under ``T.attr(0, "pragma_impo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...target.tile_instructions import TILE_BYTES, TileInstruction
-from ..core.builder import Expr, either, int64
+from ..core.builder import Expr, either, int64, loop, opaque
 
 _ASK, _COPY = "relax_hetero_may_use_tiles", "relax_hetero_copy_64"
 
@@ -140,3 +140,34 @@ def scratch(size: int, dtype: str) -> Any:
 def address(memory: Any, at: Expr) -> Expr:
     """Of an element of a buffer in one dimension."""
     return T.address_of(memory[at])
+
+
+class WaitingRows:
+    """Rows of sums that wait in memory of a task, to be finished between the steps of the products behind them.
+
+    Attributes
+    ----------
+    place : Buffer
+        Where the rows are to go, as the kernel's own numbers.
+    """
+
+    def __init__(self, numbers: int) -> None:
+        self._range = T.alloc_buffer((2,), "int64", scope="global")  # the next row to finish, and the end
+        self.place = T.alloc_buffer((numbers,), "int64", scope="global")
+        for slot in (0, 1):
+            T.buffer_store(self._range, tirx.const(0, "int64"), [slot])
+
+    def put(self, begin: Expr, end: Expr, place: Sequence[Expr]) -> None:
+        """Let rows wait; those before are finished."""
+        for buffer, numbers in ((self._range, (begin, end)), (self.place, place)):
+            for slot, number in enumerate(numbers):
+                T.buffer_store(buffer, int64(number), [slot])
+
+    def finish(self, finish_row: Callable[[Expr], None], most: int | None = None) -> None:
+        """Finish rows, each by code that `finish_row` writes, at most so many (None: all)."""
+        next_row = opaque(self._range[0])
+        left = self._range[1] - next_row
+        count = opaque(left if most is None else T.min(left, int64(most)))
+        with loop(count) as r:
+            finish_row(opaque(next_row + r))
+        T.buffer_store(self._range, next_row + count, [0])
