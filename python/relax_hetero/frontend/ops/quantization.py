@@ -9,6 +9,7 @@ from tvm import relax
 from .block_weights import dequantized_blocks
 from .convolution import integer_convolution
 from .elementwise import cast
+from .narrow_types.float8 import FLOAT8, from_float32, to_float32
 from .node import Node, as_constant, const, dtype_of, is_float, onnx_dtype
 from .products import shifted
 from .quantization_parameters import INTEGER_RANGES, along, as_type, check_zero_point, is_zero, reshaped
@@ -38,6 +39,12 @@ def convert_cast(node: Node) -> relax.Expr:
     if isinstance(value, relax.ShapeExpr) or tvm.ir.is_prim_expr(value):
         return value if target == "int64" else cast(node, node.tensor(0), target)
     data = node.tensor(0)
+    if dtype_of(data) == target:
+        return data
+    if dtype_of(data) in FLOAT8 and not (is_narrow(target) and target not in FLOAT8):
+        data = to_float32(node, data)
+    if target in FLOAT8 and not is_narrow(dtype_of(data)) and dtype_of(data) != "float64":  # which would round twice
+        return from_float32(node, cast(node, data, "float32"), target, bool(node.attribute("saturate", 1)))
     _check_cast(node, dtype_of(data), target)
     if dtype_of(data) == target:
         return data
@@ -49,7 +56,9 @@ def convert_cast(node: Node) -> relax.Expr:
 @converts("CastLike")
 def cast_like(node: Node) -> relax.Expr:
     """To the type of the second input."""
-    return convert_cast(node.as_op("Cast", [node.inputs[0]], to=dtype_of(node.tensor(1))))
+    return convert_cast(
+        node.as_op("Cast", [node.inputs[0]], to=dtype_of(node.tensor(1)), saturate=node.attribute("saturate", 1))
+    )
 
 
 def quantize(node: Node, scaled: relax.Expr, zero_point: relax.Expr | None, dtype: str) -> relax.Expr:
@@ -75,15 +84,22 @@ def quantize_linear(node: Node) -> relax.Expr:
     dtype = dtype_of(zero_point) if zero_point is not None else "uint8"
     if node.attribute("output_dtype", 0):
         dtype = onnx_dtype(node.attribute("output_dtype"))
-    if dtype not in INTEGER_RANGES:
-        raise node.refusal(f"to {dtype} cannot be imported; expected one of {', '.join(INTEGER_RANGES)}")
+    if dtype not in INTEGER_RANGES and dtype not in FLOAT8:
+        raise node.refusal(f"to {dtype} cannot be imported; expected one of {', '.join([*INTEGER_RANGES, *FLOAT8])}")
     scale = node.tensor(1)
     compute = onnx_dtype(node.attribute("precision")) if node.attribute("precision", 0) else None
     if not is_float(dtype_of(scale)):
         compute = compute or "float32"
     compute = compute or (dtype_of(data) if dtype_of(data) == dtype_of(scale) else "float32")
     scaled = node.emit(relax.op.divide(cast(node, data, compute), along(node, scale, shape, compute)))
+    if zero_point is not None and dtype in FLOAT8:
+        zero_point = to_float32(node, zero_point)
     point = None if zero_point is None else along(node, zero_point, shape, dtype_of(zero_point))
+    if dtype in FLOAT8:
+        number = cast(node, scaled, "float32")
+        if point is not None:
+            number = node.emit(relax.op.add(number, point))
+        return from_float32(node, number, dtype, bool(node.attribute("saturate", 1)))
     return quantize(node, scaled, point, dtype)
 
 
@@ -95,16 +111,21 @@ def dequantize_linear(node: Node) -> relax.Expr:
         return blocks
     data, scale = node.tensor(0), node.tensor(1)
     shape, source = node.shape(data), dtype_of(data)
-    if is_narrow(source):
+    if is_narrow(source) and source not in FLOAT8:
         raise node.refusal(f"from {source} cannot be imported")
     check_zero_point(node, 1, 2)
     target = dtype_of(scale)
     if node.attribute("output_dtype", 0):
         target = onnx_dtype(node.attribute("output_dtype"))
-    number = _number(node)
+    number = _number(node) if source not in FLOAT8 else None
     if number is not None:
         return const(number, target)
-    if node.has(2) and not is_zero(node.tensor(2)):
+    if source in FLOAT8:
+        data = to_float32(node, data)
+        if node.has(2):
+            point = along(node, to_float32(node, node.tensor(2)), shape, "float32")
+            data = node.emit(relax.op.subtract(data, point))
+    elif node.has(2) and not is_zero(node.tensor(2)):
         point = along(node, node.tensor(2), shape, "int32")
         data = node.emit(relax.op.subtract(cast(node, data, "int32"), point))
     factor = along(node, scale, shape, "float32")

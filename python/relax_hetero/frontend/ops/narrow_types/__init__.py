@@ -1,0 +1,1 @@
+"""Element types of a byte and less, which LLVM has no arithmetic on."""
