@@ -115,9 +115,9 @@ def _array(values: Sequence[Any]) -> _Sizes:
 def _as_expr(sizes: _Sizes) -> relax.Expr | tvm.tirx.Expr | None:
     values = [value if isinstance(value, (bool, int)) else simplified(value) for value in sizes.reshape(-1)]
     if all(isinstance(value, bool) for value in values):
-        return relax.const(np.array(values, np.bool_).reshape(sizes.shape))
+        return relax.const(np.array(values, np.bool_).reshape(sizes.shape), "bool")
     if all(isinstance(value, int) for value in values):
-        return relax.const(np.array(values, np.int64).reshape(sizes.shape))
+        return relax.const(np.array(values, np.int64).reshape(sizes.shape), "int64")
     if sizes.ndim == 0:
         return values[0]
     return relax.ShapeExpr(values) if sizes.ndim == 1 else None
@@ -271,6 +271,37 @@ def _divide(a: Any, b: Any) -> Any:
     return with_safe_divisions(simplified((tirx.floordiv if is_size else tirx.truncdiv)(_expr(a), _expr(b))))
 
 
+def _modulo(a: Any, b: Any) -> Any:
+    """ONNX's Mod of integers has the sign of the divisor, as a division rounded down leaves it."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a % b if b else None
+    return with_safe_divisions(simplified(tirx.floormod(_expr(a), _expr(b))))
+
+
+def _mod(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Sizes | None:
+    if not attributes.get("fmod", 0):
+        return _elementwise(_modulo)(operands, attributes)
+    analyzer = analyzer_for(*(value for operand in operands if operand is not None for value in operand.reshape(-1)))
+    is_size = all(
+        analyzer.can_prove(_expr(value) >= 0) for operand in operands if operand is not None for value in operand.flat
+    )
+    return _elementwise(_modulo)(operands, attributes) if is_size else None
+
+
+def _compare(known: Callable[[Any, Any], bool]) -> _Rule:
+    """A comparison of numbers, or of sizes where it has the same result for every call."""
+
+    def operation(a: Any, b: Any) -> bool | None:
+        if isinstance(a, int) and isinstance(b, int):
+            return known(a, b)
+        analyzer, condition = analyzer_for(a, b), known(_expr(a), _expr(b))
+        if analyzer.can_prove(condition):
+            return True
+        return False if analyzer.can_prove(tirx.Not(condition)) else None
+
+    return _elementwise(operation)
+
+
 def _equal(a: Any, b: Any) -> bool | None:
     if isinstance(a, int) and isinstance(b, int):
         return a == b
@@ -299,16 +330,23 @@ def _expr(value: Any) -> tvm.tirx.Expr:
 
 
 _RULES: dict[str, _Rule] = {
+    "Abs": _elementwise(lambda a: abs(a) if isinstance(a, int) else simplified(tirx.max(a, -a))),
     "Add": _elementwise(lambda a, b: a + b),
     "Cast": _cast,
     "Concat": _concat,
     "Div": _elementwise(_divide),
     "Equal": _elementwise(_equal),
     "Gather": _gather,
+    "Greater": _compare(lambda a, b: a > b),
+    "GreaterOrEqual": _compare(lambda a, b: a >= b),
     "Identity": lambda operands, _: _data(operands),
+    "Less": _compare(lambda a, b: a < b),
+    "LessOrEqual": _compare(lambda a, b: a <= b),
     "Max": _elementwise(_extreme(max, tirx.max)),
     "Min": _elementwise(_extreme(min, tirx.min)),
+    "Mod": _mod,
     "Mul": _elementwise(lambda a, b: a * b),
+    "Neg": _elementwise(lambda a: -a),
     "ReduceProd": _reduce_prod,
     "Reshape": _reshape,
     "Slice": _slice,

@@ -11,6 +11,7 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx
 
+from ..symbolic_sizes import simplified
 from .convolution import pads_of, spatial
 from .elementwise import cast, widened
 from .node import Dim, Node, Position, const, dtype_of
@@ -63,6 +64,11 @@ class Windows:
                 found.append(self.after[a])
         return found
 
+    @property
+    def is_open(self) -> bool:
+        """Whether only a call knows how far windows reach beyond the padding."""
+        return self.reaches_beyond and not all(isinstance(size, int) for size in self.image)
+
     def inside(self, places: Sequence[tirx.Expr]) -> tirx.Expr:
         """Whether a place is in the image."""
         checks = [tirx.all(place >= 0, place < self.image[a]) for a, place in enumerate(places)]
@@ -92,11 +98,14 @@ def windows_of(node: Node, data: relax.Expr) -> Windows:
         if not rounds_up:
             output.append(span // strides[a] + 1)
             continue
-        if not isinstance(size, int):
-            raise node.refusal("ceil_mode needs a static image size")
-        windows = -(-span // strides[a]) + 1
         # A window that would start in the padding after the image is dropped.
-        output.append(windows - 1 if (windows - 1) * strides[a] >= size + before[a] else windows)
+        if isinstance(size, int):
+            windows = -(-span // strides[a]) + 1
+            output.append(windows - 1 if (windows - 1) * strides[a] >= size + before[a] else windows)
+            continue
+        count_up, starts = tirx.ceildiv(span, strides[a]) + 1, tirx.ceildiv(size + before[a], strides[a])
+        starts_inside = after[a] + strides[a] <= (kernel[a] - 1) * dilations[a] + 1
+        output.append(simplified(count_up if starts_inside else tirx.min(count_up, starts)))
     return Windows(image, kernel, strides, dilations, before, after, output, rounds_up)
 
 
@@ -109,7 +118,7 @@ def max_pool(node: Node) -> relax.Expr:
     if node.num_outputs > 1:
         return _max_pool_with_indices(node, data, windows)
     after = windows.after_reaching()
-    if count > 3 or dtype_of(data) == "bfloat16" or min(after) < 0:
+    if windows.is_open or count > 3 or dtype_of(data) == "bfloat16" or min(after) < 0:
         return _max_pool(node, data, windows)
     operation = (relax.op.nn.max_pool1d, relax.op.nn.max_pool2d, relax.op.nn.max_pool3d)[count - 1]
     pads = [*windows.before, *after]
@@ -181,7 +190,7 @@ def _window_sizes(node: Node, windows: Windows, counts_padding: bool, dtype: str
     """How many elements of every window count, shaped to broadcast with the sums."""
     output = [size for size in windows.output if isinstance(size, int)]
     if len(output) != len(windows.output):
-        raise node.refusal("this form of pooling needs a static image size")
+        return _window_sizes_at_run_time(node, windows, counts_padding, dtype)
     counts: Any = 1
     for a, size in enumerate(output):
         bound = windows.image[a] + (windows.after[a] if counts_padding else 0)
@@ -198,6 +207,27 @@ def _window_sizes(node: Node, windows: Windows, counts_padding: bool, dtype: str
     return const(counts, dtype)
 
 
+def _window_sizes_at_run_time(node: Node, windows: Windows, counts_padding: bool, dtype: str) -> relax.Expr:
+    """The same for images whose sizes only a call knows."""
+
+    def element(i: Position, image: list[tirx.Expr]) -> tirx.Expr:
+        counts = as_expr(1)
+        for a, size in enumerate(image):
+            start, step, most = (
+                i[2 + a] * windows.strides[a] - windows.before[a],
+                windows.dilations[a],
+                windows.kernel[a],
+            )
+            first = -windows.before[a] if counts_padding else 0
+            bound = size + (windows.after[a] if counts_padding else 0)
+            skipped, reached = (tirx.max(tirx.min(tirx.ceildiv(end - start, step), most), 0) for end in (first, bound))
+            counts = counts * (reached - skipped)
+        return counts.astype(dtype)
+
+    image = [as_expr(size) for size in windows.image]
+    return node.kernel("window_sizes", element, image, shape=[1, 1, *windows.output])
+
+
 @converts("AveragePool")
 def average_pool(node: Node) -> relax.Expr:
     """Mean of every window, over its elements in the image or (`count_include_pad`) in the padding too."""
@@ -208,7 +238,7 @@ def average_pool(node: Node) -> relax.Expr:
     counts_padding = bool(node.attribute("count_include_pad", 0))
     count = len(windows.kernel)
     after = windows.after_reaching()
-    counts_beyond = counts_padding and after != windows.after
+    counts_beyond = windows.is_open or (counts_padding and after != windows.after)
     if counts_beyond or count > 3 or min(after) < 0 or any(dilation != 1 for dilation in windows.dilations):
         total = _window_sum(node, wide, windows, lambda value: value)
         sizes = _window_sizes(node, windows, counts_padding, dtype_of(wide))

@@ -105,7 +105,7 @@ def require_multiple(node: Node, size: Dim, divisor: int, subject: str) -> None:
 def computed_sizes(node: Node, proto: onnx.NodeProto) -> Any:
     """The output of a node that computes sizes, as `compute_sizes`; none of them may be divided by 0."""
     sizes = compute_sizes(proto, node.inputs)
-    if sizes is not None and proto.op_type == "Div":
+    if sizes is not None and proto.op_type in ("Div", "Mod"):
         for divisor in node.inputs[1].values if isinstance(node.inputs[1], relax.ShapeExpr) else [node.inputs[1]]:
             if tvm.ir.is_prim_expr(divisor):
                 node.require(tirx.NE(divisor, as_expr(0)), f"divides by {divisor}")
