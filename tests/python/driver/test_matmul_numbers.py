@@ -14,6 +14,7 @@ from tvm import relax, tirx
 
 import relax_hetero as rh
 from marks import in_turns
+from relax_hetero.target.cpu_target import cpu_target_of
 
 pytestmark = pytest.mark.sampled(6)
 
@@ -51,6 +52,7 @@ TYPES = {
 }
 
 _UNIT_ROUNDOFF = {"float32": 2**-24, "float64": 2**-53, "float16": 2**-11, "bfloat16": 2**-8}
+_HAS_SHORT_SUMS = "avx512fp16" in cpu_target_of(rh.native("llvm")).features
 
 
 def numpy_dtype(dtype: str) -> np.dtype:
@@ -100,8 +102,10 @@ def check(got: np.ndarray, want: np.ndarray, k: int, dtype: str, what: str) -> N
         np.testing.assert_array_equal(got.astype(np.int64), want, err_msg=what)
         return
     roundings = _UNIT_ROUNDOFF[dtype] if dtype in ("float16", "bfloat16") else 0.0
-    # With an epilogue in a narrow type, every op of it rounds.
-    bound = 1e-5 * math.sqrt(max(k, 1)) + 4 * roundings * (np.abs(want) + math.sqrt(max(k, 1)))
+    # With an epilogue in a narrow type, every op of it rounds; short sums of float16 round about 1.5 times a term
+    # (docs/precision.md), in one of a thousand results four times as much.
+    terms = 12 if dtype == "float16" and _HAS_SHORT_SUMS else 4
+    bound = 1e-5 * math.sqrt(max(k, 1)) + roundings * (4 * np.abs(want) + terms * math.sqrt(max(k, 1)))
     error = np.abs(got.astype(np.float64) - want)
     assert np.isfinite(got.astype(np.float64)).all(), what
     assert (error <= bound).all(), f"{what}: error {error.max()}"
