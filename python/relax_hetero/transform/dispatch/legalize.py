@@ -24,7 +24,7 @@ from ..ir.rewriting import (
     walk_bindings,
     with_functions,
 )
-from . import sort_kernels
+from . import sort_kernels, truth_kernels
 from .keep_devices import keep_devices
 from .nan_kernels import legalizations
 
@@ -65,6 +65,7 @@ def legalize(mod: tvm.IRModule) -> tvm.IRModule:
 
 def _with_kernels(mod: tvm.IRModule) -> tvm.IRModule:
     kernels = legalizations() | sort_kernels.legalizations()
+    kernels |= truth_kernels.legalizations(kernels)
     legalized = relax.transform.LegalizeOps(kernels | {name: _of_its_type(name) for name in _OF_ANOTHER_TYPE})
     mod = legalized(mod)
     if any(op_name(b.value) in _SORTS_AND_SCANS for _, func in relax_functions(mod) for b in walk_bindings(func)):

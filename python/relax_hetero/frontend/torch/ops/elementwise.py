@@ -58,7 +58,6 @@ def _promoted(node: TorchNode, a: Any, b: Any) -> tuple[relax.Expr, relax.Expr]:
     torch = torch_package()
     first, second = (value if not isinstance(value, torch.SymInt) else 1 for value in node.tensors[:2])
     dtype = dtype_name(torch.result_type(first, second))
-    dtype = "int32" if dtype == "bool" else dtype  # vectors of bools are not compared
     return node.tensor(a, dtype), node.tensor(b, dtype)
 
 
