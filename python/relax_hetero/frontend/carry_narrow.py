@@ -79,7 +79,7 @@ class _Carrier:
         loops = [self._loop(loop) for loop in graph.loops]
         self._builder.begin_scope(graph.params)
         try:
-            first = self._collected(lambda: [self._enter(param) for param in graph.params])
+            first = self._collected(lambda: self._enter(graph.params))
             inner = self._bindings(graph.bindings)
             outputs: list[relax.Expr] = []
             last = self._collected(lambda: outputs.extend(self._leave(output) for output in graph.outputs))
@@ -103,7 +103,11 @@ class _Carrier:
         params, captured = ([self._var(var) for var in found] for found in (loop.params, loop.captured))
         relax.expr._update_type(loop.gv, _carrier_type(loop.gv.ty))
         return replace(
-            loop, params=params, captured=captured, bindings=self._bindings(loop.bindings), result=self._expr(loop.result)
+            loop,
+            params=params,
+            captured=captured,
+            bindings=self._bindings(loop.bindings),
+            result=self._expr(loop.result),
         )
 
     def _collected(self, emit: Callable[[], object]) -> list[relax.Binding]:
@@ -112,14 +116,17 @@ class _Carrier:
             emit()
         finally:
             bindings = list(self._builder._end_block().bindings)
-        for binding in bindings:
-            self._owners.setdefault(binding.var, self._owner)
+        if bindings:
+            assert self._owner is not None
+            for binding in bindings:
+                self._owners.setdefault(binding.var, self._owner)
         return bindings
 
-    def _enter(self, param: relax.Var) -> None:
-        if _is_narrow(param.ty):
-            self._owner = self._reader(param)
-            self._values[param] = self._unpacked(param, param.ty)
+    def _enter(self, params: Iterable[relax.Var]) -> None:
+        for param in params:
+            if _is_narrow(param.ty):
+                self._owner = self._reader(param)
+                self._values[param] = self._unpacked(param, param.ty)
 
     def _reader(self, var: relax.Var) -> NodeInfo:
         """The first node that reads a parameter, or any at all."""
@@ -142,7 +149,7 @@ class _Carrier:
         if not _is_narrow(ty):
             return value
         if ty.shape is None:
-            raise FrontendError(f"input {value.name!r} of type {ty.dtype} has no known rank; give its shape with shapes=")
+            raise FrontendError(f"input {value.name!r} of type {ty.dtype} has no known rank; give it with shapes=")
         dtype, bits = str(ty.dtype), int(tvm.DataType(str(ty.dtype)).bits)
         if bits == 8:
             return self._builder.emit(relax.op.memory.view(value, dtype=CARRIERS[dtype]))
@@ -154,7 +161,9 @@ class _Carrier:
         def element(i: tirx.Var, x: te.Tensor) -> tirx.Expr:
             shift = (per_byte - 1 - tirx.floormod(i, per_byte)) * bits
             byte = tirx.Cast("int32", x(tirx.floordiv(i, per_byte)))
-            code = tirx.bitwise_and(tirx.shift_right(byte, tirx.Cast("int32", shift)), tirx.const((1 << bits) - 1, "int32"))
+            code = tirx.bitwise_and(
+                tirx.shift_right(byte, tirx.Cast("int32", shift)), tirx.const((1 << bits) - 1, "int32")
+            )
             if CARRIERS[dtype] == "int8":
                 half = tirx.const(1 << (bits - 1), "int32")
                 code = tirx.bitwise_xor(code, half) - half
@@ -173,15 +182,9 @@ class _Carrier:
     def _packed(self, value: relax.Expr, ty: tvm.ir.Type) -> relax.Expr:
         """A value for outside, of the type that it had."""
         if isinstance(ty, tvm.ir.TupleType):
-            fields = value.fields if isinstance(value, relax.Tuple) else None
-            return relax.Tuple(
-                [
-                    self._packed(
-                        fields[index] if fields is not None else self._builder.emit(relax.TupleGetItem(value, index)), field
-                    )
-                    for index, field in enumerate(ty.fields)
-                ]
-            )
+            opened = (relax.TupleGetItem(value, index) for index in range(len(ty.fields)))
+            fields = value.fields if isinstance(value, relax.Tuple) else map(self._builder.emit, opened)
+            return relax.Tuple([self._packed(part, field) for part, field in zip(fields, ty.fields, strict=True)])
         if not _is_narrow(ty):
             return value
         if self._owner is None:
@@ -191,8 +194,8 @@ class _Carrier:
             return self._builder.emit(relax.op.memory.view(value, dtype=dtype))
         if ty.shape is None:
             raise FrontendError(f"an output of type {dtype} has a shape that only a call knows; expected a known rank")
+        # As many bytes as elements: stock TVM's inference thinks that an element of a view takes a byte at least.
         per_byte, count = 8 // bits, _product(ty.shape)
-        size = tvm.sym.Analyzer().simplify(tirx.floordiv(count + (per_byte - 1), per_byte))
         flat = self._builder.emit(relax.op.reshape(value, relax.ShapeExpr([count])))
 
         def byte(i: tirx.Var, x: te.Tensor) -> tirx.Expr:
@@ -205,7 +208,7 @@ class _Carrier:
             return tirx.Cast("uint8", codes)
 
         packed = self._builder.emit_te(
-            lambda x: te.compute((size,), lambda i: byte(i, x), name="packed"), flat, primfunc_name_hint="pack"
+            lambda x: te.compute((count,), lambda i: byte(i, x), name="packed"), flat, primfunc_name_hint="pack"
         )
         return self._builder.emit(relax.op.memory.view(packed, ty.shape, dtype))
 
@@ -250,7 +253,11 @@ class _Carrier:
         narrow = next((value.ty for value in (call, *call.args) if _is_narrow_value(value)), None)
         if narrow is not None:
             self._check(call, narrow)
-        if isinstance(call.op, tvm.ir.Op) and call.op.name == _VIEW and args[0].ty.dtype == _carrier_type(call.ty).dtype:
+        if (
+            isinstance(call.op, tvm.ir.Op)
+            and call.op.name == _VIEW
+            and args[0].ty.dtype == _carrier_type(call.ty).dtype
+        ):
             return args[0]
         ty_args = [_carrier_type(ty) for ty in call.ty_args]
         return self._typed(relax.Call(call.op, args, call.attrs, ty_args, call.span), call)
@@ -268,9 +275,7 @@ class _Carrier:
     def _branch(self, branch: relax.Expr) -> relax.Expr:
         if not isinstance(branch, relax.SeqExpr):
             return self._expr(branch)
-        blocks = [
-            type(block)(self._bindings(block.bindings)) if block.bindings else block for block in branch.blocks
-        ]
+        blocks = [type(block)(self._bindings(block.bindings)) if block.bindings else block for block in branch.blocks]
         result = relax.SeqExpr(blocks, self._expr(branch.body))
         relax.expr._update_type(result, result.body.ty)
         return result

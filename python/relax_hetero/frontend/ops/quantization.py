@@ -17,7 +17,6 @@ from .quantization_parameters import INTEGER_RANGES, along, as_type, check_zero_
 from .required_sizes import require_fits, require_shape
 from .table import convert_by_stock, converts
 
-
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 

@@ -174,9 +174,6 @@ def unpacked(tensor: runtime.Tensor) -> np.ndarray:
     bits = bits_of(tensor.dtype)
     shifts = np.arange(8 // bits - 1, -1, -1, dtype="uint8") * np.uint8(bits)
     codes = (bytes_of(tensor)[:, None] >> shifts).reshape(-1)[: tensor.numel()] & np.uint8((1 << bits) - 1)
-    if str(tensor.dtype).startswith("int"):  # ml_dtypes reads the last bits of a byte; others see its sign
-        sign = np.uint8(1 << (bits - 1))
-        codes = (codes ^ sign) - sign
     return codes.view(dtype).reshape(tensor.shape)
 
 

@@ -27,7 +27,8 @@ CARRIERS = {
 
 def carried_array(tensor: tvm.runtime.Tensor) -> np.ndarray:
     """The elements of a constant of such a type as their bytes."""
-    return host_array(tensor).view(CARRIERS[str(tensor.dtype)])
+    array, carrier = host_array(tensor), CARRIERS[str(tensor.dtype)]
+    return array.astype(carrier) if str(tensor.dtype) in INTEGERS else array.view(carrier)
 
 
 def bytes_of(node: Node, data: relax.Expr) -> relax.Expr:

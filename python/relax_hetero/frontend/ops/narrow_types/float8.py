@@ -99,9 +99,7 @@ def from_float32(node: Node, data: relax.Expr, dtype: str, saturates: bool, roun
 
     def element(i: Position, x: te.Tensor) -> tirx.Expr:
         bits = tirx.reinterpret("uint32", x(*i))
-        code = (
-            _exponent(bits, saturates, rounding) if dtype == POWERS else _encoded(bits, FLOAT8[dtype], saturates)
-        )
+        code = _exponent(bits, saturates, rounding) if dtype == POWERS else _encoded(bits, FLOAT8[dtype], saturates)
         return tirx.Cast("uint8", code)
 
     return of_bytes(node, node.kernel("float32_to_narrow_float", element, data), dtype)
