@@ -124,19 +124,17 @@ class _Carrier:
 
     def _enter(self, params: Iterable[relax.Var]) -> None:
         for param in params:
-            if _is_narrow(param.ty):
-                self._owner = self._reader(param)
+            reader = self._reader(param) if _is_narrow(param.ty) else None
+            if reader is not None:
+                self._owner = reader
                 self._values[param] = self._unpacked(param, param.ty)
 
-    def _reader(self, var: relax.Var) -> NodeInfo:
-        """The first node that reads a parameter, or any at all."""
+    def _reader(self, var: relax.Var) -> NodeInfo | None:
+        """The first node that reads a parameter."""
         for binding in self._graph.bindings:
             if var in relax.analysis.free_vars(binding.value):
                 return self._graph.owners[binding.var]
-        found = next(iter(self._graph.owners.values()), None)
-        if found is None:
-            raise FrontendError(f"input {var.name!r} has elements of type {var.ty.dtype}, and no node reads them")
-        return found
+        return None
 
     def _unpacked(self, value: relax.Expr, ty: tvm.ir.Type) -> relax.Expr:
         """What stands for a value from outside."""
@@ -175,8 +173,10 @@ class _Carrier:
         return self._builder.emit(relax.op.reshape(numbers, ty.shape))
 
     def _leave(self, output: relax.Expr) -> relax.Expr:
+        if output in self._graph.params:
+            return output
         if isinstance(output, relax.Var):
-            self._owner = self._graph.owners.get(output, self._owner) or self._reader(output)
+            self._owner = self._graph.owners.get(output, self._owner)
         return self._packed(self._expr(output), output.ty) if _is_narrow(output.ty) else self._expr(output)
 
     def _packed(self, value: relax.Expr, ty: tvm.ir.Type) -> relax.Expr:

@@ -67,7 +67,7 @@ def test_every_code_is_read_moved_and_given_back(types):
     for index, (name, value) in enumerate(zip(types, values, strict=True)):
         column, number, again = found[3 * index : 3 * index + 3]
         assert str(column.dtype) == str(again.dtype) == name
-        np.testing.assert_array_equal(column.numpy().reshape(-1), value)
+        np.testing.assert_array_equal(column.numpy().reshape(-1).astype("float32"), value.astype("float32"))
         np.testing.assert_array_equal(number.numpy().reshape(-1), value.astype("float32"))
         expected = value
         if name == "float8_e8m0fnu":  # the least number is no normal one, and ONNX's reference rounds that up
@@ -128,3 +128,17 @@ def test_weights_and_results_of_quantization():
     np.testing.assert_array_equal(y.numpy(), expected)
     wanted = np.clip(np.round((expected + x) / scales[:, None]) + zeros[:, None], -8, 7)
     np.testing.assert_array_equal(quantized.numpy().astype("float32"), wanted)
+
+
+def test_what_cannot_be_computed_is_refused_by_name():
+    kind = TYPES["int4"][0]
+    with pytest.raises(rh.FrontendError, match=r"'relu' \(Relu\).*elements of type int4; cast them before"):
+        _main([helper.make_node("Relu", ["x"], ["y"], name="relu")], [("x", kind, [3])], [("y", kind)])
+
+
+def test_inputs_may_be_outputs():
+    kind, value = TYPES["int4"][0], _codes("int4")[:5]
+    main = _main([helper.make_node("Identity", ["x"], ["y"], name="same")], [("x", kind, ["n"])], [("y", kind)])
+    np.testing.assert_array_equal(main(value).numpy(), value)
+    with pytest.raises(rh.BindingError, match="dtype int8, expected int4"):
+        main(value.astype("int8"))
