@@ -16,6 +16,7 @@ from ..transform.ir.reports import PlacementEntry, PlacementReport
 from ..transform.placement.realize_vdevice import realize_vdevice
 from .auto.auto_placement import AutoPlacement, place_graph
 from .auto.cost_model import check_objective
+from .carry_narrow import carried
 from .onnx.importer import ImportedGraph
 from .onnx.name_bindings import DeviceOf, build_function, build_loops
 from .onnx.node_names import NodeInfo, variable_name, walk_nodes
@@ -82,6 +83,7 @@ def placed_module(
     memory_limit: MemoryLimit | None,
 ) -> tvm.IRModule:
     """The module of an imported graph; arguments as `check_placement` took and returned them."""
+    source = replace(source, graph=carried(source.graph))
     graph, nodes = source.graph, source.nodes
     if devices is None:
         return _module(source)

@@ -147,7 +147,6 @@ def test_options_that_do_not_fit_together():
 
 
 def test_weights_of_types_without_tensors():
-    for elem_type, values in ((TensorProto.INT4, [1, 2]), (TensorProto.STRING, [b"a", b"b"])):
-        model = simple([helper.make_node("Relu", ["x"], ["y"])],
-                       initializer=[helper.make_tensor("w", elem_type, [2], values)])  # fmt: skip
-        refused(model, "which TVM has no tensors of")
+    strings = helper.make_tensor("w", TensorProto.STRING, [2], [b"a", b"b"])
+    model = simple([helper.make_node("Relu", ["x"], ["y"])], initializer=[strings])
+    refused(model, "which TVM has no tensors of")

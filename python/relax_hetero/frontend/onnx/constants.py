@@ -16,7 +16,7 @@ from onnx import helper, numpy_helper
 from tvm import relax
 
 from ...errors import FrontendError
-from ...vm.device.tensors import ALIGNMENT, empty, view_bytes
+from ...vm.device.tensors import ALIGNMENT, empty, from_numpy, view_bytes
 from ..import_limits import MAX_RANK, budget
 from ..ops.fold import evaluate, result_bytes
 from .check_model import STANDARD_DOMAINS
@@ -132,21 +132,16 @@ class Tensors:
         raise FrontendError(f"Constant {_first_output(node)} has {names}; TVM has no tensors of strings")
 
     def initializers(self, graph: onnx.GraphProto) -> Iterator[tuple[str, np.ndarray]]:
-        """The weights of a graph; of 4 bits that only DequantizeLinear reads as bytes, which mean the same there.
+        """The weights of a graph.
 
         Raises
         ------
         FrontendError: As `value`.
         """
-        readers: dict[str, set[str]] | None = None
         for tensor in graph.initializer:
             array = self.value(tensor, f"initializer {tensor.name!r}")
             if is_external(tensor) and not _is_lendable(array):
                 budget().take_bytes(array.nbytes, f"initializer {tensor.name!r}")  # of a file that may be all holes
-            wide = {"int4": np.int8, "uint4": np.uint8}.get(str(array.dtype))
-            if wide is not None:
-                readers = _readers(graph) if readers is None else readers
-                array = array.astype(wide) if readers.get(tensor.name) == {"DequantizeLinear"} else array
             yield tensor.name, array
         for sparse in graph.sparse_initializer:
             yield sparse.values.name, self.sparse(sparse)
@@ -156,35 +151,16 @@ def _first_output(node: onnx.NodeProto) -> str:
     return repr(node.output[0]) if node.output else "without an output"
 
 
-def _readers(graph: onnx.GraphProto) -> dict[str, set[str]]:
-    """The op types that read each value; a graph's output is read by "", an op of no name."""
-    readers: dict[str, set[str]] = {}
-    for output in graph.output:
-        readers.setdefault(output.name, set()).add("")
-    for node in _nodes_in(graph):
-        for name in node.input:
-            readers.setdefault(name, set()).add(node.op_type)
-    return readers
-
-
-def _nodes_in(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """The nodes of a graph and of the graphs inside it."""
-    for node in graph.node:
-        yield node
-        for attribute in node.attribute:
-            yield from _nodes_in(attribute.g)
-            for inner in attribute.graphs:
-                yield from _nodes_in(inner)
-
-
 def make_const(array: np.ndarray) -> tvm.ir.GenericConst:
     """A Relax constant of this array, dtype and rank included; over the array's own memory where that is mapped.
 
     Raises
     ------
-    FrontendError: If TVM has no tensors of its dtype (4-bit integers).
+    FrontendError: If TVM has no tensors of its dtype.
     """
     try:
+        if str(array.dtype) in _PACKED_BITS:
+            return relax.const(from_numpy(array, tvm.cpu()))
         if _is_lendable(array):
             return relax.const(view_bytes(array.reshape(-1).view(np.uint8), array.shape, str(array.dtype)))
         return relax.const(tvm.runtime.tensor(np.ascontiguousarray(array).reshape(array.shape)))

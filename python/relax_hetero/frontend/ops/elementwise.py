@@ -6,6 +6,7 @@ import numpy as np
 import tvm
 from tvm import relax, topi
 
+from .narrow_types.carriers import CARRIERS, bytes_of, wrapped
 from .node import Node, const, dtype_of, is_float, onnx_dtype
 from .table import converts
 
@@ -86,6 +87,11 @@ def bit_cast(node: Node) -> relax.Expr:
     if "bool" in (source, target):
         raise node.refusal("the bits of a bool cannot be read or written")
     if source == target:
+        return data
+    data = bytes_of(node, data)
+    if target in CARRIERS:
+        return wrapped(node, data, target)
+    if dtype_of(data) == target:
         return data
     return node.builder.emit_te(lambda x: topi.reinterpret(x, target), data, primfunc_name_hint="bit_cast")
 

@@ -9,24 +9,13 @@ from tvm import relax
 from .block_weights import dequantized_blocks
 from .convolution import integer_convolution
 from .elementwise import cast
-from .narrow_types.float8 import FLOAT8, from_float32, to_float32
+from .narrow_types.carriers import CARRIERS, INTEGERS, bytes_of, of_bytes, with_bytes, wrapped
+from .narrow_types.float8 import FLOATS, POWERS, from_float32, to_float32
 from .node import Node, as_constant, const, dtype_of, is_float, onnx_dtype
 from .products import shifted
 from .quantization_parameters import INTEGER_RANGES, along, as_type, check_zero_point, is_zero, reshaped
 from .required_sizes import require_fits, require_shape
 from .table import convert_by_stock, converts
-
-
-def is_narrow(dtype: str) -> bool:
-    """Whether a type has fewer bits than a byte, or is a float of 8 bits: TVM stores those, and miscomputes them."""
-    return dtype not in ("bool", "bfloat16") and (dtype.startswith("float8") or tvm.DataType(dtype).bits < 8)
-
-
-def _check_cast(node: Node, source: str, target: str) -> None:
-    # Powers of two (float8_e8m0fnu) are read right; everything else of these types is not.
-    if is_narrow(target) or (is_narrow(source) and not (source == "float8_e8m0fnu" and is_float(target))):
-        raise node.refusal(f"{source} to {target}: types below 8 bits, and floats of 8 bits, cannot be computed with")
-
 
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
@@ -37,15 +26,16 @@ def convert_cast(node: Node) -> relax.Expr:
     value = node.inputs[0]
     target = onnx_dtype(node.attribute("to")) if isinstance(node.attribute("to"), int) else node.attribute("to")
     if isinstance(value, relax.ShapeExpr) or tvm.ir.is_prim_expr(value):
-        return value if target == "int64" else cast(node, node.tensor(0), target)
+        if target == "int64":
+            return value
+        return cast(node, node.tensor(0), target) if target not in CARRIERS else _narrowed(node, node.tensor(0), target)
     data = node.tensor(0)
     if dtype_of(data) == target:
         return data
-    if dtype_of(data) in FLOAT8 and not (is_narrow(target) and target not in FLOAT8):
-        data = to_float32(node, data)
-    if target in FLOAT8 and not is_narrow(dtype_of(data)) and dtype_of(data) != "float64":  # which would round twice
-        return from_float32(node, cast(node, data, "float32"), target, bool(node.attribute("saturate", 1)))
-    _check_cast(node, dtype_of(data), target)
+    if dtype_of(data) in CARRIERS:
+        data = to_float32(node, data) if dtype_of(data) in FLOATS else bytes_of(node, data)
+    if target in CARRIERS:
+        return _narrowed(node, data, target)
     if dtype_of(data) == target:
         return data
     if is_float(dtype_of(data)) and target in _INTEGERS:  # stock makes NaN and infinities 0, and wraps the rest
@@ -53,11 +43,29 @@ def convert_cast(node: Node) -> relax.Expr:
     return convert_by_stock(node.as_op(node.op_type, [data], to=target))
 
 
+def _narrowed(node: Node, data: relax.Expr, target: str) -> relax.Expr:
+    """Numbers of a type that kernels compute with as one that they do not."""
+    if target in INTEGERS:
+        return wrapped(node, cast(node, data, "int32") if is_float(dtype_of(data)) else data, target)
+    if dtype_of(data) == "float64":
+        raise node.refusal(f"float64 to {target} would be rounded twice; cast to float32 before")
+    rounding = node.attribute("round_mode", "up")
+    if rounding not in ("up", "down", "nearest"):
+        raise node.refusal(f"found round_mode {rounding!r}, expected up, down or nearest")
+    return from_float32(node, cast(node, data, "float32"), target, bool(node.attribute("saturate", 1)), rounding)
+
+
 @converts("CastLike")
 def cast_like(node: Node) -> relax.Expr:
     """To the type of the second input."""
     return convert_cast(
-        node.as_op("Cast", [node.inputs[0]], to=dtype_of(node.tensor(1)), saturate=node.attribute("saturate", 1))
+        node.as_op(
+            "Cast",
+            [node.inputs[0]],
+            to=dtype_of(node.tensor(1)),
+            saturate=node.attribute("saturate", 1),
+            round_mode=node.attribute("round_mode", "up"),
+        )
     )
 
 
@@ -67,13 +75,14 @@ def quantize(node: Node, scaled: relax.Expr, zero_point: relax.Expr | None, dtyp
     value = node.emit(relax.op.round(cast(node, scaled, compute)))
     if zero_point is not None and not is_zero(zero_point):
         value = node.emit(relax.op.add(value, as_type(node, zero_point, compute)))
-    low, high = INTEGER_RANGES[dtype]
-    return cast(node, node.emit(relax.op.clip(value, low, high)), dtype)
+    low, high = INTEGER_RANGES[dtype] if dtype in INTEGER_RANGES else INTEGERS[dtype]
+    held = cast(node, node.emit(relax.op.clip(value, low, high)), CARRIERS.get(dtype, dtype))
+    return of_bytes(node, held, dtype) if dtype in CARRIERS else held
 
 
 @converts("QuantizeLinear")
 def quantize_linear(node: Node) -> relax.Expr:
-    """round(x / scale) + zero point to 8 or 16 bits: per tensor, per axis, or per block."""
+    """round(x / scale) + zero point to 16 bits or fewer: per tensor, per axis, or per block."""
     data = node.tensor(0)
     shape = node.shape(data)
     check_zero_point(node, 1, 2)
@@ -84,18 +93,19 @@ def quantize_linear(node: Node) -> relax.Expr:
     dtype = dtype_of(zero_point) if zero_point is not None else "uint8"
     if node.attribute("output_dtype", 0):
         dtype = onnx_dtype(node.attribute("output_dtype"))
-    if dtype not in INTEGER_RANGES and dtype not in FLOAT8:
-        raise node.refusal(f"to {dtype} cannot be imported; expected one of {', '.join([*INTEGER_RANGES, *FLOAT8])}")
+    kinds = [*INTEGER_RANGES, *CARRIERS]
+    if dtype not in kinds or dtype == POWERS:
+        raise node.refusal(f"to {dtype} cannot be imported; expected one of {', '.join(kinds)}")
     scale = node.tensor(1)
     compute = onnx_dtype(node.attribute("precision")) if node.attribute("precision", 0) else None
     if not is_float(dtype_of(scale)):
         compute = compute or "float32"
     compute = compute or (dtype_of(data) if dtype_of(data) == dtype_of(scale) else "float32")
     scaled = node.emit(relax.op.divide(cast(node, data, compute), along(node, scale, shape, compute)))
-    if zero_point is not None and dtype in FLOAT8:
-        zero_point = to_float32(node, zero_point)
+    if zero_point is not None:
+        zero_point = to_float32(node, zero_point) if dtype in FLOATS else bytes_of(node, zero_point)
     point = None if zero_point is None else along(node, zero_point, shape, dtype_of(zero_point))
-    if dtype in FLOAT8:
+    if dtype in FLOATS:
         number = cast(node, scaled, "float32")
         if point is not None:
             number = node.emit(relax.op.add(number, point))
@@ -106,21 +116,20 @@ def quantize_linear(node: Node) -> relax.Expr:
 @converts("DequantizeLinear")
 def dequantize_linear(node: Node) -> relax.Expr:
     """(x - zero point) * scale: per tensor, per axis, or per block."""
+    node = with_bytes(node)
     blocks = dequantized_blocks(node)
     if blocks is not None:
         return blocks
     data, scale = node.tensor(0), node.tensor(1)
     shape, source = node.shape(data), dtype_of(data)
-    if is_narrow(source) and source not in FLOAT8:
-        raise node.refusal(f"from {source} cannot be imported")
     check_zero_point(node, 1, 2)
     target = dtype_of(scale)
     if node.attribute("output_dtype", 0):
         target = onnx_dtype(node.attribute("output_dtype"))
-    number = _number(node) if source not in FLOAT8 else None
+    number = _number(node) if source not in FLOATS else None
     if number is not None:
         return const(number, target)
-    if source in FLOAT8:
+    if source in FLOATS:
         data = to_float32(node, data)
         if node.has(2):
             point = along(node, to_float32(node, node.tensor(2)), shape, "float32")

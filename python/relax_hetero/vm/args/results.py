@@ -13,7 +13,18 @@ from tvm import runtime
 from ...artifact.dims import DimValues
 from ...artifact.signature import FunctionSignature, TensorSpec, TupleSpec, ValueSpec, describe
 from ...errors import BindingError
-from ..device.tensors import AddressRange, MemoryRanges, bytes_of, copy_into, copy_to, dtype_name, from_array, is_host
+from ..device.tensors import (
+    PACKED,
+    AddressRange,
+    MemoryRanges,
+    bytes_of,
+    copy_into,
+    copy_to,
+    dtype_name,
+    from_array,
+    is_host,
+    unpacked,
+)
 from .arguments import as_tensor, check_tensor, from_dlpack
 
 _Tensor = tvm_ffi.core.Tensor
@@ -132,5 +143,6 @@ def fill(out: Any, result: Any, where: str = "out") -> Any:
     if isinstance(lent, _Tensor):
         copy_into(result, lent)
     elif target.nbytes:
-        target[...] = bytes_of(result).view(target.dtype.newbyteorder("=")).reshape(target.shape)
+        elements = unpacked(result) if str(result.dtype) in PACKED else bytes_of(result)
+        target[...] = elements.view(target.dtype.newbyteorder("=")).reshape(target.shape)
     return out

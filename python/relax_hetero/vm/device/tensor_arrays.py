@@ -22,7 +22,7 @@ from tvm import runtime
 
 from ...artifact.metadata import CPU
 from ...target.element_types import numpy_dtype
-from .tensors import bytes_of, copy_to, empty, is_host, on_host
+from .tensors import PACKED, bytes_of, copy_to, empty, is_host, on_host, unpacked
 
 _Tensor = tvm_ffi.core.Tensor
 
@@ -51,6 +51,8 @@ def _read(tensor: runtime.Tensor) -> tuple[np.ndarray, bool]:
     try:
         return np.from_dlpack(host), host is tensor
     except (BufferError, RuntimeError):  # an element type that DLPack names and numpy does not
+        if str(host.dtype) in PACKED and host.is_contiguous():
+            return unpacked(host), False
         if host.dtype.bits % 8 or host.dtype.lanes != 1 or not host.is_contiguous():
             return _stock_numpy(host), False
         return bytes_of(host).view(numpy_dtype(str(host.dtype))).reshape(host.shape), host is tensor

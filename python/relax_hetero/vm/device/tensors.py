@@ -18,7 +18,7 @@ import tvm_ffi
 from tvm import runtime
 
 from ...artifact.metadata import CPU
-from ...target.element_types import bits_of
+from ...target.element_types import bits_of, numpy_dtype
 from .cuda_copies import Location, issue_copy
 from .cuda_library import CUDA, CUDA_HOST, cuda_library
 from .cuda_streams import Event, Stream
@@ -28,6 +28,9 @@ from .error_records import raise_reported
 ALIGNMENT = 64
 
 AddressRange: TypeAlias = tuple[int, int]
+
+PACKED = frozenset(("int4", "uint4", "int2", "uint2", "float4_e2m1fn"))
+"""Element types of which several share a byte."""
 
 _empty = tvm_ffi.get_global_func("runtime.TVMTensorAllocWithScope")
 _copy = tvm_ffi.get_global_func("runtime.TVMTensorCopyFromTo")
@@ -138,8 +141,13 @@ def bytes_of(tensor: runtime.Tensor) -> np.ndarray:
 def from_numpy(array: np.ndarray, device: runtime.Device, scope: str | None = None) -> runtime.Tensor:
     """A copy of `array` (any strides, byte order, element type that TVM has a name for) on `device`."""
     dtype = dtype_name(array.dtype)
-    if dtype.startswith("float4"):  # two elements a byte: the stock conversion packs them
-        return runtime.tensor(array, device)
+    bits = bits_of(tvm_ffi.dtype(dtype)) if dtype in PACKED else 8
+    if bits < 8:
+        packed = tvm_ffi.from_dlpack(_packed(array, bits))
+        tensor = _empty(array.shape, dtype, device, scope)
+        if array.size:
+            copy_into(packed, _view(tensor, tvm_ffi.Shape(packed.shape), "uint8", 0))
+        return tensor
     if not (array.flags.c_contiguous and array.dtype.isnative):
         array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")).reshape(array.shape)
     tensor = _empty(array.shape, dtype, device, scope)
@@ -149,6 +157,24 @@ def from_numpy(array: np.ndarray, device: runtime.Device, scope: str | None = No
     elif array.nbytes:
         _copy_from_bytes(tensor, ctypes.c_void_p(array.__array_interface__["data"][0]), array.nbytes)
     return tensor
+
+
+def _packed(array: np.ndarray, bits: int) -> np.ndarray:
+    """Elements of `bits` bits as bytes, the first one in the highest bits, as stock TVM has them."""
+    per_byte = 8 // bits
+    codes = np.zeros(-(-array.size // per_byte) * per_byte, "uint8")
+    codes[: array.size] = np.ascontiguousarray(array).view("uint8").reshape(-1) & ((1 << bits) - 1)
+    shifts = np.arange(per_byte - 1, -1, -1, dtype="uint8") * np.uint8(bits)
+    return np.bitwise_or.reduce(codes.reshape(-1, per_byte) << shifts, axis=1).astype("uint8")
+
+
+def unpacked(tensor: runtime.Tensor) -> np.ndarray:
+    """A copy of a contiguous tensor of less than a byte an element, in the type of ml_dtypes of that name."""
+    dtype = numpy_dtype(str(tensor.dtype))
+    bits = bits_of(tensor.dtype)
+    shifts = np.arange(8 // bits - 1, -1, -1, dtype="uint8") * np.uint8(bits)
+    codes = (bytes_of(tensor)[:, None] >> shifts).reshape(-1)[: tensor.numel()] & np.uint8((1 << bits) - 1)
+    return codes.view(dtype).reshape(tensor.shape)
 
 
 def from_array(array: np.ndarray) -> runtime.Tensor | None:

@@ -169,13 +169,6 @@ def test_dequantized_blocks(kind, axis, zeros):
     check(dequantized(kind, axis, zeros), 3, 80, reference="onnx")
 
 
-def test_four_bits_that_others_read_are_refused():
-    model = dequantized("int4", 0, False)
-    model.graph.node.append(helper.make_node("Identity", ["codes"], ["same"], "again"))
-    with pytest.raises(rh.FrontendError, match="int4"):
-        rh.from_onnx(model)
-
-
 def test_scales_of_whole_columns_are_right_too():
     weights = {
         "codes": fresh_rng().integers(-8, 8, (24, COLUMNS)).astype(ml_dtypes.int4),
