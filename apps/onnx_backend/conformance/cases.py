@@ -85,13 +85,22 @@ def _read_folder(folder: str) -> tuple[onnx.ModelProto, list[tuple[list[Any], li
     return model, data_sets
 
 
+_LOOSER = {"test_bernoulli": 1.0, "test_dft_inverse": 1e-6}
+"""Absolute tolerances by the beginning of a case's name, where the expected values are no definition.
+
+Draws of Bernoulli are random: 0 and 1 are right both. numpy's inverse transform in float32 has rounding errors above the
+tolerance, 1e-7, in places where the exact result is 0.
+"""
+
+
 def _to_case(entry: Any) -> Case:
     if entry.model is None:
         model, data_sets = _read_folder(entry.model_dir)
     else:
         model = entry.model
         data_sets = [([_as_array(x) for x in ins], [_as_array(x) for x in outs]) for ins, outs in entry.data_sets]
-    return Case(entry.name, entry.kind, model, tuple(data_sets), entry.rtol, entry.atol)
+    atol = max([entry.atol, *(atol for name, atol in _LOOSER.items() if entry.name.startswith(name))])
+    return Case(entry.name, entry.kind, model, tuple(data_sets), entry.rtol, atol)
 
 
 @functools.cache

@@ -15,13 +15,16 @@ from . import (  # noqa: F401
     moving,
     normalization,
     pooling,
+    preview,
     products,
     quantization,
+    random,
     recurrent,
     reductions,
     resizing,
     sequences,
     shapes,
+    signal,
     slicing,
 )
 from .table import Converter, OpKey, converters

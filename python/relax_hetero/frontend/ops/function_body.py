@@ -12,7 +12,7 @@ import onnx
 from tvm import relax, tirx
 
 from ...target.element_types import numpy_dtype
-from .node import Node, dtype_of
+from .node import STANDARD, Node, dtype_of
 from .required_sizes import computed_sizes
 
 ConvertNode = Callable[[Node], Any]
@@ -37,7 +37,7 @@ def expand(node: Node, convert: ConvertNode) -> relax.Expr:
     for index, name in enumerate(body.input):
         values[name] = node.inputs[index] if node.has(index) else None
     given = {name: value for name, value in node.attributes.items() if name != "tvm_custom"}
-    for name, attribute in _schema(node.op_type, node.opset).attributes.items():
+    for name, attribute in _schema(node.op_type, node.opset, node.domain).attributes.items():
         if attribute.default_value.type != onnx.AttributeProto.UNDEFINED:
             given.setdefault(name, _value(attribute.default_value))
     for inner in body.node:
@@ -76,7 +76,7 @@ def body_with_graphs(node: Node) -> tuple[onnx.FunctionProto, onnx.NodeProto] | 
     if not any(attribute.HasField("g") for inner in body.node for attribute in inner.attribute):
         return None
     given = {attribute.name for attribute in call.attribute}
-    for name, attribute in _schema(node.op_type, node.opset).attributes.items():
+    for name, attribute in _schema(node.op_type, node.opset, node.domain).attributes.items():
         if name not in given and attribute.default_value.type != onnx.AttributeProto.UNDEFINED:
             call.attribute.append(attribute.default_value)
             call.attribute[-1].name = name
@@ -89,9 +89,9 @@ def _item(node: Node, result: relax.Expr, index: int) -> relax.Expr:
     return node.emit(relax.TupleGetItem(node.builder.normalize(result), index))
 
 
-def _schema(op_type: str, opset: int) -> Any:
+def _schema(op_type: str, opset: int, domain: str = STANDARD) -> Any:
     try:
-        return onnx.defs.get_schema(op_type, opset, "")
+        return onnx.defs.get_schema(op_type, opset if domain == STANDARD else 1, domain)
     except onnx.defs.SchemaError:
         return None
 
@@ -102,7 +102,7 @@ def _value(attribute: onnx.AttributeProto) -> Any:
 
 
 def _body(node: Node) -> onnx.FunctionProto:
-    schema = _schema(node.op_type, node.opset)
+    schema = _schema(node.op_type, node.opset, node.domain)
     proto = node.proto()
     if schema.has_context_dependent_function:
         types = [_type(value).SerializeToString() for value in node.inputs]

@@ -141,7 +141,7 @@ class Node:
         inputs = [f"x{i}" if value is not None else "" for i, value in enumerate(self.inputs)]
         outputs = [f"y{i}" for i in range(self.num_outputs)]
         attributes = {name: value for name, value in self.attributes.items() if name != "tvm_custom"}
-        return onnx.helper.make_node(self.op_type, inputs, outputs, **attributes)
+        return onnx.helper.make_node(self.op_type, inputs, outputs, domain=self.domain, **attributes)
 
     def emit(self, expr: relax.Expr) -> relax.Var:
         """Bind `expr` to a new variable."""
