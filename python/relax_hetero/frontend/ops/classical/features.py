@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 from onnx import numpy_helper
-from tvm import relax
+from tvm import relax, te, tirx
 
 from ..elementwise import cast
-from ..node import Node, const, dtype_of
+from ..node import Node, const, dtype_of, is_float
+from ..required_sizes import require_equal
 from ..table import CLASSICAL, convert_node, converts
 
-_MOST_LABELS = 1024  # each is an op
+_log = logging.getLogger("relax_hetero")
+
+_SHOWN = 10
+"""Labels that a warning lists."""
 
 
 def vector(node: Node, name: str, default: float, dtype: str = "float32") -> relax.Expr:
@@ -93,18 +99,79 @@ def label_encoder(node: Node) -> relax.Expr:
         missing = node.attribute("default_float", -0.0)
     else:
         missing = node.attribute("default_int64", -1)
-    _, first = np.unique(keys[::-1], return_index=True)
-    order = keys.size - 1 - first  # of equal keys the last one counts; keys in order, NaN last
-    keys, values = keys[order], values[order]
-    node.check_table(keys.size)
-    dims = node.shape(data)
-    result = node.filled(dims, missing, str(values.dtype))
-    if keys.size > _MOST_LABELS:
-        raise node.refusal(f"has {keys.size} keys, expected at most {_MOST_LABELS}")
-    for key, value in zip(keys, values, strict=True):
-        same = relax.op.isnan(data) if np.isnan(key) else relax.op.equal(data, const(key, dtype_of(data)))
-        result = node.emit(relax.op.where(node.emit(same), const(value, str(values.dtype)), result))
-    return result
+    dtype = dtype_of(data)
+    return _looked_up(node, data, _keys_as(node, keys, dtype), values, missing)
+
+
+def _keys_as(node: Node, keys: np.ndarray, dtype: str) -> relax.Expr:
+    with np.errstate(invalid="ignore"):
+        same = keys.astype(dtype)
+    if not np.array_equal(same, keys, equal_nan=keys.dtype.kind == "f"):
+        raise node.refusal(f"some of its keys are no numbers of its input's type, {dtype}")
+    return const(same)
+
+
+def _looked_up(node: Node, data: relax.Expr, keys: relax.Expr, values: np.ndarray, missing: float) -> relax.Expr:
+    """Elements replaced by the value at the last key that is equal, NaN being equal to NaN."""
+    dtype = dtype_of(data)
+
+    def search(x: te.Tensor, keys: te.Tensor) -> te.Tensor:
+        key = te.reduce_axis((0, keys.shape[0]), "key")
+
+        def element(*position: tirx.Expr) -> tirx.Expr:
+            is_same = x[position] == keys[key]
+            if is_float(dtype):
+                is_same = tirx.any(is_same, tirx.all(tirx.isnan(x[position]), tirx.isnan(keys[key])))
+            found = tirx.Select(is_same, tirx.Cast("int32", key + 1), tirx.const(0, "int32"))
+            return te.max(found, axis=key)
+
+        return te.compute(x.shape, element, name="label")
+
+    at = node.builder.emit_te(search, data, keys, primfunc_name_hint="label")
+    table = const(np.concatenate([[missing], values]), str(values.dtype))
+    return node.emit(relax.op.take(table, at, 0, "fast"))
+
+
+@converts("OneHotEncoder", domain=CLASSICAL)
+def one_hot_encoder(node: Node) -> relax.Expr:
+    """1 where the element is the category, along a new last axis; 0 everywhere for an element that is none."""
+    categories = np.array(node.attribute("cats_int64s", ()), "int64")
+    if not categories.size:
+        raise node.refusal("its categories are strings, which no tensor holds; give them as numbers")
+    data = cast(node, node.tensor(0), "int64")
+    if not node.attribute("zeros", 1):
+        _log.warning("%s: an element that is none of its categories gives zeros, and no error", node.title)
+    column = node.emit(relax.op.expand_dims(data, [-1]))
+    return cast(node, node.emit(relax.op.equal(column, const(categories))), "float32")
+
+
+@converts("FeatureVectorizer", domain=CLASSICAL)
+def feature_vectorizer(node: Node) -> relax.Expr:
+    """Features of all inputs, side by side, in float32."""
+    widths = list(node.attribute("inputdimensions", ()))
+    if len(widths) != len(node.inputs):
+        raise node.refusal(f"inputdimensions has {len(widths)} entries for {len(node.inputs)} inputs")
+    parts = []
+    for index, width in enumerate(widths):
+        part = cast(node, node.tensor(index), "float32")
+        if node.rank(part) == 1:
+            part = node.emit(relax.op.expand_dims(part, [0]))
+        if node.rank(part) != 2:
+            raise node.refusal(f"input {index} is of rank {node.rank(part)}, expected rows of features")
+        require_equal(node, node.shape(part)[1], width, f"axis 1 of input {index}, its features, has")
+        parts.append(part)
+    return node.emit(relax.op.concat(parts, axis=1))
+
+
+@converts("ZipMap", domain=CLASSICAL)
+def zip_map(node: Node) -> relax.Expr:
+    """Scores as they come: a list of dictionaries by label is no tensor, so columns stay in the order of the labels."""
+    labels = node.attribute("classlabels_int64s", ()) or node.attribute("classlabels_strings", ())
+    names = ", ".join(label.decode() if isinstance(label, bytes) else str(label) for label in labels[:_SHOWN])
+    more = ", ..." if len(labels) > _SHOWN else ""
+    _log.warning("%s: its output is a tensor with a column for each of the labels %s%s", node.title, names, more)
+    data = node.tensor(0)
+    return data if node.rank(data) > 1 else node.emit(relax.op.expand_dims(data, [0]))
 
 
 def _array(tensor: object) -> np.ndarray:

@@ -42,8 +42,22 @@ def linear_classifier(node: Node) -> relax.Expr:
     """The label with the largest score, and the scores."""
     labels = labels_of(node, "classlabels_ints")
     count = len(node.attribute("intercepts", ())) or labels.size
+    if count == 1 and labels.size == 2:
+        return _of_one_score(node, labels)
     if count != labels.size or count < 2:
         raise node.refusal(f"has {count} scores for {labels.size} classes, expected a score for each")
     scores = _scores(node, count)
     index = node.builder.normalize(convert_node(node.as_op("ArgMax", [scores], 13, axis=1, keepdims=0)))
     return node.outputs([labels_from(node, index, labels), transformed(node, scores)])
+
+
+def _of_one_score(node: Node, labels: np.ndarray) -> relax.Expr:
+    """Two classes by one score, which is positive for the second; its columns are [1 - score, score]."""
+    score = _scores(node, 1)
+    name = node.attribute("post_transform", "NONE")
+    if name == "PROBIT":
+        raise node.refusal("post_transform 'PROBIT' of one score for two classes has no meaning")
+    above = node.emit(relax.op.greater(node.emit(relax.op.squeeze(score, [1])), const(0, "float32")))
+    other = node.emit(relax.op.subtract(const(1, "float32"), score))
+    scores = node.emit(relax.op.concat([other, score], axis=1))
+    return node.outputs([labels_from(node, cast(node, above, "int64"), labels), scores])

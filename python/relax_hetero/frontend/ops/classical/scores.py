@@ -5,27 +5,60 @@ from __future__ import annotations
 import numpy as np
 from tvm import relax
 
-from ..node import Node, const
+from ..node import Node, const, dtype_of
 from ..table import convert_node
 
-TRANSFORMS = ("NONE", "LOGISTIC", "SOFTMAX")
+TRANSFORMS = ("NONE", "LOGISTIC", "SOFTMAX", "SOFTMAX_ZERO", "PROBIT")
+
+_TINY = 1e-7
+"""Scores of at most this magnitude count as 0 where those are left out of a softmax."""
 
 
-def transformed(node: Node, scores: relax.Expr) -> relax.Expr:
-    """Scores after the node's `post_transform`.
+def transformed(node: Node, scores: relax.Expr, name: str | None = None) -> relax.Expr:
+    """Scores, (rows, classes), after the node's `post_transform`, or the one of that name.
 
     Raises
     ------
-    FrontendError: for SOFTMAX_ZERO and PROBIT.
+    FrontendError: for a name that is none.
     """
-    name = node.attribute("post_transform", "NONE")
+    name = node.attribute("post_transform", "NONE") if name is None else name
     if name not in TRANSFORMS:
-        raise node.refusal(f"post_transform {name!r} cannot be imported; expected one of {', '.join(TRANSFORMS)}")
+        raise node.refusal(f"post_transform {name!r} is unknown; expected one of {', '.join(TRANSFORMS)}")
     if name == "LOGISTIC":
         return node.emit(relax.op.sigmoid(scores))
     if name == "SOFTMAX":
         return node.builder.normalize(convert_node(node.as_op("Softmax", [scores], 13, axis=-1)))
-    return scores
+    if name == "SOFTMAX_ZERO":
+        return _softmax_of_others(node, scores)
+    return _probit(node, scores) if name == "PROBIT" else scores
+
+
+def _softmax_of_others(node: Node, scores: relax.Expr) -> relax.Expr:
+    """Softmax of the scores that are not 0; those stay next to it."""
+    dtype = dtype_of(scores)
+    most = node.emit(relax.op.max(scores, [-1], keepdims=True))
+    is_scored = node.emit(relax.op.greater(node.emit(relax.op.abs(scores)), const(_TINY, dtype)))
+    power = node.emit(relax.op.exp(node.emit(relax.op.subtract(scores, most))))
+    total = node.emit(relax.op.sum(relax.op.where(is_scored, power, const(0, dtype)), [-1], keepdims=True))
+    small = node.emit(relax.op.multiply(scores, node.emit(relax.op.exp(node.emit(relax.op.negative(most))))))
+    return node.emit(relax.op.divide(node.emit(relax.op.where(is_scored, power, small)), total))
+
+
+def _probit(node: Node, scores: relax.Expr) -> relax.Expr:
+    """The normal distribution's quantile, by the approximation of the inverse error function that ONNX Runtime has."""
+    dtype = dtype_of(scores)
+
+    def number(value: float) -> relax.Expr:
+        return const(value, dtype)
+
+    x = node.emit(relax.op.subtract(relax.op.multiply(scores, number(2)), number(1)))
+    product = relax.op.multiply(relax.op.subtract(number(1), x), relax.op.add(number(1), x))
+    log = node.emit(relax.op.log(product))
+    half = node.emit(relax.op.add(number(2 / (3.14159 * 0.147)), relax.op.multiply(number(0.5), log)))
+    inner = relax.op.subtract(relax.op.multiply(half, half), relax.op.multiply(number(1 / 0.147), log))
+    root = node.emit(relax.op.sqrt(relax.op.subtract(relax.op.sqrt(inner), half)))
+    sign = node.emit(relax.op.where(relax.op.less(x, number(0)), number(-1), number(1)))
+    return node.emit(relax.op.multiply(relax.op.multiply(number(1.41421356), sign), root))
 
 
 def labels_of(node: Node, *names: str) -> np.ndarray:

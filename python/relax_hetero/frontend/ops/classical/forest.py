@@ -1,0 +1,293 @@
+"""Decision trees as one table: every node asks whether a feature is at most a number, leaves point to themselves."""
+# mypy: disable-error-code="valid-type, no-untyped-def"
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from tvm import relax, te, tirx
+from tvm.script import tirx as T
+
+from ..node import Node, const
+
+LEAF = "LEAF"
+_MODES = ("BRANCH_LEQ", "BRANCH_LT", "BRANCH_GTE", "BRANCH_GT", "BRANCH_EQ", "BRANCH_NEQ", "BRANCH_MEMBER")
+"""What nodes ask, in the order in which `TreeEnsemble` counts them."""
+
+_ROWS = 16
+"""Rows that a task walks at least."""
+
+Weights = Mapping[int, Sequence[tuple[int, float]]]
+"""By leaf: targets, and what the leaf adds to each."""
+
+
+@dataclass
+class Trees:
+    """Nodes of all trees, leaves among them, as a model file lists them; nodes point to each other by position.
+
+    Attributes
+    ----------
+    members: by node of mode BRANCH_MEMBER, the numbers that it takes the true branch for.
+    """
+
+    modes: Sequence[str]
+    features: Sequence[int]
+    splits: Sequence[float]
+    if_true: Sequence[int]
+    if_false: Sequence[int]
+    missing_is_true: Sequence[bool]
+    roots: Sequence[int]
+    members: Mapping[int, Sequence[float]]
+
+
+@dataclass
+class Forest:
+    """The table that a kernel walks. Leaves come first, in the order of their nodes.
+
+    Attributes
+    ----------
+    leaves: position of each leaf among the nodes of the file.
+    children: (nodes, 2), where to go if the feature is more than the split, and where if it is not.
+    missing: 1 where a feature that is NaN counts as at most the split.
+    roots, depths: by tree; steps from the root to the deepest leaf.
+    """
+
+    leaves: list[int]
+    features: np.ndarray
+    splits: np.ndarray
+    children: np.ndarray
+    missing: np.ndarray
+    roots: np.ndarray
+    depths: np.ndarray
+    leaves_of: list[list[int]]
+
+
+class _Table:
+    """Rows of the table while it grows: a node that asks for equality becomes two, for membership several."""
+
+    def __init__(self, trees: Trees, dtype: str) -> None:
+        self._type = np.dtype(dtype).type
+        self.leaves = [i for i, mode in enumerate(trees.modes) if mode == LEAF]
+        inner = [i for i, mode in enumerate(trees.modes) if mode != LEAF]
+        self.place = {old: new for new, old in enumerate([*self.leaves, *inner])}
+        count = len(self.place)
+        self.features, self.splits, self.missing = [0] * count, [0.0] * count, [0] * count
+        self.children = [[new, new] for new in range(count)]
+        for old in inner:
+            self._add(trees, old)
+
+    def _add(self, trees: Trees, old: int) -> None:
+        mode, split, tracks = trees.modes[old], self._type(trees.splits[old]), bool(trees.missing_is_true[old])
+        true, false = self.place[trees.if_true[old]], self.place[trees.if_false[old]]
+        at, feature = self.place[old], trees.features[old]
+        if mode in ("BRANCH_LEQ", "BRANCH_LT") or (np.isnan(split) and mode in ("BRANCH_GTE", "BRANCH_GT")):
+            self._ask(at, feature, self._below(split) if mode == "BRANCH_LT" else split, tracks, true, false)
+        elif mode in ("BRANCH_GTE", "BRANCH_GT"):
+            bound = self._below(split) if mode == "BRANCH_GTE" else split
+            self._ask(at, feature, bound, not tracks, false, true)
+        elif mode == "BRANCH_NEQ":  # NaN differs from everything: it takes the true branch in any case
+            self._ask_equal(at, feature, [split], False, false, true)
+        else:
+            values = trees.members[old] if mode == "BRANCH_MEMBER" else [split]
+            self._ask_equal(at, feature, [self._type(value) for value in values], tracks, true, false)
+
+    def _below(self, split: np.floating) -> np.floating:
+        """The greatest number less than a split; NaN, which nothing is at most, if there is none."""
+        return self._type(np.nan) if np.isneginf(split) else np.nextafter(split, self._type(-np.inf))
+
+    def _ask(self, at: int, feature: int, split: np.floating, missing: bool, low: int, high: int) -> None:
+        self.features[at], self.splits[at], self.missing[at] = feature, float(split), int(missing)
+        self.children[at] = [high, low]
+
+    def _append(self) -> int:
+        self.features.append(0)
+        self.splits.append(0.0)
+        self.missing.append(0)
+        self.children.append([0, 0])
+        return len(self.features) - 1
+
+    def _ask_equal(
+        self, at: int, feature: int, values: Sequence[np.floating], missing: bool, true: int, false: int
+    ) -> None:
+        """Whether the feature is one of `values`: at most the least and not below it, else of the greater ones."""
+        ordered = sorted({value for value in values if not np.isnan(value)})
+        if not ordered:
+            self._ask(at, feature, self._type(np.nan), missing, true, false)
+        for index, value in enumerate(ordered):
+            following = self._append() if index + 1 < len(ordered) else false
+            exact = self._append()
+            self._ask(at, feature, value, missing, exact, following)
+            self._ask(exact, feature, self._below(value), False, false, true)
+            at, missing = following, False
+
+
+def forest_of(node: Node, trees: Trees, width: int, dtype: str) -> Forest:
+    """The table of trees over rows of `width` features.
+
+    Raises
+    ------
+    FrontendError: if a node asks for a feature that is not there, a mode is unknown or a tree has a cycle.
+    """
+    for mode in trees.modes:
+        if mode not in (*_MODES, LEAF):
+            raise node.refusal(f"mode {mode!r} of a node is unknown; expected one of {', '.join(_MODES)}")
+    asked = [f for f, mode in zip(trees.features, trees.modes, strict=True) if mode != LEAF]
+    if asked and not 0 <= min(asked) <= max(asked) < width:
+        found = max(asked) if max(asked) >= width else min(asked)
+        raise node.refusal(f"its trees read feature {found} of an input of {width} features")
+    table = _Table(trees, dtype)
+    roots = [table.place[root] for root in trees.roots]
+    depths, leaves_of = [], []
+    for root in roots:
+        depth, reached = _walk(node, table, root)
+        depths.append(depth)
+        leaves_of.append(reached)
+    return Forest(
+        table.leaves, np.array(table.features, "int32"), np.array(table.splits, dtype),
+        np.array(table.children, "int32"), np.array(table.missing, "int8"), np.array(roots, "int32"),
+        np.array(depths, "int32"), leaves_of,
+    )  # fmt: skip
+
+
+def _walk(node: Node, table: _Table, root: int) -> tuple[int, list[int]]:
+    """The depth of a tree, and its leaves."""
+    count = len(table.leaves)
+    reached: set[int] = set()
+    depth, level = 0, [root]
+    while True:
+        reached.update(at for at in level if at < count)
+        level = list({child for at in level if at >= count for child in table.children[at]})
+        if not level:
+            return depth, sorted(reached)
+        depth += 1
+        if depth > len(table.features):
+            raise node.refusal("a tree of it has a cycle: some row never comes to a leaf")
+
+
+def _leaf_kernel(width: int, nodes: int, trees: int, dtype: str, has_missing: bool) -> tirx.PrimFunc:
+    """The leaf that each row comes to, by tree; trees are walked to their deepest leaf, without a branch."""
+
+    @T.prim_func(private=True, s_tir=True)
+    def tree_leaves(
+        data: T.handle,
+        feature: T.Buffer((nodes,), "int32"),
+        split: T.Buffer((nodes,), dtype),
+        child: T.Buffer((nodes, 2), "int32"),
+        missing: T.Buffer((nodes,), "int8"),
+        root: T.Buffer((trees,), "int32"),
+        depth: T.Buffer((trees,), "int32"),
+        result: T.handle,
+    ):
+        T.func_attr({"tirx.noalias": True})
+        rows = T.int64()
+        x = T.match_buffer(data, (rows, width), dtype)
+        leaf = T.match_buffer(result, (rows, trees), "int32")
+        for task in T.parallel((rows + T.int64(_ROWS - 1)) // T.int64(_ROWS)):
+            for i in T.serial(T.min(T.int64(_ROWS), rows - task * T.int64(_ROWS))):
+                for t in T.serial(trees):
+                    leaf[task * T.int64(_ROWS) + i, t] = root[t]
+                    for _ in T.serial(depth[t]):
+                        if has_missing:
+                            leaf[task * T.int64(_ROWS) + i, t] = child[
+                                leaf[task * T.int64(_ROWS) + i, t],
+                                T.Cast(
+                                    "int32",
+                                    x[task * T.int64(_ROWS) + i, feature[leaf[task * T.int64(_ROWS) + i, t]]]
+                                    <= split[leaf[task * T.int64(_ROWS) + i, t]],
+                                )
+                                | (
+                                    T.Cast(
+                                        "int32",
+                                        T.isnan(
+                                            x[task * T.int64(_ROWS) + i, feature[leaf[task * T.int64(_ROWS) + i, t]]]
+                                        ),
+                                    )
+                                    & T.Cast("int32", missing[leaf[task * T.int64(_ROWS) + i, t]])
+                                ),
+                            ]
+                        else:
+                            leaf[task * T.int64(_ROWS) + i, t] = child[
+                                leaf[task * T.int64(_ROWS) + i, t],
+                                T.Cast(
+                                    "int32",
+                                    x[task * T.int64(_ROWS) + i, feature[leaf[task * T.int64(_ROWS) + i, t]]]
+                                    <= split[leaf[task * T.int64(_ROWS) + i, t]],
+                                ),
+                            ]
+
+    return tree_leaves
+
+
+def leaves_of_rows(node: Node, data: relax.Expr, forest: Forest) -> relax.Expr:
+    """(rows, trees), the leaf that each row comes to."""
+    rows, width = node.shape(data)
+    nodes, trees = forest.features.size, forest.roots.size
+    kernel = _leaf_kernel(width, nodes, trees, str(forest.splits.dtype), bool(forest.missing.any()))
+    symbol = node.builder.add_func(kernel, "tree_leaves")
+    tables = (forest.features, forest.splits, forest.children, forest.missing, forest.roots, forest.depths)
+    inputs = [data, *(const(table) for table in tables)]
+    return node.emit(relax.op.call_tir(symbol, inputs, relax.TensorType((rows, trees), "int32")))
+
+
+def combined(
+    node: Node, leaves: relax.Expr, forest: Forest, weights: Weights, targets: int, dtype: str, how: str = "SUM"
+) -> relax.Expr:
+    """(rows, targets), the weights of leaves added up, or the least (MIN) or greatest (MAX); 0 where there are none."""
+    none = {"MIN": np.inf, "MAX": -np.inf}.get(how, 0.0)
+    reduce = {"MIN": te.min, "MAX": te.max}.get(how, te.sum)
+    rows = node.shape(leaves)[0]
+    served = [sorted({k for leaf in tree for k, _ in weights.get(leaf, ())}) for tree in forest.leaves_of]
+    count = len(forest.leaves)
+
+    if all(len(found) <= 1 for found in served):  # each tree serves a target: a target reads its own trees
+        of_target: list[list[int]] = [[] for _ in range(targets)]
+        for tree, found in enumerate(served):
+            for k in found:
+                of_target[k].append(tree)
+        most = max(1, *map(len, of_target))
+        order = np.array([[*of_k, *[0] * (most - len(of_k))] for of_k in of_target], "int32")
+        sizes = np.array([len(of_k) for of_k in of_target], "int32")
+        table = np.full(count, none, dtype)
+        for leaf, entries in weights.items():
+            table[leaf] = _merged(entries, targets, none, how, dtype).take(entries[0][0]) if entries else none
+
+        def of_own(leaf: te.Tensor, weight: te.Tensor, order: te.Tensor, size: te.Tensor) -> te.Tensor:
+            tree = te.reduce_axis((0, most), "tree")
+            absent = tirx.const(none, dtype) if not none else (tirx.min_value if none < 0 else tirx.max_value)(dtype)
+
+            def element(i, k):
+                found = weight[leaf[i, order[k, tree]]]
+                return reduce(tirx.if_then_else(tree < size[k], found, absent), axis=tree)
+
+            return te.compute((rows, targets), element, name="tree_scores")
+
+        result = node.builder.emit_te(
+            of_own, leaves, const(table), const(order), const(sizes), primfunc_name_hint="tree_scores"
+        )
+    else:
+        node.check_table(count, targets)
+        dense = np.full((count, targets), none, dtype)
+        for leaf, entries in weights.items():
+            dense[leaf] = _merged(entries, targets, none, how, dtype)
+
+        def of_all(leaf: te.Tensor, weight: te.Tensor) -> te.Tensor:
+            tree = te.reduce_axis((0, forest.roots.size), "tree")
+            return te.compute(
+                (rows, targets), lambda i, k: reduce(weight[leaf[i, tree], k], axis=tree), name="tree_scores"
+            )
+
+        result = node.builder.emit_te(of_all, leaves, const(dense), primfunc_name_hint="tree_scores")
+    if not none:
+        return result
+    return node.emit(relax.op.where(relax.op.isfinite(result), result, const(0, dtype)))
+
+
+def _merged(entries: Sequence[tuple[int, float]], targets: int, none: float, how: str, dtype: str) -> np.ndarray:
+    """What a leaf gives each target, several entries for one combined."""
+    combine = {"MIN": np.minimum, "MAX": np.maximum}.get(how, np.add)
+    result = np.full(targets, none, dtype)
+    for target, weight in entries:
+        result[target] = combine(result[target], np.dtype(dtype).type(weight))
+    return result

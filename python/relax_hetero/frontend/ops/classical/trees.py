@@ -1,0 +1,286 @@
+"""Ensembles of decision trees: forests, boosted trees, single trees."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from onnx import numpy_helper
+from tvm import relax
+
+from ..elementwise import cast
+from ..node import Node, const, dtype_of
+from ..table import CLASSICAL, convert_node, converts
+from .forest import LEAF, Forest, Trees, Weights, combined, forest_of, leaves_of_rows
+from .scores import labels_from, labels_of, transformed
+
+_MODES = ("BRANCH_LEQ", "BRANCH_LT", "BRANCH_GTE", "BRANCH_GT", "BRANCH_EQ", "BRANCH_NEQ", "BRANCH_MEMBER")
+_HOW = ("AVERAGE", "SUM", "MIN", "MAX")
+_TRANSFORMS = ("NONE", "SOFTMAX", "LOGISTIC", "SOFTMAX_ZERO", "PROBIT")
+
+
+def _array(value: Any) -> np.ndarray:
+    return np.asarray(numpy_helper.to_array(value)) if hasattr(value, "raw_data") else np.asarray(value)
+
+
+def _numbers(node: Node, name: str) -> Any:
+    """A list attribute, which may stand as a tensor of float64 instead; as Python numbers."""
+    value = node.attributes.get(f"{name}_as_tensor")
+    return _array(node.attribute(name, ()) if value is None else value).reshape(-1).tolist()
+
+
+def _lists(node: Node, length: int | None, *names: str) -> list[list[Any]]:
+    """Attributes with an entry for each node, or each weight.
+
+    Raises
+    ------
+    FrontendError: if they differ in length.
+    """
+    found = [_numbers(node, name) for name in names]
+    for name, values in zip(names, found, strict=True):
+        expected = len(found[0]) if length is None else length
+        if len(values) != expected:
+            raise node.refusal(f"{name} has {len(values)} entries, expected {expected}")
+    return found
+
+
+def _rows(node: Node) -> tuple[relax.Expr, int]:
+    """The input as rows of features, in float64 or else float32, and how many features there are."""
+    data = node.tensor(0)
+    if node.rank(data) == 1:
+        data = node.emit(relax.op.expand_dims(data, [0]))
+    if node.rank(data) != 2:
+        raise node.refusal(f"found an input of rank {node.rank(data)}, expected rows of features")
+    width = node.shape(data)[1]
+    if not isinstance(width, int):
+        raise node.refusal("the number of features of its input is unknown; give it with shapes=")
+    return (data if dtype_of(data) == "float64" else cast(node, data, "float32")), width
+
+
+def _listed_trees(node: Node, prefix: str) -> tuple[Trees, Weights, list[int]]:
+    """Trees and weights of the ops that list nodes with leaves among them; `prefix` is "target" or "class"."""
+    names = ("nodeids", "treeids", "featureids", "values", "truenodeids", "falsenodeids")
+    ids, tree_of, features, splits, true, false = _lists(node, None, *(f"nodes_{name}" for name in names))
+    modes = [mode.decode() if isinstance(mode, bytes) else mode for mode in node.attribute("nodes_modes", ())]
+    tracks = list(node.attribute("nodes_missing_value_tracks_true", ())) or [0] * len(ids)
+    for name, values in (("nodes_modes", modes), ("nodes_missing_value_tracks_true", tracks)):
+        if len(values) != len(ids):
+            raise node.refusal(f"{name} has {len(values)} entries, expected {len(ids)}")
+    place = {key: index for index, key in enumerate(zip(tree_of, ids, strict=True))}
+    if len(place) < len(ids):
+        raise node.refusal("two of its nodes have the same number and tree")
+
+    def find(tree: int, identity: int) -> int:
+        if (tree, identity) not in place:
+            raise node.refusal(f"its tree {tree} has no node {identity}")
+        return place[tree, identity]
+
+    is_leaf = [mode == LEAF for mode in modes]
+    pairs = [
+        (0, 0) if leaf else (find(tree, high), find(tree, low))
+        for leaf, tree, high, low in zip(is_leaf, tree_of, true, false, strict=True)
+    ]
+    roots = [i for i, tree in enumerate(tree_of) if i == 0 or tree != tree_of[i - 1]]
+    trees = Trees(modes, features, splits, [a for a, _ in pairs], [b for _, b in pairs], tracks, roots, {})
+    targets, nodes, of_tree, weights = _lists(
+        node, None, *(f"{prefix}_{name}" for name in ("ids", "nodeids", "treeids", "weights"))
+    )
+    leaf_at = {old: new for new, old in enumerate(i for i, leaf in enumerate(is_leaf) if leaf)}
+    entries: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    for target, tree, identity, weight in zip(targets, of_tree, nodes, weights, strict=True):
+        old = find(tree, identity)
+        if old in leaf_at:  # a weight of an inner node is never reached
+            entries[leaf_at[old]].append((target, weight))
+    return trees, entries, targets
+
+
+def _check_targets(node: Node, targets: Sequence[int], count: int) -> None:
+    if count < 1 or any(not 0 <= target < count for target in targets):
+        raise node.refusal(f"its leaves have weights of target {max(targets, default=0)}, expected less than {count}")
+
+
+@converts("TreeEnsembleRegressor", domain=CLASSICAL)
+def tree_ensemble_regressor(node: Node) -> relax.Expr:
+    """A number for each target, from the leaf of each tree."""
+    data, width = _rows(node)
+    dtype, count = dtype_of(data), int(node.attribute("n_targets", 1))
+    trees, weights, targets = _listed_trees(node, "target")
+    _check_targets(node, targets, count)
+    forest = forest_of(node, trees, width, dtype)
+    how = node.attribute("aggregate_function", "SUM")
+    scores = _aggregate(node, data, forest, weights, count, how)
+    base = _numbers(node, "base_values")
+    if len(base) not in (0, count):
+        raise node.refusal(f"base_values has {len(base)} entries, expected {count}")
+    if base:
+        scores = node.emit(relax.op.add(scores, const(base, dtype)))
+    return cast(node, _after(node, scores, node.attribute("post_transform", "NONE")), "float32")
+
+
+def _aggregate(node: Node, data: relax.Expr, forest: Forest, weights: Weights, count: int, how: str) -> relax.Expr:
+    if how not in _HOW:
+        raise node.refusal(f"aggregate_function {how!r} is unknown; expected one of {', '.join(_HOW)}")
+    dtype = dtype_of(data)
+    rows = leaves_of_rows(node, data, forest)
+    scores = combined(node, rows, forest, weights, count, dtype, "SUM" if how == "AVERAGE" else how)
+    return node.emit(relax.op.divide(scores, const(forest.roots.size, dtype))) if how == "AVERAGE" else scores
+
+
+def _after(node: Node, scores: relax.Expr, name: str) -> relax.Expr:
+    """Scores of regression after `post_transform`; of one target only PROBIT changes any, as in ONNX Runtime."""
+    is_single = node.shape(scores)[1] == 1
+    return transformed(node, scores, "NONE" if is_single and name != "PROBIT" else name)
+
+
+@converts("TreeEnsembleClassifier", domain=CLASSICAL)
+def tree_ensemble_classifier(node: Node) -> relax.Expr:
+    """The label with the largest score, and the scores."""
+    data, width = _rows(node)
+    dtype = dtype_of(data)
+    labels = labels_of(node, "classlabels_int64s")
+    trees, weights, ids = _listed_trees(node, "class")
+    _check_targets(node, ids, labels.size)
+    base = _numbers(node, "base_values")
+    forest = forest_of(node, trees, width, dtype)
+    rows = leaves_of_rows(node, data, forest)
+    scores = combined(node, rows, forest, weights, labels.size, dtype)
+    if labels.size == 2:
+        index, scores = _two_classes(node, scores, forest, weights, base)
+    elif labels.size < 2:
+        raise node.refusal(f"has {labels.size} classes, expected two or more")
+    else:
+        if len(base) not in (0, labels.size):
+            raise node.refusal(f"base_values has {len(base)} entries, expected {labels.size}")
+        compared = scores
+        if base:
+            compared = scores = node.emit(relax.op.add(scores, const(base, dtype)))
+        elif not set(range(labels.size)) <= _always(forest, weights):
+            counted = {leaf: [(k, 1.0) for k, _ in entries] for leaf, entries in weights.items()}
+            counts = combined(node, rows, forest, counted, labels.size, dtype)
+            is_scored = node.emit(relax.op.greater(counts, const(0, dtype)))  # others are never the label
+            compared = node.emit(relax.op.where(is_scored, scores, const(-np.inf, dtype)))
+        index = node.builder.normalize(convert_node(node.as_op("ArgMax", [compared], 13, axis=1, keepdims=0)))
+        scores = transformed(node, scores)
+    return node.outputs([labels_from(node, index, labels), cast(node, scores, "float32")])
+
+
+def _always(forest: Forest, weights: Weights) -> set[int]:
+    """Targets that have a weight in whichever leaves a row comes to: in all leaves of some tree."""
+    found: set[int] = set()
+    for tree in forest.leaves_of:
+        found |= set.intersection(*({k for k, _ in weights.get(leaf, ())} for leaf in tree))
+    return found
+
+
+def _two_classes(
+    node: Node, scores: relax.Expr, forest: Forest, weights: Weights, base: list[float]
+) -> tuple[relax.Expr, relax.Expr]:
+    """The index of the class, and scores of both, where trees may score one class only, as ONNX Runtime has it.
+
+    Raises
+    ------
+    FrontendError: if the second class has scores for some rows only, or in forms that ONNX Runtime leaves open.
+    """
+    dtype = dtype_of(scores)
+    ids = {k for entries in weights.values() for k, _ in entries}
+    name = node.attribute("post_transform", "NONE")
+    first, second = (node.emit(relax.op.strided_slice(scores, [1], [k], [k + 1])) for k in (0, 1))
+    if len(base) > 1 or (ids != {0} and not (ids <= _always(forest, weights) and not base)):
+        raise node.refusal(
+            f"has scores of classes {sorted(ids)} of two and {len(base)} base_values; "
+            "expected scores of class 0 alone with at most one base value, or scores in every leaf without"
+        )
+    if ids != {0}:
+        zero_or_half = 0.5 if len(ids) == 1 and _are_positive(weights) else 0.0
+        index = _is_above(node, second, zero_or_half)
+        return index, transformed(node, scores)
+    positive = node.emit(relax.op.add(first, const(base, dtype))) if base else first
+    if name == "PROBIT":
+        raise node.refusal("post_transform 'PROBIT' of one score for two classes has no meaning")
+    if _are_positive(weights):
+        index = _is_above(node, positive, 0.5)
+        other = node.emit(relax.op.subtract(const(1, dtype), positive))
+        return index, node.emit(relax.op.concat([other, positive], axis=1))
+    index = _is_above(node, positive, 0.0)
+    negative = node.emit(relax.op.negative(positive))
+    pair = node.emit(relax.op.concat([negative, positive], axis=1))
+    if name == "LOGISTIC":
+        return index, node.emit(relax.op.sigmoid(pair))
+    turned = node.emit(relax.op.concat([positive, negative], axis=1))
+    above = node.emit(relax.op.greater(positive, const(0, dtype)))
+    return index, node.emit(relax.op.where(above, pair, turned))
+
+
+def _are_positive(weights: Weights) -> bool:
+    return all(weight >= 0 for entries in weights.values() for _, weight in entries)
+
+
+def _is_above(node: Node, column: relax.Expr, bound: float) -> relax.Expr:
+    above = node.emit(relax.op.greater(column, const(bound, dtype_of(column))))
+    return cast(node, node.emit(relax.op.squeeze(above, [1])), "int64")
+
+
+@converts("TreeEnsemble", domain=CLASSICAL)
+def tree_ensemble(node: Node) -> relax.Expr:
+    """Trees whose leaves are listed apart from their nodes, in the input's type."""
+    wanted = dtype_of(node.tensor(0))
+    data, width = _rows(node)
+    count = int(node.attribute("n_targets", 1))
+    trees = _apart_trees(node)
+    leaves = sum(mode == LEAF for mode in trees.modes)
+    targets, weights = _lists(node, leaves, "leaf_targetids", "leaf_weights")
+    _check_targets(node, targets, count)
+    forest = forest_of(node, trees, width, dtype_of(data))
+    entries = {leaf: [pair] for leaf, pair in enumerate(zip(targets, weights, strict=True))}
+    how, after = int(node.attribute("aggregate_function", 1)), int(node.attribute("post_transform", 0))
+    if not (0 <= how < len(_HOW) and 0 <= after < len(_TRANSFORMS)):
+        raise node.refusal(f"found aggregate_function {how} and post_transform {after}, expected at most 3 and 4")
+    scores = _aggregate(node, data, forest, entries, count, _HOW[how])
+    return cast(node, _after(node, scores, _TRANSFORMS[after]), wanted)
+
+
+def _apart_trees(node: Node) -> Trees:
+    """Trees of op `TreeEnsemble`: the positions of leaves follow those of nodes."""
+    features, splits, modes, true, true_leaf, false, false_leaf = _lists(
+        node, None,
+        *(f"nodes_{name}" for name in
+          ("featureids", "splits", "modes", "truenodeids", "trueleafs", "falsenodeids", "falseleafs")),
+    )  # fmt: skip
+    inner, leaves = len(features), len(_numbers(node, "leaf_weights"))
+
+    def place(identity: int, is_leaf: int) -> int:
+        if not 0 <= identity < (leaves if is_leaf else inner):
+            raise node.refusal(f"it has no {'leaf' if is_leaf else 'node'} {identity}")
+        return int(identity) + (inner if is_leaf else 0)
+
+    roots = [place(root, 0) for root in _numbers(node, "tree_roots")]
+    if any(not 0 <= mode < len(_MODES) for mode in modes):
+        raise node.refusal(f"found a node of mode {max(modes)}, expected 0 to {len(_MODES) - 1}")
+    names = [_MODES[mode] for mode in modes]
+    ends = [0] * leaves
+    tracks = _numbers(node, "nodes_missing_value_tracks_true") or [0] * inner
+    if len(tracks) != inner:
+        raise node.refusal(f"nodes_missing_value_tracks_true has {len(tracks)} entries, expected {inner}")
+    return Trees(
+        names + [LEAF] * leaves, features + ends, splits + ends,
+        [*map(place, true, true_leaf), *ends], [*map(place, false, false_leaf), *ends], tracks + ends, roots,
+        _members(node, names),
+    )  # fmt: skip
+
+
+def _members(node: Node, modes: list[str]) -> dict[int, list[float]]:
+    """By node that asks for membership, its set: each ends with a NaN, in the order of the nodes."""
+    sets: list[list[float]] = [[]]
+    for value in _numbers(node, "membership_values"):
+        if np.isnan(value):
+            sets.append([])
+        else:
+            sets[-1].append(value)
+    asking = [at for at, mode in enumerate(modes) if mode == "BRANCH_MEMBER"]
+    if sets[-1] or len(sets) - 1 != len(asking):
+        raise node.refusal(
+            f"its membership_values hold {len(sets) - 1} sets, expected {len(asking)}, each ended by NaN"
+        )
+    return dict(zip(asking, sets, strict=False))
