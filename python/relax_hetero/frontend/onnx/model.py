@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -132,7 +133,8 @@ def read_model(model: ModelSource) -> tuple[onnx.ModelProto, str, Path | None, i
     try:
         data = read_regular(path, _LARGEST_FILE)
     except OSError as error:
-        raise FrontendError(f"cannot read the ONNX file {str(path)!r}: {error.strerror or error}") from error
+        hint = "; save it with its weights as external data" if error.errno == errno.EFBIG else ""
+        raise FrontendError(f"cannot read the ONNX file {str(path)!r}: {error.strerror or error}{hint}") from error
     return _parse(data, f"the file {str(path)!r}"), str(path), path, len(data)
 
 
