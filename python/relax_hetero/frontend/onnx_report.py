@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from ..errors import HeteroError
+from ..errors import FrontendError, HeteroError
 from ..providers import provided
 from ..target.vdevice import device_name, parse_vdevices
 from ..transform.ir.findings import findings_of
@@ -125,7 +125,7 @@ def onnx_report(
     Raises
     ------
     FrontendError
-        If the file is missing or no valid ONNX model, or `shapes` does not fit it.
+        If the file is missing or no valid ONNX model, or its inputs cannot have these `shapes`.
     VDeviceError
         If a device string names nothing.
     """
@@ -133,13 +133,22 @@ def onnx_report(
     model = load_model(model_or_path, limits)
     with errors_of(model.source):
         nodes = name_nodes(model.proto)
-        inputs = graph_inputs(model.proto.graph, shapes)
-        found = survey_nodes(model, nodes, inputs)
+        found = _survey(model, nodes, shapes)
         problems = list(found.problems)
         places = _places(found, nodes, devices, problems)
         rows = _rows(model, nodes, found, places)
     names = tuple(device_name(device, devices) for device in devices)
     return OnnxReport(model.source, names, tuple(rows), tuple(dict.fromkeys(problems)))
+
+
+def _survey(model: OnnxModel, nodes: list[NodeInfo], shapes: Shapes | None) -> Survey:
+    try:
+        inputs = graph_inputs(model.proto.graph, shapes)
+    except FrontendError as error:
+        if shapes:  # these may be what is wrong
+            raise
+        return Survey(problems=[str(error)])
+    return survey_nodes(model, nodes, inputs)
 
 
 @dataclass(frozen=True)
@@ -190,7 +199,7 @@ def _judgement(node: NodeInfo, holder: NodeInfo, found: Survey, has_one: bool) -
     if not has_one:
         return "refused", NO_CONVERTER
     if found.graph is None and holder not in found.refused and holder not in found.unknown:
-        return "not looked at", "the import ended before it"
+        return "not looked at", "the import ends before it"
     if node is holder:
         if node in found.refused:
             return "refused", found.refused[node]

@@ -92,6 +92,16 @@ def test_a_whole_model_is_supported_on_each_device():
     assert "2 nodes, all supported" in str(report)
 
 
+def test_an_input_that_cannot_be_one_is_a_problem():
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17, "acme" : 1]>
+        g (string[2] words, float[2] x) => (float[2] y) { [look] a = acme.Look (words) [sum] y = Add (a, x) }""")
+    report = rh.onnx_report(model)
+    assert not report and "'words'" in report.problems[0] and "STRING" in report.problems[0]
+    assert [(node.name, node.status) for node in report.nodes] == [("look", "refused"), ("sum", "not looked at")]
+    assert report.problems[0] in " ".join(str(report).split())
+
+
 def test_a_file_that_is_no_model_is_an_error(tmp_path):
     path = tmp_path / "model.ort"
     path.write_bytes(b"\x1c\0\0\0ORTM" + bytes(64))
