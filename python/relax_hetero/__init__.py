@@ -35,6 +35,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "from_onnx": (".frontend", "from_onnx"),
     "from_torch": (".frontend", "from_torch"),
     "place": (".frontend", "place"),
+    "onnx_report": (".frontend", "onnx_report"),
     "ImportLimits": (".frontend", "ImportLimits"),
     "compile": (".driver", "compile"),
     "get_pipeline": (".driver", "get_pipeline"),
@@ -75,4 +76,5 @@ def __dir__() -> list[str]:
 provide("own_resolvers", f"{__name__}.resolvers", "own_resolvers")
 provide("compile_commands", f"{__name__}.driver.commands.compile_commands", "compile_commands")
 provide("explain", f"{__name__}.tools.explanation", "explain")
+provide("show_onnx_report", f"{__name__}.tools.onnx_report_tables", "show_onnx_report")
 watch_tvmscript()

@@ -5,6 +5,7 @@ from .auto.cost_model import CostModel, DeviceCost, LinkCost
 from .from_onnx import from_onnx
 from .from_torch import from_torch
 from .import_limits import ImportLimits
+from .onnx_report import NodeReport, OnnxReport, onnx_report
 from .place import place
 
 __all__ = [
@@ -13,8 +14,11 @@ __all__ = [
     "DeviceCost",
     "ImportLimits",
     "LinkCost",
+    "NodeReport",
+    "OnnxReport",
     "auto_placement",
     "from_onnx",
     "from_torch",
+    "onnx_report",
     "place",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -143,7 +143,12 @@ def _reason_of(entry: PlacementEntry, reasons: Mapping[str, str]) -> str:
     """The reason of an entry; transfers, parameters and work of the host belong to no node and keep theirs."""
     if entry.kind != "op" or "host" in entry.reason:
         return entry.reason
-    name = entry.variable
-    while name not in reasons and _SUFFIX.search(name):
-        name = _SUFFIX.sub("", name)
-    return reasons.get(name, entry.reason)
+    name = node_of_variable(entry.variable, reasons)
+    return entry.reason if name is None else reasons[name]
+
+
+def node_of_variable(variable: str, names: Container[str]) -> str | None:
+    """The name among these that a variable of an import was named after; None where it is of none."""
+    while variable not in names and _SUFFIX.search(variable):
+        variable = _SUFFIX.sub("", variable)
+    return variable if variable in names else None

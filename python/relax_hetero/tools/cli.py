@@ -15,6 +15,7 @@ try:
     from .. import __version__
     from .bench import bench_command
     from .cache import cache_group
+    from .check import check_command
     from .compile import compile_command
     from .devices import devices_command
     from .explain import explain_command
@@ -39,7 +40,15 @@ def cli() -> None:
     """One ONNX model over several devices: compile it, run it, time it, and see what was placed where."""
 
 
-for _command in (compile_command, run_command, bench_command, explain_command, devices_command, cache_group):
+for _command in (
+    check_command,
+    compile_command,
+    run_command,
+    bench_command,
+    explain_command,
+    devices_command,
+    cache_group,
+):
     cli.add_command(_command)
 
 

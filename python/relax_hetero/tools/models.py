@@ -14,7 +14,6 @@ from .console import console
 from .placing import Placing
 
 if TYPE_CHECKING:
-    import onnx
     from tvm import IRModule
 
     from ..vm import Executable
@@ -79,8 +78,7 @@ def placed_onnx(path: Path, placing: Placing) -> IRModule:
     """Import and place an ONNX file."""
     import relax_hetero as rh
 
-    proto = _without_weights(path)
-    return rh.from_onnx(str(path), **placing.import_options([value.name for value in proto.graph.input]))
+    return rh.from_onnx(str(path), **placing.import_options(input_names(path)))
 
 
 def compile_onnx(
@@ -127,8 +125,8 @@ def load_library(path: Path, placing: Placing, key: bytes | None = None) -> Mode
     return Model(executable, None, {"load": time.perf_counter() - start})
 
 
-def _without_weights(path: Path) -> onnx.ModelProto:
-    """The model as the file has it; weights that lie in files of their own stay there."""
+def input_names(path: Path) -> list[str]:
+    """The names of an ONNX file's inputs; weights that lie in files of their own are not read."""
     from ..frontend.onnx.model import read_model
 
-    return read_model(path)[0]
+    return [value.name for value in read_model(path)[0].graph.input]

@@ -297,3 +297,20 @@ def test_names_do_not_command_the_terminal(invoke: Invoke, model: Path, tmp_path
     onnx.save(proto, tmp_path / "red.onnx")
     failed = invoke("explain", tmp_path / "red.onnx")
     assert "red\\x1b[31m" in failed.stderr and "\x1b" not in failed.stderr
+
+
+def test_check_tells_what_is_missing(invoke: Invoke, model: Path, tmp_path: Path):
+    good = invoke("check", model, *TWO)
+    assert good.exit_code == 0 and "all supported" in good.stdout and "llvm:0, llvm:1" in good.stdout
+
+    bad = two_layers()
+    bad.graph.node[1].domain = "acme"
+    bad.opset_import.add(domain="acme", version=1)
+    path = save(bad, tmp_path / "bad.onnx")
+    shown = invoke("check", path)
+    assert shown.exit_code == 1 and "no converter takes this op" in shown.stdout
+    result = invoke("check", path, "--json")
+    found = json.loads(result.stdout)
+    assert result.exit_code == 1 and not found["supported"]
+    assert [node["domain"] for node in found["nodes"] if node["status"] == "refused"] == ["acme"]
+    assert invoke("check", path, *TWO, "--place", "*=llvm:1").exit_code == 2

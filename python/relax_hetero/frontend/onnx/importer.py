@@ -82,13 +82,19 @@ def import_nodes(model: OnnxModel, nodes: list[NodeInfo], shapes: Shapes | None)
     return import_graph(model, nodes, graph_inputs(model.proto.graph, shapes))
 
 
-def import_graph(model: OnnxModel, nodes: list[NodeInfo], inputs: Mapping[str, relax.Var]) -> ImportedGraph:
+def import_graph(
+    model: OnnxModel,
+    nodes: list[NodeInfo],
+    inputs: Mapping[str, relax.Var],
+    make_importer: Callable[[OnnxModel], GraphImporter] | None = None,
+) -> ImportedGraph:
     """Import a model's graph with stock TVM's converters and this library's own.
 
     Parameters
     ----------
     nodes: The names of its nodes, in order.
     inputs: ONNX name -> parameter.
+    make_importer: Called for each start; default `GraphImporter`.
 
     Raises
     ------
@@ -98,7 +104,7 @@ def import_graph(model: OnnxModel, nodes: list[NodeInfo], inputs: Mapping[str, r
     for _ in range(_MOST_BOUNDS):
         try:
             with known_bounds(bounds), spending(Budget(model.limits, model.nbytes)):
-                return _GraphImporter(model).run(nodes, inputs, bounds)
+                return (make_importer or GraphImporter)(model).run(nodes, inputs, bounds)
         except SizeIsBounded as found:  # all that was made of the size before is made anew
             bounds[found.size] = found.bound
     raise FrontendError(
@@ -122,7 +128,7 @@ def static_bytes(ty: tvm.ir.Type) -> int:
     return bytes_for(tuple(dims), str(ty.dtype)) if str(ty.dtype) and len(dims) == len(ty.shape.values) else 0
 
 
-class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
+class GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
     """Stock TVM's importer with its walk over the nodes replaced.
 
     The stock walk leaves values unbound, forgets which node a binding came from, computes both branches of an `If`
@@ -157,7 +163,7 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
         self.bb.begin_scope(params)
         try:
             with self._collected() as bindings:
-                self._convert_nodes(graph.node, nodes)
+                self._convert_graph(graph.node, nodes)
                 outputs = [self._graph_output(output.name) for output in graph.output]
         finally:
             self.bb.end_scope()
@@ -199,6 +205,10 @@ class _GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
     def _add_initializers(self, graph: onnx.GraphProto) -> None:
         for name, array in self._tensors.initializers(graph):
             self._nodes[name] = make_const(array)
+
+    def _convert_graph(self, protos: Iterable[onnx.NodeProto], nodes: list[NodeInfo]) -> None:
+        """Convert the nodes of the model's own graph; a survey goes on where one of them is refused."""
+        self._convert_nodes(protos, nodes)
 
     def _convert_nodes(self, protos: Iterable[onnx.NodeProto], nodes: list[NodeInfo]) -> None:
         for node, info in zip(protos, nodes, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ from .external_data import ExternalData, is_external
 
 ModelSource: TypeAlias = "str | os.PathLike[str] | bytes | onnx.ModelProto"
 """A model as users may give it."""
+
+# The identifier of ONNX Runtime's files for phones, behind the first offset.
+_ORT_FORMAT = b"ORTM"
 
 # Protobuf reads no more.
 _LARGEST_FILE = 2**31
@@ -117,7 +121,7 @@ def read_model(model: ModelSource) -> tuple[onnx.ModelProto, str, Path | None, i
     FrontendError: If the file is missing, special, or no ONNX model.
     """
     if isinstance(model, onnx.ModelProto):
-        return model, "the model", None, model.ByteSize()
+        return model, "the model", None, _bytes_in_memory(model)
     if isinstance(model, (bytes, bytearray, memoryview)):
         data = bytes(model)
         return _parse(data, "the model's bytes"), "the model", None, len(data)
@@ -129,11 +133,30 @@ def read_model(model: ModelSource) -> tuple[onnx.ModelProto, str, Path | None, i
     try:
         data = read_regular(path, _LARGEST_FILE)
     except OSError as error:
-        raise FrontendError(f"cannot read the ONNX file {str(path)!r}: {error.strerror or error}") from error
+        hint = "; save it with its weights as external data" if error.errno == errno.EFBIG else ""
+        raise FrontendError(f"cannot read the ONNX file {str(path)!r}: {error.strerror or error}{hint}") from error
     return _parse(data, f"the file {str(path)!r}"), str(path), path, len(data)
 
 
+def _bytes_in_memory(proto: onnx.ModelProto) -> int:
+    """About the bytes of a model: protobuf would write the whole of it to count them, and cannot beyond 2 GiB."""
+    if not proto.HasField("graph"):
+        return 0
+    return sum(_tensor_bytes(tensor) for _, tensor in all_tensors(proto))
+
+
+def _tensor_bytes(tensor: onnx.TensorProto) -> int:
+    narrow = len(tensor.float_data) + len(tensor.int32_data)
+    wide = len(tensor.int64_data) + len(tensor.double_data) + len(tensor.uint64_data)
+    return len(tensor.raw_data) + 4 * narrow + 8 * wide
+
+
 def _parse(data: bytes, what: str) -> onnx.ModelProto:
+    if data[4:8] == _ORT_FORMAT:
+        raise FrontendError(
+            f"{what} is in ONNX Runtime's ORT format, which only ONNX Runtime reads: give the ONNX file that it was "
+            "converted from"
+        )
     try:
         proto = onnx.load_model_from_string(data)
     except Exception as error:  # whatever protobuf raises in this version

@@ -33,18 +33,25 @@ def check_supported(nodes: list[NodeInfo], model: OnnxModel, functions: Function
     ------
     FrontendError: Listing every such node with its op type, domain and opset.
     """
-    missing = [node for node in walk_nodes(nodes) if not _supported(node, functions)]
+    missing = [node for node in walk_nodes(nodes) if not has_converter(node, functions)]
     if missing:
-        versions = {entry.domain: entry.version for entry in model.proto.opset_import}
         lines = "; ".join(
             f"node {node.name!r}: {node.op_type} of domain {node.domain or 'ai.onnx'!r}, "
-            f"opset {model.opset if node.domain in STANDARD_DOMAINS else versions.get(node.domain, 'unknown')}"
+            f"opset {opset_of(node.domain, model) or 'unknown'}"
             for node in missing
         )
         raise FrontendError(f"{model.source} has ops that TVM cannot import: {lines}")
 
 
-def _supported(node: NodeInfo, functions: FunctionTable) -> bool:
+def opset_of(domain: str, model: OnnxModel) -> int | None:
+    """The version of a domain's ops that a model imports; None where it imports none."""
+    if domain in STANDARD_DOMAINS:
+        return model.opset
+    return next((int(entry.version) for entry in model.proto.opset_import if entry.domain == domain), None)
+
+
+def has_converter(node: NodeInfo, functions: FunctionTable) -> bool:
+    """Whether a node is an op that can be imported in some form, or calls a function of the model."""
     if function_of(node, functions) is not None:
         return True
     is_own = node.domain in STANDARD_DOMAINS and node.op_type in _OWN_OPS

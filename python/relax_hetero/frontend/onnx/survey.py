@@ -1,0 +1,176 @@
+"""A survey of a model: imported like any other, but that a refused node does not end the import.
+
+What a refused node would make is stood for by a parameter of its type, so that the nodes behind it can be looked at;
+where its type is not known, they cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import onnx
+from tvm import relax, tirx
+
+from ...errors import FrontendError
+from ..import_limits import MAX_RANK
+from ..symbolic_sizes import Bounds, SizeIsBounded
+from .importer import GraphImporter, ImportedGraph, import_graph
+from .inputs import dtype_name
+from .known_types import known_types, sizes_by_name
+from .model import OnnxModel
+from .node_names import NodeInfo, subgraphs_of, variable_name, walk_nodes
+from .support import has_converter
+
+NO_CONVERTER = "no converter takes this op"
+"""The reason of nodes whose op cannot be imported in any form."""
+
+
+@dataclass
+class Survey:
+    """What a survey found.
+
+    Attributes
+    ----------
+    refused: Node of the model's own graph -> the reason.
+    unknown: Node that was not looked at -> the reason.
+    problems: Reasons that belong to no node.
+    graph: What was imported, with a further parameter for each value that a refused node would make.
+    """
+
+    refused: dict[NodeInfo, str] = field(default_factory=dict)
+    unknown: dict[NodeInfo, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    graph: ImportedGraph | None = None
+
+
+def survey_nodes(model: OnnxModel, nodes: list[NodeInfo], inputs: Mapping[str, relax.Var]) -> Survey:
+    """Import a graph as far as it goes.
+
+    Parameters
+    ----------
+    nodes: The names of its nodes, in order.
+    inputs: ONNX name -> parameter.
+    """
+    types = known_types(model.proto, inputs)
+    found = Survey()
+
+    def start(model: OnnxModel) -> GraphImporter:
+        nonlocal found
+        found = Survey()
+        return _Surveyor(model, types, found)
+
+    try:
+        graph = import_graph(model, nodes, inputs, start)
+    except FrontendError as error:  # of no node: more bounds than an import may find
+        found.problems.append(str(error))
+        return found
+    return replace(found, graph=graph)
+
+
+class _Surveyor(GraphImporter):
+    """The importer, going on behind refused nodes."""
+
+    def __init__(self, model: OnnxModel, types: Mapping[str, onnx.TypeProto], found: Survey) -> None:
+        super().__init__(model)
+        self._types = types
+        self._found = found
+        self._sizes: dict[str, tirx.PrimExpr] = {}
+        self._stand_ins: dict[str, relax.Var] = {}
+        self._lacking: dict[str, NodeInfo] = {}  # values of unknown types, with the refused nodes that lack them
+        self._vague: dict[str, NodeInfo] = {}  # values that come from stand-ins without known sizes
+
+    def run(self, nodes: list[NodeInfo], inputs: Mapping[str, relax.Var], bounds: Bounds) -> ImportedGraph:
+        self._sizes = sizes_by_name(self._graph, inputs)
+        graph = super().run(nodes, inputs, bounds)
+        names = [*graph.input_names, *self._stand_ins]
+        return replace(graph, input_names=names, params=[*graph.params, *self._stand_ins.values()])
+
+    def _convert_graph(self, protos: Iterable[onnx.NodeProto], nodes: list[NodeInfo]) -> None:
+        for node, info in zip(protos, nodes, strict=True):
+            read = set(_names_read(node))
+            lacking = next((self._lacking[name] for name in read if name in self._lacking), None)
+            vague = next((self._vague[name] for name in read if name in self._vague), None)
+            if lacking is not None:
+                self._found.unknown[info] = f"the type of what it reads from node {lacking.name!r} is not known"
+                self._stand_for(node, lacking)
+                continue
+            if vague is not None:
+                self._vague.update(dict.fromkeys(node.output, vague))
+            why = self._missing_in(node, info) or self._why_refused(node, info, vague)
+            if why:
+                self._found.refused[info] = why
+                self._stand_for(node, info)
+
+    def _missing_in(self, node: onnx.NodeProto, info: NodeInfo) -> str:
+        """The reason where a node, or one inside of it, has no converter in any form."""
+        missing = [inner for inner in walk_nodes([info]) if not has_converter(inner, self._functions)]
+        if not missing:
+            return ""
+        self._makers.update(dict.fromkeys(node.output, info))
+        inside = [inner for inner in missing if inner is not info]
+        return f"it holds node {inside[0]}, which cannot be imported" if inside else NO_CONVERTER
+
+    def _why_refused(self, node: onnx.NodeProto, info: NodeInfo, vague: NodeInfo | None) -> str:
+        """Convert one node; the reason where its form is refused, else nothing."""
+        try:
+            with self.trial() as keep:
+                self._convert_nodes([node], [info])
+                keep()
+        except SizeIsBounded:  # the import starts again
+            raise
+        except FrontendError as error:
+            behind = f" (found behind the refused node {vague.name!r}, whose sizes are not known)" if vague else ""
+            return f"{error}{behind}"
+        return ""
+
+    def _stand_for(self, node: onnx.NodeProto, refused: NodeInfo) -> None:
+        """Parameters in the place of what a node would make, as far as its types are known."""
+        for name in filter(None, node.output):
+            known = len(self._sizes)
+            ty = self._type_of(name)
+            if ty is None:
+                self._lacking[name] = refused
+                continue
+            if len(self._sizes) > known:
+                self._vague[name] = refused
+            self._stand_ins[name] = self._nodes[name] = relax.Var(variable_name(name), ty)
+            self.bb.begin_scope([self._stand_ins[name]])  # sizes that it names; nobody uses the builder afterwards
+
+    def _type_of(self, name: str) -> relax.TensorType | None:
+        if name not in self._types or not self._types[name].HasField("tensor_type"):
+            return None
+        tensor = self._types[name].tensor_type
+        try:
+            dtype = dtype_name(tensor.elem_type, name)
+        except FrontendError:
+            return None
+        if not tensor.HasField("shape") or len(tensor.shape.dim) > MAX_RANK:
+            return None
+        dims = [self._dim(f"{name}_d{axis}", dim) for axis, dim in enumerate(tensor.shape.dim)]
+        return relax.TensorType(dims, dtype)
+
+    def _dim(self, name: str, dim: onnx.TensorShapeProto.Dimension) -> int | tirx.PrimExpr:
+        if dim.HasField("dim_value") and dim.dim_value >= 0:
+            return int(dim.dim_value)
+        wanted = dim.dim_param or name
+        return self._sizes.setdefault(wanted, tirx.Var(variable_name(wanted), "int64"))
+
+    def _graph_output(self, name: str) -> relax.Expr:
+        if name in self._lacking:
+            return relax.Tuple([])
+        try:
+            return super()._graph_output(name)
+        except SizeIsBounded:
+            raise
+        except FrontendError as error:
+            self._found.problems.append(str(error))
+            return relax.Tuple([])
+
+
+def _names_read(node: onnx.NodeProto) -> Iterator[str]:
+    """The values that a node reads, those that its graphs read from around them too."""
+    yield from node.input
+    for _, graph in subgraphs_of(node):
+        for inner in graph.node:
+            yield from _names_read(inner)

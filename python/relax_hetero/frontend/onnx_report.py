@@ -1,0 +1,209 @@
+"""A report on an ONNX model before anything is compiled: the nodes that are supported, where, and what is missing."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from ..errors import FrontendError, HeteroError
+from ..providers import provided
+from ..target.vdevice import device_name, parse_vdevices
+from ..transform.ir.findings import findings_of
+from .import_limits import ImportLimits
+from .onnx.functions import function_table
+from .onnx.inputs import Shapes, graph_inputs
+from .onnx.model import ModelSource, OnnxModel, errors_of, load_model
+from .onnx.node_names import NodeInfo, name_nodes, variable_name, walk_nodes
+from .onnx.support import has_converter, opset_of
+from .onnx.survey import NO_CONVERTER, Survey, survey_nodes
+from .placed_import import ImportSource, node_of_variable, placed_module
+
+if TYPE_CHECKING:
+    from tvm import relax
+
+    from ..target.make_vdevice import VDeviceEntry
+
+Status: TypeAlias = Literal["supported", "refused", "not looked at"]
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """One node of a model.
+
+    Attributes
+    ----------
+    name: As `from_onnx` calls it.
+    op: Its op type.
+    domain: ``ai.onnx`` for ONNX's own.
+    opset: The version of the domain that the model imports; None where it imports none.
+    status: "refused" nodes are to be mended; those "not looked at" may be supported or not.
+    reason: Why it is not supported; empty where it is.
+    devices: Names of the devices that can run it, such as ``llvm:0``; for nodes that the import computes, or that it
+        inlines, all of them.
+    on_host: Whether a CPU of the host has a part in it wherever it is placed, reading sizes for example.
+    """
+
+    name: str
+    op: str
+    domain: str
+    opset: int | None
+    status: Status
+    reason: str = ""
+    devices: tuple[str, ...] = ()
+    on_host: bool = False
+
+
+@dataclass(frozen=True)
+class OnnxReport:
+    """Which nodes of a model are supported; true where all are.
+
+    Attributes
+    ----------
+    model: The file, or "the model".
+    devices: Names of the devices that were asked for.
+    nodes: Every node in order, those inside of branches, loops and functions behind the node that holds them.
+    problems: What keeps the model from being imported or placed and belongs to no node.
+    """
+
+    model: str
+    devices: tuple[str, ...]
+    nodes: tuple[NodeReport, ...]
+    problems: tuple[str, ...] = ()
+
+    @property
+    def supported(self) -> bool:
+        """Whether the model can be imported, and placed on each device."""
+        return not self.problems and all(node.status == "supported" for node in self.nodes)
+
+    def __bool__(self) -> bool:
+        return self.supported
+
+    @property
+    def refused(self) -> tuple[NodeReport, ...]:
+        """The nodes that have to be mended."""
+        return tuple(node for node in self.nodes if node.status == "refused")
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON data: the attributes, and `supported`."""
+        return {"supported": self.supported, **asdict(self)}
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        provided("show_onnx_report")(self, text)
+        return text.getvalue().rstrip()
+
+
+def onnx_report(
+    model_or_path: ModelSource,
+    vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None = None,
+    shapes: Shapes | None = None,
+    limits: ImportLimits | None = None,
+) -> OnnxReport:
+    """Which nodes of an ONNX model are supported, on which devices, and what is missing; nothing is compiled.
+
+    The model is imported. Where a node is refused, values of the types that ONNX infers stand for its outputs, so that
+    the nodes behind it are looked at, too; where a type is not known, they are "not looked at".
+
+    Parameters
+    ----------
+    model_or_path : str, PathLike, bytes or onnx.ModelProto
+        As for `from_onnx`.
+    vdevices : list of str, dict, Target or VDevice, optional
+        The devices that each node is tried on; default this CPU.
+    shapes : mapping, optional
+        Sizes of inputs, or of named dimensions, as for `from_onnx`.
+    limits : ImportLimits, optional
+        As for `from_onnx`.
+
+    Returns
+    -------
+    report : OnnxReport
+        Text as a table, true where everything is supported.
+
+    Raises
+    ------
+    FrontendError
+        If the file is missing or no valid ONNX model, or its inputs cannot have these `shapes`.
+    VDeviceError
+        If a device string names nothing.
+    """
+    devices = parse_vdevices("llvm" if vdevices is None else vdevices)
+    model = load_model(model_or_path, limits)
+    with errors_of(model.source):
+        nodes = name_nodes(model.proto)
+        found = _survey(model, nodes, shapes)
+        problems = list(found.problems)
+        places = _places(found, nodes, devices, problems)
+        rows = _rows(model, nodes, found, places)
+    names = tuple(device_name(device, devices) for device in devices)
+    return OnnxReport(model.source, names, tuple(rows), tuple(dict.fromkeys(problems)))
+
+
+def _survey(model: OnnxModel, nodes: list[NodeInfo], shapes: Shapes | None) -> Survey:
+    try:
+        inputs = graph_inputs(model.proto.graph, shapes)
+    except FrontendError as error:
+        if shapes:  # these may be what is wrong
+            raise
+        return Survey(problems=[str(error)])
+    return survey_nodes(model, nodes, inputs)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A device that the whole model was put on, and the names of nodes whose sizes the host reads there."""
+
+    device: str
+    on_host: frozenset[str]
+
+
+def _places(found: Survey, nodes: list[NodeInfo], devices: list[relax.VDevice], problems: list[str]) -> list[_Place]:
+    """The devices that take the whole model; the reasons of others are added to `problems`."""
+    if found.graph is None:
+        return []
+    outputs = [f"output_{index}" for index in range(len(found.graph.outputs))]
+    names = {variable_name(node.name): node.name for node in walk_nodes(nodes)}
+    places = []
+    for device in devices:
+        name = device_name(device, devices)
+        rules = [("*", device)] if nodes else []
+        try:
+            source = ImportSource(found.graph, nodes, outputs)
+            placed = placed_module(source, devices, rules, None, "latency", None)
+        except HeteroError as error:
+            problems.append(f"on {name}: {error}")
+            continue
+        entries = findings_of(placed).to_data()["placement"] or []
+        hosts = (entry["variable"] for entry in entries if entry["kind"] == "op" and "host" in entry["reason"])
+        owners = (node_of_variable(variable, names) for variable in hosts)
+        places.append(_Place(name, frozenset(names[owner] for owner in owners if owner is not None)))
+    return places
+
+
+def _rows(model: OnnxModel, nodes: list[NodeInfo], found: Survey, places: list[_Place]) -> Iterator[NodeReport]:
+    devices = tuple(place.device for place in places)
+    on_host = frozenset().union(*(place.on_host for place in places))
+    functions = function_table(model.proto)
+    for node in nodes:
+        for inner in walk_nodes([node]):
+            status, reason = _judgement(inner, node, found, has_converter(inner, functions))
+            taken = devices if status == "supported" else ()
+            domain, opset = inner.domain or "ai.onnx", opset_of(inner.domain, model)
+            yield NodeReport(inner.name, inner.op_type, domain, opset, status, reason, taken, inner.name in on_host)
+
+
+def _judgement(node: NodeInfo, holder: NodeInfo, found: Survey, has_one: bool) -> tuple[Status, str]:
+    """The status and its reason, of a node that `holder` of the model's own graph is or holds."""
+    if not has_one:
+        return "refused", NO_CONVERTER
+    if found.graph is None and holder not in found.refused and holder not in found.unknown:
+        return "not looked at", "the import ends before it"
+    if node is holder:
+        if node in found.refused:
+            return "refused", found.refused[node]
+        return ("not looked at", found.unknown[node]) if node in found.unknown else ("supported", "")
+    if holder in found.refused or holder in found.unknown:
+        return "not looked at", f"node {holder.name!r}, which holds it, is not supported"
+    return "supported", ""

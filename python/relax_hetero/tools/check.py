@@ -1,0 +1,45 @@
+"""``relax-hetero check``: whether an ONNX file can be imported, node by node, before anything is compiled."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from .command import command, json_option
+from .console import console, print_json
+from .models import input_names
+from .placing import Placing, placing_options
+
+
+@command("check")
+@click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@placing_options
+@json_option
+def check_command(model: Path, placing: Placing, as_json: bool) -> None:
+    """Say which nodes of MODEL (an ONNX file) are supported, on which devices, and what is missing.
+
+    Ends with 1 if a node is refused. Nothing is compiled.
+
+    \b
+    relax-hetero check model.onnx
+    relax-hetero check model.onnx --vdevice llvm --vdevice cuda:0 --shape input_ids=1x128
+    """
+    import relax_hetero as rh
+
+    from .onnx_report_tables import show_onnx_report
+
+    if placing.rules or placing.auto or placing.optional:
+        raise click.UsageError(
+            "check tries every node on every --vdevice: --place, --place-auto and --optional do not go with it"
+        )
+    options = placing.import_options(input_names(model))
+    with console(stderr=True).status(f"Importing {model.name}"):
+        report = rh.onnx_report(str(model), options.get("vdevices"), options.get("shapes"), options.get("limits"))
+    if as_json:
+        print_json(report.to_json())
+    else:
+        show_onnx_report(report)
+    if not report:
+        sys.exit(1)
