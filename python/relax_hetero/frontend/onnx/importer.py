@@ -28,6 +28,7 @@ from .constants import FOLDED_OPS, fold_node, make_const
 from .control_flow.branches import convert_if
 from .control_flow.loop_nodes import convert_loop, convert_scan
 from .control_flow.open_sequences import is_sequence
+from .control_flow.recurrent_loop import RECURRENT_OPS, convert_recurrent
 from .control_flow.sequence_maps import convert_sequence_map
 from .control_flow.subgraphs import ImportedLoop
 from .functions import body_of_call, function_of, function_table
@@ -398,7 +399,11 @@ class GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
         return self.bb.emit(value)
 
     def _control_flow(self, node: onnx.NodeProto, info: NodeInfo, operands: list[Any]) -> list[Any] | None:
-        """The outputs of a node with graphs in it; None for any other."""
+        """The outputs of a node with graphs in it, or that becomes a loop; None for any other."""
+        if node.op_type in RECURRENT_OPS:
+            attributes = self._parse_attr(node.attribute)
+            as_read = Node(node.op_type, info.name, self.opset, self.bb, operands, attributes, len(node.output))
+            return convert_recurrent(self, as_read, info)
         if node.op_type == "If":
             return convert_if(self, node, info, operands[0] if operands else None)
         if node.op_type == "Loop":

@@ -1,9 +1,14 @@
-"""Recurrent layers: RNN, GRU and LSTM, unrolled over a static number of steps."""
+"""Recurrent layers: RNN, GRU and LSTM.
+
+A known number of steps is unrolled here. The importer makes a loop of a number that only a call knows, and of a very
+large one (`onnx/control_flow/recurrent_loop.py`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from tvm import relax
@@ -13,7 +18,7 @@ from .required_sizes import require_shape
 from .table import converts
 
 MAX_STEPS = 1024
-"""Longer sequences would become too much code."""
+"""Longer sequences would become too much code: they take a loop."""
 
 Activation = Callable[[relax.Expr], relax.Expr]
 
@@ -181,12 +186,43 @@ def _row(node: Node, value: relax.Expr, index: int) -> relax.Expr:
     return node.emit(relax.op.squeeze(cut, [0]))
 
 
-def _run_direction(
-    node: Node, data: relax.Expr, direction: int, count: int, backwards: bool
-) -> tuple[list[relax.Expr], list[relax.Expr]]:
-    """Outputs of every step, in time order, and the last states."""
-    step, gates, defaults = _STEPS[node.op_type]
-    steps, batch, _ = node.static_shape(data)
+@dataclass(frozen=True)
+class Direction:
+    """One direction of a recurrent node, ready to run.
+
+    Attributes
+    ----------
+    inputs: products of the data with its weights, [steps, batch, gates * hidden].
+    states: before the first step, each [batch, hidden].
+    lengths: of the sequences, [batch, 1], or None.
+    is_backwards: whether it goes from the last step to the first.
+    """
+
+    layer: Layer
+    inputs: relax.Expr
+    states: list[relax.Expr]
+    lengths: relax.Expr | None
+    is_backwards: bool
+
+    def advance(
+        self, x: relax.Expr, states: list[relax.Expr], runs: relax.Expr | None
+    ) -> tuple[relax.Expr, list[relax.Expr]]:
+        """The output of a step and the states behind it; `runs` says which sequences are not over, [batch, 1]."""
+        new = _STEPS[self.layer.node.op_type][0](self.layer, x, states)
+        output = new[0]
+        if runs is not None:  # a sequence that is over keeps its state and puts out zeros
+            output = self.layer.emit(relax.op.where(runs, output, const(0, dtype_of(output))))
+            new = [self.layer.emit(relax.op.where(runs, value, old)) for value, old in zip(new, states, strict=True)]
+        return output, new
+
+
+RunDirection = Callable[[Callable[[], Direction]], tuple[relax.Expr, list[relax.Expr]]]
+"""Of a direction that it makes: outputs of all steps in time order, [steps, batch, hidden], and the last states."""
+
+
+def _direction(node: Node, data: relax.Expr, direction: int, count: int, is_backwards: bool) -> Direction:
+    _, gates, defaults = _STEPS[node.op_type]
+    batch = node.shape(data)[1]
     dtype, hidden = dtype_of(data), _hidden_size(node)
     transposed = [node.emit(relax.op.permute_dims(_row(node, node.inputs[i], direction), [1, 0])) for i in (1, 2)]
     inputs = node.emit(relax.op.matmul(data, transposed[0]))
@@ -207,21 +243,29 @@ def _run_direction(
         given = node.tensor(index) if node.has(index) else None
         if given is not None and node.attribute("layout", 0):
             given = node.emit(relax.op.permute_dims(given, [1, 0, 2]))
-        node.check_table(batch, hidden)
-        zeros = const(np.zeros((batch, hidden)), dtype)
-        states.append(zeros if given is None else _row(node, given, direction))
+        states.append(_zeros(node, batch, hidden, dtype) if given is None else _row(node, given, direction))
     lengths = node.emit(relax.op.reshape(node.tensor(4), (batch, 1))) if node.has(4) else None
-    outputs: list[relax.Expr] = []
-    for time in reversed(range(steps)) if backwards else range(steps):
-        new = step(layer, _row(node, inputs, time), states)
-        output = new[0]
-        if lengths is not None:  # a sequence that is over keeps its state and puts out zeros
+    return Direction(layer, inputs, states, lengths, is_backwards)
+
+
+def _zeros(node: Node, batch: Dim, hidden: int, dtype: str) -> relax.Expr:
+    if not isinstance(batch, int):
+        return node.filled([batch, hidden], 0, dtype)
+    node.check_table(batch, hidden)
+    return const(np.zeros((batch, hidden)), dtype)
+
+
+def _unrolled(make: Callable[[], Direction]) -> tuple[relax.Expr, list[relax.Expr]]:
+    direction = make()
+    node, states, lengths = direction.layer.node, direction.states, direction.lengths
+    steps, outputs = range(int(direction.inputs.ty.shape.values[0])), []
+    for time in reversed(steps) if direction.is_backwards else steps:
+        runs = None
+        if lengths is not None:
             runs = node.emit(relax.op.greater(lengths, const(time, dtype_of(lengths))))
-            output = node.emit(relax.op.where(runs, output, const(0, dtype)))
-            new = [node.emit(relax.op.where(runs, value, old)) for value, old in zip(new, states, strict=True)]
-        states = new
+        output, states = direction.advance(_row(node, direction.inputs, time), states, runs)
         outputs.append(output)
-    return (outputs[::-1] if backwards else outputs), states
+    return node.emit(relax.op.stack(outputs[::-1] if direction.is_backwards else outputs, axis=0)), states
 
 
 def _hidden_size(node: Node) -> int:
@@ -230,7 +274,7 @@ def _hidden_size(node: Node) -> int:
 
 def _with_checked_inputs(node: Node, data: relax.Expr, directions: int) -> Node:
     """The node with inputs whose sizes agree with the data's, which is [steps, batch, input size]."""
-    _, batch, width = node.static_shape(data)
+    _, batch, width = node.shape(data)
     hidden, gates = _hidden_size(node), _STEPS[node.op_type][1]
     state = [batch, directions, hidden] if node.attribute("layout", 0) else [directions, batch, hidden]
     expected: dict[int, list[Dim]] = {
@@ -249,26 +293,41 @@ def _with_checked_inputs(node: Node, data: relax.Expr, directions: int) -> Node:
     return replace(node, inputs=inputs)
 
 
-@converts("RNN", "GRU", "LSTM")
-def recurrent(node: Node) -> relax.Expr:
-    """Forward, reverse or both, with sequence lengths, initial states, peepholes and clipping."""
+def steps_of(node: Node) -> Dim:
+    """How many steps the sequences of a recurrent node have."""
+    data = node.tensor(0)
+    if node.rank(data) != 3:
+        raise node.refusal(f"its input has {node.rank(data)} dimensions, expected 3: steps, batch and features")
+    return node.shape(data)[1 if node.attribute("layout", 0) else 0]
+
+
+def recurrent_outputs(node: Node, run: RunDirection) -> list[relax.Expr]:
+    """All outputs of a recurrent node, whose directions `run` computes."""
     data = node.tensor(0)
     is_batch_first = bool(node.attribute("layout", 0))
     if is_batch_first:
         data = node.emit(relax.op.permute_dims(data, [1, 0, 2]))
-    steps = node.static_shape(data)[0]
-    if not 0 < steps <= MAX_STEPS:
-        raise node.refusal(f"has sequences of {steps} steps, expected 1 to {MAX_STEPS}")
     direction = node.attribute("direction", "forward")
     backwards = {"forward": [False], "reverse": [True], "bidirectional": [False, True]}[direction]
     node = _with_checked_inputs(node, data, len(backwards))
-    results = [_run_direction(node, data, i, len(backwards), back) for i, back in enumerate(backwards)]
-    per_direction = [node.emit(relax.op.stack(outputs, axis=0)) for outputs, _ in results]
-    sequence = node.emit(relax.op.stack(per_direction, axis=1))
+    results = [
+        run(partial(_direction, node, data, index, len(backwards), is_backwards))
+        for index, is_backwards in enumerate(backwards)
+    ]
+    sequence = node.emit(relax.op.stack([outputs for outputs, _ in results], axis=1))
     finals = [
         node.emit(relax.op.stack([states[i] for _, states in results], axis=0)) for i in range(len(results[0][1]))
     ]
     if is_batch_first:
         sequence = node.emit(relax.op.permute_dims(sequence, [2, 0, 1, 3]))
         finals = [node.emit(relax.op.permute_dims(value, [1, 0, 2])) for value in finals]
-    return node.outputs([sequence, *finals])
+    return [sequence, *finals]
+
+
+@converts("RNN", "GRU", "LSTM")
+def recurrent(node: Node) -> relax.Expr:
+    """Forward, reverse or both, with sequence lengths, initial states, peepholes and clipping."""
+    steps = steps_of(node)
+    if not isinstance(steps, int) or not 0 < steps <= MAX_STEPS:
+        raise node.refusal(f"has sequences of {steps} steps, expected 1 to {MAX_STEPS}")
+    return node.outputs(recurrent_outputs(node, _unrolled))

@@ -40,6 +40,7 @@ from .legalize import is_kept, legalize
 from .matched_sizes import with_matches_apart
 from .name_kernel_variables import name_kernel_variables
 from .reshaped_views import with_merged_reshapes, with_views
+from .scalars_as_sizes import scalars_as_sizes
 from .schedule_cpu import schedule_cpu
 from .schedule_gpu import schedule_gpu
 from .tied_operands import note_ties
@@ -70,7 +71,7 @@ def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
     mod = without_callee_devices(mod)  # legalizing and folding make values without a device, which functions are given
     mod = bound_kernels(legalize(widen_extents(with_root_blocks(with_merged_reshapes(mod)))))
     stock = relax.transform
-    mod = _with_fused_ops(fold_constants(stock.AnnotateTIROpPattern()(forget_targets(mod, written))))
+    mod = scalars_as_sizes(_with_fused_ops(fold_constants(stock.AnnotateTIROpPattern()(forget_targets(mod, written)))))
     ops = fused_ops(mod)
     fuse = [stock.FuseTIR(), stock.DeadCodeElimination(), stock.CanonicalizeBindings()]
     mod = with_ops(tvm.transform.Sequential(fuse)(mod), ops)

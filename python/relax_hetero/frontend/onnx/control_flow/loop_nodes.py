@@ -198,7 +198,7 @@ class _Scan:
         scanned = [*zip(self.inputs, self.axes, self.backwards, strict=True), *added]
 
         def trip(index: Any, going_on: Any, values: list[Any]) -> Trip:
-            slices = [_slice(importer, value, axis, index, is_backwards) for value, axis, is_backwards in scanned]
+            slices = [slice_at(importer, value, axis, index, is_backwards) for value, axis, is_backwards in scanned]
             results = importer.graph_values(body, nodes, dict(zip(names, [*values, *slices], strict=True)))
             return Trip(None, results[: len(values)], results[len(values) :])
 
@@ -253,7 +253,7 @@ def _batched_scan(
     budget().check_nodes(batch * len(info.subgraphs["body"]), title)
     entries = []
     for entry in range(batch):
-        own = [_slice(importer, value, 0, entry, False) for value in values]
+        own = [slice_at(importer, value, 0, entry, False) for value in values]
         scan = _Scan.of(importer, _with_directions(node), info, own, count)
         entries.append(scan.results(importer, title))
     return [importer.bb.emit(relax.op.stack([entry[i] for entry in entries], 0)) for i in range(len(entries[0]))]
@@ -299,7 +299,7 @@ def _as_expr(size: Any) -> tirx.Expr:
     return tirx.IntImm("int64", size) if isinstance(size, int) else size
 
 
-def _slice(importer: Importer, value: relax.Expr, axis: int, index: Any, is_backwards: bool) -> relax.Expr:
+def slice_at(importer: Importer, value: relax.Expr, axis: int, index: Any, is_backwards: bool) -> relax.Expr:
     """Entry `index` of an axis, counted from its end if it goes backwards; the axis is gone."""
     size = value.ty.shape.values[axis]
     if isinstance(index, (relax.Var, tvm.ir.GenericConst)) and known_number(index) is None:

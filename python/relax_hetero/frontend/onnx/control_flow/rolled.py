@@ -19,6 +19,7 @@ rank: behind the call a `match_cast` names its sizes anew.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -188,7 +189,7 @@ class _Attempt:
         ret = tvm.ir.TupleType([trip.ty, *(_result_type(ty, inner) for ty in self.types), *(row.ty for row in kept)])
         outer = _sizes_in(row.ty for row in rows) - inner
         has_room = [self._has_room(row.ty, outer) for row in rows]
-        name = f"loop_{variable_name(loop.info.name)}"
+        name = _free_name(importer, f"loop_{variable_name(loop.info.name)}")
         gv = typed(tvm.ir.GlobalVar(name), relax.FuncType([var.ty for var in (*params, *passed)], ret, True))
         bb.begin_scope(kept)
         try:
@@ -229,6 +230,13 @@ class _Attempt:
         return self.importer.bb.emit(call)
 
 
+def _free_name(importer: Importer, name: str) -> str:
+    """The name, numbered where the node has loops before: a bidirectional recurrent layer has two."""
+    taken = {str(loop.gv.name_hint) for loop in importer.loops}
+    numbered = (f"{name}_{i}" for i in itertools.count(1))
+    return next(free for free in itertools.chain([name], numbered) if free not in taken)
+
+
 def _captured(
     importer: Importer, body: list[relax.Binding], results: list[relax.Expr], own: set[relax.Var]
 ) -> tuple[list[relax.Binding], list[relax.Var]]:
@@ -242,7 +250,7 @@ def _captured(
         var = pending.pop()
         if var in importer.known and var not in wanted:
             wanted.add(var)
-            pending += relax.analysis.free_vars(importer.known[var].value)
+            pending.extend(relax.analysis.free_vars(importer.known[var].value))
     known = [binding for var, binding in importer.known.items() if var in wanted]
     return known, [var for var in free if var not in wanted]
 
