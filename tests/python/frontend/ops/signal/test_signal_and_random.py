@@ -8,7 +8,6 @@ import pytest
 from onnx import helper
 
 import relax_hetero as rh
-
 from frontend.ops.checking import node_model, uniform
 
 
