@@ -8,7 +8,6 @@ import pytest
 from onnx import helper
 
 import relax_hetero as rh
-
 from frontend.ops.checking import node_model, uniform
 
 
@@ -31,6 +30,7 @@ def _outputs(
     return [value.numpy() for value in machine["main"](**feeds)]
 
 
+@pytest.mark.slow
 def test_transforms_of_all_forms():
     real, pairs = uniform(2, 9, 1), uniform(2, 6, 2)
     waves = pairs[..., 0] + 1j * pairs[..., 1]
