@@ -88,8 +88,8 @@ def _read_folder(folder: str) -> tuple[onnx.ModelProto, list[tuple[list[Any], li
 _LOOSER = {"test_bernoulli": 1.0, "test_dft_inverse": 1e-6}
 """Absolute tolerances by the beginning of a case's name, where the expected values are no definition.
 
-Draws of Bernoulli are random: 0 and 1 are right both. numpy's inverse transform in float32 has rounding errors above the
-tolerance, 1e-7, in places where the exact result is 0.
+Draws of Bernoulli are random: 0 and 1 are right both. numpy's inverse transform in float32 has rounding errors above
+the tolerance, 1e-7, in places where the exact result is 0.
 """
 
 

@@ -30,6 +30,7 @@ def _outputs(
     return [value.numpy() for value in machine["main"](**feeds)]
 
 
+@pytest.mark.slow
 def test_transforms_of_all_forms():
     real, pairs = uniform(2, 9, 1), uniform(2, 6, 2)
     waves = pairs[..., 0] + 1j * pairs[..., 1]
