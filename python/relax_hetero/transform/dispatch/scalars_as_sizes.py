@@ -50,9 +50,11 @@ def scalars_as_sizes(mod: tvm.IRModule) -> tvm.IRModule:
 
 def _changed(gv: tvm.ir.GlobalVar, func: relax.Function) -> _Changed | None:
     scalars = [i for i, param in enumerate(func.params) if isinstance(param.ty, tvm.ir.PrimType)]
-    last = func.params[-1] if func.params else None
     is_fused = func.attrs is not None and "Primitive" in func.attrs
-    if not is_fused or not scalars or last is None or not isinstance(last.ty, relax.ShapeType) or last.ty.values is None:
+    if not is_fused or not scalars:
+        return None
+    last = func.params[-1]
+    if not isinstance(last.ty, relax.ShapeType) or last.ty.values is None:
         return None
     left = [param for i, param in enumerate(func.params[:-1]) if i not in scalars]
     shape = relax.Var(last.name, relax.ShapeType([*last.ty.values, *(func.params[i] for i in scalars)]))
