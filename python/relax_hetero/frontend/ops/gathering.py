@@ -192,14 +192,14 @@ def top_k(node: Node) -> relax.Expr:
     text = f"k is {k}, but the axis has {size} elements"
     node.require(tirx.all(as_expr(k) >= 0, as_expr(k) <= as_expr(size)), text)
     largest, dtype = bool(node.attribute("largest", 1)), dtype_of(data)
-    sortable = _SORTED_AS.get(dtype, dtype)
+    sortable = "int64" if dtype == "uint64" else _SORTED_AS.get(dtype, dtype)
     if sortable not in ("float32", "float64", "int32", "int64"):
         raise node.refusal(f"elements of type {dtype} cannot be sorted")
     if isinstance(k, int) and k == 0:
         dims = [0 if i == axis else dim for i, dim in enumerate(node.shape(data))]
         return relax.Tuple([node.filled(dims, 0, kind) for kind in (dtype, "int64")])
     number = k if isinstance(k, int) else -1  # all of them
-    data = cast(node, data, sortable)
+    data = node.kernel("signed", _signed, data) if dtype == "uint64" else cast(node, data, sortable)
     keys = node.kernel("sort_keys", _sort_key, data) if is_float(sortable) else data
     found = node.emit(relax.op.topk(keys, number, axis, "both", largest, "int64"))
     values, indices = (node.emit(relax.TupleGetItem(found, i)) for i in (0, 1))
@@ -207,7 +207,18 @@ def top_k(node: Node) -> relax.Expr:
         values = node.kernel("sorted_values", _of_sort_key, values)
     if not isinstance(k, int):
         values, indices = (cut(node, value, {axis: (0, k, 1)}) for value in (values, indices))
+    if dtype == "uint64":
+        return relax.Tuple([node.kernel("unsigned", _unsigned, values), indices])
     return relax.Tuple([cast(node, values, dtype), indices])
+
+
+def _signed(i: Position, x: te.Tensor) -> tirx.Expr:
+    """An int64 in the order of a uint64: its top bit flipped."""
+    return tirx.bitwise_xor(x(*i).astype("int64"), tirx.min_value("int64"))
+
+
+def _unsigned(i: Position, x: te.Tensor) -> tirx.Expr:
+    return tirx.bitwise_xor(x(*i), tirx.min_value("int64")).astype("uint64")
 
 
 def _sort_key(i: Position, x: te.Tensor) -> tirx.Expr:

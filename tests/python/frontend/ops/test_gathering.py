@@ -126,3 +126,12 @@ def test_more_of_the_largest_than_there_are_is_refused_by_the_call():
         rh.HeteroError, match=r"TopK node 'the_node': k is k_0, but the axis has 3 elements \(k_0 = 4\)"
     ):
         run(model, feeds)
+
+
+def test_top_k_orders_unsigned_numbers_beyond_the_signed_ones():
+    data = np.array([1, 2**64 - 1, 2**63, 5, 2**63 - 1, 0], "uint64")
+    model, feeds = node_model("TopK", [data, np.array([6])], 24, outputs=2, constant=[1])
+    values, indices = run(model, feeds)
+    assert values.dtype == np.uint64
+    assert values.tolist() == sorted(data.tolist(), reverse=True)
+    assert indices.tolist() == [1, 2, 4, 3, 0, 5]
