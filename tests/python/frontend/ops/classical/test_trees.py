@@ -86,13 +86,11 @@ def _model(specs: list[tuple[str, int, dict[str, Any]]], rows: Any) -> onnx.Mode
         for i, (op, count, attributes) in enumerate(specs)
     ]
     info = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [rows, FEATURES])
-    outputs = [
-        helper.make_tensor_value_info(
-            name, onnx.TensorProto.INT64 if len(node.output) == 2 and name.endswith("_0") else onnx.TensorProto.FLOAT, None
-        )
-        for node in nodes
-        for name in node.output
-    ]  # fmt: skip
+    floats, whole = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
+    outputs = []
+    for node in nodes:
+        types = [whole, floats] if len(node.output) == 2 else [floats]
+        outputs += [helper.make_tensor_value_info(*pair, None) for pair in zip(node.output, types, strict=True)]
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid(CLASSICAL, 3)]
     return helper.make_model(helper.make_graph(nodes, "g", [info], outputs), opset_imports=opsets, ir_version=9)
 
