@@ -202,12 +202,10 @@ def _two_classes(
     are_positive = _are_positive(weights)
     index = _is_above(node, positive, 0.5 if are_positive else 0.0)
     negative = node.emit(relax.op.negative(positive))
-    if name == "LOGISTIC":
-        return index, node.emit(relax.op.sigmoid(node.emit(relax.op.concat([negative, positive], axis=1))))
-    if are_positive:
+    if are_positive and name != "LOGISTIC":
         negative = node.emit(relax.op.subtract(const(1, dtype), positive))
-        return index, node.emit(relax.op.concat([negative, positive], axis=1))
-    return index, node.emit(relax.op.concat([positive, negative], axis=1))
+    pair = node.emit(relax.op.concat([negative, positive], axis=1))
+    return index, node.emit(relax.op.sigmoid(pair)) if name == "LOGISTIC" else pair
 
 
 def _are_positive(weights: Weights) -> bool:
