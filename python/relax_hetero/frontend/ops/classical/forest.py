@@ -281,7 +281,9 @@ def combined(
         result = node.builder.emit_te(of_all, leaves, const(dense), primfunc_name_hint="tree_scores")
     if not none:
         return result
-    return node.emit(relax.op.where(relax.op.isfinite(result), result, const(0, dtype)))
+    most = const(np.finfo(dtype).max, dtype)  # where a least or greatest begins
+    is_found = node.emit(relax.op.less(node.emit(relax.op.abs(result)), most))
+    return node.emit(relax.op.where(is_found, result, const(0, dtype)))
 
 
 def _merged(entries: Sequence[tuple[int, float]], targets: int, none: float, how: str, dtype: str) -> np.ndarray:

@@ -52,12 +52,14 @@ def linear_classifier(node: Node) -> relax.Expr:
 
 
 def _of_one_score(node: Node, labels: np.ndarray) -> relax.Expr:
-    """Two classes by one score, which is positive for the second; its columns are [1 - score, score]."""
+    """Two classes by one score, which is positive for the second; columns as ONNX Runtime has them."""
     score = _scores(node, 1)
     name = node.attribute("post_transform", "NONE")
     if name == "PROBIT":
         raise node.refusal("post_transform 'PROBIT' of one score for two classes has no meaning")
     above = node.emit(relax.op.greater(node.emit(relax.op.squeeze(score, [1])), const(0, "float32")))
-    other = node.emit(relax.op.subtract(const(1, "float32"), score))
-    scores = node.emit(relax.op.concat([other, score], axis=1))
+    is_logistic = name == "LOGISTIC"
+    other = relax.op.negative(score) if is_logistic else relax.op.subtract(const(1, "float32"), score)
+    scores = node.emit(relax.op.concat([node.emit(other), score], axis=1))
+    scores = node.emit(relax.op.sigmoid(scores)) if is_logistic else scores
     return node.outputs([labels_from(node, cast(node, above, "int64"), labels), scores])

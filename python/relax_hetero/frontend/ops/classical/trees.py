@@ -199,18 +199,13 @@ def _two_classes(
     positive = node.emit(relax.op.add(first, const(base, dtype))) if base else first
     if name == "PROBIT":
         raise node.refusal("post_transform 'PROBIT' of one score for two classes has no meaning")
-    if _are_positive(weights):
-        index = _is_above(node, positive, 0.5)
-        other = node.emit(relax.op.subtract(const(1, dtype), positive))
-        return index, node.emit(relax.op.concat([other, positive], axis=1))
-    index = _is_above(node, positive, 0.0)
+    are_positive = _are_positive(weights)
+    index = _is_above(node, positive, 0.5 if are_positive else 0.0)
     negative = node.emit(relax.op.negative(positive))
+    if are_positive and name != "LOGISTIC":
+        negative = node.emit(relax.op.subtract(const(1, dtype), positive))
     pair = node.emit(relax.op.concat([negative, positive], axis=1))
-    if name == "LOGISTIC":
-        return index, node.emit(relax.op.sigmoid(pair))
-    turned = node.emit(relax.op.concat([positive, negative], axis=1))
-    above = node.emit(relax.op.greater(positive, const(0, dtype)))
-    return index, node.emit(relax.op.where(above, pair, turned))
+    return index, node.emit(relax.op.sigmoid(pair)) if name == "LOGISTIC" else pair
 
 
 def _are_positive(weights: Weights) -> bool:

@@ -1,0 +1,132 @@
+"""Tree ensembles of ai.onnx.ml against ONNX Runtime, many nodes in one model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+import relax_hetero as rh
+
+CLASSICAL = "ai.onnx.ml"
+MODES = ("BRANCH_LEQ", "BRANCH_LT", "BRANCH_GTE", "BRANCH_GT", "BRANCH_EQ", "BRANCH_NEQ")
+FEATURES = 4
+
+
+def _trees(seed: int, targets: Sequence[int], modes: Sequence[str] = MODES, prefix: str = "target") -> dict[str, Any]:
+    """Attributes of as many random trees of depth 0 to 3 as there are entries in `targets`, each of that target."""
+    random = np.random.default_rng(seed)
+    names = ("nodeids", "treeids", "featureids", "values", "truenodeids", "falsenodeids", "modes")
+    nodes: dict[str, list[Any]] = {f"nodes_{name}": [] for name in (*names, "missing_value_tracks_true")}
+    weights: dict[str, list[Any]] = {f"{prefix}_{name}": [] for name in ("ids", "nodeids", "treeids", "weights")}
+
+    def grow(tree: int, identity: int, depth: int) -> int:
+        """Append the tree below a node; the number of the next node."""
+        is_leaf = depth == 0
+        at = len(nodes["nodes_nodeids"])
+        row = (identity, tree, int(random.integers(FEATURES)), float(random.integers(-1, 2)), 0, 0)
+        for name, value in zip(names, (*row, "LEAF" if is_leaf else str(random.choice(modes))), strict=True):
+            nodes[f"nodes_{name}"].append(value)
+        nodes["nodes_missing_value_tracks_true"].append(int(random.integers(2)))
+        if is_leaf:
+            values = (targets[tree], identity, tree, float(random.normal()))
+            for name, value in zip(("ids", "nodeids", "treeids", "weights"), values, strict=True):
+                weights[f"{prefix}_{name}"].append(value)
+            return identity + 1
+        nodes["nodes_truenodeids"][at] = identity + 1
+        following = grow(tree, identity + 1, depth - 1)
+        nodes["nodes_falsenodeids"][at] = following
+        return grow(tree, following, depth - 1)
+
+    for tree in range(len(targets)):
+        grow(tree, 0, tree % 4)
+    return {**nodes, **weights}
+
+
+def _specs() -> list[tuple[str, int, dict[str, Any]]]:
+    """Op type, outputs and attributes."""
+    regressor = [
+        {"n_targets": 1, **_trees(0, [0] * 9), "base_values": [0.5]},
+        {"n_targets": 1, **_trees(1, [0] * 5), "aggregate_function": "AVERAGE", "post_transform": "LOGISTIC"},
+        {"n_targets": 3, **_trees(2, [0, 1, 2] * 4), "base_values": [0.5, -1.0, 2.0], "post_transform": "SOFTMAX_ZERO"},
+        {"n_targets": 3, **_trees(3, [0, 1, 2] * 4), "aggregate_function": "MIN"},
+        {"n_targets": 3, **_trees(4, [0, 2] * 4), "aggregate_function": "MAX", "post_transform": "LOGISTIC"},
+    ]
+
+    def classes(
+        seed: int, ids: Sequence[int], labels: list[int], positive: bool = False, **more: Any
+    ) -> dict[str, Any]:
+        trees = _trees(seed, ids, MODES[:4], "class")
+        if positive:
+            trees["class_weights"] = [abs(weight) / 9 for weight in trees["class_weights"]]
+        return {**trees, "classlabels_int64s": labels, **more}
+
+    classifier = [
+        classes(5, [0, 1, 2] * 4, [7, 3, 5], post_transform="SOFTMAX"),
+        classes(6, [0, 1, 2] * 4, [0, 1, 2], base_values=[0.1, 0.2, -3.0], post_transform="LOGISTIC"),
+        classes(7, [0, 2] * 4, [0, 1, 2]),
+        *(classes(8, [0] * 7, [4, 2], post_transform=name) for name in ("NONE", "LOGISTIC", "SOFTMAX")),
+        *(classes(9, [0] * 7, [0, 1], True, post_transform=name) for name in ("NONE", "LOGISTIC")),
+        classes(10, [0] * 7, [0, 1], base_values=[0.3], post_transform="LOGISTIC"),
+        classes(11, [0] * 7, [0, 1], base_values=[0.3]),
+        classes(12, [1] * 7, [0, 1], post_transform="LOGISTIC"),
+        classes(13, [0, 1] * 4, [0, 1]),
+    ]
+    return [*(("TreeEnsembleRegressor", 1, spec) for spec in regressor),
+            *(("TreeEnsembleClassifier", 2, spec) for spec in classifier)]  # fmt: skip
+
+
+def _model(specs: list[tuple[str, int, dict[str, Any]]], rows: Any) -> onnx.ModelProto:
+    nodes = [
+        helper.make_node(op, ["x"], [f"y{i}_{k}" for k in range(count)], f"node{i}", domain=CLASSICAL, **attributes)
+        for i, (op, count, attributes) in enumerate(specs)
+    ]
+    info = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [rows, FEATURES])
+    floats, whole = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
+    outputs = []
+    for node in nodes:
+        types = [whole, floats] if len(node.output) == 2 else [floats]
+        outputs += [helper.make_tensor_value_info(*pair, None) for pair in zip(node.output, types, strict=True)]
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid(CLASSICAL, 3)]
+    return helper.make_model(helper.make_graph(nodes, "g", [info], outputs), opset_imports=opsets, ir_version=9)
+
+
+@pytest.mark.slow
+def test_ensembles_of_every_form():
+    x = np.random.default_rng(0).integers(-2, 3, (37, FEATURES)).astype("float32")
+    x[::5, 1] = np.nan
+    x[1::5, 2] = np.inf
+    model = _model(_specs(), "rows")
+    wanted = pytest.importorskip("onnxruntime").InferenceSession(model.SerializeToString()).run(None, {"x": x})
+    found = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](x)
+    wrong = []
+    for info, array, result in zip(model.graph.output, wanted, found, strict=True):
+        assert (result.numpy().dtype, result.shape) == (array.dtype, array.shape), info.name
+        if not np.allclose(result.numpy(), array, 1e-5, 1e-6, equal_nan=True):
+            wrong.append(info.name)
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"nodes_featureids": [9, 0, 0]}, "feature 9 of an input of 4 features"),
+        ({"nodes_truenodeids": [0, 0, 0]}, "cycle"),
+        ({"nodes_truenodeids": [5, 0, 0]}, "tree 0 has no node 5"),
+        ({"target_ids": [0, 4]}, "weights of target 4, expected less than 1"),
+        ({"nodes_values": [0.0]}, "nodes_values has 1 entries, expected 3"),
+    ],
+)
+def test_damaged_trees_are_refused_by_name(changes: dict[str, Any], match: str):
+    attributes = {
+        "nodes_nodeids": [0, 1, 2], "nodes_treeids": [0, 0, 0], "nodes_featureids": [1, 0, 0],
+        "nodes_values": [0.5, 0.0, 0.0], "nodes_truenodeids": [1, 0, 0], "nodes_falsenodeids": [2, 0, 0],
+        "nodes_modes": ["BRANCH_LEQ", "LEAF", "LEAF"], "target_ids": [0, 0], "target_nodeids": [1, 2],
+        "target_treeids": [0, 0], "target_weights": [1.0, 2.0], "n_targets": 1,
+    }  # fmt: skip
+    with pytest.raises(rh.HeteroError, match=f"TreeEnsembleRegressor node 'node0'.*{match}"):
+        rh.from_onnx(_model([("TreeEnsembleRegressor", 1, {**attributes, **changes})], 5))
