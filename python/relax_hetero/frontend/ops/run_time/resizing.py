@@ -74,11 +74,7 @@ def _sizes_and_scales(node: Node, before: list[Dim], given: Any, form: ResizeFor
     quotients = const([np.nan] * len(before), "float64")
     if is_shape and policy == "stretch" and len(given.values) == len(before):
         return [as_dim(dim) for dim in given.values], quotients
-    numbers = (
-        node.tensor([i for i, value in enumerate(node.inputs) if value is given][0])
-        if _is_input(node, given)
-        else given
-    )
+    numbers = replace(node, inputs=[given]).tensor(0)
     numbers = require_shape(node, numbers, [len(before)], "its scales" if form.has_scales else "its sizes")
     known = as_constant(numbers)
     if known is not None and policy == "stretch":
