@@ -37,6 +37,7 @@ from .region.cuda_graph import with_graphs
 from .region.profile_regions import RegionCalls
 from .region.walk_commands import Kernel, load_kernel
 from .stateful_calls import StatefulCalls
+from .tables import resize_taps  # noqa: F401 - registers its functions
 
 # TVM's kinds of allocator; the pooled one keeps freed buffers for the next call.
 _POOLED_ALLOCATOR = 2
