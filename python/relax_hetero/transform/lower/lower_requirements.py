@@ -241,8 +241,17 @@ def allocations(bindings: Iterable[relax.Binding]) -> list[Allocation]:
     return [allocation for _, allocation in largest.values()]
 
 
+def _chooses(expr: Any) -> bool:
+    """Whether an expression is one of some sizes and numbers, the least or greatest."""
+    if isinstance(expr, (tirx.Min, tirx.Max)):
+        return _chooses(expr.a) and _chooses(expr.b)
+    return isinstance(expr, (tirx.Var, tirx.IntImm))
+
+
 def as_float(expr: Any) -> Any:
     """An expression over sizes in float64, where no step of it wraps around."""
+    if _chooses(expr):  # TVM's rules for these make integers of float64
+        return tirx.Cast("float64", expr)
     for kind in (tirx.Add, tirx.Sub, tirx.Mul, tirx.Min, tirx.Max):
         if isinstance(expr, kind):
             return kind(as_float(expr.a), as_float(expr.b))

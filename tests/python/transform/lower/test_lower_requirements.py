@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import tvm
 from tvm import relax, tirx
 from tvm.ir import assert_structural_equal
 from tvm.script import ir as I
@@ -10,6 +11,7 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.transform import LowerRequirements
+from relax_hetero.transform.lower.lower_requirements import as_float
 
 N = tirx.Var("n", "int64")
 
@@ -120,3 +122,11 @@ def test_large_allocations_are_compared_with_the_memory_of_the_host():
     assert main(x[:5]).shape == (5, 5)
     with pytest.raises(rh.MemoryLimitError, match=r"'large' of \(524288, 524288\) float32 takes 1,099,511"):
         table("large", 2**19, 2**19)(x[:4])
+
+
+def test_the_lesser_of_sizes_is_taken_before_it_is_a_float():
+    """TVM's simplifier fails on minima of floats whose products are added up: ``min(n, 512) * 8 + ...``."""
+    n = tirx.Var("n", "int64")
+    least = tirx.min(n, tirx.IntImm("int64", 512))
+    tvm.ir.assert_structural_equal(as_float(least), tirx.Cast("float64", least))
+    assert isinstance(as_float(tirx.Min(n * n, n)), tirx.Min)
