@@ -113,3 +113,23 @@ def refused(op: str, *inputs: np.ndarray | None, match: str, opset: int = 18, **
     with pytest.raises(rh.FrontendError, match=match) as caught:
         rh.from_onnx(model)
     assert op in str(caught.value)
+
+
+def outputs_of(
+    nodes: list[onnx.NodeProto],
+    feeds: dict[str, np.ndarray],
+    constants: dict[str, np.ndarray],
+    types: list[int],
+    **options: object,
+) -> list[np.ndarray]:
+    """What nodes of opset 20 give, each one output of a type; inputs by name, and constants."""
+    infos = [helper.make_tensor_value_info(name, 1, value.shape) for name, value in feeds.items()]
+    outputs = [
+        helper.make_tensor_value_info(node.output[0], kind, None) for node, kind in zip(nodes, types, strict=True)
+    ]
+    weights = [onnx.numpy_helper.from_array(value, name) for name, value in constants.items()]
+    model = helper.make_model(
+        helper.make_graph(nodes, "g", infos, outputs, weights), opset_imports=[helper.make_opsetid("", 20)]
+    )
+    machine = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model, **options)))
+    return [value.numpy() for value in machine["main"](**feeds)]
