@@ -14,9 +14,9 @@ from ..symbolic_sizes import simplified, symbolic_divisors, with_safe_divisions
 from .elementwise import cast
 from .node import Dim, Node, Position, as_constant, as_dim, const, dtype_of, is_float
 from .required_sizes import MOST_ELEMENTS, any_of, as_expr, broadcast, equal, joined, shown
-from .run_time.axes import axes_input, with_new_axes, without_named_axes
-from .run_time.numbers import dims_at_run_time, numbers_of, require_axes, sizes_of
-from .table import convert_by_body, convert_by_stock, converts
+from .run_time.axes import axes_input, new_axes_input, with_new_axes, without_named_axes
+from .run_time.numbers import dims_at_run_time, numbers_of, sizes_of
+from .table import convert_by_body, converts
 
 _log = logging.getLogger("relax_hetero")
 
@@ -301,12 +301,18 @@ def squeeze(node: Node) -> relax.Expr:
 @converts("Unsqueeze")
 def unsqueeze(node: Node) -> relax.Expr:
     """With further axes of size 1, at places that are known or computed when the model runs."""
-    if node.opset >= 13 and node.constant(1) is None:
-        data, axes = node.tensor(0), node.tensor(1)
-        (count,) = node.static_shape(axes)
-        require_axes(node, axes, node.rank(data) + count)
-        return with_new_axes(node, data, axes, count)
-    return convert_by_stock(node)
+    data = node.tensor(0)
+    if node.opset < 13:
+        axes = list(node.attribute("axes", ()))
+    elif (known := node.constant(1)) is None:
+        return with_new_axes(node, data, *new_axes_input(node, 1, node.rank(data)))
+    else:
+        axes = [int(axis) for axis in known.reshape(-1)]
+    rank = node.rank(data) + len(axes)
+    places = sorted(node.axis(axis, rank) for axis in axes)
+    if len(set(places)) < len(places):
+        raise node.refusal(f"names an axis twice: {axes}")
+    return node.emit(relax.op.expand_dims(data, places)) if places else data
 
 
 _NO_STEP, _NOT_FINITE = -1, -2
