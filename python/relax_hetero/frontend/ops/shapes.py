@@ -15,7 +15,7 @@ from .elementwise import cast
 from .node import Dim, Node, Position, as_constant, as_dim, const, dtype_of, is_float
 from .required_sizes import MOST_ELEMENTS, any_of, as_expr, broadcast, equal, joined, shown
 from .run_time.axes import axes_input, new_axes_input, with_new_axes, without_named_axes
-from .run_time.numbers import dims_at_run_time, numbers_of, sizes_of
+from .run_time.numbers import dims_at_run_time, numbers_of, sizes_of, written_numbers
 from .table import convert_by_body, converts
 
 _log = logging.getLogger("relax_hetero")
@@ -132,7 +132,7 @@ def _note_fixed_sizes(node: Node, dims: list[Dim], target: list[Dim]) -> None:
     )  # fmt: skip
 
 
-def _target_at_run_time(node: Node, data: relax.Expr) -> list[tirx.Var]:
+def _target_at_run_time(node: Node, data: relax.Expr) -> list[tirx.Expr]:
     """Dimensions of the result where the target is an input: 0 copies a dimension, -1 takes the remaining elements."""
     target = node.tensor(1)
     (length,) = node.static_shape(target)
@@ -169,10 +169,15 @@ def _target_at_run_time(node: Node, data: relax.Expr) -> list[tirx.Var]:
     if data.ty.shape is not None:
         dims = node.shape(data)
         _require_product(node, found, dims)
-    return found
+    return [_written(number, size) for number, size in zip(given, found, strict=True)]
 
 
-def _require_product(node: Node, found: list[tirx.Var], dims: list[Dim]) -> None:
+def _written(number: tirx.Expr, size: tirx.Expr) -> tirx.Expr:
+    """A number of a target where the model writes it as a size, else the size that a call finds."""
+    return number if isinstance(number, tirx.IntImm) and number.value > 0 else size
+
+
+def _require_product(node: Node, found: list[tirx.Expr], dims: list[Dim]) -> None:
     """Require that sizes have as many elements as a tensor; their product may be larger than an integer."""
     elements = math.prod(map(as_expr, dims), start=as_expr(1))
     message = f"its target has another number of elements than its input, of shape {shown(dims)}"
@@ -220,7 +225,20 @@ def _expand_at_run_time(node: Node, data: relax.Expr) -> relax.Expr:
         node.require(any_of([equal(own, 1), equal(own, size)]), f"size {own} does not broadcast to {size}")
     for size in dims:
         node.require(tirx.GE(size, as_expr(0)), "its target has a negative size")
-    return broadcast(node, data, list(dims))
+    written = written_numbers(node, target)
+    aligned: list[Dim] = [1] * (len(dims) - rank) + node.shape(data)
+    return broadcast(
+        node,
+        data,
+        [_broadcast_size(own, number, size) for own, number, size in zip(aligned, written, dims, strict=True)],
+    )
+
+
+def _broadcast_size(own: Dim, number: Dim | None, found: tirx.Expr) -> Dim:
+    """One size of a broadcast: it follows from a written number but 1, or from a known size but 1 beside such a 1."""
+    if not isinstance(number, int):
+        return found
+    return number if number != 1 else own
 
 
 @converts("Tile")
