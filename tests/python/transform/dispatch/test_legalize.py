@@ -187,6 +187,17 @@ def test_an_op_whose_legalization_fails_is_named(op):
         rh.compile(bb.get())
 
 
+def test_another_op_is_not_named():
+    """The sort would have no kernel in a module of its own, which says nothing of a target."""
+    bb = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((1, 1, 4, 4), "float32"))
+    with bb.function("main", [x]):
+        ordered = bb.emit(relax.op.sort(x), "ordered")
+        bb.emit_func_output(bb.emit(relax.op.image.resize2d(ordered, (8, 8), method="no_such_method"), "y"))
+    with pytest.raises(BuildError, match=r"op relax\.image\.resize2d of variable 'y'"):
+        legalize(bb.get())
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int32"])
 def test_relu_and_clip_keep_what_is_not_a_number(dtype):
     x = relax.Var("x", relax.TensorType([6], dtype))
