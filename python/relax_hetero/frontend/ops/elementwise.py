@@ -178,6 +178,8 @@ def where(node: Node) -> relax.Expr:
 def dropout(node: Node) -> relax.Expr:
     """The input itself, with a mask of ones. In training with a seed, the mask that ONNX's reference draws from it."""
     data = node.tensor(0)
+    if not node.attribute("is_test", 1):
+        raise node.refusal("is_test=0 asks for training, expected 1")
     training = node.tensor(2) if node.opset >= 12 and node.has(2) else None
     known = node.constant(2) if training is not None else np.array(False)
     shape = node.shape(data)

@@ -246,6 +246,8 @@ def tile(node: Node) -> relax.Expr:
     """The input repeated along each axis."""
     data = node.tensor(0)
     dims, repeats = node.shape(data), node.dims(1)
+    if node.opset < 6:
+        repeats = _repeats_of_axis(node, len(dims))
     if repeats is None:
         repeats = numbers_of(node, node.tensor(1), "repeat")
     if len(repeats) != len(dims):
@@ -262,6 +264,16 @@ def tile(node: Node) -> relax.Expr:
 
     shape = [as_dim(size * count) for size, count in zip(dims, repeats, strict=True)]
     return node.kernel("tile", element, data, shape=shape)
+
+
+def _repeats_of_axis(node: Node, rank: int) -> list[Dim]:
+    """How often each axis is repeated, by the form of opset 1: a number, and the axis that it is for."""
+    count, axis = node.known_dims(1, "its number of tiles is"), node.known_dims(2, "its axis is")
+    if len(count) != 1 or len(axis) != 1 or not isinstance(axis[0], int):
+        raise node.refusal(f"has {len(count)} numbers of tiles for {len(axis)} axes, expected one for one")
+    repeats: list[Dim] = [1] * rank
+    repeats[node.axis(axis[0], rank)] = count[0]
+    return repeats
 
 
 @converts("ConstantOfShape")

@@ -7,7 +7,6 @@ without a kernel is an error that names op, variable and operands; `is_kept` say
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
 
 import tvm
 from tvm import relax, tirx
@@ -43,9 +42,6 @@ _OF_ANOTHER_TYPE = ("relax.nn.batch_norm",)
 MOST_OPERANDS = 32
 """Tensors that one concatenation takes. Its kernel is a choice in a choice for each of them, in which TVM recurses."""
 _OPAQUE = 8  # TVM's number for a kernel that is fused with no other
-LegalizeOp: TypeAlias = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
-"""What an op becomes, of calls of kernels and other ops."""
-
 _KEPT_PREFIXES = ("relax.builtin.", "relax.memory.", "relax.vm.", "relax.inspect.", "relax.hetero.")
 
 
@@ -68,22 +64,17 @@ def legalize(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def _with_kernels(mod: tvm.IRModule) -> tvm.IRModule:
-    legalized = relax.transform.LegalizeOps(_legalizations())
+    kernels = legalizations() | sort_kernels.legalizations()
+    kernels |= truth_kernels.legalizations(kernels)
+    legalized = relax.transform.LegalizeOps(kernels | {name: _of_its_type(name) for name in _OF_ANOTHER_TYPE})
     mod = legalized(mod)
     if any(op_name(b.value) in _SORTS_AND_SCANS for _, func in relax_functions(mod) for b in walk_bindings(func)):
-        # Those of CPUs have no legalization but a kernel per kind of target.
+        # Sorts have no legalization but a kernel per kind of target.
         mod = legalized(relax.backend.DispatchSortScan()(mod))
     return mod
 
 
-def _legalizations() -> dict[str, LegalizeOp]:
-    """The legalizations of ops whose stock ones are not used, by name."""
-    kernels = legalizations() | sort_kernels.legalizations()
-    kernels |= truth_kernels.legalizations(kernels)
-    return kernels | {name: _of_its_type(name) for name in _OF_ANOTHER_TYPE}
-
-
-def _of_its_type(name: str) -> LegalizeOp:
+def _of_its_type(name: str) -> Callable[[relax.BlockBuilder, relax.Call], relax.Expr]:
     """The stock legalization of an op with several results, each cast to the type that the op gives it."""
     stock = tvm.ir.Op.get(name).get_attr("FLegalize")
 
@@ -185,43 +176,19 @@ def _check(mod: tvm.IRModule, variables: dict[str, dict[str, relax.Var]]) -> Non
 
 
 def _blame(mod: tvm.IRModule, variables: dict[str, dict[str, relax.Var]]) -> None:
-    """Raise for the op whose legalization fails, or else for the sort or scan that has no kernel by itself."""
-    bindings = [(gv.name_hint, binding) for gv, func in relax_functions(mod) for binding in walk_bindings(func)]
-    begun: list[relax.Call] = []  # the one that is being legalized, if any
-
-    def noted(legalize_op: LegalizeOp) -> LegalizeOp:
-        def legalize_and_note(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
-            begun.append(call)
-            made = legalize_op(builder, call)
-            begun.pop()
-            return made
-
-        return legalize_and_note
-
-    stock = {
-        name: tvm.ir.Op.get(name).get_attr("FLegalize") for name in {op_name(b.value) for _, b in bindings} - {None}
-    }
-    used = {name: function for name, function in stock.items() if function is not None} | _legalizations()
-    try:
-        relax.transform.LegalizeOps({name: noted(function) for name, function in used.items()})(mod)
-    except Exception as error:  # as above
-        for function, binding in bindings:
-            if begun and _reads_alike(binding.value, begun[-1]):
-                raise _no_kernel(binding, function, variables) from error
-        return
-    for function, binding in bindings:
-        if op_name(binding.value) in _SORTS_AND_SCANS:
-            body = typed(relax.SeqExpr([relax.BindingBlock([binding])], binding.var), binding.var.ty)
-            alone = relax.Function(relax.analysis.free_vars(binding.value), body, binding.var.ty, is_pure=False)
+    """Raise for the first op whose legalization fails alone; nothing where each succeeds."""
+    for gv, func in relax_functions(mod):
+        for binding in walk_bindings(func):
+            if op_name(binding.value) is None or isinstance(binding, relax.MatchCast):
+                continue
+            var = relax.Var(binding.var.name, binding.var.ty)  # a variable of a dataflow block cannot be returned
+            block = relax.BindingBlock([relax.VarBinding(var, binding.value, binding.span)])
+            body = typed(relax.SeqExpr([block], var), var.ty)
+            alone = relax.Function(relax.analysis.free_vars(binding.value), body, var.ty, is_pure=False)
             try:
                 _with_kernels(copy_module(mod, {tvm.ir.GlobalVar("alone"): alone}))
             except Exception as error:  # as above
-                raise _no_kernel(binding, function, variables) from error
-
-
-def _reads_alike(value: relax.Expr, call: relax.Call) -> bool:
-    """Whether a call in a module with unique names is this one, whose variables may have been replaced."""
-    return op_name(value) == op_name(call) and [str(arg) for arg in value.args] == [str(arg) for arg in call.args]
+                raise _no_kernel(binding, gv.name_hint, variables) from error
 
 
 def _no_kernel(binding: relax.Binding, function: str, variables: dict[str, dict[str, relax.Var]]) -> BuildError:

@@ -10,5 +10,6 @@ from . import (  # noqa: F401
     normalization,
     products,
     quantized_ops,
+    removed,
     same_as_standard,
 )
