@@ -108,7 +108,7 @@ def convert_loop(importer: OnnxImporter, node: onnx.NodeProto, info: NodeInfo, o
     return [*results.state, *results.rows]
 
 
-def _joining_axis(importer: Importer, name: str) -> int | None:
+def _joining_axis(importer: OnnxImporter, name: str) -> int | None:
     """The axis along which every node that reads a sequence joins it; None where one does something else."""
     readers = importer.readers(name) if name else []
     joining = [node for node in readers if node.op_type == "ConcatFromSequence"]
