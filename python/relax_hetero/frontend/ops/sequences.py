@@ -12,10 +12,12 @@ from tvm import relax
 
 from ...transform.ir.rewriting import op_name
 from ..symbolic_sizes import common_shape
-from .node import Node, array_of, const, dtype_of
+from .node import Dim, Node, array_of, const, dtype_of
 from .required_sizes import as_expr
 from .slicing import cut, split
 from .table import convert_node, converts
+
+_OPEN_COUNT = "the number of its parts is only known when the model runs"
 
 
 @dataclass(frozen=True)
@@ -234,31 +236,9 @@ def split_to_sequence(node: Node) -> Any:
         stacked = node.emit(relax.op.permute_dims(data, order)) if axis else data
         is_kept = node.has(1) or node.attribute("keepdims", 1)
         return LongSequence(node.emit(relax.op.expand_dims(stacked, axis + 1)) if is_kept else stacked)
-    if not isinstance(size, int):
-        raise node.refusal("splits a symbolic dimension; give its size with shapes=")
-    if not node.has(1):
-        node.check_ops(size)
-    sizes = [1] * (0 if node.has(1) else size)
-    if node.has(1):
-        known = node.constant(1)
-        if known is None:
-            given = node.tensor(1)
-            if node.rank(given) == 0 or not isinstance(node.shape(given)[0], int):
-                raise node.refusal("the number of its parts is only known when the model runs")
-            (count,) = node.static_shape(given)
-            if count == 0:
-                raise node.refusal("splits an axis into no parts")
-            parts = split(replace(node, op_type="Split", opset=18, num_outputs=count))
-            return parts if count > 1 else relax.Tuple([parts])
-        sizes = [int(part) for part in known.reshape(-1)]
-        if known.ndim == 0:
-            part = sizes[0]
-            if part <= 0:
-                raise node.refusal(f"splits an axis into parts of {part}")
-            node.check_ops(size // part)
-            sizes = [min(part, size - start) for start in range(0, size, part)]
-        if min(sizes, default=0) < 0 or sum(sizes) != size:
-            raise node.refusal(f"splits an axis of {size} into parts of {sizes}")
+    if node.has(1) and node.rank(node.tensor(1)):
+        return _split_as_given(node)
+    sizes = _equal_parts(node, size, _part_size(node) if node.has(1) else 1)
     parts, start = [], 0
     for part in sizes:
         taken = cut(node, data, {axis: (start, part, 1)})
@@ -266,6 +246,35 @@ def split_to_sequence(node: Node) -> Any:
         parts.append(node.emit(relax.op.squeeze(taken, [axis])) if drops else taken)
         start += part
     return relax.Tuple(parts)
+
+
+def _split_as_given(node: Node) -> relax.Expr:
+    """Parts of the sizes that a vector of known length gives."""
+    (count,) = node.shape(node.tensor(1))
+    if not isinstance(count, int):
+        raise node.refusal(_OPEN_COUNT)
+    if count == 0:
+        raise node.refusal("splits an axis into no parts")
+    parts = split(replace(node, op_type="Split", opset=18, num_outputs=count))
+    return parts if count > 1 else relax.Tuple([parts])
+
+
+def _part_size(node: Node) -> int:
+    """The scalar that gives the size of all parts but the last one."""
+    known = node.constant(1)
+    if known is None:
+        raise node.refusal(_OPEN_COUNT)
+    part = int(known.reshape(()))
+    if part <= 0:
+        raise node.refusal(f"splits an axis into parts of {part}")
+    return part
+
+
+def _equal_parts(node: Node, size: Dim, part: int) -> list[int]:
+    if not isinstance(size, int):
+        raise node.refusal(_OPEN_COUNT)
+    node.check_ops(size // part)
+    return [min(part, size - start) for start in range(0, size, part)]
 
 
 def _has_single_parts(node: Node, size: Any) -> bool:

@@ -40,7 +40,7 @@ class ImportedLoop:
 
 
 class Importer(Protocol):
-    """The walk over a model's nodes, as far as nodes with graphs in them need it.
+    """The walk over a model's nodes, as far as loops and branches need it.
 
     Attributes
     ----------
@@ -64,6 +64,13 @@ class Importer(Protocol):
     def trial(self) -> AbstractContextManager[Callable[[], None]]:
         """Forget, when left, the loops and owners of bindings made inside, unless what it yields was called."""
 
+    def as_tensor(self, value: Any) -> Any:
+        """A shape or a symbolic number as the int64 tensor it stands for; other values as they are."""
+
+
+class OnnxImporter(Importer, Protocol):
+    """The walk over the nodes of ONNX graphs, which have graphs in them."""
+
     def graph_values(self, graph: onnx.GraphProto, nodes: list[NodeInfo], given: Mapping[str, Any]) -> list[Any]:
         """Convert a graph inside a node; values around it stay visible, and it is given those of its inputs."""
 
@@ -72,9 +79,6 @@ class Importer(Protocol):
 
     def value(self, name: str) -> Any:
         """The value of that name where the walk stands; None if there is none."""
-
-    def as_tensor(self, value: Any) -> Any:
-        """A shape or a symbolic number as the int64 tensor it stands for in ONNX; other values as they are."""
 
 
 def inner_graph(node: onnx.NodeProto, name: str, info: NodeInfo) -> onnx.GraphProto:
