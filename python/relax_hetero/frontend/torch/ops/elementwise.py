@@ -24,7 +24,7 @@ _UNARY: dict[str, Any] = {
 _UNARY["neg"] = _UNARY.pop("negative")
 _UNARY |= {"relu": relax.op.nn.relu, "silu": relax.op.nn.silu, "square": relax.op.square}
 
-_IDENTITIES = "clone alias detach detach_ contiguous lift_fresh_copy lift_fresh to_dense dropout".split()
+_IDENTITIES = "clone alias detach detach_ contiguous lift_fresh_copy lift_fresh to_dense".split()
 
 _COMPARISONS = {
     "eq": relax.op.equal, "ne": relax.op.not_equal, "lt": relax.op.less, "le": relax.op.less_equal,
