@@ -84,7 +84,10 @@ def _promise(held: dict[str, dict[str, Outcome]]) -> str:
 
 def _comparison() -> str:
     """The rules by which values are compared, where they are not those of the case."""
-    lines = ["Values are compared as ONNX's own runner compares them, by the tolerances of each case, but for these:", ""]
+    lines = [
+        "Values are compared as ONNX's own runner compares them, by the tolerances of each case, but for these:",
+        "",
+    ]
     for name, atol in LOOSER.items():
         lines.append(
             f"- `{name.removeprefix('test_')}*`: within {atol:g}, because the expected values are rounded to float32 "

@@ -84,11 +84,11 @@ def bit_cast(node: Node) -> relax.Expr:
     source = dtype_of(data)
     if bits_of(source) != bits_of(target):
         raise node.refusal(f"{source} and {target} differ in width")
-    if "bool" in (source, target):
-        raise node.refusal("the bits of a bool cannot be read or written")
     if source == target:
         return data
-    data = bytes_of(node, data)
+    if target == "bool":
+        raise node.refusal("bits cannot be written as a bool, which has two values in a byte")
+    data = cast(node, data, "uint8") if source == "bool" else bytes_of(node, data)
     if target in CARRIERS:
         return wrapped(node, data, target)
     if dtype_of(data) == target:
