@@ -174,6 +174,13 @@ def dynamic_quantize_linear(node: Node) -> relax.Expr:
     return relax.Tuple([quantize(node, node.emit(relax.op.divide(data, safe)), point, "uint8"), safe, point])
 
 
+def quantized_and_back(node: Node, data: relax.Expr) -> relax.Expr:
+    """The floats that a tensor rounded to uint8 over its range stands for."""
+    quantized, scale, point = dynamic_quantize_linear(node.as_op("DynamicQuantizeLinear", [data])).fields
+    whole = node.emit(relax.op.subtract(cast(node, quantized, "float32"), cast(node, point, "float32")))
+    return node.emit(relax.op.multiply(whole, scale))
+
+
 def _requantize(node: Node, total: relax.Expr, scales: list[relax.Expr], zero_point: relax.Expr) -> relax.Expr:
     """int32 sums to the output's 8 bits: total * (scale of A * scale of B / scale of the result) + zero point."""
     factor = _factor(node, [as_type(node, scale, "float32") for scale in scales])

@@ -10,8 +10,10 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from ...transform.ir.rewriting import op_name
 from ..symbolic_sizes import common_shape
-from .node import Dim, Node, const, dtype_of
+from .node import Dim, Node, array_of, const, dtype_of
+from .required_sizes import as_expr
 from .slicing import cut, split
 from .table import convert_node, converts
 
@@ -23,6 +25,14 @@ class LongSequence:
     """A sequence whose length only a call knows: `stacked.shape[0]` equal tensors, along the first axis of one."""
 
     stacked: relax.Expr
+
+
+@dataclass(frozen=True)
+class JoinedSequence:
+    """A sequence whose length only a call knows, of tensors that differ along an axis, joined along it."""
+
+    joined: relax.Expr
+    axis: int
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,7 @@ def _items(node: Node, index: int = 0) -> list[relax.Expr]:
     FrontendError: if the input is not a sequence of known length.
     """
     value = node.inputs[index] if node.has(index) else None
-    if isinstance(value, (LongSequence, GrowingSequence)):
+    if isinstance(value, (LongSequence, GrowingSequence, JoinedSequence)):
         raise node.refusal("of a sequence whose length only a call knows cannot be imported")
     if isinstance(value, relax.Tuple):
         return list(value.fields)
@@ -187,6 +197,11 @@ def concat_from_sequence(node: Node) -> relax.Expr:
     """The tensors side by side along an axis, or along a new one."""
     if node.has(0) and isinstance(node.inputs[0], LongSequence):
         return _joined(node, node.inputs[0].stacked)
+    if node.has(0) and isinstance(node.inputs[0], JoinedSequence):
+        joined, axis = node.inputs[0].joined, node.inputs[0].axis
+        if node.attribute("new_axis", 0) or node.axis(node.attribute("axis"), node.rank(joined)) != axis:
+            raise node.refusal(f"joins tensors whose sizes differ along axis {axis} in another way than along it")
+        return joined
     items = _items(node)
     if not items:
         raise node.refusal("joins an empty sequence")
@@ -216,12 +231,11 @@ def split_to_sequence(node: Node) -> Any:
     rank = node.rank(data)
     axis = node.axis(node.attribute("axis", 0), rank)
     size = node.shape(data)[axis]
-    if not isinstance(size, int) and not node.has(1):
+    if not isinstance(size, int) and (not node.has(1) or _has_single_parts(node, size)):
         order = [axis, *(i for i in range(rank) if i != axis)]
         stacked = node.emit(relax.op.permute_dims(data, order)) if axis else data
-        return LongSequence(
-            node.emit(relax.op.expand_dims(stacked, axis + 1)) if node.attribute("keepdims", 1) else stacked
-        )
+        is_kept = node.has(1) or node.attribute("keepdims", 1)
+        return LongSequence(node.emit(relax.op.expand_dims(stacked, axis + 1)) if is_kept else stacked)
     if node.has(1) and node.rank(node.tensor(1)):
         return _split_as_given(node)
     sizes = _equal_parts(node, size, _part_size(node) if node.has(1) else 1)
@@ -263,7 +277,24 @@ def _equal_parts(node: Node, size: Dim, part: int) -> list[int]:
     return [min(part, size - start) for start in range(0, size, part)]
 
 
+def _has_single_parts(node: Node, size: Any) -> bool:
+    """Whether the parts of an axis of symbolic size are one element each: a number 1, or a vector filled with it."""
+    known = node.constant(1)
+    if known is not None:
+        return known.ndim == 0 and int(known) == 1
+    parts = node.inputs[1]
+    made = node.builder.lookup_binding(parts) if isinstance(parts, relax.Var) else None
+    if made is None or op_name(made) != "relax.broadcast_to" or not isinstance(made.args[0], tvm.ir.GenericConst):
+        return False
+    if node.rank(parts) != 1 or array_of(made.args[0].value).reshape(-1).tolist() != [1]:
+        return False
+    (count,) = node.shape(parts)
+    node.require(as_expr(count) == size, f"splits an axis of {size} into {count} parts of one element")
+    return True
+
+
 @converts("OptionalHasElement")
 def optional_has_element(node: Node) -> relax.Expr:
     """Whether there is a value: known at import, as an empty optional is never made when the model runs."""
-    return const(node.has(0) and isinstance(node.inputs[0], (relax.Expr, LongSequence, GrowingSequence)))
+    kinds = (relax.Expr, LongSequence, GrowingSequence, JoinedSequence)
+    return const(node.has(0) and isinstance(node.inputs[0], kinds))

@@ -11,7 +11,7 @@ from tvm.script import tirx as T
 
 from ..elementwise import cast
 from ..node import Dim, Node, Position, const
-from ..products import matmul
+from ..products import matmul, squared_distances
 from ..required_sizes import require_equal
 from ..table import CLASSICAL, convert_node, converts
 from .scores import labels_from, labels_of, transformed
@@ -69,7 +69,8 @@ def _similarities(node: Node, data: relax.Expr, vectors: np.ndarray) -> relax.Ex
         raise node.refusal(f"kernel_params has {len(parameters)} entries, expected 3: gamma, coef0 and degree")
     gamma, offset, degree = parameters
     if kind == "RBF":
-        return node.emit(relax.op.exp(relax.op.multiply(_distances(node, data, columns), const(-gamma, "float32"))))
+        distances = squared_distances(node, data, columns)
+        return node.emit(relax.op.exp(relax.op.multiply(distances, const(-gamma, "float32"))))
     product = relax.op.multiply(matmul(node, data, columns), const(gamma, "float32"))
     value = node.emit(relax.op.add(product, const(offset, "float32")))
     if kind == "SIGMOID":
@@ -78,18 +79,6 @@ def _similarities(node: Node, data: relax.Expr, vectors: np.ndarray) -> relax.Ex
         return node.emit(relax.op.power(value, const(degree, "float32")))
     square = node.emit(relax.op.multiply(value, value))
     return square if degree == 2 else node.emit(relax.op.multiply(square, value))
-
-
-def _distances(node: Node, data: relax.Expr, columns: relax.Expr) -> relax.Expr:
-    """(rows, vectors), squares of distances: sums of squared differences, which cancel no digits."""
-    rows, width = node.shape(data)
-    feature = te.reduce_axis((0, width), "feature")
-
-    def element(i: Position, x: te.Tensor, vectors: te.Tensor) -> tirx.Expr:
-        difference = x(i[0], feature) - vectors(feature, i[1])
-        return te.sum(difference * difference, axis=feature)
-
-    return node.kernel("distances", element, data, columns, shape=[rows, node.shape(columns)[1]])
 
 
 def _linear_scores(node: Node, count: int) -> relax.Expr:
