@@ -146,7 +146,7 @@ def _pad_at_run_time(node: Node, data: relax.Expr, mode: str) -> relax.Expr:
     added: list[Dim] = [0] * len(dims)
     appended: list[Dim] = [0] * len(dims)
     for position, axis in enumerate(axes):
-        added[axis], appended[axis] = numbers[position], numbers[len(axes) + position]
+        added[axis], appended[axis] = as_dim(numbers[position]), as_dim(numbers[len(axes) + position])
     _require_kept(node, dims, added, appended, mode)
 
     def spread(first: int) -> relax.Expr:
@@ -156,12 +156,16 @@ def _pad_at_run_time(node: Node, data: relax.Expr, mode: str) -> relax.Expr:
 
     before, after = spread(0), spread(len(axes))
     total = node.emit(relax.op.add(sizes_of(node, data), relax.op.add(before, after)))
-    sizes = dims_at_run_time(node, total, "padded_dim")
+    padded = dims_at_run_time(node, total, "padded_dim")
+    sizes = [
+        own if isinstance(pad, int) and isinstance(other, int) and pad == other == 0 else size
+        for own, pad, other, size in zip(dims, added, appended, padded, strict=True)
+    ]
 
     def element(i: Position, x: te.Tensor, filling: te.Tensor, first: te.Tensor, last: te.Tensor) -> tirx.Expr:
         return _padded_element(i, x, filling, {axis: (first(axis), last(axis)) for axis in axes}, mode)
 
-    return node.kernel("pad", element, data, _fill_value(node, dtype_of(data)), before, after, shape=list(sizes))
+    return node.kernel("pad", element, data, _fill_value(node, dtype_of(data)), before, after, shape=sizes)
 
 
 def _is_exact(value: float, dtype: str) -> bool:

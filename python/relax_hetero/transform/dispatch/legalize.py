@@ -69,7 +69,7 @@ def _with_kernels(mod: tvm.IRModule) -> tvm.IRModule:
     legalized = relax.transform.LegalizeOps(kernels | {name: _of_its_type(name) for name in _OF_ANOTHER_TYPE})
     mod = legalized(mod)
     if any(op_name(b.value) in _SORTS_AND_SCANS for _, func in relax_functions(mod) for b in walk_bindings(func)):
-        # Those of CPUs have no legalization but a kernel per kind of target.
+        # Sorts have no legalization but a kernel per kind of target.
         mod = legalized(relax.backend.DispatchSortScan()(mod))
     return mod
 
@@ -181,8 +181,10 @@ def _blame(mod: tvm.IRModule, variables: dict[str, dict[str, relax.Var]]) -> Non
         for binding in walk_bindings(func):
             if op_name(binding.value) is None or isinstance(binding, relax.MatchCast):
                 continue
-            body = typed(relax.SeqExpr([relax.BindingBlock([binding])], binding.var), binding.var.ty)
-            alone = relax.Function(relax.analysis.free_vars(binding.value), body, binding.var.ty, is_pure=False)
+            var = relax.Var(binding.var.name, binding.var.ty)  # a variable of a dataflow block cannot be returned
+            block = relax.BindingBlock([relax.VarBinding(var, binding.value, binding.span)])
+            body = typed(relax.SeqExpr([block], var), var.ty)
+            alone = relax.Function(relax.analysis.free_vars(binding.value), body, var.ty, is_pure=False)
             try:
                 _with_kernels(copy_module(mod, {tvm.ir.GlobalVar("alone"): alone}))
             except Exception as error:  # as above
