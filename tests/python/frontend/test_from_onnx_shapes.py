@@ -54,6 +54,15 @@ def test_pinned_by_name():
     assert shapes_of(model, {"batch": 1, "ids": [1, 2]}) == {"ids": [1, 2], "mask": [1, 2]}
 
 
+def test_arithmetic_by_name():
+    model = model_of(ids=["batch", "seq"], past=["batch", "past"], mask=["batch", "total"], more=["total + 1"])
+    found = shapes_of(model, {"total": "past + seq"})
+    assert found["mask"] == ["batch", "past + seq"]
+    assert found["more"] == ["past + seq + T.int64(1)"]
+    assert shapes_of(model, {"total": "past + seq", "past": 3, "seq": 2})["mask"] == ["batch", 5]
+    assert shapes_of(model, {"total": "seq"})["mask"] == ["batch", "seq"]
+
+
 def test_an_unknown_dimension_can_be_named():
     assert shapes_of(model_of(x=[None], y=["n"]), {"x": ["n"]}) == {"x": ["n"], "y": ["n"]}
 
@@ -128,6 +137,12 @@ def test_sequences_are_refused():
         ({"x": [1]}, "1 dimensions .* the model's input has 3"),
         ({"x": 4}, "give a list of its dimensions"),
         ({"seq": [4]}, "give one whole number"),
+        ({"seq": "batch + n"}, r"shapes\['seq'\] is 'batch \+ n'; expected .* of other named dimensions .*: batch$"),
+        ({"seq": "seq + 1"}, "expected a whole number, or arithmetic"),
+        ({"seq": "4"}, "expected a whole number, or arithmetic"),
+        ({"seq": "batch +"}, "expected a whole number, or arithmetic"),
+        ({"seq": "batch", "batch": "seq"}, "expected a whole number, or arithmetic"),
+        ({"seq": "batch", "y": [2, 3]}, "dimension 'seq' is given twice in shapes: 3 and 'batch'"),
         ({"x": "abc"}, "list of dimensions"),
         ({"x": [None, None, 8]}, r"shapes\['x'\]\[2\] is 8, but that dimension is 7"),
         ({"x": [None, "other", None]}, "is 'other', but that dimension is 'seq'"),

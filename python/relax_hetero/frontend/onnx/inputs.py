@@ -17,7 +17,7 @@ from ..import_limits import MAX_RANK
 from .node_names import variable_name
 
 # `shapes=`: dimensions per input, or the value of a named dimension.
-Shapes: TypeAlias = "Mapping[str, Sequence[int | str | None] | int | Sequence[Sequence[int | str | None]] | None]"
+Shapes: TypeAlias = "Mapping[str, Sequence[int | str | None] | int | str | Sequence[Sequence[int | str | None]] | None]"
 _Dim: TypeAlias = "int | str | None"
 
 _LARGEST_SIZE = 2**63 - 1
@@ -40,8 +40,9 @@ def graph_inputs(graph: onnx.GraphProto, shapes: Shapes | None) -> dict[str, rel
     Parameters
     ----------
     shapes: ``{"input": [1, 128]}`` gives an input's shape (an entry of None keeps the model's dimension, a string names
-        a symbolic one); ``{"batch": 1}`` gives a named dimension its value wherever it occurs. ``{"list": [[2], [3]]}``
-        gives the shape of each tensor of a sequence; ``{"extra": None}`` says that an optional input is empty.
+        a symbolic one); ``{"batch": 1}`` gives a named dimension its value wherever it occurs, and ``{"total": "past +
+        seq"}`` the arithmetic of others that it comes to. ``{"list": [[2], [3]]}`` gives the shape of each tensor of a
+        sequence; ``{"extra": None}`` says that an optional input is empty.
 
     Returns
     -------
@@ -159,14 +160,48 @@ def _apply_shapes(dims: dict[str, list[_Dim] | None], shapes: dict[str, Sequence
     names = {dim for shape in dims.values() for dim in shape or () if isinstance(dim, str)}
     names |= {symbol for name in names for symbol in _symbols_in(name)}
     pinned: dict[str, int] = {}
+    sums: dict[str, ast.expr] = {}
     for key, value in shapes.items():
-        if key in dims and not _is_int(value):
+        if key in names and key not in dims and isinstance(value, str):
+            sums[key] = _sum(key, value, names, sums)
+        elif key in dims and not _is_int(value):
             _pin_input(key, dims, value, pinned)
         elif key in names and _is_int(value):
             _pin_name(key, _size(value, f"shapes[{key!r}]"), pinned)
         else:
             raise FrontendError(_bad_key(key, value, list(dims), sorted(names)))
+    for name in sums.keys() & pinned.keys():
+        raise FrontendError(f"dimension {name!r} is given twice in shapes: {pinned[name]} and {shapes[name]!r}")
+    if sums:
+        for shape in dims.values():
+            shape[:] = [_replaced(dim, sums) if isinstance(dim, str) else dim for dim in shape or ()]
     return pinned
+
+
+def _sum(name: str, text: str, names: set[str], sums: Mapping[str, ast.expr]) -> ast.expr:
+    """The arithmetic that `shapes` gives for a named dimension; others that it gives so are not in it."""
+    tree, used = _parse(text), _symbols_in(text)
+    others = sorted(names - {name} - set(sums))
+    if tree is None or not used or not used <= set(others) or not name.isidentifier():
+        raise FrontendError(
+            f"shapes[{name!r}] is {text!r}; expected a whole number, or arithmetic (+, -, *, //) of other named "
+            f"dimensions of the model: {', '.join(others) or 'it has none'}"
+        )
+    return tree
+
+
+class _Replace(ast.NodeTransformer):
+    def __init__(self, sums: Mapping[str, ast.expr]) -> None:
+        self._sums = sums
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self._sums.get(node.id, node)
+
+
+def _replaced(dim: str, sums: Mapping[str, ast.expr]) -> str:
+    """A dimension's name with the arithmetic of the names in it."""
+    tree = _parse(dim)
+    return dim if tree is None or not _symbols_in(dim) & sums.keys() else ast.unparse(_Replace(sums).visit(tree))
 
 
 def _pin_input(name: str, dims: dict[str, list[_Dim] | None], wanted: object, pinned: dict[str, int]) -> None:
@@ -219,7 +254,10 @@ def _bad_key(key: object, value: object, inputs: list[str], names: list[str]) ->
     if key in inputs:
         return f"shapes[{key!r}] is {value!r}, but {key!r} is an input: give a list of its dimensions"
     if key in names:
-        return f"shapes[{key!r}] is {value!r}, but {key!r} is a named dimension: give one whole number"
+        return (
+            f"shapes[{key!r}] is {value!r}, but {key!r} is a named dimension: give one whole number, or arithmetic of "
+            "other named dimensions"
+        )
     known = f"inputs: {', '.join(inputs) or 'none'}; named dimensions: {', '.join(names) or 'none'}"
     return f"shapes names {key!r}, which is neither an input nor a named dimension of the model; {known}"
 
