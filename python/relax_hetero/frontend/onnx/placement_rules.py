@@ -45,30 +45,31 @@ def assign_devices(
     FrontendError: If a pattern matches no node, or the rules are not pairs of a pattern and a device.
     VDeviceError: If a device is not among `vdevices`.
     """
-    compiled = [(pattern, _matcher(pattern), lookup(device, vdevices)) for pattern, device in _pairs(rules)]
+    pairs = _pairs(rules)
+    patterns = _Patterns([pattern for pattern, _ in pairs])
+    targets = [lookup(device, vdevices) for _, device in pairs]
     everything = list(walk_nodes(nodes))
-    matched: set[str] = set()
+    matched: set[int] = set()
     devices: dict[str, tvm.relax.VDevice] = {}
     for node in everything:
-        names = (node.name, *node.aliases)
-        hits = [(pattern, device) for pattern, matches, device in compiled if any(map(matches, names))]
-        matched.update(pattern for pattern, _ in hits)
-        devices[node.name] = hits[0][1] if hits else default_vdevice(vdevices)
-    for pattern, _, _ in compiled:
-        if pattern not in matched:
+        hits = patterns.matching((node.name, *node.aliases))
+        matched |= hits
+        devices[node.name] = targets[min(hits)] if hits else default_vdevice(vdevices)
+    for index, (pattern, _) in enumerate(pairs):
+        if index not in matched:
             raise FrontendError(_unmatched(pattern, everything))
     return devices
 
 
 def matching_patterns(nodes: list[NodeInfo], rules: PlacementRules) -> dict[str, str]:
     """Unique node name -> the pattern that decides where it goes, of the nodes that some rule matches."""
-    compiled = [(pattern, _matcher(pattern)) for pattern, _ in _pairs(rules)]
+    texts = [pattern for pattern, _ in _pairs(rules)]
+    patterns = _Patterns(texts)
     found: dict[str, str] = {}
     for node in walk_nodes(nodes):
-        hits = (pattern for pattern, matches in compiled if any(map(matches, (node.name, *node.aliases))))
-        pattern = next(hits, None)
-        if pattern is not None:
-            found[node.name] = pattern
+        hits = patterns.matching((node.name, *node.aliases))
+        if hits:
+            found[node.name] = texts[min(hits)]
     return found
 
 
@@ -82,15 +83,37 @@ def _pairs(rules: PlacementRules) -> list[tuple[str, VDeviceSpec]]:
     return [(pattern, device) for pattern, device in pairs]
 
 
-class _matcher:  # noqa: N801 (used like a function)
-    """Whether a name matches a pattern, as a glob or letter by letter."""
+# A glob that is one name, whose brackets are around single letters: "a[*]".
+_ONE_NAME = re.compile(r"(?:[^*?\[]|\[[^!]\])*")
+_LETTER = re.compile(r"\[([^!])\]")
 
-    def __init__(self, pattern: str) -> None:
-        self._pattern = pattern
-        self._glob = re.compile(translate(pattern))
 
-    def __call__(self, name: str) -> bool:
-        return name == self._pattern or self._glob.match(name) is not None
+class _Patterns:
+    """Patterns by their place among the rules.
+
+    Names are looked up: a placement may have a rule for each of thousands of nodes, and only globs are tried in turn.
+    """
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self._names: dict[str, set[int]] = {}
+        self._globs: list[tuple[int, re.Pattern[str]]] = []
+        self._known: dict[str, set[int]] = {}
+        for index, pattern in enumerate(patterns):
+            self._names.setdefault(pattern, set()).add(index)
+            if _ONE_NAME.fullmatch(pattern):
+                self._names.setdefault(_LETTER.sub(r"\1", pattern), set()).add(index)
+            else:
+                self._globs.append((index, re.compile(translate(pattern))))
+
+    def matching(self, names: Iterable[str]) -> set[int]:
+        """The patterns that match one of these names, as a glob or letter by letter."""
+        return set().union(*map(self._of_name, names))
+
+    def _of_name(self, name: str) -> set[int]:
+        if name not in self._known:
+            globs = {index for index, glob in self._globs if glob.match(name)}
+            self._known[name] = globs | self._names.get(name, set())
+        return self._known[name]
 
 
 def _unmatched(pattern: str, nodes: list[NodeInfo]) -> str:

@@ -1,11 +1,16 @@
 """Glob patterns over node names and op types."""
 
+import glob
+from fnmatch import fnmatchcase
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from onnx import parser
 
 import relax_hetero as rh
 from relax_hetero.frontend.onnx.node_names import name_nodes
-from relax_hetero.frontend.onnx.placement_rules import assign_devices
+from relax_hetero.frontend.onnx.placement_rules import _Patterns, assign_devices
 from relax_hetero.target.vdevice import device_name, parse_vdevices
 
 MODEL = parser.parse_model("""
@@ -106,3 +111,18 @@ def test_rules_of_another_shape(rules):
 def test_rules_that_are_no_collection():
     with pytest.raises(rh.FrontendError, match="placement is 5; expected a mapping"):
         assigned(5)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.text("ab*?[]!-", max_size=5), min_size=1, max_size=4), st.text("ab*?[]!-", max_size=4))
+def test_patterns_that_are_looked_up_match_as_globs_do(patterns, name):
+    expected = {i for i, pattern in enumerate(patterns) if name == pattern or fnmatchcase(name, pattern)}
+    assert _Patterns(patterns).matching([name]) == expected
+
+
+def test_a_rule_for_each_of_many_nodes_is_looked_up():
+    # Tried in turn, each pattern would be compared with each name.
+    names = [f"/block.{i}/op[{i}]" for i in range(5_000)]
+    patterns = _Patterns([*map(glob.escape, names), "/block.1*"])
+    assert patterns.matching([names[7]]) == {7}
+    assert patterns.matching(["Add", names[1_999]]) == {1_999, 5_000}
