@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 PlacementRules: TypeAlias = "Mapping[str, VDeviceSpec] | Iterable[tuple[str, VDeviceSpec]]"
 
 _NEAR_MISSES = 3
+# A letter in brackets stands for itself, which is how a name with a wildcard in it is written as a pattern.
+_ONE_OF_ONE = re.compile(r"\[([^!])\]")
+_PLAIN = re.compile(rf"(?:[^*?\[]|{_ONE_OF_ONE.pattern})*")
 
 
 def assign_devices(
@@ -45,16 +48,15 @@ def assign_devices(
     FrontendError: If a pattern matches no node, or the rules are not pairs of a pattern and a device.
     VDeviceError: If a device is not among `vdevices`.
     """
-    pairs = _pairs(rules)
-    patterns = _Patterns([pattern for pattern, _ in pairs])
-    targets = [lookup(device, vdevices) for _, device in pairs]
+    pairs = [(pattern, lookup(device, vdevices)) for pattern, device in _pairs(rules)]
+    patterns = _Patterns(pattern for pattern, _ in pairs)
     everything = list(walk_nodes(nodes))
     matched: set[int] = set()
     devices: dict[str, tvm.relax.VDevice] = {}
     for node in everything:
         hits = patterns.matching((node.name, *node.aliases))
-        matched |= hits
-        devices[node.name] = targets[min(hits)] if hits else default_vdevice(vdevices)
+        matched.update(hits)
+        devices[node.name] = pairs[min(hits)][1] if hits else default_vdevice(vdevices)
     for index, (pattern, _) in enumerate(pairs):
         if index not in matched:
             raise FrontendError(_unmatched(pattern, everything))
@@ -83,37 +85,29 @@ def _pairs(rules: PlacementRules) -> list[tuple[str, VDeviceSpec]]:
     return [(pattern, device) for pattern, device in pairs]
 
 
-# A glob that is one name, whose brackets are around single letters: "a[*]".
-_ONE_NAME = re.compile(r"(?:[^*?\[]|\[[^!]\])*")
-_LETTER = re.compile(r"\[([^!])\]")
-
-
 class _Patterns:
-    """Patterns by their place among the rules.
+    """Which of several patterns match a name, as globs or letter by letter.
 
-    Names are looked up: a placement may have a rule for each of thousands of nodes, and only globs are tried in turn.
+    Patterns without a wildcard are looked up, because a placement may name each of a model's thousands of nodes.
     """
 
     def __init__(self, patterns: Iterable[str]) -> None:
-        self._names: dict[str, set[int]] = {}
+        self._exact: dict[str, set[int]] = {}
         self._globs: list[tuple[int, re.Pattern[str]]] = []
-        self._known: dict[str, set[int]] = {}
         for index, pattern in enumerate(patterns):
-            self._names.setdefault(pattern, set()).add(index)
-            if _ONE_NAME.fullmatch(pattern):
-                self._names.setdefault(_LETTER.sub(r"\1", pattern), set()).add(index)
+            self._exact.setdefault(pattern, set()).add(index)
+            if _PLAIN.fullmatch(pattern):
+                self._exact.setdefault(_ONE_OF_ONE.sub(r"\1", pattern), set()).add(index)
             else:
                 self._globs.append((index, re.compile(translate(pattern))))
 
     def matching(self, names: Iterable[str]) -> set[int]:
-        """The patterns that match one of these names, as a glob or letter by letter."""
-        return set().union(*map(self._of_name, names))
-
-    def _of_name(self, name: str) -> set[int]:
-        if name not in self._known:
-            globs = {index for index, glob in self._globs if glob.match(name)}
-            self._known[name] = globs | self._names.get(name, set())
-        return self._known[name]
+        """The positions of the patterns that match any of these names."""
+        found: set[int] = set()
+        for name in names:
+            found |= self._exact.get(name, set())
+            found.update(index for index, glob in self._globs if glob.match(name))
+        return found
 
 
 def _unmatched(pattern: str, nodes: list[NodeInfo]) -> str:

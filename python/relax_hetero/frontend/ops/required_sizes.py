@@ -19,7 +19,7 @@ import tvm_ffi
 from tvm import relax, te, tirx
 
 from ..symbolic_sizes import analyzer_for, compute_sizes, is_size_where_not_empty, sizes_of
-from .node import Dim, Node, Position, as_dim
+from .node import Dim, Node, Position, as_dim, const
 
 MOST_ELEMENTS = 2**47
 """As many bytes as a process of 64 bits can address."""
@@ -218,6 +218,26 @@ def with_one_shape(node: Node) -> Node:
     for index, value in zip(given, values, strict=True):
         inputs[index] = value
     return replace(node, inputs=inputs)
+
+
+def laid_by_axis(node: Node) -> Node:
+    """A node of an opset before 7 whose second input lies along the first from `axis` on, without that attribute.
+
+    Raises
+    ------
+    FrontendError: if the second input has more axes than there are from that one on.
+    """
+    attributes = {name: value for name, value in node.attributes.items() if name not in ("axis", "broadcast")}
+    inputs = list(node.inputs)
+    if node.attribute("broadcast", 0) and "axis" in node.attributes:
+        rank, dims = node.rank(node.tensor(0)), node.shape(node.tensor(1))
+        behind = rank - node.axis(node.attribute("axis"), rank) - len(dims)
+        if behind < 0:
+            raise node.refusal(f"input 1 of shape {shown(dims)} does not fit behind axis {node.attribute('axis')}")
+        known, shape = node.constant(1), [*dims, *[1] * behind]
+        laid = relax.op.reshape(node.tensor(1), shape) if known is None else const(known.reshape(shape))
+        inputs[1] = node.builder.normalize(laid) if known is not None else node.emit(laid)
+    return replace(node, inputs=inputs, attributes=attributes)
 
 
 def require_broadcast(node: Node, value: relax.Expr, target: Sequence[Dim], subject: str) -> relax.Expr:

@@ -1,5 +1,31 @@
 """Converters of ATen ops, one module for each family; importing this package registers them."""
 
-from . import detection, elementwise, indexing, moving, neural, reductions
+from . import (
+    control_flow,
+    detection,
+    elementwise,
+    indexing,
+    moving,
+    neural,
+    quantized,
+    random,
+    recurrent,
+    reductions,
+    run_time,
+    searching,
+)
 
-__all__ = ["detection", "elementwise", "indexing", "moving", "neural", "reductions"]
+__all__ = [
+    "control_flow",
+    "detection",
+    "elementwise",
+    "indexing",
+    "moving",
+    "neural",
+    "quantized",
+    "random",
+    "recurrent",
+    "reductions",
+    "run_time",
+    "searching",
+]
