@@ -1,6 +1,10 @@
 """Glob patterns over node names and op types."""
 
+from fnmatch import fnmatchcase
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from onnx import helper, parser
 
 import relax_hetero as rh
@@ -125,3 +129,10 @@ def test_rules_of_another_shape(rules):
 def test_rules_that_are_no_collection():
     with pytest.raises(rh.FrontendError, match="placement is 5; expected a mapping"):
         assigned(5)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.text("ab*?[]!-", max_size=5), min_size=1, max_size=4), st.text("ab*?[]!-", max_size=4))
+def test_patterns_that_are_looked_up_match_as_globs_do(patterns, name):
+    expected = {i for i, pattern in enumerate(patterns) if name == pattern or fnmatchcase(name, pattern)}
+    assert placement_rules._Patterns(patterns).matching([name]) == expected
