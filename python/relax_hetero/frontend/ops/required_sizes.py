@@ -195,10 +195,14 @@ def stretched_to(node: Node, value: relax.Expr, target: Sequence[Dim], kept: int
         size if isinstance(size, int) and size == 1 else goal
         for size, goal in zip(own, target[len(target) - len(own) :], strict=True)
     ]
-    if all(_is_same(size, goal) for size, goal in zip(own, wanted, strict=True)):
-        return value
     dims = node.shape(value)
-    return broadcast(node, value, [*wanted, *dims[len(dims) - kept :]])
+    target = [*wanted, *dims[len(dims) - kept :]]
+    if not all(_is_same(size, goal) for size, goal in zip(own, wanted, strict=True)):
+        return broadcast(node, value, target)
+    if all(tvm_ffi.structural_equal(size, goal) for size, goal in zip(own, wanted, strict=True)):
+        return value
+    # Legalizations prove less than `_is_same`, which knows that no size is negative: they read one expression.
+    return node.emit(relax.op.reshape(value, relax.ShapeExpr(target)))
 
 
 def _broadcast_dims(node: Node, value: relax.Expr, kept: int) -> list[Dim]:

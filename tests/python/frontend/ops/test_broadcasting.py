@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, parser
 
 import relax_hetero as rh
 from relax_hetero.errors import HeteroError
@@ -83,3 +83,23 @@ def test_a_mask_of_other_dimensions_joins_scores_and_softmax():
         masked = scores + mask
         weights = np.exp(masked) / np.exp(masked).sum(axis=-1, keepdims=True)
         np.testing.assert_allclose(machine["main"](scores, mask).numpy(), weights * masked + mask, rtol=1e-5)
+
+
+def test_sizes_that_are_equal_as_none_is_negative():
+    """What a slice takes and what it leaves are as many as there were; a kernel reads one expression of both."""
+    model = parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        f (bool[b,t] x) => (bool[b,u] y, bool[b,t] z)
+        <int64[1] zero = {0}, int64[1] one = {1}, int64[1] end = {9223372036854775807}> {
+            first = Slice(x, zero, one, one)
+            others = Slice(x, one, end, one)
+            whole = Concat<axis = 1>(first, others)
+            y = And(whole, x)
+            z = Xor(x, whole)
+        }""")
+    main = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"]
+    for length in (5, 1, 0):
+        x = np.arange(2 * length).reshape(2, length) % 3 == 0
+        y, z = main(x)
+        np.testing.assert_array_equal(y.numpy(), x)
+        np.testing.assert_array_equal(z.numpy(), np.zeros_like(x))
