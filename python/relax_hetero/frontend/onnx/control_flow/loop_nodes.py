@@ -101,9 +101,21 @@ def convert_loop(importer: OnnxImporter, node: onnx.NodeProto, info: NodeInfo, o
         ends, *results = importer.graph_values(body, nodes, given)
         return Trip(ends, results[: len(values)], results[len(values) :])
 
-    loop = Loop(info, title, len(body.node), trips, first, state, len(body.output) - 1 - len(state), trip, names[2:])
+    rows = len(body.output) - 1 - len(state)
+    joins = [_joining_axis(importer, name) for name in node.output[: len(state)]]
+    loop = Loop(info, title, len(body.node), trips, first, state, rows, trip, names[2:], joins)
     results = run(importer, loop)
     return [*results.state, *results.rows]
+
+
+def _joining_axis(importer: OnnxImporter, name: str) -> int | None:
+    """The axis along which every node that reads a sequence joins it; None where one does something else."""
+    readers = importer.readers(name) if name else []
+    joining = [node for node in readers if node.op_type == "ConcatFromSequence"]
+    if len(joining) < len(readers) or any(attribute_of(node, "new_axis", 0) for node in joining):
+        return None
+    axes = {attribute_of(node, "axis", None) for node in readers}
+    return next(iter(axes)) if len(axes) == 1 else None
 
 
 def _trips(importer: Importer, limit: Any, what: str) -> Any:

@@ -13,9 +13,10 @@ from tvm import tirx
 from ....target.gpu_target import GpuTarget
 from ...loops.nests import form_nests
 from ...loops.stages import NotStages, read_stages
+from ...suppression import SUPPRESSION
 from .launches import Launch, launches_of
 from .statements import write_statements
-from .suppression import SUPPRESSION, suppression_kernel
+from .suppression import suppression_kernel
 from .wide_axes import with_wide_axes
 from .write import write_function
 

@@ -7,49 +7,21 @@ classes before have taken is known when all are done: a second launch writes the
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....target.gpu_target import WARP
-from ...core.builder import Expr, Function, flat, int64
+from ...core.builder import Expr, Function, ceil_div, int64
+from ...suppression import Suppression, SuppressionMemory, area_of, corners_of, overlaps
 from .lanes import register
 from .launch import launch, sync
 from .reduction import from_below
 
-SUPPRESSION = "relax_hetero.suppression"
-"""On a PrimFunc that computes a non-maximum suppression: what it computes, a `Suppression` as JSON."""
-
 _THREADS = 256
 _WARPS = _THREADS // WARP
 _ZERO = int64(0)
-
-
-@dataclass(frozen=True)
-class Suppression:
-    """A suppression of boxes ``(batches, boxes, 4)`` by scores ``(batches, classes, boxes)``.
-
-    Attributes
-    ----------
-    limit : int
-        Boxes that a class takes at most.
-    is_center : bool
-        Whether boxes are given by their centers and sizes, else by opposite corners.
-    """
-
-    batches: int
-    classes: int
-    boxes: int
-    limit: int
-    is_center: bool
-
-    @property
-    def text(self) -> str:
-        """As an attribute has it."""
-        return json.dumps(asdict(self))
 
 
 def suppression_kernel(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -58,14 +30,12 @@ def suppression_kernel(func: tirx.PrimFunc) -> tirx.PrimFunc:
     Parameters
     ----------
     func : PrimFunc
-        With the attribute. Its parameters are boxes, scores, three tensors of one number (how many boxes a class takes
-        at most, the overlap that drops a box, the least score), the places ``(batches * classes * limit, 3)`` of the
-        boxes that were taken, and their number.
+        With the attribute `SUPPRESSION` and the parameters of `SuppressionMemory`.
     """
-    problem = Suppression(**json.loads(str(func.attrs[SUPPRESSION])))
+    problem = Suppression.of(func)
     function = Function("non_max_suppression")
     with function:
-        kernel = _Kernel(function, problem)
+        kernel = _Kernel(SuppressionMemory(function, problem), problem.is_center)
         with function.body():
             kernel.allocate()
             kernel.take()
@@ -77,42 +47,31 @@ def suppression_kernel(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 class _Kernel:
-    def __init__(self, function: Function, problem: Suppression) -> None:
-        self.problem = p = problem
-        self.groups = p.batches * p.classes
-        shapes: dict[str, tuple[list[int], str]] = {
-            "box": ([p.batches, p.boxes, 4], "float32"),
-            "score": ([p.batches, p.classes, p.boxes], "float32"),
-            "most": ([1], "int64"),
-            "overlap": ([1], "float32"),
-            "least": ([1], "float32"),
-            "selected": ([self.groups * p.limit, 3], "int64"),
-            "number": ([1], "int64"),
-        }
-        self._memory: dict[str, tuple[Any, list[Expr]]] = {}
-        for name, (shape, dtype) in shapes.items():
-            extents = [int64(extent) for extent in shape]
-            self._memory[name] = function.argument(name, extents, dtype), extents
+    def __init__(self, memory: SuppressionMemory, is_center: bool) -> None:
+        self._memory, self._is_center = memory, is_center
+        self._open = memory.open
 
     def allocate(self) -> None:
         """Memory between the launches."""
+        m = self._memory
         for name, count, dtype in (
-            ("alive", self.groups * self.problem.boxes, "int8"),
-            ("taken", self.groups * self.problem.limit, "int32"),
-            ("counts", self.groups, "int32"),
-            ("scores", self.groups * _WARPS, "float32"),
-            ("places", self.groups * _WARPS, "int32"),
+            ("alive", m.groups * m.boxes, "int8"),
+            ("taken", m.groups * m.limit, "int32"),
+            ("counts", m.groups, "int32"),
+            ("scores", m.groups * _WARPS, "float32"),
+            ("places", m.groups * _WARPS, "int32"),
         ):
-            extents = [int64(max(count, 1))]
-            self._memory[name] = T.alloc_buffer(extents, dtype, scope="global"), extents
+            m.allocate(name, count, dtype)
 
-    def _open(self, *names: str) -> list[Any]:
-        return [flat(*self._memory[name]) for name in names]
+    def _image(self, group: Expr) -> Expr:
+        classes = self._memory.classes
+        # There are no groups where there are no classes, but a block is launched.
+        return group // (max(classes, 1) if isinstance(classes, int) else T.max(classes, int64(1)))
 
     def take(self) -> None:
         """The boxes of each class, best first, and how many they are."""
-        p = self.problem
-        with launch(self.groups, _THREADS) as (group, thread):
+        m = self._memory
+        with launch(m.groups, _THREADS) as (group, thread):
             box, score, most, overlap, least, alive, taken, counts, *met = self._open(
                 "box", "score", "most", "overlap", "least", "alive", "taken", "counts", "scores", "places"
             )
@@ -120,20 +79,20 @@ class _Kernel:
             none = tirx.const(-1, "int32")
             T.buffer_store(last, none, [_ZERO])
             T.buffer_store(count, tirx.const(0, "int32"), [_ZERO])
-            wanted = T.min(most[_ZERO], int64(p.limit))
-            T.buffer_store(goes_on, tirx.Cast("int32", wanted > 0), [_ZERO])
+            wanted = T.min(most[_ZERO], int64(m.limit))
+            T.buffer_store(goes_on, tirx.Cast("int32", tirx.all(wanted > 0, group < m.groups)), [_ZERO])
             with T.While(goes_on[_ZERO] != 0):
                 best, where = register("float32", 1), register("int32", 1)
                 T.buffer_store(best, tirx.const(float("-inf"), "float32"), [_ZERO])
                 T.buffer_store(where, none, [_ZERO])
-                with T.serial(int64(-(-p.boxes // _THREADS))) as step:
+                with T.serial(int64(ceil_div(m.boxes, _THREADS))) as step:
                     i = step * _THREADS + thread
-                    with T.If(i < p.boxes), T.Then():
+                    with T.If(i < m.boxes), T.Then():
                         self._visit(i, group, (box, score, overlap, least, alive), last, count, best, where)
                 T.buffer_store(last, self._join((met[0], met[1]), group, thread, best, where), [_ZERO])
                 with T.If(last[_ZERO] >= 0), T.Then():
                     with T.If(tirx.EQ(thread, _ZERO)), T.Then():
-                        at = group * p.limit + tirx.Cast("int64", count[_ZERO])
+                        at = group * m.limit + tirx.Cast("int64", count[_ZERO])
                         T.buffer_store(taken, last[_ZERO], [at])
                     T.buffer_store(count, count[_ZERO] + 1, [_ZERO])
                 is_more = tirx.all(last[_ZERO] >= 0, tirx.Cast("int64", count[_ZERO]) < wanted)
@@ -146,8 +105,9 @@ class _Kernel:
     ) -> None:
         """A box in a round: dropped where it overlaps the last one taken, or else perhaps the best."""
         box, score, overlap, least, alive = memory
-        p, here = self.problem, group * self.problem.boxes + i
-        image = group // p.classes * p.boxes
+        m = self._memory
+        here = group * m.boxes + i
+        image = self._image(group) * m.boxes
         stays, own = register("int32", 1), register("float32", 1)
         T.buffer_store(own, score[here], [_ZERO])
         with T.If(last[_ZERO] < 0):
@@ -160,7 +120,10 @@ class _Kernel:
                     one = self._corners(box, image + i)
                     other = self._corners(box, image + tirx.Cast("int64", last[_ZERO]))
                     is_last = tirx.EQ(i, tirx.Cast("int64", last[_ZERO]))
-                    with T.If(tirx.any(is_last, _overlaps(one, other, overlap[_ZERO]))), T.Then():
+                    with (
+                        T.If(tirx.any(is_last, overlaps(one, other, overlap[_ZERO], tirx.const(0, "float32")))),
+                        T.Then(),
+                    ):
                         T.buffer_store(stays, tirx.const(0, "int32"), [_ZERO])
                         T.buffer_store(alive, tirx.const(0, "int8"), [here])
         is_better = tirx.any(where[_ZERO] < 0, own[_ZERO] > best[_ZERO])
@@ -169,20 +132,13 @@ class _Kernel:
             T.buffer_store(where, tirx.Cast("int32", i), [_ZERO])
 
     def _corners(self, box: Any, number: Expr) -> list[Expr]:
-        """The corners of a box in registers: least and greatest along both axes."""
-        given = [box[number * 4 + d] for d in range(4)]
-        if self.problem.is_center:
-            half = tirx.const(2, "float32")
-            values = [given[d] - given[d + 2] / half for d in range(2)]
-            values += [given[d] + given[d + 2] / half for d in range(2)]
-        else:
-            values = [T.min(given[d], given[d + 2]) for d in range(2)] + [
-                T.max(given[d], given[d + 2]) for d in range(2)
-            ]
-        corners = register("float32", 4)
-        for d, value in enumerate(values):
+        """Corners and area of a box in registers."""
+        corners = register("float32", 5)
+        for d, value in enumerate(corners_of([box[number * 4 + d] for d in range(4)], self._is_center)):
             T.buffer_store(corners, value, [int64(d)])
-        return [corners[int64(d)] for d in range(4)]
+        values = [corners[int64(d)] for d in range(5)]
+        T.buffer_store(corners, area_of(values), [int64(4)])
+        return values
 
     def _join(self, memory: tuple[Any, Any], group: Expr, thread: Expr, best: Any, where: Any) -> Expr:
         """Where the best of all threads is, the first of equal ones.
@@ -219,29 +175,23 @@ class _Kernel:
 
     def write(self) -> None:
         """The places of all boxes taken, class after class, and their number."""
-        p = self.problem
-        with launch(self.groups, _THREADS) as (group, thread):
+        m = self._memory
+        with launch(m.groups, _THREADS) as (group, thread):
             taken, counts, selected, number = self._open("taken", "counts", "selected", "number")
             before = register("int64", 1)
             T.buffer_store(before, _ZERO, [_ZERO])
             with T.serial(group) as earlier:
                 T.buffer_store(before, before[_ZERO] + tirx.Cast("int64", counts[earlier]), [_ZERO])
             own = tirx.Cast("int64", counts[group])
-            with T.serial(int64(-(-p.limit // _THREADS))) as step:
+            with T.serial(int64(ceil_div(m.limit, _THREADS))) as step:
                 k = step * _THREADS + thread
                 with T.If(k < own), T.Then():
-                    values = group // p.classes, group % p.classes, tirx.Cast("int64", taken[group * p.limit + k])
+                    values = (
+                        self._image(group),
+                        group - self._image(group) * m.classes,
+                        tirx.Cast("int64", taken[group * m.limit + k]),
+                    )
                     for d, value in enumerate(values):
                         T.buffer_store(selected, value, [(before[_ZERO] + k) * 3 + d])
-            with T.If(tirx.all(tirx.EQ(group, int64(self.groups - 1)), tirx.EQ(thread, _ZERO))), T.Then():
+            with T.If(tirx.all(group + 1 >= m.groups, tirx.EQ(thread, _ZERO))), T.Then():
                 T.buffer_store(number, before[_ZERO] + own, [_ZERO])
-
-
-def _overlaps(one: list[Expr], other: list[Expr], most: Expr) -> Expr:
-    """Whether two boxes share more of their union than `most`."""
-    high = T.min(one[2], other[2]) - T.max(one[0], other[0])
-    wide = T.min(one[3], other[3]) - T.max(one[1], other[1])
-    areas = [(box[2] - box[0]) * (box[3] - box[1]) for box in (one, other)]
-    share = high * wide / (areas[0] + areas[1] - high * wide)
-    zero = tirx.const(0, "float32")
-    return tirx.all(high > zero, wide > zero, share > most)

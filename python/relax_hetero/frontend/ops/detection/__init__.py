@@ -1,0 +1,6 @@
+"""Converters of ops of object detection."""
+
+from __future__ import annotations
+
+# Each of these registers the converters it defines.
+from . import crops, deformed, regions, suppression  # noqa: F401
