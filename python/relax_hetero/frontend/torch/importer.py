@@ -252,7 +252,7 @@ class _Importer:
         value = node.meta.get("val")
         if _is_number(value) and not _is_read(node):
             return  # computed where it is read
-        if _op_name(node) in _SILENT:
+        if _op_name(node) in _SILENT or self._is_open(node):
             return
         info = self._names.info(node)
         try:
@@ -265,6 +265,13 @@ class _Importer:
         self._values[node] = result
         results = result if isinstance(result, list) else [result]
         self._results[info] = [part for part in results if isinstance(part, relax.Var)]
+
+    def _is_open(self, node: Any) -> bool:
+        """Whether a node asserts a condition over sizes that nobody names."""
+        if _op_name(node) not in ("_assert_scalar", "_functional_assert_scalar"):
+            return False
+        value = node.args[0].meta.get("val") if isinstance(node.args[0], self._torch.fx.Node) else None
+        return isinstance(value, self._torch.SymBool) and self._sizes.condition(value) is None
 
     def _converted(self, node: Any, info: NodeInfo) -> Any:
         name = f"{_op_name(node)}.{getattr(node.target, '_overloadname', 'default')}"
