@@ -19,6 +19,13 @@ _MODES = ("BRANCH_LEQ", "BRANCH_LT", "BRANCH_GTE", "BRANCH_GT", "BRANCH_EQ", "BR
 _ROWS = 16
 """Rows that a task walks at least."""
 
+_SHALLOW = 8
+"""Steps to the deepest leaf up to which each row walks by itself.
+
+Ten rows down 50 trees of a random forest (12 to 25 steps) take 80 µs so and 46 µs together; down 500 trees of 3 steps
+54 and 60 µs (Zen 4, two threads, beside other work).
+"""
+
 Weights = Mapping[int, Sequence[tuple[int, float]]]
 """By leaf: targets, and what the leaf adds to each."""
 
@@ -166,13 +173,20 @@ def _walk(node: Node, table: _Table, root: int) -> tuple[int, list[int]]:
             raise node.refusal("a tree of it has a cycle: some row never comes to a leaf")
 
 
-def _leaf_kernel(width: int, nodes: int, trees: int, dtype: str, has_missing: bool) -> tirx.PrimFunc:
-    """The leaf that each row comes to, by tree; trees are walked to their deepest leaf, without a branch."""
+def _leaf_kernel(width: int, nodes: int, trees: int, dtype: str, has_missing: bool, is_deep: bool) -> tirx.PrimFunc:
+    """The leaf that each row comes to, by tree; trees are walked to their deepest leaf, without a branch.
 
-    def is_low(value: tirx.Expr, bound: tirx.Expr, counts: tirx.Expr) -> tirx.Expr:
-        """1 where a feature is at most the split, or missing where that counts so; else 0."""
-        low = tirx.Cast("int32", value <= bound)
-        return low | (tirx.Cast("int32", tirx.isnan(value)) & tirx.Cast("int32", counts)) if has_missing else low
+    A step waits for the one before. Down shallow trees the processor begins with the next tree meanwhile; down deep
+    ones, several rows go together.
+    """
+
+    def child_of(child, x, feature, split, missing, row, at):
+        """The left child where a feature is at most the split, or missing where that counts so."""
+        value = x[row, feature[at]]
+        low = tirx.Cast("int32", value <= split[at])
+        if has_missing:
+            low = low | (tirx.Cast("int32", tirx.isnan(value)) & tirx.Cast("int32", missing[at]))
+        return child[at, low]
 
     @T.prim_func(private=True, s_tir=True)
     def tree_leaves(
@@ -190,18 +204,25 @@ def _leaf_kernel(width: int, nodes: int, trees: int, dtype: str, has_missing: bo
         x = T.match_buffer(data, (rows, width), dtype)
         leaf = T.match_buffer(result, (rows, trees), "int32")
         for task in T.parallel((rows + T.int64(_ROWS - 1)) // T.int64(_ROWS)):
-            for i in T.serial(T.min(T.int64(_ROWS), rows - task * T.int64(_ROWS))):
+            if is_deep:
                 for t in T.serial(trees):
-                    leaf[task * T.int64(_ROWS) + i, t] = root[t]
+                    for i in T.serial(T.min(T.int64(_ROWS), rows - task * T.int64(_ROWS))):
+                        leaf[task * T.int64(_ROWS) + i, t] = root[t]
                     for _ in T.serial(depth[t]):
-                        leaf[task * T.int64(_ROWS) + i, t] = child[
-                            leaf[task * T.int64(_ROWS) + i, t],
-                            is_low(
-                                x[task * T.int64(_ROWS) + i, feature[leaf[task * T.int64(_ROWS) + i, t]]],
-                                split[leaf[task * T.int64(_ROWS) + i, t]],
-                                missing[leaf[task * T.int64(_ROWS) + i, t]],
-                            ),
-                        ]
+                        for i in T.serial(T.min(T.int64(_ROWS), rows - task * T.int64(_ROWS))):
+                            leaf[task * T.int64(_ROWS) + i, t] = child_of(
+                                child, x, feature, split, missing,
+                                task * T.int64(_ROWS) + i, leaf[task * T.int64(_ROWS) + i, t],
+                            )  # fmt: skip
+            else:
+                for i in T.serial(T.min(T.int64(_ROWS), rows - task * T.int64(_ROWS))):
+                    for t in T.serial(trees):
+                        leaf[task * T.int64(_ROWS) + i, t] = root[t]
+                        for _ in T.serial(depth[t]):
+                            leaf[task * T.int64(_ROWS) + i, t] = child_of(
+                                child, x, feature, split, missing,
+                                task * T.int64(_ROWS) + i, leaf[task * T.int64(_ROWS) + i, t],
+                            )  # fmt: skip
 
     return tree_leaves
 
@@ -210,7 +231,8 @@ def leaves_of_rows(node: Node, data: relax.Expr, forest: Forest) -> relax.Expr:
     """(rows, trees), the leaf that each row comes to."""
     rows, width = node.shape(data)
     nodes, trees = forest.features.size, forest.roots.size
-    kernel = _leaf_kernel(width, nodes, trees, str(forest.splits.dtype), bool(forest.missing.any()))
+    is_deep = int(forest.depths.max(initial=0)) > _SHALLOW
+    kernel = _leaf_kernel(width, nodes, trees, str(forest.splits.dtype), bool(forest.missing.any()), is_deep)
     symbol = node.builder.add_func(kernel, "tree_leaves")
     tables = (forest.features, forest.splits, forest.children, forest.missing, forest.roots, forest.depths)
     inputs = [data, *(const(table) for table in tables)]

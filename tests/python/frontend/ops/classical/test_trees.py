@@ -130,3 +130,24 @@ def test_damaged_trees_are_refused_by_name(changes: dict[str, Any], match: str):
     }  # fmt: skip
     with pytest.raises(rh.HeteroError, match=f"TreeEnsembleRegressor node 'node0'.*{match}"):
         rh.from_onnx(_model([("TreeEnsembleRegressor", 1, {**attributes, **changes})], 5))
+
+
+def test_rows_walk_down_a_deep_tree_together():
+    steps, x = 12, np.linspace(-1, 13, 37, dtype="float32").reshape(-1, 1)
+    x[5] = np.nan
+    inner, leaves = range(steps), range(steps, 2 * steps + 1)
+    node = helper.make_node(
+        "TreeEnsembleRegressor", ["x"], ["y"], "chain", domain="ai.onnx.ml",
+        nodes_treeids=[0] * (2 * steps + 1), nodes_nodeids=[*inner, *leaves], nodes_featureids=[0] * (2 * steps + 1),
+        nodes_modes=["BRANCH_LEQ"] * steps + ["LEAF"] * (steps + 1),
+        nodes_values=[float(at) for at in inner] + [0.0] * (steps + 1),
+        nodes_truenodeids=[steps + at for at in inner] + [0] * (steps + 1),
+        nodes_falsenodeids=[*(at + 1 for at in range(steps - 1)), 2 * steps] + [0] * (steps + 1),
+        target_treeids=[0] * (steps + 1), target_nodeids=list(leaves), target_ids=[0] * (steps + 1),
+        target_weights=[float(at) for at in range(steps + 1)], n_targets=1,
+    )  # fmt: skip
+    infos = [helper.make_tensor_value_info(name, 1, ["rows", 1]) for name in "xy"]
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 3)]
+    model = helper.make_model(helper.make_graph([node], "g", infos[:1], infos[1:]), opset_imports=opsets, ir_version=9)
+    found = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](x).numpy()
+    np.testing.assert_array_equal(found, np.where(np.isnan(x), steps, np.clip(np.ceil(x), 0, steps)))
