@@ -215,22 +215,6 @@ _VISION: Mapping[str, Callable[[], Built]] = {
 _LANGUAGE: Mapping[str, Callable[[], Built]] = {
     "bert_base": _transformer("BertModel", "BertConfig", lambda _: _masked(128), _last_hidden),
     "distilbert": _transformer("DistilBertModel", "DistilBertConfig", lambda _: _masked(128), _last_hidden),
-    "deberta_v2": _transformer(
-        "DebertaV2Model",
-        "DebertaV2Config",
-        lambda _: _masked(64),
-        _last_hidden,
-        hidden_size=384,
-        num_attention_heads=6,
-        intermediate_size=1536,
-        num_hidden_layers=6,
-        vocab_size=32000,
-        relative_attention=True,
-        position_buckets=256,
-        pos_att_type=["p2c", "c2p"],
-        norm_rel_ebd="layer_norm",
-        share_att_key=True,
-    ),
     "gpt2": _transformer("GPT2LMHeadModel", "GPT2Config", lambda _: (_tokens(64),), _logits),
     "gpt2_step": _transformer("GPT2LMHeadModel", "GPT2Config", lambda _: (_tokens(1), *_past(12, 12, 64, 64)), _step),
     "llama_small": _transformer(

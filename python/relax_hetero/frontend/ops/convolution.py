@@ -117,7 +117,8 @@ def _with_open_pads(node: Node, data: relax.Expr, pads: list[Dim]) -> tuple[rela
     return node.kernel("pad_same", element, data, shape=[*node.shape(data)[:2], *shape]), fixed
 
 
-def _with_bias(node: Node, result: relax.Expr, index: int) -> relax.Expr:
+def with_bias(node: Node, result: relax.Expr, index: int) -> relax.Expr:
+    """A convolution's result plus input `index`, a number for each channel, if the node has it."""
     if not node.has(index):
         return result
     bias = require_shape(node, node.tensor(index), [node.shape(result)[1]], "its bias")
@@ -130,7 +131,7 @@ def convolution(node: Node) -> relax.Expr:
     data, weight = node.tensor(0), node.tensor(1)
     dtype = dtype_of(data)
     result = _convolve(node, data, weight, "float32" if dtype in HALF else dtype)
-    return _with_bias(node, cast(node, result, dtype), 2)
+    return with_bias(node, cast(node, result, dtype), 2)
 
 
 def integer_convolution(node: Node, data: relax.Expr, weight: relax.Expr) -> relax.Expr:
@@ -165,7 +166,7 @@ def transposed_convolution(node: Node) -> relax.Expr:
         missing[count + axis] += extra[axis] - within[axis]
     if any(missing):
         result = _fill(node, result, missing)
-    return _with_bias(node, result, 2)
+    return with_bias(node, result, 2)
 
 
 def _transposed_pads(

@@ -208,6 +208,28 @@ def trilu(node: Node) -> relax.Expr:
     return node.kernel("trilu", element, data, diagonal)
 
 
+@converts("Flatten")
+def flatten(node: Node) -> relax.Expr:
+    """A matrix: the axes in front of one as its rows, the others as its columns."""
+    data = node.tensor(0)
+    dims, axis = node.shape(data), node.attribute("axis", 1)
+    if not -len(dims) <= axis <= len(dims):
+        raise node.refusal(f"axis {axis} is out of range for rank {len(dims)}")
+    axis += len(dims) if axis < 0 else 0
+    return node.emit(relax.op.reshape(data, [math.prod(dims[:axis]), math.prod(dims[axis:])]))
+
+
+@converts("Transpose")
+def transpose(node: Node) -> relax.Expr:
+    """The axes in another order, by default the reverse one."""
+    data = node.tensor(0)
+    rank = node.rank(data)
+    order = list(node.attribute("perm", None) or reversed(range(rank)))
+    if sorted(order) != list(range(rank)):
+        raise node.refusal(f"its perm {order} is no order of {rank} axes")
+    return node.emit(relax.op.permute_dims(data, order)) if rank else data
+
+
 @converts("Concat")
 def concat(node: Node) -> relax.Expr:
     """The inputs side by side; all but their sizes along the axis have to agree."""

@@ -1,13 +1,17 @@
-"""Matrix products: MatMul, Gemm, their integer forms, and attention."""
+"""Matrix products: MatMul, Gemm, their integer forms, and attention; determinants."""
 
 from __future__ import annotations
 
+import math
+
 from tvm import relax, te, tirx
 
+from ...tir.determinant import determinant_kernel
+from ...transform.ir.extents import Symbols
 from .elementwise import HALF
-from .node import Dim, Node, Position, const, dtype_of
+from .node import OPAQUE, Dim, Node, Position, as_dim, const, dtype_of
 from .quantization_parameters import as_type, is_zero, reshaped
-from .required_sizes import require_broadcast, require_equal, shown, stretched
+from .required_sizes import as_expr, require_broadcast, require_equal, shown, stretched
 from .table import convert_by_body, convert_by_stock, converts
 
 
@@ -130,3 +134,20 @@ def attention(node: Node) -> relax.Expr:
     if len(dims) == 4:
         require_equal(node, values[1], keys[1], "axis 1 of its values, the heads, has")
     return convert_by_body(node)
+
+
+@converts("Det")
+def determinant(node: Node) -> relax.Expr:
+    """The determinants of the matrices in the last two axes."""
+    data = node.tensor(0)
+    if node.rank(data) < 2:
+        raise node.refusal(f"its input has {node.rank(data)} axes, expected at least 2")
+    *front, rows, columns = node.shape(data)
+    require_equal(node, columns, rows, "the last axis of its input has")
+    batch = as_dim(math.prod(front, start=as_expr(1)))
+    data = node.emit(relax.op.reshape(data, [batch, rows, rows]))
+    symbols = Symbols()
+    kernel = determinant_kernel(symbols.dim(as_expr(batch)), symbols.dim(as_expr(rows)), dtype_of(data))
+    symbol = node.builder.add_func(kernel.without_attr("global_symbol").with_attr("op_pattern", OPAQUE), "determinant")
+    found = node.emit(relax.op.call_tir(symbol, [data], relax.TensorType([batch], dtype_of(data))))
+    return node.emit(relax.op.reshape(found, front))

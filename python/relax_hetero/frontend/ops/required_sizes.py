@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import onnx
-import tvm
 import tvm_ffi
 from tvm import relax, te, tirx
 
-from ..symbolic_sizes import analyzer_for, compute_sizes
+from ..symbolic_sizes import analyzer_for, compute_sizes, is_size_where_not_empty, sizes_of
 from .node import Dim, Node, Position, as_dim, const
 
 MOST_ELEMENTS = 2**47
@@ -105,10 +105,17 @@ def require_multiple(node: Node, size: Dim, divisor: int, subject: str) -> None:
 def computed_sizes(node: Node, proto: onnx.NodeProto) -> Any:
     """The output of a node that computes sizes, as `compute_sizes`; none of them may be divided by 0."""
     sizes = compute_sizes(proto, node.inputs)
-    if sizes is not None and proto.op_type in ("Div", "Mod"):
-        for divisor in node.inputs[1].values if isinstance(node.inputs[1], relax.ShapeExpr) else [node.inputs[1]]:
-            if tvm.ir.is_prim_expr(divisor):
-                node.require(tirx.NE(divisor, as_expr(0)), f"divides by {divisor}")
+    if sizes is None or proto.op_type not in ("Div", "Mod"):
+        return sizes
+    divided, divisors = map(sizes_of, node.inputs)
+    assert divided is not None and divisors is not None, "compute_sizes takes sizes only"
+    for divisor in divisors.flat:
+        if not isinstance(divisor, int):
+            node.require(tirx.NE(divisor, as_expr(0)), f"divides by {divisor}")
+    if proto.op_type == "Div":
+        for size, divisor in zip(*(array.flat for array in np.broadcast_arrays(divided, divisors)), strict=True):
+            if is_size_where_not_empty(size, divisor):
+                node.require(size >= 0, "divides a negative size")
     return sizes
 
 

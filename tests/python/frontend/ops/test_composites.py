@@ -27,6 +27,12 @@ def test_matmul(a, b):
     check("MatMul", uniform(*a), uniform(*b))
 
 
+def test_determinants():
+    singular = uniform(2, 3, 4, 4)
+    singular[0, 1, 2] = singular[0, 1, 0]
+    check("Det", singular, symbolic=[0], opset=11)
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("op", "gates"), [("RNN", 1), ("GRU", 3), ("LSTM", 4)])
 @pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])

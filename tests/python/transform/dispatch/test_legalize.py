@@ -199,6 +199,31 @@ def test_ops_before_the_one_that_fails_are_not_blamed():
         rh.compile(bb.get())
 
 
+def test_kernels_of_several_stages_and_one_symbolic_size_on_cpus_of_two_targets():
+    """ConvertSSA, which LegalizeOps runs behind its copies, would leave uses of the buffer between them undefined."""
+
+    @I.ir_module
+    class Mod:
+        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
+
+        @R.function
+        def main(
+            x: R.Tensor(("b", "s"), "float32", "llvm:0"),
+            i: R.Tensor(("n", 2), "int64", "llvm:0"),
+            y: R.Tensor(("b", "s"), "float32", "llvm:1"),
+            j: R.Tensor(("m", 2), "int64", "llvm:1"),
+        ):
+            with R.dataflow():
+                result = (R.gather_nd(x, i), R.gather_nd(y, j))
+                R.output(result)
+            return result
+
+    x, i, j = np.random.default_rng(0).random((2, 3), "float32"), np.array([[0, 2], [1, 1], [1, 0]]), np.array([[1, 2]])
+    first, second = rh.vm.VirtualMachine(rh.compile(Mod))["main"](x, i, x, j)
+    np.testing.assert_array_equal(first.numpy(), x[tuple(i.T)])
+    np.testing.assert_array_equal(second.numpy(), x[tuple(j.T)])
+
+
 def test_scans_and_top_k_of_one_shape_on_cpus_of_two_targets():
     @I.ir_module
     class Mod:

@@ -8,7 +8,7 @@ from ..node import Node
 from ..table import MICROSOFT, convert_node, converts
 
 # Op type and the standard opset that defines it as ONNX Runtime does.
-_OPSETS = {"DequantizeLinear": 21, "GatherND": 13, "QuantizeLinear": 21, "Range": 11, "Trilu": 14}
+_OPSETS = {"DequantizeLinear": 21, "GatherND": 13, "GridSample": 16, "QuantizeLinear": 21, "Range": 11, "Trilu": 14}
 
 
 @converts(*_OPSETS, domain=MICROSOFT)

@@ -8,13 +8,10 @@ from tvm import relax, tirx
 from ....tir.suppression import Suppression, suppression_kernel
 from ....transform.ir.extents import Symbols
 from ..elementwise import cast
-from ..node import Node, const
+from ..node import OPAQUE, Node, const
 from ..required_sizes import as_expr, require_shape
 from ..run_time.numbers import dims_at_run_time
 from ..table import converts
-
-_OPAQUE = 8
-"""Of TVM's kinds of kernels: never fused with others."""
 
 
 @converts("NonMaxSuppression")
@@ -42,7 +39,7 @@ def non_max_suppression(node: Node) -> relax.Expr:
         None if most is not None and most >= np.iinfo("int32").max else most,
         bool(node.attribute("center_point_box", 0)),
     )
-    kernel = suppression_kernel(problem).without_attr("global_symbol").with_attr("op_pattern", _OPAQUE)
+    kernel = suppression_kernel(problem).without_attr("global_symbol").with_attr("op_pattern", OPAQUE)
     limit = as_expr(count) if problem.most is None else tirx.min(as_expr(count), as_expr(problem.most))
     found = node.emit(
         relax.op.call_tir(

@@ -1,5 +1,31 @@
 """Converters of ATen ops, one module for each family; importing this package registers them."""
 
-from . import control_flow, detection, elementwise, indexing, moving, neural, reductions, run_time
+from . import (
+    control_flow,
+    detection,
+    elementwise,
+    indexing,
+    moving,
+    neural,
+    quantized,
+    random,
+    recurrent,
+    reductions,
+    run_time,
+    searching,
+)
 
-__all__ = ["control_flow", "detection", "elementwise", "indexing", "moving", "neural", "reductions", "run_time"]
+__all__ = [
+    "control_flow",
+    "detection",
+    "elementwise",
+    "indexing",
+    "moving",
+    "neural",
+    "quantized",
+    "random",
+    "recurrent",
+    "reductions",
+    "run_time",
+    "searching",
+]

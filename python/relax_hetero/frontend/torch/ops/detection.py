@@ -41,3 +41,22 @@ def nms(node: TorchNode, boxes: relax.Expr, scores: relax.Expr, threshold: float
     )  # fmt: skip
     places = node.emit(relax.op.strided_slice(found, [1], [2], [3]))
     return node.reshape(places, node.dims(places)[:1])
+
+
+@converts("deform_conv2d")
+def deformed_convolution(
+    node: TorchNode,
+    x: relax.Expr,
+    weight: relax.Expr,
+    offset: relax.Expr,
+    mask: relax.Expr,
+    bias: relax.Expr,
+    *numbers: int,
+) -> relax.Expr:
+    """A convolution of bilinear samples at moved places; `numbers` are strides, pads, dilations and groups."""
+    strides, pads, dilations = (tuple(numbers[at : at + 2]) for at in (0, 2, 4))
+    group, offset_group, has_mask = numbers[6:9]
+    return node.onnx(
+        "DeformConv", x, weight, offset, bias, mask if has_mask else None, strides=strides, pads=(*pads, *pads),
+        dilations=dilations, group=group, offset_group=offset_group,
+    )  # fmt: skip

@@ -77,6 +77,18 @@ def test_fused_ops(vdevices):
     nodes.check(vdevices)
 
 
+@pytest.mark.parametrize("vdevices", [["llvm"], pytest.param(TWO, marks=pytest.mark.slow)])
+def test_places_in_images(vdevices):
+    nodes = Nodes()
+    image = nodes.floats(2, 3, 7, 9)
+    nodes.add("GridSample", image, nodes.floats(2, 4, 5, 2), mode="bicubic", padding_mode="border")
+    regions = np.array([[0.1, 0.2, 0.8, 0.9], [0.5, 0.5, 1.2, 1.3], [0.9, 0.1, 0.2, 0.7]], "float32")
+    for mode, size in (("bilinear", [4, 5]), ("nearest", [1, 3])):
+        crops = np.array([0, 1, 1], "int32"), np.array(size, "int32")
+        nodes.add("CropAndResize", image, regions, *crops, mode=mode, extrapolation_value=2.5)
+    nodes.check(vdevices)
+
+
 def _typed(nodes: Nodes) -> onnx.ModelProto:
     model = nodes.model()
     for info in model.graph.output:

@@ -1,0 +1,91 @@
+"""DeformConv: a convolution whose window reads the image at places that the model computes."""
+
+from __future__ import annotations
+
+from tvm import relax, te, tirx
+
+from ..convolution import pads_of, spatial, with_bias
+from ..elementwise import HALF, cast
+from ..node import Dim, Node, Position, dtype_of
+from ..products import matmul
+from ..required_sizes import as_expr, require_equal, require_shape
+from ..table import converts
+
+
+@converts("DeformConv")
+def deformed_convolution(node: Node) -> relax.Expr:
+    """Of images with two axes: bilinear samples at moved places, perhaps weighted by a mask, times the weights."""
+    data, weight = node.tensor(0), node.tensor(1)
+    if node.rank(data) != 4:
+        raise node.refusal(f"its input has {node.rank(data)} axes, expected 4")
+    outputs, inner, *window = node.static_shape(weight)
+    given = node.attribute("kernel_shape")
+    if given is not None and [int(size) for size in given] != window:
+        raise node.refusal(f"kernel_shape is {list(given)}, but the weight has {window}")
+    groups, offset_groups = node.attribute("group", 1), node.attribute("offset_group", 1)
+    channels = inner * groups
+    require_equal(node, node.shape(data)[1], channels, "axis 1 of its input, the channels, has")
+    if outputs % groups or channels % offset_groups:
+        raise node.refusal(f"cannot share {outputs} outputs, {channels} channels by {groups}, {offset_groups} groups")
+    batch, _, *image = node.shape(data)
+    strides, dilations = spatial(node, "strides", 2, 1), spatial(node, "dilations", 2, 1)
+    pads = pads_of(node, image, window, strides, dilations)
+    places = [
+        _places(node, size, (window[d] - 1) * dilations[d] + 1, pads[d] + pads[d + 2], strides[d])
+        for d, size in enumerate(image)
+    ]
+    count = offset_groups * window[0] * window[1]
+    offsets = require_shape(node, node.tensor(2), [batch, 2 * count, *places], "its offsets")
+    dtype = dtype_of(data)
+    exact = "float32" if dtype in HALF else dtype
+    operands = [cast(node, data, exact), cast(node, offsets, exact)]
+    if node.has(4):
+        mask = require_shape(node, node.tensor(4), [batch, count, *places], "its mask")
+        operands.append(cast(node, mask, exact))
+
+    def element(i: Position, x: te.Tensor, offset: te.Tensor, *masks: te.Tensor) -> tirx.Expr:
+        n, channel, *tap, row, column = i
+        number = (tirx.indexdiv(channel, as_expr(channels // offset_groups)) * window[0] + tap[0]) * window[1] + tap[1]
+        where = [
+            tirx.Cast(exact, at * strides[d] - pads[d] + tap[d] * dilations[d]) + offset(n, 2 * number + d, row, column)
+            for d, at in enumerate((row, column))
+        ]
+        sample = bilinear(x, (n, channel), where)
+        return sample * masks[0](n, number, row, column) if masks else sample
+
+    windows = node.kernel("moved_windows", element, *operands, shape=[batch, channels, *window, *places])
+    columns = node.emit(relax.op.reshape(windows, [batch, groups, inner * window[0] * window[1], _product(places)]))
+    rows = node.emit(relax.op.reshape(weight, [1, groups, outputs // groups, inner * window[0] * window[1]]))
+    result = matmul(node, cast(node, rows, exact), columns)
+    result = cast(node, node.emit(relax.op.reshape(result, [batch, outputs, *places])), dtype)
+    return with_bias(node, result, 3)
+
+
+def _product(sizes: list[Dim]) -> Dim:
+    return sizes[0] * sizes[1]
+
+
+def _places(node: Node, size: Dim, extent: int, pads: int, stride: int) -> Dim:
+    """How many places a window of `extent` elements has on an axis."""
+    node.require(as_expr(size) + pads >= extent, f"its kernel spans {extent} elements of {size} with padding {pads}")
+    if isinstance(size, int):
+        return (size + pads - extent) // stride + 1
+    return tirx.floordiv(size + (pads - extent), as_expr(stride)) + 1
+
+
+def bilinear(x: te.Tensor, front: tuple[tirx.Expr, ...], where: list[tirx.Expr]) -> tirx.Expr:
+    """The image at a place between pixels; beyond the image are zeros."""
+    corners = []
+    for place, extent in zip(where, x.shape[len(front) :], strict=True):
+        low = tirx.floor(place)
+        first = low.astype("int64")
+        share = place - low
+        corners.append([(first, extent, 1 - share), (first + 1, extent, share)])
+    total = tirx.const(0, x.dtype)
+    for row, height, row_weight in corners[0]:
+        for column, width, column_weight in corners[1]:
+            is_inside = tirx.all(row >= 0, row < height, column >= 0, column < width)
+            held = [tirx.max(tirx.min(at, size - 1), 0) for at, size in ((row, height), (column, width))]
+            value = row_weight * column_weight * x(*front, *held)
+            total = total + tirx.Select(is_inside, value, tirx.const(0, x.dtype))
+    return total
