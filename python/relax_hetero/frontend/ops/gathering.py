@@ -12,7 +12,7 @@ from tvm import relax, te, tirx, topi
 from ...tir.math.extremes import is_nan
 from .elementwise import cast, widened
 from .node import Dim, Node, Position, as_constant, const, dtype_of, is_float, onnx_dtype
-from .required_sizes import as_expr, require_equal, require_shape, shown
+from .required_sizes import as_expr, renamed, require_equal, require_shape, shown
 from .run_time.axes import axes_input, with_named_axis_second
 from .run_time.numbers import dims_at_run_time
 from .slicing import cut
@@ -119,6 +119,7 @@ def scatter_elements(node: Node) -> relax.Expr:
     axis = node.axis(node.attribute("axis", 0), node.rank(data))
     _check_indices(node, data, indices, axis)
     updates = require_shape(node, updates, node.shape(indices), "its updates")
+    indices = renamed(node, indices, node.shape(updates))  # a size that is known on one side is one on both
     indices = _inside(node, indices, [_size(node, data, axis)])
     return node.emit(relax.op.scatter_elements(data, indices, updates, axis, _reduction(node)))
 
@@ -136,6 +137,7 @@ def scatter_nd(node: Node) -> relax.Expr:
     places = node.shape(indices)
     slices = node.shape(data)[int(places[-1]) :] if isinstance(places[-1], int) else []
     updates = require_shape(node, updates, [*places[:-1], *slices], "its updates")
+    indices = renamed(node, indices, [*node.shape(updates)[: len(places) - 1], places[-1]])
     return node.emit(relax.op.scatter_nd(data, _coordinates(node, data, indices, 0), updates, _reduction(node)))
 
 

@@ -1,6 +1,7 @@
 """Gather, Scatter and their kin: negative indices, every axis, indices that are constants or inputs."""
 
 import numpy as np
+import onnx.parser
 import pytest
 
 import relax_hetero as rh
@@ -55,6 +56,26 @@ def test_scatter_elements(reduction):
 def test_scatter_nd(reduction):
     indices = np.array([[0, 1], [-1, 2], [1, 0]])
     check("ScatterND", uniform(3, 4, 2), indices, uniform(3, 2), reduction=reduction)
+
+
+def test_scatter_at_a_number_of_places_that_updates_tell():
+    """`x[:, :3] = y` of torch's exporter: as many places as three and the axis have, and three updates."""
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, 2] x, int64[m, 1] places, float[3, 2] updates) => (float[n, 2] y, float[n, 2] z) {
+            y = ScatterND (x, places, updates)
+            two = Constant <value = int64[2] {1, 2}> ()
+            columns = Expand (places, two)
+            z = ScatterElements (x, columns, updates)
+        }""")
+    main = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"]
+    x, places, updates = uniform(5, 2), np.array([[4], [0], [2]]), uniform(3, 2)
+    expected = x.copy()
+    expected[places[:, 0]] = updates
+    for got in main(x, places, updates):
+        np.testing.assert_array_equal(got.numpy(), expected)
+    with pytest.raises(rh.HeteroError, match="expected m == 3"):
+        main(x, places[:2], updates)
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1, -2])
