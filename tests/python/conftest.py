@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 import secrets
-from collections import Counter
 from collections.abc import Generator
 from types import ModuleType
+from zlib import crc32
 
 # Tests run several at a time: a pool as wide as the machine in each would only make them wait for each other.
 os.environ.setdefault("TVM_NUM_THREADS", "2")
@@ -48,9 +48,23 @@ settings.load_profile("relax_hetero")
 
 OPTIONAL = ("slow", "timing")
 
-# Kernels of GPUs run here by an interpreter, and on a GPU with `-m gpu`: by default each second variant that no test
-# counts itself.
-INTERPRETED, EACH = "tests/python/tir/cuda/", 2
+# Of the variants of a test one of so many runs by default, where no test says it itself: kernels are compiled for
+# each, those of GPUs run here by an interpreter, and `-m slow` and `-m gpu` run the rest.
+ONE_OF = {"tests/python/tir/cuda/": 3, "tests/python/tir/": 2, "": 1}
+
+
+def _rare(items: list[pytest.Item]) -> Generator[pytest.Item]:
+    """Variants of tests that are too many for each run: which ones, their names' hashes say.
+
+    Each n-th in turn would always meet the same value of an inner parameter.
+    """
+    variants: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for test, of_test in variants.items():
+        sampled = of_test[0].get_closest_marker("sampled")
+        each = sampled.args[0] if sampled is not None else next(n for at, n in ONE_OF.items() if test.startswith(at))
+        yield from sorted(of_test, key=lambda item: crc32(item.nodeid.encode()))[-(-len(of_test) // each) :]
 
 
 def pytest_report_header() -> str:
@@ -64,14 +78,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     `-m gpu` has slow ones, too; those of the clock run where `-m` names them, as other tests beside them falsify them.
     """
-    variants: Counter[str] = Counter()
-    for item in items:
-        sampled = item.get_closest_marker("sampled")
-        each = sampled.args[0] if sampled is not None else EACH if item.nodeid.startswith(INTERPRETED) else 1
-        test = item.nodeid.partition("[")[0]
-        if variants[test] % each:
-            item.add_marker(pytest.mark.slow)
-        variants[test] += 1
+    for item in _rare(items):
+        item.add_marker(pytest.mark.slow)
     chosen = config.option.markexpr
     if any("::" in argument for argument in config.args):
         return

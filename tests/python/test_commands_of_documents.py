@@ -23,7 +23,12 @@ FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`(python apps/[^`]+)`")
 QUICK = ("python apps/bench/command_buffers.py elementwise", "python apps/data_tiling_two_devices/run.py")
 """What runs by default; all else takes seconds each, and is slow."""
-PACKAGES = {"--torch": "torch", "--png": "matplotlib", "tvm": "tvm"}
+PACKAGES = {
+    "--torch": "torch",
+    "--png": "matplotlib",
+    "tvm": "tvm",
+    "apps/bench/torch_bench/torch_models.py": "diffusers",
+}
 PLACEHOLDERS = ("...", "$", "NAME=", "SECTION", "[")
 """Signs of a form rather than a command."""
 

@@ -138,3 +138,4 @@ def test_the_document_counts_what_is_lost():
     text = markdown({"a": stock, "b": ours})
     assert "Of what (a) passes, (b) loses 1" in text
     assert "Add (1)" in text
+    assert "`dft_inverse*`: within 1e-06" in text and "`bernoulli*`" in text

@@ -3,12 +3,9 @@
 import pathlib
 import sys
 
-import onnx
 import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "apps" / "onnx_backend"))
-
-BELOW_A_BYTE = {getattr(onnx.TensorProto, name) for name in ("INT4", "UINT4", "INT2", "UINT2", "FLOAT4E2M1")}
 
 # Of every run is one case of so many; one of the smaller number of them is of `make test-slow`.
 FEW, MORE = 97, 37
@@ -38,11 +35,6 @@ def test_right_or_refused_as_a_gpu_would_run_it(every):
     wrong, passed, sample = [], 0, case_names()[::every]
     for name in sample:
         case = load_case(name)
-        if any(
-            value.type.tensor_type.elem_type in BELOW_A_BYTE
-            for value in (*case.model.graph.input, *case.model.graph.output)
-        ):
-            continue  # the interpreter's arrays hold an element in each byte, and cannot be viewed as packed bytes
         try:
             model = InterpretedModel(rh.from_onnx(case.model, vdevices=[{"kind": "cuda", "arch": "sm_90a"}]))
         except rh.HeteroError:

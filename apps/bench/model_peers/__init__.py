@@ -2,6 +2,8 @@
 
 Each file has ``load(model, file, inputs, setting) -> Session``; those that compile ahead of time also have
 ``compile_model(model, file, inputs, setting)``, which writes ``file``.
+Those of PyTorch networks (``from_torch``, ``inductor``, ``frozen``, ``eager``) take from the model's path only its
+stem, the name of a network of `torch_bench`.
 """
 
 from __future__ import annotations
@@ -105,7 +107,8 @@ class Peer:
 
 OURS = "ours"
 SYMBOLIC = "symbolic"
-NO_PEERS = (OURS, SYMBOLIC, "bytecode", "ours2", "tvm")
+FROM_TORCH = "from_torch"
+NO_PEERS = (OURS, SYMBOLIC, FROM_TORCH, "bytecode", "ours2", "tvm")
 """Those that ratios are not to; of stock TVM the times are for the record."""
 PEERS = {
     peer.key: peer
@@ -119,5 +122,9 @@ PEERS = {
         Peer("bytecode", "relax-hetero, no command buffers", "relax_hetero", "ours_by_bytecode", ".so"),
         Peer("ours2", "relax-hetero, two devices", "relax_hetero", "ours_twice", ".so"),
         Peer("tvm", "stock TVM", "tvm", "stock_tvm", ".so"),
+        Peer(FROM_TORCH, "relax-hetero, from_torch", "torch", "from_torch", ".so"),
+        Peer("inductor", "torch.compile", "torch", "torch_compiled"),
+        Peer("frozen", "torch.compile, frozen", "torch", "torch_frozen"),
+        Peer("eager", "torch, op by op", "torch", "torch_eager"),
     )
 }

@@ -20,6 +20,17 @@ KINDS = ("node", "simple", "pytorch-converted", "pytorch-operator")
 BFLOAT16_RTOL = 2.0**-6  # two units in the last place, as ONNX's own runner allows
 
 
+LOOSER = {"test_dft_inverse": 1e-6}
+"""Absolute tolerances by the beginning of a case's name.
+
+The expected values are those of numpy's inverse transform in float32, whose rounding errors are above the tolerance,
+1e-7, in places where the exact result is 0.
+"""
+
+DRAWS = "test_bernoulli"
+"""How cases begin whose expected values are random draws, so that any 0 or 1 is right."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One backend test.
@@ -41,7 +52,7 @@ class Case:
     @property
     def is_random(self) -> bool:
         """Whether the expected values are draws: every 0 and 1 of their type and shape is right."""
-        return self.name.startswith(_DRAWS)
+        return self.name.startswith(DRAWS)
 
     @property
     def has_only_tensors(self) -> bool:
@@ -90,24 +101,13 @@ def _read_folder(folder: str) -> tuple[onnx.ModelProto, list[tuple[list[Any], li
     return model, data_sets
 
 
-_LOOSER = {"test_dft_inverse": 1e-6}
-"""Absolute tolerances by the beginning of a case's name.
-
-The expected values are those of numpy's inverse transform in float32, whose rounding errors are above the tolerance,
-1e-7, in places where the exact result is 0.
-"""
-
-_DRAWS = "test_bernoulli"
-"""Cases whose expected values are random draws, so that any 0 or 1 is right."""
-
-
 def _to_case(entry: Any) -> Case:
     if entry.model is None:
         model, data_sets = _read_folder(entry.model_dir)
     else:
         model = entry.model
         data_sets = [([_as_array(x) for x in ins], [_as_array(x) for x in outs]) for ins, outs in entry.data_sets]
-    atol = max([entry.atol, *(atol for name, atol in _LOOSER.items() if entry.name.startswith(name))])
+    atol = max([entry.atol, *(atol for name, atol in LOOSER.items() if entry.name.startswith(name))])
     return Case(entry.name, entry.kind, model, tuple(data_sets), entry.rtol, atol)
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 
+import onnx
+
+from .cases import DRAWS, LOOSER
 from .outcome import CRASHED, NOT_RUN, PASSED, RAISED, REFUSED, STATUSES, WRONG, Outcome
 
 TITLES = {
@@ -35,7 +38,7 @@ def markdown(results: dict[str, dict[str, Outcome]]) -> str:
         Configuration letter to case name to outcome; configurations without outcomes are left out.
     """
     held = {key: outcomes for key, outcomes in results.items() if outcomes}
-    parts = [_head(held), _table(held), _promise(held)]
+    parts = [_head(held), _table(held), _promise(held), _comparison()]
     if "b" in held:
         parts.append(_refusals(held["b"]))
     return "\n".join(parts)
@@ -43,12 +46,13 @@ def markdown(results: dict[str, dict[str, Outcome]]) -> str:
 
 def _head(held: dict[str, dict[str, Outcome]]) -> str:
     count = max(map(len, held.values()), default=0)
+    dealt = "; in (e) to a GPU and a CPU" if "e" in held else ""
     return f"""# Conformance
 
 The page shows the results of ONNX's own backend suite: {count:,} cases of the kinds node, simple and pytorch-\\*, \
-as the `onnx` package holds them.
+as the `onnx` package {onnx.__version__} holds them.
 In (c) the nodes of each model are dealt out in turn to two CPU devices with different targets, \
-and transfers are inserted; in (e) to a GPU and a CPU.
+and transfers are inserted{dealt}.
 The page is written by
 
 ```
@@ -75,6 +79,24 @@ def _promise(held: dict[str, dict[str, Outcome]]) -> str:
             gained = sum(outcome.status == PASSED for name, outcome in held[key].items() if name not in passed)
             line = f"Of what ({yardstick}) passes, ({key}) loses {len(lost)}"
             lines.append(f"{line}; it passes {gained:,} that ({yardstick}) does not.")
+    return "\n".join([*lines, ""])
+
+
+def _comparison() -> str:
+    """The rules by which values are compared, where they are not those of the case."""
+    lines = [
+        "Values are compared as ONNX's own runner compares them, by the tolerances of each case, but for these:",
+        "",
+    ]
+    for name, atol in LOOSER.items():
+        lines.append(
+            f"- `{name.removeprefix('test_')}*`: within {atol:g}, because the expected values are rounded to float32 "
+            "and are further from the exact ones than the case allows."
+        )
+    lines.append(
+        f"- `{DRAWS.removeprefix('test_')}*`: the expected values are random draws, so that type and shape are "
+        "compared, and every value has to be 0 or 1."
+    )
     return "\n".join([*lines, ""])
 
 

@@ -7,7 +7,7 @@ A symbolic dimension is text: an identifier (``"n"``) or an integer expression o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 Dim: TypeAlias = int | str
@@ -163,6 +163,10 @@ class FunctionSignature:
         Inputs that a call consumes: results may lie in their memory.
     copied : tuple of str
         Inputs that the function's code writes to, though they are not donated: each call copies them.
+    strings : tuple of str
+        The strings that the function knows, whose places are the numbers that it computes with.
+    string_inputs, string_outputs : tuple of str
+        Inputs and results that callers give and get as strings, though the function has them as int64.
     """
 
     name: str
@@ -173,6 +177,9 @@ class FunctionSignature:
     takes_constants: bool = False
     donated: tuple[str, ...] = ()
     copied: tuple[str, ...] = ()
+    strings: tuple[str, ...] = ()
+    string_inputs: tuple[str, ...] = ()
+    string_outputs: tuple[str, ...] = ()
     input_names: tuple[str, ...] = field(init=False, compare=False, repr=False)
     output_names: tuple[str, ...] = field(init=False, compare=False, repr=False)
 
@@ -185,9 +192,14 @@ class FunctionSignature:
             object.__setattr__(self, "num_input", len(self.inputs))
 
     def __str__(self) -> str:
-        takes = ", ".join(f"{spec.name}: {describe(spec)}" for spec in self.inputs)
-        gives = ", ".join(f"{spec.name}: {describe(spec)}" for spec in self.outputs)
+        takes = ", ".join(f"{spec.name}: {self._described(spec, self.string_inputs)}" for spec in self.inputs)
+        gives = ", ".join(f"{spec.name}: {self._described(spec, self.string_outputs)}" for spec in self.outputs)
         return f"{self.name}({takes}) -> " + (f"({gives})" if self.output_is_tuple else gives)
+
+    def _described(self, spec: ValueSpec, strings: tuple[str, ...]) -> str:
+        return describe(
+            replace(spec, dtype="string") if isinstance(spec, TensorSpec) and spec.name in strings else spec
+        )
 
     def to_json(self) -> dict[str, Any]:
         """This signature as a JSON object."""
@@ -200,6 +212,9 @@ class FunctionSignature:
             "takes_constants": self.takes_constants,
             "donated": self.donated,
             "copied": self.copied,
+            "strings": self.strings,
+            "string_inputs": self.string_inputs,
+            "string_outputs": self.string_outputs,
         }
 
     @staticmethod
@@ -214,4 +229,7 @@ class FunctionSignature:
             takes_constants=data["takes_constants"],
             donated=tuple(data.get("donated", ())),
             copied=tuple(data.get("copied", ())),
+            strings=tuple(data.get("strings", ())),
+            string_inputs=tuple(data.get("string_inputs", ())),
+            string_outputs=tuple(data.get("string_outputs", ())),
         )

@@ -62,6 +62,9 @@ class _TypeReader:
             takes_constants=takes_constants,
             donated=tuple(donated),
             copied=tuple(name for name in written if name not in donated),
+            strings=tuple(map(str, attrs.get("strings", ()))),
+            string_inputs=tuple(map(str, attrs.get("string_inputs", ()))),
+            string_outputs=tuple(map(str, attrs.get("string_outputs", ()))),
         )
 
     def spec(self, name: str, ty: tvm.ir.Type) -> ValueSpec:

@@ -21,6 +21,8 @@ from .ops.narrow_types.carriers import CARRIERS, carried_array
 
 _VIEW = "relax.memory.view"
 
+_ConvertField = Callable[[relax.Expr, tvm.ir.Type], relax.Expr]
+
 _MOVES = frozenset(
     f"relax.{name}"
     for name in """broadcast_to call_pure_packed concat dynamic_strided_slice expand_dims flatten flip gather_elements
@@ -136,14 +138,16 @@ class _Carrier:
                 return self._graph.owners[binding.var]
         return None
 
+    def _by_field(self, value: relax.Expr, ty: tvm.ir.TupleType, convert: _ConvertField) -> relax.Tuple:
+        """A tuple of each field, converted from or to its type."""
+        opened = (relax.TupleGetItem(value, index) for index in range(len(ty.fields)))
+        fields = value.fields if isinstance(value, relax.Tuple) else map(self._builder.emit, opened)
+        return relax.Tuple([convert(part, field) for part, field in zip(fields, ty.fields, strict=True)])
+
     def _unpacked(self, value: relax.Expr, ty: tvm.ir.Type) -> relax.Expr:
         """What stands for a value from outside."""
         if isinstance(ty, tvm.ir.TupleType):
-            fields = [
-                self._unpacked(self._builder.emit(relax.TupleGetItem(value, index)), field)
-                for index, field in enumerate(ty.fields)
-            ]
-            return self._builder.emit(relax.Tuple(fields))
+            return self._builder.emit(self._by_field(value, ty, self._unpacked))
         if not _is_narrow(ty):
             return value
         if ty.shape is None:
@@ -182,9 +186,7 @@ class _Carrier:
     def _packed(self, value: relax.Expr, ty: tvm.ir.Type) -> relax.Expr:
         """A value for outside, of the type that it had."""
         if isinstance(ty, tvm.ir.TupleType):
-            opened = (relax.TupleGetItem(value, index) for index in range(len(ty.fields)))
-            fields = value.fields if isinstance(value, relax.Tuple) else map(self._builder.emit, opened)
-            return relax.Tuple([self._packed(part, field) for part, field in zip(fields, ty.fields, strict=True)])
+            return self._by_field(value, ty, self._packed)
         if not _is_narrow(ty):
             return value
         if self._owner is None:

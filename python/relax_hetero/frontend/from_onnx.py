@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import tvm
 
 from .import_limits import ImportLimits
+from .onnx.coded_strings import with_coded_strings
 from .onnx.importer import import_nodes
 from .onnx.inputs import Shapes
 from .onnx.model import ModelSource, errors_of, load_model
@@ -84,9 +85,10 @@ def from_onnx(
     devices = check_placement(vdevices, placement, cost_model, objective, memory_limit)
     model = load_model(model_or_path, limits)
     with errors_of(model.source):
+        model, strings = with_coded_strings(model)
         nodes = name_nodes(model.proto)
         if devices is not None and not isinstance(placement, str):
             assign_devices(nodes, placement or {}, devices)  # patterns are looked at before the work of importing
         graph = import_nodes(model, nodes, shapes)
-        source = ImportSource(graph, nodes, [output.name for output in model.proto.graph.output])
+        source = ImportSource(graph, nodes, [output.name for output in model.proto.graph.output], strings)
         return placed_module(source, devices, placement, cost_model, objective, memory_limit)

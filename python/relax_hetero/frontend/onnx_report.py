@@ -12,6 +12,7 @@ from ..providers import provided
 from ..target.vdevice import device_name, parse_vdevices
 from ..transform.ir.findings import findings_of
 from .import_limits import ImportLimits
+from .onnx.coded_strings import with_coded_strings
 from .onnx.functions import function_table
 from .onnx.inputs import Shapes, graph_inputs
 from .onnx.model import ModelSource, OnnxModel, errors_of, load_model
@@ -132,9 +133,14 @@ def onnx_report(
     devices = parse_vdevices("llvm" if vdevices is None else vdevices)
     model = load_model(model_or_path, limits)
     with errors_of(model.source):
+        try:
+            model, _ = with_coded_strings(model)
+            refused = []
+        except FrontendError as error:  # the survey goes on with strings, which converters refuse
+            refused = [str(error)]
         nodes = name_nodes(model.proto)
         found = _survey(model, nodes, shapes)
-        problems = list(found.problems)
+        problems = [*found.problems, *refused]
         places = _places(found, nodes, devices, problems)
         rows = _rows(model, nodes, found, places)
     names = tuple(device_name(device, devices) for device in devices)

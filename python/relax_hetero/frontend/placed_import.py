@@ -17,6 +17,7 @@ from ..transform.placement.realize_vdevice import realize_vdevice
 from .auto.auto_placement import AutoPlacement, place_graph
 from .auto.cost_model import check_objective
 from .carry_narrow import carried
+from .onnx.coded_strings import Strings
 from .onnx.importer import ImportedGraph
 from .onnx.name_bindings import DeviceOf, build_function, build_loops
 from .onnx.node_names import NodeInfo, variable_name, walk_nodes
@@ -40,11 +41,13 @@ class ImportSource:
     graph: The bindings, which know their nodes.
     nodes: The names of the nodes, in order.
     output_names: One for each output.
+    strings: The strings that stand for numbers of the graph, or None.
     """
 
     graph: ImportedGraph
     nodes: list[NodeInfo]
     output_names: list[str]
+    strings: Strings | None = None
 
 
 def check_placement(
@@ -105,6 +108,9 @@ def _module(source: ImportSource, device_of: DeviceOf | None = None) -> tvm.IRMo
         "input_names": list(graph.input_names),
         "output_names": source.output_names,
     }
+    if source.strings is not None:
+        names["strings"] = source.strings.table
+        names["string_inputs"], names["string_outputs"] = source.strings.inputs, source.strings.outputs
     if graph.bounds:
         names["tir_var_upper_bound"] = graph.bounds
     mod = graph.module.clone()

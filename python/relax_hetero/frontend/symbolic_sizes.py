@@ -75,7 +75,7 @@ def compute_sizes(node: onnx.NodeProto, operands: Sequence[Any]) -> relax.Expr |
     rule = _RULES.get(node.op_type)
     if rule is None or not any(map(_is_symbolic, operands)):
         return None
-    arrays = [None if operand is None else _as_sizes(operand) for operand in operands]
+    arrays = [None if operand is None else sizes_of(operand) for operand in operands]
     if any(array is None and operand is not None for array, operand in zip(arrays, operands, strict=True)):
         return None
     attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
@@ -92,7 +92,8 @@ def _is_symbolic(value: Any) -> bool:
     )
 
 
-def _as_sizes(value: Any) -> _Sizes | None:
+def sizes_of(value: Any) -> _Sizes | None:
+    """Sizes as an array of ints and expressions; None if they are none, or are not known."""
     if isinstance(value, relax.ShapeExpr):
         return _array(list(value.values))
     if _is_symbolic(value) or isinstance(value, tirx.IntImm):
@@ -123,13 +124,13 @@ def _as_expr(sizes: _Sizes) -> relax.Expr | tvm.tirx.Expr | None:
     return relax.ShapeExpr(values) if sizes.ndim == 1 else None
 
 
-def analyzer_for(*values: Any) -> sym.Analyzer:
-    """An analyzer that knows sizes are not negative, and their bounds."""
+def analyzer_for(*values: Any, least: int = 0) -> sym.Analyzer:
+    """An analyzer that knows sizes are at least `least`, and their bounds."""
     analyzer, bounds = sym.Analyzer(), _BOUNDS.get()
     for value in values:
         if not isinstance(value, int):
             for var in tirx.analysis.undefined_vars(value):
-                analyzer.update(var, sym.ConstIntBound(0, bounds.get(var, sym.ConstIntBound.POS_INF)))
+                analyzer.update(var, sym.ConstIntBound(least, bounds.get(var, sym.ConstIntBound.POS_INF)))
     return analyzer
 
 
@@ -267,8 +268,19 @@ def _divide(a: Any, b: Any) -> Any:
     if isinstance(a, int) and isinstance(b, int):
         return None
     analyzer = analyzer_for(a, b)
-    is_size = analyzer.can_prove(tirx.all(_expr(a) >= 0, _expr(b) >= 0))
+    is_size = analyzer.can_prove(tirx.all(_expr(a) >= 0, _expr(b) >= 0)) or is_size_where_not_empty(a, b)
     return with_safe_divisions(simplified((tirx.floordiv if is_size else tirx.truncdiv)(_expr(a), _expr(b))))
+
+
+def is_size_where_not_empty(a: Any, b: Any) -> bool:
+    """Whether a quotient of `a` is rounded down, rather than towards zero, if no symbolic size is 0: ``(n - 1) / 2``.
+
+    Convolutions have such sizes, rounded down. As another rounding each of them would differ from what a model computes
+    of the same size, and every sum of the two would broadcast. Who divides has to require that `a` is not negative.
+    """
+    if isinstance(a, int) or not isinstance(b, int) or b <= 0:
+        return False
+    return not analyzer_for(a).can_prove(a >= 0) and analyzer_for(a, least=1).can_prove(a >= 0)
 
 
 def _modulo(a: Any, b: Any) -> Any:

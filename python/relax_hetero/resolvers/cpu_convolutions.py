@@ -25,6 +25,7 @@ from ..target.cpu_target import CpuTarget
 from ..target.dot_instructions import dot_instruction_for
 from ..target.element_types import stored_type
 from ..target.tiles import conv_columns
+from ..tir.conv.unknown_rows import can_be_unknown
 from ..tir.conv.winograd_plan import Shape, gain
 
 FEW_CHANNELS = 4
@@ -37,18 +38,18 @@ LEAST_GAIN = 1.15
 
 
 def conv_layout(encoding: Encoding, cpu: CpuTarget) -> PackedLayout | None:
-    """The layout of an operand of a convolution; None for types without a kernel, and for symbolic images that
-    Winograd's form does not take."""
+    """The layout of an operand of a convolution; None for types without a kernel, and for symbolic images of types that
+    are not multiplied one channel at a time."""
     sizes, moves = encoding.sizes, encoding.moves
     assert moves is not None
     dot = dot_instruction_for(cpu, *encoding.element_types)
     places, _ = _choose(encoding, cpu)
-    if dot is None or (_is_symbolic(encoding) and not places):
+    if dot is None or (_is_symbolic(encoding) and not places and not can_be_unknown(dot)):
         return None
     spatial = tuple(range(2, len(encoding.index_map)))
     channels_last = PackedLayout((0, *spatial, 1))
     if encoding.operand_index == LHS:
-        if moves.groups > 1 or sizes["c"] > FEW_CHANNELS:
+        if moves.groups > 1 or sizes["c"] > FEW_CHANNELS or _is_symbolic(encoding):
             return channels_last
         if dot.k0 == 1:
             return PackedLayout.identity(len(encoding.index_map))
@@ -125,7 +126,7 @@ def _choose(encoding: Encoding, cpu: CpuTarget) -> tuple[int, str]:
         found[m] = gain(shape, cpu) * _share_of_data(encoding)
     best = max(found, key=lambda m: found[m])
     if _is_symbolic(encoding):
-        return best, "images of any size, of which the direct form needs to know the size"
+        return best, "images of any size, whose times cannot be estimated"
     if found[best] < LEAST_GAIN:
         return 0, f"F({best}x{best}, 3x3) is estimated to take {1 / found[best]:.2f} of the time, with larger weights"
     return best, f"estimated to take {1 / found[best]:.2f} of the direct form's time"

@@ -16,6 +16,7 @@ from ..errors import BindingError, HeteroError
 from .args.argument_binding import ArgumentBinder, BoundArguments
 from .args.call_cache import CachedCall, CallCache
 from .args.results import check_out, fill, to_python
+from .args.strings import decoded, encoded
 from .device.builtins import running
 from .device.devices import bind_devices, host_device
 from .device.error_records import know_checks
@@ -156,8 +157,9 @@ class VirtualMachine:
         HeteroError
             When called, a kernel that fails. The machine remains usable.
         """
-        self.executable.signature(name)
-        return BoundFunction(self, name)
+        signature = self.executable.signature(name)
+        has_strings = signature.string_inputs or signature.string_outputs
+        return FunctionOfStrings(self, name) if has_strings else BoundFunction(self, name)
 
     def call(
         self, name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, out: Any = None
@@ -415,6 +417,31 @@ class BoundFunction:
 
     def __repr__(self) -> str:
         return f"<{self.signature} on {', '.join(map(str, self.machine.devices))}>"
+
+
+class FunctionOfStrings(BoundFunction):
+    """A function some of whose inputs or results are strings: arrays of them, which it computes with as numbers.
+
+    Inputs are arrays or lists of `str`; results are `StringArray`. `VirtualMachine.call` takes and gives the numbers.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
+        """Run the function; BindingError for elements that are no strings, and for `out` where it gives strings."""
+        signature = self.signature
+        if out is not None and signature.string_outputs:
+            raise BindingError(f"function {self.name!r} returns strings, which no buffer holds: call it without out=")
+        given, named, texts = encoded(signature, args, kwargs)
+        return decoded(signature, self.machine.call(self.name, given, named, out), texts)
+
+    def submit(self, *args: Any, out: Any = None, copy: bool = True, **kwargs: Any) -> Fence:
+        """Not to be had: BindingError."""
+        raise BindingError(f"function {self.name!r} takes or returns strings, which only plain calls do")
+
+    async def submit_async(self, *args: Any, out: Any = None, copy: bool = True, **kwargs: Any) -> Fence:
+        """Not to be had: BindingError."""
+        return self.submit()
 
 
 def _load(module: runtime.Module, devices: Sequence[runtime.Device]) -> runtime.Module:

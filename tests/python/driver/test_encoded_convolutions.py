@@ -263,5 +263,4 @@ def test_every_form(form):
     exe = rh.compile(on(mod, V4))
     vm = rh.vm.VirtualMachine(exe)
     check(vm["main"](x, w).numpy(), np.maximum(convolve(x, w, *numbers, int(call.attrs.groups)), 0))
-    cancelled = [entry["op"] for entry in exe.metadata.encodings["cancelled"]]
-    assert cancelled == (["conv2d"] if form == "a symbolic image, strides" else [])
+    assert not exe.metadata.encodings["cancelled"]

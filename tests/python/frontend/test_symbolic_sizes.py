@@ -137,3 +137,34 @@ def test_slices_by_symbolic_numbers(numbers, is_computed):
         feeds = {"x": np.zeros((size, 1), "float32"), "data": data}
         (expected,) = ReferenceEvaluator(model).run(None, feeds)
         np.testing.assert_array_equal(machine["main"](*feeds.values()).numpy(), expected)
+
+
+def test_a_size_that_is_halved_is_that_of_a_convolution():
+    # As U-Nets are exported: what is enlarged to a size computed by Div joins what a convolution halved.
+    model = parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        g (float[1, 1, height, 4] x) => (float[1, 1, h, 2] y)
+        <float[1, 1, 3, 3] w = {1, 2, 3, 4, 5, 6, 7, 8, 9}, int64[1] axis = {2}, int64[1] one = {1}, int64[1] two = {2},
+         int64[2] ends = {1, 1}, int64[1] columns = {2}> {
+            half = Conv<strides = [2, 2], pads = [1, 1, 1, 1]>(x, w)
+            s = Shape(x) n = Gather(s, axis) less = Sub(n, one) d = Div(less, two) rows = Add(d, one)
+            dims = Concat<axis = 0>(ends, rows, columns) ones = ConstantOfShape(dims)
+            y = Add(half, ones) }""")
+    mod = rh.from_onnx(model)
+    assert "min" not in str(mod["main"].ret_ty)  # no size that may be one or the other
+    main = rh.vm.VirtualMachine(rh.compile(mod))["main"]
+    for height in (1, 5, 6):
+        x = np.random.default_rng(height).standard_normal((1, 1, height, 4)).astype("float32")
+        (expected,) = ReferenceEvaluator(model).run(None, {"x": x})
+        np.testing.assert_allclose(main(x).numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_halves_of_a_size_that_is_less_than_nothing_are_refused():
+    model = parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        g (float[n] x) => (float[m] y) <int64[1] one = {1}, int64[1] two = {2}> {
+            s = Shape(x) less = Sub(s, one) half = Div(less, two) rows = Add(half, two) y = ConstantOfShape(rows) }""")
+    main = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"]
+    assert main(np.zeros(6, "float32")).shape == (4,)
+    with pytest.raises(rh.HeteroError, match="Div node 'Div_2': divides a negative size .n = 0"):
+        main(np.zeros(0, "float32"))

@@ -11,6 +11,8 @@ from tvm import relax, tirx
 
 from relax_hetero.driver.link.llvm_kernels import build_llvm
 from relax_hetero.driver.pipeline import pipeline_steps
+from relax_hetero.vm.device.tensor_arrays import host_array
+from relax_hetero.vm.device.tensors import bytes_of, from_numpy, view_bytes
 
 from .dtypes import scalar_type
 from .expressions import Expressions
@@ -75,6 +77,12 @@ def _value(argument: Any) -> Any:
     if isinstance(argument, (list, tuple)) or type(argument).__name__ in ("Array", "ShapeTuple", "Shape"):
         return tuple(_value(one) for one in argument)
     return argument if isinstance(argument, (int, float, str)) else np.asarray(argument)
+
+
+def _viewed(array: np.ndarray, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """The bytes of an array as elements of another type; of less than a byte, arrays hold an element in each."""
+    tensor = from_numpy(array, tvm.runtime.device("cpu", 0))
+    return host_array(view_bytes(bytes_of(tensor), shape, dtype))
 
 
 class _Frame:
@@ -162,8 +170,10 @@ class _Frame:
         name = str(call.op.name)
         if name == "relax.call_tir":
             return self._call_tir(call)
-        if name in ("relax.to_vdevice", "relax.hint_on_device", "relax.memory.view"):
+        if name in ("relax.to_vdevice", "relax.hint_on_device"):
             return self._of(call.args[0])
+        if name == "relax.memory.view":
+            return _viewed(self._of(call.args[0]), self._extents(call.ty.shape), str(call.ty.dtype))
         if name == "relax.reshape":
             return np.ascontiguousarray(self._of(call.args[0])).reshape(self._of(call.args[1]))
         if name == "relax.tensor_to_shape":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 
 import onnx
 
@@ -20,8 +20,14 @@ from .functions import FunctionTable, function_of, function_table
 STANDARD_DOMAINS = ("", "ai.onnx")
 """Domains of operators whose name means "the ONNX standard"."""
 
-# Converters know ops that an opset deprecates, and ops that ONNX Runtime adds to the standard domain; models have them.
-_UNCHECKED = re.compile(r"Op registered for (\w+) is deprecated|No Op registered for (SimplifiedLayerNormalization) ")
+# Converters know ops that an opset deprecates, and ops that ONNX once had on trial: the checker prints these.
+_DEPRECATED = re.compile(r"Op registered for (\w+) is deprecated")
+_UNCHECKED = frozenset(
+    "Affine Crop DynamicSlice ImageScaler ParametricSoftplus Scale ScaledTanh SimplifiedLayerNormalization".split()
+)
+"""Ops of the standard domain that only ONNX Runtime defines."""
+_ON_TRIAL = {"MeanVarianceNormalization": 9, "ThresholdedRelu": 10}
+"""Ops that were on trial before the opset that has them."""
 _HIDDEN = "relax_hetero.unchecked"
 
 _LARGEST = 2**63 - 1
@@ -60,26 +66,30 @@ def check_form(proto: onnx.ModelProto, source: str) -> None:
     for what, tensor in all_tensors(proto):
         _check_dims(tensor.dims, f"{source}: {what}")
     bare = _without_data(proto)
+    version = max((entry.version for entry in proto.opset_import if entry.domain in STANDARD_DOMAINS), default=newest)
+    _hide(_UNCHECKED | {op_type for op_type, opset in _ON_TRIAL.items() if version < opset}, bare)
     while True:
         try:
             onnx.checker.check_model(bare)
             return
         except Exception as error:  # the checker's own errors, and those of protobuf and C++
-            unchecked = _UNCHECKED.search(str(error))
-            if unchecked is None or not _hide(unchecked[1] or unchecked[2], bare):
+            unchecked = _DEPRECATED.search(str(error))
+            if unchecked is None or not _hide({unchecked[1]}, bare):
                 raise FrontendError(f"{source} is not a valid ONNX model: {_checker_message(error)}") from error
 
 
-def _hide(op_type: str, bare: onnx.ModelProto) -> bool:
-    """Give the nodes of an op to a domain that the checker knows nothing of; whether there are any."""
+def _hide(op_types: Set[str], bare: onnx.ModelProto) -> bool:
+    """Give the nodes of some ops to a domain that the checker knows nothing of; whether there are any."""
+    lists = _node_lists(bare, "the model")
+    found = [node for nodes in lists for node in nodes if node.op_type in op_types and node.domain in STANDARD_DOMAINS]
+    if not found:
+        return False
     for imports in (bare.opset_import, *(function.opset_import for function in bare.functions)):
         if not any(entry.domain == _HIDDEN for entry in imports):
             imports.append(onnx.OperatorSetIdProto(domain=_HIDDEN, version=1))
-    lists = _node_lists(bare, "the model")
-    found = [node for nodes in lists for node in nodes if node.op_type == op_type and node.domain in STANDARD_DOMAINS]
     for node in found:
         node.domain = _HIDDEN
-    return bool(found)
+    return True
 
 
 def check_size(proto: onnx.ModelProto, source: str, budget: Budget) -> None:

@@ -30,7 +30,7 @@ from .control_flow.loop_nodes import convert_loop, convert_scan
 from .control_flow.open_sequences import is_sequence
 from .control_flow.recurrent_loop import RECURRENT_OPS, convert_recurrent
 from .control_flow.sequence_maps import convert_sequence_map
-from .control_flow.subgraphs import ImportedLoop
+from .control_flow.subgraphs import ImportedLoop, readers_of
 from .functions import body_of_call, function_of, function_table
 from .inputs import Shapes, graph_inputs
 from .model import ModelSource, OnnxModel, load_model, opset_in
@@ -148,6 +148,7 @@ class GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
         self._packed: set[relax.Var] = set()  # of these, weights that products read in 4 bits
         self._owners: dict[relax.Var, NodeInfo] = {}
         self._results: dict[NodeInfo, list[relax.Var]] = {}
+        self._readers: dict[str, list[onnx.NodeProto]] | None = None
         self.loops: list[ImportedLoop] = []
 
     def run(self, nodes: list[NodeInfo], inputs: Mapping[str, relax.Var], bounds: Bounds) -> ImportedGraph:
@@ -439,6 +440,12 @@ class GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
         if bindings:
             self.adopt(bindings, self._makers[name])
         return tensor
+
+    def readers(self, name: str) -> list[onnx.NodeProto]:
+        """The nodes of the model that read a value of that name; none if it is an output of a graph, too."""
+        if self._readers is None:
+            self._readers = readers_of(self._graph, self._functions.values())
+        return self._readers.get(name, [])
 
     def value(self, name: str) -> Any:
         """The value of that name where the walk stands; None if there is none."""

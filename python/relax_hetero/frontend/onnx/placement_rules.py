@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 PlacementRules: TypeAlias = "Mapping[str, VDeviceSpec] | Iterable[tuple[str, VDeviceSpec]]"
 
 _NEAR_MISSES = 3
+# A letter in brackets stands for itself, which is how a name with a wildcard in it is written as a pattern.
+_ONE_OF_ONE = re.compile(r"\[([^!])\]")
+_PLAIN = re.compile(rf"(?:[^*?\[]|{_ONE_OF_ONE.pattern})*")
 
 
 def assign_devices(
@@ -45,30 +48,30 @@ def assign_devices(
     FrontendError: If a pattern matches no node, or the rules are not pairs of a pattern and a device.
     VDeviceError: If a device is not among `vdevices`.
     """
-    compiled = [(pattern, _matcher(pattern), lookup(device, vdevices)) for pattern, device in _pairs(rules)]
+    pairs = [(pattern, lookup(device, vdevices)) for pattern, device in _pairs(rules)]
+    patterns = _Patterns(pattern for pattern, _ in pairs)
     everything = list(walk_nodes(nodes))
-    matched: set[str] = set()
+    matched: set[int] = set()
     devices: dict[str, tvm.relax.VDevice] = {}
     for node in everything:
-        names = (node.name, *node.aliases)
-        hits = [(pattern, device) for pattern, matches, device in compiled if any(map(matches, names))]
-        matched.update(pattern for pattern, _ in hits)
-        devices[node.name] = hits[0][1] if hits else default_vdevice(vdevices)
-    for pattern, _, _ in compiled:
-        if pattern not in matched:
+        hits = patterns.matching((node.name, *node.aliases))
+        matched.update(hits)
+        devices[node.name] = pairs[min(hits)][1] if hits else default_vdevice(vdevices)
+    for index, (pattern, _) in enumerate(pairs):
+        if index not in matched:
             raise FrontendError(_unmatched(pattern, everything))
     return devices
 
 
 def matching_patterns(nodes: list[NodeInfo], rules: PlacementRules) -> dict[str, str]:
     """Unique node name -> the pattern that decides where it goes, of the nodes that some rule matches."""
-    compiled = [(pattern, _matcher(pattern)) for pattern, _ in _pairs(rules)]
+    texts = [pattern for pattern, _ in _pairs(rules)]
+    patterns = _Patterns(texts)
     found: dict[str, str] = {}
     for node in walk_nodes(nodes):
-        hits = (pattern for pattern, matches in compiled if any(map(matches, (node.name, *node.aliases))))
-        pattern = next(hits, None)
-        if pattern is not None:
-            found[node.name] = pattern
+        hits = patterns.matching((node.name, *node.aliases))
+        if hits:
+            found[node.name] = texts[min(hits)]
     return found
 
 
@@ -82,15 +85,29 @@ def _pairs(rules: PlacementRules) -> list[tuple[str, VDeviceSpec]]:
     return [(pattern, device) for pattern, device in pairs]
 
 
-class _matcher:  # noqa: N801 (used like a function)
-    """Whether a name matches a pattern, as a glob or letter by letter."""
+class _Patterns:
+    """Which of several patterns match a name, as globs or letter by letter.
 
-    def __init__(self, pattern: str) -> None:
-        self._pattern = pattern
-        self._glob = re.compile(translate(pattern))
+    Patterns without a wildcard are looked up, because a placement may name each of a model's thousands of nodes.
+    """
 
-    def __call__(self, name: str) -> bool:
-        return name == self._pattern or self._glob.match(name) is not None
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self._exact: dict[str, set[int]] = {}
+        self._globs: list[tuple[int, re.Pattern[str]]] = []
+        for index, pattern in enumerate(patterns):
+            self._exact.setdefault(pattern, set()).add(index)
+            if _PLAIN.fullmatch(pattern):
+                self._exact.setdefault(_ONE_OF_ONE.sub(r"\1", pattern), set()).add(index)
+            else:
+                self._globs.append((index, re.compile(translate(pattern))))
+
+    def matching(self, names: Iterable[str]) -> set[int]:
+        """The positions of the patterns that match any of these names."""
+        found: set[int] = set()
+        for name in names:
+            found |= self._exact.get(name, set())
+            found.update(index for index, glob in self._globs if glob.match(name))
+        return found
 
 
 def _unmatched(pattern: str, nodes: list[NodeInfo]) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from tvm import relax
+from tvm import relax, te, tirx
 
+from ..symbolic_sizes import simplified
 from .elementwise import HALF, cast
-from .node import Node, dtype_of
+from .node import Dim, Node, Position, dtype_of
 from .required_sizes import as_expr, require_equal, require_shape
 from .table import converts
 
@@ -23,13 +24,16 @@ def spatial(node: Node, name: str, count: int, default: int) -> list[int]:
     return values
 
 
-def pads_of(node: Node, sizes: list[Any], kernel: list[int], strides: list[int], dilations: list[int]) -> list[int]:
-    """Padding before, then after, each spatial axis: as given, or for an output of ceil(size / stride) places."""
+def pads_of(node: Node, sizes: list[Dim], kernel: list[int], strides: list[int], dilations: list[int]) -> list[Dim]:
+    """Padding before, then after, each spatial axis: as given, or for an output of ceil(size / stride) places.
+
+    With strides, the latter are expressions of the sizes that only a call knows.
+    """
     count = len(kernel)
     mode = node.attribute("auto_pad", "NOTSET")
     if mode in ("NOTSET", ""):
         given = node.attribute("pads")
-        pads = [0] * (2 * count) if given is None else [int(pad) for pad in given]
+        pads: list[Dim] = [0] * (2 * count) if given is None else [int(pad) for pad in given]
         if len(pads) != 2 * count:
             raise node.refusal(f"pads is {pads}, expected {2 * count} numbers")
         return pads
@@ -37,15 +41,17 @@ def pads_of(node: Node, sizes: list[Any], kernel: list[int], strides: list[int],
         return [0] * (2 * count)
     if mode not in ("SAME_UPPER", "SAME_LOWER"):
         raise node.refusal(f"auto_pad is {mode!r}")
-    before, after = [], []
+    before: list[Dim] = []
+    after: list[Dim] = []
     for size, window, stride, dilation in zip(sizes, kernel, strides, dilations, strict=True):
         extent = (window - 1) * dilation + 1
+        total: Dim
         if stride == 1:
             total = extent - 1
         elif isinstance(size, int):
             total = max((-(-size // stride) - 1) * stride + extent - size, 0)
         else:
-            raise node.refusal(f"auto_pad {mode} with strides needs a static image size")
+            total = simplified(tirx.max((tirx.ceildiv(size, stride) - 1) * stride + extent - size, 0))
         small, large = total // 2, total - total // 2
         before.append(small if mode == "SAME_UPPER" else large)
         after.append(large if mode == "SAME_UPPER" else small)
@@ -71,15 +77,44 @@ def _convolve(node: Node, data: relax.Expr, weight: relax.Expr, out_dtype: str) 
         extent = (kernel[axis] - 1) * dilations[axis] + 1
         text = f"its kernel spans {extent} elements of axis {axis + 2}, which has {size} and padding"
         node.require(as_expr(size) + pads[axis] + pads[count + axis] >= extent, text)
-    channels = node.static_shape(weight)[1] * node.attribute("group", 1)
+    data, fixed = _with_open_pads(node, data, pads)
+    groups = node.attribute("group", 1)
+    channels = node.static_shape(weight)[1] * groups
     require_equal(node, node.shape(data)[1], channels, "axis 1 of its input, the channels, has")
     operation = (relax.op.nn.conv1d, relax.op.nn.conv2d, relax.op.nn.conv3d)[count - 1]
     layout, kernel_layout, _ = _LAYOUTS[count]
     return node.emit(
         operation(
-            data, weight, strides, pads, dilations, node.attribute("group", 1), layout, kernel_layout, layout, out_dtype
+            data,
+            weight,
+            strides,
+            fixed,
+            dilations,
+            node.attribute("group", 1),
+            layout,
+            kernel_layout,
+            layout,
+            out_dtype,
         )
     )
+
+
+def _with_open_pads(node: Node, data: relax.Expr, pads: list[Dim]) -> tuple[relax.Expr, list[int]]:
+    """The image with zeros around it where only a call knows how many, and the pads that are left to the kernel."""
+    count = len(pads) // 2
+    fixed = [pad if isinstance(pad, int) else 0 for pad in pads]
+    if all(isinstance(pad, int) for pad in pads):
+        return data, fixed
+    image = node.shape(data)[2:]
+    before, after = ([0 if isinstance(pad, int) else pad for pad in half] for half in (pads[:count], pads[count:]))
+    shape = [simplified(as_expr(size) + before[a] + after[a]) for a, size in enumerate(image)]
+
+    def element(i: Position, x: te.Tensor) -> tirx.Expr:
+        places = [index - before[a] for a, index in enumerate(i[2:])]
+        inside = tirx.all(*[tirx.all(place >= 0, place < image[a]) for a, place in enumerate(places)])
+        return tirx.if_then_else(inside, x(*i[:2], *places), tirx.const(0, str(x.dtype)))
+
+    return node.kernel("pad_same", element, data, shape=[*node.shape(data)[:2], *shape]), fixed
 
 
 def with_bias(node: Node, result: relax.Expr, index: int) -> relax.Expr:

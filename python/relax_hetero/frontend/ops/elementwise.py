@@ -84,11 +84,11 @@ def bit_cast(node: Node) -> relax.Expr:
     source = dtype_of(data)
     if bits_of(source) != bits_of(target):
         raise node.refusal(f"{source} and {target} differ in width")
-    if "bool" in (source, target):
-        raise node.refusal("the bits of a bool cannot be read or written")
     if source == target:
         return data
-    data = bytes_of(node, data)
+    if target == "bool":
+        raise node.refusal("bits cannot be written as a bool, which has two values in a byte")
+    data = cast(node, data, "uint8") if source == "bool" else bytes_of(node, data)
     if target in CARRIERS:
         return wrapped(node, data, target)
     if dtype_of(data) == target:
@@ -178,6 +178,8 @@ def where(node: Node) -> relax.Expr:
 def dropout(node: Node) -> relax.Expr:
     """The input itself, with a mask of ones. In training with a seed, the mask that ONNX's reference draws from it."""
     data = node.tensor(0)
+    if not node.attribute("is_test", 1):
+        raise node.refusal("is_test=0 asks for training, expected 1")
     training = node.tensor(2) if node.opset >= 12 and node.has(2) else None
     known = node.constant(2) if training is not None else np.array(False)
     shape = node.shape(data)

@@ -146,7 +146,7 @@ def _pad_at_run_time(node: Node, data: relax.Expr, mode: str) -> relax.Expr:
     added: list[Dim] = [0] * len(dims)
     appended: list[Dim] = [0] * len(dims)
     for position, axis in enumerate(axes):
-        added[axis], appended[axis] = numbers[position], numbers[len(axes) + position]
+        added[axis], appended[axis] = as_dim(numbers[position]), as_dim(numbers[len(axes) + position])
     _require_kept(node, dims, added, appended, mode)
 
     def spread(first: int) -> relax.Expr:
@@ -156,12 +156,16 @@ def _pad_at_run_time(node: Node, data: relax.Expr, mode: str) -> relax.Expr:
 
     before, after = spread(0), spread(len(axes))
     total = node.emit(relax.op.add(sizes_of(node, data), relax.op.add(before, after)))
-    sizes = dims_at_run_time(node, total, "padded_dim")
+    padded = dims_at_run_time(node, total, "padded_dim")
+    sizes = [
+        own if isinstance(pad, int) and isinstance(other, int) and pad == other == 0 else size
+        for own, pad, other, size in zip(dims, added, appended, padded, strict=True)
+    ]
 
     def element(i: Position, x: te.Tensor, filling: te.Tensor, first: te.Tensor, last: te.Tensor) -> tirx.Expr:
         return _padded_element(i, x, filling, {axis: (first(axis), last(axis)) for axis in axes}, mode)
 
-    return node.kernel("pad", element, data, _fill_value(node, dtype_of(data)), before, after, shape=list(sizes))
+    return node.kernel("pad", element, data, _fill_value(node, dtype_of(data)), before, after, shape=sizes)
 
 
 def _is_exact(value: float, dtype: str) -> bool:
@@ -202,6 +206,28 @@ def trilu(node: Node) -> relax.Expr:
         return tirx.Select(kept, x(*i), tirx.const(0, dtype))
 
     return node.kernel("trilu", element, data, diagonal)
+
+
+@converts("Flatten")
+def flatten(node: Node) -> relax.Expr:
+    """A matrix: the axes in front of one as its rows, the others as its columns."""
+    data = node.tensor(0)
+    dims, axis = node.shape(data), node.attribute("axis", 1)
+    if not -len(dims) <= axis <= len(dims):
+        raise node.refusal(f"axis {axis} is out of range for rank {len(dims)}")
+    axis += len(dims) if axis < 0 else 0
+    return node.emit(relax.op.reshape(data, [math.prod(dims[:axis]), math.prod(dims[axis:])]))
+
+
+@converts("Transpose")
+def transpose(node: Node) -> relax.Expr:
+    """The axes in another order, by default the reverse one."""
+    data = node.tensor(0)
+    rank = node.rank(data)
+    order = list(node.attribute("perm", None) or reversed(range(rank)))
+    if sorted(order) != list(range(rank)):
+        raise node.refusal(f"its perm {order} is no order of {rank} axes")
+    return node.emit(relax.op.permute_dims(data, order)) if rank else data
 
 
 @converts("Concat")

@@ -152,8 +152,10 @@ def instance_normalization(node: Node) -> relax.Expr:
 @converts("BatchNormalization")
 def batch_normalization(node: Node) -> relax.Expr:
     """By the statistics given; in training mode by the batch's, which are mixed into the running ones."""
-    if node.attribute("spatial", 1) != 1:
-        raise node.refusal("spatial=0 (statistics per element) cannot be imported")
+    if not node.attribute("is_test", 1):
+        raise node.refusal("is_test=0 asks for training, expected 1")
+    if not node.attribute("spatial", 1):
+        return _normalized_by_element(node)
     channels = node.shape(node.tensor(0))[1]
     vectors = [require_shape(node, node.tensor(i), [channels], f"input {i}") for i in range(1, 5)]
     node = replace(node, inputs=[with_sizes_of(node, node.tensor(0), vectors[0], 1), *vectors])
@@ -178,12 +180,31 @@ def batch_normalization(node: Node) -> relax.Expr:
     return node.outputs(outputs)
 
 
+def _normalized_by_element(node: Node) -> relax.Expr:
+    """The form of opsets before 9 that has statistics for each element of an image."""
+    if node.num_outputs > 1:
+        raise node.refusal(f"asks for {node.num_outputs} outputs with spatial=0, which only training has")
+    data = node.tensor(0)
+    parts = [require_shape(node, node.tensor(i), node.shape(data)[1:], f"input {i}") for i in range(1, 5)]
+    scale, shift, mean, variance = (widened(node, part) for part in parts)
+    factor = node.emit(relax.op.multiply(_inverse_deviation(node, variance, node.attribute("epsilon", 1e-5)), scale))
+    centred = node.emit(relax.op.subtract(widened(node, data), mean))
+    return cast(node, node.emit(relax.op.add(relax.op.multiply(centred, factor), shift)), dtype_of(data))
+
+
 @converts("MeanVarianceNormalization")
 def mean_variance_normalization(node: Node) -> relax.Expr:
-    """(x - mean) / (deviation + 1e-9) over `axes`, by default all but the channels of an image."""
+    """(x - mean) / (deviation + 1e-9) over `axes`, by default all but the channels of an image.
+
+    Before opset 9 attributes say whether the channels are among the axes, and whether anything is divided.
+    """
     data = node.tensor(0)
-    axes = [node.axis(axis, node.rank(data)) for axis in node.attribute("axes", (0, 2, 3))]
+    default = (1, 2, 3) if node.attribute("across_channels", 0) else (2, 3)
+    axes = node.attribute("axes", (0, 2, 3)) if node.opset >= 9 else default
+    axes = [node.axis(axis, node.rank(data)) for axis in axes]
     _, centred, variance = _moments(node, widened(node, data), axes)
+    if not node.attribute("normalize_variance", 1):
+        return cast(node, centred, dtype_of(data))
     stable = relax.op.add(relax.op.sqrt(variance), const(1e-9, dtype_of(variance)))
     return cast(node, node.emit(relax.op.divide(centred, stable)), dtype_of(data))
 

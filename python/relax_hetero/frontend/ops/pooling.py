@@ -35,8 +35,8 @@ class Windows:
     kernel: list[int]
     strides: list[int]
     dilations: list[int]
-    before: list[int]
-    after: list[int]
+    before: list[Dim]
+    after: list[Dim]
     output: list[Dim]
     reaches_beyond: bool
 
@@ -51,23 +51,23 @@ class Windows:
             for a, (window, step) in enumerate(zip(windows, steps, strict=True))
         ]
 
-    def after_reaching(self) -> list[int]:
-        """Padding after the image with which every window is inside, those that reach beyond the node's included."""
-        found = []
+    def pads(self) -> list[int] | None:
+        """Padding before and after the image with which every window is inside, also windows that reach beyond the
+        node's. None where only a call knows it, or where it is negative.
+        """
+        after = []
         for a, (size, count) in enumerate(zip(self.image, self.output, strict=True)):
             extent = (self.kernel[a] - 1) * self.dilations[a] + 1
-            if self.reaches_beyond and isinstance(size, int) and isinstance(count, int):
+            if self.reaches_beyond and not isinstance(size, int):
+                return None
+            if self.reaches_beyond and isinstance(count, int):
                 whole = (size + self.before[a] + self.after[a] - extent) // self.strides[a] + 1
                 needed = (count - 1) * self.strides[a] + extent - size - self.before[a]
-                found.append(self.after[a] if whole == count else needed)
+                after.append(self.after[a] if whole == count else needed)
             else:
-                found.append(self.after[a])
-        return found
-
-    @property
-    def is_open(self) -> bool:
-        """Whether only a call knows how far windows reach beyond the padding."""
-        return self.reaches_beyond and not all(isinstance(size, int) for size in self.image)
+                after.append(self.after[a])
+        pads = [pad for pad in (*self.before, *after) if isinstance(pad, int)]
+        return pads if len(pads) == 2 * len(after) and min(pads[len(after) :]) >= 0 else None
 
     def inside(self, places: Sequence[tirx.Expr]) -> tirx.Expr:
         """Whether a place is in the image."""
@@ -96,7 +96,8 @@ def windows_of(node: Node, data: relax.Expr) -> Windows:
     for a, size in enumerate(image):
         span = size + before[a] + after[a] - (kernel[a] - 1) * dilations[a] - 1
         if not rounds_up:
-            output.append(span // strides[a] + 1)
+            is_same = not isinstance(before[a], int)  # as many windows as strides: what the padding is made for
+            output.append(tirx.ceildiv(size, strides[a]) if is_same else span // strides[a] + 1)
             continue
         # A window that would start in the padding after the image is dropped.
         if isinstance(size, int):
@@ -117,11 +118,10 @@ def max_pool(node: Node) -> relax.Expr:
     count = len(windows.kernel)
     if node.num_outputs > 1:
         return _max_pool_with_indices(node, data, windows)
-    after = windows.after_reaching()
-    if windows.is_open or count > 3 or dtype_of(data) == "bfloat16" or min(after) < 0:
+    pads = windows.pads()
+    if pads is None or count > 3 or dtype_of(data) == "bfloat16":
         return _max_pool(node, data, windows)
     operation = (relax.op.nn.max_pool1d, relax.op.nn.max_pool2d, relax.op.nn.max_pool3d)[count - 1]
-    pads = [*windows.before, *after]
     return node.emit(operation(data, windows.kernel, windows.strides, pads, windows.dilations))
 
 
@@ -237,14 +237,13 @@ def average_pool(node: Node) -> relax.Expr:
     windows = windows_of(node, data)
     counts_padding = bool(node.attribute("count_include_pad", 0))
     count = len(windows.kernel)
-    after = windows.after_reaching()
-    counts_beyond = windows.is_open or (counts_padding and after != windows.after)
-    if counts_beyond or count > 3 or min(after) < 0 or any(dilation != 1 for dilation in windows.dilations):
+    pads = windows.pads()
+    counts_beyond = counts_padding and pads is not None and pads[count:] != windows.after
+    if pads is None or counts_beyond or count > 3 or any(dilation != 1 for dilation in windows.dilations):
         total = _window_sum(node, wide, windows, lambda value: value)
         sizes = _window_sizes(node, windows, counts_padding, dtype_of(wide))
         return cast(node, node.emit(relax.op.divide(total, sizes)), dtype)
     operation = (relax.op.nn.avg_pool1d, relax.op.nn.avg_pool2d, relax.op.nn.avg_pool3d)[count - 1]
-    pads = [*windows.before, *after]
     result = operation(wide, windows.kernel, windows.strides, pads, windows.dilations, False, counts_padding)
     return cast(node, node.emit(result), dtype)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from tvm import relax
+from tvm import relax, te, tirx
 
 from ...tir.determinant import determinant_kernel
 from ...transform.ir.extents import Symbols
 from .elementwise import HALF
-from .node import OPAQUE, Dim, Node, as_dim, const, dtype_of
+from .node import OPAQUE, Dim, Node, Position, as_dim, const, dtype_of
 from .quantization_parameters import as_type, is_zero, reshaped
 from .required_sizes import as_expr, require_broadcast, require_equal, shown, stretched
 from .table import convert_by_body, convert_by_stock, converts
@@ -83,6 +83,18 @@ def matmul_integer(node: Node) -> relax.Expr:
     if min(node.rank(a), node.rank(b)) > 2:
         a_shifted, b_shifted = stretched(node, [a_shifted, b_shifted], kept=2)
     return node.emit(relax.op.matmul(a_shifted, b_shifted, out_dtype="int32"))
+
+
+def squared_distances(node: Node, rows: relax.Expr, columns: relax.Expr) -> relax.Expr:
+    """(M, N), squares of distances of M rows from N columns: sums of squared differences, which cancel no digits."""
+    count, width = node.shape(rows)
+    feature = te.reduce_axis((0, width), "feature")
+
+    def element(i: Position, x: te.Tensor, y: te.Tensor) -> tirx.Expr:
+        difference = x(i[0], feature) - y(feature, i[1])
+        return te.sum(difference * difference, axis=feature)
+
+    return node.kernel("distances", element, rows, columns, shape=[count, node.shape(columns)[1]])
 
 
 @converts("Einsum")

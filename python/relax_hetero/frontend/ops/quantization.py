@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import tvm
 from tvm import relax
 
@@ -24,7 +25,7 @@ _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "ui
 def convert_cast(node: Node) -> relax.Expr:
     """To another type; a float to an integer is rounded towards zero."""
     value = node.inputs[0]
-    target = onnx_dtype(node.attribute("to")) if isinstance(node.attribute("to"), int) else node.attribute("to")
+    target = _target(node.attribute("to"))
     if isinstance(value, relax.ShapeExpr) or tvm.ir.is_prim_expr(value):
         if target == "int64":
             return value
@@ -41,6 +42,14 @@ def convert_cast(node: Node) -> relax.Expr:
     if is_float(dtype_of(data)) and target in _INTEGERS:  # stock makes NaN and infinities 0, and wraps the rest
         return node.emit(relax.op.astype(data, target))
     return convert_by_stock(node.as_op(node.op_type, [data], to=target))
+
+
+def _target(wanted: int | str) -> str:
+    """An element type by its number in ONNX, the name that opsets before 6 give it, or its name in TVM."""
+    if isinstance(wanted, int):
+        return onnx_dtype(wanted)
+    numbers = dict(onnx.TensorProto.DataType.items())
+    return onnx_dtype(numbers[wanted.upper()]) if wanted.upper() in numbers else wanted
 
 
 def _narrowed(node: Node, data: relax.Expr, target: str) -> relax.Expr:
@@ -163,6 +172,13 @@ def dynamic_quantize_linear(node: Node) -> relax.Expr:
     wanted = node.emit(relax.op.divide(relax.op.subtract(zero, low), safe))
     point = cast(node, node.emit(relax.op.round(relax.op.clip(wanted, 0, 255))), "uint8")
     return relax.Tuple([quantize(node, node.emit(relax.op.divide(data, safe)), point, "uint8"), safe, point])
+
+
+def quantized_and_back(node: Node, data: relax.Expr) -> relax.Expr:
+    """The floats that a tensor rounded to uint8 over its range stands for."""
+    quantized, scale, point = dynamic_quantize_linear(node.as_op("DynamicQuantizeLinear", [data])).fields
+    whole = node.emit(relax.op.subtract(cast(node, quantized, "float32"), cast(node, point, "float32")))
+    return node.emit(relax.op.multiply(whole, scale))
 
 
 def _requantize(node: Node, total: relax.Expr, scales: list[relax.Expr], zero_point: relax.Expr) -> relax.Expr:

@@ -14,11 +14,15 @@ import numpy as np
 from tvm import relax
 
 from .node import Dim, Node, const, dtype_of
+from .quantization import quantized_and_back
 from .required_sizes import require_shape
 from .table import converts
 
 MAX_STEPS = 1024
 """Longer sequences would become too much code: they take a loop."""
+
+QUANTIZES = "quantizes_operands"
+"""An attribute of our own: the data and the states before each product are rounded to uint8 over their range."""
 
 Activation = Callable[[relax.Expr], relax.Expr]
 
@@ -65,6 +69,7 @@ class Layer:
 
     def project(self, state: relax.Expr) -> relax.Expr:
         """The state's contribution to all gates."""
+        state = quantized_and_back(self.node, state) if self.node.attribute(QUANTIZES, 0) else state
         product = self.emit(relax.op.matmul(state, self.recurrent))
         return product if self.recurrent_bias is None else self.add(product, self.recurrent_bias)
 
@@ -310,6 +315,8 @@ def recurrent_outputs(node: Node, run: RunDirection) -> list[relax.Expr]:
     direction = node.attribute("direction", "forward")
     backwards = {"forward": [False], "reverse": [True], "bidirectional": [False, True]}[direction]
     node = _with_checked_inputs(node, data, len(backwards))
+    if node.attribute(QUANTIZES, 0):
+        data = quantized_and_back(node, data)
     results = [
         run(partial(_direction, node, data, index, len(backwards), is_backwards))
         for index, is_backwards in enumerate(backwards)

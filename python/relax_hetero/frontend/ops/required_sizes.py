@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import onnx
-import tvm
 import tvm_ffi
 from tvm import relax, te, tirx
 
-from ..symbolic_sizes import analyzer_for, compute_sizes
-from .node import Dim, Node, Position, as_dim
+from ..symbolic_sizes import analyzer_for, compute_sizes, is_size_where_not_empty, sizes_of
+from .node import Dim, Node, Position, as_dim, const
 
 MOST_ELEMENTS = 2**47
 """As many bytes as a process of 64 bits can address."""
@@ -105,10 +105,17 @@ def require_multiple(node: Node, size: Dim, divisor: int, subject: str) -> None:
 def computed_sizes(node: Node, proto: onnx.NodeProto) -> Any:
     """The output of a node that computes sizes, as `compute_sizes`; none of them may be divided by 0."""
     sizes = compute_sizes(proto, node.inputs)
-    if sizes is not None and proto.op_type in ("Div", "Mod"):
-        for divisor in node.inputs[1].values if isinstance(node.inputs[1], relax.ShapeExpr) else [node.inputs[1]]:
-            if tvm.ir.is_prim_expr(divisor):
-                node.require(tirx.NE(divisor, as_expr(0)), f"divides by {divisor}")
+    if sizes is None or proto.op_type not in ("Div", "Mod"):
+        return sizes
+    divided, divisors = map(sizes_of, node.inputs)
+    assert divided is not None and divisors is not None, "compute_sizes takes sizes only"
+    for divisor in divisors.flat:
+        if not isinstance(divisor, int):
+            node.require(tirx.NE(divisor, as_expr(0)), f"divides by {divisor}")
+    if proto.op_type == "Div":
+        for size, divisor in zip(*(array.flat for array in np.broadcast_arrays(divided, divisors)), strict=True):
+            if is_size_where_not_empty(size, divisor):
+                node.require(size >= 0, "divides a negative size")
     return sizes
 
 
@@ -211,6 +218,26 @@ def with_one_shape(node: Node) -> Node:
     for index, value in zip(given, values, strict=True):
         inputs[index] = value
     return replace(node, inputs=inputs)
+
+
+def laid_by_axis(node: Node) -> Node:
+    """A node of an opset before 7 whose second input lies along the first from `axis` on, without that attribute.
+
+    Raises
+    ------
+    FrontendError: if the second input has more axes than there are from that one on.
+    """
+    attributes = {name: value for name, value in node.attributes.items() if name not in ("axis", "broadcast")}
+    inputs = list(node.inputs)
+    if node.attribute("broadcast", 0) and "axis" in node.attributes:
+        rank, dims = node.rank(node.tensor(0)), node.shape(node.tensor(1))
+        behind = rank - node.axis(node.attribute("axis"), rank) - len(dims)
+        if behind < 0:
+            raise node.refusal(f"input 1 of shape {shown(dims)} does not fit behind axis {node.attribute('axis')}")
+        known, shape = node.constant(1), [*dims, *[1] * behind]
+        laid = relax.op.reshape(node.tensor(1), shape) if known is None else const(known.reshape(shape))
+        inputs[1] = node.builder.normalize(laid) if known is not None else node.emit(laid)
+    return replace(node, inputs=inputs, attributes=attributes)
 
 
 def require_broadcast(node: Node, value: relax.Expr, target: Sequence[Dim], subject: str) -> relax.Expr:

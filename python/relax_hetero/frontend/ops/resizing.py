@@ -15,6 +15,7 @@ import numpy as np
 from tvm import relax, te, tirx
 
 from ...vm.tables.resize_taps import (
+    BELOW_OR_ABOVE,
     ResizedAxis,
     ResizeForm,
     ResizeTaps,
@@ -206,7 +207,7 @@ def upsample(node: Node) -> relax.Expr:
 
 
 def _upsampled(node: Node, data: relax.Expr, mode: str) -> relax.Expr:
-    """The form of Resize before opset 11: coordinates are divided by the scale, the nearest is the one below."""
+    """The form of Resize before opset 11: coordinates are divided by the scale, and the nearest is the one below."""
     if node.op_type == "Resize" or node.opset >= 9:
         node.tensor(1)
         numbers = node.inputs[1]
@@ -215,16 +216,16 @@ def _upsampled(node: Node, data: relax.Expr, mode: str) -> relax.Expr:
     else:
         numbers = const([1.0, 1.0, node.attribute("height_scale"), node.attribute("width_scale")], "float64")
     which, scales = list(range(node.rank(data))), as_constant(numbers)
-    floored = node.as_op(node.op_type, node.inputs, **{**node.attributes, "nearest_mode": "floor"})
-    form = form_of(floored, mode, "asymmetric", has_scales=True)
+    old = node.as_op(node.op_type, node.inputs, **{**node.attributes, "nearest_mode": BELOW_OR_ABOVE})
+    form = form_of(old, mode, "asymmetric", has_scales=True)
     if scales is None:
-        return resize_at_run_time(floored, data, which, numbers, form)
+        return resize_at_run_time(old, data, which, numbers, form)
     if scales.size != len(which):
         raise node.refusal(f"has {scales.size} scales for {len(which)} axes")
     axes = _axes_by_scale(node, data, which, scales.tolist())
     if axes is None:
-        return _enlarged(floored, data, dict(enumerate(map(float, scales))), form)
-    return _resized(floored, data, axes, form)
+        return _enlarged(old, data, dict(enumerate(map(float, scales))), form)
+    return _resized(old, data, axes, form)
 
 
 def _enlarged(node: Node, data: relax.Expr, scales: dict[int, float], form: ResizeForm) -> relax.Expr:
@@ -257,6 +258,7 @@ def _enlarged_axis(node: Node, data: relax.Expr, axis: int, scale: int, mode: st
             return at(left) * (tirx.const(1, dtype) - share) + at(left + 1.0) * share
         rounded = {
             "floor": left,
+            BELOW_OR_ABOVE: left,
             "ceil": tirx.ceil(source),
             "round_prefer_floor": tirx.ceil(source - 0.5),
             "round_prefer_ceil": tirx.floor(source + 0.5),

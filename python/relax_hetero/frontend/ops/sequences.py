@@ -10,10 +10,14 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from ...transform.ir.rewriting import op_name
 from ..symbolic_sizes import common_shape
-from .node import Node, const, dtype_of
+from .node import Dim, Node, array_of, const, dtype_of
+from .required_sizes import as_expr
 from .slicing import cut, split
 from .table import convert_node, converts
+
+_OPEN_COUNT = "the number of its parts is only known when the model runs"
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,14 @@ class LongSequence:
     """A sequence whose length only a call knows: `stacked.shape[0]` equal tensors, along the first axis of one."""
 
     stacked: relax.Expr
+
+
+@dataclass(frozen=True)
+class JoinedSequence:
+    """A sequence whose length only a call knows, of tensors that differ along an axis, joined along it."""
+
+    joined: relax.Expr
+    axis: int
 
 
 @dataclass(frozen=True)
@@ -44,7 +56,7 @@ def _items(node: Node, index: int = 0) -> list[relax.Expr]:
     FrontendError: if the input is not a sequence of known length.
     """
     value = node.inputs[index] if node.has(index) else None
-    if isinstance(value, (LongSequence, GrowingSequence)):
+    if isinstance(value, (LongSequence, GrowingSequence, JoinedSequence)):
         raise node.refusal("of a sequence whose length only a call knows cannot be imported")
     if isinstance(value, relax.Tuple):
         return list(value.fields)
@@ -185,6 +197,11 @@ def concat_from_sequence(node: Node) -> relax.Expr:
     """The tensors side by side along an axis, or along a new one."""
     if node.has(0) and isinstance(node.inputs[0], LongSequence):
         return _joined(node, node.inputs[0].stacked)
+    if node.has(0) and isinstance(node.inputs[0], JoinedSequence):
+        joined, axis = node.inputs[0].joined, node.inputs[0].axis
+        if node.attribute("new_axis", 0) or node.axis(node.attribute("axis"), node.rank(joined)) != axis:
+            raise node.refusal(f"joins tensors whose sizes differ along axis {axis} in another way than along it")
+        return joined
     items = _items(node)
     if not items:
         raise node.refusal("joins an empty sequence")
@@ -214,37 +231,14 @@ def split_to_sequence(node: Node) -> Any:
     rank = node.rank(data)
     axis = node.axis(node.attribute("axis", 0), rank)
     size = node.shape(data)[axis]
-    if not isinstance(size, int) and not node.has(1):
+    if not isinstance(size, int) and (not node.has(1) or _has_single_parts(node, size)):
         order = [axis, *(i for i in range(rank) if i != axis)]
         stacked = node.emit(relax.op.permute_dims(data, order)) if axis else data
-        return LongSequence(
-            node.emit(relax.op.expand_dims(stacked, axis + 1)) if node.attribute("keepdims", 1) else stacked
-        )
-    if not isinstance(size, int):
-        raise node.refusal("splits a symbolic dimension; give its size with shapes=")
-    if not node.has(1):
-        node.check_ops(size)
-    sizes = [1] * (0 if node.has(1) else size)
-    if node.has(1):
-        known = node.constant(1)
-        if known is None:
-            given = node.tensor(1)
-            if node.rank(given) == 0 or not isinstance(node.shape(given)[0], int):
-                raise node.refusal("the number of its parts is only known when the model runs")
-            (count,) = node.static_shape(given)
-            if count == 0:
-                raise node.refusal("splits an axis into no parts")
-            parts = split(replace(node, op_type="Split", opset=18, num_outputs=count))
-            return parts if count > 1 else relax.Tuple([parts])
-        sizes = [int(part) for part in known.reshape(-1)]
-        if known.ndim == 0:
-            part = sizes[0]
-            if part <= 0:
-                raise node.refusal(f"splits an axis into parts of {part}")
-            node.check_ops(size // part)
-            sizes = [min(part, size - start) for start in range(0, size, part)]
-        if min(sizes, default=0) < 0 or sum(sizes) != size:
-            raise node.refusal(f"splits an axis of {size} into parts of {sizes}")
+        is_kept = node.has(1) or node.attribute("keepdims", 1)
+        return LongSequence(node.emit(relax.op.expand_dims(stacked, axis + 1)) if is_kept else stacked)
+    if node.has(1) and node.rank(node.tensor(1)):
+        return _split_as_given(node)
+    sizes = _equal_parts(node, size, _part_size(node) if node.has(1) else 1)
     parts, start = [], 0
     for part in sizes:
         taken = cut(node, data, {axis: (start, part, 1)})
@@ -254,7 +248,53 @@ def split_to_sequence(node: Node) -> Any:
     return relax.Tuple(parts)
 
 
+def _split_as_given(node: Node) -> relax.Expr:
+    """Parts of the sizes that a vector of known length gives."""
+    (count,) = node.shape(node.tensor(1))
+    if not isinstance(count, int):
+        raise node.refusal(_OPEN_COUNT)
+    if count == 0:
+        raise node.refusal("splits an axis into no parts")
+    parts = split(replace(node, op_type="Split", opset=18, num_outputs=count))
+    return parts if count > 1 else relax.Tuple([parts])
+
+
+def _part_size(node: Node) -> int:
+    """The scalar that gives the size of all parts but the last one."""
+    known = node.constant(1)
+    if known is None:
+        raise node.refusal(_OPEN_COUNT)
+    part = int(known.reshape(()))
+    if part <= 0:
+        raise node.refusal(f"splits an axis into parts of {part}")
+    return part
+
+
+def _equal_parts(node: Node, size: Dim, part: int) -> list[int]:
+    if not isinstance(size, int):
+        raise node.refusal(_OPEN_COUNT)
+    node.check_ops(size // part)
+    return [min(part, size - start) for start in range(0, size, part)]
+
+
+def _has_single_parts(node: Node, size: Any) -> bool:
+    """Whether the parts of an axis of symbolic size are one element each: a number 1, or a vector filled with it."""
+    known = node.constant(1)
+    if known is not None:
+        return known.ndim == 0 and int(known) == 1
+    parts = node.inputs[1]
+    made = node.builder.lookup_binding(parts) if isinstance(parts, relax.Var) else None
+    if made is None or op_name(made) != "relax.broadcast_to" or not isinstance(made.args[0], tvm.ir.GenericConst):
+        return False
+    if node.rank(parts) != 1 or array_of(made.args[0].value).reshape(-1).tolist() != [1]:
+        return False
+    (count,) = node.shape(parts)
+    node.require(as_expr(count) == size, f"splits an axis of {size} into {count} parts of one element")
+    return True
+
+
 @converts("OptionalHasElement")
 def optional_has_element(node: Node) -> relax.Expr:
     """Whether there is a value: known at import, as an empty optional is never made when the model runs."""
-    return const(node.has(0) and isinstance(node.inputs[0], (relax.Expr, LongSequence, GrowingSequence)))
+    kinds = (relax.Expr, LongSequence, GrowingSequence, JoinedSequence)
+    return const(node.has(0) and isinstance(node.inputs[0], kinds))

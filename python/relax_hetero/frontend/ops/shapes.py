@@ -14,9 +14,9 @@ from ..symbolic_sizes import simplified, symbolic_divisors, with_safe_divisions
 from .elementwise import cast
 from .node import Dim, Node, Position, as_constant, as_dim, const, dtype_of, is_float
 from .required_sizes import MOST_ELEMENTS, any_of, as_expr, broadcast, equal, joined, shown
-from .run_time.axes import axes_input, with_new_axes, without_named_axes
-from .run_time.numbers import dims_at_run_time, numbers_of, require_axes, sizes_of
-from .table import convert_by_body, convert_by_stock, converts
+from .run_time.axes import axes_input, new_axes_input, with_new_axes, without_named_axes
+from .run_time.numbers import dims_at_run_time, numbers_of, sizes_of, written_numbers
+from .table import convert_by_body, converts
 
 _log = logging.getLogger("relax_hetero")
 
@@ -132,7 +132,7 @@ def _note_fixed_sizes(node: Node, dims: list[Dim], target: list[Dim]) -> None:
     )  # fmt: skip
 
 
-def _target_at_run_time(node: Node, data: relax.Expr) -> list[tirx.Var]:
+def _target_at_run_time(node: Node, data: relax.Expr) -> list[tirx.Expr]:
     """Dimensions of the result where the target is an input: 0 copies a dimension, -1 takes the remaining elements."""
     target = node.tensor(1)
     (length,) = node.static_shape(target)
@@ -169,10 +169,15 @@ def _target_at_run_time(node: Node, data: relax.Expr) -> list[tirx.Var]:
     if data.ty.shape is not None:
         dims = node.shape(data)
         _require_product(node, found, dims)
-    return found
+    return [_written(number, size) for number, size in zip(given, found, strict=True)]
 
 
-def _require_product(node: Node, found: list[tirx.Var], dims: list[Dim]) -> None:
+def _written(number: tirx.Expr, size: tirx.Expr) -> tirx.Expr:
+    """A number of a target where the model writes it as a size, else the size that a call finds."""
+    return number if isinstance(number, tirx.IntImm) and number.value > 0 else size
+
+
+def _require_product(node: Node, found: list[tirx.Expr], dims: list[Dim]) -> None:
     """Require that sizes have as many elements as a tensor; their product may be larger than an integer."""
     elements = math.prod(map(as_expr, dims), start=as_expr(1))
     message = f"its target has another number of elements than its input, of shape {shown(dims)}"
@@ -220,7 +225,20 @@ def _expand_at_run_time(node: Node, data: relax.Expr) -> relax.Expr:
         node.require(any_of([equal(own, 1), equal(own, size)]), f"size {own} does not broadcast to {size}")
     for size in dims:
         node.require(tirx.GE(size, as_expr(0)), "its target has a negative size")
-    return broadcast(node, data, list(dims))
+    written = written_numbers(node, target)
+    aligned: list[Dim] = [1] * (len(dims) - rank) + node.shape(data)
+    return broadcast(
+        node,
+        data,
+        [_broadcast_size(own, number, size) for own, number, size in zip(aligned, written, dims, strict=True)],
+    )
+
+
+def _broadcast_size(own: Dim, number: Dim | None, found: tirx.Expr) -> Dim:
+    """One size of a broadcast: it follows from a written number but 1, or from a known size but 1 beside such a 1."""
+    if not isinstance(number, int):
+        return found
+    return number if number != 1 else own
 
 
 @converts("Tile")
@@ -228,6 +246,8 @@ def tile(node: Node) -> relax.Expr:
     """The input repeated along each axis."""
     data = node.tensor(0)
     dims, repeats = node.shape(data), node.dims(1)
+    if node.opset < 6:
+        repeats = _repeats_of_axis(node, len(dims))
     if repeats is None:
         repeats = numbers_of(node, node.tensor(1), "repeat")
     if len(repeats) != len(dims):
@@ -244,6 +264,16 @@ def tile(node: Node) -> relax.Expr:
 
     shape = [as_dim(size * count) for size, count in zip(dims, repeats, strict=True)]
     return node.kernel("tile", element, data, shape=shape)
+
+
+def _repeats_of_axis(node: Node, rank: int) -> list[Dim]:
+    """How often each axis is repeated, by the form of opset 1: a number, and the axis that it is for."""
+    count, axis = node.known_dims(1, "its number of tiles is"), node.known_dims(2, "its axis is")
+    if len(count) != 1 or len(axis) != 1 or not isinstance(axis[0], int):
+        raise node.refusal(f"has {len(count)} numbers of tiles for {len(axis)} axes, expected one for one")
+    repeats: list[Dim] = [1] * rank
+    repeats[node.axis(axis[0], rank)] = count[0]
+    return repeats
 
 
 @converts("ConstantOfShape")
@@ -289,12 +319,18 @@ def squeeze(node: Node) -> relax.Expr:
 @converts("Unsqueeze")
 def unsqueeze(node: Node) -> relax.Expr:
     """With further axes of size 1, at places that are known or computed when the model runs."""
-    if node.opset >= 13 and node.constant(1) is None:
-        data, axes = node.tensor(0), node.tensor(1)
-        (count,) = node.static_shape(axes)
-        require_axes(node, axes, node.rank(data) + count)
-        return with_new_axes(node, data, axes, count)
-    return convert_by_stock(node)
+    data = node.tensor(0)
+    if node.opset < 13:
+        axes = list(node.attribute("axes", ()))
+    elif (known := node.constant(1)) is None:
+        return with_new_axes(node, data, *new_axes_input(node, 1, node.rank(data)))
+    else:
+        axes = [int(axis) for axis in known.reshape(-1)]
+    rank = node.rank(data) + len(axes)
+    places = sorted(node.axis(axis, rank) for axis in axes)
+    if len(set(places)) < len(places):
+        raise node.refusal(f"names an axis twice: {axes}")
+    return node.emit(relax.op.expand_dims(data, places)) if places else data
 
 
 _NO_STEP, _NOT_FINITE = -1, -2

@@ -168,7 +168,11 @@ def _slice_at_run_time(node: Node, data: relax.Expr) -> relax.Expr:
     width = emit(relax.op.maximum(relax.op.abs(step), one))
     rounded = relax.op.subtract(relax.op.add(distance, width), one)
     counts = emit(relax.op.minimum(relax.op.maximum(relax.op.floor_divide(rounded, width), zero), size))
-    dims = dims_at_run_time(node, counts, "slice_dim")
+    dims: list[Dim] = list(dims_at_run_time(node, counts, "slice_dim"))
+    sliced = node.constant(3) if node.has(3) else np.arange(count)
+    if sliced is not None:  # the others are as they were
+        changed = {node.axis(int(axis), rank) for axis in sliced}
+        dims = [dims[axis] if axis in changed else own for axis, own in enumerate(node.shape(data))]
 
     # An axis that is not sliced starts at 0 with step 1, like any other.
     def element(i: Position, x: te.Tensor, first: te.Tensor, stride: te.Tensor) -> tirx.Expr:

@@ -17,7 +17,7 @@ from ..symbolic_sizes import SizeIsBounded, is_at_most
 from .fold import fold
 from .function_body import body_with_graphs, expand, has_body
 from .node import STANDARD, Dim, Node, as_dim
-from .required_sizes import MOST_ELEMENTS, with_one_shape
+from .required_sizes import MOST_ELEMENTS, laid_by_axis, with_one_shape
 
 Convert = Callable[[Node], Any]
 """A converter of ours: from a node to its output, or to a `relax.Tuple` of its outputs."""
@@ -39,6 +39,10 @@ _BROADCASTING = frozenset(
     "Mod Mul Or Pow Sub Sum Where Xor".split()
 )
 """Op types all of whose inputs broadcast to each other."""
+_LAID_BY_AXIS = frozenset("Add And Div Equal Greater Less Mul Or Pow Sub Xor".split())
+"""Op types whose second input once was laid along the first by an attribute."""
+_OPSET_OF_BROADCASTING = 7
+"""The first opset whose ops broadcast as numpy does."""
 _TAKE_SIZES = frozenset(
     "AffineGrid CenterCropPad Col2Im ConstantOfShape Expand Pad ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp "
     "ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare Reshape Resize Slice Squeeze Tile Unsqueeze "
@@ -72,6 +76,8 @@ def convert_node(node: Node) -> Any:
     """
     if node.domain == STANDARD:
         _check_lengths(node)
+        if node.opset < _OPSET_OF_BROADCASTING and node.op_type in _LAID_BY_AXIS:
+            node = laid_by_axis(node)
         folded = fold(node)
         if folded is not None:
             return folded

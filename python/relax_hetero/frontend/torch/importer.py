@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import tvm
-from tvm import relax, tirx
+from tvm import relax
 
 from ...errors import FrontendError
 from ...op.require import MET, requirement
 from ...vm.device.tensors import ALIGNMENT
 from ..import_limits import Budget, ImportLimits, spending
+from ..onnx.control_flow.subgraphs import ImportedLoop
 from ..onnx.importer import ImportedGraph
 from ..onnx.node_names import NodeInfo, variable_name
 from ..onnx.tvm_messages import reason
+from ..ops.required_sizes import equal, renamed
 from . import ops  # noqa: F401 - registers the converters
+from .complex_values import Complex, convert_complex, converts_complex, has_complex, is_complex, part_of
 from .exporting import torch_package
 from .node import TABLE, TorchNode, dtype_name
+from .scalars import float_scalar
 from .sizes import Sizes, as_shape
 from .torch_names import NodeNames, output_names
 
@@ -28,9 +32,8 @@ if TYPE_CHECKING:
 
 # Nodes that say something about sizes to torch alone: the sizes are in the results already.
 _SILENT = frozenset(
-    "sym_constrain_range_for_size sym_constrain_range _assert_tensor_metadata _assert_async _assert_scalar "
-    "_functional_assert_async _functional_assert_scalar _functional_sym_constrain_range "
-    "_functional_sym_constrain_range_for_size".split()
+    "sym_constrain_range_for_size sym_constrain_range _assert_tensor_metadata _assert_async "
+    "_functional_assert_async _functional_sym_constrain_range _functional_sym_constrain_range_for_size".split()
 )
 
 
@@ -53,57 +56,127 @@ def import_program(
     """
     nbytes = sum(value.numel() * value.element_size() for value in program.state_dict.values())
     with spending(Budget(limits or ImportLimits(), nbytes)):
-        return _Importer(program, Sizes(names)).run()
+        return _Importer(program, Sizes(names, program.range_constraints)).run()
 
 
 class _Importer:
+    """The walk over a program's graph and the graphs inside its nodes, as the converters see it (`Walk`)."""
+
     def __init__(self, program: Any, sizes: Sizes) -> None:
         self._torch = torch_package()
         self._program = program
         self._sizes = sizes
         self._names = NodeNames()
-        self._builder = relax.BlockBuilder()
+        self.bb = relax.BlockBuilder()
         self._values: dict[Any, Any] = {}
         self._owners: dict[relax.Var, NodeInfo] = {}
         self._results: dict[NodeInfo, list[relax.Var]] = {}
-        self._constants: dict[tuple[Any, ...], relax.Expr] = {}
+        self._constants: dict[tuple[Any, ...], Any] = {}
+        self.loops: list[ImportedLoop] = []
+        self.known: dict[relax.Var, relax.Binding] = {}
 
     def run(self) -> tuple[ImportedGraph, list[NodeInfo], list[str]]:
         check_supported(self._program)
         params = self._inputs()
-        self._builder.begin_scope(list(params.values()))
+        self.bb.begin_scope(list(params.values()))
         try:
-            with self._block() as bindings:
+            with self._collected() as bindings:
                 self._require_ranges()
-                for node in self._program.graph.nodes:
-                    if node.op == "call_function":
-                        self._convert(node)
+                self._convert_all(self._program.graph_module)
                 outputs, names = self._outputs()
         finally:
-            self._builder.end_scope()
+            self.bb.end_scope()
         nodes = list(dict.fromkeys(self._owners.values()))
         graph = ImportedGraph(
-            self._builder.get(), list(params), list(params.values()), bindings, outputs, self._owners, self._results, {}
-        )
+            self.bb.get(), list(params), list(params.values()), bindings, outputs, self._owners, self._results, {},
+            self.loops,
+        )  # fmt: skip
         return graph, nodes, names
 
     @contextmanager
-    def _block(self) -> Iterator[list[relax.Binding]]:
+    def _collected(self) -> Iterator[list[relax.Binding]]:
         bindings: list[relax.Binding] = []
-        self._builder._begin_binding_block()
+        self.bb._begin_binding_block()
         try:
             yield bindings
         finally:
-            bindings.extend(self._builder._end_block().bindings)
+            bindings.extend(self.bb._end_block().bindings)
+
+    @contextmanager
+    def block(self, info: NodeInfo) -> Iterator[list[relax.Binding]]:
+        """Collect what is emitted inside; the node owns the bindings, unless a node inside it does."""
+        with self._collected() as bindings:
+            yield bindings
+        for binding in bindings:
+            self._owners.setdefault(binding.var, info)
+
+    def adopt(self, bindings: list[relax.Binding], info: NodeInfo) -> None:
+        """Emit collected bindings where the builder stands; a node owns them unless an inner node does."""
+        for binding in bindings:
+            self._owners.setdefault(binding.var, info)
+            self.bb.emit_normalized(binding)
+
+    @contextmanager
+    def trial(self) -> Iterator[Callable[[], None]]:
+        """Forget, when left, the loops and owners of bindings made inside, unless what this yields was called."""
+        owners, loops, kept = len(self._owners), len(self.loops), [False]
+        try:
+            yield lambda: kept.append(True)
+        finally:
+            if not kept[-1]:
+                del self.loops[loops:]
+                while len(self._owners) > owners:
+                    self._owners.popitem()
 
     @contextmanager
     def _owned(self, info: NodeInfo) -> Iterator[None]:
-        """Bindings that are made inside belong to this node."""
-        with self._block() as bindings:
+        """Bindings that are made inside belong to this node, unless to a node inside it."""
+        with self._collected() as bindings:
             yield
-        for binding in bindings:
-            self._owners[binding.var] = info
-            self._builder.emit_normalized(binding)
+        self.adopt(bindings, info)
+
+    def as_tensor(self, value: Any) -> Any:
+        """A number or a size as a scalar tensor; other values as they are."""
+        is_number = isinstance(value, (bool, int, float)) or tvm.ir.is_prim_expr(value)
+        return self._outside("value").number(value) if is_number else value
+
+    def graph_of(self, module: Any, given: Sequence[Any]) -> list[Any]:
+        """The results of a graph inside a node, converted where the builder stands."""
+        places = [node for node in module.graph.nodes if node.op == "placeholder"]
+        with self._sizes.scope():
+            for place, value in zip(places, given, strict=True):
+                self._take(place, value)
+            self._convert_all(module)
+            (end,) = (node for node in module.graph.nodes if node.op == "output")
+            found = end.args[0] if isinstance(end.args[0], (list, tuple)) else [end.args[0]]
+            return [self._value(value) for value in found]
+
+    def _take(self, place: Any, value: Any) -> None:
+        """Give an input of an inner graph its value; sizes take the names that the value's have."""
+        fake = place.meta.get("val")
+        node = self._outside(place.name)
+        if isinstance(fake, self._torch.SymInt):
+            value = value if isinstance(value, int) or tvm.ir.is_prim_expr(value) else node.read_size(value)
+            self._sizes.bind(fake, value)
+        elif isinstance(fake, self._torch.Tensor) and isinstance(value, relax.Expr):
+            for size, dim in zip(fake.shape, node.dims(value), strict=True):
+                self._sizes.bind(size, dim)
+        self._values[place] = value
+
+    def _outside(self, name: str) -> TorchNode:
+        """A node of no op, for values that belong to none."""
+        return TorchNode("value.", NodeInfo(name, (), "value", "", ""), None, (), self, self._sizes)
+
+    def _convert_all(self, module: Any) -> None:
+        for node in module.graph.nodes:
+            if node.op == "get_attr":
+                value = module
+                for part in str(node.target).split("."):
+                    value = getattr(value, part)
+                is_tensor = isinstance(value, self._torch.Tensor)
+                self._values[node] = self._constant(value, str(node.target)) if is_tensor else value
+            elif node.op == "call_function":
+                self._convert(node)
 
     def _inputs(self) -> dict[str, relax.Var]:
         """Parameters of the function by name; weights, buffers and constants become constants."""
@@ -113,9 +186,14 @@ class _Importer:
         for spec in self._program.graph_signature.input_specs:
             node = places[spec.arg.name]
             value = node.meta.get("val")
+            is_tensor = isinstance(value, self._torch.Tensor)
+            if is_tensor and spec.kind is kinds.USER_INPUT and value.dtype.is_complex:
+                raise FrontendError(
+                    f"the input {node.name!r} is of {value.dtype}, expected its view as real numbers, x.view_as_real()"
+                )
             if spec.kind in (kinds.PARAMETER, kinds.BUFFER, kinds.CONSTANT_TENSOR):
                 self._values[node] = self._constant(self._weight(spec), spec.target)
-            elif spec.kind is kinds.USER_INPUT and isinstance(value, self._torch.Tensor):
+            elif spec.kind is kinds.USER_INPUT and is_tensor:
                 for dim in value.shape:
                     if not isinstance(dim, int):
                         self._sizes.known.update(map(str, dim.node.expr.free_symbols))
@@ -137,13 +215,15 @@ class _Importer:
                 return table[spec.target]
         raise FrontendError(f"the exported program has no tensor {spec.target!r}")
 
-    def _constant(self, tensor: Any, name: str) -> relax.Expr:
+    def _constant(self, tensor: Any, name: str) -> Any:
         """A weight, over torch's own memory where kernels can read it; a weight that is shared is one constant."""
         torch = self._torch
         if not isinstance(tensor, torch.Tensor) or type(tensor).__name__ == "FakeTensor" or tensor.is_meta:
             raise FrontendError(f"the weight {name!r} is a {type(tensor).__name__} without numbers, expected a tensor")
-        dtype_name(tensor.dtype)
         tensor = tensor.detach()
+        if tensor.dtype.is_complex:
+            return Complex(*(self._constant(part.contiguous(), name) for part in (tensor.real, tensor.imag)))
+        dtype_name(tensor.dtype)
         key = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
         if key in self._constants:
             return self._constants[key]
@@ -159,10 +239,9 @@ class _Importer:
         return value
 
     def _require_ranges(self) -> None:
-        info = NodeInfo("sizes", (), "require", "", "")
-        with self._owned(info):
+        with self._owned(NodeInfo("sizes", (), "require", "", "")):
             for condition, text in self._sizes.ranges(self._program.range_constraints):
-                self._builder.match_cast(requirement(condition, f"the exported program: {text}"), MET)
+                self.bb.match_cast(requirement(condition, f"the exported program: {text}"), MET)
 
     def _convert(self, node: Any) -> None:
         """Convert a node, and remember that it owns the bindings that are made of it."""
@@ -171,11 +250,8 @@ class _Importer:
             self._values[node] = self._values[container][index]
             return
         value = node.meta.get("val")
-        if isinstance(value, (self._torch.SymInt, int)) and not _is_read(node):
-            self._values[node] = self._sizes.dim(value)
-            return
-        if isinstance(value, (self._torch.SymBool, self._torch.SymFloat, bool, float)):
-            return  # of use to torch's own checks; a reader that needs it says so
+        if _is_number(value) and not _is_read(node):
+            return  # computed where it is read
         if _op_name(node) in _SILENT:
             return
         info = self._names.info(node)
@@ -191,11 +267,13 @@ class _Importer:
         self._results[info] = [part for part in results if isinstance(part, relax.Var)]
 
     def _converted(self, node: Any, info: NodeInfo) -> Any:
-        name = f"{_op_name(node)}.{node.target._overloadname}"
-        value = node.meta["val"]
+        name = f"{_op_name(node)}.{getattr(node.target, '_overloadname', 'default')}"
+        value = node.meta.get("val")
         arguments, tensors = self._arguments(node)
-        torch_node = TorchNode(name, info.name, value, tensors, self._builder, self._sizes)
-        convert = TABLE.get(name) or TABLE[_op_name(node)]
+        torch_node = TorchNode(name, info, value, tensors, self, self._sizes)
+        convert = TABLE.get(name) or TABLE.get(_op_name(node)) or convert_complex
+        if is_complex(value) or has_complex(arguments):
+            convert = convert_complex
         result = convert(torch_node, *arguments)
         if isinstance(value, (list, tuple)):
             parts = [
@@ -203,33 +281,59 @@ class _Importer:
                 for part, fake in zip(result, value, strict=False)
             ]
             return parts + [None] * (len(value) - len(parts))
-        if not isinstance(value, self._torch.Tensor):  # a size that a tensor holds
-            return result
         return self._checked(torch_node, result, value)
 
-    def _checked(self, node: TorchNode, result: relax.Expr, fake: Any) -> relax.Expr:
-        """The result, if it has the type that torch says; sizes that only a call knows take torch's names."""
-        if result is None:
-            return None
-        result = node.emit(self._builder.normalize(result))
+    def _checked(self, node: TorchNode, result: Any, fake: Any) -> Any:
+        """The result, if it has the type that torch says; its sizes take torch's names."""
+        if isinstance(result, Complex):
+            return Complex(*(self._checked(node, part, part_of(fake)) for part in result))
+        if result is None or not hasattr(fake, "shape"):
+            return self._checked_number(node, result, fake)
+        result = node.emit(self.bb.normalize(result))
         ty = result.ty
         dims = self._sizes.shape(fake.shape)
-        found = list(ty.shape.values) if isinstance(ty.shape, relax.ShapeExpr) else None
         if str(ty.dtype) != dtype_name(fake.dtype) or int(ty.ndim) not in (-1, len(dims)):
             raise node.refusal(f"becomes {ty}, where torch finds {dtype_name(fake.dtype)} of shape {dims}")
         new = {str(symbol) for dim in fake.shape if not isinstance(dim, int) for symbol in dim.node.expr.free_symbols}
-        if found is None or new - self._sizes.known:
+        if not isinstance(ty.shape, relax.ShapeExpr) or new - self._sizes.known:
             self._sizes.known |= new
-            return self._builder.match_cast(result, relax.TensorType(as_shape(dims), str(ty.dtype)))
-        for here, there in zip(found, dims, strict=True):
-            if isinstance(here, tirx.IntImm) and isinstance(there, int) and int(here) != there:
-                raise node.refusal(f"becomes {ty}, where torch finds the shape {dims}")
-        return result
+            return self.bb.match_cast(result, relax.TensorType(as_shape(dims), str(ty.dtype)))
+        for here, there in zip(node.dims(result), dims, strict=True):
+            if not node.sizes_equal(here, there):
+                text = f"finds a size of {here}, where torch finds {there}"
+                node.onnx_node("Reshape", []).require(equal(here, there), text)
+        return renamed(node.onnx_node("Reshape", []), result, dims)
+
+    def _checked_number(self, node: TorchNode, result: Any, fake: Any) -> Any:
+        """The number that an op reads from a tensor, or passes on; its symbol means it from here on."""
+        if not isinstance(result, relax.Expr) or tvm.ir.is_prim_expr(result):
+            return result
+        symbol = str(getattr(getattr(fake, "node", None), "expr", ""))
+        scalar = node.reshape(result, [])
+        if isinstance(fake, self._torch.SymInt) and symbol.isidentifier():
+            size = node.read_size(scalar)
+            self._sizes.bind(fake, size)
+            self._sizes.read[symbol] = (size, scalar)
+            self._require_range(node, fake.node.expr, size)
+            return size
+        if isinstance(fake, self._torch.SymFloat) and symbol.isidentifier():
+            self._sizes.read[symbol] = (None, scalar)
+        return scalar
+
+    def _require_range(self, node: TorchNode, symbol: Any, size: Any) -> None:
+        """Require what torch found about a number that it reads: sizes are not negative."""
+        bounds = self._program.range_constraints.get(symbol)
+        if bounds is not None and not isinstance(size, int):
+            for condition, text in self._sizes.within(size, bounds):
+                node.onnx_node("Identity", []).require(condition, f"reads a number that {text}")
 
     def _arguments(self, node: Any) -> tuple[list[Any], list[Any]]:
         """The values of a node's arguments and their fake tensors, in the order of the op's schema."""
         values, fakes = [], []
-        for index, argument in enumerate(node.target._schema.arguments):
+        schema = getattr(node.target, "_schema", None)
+        if schema is None:  # an op with graphs in it
+            return [self._value(given) for given in node.args], list(node.args)
+        for index, argument in enumerate(schema.arguments):
             if index < len(node.args):
                 given = node.args[index]
             elif argument.name in node.kwargs:
@@ -242,39 +346,58 @@ class _Importer:
 
     def _value(self, given: Any) -> Any:
         if isinstance(given, self._torch.fx.Node):
-            if given not in self._values:
-                raise FrontendError(
-                    f"the value of {given} ({given.target}) cannot be imported: it is no tensor or size"
-                )
-            return self._values[given]
+            return self._values[given] if given in self._values else self._number(given)
         if isinstance(given, (list, tuple)):
             return [self._value(part) for part in given]
         return given
 
+    def _number(self, given: Any) -> Any:
+        """A number that torch computes from sizes, or from numbers that the model reads."""
+        torch, value = self._torch, given.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            return self._sizes.dim(value)
+        if isinstance(value, torch.SymBool):
+            condition = self._sizes.condition(value)
+            if condition is not None:
+                return condition
+        elif isinstance(value, torch.SymFloat):
+            return float_scalar(self._outside(given.name), value.node.expr)
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise FrontendError(f"the value of {given} ({given.target}) cannot be imported: it is no tensor or size")
+
     def _outputs(self) -> tuple[list[relax.Expr], list[str]]:
+        """The module's results, and behind them the new values of inputs that it changes."""
         (node,) = (node for node in self._program.graph.nodes if node.op == "output")
         kinds = self._torch.export.graph_signature.OutputKind
-        names = output_names(self._program)
-        outputs, kept = [], []
-        user = 0
+        names = iter(output_names(self._program))
+        found: dict[str, Any] = {}
+        changed: dict[str, Any] = {}
         for spec, given in zip(self._program.graph_signature.output_specs, node.args[0], strict=True):
-            if spec.kind is not kinds.USER_OUTPUT:
-                continue
-            name = names[user] if user < len(names) else f"output_{user}"
-            user += 1
-            value = self._value(given)
-            if value is None or isinstance(value, str):
-                continue
-            if not isinstance(value, relax.Expr) or tvm.ir.is_prim_expr(value):
-                dtype = "bool" if isinstance(value, bool) else "float32" if isinstance(value, float) else "int64"
-                info = NodeInfo(variable_name(name), (), "output", "", "")
-                with self._owned(info):
-                    value = TorchNode("output.", name, None, (), self._builder, self._sizes).tensor(value, dtype)
-            outputs.append(value)
-            kept.append(name)
+            if spec.kind is kinds.USER_INPUT_MUTATION:
+                changed[str(spec.target)] = self._value(given)
+            elif spec.kind is kinds.USER_OUTPUT:
+                found[next(names, f"output_{len(found)}")] = self._value(given)
+        outputs = {
+            name: self._output(name, value)
+            for name, value in (*found.items(), *((f"{name}_out", value) for name, value in changed.items()))
+            if value is not None and not isinstance(value, str)
+        }
         if not outputs:
             raise FrontendError("the module returns no tensor")
-        return outputs, kept
+        return list(outputs.values()), list(outputs)
+
+    def _output(self, name: str, value: Any) -> relax.Expr:
+        if isinstance(value, Complex):
+            raise FrontendError(
+                f"the output {name!r} is of complex numbers, expected their view as real ones, torch.view_as_real(x)"
+            )
+        if isinstance(value, relax.Expr) and not tvm.ir.is_prim_expr(value):
+            return value
+        dtype = "bool" if isinstance(value, bool) else "float32" if isinstance(value, float) else "int64"
+        info = NodeInfo(variable_name(name), (), "output", "", "")
+        with self._owned(info):
+            return TorchNode("output.", info, None, (), self, self._sizes).tensor(value, dtype)
 
 
 def _op_name(node: Any) -> str:
@@ -283,35 +406,44 @@ def _op_name(node: Any) -> str:
 
 
 def _is_read(node: Any) -> bool:
-    """Whether a number is read from a tensor, when the model runs."""
+    """Whether a number is read from a tensor when the model runs, or comes from a graph in the node."""
     return _op_name(node) in ("_local_scalar_dense", "item")
 
 
-def check_supported(program: Any) -> None:
-    """Refuse a program with ops that no converter knows, naming all, and one that changes buffers or inputs."""
+def _is_number(value: Any) -> bool:
     torch = torch_package()
-    kinds = torch.export.graph_signature.OutputKind
-    changed = [
-        spec.target
-        for spec in program.graph_signature.output_specs
-        if spec.kind in (kinds.BUFFER_MUTATION, kinds.USER_INPUT_MUTATION)
-    ]
+    return isinstance(value, (torch.SymInt, torch.SymBool, torch.SymFloat, bool, int, float))
+
+
+def check_supported(program: Any) -> None:
+    """Refuse a program with ops that no converter knows, naming all, and one that changes buffers."""
+    kinds = torch_package().export.graph_signature.OutputKind
+    changed = [spec.target for spec in program.graph_signature.output_specs if spec.kind is kinds.BUFFER_MUTATION]
     if changed:
         raise FrontendError(
             f"the module changes {', '.join(map(repr, changed))} when it runs, which a compiled model cannot; "
             "call module.eval() before, or return the new value instead"
         )
-    names = NodeNames()
-    missing = []
-    for node in program.graph.nodes:
-        if node.op == "call_function" and node.target is not operator.getitem:
-            value = node.meta.get("val")
-            is_size = isinstance(value, (torch.SymInt, torch.SymBool, torch.SymFloat, int, float, bool))
-            op = _op_name(node)
-            overload = getattr(node.target, "_overloadname", "")
-            if not ((is_size and not _is_read(node)) or op in _SILENT or op in TABLE or f"{op}.{overload}" in TABLE):
-                missing.append(f"node {names.info(node).name!r}: {node.target}")
-        elif node.op == "call_module" or node.op == "call_method":
-            missing.append(f"node {node.name!r}: {node.target}")
+    missing = _missing(program.graph_module, NodeNames())
     if missing:
         raise FrontendError(f"the exported program has ops that cannot be imported: {'; '.join(missing)}")
+
+
+def _missing(module: Any, names: NodeNames) -> list[str]:
+    """The nodes of a graph, and of graphs inside its nodes, that no converter knows."""
+    found = []
+    for node in module.graph.nodes:
+        op = _op_name(node)
+        if node.op == "get_attr":
+            inner = module
+            for part in str(node.target).split("."):
+                inner = getattr(inner, part)
+            found += _missing(inner, names) if hasattr(inner, "graph") else []
+        elif node.op in ("call_module", "call_method"):
+            found.append(f"node {node.name!r}: {node.target}")
+        elif node.op == "call_function" and node.target is not operator.getitem:
+            is_size = _is_number(node.meta.get("val")) and not _is_read(node)
+            full = f"{op}.{getattr(node.target, '_overloadname', '')}"
+            if not (is_size or op in _SILENT or op in TABLE or full in TABLE or converts_complex(op)):
+                found.append(f"node {names.info(node).name!r}: {node.target}")
+    return found

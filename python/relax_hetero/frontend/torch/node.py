@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import tvm
 from tvm import relax, tirx
 
 from ...errors import FrontendError
+from ..onnx.control_flow.subgraphs import Importer
+from ..onnx.node_names import NodeInfo
 from ..ops.elementwise import cast
 from ..ops.node import Node, const
+from ..ops.run_time.numbers import dims_at_run_time
 from ..ops.table import convert_node
 from .sizes import Sizes, as_shape
 
@@ -53,6 +56,13 @@ def dtype_name(dtype: Any) -> str:
 _DTYPES = frozenset("float16 bfloat16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool".split())
 
 
+class Walk(Importer, Protocol):
+    """The walk over a program, as far as ops with graphs in them need it."""
+
+    def graph_of(self, module: Any, given: Sequence[Any]) -> list[Any]:
+        """The results of a graph inside a node, converted where the builder stands."""
+
+
 @dataclass
 class TorchNode:
     """An op of an exported program.
@@ -60,17 +70,27 @@ class TorchNode:
     Attributes
     ----------
     op: Name with overload, "add.Tensor".
-    name: Of the bindings made of it.
+    info: Its names.
     value: The fake tensor that torch found as its result, or a list of them.
     tensors: Fake tensors (or numbers) of its arguments, in the order of its schema.
     """
 
     op: str
-    name: str
+    info: NodeInfo
     value: Any
     tensors: Sequence[Any]
-    builder: relax.BlockBuilder
+    walk: Walk
     sizes: Sizes
+
+    @property
+    def name(self) -> str:
+        """Of the bindings made of it."""
+        return self.info.name
+
+    @property
+    def builder(self) -> relax.BlockBuilder:
+        """Where bindings are emitted."""
+        return self.walk.bb
 
     def refusal(self, reason: str) -> FrontendError:
         """The error to raise where this op cannot be converted."""
@@ -120,8 +140,33 @@ class TorchNode:
                 return const(bool(value), dtype)
             return const(np.array(value).astype("float32") if dtype == "bfloat16" else value, dtype)
         if tvm.ir.is_prim_expr(value):
-            value = self.onnx_node("Identity", [value]).tensor(0)
+            value = self.number(value)
         return self.cast(value, dtype)
+
+    def number(self, value: Any) -> relax.Expr:
+        """A number of Python, or a size, as a scalar tensor of bool, int64 or float64."""
+        if isinstance(value, (bool, int, float)):
+            return const(value, {bool: "bool", int: "int64"}.get(type(value), "float64"))
+        if str(value.ty) == "bool":
+            chosen = tirx.Select(value, tirx.IntImm("int64", 1), tirx.IntImm("int64", 0))
+            return self.cast(self.onnx_node("Identity", [chosen]).tensor(0), "bool")
+        for read in self.sizes.read.values():
+            if isinstance(value, tirx.Var) and value.same_as(read[0]):
+                return read[1]
+        return self.onnx_node("Identity", [value]).tensor(0)
+
+    def read_size(self, value: relax.Expr) -> Any:
+        """The number in a tensor of one element, as a size."""
+        node = self.onnx_node("Identity", [value])
+        vector = self.cast(self.reshape(value, [1]), "int64")
+        if isinstance(vector, tvm.ir.GenericConst):
+            return int(vector.value.numpy()[0])
+        (size,) = dims_at_run_time(node, vector, "number")
+        return size
+
+    def of(self, value: Any) -> TorchNode:
+        """This op, with another result."""
+        return replace(self, value=value)
 
     def cast(self, value: relax.Expr, dtype: str) -> relax.Expr:
         """A tensor as elements of another type."""

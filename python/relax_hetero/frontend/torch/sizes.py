@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import reduce
 from typing import Any
 
 from tvm import relax, tirx
 
 from ...errors import FrontendError
+from ...op.require import as_condition
 from ..symbolic_sizes import simplified
 
 # A size beyond every tensor: torch writes no bound as its infinity.
@@ -21,20 +23,45 @@ class Sizes:
     Parameters
     ----------
     names: Symbol of torch -> the name that the user gave.
+    constraints: Symbol of torch -> its range.
     """
 
-    def __init__(self, names: Mapping[str, str]) -> None:
+    def __init__(self, names: Mapping[str, str], constraints: Mapping[Any, Any]) -> None:
         self._names = names
+        self._signed = {str(symbol) for symbol, bounds in constraints.items() if not bounds.lower >= 0}
         self._variables: dict[str, tirx.Var] = {}
+        self._bound: dict[str, Any] = {}
+        self._given = 0
         self.known: set[str] = set()
         """Symbols that inputs have, or nodes before."""
+        self.read: dict[str, tuple[Any, relax.Expr]] = {}
+        """Symbol of a number that the model reads -> its size (None for a float), and the tensor that holds it."""
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Symbols that are found inside mean nothing outside, and are others the next time."""
+        kept = dict(self._variables), dict(self._bound), set(self.known), dict(self.read)
+        try:
+            yield
+        finally:
+            self._variables, self._bound, self.known, self.read = kept
 
     def variable(self, symbol: Any) -> tirx.Var:
         """The variable of a symbol."""
         key = str(symbol)
         if key not in self._variables:
-            self._variables[key] = tirx.Var(self._names.get(key, key), "int64")
+            name = self._names.get(key, key)
+            if name[0] in "uz" and name == key:  # found by the model, perhaps once in each trip of a loop
+                name, self._given = f"{name}_{self._given}", self._given + 1
+            self._variables[key] = tirx.Var(name, "int64")
         return self._variables[key]
+
+    def bind(self, size: Any, value: Any) -> None:
+        """Have a size of torch that is a new symbol mean this value, an int or an expression."""
+        expr = getattr(getattr(size, "node", None), "expr", None)
+        if expr is not None and expr.is_Symbol and str(expr) not in self.known:
+            self._bound[str(expr)] = value
+            self.known.add(str(expr))
 
     def dim(self, size: Any) -> Any:
         """A size of torch, an int or a SymInt, as an int or an expression.
@@ -57,14 +84,74 @@ class Sizes:
         if value.is_Integer:
             return int(value)
         if value.is_Symbol:
-            return self.variable(value)
+            return self._bound[str(value)] if str(value) in self._bound else self.variable(value)
         kind = type(value).__name__
+        if kind in _ROUNDINGS:
+            return self._rounded(value.args[0], _ROUNDINGS[kind])
         if kind == "Pow" and value.args[1].is_Integer and int(value.args[1]) > 0:
             return reduce(lambda a, b: a * b, [self.expr(value.args[0])] * int(value.args[1]))
         operation = _OPERATIONS.get(kind)
+        if kind in _OF_SIZES and self._signed & set(map(str, value.free_symbols)):
+            raise FrontendError(f"{kind} of a number that may be negative, {value}, cannot be imported")
         if operation is None:
             raise FrontendError(f"the size {value} is computed by {kind}, which cannot be imported")
         return reduce(operation, map(self.expr, value.args))
+
+    def _rounded(self, value: Any, rounding: str) -> Any:
+        """A quotient of sizes, or a size times a fraction, as a whole number.
+
+        Fractions are exact where floats hold them: halves, thirds of multiples of 3, but not 0.1 times a size.
+        """
+        top, bottom = self._fraction(value)
+        if isinstance(top, int):
+            return -(-top // bottom) if rounding == "ceil" else top // bottom
+        if isinstance(bottom, int) and bottom == 1:
+            return top
+        up = _wide(bottom) - 1 if rounding == "ceil" else _wide(0)
+        return tirx.floordiv(top + up, _wide(bottom))
+
+    def _fraction(self, value: Any) -> tuple[Any, Any]:
+        """Numerator and denominator of a float that sizes, which are not negative, are computed with."""
+        kind = type(value).__name__
+        if value.is_Integer or value.is_Symbol or kind in _OPERATIONS or kind == "Pow":
+            if kind not in ("Mul", "Add") or value.is_integer:
+                return self.expr(value), 1
+        if kind in ("ToFloat", "Identity"):
+            return self.expr(value.args[0]), 1
+        if kind in ("IntTrueDiv", "FloatTrueDiv"):
+            (a, b), (c, d) = map(self._fraction, value.args)
+            return a * d, b * c
+        if kind in ("Float", "Rational", "Half"):
+            top, bottom = float(value).as_integer_ratio()
+            if 0 <= top < 2**20 and bottom <= 2**20:
+                return top, bottom
+        if kind == "Mul":
+            top, bottom = 1, 1
+            for part in value.args:
+                a, b = self._fraction(part)
+                top, bottom = a * top, b * bottom
+            return top, bottom
+        raise FrontendError(f"the size {value} is computed by {kind}, which cannot be imported")
+
+    def condition(self, value: Any) -> Any:
+        """A condition of torch over sizes that are known, a SymBool, as an expression; else None."""
+        expr = value.node.expr
+        if any(str(symbol) not in self.known for symbol in expr.free_symbols):
+            return None
+        try:
+            return self._truth(expr)
+        except FrontendError:
+            return None
+
+    def _truth(self, expr: Any) -> Any:
+        kind = type(expr).__name__
+        if kind in ("BooleanTrue", "BooleanFalse"):
+            return tirx.IntImm("bool", int(kind == "BooleanTrue"))
+        if kind in ("And", "Or"):
+            return (tirx.all if kind == "And" else tirx.any)(*map(self._truth, expr.args))
+        if kind == "Not":
+            return tirx.Not(self._truth(expr.args[0]))
+        return as_condition(self.expr(expr))
 
     def ranges(self, constraints: Mapping[Any, Any]) -> list[tuple[Any, str]]:
         """What calls have to meet of the ranges of an exported program: conditions, and their texts.
@@ -76,10 +163,16 @@ class Sizes:
             if any(str(part) not in self.known for part in symbol.free_symbols):
                 continue
             size = self.expr(symbol)
-            if bounds.lower.is_Integer and int(bounds.lower) > 2:
-                found.append((_wide(size) >= _wide(int(bounds.lower)), f"{size} is at least {bounds.lower}"))
-            if bounds.upper.is_Integer and int(bounds.upper) < _NO_BOUND:
-                found.append((_wide(size) <= _wide(int(bounds.upper)), f"{size} is at most {bounds.upper}"))
+            found += [(condition, f"{size} {text}") for condition, text in self.within(size, bounds, above=2)]
+        return found
+
+    def within(self, size: Any, bounds: Any, above: int = -_NO_BOUND) -> list[tuple[Any, str]]:
+        """The conditions that a size is in a range of torch, and their texts; lower bounds up to `above` are none."""
+        found = []
+        if bounds.lower.is_Integer and int(bounds.lower) > above:
+            found.append((_wide(size) >= _wide(int(bounds.lower)), f"is at least {bounds.lower}"))
+        if bounds.upper.is_Integer and int(bounds.upper) < _NO_BOUND:
+            found.append((_wide(size) <= _wide(int(bounds.upper)), f"is at most {bounds.upper}"))
         return found
 
 
@@ -96,7 +189,6 @@ _OPERATIONS: dict[str, Any] = {
     "Mul": lambda a, b: a * b,
     "FloorDiv": _both(tirx.floordiv),
     "CleanDiv": _both(tirx.floordiv),
-    "CeilToInt": lambda a: a,
     "Mod": _both(tirx.floormod),
     "PythonMod": _both(tirx.floormod),
     "Max": _both(tirx.max),
@@ -108,6 +200,13 @@ _OPERATIONS: dict[str, Any] = {
     "StrictGreaterThan": _both(lambda a, b: a > b),
     "StrictLessThan": _both(lambda a, b: a < b),
 }
+
+
+# How whole numbers are made of floats; sizes are not negative, so that truncating is rounding down.
+_ROUNDINGS = {"CeilToInt": "ceil", "FloorToInt": "floor", "TruncToInt": "floor"}
+
+# Simplified as sizes are: as if they were not negative.
+_OF_SIZES = frozenset("FloorDiv CleanDiv Mod PythonMod Max Min".split()) | _ROUNDINGS.keys()
 
 
 def as_shape(dims: Any) -> relax.ShapeExpr:

@@ -17,7 +17,7 @@ from tvm.script.ir_builder import tirx as T
 from ..core.builder import Expr, Registers, ceil_div, lane_indices, lane_mask, let, loop, opaque, vector_type, zeros
 from ..core.work_split import part
 from ..math.casts import cast
-from .conv_geometry import Segment, segments_of
+from .conv_geometry import Segment
 from .conv_spec import (
     Convolution,
     ConvRow,
@@ -28,6 +28,7 @@ from .conv_spec import (
     split_rows,
     store_places,
 )
+from .unknown_rows import row_segments, taps_at
 
 # Places of a tile: what neighbours share of the data is read once.
 PLACES = {32: 8, 16: 4}
@@ -53,8 +54,8 @@ def emit_channelwise(conv: Convolution) -> None:
     """Write the body of the kernel."""
     vectors = ceil_div(conv.channels, conv.lanes)
     widest = PLACES[conv.cpu.isa.registers] if conv.lanes > 1 else 1
-    segments = segments_of(conv.windows[-1], conv.data.extents[-1], conv.result.extents[-1], widest)
-    macs = conv.depth * conv.result.extents[-1] * conv.lanes * prod(window.size for window in conv.windows)
+    segments = row_segments(conv.windows[-1], conv.data.extents[-1], conv.result.extents[-1], widest)
+    macs = conv.depth * conv.lanes * prod(window.size for window in conv.windows)
     split = split_rows(conv, vectors, macs)
     rows = conv.row_count()
     whole = conv.channels // conv.lanes
@@ -89,7 +90,10 @@ def _emit_tile(
         at = data_position(conv, row, taps, tirx.const(0, "int64"), place * window.stride - window.before)
         data = opaque(conv.data.address(at))
         for k in range(conv.depth):
-            _accumulate(conv, segment, channels, (data, k), taps, accs)
+            if segment.taps or isinstance(segment.count, int):
+                _accumulate(conv, segment, channels, (data, k), taps, accs)
+            else:
+                _accumulate_at_end(conv, place, channels, (data, k), taps, accs)
 
     over_taps(row, accumulate)
     masks = channel_masks(conv, 1, channels.existing)
@@ -124,6 +128,23 @@ def _accumulate(
             t, rest = divmod(offset - tap * window.dilation, window.stride)
             if rest == 0 and t in places:
                 accs[t] = accs[t] + left * right[tap]
+
+
+def _accumulate_at_end(
+    conv: Convolution, place: Expr, channels: Channels, start: tuple[Expr, int], taps: Sequence[Expr], accs: Registers
+) -> None:
+    """The same for one place at an end of a row, which the run tells how much of its window finds data."""
+    window, mask = conv.windows[-1], channel_masks(conv, 1, channels.existing)[0]
+    data, k = start
+    first, count = taps_at(window, conv.data.extents[-1], place)
+    with loop(count) as number:
+        tap = opaque(first + number)
+        at = {"n": channels.column, "k": tirx.const(k, "int64")}
+        at |= {f"w{d}": index for d, index in enumerate([*taps, tap])}
+        weight = cast(conv.weight.load(at, "n", conv.lanes, mask), conv.problem.acc_dtype)
+        right = let(_existing(conv, weight, mask))
+        along = conv.data.stride(f"x{len(conv.windows) - 1}")
+        accs[0] = accs[0] + let(_data_vector(conv, channels, data + tap * window.dilation * along, k)) * right
 
 
 def _existing(conv: Convolution, value: Expr, mask: Expr | None) -> Expr:

@@ -23,10 +23,11 @@ from ...target.tiles import MOST_PLACES, conv_places
 from ..core.builder import Expr, ceil_div, either, loop, minimum, opaque
 from ..core.work_split import part
 from ..matmul.tile_registers import LLVM_TEXT, tiles_or_vectors
-from .conv_geometry import Segment, segments_of
+from .conv_geometry import Segment
 from .conv_spec import Convolution, channel_masks, make_conv_row, split_rows
 from .conv_tile import Ahead, ConvTile, Panel, TileRegisters, emit_tile
 from .tile_register_conv import emit_tiles, tile_convolution
+from .unknown_rows import at_place, row_segments
 
 # Elements that are a multiple of this apart fall into one set of the first-level cache, of 8 to 12 ways.
 CACHE_WAY_BYTES = 4096
@@ -43,12 +44,12 @@ class PanelTiles:
 
     Attributes
     ----------
-    tiles : int
+    tiles : int or PrimExpr
         Of a row.
     """
 
     rows: Expr
-    tiles: int
+    tiles: Expr
 
 
 def emit_direct(conv: Convolution) -> None:
@@ -67,15 +68,16 @@ def _emit_by_vectors(conv: Convolution, places: int) -> None:
     width = conv.weight.layout.tile(0)
     panels = ceil_div(conv.channels, width)
     widest = min(places, _most_places(conv, ceil_div(width, conv.lanes)))
-    segments = segments_of(conv.windows[-1], conv.data.extents[-1], conv.result.extents[-1], widest)
+    segments = row_segments(conv.windows[-1], conv.data.extents[-1], conv.result.extents[-1], widest)
     macs = prod(window.size for window in conv.windows) * conv.depth
-    split = split_rows(conv, panels, conv.result.extents[-1] * width * macs)
+    split = split_rows(conv, panels, width * macs, widest)
     rows = conv.row_count()
     sweep = PanelTiles(ceil_div(rows, split.rows), sum(segment.count for segment in segments))
     vectors = ceil_div(min(width, conv.channels), conv.lanes)
     with loop(split.tasks, parallel=split.tasks > 1) as task:
         registers = TileRegisters.of(conv, segments, vectors)
-        _, row_part, panel_part = split.place(task)
+        place_part, row_part, panel_part = split.place(task)
+        tiles = [part(segment.count, split.batch, place_part) for segment in segments]
         first_row, last_row = part(rows, split.rows, row_part)
         first_panel, last_panel = part(panels, split.columns, panel_part)
         with loop(last_panel - first_panel) as number:
@@ -85,7 +87,7 @@ def _emit_by_vectors(conv: Convolution, places: int) -> None:
             def rows_of(existing: int, number: Expr = panel_number, following: Expr = following) -> None:
                 panel = _make_panel(conv, number, existing, following)
                 with loop(last_row - first_row) as r:
-                    _emit_row(conv, first_row + r, panel, segments, registers, (r, sweep))
+                    _emit_row(conv, first_row + r, panel, (segments, tiles), registers, (r, sweep))
 
             left = conv.channels % width
             if left == 0 or panels == 1:
@@ -123,23 +125,25 @@ def _emit_row(
     conv: Convolution,
     row_number: Expr,
     panel: Panel,
-    segments: Sequence[Segment],
+    tiles: tuple[Sequence[Segment], Sequence[tuple[Expr, Expr]]],
     registers: TileRegisters,
     sweep: tuple[Expr, PanelTiles],
 ) -> None:
+    """The tiles of a row: of each segment those from a first to behind a last."""
     row = make_conv_row(conv, opaque(row_number))
     number, whole = sweep
-    before = 0
-    for segment in segments:
-        with loop(segment.count) as tile:
-            first = opaque(tile * segment.width + segment.start)
+    before: Expr = 0
+    for segment, (begin, end) in zip(*tiles, strict=True):
+        with loop(end - begin) as tile:
+            first = opaque((tile + begin) * segment.width + segment.start)
             ahead = _make_ahead(conv, panel, number * whole.tiles + before + tile, whole)
-            emit_tile(conv, ConvTile(row, panel, segment, first, ahead), registers)
+            found = at_place(segment, conv.windows[-1], conv.data.extents[-1], first)
+            emit_tile(conv, ConvTile(row, panel, found, first, ahead), registers)
         before += segment.count
 
 
 def _make_ahead(conv: Convolution, panel: Panel, number: Expr, sweep: PanelTiles) -> Ahead | None:
-    if panel.following is None or not isinstance(sweep.rows, int):
+    if panel.following is None or not isinstance(sweep.rows, int) or not isinstance(sweep.tiles, int):
         return None
     tiles = sweep.rows * sweep.tiles
     share = ceil_div(_panel_elements(conv), tiles)

@@ -1,4 +1,5 @@
 """Which elements of the data the tiles of a convolution touch along one spatial dimension: plain integers, no code.
+Rows whose length only a call knows have expressions in these places (`unknown_rows`).
 
 A tile is a run of neighbouring places of the result. Where padding reaches into it, some places of the window find no
 data for some places of the tile; a kernel leaves these multiplications out, so that nothing is padded. Tiles for which
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...encoding.problem import Window
+from ..core.builder import Expr
 
 
 @dataclass(frozen=True)
@@ -19,14 +21,14 @@ class Taps:
 
     Attributes
     ----------
-    first, count : int
+    first, count : int or PrimExpr
         Of the window's places.
     begin, end : int
         The places of the tile, counted from its first.
     """
 
-    first: int
-    count: int
+    first: Expr
+    count: Expr
     begin: int
     end: int
 
@@ -37,19 +39,19 @@ class Segment:
 
     Attributes
     ----------
-    start : int
+    start : int or PrimExpr
         The first place of the result.
     width : int
         Places of one tile.
-    count : int
+    count : int or PrimExpr
         Tiles.
     taps : tuple of Taps
-        In order; taps that find no data at all are left out.
+        In order; taps that find no data at all are left out. None at all where each tile has to find its own.
     """
 
-    start: int
+    start: Expr
     width: int
-    count: int
+    count: Expr
     taps: tuple[Taps, ...]
 
 

@@ -6,9 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from tvm import tirx
-from tvm.script.ir_builder import tirx as T
-
 from ...encoding.problem import ConvProblem, Window
 from ...target.cpu_target import CpuTarget
 from ...target.dot_instructions import DotInstruction
@@ -16,6 +13,7 @@ from ..core.builder import Expr, Function, ceil_div, lane_mask, loop, opaque
 from ..core.view import Coordinates, OperandView
 from ..core.work_split import Split, tasks_for, unravel
 from ..elementwise.expression_code import EpilogueCode
+from .unknown_rows import taps_at
 
 
 @dataclass(frozen=True)
@@ -106,17 +104,12 @@ def make_conv_row(conv: Convolution, number: Expr) -> ConvRow:
     return ConvRow(at, taps)
 
 
-def _outer_taps(window: Window, extent: int, places: int, place: Expr) -> tuple[Expr, Expr]:
-    last = (places - 1) * window.stride + window.reach - 1 - window.before
-    if window.before == 0 and last < extent:
-        return 0, window.size
-    start = opaque(place * window.stride - window.before)
-    first = opaque(T.max(tirx.const(0, "int64"), tirx.floordiv(window.dilation - 1 - start, window.dilation)))
-    end = T.min(
-        tirx.const(window.size, "int64"),
-        tirx.floordiv(extent - start + (window.dilation - 1), window.dilation),
-    )
-    return first, opaque(T.max(tirx.const(0, "int64"), end - first))
+def _outer_taps(window: Window, extent: Expr, places: Expr, place: Expr) -> tuple[Expr, Expr]:
+    if isinstance(extent, int) and isinstance(places, int):
+        last = (places - 1) * window.stride + window.reach - 1 - window.before
+        if window.before == 0 and last < extent:
+            return 0, window.size
+    return taps_at(window, extent, place)
 
 
 def data_position(conv: Convolution, row: ConvRow, taps: Sequence[Expr], channel: Expr, column: Expr) -> Coordinates:
@@ -180,31 +173,48 @@ def store_places(
             conv.result.store(at, "n", conv.epilogue.result_at(value(t, j), at, masks[j]), conv.lanes, masks[j])
 
 
-def split_rows(conv: Convolution, panels: int, macs: int) -> Split:
+UNKNOWN_PLACES = 64
+"""Along a spatial dimension whose size only a call knows."""
+
+
+def split_rows(conv: Convolution, panels: int, macs: int, widest: int | None = None) -> Split:
     """Cut a convolution into tasks: by rows, or by panels of output channels where weights are what there is to read.
 
     Parameters
     ----------
     macs : int
-        Multiply-adds of one panel of one row.
+        Multiply-adds of one panel, for one place of the result.
+    widest : int, optional
+        Places of a tile. The places of a result with one row are then cut as rows are else: parts of `Split.batch`.
     """
-    batch = conv.result.extents[0]
-    rows = prod(_static(conv.rows))
+    batch, images = conv.result.extents[0], conv.result.extents[2:]
+    *outer, places = map(_known, images)
+    rows = prod(_static([batch])) * prod(outer)
     cores = conv.cpu.cores
-    work = rows * panels * macs if isinstance(batch, int) else None
-    if tasks_for(cores, "multiply-adds", work) == 1:
+    is_known = all(isinstance(extent, int) for extent in (batch, *images))
+    if tasks_for(cores, "multiply-adds", rows * places * panels * macs if is_known else None) == 1:
         return Split(1, 1, 1, 1)
-    read = conv.problem.data.layout.storage_bytes(_static(conv.data.extents), conv.data.dtype)
+    extents = [*_static(conv.data.extents[:2]), *(_known(extent) for extent in conv.data.extents[2:])]
+    read = conv.problem.data.layout.storage_bytes(extents, conv.data.dtype)
     weights = conv.problem.weight.layout.storage_bytes(conv.weight.extents, conv.weight.dtype)
+    # Rows of an image of one dimension are its batch, most often 1.
+    is_one_row = widest is not None and rows == 1
+    shared = ceil_div(places, widest) if is_one_row and widest is not None else rows
 
     def cost(parts: int) -> tuple[int, int]:
-        longest = ceil_div(rows, parts) * ceil_div(panels, cores // parts)
+        longest = ceil_div(shared, parts) * ceil_div(panels, cores // parts)
         return longest, parts if weights > read else -parts
 
     parts = min((parts for parts in range(1, cores + 1) if cores % parts == 0), key=cost)
     columns = min(panels, cores // parts)
-    parts = min(parts, rows) if isinstance(batch, int) else parts
+    if is_one_row:
+        return Split(parts, 1, columns, parts * columns)
+    parts = min(parts, rows) if is_known else parts
     return Split(1, parts, columns, parts * columns)
+
+
+def _known(extent: Expr) -> int:
+    return extent if isinstance(extent, int) else UNKNOWN_PLACES
 
 
 def _static(extents: Sequence[Expr]) -> list[int]:

@@ -290,7 +290,7 @@ def _accumulate(
                 add_step(dot, accs, [t * vectors + j for t in places], group, right[j], conv.lanes)
 
     is_one_run = along * window.dilation == steps * dot.k0 * across and next_tap == steps * size
-    if left == 0 and (is_one_run or run.count == 1):
+    if left == 0 and (is_one_run or (isinstance(run.count, int) and run.count == 1)):
 
         def steps_of(first: Expr, count: Expr, accs: Registers) -> None:
             # From the last channels of one place, the same step leads to the first channels of the next.

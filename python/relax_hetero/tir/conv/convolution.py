@@ -21,6 +21,7 @@ from .conv_direct import emit_direct
 from .conv_products import as_product
 from .conv_spec import Convolution
 from .conv_winograd import emit_winograd
+from .unknown_rows import can_be_unknown
 
 
 def conv_kernel(problem: ConvProblem, cpu: CpuTarget) -> tirx.PrimFunc:
@@ -42,7 +43,7 @@ def conv_kernel(problem: ConvProblem, cpu: CpuTarget) -> tirx.PrimFunc:
     ------
     EncodingError
         If no kernel computes these element types, stores, or symbolic extents (the batch may be symbolic, and where the
-        weight's windows are transformed, the image).
+        weight's windows are transformed or `can_be_unknown`, the image).
     """
     dot = _checked(problem, cpu)
     matmul = as_product(problem)
@@ -77,13 +78,14 @@ def _checked(problem: ConvProblem, cpu: CpuTarget) -> DotInstruction:
                 *types, cpu.isa.name
             )
         )
-    last, but = (2, "images") if problem.weight.layout.winograd else (None, "the batch")
+    takes_images = bool(problem.weight.layout.winograd) or can_be_unknown(dot)
+    last, but = (2, "images") if takes_images else (None, "the batch")
     fixed = (*problem.data.shape[1:last], *problem.weight.shape, *problem.result.shape[1:last])
     if not all(isinstance(extent, int) for extent in fixed):
         raise EncodingError(f"convolution: found extents {fixed}, expected numbers for all but {but}")
     for d, window in enumerate(problem.windows):
         extent, found = problem.data.shape[2 + d], problem.result.shape[2 + d]
-        places = window.places(extent) if isinstance(extent, int) else found
+        places = window.places(extent) if isinstance(extent, int) and isinstance(found, int) else found
         if places != found:
             raise EncodingError(f"convolution: found {found} places along spatial dimension {d}, expected {places}")
     _check_layouts(problem, dot)

@@ -104,7 +104,7 @@ def tile_convolution(conv: Convolution, instruction: TileInstruction | None) -> 
     units = ceil_div(conv.channels, columns)
     if conv.problem.groups > 1:
         units, columns = conv.problem.groups, conv.channels // conv.problem.groups
-    macs = prod(window.size for window in conv.windows) * conv.depth * columns * conv.result.extents[-1]
+    macs = prod(window.size for window in conv.windows) * conv.depth * columns
     split = split_rows(conv, units, ceil_div(macs, instruction.rate))
     assert isinstance(split.rows, int)
     plan = plan_tiles(conv.problem, instruction, split.rows)

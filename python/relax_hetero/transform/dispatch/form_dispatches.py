@@ -34,6 +34,7 @@ from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functio
 from ..ir.root_blocks import with_root_blocks
 from .bind_targets import bind_targets
 from .bound_kernels import bound_kernels
+from .canonical_extents import canonical_extents
 from .folding import fold_constants
 from .keep_devices import keep_devices
 from .legalize import is_kept, legalize
@@ -70,8 +71,9 @@ def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
     written = {gv.name_hint for gv in mod.get_global_vars()}
     mod = without_callee_devices(mod)  # legalizing and folding make values without a device, which functions are given
     mod = bound_kernels(legalize(widen_extents(with_root_blocks(with_merged_reshapes(mod)))))
+    mod = forget_targets(canonical_extents(mod), written)
     stock = relax.transform
-    mod = scalars_as_sizes(_with_fused_ops(fold_constants(stock.AnnotateTIROpPattern()(forget_targets(mod, written)))))
+    mod = scalars_as_sizes(_with_fused_ops(fold_constants(stock.AnnotateTIROpPattern()(mod))))
     ops = fused_ops(mod)
     fuse = [stock.FuseTIR(), stock.DeadCodeElimination(), stock.CanonicalizeBindings()]
     mod = with_ops(tvm.transform.Sequential(fuse)(mod), ops)

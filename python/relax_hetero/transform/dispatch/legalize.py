@@ -67,11 +67,31 @@ def _with_kernels(mod: tvm.IRModule) -> tvm.IRModule:
     kernels = legalizations() | sort_kernels.legalizations()
     kernels |= truth_kernels.legalizations(kernels)
     legalized = relax.transform.LegalizeOps(kernels | {name: _of_its_type(name) for name in _OF_ANOTHER_TYPE})
-    mod = legalized(mod)
+    mod = _unconverted(legalized, mod)
     if any(op_name(b.value) in _SORTS_AND_SCANS for _, func in relax_functions(mod) for b in walk_bindings(func)):
-        # Those of CPUs have no legalization but a kernel per kind of target.
-        mod = legalized(relax.backend.DispatchSortScan()(mod))
+        # Sorts have no legalization but a kernel per kind of target.
+        mod = _unconverted(legalized, relax.backend.DispatchSortScan()(mod))
     return mod
+
+
+@tvm.ir.instrument.pass_instrument
+class _WithoutConvertSsa:
+    """Skips ConvertSSA, which LegalizeOps runs where it copied a kernel for each target.
+
+    Of a copy, the pass renames symbolic sizes in the buffers that a block allocates, but not where these are used.
+    The copies are merged again (`forget_targets`), which needs them alike.
+    """
+
+    def should_run(self, _: tvm.IRModule, info: tvm.transform.PassInfo) -> bool:
+        return str(info.name) != "s_tir.ConvertSSA"
+
+
+def _unconverted(work: tvm.transform.Pass, mod: tvm.IRModule) -> tvm.IRModule:
+    """`work(mod)` without ConvertSSA; instruments of the caller, which a context would start anew, do not see it."""
+    context = tvm.transform.PassContext.current()
+    lists = list(context.required_pass), list(context.disabled_pass)
+    with tvm.transform.PassContext(int(context.opt_level), *lists, [_WithoutConvertSsa()], dict(context.config)):
+        return work(mod)
 
 
 def _of_its_type(name: str) -> Callable[[relax.BlockBuilder, relax.Call], relax.Expr]:
@@ -181,8 +201,10 @@ def _blame(mod: tvm.IRModule, variables: dict[str, dict[str, relax.Var]]) -> Non
         for binding in walk_bindings(func):
             if op_name(binding.value) is None or isinstance(binding, relax.MatchCast):
                 continue
-            body = typed(relax.SeqExpr([relax.BindingBlock([binding])], binding.var), binding.var.ty)
-            alone = relax.Function(relax.analysis.free_vars(binding.value), body, binding.var.ty, is_pure=False)
+            var = relax.Var(binding.var.name, binding.var.ty)  # a variable of a dataflow block cannot be returned
+            block = relax.BindingBlock([relax.VarBinding(var, binding.value, binding.span)])
+            body = typed(relax.SeqExpr([block], var), var.ty)
+            alone = relax.Function(relax.analysis.free_vars(binding.value), body, var.ty, is_pure=False)
             try:
                 _with_kernels(copy_module(mod, {tvm.ir.GlobalVar("alone"): alone}))
             except Exception as error:  # as above

@@ -3,10 +3,12 @@
 Stock ``relu``, ``clip``, ``maximum`` and ``minimum`` are made of max and min, which take the other operand where one is
 NaN: whether a NaN is seen would depend on whether the op was fused behind a product. Comparisons and selects keep it.
 Stock ``sign`` gives 0 for it, and casts to integers are undefined where the integer is too large (`tir.math.casts`).
+A quotient by the constant 0 has no stock kernel, since TVM's arithmetic refuses to divide by a number that is 0.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import tvm
@@ -23,7 +25,7 @@ Legalize = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
 
 _STOCK: dict[str, Legalize] = {
     name: tvm.ir.Op.get(f"relax.{name}").get_attr("FLegalize")
-    for name in ("nn.relu", "clip", "maximum", "minimum", "sign", "astype")
+    for name in ("nn.relu", "clip", "maximum", "minimum", "sign", "astype", "divide")
 }
 
 
@@ -107,6 +109,16 @@ def _cast(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
     return builder.call_te(kernel, call.args[0], primfunc_name_hint="cast")
 
 
+def _divide(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+    """A quotient by the constant 0 is a product with an infinity of its sign: infinities, and NaN for 0 by 0."""
+    number = _as_number(call.args[1]) if _is_of_known_floats(call) else call.args[1]
+    if not isinstance(number, tirx.FloatImm) or float(number) != 0:
+        return _STOCK["divide"](builder, call)
+    infinity = tirx.infinity(str(call.ty.dtype))
+    factor = infinity if math.copysign(1.0, float(number)) > 0 else -infinity
+    return builder.call_te(topi.multiply, call.args[0], factor, primfunc_name_hint="divide")
+
+
 def _of_floats(stock: Legalize, kernel: Callable[..., te.Tensor], name: str) -> Legalize:
     def legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
         if not str(call.ty.dtype).startswith(("float", "bfloat")):
@@ -125,6 +137,7 @@ def legalizations() -> dict[str, Legalize]:
         "relax.minimum": _of_two("minimum", minimum),
         "relax.sign": _of_floats(_STOCK["sign"], _sign, "tir_sign"),
         "relax.astype": _cast,
+        "relax.divide": _divide,
         **extreme_kernels.legalizations(),
         **take_kernels.legalizations(),
         **scatter_kernels.legalizations(),

@@ -1,7 +1,9 @@
 """Sorts and scans of GPUs: kernels of our own, as stock ones let threads of a block read what others are writing.
 
-Sorts, and top-k, are `tir.cuda.loops.sort`; cumulative sums and products are `tir.cuda.loops.scan`. Sorts and scans of
-CPUs stay as they are, for TVM's DispatchSortScan, and so do sorts of GPUs along an axis of symbolic length.
+Sorts, and top-k, are `tir.cuda.loops.sort`; cumulative sums and products are `tir.cuda.loops.scan`. Those of CPUs are
+TVM's kernels. Its DispatchSortScan is left the ops that it gives a kernel for each call; top-k and scans of one shape
+share theirs, which the pass refuses where they are on CPUs of two targets. Sorts of GPUs along an axis of symbolic
+length stay as they are, too.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ from functools import partial
 from typing import Any
 
 import tvm
-from tvm import relax, tirx
+from tvm import relax, te, tirx, topi
 
+from ...target.vdevice import is_cpu
 from ...tir.core.builder import plain_extent
 from ...tir.cuda.loops.scan import ScanProblem, scan_kernel, tiles_kernel, tiles_of, totals_kernel, totals_problem
 from ...tir.cuda.loops.sort import SortProblem, sort_kernel, sort_steps
@@ -30,19 +33,35 @@ def legalizations() -> dict[str, Legalize]:
     return {
         "relax.sort": _of_gpus(_sort),
         "relax.argsort": _of_gpus(_argsort),
-        "relax.topk": _of_gpus(_topk),
-        "relax.cumsum": _of_gpus(partial(_scan, "sum")),
-        "relax.cumprod": _of_gpus(partial(_scan, "prod")),
+        "relax.topk": _of_gpus(_topk, _stock_topk),
+        "relax.cumsum": _of_gpus(partial(_scan, "sum"), partial(_stock_scan, topi.cumsum)),
+        "relax.cumprod": _of_gpus(partial(_scan, "prod"), partial(_stock_scan, topi.cumprod)),
     }
 
 
-def _of_gpus(legalize: Legalize) -> Legalize:
+def _of_gpus(legalize: Legalize, of_cpus: Legalize | None = None) -> Legalize:
     def of_gpus(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
         vdevice = call.args[0].ty.vdevice
-        is_gpu = vdevice is not None and vdevice.target.kind.name == "cuda"
-        return legalize(builder, call) if is_gpu and shape_of(call.args[0]) is not None else call
+        if vdevice is None or shape_of(call.args[0]) is None:
+            return call
+        if of_cpus is not None and is_cpu(vdevice):
+            return of_cpus(builder, call)
+        return legalize(builder, call) if vdevice.target.kind.name == "cuda" else call
 
     return of_gpus
+
+
+def _stock_topk(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+    attrs = call.attrs
+    return builder.call_te(
+        topi.topk, call.args[0], int(attrs.k), int(attrs.axis), attrs.ret_type, not attrs.largest, attrs.dtype
+    )
+
+
+def _stock_scan(scan: Callable[..., te.Tensor], builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+    attrs = call.attrs
+    axis = None if attrs.axis is None else int(attrs.axis)
+    return builder.call_te(scan, call.args[0], axis, attrs.dtype, bool(attrs.exclusive))
 
 
 def _sort(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:

@@ -12,10 +12,11 @@ from .rewriting import copy_module, relax_functions, typed
 
 
 def without_callee_devices(mod: tvm.IRModule) -> tvm.IRModule:
-    """Take devices off the types by which functions are called; the functions' own parameters keep them.
+    """Take devices off the arguments' types by which functions are called; the functions' own parameters keep them.
 
     Allocations that are lowered, and results of kernels that stock passes make, have types without a device, and
-    passing one to a function that wants one is a type error.
+    passing one to a function that wants one is a type error. Results keep theirs: a stock pass that writes a call
+    anew derives its type, and kernels that were fused around it ask for the devices that it had.
     """
 
     def plain(ty: relax.TensorType) -> relax.TensorType:
@@ -24,7 +25,11 @@ def without_callee_devices(mod: tvm.IRModule) -> tvm.IRModule:
         ndim = -1 if ty.shape is not None else int(ty.ndim)
         return relax.TensorType(ty.shape, ty.dtype, None, ndim, ty.span)
 
-    return _recalled(mod, lambda gv, _: structural_map(gv.ty, (relax.TensorType, plain)))
+    def called(_: tvm.ir.GlobalVar, func: relax.Function) -> tvm.ir.Type:
+        params = [structural_map(param.ty, (relax.TensorType, plain)) for param in func.params]
+        return relax.FuncType(params, func.ret_ty, bool(func.is_pure))
+
+    return _recalled(mod, called)
 
 
 def with_callee_devices(mod: tvm.IRModule) -> tvm.IRModule:

@@ -13,7 +13,9 @@ After::
 Output ``s * j + r`` of an axis is a sum over those kernel elements k with ``k * dilation = r + padding (mod s)``, of
 inputs that are neighbours: a convolution of stride 1 for each r, whose kernel is those elements backwards. Where all
 phases read the same inputs they are one convolution. Work per channel behind the op (a bias, an activation) is done
-before the phases are put side by side, where a kernel takes it in. Constant weights and static image sizes only.
+before the phases are put side by side, where a kernel takes it in. Weights are constants; an image may have symbolic
+sizes where those of the result are multiples of the stride, and all of the image is read: TVM's slices of symbolic
+sizes cannot be fused.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from tvm import relax, tirx
+from tvm import relax, sym, tirx
 
 from ..ir.blocks import Block, Emitter, is_one, shape_of, tensor_type, with_replaced
 from ..ir.constant_values import ConstantValues, constant_like
@@ -61,6 +63,10 @@ class _Phase:
         """What decides which inputs are read."""
         return len(self.taps), self.first, self.dilation
 
+    def is_cut(self, behind: int) -> bool:
+        """Whether inputs at an end are not read: `behind` is how far behind the data the last window ends."""
+        return self.first > 0 or behind < 0
+
 
 def expand_transposed_convolutions(block: Block) -> list[relax.Binding] | None:
     """The block with convolutions in place of transposed ones; None where there are none to replace."""
@@ -90,7 +96,7 @@ class _Expansion:
 
     @staticmethod
     def of(block: Block, values: ConstantValues, index: int) -> _Expansion | None:
-        """None where weights or image sizes are not known now, or the layout is another."""
+        """None where weights, or how far sizes of image and result are apart, are not known now; or by the layout."""
         binding = block.bindings[index]
         call = binding.value
         count = TRANSPOSED[op_name(call) or ""]
@@ -103,17 +109,33 @@ class _Expansion:
         )
         if weights is None or None in shapes or layouts != (data_layout, data_layout, kernel_layout):
             return None
-        if not all(isinstance(extent, tirx.IntImm) for shape in shapes for extent in (shape or [])[1:]):
+        if not all(isinstance((shape or [])[1], tirx.IntImm) for shape in shapes):
             return None
         chain, last = _chain(block, values, binding.var)
-        return _Expansion(block, values, call, binding.var, last, weights, chain)
+        found = _Expansion(block, values, call, binding.var, last, weights, chain)
+        return found if found._is_whole() else None
+
+    def _is_whole(self) -> bool:
+        """Whether nothing has to be cut off along the axes of symbolic sizes."""
+        for axis, (read, made) in enumerate(
+            zip(*(shape_of(x) or [] for x in (self.call.args[0], self.var)), strict=True)
+        ):
+            if axis < 2 or (isinstance(read, tirx.IntImm) and isinstance(made, tirx.IntImm)):
+                continue
+            stride = int(self.call.attrs.strides[axis - 2])
+            count = _count(made, stride)
+            if _plain(count * stride - made) != 0 or not isinstance(_plain(count - read), int):
+                return False
+            if any(each.is_cut(_behind(each, count, read)) for each in self._phases(axis - 2, stride)):
+                return False
+        return True
 
     def bindings(self) -> list[relax.Binding]:
         """What is written in its place."""
         strides = [int(stride) for stride in self.call.attrs.strides]
         shape = shape_of(self.var) or []
-        sizes = [int(extent) for extent in shape[2:]]
-        counts = [-(-size // stride) for size, stride in zip(sizes, strides, strict=True)]
+        sizes = [_plain(extent) for extent in shape[2:]]
+        counts = [_count(size, stride) for size, stride in zip(sizes, strides, strict=True)]
         phases = [self._phases(axis, stride) for axis, stride in enumerate(strides)]
         emitter = Emitter(self.block.is_dataflow)
         is_one_window = all(len({phase.window for phase in each}) == 1 for each in phases)
@@ -139,7 +161,7 @@ class _Expansion:
             found.append(_Phase(tuple(taps), whole - distances[0] if taps else 0, step))
         return found
 
-    def _convolved(self, emitter: Emitter, phases: list[tuple[_Phase, ...]], counts: list[int]) -> relax.Expr:
+    def _convolved(self, emitter: Emitter, phases: list[tuple[_Phase, ...]], counts: list[Any]) -> relax.Expr:
         """The phases, which read the same inputs, in one convolution with all their channels."""
         count, attrs = len(counts), self.call.attrs
         kernel = np.concatenate([self._kernel(phase) for phase in phases])
@@ -179,28 +201,29 @@ class _Expansion:
         return grouped.reshape(-1, *grouped.shape[2:])
 
     def _padded(
-        self, emitter: Emitter, phase: tuple[_Phase, ...], counts: list[int], kernel: tuple[int, ...]
+        self, emitter: Emitter, phase: tuple[_Phase, ...], counts: list[Any], kernel: tuple[int, ...]
     ) -> tuple[relax.Expr, list[int]]:
         """The data, less the ends that the phase does not read, and the padding of the convolution."""
         data = self.call.args[0]
         shape = shape_of(data) or []
         before, after, begin, end = [], [], [], []
+        cut = False
         for axis, each in enumerate(phase):
-            size = int(shape[2 + axis])
-            last = each.first + counts[axis] - 1 + (kernel[axis] - 1) * each.dilation
+            behind = _behind(each, counts[axis], shape[2 + axis])
             before.append(max(-each.first, 0))
-            after.append(max(last - (size - 1), 0))
+            after.append(max(behind, 0))
             begin.append(max(each.first, 0))
-            end.append(min(last + 1, size))
-        sizes = [stop - start for start, stop in zip(begin, end, strict=True)]
-        if sizes != [int(extent) for extent in shape[2:]]:
+            end.append(_plain(shape[2 + axis] + min(behind, 0)))
+            cut |= each.is_cut(behind)
+        sizes = [_plain(stop - start) for start, stop in zip(begin, end, strict=True)]
+        if cut:
             axes = [2 + axis for axis in range(len(counts))]
             ty = tensor_type([*shape[:2], *sizes], str(data.ty.dtype), data.ty)
             data = emitter.emit(relax.op.strided_slice(data, axes, begin, end), ty, f"{self.var.name}_read")
         return data, before + after
 
     def _put_side_by_side(
-        self, emitter: Emitter, parts: list[relax.Expr], strides: list[int], counts: list[int], sizes: list[int]
+        self, emitter: Emitter, parts: list[relax.Expr], strides: list[int], counts: list[Any], sizes: list[Any]
     ) -> None:
         name, like, rank = self.last.name, self.last.ty, len(strides)
         batch, channels = (shape_of(self.last) or [])[:2]
@@ -219,12 +242,31 @@ class _Expansion:
         axes = [0, 1 + rank, *itertools.chain(*pairs)]
         mixed = [*itertools.chain(*zip(counts, strides, strict=True))]
         value = emit(relax.op.permute_dims(value, axes), [batch, channels, *mixed], "mixed")
-        whole = [count * stride for count, stride in zip(counts, strides, strict=True)]
+        whole = [_plain(count * stride) for count, stride in zip(counts, strides, strict=True)]
         result = relax.op.reshape(value, [batch, channels, *whole])
-        if whole != sizes:
+        if any(_plain(joined - size) != 0 for joined, size in zip(whole, sizes, strict=True)):
             joined = emit(result, [batch, channels, *whole], "joined")
             result = relax.op.strided_slice(joined, [2 + axis for axis in range(rank)], [0] * rank, sizes)
         emitter.bind(self.last, typed(result, like))
+
+
+def _plain(extent: Any) -> Any:
+    """An extent as simple as can be: an int where it is known."""
+    if isinstance(extent, int):
+        return extent
+    found = sym.Analyzer().simplify(extent)
+    return int(found) if isinstance(found, tirx.IntImm) else found
+
+
+def _behind(phase: _Phase, count: Any, size: Any) -> int:
+    """How far behind the data the last of `count` windows ends; negative where data are not read."""
+    apart: int = _plain(count - size)
+    return phase.first + apart + (max(1, len(phase.taps)) - 1) * phase.dilation
+
+
+def _count(size: Any, stride: int) -> Any:
+    """Places of the result in each phase of the stride, those of the longest."""
+    return -(-size // stride) if isinstance(size, int) else _plain(tirx.floordiv(size + (stride - 1), stride))
 
 
 def _chain(block: Block, values: ConstantValues, var: relax.Var) -> tuple[list[int], relax.Var]:

@@ -30,6 +30,10 @@ OUTSIDE = -1
 """The place of an output element that no input element is near: it is extrapolated."""
 
 
+BELOW_OR_ABOVE = "below_or_above"
+"""How Resize of opset 10 takes the nearest element: the one below, or the one above where the axis shrinks."""
+
+
 @dataclass(frozen=True)
 class ResizeForm:
     """Attributes of a Resize node, by ONNX's names, and whether it gives scales rather than sizes."""
@@ -103,9 +107,11 @@ def source_coordinates(axis: ResizedAxis, transformation: str) -> np.ndarray:
     raise ValueError(transformation)
 
 
-def _nearest(distance: np.ndarray, mode: str) -> np.ndarray:
+def _nearest(distance: np.ndarray, mode: str, scale: float) -> np.ndarray:
     """Whether the right neighbour is taken; `distance` from the left one is in (0, 1], whole coordinates having 1."""
     is_whole = distance == 1.0
+    if mode == BELOW_OR_ABOVE:
+        mode = "ceil" if scale < 1 else "floor"
     right = {
         "round_prefer_floor": distance > 0.5,
         "round_prefer_ceil": distance >= 0.5,
@@ -148,7 +154,7 @@ def taps(axis: ResizedAxis, form: ResizeForm) -> ResizeTaps:
     distance = source - left
     outside = (source < 0) | (source > axis.before - 1) if form.transformation == "tf_crop_and_resize" else None
     if form.mode == "nearest":
-        nearest = left + _nearest(distance, form.nearest_mode)
+        nearest = left + _nearest(distance, form.nearest_mode, axis.scale)
         places = np.clip(nearest, 0, axis.before - 1)[:, None]
         return ResizeTaps(places, np.ones(places.shape), outside)
     first = _first(axis, form)

@@ -1,9 +1,10 @@
 """Glob patterns over node names and op types."""
 
 import pytest
-from onnx import parser
+from onnx import helper, parser
 
 import relax_hetero as rh
+from relax_hetero.frontend.onnx import placement_rules
 from relax_hetero.frontend.onnx.node_names import name_nodes
 from relax_hetero.frontend.onnx.placement_rules import assign_devices
 from relax_hetero.target.vdevice import device_name, parse_vdevices
@@ -75,6 +76,24 @@ def test_names_with_brackets_match_themselves():
     )
     model.graph.node[0].name = "block[0]"
     assert on("c:0", {"block[0]": "c"}, model=model) == {"block[0]"}
+
+
+def test_a_letter_in_brackets_stands_for_itself():
+    model = parser.parse_model(
+        '<ir_version: 9, opset_import: ["" : 17]> g (float[2] x) => (float[2] y) { t = Relu(x) y = Neg(t) }'
+    )
+    model.graph.node[0].name, model.graph.node[1].name = "block[0]*", "block0"
+    assert on("c:0", {"block[[]0[]][*]": "c"}, model=model) == {"block[0]*"}
+    assert on("c:0", {"block[0]": "c"}, model=model) == {"block0"}
+    assert on("c:0", {"bloc[!m]0": "c", "block[[]0*": "llvm"}, model=model) == {"block0"}
+
+
+def test_rules_may_name_each_of_thousands_of_nodes(monkeypatch):
+    nodes = [helper.make_node("Relu", [f"v{i}"], [f"v{i + 1}"], f"n[{i}]") for i in range(2000)]
+    value = [helper.make_tensor_value_info(name, 1, [2]) for name in ("v0", "v2000")]
+    model = helper.make_model(helper.make_graph(nodes, "g", value[:1], value[1:]))
+    monkeypatch.setattr(placement_rules, "translate", lambda pattern: pytest.fail(f"{pattern} is tried on each node"))
+    assert len(on("c:0", [(f"n[[]{i}]", "c" if i % 2 else "llvm") for i in range(2000)], model=model)) == 1000
 
 
 def test_nodes_of_one_name_are_matched_together():

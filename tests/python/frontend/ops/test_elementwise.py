@@ -45,11 +45,12 @@ def test_square_is_a_product():
     check("Pow", uniform(3, 4), np.array(2, "float32"), constant=[1])
 
 
-@pytest.mark.parametrize("target", ["int32", "float32"])
+@pytest.mark.parametrize("target", ["int32", "float32", "uint8"])
 def test_bit_cast(target):
     from onnx import helper
 
     data = uniform(3, 5) if target == "int32" else integers(3, 5, dtype="int32")
+    data = data > 0 if target == "uint8" else data
     check("BitCast", data, opset=26, reference="onnx", to=helper.np_dtype_to_tensor_dtype(np.dtype(target)))
 
 

@@ -1,8 +1,11 @@
 """Convolution, pooling and resizing against onnxruntime over ragged shapes."""
 
 import numpy as np
+import onnx.parser
+import onnxruntime
 import pytest
 
+import relax_hetero as rh
 from frontend.ops.checking import check, refused, uniform
 
 pytestmark = pytest.mark.sampled(4)
@@ -60,6 +63,24 @@ def test_transposed_convolution_beyond_what_is_computed():
 def test_pooling(op, options):
     extra = {"count_include_pad": 1} if op == "AveragePool" else {"p": 3} if op == "LpPool" else {}
     check(op, uniform(2, 3, 7, 8), opset=22, kernel_shape=[3, 2], **options, **extra)
+
+
+def test_windows_with_strides_cover_images_of_any_size():
+    """With `auto_pad`, as TensorFlow's exporters write it, the padding follows from the sizes of a call."""
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        g (float[b, 2, h, w] x, float[4, 1, 3, 2] k)
+            => (float[b, 4, p, q] c, float[b, 2, r, s] m, float[b, 2, t, u] a) {
+            c = Conv <auto_pad = "SAME_UPPER", strides = [2, 3], group = 2> (x, k)
+            m = MaxPool <auto_pad = "SAME_LOWER", kernel_shape = [3, 4], strides = [2, 3]> (x)
+            a = AveragePool <auto_pad = "SAME_UPPER", kernel_shape = [3, 4], strides = [3, 2]> (x)
+        }""")
+    main = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"]
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    for size in ((2, 2, 8, 7), (1, 2, 5, 9), (1, 2, 1, 1), (3, 2, 6, 4)):
+        feed = {"x": uniform(*size), "k": uniform(4, 1, 3, 2)}
+        for got, expected in zip(main(**feed), session.run(None, feed), strict=True):
+            np.testing.assert_allclose(got.numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_average_pooling_leaves_padding_out():

@@ -1,6 +1,7 @@
 """Ops that move elements: slices, splits, padding, blocks, broadcasting, shapes that are computed."""
 
 import numpy as np
+import onnx
 import pytest
 
 import relax_hetero as rh
@@ -154,3 +155,26 @@ def test_a_constant_target_that_fixes_a_symbolic_size_is_noted(caplog):
     rh.from_onnx(model)
     assert "Reshape node 'the_node' writes its target [2, 2] as a constant" in caplog.text
     assert "unless x0_0 * x0_1 is 4" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((0, 3, 4), 1), pytest.param((2, 3, 4), -1, marks=pytest.mark.slow), ((), 0)]
+)
+def test_flattened(shape, axis):
+    check("Flatten", uniform(*shape), axis=axis)
+
+
+@pytest.mark.parametrize(
+    ("op", "options", "message"),
+    [
+        ("Flatten", {"axis": 4}, "axis 4 is out of range for rank 3"),
+        ("Transpose", {"perm": [1, 0]}, r"its perm \[1, 0\] is no order of 3 axes"),
+    ],
+)
+def test_axes_that_are_not_there_are_refused(op, options, message):
+    node = onnx.helper.make_node(op, ["x"], ["y"], name="the_node", **options)
+    x = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [2, 3, 4])
+    y = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)
+    model = onnx.helper.make_model(onnx.helper.make_graph([node], "g", [x], [y]), ir_version=8)
+    with pytest.raises(rh.HeteroError, match=f"{op} node 'the_node': {message}"):
+        rh.from_onnx(model)

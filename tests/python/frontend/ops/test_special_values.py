@@ -214,6 +214,26 @@ def test_two_operands():
 
 
 @np.errstate(all="ignore")
+def test_quotients_by_the_constant_0():
+    """TVM's arithmetic refuses to divide by a number that is 0."""
+    nodes = [helper.make_node("Div", ["x", name], [f"by_{name}"]) for name in ("plus", "minus")]
+    numbers = [numpy_helper.from_array(np.float32(value), name) for name, value in (("plus", 0.0), ("minus", -0.0))]
+    info = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        nodes,
+        "quotients",
+        [info("x", TensorProto.FLOAT, ["n"])],
+        [info(f"by_{name}", TensorProto.FLOAT, ["n"]) for name in ("plus", "minus")],
+        numbers,
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    main = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"]
+    x = special_values("float32")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        for got, zero in zip(main(x), (np.float32(0.0), np.float32(-0.0)), strict=True):
+            np.testing.assert_array_equal(got.numpy(), x / zero)
+
+
 def test_reductions():
     columns = np.repeat(ROWS.T[:, :, None], 3, axis=2)
     cases = []

@@ -187,6 +187,66 @@ def test_an_op_whose_legalization_fails_is_named(op):
         rh.compile(bb.get())
 
 
+def test_ops_before_the_one_that_fails_are_not_blamed():
+    bb = relax.BlockBuilder()
+    x, z = relax.Var("x", relax.TensorType((2, 3), "float32")), relax.Var("z", relax.TensorType(ndim=-1, dtype="int32"))
+    with bb.function("main", [x, z]):
+        with bb.dataflow():
+            wide = bb.emit(relax.op.expand_dims(x, [1]), "wide")
+            y = bb.emit_output(relax.Tuple([wide, bb.emit(relax.op.sort(z), "sorted")]))
+        bb.emit_func_output(y)
+    with pytest.raises(BuildError, match=r"op relax\.sort of variable 'sorted' in function 'main'"):
+        rh.compile(bb.get())
+
+
+def test_kernels_of_several_stages_and_one_symbolic_size_on_cpus_of_two_targets():
+    """ConvertSSA, which LegalizeOps runs behind its copies, would leave uses of the buffer between them undefined."""
+
+    @I.ir_module
+    class Mod:
+        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
+
+        @R.function
+        def main(
+            x: R.Tensor(("b", "s"), "float32", "llvm:0"),
+            i: R.Tensor(("n", 2), "int64", "llvm:0"),
+            y: R.Tensor(("b", "s"), "float32", "llvm:1"),
+            j: R.Tensor(("m", 2), "int64", "llvm:1"),
+        ):
+            with R.dataflow():
+                result = (R.gather_nd(x, i), R.gather_nd(y, j))
+                R.output(result)
+            return result
+
+    x, i, j = np.random.default_rng(0).random((2, 3), "float32"), np.array([[0, 2], [1, 1], [1, 0]]), np.array([[1, 2]])
+    first, second = rh.vm.VirtualMachine(rh.compile(Mod))["main"](x, i, x, j)
+    np.testing.assert_array_equal(first.numpy(), x[tuple(i.T)])
+    np.testing.assert_array_equal(second.numpy(), x[tuple(j.T)])
+
+
+def test_scans_and_top_k_of_one_shape_on_cpus_of_two_targets():
+    @I.ir_module
+    class Mod:
+        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
+
+        @R.function
+        def main(x: R.Tensor((2, "n"), "float32", "llvm:0"), y: R.Tensor((2, "n"), "float32", "llvm:1")):
+            with R.dataflow():
+                sums = (R.cumsum(x, axis=1), R.cumsum(y, axis=1))
+                products = (R.cumprod(x, axis=1), R.cumprod(y, axis=1))
+                most = (R.topk(x, k=2, dtype="int64"), R.topk(y, k=2, dtype="int64"))
+                result = (sums, products, most)
+                R.output(result)
+            return result
+
+    x = np.random.default_rng(0).random((2, 5), "float32")
+    on_both = list(zip(*rh.vm.VirtualMachine(rh.compile(Mod))["main"](x, x), strict=True))
+    for sums, products, (values, _) in on_both:
+        np.testing.assert_allclose(sums.numpy(), x.cumsum(1), rtol=1e-6)
+        np.testing.assert_allclose(products.numpy(), x.cumprod(1), rtol=1e-6)
+        np.testing.assert_array_equal(values.numpy(), -np.sort(-x)[:, :2])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int32"])
 def test_relu_and_clip_keep_what_is_not_a_number(dtype):
     x = relax.Var("x", relax.TensorType([6], dtype))

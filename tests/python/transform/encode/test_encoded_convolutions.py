@@ -238,9 +238,7 @@ def test_what_stays_a_stock_op(data, weight, attrs, reason):
     assert (declined.function, declined.op) == ("main", "conv2d") and declined.reason.startswith(reason)
 
 
-@pytest.mark.parametrize(
-    "target, image", [("llvm", "h"), ({"kind": "cuda", "arch": "sm_90"}, "h"), ("c", "h"), ("c", 9)]
-)
+@pytest.mark.parametrize("target, image", [({"kind": "cuda", "arch": "sm_90"}, "h"), ("c", "h"), ("c", 9)])
 def test_without_a_layout_it_is_the_stock_op_again(target, image):
     mod = convolution((1, 4, image, 8), (6, 4, 3, 3), padding=[1, 0, 1, 2])
     mod = rh.transform.RealizeVDevice()(with_vdevices(mod, [rh.VDevice(target)]))
@@ -248,6 +246,14 @@ def test_without_a_layout_it_is_the_stock_op_again(target, image):
         after = SpecializeEncodings()(SetEncoding()(mod))
     assert_structural_equal(after, mod)
     assert [entry.op for entry in reports[0].cancelled] == ["conv2d"]
+
+
+def test_images_of_unknown_size_have_a_layout_where_vectors_multiply_floats():
+    mod = convolution((1, 4, "h", 8), (6, 4, 3, 3), padding=[1, 0, 1, 2])
+    mod = rh.transform.RealizeVDevice()(with_vdevices(mod, [rh.VDevice("llvm")]))
+    with collect_encodings() as reports:
+        SpecializeEncodings()(SetEncoding()(mod))
+    assert not reports[0].cancelled
 
 
 @I.ir_module

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 from tvm.ir import assert_structural_equal
 from tvm.relax import op
 from tvm.script import ir as I
@@ -303,6 +303,30 @@ def test_weights_that_are_not_known_stay_transposed():
     with collect_fusions() as report:
         assert SimplifyConvolutions()(Module).same_as(Module)
     assert [(each.variable, each.op) for each in report.declined] == [("y", "nn.conv2d_transpose")]
+
+
+def test_images_of_symbolic_sizes():
+    """Those of whose result the stride is a divisor; a slice of symbolic size would have to make any other."""
+    kept = {"odd": (3, 2, 0, 0), "cut": (1, 2, 1, 1)}
+    cases = {"vocoder": (8, 4, 2, 0), "doubled": (2, 2, 0, 0), "turned": (3, 1, 1, 0), "longer": (3, 2, 1, 1), **kept}
+    builder = relax.BlockBuilder()
+    for name, (kernel, stride, padding, extra) in cases.items():
+        x = relax.Var("x", relax.TensorType((1, 2, tirx.Var("s", "int64")), "float32"))
+        with builder.function(name, [x]):
+            with builder.dataflow():
+                call = op.nn.conv1d_transpose(x, constant(2, 3, kernel), stride, padding, extra)
+                output = builder.emit_output(builder.emit(call))
+            builder.emit_func_output(output)
+    before = builder.get()
+    after = SimplifyConvolutions()(before)
+    for name in cases:
+        ops = {op_name(binding.value) for binding in walk_bindings(after[name])}
+        assert ("relax.nn.conv1d_transpose" in ops) == (name in kept), name
+    machines = [relax.VirtualMachine(tvm.compile(mod, "llvm"), tvm.cpu()) for mod in (before, after)]
+    for name, size in itertools.product(cases, (2, 5)):
+        x = tvm.runtime.tensor(array(1, 2, size))
+        wanted, found = (vm[name](x).numpy() for vm in machines)
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 # A fifth of the combinations by default; five has no factor in common with any of their counts.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import onnx
@@ -11,12 +12,12 @@ from tvm import relax
 from ....errors import FrontendError
 from ...symbolic_sizes import common_shape
 from ..node_names import NodeInfo
-from .subgraphs import Importer, inner_graph, known_number, scalar
+from .subgraphs import Importer, OnnxImporter, inner_graph, known_number, scalar
 
 _BRANCHES = ("then_branch", "else_branch")
 
 
-def convert_if(importer: Importer, node: onnx.NodeProto, info: NodeInfo, condition: Any) -> list[Any]:
+def convert_if(importer: OnnxImporter, node: onnx.NodeProto, info: NodeInfo, condition: Any) -> list[Any]:
     """The outputs of an `If`: of the branch that is taken, where that is known at import.
 
     Raises
@@ -31,26 +32,45 @@ def convert_if(importer: Importer, node: onnx.NodeProto, info: NodeInfo, conditi
         taken = "then_branch" if known else "else_branch"
         return importer.graph_values(graphs[taken], info.subgraphs[taken], {})
     condition = scalar(importer, condition, "bool", f"node {info}: its condition")
-    found: dict[str, tuple[list[relax.Binding], list[Any]]] = {}
+    found: list[tuple[list[relax.Binding], list[Any]]] = []
     for name in _BRANCHES:
         with importer.block(info) as bindings:
             values = [importer.as_tensor(v) for v in importer.graph_values(graphs[name], info.subgraphs[name], {})]
-        found[name] = bindings, values
-    (then, then_values), (other, other_values) = found["then_branch"], found["else_branch"]
-    if len(then_values) != len(other_values) or len(then_values) != len(node.output):
-        raise FrontendError(
-            f"node {info} has {len(node.output)} outputs, but its branches give {len(then_values)} and "
-            f"{len(other_values)}"
-        )
-    for index, pair in enumerate(zip(then_values, other_values, strict=True)):
-        _check_pair(pair[0], pair[1], f"output {index} ({node.output[index]!r}) of node {info}")
-    branches = (
+        found.append((bindings, values))
+    if any(len(values) != len(node.output) for _, values in found):
+        counts = " and ".join(str(len(values)) for _, values in found)
+        raise FrontendError(f"node {info} has {len(node.output)} outputs, but its branches give {counts}")
+    titles = [f"output {index} ({name!r}) of node {info}" for index, name in enumerate(node.output)]
+    return join_branches(importer, condition, found, titles)
+
+
+def join_branches(
+    importer: Importer,
+    condition: relax.Expr,
+    branches: Sequence[tuple[list[relax.Binding], list[Any]]],
+    titles: Sequence[str],
+) -> list[relax.Expr]:
+    """The results of an `If`: those of its first branch where a scalar of bool is true, else of its second.
+
+    Parameters
+    ----------
+    branches: Bindings and results of both, collected where the builder stands.
+    titles: How messages call each result.
+
+    Raises
+    ------
+    FrontendError: The branches give different element types, ranks, or sequences of other lengths.
+    """
+    (_, then_values), (_, other_values) = branches
+    pairs = list(zip(then_values, other_values, strict=True))
+    for pair, title in zip(pairs, titles, strict=True):
+        _check_pair(*pair, title)
+    parts = (
         relax.SeqExpr([relax.BindingBlock(bindings)], values[0] if len(values) == 1 else relax.Tuple(values))
-        for bindings, values in ((then, then_values), (other, other_values))
+        for bindings, values in branches
     )
-    result = importer.bb.emit(relax.If(condition, *branches))
-    fields = [result] if len(then_values) == 1 else [relax.TupleGetItem(result, i) for i in range(len(then_values))]
-    pairs = zip(then_values, other_values, strict=True)
+    result = importer.bb.emit(relax.If(condition, *parts))
+    fields = [result] if len(pairs) == 1 else [relax.TupleGetItem(result, i) for i in range(len(pairs))]
     return [_named_sizes(importer, field, a.ty, b.ty) for field, (a, b) in zip(fields, pairs, strict=True)]
 
 

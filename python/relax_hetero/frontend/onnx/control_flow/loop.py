@@ -29,6 +29,7 @@ class Loop:
     state: The values that the first trip takes.
     rows: How many tensors the trips collect.
     trip: Converts the body, from the number of the trip (or a scalar of int64), the condition and the state.
+    joins: Of each value of the state: the axis along which all that read the last one join it, if it is a sequence.
     """
 
     info: NodeInfo
@@ -40,3 +41,4 @@ class Loop:
     rows: int
     trip: Callable[[Any, Any, list[Any]], Trip]
     names: list[str] = field(default_factory=list)
+    joins: list[int | None] = field(default_factory=list)

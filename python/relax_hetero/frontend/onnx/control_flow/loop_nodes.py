@@ -23,7 +23,7 @@ from .loop import Loop, Trip
 from .open_sequences import is_sequence, with_rows_for_sequences
 from .rolled import roll
 from .scan_products import products_of_slices, with_products_in_front
-from .subgraphs import Importer, attribute_of, inner_graph, known_number, scalar
+from .subgraphs import Importer, OnnxImporter, attribute_of, inner_graph, known_number, scalar
 from .unrolled import NotUnrolledError, unroll
 
 _UNROLLED_NODES = 256
@@ -76,7 +76,7 @@ def _known_trips(loop: Loop) -> int | None:
     return loop.trips if isinstance(loop.trips, int) else None
 
 
-def convert_loop(importer: Importer, node: onnx.NodeProto, info: NodeInfo, operands: Sequence[Any]) -> list[Any]:
+def convert_loop(importer: OnnxImporter, node: onnx.NodeProto, info: NodeInfo, operands: Sequence[Any]) -> list[Any]:
     """The outputs of a `Loop`: its state, and its rows behind it.
 
     Raises
@@ -101,9 +101,21 @@ def convert_loop(importer: Importer, node: onnx.NodeProto, info: NodeInfo, opera
         ends, *results = importer.graph_values(body, nodes, given)
         return Trip(ends, results[: len(values)], results[len(values) :])
 
-    loop = Loop(info, title, len(body.node), trips, first, state, len(body.output) - 1 - len(state), trip, names[2:])
+    rows = len(body.output) - 1 - len(state)
+    joins = [_joining_axis(importer, name) for name in node.output[: len(state)]]
+    loop = Loop(info, title, len(body.node), trips, first, state, rows, trip, names[2:], joins)
     results = run(importer, loop)
     return [*results.state, *results.rows]
+
+
+def _joining_axis(importer: OnnxImporter, name: str) -> int | None:
+    """The axis along which every node that reads a sequence joins it; None where one does something else."""
+    readers = importer.readers(name) if name else []
+    joining = [node for node in readers if node.op_type == "ConcatFromSequence"]
+    if len(joining) < len(readers) or any(attribute_of(node, "new_axis", 0) for node in joining):
+        return None
+    axes = {attribute_of(node, "axis", None) for node in readers}
+    return next(iter(axes)) if len(axes) == 1 else None
 
 
 def _trips(importer: Importer, limit: Any, what: str) -> Any:
@@ -118,7 +130,7 @@ def _trips(importer: Importer, limit: Any, what: str) -> Any:
 
 
 def convert_scan(
-    importer: Importer, node: onnx.NodeProto, info: NodeInfo, operands: Sequence[Any], opset: int
+    importer: OnnxImporter, node: onnx.NodeProto, info: NodeInfo, operands: Sequence[Any], opset: int
 ) -> list[Any]:
     """The outputs of a `Scan`: its state, and its rows behind it, along the axes and in the directions asked for.
 
@@ -186,7 +198,7 @@ class _Scan:
             [bool(entry) for entry in listed("scan_output_directions", rows)],
         )  # fmt: skip
 
-    def results(self, importer: Importer, title: str, trips: int | None = None) -> list[Any]:
+    def results(self, importer: OnnxImporter, title: str, trips: int | None = None) -> list[Any]:
         lengths = [_extent(value, axis, title) for value, axis in zip(self.inputs, self.axes, strict=True)]
         length = next((size for size in lengths if isinstance(size, int)), lengths[0])
         for index, other in enumerate(lengths):
@@ -208,7 +220,7 @@ class _Scan:
         return [*found.state, *(self._turned(importer, row, i, title) for i, row in enumerate(found.rows))]
 
     def _with_products_in_front(
-        self, importer: Importer
+        self, importer: OnnxImporter
     ) -> tuple[onnx.GraphProto, list[NodeInfo], list[tuple[relax.Expr, int, bool]]]:
         """The body without products of slices with weights, its nodes' names, and what it goes along instead."""
         nodes = self.info.subgraphs["body"]
@@ -237,7 +249,7 @@ class _Scan:
 
 
 def _batched_scan(
-    importer: Importer, node: onnx.NodeProto, info: NodeInfo, operands: Sequence[Any], count: int
+    importer: OnnxImporter, node: onnx.NodeProto, info: NodeInfo, operands: Sequence[Any], count: int
 ) -> list[Any]:
     """A `Scan` of opset 8: first axes are the batch, of which each entry is scanned alone."""
     title = f"node {info}"

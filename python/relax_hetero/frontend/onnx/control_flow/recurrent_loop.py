@@ -7,6 +7,7 @@ from typing import Any
 
 from tvm import relax, te
 
+from ...ops.contrib.recurrent import as_lstm
 from ...ops.node import Node, as_dim
 from ...ops.recurrent import MAX_STEPS, Direction, recurrent_outputs, steps_of
 from ..node_names import NodeInfo
@@ -14,7 +15,7 @@ from .loop import Loop, Trip
 from .loop_nodes import run, slice_at
 from .subgraphs import Importer
 
-RECURRENT_OPS = frozenset({"RNN", "GRU", "LSTM"})
+RECURRENT_OPS = frozenset({"RNN", "GRU", "LSTM", "DynamicQuantizeLSTM"})
 _OPS_OF_A_STEP = 16
 
 
@@ -28,6 +29,7 @@ def convert_recurrent(importer: Importer, node: Node, info: NodeInfo) -> list[re
     steps = steps_of(node)
     if isinstance(steps, int) and steps <= MAX_STEPS:
         return None
+    node = as_lstm(node) if node.op_type == "DynamicQuantizeLSTM" else node
     return recurrent_outputs(node, lambda make: _looped(importer, info, make))
 
 

@@ -32,7 +32,7 @@ from ....transform.ir.rewriting import typed
 from ...symbolic_sizes import common_shape
 from ..node_names import variable_name
 from .loop import Loop
-from .subgraphs import ImportedLoop, Importer, known_number, number, scalar, tensor_of
+from .subgraphs import ImportedLoop, Importer, known_number, number, scalar, sizes_in, tensor_of
 
 _NEW, _WRITE = "relax_hetero.new_rows", "relax_hetero.write_row"
 _APPEND, _TAKE = "relax_hetero.append_row", "relax_hetero.taken_rows"
@@ -184,10 +184,10 @@ class _Attempt:
         sizes = sorted(relax.analysis.free_symbolic_vars(whole), key=lambda size: str(size.name))
         params = [*own, *kept]
         passed = [*captured, *([relax.Var("sizes", relax.ShapeType(sizes))] if sizes else [])]
-        around = _sizes_in(var.ty for var in (*own, *captured)) - self.open
+        around = sizes_in(var.ty for var in (*own, *captured)) - self.open
         inner = set(relax.analysis.defined_symbolic_vars(whole)) - around
         ret = tvm.ir.TupleType([trip.ty, *(_result_type(ty, inner) for ty in self.types), *(row.ty for row in kept)])
-        outer = _sizes_in(row.ty for row in rows) - inner
+        outer = sizes_in(row.ty for row in rows) - inner
         has_room = [self._has_room(row.ty, outer) for row in rows]
         name = _free_name(importer, f"loop_{variable_name(loop.info.name)}")
         gv = typed(tvm.ir.GlobalVar(name), relax.FuncType([var.ty for var in (*params, *passed)], ret, True))
@@ -215,7 +215,7 @@ class _Attempt:
 
     def _has_room(self, row: relax.TensorType, outer: set[tirx.Var]) -> bool:
         """Whether the trips' rows have a shape that is known before them, and not too many come to nothing."""
-        if not isinstance(row.shape, relax.ShapeExpr) or not _sizes_in([row]) <= outer or self.loop.trips is None:
+        if not isinstance(row.shape, relax.ShapeExpr) or not sizes_in([row]) <= outer or self.loop.trips is None:
             return False
         if not self.has_condition:
             return True
@@ -270,20 +270,9 @@ def _is_one(a: Any, b: Any) -> bool:
     return bool(a.same_as(b)) or (isinstance(a, tirx.IntImm) and isinstance(b, tirx.IntImm) and int(a) == int(b))
 
 
-def _sizes_in(types: Any) -> set[tirx.Var]:
-    """The symbolic sizes that tensor types mention."""
-    shapes = [ty.shape for ty in types if isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr)]
-    shapes += [ty.values for ty in types if isinstance(ty, relax.ShapeType) and ty.values is not None]
-    found: set[tirx.Var] = set()
-    for shape in shapes:
-        for dim in shape if not isinstance(shape, relax.ShapeExpr) else shape.values:
-            found |= set(tirx.analysis.undefined_vars(tirx.Evaluate(dim), []))
-    return found
-
-
 def _result_type(ty: relax.TensorType, inner: set[tirx.Var]) -> relax.TensorType:
     """A type by which a function gives a value: no sizes that only a trip knows."""
-    return ty if not _sizes_in([ty]) & inner else _of_rank(ty, ty.ndim)
+    return ty if not sizes_in([ty]) & inner else _of_rank(ty, ty.ndim)
 
 
 def _of_rank(ty: relax.TensorType, rank: int) -> relax.TensorType:

@@ -15,7 +15,7 @@ from tvm import relax
 
 from ..check_model import STANDARD_DOMAINS
 from ..node_names import NodeInfo
-from .subgraphs import Importer
+from .subgraphs import OnnxImporter
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Product:
     result: str
 
 
-def products_of_slices(importer: Importer, body: onnx.GraphProto, names: list[str]) -> list[Product]:
+def products_of_slices(importer: OnnxImporter, body: onnx.GraphProto, names: list[str]) -> list[Product]:
     """The products of slices, called `names`, with matrices that are known around the loop."""
     own = {value.name for value in body.input} | {name for node in body.node for name in node.output}
     own |= {tensor.name for tensor in body.initializer}
@@ -46,7 +46,11 @@ def products_of_slices(importer: Importer, body: onnx.GraphProto, names: list[st
 
 
 def with_products_in_front(
-    importer: Importer, body: onnx.GraphProto, infos: list[NodeInfo], products: list[Product], inputs: list[relax.Expr]
+    importer: OnnxImporter,
+    body: onnx.GraphProto,
+    infos: list[NodeInfo],
+    products: list[Product],
+    inputs: list[relax.Expr],
 ) -> tuple[onnx.GraphProto, list[NodeInfo], list[relax.Expr]]:
     """A body without products, its nodes' names, and the products: what it scans besides, along the first axis.
 

@@ -12,11 +12,11 @@ from tvm import relax
 from ....errors import FrontendError
 from ...import_limits import budget
 from ..node_names import NodeInfo
-from .subgraphs import Importer, inner_graph
+from .subgraphs import OnnxImporter, inner_graph
 
 
 def convert_sequence_map(
-    importer: Importer, node: onnx.NodeProto, info: NodeInfo, operands: Sequence[Any]
+    importer: OnnxImporter, node: onnx.NodeProto, info: NodeInfo, operands: Sequence[Any]
 ) -> list[Any]:
     """The outputs of a `SequenceMap`: sequences. Inputs behind the first may be tensors, which every element gets.
 
@@ -49,7 +49,7 @@ def convert_sequence_map(
     return [relax.Tuple(values) for values in found]
 
 
-def elements_of(importer: Importer, value: Any) -> list[Any] | None:
+def elements_of(importer: OnnxImporter, value: Any) -> list[Any] | None:
     """The tensors of a sequence; None for any other value."""
     if isinstance(value, relax.Tuple):
         return list(value.fields)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -40,7 +40,7 @@ class ImportedLoop:
 
 
 class Importer(Protocol):
-    """The walk over a model's nodes, as far as nodes with graphs in them need it.
+    """The walk over a model's nodes, as far as loops and branches need it.
 
     Attributes
     ----------
@@ -64,14 +64,21 @@ class Importer(Protocol):
     def trial(self) -> AbstractContextManager[Callable[[], None]]:
         """Forget, when left, the loops and owners of bindings made inside, unless what it yields was called."""
 
+    def as_tensor(self, value: Any) -> Any:
+        """A shape or a symbolic number as the int64 tensor it stands for; other values as they are."""
+
+
+class OnnxImporter(Importer, Protocol):
+    """The walk over the nodes of ONNX graphs, which have graphs in them."""
+
     def graph_values(self, graph: onnx.GraphProto, nodes: list[NodeInfo], given: Mapping[str, Any]) -> list[Any]:
         """Convert a graph inside a node; values around it stay visible, and it is given those of its inputs."""
 
+    def readers(self, name: str) -> list[onnx.NodeProto]:
+        """The nodes of the model that read a value of that name; none if it is an output of a graph, too."""
+
     def value(self, name: str) -> Any:
         """The value of that name where the walk stands; None if there is none."""
-
-    def as_tensor(self, value: Any) -> Any:
-        """A shape or a symbolic number as the int64 tensor it stands for in ONNX; other values as they are."""
 
 
 def inner_graph(node: onnx.NodeProto, name: str, info: NodeInfo) -> onnx.GraphProto:
@@ -80,6 +87,26 @@ def inner_graph(node: onnx.NodeProto, name: str, info: NodeInfo) -> onnx.GraphPr
         if attribute.name == name and attribute.HasField("g"):
             return attribute.g
     raise FrontendError(f"node {info} has no graph {name!r}")
+
+
+def readers_of(graph: onnx.GraphProto, functions: Iterable[onnx.FunctionProto]) -> dict[str, list[onnx.NodeProto]]:
+    """The nodes that read each value, in all graphs and functions of a model; no outputs of graphs are among them."""
+    found: dict[str, list[onnx.NodeProto]] = {}
+    outputs: set[str] = set()
+
+    def look(nodes: Iterable[onnx.NodeProto], results: Iterable[str]) -> None:
+        outputs.update(results)
+        for node in nodes:
+            for name in node.input:
+                found.setdefault(name, []).append(node)
+            for attribute in node.attribute:
+                if attribute.HasField("g"):
+                    look(attribute.g.node, (value.name for value in attribute.g.output))
+
+    look(graph.node, (value.name for value in graph.output))
+    for function in functions:
+        look(function.node, function.output)
+    return {name: nodes for name, nodes in found.items() if name not in outputs}
 
 
 def attribute_of(node: onnx.NodeProto, name: str, default: Any) -> Any:
@@ -137,3 +164,14 @@ def tensor_of(importer: Importer, value: Any, title: str) -> relax.Expr:
     if not isinstance(value, relax.Expr) or not isinstance(value.ty, relax.TensorType):
         raise FrontendError(f"{title} hands on a sequence or an optional where a tensor is expected")
     return value
+
+
+def sizes_in(types: Any) -> set[tvm.tirx.Var]:
+    """The symbolic sizes that tensor types mention."""
+    shapes = [ty.shape for ty in types if isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr)]
+    shapes += [ty.values for ty in types if isinstance(ty, relax.ShapeType) and ty.values is not None]
+    found: set[tvm.tirx.Var] = set()
+    for shape in shapes:
+        for dim in shape if not isinstance(shape, relax.ShapeExpr) else shape.values:
+            found |= set(tvm.tirx.analysis.undefined_vars(tvm.tirx.Evaluate(dim), []))
+    return found

@@ -3,4 +3,4 @@
 from __future__ import annotations
 
 # Each of these registers the converters it defines.
-from . import features, linear, trees  # noqa: F401
+from . import features, linear, ngrams, svm, trees  # noqa: F401

@@ -169,6 +169,11 @@ def _walk(node: Node, table: _Table, root: int) -> tuple[int, list[int]]:
 def _leaf_kernel(width: int, nodes: int, trees: int, dtype: str, has_missing: bool) -> tirx.PrimFunc:
     """The leaf that each row comes to, by tree; trees are walked to their deepest leaf, without a branch."""
 
+    def is_low(value: tirx.Expr, bound: tirx.Expr, counts: tirx.Expr) -> tirx.Expr:
+        """1 where a feature is at most the split, or missing where that counts so; else 0."""
+        low = tirx.Cast("int32", value <= bound)
+        return low | (tirx.Cast("int32", tirx.isnan(value)) & tirx.Cast("int32", counts)) if has_missing else low
+
     @T.prim_func(private=True, s_tir=True)
     def tree_leaves(
         data: T.handle,
@@ -189,33 +194,14 @@ def _leaf_kernel(width: int, nodes: int, trees: int, dtype: str, has_missing: bo
                 for t in T.serial(trees):
                     leaf[task * T.int64(_ROWS) + i, t] = root[t]
                     for _ in T.serial(depth[t]):
-                        if has_missing:
-                            leaf[task * T.int64(_ROWS) + i, t] = child[
-                                leaf[task * T.int64(_ROWS) + i, t],
-                                T.Cast(
-                                    "int32",
-                                    x[task * T.int64(_ROWS) + i, feature[leaf[task * T.int64(_ROWS) + i, t]]]
-                                    <= split[leaf[task * T.int64(_ROWS) + i, t]],
-                                )
-                                | (
-                                    T.Cast(
-                                        "int32",
-                                        T.isnan(
-                                            x[task * T.int64(_ROWS) + i, feature[leaf[task * T.int64(_ROWS) + i, t]]]
-                                        ),
-                                    )
-                                    & T.Cast("int32", missing[leaf[task * T.int64(_ROWS) + i, t]])
-                                ),
-                            ]
-                        else:
-                            leaf[task * T.int64(_ROWS) + i, t] = child[
-                                leaf[task * T.int64(_ROWS) + i, t],
-                                T.Cast(
-                                    "int32",
-                                    x[task * T.int64(_ROWS) + i, feature[leaf[task * T.int64(_ROWS) + i, t]]]
-                                    <= split[leaf[task * T.int64(_ROWS) + i, t]],
-                                ),
-                            ]
+                        leaf[task * T.int64(_ROWS) + i, t] = child[
+                            leaf[task * T.int64(_ROWS) + i, t],
+                            is_low(
+                                x[task * T.int64(_ROWS) + i, feature[leaf[task * T.int64(_ROWS) + i, t]]],
+                                split[leaf[task * T.int64(_ROWS) + i, t]],
+                                missing[leaf[task * T.int64(_ROWS) + i, t]],
+                            ),
+                        ]
 
     return tree_leaves
 

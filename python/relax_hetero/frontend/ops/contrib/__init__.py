@@ -6,9 +6,15 @@ from __future__ import annotations
 from . import (  # noqa: F401
     activations,
     attention,
+    block_weights,
     convolution,
+    matrices,
+    moving,
     normalization,
+    position_biases,
     products,
     quantized_ops,
+    recurrent,
+    removed,
     same_as_standard,
 )

@@ -6,9 +6,9 @@ from tvm import relax
 
 from ..elementwise import cast, widened
 from ..node import Node, const, dtype_of
-from ..required_sizes import require_shape
+from ..required_sizes import require_broadcast, require_shape
 from ..slicing import cut
-from ..table import MICROSOFT, converts
+from ..table import MICROSOFT, convert_node, converts
 
 
 def _with_bias(node: Node, index: int) -> relax.Expr:
@@ -62,3 +62,117 @@ def bias_add(node: Node) -> relax.Expr:
     wide = _with_bias(node, 1)
     skip = require_shape(node, node.tensor(2), node.shape(wide), "its skip input")
     return cast(node, node.emit(relax.op.add(wide, widened(node, skip))), dtype_of(node.tensor(0)))
+
+
+@converts("ScaledSiLU", domain=MICROSOFT)
+def scaled_silu(node: Node) -> relax.Expr:
+    """z * sigmoid(z) of z = scale * x, each step rounded to x's type."""
+    data = node.tensor(0)
+    dtype = dtype_of(data)
+    scale = const(node.attribute("alpha", 1.0), "float32") if not node.has(1) else cast(node, node.tensor(1), "float32")
+    scale = node.emit(relax.op.reshape(scale, ()))
+    scaled = cast(node, node.emit(relax.op.multiply(cast(node, data, "float32"), scale)), dtype)
+    gate = cast(node, node.emit(relax.op.sigmoid(cast(node, scaled, "float32"))), dtype)
+    return node.emit(relax.op.multiply(scaled, gate))
+
+
+@converts("SwiGLU", domain=MICROSOFT)
+def swiglu(node: Node) -> relax.Expr:
+    """g * sigmoid(alpha * g) * (u + beta), both held within a limit where that is above 0."""
+    gate, dtype = node.tensor(0), dtype_of(node.tensor(0))
+    if node.has(1):
+        up = require_shape(node, node.tensor(1), node.shape(gate), "its second half")
+    else:
+        axis, width = node.rank(gate) - 1, node.shape(gate)[-1]
+        if not isinstance(width, int) or width % 2:
+            raise node.refusal(f"found {width} channels, expected a known, even number")
+        gate, up = (cut(node, gate, {axis: (start, width // 2, 1)}) for start in (0, width // 2))
+    gate, up = (cast(node, value, "float32") for value in (gate, up))
+    limit = node.attribute("limit", 0.0)
+    if limit > 0:
+        gate = node.emit(relax.op.minimum(gate, const(limit, "float32")))
+        up = node.emit(relax.op.clip(up, -limit, limit))
+    alpha = const(node.attribute("activation_alpha", 1.0), "float32")
+    beta = const(node.attribute("activation_beta", 0.0), "float32")
+    active = node.emit(relax.op.multiply(gate, relax.op.sigmoid(relax.op.multiply(gate, alpha))))
+    if node.attribute("round_activation", 0):
+        active = cast(node, cast(node, active, dtype), "float32")
+    return cast(node, node.emit(relax.op.multiply(active, relax.op.add(up, beta))), dtype)
+
+
+@converts("GatedAdd", domain=MICROSOFT)
+def gated_add(node: Node) -> relax.Expr:
+    """x + y * gate, which has a number for each row."""
+    data = node.tensor(0)
+    dims = node.shape(data)
+    if node.has(3):
+        raise node.refusal("found a gate_weight, expected a gate for each row")
+    other = require_shape(node, node.tensor(1), dims, "its second input")
+    gate = require_shape(node, node.tensor(2), [*dims[:-1], 1], "its gate")
+    return node.emit(relax.op.add(data, relax.op.multiply(other, gate)))
+
+
+@converts("BiasDropout", "BitmaskBiasDropout", "BitmaskDropout", domain=MICROSOFT)
+def bias_dropout(node: Node) -> relax.Expr:
+    """x + bias + residual: nothing is dropped outside of training."""
+    has_bias = node.op_type != "BitmaskDropout"
+    training = 4 if has_bias else 2
+    known = node.constant(training)
+    if node.has(training) and (known is None or known.any()):
+        raise node.refusal("asks for training (training_mode), expected false")
+    data = node.tensor(0)
+    if has_bias:
+        data = node.emit(relax.op.add(data, require_broadcast(node, node.tensor(1), node.shape(data), "its bias")))
+    if has_bias and node.has(2):
+        data = node.emit(relax.op.add(data, require_shape(node, node.tensor(2), node.shape(data), "its residual")))
+    if node.num_outputs == 1:
+        return data
+    if node.op_type != "BiasDropout":
+        raise node.refusal("asks for its mask as bits, which only training reads")
+    return node.outputs([data, node.filled(node.shape(data), True, "bool")])
+
+
+@converts("BiasSoftmax", domain=MICROSOFT)
+def bias_softmax(node: Node) -> relax.Expr:
+    """softmax(x + bias) over all axes from `axis` on; the bias lacks axes in front, or has some of size 1 before."""
+    data = node.tensor(0)
+    wide = widened(node, data)
+    bias = require_broadcast(node, widened(node, node.tensor(1)), node.shape(data), "its bias")
+    total = node.emit(relax.op.add(wide, bias))
+    axis = node.axis(node.attribute("axis", 1), node.rank(data))
+    value = convert_node(node.as_op("Softmax", [total], 11, axis=axis))
+    return cast(node, node.builder.normalize(value), dtype_of(data))
+
+
+@converts("IsAllFinite", domain=MICROSOFT)
+def is_all_finite(node: Node) -> relax.Expr:
+    """Whether no element of any input is NaN or infinite, or is one of both."""
+    ops = {"isnan_only": relax.op.isnan, "isinf_only": relax.op.isinf}
+    asked = [op for name, op in ops.items() if node.attribute(name, 0)] or list(ops.values())
+    found: relax.Expr | None = None
+    for index in range(len(node.inputs)):
+        for op in asked:
+            odd = cast(node, node.emit(op(widened(node, node.tensor(index)))), "int32")
+            most = node.emit(relax.op.max(relax.op.reshape(odd, (-1,))))
+            found = most if found is None else node.emit(relax.op.maximum(found, most))
+    if found is None:
+        raise node.refusal("has no inputs")
+    return node.emit(relax.op.equal(found, const(0, "int32")))
+
+
+@converts("ComplexMul", "ComplexMulConj", domain=MICROSOFT)
+def complex_product(node: Node) -> relax.Expr:
+    """The product of complex numbers, real and imaginary parts on the last axis; the second conjugated where asked."""
+    parts = []
+    for index in (0, 1):
+        value = node.tensor(index)
+        axis = node.rank(value) - 1
+        if axis < 0 or node.shape(value)[-1] != 2:
+            raise node.refusal(f"found an input of shape {node.shape(value)}, expected pairs on the last axis")
+        parts += [cut(node, value, {axis: (place, 1, 1)}) for place in (0, 1)]
+    a, b, c, d = parts
+    if node.op_type == "ComplexMulConj":
+        d = node.emit(relax.op.negative(d))
+    real = relax.op.subtract(relax.op.multiply(a, c), relax.op.multiply(b, d))
+    imaginary = relax.op.add(relax.op.multiply(a, d), relax.op.multiply(b, c))
+    return node.emit(relax.op.concat([node.emit(real), node.emit(imaginary)], axis=-1))

@@ -12,7 +12,7 @@ from ..node import Node
 from ..pooling import max_pool
 from ..quantization import qlinear_conv
 from ..required_sizes import require_shape
-from ..table import MICROSOFT, converts
+from ..table import MICROSOFT, convert_node, converts
 from .fused_activations import activated
 
 
@@ -69,3 +69,16 @@ def quantized_convolution(node: Node) -> relax.Expr:
     if not node.attribute("channels_last", 0):
         return qlinear_conv(node)
     return channels_last(node, node.builder.normalize(qlinear_conv(_with_channels_first(node, (0,)))))
+
+
+@converts("ConvTransposeWithDynamicPads", domain=MICROSOFT)
+def transposed_convolution_with_pads(node: Node) -> relax.Expr:
+    """As ConvTranspose; the pads are an input."""
+    inputs = [node.tensor(0), node.tensor(1), node.tensor(3) if node.has(3) else None]
+    attributes = {name: value for name, value in node.attributes.items() if name != "tvm_custom"}
+    if node.has(2):
+        pads = node.known_dims(2, "its pads are")
+        if not all(isinstance(pad, int) for pad in pads):
+            raise node.unknown("its pads are")
+        attributes["pads"] = [pad for pad in pads if isinstance(pad, int)]
+    return convert_node(node.as_op("ConvTranspose", inputs, 11, **attributes))

@@ -150,3 +150,49 @@ def skip_group_norm(node: Node) -> relax.Expr:
         laid = node.emit(relax.op.reshape(bias, [-1 if place == axis else 1 for place in range(len(dims))]))
         total = node.emit(relax.op.add(total, laid))
     return node.outputs([_group_norm(node, total), total])
+
+
+def _rms(node: Node, data: relax.Expr) -> relax.Expr:
+    """x / sqrt(mean(x * x) + epsilon) along the last axis, of float32."""
+    square = node.emit(relax.op.mean(relax.op.multiply(data, data), [-1], keepdims=True))
+    stable = node.emit(relax.op.add(square, const(node.attribute("epsilon", 1e-5), "float32")))
+    return node.emit(relax.op.divide(data, relax.op.sqrt(stable)))
+
+
+@converts("GatedRMSNorm", domain=MICROSOFT)
+def gated_rms_norm(node: Node) -> relax.Expr:
+    """The RMS norm of groups of as many elements as the scale has, times the activation of a gate; in float32."""
+    data, scale = node.tensor(0), cast(node, node.tensor(1), "float32")
+    dims, (width,) = node.shape(data), node.static_shape(scale)
+    gate = cast(node, require_shape(node, node.tensor(2), dims, "its gate"), "float32")
+    name = node.attribute("activation", "silu")
+    if name not in ("silu", "swish", "sigmoid"):
+        raise node.refusal(f"activation {name!r} is unknown; expected silu, swish or sigmoid")
+    if not isinstance(dims[-1], int) or not width or dims[-1] % width:
+        raise node.refusal(f"found {dims[-1]} channels, expected a known multiple of its scale's {width}")
+    groups = node.emit(relax.op.reshape(cast(node, data, "float32"), [*dims[:-1], dims[-1] // width, width]))
+    normal = node.emit(relax.op.reshape(relax.op.multiply(_rms(node, groups), scale), dims))
+    active = relax.op.sigmoid(gate) if name == "sigmoid" else relax.op.nn.silu(gate)
+    return cast(node, node.emit(relax.op.multiply(normal, node.emit(active))), dtype_of(data))
+
+
+@converts("BranchwiseRMSNorm", domain=MICROSOFT)
+def branchwise_rms_norm(node: Node) -> relax.Expr:
+    """The RMS norm of each branch, given as an axis or side by side; in float32."""
+    data = node.tensor(0)
+    dims, count = node.shape(data), int(node.attribute("num_branches", 0))
+    if count:
+        if not isinstance(dims[-1], int) or dims[-1] % count:
+            raise node.refusal(f"found {dims[-1]} channels, expected a known multiple of its {count} branches")
+        apart = [*dims[:-1], count, dims[-1] // count]
+    else:
+        apart = list(dims)
+    wide = node.emit(relax.op.reshape(cast(node, data, "float32"), apart))
+    normal = _rms(node, wide)
+    if node.has(1):
+        scale = cast(node, node.tensor(1), "float32")
+        whole = apart[-2:] if len(apart) > 1 else apart
+        if node.rank(scale) == 1 and node.shape(scale) != apart[-1:]:
+            scale = node.emit(relax.op.reshape(scale, whole))
+        normal = node.emit(relax.op.multiply(normal, require_broadcast(node, scale, apart, "its scale")))
+    return cast(node, node.emit(relax.op.reshape(normal, dims)), dtype_of(data))

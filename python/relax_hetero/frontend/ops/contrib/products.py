@@ -6,7 +6,7 @@ from tvm import relax
 
 from ..node import Node, const, dtype_of
 from ..products import gemm, matmul
-from ..table import MICROSOFT, converts
+from ..table import MICROSOFT, convert_node, converts
 from .fused_activations import activated
 
 
@@ -28,6 +28,25 @@ def fused_matmul(node: Node) -> relax.Expr:
     product = matmul(node, _transposed(node, 0, "A"), _transposed(node, 1, "B"))
     alpha = node.attribute("alpha", 1.0)
     return product if alpha == 1.0 else node.emit(relax.op.multiply(product, const(alpha, dtype_of(product))))
+
+
+@converts("FusedMatMulActivation", domain=MICROSOFT)
+def fused_matmul_activation(node: Node) -> relax.Expr:
+    """A FusedMatMul and an activation; of Softmax along `activation_axis`."""
+    product = fused_matmul(node)
+    if node.attribute("activation") != "Softmax":
+        return activated(node, product)
+    softmax = node.as_op("Softmax", [product], 13, axis=node.attribute("activation_axis", -1))
+    return convert_node(softmax)
+
+
+@converts("GemmFastGelu", domain=MICROSOFT)
+def gemm_fast_gelu(node: Node) -> relax.Expr:
+    """The approximation of gelu by tanh, of a product plus a bias."""
+    product = matmul(node, node.tensor(0), node.tensor(1))
+    gelu = node.as_op("FastGelu", [product, node.inputs[2] if node.has(2) else None])
+    gelu.domain = MICROSOFT
+    return convert_node(gelu)
 
 
 @converts("FusedGemm", domain=MICROSOFT)

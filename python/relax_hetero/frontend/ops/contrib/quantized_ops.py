@@ -6,10 +6,13 @@ as; passes make one kernel on bytes of all three.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tvm import relax
 
 from ..elementwise import cast
 from ..node import Node, dtype_of
+from ..products import shifted
 from ..quantization import dequantize_linear, dynamic_quantize_linear, quantize_linear
 from ..quantization_parameters import as_type
 from ..table import MICROSOFT, convert_node, converts
@@ -121,3 +124,45 @@ def _scaled_product(
     total = cast(node, convert_node(node.as_op("MatMulInteger", operands)), "float32")
     value = node.emit(relax.op.multiply(total, _product(node, *scales)))
     return value if bias is None else node.emit(relax.op.add(value, bias))
+
+
+@converts("QLinearReduceMean", domain=MICROSOFT)
+def qlinear_reduce_mean(node: Node) -> relax.Expr:
+    """A mean over axes."""
+    attributes = {name: node.attributes[name] for name in ("axes", "keepdims") if name in node.attributes}
+    value = convert_node(node.as_op("ReduceMean", [_floats(node, 0)], 13, **attributes))
+    return _bytes(node, value, 3, dtype_of(node.tensor(0)))
+
+
+@converts("ReduceSumInteger", domain=MICROSOFT)
+def reduce_sum_integer(node: Node) -> relax.Expr:
+    """A sum of bytes over axes, in int32, or in uint32 of bytes without sign."""
+    data = node.tensor(0)
+    wide = cast(node, data, "uint32" if dtype_of(data).startswith("uint") else "int32")
+    axes = [node.axis(axis, node.rank(data)) for axis in node.attribute("axes", range(node.rank(data)))]
+    return node.emit(relax.op.sum(wide, axes, keepdims=bool(node.attribute("keepdims", 1))))
+
+
+@converts("MulInteger", domain=MICROSOFT)
+def mul_integer(node: Node) -> relax.Expr:
+    """The product in int32 of bytes less their zero points, which broadcast."""
+    operands = [shifted(node, node.tensor(first), _given(node, first + 1), None) for first in (0, 2)]
+    return convert_node(node.as_op("Mul", operands, 14))
+
+
+@converts("QEmbedLayerNormalization", domain=MICROSOFT)
+def quantized_embed_layer_normalization(node: Node) -> relax.Expr:
+    """As EmbedLayerNormalization, of tables, scale and bias as bytes."""
+    places = {2: (8, 13), 3: (9, 14), 4: (10, 15), 5: (11, 16), 6: (12, 17)}
+    floats = [
+        dequantize_linear(node.as_op("DequantizeLinear", [node.tensor(index), node.tensor(scale), _given(node, point)]))
+        if node.has(index)
+        else None
+        for index, (scale, point) in places.items()
+    ]
+    inputs = [node.tensor(0), _given(node, 1), *floats, _given(node, 7)]
+    attributes = {"epsilon": node.attributes["epsilon"]} if "epsilon" in node.attributes else {}
+    plain = replace(
+        node.as_op("EmbedLayerNormalization", inputs, **attributes), domain=MICROSOFT, num_outputs=node.num_outputs
+    )
+    return convert_node(plain)

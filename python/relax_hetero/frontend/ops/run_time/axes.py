@@ -43,17 +43,28 @@ def axes_input(node: Node, index: int, rank: int) -> tuple[relax.Expr, int]:
     ------
     FrontendError: if their number is not known.
     """
+    axes, count = _vector_of_axes(node, index)
+    if count > rank:
+        raise node.refusal(f"names {count} axes of a tensor of rank {rank}")
+    require_axes(node, axes, rank)
+    return axes, count
+
+
+def new_axes_input(node: Node, index: int, own_rank: int) -> tuple[relax.Expr, int]:
+    """As `axes_input`, of a tensor of `own_rank` axes and as many more as the input names."""
+    axes, count = _vector_of_axes(node, index)
+    require_axes(node, axes, own_rank + count)
+    return axes, count
+
+
+def _vector_of_axes(node: Node, index: int) -> tuple[relax.Expr, int]:
+    """An input of axes as a vector, also where it is a scalar, and how many there are."""
     axes = node.tensor(index)
     dims = node.shape(axes)
     count = dims[0] if len(dims) == 1 else 1
     if not isinstance(count, int):
         raise node.refusal("the number of its axes is only known when the model runs")
-    if len(dims) != 1:
-        axes = node.emit(relax.op.reshape(axes, (1,)))
-    if count > rank:
-        raise node.refusal(f"names {count} axes of a tensor of rank {rank}")
-    require_axes(node, axes, rank)
-    return axes, count
+    return axes if len(dims) == 1 else node.emit(relax.op.reshape(axes, (1,))), count
 
 
 def with_named_axes_last(node: Node, data: relax.Expr, axes: relax.Expr, count: int) -> relax.Expr:

@@ -6,30 +6,54 @@ a ``match_cast`` names its numbers. Requirements on these names are checked dire
 
 from __future__ import annotations
 
+import tvm
 from tvm import relax, tirx
 
-from ..node import Dim, Node, as_constant, dtype_of
+from ..node import Dim, Node, as_constant, as_dim, dtype_of
 from ..required_sizes import as_expr
 
 
-def dims_at_run_time(node: Node, vector: relax.Expr, prefix: str) -> list[tirx.Var]:
+def dims_at_run_time(node: Node, vector: relax.Expr, prefix: str) -> list[tirx.Expr]:
     """Symbolic sizes that take the values of a vector of integers of static length when the model runs.
 
+    Numbers that the model writes beside computed ones, as in ``Concat(computed, [64])``, are these numbers.
     Values that may be negative serve in requirements only: passes assume that the sizes of a tensor are not.
     """
-    (length,) = node.static_shape(vector)
+    written = written_numbers(node, vector)
     if dtype_of(vector) != "int64":
         vector = node.emit(relax.op.astype(vector, "int64"))
     shape_value = node.emit(relax.op.tensor_to_shape(vector))
-    dims = [tirx.Var(f"{prefix}_{i}", "int64") for i in range(length)]
+    dims = [tirx.Var(f"{prefix}_{i}", "int64") for i in range(len(written))]
     node.builder.match_cast(shape_value, relax.ShapeType(dims))
-    return dims
+    return [dim if number is None else as_expr(number) for dim, number in zip(dims, written, strict=True)]
+
+
+def written_numbers(node: Node, vector: relax.Expr) -> list[Dim | None]:
+    """The numbers of a vector of static length that are known as numbers or sizes at import, None for the others.
+
+    A vector is looked through to the constants and sizes that it was joined from.
+    """
+    (length,) = node.static_shape(vector)
+    known = as_constant(vector)
+    if known is not None:
+        return [int(number) for number in known]
+    value = node.builder.lookup_binding(vector) if isinstance(vector, relax.Var) else vector
+    name = str(value.op.name) if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op) else ""
+    if name == "relax.concat" and isinstance(value.args[0], relax.Tuple):
+        return [number for part in value.args[0].fields for number in written_numbers(node, part)]
+    if name == "relax.astype" and dtype_of(vector) == "int64":
+        return written_numbers(node, value.args[0])
+    if name == "relax.shape_to_tensor" and isinstance(value.args[0], relax.ShapeExpr):
+        return [as_dim(dim) for dim in value.args[0].values]
+    return [None] * length
 
 
 def numbers_of(node: Node, values: relax.Expr, prefix: str) -> list[Dim]:
     """The numbers of a vector of static length, symbolic where they are computed when the model runs."""
     known = as_constant(values)
-    return list(dims_at_run_time(node, values, prefix)) if known is None else [int(number) for number in known]
+    if known is not None:
+        return [int(number) for number in known]
+    return [as_dim(dim) for dim in dims_at_run_time(node, values, prefix)]
 
 
 def require_axes(node: Node, axes: relax.Expr, rank: int) -> None:

@@ -1,5 +1,27 @@
 """Converters of ATen ops, one module for each family; importing this package registers them."""
 
-from . import detection, elementwise, indexing, moving, neural, reductions
+from . import (
+    control_flow,
+    detection,
+    elementwise,
+    indexing,
+    moving,
+    neural,
+    random,
+    recurrent,
+    reductions,
+    run_time,
+)
 
-__all__ = ["detection", "elementwise", "indexing", "moving", "neural", "reductions"]
+__all__ = [
+    "control_flow",
+    "detection",
+    "elementwise",
+    "indexing",
+    "moving",
+    "neural",
+    "random",
+    "recurrent",
+    "reductions",
+    "run_time",
+]

@@ -24,7 +24,7 @@ _UNARY: dict[str, Any] = {
 _UNARY["neg"] = _UNARY.pop("negative")
 _UNARY |= {"relu": relax.op.nn.relu, "silu": relax.op.nn.silu, "square": relax.op.square}
 
-_IDENTITIES = "clone alias detach detach_ contiguous lift_fresh_copy lift_fresh to_dense dropout".split()
+_IDENTITIES = "clone alias detach detach_ contiguous lift_fresh_copy lift_fresh to_dense".split()
 
 _COMPARISONS = {
     "eq": relax.op.equal, "ne": relax.op.not_equal, "lt": relax.op.less, "le": relax.op.less_equal,
@@ -56,7 +56,10 @@ def _register() -> None:
 def _promoted(node: TorchNode, a: Any, b: Any) -> tuple[relax.Expr, relax.Expr]:
     """Both operands in the type that torch compares them in."""
     torch = torch_package()
-    first, second = (value if not isinstance(value, torch.SymInt) else 1 for value in node.tensors[:2])
+    kinds = ((torch.SymInt, 1), (torch.SymFloat, 1.0), (torch.SymBool, True))
+    first, second = (
+        next((number for kind, number in kinds if isinstance(value, kind)), value) for value in node.tensors[:2]
+    )
     dtype = dtype_name(torch.result_type(first, second))
     return node.tensor(a, dtype), node.tensor(b, dtype)
 

@@ -43,13 +43,22 @@ def scatter(node: TorchNode, x: relax.Expr, dim: int, indices: relax.Expr, sourc
     return node.onnx("ScatterElements", x, indices, source, axis=dim, reduction=kinds[kind])
 
 
-def _places(node: TorchNode, x: relax.Expr, indices: list[Any]) -> tuple[list[int], relax.Expr, int]:
+def _places(node: TorchNode, indices: list[Any]) -> tuple[list[int], relax.Expr, int]:
     """The indexed axes, their coordinates (the last axis), and the rank of the index."""
-    axes = [axis for axis, index in enumerate(indices) if index is not None]
-    given = [indices[axis] for axis in axes]
-    if any(str(index.ty.dtype) == "bool" for index in given):
-        raise node.refusal("by a mask, whose number of elements only the call knows")
-    given = [node.cast(index, "int64") for index in given]
+    axes: list[int] = []
+    given: list[relax.Expr] = []
+    axis = 0
+    for index in indices:
+        if index is not None and str(index.ty.dtype) in ("bool", "uint8"):  # a mask stands for as many axes as it has
+            found = node.onnx("NonZero", index)
+            rank, count = len(node.dims(index)), node.dims(found)[1]
+            rows = [node.emit(relax.op.strided_slice(found, [0], [row], [row + 1])) for row in range(rank)]
+            given += [node.reshape(row, [count]) for row in rows]
+        else:
+            rank = 1
+            given += [] if index is None else [node.cast(index, "int64")]
+        axes += [] if index is None else range(axis, axis + rank)
+        axis += rank
     rank = max(len(node.dims(index)) for index in given)
     if len(given) == 1:
         return axes, given[0], rank
@@ -64,7 +73,7 @@ def _places(node: TorchNode, x: relax.Expr, indices: list[Any]) -> tuple[list[in
 @converts("index")
 def index(node: TorchNode, x: relax.Expr, indices: list[Any]) -> relax.Expr:
     """Elements at indices of several axes, which broadcast to each other."""
-    axes, places, rank = _places(node, x, indices)
+    axes, places, rank = _places(node, indices)
     if len(axes) == 1:
         return node.onnx("Gather", x, places, axis=axes[0])
     count = len(node.dims(x))
@@ -86,7 +95,7 @@ def index_put(node: TorchNode, x: relax.Expr, indices: list[Any], values: Any, a
     if len(indices) == 1 and str(mask.ty.dtype) == "bool" and not node.dims(values) and not accumulate:
         rank, own = len(node.shape), node.dims(mask)
         return node.onnx("Where", node.reshape(mask, [*own, *[1] * (rank - len(own))]), node.tensor(values), x)
-    axes, places, rank = _places(node, x, indices)
+    axes, places, rank = _places(node, indices)
     if axes != list(range(axes[0], axes[-1] + 1)):
         raise node.refusal("at indices of axes that are not neighbors")
     if len(axes) == 1:

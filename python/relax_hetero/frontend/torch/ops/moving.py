@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from tvm import relax
+from tvm import relax, te, tirx
 
-from ...ops.node import const
+from ...ops.node import Position, const
+from ...ops.required_sizes import as_expr
 from ...ops.slicing import cut
 from ..node import TorchNode, converts
 
@@ -211,14 +212,31 @@ def slice_scatter(
     axis = node.axis(dim, len(node.shape))
     size, count = node.shape[axis], node.dims(source)[axis]
     first = 0 if start is None else start
-    if step != 1 or not all(isinstance(value, int) for value in (size, count, first)):
-        raise node.refusal("by a step, or of sizes that only a call knows")
-    first = min(max(first + size, 0) if first < 0 else first, size)
-    parts = [cut_axis(node, x, axis, 0, first)] if first else []
-    parts.append(node.tensor(source))
-    if first + count < size:
-        parts.append(cut_axis(node, x, axis, first + count, size - first - count))
-    return parts[0] if len(parts) == 1 else node.emit(relax.op.concat(parts, axis))
+    if isinstance(first, int) and isinstance(size, int):
+        first = min(max(first + size, 0) if first < 0 else first, size)
+    elif isinstance(first, int) and first < 0:
+        first = size + first
+    source = node.tensor(source)
+    if isinstance(count, int) and count == 0:
+        return x
+    if step == 1:
+        behind = size - first - count
+        parts = [] if isinstance(first, int) and first == 0 else [cut_axis(node, x, axis, 0, first)]
+        parts.append(source)
+        if not isinstance(behind, int) or behind > 0:
+            parts.append(cut_axis(node, x, axis, first + count, behind))
+        return parts[0] if len(parts) == 1 else node.emit(relax.op.concat(parts, axis))
+    first, number = as_expr(first), as_expr(count)
+
+    def element(i: Position, x: te.Tensor, source: te.Tensor) -> tirx.Expr:
+        place = i[axis].astype("int64") - first
+        is_inside = tirx.all(
+            place >= 0, place <= (number - 1) * step, tirx.EQ(tirx.floormod(place, as_expr(step)), as_expr(0))
+        )
+        entry = tirx.max(tirx.min(tirx.floordiv(place, as_expr(step)), number - 1), as_expr(0))
+        return tirx.if_then_else(is_inside, source(*i[:axis], entry, *i[axis + 1 :]), x(*i))
+
+    return node.onnx_node("Scatter", []).kernel("slice_scatter", element, x, source)
 
 
 @converts("select_scatter")

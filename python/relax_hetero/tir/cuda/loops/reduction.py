@@ -435,7 +435,11 @@ _ALL = 0xFFFFFFFF
 
 
 def from_below(part: tirx.Buffer, distance: int) -> Expr:
-    """What the thread has that is so many threads further on in the warp."""
+    """The number of the thread that is so many threads further on in the warp, in a register of its own.
+
+    A shuffle within an expression could come to stand behind a condition: TVM writes a choice of it as a branch, which
+    only some threads of the warp take.
+    """
     dtype = str(part.dtype)
     sent = dtype
     if bytes_of(dtype) < 4:  # of words alone; every number of a narrow type is one of the wide type, too
@@ -445,7 +449,7 @@ def from_below(part: tirx.Buffer, distance: int) -> Expr:
     moved = tirx.call_intrin(
         sent, "tirx.tvm_warp_shuffle_down", tirx.const(_ALL, "uint32"), _cast(value, sent), *numbers
     )
-    return _cast(moved, dtype)
+    return _cast(_once(moved), dtype)
 
 
 def _cast(value: Expr, dtype: str) -> Expr:

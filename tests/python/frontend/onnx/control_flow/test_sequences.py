@@ -119,3 +119,67 @@ def test_what_is_more_than_appending_is_refused():
         }""")
     with pytest.raises(rh.FrontendError, match="SequenceAt node 'at'.*length only a call knows"):
         rh.from_onnx(model)
+
+
+REPEATED = """
+    g (float[n,2] x, int64[n] d, float[m,3] z) => (float[p,2] y, float[r] w, float[2,q] v)
+    <int64 zero = {0}, int64[1] two = {2}, int64[1] minus = {-1}, int64[2] pairs = {-1, 2}, bool yes = {1}> {
+        trips = Shape(d)
+        ones = ConstantOfShape<value = int64[1] {1}>(trips)
+        xs = SplitToSequence<axis = 0>(x, ones)
+        ds = SplitToSequence<axis = 0>(d, ones)
+        none = SequenceEmpty()
+        rows = SequenceEmpty()
+        wide = SequenceEmpty()
+        some, all, turned = Loop(trips, yes, none, rows, wide) <
+            body = b (int64 i, bool c, s, t, u) => (bool g, e, f, h) {
+            g = Identity(c)
+            row = SequenceAt(xs, i)
+            times = SequenceAt(ds, i)
+            shape = Concat<axis = 0>(times, two)
+            expanded = Expand(row, shape)
+            many = Reshape(expanded, pairs)
+            e = SequenceInsert(s, many)
+            f = SequenceInsert(t, row)
+            more = Transpose<perm = [1, 0]>(many)
+            h0 = SequenceInsert(u, more)
+            back = Transpose<perm = [1, 0]>(row)
+            h = SequenceInsert(h0, back) }>
+        y = ConcatFromSequence<axis = 0>(some)
+        flat = ConcatFromSequence<axis = -2>(all)
+        w = Reshape(flat, minus)
+        v = ConcatFromSequence<axis = 1>(turned)
+    }"""
+
+
+def test_trips_that_append_tensors_of_different_sizes():
+    """As `repeat_interleave` of computed counts is exported; some rows are repeated no times."""
+    rng = np.random.default_rng(0)
+    calls = [
+        (rng.random((n, 2), "float32"), np.array(d), np.ones((1, 3), "float32"))
+        for n, d in ((4, [1, 0, 3, 2]), (1, [2]), (2, [0, 0]))
+    ]
+    check(parsed(REPEATED), *calls, devices=(1, 2))
+
+
+def test_parts_of_a_symbolic_axis_are_as_many_as_it_is_long():
+    model = parsed("""
+        g (float[n,2] x, float[m] z) => (float[n] y) {
+            parts = Shape(z)
+            ones = ConstantOfShape<value = int64[1] {1}>(parts)
+            s = SplitToSequence<axis = 0>(x, ones)
+            y = ConcatFromSequence<axis = 0>(s)
+        }""")
+    main = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"]
+    x = np.ones((3, 2), "float32")
+    np.testing.assert_array_equal(main(x, x[:, 0]).numpy(), x)
+    with pytest.raises(rh.HeteroError, match="SplitToSequence.*splits an axis of n into m parts of one element"):
+        main(x, x[:2, 0])
+
+
+def test_tensors_of_different_sizes_are_not_stacked():
+    """Other uses than joining them along the axis in which they differ are refused, by the sizes that trips find."""
+    model = parsed(REPEATED.replace("y = ConcatFromSequence<axis = 0>(some)", "y = SequenceAt(some, zero)"))
+    main = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"]
+    with pytest.raises(rh.HeteroError, match="expected one shape"):
+        main(np.ones((2, 2), "float32"), np.array([1, 2]), np.ones((1, 3), "float32"))

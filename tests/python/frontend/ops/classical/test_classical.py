@@ -64,9 +64,12 @@ def test_features_and_linear_models():
         np.testing.assert_allclose(result.numpy(), array, 1e-5, 1e-6, err_msg=info.name)
 
 
-def test_labels_that_are_strings_are_refused():
-    node = _node(0, "LabelEncoder", "x", keys_int64s=[1], values_strings=["a"])
-    model = _model([node], {"x": np.array([1])})
+def test_labels_in_a_branch_that_are_strings_are_refused():
+    output = [helper.make_tensor_value_info("y0_0", onnx.TensorProto.STRING, [1])]
+    inner = _node(0, "LabelEncoder", "x", keys_int64s=[1], values_strings=["a"])
+    branch = helper.make_graph([inner], "branch", [], output)
+    choice = helper.make_node("If", ["flag"], ["y"], "choice", then_branch=branch, else_branch=branch)
+    model = _model([choice], {"x": np.array([1]), "flag": np.array(True)})
     model.graph.output[0].type.CopyFrom(helper.make_tensor_type_proto(onnx.TensorProto.INT64, [1]))
-    with pytest.raises(rh.HeteroError, match="LabelEncoder node 'node0'.*strings"):
+    with pytest.raises(rh.HeteroError, match="LabelEncoder node .*strings"):
         rh.from_onnx(model)

@@ -69,6 +69,30 @@ def test_axes_of_size_one_that_a_call_names():
         want = np.expand_dims(DATA, tuple(axes))
         np.testing.assert_array_equal(added(DATA, np.array(axes)), want)
     assert_refused(added, DATA, np.array([0, 5]), match="out of range for rank 5")
+    one = function_of("Unsqueeze", DATA, np.array(0))
+    assert one(DATA, np.array(-2)).shape == (2, 3, 1, 4)
+
+
+def test_a_new_axis_that_is_a_scalar():
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, 2] x) => (float[a, b, c] y, float[d, e, f] z) <int64 last = {-1}, int64[1] first = {0}> {
+            y = Unsqueeze(x, last)
+            z = Unsqueeze(x, first)
+        }""")
+    added, put_first = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](DATA[0, :, :2])
+    assert (added.shape, put_first.shape) == ((3, 2, 1), (1, 3, 2))
+
+
+@pytest.mark.parametrize("axes, message", [("0, -5", "names an axis twice"), ("4, 5", "axis 5 is out of range for")])
+def test_new_axes_that_cannot_be_are_refused(axes, message):
+    model = onnx.parser.parse_model(f"""
+        <ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, m, 2] x) => (float[a, b, c, d, e] y) <int64[2] axes = {{{axes}}}> {{
+            [the_node] y = Unsqueeze(x, axes)
+        }}""")
+    with pytest.raises(rh.HeteroError, match=message):
+        rh.from_onnx(model)
 
 
 def test_pads_of_axes_that_a_call_names():

@@ -249,6 +249,21 @@ def test_extremes_of_floats_are_computed_in_parts(shape, axes, dtype):
         np.testing.assert_array_equal(y, a.max(tuple(axes)))
 
 
+def test_shuffles_are_reached_by_whole_warps():
+    """A choice by a number that another thread sends is a branch in CUDA, and in a branch some threads send nothing."""
+    builder = relax.BlockBuilder()
+    size = tirx.Var("n", "int64")
+    x = relax.Var("x", relax.TensorType((3, size), "float64"))
+    with builder.function("main", [x]):
+        builder.emit_func_output(builder.emit(relax.op.max(x, [1])))
+    (func,) = [f for f in legalize(builder.get()).functions.values() if isinstance(f, tirx.PrimFunc)]
+    func = schedule(func.with_attr("target", TARGET), gpu_target_of(TARGET))
+    assert "shuffle" in str(func)
+    a, y = values((3, 40), "float64", 0), np.zeros(3)
+    interpreted(func, a, y)
+    np.testing.assert_array_equal(y, a.max(1))
+
+
 @pytest.mark.parametrize("count", [50257, pytest.param(99991, marks=pytest.mark.slow)])
 def test_long_reductions_without_equal_parts(count):
     x = tensor(1, count)

@@ -1,0 +1,1 @@
+"""Networks defined in PyTorch, for apps/bench/torch_bench/torch_models.py."""

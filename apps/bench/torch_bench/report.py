@@ -1,0 +1,55 @@
+"""What the benchmark of PyTorch networks says: each of our ways in beside its peer, and geometric means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from model_peers import FROM_TORCH, OURS, PEERS
+from report import geometric_mean
+
+PAIRS = ((OURS, "onnxruntime"), (FROM_TORCH, "inductor"), (FROM_TORCH, "frozen"), (FROM_TORCH, "eager"))
+"""Whose times are divided: the second's by the first's."""
+Result = dict[str, Any]
+
+
+def median(result: Result, key: str) -> float | None:
+    """Milliseconds of a contestant, None if it has none."""
+    found: float | None = result["rows"].get(key, {}).get("median_ms")
+    return found
+
+
+def ratio(result: Result, pair: tuple[str, str]) -> float | None:
+    """How many times as fast the first is."""
+    own, other = (median(result, key) for key in pair)
+    return other / own if own and other else None
+
+
+def table(results: Sequence[Result]) -> tuple[str, list[str], list[list[str]]]:
+    """Title, columns and cells: median milliseconds of everyone, and a ratio for each of `PAIRS` that was timed."""
+    keys = [key for key in PEERS if any(median(result, key) for result in results)]
+    pairs = [pair for pair in PAIRS if set(pair) <= set(keys)]
+    columns = ["model", *(PEERS[key].name for key in keys), *(_heading(pair) for pair in pairs)]
+    rows = []
+    for result in results:
+        times = [f"{value:.2f}" if (value := median(result, key)) else "–" for key in keys]
+        ratios = [f"{value:.2f}" if (value := ratio(result, pair)) else "–" for pair in pairs]
+        rows.append([result["model"], *times, *ratios])
+    threads = results[0]["threads"] if results else 0
+    return f"{threads} threads: median ms, and how many times as fast we are", columns, rows
+
+
+def summary(results: Sequence[Result]) -> list[str]:
+    """Geometric mean and lowest ratio of each of `PAIRS`."""
+    lines = []
+    for pair in PAIRS:
+        found = {result["model"]: value for result in results if (value := ratio(result, pair))}
+        if found:
+            lowest = min(found, key=lambda model: found[model])
+            mean = geometric_mean(list(found.values()))
+            lines.append(f"{_heading(pair)}: {mean:.3f}, lowest {found[lowest]:.3f} of {lowest} ({len(found)})")
+    return lines
+
+
+def _heading(pair: tuple[str, str]) -> str:
+    return f"{'from_onnx' if pair[0] == OURS else 'from_torch'} against {PEERS[pair[1]].name}"
