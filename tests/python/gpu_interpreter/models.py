@@ -175,7 +175,7 @@ class _Frame:
         if name == "relax.memory.view":
             return _viewed(self._of(call.args[0]), self._extents(call.ty.shape), str(call.ty.dtype))
         if name == "relax.reshape":
-            return np.ascontiguousarray(self._of(call.args[0])).reshape(self._of(call.args[1]))
+            return np.asarray(self._of(call.args[0]), order="C").reshape(self._of(call.args[1]))
         if name == "relax.tensor_to_shape":
             return tuple(int(extent) for extent in self._of(call.args[0]))
         if name == "relax.shape_of":
@@ -213,8 +213,8 @@ class _Frame:
         arguments = [self._of(a) for a in call.args[1:]]
         if str(call.op.name) == "relax.call_dps_packed":
             out = self._empty(call.ty_args[0])
-            tensors = [tvm.runtime.tensor(np.ascontiguousarray(a)) for a in (*arguments[0], out)]
+            tensors = [tvm.runtime.tensor(np.asarray(a, order="C")) for a in (*arguments[0], out)]
             function(*tensors)
             return tensors[-1].numpy()
-        tensors = [tvm.runtime.tensor(np.ascontiguousarray(a)) if isinstance(a, np.ndarray) else a for a in arguments]
+        tensors = [tvm.runtime.tensor(np.asarray(a, order="C")) if isinstance(a, np.ndarray) else a for a in arguments]
         return _value(function(*tensors))

@@ -17,7 +17,7 @@ _KEPT = frozenset(
     "scaled_dot_product_attention einsum matmul softmax log_softmax upsample_nearest1d upsample_nearest2d "
     "_upsample_nearest_exact1d _upsample_nearest_exact2d upsample_linear1d upsample_bilinear2d upsample_bicubic2d "
     "_upsample_bilinear2d_aa pixel_shuffle adaptive_avg_pool1d adaptive_avg_pool2d avg_pool1d avg_pool2d avg_pool3d "
-    "max_pool1d max_pool2d max_pool3d grid_sampler prelu embedding addmm addbmm baddbmm tril triu log1p expm1 "
+    "max_pool1d max_pool2d max_pool3d grid_sampler prelu embedding addmm baddbmm tril triu log1p expm1 "
     "split split_with_sizes unbind stack index_select cumsum reflection_pad1d reflection_pad2d replication_pad1d "
     "replication_pad2d pad dropout native_dropout lstm gru rnn_tanh rnn_relu".split()
 )

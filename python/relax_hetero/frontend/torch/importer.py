@@ -270,7 +270,8 @@ class _Importer:
         name = f"{_op_name(node)}.{getattr(node.target, '_overloadname', 'default')}"
         value = node.meta.get("val")
         arguments, tensors = self._arguments(node)
-        torch_node = TorchNode(name, info, value, tensors, self, self._sizes)
+        used = frozenset(user.args[1] for user in node.users if user.target is operator.getitem)
+        torch_node = TorchNode(name, info, value, tensors, self, self._sizes, used)
         convert = TABLE.get(name) or TABLE.get(_op_name(node)) or convert_complex
         if is_complex(value) or has_complex(arguments):
             convert = convert_complex

@@ -73,6 +73,7 @@ class TorchNode:
     info: Its names.
     value: The fake tensor that torch found as its result, or a list of them.
     tensors: Fake tensors (or numbers) of its arguments, in the order of its schema.
+    used: Which of several results something reads.
     """
 
     op: str
@@ -81,6 +82,7 @@ class TorchNode:
     tensors: Sequence[Any]
     walk: Walk
     sizes: Sizes
+    used: frozenset[int] = frozenset()
 
     @property
     def name(self) -> str:

@@ -7,10 +7,12 @@ from . import (
     indexing,
     moving,
     neural,
+    quantized,
     random,
     recurrent,
     reductions,
     run_time,
+    searching,
 )
 
 __all__ = [
@@ -20,8 +22,10 @@ __all__ = [
     "indexing",
     "moving",
     "neural",
+    "quantized",
     "random",
     "recurrent",
     "reductions",
     "run_time",
+    "searching",
 ]

@@ -176,6 +176,13 @@ def invert(node: TorchNode, x: Any) -> relax.Expr:
     return node.emit(relax.op.bitwise_not(node.tensor(x)))
 
 
+@converts("__lshift__", "__rshift__", "bitwise_left_shift", "bitwise_right_shift")
+def shift(node: TorchNode, a: Any, b: Any) -> relax.Expr:
+    """Bits moved; right shifts keep the sign."""
+    operation = relax.op.left_shift if "lshift" in node.op or "left" in node.op else relax.op.right_shift
+    return node.emit(operation(node.tensor(a), node.tensor(b)))
+
+
 @converts("isnan", "isinf", "isfinite")
 def classify(node: TorchNode, x: relax.Expr) -> relax.Expr:
     """Whether an element is NaN, infinite, or neither."""
@@ -291,6 +298,9 @@ def to(node: TorchNode, x: Any, *_: Any) -> relax.Expr:
     "empty",
     "empty_like",
     "new_empty",
+    "empty_strided",
+    "new_empty_strided",
+    "empty_permuted",
     "fill",
 )
 def full(node: TorchNode, *given: Any) -> relax.Expr:

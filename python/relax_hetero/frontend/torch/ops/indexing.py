@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from tvm import relax
 
-from ...ops.node import const
+from ...ops.node import const, is_float
+from ...ops.required_sizes import require_shape
 from ..node import TorchNode, converts
+from .moving import cut_axis
 
 
 @converts("embedding")
@@ -28,19 +31,51 @@ def gather(node: TorchNode, x: relax.Expr, dim: int, indices: relax.Expr, *_: An
     return node.onnx("GatherElements", x, indices, axis=dim)
 
 
+_KINDS = {
+    "none": "none",
+    "add": "add",
+    "sum": "add",
+    "mean": "add",
+    "prod": "mul",
+    "multiply": "mul",
+    "amax": "max",
+    "amin": "min",
+}
+
+
 @converts("scatter", "scatter_add", "scatter_reduce")
 def scatter(node: TorchNode, x: relax.Expr, dim: int, indices: relax.Expr, source: Any, *given: Any) -> relax.Expr:
     """A copy with elements replaced at indices along an axis, or reduced with."""
     kind = "add" if node.op.startswith("scatter_add") else given[0] if given else "none"
-    kinds = {"none": "none", "add": "add", "sum": "add", "prod": "mul", "multiply": "mul", "amax": "max", "amin": "min"}
-    if kind not in kinds or (len(given) > 1 and not given[1]) or not node.shape:
-        raise node.refusal(f"by {kind}, without the elements that are there")
+    has_own = len(given) < 2 or bool(given[1])
+    if kind not in _KINDS or not node.shape:
+        raise node.refusal(f"by {kind}" if node.shape else "of a single number")
     dims = node.dims(indices)
     if not isinstance(source, relax.Expr):
         source = node.filled(source, dims)
-    elif not all(node.sizes_equal(a, b) for a, b in zip(node.dims(source), dims, strict=True)):
-        raise node.refusal("from a part of its source")
-    return node.onnx("ScatterElements", x, indices, source, axis=dim, reduction=kinds[kind])
+    for axis, size in enumerate(dims):  # indices may be fewer than the source's elements
+        source = cut_axis(node, source, axis, 0, size)
+
+    def placed(data: relax.Expr, values: relax.Expr, reduction: str) -> relax.Expr:
+        return node.onnx("ScatterElements", data, indices, values, axis=dim, reduction=reduction)
+
+    own = x if has_own else placed(x, node.filled(_neutral(kind, node.dtype), dims), "none")
+    result = placed(own, source, _KINDS[kind])
+    if kind != "mean":
+        return result
+    counts = placed(node.filled(int(has_own)), node.filled(1, dims), "add")
+    counts = node.emit(relax.op.maximum(counts, const(1, node.dtype)))
+    return node.emit((relax.op.divide if is_float(node.dtype) else relax.op.floor_divide)(result, counts))
+
+
+def _neutral(kind: str, dtype: str) -> Any:
+    """The number that a reduction leaves out."""
+    if kind in ("amax", "amin"):
+        if is_float(dtype):
+            return float("-inf" if kind == "amax" else "inf")
+        limits = np.iinfo("uint8" if dtype == "bool" else dtype)
+        return int(limits.min if kind == "amax" else limits.max)
+    return int(kind == "prod")
 
 
 def _places(node: TorchNode, indices: list[Any]) -> tuple[list[int], relax.Expr, int]:
@@ -96,24 +131,36 @@ def index_put(node: TorchNode, x: relax.Expr, indices: list[Any], values: Any, a
         rank, own = len(node.shape), node.dims(mask)
         return node.onnx("Where", node.reshape(mask, [*own, *[1] * (rank - len(own))]), node.tensor(values), x)
     axes, places, rank = _places(node, indices)
-    if axes != list(range(axes[0], axes[-1] + 1)):
-        raise node.refusal("at indices of axes that are not neighbors")
     if len(axes) == 1:
         places = node.reshape(places, [*node.dims(places), 1])
     dims, own = node.dims(places)[:-1], node.shape
-    first, last = axes[0], axes[-1] + 1
-    # Values have the index where its axes were; scattering wants it in front.
-    values = node.broadcast(node.tensor(values), [*own[:first], *dims, *own[last:]])
+    rest = [axis for axis in range(len(own)) if axis not in axes]
+    # Values have the index where its axes were, or in front if these are no neighbors; scattering wants it in front.
+    first = axes[0] if axes == list(range(axes[0], axes[-1] + 1)) else 0
+    values = node.tensor(values)
+    wanted = [*(own[axis] for axis in rest[:first]), *dims, *(own[axis] for axis in rest[first:])]
+    if node.dims(values) and any(not isinstance(dim, int) for dim in dims):
+        values = _as_many(node, values, wanted)
+    values = node.broadcast(values, wanted)
     if first:
-        count = len(own) - len(axes) + rank
-        order = [*range(first, first + rank), *range(first), *range(first + rank, count)]
+        order = [*range(first, first + rank), *range(first), *range(first + rank, len(rest) + rank)]
         values = node.emit(relax.op.permute_dims(values, order))
-        front = [*axes, *range(first), *range(last, len(own))]
+    front = [*axes, *rest]
+    is_moved = front != list(range(len(own)))
+    if is_moved:
         x = node.emit(relax.op.permute_dims(x, front))
     result = node.onnx("ScatterND", x, places, values, reduction="add" if accumulate else "none")
-    return (
-        node.emit(relax.op.permute_dims(result, [front.index(axis) for axis in range(len(own))])) if first else result
-    )
+    if not is_moved:
+        return result
+    return node.emit(relax.op.permute_dims(result, [front.index(axis) for axis in range(len(own))]))
+
+
+def _as_many(node: TorchNode, values: relax.Expr, wanted: list[Any]) -> relax.Expr:
+    """Values, required to be as many as places that only a call knows the number of."""
+    found = node.dims(values)
+    own = wanted[len(wanted) - len(found) :]
+    dims = [size if isinstance(size, int) and size == 1 else other for size, other in zip(found, own, strict=True)]
+    return require_shape(node.onnx_node("ScatterND", []), values, dims, "its values")
 
 
 @converts("nonzero")

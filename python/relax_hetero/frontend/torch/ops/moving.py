@@ -179,7 +179,10 @@ def trilu(node: TorchNode, x: relax.Expr, diagonal: int = 0) -> relax.Expr:
     return node.onnx("Trilu", x, const(diagonal, "int64"), upper=int(node.op.startswith("triu")))
 
 
-@converts("constant_pad_nd", "pad", "reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d")
+@converts(
+    "constant_pad_nd", "pad", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d",
+    "replication_pad2d", "replication_pad3d",
+)  # fmt: skip
 def pad(node: TorchNode, x: relax.Expr, pads: list[Any], *given: Any) -> relax.Expr:
     """More elements, or fewer, at the ends of the last axes."""
     name = node.op.partition(".")[0]

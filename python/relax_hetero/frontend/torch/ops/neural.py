@@ -60,8 +60,12 @@ def convolution(
 ) -> relax.Expr:
     """A convolution, or a transposed one."""
     spatial = len(node.dims(weight)) - 2
-    if len(node.dims(x)) != spatial + 2 or isinstance(padding, str):
-        raise node.refusal("without a batch, or padded by a word")
+    if isinstance(padding, str):
+        raise node.refusal("padded by a word")
+    if len(node.dims(x)) == spatial + 1:
+        batch = node.emit(relax.op.expand_dims(x, 0))
+        found = convolution(node, batch, weight, bias, stride, padding, dilation, *rest)
+        return node.reshape(found, node.shape)
     transposed, output_padding, groups = rest if len(rest) == 3 else (False, (0,), *(rest or (1,)))
     stride, padding, dilation, output_padding = (
         list(value) * (spatial if len(value) == 1 else 1) for value in (stride, padding, dilation, output_padding)
@@ -194,19 +198,27 @@ def _pool_attributes(rank: int, kernel: Any, stride: Any, padding: Any) -> dict[
     return {"kernel_shape": kernel, "strides": stride, "pads": (*padding, *padding)}
 
 
-@converts("max_pool1d", "max_pool2d", "max_pool3d", "max_pool2d_with_indices")
+@converts("max_pool1d", "max_pool2d", "max_pool3d", "max_pool2d_with_indices", "max_pool3d_with_indices")
 def max_pool(
     node: TorchNode, x: relax.Expr, kernel: Any, stride: Any = (), padding: Any = (0,), dilation: Any = (1,),
     ceil_mode: bool = False,
 ) -> Any:  # fmt: skip
     """The largest of each window."""
     rank = int(node.op[8])
-    if len(node.dims(x)) != rank + 2:
-        raise node.refusal("without a batch")
+    dims = node.dims(x)
+    data = node.emit(relax.op.expand_dims(x, 0)) if len(dims) == rank + 1 else x
     dilation = tuple(dilation) * (rank if len(dilation) == 1 else 1)
     attributes = _pool_attributes(rank, kernel, stride, padding)
-    result = node.onnx("MaxPool", x, ceil_mode=int(ceil_mode), dilations=dilation, **attributes)
-    return [result] if "indices" in node.op else result
+    attributes |= {"ceil_mode": int(ceil_mode), "dilations": dilation}
+    if "indices" not in node.op:
+        return node.reshape(node.onnx("MaxPool", data, **attributes), node.shape)
+    shape = node.sizes.shape(node.value[0].shape)
+    if 1 not in node.used:
+        return [node.reshape(node.onnx("MaxPool", data, **attributes), shape)]
+    values, places = node.onnx("MaxPool", data, outputs=2, **attributes)
+    plane = node.number(math.prod(dims[-rank:], start=1))  # ONNX counts through all images and channels
+    places = node.emit(relax.op.floor_mod(places, plane))
+    return [node.reshape(part, shape) for part in (values, places)]
 
 
 @converts("avg_pool1d", "avg_pool2d", "avg_pool3d")
@@ -216,13 +228,20 @@ def avg_pool(
 ) -> relax.Expr:  # fmt: skip
     """The mean of each window."""
     rank = int(node.op[8])
-    if divisor is not None or len(node.dims(x)) != rank + 2:
-        raise node.refusal("with a divisor, or without a batch")
+    data = node.emit(relax.op.expand_dims(x, 0)) if len(node.dims(x)) == rank + 1 else x
     attributes = _pool_attributes(rank, kernel, stride, padding)
-    return node.onnx("AveragePool", x, ceil_mode=int(ceil_mode), count_include_pad=int(count_include_pad), **attributes)
+    attributes["ceil_mode"] = int(ceil_mode)
+    if divisor is None:
+        found = node.onnx("AveragePool", data, count_include_pad=int(count_include_pad), **attributes)
+        return node.reshape(found, node.shape)
+    if ceil_mode:
+        raise node.refusal("with a divisor, and windows that are cut off")
+    found = node.onnx("AveragePool", data, count_include_pad=1, **attributes)
+    factor = const(math.prod(attributes["kernel_shape"]) / divisor, node.dtype)
+    return node.reshape(node.emit(relax.op.multiply(found, factor)), node.shape)
 
 
-@converts("adaptive_avg_pool1d", "adaptive_avg_pool2d", "_adaptive_avg_pool2d")
+@converts("adaptive_avg_pool1d", "adaptive_avg_pool2d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d")
 def adaptive_avg_pool(node: TorchNode, x: relax.Expr, sizes: list[int]) -> relax.Expr:
     """Means of as many parts as asked for; parts that overlap are a product with a table."""
     rank = len(sizes)
@@ -241,20 +260,31 @@ def adaptive_avg_pool(node: TorchNode, x: relax.Expr, sizes: list[int]) -> relax
         factor = const(table, node.dtype)
         if axis == rank - 1:
             x = node.emit(relax.op.matmul(x, factor))
-        else:
+        elif axis == rank - 2:
             x = node.emit(relax.op.matmul(const(table.T, node.dtype), x))
+        else:
+            count = len(node.dims(x))
+            order = list(range(count))
+            order[count - rank + axis], order[-1] = order[-1], order[count - rank + axis]
+            turned = node.emit(relax.op.matmul(node.emit(relax.op.permute_dims(x, order)), factor))
+            x = node.emit(relax.op.permute_dims(turned, order))
     return x
 
 
-@converts("adaptive_max_pool1d", "adaptive_max_pool2d")
+@converts("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")
 def adaptive_max_pool(node: TorchNode, x: relax.Expr, sizes: list[int]) -> list[relax.Expr]:
-    """The largest of as many equal parts as asked for."""
-    dims = node.dims(x)
-    extents = node.static(dims[-len(sizes) :], "cuts into parts axes of")
-    if len(dims) != len(sizes) + 2 or any(extent % size for extent, size in zip(extents, sizes, strict=True)):
-        raise node.refusal("to parts of different sizes, or without a batch")
-    window = tuple(extent // size for extent, size in zip(extents, sizes, strict=True))
-    return [node.onnx("MaxPool", x, kernel_shape=window, strides=window)]
+    """The largest of as many parts as asked for; parts of different sizes read an element several times."""
+    if 1 in node.used:
+        raise node.refusal("with the places of the largest")
+    rank = len(sizes)
+    extents = node.static(node.dims(x)[-rank:], "cuts into parts axes of")
+    for axis, (extent, size) in enumerate(zip(extents, sizes, strict=True), len(node.dims(x)) - rank):
+        ends = [(part * extent // size, -(-(part + 1) * extent // size)) for part in range(size)]
+        longest = max(last - first for first, last in ends)
+        places = [[min(first + i, last - 1) for i in range(longest)] for first, last in ends]
+        parts = node.onnx("Gather", x, const(places, "int64"), axis=axis)
+        x = node.onnx("ReduceMax", parts, const([axis + 1], "int64"), keepdims=0)
+    return [x]
 
 
 @converts(
@@ -303,7 +333,7 @@ def smooth_upsample(node: TorchNode, x: relax.Expr, size: Any, aligns: bool, *gi
     return node.emit(relax.op.matmul(x, const(columns.T, node.dtype)))
 
 
-@converts("grid_sampler", "grid_sampler_2d")
+@converts("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
 def grid_sampler(node: TorchNode, x: relax.Expr, grid: relax.Expr, mode: int, padding: int, aligns: bool) -> relax.Expr:
     """Pixels at places that a grid names."""
     return node.onnx(

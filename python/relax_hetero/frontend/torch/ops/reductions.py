@@ -75,10 +75,10 @@ def arg_extreme(node: TorchNode, x: relax.Expr, dim: Any = None, keepdim: bool =
     return node.onnx("ArgMax" if node.op.startswith("argmax") else "ArgMin", x, axis=dim, keepdims=int(keepdim))
 
 
-@converts("any", "all")
+@converts("any", "all", "_is_any_true", "_is_all_true")
 def quantifier(node: TorchNode, x: relax.Expr, axes: Any = None, keepdim: bool = False) -> relax.Expr:
     """Whether any, or every, element is not 0."""
-    is_any = node.op.startswith("any")
+    is_any = "any" in node.op
     found = _extreme(node, is_any, node.cast(node.cast(x, "bool"), "int32"), axes, keepdim)
     return node.tensor(found)
 

@@ -1,0 +1,80 @@
+"""Ops of programs that torch quantized: to and from whole numbers by a scale and a zero point."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from tvm import relax
+
+from ...ops.node import const
+from ..node import TorchNode, converts, dtype_name
+
+_RANGES = {"int8": (-128, 127), "uint8": (0, 255)}
+
+
+def _parameters(node: TorchNode, scale: Any, zero: Any, dtype: str) -> tuple[relax.Expr, relax.Expr]:
+    """Scale and zero point as tensors; zero points of a type that has them."""
+    scale = node.tensor(scale, "float32")
+    return scale, node.tensor(0 if zero is None else zero, dtype)
+
+
+@converts("quantize_per_tensor", "quantize_per_channel")
+def quantize(node: TorchNode, x: relax.Expr, scale: Any, zero: Any, *given: Any) -> relax.Expr:
+    """Round(x / scale) + zero, to even ones, held in a range."""
+    axis, low, high = (*given[:1], *given[1:3]) if "channel" in node.op else (0, *given[:2])
+    full = _RANGES.get(node.dtype)
+    scale, zero = _parameters(node, _scalar(node, scale), _scalar(node, zero), node.dtype if full else "int32")
+    x = node.cast(x, "float32")
+    if full is not None:
+        found = node.onnx("QuantizeLinear", x, scale, zero, axis=axis)
+        if (int(low), int(high)) == full:
+            return found
+        held = node.onnx("Max", node.cast(found, "int32"), const(int(low), "int32"))
+        return node.cast(node.onnx("Min", held, const(int(high), "int32")), node.dtype)
+    rank = len(node.shape)
+    scale, zero = (_along(node, value, axis, rank) for value in (scale, zero))
+    whole = relax.op.add(relax.op.round(relax.op.divide(x, scale)), node.cast(zero, "float32"))
+    held = relax.op.maximum(whole, const(float(low), "float32"))
+    return node.cast(node.emit(relax.op.minimum(held, const(float(high), "float32"))), node.dtype)
+
+
+@converts("dequantize_per_tensor", "dequantize_per_channel")
+def dequantize(node: TorchNode, x: relax.Expr, scale: Any, zero: Any, *given: Any) -> relax.Expr:
+    """(x - zero) * scale."""
+    dtype = str(x.ty.dtype)
+    axis = given[0] if "channel" in node.op else 0
+    if dtype not in _RANGES:
+        x, dtype = node.cast(x, "int32"), "int32"
+    scale, zero = _parameters(node, _scalar(node, scale), _scalar(node, zero), dtype)
+    return node.cast(node.onnx("DequantizeLinear", x, scale, zero, axis=axis), node.dtype)
+
+
+def _scalar(node: TorchNode, value: Any) -> Any:
+    """A tensor of one element as a scalar; others as they are."""
+    if isinstance(value, relax.Expr) and isinstance(value.ty, relax.TensorType) and node.dims(value) == [1]:
+        return node.reshape(value, [])
+    return value
+
+
+def _along(node: TorchNode, value: relax.Expr, axis: int, rank: int) -> relax.Expr:
+    dims = node.dims(value)
+    return node.reshape(value, [*dims, *[1] * (rank - axis - 1)]) if dims else value
+
+
+@converts("choose_qparams")
+def choose_qparams(node: TorchNode, x: relax.Expr, low: int, high: int, eps: float, dtype: Any) -> list[relax.Expr]:
+    """The scale and zero point by which the range of a tensor, with 0 in it, fills a range of whole numbers."""
+    dtype_name(dtype)
+    x = node.cast(x, "float32")
+    zero = const(0.0, "float32")
+    least = node.emit(relax.op.minimum(relax.op.min(x), zero))
+    most = node.emit(relax.op.maximum(relax.op.max(x), zero))
+    step = relax.op.divide(relax.op.subtract(most, least), const(float(high - low), "float32"))
+    scale = node.emit(relax.op.maximum(step, const(np.float32(eps), "float32")))
+    point = relax.op.subtract(const(float(low), "float32"), relax.op.round(relax.op.divide(least, scale)))
+    held = relax.op.minimum(relax.op.maximum(point, const(float(low), "float32")), const(float(high), "float32"))
+    kinds = [dtype_name(fake.dtype) for fake in node.value]
+    dims = [node.sizes.shape(fake.shape) for fake in node.value]
+    values = (scale, node.emit(held))
+    return [node.reshape(node.cast(value, kind), shape) for value, kind, shape in zip(values, kinds, dims, strict=True)]

@@ -1,0 +1,152 @@
+"""Ops that search, sort and count: medians, places in sorted numbers, histograms, distances."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from tvm import relax, te, tirx
+
+from ...ops.node import Position, const, is_float
+from ...ops.required_sizes import as_expr
+from ..node import TorchNode, converts
+from .moving import cut_axis
+from .reductions import vector_norm
+
+
+@converts("searchsorted", "bucketize")
+def searchsorted(node: TorchNode, a: Any, b: Any, *given: Any) -> relax.Expr:
+    """How many sorted numbers are before each value; NaN is behind all."""
+    is_bucketize = node.op.startswith("bucketize")
+    numbers, values = (b, a) if is_bucketize else (a, b)
+    is_right = bool(given[1])
+    if not is_bucketize:
+        side, sorter = (*given[2:], None, None)[:2]
+        is_right = is_right if side is None else side == "right"
+        if sorter is not None:
+            raise node.refusal("with a sorter")
+    values = node.reshape(node.walk.as_tensor(values), node.shape)
+    dtype = str(numbers.ty.dtype)
+    if str(values.ty.dtype) != dtype:
+        dtype = "float64" if is_float(dtype) or is_float(str(values.ty.dtype)) else "int64"
+        numbers, values = node.cast(numbers, dtype), node.cast(values, dtype)
+    rank = len(node.dims(numbers))
+    along = te.reduce_axis((0, as_expr(node.dims(numbers)[-1])), name="along")
+
+    def element(i: Position, numbers: te.Tensor, values: te.Tensor) -> tirx.Expr:
+        entry = numbers(*i[: rank - 1], along)
+        is_behind = entry > values(*i) if is_right else entry >= values(*i)
+        return te.sum(tirx.Select(is_behind, as_expr(0), as_expr(1)), axis=along)
+
+    found = node.onnx_node("SearchSorted", []).kernel("searchsorted", element, numbers, values, shape=node.shape)
+    return node.cast(found, node.dtype)
+
+
+@converts("median", "kthvalue")
+def median(node: TorchNode, x: relax.Expr, *given: Any) -> Any:
+    """The lower one of the middle values, or the one at a place in order; of NaN, if there is one."""
+    is_kth = node.op.startswith("kthvalue")
+    is_whole = not given
+    place = None
+    if is_kth:
+        place, *given = given  # type: ignore[assignment]
+    dim, keepdim = (*given, *(-1, False)[len(given) :])[:2]
+    data = node.reshape(x, [-1]) if is_whole else x
+    axis = node.axis(-1 if is_whole else dim, len(node.dims(data)))
+    (count,) = node.static([node.dims(data)[axis]], "sorts an axis of")
+    place = (count - 1) // 2 if place is None else place - 1
+    ordered, indices = node.onnx("TopK", data, [count], outputs=2, axis=axis, largest=0)
+    parts = [cut_axis(node, part, axis, place, 1) for part in (ordered, indices)]
+    dtype = str(x.ty.dtype)
+    if is_float(dtype) and not is_kth:
+        is_nan = node.cast(node.emit(relax.op.isnan(data)), "int32")
+        where = node.onnx("ArgMax", is_nan, axis=axis, keepdims=1)
+        any_nan = node.emit(relax.op.greater(relax.op.max(is_nan, axis, True), const(0, "int32")))
+        nan = const(np.nan, "float32" if dtype == "bfloat16" else dtype)
+        parts = [
+            node.emit(relax.op.where(any_nan, node.cast(nan, dtype), parts[0])),
+            node.emit(relax.op.where(any_nan, where, parts[1])),
+        ]
+    if is_whole:
+        return node.reshape(parts[0], [])
+    return (
+        [node.reshape(part, node.sizes.shape(fake.shape)) for part, fake in zip(parts, node.value, strict=True)]
+        if not keepdim
+        else parts
+    )
+
+
+@converts("histc")
+def histc(node: TorchNode, x: relax.Expr, bins: int = 100, low: float = 0, high: float = 0) -> relax.Expr:
+    """How many elements fall into each of equal parts of a range; the last part has its end too."""
+    if not low < high:
+        raise node.refusal("over the range of its elements, expected min < max")
+    flat = node.cast(node.reshape(x, [-1]), "float64" if str(x.ty.dtype) == "float64" else "float32")
+    dtype = str(flat.ty.dtype)
+    along = te.reduce_axis((0, as_expr(node.dims(flat)[0])), name="along")
+
+    def element(i: Position, data: te.Tensor) -> tirx.Expr:
+        value = data(along)
+        part = tirx.floor((value - tirx.const(low, dtype)) * tirx.const(bins, dtype) / tirx.const(high - low, dtype))
+        held = tirx.min(part, tirx.const(bins - 1, dtype))
+        is_inside = tirx.all(value >= tirx.const(low, dtype), value <= tirx.const(high, dtype))
+        is_here = tirx.all(is_inside, tirx.EQ(held, i[0].astype(dtype)))
+        return te.sum(tirx.Select(is_here, as_expr(1), as_expr(0)), axis=along)
+
+    found = node.onnx_node("Histogram", []).kernel("histc", element, flat, shape=[bins])
+    return node.cast(found, node.dtype)
+
+
+@converts("_cdist_forward")
+def cdist(node: TorchNode, a: relax.Expr, b: relax.Expr, order: float, *_: Any) -> relax.Expr:
+    """The distances of rows: [..., rows of a, rows of b]."""
+    first = node.emit(relax.op.expand_dims(a, len(node.dims(a)) - 1))
+    second = node.emit(relax.op.expand_dims(b, len(node.dims(b)) - 2))
+    return vector_norm(node, node.emit(relax.op.subtract(first, second)), order, [-1])
+
+
+@converts("diagonal", "diagonal_copy")
+def diagonal(node: TorchNode, x: relax.Expr, offset: int = 0, first: int = 0, second: int = 1) -> relax.Expr:
+    """Elements whose places on two axes differ by an offset, along a new last axis."""
+    rank = len(node.dims(x))
+    first, second = node.axis(first, rank), node.axis(second, rank)
+    rest = [axis for axis in range(rank) if axis not in (first, second)]
+
+    def element(i: Position, x: te.Tensor) -> tirx.Expr:
+        place: list[Any] = [0] * rank
+        for axis, index in zip(rest, i, strict=False):
+            place[axis] = index
+        place[first], place[second] = i[-1] + max(-offset, 0), i[-1] + max(offset, 0)
+        return x(*place)
+
+    return node.onnx_node("Diagonal", []).kernel("diagonal", element, x, shape=node.shape)
+
+
+@converts("as_strided", "as_strided_copy")
+def as_strided(node: TorchNode, x: relax.Expr, sizes: Any, strides: Any, start: Any = None) -> relax.Expr:
+    """Elements at distances in memory, of a tensor that is dense from its first element on."""
+    fake = node.tensors[0]
+    start = int(start or 0)
+    if not fake.is_contiguous() or fake.storage_offset():
+        raise node.refusal("of a tensor that is itself a view")
+    shape = node.static(sizes, "takes sizes of")
+    (count,) = node.static([math.prod(node.static(node.dims(x), "reads axes of"))], "reads")
+    places = np.full(shape, start)
+    for axis, (size, stride) in enumerate(zip(shape, strides, strict=True)):
+        places = places + (np.arange(size) * stride).reshape([-1, *[1] * (len(shape) - axis - 1)])
+    if places.size and int(places.max()) >= count:
+        raise node.refusal("beyond the elements of its input")
+    node.onnx_node("Gather", []).check_table(*shape)
+    return node.onnx("Gather", node.reshape(x, [-1]), const(places, "int64"), axis=0)
+
+
+@converts("col2im")
+def col2im(
+    node: TorchNode, x: relax.Expr, size: Any, kernel: Any, dilation: Any, padding: Any, stride: Any
+) -> relax.Expr:
+    """The sum of windows at their places in an image."""
+    return node.onnx(
+        "Col2Im", x, const(node.static(size, "makes images of"), "int64"), const(list(kernel), "int64"),
+        dilations=tuple(dilation), pads=(*padding, *padding), strides=tuple(stride),
+    )  # fmt: skip
