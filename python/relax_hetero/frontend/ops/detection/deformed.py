@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tvm import relax, te, tirx
 
-from ..convolution import pads_of, spatial, with_bias
+from ..convolution import spatial, with_bias
 from ..elementwise import HALF, cast
 from ..node import Dim, Node, Position, dtype_of
 from ..products import matmul
@@ -29,7 +29,9 @@ def deformed_convolution(node: Node) -> relax.Expr:
         raise node.refusal(f"cannot share {outputs} outputs, {channels} channels by {groups}, {offset_groups} groups")
     batch, _, *image = node.shape(data)
     strides, dilations = spatial(node, "strides", 2, 1), spatial(node, "dilations", 2, 1)
-    pads = pads_of(node, image, window, strides, dilations)
+    pads = [int(pad) for pad in node.attribute("pads") or [0] * 4]
+    if len(pads) != 4:
+        raise node.refusal(f"pads is {pads}, expected 4 numbers")
     places = [
         _places(node, size, (window[d] - 1) * dilations[d] + 1, pads[d] + pads[d + 2], strides[d])
         for d, size in enumerate(image)
