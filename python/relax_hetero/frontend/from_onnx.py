@@ -50,8 +50,8 @@ def from_onnx(
         bindings made from it to its device; a node that none matches goes to the default device. ``"auto"`` lets
         `cost_model` choose.
     shapes : mapping, optional
-        ``{"input": [1, 128]}`` or ``{"batch": 1}``: sizes of inputs, or of named dimensions; ``{"total": "past + seq"}``:
-        arithmetic of others. Others stay symbolic.
+        ``{"input": [1, 128]}`` or ``{"batch": 1}``: sizes of inputs, or of named dimensions, which may be arithmetic of
+        others: ``{"total": "past + seq"}``. Others stay symbolic.
     cost_model : CostModel, optional
         For ``placement="auto"``; default ``CostModel.measured(vdevices, objective)``.
     objective : str, optional

@@ -173,8 +173,8 @@ def _apply_shapes(dims: dict[str, list[_Dim] | None], shapes: dict[str, Sequence
     for name in sums.keys() & pinned.keys():
         raise FrontendError(f"dimension {name!r} is given twice in shapes: {pinned[name]} and {shapes[name]!r}")
     if sums:
-        for shape in dims.values():
-            shape[:] = [_replaced(dim, sums) if isinstance(dim, str) else dim for dim in shape or ()]
+        for name, shape in dims.items():
+            dims[name] = shape and [_replaced(dim, sums) if isinstance(dim, str) else dim for dim in shape]
     return pinned
 
 
