@@ -39,7 +39,7 @@ test-timing: $(VENV)/.stamp-dev
 
 test-all: test test-slow test-timing
 
-# Attacks with random models, sizes, arguments and files, in child processes. Twenty seconds of them are in `make test`.
+# Attacks with random models, sizes, arguments and files, in child processes. Half a minute of them is in `make test`.
 fuzz: $(VENV)/.stamp-dev
 	$(PY) tests/python/fuzz/run.py --seconds $(FUZZ_SECONDS)
 

@@ -1,4 +1,4 @@
-"""Twenty seconds of attacks, and the harness itself: it sees crashes, hangs and foreign errors."""
+"""Half a minute of attacks, and the harness itself: it sees crashes, hangs and foreign errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .attacks import KINDS, kind_of
 from .harness import Outcome, Report, run
 
 QUICK = [name for name, kind in KINDS.items() if kind.quick]
-SECONDS = 20 / len(QUICK)
+SECONDS = 30 / len(QUICK)
 LONGER = {"graphs": 3.0}
 """Times as long for kinds whose first case may take all of that on a busy machine."""
 

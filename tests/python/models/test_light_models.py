@@ -46,7 +46,8 @@ def test_cut_over_two_devices(name: str, tmp_path: Path):
     assert_same(outputs_after_export(executable, inputs, tmp_path), expected_outputs(model, inputs))
 
 
-@pytest.mark.parametrize("name", slow_but_for(MODELS, ["squeezenet"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_as_published(name: str):
     """With the constant weights the package ships, whose shapes are computed in the graph."""
     model = light_model(name)

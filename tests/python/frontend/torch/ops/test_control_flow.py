@@ -20,7 +20,13 @@ def function(x):
     return flag, many, counted, grown, scan(lambda c, a: (c + a, c * a), torch.zeros(4), x)
 
 
-@pytest.mark.parametrize("options", [{}, {"vdevices": DEVICES, "placement": {"cond": "llvm:1", "scan*": "llvm:1"}}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"vdevices": DEVICES, "placement": {"cond": "llvm:1", "scan*": "llvm:1"}},
+    ],
+)
 def test_branches_and_loops(options):
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     shapes = (({0: torch.export.Dim("n", max=90)},),)

@@ -13,7 +13,7 @@ nn = torch.nn
 class Layers(nn.Module):
     def __init__(self):
         super().__init__()
-        self.lstm = nn.LSTM(3, 4, 2, batch_first=True, bidirectional=True)
+        self.lstm = nn.LSTM(3, 4, batch_first=True, bidirectional=True)
         self.gru = nn.GRU(3, 5, bidirectional=True)
         self.relu = nn.RNN(3, 4, nonlinearity="relu", bias=False)
 
