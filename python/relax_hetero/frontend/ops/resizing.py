@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import tvm
 from tvm import relax, te, tirx
 
 from ...vm.tables.resize_taps import (
@@ -26,7 +27,7 @@ from ...vm.tables.resize_taps import (
     taps,
 )
 from .elementwise import cast
-from .node import Node, Position, as_constant, const, dtype_of
+from .node import Node, Position, as_constant, const, dtype_of, is_float
 from .required_sizes import as_expr, require_equal, require_shape
 from .run_time.numbers import numbers_of
 from .run_time.resizing import resize_at_run_time, rounded_to
@@ -278,7 +279,13 @@ def grid_sample(node: Node) -> relax.Expr:
     require_equal(node, places[-1], len(dims) - 2, "the last axis of its grid, the coordinates, has")
     for axis, size in enumerate(dims[2:]):
         node.require(as_expr(size) >= 1, f"axis {axis + 2} of its input has {size} elements")
-    return convert_by_stock(node)
+    dtype, kind = dtype_of(data), dtype_of(grid)
+    if dtype == kind or not is_float(dtype):
+        return convert_by_stock(node)
+    # The result has the data's type, computed in the wider one of both.
+    wide = max(dtype, kind, key=lambda name: tvm.DataType(name).bits)
+    operands = [cast(node, data, wide), cast(node, grid, wide)]
+    return cast(node, node.emit(convert_by_stock(replace(node, inputs=operands))), dtype)
 
 
 @converts("AffineGrid")

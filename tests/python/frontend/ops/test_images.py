@@ -166,3 +166,8 @@ def test_upsample():
 def test_grid_sample(mode, padding_mode):
     grid = uniform(2, 3, 4, 2, low=-1.2, high=1.2)
     check("GridSample", uniform(2, 3, 5, 4), grid, opset=20, mode=mode, padding_mode=padding_mode)
+
+
+def test_grid_of_another_type_than_the_image():
+    image, grid = uniform(1, 2, 5, 4), uniform(1, 3, 4, 2, low=-1, high=1, dtype="float64")
+    check("GridSample", image, grid, opset=16, reference="onnx")
