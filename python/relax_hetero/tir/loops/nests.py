@@ -21,7 +21,7 @@ import tvm
 from tvm import tirx
 from tvm_ffi import WalkResult, structural_equal, structural_walk
 
-from ..core.builder import Expr
+from ..core.builder import Expr, plain_extent
 from .stages import Axis, Load, Stage, loads, node_count, replaced, sources, with_loads
 
 # Up to so many operations are repeated wherever their value is read rather than stored once.
@@ -59,7 +59,7 @@ class Nest:
     stored : list of Buffer
         Of sums and steps, what other nests or the caller read.
     in_place : bool
-        A stored buffer is read too, so no element may be computed twice.
+        A stored buffer is read too, or what is stored may lie over what is read, so no element may be computed twice.
     split : dict of Var to PrimExpr
         Axes that were split in two, in terms of their parts, which stand in `axes` instead.
     """
@@ -123,7 +123,27 @@ def form_nests(stages: Sequence[Stage], results: Sequence[tirx.Buffer], shares_s
             for source in sources(value)
         )
         read.update(source for value in nest.expressions() for source in sources(value))
+    _note_shared_memory(nests, results)
     return nests
+
+
+def _note_shared_memory(nests: Sequence[Nest], results: Sequence[tirx.Buffer]) -> None:
+    """Nests from memory of the kernel to as much other memory of the kernel are in place.
+
+    TVM's StorageRewrite gives the two one memory where each element of one is computed from that element of the other,
+    which nobody reads later; it does not see elements that are computed twice.
+    """
+    inner = [buffer for nest in nests for buffer in nest.stored if buffer not in results]
+    for nest in nests:
+        stored = [buffer for buffer in nest.stored if buffer in inner]
+        read = {source for value in nest.expressions() for source in sources(value) if source in inner}
+        if any(_may_be_as_large(source, buffer) for source in read for buffer in stored):
+            nest.in_place = True
+
+
+def _may_be_as_large(one: tirx.Buffer, other: tirx.Buffer) -> bool:
+    sizes = [prod(map(plain_extent, buffer.shape)) for buffer in (one, other)]
+    return not all(isinstance(size, int) for size in sizes) or sizes[0] == sizes[1]
 
 
 def _live(stages: list[Stage], results: Sequence[tirx.Buffer]) -> list[Stage]:

@@ -4,9 +4,10 @@ import numpy as np
 import onnx.parser
 import onnxruntime
 import pytest
+from onnx import parser
 
 import relax_hetero as rh
-from frontend.ops.checking import check, refused, uniform
+from frontend.ops.checking import check, expected, refused, run, uniform
 
 pytestmark = pytest.mark.sampled(4)
 
@@ -79,8 +80,8 @@ def test_windows_with_strides_cover_images_of_any_size():
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     for size in ((2, 2, 8, 7), (1, 2, 5, 9), (1, 2, 1, 1), (3, 2, 6, 4)):
         feed = {"x": uniform(*size), "k": uniform(4, 1, 3, 2)}
-        for got, expected in zip(main(**feed), session.run(None, feed), strict=True):
-            np.testing.assert_allclose(got.numpy(), expected, rtol=1e-5, atol=1e-5)
+        for got, wanted in zip(main(**feed), session.run(None, feed), strict=True):
+            np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_average_pooling_leaves_padding_out():
@@ -131,6 +132,22 @@ def test_resize_that_is_ambiguous_is_refused():
     operands = [uniform(1, 1, 2, 4), None, np.array([1, 1, 0.6, 0.6], "float32")]
     options = {"mode": "linear", "coordinate_transformation_mode": "align_corners"}
     refused("Resize", *operands, constant=[2], match="no whole number", **options)
+
+
+def test_resize_of_a_normalized_image():
+    """One kernel with two tensors of its own, which TVM gives one memory: no element of these is computed twice."""
+    model = parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        g (float[3, 31, 7] x) => (float[1, 3, 15, 5] y)
+        <int64[4] sizes = {1, 3, 15, 5}, int64[1] axes = {0}, float[3, 1, 1] mean = {0.4, 0.5, 0.6},
+         float[3, 1, 1] spread = {0.2, 0.3, 0.1}> {
+            centered = Sub(x, mean)
+            normalized = Div(centered, spread)
+            image = Unsqueeze(normalized, axes)
+            y = Resize <mode = "linear", coordinate_transformation_mode = "pytorch_half_pixel">(image, , , sizes)
+        }""")
+    feeds = {"x": uniform(3, 31, 7)}
+    np.testing.assert_allclose(run(model, feeds)[0], expected(model, feeds, "onnxruntime")[0], rtol=1e-4, atol=1e-5)
 
 
 def test_upsample():
