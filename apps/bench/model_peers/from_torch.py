@@ -36,6 +36,6 @@ def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:
 
     def results() -> list[np.ndarray]:
         (found,) = outputs
-        return [torch.from_dlpack(field).numpy() for field in (found if hasattr(found, "__len__") else [found])]
+        return [torch.from_dlpack(field).numpy() for field in (found if isinstance(found, tuple) else (found,))]
 
     return Session(call, results)
