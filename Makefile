@@ -2,6 +2,7 @@
 # Settings: PYTHON=/path/to/python3.12 (3.10 to 3.12; else the first suitable one on PATH), WORKERS=2, PYTEST_ARGS=...
 
 VENV := .venv
+TORCH_VENV := .venv-torch
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --quiet --quiet --disable-pip-version-check
 WORKERS ?= 2
@@ -9,7 +10,7 @@ PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 3600
 CHECKED := python apps tests
 
-.PHONY: help demo test test-slow test-timing test-all fuzz lint format conformance clean distclean
+.PHONY: help demo test test-slow test-timing test-torch test-all fuzz lint format conformance clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +18,7 @@ help:
 	@echo "make test         the test suite (under ten minutes on two cores)"
 	@echo "make test-slow    what takes long and rarely finds more; make test-timing what reads the clock or resident"
 	@echo "                  memory, on a quiet machine; make test-all all three"
+	@echo "make test-torch   rh.from_torch against PyTorch, which it installs into $(TORCH_VENV)"
 	@echo "make fuzz         attack the library for FUZZ_SECONDS=3600 with random models, sizes, arguments and files"
 	@echo "make lint         ruff check, ruff format --check, mypy, import-linter"
 	@echo "make format       let ruff rewrite what lint would complain about"
@@ -37,7 +39,11 @@ test-slow: $(VENV)/.stamp-dev
 test-timing: $(VENV)/.stamp-dev
 	$(PY) -m pytest -q -m timing $(PYTEST_ARGS)
 
-test-all: test test-slow test-timing
+# With torch installed TVM imports it in every process, and the other tests start many: it has an environment of its own.
+test-torch: $(TORCH_VENV)/.stamp-dev
+	$(TORCH_VENV)/bin/python -m pytest -q tests/python/frontend/torch tests/python/test_docs.py -k torch $(PYTEST_ARGS)
+
+test-all: test test-slow test-timing test-torch
 
 # Attacks with random models, sizes, arguments and files, in child processes. Half a minute of them is in `make test`.
 fuzz: $(VENV)/.stamp-dev
@@ -61,7 +67,7 @@ clean:
 	find python apps tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) .cache
+	rm -rf $(VENV) $(TORCH_VENV) .cache
 
 # The interpreter is tried, not only looked up: version managers put names on PATH that do not run,
 # and some distributions ship a Python whose venv module lacks pip.
@@ -92,3 +98,9 @@ $(VENV)/.stamp-dev: pyproject.toml | $(PY)
 	@echo "Installing relax-hetero and its development tools into $(VENV) (first time: a few minutes)"
 	@$(PIP) install --editable '.[dev]'
 	@touch $(VENV)/.stamp-demo $@
+
+$(TORCH_VENV)/.stamp-dev: pyproject.toml | $(PY)
+	@echo "Installing relax-hetero, its development tools and PyTorch into $(TORCH_VENV)"
+	@$(PY) -m venv $(TORCH_VENV)
+	@$(TORCH_VENV)/bin/python -m pip --quiet --quiet --disable-pip-version-check install --editable '.[dev-torch]'
+	@touch $@

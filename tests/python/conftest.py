@@ -12,8 +12,6 @@ from zlib import crc32
 # Tests run several at a time: a pool as wide as the machine in each would only make them wait for each other.
 os.environ.setdefault("TVM_NUM_THREADS", "2")
 os.environ.setdefault("TVM_BIND_THREADS", "0")
-# Where torch is installed TVM would import it in each of the many processes that tests start.
-os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")
 # Tests are of the code as it is compiled now; those of the compile cache have folders of their own.
 os.environ["RELAX_HETERO_CACHE"] = "off"
 # The same numbers on every run; ``RELAX_HETERO_TEST_SEED=random`` draws a new seed. Workers of pytest-xdist inherit the

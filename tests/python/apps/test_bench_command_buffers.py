@@ -86,6 +86,7 @@ def test_compile_times_are_those_of_kernels_that_differ() -> None:
     assert row["ratio"] == pytest.approx(ratio) == report["checks"][0]["found"]
 
 
+@pytest.mark.slow
 def test_memory_is_read_while_bindings_differ() -> None:
     report = run("memory", "--submissions", "500", "--kernels", "3")
     assert [row["bindings"] for row in report["found"]] == [64, 64, 64]

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCH = Path(__file__).parents[3] / "apps" / "bench"
 
 
+@pytest.mark.slow
 def test_every_update():
     command = [sys.executable, str(BENCH / "in_place.py"), "--rows", "4", "--seconds", "0.01"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)

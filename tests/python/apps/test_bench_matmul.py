@@ -49,6 +49,7 @@ def test_every_type_against_numpy_at_two_thread_counts() -> None:
         assert ("median_gops" in row["rows"]["numpy"]) == (row["kind"] == "f32")
 
 
+@pytest.mark.slow
 def test_no_weight_makes_both_operands_activations() -> None:
     options = ("--types", "f32", "--rounds", "1", "--peers", "numpy", "--threads", "1", "--json")
     (row,) = json.loads(run("--no-weight", "--shapes", "8", *options))

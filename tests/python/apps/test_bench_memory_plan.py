@@ -35,6 +35,7 @@ def memory_plan(monkeypatch):
     return memory_plan
 
 
+@pytest.mark.slow
 def test_what_is_planned_for_a_small_model(memory_plan, model, tmp_path):
     row = memory_plan.alone("compile", model, tmp_path / "model.so", "{}")
     assert row["least"] == row["planned"] == 8 << 20

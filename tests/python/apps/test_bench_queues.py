@@ -13,6 +13,7 @@ import pytest
 BENCH = Path(__file__).resolve().parents[3] / "apps" / "bench"
 
 
+@pytest.mark.slow
 def test_small_models_give_all_figures():
     command = [sys.executable, BENCH / "queues.py", "pipeline", "halves", "latency"]
     options = ["--rounds", "1", "--calls", "3", "--width", "32", "--depth", "1", "--json"]

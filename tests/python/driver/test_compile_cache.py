@@ -79,6 +79,7 @@ def _compile_many(weights, start, results):
         results.put(exe.metadata.cache.state)
 
 
+@pytest.mark.slow
 def test_processes_share_a_folder(folder):
     """Several compile, find and evict the same few modules at once; every one of them runs."""
     weights = [W * scale for scale in (1, 2, 3)]

@@ -13,8 +13,8 @@ from .attacks import KINDS, kind_of
 from .harness import Outcome, Report, run
 
 QUICK = [name for name, kind in KINDS.items() if kind.quick]
-SECONDS = 30 / len(QUICK)
-LONGER = {"graphs": 3.0}
+SECONDS = 25 / len(QUICK)
+LONGER = {"graphs": 2.0}
 """Times as long for kinds whose first case may take all of that on a busy machine."""
 
 
