@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +34,7 @@ from .functions import body_of_call, function_of, function_table
 from .inputs import Shapes, graph_inputs
 from .model import ModelSource, OnnxModel, load_model, opset_in
 from .node_names import NodeInfo, inner_names, name_nodes
+from .owned_bindings import OwnedBindings
 from .support import SEQUENCE_OPS, check_supported, find_converter
 from .tvm_messages import reason
 
@@ -129,7 +129,7 @@ def static_bytes(ty: tvm.ir.Type) -> int:
     return bytes_for(tuple(dims), str(ty.dtype)) if str(ty.dtype) and len(dims) == len(ty.shape.values) else 0
 
 
-class GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
+class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[misc]
     """Stock TVM's importer with its walk over the nodes replaced.
 
     The stock walk leaves values unbound, forgets which node a binding came from, computes both branches of an `If`
@@ -174,36 +174,6 @@ class GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
             self.bb.get(), list(inputs), params, bindings, outputs, self._owners, self._results, most, self.loops
         )
 
-    @contextmanager
-    def block(self, info: NodeInfo) -> Iterator[list[relax.Binding]]:
-        """`_collected`; the node owns the bindings, unless a node inside it does."""
-        with self._collected() as bindings:
-            yield bindings
-        for binding in bindings:
-            self._own(binding, info)
-
-    @contextmanager
-    def trial(self) -> Iterator[Callable[[], None]]:
-        """Forget, when left, which nodes own the bindings made inside, unless what this yields was called."""
-        owners, loops, kept = len(self._owners), len(self.loops), [False]
-        try:
-            yield lambda: kept.append(True)
-        finally:
-            if not kept[-1]:
-                del self.loops[loops:]
-                while len(self._owners) > owners:
-                    self._owners.popitem()
-
-    @contextmanager
-    def _collected(self) -> Iterator[list[relax.Binding]]:
-        """Collect what is emitted inside into the list this yields, complete once the block is left."""
-        bindings: list[relax.Binding] = []
-        self.bb._begin_binding_block()
-        try:
-            yield bindings
-        finally:
-            bindings.extend(self.bb._end_block().bindings)
-
     def _add_initializers(self, graph: onnx.GraphProto) -> None:
         for name, array in self._tensors.initializers(graph):
             self._nodes[name] = make_const(array)
@@ -226,18 +196,7 @@ class GraphImporter(stock.ONNXGraphImporter):  # type: ignore[misc]
                 ) from error
             self.adopt(bindings, info)
 
-    def adopt(self, bindings: list[relax.Binding], info: NodeInfo) -> None:
-        """Emit bindings again where the builder stands; a node owns them unless an inner node does."""
-        for binding in bindings:
-            self._own(binding, info)
-            self.bb.emit_normalized(binding)
-
-    def _own(self, binding: relax.Binding, info: NodeInfo) -> None:
-        if binding.var not in self._owners:
-            self._owners[binding.var] = info
-            self._note_known(binding, info)
-
-    def _note_known(self, binding: relax.Binding, info: NodeInfo) -> None:
+    def _note_owned(self, binding: relax.Binding, info: NodeInfo) -> None:
         """Count what is computed from constants only: the compiler evaluates it."""
         budget().take_ops(1, f"node {info}")
         if isinstance(binding.var.ty, relax.TensorType) and binding.var.ty.ndim > MAX_RANK:

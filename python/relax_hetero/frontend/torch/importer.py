@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from ..import_limits import Budget, ImportLimits, spending
 from ..onnx.control_flow.subgraphs import ImportedLoop
 from ..onnx.importer import ImportedGraph
 from ..onnx.node_names import NodeInfo, variable_name
+from ..onnx.owned_bindings import OwnedBindings
 from ..onnx.tvm_messages import reason
 from ..ops.required_sizes import equal, renamed
 from . import ops  # noqa: F401 - registers the converters
@@ -59,7 +60,7 @@ def import_program(
         return _Importer(program, Sizes(names, program.range_constraints)).run()
 
 
-class _Importer:
+class _Importer(OwnedBindings):
     """The walk over a program's graph and the graphs inside its nodes, as the converters see it (`Walk`)."""
 
     def __init__(self, program: Any, sizes: Sizes) -> None:
@@ -92,41 +93,6 @@ class _Importer:
             self.loops,
         )  # fmt: skip
         return graph, nodes, names
-
-    @contextmanager
-    def _collected(self) -> Iterator[list[relax.Binding]]:
-        bindings: list[relax.Binding] = []
-        self.bb._begin_binding_block()
-        try:
-            yield bindings
-        finally:
-            bindings.extend(self.bb._end_block().bindings)
-
-    @contextmanager
-    def block(self, info: NodeInfo) -> Iterator[list[relax.Binding]]:
-        """Collect what is emitted inside; the node owns the bindings, unless a node inside it does."""
-        with self._collected() as bindings:
-            yield bindings
-        for binding in bindings:
-            self._owners.setdefault(binding.var, info)
-
-    def adopt(self, bindings: list[relax.Binding], info: NodeInfo) -> None:
-        """Emit collected bindings where the builder stands; a node owns them unless an inner node does."""
-        for binding in bindings:
-            self._owners.setdefault(binding.var, info)
-            self.bb.emit_normalized(binding)
-
-    @contextmanager
-    def trial(self) -> Iterator[Callable[[], None]]:
-        """Forget, when left, the loops and owners of bindings made inside, unless what this yields was called."""
-        owners, loops, kept = len(self._owners), len(self.loops), [False]
-        try:
-            yield lambda: kept.append(True)
-        finally:
-            if not kept[-1]:
-                del self.loops[loops:]
-                while len(self._owners) > owners:
-                    self._owners.popitem()
 
     @contextmanager
     def _owned(self, info: NodeInfo) -> Iterator[None]:
