@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+from model_bench.rich_tables import rich_table, terminal
 from report import Check, verdict
-from rich.console import Console
-from rich.table import Table
 from smoke import SMALL_MODEL, smoke
 
 LEFT = ("model", "region", "bits")
@@ -166,13 +164,8 @@ def _say(found: Any, table: tuple[str, list[str], list[list[str]]], checks: Sequ
         click.echo(json.dumps({"found": found, "checks": bars}, indent=1))
         return
     title, columns, rows = table
-    console = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 200)
-    shown = Table(title=title, title_justify="left")
-    for column in columns:
-        shown.add_column(column, justify="left" if column in LEFT else "right")
-    for row in rows:
-        shown.add_row(*row)
-    console.print(shown)
+    console = terminal()
+    console.print(rich_table(title, columns, rows, LEFT))
     for check in checks:
         console.print(f"{verdict(check)}: {check}", markup=False)
 

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
+from model_bench.rich_tables import rich_table, terminal
 from peers.matmul_worker import Job
 from report import checks, markdown, remarks, tables, verdict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from smoke import smoke
 
 TYPES = ("f32", "u8s8", "s8s8", "bf16")
@@ -117,14 +116,9 @@ def main(
 
 
 def _print(results: list[dict[str, Any]]) -> None:
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    console = terminal()
     for title, columns, rows in tables(results):
-        table = Table(title=title, title_justify="left")
-        for column in columns:
-            table.add_column(column, justify="left" if column in ("shape", "best peer") else "right")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+        console.print(rich_table(title, columns, rows, ("shape", "best peer")))
     for check in checks(results):
         color = "green" if check.passed else "red"
         console.print(f"[{color}]{verdict(check)}[/] {check}")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,12 +23,12 @@ import numpy as np
 from model_bench.cases import Case, cases_of
 from model_bench.model_worker import Job
 from model_bench.report import LEFT, all_tables, markdown, remarks, summary
+from model_bench.rich_tables import rich_table, terminal
 from model_bench.runs import add_memory, at_once, file_stem, prepare, time_models
 from model_peers import FLOAT32, OURS, PEERS, PRECISIONS
 from model_zoo import MAKERS, random_inputs
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from smoke import SMALL_MODEL, smoke
 
 
@@ -167,14 +166,9 @@ def _progress() -> Progress:
 
 
 def _print(results: list[dict[str, Any]], dispatches: int) -> None:
-    console = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 200)
+    console = terminal()
     for title, columns, rows in all_tables(results, dispatches):
-        table = Table(title=title, title_justify="left")
-        for column in columns:
-            table.add_column(column, justify="left" if column in LEFT else "right")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+        console.print(rich_table(title, columns, rows, LEFT))
     for line in [*summary(results), *remarks(results)]:
         console.print(line, markup=False)
 

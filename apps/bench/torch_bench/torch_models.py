@@ -22,12 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from model_bench.model_worker import Job, shortened
 from model_bench.report import LEFT, remarks
+from model_bench.rich_tables import rich_table, terminal
 from model_bench.runs import at_once, prepare, time_models
 from model_peers import FROM_TORCH, OURS, PEERS
 from model_zoo import cache
 from peers.packages import is_installed
-from rich.console import Console
-from rich.table import Table
 from smoke import smoke
 
 from torch_bench.networks import NETWORKS
@@ -144,13 +143,8 @@ def _print(results: list[dict[str, Any]], as_markdown: bool) -> None:
         click.echo("\n".join([f"### {title}", "", *("| " + " | ".join(row) + " |" for row in cells), ""]))
         click.echo("\n".join(f"- {line}" for line in lines))
         return
-    console = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 200)
-    shown = Table(title=title, title_justify="left")
-    for column in columns:
-        shown.add_column(column, justify="left" if column in LEFT else "right")
-    for row in rows:
-        shown.add_row(*row)
-    console.print(shown)
+    console = terminal()
+    console.print(rich_table(title, columns, rows, LEFT))
     for line in lines:
         console.print(line, markup=False)
 

@@ -1,0 +1,24 @@
+"""Tables of benchmarks in a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+
+def terminal() -> Console:
+    """Where results are printed: as wide as the terminal, 200 columns where there is none."""
+    return Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 200)
+
+
+def rich_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str]) -> Table:
+    """A table of texts, those of the columns in `left` at the left and numbers at the right."""
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
