@@ -21,6 +21,11 @@ from tvm.target import Target
 
 from ..errors import VDeviceError
 
+# What is assumed of a link between two hosts that nobody measured: 10 Gb/s Ethernet, and half of what a call over two
+# actors of Ray costs (apps/bench/cluster_bench).
+NETWORK_RATE = 1.25e9
+NETWORK_LATENCY = 1e-3
+
 _KEY = "host:"
 _NATIVE = "native"
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
@@ -53,7 +58,8 @@ def check_host(host: object) -> str:
     """`host` itself; VDeviceError if it is not the name of one."""
     if not isinstance(host, str) or not _HOST.fullmatch(host):
         raise VDeviceError(
-            f"host must be a name of letters, digits, '_', '-' and '.' such as 'b', got {host!r} ({type(host).__name__})"
+            f"host must be a name of letters, digits, '_', '-' and '.', such as 'b', got {host!r} "
+            f"({type(host).__name__})"
         )
     return host
 

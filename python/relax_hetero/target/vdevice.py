@@ -23,11 +23,13 @@ from .native_target import native
 __all__ = [
     "VDevice",
     "default_vdevice",
+    "device_identifier",
     "device_name",
     "host_vdevice",
     "is_cpu",
     "lookup",
     "native",
+    "on_one_device",
     "parse_vdevices",
     "physical",
     "same_object",
@@ -42,7 +44,9 @@ VDeviceSpec: TypeAlias = "str | tvm.runtime.Device | tvm.relax.VDevice"
 
 _CPU = 1  # kDLCPU
 # TVMScript prints "kind:i:scope", so that form is read too; it counts the kind over all hosts.
-_NAME = re.compile(r"((?P<host>[^/:\s]+)/)?(?P<kind>[A-Za-z_][A-Za-z0-9_]*)(:(?P<index>0|[1-9][0-9]*)(:(?P<scope>[^\s:]+))?)?")
+_NAME = re.compile(
+    r"((?P<host>[^/:\s]+)/)?(?P<kind>[A-Za-z_][A-Za-z0-9_]*)(:(?P<index>0|[1-9][0-9]*)(:(?P<scope>[^\s:]+))?)?"
+)
 # Words people write for a device type where a target kind is meant.
 _KINDS_MEANT = {"cpu": ("llvm", "c"), "gpu": ("cuda", "rocm", "vulkan", "metal", "opencl"), "nvidia": ("cuda",)}
 
@@ -57,6 +61,11 @@ def same_vdevice(a: tvm.relax.VDevice | None, b: tvm.relax.VDevice | None) -> bo
     if a is None or b is None:
         return a is b
     return same_object(a, b) or bool(tvm_ffi.structural_equal(a, b))
+
+
+def on_one_device(a: tvm.relax.VDevice, b: tvm.relax.VDevice) -> bool:
+    """Whether both are one physical device by default: of one host, type and number."""
+    return host_of(a) == host_of(b) and physical(a) == physical(b)
 
 
 def is_cpu(vdevice: tvm.relax.VDevice) -> bool:
@@ -110,6 +119,11 @@ def vdevice_index(vdevice: tvm.relax.VDevice, vdevices: Sequence[tvm.relax.VDevi
 def device_name(vdevice: tvm.relax.VDevice, vdevices: Sequence[tvm.relax.VDevice]) -> str:
     """Its name in messages and look-ups, ``kind:i``, or ``host/kind:i`` where it is on a host."""
     return _name_at(vdevice_index(vdevice, vdevices), vdevices)
+
+
+def device_identifier(vdevice: tvm.relax.VDevice, vdevices: Sequence[tvm.relax.VDevice]) -> str:
+    """Its name as a part of a function's name: ``llvm_0``, ``b_cuda_0``."""
+    return re.sub(r"[^A-Za-z0-9_]", "_", device_name(vdevice, vdevices))
 
 
 def default_vdevice(vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.VDevice:

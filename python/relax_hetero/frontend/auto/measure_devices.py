@@ -95,7 +95,7 @@ class Figures:
 
 def are_here(vdevices: Sequence[relax.VDevice]) -> bool:
     """Whether all these devices are on this machine: CPU code has to be for this very CPU."""
-    return all(_is_here(vdevice) for vdevice in vdevices)
+    return all(host_of(vdevice) is None and _is_here(vdevice) for vdevice in vdevices)
 
 
 def figures_of(vdevices: Sequence[relax.VDevice], again: bool = False) -> Figures | None:

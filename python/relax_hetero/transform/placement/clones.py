@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ...target.vdevice import device_identifier
 from .graph import FuncTree, Graph, Origin, Spot, Tree
 from .program import CallRef, Program, Unit
 from .solve import Solution, check_rigid, is_mixed, nearest_origin, place_part
@@ -121,7 +122,7 @@ def _devices(program: Program, group: RecursionGroup, asked: tuple[int, ...], in
 def _suffix(program: Program, group: RecursionGroup, devices: list[int]) -> str:
     """The devices of a clone's interface, as part of a name."""
     used = dict.fromkeys(devices[part[0]] for part in group.solution.classes)
-    return "_".join(program.names[device].replace(":", "_") for device in used)
+    return "_".join(device_identifier(program.vdevices[device], program.vdevices) for device in used)
 
 
 def _unique(name: str, taken: set[str]) -> str:
