@@ -31,6 +31,7 @@ from ...errors import HeteroError
 from ...target.backends import load_backend
 from ...target.cpu_cores import num_cores
 from ...target.element_types import numpy_dtype
+from ...target.hosts import host_of
 from ...target.vdevice import is_cpu
 from ...vm.device.memory_limit import clear_pools
 from ...vm.machine import VirtualMachine

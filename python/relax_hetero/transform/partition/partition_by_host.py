@@ -67,6 +67,8 @@ HOST = "relax_hetero.host"
 """On a function: the host that it is a part for."""
 PART_OF = "relax_hetero.part_of"
 """On a function: the name of the function that it is a part of."""
+SIZES_FIRST = "relax_hetero.sizes_first"
+"""On a part of a function: its first parameter is a shape of symbolic sizes, which the function itself lacks."""
 
 _ELSEWHERE = relax.ShapeType([])
 
@@ -149,8 +151,10 @@ class _Function:
             made = made.with_attr(HOST, host).with_attr(PART_OF, self.gv.name_hint)
             if "global_symbol" in self.func.attrs:
                 made = made.with_attr("global_symbol", self.partition.symbols[self.gv, host].name_hint)
-            if "num_input" in self.func.attrs and self.partition.sizes_of(self.func, host):
-                made = made.with_attr("num_input", int(self.func.attrs["num_input"]) + 1)
+            if self.partition.sizes_of(self.func, host):
+                made = made.with_attr(SIZES_FIRST, True)
+                if "num_input" in self.func.attrs:
+                    made = made.with_attr("num_input", int(self.func.attrs["num_input"]) + 1)
             found[host] = with_own_sizes(made)
         return found
 
@@ -203,7 +207,7 @@ class _Function:
             self._cross(var, var, source, destination)
         elif isinstance(var.ty, tvm.ir.TupleType):
             raise BuildError(
-                f"function {self.gv.name_hint!r}: host {destination!r} needs the shape in the tuple {var.name!r}, whose "
+                f"function {self.gv.name_hint!r}: host {destination!r} needs the shape in tuple {var.name!r}, whose "
                 f"tensors are on {source!r}; expected a variable of its own for the shape"
             )
         if sizes:
@@ -216,14 +220,14 @@ class _Function:
         channel = self.partition.channels
         self.partition.channels += 1
         nothing = tvm.ir.TupleType([])
-        args = [value, relax.StringImm(destination), relax.prim_value(channel)]
+        args = [value, tvm.ir.StringImm(destination), relax.prim_value(channel)]
         call = typed(relax.Call(relax.ExternFunc(SEND), args, ty_args=[nothing]), nothing)
         self.out[source].append(relax.VarBinding(relax.Var("sent", nothing), call))
         self.talks |= {source, destination}
         return channel
 
     def _receive(self, var: relax.Var, source: str, destination: str, channel: int) -> relax.Var:
-        args = [relax.StringImm(source), relax.prim_value(channel)]
+        args = [tvm.ir.StringImm(source), relax.prim_value(channel)]
         call = typed(relax.Call(relax.ExternFunc(RECEIVE), args, ty_args=[var.ty]), var.ty)
         self.out[destination].append(relax.VarBinding(var, call))
         return var
@@ -270,12 +274,10 @@ class _Function:
         if is_tensor_constant(expr):
             return _nothing() if _is_elsewhere(expr.ty, host) else expr
         if isinstance(expr, relax.Tuple):
-            fields = [self._mapped(field, host) for field in expr.fields]
-            return typed(relax.Tuple(fields, expr.span), tvm.ir.TupleType([field.ty for field in fields]))
+            return relax.Tuple([self._mapped(field, host) for field in expr.fields], expr.span)
         if isinstance(expr, relax.TupleGetItem):
-            whole = self._mapped(expr.tuple_value, host)
-            return typed(relax.TupleGetItem(whole, int(expr.index), expr.span), projected(expr.ty, host))
-        if isinstance(expr, relax.Call) and not isinstance(expr.ty, relax.PrimType):
+            return relax.TupleGetItem(self._mapped(expr.tuple_value, host), int(expr.index), expr.span)
+        if isinstance(expr, relax.Call) and not isinstance(expr.ty, tvm.ir.PrimType):
             return self._call(expr, host)
         return structural_map(expr, (relax.Var, lambda var: self._name(var, host)))
 
