@@ -1,0 +1,177 @@
+"""The actor of a host: the process that holds its machine.
+
+Nothing here imports TVM before the number of its threads is set, so that the imports stand inside of methods.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .parts import PackedPart
+    from .route import Route, Slot, Visit
+    from .wire import Failure, Message
+
+
+class HostMachine:
+    """A machine of one host, as a Ray actor.
+
+    Parameters
+    ----------
+    host: The logical name of the host.
+    threads: Of its kernels; 0 for as many as they were compiled for.
+    """
+
+    def __init__(self, host: str, threads: int) -> None:
+        if threads:
+            os.environ["TVM_NUM_THREADS"] = str(threads)
+        self._host = host
+        self._machine: Any = None
+        self._routes: tuple[Route, ...] = ()
+        self._rooms: tuple[int, ...] = ()
+        self._in_flight = 1
+        # By call, and by slot, what later slots of this host read.
+        self._kept: dict[int, dict[int, Any]] = {}
+        # By call, references to what was sent through the object store: until the receivers have read it.
+        self._sent: dict[int, list[Any]] = {}
+        self._lock = threading.Lock()
+
+    def facts(self) -> dict[str, Any]:
+        """What this process is: versions, its node, and free memory."""
+        from .facts import facts_here
+
+        return facts_here()
+
+    def alive(self) -> bool:
+        """Answers for as long as the process lives."""
+        return True
+
+    def load(self, part: PackedPart) -> Any:
+        """Load or compile what this host runs, and make the machine.
+
+        Returns
+        -------
+        dict or Failure: For each function, the bytes of its inputs and of its results, None where they are symbolic.
+        """
+        import ray
+
+        try:
+            from ..vm.machine import VirtualMachine
+            from .facts import check_memory, sizes_of
+            from .parts import unpack
+
+            executable = unpack(part, ray.get)
+            check_memory(executable)
+            self._machine = VirtualMachine(executable)
+            return sizes_of(self._machine.executable)
+        except Exception as error:
+            return self._failure(error)
+
+    def connect(self, routes: tuple[Route, ...], rooms: tuple[int, ...], in_flight: int) -> bool:
+        """Learn the routes, and forget the calls that were under way.
+
+        Parameters
+        ----------
+        rooms: Of the channels of each route, in bytes; 0 where messages are arguments of actor calls.
+        in_flight: How many calls are under way at most.
+        """
+        with self._lock:
+            self._routes, self._rooms, self._in_flight = routes, rooms, in_flight
+            self._kept.clear()
+            self._sent.clear()
+        return True
+
+    def step(self, route: int, number: int, *messages: Message) -> Any:
+        """Run a slot of a route for one call.
+
+        What the messages hold is not kept: in a channel its memory is free for the next message once it is dropped.
+
+        Returns
+        -------
+        Message, or tuple of Message: For each target of the slot.
+        """
+        from .wire import Failure, Message
+
+        function, call = messages[0].function, messages[0].call
+        slot = self._routes[route].slots[number]
+        kept = self._kept.get(call, {})
+        made: list[Any] | Failure
+        try:
+            made = self._made(slot, slot.visits[function], messages, kept)
+        except Exception as error:
+            made = self._failure(error)
+        self._keep(slot, number, call, slot.visits[function], made)
+        if isinstance(made, Failure):
+            sent = [Message(function, call, made)] * len(slot.targets)
+        else:
+            values = made
+            sends = slot.visits[function].sends
+            sent = [Message(function, call, self._fit(route, call, [values[i] for i in found])) for found in sends]
+        return sent[0] if len(sent) == 1 else tuple(sent)
+
+    def _made(self, slot: Slot, visit: Visit, messages: tuple[Message, ...], kept: dict[int, Any]) -> Any:
+        """What the step's function returns, or the failure of a step before that it depends on."""
+        import ray
+
+        from .wire import Failure, fetched
+
+        arrived: dict[int, Any] = {}
+        for source, message in zip(slot.inputs, messages, strict=False):
+            if isinstance(message.values, Failure):
+                return message.values
+            arrived[source] = fetched(message.values, ray.get)
+        for source in slot.follows:
+            if isinstance(kept[source], Failure):
+                return kept[source]
+        executable = self._machine.executable
+        signature = executable.signature(visit.function)
+        owns = executable.metadata.writes_arguments or bool(signature.donated)
+        arguments = [
+            _argument(arrived[source][index], owns) if source in arrived else kept[source][index]
+            for source, index in visit.arguments
+        ]
+        result = self._machine.call(visit.function, tuple(arguments))
+        return list(result) if signature.output_is_tuple else [result]
+
+    def _keep(self, slot: Slot, number: int, call: int, visit: Visit, made: Any) -> None:
+        from .wire import Failure
+
+        if slot.is_last:
+            self._kept.pop(call, None)
+        elif isinstance(made, Failure):
+            self._kept.setdefault(call, {})[number] = made
+        elif visit.keeps:
+            self._kept.setdefault(call, {})[number] = {index: made[index] for index in visit.keeps}
+
+    def _fit(self, route: int, call: int, values: list[Any]) -> tuple[Any, ...]:
+        import ray
+
+        from .wire import encode, fit
+
+        encoded = [encode(value) for value in values]
+        room = self._rooms[route]
+        if not room:
+            return tuple(encoded)
+        fitting, references = fit(encoded, room, ray.put)
+        if references or self._sent:
+            with self._lock:
+                self._sent.setdefault(call, []).extend(references)
+                for old in [old for old in self._sent if old <= call - self._in_flight]:
+                    del self._sent[old]
+        return fitting
+
+    def _failure(self, error: Exception) -> Failure:
+        from ..errors import HeteroError
+        from .wire import HEAD_BYTES, Failure
+
+        message = str(error) if isinstance(error, HeteroError) else f"{type(error).__name__}: {error}"
+        kind = type(error) if isinstance(error, HeteroError) else HeteroError
+        return Failure(kind, f"host {self._host!r}: {message}"[: HEAD_BYTES // 4])
+
+
+def _argument(value: Any, owns: bool) -> Any:
+    from .wire import decode, decode_own
+
+    return decode_own(value) if owns else decode(value)

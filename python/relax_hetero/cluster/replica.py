@@ -1,0 +1,253 @@
+"""A replica: a complete set of hosts, the graph over them, and the calls that are under way there."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import HeteroError, HostError
+from ..vm.queue.fence import here
+from .actors import Actors, first_line
+from .call_plan import CALL
+from .calls import ClusterCall
+from .graph import Graph
+from .route import END, Route
+from .wire import CHANNEL_BYTES, Message, fit, room_for
+
+# Seconds between looks at a graph that has no calls, and between tries to start hosts.
+_LOOK = 0.5
+
+
+class ClosedError(HeteroError):
+    """The cluster was closed meanwhile."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """Whom a replica tells: of a call that ended, of lost calls, that it is ready, and that it still waits."""
+
+    on_end: Callable[[Any, ClusterCall, Sequence[Message]], None]
+    on_lost: Callable[[Any, Sequence[ClusterCall], HostError], None]
+    on_ready: Callable[[Any], None]
+    on_wait: Callable[[], None]
+
+
+class Replica:
+    """One of several complete sets of hosts.
+
+    Parameters
+    ----------
+    ray: The module.
+    actors: Makes its actors of a function that waits.
+    routes: Of the program. The first has the graph; calls of others are actor calls.
+    in_flight: How many calls are under way at most.
+    told: Whom to tell.
+
+    Attributes
+    ----------
+    under_way: Calls, counted by whoever hands them out.
+    problem: Why it is not ready; None where it is, or nothing is known.
+    """
+
+    def __init__(
+        self,
+        ray: Any,
+        number: int,
+        actors: Callable[[Callable[[float], None]], Actors],
+        routes: Sequence[Route],
+        in_flight: int,
+        told: Told,
+    ) -> None:
+        self.number, self.under_way = number, 0
+        self.problem: HeteroError | None = None
+        self.is_ready = False
+        self._ray, self._routes, self._in_flight, self._told = ray, tuple(routes), in_flight, told
+        self._number_of = {name: index for index, route in enumerate(routes) for name in route.sent}
+        self._closing = threading.Event()
+        self._sending = threading.Lock()
+        self._calls = 0
+        self._graph: Graph | None = None
+        self._room = 0
+        self._is_suspect = False
+        self._results: queue.SimpleQueue[tuple[ClusterCall, list[Any]] | None] = queue.SimpleQueue()
+        self._by_actor_calls: dict[ClusterCall, None] = {}
+        self._waiters = ThreadPoolExecutor(in_flight, f"calls of replica {number}")
+        self._actors = actors(self._pause)
+        self._collector = threading.Thread(target=self._collect, name=f"results of replica {number}", daemon=True)
+
+    def start(self) -> None:
+        """Start all hosts and compile the graph; raises what stands in the way, as `Actors.start`."""
+        self._connect()
+        self._collector.start()
+
+    @property
+    def hosts(self) -> dict[str, dict[str, Any]]:
+        """The state of each host, as data."""
+        kept = ("address", "node", "pid", "cores", "threads")
+        return {
+            host: {"state": state.state, "starts": state.starts}
+            | {name: state.facts[name] for name in kept if name in state.facts}
+            for host, state in self._actors.states.items()
+        }
+
+    def submit(self, call: ClusterCall) -> bool:
+        """Send a call's inputs; False where the replica turns out not to be ready, and the call has not begun."""
+        number = self._number_of[call.name]
+        try:
+            with self._sending:
+                if not self.is_ready or self._graph is None:
+                    return False
+                self._calls += 1
+                messages = self._messages(call, number)
+                if number == 0:
+                    self._results.put((call, self._graph.execute(messages)))
+                else:
+                    self._by_actor_calls[call] = None
+                    self._waiters.submit(self._await, call, self._step_by_step(number, messages))
+            return True
+        except Exception:  # the graph was closed, as an actor died
+            self._by_actor_calls.pop(call, None)
+            self._results.put(None)
+            return False
+
+    def close(self) -> None:
+        """End all processes; calls under way are lost."""
+        self._closing.set()
+        self.is_ready = False
+        self._close_graph()
+        self._actors.kill()
+        self._results.put(None)
+        if self._collector.ident is not None and self._collector is not threading.current_thread():
+            self._collector.join(10)
+        self._close_graph()
+        self._actors.kill()  # one may have been begun meanwhile
+        self._waiters.shutdown(wait=False)
+
+    def _messages(self, call: ClusterCall, number: int) -> dict[int, Message]:
+        found = {}
+        for slot, inputs in self._routes[number].sent[call.name].items():
+            values: Sequence[Any] = [call.values[index] for index in inputs]
+            if number == 0:
+                values, references = fit(values, self._room, self._ray.put)
+                call.sent.extend(references)
+            found[slot] = Message(call.name, self._calls, tuple(values))
+        return found
+
+    def _step_by_step(self, number: int, messages: Mapping[int, Message]) -> list[Any]:
+        """Begin a call as actor calls; Ray hands each the messages of those before it. The references of the ends."""
+        route, handles = self._routes[number], self._actors.handles
+        made: dict[tuple[int, int], Any] = {(CALL, slot): message for slot, message in messages.items()}
+        for index, slot in enumerate(route.slots):
+            step = handles[slot.host].step.options(num_returns=len(slot.targets))
+            # Slots of one host run in order: each also waits for a message of those whose values it reads.
+            after = [next(made[key] for key in made if key[0] == before) for before in slot.follows]
+            sent = step.remote(number, index, *(made[source, index] for source in slot.inputs), *after)
+            made.update(zip(((index, t) for t in slot.targets), sent if len(slot.targets) > 1 else [sent], strict=True))
+        return [made[index, END] for index in route.exits]
+
+    def _await(self, call: ClusterCall, references: list[Any]) -> None:
+        """Wait for actor calls, in a thread of their own."""
+        here.is_worker = True
+        try:
+            messages = self._ray.get(references)
+        except Exception:
+            self._is_suspect = True
+            self._results.put(None)  # the collector finds out who died, and this call among those that are lost
+            return
+        if self._by_actor_calls.pop(call, call) is None:
+            self._told.on_end(self, call, messages)
+
+    def _collect(self) -> None:
+        """Give results to their fences, in order; and repair what died."""
+        here.is_worker = True
+        while not self._closing.is_set():
+            try:
+                item = self._results.get(timeout=_LOOK)
+            except queue.Empty:
+                item = None
+            if item is None:
+                if not self._closing.is_set() and self._is_broken():
+                    self._repair([])
+                continue
+            call, references = item
+            try:
+                messages = [reference.get(timeout=-1) for reference in references]
+            except Exception as error:
+                if not self._closing.is_set():
+                    self._repair([item], error)
+                else:
+                    self._told.on_lost(self, [call], HostError("the cluster was closed"))
+                continue
+            self._told.on_end(self, call, messages)
+            del item, call, references, messages  # what lies in channels
+
+    def _is_broken(self) -> bool:
+        return self._is_suspect or self._graph is None or self._graph.is_broken()
+
+    def _repair(self, lost: list[tuple[ClusterCall, list[Any]]], error: Exception | None = None) -> None:
+        """Tell of the calls that were under way, start what died again, and compile the graph anew."""
+        self.is_ready = self._is_suspect = False
+        dead = self._actors.find_dead()
+        self._close_graph()  # before the lock: a thread that sends may wait for room in a channel
+        with self._sending:
+            while not self._results.empty():
+                item = self._results.get()
+                if item is not None:
+                    lost.append(item)
+            others, self._by_actor_calls = list(self._by_actor_calls), {}
+        names = " and ".join(f"host {host!r}" for host in dead) or "a host of replica " + str(self.number)
+        why = "" if error is None else f": {first_line(error)}"
+        self.problem = HostError(f"{names} died while calls were under way{why}")
+        self._told.on_lost(self, [*(call for call, _ in lost), *others], self.problem)
+        while not self._closing.is_set():
+            try:
+                self._connect()
+            except ClosedError:
+                return
+            except Exception as raised:
+                self.problem = raised if isinstance(raised, HeteroError) else HostError(first_line(raised))
+                self._told.on_wait()
+                self._actors.find_dead()
+                self._closing.wait(_LOOK)
+            else:
+                self._told.on_ready(self)
+                return
+
+    def _connect(self) -> None:
+        """Start the hosts that are not ready, and compile the graph over all of them."""
+        self._actors.start()
+        self._room = self._room_of(self._routes[0])
+        handles = self._actors.handles
+        rooms = (self._room, *(0 for _ in self._routes[1:]))
+        told = [actor.connect.remote(self._routes, rooms, self._in_flight) for actor in handles.values()]
+        self._ray.get(told)
+        self._graph = Graph(self._ray, handles, self._routes[0], 0, self._room, self._in_flight)
+        self.problem, self.is_ready = None, True
+
+    def _close_graph(self) -> None:
+        graph, self._graph = self._graph, None
+        if graph is not None and not graph.close():
+            self._actors.find_dead()
+
+    def _room_of(self, route: Route) -> int:
+        """Room for the largest message between slots, where all sizes are known."""
+        found = [CHANNEL_BYTES // 8]
+        states = self._actors.states
+        for slot in route.slots:
+            for visit in slot.visits.values():
+                inputs, outputs = states[slot.host].sizes.get(visit.function, ((), ()))
+                sizes = [*inputs, *outputs]
+                if None in sizes:
+                    found.append(CHANNEL_BYTES)
+                found.append(room_for([size for size in inputs if size]))
+                found += [room_for([outputs[index] or 0 for index in sent]) for sent in visit.sends]
+        return max(found)
+
+    def _pause(self, seconds: float) -> None:
+        if self._closing.wait(seconds):
+            raise ClosedError("the cluster was closed")
+        self._told.on_wait()
