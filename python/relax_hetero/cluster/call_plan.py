@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from ..artifact.signature import FunctionSignature
+from ..artifact.signature import FunctionSignature, TupleSpec, ValueSpec
 from ..errors import HeteroError
 
 CALL = -1
@@ -60,8 +60,8 @@ class CallPlan:
     steps: In an order in which they can run.
     result: A `Source`, or nested tuples of them, as the function returns its results.
     input_names: Of the call's inputs, in order; taken from `signature` where that is given.
-    signature: The function's inputs and results, by which arguments are checked before anything travels. Inputs are
-        flat: no tuples.
+    signature: The function's inputs and results, by which arguments are checked before anything travels. Sources
+        count its inputs with tuples opened.
     sizes: Inputs behind those of the caller: for each, the names of symbolic sizes, whose values are a shape.
     """
 
@@ -74,6 +74,12 @@ class CallPlan:
     def __post_init__(self) -> None:
         if self.signature is not None and not self.input_names:
             object.__setattr__(self, "input_names", self.signature.input_names)
+
+    @property
+    def num_inputs(self) -> int:
+        """How many values a call sends: its inputs, tuples opened, and `sizes`."""
+        given = len(self.input_names) if self.signature is None else sum(map(_leaves, self.signature.inputs))
+        return given + len(self.sizes)
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -97,7 +103,7 @@ class CallPlan:
 
     def _check_source(self, source: Source, reader: int, where: str) -> None:
         if source.step == CALL:
-            count, what = len(self.input_names) + len(self.sizes), "inputs"
+            count, what = self.num_inputs, "inputs"
         elif 0 <= source.step < reader:
             count, what = self.steps[source.step].results, f"results of step {source.step}"
         else:
@@ -133,6 +139,10 @@ class Program:
                 if host not in self.parts:
                     known = ", ".join(map(repr, self.parts))
                     raise HeteroError(f"function {name!r} has a step on host {host!r}, expected one of {known}")
+
+
+def _leaves(spec: ValueSpec) -> int:
+    return sum(map(_leaves, spec.fields)) if isinstance(spec, TupleSpec) else 1
 
 
 def sources_of(result: Any) -> Iterator[Source]:

@@ -10,7 +10,7 @@ import numpy as np
 import tvm_ffi
 
 from ..artifact.dims import DimValues
-from ..artifact.signature import FunctionSignature, TensorSpec
+from ..artifact.signature import FunctionSignature, ShapeSpec, TensorSpec, TupleSpec, ValueSpec
 from ..errors import BindingError
 from ..vm.args.argument_binding import match_names
 from ..vm.args.arguments import as_tensor, check_tensor
@@ -58,13 +58,12 @@ def bind(name: str, plan: CallPlan, args: Sequence[Any], kwargs: Mapping[str, An
     dims = DimValues()
     values = [value for value, _ in match_names(signature, args, kwargs, {})]
     specs = signature.inputs
-    encoded = [
-        _bound(value, spec, f"argument {spec.name!r} of {name!r}", dims if plan.signature else None)
-        for value, spec in zip(values, specs, strict=True)
-    ]
+    encoded: list[Any] = []
+    for value, spec in zip(values, specs, strict=True):
+        encoded += _bound(value, spec, f"argument {spec.name!r} of {name!r}", dims if plan.signature else None)
     if plan.signature:
         dims.settle()
-    return encoded
+    return encoded + [tuple(dims.values[size] for size in sizes) for sizes in plan.sizes]
 
 
 def result_of(call: ClusterCall, route: Route, messages: Sequence[Message], get: Any) -> Any:
@@ -98,9 +97,20 @@ def _named(name: str, input_names: Sequence[str]) -> FunctionSignature:
     return FunctionSignature(name, tuple(TensorSpec(of, None, None, -1) for of in input_names), ())
 
 
-def _bound(value: Any, spec: Any, where: str, dims: DimValues | None) -> Any:
+def _bound(value: Any, spec: ValueSpec, where: str, dims: DimValues | None) -> list[Any]:
+    """A checked argument as it travels, tuples opened."""
+    if isinstance(spec, TupleSpec):
+        if not isinstance(value, tuple | list) or len(value) != len(spec.fields):
+            raise BindingError(f"{where} is {type(value).__name__}, expected a tuple of {len(spec.fields)} values")
+        return [
+            each
+            for index, (part, field) in enumerate(zip(value, spec.fields, strict=True))
+            for each in _bound(part, field, f"{where}, field {index},", dims)
+        ]
+    if isinstance(spec, ShapeSpec):
+        return [_bound_shape(value, spec, where, dims)]
     if not isinstance(spec, TensorSpec) or isinstance(value, bool | int | float | tuple | list | tvm_ffi.Shape):
-        return encode(value)
+        return [encode(value)]
     if isinstance(value, np.ma.MaskedArray):
         raise BindingError(f"{where} is a masked array, whose mask would be lost; expected a tensor")
     if not isinstance(value, np.ndarray | np.generic):
@@ -108,4 +118,16 @@ def _bound(value: Any, spec: Any, where: str, dims: DimValues | None) -> Any:
     if dims is not None:
         dtype = dtype_name(value.dtype) if isinstance(value, np.ndarray | np.generic) else str(value.dtype)
         check_tensor(dtype, value.shape, spec, where, dims)
-    return encode(value)
+    return [encode(value)]
+
+
+def _bound_shape(value: Any, spec: ShapeSpec, where: str, dims: DimValues | None) -> tuple[int, ...]:
+    if not isinstance(value, tuple | list | tvm_ffi.Shape):
+        raise BindingError(f"{where} is {type(value).__name__}, expected a shape: a tuple of integers")
+    shape = tuple(int(extent) for extent in value)
+    if spec.ndim >= 0 and len(shape) != spec.ndim:
+        raise BindingError(f"{where} has {len(shape)} dimensions, expected {spec.ndim}")
+    if dims is not None and spec.values is not None:
+        for axis, (dim, extent) in enumerate(zip(spec.values, shape, strict=True)):
+            dims.match(dim, extent, where, axis)
+    return shape
