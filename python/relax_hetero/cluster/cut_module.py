@@ -36,7 +36,7 @@ def cut_module(
     mod: tvm.IRModule,
     params: Mapping[str, Any] | None = None,
     accuracy: str | Mapping[str, str] = "default",
-    natives: Mapping[str, Mapping[str, Target]] | None = None,
+    natives: Mapping[str, Mapping[tuple[str, int], Target]] | None = None,
     progress: Progress | None = None,
 ) -> Program:
     """The program of a module over hosts.
@@ -44,7 +44,7 @@ def cut_module(
     Parameters
     ----------
     mod, params, accuracy, progress: As `rh.compile` takes them; every vdevice is on a host.
-    natives: By host and kind, the target of the hardware there, for vdevices that name a kind alone.
+    natives: By host, kind and number, the target of the hardware there, for vdevices that name a kind alone.
 
     Raises
     ------
@@ -54,11 +54,6 @@ def cut_module(
         mod = with_natives(mod, natives)
     mod = prepared(mod, params, None, "default", accuracy, "rh.cluster")
     hosts = hosts_of(vdevices_of(mod))
-    if not hosts:
-        raise BuildError(
-            "rh.cluster: the module's vdevices name no hosts; expected one for each, as in "
-            "vdevices=['a/llvm', 'b/llvm'] or rh.VDevice('llvm', host='a')"
-        )
     mod = run_steps(mod, steps_before_hosts(), progress)
     signatures = signatures_before_lowering(mod)
     return program_of_parts(partition_by_host(mod), hosts, signatures)
@@ -90,7 +85,7 @@ def program_of_parts(mod: tvm.IRModule, hosts: Sequence[str], signatures: Mappin
     return Program(modules, plans)
 
 
-def with_natives(mod: tvm.IRModule, natives: Mapping[str, Mapping[str, Target]]) -> tvm.IRModule:
+def with_natives(mod: tvm.IRModule, natives: Mapping[str, Mapping[tuple[str, int], Target]]) -> tvm.IRModule:
     """The module with vdevices that name a kind of hardware alone made those of their hosts."""
     old = vdevices_of(mod)
     new = []
@@ -98,11 +93,10 @@ def with_natives(mod: tvm.IRModule, natives: Mapping[str, Mapping[str, Target]])
         host, kind = host_of(vdevice), str(vdevice.target.kind.name)
         target = vdevice.target
         if host is not None and is_native(target):
-            if kind not in natives.get(host, {}):
-                raise BuildError(
-                    f"host {host!r} has no {kind!r} device; expected one, as the module names {host}/{kind}"
-                )
-            target = on_host(natives[host][kind], host)
+            hardware = kind, int(vdevice.vdevice_id)
+            if hardware not in natives.get(host, {}):
+                raise BuildError(f"host {host!r} has no device {kind}:{hardware[1]}, which the module names")
+            target = on_host(natives[host][hardware], host)
         same = target.same_as(vdevice.target)
         new.append(vdevice if same else tvm.relax.VDevice(target, int(vdevice.vdevice_id), str(vdevice.memory_scope)))
     return succeed_vdevices(mod, new, new)
