@@ -25,10 +25,11 @@ from ..target.hosts import host_of, hosts_of, is_native, on_host
 from ..target.make_vdevice import VDevice
 from ..target.vdevice import vdevices_of
 from ..transform.ir.rewriting import global_vars_in, relax_functions, typed
-from ..transform.partition.partition_by_host import HOST, PART_OF, partition_by_host
+from ..transform.partition.partition_by_host import HOST, PART_OF, SIZES_FIRST, partition_by_host
 from ..transform.placement.update_vdevice import succeed_vdevices
 from .call_plan import CallPlan, Program
 from .host_parts import read_part, talks_inside
+from .host_runs import leaves_of, plan_of_runs
 from .host_steps import cut_steps
 
 
@@ -69,14 +70,19 @@ def program_of_parts(mod: tvm.IRModule, hosts: Sequence[str], signatures: Mappin
     functions: dict[str, dict[str, relax.Function]] = {host: {} for host in hosts}
     plans = {}
     for name, signature in signatures.items():
-        parts = {str(func.attrs[HOST]): func for _, func in relax_functions(mod) if func.attrs.get(PART_OF) == name}
-        if any(talks_inside(mod, func) for func in parts.values()):
-            raise BuildError(
-                f"function {name!r}: hosts exchange values inside of a branch, or in a function that it calls; "
-                "expected the branches of an If, and the functions that are called, on one host each"
-            )
-        read = {host: read_part(mod, host, parts[host]) for host in hosts if host in parts}
-        inputs = len(next(iter(read.values())).params)
+        found = {
+            str(func.attrs[HOST]): (gv, func) for gv, func in relax_functions(mod) if func.attrs.get(PART_OF) == name
+        }
+        parts = {host: found[host] for host in hosts if host in found}
+        first = next(iter(parts.values()))[1]
+        given = list(first.params)[1 if SIZES_FIRST in first.attrs else 0 :]
+        inputs = sum(1 for param in given for _ in leaves_of(param.ty))
+        if any(talks_inside(mod, func) for _, func in parts.values()):
+            plans[name] = plan_of_runs(signature, parts, inputs)
+            for host, (gv, func) in parts.items():
+                functions[host][gv.name_hint] = func
+            continue
+        read = {host: read_part(mod, host, func) for host, (_, func) in parts.items()}
         cut = cut_steps(name, read, inputs)
         for host, steps in cut.functions.items():
             functions[host] |= steps
