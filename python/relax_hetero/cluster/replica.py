@@ -16,7 +16,7 @@ from .call_plan import CALL
 from .calls import ClusterCall
 from .graph import Graph
 from .route import END, Route
-from .wire import CHANNEL_BYTES, Message, fit, room_for
+from .wire import CHANNEL_BYTES, HEAD_BYTES, Message, fit, room_for
 
 # Seconds between looks at a graph that has no calls, and between tries to start hosts.
 _LOOK = 0.5
@@ -226,6 +226,8 @@ class Replica:
         told = [actor.connect.remote(self._routes, rooms, self._in_flight) for actor in handles.values()]
         self._ray.get(told)
         self._graph = Graph(self._ray, handles, self._routes[0], 0, self._room, self._in_flight)
+        self._graph.probe()
+        self._ray.get([actor.settle.remote() for actor in handles.values()])
         self.problem, self.is_ready = None, True
 
     def _close_graph(self) -> None:
@@ -235,7 +237,7 @@ class Replica:
 
     def _room_of(self, route: Route) -> int:
         """Room for the largest message between slots, where all sizes are known."""
-        found = [CHANNEL_BYTES // 8]
+        found = [HEAD_BYTES]
         states = self._actors.states
         for slot in route.slots:
             for visit in slot.visits.values():
