@@ -15,13 +15,14 @@ from typing import Any
 
 from .call_plan import CALL
 from .route import END, Route
+from .semaphores import own_semaphores, remove
 from .wire import PROBE, Message
 
 # Seconds. Ray waits for the loops of a graph that is torn down, and for some of them in vain.
 _TEARDOWN = 3.0
 
-# A channel holds so many messages, so that its writer and its reader need not wait for each other at every call.
-_BUFFERS = 2
+BUFFERS = 2
+"""Messages that a channel holds on a node, so that writer and reader need not wait for each other at every call."""
 
 # Ray takes the size of channels from a setting of the process, whatever `experimental_compile` is asked for.
 _compiling = threading.Lock()
@@ -50,7 +51,7 @@ class Graph:
         self._ray, self._actors = ray, [actors[host] for host in {slot.host: None for slot in route.slots}]
         self._entries = route.entries
         with _compiling:
-            before = set_room(room)
+            known, before = own_semaphores(), set_room(room)
             try:
                 self._dag = _bound(actors, route, number).experimental_compile(
                     _buffer_size_bytes=room,
@@ -60,7 +61,10 @@ class Graph:
                 )
             finally:
                 set_room(before)
-        self._loops = list(self._dag.worker_task_refs.values())
+            self._loops = list(self._dag.worker_task_refs.values())
+            self._probe()
+            self._semaphores = own_semaphores() - known
+        self._settle()
 
     def execute(self, messages: Mapping[int, Any]) -> list[Any]:
         """Begin a call, from one thread at a time; waits while the channels to the first hosts are full.
@@ -76,7 +80,7 @@ class Graph:
         references = self._dag.execute(*(messages[number] for number in self._entries))
         return references if isinstance(references, list) else [references]
 
-    def probe(self) -> None:
+    def _probe(self) -> None:
         """Send a message that no step answers through all channels: every process has opened its ends then."""
         references = self.execute(dict.fromkeys(self._entries, Message(PROBE, 0, ())))
         for reference in references:
@@ -89,13 +93,20 @@ class Graph:
 
     def close(self) -> bool:
         """End the loops in the actors; False where they did not end in time, and the actors have to be killed."""
-        if self._end(_TEARDOWN):
-            return True
-        for actor in self._actors:
-            self._ray.kill(actor)
-        if not self._end(_TEARDOWN):
-            _abandoned.append(self._dag)
-        return False
+        is_over = self._end(_TEARDOWN)
+        if not is_over:
+            for actor in self._actors:
+                self._ray.kill(actor)
+            if not self._end(_TEARDOWN):
+                _abandoned.append(self._dag)
+        self._settle()
+        return is_over
+
+    def _settle(self) -> None:
+        """Remove the names of the channels' semaphores, here and on the hosts that live."""
+        remove(self._semaphores)
+        told = [actor.settle.remote() for actor in self._actors]
+        self._ray.wait(told, num_returns=len(told), timeout=_TEARDOWN)
 
     def _end(self, seconds: float) -> bool:
         thread = threading.Thread(target=self._dag.teardown, name="teardown of a graph", daemon=True)
@@ -136,6 +147,6 @@ def _bound(actors: Mapping[str, Any], route: Route, number: int) -> Any:
                 sent = method.options(num_returns=len(slot.targets)).bind(number, index, *inputs)
                 made.update(((index, target), node) for target, node in zip(slot.targets, sent, strict=True))
         for node in {id(node): node for node in (given, *made.values())}.values():
-            node.type_hint = SharedMemoryType(num_shm_buffers=_BUFFERS)
+            node.type_hint = SharedMemoryType(num_shm_buffers=BUFFERS)
         ends = [made[index, END] for index in route.exits]
         return ends[0] if len(ends) == 1 else MultiOutputNode(ends)

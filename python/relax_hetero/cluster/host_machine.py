@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -88,16 +87,10 @@ class HostMachine:
         return True
 
     def settle(self) -> bool:
-        """Have nothing of this process's channels stay behind, once all that share them have opened them.
+        """Remove the names of this process's semaphores, which all that share them have opened by now."""
+        from .semaphores import own_semaphores, remove
 
-        Ray names two semaphores for each, and removes the names only where a process that holds them ends in order.
-        """
-        with open("/proc/self/maps") as file:
-            names = {line.split(maxsplit=5)[-1].strip() for line in file if "/dev/shm/sem." in line}
-        for name in names:
-            if name.startswith(("/dev/shm/sem.hdr", "/dev/shm/sem.obj")):
-                with suppress(OSError):
-                    os.unlink(name)
+        remove(own_semaphores())
         return True
 
     def step(self, route: int, number: int, *messages: Message) -> Any:

@@ -19,9 +19,8 @@ from tvm import runtime
 from ..target.element_types import numpy_dtype
 from ..vm.device.tensors import bytes_of, copy_to, dtype_name, from_numpy, on_host, view_bytes
 
-CHANNEL_BYTES = 1 << 20
-"""Room in a channel where the sizes of messages are not known. Ray 2.60 keeps the memory of channels for as long as a
-process that had them lives, so that each recovery of a replica costs the memory of its channels."""
+CHANNEL_BYTES = 1 << 19
+"""Room in a channel where the sizes of messages are not known."""
 
 STORED_BYTES = 8 << 20
 """A tensor of this size or more goes through the object store. Of 4 MB between two nodes, a channel takes 5 ms and
@@ -146,9 +145,9 @@ def fetched(values: Iterable[Any], get: Callable[[Any], Any]) -> list[Any]:
 
 
 def room_for(sizes: Iterable[int]) -> int:
-    """The room of a channel for a message of tensors of these sizes; those that go through the store take none."""
-    small = [size for size in sizes if size < STORED_BYTES]
-    return HEAD_BYTES + _VALUE_BYTES * len(small) + sum(small)
+    """The room of a channel for a message of values of these sizes, in bytes; what goes through the store takes none."""
+    found = list(sizes)
+    return HEAD_BYTES + _VALUE_BYTES * len(found) + sum(size for size in found if size < STORED_BYTES)
 
 
 def _encoded_tensor(tensor: runtime.Tensor) -> np.ndarray | Packed:
