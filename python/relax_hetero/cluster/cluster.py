@@ -27,6 +27,7 @@ from .program import hosts_needed, program_of
 from .ray_here import ray_here
 from .replica import Replica, Told
 from .route import routes_of
+from .talk_calls import result_of_talk
 from .wire import Message
 
 IN_FLIGHT_PER_HOST = 2
@@ -293,7 +294,10 @@ class Cluster:
     def _ended(self, replica: Replica, call: ClusterCall, messages: Sequence[Message]) -> None:
         result, error = None, None
         try:
-            result = result_of(call, self._route_of[call.name], messages, self._ray.get)
+            if call.plan.runs:
+                result = result_of_talk(call.plan, messages)
+            else:
+                result = result_of(call, self._route_of[call.name], messages, self._ray.get)
         except HeteroError as raised:
             error = raised
         except Exception as raised:  # an object that was lost with its node

@@ -16,6 +16,7 @@ from .call_plan import CALL
 from .calls import ClusterCall
 from .graph import BUFFERS, Graph
 from .route import END, Route
+from .talk_calls import run_talk
 from .wire import CHANNEL_BYTES, HEAD_BYTES, Message, fit, room_for
 
 # Seconds between looks at a graph that has no calls, and between tries to start hosts.
@@ -24,6 +25,10 @@ _LOOK = 0.5
 # that every graph costs the memory of its channels. Beyond this much, a replica's messages go through the store.
 _TAKEN_BYTES = 512 << 20
 _LITTLE_ROOM = 4 * HEAD_BYTES
+
+
+TALKS = -1
+"""In the place of a route's number: hosts talk while the function runs."""
 
 
 class ClosedError(HeteroError):
@@ -72,8 +77,8 @@ class Replica:
         self._ray, self._routes, self._in_flight, self._told = ray, tuple(routes), in_flight, told
         self._number_of = {name: index for index, route in enumerate(routes) for name in route.sent}
         self._closing = threading.Event()
-        self._sending = threading.Lock()
-        self._calls = 0
+        self._sending, self._talking = threading.Lock(), threading.Lock()
+        self._calls = self._talks = 0
         self._graph: Graph | None = None
         self._room = 0
         self._taken = 0
@@ -101,15 +106,20 @@ class Replica:
 
     def submit(self, call: ClusterCall) -> bool:
         """Send a call's inputs; False where the replica turns out not to be ready, and the call has not begun."""
-        number = self._number_of[call.name]
+        number = self._number_of.get(call.name, TALKS)
         try:
             with self._sending:
-                if not self.is_ready or self._graph is None:
+                graph = self._graph
+                if not self.is_ready or (graph is None and number != TALKS):
                     return False
                 self._calls += 1
+                if graph is None or number == TALKS:
+                    self._by_actor_calls[call] = None
+                    self._waiters.submit(self._await_talk, call)
+                    return True
                 messages = self._messages(call, number)
                 if number == 0:
-                    self._results.put((call, self._graph.execute(messages)))
+                    self._results.put((call, graph.execute(messages)))
                 else:
                     self._by_actor_calls[call] = None
                     self._waiters.submit(self._await, call, self._step_by_step(number, messages))
@@ -166,6 +176,20 @@ class Replica:
         if self._by_actor_calls.pop(call, call) is None:
             self._told.on_end(self, call, messages)
 
+    def _await_talk(self, call: ClusterCall) -> None:
+        """Have all hosts run their parts of a function, and wait, in a thread for it; such calls take turns."""
+        here.is_worker = True
+        try:
+            with self._talking:
+                self._talks += 1
+                found = run_talk(self._ray, self._actors.handles, call.plan.runs, self._talks, call.values)
+        except Exception:
+            self._is_suspect = True
+            self._results.put(None)
+            return
+        if self._by_actor_calls.pop(call, call) is None:
+            self._told.on_end(self, call, found)
+
     def _collect(self) -> None:
         """Give results to their fences, in order; and repair what died."""
         here.is_worker = True
@@ -191,7 +215,9 @@ class Replica:
             del item, call, references, messages  # what lies in channels
 
     def _is_broken(self) -> bool:
-        return self._is_suspect or self._graph is None or self._graph.is_broken()
+        if self._graph is None:
+            return self._is_suspect or bool(self._routes) or not self.is_ready
+        return self._is_suspect or self._graph.is_broken()
 
     def _repair(self, lost: list[tuple[ClusterCall, list[Any]]], error: Exception | None = None) -> None:
         """Tell of the calls that were under way, start what died again, and compile the graph anew."""
@@ -225,8 +251,12 @@ class Replica:
     def _connect(self) -> None:
         """Start the hosts that are not ready, and compile the graph over all of them."""
         self._actors.start()
-        self._room = self._affordable(self._routes[0])
         handles = self._actors.handles
+        self._ray.get([actor.meet.remote(handles) for actor in handles.values()])
+        if not self._routes:
+            self.problem, self.is_ready = None, True
+            return
+        self._room = self._affordable(self._routes[0])
         rooms = (self._room, *(0 for _ in self._routes[1:]))
         told = [actor.connect.remote(self._routes, rooms, self._in_flight) for actor in handles.values()]
         self._ray.get(told)

@@ -237,8 +237,10 @@ class _Function:
         conditions: dict[str, relax.Expr] = {}
         home = next(iter(hosts_in(value.cond.ty)), None)
         for host in hosts:
-            is_here = home in (None, host)
-            conditions[host] = self._mapped(value.cond, host) if is_here else self._condition(value.cond, home, host)
+            if home is None or home == host:
+                conditions[host] = self._mapped(value.cond, host)
+            else:
+                conditions[host] = self._condition(value.cond, home, host)
         outer, branches = self.out, []
         for branch in (value.true_branch, value.false_branch):
             self.out = {host: [] for host in self.hosts}
