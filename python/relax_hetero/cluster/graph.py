@@ -21,9 +21,6 @@ from .wire import PROBE, Message
 # Seconds. Ray waits for the loops of a graph that is torn down, and for some of them in vain.
 _TEARDOWN = 3.0
 
-BUFFERS = 2
-"""Messages that a channel holds on a node, so that writer and reader need not wait for each other at every call."""
-
 # Ray takes the size of channels from a setting of the process, whatever `experimental_compile` is asked for.
 _compiling = threading.Lock()
 
@@ -55,6 +52,8 @@ class Graph:
             try:
                 self._dag = _bound(actors, route, number).experimental_compile(
                     _buffer_size_bytes=room,
+                    # Also the buffers of channels within a node. With fewer, whoever waits to write would hold
+                    # Python's lock, and the thread that could make room would not run.
                     _max_inflight_executions=in_flight,
                     # Without end: a step may take any time, and channels of an actor that died are closed.
                     _submit_timeout=-1,
@@ -131,7 +130,6 @@ def _is_news(record: logging.LogRecord) -> bool:
 def _bound(actors: Mapping[str, Any], route: Route, number: int) -> Any:
     """The route's tasks, bound to each other's messages."""
     from ray.dag import InputNode, MultiOutputNode
-    from ray.experimental.channel.shared_memory_channel import SharedMemoryType
 
     made: dict[tuple[int, int], Any] = {}
     with InputNode() as given:
@@ -146,7 +144,5 @@ def _bound(actors: Mapping[str, Any], route: Route, number: int) -> Any:
             else:
                 sent = method.options(num_returns=len(slot.targets)).bind(number, index, *inputs)
                 made.update(((index, target), node) for target, node in zip(slot.targets, sent, strict=True))
-        for node in {id(node): node for node in (given, *made.values())}.values():
-            node.type_hint = SharedMemoryType(num_shm_buffers=BUFFERS)
         ends = [made[index, END] for index in route.exits]
         return ends[0] if len(ends) == 1 else MultiOutputNode(ends)

@@ -14,7 +14,7 @@ from ..vm.queue.fence import here
 from .actors import Actors, first_line
 from .call_plan import CALL
 from .calls import ClusterCall
-from .graph import BUFFERS, Graph
+from .graph import Graph
 from .route import END, Route
 from .talk_calls import run_talk
 from .wire import CHANNEL_BYTES, HEAD_BYTES, Message, fit, room_for
@@ -59,6 +59,7 @@ class Replica:
     Attributes
     ----------
     under_way: Calls, counted by whoever hands them out.
+    limit: How many it takes at once.
     problem: Why it is not ready; None where it is, or nothing is known.
     """
 
@@ -71,7 +72,7 @@ class Replica:
         in_flight: int,
         told: Told,
     ) -> None:
-        self.number, self.under_way = number, 0
+        self.number, self.under_way, self.limit = number, 0, in_flight
         self.problem: HeteroError | None = None
         self.is_ready = False
         self._ray, self._routes, self._in_flight, self._told = ray, tuple(routes), in_flight, told
@@ -260,6 +261,11 @@ class Replica:
         rooms = (self._room, *(0 for _ in self._routes[1:]))
         told = [actor.connect.remote(self._routes, rooms, self._in_flight) for actor in handles.values()]
         self._ray.get(told)
+        here = self._ray.get_runtime_context().get_node_id()
+        if any(state.facts["node"] != here for state in self._actors.states.values()):
+            # A channel to another node holds one message, and a thread that waits to write holds Python's lock. So many
+            # find room in channels and hosts though nobody reads the results.
+            self.limit = min(self._in_flight, 2 * len(self._routes[0].slots) + 1)
         self._graph = Graph(self._ray, handles, self._routes[0], 0, self._room, self._in_flight)
         self.problem, self.is_ready = None, True
 
@@ -272,9 +278,9 @@ class Replica:
         """The room of channels: what messages need, or little, where earlier graphs have taken much."""
         channels = sum(len(slot.targets) for slot in route.slots) + len(route.entries)
         room = self._room_of(route)
-        if self._taken + channels * BUFFERS * room > _TAKEN_BYTES:
+        if self._taken + channels * self._in_flight * room > _TAKEN_BYTES:
             room = _LITTLE_ROOM
-        self._taken += channels * BUFFERS * room
+        self._taken += channels * self._in_flight * room
         return room
 
     def _room_of(self, route: Route) -> int:

@@ -162,7 +162,12 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(PATHS))
     nodes = Cluster(
         initialize_head=True,
-        head_node_args={"num_cpus": 2, "resources": {"a": 2}, "object_store_memory": 300 << 20, "include_dashboard": False},
+        head_node_args={
+            "num_cpus": 2,
+            "resources": {"a": 2},
+            "object_store_memory": 300 << 20,
+            "include_dashboard": False,
+        },
     )
     nodes.second = nodes.add_node(num_cpus=2, resources={"b": 2}, object_store_memory=300 << 20)
     ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")
