@@ -272,7 +272,7 @@ class _Function:
         if isinstance(expr, relax.Var):
             return self._name(expr, host)
         if is_tensor_constant(expr):
-            return _nothing() if _is_elsewhere(expr.ty, host) else expr
+            return _nothing(expr.ty) if _is_elsewhere(expr.ty, host) else expr
         if isinstance(expr, relax.Tuple):
             return relax.Tuple([self._mapped(field, host) for field in expr.fields], expr.span)
         if isinstance(expr, relax.TupleGetItem):
@@ -303,7 +303,7 @@ class _Function:
         """The variable's name on a host: symbolic sizes keep theirs, and what is elsewhere is nothing."""
         if var in self.names[host]:
             return self.names[host][var]
-        return _nothing() if var in self.bound else var
+        return _nothing(var.ty) if var in self.bound else var
 
     def _check_device(self, binding: relax.Binding) -> None:
         if any(tensor.vdevice is None for tensor in tensor_types(binding.var.ty)):
@@ -326,7 +326,10 @@ def _is_elsewhere(ty: tvm.ir.Type, host: str) -> bool:
     return isinstance(ty, relax.TensorType) and ty.vdevice is not None and host_of(ty.vdevice) != host
 
 
-def _nothing() -> relax.ShapeExpr:
+def _nothing(ty: tvm.ir.Type) -> relax.Expr:
+    """What stands for a value of another host: the empty shape, and a tuple of them for a tuple."""
+    if isinstance(ty, tvm.ir.TupleType):
+        return relax.Tuple([_nothing(field) for field in ty.fields])
     return relax.ShapeExpr([])
 
 
