@@ -18,7 +18,7 @@ After::
         R.call_packed("relax_hetero.host.send", y, R.str("b"), R.prim_value(0))
         return R.shape([])
 
-    def main_b(x: R.Shape([])):
+    def main_b(x: R.Shape(ndim=0)):
         z = R.call_packed("relax_hetero.host.receive", R.str("a"), R.prim_value(0), ...b/llvm:0)
         w = R.call_tir(cls.g, (z,), ...b/llvm:0)
         return w
@@ -70,7 +70,7 @@ PART_OF = "relax_hetero.part_of"
 SIZES_FIRST = "relax_hetero.sizes_first"
 """On a part of a function: its first parameter is a shape of symbolic sizes, which the function itself lacks."""
 
-_ELSEWHERE = relax.ShapeType([])
+_ELSEWHERE = relax.ShapeType(ndim=0)  # ShapeType([]) would not be read back from TVMScript
 
 
 def partition_by_host(mod: tvm.IRModule) -> tvm.IRModule:
