@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 
 import tvm
 from tvm import relax
+from tvm_ffi import structural_map
 
+from ..target.vdevice import same_vdevice
 from ..transform.ir.blocks import renamed, used_vars
 from ..transform.ir.op_names import IN_PLACE
 from ..transform.ir.requirements import in_requirements, symbols_in
-from ..transform.ir.rewriting import global_vars_in, is_tensor_constant, op_name, walk_bindings
+from ..transform.ir.rewriting import global_vars_in, is_tensor_constant, op_name, typed, walk_bindings
 from ..transform.partition.partition_by_host import RECEIVE, SEND, SIZES_FIRST
 
 
@@ -55,6 +57,20 @@ class HostPart:
         var = relax.Var(name, value.ty)
         self.bindings.append(relax.VarBinding(var, value))
         return var
+
+    def keep(self, var: relax.Var, made: relax.Var) -> None:
+        """What arrives as `var` is the host's own `made`, or a copy of it on another device of the host."""
+        del self.receives[var]
+        device = getattr(var.ty, "vdevice", None)
+        if same_vdevice(device, getattr(made.ty, "vdevice", None)):
+            names: dict[relax.Var, relax.Expr] = {var: made}
+            self.bindings = [renamed(binding, names) for binding in self.bindings]
+            self.sends = {channel: made if sent.same_as(var) else sent for channel, sent in self.sends.items()}
+            self.result = structural_map(self.result, (relax.Var, lambda each: names.get(each, each)))
+        else:
+            before = [index for index, binding in enumerate(self.bindings, 1) if binding.var.same_as(made)]
+            copy = typed(relax.op.to_vdevice(made, device), var.ty)
+            self.bindings.insert(max(before, default=0), relax.VarBinding(var, copy))
 
     def _found_by(self, binding: relax.Binding) -> Sequence[relax.Var]:
         return symbols_in(binding.ty) if isinstance(binding, relax.MatchCast) else ()

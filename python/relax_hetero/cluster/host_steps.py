@@ -64,6 +64,7 @@ class _Cutter:
     def __init__(self, name: str, parts: Mapping[str, HostPart], inputs: int) -> None:
         self._name, self._parts, self._inputs = name, parts, inputs
         self._senders = {channel: (host, var) for host, part in parts.items() for channel, var in part.sends.items()}
+        self._bring_home()
         self._result = self._result_places([part.result for part in parts.values()])
         self._levels: dict[Place, int] = {}
         self._cut = CutFunction(functions={host: {} for host in parts})
@@ -73,7 +74,8 @@ class _Cutter:
         self._join_silent()
         keys = sorted({(self._levels[host, b.var], self._rank(host)) for host, b in self._work()})
         hosts = list(self._parts)
-        self._keys: list[Key] = [(level, hosts[rank]) for level, rank in keys]
+        # A function that does nothing, as it returns inputs alone, has one step that does nothing.
+        self._keys: list[Key] = [(level, hosts[rank]) for level, rank in keys or [(0, 0)]]
         wanted = self._wanted()
         self._makes = {
             key: [
@@ -99,6 +101,15 @@ class _Cutter:
         while var in self._parts[host].receives:
             host, var = self._senders[self._parts[host].receives[var]]
         return host, var
+
+    def _bring_home(self) -> None:
+        """Values that come back to the host that made them never left it."""
+        for host, part in self._parts.items():
+            for var in list(part.receives):
+                source, made = self._origin(host, var)
+                if source == host:
+                    part.keep(var, made)
+        self._senders = {c: (host, var) for host, part in self._parts.items() for c, var in part.sends.items()}
 
     def _find_levels(self) -> None:
         """The level of every binding; hosts take turns, as each waits for others."""

@@ -18,7 +18,7 @@ After::
         R.call_packed("relax_hetero.host.send", y, R.str("b"), R.prim_value(0))
         return R.shape([])
 
-    def main_b(x: R.Shape([])):
+    def main_b(x: R.Shape(ndim=0)):
         z = R.call_packed("relax_hetero.host.receive", R.str("a"), R.prim_value(0), ...b/llvm:0)
         w = R.call_tir(cls.g, (z,), ...b/llvm:0)
         return w
@@ -70,7 +70,7 @@ PART_OF = "relax_hetero.part_of"
 SIZES_FIRST = "relax_hetero.sizes_first"
 """On a part of a function: its first parameter is a shape of symbolic sizes, which the function itself lacks."""
 
-_ELSEWHERE = relax.ShapeType([])
+_ELSEWHERE = relax.ShapeType(ndim=0)  # ShapeType([]) would not be read back from TVMScript
 
 
 def partition_by_host(mod: tvm.IRModule) -> tvm.IRModule:
@@ -271,7 +271,7 @@ class _Function:
         if isinstance(expr, relax.Var):
             return self._name(expr, host)
         if is_tensor_constant(expr):
-            return _nothing() if _is_elsewhere(expr.ty, host) else expr
+            return _nothing(expr.ty) if _is_elsewhere(expr.ty, host) else expr
         if isinstance(expr, relax.Tuple):
             return relax.Tuple([self._mapped(field, host) for field in expr.fields], expr.span)
         if isinstance(expr, relax.TupleGetItem):
@@ -302,7 +302,7 @@ class _Function:
         """The variable's name on a host: symbolic sizes keep theirs, and what is elsewhere is nothing."""
         if var in self.names[host]:
             return self.names[host][var]
-        return _nothing() if var in self.bound else var
+        return _nothing(var.ty) if var in self.bound else var
 
     def _check_device(self, binding: relax.Binding) -> None:
         if any(tensor.vdevice is None for tensor in tensor_types(binding.var.ty)):
@@ -325,7 +325,10 @@ def _is_elsewhere(ty: tvm.ir.Type, host: str) -> bool:
     return isinstance(ty, relax.TensorType) and ty.vdevice is not None and host_of(ty.vdevice) != host
 
 
-def _nothing() -> relax.ShapeExpr:
+def _nothing(ty: tvm.ir.Type) -> relax.Expr:
+    """What stands for a value of another host: the empty shape, and a tuple of them for a tuple."""
+    if isinstance(ty, tvm.ir.TupleType):
+        return relax.Tuple([_nothing(field) for field in ty.fields])
     return relax.ShapeExpr([])
 
 
