@@ -5,6 +5,10 @@ Nothing here knows what a model computes; `engine.Engine` is all that serving as
 
 from __future__ import annotations
 
+# isort: off
+import switches  # noqa: F401 (before Ray Serve, which reads them)
+
+# isort: on
 import os
 import sys
 from collections.abc import Sequence
@@ -48,7 +52,7 @@ class Settings:
     """
 
     replicas: int = 2
-    gateways: int = 1
+    gateways: int = 2
     wait_s: float = 0.0
     ongoing: int = 64
     queued: int = 256
@@ -106,6 +110,11 @@ def start(engines: Sequence[Engine], settings: Settings, host: str, port: int) -
 def replicas_of(engine: Engine) -> DeploymentHandle:
     """A handle that calls an engine's replicas without HTTP."""
     return serve.get_deployment_handle(deployment_name(engine), NAME)
+
+
+def gateways() -> DeploymentHandle:
+    """A handle of the gateways."""
+    return serve.get_app_handle(NAME)
 
 
 def environment(threads: int = 1) -> dict[str, Any]:

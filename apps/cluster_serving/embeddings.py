@@ -60,7 +60,9 @@ class Embedder:
     cache : Path
         Where weights, tokenizer and executables are.
     most_items : int
-        Sentences of a batch, and of a request.
+        Sentences of a request.
+    batch_items : int
+        Sentences of a batch: on a CPU 16 are no slower, sentence by sentence, than 32.
     characters : int
         Of the longest sentence.
     tokens : int
@@ -72,6 +74,7 @@ class Embedder:
 
     cache: Path = field(default_factory=default_cache)
     most_items: int = 64
+    batch_items: int = 16
     characters: int = 4096
     tokens: int = 256
     program: Callable[[], Any] | None = None

@@ -46,11 +46,16 @@ class Engine(Protocol):
     path : str
         Requests are posted there.
     most_items : int
-        Items of a batch, and of a request.
+        Of a request.
+    batch_items : int
+        At which a batch is full. A replica that takes all waiting requests at once has nothing to do while their
+        callers send new ones; so this is the smallest number that lets the model run at its full speed. Requests
+        with more items are cut into several.
     """
 
     path: str
     most_items: int
+    batch_items: int
 
     def read(self, request: Mapping[str, Any]) -> Sequence[Any]:
         """The items of a request, checked; at least one.

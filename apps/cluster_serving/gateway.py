@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from engine import Engine, RefusedError
@@ -73,6 +75,10 @@ class Gateway:
         self._answers.inc(tags={"status": str(response.status_code)})
         return response
 
+    async def process(self) -> int:
+        """The number of this process."""
+        return os.getpid()
+
     async def _answer(self, request: Request) -> Response:
         path = request.url.path.rstrip("/")
         if path == "/healthz":
@@ -87,9 +93,15 @@ class Gateway:
         items = engine.read(asked)
         if not 0 < len(items) <= engine.most_items:
             raise RefusedError(413, f"found {len(items)} items in a request, expected 1 to {engine.most_items}")
-        return _json(200, engine.write(asked, await self._results(replicas, items)))
+        return _json(200, engine.write(asked, await self._results(engine, replicas, items)))
 
-    async def _results(self, replicas: DeploymentHandle, items: Sequence[Any]) -> Sequence[Any]:
+    async def _results(self, engine: Engine, replicas: DeploymentHandle, items: Sequence[Any]) -> list[Any]:
+        """Results of all items; a request of several batches is spread over replicas."""
+        size = engine.batch_items
+        pieces = [items[begin : begin + size] for begin in range(0, len(items), size)]
+        return list(chain.from_iterable(await asyncio.gather(*(self._piece(replicas, piece) for piece in pieces))))
+
+    async def _piece(self, replicas: DeploymentHandle, items: Sequence[Any]) -> Sequence[Any]:
         for attempt in range(self._limits.repeats + 1):
             try:
                 return await replicas.answer.remote(items)

@@ -1,12 +1,17 @@
-"""Measure the service over HTTP against its replicas without HTTP, and count what is lost while replicas are killed.
+"""Measure the service over HTTP against its replicas without HTTP, and count what is lost while processes are killed.
 
 python apps/cluster_serving/measure.py
 python apps/cluster_serving/measure.py --sentences 1 --encoding base64
-python apps/cluster_serving/measure.py --kills 10 --json
+python apps/cluster_serving/measure.py --kills 3
+python apps/cluster_serving/measure.py --kills 3 --victims gateways --json
 """
 
 from __future__ import annotations
 
+# isort: off
+import app
+
+# isort: on
 import argparse
 import asyncio
 import base64
@@ -19,7 +24,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
-import app
 import numpy as np
 import ray
 from load import Load, Send, drive, until
@@ -90,7 +94,15 @@ class Contest:
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All figures, by name."""
+    """All figures, by name; the service is shut down then."""
+    try:
+        return await _measure(options)
+    finally:
+        # In the loop in which its handles were used, while that loop runs.
+        await serve.shutdown_async()
+
+
+async def _measure(options: argparse.Namespace) -> dict[str, Any]:
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(60)) as session:
         contest = Contest(session, options)
@@ -124,8 +136,8 @@ def _summary(turns: Sequence[Load], sentences: int) -> dict[str, Any]:
 
 
 async def _kills(contest: Contest, options: argparse.Namespace) -> dict[str, Any]:
-    """Kill a replica under load, wait until it is replaced, and again."""
-    killing = asyncio.create_task(_kill_replicas(options))
+    """Kill a process under load, wait until it is replaced, and again."""
+    killing = asyncio.create_task(_kill(options))
     load = await drive(contest.by_http_compared, options.callers, lambda: not killing.done())
     return {
         "killed": await killing,
@@ -138,25 +150,28 @@ async def _kills(contest: Contest, options: argparse.Namespace) -> dict[str, Any
     }
 
 
-async def _kill_replicas(options: argparse.Namespace) -> int:
-    replicas, dead = app.replicas_of(options.engine), set()
+async def _kill(options: argparse.Namespace) -> int:
+    gateways = options.victims == "gateways"
+    handle = app.gateways() if gateways else app.replicas_of(options.engine)
+    count = options.gateways if gateways else options.replicas
+    dead: set[int] = set()
     random = np.random.default_rng(0)
     for _ in range(options.kills):
         await asyncio.sleep(options.seconds * random.random())  # at any time of a batch
-        alive = await _processes(replicas, options.replicas, dead)
+        alive = await _processes(handle, count, dead)
         victim = alive[int(random.integers(len(alive)))]
         os.kill(victim, signal.SIGKILL)
         dead.add(victim)
-    await _processes(replicas, options.replicas, dead)
+    await _processes(handle, count, dead)
     return len(dead)
 
 
-async def _processes(replicas: Any, count: int, dead: set[int]) -> list[int]:
-    """The numbers of all replicas' processes, as soon as there are so many that are not known to be dead."""
+async def _processes(handle: Any, count: int, dead: set[int]) -> list[int]:
+    """The numbers of a deployment's processes, as soon as there are so many that are not known to be dead."""
     alive: set[int] = set()
     while len(alive) < count:
         try:
-            alive |= {await replicas.process.remote()} - dead
+            alive |= {await handle.process.remote()} - dead
         except ray.exceptions.RayActorError:
             pass  # this one had just been killed
     return sorted(alive)
@@ -185,7 +200,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         app.start([options.engine], settings, "127.0.0.1", PORT)
         found = asyncio.run(measure(options))
     finally:
-        serve.shutdown()
         ray.shutdown()
     if options.json:
         print(json.dumps(found))
@@ -196,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.kills:
             kills = found["kills"]
             screen.print(
-                f"{kills['killed']} replicas killed: {kills['lost']} of {kills['requests']} requests lost, "
+                f"{kills['killed']} {options.victims} killed: {kills['lost']} of {kills['requests']} requests lost, "
                 f"p99 {kills['p99_ms']:.0f} ms, longest {kills['longest_ms']:.0f} ms"
             )
             screen.print(str(kills["endings"]), markup=False)
@@ -213,10 +227,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--callers", type=int, default=16, help="that each keep a connection (default 16)")
     parser.add_argument("--encoding", choices=("float", "base64"), default="float", help="of embeddings in answers")
     parser.add_argument("--replicas", type=int, default=2, help="of one thread each (default 2)")
-    parser.add_argument("--gateways", type=int, default=1, help="processes that read and write HTTP (default 1)")
+    parser.add_argument("--gateways", type=int, default=2, help="processes that read and write HTTP (default 2)")
     parser.add_argument("--seconds", type=float, default=4, help="of a turn, and at most between two kills (default 4)")
     parser.add_argument("--rounds", type=int, default=4, help="turns of each way (default 4)")
-    parser.add_argument("--kills", type=int, default=0, help="replicas to kill under load afterwards")
+    parser.add_argument("--kills", type=int, default=0, help="processes to kill under load afterwards (default 0)")
+    parser.add_argument("--victims", choices=("replicas", "gateways"), default="replicas", help="what is killed")
     parser.add_argument("--json", action="store_true", help="all figures as JSON")
     parser.add_argument("--smoke", action="store_true", help="a moment of load and one kill: does the command work?")
     options = parser.parse_args(arguments)

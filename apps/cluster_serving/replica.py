@@ -33,19 +33,26 @@ class Replica:
     engine : Engine
         What to load.
     wait_s : float
-        How long a batch waits for more requests, in seconds. With 0 a batch is what came while the last one ran.
+        How long a batch waits for more requests, in seconds, also while another one runs.
     """
 
     def __init__(self, engine: Engine, wait_s: float = 0.0) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._full = engine.batch_items
         self._model = self._thread.submit(engine.load).result()
         self._items = metrics.Histogram("cluster_serving_batch_items", "Items of a batch", boundaries=ITEMS)
-        self.answer.set_max_batch_size(engine.most_items)  # type: ignore[attr-defined]
-        self.answer.set_batch_wait_timeout_s(wait_s)  # type: ignore[attr-defined]
+        self._batch.set_max_batch_size(engine.batch_items)  # type: ignore[attr-defined]
+        self._batch.set_batch_wait_timeout_s(wait_s)  # type: ignore[attr-defined]
+
+    async def answer(self, items: Sequence[Any]) -> Sequence[Any]:
+        """The results of a request's items, at most as many as fill a batch."""
+        if len(items) > self._full:  # Ray Serve would refuse it, and never answer the others of its batch
+            raise ValueError(f"found {len(items)} items, expected at most {self._full}")
+        return await self._batch(items)  # type: ignore[arg-type]
 
     @serve.batch(batch_size_fn=items_of)
-    async def answer(self, requests: list[Sequence[Any]]) -> list[Sequence[Any]]:
-        """The results of a request's items. Callers pass one request; Ray Serve collects several into a list."""
+    async def _batch(self, requests: list[Sequence[Any]]) -> list[Sequence[Any]]:
+        # Ray Serve collects several requests into a list.
         self._items.observe(items_of(requests))
         results = await self._in_thread(self._model.run, list(chain.from_iterable(requests)))
         ends = accumulate((len(request) for request in requests), initial=0)
