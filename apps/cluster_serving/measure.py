@@ -194,7 +194,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     options.engine = Embedder()
     options.engine.compile()
-    ray.init(num_cpus=options.replicas, include_dashboard=False, log_to_driver=False, logging_level="warning")
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "warning"}
+    # A cluster of its own, whatever runs beside it.
+    ray.init("local", num_cpus=options.replicas, **quiet)
     try:
         settings = app.Settings(replicas=options.replicas, gateways=options.gateways)
         app.start([options.engine], settings, "127.0.0.1", PORT)

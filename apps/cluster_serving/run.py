@@ -76,7 +76,7 @@ def _connect(options: argparse.Namespace) -> None:
         return
     # A CPU for each replica, whatever this machine has: more replicas than cores share them.
     ray.init(
-        num_cpus=options.replicas, include_dashboard=False, _metrics_export_port=options.metrics_port, **quiet
+        "local", num_cpus=options.replicas, include_dashboard=False, _metrics_export_port=options.metrics_port, **quiet
     )
 
 

@@ -1,4 +1,4 @@
-"""Serving without a cluster: requests are read and refused, batches are gathered, what died with a replica is repeated."""
+"""Serving without a cluster: requests are read, refused, gathered into batches, and repeated when a replica dies."""
 
 from __future__ import annotations
 

@@ -114,12 +114,12 @@ def test_more_requests_than_the_queue_holds_are_refused(server):
             async def send(number):
                 async with session.post(f"{URL}/embed", data=body) as answer:
                     content = await answer.json()
-                    return "ok" if answer.status == 200 else f"{answer.status} {content['error'][:26]}"
+                    return "ok" if answer.status == 200 else f"{answer.status} {content['error'][:22]}"
 
             return await drive(send, 250, lambda: next(left, False))
 
     endings = asyncio.run(attack()).endings
-    assert set(endings) == {"ok", "503 too many requests wait: "[:30]}
+    assert set(endings) == {"ok", "503 too many requests wait"}
     assert endings["ok"] >= 64
 
 
@@ -128,6 +128,8 @@ def test_nothing_is_lost_while_processes_are_killed(victims):
     command = [sys.executable, APP / "measure.py", "--smoke", "--kills", "1", "--victims", victims, "--json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "TVM_NUM_THREADS": "1"}
     environment.pop("RELAX_HETERO_CACHE", None)
+    # The other service of this file has the usual ports.
+    environment |= {"RAY_SERVE_HAPROXY_METRICS_PORT": "9121", "RAY_SERVE_HAPROXY_STATS_PORT": "8424"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
