@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 import weakref
@@ -22,6 +23,7 @@ from ..vm.queue.queued_calls import CallsInFlight
 from .actors import Actors
 from .bindings import bind_hosts
 from .calls import ClusterCall, bind, result_of
+from .compiled_program import load_program
 from .parts import pack
 from .program import hosts_needed, program_of
 from .ray_here import ray_here
@@ -48,7 +50,7 @@ class Cluster:
     ----------
     program : tvm.IRModule or Program
         A module whose vdevices are on hosts (``vdevices=["a/llvm", "b/cuda:0"]``), at any stage before it is lowered;
-        each host compiles its part. Or what each host runs, and the plans of the functions.
+        each host compiles its part. Or the folder of a program that `rh.cluster.compile` wrote, or a program.
     hosts : mapping
         For each host of the program where it runs, by options of Ray's actors: ``resources`` (``{"gpu_box": 1}``),
         ``label_selector``, ``node`` (an address or a node's id), ``num_cpus`` (also the threads of its kernels),
@@ -88,6 +90,8 @@ class Cluster:
     ) -> None:
         self._replicas: list[Replica] = []
         self._is_closed = False
+        if isinstance(program, str | os.PathLike):
+            program = load_program(program)
         bindings = bind_hosts(hosts, hosts_needed(program))
         limit = _positive("in_flight", IN_FLIGHT_PER_HOST * len(bindings) if in_flight is None else in_flight)
         if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:

@@ -77,7 +77,7 @@ class HostNeeds:
         found = set(hosts_in(binding.var.ty))
         if isinstance(value, relax.Function) or _calls_closure(value):
             raise BuildError(
-                f"function {self._name!r}: {binding.var.name!r} is, or calls, a function inside of a function; expected "
+                f"function {self._name!r}: {binding.var.name!r} is, or calls, a function inside a function; expected "
                 "a module without closures where devices are on several hosts (relax.transform.LambdaLift makes one)"
             )
         if isinstance(value, relax.If):
