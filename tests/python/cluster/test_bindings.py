@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 import pytest
-from cluster.two_hosts import program
 
 import relax_hetero as rh
+from cluster.two_hosts import program
 from relax_hetero.cluster.bindings import bind_hosts
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm_ffi
-from cluster.two_hosts import First, Second, expected, program
 
 import relax_hetero as rh
+from cluster.two_hosts import First, Second, expected, program
 from relax_hetero.cluster import CALL, CallPlan, Program, Source, Step
 
 Make = Callable[..., Any]

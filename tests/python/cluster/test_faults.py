@@ -7,14 +7,13 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from cluster.two_hosts import expected, program
 
 import relax_hetero as rh
+from cluster.two_hosts import expected, program
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -156,8 +155,9 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     ray = pytest.importorskip("ray")
     if ray.is_initialized():
         ray.shutdown()
-    from cluster.conftest import PATHS
     from ray.cluster_utils import Cluster
+
+    from cluster.conftest import PATHS
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(PATHS))
     nodes = Cluster(
