@@ -145,7 +145,7 @@ def fetched(values: Iterable[Any], get: Callable[[Any], Any]) -> list[Any]:
 
 
 def room_for(sizes: Iterable[int]) -> int:
-    """The room of a channel for a message of values of these sizes, in bytes; what is stored apart takes none."""
+    """The room of a channel for a message of values of these sizes in bytes; what goes through the store takes none."""
     found = list(sizes)
     return HEAD_BYTES + _VALUE_BYTES * len(found) + sum(size for size in found if size < STORED_BYTES)
 
