@@ -28,7 +28,7 @@ from ..transform.ir.rewriting import global_vars_in, relax_functions, typed
 from ..transform.partition.partition_by_host import HOST, PART_OF, partition_by_host
 from ..transform.placement.update_vdevice import succeed_vdevices
 from .call_plan import CallPlan, Program
-from .host_parts import read_part, talks_inside
+from .host_parts import read_part, talk_inside
 from .host_steps import cut_steps
 
 
@@ -75,10 +75,11 @@ def program_of_parts(mod: tvm.IRModule, hosts: Sequence[str], signatures: Mappin
     plans = {}
     for name, signature in signatures.items():
         parts = {str(func.attrs[HOST]): func for _, func in relax_functions(mod) if func.attrs.get(PART_OF) == name}
-        if any(talks_inside(mod, func) for func in parts.values()):
+        inside = next(filter(None, (talk_inside(mod, func) for func in parts.values())), None)
+        if inside is not None:
             raise BuildError(
-                f"function {name!r}: hosts exchange values inside of a branch, or in a function that it calls; "
-                "expected the branches of an If, and the functions that are called, on one host each"
+                f"function {name!r}: hosts exchange {inside}; expected the branches of an If, and each function that "
+                "is called, on one host"
             )
         read = {host: read_part(mod, host, parts[host]) for host in hosts if host in parts}
         inputs = len(next(iter(read.values())).params)

@@ -14,7 +14,7 @@ from ..transform.ir.blocks import renamed, used_vars
 from ..transform.ir.op_names import IN_PLACE
 from ..transform.ir.requirements import in_requirements, symbols_in
 from ..transform.ir.rewriting import global_vars_in, is_tensor_constant, op_name, typed, walk_bindings
-from ..transform.partition.partition_by_host import RECEIVE, SEND, SIZES_FIRST
+from ..transform.partition.partition_by_host import PART_OF, RECEIVE, SEND, SIZES_FIRST
 
 
 @dataclass
@@ -58,6 +58,16 @@ class HostPart:
         self.bindings.append(relax.VarBinding(var, value))
         return var
 
+    def shown(self, value: relax.Expr) -> relax.Var:
+        """The variable of a result: one that is work, or that enters the part; a size gets one."""
+        if not isinstance(value, relax.Var) or not self._has(value):
+            return self.add(value, "result")
+        self.free.discard(value)
+        return value
+
+    def _has(self, var: relax.Var) -> bool:
+        return var in self.params or var in self.receives or any(b.var.same_as(var) for b in self.bindings)
+
     def keep(self, var: relax.Var, made: relax.Var) -> None:
         """What arrives as `var` is the host's own `made`, or a copy of it on another device of the host."""
         del self.receives[var]
@@ -81,20 +91,25 @@ def read_part(mod: tvm.IRModule, host: str, func: relax.Function) -> HostPart:
     return _Reader(mod, host).read(func)
 
 
-def talks_inside(mod: tvm.IRModule, func: relax.Function) -> bool:
-    """Whether a part sends or receives inside of a branch, or in a function that it calls."""
+def talk_inside(mod: tvm.IRModule, func: relax.Function) -> str | None:
+    """What a part sends or receives inside of a branch, or in a function that it calls, in words; None if nothing."""
     outer = {binding.var for binding in walk_bindings(func.body, nested=False)}
     seen: set[tvm.ir.GlobalVar] = set()
-    pending: list[relax.Function] = [func]
+    pending = [(func, "a branch")]
     while pending:
-        for binding in walk_bindings(pending.pop().body):
-            if _talk(binding.value) and binding.var not in outer:
-                return True
-            for gv in global_vars_in(binding.value):
+        current, where = pending.pop()
+        for binding in walk_bindings(current.body):
+            value = binding.value
+            talk = _talk(value)
+            if talk is not None and binding.var not in outer:
+                sent = value.args[0] if talk == SEND and isinstance(value.args[0], relax.Var) else binding.var
+                return f"{sent.name!r} inside of {where}"
+            for gv in global_vars_in(value):
                 if gv not in seen and isinstance(mod.functions.get(gv), relax.Function):
                     seen.add(gv)
-                    pending.append(mod.functions[gv])
-    return False
+                    callee = mod.functions[gv]
+                    pending.append((callee, f"function {str(callee.attrs.get(PART_OF, gv.name_hint))!r}"))
+    return None
 
 
 class _Reader:
