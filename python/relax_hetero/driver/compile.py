@@ -22,7 +22,7 @@ from ..artifact.cache_folder import CacheFolder
 from ..artifact.memory_plan import MemoryPlan
 from ..artifact.metadata import DeviceSpec, DispatchSpec, Metadata
 from ..errors import BuildError, HeteroError
-from ..target.hosts import hosts_of
+from ..target.hosts import hosts_of, is_native
 from ..target.native_target import native
 from ..target.vdevice import VDevice, VDeviceSpec, device_name, host_vdevice, vdevice_index, vdevices_of, with_vdevices
 from ..transform.encode.accuracies import with_accuracy
@@ -275,7 +275,7 @@ def _warn_if_generic(vdevices: list[relax.VDevice]) -> None:
     generic = [
         device_name(vdevice, vdevices)
         for vdevice in vdevices
-        if vdevice.target.kind.name == "llvm" and "mcpu" not in vdevice.target.attrs
+        if vdevice.target.kind.name == "llvm" and "mcpu" not in vdevice.target.attrs and not is_native(vdevice.target)
     ]
     if generic:
         _log.warning(
