@@ -58,6 +58,16 @@ class HostPart:
         self.bindings.append(relax.VarBinding(var, value))
         return var
 
+    def shown(self, value: relax.Expr) -> relax.Var:
+        """The variable of a result: one that is work, or that enters the part; a size gets one."""
+        if not isinstance(value, relax.Var) or not self._has(value):
+            return self.add(value, "result")
+        self.free.discard(value)
+        return value
+
+    def _has(self, var: relax.Var) -> bool:
+        return var in self.params or var in self.receives or any(b.var.same_as(var) for b in self.bindings)
+
     def keep(self, var: relax.Var, made: relax.Var) -> None:
         """What arrives as `var` is the host's own `made`, or a copy of it on another device of the host."""
         del self.receives[var]
@@ -85,10 +95,10 @@ def talks_inside(mod: tvm.IRModule, func: relax.Function) -> bool:
     """Whether a part sends or receives inside of a branch, or in a function that it calls."""
     outer = {binding.var for binding in walk_bindings(func.body, nested=False)}
     seen: set[tvm.ir.GlobalVar] = set()
-    pending: list[relax.Function] = [func]
+    pending = [func]
     while pending:
         for binding in walk_bindings(pending.pop().body):
-            if _talk(binding.value) and binding.var not in outer:
+            if _talk(binding.value) is not None and binding.var not in outer:
                 return True
             for gv in global_vars_in(binding.value):
                 if gv not in seen and isinstance(mod.functions.get(gv), relax.Function):

@@ -230,15 +230,8 @@ class _Cutter:
         for (host, part), value in zip(self._parts.items(), results, strict=True):
             if isinstance(value.ty, relax.ShapeType) and int(value.ty.ndim) == 0:
                 continue  # it is elsewhere
-            if isinstance(value, relax.Var) and value not in part.free:
-                return host, value
-            return host, part.add(value, "result") if not isinstance(value, relax.Var) else self._shown(part, value)
+            return host, part.shown(value)
         return ()
-
-    def _shown(self, part: HostPart, var: relax.Var) -> relax.Var:
-        """A free variable that the caller wants, as work."""
-        part.free.discard(var)
-        return var
 
     def _leaves(self, result: Any) -> list[Place]:
         if len(result) == 2 and isinstance(result[0], str):

@@ -22,7 +22,7 @@ from ..artifact.cache_folder import CacheFolder
 from ..artifact.memory_plan import MemoryPlan
 from ..artifact.metadata import DeviceSpec, DispatchSpec, Metadata
 from ..errors import BuildError, HeteroError
-from ..target.hosts import hosts_of
+from ..target.hosts import hosts_of, is_native
 from ..target.native_target import native
 from ..target.vdevice import VDevice, VDeviceSpec, device_name, host_vdevice, vdevice_index, vdevices_of, with_vdevices
 from ..transform.encode.accuracies import with_accuracy
@@ -30,7 +30,7 @@ from ..transform.ir.findings import findings_of
 from ..transform.ir.kernels import bytes_of, call_vdevice, called_prim_func, operations_of, ops_of, precision_of
 from ..transform.ir.module_attrs import COMMANDS, STRICT, is_lowered
 from ..transform.ir.nesting import check_nesting
-from ..transform.ir.rewriting import relax_functions, walk_bindings
+from ..transform.ir.rewriting import relax_functions, walk_bindings, with_distinct_sizes
 from ..transform.lower.lower_to_vm import LowerToVM
 from ..transform.lower.note_memory import memory_of
 from ..transform.partition.form_schedules import schedules_of
@@ -169,7 +169,7 @@ def prepared(
         mod = with_donated(mod, donate)
     if checks == "strict":
         mod = mod.with_attr(STRICT, True)
-    mod = with_accuracy(mod, accuracy, caller)
+    mod = with_distinct_sizes(with_accuracy(mod, accuracy, caller))
     _warn_if_generic(vdevices_of(mod))
     return mod
 
@@ -275,7 +275,7 @@ def _warn_if_generic(vdevices: list[relax.VDevice]) -> None:
     generic = [
         device_name(vdevice, vdevices)
         for vdevice in vdevices
-        if vdevice.target.kind.name == "llvm" and "mcpu" not in vdevice.target.attrs
+        if vdevice.target.kind.name == "llvm" and "mcpu" not in vdevice.target.attrs and not is_native(vdevice.target)
     ]
     if generic:
         _log.warning(

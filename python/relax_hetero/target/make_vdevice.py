@@ -122,9 +122,10 @@ def _parse_entry(spec: VDeviceEntry, taken: dict[tuple[str | None, int], set[int
     host: str | None = None
     kind: str | None = None
     number: int | None = None
+    if isinstance(spec, str) and not spec.startswith("{") and not _is_tag(spec):
+        host, spec = split_host(spec)
     if isinstance(spec, str) and not spec.startswith("{"):
-        host, named = (None, spec) if _is_tag(spec) else split_host(spec)
-        kind, number = _split_number(named)
+        kind, number = _split_number(spec)
     if kind is not None and kind in device_kinds():
         target = native(kind, number or 0) if host is None else Target(kind)
     else:

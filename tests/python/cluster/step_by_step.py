@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -75,10 +75,17 @@ def assert_same_bits(found: Any, wanted: Any) -> None:
         assert type(found) is type(wanted) and found == wanted
 
 
+def cut(mod: tvm.IRModule, params: Mapping[str, Any] | None = None) -> Program:
+    """The program of a module over hosts, its plans checked."""
+    program = cut_module(mod, params)
+    for name in program.functions:
+        check_plan(program, name)
+    return program
+
+
 def check_same(mod: tvm.IRModule, calls: Sequence[Sequence[Any]], name: str = "main") -> Program:
     """Cut a module by hosts, and compare its steps with the same cut in one process; the program."""
-    program = cut_module(mod)
-    check_plan(program, name)
+    program = cut(mod)
     steps, whole = StepByStep(program), in_one_process(mod)
     for args in calls:
         assert_same_bits(steps(name, *args), plain(whole[name](*args)))

@@ -59,11 +59,12 @@ class HostNeeds:
     participants: Mapping[tvm.ir.GlobalVar, Hosts]
     evaluations: dict[relax.Var, Evaluation] = field(default_factory=dict)
     _found: dict[relax.Var, tuple[relax.Var, ...]] = field(default_factory=dict)
+    _working: set[str] = field(default_factory=set)
     _name: str = ""
 
     def add(self, gv: tvm.ir.GlobalVar, func: relax.Function) -> None:
         """Note the evaluations of a function's bindings."""
-        self._name = gv.name_hint
+        self._name, self._working = gv.name_hint, set()
         given = set(sizes_given(func))
         self._find_sizes(func.body, set(given))
         hosts = self.participants[gv]
@@ -126,6 +127,8 @@ class HostNeeds:
                 hosts = self._checked_on(value, needs, given)
             elif not hosts:
                 hosts, wanting = wanting, ()
+            elif isinstance(value, (relax.Call, relax.If)):
+                self._working |= set(hosts)
             sent_to = tuple(host for host in wanting if host not in hosts)
             self.evaluations[var] = Evaluation(hosts, sent_to, found)
             if sent_to and any(isinstance(ty, relax.ObjectType) for ty in _leaves(var.ty)):
@@ -164,10 +167,13 @@ class HostNeeds:
             needs[host] |= sizes
 
     def _checked_on(self, value: relax.Call, needs: Needs, given: set[relax.Var]) -> Hosts:
-        """The hosts that check a requirement: all, each before its own work, or those that know its sizes."""
+        """The hosts that check a requirement: those that know its sizes and work behind it, each before its own work.
+
+        One that knows them where none of these works, and the first where none knows them.
+        """
         sizes = set(symbols_in(value)) - given
         knowing = tuple(host for host in needs if sizes <= needs[host])
-        return knowing or (next(iter(needs)),)
+        return tuple(host for host in knowing if host in self._working) or knowing[:1] or (next(iter(needs)),)
 
 
 def participants_of(mod: tvm.IRModule, functions: Iterable[tuple[tvm.ir.GlobalVar, relax.Function]]) -> dict:

@@ -379,40 +379,53 @@ def test_a_call_is_made_by_each_host_of_the_function():
     check(Before, Expected)
 
 
-def test_a_requirement_is_checked_by_each_host_that_uses_its_sizes():
+def test_a_requirement_is_checked_by_each_host_that_works_behind_it():
     @I.ir_module
     class Before:
         I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
 
         @R.function
-        def main(x: R.Tensor(("n",), "float32", "a/llvm:0"), y: R.Tensor(("n",), "float32", "b/llvm:0")) -> R.Tensor(
-            ("n",), "float32", "b/llvm:0"
+        def main(x: R.Tensor(("n",), "float32", "a/llvm:0"), y: R.Tensor(("n",), "float32", "b/llvm:0")) -> R.Tuple(
+            R.Tensor(("n",), "float32", "a/llvm:0"), R.Tensor(("n",), "float32", "b/llvm:0")
         ):
             n = T.int64()
             _ = R.hetero.require(n > 3, "n is larger")
             z = R.exp(y)
-            return z
+            _ = R.hetero.require(n > 4, "n is even larger")
+            w = R.exp(z)
+            v = R.exp(x)
+            _ = R.hetero.require(n < 9, "n is not too large")
+            u = R.exp(w)
+            return (v, u)
 
     @I.ir_module
     class Expected:
         I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
 
         @R.function
-        def main_a(x: R.Tensor(("n",), "float32", "a/llvm:0"), y: R.Shape(ndim=0)) -> R.Shape(ndim=0):
+        def main_a(x: R.Tensor(("n",), "float32", "a/llvm:0"), y: R.Shape(ndim=0)) -> R.Tuple(
+            R.Tensor(("n",), "float32", "a/llvm:0"), R.Shape(ndim=0)
+        ):
             n = T.int64()
             R.func_attr({"relax_hetero.host": "a", "relax_hetero.part_of": "main"})
             _ = R.hetero.require(n > 3, "n is larger")
-            return R.shape([])
+            _ = R.hetero.require(n > 4, "n is even larger")
+            v = R.exp(x)
+            return (v, R.shape([]))
 
         @R.function
-        def main_b(x: R.Shape(ndim=0), y: R.Tensor(("n",), "float32", "b/llvm:0")) -> R.Tensor(
-            ("n",), "float32", "b/llvm:0"
+        def main_b(x: R.Shape(ndim=0), y: R.Tensor(("n",), "float32", "b/llvm:0")) -> R.Tuple(
+            R.Shape(ndim=0), R.Tensor(("n",), "float32", "b/llvm:0")
         ):
             n = T.int64()
             R.func_attr({"relax_hetero.host": "b", "relax_hetero.part_of": "main"})
             _ = R.hetero.require(n > 3, "n is larger")
             z = R.exp(y)
-            return z
+            _ = R.hetero.require(n > 4, "n is even larger")
+            w = R.exp(z)
+            _ = R.hetero.require(n < 9, "n is not too large")
+            u = R.exp(w)
+            return (R.shape([]), u)
 
     check(Before, Expected)
 
@@ -446,7 +459,7 @@ def test_a_closure_is_refused():
             return w
 
     message = refused(Before)
-    assert "'main'" in message and "'w'" in message and "without closures" in message
+    assert "'main'" in message and "'w'" in message and "no closures" in message
 
 
 def test_a_value_without_a_device_is_refused():
