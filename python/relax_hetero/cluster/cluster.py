@@ -272,7 +272,7 @@ class Cluster:
 
     def _reserve(self) -> Replica | None:
         with self._lock:
-            free = [one for one in self._replicas if one.is_ready and one.under_way < self._limit]
+            free = [one for one in self._replicas if one.is_ready and one.under_way < one.limit]
             replica = min(free, key=lambda one: one.under_way, default=None)
             if replica is not None:
                 replica.under_way += 1

@@ -77,10 +77,20 @@ class HostMachine:
         rooms: Of the channels of each route, in bytes; 0 where messages are arguments of actor calls.
         in_flight: How many calls are under way at most.
         """
+        from .graph import set_room
+
         with self._lock:
             self._routes, self._rooms, self._in_flight = routes, rooms, in_flight
             self._kept.clear()
             self._sent.clear()
+        set_room(max(rooms))
+        return True
+
+    def settle(self) -> bool:
+        """Remove the names of this process's semaphores, which all that share them have opened by now."""
+        from .semaphores import own_semaphores, remove
+
+        remove(own_semaphores())
         return True
 
     def step(self, route: int, number: int, *messages: Message) -> Any:
@@ -92,10 +102,12 @@ class HostMachine:
         -------
         Message, or tuple of Message: For each target of the slot.
         """
-        from .wire import Failure, Message
+        from .wire import PROBE, Failure, Message
 
         function, call = messages[0].function, messages[0].call
         slot = self._routes[route].slots[number]
+        if function == PROBE:
+            return messages[0] if len(slot.targets) == 1 else (messages[0],) * len(slot.targets)
         kept = self._kept.get(call, {})
         made: list[Any] | Failure
         try:

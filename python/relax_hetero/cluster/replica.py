@@ -16,10 +16,14 @@ from .call_plan import CALL
 from .calls import ClusterCall
 from .graph import Graph
 from .route import END, Route
-from .wire import CHANNEL_BYTES, Message, fit, room_for
+from .wire import CHANNEL_BYTES, HEAD_BYTES, Message, fit, room_for
 
 # Seconds between looks at a graph that has no calls, and between tries to start hosts.
 _LOOK = 0.5
+# Bytes of a node's object store. Ray 2.60 keeps the memory of a channel for as long as a process that had it lives, so
+# that every graph costs the memory of its channels. Beyond this much, a replica's messages go through the store.
+_TAKEN_BYTES = 512 << 20
+_LITTLE_ROOM = 4 * HEAD_BYTES
 
 
 class ClosedError(HeteroError):
@@ -50,6 +54,7 @@ class Replica:
     Attributes
     ----------
     under_way: Calls, counted by whoever hands them out.
+    limit: How many it takes at once.
     problem: Why it is not ready; None where it is, or nothing is known.
     """
 
@@ -62,7 +67,7 @@ class Replica:
         in_flight: int,
         told: Told,
     ) -> None:
-        self.number, self.under_way = number, 0
+        self.number, self.under_way, self.limit = number, 0, in_flight
         self.problem: HeteroError | None = None
         self.is_ready = False
         self._ray, self._routes, self._in_flight, self._told = ray, tuple(routes), in_flight, told
@@ -72,6 +77,7 @@ class Replica:
         self._calls = 0
         self._graph: Graph | None = None
         self._room = 0
+        self._taken = 0
         self._is_suspect = False
         self._results: queue.SimpleQueue[tuple[ClusterCall, list[Any]] | None] = queue.SimpleQueue()
         self._by_actor_calls: dict[ClusterCall, None] = {}
@@ -220,11 +226,16 @@ class Replica:
     def _connect(self) -> None:
         """Start the hosts that are not ready, and compile the graph over all of them."""
         self._actors.start()
-        self._room = self._room_of(self._routes[0])
+        self._room = self._affordable(self._routes[0])
         handles = self._actors.handles
         rooms = (self._room, *(0 for _ in self._routes[1:]))
         told = [actor.connect.remote(self._routes, rooms, self._in_flight) for actor in handles.values()]
         self._ray.get(told)
+        here = self._ray.get_runtime_context().get_node_id()
+        if any(state.facts["node"] != here for state in self._actors.states.values()):
+            # A channel to another node holds one message, and a thread that waits to write holds Python's lock. So many
+            # find room in channels and hosts though nobody reads the results.
+            self.limit = min(self._in_flight, 2 * len(self._routes[0].slots) + 1)
         self._graph = Graph(self._ray, handles, self._routes[0], 0, self._room, self._in_flight)
         self.problem, self.is_ready = None, True
 
@@ -233,18 +244,26 @@ class Replica:
         if graph is not None and not graph.close():
             self._actors.find_dead()
 
+    def _affordable(self, route: Route) -> int:
+        """The room of channels: what messages need, or little, where earlier graphs have taken much."""
+        channels = sum(len(slot.targets) for slot in route.slots) + len(route.entries)
+        room = self._room_of(route)
+        if self._taken + channels * self._in_flight * room > _TAKEN_BYTES:
+            room = _LITTLE_ROOM
+        self._taken += channels * self._in_flight * room
+        return room
+
     def _room_of(self, route: Route) -> int:
         """Room for the largest message between slots, where all sizes are known."""
-        found = [CHANNEL_BYTES // 8]
+        found = [HEAD_BYTES]
         states = self._actors.states
         for slot in route.slots:
             for visit in slot.visits.values():
                 inputs, outputs = states[slot.host].sizes.get(visit.function, ((), ()))
-                sizes = [*inputs, *outputs]
-                if None in sizes:
+                if None in (*inputs, *outputs):
                     found.append(CHANNEL_BYTES)
-                found.append(room_for([size for size in inputs if size]))
-                found += [room_for([outputs[index] or 0 for index in sent]) for sent in visit.sends]
+                found.append(room_for(size or 0 for size in inputs))
+                found += [room_for(outputs[index] or 0 for index in sent) for sent in visit.sends]
         return max(found)
 
     def _pause(self, seconds: float) -> None:
