@@ -10,6 +10,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .host_links import HostLinks
     from .parts import PackedPart
     from .route import Route, Slot, Visit
     from .wire import Failure, Message
@@ -29,6 +30,7 @@ class HostMachine:
             os.environ["TVM_NUM_THREADS"] = str(threads)
         self._host = host
         self._machine: Any = None
+        self._links: HostLinks | None = None
         self._routes: tuple[Route, ...] = ()
         self._rooms: tuple[int, ...] = ()
         self._in_flight = 1
@@ -60,11 +62,13 @@ class HostMachine:
         try:
             from ..vm.machine import VirtualMachine
             from .facts import check_memory, sizes_of
+            from .host_links import HostLinks
             from .parts import unpack
 
             executable = unpack(part, ray.get)
             check_memory(executable)
             self._machine = VirtualMachine(executable)
+            self._links = HostLinks(self._host, self._machine)
             return sizes_of(self._machine.executable)
         except Exception as error:
             return self._failure(error)
@@ -83,8 +87,13 @@ class HostMachine:
             self._routes, self._rooms, self._in_flight = routes, rooms, in_flight
             self._kept.clear()
             self._sent.clear()
+        self.on_links("drop")
         set_room(max(rooms))
         return True
+
+    def on_links(self, request: str, *given: Any) -> Any:
+        """Have the links of this host do what a method of `HostLinks` does; nothing before its part is loaded."""
+        return None if self._links is None else getattr(self._links, request)(*given)
 
     def settle(self) -> bool:
         """Remove the names of this process's semaphores, which all that share them have opened by now."""
@@ -108,6 +117,7 @@ class HostMachine:
         slot = self._routes[route].slots[number]
         if function == PROBE:
             return messages[0] if len(slot.targets) == 1 else (messages[0],) * len(slot.targets)
+        messages = tuple(message._replace(values=self.on_links("arrived", message.values)) for message in messages)
         kept = self._kept.get(call, {})
         made: list[Any] | Failure
         try:
@@ -119,8 +129,12 @@ class HostMachine:
             sent = [Message(function, call, made)] * len(slot.targets)
         else:
             values = made
-            sends = slot.visits[function].sends
-            sent = [Message(function, call, self._fit(route, call, [values[i] for i in found])) for found in sends]
+            sends = zip(slot.targets, slot.visits[function].sends, strict=True)
+            sent = [
+                Message(function, call, self._fit(route, call, self._leaving(route, number, target, function, found)))
+                for target, found in ((target, [values[i] for i in chosen]) for target, chosen in sends)
+            ]
+            self.on_links("post")
         return sent[0] if len(sent) == 1 else tuple(sent)
 
     def _made(self, slot: Slot, visit: Visit, messages: tuple[Message, ...], kept: dict[int, Any]) -> Any:
@@ -144,7 +158,10 @@ class HostMachine:
             _argument(arrived[source][index], owns) if source in arrived else kept[source][index]
             for source, index in visit.arguments
         ]
+        if owns:
+            self.on_links("finish")
         result = self._machine.call(visit.function, tuple(arguments))
+        self.on_links("check")
         return list(result) if signature.output_is_tuple else [result]
 
     def _keep(self, slot: Slot, number: int, call: int, visit: Visit, made: Any) -> None:
@@ -156,6 +173,11 @@ class HostMachine:
             self._kept.setdefault(call, {})[number] = made
         elif visit.keeps:
             self._kept.setdefault(call, {})[number] = {index: made[index] for index in visit.keeps}
+
+    def _leaving(self, route: int, number: int, target: int, function: str, values: list[Any]) -> list[Any]:
+        """Results for a target, with those that go by links announced only; these are for graphs alone."""
+        found: list[Any] = values if route else self.on_links("leaving", (number, target), function, values)
+        return found
 
     def _fit(self, route: int, call: int, values: list[Any]) -> tuple[Any, ...]:
         import ray
