@@ -32,7 +32,8 @@ class GpuFacts:
     ----------
     problem: Why it can have none; empty where it can.
     gpus: By number of a GPU in its process, which one of all machines that is.
-    inputs, outputs: By function, the numbers of the GPUs of its inputs and results; None for what is on no GPU.
+    inputs, outputs: By function, the numbers of the GPUs of its inputs and results; None for what is on no GPU. Empty
+        where the host has no GPUs.
     """
 
     problem: str = ""
@@ -167,11 +168,13 @@ def _between(
 ) -> dict[tuple[int, int], dict[str, tuple[int, ...]]]:
     """By GPUs of both ends, then by function, the places in the message of what both have on these GPUs."""
     sender, receiver = route.slots[source], route.slots[target]
+    if not facts[sender.host].outputs or not facts[receiver.host].inputs:
+        return {}  # a host without GPUs has nothing to say
     found: dict[tuple[int, int], dict[str, tuple[int, ...]]] = {}
     for function, visit in sender.visits.items():
-        outputs = facts[sender.host].outputs.get(visit.function, ())
+        outputs = facts[sender.host].outputs[visit.function]
         taken = receiver.visits[function]
-        inputs = facts[receiver.host].inputs.get(taken.function, ())
+        inputs = facts[receiver.host].inputs[taken.function]
         for place, index in enumerate(visit.sends[sender.targets.index(target)]):
             readers = {inputs[i] for i, wanted in enumerate(taken.arguments) if wanted == (source, place)}
             gpus = outputs[index], next(iter(readers), None)

@@ -12,11 +12,13 @@ import pytest
 import tvm
 
 import relax_hetero as rh
+from cluster.two_hosts import First, Second, program
 from relax_hetero.cluster import CALL, CallPlan, Source, Step, host_links
 from relax_hetero.cluster.host_links import HostLinks
+from relax_hetero.cluster.host_machine import HostMachine
 from relax_hetero.cluster.links import GpuFacts, Link, OnLink, connect_links, cut_links, plan_links
-from relax_hetero.cluster.route import Route, routes_of
-from relax_hetero.cluster.wire import Failure, encode, fit
+from relax_hetero.cluster.route import END, Route, routes_of
+from relax_hetero.cluster.wire import Failure, Message, encode, fit
 from relax_hetero.vm.device.tensors import from_numpy
 
 HOST = tvm.runtime.device("cpu", 0)
@@ -56,6 +58,12 @@ def test_each_two_gpus_have_a_link() -> None:
 @pytest.mark.parametrize(("outputs", "inputs"), [((None,) * 3, (0,) * 3), ((0,) * 3, (None,) * 3)])
 def test_what_is_on_a_cpu_at_one_end_goes_through_host_memory(outputs: Any, inputs: Any) -> None:
     assert plan_links(CHAIN, _facts(outputs, inputs)) == ([], {})
+
+
+def test_hosts_without_gpus_have_no_links() -> None:
+    assert plan_links(CHAIN, {"a": GpuFacts(), "b": GpuFacts()}) == ([], {})
+    facts = _facts((0, 0, 0), (0, 0, 0))
+    assert plan_links(CHAIN, {**facts, "a": GpuFacts()}) == plan_links(CHAIN, {**facts, "b": GpuFacts()}) == ([], {})
 
 
 def test_readers_on_several_devices_get_a_tensor_through_host_memory() -> None:
@@ -239,3 +247,66 @@ def test_links_are_made_anew_after_a_host_died(hosts: Any) -> None:
     message = tuple(links["a"].leaving((0, 1), "main", [_tensors()[index] for index in order]))
     links["a"].post()
     assert len(links["b"].arrived(message)) == 3
+
+
+@pytest.fixture
+def machines(hosts: Any) -> tuple[Wires, dict[str, HostMachine], Route]:
+    """Two hosts that run the modules of `two_hosts`, whose tensors are said to be on GPUs."""
+    pytest.importorskip("ray")
+    wires, _ = hosts
+    route = next(route for route in routes_of(program().functions) if "main" in route.sent)
+    facts = {
+        "a": GpuFacts(gpus={0: "here"}, inputs={"main_0": (0,)}, outputs={"main_0": (0, 0)}),
+        "b": GpuFacts(gpus={0: "there"}, inputs={"main_1": (0,)}, outputs={"main_1": (0,)}),
+    }
+    found = {}
+    for host, module in (("a", First), ("b", Second)):
+        machine = found[host] = HostMachine(host, 0)
+        machine._machine = rh.vm.VirtualMachine(rh.compile(module))
+        machine._links = HostLinks(host, machine._machine, lambda gpu, host=host: wires.end(host))  # type: ignore[misc]
+        machine._links.facts = lambda host=host: facts[host]  # type: ignore[method-assign, misc]
+        machine._routes, machine._rooms = (route,), (1 << 20,)
+    actors = {host: _actor(machine._links) for host, machine in found.items()}
+    assert connect_links(_Ray, actors, route) == {"a": {"b": "NCCL"}}
+    return wires, found, route
+
+
+def _message(call: int, value: Any) -> Message:
+    return Message("main", call, (value,))
+
+
+def test_steps_announce_what_they_send_and_take_what_is_announced(machines: Any) -> None:
+    wires, found, route = machines
+    for call in range(4):
+        x = np.full((2, 4), call, "float32")
+        sent = found["a"].step(0, 0, _message(call, x))
+        along, to_caller = (sent[route.slots[0].targets.index(target)] for target in (1, END))
+        assert [type(value) for value in along.values] == [OnLink]
+        assert along.values[0].sequence == call
+        np.testing.assert_array_equal(to_caller.values[0], x + 1)  # the caller has no GPU
+        result = found["b"].step(0, 1, pickle.loads(pickle.dumps(along)))
+        np.testing.assert_array_equal(result.values[0], 4 * x * x)
+    assert all(sent.empty() for sent in wires.queues.values())
+
+
+def test_a_step_that_fails_takes_what_is_announced_all_the_same(machines: Any, monkeypatch: Any) -> None:
+    wires, found, _ = machines
+    machine = found["b"]._machine
+    call = machine.call
+    monkeypatch.setattr(machine, "call", lambda *given: (_ for _ in ()).throw(rh.HeteroError("a kernel refuses")))
+    x = np.ones((2, 4), "float32")
+    result = found["b"].step(0, 1, found["a"].step(0, 0, _message(0, x))[0])
+    assert isinstance(result.values, Failure)
+    assert "a kernel refuses" in result.values.message
+    monkeypatch.setattr(machine, "call", call)
+    result = found["b"].step(0, 1, found["a"].step(0, 0, _message(1, x))[0])
+    np.testing.assert_array_equal(result.values[0], 4 * x)
+    assert all(sent.empty() for sent in wires.queues.values())
+
+
+def test_actor_calls_use_no_links(machines: Any) -> None:
+    """Their order is not that of a link."""
+    _, found, route = machines
+    found["a"]._routes, found["a"]._rooms = (route, route), (1 << 20, 0)
+    sent = found["a"].step(1, 0, _message(0, np.ones((2, 4), "float32")))
+    assert isinstance(sent[0].values[0], np.ndarray)
