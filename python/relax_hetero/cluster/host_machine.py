@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .call_plan import HostRun
+    from .host_links import HostLinks
     from .parts import PackedPart
     from .route import Route, Slot, Visit
     from .wire import Failure, Message
@@ -35,6 +36,7 @@ class HostMachine:
         self._wire: Any = None
         self._get: Any = None
         self._put: Any = None
+        self._links: HostLinks | None = None
         self._routes: tuple[Route, ...] = ()
         self._rooms: tuple[int, ...] = ()
         self._in_flight = 1
@@ -68,12 +70,14 @@ class HostMachine:
             from ..vm.machine import VirtualMachine
             from .conversations import Conversations
             from .facts import check_memory, sizes_of
+            from .host_links import HostLinks
             from .parts import unpack
 
             self._conversations = Conversations()
             executable = unpack(part, ray.get)
             check_memory(executable)
             self._machine = VirtualMachine(executable)
+            self._links = HostLinks(self._host, self._machine)
             return sizes_of(self._machine.executable)
         except Exception as error:
             return self._failure(error)
@@ -97,8 +101,13 @@ class HostMachine:
             self._routes, self._rooms, self._in_flight = routes, rooms, in_flight
             self._kept.clear()
             self._sent.clear()
+        self.on_links("drop")
         set_room(max(rooms))
         return True
+
+    def on_links(self, request: str, *given: Any) -> Any:
+        """Have the links of this host do what a method of `HostLinks` does; nothing before its part is loaded."""
+        return None if self._links is None else getattr(self._links, request)(*given)
 
     def settle(self) -> bool:
         """Remove the names of this process's semaphores, which all that share them have opened by now."""
@@ -121,6 +130,7 @@ class HostMachine:
         slot = self._routes[route].slots[number]
         if function == wire.PROBE:
             return messages[0] if len(slot.targets) == 1 else (messages[0],) * len(slot.targets)
+        messages = tuple(message._replace(values=self.on_links("arrived", message.values)) for message in messages)
         kept = self._kept.get(call, {})
         made: list[Any] | Failure
         try:
@@ -131,9 +141,11 @@ class HostMachine:
         if isinstance(made, wire.Failure):
             sent = [wire.Message(function, call, made)] * len(slot.targets)
         else:
-            values = made
-            sends = slot.visits[function].sends
-            sent = [wire.Message(function, call, self._fit(route, call, [values[i] for i in found])) for found in sends]
+            sent = []
+            for target, chosen in zip(slot.targets, slot.visits[function].sends, strict=True):
+                leaving = self._leaving(route, number, target, function, [made[index] for index in chosen])
+                sent.append(wire.Message(function, call, self._fit(route, call, leaving)))
+            self.on_links("post")
         return sent[0] if len(sent) == 1 else tuple(sent)
 
     def meet(self, peers: dict[str, Any]) -> bool:
@@ -181,7 +193,10 @@ class HostMachine:
             take(arrived[source][index]) if source in arrived else kept[source][index]
             for source, index in visit.arguments
         ]
+        if owns:
+            self.on_links("finish")
         result = self._machine.call(visit.function, tuple(arguments))
+        self.on_links("check")
         return list(result) if signature.output_is_tuple else [result]
 
     def _keep(self, slot: Slot, number: int, call: int, visit: Visit, made: Any) -> None:
@@ -192,6 +207,11 @@ class HostMachine:
             self._kept.setdefault(call, {})[number] = made
         elif visit.keeps:
             self._kept.setdefault(call, {})[number] = {index: made[index] for index in visit.keeps}
+
+    def _leaving(self, route: int, number: int, target: int, function: str, values: list[Any]) -> list[Any]:
+        """Results for a target, with those that go by links announced only; these are for graphs alone."""
+        found: list[Any] = values if route else self.on_links("leaving", (number, target), function, values)
+        return found
 
     def _fit(self, route: int, call: int, values: list[Any]) -> tuple[Any, ...]:
         wire = self._wire

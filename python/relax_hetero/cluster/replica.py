@@ -15,6 +15,7 @@ from .actors import Actors, first_line
 from .call_plan import CALL
 from .calls import ClusterCall
 from .graph import Graph
+from .links import Roads, connect_links, cut_links
 from .route import END, Route
 from .talk_calls import run_talk
 from .wire import CHANNEL_BYTES, HEAD_BYTES, Message, fit, room_for
@@ -93,6 +94,7 @@ class Replica:
         self._calls = self._talks = 0
         self._graph: Graph | None = None
         self._room = 0
+        self._roads: Roads = {}
         self._taken = 0
         self._is_suspect = False
         self._results: queue.SimpleQueue[tuple[ClusterCall, list[Any]] | None] = queue.SimpleQueue()
@@ -113,6 +115,7 @@ class Replica:
         return {
             host: {"state": state.state, "starts": state.starts}
             | {name: state.facts[name] for name in kept if name in state.facts}
+            | ({"to_gpus": self._roads[host]} if host in self._roads else {})
             for host, state in self._actors.states.items()
         }
 
@@ -259,6 +262,7 @@ class Replica:
         """Tell of the calls that were under way, start what died again, and compile the graph anew."""
         self.is_ready = self._is_suspect = False
         dead = self._actors.find_dead()
+        cut_links(self._ray, self._actors.handles)
         self._close_graph()  # before the lock: a thread that sends may wait for room in a channel
         with self._sending:
             while not self._results.empty():
@@ -296,6 +300,7 @@ class Replica:
         rooms = (self._room, *(0 for _ in self._routes[1:]))
         told = [actor.connect.remote(self._routes, rooms, self._in_flight) for actor in handles.values()]
         self._ray.get(told)
+        self._roads = connect_links(self._ray, handles, self._routes[0])
         here = self._ray.get_runtime_context().get_node_id()
         if any(state.facts["node"] != here for state in self._actors.states.values()):
             # A channel to another node holds one message, and a thread that waits to write holds Python's lock. So many
