@@ -39,8 +39,9 @@ from smoke import smoke  # noqa: E402
 import relax_hetero as rh  # noqa: E402
 from relax_hetero.cluster import wire  # noqa: E402
 from relax_hetero.cluster.gpu_link import RECEIVER, SENDER, GpuLink  # noqa: E402
-from relax_hetero.cluster.nccl import nccl_here  # noqa: E402
+from relax_hetero.cluster.nccl import nccl_here, require_nccl  # noqa: E402
 from relax_hetero.target.vdevice import with_vdevices  # noqa: E402
+from relax_hetero.vm.device.cuda_streams import Stream  # noqa: E402
 from relax_hetero.vm.device.memory_pools import departure  # noqa: E402
 from relax_hetero.vm.device.tensors import bytes_of, copy_into, copy_to, empty, from_array, on_host  # noqa: E402
 
@@ -266,26 +267,38 @@ def two_processes(options: Report) -> dict[int, Report]:
 # One GPU.
 
 
-def loop_rows(sizes: tuple[int, ...], rounds: int) -> list[tuple[int, float]]:
-    """For each size, seconds for a tensor of a link that leads back to its GPU."""
-    link = GpuLink(0)
+def loop_rows(sizes: tuple[int, ...], rounds: int) -> list[tuple[int, dict[str, float]]]:
+    """For each size, seconds for a tensor that leads back to its GPU: by a link, and by the calls of NCCL alone."""
+    link, bare = GpuLink(0), require_nccl()
     link.connect(SENDER, link.create_id(), ranks=1)
+    stream = Stream(link._library, 0)
+    communicator = bare.communicator(1, bare.create_id(), 0)
     rows = []
     for nbytes in sizes:
+        count = tensors_of(nbytes)
         tensor = tvm.runtime.tensor(numbers(nbytes), tvm.cuda(0))
         room = empty((nbytes,), "uint8", tvm.cuda(0))
+        addresses = tensor.data_ptr(), room.data_ptr()
 
-        def call(tensor: Any = tensor, room: Any = room, count: int = tensors_of(nbytes)) -> float:
-            def work() -> None:
-                for _ in range(count):
-                    link.exchange([tensor], [room])
-                link.synchronize(_WAIT)
+        def by_link(tensor: Any = tensor, room: Any = room, count: int = count) -> None:
+            for _ in range(count):
+                link.exchange([tensor], [room])
+            link.synchronize(_WAIT)
 
-            return timed(work) / count
+        def by_nccl(addresses: Any = addresses, nbytes: int = nbytes, count: int = count) -> None:
+            for _ in range(count):
+                bare.start()
+                communicator.send(addresses[0], nbytes, bare.byte, 0, stream.handle)
+                communicator.recv(addresses[1], nbytes, bare.byte, 0, stream.handle)
+                bare.end()
+            stream.synchronize()
 
-        rows.append((nbytes, median_of(call, rounds)))
+        ways = {"link": by_link, "NCCL's calls": by_nccl}
+        medians = {name: median_of(lambda way=way: timed(way), rounds) / count for name, way in ways.items()}
+        rows.append((nbytes, medians))
         np.testing.assert_array_equal(bytes_of(room), numbers(nbytes))
     link.close()
+    communicator.destroy()
     return rows
 
 
@@ -308,7 +321,7 @@ def host_rows(sizes: tuple[int, ...], rounds: int) -> list[tuple[int, dict[str, 
 
         ways: dict[str, Callable[[], object]] = {
             "leaves, pinned": lambda result=result: wire.encode(result),
-            "leaves, plain": lambda result=result: on_host(result),
+            "leaves, plain": lambda result=result: bytes_of(on_host(result)),
             "arrives, as machines take it": lambda array=array: copy_to(from_array(array), gpu),
             "arrives, over pinned": detour,
         }
@@ -382,8 +395,7 @@ def main(with_torch: bool, sizes: str, rounds: int, calls: int, milliseconds: fl
     if isinstance(nccl, str):
         console.print(f"not run: link, pipeline, loop: {nccl}", markup=False)
         return
-    found = loop_rows(counts, rounds)
-    print_rates("loop: from GPU 0 to itself", [(nbytes, {"link": seconds}) for nbytes, seconds in found])
+    print_rates("loop: from GPU 0 to itself", loop_rows(counts, rounds))
     if gpus < 2:
         console.print(f"not run: link, pipeline: they need two GPUs, found {gpus}", markup=False)
         return
