@@ -9,12 +9,14 @@ python apps/bench/cluster_bench/gpu_links.py --torch
 - ``host``: a result that leaves a GPU for a message (`wire.encode`) through pinned memory against plain memory; and an
   array that arrives for a GPU's parameter, as machines take it, against a detour over pinned memory.
 
-The first two need two GPUs, and say so where there are fewer.
+The first two need two GPUs, and say so where there are fewer. With NCCL_MULTI_RANK_GPU_ENABLE=1, which NCCL 2.32
+knows, both processes may use one: that shows that the command works.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import statistics
 import sys
 import tempfile
@@ -39,8 +41,9 @@ from smoke import smoke  # noqa: E402
 import relax_hetero as rh  # noqa: E402
 from relax_hetero.cluster import wire  # noqa: E402
 from relax_hetero.cluster.gpu_link import RECEIVER, SENDER, GpuLink  # noqa: E402
-from relax_hetero.cluster.nccl import nccl_here  # noqa: E402
+from relax_hetero.cluster.nccl import nccl_here, require_nccl  # noqa: E402
 from relax_hetero.target.vdevice import with_vdevices  # noqa: E402
+from relax_hetero.vm.device.cuda_streams import Stream  # noqa: E402
 from relax_hetero.vm.device.memory_pools import departure  # noqa: E402
 from relax_hetero.vm.device.tensors import bytes_of, copy_into, copy_to, empty, from_array, on_host  # noqa: E402
 
@@ -87,14 +90,14 @@ def numbers(nbytes: int) -> np.ndarray:
 def run_end(rank: int, barrier: Any, ids: Any, results: Any, options: Report) -> None:
     """What a process does; its results, or how it failed, go into a queue."""
     try:
-        link = GpuLink(rank)
+        link = GpuLink(options["gpus"][rank])
         link_id = link.create_id() if rank == SENDER else ids.get(timeout=_WAIT)
         if rank == SENDER:
             ids.put(link_id)
         link.connect(rank, link_id)
         found: Report = {}
         if options["torch"]:
-            _join_torch(rank, options["folder"])
+            _join_torch(rank, link.gpu, options["folder"])
         for nbytes in options["sizes"]:
             found[f"{nbytes}"] = link_seconds(link, rank, barrier, nbytes, options)
         found["pipeline"] = pipeline_seconds(link, rank, barrier, options)
@@ -105,11 +108,11 @@ def run_end(rank: int, barrier: Any, ids: Any, results: Any, options: Report) ->
         barrier.abort()
 
 
-def _join_torch(rank: int, folder: str) -> None:
+def _join_torch(rank: int, gpu: int, folder: str) -> None:
     import torch
     import torch.distributed
 
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(gpu)
     torch.distributed.init_process_group("nccl", init_method=f"file://{folder}/torch", rank=rank, world_size=2)
 
 
@@ -117,7 +120,7 @@ def link_seconds(link: GpuLink, rank: int, barrier: Any, nbytes: int, options: R
     """Seconds for a tensor of each contestant, the same in both processes' turns."""
     contestants = {"link": _by_link(link, rank, nbytes)}
     if options["torch"]:
-        contestants["torch"] = _by_torch(rank, nbytes)
+        contestants["torch"] = _by_torch(rank, link.gpu, nbytes)
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(options["rounds"] + 1):
         for name, exchange in contestants.items():
@@ -127,7 +130,7 @@ def link_seconds(link: GpuLink, rank: int, barrier: Any, nbytes: int, options: R
 
 
 def _by_link(link: GpuLink, rank: int, nbytes: int) -> Callable[[], None]:
-    tensor = tvm.runtime.tensor(numbers(nbytes), tvm.cuda(rank))
+    tensor = tvm.runtime.tensor(numbers(nbytes), tvm.cuda(link.gpu))
 
     checked: list[int] = []
 
@@ -146,11 +149,11 @@ def _by_link(link: GpuLink, rank: int, nbytes: int) -> Callable[[], None]:
     return exchange
 
 
-def _by_torch(rank: int, nbytes: int) -> Callable[[], None]:
+def _by_torch(rank: int, gpu: int, nbytes: int) -> Callable[[], None]:
     import torch
     from torch import distributed
 
-    tensor = torch.zeros(nbytes, dtype=torch.uint8, device=f"cuda:{rank}")
+    tensor = torch.zeros(nbytes, dtype=torch.uint8, device=f"cuda:{gpu}")
 
     def exchange() -> None:
         for _ in range(tensors_of(nbytes)):
@@ -204,10 +207,10 @@ def matrix(gpu: int, rows: int, width: int) -> tvm.runtime.Tensor:
 def pipeline_seconds(link: GpuLink, rank: int, barrier: Any, options: Report) -> dict[str, float]:
     """Seconds for a call: both stages on the sender's GPU, and one in each process; the last result is compared."""
     rows, width, calls, products = (options[name] for name in ("rows", "width", "calls", "products"))
-    first, second = stage(rank, rows, width, products), None
-    x = matrix(rank, rows, width)
+    first, second = stage(link.gpu, rows, width, products), None
+    x = matrix(link.gpu, rows, width)
     if rank == SENDER:
-        second = stage(rank, rows, width, products)
+        second = stage(link.gpu, rows, width, products)
 
     def alone() -> None:
         assert second is not None
@@ -266,26 +269,38 @@ def two_processes(options: Report) -> dict[int, Report]:
 # One GPU.
 
 
-def loop_rows(sizes: tuple[int, ...], rounds: int) -> list[tuple[int, float]]:
-    """For each size, seconds for a tensor of a link that leads back to its GPU."""
-    link = GpuLink(0)
+def loop_rows(sizes: tuple[int, ...], rounds: int) -> list[tuple[int, dict[str, float]]]:
+    """For each size, seconds for a tensor that leads back to its GPU: by a link, and by the calls of NCCL alone."""
+    link, bare = GpuLink(0), require_nccl()
     link.connect(SENDER, link.create_id(), ranks=1)
+    stream = Stream(link._library, 0)
+    communicator = bare.communicator(1, bare.create_id(), 0)
     rows = []
     for nbytes in sizes:
+        count = tensors_of(nbytes)
         tensor = tvm.runtime.tensor(numbers(nbytes), tvm.cuda(0))
         room = empty((nbytes,), "uint8", tvm.cuda(0))
+        addresses = tensor.data_ptr(), room.data_ptr()
 
-        def call(tensor: Any = tensor, room: Any = room, count: int = tensors_of(nbytes)) -> float:
-            def work() -> None:
-                for _ in range(count):
-                    link.exchange([tensor], [room])
-                link.synchronize(_WAIT)
+        def by_link(tensor: Any = tensor, room: Any = room, count: int = count) -> None:
+            for _ in range(count):
+                link.exchange([tensor], [room])
+            link.synchronize(_WAIT)
 
-            return timed(work) / count
+        def by_nccl(addresses: Any = addresses, nbytes: int = nbytes, count: int = count) -> None:
+            for _ in range(count):
+                bare.start()
+                communicator.send(addresses[0], nbytes, bare.byte, 0, stream.handle)
+                communicator.recv(addresses[1], nbytes, bare.byte, 0, stream.handle)
+                bare.end()
+            stream.synchronize()
 
-        rows.append((nbytes, median_of(call, rounds)))
+        ways = {"link": by_link, "NCCL's calls": by_nccl}
+        medians = {name: median_of(lambda way=way: timed(way), rounds) / count for name, way in ways.items()}
+        rows.append((nbytes, medians))
         np.testing.assert_array_equal(bytes_of(room), numbers(nbytes))
     link.close()
+    communicator.destroy()
     return rows
 
 
@@ -308,7 +323,7 @@ def host_rows(sizes: tuple[int, ...], rounds: int) -> list[tuple[int, dict[str, 
 
         ways: dict[str, Callable[[], object]] = {
             "leaves, pinned": lambda result=result: wire.encode(result),
-            "leaves, plain": lambda result=result: on_host(result),
+            "leaves, plain": lambda result=result: bytes_of(on_host(result)),
             "arrives, as machines take it": lambda array=array: copy_to(from_array(array), gpu),
             "arrives, over pinned": detour,
         }
@@ -343,7 +358,7 @@ def print_rates(title: str, rows: list[tuple[int, dict[str, float]]]) -> None:
 def print_pairs(found: dict[int, Report], sizes: tuple[int, ...], with_torch: bool) -> None:
     """Results of two processes, and whether they reach the bars; times are the receiver's."""
     rows = [(nbytes, found[RECEIVER][f"{nbytes}"]) for nbytes in sizes]
-    print_rates("link: from GPU 0 to GPU 1, two processes", rows)
+    print_rates("link: from GPU to GPU, two processes", rows)
     checks = []
     if with_torch:
         ratios = {nbytes: times["torch"] / times["link"] for nbytes, times in rows}
@@ -382,15 +397,17 @@ def main(with_torch: bool, sizes: str, rounds: int, calls: int, milliseconds: fl
     if isinstance(nccl, str):
         console.print(f"not run: link, pipeline, loop: {nccl}", markup=False)
         return
-    found = loop_rows(counts, rounds)
-    print_rates("loop: from GPU 0 to itself", [(nbytes, {"link": seconds}) for nbytes, seconds in found])
-    if gpus < 2:
+    print_rates("loop: from GPU 0 to itself", loop_rows(counts, rounds))
+    is_shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    if gpus < 2 and not is_shared:
         console.print(f"not run: link, pipeline: they need two GPUs, found {gpus}", markup=False)
         return
     options = {
         "torch": with_torch, "sizes": counts, "rounds": rounds, "calls": calls, "rows": rows, "width": width,
-        "products": products_for(milliseconds / 1e3, rows, width),
+        "products": products_for(milliseconds / 1e3, rows, width), "gpus": (0, 1 if gpus > 1 else 0),
     }  # fmt: skip
+    if gpus < 2:
+        console.print("both processes share one GPU: the bars mean nothing")
     print_pairs(two_processes(options), counts, with_torch)
 
 

@@ -78,6 +78,8 @@ class GpuLink:
         self._library, self._nccl = found, nccl or require_nccl()
         self._device = runtime.device("cuda", gpu)
         self._stream = Stream(found, gpu)
+        self._before = Event(found, gpu)
+        self._ends: list[Event] = []  # that can be recorded again
         self._communicator: Any = None
         self._peer = SENDER
         self._is_over = False
@@ -155,9 +157,11 @@ class GpuLink:
             self._library.use(self.gpu)
             self._forget_ended()
             current = Stream.current(self._library, self._device)
-            self._stream.wait(current.record())
+            self._before.record(current)
+            self._stream.wait(self._before)
             self._issue(communicator, sent, rooms)
-            end = self._stream.record()
+            end = self._ends.pop() if self._ends else Event(self._library, self.gpu)
+            end.record(self._stream)
             if rooms:
                 current.wait(end)
         except Exception as error:
@@ -221,24 +225,23 @@ class GpuLink:
         elif ranks > 1:
             for nbytes in _HELLO:
                 block = DeviceBlock(self._library, self.gpu, nbytes)
-                self._call(communicator, rank == SENDER, block.address, nbytes)
+                operation = communicator.send if rank == SENDER else communicator.recv
+                operation(block.address, nbytes, self._nccl.byte, self._peer, self._stream.handle)
                 self._stream.synchronize()
 
     def _issue(self, communicator: Any, sent: Sequence[runtime.Tensor], rooms: Sequence[runtime.Tensor]) -> None:
-        tensors = [(True, tensor) for tensor in sent] + [(False, tensor) for tensor in rooms]
-        tensors = [(is_sent, tensor) for is_sent, tensor in tensors if nbytes_of(tensor)]
-        if len(tensors) > 1:
+        operations = [(communicator.send, tensor, nbytes_of(tensor)) for tensor in sent]
+        operations += [(communicator.recv, tensor, nbytes_of(tensor)) for tensor in rooms]
+        operations = [operation for operation in operations if operation[2]]
+        is_group = len(operations) > 1
+        if is_group:
             self._nccl.start()
         try:
-            for is_sent, tensor in tensors:
-                self._call(communicator, is_sent, tensor.data_ptr(), nbytes_of(tensor))
+            for operation, tensor, nbytes in operations:
+                operation(tensor.data_ptr(), nbytes, self._nccl.byte, self._peer, self._stream.handle)
         finally:
-            if len(tensors) > 1:
+            if is_group:
                 self._nccl.end()
-
-    def _call(self, communicator: Any, is_sent: bool, address: int, nbytes: int) -> None:
-        operation = communicator.send if is_sent else communicator.recv
-        operation(address, nbytes, self._nccl.byte, self._peer, self._stream.handle)
 
     def _ready(self) -> Any:
         communicator = self._communicator
@@ -258,7 +261,7 @@ class GpuLink:
 
     def _forget_ended(self) -> None:
         while self._under_way and self._under_way[0][0].done():
-            self._under_way.popleft()
+            self._ends.append(self._under_way.popleft()[0])
 
 
 _abandoned: list[Any] = []

@@ -265,7 +265,7 @@ def machines(hosts: Any) -> tuple[Wires, dict[str, HostMachine], Route]:
         machine._machine = rh.vm.VirtualMachine(rh.compile(module))
         machine._links = HostLinks(host, machine._machine, lambda gpu, host=host: wires.end(host))  # type: ignore[misc]
         machine._links.facts = lambda host=host: facts[host]  # type: ignore[method-assign, misc]
-        machine._routes, machine._rooms = (route,), (1 << 20,)
+        machine.connect((route,), (1 << 20,), 1)
     actors = {host: _actor(machine._links) for host, machine in found.items()}
     assert connect_links(_Ray, actors, route) == {"a": {"b": "NCCL"}}
     return wires, found, route

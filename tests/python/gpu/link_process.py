@@ -1,5 +1,7 @@
 """One of two processes with a GPU each, at an end of a link: ``python link_process.py send|receive TASK FOLDER``.
 
+Where there is one GPU only, both use it: NCCL 2.32 allows that, with NCCL_MULTI_RANK_GPU_ENABLE=1.
+
 They exchange the link's id by a file in FOLDER. TASK is what they do then, by its name in `TASKS`; what they found is
 printed as a line of JSON. `test_gpu_links.py` starts them.
 """
@@ -117,7 +119,7 @@ TASKS: dict[str, Callable[[GpuLink, int], dict[str, object]]] = {
 def main(role: str, task: str, folder: str) -> None:
     """One end."""
     rank = {"send": SENDER, "receive": RECEIVER}[role]
-    link = GpuLink(rank)  # the GPU of that number
+    link = GpuLink(rank if tvm.cuda(rank).exist else 0)
     path = Path(folder) / "id"
     if rank == SENDER:
         path.with_suffix(".part").write_bytes(pickle.dumps(link.create_id()))

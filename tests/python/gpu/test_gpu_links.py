@@ -31,7 +31,8 @@ GPUS = sum(tvm.cuda(i).exist for i in range(8)) if tvm.runtime.enabled("cuda") e
 NO_NCCL = nccl_here() if GPUS else ""
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU")]
 with_nccl = pytest.mark.skipif(isinstance(NO_NCCL, str), reason=f"no NCCL: {NO_NCCL}")
-two_gpus = pytest.mark.skipif(GPUS < 2, reason="fewer than two NVIDIA GPUs")
+IS_SHARED = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+two_gpus = pytest.mark.skipif(GPUS < 2 and not IS_SHARED, reason="fewer than two NVIDIA GPUs")
 
 GPU = tvm.cuda(0)
 POISON = 0xCD
