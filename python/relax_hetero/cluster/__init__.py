@@ -15,15 +15,18 @@ _EXPORTS = {
     "Program": ".call_plan",
     "Source": ".call_plan",
     "Step": ".call_plan",
+    "compile": ".compiled_program",
+    "load": ".compiled_program",
 }
+_ATTRIBUTES = {"compile": "compile_program", "load": "load_program"}
 
-__all__ = ["CALL", "CallPlan", "Cluster", "Program", "Source", "Step"]
+__all__ = ["CALL", "CallPlan", "Cluster", "Program", "Source", "Step", "compile", "load"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'relax_hetero.cluster' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_EXPORTS[name], __name__), name)
+    value = getattr(importlib.import_module(_EXPORTS[name], __name__), _ATTRIBUTES.get(name, name))
     globals()[name] = value
     return value
 

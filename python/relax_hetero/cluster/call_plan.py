@@ -50,19 +50,36 @@ class Step:
 
 
 @dataclass(frozen=True)
+class HostRun:
+    """What one host does in a function whose hosts talk while it runs (`cluster.talk`): all of its part.
+
+    Attributes
+    ----------
+    host, function: As of a `Step`.
+    arguments: Nested tuples of `Source`; None stands for what is on other hosts.
+    """
+
+    host: str
+    function: str
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
 class CallPlan:
-    """The steps of one function of the user's module.
+    """The steps of one function of the user's module, or the hosts' parts where it cannot be cut into steps.
 
     Values between steps are tensors, shapes (tuples of integers) and scalars.
 
     Attributes
     ----------
-    steps: In an order in which they can run.
-    result: A `Source`, or nested tuples of them, as the function returns its results.
+    steps: In an order in which they can run; none where there are `runs`.
+    result: A `Source`, or nested tuples of them, as the function returns its results. With `runs`, the step of a source
+        is the number of a run, and its index counts the leaves of what that returns.
     input_names: Of the call's inputs, in order; taken from `signature` where that is given.
     signature: The function's inputs and results, by which arguments are checked before anything travels. Sources
         count its inputs with tuples opened.
     sizes: Inputs behind those of the caller: for each, the names of symbolic sizes, whose values are a shape.
+    runs: The parts of a function whose hosts talk while it runs.
     """
 
     steps: tuple[Step, ...]
@@ -70,6 +87,7 @@ class CallPlan:
     input_names: tuple[str, ...] = ()
     signature: FunctionSignature | None = None
     sizes: tuple[tuple[str, ...], ...] = ()
+    runs: tuple[HostRun, ...] = ()
 
     def __post_init__(self) -> None:
         if self.signature is not None and not self.input_names:
@@ -83,8 +101,8 @@ class CallPlan:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The host of each step."""
-        return tuple(step.host for step in self.steps)
+        """The host of each step, or of each run."""
+        return tuple(each.host for each in self.steps or self.runs)
 
     def check(self, name: str) -> None:
         """Require that every value is made before it is read.
@@ -93,8 +111,10 @@ class CallPlan:
         ------
         HeteroError: Names the function `name`, the step and the value.
         """
-        if not self.steps:
+        if not self.steps and not self.runs:
             raise HeteroError(f"the plan of function {name!r} has no steps, expected one at least")
+        if self.runs:
+            return
         for number, step in enumerate(self.steps):
             for source in step.arguments:
                 self._check_source(source, number, f"step {number} ({step.function!r} on {step.host!r}) of {name!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 import weakref
@@ -15,17 +16,20 @@ from types import TracebackType
 from typing import Any
 
 from ..artifact.messages import unknown_name
+from ..driver.link.parallel_codegen import Progress
 from ..errors import BindingError, HeteroError, HostError
 from ..vm.queue.fence import Fence, here
 from ..vm.queue.queued_calls import CallsInFlight
 from .actors import Actors
 from .bindings import bind_hosts
 from .calls import ClusterCall, bind, result_of
+from .compiled_program import load_program
 from .parts import pack
-from .program import program_of
+from .program import hosts_needed, program_of
 from .ray_here import ray_here
 from .replica import Replica, Told
 from .route import routes_of
+from .talk_calls import result_of_talk
 from .wire import Message
 
 IN_FLIGHT_PER_HOST = 2
@@ -44,8 +48,9 @@ class Cluster:
 
     Parameters
     ----------
-    program : Program
-        What each host runs, and the plans of the functions.
+    program : tvm.IRModule or Program
+        A module whose vdevices are on hosts (``vdevices=["a/llvm", "b/cuda:0"]``), at any stage before it is lowered;
+        each host compiles its part. Or the folder of a program that `rh.cluster.compile` wrote, or a program.
     hosts : mapping
         For each host of the program where it runs, by options of Ray's actors: ``resources`` (``{"gpu_box": 1}``),
         ``label_selector``, ``node`` (an address or a node's id), ``num_cpus`` (also the threads of its kernels),
@@ -58,6 +63,8 @@ class Cluster:
         How often a call begins again after a host died; results are those of a call that never failed.
     timeout : float
         Seconds that Ray may take to start a host, and that calls wait for one that died.
+    params, accuracy, progress
+        As `rh.compile` takes them, for a module.
 
     Raises
     ------
@@ -77,11 +84,15 @@ class Cluster:
         in_flight: int | None = None,
         retries: int = 0,
         timeout: float = TIMEOUT,
+        params: Mapping[str, Any] | None = None,
+        accuracy: str | Mapping[str, str] = "default",
+        progress: Progress | None = None,
     ) -> None:
         self._replicas: list[Replica] = []
         self._is_closed = False
-        self._program = program_of(program)
-        bindings = bind_hosts(hosts, self._program.parts)
+        if isinstance(program, str | os.PathLike):
+            program = load_program(program)
+        bindings = bind_hosts(hosts, hosts_needed(program))
         limit = _positive("in_flight", IN_FLIGHT_PER_HOST * len(bindings) if in_flight is None else in_flight)
         if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
             raise BindingError(f"retries is {retries!r}, expected an integer from 0 on")
@@ -89,6 +100,7 @@ class Cluster:
         self._ray = ray = ray_here()
         if not ray.is_initialized():
             ray.init()
+        self._program = program_of(program, ray, bindings, timeout, params, accuracy, progress)
         self._timeout, self._retries, self._limit = timeout, retries, limit
         self._calls = CallsInFlight(limit * count)
         self._lock = threading.Lock()
@@ -265,7 +277,7 @@ class Cluster:
 
     def _reserve(self) -> Replica | None:
         with self._lock:
-            free = [one for one in self._replicas if one.is_ready and one.under_way < self._limit]
+            free = [one for one in self._replicas if one.is_ready and one.under_way < one.limit]
             replica = min(free, key=lambda one: one.under_way, default=None)
             if replica is not None:
                 replica.under_way += 1
@@ -286,7 +298,10 @@ class Cluster:
     def _ended(self, replica: Replica, call: ClusterCall, messages: Sequence[Message]) -> None:
         result, error = None, None
         try:
-            result = result_of(call, self._route_of[call.name], messages, self._ray.get)
+            if call.plan.runs:
+                result = result_of_talk(call.plan, messages)
+            else:
+                result = result_of(call, self._route_of[call.name], messages, self._ray.get)
         except HeteroError as raised:
             error = raised
         except Exception as raised:  # an object that was lost with its node

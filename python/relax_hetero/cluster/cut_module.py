@@ -25,10 +25,11 @@ from ..target.hosts import host_of, hosts_of, is_native, on_host
 from ..target.make_vdevice import VDevice
 from ..target.vdevice import vdevices_of
 from ..transform.ir.rewriting import global_vars_in, relax_functions, typed
-from ..transform.partition.partition_by_host import HOST, PART_OF, partition_by_host
+from ..transform.partition.partition_by_host import HOST, PART_OF, SIZES_FIRST, partition_by_host
 from ..transform.placement.update_vdevice import succeed_vdevices
 from .call_plan import CallPlan, Program
-from .host_parts import read_part, talk_inside
+from .host_parts import read_part, talks_inside
+from .host_runs import leaves_of, plan_of_runs
 from .host_steps import cut_steps
 
 
@@ -36,7 +37,7 @@ def cut_module(
     mod: tvm.IRModule,
     params: Mapping[str, Any] | None = None,
     accuracy: str | Mapping[str, str] = "default",
-    natives: Mapping[str, Mapping[str, Target]] | None = None,
+    natives: Mapping[str, Mapping[tuple[str, int], Target]] | None = None,
     progress: Progress | None = None,
 ) -> Program:
     """The program of a module over hosts.
@@ -44,7 +45,7 @@ def cut_module(
     Parameters
     ----------
     mod, params, accuracy, progress: As `rh.compile` takes them; every vdevice is on a host.
-    natives: By host and kind, the target of the hardware there, for vdevices that name a kind alone.
+    natives: By host, kind and number, the target of the hardware there, for vdevices that name a kind alone.
 
     Raises
     ------
@@ -54,11 +55,6 @@ def cut_module(
         mod = with_natives(mod, natives)
     mod = prepared(mod, params, None, "default", accuracy, "rh.cluster")
     hosts = hosts_of(vdevices_of(mod))
-    if not hosts:
-        raise BuildError(
-            "rh.cluster: the module's vdevices name no hosts; expected one for each, as in "
-            "vdevices=['a/llvm', 'b/llvm'] or rh.VDevice('llvm', host='a')"
-        )
     mod = run_steps(mod, steps_before_hosts(), progress)
     signatures = signatures_before_lowering(mod)
     return program_of_parts(partition_by_host(mod), hosts, signatures)
@@ -74,15 +70,19 @@ def program_of_parts(mod: tvm.IRModule, hosts: Sequence[str], signatures: Mappin
     functions: dict[str, dict[str, relax.Function]] = {host: {} for host in hosts}
     plans = {}
     for name, signature in signatures.items():
-        parts = {str(func.attrs[HOST]): func for _, func in relax_functions(mod) if func.attrs.get(PART_OF) == name}
-        inside = next(filter(None, (talk_inside(mod, func) for func in parts.values())), None)
-        if inside is not None:
-            raise BuildError(
-                f"function {name!r}: hosts exchange {inside}; expected the branches of an If, and each function that "
-                "is called, on one host"
-            )
-        read = {host: read_part(mod, host, parts[host]) for host in hosts if host in parts}
-        inputs = len(next(iter(read.values())).params)
+        found = {
+            str(func.attrs[HOST]): (gv, func) for gv, func in relax_functions(mod) if func.attrs.get(PART_OF) == name
+        }
+        parts = {host: found[host] for host in hosts if host in found}
+        first = next(iter(parts.values()))[1]
+        given = list(first.params)[1 if SIZES_FIRST in first.attrs else 0 :]
+        inputs = sum(1 for param in given for _ in leaves_of(param.ty))
+        if any(talks_inside(mod, func) for _, func in parts.values()):
+            plans[name] = plan_of_runs(signature, parts, inputs)
+            for host, (gv, func) in parts.items():
+                functions[host][gv.name_hint] = func
+            continue
+        read = {host: read_part(mod, host, func) for host, (_, func) in parts.items()}
         cut = cut_steps(name, read, inputs)
         for host, steps in cut.functions.items():
             functions[host] |= steps
@@ -91,7 +91,7 @@ def program_of_parts(mod: tvm.IRModule, hosts: Sequence[str], signatures: Mappin
     return Program(modules, plans)
 
 
-def with_natives(mod: tvm.IRModule, natives: Mapping[str, Mapping[str, Target]]) -> tvm.IRModule:
+def with_natives(mod: tvm.IRModule, natives: Mapping[str, Mapping[tuple[str, int], Target]]) -> tvm.IRModule:
     """The module with vdevices that name a kind of hardware alone made those of their hosts."""
     old = vdevices_of(mod)
     new = []
@@ -99,11 +99,10 @@ def with_natives(mod: tvm.IRModule, natives: Mapping[str, Mapping[str, Target]])
         host, kind = host_of(vdevice), str(vdevice.target.kind.name)
         target = vdevice.target
         if host is not None and is_native(target):
-            if kind not in natives.get(host, {}):
-                raise BuildError(
-                    f"host {host!r} has no {kind!r} device; expected one, as the module names {host}/{kind}"
-                )
-            target = on_host(natives[host][kind], host)
+            hardware = kind, int(vdevice.vdevice_id)
+            if hardware not in natives.get(host, {}):
+                raise BuildError(f"host {host!r} has no device {kind}:{hardware[1]}, which the module names")
+            target = on_host(natives[host][hardware], host)
         same = target.same_as(vdevice.target)
         new.append(vdevice if same else tvm.relax.VDevice(target, int(vdevice.vdevice_id), str(vdevice.memory_scope)))
     return succeed_vdevices(mod, new, new)

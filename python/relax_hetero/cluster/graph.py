@@ -15,9 +15,14 @@ from typing import Any
 
 from .call_plan import CALL
 from .route import END, Route
+from .semaphores import own_semaphores, remove
+from .wire import PROBE, Message
 
 # Seconds. Ray waits for the loops of a graph that is torn down, and for some of them in vain.
 _TEARDOWN = 3.0
+
+# Ray takes the size of channels from a setting of the process, whatever `experimental_compile` is asked for.
+_compiling = threading.Lock()
 
 _abandoned: list[Any] = []
 """Graphs whose teardown did not end: to let go of one would begin another teardown in whatever thread does."""
@@ -38,15 +43,27 @@ class Graph:
     def __init__(
         self, ray: Any, actors: Mapping[str, Any], route: Route, number: int, room: int, in_flight: int
     ) -> None:
+        # That an actor died is told by the errors of calls; Ray would print it with all its frames.
+        logging.getLogger("ray.dag.compiled_dag_node").addFilter(_is_news)
         self._ray, self._actors = ray, [actors[host] for host in {slot.host: None for slot in route.slots}]
         self._entries = route.entries
-        self._dag = _bound(actors, route, number).experimental_compile(
-            _buffer_size_bytes=room,
-            _max_inflight_executions=in_flight,
-            # Without end: a call may wait for a step of any length, and channels of an actor that died are closed.
-            _submit_timeout=-1,
-        )
-        self._loops = list(self._dag.worker_task_refs.values())
+        with _compiling:
+            known, before = own_semaphores(), set_room(room)
+            try:
+                self._dag = _bound(actors, route, number).experimental_compile(
+                    _buffer_size_bytes=room,
+                    # Also the buffers of channels within a node. With fewer, whoever waits to write would hold
+                    # Python's lock, and the thread that could make room would not run.
+                    _max_inflight_executions=in_flight,
+                    # Without end: a step may take any time, and channels of an actor that died are closed.
+                    _submit_timeout=-1,
+                )
+            finally:
+                set_room(before)
+            self._loops = list(self._dag.worker_task_refs.values())
+            self._probe()
+            self._semaphores = own_semaphores() - known
+        self._settle()
 
     def execute(self, messages: Mapping[int, Any]) -> list[Any]:
         """Begin a call, from one thread at a time; waits while the channels to the first hosts are full.
@@ -62,6 +79,12 @@ class Graph:
         references = self._dag.execute(*(messages[number] for number in self._entries))
         return references if isinstance(references, list) else [references]
 
+    def _probe(self) -> None:
+        """Send a message that no step answers through all channels: every process has opened its ends then."""
+        references = self.execute(dict.fromkeys(self._entries, Message(PROBE, 0, ())))
+        for reference in references:
+            reference.get(timeout=-1)
+
     def is_broken(self) -> bool:
         """Whether an actor has left its loop, so that no further call can run."""
         ended, _ = self._ray.wait(self._loops, timeout=0)
@@ -69,25 +92,39 @@ class Graph:
 
     def close(self) -> bool:
         """End the loops in the actors; False where they did not end in time, and the actors have to be killed."""
-        if self._end(_TEARDOWN):
-            return True
-        for actor in self._actors:
-            self._ray.kill(actor)
-        if not self._end(_TEARDOWN):
-            _abandoned.append(self._dag)
-        return False
+        is_over = self._end(_TEARDOWN)
+        if not is_over:
+            for actor in self._actors:
+                self._ray.kill(actor)
+            if not self._end(_TEARDOWN):
+                _abandoned.append(self._dag)
+        self._settle()
+        return is_over
+
+    def _settle(self) -> None:
+        """Remove the names of the channels' semaphores, here and on the hosts that live."""
+        remove(self._semaphores)
+        told = [actor.settle.remote() for actor in self._actors]
+        self._ray.wait(told, num_returns=len(told), timeout=_TEARDOWN)
 
     def _end(self, seconds: float) -> bool:
-        # That an actor died is known here, and told by errors of calls.
-        logging.getLogger("ray.dag.compiled_dag_node").addFilter(_is_news)
         thread = threading.Thread(target=self._dag.teardown, name="teardown of a graph", daemon=True)
         thread.start()
         thread.join(seconds)
         return not thread.is_alive()
 
 
+def set_room(room: int) -> int:
+    """Set the bytes of channels that this process makes; returns what it was before."""
+    from ray.dag import DAGContext
+
+    context = DAGContext.get_current()
+    before, context.buffer_size_bytes = context.buffer_size_bytes, room
+    return int(before)
+
+
 def _is_news(record: logging.LogRecord) -> bool:
-    return record.levelno == logging.WARNING or "cancelling" not in str(record.msg).lower()
+    return record.levelno != logging.INFO and "Error cancelling worker task" not in str(record.msg)
 
 
 def _bound(actors: Mapping[str, Any], route: Route, number: int) -> Any:

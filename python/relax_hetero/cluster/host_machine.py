@@ -10,6 +10,9 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .call_plan import HostRun
     from .parts import PackedPart
     from .route import Route, Slot, Visit
     from .wire import Failure, Message
@@ -34,6 +37,7 @@ class HostMachine:
         self._in_flight = 1
         # By call, and by slot, what later slots of this host read.
         self._kept: dict[int, dict[int, Any]] = {}
+        self._conversations: Any = None
         # By call, references to what was sent through the object store: until the receivers have read it.
         self._sent: dict[int, list[Any]] = {}
         self._lock = threading.Lock()
@@ -59,9 +63,11 @@ class HostMachine:
 
         try:
             from ..vm.machine import VirtualMachine
+            from .conversations import Conversations
             from .facts import check_memory, sizes_of
             from .parts import unpack
 
+            self._conversations = Conversations()
             executable = unpack(part, ray.get)
             check_memory(executable)
             self._machine = VirtualMachine(executable)
@@ -77,10 +83,20 @@ class HostMachine:
         rooms: Of the channels of each route, in bytes; 0 where messages are arguments of actor calls.
         in_flight: How many calls are under way at most.
         """
+        from .graph import set_room
+
         with self._lock:
             self._routes, self._rooms, self._in_flight = routes, rooms, in_flight
             self._kept.clear()
             self._sent.clear()
+        set_room(max(rooms))
+        return True
+
+    def settle(self) -> bool:
+        """Remove the names of this process's semaphores, which all that share them have opened by now."""
+        from .semaphores import own_semaphores, remove
+
+        remove(own_semaphores())
         return True
 
     def step(self, route: int, number: int, *messages: Message) -> Any:
@@ -92,10 +108,12 @@ class HostMachine:
         -------
         Message, or tuple of Message: For each target of the slot.
         """
-        from .wire import Failure, Message
+        from .wire import PROBE, Failure, Message
 
         function, call = messages[0].function, messages[0].call
         slot = self._routes[route].slots[number]
+        if function == PROBE:
+            return messages[0] if len(slot.targets) == 1 else (messages[0],) * len(slot.targets)
         kept = self._kept.get(call, {})
         made: list[Any] | Failure
         try:
@@ -110,6 +128,31 @@ class HostMachine:
             sends = slot.visits[function].sends
             sent = [Message(function, call, self._fit(route, call, [values[i] for i in found])) for found in sends]
         return sent[0] if len(sent) == 1 else tuple(sent)
+
+    def meet(self, peers: dict[str, Any]) -> bool:
+        """Learn the actors of the other hosts, for functions whose hosts talk while they run; forget calls."""
+        self._conversations.meet(peers)
+        return True
+
+    def run(self, call: int, run: HostRun, values: Sequence[Any]) -> Any:
+        """Run this host's part of a function whose hosts talk meanwhile.
+
+        Returns
+        -------
+        list or Failure: The leaves of its result, encoded.
+        """
+        try:
+            return self._conversations.run(self._machine, call, run, values)
+        except Exception as error:
+            return self._failure(error)
+
+    def deliver(self, call: int, channel: int, number: int, value: Any) -> None:
+        """A value of another host arrives."""
+        self._conversations.deliver(call, channel, number, value)
+
+    def end(self, call: int, reason: str) -> None:
+        """The call has ended on another host, so that nothing more of it will come."""
+        self._conversations.end(call, reason)
 
     def _made(self, slot: Slot, visit: Visit, messages: tuple[Message, ...], kept: dict[int, Any]) -> Any:
         """What the step's function returns, or the failure of a step before that it depends on."""

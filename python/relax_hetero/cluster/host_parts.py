@@ -14,7 +14,7 @@ from ..transform.ir.blocks import renamed, used_vars
 from ..transform.ir.op_names import IN_PLACE
 from ..transform.ir.requirements import in_requirements, symbols_in
 from ..transform.ir.rewriting import global_vars_in, is_tensor_constant, op_name, typed, walk_bindings
-from ..transform.partition.partition_by_host import PART_OF, RECEIVE, SEND, SIZES_FIRST
+from ..transform.partition.partition_by_host import RECEIVE, SEND, SIZES_FIRST
 
 
 @dataclass
@@ -91,25 +91,20 @@ def read_part(mod: tvm.IRModule, host: str, func: relax.Function) -> HostPart:
     return _Reader(mod, host).read(func)
 
 
-def talk_inside(mod: tvm.IRModule, func: relax.Function) -> str | None:
-    """What a part sends or receives inside of a branch, or in a function that it calls, in words; None if nothing."""
+def talks_inside(mod: tvm.IRModule, func: relax.Function) -> bool:
+    """Whether a part sends or receives inside of a branch, or in a function that it calls."""
     outer = {binding.var for binding in walk_bindings(func.body, nested=False)}
     seen: set[tvm.ir.GlobalVar] = set()
-    pending = [(func, "a branch")]
+    pending: list[relax.Function] = [func]
     while pending:
-        current, where = pending.pop()
-        for binding in walk_bindings(current.body):
-            value = binding.value
-            talk = _talk(value)
-            if talk is not None and binding.var not in outer:
-                sent = value.args[0] if talk == SEND and isinstance(value.args[0], relax.Var) else binding.var
-                return f"{sent.name!r} inside of {where}"
-            for gv in global_vars_in(value):
+        for binding in walk_bindings(pending.pop().body):
+            if _talk(binding.value) and binding.var not in outer:
+                return True
+            for gv in global_vars_in(binding.value):
                 if gv not in seen and isinstance(mod.functions.get(gv), relax.Function):
                     seen.add(gv)
-                    callee = mod.functions[gv]
-                    pending.append((callee, f"function {str(callee.attrs.get(PART_OF, gv.name_hint))!r}"))
-    return None
+                    pending.append(mod.functions[gv])
+    return False
 
 
 class _Reader:

@@ -16,10 +16,19 @@ from .call_plan import CALL
 from .calls import ClusterCall
 from .graph import Graph
 from .route import END, Route
-from .wire import CHANNEL_BYTES, Message, fit, room_for
+from .talk_calls import run_talk
+from .wire import CHANNEL_BYTES, HEAD_BYTES, Message, fit, room_for
 
 # Seconds between looks at a graph that has no calls, and between tries to start hosts.
 _LOOK = 0.5
+# Bytes of a node's object store. Ray 2.60 keeps the memory of a channel for as long as a process that had it lives, so
+# that every graph costs the memory of its channels. Beyond this much, a replica's messages go through the store.
+_TAKEN_BYTES = 512 << 20
+_LITTLE_ROOM = 4 * HEAD_BYTES
+
+
+TALKS = -1
+"""In the place of a route's number: hosts talk while the function runs."""
 
 
 class ClosedError(HeteroError):
@@ -50,6 +59,7 @@ class Replica:
     Attributes
     ----------
     under_way: Calls, counted by whoever hands them out.
+    limit: How many it takes at once.
     problem: Why it is not ready; None where it is, or nothing is known.
     """
 
@@ -62,16 +72,17 @@ class Replica:
         in_flight: int,
         told: Told,
     ) -> None:
-        self.number, self.under_way = number, 0
+        self.number, self.under_way, self.limit = number, 0, in_flight
         self.problem: HeteroError | None = None
         self.is_ready = False
         self._ray, self._routes, self._in_flight, self._told = ray, tuple(routes), in_flight, told
         self._number_of = {name: index for index, route in enumerate(routes) for name in route.sent}
         self._closing = threading.Event()
-        self._sending = threading.Lock()
-        self._calls = 0
+        self._sending, self._talking = threading.Lock(), threading.Lock()
+        self._calls = self._talks = 0
         self._graph: Graph | None = None
         self._room = 0
+        self._taken = 0
         self._is_suspect = False
         self._results: queue.SimpleQueue[tuple[ClusterCall, list[Any]] | None] = queue.SimpleQueue()
         self._by_actor_calls: dict[ClusterCall, None] = {}
@@ -96,15 +107,20 @@ class Replica:
 
     def submit(self, call: ClusterCall) -> bool:
         """Send a call's inputs; False where the replica turns out not to be ready, and the call has not begun."""
-        number = self._number_of[call.name]
+        number = self._number_of.get(call.name, TALKS)
         try:
             with self._sending:
-                if not self.is_ready or self._graph is None:
+                graph = self._graph
+                if not self.is_ready or (graph is None and number != TALKS):
                     return False
                 self._calls += 1
+                if graph is None or number == TALKS:
+                    self._by_actor_calls[call] = None
+                    self._waiters.submit(self._await_talk, call)
+                    return True
                 messages = self._messages(call, number)
                 if number == 0:
-                    self._results.put((call, self._graph.execute(messages)))
+                    self._results.put((call, graph.execute(messages)))
                 else:
                     self._by_actor_calls[call] = None
                     self._waiters.submit(self._await, call, self._step_by_step(number, messages))
@@ -161,6 +177,20 @@ class Replica:
         if self._by_actor_calls.pop(call, call) is None:
             self._told.on_end(self, call, messages)
 
+    def _await_talk(self, call: ClusterCall) -> None:
+        """Have all hosts run their parts of a function, and wait, in a thread for it; such calls take turns."""
+        here.is_worker = True
+        try:
+            with self._talking:
+                self._talks += 1
+                found = run_talk(self._ray, self._actors.handles, call.plan.runs, self._talks, call.values)
+        except Exception:
+            self._is_suspect = True
+            self._results.put(None)
+            return
+        if self._by_actor_calls.pop(call, call) is None:
+            self._told.on_end(self, call, found)
+
     def _collect(self) -> None:
         """Give results to their fences, in order; and repair what died."""
         here.is_worker = True
@@ -186,7 +216,9 @@ class Replica:
             del item, call, references, messages  # what lies in channels
 
     def _is_broken(self) -> bool:
-        return self._is_suspect or self._graph is None or self._graph.is_broken()
+        if self._graph is None:
+            return self._is_suspect or bool(self._routes) or not self.is_ready
+        return self._is_suspect or self._graph.is_broken()
 
     def _repair(self, lost: list[tuple[ClusterCall, list[Any]]], error: Exception | None = None) -> None:
         """Tell of the calls that were under way, start what died again, and compile the graph anew."""
@@ -220,11 +252,20 @@ class Replica:
     def _connect(self) -> None:
         """Start the hosts that are not ready, and compile the graph over all of them."""
         self._actors.start()
-        self._room = self._room_of(self._routes[0])
         handles = self._actors.handles
+        self._ray.get([actor.meet.remote(handles) for actor in handles.values()])
+        if not self._routes:
+            self.problem, self.is_ready = None, True
+            return
+        self._room = self._affordable(self._routes[0])
         rooms = (self._room, *(0 for _ in self._routes[1:]))
         told = [actor.connect.remote(self._routes, rooms, self._in_flight) for actor in handles.values()]
         self._ray.get(told)
+        here = self._ray.get_runtime_context().get_node_id()
+        if any(state.facts["node"] != here for state in self._actors.states.values()):
+            # A channel to another node holds one message, and a thread that waits to write holds Python's lock. So many
+            # find room in channels and hosts though nobody reads the results.
+            self.limit = min(self._in_flight, 2 * len(self._routes[0].slots) + 1)
         self._graph = Graph(self._ray, handles, self._routes[0], 0, self._room, self._in_flight)
         self.problem, self.is_ready = None, True
 
@@ -233,18 +274,26 @@ class Replica:
         if graph is not None and not graph.close():
             self._actors.find_dead()
 
+    def _affordable(self, route: Route) -> int:
+        """The room of channels: what messages need, or little, where earlier graphs have taken much."""
+        channels = sum(len(slot.targets) for slot in route.slots) + len(route.entries)
+        room = self._room_of(route)
+        if self._taken + channels * self._in_flight * room > _TAKEN_BYTES:
+            room = _LITTLE_ROOM
+        self._taken += channels * self._in_flight * room
+        return room
+
     def _room_of(self, route: Route) -> int:
         """Room for the largest message between slots, where all sizes are known."""
-        found = [CHANNEL_BYTES // 8]
+        found = [HEAD_BYTES]
         states = self._actors.states
         for slot in route.slots:
             for visit in slot.visits.values():
                 inputs, outputs = states[slot.host].sizes.get(visit.function, ((), ()))
-                sizes = [*inputs, *outputs]
-                if None in sizes:
+                if None in (*inputs, *outputs):
                     found.append(CHANNEL_BYTES)
-                found.append(room_for([size for size in inputs if size]))
-                found += [room_for([outputs[index] or 0 for index in sent]) for sent in visit.sends]
+                found.append(room_for(size or 0 for size in inputs))
+                found += [room_for(outputs[index] or 0 for index in sent) for sent in visit.sends]
         return max(found)
 
     def _pause(self, seconds: float) -> None:

@@ -90,9 +90,9 @@ class Route:
 
 
 def routes_of(plans: Mapping[str, CallPlan]) -> list[Route]:
-    """The routes of all functions, that of ``main``, else of the first function, in front."""
+    """The routes of all functions that have steps, that of ``main``, else of the first function, in front."""
     groups: dict[tuple[str, ...], dict[str, CallPlan]] = {}
-    for name in sorted(plans, key=lambda name: name != "main"):
+    for name in sorted((name for name in plans if plans[name].steps), key=lambda name: name != "main"):
         groups.setdefault(plans[name].hosts, {})[name] = plans[name]
     return [_route(hosts, group) for hosts, group in groups.items()]
 

@@ -19,12 +19,15 @@ from tvm import runtime
 from ..target.element_types import numpy_dtype
 from ..vm.device.tensors import bytes_of, copy_to, dtype_name, from_numpy, on_host, view_bytes
 
-CHANNEL_BYTES = 1 << 20
+CHANNEL_BYTES = 1 << 19
 """Room in a channel where the sizes of messages are not known."""
 
 STORED_BYTES = 8 << 20
 """A tensor of this size or more goes through the object store. Of 4 MB between two nodes, a channel takes 5 ms and
 actor calls 16; of 16 MB the channel takes 43 ms, of 64 MB 176 to 220, the store's transfer about half of that."""
+
+PROBE = ""
+"""In place of a function: a message that only shows that the channels are there."""
 
 HEAD_BYTES = 4096
 """Room in a channel for what a message holds besides its tensors' elements, and for what says how a step failed."""
@@ -142,9 +145,9 @@ def fetched(values: Iterable[Any], get: Callable[[Any], Any]) -> list[Any]:
 
 
 def room_for(sizes: Iterable[int]) -> int:
-    """The room of a channel for a message of tensors of these sizes; those that go through the store take none."""
-    small = [size for size in sizes if size < STORED_BYTES]
-    return HEAD_BYTES + _VALUE_BYTES * len(small) + sum(small)
+    """The room of a channel for a message of values of these sizes, in bytes; what is stored apart takes none."""
+    found = list(sizes)
+    return HEAD_BYTES + _VALUE_BYTES * len(found) + sum(size for size in found if size < STORED_BYTES)
 
 
 def _encoded_tensor(tensor: runtime.Tensor) -> np.ndarray | Packed:

@@ -234,12 +234,13 @@ class _Function:
 
     def _branch(self, binding: relax.Binding, hosts: Hosts) -> None:
         value = binding.value
-        conditions = {host: value.cond for host in hosts}
+        conditions: dict[str, relax.Expr] = {}
         home = next(iter(hosts_in(value.cond.ty)), None)
-        if home is not None:
-            for host in hosts:
-                if host != home:
-                    conditions[host] = self._condition(value.cond, home, host)
+        for host in hosts:
+            if home is None or home == host:
+                conditions[host] = self._mapped(value.cond, host)
+            else:
+                conditions[host] = self._condition(value.cond, home, host)
         outer, branches = self.out, []
         for branch in (value.true_branch, value.false_branch):
             self.out = {host: [] for host in self.hosts}
@@ -247,10 +248,8 @@ class _Function:
             branches.append({host: _sequence(self.out[host], self._mapped(branch.body, host)) for host in hosts})
         self.out = outer
         for host in hosts:
-            cond = conditions[host]
-            mapped = self._mapped(cond, host) if cond is value.cond else cond
             ty = projected(value.ty, host)
-            made = typed(relax.If(mapped, branches[0][host], branches[1][host], value.span), ty)
+            made = typed(relax.If(conditions[host], branches[0][host], branches[1][host], value.span), ty)
             self.out[host].append(relax.VarBinding(self._define(binding.var, host), made, binding.span))
 
     def _condition(self, cond: relax.Expr, source: str, destination: str) -> relax.Var:
