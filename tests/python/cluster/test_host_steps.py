@@ -413,6 +413,27 @@ def test_a_branch_that_works_on_both_hosts_apart():
     check_same(Module, [[np.array(flag), floats(4), 2 * floats(4)] for flag in (True, False)])
 
 
+def test_what_is_donated_is_left_as_it_is():
+    @I.ir_module
+    class Module:
+        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
+
+        @R.function
+        def main(x: R.Tensor((4,), "float32", "a/llvm:0"), y: R.Tensor(("n",), "float32", "b/llvm:0")):
+            R.func_attr({"relax_hetero.donated": [0, 1]})
+            z = R.add(x, x)
+            w = R.to_vdevice(z, "b/llvm:0")
+            v = R.exp(y)
+            return (w, v)
+
+    program = cut(Module)
+    assert program.functions["main"].signature.donated == ()
+    args = [floats(4), floats(5)]
+    found = StepByStep(program)("main", *args)
+    assert_same_bits(found[0], args[0] + args[0])
+    assert_same_bits(tuple(args), (floats(4), floats(5)))
+
+
 def test_parameters_behind_num_input_stay_inputs():
     @I.ir_module
     class Module:
