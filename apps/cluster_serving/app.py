@@ -53,7 +53,7 @@ class Settings:
 
     replicas: int = 2
     gateways: int = 2
-    wait_s: float = 0.0
+    wait_s: float = 0.002
     ongoing: int = 64
     queued: int = 256
     health_s: float = 10.0

@@ -116,7 +116,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--replicas", type=int, default=2, help="of the model, one thread each (default 2)")
     parser.add_argument("--gateways", type=int, default=2, help="processes that read and write HTTP (default 2)")
     parser.add_argument("--batch", type=int, default=16, help="sentences at which a batch is full (default 16)")
-    parser.add_argument("--wait-ms", type=float, default=0, help="that a batch waits for more (default 0)")
+    parser.add_argument("--wait-ms", type=float, default=2, help="that a batch waits for more (default 2)")
     parser.add_argument("--most-sentences", type=int, default=64, help="of a request (default 64)")
     parser.add_argument("--queued", type=int, default=256, help="requests that wait in a gateway (default 256)")
     parser.add_argument("--seconds", type=float, default=30, help="until a request is answered (default 30)")

@@ -232,9 +232,7 @@ def _plain_process(size: int, seconds: float) -> float:
 def _on_two_devices(size: int) -> tvm.IRModule:
     """Both stages in one module, on two devices of a core each."""
     builder = relax.BlockBuilder()
-    one_core = {"kind": "llvm", "num-cores": 1}
     first, second = (rh.VDevice(rh.native("llvm"), index) for index in (0, 1))
-    del one_core
     x = relax.Var("x", relax.TensorType((size, size), "float32", first))
     with builder.function("main", [x]):
         with builder.dataflow():

@@ -174,6 +174,12 @@ class Cluster:
             As `VirtualMachine.submit` returns it. Its `result` raises `HostError` where a host died and no retry is
             left, and what a step raised, with the host's name before the message.
         """
+        return self._submit(name, args, kwargs, copy)
+
+    def _submit(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], copy: bool, waits: bool = False
+    ) -> Fence:
+        """`submit`, by a caller that perhaps waits for the result at once."""
         plan = self._plan(name)
         fence = self._calls.enter()
         is_admitted = fence is not None
@@ -185,7 +191,7 @@ class Cluster:
                 if copy and (self._retries or not is_admitted):
                     call.own()
                 if is_admitted and events._get_running_loop() is None:
-                    self._dispatch(call, copy)
+                    self._dispatch(call, copy, waits)
                     return fence
                 if copy and is_admitted and not self._retries:
                     call.own()
@@ -254,7 +260,7 @@ class Cluster:
         except RuntimeError:  # the cluster was closed
             fence.settle(None, HostError("the cluster was closed"))
 
-    def _dispatch(self, call: ClusterCall, copy: bool) -> None:
+    def _dispatch(self, call: ClusterCall, copy: bool, waits: bool = False) -> None:
         """Send a call to the replica with the fewest calls under way; it waits where none has room."""
         while True:
             replica = self._reserve()
@@ -263,7 +269,7 @@ class Cluster:
             if not call.fence.begin():  # cancelled
                 self._release(replica)
                 return
-            if replica.submit(call):
+            if replica.submit(call, waits):
                 return
             self._release(replica)
         if copy:
@@ -349,7 +355,7 @@ class ClusterFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function and return its result."""
-        return self.cluster.submit(self.name, *args, copy=False, **kwargs).result()
+        return self.cluster._submit(self.name, args, kwargs, copy=False, waits=True).result()
 
     def submit(self, *args: Any, copy: bool = True, **kwargs: Any) -> Fence:
         """Have the function run, without waiting for it; see `Cluster.submit`."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .call_plan import HostRun
+    from .host_links import HostLinks
     from .parts import PackedPart
     from .route import Route, Slot, Visit
     from .wire import Failure, Message
@@ -32,6 +33,10 @@ class HostMachine:
             os.environ["TVM_NUM_THREADS"] = str(threads)
         self._host = host
         self._machine: Any = None
+        self._wire: Any = None
+        self._get: Any = None
+        self._put: Any = None
+        self._links: HostLinks | None = None
         self._routes: tuple[Route, ...] = ()
         self._rooms: tuple[int, ...] = ()
         self._in_flight = 1
@@ -65,12 +70,14 @@ class HostMachine:
             from ..vm.machine import VirtualMachine
             from .conversations import Conversations
             from .facts import check_memory, sizes_of
+            from .host_links import HostLinks
             from .parts import unpack
 
             self._conversations = Conversations()
             executable = unpack(part, ray.get)
             check_memory(executable)
             self._machine = VirtualMachine(executable)
+            self._links = HostLinks(self._host, self._machine)
             return sizes_of(self._machine.executable)
         except Exception as error:
             return self._failure(error)
@@ -83,14 +90,24 @@ class HostMachine:
         rooms: Of the channels of each route, in bytes; 0 where messages are arguments of actor calls.
         in_flight: How many calls are under way at most.
         """
+        import ray
+
+        from . import wire
         from .graph import set_room
 
+        # Looked up once: an import inside of a function takes a microsecond each time.
+        self._wire, self._get, self._put = wire, ray.get, ray.put
         with self._lock:
             self._routes, self._rooms, self._in_flight = routes, rooms, in_flight
             self._kept.clear()
             self._sent.clear()
+        self.on_links("drop")
         set_room(max(rooms))
         return True
+
+    def on_links(self, request: str, *given: Any) -> Any:
+        """Have the links of this host do what a method of `HostLinks` does; nothing before its part is loaded."""
+        return None if self._links is None else getattr(self._links, request)(*given)
 
     def settle(self) -> bool:
         """Remove the names of this process's semaphores, which all that share them have opened by now."""
@@ -108,12 +125,12 @@ class HostMachine:
         -------
         Message, or tuple of Message: For each target of the slot.
         """
-        from .wire import PROBE, Failure, Message
-
+        wire = self._wire
         function, call = messages[0].function, messages[0].call
         slot = self._routes[route].slots[number]
-        if function == PROBE:
+        if function == wire.PROBE:
             return messages[0] if len(slot.targets) == 1 else (messages[0],) * len(slot.targets)
+        messages = tuple(message._replace(values=self.on_links("arrived", message.values)) for message in messages)
         kept = self._kept.get(call, {})
         made: list[Any] | Failure
         try:
@@ -121,12 +138,14 @@ class HostMachine:
         except Exception as error:
             made = self._failure(error)
         self._keep(slot, number, call, slot.visits[function], made)
-        if isinstance(made, Failure):
-            sent = [Message(function, call, made)] * len(slot.targets)
+        if isinstance(made, wire.Failure):
+            sent = [wire.Message(function, call, made)] * len(slot.targets)
         else:
-            values = made
-            sends = slot.visits[function].sends
-            sent = [Message(function, call, self._fit(route, call, [values[i] for i in found])) for found in sends]
+            sent = []
+            for target, chosen in zip(slot.targets, slot.visits[function].sends, strict=True):
+                leaving = self._leaving(route, number, target, function, [made[index] for index in chosen])
+                sent.append(wire.Message(function, call, self._fit(route, call, leaving)))
+            self.on_links("post")
         return sent[0] if len(sent) == 1 else tuple(sent)
 
     def meet(self, peers: dict[str, Any]) -> bool:
@@ -156,48 +175,51 @@ class HostMachine:
 
     def _made(self, slot: Slot, visit: Visit, messages: tuple[Message, ...], kept: dict[int, Any]) -> Any:
         """What the step's function returns, or the failure of a step before that it depends on."""
-        import ray
-
-        from .wire import Failure, fetched
-
+        wire = self._wire
         arrived: dict[int, Any] = {}
         for source, message in zip(slot.inputs, messages, strict=False):
-            if isinstance(message.values, Failure):
+            if isinstance(message.values, wire.Failure):
                 return message.values
-            arrived[source] = fetched(message.values, ray.get)
+            arrived[source] = wire.fetched(message.values, self._get)
         for source in slot.follows:
-            if isinstance(kept[source], Failure):
-                return kept[source]
+            before = kept.get(source)  # of another function of the route, perhaps
+            if isinstance(before, wire.Failure):
+                return before
         executable = self._machine.executable
         signature = executable.signature(visit.function)
         owns = executable.metadata.writes_arguments or bool(signature.donated)
+        take = wire.decode_own if owns else wire.decode
         arguments = [
-            _argument(arrived[source][index], owns) if source in arrived else kept[source][index]
+            take(arrived[source][index]) if source in arrived else kept[source][index]
             for source, index in visit.arguments
         ]
+        if owns:
+            self.on_links("finish")
         result = self._machine.call(visit.function, tuple(arguments))
+        self.on_links("check")
         return list(result) if signature.output_is_tuple else [result]
 
     def _keep(self, slot: Slot, number: int, call: int, visit: Visit, made: Any) -> None:
-        from .wire import Failure
-
+        wire = self._wire
         if slot.is_last:
             self._kept.pop(call, None)
-        elif isinstance(made, Failure):
+        elif isinstance(made, wire.Failure):
             self._kept.setdefault(call, {})[number] = made
         elif visit.keeps:
             self._kept.setdefault(call, {})[number] = {index: made[index] for index in visit.keeps}
 
+    def _leaving(self, route: int, number: int, target: int, function: str, values: list[Any]) -> list[Any]:
+        """Results for a target, with those that go by links announced only; these are for graphs alone."""
+        found: list[Any] = values if route else self.on_links("leaving", (number, target), function, values)
+        return found
+
     def _fit(self, route: int, call: int, values: list[Any]) -> tuple[Any, ...]:
-        import ray
-
-        from .wire import encode, fit
-
-        encoded = [encode(value) for value in values]
+        wire = self._wire
+        encoded = [wire.encode(value) for value in values]
         room = self._rooms[route]
         if not room:
             return tuple(encoded)
-        fitting, references = fit(encoded, room, ray.put)
+        fitting, references = wire.fit(encoded, room, self._put)
         if references or self._sent:
             with self._lock:
                 self._sent.setdefault(call, []).extend(references)
@@ -212,9 +234,3 @@ class HostMachine:
         message = str(error) if isinstance(error, HeteroError) else f"{type(error).__name__}: {error}"
         kind = type(error) if isinstance(error, HeteroError) else HeteroError
         return Failure(kind, f"host {self._host!r}: {message}"[: HEAD_BYTES // 4])
-
-
-def _argument(value: Any, owns: bool) -> Any:
-    from .wire import decode, decode_own
-
-    return decode_own(value) if owns else decode(value)

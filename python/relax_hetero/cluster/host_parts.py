@@ -95,10 +95,10 @@ def talks_inside(mod: tvm.IRModule, func: relax.Function) -> bool:
     """Whether a part sends or receives inside of a branch, or in a function that it calls."""
     outer = {binding.var for binding in walk_bindings(func.body, nested=False)}
     seen: set[tvm.ir.GlobalVar] = set()
-    pending: list[relax.Function] = [func]
+    pending = [func]
     while pending:
         for binding in walk_bindings(pending.pop().body):
-            if _talk(binding.value) and binding.var not in outer:
+            if _talk(binding.value) is not None and binding.var not in outer:
                 return True
             for gv in global_vars_in(binding.value):
                 if gv not in seen and isinstance(mod.functions.get(gv), relax.Function):

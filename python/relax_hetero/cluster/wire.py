@@ -17,7 +17,8 @@ import tvm_ffi
 from tvm import runtime
 
 from ..target.element_types import numpy_dtype
-from ..vm.device.tensors import bytes_of, copy_to, dtype_name, from_numpy, on_host, view_bytes
+from ..vm.device.memory_pools import arrival
+from ..vm.device.tensors import bytes_of, copy_into, copy_to, dtype_name, from_numpy, on_host, view_bytes
 
 CHANNEL_BYTES = 1 << 19
 """Room in a channel where the sizes of messages are not known."""
@@ -145,13 +146,22 @@ def fetched(values: Iterable[Any], get: Callable[[Any], Any]) -> list[Any]:
 
 
 def room_for(sizes: Iterable[int]) -> int:
-    """The room of a channel for a message of values of these sizes, in bytes; what is stored apart takes none."""
+    """The room of a channel for a message of values of these sizes in bytes; what goes through the store takes none."""
     found = list(sizes)
     return HEAD_BYTES + _VALUE_BYTES * len(found) + sum(size for size in found if size < STORED_BYTES)
 
 
+def _pinned(tensor: runtime.Tensor) -> runtime.Tensor:
+    """A tensor of a GPU in pinned memory of this host, to which the GPU copies at full rate; small ones stay there."""
+    room = arrival(tensor, _HOST)
+    if room is None:
+        return tensor
+    copy_into(tensor, room)
+    return room
+
+
 def _encoded_tensor(tensor: runtime.Tensor) -> np.ndarray | Packed:
-    tensor = on_host(tensor)
+    tensor = on_host(_pinned(tensor))
     data, dtype, shape = bytes_of(tensor), str(tensor.dtype), tuple(tensor.shape)
     return data.view(numpy_dtype(dtype)).reshape(shape) if dtype in _NATIVE else Packed(dtype, shape, data)
 

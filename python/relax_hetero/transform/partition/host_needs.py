@@ -78,8 +78,8 @@ class HostNeeds:
         found = set(hosts_in(binding.var.ty))
         if isinstance(value, relax.Function) or _calls_closure(value):
             raise BuildError(
-                f"function {self._name!r}: {binding.var.name!r} is, or calls, a function inside of a function; where "
-                "devices are on several hosts a module has no closures (relax.transform.LambdaLift takes them out)"
+                f"function {self._name!r}: {binding.var.name!r} is, or calls, a function inside a function; expected "
+                "a module without closures where devices are on several hosts (relax.transform.LambdaLift makes one)"
             )
         if isinstance(value, relax.If):
             for inner in (*walk_bindings(value.true_branch), *walk_bindings(value.false_branch)):
