@@ -27,6 +27,7 @@ from ..target.vdevice import vdevices_of
 from ..transform.ir.rewriting import global_vars_in, relax_functions, typed
 from ..transform.partition.partition_by_host import HOST, PART_OF, SIZES_FIRST, partition_by_host
 from ..transform.placement.update_vdevice import succeed_vdevices
+from ..transform.record.donated import without_donated
 from .call_plan import CallPlan, Program
 from .host_parts import read_part, talks_inside
 from .host_runs import leaves_of, plan_of_runs
@@ -54,6 +55,7 @@ def cut_module(
     if isinstance(mod, tvm.IRModule) and natives is not None:
         mod = with_natives(mod, natives)
     mod = prepared(mod, params, None, "default", accuracy, "rh.cluster")
+    mod = without_donated(mod)  # what a host gets is a copy, or memory of Ray that it may not write to
     hosts = hosts_of(vdevices_of(mod))
     mod = run_steps(mod, steps_before_hosts(), progress)
     signatures = signatures_before_lowering(mod)

@@ -36,6 +36,7 @@ class StepByStep:
     def __call__(self, name: str, *args: Any) -> Any:
         """What a call gives: arrays, and tuples of integers for shapes."""
         plan = self.program.functions[name]
+        assert not plan.runs, f"{name} is not cut into steps"
         values = {(CALL, i): decode_own(value) for i, value in enumerate(bind(name, plan, args, {}))}
         for number, step in enumerate(plan.steps):
             found = self.machines[step.host][step.function](*(values[s.step, s.index] for s in step.arguments))

@@ -13,7 +13,7 @@ from tvm.script import tirx as T
 import relax_hetero as rh
 from cluster.step_by_step import CPU, StepByStep, assert_same_bits, check_same, cut, hosted, in_one_process, plain
 from relax_hetero.cluster.call_plan import CALL, Program, Source
-from relax_hetero.errors import BindingError
+from relax_hetero.errors import BindingError, HeteroError
 
 A = {"keys": ["cpu", "host:a"], **CPU}
 B = {"keys": ["cpu", "host:b"], **CPU}
@@ -265,7 +265,7 @@ def test_a_branch_of_one_host_whose_condition_comes_from_another():
     assert [host for host, _ in steps(program)] == ["a", "b", "a"]
 
 
-def test_hosts_that_exchange_inside_of_a_branch_talk():
+def test_hosts_that_exchange_inside_of_a_branch_run_their_parts_whole():
     @I.ir_module
     class Module:
         I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
@@ -281,10 +281,14 @@ def test_hosts_that_exchange_inside_of_a_branch_talk():
             return z
 
     plan = cut(Module).functions["main"]
-    assert plan.steps == () and [run.host for run in plan.runs] == ["a", "b"]
+    assert not plan.steps and plan.result == Source(1, 0)
+    assert [(run.host, run.arguments) for run in plan.runs] == [
+        ("a", (Source(CALL, 0), Source(CALL, 1))),
+        ("b", (None, None)),
+    ]
 
 
-def test_hosts_that_exchange_inside_of_a_called_function_talk():
+def test_hosts_that_exchange_inside_of_a_called_function_run_their_parts_whole():
     @I.ir_module
     class Module:
         I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
@@ -302,7 +306,132 @@ def test_hosts_that_exchange_inside_of_a_called_function_talk():
             return y
 
     plan = cut(Module).functions["main"]
-    assert plan.steps == () and [run.host for run in plan.runs] == ["a", "b"]
+    assert not plan.steps and plan.result == Source(1, 0)
+    assert [(run.host, run.arguments) for run in plan.runs] == [("a", (Source(CALL, 0),)), ("b", (None,))]
+
+
+def test_a_loop_of_one_host_is_in_a_step():
+    @I.ir_module
+    class Module:
+        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
+
+        @R.function(private=True)
+        def loop(i: R.Tensor((), "int64", "b/llvm:0"), x: R.Tensor((4,), "float32", "b/llvm:0")) -> R.Tensor(
+            (4,), "float32", "b/llvm:0"
+        ):
+            cls = Module
+            c = R.less(i, R.const(3, "int64"))
+            if c:
+                j = R.add(i, R.const(1, "int64"))
+                y = R.add(x, x)
+                r: R.Tensor((4,), "float32", "b/llvm:0") = cls.loop(j, y)
+            else:
+                r = x
+            return r
+
+        @R.function
+        def main(i: R.Tensor((), "int64", "a/llvm:0"), x: R.Tensor((4,), "float32", "a/llvm:0")):
+            cls = Module
+            j = R.add(i, i)
+            k = R.to_vdevice(j, "b/llvm:0")
+            y = R.to_vdevice(x, "b/llvm:0")
+            z: R.Tensor((4,), "float32", "b/llvm:0") = cls.loop(k, y)
+            return z
+
+    program = check_same(Module, [[np.array(turn), floats(4)] for turn in (0, 1, 5)])
+    assert [host for host, _ in steps(program)] == ["a", "b"]
+
+
+def test_effects_keep_their_order_and_a_failed_assertion_is_an_error():
+    @I.ir_module
+    class Module:
+        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
+
+        @R.function(pure=False)
+        def main(x: R.Tensor((4,), "float32", "a/llvm:0"), c: R.Tensor((), "bool", "b/llvm:0")):
+            y = R.add(x, x)
+            _ = R.assert_op(c, format="c is false")
+            z = R.to_vdevice(y, "b/llvm:0")
+            w = R.exp(z)
+            v = R.to_vdevice(w, "a/llvm:0")
+            u = R.add(v, y)
+            return u
+
+    program = check_same(Module, [[floats(4), np.array(True)]])
+    assert [host for host, _ in steps(program)] == ["a", "b", "a"]
+    with pytest.raises(HeteroError, match="c is false"):
+        StepByStep(program)("main", floats(4), np.array(False))
+
+
+def test_kernels_in_place_leave_what_other_steps_read():
+    @I.ir_module
+    class Module:
+        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
+
+        @T.prim_func(private=True, s_tir=True)
+        def bump(X: T.Buffer((4,), "float32")):
+            for i in range(4):
+                with T.sblock("b"):
+                    vi = T.axis.remap("S", [i])
+                    X[vi] = X[vi] + T.float32(1)
+
+        @R.function
+        def main(x: R.Tensor((4,), "float32", "a/llvm:0")):
+            cls = Module
+            y = R.exp(x)
+            z = R.to_vdevice(y, "b/llvm:0")
+            w = R.call_tir_inplace(cls.bump, (z,), inplace_indices=[0], out_ty=R.Tensor((4,), "float32", "b/llvm:0"))
+            v = R.to_vdevice(w, "a/llvm:0")
+            u = R.add(v, y)
+            return (u, y, w)
+
+    check_same(Module, [[floats(4)]])
+
+
+def test_a_branch_that_works_on_both_hosts_apart():
+    @I.ir_module
+    class Module:
+        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
+
+        @R.function
+        def main(
+            c: R.Tensor((), "bool", "a/llvm:0"),
+            x: R.Tensor((4,), "float32", "a/llvm:0"),
+            y: R.Tensor((4,), "float32", "b/llvm:0"),
+        ):
+            if c:
+                p = R.exp(x)
+                q = R.exp(y)
+                z = (p, q)
+            else:
+                z = (x, y)
+            u = z[0]
+            v = R.to_vdevice(u, "b/llvm:0")
+            w = R.add(v, z[1])
+            return (w, z)
+
+    check_same(Module, [[np.array(flag), floats(4), 2 * floats(4)] for flag in (True, False)])
+
+
+def test_what_is_donated_is_left_as_it_is():
+    @I.ir_module
+    class Module:
+        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
+
+        @R.function
+        def main(x: R.Tensor((4,), "float32", "a/llvm:0"), y: R.Tensor(("n",), "float32", "b/llvm:0")):
+            R.func_attr({"relax_hetero.donated": [0, 1]})
+            z = R.add(x, x)
+            w = R.to_vdevice(z, "b/llvm:0")
+            v = R.exp(y)
+            return (w, v)
+
+    program = cut(Module)
+    assert program.functions["main"].signature.donated == ()
+    args = [floats(4), floats(5)]
+    found = StepByStep(program)("main", *args)
+    assert_same_bits(found[0], args[0] + args[0])
+    assert_same_bits(tuple(args), (floats(4), floats(5)))
 
 
 def test_parameters_behind_num_input_stay_inputs():

@@ -459,7 +459,7 @@ def test_a_closure_is_refused():
             return w
 
     message = refused(Before)
-    assert "'main'" in message and "'w'" in message and "no closures" in message
+    assert "'main'" in message and "'w'" in message and "without closures" in message
 
 
 def test_a_value_without_a_device_is_refused():
