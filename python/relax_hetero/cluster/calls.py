@@ -33,13 +33,13 @@ class ClusterCall:
 
     Attributes
     ----------
-    since: When it began to wait for a replica; ``time.monotonic``.
+    since, begun: When it began to wait for a replica, and when it was sent to one; ``time.monotonic``.
     sent: References to inputs in the object store, kept until it has ended.
     """
 
     def __init__(self, name: str, plan: CallPlan, values: Sequence[Any], fence: Fence, retries: int) -> None:
         self.name, self.plan, self.values, self.fence, self.retries = name, plan, list(values), fence, retries
-        self.since = time.monotonic()
+        self.since = self.begun = time.monotonic()
         self.sent: list[Any] = []
 
     def own(self) -> None:

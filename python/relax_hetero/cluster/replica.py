@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from ..vm.queue.fence import here
 from .actors import Actors, first_line
 from .call_plan import CALL
 from .calls import ClusterCall
+from .doze import Doze
 from .graph import Graph
 from .links import Roads, connect_links, cut_links
 from .route import END, Route
@@ -92,6 +94,7 @@ class Replica:
         self._closing = threading.Event()
         self._sending, self._talking, self._reading = threading.Lock(), threading.Lock(), threading.Lock()
         self._calls = self._talks = 0
+        self._doze = Doze()
         self._graph: Graph | None = None
         self._room = 0
         self._roads: Roads = {}
@@ -139,6 +142,7 @@ class Replica:
                     return True
                 messages = self._messages(call, number)
                 if number == 0:
+                    call.begun = time.monotonic()
                     references = graph.execute(messages)
                     reads = waits and self.under_way == 1 and self._reading.acquire(blocking=False)
                     if not reads:
@@ -157,7 +161,9 @@ class Replica:
     def _read_here(self, call: ClusterCall, references: list[Any]) -> None:
         """Read a call's result, holding the lock for it; what goes wrong is for the collector."""
         try:
+            self._doze.sleep(call.name, call.begun)
             messages = [reference.get(timeout=-1) for reference in references]
+            self._doze.note(call.name, call.begun)
         except BaseException as error:
             self._results.put((call, [_Raised(error)]))
             if not isinstance(error, Exception):  # Ctrl-C
@@ -243,7 +249,9 @@ class Replica:
             call, references = item
             try:
                 with self._reading:
+                    self._doze.sleep(call.name, call.begun)
                     messages = [reference.get(timeout=-1) for reference in references]
+                    self._doze.note(call.name, call.begun)
             except BaseException as error:
                 if not self._closing.is_set():
                     self._repair([item], error)
