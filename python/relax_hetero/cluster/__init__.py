@@ -15,8 +15,8 @@ _EXPORTS = {
     "Program": ".call_plan",
     "Source": ".call_plan",
     "Step": ".call_plan",
-    "compile": ".compiled_program",
-    "load": ".compiled_program",
+    "compile": ".cut.compiled_program",
+    "load": ".cut.compiled_program",
 }
 _ATTRIBUTES = {"compile": "compile_program", "load": "load_program"}
 

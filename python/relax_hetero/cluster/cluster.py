@@ -23,9 +23,9 @@ from ..vm.queue.queued_calls import CallsInFlight
 from .actors import Actors
 from .bindings import bind_hosts
 from .calls import ClusterCall, bind, result_of
-from .compiled_program import load_program
+from .cut.compiled_program import load_program
+from .cut.program import hosts_needed, program_of
 from .parts import pack
-from .program import hosts_needed, program_of
 from .ray_here import ray_here
 from .replica import Replica, Told
 from .route import routes_of

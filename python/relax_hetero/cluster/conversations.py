@@ -8,7 +8,7 @@ from typing import Any
 
 from ..vm.machine import VirtualMachine
 from .call_plan import HostRun, Source
-from .host_runs import opened
+from .cut.host_runs import opened
 from .talk import Mailbox, Talk, register
 from .wire import decode_own, encode
 

@@ -11,7 +11,7 @@ import tvm
 import relax_hetero as rh
 from relax_hetero.cluster.call_plan import CALL, Program, filled
 from relax_hetero.cluster.calls import bind
-from relax_hetero.cluster.cut_module import cut_module
+from relax_hetero.cluster.cut.cut_module import cut_module
 from relax_hetero.cluster.wire import decode_own
 from relax_hetero.target.hosts import on_host
 from relax_hetero.target.vdevice import vdevices_of

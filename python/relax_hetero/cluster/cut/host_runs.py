@@ -8,9 +8,9 @@ from typing import Any
 import tvm
 from tvm import relax
 
-from ..artifact.signature import FunctionSignature, TupleSpec, ValueSpec
-from ..transform.partition.partition_by_host import SIZES_FIRST
-from .call_plan import CALL, CallPlan, HostRun, Source
+from ...artifact.signature import FunctionSignature, TupleSpec, ValueSpec
+from ...transform.partition.partition_by_host import SIZES_FIRST
+from ..call_plan import CALL, CallPlan, HostRun, Source
 
 
 def plan_of_runs(

@@ -15,14 +15,14 @@ from typing import Any
 
 import tvm
 
-from ..artifact.signature import FunctionSignature
-from ..driver.compile import compile as compile_module
-from ..driver.link.parallel_codegen import Progress
-from ..errors import BuildError, HeteroError
-from ..target.hosts import host_of, is_native
-from ..target.native_target import native
-from ..target.vdevice import vdevices_of
-from .call_plan import CallPlan, HostRun, Program, Source, Step
+from ...artifact.signature import FunctionSignature
+from ...driver.compile import compile as compile_module
+from ...driver.link.parallel_codegen import Progress
+from ...errors import BuildError, HeteroError
+from ...target.hosts import host_of, is_native
+from ...target.native_target import native
+from ...target.vdevice import vdevices_of
+from ..call_plan import CallPlan, HostRun, Program, Source, Step
 from .cut_module import cut_module
 
 _FILE = "program.json"

@@ -9,12 +9,12 @@ import tvm
 from tvm import relax
 from tvm_ffi import structural_map
 
-from ..target.vdevice import same_vdevice
-from ..transform.ir.blocks import renamed, used_vars
-from ..transform.ir.op_names import IN_PLACE
-from ..transform.ir.requirements import in_requirements, symbols_in
-from ..transform.ir.rewriting import global_vars_in, is_tensor_constant, op_name, typed, walk_bindings
-from ..transform.partition.partition_by_host import RECEIVE, SEND, SIZES_FIRST
+from ...target.vdevice import same_vdevice
+from ...transform.ir.blocks import renamed, used_vars
+from ...transform.ir.op_names import IN_PLACE
+from ...transform.ir.requirements import in_requirements, symbols_in
+from ...transform.ir.rewriting import global_vars_in, is_tensor_constant, op_name, typed, walk_bindings
+from ...transform.partition.partition_by_host import RECEIVE, SEND, SIZES_FIRST
 
 
 @dataclass

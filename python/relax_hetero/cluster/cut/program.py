@@ -9,12 +9,12 @@ from typing import Any, TypeAlias
 import tvm
 from tvm.target import Target
 
-from ..driver.link.parallel_codegen import Progress
-from ..errors import BuildError, HeteroError, HostError
-from ..target.hosts import host_of, hosts_of, is_native
-from ..target.vdevice import vdevices_of
-from .bindings import HostBinding
-from .call_plan import Program
+from ...driver.link.parallel_codegen import Progress
+from ...errors import BuildError, HeteroError, HostError
+from ...target.hosts import host_of, hosts_of, is_native
+from ...target.vdevice import vdevices_of
+from ..bindings import HostBinding
+from ..call_plan import Program
 from .cut_module import cut_module
 
 Hardware: TypeAlias = "tuple[str, int]"
@@ -104,7 +104,7 @@ def hardware_here(wanted: Sequence[Hardware], threads: int) -> dict[Hardware, di
     """
     import tvm
 
-    from ..target.native_target import native
+    from ...target.native_target import native
 
     found = {}
     for kind, number in wanted:

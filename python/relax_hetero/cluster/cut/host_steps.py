@@ -20,9 +20,9 @@ from typing import Any, TypeAlias
 
 from tvm import relax
 
-from ..errors import BuildError
-from ..transform.partition.form_schedules import step_function
-from .call_plan import CALL, Source, Step
+from ...errors import BuildError
+from ...transform.partition.form_schedules import step_function
+from ..call_plan import CALL, Source, Step
 from .host_parts import HostPart
 
 Place: TypeAlias = "tuple[str, relax.Var]"
@@ -154,7 +154,12 @@ class _Cutter:
 
     def _join_silent(self) -> None:
         """Steps that send nothing join the next one of their host."""
-        loud = {(host, self._levels[host, var]) for host, var in self._senders.values() if (host, var) in self._levels}
+        loud = {
+            (source, self._levels[source, made])
+            for host, part in self._parts.items()
+            for source, made in (self._origin(host, var) for binding in part.bindings for var in part.reads(binding))
+            if source != host and (source, made) in self._levels
+        }
         for host, part in self._parts.items():
             levels = sorted({self._levels[host, b.var] for b in part.bindings if b.var not in part.free})
             new: dict[int, int] = {}
