@@ -161,7 +161,7 @@ class Replica:
     def _read_here(self, call: ClusterCall, references: list[Any]) -> None:
         """Read a call's result, holding the lock for it; what goes wrong is for the collector."""
         try:
-            self._doze.sleep(call.name, call.begun)
+            self._doze.sleep(call.name, call.begun, is_alone=True)
             messages = [reference.get(timeout=-1) for reference in references]
             self._doze.note(call.name, call.begun)
         except BaseException as error:
@@ -249,7 +249,7 @@ class Replica:
             call, references = item
             try:
                 with self._reading:
-                    self._doze.sleep(call.name, call.begun)
+                    self._doze.sleep(call.name, call.begun, is_alone=self.under_way <= 1)
                     messages = [reference.get(timeout=-1) for reference in references]
                     self._doze.note(call.name, call.begun)
             except BaseException as error:
