@@ -111,18 +111,18 @@ def plan_links(route: Route, facts: Mapping[str, GpuFacts]) -> tuple[list[Link],
     return links, roads
 
 
-def connect_links(ray: Any, actors: Mapping[str, Any], route: Route) -> Roads:
+def connect_links(ray: Any, actors: Mapping[str, Any], facts: Mapping[str, GpuFacts], route: Route) -> Roads:
     """Have hosts connect the links of a route; what cannot be connected goes through host memory.
 
     Parameters
     ----------
     actors: By host; see `HostMachine.on_links`.
+    facts: By host, what `HostMachine.connect` has returned.
 
     Returns
     -------
     Roads: How tensors go from GPU to GPU.
     """
-    facts = dict(zip(actors, ray.get([actor.on_links.remote("facts") for actor in actors.values()]), strict=True))
     links, roads = plan_links(route, facts)
     if not links:
         return roads
