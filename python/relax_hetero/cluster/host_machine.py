@@ -151,7 +151,7 @@ class HostMachine:
             for target, chosen in zip(slot.targets, slot.visits[function].sends, strict=True):
                 leaving = self._leaving(route, number, target, function, [made[index] for index in chosen])
                 sent.append(wire.Message(function, call, self._fit(route, call, leaving)))
-            self.on_links("post")
+        self.on_links("post")
         return sent[0] if len(sent) == 1 else tuple(sent)
 
     def meet(self, peers: dict[str, Any]) -> bool:

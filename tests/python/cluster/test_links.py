@@ -235,6 +235,33 @@ def test_where_one_end_cannot_connect_both_use_host_memory(hosts: Any, refusing:
     assert links["a"].leaving((0, 1), "main", values) == values
 
 
+def test_no_step_counts_while_links_are_cut(machines: Any) -> None:
+    """What an aborted link leaves in memory must not reach a caller: all hosts know before any link is cut."""
+    _, found, _ = machines
+    x = np.ones((2, 4), "float32")
+    sent = found["a"].step(0, 0, _message(0, x))
+    told: list[str] = []
+
+    class Actor:
+        def __init__(self, machine: HostMachine) -> None:
+            self.on_links = SimpleNamespace(remote=lambda request: told.append(request) or machine.on_links(request))
+
+    cut_links(_Ray, {host: Actor(machine) for host, machine in found.items()})
+    assert told == ["doubt", "doubt", "cut", "cut"]
+    with pytest.raises(rh.HostError, match="host 'b': another host died"):
+        found["b"].step(0, 1, sent[0])
+    for machine in found.values():
+        machine.on_links("drop")
+    np.testing.assert_array_equal(found["b"].step(0, 1, _message(1, x)).values[0], x)
+
+
+def test_nothing_is_cut_where_a_host_does_not_answer() -> None:
+    told: list[str] = []
+    actor = SimpleNamespace(on_links=SimpleNamespace(remote=told.append))
+    cut_links(SimpleNamespace(wait=lambda found, **options: ([], found)), {"a": actor, "b": None})
+    assert told == ["doubt"]
+
+
 def test_links_are_made_anew_after_a_host_died(hosts: Any) -> None:
     _, links = hosts
     actors = {host: _actor(found) for host, found in links.items()}
