@@ -82,7 +82,7 @@ class GpuLink:
         self._ends: list[Event] = []  # that can be recorded again
         self._communicator: Any = None
         self._peer = SENDER
-        self._is_over = False
+        self._is_over, self._problem = False, ""
         self._closing = threading.Lock()
         # Ends of operations, and what they read and write. TVM's pool and ours give memory again when nothing on the
         # host refers to it.
@@ -151,7 +151,12 @@ class GpuLink:
         return tensors
 
     def exchange(self, sent: Sequence[runtime.Tensor], rooms: Sequence[runtime.Tensor]) -> None:
-        """Send tensors and fill others with what arrives, at once; what has no elements does not travel."""
+        """Send tensors and fill others with what arrives, at once; what has no elements does not travel.
+
+        Raises
+        ------
+        HostError: A link that is not connected, or has failed; no further operation can begin, and `abort` ends it.
+        """
         communicator = self._ready()
         try:
             self._library.use(self.gpu)
@@ -165,7 +170,9 @@ class GpuLink:
             if rooms:
                 current.wait(end)
         except Exception as error:
-            raise self._failed(f"{error}") from error
+            # Not aborted: what was under way before must not come to an end that nobody knows to be none.
+            self._problem = f"{error}"
+            raise HostError(f"the link of GPU {self.gpu} failed: {error}") from error
         self._under_way.append((end, [*sent, *rooms]))
 
     def finish(self) -> None:
@@ -203,6 +210,8 @@ class GpuLink:
         with suppress(HostError):
             if self._communicator is not None:
                 self.synchronize()
+        if self._problem:
+            return self.abort()
         with self._closing:
             communicator, self._communicator, self._is_over = self._communicator, None, True
         if communicator is not None and not _within(_ABORT, communicator.destroy):
@@ -245,6 +254,8 @@ class GpuLink:
 
     def _ready(self) -> Any:
         communicator = self._communicator
+        if self._problem:
+            raise HostError(f"the link of GPU {self.gpu} has failed: {self._problem}")
         if communicator is None:
             raise HostError(f"the link of GPU {self.gpu} {'has ended' if self._is_over else 'is not connected'}")
         return communicator
@@ -256,6 +267,7 @@ class GpuLink:
             raise self._failed(f"{error}") from error
 
     def _failed(self, why: str) -> HostError:
+        self._problem = why
         self.abort()
         return HostError(f"the link of GPU {self.gpu} failed: {why}")
 

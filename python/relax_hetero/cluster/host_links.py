@@ -46,6 +46,7 @@ class HostLinks:
         self._leaving: dict[tuple[int, int], list[Link]] = {}
         self._sequence: dict[int, int] = {}
         self._pending: dict[int, list[Any]] = {}
+        self._is_in_doubt = False
 
     def facts(self) -> GpuFacts:
         """What is on the machine's GPUs, and why they can have no links, if so."""
@@ -93,8 +94,13 @@ class HostLinks:
             slots: [link for link in found if link.number in numbers] for slots, found in self._leaving.items()
         }
 
+    def doubt(self) -> bool:
+        """From any thread: no step ends in order from now on, as what its GPU was sent may soon be anything."""
+        self._is_in_doubt = True
+        return True
+
     def cut(self) -> None:
-        """End all links, from any thread: what waits for them goes on, and further use raises."""
+        """End all links, from any thread, after `doubt` on all hosts: what waits for them goes on with any numbers."""
         for end in list(self._ends.values()):
             end.abort()
 
@@ -102,6 +108,7 @@ class HostLinks:
         """End all links and forget them, before others are made."""
         self.cut()
         self._ends, self._leaving, self._sequence, self._pending = {}, {}, {}, {}
+        self._is_in_doubt = False
 
     def leaving(self, slots: tuple[int, int], function: str, values: Sequence[Any]) -> list[Any]:
         """Results for a message from slot to slot, with what goes by links announced only; `post` sends it."""
@@ -115,7 +122,9 @@ class HostLinks:
         return found
 
     def post(self) -> None:
-        """Send what was announced; HostError for a link that has failed."""
+        """Send what was announced, at the end of a step; HostError for a link that has failed, and in doubt."""
+        if self._is_in_doubt:
+            raise HostError(f"host {self._host!r}: another host died, whose tensors may not have come")
         pending, self._pending = self._pending, {}
         for number, tensors in pending.items():
             self._ends[number].send(*tensors)

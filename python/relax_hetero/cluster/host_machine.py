@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from .call_plan import HostRun
     from .host_links import HostLinks
+    from .links import GpuFacts
     from .parts import PackedPart
     from .route import Route, Slot, Visit
     from .wire import Failure, Message
@@ -82,13 +83,17 @@ class HostMachine:
         except Exception as error:
             return self._failure(error)
 
-    def connect(self, routes: tuple[Route, ...], rooms: tuple[int, ...], in_flight: int) -> bool:
+    def connect(self, routes: tuple[Route, ...], rooms: tuple[int, ...], in_flight: int) -> GpuFacts:
         """Learn the routes, and forget the calls that were under way.
 
         Parameters
         ----------
         rooms: Of the channels of each route, in bytes; 0 where messages are arguments of actor calls.
         in_flight: How many calls are under way at most.
+
+        Returns
+        -------
+        GpuFacts: What is on this host's GPUs.
         """
         import ray
 
@@ -103,7 +108,8 @@ class HostMachine:
             self._sent.clear()
         self.on_links("drop")
         set_room(max(rooms))
-        return True
+        facts: GpuFacts = self.on_links("facts")
+        return facts
 
     def on_links(self, request: str, *given: Any) -> Any:
         """Have the links of this host do what a method of `HostLinks` does; nothing before its part is loaded."""
@@ -145,7 +151,7 @@ class HostMachine:
             for target, chosen in zip(slot.targets, slot.visits[function].sends, strict=True):
                 leaving = self._leaving(route, number, target, function, [made[index] for index in chosen])
                 sent.append(wire.Message(function, call, self._fit(route, call, leaving)))
-            self.on_links("post")
+        self.on_links("post")
         return sent[0] if len(sent) == 1 else tuple(sent)
 
     def meet(self, peers: dict[str, Any]) -> bool:

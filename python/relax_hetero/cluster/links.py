@@ -111,18 +111,18 @@ def plan_links(route: Route, facts: Mapping[str, GpuFacts]) -> tuple[list[Link],
     return links, roads
 
 
-def connect_links(ray: Any, actors: Mapping[str, Any], route: Route) -> Roads:
+def connect_links(ray: Any, actors: Mapping[str, Any], facts: Mapping[str, GpuFacts], route: Route) -> Roads:
     """Have hosts connect the links of a route; what cannot be connected goes through host memory.
 
     Parameters
     ----------
     actors: By host; see `HostMachine.on_links`.
+    facts: By host, what `HostMachine.connect` has returned.
 
     Returns
     -------
     Roads: How tensors go from GPU to GPU.
     """
-    facts = dict(zip(actors, ray.get([actor.on_links.remote("facts") for actor in actors.values()]), strict=True))
     links, roads = plan_links(route, facts)
     if not links:
         return roads
@@ -149,10 +149,17 @@ def connect_links(ray: Any, actors: Mapping[str, Any], route: Route) -> Roads:
 
 
 def cut_links(ray: Any, actors: Mapping[str, Any]) -> None:
-    """Have hosts give up what they wait for from each other, as one of them has died; bounded."""
-    told = [actor.on_links.remote("cut") for actor in actors.values() if actor is not None]
-    if told:
-        ray.wait(told, num_returns=len(told), timeout=_CUT)
+    """Have hosts give up what they wait for from each other, as one of them has died; bounded.
+
+    Operations that are cut end with any numbers, which may already be on their way to further hosts. So all hosts first
+    learn that no step of theirs counts any more. Where one does not answer nothing is cut: its process is killed.
+    """
+    living = [actor for actor in actors.values() if actor is not None]
+    for request in ("doubt", "cut"):
+        told = [actor.on_links.remote(request) for actor in living]
+        ready, _ = ray.wait(told, num_returns=len(told), timeout=_CUT) if told else ([], [])
+        if len(ready) < len(told):
+            return
 
 
 def check_sequence(announced: OnLink, expected: int) -> None:

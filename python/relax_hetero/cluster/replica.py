@@ -270,7 +270,8 @@ class Replica:
         """Tell of the calls that were under way, start what died again, and compile the graph anew."""
         self.is_ready = self._is_suspect = False
         dead = self._actors.find_dead()
-        cut_links(self._ray, self._actors.handles)
+        if self._roads:
+            cut_links(self._ray, self._actors.handles)
         self._close_graph()  # before the lock: a thread that sends may wait for room in a channel
         with self._sending:
             while not self._results.empty():
@@ -307,8 +308,8 @@ class Replica:
         self._room = self._affordable(self._routes[0])
         rooms = (self._room, *(0 for _ in self._routes[1:]))
         told = [actor.connect.remote(self._routes, rooms, self._in_flight) for actor in handles.values()]
-        self._ray.get(told)
-        self._roads = connect_links(self._ray, handles, self._routes[0])
+        facts = dict(zip(handles, self._ray.get(told), strict=True))
+        self._roads = connect_links(self._ray, handles, facts, self._routes[0])
         here = self._ray.get_runtime_context().get_node_id()
         if any(state.facts["node"] != here for state in self._actors.states.values()):
             # A channel to another node holds one message, and a thread that waits to write holds Python's lock. So many

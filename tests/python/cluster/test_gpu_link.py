@@ -103,7 +103,7 @@ def test_what_does_not_arrive_ends_with_an_error() -> None:
     with pytest.raises(rh.HostError, match=r"GPU 0 failed: the other process did not answer within 0\.05 s"):
         receiver.synchronize(0.05)
     assert ("abort",) in driver.notes
-    with pytest.raises(rh.HostError, match="has ended"):
+    with pytest.raises(rh.HostError, match="has failed"):
         receiver.receive((4,), "float32")
     receiver.close()  # again, without harm
 
@@ -114,6 +114,27 @@ def test_a_failure_of_nccl_ends_a_link() -> None:
     receiver._communicator.error = RuntimeError("remote process exited")
     with pytest.raises(rh.HostError, match="remote process exited"):
         receiver.synchronize()
+    assert ("abort",) in driver.notes
+
+
+def test_an_operation_that_is_refused_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, receiver, _, driver = _pair()
+    first = receiver.receive((4,), "float32")
+
+    def refuse(*given: int) -> None:
+        raise RuntimeError("invalid usage")
+
+    monkeypatch.setattr(receiver._communicator, "recv", refuse)
+    with pytest.raises(rh.HostError, match="failed: invalid usage"):
+        receiver.receive((4,), "float32")
+    assert ("abort",) not in driver.notes
+    sender.send(from_numpy(np.arange(4, dtype="float32"), HOST))
+    for thread in driver.busy:
+        thread.join(20)
+    assert _bytes_at(first) == np.arange(4, dtype="float32").tobytes()
+    with pytest.raises(rh.HostError, match="has failed: invalid usage"):
+        receiver.receive((4,), "float32")
+    receiver.close()
     assert ("abort",) in driver.notes
 
 

@@ -16,7 +16,7 @@ from cluster.two_hosts import First, Second, program
 from relax_hetero.cluster import CALL, CallPlan, Source, Step, host_links
 from relax_hetero.cluster.host_links import HostLinks
 from relax_hetero.cluster.host_machine import HostMachine
-from relax_hetero.cluster.links import GpuFacts, Link, OnLink, connect_links, cut_links, plan_links
+from relax_hetero.cluster.links import GpuFacts, Link, OnLink, Roads, connect_links, cut_links, plan_links
 from relax_hetero.cluster.route import END, Route, routes_of
 from relax_hetero.cluster.wire import Failure, Message, encode, fit
 from relax_hetero.vm.device.tensors import from_numpy
@@ -172,10 +172,13 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> tuple[Wires, dict[str, HostLinks]]
         host: HostLinks(host, machine, lambda gpu, host=host: wires.end(host))  # type: ignore[arg-type, misc]
         for host in "ab"
     }
-    facts = _facts((0, None, 0), (0, 0, 0))
-    for host, found in links.items():
-        monkeypatch.setattr(found, "facts", lambda host=host: facts[host])
     return wires, links
+
+
+def _connect(links: dict[str, HostLinks]) -> Roads:
+    """Both hosts' links for `CHAIN`."""
+    facts = _facts((0, None, 0), (0, 0, 0))
+    return connect_links(_Ray, {host: _actor(found) for host, found in links.items()}, facts, CHAIN)
 
 
 def _tensors() -> list[tvm.runtime.Tensor]:
@@ -184,7 +187,7 @@ def _tensors() -> list[tvm.runtime.Tensor]:
 
 def test_messages_announce_what_links_bring(hosts: Any) -> None:
     _, links = hosts
-    assert connect_links(_Ray, {host: _actor(found) for host, found in links.items()}, CHAIN) == {"a": {"b": "NCCL"}}
+    assert _connect(links) == {"a": {"b": "NCCL"}}
     order = CHAIN.slots[0].visits["main"].sends[0]
     for call in range(3):
         values = [_tensors()[index] for index in order]
@@ -203,7 +206,7 @@ def test_messages_announce_what_links_bring(hosts: Any) -> None:
 
 def test_a_tensor_that_was_left_out_is_noticed(hosts: Any) -> None:
     _, links = hosts
-    connect_links(_Ray, {host: _actor(found) for host, found in links.items()}, CHAIN)
+    _connect(links)
     order = CHAIN.slots[0].visits["main"].sends[0]
     sent = []
     for _ in range(2):
@@ -226,23 +229,50 @@ def test_failures_and_plain_values_arrive_as_they_are(hosts: Any) -> None:
 def test_where_one_end_cannot_connect_both_use_host_memory(hosts: Any, refusing: str) -> None:
     wires, links = hosts
     wires.refused = {refusing}
-    roads = connect_links(_Ray, {host: _actor(found) for host, found in links.items()}, CHAIN)
+    roads = _connect(links)
     assert roads == {"a": {"b": f"host memory: host {refusing!r}: no way to the other GPU"}}
     values = _tensors()
     assert links["a"].leaving((0, 1), "main", values) == values
 
 
+def test_no_step_counts_while_links_are_cut(machines: Any) -> None:
+    """What an aborted link leaves in memory must not reach a caller: all hosts know before any link is cut."""
+    _, found, _ = machines
+    x = np.ones((2, 4), "float32")
+    sent = found["a"].step(0, 0, _message(0, x))
+    told: list[str] = []
+
+    class Actor:
+        def __init__(self, machine: HostMachine) -> None:
+            self.on_links = SimpleNamespace(remote=lambda request: told.append(request) or machine.on_links(request))
+
+    cut_links(_Ray, {host: Actor(machine) for host, machine in found.items()})
+    assert told == ["doubt", "doubt", "cut", "cut"]
+    with pytest.raises(rh.HostError, match="host 'b': another host died"):
+        found["b"].step(0, 1, sent[0])
+    for machine in found.values():
+        machine.on_links("drop")
+    np.testing.assert_array_equal(found["b"].step(0, 1, _message(1, x)).values[0], x)
+
+
+def test_nothing_is_cut_where_a_host_does_not_answer() -> None:
+    told: list[str] = []
+    actor = SimpleNamespace(on_links=SimpleNamespace(remote=told.append))
+    cut_links(SimpleNamespace(wait=lambda found, **options: ([], found)), {"a": actor, "b": None})
+    assert told == ["doubt"]
+
+
 def test_links_are_made_anew_after_a_host_died(hosts: Any) -> None:
     _, links = hosts
     actors = {host: _actor(found) for host, found in links.items()}
-    connect_links(_Ray, actors, CHAIN)
+    _connect(links)
     links["a"].leaving((0, 1), "main", _tensors())  # announced, and never sent
     ends = [end for found in links.values() for end in found._ends.values()]
     cut_links(_Ray, {**actors, "c": None})
     assert [end.state for end in ends] == ["over", "over"]
     for found in links.values():
         found.drop()
-    connect_links(_Ray, actors, CHAIN)
+    _connect(links)
     order = CHAIN.slots[0].visits["main"].sends[0]
     message = tuple(links["a"].leaving((0, 1), "main", [_tensors()[index] for index in order]))
     links["a"].post()
@@ -264,10 +294,9 @@ def machines(hosts: Any) -> tuple[Wires, dict[str, HostMachine], Route]:
         machine = found[host] = HostMachine(host, 0)
         machine._machine = rh.vm.VirtualMachine(rh.compile(module))
         machine._links = HostLinks(host, machine._machine, lambda gpu, host=host: wires.end(host))  # type: ignore[misc]
-        machine._links.facts = lambda host=host: facts[host]  # type: ignore[method-assign, misc]
         machine.connect((route,), (1 << 20,), 1)
     actors = {host: _actor(machine._links) for host, machine in found.items()}
-    assert connect_links(_Ray, actors, route) == {"a": {"b": "NCCL"}}
+    assert connect_links(_Ray, actors, facts, route) == {"a": {"b": "NCCL"}}
     return wires, found, route
 
 
