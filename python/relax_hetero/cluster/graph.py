@@ -76,7 +76,8 @@ class Graph:
         -------
         list: For each slot that sends the caller a message, a reference whose `get` gives it.
         """
-        references = self._dag.execute(*(messages[number] for number in self._entries))
+        # Plain tuples, which are pickled without asking for their class.
+        references = self._dag.execute(*(tuple(messages[number]) for number in self._entries))
         return references if isinstance(references, list) else [references]
 
     def _probe(self) -> None:
