@@ -76,8 +76,7 @@ class Graph:
         -------
         list: For each slot that sends the caller a message, a reference whose `get` gives it.
         """
-        # Plain tuples, which are pickled without asking for their class.
-        references = self._dag.execute(*(tuple(messages[number]) for number in self._entries))
+        references = self._dag.execute(*(messages[number] for number in self._entries))
         return references if isinstance(references, list) else [references]
 
     def _probe(self) -> None:

@@ -132,12 +132,10 @@ class HostMachine:
         Message, or tuple of Message: For each target of the slot.
         """
         wire = self._wire
-        messages = tuple(wire.Message(*message) for message in messages)
         function, call = messages[0].function, messages[0].call
         slot = self._routes[route].slots[number]
         if function == wire.PROBE:
-            probe = tuple(messages[0])
-            return probe if len(slot.targets) == 1 else (probe,) * len(slot.targets)
+            return messages[0] if len(slot.targets) == 1 else (messages[0],) * len(slot.targets)
         messages = tuple(message._replace(values=self.on_links("arrived", message.values)) for message in messages)
         kept = self._kept.get(call, {})
         made: list[Any] | Failure
@@ -154,8 +152,7 @@ class HostMachine:
                 leaving = self._leaving(route, number, target, function, [made[index] for index in chosen])
                 sent.append(wire.Message(function, call, self._fit(route, call, leaving)))
         self.on_links("post")
-        plain = tuple(map(tuple, sent))  # pickled without asking for a class
-        return plain[0] if len(plain) == 1 else plain
+        return sent[0] if len(sent) == 1 else tuple(sent)
 
     def meet(self, peers: dict[str, Any]) -> bool:
         """Learn the actors of the other hosts, for functions whose hosts talk while they run; forget calls."""

@@ -162,7 +162,7 @@ class Replica:
         """Read a call's result, holding the lock for it; what goes wrong is for the collector."""
         try:
             self._doze.sleep(call.name, call.begun, is_alone=True)
-            messages = [Message(*reference.get(timeout=-1)) for reference in references]
+            messages = [reference.get(timeout=-1) for reference in references]
             self._doze.note(call.name, call.begun)
         except BaseException as error:
             self._results.put((call, [_Raised(error)]))
@@ -212,7 +212,7 @@ class Replica:
         """Wait for actor calls, in a thread of their own."""
         here.is_worker = True
         try:
-            messages = [Message(*found) for found in self._ray.get(references)]
+            messages = self._ray.get(references)
         except Exception:
             self._is_suspect = True
             self._results.put(None)  # the collector finds out who died, and this call among those that are lost
@@ -250,7 +250,7 @@ class Replica:
             try:
                 with self._reading:
                     self._doze.sleep(call.name, call.begun, is_alone=self.under_way <= 1)
-                    messages = [Message(*reference.get(timeout=-1)) for reference in references]
+                    messages = [reference.get(timeout=-1) for reference in references]
                     self._doze.note(call.name, call.begun)
             except BaseException as error:
                 if not self._closing.is_set():
