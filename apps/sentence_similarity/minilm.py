@@ -84,17 +84,17 @@ def tokenizer_path(cache: Path) -> Path:
 
 
 class SentenceTokenizer:
-    """The checkpoint's own tokenizer, padded and cut to one length."""
+    """The checkpoint's own tokenizer, cut to one length and padded to it, or to the longest sentence of a call."""
 
-    def __init__(self, cache: Path, seq: int) -> None:
+    def __init__(self, cache: Path, seq: int, to_longest: bool = False) -> None:
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_file(str(tokenizer_path(cache)))
         self._tokenizer.enable_truncation(seq)
-        self._tokenizer.enable_padding(length=seq)
+        self._tokenizer.enable_padding(length=None if to_longest else seq)
 
     def __call__(self, sentences: Sequence[str]) -> dict[str, np.ndarray]:
-        """``input_ids`` and ``attention_mask``, int64 ``[len(sentences), seq]``."""
+        """``input_ids`` and ``attention_mask``, int64 ``[len(sentences), seq]`` or as many columns as are needed."""
         encoded = self._tokenizer.encode_batch(list(sentences))
         return {
             "input_ids": np.array([e.ids for e in encoded], "int64"),

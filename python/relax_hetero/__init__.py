@@ -26,6 +26,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "BuildError": (".errors", "BuildError"),
     "BindingError": (".errors", "BindingError"),
     "MemoryLimitError": (".errors", "MemoryLimitError"),
+    "HostError": (".errors", "HostError"),
     "VDevice": (".target.vdevice", "VDevice"),
     "native": (".target.vdevice", "native"),
     "encoding": (".encoding", None),
@@ -40,6 +41,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "compile": (".driver", "compile"),
     "get_pipeline": (".driver", "get_pipeline"),
     "load": (".vm", "load"),
+    "cluster": (".cluster", None),
 }
 
 __all__ = ["__version__", *_EXPORTS]

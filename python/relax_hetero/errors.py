@@ -66,4 +66,8 @@ class MemoryLimitError(HeteroError):
     """A machine or a call that would take more memory than it may."""
 
 
+class HostError(HeteroError):
+    """A host of a cluster that cannot be started, or that died; names the host."""
+
+
 register_error("relax_hetero.HeteroError", HeteroError)

@@ -10,12 +10,15 @@ import shlex
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import onnx
 import pytest
 import tvm
 from onnx import TensorProto, helper
+
+from one_service import one_service
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "apps").rglob("README.md")})
@@ -108,7 +111,9 @@ def test_command_works(command, tmp_path):
     for option, package in PACKAGES.items():
         if option in shlex.split(command.partition(">")[0]):
             pytest.importorskip(package)
-    if "sentence_similarity" in command:
+    if "cluster_serving" in command:
+        pytest.importorskip("ray.serve")
+    if "sentence_similarity" in command or "cluster_serving" in command:
         pytest.importorskip("tokenizers")
         if not (ROOT / ".cache" / "minilm").exists():
             pytest.skip("needs the weights of MiniLM, which `make demo` downloads")
@@ -127,7 +132,8 @@ def test_command_works(command, tmp_path):
         import numpy as np
 
         np.savez(tmp_path / "inputs.npz", input_ids=np.ones((1, 128), "float32"))
-    status, output = run(words, tmp_path)
+    with one_service() if "cluster_serving" in command else nullcontext():
+        status, output = run(words, tmp_path)
     assert status == 0, output[-3000:]
 
 

@@ -26,6 +26,8 @@ from .schedule import Schedule
 from .signature import FunctionSignature
 from .typed_data import read_json
 
+_HOST_KEY = "host:"  # as `target.hosts` writes it
+
 # DLPack device type of each TVM target kind (dlpack.h, DLDeviceType).
 DEVICE_TYPES: dict[str, int] = {
     "llvm": 1,
@@ -90,6 +92,13 @@ class DeviceSpec:
         """The target kind: ``"llvm"``, ``"cuda"``."""
         data = json.loads(self.target)
         return data if isinstance(data, str) else str(data["kind"])
+
+    @property
+    def host(self) -> str | None:
+        """The host that the device is on; None where its target names none."""
+        data = json.loads(self.target)
+        keys = () if isinstance(data, str) else data.get("keys", ())
+        return next((key.removeprefix(_HOST_KEY) for key in keys if key.startswith(_HOST_KEY)), None)
 
     @property
     def device_type(self) -> int:
@@ -364,11 +373,15 @@ class Metadata:
 
 
 def device_names(devices: tuple[DeviceSpec, ...]) -> list[str]:
-    """``kind:i`` of every entry: the i-th of its kind, as messages and placement rules write it."""
+    """``kind:i`` of every entry: the i-th of its kind, as messages and placement rules write it; with its host before.
+
+    An executable's devices have no hosts, those of a module that is explained may.
+    """
     seen: dict[str, int] = {}
     names: list[str] = []
     for device in devices:
-        index = seen.get(device.kind, 0)
-        seen[device.kind] = index + 1
-        names.append(f"{device.kind}:{index}")
+        kind = device.kind if device.host is None else f"{device.host}/{device.kind}"
+        index = seen.get(kind, 0)
+        seen[kind] = index + 1
+        names.append(f"{kind}:{index}")
     return names

@@ -22,6 +22,7 @@ from ..artifact.cache_folder import CacheFolder
 from ..artifact.memory_plan import MemoryPlan
 from ..artifact.metadata import DeviceSpec, DispatchSpec, Metadata
 from ..errors import BuildError, HeteroError
+from ..target.hosts import hosts_of, is_native
 from ..target.native_target import native
 from ..target.vdevice import VDevice, VDeviceSpec, device_name, host_vdevice, vdevice_index, vdevices_of, with_vdevices
 from ..transform.encode.accuracies import with_accuracy
@@ -29,7 +30,7 @@ from ..transform.ir.findings import findings_of
 from ..transform.ir.kernels import bytes_of, call_vdevice, called_prim_func, operations_of, ops_of, precision_of
 from ..transform.ir.module_attrs import COMMANDS, STRICT, is_lowered
 from ..transform.ir.nesting import check_nesting
-from ..transform.ir.rewriting import relax_functions, walk_bindings
+from ..transform.ir.rewriting import relax_functions, walk_bindings, with_distinct_sizes
 from ..transform.lower.lower_to_vm import LowerToVM
 from ..transform.lower.note_memory import memory_of
 from ..transform.partition.form_schedules import schedules_of
@@ -52,7 +53,7 @@ from .link.parallel_codegen import Progress
 from .link.reasons import reason
 from .link.repeated_calls import with_repeated_calls
 from .optional_devices import optional_indices, without_devices
-from .pipeline import pipeline_steps
+from .pipeline import PipelineStep, pipeline_steps
 from .signatures import function_signatures
 
 _log = logging.getLogger("relax_hetero")
@@ -121,7 +122,8 @@ def compile(  # noqa: A001 (the contract's name)
         CPUs, or not the module's; placement conflicts, ops without kernels, kernels that do not compile, unknown names
         of parameters, inputs that cannot be donated; indices and divisors that are known now and wrong.
     """
-    mod = _prepared(mod, params, donate, checks, accuracy)
+    mod = prepared(mod, params, donate, checks, accuracy, "rh.compile")
+    _check_one_host(mod)
     indices = optional_indices(mod, optional)
 
     def compiled(version: tvm.IRModule) -> Executable:
@@ -138,18 +140,25 @@ def compile(  # noqa: A001 (the contract's name)
     return executable
 
 
-def _prepared(
+def prepared(
     mod: tvm.IRModule,
     params: Mapping[str, Any] | None,
     donate: Sequence[str] | Mapping[str, Sequence[str]] | None,
     checks: str,
     accuracy: str | Mapping[str, str],
+    caller: str,
 ) -> tvm.IRModule:
-    """The module with a device, its weights, and what `compile` was asked for as attributes."""
+    """The module with a device, its weights, and what `compile` was asked for as attributes.
+
+    Raises
+    ------
+    HeteroError
+        As `compile` does; the message begins with `caller`.
+    """
     if not isinstance(mod, tvm.IRModule):
-        raise BuildError(f"rh.compile: found {type(mod).__name__}, expected a tvm.IRModule")
+        raise BuildError(f"{caller}: found {type(mod).__name__}, expected a tvm.IRModule")
     if checks not in CHECKS:
-        raise BuildError(f"rh.compile: checks is {checks!r}, expected one of {', '.join(map(repr, CHECKS))}")
+        raise BuildError(f"{caller}: checks is {checks!r}, expected one of {', '.join(map(repr, CHECKS))}")
     _check_globals(mod)
     check_nesting(mod)
     if not vdevices_of(mod):
@@ -160,9 +169,18 @@ def _prepared(
         mod = with_donated(mod, donate)
     if checks == "strict":
         mod = mod.with_attr(STRICT, True)
-    mod = with_accuracy(mod, accuracy, "rh.compile")
+    mod = with_distinct_sizes(with_accuracy(mod, accuracy, caller))
     _warn_if_generic(vdevices_of(mod))
     return mod
+
+
+def _check_one_host(mod: tvm.IRModule) -> None:
+    hosts = hosts_of(vdevices_of(mod))
+    if hosts:
+        raise BuildError(
+            f"rh.compile: the module's vdevices are on hosts ({', '.join(map(repr, hosts))}), expected none: a module "
+            "over hosts is run by rh.cluster.Cluster, and rh.transform.UpdateVDevice takes its vdevices off them"
+        )
 
 
 def _compile(
@@ -215,7 +233,11 @@ def _compile(
 
 def _lower(mod: tvm.IRModule, command_buffers: bool, progress: Progress | None) -> tvm.IRModule:
     """The module in the virtual machine's form."""
-    steps = pipeline_steps(command_buffers)
+    return run_steps(mod, pipeline_steps(command_buffers), progress)
+
+
+def run_steps(mod: tvm.IRModule, steps: Sequence[PipelineStep], progress: Progress | None) -> tvm.IRModule:
+    """The module that steps of the pipeline make; BuildError for what a stock pass raises."""
     for done, step in enumerate(steps, 1):
         try:
             mod = step.run(mod)
@@ -253,7 +275,7 @@ def _warn_if_generic(vdevices: list[relax.VDevice]) -> None:
     generic = [
         device_name(vdevice, vdevices)
         for vdevice in vdevices
-        if vdevice.target.kind.name == "llvm" and "mcpu" not in vdevice.target.attrs
+        if vdevice.target.kind.name == "llvm" and "mcpu" not in vdevice.target.attrs and not is_native(vdevice.target)
     ]
     if generic:
         _log.warning(

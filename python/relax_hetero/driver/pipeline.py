@@ -105,6 +105,15 @@ def pipeline_steps(command_buffers: bool = True, stock: bool = False) -> list[Pi
     return [each for each in steps if not (stock and each.only_ours)]
 
 
+def steps_before_hosts() -> list[PipelineStep]:
+    """The steps that a module on several hosts goes through as a whole, before `PartitionByHost` cuts it.
+
+    The others, from command buffers on, are those of each host's own module.
+    """
+    steps = pipeline_steps()
+    return steps[: [step.name for step in steps].index("FormDispatches") + 1]
+
+
 def get_pipeline(command_buffers: bool = True) -> tvm.transform.Pass:
     """The passes of ``rh.compile`` as one pass, for ``tvm.compile`` and for looking at stages.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tvm
 from tvm import relax
 
@@ -31,13 +33,21 @@ def function_signatures(mod: tvm.IRModule, takers: set[str]) -> dict[str, Functi
     mod: A lowered module whose constants are not lifted yet.
     takers: The functions that will take the tuple of constants.
     """
+    return _signatures(mod, public_functions(mod), takers)
+
+
+def signatures_before_lowering(mod: tvm.IRModule) -> dict[str, FunctionSignature]:
+    """Signatures of a module's public functions, which have a symbol, at any stage before it is lowered."""
+    return _signatures(mod, [gv.name_hint for gv, func in relax_functions(mod) if "global_symbol" in func.attrs], set())
+
+
+def _signatures(mod: tvm.IRModule, names: Sequence[str], takers: set[str]) -> dict[str, FunctionSignature]:
     reader = _TypeReader(vdevices_of(mod))
-    signatures = {}
-    public = public_functions(mod)
-    for gv, func in relax_functions(mod):
-        if gv.name_hint in public:
-            signatures[gv.name_hint] = reader.signature(gv.name_hint, func, gv.name_hint in takers)
-    return signatures
+    return {
+        gv.name_hint: reader.signature(gv.name_hint, func, gv.name_hint in takers)
+        for gv, func in relax_functions(mod)
+        if gv.name_hint in names
+    }
 
 
 class _TypeReader:

@@ -12,9 +12,10 @@ from typing import Any, TypeAlias
 
 import tvm
 import tvm_ffi
-from tvm.target import Target
+from tvm.target import Target, list_tags
 
 from ..errors import VDeviceError
+from .hosts import check_host, host_of, on_host, split_host
 from .native_target import device_kinds, native
 
 # One entry of a `vdevices=` list.
@@ -28,6 +29,7 @@ def VDevice(
     target: str | dict[str, Any] | Target | tvm.runtime.Device,
     vdevice_id: int = 0,
     memory_scope: str = "global",
+    host: str | None = None,
 ) -> tvm.relax.VDevice:
     """Make TVM's vdevice, checked.
 
@@ -39,6 +41,9 @@ def VDevice(
         The device's number at run time, e.g. 1 for ``cuda(1)``.
     memory_scope : str
         TVM storage scope, e.g. "global".
+    host : str, optional
+        The host that the device is on, of several (`relax_hetero.cluster`). A target that is the name of a kind alone
+        then means the hardware of that host.
 
     Returns
     -------
@@ -47,9 +52,12 @@ def VDevice(
     Raises
     ------
     VDeviceError
-        If the target cannot be made or names no kind of device, the id is not an int >= 0, or the scope is malformed.
+        If the target cannot be made or names no kind of device, the id is not an int >= 0, or the scope or the host is
+        malformed.
     """
     made = _target(target)
+    if host is not None:
+        made = on_host(made, check_host(host), native=isinstance(target, str) and target in device_kinds())
     if made.kind.name not in device_kinds():
         raise VDeviceError(f"a vdevice needs a target kind of a device ({', '.join(device_kinds())}), got {made.kind}")
     if isinstance(vdevice_id, bool) or not isinstance(vdevice_id, int) or not 0 <= vdevice_id < 2**31:
@@ -74,13 +82,14 @@ def parse_vdevices(specs: VDeviceEntry | Iterable[VDeviceEntry]) -> list[tvm.rel
     specs : str, dict, Target, VDevice, or an iterable of them
         Strings are a target kind ("llvm" and "cuda" mean the hardware of this machine), a kind with the physical id
         it has at run time ("cuda:1" is ``vdevice_id`` 1), a TVM target tag ("nvidia/nvidia-h100"), or a target in
-        JSON. Dicts and targets are taken as they are, except that a CUDA dict without "arch" gets this machine's.
+        JSON, each after its host where there are several ("b/cuda:1"): then the name of a kind means the hardware of
+        that host. Dicts and targets are taken as they are, except that a CUDA dict without "arch" gets this machine's.
 
     Returns
     -------
     vdevices : list[VDevice]
-        In the same order. Entries without an id are numbered per device *type*, so that "llvm" and "c" (both CPU)
-        get 0 and 1: each takes the lowest id that no earlier entry of its type has. Ids given twice are kept, they
+        In the same order. Entries without an id are numbered per host and device *type*, so that "llvm" and "c" (both
+        CPU) get 0 and 1: each takes the lowest id that no earlier entry of its type has. Ids given twice are kept, they
         share one physical device.
 
     Raises
@@ -92,7 +101,7 @@ def parse_vdevices(specs: VDeviceEntry | Iterable[VDeviceEntry]) -> list[tvm.rel
         specs = [specs]
     elif not isinstance(specs, Iterable):
         raise VDeviceError(f"vdevices must be a list of strings, dicts, targets or VDevices, got {specs!r}")
-    taken: dict[int, set[int]] = {}
+    taken: dict[tuple[str | None, int], set[int]] = {}
     vdevices = []
     for position, spec in enumerate(specs):
         try:
@@ -100,30 +109,40 @@ def parse_vdevices(specs: VDeviceEntry | Iterable[VDeviceEntry]) -> list[tvm.rel
         except VDeviceError as error:
             raise VDeviceError(f"vdevices[{position}]: {error}") from error
         device_type, number = physical(vdevices[-1])
-        taken.setdefault(device_type, set()).add(number)
+        taken.setdefault((host_of(vdevices[-1]), device_type), set()).add(number)
     if not vdevices:
         raise VDeviceError("vdevices is empty; name at least one device, e.g. 'llvm'")
     return vdevices
 
 
-def _parse_entry(spec: VDeviceEntry, taken: dict[int, set[int]]) -> tvm.relax.VDevice:
+def _parse_entry(spec: VDeviceEntry, taken: dict[tuple[str | None, int], set[int]]) -> tvm.relax.VDevice:
     if isinstance(spec, tvm.relax.VDevice):
         VDevice(spec.target, int(spec.vdevice_id), str(spec.memory_scope))  # only for its checks
         return spec
+    host: str | None = None
     kind: str | None = None
     number: int | None = None
+    if isinstance(spec, str) and not spec.startswith("{") and not _is_tag(spec):
+        host, spec = split_host(spec)
     if isinstance(spec, str) and not spec.startswith("{"):
         kind, number = _split_number(spec)
     if kind is not None and kind in device_kinds():
-        target = native(kind, number or 0)
+        target = native(kind, number or 0) if host is None else Target(kind)
     else:
         target = _target(_with_arch(_from_json(spec) if kind is None else kind))
     if number is None:
-        used = taken.get(int(target.get_target_device_type()), set())
+        used = taken.get((host or host_of(target), int(target.get_target_device_type())), set())
         number = next(candidate for candidate in range(len(used) + 1) if candidate not in used)
-        if kind is not None and kind in device_kinds():
+        if kind is not None and kind in device_kinds() and host is None:
             target = native(kind, number)  # the second GPU of a machine may be another model
+    if host is not None:
+        target = on_host(target, host, native=kind in device_kinds())
     return VDevice(target, number)
+
+
+def _is_tag(spec: str) -> bool:
+    """Whether a name with a "/" is one of TVM's tags ("nvidia/nvidia-h100"), and names no host."""
+    return "/" in spec and spec.partition(":")[0] in list_tags()
 
 
 def _split_number(spec: str) -> tuple[str, int | None]:

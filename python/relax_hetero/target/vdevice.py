@@ -2,7 +2,8 @@
 
 A vdevice is TVM's own ``relax.VDevice`` (target, ``vdevice_id``, ``memory_scope``), kept in
 ``mod.global_infos["vdevice"]``. Its *physical* device is (device type of its target, ``vdevice_id``); several
-vdevices may share one. Names are written ``kind:i``: the i-th vdevice of that target kind in the list.
+vdevices may share one. Names are written ``kind:i``: the i-th vdevice of that target kind in the list, or
+``host/kind:i``: the i-th of that kind on that host, where vdevices name hosts (`target.hosts`).
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ import tvm
 import tvm_ffi
 
 from ..errors import VDeviceError
+from .hosts import host_of
 from .make_vdevice import VDevice, parse_vdevices, physical
 from .native_target import native
 
 __all__ = [
     "VDevice",
     "default_vdevice",
+    "device_identifier",
     "device_name",
     "host_vdevice",
     "is_cpu",
     "lookup",
     "native",
+    "on_one_device",
     "parse_vdevices",
     "physical",
     "same_object",
@@ -39,8 +43,10 @@ __all__ = [
 VDeviceSpec: TypeAlias = "str | tvm.runtime.Device | tvm.relax.VDevice"
 
 _CPU = 1  # kDLCPU
-# TVMScript prints "kind:i:scope", so that form is read too.
-_NAME = re.compile(r"(?P<kind>[A-Za-z_][A-Za-z0-9_]*)(:(?P<index>0|[1-9][0-9]*)(:(?P<scope>[^\s:]+))?)?")
+# TVMScript prints "kind:i:scope", so that form is read too; it counts the kind over all hosts.
+_NAME = re.compile(
+    r"((?P<host>[^/:\s]+)/)?(?P<kind>[A-Za-z_][A-Za-z0-9_]*)(:(?P<index>0|[1-9][0-9]*)(:(?P<scope>[^\s:]+))?)?"
+)
 # Words people write for a device type where a target kind is meant.
 _KINDS_MEANT = {"cpu": ("llvm", "c"), "gpu": ("cuda", "rocm", "vulkan", "metal", "opencl"), "nvidia": ("cuda",)}
 
@@ -55,6 +61,11 @@ def same_vdevice(a: tvm.relax.VDevice | None, b: tvm.relax.VDevice | None) -> bo
     if a is None or b is None:
         return a is b
     return same_object(a, b) or bool(tvm_ffi.structural_equal(a, b))
+
+
+def on_one_device(a: tvm.relax.VDevice, b: tvm.relax.VDevice) -> bool:
+    """Whether both are one physical device by default: of one host, type and number."""
+    return host_of(a) == host_of(b) and physical(a) == physical(b)
 
 
 def is_cpu(vdevice: tvm.relax.VDevice) -> bool:
@@ -106,8 +117,13 @@ def vdevice_index(vdevice: tvm.relax.VDevice, vdevices: Sequence[tvm.relax.VDevi
 
 
 def device_name(vdevice: tvm.relax.VDevice, vdevices: Sequence[tvm.relax.VDevice]) -> str:
-    """Its name in messages and look-ups, ``kind:i``."""
+    """Its name in messages and look-ups, ``kind:i``, or ``host/kind:i`` where it is on a host."""
     return _name_at(vdevice_index(vdevice, vdevices), vdevices)
+
+
+def device_identifier(vdevice: tvm.relax.VDevice, vdevices: Sequence[tvm.relax.VDevice]) -> str:
+    """Its name as a part of a function's name: ``llvm_0``, ``b_cuda_0``."""
+    return re.sub(r"[^A-Za-z0-9_]", "_", device_name(vdevice, vdevices))
 
 
 def default_vdevice(vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.VDevice:
@@ -123,9 +139,17 @@ def default_vdevice(vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.VDevice:
     return vdevices[0]
 
 
-def host_vdevice(vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.VDevice | None:
-    """Where shapes, conditions and prints are read: the last CPU vdevice, None if the list has none."""
-    return next((entry for entry in reversed(vdevices) if is_cpu(entry)), None)
+def host_vdevice(
+    vdevices: Sequence[tvm.relax.VDevice], of: tvm.relax.VDevice | None = None
+) -> tvm.relax.VDevice | None:
+    """Where shapes, conditions and prints are read: the last CPU vdevice, None if the list has none.
+
+    Where vdevices name hosts, it is the last CPU of the host that `of` is on, by default of the first vdevice's.
+    """
+    if not vdevices:
+        return None
+    host = host_of(vdevices[0] if of is None else of)
+    return next((entry for entry in reversed(vdevices) if is_cpu(entry) and host_of(entry) == host), None)
 
 
 def lookup(spec: VDeviceSpec, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.VDevice:
@@ -134,7 +158,8 @@ def lookup(spec: VDeviceSpec, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.rela
     Parameters
     ----------
     spec : str, tvm.runtime.Device or VDevice
-        ``"kind:i"`` is the i-th vdevice of that target kind, ``"kind"`` the first, ``"vdevice:j"`` the j-th of all
+        ``"kind:i"`` is the i-th vdevice of that target kind, ``"kind"`` the first, ``"vdevice:j"`` the j-th of all;
+        ``"b/kind:i"``, ``"b/kind"`` and ``"b/vdevice:j"`` likewise among those of host `b`
         (TVMScript's printed form ``"kind:i:scope"`` is the same vdevice, whose scope must be that one).
         A device matches the first entry of its device type whose ``vdevice_id`` is its index. A VDevice matches
         this very entry, else the first that equals it.
@@ -171,11 +196,17 @@ def _lookup_name(name: str, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.
     match = _NAME.fullmatch(name)
     if match is None:
         raise VDeviceError(
-            f"{name!r} is not a vdevice name, which is 'kind', 'kind:i' or 'vdevice:j' with a number from 0; "
-            f"{_available(vdevices)}"
+            f"{name!r} is not a vdevice name, which is 'kind', 'kind:i' or 'vdevice:j' with a number from 0, after "
+            f"'host/' where there are several; {_available(vdevices)}"
         )
-    kind, index = match["kind"], int(match["index"] or 0)
-    candidates = [entry for entry in vdevices if kind == "vdevice" or _kind(entry) == kind]
+    kind, index, host = match["kind"], int(match["index"] or 0), match["host"]
+    if host is not None and all(host_of(entry) != host for entry in vdevices):
+        raise VDeviceError(f"no vdevice is on host {host!r} (asked for {name!r}); {_available(vdevices)}")
+    candidates = [
+        entry
+        for entry in vdevices
+        if (kind == "vdevice" or _kind(entry) == kind) and (host is None or host_of(entry) == host)
+    ]
     if index < len(candidates):
         found = candidates[index]
         if match["scope"] in (None, found.memory_scope):
@@ -198,8 +229,11 @@ def _available(vdevices: Sequence[tvm.relax.VDevice]) -> str:
 
 
 def _name_at(index: int, vdevices: Sequence[tvm.relax.VDevice]) -> str:
-    kind = _kind(vdevices[index])
-    return f"{kind}:{sum(_kind(entry) == kind for entry in vdevices[:index])}"
+    kind, host = _kind(vdevices[index]), host_of(vdevices[index])
+    earlier = vdevices[:index]
+    if host is None:
+        return f"{kind}:{sum(_kind(entry) == kind for entry in earlier)}"
+    return f"{host}/{kind}:{sum(_kind(entry) == kind and host_of(entry) == host for entry in earlier)}"
 
 
 def _kind(vdevice: tvm.relax.VDevice) -> str:

@@ -44,6 +44,7 @@ _PASSES: dict[str, str] = {
     "FormCommandBuffers": ".record.form_command_buffers",
     "FormCudaGraphs": ".record.form_cuda_graphs",
     "UpdateDonated": ".record.update_donated",
+    "PartitionByHost": ".partition.partition_by_host",
     "FormSchedules": ".partition.form_schedules",
     "CheckSizeDivisors": ".lower.check_size_divisors",
     "LowerToVM": ".lower.lower_to_vm",

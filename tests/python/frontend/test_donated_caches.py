@@ -39,6 +39,7 @@ def _with_row(cache, new, positions):
     return result
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", [scatter_nd, scatter_elements, tensor_scatter])
 @pytest.mark.parametrize("extent", [8, "length"])
 def test_caches(make, extent):

@@ -178,16 +178,22 @@ def test_results_are_onnx_runtimes(name, two_devices):
                 assert ours.numpy().dtype == theirs.dtype
 
 
-@pytest.mark.parametrize(("flag", "sizes"), [(True, (3, 3)), (True, (3, 1)), (False, (3, 2)), (True, (3, 2))])
-def test_sizes_are_checked_in_the_branch_that_needs_them(flag, sizes):
+@pytest.fixture(scope="module")
+def branches():
+    """A model whose branches need different sizes, and its function."""
     model = parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17]>
         g (bool c, float[n] x, float[k] w) => (float[q] y) {
             y = If(c) <then_branch = t () => (float[q] p) { a = Add(x, w) p = Exp(a) },
                        else_branch = e () => (float[q] r) { r = Mul(x, x) }>
         }""")
+    return model, rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"]
+
+
+@pytest.mark.parametrize(("flag", "sizes"), [(True, (3, 3)), (True, (3, 1)), (False, (3, 2)), (True, (3, 2))])
+def test_sizes_are_checked_in_the_branch_that_needs_them(branches, flag, sizes):
+    model, main = branches
     feeds = {"c": np.array(flag), "x": np.ones(sizes[0], "float32"), "w": np.ones(sizes[1], "float32")}
-    main = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"]
     if flag and sizes[1] == 2:
         with pytest.raises(rh.HeteroError, match="Add_0"):
             main(**feeds)

@@ -39,7 +39,7 @@ class Network:
         return y
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "float16"])
 @pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_80", marks=pytest.mark.slow)])
 def test_a_network_is_channels_last(dtype, arch):
     rng = np.random.default_rng(0)

@@ -16,6 +16,7 @@ from tvm.target import Target, codegen
 
 from ...errors import PlacementError, VDeviceError
 from ...target.gpu_target import gpu_target_of
+from ...target.hosts import NETWORK_LATENCY, NETWORK_RATE, host_of, hosts_of
 from ...target.native_target import num_cores
 from ...target.vdevice import host_vdevice, is_cpu, physical, vdevice_index
 from .measure_devices import Figures, are_here, figures_of
@@ -143,24 +144,29 @@ class CostModel:
         A CPU device works with ``num-cores`` of its target, one where it says nothing. CPU devices that together have
         more cores than this process may use share them: in one call they take turns, each with all its cores; with
         several calls in flight they work side by side, each with an equal share at most. (A device that has more by
-        itself is another machine's, and its word is taken.) Vdevices of one physical device always take turns.
+        itself is another machine's, and its word is taken; so is that of devices on hosts.) Vdevices of one physical
+        device always take turns.
         """
         host = host_vdevice(vdevices)
         host_index = IMPLICIT_HOST if host is None else vdevice_index(host, vdevices)
         own = _own_cores(vdevices)
         cores, take_turns = own, False
-        if sum(own.values()) > num_cores() >= max(own.values()):
+        if not hosts_of(vdevices) and sum(own.values()) > num_cores() >= max(own.values()):
             take_turns = objective == "latency"
             share = max(1, num_cores() // len(own))
             cores = own if take_turns else {place: min(count, share) for place, count in own.items()}
-        numbers: dict[object, int] = {}
+        numbers: dict[tuple[object, ...], int] = {}
         queues = [
-            numbers.setdefault("the CPU" if take_turns and is_cpu(vdevice) else physical(vdevice), len(numbers))
+            numbers.setdefault(
+                (host_of(vdevice), "CPU") if take_turns and is_cpu(vdevice) else _place(vdevice), len(numbers)
+            )
             for vdevice in vdevices
         ]
-        socket = max(own.values(), default=0) if take_turns else sum(cores.values())
+        at_once: dict[str | None, int] = {}  # cores of a machine's devices that work at the same time
+        for (machine, *_), count in cores.items():
+            at_once[machine] = max(count, at_once.get(machine, 0)) if take_turns else count + at_once.get(machine, 0)
         devices = [
-            _default_cpu(vdevice.target, cores[physical(vdevice)], socket)
+            _default_cpu(vdevice.target, cores[_place(vdevice)], at_once[host_of(vdevice)])
             if is_cpu(vdevice)
             else _default_gpu(vdevice.target)
             for vdevice in vdevices
@@ -231,7 +237,9 @@ def _with_figures(model: CostModel, figures: Figures) -> CostModel:
 
 def _default_link(source: tvm.relax.VDevice | None, target: tvm.relax.VDevice | None, take_turns: bool) -> LinkCost:
     """None is the implicit host."""
-    places = [(1, 0) if end is None else physical(end) for end in (source, target)]
+    if source is not None and target is not None and host_of(source) != host_of(target):
+        return LinkCost(NETWORK_RATE, NETWORK_LATENCY)
+    places = [(None, 1, 0) if end is None else _place(end) for end in (source, target)]
     on_cpu = [end is None or is_cpu(end) for end in (source, target)]
     if places[0] == places[1]:
         return LinkCost(float("inf"), 0.5e-6)  # one physical device: nothing is copied
@@ -242,12 +250,17 @@ def _default_link(source: tvm.relax.VDevice | None, target: tvm.relax.VDevice | 
     return LinkCost(300e9, 30e-6)  # NVLink; two H200s measured 369 GB/s for 256 MB
 
 
-def _own_cores(vdevices: Sequence[tvm.relax.VDevice]) -> dict[tuple[int, int], int]:
+def _place(vdevice: tvm.relax.VDevice) -> tuple[str | None, int, int]:
+    """The physical device: host, device type and number."""
+    return host_of(vdevice), *physical(vdevice)
+
+
+def _own_cores(vdevices: Sequence[tvm.relax.VDevice]) -> dict[tuple[str | None, int, int], int]:
     """The cores that the code of each physical CPU device is made for."""
-    found: dict[tuple[int, int], int] = {}
+    found: dict[tuple[str | None, int, int], int] = {}
     for vdevice in filter(is_cpu, vdevices):
         count = int(vdevice.target.attrs.get("num-cores", 1))
-        found[physical(vdevice)] = max(1, count, found.get(physical(vdevice), 1))
+        found[_place(vdevice)] = max(1, count, found.get(_place(vdevice), 1))
     return found
 
 

@@ -31,6 +31,7 @@ from ...errors import HeteroError
 from ...target.backends import load_backend
 from ...target.cpu_cores import num_cores
 from ...target.element_types import numpy_dtype
+from ...target.hosts import host_of
 from ...target.vdevice import is_cpu
 from ...vm.device.memory_limit import clear_pools
 from ...vm.machine import VirtualMachine
@@ -95,7 +96,7 @@ class Figures:
 
 def are_here(vdevices: Sequence[relax.VDevice]) -> bool:
     """Whether all these devices are on this machine: CPU code has to be for this very CPU."""
-    return all(_is_here(vdevice) for vdevice in vdevices)
+    return all(host_of(vdevice) is None and _is_here(vdevice) for vdevice in vdevices)
 
 
 def figures_of(vdevices: Sequence[relax.VDevice], again: bool = False) -> Figures | None:

@@ -25,7 +25,7 @@ from tvm import relax, tirx
 from tvm_ffi import structural_map
 
 from ...errors import BuildError
-from ...target.vdevice import default_vdevice, device_name, vdevices_of
+from ...target.vdevice import default_vdevice, device_identifier, device_name, vdevices_of
 from ..ir.declare import declare_pass
 from ..ir.kernels import call_vdevice, called_prim_func
 from ..ir.rewriting import (
@@ -114,7 +114,7 @@ class _Binder:
         return new
 
     def fresh(self, gv: tvm.ir.GlobalVar, vdevice: relax.VDevice) -> tvm.ir.GlobalVar:
-        base = f"{gv.name_hint}_{device_name(vdevice, self.vdevices).replace(':', '_')}"
+        base = f"{gv.name_hint}_{device_identifier(vdevice, self.vdevices)}"
         return fresh_global_var(base, gv.ty, self.taken)
 
 

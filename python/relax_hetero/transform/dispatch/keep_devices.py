@@ -75,7 +75,7 @@ class _Function:
 
     def __init__(self, vdevices: list[relax.VDevice], variables: Variables) -> None:
         self.default = default_vdevice(vdevices)
-        self.host = host_vdevice(vdevices) or self.default
+        self.vdevices = vdevices
         self.variables = variables
         self.new: dict[relax.Var, relax.Var] = {}
         self.constants: dict[tuple[int, int], tvm.ir.GenericConst] = {}
@@ -132,7 +132,7 @@ class _Function:
         if isinstance(call.op, tvm.ir.GlobalVar) and isinstance(call.op.ty, relax.FuncType):
             wanted = list(call.op.ty.params)
         elif op_name(call) in HOST_READS or callee_name(call) in HOST_READS:
-            wanted = [self.host] * len(call.args)
+            wanted = [self._reader(arg.ty) for arg in call.args]
         else:
             wanted = [self._first([ty, *(arg.ty for arg in call.args)])] * len(call.args)
         args = [self._operand(arg, place) for arg, place in zip(call.args, wanted, strict=True)]
@@ -143,6 +143,11 @@ class _Function:
         if all(new.same_as(old) for new, old in parts):
             return call
         return relax.Call(call.op, args, call.attrs, ty_args, call.span, ret_ty=result)
+
+    def _reader(self, ty: tvm.ir.Type) -> relax.VDevice:
+        """The CPU that reads a value of this type."""
+        first = self._first([ty])
+        return host_vdevice(self.vdevices, first) or first
 
     def _first(self, types: Iterable[tvm.ir.Type]) -> relax.VDevice:
         """The first device that types name."""

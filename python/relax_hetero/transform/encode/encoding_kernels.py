@@ -26,7 +26,7 @@ from ...op.encoded import PRODUCTS, encoded_op
 from ...target.cpu_target import cpu_target_of
 from ...target.element_types import short_name
 from ...target.gpu_target import gpu_target_of
-from ...target.vdevice import device_name
+from ...target.vdevice import device_identifier
 from ..ir.extents import Symbols
 from ..ir.kernels import OPS, work_attributes
 from ..ir.rewriting import fresh_global_var, relax_functions, walk_bindings
@@ -49,7 +49,7 @@ class VariantNames:
         self._names: dict[tuple[MatmulProblem | ConvProblem, str], str] = {}
         self._devices: dict[str, str] = {}
         for vdevice in vdevices:
-            self._devices.setdefault(str(vdevice.target), device_name(vdevice, vdevices).replace(":", "_"))
+            self._devices.setdefault(str(vdevice.target), device_identifier(vdevice, vdevices))
 
     def name(self, problem: MatmulProblem | ConvProblem, target: tvm.target.Target) -> str:
         """The variant that solves `problem` on `target`; equal ones share it."""

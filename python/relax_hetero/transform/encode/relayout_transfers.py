@@ -12,7 +12,8 @@ from ...encoding.encoding import Encoding
 from ...encoding.packed_layout import PackedLayout
 from ...op import encoded as ops
 from ...target.cpu_target import cpu_target_of
-from ...target.vdevice import physical
+from ...target.hosts import NETWORK_RATE, host_of
+from ...target.vdevice import on_one_device
 from ..ir.rewriting import with_vdevice
 from .encoded_values import extents_of
 from .replaced_bindings import Replacement
@@ -63,7 +64,9 @@ class Crossing:
         return at_source <= at_destination
 
     def _wire(self, size: int) -> float:
-        return 0.0 if physical(self.source) == physical(self.destination) else size / WIRE_RATE
+        if on_one_device(self.source, self.destination):
+            return 0.0
+        return size / (WIRE_RATE if host_of(self.source) == host_of(self.destination) else NETWORK_RATE)
 
     def _bytes(self, layout: PackedLayout) -> int:
         extents = [int(e) if isinstance(e, tvm.tirx.IntImm) else _SYMBOLIC_EXTENT for e in extents_of(self.ty)]

@@ -95,6 +95,28 @@ def with_own_sizes(func: relax.Function) -> relax.Function:
     return structural_map(func, (tvm.ir.Var, lambda var: fresh.get(var, var))) if fresh else func
 
 
+def with_distinct_sizes(mod: tvm.IRModule) -> tvm.IRModule:
+    """The module, in whose functions no two symbolic sizes have one name: signatures know them by name."""
+    functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
+    for gv, func in relax_functions(mod):
+        taken: set[str] = set()
+        symbols: dict[tirx.Var, None] = {}
+        for param in func.params:  # these keep their names
+            structural_walk(param.ty, (tvm.ir.Var, symbols.setdefault))
+        fresh = {}
+        for var in dict.fromkeys([*symbols, *relax.analysis.defined_symbolic_vars(func)]):
+            name = fresh_name(str(var.name), taken)
+            if name != var.name:
+                fresh[var] = tirx.Var(name, var.ty.dtype)
+        if fresh:
+            functions[gv] = structural_map(func, (tvm.ir.Var, _replacing(fresh)))
+    return with_functions(mod, functions)
+
+
+def _replacing(fresh: dict[Any, Any]) -> Callable[[Any], Any]:
+    return lambda var: fresh.get(var, var)
+
+
 def _map_expr(expr: relax.Expr, change: BindingMap) -> relax.Expr:
     if not isinstance(expr, relax.SeqExpr):
         return expr
@@ -139,12 +161,17 @@ def typed(expr: relax.Expr, ty: tvm.ir.Type) -> relax.Expr:
 
 def fresh_global_var(base: str, ty: tvm.ir.Type, taken: set[str]) -> tvm.ir.GlobalVar:
     """A new global variable named `base`, with a number where that is taken; its name is added to `taken`."""
+    return typed(tvm.ir.GlobalVar(fresh_name(base, taken)), ty)
+
+
+def fresh_name(base: str, taken: set[str]) -> str:
+    """`base`, with a number where that is taken; it is added to `taken`."""
     name, count = base, 0
     while name in taken:
         count += 1
         name = f"{base}_{count}"
     taken.add(name)
-    return typed(tvm.ir.GlobalVar(name), ty)
+    return name
 
 
 def is_tensor_constant(expr: relax.Expr) -> bool:

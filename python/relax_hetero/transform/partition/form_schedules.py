@@ -237,14 +237,14 @@ def _vars_in(result: Any) -> Iterator[relax.Var]:
 
 
 def step_function(
-    bindings: Sequence[relax.Binding], reads: Sequence[relax.Var], makes: Sequence[relax.Var]
+    bindings: Sequence[relax.Binding], reads: Sequence[relax.Var], makes: Sequence[relax.Var], is_pure: bool = True
 ) -> tuple[relax.Function, tuple[str, ...]]:
     """A function of some bindings of another one.
 
     Parameters
     ----------
     bindings : sequence of relax.Binding
-        In order, without effects.
+        In order; without effects, if `is_pure`.
     reads, makes : sequence of relax.Var
         What becomes its parameters and its results: a tuple unless it is one.
 
@@ -257,7 +257,7 @@ def step_function(
     """
     names: dict[relax.Var, relax.Expr] = {var: relax.Var(var.name, var.ty) for var in reads}
     params = list(names.values())
-    is_dataflow = not any(isinstance(binding.value, relax.If) for binding in bindings)
+    is_dataflow = is_pure and not any(isinstance(binding.value, relax.If) for binding in bindings)
     copies: list[relax.Binding] = []
     for binding in bindings:
         copy = renamed(binding, names)
@@ -272,8 +272,8 @@ def step_function(
     value = results[0] if len(results) == 1 else relax.Tuple(results)
     block = (relax.DataflowBlock if is_dataflow else relax.BindingBlock)(copies)
     body = typed(relax.SeqExpr([block], value), value.ty)
-    func = relax.Function(params, body, value.ty, is_pure=True)
+    func = relax.Function(params, body, value.ty, is_pure)
     sizes = sorted(relax.analysis.free_symbolic_vars(func), key=lambda var: str(var.name))
     if sizes:
-        func = relax.Function([*params, relax.Var("sizes", relax.ShapeType(sizes))], body, value.ty, is_pure=True)
+        func = relax.Function([*params, relax.Var("sizes", relax.ShapeType(sizes))], body, value.ty, is_pure)
     return with_own_sizes(func), tuple(str(var.name) for var in sizes)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ...target.vdevice import device_identifier
+from ..ir.rewriting import fresh_name
 from .graph import FuncTree, Graph, Origin, Spot, Tree
 from .program import CallRef, Program, Unit
 from .solve import Solution, check_rigid, is_mixed, nearest_origin, place_part
@@ -76,7 +78,7 @@ def make_clones(program: Program, groups: Sequence[RecursionGroup], insert_copie
             names = {unit.name: unit.name for unit in group.units}
             if by_devices:
                 suffix = _suffix(program, group, devices)
-                names = {name: _unique(f"{name}_{suffix}", taken) for name in names}
+                names = {name: fresh_name(f"{name}_{suffix}", taken) for name in names}
             mixed = insert_copies and is_mixed(group.graph, devices)
             by_devices[tuple(devices)] = Clone(group, devices, names, not by_devices, caller_name, mixed)
         made[group.index] = list(by_devices.values())
@@ -121,16 +123,7 @@ def _devices(program: Program, group: RecursionGroup, asked: tuple[int, ...], in
 def _suffix(program: Program, group: RecursionGroup, devices: list[int]) -> str:
     """The devices of a clone's interface, as part of a name."""
     used = dict.fromkeys(devices[part[0]] for part in group.solution.classes)
-    return "_".join(program.names[device].replace(":", "_") for device in used)
-
-
-def _unique(name: str, taken: set[str]) -> str:
-    candidate, number = name, 0
-    while candidate in taken:
-        number += 1
-        candidate = f"{name}_{number}"
-    taken.add(candidate)
-    return candidate
+    return "_".join(device_identifier(program.vdevices[device], program.vdevices) for device in used)
 
 
 @dataclass(slots=True, eq=False)

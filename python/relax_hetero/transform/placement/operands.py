@@ -95,11 +95,11 @@ class Operands:
             return leaf.pinned
         return max(0, self.wanted(leaf.first_use))
 
-    def wanted(self, want: Tree) -> int:
-        """The device a node stands for; negative where any will do."""
+    def wanted(self, want: Tree, at: int = ANY) -> int:
+        """The device a node stands for, for a tensor that is on device `at`; negative where any will do."""
         if not isinstance(want, int) or want == ANY:
             return ANY
-        return self.program.host if want == HOST else self.devices[want]
+        return self.program.reader(at) if want == HOST else self.devices[want]
 
     def vdevice(self, leaf: int | ConstLeaf) -> relax.VDevice:
         """The vdevice object a tensor lives on."""
@@ -202,7 +202,7 @@ class Operands:
                     item = self.bind(f"{value.name}_{index}", relax.TupleGetItem(value, index), self.dataflow)
                     fields.append(self._moved(item, sub, sub_want, place))
             return relax.Tuple(fields)
-        device = self.wanted(want)
+        device = self.wanted(want, self.device(tree))
         if isinstance(tree, ConstLeaf):
             return self.constant(tree.expr, device)
         if tree in self.constants:
@@ -218,8 +218,9 @@ class Operands:
             return any(self._differs(sub, _field(want, index)) for index, sub in enumerate(tree))
         if not isinstance(tree, (int, ConstLeaf)) or tree in self.opaque:
             return False
-        device = self.wanted(want)
-        return device >= 0 and device != self.device(tree)
+        here = self.device(tree)
+        device = self.wanted(want, here)
+        return device >= 0 and device != here
 
 
 def _field(want: Tree, index: int) -> Tree:

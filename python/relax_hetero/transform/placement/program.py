@@ -163,6 +163,7 @@ class Program:
         self.names = [device_name(vdevice, self.vdevices) for vdevice in self.vdevices]
         host = host_vdevice(self.vdevices)
         self.host = ANY if host is None else vdevice_index(host, self.vdevices)
+        self._readers = [host_vdevice(self.vdevices, vdevice) for vdevice in self.vdevices]
         # By identity first: entries of the list that equal each other stay two devices.
         self._index = {handle(vdevice): index for index, vdevice in reversed(list(enumerate(self.vdevices)))}
         self._foreign: list[relax.VDevice] = []  # kept alive, so that their handles stay theirs
@@ -175,6 +176,16 @@ class Program:
                 name = str(gvar.name_hint)
                 unread = Scope(func.body, None, 0, 0)
                 self.units[name] = Unit(len(self.units), gvar, func, name, FuncTree((), None), unread)
+
+    def reader(self, device: int) -> int:
+        """The CPU that reads a tensor of `device` as a shape or condition, on the device's own machine.
+
+        ANY where that has none; a negative `device` is on no machine in particular.
+        """
+        if device < 0:
+            return self.host
+        found = self._readers[device]
+        return ANY if found is None else vdevice_index(found, self.vdevices)
 
     def index_of(self, vdevice: relax.VDevice, where: str) -> int:
         """Position of a vdevice in the module's list.

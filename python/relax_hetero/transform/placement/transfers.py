@@ -167,7 +167,7 @@ class _Planner:
 
     def _uses(self, scope: Scope, index: int, tree: Tree, want: Tree, name: str) -> None:
         if isinstance(tree, int):
-            device = self.wanted(want)
+            device = self.wanted(want, self.devices[tree])
             if device >= 0 and device != self.devices[tree] and not self._at_hand(tree, device):
                 self._use(scope, index, tree, device, name)
         elif isinstance(tree, tuple):
@@ -181,11 +181,11 @@ class _Planner:
             return True
         return node in self.opaque or node in self.constants
 
-    def wanted(self, want: Tree) -> int:
-        """The device a node stands for; negative where any will do."""
+    def wanted(self, want: Tree, at: int = ANY) -> int:
+        """The device a node stands for, for a tensor that is on device `at`; negative where any will do."""
         if not isinstance(want, int) or want == ANY:
             return ANY
-        return self.program.host if want == HOST else self.devices[want]
+        return self.program.reader(at) if want == HOST else self.devices[want]
 
     def _use(self, scope: Scope, index: int, node: int, device: int, name: str) -> Transfer:
         key = (node, self.version.get(node, 0), device)

@@ -159,9 +159,9 @@ class _Verifier:
         yield "the result", self.devices(ty)
 
     def _on_host(self, args: list[relax.Expr]) -> None:
-        host = self.program.host
         for arg in args:
             for device in self.devices(arg.ty):
+                host = self.program.reader(device)
                 if host >= 0 and device != host:
                     self.fail(f"the host reads {_short(arg)}, which is on {self.name(device)}, not {self.name(host)}")
 

@@ -15,7 +15,7 @@ from tvm import relax
 from ...errors import BuildError
 from ..ir.blocks import Block, used_vars
 from ..ir.module_attrs import is_lowered
-from ..ir.rewriting import copy_module, relax_functions, walk_bindings
+from ..ir.rewriting import copy_module, relax_functions, walk_bindings, with_functions
 
 DONATED = "relax_hetero.donated"
 """On a Relax function: the numbers of the parameters that it may overwrite."""
@@ -55,6 +55,12 @@ def with_donated(mod: tvm.IRModule, donate: Sequence[str] | Mapping[str, Sequenc
         numbers = [_number(func, name, item) for item in dict.fromkeys(inputs)]
         changed[gv] = func.with_attr(DONATED, numbers)
     return copy_module(mod, changed)
+
+
+def without_donated(mod: tvm.IRModule) -> tvm.IRModule:
+    """A module whose functions overwrite no inputs."""
+    kept = {gv: func.without_attr(DONATED) for gv, func in relax_functions(mod) if DONATED in func.attrs}
+    return with_functions(mod, kept)
 
 
 def _number(func: relax.Function, function: str, name: str) -> int:

@@ -124,8 +124,9 @@ def on_host(tensor: runtime.Tensor) -> runtime.Tensor:
 
 
 def view_bytes(data: np.ndarray, shape: tuple[int, ...], dtype: str) -> runtime.Tensor:
-    """A tensor over the bytes of `data` (writable, one-dimensional ``uint8``), which it keeps alive."""
-    flat = tvm_ffi.from_dlpack(data)
+    """A tensor over the bytes of `data` (one-dimensional ``uint8``), which it keeps alive; not to be written to where
+    `data` is read-only."""
+    flat = from_array(data)
     return _view(flat, tvm_ffi.Shape(shape), dtype, 0)
 
 

@@ -280,6 +280,7 @@ def test_nothing():
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("op", ["ArgMax", "ReduceMean"])
 def test_nothing_where_only_a_call_knows(op):
     kind = TensorProto.INT64 if op == "ArgMax" else TensorProto.FLOAT

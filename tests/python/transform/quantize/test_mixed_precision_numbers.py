@@ -141,6 +141,7 @@ def test_any_graph_keeps_its_signature_and_its_numbers(steps, seed):
     np.testing.assert_allclose(found, wanted, rtol=0, atol=0.1 * np.abs(wanted).max() + 1e-3)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("has_kernel", [True, False], ids=["kernel", "stock"])
 def test_attention_as_an_op(has_kernel, biased):

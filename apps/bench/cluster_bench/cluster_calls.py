@@ -1,0 +1,285 @@
+"""Calls over hosts against what Ray alone does, on one machine.
+
+python apps/bench/cluster_bench/cluster_calls.py               # all parts; two cores
+python apps/bench/cluster_bench/cluster_calls.py --part nodes  # one of them
+
+- ``calls``: tensors of 200 KB through two hosts and back, against a bare compiled graph of two actors that hand on what
+  they get, and one of two that compute the same with numpy.
+- ``nodes``: 64 MB from one host to another on a second node, against bare actors by compiled graph and by actor calls.
+- ``pipeline``: products in two stages with 16 calls in flight, against the same stages on two devices of one process.
+- ``replicas``: two replicas of one host against two processes that run the same calls.
+
+Contestants take turns, medians are of all turns. Each part starts a Ray of its own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import tvm
+from rich.console import Console
+from tvm import relax
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from smoke import smoke  # noqa: E402
+
+import relax_hetero as rh  # noqa: E402
+from relax_hetero.cluster import CALL, CallPlan, Cluster, Program, Source, Step  # noqa: E402
+
+console = Console()
+
+HOSTS = {"a": {"resources": {"a": 1}, "num_cpus": 1}, "b": {"resources": {"b": 1}, "num_cpus": 1}}
+STAGES = CallPlan(
+    (Step("a", "main", (Source(CALL, 0),), 1), Step("b", "main", (Source(0, 0),), 1)), Source(1, 0), ("x",)
+)
+PARTS = ("calls", "nodes", "pipeline", "replicas")
+
+
+def module(shape: tuple[int, ...], compute: Callable[[relax.Expr], relax.Expr]) -> tvm.IRModule:
+    """``main(x)`` on this CPU: `compute` of a float32 tensor."""
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType(shape, "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            result = builder.emit_output(compute(x))
+        builder.emit_func_output(result)
+    return builder.get()
+
+
+@contextmanager
+def ray_of(nodes: int) -> Iterator[Any]:
+    """Ray with a node for both hosts, or one for each."""
+    import ray
+    from ray.cluster_utils import Cluster as Nodes
+
+    here = os.pathsep.join([str(Path(rh.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = here  # what Ray starts finds this library
+    store = 2 << 30
+    options = {"object_store_memory": store, "include_dashboard": False}
+    started = Nodes(
+        initialize_head=True,
+        head_node_args={"num_cpus": 8, "resources": {"a": 4} if nodes == 2 else {"a": 4, "b": 4}, **options},
+    )
+    if nodes == 2:
+        started.add_node(num_cpus=8, resources={"b": 4}, object_store_memory=store)
+    ray.init(address=started.address, log_to_driver=False, logging_level="ERROR")
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+        started.shutdown()
+
+
+class Bare:
+    """An actor without this library."""
+
+    def __init__(self, count: int = 0) -> None:
+        self._made = np.zeros(count, "float32")
+
+    def hand_on(self, x: np.ndarray) -> np.ndarray:
+        return x
+
+    def negate(self, x: np.ndarray) -> np.ndarray:
+        return -x
+
+    def make(self, x: np.ndarray) -> np.ndarray:
+        self._made[...] = x
+        return self._made
+
+    def first(self, x: np.ndarray) -> np.ndarray:
+        return x[:1].copy()
+
+
+def bare_graph(ray: Any, methods: tuple[str, str], count: int, room: int) -> tuple[Callable[..., Any], list[Any]]:
+    """A call of two bare actors by compiled graph, and the actors."""
+    from ray.dag import DAGContext, InputNode
+
+    actors = [ray.remote(Bare).options(resources={host: 1}).remote(count if host == "a" else 0) for host in ("a", "b")]
+    ray.get([actor.hand_on.remote(0) for actor in actors])
+    DAGContext.get_current().buffer_size_bytes = room
+    with InputNode() as given:
+        node = getattr(actors[1], methods[1]).bind(getattr(actors[0], methods[0]).bind(given))
+    graph = node.experimental_compile(_max_inflight_executions=1)
+
+    def call(x: np.ndarray) -> Any:
+        return graph.execute(x).get()
+
+    return call, [graph, *actors]
+
+
+def in_turns(calls: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+    """The median time of each call, in milliseconds, turn and turn about."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        for _ in range(3):
+            call()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or not all(times.values()):
+        for name, call in calls.items():
+            for repeat in range(10):
+                begin = time.perf_counter()
+                call()
+                if repeat:  # the first one after another contestant's finds cold caches
+                    times[name].append(time.perf_counter() - begin)
+                if time.perf_counter() - begin > 0.05 and repeat:
+                    break
+    return {name: 1e3 * statistics.median(found) for name, found in times.items()}
+
+
+def calls_part(seconds: float, megabytes: int, size: int) -> None:
+    """Tensors of 200 KB through two hosts."""
+    x = np.ones(50_000, "float32")
+    part = module((50_000,), relax.op.negative)
+    with ray_of(1) as ray, Cluster(Program({"a": part, "b": part}, {"main": STAGES}), HOSTS, in_flight=2) as cluster:
+        bare, kept = bare_graph(ray, ("hand_on", "hand_on"), 0, 1 << 20)
+        computing, more = bare_graph(ray, ("negate", "negate"), 0, 1 << 20)
+        found = in_turns(
+            {
+                "relax_hetero": lambda: cluster["main"](x).numpy(),
+                "bare": lambda: bare(x).copy(),
+                "bare that computes with numpy": lambda: computing(x).copy(),
+            },
+            seconds,
+        )
+        kept += more[1:]
+        _report("200 KB through two hosts", found, "ms", kept)
+
+
+def nodes_part(seconds: float, megabytes: int, size: int) -> None:
+    """Many MB from one node to another."""
+    count = megabytes << 18
+    x = np.ones(1, "float32")
+    first = module((1,), lambda x: relax.op.broadcast_to(x, (count,)))
+    second = module((count,), lambda x: relax.op.strided_slice(x, [0], [0], [1]))
+    program = Program({"a": first, "b": second}, {"main": STAGES})
+    with ray_of(2) as ray, Cluster(program, HOSTS, in_flight=2) as cluster:
+        bare, kept = bare_graph(ray, ("make", "first"), count, count * 4 + 10_000)
+        by_calls = [ray.remote(Bare).options(resources={host: 1}).remote(count) for host in ("a", "b")]
+        found = in_turns(
+            {
+                "relax_hetero": lambda: cluster["main"](x).numpy(),
+                "bare graph": lambda: bare(x).copy(),
+                "bare actor calls": lambda: ray.get(by_calls[1].first.remote(by_calls[0].make.remote(x))),
+            },
+            seconds,
+        )
+        _report(f"{megabytes} MB through two nodes", found, "ms", kept)
+
+
+def stage_of(size: int) -> Callable[[relax.Expr], relax.Expr]:
+    """Four products of a square matrix with itself, kept small."""
+
+    def compute(x: relax.Expr) -> relax.Expr:
+        for _ in range(4):
+            x = relax.op.tanh(relax.op.matmul(x, x))
+        return x
+
+    return compute
+
+
+def pipeline_part(seconds: float, megabytes: int, size: int) -> None:
+    """Two stages with 16 calls in flight."""
+    x = np.random.default_rng(0).random((size, size), dtype="float32") / size
+    part = module((size, size), stage_of(size))
+    vm = rh.vm.VirtualMachine(rh.compile(_on_two_devices(size)), max_in_flight=16)
+    with ray_of(1), Cluster(Program({"a": part, "b": part}, {"main": STAGES}), HOSTS, in_flight=16) as cluster:
+        np.testing.assert_array_equal(cluster["main"](x).numpy(), vm["main"](x).numpy())
+
+        def all_of(submit: Callable[..., Any]) -> None:
+            for fence in [submit("main", x) for _ in range(32)]:
+                fence.result()
+
+        found = in_turns(
+            {"relax_hetero": lambda: all_of(cluster.submit), "one process": lambda: all_of(vm.submit)}, seconds
+        )
+        _report("32 calls of two stages, 16 in flight", found, "ms", [])
+
+
+def replicas_part(seconds: float, megabytes: int, size: int) -> None:
+    """Two replicas of a host against two processes."""
+    x = np.random.default_rng(0).random((size, size), dtype="float32") / size
+    part = module((size, size), stage_of(size))
+    plan = CallPlan((Step("a", "main", (Source(CALL, 0),), 1),), Source(0, 0), ("x",))
+    with (
+        ray_of(1),
+        Cluster(Program({"a": part}, {"main": plan}), {"a": HOSTS["a"]}, replicas=2, in_flight=4) as cluster,
+    ):
+        begin = time.perf_counter()
+        fences, done = [], 0
+        while time.perf_counter() - begin < seconds:
+            fences.append(cluster.submit("main", x))
+        for fence in fences:
+            fence.result()
+        ours = len(fences) / (time.perf_counter() - begin)
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(2) as pool:
+        done = sum(pool.starmap(_plain_process, [(size, seconds)] * 2))
+    console.print(f"two replicas: {ours:.1f} calls/s, two processes: {done:.1f}, ratio {ours / done:.2f}")
+
+
+def _plain_process(size: int, seconds: float) -> float:
+    """The calls per second of a process that does nothing else."""
+    os.environ["TVM_NUM_THREADS"] = "1"
+    x = np.random.default_rng(0).random((size, size), dtype="float32") / size
+    vm = rh.vm.VirtualMachine(rh.compile(module((size, size), stage_of(size))))
+    vm["main"](x)
+    begin, count = time.perf_counter(), 0
+    while time.perf_counter() - begin < seconds:
+        vm["main"](x)
+        count += 1
+    return count / (time.perf_counter() - begin)
+
+
+def _on_two_devices(size: int) -> tvm.IRModule:
+    """Both stages in one module, on two devices of a core each."""
+    builder = relax.BlockBuilder()
+    first, second = (rh.VDevice(rh.native("llvm"), index) for index in (0, 1))
+    x = relax.Var("x", relax.TensorType((size, size), "float32", first))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            middle = builder.emit(stage_of(size)(x))
+            moved = builder.emit(relax.op.to_vdevice(middle, second))
+            result = builder.emit_output(stage_of(size)(moved))
+        builder.emit_func_output(result)
+    mod = builder.get()
+    mod.update_global_info("vdevice", [first, second])
+    return mod
+
+
+def _report(what: str, found: dict[str, float], unit: str, kept: list[Any]) -> None:
+    ours = found["relax_hetero"]
+    best = min(time for name, time in found.items() if name != "relax_hetero")
+    text = ", ".join(f"{name} {time:.2f} {unit}" for name, time in found.items())
+    console.print(f"{what}: {text}; {ours / best:.2f} times the best other, {best / ours:.2f} of its rate")
+    if kept:
+        import ray
+
+        for actor in kept[1:]:
+            ray.kill(actor)  # a graph whose actors live may not let go
+
+
+@click.command()
+@click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="Default: all of them.")
+@click.option("--seconds", default=10.0, show_default=True, help="Of each part.")
+@click.option("--megabytes", default=64, show_default=True, help="Of the tensor between nodes.")
+@click.option("--size", default=384, show_default=True, help="Of the matrices of a stage.")
+@smoke(seconds=0.5, megabytes=1, size=32, parts=("calls",))
+def main(parts: tuple[str, ...], seconds: float, megabytes: int, size: int) -> None:
+    """Calls over hosts against what Ray alone does."""
+    for part in parts or PARTS:
+        globals()[f"{part}_part"](seconds, megabytes, size)
+
+
+if __name__ == "__main__":
+    main()

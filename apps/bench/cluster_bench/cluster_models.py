@@ -1,0 +1,109 @@
+"""Models cut in the middle over two hosts of one core each, against the same cut over two devices of one process.
+
+python apps/bench/cluster_bench/cluster_models.py bert             # of the model zoo, or a path of an ONNX file
+python apps/bench/cluster_bench/cluster_models.py bert resnet50 --calls 32 --rounds 9
+
+The model is cut at half of its nodes. Both run the same calls with 16 of them in flight, turn and turn about; results
+have to be equal bit for bit before anything is timed.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["TVM_NUM_THREADS"] = "1"
+os.environ.setdefault("TVM_BIND_THREADS", "0")
+
+import click  # noqa: E402
+import numpy as np  # noqa: E402
+import onnx  # noqa: E402
+from rich.console import Console  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from model_zoo import model_path, random_inputs  # noqa: E402
+from smoke import smoke  # noqa: E402
+
+import relax_hetero as rh  # noqa: E402
+
+console = Console()
+
+
+def cut_in_the_middle(path: Path, vdevices: list[Any], second: str) -> Any:
+    """The model with the latter half of its nodes on the device `second`."""
+    model = onnx.load(path)
+    for index, node in enumerate(model.graph.node):
+        node.name = f"{'first' if 2 * index < len(model.graph.node) else 'second'}/{index}"
+    return rh.from_onnx(model, vdevices=vdevices, placement={"second/*": second})
+
+
+def one_core() -> dict[str, Any]:
+    """This CPU with one core."""
+    target = {**rh.native("llvm").export(), "num-cores": 1}
+    return {key: value for key, value in target.items() if key != "tag"}
+
+
+@click.command()
+@click.argument("models", nargs=-1)
+@click.option("--calls", default=32, show_default=True, help="In a turn.")
+@click.option("--in-flight", default=16, show_default=True)
+@click.option("--rounds", default=7, show_default=True, help="Turns of each contestant.")
+@smoke(models=("mobilenet_v2",), calls=2, in_flight=2, rounds=1)
+def main(models: tuple[str, ...], calls: int, in_flight: int, rounds: int) -> None:
+    """Throughput of MODELS (bert by default) over two hosts and over two devices of one process."""
+    import ray
+
+    # What Ray starts finds this library.
+    here = str(Path(rh.__file__).resolve().parents[1])
+    os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        for name in models or ("bert",):
+            compare(name, calls, in_flight, rounds)
+    finally:
+        ray.shutdown()
+
+
+def compare(name: str, calls: int, in_flight: int, rounds: int) -> None:
+    """Time one model, and print a line."""
+    path = model_path(name)
+    inputs = random_inputs(path, {}, 0)
+    machine = rh.vm.VirtualMachine(
+        rh.compile(cut_in_the_middle(path, [one_core(), one_core()], "llvm:1")), max_in_flight=in_flight
+    )
+    hosts = {"a": {"num_cpus": 1}, "b": {"num_cpus": 1}}
+    over_hosts = cut_in_the_middle(path, ["a/llvm", "b/llvm"], "b/llvm")
+    with rh.cluster.Cluster(over_hosts, hosts, in_flight=in_flight) as cluster:
+        for ours, theirs in zip(_flat(cluster["main"](**inputs)), _flat(machine["main"](**inputs)), strict=True):
+            np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
+        contestants: dict[str, Callable[..., Any]] = {"two hosts": cluster.submit, "one process": machine.submit}
+        seconds: dict[str, list[float]] = {what: [] for what in contestants}
+        for turn in range(rounds):
+            for what in sorted(contestants, key=lambda what: (what == "one process") != bool(turn % 2)):
+                seconds[what].append(timed(contestants[what], inputs, calls))
+        rates = {what: calls / statistics.median(found) for what, found in seconds.items()}
+        ratio = rates["two hosts"] / rates["one process"]
+        text = ", ".join(f"{what} {rate:.1f}/s" for what, rate in rates.items())
+        console.print(f"{name}, {in_flight} calls in flight: {text}; {ratio:.2f} of the process's throughput")
+
+
+def timed(submit: Callable[..., Any], inputs: dict[str, np.ndarray], calls: int) -> float:
+    """Seconds of some calls."""
+    begin = time.perf_counter()
+    for fence in [submit("main", **inputs) for _ in range(calls)]:
+        fence.result()
+    return time.perf_counter() - begin
+
+
+def _flat(result: Any) -> list[Any]:
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+if __name__ == "__main__":
+    main()

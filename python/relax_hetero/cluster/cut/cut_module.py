@@ -1,0 +1,130 @@
+"""A module whose vdevices are on several hosts becomes a program: a module for each host, and plans of calls.
+
+The module goes through the pipeline as a whole up to its kernels, so that tensors cross in the layout of their
+receiver. Then `PartitionByHost` cuts its functions, `host_steps` cuts the parts into steps, and each host gets a module
+with its steps, its kernels and its weights alone, on vdevices without a host. The host compiles it, from command
+buffers on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tvm
+from tvm import relax
+from tvm.target import Target
+
+from ...artifact.signature import FunctionSignature
+from ...driver.compile import prepared, run_steps
+from ...driver.link.parallel_codegen import Progress
+from ...driver.pipeline import steps_before_hosts
+from ...driver.signatures import signatures_before_lowering
+from ...errors import BuildError
+from ...target.hosts import host_of, hosts_of, is_native, on_host
+from ...target.make_vdevice import VDevice
+from ...target.vdevice import vdevices_of
+from ...transform.ir.rewriting import global_vars_in, relax_functions, typed
+from ...transform.partition.partition_by_host import HOST, PART_OF, SIZES_FIRST, partition_by_host
+from ...transform.placement.update_vdevice import succeed_vdevices
+from ...transform.record.donated import without_donated
+from ..call_plan import CallPlan, Program
+from .host_parts import read_part, talks_inside
+from .host_runs import leaves_of, plan_of_runs
+from .host_steps import cut_steps
+
+
+def cut_module(
+    mod: tvm.IRModule,
+    params: Mapping[str, Any] | None = None,
+    accuracy: str | Mapping[str, str] = "default",
+    natives: Mapping[str, Mapping[tuple[str, int], Target]] | None = None,
+    progress: Progress | None = None,
+) -> Program:
+    """The program of a module over hosts.
+
+    Parameters
+    ----------
+    mod, params, accuracy, progress: As `rh.compile` takes them; every vdevice is on a host.
+    natives: By host, kind and number, the target of the hardware there, for vdevices that name a kind alone.
+
+    Raises
+    ------
+    HeteroError: Vdevices without a host, a native vdevice whose host has not said what it is; what `rh.compile` raises.
+    """
+    if isinstance(mod, tvm.IRModule) and natives is not None:
+        mod = with_natives(mod, natives)
+    mod = prepared(mod, params, None, "default", accuracy, "rh.cluster")
+    mod = without_donated(mod)  # what a host gets is a copy, or memory of Ray that it may not write to
+    hosts = hosts_of(vdevices_of(mod))
+    mod = run_steps(mod, steps_before_hosts(), progress)
+    signatures = signatures_before_lowering(mod)
+    return program_of_parts(partition_by_host(mod), hosts, signatures)
+
+
+def program_of_parts(mod: tvm.IRModule, hosts: Sequence[str], signatures: Mapping[str, FunctionSignature]) -> Program:
+    """The program of a module that `PartitionByHost` cut.
+
+    Parameters
+    ----------
+    signatures: Of the functions that can be called, as they were before.
+    """
+    functions: dict[str, dict[str, relax.Function]] = {host: {} for host in hosts}
+    plans = {}
+    for name, signature in signatures.items():
+        found = {
+            str(func.attrs[HOST]): (gv, func) for gv, func in relax_functions(mod) if func.attrs.get(PART_OF) == name
+        }
+        parts = {host: found[host] for host in hosts if host in found}
+        first = next(iter(parts.values()))[1]
+        given = list(first.params)[1 if SIZES_FIRST in first.attrs else 0 :]
+        inputs = sum(1 for param in given for _ in leaves_of(param.ty))
+        if any(talks_inside(mod, func) for _, func in parts.values()):
+            plans[name] = plan_of_runs(signature, parts, inputs)
+            for host, (gv, func) in parts.items():
+                functions[host][gv.name_hint] = func
+            continue
+        read = {host: read_part(mod, host, func) for host, (_, func) in parts.items()}
+        cut = cut_steps(name, read, inputs)
+        for host, steps in cut.functions.items():
+            functions[host] |= steps
+        plans[name] = CallPlan(tuple(cut.steps), cut.result, signature=signature, sizes=tuple(cut.sizes))
+    modules = {host: _module_of(mod, host, functions[host]) for host in hosts if functions[host]}
+    return Program(modules, plans)
+
+
+def with_natives(mod: tvm.IRModule, natives: Mapping[str, Mapping[tuple[str, int], Target]]) -> tvm.IRModule:
+    """The module with vdevices that name a kind of hardware alone made those of their hosts."""
+    old = vdevices_of(mod)
+    new = []
+    for vdevice in old:
+        host, kind = host_of(vdevice), str(vdevice.target.kind.name)
+        target = vdevice.target
+        if host is not None and is_native(target):
+            hardware = kind, int(vdevice.vdevice_id)
+            if hardware not in natives.get(host, {}):
+                raise BuildError(f"host {host!r} has no device {kind}:{hardware[1]}, which the module names")
+            target = on_host(natives[host][hardware], host)
+        same = target.same_as(vdevice.target)
+        new.append(vdevice if same else tvm.relax.VDevice(target, int(vdevice.vdevice_id), str(vdevice.memory_scope)))
+    return succeed_vdevices(mod, new, new)
+
+
+def _module_of(mod: tvm.IRModule, host: str, steps: Mapping[str, relax.Function]) -> tvm.IRModule:
+    """A module of some functions, and of all that they call, for one host."""
+    table: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {
+        typed(tvm.ir.GlobalVar(name), func.ty): func for name, func in steps.items()
+    }
+    pending = list(table.values())
+    while pending:
+        func = pending.pop()
+        for gv in global_vars_in(func.body):
+            if gv not in table:
+                table[gv] = mod.functions[gv]
+                pending.append(mod.functions[gv])
+    alone = tvm.IRModule(table, attrs=mod.attrs, global_infos=mod.global_infos)
+    old = vdevices_of(mod)
+    own = [VDevice(on_host(v.target, None), int(v.vdevice_id), str(v.memory_scope)) for v in old if host_of(v) == host]
+    taken = iter(own)
+    # No function here uses those of other hosts.
+    return succeed_vdevices(alone, [next(taken) if host_of(v) == host else own[0] for v in old], own)

@@ -1,0 +1,46 @@
+"""Waiting for results of a compiled graph without taking a core all the time.
+
+Ray reads a channel by looking at it again and again: a thread that waits there takes a core, on a small machine one
+that a host computes on. On two cores, BERT over two hosts had 0.54 of the throughput that it has without that.
+So whoever waits sleeps first, for most of the time that this function's results have been apart lately.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+_REMEMBERED = 8
+_SHARE = 0.9
+"""Of the shortest time between results lately. Where calls become shorter, one comes a tenth earlier than expected, and
+the next sleep is as much shorter."""
+_WORTH = 0.0005
+"""Seconds that are worth a sleep."""
+
+
+class Doze:
+    """When results of each function are to be expected. One thread uses it at a time."""
+
+    def __init__(self) -> None:
+        self._apart: dict[str, deque[float]] = {}
+        self._last = 0.0
+
+    def sleep(self, name: str, begun: float) -> None:
+        """Sleep for most of the time until the next result is expected.
+
+        Parameters
+        ----------
+        name: The function.
+        begun: When its call was sent (``time.monotonic``).
+        """
+        apart = self._apart.get(name)
+        if apart:
+            left = max(begun, self._last) + _SHARE * min(apart) - time.monotonic()
+            if left > _WORTH:
+                time.sleep(left)
+
+    def note(self, name: str, begun: float) -> None:
+        """A result has come."""
+        now = time.monotonic()
+        self._apart.setdefault(name, deque(maxlen=_REMEMBERED)).append(now - max(begun, self._last))
+        self._last = now

@@ -1,0 +1,93 @@
+"""Facts about the process that this is, and what they must be for a host to take part."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..errors import HostError, MemoryLimitError
+from ..target.element_types import bytes_for
+
+if TYPE_CHECKING:
+    from ..artifact.signature import FunctionSignature, ValueSpec
+    from ..vm.file.executable import Executable
+
+
+def facts_here() -> dict[str, Any]:
+    """Versions, CPU, node and free memory (bytes) of this process."""
+    import os
+
+    import ray
+
+    from ..vm.device.cpu_features import linux_features
+
+    context = ray.get_runtime_context()
+    return {
+        "versions": versions_here(),
+        "processor": platform.machine(),
+        "cpu_features": sorted(linux_features()),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": free_memory(),
+        "node": context.get_node_id(),
+        "address": ray.util.get_node_ip_address(),
+        "pid": os.getpid(),
+        "threads": os.environ.get("TVM_NUM_THREADS", ""),
+    }
+
+
+def versions_here() -> dict[str, str]:
+    """The versions that all processes of a cluster share."""
+    import tvm
+    import tvm_ffi
+
+    from .. import __version__
+
+    return {"relax_hetero": __version__, "tvm": str(tvm.__version__), "tvm_ffi": str(tvm_ffi.__version__)}
+
+
+def check_versions(host: str, found: Mapping[str, Any], expected: Mapping[str, str]) -> None:
+    """Require a host's versions to be those of this process; HostError names the host, what differs, and both."""
+    for name, version in expected.items():
+        if found["versions"].get(name) != version:
+            has = found["versions"].get(name, "none")
+            raise HostError(
+                f"host {host!r} ({found['address']}) has version {has} of {name}, expected {version}, as this process"
+            )
+
+
+def free_memory() -> int:
+    """Bytes that this machine can give without swapping."""
+    with open("/proc/meminfo") as file:
+        for line in file:
+            name, _, rest = line.partition(":")
+            if name == "MemAvailable":
+                return int(rest.split()[0]) * 1024
+    return 1 << 62
+
+
+def check_memory(executable: Executable) -> None:
+    """Require memory for the weights of an executable that is loaded; MemoryLimitError says how much there is."""
+    weights = sum(bytes_for(tuple(spec.shape), spec.dtype) for spec in executable.metadata.constants)
+    free = free_memory()
+    if weights > free:
+        raise MemoryLimitError(f"its part has {weights:,} bytes of weights, expected less than the {free:,} bytes free")
+
+
+def sizes_of(executable: Executable) -> dict[str, tuple[list[int | None], list[int | None]]]:
+    """The bytes of each function's inputs and of its results; None where they are known by calls only."""
+    signatures: Mapping[str, FunctionSignature] = executable.metadata.signatures
+    return {
+        name: ([_nbytes(spec) for spec in signature.inputs], [_nbytes(spec) for spec in signature.outputs])
+        for name, signature in signatures.items()
+    }
+
+
+def _nbytes(spec: ValueSpec) -> int | None:
+    from ..artifact.signature import TensorSpec
+
+    if not isinstance(spec, TensorSpec):
+        return 0
+    if spec.shape is None or spec.dtype is None or not all(isinstance(extent, int) for extent in spec.shape):
+        return None
+    return bytes_for(tuple(int(extent) for extent in spec.shape), spec.dtype)

@@ -1,0 +1,236 @@
+"""The actor of a host: the process that holds its machine.
+
+Nothing here imports TVM before the number of its threads is set, so that the imports stand inside of methods.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .call_plan import HostRun
+    from .host_links import HostLinks
+    from .parts import PackedPart
+    from .route import Route, Slot, Visit
+    from .wire import Failure, Message
+
+
+class HostMachine:
+    """A machine of one host, as a Ray actor.
+
+    Parameters
+    ----------
+    host: The logical name of the host.
+    threads: Of its kernels; 0 for as many as they were compiled for.
+    """
+
+    def __init__(self, host: str, threads: int) -> None:
+        if threads:
+            os.environ["TVM_NUM_THREADS"] = str(threads)
+        self._host = host
+        self._machine: Any = None
+        self._wire: Any = None
+        self._get: Any = None
+        self._put: Any = None
+        self._links: HostLinks | None = None
+        self._routes: tuple[Route, ...] = ()
+        self._rooms: tuple[int, ...] = ()
+        self._in_flight = 1
+        # By call, and by slot, what later slots of this host read.
+        self._kept: dict[int, dict[int, Any]] = {}
+        self._conversations: Any = None
+        # By call, references to what was sent through the object store: until the receivers have read it.
+        self._sent: dict[int, list[Any]] = {}
+        self._lock = threading.Lock()
+
+    def facts(self) -> dict[str, Any]:
+        """What this process is: versions, its node, and free memory."""
+        from .facts import facts_here
+
+        return facts_here()
+
+    def alive(self) -> bool:
+        """Answers for as long as the process lives."""
+        return True
+
+    def load(self, part: PackedPart) -> Any:
+        """Load or compile what this host runs, and make the machine.
+
+        Returns
+        -------
+        dict or Failure: For each function, the bytes of its inputs and of its results, None where they are symbolic.
+        """
+        import ray
+
+        try:
+            from ..vm.machine import VirtualMachine
+            from .conversations import Conversations
+            from .facts import check_memory, sizes_of
+            from .host_links import HostLinks
+            from .parts import unpack
+
+            self._conversations = Conversations()
+            executable = unpack(part, ray.get)
+            check_memory(executable)
+            self._machine = VirtualMachine(executable)
+            self._links = HostLinks(self._host, self._machine)
+            return sizes_of(self._machine.executable)
+        except Exception as error:
+            return self._failure(error)
+
+    def connect(self, routes: tuple[Route, ...], rooms: tuple[int, ...], in_flight: int) -> bool:
+        """Learn the routes, and forget the calls that were under way.
+
+        Parameters
+        ----------
+        rooms: Of the channels of each route, in bytes; 0 where messages are arguments of actor calls.
+        in_flight: How many calls are under way at most.
+        """
+        import ray
+
+        from . import wire
+        from .graph import set_room
+
+        # Looked up once: an import inside of a function takes a microsecond each time.
+        self._wire, self._get, self._put = wire, ray.get, ray.put
+        with self._lock:
+            self._routes, self._rooms, self._in_flight = routes, rooms, in_flight
+            self._kept.clear()
+            self._sent.clear()
+        self.on_links("drop")
+        set_room(max(rooms))
+        return True
+
+    def on_links(self, request: str, *given: Any) -> Any:
+        """Have the links of this host do what a method of `HostLinks` does; nothing before its part is loaded."""
+        return None if self._links is None else getattr(self._links, request)(*given)
+
+    def settle(self) -> bool:
+        """Remove the names of this process's semaphores, which all that share them have opened by now."""
+        from .semaphores import own_semaphores, remove
+
+        remove(own_semaphores())
+        return True
+
+    def step(self, route: int, number: int, *messages: Message) -> Any:
+        """Run a slot of a route for one call.
+
+        What the messages hold is not kept: in a channel its memory is free for the next message once it is dropped.
+
+        Returns
+        -------
+        Message, or tuple of Message: For each target of the slot.
+        """
+        wire = self._wire
+        function, call = messages[0].function, messages[0].call
+        slot = self._routes[route].slots[number]
+        if function == wire.PROBE:
+            return messages[0] if len(slot.targets) == 1 else (messages[0],) * len(slot.targets)
+        messages = tuple(message._replace(values=self.on_links("arrived", message.values)) for message in messages)
+        kept = self._kept.get(call, {})
+        made: list[Any] | Failure
+        try:
+            made = self._made(slot, slot.visits[function], messages, kept)
+        except Exception as error:
+            made = self._failure(error)
+        self._keep(slot, number, call, slot.visits[function], made)
+        if isinstance(made, wire.Failure):
+            sent = [wire.Message(function, call, made)] * len(slot.targets)
+        else:
+            sent = []
+            for target, chosen in zip(slot.targets, slot.visits[function].sends, strict=True):
+                leaving = self._leaving(route, number, target, function, [made[index] for index in chosen])
+                sent.append(wire.Message(function, call, self._fit(route, call, leaving)))
+            self.on_links("post")
+        return sent[0] if len(sent) == 1 else tuple(sent)
+
+    def meet(self, peers: dict[str, Any]) -> bool:
+        """Learn the actors of the other hosts, for functions whose hosts talk while they run; forget calls."""
+        self._conversations.meet(peers)
+        return True
+
+    def run(self, call: int, run: HostRun, values: Sequence[Any]) -> Any:
+        """Run this host's part of a function whose hosts talk meanwhile.
+
+        Returns
+        -------
+        list or Failure: The leaves of its result, encoded.
+        """
+        try:
+            return self._conversations.run(self._machine, call, run, values)
+        except Exception as error:
+            return self._failure(error)
+
+    def deliver(self, call: int, channel: int, number: int, value: Any) -> None:
+        """A value of another host arrives."""
+        self._conversations.deliver(call, channel, number, value)
+
+    def end(self, call: int, reason: str) -> None:
+        """The call has ended on another host, so that nothing more of it will come."""
+        self._conversations.end(call, reason)
+
+    def _made(self, slot: Slot, visit: Visit, messages: tuple[Message, ...], kept: dict[int, Any]) -> Any:
+        """What the step's function returns, or the failure of a step before that it depends on."""
+        wire = self._wire
+        arrived: dict[int, Any] = {}
+        for source, message in zip(slot.inputs, messages, strict=False):
+            if isinstance(message.values, wire.Failure):
+                return message.values
+            arrived[source] = wire.fetched(message.values, self._get)
+        for source in slot.follows:
+            before = kept.get(source)  # of another function of the route, perhaps
+            if isinstance(before, wire.Failure):
+                return before
+        executable = self._machine.executable
+        signature = executable.signature(visit.function)
+        owns = executable.metadata.writes_arguments or bool(signature.donated)
+        take = wire.decode_own if owns else wire.decode
+        arguments = [
+            take(arrived[source][index]) if source in arrived else kept[source][index]
+            for source, index in visit.arguments
+        ]
+        if owns:
+            self.on_links("finish")
+        result = self._machine.call(visit.function, tuple(arguments))
+        self.on_links("check")
+        return list(result) if signature.output_is_tuple else [result]
+
+    def _keep(self, slot: Slot, number: int, call: int, visit: Visit, made: Any) -> None:
+        wire = self._wire
+        if slot.is_last:
+            self._kept.pop(call, None)
+        elif isinstance(made, wire.Failure):
+            self._kept.setdefault(call, {})[number] = made
+        elif visit.keeps:
+            self._kept.setdefault(call, {})[number] = {index: made[index] for index in visit.keeps}
+
+    def _leaving(self, route: int, number: int, target: int, function: str, values: list[Any]) -> list[Any]:
+        """Results for a target, with those that go by links announced only; these are for graphs alone."""
+        found: list[Any] = values if route else self.on_links("leaving", (number, target), function, values)
+        return found
+
+    def _fit(self, route: int, call: int, values: list[Any]) -> tuple[Any, ...]:
+        wire = self._wire
+        encoded = [wire.encode(value) for value in values]
+        room = self._rooms[route]
+        if not room:
+            return tuple(encoded)
+        fitting, references = wire.fit(encoded, room, self._put)
+        if references or self._sent:
+            with self._lock:
+                self._sent.setdefault(call, []).extend(references)
+                for old in [old for old in self._sent if old <= call - self._in_flight]:
+                    del self._sent[old]
+        return fitting
+
+    def _failure(self, error: Exception) -> Failure:
+        from ..errors import HeteroError
+        from .wire import HEAD_BYTES, Failure
+
+        message = str(error) if isinstance(error, HeteroError) else f"{type(error).__name__}: {error}"
+        kind = type(error) if isinstance(error, HeteroError) else HeteroError
+        return Failure(kind, f"host {self._host!r}: {message}"[: HEAD_BYTES // 4])

@@ -1,0 +1,204 @@
+"""Which tensors go from GPU to GPU, and which through the memory of hosts; and how the links for the former are made.
+
+A tensor goes by a link (`gpu_link`) where its sender has it on a GPU and every reader wants it on one other GPU. In
+the message along Ray's channel stands only its announcement: as channels keep order, so do the operations of a link.
+
+A sender's GPU may have to wait until a tensor is taken (see `gpu_link`). Therefore links are only between two tasks
+without another task of the sender's between them. What a task waits for is made by tasks before it then, and never by
+one whose host waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import HostError
+from .route import Route, Slot
+
+CONNECT_SECONDS = 30.0
+"""For one link; hosts that do not find each other within them exchange tensors through host memory."""
+
+# Seconds within which a living host ends its links.
+_CUT = 15.0
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """What a host has to say before links are planned.
+
+    Attributes
+    ----------
+    problem: Why it can have none; empty where it can.
+    gpus: By number of a GPU in its process, which one of all machines that is.
+    inputs, outputs: By function, the numbers of the GPUs of its inputs and results; None for what is on no GPU. Empty
+        where the host has no GPUs.
+    """
+
+    problem: str = ""
+    gpus: Mapping[int, str] = field(default_factory=dict)
+    inputs: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
+    outputs: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link between two slots of a route.
+
+    Attributes
+    ----------
+    number: Among the links of the route.
+    slots: The one that sends, and the one that receives.
+    hosts: Of these, their logical names.
+    gpus: Of these, in their processes.
+    values: By function, the places in the message of what goes along.
+    """
+
+    number: int
+    slots: tuple[int, int]
+    hosts: tuple[str, str]
+    gpus: tuple[int, int]
+    values: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class OnLink:
+    """A tensor that arrives by a link; what a message holds in its place.
+
+    Attributes
+    ----------
+    link: Its number.
+    sequence: How many tensors went along before.
+    dtype, shape: TVM's name of the element type, and the extents.
+    """
+
+    link: int
+    sequence: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+Roads = dict[str, dict[str, str]]
+"""By host that has tensors on GPUs to send, and by host whose GPUs take them: how they go there, in words."""
+
+
+def plan_links(route: Route, facts: Mapping[str, GpuFacts]) -> tuple[list[Link], Roads]:
+    """The links of a route, and what is to be said of each two hosts.
+
+    Parameters
+    ----------
+    facts: By host.
+    """
+    links: list[Link] = []
+    roads: Roads = {}
+    for source, slot in enumerate(route.slots):
+        for target in slot.targets:
+            if target >= len(route.slots):
+                continue
+            between = _between(route, source, target, facts)
+            if not between:
+                continue
+            hosts = slot.host, route.slots[target].host
+            problem = _problem(route.slots, source, target, between, facts)
+            said = roads.setdefault(hosts[0], {})
+            if problem:
+                said[hosts[1]] = f"host memory: {problem}"
+                continue
+            said.setdefault(hosts[1], "NCCL")
+            for gpus, values in sorted(between.items()):
+                links.append(Link(len(links), (source, target), hosts, gpus, values))
+    return links, roads
+
+
+def connect_links(ray: Any, actors: Mapping[str, Any], route: Route) -> Roads:
+    """Have hosts connect the links of a route; what cannot be connected goes through host memory.
+
+    Parameters
+    ----------
+    actors: By host; see `HostMachine.on_links`.
+
+    Returns
+    -------
+    Roads: How tensors go from GPU to GPU.
+    """
+    facts = dict(zip(actors, ray.get([actor.on_links.remote("facts") for actor in actors.values()]), strict=True))
+    links, roads = plan_links(route, facts)
+    if not links:
+        return roads
+    made = ray.get([actors[link.hosts[0]].on_links.remote("create_id", link) for link in links])
+    ids = {link.number: found for link, (found, why) in zip(links, made, strict=True) if not why}
+    failures = {
+        link.number: f"host {link.hosts[0]!r}: {why}" for link, (_, why) in zip(links, made, strict=True) if why
+    }
+    told = {
+        host: actor.on_links.remote(
+            "connect", [(link, ids[link.number]) for link in links if host in link.hosts and link.number in ids]
+        )
+        for host, actor in actors.items()
+    }
+    for host, reference in told.items():
+        for number, reason in ray.get(reference).items():
+            failures.setdefault(number, f"host {host!r}: {reason}")
+    for link in links:
+        if link.number in failures:
+            roads[link.hosts[0]][link.hosts[1]] = f"host memory: {failures[link.number]}"
+    good = [link.number for link in links if link.number not in failures]
+    ray.get([actor.on_links.remote("keep", good) for actor in actors.values()])
+    return roads
+
+
+def cut_links(ray: Any, actors: Mapping[str, Any]) -> None:
+    """Have hosts give up what they wait for from each other, as one of them has died; bounded."""
+    told = [actor.on_links.remote("cut") for actor in actors.values() if actor is not None]
+    if told:
+        ray.wait(told, num_returns=len(told), timeout=_CUT)
+
+
+def check_sequence(announced: OnLink, expected: int) -> None:
+    """Require the next tensor of a link; HostError names both."""
+    if announced.sequence != expected:
+        raise HostError(
+            f"link {announced.link} announces tensor {announced.sequence}, expected {expected}: some were left out"
+        )
+
+
+def _between(
+    route: Route, source: int, target: int, facts: Mapping[str, GpuFacts]
+) -> dict[tuple[int, int], dict[str, tuple[int, ...]]]:
+    """By GPUs of both ends, then by function, the places in the message of what both have on these GPUs."""
+    sender, receiver = route.slots[source], route.slots[target]
+    if not facts[sender.host].outputs or not facts[receiver.host].inputs:
+        return {}  # a host without GPUs has nothing to say
+    found: dict[tuple[int, int], dict[str, tuple[int, ...]]] = {}
+    for function, visit in sender.visits.items():
+        outputs = facts[sender.host].outputs[visit.function]
+        taken = receiver.visits[function]
+        inputs = facts[receiver.host].inputs[taken.function]
+        for place, index in enumerate(visit.sends[sender.targets.index(target)]):
+            readers = {inputs[i] for i, wanted in enumerate(taken.arguments) if wanted == (source, place)}
+            gpus = outputs[index], next(iter(readers), None)
+            if gpus[0] is not None and gpus[1] is not None and len(readers) == 1:
+                values = found.setdefault((gpus[0], gpus[1]), {})
+                values[function] = (*values.get(function, ()), place)
+    return found
+
+
+def _problem(
+    slots: Sequence[Slot],
+    source: int,
+    target: int,
+    between: Mapping[tuple[int, int], Any],
+    facts: Mapping[str, GpuFacts],
+) -> str:
+    """Why a link cannot be; empty where it can."""
+    hosts = slots[source].host, slots[target].host
+    for host in hosts:
+        if facts[host].problem:
+            return f"host {host!r}: {facts[host].problem}"
+    if any(slot.host == hosts[0] for slot in slots[source + 1 : target]):
+        return f"host {hosts[0]!r} has other work before host {hosts[1]!r} takes them"
+    for gpus in between:
+        if facts[hosts[0]].gpus[gpus[0]] == facts[hosts[1]].gpus[gpus[1]]:
+            return "both use the same GPU, which NCCL does not connect with itself"
+    return ""

@@ -1,0 +1,350 @@
+"""A replica: a complete set of hosts, the graph over them, and the calls that are under way there."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import HeteroError, HostError
+from ..vm.queue.fence import here
+from .actors import Actors, first_line
+from .call_plan import CALL
+from .calls import ClusterCall
+from .doze import Doze
+from .graph import Graph
+from .links import Roads, connect_links, cut_links
+from .route import END, Route
+from .talk_calls import run_talk
+from .wire import CHANNEL_BYTES, HEAD_BYTES, Message, fit, room_for
+
+# Seconds between looks at a graph that has no calls, and between tries to start hosts.
+_LOOK = 0.5
+# Bytes of a node's object store. Ray 2.60 keeps the memory of a channel for as long as a process that had it lives, so
+# that every graph costs the memory of its channels. Beyond this much, a replica's messages go through the store.
+_TAKEN_BYTES = 512 << 20
+_LITTLE_ROOM = 4 * HEAD_BYTES
+
+
+TALKS = -1
+"""In the place of a route's number: hosts talk while the function runs."""
+
+
+class ClosedError(HeteroError):
+    """The cluster was closed meanwhile."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """Whom a replica tells: of a call that ended, of lost calls, that it is ready, and that it still waits."""
+
+    on_end: Callable[[Any, ClusterCall, Sequence[Message]], None]
+    on_lost: Callable[[Any, Sequence[ClusterCall], HostError], None]
+    on_ready: Callable[[Any], None]
+    on_wait: Callable[[], None]
+
+
+class _Raised:
+    """In the place of a reference whose reading failed in another thread."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def get(self, timeout: float) -> None:
+        """Raise what was raised."""
+        raise self._error
+
+
+class Replica:
+    """One of several complete sets of hosts.
+
+    Parameters
+    ----------
+    ray: The module.
+    actors: Makes its actors of a function that waits.
+    routes: Of the program. The first has the graph; calls of others are actor calls.
+    in_flight: How many calls are under way at most.
+    told: Whom to tell.
+
+    Attributes
+    ----------
+    under_way: Calls, counted by whoever hands them out.
+    limit: How many it takes at once.
+    problem: Why it is not ready; None where it is, or nothing is known.
+    """
+
+    def __init__(
+        self,
+        ray: Any,
+        number: int,
+        actors: Callable[[Callable[[float], None]], Actors],
+        routes: Sequence[Route],
+        in_flight: int,
+        told: Told,
+    ) -> None:
+        self.number, self.under_way, self.limit = number, 0, in_flight
+        self.problem: HeteroError | None = None
+        self.is_ready = False
+        self._ray, self._routes, self._in_flight, self._told = ray, tuple(routes), in_flight, told
+        self._number_of = {name: index for index, route in enumerate(routes) for name in route.sent}
+        self._closing = threading.Event()
+        self._sending, self._talking, self._reading = threading.Lock(), threading.Lock(), threading.Lock()
+        self._calls = self._talks = 0
+        self._doze = Doze()
+        self._graph: Graph | None = None
+        self._room = 0
+        self._roads: Roads = {}
+        self._taken = 0
+        self._is_suspect = False
+        self._results: queue.SimpleQueue[tuple[ClusterCall, list[Any]] | None] = queue.SimpleQueue()
+        self._by_actor_calls: dict[ClusterCall, None] = {}
+        self._waiters = ThreadPoolExecutor(in_flight, f"calls of replica {number}")
+        self._actors = actors(self._pause)
+        self._collector = threading.Thread(target=self._collect, name=f"results of replica {number}", daemon=True)
+
+    def start(self) -> None:
+        """Start all hosts and compile the graph; raises what stands in the way, as `Actors.start`."""
+        self._connect()
+        self._collector.start()
+
+    @property
+    def hosts(self) -> dict[str, dict[str, Any]]:
+        """The state of each host, as data."""
+        kept = ("address", "node", "pid", "cores", "threads")
+        return {
+            host: {"state": state.state, "starts": state.starts}
+            | {name: state.facts[name] for name in kept if name in state.facts}
+            | ({"to_gpus": self._roads[host]} if host in self._roads else {})
+            for host, state in self._actors.states.items()
+        }
+
+    def submit(self, call: ClusterCall, waits: bool = False) -> bool:
+        """Send a call's inputs; False where the replica turns out not to be ready, and the call has not begun.
+
+        Where the caller waits for the result anyway and no other call is under way, its thread reads it: that saves two
+        changes of threads, half of what a call costs besides Ray.
+        """
+        number, reads = self._number_of.get(call.name, TALKS), False
+        references: list[Any] = []
+        try:
+            with self._sending:
+                graph = self._graph
+                if not self.is_ready or (graph is None and number != TALKS):
+                    return False
+                self._calls += 1
+                if graph is None or number == TALKS:
+                    self._by_actor_calls[call] = None
+                    self._waiters.submit(self._await_talk, call)
+                    return True
+                messages = self._messages(call, number)
+                if number == 0:
+                    call.begun = time.monotonic()
+                    references = graph.execute(messages)
+                    reads = waits and self.under_way == 1 and self._reading.acquire(blocking=False)
+                    if not reads:
+                        self._results.put((call, references))
+                else:
+                    self._by_actor_calls[call] = None
+                    self._waiters.submit(self._await, call, self._step_by_step(number, messages))
+        except Exception:  # the graph was closed, as an actor died
+            self._by_actor_calls.pop(call, None)
+            self._results.put(None)
+            return False
+        if reads:
+            self._read_here(call, references)
+        return True
+
+    def _read_here(self, call: ClusterCall, references: list[Any]) -> None:
+        """Read a call's result, holding the lock for it; what goes wrong is for the collector."""
+        try:
+            self._doze.sleep(call.name, call.begun)
+            messages = [reference.get(timeout=-1) for reference in references]
+            self._doze.note(call.name, call.begun)
+        except BaseException as error:
+            self._results.put((call, [_Raised(error)]))
+            if not isinstance(error, Exception):  # Ctrl-C
+                raise
+            return
+        finally:
+            self._reading.release()
+        self._told.on_end(self, call, messages)
+
+    def close(self) -> None:
+        """End all processes; calls under way are lost."""
+        self._closing.set()
+        self.is_ready = False
+        self._close_graph()
+        self._actors.kill()
+        self._results.put(None)
+        if self._collector.ident is not None and self._collector is not threading.current_thread():
+            self._collector.join(10)
+        self._close_graph()
+        self._actors.kill()  # one may have been begun meanwhile
+        self._waiters.shutdown(wait=False)
+
+    def _messages(self, call: ClusterCall, number: int) -> dict[int, Message]:
+        found = {}
+        for slot, inputs in self._routes[number].sent[call.name].items():
+            values: Sequence[Any] = [call.values[index] for index in inputs]
+            if number == 0:
+                values, references = fit(values, self._room, self._ray.put)
+                call.sent.extend(references)
+            found[slot] = Message(call.name, self._calls, tuple(values))
+        return found
+
+    def _step_by_step(self, number: int, messages: Mapping[int, Message]) -> list[Any]:
+        """Begin a call as actor calls; Ray hands each the messages of those before it. The references of the ends."""
+        route, handles = self._routes[number], self._actors.handles
+        made: dict[tuple[int, int], Any] = {(CALL, slot): message for slot, message in messages.items()}
+        for index, slot in enumerate(route.slots):
+            step = handles[slot.host].step.options(num_returns=len(slot.targets))
+            # Slots of one host run in order: each also waits for a message of those whose values it reads.
+            after = [next(made[key] for key in made if key[0] == before) for before in slot.follows]
+            sent = step.remote(number, index, *(made[source, index] for source in slot.inputs), *after)
+            made.update(zip(((index, t) for t in slot.targets), sent if len(slot.targets) > 1 else [sent], strict=True))
+        return [made[index, END] for index in route.exits]
+
+    def _await(self, call: ClusterCall, references: list[Any]) -> None:
+        """Wait for actor calls, in a thread of their own."""
+        here.is_worker = True
+        try:
+            messages = self._ray.get(references)
+        except Exception:
+            self._is_suspect = True
+            self._results.put(None)  # the collector finds out who died, and this call among those that are lost
+            return
+        if self._by_actor_calls.pop(call, call) is None:
+            self._told.on_end(self, call, messages)
+
+    def _await_talk(self, call: ClusterCall) -> None:
+        """Have all hosts run their parts of a function, and wait, in a thread for it; such calls take turns."""
+        here.is_worker = True
+        try:
+            with self._talking:
+                self._talks += 1
+                found = run_talk(self._ray, self._actors.handles, call.plan.runs, self._talks, call.values)
+        except Exception:
+            self._is_suspect = True
+            self._results.put(None)
+            return
+        if self._by_actor_calls.pop(call, call) is None:
+            self._told.on_end(self, call, found)
+
+    def _collect(self) -> None:
+        """Give results to their fences, in order; and repair what died."""
+        here.is_worker = True
+        while not self._closing.is_set():
+            try:
+                item = self._results.get(timeout=_LOOK)
+            except queue.Empty:
+                item = None
+            if item is None:
+                if not self._closing.is_set() and self._is_broken():
+                    self._repair([])
+                continue
+            call, references = item
+            try:
+                with self._reading:
+                    self._doze.sleep(call.name, call.begun)
+                    messages = [reference.get(timeout=-1) for reference in references]
+                    self._doze.note(call.name, call.begun)
+            except BaseException as error:
+                if not self._closing.is_set():
+                    self._repair([item], error)
+                else:
+                    self._told.on_lost(self, [call], HostError("the cluster was closed"))
+                continue
+            self._told.on_end(self, call, messages)
+            del item, call, references, messages  # what lies in channels
+
+    def _is_broken(self) -> bool:
+        if self._graph is None:
+            return self._is_suspect or bool(self._routes) or not self.is_ready
+        return self._is_suspect or self._graph.is_broken()
+
+    def _repair(self, lost: list[tuple[ClusterCall, list[Any]]], error: BaseException | None = None) -> None:
+        """Tell of the calls that were under way, start what died again, and compile the graph anew."""
+        self.is_ready = self._is_suspect = False
+        dead = self._actors.find_dead()
+        cut_links(self._ray, self._actors.handles)
+        self._close_graph()  # before the lock: a thread that sends may wait for room in a channel
+        with self._sending:
+            while not self._results.empty():
+                item = self._results.get()
+                if item is not None:
+                    lost.append(item)
+            others, self._by_actor_calls = list(self._by_actor_calls), {}
+        names = " and ".join(f"host {host!r}" for host in dead) or "a host of replica " + str(self.number)
+        why = "" if error is None else f": {first_line(error)}"
+        self.problem = HostError(f"{names} died while calls were under way{why}")
+        self._told.on_lost(self, [*(call for call, _ in lost), *others], self.problem)
+        while not self._closing.is_set():
+            try:
+                self._connect()
+            except ClosedError:
+                return
+            except Exception as raised:
+                self.problem = raised if isinstance(raised, HeteroError) else HostError(first_line(raised))
+                self._told.on_wait()
+                self._actors.find_dead()
+                self._closing.wait(_LOOK)
+            else:
+                self._told.on_ready(self)
+                return
+
+    def _connect(self) -> None:
+        """Start the hosts that are not ready, and compile the graph over all of them."""
+        self._actors.start()
+        handles = self._actors.handles
+        self._ray.get([actor.meet.remote(handles) for actor in handles.values()])
+        if not self._routes:
+            self.problem, self.is_ready = None, True
+            return
+        self._room = self._affordable(self._routes[0])
+        rooms = (self._room, *(0 for _ in self._routes[1:]))
+        told = [actor.connect.remote(self._routes, rooms, self._in_flight) for actor in handles.values()]
+        self._ray.get(told)
+        self._roads = connect_links(self._ray, handles, self._routes[0])
+        here = self._ray.get_runtime_context().get_node_id()
+        if any(state.facts["node"] != here for state in self._actors.states.values()):
+            # A channel to another node holds one message, and a thread that waits to write holds Python's lock. So many
+            # find room in channels and hosts though nobody reads the results.
+            self.limit = min(self._in_flight, 2 * len(self._routes[0].slots) + 1)
+        self._graph = Graph(self._ray, handles, self._routes[0], 0, self._room, self._in_flight)
+        self.problem, self.is_ready = None, True
+
+    def _close_graph(self) -> None:
+        graph, self._graph = self._graph, None
+        if graph is not None and not graph.close():
+            self._actors.find_dead()
+
+    def _affordable(self, route: Route) -> int:
+        """The room of channels: what messages need, or little, where earlier graphs have taken much."""
+        channels = sum(len(slot.targets) for slot in route.slots) + len(route.entries)
+        room = self._room_of(route)
+        if self._taken + channels * self._in_flight * room > _TAKEN_BYTES:
+            room = _LITTLE_ROOM
+        self._taken += channels * self._in_flight * room
+        return room
+
+    def _room_of(self, route: Route) -> int:
+        """Room for the largest message between slots, where all sizes are known."""
+        found = [HEAD_BYTES]
+        states = self._actors.states
+        for slot in route.slots:
+            for visit in slot.visits.values():
+                inputs, outputs = states[slot.host].sizes.get(visit.function, ((), ()))
+                if None in (*inputs, *outputs):
+                    found.append(CHANNEL_BYTES)
+                found.append(room_for(size or 0 for size in inputs))
+                found += [room_for(outputs[index] or 0 for index in sent) for sent in visit.sends]
+        return max(found)
+
+    def _pause(self, seconds: float) -> None:
+        if self._closing.wait(seconds):
+            raise ClosedError("the cluster was closed")
+        self._told.on_wait()

@@ -1,0 +1,167 @@
+"""Routes: the messages between hosts that functions need, as plain data.
+
+Ray compiles one graph for an actor at a time. Functions whose steps are on the same hosts in the same order (such as
+the prefill and decode of a language model) share one: its *slots* are their steps by number, and there is a channel
+wherever one of them has a value to send. A function that has nothing for a channel sends an empty message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .call_plan import CALL, CallPlan, Source, sources_of
+
+END = 1 << 30
+"""The slot that is the caller: its messages are the call's results."""
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What a slot does for one function.
+
+    Attributes
+    ----------
+    function: Of the host's executable.
+    arguments: For each, the slot whose message brings it (`CALL` for the caller; the slot's own host's values are
+        those of an earlier slot that it kept) and its place there.
+    keeps: The results that a later slot of this host reads, by index.
+    sends: For each target of the slot, the results that go there, by index.
+    """
+
+    function: str
+    arguments: tuple[tuple[int, int], ...]
+    keeps: tuple[int, ...]
+    sends: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in a graph: a task of one host.
+
+    Attributes
+    ----------
+    host: Its logical name.
+    inputs: The slots whose messages it takes, in order; `CALL` for the caller.
+    targets: The slots that it sends a message to, in order; `END` for the caller.
+    follows: The slots of this host whose kept values it reads. They come before it.
+    is_last: Whether no later slot of a route is on this host, so that nothing of a call needs to be kept.
+    visits: By function.
+    """
+
+    host: str
+    inputs: tuple[int, ...]
+    targets: tuple[int, ...]
+    follows: tuple[int, ...]
+    is_last: bool
+    visits: Mapping[str, Visit]
+
+
+@dataclass(frozen=True)
+class Route:
+    """The slots of functions that share a graph, and what the caller sends and gets.
+
+    Attributes
+    ----------
+    sent: By function, then by slot that takes a message of the caller: the inputs in it.
+    gets: By function, the sources of its results: slot and place in that slot's message, in the order of the plan's
+        result; `CALL` for an input that is returned as it is.
+    """
+
+    slots: tuple[Slot, ...]
+    sent: Mapping[str, Mapping[int, tuple[int, ...]]]
+    gets: Mapping[str, Mapping[Source, tuple[int, int]]]
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether no host is visited twice: calls in flight then overlap in a graph."""
+        hosts = [slot.host for slot in self.slots]
+        return len(set(hosts)) == len(hosts)
+
+    @property
+    def entries(self) -> list[int]:
+        """The slots that take a message of the caller."""
+        return [number for number, slot in enumerate(self.slots) if CALL in slot.inputs]
+
+    @property
+    def exits(self) -> list[int]:
+        """The slots that send a message to the caller."""
+        return [number for number, slot in enumerate(self.slots) if END in slot.targets]
+
+
+def routes_of(plans: Mapping[str, CallPlan]) -> list[Route]:
+    """The routes of all functions that have steps, that of ``main``, else of the first function, in front."""
+    groups: dict[tuple[str, ...], dict[str, CallPlan]] = {}
+    for name in sorted((name for name in plans if plans[name].steps), key=lambda name: name != "main"):
+        groups.setdefault(plans[name].hosts, {})[name] = plans[name]
+    return [_route(hosts, group) for hosts, group in groups.items()]
+
+
+def _route(hosts: Sequence[str], plans: Mapping[str, CallPlan]) -> Route:
+    wanted = {name: _wanted(plan) for name, plan in plans.items()}
+    edges = {edge for of_function in wanted.values() for edge in of_function}
+    for number, host in enumerate(hosts):  # a task needs a message to begin by, and one that shows its end
+        if not any(target == number and (source == CALL or hosts[source] != host) for source, target in edges):
+            edges.add((CALL, number))
+        if not any(source == number and (target == END or hosts[target] != host) for source, target in edges):
+            edges.add((number, END))
+    slots = tuple(_slot(number, hosts, edges, plans, wanted) for number in range(len(hosts)))
+    sent = {
+        name: {slot: values.get((CALL, slot), ()) for source, slot in sorted(edges) if source == CALL}
+        for name, values in wanted.items()
+    }
+    return Route(slots, sent, {name: _gets(plan, wanted[name]) for name, plan in plans.items()})
+
+
+def _wanted(plan: CallPlan) -> dict[tuple[int, int], tuple[int, ...]]:
+    """By edge of the plan, from slot to slot, the indices of the values that go along it."""
+    found: dict[tuple[int, int], dict[int, None]] = {}
+    for number, step in enumerate(plan.steps):
+        for source in step.arguments:
+            found.setdefault((source.step, number), {})[source.index] = None
+    for source in sources_of(plan.result):
+        if source.step != CALL:
+            found.setdefault((source.step, END), {})[source.index] = None
+    return {edge: tuple(indices) for edge, indices in found.items()}
+
+
+def _slot(
+    number: int,
+    hosts: Sequence[str],
+    edges: set[tuple[int, int]],
+    plans: Mapping[str, CallPlan],
+    wanted: Mapping[str, Mapping[tuple[int, int], tuple[int, ...]]],
+) -> Slot:
+    host = hosts[number]
+
+    def is_own(other: int) -> bool:
+        return 0 <= other < len(hosts) and hosts[other] == host
+
+    inputs = tuple(sorted(source for source, target in edges if target == number and not is_own(source)))
+    targets = tuple(sorted(target for source, target in edges if source == number and not is_own(target)))
+    follows = tuple(sorted(source for source, target in edges if target == number and is_own(source)))
+    visits = {}
+    for name, plan in plans.items():
+        step, values = plan.steps[number], wanted[name]
+        arguments = tuple(
+            (source.step, source.index if is_own(source.step) else values[source.step, number].index(source.index))
+            for source in step.arguments
+        )
+        kept = {
+            index
+            for (source, target), found in values.items()
+            if source == number and is_own(target)
+            for index in found
+        }
+        sends = tuple(values.get((number, target), ()) for target in targets)
+        visits[name] = Visit(step.function, arguments, tuple(sorted(kept)), sends)
+    return Slot(host, inputs, targets, follows, host not in hosts[number + 1 :], visits)
+
+
+def _gets(plan: CallPlan, wanted: Mapping[tuple[int, int], tuple[int, ...]]) -> dict[Source, tuple[int, int]]:
+    return {
+        source: (CALL, source.index)
+        if source.step == CALL
+        else (source.step, wanted[source.step, END].index(source.index))
+        for source in sources_of(plan.result)
+    }
