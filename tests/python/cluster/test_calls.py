@@ -31,7 +31,6 @@ from relax_hetero.cluster.wire import decode_own
 from relax_hetero.vm.queue.fence import Fence
 from relax_hetero.vm.queue.queued_calls import CallsInFlight
 
-
 FIRST = Source(0, 0)
 
 
