@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from ..artifact.signature import FunctionSignature, TupleSpec, ValueSpec
+from ..artifact.signature import FunctionSignature, ObjectSpec, TupleSpec, ValueSpec
 from ..errors import HeteroError
 
 CALL = -1
@@ -100,6 +100,11 @@ class CallPlan:
         return given + len(self.sizes)
 
     @property
+    def reads_inputs_late(self) -> bool:
+        """Whether inputs are read after the call was sent: by hosts that talk, or as results."""
+        return bool(self.runs) or any(source.step == CALL for source in sources_of(self.result))
+
+    @property
     def hosts(self) -> tuple[str, ...]:
         """The host of each step, or of each run."""
         return tuple(each.host for each in self.steps or self.runs)
@@ -109,8 +114,9 @@ class CallPlan:
 
         Raises
         ------
-        HeteroError: Names the function `name`, the step and the value.
+        HeteroError: Names the function `name`, the step and the value; or an input or result that cannot be sent.
         """
+        self._check_signature(name)
         if not self.steps and not self.runs:
             raise HeteroError(f"the plan of function {name!r} has no steps, expected one at least")
         if self.runs:
@@ -120,6 +126,22 @@ class CallPlan:
                 self._check_source(source, number, f"step {number} ({step.function!r} on {step.host!r}) of {name!r}")
         for source in sources_of(self.result):
             self._check_source(source, len(self.steps), f"the result of {name!r}")
+
+    def _check_signature(self, name: str) -> None:
+        signature = self.signature
+        if signature is None:
+            return
+        strings = *signature.string_inputs, *signature.string_outputs
+        if strings:
+            raise HeteroError(
+                f"function {name!r} takes or returns strings ({strings[0]!r}), expected tensors of numbers"
+            )
+        for what, specs in (("takes", signature.inputs), ("returns", signature.outputs)):
+            for found in filter(None, map(_object_in, specs)):
+                raise HeteroError(
+                    f"function {name!r} {what} {found.name!r}, an object that stays on its host; expected tensors, "
+                    "shapes and numbers, which can be sent"
+                )
 
     def _check_source(self, source: Source, reader: int, where: str) -> None:
         if source.step == CALL:
@@ -161,8 +183,23 @@ class Program:
                     raise HeteroError(f"function {name!r} has a step on host {host!r}, expected one of {known}")
 
 
+def _object_in(spec: ValueSpec) -> ObjectSpec | None:
+    if isinstance(spec, TupleSpec):
+        return next(filter(None, map(_object_in, spec.fields)), None)
+    return spec if isinstance(spec, ObjectSpec) else None
+
+
 def _leaves(spec: ValueSpec) -> int:
     return sum(map(_leaves, spec.fields)) if isinstance(spec, TupleSpec) else 1
+
+
+def opened(value: Any, spec: ValueSpec) -> Iterator[Any]:
+    """A value with its tuples opened, as the specification of a result says: a shape is one value."""
+    if isinstance(spec, TupleSpec):
+        for part, field in zip(value, spec.fields, strict=True):
+            yield from opened(part, field)
+    else:
+        yield value
 
 
 def sources_of(result: Any) -> Iterator[Source]:

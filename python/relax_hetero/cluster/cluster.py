@@ -18,11 +18,12 @@ from typing import Any
 from ..artifact.messages import unknown_name
 from ..driver.link.parallel_codegen import Progress
 from ..errors import BindingError, HeteroError, HostError
+from ..vm.args.owned_arguments import own_arguments
 from ..vm.queue.fence import Fence, here
 from ..vm.queue.queued_calls import CallsInFlight
 from .actors import Actors
 from .bindings import bind_hosts
-from .calls import ClusterCall, bind, result_of
+from .calls import ClusterCall, bind, named_only, result_of
 from .cut.compiled_program import load_program
 from .cut.program import hosts_needed, program_of
 from .parts import pack
@@ -188,15 +189,18 @@ class Cluster:
             awaited = [value for value in (*args, *kwargs.values()) if isinstance(value, Fence)]
             if not awaited:
                 call = ClusterCall(name, plan, bind(name, plan, args, kwargs), fence, self._retries)
-                if copy and (self._retries or not is_admitted):
+                is_sent_now = is_admitted and events._get_running_loop() is None
+                if copy and (self._retries or not is_sent_now or plan.reads_inputs_late):
                     call.own()
-                if is_admitted and events._get_running_loop() is None:
+                    copy = False
+                if is_sent_now:
                     self._dispatch(call, copy, waits)
                     return fence
-                if copy and is_admitted and not self._retries:
-                    call.own()
                 start = partial(self._later, partial(self._dispatch, call, False), fence)
             else:
+                if copy:
+                    signature = plan.signature or named_only(name, plan.input_names)
+                    args, kwargs = own_arguments(signature, (), args, kwargs, is_late=True)
                 start = partial(self._later, partial(self._start_late, name, plan, args, kwargs, fence), fence)
             then = start if is_admitted else partial(self._calls.line_up, fence, start)
             _when_done(awaited, then)
@@ -244,7 +248,7 @@ class Cluster:
         """Begin a call whose arguments were results of calls that have ended."""
         given = tuple(_settled(value, name) for value in args)
         named = {key: _settled(value, name) for key, value in kwargs.items()}
-        self._dispatch(ClusterCall(name, plan, bind(name, plan, given, named), fence, self._retries), True)
+        self._dispatch(ClusterCall(name, plan, bind(name, plan, given, named), fence, self._retries), False)
 
     def _later(self, begin: Callable[[], None], fence: Fence) -> None:
         """Begin a call in the thread that sends; what goes wrong goes to the fence."""
@@ -268,6 +272,7 @@ class Cluster:
                 break
             if not call.fence.begin():  # cancelled
                 self._release(replica)
+                self._pump()  # its room is for the next one
                 return
             if replica.submit(call, waits):
                 return
@@ -283,7 +288,7 @@ class Cluster:
 
     def _reserve(self) -> Replica | None:
         with self._lock:
-            free = [one for one in self._replicas if one.is_ready and one.under_way < one.limit]
+            free = [one for one in self._replicas if one.has_room]
             replica = min(free, key=lambda one: one.under_way, default=None)
             if replica is not None:
                 replica.under_way += 1
@@ -295,11 +300,11 @@ class Cluster:
 
     def _pump(self) -> None:
         """Have calls that wait sent, in the thread for it, as a channel may have no room for a while."""
-        if self._waiting and any(replica.is_ready for replica in self._replicas) and not self._is_closed:
-            with self._lock:
-                call = self._waiting.popleft() if self._waiting else None
-            if call is not None:
-                self._later(partial(self._dispatch, call, False), call.fence)
+        with self._lock:
+            has_room = not self._is_closed and any(replica.has_room for replica in self._replicas)
+            call = self._waiting.popleft() if has_room and self._waiting else None
+        if call is not None:
+            self._later(partial(self._dispatch, call, False), call.fence)
 
     def _ended(self, replica: Replica, call: ClusterCall, messages: Sequence[Message]) -> None:
         result, error = None, None

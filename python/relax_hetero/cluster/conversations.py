@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..vm.machine import VirtualMachine
-from .call_plan import HostRun, Source
-from .cut.host_runs import opened
+from .call_plan import HostRun, Source, opened
 from .talk import Mailbox, Talk, register
 from .wire import decode_own, encode
 

@@ -112,6 +112,11 @@ class Replica:
         self._collector.start()
 
     @property
+    def has_room(self) -> bool:
+        """Whether it can take another call now."""
+        return self.is_ready and self.under_way < self.limit
+
+    @property
     def hosts(self) -> dict[str, dict[str, Any]]:
         """The state of each host, as data."""
         kept = ("address", "node", "pid", "cores", "threads")

@@ -106,6 +106,13 @@ def decode_own(value: Any) -> Any:
     return value
 
 
+def copied(value: Any) -> Any:
+    """An encoded value in memory of its own."""
+    if isinstance(value, Packed):
+        return value._replace(data=value.data.copy())
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
 def nbytes(value: Any) -> int:
     """The bytes of an encoded value's elements."""
     if isinstance(value, Packed):

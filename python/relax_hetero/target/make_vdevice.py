@@ -15,7 +15,7 @@ import tvm_ffi
 from tvm.target import Target, list_tags
 
 from ..errors import VDeviceError
-from .hosts import check_host, host_of, on_host, split_host
+from .hosts import check_host, host_of, hosts_of, on_host, split_host
 from .native_target import device_kinds, native
 
 # One entry of a `vdevices=` list.
@@ -95,7 +95,7 @@ def parse_vdevices(specs: VDeviceEntry | Iterable[VDeviceEntry]) -> list[tvm.rel
     Raises
     ------
     VDeviceError
-        If the list is empty or an entry names no device; the message names the entry.
+        If the list is empty, an entry names no device, or only some are on hosts; the message names the entry.
     """
     if isinstance(specs, (str, dict, Target, tvm.relax.VDevice)):
         specs = [specs]
@@ -112,6 +112,7 @@ def parse_vdevices(specs: VDeviceEntry | Iterable[VDeviceEntry]) -> list[tvm.rel
         taken.setdefault((host_of(vdevices[-1]), device_type), set()).add(number)
     if not vdevices:
         raise VDeviceError("vdevices is empty; name at least one device, e.g. 'llvm'")
+    hosts_of(vdevices)
     return vdevices
 
 

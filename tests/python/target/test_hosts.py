@@ -305,7 +305,13 @@ class TestRefused:
     def test_some_with_a_host_and_some_without(self, two_layers):
         message = "vdevice 0 of the list names no host, and others do \\('b'\\)"
         with pytest.raises(VDeviceError, match=message):
-            rh.compile(rh.from_onnx(two_layers, vdevices=["llvm", "b/llvm"], placement={"/upper/*": "b/llvm"}))
+            rh.from_onnx(two_layers, vdevices=["llvm", "b/llvm"], placement={"/upper/*": "b/llvm"})
+        module = rh.from_onnx(two_layers, vdevices=["a/llvm", "b/llvm"], placement={"/upper/*": "b/llvm"})
+        with pytest.raises(VDeviceError, match=message):
+            rh.place(module, {}, vdevices=["llvm", "b/llvm"])
+        module.update_global_info("vdevice", [rh.VDevice("llvm"), rh.VDevice("llvm", host="b")])
+        with pytest.raises(VDeviceError, match=message):
+            RealizeVDevice()(module)
         with pytest.raises(HeteroError, match=message):
             CostModel.for_vdevices(parse_vdevices(["llvm", "b/llvm"]))
 

@@ -8,7 +8,7 @@ from typing import Any
 import tvm
 from tvm import relax
 
-from ...artifact.signature import FunctionSignature, TupleSpec, ValueSpec
+from ...artifact.signature import FunctionSignature
 from ...transform.partition.partition_by_host import SIZES_FIRST
 from ..call_plan import CALL, CallPlan, HostRun, Source
 
@@ -63,12 +63,3 @@ def _result(types: Sequence[tvm.ir.Type], numbers: Iterator[int]) -> Any:
 def _is_nothing(ty: tvm.ir.Type) -> bool:
     """Whether a type is what stands for values of other hosts."""
     return isinstance(ty, relax.ShapeType) and int(ty.ndim) == 0
-
-
-def opened(value: Any, spec: ValueSpec) -> Iterator[Any]:
-    """A value with its tuples opened, as the specification of a result says: a shape is one value."""
-    if isinstance(spec, TupleSpec):
-        for part, field in zip(value, spec.fields, strict=True):
-            yield from opened(part, field)
-    else:
-        yield value

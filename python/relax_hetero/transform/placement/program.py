@@ -10,6 +10,7 @@ import tvm
 from tvm import relax
 
 from ...errors import PlacementError, VDeviceError
+from ...target.hosts import hosts_of
 from ...target.vdevice import device_name, host_vdevice, vdevice_index, vdevices_of
 from ..ir.op_names import IN_PLACE
 from ..ir.rewriting import handle, op_name, relax_functions, walk_bindings
@@ -155,11 +156,16 @@ class Program:
     ----------
     mod : IRModule
         With at least one vdevice.
+
+    Raises
+    ------
+    VDeviceError: If some vdevices name a host and others do not.
     """
 
     def __init__(self, mod: tvm.IRModule) -> None:
         self.mod = mod
         self.vdevices: Sequence[relax.VDevice] = vdevices_of(mod)
+        hosts_of(self.vdevices)
         self.names = [device_name(vdevice, self.vdevices) for vdevice in self.vdevices]
         host = host_vdevice(self.vdevices)
         self.host = ANY if host is None else vdevice_index(host, self.vdevices)
