@@ -112,8 +112,9 @@ def with_natives(mod: tvm.IRModule, natives: Mapping[str, Mapping[tuple[str, int
 
 def _module_of(mod: tvm.IRModule, host: str, steps: Mapping[str, relax.Function]) -> tvm.IRModule:
     """A module of some functions, and of all that they call, for one host."""
+    whole = {gv.name_hint: gv for gv, func in mod.functions.items() if gv.name_hint in steps}  # as others call them
     table: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {
-        typed(tvm.ir.GlobalVar(name), func.ty): func for name, func in steps.items()
+        whole.get(name) or typed(tvm.ir.GlobalVar(name), func.ty): func for name, func in steps.items()
     }
     pending = list(table.values())
     while pending:

@@ -94,16 +94,20 @@ def read_part(mod: tvm.IRModule, host: str, func: relax.Function) -> HostPart:
 def talks_inside(mod: tvm.IRModule, func: relax.Function) -> bool:
     """Whether a part sends or receives inside of a branch, or in a function that it calls."""
     outer = {binding.var for binding in walk_bindings(func.body, nested=False)}
+    if any(_talk(b.value) is not None and b.var not in outer for b in walk_bindings(func.body)):
+        return True
     seen: set[tvm.ir.GlobalVar] = set()
     pending = [func]
     while pending:
         for binding in walk_bindings(pending.pop().body):
-            if _talk(binding.value) is not None and binding.var not in outer:
-                return True
             for gv in global_vars_in(binding.value):
-                if gv not in seen and isinstance(mod.functions.get(gv), relax.Function):
-                    seen.add(gv)
-                    pending.append(mod.functions[gv])
+                callee = mod.functions.get(gv)
+                if gv in seen or not isinstance(callee, relax.Function):
+                    continue
+                if any(_talk(inner.value) is not None for inner in walk_bindings(callee.body)):
+                    return True  # also where the part calls itself
+                seen.add(gv)
+                pending.append(callee)
     return False
 
 

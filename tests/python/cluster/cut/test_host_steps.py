@@ -310,6 +310,30 @@ def test_hosts_that_exchange_inside_of_a_called_function_run_their_parts_whole()
     assert [(run.host, run.arguments) for run in plan.runs] == [("a", (Source(CALL, 0),)), ("b", (None,))]
 
 
+def test_hosts_that_exchange_in_a_function_that_calls_itself_run_their_parts_whole():
+    @I.ir_module
+    class Module:
+        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
+
+        @R.function
+        def main(n: R.Tensor((), "int64", "a/llvm:0"), x: R.Tensor((4,), "float32", "a/llvm:0")) -> R.Tensor(
+            (4,), "float32", "a/llvm:0"
+        ):
+            cls = Module
+            left = R.subtract(n, R.const(1, "int64"))
+            y = R.to_vdevice(R.negative(R.to_vdevice(x, "b/llvm:0")), "a/llvm:0")
+            stop = R.less_equal(left, R.const(0, "int64"))
+            if stop:
+                out = R.exp(y)
+            else:
+                out = cls.main(left, y)
+            return out
+
+    program = cut(Module)
+    assert [run.host for run in program.functions["main"].runs] == ["a", "b"]
+    assert all(isinstance(rh.compile(part), rh.vm.Executable) for part in program.parts.values())
+
+
 def test_a_loop_of_one_host_is_in_a_step():
     @I.ir_module
     class Module:
