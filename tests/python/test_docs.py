@@ -24,7 +24,8 @@ def blocks():
         text = document.read_text()
         for match in BLOCK.finditer(text):
             line = text.count("\n", 0, match.start()) + 1
-            yield pytest.param(match[1], match[2], id=f"{document.relative_to(ROOT)}:{line}")
+            slow = [pytest.mark.slow] if "rh.cluster.Cluster(" in match[1] else []  # it starts Ray
+            yield pytest.param(match[1], match[2], id=f"{document.relative_to(ROOT)}:{line}", marks=slow)
 
 
 # Imports what every block imports, then runs each script that it is told of in a fork of its own.
