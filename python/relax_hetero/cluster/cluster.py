@@ -102,6 +102,7 @@ class Cluster:
         if not ray.is_initialized():
             ray.init()
         self._program = program_of(program, ray, bindings, timeout, params, accuracy, progress)
+        bindings = {host: bindings[host] for host in self._program.parts}  # others have nothing to do
         self._timeout, self._retries, self._limit = timeout, retries, limit
         self._calls = CallsInFlight(limit * count)
         self._lock = threading.Lock()

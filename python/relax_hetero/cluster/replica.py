@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import HeteroError, HostError
 from ..vm.queue.fence import here
+from .actor_calls import ActorCalls
 from .actors import Actors, first_line
 from .call_plan import CALL
 from .calls import ClusterCall
@@ -101,7 +102,7 @@ class Replica:
         self._taken = 0
         self._is_suspect = False
         self._results: queue.SimpleQueue[tuple[ClusterCall, list[Any]] | None] = queue.SimpleQueue()
-        self._by_actor_calls: dict[ClusterCall, None] = {}
+        self._actor_calls = ActorCalls()
         self._waiters = ThreadPoolExecutor(in_flight, f"calls of replica {number}")
         self._actors = actors(self._pause)
         self._collector = threading.Thread(target=self._collect, name=f"results of replica {number}", daemon=True)
@@ -142,8 +143,8 @@ class Replica:
                     return False
                 self._calls += 1
                 if graph is None or number == TALKS:
-                    self._by_actor_calls[call] = None
-                    self._waiters.submit(self._await_talk, call)
+                    self._actor_calls.add(call, self._calls)
+                    self._waiters.submit(self._await_talk, call, self._calls)
                     return True
                 messages = self._messages(call, number)
                 if number == 0:
@@ -153,10 +154,10 @@ class Replica:
                     if not reads:
                         self._results.put((call, references))
                 else:
-                    self._by_actor_calls[call] = None
-                    self._waiters.submit(self._await, call, self._step_by_step(number, messages))
+                    self._actor_calls.add(call, self._calls)
+                    self._waiters.submit(self._await, call, self._calls, self._step_by_step(number, messages))
         except Exception:  # the graph was closed, as an actor died
-            self._by_actor_calls.pop(call, None)
+            self._actor_calls.drop(call)
             self._results.put(None)
             return False
         if reads:
@@ -213,31 +214,37 @@ class Replica:
             made.update(zip(((index, t) for t in slot.targets), sent if len(slot.targets) > 1 else [sent], strict=True))
         return [made[index, END] for index in route.exits]
 
-    def _await(self, call: ClusterCall, references: list[Any]) -> None:
+    def _await(self, call: ClusterCall, number: int, references: list[Any]) -> None:
         """Wait for actor calls, in a thread of their own."""
         here.is_worker = True
         try:
             messages = self._ray.get(references)
         except Exception:
-            self._is_suspect = True
-            self._results.put(None)  # the collector finds out who died, and this call among those that are lost
-            return
-        if self._by_actor_calls.pop(call, call) is None:
-            self._told.on_end(self, call, messages)
+            self._suspect(call, number)
+        else:
+            if self._actor_calls.take(call, number):
+                self._told.on_end(self, call, messages)
 
-    def _await_talk(self, call: ClusterCall) -> None:
+    def _await_talk(self, call: ClusterCall, number: int) -> None:
         """Have all hosts run their parts of a function, and wait, in a thread for it; such calls take turns."""
         here.is_worker = True
         try:
             with self._talking:
+                if not self._actor_calls.has(call, number):
+                    return  # it was lost while another had its turn
                 self._talks += 1
                 found = run_talk(self._ray, self._actors.handles, call.plan.runs, self._talks, call.values)
         except Exception:
+            self._suspect(call, number)
+        else:
+            if self._actor_calls.take(call, number):
+                self._told.on_end(self, call, found)
+
+    def _suspect(self, call: ClusterCall, number: int) -> None:
+        """Have the collector find out who died, and this call among those that are lost; nothing if it was told."""
+        if self._actor_calls.has(call, number):
             self._is_suspect = True
             self._results.put(None)
-            return
-        if self._by_actor_calls.pop(call, call) is None:
-            self._told.on_end(self, call, found)
 
     def _collect(self) -> None:
         """Give results to their fences, in order; and repair what died."""
@@ -283,7 +290,8 @@ class Replica:
                 item = self._results.get()
                 if item is not None:
                     lost.append(item)
-            others, self._by_actor_calls = list(self._by_actor_calls), {}
+            others = self._actor_calls.take_all()
+            self._is_suspect = False  # what failed meanwhile did so because of this
         names = " and ".join(f"host {host!r}" for host in dead) or "a host of replica " + str(self.number)
         why = "" if error is None else f": {first_line(error)}"
         self.problem = HostError(f"{names} died while calls were under way{why}")

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm_ffi
+from tvm.script import ir as I
+from tvm.script import relax as R
 
 import relax_hetero as rh
 from cluster.two_hosts import First, Second, expected, program
@@ -162,3 +164,27 @@ def test_replicas_share_the_calls(clusters: Make) -> None:
         _check(fence.result(60), _random(5, seed))
     assert len({state["a"]["pid"] for state in cluster.hosts}) == 2
     assert cluster.synchronize(60)
+
+
+@I.ir_module
+class OneIdle:
+    I.module_global_infos(
+        {
+            "vdevice": [
+                I.vdevice({"kind": "llvm", "keys": ["cpu", "host:a", "native"]}),
+                I.vdevice({"kind": "llvm", "keys": ["cpu", "host:b", "native"]}),
+            ]
+        }
+    )
+
+    @R.function
+    def main(x: R.Tensor((4,), "float32", "a/llvm:0")):
+        y = R.add(x, x)
+        return y
+
+
+@pytest.mark.slow
+def test_a_host_without_work_is_not_started(clusters: Make) -> None:
+    cluster = clusters(OneIdle)
+    np.testing.assert_array_equal(cluster["main"](np.ones(4, "float32")).numpy(), np.full(4, 2, "float32"))
+    assert list(cluster.hosts[0]) == ["a"]
