@@ -229,8 +229,9 @@ class HostMachine:
         if references or self._sent:
             with self._lock:
                 self._sent.setdefault(call, []).extend(references)
-                for old in [old for old in self._sent if old <= call - self._in_flight]:
-                    del self._sent[old]
+                # Numbers of calls would not do: those of actor calls are between them.
+                while len(self._sent) > self._in_flight:
+                    del self._sent[next(iter(self._sent))]
         return fitting
 
     def _failure(self, error: Exception) -> Failure:
