@@ -25,12 +25,13 @@ from ...target.hosts import host_of, hosts_of, is_native, on_host
 from ...target.make_vdevice import VDevice
 from ...target.vdevice import vdevices_of
 from ...transform.ir.rewriting import global_vars_in, relax_functions, typed
+from ...transform.partition.host_needs import leaves_of
 from ...transform.partition.partition_by_host import HOST, PART_OF, SIZES_FIRST, partition_by_host
 from ...transform.placement.update_vdevice import succeed_vdevices
 from ...transform.record.donated import without_donated
 from ..call_plan import CallPlan, Program
 from .host_parts import read_part, talks_inside
-from .host_runs import leaves_of, plan_of_runs
+from .host_runs import plan_of_runs
 from .host_steps import cut_steps
 
 

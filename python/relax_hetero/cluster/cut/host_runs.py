@@ -36,15 +36,6 @@ def plan_of_runs(
     return CallPlan((), result, signature=signature, sizes=tuple(sizes), runs=tuple(runs))
 
 
-def leaves_of(ty: tvm.ir.Type) -> Iterator[tvm.ir.Type]:
-    """The types in a type, tuples opened, in order."""
-    if isinstance(ty, tvm.ir.TupleType):
-        for field in ty.fields:
-            yield from leaves_of(field)
-    else:
-        yield ty
-
-
 def _argument(ty: tvm.ir.Type, numbers: Iterator[int]) -> Any:
     if isinstance(ty, tvm.ir.TupleType):
         return tuple(_argument(field, numbers) for field in ty.fields)

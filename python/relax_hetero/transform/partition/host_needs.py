@@ -131,7 +131,7 @@ class HostNeeds:
                 self._working |= set(hosts)
             sent_to = tuple(host for host in wanting if host not in hosts)
             self.evaluations[var] = Evaluation(hosts, sent_to, found)
-            if sent_to and any(isinstance(ty, relax.ObjectType) for ty in _leaves(var.ty)):
+            if sent_to and any(isinstance(ty, relax.ObjectType) for ty in leaves_of(var.ty)):
                 raise BuildError(
                     f"function {self._name!r}: {var.name!r} is an object of host {hosts[0]!r} that host {sent_to[0]!r} "
                     "needs; expected a tensor or a shape, which can be sent"
@@ -222,17 +222,18 @@ def sizes_given(func: relax.Function) -> list[relax.Var]:
     return list(dict.fromkeys(symbol for param in func.params for symbol in symbols_in(param.ty)))
 
 
-def _leaves(ty: tvm.ir.Type) -> Iterator[tvm.ir.Type]:
+def leaves_of(ty: tvm.ir.Type) -> Iterator[tvm.ir.Type]:
+    """The types in a type, tuples opened, in order."""
     if isinstance(ty, tvm.ir.TupleType):
         for each in ty.fields:
-            yield from _leaves(each)
+            yield from leaves_of(each)
     else:
         yield ty
 
 
 def _is_size_like(var: relax.Var) -> bool:
     """Whether a variable, or a part of it, has no device."""
-    return any(not isinstance(ty, (relax.TensorType, relax.FuncType)) for ty in _leaves(var.ty))
+    return any(not isinstance(ty, (relax.TensorType, relax.FuncType)) for ty in leaves_of(var.ty))
 
 
 def _calls_closure(value: relax.Expr) -> bool:
