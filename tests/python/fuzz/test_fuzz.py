@@ -22,7 +22,12 @@ LONGER = {"graphs": 2.0}
 def test_nothing_is_found(kind: str) -> None:
     report = Report()
     seconds = SECONDS * LONGER.get(kind, 1.0)
-    run(kind, seconds, int(os.environ["RELAX_HETERO_TEST_SEED"]) * 1_000_003, report, kind_of(kind).environment(), 3)
+    for _ in range(5):  # on a busy machine no case may have ended in time
+        run(
+            kind, seconds, int(os.environ["RELAX_HETERO_TEST_SEED"]) * 1_000_003, report, kind_of(kind).environment(), 3
+        )
+        if report.total:
+            break
     assert report.total > 0
     assert not report.findings, str(report)
 

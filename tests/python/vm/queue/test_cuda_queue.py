@@ -62,7 +62,7 @@ class Machine:
         self.failing, self.failures, self.failed, self.holding = set(), 0.0, 0, None
         monkeypatch.setattr(queues, "cuda_library", lambda: self.library)
         monkeypatch.setattr(copy_queues, "empty", self.fresh)
-        specs = tuple(SimpleNamespace(num_cores=1, numa_node=None, kind="any") for _ in DEVICES)
+        specs = tuple(SimpleNamespace(num_cores=1, numa_node=None, kind="any", host=None) for _ in DEVICES)
         metadata = SimpleNamespace(devices=specs, dispatches={}, checks=())
         me = weakref.proxy(self)  # queues end with their machine, unless they keep it
         functions = {s.function: Machine.kernel(me, number) for number, s in enumerate(schedule.steps) if s.function}
