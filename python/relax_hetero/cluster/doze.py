@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 _REMEMBERED = 8
 _SHARE = 0.9
@@ -21,9 +22,15 @@ _WORTH_ALONE = 0.01
 
 
 class Doze:
-    """When results of each function are to be expected. One thread uses it at a time."""
+    """When results of each function are to be expected. One thread uses it at a time.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    pause: Sleeps for some seconds, or less where nobody waits any more.
+    """
+
+    def __init__(self, pause: Callable[[float], object]) -> None:
+        self._pause = pause
         self._apart: dict[str, deque[float]] = {}
         self._last = 0.0
 
@@ -40,7 +47,7 @@ class Doze:
         if apart:
             left = max(begun, self._last) + _SHARE * min(apart) - time.monotonic()
             if left > (_WORTH_ALONE if is_alone else _WORTH):
-                time.sleep(left)
+                self._pause(left)
 
     def note(self, name: str, begun: float) -> None:
         """A result has come."""

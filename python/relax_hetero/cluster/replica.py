@@ -95,7 +95,7 @@ class Replica:
         self._closing = threading.Event()
         self._sending, self._talking, self._reading = threading.Lock(), threading.Lock(), threading.Lock()
         self._calls = self._talks = 0
-        self._doze = Doze()
+        self._doze = Doze(self._closing.wait)
         self._graph: Graph | None = None
         self._room = 0
         self._roads: Roads = {}
@@ -164,12 +164,17 @@ class Replica:
             self._read_here(call, references)
         return True
 
+    def _read(self, call: ClusterCall, references: list[Any]) -> list[Message]:
+        """The messages of a call, once they have come; whoever reads holds the lock for it."""
+        self._doze.sleep(call.name, call.begun, is_alone=self.under_way <= 1)
+        messages = [reference.get(timeout=-1) for reference in references]
+        self._doze.note(call.name, call.begun)
+        return messages
+
     def _read_here(self, call: ClusterCall, references: list[Any]) -> None:
         """Read a call's result, holding the lock for it; what goes wrong is for the collector."""
         try:
-            self._doze.sleep(call.name, call.begun, is_alone=True)
-            messages = [reference.get(timeout=-1) for reference in references]
-            self._doze.note(call.name, call.begun)
+            messages = self._read(call, references)
         except BaseException as error:
             self._results.put((call, [_Raised(error)]))
             if not isinstance(error, Exception):  # Ctrl-C
@@ -261,9 +266,7 @@ class Replica:
             call, references = item
             try:
                 with self._reading:
-                    self._doze.sleep(call.name, call.begun, is_alone=self.under_way <= 1)
-                    messages = [reference.get(timeout=-1) for reference in references]
-                    self._doze.note(call.name, call.begun)
+                    messages = self._read(call, references)
             except BaseException as error:
                 if not self._closing.is_set():
                     self._repair([item], error)

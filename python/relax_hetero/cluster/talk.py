@@ -68,8 +68,8 @@ class Talk:
         self,
         mailbox: Mailbox,
         deliver: Deliver,
-        encode: Callable[[Any], Any] = lambda value: value,
-        decode: Callable[[Any], Any] = lambda value: value,
+        encode: Callable[[Any], Any],
+        decode: Callable[[Any], Any],
     ) -> None:
         self._mailbox, self._deliver, self._encode, self._decode = mailbox, deliver, encode, decode
         self._sent: dict[int, int] = {}

@@ -26,6 +26,7 @@ __all__ = [
     "device_identifier",
     "device_name",
     "host_vdevice",
+    "identifier",
     "is_cpu",
     "lookup",
     "native",
@@ -123,7 +124,12 @@ def device_name(vdevice: tvm.relax.VDevice, vdevices: Sequence[tvm.relax.VDevice
 
 def device_identifier(vdevice: tvm.relax.VDevice, vdevices: Sequence[tvm.relax.VDevice]) -> str:
     """Its name as a part of a function's name: ``llvm_0``, ``b_cuda_0``."""
-    return re.sub(r"[^A-Za-z0-9_]", "_", device_name(vdevice, vdevices))
+    return identifier(device_name(vdevice, vdevices))
+
+
+def identifier(name: str) -> str:
+    """A device's or a host's name as a part of a function's name."""
+    return re.sub(r"[^A-Za-z0-9_]", "_", name)
 
 
 def default_vdevice(vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.VDevice:

@@ -19,11 +19,9 @@ from ...artifact.signature import FunctionSignature
 from ...driver.compile import compile as compile_module
 from ...driver.link.parallel_codegen import Progress
 from ...errors import BuildError, HeteroError
-from ...target.hosts import host_of, is_native
 from ...target.native_target import native
-from ...target.vdevice import vdevices_of
 from ..call_plan import CallPlan, HostRun, Program, Source, Step
-from .cut_module import cut_module
+from .cut_module import cut_module, native_hardware
 
 _FILE = "program.json"
 _FORMAT = 1
@@ -57,11 +55,7 @@ def compile_program(
     """
     if not isinstance(mod, tvm.IRModule):
         raise BuildError(f"rh.cluster.compile: found {type(mod).__name__}, expected a tvm.IRModule")
-    natives: dict[str, dict[tuple[str, int], tvm.target.Target]] = {}
-    for vdevice in vdevices_of(mod):
-        host, kind, number = host_of(vdevice), str(vdevice.target.kind.name), int(vdevice.vdevice_id)
-        if host is not None and is_native(vdevice.target):
-            natives.setdefault(host, {})[kind, number] = native(kind, number)
+    natives = {host: {one: native(*one) for one in hardware} for host, hardware in native_hardware(mod).items()}
     program = cut_module(mod, params, accuracy, natives, progress)
     program.check()
     folder = Path(folder)

@@ -9,7 +9,7 @@ buffers on.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import tvm
 from tvm import relax
@@ -34,12 +34,25 @@ from .host_parts import read_part, talks_inside
 from .host_runs import plan_of_runs
 from .host_steps import cut_steps
 
+Hardware: TypeAlias = "tuple[str, int]"
+"""A kind of device, and its number on its host."""
+
+
+def native_hardware(mod: tvm.IRModule) -> dict[str, list[Hardware]]:
+    """By host, the devices of a module that stand for whatever hardware is there."""
+    found: dict[str, list[Hardware]] = {}
+    for vdevice in vdevices_of(mod):
+        host = host_of(vdevice)
+        if host is not None and is_native(vdevice.target):
+            found.setdefault(host, []).append((str(vdevice.target.kind.name), int(vdevice.vdevice_id)))
+    return found
+
 
 def cut_module(
     mod: tvm.IRModule,
     params: Mapping[str, Any] | None = None,
     accuracy: str | Mapping[str, str] = "default",
-    natives: Mapping[str, Mapping[tuple[str, int], Target]] | None = None,
+    natives: Mapping[str, Mapping[Hardware, Target]] | None = None,
     progress: Progress | None = None,
 ) -> Program:
     """The program of a module over hosts.
@@ -94,7 +107,7 @@ def program_of_parts(mod: tvm.IRModule, hosts: Sequence[str], signatures: Mappin
     return Program(modules, plans)
 
 
-def with_natives(mod: tvm.IRModule, natives: Mapping[str, Mapping[tuple[str, int], Target]]) -> tvm.IRModule:
+def with_natives(mod: tvm.IRModule, natives: Mapping[str, Mapping[Hardware, Target]]) -> tvm.IRModule:
     """The module with vdevices that name a kind of hardware alone made those of their hosts."""
     old = vdevices_of(mod)
     new = []

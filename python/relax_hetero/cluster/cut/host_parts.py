@@ -14,6 +14,7 @@ from ...transform.ir.blocks import renamed, used_vars
 from ...transform.ir.op_names import IN_PLACE
 from ...transform.ir.requirements import in_requirements, symbols_in
 from ...transform.ir.rewriting import global_vars_in, is_tensor_constant, op_name, typed, walk_bindings
+from ...transform.partition.host_needs import has_effect
 from ...transform.partition.partition_by_host import RECEIVE, SEND, SIZES_FIRST
 
 
@@ -215,4 +216,4 @@ def _has_effect(mod: tvm.IRModule, value: relax.Expr) -> bool:
     if isinstance(value.op, tvm.ir.GlobalVar):
         callee = mod.functions.get(value.op)
         return isinstance(callee, relax.Function) and not callee.is_pure
-    return isinstance(value.op, relax.ExternFunc) or op_name(value) in (*IN_PLACE, "relax.print", "relax.assert_op")
+    return has_effect(value) or op_name(value) in IN_PLACE

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from tvm import relax
 
@@ -25,8 +25,13 @@ from ...transform.partition.form_schedules import step_function
 from ..call_plan import CALL, Source, Step
 from .host_parts import HostPart
 
-Place: TypeAlias = "tuple[str, relax.Var]"
-"""A variable of a host."""
+
+class Place(NamedTuple):
+    """A variable of a host."""
+
+    host: str
+    var: relax.Var
+
 
 Key: TypeAlias = "tuple[int, str]"
 """A step before it has a number: level and host."""
@@ -66,14 +71,15 @@ class _Cutter:
         self._senders = {channel: (host, var) for host, part in parts.items() for channel, var in part.sends.items()}
         self._bring_home()
         self._result = self._result_places([part.result for part in parts.values()])
+        self._bound = {Place(host, b.var) for host, part in parts.items() for b in part.bindings}
         self._levels: dict[Place, int] = {}
         self._cut = CutFunction(functions={host: {} for host in parts})
 
     def cut(self) -> CutFunction:
         self._find_levels()
         self._join_silent()
-        keys = sorted({(self._levels[host, b.var], self._rank(host)) for host, b in self._work()})
         hosts = list(self._parts)
+        keys = sorted({(self._levels[Place(host, b.var)], hosts.index(host)) for host, b in self._work()})
         # A function that does nothing, as it returns inputs alone, has one step that does nothing.
         self._keys: list[Key] = [(level, hosts[rank]) for level, rank in keys or [(0, 0)]]
         wanted = self._wanted()
@@ -81,7 +87,7 @@ class _Cutter:
             key: [
                 b.var
                 for b in self._parts[key[1]].bindings
-                if (key[1], b.var) in wanted and self._key(key[1], b.var) == key
+                if Place(key[1], b.var) in wanted and self._key(key[1], b.var) == key
             ]
             for key in self._keys
         }
@@ -90,9 +96,6 @@ class _Cutter:
         self._cut.result = self._sources(self._result)
         return self._cut
 
-    def _rank(self, host: str) -> int:
-        return list(self._parts).index(host)
-
     def _work(self) -> list[tuple[str, relax.Binding]]:
         return [(host, b) for host, part in self._parts.items() for b in part.bindings if b.var not in part.free]
 
@@ -100,7 +103,7 @@ class _Cutter:
         """Where a value that arrived was made: another host's variable that did not arrive there itself."""
         while var in self._parts[host].receives:
             host, var = self._senders[self._parts[host].receives[var]]
-        return host, var
+        return Place(host, var)
 
     def _bring_home(self) -> None:
         """Values that come back to the host that made them never left it."""
@@ -126,7 +129,7 @@ class _Cutter:
                         break
                     if self._parts[host].in_order and binding.var not in self._parts[host].free:
                         level = last[host] = max(level, last[host])
-                    self._levels[host, binding.var] = level
+                    self._levels[Place(host, binding.var)] = level
                     done += 1
                 moved = moved or done > 0
                 waiting[host] = bindings[done:]
@@ -139,40 +142,35 @@ class _Cutter:
         level = 0
         for var in self._parts[host].reads(binding):
             source, made = self._origin(host, var)
-            if made in self._parts[source].params or not self._is_bound(source, made):
+            if made in self._parts[source].params or Place(source, made) not in self._bound:
                 continue
-            found = self._levels.get((source, made))
+            found = self._levels.get(Place(source, made))
             if found is None:
                 return None
             level = max(level, found + (source != host))
         return level
 
-    def _is_bound(self, host: str, var: relax.Var) -> bool:
-        if not hasattr(self, "_bound"):
-            self._bound = {(h, b.var) for h, part in self._parts.items() for b in part.bindings}
-        return (host, var) in self._bound
-
     def _join_silent(self) -> None:
         """Steps that send nothing join the next one of their host."""
         loud = {
-            (source, self._levels[source, made])
+            (source, self._levels[Place(source, made)])
             for host, part in self._parts.items()
             for source, made in (self._origin(host, var) for binding in part.bindings for var in part.reads(binding))
-            if source != host and (source, made) in self._levels
+            if source != host and Place(source, made) in self._levels
         }
         for host, part in self._parts.items():
-            levels = sorted({self._levels[host, b.var] for b in part.bindings if b.var not in part.free})
+            levels = sorted({self._levels[Place(host, b.var)] for b in part.bindings if b.var not in part.free})
             new: dict[int, int] = {}
             following = None
             for level in reversed(levels):
                 is_silent = following is not None and (host, level) not in loud
                 following = new[level] = following if is_silent and following is not None else level
             for binding in part.bindings:
-                at = self._levels[host, binding.var]
-                self._levels[host, binding.var] = new.get(at, at)
+                at = self._levels[Place(host, binding.var)]
+                self._levels[Place(host, binding.var)] = new.get(at, at)
 
     def _key(self, host: str, var: relax.Var) -> Key:
-        return self._levels[host, var], host
+        return self._levels[Place(host, var)], host
 
     def _closed(self, key: Key) -> tuple[list[relax.Binding], list[relax.Var]]:
         """The bindings of a step, with the free ones that they need, and the variables that they take from outside."""
@@ -235,15 +233,15 @@ class _Cutter:
         for (host, part), value in zip(self._parts.items(), results, strict=True):
             if isinstance(value.ty, relax.ShapeType) and int(value.ty.ndim) == 0:
                 continue  # it is elsewhere
-            return host, part.shown(value)
+            return Place(host, part.shown(value))
         return ()
 
     def _leaves(self, result: Any) -> list[Place]:
-        if len(result) == 2 and isinstance(result[0], str):
+        if isinstance(result, Place):
             return [result]
         return [place for each in result for place in self._leaves(each)]
 
     def _sources(self, result: Any) -> Any:
-        if len(result) == 2 and isinstance(result[0], str):
+        if isinstance(result, Place):
             return self._source(*result)
         return tuple(map(self._sources, result))

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import tvm
 from tvm.target import Target
 
 from ...driver.link.parallel_codegen import Progress
 from ...errors import BuildError, HeteroError, HostError
-from ...target.hosts import host_of, hosts_of, is_native
+from ...target.hosts import hosts_of
 from ...target.vdevice import vdevices_of
 from ..bindings import HostBinding
 from ..call_plan import Program
-from .cut_module import cut_module
-
-Hardware: TypeAlias = "tuple[str, int]"
-"""A kind of device, and its number on its host."""
+from .cut_module import Hardware, cut_module, native_hardware
 
 
 def hosts_needed(found: object) -> list[str]:
@@ -62,11 +59,7 @@ def program_of(
         found.check()
         return found
     assert isinstance(found, tvm.IRModule)
-    wanted: dict[str, list[Hardware]] = {}
-    for vdevice in vdevices_of(found):
-        host = host_of(vdevice)
-        if host is not None and is_native(vdevice.target):
-            wanted.setdefault(host, []).append((str(vdevice.target.kind.name), int(vdevice.vdevice_id)))
+    wanted = native_hardware(found)
     natives = _natives(ray, {host: bindings[host] for host in wanted}, wanted, timeout)
     program = cut_module(found, params, accuracy, natives, progress)
     program.check()

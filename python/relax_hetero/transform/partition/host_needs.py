@@ -7,7 +7,7 @@ cheaper than asking. Sizes that are read from a tensor are known where it is, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -54,7 +54,6 @@ class HostNeeds:
     evaluations: By the variable of a binding.
     """
 
-    mod: tvm.IRModule
     hosts: Hosts
     participants: Mapping[tvm.ir.GlobalVar, Hosts]
     evaluations: dict[relax.Var, Evaluation] = field(default_factory=dict)
@@ -90,7 +89,7 @@ class HostNeeds:
             found |= set(self.participants[value.op])
         elif isinstance(value, relax.Call) and not is_requirement(value):
             found |= {host for arg in value.args for host in hosts_in(arg.ty)}
-            if not found and _has_effect(value):
+            if not found and has_effect(value):
                 found = {self.hosts[0]}
         elif isinstance(value, relax.TupleGetItem) and not found:  # a size beside tensors is known where they are
             found |= set(hosts_in(value.tuple_value.ty))
@@ -176,10 +175,10 @@ class HostNeeds:
         return tuple(host for host in knowing if host in self._working) or knowing[:1] or (next(iter(needs)),)
 
 
-def participants_of(mod: tvm.IRModule, functions: Iterable[tuple[tvm.ir.GlobalVar, relax.Function]]) -> dict:
-    """The hosts of each function: of its tensors, and of the functions that it calls."""
-    hosts = tuple(dict.fromkeys(host_of(v) for v in mod.global_infos["vdevice"]))
-    functions = list(functions)
+def participants_of(
+    functions: Sequence[tuple[tvm.ir.GlobalVar, relax.Function]], hosts: Hosts
+) -> dict[tvm.ir.GlobalVar, Hosts]:
+    """The hosts, of all `hosts`, of each function: of its tensors, and of the functions that it calls."""
     found: dict[tvm.ir.GlobalVar, set[str]] = {}
     calls: dict[tvm.ir.GlobalVar, set[tvm.ir.GlobalVar]] = {gv: set() for gv, _ in functions}
     for gv, func in functions:
@@ -243,7 +242,8 @@ def _calls_closure(value: relax.Expr) -> bool:
     )
 
 
-def _has_effect(value: relax.Call) -> bool:
+def has_effect(value: relax.Call) -> bool:
+    """Whether a call, of no function of the module, does something besides what it returns; writes are not meant."""
     if isinstance(value.op, relax.ExternFunc):
         return True
     return isinstance(value.op, tvm.ir.Op) and value.op.name in ("relax.print", "relax.assert_op")

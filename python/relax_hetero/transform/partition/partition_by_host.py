@@ -45,7 +45,7 @@ from tvm_ffi import structural_map
 
 from ...errors import BuildError
 from ...target.hosts import host_of, hosts_of
-from ...target.vdevice import host_vdevice, vdevices_of
+from ...target.vdevice import host_vdevice, identifier, vdevices_of
 from ..ir.declare import declare_pass
 from ..ir.rewriting import (
     copy_module,
@@ -101,14 +101,14 @@ class _Partition:
         self.mod, self.functions = mod, functions
         self.vdevices = vdevices_of(mod)
         self.hosts: Hosts = tuple(hosts_of(self.vdevices))
-        self.participants = participants_of(mod, functions)
-        self.needs = HostNeeds(mod, self.hosts, self.participants)
+        self.participants = participants_of(functions, self.hosts)
+        self.needs = HostNeeds(self.hosts, self.participants)
         self.symbols: dict[tuple[tvm.ir.GlobalVar, str], tvm.ir.GlobalVar] = {}
         self.channels = 0
         taken = {gv.name_hint for gv in mod.get_global_vars()}
         for gv, _ in functions:
             for host in self.participants[gv]:
-                base = f"{gv.name_hint}_{_identifier(host)}"
+                base = f"{gv.name_hint}_{identifier(host)}"
                 self.symbols[gv, host] = fresh_global_var(base, tvm.ir.Type.missing(), taken)
 
     def module(self) -> tvm.IRModule:
@@ -363,7 +363,3 @@ def _sizes_at(callee: relax.Function, call: relax.Call) -> dict[relax.Var, relax
     if missing:
         raise BuildError(f"call of {call.op.name_hint!r}: its size {missing[0]!r} is not in the types of its arguments")
     return found
-
-
-def _identifier(host: str) -> str:
-    return "".join(letter if letter.isalnum() else "_" for letter in host)
