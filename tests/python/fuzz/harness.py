@@ -124,7 +124,6 @@ def run(
     report: Report,
     environment: Mapping[str, str],
     most_findings: int = 20,
-    most_cases: int = CASES_OF_A_CHILD,
 ) -> int:
     """Attack for some seconds, from `seed` on, in processes with some variables; what happens is added to `report`.
 
@@ -134,7 +133,7 @@ def run(
     """
     end = time.monotonic() + seconds
     while time.monotonic() < end and len(report.findings) < most_findings:
-        seed = _run_child(attack, seed, end, report, environment, most_cases)
+        seed = _run_child(attack, seed, end, report, environment, CASES_OF_A_CHILD)
     return seed
 
 
