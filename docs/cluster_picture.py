@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx.parser
+from two_devices_picture import LANES, STRONG, TRANSFER
 
 import relax_hetero as rh
 from relax_hetero.cluster.call_plan import CALL, CallPlan, Program, sources_of
@@ -30,9 +31,6 @@ MODEL = """
     }"""
 PLACEMENT = {"score": "b/llvm", "choose": "b/llvm"}
 
-LANES = ("#dbe9f6", "#fde6cf")
-STRONG = ("#2b6ca3", "#c46a12")
-TRAVEL = "#8a2846"
 WIDTH, HEIGHT, LANE = 2.6, 0.8, 1.3
 
 
@@ -122,11 +120,11 @@ def _box(axes: Any, name: str, below: str, place: tuple[float, float], color: st
 
 def _arrow(axes: Any, source: tuple[float, float], end: tuple[float, float], names: str) -> None:
     start, tip = (source[0] + WIDTH / 2, source[1]), (end[0] - WIDTH / 2, end[1])
-    look = {"arrowstyle": "-|>", "color": TRAVEL, "linewidth": 1.8, "shrinkA": 0, "shrinkB": 0}
+    look = {"arrowstyle": "-|>", "color": TRANSFER, "linewidth": 1.8, "shrinkA": 0, "shrinkB": 0}
     axes.annotate("", tip, start, arrowprops=look, zorder=5)
     middle = ((start[0] + tip[0]) / 2, (start[1] + tip[1]) / 2)
     look = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
-    axes.text(*middle, names, ha="center", va="center", color=TRAVEL, fontsize=8, zorder=6, bbox=look)
+    axes.text(*middle, names, ha="center", va="center", color=TRANSFER, fontsize=8, zorder=6, bbox=look)
 
 
 if __name__ == "__main__":

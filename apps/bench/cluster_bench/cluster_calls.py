@@ -216,7 +216,7 @@ def replicas_part(seconds: float, megabytes: int, size: int) -> None:
         Cluster(Program({"a": part}, {"main": plan}), {"a": HOSTS["a"]}, replicas=2, in_flight=4) as cluster,
     ):
         begin = time.perf_counter()
-        fences, done = [], 0
+        fences = []
         while time.perf_counter() - begin < seconds:
             fences.append(cluster.submit("main", x))
         for fence in fences:

@@ -2,6 +2,7 @@
 
 python apps/bench/cluster_bench/cluster_models.py bert             # of the model zoo, or a path of an ONNX file
 python apps/bench/cluster_bench/cluster_models.py bert resnet50 --calls 32 --rounds 9
+python apps/bench/cluster_bench/cluster_models.py resnet50 --replicas 2   # whole, against as many plain processes
 
 The model is cut at half of its nodes. Both run the same calls with 16 of them in flight, turn and turn about; results
 have to be equal bit for bit before anything is timed.
@@ -9,6 +10,7 @@ have to be equal bit for bit before anything is timed.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import statistics
 import sys
@@ -54,8 +56,10 @@ def one_core() -> dict[str, Any]:
 @click.option("--calls", default=32, show_default=True, help="In a turn.")
 @click.option("--in-flight", default=16, show_default=True)
 @click.option("--rounds", default=7, show_default=True, help="Turns of each contestant.")
+@click.option("--replicas", default=0, help="Of the whole model on one host, against as many plain processes.")
+@click.option("--seconds", default=8.0, show_default=True, help="Of each side with --replicas.")
 @smoke(models=("mobilenet_v2",), calls=2, in_flight=2, rounds=1)
-def main(models: tuple[str, ...], calls: int, in_flight: int, rounds: int) -> None:
+def main(models: tuple[str, ...], calls: int, in_flight: int, rounds: int, replicas: int, seconds: float) -> None:
     """Throughput of MODELS (bert by default) over two hosts and over two devices of one process."""
     import ray
 
@@ -65,7 +69,10 @@ def main(models: tuple[str, ...], calls: int, in_flight: int, rounds: int) -> No
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     try:
         for name in models or ("bert",):
-            compare(name, calls, in_flight, rounds)
+            if replicas:
+                compare_replicas(name, replicas, seconds)
+            else:
+                compare(name, calls, in_flight, rounds)
     finally:
         ray.shutdown()
 
@@ -91,6 +98,46 @@ def compare(name: str, calls: int, in_flight: int, rounds: int) -> None:
         ratio = rates["two hosts"] / rates["one process"]
         text = ", ".join(f"{what} {rate:.1f}/s" for what, rate in rates.items())
         console.print(f"{name}, {in_flight} calls in flight: {text}; {ratio:.2f} of the process's throughput")
+
+
+def compare_replicas(name: str, replicas: int, seconds: float) -> None:
+    """Time replicas of a whole model under load, then as many processes that do nothing else, and print a line."""
+    path = model_path(name)
+    inputs = random_inputs(path, {}, 0)
+    mod = rh.from_onnx(str(path), vdevices=["a/llvm"])
+    with rh.cluster.Cluster(mod, {"a": {"num_cpus": 1}}, replicas=replicas, in_flight=4) as cluster:
+        for _ in range(3 * replicas):
+            cluster["main"](**inputs)
+        begin, fences = time.perf_counter(), []
+        while time.perf_counter() < begin + seconds:
+            fences.append(cluster.submit("main", **inputs))
+        for fence in fences:
+            fence.result()
+        ours = len(fences) / (time.perf_counter() - begin)
+    context = multiprocessing.get_context("spawn")
+    start = context.Barrier(replicas)
+    with context.Pool(replicas, initializer=_share, initargs=(start,)) as pool:
+        theirs = sum(pool.starmap(plain_rate, [(str(path), seconds)] * replicas, chunksize=1))
+    text = f"{replicas} replicas {ours:.1f}/s, as many processes {theirs:.1f}/s"
+    console.print(f"{name}, whole: {text}; {ours / theirs:.2f} of the processes' throughput")
+
+
+def _share(start: Any) -> None:
+    globals()["_start"] = start
+
+
+def plain_rate(path: str, seconds: float) -> float:
+    """Calls per second of a process that runs a model on one core, beginning with the others."""
+    inputs = random_inputs(path, {}, 0)
+    machine = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(path, vdevices=[one_core()])))
+    for _ in range(3):
+        machine["main"](**inputs)
+    globals()["_start"].wait()
+    begin, count = time.perf_counter(), 0
+    while time.perf_counter() < begin + seconds:
+        machine["main"](**inputs)
+        count += 1
+    return count / (time.perf_counter() - begin)
 
 
 def timed(submit: Callable[..., Any], inputs: dict[str, np.ndarray], calls: int) -> float:

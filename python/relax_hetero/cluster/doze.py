@@ -1,7 +1,7 @@
 """Waiting for results of a compiled graph without taking a core all the time.
 
 Ray reads a channel by looking at it again and again: a thread that waits there takes a core, on a small machine one
-that a host computes on. On two cores, BERT over two hosts had 0.54 of the throughput that it has without that.
+that a host computes on. On two cores, BERT over two hosts then has half of the throughput.
 So whoever waits sleeps first, for most of the time that this function's results have been apart lately.
 """
 
