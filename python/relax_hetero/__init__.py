@@ -43,6 +43,8 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "get_pipeline": (".driver", "get_pipeline"),
     "load": (".vm", "load"),
     "cluster": (".cluster", None),
+    "CacheError": (".errors", "CacheError"),
+    "llm": (".llm", None),
 }
 
 __all__ = ["__version__", *_EXPORTS]
