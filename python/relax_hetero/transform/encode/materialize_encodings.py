@@ -37,6 +37,7 @@ from ...encoding.row_program import RowProgram
 from ...errors import EncodingError
 from ...op.attention import ATTENTION
 from ...op.block_products import BLOCK_MATMUL
+from ...op.cached_attention import CACHED_ATTENTION, PAGES
 from ...op.encoded import PREPACKED, PRODUCTS, RELAYOUT, SET, UNSET, encoded_op
 from ...op.rows import ROWS
 from ...target.vdevice import vdevices_of
@@ -94,6 +95,8 @@ class _Function:
             return self._rows(binding)
         if op_name(value) == ATTENTION:
             return self._attention(binding)
+        if op_name(value) == CACHED_ATTENTION:
+            return self._cached_attention(binding)
         if op_name(value) == BLOCK_MATMUL:
             return self._block_product(binding)
         if op_name(value) == TRANSFER and value.args[0] in self.stored:
@@ -208,6 +211,26 @@ class _Function:
         both = type(var)(f"{var.name}_scratch", value.ty)
         first = relax.VarBinding(var, relax.TupleGetItem(both, 0), binding.span)
         return [relax.VarBinding(both, value, binding.span), first]
+
+    def _cached_attention(self, binding: relax.Binding) -> list[relax.Binding]:
+        """The call of a kernel that writes its pages in place; scratch, if it wants any, is a further result."""
+        var, call = binding.var, binding.value
+        where = f"{CACHED_ATTENTION} of variable {var.name!r} in function {self.name!r}"
+        out, pages = var.ty.fields
+        kernel, scratch = self.kernels.cached_attention(call, out, where)
+        types = [out, pages] if scratch is None else [out, pages, scratch]
+        operands = relax.Tuple([self.merges.resolve(arg) for arg in call.args])
+        places = [-1, PAGES, -1][: len(types)]
+        value = relax.call_tir_inplace(kernel, operands, places, types)
+        value = typed(value, tvm.ir.TupleType(types))
+        if scratch is None:
+            return [relax.VarBinding(var, value, binding.span)]
+        kind = type(var)
+        whole = kind(f"{var.name}_scratch", value.ty)
+        parts = [kind(f"{var.name}_{index}", ty) for index, ty in enumerate((out, pages))]
+        fields = [relax.VarBinding(part, relax.TupleGetItem(whole, index)) for index, part in enumerate(parts)]
+        both = relax.VarBinding(var, relax.Tuple(parts), binding.span)
+        return [relax.VarBinding(whole, value, binding.span), *fields, both]
 
     def _block_product(self, binding: relax.Binding) -> relax.Binding:
         var, call = binding.var, binding.value
