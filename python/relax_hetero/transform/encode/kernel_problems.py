@@ -239,7 +239,9 @@ def cached_attention_problem(call: relax.Call, out: relax.TensorType, order: str
     return CachedAttentionProblem(
         found,
         Stored.plain(out).operand(symbols, ("m", "n")),
-        *(int(value) for value in (attrs.heads, attrs.kv_heads, attrs.size)),
+        int(attrs.heads),
+        int(attrs.kv_heads),
+        int(attrs.size),
         float(attrs.scale),
         int(attrs.window),
         float(attrs.softcap),

@@ -81,6 +81,8 @@ class _Function:
         self.relaid = _relaid_variables(func)
         self.chains: dict[relax.Var, Chain] = {}
         self.stored: dict[relax.Var, Stored] = {}
+        self.tuples = _tuples_used_whole(func)
+        self.fields: dict[relax.Var, relax.Var] = {}  # tuples whose fields are now those of another
         self.merges = Merges()
 
     def materialize(self) -> relax.Function:
@@ -99,6 +101,9 @@ class _Function:
             return self._cached_attention(binding)
         if op_name(value) == BLOCK_MATMUL:
             return self._block_product(binding)
+        if isinstance(value, relax.TupleGetItem) and value.tuple_value in self.fields:
+            field = relax.TupleGetItem(self.fields[value.tuple_value], value.index)
+            return relax.VarBinding(binding.var, field, binding.span)
         if op_name(value) == TRANSFER and value.args[0] in self.stored:
             stored = self.stored[value.args[0]]
             there = Stored(binding.var.ty, stored.layout)
@@ -225,12 +230,19 @@ class _Function:
         value = typed(value, tvm.ir.TupleType(types))
         if scratch is None:
             return [relax.VarBinding(var, value, binding.span)]
-        kind = type(var)
-        whole = kind(f"{var.name}_scratch", value.ty)
-        parts = [kind(f"{var.name}_{index}", ty) for index, ty in enumerate((out, pages))]
-        fields = [relax.VarBinding(part, relax.TupleGetItem(whole, index)) for index, part in enumerate(parts)]
-        both = relax.VarBinding(var, relax.Tuple(parts), binding.span)
-        return [relax.VarBinding(whole, value, binding.span), *fields, both]
+        whole = type(var)(f"{var.name}_scratch", value.ty)
+        self.fields[var] = whole
+        # Nobody but those that take a field of it reads most of such tuples; a tuple of fields would end runs.
+        return [relax.VarBinding(whole, value, binding.span), *self._tuple(binding, whole)]
+
+    def _tuple(self, binding: relax.Binding, whole: relax.Var) -> list[relax.Binding]:
+        """The first fields of `whole` as the tuple that the binding was, where it is used as a tuple."""
+        var, kind = binding.var, type(binding.var)
+        if var not in self.tuples:
+            return []
+        parts = [kind(f"{var.name}_{index}", ty) for index, ty in enumerate(var.ty.fields)]
+        bound = [relax.VarBinding(part, relax.TupleGetItem(whole, index)) for index, part in enumerate(parts)]
+        return [*bound, relax.VarBinding(var, relax.Tuple(parts), binding.span)]
 
     def _block_product(self, binding: relax.Binding) -> relax.Binding:
         var, call = binding.var, binding.value
@@ -255,6 +267,15 @@ class _Function:
             var = type(var)(var.name, ty, var.span)
             self.merges.drop(binding.var, var)
         return relax.VarBinding(var, value, binding.span)
+
+
+def _tuples_used_whole(func: relax.Function) -> set[relax.Var]:
+    """The variables that anything but the taking of a field uses."""
+    left = user_counts(func)
+    for binding in walk_bindings(func):
+        if isinstance(binding.value, relax.TupleGetItem) and isinstance(binding.value.tuple_value, relax.Var):
+            left[binding.value.tuple_value] -= 1
+    return {var for var, count in left.items() if count}
 
 
 def _relaid_variables(func: relax.Function) -> set[relax.Var]:

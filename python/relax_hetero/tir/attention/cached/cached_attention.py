@@ -71,8 +71,7 @@ def cached_attention_kernel(problem: CachedAttentionProblem, cpu: CpuTarget) -> 
         )
     function = Function("cached_attention")
     with function:
-        return_kernel = _Kernel(problem, cpu, function)
-        return_kernel.emit()
+        _Kernel(problem, cpu, function).emit()
     return function.result
 
 

@@ -1,13 +1,13 @@
-"""Attention with a cache against float64: attributes, ragged lengths around the edges of pages, what was never written."""
+"""Attention with a cache against float64: attributes, lengths around the edges of pages, what was never written."""
 
 import functools
 
 import numpy as np
 import pytest
-from tir.attention.cached.cached_cases import Cache, Case, compiled, module, vdevice_of
 
 import relax_hetero as rh
 from relax_hetero.errors import EncodingError
+from tir.attention.cached.cached_cases import Cache, Case, compiled, module, vdevice_of
 
 SLOTS, MOST, CHUNK, DECODE = 8, 6, 100, 8
 LENGTHS = (0, 1, 63, 64, 65, 300, 17)
