@@ -33,6 +33,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "op": (".op", None),
     "transform": (".transform", None),
     "vm": (".vm", None),
+    "from_gguf": (".frontend", "from_gguf"),
     "from_onnx": (".frontend", "from_onnx"),
     "from_torch": (".frontend", "from_torch"),
     "place": (".frontend", "place"),
