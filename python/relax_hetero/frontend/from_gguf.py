@@ -10,14 +10,19 @@ import tvm
 
 from ..encoding.pages import PAGE
 from ..errors import FrontendError
+from .auto.auto_placement import memory_limits
+from .auto.cost_model import CostModel
 from .gguf.file import GgufFile, read_gguf
 from .gguf.hyperparameters import Hyperparameters, read_hyperparameters
 from .gguf.language_graph import Sizes, language_module
+from .gguf.place_layers import place_layers
 from .gguf.weights import Weights
 from .place import place
+from .placed_import import check_placement
 
 if TYPE_CHECKING:
     from ..target.make_vdevice import VDeviceEntry
+    from .auto.auto_placement import MemoryLimit
     from .onnx.placement_rules import PlacementRules
 
 
@@ -31,6 +36,8 @@ def from_gguf(
     context: int | None = None,
     page_type: str = "float16",
     all_logits: bool = False,
+    cost_model: CostModel | None = None,
+    memory_limit: MemoryLimit | None = None,
 ) -> tvm.IRModule:
     """Import a language model of a GGUF file as a Relax module, placed over several devices if any are named.
 
@@ -38,9 +45,10 @@ def from_gguf(
     ----------
     path : str, path or GgufFile
     vdevices : as for `from_onnx`
-    placement : mapping or list of (pattern, device) pairs, optional
+    placement : mapping, list of (pattern, device) pairs, or "auto", optional
         Glob patterns over names of the file's tensors (``blk.3.ffn_down``, ``blk.[0-8].*``, ``output``), in order.
-        The cache of a layer is where its ``blk.N.attn`` is.
+        The cache of a layer is where its ``blk.N.attn`` is. ``"auto"`` splits the model by layers, or attention from
+        feed-forward parts, for the least time of a token within `memory_limit` (`gguf.place_layers`).
     batches : sequence of int
         Rows of the functions ``decode_B``: one token of each of B sequences.
     chunks : sequence of int
@@ -53,6 +61,7 @@ def from_gguf(
         Element type of the cache: "float16", "float32" or "int8".
     all_logits : bool
         Whether ``prefill_C`` gives the logits of all its rows, and not of one.
+    cost_model, memory_limit : as for `from_onnx`
 
     Returns
     -------
@@ -69,7 +78,10 @@ def from_gguf(
         another shape, or a pattern matches nothing.
     VDeviceError
         If a device string names nothing in `vdevices`.
+    PlacementError
+        If no split over the devices fits `memory_limit`.
     """
+    devices = check_placement(vdevices, placement, cost_model, "latency", memory_limit)
     file = path if isinstance(path, GgufFile) else read_gguf(path)
     model = hyperparameters_of(file)
     slots = max(batches) if slots is None else slots
@@ -80,11 +92,12 @@ def from_gguf(
     pages = tuple(_pages_of(model, layer, most, max(chunks)) * slots for layer in range(model.layers))
     sizes = Sizes(tuple(batches), tuple(chunks), slots, most, pages, page_type, all_logits)
     mod = language_module(model, Weights(file), sizes)
-    if vdevices is None:
-        if placement is not None:
-            raise FrontendError("placement chooses among vdevices, which are not given")
+    if devices is None:
         return mod
-    return place(mod, placement or {}, vdevices)
+    if isinstance(placement, str):
+        costs = cost_model or CostModel.measured(devices)
+        placement = place_layers(file, model, sizes, devices, costs, memory_limits(memory_limit, devices))
+    return place(mod, placement or {}, devices)
 
 
 def hyperparameters_of(file: GgufFile) -> Hyperparameters:
