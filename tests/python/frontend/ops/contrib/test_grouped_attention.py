@@ -34,7 +34,8 @@ class Steps(Nodes):
         self.add("GroupQueryAttention", *new, *past, *places, *others.values(), outputs=3, constant=[6], **attributes)
 
 
-@pytest.mark.parametrize("vdevices", [["llvm"], pytest.param(TWO, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("vdevices", [["llvm"], TWO])
 def test_forms(vdevices):
     nodes = Steps()
     tables = {"cos": nodes.floats(16, SIZE // 2), "sin": nodes.floats(16, SIZE // 2), "do_rotary": 1}
