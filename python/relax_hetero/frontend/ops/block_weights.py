@@ -34,7 +34,7 @@ def matmul_nbits(node: Node) -> relax.Expr:
     scales = _weights(node, 2, "scales", columns * blocks).astype("float32").reshape(columns, blocks)
     zeros = _zero_points(node, columns, blocks, bits) if node.has(3) else None
     if bits == 2:
-        data, zeros, bits = _as_four_bits(data), np.full((columns, blocks), 2, "uint8") if zeros is None else zeros, 4
+        data, zeros, bits = as_four_bits(data), np.full((columns, blocks), 2, "uint8") if zeros is None else zeros, 4
     order = _order(node, depth, block) if node.has(4) else None
     if order is not None:
         data = _reordered(data, order, bits)
@@ -65,18 +65,18 @@ def _zero_points(node: Node, columns: int, blocks: int, bits: int) -> np.ndarray
     if array is None or str(array.dtype) != "uint8":
         return _weights(node, 3, "zero_points", columns * blocks).astype("float32").reshape(columns, blocks)
     packed = _weights(node, 3, "zero_points", columns * bytes_of_row(blocks, bits)).reshape(columns, -1)
-    return _numbers(packed, bits)[:, :blocks]
+    return numbers_of_bytes(packed, bits)[:, :blocks]
 
 
-def _numbers(packed: np.ndarray, bits: int) -> np.ndarray:
+def numbers_of_bytes(packed: np.ndarray, bits: int) -> np.ndarray:
     """Rows of bytes as rows of the numbers that they hold, the first one in the lowest bits."""
     parts = [packed >> shift & ((1 << bits) - 1) for shift in range(0, 8, bits)]
     return np.stack(parts, axis=-1).reshape(packed.shape[0], -1)
 
 
-def _as_four_bits(data: np.ndarray) -> np.ndarray:
+def as_four_bits(data: np.ndarray) -> np.ndarray:
     """Rows of numbers of 2 bits as rows of the same numbers of 4 bits, which kernels read."""
-    numbers = _numbers(data, 2)
+    numbers = numbers_of_bytes(data, 2)
     return numbers[:, 0::2] | numbers[:, 1::2] << 4
 
 
@@ -91,7 +91,7 @@ def _order(node: Node, depth: int, block: int) -> np.ndarray | None:
 
 def _reordered(data: np.ndarray, order: np.ndarray, bits: int) -> np.ndarray:
     """Rows of bytes with their numbers in another order; those behind the last are zeros."""
-    numbers = _numbers(data, bits)
+    numbers = numbers_of_bytes(data, bits)
     moved = np.zeros_like(numbers)
     moved[:, : order.size] = numbers[:, order]
     return moved if bits == 8 else moved[:, 0::2] | moved[:, 1::2] << 4
