@@ -1,9 +1,9 @@
 """Attention of single tokens over the pages of a cache, into which their keys and values go: one launch.
 
-The heads of queries that read one head of keys are the rows of a tile of tensor cores. Of a sequence's pages, the blocks
-of a cluster take turns; the four warps of a block share the keys of a page. Each warp goes on with a softmax of its own,
-and at the end the sums of warps, then those of blocks, are put together in a fixed order. The block that has the page
-with the token itself puts its key and value there, into shared memory and into the page.
+The heads of queries that read one head of keys are the rows of a tile of tensor cores. The blocks of a cluster take
+turns at the pages of a sequence, and the four warps of a block share the keys of a page. Each warp goes on with a
+softmax of its own, and at the end the sums of warps, then those of blocks, are put together in a fixed order. The block
+that has the page with the token itself puts its key and value there, into shared memory and into the page.
 
 How far a sequence has come is read from its position, on the device: the launch is of one shape for all lengths.
 """
