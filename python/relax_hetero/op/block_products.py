@@ -1,4 +1,4 @@
-"""Operators of weights of 4 or 8 bits: ``relax.hetero.dequantize_blocks`` and ``relax.hetero.block_matmul``.
+"""Operators of weights in blocks of few bits: ``relax.hetero.dequantize_blocks`` and ``relax.hetero.block_matmul``.
 
 Importers write the first, which says what such weights mean as numbers; products that read nothing else become the
 second (FormBlockProducts), of which MaterializeEncodings makes kernels. All tensors are plain. (TVM has 4-bit types,
@@ -13,6 +13,7 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
+from ..encoding.block_formats import block_format
 from ..encoding.block_weights import GROUP, bytes_of_row, layout_of
 from ..encoding.expression import Expression
 from ..errors import EncodingError
@@ -26,11 +27,12 @@ _SCALES = ("float32", "float16")
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.DequantizeBlocksAttrs")
 class DequantizeBlocksAttrs(tvm.ir.Attrs):
-    """Of dequantize_blocks: weights of a row, how many of them share a scale, and their bits."""
+    """Of dequantize_blocks: weights of a row, how many of them share a scale, their bits, and a file's format."""
 
     depth: int
     block: int
     bits: int
+    format: str
 
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.BlockMatmulAttrs")
@@ -45,33 +47,45 @@ class BlockMatmulAttrs(tvm.ir.Attrs):
 
 
 def dequantize_blocks(
-    data: relax.Expr, scales: relax.Expr, zeros: relax.Expr | None = None, *, depth: int, block: int, bits: int = 4
+    data: relax.Expr,
+    scales: relax.Expr | None = None,
+    zeros: relax.Expr | None = None,
+    *,
+    depth: int,
+    block: int = 0,
+    bits: int = 4,
+    format: str = "",
 ) -> relax.Call:
-    """Weights of 4 or 8 bits as float32: ``(weight - zero) * scale``.
+    """Weights in blocks as float32: ``(weight - zero) * scale``, or what a file's format says.
 
     Parameters
     ----------
     data : relax.Expr
-        (n, bytes) of uint8: weights from 0 to 255, one a byte; or from 0 to 15, two a byte, the first in the low half;
-        at least as many bytes as `depth` needs.
-    scales : relax.Expr
-        (n, blocks) of float32, ``blocks = ceil(depth / block)``.
+        With a format: (n, bytes) of uint8, rows of a file's bytes. Without: (n, bytes) of uint8, weights of 2, 4 or 8
+        bits, the first of a byte in its lowest bits; at least as many bytes as `depth` needs.
+    scales : relax.Expr, optional
+        Without a format: (n, blocks) of float32, ``blocks = ceil(depth / block)``.
     zeros : relax.Expr, optional
-        Zero points, (n, blocks) of uint8 or float32; 8 (of 8 bits: 128) where they are not given.
+        Zero points, (n, blocks) of uint8 or float32; the middle (8 of 4 bits) where they are not given.
     depth : int
         Weights of a row; the result has the shape (n, depth).
     block : int
-        How many weights share a scale: a multiple of 8.
+        How many weights share a scale: a multiple of 8. A format says it by itself.
     bits : int
-        Of a weight: 4 or 8.
+        Of a weight: 2, 4 or 8. A format says it by itself.
+    format : str
+        A name of `relax_hetero.encoding.block_formats.FILE_FORMATS`: "q4_k", "f16", ...
 
     Raises
     ------
     EncodingError
-        If an operand is no Relax expression.
+        If an operand is no Relax expression, or the format is unknown.
     """
-    operands = [data, scales] if zeros is None else [data, scales, zeros]
-    return make_call(DEQUANTIZE_BLOCKS, operands, DequantizeBlocksAttrs(depth, block, bits))
+    if format:
+        form = block_format(format)
+        block, bits = form.block, form.bits
+    operands = [data, *(one for one in (scales, zeros) if one is not None)]
+    return make_call(DEQUANTIZE_BLOCKS, operands, DequantizeBlocksAttrs(depth, block, bits, format))
 
 
 def block_matmul(
@@ -128,8 +142,11 @@ def _expect(call: relax.Call, index: int, found: list[Any], expected: list[Any])
 
 def infer_dequantize_blocks(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
     """The type of `dequantize_blocks`; EncodingError for operands that do not fit."""
-    _check_call(call, DequantizeBlocksAttrs, 2)
+    check_attrs(call, DequantizeBlocksAttrs)
     depth, block = int(call.attrs.depth), int(call.attrs.block)
+    if call.attrs.format:
+        return _infer_rows_of_a_file(call, depth)
+    _check_call(call, DequantizeBlocksAttrs, 2)
     _check_block(call, block)
     data, least = _tensor(call, 0, ("uint8",)), bytes_of_row(depth, int(call.attrs.bits))
     if len(data) != 2 or not all(isinstance(extent, int) for extent in data) or data[1] < least:
@@ -137,6 +154,18 @@ def infer_dequantize_blocks(call: relax.Call, _ctx: relax.BlockBuilder) -> relax
     for index in range(1, len(call.args)):
         found = _tensor(call, index, ("float32",) if index == 1 else _POINTS)
         _expect(call, index, found, [data[0], -(-depth // block)])
+    return relax.TensorType([data[0], depth], "float32", call.args[0].ty.vdevice)
+
+
+def _infer_rows_of_a_file(call: relax.Call, depth: int) -> relax.TensorType:
+    form = block_format(str(call.attrs.format))
+    _check_call(call, DequantizeBlocksAttrs, 1)
+    if len(call.args) > 1:
+        raise EncodingError(f"{DEQUANTIZE_BLOCKS}: found {len(call.args)} operands, expected rows of {form.name} alone")
+    data = _tensor(call, 0, ("uint8",))
+    if len(data) != 2 or data[1] != form.bytes_of_row(depth):
+        expected = f"({form.bytes_of_row(depth)} bytes a row of {depth} weights of {form.name})"
+        raise EncodingError(f"{DEQUANTIZE_BLOCKS}: operand 0 has shape {data}, expected {expected}")
     return relax.TensorType([data[0], depth], "float32", call.args[0].ty.vdevice)
 
 
@@ -175,8 +204,8 @@ def _check_call(call: relax.Call, attrs: type, operands: int) -> None:
 def _check_block(call: relax.Call, block: int) -> None:
     if block <= 0 or block % GROUP:
         raise EncodingError(f"{call.op.name}: found blocks of {block}, expected a multiple of {GROUP}")
-    if int(call.attrs.bits) not in (4, 8):
-        raise EncodingError(f"{call.op.name}: found weights of {call.attrs.bits} bits, expected 4 or 8")
+    if int(call.attrs.bits) not in (2, 4, 8):
+        raise EncodingError(f"{call.op.name}: found weights of {call.attrs.bits} bits, expected 2, 4 or 8")
 
 
 register_op(DEQUANTIZE_BLOCKS, dequantize_blocks, infer_dequantize_blocks)

@@ -41,7 +41,7 @@ def test_types():
 
 def test_text_there_and_back():
     text = Module.script(show_meta=True)
-    assert "R.hetero.dequantize_blocks(data, scales, zeros, depth=90, block=32, bits=4)" in text
+    assert 'R.hetero.dequantize_blocks(data, scales, zeros, depth=90, block=32, bits=4, format="")' in text
     assert_structural_equal(tvm.ir.load_json(tvm.ir.save_json(Module)), Module)
 
 
@@ -59,6 +59,11 @@ DATA, SCALES = ((70, 48), "uint8"), ((70, 3), "float32")
         ([DATA, SCALES], {"depth": 97, "block": 32}, r"operand 0 has shape \[70, 48\], expected rows of 49 bytes"),
         ([DATA, SCALES], {"depth": 64, "block": 32}, r"operand 1 has shape \[70, 3\], expected \[70, 2\]"),
         ([DATA, SCALES], {"depth": 96, "block": 36}, "blocks of 36, expected a multiple of 8"),
+        ([((70, 36), "uint8")], {"depth": 64, "format": "q4_k"}, "rows of 64 weights, expected a multiple of 256"),
+        ([((70, 36), "uint8")], {"depth": 64, "format": "q8_0"}, r"\[70, 36\], expected \(68 bytes a row of 64"),
+        ([DATA, SCALES], {"depth": 64, "format": "q8_0"}, "found 2 operands, expected rows of q8_0 alone"),
+        ([DATA, SCALES], {"depth": 64, "format": "q3_k"}, "format 'q3_k', expected one of q8_0, "),
+        ([DATA], {"depth": 64, "block": 32}, "found 1 operands, expected 2"),
         ([DATA, ((70, 3), "float16")], {"depth": 96, "block": 32}, "expected a tensor of float32"),
         ([((70, 48), "int8"), SCALES], {"depth": 96, "block": 32}, "expected a tensor of uint8"),
         ([DATA, SCALES, ((70, 3), "int8")], {"depth": 96, "block": 32}, "operand 2 .* expected a tensor of uint8 or"),

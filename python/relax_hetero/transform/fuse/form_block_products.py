@@ -18,15 +18,13 @@ Assumes a placed module (RealizeVDevice). A second run changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import tvm
 from tvm import relax
 
-from ...encoding.block_weights import BlockLayout, middle_of
+from ...encoding.block_weights import BlockLayout
 from ...encoding.expression import Expression, Term
 from ...encoding.resolver import block_layout
 from ...op.block_products import DEQUANTIZE_BLOCKS, block_matmul
@@ -49,6 +47,7 @@ from ..ir.op_names import CAST, PERMUTE
 from ..ir.relax_expressions import to_expression
 from ..ir.rewriting import is_tensor_constant, op_name
 from ..ir.targets import target_of
+from .plain_blocks import write_plain
 
 _MOST_OPS = 32
 """That a product takes along."""
@@ -107,7 +106,7 @@ def _form(block: Block, packer: _Packer) -> list[relax.Binding] | None:
     emitter = Emitter(block.is_dataflow)
     for binding in kept:
         if op_name(binding.value) == DEQUANTIZE_BLOCKS:
-            _write_plain(emitter, binding.value, binding.var)
+            write_plain(emitter, _with_definitions(block, binding.value), binding.var)
         else:
             emitter.bindings.append(binding)
     return emitter.bindings
@@ -142,7 +141,7 @@ def _product_at(block: Block, index: int) -> _Product | None:
         # Its numbers are the same as before the cast to a wider type.
         narrow = block.definition(lhs).args[0]
         lhs = narrow if dtypes[0] == "float32" else lhs
-    weight = relax.Call(weight.op, [block.definition(arg) for arg in weight.args], weight.attrs, ret_ty=weight.ty)
+    weight = _with_definitions(block, weight)
     sums = Expression.operand(0)
     if dtypes[1] != "float32":
         sums = Expression(Term("cast", (sums.term,), (dtypes[1],)))
@@ -150,7 +149,12 @@ def _product_at(block: Block, index: int) -> _Product | None:
 
 
 def _fits(layout: BlockLayout, weight: relax.Call) -> bool:
-    return layout.fits(int(weight.attrs.block), int(weight.attrs.bits))
+    return not weight.attrs.format and layout.fits(int(weight.attrs.block), int(weight.attrs.bits))
+
+
+def _with_definitions(block: Block, weight: relax.Call) -> relax.Call:
+    """A call of dequantize_blocks that names constants in the place of variables that are bound to them."""
+    return relax.Call(weight.op, [block.definition(arg) for arg in weight.args], weight.attrs, ret_ty=weight.ty)
 
 
 def _take_elementwise(block: Block, product: _Product, taken: set[int]) -> None:
@@ -237,43 +241,3 @@ class _Packer:
             tvm.ir.GenericConst(data, relax.TensorType(list(data.shape), str(data.dtype), vdevice))
             for data in self._packed[key]
         ]
-
-
-def _write_plain(emitter: Emitter, call: relax.Call, var: relax.Var) -> None:
-    """What dequantize_blocks says, in plain ops: weights, less their zero points, times their scales."""
-    data, scales = call.args[0], call.args[1]
-    rows, size = (int(extent) for extent in shape_of(data) or [])
-    depth, block, bits = int(call.attrs.depth), int(call.attrs.block), int(call.attrs.bits)
-    blocks = -(-depth // block)
-    like = var.ty
-
-    def emit(value: relax.Expr, shape: Sequence[int], dtype: str, name: str) -> relax.Var:
-        return emitter.emit(value, tensor_type(shape, dtype, like), f"{var.name}_{name}")
-
-    def number(value: float, dtype: str) -> relax.Expr:
-        return tvm.ir.GenericConst(
-            tvm.runtime.tensor(np.array(value, dtype)), relax.TensorType([], dtype, like.vdevice)
-        )
-
-    def by_block(value: relax.Expr, name: str) -> relax.Var:
-        wide = emit(relax.op.astype(value, "float32"), [rows, blocks], "float32", name)
-        repeated = emit(relax.op.repeat(wide, block, 1), [rows, blocks * block], "float32", f"{name}_repeated")
-        return emit(_first(repeated, depth), [rows, depth], "float32", f"{name}_of_each")
-
-    flat = data
-    if bits == 4:  # two of a byte
-        low = emit(relax.op.bitwise_and(data, number(15, "uint8")), [rows, size], "uint8", "low")
-        high = emit(relax.op.right_shift(data, number(4, "uint8")), [rows, size], "uint8", "high")
-        halves = [emit(relax.op.expand_dims(half, 2), [rows, size, 1], "uint8", "half") for half in (low, high)]
-        pairs = emit(relax.op.concat(halves, 2), [rows, size, 2], "uint8", "pairs")
-        flat = emit(relax.op.reshape(pairs, [rows, size * 2]), [rows, size * 2], "uint8", "flat")
-    exact = emit(_first(flat, depth), [rows, depth], "uint8", "weights")
-    wide = emit(relax.op.astype(exact, "float32"), [rows, depth], "float32", "numbers")
-    points = by_block(call.args[2], "zeros") if len(call.args) > 2 else number(middle_of(bits), "float32")
-    shifted = emit(relax.op.subtract(wide, points), [rows, depth], "float32", "shifted")
-    value = relax.op.multiply(shifted, by_block(scales, "scales"))
-    emitter.bind(var, relax.Call(value.op, list(value.args), value.attrs, ret_ty=var.ty))
-
-
-def _first(value: relax.Expr, count: int) -> relax.Expr:
-    return relax.op.strided_slice(value, [1], [0], [count])
