@@ -36,7 +36,7 @@ from ...encoding.packed_layout import PackedLayout
 from ...encoding.row_program import RowProgram
 from ...errors import EncodingError
 from ...op.attention import ATTENTION
-from ...op.block_products import BLOCK_MATMUL
+from ...op.block_products import BLOCK_MATMUL, BLOCK_ROWS
 from ...op.encoded import PREPACKED, PRODUCTS, RELAYOUT, SET, UNSET, encoded_op
 from ...op.rows import ROWS
 from ...target.vdevice import vdevices_of
@@ -94,8 +94,8 @@ class _Function:
             return self._rows(binding)
         if op_name(value) == ATTENTION:
             return self._attention(binding)
-        if op_name(value) == BLOCK_MATMUL:
-            return self._block_product(binding)
+        if op_name(value) in (BLOCK_MATMUL, BLOCK_ROWS):
+            return self._of_blocks(binding)
         if op_name(value) == TRANSFER and value.args[0] in self.stored:
             stored = self.stored[value.args[0]]
             there = Stored(binding.var.ty, stored.layout)
@@ -209,10 +209,11 @@ class _Function:
         first = relax.VarBinding(var, relax.TupleGetItem(both, 0), binding.span)
         return [relax.VarBinding(both, value, binding.span), first]
 
-    def _block_product(self, binding: relax.Binding) -> relax.Binding:
+    def _of_blocks(self, binding: relax.Binding) -> relax.Binding:
         var, call = binding.var, binding.value
-        where = f"{BLOCK_MATMUL} of variable {var.name!r} in function {self.name!r}"
-        kernel = self.kernels.block_product(call, var.ty, where)
+        where = f"{op_name(call)} of variable {var.name!r} in function {self.name!r}"
+        write = self.kernels.block_product if op_name(call) == BLOCK_MATMUL else self.kernels.block_rows
+        kernel = write(call, var.ty, where)
         return relax.VarBinding(var, self._call(kernel, call.args, var.ty), binding.span)
 
     def _stored(self, expr: relax.Expr) -> Stored:
