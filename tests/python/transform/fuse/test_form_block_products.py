@@ -29,7 +29,7 @@ WEIGHTS = {"data": DATA, "scales": SCALES, "zeros": ZEROS}
 
 def formed(mod, **constants):
     values = {**WEIGHTS, **constants}
-    names = {param.name_hint for param in mod["main"].params} & set(values)
+    names = {param.name for param in mod["main"].params} & set(values)
     placed = RealizeVDevice()(relax.transform.BindParams("main", {name: values[name] for name in names})(mod))
     after = FormBlockProducts()(placed)
     assert FormBlockProducts()(after).same_as(after)
