@@ -83,7 +83,8 @@ def plan_for(problem: CachedAttentionProblem, cpu: CpuTarget) -> Plan:
         queries = max(1, min(queries, rows))
     count = queries * problem.group
     tile_rows = ceil_div(count, ceil_div(count, tile.rows))
-    vectors = min(max(tile.vectors, tile.rows * tile.vectors // (2 * tile_rows)), 4, PAGE // lanes)
+    # Few rows leave registers for more vectors: as many sums hide the latency of multiply-adds.
+    vectors = min(max(tile.vectors, tile.rows * tile.vectors // tile_rows), 4)
     splits = 1
     units = rows * problem.kv_heads if isinstance(rows, int) else 0
     if not is_chunk and 0 < units < 2 * cpu.cores:
