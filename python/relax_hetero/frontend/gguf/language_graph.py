@@ -170,7 +170,8 @@ class _Function:
         )
         both = self.emit(call, f"{name}.attn")
         return tuple(  # type: ignore[return-value]
-            self.emit(relax.TupleGetItem(both, index), f"{name}.attn.{what}") for index, what in enumerate(("kqv", "pages"))
+            self.emit(relax.TupleGetItem(both, index), f"{name}.attn.{what}")
+            for index, what in enumerate(("kqv", "pages"))
         )
 
     def _rotation(self, layer: int) -> relax.Expr:
