@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -279,11 +280,17 @@ def const(value: Any, dtype: str | None = None) -> relax.Expr:
     shared = _SHARED.get()
     if shared is None:
         return relax.const(array, str(array.dtype))
-    # Arrays stay in the table, so that no other one gets their address.
-    key = (array.__array_interface__["data"][0], array.shape, array.strides, str(array.dtype))
+    key = (_identity(array), array.shape, str(array.dtype))
     if key not in shared:
         shared[key] = array, relax.const(array, str(array.dtype))
     return shared[key][1]
+
+
+def _identity(array: np.ndarray) -> object:
+    """What equal arrays share: of a weight that nobody writes its memory, which the table keeps; else its contents."""
+    if not array.flags.writeable:
+        return array.__array_interface__["data"][0], array.strides
+    return hashlib.blake2b(np.ascontiguousarray(array).view(np.uint8)).digest()
 
 
 _SHARED: ContextVar[dict[Any, tuple[np.ndarray, relax.Expr]] | None] = ContextVar("_SHARED", default=None)

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import tvm
 
 import relax_hetero as rh
 from frontend.onnx.language.decoder_graphs import GenAI, Shape
@@ -101,24 +102,27 @@ def test_two_devices_and_pages_of_half_precision():
 
 
 def test_weights_are_shared_by_all_functions():
-    cache = rh.PagedCache((1, 2, 4), (8, 16), context=CONTEXT)
-    mod = rh.from_onnx(GenAI(shape=SHAPE).model(), cache=cache)
-    found = set()
+    model = GenAI(shape=SHAPE).model()
+    one, many = (
+        constant_bytes(rh.from_onnx(model, cache=rh.PagedCache(batches, chunks, context=CONTEXT)))
+        for batches, chunks in (((1,), (8,)), ((1, 2, 4), (8, 16)))
+    )
+    assert one > 40_000
+    assert many < 1.1 * one
+
+
+def constant_bytes(mod: tvm.IRModule) -> int:
+    """Of all constants of matrices, each once."""
+    found = {}
+
+    def visit(expr: object) -> None:
+        if isinstance(expr, tvm.ir.GenericConst) and len(expr.value.shape) > 1:
+            found[hash(expr.value)] = expr.value.numpy().nbytes
+
     for func in mod.functions.values():
-        rh_constants(func, found)
-    parts = 3 * (2 * 4 + 1)  # codes, scales and zero points of four products a layer and one of logits
-    assert len(found) < parts + 40
-
-
-def rh_constants(func: Any, found: set[int]) -> None:
-    from tvm import ir, relax
-
-    if isinstance(func, relax.Function):
-        for block in func.body.blocks:
-            for binding in block.bindings:
-                for arg in getattr(binding.value, "args", ()):
-                    if isinstance(arg, ir.GenericConst):
-                        found.add(arg.value.__hash__())
+        if isinstance(func, tvm.relax.Function):
+            tvm.relax.analysis.post_order_visit(func, visit)
+    return sum(found.values())
 
 
 def without_attention(model: onnx.ModelProto) -> None:
