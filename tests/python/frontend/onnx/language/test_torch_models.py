@@ -1,4 +1,4 @@
-"""Models in the style of PyTorch's exporter and Optimum, against ONNX Runtime: a prompt and steps, with their caches."""
+"""Models in the style of PyTorch's exporter and Optimum, against ONNX Runtime: a prompt and steps, with caches."""
 
 from __future__ import annotations
 
