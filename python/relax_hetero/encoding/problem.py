@@ -7,7 +7,10 @@ A problem is plain data: equal problems are one kernel. Symbolic extents are nam
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+from .block_formats import BlockFormat
+from .block_panels import RecordPlan
 from .encoding import IndexMap
 from .expression import Expression
 from .packed_layout import PackedLayout
@@ -261,19 +264,22 @@ class RowsProblem:
 
 @dataclass(frozen=True)
 class BlockProductProblem:
-    """A product with weights of 4 or 8 bits: ``epilogue(sum over k of lhs * (weight - zero) * scale)``.
+    """A product with weights in blocks of few bits: ``epilogue(sum over k of lhs * weight)``.
 
-    Parameters of its kernel, in order: lhs, weight, scales, zeros (if any), operands of the epilogue, result. Left
-    operand (float32; of GPUs also of 16 bits) and result are row-major, over batch dimensions and m, then "k" and "n".
+    Parameters of its kernel, in order: lhs, weights, operands of the epilogue, result. Left operand (float32; of GPUs
+    also of 16 bits) and result are row-major, over batch dimensions and m, then "k" and "n".
 
     Attributes
     ----------
     weights : tuple of Operand
-        Weight, scales and perhaps zero points (8 or 128 where there are none) as `encoding.block_weights` packs them.
+        In panels: one operand of bytes, as `encoding.block_panels` packs it. In fragments: weight, scales and perhaps
+        zero points (8 or 128 where there are none) as `encoding.block_weights` packs them.
     block : int
         How many weights along k share a scale; a multiple of 8.
     bits : int
         Of a weight.
+    form : BlockFormat or None
+        Of weights in panels.
     """
 
     lhs: Operand
@@ -282,12 +288,20 @@ class BlockProductProblem:
     block: int
     epilogue: Epilogue | None = None
     bits: int = 4
+    form: BlockFormat | None = None
 
     @property
     def parameters(self) -> list[Operand]:
         """What the kernel takes, in order."""
         others = () if self.epilogue is None else self.epilogue.operands
         return [self.lhs, *self.weights, *others, self.result]
+
+    @cached_property
+    def plan(self) -> RecordPlan:
+        """Where everything lies in a panel."""
+        assert self.form is not None, "weights in fragments have no panels"
+        plan = RecordPlan(self.form, self.depth, 1)
+        return RecordPlan(self.form, self.depth, _static(self.weights[0].shape[-1]) // plan.panel_bytes)
 
     @property
     def depth(self) -> int:
@@ -302,7 +316,73 @@ class BlockProductProblem:
     @property
     def panel(self) -> int:
         """Columns of a panel."""
-        return _static(self.weights[0].shape[-1])
+        return self.plan.columns
+
+
+@dataclass(frozen=True)
+class CachedAttentionProblem:
+    """Attention with a paged cache, as `relax_hetero.op.cached_attention` says.
+
+    Parameters of its kernel, in order: the operands, of which `pages` is written, too; out, and perhaps scratch: a
+    float32 tensor whose shape the kernel says. Index maps name "m" rows, "p" pages, "s" slots, "t" pages of a slot.
+
+    Attributes
+    ----------
+    operands : tuple of Operand
+        qkv, pages, table, sequences, positions; then rotation, and factors of norms, those that there are.
+    out : Operand
+    heads, kv_heads, size : int
+    scale : float
+    window : int
+        0: none.
+    softcap : float
+        0: none.
+    rotary, norms : str
+    eps : float
+    rows : str
+        "decode" or "chunk".
+    order : str
+        How keys lie in a page, see `encoding.pages`.
+    """
+
+    operands: tuple[Operand, ...]
+    out: Operand
+    heads: int
+    kv_heads: int
+    size: int
+    scale: float
+    window: int
+    softcap: float
+    rotary: str
+    norms: str
+    eps: float
+    rows: str
+    order: str
+
+    @property
+    def parameters(self) -> list[Operand]:
+        """What the kernel takes, in order, less the scratch."""
+        return [*self.operands, self.out]
+
+    @property
+    def group(self) -> int:
+        """Heads of queries that read the same keys."""
+        return self.heads // self.kv_heads
+
+    @property
+    def page_type(self) -> str:
+        """Element type of the pages."""
+        return self.operands[1].dtype
+
+    @property
+    def turned(self) -> int:
+        """How many numbers of a head are rotated."""
+        return _static(self.operands[5].shape[1]) if self.rotary else 0
+
+    def other(self, name: str) -> int | None:
+        """The number of an operand: "rotation", "q_norm" or "k_norm"; None where there is none."""
+        names = ["rotation"] * bool(self.rotary) + [f"{letter}_norm" for letter in self.norms]
+        return 5 + names.index(name) if name in names else None
 
 
 def _static(dim: Dim) -> int:
@@ -310,5 +390,13 @@ def _static(dim: Dim) -> int:
     return dim
 
 
-Problem = MatmulProblem | ConvProblem | ElementwiseProblem | RowsProblem | AttentionProblem | BlockProductProblem
+Problem = (
+    MatmulProblem
+    | ConvProblem
+    | ElementwiseProblem
+    | RowsProblem
+    | AttentionProblem
+    | BlockProductProblem
+    | CachedAttentionProblem
+)
 """Whatever kernels are written for."""

@@ -65,7 +65,7 @@ class Request:
         self._on_cancel = on_cancel
         self._changed = threading.Condition()
         self._deltas: deque[Delta] = deque()
-        self._reader: Callable[[], None] | None = None  # wakes a reader in an event loop
+        self._reader: Callable[[], object] | None = None  # wakes a reader in an event loop
         self._reason: FinishReason | None = None
         self._error: HeteroError | None = None
         self._tokens = self._cached = 0

@@ -24,10 +24,15 @@ def run(path, tokens, decoded, vdevices=None, placement=None, page_type="float32
     executable = rh.compile(mod, donate={"decode_1": donated, f"prefill_{ROWS}": donated})
     machine = rh.vm.VirtualMachine(executable)
     signature = executable.signature("decode_1")
-    # Not 0 where nothing is written.
     shapes = {value.name: tuple(value.shape) for value in signature.inputs}
+    windows = hyperparameters_of(file).windows
+    counts = {
+        "table_window" if window else "table_full": shapes[pages][0]
+        for window, pages in zip(windows, donated, strict=True)
+    }
+    # Not 0 where nothing is written.
     pages = [np.full(shapes[name], 7.0, page_type) for name in donated]
-    tables = {name: table_of(name, shapes[name], pages) for name in shapes if name.startswith("table")}
+    tables = {name: table_of(shapes[name], counts[name]) for name in shapes if name.startswith("table")}
     found, prompt = [], len(tokens) - decoded
     cuts = [(first, min(first + ROWS, prompt)) for first in range(0, prompt, ROWS)]
     cuts += [(first, first + 1) for first in range(prompt, len(tokens))]
@@ -45,10 +50,11 @@ def run(path, tokens, decoded, vdevices=None, placement=None, page_type="float32
     return np.concatenate(found)
 
 
-def table_of(name, shape, pages):
-    """Pages of slot 1 in an order of no system."""
+def table_of(shape, count):
+    """Pages of slot 1 in an order of no system, from the first on again where there are fewer than columns."""
     table = np.full(shape, -1, "int32")
-    table[1] = np.random.default_rng(3).permutation(shape[0] * shape[1])[: shape[1]]
+    own = np.random.default_rng(3).permutation(count)[: count // shape[0]]
+    table[1] = np.resize(own, shape[1])
     return table
 
 

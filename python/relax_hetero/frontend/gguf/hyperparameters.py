@@ -121,7 +121,7 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
     architecture, layers = ARCHITECTURES[str(name)], read.count("block_count")
     base = read.number("rope.freq_base", 10000.0)
     factor = read.number("rope.scaling.factor", 0.0) if scaling == "linear" else 0.0
-    found = Hyperparameters(
+    model = Hyperparameters(
         name=str(name),
         architecture=architecture,
         layers=layers,
@@ -144,13 +144,13 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         experts_used=read.count("expert_used_count", 0),
         expert_scale=read.number("expert_weights_scale", 1.0) or 1.0,
     )
-    if found.heads % found.kv_heads:
-        raise FrontendError(f"{file}: {found.heads} heads of queries are no multiple of {found.kv_heads} of keys")
-    if found.rotated > size or found.rotated % 2:
-        raise FrontendError(f"{file}: rotates {found.rotated} elements of a head, expected an even number up to {size}")
-    if experts and not 0 < found.experts_used <= experts:
-        raise FrontendError(f"{file}: uses {found.experts_used} of {experts} experts")
-    return found
+    if model.heads % model.kv_heads:
+        raise FrontendError(f"{file}: {model.heads} heads of queries are no multiple of {model.kv_heads} of keys")
+    if model.rotated > size or model.rotated % 2:
+        raise FrontendError(f"{file}: rotates {model.rotated} elements of a head, expected an even number up to {size}")
+    if experts and not 0 < model.experts_used <= experts:
+        raise FrontendError(f"{file}: uses {model.experts_used} of {experts} experts")
+    return model
 
 
 def _windows(read: _Fields, architecture: Architecture, layers: int) -> tuple[int, ...]:

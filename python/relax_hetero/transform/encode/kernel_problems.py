@@ -11,6 +11,7 @@ from typing import Any
 
 from tvm import relax
 
+from ...encoding.block_panels import Panels
 from ...encoding.block_weights import layout_of
 from ...encoding.encoding import LHS, RESULT, RHS, Encoding, IndexMap
 from ...encoding.expression import Expression
@@ -19,6 +20,7 @@ from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import (
     AttentionProblem,
     BlockProductProblem,
+    CachedAttentionProblem,
     ConvProblem,
     ElementwiseProblem,
     Epilogue,
@@ -31,6 +33,8 @@ from ...encoding.problem import (
 from ...encoding.row_program import RowProgram
 from ...errors import EncodingError
 from ...op.attention import attention_sizes
+from ...op.block_products import form_of, weight_operands
+from ...op.cached_attention import other_operands
 from ...target.element_types import TF32
 from ..ir.blocks import is_one, same_shape
 from ..ir.extents import Symbols
@@ -213,16 +217,54 @@ def _mask_map(ty: relax.TensorType, sizes: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+_CACHED_MAPS = {
+    "qkv": ("m", "k"),
+    "pages": ("p", "h", "e"),
+    "table": ("s", "t"),
+    "sequences": ("m",),
+    "positions": ("m",),
+    "rotation": ("m", "r"),
+    "q_norm": ("d",),
+    "k_norm": ("d",),
+}
+"""Dimensions of the operands of `R.hetero.cached_attention`."""
+
+
+def cached_attention_problem(call: relax.Call, out: relax.TensorType, order: str) -> CachedAttentionProblem:
+    """What a call of `R.hetero.cached_attention` asks of a kernel on a device with pages of an order."""
+    symbols, attrs = Symbols(), call.attrs
+    names = ["qkv", "pages", "table", "sequences", "positions", *other_operands(attrs)]
+    operands = (
+        Stored.plain(arg.ty).operand(symbols, _CACHED_MAPS[name]) for arg, name in zip(call.args, names, strict=True)
+    )
+    found = tuple(operands)
+    return CachedAttentionProblem(
+        found,
+        Stored.plain(out).operand(symbols, ("m", "n")),
+        int(attrs.heads),
+        int(attrs.kv_heads),
+        int(attrs.size),
+        float(attrs.scale),
+        int(attrs.window),
+        float(attrs.softcap),
+        str(attrs.rotary),
+        str(attrs.norms),
+        float(attrs.eps),
+        str(attrs.rows),
+        order,
+    )
+
+
 def block_product_problem(call: relax.Call, result: relax.TensorType) -> BlockProductProblem:
     """What a call of `R.hetero.block_matmul` asks of a kernel."""
     symbols = Symbols()
     names = (*(f"b{axis}" for axis in range(len(extents_of(result)) - 2)), "m", "n")
     stored = [Stored.plain(arg.ty) for arg in call.args]
-    first = 3 + bool(call.attrs.zeros)
+    first, form = 1 + weight_operands(call), form_of(call)
     whole, epilogue = extents_of(result), None
     lhs = stored[0].operand(symbols, (*names[:-1], "k"))
-    packed = layout_of(extents_of(stored[1].ty)).index_map
-    weights = tuple(one.operand(symbols, packed) for one in stored[1:first])
+    layout = layout_of([int(extent) for extent in extents_of(stored[1].ty)], form, int(extents_of(stored[0].ty)[-1]))
+    weights = tuple(one.operand(symbols, layout.index_map) for one in stored[1:first])
     expression = Expression.parse(call.attrs.expression)
     if expression != Expression.operand(0):
         maps = [
@@ -231,7 +273,8 @@ def block_product_problem(call: relax.Call, result: relax.TensorType) -> BlockPr
         operands = (one.operand(symbols, index_map) for one, index_map in zip(stored[first:], maps, strict=True))
         epilogue = Epilogue(expression, tuple(operands))
     out = Stored.plain(result).operand(symbols, names)
-    return BlockProductProblem(lhs, weights, out, int(call.attrs.block), epilogue, int(call.attrs.bits))
+    in_panels = form if isinstance(layout, Panels) else None
+    return BlockProductProblem(lhs, weights, out, form.block, epilogue, form.bits, in_panels)
 
 
 def _of_columns(operand: Stored, columns: Any) -> tuple[str, ...]:
