@@ -28,6 +28,7 @@ _EXPORTS = {
     "TokenLogprob": ".sampling",
     "TokenizerError": ".errors",
     "Usage": ".request",
+    "load_onnx": ".load_onnx",
     "sample": ".sampling",
 }
 

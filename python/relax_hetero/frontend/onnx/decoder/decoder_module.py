@@ -62,6 +62,11 @@ def _add_function(mod: tvm.IRModule, decoder: Decoder, nodes: list[NodeInfo], na
         "num_input": len(params),
         "input_names": list(params),
         "output_names": ["logits", *(each for each in params if each.startswith("pages_"))],
+        "decoder": {
+            "kv_heads": list(decoder.plan.kv_heads),
+            "windows": list(decoder.plan.windows),
+            "size": decoder.size,
+        },
     }
     for gvar, kernel in graph.module.functions.items():
         mod[gvar] = kernel

@@ -15,8 +15,9 @@ LAYERS = {"/model/layers.0/*": "llvm:0", "/model/layers.1/*": "llvm:1", "*": "ll
 GROWING = {"total_sequence_length": "past_sequence_length + sequence_length"}
 
 
+@pytest.mark.slow
 def test_steps_of_a_shared_cache_that_is_donated():
-    model = GenAI(shape=Shape(layers=1)).model()
+    model = GenAI().model()
     mod = rh.from_onnx(model, vdevices=["llvm"], shapes={"past_sequence_length": 16})
     donated = [name for name in mod["main"].attrs["input_names"] if str(name).startswith("past")]
     exe = rh.compile(mod, donate=donated)
