@@ -15,13 +15,13 @@ import tvm
 from ..errors import FrontendError
 from .import_limits import ImportLimits
 from .onnx.coded_strings import with_coded_strings
-from .onnx.decoder.decoder_module import decoder_module
-from .onnx.decoder.paged_cache import PagedCache
 from .onnx.importer import import_nodes
 from .onnx.inputs import Shapes
 from .onnx.model import ModelSource, OnnxModel, errors_of, load_model
 from .onnx.node_names import name_nodes
 from .onnx.placement_rules import PlacementRules, assign_devices
+from .onnx_decoder.decoder_module import decoder_module
+from .onnx_decoder.paged_cache import PagedCache
 from .place import place
 from .placed_import import ImportSource, check_placement, placed_module
 

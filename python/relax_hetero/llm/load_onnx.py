@@ -63,7 +63,7 @@ def load_onnx(
     pages = [f"pages_{layer}" for layer in range(len(facts["windows"]))]
     names = [f"decode_{rows}" for rows in cache.batches] + [f"prefill_{rows}" for rows in cache.chunks]
     executable = compile_module(mod, donate=dict.fromkeys(names, pages), progress=progress)
-    logits = next(spec for spec in executable.signature(names[0]).outputs if spec.name == "logits")
+    logits: Any = next(spec for spec in executable.signature(names[0]).outputs if spec.name == "logits")
     description = ModelDescription(
         name=Path(source).stem if isinstance(source, (str, os.PathLike)) else "model",
         vocabulary=int(logits.shape[-1]),

@@ -290,7 +290,7 @@ def _identity(array: np.ndarray) -> object:
     """What equal arrays share: of a weight that nobody writes its memory, which the table keeps; else its contents."""
     if not array.flags.writeable:
         return array.__array_interface__["data"][0], array.strides
-    return hashlib.blake2b(np.ascontiguousarray(array).view(np.uint8)).digest()
+    return hashlib.blake2b(array.tobytes()).digest()
 
 
 _SHARED: ContextVar[dict[Any, tuple[np.ndarray, relax.Expr]] | None] = ContextVar("_SHARED", default=None)

@@ -15,16 +15,16 @@ import onnx
 import tvm
 from tvm import relax
 
-from ....encoding.pages import page_shape
-from ....errors import FrontendError
-from ....op.cached_attention import cached_attention
-from ...ops.elementwise import cast
-from ...ops.node import Node
-from ...symbolic_sizes import Bounds
-from ..constants import make_const
-from ..importer import GraphImporter, ImportedGraph
-from ..model import OnnxModel
-from ..node_names import NodeInfo
+from ...encoding.pages import page_shape
+from ...errors import FrontendError
+from ...op.cached_attention import cached_attention
+from ..onnx.constants import make_const
+from ..onnx.importer import GraphImporter, ImportedGraph
+from ..onnx.model import OnnxModel
+from ..onnx.node_names import NodeInfo
+from ..ops.elementwise import cast
+from ..ops.node import Node
+from ..symbolic_sizes import Bounds
 from .decoder_plan import IDS, POSITIONS, DecoderPlan, without_cache
 from .paged_cache import PagedCache
 

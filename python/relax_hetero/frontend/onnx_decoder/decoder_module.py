@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import tvm
 
-from ....errors import FrontendError
-from ...carry_narrow import carried
-from ...ops.node import shared_constants
-from ..functions import function_table
-from ..importer import import_graph
-from ..model import OnnxModel
-from ..name_bindings import build_function, build_loops
-from ..node_names import NodeInfo
-from ..support import check_supported
+from ...errors import FrontendError
+from ..carry_narrow import carried
+from ..onnx.functions import function_table
+from ..onnx.importer import import_graph
+from ..onnx.model import OnnxModel
+from ..onnx.name_bindings import build_function, build_loops
+from ..onnx.node_names import NodeInfo
+from ..onnx.support import check_supported
+from ..ops.node import shared_constants
 from .cached_importer import CHUNK, DECODE, CachedImporter, Decoder, parameters
 from .decoder_plan import DecoderPlan, plan_decoder
 from .paged_cache import PagedCache

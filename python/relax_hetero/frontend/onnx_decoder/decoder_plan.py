@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import onnx
 from onnx import helper
 
-from ....errors import FrontendError
-from ..model import OnnxModel
+from ...errors import FrontendError
+from ..onnx.model import OnnxModel
 
 ATTENTION = "GroupQueryAttention"
 IDS, POSITIONS = "input_ids", "position_ids"

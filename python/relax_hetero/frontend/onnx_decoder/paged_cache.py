@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from ....encoding.pages import PAGE, PAGE_TYPES
-from ....errors import FrontendError
+from ...encoding.pages import PAGE, PAGE_TYPES
+from ...errors import FrontendError
 
 
 @dataclass(frozen=True)
