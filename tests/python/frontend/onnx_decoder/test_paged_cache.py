@@ -88,10 +88,12 @@ def test_prompts_and_steps():
         {"norms_heads": True, "is_packed": False, "rotates_inside": False},
         {"window": 16, "softcap": 5.0, "bits": 0},
         {"bits": 8, "is_packed": False, "has_bias": True, "block": 32},
+        {"floats": "float16", "has_bias": True},
     ],
 )
 def test_other_models(options):
-    check(GenAI(shape=SHAPE, **options).model())
+    is_half = options.get("floats") == "float16"
+    check(GenAI(shape=SHAPE, **options).model(), *(("float16", 1e-2) if is_half else ()))
 
 
 @pytest.mark.slow

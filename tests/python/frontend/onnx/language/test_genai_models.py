@@ -45,3 +45,10 @@ def test_steps_of_other_models(options):
     model = GenAI(**options).model()
     mod = rh.from_onnx(model, shapes=GROWING)
     check_steps(model, rh.vm.VirtualMachine(rh.compile(mod))["main"])
+
+
+@pytest.mark.slow
+def test_steps_in_half_precision():
+    model = GenAI(floats="float16", has_bias=True).model()
+    mod = rh.from_onnx(model, shapes=GROWING)
+    check_steps(model, rh.vm.VirtualMachine(rh.compile(mod))["main"], rtol=0.1)
