@@ -16,6 +16,7 @@ _EXPORTS = {
     "Engine": ".engine",
     "EngineClosedError": ".errors",
     "EngineFullError": ".errors",
+    "JsonTokenizer": ".json_tokenizer",
     "KVCache": ".cache",
     "Model": ".model",
     "Request": ".request",

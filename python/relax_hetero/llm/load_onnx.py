@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -35,7 +36,7 @@ def load_onnx(
     Parameters
     ----------
     source : str, path, bytes or onnx.ModelProto
-        A model with nodes of GroupQueryAttention.
+        A model with nodes of GroupQueryAttention, or the folder of one, whose ``genai_config.json`` names its file.
     vdevices, placement : as for `rh.from_onnx`
     batches, chunks, slots, context, page_type : as for `rh.PagedCache`
     progress : callable, optional
@@ -44,7 +45,7 @@ def load_onnx(
     Returns
     -------
     CompiledModel
-        Tokens in, logits out; an `Engine` wants a tokenizer besides.
+        Tokens in, logits out; an `Engine` wants a tokenizer besides, such as ``JsonTokenizer(folder)``.
 
     Raises
     ------
@@ -54,6 +55,8 @@ def load_onnx(
     from ..driver import compile as compile_module
     from ..frontend import PagedCache, from_onnx
 
+    if isinstance(source, (str, os.PathLike)) and Path(source).is_dir():
+        source = _file_in(Path(source))
     cache = PagedCache(tuple(batches), tuple(chunks), slots, context, page_type)
     mod = from_onnx(source, ["llvm"] if vdevices is None else vdevices, placement, cache=cache)
     facts: dict[str, Any] = mod[f"decode_{cache.batches[0]}"].attrs["decoder"]
@@ -75,3 +78,14 @@ def load_onnx(
         page_type=page_type,
     )
     return CompiledModel(executable, description)
+
+
+def _file_in(folder: Path) -> Path:
+    """The model in a folder that onnxruntime-genai wrote."""
+    config = folder / "genai_config.json"
+    if not config.is_file():
+        return folder / "model.onnx"
+    try:
+        return folder / str(json.loads(config.read_text("utf-8"))["model"]["decoder"]["filename"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise BuildError(f"{config}: names no file of a decoder: {type(error).__name__}: {error}") from error

@@ -32,10 +32,12 @@ def greedy(model: onnx.ModelProto, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.slow
-def test_requests_that_run_together():
+def test_requests_that_run_together(tmp_path):
     model = GenAI(shape=SHAPE, window=24).model()
+    onnx.save(model, tmp_path / "decoder.onnx")
+    (tmp_path / "genai_config.json").write_text('{"model": {"decoder": {"filename": "decoder.onnx"}}}')
     prompts = [np.random.default_rng(seed).integers(0, SHAPE.vocabulary, 20 * seed).tolist() for seed in (1, 2, 3)]
-    compiled = rh.llm.load_onnx(model, batches=(2,), chunks=(32,), slots=3, context=128, page_type="float32")
+    compiled = rh.llm.load_onnx(tmp_path, batches=(2,), chunks=(32,), slots=3, context=128, page_type="float32")
     assert dataclasses.asdict(compiled.description)["windows"] == (24,)
     with Engine(compiled, ToyCodec()) as engine:
         params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
