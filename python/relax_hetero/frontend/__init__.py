@@ -2,6 +2,7 @@
 
 from .auto.auto_placement import AutoPlacement, auto_placement
 from .auto.cost_model import CostModel, DeviceCost, LinkCost
+from .from_gguf import from_gguf
 from .from_onnx import from_onnx
 from .from_torch import from_torch
 from .import_limits import ImportLimits
@@ -17,6 +18,7 @@ __all__ = [
     "NodeReport",
     "OnnxReport",
     "auto_placement",
+    "from_gguf",
     "from_onnx",
     "from_torch",
     "onnx_report",

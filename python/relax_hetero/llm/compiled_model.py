@@ -46,7 +46,7 @@ class CompiledModel:
     """
 
     def __init__(self, executable: Executable, description: ModelDescription) -> None:
-        names = [signature.name for signature in executable.signatures]
+        names = list(executable.metadata.signatures)
         self._batches = _rows(names, "decode_")
         self._chunks = _rows(names, "prefill_")
         if not self._batches or not self._chunks:

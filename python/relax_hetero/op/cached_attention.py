@@ -1,4 +1,4 @@
-"""The operator of attention with a cache: ``relax.hetero.cached_attention``, ``R.hetero.cached_attention`` in TVMScript.
+"""The operator of attention with a cache: ``relax.hetero.cached_attention``, in TVMScript below ``R.hetero``.
 
 It is all that a decoder's layer does between its joined projection of queries, keys and values and its output
 projection. It writes the new keys and values over its operand `pages`: a caller that wants the old ones has to copy

@@ -24,9 +24,12 @@ class Architecture:
     post_norms : bool
         Whether what attention and feed-forward part give is normalized before it is added.
     pattern : int
-        Of so many layers the last sees all keys, the others those in their window; 0: a window is ignored.
+        Of so many layers the last sees all keys, the others those in their window, where the file does not say which;
+        0: a window is ignored.
+    window : int
+        Positions that layers with a window see, where the file does not say so.
     window_base : float or None
-        Base of the frequencies of layers with a window; None: that of all layers.
+        Base of the frequencies of layers with a window, where the file does not say so; None: that of all layers.
     window_scaled : bool
         Whether the file's scaling of positions holds for layers with a window, too.
     wide_layers : int or None
@@ -38,6 +41,7 @@ class Architecture:
     scaled_embedding: bool = False
     post_norms: bool = False
     pattern: int = 0
+    window: int = 0
     window_base: float | None = None
     window_scaled: bool = True
     wide_layers: int | None = None
@@ -48,7 +52,7 @@ ARCHITECTURES = {
     "qwen2": Architecture("halves"),
     "qwen3": Architecture("halves"),
     "qwen3moe": Architecture("halves"),
-    "gemma2": Architecture("halves", "gelu_tanh", True, True, pattern=2, wide_layers=46),
+    "gemma2": Architecture("halves", "gelu_tanh", True, True, pattern=2, window=4096, wide_layers=46),
     "gemma3": Architecture(
         "halves", "gelu_tanh", True, True, pattern=6, window_base=10000.0, window_scaled=False, wide_layers=62
     ),

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import FrontendError
+from .metadata import open_reader
 
 PLAIN = ("F32", "F16", "BF16")
 """Types that are no blocks."""
@@ -47,7 +48,7 @@ class GgufFile:
     ----------
     path : Path
     fields : dict
-        Metadata by key, without the file's long lists (`field` reads those, too).
+        Metadata by key.
     tensors : dict
         By name.
     """
@@ -55,9 +56,6 @@ class GgufFile:
     path: Path
     fields: dict[str, Any]
     tensors: dict[str, FileTensor]
-
-
-_LONG = 64
 
 
 def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
@@ -69,13 +67,10 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
         If the package gguf is not installed, or the file is none that it reads.
     """
     try:
-        from gguf import GGUFReader
+        reader, fields = open_reader(path)
+        tensors = {tensor.name: _tensor(tensor) for tensor in reader.tensors}
     except ImportError as error:
         raise FrontendError("GGUF files are read by the package gguf; install it: relax-hetero[llm]") from error
-    try:
-        reader = GGUFReader(path)
-        fields = {name: field.contents() for name, field in reader.fields.items() if len(field.data) <= _LONG}
-        tensors = {tensor.name: _tensor(tensor) for tensor in reader.tensors}
     except (OSError, ValueError, KeyError, IndexError, OverflowError) as error:
         raise FrontendError(f"{os.fspath(path)}: is no GGUF file that can be read: {error}") from error
     return GgufFile(Path(path), fields, tensors)

@@ -34,8 +34,10 @@ class Hyperparameters:
         Of rotation: frequencies are ``base_scale * base ** (-2i / rotated)``.
     rotated : int
         Elements of a head that are rotated.
-    window : int
-        Positions that layers with a window see; 0: there are no such layers.
+    window_base : float
+        The base of layers with a window.
+    windows : tuple of int
+        Positions that each layer sees; 0: all.
     attention_cap, logit_cap : float
         c of ``c * tanh(x / c)`` on scores and on logits; 0: none.
     experts, experts_used : int
@@ -58,7 +60,8 @@ class Hyperparameters:
     base: float
     base_scale: float
     rotated: int
-    window: int
+    window_base: float
+    windows: tuple[int, ...]
     attention_cap: float
     logit_cap: float
     experts: int
@@ -73,16 +76,13 @@ class Hyperparameters:
 
     def window_of(self, layer: int) -> int:
         """Positions that a layer sees; 0: all."""
-        pattern = self.architecture.pattern
-        return 0 if pattern == 0 or layer % pattern == pattern - 1 else self.window
+        return self.windows[layer]
 
     def base_of(self, layer: int) -> tuple[float, float]:
         """Base and scale of the frequencies of a layer."""
-        architecture = self.architecture
-        if not self.window_of(layer):
+        if not self.windows[layer]:
             return self.base, self.base_scale
-        scale = self.base_scale if architecture.window_scaled else 1.0
-        return architecture.window_base or self.base, scale
+        return self.window_base, self.base_scale if self.architecture.window_scaled else 1.0
 
 
 def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) -> Hyperparameters:
@@ -118,12 +118,13 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
     scaling = read.text("rope.scaling.type", "linear" if read.has("rope.scaling.factor") else "none")
     if scaling not in _SCALINGS:
         raise FrontendError(f"{file}: found {name}.rope.scaling.type {scaling!r}, expected one of {_SCALINGS}")
-    architecture = ARCHITECTURES[str(name)]
+    architecture, layers = ARCHITECTURES[str(name)], read.count("block_count")
+    base = read.number("rope.freq_base", 10000.0)
     factor = read.number("rope.scaling.factor", 0.0) if scaling == "linear" else 0.0
-    found = Hyperparameters(
+    model = Hyperparameters(
         name=str(name),
         architecture=architecture,
-        layers=read.count("block_count"),
+        layers=layers,
         width=width,
         vocabulary=vocabulary,
         context=read.count("context_length"),
@@ -132,23 +133,36 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         size=size,
         feed_forward=feed_forward or read.count("feed_forward_length"),
         eps=read.number("attention.layer_norm_rms_epsilon"),
-        base=read.number("rope.freq_base", 10000.0),
+        base=base,
         base_scale=1.0 / factor if factor else 1.0,
         rotated=read.count("rope.dimension_count", size),
-        window=read.count("attention.sliding_window", 4096 if name == "gemma2" else 0) if architecture.pattern else 0,
+        window_base=read.number("rope.freq_base_swa", architecture.window_base or base),
+        windows=_windows(read, architecture, layers),
         attention_cap=read.number("attn_logit_softcapping", 0.0) if name == "gemma2" else 0.0,
         logit_cap=read.number("final_logit_softcapping", 0.0),
         experts=experts,
         experts_used=read.count("expert_used_count", 0),
         expert_scale=read.number("expert_weights_scale", 1.0) or 1.0,
     )
-    if found.heads % found.kv_heads:
-        raise FrontendError(f"{file}: {found.heads} heads of queries are no multiple of {found.kv_heads} of keys")
-    if found.rotated > size or found.rotated % 2:
-        raise FrontendError(f"{file}: rotates {found.rotated} elements of a head, expected an even number up to {size}")
-    if experts and not 0 < found.experts_used <= experts:
-        raise FrontendError(f"{file}: uses {found.experts_used} of {experts} experts")
-    return found
+    if model.heads % model.kv_heads:
+        raise FrontendError(f"{file}: {model.heads} heads of queries are no multiple of {model.kv_heads} of keys")
+    if model.rotated > size or model.rotated % 2:
+        raise FrontendError(f"{file}: rotates {model.rotated} elements of a head, expected an even number up to {size}")
+    if experts and not 0 < model.experts_used <= experts:
+        raise FrontendError(f"{file}: uses {model.experts_used} of {experts} experts")
+    return model
+
+
+def _windows(read: _Fields, architecture: Architecture, layers: int) -> tuple[int, ...]:
+    """What each layer sees: the file says which have a window, or of how many layers the last has none."""
+    window = read.count("attention.sliding_window", architecture.window) if architecture.pattern else 0
+    pattern = read.pattern("attention.sliding_window_pattern", architecture.pattern)
+    if isinstance(pattern, list):
+        if len(pattern) != layers:
+            raise FrontendError(f"{read.file}: says of {len(pattern)} layers which have a window, expected {layers}")
+        return tuple(window if has_window else 0 for has_window in pattern)
+    has_window = [bool(pattern) and layer % pattern != pattern - 1 for layer in range(layers)]
+    return tuple(window if each else 0 for each in has_window)
 
 
 class _Fields:
@@ -181,6 +195,11 @@ class _Fields:
         if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
             raise FrontendError(f"{self.file}: {self.name}.{key} is {value!r}, expected a number")
         return float(value)
+
+    def pattern(self, key: str, default: int) -> int | list[bool]:
+        """A number, or a truth of each layer."""
+        value = self.fields.get(f"{self.name}.{key}", default)
+        return [bool(each) for each in value] if isinstance(value, list) else int(value)
 
     def text(self, key: str, default: str) -> str:
         return str(self._get(key, default))

@@ -16,6 +16,7 @@ import tvm
 from tvm import relax
 
 from ...encoding.pages import page_shape
+from ...op.block_products import dequantize_blocks
 from ...op.cached_attention import cached_attention
 from .hyperparameters import Hyperparameters
 from .weights import Weights
@@ -68,6 +69,7 @@ class _Function:
         self.model, self.weights, self.sizes, self.rows, self.kind = model, weights, sizes, rows, kind
         self.builder = relax.BlockBuilder()
         self.bindings: list[relax.Binding] = []
+        self.matrices: dict[str, relax.Expr] = {}
         self.rotations: dict[tuple[float, float], relax.Expr] = {}
 
         def integers(name: str, shape: Sequence[int]) -> relax.Var:
@@ -119,7 +121,7 @@ class _Function:
     def _embedding(self) -> relax.Expr:
         """The rows of the table of embeddings that tokens name, (rows, width)."""
         model = self.model
-        table = self.weights.matrix("token_embd.weight", model.vocabulary, model.width)
+        table = self._matrix("token_embd", [model.vocabulary, model.width])
         x = self.emit(relax.op.take(table, self.tokens, axis=0), "token_embd")
         if model.architecture.scaled_embedding:
             x = self.emit(relax.op.multiply(x, _number(math.sqrt(model.width))), "token_embd.scaled")
@@ -227,7 +229,8 @@ class _Function:
 
     def _expert_product(self, x: relax.Expr, ids: relax.Expr, name: str, columns: int, depth: int) -> relax.Expr:
         """A product of each row by the matrices of its experts: (rows, used, 1, columns)."""
-        table = self.weights.experts(f"{name}.weight", self.model.experts, columns, depth)
+        rows = self._matrix(name, [self.model.experts, columns, depth])
+        table = self.emit(relax.op.reshape(rows, [self.model.experts, columns, depth]), f"{name}.tables")
         taken = self.emit(relax.op.take(table, ids, axis=0), f"{name}.chosen")
         turned = self.emit(relax.op.permute_dims(taken, [0, 1, 3, 2]), f"{name}.turned")
         return self.emit(relax.op.matmul(x, turned), name)
@@ -254,12 +257,19 @@ class _Function:
         normal = self.emit(relax.op.multiply(x, inverse), f"{name}.normal")
         return self.emit(relax.op.multiply(normal, weight), name)
 
+    def _matrix(self, tensor: str, shape: Sequence[int]) -> relax.Expr:
+        """A matrix of the file in numbers, one variable in a function: rows of ``shape[-1]``."""
+        if tensor not in self.matrices:
+            data, form = self.weights.matrix(f"{tensor}.weight", shape)
+            if form:
+                data = self.emit(dequantize_blocks(data, depth=shape[-1], format=form), f"{tensor}.numbers")
+            self.matrices[tensor] = data
+        return self.matrices[tensor]
+
     def _product(self, x: relax.Expr, tensor: str, columns: int, depth: int, name: str | None = None) -> relax.Expr:
         """A product with a matrix of the file, and its bias where there is one: (rows, columns)."""
         name = name or tensor
-        matrix = self.weights.matrix(f"{tensor}.weight", columns, depth)
-        if not isinstance(matrix, relax.Var | tvm.ir.GenericConst):
-            matrix = self.emit(matrix, f"{name}.numbers")
+        matrix = self._matrix(tensor, [columns, depth])
         turned = self.emit(relax.op.permute_dims(matrix, [1, 0]), f"{name}.turned")
         result = self.emit(relax.op.matmul(x, turned), name)
         if f"{tensor}.bias" in self.weights:

@@ -8,6 +8,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from ...encoding.block_formats import FILE_FORMATS
 from ...errors import FrontendError
 from .file import FileTensor, GgufFile
 
@@ -44,13 +45,25 @@ class Weights:
         """A vector of float32."""
         return self._constant(name, lambda: self.numbers(name, [size]))
 
-    def matrix(self, name: str, rows: int, depth: int) -> relax.Expr:
-        """A matrix (rows, depth) of a product: as numbers of float32, or what the blocks of the file mean."""
-        return self._constant(name, lambda: self.numbers(name, [rows, depth]))
+    def matrix(self, name: str, shape: Sequence[int]) -> tuple[relax.Expr, str]:
+        """Rows of weights, ``shape[-1]`` in each: a constant, and the format of its bytes ("": numbers of float32).
 
-    def experts(self, name: str, count: int, rows: int, depth: int) -> relax.Expr:
-        """Matrices (count, rows, depth), one for each expert."""
-        return self._constant(name, lambda: self.numbers(name, [count, rows, depth]))
+        Matrices that are stacked are rows below each other.
+
+        Raises
+        ------
+        FrontendError
+            If the tensor is missing, has another shape, or its type is not known.
+        """
+        tensor = self.tensor(name, shape)
+        if tensor.type == "F32":
+            return self._constant(name, lambda: self.numbers(name, shape).reshape(-1, shape[-1])), ""
+        form = tensor.type.lower()
+        if form not in FILE_FORMATS:
+            known = ", ".join(known.upper() for known in ("f32", *FILE_FORMATS))
+            raise FrontendError(f"{self._file.path}: {name!r} is of type {tensor.type}, expected one of {known}")
+        rows = int(np.prod(shape[:-1]))
+        return self._constant(name, lambda: np.ascontiguousarray(tensor.data).view("uint8").reshape(rows, -1)), form
 
     def _constant(self, name: str, make: Callable[[], np.ndarray]) -> relax.Expr:
         if name not in self._constants:
@@ -59,12 +72,7 @@ class Weights:
 
 
 def _numbers(tensor: FileTensor, file: GgufFile) -> np.ndarray:
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    if tensor.type in ("F32", "F16"):
-        return np.ascontiguousarray(tensor.data, "float32").reshape(tensor.shape)
-    try:
-        return dequantize(tensor.data, GGMLQuantizationType[tensor.type]).reshape(tensor.shape)
-    except NotImplementedError as error:
-        raise FrontendError(f"{file.path}: {tensor.name!r} is of type {tensor.type}, which is not known") from error
+    """Of a tensor that is no matrix of products: F32, or F16."""
+    if tensor.type not in ("F32", "F16"):
+        raise FrontendError(f"{file.path}: {tensor.name!r} is of type {tensor.type}, expected F32 or F16")
+    return np.ascontiguousarray(tensor.data, "float32").reshape(tensor.shape)
