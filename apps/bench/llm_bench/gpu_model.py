@@ -4,8 +4,8 @@ python apps/bench/llm_bench/gpu_model.py                              # 8 B: 32 
 python apps/bench/llm_bench/gpu_model.py --layers 4 --bits 4          # shorter
 
 Weights are made on the GPU. A decode step gives each sequence of a batch its next token, behind `--context` tokens of
-its cache; it and a prefill of one sequence are one CUDA graph each. Bandwidth is that of reading 4 GB once, and the peak
-that of a product of 8,192 x 8,192 x 8,192 by cuBLAS, in the same run.
+its cache; it and a prefill of one sequence are one CUDA graph each. Bandwidth is that of reading 4 GB once, and the
+peak that of a product of 8,192 x 8,192 x 8,192 by cuBLAS, in the same run.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpu_bench.device_time import Clock, Launch, microseconds, torch_on_gpu  # noqa: E402 (the folder comes first)
 from gpu_bench.programs import device_of, parsed_gpu  # noqa: E402
-from llm_bench.llama_module import BLOCK, Functions, LlamaModule, compiled, with_random_weights  # noqa: E402
-from llm_bench.llama_shape import SMALL, LlamaShape  # noqa: E402
-from llm_bench.torch_llama import TorchLlama  # noqa: E402
 from report import Check, verdict  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from smoke import smoke  # noqa: E402
 
 import relax_hetero as rh  # noqa: E402
+from llm_bench.llama_module import BLOCK, Functions, LlamaModule, compiled, with_random_weights  # noqa: E402
+from llm_bench.llama_shape import SMALL, LlamaShape  # noqa: E402
+from llm_bench.torch_llama import TorchLlama  # noqa: E402
 from relax_hetero.encoding.pages import page_shape  # noqa: E402
 
 BANDWIDTH_BAR, PEAK_BAR = 0.80, 0.70
@@ -128,7 +128,9 @@ def weight_bytes(shape: LlamaShape, bits: int) -> float:
 @click.option("--rounds", default=11, show_default=True)
 @click.option("--build-only", is_flag=True, help="Compile, and run nothing: needs no GPU.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Append a line for each row there.")
-@smoke(layers=2, batches="1,2", chunk=70, context=100, rounds=1, build_only=True, gpu='{"kind": "cuda", "arch": "sm_90a"}')
+@smoke(
+    layers=2, batches="1,2", chunk=70, context=100, rounds=1, build_only=True, gpu='{"kind": "cuda", "arch": "sm_90a"}'
+)
 def main(
     gpu: str,
     layers: int,
@@ -214,7 +216,9 @@ def report(
         cells = [f"{us / 1e3:.3f}", f"{rows / us * 1e6:,.0f}", f"{rate / 1e6:.2f}"]
         table.add_row(work, name, *cells, f"{share:.2f}" if share else "", f"{ratio:.2f}" if ratio else "")
         if share and name != "torch" and (kind == "prefill" or rows == 1):
-            checks.append(Check(f"{work}, {name}: share of the {'peak' if kind == 'prefill' else 'bandwidth'}", share, bar))
+            checks.append(
+                Check(f"{work}, {name}: share of the {'peak' if kind == 'prefill' else 'bandwidth'}", share, bar)
+            )
         if ratio and kind == "decode":
             checks.append(Check(f"{work}, {name}, over torch", ratio, PEER_BARS[width]))
         if json_file:
@@ -224,7 +228,8 @@ def report(
     console.print(table)
     if known:
         console.print(
-            f"read {known['read'] / 1e6:.2f} TB/s, copy {known['copy'] / 1e6:.2f} TB/s, peak {known['peak'] / 1e6:.0f} TFLOP/s"
+            f"read {known['read'] / 1e6:.2f} TB/s, copy {known['copy'] / 1e6:.2f} TB/s, "
+            f"peak {known['peak'] / 1e6:.0f} TFLOP/s"
         )
     for check in checks:
         console.print(f"{verdict(check)}: {check}", markup=False)

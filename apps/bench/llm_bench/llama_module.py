@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import tvm
-from llm_bench.llama_shape import LlamaShape
 from tvm import relax
 
 import relax_hetero as rh
+from llm_bench.llama_shape import LlamaShape
 from relax_hetero.driver.compile import prepared
 from relax_hetero.driver.pipeline import pipeline_steps
 from relax_hetero.encoding.block_weights import Fragments
@@ -23,13 +23,9 @@ from relax_hetero.encoding.encoding import Encoding
 from relax_hetero.encoding.packed_layout import PackedLayout
 from relax_hetero.encoding.pages import PAGE, page_shape
 from relax_hetero.op.block_products import block_matmul
+from relax_hetero.op.cached_attention import cached_attention
 from relax_hetero.op.encoded import SET, encoded_op, prepacked
-from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.target.vdevice import with_vdevices
-from relax_hetero.tir.cuda.paged.page_append import page_append_kernel
-from relax_hetero.tir.cuda.paged.paged_chunk import paged_chunk_kernel
-from relax_hetero.tir.cuda.paged.paged_decode import paged_decode_kernel
-from relax_hetero.tir.cuda.paged.paged_work import PagedWork
 from relax_hetero.transform.ir.blocks import tensor_type
 from relax_hetero.transform.ir.rewriting import is_tensor_constant, map_bindings, relax_functions, typed, with_functions
 
@@ -87,8 +83,7 @@ class LlamaModule:
 
     def __init__(self, shape: LlamaShape, functions: Functions, bits: int, gpu: Any) -> None:
         self.shape, self.functions, self.bits = shape, functions, bits
-        self.vdevice = rh.VDevice(gpu)
-        self.target, self.builder = self.vdevice.target, relax.BlockBuilder()
+        self.vdevice, self.builder = rh.VDevice(gpu), relax.BlockBuilder()
         self.ones = relax.const(np.ones(shape.width), "float16")
         self._constants: dict[str, list[relax.Expr]] = {}
 
@@ -143,10 +138,8 @@ class _Function:
         )
         self.table = integers("table", [sizes.slots, sizes.most_pages])
         pages = list(page_shape(sizes.pages, shape.kv_heads, shape.size))
-        self.pages = [
-            relax.Var(f"pages_{layer}", relax.TensorType(pages, "float16")) for layer in range(shape.layers)
-        ]
-        self.builder, self.kernels = module.builder, {}
+        self.pages = [relax.Var(f"pages_{layer}", relax.TensorType(pages, "float16")) for layer in range(shape.layers)]
+        self.builder = module.builder
 
     def build(self, name: str) -> None:
         """Write the function."""
@@ -190,30 +183,23 @@ class _Function:
         return self._product(made, f"{layer}.down", shape.width, adds=x), pages
 
     def _attention(self, joined: relax.Expr, layer: int, rotation: relax.Expr) -> tuple[relax.Expr, relax.Expr]:
-        shape, sizes = self.shape, self.module.functions
-        work = PagedWork(
-            self.rows, shape.heads, shape.kv_heads, shape.size, shape.size**-0.5, sizes.slots, sizes.most_pages,
-            sizes.pages, rotary="halves", rotated=shape.size, is_chunk=self.is_chunk,
-        )  # fmt: skip
-        pages: relax.Expr = self.pages[layer]
-        others = [self.table, self.sequences, self.positions, rotation]
-        out = relax.TensorType([self.rows, shape.heads * shape.size], "float16")
-        if self.is_chunk:
-            append = self._kernel("append", page_append_kernel, work)
-            operands = relax.Tuple([joined, pages, *others])
-            pages = self._emit(relax.call_tir_inplace(append, operands, [1], [pages.ty]))
-            attend = self._kernel("attend", paged_chunk_kernel, work)
-            return self._emit(relax.call_tir(attend, relax.Tuple([joined, pages, *others]), out)), pages
-        decode = self._kernel("decode", paged_decode_kernel, work)
-        both = relax.call_tir_inplace(decode, relax.Tuple([joined, pages, *others]), [-1, 1], [out, pages.ty])
-        made = self._emit(both)
-        return self._emit(relax.TupleGetItem(made, 0)), self._emit(relax.TupleGetItem(made, 1))
-
-    def _kernel(self, name: str, write: Any, work: PagedWork) -> tvm.ir.GlobalVar:
-        if name not in self.kernels:
-            func = write(work, gpu_target_of(self.module.target)).without_attr("global_symbol")
-            self.kernels[name] = self.builder.add_func(func, f"{name}_{self.rows}")
-        return self.kernels[name]
+        shape = self.shape
+        call = cached_attention(
+            joined,
+            self.pages[layer],
+            self.table,
+            self.sequences,
+            self.positions,
+            rotation,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            size=shape.size,
+            scale=shape.size**-0.5,
+            rotary="halves",
+            rows="chunk" if self.is_chunk else "decode",
+        )
+        both = self._emit(call)
+        return self._emit(relax.TupleGetItem(both, 0)), self._emit(relax.TupleGetItem(both, 1))
 
     def _norm(self, x: relax.Expr) -> relax.Expr:
         weight = self.module.ones

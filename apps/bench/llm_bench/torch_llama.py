@@ -6,6 +6,7 @@ from typing import Any
 
 from gpu_bench.device_time import Clock, Launch, torch_on_gpu
 from gpu_bench.torch_peers import captured
+
 from llm_bench.llama_shape import LlamaShape
 
 Tensor = Any

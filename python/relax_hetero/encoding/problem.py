@@ -305,6 +305,10 @@ class BlockProductProblem:
         return _static(self.weights[0].shape[-1])
 
 
+APPEND = "append"
+"""Rows of a `CachedAttentionProblem` that is the first half of a chunk's: keys and values go into their pages."""
+
+
 @dataclass(frozen=True)
 class CachedAttentionProblem:
     """Attention with a paged cache, as `relax_hetero.op.cached_attention` says.
@@ -326,7 +330,8 @@ class CachedAttentionProblem:
     rotary, norms : str
     eps : float
     rows : str
-        "decode" or "chunk".
+        "decode" or "chunk"; "append" where keys and values of a chunk are written and nothing else is done: there is
+        no out then.
     order : str
         How keys lie in a page, see `encoding.pages`.
     """
@@ -348,7 +353,7 @@ class CachedAttentionProblem:
     @property
     def parameters(self) -> list[Operand]:
         """What the kernel takes, in order, less the scratch."""
-        return [*self.operands, self.out]
+        return [*self.operands, *([] if self.rows == APPEND else [self.out])]
 
     @property
     def group(self) -> int:

@@ -23,6 +23,7 @@ from ..encoding.packed_layout import SWIZZLED_BYTES, PackedLayout
 from ..encoding.problem import (
     AttentionProblem,
     BlockProductProblem,
+    CachedAttentionProblem,
     ConvProblem,
     ElementwiseProblem,
     MatmulProblem,
@@ -50,7 +51,9 @@ class CudaResolver(ResolverBase):
     """Packed constant right operands of tensor cores, channels-last feature maps, everything else row-major."""
 
     name = "cuda"
-    problems = (AttentionProblem, RowsProblem, BlockProductProblem)
+    problems = (AttentionProblem, RowsProblem, BlockProductProblem, CachedAttentionProblem)
+    appends_apart = True
+    """Blocks of a launch do not wait for each other, and all rows of a chunk read what its rows write."""
 
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """Row-major left operand and result; swizzled tiles for a right one that tensor cores read."""
@@ -74,8 +77,8 @@ class CudaResolver(ResolverBase):
         return Fragments() if gpu_target_of(target).tensor else None
 
     def page_order(self, target: tvm.target.Target) -> str:
-        """A key is one row."""
-        return "rows"
+        """Eight numbers of a token lie together, as tensor cores read keys and values."""
+        return "chunks"
 
     def group_columns(self, target: tvm.target.Target, dtype: str) -> int:
         """A packed tile's, of halves that tensor cores multiply."""
@@ -102,6 +105,7 @@ def _generators() -> dict[type, Callable[[Any, GpuTarget], tirx.PrimFunc]]:
     from ..tir.cuda.elementwise.elementwise import elementwise_kernel
     from ..tir.cuda.matmul.block_product import block_product_kernel
     from ..tir.cuda.matmul.matmul import cuda_matmul_kernel
+    from ..tir.cuda.paged.cached_attention import cuda_cached_attention_kernel
     from ..tir.cuda.rows.rows import rows_kernel
 
     return {
@@ -109,6 +113,7 @@ def _generators() -> dict[type, Callable[[Any, GpuTarget], tirx.PrimFunc]]:
         ConvProblem: cuda_conv_kernel,
         BlockProductProblem: block_product_kernel,
         AttentionProblem: cuda_attention_kernel,
+        CachedAttentionProblem: cuda_cached_attention_kernel,
         RowsProblem: rows_kernel,
         ElementwiseProblem: elementwise_kernel,
     }

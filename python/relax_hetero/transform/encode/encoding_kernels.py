@@ -7,7 +7,7 @@ and target.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tvm
@@ -19,6 +19,7 @@ from ...encoding.encoding import Encoding
 from ...encoding.expression import Expression
 from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import (
+    APPEND,
     AttentionProblem,
     CachedAttentionProblem,
     ConvProblem,
@@ -27,7 +28,7 @@ from ...encoding.problem import (
     Operand,
     Problem,
 )
-from ...encoding.resolver import page_order, resolver_for
+from ...encoding.resolver import appends_apart, page_order, resolver_for
 from ...encoding.row_program import RowProgram
 from ...errors import EncodingError
 from ...op.encoded import PRODUCTS, encoded_op
@@ -251,6 +252,16 @@ class EncodingKernels:
         ops = ["rms_norm"] * bool(problem.norms) + ["rotary"] * bool(problem.rotary)
         ops += ["append", "matmul", "softmax", "matmul"]
         return self._with_scratch(problem, target, name, ops, where, out.vdevice)
+
+    def append(self, call: relax.Call, out: relax.TensorType, where: str) -> tvm.ir.GlobalVar | None:
+        """What writes keys and values of a chunk into their pages before `cached_attention`; None: that does."""
+        target = target_of(out.vdevice)
+        if str(call.attrs.rows) != "chunk" or not appends_apart(target):
+            return None
+        problem = replace(cached_attention_problem(call, out, page_order(target)), rows=APPEND)
+        sizes = [problem.out.shape[0], problem.kv_heads, problem.size]
+        ops = ["rms_norm"] * ("k" in problem.norms) + ["rotary"] * bool(problem.rotary) + ["append"]
+        return self._solve(problem, target, f"append_{shape_text(sizes)}_{self._names.device(target)}", ops, where)
 
     def _with_scratch(
         self,
