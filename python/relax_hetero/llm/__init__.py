@@ -11,10 +11,12 @@ from typing import Any
 # Public name -> module.
 _EXPORTS = {
     "Cache": ".model",
+    "CacheLayer": ".cache",
     "Delta": ".text_stream",
     "Engine": ".engine",
     "EngineClosedError": ".errors",
     "EngineFullError": ".errors",
+    "KVCache": ".cache",
     "Model": ".model",
     "Request": ".request",
     "RequestError": ".errors",
