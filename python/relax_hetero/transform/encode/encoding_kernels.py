@@ -280,7 +280,7 @@ class EncodingKernels:
         return kernel, relax.TensorType(list(scratch.shape), str(scratch.dtype), vdevice)
 
     def block_product(self, call: relax.Call, result: relax.TensorType, where: str) -> tvm.ir.GlobalVar:
-        """The kernel of a product with weights of 4 bits."""
+        """The kernel of a product with weights in blocks."""
         target = target_of(result.vdevice)
         problem = block_product_problem(call, result)
         epilogue = _op_names(problem.epilogue.expression if problem.epilogue else None)

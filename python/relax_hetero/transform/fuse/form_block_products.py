@@ -24,10 +24,11 @@ from typing import Any
 import tvm
 from tvm import relax
 
+from ...encoding.block_panels import BlockSource
 from ...encoding.block_weights import BlockLayout
 from ...encoding.expression import Expression, Term
 from ...encoding.resolver import block_layout
-from ...op.block_products import DEQUANTIZE_BLOCKS, block_matmul
+from ...op.block_products import DEQUANTIZE_BLOCKS, block_matmul, form_of
 from ..encode.epilogues import may_write
 from ..ir.axes import permutation
 from ..ir.blocks import (
@@ -149,7 +150,7 @@ def _product_at(block: Block, index: int) -> _Product | None:
 
 
 def _fits(layout: BlockLayout, weight: relax.Call) -> bool:
-    return not weight.attrs.format and layout.fits(int(weight.attrs.block), int(weight.attrs.bits))
+    return layout.fits(form_of(weight), int(weight.attrs.depth))
 
 
 def _with_definitions(block: Block, weight: relax.Call) -> relax.Call:
@@ -215,8 +216,9 @@ def _write(emitter: Emitter, product: _Product, var: relax.Var, packer: _Packer)
         columns=int(product.weight.ty.shape.values[0]),
         block=int(product.weight.attrs.block),
         bits=int(product.weight.attrs.bits),
-        zeros=len(weights) > 2,
+        zeros=len(product.weight.args) > 2,
         expression=product.expression,
+        format=str(product.weight.attrs.format),
     )
     emitter.bind(var, relax.Call(call.op, list(call.args), call.attrs, ret_ty=var.ty))
 
@@ -230,13 +232,12 @@ class _Packer:
     def pack(self, product: _Product, vdevice: relax.VDevice | None) -> list[relax.Expr]:
         """The operands of a call of dequantize_blocks as the kernel of a device reads them."""
         weight = product.weight
-        depth, block, bits = (int(getattr(weight.attrs, name)) for name in ("depth", "block", "bits"))
+        form, depth = form_of(weight), int(weight.attrs.depth)
         # The module keeps the constants alive, so their identities will do.
-        key = (*(hash(arg.value) for arg in weight.args), depth, block, bits, product.layout)
+        key = (*(hash(arg.value) for arg in weight.args), form, depth, product.layout)
         if key not in self._packed:
-            arrays = [arg.value.numpy() for arg in weight.args]
-            packed = product.layout.pack(*arrays, depth=depth, block=block, bits=bits)
-            self._packed[key] = [tvm.runtime.tensor(array) for array in packed]
+            source = BlockSource(tuple(arg.value.numpy() for arg in weight.args), form, depth)
+            self._packed[key] = [tvm.runtime.tensor(array) for array in product.layout.pack(source)]
         return [
             tvm.ir.GenericConst(data, relax.TensorType(list(data.shape), str(data.dtype), vdevice))
             for data in self._packed[key]

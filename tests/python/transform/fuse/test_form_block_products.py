@@ -7,7 +7,9 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
-from relax_hetero.encoding.block_weights import pack_blocks, pack_fragment_blocks, pack_fragments, pack_weights
+from relax_hetero.encoding.block_formats import of_integers
+from relax_hetero.encoding.block_panels import BlockSource, Panels
+from relax_hetero.encoding.block_weights import pack_fragment_blocks, pack_fragments
 from relax_hetero.op.block_products import BLOCK_MATMUL, DEQUANTIZE_BLOCKS
 from relax_hetero.transform import FormBlockProducts, RealizeVDevice
 from relax_hetero.transform.ir.rewriting import op_name, relax_functions, walk_bindings
@@ -78,17 +80,13 @@ def test_a_layer_with_bias_activation_and_residual():
             x: R.Tensor(("m", 64), "float32"),
             residual: R.Tensor(("m", 40), "float32"),
             bias: R.Tensor((1, 40), "float32"),
-            weight: R.Tensor((2, 8, 32), "int32"),
-            scales: R.Tensor((2, 2, 32), "float32"),
-            zeros: R.Tensor((2, 2, 32), "uint8"),
+            weight: R.Tensor((2, 1536), "uint8"),
         ):
             with R.dataflow():
                 r_x1 = R.reshape(bias, R.shape([40]))
                 r = R.hetero.block_matmul(
                     x,
                     weight,
-                    scales,
-                    zeros,
                     r_x1,
                     residual,
                     columns=40,
@@ -100,9 +98,7 @@ def test_a_layer_with_bias_activation_and_residual():
             return r
 
     packed = {
-        "weight": pack_weights(DATA, K, 32),
-        "scales": pack_blocks(SCALES, 32),
-        "zeros": pack_blocks(ZEROS, 32),
+        "weight": Panels(32).pack(BlockSource((DATA, SCALES, ZEROS), of_integers(4, BLOCK, True), K))[0],
     }
     expected = RealizeVDevice()(relax.transform.BindParams("main", packed)(Expected))
     assert_structural_equal(formed(Layer), expected, map_free_vars=True)
