@@ -273,13 +273,14 @@ class BlockProductProblem:
     ----------
     weights : tuple of Operand
         In panels: one operand of bytes, as `encoding.block_panels` packs it. In fragments: weight, scales and perhaps
-        zero points (8 or 128 where there are none) as `encoding.block_weights` packs them.
+        zero points (8 or 128 where there are none), or the minimums of a file's format, as `encoding.block_weights`
+        packs them.
     block : int
         How many weights along k share a scale; a multiple of 8.
     bits : int
-        Of a weight.
+        Of a weight as it is stored.
     form : BlockFormat or None
-        Of weights in panels.
+        Of weights in panels, and of a file's in fragments.
     """
 
     lhs: Operand
