@@ -18,6 +18,7 @@ import relax_hetero as rh
 from llm_bench.llama_shape import LlamaShape
 from relax_hetero.driver.compile import prepared
 from relax_hetero.driver.pipeline import pipeline_steps
+from relax_hetero.encoding.block_formats import of_integers
 from relax_hetero.encoding.block_weights import Fragments
 from relax_hetero.encoding.encoding import Encoding
 from relax_hetero.encoding.packed_layout import PackedLayout
@@ -113,7 +114,7 @@ class LlamaModule:
     def fragments(self, name: str, depth: int, columns: int) -> list[relax.Expr]:
         """A weight of 4 bits, and its scales."""
         if name not in self._constants:
-            weight, scales = Fragments().shapes(columns, depth, BLOCK, 4)
+            weight, scales = Fragments().shapes(columns, of_integers(4, BLOCK, False), depth)
             self._constants[name] = [_untouched(weight, "int32"), _untouched(scales, "float16")]
         return self._constants[name]
 

@@ -123,6 +123,8 @@ def _product_at(block: Block, index: int) -> _Product | None:
     if op_name(binding.value) != "relax.matmul" or shape_of(binding.var) is None:
         return None
     lhs, rhs = binding.value.args
+    if len(shape_of(rhs) or []) != 2:  # of several heads, as in attention
+        return None
     weight = block.definition(rhs)
     order = [0, 1]
     while op_name(weight) in (PERMUTE, CAST):
