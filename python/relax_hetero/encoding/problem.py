@@ -320,6 +320,29 @@ class BlockProductProblem:
         return self.plan.columns
 
 
+@dataclass(frozen=True)
+class BlockUnpackProblem:
+    """Weights in blocks of few bits as numbers, in the layout that a product of many rows reads.
+
+    Parameters of its kernel, in order: weights, result.
+
+    Attributes
+    ----------
+    product : BlockProductProblem
+        Whose weights they are; its left operand says the element type.
+    result : Operand
+        Over "k" and "n".
+    """
+
+    product: BlockProductProblem
+    result: Operand
+
+    @property
+    def parameters(self) -> list[Operand]:
+        """What the kernel takes, in order."""
+        return [*self.product.weights, self.result]
+
+
 APPEND = "append"
 """Rows of a `CachedAttentionProblem` that is the first half of a chunk's: keys and values go into their pages."""
 
@@ -403,6 +426,7 @@ Problem = (
     | RowsProblem
     | AttentionProblem
     | BlockProductProblem
+    | BlockUnpackProblem
     | CachedAttentionProblem
 )
 """Whatever kernels are written for."""

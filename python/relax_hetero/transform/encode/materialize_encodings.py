@@ -267,9 +267,17 @@ class _Function:
         bound = [relax.VarBinding(part, relax.TupleGetItem(whole, index)) for index, part in enumerate(parts)]
         return [*bound, relax.VarBinding(var, relax.Tuple(parts), binding.span)]
 
-    def _block_product(self, binding: relax.Binding) -> relax.Binding:
+    def _block_product(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
+        """The call of a kernel on the weights' bits, or of one that unpacks them, and of a product."""
         var, call = binding.var, binding.value
         where = f"{BLOCK_MATMUL} of variable {var.name!r} in function {self.name!r}"
+        parts = self.kernels.unpacked_product(call, var.ty, where)
+        if parts is not None:
+            unpack, ty, multiply, count = parts
+            numbers = type(var)(f"{var.name}_numbers", ty)
+            made = relax.VarBinding(numbers, self._call(unpack, call.args[1 : 1 + count], ty), binding.span)
+            product = self._call(multiply, [call.args[0], numbers, *call.args[1 + count :]], var.ty)
+            return [made, relax.VarBinding(var, product, binding.span)]
         kernel = self.kernels.block_product(call, var.ty, where)
         return relax.VarBinding(var, self._call(kernel, call.args, var.ty), binding.span)
 
