@@ -16,7 +16,7 @@ import numpy as np
 
 from ..target.cpu_target import CpuTarget
 from ..target.tiles import tile_columns
-from .block_formats import BlockFormat
+from .block_formats import BlockFormat, weights_of_rows
 from .block_panels import BlockSource, Panels, RecordPlan
 
 GROUP = 8
@@ -99,7 +99,11 @@ _MOST_POINT = 127
 
 @dataclass(frozen=True)
 class Fragments:
-    """Weights in fragments of GPUs' tensor cores; scales are float16 where that is exact."""
+    """Weights in fragments of GPUs' tensor cores; scales and minimums are float16 where that is exact.
+
+    Of a file's formats, those of 4 bits stay 4 bits; codes of 5, 6 and 8 bits are bytes, of which 128 is the code 0. K
+    formats have scales, and minimums, of float32: the products of integers and float16 that they are.
+    """
 
     lhs_types = ("float32", "float16", "bfloat16")
     index_map = ("tile", "chunk", "lane", "word")
@@ -108,24 +112,50 @@ class Fragments:
 
     def fits(self, form: BlockFormat, depth: int) -> bool:
         """Whether kernels multiply weights of a format."""
-        return form.record_bytes == 0 and form.bits in (4, 8) and form.block % 16 == 0
+        bits = (4, 5, 6, 8) if form.record_bytes else (4, 8)
+        return form.bits in bits and form.block % 16 == 0
 
     def pack(self, source: BlockSource) -> list[np.ndarray]:
         """Weights, scales and perhaps zero points of a model as kernels read them; `fits` must hold."""
+        if source.form.record_bytes:
+            return _packed_records(source)
         data, scales, *zeros = source.arrays
-        with np.errstate(over="ignore"):
-            half = scales.astype("float16")
-        exact = np.array_equal(half.astype("float32"), scales)
         is_high = source.form.bits == 4 and any(one.max(initial=0) > _MOST_POINT for one in zeros)
         points = [one.astype("float32") if is_high else one for one in zeros]
         weights = pack_fragments(data, source.depth, source.form.block, source.form.bits)
-        return [weights, *map(pack_fragment_blocks, [half if exact else scales, *points])]
+        return [weights, *map(pack_fragment_blocks, [_halved(scales), *points])]
 
     def shapes(self, n: int, form: BlockFormat, depth: int) -> list[list[int]]:
         """Of the weights, and of scales and zero points."""
         tiles = -(-n // FRAGMENT_COLUMNS)
         blocks = [tiles, -(-depth // form.block), 8, 2]
-        return [[tiles, -(-depth // chunk_of(form.bits)), 32, 4], *[blocks] * (1 + bool(form.minimum))]
+        return [[tiles, -(-depth // chunk_of(stored_bits(form))), 32, 4], *[blocks] * (1 + bool(form.minimum))]
+
+
+def stored_bits(form: BlockFormat) -> int:
+    """Bits of a weight of a format in fragments."""
+    return 4 if form.bits == 4 else 8
+
+
+def _packed_records(source: BlockSource) -> list[np.ndarray]:
+    """Rows of a file's bytes as fragments, scales, and minimums where the format has them."""
+    form, depth = source.form, source.depth
+    weights = weights_of_rows(source.arrays[0], form, depth)
+    assert weights.scales is not None, "weights that are plain numbers have no fragments"
+    if form.bits == 4:
+        fields = (weights.codes - np.int8(form.low)).view(np.uint8)
+        data = fields[:, 0::2] | fields[:, 1::2] << np.uint8(4)
+    else:
+        data = weights.codes.view(np.uint8) ^ np.uint8(128)
+    found = [pack_fragments(data, depth, form.block, stored_bits(form)), pack_fragment_blocks(_halved(weights.scales))]
+    return found if weights.minimums is None else [*found, pack_fragment_blocks(_halved(weights.minimums))]
+
+
+def _halved(values: np.ndarray) -> np.ndarray:
+    """Numbers of float32 as float16, where all of them are such."""
+    with np.errstate(over="ignore"):
+        half = values.astype("float16")
+    return half if np.array_equal(half.astype("float32"), values) else values
 
 
 BlockLayout = Panels | Fragments

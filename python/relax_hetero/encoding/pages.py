@@ -7,10 +7,12 @@ kernel of ``relax.hetero.cached_attention`` reads. The shape is the same on ever
 Orders, of the keys of one head:
 
 - ``"rows"``: ``(PAGE, size)``, a token's key is one row;
-- ``"lanes"``: ``(size, PAGE)``, neighbouring tokens are neighbours, as the lanes of a vector that scores 16 of them.
+- ``"lanes"``: ``(size, PAGE)``, neighbouring tokens are neighbours, as the lanes of a vector that scores 16 of them;
+- ``"chunks"``: ``(size / 8, PAGE, 8)``, eight neighbouring numbers of a token are what tensor cores take at once.
 
-Values are ``(PAGE, size)`` in both. Of ``"int8"``, a number is an integer from -127 to 127 times a float32 scale, one
-for each token's key and one for each token's value; the scales of the keys, then those of the values, lie behind both.
+Values are ``(PAGE, size)`` in the first two, and as keys in the third. Of ``"int8"``, a number is an integer from -127
+to 127 times a float32 scale, one for each token's key and one for each token's value; the scales of the keys, then
+those of the values, lie behind both.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ PAGE = 64
 PAGE_TYPES = ("float16", "bfloat16", "float32", "int8")
 """Element types that a cache may have."""
 
-ORDERS = ("rows", "lanes")
+ORDERS = ("rows", "lanes", "chunks")
 """How the keys of a page may lie."""
 
 _SCALE_BYTES = 4
@@ -87,6 +89,8 @@ def unpacked_pages(pages: np.ndarray, size: int, order: str) -> tuple[np.ndarray
         pages = (pages.astype(np.uint32) << 16).view(np.float32)
     keys = pages[..., : PAGE * size].astype(np.float32)
     values = pages[..., PAGE * size : 2 * PAGE * size].astype(np.float32).reshape(count, heads, PAGE, size)
+    if order == "chunks":
+        keys, values = (_of_chunks(one.reshape(count, heads, size // 8, PAGE, 8)) for one in (keys, values))
     if order == "lanes":
         keys = keys.reshape(count, heads, size, PAGE).swapaxes(2, 3)
     keys = keys.reshape(count, heads, PAGE, size)
@@ -94,3 +98,8 @@ def unpacked_pages(pages: np.ndarray, size: int, order: str) -> tuple[np.ndarray
         scales = np.ascontiguousarray(pages[..., 2 * PAGE * size :]).view(np.float32).reshape(count, heads, 2, PAGE, 1)
         keys, values = keys * scales[:, :, 0], values * scales[:, :, 1]
     return keys, values
+
+
+def _of_chunks(tiles: np.ndarray) -> np.ndarray:
+    pages, heads, chunks, tokens, width = tiles.shape
+    return tiles.swapaxes(2, 3).reshape(pages, heads, tokens, chunks * width)

@@ -273,13 +273,14 @@ class BlockProductProblem:
     ----------
     weights : tuple of Operand
         In panels: one operand of bytes, as `encoding.block_panels` packs it. In fragments: weight, scales and perhaps
-        zero points (8 or 128 where there are none) as `encoding.block_weights` packs them.
+        zero points (8 or 128 where there are none), or the minimums of a file's format, as `encoding.block_weights`
+        packs them.
     block : int
         How many weights along k share a scale; a multiple of 8.
     bits : int
-        Of a weight.
+        Of a weight as it is stored.
     form : BlockFormat or None
-        Of weights in panels.
+        Of weights in panels, and of a file's in fragments.
     """
 
     lhs: Operand
@@ -320,6 +321,33 @@ class BlockProductProblem:
 
 
 @dataclass(frozen=True)
+class BlockUnpackProblem:
+    """Weights in blocks of few bits as numbers, in the layout that a product of many rows reads.
+
+    Parameters of its kernel, in order: weights, result.
+
+    Attributes
+    ----------
+    product : BlockProductProblem
+        Whose weights they are; its left operand says the element type.
+    result : Operand
+        Over "k" and "n".
+    """
+
+    product: BlockProductProblem
+    result: Operand
+
+    @property
+    def parameters(self) -> list[Operand]:
+        """What the kernel takes, in order."""
+        return [*self.product.weights, self.result]
+
+
+APPEND = "append"
+"""Rows of a `CachedAttentionProblem` that is the first half of a chunk's: keys and values go into their pages."""
+
+
+@dataclass(frozen=True)
 class CachedAttentionProblem:
     """Attention with a paged cache, as `relax_hetero.op.cached_attention` says.
 
@@ -340,7 +368,8 @@ class CachedAttentionProblem:
     rotary, norms : str
     eps : float
     rows : str
-        "decode" or "chunk".
+        "decode" or "chunk"; "append" where keys and values of a chunk are written and nothing else is done: there is
+        no out then.
     order : str
         How keys lie in a page, see `encoding.pages`.
     """
@@ -362,7 +391,7 @@ class CachedAttentionProblem:
     @property
     def parameters(self) -> list[Operand]:
         """What the kernel takes, in order, less the scratch."""
-        return [*self.operands, self.out]
+        return [*self.operands, *([] if self.rows == APPEND else [self.out])]
 
     @property
     def group(self) -> int:
@@ -436,6 +465,7 @@ Problem = (
     | AttentionProblem
     | BlockProductProblem
     | BlockRowsProblem
+    | BlockUnpackProblem
     | CachedAttentionProblem
 )
 """Whatever kernels are written for."""

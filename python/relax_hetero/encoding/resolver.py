@@ -35,7 +35,9 @@ class EncodingResolver(Protocol):
     stored that is no constant, and so would be laid out anew in every call. Without it, `resolve` answers for all.
     It may have an attribute ``problems``, the classes of further problems that its `kernel` solves (see `solves`), a
     method ``block_layout`` of the target, which says how weights in blocks are stored (panels without it), a method
-    ``page_order`` of the target, which says how keys lie in pages of a cache ("rows" without it), a method
+    ``page_order`` of the target, which says how keys lie in pages of a cache ("rows" without it), an attribute
+    ``appends_apart`` (see the function `appends_apart`), a method ``unpacked_layout`` of a product with weights in
+    blocks and the target (see the function `unpacked_layout`), a method
     ``attention_types`` of the target and a width (see the function `attention_types`), a method ``group_columns`` of
     the target and an element type (see the function `group_columns`), a method ``convolution_form`` of an encoding, a
     target and the weight's layout (see the function `convolution_form`), and an attribute ``cache_key``, a text that
@@ -149,6 +151,17 @@ def page_order(target: tvm.target.Target) -> str:
     """How keys lie in the pages of a cache on a target: one of `encoding.pages.ORDERS`."""
     choose = getattr(resolver_for(target), "page_order", None)
     return "rows" if choose is None else str(choose(target))
+
+
+def appends_apart(target: tvm.target.Target) -> bool:
+    """Whether a target writes the keys and values of a chunk into their pages by a kernel of its own."""
+    return bool(getattr(resolver_for(target), "appends_apart", False))
+
+
+def unpacked_layout(target: tvm.target.Target, problem: BlockProductProblem) -> PackedLayout | None:
+    """How the weights of a product of many rows are laid out as numbers of ``(k, n)``; None: it takes their bits."""
+    choose = getattr(resolver_for(target), "unpacked_layout", None)
+    return None if choose is None else choose(problem, target)
 
 
 def block_layout(target: tvm.target.Target) -> BlockLayout | None:

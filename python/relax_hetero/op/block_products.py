@@ -24,6 +24,7 @@ DEQUANTIZE_BLOCKS, BLOCK_MATMUL = "relax.hetero.dequantize_blocks", "relax.heter
 BLOCK_ROWS = "relax.hetero.block_rows"
 
 _POINTS = ("uint8", "float32")
+_MINIMUMS = ("float16", "float32")
 _SCALES = ("float32", "float16")
 
 
@@ -238,8 +239,9 @@ def infer_block_matmul(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.Tens
     _tensor(call, 0, layout.lhs_types)
     shapes = layout.shapes(columns, form, x[-1])
     _check_call(call, BlockMatmulAttrs, 1 + len(shapes))
+    points = _MINIMUMS if call.attrs.format else _POINTS
     for index, shape in enumerate(shapes, 1):
-        found = _tensor(call, index, (layout.weight_type,) if index == 1 else _SCALES if index == 2 else _POINTS)
+        found = _tensor(call, index, (layout.weight_type,) if index == 1 else _SCALES if index == 2 else points)
         _expect(call, index, found, shape)
     expression = Expression.parse(call.attrs.expression)
     others = list(call.args[1 + len(shapes) :])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ..encoding.block_weights import BlockLayout, Fragments
@@ -23,6 +24,8 @@ from ..encoding.packed_layout import SWIZZLED_BYTES, PackedLayout
 from ..encoding.problem import (
     AttentionProblem,
     BlockProductProblem,
+    BlockUnpackProblem,
+    CachedAttentionProblem,
     ConvProblem,
     ElementwiseProblem,
     MatmulProblem,
@@ -40,6 +43,8 @@ if TYPE_CHECKING:
     from tvm import tirx
 
 
+UNPACKED_ROWS = 128
+"""Rows from which on weights of few bits are unpacked once, before a product of 16-bit floats."""
 WIDEST_HEAD = 256
 """Of attention by tensor cores: sums of values stay in registers."""
 WIDEST_TF32_HEAD = 128
@@ -50,7 +55,9 @@ class CudaResolver(ResolverBase):
     """Packed constant right operands of tensor cores, channels-last feature maps, everything else row-major."""
 
     name = "cuda"
-    problems = (AttentionProblem, RowsProblem, BlockProductProblem)
+    problems = (AttentionProblem, RowsProblem, BlockProductProblem, CachedAttentionProblem)
+    appends_apart = True
+    """Blocks of a launch do not wait for each other, and all rows of a chunk read what its rows write."""
 
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """Row-major left operand and result; swizzled tiles for a right one that tensor cores read."""
@@ -74,8 +81,18 @@ class CudaResolver(ResolverBase):
         return Fragments() if gpu_target_of(target).tensor else None
 
     def page_order(self, target: tvm.target.Target) -> str:
-        """A key is one row."""
-        return "rows"
+        """Eight numbers of a token lie together, as tensor cores read keys and values."""
+        return "chunks"
+
+    def unpacked_layout(self, problem: BlockProductProblem, target: tvm.target.Target) -> PackedLayout | None:
+        """Swizzled tiles, of products of `UNPACKED_ROWS` or more of 16-bit floats on Hopper's tensor cores."""
+        gpu, dtype, extents = gpu_target_of(target), problem.lhs.dtype, problem.lhs.shape[:-1]
+        rows = prod(extent if isinstance(extent, int) else 0 for extent in extents)
+        tile = SWIZZLED_BYTES // 2
+        is_known = dtype in HALVES and gpu.tensor == "wgmma" and problem.depth % tile == 0 and problem.block % 16 == 0
+        if rows < UNPACKED_ROWS or not is_known:
+            return None
+        return tiled(("k", "n"), ("n", "k"), {"n": COLUMNS, "k": tile}, swizzle=True)
 
     def group_columns(self, target: tvm.target.Target, dtype: str) -> int:
         """A packed tile's, of halves that tensor cores multiply."""
@@ -101,14 +118,18 @@ def _generators() -> dict[type, Callable[[Any, GpuTarget], tirx.PrimFunc]]:
     from ..tir.cuda.conv.convolution import cuda_conv_kernel
     from ..tir.cuda.elementwise.elementwise import elementwise_kernel
     from ..tir.cuda.matmul.block_product import block_product_kernel
+    from ..tir.cuda.matmul.block_unpack import block_unpack_kernel
     from ..tir.cuda.matmul.matmul import cuda_matmul_kernel
+    from ..tir.cuda.paged.cached_attention import cuda_cached_attention_kernel
     from ..tir.cuda.rows.rows import rows_kernel
 
     return {
         MatmulProblem: cuda_matmul_kernel,
         ConvProblem: cuda_conv_kernel,
         BlockProductProblem: block_product_kernel,
+        BlockUnpackProblem: block_unpack_kernel,
         AttentionProblem: cuda_attention_kernel,
+        CachedAttentionProblem: cuda_cached_attention_kernel,
         RowsProblem: rows_kernel,
         ElementwiseProblem: elementwise_kernel,
     }

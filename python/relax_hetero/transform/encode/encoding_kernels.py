@@ -7,7 +7,7 @@ and target.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tvm
@@ -19,7 +19,9 @@ from ...encoding.encoding import Encoding
 from ...encoding.expression import Expression
 from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import (
+    APPEND,
     AttentionProblem,
+    BlockUnpackProblem,
     CachedAttentionProblem,
     ConvProblem,
     Dim,
@@ -27,7 +29,7 @@ from ...encoding.problem import (
     Operand,
     Problem,
 )
-from ...encoding.resolver import page_order, resolver_for
+from ...encoding.resolver import appends_apart, page_order, resolver_for, unpacked_layout
 from ...encoding.row_program import RowProgram
 from ...errors import EncodingError
 from ...op.encoded import PRODUCTS, encoded_op
@@ -253,6 +255,16 @@ class EncodingKernels:
         ops += ["append", "matmul", "softmax", "matmul"]
         return self._with_scratch(problem, target, name, ops, where, out.vdevice)
 
+    def append(self, call: relax.Call, out: relax.TensorType, where: str) -> tvm.ir.GlobalVar | None:
+        """What writes keys and values of a chunk into their pages before `cached_attention`; None: that does."""
+        target = target_of(out.vdevice)
+        if str(call.attrs.rows) != "chunk" or not appends_apart(target):
+            return None
+        problem = replace(cached_attention_problem(call, out, page_order(target)), rows=APPEND)
+        sizes = [problem.out.shape[0], problem.kv_heads, problem.size]
+        ops = ["rms_norm"] * ("k" in problem.norms) + ["rotary"] * bool(problem.rotary) + ["append"]
+        return self._solve(problem, target, f"append_{shape_text(sizes)}_{self._names.device(target)}", ops, where)
+
     def _with_scratch(
         self,
         problem: AttentionProblem | CachedAttentionProblem,
@@ -284,6 +296,32 @@ class EncodingKernels:
         problem = block_rows_problem(call, result)
         name = f"block_rows_{shape_text(problem.result.shape)}_{self._names.device(target)}"
         return self._solve(problem, target, name, ["block_rows"], where)
+
+    def unpacked_product(
+        self, call: relax.Call, result: relax.TensorType, where: str
+    ) -> tuple[tvm.ir.GlobalVar, relax.TensorType, tvm.ir.GlobalVar, int] | None:
+        """What unpacks the weights of a product of many rows, what it makes, and what multiplies; the weights' number.
+
+        None where the target multiplies as many rows by the weights' bits.
+        """
+        target = target_of(result.vdevice)
+        problem = block_product_problem(call, result)
+        layout = unpacked_layout(target, problem)
+        if layout is None:
+            return None
+        numbers = Operand((problem.depth, problem.columns), problem.lhs.dtype, ("k", "n"), layout)
+        sizes, device = [problem.columns, problem.depth], self._names.device(target)
+        # One kernel for a weight, whatever it is multiplied by.
+        plain = replace(problem, lhs=_one_row(problem.lhs), result=_one_row(problem.result), epilogue=None)
+        name = f"block_unpack_{shape_text(sizes)}_{device}"
+        unpack = self._solve(BlockUnpackProblem(plain, numbers), target, name, ["block_unpack"], where)
+        product = MatmulProblem(problem.lhs, numbers, problem.result, "float32", epilogue=problem.epilogue)
+        epilogue = _op_names(problem.epilogue.expression if problem.epilogue else None)
+        name = "_".join(["matmul", shape_text([*problem.result.shape, problem.depth]), device, *epilogue[:_NAMED_OPS]])
+        multiply = self._solve(product, target, name, ["block_matmul", *epilogue], where)
+        shape = [int(extent) for extent in layout.packed_shape([problem.depth, problem.columns])]
+        ty = relax.TensorType(shape, problem.lhs.dtype, result.vdevice)
+        return unpack, ty, multiply, len(problem.weights)
 
     def relayout(self, source: Stored, result: Stored, where: str) -> tvm.ir.GlobalVar:
         """The kernel that lays a tensor out anew; one of both is row-major for packing and unpacking."""
@@ -346,6 +384,14 @@ def _relayout_kernel(
     if result.is_identity:
         return pack.unpack_kernel(shape, dtype, source, cpu)
     return pack.relayout_kernel(shape, dtype, source, result, cpu)
+
+
+def _one_row(operand: Operand) -> Operand:
+    """An operand of one row in the place of many."""
+    return replace(operand, shape=(1, operand.shape[-1]), index_map=("m", operand.index_map[-1]), layout=_ROW_MAJOR)
+
+
+_ROW_MAJOR = PackedLayout.identity(2)
 
 
 def _named(expression: Expression, result: Stored) -> Expression:

@@ -13,7 +13,7 @@ from tvm import relax
 
 from ...encoding.block_formats import block_format
 from ...encoding.block_panels import Panels
-from ...encoding.block_weights import layout_of
+from ...encoding.block_weights import layout_of, stored_bits
 from ...encoding.encoding import LHS, RESULT, RHS, Encoding, IndexMap
 from ...encoding.expression import Expression
 from ...encoding.heads import NAMES, Heads
@@ -275,8 +275,10 @@ def block_product_problem(call: relax.Call, result: relax.TensorType) -> BlockPr
         operands = (one.operand(symbols, index_map) for one, index_map in zip(stored[first:], maps, strict=True))
         epilogue = Epilogue(expression, tuple(operands))
     out = Stored.plain(result).operand(symbols, names)
-    in_panels = form if isinstance(layout, Panels) else None
-    return BlockProductProblem(lhs, weights, out, form.block, epilogue, form.bits, in_panels)
+    in_panels = isinstance(layout, Panels)
+    bits = form.bits if in_panels else stored_bits(form)
+    known = form if in_panels or form.record_bytes else None
+    return BlockProductProblem(lhs, weights, out, form.block, epilogue, bits, known)
 
 
 def block_rows_problem(call: relax.Call, result: relax.TensorType) -> BlockRowsProblem:

@@ -83,6 +83,7 @@ class _Function:
         self.stored: dict[relax.Var, Stored] = {}
         self.tuples = _tuples_used_whole(func)
         self.fields: dict[relax.Var, relax.Var] = {}  # tuples whose fields are now those of another
+        self.parts: dict[relax.Var, tuple[relax.Var, ...]] = {}  # tuples whose fields are variables
         self.merges = Merges()
 
     def materialize(self) -> relax.Function:
@@ -104,6 +105,8 @@ class _Function:
         if isinstance(value, relax.TupleGetItem) and value.tuple_value in self.fields:
             field = relax.TupleGetItem(self.fields[value.tuple_value], value.index)
             return relax.VarBinding(binding.var, field, binding.span)
+        if isinstance(value, relax.TupleGetItem) and value.tuple_value in self.parts:
+            return self.merges.alias(binding.var, self.parts[value.tuple_value][int(value.index)])
         if op_name(value) == TRANSFER and value.args[0] in self.stored:
             stored = self.stored[value.args[0]]
             there = Stored(binding.var.ty, stored.layout)
@@ -222,6 +225,9 @@ class _Function:
         var, call = binding.var, binding.value
         where = f"{CACHED_ATTENTION} of variable {var.name!r} in function {self.name!r}"
         out, pages = var.ty.fields
+        append = self.kernels.append(call, out, where)
+        if append is not None:
+            return self._appended_attention(binding, append, where)
         kernel, scratch = self.kernels.cached_attention(call, out, where)
         types = [out, pages] if scratch is None else [out, pages, scratch]
         operands = relax.Tuple([self.merges.resolve(arg) for arg in call.args])
@@ -235,6 +241,23 @@ class _Function:
         # Nobody but those that take a field of it reads most of such tuples; a tuple of fields would end runs.
         return [relax.VarBinding(whole, value, binding.span), *self._tuple(binding, whole)]
 
+    def _appended_attention(self, binding: relax.Binding, append: tvm.ir.GlobalVar, where: str) -> list[relax.Binding]:
+        """The call of a kernel that writes pages in place, and of one that reads them."""
+        var, call = binding.var, binding.value
+        kind, (out, pages) = type(var), var.ty.fields
+        operands = [self.merges.resolve(arg) for arg in call.args]
+        written = kind(f"{var.name}_pages", pages)
+        new = typed(relax.call_tir_inplace(append, relax.Tuple(operands), [PAGES], [pages]), pages)
+        operands[PAGES] = written
+        kernel, _ = self.kernels.cached_attention(call, out, where)
+        attended = kind(f"{var.name}_rows", out)
+        value = typed(relax.call_tir(kernel, relax.Tuple(operands), out), out)
+        self.parts[var] = (attended, written)
+        made = [relax.VarBinding(written, new, binding.span), relax.VarBinding(attended, value, binding.span)]
+        if var in self.tuples:
+            made.append(relax.VarBinding(var, relax.Tuple([attended, written]), binding.span))
+        return made
+
     def _tuple(self, binding: relax.Binding, whole: relax.Var) -> list[relax.Binding]:
         """The first fields of `whole` as the tuple that the binding was, where it is used as a tuple."""
         var, kind = binding.var, type(binding.var)
@@ -244,11 +267,21 @@ class _Function:
         bound = [relax.VarBinding(part, relax.TupleGetItem(whole, index)) for index, part in enumerate(parts)]
         return [*bound, relax.VarBinding(var, relax.Tuple(parts), binding.span)]
 
-    def _of_blocks(self, binding: relax.Binding) -> relax.Binding:
+    def _of_blocks(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
+        """The call of a kernel on the weights' bits, or of one that unpacks them, and of a product."""
         var, call = binding.var, binding.value
         where = f"{op_name(call)} of variable {var.name!r} in function {self.name!r}"
-        write = self.kernels.block_product if op_name(call) == BLOCK_MATMUL else self.kernels.block_rows
-        kernel = write(call, var.ty, where)
+        if op_name(call) == BLOCK_ROWS:
+            rows = self.kernels.block_rows(call, var.ty, where)
+            return relax.VarBinding(var, self._call(rows, call.args, var.ty), binding.span)
+        parts = self.kernels.unpacked_product(call, var.ty, where)
+        if parts is not None:
+            unpack, ty, multiply, count = parts
+            numbers = type(var)(f"{var.name}_numbers", ty)
+            made = relax.VarBinding(numbers, self._call(unpack, call.args[1 : 1 + count], ty), binding.span)
+            product = self._call(multiply, [call.args[0], numbers, *call.args[1 + count :]], var.ty)
+            return [made, relax.VarBinding(var, product, binding.span)]
+        kernel = self.kernels.block_product(call, var.ty, where)
         return relax.VarBinding(var, self._call(kernel, call.args, var.ty), binding.span)
 
     def _stored(self, expr: relax.Expr) -> Stored:

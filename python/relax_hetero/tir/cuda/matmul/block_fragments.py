@@ -54,9 +54,15 @@ class WeightFragments:
         self.fragment, self.points, self.wide = local(4, "uint32"), local(4, "uint32"), local(2, "float32")
 
     @property
+    def has_minimums(self) -> bool:
+        """Whether a block's minimum is added to its weights, times their scale."""
+        form = self.work.problem.form
+        return form is not None and bool(form.minimum)
+
+    @property
     def has_any_points(self) -> bool:
-        """Whether zero points are any numbers: they are multiplied by the sums of the left operand."""
-        return self.zeros is not None and str(self.zeros.dtype) == "float32"
+        """Whether zero points, or minimums, are any numbers: they are multiplied by the sums of the left operand."""
+        return self.zeros is not None and str(self.zeros.dtype) != "uint8"
 
     @property
     def ones(self) -> list[Expr]:
@@ -93,6 +99,14 @@ class WeightFragments:
         """What is left of a zero point that is any number, once `unpack` has taken the middle from the weights."""
         point = self.point_bits[self._place(slot, fragment, number) + half]
         return point - T.float32(middle_of(self.work.problem.bits))
+
+    def minimum(self, slot: int, fragment: int, number: int, half: int, scale: Expr) -> Expr:
+        """What every weight of a block has beside its scaled code, which `unpack` counts from the middle on."""
+        form, bits = self.work.problem.form, self.work.problem.bits
+        assert form is not None, "only formats of files have minimums"
+        value = T.cast(self.point_bits[self._place(slot, fragment, number) + half], "float32")
+        lowest = middle_of(bits) + form.low if bits == form.bits else 0
+        return T.bind(value + scale * T.float32(lowest) if lowest else value)
 
     def _place(self, slot: int, fragment: int, number: int) -> int:
         return ((slot * self.work.plan.fragments + fragment) * self.work.scaled + number) * 2

@@ -243,12 +243,18 @@ class _Body:
         groups = self.work.plan.groups
         for half in range(2):
             scale = self.weights.scale(slot, fragment, number, half)
+            has_minimums = self.weights.has_minimums
+            minimum = self.weights.minimum(slot, fragment, number, half, scale) if has_minimums else None
             for group in range(groups):
                 for i in (2 * half, 2 * half + 1):
                     if not self._may_be_row(group, i):
                         continue
                     total = (fragment * groups + group) * 4 + i
                     value: Expr = self.sums[group * 4 + i]
+                    if minimum is not None:
+                        added = minimum * self.left_sums[group * 4 + i] + self.totals[total]
+                        T.buffer_store(self.totals, added + scale * value, [total])
+                        continue
                     if self.weights.has_any_points:
                         point = self.weights.point(slot, fragment, number, half)
                         value = value - point * self.left_sums[group * 4 + i]

@@ -52,7 +52,7 @@ class HeadVector:
             Whether its elements are rotated by the row's position: those of queries and keys.
         store : callable
         """
-        size, half = self.work.size, self.work.size // 2
+        size = self.work.size
         begin = T.bind(self.tensors.head_of_row(row, head))
         rotary = self.work.rotary if is_rotated else ""
         qkv = self.tensors.qkv

@@ -1,7 +1,7 @@
 """Attention of consecutive tokens of one sequence over the pages of a cache, where their keys and values are already.
 
-A block has a head of queries and a tile of rows, 16 for each of its warps; it normalizes and rotates the queries itself,
-which are read once. Pages come by bulk copies, a ring of stages ahead. Tiles with the most keys go first.
+A block has a head of queries and a tile of rows, 16 for each of its warps; it normalizes and rotates its queries, which
+no other block reads. Pages come by bulk copies, a ring of stages ahead. Tiles with the most keys go first.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _Kernel:
 
     def _find(self) -> None:
         """The sequence, the last position of the tile, and its pages."""
-        work, window = self.work, self.work.window
+        window = self.work.window
         self.sequence = T.bind(T.max(self.tensors.sequences[0], 0))
         last = local(1, "int32")
         T.buffer_store(last, T.int32(-1), [0])

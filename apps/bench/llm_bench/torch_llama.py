@@ -1,0 +1,95 @@
+"""The same llama-shaped model in PyTorch: f16 weights made on the GPU, sdpa over a cache, a step as one CUDA graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpu_bench.device_time import Clock, Launch, torch_on_gpu
+from gpu_bench.torch_peers import captured
+
+from llm_bench.llama_shape import LlamaShape
+
+Tensor = Any
+
+
+class TorchLlama:
+    """Weights and functions of a model; projections of queries, keys and values are joined, and so are gate and up.
+
+    Parameters
+    ----------
+    shape : LlamaShape
+    """
+
+    def __init__(self, shape: LlamaShape) -> None:
+        self.torch, self.shape = torch_on_gpu(), shape
+
+        def weight(columns: int, depth: int) -> Tensor:
+            made = self.torch.empty((columns, depth), dtype=self.torch.float16, device="cuda")
+            return made.normal_(0, depth**-0.5)
+
+        self.layers = [
+            (
+                weight(shape.joined, shape.width),
+                weight(shape.width, shape.heads * shape.size),
+                weight(2 * shape.feed_forward, shape.width),
+                weight(shape.width, shape.feed_forward),
+            )
+            for _ in range(shape.layers)
+        ]
+        self.embedding = weight(shape.vocabulary, shape.width)
+        self.output = weight(shape.vocabulary, shape.width)
+        self.scale = self.torch.ones(shape.width, dtype=self.torch.float16, device="cuda")
+
+    def step(self, clock: Clock, batch: int, context: int) -> Launch:
+        """A launch of a step of `batch` sequences, each with `context` tokens, the new one among them."""
+        torch, shape = self.torch, self.shape
+        kinds = {"dtype": torch.float16, "device": "cuda"}
+        cache = [torch.randn(2, batch, shape.kv_heads, context, shape.size, **kinds) for _ in range(shape.layers)]
+        tokens = torch.randint(0, shape.vocabulary, (batch,), device="cuda")
+        at = torch.full((1,), context - 1, device="cuda")
+
+        def work() -> list[Tensor]:
+            return [self._forward(tokens, batch, 1, at, cache)]
+
+        return captured(clock, work)[0]
+
+    def prefill(self, clock: Clock, rows: int) -> Launch:
+        """A launch of a prefill of one sequence, which gives the last row's logits."""
+        torch = self.torch
+        tokens, at = torch.randint(0, self.shape.vocabulary, (rows,), device="cuda"), torch.arange(rows, device="cuda")
+
+        def work() -> list[Tensor]:
+            return [self._forward(tokens, 1, rows, at, None)]
+
+        return captured(clock, work)[0]
+
+    def _forward(self, tokens: Tensor, batch: int, rows: int, at: Tensor, cache: list[Tensor] | None) -> Tensor:
+        torch, shape = self.torch, self.shape
+        functional = torch.nn.functional
+        steps = 5e5 ** (-torch.arange(0, shape.size, 2, device="cuda") / shape.size)
+        angles = at[:, None] * steps
+        rotation = (angles.cos().half(), angles.sin().half())
+        x = self.embedding[tokens]
+        for number, (joined, attended, gate_up, down) in enumerate(self.layers):
+            both = functional.linear(self._norm(x), joined).view(batch, rows, -1, shape.size).transpose(1, 2)
+            q, k, v = both.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+            q, k = self._rotated(q, rotation), self._rotated(k, rotation)
+            if cache is not None:
+                cache[number][0].index_copy_(2, at, k)
+                cache[number][1].index_copy_(2, at, v)
+                k, v = cache[number][0], cache[number][1]
+            made = functional.scaled_dot_product_attention(q, k, v, is_causal=cache is None, enable_gqa=True)
+            x = x + functional.linear(made.transpose(1, 2).reshape(batch * rows, -1), attended)
+            gate, up = functional.linear(self._norm(x), gate_up).chunk(2, dim=-1)
+            x = x + functional.linear(functional.silu(gate) * up, down)
+        if cache is None:
+            x = x[-1:]
+        return functional.linear(self._norm(x), self.output)
+
+    def _norm(self, x: Tensor) -> Tensor:
+        return self.torch.nn.functional.rms_norm(x, (self.shape.width,), self.scale, 1e-5)
+
+    def _rotated(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        cosine, sine = rotation
+        first, second = x.chunk(2, dim=-1)
+        return self.torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1)

@@ -1,0 +1,137 @@
+"""Weights of 4 or 8 bits as 16-bit floats, in the tiles that the tensor cores of Hopper read from shared memory.
+
+Many rows are multiplied faster so: unpacking beside a product takes each of a few rows' tiles as long as their
+products, and a weight is unpacked once here. A number is rounded once, from float32. A warp unpacks a fragment block; a
+lane's neighbours along k are 16 bytes of a tile's row (8 where blocks are short).
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ....encoding.block_weights import FRAGMENT_COLUMNS
+from ....encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES
+from ....encoding.problem import BlockProductProblem, BlockUnpackProblem
+from ....errors import EncodingError
+from ....target.gpu_target import WARP, GpuTarget
+from ...core.builder import Expr, Function, ceil_div, int64, when
+from ..core import ptx
+from ..core.launch import launch, local, may_begin_early
+from ..core.operand import GpuOperand
+from .block_fragments import WeightFragments
+from .block_plan import STEP, BlockPlan, BlockWork
+from .operand_tiles import PACKED_ROWS
+
+TILE_DEPTH = SWIZZLED_BYTES // 2
+"""Values of k in a tile of 16-bit floats."""
+_WARPS = 8
+_ALONE = BlockPlan(1, 1, _WARPS, 1)
+
+
+def block_unpack_kernel(problem: BlockUnpackProblem, gpu: GpuTarget) -> tirx.PrimFunc:
+    """The kernel that unpacks a weight, one launch; `BlockUnpackProblem` says its parameters.
+
+    It may begin before the launch before it has ended, and reads the weights at once where they are constants.
+
+    Raises EncodingError for results that are not swizzled tiles of 16-bit floats, and for depths that do not fill them.
+    """
+    product, result = problem.product, problem.result
+    layout = result.layout
+    is_tiled = layout.swizzle and layout.inner_tiles == (PACKED_ROWS, TILE_DEPTH)
+    if not is_tiled or result.dtype != product.lhs.dtype or product.depth % TILE_DEPTH or product.block % STEP:
+        raise EncodingError(
+            f"block_unpack on {gpu.arch}: found {product.depth} weights of a row in blocks of {product.block} for "
+            f"{result.dtype} {layout}, expected multiples of {TILE_DEPTH} and {STEP} and swizzled tiles"
+        )
+    function = Function("block_unpack", registers="local")
+    with function:
+        packed = [
+            GpuOperand(function, name, operand)
+            for name, operand in zip(("weight", "scales", "zeros"), product.weights, strict=False)
+        ]
+        tiles = GpuOperand(function, "result", result)
+        with function.body():
+            for view in packed:
+                view.open()
+            tiles.open(raw=True)
+            _Kernel(product, packed, tiles).emit(gpu)
+    return may_begin_early(function.result) if gpu.overlaps_launches else function.result
+
+
+class _Kernel:
+    """The launch."""
+
+    def __init__(self, product: BlockProductProblem, packed: list[GpuOperand], tiles: GpuOperand) -> None:
+        self.work = BlockWork(product, _ALONE, 1)
+        self.packed, self.tiles = packed, tiles
+        self.column_tiles, self.depth_tiles = ceil_div(product.columns, PACKED_ROWS), product.depth // TILE_DEPTH
+
+    def emit(self, gpu: GpuTarget) -> None:
+        """Write it."""
+        work = self.work
+        items = work.tiles * work.chunks
+        with launch(ceil_div(items, _WARPS), _WARPS * WARP) as place:
+            lane = T.bind(tirx.floormod(place.thread, WARP))
+            self.high, self.low = T.bind(tirx.floordiv(lane, 4)), T.bind(tirx.floormod(lane, 4))
+            self.weights = WeightFragments(work, self.packed, lane, self.high)
+            self.pieces = local(work.steps * 2, "uint32")
+            self.values = local(2, "float32")
+            if gpu.overlaps_launches:
+                ptx.wait_for_launches_before()
+                ptx.let_next_launch_begin()
+            item = T.bind(T.Cast("int64", place.block) * _WARPS + tirx.floordiv(place.thread, WARP))
+            with when(True if items % _WARPS == 0 else item < int64(items)):
+                tile, chunk = T.bind(tirx.floordiv(item, work.chunks)), T.bind(tirx.floormod(item, work.chunks))
+                self.weights.load(0, tile, chunk)
+                for number in range(work.scaled):
+                    self._unpack(tile, chunk, number)
+
+    def _unpack(self, tile: Expr, chunk: Expr, number: int) -> None:
+        """The steps of a chunk that share a scale, of both columns of a lane."""
+        work, weights = self.work, self.weights
+        weights.begin(0, 0, number)
+        for half in range(2):
+            scale = weights.scale(0, 0, number, half)
+            added = self._added(number, half, scale)
+            for step in range(work.steps):
+                fragment = weights.unpack(0, 0, number * work.steps + step)
+                for pair in range(2):
+                    self._scale(step * 2 + pair, fragment[pair * 2 + half], scale, added)
+            column = T.bind(tile * FRAGMENT_COLUMNS + T.Cast("int64", self.high + 8 * half))
+            run = 4 * work.steps
+            k = T.bind(chunk * work.chunk + T.Cast("int64", (number * 4 + self.low) * run))
+            self._store(column, k, run)
+
+    def _added(self, number: int, half: int, scale: Expr) -> Expr | None:
+        weights = self.weights
+        if weights.has_minimums:
+            return weights.minimum(0, 0, number, half, scale)
+        if weights.has_any_points:
+            return T.bind(T.float32(0) - weights.point(0, 0, number, half) * scale)
+        return None
+
+    def _scale(self, piece: int, pair: Expr, scale: Expr, added: Expr | None) -> None:
+        """Two weights of 16 bits, as `unpack` leaves them, times their scale."""
+        for i in range(2):
+            bits = T.Cast("uint16", pair >> T.uint32(16)) if i else T.Cast("uint16", pair & T.uint32(0xFFFF))
+            if self.work.type == "float16":
+                value = T.Cast("float32", T.reinterpret("float16", bits))
+            else:
+                value = T.reinterpret("float32", T.Cast("uint32", bits) << T.uint32(16))
+            T.buffer_store(self.values, value * scale if added is None else value * scale + added, [i])
+        ptx.pack_pair(self.pieces[piece], self.values[0], self.values[1], self.work.type)
+
+    def _store(self, column: Expr, k: Expr, run: int) -> None:
+        """A lane's neighbours along k of a column, 8 bytes or 16."""
+        number = tirx.floordiv(column, PACKED_ROWS) * self.depth_tiles + tirx.floordiv(k, TILE_DEPTH)
+        row, in_row = tirx.floormod(column, PACKED_ROWS), tirx.floormod(k, TILE_DEPTH)
+        per = CHUNK_BYTES // 2
+        words, width = run // 2, min(4, run // 2)
+        with when(column < int64(self.column_tiles * PACKED_ROWS)):
+            for first in range(0, words, width):
+                place = in_row + first * 2
+                swizzled = T.bitwise_xor(tirx.floordiv(place, per), tirx.floormod(row, 8)) * per
+                at = (number * PACKED_ROWS + row) * TILE_DEPTH + swizzled + tirx.floormod(place, per)
+                values = [self.pieces[first + i] for i in range(width)]
+                ptx.store_global(T.address_of(self.tiles.data[T.bind(at)]), values)

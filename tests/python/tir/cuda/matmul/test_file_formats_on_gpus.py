@@ -1,0 +1,81 @@
+"""Products with weights of a file's formats on GPUs, by the interpreter of their kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tvm.target import Target
+
+from encoding.random_blocks import random_rows
+from gpu_interpreter import run
+from relax_hetero.encoding import PackedLayout
+from relax_hetero.encoding.block_formats import FILE_FORMATS, numbers_of_rows
+from relax_hetero.encoding.block_panels import BlockSource
+from relax_hetero.encoding.block_weights import Fragments, stored_bits
+from relax_hetero.encoding.problem import BlockProductProblem, Operand
+from relax_hetero.target.element_types import numpy_dtype
+from relax_hetero.target.gpu_target import gpu_target_of
+from relax_hetero.tir.cuda.matmul.block_product import block_product_kernel
+from seeds import fresh_rng
+from tir.cuda.gpu_runs import needs_gpu, run_on_gpu
+
+GPU = gpu_target_of(Target({"kind": "cuda", "arch": "sm_90a"}))
+FORMATS = [form.name for form in FILE_FORMATS.values() if not form.is_plain]
+plain = PackedLayout.identity
+
+
+def case(name, m, n, depth, dtype):
+    """A problem, the kernel's arguments, and the result in float64."""
+    rng, form = fresh_rng(), FILE_FORMATS[name]
+    raw = random_rows(name, n, depth)
+    layout = Fragments()
+    assert layout.fits(form, depth)
+    packed = layout.pack(BlockSource((raw,), form, depth))
+    assert [list(array.shape) for array in packed] == layout.shapes(n, form, depth)
+    x = rng.standard_normal((m, depth)).astype(numpy_dtype(dtype))
+    problem = BlockProductProblem(
+        Operand((m, depth), dtype, ("m", "k"), plain(2)),
+        tuple(Operand(array.shape, str(array.dtype), Fragments.index_map, plain(4)) for array in packed),
+        Operand((m, n), "float32", ("m", "n"), plain(2)),
+        form.block,
+        None,
+        stored_bits(form),
+        form,
+    )
+    want = x.astype("float64") @ numbers_of_rows(raw, form, depth).astype("float64").T
+    return problem, [x, *packed], want
+
+
+def check(found, want, x):
+    # Fields of formats with minimums are not centred: what cancels is larger than what is left.
+    assert np.abs(found - want).max() <= 4e-6 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("m", "n", "dtype"), [(1, 19, "float16"), (3, 16, "float32"), (9, 35, "bfloat16")])
+def test_formats(name, m, n, dtype):
+    problem, arguments, want = case(name, m, n, 512, dtype)
+    result = np.full((m, n), np.nan, "float32")
+    run(block_product_kernel(problem, GPU), *arguments, result)
+    check(result, want, arguments[0])
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("m", "dtype"), [(1, "float16"), (33, "bfloat16")])
+def test_on_a_gpu(name, m, dtype):
+    problem, arguments, want = case(name, m, 300, 2048, dtype)
+    found = run_on_gpu(block_product_kernel(problem, GPU), arguments, (m, 300), "float32")
+    check(found, want, arguments[0])
+
+
+def test_bytes_of_weights():
+    """What a weight takes in memory: as in the file, or a little more, but for K formats, whose scales are wider."""
+    bits = {}
+    for name in FORMATS:
+        problem, arguments, _ = case(name, 1, 16, 512, "float16")
+        bits[name] = sum(array.nbytes for array in arguments[1:]) * 8 / (16 * 512)
+    assert bits == {
+        "q8_0": 8.5, "q4_0": 4.5, "q4_1": 5, "q5_0": 8.5, "q5_1": 9, "q4_k": 6, "q5_k": 10, "q6_k": 10,
+    }  # fmt: skip

@@ -1,0 +1,87 @@
+"""The op `cached_attention` on a GPU, through all passes that make kernels, by the interpreter of these."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax
+
+import relax_hetero as rh
+from gpu_interpreter.models import InterpretedModel
+from relax_hetero.errors import HeteroError
+from relax_hetero.op.cached_attention import cached_attention
+from relax_hetero.target.vdevice import with_vdevices
+from seeds import fresh_rng
+from tir.cuda.gpu_runs import needs_gpu
+from tir.cuda.paged.paged_cases import Call, case, check
+
+HOPPER = {"kind": "cuda", "arch": "sm_90a"}
+CASES = {
+    "decode": case((70, 3), rotary="halves", rotated=32, has_q_norm=True, has_k_norm=True),
+    "chunk": case((60,), chunk=9, rotary="pairs", rotated=16, has_k_norm=True, padded=1),
+}
+
+
+def module_of(call, gpu):
+    """A function that is one op on the call's arguments."""
+    work = call.work
+    builder = relax.BlockBuilder()
+    names = ["qkv", "pages", "table", "sequences", "positions"]
+    names += ["rotation"] * bool(work.rotary) + ["q_norm"] * work.has_q_norm + ["k_norm"] * work.has_k_norm
+    params = [
+        relax.Var(name, relax.TensorType(list(array.shape), str(array.dtype)))
+        for name, array in zip(names, call.arguments(), strict=True)
+    ]
+    with builder.function("main", params):
+        with builder.dataflow():
+            made = builder.emit(
+                cached_attention(
+                    *params,
+                    heads=work.heads,
+                    kv_heads=work.kv_heads,
+                    size=work.size,
+                    scale=work.scale,
+                    rotary=work.rotary,
+                    norms="q" * work.has_q_norm + "k" * work.has_k_norm,
+                    eps=work.eps,
+                    rows="chunk" if work.is_chunk else "decode",
+                )
+            )
+            result = builder.emit_output(made)
+        builder.emit_func_output(result)
+    return with_vdevices(builder.finalize(), [rh.VDevice(gpu)])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels(name):
+    call = Call(CASES[name], fresh_rng())
+    model = InterpretedModel(module_of(call, HOPPER))
+    arguments = call.arguments()
+    arguments[1] = call.pages.copy()
+    check(call, *model(*arguments))
+    kinds = [launched.split("_")[0] for launched in model.launched]
+    assert [kind for kind in kinds if kind in ("append", "chunk", "decode")] == (
+        ["append", "chunk"] if name == "chunk" else ["decode"]
+    )
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", CASES)
+def test_in_place_on_a_gpu(name):
+    """Three calls, the last of a CUDA graph: pages that a call gives are those that it took."""
+    call = Call(CASES[name], fresh_rng())
+    vm = rh.vm.VirtualMachine(rh.compile(module_of(call, "cuda"), donate=["pages"], cache=False))
+    arguments = [tvm.runtime.tensor(array, tvm.cuda(0)) for array in call.arguments()]
+    for _ in range(3):
+        before = arguments[1].data_ptr()
+        out, arguments[1] = vm["main"](*arguments)
+        assert arguments[1].data_ptr() == before
+    check(call, out.numpy(), arguments[1].numpy())
+
+
+def test_a_gpu_without_kernels_is_named():
+    call = Call(CASES["decode"], fresh_rng())
+    with pytest.raises(HeteroError, match="sm_80 has no bulk copies"):
+        rh.compile(module_of(call, {"kind": "cuda", "arch": "sm_80"}), cache=False)
