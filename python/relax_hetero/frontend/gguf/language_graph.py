@@ -1,8 +1,8 @@
 """A language model's functions in Relax: ``decode_B`` and ``prefill_C``.
 
-``decode_B`` takes one token of each of B sequences; ``prefill_C`` takes C tokens that follow each other in one sequence,
-and gives the logits of one of them. Both write keys and values of the tokens into the pages of the cache, which they
-take and give back layer by layer. Variables are named after the file's tensors (``blk.3.attn_q``), for placement.
+``decode_B`` takes one token of each of B sequences; ``prefill_C`` takes C tokens that follow each other in one
+sequence, and gives the logits of one of them. Both write keys and values of the tokens into the pages of the cache,
+which they take and give back layer by layer. Variables are named after the file's tensors (``blk.3.attn_q``), for placement.
 """
 
 from __future__ import annotations
