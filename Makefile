@@ -18,7 +18,7 @@ help:
 	@echo "make test         the test suite (under ten minutes on two cores)"
 	@echo "make test-slow    what takes long and rarely finds more; make test-timing what reads the clock or resident"
 	@echo "                  memory, on a quiet machine; make test-all all three"
-	@echo "make test-torch   rh.from_torch against PyTorch, which it installs into $(TORCH_VENV)"
+	@echo "make test-torch   rh.from_torch and the reference of language models against PyTorch, in $(TORCH_VENV)"
 	@echo "make fuzz         attack the library for FUZZ_SECONDS=3600 with random models, sizes, arguments and files"
 	@echo "make lint         ruff check, ruff format --check, mypy, import-linter"
 	@echo "make format       let ruff rewrite what lint would complain about"
@@ -41,7 +41,7 @@ test-timing: $(VENV)/.stamp-dev
 
 # With torch installed TVM imports it in every process, and the other tests start many: it has an environment of its own.
 test-torch: $(TORCH_VENV)/.stamp-dev
-	$(TORCH_VENV)/bin/python -m pytest -q tests/python/frontend/torch tests/python/test_docs.py -k torch $(PYTEST_ARGS)
+	$(TORCH_VENV)/bin/python -m pytest -q tests/python/frontend/torch tests/python/llm tests/python/test_docs.py -k torch $(PYTEST_ARGS)
 
 test-all: test test-slow test-timing test-torch
 

@@ -33,15 +33,19 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "op": (".op", None),
     "transform": (".transform", None),
     "vm": (".vm", None),
+    "from_gguf": (".frontend", "from_gguf"),
     "from_onnx": (".frontend", "from_onnx"),
     "from_torch": (".frontend", "from_torch"),
     "place": (".frontend", "place"),
     "onnx_report": (".frontend", "onnx_report"),
     "ImportLimits": (".frontend", "ImportLimits"),
+    "PagedCache": (".frontend", "PagedCache"),
     "compile": (".driver", "compile"),
     "get_pipeline": (".driver", "get_pipeline"),
     "load": (".vm", "load"),
     "cluster": (".cluster", None),
+    "CacheError": (".errors", "CacheError"),
+    "llm": (".llm", None),
 }
 
 __all__ = ["__version__", *_EXPORTS]

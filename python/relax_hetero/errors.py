@@ -66,6 +66,10 @@ class MemoryLimitError(HeteroError):
     """A machine or a call that would take more memory than it may."""
 
 
+class CacheError(HeteroError):
+    """A cache of keys and values that has no slot or page left for a sequence."""
+
+
 class HostError(HeteroError):
     """A host of a cluster that cannot be started, or that died; names the host."""
 

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from ..target.element_types import short_name
-from .problem import AttentionProblem, BlockProductProblem, ConvProblem, Dim, MatmulProblem
+from .problem import AttentionProblem, BlockProductProblem, CachedAttentionProblem, ConvProblem, Dim, MatmulProblem
 
 SHORT_SUMS = "relax_hetero.short_sums"
 """On a PrimFunc: the operands' type in which its products are added a few at a time, before float32."""
@@ -54,6 +54,8 @@ def precision(problem: Any) -> str:
         return f"{weight}*{short_name(problem.lhs.dtype)}"
     if isinstance(problem, AttentionProblem):
         return _product(problem.query.dtype, problem.key.dtype, "float32")
+    if isinstance(problem, CachedAttentionProblem):
+        return _product(problem.out.dtype, problem.page_type, "float32")
     return ""
 
 

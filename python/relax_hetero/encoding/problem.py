@@ -320,6 +320,72 @@ class BlockProductProblem:
 
 
 @dataclass(frozen=True)
+class CachedAttentionProblem:
+    """Attention with a paged cache, as `relax_hetero.op.cached_attention` says.
+
+    Parameters of its kernel, in order: the operands, of which `pages` is written, too; out, and perhaps scratch: a
+    float32 tensor whose shape the kernel says. Index maps name "m" rows, "p" pages, "s" slots, "t" pages of a slot.
+
+    Attributes
+    ----------
+    operands : tuple of Operand
+        qkv, pages, table, sequences, positions; then rotation, and factors of norms, those that there are.
+    out : Operand
+    heads, kv_heads, size : int
+    scale : float
+    window : int
+        0: none.
+    softcap : float
+        0: none.
+    rotary, norms : str
+    eps : float
+    rows : str
+        "decode" or "chunk".
+    order : str
+        How keys lie in a page, see `encoding.pages`.
+    """
+
+    operands: tuple[Operand, ...]
+    out: Operand
+    heads: int
+    kv_heads: int
+    size: int
+    scale: float
+    window: int
+    softcap: float
+    rotary: str
+    norms: str
+    eps: float
+    rows: str
+    order: str
+
+    @property
+    def parameters(self) -> list[Operand]:
+        """What the kernel takes, in order, less the scratch."""
+        return [*self.operands, self.out]
+
+    @property
+    def group(self) -> int:
+        """Heads of queries that read the same keys."""
+        return self.heads // self.kv_heads
+
+    @property
+    def page_type(self) -> str:
+        """Element type of the pages."""
+        return self.operands[1].dtype
+
+    @property
+    def turned(self) -> int:
+        """How many numbers of a head are rotated."""
+        return _static(self.operands[5].shape[1]) if self.rotary else 0
+
+    def other(self, name: str) -> int | None:
+        """The number of an operand: "rotation", "q_norm" or "k_norm"; None where there is none."""
+        names = ["rotation"] * bool(self.rotary) + [f"{letter}_norm" for letter in self.norms]
+        return 5 + names.index(name) if name in names else None
+
+
+@dataclass(frozen=True)
 class BlockRowsProblem:
     """Rows of weights in panels as numbers: ``result[i] = numbers[index[i]]``.
 
@@ -370,5 +436,6 @@ Problem = (
     | AttentionProblem
     | BlockProductProblem
     | BlockRowsProblem
+    | CachedAttentionProblem
 )
 """Whatever kernels are written for."""

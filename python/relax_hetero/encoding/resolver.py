@@ -35,6 +35,7 @@ class EncodingResolver(Protocol):
     stored that is no constant, and so would be laid out anew in every call. Without it, `resolve` answers for all.
     It may have an attribute ``problems``, the classes of further problems that its `kernel` solves (see `solves`), a
     method ``block_layout`` of the target, which says how weights in blocks are stored (panels without it), a method
+    ``page_order`` of the target, which says how keys lie in pages of a cache ("rows" without it), a method
     ``attention_types`` of the target and a width (see the function `attention_types`), a method ``group_columns`` of
     the target and an element type (see the function `group_columns`), a method ``convolution_form`` of an encoding, a
     target and the weight's layout (see the function `convolution_form`), and an attribute ``cache_key``, a text that
@@ -142,6 +143,12 @@ def convolution_form(target: tvm.target.Target, encoding: Encoding, weight: Pack
     """How a target computes a convolution whose weight is stored so, and why; empty where it has one form."""
     tell = getattr(resolver_for(target), "convolution_form", None)
     return "" if tell is None or weight is None else str(tell(encoding, target, weight))
+
+
+def page_order(target: tvm.target.Target) -> str:
+    """How keys lie in the pages of a cache on a target: one of `encoding.pages.ORDERS`."""
+    choose = getattr(resolver_for(target), "page_order", None)
+    return "rows" if choose is None else str(choose(target))
 
 
 def block_layout(target: tvm.target.Target) -> BlockLayout | None:

@@ -2,9 +2,11 @@
 
 from .auto.auto_placement import AutoPlacement, auto_placement
 from .auto.cost_model import CostModel, DeviceCost, LinkCost
+from .from_gguf import from_gguf
 from .from_onnx import from_onnx
 from .from_torch import from_torch
 from .import_limits import ImportLimits
+from .onnx_decoder.paged_cache import PagedCache
 from .onnx_report import NodeReport, OnnxReport, onnx_report
 from .place import place
 
@@ -16,7 +18,9 @@ __all__ = [
     "LinkCost",
     "NodeReport",
     "OnnxReport",
+    "PagedCache",
     "auto_placement",
+    "from_gguf",
     "from_onnx",
     "from_torch",
     "onnx_report",

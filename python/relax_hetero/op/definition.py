@@ -16,7 +16,7 @@ from tvm.relax.script import parser as relax_parser
 
 from ..errors import EncodingError
 
-Infer = Callable[[relax.Call, relax.BlockBuilder], "relax.TensorType | relax.ShapeType"]
+Infer = Callable[[relax.Call, relax.BlockBuilder], "relax.TensorType | relax.ShapeType | tvm.ir.TupleType"]
 """Gives the type of a call; raises EncodingError for the first thing that is wrong with it."""
 
 

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING
 
 from ..encoding.encoding import DYNAMIC, EXACT, RHS, Encoding
 from ..encoding.packed_layout import PackedLayout
-from ..encoding.problem import AttentionProblem, BlockProductProblem, BlockRowsProblem, RowPhase, RowsProblem
+from ..encoding.problem import (
+    AttentionProblem,
+    BlockProductProblem,
+    BlockRowsProblem,
+    CachedAttentionProblem,
+    RowPhase,
+    RowsProblem,
+)
 from ..target.cpu_target import CpuTarget, cpu_target_of
 from ..target.dot_instructions import DotInstruction, dot_instruction_for
 from ..target.element_types import bytes_of
@@ -39,7 +46,14 @@ class CpuResolver(ResolverBase):
     """Row-major left operand and result, packed right operand."""
 
     name = "cpu"
-    problems = (AttentionProblem, BlockProductProblem, BlockRowsProblem, RowsProblem, RowPhase)
+    problems = (
+        AttentionProblem,
+        BlockProductProblem,
+        BlockRowsProblem,
+        CachedAttentionProblem,
+        RowsProblem,
+        RowPhase,
+    )
 
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """Row-major left operand and result; panels for the right one, unless it is a small activation."""

@@ -73,6 +73,10 @@ class CudaResolver(ResolverBase):
         """Fragments, where there are tensor cores; weights are computed by plain ops elsewhere."""
         return Fragments() if gpu_target_of(target).tensor else None
 
+    def page_order(self, target: tvm.target.Target) -> str:
+        """A key is one row."""
+        return "rows"
+
     def group_columns(self, target: tvm.target.Target, dtype: str) -> int:
         """A packed tile's, of halves that tensor cores multiply."""
         return COLUMNS if dtype in HALVES and gpu_target_of(target).multiplies(dtype, dtype, "float32") else 0

@@ -13,6 +13,7 @@ from ..encoding.problem import (
     AttentionProblem,
     BlockProductProblem,
     BlockRowsProblem,
+    CachedAttentionProblem,
     ConvProblem,
     ElementwiseProblem,
     MatmulProblem,
@@ -88,6 +89,10 @@ class ResolverBase(ABC):
         layout = self.resolve(encoding, target) or PackedLayout.identity(len(shape))
         return layout.storage_bytes(shape, encoding.element_type)
 
+    def page_order(self, target: tvm.target.Target) -> str:
+        """Tokens in lanes, whatever the CPU: its kernels read a page's keys so."""
+        return "lanes"
+
     def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
         """The project's own kernel for the target's machine."""
         return _generators()[type(problem)](problem, cpu_target_of(target))
@@ -97,6 +102,7 @@ class ResolverBase(ABC):
 def _generators() -> dict[type, Callable[[Any, CpuTarget], tirx.PrimFunc]]:
     """Which generator solves which problem; they load when the first kernel is written."""
     from ..tir.attention.attention import attention_kernel
+    from ..tir.attention.cached.cached_attention import cached_attention_kernel
     from ..tir.conv.convolution import conv_kernel
     from ..tir.elementwise.elementwise import elementwise_kernel
     from ..tir.matmul.block_product import block_product_kernel
@@ -110,6 +116,7 @@ def _generators() -> dict[type, Callable[[Any, CpuTarget], tirx.PrimFunc]]:
         BlockProductProblem: block_product_kernel,
         BlockRowsProblem: block_rows_kernel,
         AttentionProblem: attention_kernel,
+        CachedAttentionProblem: cached_attention_kernel,
         RowsProblem: rows_kernel,
         ElementwiseProblem: elementwise_kernel,
     }

@@ -11,7 +11,7 @@ from .command import accuracy_option, command, json_option, verify_option
 from .command_tables import CommandBuffers
 from .console import console, print_json, show
 from .explanation import ALL, SECTIONS, Explanation, explanation_of
-from .models import is_onnx, load_library, placed_onnx, refuse_compiled
+from .models import is_onnx, load_library, placed_module, refuse_compiled
 from .placing import Placing, placing_options
 
 
@@ -66,7 +66,7 @@ def _of_onnx(path: Path, placing: Placing, accuracy: str) -> Explanation:
     from ..transform.ir.findings import findings_of
     from ..transform.record.region_attrs import kernels_of
 
-    module = with_accuracy(placed_onnx(path, placing), accuracy, "explain")
+    module = with_accuracy(placed_module(path, placing), accuracy, "explain")
     cache = look_up(module)
     vdevices = vdevices_of(module)
     targets = {device_name(v, vdevices): str(v.target) for v in vdevices}

@@ -74,11 +74,28 @@ def obtain(
     return load_library(path, placing, key)
 
 
-def placed_onnx(path: Path, placing: Placing) -> IRModule:
-    """Import and place an ONNX file."""
+def is_gguf(path: Path) -> bool:
+    """Whether a path names a language model's GGUF file."""
+    return path.suffix.lower() == ".gguf"
+
+
+def placed_module(path: Path, placing: Placing) -> IRModule:
+    """Import and place an ONNX or a GGUF file.
+
+    Raises
+    ------
+    HeteroError: If the model cannot be imported or placed.
+    click.UsageError: If an option is given that a GGUF file does not take.
+    """
     import relax_hetero as rh
 
-    return rh.from_onnx(str(path), **placing.import_options(input_names(path)))
+    if not is_gguf(path):
+        return rh.from_onnx(str(path), **placing.import_options(input_names(path)))
+    options = placing.import_options()
+    for name in ("shapes", "limits", "objective"):
+        if options.pop(name, None) is not None:
+            raise click.UsageError(f"{path.name} is a language model of fixed sizes: {name} go with an ONNX file")
+    return rh.from_gguf(path, **options)
 
 
 def compile_onnx(
@@ -89,7 +106,7 @@ def compile_onnx(
 
     with console(stderr=True).status(f"Importing {path.name}") as status:
         start = time.perf_counter()
-        module = placed_onnx(path, placing)
+        module = placed_module(path, placing)
         imported = time.perf_counter()
         status.update(f"Compiling {path.name}")
         executable = rh.compile(

@@ -158,7 +158,7 @@ def _plan(
     memory_limit: MemoryLimit | None,
 ) -> AutoPlacement:
     cpus = [index for index, vdevice in enumerate(vdevices) if is_cpu(vdevice)]
-    costs = PlanCosts(graph, model, _limits(memory_limit, vdevices), cpus)
+    costs = PlanCosts(graph, model, memory_limits(memory_limit, vdevices), cpus)
 
     def ticks(plan: Sequence[int]) -> int:
         return call_ticks(costs, plan) if objective == "latency" else max(costs.busy_queues(plan))
@@ -192,8 +192,8 @@ def _plan(
     )
 
 
-def _limits(memory_limit: MemoryLimit | None, vdevices: Sequence[tvm.relax.VDevice]) -> dict[int, int]:
-    """The limits by position in the list."""
+def memory_limits(memory_limit: MemoryLimit | None, vdevices: Sequence[tvm.relax.VDevice]) -> dict[int, int]:
+    """The limits by position in the list; by default most of the memory of GPUs that are here."""
     if memory_limit is None:
         return {index: _SHARE_OF_GPU * total // 100 for index, total in enumerate(map(_memory_of, vdevices)) if total}
     if not isinstance(memory_limit, Mapping):

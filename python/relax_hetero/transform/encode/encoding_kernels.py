@@ -18,8 +18,16 @@ from ...encoding.activations import named
 from ...encoding.encoding import Encoding
 from ...encoding.expression import Expression
 from ...encoding.packed_layout import PackedLayout
-from ...encoding.problem import AttentionProblem, ConvProblem, Dim, MatmulProblem, Operand, Problem
-from ...encoding.resolver import resolver_for
+from ...encoding.problem import (
+    AttentionProblem,
+    CachedAttentionProblem,
+    ConvProblem,
+    Dim,
+    MatmulProblem,
+    Operand,
+    Problem,
+)
+from ...encoding.resolver import page_order, resolver_for
 from ...encoding.row_program import RowProgram
 from ...errors import EncodingError
 from ...op.encoded import PRODUCTS, encoded_op
@@ -36,6 +44,7 @@ from .kernel_problems import (
     attention_problem,
     block_product_problem,
     block_rows_problem,
+    cached_attention_problem,
     elementwise_problem,
     product_problem,
     rows_problem,
@@ -230,12 +239,35 @@ class EncodingKernels:
         sizes = dict(problem.sizes)
         name = f"attention_{shape_text([sizes[dim] for dim in 'bhmnd'])}_{self._names.device(target)}"
         ops = ["matmul", *_op_names(problem.scores.expression), "softmax", "matmul"]
+        return self._with_scratch(problem, target, name, ops, where, result.vdevice)
+
+    def cached_attention(
+        self, call: relax.Call, out: relax.TensorType, where: str
+    ) -> tuple[tvm.ir.GlobalVar, relax.TensorType | None]:
+        """As `attention`, of an attention with a cache, which is its operand number `PAGES`."""
+        target = target_of(out.vdevice)
+        problem = cached_attention_problem(call, out, page_order(target))
+        rows, heads = problem.out.shape[0], [problem.heads, problem.kv_heads, problem.size]
+        name = f"{problem.rows}_attention_{shape_text([rows, *heads])}_{self._names.device(target)}"
+        ops = ["rms_norm"] * bool(problem.norms) + ["rotary"] * bool(problem.rotary)
+        ops += ["append", "matmul", "softmax", "matmul"]
+        return self._with_scratch(problem, target, name, ops, where, out.vdevice)
+
+    def _with_scratch(
+        self,
+        problem: AttentionProblem | CachedAttentionProblem,
+        target: tvm.target.Target,
+        name: str,
+        ops: Sequence[str],
+        where: str,
+        vdevice: relax.VDevice,
+    ) -> tuple[tvm.ir.GlobalVar, relax.TensorType | None]:
         kernel = self._solve(problem, target, name, ops, where)
         params = self.functions[kernel].params
         if len(params) == len(problem.parameters):
             return kernel, None
         scratch = params[-1]
-        return kernel, relax.TensorType(list(scratch.shape), str(scratch.dtype), result.vdevice)
+        return kernel, relax.TensorType(list(scratch.shape), str(scratch.dtype), vdevice)
 
     def block_product(self, call: relax.Call, result: relax.TensorType, where: str) -> tvm.ir.GlobalVar:
         """The kernel of a product with weights in blocks."""
@@ -292,7 +324,7 @@ class EncodingKernels:
                     f"{where}: resolver {resolver.name!r} wrote no kernel for target {target}: "
                     f"{type(error).__name__}: {error}"
                 ) from error
-            may_scratch = isinstance(problem, AttentionProblem)
+            may_scratch = isinstance(problem, (AttentionProblem, CachedAttentionProblem))
             return _checked(func, problem.parameters, target, f"{where}, resolver {resolver.name!r}", may_scratch)
 
         return self._table.get(problem, target, name, ops, make)

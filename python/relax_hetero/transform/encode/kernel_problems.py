@@ -22,6 +22,7 @@ from ...encoding.problem import (
     AttentionProblem,
     BlockProductProblem,
     BlockRowsProblem,
+    CachedAttentionProblem,
     ConvProblem,
     ElementwiseProblem,
     Epilogue,
@@ -35,6 +36,7 @@ from ...encoding.row_program import RowProgram
 from ...errors import EncodingError
 from ...op.attention import attention_sizes
 from ...op.block_products import form_of, weight_operands
+from ...op.cached_attention import other_operands
 from ...target.element_types import TF32
 from ..ir.blocks import is_one, same_shape
 from ..ir.extents import Symbols
@@ -214,6 +216,44 @@ def _mask_map(ty: relax.TensorType, sizes: dict[str, Any]) -> tuple[str, ...]:
     names = "bhmn"[4 - len(extents) :]
     return tuple(
         "1" if is_one(extent) and not is_one(sizes[name]) else name for extent, name in zip(extents, names, strict=True)
+    )
+
+
+_CACHED_MAPS = {
+    "qkv": ("m", "k"),
+    "pages": ("p", "h", "e"),
+    "table": ("s", "t"),
+    "sequences": ("m",),
+    "positions": ("m",),
+    "rotation": ("m", "r"),
+    "q_norm": ("d",),
+    "k_norm": ("d",),
+}
+"""Dimensions of the operands of `R.hetero.cached_attention`."""
+
+
+def cached_attention_problem(call: relax.Call, out: relax.TensorType, order: str) -> CachedAttentionProblem:
+    """What a call of `R.hetero.cached_attention` asks of a kernel on a device with pages of an order."""
+    symbols, attrs = Symbols(), call.attrs
+    names = ["qkv", "pages", "table", "sequences", "positions", *other_operands(attrs)]
+    operands = (
+        Stored.plain(arg.ty).operand(symbols, _CACHED_MAPS[name]) for arg, name in zip(call.args, names, strict=True)
+    )
+    found = tuple(operands)
+    return CachedAttentionProblem(
+        found,
+        Stored.plain(out).operand(symbols, ("m", "n")),
+        int(attrs.heads),
+        int(attrs.kv_heads),
+        int(attrs.size),
+        float(attrs.scale),
+        int(attrs.window),
+        float(attrs.softcap),
+        str(attrs.rotary),
+        str(attrs.norms),
+        float(attrs.eps),
+        str(attrs.rows),
+        order,
     )
 
 

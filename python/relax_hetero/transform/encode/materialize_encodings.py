@@ -37,6 +37,7 @@ from ...encoding.row_program import RowProgram
 from ...errors import EncodingError
 from ...op.attention import ATTENTION
 from ...op.block_products import BLOCK_MATMUL, BLOCK_ROWS
+from ...op.cached_attention import CACHED_ATTENTION, PAGES
 from ...op.encoded import PREPACKED, PRODUCTS, RELAYOUT, SET, UNSET, encoded_op
 from ...op.rows import ROWS
 from ...target.vdevice import vdevices_of
@@ -80,6 +81,8 @@ class _Function:
         self.relaid = _relaid_variables(func)
         self.chains: dict[relax.Var, Chain] = {}
         self.stored: dict[relax.Var, Stored] = {}
+        self.tuples = _tuples_used_whole(func)
+        self.fields: dict[relax.Var, relax.Var] = {}  # tuples whose fields are now those of another
         self.merges = Merges()
 
     def materialize(self) -> relax.Function:
@@ -94,8 +97,13 @@ class _Function:
             return self._rows(binding)
         if op_name(value) == ATTENTION:
             return self._attention(binding)
+        if op_name(value) == CACHED_ATTENTION:
+            return self._cached_attention(binding)
         if op_name(value) in (BLOCK_MATMUL, BLOCK_ROWS):
             return self._of_blocks(binding)
+        if isinstance(value, relax.TupleGetItem) and value.tuple_value in self.fields:
+            field = relax.TupleGetItem(self.fields[value.tuple_value], value.index)
+            return relax.VarBinding(binding.var, field, binding.span)
         if op_name(value) == TRANSFER and value.args[0] in self.stored:
             stored = self.stored[value.args[0]]
             there = Stored(binding.var.ty, stored.layout)
@@ -209,6 +217,33 @@ class _Function:
         first = relax.VarBinding(var, relax.TupleGetItem(both, 0), binding.span)
         return [relax.VarBinding(both, value, binding.span), first]
 
+    def _cached_attention(self, binding: relax.Binding) -> list[relax.Binding]:
+        """The call of a kernel that writes its pages in place; scratch, if it wants any, is a further result."""
+        var, call = binding.var, binding.value
+        where = f"{CACHED_ATTENTION} of variable {var.name!r} in function {self.name!r}"
+        out, pages = var.ty.fields
+        kernel, scratch = self.kernels.cached_attention(call, out, where)
+        types = [out, pages] if scratch is None else [out, pages, scratch]
+        operands = relax.Tuple([self.merges.resolve(arg) for arg in call.args])
+        places = [-1, PAGES, -1][: len(types)]
+        value = relax.call_tir_inplace(kernel, operands, places, types)
+        value = typed(value, tvm.ir.TupleType(types))
+        if scratch is None:
+            return [relax.VarBinding(var, value, binding.span)]
+        whole = type(var)(f"{var.name}_scratch", value.ty)
+        self.fields[var] = whole
+        # Nobody but those that take a field of it reads most of such tuples; a tuple of fields would end runs.
+        return [relax.VarBinding(whole, value, binding.span), *self._tuple(binding, whole)]
+
+    def _tuple(self, binding: relax.Binding, whole: relax.Var) -> list[relax.Binding]:
+        """The first fields of `whole` as the tuple that the binding was, where it is used as a tuple."""
+        var, kind = binding.var, type(binding.var)
+        if var not in self.tuples:
+            return []
+        parts = [kind(f"{var.name}_{index}", ty) for index, ty in enumerate(var.ty.fields)]
+        bound = [relax.VarBinding(part, relax.TupleGetItem(whole, index)) for index, part in enumerate(parts)]
+        return [*bound, relax.VarBinding(var, relax.Tuple(parts), binding.span)]
+
     def _of_blocks(self, binding: relax.Binding) -> relax.Binding:
         var, call = binding.var, binding.value
         where = f"{op_name(call)} of variable {var.name!r} in function {self.name!r}"
@@ -233,6 +268,15 @@ class _Function:
             var = type(var)(var.name, ty, var.span)
             self.merges.drop(binding.var, var)
         return relax.VarBinding(var, value, binding.span)
+
+
+def _tuples_used_whole(func: relax.Function) -> set[relax.Var]:
+    """The variables that anything but the taking of a field uses."""
+    left = user_counts(func)
+    for binding in walk_bindings(func):
+        if isinstance(binding.value, relax.TupleGetItem) and isinstance(binding.value.tuple_value, relax.Var):
+            left[binding.value.tuple_value] -= 1
+    return {var for var, count in left.items() if count}
 
 
 def _relaid_variables(func: relax.Function) -> set[relax.Var]:

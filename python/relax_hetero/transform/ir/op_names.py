@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ...op.cached_attention import CACHED_ATTENTION
+
 HINT = "relax.hint_on_device"
 TRANSFER = "relax.to_vdevice"
 PERMUTE = "relax.permute_dims"
@@ -11,7 +13,7 @@ CONCAT = "relax.concat"
 CALL_TIR_INPLACE = "relax.call_tir_inplace"
 CALL_TIR = "relax.call_tir"
 CALL_TIR_OPS = (CALL_TIR, CALL_TIR_INPLACE, "relax.call_tir_with_grad")
-IN_PLACE = (CALL_TIR_INPLACE, "relax.call_inplace_packed")
+IN_PLACE = (CALL_TIR_INPLACE, "relax.call_inplace_packed", CACHED_ATTENTION)
 """Ops that write to an operand."""
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import tvm
 from tvm import relax
 
+from ...op.cached_attention import CACHED_ATTENTION, PAGES
 from ..ir.blocks import used_vars
 from ..ir.op_names import CALL_TIR_INPLACE, IN_PLACE
 from ..ir.rewriting import copy_module, op_name, relax_functions, walk_bindings
@@ -75,12 +76,20 @@ def _shown_by(value: relax.Expr) -> list[relax.Var]:
     return used_vars(value)
 
 
+def write_places(call: relax.Call) -> tuple[list[relax.Expr], list[int]]:
+    """The operands of a call that works in place, and for each of its results the one it is written over, or -1."""
+    name = op_name(call)
+    if name == CACHED_ATTENTION:
+        return list(call.args), [-1, PAGES]
+    operands = call.args[1].fields if name == CALL_TIR_INPLACE else call.args[1:]
+    return list(operands), [int(index) for index in call.attrs.inplace_indices]
+
+
 def overwritten(value: relax.Expr, writers: set[str]) -> list[relax.Var]:
     """The variables whose memory a value may write to."""
     if op_name(value) in IN_PLACE:
-        operands = value.args[1].fields if op_name(value) == CALL_TIR_INPLACE else value.args[1:]
-        numbers = [int(index) for index in value.attrs.inplace_indices if int(index) >= 0]
-        return [operands[number] for number in numbers if isinstance(operands[number], relax.Var)]
+        operands, places = write_places(value)
+        return [operands[place] for place in places if place >= 0 and isinstance(operands[place], relax.Var)]
     if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.GlobalVar):
         return used_vars(value) if value.op.name_hint in writers else []
     is_closure = isinstance(value, relax.Call) and isinstance(value.op, relax.Var)

@@ -38,6 +38,7 @@ from dataclasses import dataclass, field
 import tvm
 from tvm import relax
 
+from ...op.cached_attention import CACHED_ATTENTION
 from ...op.copies import COPY, copy
 from ..dispatch.form_dispatches import is_formed
 from ..ir.blocks import used_vars
@@ -47,7 +48,7 @@ from ..ir.module_attrs import is_lowered
 from ..ir.op_names import CALL_TIR_INPLACE, CAST, IN_PLACE, PERMUTE, RESHAPE, relax_ops
 from ..ir.rewriting import is_tensor_constant, op_name, relax_functions, typed, walk_bindings, with_functions
 from ..ir.tensor_aliases import NOTHING, Shown, TensorAliases, either, flat
-from ..partition.written_arguments import overwritten, written_arguments
+from ..partition.written_arguments import overwritten, write_places, written_arguments
 from ..record.donated import donated
 
 
@@ -211,12 +212,11 @@ class _Isolated:
         self, binding: relax.Binding, call: relax.Call, name: str | None, overwrites: list[relax.Var]
     ) -> Shown:
         """What a call that writes shows: the operands that it writes to, wherever these may be in its result."""
-        if name != CALL_TIR_INPLACE or not isinstance(binding.var.ty, tvm.ir.TupleType):
+        if name not in (CALL_TIR_INPLACE, CACHED_ATTENTION) or not isinstance(binding.var.ty, tvm.ir.TupleType):
             either_of = frozenset(number for var in overwrites for number in flat(self.aliases.of(var)))
             fresh = NOTHING if name in IN_PLACE else frozenset(flat(self._new(binding.var.ty)))
             return either_of | fresh
-        operands = call.args[1].fields
-        places = map(int, call.attrs.inplace_indices)
+        operands, places = write_places(call)
         types = binding.var.ty.fields
         return tuple(
             self._new(ty) if place < 0 else self.aliases.of(operands[place])

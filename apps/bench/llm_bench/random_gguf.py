@@ -1,0 +1,267 @@
+"""Language models with random weights as GGUF files, in the form that llama.cpp's converter writes.
+
+python apps/bench/llm_bench/random_gguf.py tinyllama.gguf      # 1.1 billion parameters in 4 bits
+
+Keys and names of tensors are those that llama.cpp reads, rows of llama's queries and keys stand in pairs for its rotary
+embedding, and norms of Gemma include the 1 that its authors' code adds. Weights of K types are blocks of random bits
+with scales that give the wanted spread: the package `gguf` reads these types but does not write them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as BlockType
+from gguf import GGUFWriter
+
+GEMMAS = ("gemma2", "gemma3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", *GEMMAS)
+# What a tensor of one dimension, or a router of experts, always is.
+PLAIN = ("*norm.weight", "*.bias", "rope_freqs.weight", "*ffn_gate_inp.weight")
+# In a block of 256 weights: where its float16 scales stand, and how large the second (of minima) is beside the first,
+# so that the weights' mean is near 0.
+K_SCALES = {BlockType.Q4_K: {0: 1.0, 2: 7.5}, BlockType.Q5_K: {0: 1.0, 2: 15.5}, BlockType.Q6_K: {208: 1.0}}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A language model's architecture and sizes; the default is a llama that is tiny.
+
+    Attributes
+    ----------
+    architecture : str
+        As GGUF names it, one of `ARCHITECTURES`.
+    layers, width, feed_forward, heads, kv_heads, size, vocabulary, context : int
+        `size` is that of a head; `context` the positions that the model was made for.
+    tied : bool
+        Whether the embeddings are the matrix of logits, too. Gemma's always are.
+    rope_base, local_rope_base : float
+        Of the rotary embedding, and of that in layers with a window (Gemma 3).
+    rope_factors : tuple of float
+        What llama 3 divides frequencies by: size // 2 numbers, or none.
+    window, pattern : int
+        Gemma: positions that a layer with a window sees, its own included; of so many layers the last has no window,
+        0 for what llama.cpp takes where the file has no such key (2 for Gemma 2, 6 for Gemma 3).
+    attention_softcap, final_softcap : float
+        Gemma 2.
+    experts, experts_used, expert_width : int
+        Mixtures of experts.
+    """
+
+    architecture: str = "llama"
+    layers: int = 2
+    width: int = 256
+    feed_forward: int = 512
+    heads: int = 4
+    kv_heads: int = 2
+    size: int = 64
+    vocabulary: int = 320
+    context: int = 512
+    eps: float = 1e-5
+    tied: bool = False
+    rope_base: float = 10000.0
+    local_rope_base: float = 10000.0
+    rope_factors: tuple[float, ...] = ()
+    window: int = 0
+    pattern: int = 0
+    attention_softcap: float = 0.0
+    final_softcap: float = 0.0
+    experts: int = 0
+    experts_used: int = 0
+    expert_width: int = 0
+
+
+TINYLLAMA = Sizes(
+    layers=22, width=2048, feed_forward=5632, heads=32, kv_heads=4, size=64, vocabulary=32000, context=2048
+)
+# As llama.cpp's Q4_K_M without the layers that it gives more bits.
+FOUR_BITS = {"output.weight": "Q6_K", "*attn_v.weight": "Q6_K", "*": "Q4_K"}
+
+
+def random_blocks(
+    kind: BlockType, rows: int, columns: int, spread: float, generator: np.random.Generator
+) -> np.ndarray:
+    """Random weights of one type.
+
+    Parameters
+    ----------
+    kind : BlockType
+    rows, columns : int
+        `columns` is a multiple of the type's block.
+    spread : float
+        Standard deviation of the weights.
+    generator : np.random.Generator
+
+    Returns
+    -------
+    np.ndarray
+        Of shape (rows, n): n numbers if the type is a float's that numpy has, else n bytes.
+    """
+    if kind not in K_SCALES:
+        weights = generator.standard_normal((rows, columns), dtype=np.float32) * np.float32(spread)
+        return gguf.quants.quantize(weights, kind)
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    if columns % block:
+        raise ValueError(f"rows of {columns} weights are no whole blocks of {block} as {kind.name} has them")
+    blocks = generator.integers(0, 256, (rows * columns // block, size), dtype=np.uint8)
+    _set_scales(blocks[:256], kind, np.ones(len(blocks[:256])))
+    unit = float(gguf.quants.dequantize(blocks[:256], kind).std())
+    _set_scales(blocks, kind, generator.uniform(0.5, 1.5, len(blocks)) * spread / unit)
+    return blocks.reshape(rows, -1)
+
+
+def _set_scales(blocks: np.ndarray, kind: BlockType, scales: np.ndarray) -> None:
+    for offset, share in K_SCALES[kind].items():
+        blocks[:, offset : offset + 2] = (scales * share).astype("<f2")[:, None].view(np.uint8)
+
+
+def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """Shapes of a model's tensors by their names, as numpy has them: the innermost dimension last."""
+    width, feed_forward = sizes.width, sizes.feed_forward
+    found: dict[str, tuple[int, ...]] = {"token_embd.weight": (sizes.vocabulary, width), "output_norm.weight": (width,)}
+    if not (sizes.tied or sizes.architecture in GEMMAS):
+        found["output.weight"] = (sizes.vocabulary, width)
+    if sizes.rope_factors:
+        found["rope_freqs.weight"] = (sizes.size // 2,)
+    for layer in range(sizes.layers):
+        tensors: dict[str, tuple[int, ...]] = {"attn_norm.weight": (width,), "ffn_norm.weight": (width,)}
+        for name, heads in (("q", sizes.heads), ("k", sizes.kv_heads), ("v", sizes.kv_heads)):
+            tensors[f"attn_{name}.weight"] = (heads * sizes.size, width)
+            if sizes.architecture == "qwen2":
+                tensors[f"attn_{name}.bias"] = (heads * sizes.size,)
+            if name != "v" and sizes.architecture in ("qwen3", "qwen3moe", "gemma3"):
+                tensors[f"attn_{name}_norm.weight"] = (sizes.size,)
+        tensors["attn_output.weight"] = (width, sizes.heads * sizes.size)
+        if sizes.architecture in GEMMAS:
+            tensors |= {"post_attention_norm.weight": (width,), "post_ffw_norm.weight": (width,)}
+        if sizes.experts:
+            inner = (sizes.experts, sizes.expert_width, width)
+            tensors |= {"ffn_gate_inp.weight": (sizes.experts, width), "ffn_gate_exps.weight": inner}
+            tensors |= {"ffn_up_exps.weight": inner, "ffn_down_exps.weight": (inner[0], width, inner[1])}
+        else:
+            tensors |= {"ffn_gate.weight": (feed_forward, width), "ffn_up.weight": (feed_forward, width)}
+            tensors["ffn_down.weight"] = (width, feed_forward)
+        found |= {f"blk.{layer}.{name}": shape for name, shape in tensors.items()}
+    return found
+
+
+def write_gguf(path: Path | str, sizes: Sizes, types: Mapping[str, str] | str = "F32", seed: int = 0) -> Path:
+    """Write a model with random weights.
+
+    Parameters
+    ----------
+    path : Path or str
+    sizes : Sizes
+    types : mapping of str to str, or str
+        Types of tensors by patterns of their names, the first that fits counting, such as ``{"output*": "Q6_K",
+        "*": "Q4_K"}``; or one for all. Norms, biases and routers of experts are float32 whatever it says.
+    seed : int
+        Of the weights.
+
+    Returns
+    -------
+    Path
+        `path`.
+    """
+    patterns = {"*": types} if isinstance(types, str) else dict(types)
+    generator = np.random.default_rng(seed)
+    writer = GGUFWriter(path, sizes.architecture)
+    _add_keys(writer, sizes)
+    _add_vocabulary(writer, sizes.vocabulary)
+    for name, shape in shapes(sizes).items():
+        plain = any(fnmatch.fnmatch(name, pattern) for pattern in PLAIN)
+        kind = next(kind for pattern, kind in patterns.items() if fnmatch.fnmatch(name, pattern))
+        if plain:
+            writer.add_tensor(name, _plain(name, shape, sizes, generator))
+            continue
+        spread = 0.1 if name == "token_embd.weight" else shape[-1] ** -0.5
+        rows = int(np.prod(shape[:-1]))
+        data = random_blocks(BlockType[kind], rows, shape[-1], spread, generator)
+        writer.add_tensor(name, data.reshape(*shape[:-1], -1), raw_dtype=BlockType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Path(path)
+
+
+def _plain(name: str, shape: tuple[int, ...], sizes: Sizes, generator: np.random.Generator) -> np.ndarray:
+    """A tensor that is float32 in every file: norms are near 1, where mistakes in their place show."""
+    if name == "rope_freqs.weight":
+        return np.array(sizes.rope_factors, "float32")
+    if name.endswith("norm.weight"):
+        return generator.uniform(0.5, 1.5, shape).astype("float32")
+    return generator.standard_normal(shape).astype("float32") * np.float32(0.2)
+
+
+def _add_keys(writer: GGUFWriter, sizes: Sizes) -> None:
+    """The keys that llama.cpp's converter writes for the architecture, and no others."""
+    architecture = sizes.architecture
+    writer.add_name("random")
+    writer.add_block_count(sizes.layers)
+    writer.add_context_length(sizes.context)
+    writer.add_embedding_length(sizes.width)
+    writer.add_feed_forward_length(sizes.feed_forward)
+    writer.add_head_count(sizes.heads)
+    writer.add_head_count_kv(sizes.kv_heads)
+    writer.add_layer_norm_rms_eps(sizes.eps)
+    if architecture != "qwen2":
+        writer.add_key_length(sizes.size)
+        writer.add_value_length(sizes.size)
+    if architecture != "gemma2":
+        writer.add_rope_freq_base(sizes.rope_base)
+    optional: list[tuple[Callable[..., None], object]] = [
+        (writer.add_sliding_window, sizes.window),
+        (writer.add_sliding_window_pattern, sizes.pattern),
+        (writer.add_attn_logit_softcapping, sizes.attention_softcap),
+        (writer.add_final_logit_softcapping, sizes.final_softcap),
+        (writer.add_expert_count, sizes.experts),
+        (writer.add_expert_used_count, sizes.experts_used),
+        (writer.add_expert_feed_forward_length, sizes.expert_width),
+        (writer.add_rope_dimension_count, architecture == "llama" and sizes.size),
+        (writer.add_vocab_size, architecture == "llama" and sizes.vocabulary),
+        # Gemma 3 files from before this key existed mean 10,000.
+        (writer.add_rope_freq_base_swa, architecture == "gemma3" and sizes.local_rope_base != 1e4),
+    ]
+    for add, value in optional:
+        if value:
+            add(sizes.local_rope_base if value is True else value)
+
+
+def _add_vocabulary(writer: GGUFWriter, size: int) -> None:
+    """A vocabulary as SentencePiece's: three control tokens, all bytes, letters, and words that never occur."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
+    tokens += [chr(ord("a") + letter) for letter in range(26)]
+    tokens += [f"\u2581word{number}" for number in range(size - len(tokens))]
+    kinds = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
+    kinds += [gguf.TokenType.BYTE] * 256
+    kinds += [gguf.TokenType.NORMAL] * (len(tokens) - len(kinds))
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens[:size])
+    writer.add_token_scores([-float(at) for at in range(size)])
+    writer.add_token_types(kinds[:size])
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(True)
+    writer.add_add_eos_token(False)
+
+
+def main() -> None:
+    """Write the model that benchmarks use."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("path", help="of the file to write")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    print(write_gguf(options.path, TINYLLAMA, FOUR_BITS, options.seed))
+
+
+if __name__ == "__main__":
+    main()

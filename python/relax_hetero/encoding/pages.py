@@ -1,0 +1,96 @@
+"""Pages of a cache of keys and values: how many tokens one holds, its shape, and where each number lies in it.
+
+The cache of a layer is one tensor ``(pages, kv_heads, elements)``. A page belongs to `PAGE` consecutive tokens of a
+sequence; for each head of keys and values it holds the keys, then the values, each in the order that the device's
+kernel of ``relax.hetero.cached_attention`` reads. The shape is the same on every device, the order is not.
+
+Orders, of the keys of one head:
+
+- ``"rows"``: ``(PAGE, size)``, a token's key is one row;
+- ``"lanes"``: ``(size, PAGE)``, neighbouring tokens are neighbours, as the lanes of a vector that scores 16 of them.
+
+Values are ``(PAGE, size)`` in both. Of ``"int8"``, a number is an integer from -127 to 127 times a float32 scale, one
+for each token's key and one for each token's value; the scales of the keys, then those of the values, lie behind both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..errors import EncodingError
+
+PAGE = 64
+"""Tokens of a page."""
+
+PAGE_TYPES = ("float16", "bfloat16", "float32", "int8")
+"""Element types that a cache may have."""
+
+ORDERS = ("rows", "lanes")
+"""How the keys of a page may lie."""
+
+_SCALE_BYTES = 4
+
+
+def head_elements(size: int, dtype: str) -> int:
+    """Elements of a page for one head of keys and values: 2 * 64 * size numbers, and the scales of "int8".
+
+    Parameters
+    ----------
+    size : int
+        Numbers of a head's key, and of its value.
+    dtype : str
+        One of `PAGE_TYPES`.
+
+    Raises
+    ------
+    EncodingError
+        If there are no such pages.
+    """
+    if dtype not in PAGE_TYPES:
+        raise EncodingError(f"pages of {dtype}: expected one of {', '.join(PAGE_TYPES)}")
+    scales = 2 * PAGE * _SCALE_BYTES if dtype == "int8" else 0
+    return 2 * PAGE * size + scales
+
+
+def page_shape(pages: Any, kv_heads: int, size: int, dtype: str = "float16") -> tuple[Any, int, int]:
+    """The shape of a layer's cache of so many pages (an int, or an expression)."""
+    return pages, kv_heads, head_elements(size, dtype)
+
+
+def page_bytes(kv_heads: int, size: int, dtype: str = "float16") -> int:
+    """Bytes of one page of one layer."""
+    width = {"float32": 4, "int8": 1}.get(dtype, 2)
+    return kv_heads * head_elements(size, dtype) * width
+
+
+def unpacked_pages(pages: np.ndarray, size: int, order: str) -> tuple[np.ndarray, np.ndarray]:
+    """The keys and values of pages as numbers; for tests, and for whoever wants to look into a cache.
+
+    Parameters
+    ----------
+    pages : array, (pages, kv_heads, elements)
+        As the device has it, of float16, float32 or int8 (bfloat16: as uint16).
+    size : int
+        Numbers of a key.
+    order : str
+        One of `ORDERS`.
+
+    Returns
+    -------
+    tuple of array of float32
+        Keys and values, each (pages, kv_heads, 64, size).
+    """
+    count, heads = pages.shape[:2]
+    if pages.dtype == np.uint16:
+        pages = (pages.astype(np.uint32) << 16).view(np.float32)
+    keys = pages[..., : PAGE * size].astype(np.float32)
+    values = pages[..., PAGE * size : 2 * PAGE * size].astype(np.float32).reshape(count, heads, PAGE, size)
+    if order == "lanes":
+        keys = keys.reshape(count, heads, size, PAGE).swapaxes(2, 3)
+    keys = keys.reshape(count, heads, PAGE, size)
+    if pages.dtype == np.int8:
+        scales = np.ascontiguousarray(pages[..., 2 * PAGE * size :]).view(np.float32).reshape(count, heads, 2, PAGE, 1)
+        keys, values = keys * scales[:, :, 0], values * scales[:, :, 1]
+    return keys, values

@@ -1,0 +1,114 @@
+"""GGUF import: a language model's functions, placed by the names of its layers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import tvm
+
+from ..encoding.pages import PAGE
+from ..errors import FrontendError
+from .auto.auto_placement import memory_limits
+from .auto.cost_model import CostModel
+from .gguf.file import GgufFile, read_gguf
+from .gguf.hyperparameters import Hyperparameters, read_hyperparameters
+from .gguf.language_graph import Sizes, language_module
+from .gguf.place_layers import place_layers
+from .gguf.weights import Weights
+from .place import place
+from .placed_import import check_placement
+
+if TYPE_CHECKING:
+    from ..target.make_vdevice import VDeviceEntry
+    from .auto.auto_placement import MemoryLimit
+    from .onnx.placement_rules import PlacementRules
+
+
+def from_gguf(
+    path: str | os.PathLike[str] | GgufFile,
+    vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None = None,
+    placement: PlacementRules | Literal["auto"] | None = None,
+    batches: Sequence[int] = (1,),
+    chunks: Sequence[int] = (128,),
+    slots: int | None = None,
+    context: int | None = None,
+    page_type: str = "float16",
+    all_logits: bool = False,
+    cost_model: CostModel | None = None,
+    memory_limit: MemoryLimit | None = None,
+) -> tvm.IRModule:
+    """Import a language model of a GGUF file as a Relax module, placed over several devices if any are named.
+
+    Parameters
+    ----------
+    path : str, path or GgufFile
+    vdevices : as for `from_onnx`
+    placement : mapping, list of (pattern, device) pairs, or "auto", optional
+        Glob patterns over names of the file's tensors (``blk.3.ffn_down``, ``blk.[0-8].*``, ``output``), in order.
+        The cache of a layer is where its ``blk.N.attn`` is. ``"auto"`` splits the model by layers, or attention from
+        feed-forward parts, for the least time of a token within `memory_limit` (`gguf.place_layers`).
+    batches : sequence of int
+        Rows of the functions ``decode_B``: one token of each of B sequences.
+    chunks : sequence of int
+        Rows of the functions ``prefill_C``: tokens that follow each other in one sequence.
+    slots : int, optional
+        Sequences that the cache holds at once; by default as many as the largest batch.
+    context : int, optional
+        Most positions of a sequence; by default what the model was trained for.
+    page_type : str
+        Element type of the cache: "float16", "float32" or "int8".
+    all_logits : bool
+        Whether ``prefill_C`` gives the logits of all its rows, and not of one.
+    cost_model, memory_limit : as for `from_onnx`
+
+    Returns
+    -------
+    mod : tvm.IRModule
+        Functions of ``tokens``, ``positions`` and ``sequences``, (rows,) each, ``last`` (prefill: the row whose logits
+        are wanted, (1,)), the tables of pages, ``table_full`` and ``table_window``, (slots, pages) each, and the pages
+        of each layer's cache, ``pages_N``; all integers are int32. They give logits, (rows or 1, vocabulary) of
+        float32, and the pages, written in place where the caller donates them (``rh.compile(donate=...)``).
+
+    Raises
+    ------
+    FrontendError
+        If the file cannot be read, its architecture or a tensor's type is not known, a tensor is missing or has
+        another shape, or a pattern matches nothing.
+    VDeviceError
+        If a device string names nothing in `vdevices`.
+    PlacementError
+        If no split over the devices fits `memory_limit`.
+    """
+    devices = check_placement(vdevices, placement, cost_model, "latency", memory_limit)
+    file = path if isinstance(path, GgufFile) else read_gguf(path)
+    model = hyperparameters_of(file)
+    slots = max(batches) if slots is None else slots
+    most = -(-(context or model.context) // PAGE)
+    for name, values in (("batches", batches), ("chunks", chunks), ("slots", [slots])):
+        if not values or any(not isinstance(value, int) or value < 1 for value in values):
+            raise FrontendError(f"from_gguf: {name} is {values!r}, expected whole numbers above 0")
+    pages = tuple(_pages_of(model, layer, most, max(chunks)) * slots for layer in range(model.layers))
+    sizes = Sizes(tuple(batches), tuple(chunks), slots, most, pages, page_type, all_logits)
+    mod = language_module(model, Weights(file), sizes)
+    if devices is None:
+        return mod
+    if isinstance(placement, str):
+        costs = cost_model or CostModel.measured(devices)
+        placement = place_layers(file, model, sizes, devices, costs, memory_limits(memory_limit, devices))
+    return place(mod, placement or {}, devices)
+
+
+def hyperparameters_of(file: GgufFile) -> Hyperparameters:
+    """The numbers of a file's model; FrontendError where they do not make sense."""
+    table: Any = file.tensors.get("token_embd.weight")
+    if table is None:
+        raise FrontendError(f"{file.path}: has no tensor 'token_embd.weight', expected a language model")
+    return read_hyperparameters(file.fields, table.shape[0], str(file.path))
+
+
+def _pages_of(model: Hyperparameters, layer: int, most: int, chunk: int) -> int:
+    """Pages of a sequence in a layer: those that a window and a chunk may touch, or all."""
+    window = model.window_of(layer)
+    return min(most, -(-(window + chunk) // PAGE) + 1) if window else most

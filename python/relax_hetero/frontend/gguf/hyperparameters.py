@@ -1,0 +1,205 @@
+"""What a GGUF file's metadata says of a language model: sizes, norms, rotation, windows, experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import FrontendError
+from .architectures import ARCHITECTURES, Architecture
+
+_SCALINGS = ("none", "linear")
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """Numbers of a model.
+
+    Attributes
+    ----------
+    name : str
+        Of the architecture.
+    architecture : Architecture
+    layers, width, vocabulary, context : int
+        Context: the positions that the model was trained for.
+    heads, kv_heads, size : int
+        Heads of queries, of keys and values, and the elements of each.
+    feed_forward : int
+        Width of the feed-forward part, or of each expert.
+    eps : float
+        Of the norms.
+    base, base_scale : float
+        Of rotation: frequencies are ``base_scale * base ** (-2i / rotated)``.
+    rotated : int
+        Elements of a head that are rotated.
+    window_base : float
+        The base of layers with a window.
+    windows : tuple of int
+        Positions that each layer sees; 0: all.
+    attention_cap, logit_cap : float
+        c of ``c * tanh(x / c)`` on scores and on logits; 0: none.
+    experts, experts_used : int
+        0 where the feed-forward part is one.
+    expert_scale : float
+        What the weights of experts are multiplied by.
+    """
+
+    name: str
+    architecture: Architecture
+    layers: int
+    width: int
+    vocabulary: int
+    context: int
+    heads: int
+    kv_heads: int
+    size: int
+    feed_forward: int
+    eps: float
+    base: float
+    base_scale: float
+    rotated: int
+    window_base: float
+    windows: tuple[int, ...]
+    attention_cap: float
+    logit_cap: float
+    experts: int
+    experts_used: int
+    expert_scale: float
+
+    @property
+    def scale(self) -> float:
+        """What scores are multiplied by."""
+        is_wide = self.layers == self.architecture.wide_layers
+        return 1.0 / math.sqrt(self.width / self.heads if is_wide else self.size)
+
+    def window_of(self, layer: int) -> int:
+        """Positions that a layer sees; 0: all."""
+        return self.windows[layer]
+
+    def base_of(self, layer: int) -> tuple[float, float]:
+        """Base and scale of the frequencies of a layer."""
+        if not self.windows[layer]:
+            return self.base, self.base_scale
+        return self.window_base, self.base_scale if self.architecture.window_scaled else 1.0
+
+
+def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) -> Hyperparameters:
+    """The numbers of a model.
+
+    Parameters
+    ----------
+    fields : mapping
+        The file's metadata.
+    vocabulary : int
+        Rows of the table of embeddings.
+    file : str
+        Named in errors.
+
+    Raises
+    ------
+    FrontendError
+        If the architecture is not in the table, a number is missing or makes no sense, or the file asks for something
+        that is not known here.
+    """
+    name = fields.get("general.architecture")
+    if name not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise FrontendError(f"{file}: found architecture {name!r}, expected one of {known}")
+    read = _Fields(fields, str(name), file)
+    width, heads = read.count("embedding_length"), read.count("attention.head_count")
+    size = read.count("attention.key_length", width // heads)
+    if read.count("attention.value_length", size) != size:
+        found = read.count("attention.value_length")
+        raise FrontendError(f"{file}: values of a head have {found} elements, expected as many as keys, {size}")
+    experts = read.count("expert_count", 0)
+    feed_forward = read.count("expert_feed_forward_length", 0) if experts else 0
+    scaling = read.text("rope.scaling.type", "linear" if read.has("rope.scaling.factor") else "none")
+    if scaling not in _SCALINGS:
+        raise FrontendError(f"{file}: found {name}.rope.scaling.type {scaling!r}, expected one of {_SCALINGS}")
+    architecture, layers = ARCHITECTURES[str(name)], read.count("block_count")
+    base = read.number("rope.freq_base", 10000.0)
+    factor = read.number("rope.scaling.factor", 0.0) if scaling == "linear" else 0.0
+    model = Hyperparameters(
+        name=str(name),
+        architecture=architecture,
+        layers=layers,
+        width=width,
+        vocabulary=vocabulary,
+        context=read.count("context_length"),
+        heads=heads,
+        kv_heads=read.count("attention.head_count_kv", heads),
+        size=size,
+        feed_forward=feed_forward or read.count("feed_forward_length"),
+        eps=read.number("attention.layer_norm_rms_epsilon"),
+        base=base,
+        base_scale=1.0 / factor if factor else 1.0,
+        rotated=read.count("rope.dimension_count", size),
+        window_base=read.number("rope.freq_base_swa", architecture.window_base or base),
+        windows=_windows(read, architecture, layers),
+        attention_cap=read.number("attn_logit_softcapping", 0.0) if name == "gemma2" else 0.0,
+        logit_cap=read.number("final_logit_softcapping", 0.0),
+        experts=experts,
+        experts_used=read.count("expert_used_count", 0),
+        expert_scale=read.number("expert_weights_scale", 1.0) or 1.0,
+    )
+    if model.heads % model.kv_heads:
+        raise FrontendError(f"{file}: {model.heads} heads of queries are no multiple of {model.kv_heads} of keys")
+    if model.rotated > size or model.rotated % 2:
+        raise FrontendError(f"{file}: rotates {model.rotated} elements of a head, expected an even number up to {size}")
+    if experts and not 0 < model.experts_used <= experts:
+        raise FrontendError(f"{file}: uses {model.experts_used} of {experts} experts")
+    return model
+
+
+def _windows(read: _Fields, architecture: Architecture, layers: int) -> tuple[int, ...]:
+    """What each layer sees: the file says which have a window, or of how many layers the last has none."""
+    window = read.count("attention.sliding_window", architecture.window) if architecture.pattern else 0
+    pattern = read.pattern("attention.sliding_window_pattern", architecture.pattern)
+    if isinstance(pattern, list):
+        if len(pattern) != layers:
+            raise FrontendError(f"{read.file}: says of {len(pattern)} layers which have a window, expected {layers}")
+        return tuple(window if has_window else 0 for has_window in pattern)
+    has_window = [bool(pattern) and layer % pattern != pattern - 1 for layer in range(layers)]
+    return tuple(window if each else 0 for each in has_window)
+
+
+class _Fields:
+    """Metadata of an architecture, by names without it."""
+
+    def __init__(self, fields: Mapping[str, Any], name: str, file: str) -> None:
+        self.fields, self.name, self.file = fields, name, file
+
+    def has(self, key: str) -> bool:
+        return f"{self.name}.{key}" in self.fields
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self.fields.get(f"{self.name}.{key}", default)
+        if value is None:
+            raise FrontendError(f"{self.file}: has no {self.name}.{key}, which its architecture needs")
+        if isinstance(value, list):  # one for each layer
+            if len(set(value)) != 1:
+                raise FrontendError(f"{self.file}: {self.name}.{key} differs between layers, expected one value")
+            value = value[0]
+        return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self._get(key, default)
+        if not isinstance(value, int) or value < 0 or (value == 0 and default != 0):
+            raise FrontendError(f"{self.file}: {self.name}.{key} is {value!r}, expected a whole number above 0")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._get(key, default)
+        if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+            raise FrontendError(f"{self.file}: {self.name}.{key} is {value!r}, expected a number")
+        return float(value)
+
+    def pattern(self, key: str, default: int) -> int | list[bool]:
+        """A number, or a truth of each layer."""
+        value = self.fields.get(f"{self.name}.{key}", default)
+        return [bool(each) for each in value] if isinstance(value, list) else int(value)
+
+    def text(self, key: str, default: str) -> str:
+        return str(self._get(key, default))

@@ -1,0 +1,286 @@
+"""A language model's functions in Relax: ``decode_B`` and ``prefill_C``.
+
+``decode_B`` takes one token of each of B sequences; ``prefill_C`` takes C tokens that follow each other in one sequence,
+and gives the logits of one of them. Both write keys and values of the tokens into the pages of the cache, which they
+take and give back layer by layer. Variables are named after the file's tensors (``blk.3.attn_q``), for placement.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from ...encoding.pages import page_shape
+from ...op.block_products import dequantize_blocks
+from ...op.cached_attention import cached_attention
+from .hyperparameters import Hyperparameters
+from .weights import Weights
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many of what the functions of a module take.
+
+    Attributes
+    ----------
+    batches, chunks : tuple of int
+        Rows of the functions ``decode_B`` and of the functions ``prefill_C``.
+    slots : int
+        Sequences that the tables know at once.
+    most_pages : int
+        Columns of a table: pages of the longest sequence.
+    pages : tuple of int
+        Pages in the cache of each layer.
+    page_type : str
+        Element type of the cache.
+    all_logits : bool
+        Whether ``prefill_C`` gives the logits of every row.
+    """
+
+    batches: tuple[int, ...]
+    chunks: tuple[int, ...]
+    slots: int
+    most_pages: int
+    pages: tuple[int, ...]
+    page_type: str = "float16"
+    all_logits: bool = False
+
+
+def language_module(model: Hyperparameters, weights: Weights, sizes: Sizes) -> tvm.IRModule:
+    """All functions of a model; nothing is placed."""
+    kinds = [("decode", rows) for rows in sizes.batches] + [("chunk", rows) for rows in sizes.chunks]
+    functions = [_Function(model, weights, sizes, rows, kind).build() for kind, rows in kinds]
+    return tvm.IRModule({tvm.ir.GlobalVar(name): func for name, func in functions})
+
+
+TABLES = {False: "table_full", True: "table_window"}
+"""Names of the tables of layers that see all keys, and of those that have a window."""
+
+
+class _Function:
+    """One function, written from its first variable to its last."""
+
+    def __init__(self, model: Hyperparameters, weights: Weights, sizes: Sizes, rows: int, kind: str) -> None:
+        self.model, self.weights, self.sizes, self.rows, self.kind = model, weights, sizes, rows, kind
+        self.builder = relax.BlockBuilder()
+        self.bindings: list[relax.Binding] = []
+        self.matrices: dict[str, relax.Expr] = {}
+        self.rotations: dict[tuple[float, float], relax.Expr] = {}
+
+        def integers(name: str, shape: Sequence[int]) -> relax.Var:
+            return relax.Var(name, relax.TensorType(list(shape), "int32"))
+
+        self.tokens, self.positions, self.sequences = (
+            integers(name, [rows]) for name in ("tokens", "positions", "sequences")
+        )
+        self.last = integers("last", [1]) if kind == "chunk" and not sizes.all_logits else None
+        used = dict.fromkeys(bool(model.window_of(layer)) for layer in range(model.layers))
+        self.tables = {is_window: integers(TABLES[is_window], [sizes.slots, sizes.most_pages]) for is_window in used}
+        self.pages = [
+            relax.Var(
+                f"pages_{layer}",
+                relax.TensorType(
+                    list(page_shape(sizes.pages[layer], model.kv_heads, model.size, sizes.page_type)), sizes.page_type
+                ),
+            )
+            for layer in range(model.layers)
+        ]
+
+    def build(self) -> tuple[str, relax.Function]:
+        """The function and its name."""
+        name = f"decode_{self.rows}" if self.kind == "decode" else f"prefill_{self.rows}"
+        last = [] if self.last is None else [self.last]
+        params = [self.tokens, self.positions, self.sequences, *last, *self.tables.values(), *self.pages]
+        x = self._embedding()
+        pages = []
+        for layer in range(self.model.layers):
+            x, written = self._layer(x, layer)
+            pages.append(written)
+        result = self.emit(relax.Tuple([self._logits(x), *pages]), "results", is_output=True)
+        attributes = {
+            "global_symbol": name,
+            "num_input": len(params),
+            "input_names": [str(param.name) for param in params],
+            "output_names": ["logits", *(str(page.name) for page in self.pages)],
+        }
+        body = relax.SeqExpr([relax.DataflowBlock(self.bindings)], result)
+        return name, relax.Function(params, body, result.ty, attrs=tvm.ir.make_node("ir.DictAttrs", **attributes))
+
+    def emit(self, value: relax.Expr, name: str, is_output: bool = False) -> relax.Var:
+        """A variable of a name, which may have dots."""
+        value = self.builder.normalize(value)
+        var = (relax.Var if is_output else relax.DataflowVar)(name, value.ty)
+        self.bindings.append(relax.VarBinding(var, value))
+        return var
+
+    def _embedding(self) -> relax.Expr:
+        """The rows of the table of embeddings that tokens name, (rows, width)."""
+        model = self.model
+        table = self._matrix("token_embd", [model.vocabulary, model.width])
+        x = self.emit(relax.op.take(table, self.tokens, axis=0), "token_embd")
+        if model.architecture.scaled_embedding:
+            x = self.emit(relax.op.multiply(x, _number(math.sqrt(model.width))), "token_embd.scaled")
+        return x
+
+    def _layer(self, x: relax.Expr, layer: int) -> tuple[relax.Expr, relax.Expr]:
+        """What a layer adds to, and its pages."""
+        name, model = f"blk.{layer}", self.model
+        attended, pages = self._attention(self._norm(x, f"{name}.attn_norm"), layer)
+        projected = self._product(attended, f"{name}.attn_output", model.width, model.heads * model.size)
+        if model.architecture.post_norms:
+            projected = self._norm(projected, f"{name}.post_attention_norm")
+        x = self.emit(relax.op.add(x, projected), f"{name}.attn_sum")
+        normal = self._norm(x, f"{name}.ffn_norm")
+        made = self._experts(normal, name) if model.experts else self._feed_forward(normal, name)
+        if model.architecture.post_norms:
+            made = self._norm(made, f"{name}.post_ffw_norm")
+        return self.emit(relax.op.add(x, made), f"{name}.ffn_sum"), pages
+
+    def _attention(self, x: relax.Expr, layer: int) -> tuple[relax.Expr, relax.Expr]:
+        name, model = f"blk.{layer}", self.model
+        widths = {"q": model.heads * model.size, "k": model.kv_heads * model.size, "v": model.kv_heads * model.size}
+        parts = [self._product(x, f"{name}.attn_{part}", width, model.width) for part, width in widths.items()]
+        joined = self.emit(relax.op.concat(parts, axis=1), f"{name}.attn_qkv")
+        window = model.window_of(layer)
+        norms = "".join(part for part in "qk" if f"{name}.attn_{part}_norm.weight" in self.weights)
+        others = [self._rotation(layer)]
+        others += [self.weights.vector(f"{name}.attn_{part}_norm.weight", model.size) for part in norms]
+        call = cached_attention(
+            joined,
+            self.pages[layer],
+            self.tables[bool(window)],
+            self.sequences,
+            self.positions,
+            *others,
+            heads=model.heads,
+            kv_heads=model.kv_heads,
+            size=model.size,
+            scale=model.scale,
+            window=window,
+            softcap=model.attention_cap,
+            rotary=model.architecture.rotary,
+            norms=norms,
+            eps=model.eps,
+            rows=self.kind,
+        )
+        both = self.emit(call, f"{name}.attn")
+        return tuple(  # type: ignore[return-value]
+            self.emit(relax.TupleGetItem(both, index), f"{name}.attn.{what}")
+            for index, what in enumerate(("kqv", "pages"))
+        )
+
+    def _rotation(self, layer: int) -> relax.Expr:
+        """Cosines and sines of the angles of each row's position, (rows, rotated)."""
+        base, scale = self.model.base_of(layer)
+        if (base, scale) not in self.rotations:
+            name = "rope" if not self.rotations else f"rope.{len(self.rotations)}"
+            wide = self.emit(relax.op.astype(self.positions, "float32"), f"{name}.positions")
+            column = self.emit(relax.op.expand_dims(wide, 1), f"{name}.column")
+            frequencies = relax.const(self._frequencies(base, scale)[None])
+            angles = self.emit(relax.op.multiply(column, frequencies), f"{name}.angles")
+            parts = [self.emit(op(angles), f"{name}.{op.__name__}") for op in (relax.op.cos, relax.op.sin)]
+            self.rotations[base, scale] = self.emit(relax.op.concat(parts, axis=1), name)
+        return self.rotations[base, scale]
+
+    def _frequencies(self, base: float, scale: float) -> np.ndarray:
+        """Radians of a position, of each pair."""
+        rotated = self.model.rotated
+        frequencies = scale * base ** (-np.arange(0, rotated, 2, dtype="float64") / rotated)
+        if "rope_freqs.weight" in self.weights:
+            frequencies = frequencies / self.weights.numbers("rope_freqs.weight", [rotated // 2])
+        return np.asarray(frequencies, "float32")
+
+    def _feed_forward(self, x: relax.Expr, name: str) -> relax.Expr:
+        model = self.model
+        gate = self._product(x, f"{name}.ffn_gate", model.feed_forward, model.width)
+        active = self.emit(_activation(model)(gate), f"{name}.ffn_act")
+        up = self._product(x, f"{name}.ffn_up", model.feed_forward, model.width)
+        both = self.emit(relax.op.multiply(active, up), f"{name}.ffn_par")
+        return self._product(both, f"{name}.ffn_down", model.width, model.feed_forward)
+
+    def _experts(self, x: relax.Expr, name: str) -> relax.Expr:
+        """The sum of the experts that each row chooses, by their weights: (rows, width)."""
+        model, rows = self.model, self.rows
+        used = model.experts_used
+        scores = self._product(x, f"{name}.ffn_gate_inp", model.experts, model.width)
+        shares = self.emit(relax.op.nn.softmax(scores, axis=-1), f"{name}.ffn_moe_probs")
+        best = self.emit(relax.op.topk(shares, used, axis=-1, ret_type="both", dtype="int32"), f"{name}.ffn_moe_topk")
+        chosen = self.emit(relax.TupleGetItem(best, 0), f"{name}.ffn_moe_weights")
+        total = self.emit(relax.op.sum(chosen, [-1], keepdims=True), f"{name}.ffn_moe_sum")
+        weights = self.emit(relax.op.divide(chosen, total), f"{name}.ffn_moe_share")
+        if model.expert_scale != 1.0:
+            weights = self.emit(relax.op.multiply(weights, _number(model.expert_scale)), f"{name}.ffn_moe_scaled")
+        ids = self.emit(relax.TupleGetItem(best, 1), f"{name}.ffn_moe_ids")
+        every = self.emit(relax.op.reshape(x, [rows, 1, 1, model.width]), f"{name}.ffn_moe_in")
+        gate = self._expert_product(every, ids, f"{name}.ffn_gate_exps", model.feed_forward, model.width)
+        active = self.emit(_activation(model)(gate), f"{name}.ffn_moe_act")
+        up = self._expert_product(every, ids, f"{name}.ffn_up_exps", model.feed_forward, model.width)
+        both = self.emit(relax.op.multiply(active, up), f"{name}.ffn_moe_par")
+        down = self._expert_product(both, ids, f"{name}.ffn_down_exps", model.width, model.feed_forward)
+        flat = self.emit(relax.op.reshape(down, [rows, used, model.width]), f"{name}.ffn_moe_down")
+        column = self.emit(relax.op.reshape(weights, [rows, used, 1]), f"{name}.ffn_moe_column")
+        weighted = self.emit(relax.op.multiply(flat, column), f"{name}.ffn_moe_weighted")
+        return self.emit(relax.op.sum(weighted, [1]), f"{name}.ffn_moe_out")
+
+    def _expert_product(self, x: relax.Expr, ids: relax.Expr, name: str, columns: int, depth: int) -> relax.Expr:
+        """A product of each row by the matrices of its experts: (rows, used, 1, columns)."""
+        rows = self._matrix(name, [self.model.experts, columns, depth])
+        table = self.emit(relax.op.reshape(rows, [self.model.experts, columns, depth]), f"{name}.tables")
+        taken = self.emit(relax.op.take(table, ids, axis=0), f"{name}.chosen")
+        turned = self.emit(relax.op.permute_dims(taken, [0, 1, 3, 2]), f"{name}.turned")
+        return self.emit(relax.op.matmul(x, turned), name)
+
+    def _logits(self, x: relax.Expr) -> relax.Expr:
+        model = self.model
+        if self.last is not None:
+            x = self.emit(relax.op.take(x, self.last, axis=0, mode="clip"), "last_row")
+        name = "output" if "output.weight" in self.weights else "token_embd"
+        logits = self._product(self._norm(x, "output_norm"), name, model.vocabulary, model.width, "output")
+        if not model.logit_cap:
+            return logits
+        small = self.emit(relax.op.multiply(logits, _number(1.0 / model.logit_cap)), "output.small")
+        bent = self.emit(relax.op.tanh(small), "output.bent")
+        return self.emit(relax.op.multiply(bent, _number(model.logit_cap)), "output.capped")
+
+    def _norm(self, x: relax.Expr, name: str) -> relax.Expr:
+        """``x / sqrt(mean(x * x) + eps) * weight``, row by row."""
+        weight = self.weights.vector(f"{name}.weight", self.model.width)
+        squares = self.emit(relax.op.multiply(x, x), f"{name}.squares")
+        mean = self.emit(relax.op.mean(squares, [-1], keepdims=True), f"{name}.mean")
+        stable = self.emit(relax.op.add(mean, _number(self.model.eps)), f"{name}.stable")
+        inverse = self.emit(relax.op.rsqrt(stable), f"{name}.inverse")
+        normal = self.emit(relax.op.multiply(x, inverse), f"{name}.normal")
+        return self.emit(relax.op.multiply(normal, weight), name)
+
+    def _matrix(self, tensor: str, shape: Sequence[int]) -> relax.Expr:
+        """A matrix of the file in numbers, one variable in a function: rows of ``shape[-1]``."""
+        if tensor not in self.matrices:
+            data, form = self.weights.matrix(f"{tensor}.weight", shape)
+            if form:
+                data = self.emit(dequantize_blocks(data, depth=shape[-1], format=form), f"{tensor}.numbers")
+            self.matrices[tensor] = data
+        return self.matrices[tensor]
+
+    def _product(self, x: relax.Expr, tensor: str, columns: int, depth: int, name: str | None = None) -> relax.Expr:
+        """A product with a matrix of the file, and its bias where there is one: (rows, columns)."""
+        name = name or tensor
+        matrix = self._matrix(tensor, [columns, depth])
+        turned = self.emit(relax.op.permute_dims(matrix, [1, 0]), f"{name}.turned")
+        result = self.emit(relax.op.matmul(x, turned), name)
+        if f"{tensor}.bias" in self.weights:
+            bias = self.weights.vector(f"{tensor}.bias", columns)
+            result = self.emit(relax.op.add(result, bias), f"{name}.biased")
+        return result
+
+
+def _number(value: float) -> relax.Expr:
+    return relax.const(value, "float32")
+
+
+def _activation(model: Hyperparameters) -> Callable[[relax.Expr], relax.Expr]:
+    return {"silu": relax.op.nn.silu, "gelu_tanh": relax.op.nn.gelu_tanh}[model.architecture.activation]

@@ -1,0 +1,50 @@
+"""Language models: the engine that shares one among requests, sampling, tokenizers, chat templates and the server.
+
+Names are resolved on first use: the server and tokenizers need packages of their own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+# Public name -> module.
+_EXPORTS = {
+    "Cache": ".model",
+    "CacheLayer": ".cache",
+    "ChatTemplate": ".chat_template",
+    "Delta": ".text_stream",
+    "Engine": ".engine",
+    "EngineClosedError": ".errors",
+    "EngineFullError": ".errors",
+    "JsonTokenizer": ".json_tokenizer",
+    "KVCache": ".cache",
+    "Model": ".model",
+    "Request": ".request",
+    "RequestError": ".errors",
+    "SamplingParams": ".params",
+    "Statistics": ".statistics",
+    "TextCodec": ".model",
+    "Tokenizer": ".tokenizer",
+    "TokenLogprob": ".sampling",
+    "TokenizerError": ".errors",
+    "Usage": ".request",
+    "load": ".load",
+    "load_onnx": ".load_onnx",
+    "sample": ".sampling",
+    "save": ".load",
+}
+
+__all__ = sorted(_EXPORTS)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_EXPORTS[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

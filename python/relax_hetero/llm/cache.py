@@ -1,0 +1,330 @@
+"""`rh.llm.KVCache`: the keys and values of several sequences, in pages on the devices of their layers.
+
+Layers that see the same positions are a group: they share a table of pages, ``table_full`` for those that see all,
+``table_window`` for those that see a window. A page number means a page of every layer of the group. A sequence that is
+forked shares its pages; the last one is copied when one of both writes to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import tvm
+from tvm import runtime
+
+from ..encoding.pages import PAGE, page_bytes, page_shape
+from ..errors import CacheError
+from ..vm.device.devices import bind_devices
+from .page_group import PageGroup
+
+if TYPE_CHECKING:
+    from ..vm.file.executable import Executable
+    from .description import ModelDescription
+
+FULL, WINDOW = "table_full", "table_window"
+
+
+@dataclass(frozen=True)
+class CacheLayer:
+    """A layer's part of a cache.
+
+    Attributes
+    ----------
+    kv_heads, size : int
+        Heads of keys and values, and the numbers of one.
+    window : int
+        How many of the latest tokens the layer sees; 0: all.
+    device : runtime.Device
+        Where its pages are.
+    """
+
+    kv_heads: int
+    size: int
+    window: int = 0
+    device: runtime.Device = tvm.cpu(0)  # noqa: RUF009
+
+
+class KVCache:
+    """Keys and values of several sequences.
+
+    Memory is taken once, when the cache is made. No method writes anything before it knows that there is room.
+
+    Parameters
+    ----------
+    layers : sequence of CacheLayer
+        Those with a window have the same one.
+    slots : int
+        Most sequences.
+    length : int
+        Most tokens of a sequence.
+    chunk : int
+        Most tokens that a sequence is extended by at once; says how many pages a window needs.
+    pages : int or mapping of str to int, optional
+        Pages of each layer, by the name of its table; an int: of layers that see all tokens. By default as many as all
+        slots fill.
+    memory : int or mapping of str to int, optional
+        Most bytes on each device, or by device ("cpu:0", "cuda:0"); in place of `pages`.
+    dtype : str
+        One of `relax_hetero.encoding.pages.PAGE_TYPES`.
+
+    Attributes
+    ----------
+    tables : dict of str to array of int32, (slots, columns)
+        What functions of the model are given; changed in place.
+
+    Raises
+    ------
+    CacheError
+        If layers have windows that differ, or `memory` does not hold a page.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[CacheLayer],
+        *,
+        slots: int,
+        length: int,
+        chunk: int = 256,
+        pages: int | Mapping[str, int] | None = None,
+        memory: int | Mapping[str, int] | None = None,
+        dtype: str = "float16",
+    ) -> None:
+        windows = sorted({layer.window for layer in layers if layer.window})
+        if not layers or slots < 1 or length < 1 or len(windows) > 1:
+            raise CacheError(
+                f"a cache of {len(layers)} layers, {slots} slots and {length} tokens, with windows {windows}: expected "
+                "1 or more of each, and one window"
+            )
+        self.layers, self.slots, self.dtype = tuple(layers), slots, dtype
+        self._columns = -(-length // PAGE)
+        window = windows[0] if windows else 0
+        per_slot = min(self._columns, -(-(window + chunk) // PAGE) + 1)
+        self._most = {FULL: slots * self._columns, WINDOW: slots * per_slot}
+        counts = self._counts(pages, memory)
+        self._groups = {
+            name: PageGroup(window if name == WINDOW else 0, counts[name], slots, self._columns)
+            for name in (FULL, WINDOW)
+            if any(_table(layer) == name for layer in layers)
+        }
+        self.tables = {name: group.table for name, group in self._groups.items()}
+        self._lengths: list[int | None] = [None] * slots
+        self._arrays: list[runtime.Tensor] | None = [
+            runtime.empty(self._shape(layer, counts), dtype, layer.device) for layer in layers
+        ]
+
+    @classmethod
+    def of(cls, executable: Executable, description: ModelDescription, devices: object = None) -> KVCache:
+        """The cache that an executable of `relax_hetero.from_gguf` was compiled for.
+
+        Parameters
+        ----------
+        executable : Executable
+        description : ModelDescription
+        devices : optional
+            As `VirtualMachine` takes them.
+
+        Raises
+        ------
+        CacheError
+            If the executable's functions take no pages.
+        """
+        function = next((name for name in executable.metadata.signatures if name.startswith("decode_")), None)
+        if function is None:
+            raise CacheError(f"found functions {list(executable.metadata.signatures)}, expected one named decode_*")
+        inputs: dict[str, Any] = {spec.name: spec for spec in executable.signature(function).inputs}
+        places = bind_devices(executable.metadata, devices)
+        names = [f"pages_{layer}" for layer in range(len(description.windows))]
+        table = inputs.get(FULL) or inputs.get(WINDOW)
+        if table is None or any(name not in inputs for name in names):
+            raise CacheError(
+                f"function {function!r} has inputs {list(inputs)}, expected tables and pages of each layer"
+            )
+        specs = [inputs[name] for name in names]
+        layers = [
+            CacheLayer(description.kv_heads, description.size, window, places[spec.device])
+            for spec, window in zip(specs, description.windows, strict=True)
+        ]
+        pages = {_table(layer): int(spec.shape[0]) for layer, spec in zip(layers, specs, strict=True)}
+        slots, columns = map(int, table.shape)
+        return cls(layers, slots=slots, length=columns * PAGE, pages=pages, dtype=description.page_type)
+
+    # -- memory
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """Bytes that the cache takes, by device."""
+        return self._bytes({name: group.pages for name, group in self._groups.items()})
+
+    @property
+    def pages(self) -> dict[str, tuple[int, int]]:
+        """By table: pages in use, and all."""
+        return {name: (group.pages - group.free, group.pages) for name, group in self._groups.items()}
+
+    def take(self) -> list[runtime.Tensor]:
+        """The pages of each layer, for a call that writes to them and gives them back.
+
+        Raises
+        ------
+        CacheError
+            If a call has them.
+        """
+        if self._arrays is None:
+            raise CacheError("the pages of the cache are taken already; expected them to be given back first")
+        taken, self._arrays = self._arrays, None
+        return taken
+
+    def give_back(self, pages: Sequence[runtime.Tensor]) -> None:
+        """Take the pages of each layer back: those that a call returned, or that `take` gave."""
+        if len(pages) != len(self.layers):
+            raise CacheError(f"found {len(pages)} layers' pages, expected {len(self.layers)}")
+        self._arrays = list(pages)
+
+    # -- sequences
+
+    def add(self) -> int:
+        """An empty sequence's slot; CacheError if all are in use."""
+        slot = next((slot for slot, length in enumerate(self._lengths) if length is None), None)
+        if slot is None:
+            raise CacheError(f"all {self.slots} slots of the cache are in use; expected a free one")
+        self._lengths[slot] = 0
+        return slot
+
+    def length(self, slot: int) -> int:
+        """How many tokens a sequence has."""
+        length = self._lengths[slot] if 0 <= slot < self.slots else None
+        if length is None:
+            raise CacheError(f"slot {slot} has no sequence; those in use are {self._in_use()}")
+        return length
+
+    def extend(self, slot: int, count: int) -> None:
+        """Make room for more tokens of a sequence, which are part of its length from here on.
+
+        Pages that a window cannot reach any more are given back; `cut` to the length before brings back all else.
+
+        Parameters
+        ----------
+        slot, count : int
+
+        Raises
+        ------
+        CacheError
+            If there are no such tokens, or no pages for them; nothing has changed then.
+        """
+        length = self.length(slot)
+        most = self._columns * PAGE
+        if count < 0 or length + count > most:
+            raise CacheError(
+                f"sequence {slot} of {length} tokens asks for {count} more, expected at most {most} tokens in all"
+            )
+        plans = {name: group.plan(slot, length, count) for name, group in self._groups.items()}
+        for name, plan in plans.items():
+            group = self._groups[name]
+            if plan.pages > group.free:
+                raise CacheError(
+                    f"sequence {slot} of {length} tokens asks for {count} more: {plan.pages} pages of {name}, of which "
+                    f"{group.free} are free and {group.pages - group.free} of {group.pages} in use"
+                )
+        if any(plan.copied is not None for plan in plans.values()) and self._arrays is None:
+            raise CacheError(f"sequence {slot} shares its last page, which cannot be copied while a call has the pages")
+        for name, plan in plans.items():
+            copy = self._groups[name].extend(slot, plan)
+            if copy is not None:
+                self._copy_page(name, *copy)
+        self._lengths[slot] = length + count
+
+    def fork(self, slot: int) -> int:
+        """The slot of a new sequence with the same tokens; pages are shared. CacheError if no slot is free."""
+        length = self.length(slot)
+        new = self.add()
+        for group in self._groups.values():
+            group.share(slot, new)
+        self._lengths[new] = length
+        return new
+
+    def cut(self, slot: int, length: int) -> None:
+        """Forget the tokens behind the first `length`.
+
+        Raises
+        ------
+        CacheError
+            If there are no so many, or a window's page that is needed then was given back.
+        """
+        now = self.length(slot)
+        if not 0 <= length <= now:
+            raise CacheError(f"sequence {slot} of {now} tokens: cannot be cut to {length}")
+        for name, group in self._groups.items():
+            lost = group.lost(slot, length)
+            if lost is not None:
+                raise CacheError(
+                    f"sequence {slot} of {now} tokens cannot be cut to {length}: the window of {group.window} sees "
+                    f"positions from {lost * PAGE} on then, which {name} gave back"
+                )
+        for group in self._groups.values():
+            group.cut(slot, length)
+        self._lengths[slot] = length
+
+    def free(self, slot: int) -> None:
+        """Forget a sequence."""
+        self.length(slot)
+        for group in self._groups.values():
+            group.cut(slot, 0)
+        self._lengths[slot] = None
+
+    def _in_use(self) -> list[int]:
+        return [slot for slot, length in enumerate(self._lengths) if length is not None]
+
+    # -- how many pages, and where
+
+    def _counts(self, pages: int | Mapping[str, int] | None, memory: int | Mapping[str, int] | None) -> dict[str, int]:
+        if pages is not None and memory is not None:
+            raise CacheError("found pages= and memory=, expected one of both")
+        if isinstance(pages, Mapping):
+            return {**self._most, **pages}
+        most = self._most[FULL] if pages is None else pages
+        if memory is None:
+            return self._bounded(most)
+        count = next((count for count in range(most, 0, -1) if self._fits(count, memory)), 0)
+        if not count:
+            raise CacheError(
+                f"memory={memory}: expected room for a page of each layer, {self._bytes(self._bounded(1))}"
+            )
+        return self._bounded(count)
+
+    def _bounded(self, count: int) -> dict[str, int]:
+        """As many pages for both groups, if all slots together may need them."""
+        return {name: max(1, min(count, most)) for name, most in self._most.items()}
+
+    def _fits(self, count: int, memory: int | Mapping[str, int]) -> bool:
+        for device, size in self._bytes(self._bounded(count)).items():
+            limit = memory.get(device) if isinstance(memory, Mapping) else memory
+            if limit is not None and size > limit:
+                return False
+        return True
+
+    def _bytes(self, counts: Mapping[str, int]) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for layer in self.layers:
+            size = counts[_table(layer)] * page_bytes(layer.kv_heads, layer.size, self.dtype)
+            found[str(layer.device)] = found.get(str(layer.device), 0) + size
+        return found
+
+    def _shape(self, layer: CacheLayer, counts: Mapping[str, int]) -> tuple[int, int, int]:
+        return page_shape(counts[_table(layer)], layer.kv_heads, layer.size, self.dtype)
+
+    def _copy_page(self, name: str, source: int, target: int) -> None:
+        """Copy a page of every layer of a group, each on its device."""
+        assert self._arrays is not None, "a call has the pages"
+        for layer, array in zip(self.layers, self._arrays, strict=True):
+            if _table(layer) == name:
+                size = page_bytes(layer.kv_heads, layer.size, self.dtype)
+                shape = tuple(map(int, array.shape))[1:]
+                views = [array._create_view(shape, self.dtype, page * size) for page in (source, target)]
+                layer.device.sync()  # what the last call writes
+                views[0].copyto(views[1])
+                layer.device.sync()
+
+
+def _table(layer: CacheLayer) -> str:
+    return WINDOW if layer.window else FULL

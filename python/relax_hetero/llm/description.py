@@ -1,0 +1,31 @@
+"""What a language model's executable does not say of itself: sizes, windows, tokens that end a text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """Facts that the engine and the cache need; plain data, kept in a file beside an exported executable.
+
+    Attributes
+    ----------
+    name : str
+    vocabulary, context, slots : int
+    kv_heads, size : int
+        Of keys and values, and the numbers of one.
+    windows : tuple of int
+        Positions that each layer sees; 0: all.
+    page_type : str
+        Element type of the cache.
+    """
+
+    name: str
+    vocabulary: int
+    context: int
+    slots: int
+    kv_heads: int
+    size: int
+    windows: tuple[int, ...]
+    page_type: str = "float16"

@@ -1,0 +1,204 @@
+"""`rh.llm.Engine`: requests that come while others run, over one model."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence as Tokens
+from types import TracebackType
+
+from ..errors import HeteroError
+from .errors import EngineClosedError, EngineFullError, RequestError
+from .model import Model, TextCodec
+from .params import SamplingParams
+from .request import Request
+from .scheduler import Load, Scheduler
+from .sequence import Sequence
+from .statistics import Speed, Statistics
+
+# Requests whose time to the first token is remembered.
+_REMEMBERED = 100
+
+
+class Engine:
+    """Writes texts for many callers at once.
+
+    A thread works in steps: one request at most gets a chunk of its prompt into the cache, and all others get a token
+    (`Scheduler` says what happens when the cache is full). All methods may be called by any thread.
+
+    Parameters
+    ----------
+    model: `Model`, used by this engine alone.
+    tokenizer: `TextCodec`, such as a `Tokenizer`.
+    most_waiting: Requests that may wait for a slot.
+    prefixes: How many sequences of finished requests are kept for requests that begin alike; 0 for none.
+
+    Examples
+    --------
+    >>> with Engine(*load("model.gguf")) as engine:  # doctest: +SKIP
+    ...     for delta in engine.submit("Once upon a time", SamplingParams(max_tokens=50)):
+    ...         print(delta.text, end="")
+    """
+
+    def __init__(self, model: Model, tokenizer: TextCodec, *, most_waiting: int = 256, prefixes: int = 8) -> None:
+        if most_waiting < 0 or prefixes < 0:
+            raise HeteroError(f"expected no negative numbers, found most_waiting={most_waiting}, prefixes={prefixes}")
+        self.model, self.tokenizer = model, tokenizer
+        self._most_waiting = most_waiting
+        self._scheduler = Scheduler(model, prefixes)
+        self._speed = Speed()
+        self._changed = threading.Condition()
+        self._inbox: deque[Sequence] = deque()
+        self._arrivals = 0
+        self._load = Load()
+        self._first_tokens: deque[float] = deque(maxlen=_REMEMBERED)
+        self._unanswered: list[Request] = []
+        self._news = False
+        self._closed = False
+        self._fault: HeteroError | None = None
+        self._thread = threading.Thread(target=self._work, name="relax_hetero.llm.Engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, prompt: str | Tokens[int], params: SamplingParams | None = None) -> Request:
+        """Ask for a text.
+
+        Parameters
+        ----------
+        prompt: A text, or tokens.
+        params: How it goes on and ends.
+
+        Returns
+        -------
+        Request: Gives the text as it grows; returns at once.
+
+        Raises
+        ------
+        RequestError: If the prompt is empty, longer than the model's context, or has a token that the model lacks;
+            or if the parameters name such a token.
+        EngineFullError: If too many requests wait already.
+        EngineClosedError: If the engine was closed.
+        """
+        params = params or SamplingParams()
+        params.check_tokens(self.model.vocabulary)
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        self.check_prompt(tokens)
+        request = Request(tuple(tokens), params, self._wake)
+        with self._changed:
+            if self._closed:
+                raise self._fault or EngineClosedError("the engine was closed")
+            waiting = len(self._inbox) + self._load.waiting
+            if waiting >= self._most_waiting + max(0, self.model.slots - self._load.active):
+                raise EngineFullError(f"found {waiting} requests that wait, expected at most {self._most_waiting}")
+            self._arrivals += 1
+            self._inbox.append(Sequence(request, self._arrivals, self.tokenizer, self.model.context))
+            self._tell_thread()
+        return request
+
+    def check_prompt(self, tokens: Tokens[int]) -> None:
+        """RequestError if a prompt's tokens are none that the model can go on with."""
+        if not tokens:
+            raise RequestError("prompt: found no token, expected at least one")
+        if len(tokens) >= self.model.context:
+            raise RequestError(
+                f"prompt: found {len(tokens):,} tokens, expected at most {self.model.context - 1:,}, so that one more "
+                f"fits into the model's context of {self.model.context:,}"
+            )
+        wrong = next((token for token in tokens if not 0 <= token < self.model.vocabulary), None)
+        if wrong is not None:
+            raise RequestError(f"prompt: found token {wrong}, expected 0 to {self.model.vocabulary - 1}")
+
+    def statistics(self) -> Statistics:
+        """What the engine did so far, and does now."""
+        counts, first = self._scheduler.counts, list(self._first_tokens)
+        with self._changed:
+            inbox, load = len(self._inbox), self._load
+        return Statistics(
+            waiting=inbox + load.waiting,
+            running=load.active,
+            finished={str(reason): count for reason, count in counts.finished.items()},
+            prompt_tokens=counts.prompt_tokens,
+            reused_tokens=counts.reused_tokens,
+            tokens=counts.tokens,
+            put_back=counts.put_back,
+            cached_tokens=load.cached_tokens,
+            tokens_per_second=self._speed.mean(counts.tokens),
+            seconds_to_first_token=sum(first) / len(first) if first else 0.0,
+        )
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are taken."""
+        return not self._closed and self._thread.is_alive()
+
+    def close(self) -> None:
+        """End all requests as cancelled, and the thread; nothing if that was done before."""
+        with self._changed:
+            self._closed = True
+            self._tell_thread()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._tell_thread()
+
+    def _tell_thread(self) -> None:
+        self._news = True
+        self._changed.notify_all()
+
+    def _work(self) -> None:
+        """What the thread does."""
+        try:
+            while self._take_news():
+                while self._scheduler.step():
+                    self._look()
+                    if not self._take_news(wait=False):
+                        break
+                self._look()
+            self._end_all(None)
+        except BaseException as error:  # a defect: nobody may wait for it forever
+            fault = EngineClosedError(f"the engine ended by {type(error).__name__}: {error}")
+            fault.__cause__ = error
+            self._end_all(fault)
+
+    def _take_news(self, wait: bool = True) -> bool:
+        """Take the requests that came; False if the engine was closed."""
+        with self._changed:
+            self._load = self._scheduler.load()
+            if wait:
+                self._changed.wait_for(lambda: self._news or self._closed)
+            self._news = False
+            while self._inbox:
+                sequence = self._inbox.popleft()
+                self._scheduler.add(sequence)
+                self._unanswered.append(sequence.request)
+            self._load = self._scheduler.load()
+            return not self._closed
+
+    def _look(self) -> None:
+        """Remember how fast it goes."""
+        self._speed.see(self._scheduler.counts.tokens)
+        answered = [request for request in self._unanswered if request.times.first_token or request.finish_reason]
+        if answered:
+            self._unanswered = [request for request in self._unanswered if request not in answered]
+            times = (request.times for request in answered)
+            self._first_tokens.extend(at.first_token - at.submitted for at in times if at.first_token)
+
+    def _end_all(self, fault: HeteroError | None) -> None:
+        with self._changed:
+            self._closed, self._fault = True, fault
+            left = list(self._inbox)
+            self._inbox.clear()
+        reason, error = ("cancelled", None) if fault is None else ("error", fault)
+        for sequence in left:
+            sequence.finish(reason, error)  # type: ignore[arg-type]
+        self._scheduler.end_all(reason, error)  # type: ignore[arg-type]
+        self._load = self._scheduler.load()

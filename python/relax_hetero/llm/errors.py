@@ -1,0 +1,21 @@
+"""What can go wrong between a language model and those who ask it."""
+
+from __future__ import annotations
+
+from ..errors import HeteroError
+
+
+class RequestError(HeteroError):
+    """A request that the engine cannot take as it is; says what was found and what was expected."""
+
+
+class EngineFullError(HeteroError):
+    """More requests wait than the engine's queue holds; trying again later may help."""
+
+
+class EngineClosedError(HeteroError):
+    """The engine was closed, or its thread ended."""
+
+
+class TokenizerError(HeteroError):
+    """A tokenizer or a chat template that a file does not describe, or not in a form that is known."""

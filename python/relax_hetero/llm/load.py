@@ -1,0 +1,148 @@
+"""`rh.llm.load`: from a GGUF file, or from a folder that was saved, to a model that runs and its tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..artifact.regular_files import open_regular
+from ..errors import BuildError
+from .compiled_model import CompiledModel
+from .description import ModelDescription
+from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ..frontend.auto.auto_placement import MemoryLimit
+    from ..frontend.onnx.placement_rules import PlacementRules
+    from ..target.make_vdevice import VDeviceEntry
+
+BATCHES = (1, 2, 4, 8)
+CHUNKS = (32, 256)
+CONTEXT = 4096
+"""Positions of a sequence where nothing else is said, or as many as the model was trained for."""
+
+_LIBRARY, _DESCRIPTION, _TOKENIZER = "model.so", "model.json", "tokenizer.gguf"
+
+
+def load(
+    path: str | os.PathLike[str],
+    vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None = None,
+    placement: PlacementRules | Literal["auto"] | None = None,
+    *,
+    batches: Sequence[int] = BATCHES,
+    chunks: Sequence[int] = CHUNKS,
+    slots: int | None = None,
+    context: int | None = None,
+    page_type: str = "float16",
+    memory_limit: MemoryLimit | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> tuple[CompiledModel, Tokenizer]:
+    """A language model that runs, and its tokenizer.
+
+    Parameters
+    ----------
+    path : str or path
+        A GGUF file, which is imported and compiled (or found in the compile cache), or a folder that `save` wrote.
+    vdevices, placement, batches, chunks, slots, page_type, memory_limit : as for `rh.from_gguf`
+        Of a file only.
+    context : int, optional
+        Most positions of a sequence; by default 4,096, or as many as the model was trained for.
+    progress : callable, optional
+        As for `rh.compile`.
+
+    Raises
+    ------
+    HeteroError
+        If the file or folder cannot be read, placed or compiled, or options are given for a folder, which is compiled
+        already.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        if vdevices is not None or placement is not None:
+            raise BuildError(f"{folder}: is compiled and so placed already; vdevices and placement go with a GGUF file")
+        return _load_folder(folder)
+    from ..driver import compile as compile_module
+    from ..frontend.from_gguf import from_gguf, hyperparameters_of
+    from ..frontend.gguf.file import read_gguf
+
+    file = read_gguf(folder)
+    model = hyperparameters_of(file)
+    most = context or min(model.context, CONTEXT)
+    slots = slots or max(batches)
+    mod = from_gguf(
+        file,
+        ["llvm"] if vdevices is None else vdevices,
+        placement,
+        batches=batches,
+        chunks=chunks,
+        slots=slots,
+        context=most,
+        page_type=page_type,
+        memory_limit=memory_limit,
+    )
+    pages = [f"pages_{layer}" for layer in range(model.layers)]
+    names = [f"decode_{rows}" for rows in batches] + [f"prefill_{rows}" for rows in chunks]
+    executable = compile_module(mod, donate=dict.fromkeys(names, pages), progress=progress)
+    description = ModelDescription(
+        name=str(file.fields.get("general.name", folder.stem)),
+        vocabulary=model.vocabulary,
+        context=most,
+        slots=slots,
+        kv_heads=model.kv_heads,
+        size=model.size,
+        windows=tuple(model.window_of(layer) for layer in range(model.layers)),
+        page_type=page_type,
+    )
+    return CompiledModel(executable, description), Tokenizer(file.fields)
+
+
+def save(model: CompiledModel, source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
+    """Write a compiled model into a folder, from which `load` needs neither the compiler nor the GGUF file.
+
+    Parameters
+    ----------
+    model : CompiledModel
+    source : str or path
+        The GGUF file that it was made from: its tokenizer goes along.
+    folder : str or path
+        Made where it is not there.
+    """
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    model.executable.export_library(target / _LIBRARY)
+    (target / _DESCRIPTION).write_text(json.dumps(asdict(model.description), indent=1))
+    _copy_tokenizer(Path(source), target / _TOKENIZER)
+
+
+def _load_folder(folder: Path) -> tuple[CompiledModel, Tokenizer]:
+    from ..vm import load as load_library
+
+    path = folder / _DESCRIPTION
+    try:
+        with open_regular(path)[0] as file:
+            facts: dict[str, Any] = json.loads(file.read())
+        facts["windows"] = tuple(facts["windows"])
+        description = ModelDescription(**facts)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise BuildError(f"{path}: describes no saved language model: {error}") from error
+    return CompiledModel(load_library(folder / _LIBRARY), description), Tokenizer.from_gguf(folder / _TOKENIZER)
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    """A GGUF file of the tokenizer's metadata alone."""
+    from gguf import GGUFReader, GGUFValueType, GGUFWriter
+
+    reader = GGUFReader(source)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = GGUFWriter(target, architecture)
+    for name, field in reader.fields.items():
+        if name.startswith("tokenizer."):
+            inner = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()

@@ -1,0 +1,115 @@
+"""What the engine asks of a language model, of its cache and of its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+
+class Cache(Protocol):
+    """The keys and values of several sequences, each in a slot.
+
+    A method that runs out of slots or of pages raises `CacheError` and leaves the slots that it was given as they
+    were, or such that `cut` to the length that they had brings that back.
+    """
+
+    def add(self) -> int:
+        """An empty sequence's slot."""
+
+    def extend(self, slot: int, count: int) -> None:
+        """Make room for `count` more tokens."""
+
+    def fork(self, slot: int) -> int:
+        """The slot of a new sequence with the same tokens, which share their pages."""
+
+    def cut(self, slot: int, length: int) -> None:
+        """Forget the tokens behind the first `length`.
+
+        Raises `CacheError` where keys that a window needs at that length were given back already.
+        """
+
+    def free(self, slot: int) -> None:
+        """Forget a sequence."""
+
+    def length(self, slot: int) -> int:
+        """How many tokens a sequence has."""
+
+
+class Model(Protocol):
+    """A language model with its cache, called by one thread at a time.
+
+    Attributes
+    ----------
+    vocabulary: Logits of a token.
+    context: The most positions of a sequence.
+    slots: The most sequences that are decoded at once.
+    chunk: The most tokens of one call of `prefill`.
+    cache: Where `prefill` and `decode` append; both extend it themselves.
+    """
+
+    @property
+    def vocabulary(self) -> int: ...  # noqa: D102
+
+    @property
+    def context(self) -> int: ...  # noqa: D102
+
+    @property
+    def slots(self) -> int: ...  # noqa: D102
+
+    @property
+    def chunk(self) -> int: ...  # noqa: D102
+
+    @property
+    def cache(self) -> Cache: ...  # noqa: D102
+
+    def prefill(self, slot: int, tokens: np.ndarray) -> np.ndarray:
+        """Append tokens (at most `chunk`, int32) to a sequence.
+
+        Returns
+        -------
+        np.ndarray: Logits behind the last of them, (vocabulary,) float32; may be overwritten by the next call.
+
+        Raises
+        ------
+        CacheError: If pages run out.
+        """
+
+    def decode(self, slots: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+        """Append one token to each of several sequences.
+
+        Returns
+        -------
+        np.ndarray: Logits behind each, (len(slots), vocabulary) float32; may be overwritten by the next call.
+
+        Raises
+        ------
+        CacheError: If pages run out.
+        """
+
+
+@runtime_checkable
+class TextCodec(Protocol):
+    """Text as tokens and back; `Tokenizer` is the one that files describe.
+
+    Attributes
+    ----------
+    stop_ids: Tokens that end a text, such as the one for the end of a turn.
+    """
+
+    @property
+    def stop_ids(self) -> frozenset[int]: ...  # noqa: D102
+
+    def encode(self, text: str, *, special: bool = True, begin: bool = True) -> list[int]:
+        """The tokens of a text.
+
+        Parameters
+        ----------
+        text
+        special: Whether names of control tokens in the text stand for these tokens.
+        begin: Whether the model's token for the begin of a text comes first, where it wants one.
+        """
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that a token adds to a text; none for control tokens."""

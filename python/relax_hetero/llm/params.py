@@ -1,0 +1,122 @@
+"""How a request's tokens are chosen and when it ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import RequestError
+
+MOST_LOGPROBS = 20
+"""As many alternatives as the OpenAI endpoints give for a token."""
+MOST_STOPS = 16
+LONGEST_STOP = 1024
+"""Characters of a stop string; as much text may be held back while it may be the begin of one."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a request's tokens are chosen and when it ends.
+
+    The steps, in this order, are those of vLLM: `logit_bias`, penalties, `temperature`, `min_p`, `top_k`, `top_p`.
+
+    Attributes
+    ----------
+    temperature: Logits are divided by it; 0 takes the largest one (greedy), whatever the filters below say.
+    top_k: Only the k largest logits stay; 0 for all of them. Equal ones at the border all stay.
+    top_p: Only the most probable tokens stay whose probabilities reach this sum, 0 (only one) to 1 (all).
+    min_p: Only tokens stay that are at least this fraction as probable as the most probable one, 0 to 1.
+    repetition_penalty: Positive logits of tokens in the prompt or text so far are divided by it, negative ones
+        multiplied; 1 for none.
+    frequency_penalty: Taken off a token's logit for each time that it is in the text so far; -2 to 2.
+    presence_penalty: Taken off a token's logit if it is in the text so far; -2 to 2.
+    logit_bias: Added to logits, by token; -100 to 100.
+    seed: Of the request's own random numbers, so that other requests have no part in them; None for a fresh one.
+    stop: Strings that end the text; the text is cut before them.
+    stop_token_ids: Tokens that end the text, beside those of the tokenizer.
+    ignore_eos: Whether the tokenizer's tokens for an end do not end the text.
+    max_tokens: The most tokens of the text; None for as many as fit into the context.
+    logprobs: How many of the most probable tokens are told with each token, by the model's own distribution before
+        any of the steps above; 0 tells the chosen token's only, None nothing.
+
+    Raises
+    ------
+    RequestError: Where a value is outside of its range; names it.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _number("temperature", self.temperature, 0, 100)
+        _whole("top_k", self.top_k, 0)
+        _number("top_p", self.top_p, 0, 1)
+        _number("min_p", self.min_p, 0, 1)
+        _number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
+        _number("frequency_penalty", self.frequency_penalty, -2, 2)
+        _number("presence_penalty", self.presence_penalty, -2, 2)
+        for token, bias in self.logit_bias.items():
+            _whole("logit_bias", token, 0)
+            _number(f"logit_bias of token {token}", bias, -100, 100)
+        if self.seed is not None:
+            _whole("seed", self.seed, -(1 << 63), (1 << 64) - 1)
+        _check_stops(self.stop)
+        for token in self.stop_token_ids:
+            _whole("stop_token_ids", token, 0)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1)
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, 0, MOST_LOGPROBS)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the largest logit is taken; smaller temperatures would leave nothing else, either."""
+        return self.temperature < 1e-5
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens that were seen before have other logits."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    def check_tokens(self, vocabulary: int) -> None:
+        """RequestError if a token is none of the model's."""
+        for name, tokens in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            for token in tokens:
+                _whole(name, token, 0, vocabulary - 1)
+
+
+def _check_stops(stops: Any) -> None:
+    if not isinstance(stops, tuple) or not all(isinstance(stop, str) for stop in stops):
+        raise RequestError(f"stop: found {stops!r}, expected a tuple of strings")
+    if len(stops) > MOST_STOPS:
+        raise RequestError(f"stop: found {len(stops)} strings, expected at most {MOST_STOPS}")
+    for stop in stops:
+        if not 1 <= len(stop) <= LONGEST_STOP:
+            raise RequestError(f"stop: found a string of {len(stop)} characters, expected 1 to {LONGEST_STOP}")
+
+
+def _number(name: str, value: Any, least: float, most: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise RequestError(f"{name}: found {value!r}, expected a number from {least:g} to {most:g}")
+    if not least <= value <= most:
+        raise RequestError(f"{name}: found {value:g}, expected {least:g} to {most:g}")
+
+
+def _whole(name: str, value: Any, least: int, most: int | None = None) -> None:
+    expected = f"a whole number from {least}" + ("" if most is None else f" to {most}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        raise RequestError(f"{name}: found {value!r}, expected {expected}")

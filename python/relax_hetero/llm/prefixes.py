@@ -1,0 +1,116 @@
+"""Sequences of the cache that requests may begin with, because they have the same tokens."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .model import Cache
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """A sequence whose request has finished.
+
+    Attributes
+    ----------
+    slot: In the cache.
+    tokens: (length,) int32.
+    """
+
+    slot: int
+    tokens: np.ndarray
+
+
+class Prefixes:
+    """Sequences of finished requests, kept for requests that begin alike.
+
+    Parameters
+    ----------
+    cache: Their keys and values.
+    most: How many are kept; the one that was not used for the longest time goes first.
+    least: A beginning of fewer tokens is not worth a copy of a page.
+    """
+
+    def __init__(self, cache: Cache, most: int, least: int = 16) -> None:
+        self._cache, self._most, self._least = cache, most, least
+        self._kept: deque[Prefix] = deque()  # the last was used last
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sequences that are kept."""
+        return sum(prefix.tokens.size for prefix in self._kept)
+
+    def keep(self, slot: int, tokens: Sequence[int]) -> None:
+        """Keep a sequence, or free it if there is no use for it; others that it continues are freed."""
+        mine = np.asarray(tokens, np.int32)
+        if self._most == 0 or mine.size < self._least:
+            self._cache.free(slot)
+            return
+        for prefix in [old for old in self._kept if alike(old.tokens, mine) == old.tokens.size]:
+            self._drop(prefix)
+        while len(self._kept) >= self._most:
+            self.drop_oldest()
+        self._kept.append(Prefix(slot, mine))
+
+    def drop_oldest(self) -> bool:
+        """Free the sequence that was not used for the longest time; False if there is none."""
+        if not self._kept:
+            return False
+        self._drop(self._kept[0])
+        return True
+
+    def longest(self, tokens: np.ndarray, others: Iterable[Prefix] = ()) -> tuple[Prefix, int] | None:
+        """The sequence that begins like `tokens` for the longest, and how long; None if none does for long enough.
+
+        Parameters
+        ----------
+        tokens: (length,) int32.
+        others: Sequences of requests that still run.
+        """
+        best = max(
+            ((prefix, alike(prefix.tokens, tokens)) for prefix in (*self._kept, *others)), key=_length, default=None
+        )
+        if best is None or best[1] < self._least:
+            return None
+        return best
+
+    def fork(self, prefix: Prefix, length: int) -> int:
+        """The slot of a new sequence of the first `length` tokens.
+
+        Raises
+        ------
+        CacheError: If no slot is left, or the sequence cannot be cut to that length.
+        """
+        slot = self._cache.fork(prefix.slot)
+        try:
+            if length < prefix.tokens.size:
+                self._cache.cut(slot, length)
+        except Exception:
+            self._cache.free(slot)
+            raise
+        if prefix in self._kept:
+            self._kept.remove(prefix)
+            self._kept.append(prefix)
+        return slot
+
+    def _drop(self, prefix: Prefix) -> None:
+        self._kept.remove(prefix)
+        self._cache.free(prefix.slot)
+
+
+def alike(one: np.ndarray, other: np.ndarray) -> int:
+    """With how many equal tokens two texts begin."""
+    length = min(one.size, other.size)
+    different = one[:length] != other[:length]
+    return int(np.argmax(different)) if different.any() else length
+
+
+def _length(entry: tuple[Prefix, int]) -> int:
+    return entry[1]

@@ -1,0 +1,95 @@
+"""A request while the engine works on it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..errors import HeteroError
+from .model import TextCodec
+from .request import FinishReason, Request
+from .sampling import History, sample
+from .text_stream import Delta, TextStream
+
+
+class Sequence:
+    """The tokens of a request, and how many of them the cache has.
+
+    Parameters
+    ----------
+    request: Whose text is written.
+    arrival: Its number; smaller ones came earlier.
+    codec: Makes text of tokens.
+    context: The most tokens of prompt and text together.
+
+    Attributes
+    ----------
+    tokens: Of the prompt and the text so far.
+    slot: In the cache; None while the request waits.
+    cached: How many of the tokens the cache has, the first ones.
+    """
+
+    def __init__(self, request: Request, arrival: int, codec: TextCodec, context: int) -> None:
+        params = request.params
+        self.request, self.arrival = request, arrival
+        self.tokens = list(request.prompt)
+        self.slot: int | None = None
+        self.cached = 0
+        self._reused = 0
+        self._most = min(context, len(self.tokens) + (params.max_tokens or context))
+        self._stops = set(params.stop_token_ids) | (set() if params.ignore_eos else codec.stop_ids)
+        self._generator = np.random.Generator(np.random.PCG64(_seed(params.seed)))
+        self._history = History(self.tokens)
+        self._stream = TextStream(codec.piece, params.stop)
+
+    @property
+    def written(self) -> int:
+        """Tokens of the text so far."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    def begin(self, slot: int, cached: int) -> None:
+        """Use a slot whose first tokens are in the cache already."""
+        if not self.written:
+            self._reused = cached
+        self.slot, self.cached = slot, cached
+
+    def give_up_slot(self) -> int:
+        """Go back to waiting; the slot that was used."""
+        assert self.slot is not None
+        slot, self.slot, self.cached = self.slot, None, 0
+        return slot
+
+    def accept(self, logits: np.ndarray) -> FinishReason | None:
+        """Choose the next token, tell the reader what it adds to the text, and say whether that ends it.
+
+        Parameters
+        ----------
+        logits: (vocabulary,) float32.
+
+        Raises
+        ------
+        HeteroError: If no token can be chosen.
+        """
+        token, logprob = sample(logits, self.request.params, self._generator, self._history)
+        self.tokens.append(token)
+        self._history.add(token)
+        self.request.count(self.written, self._reused)
+        ends = token in self._stops
+        self._tell(self._stream.add(token, logprob, silent=ends))
+        if ends or self._stream.stopped:
+            return "stop"
+        return "length" if len(self.tokens) >= self._most else None
+
+    def finish(self, reason: FinishReason, error: HeteroError | None = None) -> None:
+        """Tell the reader what was held back, and that nothing more comes."""
+        if reason != "cancelled":
+            self._tell(self._stream.finish())
+        self.request.end(reason, error)
+
+    def _tell(self, delta: Delta) -> None:
+        if delta.text or delta.tokens:
+            self.request.tell(delta)
+
+
+def _seed(seed: int | None) -> int | None:
+    # numpy takes no negative ones.
+    return None if seed is None else seed % (1 << 64)

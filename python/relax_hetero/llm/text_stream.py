@@ -1,0 +1,92 @@
+"""A text as it grows by tokens: only whole characters come out, and nothing that may belong to a stop string."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .sampling import TokenLogprob
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What a text grew by.
+
+    Attributes
+    ----------
+    text: Whole characters, perhaps none.
+    tokens: Those that are told with this text. One whose characters are held back comes with a later delta.
+    logprobs: One for each token, where they were asked for.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class TextStream:
+    """Makes text of tokens.
+
+    Parameters
+    ----------
+    piece: The bytes of a token.
+    stops: Strings before which the text ends.
+
+    Attributes
+    ----------
+    stopped: Whether a stop string came.
+    """
+
+    def __init__(self, piece: Callable[[int], bytes], stops: tuple[str, ...] = ()) -> None:
+        self._piece, self._stops = piece, stops
+        # Bytes that are no UTF-8 become U+FFFD, as models may write anything.
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+        self._begin = 0  # characters before `_held`
+        self._waiting: list[tuple[int, int, TokenLogprob | None]] = []  # where a token's text begins, and the token
+        self.stopped = False
+
+    def add(self, token: int, logprob: TokenLogprob | None = None, silent: bool = False) -> Delta:
+        """The text goes on with `token`, whose own characters do not show where it is `silent`."""
+        self._waiting.append((self._begin + len(self._held), token, logprob))
+        return self._grow("" if silent else self._decoder.decode(self._piece(token)))
+
+    def finish(self) -> Delta:
+        """What was held back, at the end of the text; bytes of a character that never became whole as U+FFFD."""
+        delta = self._grow(self._decoder.decode(b"", True))
+        if self.stopped:
+            return delta
+        return _joined(delta, self._tell(len(self._held), everything=True))
+
+    def _grow(self, text: str) -> Delta:
+        if self.stopped:
+            return Delta("", ())
+        self._held += text
+        found = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
+        if found:
+            self.stopped = True
+            return self._tell(min(found))
+        return self._tell(len(self._held) - self._may_be_stop())
+
+    def _may_be_stop(self) -> int:
+        """How many of the last characters may be the begin of a stop string."""
+        longest = 0
+        for stop in self._stops:
+            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
+                if self._held.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest
+
+    def _tell(self, count: int, everything: bool = False) -> Delta:
+        """The first `count` characters that are held, and the tokens that begin before their end."""
+        text, self._held = self._held[:count], self._held[count:]
+        self._begin += count
+        told = [entry for entry in self._waiting if everything or entry[0] < self._begin]
+        self._waiting = self._waiting[len(told) :]
+        return Delta(text, tuple(entry[1] for entry in told), tuple(e[2] for e in told if e[2] is not None))
+
+
+def _joined(first: Delta, second: Delta) -> Delta:
+    return Delta(first.text + second.text, first.tokens + second.tokens, first.logprobs + second.logprobs)

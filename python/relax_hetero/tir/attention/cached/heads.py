@@ -1,0 +1,99 @@
+"""A row's query or key as attention has it: normalized and rotated, vector by vector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import gcd
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ....encoding.problem import CachedAttentionProblem
+from ...core.builder import Expr, Registers, broadcast, lane_of, let, loop, opaque, over_lanes, zeros
+from .spec import Tensors
+
+Sink = Callable[[Expr, Expr, int], None]
+"""Takes the number of the first element, float32 elements, and how many."""
+
+
+def emit_head(
+    problem: CachedAttentionProblem, tensors: Tensors, lanes: int, row: Expr, start: Expr, norm: str, sink: Sink
+) -> None:
+    """A head of `qkv` through norm and rotation.
+
+    Parameters
+    ----------
+    lanes : int
+        Of vectors, a divisor of the head's size.
+    row : PrimExpr
+        Of the rotation.
+    start : PrimExpr
+        Where the head begins in `qkv`, in elements.
+    norm : str
+        "q_norm" or "k_norm": whose factors there may be; "": neither norm nor rotation.
+    """
+    has_norm = bool(norm) and problem.other(norm) is not None
+    factor = _norm_factor(problem, tensors, lanes, start) if has_norm else None
+
+    def element(index: Expr, count: int) -> Expr:
+        value = tensors.number("qkv", start + index, count)
+        if factor is None:
+            return let(value)
+        return let(value * broadcast(factor, count) * tensors.number(norm, index, count))
+
+    turned = problem.turned if norm else 0
+    if turned:
+        half = turned // 2
+        emit = _emit_halves if problem.rotary == "halves" else _emit_pairs
+        emit(tensors, gcd(half, lanes), half, opaque(row * turned), element, sink)
+    step = gcd(problem.size - turned, lanes) if turned else lanes
+    if turned < problem.size:
+        with loop((problem.size - turned) // step) as vector:
+            index = opaque(vector * step + turned)
+            sink(index, element(index, step), step)
+
+
+def _norm_factor(problem: CachedAttentionProblem, tensors: Tensors, lanes: int, start: Expr) -> Expr:
+    """One through the root of the mean of a head's squares."""
+    squares = Registers(1, "float32", lanes)
+    squares[0] = zeros("float32", lanes)
+    with loop(problem.size // lanes) as vector:
+        value = let(tensors.number("qkv", start + vector * lanes, lanes))
+        squares[0] = squares[0] + value * value
+    total = over_lanes(squares[0], lambda left, right: left + right, lanes)
+    mean = total * tirx.const(1.0 / problem.size, "float32") + tirx.const(problem.eps, "float32")
+    return let(tirx.const(1.0, "float32") / T.sqrt(mean))
+
+
+def _emit_halves(
+    tensors: Tensors, lanes: int, half: int, row: Expr, element: Callable[[Expr, int], Expr], sink: Sink
+) -> None:
+    with loop(half // lanes) as vector:
+        index = opaque(vector * lanes)
+        cosine, sine = _angles(tensors, row, index, half, lanes)
+        left, right = element(index, lanes), element(index + half, lanes)
+        sink(index, let(left * cosine - right * sine), lanes)
+        sink(opaque(index + half), let(right * cosine + left * sine), lanes)
+
+
+def _emit_pairs(
+    tensors: Tensors, lanes: int, half: int, row: Expr, element: Callable[[Expr, int], Expr], sink: Sink
+) -> None:
+    with loop(half // lanes) as vector:
+        index = opaque(vector * lanes)
+        cosine, sine = _angles(tensors, row, index, half, lanes)
+        both = element(opaque(index * 2), 2 * lanes)
+        left = let(_lanes(both, list(range(0, 2 * lanes, 2))))
+        right = let(_lanes(both, list(range(1, 2 * lanes, 2))))
+        turned = [let(left * cosine - right * sine), let(right * cosine + left * sine)]
+        order = [lane + which * lanes for lane in range(lanes) for which in (0, 1)]
+        sink(opaque(index * 2), let(T.Shuffle(turned, order)), 2 * lanes)
+
+
+def _lanes(vector: Expr, numbers: list[int]) -> Expr:
+    return lane_of(vector, numbers[0]) if len(numbers) == 1 else T.Shuffle([vector], numbers)
+
+
+def _angles(tensors: Tensors, row: Expr, index: Expr, half: int, lanes: int) -> tuple[Expr, Expr]:
+    cosine = let(tensors.number("rotation", row + index, lanes))
+    return cosine, let(tensors.number("rotation", row + index + half, lanes))

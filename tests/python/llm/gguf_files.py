@@ -1,0 +1,47 @@
+"""Small GGUF files with random weights for each architecture; dimensions that K types block are multiples of 256."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+
+_BENCH = Path(__file__).parents[3] / "apps" / "bench" / "llm_bench"
+
+
+def _load(name: str):
+    """A module of the benchmarks, without their folder on the path."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, _BENCH / f"{name}.py")
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+_random = _load("random_gguf")
+Sizes, write_gguf, random_blocks, shapes = _random.Sizes, _random.write_gguf, _random.random_blocks, _random.shapes
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
+
+
+def llama3_factors(base: float, dims: int) -> tuple[float, ...]:
+    """What llama 3 divides frequencies by: waves that fit often into the old context stay, long ones grow."""
+    waves = LLAMA3["original_max_position_embeddings"] * base ** (-np.arange(0, dims, 2) / dims) / (2 * np.pi)
+    low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
+    kept = np.clip((waves - low) / (high - low), 0, 1)
+    return tuple(1 / (kept + (1 - kept) / LLAMA3["factor"]))
+
+
+MODELS = {
+    "llama": Sizes(),
+    "llama-tied": Sizes(tied=True, rope_base=5e5, rope_factors=llama3_factors(5e5, 64)),
+    "qwen2": Sizes("qwen2", rope_base=1e6, eps=1e-6, tied=True),
+    "qwen3": Sizes("qwen3", rope_base=1e6, eps=1e-6, size=128),
+    "qwen3moe": Sizes("qwen3moe", rope_base=1e6, eps=1e-6, size=128, experts=8, experts_used=3, expert_width=256),
+    "gemma2": Sizes("gemma2", eps=1e-6, window=24, layers=3, attention_softcap=2.0, final_softcap=3.0),
+    "gemma3": Sizes("gemma3", eps=1e-6, window=24, layers=7, kv_heads=1, rope_base=1e6),
+    "gemma3-pattern": Sizes("gemma3", eps=1e-6, window=70, layers=3, pattern=2, rope_base=1e6, local_rope_base=5e4),
+}
+"""The architectures with what their files may differ in; windows end inside of prompts of a hundred tokens."""

@@ -1,0 +1,209 @@
+"""What a language model in a GGUF file computes, in float64 and by the book: whole sequences, no cache, no fusion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+# Gemma's sizes whose scores are scaled by the width of a head as if heads filled the model's width: 27 B.
+SCALED_BY_WIDTH = {("gemma2", 46), ("gemma3", 62)}
+
+
+class ReferenceModel:
+    """A model of a file.
+
+    Parameters
+    ----------
+    path : Path or str
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self._reader = gguf.GGUFReader(path)
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self.architecture = self._reader.get_field("general.architecture").contents()
+        self.is_gemma = self.architecture in ("gemma2", "gemma3")
+        self.layers = self.key("block_count")
+        self.width = self.key("embedding_length")
+        self.heads = self.key("attention.head_count")
+        self.kv_heads = self.key("attention.head_count_kv")
+        self.size = self.key("attention.key_length", self.width // self.heads)
+        self.eps = self.key("attention.layer_norm_rms_epsilon")
+        self.vocabulary = int(self._tensors["token_embd.weight"].shape[1])
+
+    def key(self, name, default=None):
+        """A key of the architecture; where it is missing, `default`."""
+        field = self._reader.get_field(f"{self.architecture}.{name}")
+        return default if field is None else field.contents()
+
+    def weight(self, name: str, rows=slice(None)) -> np.ndarray | None:
+        """Some rows of a tensor in float64; None if there is no such tensor."""
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            return None
+        return gguf.quants.dequantize(np.ascontiguousarray(tensor.data[rows]), tensor.tensor_type).astype(np.float64)
+
+    def logits(self, tokens) -> np.ndarray:
+        """Logits after each token.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+            From position 0 on.
+
+        Returns
+        -------
+        np.ndarray
+            Of shape (tokens, vocabulary), float64.
+        """
+        return self.logits_of(self.hidden(tokens))
+
+    def logits_of(self, hidden: np.ndarray) -> np.ndarray:
+        """Logits of rows that `hidden` returned."""
+        return softcapped(hidden @ self._table().T, self.key("final_logit_softcapping", 0.0))
+
+    def surprises(self, tokens, rows: int = 256) -> np.ndarray:
+        """-log p of each token but the first after all before it; logits of so many rows are in memory at once."""
+        hidden = self.hidden(tokens)[:-1]
+        table = self._table().T
+        following = np.asarray(tokens)[1:]
+        found = []
+        for at in range(0, len(hidden), rows):
+            logits = softcapped(hidden[at : at + rows] @ table, self.key("final_logit_softcapping", 0.0))
+            wanted = following[at : at + rows]
+            top = logits.max(axis=1)
+            total = top + np.log(np.exp(logits - top[:, None]).sum(axis=1))
+            found.append(total - logits[np.arange(len(wanted)), wanted])
+        return np.concatenate(found)
+
+    def _table(self) -> np.ndarray:
+        """The matrix of logits: (vocabulary, width)."""
+        output = self.weight("output.weight")
+        return self.weight("token_embd.weight") if output is None else output
+
+    def hidden(self, tokens) -> np.ndarray:
+        """What the last norm leaves of each token: shape (tokens, width)."""
+        x = self.weight("token_embd.weight", np.asarray(tokens))
+        if self.is_gemma:
+            x = x * self.width**0.5
+        for layer in range(self.layers):
+            x = x + self._branch(layer, x, "attn_norm", self._attention, "post_attention_norm")
+            experts = f"blk.{layer}.ffn_gate_inp.weight" in self._tensors
+            x = x + self._branch(layer, x, "ffn_norm", self._experts if experts else self._mlp, "post_ffw_norm")
+        return rms_norm(x, self.weight("output_norm.weight"), self.eps)
+
+    def _branch(self, layer, x, before, work, after):
+        """What a layer adds to its input; Gemma norms that once more."""
+        y = work(layer, rms_norm(x, self._of(layer, before), self.eps))
+        return rms_norm(y, self._of(layer, after), self.eps) if self.is_gemma else y
+
+    def _of(self, layer, name, kind="weight"):
+        return self.weight(f"blk.{layer}.{name}.{kind}")
+
+    def _attention(self, layer, x):
+        rows = len(x)
+        q, k, v = (self._projected(layer, name, x).reshape(rows, -1, self.size) for name in "qkv")
+        rotation = self._rotation(layer, rows)
+        q, k = (rotated(self._normed(layer, name, y), *rotation, self._in_pairs) for name, y in (("q", q), ("k", k)))
+        k, v = (np.repeat(y, self.heads // self.kv_heads, axis=1) for y in (k, v))
+        q, k, v = (y.swapaxes(0, 1) for y in (q, k, v))  # (heads, rows, size)
+        scores = q @ k.swapaxes(1, 2) * self._scale
+        scores = softcapped(scores, self.key("attn_logit_softcapping", 0.0))
+        scores = np.where(seen(rows, self.window(layer)), scores, -np.inf)
+        y = (softmax(scores) @ v).swapaxes(0, 1)
+        return y.reshape(rows, -1) @ self._of(layer, "attn_output").T
+
+    def _projected(self, layer, name, x):
+        bias = self._of(layer, f"attn_{name}", "bias")
+        return x @ self._of(layer, f"attn_{name}").T + (0.0 if bias is None else bias)
+
+    def _normed(self, layer, name, y):
+        weight = self._of(layer, f"attn_{name}_norm")
+        return y if weight is None else rms_norm(y, weight, self.eps)
+
+    @property
+    def _in_pairs(self) -> bool:
+        """Whether rotation pairs element 2i with 2i + 1, not i with i + half."""
+        return self.architecture == "llama"
+
+    @property
+    def _scale(self) -> float:
+        by_width = (self.architecture, self.layers) in SCALED_BY_WIDTH
+        return (self.width / self.heads if by_width else self.size) ** -0.5
+
+    def window(self, layer: int) -> int:
+        """How many positions a token of a layer sees, its own included; 0 for all."""
+        if not self.is_gemma:
+            return 0
+        window = self.key("attention.sliding_window", 4096 if self.architecture == "gemma2" else 0)
+        pattern = self.key("attention.sliding_window_pattern", 2 if self.architecture == "gemma2" else 6)
+        if isinstance(pattern, list):
+            return window if pattern[layer] else 0
+        return 0 if layer % pattern == pattern - 1 else window
+
+    def _rotation(self, layer, rows):
+        """Cosines and sines: each of shape (rows, half of the rotated dimensions)."""
+        rotated_dims = self.key("rope.dimension_count", self.size)
+        base, factor = self.key("rope.freq_base", 10000.0), self.key("rope.scaling.factor", 1.0)
+        if self.architecture == "gemma3" and self.window(layer):
+            base, factor = self.key("rope.freq_base_swa", 10000.0), 1.0
+        frequencies = base ** (-np.arange(0, rotated_dims, 2) / rotated_dims) / factor
+        factors = self.weight("rope_freqs.weight")
+        angles = np.arange(rows)[:, None] * (frequencies if factors is None else frequencies / factors)
+        return np.cos(angles), np.sin(angles)
+
+    def _mlp(self, layer, x):
+        gate, up, down = (self._of(layer, f"ffn_{name}") for name in ("gate", "up", "down"))
+        return (self._activation(x @ gate.T) * (x @ up.T)) @ down.T
+
+    def _experts(self, layer, x):
+        shares = softmax(x @ self._of(layer, "ffn_gate_inp").T)
+        gates, ups, downs = (self._of(layer, f"ffn_{name}_exps") for name in ("gate", "up", "down"))
+        y = np.zeros_like(x)
+        for row, share in enumerate(shares):
+            best = np.argsort(-share, kind="stable")[: self.key("expert_used_count")]
+            for expert in best:
+                inner = self._activation(gates[expert] @ x[row]) * (ups[expert] @ x[row])
+                y[row] += share[expert] / share[best].sum() * (downs[expert] @ inner)
+        return y
+
+    def _activation(self, x):
+        return gelu(x) if self.is_gemma else x / (1 + np.exp(-x))
+
+
+def rms_norm(x, weight, eps):
+    """Divided by the root of the mean square of the last axis, times `weight`."""
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+
+
+def gelu(x):
+    """GELU in its form with tanh."""
+    return 0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
+def softmax(x):
+    """Over the last axis."""
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def softcapped(x, cap):
+    """Bent to stay within -cap and cap; as it is if `cap` is 0 or None."""
+    return cap * np.tanh(x / cap) if cap else x
+
+
+def seen(rows, window):
+    """Which columns (keys) each row (query) sees: none after it, and of those before it `window` with itself."""
+    distance = np.arange(rows)[:, None] - np.arange(rows)
+    return (distance >= 0) & (distance < (window or rows))
+
+
+def rotated(x, cosines, sines, in_pairs):
+    """The first dimensions of each head turned by the angles of its row: x (rows, heads, size)."""
+    half = cosines.shape[1]
+    first, second = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if in_pairs else (slice(half), slice(half, 2 * half))
+    y = x.copy()
+    y[..., first] = x[..., first] * cosines[:, None] - x[..., second] * sines[:, None]
+    y[..., second] = x[..., second] * cosines[:, None] + x[..., first] * sines[:, None]
+    return y

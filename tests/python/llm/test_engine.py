@@ -1,0 +1,277 @@
+"""The engine: requests that share a model get what each would get alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+
+from llm.toy_model import EOS, ToyCodec, ToyModel, alone
+from relax_hetero.errors import HeteroError
+from relax_hetero.llm import Engine, EngineClosedError, EngineFullError, RequestError, SamplingParams
+
+CODEC = ToyCodec()
+
+
+def prompts(count: int, seed: int = 0, longest: int = 100) -> list[list[int]]:
+    generator = np.random.default_rng(seed)
+    return [generator.integers(97, 123, generator.integers(1, longest)).tolist() for _ in range(count)]
+
+
+def text_alone(model: ToyModel, prompt: list[int], count: int) -> tuple[str, str]:
+    """Text and reason of its end."""
+    tokens = alone(model, prompt, count)
+    if tokens[-1] == EOS:
+        return CODEC.decode(tokens[:-1]), "stop"
+    return CODEC.decode(tokens), "length"
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {},
+        {"pages": 16},  # requests are put back now and then
+        {"pages": 16, "window": 40},
+        {"cache_slots": 4},
+        {"slots": 1, "chunk": 7},
+        {"slots": 16, "cache_slots": 16, "pages": 20, "chunk": 5},
+    ],
+    ids=str,
+)
+def test_requests_together_get_what_each_gets_alone(limits):
+    model = ToyModel(**limits)
+    asked = prompts(24)
+    params = SamplingParams(temperature=0, max_tokens=60)
+    with Engine(model, CODEC) as engine:
+        requests = [engine.submit(prompt, params) for prompt in asked]
+        found = [(request.result(60), request.finish_reason) for request in requests]
+        put_back = engine.statistics().put_back
+    assert found == [text_alone(model, prompt, 60) for prompt in asked]
+    assert model.cache.used == 0 and not model.cache.tokens
+    assert (put_back > 0) == ("pages" in limits)
+
+
+def test_seeds_decide_whatever_else_runs():
+    params = [SamplingParams(temperature=0.8, top_p=0.9, seed=seed, max_tokens=40) for seed in range(6)]
+    with Engine(ToyModel(), CODEC) as engine:
+        one_by_one = [engine.submit("once", each).result(60) for each in params]
+    with Engine(ToyModel(pages=12), CODEC) as engine:
+        others = [engine.submit(prompt, SamplingParams(max_tokens=30)) for prompt in prompts(6, 1)]
+        requests = [engine.submit("once", each) for each in params]
+        together = [request.result(60) for request in requests]
+        for other in others:
+            other.result(60)
+    assert together == one_by_one
+    assert len(set(together)) > 1
+
+
+def test_a_prompt_with_the_beginning_of_another_is_not_computed_again():
+    model = ToyModel(ends=False)
+    start = prompts(1, 2)[0] * 3
+    params = SamplingParams(temperature=0, max_tokens=5)
+    with Engine(model, CODEC) as engine:
+        for end in ([], [98], [99, 100]):
+            request = engine.submit([*start, *end], params)
+            assert request.result(60) == text_alone(model, [*start, *end], 5)[0]
+        reused = engine.statistics().reused_tokens
+        assert request.usage.cached_tokens == len(start)
+    assert reused == len(start) + len(start)
+
+
+def test_equal_prompts_at_once_share_their_pages():
+    model = ToyModel(slots=8, ends=False)
+    prompt = [97] * 200
+    with Engine(model, CODEC) as engine:
+        requests = [engine.submit(prompt, SamplingParams(seed=n, max_tokens=20)) for n in range(5)]
+        texts = {request.result(60) for request in requests}
+        assert engine.statistics().prompt_tokens == 200 + 4
+    assert len(texts) == 5
+
+
+def test_cancelled_requests_end_and_give_their_pages_back():
+    model = ToyModel(ends=False, slots=2, context=100_000, pages=10_000)
+    params = SamplingParams(temperature=0, max_tokens=90_000)
+    with Engine(model, CODEC) as engine:
+        running, other, waiting = (engine.submit("abc", params) for _ in range(3))
+        next(iter(running))
+        waiting.cancel()
+        running.cancel()
+        "".join(delta.text for delta in running)
+        assert waiting.result(60) == ""
+        assert running.finish_reason == waiting.finish_reason == "cancelled"
+        other.cancel()
+        other.result(60)
+        assert engine.submit("abc", SamplingParams(max_tokens=2)).result(60)
+    assert model.cache.used == 0
+
+
+def test_the_oldest_request_goes_on_while_the_cache_is_full():
+    order: list[int] = []
+    model = ToyModel(ends=False, slots=8, pages=10, context=160)
+    lock = threading.Lock()
+    with Engine(model, CODEC) as engine:
+        requests = [engine.submit([97 + n] * 20, SamplingParams(temperature=0, max_tokens=100)) for n in range(8)]
+
+        def read(n: int) -> None:
+            assert len(requests[n].result(60)) == 100
+            with lock:
+                order.append(n)
+
+        threads = [threading.Thread(target=read, args=(n,)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(order) == list(range(8))
+    ends = [request.times.finished for request in requests]
+    assert ends == sorted(ends)
+
+
+def test_a_text_that_outgrows_the_whole_cache_ends_and_a_prompt_is_refused():
+    model = ToyModel(ends=False, pages=4)
+    with Engine(model, CODEC) as engine:
+        request = engine.submit([97] * 40, SamplingParams(temperature=0))
+        assert len(request.result(60)) == 25  # four pages of 16, and the token that is not in the cache yet
+        assert request.finish_reason == "length"
+        refused = engine.submit([97] * 100)
+        with pytest.raises(HeteroError, match="free pages"):
+            refused.result(60)
+        assert refused.finish_reason == "error"
+        assert engine.submit("a", SamplingParams(max_tokens=3)).result(60)
+
+
+def test_an_error_in_a_batch_ends_only_the_request_that_has_it_alone():
+    bad: list[int] = []
+
+    def fail(kind: str, slots: list[int]) -> None:
+        if kind == "decode" and bad and bad[0] in slots:
+            raise ZeroDivisionError("the model is at fault")
+
+    model = ToyModel(ends=False, on_step=fail)
+    params = SamplingParams(temperature=0, max_tokens=300)
+    with Engine(model, CODEC) as engine:
+        requests = [engine.submit(prompt, params) for prompt in prompts(3, 4, 20)]
+        for request in requests:
+            next(iter(request))
+        bad.append(1)
+        with pytest.raises(HeteroError, match="ZeroDivisionError: the model is at fault"):
+            requests[1].result(60)
+        bad.clear()
+        assert [requests[n].finish_reason or requests[n].result(60) and "length" for n in (0, 2)] == ["length"] * 2
+        assert requests[0].usage.completion_tokens == 300
+
+
+def test_a_defect_of_the_engine_leaves_nobody_waiting(monkeypatch):
+    engine = Engine(ToyModel(), CODEC)
+    monkeypatch.setattr(engine._scheduler, "step", lambda: 1 / 0)
+    with pytest.raises(EngineClosedError, match="ZeroDivisionError"):
+        engine.submit("abc").result(60)
+    with pytest.raises(EngineClosedError):
+        engine.submit("abc")
+    assert not engine.healthy
+    engine.close()
+
+
+def test_refused_requests_say_what_was_found_and_expected():
+    model = ToyModel(context=50)
+    with Engine(model, CODEC) as engine:
+        for prompt, message in (
+            ("", "no token"),
+            ("a" * 50, "found 50 tokens, expected at most 49"),
+            ([1, 300], "found token 300, expected 0 to 299"),
+            ([-1], "found token -1"),
+        ):
+            with pytest.raises(RequestError, match=message):
+                engine.submit(prompt)
+        with pytest.raises(RequestError, match="logit_bias: found 300"):
+            engine.submit("a", SamplingParams(logit_bias={300: 1.0}))
+        assert len(engine.submit("a" * 49, SamplingParams(ignore_eos=True)).result(60)) >= 1
+    with pytest.raises(EngineClosedError):
+        engine.submit("a")
+
+
+def test_the_queue_is_bounded():
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold(kind: str, slots: list[int]) -> None:
+        entered.set()
+        leave.wait(60)
+
+    with Engine(ToyModel(slots=1, ends=False, on_step=hold), CODEC, most_waiting=2) as engine:
+        requests = [engine.submit("a", SamplingParams(temperature=0, max_tokens=1))]
+        entered.wait(60)
+        with pytest.raises(EngineFullError, match="expected at most 2"):
+            for _ in range(9):
+                requests.append(engine.submit("a", SamplingParams(temperature=0, max_tokens=1)))
+        assert 3 <= len(requests) <= 4
+        leave.set()
+        assert all(len(request.result(60)) == 1 for request in requests)
+
+
+def test_stop_strings_and_tokens_end_a_text():
+    model = ToyModel(ends=False)
+    whole = CODEC.decode(alone(model, [97], 50))
+    stop = whole[20:24]
+    with Engine(model, CODEC) as engine:
+        request = engine.submit("a", SamplingParams(temperature=0, stop=("no such text", stop), max_tokens=50))
+        assert request.result(60) == whole[: whole.index(stop)]
+        assert request.finish_reason == "stop"
+        token = ord(whole[5])
+        request = engine.submit("a", SamplingParams(temperature=0, stop_token_ids=(token,), max_tokens=50))
+        assert request.result(60) == whole[: whole.index(whole[5])]
+
+
+def test_logprobs_are_those_of_the_models_distribution():
+    model = ToyModel(ends=False)
+    params = SamplingParams(temperature=0.7, seed=1, max_tokens=12, logprobs=3)
+    with Engine(model, CODEC) as engine:
+        deltas = list(engine.submit("abc", params))
+    told = [entry for delta in deltas for entry in delta.logprobs]
+    tokens = [token for delta in deltas for token in delta.tokens]
+    assert [entry.token for entry in told] == tokens and len(tokens) == 12
+    text = list(b"abc")
+    for entry in told:
+        logits = model.logits_of(text).astype(np.float64)
+        expected = logits - np.log(np.exp(logits).sum())
+        best = np.argsort(-expected)[:3]
+        assert [token for token, _ in entry.top] == best.tolist()
+        np.testing.assert_allclose([value for _, value in entry.top], expected[best], rtol=1e-5)
+        np.testing.assert_allclose(entry.logprob, expected[entry.token], rtol=1e-5)
+        text.append(entry.token)
+
+
+def test_texts_are_read_in_an_event_loop():
+    model = ToyModel()
+    asked = prompts(10, 5)
+
+    async def read(engine: Engine, prompt: list[int]) -> str:
+        request = engine.submit(prompt, SamplingParams(temperature=0, max_tokens=40))
+        return "".join([delta.text async for delta in request])
+
+    async def read_all(engine: Engine) -> list[str]:
+        return await asyncio.gather(*(read(engine, prompt) for prompt in asked))
+
+    with Engine(model, CODEC) as engine:
+        found = asyncio.run(read_all(engine))
+    assert found == [text_alone(model, prompt, 40)[0] for prompt in asked]
+
+
+def test_closing_ends_all_requests():
+    engine = Engine(ToyModel(ends=False, context=10_000, pages=10_000), CODEC)
+    requests = [engine.submit("abc", SamplingParams(max_tokens=9000)) for _ in range(8)]
+    engine.close()
+    engine.close()
+    assert {request.finish_reason for request in requests} <= {"cancelled", "length"}
+    assert engine.statistics().waiting == 0
+
+
+def test_statistics_count_tokens():
+    with Engine(ToyModel(ends=False), CODEC) as engine:
+        for _ in range(3):
+            engine.submit("abcdefgh", SamplingParams(max_tokens=10)).result(60)
+        engine.close()
+        found = engine.statistics()
+    assert (found.tokens, found.prompt_tokens, found.finished["length"]) == (30, 24, 3)
+    assert found.tokens_per_second > 0 and found.seconds_to_first_token > 0

@@ -1,0 +1,116 @@
+"""The float64 reference against the authors' models in `transformers`, with the same random weights."""
+
+import gguf
+import numpy as np
+import pytest
+
+from llm.gguf_files import LLAMA3, MODELS, write_gguf
+from llm.reference_model import ReferenceModel
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+CLASSES = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "qwen3moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+}
+NAMES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+# Gemma norms before and after both parts of a layer, so that one name means another norm than elsewhere.
+GEMMA_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+def config_of(sizes, reference):
+    """The sizes in transformers' words."""
+    rope = {"rope_type": "default", "rope_theta": sizes.rope_base}
+    if sizes.rope_factors:
+        rope = {**LLAMA3, "rope_type": "llama3", "rope_theta": sizes.rope_base}
+    given = {
+        "vocab_size": sizes.vocabulary,
+        "hidden_size": sizes.width,
+        "intermediate_size": sizes.feed_forward,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.size,
+        "rms_norm_eps": sizes.eps,
+        "max_position_embeddings": sizes.context,
+        "tie_word_embeddings": sizes.tied or sizes.architecture.startswith("gemma"),
+        "rope_parameters": rope,
+        "attn_implementation": "eager",
+    }
+    if sizes.experts:
+        given |= {"num_experts": sizes.experts, "num_experts_per_tok": sizes.experts_used}
+        given |= {"moe_intermediate_size": sizes.expert_width, "norm_topk_prob": True}
+    if sizes.architecture.startswith("gemma"):
+        kinds = ["sliding_attention" if reference.window(at) else "full_attention" for at in range(sizes.layers)]
+        given |= {"sliding_window": sizes.window, "layer_types": kinds, "query_pre_attn_scalar": sizes.size}
+    if sizes.architecture == "gemma2":
+        given |= {"attn_logit_softcapping": sizes.attention_softcap, "final_logit_softcapping": sizes.final_softcap}
+    if sizes.architecture == "gemma3":
+        local = {"rope_type": "default", "rope_theta": sizes.local_rope_base}
+        given["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
+    return getattr(transformers, CLASSES[sizes.architecture][0])(**given)
+
+
+def in_halves(rows, size):
+    """Rows of llama's queries or keys as transformers has them: pairs lie half a head apart, not side by side."""
+    return rows.reshape(-1, size // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def state_of(path, sizes):
+    """The weights of a file under transformers' names."""
+    tensors = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(path).tensors}
+    state = {"model.embed_tokens.weight": tensors.pop("token_embd.weight")}
+    state["lm_head.weight"] = tensors.pop("output.weight", state["model.embed_tokens.weight"])
+    state["model.norm.weight"] = tensors.pop("output_norm.weight")
+    tensors.pop("rope_freqs.weight", None)
+    names = {**NAMES, **GEMMA_NAMES} if sizes.architecture.startswith("gemma") else NAMES
+    for layer in range(sizes.layers):
+        of_layer = {name.split(".", 2)[2]: w for name, w in tensors.items() if name.startswith(f"blk.{layer}.")}
+        if sizes.experts:
+            gates, ups = of_layer.pop("ffn_gate_exps.weight"), of_layer.pop("ffn_up_exps.weight")
+            state[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = np.concatenate([gates, ups], axis=1)
+            state[f"model.layers.{layer}.mlp.experts.down_proj"] = of_layer.pop("ffn_down_exps.weight")
+        for name, weight in of_layer.items():
+            if sizes.architecture == "llama" and name in ("attn_q.weight", "attn_k.weight"):
+                weight = in_halves(weight, sizes.size)
+            first, last = name.split(".")
+            state[f"model.layers.{layer}.{names[first]}.{last}"] = weight
+    if sizes.architecture.startswith("gemma"):
+        state = {name: weight - ("norm" in name) for name, weight in state.items()}
+    return {name: torch.from_numpy(np.array(weight)) for name, weight in state.items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_reference_computes_what_transformers_does(name, tmp_path):
+    sizes = MODELS[name]
+    path = write_gguf(tmp_path / "model.gguf", sizes)
+    reference = ReferenceModel(path)
+    model = getattr(transformers, CLASSES[sizes.architecture][1])(config_of(sizes, reference)).eval()
+    model.load_state_dict(state_of(path, sizes))
+    tokens = np.random.default_rng(1).integers(0, sizes.vocabulary, 100)
+    with torch.no_grad():
+        wanted = model(torch.from_numpy(tokens)[None]).logits[0].numpy()
+    assert wanted.std() > 0.5
+    np.testing.assert_allclose(reference.logits(tokens), wanted, atol=2e-4)

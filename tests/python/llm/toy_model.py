@@ -1,0 +1,155 @@
+"""A language model that computes nothing: its logits are a hash of the last tokens, its cache counts pages.
+
+What it says depends on all that the cache should hold, so that a token too many or too few there changes the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from relax_hetero.errors import CacheError
+
+BYTES = 256
+EOS = 256
+
+
+class ToyCache:
+    """Sequences of tokens in pages; forked ones share whole pages, a `window` gives back what lies behind it."""
+
+    def __init__(self, slots: int, pages: int, page: int = 16, window: int = 0) -> None:
+        self.slots, self.pages, self.page, self.window = slots, pages, page, window
+        self.tokens: dict[int, list[int]] = {}
+        self.room: dict[int, list[int]] = {}  # pages of a slot, by number
+        self.first: dict[int, int] = {}  # the first position that a slot still has
+        self.users: dict[int, int] = {}
+        self.next_page = 0
+
+    @property
+    def used(self) -> int:
+        return len(self.users)
+
+    def add(self) -> int:
+        free = [slot for slot in range(self.slots) if slot not in self.tokens]
+        if not free:
+            raise CacheError(f"found {self.slots} slots in use, expected a free one")
+        self.tokens[free[0]], self.room[free[0]], self.first[free[0]] = [], [], 0
+        return free[0]
+
+    def extend(self, slot: int, count: int) -> None:
+        wanted = -(-(len(self.tokens[slot]) + count) // self.page) - len(self.room[slot])
+        if wanted > self.pages - self.used:
+            raise CacheError(f"found {self.pages - self.used} free pages, expected {wanted}")
+        for _ in range(wanted):
+            self.room[slot].append(self.next_page)
+            self.users[self.next_page] = 1
+            self.next_page += 1
+
+    def append(self, slot: int, tokens: Sequence[int]) -> None:
+        self.extend(slot, len(tokens))
+        self.tokens[slot] += [int(token) for token in tokens]
+        if self.window:
+            self.first[slot] = max(self.first[slot], len(self.tokens[slot]) - self.window)
+
+    def fork(self, slot: int) -> int:
+        whole = len(self.tokens[slot]) // self.page
+        tail = len(self.room[slot]) - whole
+        if tail > self.pages - self.used:
+            raise CacheError("found no page for the last tokens of a fork")
+        made = self.add()
+        self.tokens[made], self.first[made] = list(self.tokens[slot]), self.first[slot]
+        self.room[made] = self.room[slot][:whole]
+        for page in self.room[made]:
+            self.users[page] += 1
+        self.extend(made, 0)
+        return made
+
+    def cut(self, slot: int, length: int) -> None:
+        assert 0 <= length <= len(self.tokens[slot])
+        if self.window and self.first[slot] > max(0, length - self.window):
+            raise CacheError(f"found position {self.first[slot]} as the first, expected {length - self.window}")
+        del self.tokens[slot][length:]
+        while len(self.room[slot]) > -(-length // self.page):
+            self._release(self.room[slot].pop())
+
+    def free(self, slot: int) -> None:
+        for page in self.room.pop(slot):
+            self._release(page)
+        del self.tokens[slot], self.first[slot]
+
+    def length(self, slot: int) -> int:
+        return len(self.tokens[slot])
+
+    def _release(self, page: int) -> None:
+        self.users[page] -= 1
+        if not self.users[page]:
+            del self.users[page]
+
+
+class ToyModel:
+    """Says letters, and sometimes the end; `on_step` is called with the slots of each call."""
+
+    def __init__(
+        self,
+        slots: int = 4,
+        context: int = 512,
+        chunk: int = 32,
+        pages: int = 1000,
+        window: int = 0,
+        vocabulary: int = 300,
+        ends: bool = True,
+        cache_slots: int | None = None,
+        on_step: Callable[[str, Sequence[int]], None] | None = None,
+    ) -> None:
+        self.slots, self.context, self.chunk, self.vocabulary = slots, context, chunk, vocabulary
+        self.cache = ToyCache(cache_slots or slots + 4, pages, window=window)
+        self._ends, self._on_step = ends, on_step or (lambda kind, slots: None)
+
+    def logits_of(self, tokens: Sequence[int]) -> np.ndarray:
+        """Logits behind a text."""
+        state = len(tokens)
+        for token in tokens:
+            state = (state * 1_000_003 + token + 1) % (1 << 61)
+        logits = np.random.Generator(np.random.PCG64(state)).standard_normal(self.vocabulary).astype(np.float32)
+        logits[97:123] += 4
+        logits[EOS] = 6 if self._ends and state % 37 == 0 else -20
+        return logits
+
+    def prefill(self, slot: int, tokens: np.ndarray) -> np.ndarray:
+        assert 1 <= len(tokens) <= self.chunk and tokens.dtype == np.int32
+        self._on_step("prefill", [slot])
+        self.cache.append(slot, tokens.tolist())
+        return self.logits_of(self.cache.tokens[slot])
+
+    def decode(self, slots: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+        assert 1 <= len(slots) == len(tokens) <= self.slots
+        self._on_step("decode", slots)
+        for slot, token in zip(slots, tokens, strict=True):
+            self.cache.append(slot, [token])
+        return np.stack([self.logits_of(self.cache.tokens[slot]) for slot in slots])
+
+
+class ToyCodec:
+    """Tokens are bytes; 256 is the end of a text, others are names in angle brackets."""
+
+    stop_ids = frozenset({EOS})
+
+    def encode(self, text: str, *, special: bool = True, begin: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return b"".join(self.piece(token) for token in tokens).decode(errors="replace")
+
+    def piece(self, token: int) -> bytes:
+        return bytes([token]) if token < BYTES else b"" if token == EOS else f"<{token}>".encode()
+
+
+def alone(model: ToyModel, prompt: Sequence[int], count: int) -> list[int]:
+    """The greedy continuation of a prompt by a plain loop, up to the end token, which is its last."""
+    tokens: list[int] = list(prompt)
+    while len(tokens) - len(prompt) < count:
+        tokens.append(int(np.argmax(model.logits_of(tokens))))
+        if tokens[-1] == EOS:
+            break
+    return tokens[len(prompt) :]

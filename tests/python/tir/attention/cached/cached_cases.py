@@ -1,0 +1,216 @@
+"""Cases of attention with a cache: random sequences, what the op is given, and what float64 says it gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import tvm
+from tvm import relax
+
+import relax_hetero as rh
+from relax_hetero.encoding.pages import PAGE, page_shape, unpacked_pages
+from relax_hetero.encoding.resolver import page_order
+from relax_hetero.target.make_vdevice import parse_vdevices
+
+POISON = {"float16": np.float16(np.nan), "float32": np.float32(np.nan), "int8": np.int8(-1)}
+"""What lies in pages where nothing was written: not a number, and of bytes an odd one, whose scales are NaN, too."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Attributes of the op, and the tensors' types."""
+
+    heads: int = 4
+    kv_heads: int = 1
+    size: int = 64
+    scale: float = 0.125
+    window: int = 0
+    softcap: float = 0.0
+    rotary: str = ""
+    turned: int = 0
+    norms: str = ""
+    eps: float = 1e-5
+    rows: str = "decode"
+    pages: str = "float16"
+    dtype: str = "float32"
+
+    @property
+    def attributes(self) -> dict:
+        names = "heads kv_heads size scale window softcap rotary norms eps rows".split()
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def width(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.size
+
+
+@dataclass
+class Inputs:
+    """What one call is given, and the float64 keys and values of every sequence before it (by slot)."""
+
+    qkv: np.ndarray
+    table: np.ndarray
+    sequences: np.ndarray
+    positions: np.ndarray
+    others: list[np.ndarray]
+    tokens: dict[int, np.ndarray] = field(default_factory=dict)
+
+
+def vdevice_of(text: str) -> relax.VDevice:
+    """The vdevice of a text, as vdevices= takes it."""
+    return parse_vdevices([text])[0]
+
+
+def module(case: Case, rows: int, pages: int | None, slots: int, most: int, vdevice: str) -> tvm.IRModule:
+    """A function `main` that is one call of the op; a symbolic number of pages where there is no number."""
+    where = vdevice_of(vdevice)
+    count = pages if pages is not None else tvm.tirx.Var("page_count", "int64")
+    types = [
+        ("qkv", (rows, case.width), case.dtype),
+        ("pages", page_shape(count, case.kv_heads, case.size, case.pages), case.pages),
+        ("table", (slots, most), "int32"),
+        ("sequences", (rows,), "int32"),
+        ("positions", (rows,), "int32"),
+    ]
+    if case.rotary:
+        types.append(("rotation", (rows, case.turned), "float32"))
+    types += [(f"{letter}_norm", (case.size,), "float32") for letter in case.norms]
+    params = [relax.Var(name, relax.TensorType(shape, dtype, where)) for name, shape, dtype in types]
+    builder = relax.BlockBuilder()
+    with builder.function("main", params):
+        with builder.dataflow():
+            result = builder.emit(rh.op.cached_attention(*params, **case.attributes))
+            out = builder.emit_output(result)
+        builder.emit_func_output(out)
+    mod = builder.get()
+    mod.update_global_info("vdevice", [where])
+    return mod
+
+
+def compiled(case: Case, rows: int, slots: int, most: int, vdevice: str = "llvm", pages: int | None = None):
+    """A machine whose `main` is the op, its pages donated."""
+    exe = rh.compile(module(case, rows, pages, slots, most, vdevice), donate=["pages"], cache=False)
+    return rh.vm.VirtualMachine(exe)
+
+
+def others(case: Case, positions: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+    """Rotations of positions, and factors of norms."""
+    found = []
+    if case.rotary:
+        angles = np.maximum(positions, 0)[:, None] * 10000.0 ** (-np.arange(case.turned // 2) / (case.turned // 2))
+        found.append(np.concatenate([np.cos(angles), np.sin(angles)], 1).astype("float32"))
+    return found + [rng.uniform(0.5, 1.5, case.size).astype("float32") for _ in case.norms]
+
+
+def heads_of(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Queries, keys and values of the rows in float64, (rows, heads, size), normalized and rotated."""
+    rows = len(inputs.qkv)
+    joined = inputs.qkv.astype("float64").reshape(rows, -1, case.size)
+    queries, keys, values = np.split(joined, [case.heads, case.heads + case.kv_heads], 1)
+    factors = list(inputs.others[bool(case.rotary) :])
+    for letter in case.norms:
+        heads = queries if letter == "q" else keys
+        normed = heads / np.sqrt((heads**2).mean(-1, keepdims=True) + case.eps) * factors.pop(0)
+        queries, keys = (normed, keys) if letter == "q" else (queries, normed)
+    if case.rotary:
+        queries, keys = (_rotated(case, heads, inputs.others[0].astype("float64")) for heads in (queries, keys))
+    return queries, keys, values
+
+
+def _rotated(case: Case, heads: np.ndarray, rotation: np.ndarray) -> np.ndarray:
+    half = case.turned // 2
+    cosine, sine = rotation[:, None, :half], rotation[:, None, half:]
+    pairs = (slice(0, case.turned, 2), slice(1, case.turned, 2))
+    halves = (slice(0, half), slice(half, case.turned))
+    left, right = halves if case.rotary == "halves" else pairs
+    result = heads.copy()
+    result[..., left] = heads[..., left] * cosine - heads[..., right] * sine
+    result[..., right] = heads[..., right] * cosine + heads[..., left] * sine
+    return result
+
+
+def expected(case: Case, queries: np.ndarray, keys: np.ndarray, values: np.ndarray, position: int) -> np.ndarray:
+    """The attention of one token's queries, (heads, size), to keys and values (tokens, kv_heads, size)."""
+    first = max(0, position - case.window + 1) if case.window else 0
+    keys, values = keys[first : position + 1], values[first : position + 1]
+    group = case.heads // case.kv_heads
+    result = []
+    for head in range(case.heads):
+        scores = keys[:, head // group] @ queries[head] * case.scale
+        if case.softcap:
+            scores = case.softcap * np.tanh(scores / case.softcap)
+        powers = np.exp(scores - scores.max())
+        result.append(powers @ values[:, head // group] / powers.sum())
+    return np.stack(result)
+
+
+class Cache:
+    """A cache in numpy, written by the op alone: pages that start poisoned, and what float64 knows of each slot."""
+
+    def __init__(self, case: Case, slots: int, most: int, seed: int, vdevice: str = "llvm") -> None:
+        self.case, self.rng = case, np.random.default_rng(seed)
+        self.order = page_order(vdevice_of(vdevice).target)
+        count = slots * most + 3
+        self.pages = np.full(page_shape(count, case.kv_heads, case.size, case.pages), POISON[case.pages], case.pages)
+        self.table = np.full((slots, most), -1, "int32")
+        self._free = list(self.rng.permutation(count))
+        self.keys: dict[int, np.ndarray] = {slot: np.zeros((0, case.kv_heads, case.size)) for slot in range(slots)}
+        self.values = dict(self.keys)
+
+    def length(self, slot: int) -> int:
+        return len(self.keys[slot])
+
+    def inputs(self, sequences: list[int], positions: list[int]) -> Inputs:
+        """Random rows for these; pages are found for their positions."""
+        rows = len(sequences)
+        for slot, position in zip(sequences, positions, strict=True):
+            if slot >= 0 and self.table[slot, position // PAGE] < 0:
+                self.table[slot, position // PAGE] = self._free.pop()
+        where = np.array(positions, "int32")
+        qkv = self.rng.standard_normal((rows, self.case.width)).astype(self.case.dtype)
+        return Inputs(qkv, self.table.copy(), np.array(sequences, "int32"), where, others(self.case, where, self.rng))
+
+    def call(self, machine, inputs: Inputs) -> np.ndarray:
+        """Run the op on the cache's pages, which it overwrites."""
+        arrays = [inputs.qkv, self.pages, inputs.table, inputs.sequences, inputs.positions, *inputs.others]
+        out, pages = machine["main"](*arrays)
+        assert np.shares_memory(np.from_dlpack(pages), self.pages), "pages were copied"
+        return np.from_dlpack(out).copy()
+
+    def check(self, inputs: Inputs, out: np.ndarray, tolerance: float | None = None) -> None:
+        """Compare a result, and the pages, with float64; what the op wrote is known from here on."""
+        case = self.case
+        queries, keys, values = heads_of(case, inputs)
+        stored = unpacked_pages(self.pages, case.size, self.order)
+        for row, (slot, position) in enumerate(zip(inputs.sequences, inputs.positions, strict=True)):
+            if slot < 0:
+                continue
+            assert position == self.length(slot), "tests write tokens in order"
+            for known, new, pages in zip((self.keys, self.values), (keys, values), stored, strict=True):
+                page = pages[self.table[slot, position // PAGE], :, position % PAGE]
+                steps = np.abs(new[row]).max(-1, keepdims=True) / 127 if case.pages == "int8" else np.abs(new[row])
+                limit = {"float32": 4e-6, "float16": 6e-4, "int8": 0.51}[case.pages]
+                assert (np.abs(page - new[row]) < limit * steps + 3e-6).all()
+                # What is read from here on is what was stored: its rounding is not the attention's.
+                known[slot] = np.concatenate([known[slot], page[None].astype("float64")])
+        scale = {"float32": 2e-5, "float16": 2e-3}[case.dtype] if tolerance is None else tolerance
+        for row, (slot, position) in enumerate(zip(inputs.sequences, inputs.positions, strict=True)):
+            found = out[row].astype("float64").reshape(case.heads, case.size)
+            assert np.isfinite(found).all()
+            if slot >= 0:
+                wanted = expected(case, queries[row], self.keys[slot], self.values[slot], position)
+                np.testing.assert_allclose(found, wanted, atol=scale, rtol=scale)
+
+
+def fill(cache: Cache, slot: int, length: int, machines: dict) -> None:
+    """Bring a slot to a length by chunks of 64 rows, of which the last is padded."""
+    case = replace(cache.case, rows="chunk")
+    while cache.length(slot) < length:
+        first = cache.length(slot)
+        count = min(64, length - first)
+        sequences = [slot] * count + [-1] * (64 - count)
+        positions = [first + i for i in range(count)] + [0] * (64 - count)
+        inputs = cache.inputs(sequences, positions)
+        cache.check(inputs, cache.call(machines["chunk"], inputs))
+    assert case.rows == "chunk"

@@ -1,0 +1,116 @@
+"""Attention with a cache against float64: attributes, lengths around the edges of pages, what was never written."""
+
+import functools
+
+import numpy as np
+import pytest
+
+import relax_hetero as rh
+from relax_hetero.errors import EncodingError
+from tir.attention.cached.cached_cases import Cache, Case, compiled, module, vdevice_of
+
+SLOTS, MOST, CHUNK, DECODE = 8, 6, 100, 8
+LENGTHS = (0, 1, 63, 64, 65, 300, 17)
+"""Of the sequences that a decode finds."""
+
+CASES = [
+    Case(),
+    Case(heads=8, kv_heads=2, rotary="halves", turned=64, window=70),
+    Case(heads=6, kv_heads=6, size=80, rotary="pairs", turned=80, norms="qk"),
+    Case(heads=4, kv_heads=1, size=256, rotary="halves", turned=256, norms="qk", window=64, pages="float32"),
+    Case(heads=4, kv_heads=2, size=128, softcap=5.0, rotary="halves", turned=32, pages="int8"),
+    Case(heads=9, kv_heads=1, size=72, norms="k", rotary="pairs", turned=24, window=1),
+    Case(heads=2, kv_heads=2, size=64, norms="q", dtype="float16", pages="float32", scale=0.3),
+    Case(heads=8, kv_heads=2, size=80, softcap=30.0, window=130, pages="int8", rotary="pairs", turned=16),
+]
+TARGETS = [
+    "llvm",
+    '{"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 1}',
+    '{"kind": "llvm", "mcpu": "x86-64-v4", "num-cores": 5}',
+    '{"kind": "llvm", "mcpu": "x86-64", "num-cores": 2}',
+]
+
+
+@functools.cache
+def machine(case, rows, count, target):
+    return compiled(Case(**{**case.__dict__, "rows": rows}), count, SLOTS, MOST, target)
+
+
+def filled(case, target):
+    """A cache with sequences of `LENGTHS`, written by chunks whose every row was checked."""
+    cache = Cache(case, SLOTS, MOST, 7, target)
+    for slot, length in enumerate(LENGTHS):
+        while cache.length(slot) < length:
+            first = cache.length(slot)
+            count = min(CHUNK, length - first)
+            rest = CHUNK - count
+            inputs = cache.inputs([slot] * count + [-1] * rest, [*range(first, first + count), *[0] * rest])
+            cache.check(inputs, cache.call(machine(case, "chunk", CHUNK, target), inputs))
+    return cache
+
+
+@pytest.mark.parametrize("target", TARGETS[:1])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_chunks_then_decode(case, target):
+    """Every row of chunks, and of decodes after them, is the attention of float64 to what the pages hold."""
+    check(case, target)
+
+
+def check(case, target):
+    cache = filled(case, target)
+    for _ in range(3):
+        slots = [*range(len(LENGTHS)), -1]
+        positions = [cache.length(slot) for slot in slots[:-1]] + [0]
+        order = cache.rng.permutation(len(slots))
+        inputs = cache.inputs([slots[i] for i in order], [positions[i] for i in order])
+        cache.check(inputs, cache.call(machine(case, "decode", DECODE, target), inputs))
+
+
+@pytest.mark.parametrize("target", TARGETS[1:])
+@pytest.mark.parametrize("case", CASES[3:6], ids=str)
+def test_instruction_sets(case, target):
+    """As above, of targets with other vectors and other numbers of cores."""
+    check(case, target)
+
+
+def test_splits():
+    """One row of one head of keys, more cores than that: parts of the keys are merged."""
+    case, target = Case(size=64, window=0), '{"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 3}'
+    cache = filled(case, target)
+    for slot in (5, 0, 6, 3):
+        inputs = cache.inputs([slot], [cache.length(slot)])
+        cache.check(inputs, cache.call(machine(case, "decode", 1, target), inputs))
+
+
+def test_pages_that_are_not_there():
+    """Rows out of bounds and pages without a number write nothing, and give finite numbers."""
+    case = Case(rows="decode")
+    cache = Cache(case, SLOTS, MOST, 3)
+    inputs = cache.inputs([-1, -1, -1, -1, -1, -1, -1, -1], [0] * DECODE)
+    inputs.sequences[:] = [-1, SLOTS, SLOTS + 7, 0, 1, 2, 3, -5]
+    inputs.positions[:] = [0, 0, 5, MOST * 64, -1, 10**9, 3, 3]
+    inputs.table[3, 0] = 10**6
+    before = cache.pages.copy()
+    out = cache.call(machine(case, "decode", DECODE, "llvm"), inputs)
+    assert np.isfinite(out).all()
+    np.testing.assert_array_equal(cache.pages.view("uint16"), before.view("uint16"))
+
+
+@pytest.mark.parametrize(
+    ("case", "found"),
+    [
+        (Case(pages="bfloat16"), "with pages of bfloat16 .* expected one of float32, float16, pages of float16"),
+        (Case(dtype="bfloat16"), "attention of bfloat16"),
+    ],
+)
+def test_types_without_kernels(case, found):
+    with pytest.raises(EncodingError, match=found):
+        rh.transform.MaterializeEncodings()(module(case, 1, 4, 1, 4, "llvm"))
+
+
+def test_a_target_of_scalars():
+    """A kernel without vectors is there for targets outside of the tables."""
+    target = vdevice_of('{"kind": "c"}')
+    mod = rh.transform.MaterializeEncodings()(module(Case(), 2, 4, 2, 4, '{"kind": "c"}'))
+    names = [gv.name_hint for gv in mod.get_global_vars()]
+    assert any("attention" in name for name in names), (names, target)
