@@ -198,7 +198,8 @@ def _emit_chain(kernel: BlockSpec, tile: _Tile, sums: _Sums, chain: Expr, size: 
     record = opaque(reader.record(tile.panel, first // plan.span if plan.records > 1 else 0))
     block = opaque(in_record // plan.block) if plan.blocks > 1 else 0
     rows = [opaque(kernel.lhs.address({"m": row, "k": first})) for row in _rows_in(kernel, tile)]
-    fetches = isinstance(kernel.m, int) and kernel.m <= FETCHING_ROWS
+    # Vectors are of LLVM, as prefetching is: portable C has neither.
+    fetches = kernel.lanes > 1 and isinstance(kernel.m, int) and kernel.m <= FETCHING_ROWS
     fetches_by_chain = fetches and kernel.chain <= FETCHED_CHAIN
     for number in range(count * banks):
         accs[number] = zeros("float32", lanes)
