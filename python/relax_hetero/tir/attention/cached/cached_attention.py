@@ -253,7 +253,12 @@ class _Kernel:
                 first = opaque(index * PAGE)
                 count = opaque(T.min(last - first + 1, int64(PAGE)))
                 is_whole = tirx.all(first >= bounds[0], first + (PAGE - 1) <= bounds[1])
-                emit_page(place, Span(page, first, count, tiles, queries, limits, is_whole))
+                following = page_of(self.tensors, self.problem, self._following(slot, index, end), head).start
+                emit_page(place, Span(page, first, count, tiles, queries, limits, is_whole, following))
+
+    def _following(self, slot: Expr, index: Expr, end: Expr) -> Expr:
+        """The number of the page behind a sequence's page `index`; any where there is none before `end`."""
+        return T.max(table_entry(self.tensors, slot, T.min(index + 1, end - 1)), int64(0))
 
     def _finish(self, place: Unit, first: Expr, head: Expr, count: Expr) -> None:
         """The rows' averages into the result."""
