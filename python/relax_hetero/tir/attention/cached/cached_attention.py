@@ -306,7 +306,8 @@ class _Kernel:
             greatest[0], total[0] = tirx.const(LEAST_SCORE, "float32"), tirx.const(0.0, "float32")
             places = [self._part(opaque(head * splits + number)) for number in range(splits)]
             for _, state in places:
-                greatest[0] = T.max(greatest[0], self.room[state])
+                found = let(self.room[state])
+                greatest[0] = T.Select(greatest[0] > found, greatest[0], found)
             weights = Registers(splits, "float32", 1)
             for number, (_, state) in enumerate(places):
                 weights[number] = exp_nonpositive(self.room[state] - greatest[0])
