@@ -42,6 +42,7 @@ class LlamaCppModel:
             raise SystemExit(f"llama.cpp does not load {path}")
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = context, 512, 512
+        params.swa_full = False  # layers with a window keep no more than it
         params.n_threads = params.n_threads_batch = threads
         if exact_cache:
             params.type_k = params.type_v = FLOAT32_CACHE

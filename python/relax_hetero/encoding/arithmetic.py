@@ -42,14 +42,16 @@ def precision(problem: Any) -> str:
 
     ``f32`` or ``bf16`` where both operands are of one such type, which have sums of 32 bits or more; ``u8*s8->s32``
     with the sums' type for others; ``int4*f32`` for weights of 4 bits (``int8*f32``: of 8) in blocks, which the kernel
-    unpacks.
+    unpacks, ``q5_0*f32`` for those of a file's format.
     """
     if isinstance(problem, MatmulProblem):
         return _product(problem.lhs.dtype, problem.rhs.dtype, problem.acc_dtype)
     if isinstance(problem, ConvProblem):
         return _product(problem.data.dtype, problem.weight.dtype, problem.acc_dtype)
     if isinstance(problem, BlockProductProblem):
-        return f"int{problem.bits}*{short_name(problem.lhs.dtype)}"
+        form = problem.form
+        weight = form.name if form is not None and form.record_bytes else f"int{problem.bits}"
+        return f"{weight}*{short_name(problem.lhs.dtype)}"
     if isinstance(problem, AttentionProblem):
         return _product(problem.query.dtype, problem.key.dtype, "float32")
     if isinstance(problem, CachedAttentionProblem):

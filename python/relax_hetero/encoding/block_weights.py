@@ -1,9 +1,9 @@
-"""Weights of 4 or 8 bits, in blocks that share a scale: as models have them, and as kernels read them.
+"""Weights in blocks that share a scale: as models have them, and as kernels read them.
 
-A model's are rows of bytes, a row for each column of the product; of 4 bits two weights a byte, the first in the low
-half: ``(n, k / 2)`` or ``(n, k)`` with ``(n, blocks)`` scales and zero points. Kernels of CPUs read panels of columns:
-a lane of 32 bits is eight weights (of 4 bits) of one column that follow each other along k, and a vector of lanes is as
-many columns. Kernels of GPUs read fragments: what each lane of a warp gives to an instruction of tensor cores.
+A model's are rows of bytes, a row for each column of the product: of a file's format (`block_formats`), or of weights
+of 2, 4 or 8 bits, the first of a byte in its lowest bits, with ``(n, blocks)`` scales and zero points. Kernels of CPUs
+read panels of columns (`block_panels`). Kernels of GPUs read fragments: what each lane of a warp gives to an
+instruction of tensor cores.
 """
 
 from __future__ import annotations
@@ -16,47 +16,11 @@ import numpy as np
 
 from ..target.cpu_target import CpuTarget
 from ..target.tiles import tile_columns
+from .block_formats import BlockFormat
+from .block_panels import BlockSource, Panels, RecordPlan
 
 GROUP = 8
-"""Weights in a lane of 32 bits."""
-
-
-def panel_columns(cpu: CpuTarget) -> int:
-    """Columns of a panel on a CPU."""
-    return tile_columns(cpu, "float32")
-
-
-def pack_weights(data: np.ndarray, depth: int, panel: int) -> np.ndarray:
-    """Rows of bytes as panels of lanes.
-
-    Parameters
-    ----------
-    data : array of uint8, (n, bytes)
-        At least ``depth / 2`` bytes a row.
-    depth : int
-        Weights of a row.
-    panel : int
-        Columns of a panel.
-
-    Returns
-    -------
-    array of int32, (panels, groups, panel)
-        Zeros where columns and weights are not there.
-    """
-    rows, groups = data.shape[0], -(-depth // GROUP)
-    padded = np.zeros((-(-rows // panel) * panel, groups * GROUP // 2), np.uint8)
-    kept = min(padded.shape[1], data.shape[1])
-    padded[:rows, :kept] = data[:, :kept]
-    lanes = padded.view("<i4").astype(np.int32, copy=False).reshape(-1, panel, groups)
-    return np.ascontiguousarray(lanes.transpose(0, 2, 1))
-
-
-def pack_blocks(values: np.ndarray, panel: int) -> np.ndarray:
-    """Scales or zero points, ``(n, blocks)``, as ``(panels, blocks, panel)``; zeros where columns are not there."""
-    rows, blocks = values.shape
-    padded = np.zeros((-(-rows // panel) * panel, blocks), values.dtype)
-    padded[:rows] = values
-    return np.ascontiguousarray(padded.reshape(-1, panel, blocks).transpose(0, 2, 1))
+"""Blocks are multiples of so many weights."""
 
 
 def middle_of(bits: int) -> int:
@@ -134,70 +98,48 @@ _MOST_POINT = 127
 
 
 @dataclass(frozen=True)
-class Panels:
-    """Weights in panels of columns.
-
-    Attributes
-    ----------
-    columns : int
-        Of a panel.
-    """
-
-    columns: int
-
-    lhs_types = ("float32",)
-    """Element types of the left operand."""
-    index_map = ("panel", "row", "column")
-
-    def fits(self, block: int, bits: int) -> bool:
-        """Whether kernels multiply weights of so many bits, of which so many share a scale."""
-        return bits == 4 and block % GROUP == 0
-
-    def pack(
-        self, data: np.ndarray, scales: np.ndarray, *zeros: np.ndarray, depth: int, block: int, bits: int = 4
-    ) -> list[np.ndarray]:
-        """Weights, scales and perhaps zero points of a model as kernels read them; `fits` must hold."""
-        return [pack_weights(data, depth, self.columns), *(pack_blocks(one, self.columns) for one in (scales, *zeros))]
-
-    def shapes(self, n: int, depth: int, block: int, bits: int = 4) -> tuple[list[int], list[int]]:
-        """Of the weights, and of scales and zero points."""
-        panels = -(-n // self.columns)
-        return [panels, -(-depth // GROUP), self.columns], [panels, -(-depth // block), self.columns]
-
-
-@dataclass(frozen=True)
 class Fragments:
     """Weights in fragments of GPUs' tensor cores; scales are float16 where that is exact."""
 
     lhs_types = ("float32", "float16", "bfloat16")
     index_map = ("tile", "chunk", "lane", "word")
 
-    def fits(self, block: int, bits: int) -> bool:
-        """Whether kernels multiply weights of so many bits, of which so many share a scale."""
-        return bits in (4, 8) and block % 16 == 0
+    weight_type = "int32"
 
-    def pack(
-        self, data: np.ndarray, scales: np.ndarray, *zeros: np.ndarray, depth: int, block: int, bits: int = 4
-    ) -> list[np.ndarray]:
+    def fits(self, form: BlockFormat, depth: int) -> bool:
+        """Whether kernels multiply weights of a format."""
+        return form.record_bytes == 0 and form.bits in (4, 8) and form.block % 16 == 0
+
+    def pack(self, source: BlockSource) -> list[np.ndarray]:
         """Weights, scales and perhaps zero points of a model as kernels read them; `fits` must hold."""
+        data, scales, *zeros = source.arrays
         with np.errstate(over="ignore"):
             half = scales.astype("float16")
         exact = np.array_equal(half.astype("float32"), scales)
-        is_high = bits == 4 and any(one.max(initial=0) > _MOST_POINT for one in zeros)
+        is_high = source.form.bits == 4 and any(one.max(initial=0) > _MOST_POINT for one in zeros)
         points = [one.astype("float32") if is_high else one for one in zeros]
-        kept = [half if exact else scales, *points]
-        return [pack_fragments(data, depth, block, bits), *map(pack_fragment_blocks, kept)]
+        weights = pack_fragments(data, source.depth, source.form.block, source.form.bits)
+        return [weights, *map(pack_fragment_blocks, [half if exact else scales, *points])]
 
-    def shapes(self, n: int, depth: int, block: int, bits: int = 4) -> tuple[list[int], list[int]]:
+    def shapes(self, n: int, form: BlockFormat, depth: int) -> list[list[int]]:
         """Of the weights, and of scales and zero points."""
         tiles = -(-n // FRAGMENT_COLUMNS)
-        return [tiles, -(-depth // chunk_of(bits)), 32, 4], [tiles, -(-depth // block), 8, 2]
+        blocks = [tiles, -(-depth // form.block), 8, 2]
+        return [[tiles, -(-depth // chunk_of(form.bits)), 32, 4], *[blocks] * (1 + bool(form.minimum))]
 
 
 BlockLayout = Panels | Fragments
 """How the weights of a product are stored."""
 
 
-def layout_of(weight: Sequence[Any]) -> BlockLayout:
+def layout_of(weight: Sequence[Any], form: BlockFormat, depth: int) -> BlockLayout:
     """The layout of packed weights of a shape."""
-    return Fragments() if len(weight) == len(Fragments.index_map) else Panels(weight[-1])
+    if len(weight) == len(Fragments.index_map):
+        return Fragments()
+    # A panel of no whole columns is none that `Panels.pack` makes: its shape differs from what is expected.
+    return Panels(max(1, int(weight[-1]) // RecordPlan(form, depth, 1).panel_bytes))
+
+
+def panel_columns(cpu: CpuTarget) -> int:
+    """Columns of a panel on a CPU."""
+    return tile_columns(cpu, "float32")

@@ -7,7 +7,10 @@ A problem is plain data: equal problems are one kernel. Symbolic extents are nam
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+from .block_formats import BlockFormat
+from .block_panels import RecordPlan
 from .encoding import IndexMap
 from .expression import Expression
 from .packed_layout import PackedLayout
@@ -261,19 +264,22 @@ class RowsProblem:
 
 @dataclass(frozen=True)
 class BlockProductProblem:
-    """A product with weights of 4 or 8 bits: ``epilogue(sum over k of lhs * (weight - zero) * scale)``.
+    """A product with weights in blocks of few bits: ``epilogue(sum over k of lhs * weight)``.
 
-    Parameters of its kernel, in order: lhs, weight, scales, zeros (if any), operands of the epilogue, result. Left
-    operand (float32; of GPUs also of 16 bits) and result are row-major, over batch dimensions and m, then "k" and "n".
+    Parameters of its kernel, in order: lhs, weights, operands of the epilogue, result. Left operand (float32; of GPUs
+    also of 16 bits) and result are row-major, over batch dimensions and m, then "k" and "n".
 
     Attributes
     ----------
     weights : tuple of Operand
-        Weight, scales and perhaps zero points (8 or 128 where there are none) as `encoding.block_weights` packs them.
+        In panels: one operand of bytes, as `encoding.block_panels` packs it. In fragments: weight, scales and perhaps
+        zero points (8 or 128 where there are none) as `encoding.block_weights` packs them.
     block : int
         How many weights along k share a scale; a multiple of 8.
     bits : int
         Of a weight.
+    form : BlockFormat or None
+        Of weights in panels.
     """
 
     lhs: Operand
@@ -282,12 +288,20 @@ class BlockProductProblem:
     block: int
     epilogue: Epilogue | None = None
     bits: int = 4
+    form: BlockFormat | None = None
 
     @property
     def parameters(self) -> list[Operand]:
         """What the kernel takes, in order."""
         others = () if self.epilogue is None else self.epilogue.operands
         return [self.lhs, *self.weights, *others, self.result]
+
+    @cached_property
+    def plan(self) -> RecordPlan:
+        """Where everything lies in a panel."""
+        assert self.form is not None, "weights in fragments have no panels"
+        plan = RecordPlan(self.form, self.depth, 1)
+        return RecordPlan(self.form, self.depth, _static(self.weights[0].shape[-1]) // plan.panel_bytes)
 
     @property
     def depth(self) -> int:
@@ -302,7 +316,7 @@ class BlockProductProblem:
     @property
     def panel(self) -> int:
         """Columns of a panel."""
-        return _static(self.weights[0].shape[-1])
+        return self.plan.columns
 
 
 @dataclass(frozen=True)
@@ -371,6 +385,44 @@ class CachedAttentionProblem:
         return 5 + names.index(name) if name in names else None
 
 
+@dataclass(frozen=True)
+class BlockRowsProblem:
+    """Rows of weights in panels as numbers: ``result[i] = numbers[index[i]]``.
+
+    Parameters of its kernel, in order: weight, index, result. An index that is no row is the nearest one.
+
+    Attributes
+    ----------
+    weight : Operand
+        Bytes, as `encoding.block_panels` packs them.
+    index : Operand
+        One dimension, int32 or int64.
+    result : Operand
+        (indices, depth) of float32.
+    form : BlockFormat
+    rows : int
+        That the weights have.
+    """
+
+    weight: Operand
+    index: Operand
+    result: Operand
+    form: BlockFormat
+    rows: int
+
+    @property
+    def parameters(self) -> list[Operand]:
+        """What the kernel takes, in order."""
+        return [self.weight, self.index, self.result]
+
+    @cached_property
+    def plan(self) -> RecordPlan:
+        """Where everything lies in a panel."""
+        depth = _static(self.result.shape[-1])
+        plan = RecordPlan(self.form, depth, 1)
+        return RecordPlan(self.form, depth, _static(self.weight.shape[-1]) // plan.panel_bytes)
+
+
 def _static(dim: Dim) -> int:
     assert isinstance(dim, int), "weights are constants"
     return dim
@@ -383,6 +435,7 @@ Problem = (
     | RowsProblem
     | AttentionProblem
     | BlockProductProblem
+    | BlockRowsProblem
     | CachedAttentionProblem
 )
 """Whatever kernels are written for."""

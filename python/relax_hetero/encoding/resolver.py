@@ -34,7 +34,7 @@ class EncodingResolver(Protocol):
     A resolver may have a fourth method, ``resolve_activation``, with the parameters of `resolve`: how an operand is
     stored that is no constant, and so would be laid out anew in every call. Without it, `resolve` answers for all.
     It may have an attribute ``problems``, the classes of further problems that its `kernel` solves (see `solves`), a
-    method ``block_layout`` of the target, which says how weights of 4 bits are stored (panels without it), a method
+    method ``block_layout`` of the target, which says how weights in blocks are stored (panels without it), a method
     ``page_order`` of the target, which says how keys lie in pages of a cache ("rows" without it), a method
     ``attention_types`` of the target and a width (see the function `attention_types`), a method ``group_columns`` of
     the target and an element type (see the function `group_columns`), a method ``convolution_form`` of an encoding, a
@@ -152,7 +152,7 @@ def page_order(target: tvm.target.Target) -> str:
 
 
 def block_layout(target: tvm.target.Target) -> BlockLayout | None:
-    """How a target's kernels read weights of 4 bits; None where it has no kernels for them."""
+    """How a target's kernels read weights in blocks; None where it has no kernels for them."""
     if not solves(target, BlockProductProblem):
         return None
     choose = getattr(resolver_for(target), "block_layout", None)

@@ -12,10 +12,12 @@ from typing import Any
 _EXPORTS = {
     "Cache": ".model",
     "CacheLayer": ".cache",
+    "ChatTemplate": ".chat_template",
     "Delta": ".text_stream",
     "Engine": ".engine",
     "EngineClosedError": ".errors",
     "EngineFullError": ".errors",
+    "JsonTokenizer": ".json_tokenizer",
     "KVCache": ".cache",
     "Model": ".model",
     "Request": ".request",
@@ -23,10 +25,14 @@ _EXPORTS = {
     "SamplingParams": ".params",
     "Statistics": ".statistics",
     "TextCodec": ".model",
+    "Tokenizer": ".tokenizer",
     "TokenLogprob": ".sampling",
     "TokenizerError": ".errors",
     "Usage": ".request",
+    "load": ".load",
+    "load_onnx": ".load_onnx",
     "sample": ".sampling",
+    "save": ".load",
 }
 
 __all__ = sorted(_EXPORTS)

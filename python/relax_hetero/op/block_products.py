@@ -13,13 +13,15 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
-from ..encoding.block_formats import block_format
-from ..encoding.block_weights import GROUP, bytes_of_row, layout_of
+from ..encoding.block_formats import BlockFormat, block_format
+from ..encoding.block_panels import source_form
+from ..encoding.block_weights import GROUP, Fragments, bytes_of_row, layout_of
 from ..encoding.expression import Expression
 from ..errors import EncodingError
 from .definition import check_attrs, extents_of, make_call, number, register_op
 
 DEQUANTIZE_BLOCKS, BLOCK_MATMUL = "relax.hetero.dequantize_blocks", "relax.hetero.block_matmul"
+BLOCK_ROWS = "relax.hetero.block_rows"
 
 _POINTS = ("uint8", "float32")
 _SCALES = ("float32", "float16")
@@ -44,6 +46,7 @@ class BlockMatmulAttrs(tvm.ir.Attrs):
     bits: int
     zeros: bool
     expression: str
+    format: str
 
 
 def dequantize_blocks(
@@ -90,41 +93,90 @@ def dequantize_blocks(
 
 def block_matmul(
     x: relax.Expr,
-    weight: relax.Expr,
-    scales: relax.Expr,
-    *others: relax.Expr,
+    *operands: relax.Expr,
     columns: int,
-    block: int,
+    block: int = 0,
     bits: int = 4,
     zeros: bool = False,
     expression: Expression | str = "x0",
+    format: str = "",
 ) -> relax.Call:
-    """A product with weights of 4 or 8 bits: ``expression(x * ((weight - zero) * scale), ...)``.
+    """A product with weights in blocks: ``expression(x * numbers, ...)``, the numbers those of dequantize_blocks.
 
     Parameters
     ----------
     x : relax.Expr
         (..., m, k) of float32; of float16 or bfloat16 where the weights are fragments.
-    weight, scales : relax.Expr
-        In panels of columns or in fragments, as `relax_hetero.encoding.block_weights` packs them for the device.
-    others : relax.Expr
-        Zero points, if there are any, packed likewise; then the operands ``x1``, ``x2``, ... of the expression.
+    operands : relax.Expr
+        The weights as the layout of the device packs them: in panels of columns, one operand of bytes
+        (`relax_hetero.encoding.block_panels`); in fragments, weights, scales and zero points if there are any
+        (`relax_hetero.encoding.block_weights`). Then the operands ``x1``, ``x2``, ... of the expression.
     columns, block : int
-        Extent of n, and how many weights along k share a scale.
+        Extent of n, and how many weights along k share a scale. A format says the latter by itself.
     bits : int
-        Of a weight.
+        Of a weight. A format says it by itself.
     zeros : bool
         Whether zero points are given.
     expression : Expression or str
         What is done to a sum (``x0``) before it is stored.
+    format : str
+        Of weights of a file, as of dequantize_blocks.
 
     Raises
     ------
     EncodingError
-        If text is no expression, or an operand is no Relax expression.
+        If text is no expression, the format is unknown, or an operand is no Relax expression.
     """
     text = str(expression if isinstance(expression, Expression) else Expression.parse(expression))
-    return make_call(BLOCK_MATMUL, [x, weight, scales, *others], BlockMatmulAttrs(columns, block, bits, zeros, text))
+    if format:
+        form = block_format(format)
+        block, bits = form.block, form.bits
+    return make_call(BLOCK_MATMUL, [x, *operands], BlockMatmulAttrs(columns, block, bits, zeros, text, format))
+
+
+@tvm_ffi.dataclasses.py_class("relax_hetero.BlockRowsAttrs")
+class BlockRowsAttrs(tvm.ir.Attrs):
+    """Of block_rows; see `block_rows`."""
+
+    rows: int
+    depth: int
+    format: str
+
+
+def block_rows(weight: relax.Expr, index: relax.Expr, *, rows: int, depth: int, format: str) -> relax.Call:
+    """Rows of weights in panels as float32: those of some indices, of which the nearest stand for missing ones.
+
+    Parameters
+    ----------
+    weight : relax.Expr
+        Bytes, as `relax_hetero.encoding.block_panels` packs them.
+    index : relax.Expr
+        (m,) of int32 or int64.
+    rows, depth : int
+        Extents of the weights; the result has the shape (m, depth).
+    format : str
+        A name that `relax_hetero.encoding.block_formats.block_format` knows.
+
+    Raises
+    ------
+    EncodingError
+        If an operand is no Relax expression.
+    """
+    return make_call(BLOCK_ROWS, [weight, index], BlockRowsAttrs(rows, depth, format))
+
+
+def infer_block_rows(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
+    """The type of `block_rows`; EncodingError for operands that do not fit."""
+    check_attrs(call, BlockRowsAttrs)
+    _check_call(call, BlockRowsAttrs, 2)
+    form, depth = block_format(str(call.attrs.format)), int(call.attrs.depth)
+    weight, index = _tensor(call, 0, ("uint8",)), _tensor(call, 1, ("int32", "int64"))
+    if len(weight) != 2 or not all(isinstance(extent, int) and extent > 0 for extent in weight):
+        raise EncodingError(f"{BLOCK_ROWS}: operand 0 has shape {weight}, expected packed weights")
+    _expect(call, 0, weight, layout_of(weight, form, depth).shapes(int(call.attrs.rows), form, depth)[0])
+    if len(index) != 1:
+        raise EncodingError(f"{BLOCK_ROWS}: operand 1 has shape {index}, expected one dimension")
+    return relax.TensorType([index[0], depth], "float32", call.args[0].ty.vdevice)
 
 
 def _tensor(call: relax.Call, index: int, dtypes: tuple[str, ...]) -> list[Any]:
@@ -171,34 +223,50 @@ def _infer_rows_of_a_file(call: relax.Call, depth: int) -> relax.TensorType:
 
 def infer_block_matmul(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
     """The type of `block_matmul`; EncodingError for operands that do not fit."""
-    _check_call(call, BlockMatmulAttrs, 3)
-    columns, block = int(call.attrs.columns), int(call.attrs.block)
-    _check_block(call, block)
-    weight = _tensor(call, 1, ("int32",))
-    if len(weight) < 3 or not all(isinstance(extent, int) and extent > 0 for extent in weight):
+    _check_call(call, BlockMatmulAttrs, 2)
+    columns = int(call.attrs.columns)
+    if not call.attrs.format:
+        _check_block(call, int(call.attrs.block))
+    form = form_of(call)
+    weight = _tensor(call, 1, ("int32", "uint8"))
+    if len(weight) not in (2, 4) or not all(isinstance(extent, int) and extent > 0 for extent in weight):
         raise EncodingError(f"{BLOCK_MATMUL}: operand 1 has shape {weight}, expected packed weights")
-    layout = layout_of(weight)
-    x = _tensor(call, 0, layout.lhs_types)
+    x = _tensor(call, 0, Fragments.lhs_types)
     if len(x) < 2 or not isinstance(x[-1], int):
         raise EncodingError(f"{BLOCK_MATMUL}: operand 0 has shape {x}, expected (..., m, k) with a number k")
-    weights, blocks = layout.shapes(columns, x[-1], block, int(call.attrs.bits))
-    _expect(call, 1, weight, weights)
-    for index in range(2, 3 + bool(call.attrs.zeros)):
-        found = _tensor(call, index, _SCALES if index == 2 else _POINTS)
-        _expect(call, index, found, blocks)
+    layout = layout_of(weight, form, x[-1])
+    _tensor(call, 0, layout.lhs_types)
+    shapes = layout.shapes(columns, form, x[-1])
+    _check_call(call, BlockMatmulAttrs, 1 + len(shapes))
+    for index, shape in enumerate(shapes, 1):
+        found = _tensor(call, index, (layout.weight_type,) if index == 1 else _SCALES if index == 2 else _POINTS)
+        _expect(call, index, found, shape)
     expression = Expression.parse(call.attrs.expression)
-    others = list(call.args[3 + bool(call.attrs.zeros) :])
+    others = list(call.args[1 + len(shapes) :])
     if expression.num_operands > 1 + len(others):
         raise EncodingError(f"{BLOCK_MATMUL}: {expression} needs {expression.num_operands - 1} operands besides")
     dtype = expression.dtype(["float32", *(str(other.ty.dtype) for other in others)])
     return relax.TensorType([*x[:-1], columns], dtype, call.args[0].ty.vdevice)
 
 
+def form_of(call: relax.Call) -> BlockFormat:
+    """The format of the weights of a call of one of the operators."""
+    attrs = call.attrs
+    has_zeros = bool(attrs.zeros) if isinstance(attrs, BlockMatmulAttrs) else len(call.args) > 2
+    return source_form(str(attrs.format), int(attrs.bits), int(attrs.block), has_zeros)
+
+
+def weight_operands(call: relax.Call) -> int:
+    """How many operands of a call of block_matmul, behind the first, are weights."""
+    depth = int(call.args[0].ty.shape.values[-1])
+    form, weight = form_of(call), [int(extent) for extent in call.args[1].ty.shape.values]
+    return len(layout_of(weight, form, depth).shapes(int(call.attrs.columns), form, depth))
+
+
 def _check_call(call: relax.Call, attrs: type, operands: int) -> None:
     check_attrs(call, attrs)
-    needed = operands + bool(getattr(call.attrs, "zeros", False))
-    if len(call.args) < needed:
-        raise EncodingError(f"{call.op.name}: found {len(call.args)} operands, expected {needed} at least")
+    if len(call.args) < operands:
+        raise EncodingError(f"{call.op.name}: found {len(call.args)} operands, expected {operands} at least")
 
 
 def _check_block(call: relax.Call, block: int) -> None:
@@ -210,3 +278,4 @@ def _check_block(call: relax.Call, block: int) -> None:
 
 register_op(DEQUANTIZE_BLOCKS, dequantize_blocks, infer_dequantize_blocks)
 register_op(BLOCK_MATMUL, block_matmul, infer_block_matmul)
+register_op(BLOCK_ROWS, block_rows, infer_block_rows)

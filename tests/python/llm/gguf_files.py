@@ -1,4 +1,4 @@
-"""Small GGUF files with random weights, one of each architecture; dimensions that K types block are multiples of 256."""
+"""Small GGUF files with random weights for each architecture; dimensions that K types block are multiples of 256."""
 
 from __future__ import annotations
 

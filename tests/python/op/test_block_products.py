@@ -19,15 +19,12 @@ class Module:
         scales: R.Tensor((70, 3), "float32"),
         zeros: R.Tensor((70, 3), "uint8"),
         x: R.Tensor((2, "m", 90), "float32"),
-        weight: R.Tensor((3, 12, 32), "int32"),
-        packed_scales: R.Tensor((3, 3, 32), "float32"),
+        weight: R.Tensor((3, 1920), "uint8"),
         bias: R.Tensor((70,), "float32"),
     ) -> R.Tensor((2, "m", 70), "float16"):
         with R.dataflow():
             w = R.hetero.dequantize_blocks(data, scales, zeros, depth=90, block=32)
-            y = R.hetero.block_matmul(
-                x, weight, packed_scales, bias, columns=70, block=32, expression='cast(add(x0, x1), "float16")'
-            )
+            y = R.hetero.block_matmul(x, weight, bias, columns=70, block=32, expression='cast(add(x0, x1), "float16")')
             R.output(w, y)
         return y
 
@@ -74,18 +71,22 @@ def test_weights_that_do_not_fit(types, attributes, found):
         infer(rh.op.dequantize_blocks, *types, **attributes)
 
 
-X, PACKED, PACKED_SCALES = ((4, 96), "float32"), ((3, 12, 32), "int32"), ((3, 3, 32), "float32")
+X, PANELS, FRAGMENTS = ((4, 96), "float32"), ((3, 1920), "uint8"), ((5, 2, 32, 4), "int32")
+FRAGMENT_SCALES = ((5, 3, 8, 2), "float16")
 
 
 @pytest.mark.parametrize(
     ("types", "attributes", "found"),
     [
-        ([((96,), "float32"), PACKED, PACKED_SCALES], {}, r"expected \(..., m, k\)"),
-        ([((4, 80), "float32"), PACKED, PACKED_SCALES], {}, r"operand 1 has shape \[3, 12, 32\], expected \[3, 10, 32"),
-        ([X, PACKED, ((3, 2, 32), "float32")], {}, r"operand 2 has shape \[3, 2, 32\], expected \[3, 3, 32\]"),
-        ([X, PACKED, PACKED_SCALES], {"zeros": True}, "found 3 operands, expected 4 at least"),
-        ([X, PACKED, PACKED_SCALES], {"expression": "add(x0, x1)"}, "needs 1 operands besides"),
-        ([((4, 96), "float16"), PACKED, PACKED_SCALES], {}, "operand 0 .* expected a tensor of float32"),
+        ([((96,), "float32"), PANELS], {}, r"expected \(..., m, k\)"),
+        ([X, ((3, 12, 32), "uint8")], {}, r"operand 1 has shape \[3, 12, 32\], expected packed weights"),
+        ([((4, 60), "float32"), PANELS], {}, r"operand 1 has shape \[3, 1920\], expected \[2, 1920\]"),
+        ([X, ((3, 1921), "uint8")], {}, r"operand 1 has shape \[3, 1921\], expected \[3, 1920\]"),
+        ([X, PANELS], {"format": "q5_0"}, r"operand 1 has shape \[3, 1920\], expected \[3, 1914\]"),
+        ([X, PANELS], {"expression": "add(x0, x1)"}, "needs 1 operands besides"),
+        ([((4, 96), "float16"), PANELS], {}, "operand 0 .* expected a tensor of float32"),
+        ([X, FRAGMENTS, ((5, 2, 8, 2), "float32")], {}, r"operand 2 has shape \[5, 2, 8, 2\], expected \[5, 3, 8, 2\]"),
+        ([X, FRAGMENTS, FRAGMENT_SCALES], {"zeros": True}, "found 3 operands, expected 4 at least"),
     ],
 )
 def test_products_that_do_not_fit(types, attributes, found):

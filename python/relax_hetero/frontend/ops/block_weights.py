@@ -1,4 +1,4 @@
-"""Weights of 4 or 8 bits in blocks that share a scale: ``com.microsoft.MatMulNBits``, DequantizeLinear of constants.
+"""Weights of 2, 4 or 8 bits in blocks that share a scale: ``com.microsoft.MatMulNBits``, DequantizeLinear of constants.
 
 Both become `relax.hetero.dequantize_blocks`; a product that reads that keeps its weights as they are where its device
 has a kernel for them.
@@ -21,18 +21,24 @@ def matmul_nbits(node: Node) -> relax.Expr:
     """A @ dequantized(B).T + bias; in float32, which is at least as exact as every `accuracy_level` asks."""
     depth, columns, block = (int(node.attribute(name, 0)) for name in ("K", "N", "block_size"))
     bits = node.attribute("bits", 4)
-    if bits not in (4, 8):
-        raise node.refusal(f"found weights of {bits} bits, expected 4 or 8")
-    if node.has(4):
-        raise node.refusal("found an order of columns (g_idx), expected blocks of neighbours")
+    if bits not in (2, 4, 8):
+        raise node.refusal(f"found weights of {bits} bits, expected 2, 4 or 8")
+    if node.attribute("weight_prepacked", 0):
+        raise node.refusal("found weights in the order of a GPU's kernel (weight_prepacked), expected rows of bytes")
     if block < 16 or block & (block - 1):
         raise node.refusal(f"found blocks of {block}, expected a power of two of 16 at least")
     a, blocks = node.tensor(0), -(-depth // block)
     if not is_float(dtype_of(a)) or dtype_of(a) == "float64":
         raise node.refusal(f"found A of type {dtype_of(a)}, expected float32, float16 or bfloat16")
     data = _weights(node, 1, "B", columns * blocks * bytes_of_row(block, bits), "uint8").reshape(columns, -1)
-    scales = _weights(node, 2, "scales", columns * blocks).astype("float32").reshape(columns, blocks)
+    scales = _weights(node, 2, "scales", columns * blocks).astype("float32", copy=False).reshape(columns, blocks)
     zeros = _zero_points(node, columns, blocks, bits) if node.has(3) else None
+    if bits == 2:
+        data, zeros, bits = as_four_bits(data), np.full((columns, blocks), 2, "uint8") if zeros is None else zeros, 4
+    order = _order(node, depth, block) if node.has(4) else None
+    if order is not None:
+        data = _reordered(data, order, bits)
+        a = node.emit(relax.op.take(a, const(order, "int64"), axis=node.rank(a) - 1))
     weight = _dequantized(node, data, scales, zeros, depth, block, bits)
     product = node.emit(relax.op.matmul(cast(node, a, "float32"), relax.op.permute_dims(weight, [1, 0])))
     if node.has(5):
@@ -57,11 +63,38 @@ def _zero_points(node: Node, columns: int, blocks: int, bits: int) -> np.ndarray
     """Zero points of every block: numbers of A's type, or as many bits as weights have, rows of whole bytes."""
     array = node.constant(3)
     if array is None or str(array.dtype) != "uint8":
-        return _weights(node, 3, "zero_points", columns * blocks).astype("float32").reshape(columns, blocks)
+        return _weights(node, 3, "zero_points", columns * blocks).astype("float32", copy=False).reshape(columns, blocks)
     packed = _weights(node, 3, "zero_points", columns * bytes_of_row(blocks, bits)).reshape(columns, -1)
-    if bits == 8:
-        return packed
-    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(columns, -1)[:, :blocks]
+    return numbers_of_bytes(packed, bits)[:, :blocks]
+
+
+def numbers_of_bytes(packed: np.ndarray, bits: int) -> np.ndarray:
+    """Rows of bytes as rows of the numbers that they hold, the first one in the lowest bits."""
+    parts = [packed >> shift & ((1 << bits) - 1) for shift in range(0, 8, bits)]
+    return np.stack(parts, axis=-1).reshape(packed.shape[0], -1)
+
+
+def as_four_bits(data: np.ndarray) -> np.ndarray:
+    """Rows of numbers of 2 bits as rows of the same numbers of 4 bits, which kernels read."""
+    numbers = numbers_of_bytes(data, 2)
+    return numbers[:, 0::2] | numbers[:, 1::2] << 4
+
+
+def _order(node: Node, depth: int, block: int) -> np.ndarray | None:
+    """The order of rows of B in which every block has neighbours; None where they have it already."""
+    groups = _weights(node, 4, "g_idx", depth)
+    order = np.argsort(groups, kind="stable")
+    if not np.array_equal(groups[order], np.arange(depth) // block):
+        raise node.refusal(f"found blocks of other sizes than {block} in g_idx, expected that many of each number")
+    return None if np.array_equal(order, np.arange(depth)) else order
+
+
+def _reordered(data: np.ndarray, order: np.ndarray, bits: int) -> np.ndarray:
+    """Rows of bytes with their numbers in another order; those behind the last are zeros."""
+    numbers = numbers_of_bytes(data, bits)
+    moved = np.zeros_like(numbers)
+    moved[:, : order.size] = numbers[:, order]
+    return moved if bits == 8 else moved[:, 0::2] | moved[:, 1::2] << 4
 
 
 def _dequantized(
@@ -101,5 +134,5 @@ def dequantized_blocks(node: Node) -> relax.Expr | None:
     padded = np.zeros((rows[0].shape[0], depth + depth % 2), np.uint8)
     padded[:, :depth] = rows[0]
     packed = padded[:, 0::2] | padded[:, 1::2] << 4
-    weight = _dequantized(node, packed, rows[1].astype("float32"), rows[2].astype("uint8"), depth, block)
+    weight = _dequantized(node, packed, rows[1].astype("float32", copy=False), rows[2].astype("uint8"), depth, block)
     return cast(node, weight if axis == 1 else node.emit(relax.op.permute_dims(weight, [1, 0])), target)

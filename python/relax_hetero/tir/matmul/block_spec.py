@@ -1,15 +1,19 @@
-"""What the code of a product with weights of 4 bits shares, and how its results are stored."""
+"""What the code of a product with weights in blocks shares, and how its results are stored."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from math import gcd
 
+from ...encoding.block_panels import RecordPlan
 from ...encoding.problem import BlockProductProblem
 from ..core.builder import Expr, ceil_div, either, lane_mask
 from ..core.view import OperandView
 from ..elementwise.expression_code import EpilogueCode
-from .weight_unpacking import Unpacking
+from .matmul_tile import MAX_CHAIN
+from .weight_unpacking import PanelReader
 
 
 @dataclass(frozen=True)
@@ -18,26 +22,41 @@ class BlockSpec:
 
     Attributes
     ----------
-    weight, scales : Buffer
-        In one dimension.
+    reader : PanelReader
+        Of the weights.
     lanes, vectors : int
         Of a panel.
     free : int
-        Registers for accumulators, beside weights as they are and as numbers, what is taken from them, and what is
-        broadcast.
+        Registers for accumulators, beside what unpacking takes and what is broadcast.
     """
 
     problem: BlockProductProblem
     lhs: OperandView
     result: OperandView
     epilogue: EpilogueCode
-    weight: Expr
-    scales: Expr
-    unpacking: Unpacking
+    reader: PanelReader
     lanes: int
     vectors: int
     free: int
     m: Expr
+
+    @cached_property
+    def plan(self) -> RecordPlan:
+        """Where everything lies in a panel."""
+        return self.problem.plan
+
+    @cached_property
+    def chain(self) -> int:
+        """Weights of one scale that are added up at once; a long block is several of these."""
+        block = self.plan.block
+        if block <= MAX_CHAIN:
+            return block
+        return MAX_CHAIN if self.plan.form.is_plain else gcd(block, MAX_CHAIN)
+
+    @property
+    def chains(self) -> int:
+        """Of a row."""
+        return ceil_div(self.problem.depth, self.chain)
 
 
 def for_columns(spec: BlockSpec, panel: Expr, body: Callable[[list[Expr]], None]) -> None:

@@ -1,8 +1,9 @@
-"""Products with weights of 4 bits by tile registers, for many rows: as exact as those of float32.
+"""Products with weights in blocks by tile registers, for many rows: as exact as those of float32.
 
-Weights less their zero points are integers, which bfloat16 holds. A number of float32 is the sum of three of bfloat16;
-each of the three multiplies the weights in tiles, which add up in float32. The sums of weights that share a scale are
-stored, scaled and added by vectors, which is why the weights of a scale are whole steps of 32.
+Codes of weights are integers that bfloat16 holds, and a weight of float16 is the sum of two numbers of bfloat16. A
+number of float32 is the sum of three; each of the three multiplies the weights in tiles, which add up in float32. The
+sums of weights that share a scale are stored, scaled and added by vectors, which is why the weights of a scale are
+whole steps of 32, or of 16 in tiles of half the size.
 
 The loops, from outside: tasks, blocks of rows, whose three terms are copied to scratch, panels of columns, which are
 unpacked once for a block of rows, pairs of tiles of rows, weights that share a scale, steps.
@@ -10,12 +11,11 @@ unpacked once for a block of rows, pairs of tiles of rows, weights that share a 
 
 from __future__ import annotations
 
-from math import gcd
+from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...encoding.block_weights import GROUP
 from ...target.cpu_target import CpuTarget
 from ...target.tile_instructions import TILE_BYTES, TILE_ROWS, TileInstruction, tile_instruction_for
 from ..core.builder import Expr, ceil_div, constant, lane_indices, lane_mask, let, loop, minimum, opaque, zeros
@@ -23,7 +23,7 @@ from ..core.work_split import part, split_work
 from ..math.casts import bfloat16_bits
 from . import tile_registers
 from .block_spec import BlockSpec, for_columns, store_row
-from .matmul_tile import MAX_CHAIN
+from .row_sums import emit_row_sums
 
 LEAST_ROWS = 16
 """For fewer rows, weights are unpacked for each of them in registers."""
@@ -33,17 +33,16 @@ ROW_BLOCK_BYTES = 3 << 19
 
 _TERMS = 3
 _LANES = 16
-_STEP = 2 * TILE_ROWS  # k of a step
+_STEP = 2 * TILE_ROWS  # k of a step, or half of it
 _LEFT, _RIGHT = (4, 5), (6, 7)  # tiles of factors; those of sums are 0 to 3, two for each of the left ones
 
 
 def block_tiles(spec: BlockSpec, cpu: CpuTarget) -> TileInstruction | None:
-    """The product of tiles for weights of 4 bits; None where tiles cannot multiply them."""
+    """The product of tiles for weights in panels; None where tiles cannot multiply them."""
     problem = spec.problem
-    is_whole = problem.block % _STEP == 0 or problem.block >= problem.depth
-    is_integer = len(problem.weights) < 3 or problem.weights[2].dtype == "uint8"
+    is_whole = spec.chain % TILE_ROWS == 0 or spec.chains == 1
     is_few = isinstance(spec.m, int) and spec.m < LEAST_ROWS
-    if not is_whole or not is_integer or is_few or problem.panel != 2 * _LANES or 0 in (problem.depth, problem.columns):
+    if not is_whole or is_few or problem.panel != 2 * _LANES or 0 in (problem.depth, problem.columns):
         return None
     return tile_instruction_for(cpu, "bfloat16", "bfloat16", "float32")
 
@@ -58,14 +57,14 @@ class _Loops:
 
     def __init__(self, spec: BlockSpec, instruction: TileInstruction) -> None:
         self.spec, self.instruction = spec, instruction
-        problem = spec.problem
-        self.steps = ceil_div(problem.depth, _STEP)
-        together = self.steps * _STEP if problem.block >= problem.depth else problem.block
-        chain = together if together <= MAX_CHAIN else gcd(together, MAX_CHAIN)
-        self.chain = chain // _STEP
+        depth, columns = spec.problem.depth, spec.problem.panel
+        self.step = _STEP if spec.chain % _STEP == 0 or spec.chains == 1 else TILE_ROWS
+        self.steps = ceil_div(depth, self.step)
+        self.chain = self.steps if spec.chains == 1 else spec.chain // self.step
         """Steps whose sums are added up in tiles."""
-        self.panel_words = self.steps * TILE_ROWS * problem.panel
-        self.row_bytes = (_TERMS * self.steps | 1) * TILE_BYTES
+        self.weight_terms = 2 if spec.plan.form.name == "f16" else 1
+        self.panel_words = self.steps * self.step // 2 * columns
+        self.row_bytes = (ceil_div(_TERMS * self.steps * self.step * 2, TILE_BYTES) | 1) * TILE_BYTES
         rows = 2 * TILE_ROWS
         self.height = ceil_div(spec.m, ceil_div(spec.m, rows)) if isinstance(spec.m, int) else rows
         low = self.height if self.height <= TILE_ROWS else ceil_div(self.height, 2)
@@ -73,6 +72,8 @@ class _Loops:
         self.lefts = (0, 1) if self.heights[1] else (0,)
         self.sums = [(2 * i + j, i, j) for j in (0, 1) for i in self.lefts]
         self.pairs_of_block = max(1, ROW_BLOCK_BYTES // (rows * self.row_bytes))
+        if isinstance(spec.m, int):
+            self.pairs_of_block = min(self.pairs_of_block, ceil_div(spec.m, self.height))
 
     def write(self, cpu: CpuTarget) -> None:
         spec, problem = self.spec, self.spec.problem
@@ -81,12 +82,15 @@ class _Loops:
         split = split_work(cpu.cores, 1, pairs, panels, (self.height, problem.panel), work)
         with loop(split.tasks, parallel=split.tasks > 1) as task:
             self.rows = tile_registers.scratch(self.pairs_of_block * self.height * self.row_bytes // 2, "uint16")
-            self.weights = tile_registers.scratch(self.panel_words, "int32")
+            self.weights = tile_registers.scratch(self.weight_terms * self.panel_words, "int32")
+            self._make_scratch_of_blocks()
             self.products = tile_registers.scratch(self.height * problem.panel, "float32")
             self.totals = tile_registers.scratch(self.height * problem.panel, "float32")
             low, high = self.heights
             second = high or 1
-            tile_registers.configure([low, low, second, second, low, second, TILE_ROWS, TILE_ROWS])
+            factor = [self.step // 2] * 2
+            widths = [TILE_BYTES] * 4 + [2 * self.step] * 2 + [TILE_BYTES] * 2
+            tile_registers.configure([low, low, second, second, low, second, *factor], widths)
             _, row_part, column_part = split.place(task)
             first_m, last_m = part(pairs, split.rows, row_part)
             first_n, last_n = part(panels, split.columns, column_part)
@@ -96,6 +100,9 @@ class _Loops:
                 first_row = opaque(begin * self.height)
                 with loop(opaque(minimum(end * self.height, spec.m)) - first_row) as r:
                     self._copy_row(opaque(first_row + r), opaque(r * (self.row_bytes // 2)))
+                    if self.row_sums is not None:
+                        place = (self.row_sums, opaque(r * spec.chains))
+                        emit_row_sums(spec.lhs, opaque(first_row + r), problem.depth, spec.chain, _LANES, place)
                 with loop(last_n - first_n) as n:
                     panel = opaque(first_n + n)
                     self._unpack(panel)
@@ -103,10 +110,19 @@ class _Loops:
                         self._multiply(opaque(begin + pair), opaque(pair * self.height), panel)
             tile_registers.release()
 
+    def _make_scratch_of_blocks(self) -> None:
+        """What a panel's blocks are scaled by, what is added for them, and what the latter is multiplied by."""
+        spec, form = self.spec, self.spec.plan.form
+        count = spec.chains * spec.problem.panel
+        self.scales = T.alloc_buffer((count,), "float32", scope="global") if form.scale else None
+        self.minimums = T.alloc_buffer((count,), "float32", scope="global") if form.minimum else None
+        rows = self.pairs_of_block * self.height
+        self.row_sums: Any = T.alloc_buffer((rows * spec.chains,), "float32", scope="global") if form.minimum else None
+
     def _copy_row(self, row: Expr, target: Expr) -> None:
         """The three terms of a row of the left operand, zeros behind the end of each."""
         lhs, depth = self.spec.lhs, self.spec.problem.depth
-        length = self.steps * _STEP
+        length = self.steps * self.step
 
         def store(column: Expr, terms: list[Expr]) -> None:
             for number, bits in enumerate(terms):
@@ -125,26 +141,54 @@ class _Loops:
             store(tirx.const(column, "int64"), [zeros("uint16", _LANES)] * _TERMS)
 
     def _unpack(self, panel: Expr) -> None:
-        """The weights of a panel less their zero points, as pairs of bfloat16: ``[k / 2, column]``."""
-        spec, problem = self.spec, self.spec.problem
-        columns, groups = problem.panel, ceil_div(problem.depth, GROUP)
-        blocks = ceil_div(problem.depth, problem.block)
-        with loop(groups) as group, loop(columns // _LANES) as vector:
-            lane = opaque(vector * _LANES)
-            point = opaque((panel * blocks + group * GROUP // problem.block) * columns + lane)
-            points = spec.unpacking.points(point)
-            start = opaque((panel * groups + group) * columns + lane)
-            number = spec.unpacking.numbers(let(spec.weight[lane_indices(start, _LANES)]), points)
-            for pair in range(GROUP // 2):
-                low, high = (T.reinterpret("uint32x16", let(number(2 * pair + i))) for i in (0, 1))
-                low = tirx.shift_right(low, constant(16, "uint32", _LANES))
-                high = tirx.bitwise_and(high, constant(0xFFFF0000, "uint32", _LANES))
-                index = lane_indices((group * (GROUP // 2) + pair) * columns + lane, _LANES)
-                T.buffer_store(self.weights, T.reinterpret("int32x16", tirx.bitwise_or(low, high)), [index])
-        written = groups * (GROUP // 2) * columns
-        with loop((self.panel_words - written) // _LANES) as vector:
-            index = lane_indices(written + vector * _LANES, _LANES)
-            T.buffer_store(self.weights, zeros("int32", _LANES), [index])
+        """The codes of a panel as pairs of bfloat16, ``[k / 2, column]``, and what its blocks are scaled by."""
+        plan, reader = self.spec.plan, self.spec.reader
+        columns, groups = plan.columns, ceil_div(plan.depth, plan.group)
+        with loop(groups) as group:
+            first = opaque(group * plan.group)
+            record = opaque(reader.record(panel, first // plan.span))
+            place = opaque(first % plan.span // plan.group)
+            for j in (0, 1):
+                number = reader.group(record, place, j)
+                for pair in range(plan.group // 2):
+                    start = first // 2 * columns + pair * columns + j * _LANES
+                    self._store_pair([let(number(2 * pair + i)) for i in (0, 1)], start)
+        written = groups * (plan.group // 2) * columns
+        if self.panel_words > written:
+            for term in range(self.weight_terms):
+                with loop((self.panel_words - written) // _LANES) as vector:
+                    index = lane_indices(term * self.panel_words + written + vector * _LANES, _LANES)
+                    T.buffer_store(self.weights, zeros("int32", _LANES), [index])
+        if self.scales is not None:
+            self._unpack_scales(panel)
+
+    def _store_pair(self, numbers: list[Expr], start: Expr) -> None:
+        """Two vectors of neighbours along k, whose lower halves are zero, or are a second term."""
+        for term in range(self.weight_terms):
+            low, high = (T.reinterpret("uint32x16", number) for number in numbers)
+            high = let(tirx.bitwise_and(high, constant(0xFFFF0000, "uint32", _LANES)))
+            index = lane_indices(term * self.panel_words + start, _LANES)
+            both = tirx.bitwise_or(tirx.shift_right(low, constant(16, "uint32", _LANES)), high)
+            T.buffer_store(self.weights, T.reinterpret("int32x16", both), [index])
+            if term + 1 < self.weight_terms:
+                first = let(tirx.bitwise_and(low, constant(0xFFFF0000, "uint32", _LANES)))
+                numbers = [
+                    let(number - T.reinterpret("float32x16", upper))
+                    for number, upper in zip(numbers, (first, high), strict=True)
+                ]
+
+    def _unpack_scales(self, panel: Expr) -> None:
+        spec, plan, reader = self.spec, self.spec.plan, self.spec.reader
+        with loop(spec.chains) as chain:
+            first = opaque(chain * spec.chain)
+            record = opaque(reader.record(panel, first // plan.span))
+            block = opaque(first % plan.span // plan.block)
+            for j in (0, 1):
+                outer = reader.outer(record, j)
+                index = lane_indices(opaque(chain * plan.columns + j * _LANES), _LANES)
+                T.buffer_store(self.scales, reader.scale(record, block, outer, j), [index])
+                if self.minimums is not None:
+                    T.buffer_store(self.minimums, reader.minimum(record, block, outer, j), [index])
 
     def _multiply(self, pair: Expr, within: Expr, panel: Expr) -> None:
         """A pair of tiles of rows, those from `within` on in their block, by a panel; stored."""
@@ -161,7 +205,7 @@ class _Loops:
             for tile, i, j in self.sums:
                 start = (self.heights[0] if i else 0) * columns + j * _LANES
                 tile_registers.store(tile, tile_registers.address(self.products, start), columns * 4)
-            self._add(count, panel, chain)
+            self._add(count, within, chain)
 
         def store(masks: list[Expr]) -> None:
             with loop(count) as r:
@@ -171,32 +215,41 @@ class _Loops:
         for_columns(spec, panel, store)
 
     def _step(self, within: Expr, step: Expr) -> None:
-        """Add the products of 32 weights of a column and the three terms of what they meet."""
-        columns = self.spec.problem.panel
-        for j in (0, 1):
-            start = step * (TILE_ROWS * columns) + j * _LANES
-            tile_registers.load(_RIGHT[j], tile_registers.address(self.weights, start), columns * 4)
-        for term in range(_TERMS):
-            for i in self.lefts:
-                start = (within + (self.heights[0] if i else 0)) * (self.row_bytes // 2) + (
-                    term * self.steps + step
-                ) * _STEP
-                tile_registers.load(_LEFT[i], tile_registers.address(self.rows, start), self.row_bytes, streamed=True)
-            for tile, i, j in self.sums:
-                tile_registers.multiply(self.instruction, tile, _LEFT[i], _RIGHT[j])
+        """Add the products of a step's weights of a column and the terms of what they meet."""
+        columns, depth = self.spec.problem.panel, self.step
+        for weight_term in range(self.weight_terms):
+            for j in (0, 1):
+                start = weight_term * self.panel_words + step * (depth // 2 * columns) + j * _LANES
+                tile_registers.load(_RIGHT[j], tile_registers.address(self.weights, start), columns * 4)
+            # The products of the smallest terms are beyond the last bit of the sum.
+            for term in range(_TERMS - weight_term):
+                for i in self.lefts:
+                    start = (within + (self.heights[0] if i else 0)) * (self.row_bytes // 2) + (
+                        term * self.steps + step
+                    ) * depth
+                    tile_registers.load(
+                        _LEFT[i], tile_registers.address(self.rows, start), self.row_bytes, streamed=True
+                    )
+                for tile, i, j in self.sums:
+                    tile_registers.multiply(self.instruction, tile, _LEFT[i], _RIGHT[j])
 
-    def _add(self, count: Expr, panel: Expr, chain: Expr) -> None:
+    def _add(self, count: Expr, within: Expr, chain: Expr) -> None:
         """Add the scaled sums of a chain to what was added up before."""
-        problem = self.spec.problem
-        columns, blocks = problem.panel, ceil_div(problem.depth, problem.block)
-        at = opaque((panel * blocks + chain * (self.chain * _STEP) // problem.block) * columns)
-        scales = [let(self.spec.scales[lane_indices(at + j * _LANES, _LANES)]) for j in (0, 1)]
+        columns, chains = self.spec.problem.panel, self.spec.chains
+        places = [lane_indices(opaque(chain * columns + j * _LANES), _LANES) for j in (0, 1)]
+        scales = [None if self.scales is None else let(self.scales[place]) for place in places]
+        least = [None if self.minimums is None else let(self.minimums[place]) for place in places]
         is_first = T.broadcast(chain < 1, _LANES)
         with loop(count) as r:
-            for j, scale in enumerate(scales):
+            for j in (0, 1):
                 index = lane_indices(r * columns + j * _LANES, _LANES)
-                before = T.Select(is_first, zeros("float32", _LANES), let(self.totals[index]))
-                T.buffer_store(self.totals, before + let(self.products[index]) * scale, [index])
+                total = T.Select(is_first, zeros("float32", _LANES), let(self.totals[index]))
+                product = let(self.products[index])
+                total = total + (product if scales[j] is None else product * scales[j])
+                if least[j] is not None:
+                    of_row = self.row_sums[opaque((within + r) * chains + chain)]
+                    total = total + least[j] * T.broadcast(of_row, _LANES)
+                T.buffer_store(self.totals, total, [index])
 
 
 def _terms(x: Expr) -> list[Expr]:

@@ -11,6 +11,8 @@ from typing import Any
 
 from tvm import relax
 
+from ...encoding.block_formats import block_format
+from ...encoding.block_panels import Panels
 from ...encoding.block_weights import layout_of
 from ...encoding.encoding import LHS, RESULT, RHS, Encoding, IndexMap
 from ...encoding.expression import Expression
@@ -19,6 +21,7 @@ from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import (
     AttentionProblem,
     BlockProductProblem,
+    BlockRowsProblem,
     CachedAttentionProblem,
     ConvProblem,
     ElementwiseProblem,
@@ -32,6 +35,7 @@ from ...encoding.problem import (
 from ...encoding.row_program import RowProgram
 from ...errors import EncodingError
 from ...op.attention import attention_sizes
+from ...op.block_products import form_of, weight_operands
 from ...op.cached_attention import other_operands
 from ...target.element_types import TF32
 from ..ir.blocks import is_one, same_shape
@@ -258,11 +262,11 @@ def block_product_problem(call: relax.Call, result: relax.TensorType) -> BlockPr
     symbols = Symbols()
     names = (*(f"b{axis}" for axis in range(len(extents_of(result)) - 2)), "m", "n")
     stored = [Stored.plain(arg.ty) for arg in call.args]
-    first = 3 + bool(call.attrs.zeros)
+    first, form = 1 + weight_operands(call), form_of(call)
     whole, epilogue = extents_of(result), None
     lhs = stored[0].operand(symbols, (*names[:-1], "k"))
-    packed = layout_of(extents_of(stored[1].ty)).index_map
-    weights = tuple(one.operand(symbols, packed) for one in stored[1:first])
+    layout = layout_of([int(extent) for extent in extents_of(stored[1].ty)], form, int(extents_of(stored[0].ty)[-1]))
+    weights = tuple(one.operand(symbols, layout.index_map) for one in stored[1:first])
     expression = Expression.parse(call.attrs.expression)
     if expression != Expression.operand(0):
         maps = [
@@ -271,7 +275,21 @@ def block_product_problem(call: relax.Call, result: relax.TensorType) -> BlockPr
         operands = (one.operand(symbols, index_map) for one, index_map in zip(stored[first:], maps, strict=True))
         epilogue = Epilogue(expression, tuple(operands))
     out = Stored.plain(result).operand(symbols, names)
-    return BlockProductProblem(lhs, weights, out, int(call.attrs.block), epilogue, int(call.attrs.bits))
+    in_panels = form if isinstance(layout, Panels) else None
+    return BlockProductProblem(lhs, weights, out, form.block, epilogue, form.bits, in_panels)
+
+
+def block_rows_problem(call: relax.Call, result: relax.TensorType) -> BlockRowsProblem:
+    """What a call of `R.hetero.block_rows` asks of a kernel."""
+    symbols = Symbols()
+    weight, index = (Stored.plain(arg.ty) for arg in call.args)
+    return BlockRowsProblem(
+        weight.operand(symbols, Panels.index_map),
+        index.operand(symbols, ("m",)),
+        Stored.plain(result).operand(symbols, ("m", "k")),
+        block_format(str(call.attrs.format)),
+        int(call.attrs.rows),
+    )
 
 
 def _of_columns(operand: Stored, columns: Any) -> tuple[str, ...]:

@@ -85,8 +85,29 @@ def test_blocks_and_zero_points(block, zeros):
 
 
 @pytest.mark.parametrize("zeros", [None, "packed"])
-def test_weights_of_8_bits_are_numbers_on_a_cpu(zeros):
-    check(matmul_nbits(100, 32, bits=8, zeros=zeros, bias=True), 3, 100, tolerance=1e-4, op="matmul")
+def test_weights_of_8_bits(zeros):
+    check(matmul_nbits(100, 32, bits=8, zeros=zeros, bias=True), 3, 100, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("zeros", [None, "packed", "float"])
+def test_weights_of_2_bits(zeros):
+    check(matmul_nbits(100, 32, bits=2, zeros=zeros, bias=True), 3, 100)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_blocks_of_rows_in_another_order(bits):
+    order = fresh_rng().permutation(np.arange(100) // 32).astype("int32")
+    model = matmul_nbits(100, 32, bits=bits, zeros="packed", weights={"order": order})
+    weights = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    codes, zeros = (
+        np.stack([weights[name].reshape(COLUMNS, -1) >> shift & (2**bits - 1) for shift in range(0, 8, bits)], -1)
+        for name in ("b", "zeros")
+    )
+    codes, zeros = codes.reshape(COLUMNS, -1)[:, :100].astype("float64"), zeros.reshape(COLUMNS, -1)[:, order]
+    numbers = (codes - zeros) * weights["scales"].reshape(COLUMNS, -1)[:, order].astype("float64")
+    x = fresh_rng().standard_normal((3, 100)).astype("float32")
+    found = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](x).numpy()
+    np.testing.assert_allclose(found, x @ numbers.T, 1e-4, 1e-3)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -99,6 +120,31 @@ def test_weights_stay_as_they_are_on_a_gpu(bits):
     np.testing.assert_allclose(found(x), want, rtol=1e-4, atol=1e-3)
     (kernel,) = found.launched
     assert kernel.startswith("block_matmul")
+
+
+def test_products_in_half_precision_one_behind_the_other_on_a_gpu():
+    first = matmul_nbits(64, dtype="float16")
+    second = matmul_nbits(COLUMNS, 16, dtype="float16")
+    nodes = []
+    for number, model in enumerate((first, second)):
+        (node,) = model.graph.node
+        node.name, node.output[0] = f"product{number}", f"y{number}"
+        for place, name in enumerate(node.input):
+            node.input[place] = f"{name}{number}"
+        nodes.append(node)
+    nodes.insert(1, helper.make_node("Sigmoid", ["y0"], ["x1"], "sigmoid"))
+    weights = {
+        f"{tensor.name}{number}": numpy_helper.to_array(tensor)
+        for number, model in enumerate((first, second))
+        for tensor in model.graph.initializer
+    }
+    nodes[0].input[0], nodes[2].output[0] = "x", "y"
+    model = model_of(nodes, (3,), 64, weights, "float16")
+    x = fresh_rng().standard_normal((3, 64)).astype("float16")
+    found = InterpretedModel(rh.from_onnx(model, [{"kind": "cuda", "arch": "sm_90a"}]))
+    (want,) = expected(model, {"x": x}, "onnxruntime")
+    np.testing.assert_allclose(found(x), want, rtol=1e-2, atol=0.1)
+    assert sum(kernel.startswith("block_matmul") for kernel in found.launched) == 2
 
 
 @pytest.mark.parametrize("level", [0, 1, 4])
@@ -120,8 +166,9 @@ def test_ragged_depth_batches_symbols_and_half_precision():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bits": 2}, "weights of 2 bits, expected 4 or 8"),
-        ({"weights": {"order": np.zeros(96, "int32")}}, "g_idx"),
+        ({"bits": 3}, "weights of 3 bits, expected 2, 4 or 8"),
+        ({"weights": {"order": np.zeros(96, "int32")}}, "blocks of other sizes than 32 in g_idx"),
+        ({"weight_prepacked": 1}, "weight_prepacked"),
         ({"N": COLUMNS + 1}, "found B of shape"),
         ({"block_size": 24}, "blocks of 24, expected a power of two"),
         ({"weights": {"scales": np.ones(5, "float32")}}, r"found scales of shape \[5\]"),

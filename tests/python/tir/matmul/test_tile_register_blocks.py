@@ -1,4 +1,4 @@
-"""Products with weights of 4 bits by tile registers (Intel AMX), emulated."""
+"""Products with weights in blocks by tile registers (Intel AMX), emulated."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import tvm
 
+from relax_hetero.encoding.block_formats import FILE_FORMATS
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.problem import BlockProductProblem, Epilogue
 from relax_hetero.target.cpu_target import cpu_target_of
 from relax_hetero.tir.matmul.block_product import block_product_kernel
 from seeds import fresh_rng
 from tir.kernel_runs import runs_here
-from tir.matmul.test_block_product import assert_close, call, plain, problem_of, random_weights
+from tir.matmul.block_problems import assert_close, call, integers, of_file, plain, problem_of
 from tir.matmul.tile_emulator import emulated, emulator, products_so_far
 from tir.products_of import AVX512
 
@@ -33,22 +34,40 @@ def _kernel(problem: BlockProductProblem) -> Callable[..., None]:
 
 @pytest.mark.parametrize(
     ("rows", "columns", "depth", "block", "zeros"),
-    [(33, 70, 100, 32, "uint8"), (16, 32, 2300, 1536, ""), (70, 37, 77, 128, ""), (600, 40, 1056, 96, "uint8")],
+    [
+        (33, 70, 100, 32, "uint8"),
+        (16, 32, 2300, 1536, ""),
+        (70, 37, 77, 128, ""),
+        (600, 40, 1056, 96, "uint8"),
+        (40, 33, 80, 16, "float32"),
+    ],
 )
 def test_sizes(rows, columns, depth, block, zeros):
     """Ragged ends, blocks longer than what is added up at once, and more rows than a block of them has."""
     rng = fresh_rng()
-    weights = random_weights(rng, columns, depth, block, zeros)
+    weights = integers(rng, columns, depth, block, zeros)
     x = rng.standard_normal((rows, depth), "float32")
     function, before = _kernel(problem_of(weights, rows, PANEL)), products_so_far()
     assert_close(call(function, x, weights.packed(PANEL), columns), x, weights.numbers)
     assert products_so_far() > before
 
 
-@pytest.mark.parametrize(("block", "zeros"), [(16, ""), (32, "float32")])
+@pytest.mark.parametrize(("rows", "columns", "records"), [(16, 70, 1), (37, 33, 3)])
+@pytest.mark.parametrize("form", FILE_FORMATS)
+@pytest.mark.sampled(3)
+def test_formats_of_files(form, rows, columns, records):
+    """Steps of half the size where 16 weights share a scale, a second term of float16."""
+    depth = records * FILE_FORMATS[form].span if FILE_FORMATS[form].span > 1 else (67, 0, 1100)[records - 1]
+    weights, x = of_file(form, columns, depth), fresh_rng().standard_normal((rows, depth), "float32")
+    function, before = _kernel(problem_of(weights, rows, PANEL)), products_so_far()
+    assert_close(call(function, x, weights.packed(PANEL), columns), x, weights.numbers)
+    assert products_so_far() > before
+
+
+@pytest.mark.parametrize(("block", "zeros"), [(40, ""), (8, "float32")])
 def test_what_tiles_cannot_multiply_is_left_to_vectors(block, zeros):
     rng = fresh_rng()
-    weights = random_weights(rng, 40, 96, block, zeros)
+    weights = integers(rng, 40, 96, block, zeros)
     x = rng.standard_normal((20, 96), "float32")
     function, before = _kernel(problem_of(weights, 20, PANEL)), products_so_far()
     assert_close(call(function, x, weights.packed(PANEL), 40), x, weights.numbers)
@@ -57,7 +76,7 @@ def test_what_tiles_cannot_multiply_is_left_to_vectors(block, zeros):
 
 def test_symbolic_rows_choose_when_they_are_known():
     rng = fresh_rng()
-    weights = random_weights(rng, 70, 96, 32, "uint8")
+    weights = integers(rng, 70, 96, 32, "uint8")
     function = _kernel(problem_of(weights, "s0", PANEL))
     for rows in (0, 1, 15, 16, 45):
         x, before = rng.standard_normal((rows, 96), "float32"), products_so_far()
@@ -67,7 +86,7 @@ def test_symbolic_rows_choose_when_they_are_known():
 
 def test_what_is_done_to_sums_and_numbers_without_end():
     rng = fresh_rng()
-    weights = random_weights(rng, 45, 64, 32)
+    weights = integers(rng, 45, 64, 32)
     others = (plain((45,), "float32", ("n",)), plain((20, 45), "float32", ("m", "n")))
     problem = replace(
         problem_of(weights, 20, PANEL), epilogue=Epilogue(Expression.parse("add(relu(add(x0, x1)), x2)"), others)

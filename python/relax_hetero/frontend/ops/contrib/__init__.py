@@ -8,6 +8,8 @@ from . import (  # noqa: F401
     attention,
     block_weights,
     convolution,
+    experts,
+    grouped_attention,
     matrices,
     moving,
     normalization,

@@ -7,7 +7,7 @@ from tvm import relax, te, tirx
 
 from ..elementwise import cast
 from ..narrow_types.carriers import with_bytes
-from ..node import Node, Position, const, dtype_of
+from ..node import Dim, Node, Position, const, dtype_of
 from ..products import matmul
 from ..table import MICROSOFT, convert_node, converts
 
@@ -60,15 +60,18 @@ def gather_block_quantized(node: Node) -> relax.Expr:
     along = node.axis(node.attribute("gather_axis", 0), rank)
     axis = node.axis(node.attribute("quantize_axis", 1), rank)
     block = int(node.attribute("block_size", 128))
-    if axis == along or block < 1 or bits not in (2, 4, 8):
+    is_apart = axis != along  # else an index takes a number of a block and not a row of blocks
+    if (is_bytes and not is_apart) or block < 1 or bits not in (2, 4, 8):
         raise node.refusal(
-            f"found gather_axis {along}, quantize_axis {axis}, block_size {block} and bits {bits}; expected two axes, "
-            "blocks of 16 or more, and 2, 4 or 8 bits"
+            f"found gather_axis {along}, quantize_axis {axis}, block_size {block} and bits {bits}; expected blocks of "
+            "16 or more of 2, 4 or 8 bits, and two axes for bytes"
         )
     parts = [node.tensor(0), scales] + ([node.tensor(3)] if node.has(3) else [])
     indices = node.tensor(1)
+    places = indices if is_apart else _block_places(node, indices, node.shape(data)[along], block)
     gathered = [
-        node.builder.normalize(convert_node(node.as_op("Gather", [part, indices], axis=along))) for part in parts
+        node.builder.normalize(convert_node(node.as_op("Gather", [part, place], axis=along)))
+        for part, place in zip(parts, [indices, places, places], strict=False)
     ]
     moved = axis + node.rank(indices) - 1 if axis > along else axis
     per_byte = 8 // bits
@@ -77,7 +80,7 @@ def gather_block_quantized(node: Node) -> relax.Expr:
     middle = (1 << (bits - 1)) if is_bytes else 0
 
     def element(i: Position, x: te.Tensor, scale: te.Tensor, *points: te.Tensor) -> tirx.Expr:
-        of_block = (*i[:moved], i[moved] // block, *i[moved + 1 :])
+        of_block = (*i[:moved], i[moved] // block, *i[moved + 1 :]) if is_apart else i
         zero = code(points[0], of_block) if points else tirx.const(middle, "int32")
         factor = scale(*of_block)
         return (tirx.Cast("float32", code(x, i) - zero) * tirx.Cast("float32", factor)).astype(dtype_of(scales))
@@ -91,3 +94,15 @@ def gather_block_quantized(node: Node) -> relax.Expr:
         return tirx.bitwise_and(tirx.shift_right(byte, shift), tirx.const((1 << bits) - 1, "int32"))
 
     return node.kernel("gather_blocks", element, *gathered, shape=shape)
+
+
+def _block_places(node: Node, indices: relax.Expr, size: Dim, block: int) -> relax.Expr:
+    """The blocks that indices along an axis are in; negative ones count from its end."""
+    if not isinstance(size, int):
+        raise node.refusal(f"found data of {size} elements along its axis, expected a known number")
+
+    def element(i: Position, index: te.Tensor) -> tirx.Expr:
+        from_front = tirx.Select(index(*i) < 0, index(*i) + size, index(*i))
+        return tirx.floordiv(from_front, tirx.const(block, str(index.dtype)))
+
+    return node.kernel("block_places", element, indices)

@@ -64,9 +64,10 @@ def skip_rms_normalization(node: Node) -> relax.Expr:
     return _with_sum(node, convert_node(normal), total, is_centred=False)
 
 
+@converts("SimplifiedLayerNormalization", domain=MICROSOFT)
 @converts("SimplifiedLayerNormalization", domain=STANDARD)
 def rms_normalization(node: Node) -> relax.Expr:
-    """RMSNormalization before ONNX had it; ONNX Runtime writes it into the standard domain."""
+    """RMSNormalization before ONNX had it; ONNX Runtime writes it into the standard domain, others into its own."""
     if node.num_outputs > 1:
         raise node.refusal("asks for its inverse deviation, which only training reads")
     attributes = {name: node.attributes[name] for name in ("axis", "epsilon") if name in node.attributes}

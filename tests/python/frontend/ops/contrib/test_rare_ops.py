@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -59,6 +60,16 @@ def test_the_rest(vdevices):
         constant=(1, 2),
     )
     nodes.add("GatherBlockQuantized", codes, np.array([[4, 0]]), scales, bits=4, block_size=16, constant=(0, 2))
+    codes = nodes.bytes(32, 6).astype(ml_dtypes.int4)  # an index takes a number of a block
+    nodes.add(
+        "GatherBlockQuantized",
+        codes,
+        np.array([31, -32]),
+        nodes.floats(2, 6),
+        quantize_axis=0,
+        block_size=16,
+        constant=(0, 2),
+    )
     _lstm(nodes, 3, 2, 1, "int8", True)
     nodes.add("Inverse", nodes.floats(2, 3, 6, 6).astype("float64"))
     for metric in ("euclidean", "sqeuclidean"):

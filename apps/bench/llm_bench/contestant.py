@@ -1,0 +1,173 @@
+"""A process with one model of one library, which works when it is told to: `compare.py` starts one for each contestant.
+
+python apps/bench/llm_bench/contestant.py llama.cpp model.gguf --threads 1 --context 1024
+
+It reads a command a line, as JSON, and answers each with a line: its result, and the seconds that the work took. While
+it waits it computes nothing, so that contestants can take turns. Memory is counted from the imports on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class Contestant(Protocol):
+    """A model with one sequence."""
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+
+    def tokenize(self, text: str) -> list[int]:
+        """Tokens of a text, the one that begins a text in front."""
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """What tokens stand for."""
+
+    def append(self, tokens: Sequence[int]) -> np.ndarray:
+        """Logits (vocabulary,) after the last of at most 512 tokens that follow all before."""
+
+
+class Ours:
+    """relax_hetero on the CPU, loaded from what `rh.llm.save` wrote."""
+
+    def __init__(self, path: str, threads: int, context: int) -> None:
+        from relax_hetero.llm.load import load
+
+        self._model, self._tokenizer = load(path)
+        if self._model.context < context:
+            raise SystemExit(f"{path} was compiled for {self._model.context} positions, and {context} are needed")
+        self._slot = self._model.cache.add()
+
+    def reset(self) -> None:
+        self._model.cache.cut(self._slot, 0)
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text))
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(tokens))
+
+    def append(self, tokens: Sequence[int]) -> np.ndarray:
+        if len(tokens) == 1:
+            return self._model.decode([self._slot], tokens)[0]
+        chunk = self._model.chunk
+        parts = [tokens[at : at + chunk] for at in range(0, len(tokens), chunk)]
+        return [self._model.prefill(self._slot, np.array(part, "int32")) for part in parts][-1]
+
+
+def _ours(path: str, threads: int, context: int) -> Callable[[], Contestant]:
+    import relax_hetero.llm.load  # noqa: F401 - imports are not counted
+
+    return lambda: Ours(path, threads, context)
+
+
+def _llama_cpp(path: str, threads: int, context: int) -> Callable[[], Contestant]:
+    from llama_cpp_model import LlamaCppModel
+
+    return lambda: LlamaCppModel(path, threads, context)
+
+
+LIBRARIES = {"ours": _ours, "llama.cpp": _llama_cpp}
+
+
+def memory() -> dict[str, int]:
+    """Resident bytes of this process: now, the most so far, and the part now that no file backs."""
+    names = {"VmRSS": "resident", "VmHWM": "peak", "RssAnon": "anonymous"}
+    with open("/proc/self/status") as status:
+        lines = (line.split() for line in status)
+        return {names[words[0][:-1]]: int(words[1]) << 10 for words in lines if words and words[0][:-1] in names}
+
+
+class Work:
+    """The commands, by their names."""
+
+    def __init__(self, model: Contestant, imported: dict[str, int]) -> None:
+        self._model, self._imported = model, imported
+        self._next = 0
+
+    def tokenize(self, text: str) -> list[int]:
+        """Tokens of a text."""
+        return self._model.tokenize(text)
+
+    def text_of(self, tokens: list[int]) -> str:
+        """The text of tokens."""
+        return self._model.text_of(tokens)
+
+    def prefill(self, tokens: list[int]) -> int:
+        """Begin anew with some tokens; the likeliest next one."""
+        self._model.reset()
+        self._next = int(self._model.append(tokens).argmax())
+        return self._next
+
+    def decode(self, count: int) -> list[int]:
+        """Go on greedily by so many tokens, which it returns."""
+        found = []
+        for _ in range(count):
+            found.append(self._next)
+            self._next = int(self._model.append([self._next]).argmax())
+        return found
+
+    def gaps(self, tokens: list[int], start: int) -> list[float]:
+        """For each token from `start` on, how far its logit is below the largest, all before it being given."""
+        self._model.reset()
+        logits = self._model.append(tokens[:start])
+        found = []
+        for token in tokens[start:]:
+            found.append(float(logits.max() - logits[token]))
+            logits = self._model.append([token])
+        return found
+
+    def surprise(self, tokens: list[int]) -> float:
+        """The mean of -log p over all tokens but the first, each computed by a decode step."""
+        self._model.reset()
+        total = 0.0
+        for token, following in zip(tokens, tokens[1:], strict=False):
+            logits = self._model.append([token]).astype(np.float64)
+            top = logits.max()
+            total += top + np.log(np.exp(logits - top).sum()) - logits[following]
+        return total / (len(tokens) - 1)
+
+    def memory(self) -> dict[str, int]:
+        """Resident bytes above those after the imports."""
+        now = memory()
+        return {name: now[name] - self._imported["resident" if name == "peak" else name] for name in now}
+
+
+def main() -> None:
+    """Answer commands until the input ends."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("library", choices=LIBRARIES)
+    parser.add_argument("model", help="a GGUF file; for ours a folder that rh.llm.save wrote")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--context", type=int, default=1024)
+    options = parser.parse_args()
+    os.environ.update(TVM_NUM_THREADS=str(options.threads), OMP_NUM_THREADS=str(options.threads))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print
+    make = LIBRARIES[options.library](options.model, options.threads, options.context)
+    imported = memory()
+    start = time.perf_counter()
+    work = Work(make(), imported)
+    _answer(answers, None, time.perf_counter() - start)
+    for line in sys.stdin:
+        command: dict[str, Any] = json.loads(line)
+        method = getattr(work, command.pop("do"))
+        start = time.perf_counter()
+        result = method(**command)
+        _answer(answers, result, time.perf_counter() - start)
+
+
+def _answer(stream: Any, result: object, seconds: float) -> None:
+    print(json.dumps({"result": result, "seconds": seconds}), file=stream, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""`rh.llm.Tokenizer`: text as tokens and back, as a GGUF file describes it.
+
+The work is that of the packages sentencepiece and tokenizers, which are told what the file says. Names of control
+tokens are found here, since which of them count is the caller's choice.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .errors import TokenizerError
+from .special_tokens import SpecialTokens
+from .word_splits import SPLITS, WHOLE_WORDS
+
+if TYPE_CHECKING:
+    from ..frontend.gguf.file import GgufFile
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""Kinds of tokens, with their numbers in files, which are those of sentencepiece."""
+
+_SPACE = "\u2581"
+# Names of tokens that end a turn or a text, where a file tells one such token only.
+ENDS = {
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eom_id|>",
+    "<eos>",
+    "</s>",
+    "<EOT>",
+}
+
+
+class Tokenizer:
+    """Text as tokens and back.
+
+    Parameters
+    ----------
+    fields: The file's metadata by key, of which those that begin with ``tokenizer.`` are read.
+
+    Attributes
+    ----------
+    names: Of all tokens.
+    stop_ids: Tokens that end a text or a turn.
+    begin_id: The token for the begin of a text; None if there is none.
+    adds_begin, adds_end: Whether the model wants tokens for the begin and end of a text.
+    chat_template: Of the file, in the language of jinja2; None if it has none.
+
+    Raises
+    ------
+    TokenizerError: If the file describes no tokenizer, one of a kind that is not known, or one that contradicts
+        itself; or if the package that does the work is not installed.
+    """
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._fields = fields
+        self.names: list[str] = list(self._need("tokens"))
+        self._kinds = [int(kind) for kind in self._get("token_type", [NORMAL] * len(self.names))]
+        if len(self._kinds) != len(self.names):
+            raise TokenizerError(f"found kinds of {len(self._kinds)} tokens, expected {len(self.names)}")
+        self.begin_id = self._token("bos_token_id")
+        self._end_id = self._token("eos_token_id")
+        self.adds_end = bool(self._get("add_eos_token", False))
+        self.chat_template: str | None = fields.get("tokenizer.chat_template")
+        model = self._need("model")
+        if model not in _MODELS:
+            raise TokenizerError(f"tokenizer.ggml.model: found {model!r}, expected one of {', '.join(_MODELS)}")
+        self.adds_begin = bool(self._get("add_bos_token", model == "llama")) and self.begin_id is not None
+        self._space_prefix = bool(self._get("add_space_prefix", True)) and model == "llama"
+        self._words, self._bytes = _MODELS[model](self)
+        self._pieces: dict[int, bytes] = {}
+        self._always = SpecialTokens(self._of_kinds(USER_DEFINED))
+        self._special = SpecialTokens(self._of_kinds(USER_DEFINED, CONTROL, UNKNOWN))
+        self.stop_ids = self._find_stops()
+
+    @classmethod
+    def from_gguf(cls, file: str | os.PathLike[str] | GgufFile) -> Tokenizer:
+        """The tokenizer of a GGUF file, given by its path or opened already.
+
+        Raises
+        ------
+        FrontendError: If the file cannot be read.
+        TokenizerError
+        """
+        from ..frontend.gguf.file import GgufFile, read_gguf
+
+        return cls((file if isinstance(file, GgufFile) else read_gguf(file)).fields)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def encode(self, text: str, *, special: bool = True, begin: bool = True) -> list[int]:
+        """The tokens of a text.
+
+        Parameters
+        ----------
+        text
+        special: Whether names of control tokens in the text stand for these tokens.
+        begin: Whether the model's tokens for the begin and the end of a text are added, where it wants them; not
+            twice where the text has them already.
+        """
+        tokens: list[int] = []
+        after_token = True
+        for part in (self._special if special else self._always).split(text):
+            if isinstance(part, int):
+                tokens.append(part)
+            else:
+                tokens += self._words(" " + part if self._space_prefix and after_token else part)
+            after_token = isinstance(part, int)
+        if begin and self.adds_begin and self.begin_id is not None and tokens[:1] != [self.begin_id]:
+            tokens.insert(0, self.begin_id)
+        if begin and self.adds_end and self._end_id is not None and tokens[-1:] != [self._end_id]:
+            tokens.append(self._end_id)
+        return tokens
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens, control tokens left out; bytes that are no UTF-8 become U+FFFD."""
+        text = b"".join(map(self.piece, tokens)).decode("utf-8", "replace")
+        return text[1:] if self._space_prefix and text.startswith(" ") else text
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that a token adds to a text; none for control tokens."""
+        found = self._pieces.get(token)
+        if found is None:
+            kind = self._kinds[token] if 0 <= token < len(self._kinds) else UNUSED
+            found = self._pieces[token] = b"" if kind in (UNKNOWN, CONTROL, UNUSED) else self._bytes(token)
+        return found
+
+    def token(self, name: str) -> int | None:
+        """The token of a name, such as ``<end_of_turn>``; None if there is none."""
+        return self._of_kinds(USER_DEFINED, CONTROL, UNKNOWN, NORMAL).get(name)
+
+    # What follows serves the makers of the two kinds below.
+
+    def fields(self, key: str) -> Any:
+        """A value of the file that has to be there."""
+        return self._need(key)
+
+    @property
+    def kinds(self) -> list[int]:
+        """The kind of each token."""
+        return self._kinds
+
+    @property
+    def word_split(self) -> str:
+        """The name of the file's way to cut text into words."""
+        return str(self._get("pre", "default"))
+
+    @property
+    def unknown_id(self) -> int | None:
+        """The token for what has no token."""
+        return self._token("unknown_token_id")
+
+    def _get(self, key: str, default: Any) -> Any:
+        return self._fields.get(f"tokenizer.ggml.{key}", default)
+
+    def _need(self, key: str) -> Any:
+        value = self._get(key, None)
+        if value is None:
+            raise TokenizerError(f"tokenizer.ggml.{key}: found nothing, expected it in the file's metadata")
+        return value
+
+    def _token(self, key: str) -> int | None:
+        value = self._get(key, None)
+        if value is None:
+            return None
+        if not 0 <= int(value) < len(self.names):
+            raise TokenizerError(f"tokenizer.ggml.{key}: found {value}, expected a token below {len(self.names)}")
+        return int(value)
+
+    def _of_kinds(self, *kinds: int) -> dict[str, int]:
+        return {self.names[token]: token for token, kind in enumerate(self._kinds) if kind in kinds}
+
+    def _find_stops(self) -> frozenset[int]:
+        told = (self._token(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id"))
+        named = (token for name, token in self._of_kinds(CONTROL).items() if name in ENDS)
+        return frozenset(token for token in (*told, *named) if token is not None)
+
+
+_Made = tuple[Callable[[str], list[int]], Callable[[int], bytes]]
+"""Tokens of a text without special ones, and bytes of a token."""
+
+
+def _sentencepiece(tokenizer: Tokenizer) -> _Made:
+    """Pieces with scores, of which the best pair is joined first; characters without a piece become bytes."""
+    try:
+        from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+    except ImportError as error:
+        raise TokenizerError("this tokenizer needs the package sentencepiece; install relax-hetero[llm]") from error
+    scores = tokenizer.fields("scores")
+    if len(scores) != len(tokenizer.names):
+        raise TokenizerError(f"found scores of {len(scores)} tokens, expected {len(tokenizer.names)}")
+    unknown = tokenizer.unknown_id
+    kinds = [UNKNOWN if token == unknown else kind for token, kind in enumerate(tokenizer.kinds)]
+    proto = sentencepiece_model_pb2.ModelProto()
+    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    trainer.model_type, trainer.byte_fallback = trainer.BPE, BYTE in kinds
+    normalizer.add_dummy_prefix = normalizer.remove_extra_whitespaces = False
+    normalizer.escape_whitespaces = True
+    for name, score, kind in zip(tokenizer.names, scores, kinds, strict=True):
+        proto.pieces.add(piece=name, score=float(score), type=kind)
+    try:
+        processor = SentencePieceProcessor(model_proto=proto.SerializeToString())
+    except RuntimeError as error:
+        raise TokenizerError(f"sentencepiece refuses the file's tokens: {error}") from error
+
+    def piece(token: int) -> bytes:
+        name = tokenizer.names[token]
+        if tokenizer.kinds[token] == BYTE:
+            return bytes([int(name[3:5], 16)])
+        return name.replace(_SPACE, " ").encode()
+
+    return processor.encode, piece
+
+
+def _byte_level(tokenizer: Tokenizer) -> _Made:
+    """Bytes of words, which merges join in their order."""
+    try:
+        from tokenizers import Regex, models, pre_tokenizers
+        from tokenizers import Tokenizer as Words
+    except ImportError as error:
+        raise TokenizerError("this tokenizer needs the package tokenizers; install relax-hetero[llm]") from error
+    split = tokenizer.word_split
+    if split not in SPLITS:
+        raise TokenizerError(f"tokenizer.ggml.pre: found {split!r}, expected one of {', '.join(sorted(SPLITS))}")
+    merges = [tuple(merge.split(" ", 1)) for merge in tokenizer.fields("merges")]
+    vocabulary = {name: token for token, name in enumerate(tokenizer.names)}
+    try:
+        words = Words(models.BPE(vocabulary, merges, ignore_merges=split in WHOLE_WORDS))
+    except Exception as error:  # the package raises plain ones
+        raise TokenizerError(f"tokenizers refuses the file's merges: {error}") from error
+    cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in SPLITS[split]]
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    words.pre_tokenizer = pre_tokenizers.Sequence([*cuts, as_bytes])
+    byte_of = byte_of_character()
+
+    def encode(text: str) -> list[int]:
+        return list(words.encode(text, add_special_tokens=False).ids)
+
+    def piece(token: int) -> bytes:
+        name = tokenizer.names[token]
+        if tokenizer.kinds[token] == USER_DEFINED or any(character not in byte_of for character in name):
+            return name.encode()
+        return bytes(byte_of[character] for character in name)
+
+    return encode, piece
+
+
+def byte_of_character() -> dict[str, int]:
+    """The byte that each character of a byte-level token stands for.
+
+    Bytes that are printable in Latin-1 stand for themselves, the others for characters from U+0100 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+_MODELS: dict[str, Callable[[Tokenizer], _Made]] = {"llama": _sentencepiece, "gpt2": _byte_level}

@@ -1,0 +1,68 @@
+"""Pages on their way to shared memory: a ring of stages that one thread asks for by bulk copies."""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ....encoding.pages import PAGE
+from ...core.builder import Expr
+from ..core import ptx
+from ..core.launch import SharedMemory
+from .paged_work import CHUNK, PagedTensors
+
+
+class PageRing:
+    """Keys and values of one head of keys, of the pages of one sequence.
+
+    Parameters
+    ----------
+    tensors : PagedTensors
+    shared : SharedMemory
+        From which the ring takes its stages, before it is opened.
+    stages : int
+        Pages that are asked for before the first is needed.
+    """
+
+    def __init__(self, tensors: PagedTensors, shared: SharedMemory, stages: int) -> None:
+        self.tensors, self.shared, self.stages = tensors, shared, stages
+        self.stage_bytes = 2 * tensors.work.tile_bytes
+        self.at = shared.take(stages * self.stage_bytes, 128)
+        self.full = shared.take(8 * stages, 8)
+
+    def init(self) -> None:
+        """By one thread, before a barrier of the block."""
+        for stage in range(self.stages):
+            ptx.barrier_init(self.shared.at(self.full + 8 * stage), 1)
+        ptx.barrier_init_fence()
+
+    def ask(self, turn: Expr, page: Expr, kv_head: Expr) -> None:
+        """Ask for a page, the turn's; one thread does it, when all are done with the page of `stages` turns before.
+
+        A page that is not there (-1) is the first one, whatever it has.
+        """
+        stage = T.bind(tirx.floormod(turn, self.stages))
+        barrier = self.shared.at(self.full + stage * 8)
+        ptx.barrier_expect(barrier, self.stage_bytes)
+        source = T.address_of(self.tensors.pages[self.tensors.tile(T.max(page, 0), kv_head, 0)])
+        ptx.bulk_load(self.shared.at(self.at + stage * self.stage_bytes), source, self.stage_bytes, barrier)
+
+    def wait(self, turn: Expr) -> Expr:
+        """Wait for a turn's page; the offset of its keys in shared memory, behind which its values lie."""
+        stage = T.bind(tirx.floormod(turn, self.stages))
+        parity = T.bitwise_and(tirx.floordiv(turn, self.stages), 1)
+        ptx.barrier_wait(self.shared.at(self.full + stage * 8), parity)
+        return T.bind(self.at + stage * self.stage_bytes)
+
+    def clear_values(self, tile: Expr, first: Expr, thread: Expr, threads: int) -> None:
+        """Zeros for values of tokens from `first` on, which nobody has written: their weight 0 times NaN is NaN.
+
+        All threads do it; a barrier of the block follows.
+        """
+        zero = [T.uint32(0)] * 4
+        items = PAGE * (self.tensors.work.size // CHUNK)
+        with T.serial(tirx.const(-(-items // threads), "int32")) as turn:
+            item = T.bind(turn * threads + thread)
+            exists = tirx.floormod(item, PAGE) >= first
+            with T.If(exists if items % threads == 0 else tirx.all(exists, item < items)), T.Then():
+                ptx.store_shared(self.shared.at(tile + self.tensors.work.tile_bytes + item * (CHUNK * 2)), zero)

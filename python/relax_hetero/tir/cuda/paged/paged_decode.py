@@ -1,0 +1,323 @@
+"""Attention of single tokens over the pages of a cache, into which their keys and values go: one launch.
+
+The heads of queries that read one head of keys are the rows of a tile of tensor cores. The blocks of a cluster take
+turns at the pages of a sequence, and the four warps of a block share the keys of a page. Each warp goes on with a
+softmax of its own, and at the end the sums of warps, then those of blocks, are put together in a fixed order. The block
+that has the page with the token itself puts its key and value there, into shared memory and into the page.
+
+How far a sequence has come is read from its position, on the device: the launch is of one shape for all lengths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ....encoding.pages import PAGE
+from ....errors import EncodingError
+from ....target.gpu_target import WARP, GpuTarget
+from ...attention.attention_tile import LOWEST
+from ...core.builder import Expr, Function, ceil_div, when
+from ..core import ptx
+from ..core.launch import SharedMemory, launch, local, may_begin_early
+from .head_vector import HeadVector
+from .page_ring import PageRing
+from .page_scores import PageScores
+from .paged_work import CHUNK, MOST_TOGETHER, PagedTensors, PagedWork, in_tile, misfit
+
+_WARPS = 4
+_THREADS = _WARPS * WARP
+_ROWS = MOST_TOGETHER
+_KEYS = PAGE // _WARPS
+"""Of a page, for each warp."""
+_PAD = 4
+"""Floats between the rows of sums: rows begin in different banks."""
+_ITEM = 32
+"""Bytes that a block gets of each part of four sums: the sums, the greatest score and the sum of powers."""
+MOST_SPLIT = 8
+BLOCKS_PER_MULTIPROCESSOR = 2
+MOST_STAGES = 3
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """How the pages of a sequence are shared out.
+
+    Attributes
+    ----------
+    split : int
+        Blocks of a cluster, that share them: 1, 2, 4 or 8.
+    stages : int
+        Pages that a block asks for at once.
+    """
+
+    split: int
+    stages: int
+
+
+def decode_plan(work: PagedWork, gpu: GpuTarget) -> DecodePlan:
+    """As many blocks as run at the same time, if sequences may have as many pages."""
+    blocks = work.rows * work.kv_heads
+    most = gpu.multiprocessors * BLOCKS_PER_MULTIPROCESSOR
+    reach = min(work.most_pages, ceil_div(work.window, PAGE) + 1) if work.window else work.most_pages
+    split = 1
+    while split < MOST_SPLIT and blocks * split * 2 <= most and split < reach:
+        split *= 2
+    room = gpu.shared_bytes_sm // BLOCKS_PER_MULTIPROCESSOR - (24 << 10)
+    fitting = max(2, room // (2 * work.tile_bytes))
+    return DecodePlan(split, min(MOST_STAGES, fitting))
+
+
+def paged_decode_kernel(work: PagedWork, gpu: GpuTarget, plan: DecodePlan | None = None) -> tirx.PrimFunc:
+    """The kernel of an attention whose rows are of different sequences; `PagedTensors` says its parameters.
+
+    Raises EncodingError if `misfit` says why the work is not for this kernel.
+    """
+    reason = misfit(work, gpu)
+    if reason:
+        raise EncodingError(f"cached_attention on {gpu.arch}: {reason}")
+    function = Function("paged_decode", registers="local")
+    with function:
+        tensors = PagedTensors(function, work)
+        with function.body():
+            tensors.open()
+            _Kernel(tensors, plan or decode_plan(work, gpu)).emit()
+    return may_begin_early(function.result)
+
+
+class _Kernel:
+    """What the parts of the kernel share while it is written."""
+
+    def __init__(self, tensors: PagedTensors, plan: DecodePlan) -> None:
+        self.tensors, self.work, self.plan = tensors, tensors.work, plan
+        work = self.work
+        self.own = work.group
+        self.pitch = work.size + _PAD
+        self.shared = SharedMemory()
+        self.ring = PageRing(tensors, self.shared, plan.stages)
+        self.query_at = self.shared.take(_ROWS * work.size * 2)
+        self.items = self.own * work.size // 4
+        self.own_items = ceil_div(self.items, plan.split)
+        self.parts_at = self.shared.take(self.own_items * plan.split * _ITEM) if plan.split > 1 else 0
+        # The warps' sums lie where pages were.
+        sums = _WARPS * self.own * (self.pitch + 2) * 4
+        assert sums <= plan.stages * self.ring.stage_bytes, "sums of a block fit where its pages were"
+
+    def emit(self) -> None:
+        """The launch."""
+        work, split = self.work, self.plan.split
+        with launch(work.rows * work.kv_heads * split, _THREADS, split) as place:
+            self.shared.open()
+            self.thread, self.rank = place.thread, place.rank
+            with when(self.thread == 0):
+                self.ring.init()
+            ptx.wait_for_launches_before()
+            ptx.let_next_launch_begin()
+            if split > 1:
+                ptx.cluster_arrive()
+            item = T.bind(tirx.floordiv(T.Cast("int32", place.block), split))
+            self.kv_head = T.bind(tirx.floormod(item, work.kv_heads))
+            self.row = T.bind(tirx.floordiv(item, work.kv_heads))
+            self.lane, self.warp = T.bind(tirx.floormod(self.thread, WARP)), T.bind(tirx.floordiv(self.thread, WARP))
+            self.first_head = T.bind(self.kv_head * work.group)
+            self._find()
+            self._block()
+
+    def _find(self) -> None:
+        """The row's sequence, and its pages."""
+        tensors, window = self.tensors, self.work.window
+        sequence = T.bind(tensors.sequences[self.row])
+        self.position = T.bind(T.Select(sequence < 0, -1, tensors.positions[self.row]))
+        self.sequence = T.bind(T.max(sequence, 0))
+        self.low: Expr = T.bind(T.max(self.position - (window - 1), 0)) if window else 0
+        self.first_page: Expr = T.bind(T.truncdiv(self.low, PAGE)) if window else 0
+        self.last_page = T.bind(tirx.floordiv(self.position, PAGE))  # -1 of a row that is none
+        mine = self.last_page - self.first_page + self.plan.split - self.rank
+        self.turns = T.bind(T.truncdiv(T.max(mine, 0), self.plan.split))
+
+    def _page(self, turn: Expr) -> Expr:
+        """The number of a turn's page in its sequence."""
+        return self.first_page + self.rank + turn * self.plan.split
+
+    def _ask(self, turn: Expr) -> None:
+        page = T.bind(self.tensors.page_of(self.sequence, self._page(turn)))
+        self.ring.ask(turn, page, self.kv_head)
+
+    def _complete(self, tile: Expr, number: Expr) -> Expr:
+        """Make a page that has come one without holes; how many tokens of the sequence are there, up to its end.
+
+        Values of tokens that nobody has written become zeros, for their weight 0 times NaN is NaN; the token's own key
+        and value come in.
+        """
+        page = T.bind(self.tensors.page_of(self.sequence, number))
+        token = T.bind(T.Select(page < 0, -1, self.position - number * PAGE))
+        with when(token < PAGE):
+            self.ring.clear_values(tile, token + 1, self.thread, _THREADS)
+            with when(token >= 0):
+                self._append(tile, page, token)
+            ptx.block_barrier()
+        return T.bind(number * PAGE + T.min(token + 1, PAGE))
+
+    def _block(self) -> None:
+        stages = self.plan.stages
+        self.vector = HeadVector(self.tensors, self.lane)
+        self.scores = PageScores(self.work, _KEYS, self.shared, self.lane, self.query_at, 0, _ROWS)
+        with when(self.thread == 0), T.serial(T.min(self.turns, stages)) as turn:
+            self._ask(turn)
+        self._queries()
+        self.scores.begin()
+        ptx.block_barrier()
+        own_key = T.bind(self.warp * _KEYS)
+        lows = [self.low, self.low] if self.work.window else None
+        with T.serial(self.turns) as turn:
+            tile = self.ring.wait(turn)
+            number = T.bind(self._page(turn))
+            limit = self._complete(tile, number)
+            first = T.bind(number * PAGE + own_key)
+            self.scores.multiply_keys(tile, own_key)
+            self.scores.softmax(first, [limit, limit], limit, lows)
+            self.scores.add_values(tile + self.work.tile_bytes, own_key)
+            ptx.block_barrier()
+            with when(tirx.all(self.thread == 0, turn + stages < self.turns)):
+                self._ask(turn + stages)
+        self.scores.add_lanes()
+        self._put_together()
+
+    def _queries(self) -> None:
+        """Heads of the tile into shared memory, zeros for those that are none."""
+        with T.serial(_ROWS // _WARPS) as turn:
+            head = T.bind(turn * _WARPS + self.warp)
+
+            def store(element: Expr, bits: Expr, head: Expr = head) -> None:
+                at = (tirx.floordiv(element, CHUNK) * _ROWS + head) * CHUNK + tirx.floormod(element, CHUNK)
+                ptx.store_shared(self.shared.at(self.query_at + at * 2), [bits], "u16")
+
+            exists = head < self.work.group
+            with T.If(exists):
+                with T.Then():
+                    norm = self.tensors.q_norm
+                    self.vector.emit(self.row, self.first_head + head, norm, True, store)
+                with T.Else(), T.serial(ceil_div(self.work.size // CHUNK, WARP)) as part:
+                    chunk = part * WARP + self.lane
+                    with when(chunk < self.work.size // CHUNK):
+                        at = (chunk * _ROWS + head) * CHUNK
+                        ptx.store_shared(self.shared.at(self.query_at + at * 2), [T.uint32(0)] * 4)
+
+    def _append(self, tile: Expr, page: Expr, token: Expr) -> None:
+        """The token's key and value into its page, here and in memory."""
+        work, tensors = self.work, self.tensors
+        for kind in range(2):
+            begin = T.bind(tensors.tile(page, self.kv_head, kind))
+
+            def store(element: Expr, bits: Expr, begin: Expr = begin, kind: int = kind) -> None:
+                at = T.bind(in_tile(element, token))
+                ptx.store_shared(self.shared.at(tile + (kind * work.tile_bytes + at * 2)), [bits], "u16")
+                T.buffer_store(tensors.pages, bits, [begin + at])
+
+            with when(self.warp == kind):
+                norm = tensors.k_norm if kind == 0 else None
+                head = work.heads + kind * work.kv_heads + self.kv_head
+                self.vector.emit(self.row, head, norm, kind == 0, store)
+
+    # The end: sums of warps, then those of blocks.
+
+    def _put_together(self) -> None:
+        work, scores, split = self.work, self.scores, self.plan.split
+        facts_at = _WARPS * self.own * self.pitch * 4
+        ring = self.ring.at
+        for h in range(2):
+            head = tirx.floordiv(self.lane, 4) + 8 * h
+            if 8 * h >= self.own:
+                break
+            with when(head < self.own):
+                line = T.bind(self.warp * self.own + head)
+                with T.serial(work.size // 8) as block:
+                    at = ring + (line * self.pitch + block * 8 + tirx.floormod(self.lane, 4) * 2) * 4
+                    values = [_bits(scores.sums[block * 4 + 2 * h + c]) for c in range(2)]
+                    ptx.store_shared(self.shared.at(at), values)
+                with when(tirx.floormod(self.lane, 4) == 0):
+                    facts = [_bits(scores.greatest[h]), _bits(scores.totals[h])]
+                    ptx.store_shared(self.shared.at(ring + facts_at + line * 8), facts)
+        ptx.block_barrier()
+        if split > 1:
+            ptx.cluster_wait()
+        self._state, self._total = local(2, "float32"), local(4, "float32")
+        self._value, self._remote = local(1, "float32"), local(1, "uint32")
+        quads = work.size // 4
+        with T.serial(ceil_div(self.items, _THREADS)) as turn:
+            item = T.bind(turn * _THREADS + self.thread)
+            with when(item < self.items):
+                head, quad = T.bind(tirx.floordiv(item, quads)), T.bind(tirx.floormod(item, quads))
+                lines = [warp * self.own + head for warp in range(_WARPS)]
+                self._add(
+                    [ring + (line * self.pitch + quad * 4) * 4 for line in lines],
+                    [ring + facts_at + line * 8 for line in lines],
+                )
+                if split == 1:
+                    self._store(item)
+                else:
+                    self._send(item)
+        if split == 1:
+            return
+        ptx.cluster_arrive()
+        ptx.cluster_wait()
+        with T.serial(ceil_div(self.own_items, _THREADS)) as turn:
+            number = T.bind(turn * _THREADS + self.thread)
+            item = T.bind(number * split + self.rank)
+            with when(tirx.all(number < self.own_items, item < self.items)):
+                places = [self.parts_at + (number * split + part) * _ITEM for part in range(split)]
+                self._add(places, [place + 16 for place in places])
+                self._store(item)
+
+    def _add(self, sums: list[Expr], facts: list[Expr]) -> None:
+        """Parts of four sums, and the greatest score and the sum of powers of each, put together in order."""
+        count = len(sums)
+        held, found = local(4 * count, "uint32"), local(2 * count, "uint32")
+        for part in range(count):
+            ptx.load_shared([found[2 * part + i] for i in range(2)], self.shared.at(facts[part]))
+            ptx.load_shared([held[4 * part + i] for i in range(4)], self.shared.at(sums[part]))
+        greatest: Expr = T.float32(LOWEST)
+        for part in range(count):
+            greatest = T.max(greatest, _float(found[2 * part]))
+        T.buffer_store(self._state, greatest, [0])
+        T.buffer_store(self._state, T.float32(0), [1])
+        for i in range(4):
+            T.buffer_store(self._total, T.float32(0), [i])
+        for part in range(count):
+            exponent = (_float(found[2 * part]) - self._state[0]) * T.float32(self.scores.factor)
+            ptx.power_of_two(self._value[0], exponent)
+            T.buffer_store(self._state, self._state[1] + _float(found[2 * part + 1]) * self._value[0], [1])
+            for i in range(4):
+                T.buffer_store(self._total, self._total[i] + _float(held[4 * part + i]) * self._value[0], [i])
+
+    def _send(self, item: Expr) -> None:
+        """Four sums of this block to the block that stores them."""
+        split = self.plan.split
+        target = self.parts_at + (tirx.floordiv(item, split) * split + self.rank) * _ITEM
+        address = T.bind(ptx.shared_address(self.shared.at(target)))
+        ptx.remote_address(self._remote[0], address, tirx.floormod(item, split))
+        ptx.store_remote(self._remote[0], [_bits(self._total[i]) for i in range(4)])
+        ptx.store_remote(self._remote[0] + T.uint32(16), [_bits(self._state[i]) for i in range(2)])
+
+    def _store(self, item: Expr) -> None:
+        """Four averages into the result; zeros of a row that is none."""
+        work = self.work
+        quads = work.size // 4
+        head, quad = tirx.floordiv(item, quads), tirx.floormod(item, quads)
+        inverse = T.if_then_else(self._state[1] > T.float32(0), T.float32(1) / self._state[1], T.float32(0))
+        factor = T.bind(inverse)
+        row = T.Cast("int64", self.row) * (work.heads * work.size)
+        at = T.bind(row + T.Cast("int64", (self.first_head + head) * work.size + quad * 4))
+        out = self.tensors.out
+        for i in range(4):
+            T.buffer_store(out, T.Cast(work.dtype, self._total[i] * factor), [at + i])
+
+
+def _bits(value: Expr) -> Expr:
+    return tirx.reinterpret("uint32", value)
+
+
+def _float(value: Expr) -> Expr:
+    return tirx.reinterpret("float32", value)

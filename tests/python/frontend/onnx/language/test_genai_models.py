@@ -1,0 +1,54 @@
+"""Models in the style of onnxruntime-genai's builder, against ONNX Runtime: a prompt and steps, with their caches."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+import relax_hetero as rh
+from frontend.onnx.language.decoder_graphs import GenAI, Shape
+from frontend.onnx.language.steps import check_steps
+
+TWO = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}]
+LAYERS = {"/model/layers.0/*": "llvm:0", "/model/layers.1/*": "llvm:1", "*": "llvm:0"}
+GROWING = {"total_sequence_length": "past_sequence_length + sequence_length"}
+
+
+@pytest.mark.slow
+def test_steps_of_a_shared_cache_that_is_donated():
+    model = GenAI().model()
+    mod = rh.from_onnx(model, vdevices=["llvm"], shapes={"past_sequence_length": 16})
+    donated = [name for name in mod["main"].attrs["input_names"] if str(name).startswith("past")]
+    exe = rh.compile(mod, donate=donated)
+    check_steps(model, rh.vm.VirtualMachine(exe)["main"], length=16)
+
+
+@pytest.mark.slow
+def test_steps_on_two_devices_of_caches_that_grow():
+    model = GenAI(bits=8, is_packed=False, has_bias=True, block=32, shape=Shape(hidden=64)).model()
+    mod = rh.from_onnx(model, vdevices=TWO, placement=LAYERS)
+    check_steps(model, rh.vm.VirtualMachine(rh.compile(mod))["main"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"norms_heads": True, "is_packed": False, "rotates_inside": False},  # Qwen 3
+        {"has_bias": True, "bits": 0},  # Qwen 2
+        {"window": 3, "softcap": 5.0, "bits": 2},  # Gemma 2, Mistral
+        {"shape": dataclasses.replace(Shape(), kv_heads=1, size=32)},  # Gemma
+    ],
+)
+def test_steps_of_other_models(options):
+    model = GenAI(**options).model()
+    mod = rh.from_onnx(model, shapes=GROWING)
+    check_steps(model, rh.vm.VirtualMachine(rh.compile(mod))["main"])
+
+
+@pytest.mark.slow
+def test_steps_in_half_precision():
+    model = GenAI(floats="float16", has_bias=True).model()
+    mod = rh.from_onnx(model, shapes=GROWING)
+    check_steps(model, rh.vm.VirtualMachine(rh.compile(mod))["main"], rtol=0.1)

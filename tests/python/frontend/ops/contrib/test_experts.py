@@ -1,0 +1,170 @@
+"""Mixtures of experts against ONNX Runtime, and against numpy in float64 where it has them on GPUs only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+import relax_hetero as rh
+from frontend.ops.contrib.contrib_nodes import MICROSOFT, TWO, Nodes
+from seeds import fresh_rng
+
+ROWS, EXPERTS, WIDTH, INNER = 6, 4, 32, 16
+
+
+class Experts(Nodes):
+    """Nodes of MoE and QMoE."""
+
+    def mix(self, is_batched: bool = False, **more: Any) -> None:
+        columns = INNER * (2 if more.get("swiglu_fusion") else 1)
+        x = self.floats(2, ROWS // 2, WIDTH) if is_batched else self.floats(ROWS, WIDTH)
+        layers = [
+            part
+            for shape in ((columns, WIDTH), (WIDTH, INNER))
+            for part in (self.floats(EXPERTS, *shape), self.floats(EXPERTS, shape[0]))
+        ]
+        self.add("MoE", x, self.floats(ROWS, EXPERTS) * 3, *layers, constant=(2, 3, 4, 5), **more)
+
+    def mix_bits(self, bits: int, block: int, zeros: bool, **more: Any) -> None:
+        columns = INNER * (2 if more.get("swiglu_fusion") else 1)
+        layers, points = [], []
+        for rows, depth in ((columns, WIDTH), (WIDTH, INNER)):
+            codes = self.random.integers(0, 256, (EXPERTS, rows, depth * bits // 8), dtype=np.uint8)
+            blocks = depth // block if block else 1
+            scales = self.floats(EXPERTS, rows, blocks) * 2.0**-bits
+            layers += [codes, scales.astype("float32") if block else scales[..., 0], self.floats(EXPERTS, rows)]
+            sizes = (rows, -(-blocks * bits // 8)) if block else (rows * bits // 8,)
+            points.append(self.random.integers(0, 256, (EXPERTS, *sizes), dtype=np.uint8) if zeros else None)
+        inputs = [self.floats(ROWS, WIDTH), self.floats(ROWS, EXPERTS) * 3, *layers, *[None] * 3, *points]
+        while inputs[-1] is None:
+            inputs.pop()
+        given = [index for index in range(2, len(inputs)) if inputs[index] is not None]
+        attributes = {"expert_weight_bits": bits, "normalize_routing_weights": 1, **more}
+        self.add("QMoE", *inputs, constant=given, **attributes, **({"block_size": block} if block else {}))
+
+
+SWIGLU = {"activation_type": "swiglu", "swiglu_fusion": 1}
+
+
+@pytest.mark.slow
+def test_a_few_of_them():
+    nodes = Experts()
+    nodes.mix(k=2, activation_type="silu", normalize_routing_weights=1, is_batched=True)
+    nodes.mix_bits(4, 16, True, k=2, **SWIGLU)
+    nodes.check(["llvm"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vdevices", [["llvm"], TWO])
+def test_all_that_onnx_runtime_has(vdevices):
+    nodes = Experts()
+    for activation in ("relu", "gelu", "identity"):
+        nodes.mix(k=2, activation_type=activation)
+    nodes.mix(k=3, **SWIGLU, activation_alpha=1.7, activation_beta=1.0, swiglu_limit=1.0)
+    for bits in (2, 4):
+        nodes.mix_bits(bits, 16, False, k=2, **SWIGLU)
+    for bits in (4, 8):
+        nodes.mix_bits(bits, 0, bits == 4, k=2, activation_type="silu")
+    nodes.check(vdevices)
+
+
+def sparse_mixer(logits: np.ndarray) -> np.ndarray:
+    """Weights of the two best experts of every row, as Phi 3.5 has them."""
+    result = np.zeros_like(logits)
+    for row, scores in enumerate(logits):
+        rest = scores.copy()
+        for _ in range(2):
+            best = int(rest.argmax())
+            is_near = (rest[best] - scores) / np.maximum(np.abs(scores), rest[best]) <= 0.02
+            powers = np.where(is_near & np.isfinite(rest), np.exp(rest - rest[best]), 0)
+            result[row, best] = powers[best] / powers.sum()
+            rest[best] = -np.inf
+    return result
+
+
+def best_two(logits: np.ndarray) -> np.ndarray:
+    powers = np.exp(logits - logits.max(-1, keepdims=True))
+    shares = powers / powers.sum(-1, keepdims=True)
+    return np.where(logits >= np.sort(logits)[:, -2:-1], shares, 0)
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+@pytest.mark.parametrize(
+    ("options", "is_third", "activate", "mix"),
+    [
+        ({"activation_type": "silu", "use_sparse_mixer": 1}, True, lambda g, x: g * sigmoid(g) * x, sparse_mixer),
+        pytest.param(
+            {"activation_type": "geglu", "swiglu_fusion": 2}, False, lambda g, x: gelu(g) * x, best_two,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"activation_type": "relu2"}, True, lambda g, x: np.maximum(g, 0) ** 2 * x, best_two,
+                     marks=pytest.mark.slow),
+        pytest.param(
+            {"activation_type": "swiglu", "swiglu_fusion": 0, "swiglu_limit": 0.5, "swiglu_limit_after_activation": 1},
+            True, lambda g, x: np.minimum(g * sigmoid(g), 0.5) * np.clip(x, -0.5, 0.5), best_two,
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_forms_of_gpus(options, is_third, activate, mix):
+    rng, is_fused = fresh_rng(), bool(options.get("swiglu_fusion"))
+    layers = {"w1": (INNER * (1 + is_fused), WIDTH), "w2": (WIDTH, INNER)} | (
+        {"w3": (INNER, WIDTH)} if is_third else {}
+    )
+    weights = {name: rng.uniform(-1, 1, (EXPERTS, *shape)).astype("float32") for name, shape in layers.items()}
+    x, logits = rng.standard_normal((ROWS, WIDTH)), rng.uniform(1, 1.05, (ROWS, EXPERTS))
+    feeds = {"x": x.astype("float32"), "router": logits.astype("float32")}
+    names = ["x", "router", "w1", "", "w2", *(["", "w3"] if is_third else [])]
+    node = helper.make_node("MoE", names, ["y"], "mix", domain=MICROSOFT, k=2, **options)
+    graph = helper.make_graph(
+        [node],
+        "mixture",
+        [helper.make_tensor_value_info(name, 1, ["rows", value.shape[1]]) for name, value in feeds.items()],
+        [helper.make_tensor_value_info("y", 1, None)],
+        [numpy_helper.from_array(value, name) for name, value in weights.items()],
+    )
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid(MICROSOFT, 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    found = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](**feeds).numpy()
+
+    shares, wanted = mix(feeds["router"].astype("float64")), np.zeros((ROWS, WIDTH))
+    for expert in range(EXPERTS):
+        own = {name: value[expert].astype("float64") for name, value in weights.items()}
+        gate = feeds["x"] @ own["w1"].T
+        gate, linear = np.split(gate, 2, -1) if is_fused else (gate, feeds["x"] @ own["w3"].T)
+        wanted += shares[:, expert : expert + 1] * (activate(gate, linear) @ own["w2"].T)
+    np.testing.assert_allclose(found, wanted, 1e-4, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quant_type": "fp8"}, "quant_type 'fp8', expected 'int'"),
+        ({"weights_prepacked": 1}, "weights_prepacked=1"),
+        ({"expert_weight_bits": 3}, "weights of 3 bits"),
+        ({"k": 9}, "found k 9, expected 1 to its 4 experts"),
+        ({"activation_type": "tanh"}, "activation_type 'tanh' is unknown"),
+    ],
+)
+def test_refused_forms(options, message):
+    nodes = Experts()
+    nodes.mix_bits(4, 16, False)
+    model: onnx.ModelProto = nodes.model()
+    node = model.graph.node[0]
+    kept = [attribute for attribute in node.attribute if attribute.name not in options]
+    del node.attribute[:]
+    node.attribute.extend([*kept, *(helper.make_attribute(name, value) for name, value in options.items())])
+    model.graph.output[0].type.CopyFrom(helper.make_tensor_type_proto(1, None))
+    with pytest.raises(rh.FrontendError, match=f"QMoE node 'node0': .*{message}"):
+        rh.from_onnx(model)

@@ -1,0 +1,147 @@
+"""Attention over pages on GPUs: random caches, and what comes out in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from relax_hetero.encoding.pages import PAGE, page_shape
+from relax_hetero.target.element_types import numpy_dtype
+from relax_hetero.tir.cuda.paged.paged_work import PagedWork
+
+UNITS = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-23}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem, and what a call finds.
+
+    Attributes
+    ----------
+    lengths : tuple of int
+        Tokens before the rows of each sequence; of a chunk there is one.
+    padded : int
+        Rows at the end that are of no sequence.
+    """
+
+    work: PagedWork
+    lengths: tuple[int, ...]
+    padded: int = 0
+
+
+def case(lengths, heads=4, kv_heads=2, size=32, padded=0, chunk=0, **others) -> Case:
+    """A case with as few pages as sequences need, and some that are nobody's."""
+    rows = (chunk or len(lengths)) + padded
+    most = max((length + (chunk or 1) - 1) // PAGE + 1 for length in lengths) + 1
+    defaults = {"scale": size**-0.5, "slots": len(lengths) + 1, "most_pages": most, "is_chunk": bool(chunk)}
+    pages = 2 + most * len(lengths)
+    return Case(PagedWork(rows, heads, kv_heads, size, pages=pages, **{**defaults, **others}), lengths, padded)
+
+
+class Call:
+    """Arguments of a call, on a cache that is full of NaN where nothing was written."""
+
+    def __init__(self, case: Case, rng: np.random.Generator) -> None:
+        work = self.work = case.work
+        count = work.rows - case.padded
+        self.valid = count
+        one, page_type = numpy_dtype(work.dtype), numpy_dtype(work.page_dtype)
+        self.qkv = rng.standard_normal((work.rows, work.width)).astype(one)
+        self.table = np.full((work.slots, work.most_pages), -1, "int32")
+        self.sequences = np.full(work.rows, -1, "int32")
+        self.positions = rng.integers(0, 1000, work.rows).astype("int32")
+        own = np.arange(count)
+        self.sequences[:count] = 1 if work.is_chunk else own + 1
+        self.positions[:count] = case.lengths[0] + own if work.is_chunk else case.lengths
+        shuffled = iter(rng.permutation(work.pages))
+        last = self.positions[:count].max() if work.is_chunk else None
+        for slot, length in enumerate(case.lengths, start=1):
+            for page in range(int(last if last is not None else length) // PAGE + 1):
+                self.table[slot, page] = next(shuffled)
+        shape = page_shape(work.pages, work.kv_heads, work.size, work.page_dtype)
+        self.pages = np.full(shape, np.nan, page_type)
+        self.history = []
+        for slot, length in enumerate(case.lengths, start=1):
+            both = rng.standard_normal((2, length, work.kv_heads, work.size)).astype(page_type)
+            self.history.append(both.astype("float64"))
+            for position in range(length):
+                self.put(self.pages, slot, position, both[:, position])
+        angles = rng.uniform(0, 6, (work.rows, max(work.rotated // 2, 1)))
+        self.rotation = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype("float32")
+        self.norms = [rng.uniform(0.5, 1.5, work.size).astype("float32") for _ in range(2)]
+
+    def put(self, pages: np.ndarray, slot: int, position: int, both: np.ndarray) -> None:
+        """A token's keys and values, ``(2, kv_heads, size)``, into its page."""
+        tiles = pages.reshape(len(pages), self.work.kv_heads, 2, -1, PAGE, 8)
+        page = self.table[slot, position // PAGE]
+        tiles[page, :, :, :, position % PAGE] = both.transpose(1, 0, 2).reshape(self.work.kv_heads, 2, -1, 8)
+
+    def arguments(self) -> list[np.ndarray]:
+        """As kernels take them, without the result."""
+        work = self.work
+        found = [self.qkv, self.pages, self.table, self.sequences, self.positions]
+        found += [self.rotation] if work.rotary else []
+        found += [self.norms[0]] if work.has_q_norm else []
+        return found + ([self.norms[1]] if work.has_k_norm else [])
+
+    def expected(self) -> tuple[np.ndarray, np.ndarray]:
+        """The result of the rows that are of a sequence, in float64, and the pages afterwards."""
+        work = self.work
+        parts = np.split(
+            self.qkv.astype("float64").reshape(work.rows, -1, work.size), [work.heads, work.heads + work.kv_heads], 1
+        )
+        queries, keys, values = parts
+        queries = self._prepared(queries, self.norms[0] if work.has_q_norm else None)
+        keys = self._prepared(keys, self.norms[1] if work.has_k_norm else None)
+        page_type, pages = numpy_dtype(work.page_dtype), self.pages.copy()
+        keys, values, queries = (a.astype("float32").astype(page_type) for a in (keys, values, queries))
+        out = np.zeros((self.valid, work.heads, work.size))
+        for row in range(self.valid):
+            slot, position = int(self.sequences[row]), int(self.positions[row])
+            self.put(pages, slot, position, np.stack([keys[row], values[row]]))
+        keys, values, queries = (a.astype("float64") for a in (keys, values, queries))
+        for row in range(self.valid):
+            slot, position = int(self.sequences[row]), int(self.positions[row])
+            own = slice(0, row + 1) if work.is_chunk else slice(row, row + 1)
+            past = self.history[slot - 1]
+            k, v = (np.concatenate([past[i], new[own]]) for i, new in enumerate((keys, values)))
+            first = max(0, position - work.window + 1) if work.window else 0
+            for head in range(work.heads):
+                kv_head = head // work.group
+                scores = k[first:, kv_head] @ queries[row, head] * work.scale
+                if work.softcap:
+                    scores = work.softcap * np.tanh(scores / work.softcap)
+                powers = np.exp(scores - scores.max())
+                out[row, head] = powers @ v[first:, kv_head] / powers.sum()
+        return out.reshape(self.valid, -1), pages
+
+    def _prepared(self, heads: np.ndarray, norm: np.ndarray | None) -> np.ndarray:
+        work = self.work
+        if norm is not None:
+            heads = heads / np.sqrt((heads**2).mean(-1, keepdims=True) + work.eps) * norm.astype("float64")
+        if not work.rotary:
+            return heads
+        half, heads = work.rotated // 2, heads.copy()
+        cosine, sine = (part[:, None] for part in np.split(self.rotation.astype("float64"), 2, axis=1))
+        pairs = work.rotary == "pairs"
+        one = slice(0, work.rotated, 2) if pairs else slice(0, half)
+        two = slice(1, work.rotated, 2) if pairs else slice(half, work.rotated)
+        first, second = heads[..., one].copy(), heads[..., two].copy()
+        heads[..., one], heads[..., two] = first * cosine - second * sine, first * sine + second * cosine
+        return heads
+
+
+def check(call: Call, out: np.ndarray, pages: np.ndarray) -> None:
+    """A result and the pages after a call, against float64."""
+    want, want_pages = call.expected()
+    work = call.work
+    unit = max(UNITS[work.dtype], UNITS[work.page_dtype])
+    assert np.isfinite(out.astype("float32")).all()
+    np.testing.assert_allclose(out[: call.valid].astype("float64"), want, rtol=4 * unit, atol=8 * unit)
+    np.testing.assert_allclose(
+        pages.astype("float32"), want_pages.astype("float32"), rtol=2 * UNITS[work.page_dtype], atol=1e-6
+    )
+
+
+__all__ = ["Call", "Case", "case", "check", "replace"]

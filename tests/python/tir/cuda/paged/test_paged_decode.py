@@ -1,0 +1,96 @@
+"""Decoding over pages on GPUs, by the interpreter of GPU kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tvm.target import Target
+
+from gpu_interpreter import run
+from relax_hetero.errors import EncodingError
+from relax_hetero.target.element_types import numpy_dtype
+from relax_hetero.target.gpu_target import gpu_target_of
+from relax_hetero.tir.cuda.paged.paged_decode import DecodePlan, paged_decode_kernel
+from seeds import fresh_rng
+from tir.cuda.gpu_runs import needs_gpu
+from tir.cuda.paged.paged_cases import Call, case, check
+from tir.cuda.paged.paged_runs import on_gpu
+
+GPU = gpu_target_of(Target({"kind": "cuda", "arch": "sm_90a"}))
+ONE, TWO = DecodePlan(1, 2), DecodePlan(2, 2)
+
+CASES = {
+    "page edges, rotated halves": (case((0, 1, 63, 64, 65), rotary="halves", rotated=32), ONE),
+    "two blocks of a cluster, norms, pairs": (
+        case((130, 0), rotary="pairs", rotated=16, has_q_norm=True, has_k_norm=True, dtype="float32"),
+        TWO,
+    ),
+    "window, softcap, padded": (
+        case((200, 5), window=70, softcap=3.0, padded=1, page_dtype="bfloat16", dtype="bfloat16"),
+        TWO,
+    ),
+    "one head of keys, halves in part": (
+        case((70,), heads=3, kv_heads=1, size=80, rotary="halves", rotated=40, page_dtype="bfloat16"),
+        TWO,
+    ),
+    "a full tile of heads": (case((64,), heads=16, kv_heads=1, size=16), ONE),
+    "wide": (case((66,), heads=4, kv_heads=1, size=256, rotary="halves", rotated=256), ONE),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_float64(name):
+    chosen, plan = CASES[name]
+    call = Call(chosen, fresh_rng())
+    out = np.full((call.work.rows, call.work.heads * call.work.size), np.nan, numpy_dtype(call.work.dtype))
+    arguments = call.arguments()
+    pages = arguments[1] = call.pages.copy()
+    run(paged_decode_kernel(call.work, GPU, plan), *arguments, out, arch="sm_90a")
+    check(call, out, pages)
+
+
+def test_pages_that_are_not_there_are_left_out():
+    call = Call(case((70,), heads=2, kv_heads=1, size=16, slots=2), fresh_rng())
+    out = np.full((1, 32), np.nan, "float16")
+    call.table[1, 0] = -1
+    pages = call.pages.copy()
+    run(
+        paged_decode_kernel(call.work, GPU, ONE),
+        call.qkv,
+        pages,
+        call.table,
+        call.sequences,
+        call.positions,
+        out,
+        arch="sm_90a",
+    )
+    call.history[0] = call.history[0][:, 64:]
+    want, _ = call.expected()
+    np.testing.assert_allclose(out.astype("float64"), want, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name):
+    chosen, plan = CASES[name]
+    call = Call(chosen, fresh_rng())
+    check(call, *on_gpu(paged_decode_kernel(call.work, GPU, plan), call))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_large_model_on_a_gpu(rows):
+    lengths = tuple(range(500, 500 + 37 * rows, 37))
+    call = Call(case(lengths, 32, 8, 128, rotary="halves", rotated=128), fresh_rng())
+    check(call, *on_gpu(paged_decode_kernel(call.work, GPU), call))
+
+
+def test_what_no_kernel_does_is_said():
+    with pytest.raises(EncodingError, match="heads of 24, expected a multiple of 16"):
+        paged_decode_kernel(case((3,), size=24).work, GPU)
+    with pytest.raises(EncodingError, match="17 heads of queries for one of keys, expected at most 16"):
+        paged_decode_kernel(case((3,), heads=17, kv_heads=1).work, GPU)
+    with pytest.raises(EncodingError, match="sm_80 has no bulk copies"):
+        paged_decode_kernel(case((3,)).work, gpu_target_of(Target({"kind": "cuda", "arch": "sm_80"})))

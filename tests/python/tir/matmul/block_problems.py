@@ -1,0 +1,89 @@
+"""Products with weights in blocks: random weights of every format, their problems, and what their results must be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import tvm
+
+from encoding.random_blocks import random_rows
+from relax_hetero.encoding.block_formats import BlockFormat, block_format, numbers_of_rows, of_integers
+from relax_hetero.encoding.block_panels import BlockSource, Panels
+from relax_hetero.encoding.packed_layout import PackedLayout
+from relax_hetero.encoding.problem import BlockProductProblem, Operand
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Random weights of a product, as models have them."""
+
+    source: BlockSource
+
+    @property
+    def form(self) -> BlockFormat:
+        return self.source.form
+
+    @property
+    def columns(self) -> int:
+        return self.source.rows
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """(n, k) in float64."""
+        arrays, form, depth = self.source.arrays, self.form, self.source.depth
+        if form.record_bytes:
+            return numbers_of_rows(arrays[0], form, depth).astype("float64")
+        data, bits = arrays[0], form.bits
+        fields = np.stack([data >> at & ((1 << bits) - 1) for at in range(0, 8, bits)], -1)
+        points = arrays[2] if len(arrays) > 2 else np.full(arrays[1].shape, 1 << (bits - 1))
+        by_weight = [
+            np.repeat(values.astype("float64"), form.block, axis=1)[:, :depth] for values in (points, arrays[1])
+        ]
+        return (fields.reshape(len(data), -1)[:, :depth] - by_weight[0]) * by_weight[1]
+
+    def packed(self, panel: int) -> list[np.ndarray]:
+        return Panels(panel).pack(self.source)
+
+
+def integers(rng: np.random.Generator, columns: int, depth: int, block: int, zeros: str = "", bits: int = 4) -> Weights:
+    """Weights of some bits, with scales of float32 and perhaps zero points."""
+    blocks = -(-depth // block)
+    data = rng.integers(0, 256, (columns, -(-depth * bits // 8)), dtype=np.uint8)
+    arrays = [data, rng.standard_normal((columns, blocks), "float32")]
+    if zeros == "uint8":
+        arrays.append(rng.integers(0, 1 << max(bits, 4), (columns, blocks), dtype=np.uint8))
+    elif zeros == "float32":
+        arrays.append(rng.uniform(0, (1 << bits) - 1, (columns, blocks)).astype("float32"))
+    return Weights(BlockSource(tuple(arrays), of_integers(bits, block, bool(zeros)), depth))
+
+
+def of_file(name: str, columns: int, depth: int, seed: int = 5) -> Weights:
+    """Weights of a file's format."""
+    return Weights(BlockSource((random_rows(name, columns, depth, seed),), block_format(name), depth))
+
+
+def plain(shape: tuple[int | str, ...], dtype: str, index_map: tuple[str, ...]) -> Operand:
+    return Operand(shape, dtype, index_map, PackedLayout.identity(len(shape)))
+
+
+def problem_of(weights: Weights, rows: int | str, panel: int) -> BlockProductProblem:
+    packed = tuple(plain(array.shape, str(array.dtype), Panels.index_map) for array in weights.packed(panel))
+    depth, form = weights.source.depth, weights.form
+    lhs, result = plain((rows, depth), "float32", ("m", "k")), plain((rows, weights.columns), "float32", ("m", "n"))
+    return BlockProductProblem(lhs, packed, result, form.block, None, form.bits, form)
+
+
+def call(function: Callable[..., None], x: np.ndarray, packed: list[np.ndarray], columns: int, dtype: str = "float32"):
+    """The result, whose memory was poisoned."""
+    result = tvm.runtime.tensor(np.full((*x.shape[:-1], columns), np.nan, dtype))
+    function(*map(tvm.runtime.tensor, [x, *packed]), result)
+    return result.numpy()
+
+
+def assert_close(got: np.ndarray, x: np.ndarray, numbers: np.ndarray) -> None:
+    """Rounding as of sums of float32, of terms as large as what is added up."""
+    want = x.astype("float64") @ numbers.T
+    size = np.abs(x).astype("float64") @ np.abs(numbers).T
+    np.testing.assert_array_less(np.abs(got - want), 1e-6 * size + 1e-30)
