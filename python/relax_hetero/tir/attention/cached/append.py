@@ -25,7 +25,7 @@ from ...core.builder import (
     zeros,
 )
 from ...math.casts import cast
-from ...math.vector_math import absolute, clamp
+from ...math.vector_math import ROUNDER, clamp, constant
 from .heads import emit_head
 from .spec import Page, Plan, Tensors, page_of, table_entry
 
@@ -63,8 +63,9 @@ def _write(
         greatest[0] = zeros("float32", 1)
 
         def look(_index: Expr, value: Expr, lanes: int) -> None:
-            most = over_lanes(absolute(value), T.max, lanes)
-            greatest[0] = T.max(greatest[0], most)
+            most = let(over_lanes(let(T.max(value, zeros("float32", lanes) - value)), T.max, lanes))
+            # No T.max: TVM's C code would take the register's first value for all later ones.
+            greatest[0] = T.Select(greatest[0] > most, greatest[0], most)
 
         emit_head(problem, tensors, plan.width_lanes, row, start, norm, look)
         scale = let(greatest[0] * tirx.const(1.0 / 127.0, "float32"))
@@ -86,9 +87,8 @@ def _least() -> Expr:
 def _as_stored(value: Expr, dtype: str, lanes: int, inverse: Expr | None) -> Expr:
     """Numbers as a page has them: float16 within its range, int8 rounded to the nearest."""
     if inverse is not None:
-        # Adding 1.5 * 2^23 rounds to the nearest integer, which is in the low bits then.
-        rounder = broadcast(tirx.const(12582912.0, "float32"), lanes)
-        shifted = let(value * broadcast(inverse, lanes) + rounder)
+        # The sum is rounded to the nearest integer, which is in the low bits then.
+        shifted = let(value * broadcast(inverse, lanes) + constant(value, ROUNDER))
         return T.cast(T.reinterpret(vector_type("int32", lanes), shifted), vector_type("int8", lanes))
     return cast(clamp(value, -_MOST_HALF, _MOST_HALF), dtype) if dtype == "float16" else value
 

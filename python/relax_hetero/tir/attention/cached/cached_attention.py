@@ -253,7 +253,12 @@ class _Kernel:
                 first = opaque(index * PAGE)
                 count = opaque(T.min(last - first + 1, int64(PAGE)))
                 is_whole = tirx.all(first >= bounds[0], first + (PAGE - 1) <= bounds[1])
-                emit_page(place, Span(page, first, count, tiles, queries, limits, is_whole))
+                following = page_of(self.tensors, self.problem, self._following(slot, index, end), head).start
+                emit_page(place, Span(page, first, count, tiles, queries, limits, is_whole, following))
+
+    def _following(self, slot: Expr, index: Expr, end: Expr) -> Expr:
+        """The number of the page behind a sequence's page `index`; any where there is none before `end`."""
+        return T.max(table_entry(self.tensors, slot, T.min(index + 1, end - 1)), int64(0))
 
     def _finish(self, place: Unit, first: Expr, head: Expr, count: Expr) -> None:
         """The rows' averages into the result."""
@@ -301,7 +306,8 @@ class _Kernel:
             greatest[0], total[0] = tirx.const(LEAST_SCORE, "float32"), tirx.const(0.0, "float32")
             places = [self._part(opaque(head * splits + number)) for number in range(splits)]
             for _, state in places:
-                greatest[0] = T.max(greatest[0], self.room[state])
+                found = let(self.room[state])
+                greatest[0] = T.Select(greatest[0] > found, greatest[0], found)
             weights = Registers(splits, "float32", 1)
             for number, (_, state) in enumerate(places):
                 weights[number] = exp_nonpositive(self.room[state] - greatest[0])

@@ -13,7 +13,9 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.pages import PAGE
+from ....target.element_types import bytes_of
 from ...core.builder import (
+    CACHE_LINE_BYTES,
     Expr,
     Registers,
     broadcast,
@@ -26,6 +28,7 @@ from ...core.builder import (
     zeros,
 )
 from ...math.vector_math import exp_nonpositive, tanh
+from ...matmul import tile_registers
 from .spec import LEAST_SCORE, Page, Unit
 
 _WRITTEN_OUT = 4
@@ -50,6 +53,8 @@ class Span:
         The first and the last position that a query sees, by its number in the unit.
     is_whole : PrimExpr
         Whether every query sees all of the page.
+    following : PrimExpr
+        Where the next page's keys begin, in elements; to be fetched ahead.
     """
 
     page: Page
@@ -59,6 +64,7 @@ class Span:
     queries: Expr
     limits: Callable[[Expr], tuple[Expr, Expr]]
     is_whole: Expr
+    following: Expr
 
 
 def emit_start(unit: Unit, rows: Expr) -> None:
@@ -99,13 +105,21 @@ def _widen(unit: Unit, span: Span) -> None:
 
 
 def _products(
-    rows: int, vectors: int, lanes: int, steps: Expr, left: Callable[..., Expr], right: Callable[..., Expr]
+    rows: int,
+    vectors: int,
+    lanes: int,
+    steps: Expr,
+    left: Callable[..., Expr],
+    right: Callable[..., Expr],
+    beside: Callable[[Expr], None] | None = None,
 ) -> Registers:
-    """Sums over steps of ``left(k, row) * right(k, vector)``, row by row."""
+    """Sums over steps of ``left(k, row) * right(k, vector)``, row by row; `beside` writes what else a step does."""
     sums = Registers(rows * vectors, "float32", lanes)
     for number in range(rows * vectors):
         sums[number] = zeros("float32", lanes)
     with loop(steps) as k:
+        if beside is not None:
+            beside(k)
         factors = [let(right(k, vector)) for vector in range(vectors)]
         for row in range(rows):
             factor = let(broadcast(left(k, row), lanes))
@@ -113,6 +127,24 @@ def _products(
                 number = row * vectors + vector
                 sums[number] = sums[number] + factor * factors[vector]
     return sums
+
+
+def _fetching(unit: Unit, page: Page, start: Expr, each: int) -> Callable[[Expr], None] | None:
+    """What asks for the lines of so many elements in each step, from `start` on; None where rows are many.
+
+    Few rows compute no longer than memory takes to give them a page.
+    """
+    line = CACHE_LINE_BYTES // bytes_of(page.dtype)
+    is_few = not unit.plan.is_widened and unit.plan.rows == unit.plan.tile_rows
+    if unit.plan.lanes == 1 or not is_few or each < line:
+        return None
+    start, data = opaque(start), unit.tensors.data["pages"]
+
+    def fetch(k: Expr) -> None:
+        for number in range(each // line):
+            tile_registers.fetch(T.address_of(data[start + k * each + number * line]))
+
+    return fetch
 
 
 def _emit_scores(unit: Unit, span: Span) -> None:
@@ -137,7 +169,9 @@ def _emit_score_tile(unit: Unit, span: Span, panel: Expr, tile: Expr) -> None:
     def query(k: Expr, row: int) -> Expr:
         return unit.room[rows + row * problem.size + k]
 
-    sums = _products(plan.tile_rows, plan.tile_vectors, plan.lanes, problem.size, query, key)
+    # Keys are read from the first to the last, which the processor sees ahead; values are not, page by page.
+    ahead = _fetching(unit, page, page.values + column * problem.size, plan.columns)
+    sums = _products(plan.tile_rows, plan.tile_vectors, plan.lanes, problem.size, query, key, ahead)
     for row in range(plan.tile_rows):
         for vector in range(plan.tile_vectors):
             score = sums[row * plan.tile_vectors + vector]
@@ -257,7 +291,8 @@ def _emit_value_tile(unit: Unit, span: Span, column: Expr, vectors: int, tile: E
     def weight(k: Expr, row: int) -> Expr:
         return unit.room[weights + row * PAGE + k]
 
-    sums = _products(plan.tile_rows, vectors, lanes, span.count, weight, value)
+    ahead = _fetching(unit, page, span.following + column * PAGE, width)
+    sums = _products(plan.tile_rows, vectors, lanes, span.count, weight, value, ahead)
     for row in range(plan.tile_rows):
         number = tile * plan.tile_rows + row
         factor = let(broadcast(unit.load("factors", number), lanes))
