@@ -60,7 +60,7 @@ class Chosen:
         import relax_hetero.llm as llm
 
         options = {"context": self.context, "slots": self.slots}
-        given = {name: value for name, value in options.items() if value is not None}
+        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         with console(stderr=True).status(f"Loading {self.path.name}") as status:
             if not quiet:
                 given["progress"] = lambda step, done, total: status.update(
@@ -136,7 +136,7 @@ def language_model_options(work: F) -> F:
     for option in _OPTIONS:
         option(gathered)
     argument = click.argument("model", type=click.Path(exists=True, path_type=Path))
-    return argument(gathered)  # type: ignore[no-any-return]
+    return argument(gathered)  # type: ignore[return-value]
 
 
 def _placement(given: tuple[Any, ...]) -> str | dict[str, str] | None:

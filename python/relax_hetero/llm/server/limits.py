@@ -31,6 +31,6 @@ class Limits:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            least = 0 if field.name in ("prompt_tokens", "max_tokens") else 1
+            least = {"prompt_tokens": 0, "max_tokens": 0, "seconds": 0.01}.get(field.name, 1)
             if not value >= least:
                 raise HeteroError(f"{field.name}: found {value}, expected at least {least}")

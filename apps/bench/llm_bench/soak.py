@@ -1,0 +1,231 @@
+"""A server of a language model under many clients for minutes, some of which vanish or send nonsense.
+
+    python apps/bench/llm_bench/soak.py MODEL.gguf --clients 64 --minutes 10
+    python apps/bench/llm_bench/soak.py toy --minutes 1        a model that computes nothing, for the server alone
+
+Says how many answers were lost, the time to the first token and per token, how even the clients' shares are, and how
+the memory of the server's process grew. Ends with 1 if an answer was lost or wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[3]
+TOY = "toy"
+BAD_BODIES = (
+    b"{",
+    b"[]",
+    b'{"prompt": 7}',
+    b'{"prompt": "a", "temperature": "hot"}',
+    b'{"prompt": "a", "max_tokens": -1}',
+    b'{"prompt": "' + b"word " * 200_000 + b'"}',
+)
+
+
+@dataclass
+class Seen:
+    """What the clients saw; times in seconds."""
+
+    answers: Counter[str] = field(default_factory=Counter)
+    lost: list[str] = field(default_factory=list)
+    first: list[float] = field(default_factory=list)
+    token: list[float] = field(default_factory=list)
+    shares: Counter[int] = field(default_factory=Counter)
+    memory: list[tuple[float, float]] = field(default_factory=list)  # seconds, MB
+
+
+@dataclass(frozen=True)
+class Load:
+    """How clients behave: `vanish` and `bad` are shares of their requests."""
+
+    clients: int
+    seconds: float
+    vanish: float
+    bad: float
+    tokens: int
+
+
+async def soak(url: str, process: int, load: Load) -> Seen:
+    """Let all clients work until the time is over."""
+    seen = Seen()
+    end = time.monotonic() + load.seconds
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
+        watching = asyncio.ensure_future(watch(process, seen, load.seconds))
+        await asyncio.gather(*(client(n, http, load, end, seen) for n in range(load.clients)))
+        watching.cancel()
+    seen.memory.append((load.seconds, resident(process)))
+    return seen
+
+
+async def client(number: int, http: httpx.AsyncClient, load: Load, end: float, seen: Seen) -> None:
+    """One request after the other."""
+    draw = random.Random(number)
+    while time.monotonic() < end:
+        kind = draw.random()
+        try:
+            if kind < load.bad:
+                await send_nonsense(http, draw, seen)
+            else:
+                stays = load.tokens if kind >= load.bad + load.vanish else draw.randrange(load.tokens)
+                await read_answer(number, http, draw, load.tokens, stays, seen)
+        except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
+            seen.lost.append(f"client {number}: {type(error).__name__}: {error}")
+
+
+async def send_nonsense(http: httpx.AsyncClient, draw: random.Random, seen: Seen) -> None:
+    """A body that is no request, which must be answered with what is wrong."""
+    answer = await http.post("/v1/completions", content=draw.choice(BAD_BODIES))
+    if answer.status_code == 400 and "message" in answer.json()["error"]:
+        seen.answers["refused"] += 1
+    else:
+        seen.lost.append(f"nonsense was answered with {answer.status_code}")
+
+
+async def read_answer(
+    number: int, http: httpx.AsyncClient, draw: random.Random, tokens: int, stays: int, seen: Seen
+) -> None:
+    """A stream, which its client leaves after `stays` events if that is before its end."""
+    prompt = f"Client {number} asks: " + " ".join(
+        draw.choices(("why", "who", "when", "what", "where"), k=draw.randint(1, 40))
+    )
+    body = {"prompt": prompt, "max_tokens": tokens, "stream": True, "ignore_eos": True, "seed": number}
+    body["stream_options"] = {"include_usage": True}
+    begin, first, count, usage, done = time.perf_counter(), 0.0, 0, 0, False
+    async with http.stream("POST", "/v1/completions", json=body) as answer:
+        if answer.status_code != 200:
+            seen.lost.append(f"a request was answered with {answer.status_code}: {(await answer.aread())[:200]!r}")
+            return
+        async for event in events(answer):
+            if event == "[DONE]":
+                done = True
+                break
+            part = json.loads(event)
+            if "error" in part:
+                seen.lost.append(str(part["error"]))
+                return
+            usage = part.get("usage", {}).get("completion_tokens", usage)
+            count += 1
+            first = first or time.perf_counter()
+            if count > stays and stays < tokens:
+                seen.answers["left"] += 1
+                return
+    if not done or usage != tokens:
+        seen.lost.append(f"a stream ended after {usage} of {tokens} tokens")
+        return
+    seen.answers["whole"] += 1
+    seen.shares[number] += usage
+    seen.first.append(first - begin)
+    seen.token.append((time.perf_counter() - first) / max(1, usage - 1))
+
+
+async def events(answer: httpx.Response) -> AsyncIterator[str]:
+    """The data of each event."""
+    async for line in answer.aiter_lines():
+        if line.startswith("data: "):
+            yield line.removeprefix("data: ")
+
+
+async def watch(process: int, seen: Seen, seconds: float) -> None:
+    """Look at the server's memory now and then; the first looks show how it warms up."""
+    begin = time.monotonic()
+    while True:
+        seen.memory.append((time.monotonic() - begin, resident(process)))
+        await asyncio.sleep(max(0.5, seconds / 20))
+
+
+def resident(process: int) -> float:
+    """Resident memory of a process, in MB."""
+    text = Path(f"/proc/{process}/status").read_text()
+    return int(text.split("VmRSS:")[1].split()[0]) / 1024
+
+
+def start(model: str, arguments: list[str]) -> tuple[subprocess.Popen[str], str]:
+    """A server in a process of its own, and where it listens."""
+    command = [sys.executable, __file__, "--serve-toy"]
+    if model != TOY:
+        command = [sys.executable, "-m", "relax_hetero", "serve", model, "--port", "0", *arguments]
+    paths = [str(ROOT / "python"), str(ROOT / "tests" / "python"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    assert server.stderr is not None
+    for line in server.stderr:
+        print(line, end="", file=sys.stderr)
+        if "http://" in line:
+            return server, "http://" + line.split("http://")[1].split("/v1")[0]
+    raise SystemExit(f"the server ended with {server.wait()}")
+
+
+def serve_toy() -> None:
+    """A server over the model of the tests."""
+    from llm.toy_model import ToyCodec, ToyModel
+    from relax_hetero.llm import Engine
+    from relax_hetero.llm.server.app import Settings
+    from relax_hetero.llm.server.run import serve
+
+    model = ToyModel(slots=16, context=2000, pages=800)
+    with Engine(model, ToyCodec()) as engine:
+        serve(engine, Settings(TOY), port=0, on_ready=lambda url: print(f"{url}/v1", file=sys.stderr, flush=True))
+
+
+def report(seen: Seen, seconds: float) -> bool:
+    """Print what was seen; False if something was lost."""
+    print(f"answers: {dict(seen.answers)}; lost: {len(seen.lost)}")
+    for line in seen.lost[:5]:
+        print(f"  {line}")
+    if seen.first:
+        for name, times in (("first token", seen.first), ("per token", seen.token)):
+            middle, late = (1e3 * float(np.percentile(times, part)) for part in (50, 99))
+            print(f"time {name}: p50 {middle:.1f} ms, p99 {late:.1f} ms")
+        shares = list(seen.shares.values())
+        print(f"tokens per client: {min(shares)} to {max(shares)}; all: {sum(shares) / seconds:.1f} tokens/s")
+    begin = next((size for at, size in seen.memory if at >= seconds / 4), seen.memory[0][1])
+    first, last = seen.memory[0][1], seen.memory[-1][1]
+    print(f"memory: {first:.0f} MB at first, {begin:.0f} MB after a quarter, {last:.0f} MB at last")
+    return not seen.lost
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default=TOY, help="a GGUF file, or toy")
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--vanish", type=float, default=0.1, help="share of requests whose client leaves")
+    parser.add_argument("--bad", type=float, default=0.05, help="share of requests that are none")
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--smoke", action="store_true", help="two seconds of eight clients")
+    parser.add_argument("--serve-toy", action="store_true", help=argparse.SUPPRESS)
+    options, rest = parser.parse_known_args()
+    if options.serve_toy:
+        serve_toy()
+        return
+    load = Load(options.clients, 60 * options.minutes, options.vanish, options.bad, options.tokens)
+    if options.smoke:
+        load = Load(8, 2, 0.2, 0.1, 16)
+    server, url = start(options.model, rest)
+    try:
+        kept = report(asyncio.run(soak(url, server.pid, load)), load.seconds)
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(60)
+    sys.exit(0 if kept else 1)
+
+
+if __name__ == "__main__":
+    main()

