@@ -17,6 +17,7 @@ _EXPORTS = {
     "Engine": ".engine",
     "EngineClosedError": ".errors",
     "EngineFullError": ".errors",
+    "JsonTokenizer": ".json_tokenizer",
     "KVCache": ".cache",
     "Model": ".model",
     "Request": ".request",
@@ -29,6 +30,7 @@ _EXPORTS = {
     "TokenizerError": ".errors",
     "Usage": ".request",
     "load": ".load",
+    "load_onnx": ".load_onnx",
     "sample": ".sampling",
     "save": ".load",
 }

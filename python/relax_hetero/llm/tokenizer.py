@@ -22,7 +22,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 _SPACE = "\u2581"
 # Names of tokens that end a turn or a text, where a file tells one such token only.
-_ENDS = {
+ENDS = {
     "<|eot_id|>",
     "<|im_end|>",
     "<|end|>",
@@ -178,7 +178,7 @@ class Tokenizer:
 
     def _find_stops(self) -> frozenset[int]:
         told = (self._token(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id"))
-        named = (token for name, token in self._of_kinds(CONTROL).items() if name in _ENDS)
+        named = (token for name, token in self._of_kinds(CONTROL).items() if name in ENDS)
         return frozenset(token for token in (*told, *named) if token is not None)
 
 
@@ -237,7 +237,7 @@ def _byte_level(tokenizer: Tokenizer) -> _Made:
     cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in SPLITS[split]]
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     words.pre_tokenizer = pre_tokenizers.Sequence([*cuts, as_bytes])
-    byte_of = _byte_of_character()
+    byte_of = byte_of_character()
 
     def encode(text: str) -> list[int]:
         return list(words.encode(text, add_special_tokens=False).ids)
@@ -251,7 +251,7 @@ def _byte_level(tokenizer: Tokenizer) -> _Made:
     return encode, piece
 
 
-def _byte_of_character() -> dict[str, int]:
+def byte_of_character() -> dict[str, int]:
     """The byte that each character of a byte-level token stands for.
 
     Bytes that are printable in Latin-1 stand for themselves, the others for characters from U+0100 on.

@@ -106,7 +106,7 @@ def _form(block: Block, packer: _Packer) -> list[relax.Binding] | None:
     for index in reversed(range(len(block.bindings))):
         product = _product_at(block, index)
         if product is not None and index not in taken:
-            _take_elementwise(block, product, taken)
+            _take_elementwise(block, product, taken, [other.lhs for other in products.values()])
             products[product.end] = product
             taken.update([*product.inside, product.end])
     formed = with_regions(block, products, lambda emitter, product, var: _write(emitter, product, var, packer))
@@ -218,11 +218,14 @@ def _with_definitions(block: Block, weight: relax.Call) -> relax.Call:
     return relax.Call(weight.op, [block.definition(arg) for arg in weight.args], weight.attrs, ret_ty=weight.ty)
 
 
-def _take_elementwise(block: Block, product: _Product, taken: set[int]) -> None:
-    """Take along elementwise work, as long as each op is the only user of the one before."""
+def _take_elementwise(block: Block, product: _Product, taken: set[int], kept: list[relax.Expr]) -> None:
+    """Take along elementwise work, as long as each op is the only user of the one before.
+
+    Values of `kept` stay: products behind this one read them, past a cast that is their user in the block.
+    """
     for _ in range(_MOST_OPS):
         last = block.bindings[product.end].var
-        index = block.sole_user(last)
+        index = None if any(last.same_as(value) for value in kept) else block.sole_user(last)
         if index is None or index in taken or any(may_write(b.value) for b in block.bindings[product.end + 1 : index]):
             return
         binding = block.bindings[index]
