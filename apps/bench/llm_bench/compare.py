@@ -29,8 +29,11 @@ PROMPT, DECODED, PREFILLED, WRITTEN = 112, 32, 512, 200
 """Tokens: in front of those whose decoding is timed, and of those; of a prefill; of the text that is compared."""
 PARTS = ("speed", "memory", "text", "perplexity")
 BARS = {"gemma": {"decode": 2.0, "prefill": 3.0}, "tinyllama": {"decode": 1.15, "prefill": 1.5}}
-# Logits of the two differ by that much: llama.cpp rounds activations to 8 bits.
-ROUNDING = 0.5
+# llama.cpp rounds activations to 8 bits. Its logits of Gemma are off by 0.24 in the mean (root of squares), and two of
+# them may be off in opposite directions: tests/python/llm/test_gemma.py.
+ROUNDING = 1.0
+FLOAT64 = {"gemma": 28.7176}
+"""Perplexities of the novels in float64, which tests/python/llm/test_gemma.py computes."""
 SAYS = Console(highlight=False, width=120)
 
 
@@ -113,32 +116,37 @@ def show_memory(processes: Sequence[Process], tokens: list[int], threads: int) -
 
 
 def compare_texts(processes: Sequence[Process], prompt: list[int]) -> bool:
-    """Whether both write the same, or differ first where two logits are within rounding."""
+    """Whether the texts of all are the same, or differ only in tokens whose logits are within rounding.
+
+    Each computes the logits of the others' texts, so that all tokens count, not only those up to a first difference.
+    """
     texts = {}
     for process in processes:
         process("prefill", tokens=prompt)
         texts[process.library] = process("decode", count=WRITTEN)[0]
         SAYS.print(f"{process.library}: {process('text_of', tokens=texts[process.library])[0]!r}")
-    if len(processes) < 2:
-        return True
-    ours, peers = texts["ours"], texts["llama.cpp"]
-    at = next((at for at, pair in enumerate(zip(ours, peers, strict=True)) if pair[0] != pair[1]), None)
-    if at is None:
-        SAYS.print(f"the same {WRITTEN} tokens")
-        return True
-    gaps = {
-        process.library: max(process("gaps", tokens=[*prompt, *peers[:at], each[at]], start=len(prompt) + at)[0])
-        for process, each in ((processes[0], texts[processes[1].library]), (processes[1], texts[processes[0].library]))
-    }
-    SAYS.print(f"the same {at} tokens of {WRITTEN}; then the other's choice is below the own by {gaps}")
-    return max(gaps.values()) < ROUNDING
+    close = True
+    for process in processes:
+        for writer, text in texts.items():
+            if writer == process.library:
+                continue
+            gaps = process("gaps", tokens=[*prompt, *text], start=len(prompt))[0]
+            other = sum(gap > 0 for gap in gaps)
+            SAYS.print(f"{process.library} on the text of {writer}: {other} of {len(gaps)} tokens are not its choice")
+            SAYS.print(f"    the largest logit is above theirs by {max(gaps):.3f} at most")
+            close &= max(gaps) < ROUNDING
+    return close
 
 
-def compare_perplexity(processes: Sequence[Process], tokens: list[int]) -> bool:
-    """Whether perplexities on the novels are within half a percent."""
+def compare_perplexity(processes: Sequence[Process], tokens: list[int], exact: float | None) -> bool:
+    """Whether our perplexity on the novels is within half a percent of that of exact arithmetic, else of the peer's."""
     found = {process.library: math.exp(process("surprise", tokens=tokens)[0]) for process in processes}
-    SAYS.print(f"perplexity on {len(tokens)} tokens: {', '.join(f'{name} {p:.4f}' for name, p in found.items())}")
-    return len(found) < 2 or abs(found["ours"] / found["llama.cpp"] - 1) < 0.005
+    found |= {"float64": exact} if exact else {}
+    wanted = exact or found.get("llama.cpp")
+    for name, perplexity in found.items():
+        beside = f", {perplexity / wanted - 1:+.4%}" if wanted else ""
+        SAYS.print(f"perplexity on {len(tokens)} tokens: {name} {perplexity:.4f}{beside}")
+    return "ours" not in found or not wanted or abs(found["ours"] / wanted - 1) < 0.005
 
 
 def model_path(name: str, cache: Path) -> Path:
@@ -215,7 +223,7 @@ def main(
             if "text" in part:
                 met &= compare_texts(processes, processes[-1]("tokenize", text=prompt)[0])
             if "perplexity" in part:
-                met &= compare_perplexity(processes, tokens)
+                met &= compare_perplexity(processes, tokens, FLOAT64.get(model))
         for process in processes:
             process.close()
     sys.exit(0 if met else 1)

@@ -259,8 +259,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("path", help="of the file to write")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--smoke", action="store_true", help="a model of a megabyte: does the command work?")
     options = parser.parse_args()
-    print(write_gguf(options.path, TINYLLAMA, FOUR_BITS, options.seed))
+    print(write_gguf(options.path, Sizes() if options.smoke else TINYLLAMA, FOUR_BITS, options.seed))
 
 
 if __name__ == "__main__":

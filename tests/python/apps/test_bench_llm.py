@@ -1,0 +1,109 @@
+"""The benchmark of language models: what it computes of logits, and what it concludes from two contestants."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+BENCH = Path(__file__).parents[3] / "apps" / "bench"
+pytest.importorskip("gguf")
+
+
+@pytest.fixture(autouse=True)
+def _bench_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.syspath_prepend(str(BENCH / "llm_bench"))
+    monkeypatch.setattr(sys, "path", sys.path[:])
+
+
+class Toy:
+    """Logits that depend on the sum of all tokens; `twist` changes those of one sum."""
+
+    def __init__(self, twist: float = 0.0) -> None:
+        self._sum, self._twist = 0, twist
+        self._table = np.random.default_rng(0).standard_normal((50, 7)).astype("float32")
+
+    def reset(self):
+        self._sum = 0
+
+    def tokenize(self, text):
+        return [len(word) % 7 for word in text.split()]
+
+    def text_of(self, tokens):
+        return " ".join(map(str, tokens))
+
+    def append(self, tokens):
+        self._sum += sum(tokens)
+        logits = self._table[self._sum % 50].copy()
+        logits[(logits.argmax() + 1) % 7] += self._twist
+        return logits
+
+
+class InProcess:
+    """A contestant without a process."""
+
+    def __init__(self, library, model):
+        from contestant import Work, memory
+
+        self.library, self._work = library, Work(model, memory())
+
+    def __call__(self, command, **given):
+        return getattr(self._work, command)(**given), 0.5
+
+
+def logits_of(tokens):
+    model = Toy()
+    return [model.append([token]) for token in tokens]
+
+
+def test_a_greedy_text_takes_the_largest_logit_each_time():
+    both = InProcess("ours", Toy())
+    assert both("prefill", tokens=[1, 2])[0] == int(Toy().append([1, 2]).argmax())
+    text = both("decode", count=20)[0]
+    rows = logits_of([1, 2, *text])[1:]
+    assert text == [int(row.argmax()) for row in rows[:-1]]
+    assert both("gaps", tokens=[1, 2, *text], start=2)[0] == [0.0] * 20
+
+
+def test_surprise_is_the_mean_of_minus_log_p():
+    tokens = [3, 1, 6, 2]
+    rows = [row.astype(float) for row in logits_of(tokens)[:-1]]
+    wanted = [math.log(np.exp(row).sum()) - row[token] for row, token in zip(rows, tokens[1:], strict=True)]
+    assert InProcess("ours", Toy())("surprise", tokens=tokens)[0] == pytest.approx(np.mean(wanted))
+
+
+@pytest.mark.parametrize(("twist", "close"), [(0.0, True), (0.3, True), (5.0, False)])
+def test_texts_may_differ_within_rounding_only(twist, close):
+    from compare import compare_texts
+
+    assert compare_texts([InProcess("ours", Toy(twist)), InProcess("llama.cpp", Toy())], [1, 2]) == close
+
+
+def test_perplexity_is_held_to_exact_arithmetic_where_that_is_known():
+    from compare import compare_perplexity
+
+    tokens = [3, 1, 6, 2, 5]
+    ours, peer = InProcess("ours", Toy()), InProcess("llama.cpp", Toy(0.5))
+    exact = math.exp(ours("surprise", tokens=tokens)[0])
+    assert not compare_perplexity([ours, peer], tokens, None)
+    assert compare_perplexity([ours, peer], tokens, exact)
+    assert not compare_perplexity([ours, peer], tokens, exact * 1.006)
+
+
+def test_rates_are_medians_over_rounds_and_the_first_does_not_count():
+    from compare import DECODED, PREFILLED, show_speed, speed
+
+    found = speed([InProcess("ours", Toy()), InProcess("llama.cpp", Toy())], [1] * PREFILLED, 3)
+    assert found == dict.fromkeys(("ours", "llama.cpp"), {"prefill": PREFILLED / 0.5, "decode": DECODED / 0.5})
+    assert show_speed(found, 1, {"decode": 1.0}) and not show_speed(found, 1, {"decode": 1.1})
+
+
+def test_a_contestant_that_crashes_ends_the_benchmark(tmp_path):
+    from compare import Process
+
+    with pytest.raises(SystemExit, match="ours ended with 1; run contestant.py"):
+        Process("ours", str(tmp_path), 1, 64)
