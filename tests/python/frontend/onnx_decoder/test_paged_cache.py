@@ -89,6 +89,7 @@ def test_prompts_and_steps():
         {"window": 16, "softcap": 5.0, "bits": 0},
         {"bits": 8, "is_packed": False, "has_bias": True, "block": 32},
         {"floats": "float16", "has_bias": True},
+        {"is_tied": True, "experts": 4, "window": 32},
     ],
 )
 def test_other_models(options):
