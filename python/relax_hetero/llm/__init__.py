@@ -12,6 +12,7 @@ from typing import Any
 _EXPORTS = {
     "Cache": ".model",
     "CacheLayer": ".cache",
+    "ChatTemplate": ".chat_template",
     "Delta": ".text_stream",
     "Engine": ".engine",
     "EngineClosedError": ".errors",
@@ -23,14 +24,15 @@ _EXPORTS = {
     "RequestError": ".errors",
     "SamplingParams": ".params",
     "Statistics": ".statistics",
-    "ChatTemplate": ".chat_template",
     "TextCodec": ".model",
     "Tokenizer": ".tokenizer",
     "TokenLogprob": ".sampling",
     "TokenizerError": ".errors",
     "Usage": ".request",
+    "load": ".load",
     "load_onnx": ".load_onnx",
     "sample": ".sampling",
+    "save": ".load",
 }
 
 __all__ = sorted(_EXPORTS)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import TokenizerError
 from .special_tokens import SpecialTokens
 from .word_splits import SPLITS, WHOLE_WORDS
+
+if TYPE_CHECKING:
+    from ..frontend.gguf.file import GgufFile
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Kinds of tokens, with their numbers in files, which are those of sentencepiece."""
@@ -76,17 +79,17 @@ class Tokenizer:
         self.stop_ids = self._find_stops()
 
     @classmethod
-    def from_gguf(cls, path: str | os.PathLike[str]) -> Tokenizer:
-        """The tokenizer of a GGUF file.
+    def from_gguf(cls, file: str | os.PathLike[str] | GgufFile) -> Tokenizer:
+        """The tokenizer of a GGUF file, given by its path or opened already.
 
         Raises
         ------
         FrontendError: If the file cannot be read.
         TokenizerError
         """
-        from ..frontend.gguf.file import read_gguf
+        from ..frontend.gguf.file import GgufFile, read_gguf
 
-        return cls(read_gguf(path).fields)
+        return cls((file if isinstance(file, GgufFile) else read_gguf(file)).fields)
 
     def __len__(self) -> int:
         return len(self.names)

@@ -43,6 +43,7 @@ from .encoded_values import Stored, StoredRows
 from .kernel_problems import (
     attention_problem,
     block_product_problem,
+    block_rows_problem,
     cached_attention_problem,
     elementwise_problem,
     product_problem,
@@ -276,6 +277,13 @@ class EncodingKernels:
         sizes = [*problem.result.shape, problem.depth]
         name = "_".join(["block_matmul", shape_text(sizes), self._names.device(target), *epilogue[:_NAMED_OPS]])
         return self._solve(problem, target, name, ["block_matmul", *epilogue], where)
+
+    def block_rows(self, call: relax.Call, result: relax.TensorType, where: str) -> tvm.ir.GlobalVar:
+        """The kernel that unpacks rows of weights in blocks."""
+        target = target_of(result.vdevice)
+        problem = block_rows_problem(call, result)
+        name = f"block_rows_{shape_text(problem.result.shape)}_{self._names.device(target)}"
+        return self._solve(problem, target, name, ["block_rows"], where)
 
     def relayout(self, source: Stored, result: Stored, where: str) -> tvm.ir.GlobalVar:
         """The kernel that lays a tensor out anew; one of both is row-major for packing and unpacking."""

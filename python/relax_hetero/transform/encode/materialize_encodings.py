@@ -36,7 +36,7 @@ from ...encoding.packed_layout import PackedLayout
 from ...encoding.row_program import RowProgram
 from ...errors import EncodingError
 from ...op.attention import ATTENTION
-from ...op.block_products import BLOCK_MATMUL
+from ...op.block_products import BLOCK_MATMUL, BLOCK_ROWS
 from ...op.cached_attention import CACHED_ATTENTION, PAGES
 from ...op.encoded import PREPACKED, PRODUCTS, RELAYOUT, SET, UNSET, encoded_op
 from ...op.rows import ROWS
@@ -99,8 +99,8 @@ class _Function:
             return self._attention(binding)
         if op_name(value) == CACHED_ATTENTION:
             return self._cached_attention(binding)
-        if op_name(value) == BLOCK_MATMUL:
-            return self._block_product(binding)
+        if op_name(value) in (BLOCK_MATMUL, BLOCK_ROWS):
+            return self._of_blocks(binding)
         if isinstance(value, relax.TupleGetItem) and value.tuple_value in self.fields:
             field = relax.TupleGetItem(self.fields[value.tuple_value], value.index)
             return relax.VarBinding(binding.var, field, binding.span)
@@ -244,10 +244,11 @@ class _Function:
         bound = [relax.VarBinding(part, relax.TupleGetItem(whole, index)) for index, part in enumerate(parts)]
         return [*bound, relax.VarBinding(var, relax.Tuple(parts), binding.span)]
 
-    def _block_product(self, binding: relax.Binding) -> relax.Binding:
+    def _of_blocks(self, binding: relax.Binding) -> relax.Binding:
         var, call = binding.var, binding.value
-        where = f"{BLOCK_MATMUL} of variable {var.name!r} in function {self.name!r}"
-        kernel = self.kernels.block_product(call, var.ty, where)
+        where = f"{op_name(call)} of variable {var.name!r} in function {self.name!r}"
+        write = self.kernels.block_product if op_name(call) == BLOCK_MATMUL else self.kernels.block_rows
+        kernel = write(call, var.ty, where)
         return relax.VarBinding(var, self._call(kernel, call.args, var.ty), binding.span)
 
     def _stored(self, expr: relax.Expr) -> Stored:
