@@ -122,7 +122,8 @@ class CachedImporter(GraphImporter):
             super()._convert_node(node, info)
             return
         whole = self._nodes[node.input[0]]
-        row = relax.op.take(whole, self._parameters["last"], axis=1, mode="clip")
+        rank = int(whole.ty.ndim)  # rows are the axis before the last, of matrices, too
+        row = relax.op.take(whole, self._parameters["last"], axis=rank - 2, mode="clip")
         self._nodes[node.input[0]] = self.bb.emit(row)
         try:
             super()._convert_node(node, info)

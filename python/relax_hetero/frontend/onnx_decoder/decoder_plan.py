@@ -19,7 +19,7 @@ _READ = (0, 1, 2, 7, 8, 14, 15)
 _PAST_KEY, _PAST_VALUE = 3, 4
 _REFUSED = {10: "attention_bias", 11: "head_sink", 12: "k_scale", 13: "v_scale", 16: "query_seqlens"}
 _PRODUCTS = ("MatMul", "MatMulNBits", "Gemm", "FusedMatMul", "MatMulBnb4")
-_BEHIND_PRODUCT = ("Add", "Cast", "Div", "Identity", "Mul", "Sub", "Tanh")
+_BEHIND_PRODUCT = ("Add", "Cast", "Div", "Identity", "Mul", "Reshape", "Sub", "Tanh")
 """Work between the last product and the logits."""
 
 

@@ -89,6 +89,7 @@ def test_prompts_and_steps():
         {"window": 16, "softcap": 5.0, "bits": 0},
         {"bits": 8, "is_packed": False, "has_bias": True, "block": 32},
         {"floats": "float16", "has_bias": True},
+        {"is_tied": True, "experts": 4, "window": 32},
     ],
 )
 def test_other_models(options):
@@ -156,6 +157,27 @@ def test_models_that_have_no_such_cache_are_refused(change, message):
     change(model)
     with pytest.raises(rh.FrontendError, match=message):
         rh.from_onnx(model, cache=rh.PagedCache(context=64))
+
+
+def with_gemm(model: onnx.ModelProto) -> None:
+    """The last product is one of matrices, as some exporters write linear layers."""
+    (head,) = [node for node in model.graph.node if node.output[0] == "logits"]
+    for name, shape in (("gemm.rows", [-1, SHAPE.hidden]), ("gemm.logits", [1, -1, SHAPE.vocabulary])):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(shape), name))
+    before = onnx.helper.make_node("Reshape", [head.input[0], "gemm.rows"], ["gemm.x"], "gemm.before")
+    head.op_type, head.input[0], head.output[0] = "Gemm", "gemm.x", "gemm.y"
+    after = onnx.helper.make_node("Reshape", ["gemm.y", "gemm.logits"], ["logits"], "gemm.after")
+    nodes = [*model.graph.node[:-1], before, head, after]
+    kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
+
+
+@pytest.mark.slow
+def test_a_last_product_of_matrices():
+    model = GenAI(shape=dataclasses.replace(SHAPE, layers=1), bits=0).model()
+    with_gemm(model)
+    check(model)
 
 
 def test_options_that_do_not_fit_are_refused():

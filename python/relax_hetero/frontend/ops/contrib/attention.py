@@ -6,12 +6,13 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from tvm import relax
+from tvm import relax, te, tirx
 
 from ..elementwise import cast
-from ..node import Dim, Node, const, dtype_of
+from ..node import Dim, Node, Position, const, dtype_of
 from ..products import matmul
-from ..required_sizes import require_broadcast, require_shape, shown
+from ..required_sizes import as_expr, require_broadcast, require_shape, shown
+from ..run_time.numbers import numbers_of
 from ..slicing import cut
 from ..table import MICROSOFT, convert_node, converts
 
@@ -171,14 +172,67 @@ def quantized_attention(node: Node) -> relax.Expr:
 @converts("MultiHeadAttention", domain=MICROSOFT)
 def multi_head_attention(node: Node) -> relax.Expr:
     """Attention of queries to keys and values, apart or packed, with a bias of their projections and a cache."""
-    _refuse_decoding(node, 8, 9)
+    _refuse_decoding(node, 9)
     if node.num_outputs > 3:
         raise node.refusal("asks for its weights (output 3), expected at most 3 outputs")
     heads = _operands(node, node.attribute("num_heads"))
-    if node.has(6) or node.has(7):
+    if node.has(6) != node.has(7):
+        raise node.refusal("found a past of keys or of values alone, expected both")
+    if node.has(8):
+        return _with_shared_cache(node, heads)
+    if node.has(6):
         pairs = ((node.tensor(6), heads.key), (node.tensor(7), heads.value))
         heads = Heads(heads.query, *(node.emit(relax.op.concat([old, new], axis=2)) for old, new in pairs))
     return node.outputs([_attended(node, heads, 4, 5), heads.key, heads.value])
+
+
+def _with_shared_cache(node: Node, heads: Heads) -> relax.Expr:
+    """Attention to a cache with room for all positions, of which `past_sequence_length` are there already."""
+    if not node.has(6):
+        raise node.refusal("found a past_sequence_length without a past")
+    batch, count, length, size = node.shape(heads.key)
+    given = cast(node, node.emit(relax.op.reshape(node.tensor(8), [1])), "int64")
+    lengths = node.emit(relax.op.shape_to_tensor(relax.ShapeExpr([as_expr(length)])))
+    (whole,) = numbers_of(node, node.emit(relax.op.add(given, lengths)), "positions")  # one name: sums do not divide
+    total, before = as_expr(whole), as_expr(whole) - as_expr(length)
+    caches = []
+    for index, new in ((6, heads.key), (7, heads.value)):
+        room = node.shape(node.tensor(index))[2]
+        width = node.shape(new)[3]
+        old = require_shape(node, node.tensor(index), [batch, count, room, width], "its past")
+        node.require(total <= as_expr(room), f"found {total} positions, expected at most the {room} of its cache")
+
+        # Written as a scatter, which can update a donated cache in place.
+        def place(i: Position, _: te.Tensor, first: list[tirx.Expr]) -> tirx.Expr:
+            return i[2] + first[0]
+
+        places = node.kernel("places", place, new, [before])
+        caches.append(node.emit(relax.op.scatter_elements(old, places, new, 2)))
+    seen = [cut(node, cache, {2: (0, whole, 1)}) for cache in caches]
+    return node.outputs([_attended(node, Heads(heads.query, *seen), 4, 5), *caches])
+
+
+@converts("DecoderMaskedMultiHeadAttention", domain=MICROSOFT)
+def decoder_masked_attention(node: Node) -> relax.Expr:
+    """MultiHeadAttention of one new position to a cache, its inputs in another order."""
+    if node.attribute("output_qk", 0) or node.num_outputs > 3:
+        raise node.refusal("asks for its scores (output_qk), expected at most 3 outputs")
+    given = {index: node.inputs[index] for index in range(len(node.inputs)) if node.has(index)}
+    is_shared = bool(node.attribute("past_present_share_buffer", 0))
+    if not node.has(1):  # queries, keys and values side by side
+        query = node.tensor(0)
+        width = node.shape(query)[2]
+        if not isinstance(width, int) or width % 3:
+            raise node.refusal(f"found packed operands of width {width}, expected a known multiple of 3")
+        for place in range(3):
+            given[place] = cut(node, query, {2: (place * width // 3, width // 3, 1)})
+    order = (0, 1, 2, 10, 3, 4, 5, 6, 7 if is_shared else -1, 9)
+    attributes = {
+        name: node.attributes[name] for name in ("num_heads", "scale", "mask_filter_value") if name in node.attributes
+    }
+    same = node.as_op("MultiHeadAttention", [given.get(index) for index in order], **attributes)
+    same.domain, same.num_outputs = MICROSOFT, node.num_outputs
+    return multi_head_attention(same)
 
 
 def _operands(node: Node, count: int) -> Heads:

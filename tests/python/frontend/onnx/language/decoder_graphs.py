@@ -89,6 +89,8 @@ class GenAI:
     window : 0 for none.
     rotates_inside : Whether attention rotates, or a node before it.
     floats : Type of all numbers between nodes, of caches and of logits.
+    is_tied : Whether tokens are rows of the last product's weights, which the graph lays out anew.
+    experts : Of feed-forward layers; 0 for layers without.
     """
 
     shape: Shape = Shape()
@@ -101,14 +103,15 @@ class GenAI:
     softcap: float = 0.0
     rotates_inside: bool = True
     floats: str = "float32"
+    is_tied: bool = False
+    experts: int = 0
 
     def model(self) -> onnx.ModelProto:
         """The whole model, as `builder.py` names its nodes."""
         graph, shape = Graph(floats=self.floats), self.shape
         kind = helper.np_dtype_to_tensor_dtype(np.dtype(self.floats))
         places = self._places(graph)
-        table = graph.random_weight("model.embed_tokens.weight", shape.vocabulary, shape.hidden)
-        skip = graph.node("/model/embed_tokens/Gather", table, "input_ids")
+        skip = self._embedding(graph)
         for name in ("cos", "sin"):
             angles = np.arange(shape.positions)[:, None] / 100 ** (np.arange(shape.size // 2) * 2 / shape.size)
             graph.weight(f"{name}_cache", getattr(np, name)(angles))
@@ -123,6 +126,39 @@ class GenAI:
         if not self.rotates_inside:
             inputs["position_ids"] = (7, dims)
         return graph.model(inputs | past, {"logits": (kind, [*dims, shape.vocabulary]), **present}, 21)
+
+    def _embedding(self, graph: Graph) -> str:
+        shape = self.shape
+        if not self.is_tied:
+            table = graph.random_weight("model.embed_tokens.weight", shape.vocabulary, shape.hidden)
+            return graph.node("/model/embed_tokens/Gather", table, "input_ids")
+        flat = graph.weight("tied", [shape.vocabulary, shape.hidden * self.bits // 8], "int64")
+        codes = graph.node("/model/embed_tokens/Reshape", "lm_head.qweight", flat)
+        return graph.node(
+            "/model/embed_tokens/GatherBlockQuantized", codes, "input_ids", "lm_head.scales", "lm_head.qzeros",
+            op="GatherBlockQuantized", domain=MICROSOFT, bits=self.bits, block_size=self.block, gather_axis=0,
+            quantize_axis=1,
+        )  # fmt: skip
+
+    def _experts(self, graph: Graph, base: str, normal: str) -> str:
+        shape = self.shape
+        router = self._product(graph, f"{base}/router", normal, shape.hidden, self.experts)
+        rows = graph.weight("routed", [-1, self.experts], "int64")
+        inputs = [normal, graph.node(f"{base}/router/Reshape", router, rows)]
+        for name, columns, depth in (("fc1", 2 * shape.inner, shape.hidden), ("fc2", shape.hidden, shape.inner)):
+            blocks = depth // self.block
+            codes = graph.random.integers(0, 256, (self.experts, columns, depth * 4 // 8))
+            scales = graph.random.uniform(0.5, 1, (self.experts, columns, blocks)) * 0.25 * depth**-0.5
+            inputs += [
+                graph.weight(f"{base}.{name}.qweight", codes, "uint8"),
+                graph.weight(f"{base}.{name}.scales", scales),
+                graph.random_weight(f"{base}.{name}.bias", self.experts, columns, scale=0.1),
+            ]
+        return graph.node(
+            f"{base}/QMoE", *inputs, op="QMoE", domain=MICROSOFT, k=2, activation_type="swiglu", swiglu_fusion=1,
+            activation_alpha=1.702, activation_beta=1.0, swiglu_limit=7.0, normalize_routing_weights=1,
+            expert_weight_bits=4, block_size=self.block,
+        )  # fmt: skip
 
     def _places(self, graph: Graph) -> tuple[str, str]:
         base = "/model/attn_mask_reformat/attn_mask_subgraph"
@@ -170,6 +206,8 @@ class GenAI:
         attended = self._attention(graph, layer, f"{base}/attn", normal, places)
         state = self._product(graph, f"{base}/attn/o_proj", attended, shape.heads * shape.size, shape.hidden)
         normal, skip = self._norm(graph, f"{base}/post_attention_layernorm", state, skip)
+        if self.experts:
+            return self._experts(graph, f"{base}/moe", normal), skip
         gate, up = (
             self._product(graph, f"{base}/mlp/{name}_proj", normal, shape.hidden, shape.inner)
             for name in ("gate", "up")

@@ -39,6 +39,7 @@ def test_steps_on_two_devices_of_caches_that_grow():
         {"has_bias": True, "bits": 0},  # Qwen 2
         {"window": 3, "softcap": 5.0, "bits": 2},  # Gemma 2, Mistral
         {"shape": dataclasses.replace(Shape(), kv_heads=1, size=32)},  # Gemma
+        {"shape": dataclasses.replace(Shape(), layers=1), "is_tied": True, "experts": 4},  # gpt-oss
     ],
 )
 def test_steps_of_other_models(options):
