@@ -39,6 +39,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "place": (".frontend", "place"),
     "onnx_report": (".frontend", "onnx_report"),
     "ImportLimits": (".frontend", "ImportLimits"),
+    "PagedCache": (".frontend", "PagedCache"),
     "compile": (".driver", "compile"),
     "get_pipeline": (".driver", "get_pipeline"),
     "load": (".vm", "load"),

@@ -414,6 +414,44 @@ class CachedAttentionProblem:
         return 5 + names.index(name) if name in names else None
 
 
+@dataclass(frozen=True)
+class BlockRowsProblem:
+    """Rows of weights in panels as numbers: ``result[i] = numbers[index[i]]``.
+
+    Parameters of its kernel, in order: weight, index, result. An index that is no row is the nearest one.
+
+    Attributes
+    ----------
+    weight : Operand
+        Bytes, as `encoding.block_panels` packs them.
+    index : Operand
+        One dimension, int32 or int64.
+    result : Operand
+        (indices, depth) of float32.
+    form : BlockFormat
+    rows : int
+        That the weights have.
+    """
+
+    weight: Operand
+    index: Operand
+    result: Operand
+    form: BlockFormat
+    rows: int
+
+    @property
+    def parameters(self) -> list[Operand]:
+        """What the kernel takes, in order."""
+        return [self.weight, self.index, self.result]
+
+    @cached_property
+    def plan(self) -> RecordPlan:
+        """Where everything lies in a panel."""
+        depth = _static(self.result.shape[-1])
+        plan = RecordPlan(self.form, depth, 1)
+        return RecordPlan(self.form, depth, _static(self.weight.shape[-1]) // plan.panel_bytes)
+
+
 def _static(dim: Dim) -> int:
     assert isinstance(dim, int), "weights are constants"
     return dim
@@ -426,6 +464,7 @@ Problem = (
     | RowsProblem
     | AttentionProblem
     | BlockProductProblem
+    | BlockRowsProblem
     | BlockUnpackProblem
     | CachedAttentionProblem
 )

@@ -6,6 +6,7 @@ from .from_gguf import from_gguf
 from .from_onnx import from_onnx
 from .from_torch import from_torch
 from .import_limits import ImportLimits
+from .onnx_decoder.paged_cache import PagedCache
 from .onnx_report import NodeReport, OnnxReport, onnx_report
 from .place import place
 
@@ -17,6 +18,7 @@ __all__ = [
     "LinkCost",
     "NodeReport",
     "OnnxReport",
+    "PagedCache",
     "auto_placement",
     "from_gguf",
     "from_onnx",

@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING, Literal
 
 import tvm
 
+from ..errors import FrontendError
 from .import_limits import ImportLimits
 from .onnx.coded_strings import with_coded_strings
 from .onnx.importer import import_nodes
 from .onnx.inputs import Shapes
-from .onnx.model import ModelSource, errors_of, load_model
+from .onnx.model import ModelSource, OnnxModel, errors_of, load_model
 from .onnx.node_names import name_nodes
 from .onnx.placement_rules import PlacementRules, assign_devices
+from .onnx_decoder.decoder_module import decoder_module
+from .onnx_decoder.paged_cache import PagedCache
+from .place import place
 from .placed_import import ImportSource, check_placement, placed_module
 
 if TYPE_CHECKING:
@@ -36,6 +40,7 @@ def from_onnx(
     objective: Objective = "latency",
     limits: ImportLimits | None = None,
     memory_limit: MemoryLimit | None = None,
+    cache: PagedCache | None = None,
 ) -> tvm.IRModule:
     """Import an ONNX model as a Relax module, placed over several devices if any are named.
 
@@ -63,6 +68,10 @@ def from_onnx(
     memory_limit : int, str or mapping, optional
         For ``placement="auto"``: the most that weights and values may take on each device, bytes or text (``"4GB"``),
         or a mapping from devices to these, as ``VirtualMachine(memory_limit=)`` takes it.
+    cache : PagedCache, optional
+        For decoders with nodes of GroupQueryAttention, as onnxruntime-genai writes them: inputs and outputs
+        ``past_key_values`` and ``present`` become a cache of pages, and the module has the functions ``decode_B`` and
+        ``prefill_C`` of `from_gguf` in the place of "main". Not with `shapes` nor ``placement="auto"``.
 
     Returns
     -------
@@ -76,7 +85,7 @@ def from_onnx(
     ------
     FrontendError
         If the model cannot be read or imported (naming file, node and op), or a shape or pattern does not fit it, or it
-        becomes larger than `limits` allow.
+        becomes larger than `limits` allow, or `cache` is given for a model that is no such decoder.
     VDeviceError
         If a device string names nothing in `vdevices`.
     PlacementError
@@ -84,6 +93,8 @@ def from_onnx(
     """
     devices = check_placement(vdevices, placement, cost_model, objective, memory_limit)
     model = load_model(model_or_path, limits)
+    if cache is not None:
+        return _decoder(model, devices, placement, shapes, cache)
     with errors_of(model.source):
         model, strings = with_coded_strings(model)
         nodes = name_nodes(model.proto)
@@ -92,3 +103,19 @@ def from_onnx(
         graph = import_nodes(model, nodes, shapes)
         source = ImportSource(graph, nodes, [output.name for output in model.proto.graph.output], strings)
         return placed_module(source, devices, placement, cost_model, objective, memory_limit)
+
+
+def _decoder(
+    model: OnnxModel,
+    devices: list[tvm.relax.VDevice] | None,
+    placement: PlacementRules | Literal["auto"] | None,
+    shapes: Shapes | None,
+    cache: PagedCache,
+) -> tvm.IRModule:
+    """The placed functions of a decoder with a cache of pages."""
+    if shapes is not None or isinstance(placement, str):
+        found = "shapes" if shapes is not None else f"placement={placement!r}"
+        raise FrontendError(f"{found} is given, which does not go with cache, whose functions have known sizes")
+    with errors_of(model.source):
+        mod = decoder_module(model, name_nodes(model.proto), cache)
+    return mod if devices is None else place(mod, placement or {}, devices)

@@ -12,23 +12,27 @@ from typing import Any
 _EXPORTS = {
     "Cache": ".model",
     "CacheLayer": ".cache",
+    "ChatTemplate": ".chat_template",
     "Delta": ".text_stream",
     "Engine": ".engine",
     "EngineClosedError": ".errors",
     "EngineFullError": ".errors",
+    "JsonTokenizer": ".json_tokenizer",
     "KVCache": ".cache",
     "Model": ".model",
     "Request": ".request",
     "RequestError": ".errors",
     "SamplingParams": ".params",
     "Statistics": ".statistics",
-    "ChatTemplate": ".chat_template",
     "TextCodec": ".model",
     "Tokenizer": ".tokenizer",
     "TokenLogprob": ".sampling",
     "TokenizerError": ".errors",
     "Usage": ".request",
+    "load": ".load",
+    "load_onnx": ".load_onnx",
     "sample": ".sampling",
+    "save": ".load",
 }
 
 __all__ = sorted(_EXPORTS)

@@ -97,7 +97,7 @@ def load(
         windows=tuple(model.window_of(layer) for layer in range(model.layers)),
         page_type=page_type,
     )
-    return CompiledModel(executable, description), Tokenizer.from_gguf(file)
+    return CompiledModel(executable, description), Tokenizer(file.fields)
 
 
 def save(model: CompiledModel, source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import TokenizerError
 from .special_tokens import SpecialTokens
 from .word_splits import SPLITS, WHOLE_WORDS
+
+if TYPE_CHECKING:
+    from ..frontend.gguf.file import GgufFile
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Kinds of tokens, with their numbers in files, which are those of sentencepiece."""
 
 _SPACE = "\u2581"
 # Names of tokens that end a turn or a text, where a file tells one such token only.
-_ENDS = {
+ENDS = {
     "<|eot_id|>",
     "<|im_end|>",
     "<|end|>",
@@ -76,17 +79,17 @@ class Tokenizer:
         self.stop_ids = self._find_stops()
 
     @classmethod
-    def from_gguf(cls, path: str | os.PathLike[str]) -> Tokenizer:
-        """The tokenizer of a GGUF file.
+    def from_gguf(cls, file: str | os.PathLike[str] | GgufFile) -> Tokenizer:
+        """The tokenizer of a GGUF file, given by its path or opened already.
 
         Raises
         ------
         FrontendError: If the file cannot be read.
         TokenizerError
         """
-        from ..frontend.gguf.file import read_gguf
+        from ..frontend.gguf.file import GgufFile, read_gguf
 
-        return cls(read_gguf(path).fields)
+        return cls((file if isinstance(file, GgufFile) else read_gguf(file)).fields)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -175,7 +178,7 @@ class Tokenizer:
 
     def _find_stops(self) -> frozenset[int]:
         told = (self._token(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id"))
-        named = (token for name, token in self._of_kinds(CONTROL).items() if name in _ENDS)
+        named = (token for name, token in self._of_kinds(CONTROL).items() if name in ENDS)
         return frozenset(token for token in (*told, *named) if token is not None)
 
 
@@ -234,7 +237,7 @@ def _byte_level(tokenizer: Tokenizer) -> _Made:
     cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in SPLITS[split]]
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     words.pre_tokenizer = pre_tokenizers.Sequence([*cuts, as_bytes])
-    byte_of = _byte_of_character()
+    byte_of = byte_of_character()
 
     def encode(text: str) -> list[int]:
         return list(words.encode(text, add_special_tokens=False).ids)
@@ -248,7 +251,7 @@ def _byte_level(tokenizer: Tokenizer) -> _Made:
     return encode, piece
 
 
-def _byte_of_character() -> dict[str, int]:
+def byte_of_character() -> dict[str, int]:
     """The byte that each character of a byte-level token stands for.
 
     Bytes that are printable in Latin-1 stand for themselves, the others for characters from U+0100 on.

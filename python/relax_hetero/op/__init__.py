@@ -9,7 +9,7 @@ TVMScript's look-up of vdevices strict (see `strict_tvmscript`).
 from __future__ import annotations
 
 from .attention import attention
-from .block_products import block_matmul, dequantize_blocks
+from .block_products import block_matmul, block_rows, dequantize_blocks
 from .cached_attention import cached_attention
 from .copies import copy
 from .encoded import elementwise, matmul, prepacked, relayout, set_encoding, unset_encoding
@@ -21,6 +21,7 @@ from .strict_tvmscript import make_tvmscript_strict
 __all__ = [
     "attention",
     "block_matmul",
+    "block_rows",
     "cached_attention",
     "copy",
     "dequantize_blocks",

@@ -21,6 +21,7 @@ from ..errors import EncodingError
 from .definition import check_attrs, extents_of, make_call, number, register_op
 
 DEQUANTIZE_BLOCKS, BLOCK_MATMUL = "relax.hetero.dequantize_blocks", "relax.hetero.block_matmul"
+BLOCK_ROWS = "relax.hetero.block_rows"
 
 _POINTS = ("uint8", "float32")
 _MINIMUMS = ("float16", "float32")
@@ -134,6 +135,51 @@ def block_matmul(
     return make_call(BLOCK_MATMUL, [x, *operands], BlockMatmulAttrs(columns, block, bits, zeros, text, format))
 
 
+@tvm_ffi.dataclasses.py_class("relax_hetero.BlockRowsAttrs")
+class BlockRowsAttrs(tvm.ir.Attrs):
+    """Of block_rows; see `block_rows`."""
+
+    rows: int
+    depth: int
+    format: str
+
+
+def block_rows(weight: relax.Expr, index: relax.Expr, *, rows: int, depth: int, format: str) -> relax.Call:
+    """Rows of weights in panels as float32: those of some indices, of which the nearest stand for missing ones.
+
+    Parameters
+    ----------
+    weight : relax.Expr
+        Bytes, as `relax_hetero.encoding.block_panels` packs them.
+    index : relax.Expr
+        (m,) of int32 or int64.
+    rows, depth : int
+        Extents of the weights; the result has the shape (m, depth).
+    format : str
+        A name that `relax_hetero.encoding.block_formats.block_format` knows.
+
+    Raises
+    ------
+    EncodingError
+        If an operand is no Relax expression.
+    """
+    return make_call(BLOCK_ROWS, [weight, index], BlockRowsAttrs(rows, depth, format))
+
+
+def infer_block_rows(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
+    """The type of `block_rows`; EncodingError for operands that do not fit."""
+    check_attrs(call, BlockRowsAttrs)
+    _check_call(call, BlockRowsAttrs, 2)
+    form, depth = block_format(str(call.attrs.format)), int(call.attrs.depth)
+    weight, index = _tensor(call, 0, ("uint8",)), _tensor(call, 1, ("int32", "int64"))
+    if len(weight) != 2 or not all(isinstance(extent, int) and extent > 0 for extent in weight):
+        raise EncodingError(f"{BLOCK_ROWS}: operand 0 has shape {weight}, expected packed weights")
+    _expect(call, 0, weight, layout_of(weight, form, depth).shapes(int(call.attrs.rows), form, depth)[0])
+    if len(index) != 1:
+        raise EncodingError(f"{BLOCK_ROWS}: operand 1 has shape {index}, expected one dimension")
+    return relax.TensorType([index[0], depth], "float32", call.args[0].ty.vdevice)
+
+
 def _tensor(call: relax.Call, index: int, dtypes: tuple[str, ...]) -> list[Any]:
     """The extents of an operand that has one of some element types; ints where they are numbers."""
     ty = call.args[index].ty
@@ -234,3 +280,4 @@ def _check_block(call: relax.Call, block: int) -> None:
 
 register_op(DEQUANTIZE_BLOCKS, dequantize_blocks, infer_dequantize_blocks)
 register_op(BLOCK_MATMUL, block_matmul, infer_block_matmul)
+register_op(BLOCK_ROWS, block_rows, infer_block_rows)

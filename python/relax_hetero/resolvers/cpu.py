@@ -17,6 +17,7 @@ from ..encoding.packed_layout import PackedLayout
 from ..encoding.problem import (
     AttentionProblem,
     BlockProductProblem,
+    BlockRowsProblem,
     CachedAttentionProblem,
     RowPhase,
     RowsProblem,
@@ -45,7 +46,14 @@ class CpuResolver(ResolverBase):
     """Row-major left operand and result, packed right operand."""
 
     name = "cpu"
-    problems = (AttentionProblem, BlockProductProblem, CachedAttentionProblem, RowsProblem, RowPhase)
+    problems = (
+        AttentionProblem,
+        BlockProductProblem,
+        BlockRowsProblem,
+        CachedAttentionProblem,
+        RowsProblem,
+        RowPhase,
+    )
 
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """Row-major left operand and result; panels for the right one, unless it is a small activation."""

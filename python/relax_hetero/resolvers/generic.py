@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..encoding.encoding import LHS, RHS, Encoding
 from ..encoding.packed_layout import PackedLayout
-from ..encoding.problem import BlockProductProblem, CachedAttentionProblem
+from ..encoding.problem import BlockProductProblem, BlockRowsProblem, CachedAttentionProblem
 from ..target.cpu_target import cpu_target_of
 from ..target.dot_instructions import dot_instruction_for
 from .resolver_base import ResolverBase, tiled
@@ -25,7 +25,7 @@ class GenericResolver(ResolverBase):
     """Tiles of 8 by 8, one k at a time."""
 
     name = "generic"
-    problems = (BlockProductProblem, CachedAttentionProblem)
+    problems = (BlockProductProblem, BlockRowsProblem, CachedAttentionProblem)
 
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """``[m/8, k, 8]``, ``[n/8, k, 8]`` and ``[m/8, n/8, 8, 8]``; convolutions stay stock ops."""

@@ -12,6 +12,7 @@ from ..encoding.packed_layout import PackedLayout
 from ..encoding.problem import (
     AttentionProblem,
     BlockProductProblem,
+    BlockRowsProblem,
     CachedAttentionProblem,
     ConvProblem,
     ElementwiseProblem,
@@ -105,6 +106,7 @@ def _generators() -> dict[type, Callable[[Any, CpuTarget], tirx.PrimFunc]]:
     from ..tir.conv.convolution import conv_kernel
     from ..tir.elementwise.elementwise import elementwise_kernel
     from ..tir.matmul.block_product import block_product_kernel
+    from ..tir.matmul.block_rows import block_rows_kernel
     from ..tir.matmul.matmul import matmul_kernel
     from ..tir.rows.rows import rows_kernel
 
@@ -112,6 +114,7 @@ def _generators() -> dict[type, Callable[[Any, CpuTarget], tirx.PrimFunc]]:
         MatmulProblem: matmul_kernel,
         ConvProblem: conv_kernel,
         BlockProductProblem: block_product_kernel,
+        BlockRowsProblem: block_rows_kernel,
         AttentionProblem: attention_kernel,
         CachedAttentionProblem: cached_attention_kernel,
         RowsProblem: rows_kernel,

@@ -15,11 +15,13 @@ try:
     from .. import __version__
     from .bench import bench_command
     from .cache import cache_group
+    from .chat import chat_command
     from .check import check_command
     from .compile import compile_command
     from .devices import devices_command
     from .explain import explain_command
     from .run import run_command
+    from .serve import serve_command
 except KeyboardInterrupt:  # a command interrupted while it starts ends like every other
     print("interrupted", file=sys.stderr)
     sys.exit(INTERRUPTED)
@@ -48,6 +50,8 @@ for _command in (
     explain_command,
     devices_command,
     cache_group,
+    chat_command,
+    serve_command,
 ):
     cli.add_command(_command)
 

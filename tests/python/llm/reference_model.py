@@ -61,9 +61,26 @@ class ReferenceModel:
 
     def logits_of(self, hidden: np.ndarray) -> np.ndarray:
         """Logits of rows that `hidden` returned."""
+        return softcapped(hidden @ self._table().T, self.key("final_logit_softcapping", 0.0))
+
+    def surprises(self, tokens, rows: int = 256) -> np.ndarray:
+        """-log p of each token but the first after all before it; logits of so many rows are in memory at once."""
+        hidden = self.hidden(tokens)[:-1]
+        table = self._table().T
+        following = np.asarray(tokens)[1:]
+        found = []
+        for at in range(0, len(hidden), rows):
+            logits = softcapped(hidden[at : at + rows] @ table, self.key("final_logit_softcapping", 0.0))
+            wanted = following[at : at + rows]
+            top = logits.max(axis=1)
+            total = top + np.log(np.exp(logits - top[:, None]).sum(axis=1))
+            found.append(total - logits[np.arange(len(wanted)), wanted])
+        return np.concatenate(found)
+
+    def _table(self) -> np.ndarray:
+        """The matrix of logits: (vocabulary, width)."""
         output = self.weight("output.weight")
-        logits = hidden @ (self.weight("token_embd.weight") if output is None else output).T
-        return softcapped(logits, self.key("final_logit_softcapping", 0.0))
+        return self.weight("token_embd.weight") if output is None else output
 
     def hidden(self, tokens) -> np.ndarray:
         """What the last norm leaves of each token: shape (tokens, width)."""
@@ -90,10 +107,11 @@ class ReferenceModel:
         rotation = self._rotation(layer, rows)
         q, k = (rotated(self._normed(layer, name, y), *rotation, self._in_pairs) for name, y in (("q", q), ("k", k)))
         k, v = (np.repeat(y, self.heads // self.kv_heads, axis=1) for y in (k, v))
-        scores = np.einsum("qhd,khd->hqk", q, k) * self._scale
+        q, k, v = (y.swapaxes(0, 1) for y in (q, k, v))  # (heads, rows, size)
+        scores = q @ k.swapaxes(1, 2) * self._scale
         scores = softcapped(scores, self.key("attn_logit_softcapping", 0.0))
         scores = np.where(seen(rows, self.window(layer)), scores, -np.inf)
-        y = np.einsum("hqk,khd->qhd", softmax(scores), v)
+        y = (softmax(scores) @ v).swapaxes(0, 1)
         return y.reshape(rows, -1) @ self._of(layer, "attn_output").T
 
     def _projected(self, layer, name, x):

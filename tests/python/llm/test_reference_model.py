@@ -69,3 +69,10 @@ def test_rotation_turns_each_pair_by_the_angle_of_its_row():
     np.testing.assert_array_equal(y[..., 4:], x[..., 4:])
     halves = rotated(x[..., [0, 2, 1, 3, 4, 5]], np.cos(angles), np.sin(angles), in_pairs=False)
     np.testing.assert_allclose(halves, y[..., [0, 2, 1, 3, 4, 5]])
+
+
+def test_surprises_are_those_of_the_logits(tmp_path):
+    reference = ReferenceModel(write_gguf(tmp_path / "model.gguf", MODELS["gemma2"]))
+    logits = reference.logits(TOKENS)[:-1]
+    p = np.exp(logits)[np.arange(len(logits)), TOKENS[1:]] / np.exp(logits).sum(axis=1)
+    np.testing.assert_allclose(reference.surprises(TOKENS, rows=30), -np.log(p))

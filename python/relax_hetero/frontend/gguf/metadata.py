@@ -64,7 +64,7 @@ def _value(field: Any) -> Any:
 def _texts(data: np.ndarray, begin: int, count: int, little: bool) -> tuple[list[str], int]:
     """A list of texts, and where it ends; each is its number of bytes in 8 bytes, then the bytes."""
     found: list[str] = []
-    view, order = memoryview(data), "little" if little else "big"
+    view, order = data.data, "little" if little else "big"
     for _ in range(count):
         first = begin + 8
         end = first + int.from_bytes(view[begin:first], order)  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ def matmul_nbits(node: Node) -> relax.Expr:
     if not is_float(dtype_of(a)) or dtype_of(a) == "float64":
         raise node.refusal(f"found A of type {dtype_of(a)}, expected float32, float16 or bfloat16")
     data = _weights(node, 1, "B", columns * blocks * bytes_of_row(block, bits), "uint8").reshape(columns, -1)
-    scales = _weights(node, 2, "scales", columns * blocks).astype("float32").reshape(columns, blocks)
+    scales = _weights(node, 2, "scales", columns * blocks).astype("float32", copy=False).reshape(columns, blocks)
     zeros = _zero_points(node, columns, blocks, bits) if node.has(3) else None
     if bits == 2:
         data, zeros, bits = as_four_bits(data), np.full((columns, blocks), 2, "uint8") if zeros is None else zeros, 4
@@ -63,7 +63,7 @@ def _zero_points(node: Node, columns: int, blocks: int, bits: int) -> np.ndarray
     """Zero points of every block: numbers of A's type, or as many bits as weights have, rows of whole bytes."""
     array = node.constant(3)
     if array is None or str(array.dtype) != "uint8":
-        return _weights(node, 3, "zero_points", columns * blocks).astype("float32").reshape(columns, blocks)
+        return _weights(node, 3, "zero_points", columns * blocks).astype("float32", copy=False).reshape(columns, blocks)
     packed = _weights(node, 3, "zero_points", columns * bytes_of_row(blocks, bits)).reshape(columns, -1)
     return numbers_of_bytes(packed, bits)[:, :blocks]
 
@@ -134,5 +134,5 @@ def dequantized_blocks(node: Node) -> relax.Expr | None:
     padded = np.zeros((rows[0].shape[0], depth + depth % 2), np.uint8)
     padded[:, :depth] = rows[0]
     packed = padded[:, 0::2] | padded[:, 1::2] << 4
-    weight = _dequantized(node, packed, rows[1].astype("float32"), rows[2].astype("uint8"), depth, block)
+    weight = _dequantized(node, packed, rows[1].astype("float32", copy=False), rows[2].astype("uint8"), depth, block)
     return cast(node, weight if axis == 1 else node.emit(relax.op.permute_dims(weight, [1, 0])), target)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -274,7 +277,33 @@ def const(value: Any, dtype: str | None = None) -> relax.Expr:
     """A constant of exactly this element type (`relax.const` alone narrows int64 and float64)."""
     array = np.asarray(value) if dtype is None else np.asarray(value).astype(dtype, copy=False)
     budget().take_bytes(array.nbytes, "the model")
-    return relax.const(array, str(array.dtype))
+    shared = _SHARED.get()
+    if shared is None:
+        return relax.const(array, str(array.dtype))
+    key = (_identity(array), array.shape, str(array.dtype))
+    if key not in shared:
+        shared[key] = array, relax.const(array, str(array.dtype))
+    return shared[key][1]
+
+
+def _identity(array: np.ndarray) -> object:
+    """What equal arrays share: of a weight that nobody writes its memory, which the table keeps; else its contents."""
+    if not array.flags.writeable:
+        return array.__array_interface__["data"][0], array.strides
+    return hashlib.blake2b(array.tobytes()).digest()
+
+
+_SHARED: ContextVar[dict[Any, tuple[np.ndarray, relax.Expr]] | None] = ContextVar("_SHARED", default=None)
+
+
+@contextmanager
+def shared_constants() -> Iterator[None]:
+    """Within, an array that several imports make a constant of becomes one constant: weights of several functions."""
+    token = _SHARED.set({})
+    try:
+        yield
+    finally:
+        _SHARED.reset(token)
 
 
 def as_dim(dim: Any) -> Dim:

@@ -48,6 +48,12 @@ from .weight_unpacking import PanelReader
 # Bytes of the left operand that all panels go over before the next rows: half of a second-level cache.
 ROW_BLOCK_BYTES = 1 << 19
 
+FETCHING_ROWS = 16
+"""Up to so many rows, weights are asked for ahead of their use: reading them is what takes time."""
+
+FETCHED_CHAIN = 64
+"""The longest chain whose lines are asked for at once."""
+
 
 @dataclass(frozen=True)
 class _Tile:
@@ -192,11 +198,18 @@ def _emit_chain(kernel: BlockSpec, tile: _Tile, sums: _Sums, chain: Expr, size: 
     record = opaque(reader.record(tile.panel, first // plan.span if plan.records > 1 else 0))
     block = opaque(in_record // plan.block) if plan.blocks > 1 else 0
     rows = [opaque(kernel.lhs.address({"m": row, "k": first})) for row in _rows_in(kernel, tile)]
+    fetches = isinstance(kernel.m, int) and kernel.m <= FETCHING_ROWS
+    fetches_by_chain = fetches and kernel.chain <= FETCHED_CHAIN
     for number in range(count * banks):
         accs[number] = zeros("float32", lanes)
 
+    if fetches_by_chain:
+        reader.fetch_ahead(tile.panel, first, kernel.chain)
+
     def group(number: Expr, steps: int) -> None:
         place = opaque(in_record // plan.group + number)
+        if fetches and not fetches_by_chain:
+            reader.fetch_ahead(tile.panel, first + number * plan.group, plan.group)
         numbers = [reader.group(record, place, j) for j in range(kernel.vectors)]
         for step in range(steps):
             right = [let(number_at(step)) for number_at in numbers]

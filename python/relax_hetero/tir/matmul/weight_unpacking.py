@@ -16,12 +16,26 @@ from tvm import tirx
 from ...encoding.block_panels import RecordPlan
 from ...target.cpu_target import CpuTarget
 from ...target.element_types import bytes_of
-from ..core.builder import Expr, constant, lane_indices, lane_numbers, let, vector_type
+from ..core.builder import (
+    CACHE_LINE_BYTES,
+    Expr,
+    ceil_div,
+    constant,
+    lane_indices,
+    lane_numbers,
+    let,
+    opaque,
+    prefetch,
+    vector_type,
+)
 from ..core.view import View
 from ..math.casts import cast
 
 MOST_PLACES = 3
 """Fields of a lane that are told apart without a shift, at most."""
+
+AHEAD = 2048
+"""Bytes between what is read and what is asked for. (Measured on a Xeon: a tenth faster than without.)"""
 
 _FRACTION_BITS, _EXPONENT_BIAS = 23, 127  # of float32
 
@@ -72,6 +86,12 @@ class PanelReader:
             tables = [low] if form.bits < 5 else [low, let(low + constant(16, "float32", 16))]
         return PanelReader(plan, lanes, elements, tables, has_halves)
 
+    @staticmethod
+    def of_columns(cpu: CpuTarget, view: View, plan: RecordPlan) -> PanelReader:
+        """Of single columns, whose numbers in their panel stand in the place of vectors'."""
+        whole = PanelReader.of(cpu, view, plan)
+        return PanelReader(plan, 1, whole.elements, [], whole.has_halves)
+
     @property
     def shape(self) -> tuple[int, int]:
         """Registers that unpacking takes for every vector of a panel, and for the whole kernel."""
@@ -81,18 +101,29 @@ class PanelReader:
         """Where a record begins."""
         return panel * (self.plan.panel_bytes // 4) + number * (self.plan.places["end"] // 4)
 
-    def outer(self, record: Expr, vector: int) -> list[Expr]:
+    def fetch_ahead(self, panel: Expr, k: Expr, count: int) -> None:
+        """Ask for the lines that hold `count` weights of a panel, from some k on and so far ahead.
+
+        The CPU's own prefetching ends with each page of 4 KiB.
+        """
+        plan, memory = self.plan, self.elements["int8"]
+        end = plan.places["end"]
+        start = opaque(panel * plan.panel_bytes + tirx.floordiv(k * end, plan.span) + AHEAD)
+        for line in range(ceil_div(count * end, plan.span * CACHE_LINE_BYTES)):
+            prefetch(memory, start + line * CACHE_LINE_BYTES)
+
+    def outer(self, record: Expr, vector: Expr) -> list[Expr]:
         """What scales the scales and the minimums of a record's blocks, for a vector of columns; none for most."""
         kinds = ((self.plan.form.scale, "outer_scales"), (self.plan.form.minimum, "outer_minimums"))
         return [self._vector(record, part, "float16", vector * self.lanes) for kind, part in kinds if kind == "int8"]
 
-    def scale(self, record: Expr, block: Expr, outer: list[Expr], vector: int) -> Expr | None:
+    def scale(self, record: Expr, block: Expr, outer: list[Expr], vector: Expr) -> Expr | None:
         """What a block's sums of codes are multiplied by."""
         if not self.plan.form.scale:
             return None
         return self._of_block(record, block, "scales", self.plan.form.scale, outer[:1], vector)
 
-    def minimum(self, record: Expr, block: Expr, outer: list[Expr], vector: int) -> Expr | None:
+    def minimum(self, record: Expr, block: Expr, outer: list[Expr], vector: Expr) -> Expr | None:
         """What the sum of a block's left factors is multiplied by; None where the format has no minimums."""
         kind = self.plan.form.minimum
         if not kind:
@@ -100,7 +131,7 @@ class PanelReader:
         value = self._of_block(record, block, "minimums", kind, outer[1:], vector)
         return let(constant(0, "float32", self.lanes) - value) if kind == "int8" else value
 
-    def _of_block(self, record: Expr, block: Expr, part: str, kind: str, outer: list[Expr], vector: int) -> Expr:
+    def _of_block(self, record: Expr, block: Expr, part: str, kind: str, outer: list[Expr], vector: Expr) -> Expr:
         value = self._vector(record, part, kind, block * self.plan.columns + vector * self.lanes)
         return let(value * outer[0]) if kind == "int8" else value
 
@@ -132,7 +163,7 @@ class PanelReader:
         """Bytes as float32."""
         return tirx.Cast(vector_type("float32", self.lanes), tirx.Cast(vector_type("int32", self.lanes), value))
 
-    def group(self, record: Expr, number: Expr, vector: int) -> Numbers:
+    def group(self, record: Expr, number: Expr, vector: Expr) -> Numbers:
         """The weights of a group of a record, for a vector of columns."""
         plan, columns = self.plan, self.plan.columns
         if plan.form.bits >= 8:
@@ -149,7 +180,7 @@ class PanelReader:
 
         return number_at
 
-    def _of_rows(self, record: Expr, k: Expr, vector: int) -> Numbers:
+    def _of_rows(self, record: Expr, k: Expr, vector: Expr) -> Numbers:
         """Codes of 8 bits, and plain numbers: a panel's columns for each k."""
         plan = self.plan
         kind = {"bf16": "uint16", "f16": "float16"}.get(plan.form.name, "int8")

@@ -11,6 +11,7 @@ from typing import Any
 
 from tvm import relax
 
+from ...encoding.block_formats import block_format
 from ...encoding.block_panels import Panels
 from ...encoding.block_weights import layout_of, stored_bits
 from ...encoding.encoding import LHS, RESULT, RHS, Encoding, IndexMap
@@ -20,6 +21,7 @@ from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import (
     AttentionProblem,
     BlockProductProblem,
+    BlockRowsProblem,
     CachedAttentionProblem,
     ConvProblem,
     ElementwiseProblem,
@@ -277,6 +279,19 @@ def block_product_problem(call: relax.Call, result: relax.TensorType) -> BlockPr
     bits = form.bits if in_panels else stored_bits(form)
     known = form if in_panels or form.record_bytes else None
     return BlockProductProblem(lhs, weights, out, form.block, epilogue, bits, known)
+
+
+def block_rows_problem(call: relax.Call, result: relax.TensorType) -> BlockRowsProblem:
+    """What a call of `R.hetero.block_rows` asks of a kernel."""
+    symbols = Symbols()
+    weight, index = (Stored.plain(arg.ty) for arg in call.args)
+    return BlockRowsProblem(
+        weight.operand(symbols, Panels.index_map),
+        index.operand(symbols, ("m",)),
+        Stored.plain(result).operand(symbols, ("m", "k")),
+        block_format(str(call.attrs.format)),
+        int(call.attrs.rows),
+    )
 
 
 def _of_columns(operand: Stored, columns: Any) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""FormBlockProducts: products with weights of 4 or 8 bits become one op where the device has a kernel for it.
+"""FormBlockProducts: products with weights in blocks become one op where the device has a kernel for it.
 
 Before::
 
@@ -7,11 +7,15 @@ Before::
 
 After::
 
-    y = R.hetero.block_matmul(x, packed, packed_scales, bias, columns=4096, block=32, expression="add(x0, x1)")
+    y = R.hetero.block_matmul(x, packed, bias, columns=4096, block=32, expression="add(x0, x1)")
+
+(On a GPU, the scales are an operand of their own.) Rows that a ``take`` reads of weights become
+``R.hetero.block_rows`` of the same packed constant: a table of tokens that is the last product's weight, too, is one
+in memory.
 
 The constants are packed as the device's kernel reads them. Elementwise work of which each is the only user of the one
 before becomes part of the op. Where there is no kernel, or the weights are no constants or used by something else,
-what they mean is computed by plain ops: of constants by FormDispatches, of parameters in every call.
+what they mean is computed by plain ops: of constants at compile time, of parameters in every call.
 
 Assumes a placed module (RealizeVDevice). A second run changes nothing.
 """
@@ -19,16 +23,18 @@ Assumes a placed module (RealizeVDevice). A second run changes nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import tvm
 from tvm import relax
 
-from ...encoding.block_panels import BlockSource
+from ...encoding.block_panels import BlockSource, Panels
 from ...encoding.block_weights import BlockLayout
 from ...encoding.expression import Expression, Term
-from ...encoding.resolver import block_layout
-from ...op.block_products import DEQUANTIZE_BLOCKS, block_matmul, form_of
+from ...encoding.problem import BlockRowsProblem
+from ...encoding.resolver import block_layout, solves
+from ...op.block_products import DEQUANTIZE_BLOCKS, block_matmul, block_rows, form_of
 from ..encode.epilogues import may_write
 from ..ir.axes import permutation
 from ..ir.blocks import (
@@ -56,7 +62,7 @@ _MOST_OPS = 32
 
 @dataclass
 class _Product:
-    """A product with weights of 4 or 8 bits, and the elementwise work behind it.
+    """A product with weights in blocks, and the elementwise work behind it.
 
     Attributes
     ----------
@@ -94,12 +100,13 @@ FormBlockProducts = declare_pass("FormBlockProducts", form_block_products)
 def _form(block: Block, packer: _Packer) -> list[relax.Binding] | None:
     if not any(op_name(binding.value) == DEQUANTIZE_BLOCKS for binding in block.bindings):
         return None
+    block = _with_rows_taken(block, packer)
     products: dict[int, _Product] = {}
     taken: set[int] = set()
     for index in reversed(range(len(block.bindings))):
         product = _product_at(block, index)
         if product is not None and index not in taken:
-            _take_elementwise(block, product, taken)
+            _take_elementwise(block, product, taken, [other.lhs for other in products.values()])
             products[product.end] = product
             taken.update([*product.inside, product.end])
     formed = with_regions(block, products, lambda emitter, product, var: _write(emitter, product, var, packer))
@@ -111,6 +118,57 @@ def _form(block: Block, packer: _Packer) -> list[relax.Binding] | None:
         else:
             emitter.bindings.append(binding)
     return emitter.bindings
+
+
+def _with_rows_taken(block: Block, packer: _Packer) -> Block:
+    """Takes of rows of weights are takes of what the weights are stored in."""
+    emitter, found = Emitter(block.is_dataflow), False
+    for binding in block.bindings:
+        value = binding.value
+        is_take = op_name(value) == "relax.take" and value.attrs.axis is not None and int(value.attrs.axis) == 0
+        weight = block.definition(value.args[0]) if is_take else None
+        if weight is None or op_name(weight) != DEQUANTIZE_BLOCKS or shape_of(value.args[1]) is None:
+            emitter.bindings.append(binding)
+            continue
+        found = True
+        _write_rows(emitter, _with_definitions(block, weight), binding, packer)
+    return Block(emitter.bindings, block.is_dataflow, block.used_later) if found else block
+
+
+def _write_rows(emitter: Emitter, weight: relax.Call, binding: relax.Binding, packer: _Packer) -> None:
+    """The numbers of some rows, by the device's kernel or by plain ops on these rows' bytes."""
+    var, index = binding.var, binding.value.args[1]
+    target, depth = target_of(var.ty.vdevice), int(weight.attrs.depth)
+    layout, extents = block_layout(target), shape_of(index) or []
+    is_known = all(is_tensor_constant(arg) for arg in weight.args)
+    rows = prod(extents) if len(extents) != 1 else extents[0]
+    flat = index
+    if len(extents) != 1:
+        ty = tensor_type([rows], str(index.ty.dtype), index.ty)
+        flat = emitter.emit(relax.op.reshape(index, [rows]), ty, f"{var.name}_index")
+    ty = tensor_type([rows, depth], "float32", var.ty)
+    numbers = type(var)(f"{var.name}_rows", ty) if len(extents) != 1 else var
+    if (
+        isinstance(layout, Panels)
+        and solves(target, BlockRowsProblem)
+        and is_known
+        and layout.fits(form_of(weight), depth)
+    ):
+        (packed,) = packer.pack(weight, layout, var.ty.vdevice)
+        count = int(weight.ty.shape.values[0])
+        call = block_rows(packed, flat, rows=count, depth=depth, format=form_of(weight).name)
+        emitter.bind(numbers, relax.Call(call.op, list(call.args), call.attrs, ret_ty=ty))
+    else:
+        taken = [_rows_of(emitter, arg, flat, rows, var) for arg in weight.args]
+        write_plain(emitter, relax.Call(weight.op, taken, weight.attrs, ret_ty=ty), numbers)
+    if numbers is not var:
+        value = relax.op.reshape(numbers, shape_of(var))
+        emitter.bind(var, relax.Call(value.op, list(value.args), value.attrs, ret_ty=var.ty))
+
+
+def _rows_of(emitter: Emitter, data: relax.Expr, index: relax.Expr, rows: Any, var: relax.Var) -> relax.Expr:
+    ty = tensor_type([rows, *(shape_of(data) or [])[1:]], str(data.ty.dtype), var.ty)
+    return emitter.emit(relax.op.take(data, index, axis=0), ty, f"{var.name}_taken")
 
 
 def _is_weight(value: relax.Expr) -> bool:
@@ -160,11 +218,14 @@ def _with_definitions(block: Block, weight: relax.Call) -> relax.Call:
     return relax.Call(weight.op, [block.definition(arg) for arg in weight.args], weight.attrs, ret_ty=weight.ty)
 
 
-def _take_elementwise(block: Block, product: _Product, taken: set[int]) -> None:
-    """Take along elementwise work, as long as each op is the only user of the one before."""
+def _take_elementwise(block: Block, product: _Product, taken: set[int], kept: list[relax.Expr]) -> None:
+    """Take along elementwise work, as long as each op is the only user of the one before.
+
+    Values of `kept` stay: products behind this one read them, past a cast that is their user in the block.
+    """
     for _ in range(_MOST_OPS):
         last = block.bindings[product.end].var
-        index = block.sole_user(last)
+        index = None if any(last.same_as(value) for value in kept) else block.sole_user(last)
         if index is None or index in taken or any(may_write(b.value) for b in block.bindings[product.end + 1 : index]):
             return
         binding = block.bindings[index]
@@ -210,7 +271,7 @@ def _write(emitter: Emitter, product: _Product, var: relax.Var, packer: _Packer)
             ty = tensor_type(shape[-1:], str(operand.ty.dtype), operand.ty)
             operand = emitter.emit(relax.op.reshape(operand, shape[-1:]), ty, f"{var.name}_x{number}")
         operands.append(operand)
-    weights = packer.pack(product, var.ty.vdevice)
+    weights = packer.pack(product.weight, product.layout, var.ty.vdevice)
     call = block_matmul(
         lhs,
         *weights,
@@ -231,15 +292,14 @@ class _Packer:
     def __init__(self) -> None:
         self._packed: dict[tuple[Any, ...], list[tvm.runtime.Tensor]] = {}
 
-    def pack(self, product: _Product, vdevice: relax.VDevice | None) -> list[relax.Expr]:
+    def pack(self, weight: relax.Call, layout: BlockLayout, vdevice: relax.VDevice | None) -> list[relax.Expr]:
         """The operands of a call of dequantize_blocks as the kernel of a device reads them."""
-        weight = product.weight
         form, depth = form_of(weight), int(weight.attrs.depth)
         # The module keeps the constants alive, so their identities will do.
-        key = (*(hash(arg.value) for arg in weight.args), form, depth, product.layout)
+        key = (*(hash(arg.value) for arg in weight.args), form, depth, layout)
         if key not in self._packed:
             source = BlockSource(tuple(arg.value.numpy() for arg in weight.args), form, depth)
-            self._packed[key] = [tvm.runtime.tensor(array) for array in product.layout.pack(source)]
+            self._packed[key] = [tvm.runtime.tensor(array) for array in layout.pack(source)]
         return [
             tvm.ir.GenericConst(data, relax.TensorType(list(data.shape), str(data.dtype), vdevice))
             for data in self._packed[key]

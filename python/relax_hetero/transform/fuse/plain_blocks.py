@@ -19,23 +19,13 @@ from ..ir.rewriting import is_tensor_constant
 _HALVES = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
 
 
-def write_plain(emitter: Emitter, call: relax.Call, var: relax.Var, data: relax.Expr | None = None) -> None:
-    """Bind a variable to the numbers of a call of dequantize_blocks.
-
-    Parameters
-    ----------
-    emitter : Emitter
-    call : relax.Call
-    var : relax.Var
-        Of the call's type, or of as many rows as `data` has.
-    data : relax.Expr, optional
-        The rows in the place of the call's own, where a file's format says what they mean.
-    """
+def write_plain(emitter: Emitter, call: relax.Call, var: relax.Var) -> None:
+    """Bind a variable to the numbers of a call of dequantize_blocks."""
     if not call.attrs.format:
         _write_integers(emitter, call, var)
         return
     form, depth = block_format(str(call.attrs.format)), int(call.attrs.depth)
-    raw = call.args[0] if data is None else data
+    raw = call.args[0]
     if is_tensor_constant(raw):
         value = tvm.runtime.tensor(numbers_of_rows(raw.value.numpy(), form, depth))
         emitter.bind(var, tvm.ir.GenericConst(value, var.ty))
@@ -172,7 +162,7 @@ def _write_integers(emitter: Emitter, call: relax.Call, var: relax.Var) -> None:
     """Weights, less their zero points, times their scales."""
     arrays = _RelaxArrays(emitter, var)
     data, scales = call.args[0], call.args[1]
-    rows, size = (int(extent) for extent in shape_of(data) or [])
+    rows, size = shape_of(data) or []
     depth, block, bits = int(call.attrs.depth), int(call.attrs.block), int(call.attrs.bits)
 
     def first(value: relax.Expr, dtype: str) -> relax.Expr:
@@ -184,7 +174,7 @@ def _write_integers(emitter: Emitter, call: relax.Call, var: relax.Var) -> None:
     flat = data
     if bits < 8:
         fields = [arrays.bits(data, at, bits) for at in range(0, 8, bits)]
-        flat = arrays.reshape(arrays.stack(fields, 2), [rows, size * (8 // bits)])
+        flat = arrays.reshape(arrays.stack(fields, 2), [rows, int(size) * (8 // bits)])
     numbers = arrays.widened(first(flat, "uint8"), is_signed=False)
     points = by_block(call.args[2]) if len(call.args) > 2 else arrays.number(middle_of(bits), "float32")
     shifted = arrays.emit(relax.op.subtract(numbers, points), [rows, depth], "float32")

@@ -122,6 +122,31 @@ def test_weights_stay_as_they_are_on_a_gpu(bits):
     assert kernel.startswith("block_matmul")
 
 
+def test_products_in_half_precision_one_behind_the_other_on_a_gpu():
+    first = matmul_nbits(64, dtype="float16")
+    second = matmul_nbits(COLUMNS, 16, dtype="float16")
+    nodes = []
+    for number, model in enumerate((first, second)):
+        (node,) = model.graph.node
+        node.name, node.output[0] = f"product{number}", f"y{number}"
+        for place, name in enumerate(node.input):
+            node.input[place] = f"{name}{number}"
+        nodes.append(node)
+    nodes.insert(1, helper.make_node("Sigmoid", ["y0"], ["x1"], "sigmoid"))
+    weights = {
+        f"{tensor.name}{number}": numpy_helper.to_array(tensor)
+        for number, model in enumerate((first, second))
+        for tensor in model.graph.initializer
+    }
+    nodes[0].input[0], nodes[2].output[0] = "x", "y"
+    model = model_of(nodes, (3,), 64, weights, "float16")
+    x = fresh_rng().standard_normal((3, 64)).astype("float16")
+    found = InterpretedModel(rh.from_onnx(model, [{"kind": "cuda", "arch": "sm_90a"}]))
+    (want,) = expected(model, {"x": x}, "onnxruntime")
+    np.testing.assert_allclose(found(x), want, rtol=1e-2, atol=0.1)
+    assert sum(kernel.startswith("block_matmul") for kernel in found.launched) == 2
+
+
 @pytest.mark.parametrize("level", [0, 1, 4])
 def test_every_accuracy_level_is_computed_in_float32(level):
     model = matmul_nbits(accuracy_level=level)

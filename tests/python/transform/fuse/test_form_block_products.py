@@ -7,7 +7,8 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
-from relax_hetero.encoding.block_formats import of_integers
+from encoding.random_blocks import random_rows
+from relax_hetero.encoding.block_formats import block_format, numbers_of_rows, of_integers
 from relax_hetero.encoding.block_panels import BlockSource, Panels
 from relax_hetero.encoding.block_weights import pack_fragment_blocks, pack_fragments
 from relax_hetero.op.block_products import BLOCK_MATMUL, DEQUANTIZE_BLOCKS
@@ -27,7 +28,9 @@ WEIGHTS = {"data": DATA, "scales": SCALES, "zeros": ZEROS}
 
 
 def formed(mod, **constants):
-    placed = RealizeVDevice()(relax.transform.BindParams("main", {**WEIGHTS, **constants})(mod))
+    values = {**WEIGHTS, **constants}
+    names = {param.name for param in mod["main"].params} & set(values)
+    placed = RealizeVDevice()(relax.transform.BindParams("main", {name: values[name] for name in names})(mod))
     after = FormBlockProducts()(placed)
     assert FormBlockProducts()(after).same_as(after)
     return after
@@ -297,3 +300,62 @@ def test_sums_of_half_precision_and_quantized_results():
     half, quantized = (value.numpy() for value in rh.vm.VirtualMachine(executable)["main"](x))
     np.testing.assert_allclose(half, np.maximum(x.astype("float64") @ NUMBERS.T, 0), rtol=1e-3, atol=1e-2)
     np.testing.assert_array_equal(quantized, np.clip(np.round(half.astype("float32") / 0.5), 0, 255))
+
+
+RAW = random_rows("q5_0", N, K)
+
+
+@I.ir_module
+class Tied:
+    I.module_global_infos({"vdevice": [I.vdevice(V4)]})
+
+    @R.function
+    def main(
+        tokens: R.Tensor((3, 2), "int32"),
+        raw: R.Tensor((40, 44), "uint8"),
+    ):
+        with R.dataflow():
+            w = R.hetero.dequantize_blocks(raw, depth=64, format="q5_0")
+            e = R.take(w, tokens, axis=0)
+            h = R.nn.relu(e)
+            w1 = R.hetero.dequantize_blocks(raw, depth=64, format="q5_0")
+            y = R.matmul(h, R.permute_dims(w1))
+            R.output(y)
+        return y
+
+
+def test_a_table_that_is_a_weight_too_is_one_constant():
+    @I.ir_module
+    class Expected:
+        I.module_global_infos({"vdevice": [I.vdevice(V4)]})
+
+        @R.function
+        def main(
+            tokens: R.Tensor((3, 2), "int32"),
+            weight: R.Tensor((2, 1408), "uint8"),
+        ):
+            with R.dataflow():
+                e_index = R.reshape(tokens, R.shape([6]))
+                e_rows = R.hetero.block_rows(weight, e_index, rows=40, depth=64, format="q5_0")
+                e = R.reshape(e_rows, R.shape([3, 2, 64]))
+                h = R.nn.relu(e)
+                y = R.hetero.block_matmul(h, weight, columns=40, format="q5_0")
+                R.output(y)
+            return y
+
+    packed = Panels(32).pack(BlockSource((RAW,), block_format("q5_0"), K))[0]
+    expected = RealizeVDevice()(relax.transform.BindParams("main", {"weight": packed})(Expected))
+    assert_structural_equal(formed(Tied, raw=RAW), expected, map_free_vars=True)
+
+
+def test_rows_of_a_table_on_two_kinds_of_devices():
+    """By a kernel, and of the rows' bytes by plain ops where the weights are a parameter."""
+    tokens = np.array([[0, 39], [17, 17], [32, 31]], "int32")
+    numbers = numbers_of_rows(RAW, block_format("q5_0"), K).astype("float64")
+    want = np.maximum(numbers[tokens], 0) @ numbers.T
+    bound = rh.compile(relax.transform.BindParams("main", {"raw": RAW})(Tied))
+    found = [(call["ops"][0], call["precision"]) for call in bound.metadata.fusions["dispatches"]]
+    assert ("block_rows" in dict(found)) and ("block_matmul", "q5_0*f32") in found
+    np.testing.assert_allclose(rh.vm.VirtualMachine(bound)["main"](tokens).numpy(), want, rtol=1e-5, atol=1e-4)
+    got = rh.vm.VirtualMachine(rh.compile(Tied))["main"](tokens, RAW).numpy()
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)

@@ -95,7 +95,7 @@ def _bits_layer(node: Node, number: int, places: tuple[int, int, int, int], dept
     block = int(node.attribute("block_size", 0))
     if bits not in (2, 4, 8) or (block > 0 and (block < 16 or block & (block - 1))):
         raise node.refusal(f"found weights of {bits} bits in blocks of {block}, expected 2, 4 or 8, and 16 or more")
-    codes, scales = _known(node, weight, "weights"), _known(node, scale, "scales").astype("float32")
+    codes, scales = _known(node, weight, "weights"), _known(node, scale, "scales").astype("float32", copy=False)
     experts, columns = codes.shape[:2]
     blocks = -(-depth // block) if block > 0 else 1
     if codes.shape[2:] != (bytes_of_row(depth, bits),) or scales.size != experts * columns * blocks:

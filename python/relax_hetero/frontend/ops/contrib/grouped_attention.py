@@ -57,11 +57,12 @@ def group_query_attention(node: Node) -> relax.Expr:
     """Causal attention of groups of heads to a cache, with rotations, norms, windows, soft caps and sinks."""
     _refuse_forms(node)
     parts, sizes = _projections(node)
-    lengths = node.emit(relax.op.reshape(node.tensor(_LENGTHS), [sizes.batch]))
-    places = _Places(node, sizes, cast(node, lengths, "int64"))
+    lengths = cast(node, node.emit(relax.op.reshape(node.tensor(_LENGTHS), [sizes.batch])), "int64")
+    places = _Places(node, sizes, lengths, _first_places(node, sizes, lengths))
     query, key, value = parts
-    query = _rotated(node, _normalized(node, query, sizes, _Q_NORM), sizes.heads, places)
-    key = _rotated(node, _normalized(node, key, sizes, _K_NORM), sizes.kv_heads, places)
+    tables = places.rotations()
+    query = _rotated(node, _normalized(node, query, sizes, _Q_NORM), sizes.heads, tables)
+    key = _rotated(node, _normalized(node, key, sizes, _K_NORM), sizes.kv_heads, tables)
     caches = [
         places.written(index, _by_head(node, new, sizes.kv_heads, sizes))
         for index, new in ((_PAST_KEY, key), (_PAST_VALUE, value))
@@ -136,6 +137,18 @@ def _positions(node: Node, rows: Dim, past: Dim) -> tuple[Dim, Dim]:
     return total, simplified(tirx.max(as_expr(total), past))
 
 
+def _first_places(node: Node, sizes: Sizes, lengths: relax.Expr) -> relax.Expr:
+    """`_Places.first`."""
+    if node.has(_ROWS):
+        given = node.emit(relax.op.reshape(cast(node, node.tensor(_ROWS), "int64"), [sizes.batch]))
+        return node.emit(relax.op.subtract(relax.op.add(lengths, const(1, "int64")), given))
+
+    def element(i: Position, last: te.Tensor, new: list[tirx.Expr]) -> tirx.Expr:
+        return tirx.max(last(*i) + 1 - new[0], tirx.const(0, "int64"))
+
+    return node.kernel("first_places", element, lengths, [as_expr(sizes.rows)])
+
+
 @dataclass(frozen=True)
 class _Places:
     """Where the new positions of each sequence are in the cache.
@@ -143,35 +156,32 @@ class _Places:
     Attributes
     ----------
     lengths : One less than the positions that each sequence has after the node, (batch,) of int64.
+    first : How many positions each sequence had before, (batch,) of int64; 0 for a first prompt that is padded.
     """
 
     node: Node
     sizes: Sizes
     lengths: relax.Expr
+    first: relax.Expr
 
-    def first(self) -> relax.Expr:
-        """How many positions each sequence had before, (batch,) of int64; 0 for a first prompt that is padded."""
-        node, rows = self.node, as_expr(self.sizes.rows)
-        if not node.has(_ROWS):
-
-            def element(i: Position, last: te.Tensor, new: list[tirx.Expr]) -> tirx.Expr:
-                return tirx.max(last(*i) + 1 - new[0], tirx.const(0, "int64"))
-
-            return node.kernel("first_places", element, self.lengths, [rows])
-        given = node.emit(relax.op.reshape(cast(node, node.tensor(_ROWS), "int64"), [self.sizes.batch]))
-        return node.emit(relax.op.subtract(relax.op.add(self.lengths, const(1, "int64")), given))
-
-    def positions(self) -> relax.Expr:
-        """Of every new row, (batch, rows) of int64."""
+    def rotations(self) -> list[relax.Expr]:
+        """Cosines and sines of every new row's position, (batch, rows, pairs) each; none where nothing is rotated."""
         node, sizes = self.node, self.sizes
+        if not node.attribute("do_rotary", 0):
+            return []
+        tables = [node.tensor(index) for index in (_COS, _SIN)]
         if node.has(_POSITIONS):
-            dims = [sizes.batch, sizes.rows]
-            return require_shape(node, cast(node, node.tensor(_POSITIONS), "int64"), dims, "its positions")
+            given = require_shape(node, node.tensor(_POSITIONS), [sizes.batch, sizes.rows], "its positions")
+            found = [convert_node(node.as_op("Gather", [table, given], axis=0)) for table in tables]
+            return [node.builder.normalize(table) for table in found]
+        known = node.shape(tables[0])[0]
+        node.require(as_expr(sizes.total) <= as_expr(known), f"found {sizes.total} positions, expected at most {known}")
 
         def element(i: Position, first: te.Tensor) -> tirx.Expr:
             return first(i[0]) + i[1]
 
-        return node.kernel("positions", element, self.first(), shape=[sizes.batch, sizes.rows])
+        positions = node.kernel("positions", element, self.first, shape=[sizes.batch, sizes.rows])
+        return [node.emit(relax.op.take(table, positions, axis=0, mode="clip")) for table in tables]
 
     def written(self, index: int, new: relax.Expr) -> relax.Expr:
         """A cache with new rows [batch, heads, rows, size] at each sequence's place."""
@@ -187,7 +197,7 @@ class _Places:
             def place(i: Position, first: te.Tensor) -> tirx.Expr:
                 return first(i[0]) + i[2]
 
-            places = node.kernel("places", place, self.first(), shape=node.shape(new))
+            places = node.kernel("places", place, self.first, shape=node.shape(new))
             return node.emit(relax.op.scatter_elements(past, places, new, 2))
 
         zero = tirx.const(0, dtype_of(past))
@@ -199,7 +209,7 @@ class _Places:
             return tirx.if_then_else(tirx.all(row < 0, i[2] < old.shape[2]), kept, came)
 
         dims = [sizes.batch, sizes.kv_heads, sizes.cache, sizes.size]
-        return node.kernel("with_new_rows", element, past, new, self.first(), shape=dims)
+        return node.kernel("with_new_rows", element, past, new, self.first, shape=dims)
 
     def seen(self, cache: relax.Expr) -> relax.Expr:
         """The positions of a cache that a query may see; zeros for those that a shorter sequence does not have."""
@@ -226,7 +236,7 @@ class _Places:
             return tirx.all(*conditions)
 
         dims = [sizes.batch, 1, sizes.rows, sizes.total]
-        return node.kernel("seen", element, self.first(), self.lengths, shape=dims)
+        return node.kernel("seen", element, self.first, self.lengths, shape=dims)
 
 
 def _inside(place: tirx.Expr, extent: tirx.Expr) -> tirx.Expr:
@@ -247,19 +257,18 @@ def _normalized(node: Node, data: relax.Expr, sizes: Sizes, index: int) -> relax
     return node.emit(relax.op.reshape(normal, [batch, rows, width]))
 
 
-def _rotated(node: Node, data: relax.Expr, heads: int, places: _Places) -> relax.Expr:
+def _rotated(node: Node, data: relax.Expr, heads: int, tables: list[relax.Expr]) -> relax.Expr:
     """Heads rotated by their positions, where the node rotates."""
-    if not node.attribute("do_rotary", 0):
+    if not tables:
         return data
-    cos, sin = node.tensor(_COS), node.tensor(_SIN)
-    columns, size = node.shape(cos)[-1], places.sizes.size
-    if node.rank(cos) != 2 or not isinstance(columns, int) or not 0 < 2 * columns <= size:
-        raise node.refusal(f"found cosines of {columns} columns for heads of {size}, expected at most half as many")
+    columns, width = node.shape(tables[0])[-1], node.shape(data)[-1]
+    if not isinstance(columns, int) or not isinstance(width, int) or not 0 < 2 * columns <= width // heads:
+        raise node.refusal(f"found cosines of {columns} columns for {heads} heads in {width}, expected at most half")
     attributes = {"interleaved": node.attribute("rotary_interleaved", 0), "num_heads": heads}
-    if 2 * columns != size:
+    if 2 * columns != width // heads:
         attributes["rotary_embedding_dim"] = 2 * columns
-    inputs = [data, cos, sin, places.positions()]
-    return node.builder.normalize(convert_node(node.as_op("RotaryEmbedding", inputs, 23, **attributes)))
+    rotation = node.as_op("RotaryEmbedding", [data, *tables], 23, **attributes)
+    return node.builder.normalize(convert_node(rotation))
 
 
 def _by_head(node: Node, data: relax.Expr, heads: int, sizes: Sizes) -> relax.Expr:

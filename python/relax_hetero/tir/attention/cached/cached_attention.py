@@ -10,6 +10,7 @@ Scores of a chunk's unit are products of many rows: it widens each page once, fo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
@@ -38,7 +39,7 @@ from ...math.vector_math import exp_nonpositive
 from .append import emit_append
 from .heads import emit_head
 from .spec import LEAST_SCORE, Plan, Tensors, Unit, page_of, plan_for, slot_position, table_entry
-from .tile import Span, emit_page, emit_start, tiles_of
+from .tile import Span, each_sum, emit_page, emit_start, tiles_of
 
 _ACTIVATIONS = ("float32", "float16")
 _PAGES = ("float16", "float32", "int8")
@@ -152,16 +153,8 @@ class _Kernel:
         first = opaque(least // PAGE)
         pages = opaque((position + PAGE) // PAGE - first)
         begin, end = part(pages, plan.splits, split)
-        self._attend(
-            place,
-            slot,
-            head,
-            opaque(first + begin),
-            opaque(first + end),
-            position,
-            int64(1),
-            lambda _: (least, position),
-        )
+        span, bounds = (opaque(first + begin), opaque(first + end)), (least, position)
+        self._attend(place, slot, head, *span, position, int64(1), lambda _: bounds, bounds)
         if plan.splits == 1:
             self._finish(place, row, head, int64(1))
         else:
@@ -203,7 +196,8 @@ class _Kernel:
             _, position = self._place(opaque(first + query), sequence)
             return self._least_seen(position), position
 
-        self._attend(place, slot, head, begin, end, last, count, limits)
+        _, earliest = self._place(first, sequence)
+        self._attend(place, slot, head, begin, end, last, count, limits, (self._least_seen(last), earliest))
         self._finish(place, first, head, count)
 
     # -- both
@@ -235,9 +229,21 @@ class _Kernel:
         emit_start(place, opaque(count * problem.group))
 
     def _attend(
-        self, place: Unit, slot: Expr, head: Expr, begin: Expr, end: Expr, last: Expr, queries: Expr, limits: Any
+        self,
+        place: Unit,
+        slot: Expr,
+        head: Expr,
+        begin: Expr,
+        end: Expr,
+        last: Expr,
+        queries: Expr,
+        limits: Callable[[Expr], tuple[Expr, Expr]],
+        bounds: tuple[Expr, Expr],
     ) -> None:
-        """The unit's rows to the pages from `begin` to before `end` of a slot; `last` is the last position seen."""
+        """The unit's rows to the pages from `begin` to before `end` of a slot.
+
+        `last` is the last position that any row sees; all rows see what lies within `bounds`.
+        """
         tiles = tiles_of(place, queries)
         with loop(opaque(T.max(end - begin, int64(0)))) as number:
             index = opaque(begin + number)
@@ -246,19 +252,21 @@ class _Kernel:
                 page = page_of(self.tensors, self.problem, entry, head)
                 first = opaque(index * PAGE)
                 count = opaque(T.min(last - first + 1, int64(PAGE)))
-                emit_page(place, Span(page, first, count, tiles, queries, limits))
+                is_whole = tirx.all(first >= bounds[0], first + (PAGE - 1) <= bounds[1])
+                emit_page(place, Span(page, first, count, tiles, queries, limits, is_whole))
 
     def _finish(self, place: Unit, first: Expr, head: Expr, count: Expr) -> None:
         """The rows' averages into the result."""
-        problem, lanes = self.problem, self.plan.width_lanes
+        problem = self.problem
         with loop(count) as query, loop(problem.group) as number:
             row = opaque(query * problem.group + number)
             average = let(_inverse(place.load("totals", row)))
             target = opaque(((first + query) * problem.heads + head * problem.group + number) * problem.size)
-            with loop(problem.size // lanes) as vector:
-                column = opaque(vector * lanes)
-                value = place.load("sums", row * problem.size + column, lanes)
+
+            def write(column: Expr, value: Expr, lanes: int, target: Expr = target, average: Expr = average) -> None:
                 self._write(target + column, let(value * broadcast(average, lanes)), lanes)
+
+            each_sum(place, row, write)
 
     def _write(self, index: Expr, value: Expr, lanes: int) -> None:
         where = T.ramp(index, tirx.const(1, "int64"), lanes) if lanes > 1 else index
@@ -274,15 +282,16 @@ class _Kernel:
         )
 
     def _keep(self, place: Unit, first: Expr) -> None:
-        problem, lanes, splits = self.problem, self.plan.width_lanes, self.plan.splits
+        problem, splits = self.problem, self.plan.splits
         with loop(problem.group) as number:
             sums, state = self._part(opaque(first + number * splits))
             T.buffer_store(self.room, place.load("maxima", number), [state])
             T.buffer_store(self.room, place.load("totals", number), [state + 1])
-            with loop(problem.size // lanes) as vector:
-                column = opaque(vector * lanes)
-                value = place.load("sums", number * problem.size + column, lanes)
+
+            def keep(column: Expr, value: Expr, lanes: int, sums: Expr = sums) -> None:
                 T.buffer_store(self.room, value, [_run(sums + column, lanes)])
+
+            each_sum(place, number, keep)
 
     def _merge(self) -> None:
         """The parts of each row and head, in their order."""

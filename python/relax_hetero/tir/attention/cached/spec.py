@@ -57,6 +57,23 @@ class Plan:
     is_widened: bool
 
     @property
+    def columns(self) -> int:
+        """Tokens of a tile of scores."""
+        return self.tile_vectors * self.lanes
+
+    @property
+    def key_panels(self) -> int:
+        """Panels of so many tokens in a page."""
+        return PAGE // self.columns
+
+    @property
+    def value_panels(self) -> list[tuple[int, int]]:
+        """Where each panel of a head's numbers begins, and its vectors; the last may have fewer."""
+        vectors = self.size // self.width_lanes
+        firsts = range(0, vectors, self.tile_vectors)
+        return [(first * self.width_lanes, min(self.tile_vectors, vectors - first)) for first in firsts]
+
+    @property
     def offsets(self) -> dict[str, int]:
         """Where the parts of a task's scratch begin, in floats; "end" is its size, a multiple of cache lines."""
         found, end = {}, 0

@@ -18,15 +18,18 @@ from ...core.builder import (
     Registers,
     broadcast,
     ceil_div,
+    either,
     let,
     loop,
     opaque,
     over_lanes,
-    vector_type,
     zeros,
 )
 from ...math.vector_math import exp_nonpositive, tanh
 from .spec import LEAST_SCORE, Page, Unit
+
+_WRITTEN_OUT = 4
+"""Vectors of a page's scores that are kept in registers; more are read again."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Span:
         How many there are.
     limits : Callable
         The first and the last position that a query sees, by its number in the unit.
+    is_whole : PrimExpr
+        Whether every query sees all of the page.
     """
 
     page: Page
@@ -53,16 +58,17 @@ class Span:
     tiles: Expr
     queries: Expr
     limits: Callable[[Expr], tuple[Expr, Expr]]
+    is_whole: Expr
 
 
 def emit_start(unit: Unit, rows: Expr) -> None:
-    """The state of rows that have seen nothing."""
+    """The state of rows that have seen nothing; of the rows that fill the last tile, too."""
     with loop(rows) as row:
         unit.store("maxima", row, tirx.const(LEAST_SCORE, "float32"))
         unit.store("totals", row, tirx.const(0.0, "float32"))
-        lanes = unit.plan.width_lanes
-        with loop(unit.problem.size // lanes) as vector:
-            unit.store("sums", row * unit.problem.size + vector * lanes, zeros("float32", lanes), lanes)
+    lanes = unit.plan.width_lanes
+    with loop(unit.plan.rows * unit.problem.size // lanes) as vector:
+        unit.store("sums", vector * lanes, zeros("float32", lanes), lanes)
 
 
 def emit_page(unit: Unit, span: Span) -> None:
@@ -75,17 +81,21 @@ def emit_page(unit: Unit, span: Span) -> None:
 
 
 def _widen(unit: Unit, span: Span) -> None:
-    """A page's keys and values as floats in scratch, for the many rows that read them."""
-    page, lanes, size = span.page, unit.plan.lanes, unit.problem.size
-    with loop(size) as row:
-        for vector in range(PAGE // lanes):
-            value = page.load(page.start + row * PAGE + vector * lanes, lanes)
-            unit.store("keys", row * PAGE + vector * lanes, value, lanes)
-    width = unit.plan.width_lanes
-    with loop(span.count) as token:
-        with loop(size // width) as vector:
-            index = opaque(token * size + vector * width)
-            unit.store("values", index, page.load(page.values + index, width), width)
+    """A page's keys and values as floats in scratch, in the panels that many rows read."""
+    plan, page, size = unit.plan, span.page, unit.problem.size
+    with loop(plan.key_panels) as panel, loop(size) as row:
+        for vector in range(plan.tile_vectors):
+            column = panel * plan.columns + vector * plan.lanes
+            value = page.load(opaque(page.start + row * PAGE + column), plan.lanes)
+            unit.store("keys", (panel * size + row) * plan.columns + vector * plan.lanes, value, plan.lanes)
+    for first, vectors in plan.value_panels:
+        width = vectors * plan.width_lanes
+        with loop(span.count) as token:
+            for vector in range(vectors):
+                column = first + vector * plan.width_lanes
+                value = page.load(opaque(page.values + token * size + column), plan.width_lanes)
+                place = first * PAGE + token * width + vector * plan.width_lanes
+                unit.store("values", place, value, plan.width_lanes)
 
 
 def _products(
@@ -106,33 +116,38 @@ def _products(
 
 
 def _emit_scores(unit: Unit, span: Span) -> None:
+    plan = unit.plan
+    panels = opaque(ceil_div(span.count, plan.columns))
+    # A panel of keys stays in the first-level cache for all tiles.
+    with loop(panels) as panel, loop(span.tiles) as tile:
+        _emit_score_tile(unit, span, panel, tile)
+
+
+def _emit_score_tile(unit: Unit, span: Span, panel: Expr, tile: Expr) -> None:
     plan, problem, page = unit.plan, unit.problem, span.page
-    columns = plan.tile_vectors * plan.lanes
-    with loop(span.tiles) as tile, loop(PAGE // columns) as part:
-        column = opaque(part * columns)
-        rows = opaque(unit.at("queries", tile * (plan.tile_rows * problem.size)))
-        keys = opaque(unit.at("keys", column) if plan.is_widened else page.start + column)
+    column = opaque(panel * plan.columns)
+    rows = opaque(unit.at("queries", tile * (plan.tile_rows * problem.size)))
+    keys = opaque(unit.at("keys", column * problem.size) if plan.is_widened else page.start + column)
 
-        def key(k: Expr, vector: int, keys: Expr = keys) -> Expr:
-            index = keys + k * PAGE + vector * plan.lanes
-            if plan.is_widened:
-                return unit.room[_run(index, plan.lanes)]
-            return page.load(index, plan.lanes)
+    def key(k: Expr, vector: int) -> Expr:
+        if plan.is_widened:
+            return unit.room[_run(keys + k * plan.columns + vector * plan.lanes, plan.lanes)]
+        return page.load(keys + k * PAGE + vector * plan.lanes, plan.lanes)
 
-        def query(k: Expr, row: int, rows: Expr = rows) -> Expr:
-            return unit.room[rows + row * problem.size + k]
+    def query(k: Expr, row: int) -> Expr:
+        return unit.room[rows + row * problem.size + k]
 
-        sums = _products(plan.tile_rows, plan.tile_vectors, plan.lanes, problem.size, query, key)
-        for row in range(plan.tile_rows):
-            for vector in range(plan.tile_vectors):
-                score = sums[row * plan.tile_vectors + vector]
-                if page.dtype == "int8":
-                    score = score * page.scales(0, column + vector * plan.lanes, plan.lanes)
-                if problem.softcap:
-                    cap = broadcast(tirx.const(problem.softcap, "float32"), plan.lanes)
-                    score = tanh(let(score * broadcast(tirx.const(1.0 / problem.softcap, "float32"), plan.lanes))) * cap
-                index = (tile * plan.tile_rows + row) * PAGE + column + vector * plan.lanes
-                unit.store("scores", index, score, plan.lanes)
+    sums = _products(plan.tile_rows, plan.tile_vectors, plan.lanes, problem.size, query, key)
+    for row in range(plan.tile_rows):
+        for vector in range(plan.tile_vectors):
+            score = sums[row * plan.tile_vectors + vector]
+            if page.dtype == "int8":
+                score = score * page.scales(0, column + vector * plan.lanes, plan.lanes)
+            if problem.softcap:
+                cap = broadcast(tirx.const(problem.softcap, "float32"), plan.lanes)
+                score = tanh(let(score * broadcast(tirx.const(1.0 / problem.softcap, "float32"), plan.lanes))) * cap
+            index = (tile * plan.tile_rows + row) * PAGE + column + vector * plan.lanes
+            unit.store("scores", index, score, plan.lanes)
 
 
 def _run(index: Expr, lanes: int) -> Expr:
@@ -141,39 +156,65 @@ def _run(index: Expr, lanes: int) -> Expr:
 
 def _emit_softmax(unit: Unit, span: Span) -> None:
     """Scores become powers of e; maxima, totals and factors of what was before."""
-    plan, group = unit.plan, unit.problem.group
-    vectors = PAGE // plan.lanes
-    with loop(span.queries) as query:
-        least, last = span.limits(query)
-        low, high = (opaque(position - span.first) for position in (least, last))
-        with loop(group) as head:
-            row = opaque(query * group + head)
-            greatest = Registers(1, "float32", plan.lanes)
-            greatest[0] = broadcast(unit.load("maxima", row), plan.lanes)
-            with loop(vectors) as vector:
-                column = opaque(vector * plan.lanes)
-                score = _hidden(unit.load("scores", row * PAGE + column, plan.lanes), column, low, high, plan.lanes)
-                unit.store("scores", row * PAGE + column, score, plan.lanes)
-                greatest[0] = T.max(greatest[0], score)
-            before = let(unit.load("maxima", row))
-            now = let(over_lanes(greatest[0], T.max, plan.lanes))
-            factor = let(exp_nonpositive(before - now))
-            total = Registers(1, "float32", plan.lanes)
-            total[0] = zeros("float32", plan.lanes)
-            with loop(vectors) as vector:
-                column = opaque(vector * plan.lanes)
-                index = row * PAGE + column
-                power = let(exp_nonpositive(unit.load("scores", index, plan.lanes) - broadcast(now, plan.lanes)))
-                total[0] = total[0] + power
-                if span.page.dtype == "int8":
-                    scales = span.page.scales(1, column, plan.lanes)
-                    seen = _is_seen(column, low, high, plan.lanes)
-                    power = T.Select(seen, power * scales, zeros("float32", plan.lanes))
-                unit.store("scores", index, power, plan.lanes)
-            added = over_lanes(total[0], lambda left, right: left + right, plan.lanes)
-            unit.store("totals", row, unit.load("totals", row) * factor + added)
-            unit.store("maxima", row, now)
-            unit.store("factors", row, factor)
+
+    def rows(hides: bool) -> None:
+        with loop(span.queries) as query:
+            low, high = (opaque(position - span.first) for position in span.limits(query)) if hides else (0, 0)
+            with loop(unit.problem.group) as head:
+                _emit_softmax_row(unit, span, opaque(query * unit.problem.group + head), (low, high) if hides else None)
+
+    either(span.is_whole, lambda: rows(False), lambda: rows(True))
+
+
+def _emit_softmax_row(unit: Unit, span: Span, row: Expr, seen: tuple[Expr, Expr] | None) -> None:
+    """A row of scores; `seen` has the first and the last token that it sees, None: all."""
+    lanes = unit.plan.lanes
+    columns = range(0, PAGE, lanes) if PAGE // lanes <= _WRITTEN_OUT else None
+
+    def each(body: Callable[[Expr, int], None]) -> None:
+        if columns is not None:
+            for number, column in enumerate(columns):
+                body(tirx.const(column, "int64"), number)
+            return
+        with loop(PAGE // lanes) as vector:
+            body(opaque(vector * lanes), 0)
+
+    kept: dict[int, Expr] = {}
+
+    def score_at(column: Expr, number: int) -> Expr:
+        if number in kept and columns is not None:
+            return kept[number]
+        score = unit.load("scores", row * PAGE + column, lanes)
+        kept[number] = let(score) if seen is None else _hidden(score, column, *seen, lanes)
+        return kept[number]
+
+    before = let(unit.load("maxima", row))
+    greatest = Registers(1, "float32", lanes)
+    greatest[0] = broadcast(before, lanes)
+
+    def look(column: Expr, number: int) -> None:
+        greatest[0] = T.max(greatest[0], score_at(column, number))
+
+    each(look)
+    now = let(over_lanes(greatest[0], T.max, lanes))
+    factor = let(exp_nonpositive(before - now))
+    total = Registers(1, "float32", lanes)
+    total[0] = zeros("float32", lanes)
+
+    def power_of(column: Expr, number: int) -> None:
+        power = let(exp_nonpositive(score_at(column, number) - broadcast(now, lanes)))
+        total[0] = total[0] + power
+        if span.page.dtype == "int8":
+            power = power * span.page.scales(1, column, lanes)
+            if seen is not None:  # what was never written has no scale
+                power = T.Select(_is_seen(column, *seen, lanes), power, zeros("float32", lanes))
+        unit.store("scores", row * PAGE + column, power, lanes)
+
+    each(power_of)
+    added = over_lanes(total[0], lambda left, right: left + right, lanes)
+    unit.store("totals", row, unit.load("totals", row) * factor + added)
+    unit.store("maxima", row, now)
+    unit.store("factors", row, factor)
 
 
 def _is_seen(column: Expr, low: Expr, high: Expr, lanes: int) -> Expr:
@@ -189,43 +230,52 @@ def _hidden(score: Expr, column: Expr, low: Expr, high: Expr, lanes: int) -> Exp
 
 
 def _emit_values(unit: Unit, span: Span) -> None:
-    plan, problem, page = unit.plan, unit.problem, span.page
-    lanes, size = plan.width_lanes, problem.size
-    whole, rest = divmod(size // lanes, plan.tile_vectors)
+    """Values weighted by the powers of e, added to what was before; sums lie in panels, row by row."""
+    plan = unit.plan
+    whole = [(first, vectors) for first, vectors in plan.value_panels if vectors == plan.tile_vectors]
+    if whole:
+        with loop(len(whole)) as panel, loop(span.tiles) as tile:
+            _emit_value_tile(
+                unit, span, opaque(panel * (plan.tile_vectors * plan.width_lanes)), plan.tile_vectors, tile
+            )
+    for first, vectors in plan.value_panels[len(whole) :]:
+        with loop(span.tiles) as tile:
+            _emit_value_tile(unit, span, tirx.const(first, "int64"), vectors, tile)
 
-    def panel(tile: Expr, column: Expr, vectors: int) -> None:
-        values = opaque(unit.at("values", column) if plan.is_widened else page.values + column)
-        weights = opaque(unit.at("scores", tile * (plan.tile_rows * PAGE)))
 
-        def value(k: Expr, vector: int) -> Expr:
-            index = values + k * size + vector * lanes
-            return unit.room[_run(index, lanes)] if plan.is_widened else page.load(index, lanes)
+def _emit_value_tile(unit: Unit, span: Span, column: Expr, vectors: int, tile: Expr) -> None:
+    plan, page, size = unit.plan, span.page, unit.problem.size
+    lanes, width = plan.width_lanes, vectors * plan.width_lanes
+    values = opaque(unit.at("values", column * PAGE) if plan.is_widened else page.values + column)
+    weights = opaque(unit.at("scores", tile * (plan.tile_rows * PAGE)))
 
-        def weight(k: Expr, row: int) -> Expr:
-            return unit.room[weights + row * PAGE + k]
+    def value(k: Expr, vector: int) -> Expr:
+        if plan.is_widened:
+            return unit.room[_run(values + k * width + vector * lanes, lanes)]
+        return page.load(values + k * size + vector * lanes, lanes)
 
-        sums = _products(plan.tile_rows, vectors, lanes, span.count, weight, value)
-        for row in range(plan.tile_rows):
-            number = tile * plan.tile_rows + row
-            factor = let(broadcast(unit.load("factors", number), lanes))
-            for vector in range(vectors):
-                index = number * size + column + vector * lanes
-                before = unit.load("sums", index, lanes)
-                unit.store("sums", index, before * factor + sums[row * vectors + vector], lanes)
+    def weight(k: Expr, row: int) -> Expr:
+        return unit.room[weights + row * PAGE + k]
 
-    with loop(span.tiles) as tile:
-        if whole:
-            with loop(whole) as part:
-                panel(tile, opaque(part * (plan.tile_vectors * lanes)), plan.tile_vectors)
-        if rest:
-            panel(tile, tirx.const(whole * plan.tile_vectors * lanes, "int64"), rest)
+    sums = _products(plan.tile_rows, vectors, lanes, span.count, weight, value)
+    for row in range(plan.tile_rows):
+        number = tile * plan.tile_rows + row
+        factor = let(broadcast(unit.load("factors", number), lanes))
+        for vector in range(vectors):
+            index = column * plan.rows + number * width + vector * lanes
+            before = unit.load("sums", index, lanes)
+            unit.store("sums", index, before * factor + sums[row * vectors + vector], lanes)
+
+
+def each_sum(unit: Unit, row: Expr, body: Callable[[Expr, Expr, int], None]) -> None:
+    """Run `body` with the first column of each vector of a row's sums, the sums, and their number."""
+    plan, lanes = unit.plan, unit.plan.width_lanes
+    for first, vectors in plan.value_panels:
+        for vector in range(vectors):
+            index = first * plan.rows + row * (vectors * lanes) + vector * lanes
+            body(tirx.const(first + vector * lanes, "int64"), let(unit.load("sums", index, lanes)), lanes)
 
 
 def tiles_of(unit: Unit, queries: Expr) -> Expr:
     """How many tiles the rows of some queries fill."""
     return opaque(ceil_div(queries * unit.problem.group, unit.plan.tile_rows))
-
-
-def float_vector(lanes: int) -> str:
-    """The type of a vector of floats."""
-    return vector_type("float32", lanes)

@@ -31,6 +31,7 @@ class Graph:
     """Nodes and weights that become a model; every node has one output, named after it, unless it says others."""
 
     seed: int = 0
+    floats: str = "float32"
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     weights: dict[str, np.ndarray] = field(default_factory=dict)
 
@@ -44,9 +45,9 @@ class Graph:
         self.nodes.append(helper.make_node(kind, list(inputs), results, name, domain=domain, **more))
         return results[0]
 
-    def weight(self, name: str, value: Any, dtype: str = "float32") -> str:
-        """Add a weight; its name."""
-        self.weights[name] = np.asarray(value, dtype)
+    def weight(self, name: str, value: Any, dtype: str = "") -> str:
+        """Add a weight, by default of `floats`; its name."""
+        self.weights[name] = np.asarray(value, dtype or self.floats)
         return name
 
     def random_weight(self, name: str, *shape: int, scale: float = 1.0) -> str:
@@ -65,14 +66,14 @@ class Graph:
         return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
-def caches(shape: Shape, past: str, present: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def caches(shape: Shape, past: str, present: str, kind: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
     """Inputs and outputs of caches, with the names that both kinds of exporters give them."""
     dims = ["batch_size", shape.kv_heads, past, shape.size], ["batch_size", shape.kv_heads, present, shape.size]
     found: tuple[dict[str, Any], dict[str, Any]] = {}, {}
     for layer in range(shape.layers):
         for part in ("key", "value"):
-            found[0][f"past_key_values.{layer}.{part}"] = (1, dims[0])
-            found[1][f"present.{layer}.{part}"] = (1, dims[1])
+            found[0][f"past_key_values.{layer}.{part}"] = (kind, dims[0])
+            found[1][f"present.{layer}.{part}"] = (kind, dims[1])
     return found
 
 
@@ -87,6 +88,7 @@ class GenAI:
     norms_heads : Whether queries and keys are normalized before they are rotated, by a node of its own, as in Qwen 3.
     window : 0 for none.
     rotates_inside : Whether attention rotates, or a node before it.
+    floats : Type of all numbers between nodes, of caches and of logits.
     """
 
     shape: Shape = Shape()
@@ -98,10 +100,12 @@ class GenAI:
     window: int = -1
     softcap: float = 0.0
     rotates_inside: bool = True
+    floats: str = "float32"
 
     def model(self) -> onnx.ModelProto:
         """The whole model, as `builder.py` names its nodes."""
-        graph, shape = Graph(), self.shape
+        graph, shape = Graph(floats=self.floats), self.shape
+        kind = helper.np_dtype_to_tensor_dtype(np.dtype(self.floats))
         places = self._places(graph)
         table = graph.random_weight("model.embed_tokens.weight", shape.vocabulary, shape.hidden)
         skip = graph.node("/model/embed_tokens/Gather", table, "input_ids")
@@ -114,11 +118,11 @@ class GenAI:
         normal, _ = self._norm(graph, f"/model/layers.{shape.layers}/final_norm_layernorm", state, skip)
         self._product(graph, "/lm_head", normal, shape.hidden, shape.vocabulary, output="logits")
         dims = ["batch_size", "sequence_length"]
-        past, present = caches(shape, "past_sequence_length", "total_sequence_length")
+        past, present = caches(shape, "past_sequence_length", "total_sequence_length", kind)
         inputs = {"input_ids": (7, dims), "attention_mask": (7, ["batch_size", "total_sequence_length"])}
         if not self.rotates_inside:
             inputs["position_ids"] = (7, dims)
-        return graph.model(inputs | past, {"logits": (1, [*dims, shape.vocabulary]), **present}, 21)
+        return graph.model(inputs | past, {"logits": (kind, [*dims, shape.vocabulary]), **present}, 21)
 
     def _places(self, graph: Graph) -> tuple[str, str]:
         base = "/model/attn_mask_reformat/attn_mask_subgraph"

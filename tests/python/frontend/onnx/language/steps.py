@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
+from onnx import helper
 
 from seeds import fresh_rng
 
@@ -18,12 +19,18 @@ def zero_caches(model: onnx.ModelProto, batch: int, length: int) -> dict[str, np
     for info in model.graph.input:
         if info.name.startswith("past_key_values."):
             dims = info.type.tensor_type.shape.dim
-            found[info.name] = np.zeros((batch, dims[1].dim_value, length, dims[3].dim_value), "float32")
+            dtype = helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type)
+            found[info.name] = np.zeros((batch, dims[1].dim_value, length, dims[3].dim_value), dtype)
     return found
 
 
 def check_steps(
-    model: onnx.ModelProto, main: Any, length: int = 0, batch: int = 2, rows: tuple[int, ...] = (5, 1, 1, 1)
+    model: onnx.ModelProto,
+    main: Any,
+    length: int = 0,
+    batch: int = 2,
+    rows: tuple[int, ...] = (5, 1, 1, 1),
+    rtol: float = 1e-3,
 ) -> Mapping[str, np.ndarray]:
     """Compare logits and caches after every call; `length` is that of a shared cache, 0 for one that grows.
 
@@ -45,10 +52,10 @@ def check_steps(
         results = main(**feeds, **past)
         found = [result.numpy() for result in results]
         assert len(found) == len(wanted)
-        np.testing.assert_allclose(found[0], wanted[0], 1e-3, 1e-4)
+        np.testing.assert_allclose(found[0], wanted[0], rtol, rtol / 10)
         for own, want in zip(found[1:], wanted[1:], strict=True):
             assert own.shape == want.shape
-            np.testing.assert_allclose(own[:, :, :total], want[:, :, :total], 1e-3, 1e-4)
+            np.testing.assert_allclose(own[:, :, :total], want[:, :, :total], rtol, rtol / 10)
         theirs = dict(zip(past, wanted[1:], strict=True))
         past = dict(zip(past, found[1:] if not length else past.values(), strict=True))
         done = total

@@ -15,8 +15,9 @@ LAYERS = {"/model/layers.0/*": "llvm:0", "/model/layers.1/*": "llvm:1", "*": "ll
 GROWING = {"total_sequence_length": "past_sequence_length + sequence_length"}
 
 
+@pytest.mark.slow
 def test_steps_of_a_shared_cache_that_is_donated():
-    model = GenAI(shape=Shape(layers=1)).model()
+    model = GenAI().model()
     mod = rh.from_onnx(model, vdevices=["llvm"], shapes={"past_sequence_length": 16})
     donated = [name for name in mod["main"].attrs["input_names"] if str(name).startswith("past")]
     exe = rh.compile(mod, donate=donated)
@@ -44,3 +45,10 @@ def test_steps_of_other_models(options):
     model = GenAI(**options).model()
     mod = rh.from_onnx(model, shapes=GROWING)
     check_steps(model, rh.vm.VirtualMachine(rh.compile(mod))["main"])
+
+
+@pytest.mark.slow
+def test_steps_in_half_precision():
+    model = GenAI(floats="float16", has_bias=True).model()
+    mod = rh.from_onnx(model, shapes=GROWING)
+    check_steps(model, rh.vm.VirtualMachine(rh.compile(mod))["main"], rtol=0.1)

@@ -50,6 +50,7 @@ class Experts(Nodes):
 SWIGLU = {"activation_type": "swiglu", "swiglu_fusion": 1}
 
 
+@pytest.mark.slow
 def test_a_few_of_them():
     nodes = Experts()
     nodes.mix(k=2, activation_type="silu", normalize_routing_weights=1, is_batched=True)

@@ -1,0 +1,1 @@
+"""Decoders whose ``past_key_values`` become a cache of pages."""

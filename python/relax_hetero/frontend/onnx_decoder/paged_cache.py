@@ -1,0 +1,69 @@
+"""What a decoder's functions and its cache of pages are to be like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from ...encoding.pages import PAGE, PAGE_TYPES
+from ...errors import FrontendError
+
+
+@dataclass(frozen=True)
+class PagedCache:
+    """The functions and the cache that `from_onnx` makes of a decoder (``cache=``).
+
+    Attributes
+    ----------
+    batches : tuple of int
+        Rows of the functions ``decode_B``: one token of each of B sequences.
+    chunks : tuple of int
+        Rows of the functions ``prefill_C``: tokens that follow each other in one sequence.
+    slots : int, optional
+        Sequences that the cache holds at once; by default as many as the largest batch.
+    context : int
+        Most positions of a sequence.
+    page_type : str
+        Element type of the cache: "float16", "float32" or "int8".
+    all_logits : bool
+        Whether ``prefill_C`` gives the logits of all its rows, and not of one.
+
+    Raises
+    ------
+    FrontendError
+        If a number is none above 0, or there are no such pages.
+    """
+
+    batches: tuple[int, ...] = (1,)
+    chunks: tuple[int, ...] = (128,)
+    slots: int | None = None
+    context: int = 4096
+    page_type: str = "float16"
+    all_logits: bool = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self)[:4]:
+            value = getattr(self, field.name)
+            if value is None and field.name == "slots":
+                continue
+            numbers = list(value) if isinstance(value, (tuple, list)) else [value]
+            is_list = field.name in ("batches", "chunks")
+            is_right = isinstance(value, (tuple, list)) == is_list and numbers
+            if not is_right or any(not isinstance(number, int) or number < 1 for number in numbers):
+                raise FrontendError(f"PagedCache: {field.name} is {value!r}, expected whole numbers above 0")
+        if self.page_type not in PAGE_TYPES:
+            raise FrontendError(f"PagedCache: page_type is {self.page_type!r}, expected one of {', '.join(PAGE_TYPES)}")
+
+    @property
+    def sequences(self) -> int:
+        """How many the cache holds at once."""
+        return max(self.batches) if self.slots is None else self.slots
+
+    @property
+    def most_pages(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.context // PAGE)
+
+    def pages(self, window: int) -> int:
+        """Pages of a layer's cache: for each sequence those that a window and a chunk may touch, or all."""
+        touched = -(-(window + max(self.chunks)) // PAGE) + 1
+        return self.sequences * (min(self.most_pages, touched) if window else self.most_pages)

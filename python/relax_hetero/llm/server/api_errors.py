@@ -1,0 +1,65 @@
+"""Errors as the OpenAI endpoints tell them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi.responses import JSONResponse
+
+from ...errors import HeteroError, printable
+from ..errors import EngineClosedError, EngineFullError, RequestError, TokenizerError
+
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "invalid_request_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+_LONGEST = 2000
+"""Characters of a message; parts of a request may stand in it."""
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Attributes
+    ----------
+    status: Of HTTP.
+    body: As JSON.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        kind = _KINDS.get(status, "server_error")
+        message = printable(message)[:_LONGEST]
+        self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+    def response(self) -> JSONResponse:
+        """The answer."""
+        headers = {"Retry-After": "1"} if self.status in (429, 503) else {}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(self.body, self.status, headers)
+
+
+def api_error(error: Exception) -> ApiError:
+    """The answer to a request that an exception ended."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        name, colon, _ = str(error).partition(":")
+        return ApiError(400, str(error), param=name if colon and name.isidentifier() else None)
+    if isinstance(error, EngineFullError):
+        return ApiError(429, str(error), code="engine_full")
+    if isinstance(error, EngineClosedError):
+        return ApiError(503, str(error))
+    if isinstance(error, TokenizerError):
+        return ApiError(400, str(error))
+    if isinstance(error, HeteroError):
+        return ApiError(500, str(error))
+    return ApiError(500, "the server failed")  # the rest is in its log

@@ -1,0 +1,240 @@
+"""The application: endpoints over one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI, Response
+from fastapi import Request as HttpRequest
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+from ..chat_template import ChatTemplate
+from ..engine import Engine
+from ..params import SamplingParams
+from ..request import Request
+from .answers import ChatAnswers, CompletionAnswers, Form
+from .api_errors import ApiError, api_error
+from .bodies import Body, ChatBody, CompletionBody
+from .calls import StreamedAnswer, logged, whole_answer
+from .guard import Guard
+from .limits import Limits
+from .metrics import Metrics
+from .texts import Texts
+
+_PATHS = {"/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a server answers.
+
+    Attributes
+    ----------
+    name: Of the model.
+    api_key: That callers must have; None for none.
+    limits: Limits
+    """
+
+    name: str
+    api_key: str | None = None
+    limits: Limits = field(default_factory=Limits)
+
+
+def make_app(engine: Engine, settings: Settings, template: ChatTemplate | None = None) -> ASGIApp:
+    """The application, for any ASGI server.
+
+    Parameters
+    ----------
+    engine: Closed by its owner.
+    settings
+    template: Of conversations; without one, ``/v1/chat/completions`` says that there is none.
+    """
+    server = _Server(engine, settings, template)
+    app = FastAPI(title="relax-hetero", docs_url=None, redoc_url=None)
+    app.add_api_route("/v1/models", server.models, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", server.model, methods=["GET"])
+    app.add_api_route("/v1/completions", server.complete, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/chat/completions", server.chat, methods=["POST"], response_model=None)
+    app.add_api_route("/health", server.health, methods=["GET"])
+    app.add_api_route("/metrics", server.show_metrics, methods=["GET"])
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(ApiError, _on_error)
+    app.add_exception_handler(Exception, _on_error)
+    return Guard(app, settings.api_key, settings.limits.body_bytes, server.answered)
+
+
+class _Server:
+    def __init__(self, engine: Engine, settings: Settings, template: ChatTemplate | None) -> None:
+        self._engine, self._settings, self._template = engine, settings, template
+        self._limits, self._metrics = settings.limits, Metrics(engine)
+        self._in_flight = 0
+        self._created = int(time.time())
+
+    def answered(self, path: str, status: int) -> None:
+        """Count an answer; paths that callers make up are one."""
+        self._metrics.answered(path if path in _PATHS else "other", status)
+
+    async def models(self) -> dict[str, Any]:
+        """The model as a list."""
+        return {"object": "list", "data": [self._card()]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """The model by its name."""
+        self._check_model(name)
+        return self._card()
+
+    async def health(self) -> Response:
+        """Whether requests are taken."""
+        healthy = self._engine.healthy
+        return JSONResponse({"status": "ok" if healthy else "closed"}, 200 if healthy else 503)
+
+    async def show_metrics(self) -> Response:
+        """Numbers for Prometheus."""
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    async def complete(self, body: CompletionBody, http: HttpRequest) -> Response:
+        """Go on with prompts."""
+        self._check_model(body.model)
+        body.refuse_unsupported()
+        prompts = body.prompts()
+        most = self._most_tokens(body.max_tokens)
+        codec = self._engine.tokenizer
+
+        def begin() -> tuple[list[Request], list[str]]:
+            tokens = [codec.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+            shown = [self._shown(prompt) if body.echo else "" for prompt in prompts]
+            requests = self._submit(tokens, body, lambda n: body.params(n, most, body.logprobs))
+            return requests, [text for text in shown for _ in range(body.n)]
+
+        answers = CompletionAnswers(codec, self._settings.name, body.logprobs is not None, len(prompts) * body.n)
+        return await self._answer(body, http, answers, len(prompts), begin)
+
+    async def chat(self, body: ChatBody, http: HttpRequest) -> Response:
+        """Say the next thing in a conversation."""
+        self._check_model(body.model)
+        body.refuse_unsupported()
+        template, codec = self._template, self._engine.tokenizer
+        if template is None:
+            raise ApiError(400, "messages: the model's file has no chat template; use /v1/completions", "messages")
+        messages = [message.plain() for message in body.messages]
+        most = self._most_tokens(body.most_tokens)
+
+        def begin() -> tuple[list[Request], list[str]]:
+            tokens = codec.encode(template.render(messages, **(body.chat_template_kwargs or {})))
+            requests = self._submit([tokens], body, lambda n: body.params(n, most, body.alternatives))
+            return requests, [""] * body.n
+
+        answers = ChatAnswers(codec, self._settings.name, bool(body.logprobs))
+        return await self._answer(body, http, answers, 1, begin)
+
+    async def _answer(
+        self,
+        body: Body,
+        http: HttpRequest,
+        form: Form,
+        prompts: int,
+        begin: Callable[[], tuple[list[Request], list[str]]],
+    ) -> Response:
+        if prompts * body.n > self._limits.choices:
+            raise ApiError(400, f"n: found {prompts * body.n} texts, expected at most {self._limits.choices}", "n")
+        if self._in_flight >= self._limits.in_flight:
+            found = f"found {self._in_flight} requests in flight, expected at most {self._limits.in_flight}"
+            raise ApiError(429, found, code="rate_limit_exceeded")
+        self._in_flight += 1
+        texts: Texts | None = None
+        streams = False
+        try:
+            # In another thread: long prompts take a while to become tokens, and the event loop goes on.
+            requests, begins = await asyncio.to_thread(begin)
+            texts = Texts(requests, begins, self._limits.seconds)
+            if body.stream:
+                answer = StreamedAnswer(texts, form, body.tells_usage, lambda: self._end(texts))
+                streams = True  # and ends the texts when it has been written
+                return answer
+            return await whole_answer(texts, form, http)
+        except ApiError:
+            raise
+        except Exception as error:
+            raise logged(error) from error
+        finally:
+            if not streams:
+                self._end(texts)
+
+    def _end(self, texts: Texts | None) -> None:
+        self._in_flight -= 1
+        if texts is not None:
+            texts.close()
+            for request in texts.requests:
+                self._metrics.ended(request)
+
+    def _submit(
+        self, prompts: Sequence[Sequence[int]], body: Body, params: Callable[[int], SamplingParams]
+    ) -> list[Request]:
+        """All texts, or none."""
+        most = self._limits.prompt_tokens
+        for tokens in prompts:
+            if most and len(tokens) > most:
+                message = f"prompt: found {len(tokens):,} tokens, expected at most {most:,}"
+                raise ApiError(400, message, "prompt", "context_length_exceeded")
+            self._engine.check_prompt(tokens)
+        requests: list[Request] = []
+        try:
+            for tokens in prompts:
+                requests += [self._engine.submit(tokens, params(choice)) for choice in range(body.n)]
+        except BaseException:
+            for request in requests:
+                request.cancel()
+            raise
+        return requests
+
+    def _most_tokens(self, asked: int | None) -> int | None:
+        most = self._limits.max_tokens
+        if not most:
+            return asked
+        if asked is not None and asked > most:
+            raise ApiError(400, f"max_tokens: found {asked}, expected at most {most}", "max_tokens")
+        return most if asked is None else asked
+
+    def _shown(self, prompt: str | list[int]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return b"".join(self._engine.tokenizer.piece(token) for token in prompt).decode("utf-8", "replace")
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self._settings.name:
+            message = f"model: found {name!r}, expected {self._settings.name!r}"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self._settings.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "relax-hetero",
+            "max_model_len": self._engine.model.context,
+        }
+
+
+async def _on_invalid(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"][1:]) or "body"
+    return ApiError(400, f"{place}: {first['msg']}", place).response()
+
+
+async def _on_http(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return ApiError(error.status_code, f"{http.method} {http.url.path}: {error.detail}").response()
+
+
+async def _on_error(http: HttpRequest, error: Exception) -> Response:
+    return api_error(error).response()

@@ -1,0 +1,182 @@
+"""What callers may ask for, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..params import SamplingParams
+from .api_errors import ApiError
+
+
+class StreamOptions(BaseModel):
+    """What a stream has beside the text."""
+
+    model_config = ConfigDict(strict=True)
+    include_usage: bool = False
+
+
+class Body(BaseModel):
+    """What both endpoints take. Fields that are not known are ignored, as the OpenAI clients may send more."""
+
+    model_config = ConfigDict(strict=True)
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = Field(1, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    # These are not OpenAI's.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+
+    @property
+    def tells_usage(self) -> bool:
+        """Whether a stream ends with the number of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def params(self, choice: int, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """The parameters of one of the `n` texts; each has a seed of its own.
+
+        Raises
+        ------
+        RequestError: If one is outside of its range.
+        """
+        names = (
+            "temperature",
+            "top_p",
+            "frequency_penalty",
+            "presence_penalty",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "ignore_eos",
+        )
+        given = {name: getattr(self, name) for name in names}
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return SamplingParams(
+            **{name: value for name, value in given.items() if value is not None},
+            logit_bias=_biases(self.logit_bias or {}),
+            seed=None if self.seed is None else self.seed + choice,
+            stop=tuple(stops),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+        )
+
+
+class CompletionBody(Body):
+    """Of ``/v1/completions``."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    echo: bool = False
+    best_of: int | None = None
+    suffix: str | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """One or more, each a text or tokens."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise ApiError(400, "prompt: found an empty list, expected at least one prompt", "prompt")
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return list(self.prompt)  # type: ignore[arg-type]
+
+    def refuse_unsupported(self) -> None:
+        """ApiError for what would be ignored, and changes the answer."""
+        _refuse(self.suffix, "suffix")
+        if self.best_of is not None and self.best_of != self.n:
+            raise ApiError(400, f"best_of: found {self.best_of}, expected n, which is {self.n}", "best_of")
+
+
+class Part(BaseModel):
+    """A part of a message."""
+
+    model_config = ConfigDict(strict=True)
+    type: str
+    text: str | None = None
+
+
+class Message(BaseModel):
+    """A message of a conversation; other fields are given to the model's template."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    role: str = Field(min_length=1, max_length=64)
+    content: str | list[Part] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """With its text as one string."""
+        content = self.content
+        if isinstance(content, list):
+            other = next((part.type for part in content if part.type != "text"), None)
+            if other is not None:
+                raise ApiError(400, f"messages: found a part of type {other!r}, expected text", "messages")
+            content = "".join(part.text or "" for part in content)
+        return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
+
+
+class ResponseFormat(BaseModel):
+    """How a text is written."""
+
+    type: str = "text"
+
+
+class ChatBody(Body):
+    """Of ``/v1/chat/completions``."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Any] | None = None
+    functions: list[Any] | None = None
+    response_format: ResponseFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Of the text."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many of the most probable tokens are told with each."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def refuse_unsupported(self) -> None:
+        """ApiError for what would be ignored, and changes the answer."""
+        _refuse(self.tools, "tools")
+        _refuse(self.functions, "functions")
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs: found it without logprobs, expected logprobs: true", "top_logprobs")
+        if self.response_format is not None and self.response_format.type != "text":
+            message = f"response_format: found {self.response_format.type!r}, expected 'text'"
+            raise ApiError(400, message, "response_format")
+
+
+def _refuse(value: Any, name: str) -> None:
+    if value:
+        raise ApiError(400, f"{name}: this server does not support it", name)
+
+
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    try:
+        return {int(token): bias for token, bias in given.items()}
+    except ValueError:
+        wrong = next(token for token in given if not token.lstrip("-").isdigit())
+        raise ApiError(400, f"logit_bias: found {wrong!r}, expected the number of a token", "logit_bias") from None

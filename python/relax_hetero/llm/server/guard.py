@@ -1,0 +1,86 @@
+"""What is looked at before a request is read: its key, the size of its body; and how it was answered."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Callable
+
+from fastapi import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .api_errors import ApiError, api_error
+
+LOG = logging.getLogger(__name__)
+
+
+class Guard:
+    """Wraps the application.
+
+    Parameters
+    ----------
+    app
+    api_key: That callers of ``/v1`` must have; None for none.
+    body_bytes: The most of a body.
+    on_answer: Told the path and status of each answer.
+    """
+
+    def __init__(
+        self, app: ASGIApp, api_key: str | None, body_bytes: int, on_answer: Callable[[str, int], None]
+    ) -> None:
+        self._app, self._key, self._most, self._on_answer = app, api_key, body_bytes, on_answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through, or answer it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 0
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            try:
+                self._check(scope)
+                await self._app(scope, self._bounded(receive), watched)
+            except Exception as error:
+                if status:
+                    raise
+                answer = api_error(error)
+                if answer.status == 500:
+                    LOG.error("a request failed", exc_info=error)
+                await answer.response()(scope, receive, watched)
+        finally:
+            self._on_answer(scope["path"], status)
+
+    def _check(self, scope: Scope) -> None:
+        headers = dict(scope["headers"])
+        if self._key is not None and scope["path"].startswith("/v1"):
+            kind, _, key = headers.get(b"authorization", b"").partition(b" ")
+            if kind.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._key.encode()):
+                raise ApiError(
+                    401, "found no valid API key, expected it as Authorization: Bearer", code="invalid_api_key"
+                )
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > self._most:
+            found = length.decode("latin-1")
+            raise ApiError(413, f"body: found {found} bytes, expected at most {self._most:,}")
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """Bodies without a length in their header are counted as they come."""
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self._most:
+                # Of the kind that FastAPI lets through where it reads a body.
+                raise HTTPException(413, f"body: found more than {self._most:,} bytes, expected at most so many")
+            return message
+
+        return counted

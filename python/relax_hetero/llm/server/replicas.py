@@ -1,0 +1,82 @@
+"""Several servers with a model each, as replicas of Ray Serve, which shares requests among them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from ...errors import HeteroError
+from .app import Settings, make_app
+
+NAME = "relax_hetero_llm"
+
+
+def run_replicas(
+    load: Callable[[], Mapping[str, Any]],
+    settings: Settings,
+    replicas: int,
+    host: str,
+    port: int,
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
+    """Answer requests by several replicas until Ctrl-C.
+
+    Each replica is a process of Ray with an engine of its own, whose limits are per replica.
+
+    Parameters
+    ----------
+    load: Called in each replica; gives its `engine` and the `template` of conversations.
+    settings
+    replicas: How many.
+    host, port: Where Ray Serve listens.
+    on_ready: Told the address when all replicas have their model.
+
+    Raises
+    ------
+    HeteroError: If Ray Serve is not installed, or a replica does not start.
+    """
+    serve = _ray_serve()
+
+    def build() -> ASGIApp:
+        made = load()
+        return make_app(made["engine"], settings, made["template"])
+
+    deployment = serve.deployment(serve.ingress(build)()).options(
+        name=NAME,
+        num_replicas=replicas,
+        max_ongoing_requests=settings.limits.in_flight,
+        ray_actor_options={"num_cpus": 1, "runtime_env": _environment()},
+        logging_config={"enable_access_log": False},
+    )
+    http = {"host": host, "port": port, "request_timeout_s": settings.limits.seconds + 5}
+    try:
+        serve.start(http_options=http, logging_config={"enable_access_log": False})
+        serve.run(deployment.bind(), name=NAME)
+    except (RuntimeError, ValueError) as error:
+        serve.shutdown()
+        raise HeteroError(f"Ray Serve could not start {replicas} replicas: {error}") from error
+    try:
+        if on_ready is not None:
+            on_ready(f"http://{host}:{port}")
+        while True:
+            time.sleep(3600)
+    finally:
+        serve.shutdown()
+
+
+def _environment() -> dict[str, Any]:
+    """Replicas find what this process finds."""
+    names = ("PYTHONPATH", "TVM_NUM_THREADS", "RELAX_HETERO_CACHE")
+    return {"env_vars": {name: os.environ[name] for name in names if name in os.environ}}
+
+
+def _ray_serve() -> Any:
+    try:
+        from ray import serve
+    except ImportError as error:
+        raise HeteroError("--replicas needs Ray Serve; install relax-hetero[cluster]") from error
+    return serve

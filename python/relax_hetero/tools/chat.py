@@ -1,0 +1,147 @@
+"""``relax-hetero chat``: a conversation with a language model in the terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import HeteroError, printable
+from .command import command
+from .console import console
+from .language_model import Chosen, language_model_options
+
+if TYPE_CHECKING:
+    from ..llm import ChatTemplate, Engine, Request, SamplingParams
+
+_HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C ends an answer"
+
+
+@command("chat")
+@language_model_options
+@click.option("--system", metavar="TEXT", help="What the model is told before the conversation.")
+@click.option("--prompt", "-p", metavar="TEXT", help="Say this, print the answer on stdout, and end.")
+@click.option("--raw", is_flag=True, help="Go on with the text as it is, without a template of conversations.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=1024, show_default=True, help="Of one answer.")
+@click.option("--temperature", type=float, default=0.8, show_default=True, help="0 takes the likeliest token always.")
+@click.option("--top-k", type=int, default=40, show_default=True, help="Only the k likeliest tokens; 0 for all.")
+@click.option("--top-p", type=float, default=0.95, show_default=True, help="Only the likeliest that reach this sum.")
+@click.option("--min-p", type=float, default=0.05, show_default=True, help="Only those as likely as this fraction.")
+@click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="1 for none.")
+@click.option("--seed", type=int, help="The same seed gives the same answers.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End an answer before this text. Repeatable.")
+def chat_command(
+    chosen: Chosen,
+    system: str | None,
+    prompt: str | None,
+    raw: bool,
+    stop: tuple[str, ...],
+    **sampling: Any,
+) -> None:
+    """Talk with MODEL, a GGUF file or the folder of a compiled model.
+
+    \b
+    relax-hetero chat model.gguf
+    relax-hetero chat model.gguf --vdevice llvm --vdevice cuda --placement 'blk.[0-8].*=cuda' -p 'Who are you?'
+    """
+    from ..llm import Engine, SamplingParams
+
+    params = SamplingParams(stop=stop, **sampling)
+    if raw and (system is not None or chosen.template is not None):
+        raise click.UsageError("--raw knows no conversation: --system and --chat-template do not go with it")
+    model, tokenizer = chosen.load()
+    template = None if raw else chosen.chat_template(tokenizer)
+    with Engine(model, tokenizer, prefixes=1) as engine:
+        conversation = Conversation(engine, template, params, system)
+        if prompt is None:
+            converse(conversation)
+        else:
+            conversation.say(prompt)
+
+
+class Conversation:
+    """What was said so far.
+
+    Parameters
+    ----------
+    engine
+    template: None where texts are gone on with as they are.
+    params: Of each answer.
+    system: What the model is told before.
+    """
+
+    def __init__(
+        self, engine: Engine, template: ChatTemplate | None, params: SamplingParams, system: str | None
+    ) -> None:
+        self._engine, self._template, self._params, self._system = engine, template, params, system
+        self._messages: list[dict[str, str]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self._messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+
+    def say(self, text: str) -> None:
+        """Say something, and print the answer as it comes; Ctrl-C ends it.
+
+        What was said is forgotten if the model cannot answer it.
+
+        Raises
+        ------
+        HeteroError: As the engine and the template do.
+        """
+        messages = [*self._messages, {"role": "user", "content": text}]
+        request = self._engine.submit(text if self._template is None else self._template.render(messages), self._params)
+        answer = _printed(request)
+        self._messages = [*messages, {"role": "assistant", "content": answer}]
+        console(stderr=True).print(_speed(request), style="dim", markup=False)
+
+
+def converse(conversation: Conversation) -> None:
+    """Read what is said line by line until the end of the input."""
+    screen = console(stderr=True)
+    screen.print(_HELP, style="dim", markup=False)
+    while True:
+        try:
+            text = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        if text in ("/exit", "/quit", "/bye"):
+            return
+        if text == "/reset":
+            conversation.reset()
+            screen.print("the conversation begins anew", style="dim")
+        elif text.startswith("/"):
+            screen.print(_HELP, style="dim", markup=False)
+        elif text:
+            try:
+                conversation.say(text)
+            except HeteroError as error:
+                screen.print(f"error: {error}", style="red", markup=False)
+
+
+def _printed(request: Request) -> str:
+    parts: list[str] = []
+    try:
+        for delta in request:
+            parts.append(delta.text)
+            # A model may write commands for the terminal, too.
+            click.echo(printable(delta.text), nl=False)
+    except KeyboardInterrupt:
+        request.cancel()
+        request.result(10)
+    click.echo()
+    return "".join(parts)
+
+
+def _speed(request: Request) -> str:
+    usage, times = request.usage, request.times
+    end = times.finished or time.monotonic()
+    first = times.first_token or end
+    found = f"{usage.completion_tokens} tokens"
+    if usage.completion_tokens > 1 and end > first:
+        found += f", {(usage.completion_tokens - 1) / (end - first):.1f} tokens/s"
+    prompt = usage.prompt_tokens - usage.cached_tokens
+    return f"{found}; prompt of {usage.prompt_tokens} ({prompt} new) in {first - times.submitted:.2f} s"

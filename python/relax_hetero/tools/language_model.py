@@ -1,0 +1,152 @@
+"""Options of commands that run a language model, and the model that they name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from ..errors import HeteroError
+from .console import console
+from .placing import PairParam, VDeviceParam
+
+if TYPE_CHECKING:
+    from ..llm import ChatTemplate, Model, Tokenizer
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+AUTO = "auto"
+# A template is a page of text; a file that is none may be any size.
+_LONGEST_TEMPLATE = 1 << 20
+
+
+class PlacementParam(PairParam):
+    """``PATTERN=DEVICE``, or ``auto``."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Both texts, or the word."""
+        return value if value == AUTO else super().convert(value, param, ctx)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The model that options name.
+
+    Attributes
+    ----------
+    path: A GGUF file, or a folder of a model that was compiled before.
+    vdevices, placement, context, slots: As `relax_hetero.llm.load` takes them; None for its own.
+    template: A file with the template of conversations; None for the model's own.
+    """
+
+    path: Path
+    vdevices: list[Any] | None
+    placement: str | dict[str, str] | None
+    context: int | None
+    slots: int | None
+    template: Path | None
+
+    def load(self, quiet: bool = False) -> tuple[Model, Tokenizer]:
+        """The model and its tokenizer, with a spinner on stderr.
+
+        Raises
+        ------
+        HeteroError: If the file cannot be read, placed or compiled, or a package is not installed.
+        """
+        import relax_hetero.llm as llm
+
+        options = {"context": self.context, "slots": self.slots}
+        given = {name: value for name, value in options.items() if value is not None}
+        with console(stderr=True).status(f"Loading {self.path.name}") as status:
+            if not quiet:
+                given["progress"] = lambda step, done, total: status.update(
+                    f"Compiling {self.path.name}: {done} of {total} {step}"
+                )
+            return llm.load(self.path, vdevices=self.vdevices, placement=self.placement, **given)
+
+    def chat_template(self, tokenizer: Tokenizer) -> ChatTemplate:
+        """The template of conversations.
+
+        Raises
+        ------
+        TokenizerError: If the model has none, and none was given.
+        """
+        from ..artifact.regular_files import read_regular
+        from ..llm import ChatTemplate
+
+        if self.template is None:
+            return ChatTemplate.of(tokenizer)
+        try:
+            source = read_regular(self.template, _LONGEST_TEMPLATE).decode()
+        except UnicodeDecodeError as error:
+            raise HeteroError(f"{self.template}: is no text: {error}") from error
+        return ChatTemplate.of(tokenizer, source)
+
+
+_OPTIONS = (
+    click.option(
+        "--chat-template",
+        "template",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="A template of conversations in place of the model's own.",
+    ),
+    click.option("--slots", type=click.IntRange(min=1), help="The most texts that are written at once."),
+    click.option("--context", type=click.IntRange(min=2), metavar="TOKENS", help="The most tokens of a conversation."),
+    click.option(
+        "--placement",
+        multiple=True,
+        type=PlacementParam("pattern=device", "'blk.[0-8].*=cuda'"),
+        metavar="PATTERN=DEVICE",
+        help="Put the parts of the model whose names match a glob pattern on a device; the first that matches decides. "
+        "Repeatable; or the word auto.",
+    ),
+    click.option(
+        "--vdevice",
+        multiple=True,
+        type=VDeviceParam(),
+        metavar="DEVICE",
+        help="A device of the model: llvm (this CPU), cuda:1, or a TVM target as JSON. Repeatable; default: llvm.",
+    ),
+)
+
+
+def language_model_options(work: F) -> F:
+    """Add the argument MODEL, ``--vdevice``, ``--placement`` and others; the command gets one `Chosen`."""
+
+    @functools.wraps(work)
+    def gathered(
+        model: Path,
+        vdevice: tuple[Any, ...],
+        placement: tuple[Any, ...],
+        context: int | None,
+        slots: int | None,
+        template: Path | None,
+        **options: Any,
+    ) -> None:
+        work(
+            chosen=Chosen(model, list(vdevice) or None, _placement(placement), context, slots, template),
+            **options,
+        )
+
+    for option in _OPTIONS:
+        option(gathered)
+    argument = click.argument("model", type=click.Path(exists=True, path_type=Path))
+    return argument(gathered)  # type: ignore[no-any-return]
+
+
+def _placement(given: tuple[Any, ...]) -> str | dict[str, str] | None:
+    if AUTO in given:
+        if len(given) > 1:
+            raise click.UsageError("--placement auto and rules of --placement exclude each other")
+        return AUTO
+    rules: dict[str, str] = {}
+    for pattern, device in given:
+        if pattern in rules:
+            raise click.UsageError(f"--placement names {pattern!r} twice")
+        rules[pattern] = device
+    return rules or None

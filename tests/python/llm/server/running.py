@@ -1,0 +1,63 @@
+"""A server in a thread of this process, on a port that is free."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from relax_hetero.llm import ChatTemplate, Engine
+from relax_hetero.llm.server.app import Settings
+from relax_hetero.llm.server.limits import Limits
+from relax_hetero.llm.server.run import serve
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('nobody speaks') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+)
+
+
+@dataclass
+class Server:
+    """Where it listens, and what works behind it."""
+
+    url: str
+    engine: Engine
+
+
+@contextmanager
+def running(engine: Engine, **settings) -> Iterator[Server]:
+    """A server over an engine, which is closed at the end."""
+    import relax_hetero.llm.server.run as module
+
+    made, ready = [], threading.Event()
+    address: list[str] = []
+
+    def on_ready(url: str) -> None:
+        address.append(url)
+        ready.set()
+
+    original = module.make_server
+
+    def make(*arguments, **options):
+        made.append(original(*arguments, **{**options, "log_level": "critical"}))
+        return made[-1]
+
+    limits = settings.pop("limits", Limits())
+    module.make_server = make
+    template = ChatTemplate(TEMPLATE)
+    work = threading.Thread(
+        target=serve,
+        args=(engine, Settings("toy", limits=limits, **settings), template, "127.0.0.1", 0, on_ready),
+    )
+    try:
+        work.start()
+        assert ready.wait(30)
+        yield Server(address[0], engine)
+    finally:
+        module.make_server = original
+        made[0].should_exit = True
+        work.join(30)
+        engine.close()
+        assert not work.is_alive()

@@ -1,0 +1,197 @@
+"""relax-hetero chat and serve, over a model that computes nothing."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+import relax_hetero.llm as llm
+from llm.toy_model import ToyCodec, ToyModel, alone
+from relax_hetero.llm import ChatTemplate, TokenizerError
+from relax_hetero.tools.cli import cli
+
+
+class Codec(ToyCodec):
+    """As a tokenizer of a file."""
+
+    names = tuple(f"<{token}>" for token in range(300))
+    begin_id = None
+    chat_template: str | None = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:"
+
+    def token(self, name: str) -> None:
+        return None
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, list[dict]]:
+    """A file that is taken for a model, and what it was loaded with."""
+    calls: list[dict] = []
+
+    def load(path: Path, **options):
+        options.pop("progress", None)
+        calls.append(options)
+        return ToyModel(ends=False, context=options.get("context", 512)), Codec()
+
+    monkeypatch.setattr(llm, "load", load, raising=False)
+    path = tmp_path / "toy.gguf"
+    path.touch()
+    return path, calls
+
+
+def said(prompt: str, count: int) -> str:
+    return ToyCodec().decode(alone(ToyModel(ends=False), list(prompt.encode()), count))
+
+
+def invoke(*arguments: object, text: str | None = None):
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments], input=text)
+
+
+def test_a_prompt_is_answered(loaded):
+    path, calls = loaded
+    result = invoke("chat", path, "-p", "Hi", "--temperature", 0, "--max-tokens", 9, "--system", "Be brief")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == said("s:Be brief;u:Hi;a:", 9) + "\n"
+    assert "9 tokens" in result.stderr and "tokens/s" in result.stderr
+    assert calls == [{"vdevices": None, "placement": None}]
+
+
+def test_a_conversation_goes_on_until_it_is_reset(loaded):
+    path, _ = loaded
+    lines = "Hi\nMore\n/reset\nHi\n/what\n\n/exit\nnever\n"
+    result = invoke("chat", path, "--temperature", 0, "--max-tokens", 5, text=lines)
+    first = said("u:Hi;a:", 5)
+    assert result.stdout.split() == [first, said(f"u:Hi;a:{first};u:More;a:", 5), first]
+    assert result.exit_code == 0 and "/reset begins anew" in result.stderr
+
+
+def test_texts_are_gone_on_with_as_they_are(loaded):
+    path, _ = loaded
+    result = invoke("chat", path, "--raw", "--temperature", 0, "--max-tokens", 5, "-p", "Once")
+    assert result.stdout == said("Once", 5) + "\n"
+
+
+def test_errors_end_a_prompt_but_not_a_conversation(loaded):
+    path, _ = loaded
+    result = invoke("chat", path, "--context", 20, "--temperature", 0, "--max-tokens", 2, text="a" * 50 + "\nHi\n")
+    assert "expected at most 19" in result.stderr and result.stdout == said("u:Hi;a:", 2) + "\n"
+    result = invoke("chat", path, "-p", "a" * 600)
+    assert result.exit_code == 1 and result.stderr.splitlines()[-1].startswith("error: prompt: found 605 tokens")
+
+
+def test_options_reach_the_model(loaded):
+    path, calls = loaded
+    placing = ["--vdevice", "llvm", "--vdevice", json.dumps({"kind": "llvm"})]
+    rules = ["--placement", "blk.[0-8].*=llvm:1", "--placement", "*=llvm:0"]
+    result = invoke("chat", path, *placing, *rules, "--slots", 3, "-p", "Hi", "--max-tokens", 1)
+    assert result.exit_code == 0, result.output
+    assert invoke("chat", path, "--placement", "auto", "-p", "Hi", "--max-tokens", 1).exit_code == 0
+    assert calls == [
+        {
+            "vdevices": ["llvm", {"kind": "llvm"}],
+            "placement": {"blk.[0-8].*": "llvm:1", "*": "llvm:0"},
+            "slots": 3,
+        },
+        {"vdevices": None, "placement": "auto"},
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--placement", "auto", "--placement", "a=llvm"], "exclude each other"),
+        (["--placement", "blk"], "is not PATTERN=DEVICE"),
+        (["--placement", "a=llvm", "--placement", "a=cuda"], "twice"),
+        (["--raw", "--system", "a"], "--raw knows no conversation"),
+    ],
+)
+def test_options_that_exclude_each_other(loaded, arguments, message):
+    result = invoke("chat", loaded[0], *arguments)
+    assert result.exit_code == 2 and message in result.stderr
+
+
+def test_wrong_parameters_are_told_before_anything_is_loaded(loaded):
+    path, calls = loaded
+    result = invoke("chat", path, "--top-p", 2)
+    assert (result.exit_code, calls) == (1, []) and "top_p: found 2, expected 0 to 1" in result.stderr
+
+
+def test_a_template_of_ones_own(loaded, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("[{{ messages[-1].content }}]")
+    asked = ["--temperature", 0, "--max-tokens", 5, "-p", "Hi"]
+    assert invoke("chat", loaded[0], "--chat-template", template, *asked).stdout == said("[Hi]", 5) + "\n"
+    template.write_text("{% if %}")
+    result = invoke("chat", loaded[0], "--chat-template", template, *asked)
+    assert result.exit_code == 1 and "the chat template is none" in result.stderr
+
+
+def test_models_without_a_template(loaded, monkeypatch):
+    monkeypatch.setattr(Codec, "chat_template", None)
+    result = invoke("chat", loaded[0], "-p", "Hi")
+    assert result.exit_code == 1 and "found no chat template" in result.stderr
+    with pytest.raises(TokenizerError):
+        ChatTemplate.of(Codec())
+
+
+def test_the_server_answers_until_it_is_stopped(loaded, monkeypatch):
+    import relax_hetero.llm.server.run as run
+
+    servers, ready = [], threading.Event()
+    make = run.make_server
+    monkeypatch.setattr(
+        run, "make_server", lambda *given, **options: servers.append(make(*given, **options)) or servers[-1]
+    )
+    serve = run.serve
+    address: list[str] = []
+
+    def watched(engine, settings, template, host, port, on_ready):
+        def told(url: str) -> None:
+            on_ready(url)
+            address.append(url)
+            ready.set()
+
+        serve(engine, settings, template, host, port, told)
+
+    monkeypatch.setattr(run, "serve", watched)
+    results = []
+    arguments = ["serve", loaded[0], "--port", 0, "--api-key", "secret", "--max-tokens", 7]
+    work = threading.Thread(target=lambda: results.append(invoke(*arguments)))
+    work.start()
+    assert ready.wait(60)
+    url, headers = f"{address[0]}/v1/completions", {"authorization": "Bearer secret"}
+    answer = httpx.post(url, json={"prompt": "Once", "temperature": 0, "max_tokens": 7}, headers=headers)
+    assert answer.json()["model"] == "toy" and answer.json()["choices"][0]["text"] == said("Once", 7)
+    assert httpx.post(url, json={"prompt": "Once"}).status_code == 401
+    servers[0].should_exit = True
+    work.join(60)
+    assert results[0].exit_code == 0 and f"toy: {address[0]}/v1" in results[0].stderr
+
+
+def test_a_port_that_is_taken(loaded):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        result = invoke("serve", loaded[0], "--port", taken.getsockname()[1])
+    assert result.exit_code == 1 and "cannot listen there" in result.stderr
+
+
+def test_packages_that_are_not_installed(loaded, monkeypatch):
+    import builtins
+
+    plain = builtins.__import__
+
+    def without(name, *arguments, **options):
+        if name == "fastapi":
+            raise ImportError("no fastapi", name="fastapi")
+        return plain(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    result = invoke("serve", loaded[0])
+    assert result.exit_code == 1 and "install relax-hetero[llm,serve]" in result.stderr
