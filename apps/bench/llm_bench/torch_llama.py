@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from gpu_bench.device_time import Clock, Launch, torch_on_gpu
@@ -22,6 +23,7 @@ class TorchLlama:
 
     def __init__(self, shape: LlamaShape) -> None:
         self.torch, self.shape = torch_on_gpu(), shape
+        self._held: list[Any] = []
 
         def weight(columns: int, depth: int) -> Tensor:
             made = self.torch.empty((columns, depth), dtype=self.torch.float16, device="cuda")
@@ -51,7 +53,7 @@ class TorchLlama:
         def work() -> list[Tensor]:
             return [self._forward(tokens, batch, 1, at, cache)]
 
-        return captured(clock, work)[0]
+        return self._captured(clock, work)
 
     def prefill(self, clock: Clock, rows: int) -> Launch:
         """A launch of a prefill of one sequence, which gives the last row's logits."""
@@ -61,7 +63,13 @@ class TorchLlama:
         def work() -> list[Tensor]:
             return [self._forward(tokens, 1, rows, at, None)]
 
-        return captured(clock, work)[0]
+        return self._captured(clock, work)
+
+    def _captured(self, clock: Clock, work: Callable[[], list[Tensor]]) -> Launch:
+        """A launch of the work; a graph reads its tensors where they lie, so they stay as long as the model."""
+        made = captured(clock, work)
+        self._held.append(made)
+        return made[0]
 
     def _forward(self, tokens: Tensor, batch: int, rows: int, at: Tensor, cache: list[Tensor] | None) -> Tensor:
         torch, shape = self.torch, self.shape

@@ -290,13 +290,6 @@ class EncodingKernels:
         name = "_".join(["block_matmul", shape_text(sizes), self._names.device(target), *epilogue[:_NAMED_OPS]])
         return self._solve(problem, target, name, ["block_matmul", *epilogue], where)
 
-    def block_rows(self, call: relax.Call, result: relax.TensorType, where: str) -> tvm.ir.GlobalVar:
-        """The kernel that unpacks rows of weights in blocks."""
-        target = target_of(result.vdevice)
-        problem = block_rows_problem(call, result)
-        name = f"block_rows_{shape_text(problem.result.shape)}_{self._names.device(target)}"
-        return self._solve(problem, target, name, ["block_rows"], where)
-
     def unpacked_product(
         self, call: relax.Call, result: relax.TensorType, where: str
     ) -> tuple[tvm.ir.GlobalVar, relax.TensorType, tvm.ir.GlobalVar, int] | None:
@@ -322,6 +315,13 @@ class EncodingKernels:
         shape = [int(extent) for extent in layout.packed_shape([problem.depth, problem.columns])]
         ty = relax.TensorType(shape, problem.lhs.dtype, result.vdevice)
         return unpack, ty, multiply, len(problem.weights)
+
+    def block_rows(self, call: relax.Call, result: relax.TensorType, where: str) -> tvm.ir.GlobalVar:
+        """The kernel that unpacks rows of weights in blocks."""
+        target = target_of(result.vdevice)
+        problem = block_rows_problem(call, result)
+        name = f"block_rows_{shape_text(problem.result.shape)}_{self._names.device(target)}"
+        return self._solve(problem, target, name, ["block_rows"], where)
 
     def relayout(self, source: Stored, result: Stored, where: str) -> tvm.ir.GlobalVar:
         """The kernel that lays a tensor out anew; one of both is row-major for packing and unpacking."""

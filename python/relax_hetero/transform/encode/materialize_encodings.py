@@ -271,17 +271,16 @@ class _Function:
         """The call of a kernel on the weights' bits, or of one that unpacks them, and of a product."""
         var, call = binding.var, binding.value
         where = f"{op_name(call)} of variable {var.name!r} in function {self.name!r}"
-        if op_name(call) == BLOCK_ROWS:
-            rows = self.kernels.block_rows(call, var.ty, where)
-            return relax.VarBinding(var, self._call(rows, call.args, var.ty), binding.span)
-        parts = self.kernels.unpacked_product(call, var.ty, where)
+        is_product = op_name(call) == BLOCK_MATMUL
+        parts = self.kernels.unpacked_product(call, var.ty, where) if is_product else None
         if parts is not None:
             unpack, ty, multiply, count = parts
             numbers = type(var)(f"{var.name}_numbers", ty)
             made = relax.VarBinding(numbers, self._call(unpack, call.args[1 : 1 + count], ty), binding.span)
             product = self._call(multiply, [call.args[0], numbers, *call.args[1 + count :]], var.ty)
             return [made, relax.VarBinding(var, product, binding.span)]
-        kernel = self.kernels.block_product(call, var.ty, where)
+        write = self.kernels.block_product if is_product else self.kernels.block_rows
+        kernel = write(call, var.ty, where)
         return relax.VarBinding(var, self._call(kernel, call.args, var.ty), binding.span)
 
     def _stored(self, expr: relax.Expr) -> Stored:
