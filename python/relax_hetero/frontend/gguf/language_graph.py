@@ -2,7 +2,8 @@
 
 ``decode_B`` takes one token of each of B sequences; ``prefill_C`` takes C tokens that follow each other in one
 sequence, and gives the logits of one of them. Both write keys and values of the tokens into the pages of the cache,
-which they take and give back layer by layer. Variables are named after the file's tensors (``blk.3.attn_q``), for placement.
+which they take and give back layer by layer. Variables are named after the file's tensors (``blk.3.attn_q``), for
+placement.
 """
 
 from __future__ import annotations
