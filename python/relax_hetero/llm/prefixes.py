@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..errors import CacheError
 from .model import Cache
 
 
@@ -59,11 +60,12 @@ class Prefixes:
             self.drop_oldest()
         self._kept.append(Prefix(slot, mine))
 
-    def drop_oldest(self) -> bool:
-        """Free the sequence that was not used for the longest time; False if there is none."""
-        if not self._kept:
+    def drop_oldest(self, but: Prefix | None = None) -> bool:
+        """Free the sequence that was not used for the longest time, other than `but`; False if there is none."""
+        oldest = next((prefix for prefix in self._kept if prefix is not but), None)
+        if oldest is None:
             return False
-        self._drop(self._kept[0])
+        self._drop(oldest)
         return True
 
     def longest(self, tokens: np.ndarray, others: Iterable[Prefix] = ()) -> tuple[Prefix, int] | None:
@@ -81,24 +83,51 @@ class Prefixes:
             return None
         return best
 
-    def fork(self, prefix: Prefix, length: int) -> int:
+    def begin(self, prefix: Prefix, length: int) -> int | None:
         """The slot of a new sequence of the first `length` tokens.
+
+        Other kept sequences are freed where there is no room for it; with none of them left, the new sequence takes
+        the place of the one that it begins like.
+
+        Returns
+        -------
+        int or None: None if the sequence cannot be cut to that length, as its window has moved on.
 
         Raises
         ------
-        CacheError: If no slot is left, or the sequence cannot be cut to that length.
+        CacheError: If there is no room for one more.
         """
-        slot = self._cache.fork(prefix.slot)
-        try:
-            if length < prefix.tokens.size:
-                self._cache.cut(slot, length)
-        except Exception:
+        while True:
+            try:
+                slot = self._cache.fork(prefix.slot)
+                break
+            except CacheError:
+                if self.drop_oldest(but=prefix):
+                    continue
+                if prefix not in self._kept:
+                    raise
+                return self._taken(prefix, length)
+        if not self._cut(slot, prefix, length):
             self._cache.free(slot)
-            raise
+            return None
         if prefix in self._kept:
             self._kept.remove(prefix)
             self._kept.append(prefix)
         return slot
+
+    def _taken(self, prefix: Prefix, length: int) -> int | None:
+        if not self._cut(prefix.slot, prefix, length):
+            return None
+        self._kept.remove(prefix)
+        return prefix.slot
+
+    def _cut(self, slot: int, prefix: Prefix, length: int) -> bool:
+        try:
+            if length < prefix.tokens.size:
+                self._cache.cut(slot, length)
+        except CacheError:
+            return False
+        return True
 
     def _drop(self, prefix: Prefix) -> None:
         self._kept.remove(prefix)

@@ -145,10 +145,9 @@ class Scheduler:
         ]
         found = self._prefixes.longest(tokens, running)
         if found is not None:
-            try:
-                return self._prefixes.fork(*found), found[1]
-            except CacheError:  # its window has moved on, or there is no slot for one more
-                pass
+            slot = self._prefixes.begin(*found)
+            if slot is not None:
+                return slot, found[1]
         while True:
             try:
                 return self._cache.add(), 0

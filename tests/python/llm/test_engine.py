@@ -80,6 +80,22 @@ def test_a_prompt_with_the_beginning_of_another_is_not_computed_again():
     assert reused == len(start) + len(start)
 
 
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_kept_sequences_leave_room_for_requests_that_begin_alike(slots):
+    model = ToyModel(slots=slots, cache_slots=slots, ends=False)
+    start = [97] * 100
+    params = SamplingParams(temperature=0, max_tokens=5)
+    with Engine(model, CODEC) as engine:
+        for end in range(6):
+            other = [98 + end] * 40
+            assert engine.submit(other, params).result(60) == text_alone(model, other, 5)[0]
+            for tail in (100, 101):
+                request = engine.submit([*start, tail], params)
+                assert request.result(60) == text_alone(model, [*start, tail], 5)[0]
+            assert request.usage.cached_tokens == 100
+    assert model.cache.used == 0
+
+
 def test_equal_prompts_at_once_share_their_pages():
     model = ToyModel(slots=8, ends=False)
     prompt = [97] * 200
