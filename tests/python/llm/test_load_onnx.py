@@ -10,8 +10,8 @@ import onnxruntime
 import pytest
 
 import relax_hetero as rh
-from frontend.onnx.language.decoder_graphs import GenAI, Shape
-from frontend.onnx.language.steps import zero_caches
+from frontend.onnx_decoder.decoder_graphs import GenAI, Shape
+from frontend.onnx_decoder.steps import zero_caches
 from llm.toy_model import ToyCodec
 from relax_hetero.llm import Engine, SamplingParams
 

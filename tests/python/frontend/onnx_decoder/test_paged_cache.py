@@ -12,8 +12,8 @@ import pytest
 import tvm
 
 import relax_hetero as rh
-from frontend.onnx.language.decoder_graphs import GenAI, Shape
-from frontend.onnx.language.steps import zero_caches
+from frontend.onnx_decoder.decoder_graphs import GenAI, Shape
+from frontend.onnx_decoder.steps import zero_caches
 from seeds import fresh_rng
 
 CHUNK, SLOTS, CONTEXT = 32, 3, 128

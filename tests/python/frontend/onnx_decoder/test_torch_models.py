@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 import relax_hetero as rh
-from frontend.onnx.language.decoder_graphs import Shape
-from frontend.onnx.language.steps import check_steps
-from frontend.onnx.language.torch_graphs import Torch
+from frontend.onnx_decoder.decoder_graphs import Shape
+from frontend.onnx_decoder.steps import check_steps
+from frontend.onnx_decoder.torch_graphs import Torch
 
 TWO = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}]
 ONE_HEAD = replace(Shape(), kv_heads=4)

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 import relax_hetero as rh
-from frontend.onnx.language.decoder_graphs import GenAI, Shape
-from frontend.onnx.language.steps import check_steps
+from frontend.onnx_decoder.decoder_graphs import GenAI, Shape
+from frontend.onnx_decoder.steps import check_steps
 
 TWO = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}]
 LAYERS = {"/model/layers.0/*": "llvm:0", "/model/layers.1/*": "llvm:1", "*": "llvm:0"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 
-from frontend.onnx.language.decoder_graphs import Graph, Shape, caches
+from frontend.onnx_decoder.decoder_graphs import Graph, Shape, caches
 
 TOTAL = "past_sequence_length + sequence_length"
 _END = 2**63 - 1
