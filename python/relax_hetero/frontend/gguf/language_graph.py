@@ -70,7 +70,6 @@ class _Function:
         self.model, self.weights, self.sizes, self.rows, self.kind = model, weights, sizes, rows, kind
         self.builder = relax.BlockBuilder()
         self.bindings: list[relax.Binding] = []
-        self.matrices: dict[str, relax.Expr] = {}
         self.rotations: dict[tuple[float, float], relax.Expr] = {}
 
         def integers(name: str, shape: Sequence[int]) -> relax.Var:
@@ -258,19 +257,20 @@ class _Function:
         normal = self.emit(relax.op.multiply(x, inverse), f"{name}.normal")
         return self.emit(relax.op.multiply(normal, weight), name)
 
-    def _matrix(self, tensor: str, shape: Sequence[int]) -> relax.Expr:
-        """A matrix of the file in numbers, one variable in a function: rows of ``shape[-1]``."""
-        if tensor not in self.matrices:
-            data, form = self.weights.matrix(f"{tensor}.weight", shape)
-            if form:
-                data = self.emit(dequantize_blocks(data, depth=shape[-1], format=form), f"{tensor}.numbers")
-            self.matrices[tensor] = data
-        return self.matrices[tensor]
+    def _matrix(self, tensor: str, shape: Sequence[int], name: str | None = None) -> relax.Expr:
+        """A matrix of the file in numbers, a variable for each use, which may be on a device of its own.
+
+        Rows of ``shape[-1]``.
+        """
+        data, form = self.weights.matrix(f"{tensor}.weight", shape)
+        if not form:
+            return data
+        return self.emit(dequantize_blocks(data, depth=shape[-1], format=form), f"{name or tensor}.numbers")
 
     def _product(self, x: relax.Expr, tensor: str, columns: int, depth: int, name: str | None = None) -> relax.Expr:
         """A product with a matrix of the file, and its bias where there is one: (rows, columns)."""
         name = name or tensor
-        matrix = self._matrix(tensor, [columns, depth])
+        matrix = self._matrix(tensor, [columns, depth], name)
         turned = self.emit(relax.op.permute_dims(matrix, [1, 0]), f"{name}.turned")
         result = self.emit(relax.op.matmul(x, turned), name)
         if f"{tensor}.bias" in self.weights:
