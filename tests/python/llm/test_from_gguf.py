@@ -3,66 +3,40 @@
 import numpy as np
 import pytest
 
-import relax_hetero as rh
 from llm.gguf_files import MODELS, write_gguf
 from llm.reference_model import ReferenceModel
-from relax_hetero.frontend.from_gguf import hyperparameters_of
-from relax_hetero.frontend.gguf.file import read_gguf
+from llm.run_gguf import run
 
-ROWS = 32
-PAGES = 64
+TOKENS = np.random.default_rng(1).integers(0, 320, 83)
 
 
-def run(path, tokens, decoded, vdevices=None, placement=None, page_type="float32"):
-    """Logits of all tokens: a prompt in chunks, the last `decoded` ones by themselves."""
-    file = read_gguf(path)
-    layers = hyperparameters_of(file).layers
-    mod = rh.from_gguf(
-        file, vdevices, placement, chunks=(ROWS,), slots=2, context=256, page_type=page_type, all_logits=True
-    )
-    donated = [f"pages_{layer}" for layer in range(layers)]
-    executable = rh.compile(mod, donate={"decode_1": donated, f"prefill_{ROWS}": donated})
-    machine = rh.vm.VirtualMachine(executable)
-    signature = executable.signature("decode_1")
-    shapes = {value.name: tuple(value.shape) for value in signature.inputs}
-    windows = hyperparameters_of(file).windows
-    counts = {
-        "table_window" if window else "table_full": shapes[pages][0]
-        for window, pages in zip(windows, donated, strict=True)
-    }
-    # Not 0 where nothing is written.
-    pages = [np.full(shapes[name], 7.0, page_type) for name in donated]
-    tables = {name: table_of(shapes[name], counts[name]) for name in shapes if name.startswith("table")}
-    found, prompt = [], len(tokens) - decoded
-    cuts = [(first, min(first + ROWS, prompt)) for first in range(0, prompt, ROWS)]
-    cuts += [(first, first + 1) for first in range(prompt, len(tokens))]
-    for first, end in cuts:
-        rows = ROWS if first < prompt else 1
-        given = {"tokens": np.zeros(rows, "int32"), "positions": np.full(rows, end - 1, "int32")}
-        given |= {"sequences": np.full(rows, -1, "int32"), **tables}
-        given["tokens"][: end - first] = tokens[first:end]
-        given["positions"][: end - first] = np.arange(first, end)
-        given["sequences"][: end - first] = 1
-        logits, *pages = machine["decode_1" if rows == 1 else f"prefill_{ROWS}"](
-            **given, **dict(zip(donated, pages, strict=True))
-        )
-        found.append(logits.numpy()[: end - first])
-    return np.concatenate(found)
-
-
-def table_of(shape, count):
-    """Pages of slot 1 in an order of no system, from the first on again where there are fewer than columns."""
-    table = np.full(shape, -1, "int32")
-    own = np.random.default_rng(3).permutation(count)[: count // shape[0]]
-    table[1] = np.resize(own, shape[1])
-    return table
+def check(path, found, tolerance):
+    wanted = ReferenceModel(path).logits(TOKENS)
+    assert wanted.std() > 0.5
+    np.testing.assert_allclose(found, wanted, atol=tolerance * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits(name, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", MODELS[name])
-    tokens = np.random.default_rng(1).integers(0, 320, 83)
-    wanted = ReferenceModel(path).logits(tokens)
-    found = run(path, tokens, 13)
-    assert wanted.std() > 0.5
-    np.testing.assert_allclose(found, wanted, atol=2e-4 * np.abs(wanted).max())
+    check(path, run(path, TOKENS, 13), 2e-4)
+
+
+@pytest.mark.parametrize("kind", ["Q5_0", "Q4_K", "Q6_K"])
+def test_logits_of_blocks(kind, tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", MODELS["llama-tied"], {"*": kind})
+    check(path, run(path, TOKENS, 13), 2e-4)
+
+
+TWO = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v3"}]
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [{"blk.0.*": "llvm:1", "output*": "llvm:1"}, {"blk.*.ffn*": "llvm:1"}, {"blk.*.attn*": "llvm:1"}],
+    ids=["layers", "feed-forward", "attention"],
+)
+def test_two_devices(placement, tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", MODELS["llama-tied"], {"*": "Q8_0"})
+    found = run(path, TOKENS, 13, TWO, placement)
+    check(path, found, 2e-4)

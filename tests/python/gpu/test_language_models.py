@@ -1,0 +1,41 @@
+"""Language models of GGUF files on a GPU, and over a CPU and a GPU, against the float64 reference."""
+
+import numpy as np
+import pytest
+
+from llm.gguf_files import MODELS, write_gguf
+from llm.reference_model import ReferenceModel
+from llm.run_gguf import run
+from models.running import needs_gpu
+
+pytestmark = [pytest.mark.gpu, needs_gpu]
+
+TOKENS = np.random.default_rng(1).integers(0, 320, 83)
+
+
+def check(path, found):
+    """Keys and values are rounded to float16, products perhaps to 10 bits of fraction."""
+    wanted = ReferenceModel(path).logits(TOKENS)
+    assert np.abs(found - wanted).max() < 0.02 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_on_a_gpu(name, tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", MODELS[name], {"*attn*": "F32", "*": "Q8_0"})
+    check(path, run(path, TOKENS, 13, ["cuda"], page_type="float16"))
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q4_0", "Q4_K", "Q5_0", "Q6_K"])
+def test_blocks_on_a_gpu(kind, tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", MODELS["llama-tied"], {"*": kind})
+    check(path, run(path, TOKENS, 13, ["cuda"], page_type="float16"))
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [{"blk.0.*": "cuda"}, {"blk.*.ffn*": "cuda"}, {"blk.*.attn*": "cuda"}, {"blk.1.*": "cuda", "output*": "cuda"}],
+    ids=["first", "feed-forward", "attention", "last"],
+)
+def test_over_a_cpu_and_a_gpu(placement, tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", MODELS["llama-tied"], {"*": "Q8_0"})
+    check(path, run(path, TOKENS, 13, ["llvm", "cuda"], placement, page_type="float16"))
