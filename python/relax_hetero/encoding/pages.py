@@ -26,6 +26,9 @@ from ..errors import EncodingError
 PAGE = 64
 """Tokens of a page."""
 
+TABLES = {False: "table_full", True: "table_window"}
+"""Names of the tables of layers that see all tokens, and of those that have a window."""
+
 PAGE_TYPES = ("float16", "bfloat16", "float32", "int8")
 """Element types that a cache may have."""
 
@@ -54,6 +57,11 @@ def head_elements(size: int, dtype: str) -> int:
         raise EncodingError(f"pages of {dtype}: expected one of {', '.join(PAGE_TYPES)}")
     scales = 2 * PAGE * _SCALE_BYTES if dtype == "int8" else 0
     return 2 * PAGE * size + scales
+
+
+def pages_of_window(window: int, chunk: int) -> int:
+    """Pages that a sequence has at once in a layer with a window, where at most `chunk` tokens are added at a time."""
+    return -(-(window + chunk) // PAGE) + 1
 
 
 def page_shape(pages: Any, kv_heads: int, size: int, dtype: str = "float16") -> tuple[Any, int, int]:

@@ -6,8 +6,8 @@ from .from_gguf import from_gguf
 from .from_onnx import from_onnx
 from .from_torch import from_torch
 from .import_limits import ImportLimits
-from .onnx_decoder.paged_cache import PagedCache
 from .onnx_report import NodeReport, OnnxReport, onnx_report
+from .paged_cache import PagedCache
 from .place import place
 
 __all__ = [

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tvm
 
-from ..encoding.pages import PAGE
 from ..errors import FrontendError
 from .auto.auto_placement import memory_limits
 from .auto.cost_model import CostModel
 from .gguf.file import GgufFile, read_gguf
 from .gguf.hyperparameters import Hyperparameters, read_hyperparameters
-from .gguf.language_graph import Sizes, language_module
+from .gguf.language_graph import language_module
 from .gguf.place_layers import place_layers
 from .gguf.weights import Weights
+from .paged_cache import PagedCache
 from .place import place
 from .placed_import import check_placement
 
@@ -84,19 +84,13 @@ def from_gguf(
     devices = check_placement(vdevices, placement, cost_model, "latency", memory_limit)
     file = path if isinstance(path, GgufFile) else read_gguf(path)
     model = hyperparameters_of(file)
-    slots = max(batches) if slots is None else slots
-    most = -(-(context or model.context) // PAGE)
-    for name, values in (("batches", batches), ("chunks", chunks), ("slots", [slots])):
-        if not values or any(not isinstance(value, int) or value < 1 for value in values):
-            raise FrontendError(f"from_gguf: {name} is {values!r}, expected whole numbers above 0")
-    pages = tuple(_pages_of(model, layer, most, max(chunks)) * slots for layer in range(model.layers))
-    sizes = Sizes(tuple(batches), tuple(chunks), slots, most, pages, page_type, all_logits)
-    mod = language_module(model, Weights(file), sizes)
+    cache = PagedCache(tuple(batches), tuple(chunks), slots, context or model.context, page_type, all_logits)
+    mod = language_module(model, Weights(file), cache)
     if devices is None:
         return mod
     if isinstance(placement, str):
         costs = cost_model or CostModel.measured(devices)
-        placement = place_layers(file, model, sizes, devices, costs, memory_limits(memory_limit, devices))
+        placement = place_layers(file, model, cache, devices, costs, memory_limits(memory_limit, devices))
     return place(mod, placement or {}, devices)
 
 
@@ -106,9 +100,3 @@ def hyperparameters_of(file: GgufFile) -> Hyperparameters:
     if table is None:
         raise FrontendError(f"{file.path}: has no tensor 'token_embd.weight', expected a language model")
     return read_hyperparameters(file.fields, table.shape[0], str(file.path))
-
-
-def _pages_of(model: Hyperparameters, layer: int, most: int, chunk: int) -> int:
-    """Pages of a sequence in a layer: those that a window and a chunk may touch, or all."""
-    window = model.window_of(layer)
-    return min(most, -(-(window + chunk) // PAGE) + 1) if window else most

@@ -21,7 +21,7 @@ from .onnx.model import ModelSource, OnnxModel, errors_of, load_model
 from .onnx.node_names import name_nodes
 from .onnx.placement_rules import PlacementRules, assign_devices
 from .onnx_decoder.decoder_module import decoder_module
-from .onnx_decoder.paged_cache import PagedCache
+from .paged_cache import PagedCache
 from .place import place
 from .placed_import import ImportSource, check_placement, placed_module
 

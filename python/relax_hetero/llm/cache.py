@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import tvm
 from tvm import runtime
 
-from ..encoding.pages import PAGE, page_bytes, page_shape
+from ..encoding.pages import PAGE, TABLES, page_bytes, page_shape, pages_of_window
 from ..errors import CacheError
 from ..vm.device.devices import bind_devices
 from .page_group import PageGroup
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..vm.file.executable import Executable
     from .description import ModelDescription
 
-FULL, WINDOW = "table_full", "table_window"
+FULL, WINDOW = TABLES[False], TABLES[True]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class KVCache:
         self.layers, self.slots, self.dtype = tuple(layers), slots, dtype
         self._columns = -(-length // PAGE)
         window = windows[0] if windows else 0
-        per_slot = min(self._columns, -(-(window + chunk) // PAGE) + 1)
+        per_slot = min(self._columns, pages_of_window(window, chunk))
         self._most = {FULL: slots * self._columns, WINDOW: slots * per_slot}
         counts = self._counts(pages, memory)
         self._groups = {

@@ -7,7 +7,6 @@ from relax_hetero.frontend.from_gguf import hyperparameters_of
 from relax_hetero.frontend.gguf.file import read_gguf
 
 ROWS = 32
-PAGES = 64
 
 
 def run(path, tokens, decoded, vdevices=None, placement=None, page_type="float32"):

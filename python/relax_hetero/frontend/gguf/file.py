@@ -15,9 +15,6 @@ import numpy as np
 from ...errors import FrontendError
 from .metadata import open_reader
 
-PLAIN = ("F32", "F16", "BF16")
-"""Types that are no blocks."""
-
 
 @dataclass(frozen=True)
 class FileTensor:

@@ -10,92 +10,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import tvm
 from tvm import relax
 
-from ...encoding.pages import page_shape
+from ...encoding.pages import TABLES
 from ...op.block_products import dequantize_blocks
 from ...op.cached_attention import cached_attention
+from ..paged_cache import PagedCache
 from .hyperparameters import Hyperparameters
 from .weights import Weights
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """How many of what the functions of a module take.
-
-    Attributes
-    ----------
-    batches, chunks : tuple of int
-        Rows of the functions ``decode_B`` and of the functions ``prefill_C``.
-    slots : int
-        Sequences that the tables know at once.
-    most_pages : int
-        Columns of a table: pages of the longest sequence.
-    pages : tuple of int
-        Pages in the cache of each layer.
-    page_type : str
-        Element type of the cache.
-    all_logits : bool
-        Whether ``prefill_C`` gives the logits of every row.
-    """
-
-    batches: tuple[int, ...]
-    chunks: tuple[int, ...]
-    slots: int
-    most_pages: int
-    pages: tuple[int, ...]
-    page_type: str = "float16"
-    all_logits: bool = False
-
-
-def language_module(model: Hyperparameters, weights: Weights, sizes: Sizes) -> tvm.IRModule:
+def language_module(model: Hyperparameters, weights: Weights, cache: PagedCache) -> tvm.IRModule:
     """All functions of a model; nothing is placed."""
-    kinds = [("decode", rows) for rows in sizes.batches] + [("chunk", rows) for rows in sizes.chunks]
-    functions = [_Function(model, weights, sizes, rows, kind).build() for kind, rows in kinds]
-    return tvm.IRModule({tvm.ir.GlobalVar(name): func for name, func in functions})
-
-
-TABLES = {False: "table_full", True: "table_window"}
-"""Names of the tables of layers that see all keys, and of those that have a window."""
+    functions = {
+        tvm.ir.GlobalVar(name): _Function(model, weights, cache, rows, kind).build(name)
+        for name, rows, kind in cache.functions
+    }
+    return tvm.IRModule(functions)
 
 
 class _Function:
     """One function, written from its first variable to its last."""
 
-    def __init__(self, model: Hyperparameters, weights: Weights, sizes: Sizes, rows: int, kind: str) -> None:
-        self.model, self.weights, self.sizes, self.rows, self.kind = model, weights, sizes, rows, kind
+    def __init__(self, model: Hyperparameters, weights: Weights, cache: PagedCache, rows: int, kind: str) -> None:
+        self.model, self.weights, self.rows, self.kind = model, weights, rows, kind
         self.builder = relax.BlockBuilder()
         self.bindings: list[relax.Binding] = []
         self.rotations: dict[tuple[float, float], relax.Expr] = {}
+        kv_heads = [model.kv_heads] * model.layers
+        self.params = cache.parameters(rows, kind, model.windows, kv_heads, model.size)
 
-        def integers(name: str, shape: Sequence[int]) -> relax.Var:
-            return relax.Var(name, relax.TensorType(list(shape), "int32"))
-
-        self.tokens, self.positions, self.sequences = (
-            integers(name, [rows]) for name in ("tokens", "positions", "sequences")
-        )
-        self.last = integers("last", [1]) if kind == "chunk" and not sizes.all_logits else None
-        used = dict.fromkeys(bool(model.window_of(layer)) for layer in range(model.layers))
-        self.tables = {is_window: integers(TABLES[is_window], [sizes.slots, sizes.most_pages]) for is_window in used}
-        self.pages = [
-            relax.Var(
-                f"pages_{layer}",
-                relax.TensorType(
-                    list(page_shape(sizes.pages[layer], model.kv_heads, model.size, sizes.page_type)), sizes.page_type
-                ),
-            )
-            for layer in range(model.layers)
-        ]
-
-    def build(self) -> tuple[str, relax.Function]:
-        """The function and its name."""
-        name = f"decode_{self.rows}" if self.kind == "decode" else f"prefill_{self.rows}"
-        last = [] if self.last is None else [self.last]
-        params = [self.tokens, self.positions, self.sequences, *last, *self.tables.values(), *self.pages]
+    def build(self, name: str) -> relax.Function:
+        """The function of a name."""
         x = self._embedding()
         pages = []
         for layer in range(self.model.layers):
@@ -104,12 +53,14 @@ class _Function:
         result = self.emit(relax.Tuple([self._logits(x), *pages]), "results", is_output=True)
         attributes = {
             "global_symbol": name,
-            "num_input": len(params),
-            "input_names": [str(param.name) for param in params],
-            "output_names": ["logits", *(str(page.name) for page in self.pages)],
+            "num_input": len(self.params),
+            "input_names": list(self.params),
+            "output_names": ["logits", *(f"pages_{layer}" for layer in range(self.model.layers))],
         }
         body = relax.SeqExpr([relax.DataflowBlock(self.bindings)], result)
-        return name, relax.Function(params, body, result.ty, attrs=tvm.ir.make_node("ir.DictAttrs", **attributes))
+        return relax.Function(
+            list(self.params.values()), body, result.ty, attrs=tvm.ir.make_node("ir.DictAttrs", **attributes)
+        )
 
     def emit(self, value: relax.Expr, name: str, is_output: bool = False) -> relax.Var:
         """A variable of a name, which may have dots."""
@@ -122,7 +73,7 @@ class _Function:
         """The rows of the table of embeddings that tokens name, (rows, width)."""
         model = self.model
         table = self._matrix("token_embd", [model.vocabulary, model.width])
-        x = self.emit(relax.op.take(table, self.tokens, axis=0), "token_embd")
+        x = self.emit(relax.op.take(table, self.params["tokens"], axis=0), "token_embd")
         if model.architecture.scaled_embedding:
             x = self.emit(relax.op.multiply(x, _number(math.sqrt(model.width))), "token_embd.scaled")
         return x
@@ -152,10 +103,7 @@ class _Function:
         others += [self.weights.vector(f"{name}.attn_{part}_norm.weight", model.size) for part in norms]
         call = cached_attention(
             joined,
-            self.pages[layer],
-            self.tables[bool(window)],
-            self.sequences,
-            self.positions,
+            *(self.params[each] for each in (f"pages_{layer}", TABLES[bool(window)], "sequences", "positions")),
             *others,
             heads=model.heads,
             kv_heads=model.kv_heads,
@@ -179,7 +127,7 @@ class _Function:
         base, scale = self.model.base_of(layer)
         if (base, scale) not in self.rotations:
             name = "rope" if not self.rotations else f"rope.{len(self.rotations)}"
-            wide = self.emit(relax.op.astype(self.positions, "float32"), f"{name}.positions")
+            wide = self.emit(relax.op.astype(self.params["positions"], "float32"), f"{name}.positions")
             column = self.emit(relax.op.expand_dims(wide, 1), f"{name}.column")
             frequencies = relax.const(self._frequencies(base, scale)[None])
             angles = self.emit(relax.op.multiply(column, frequencies), f"{name}.angles")
@@ -237,8 +185,8 @@ class _Function:
 
     def _logits(self, x: relax.Expr) -> relax.Expr:
         model = self.model
-        if self.last is not None:
-            x = self.emit(relax.op.take(x, self.last, axis=0, mode="clip"), "last_row")
+        if "last" in self.params:
+            x = self.emit(relax.op.take(x, self.params["last"], axis=0, mode="clip"), "last_row")
         name = "output" if "output.weight" in self.weights else "token_embd"
         logits = self._product(self._norm(x, "output_norm"), name, model.vocabulary, model.width, "output")
         if not model.logit_cap:

@@ -20,9 +20,9 @@ from ...encoding.pages import page_bytes
 from ...errors import PlacementError
 from ...target.vdevice import device_name
 from ..auto.cost_model import CostModel
+from ..paged_cache import PagedCache
 from .file import GgufFile
 from .hyperparameters import Hyperparameters
-from .language_graph import Sizes
 
 _KERNELS = {"attn": 5, "ffn": 4, "embd": 1, "output": 2}
 """Kernels of a part, about."""
@@ -82,7 +82,7 @@ class LayerPlan:
 def place_layers(
     file: GgufFile,
     model: Hyperparameters,
-    sizes: Sizes,
+    cache: PagedCache,
     vdevices: Sequence[tvm.relax.VDevice],
     costs: CostModel,
     limits: Mapping[int, int],
@@ -91,7 +91,7 @@ def place_layers(
 
     Parameters
     ----------
-    file, model, sizes : GgufFile, Hyperparameters, Sizes
+    file, model, cache : GgufFile, Hyperparameters, PagedCache
     vdevices : list of VDevice
     costs : CostModel
         Of these devices.
@@ -103,7 +103,7 @@ def place_layers(
     PlacementError
         If the model does not fit; says what it needs.
     """
-    parts = parts_of(file, model, sizes)
+    parts = parts_of(file, model, cache)
     plan = best_plan(parts, costs, limits, model.width * 4)
     if plan is None:
         held = sum(part.held for part in parts)
@@ -118,7 +118,7 @@ def place_layers(
     return [(pattern, names[device]) for part, device in order for pattern in part.patterns]
 
 
-def parts_of(file: GgufFile, model: Hyperparameters, sizes: Sizes) -> list[Part]:
+def parts_of(file: GgufFile, model: Hyperparameters, cache: PagedCache) -> list[Part]:
     """The parts of a model in the order of a token's way."""
     table = float(file.tensors["token_embd.weight"].data.nbytes)
     is_tied = "output.weight" not in file.tensors
@@ -130,11 +130,12 @@ def parts_of(file: GgufFile, model: Hyperparameters, sizes: Sizes) -> list[Part]
             if name.startswith(f"blk.{layer}.")
         }
         attention = sum(size for name, size in bytes_of.items() if name.startswith(("attn", "post_attention")))
-        cache = float(sizes.pages[layer] * page_bytes(model.kv_heads, model.size, sizes.page_type))
+        pages = cache.pages(model.window_of(layer))
+        kept = float(pages * page_bytes(model.kv_heads, model.size, cache.page_type))
         experts = sum(size for name, size in bytes_of.items() if name.endswith("_exps"))
         rest = sum(bytes_of.values()) - attention - experts
         used = experts * model.experts_used / model.experts if model.experts else 0.0
-        parts.append(Part("attn", layer, attention + cache, attention + cache / sizes.slots / 2))
+        parts.append(Part("attn", layer, attention + kept, attention + kept / cache.sequences / 2))
         parts.append(Part("ffn", layer, rest + experts, rest + used))
     output = table if is_tied else float(file.tensors["output.weight"].data.nbytes)
     return [*parts, Part("output", 0, output, output)]

@@ -15,7 +15,7 @@ import onnx
 import tvm
 from tvm import relax
 
-from ...encoding.pages import page_shape
+from ...encoding.pages import TABLES
 from ...errors import FrontendError
 from ...op.cached_attention import cached_attention
 from ..onnx.constants import make_const
@@ -24,14 +24,9 @@ from ..onnx.model import OnnxModel
 from ..onnx.node_names import NodeInfo
 from ..ops.elementwise import cast
 from ..ops.node import Node
+from ..paged_cache import PagedCache
 from ..symbolic_sizes import Bounds
 from .decoder_plan import IDS, POSITIONS, DecoderPlan, without_cache
-from .paged_cache import PagedCache
-
-TABLES = {False: "table_full", True: "table_window"}
-"""Names of the tables of layers that see all positions, and of those that have a window."""
-
-DECODE, CHUNK = "decode", "chunk"
 
 
 @dataclass(frozen=True)
@@ -51,21 +46,6 @@ class Decoder:
     size: int
     constants: dict[str, tvm.ir.GenericConst] = field(default_factory=dict)
     builder: relax.BlockBuilder = field(default_factory=relax.BlockBuilder)
-
-
-def parameters(decoder: Decoder, rows: int, kind: str) -> dict[str, relax.Var]:
-    """The parameters of a function, in their order, by their names."""
-    cache, plan = decoder.cache, decoder.plan
-    shapes: dict[str, list[int]] = {name: [rows] for name in ("tokens", "positions", "sequences")}
-    if kind == CHUNK and not cache.all_logits:
-        shapes["last"] = [1]
-    for is_window in dict.fromkeys(map(bool, plan.windows)):
-        shapes[TABLES[is_window]] = [cache.sequences, cache.most_pages]
-    found = {name: relax.Var(name, relax.TensorType(shape, "int32")) for name, shape in shapes.items()}
-    for layer, (heads, window) in enumerate(zip(plan.kv_heads, plan.windows, strict=True)):
-        shape = page_shape(cache.pages(window), heads, decoder.size, cache.page_type)
-        found[f"pages_{layer}"] = relax.Var(f"pages_{layer}", relax.TensorType(list(shape), cache.page_type))
-    return found
 
 
 class CachedImporter(GraphImporter):

@@ -13,9 +13,9 @@ from ..onnx.name_bindings import build_function, build_loops
 from ..onnx.node_names import NodeInfo
 from ..onnx.support import check_supported
 from ..ops.node import shared_constants
-from .cached_importer import CHUNK, DECODE, CachedImporter, Decoder, parameters
+from ..paged_cache import PagedCache
+from .cached_importer import CachedImporter, Decoder
 from .decoder_plan import DecoderPlan, plan_decoder
-from .paged_cache import PagedCache
 
 
 def decoder_module(model: OnnxModel, nodes: list[NodeInfo], cache: PagedCache) -> tvm.IRModule:
@@ -30,10 +30,8 @@ def decoder_module(model: OnnxModel, nodes: list[NodeInfo], cache: PagedCache) -
     plan = plan_decoder(model)
     decoder = Decoder(model, plan, cache, _head_size(model, plan))
     mod = tvm.IRModule()
-    kinds = [(f"decode_{rows}", rows, DECODE) for rows in cache.batches]
-    kinds += [(f"prefill_{rows}", rows, CHUNK) for rows in cache.chunks]
     with shared_constants():
-        for name, rows, kind in kinds:
+        for name, rows, kind in cache.functions:
             _add_function(mod, decoder, nodes, name, rows, kind)
     return mod
 
@@ -53,7 +51,8 @@ def _head_size(model: OnnxModel, plan: DecoderPlan) -> int:
 
 def _add_function(mod: tvm.IRModule, decoder: Decoder, nodes: list[NodeInfo], name: str, rows: int, kind: str) -> None:
     """Import one function into a module."""
-    params = parameters(decoder, rows, kind)
+    plan = decoder.plan
+    params = decoder.cache.parameters(rows, kind, plan.windows, plan.kv_heads, decoder.size)
     imported = import_graph(decoder.model, nodes, params, lambda _: CachedImporter(decoder, rows, kind))
     graph = carried(imported)
     func = build_function(graph)

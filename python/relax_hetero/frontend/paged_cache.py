@@ -1,16 +1,22 @@
-"""What a decoder's functions and its cache of pages are to be like."""
+"""What the functions of a language model and their cache of pages are to be like, and what the functions take."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from ...encoding.pages import PAGE, PAGE_TYPES
-from ...errors import FrontendError
+from tvm import relax
+
+from ..encoding.pages import PAGE, PAGE_TYPES, TABLES, page_shape, pages_of_window
+from ..errors import FrontendError
+
+DECODE, CHUNK = "decode", "chunk"
+"""Kinds of functions, as `cached_attention` names the kinds of their rows."""
 
 
 @dataclass(frozen=True)
 class PagedCache:
-    """The functions and the cache that `from_onnx` makes of a decoder (``cache=``).
+    """The functions and the cache that `from_onnx` makes of a decoder (``cache=``), and `from_gguf` of any file.
 
     Attributes
     ----------
@@ -65,5 +71,37 @@ class PagedCache:
 
     def pages(self, window: int) -> int:
         """Pages of a layer's cache: for each sequence those that a window and a chunk may touch, or all."""
-        touched = -(-(window + max(self.chunks)) // PAGE) + 1
+        touched = pages_of_window(window, max(self.chunks))
         return self.sequences * (min(self.most_pages, touched) if window else self.most_pages)
+
+    @property
+    def functions(self) -> list[tuple[str, int, str]]:
+        """The name, rows and kind of each function."""
+        kinds = ((DECODE, "decode", self.batches), (CHUNK, "prefill", self.chunks))
+        return [(f"{name}_{rows}", rows, kind) for kind, name, sizes in kinds for rows in sizes]
+
+    def parameters(
+        self, rows: int, kind: str, windows: Sequence[int], kv_heads: Sequence[int], size: int
+    ) -> dict[str, relax.Var]:
+        """The parameters of a function, in their order, by their names.
+
+        Parameters
+        ----------
+        rows : int
+        kind : str
+            `DECODE` or `CHUNK`.
+        windows, kv_heads : sequence of int
+            Of each layer.
+        size : int
+            Numbers of a head's key.
+        """
+        shapes: dict[str, list[int]] = {name: [rows] for name in ("tokens", "positions", "sequences")}
+        if kind == CHUNK and not self.all_logits:
+            shapes["last"] = [1]
+        for is_window in dict.fromkeys(map(bool, windows)):
+            shapes[TABLES[is_window]] = [self.sequences, self.most_pages]
+        found = {name: relax.Var(name, relax.TensorType(shape, "int32")) for name, shape in shapes.items()}
+        for layer, (heads, window) in enumerate(zip(kv_heads, windows, strict=True)):
+            pages = page_shape(self.pages(window), heads, size, self.page_type)
+            found[f"pages_{layer}"] = relax.Var(f"pages_{layer}", relax.TensorType(list(pages), self.page_type))
+        return found
