@@ -7,6 +7,8 @@ code.
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import logging
 import posixpath
 import re
@@ -16,8 +18,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:)([^()#\s]*)(#[^()\s]*)?\)")
 CODE = re.compile(r"^ *```.*?^ *```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
-SUMMARY = re.compile(r"^(## .*\n)\n.*\n(\n::: )", re.MULTILINE)
-"""A name on a page of docs/api/: the docstring, which takes the place of the last line, begins with the summary."""
+NAME = re.compile(r"^## (\S+)\n\n.*\n\n::: (\S+)$", re.MULTILINE)
+"""A name on a page of docs/api/: heading, summary, and the place of the docstring, which begins with the summary."""
 PASS = re.compile(r"<!-- pass (\w+) -->")
 LOADS = re.compile(
     r'<(?:script|img|iframe|link rel="(?:stylesheet|preconnect|preload)")[^>]*(?:src|href)="(?:https?:)?//[^"]*'
@@ -46,7 +48,7 @@ def on_page_markdown(markdown: str, page: Any, files: Any, **_: Any) -> str:
     """The page with links that lead somewhere on the site, and with the texts of passes."""
     uri = page.file.src_uri
     place = uri.removeprefix(OUTSIDE) if uri.startswith(OUTSIDE) else f"docs/{uri}"
-    markdown = SUMMARY.sub(r"\1\2", markdown)
+    markdown = NAME.sub(lambda match: f"## {match[1]}\n\n{signature(match[1], match[2])}::: {match[2]}", markdown)
     markdown = PASS.sub(lambda match: pass_text(match[1]), markdown)
 
     def replaced(match: re.Match[str]) -> str:
@@ -95,6 +97,19 @@ def pass_text(name: str) -> str:
     text = re.sub(r"\n\n?Returns\n-+\ntvm\.transform\.Pass", "", text)
     text = re.sub(r"^(\w[\w ]*)\n-{3,}$", r"**\1**\n", text, flags=re.MULTILINE)
     return literal_blocks(definitions(text))
+
+
+def signature(name: str, place: str) -> str:
+    """A block with the call of a public name; none for errors, and for classes that users only get."""
+    module, _, attribute = place.rpartition(".")
+    value = getattr(importlib.import_module(module), attribute)
+    if inspect.isclass(value) and (issubclass(value, Exception) or getattr(value, "_is_protocol", False)):
+        return ""
+    plain = [each.replace(annotation=inspect.Parameter.empty) for each in inspect.signature(value).parameters.values()]
+    call = str(inspect.Signature(plain))
+    if len(name + call) > 90:
+        call = "(\n    " + ",\n    ".join(str(inspect.Signature([each]))[1:-1].rstrip("/, ") for each in plain) + ",\n)"
+    return f"```python\n{name}{call}\n```\n\n"
 
 
 def definitions(text: str) -> str:
