@@ -3,8 +3,8 @@
 python docs/pictures/pipeline_picture.py --write    # writes pipeline.svg and rooms.svg
 python docs/pictures/pipeline_picture.py --check    # fails where they are out of date
 
-Stages and passes are those of the pipeline, rooms those of the contract in pyproject.toml. The text is plain SVG, whose
-colours fit light and dark pages.
+Stages and passes are those of the pipeline, rooms those of the contract in pyproject.toml. The ground is white, so that
+the pictures can be read on dark pages.
 """
 
 from __future__ import annotations
@@ -112,7 +112,6 @@ def _svg(width: int, height: int, parts: list[str], title: str) -> str:
     style = (
         ".box{fill:#f6f8fb;stroke:#9aa7b8}.name{font:600 15px sans-serif;fill:#1d2733}"
         ".text{font:13px sans-serif;fill:#46525f}.arrow{fill:none;stroke:#7b8897;stroke-width:1.6}"
-        "@media (prefers-color-scheme:dark){.box{fill:#232a34;stroke:#566374}.name{fill:#e8edf3}.text{fill:#b5c0cc}}"
     )
     tip = (
         '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
@@ -122,7 +121,8 @@ def _svg(width: int, height: int, parts: list[str], title: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">'
         f"<title>{escape(title)}</title><style>{style}</style><defs>{tip}</defs>"
     )
-    return "\n".join([head, *parts, "</svg>"]) + "\n"
+    ground = f'<rect width="{width}" height="{height}" rx="8" fill="#fff"/>'
+    return "\n".join([head, ground, *parts, "</svg>"]) + "\n"
 
 
 def main() -> int:
