@@ -234,15 +234,17 @@ def _product_of_experts(block: Block, index: int) -> _Product | None:
     """A product of rows by matrices that are taken of a table of them; None for any other."""
     var, (lhs, rhs) = block.bindings[index].var, block.bindings[index].value.args
     turned = block.definition(rhs)
-    taken = block.definition(turned.args[0]) if op_name(turned) == PERMUTE else turned
-    if op_name(taken) != "relax.take" or list(permutation(turned)) != [0, 1, 3, 2] or taken.attrs.axis is None:
+    if op_name(turned) != PERMUTE or list(permutation(turned)) != [0, 1, 3, 2]:
+        return None
+    taken = block.definition(turned.args[0])
+    if op_name(taken) != "relax.take" or taken.attrs.axis is None or int(taken.attrs.axis) != 0:
         return None
     table, chosen = block.definition(taken.args[0]), taken.args[1]
     weight = block.definition(table.args[0]) if op_name(table) == RESHAPE else table
     layout, sizes = block_layout(target_of(var.ty.vdevice)), shape_of(table) or []
     if op_name(weight) != DEQUANTIZE_BLOCKS or not isinstance(layout, Panels) or not _fits(layout, weight):
         return None
-    if int(taken.attrs.axis) != 0 or len(sizes) != 3 or int(sizes[2]) != int(weight.attrs.depth):
+    if len(sizes) != 3 or int(sizes[2]) != int(weight.attrs.depth):
         return None
     rows, of_index = shape_of(lhs) or [], shape_of(chosen) or []
     if len(rows) != 4 or len(of_index) != 2 or not is_one(rows[2]) or not isinstance(of_index[1], tvm.tirx.IntImm):
