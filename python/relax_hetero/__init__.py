@@ -82,5 +82,6 @@ def __dir__() -> list[str]:
 provide("own_resolvers", f"{__name__}.resolvers", "own_resolvers")
 provide("compile_commands", f"{__name__}.driver.commands.compile_commands", "compile_commands")
 provide("explain", f"{__name__}.tools.explanation", "explain")
+provide("pipeline_passes", f"{__name__}.driver.pipeline", "pipeline_passes")
 provide("show_onnx_report", f"{__name__}.tools.onnx_report_tables", "show_onnx_report")
 watch_tvmscript()
