@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -73,7 +74,9 @@ def test_pyright(tmp_path):
     """Slow where its program has to be downloaded first."""
     if importlib.util.find_spec("pyright") is None:
         pytest.skip("needs pip's pyright")
-    settings = {"include": [str(CASES)], "extraPaths": [str(ROOT / "python")], "typeCheckingMode": "standard"}
+    for case in CASES.glob("*.py"):
+        shutil.copy(case, tmp_path)
+    settings = {"extraPaths": [str(ROOT / "python")], "typeCheckingMode": "standard"}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps({**settings, "pythonVersion": "3.10"}))
     done = subprocess.run(
         [sys.executable, "-m", "pyright", "--project", tmp_path, "--pythonpath", sys.executable, "--outputjson"],
