@@ -82,7 +82,7 @@ def pipeline_steps(command_buffers: bool = True, stock: bool = False) -> list[Pi
         step("ir", KeepFindings(), "what the passes find from here on stays with the module"),
         step("simplify", IsolateWrites(), "kernels in place overwrite nothing that others read"),
         step("placement", RealizeVDevice(), "every value and op gets its device, transfers are written out"),
-        step("placement", NoteGraph(), "which op reads what stays with the module, for reports", only_ours=True),
+        step("placement", NoteGraph(), "which op reads what stays with the module, for reports"),
         step("sizes", CheckSizes(), "what ops need of sizes that only a call knows is checked when a call begins"),
         step("quantize", SinkDequantize(), "bytes stay bytes up to the op that computes with their numbers"),
         step("simplify", SimplifyConvolutions(), "norms and padding join convolutions"),

@@ -12,8 +12,8 @@ The passes that follow fuse, encode and lower the ops, and what remains are kern
 which other op makes, with shapes, devices and the names that the model's file has. Variables keep their names, so a
 report finds the kernel of an op.
 
-Assumes a placed module in A-normal form that keeps findings (`KeepFindings`). A second run changes nothing, and a lowered
-module stays as it is.
+Assumes a placed module in A-normal form that keeps findings (`KeepFindings`). A second run changes nothing; a
+lowered module stays as it is.
 """
 
 from __future__ import annotations
