@@ -8,6 +8,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+# Now: imported later, a module of the same name would take the place of the function.
+from .load import load, save
+from .load_onnx import load_onnx
+
 # Public name -> module.
 _EXPORTS = {
     "Cache": ".model",
@@ -31,13 +35,10 @@ _EXPORTS = {
     "Tokenizer": ".tokenizer",
     "TokenizerError": ".errors",
     "Usage": ".request",
-    "load": ".load",
-    "load_onnx": ".load_onnx",
     "sample": ".sampling",
-    "save": ".load",
 }
 
-__all__ = sorted(_EXPORTS)
+__all__ = sorted([*_EXPORTS, load.__name__, load_onnx.__name__, save.__name__])
 
 
 def __getattr__(name: str) -> Any:
