@@ -26,6 +26,7 @@ COLORS = {
 }  # fmt: skip
 ROOMS = {
     "tools": "the command line",
+    "report": "pictures and tables to look at",
     "llm": "language models: engine, cache, server",
     "frontend": "import of ONNX, PyTorch and GGUF",
     "cluster": "modules over several hosts",
