@@ -105,7 +105,11 @@ def signature(name: str, place: str) -> str:
     value = getattr(importlib.import_module(module), attribute)
     if inspect.isclass(value) and (issubclass(value, Exception) or getattr(value, "_is_protocol", False)):
         return ""
-    plain = [each.replace(annotation=inspect.Parameter.empty) for each in inspect.signature(value).parameters.values()]
+    try:
+        parameters = inspect.signature(value).parameters.values()
+    except ValueError:  # of code that is not Python
+        return ""
+    plain = [each.replace(annotation=inspect.Parameter.empty) for each in parameters]
     call = str(inspect.Signature(plain))
     if len(name + call) > 90:
         call = "(\n    " + ",\n    ".join(str(inspect.Signature([each]))[1:-1].rstrip("/, ") for each in plain) + ",\n)"
