@@ -40,6 +40,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "onnx_report": (".frontend", "onnx_report"),
     "ImportLimits": (".frontend", "ImportLimits"),
     "PagedCache": (".frontend", "PagedCache"),
+    "show": (".report.shown_module", "show"),
     "compile": (".driver", "compile"),
     "get_pipeline": (".driver", "get_pipeline"),
     "load": (".vm", "load"),
@@ -82,5 +83,16 @@ def __dir__() -> list[str]:
 provide("own_resolvers", f"{__name__}.resolvers", "own_resolvers")
 provide("compile_commands", f"{__name__}.driver.commands.compile_commands", "compile_commands")
 provide("explain", f"{__name__}.tools.explanation", "explain")
+for _what, _where in {
+    "executable": "executables",
+    "memory_plan": "memory",
+    "function_use": "memory",
+    "profile": "runs",
+    "trace": "runs",
+    "pass_trace": "passes",
+}.items():
+    provide(f"{_what}_html", f"{__name__}.report.html_of_{_where}", f"{_what}_html")
+provide("pass_trace_page", f"{__name__}.report.html_of_passes", "pass_trace_page")
+provide("pipeline_passes", f"{__name__}.driver.pipeline", "pipeline_passes")
 provide("show_onnx_report", f"{__name__}.tools.onnx_report_tables", "show_onnx_report")
 watch_tvmscript()

@@ -71,6 +71,8 @@ _OTHERS: dict[str, str] = {
     "FusionReport": ".ir.reports",
     "verify_encodings": ".encode.verify_encodings",
     "PassDeclaration": ".ir.declare",
+    "PassTrace": ".trace.pass_trace",
+    "trace_passes": ".trace.pass_trace",
 }
 
 _EXPORTS = {**_PASSES, **_OTHERS}
