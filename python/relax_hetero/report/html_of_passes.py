@@ -6,7 +6,7 @@ from ..transform.trace.pass_trace import PassTrace, TracedPass, pass_lines, pass
 from ..transform.trace.snapshot import FunctionChange
 from .html_elements import Markup, escaped, folded, page, paragraph, view
 
-_MOST_LINES = 400
+_MOST_LINES = 150
 
 
 def pass_trace_html(trace: PassTrace) -> str:
