@@ -26,7 +26,7 @@ COLORS = {
 }  # fmt: skip
 ROOMS = {
     "tools": "the command line",
-    "report": "pages and pictures of a model",
+    "report": "pictures and tables to look at",
     "llm": "language models: engine, cache, server",
     "frontend": "import of ONNX, PyTorch and GGUF",
     "cluster": "modules over several hosts",
