@@ -43,7 +43,7 @@ ROOMS = {
     "watch_tvmscript": "strict look-up of devices",
     "errors": "exceptions",
 }
-"""A phrase for each room; `rooms` fails where the contract has a room that is missing here."""
+"""A phrase for each room of the contract."""
 
 
 def pipeline() -> str:
