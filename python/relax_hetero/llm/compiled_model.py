@@ -165,7 +165,7 @@ class CompiledModel:
             about.placement or (),
             about.single_calls,
             cached,
-            ModelFacts(described.windows, share),
+            ModelFacts(described.windows, share, described.vocabulary),
         )
         if found is None:
             raise BindingError(f"found no command buffer of decode_{self._batches[0]}, expected one to look at")

@@ -175,10 +175,14 @@ class ModelFacts:
         Positions that each layer sees, 0 for all; () where it is not known: then as many as its pages hold.
     expert_share : float
         The part of the experts that a row uses; 1 for a model that has none.
+    vocabulary : int
+        Rows of the table of embeddings; 0 where it is not known: then as many as the panels that the table is stored
+        in.
     """
 
     windows: tuple[int, ...] = ()
     expert_share: float = 1.0
+    vocabulary: int = 0
 
 
 def decode_function(regions: Iterable[RegionSpec]) -> str | None:
@@ -325,7 +329,7 @@ class _Reader:
         if _EXPERTS.search(command.variable):
             return int(size * min(1.0, self._rows * self._facts.expert_share))
         if _GATHERS & set(kernel.ops) and shape and isinstance(shape[0], int) and shape[0] > self._rows:
-            return size * self._rows // shape[0]
+            return size * self._rows // (self._facts.vocabulary or shape[0])
         return size
 
     def _pages(self, region: RegionSpec, operands: Iterable[Reference]) -> int:
