@@ -33,8 +33,6 @@ class CompiledModel:
         Of a module that `from_gguf` made, with the pages donated.
     description : ModelDescription
         What the module does not say of itself.
-    pages : int, optional
-        Pages of the cache of layers that see all keys; by default as many as the module has.
 
     Attributes
     ----------

@@ -13,6 +13,7 @@ from tvm import runtime
 from ..artifact.commands import Dispatch, RegionSpec
 from ..artifact.messages import text_table
 from ..artifact.metadata import CPU, Metadata, device_names
+from ..providers import provided
 from .region.profile_regions import RegionCalls
 from .region.walk_commands import raise_kernel_error
 
@@ -110,6 +111,9 @@ class Profile:
             for row in self.rows
         ]
         return text_table(head, [*body, ("total", "", "", "", "", f"{self.microseconds:.1f}", "100.0%")], left=4)
+
+    def _repr_html_(self) -> str:
+        return str(provided("profile_html")(self))
 
 
 def _shorten(ops: Sequence[str], limit: int = 48) -> str:
