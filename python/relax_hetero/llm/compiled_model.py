@@ -137,7 +137,7 @@ class CompiledModel:
         cached : int
             Tokens of each text that the cache holds; fewer where the context is shorter.
         profile : bool
-            Whether to measure times, which takes a free slot of the cache, and `rounds` steps twice. A command
+            Whether to measure times, which takes a free slot of the cache, and `rounds` steps three times. A command
             buffer that is a CUDA graph is measured as a whole, so that its parts have no times of their own.
         rounds : int
             Medians are taken of so many.
@@ -154,7 +154,7 @@ class CompiledModel:
         """
         about, described = self.executable.metadata, self.description
         share = described.experts_used / described.experts if described.experts else 1.0
-        cached = max(1, min(cached, self.context - 2 * rounds - 1))
+        cached = max(1, min(cached, self.context - 3 * rounds - 1))
         names = device_names(about.devices)
         found = token_cost(
             about.regions,
@@ -177,24 +177,22 @@ class CompiledModel:
             for first in range(0, len(tokens), self.chunk):
                 self.prefill(slot, tokens[first : first + self.chunk])
             self.decode([slot], [0])  # the first call is checked, later ones look like it
-            steps, each = [], []
+            steps, inside = [], []
             for _ in range(rounds):  # in turns, as other work on the machine comes and goes
-                steps.append(self._step_time(slot))
-                each.append(self._profiled(slot))
+                begin = time.perf_counter()
+                self.decode([slot], [0])
+                steps.append(time.perf_counter() - begin)
+                with self.machine.clock_buffers() as clock:  # a clock makes what is outside of kernels slower
+                    self.decode([slot], [0])
+                inside.append(clock.seconds)
+            each = [self._profiled(slot) for _ in range(rounds)]
         finally:
             self.cache.free(slot)
-        step = sorted(steps, key=lambda step: step.seconds)[len(steps) // 2]
+        step = StepTime(float(np.median(steps)), float(np.median(inside)))
         about = self.executable.metadata
         times = [times_of(profile, about.regions, about.kernels, names) for profile in each]
         seconds = {key: float(np.median([found[key] for found in times if key in found])) for key in times[0]}
         return with_times(cost, seconds, step)
-
-    def _step_time(self, slot: int) -> StepTime:
-        with self.machine.clock_buffers() as clock:
-            begin = time.perf_counter()
-            self.decode([slot], [0])
-            seconds = time.perf_counter() - begin
-        return StepTime(seconds - clock.own, clock.seconds)
 
     def _profiled(self, slot: int) -> Profile:
         """A decode step under a profile; its token counts as one of the sequence's."""

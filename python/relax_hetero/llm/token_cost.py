@@ -67,7 +67,7 @@ class StepTime:
     seconds : float
         The median of whole steps, from tokens to logits.
     kernels : float
-        Of this step, those inside of command buffers, other kernels and transfers.
+        The median inside of command buffers, other kernels and transfers.
     """
 
     seconds: float
