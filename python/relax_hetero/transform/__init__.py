@@ -21,6 +21,7 @@ _PASSES: dict[str, str] = {
     "UpdateVDevice": ".placement.update_vdevice",
     "IsolateWrites": ".simplify.isolate_writes",
     "RealizeVDevice": ".placement.realize_vdevice",
+    "NoteGraph": ".placement.note_graph",
     "CheckSizes": ".sizes.check_sizes",
     "ToMixedPrecision": ".quantize.to_mixed_precision",
     "SinkDequantize": ".quantize.sink_dequantize",
