@@ -64,11 +64,12 @@ format: $(VENV)/.stamp-dev
 conformance: $(VENV)/.stamp-dev
 	$(PY) apps/onnx_backend/run.py --write-docs
 
-# The home page is build/site/index.html, and needs no server.
+# The home page is build/site/index.html, and needs no server. Notebooks write their files where MkDocs is started.
 docs: $(DOCS_VENV)/.stamp-docs
 	$(DOCS_VENV)/bin/python docs/tools/api_pages.py --check
 	$(DOCS_VENV)/bin/python docs/pictures/pipeline_picture.py --check
-	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict
+	@mkdir -p build/notebooks
+	cd build/notebooks && NO_MKDOCS_2_WARNING=1 $(CURDIR)/$(DOCS_VENV)/bin/python -m mkdocs build --strict --config-file ../../mkdocs.yml
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis python/*.egg-info

@@ -26,6 +26,7 @@ COLORS = {
 }  # fmt: skip
 ROOMS = {
     "tools": "the command line",
+    "report": "pictures and tables to look at",
     "llm": "language models: engine, cache, server",
     "frontend": "import of ONNX, PyTorch and GGUF",
     "cluster": "modules over several hosts",
@@ -42,7 +43,7 @@ ROOMS = {
     "watch_tvmscript": "strict look-up of devices",
     "errors": "exceptions",
 }
-"""A phrase for each room; `rooms` fails where the contract has a room that is missing here."""
+"""A phrase for each room of the contract."""
 
 
 def pipeline() -> str:

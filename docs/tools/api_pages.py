@@ -49,7 +49,8 @@ def entry_of(room: str, shown: str, name: str, value: Any) -> str:
     """A name: heading, summary, and where the site takes the rest from."""
     heading = f"## {shown}.{name}"
     if isinstance(value, types.ModuleType):
-        return f"{heading}\n\nSee [{PAGES[name][0]}]({name}.md)."
+        summary = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
+        return f"{heading}\n\nSee [{PAGES[name][0]}]({name}.md)." if name in PAGES else f"{heading}\n\n{summary}"
     if room == "transform" and name in rh.transform.passes():
         summary = " ".join(rh.transform.find_pass(name).summary.split())
         return f"{heading}\n\n{summary[0].upper()}{summary[1:]}\n\n<!-- pass {name} -->"

@@ -64,6 +64,20 @@ def on_page_markdown(markdown: str, page: Any, files: Any, **_: Any) -> str:
     return outside_code(LINK, replaced, markdown)
 
 
+def on_page_content(html: str, page: Any, files: Any, **_: Any) -> str:
+    """Links of notebooks, which MkDocs leaves as they are written."""
+
+    def replaced(match: re.Match[str]) -> str:
+        there = posixpath.normpath(posixpath.join(posixpath.dirname(page.file.src_uri), match[1]))
+        file = files.get_file_from_path(there)
+        if file is None:
+            logging.getLogger("mkdocs.hooks").warning("%s links to %s, which is no page", page.file.src_uri, match[1])
+            return match[0]
+        return f'href="{file.url_relative_to(page.file)}{match[2] or ""}"'
+
+    return re.sub(r'href="(?!\w+:)([^"#]+\.md)(#[^"]*)?"', replaced, html)
+
+
 def on_post_page(output: str, page: Any, **_: Any) -> str:
     """The page as it is; a warning, which ``--strict`` makes an error, where it would load anything from elsewhere."""
     for found in LOADS.findall(output):
@@ -105,7 +119,11 @@ def signature(name: str, place: str) -> str:
     value = getattr(importlib.import_module(module), attribute)
     if inspect.isclass(value) and (issubclass(value, Exception) or getattr(value, "_is_protocol", False)):
         return ""
-    plain = [each.replace(annotation=inspect.Parameter.empty) for each in inspect.signature(value).parameters.values()]
+    try:
+        parameters = inspect.signature(value).parameters.values()
+    except ValueError:  # of code that is not Python
+        return ""
+    plain = [each.replace(annotation=inspect.Parameter.empty) for each in parameters]
     call = str(inspect.Signature(plain))
     if len(name + call) > 90:
         call = "(\n    " + ",\n    ".join(str(inspect.Signature([each]))[1:-1].rstrip("/, ") for each in plain) + ",\n)"

@@ -15,6 +15,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NOTEBOOK = re.compile(r"\A---\njupyt")  # its blocks are cells of one program, and have a test of their own
 PATH = re.compile(r"`([\w.-]+(?:/[\w.-]+)*(?:/|\.py))`")
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\s*```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)
 
@@ -22,6 +23,8 @@ BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\s*```text\n(.*?)^```)?", re.MULT
 def blocks():
     for document in DOCUMENTS:
         text = document.read_text()
+        if NOTEBOOK.match(text):
+            continue
         for match in BLOCK.finditer(text):
             line = text.count("\n", 0, match.start()) + 1
             slow = [pytest.mark.slow] if "rh.cluster.Cluster(" in match[1] else []  # it starts Ray

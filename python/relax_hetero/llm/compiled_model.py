@@ -7,7 +7,7 @@ takes the next larger one and fills it up with rows that belong to no sequence.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from ..artifact.metadata import device_names
 from ..errors import BindingError
 from ..vm import VirtualMachine
 from ..vm.file.executable import Executable
-from ..vm.profile import MACHINE, Profile
+from ..vm.profile import Profile
 from .cache import KVCache
 from .description import ModelDescription
 from .token_cost import ModelFacts, StepTime, TokenCost, times_of, token_cost, with_times
@@ -140,7 +140,7 @@ class CompiledModel:
             Whether to measure times, which takes a free slot of the cache, and `rounds` steps three times. A command
             buffer that is a CUDA graph is measured as a whole, so that its parts have no times of their own.
         rounds : int
-            The least times of so many are taken of steps, medians of parts.
+            Medians are taken of so many.
 
         Raises
         ------
@@ -163,7 +163,7 @@ class CompiledModel:
             about.placement or (),
             about.single_calls,
             cached,
-            ModelFacts(described.windows, share),
+            ModelFacts(described.windows, share, described.vocabulary),
         )
         if found is None:
             raise BindingError(f"found no command buffer of decode_{self._batches[0]}, expected one to look at")
@@ -177,32 +177,31 @@ class CompiledModel:
             for first in range(0, len(tokens), self.chunk):
                 self.prefill(slot, tokens[first : first + self.chunk])
             self.decode([slot], [0])  # the first call is checked, later ones look like it
-            steps, whole, each = [], [], []
+            steps, inside = [], []
             for _ in range(rounds):  # in turns, as other work on the machine comes and goes
-                steps.append(self._seconds(lambda: self.decode([slot], [0])))
-                whole.append(self._profiled(slot, self.machine.profile_buffers))
-                each.append(self._profiled(slot, self.machine.profile))
+                begin = time.perf_counter()
+                self.decode([slot], [0])
+                steps.append(time.perf_counter() - begin)
+                with self.machine.clock_buffers() as clock:  # a clock makes what is outside of kernels slower
+                    self.decode([slot], [0])
+                inside.append(clock.seconds)
+            each = [self._profiled(slot) for _ in range(rounds)]
         finally:
             self.cache.free(slot)
-        kernels = [sum(row.microseconds for row in profile.rows if row.symbol != MACHINE) for profile in whole]
-        step = StepTime(min(steps), min(kernels) * 1e-6)
-        times = [times_of(profile, self.executable.metadata.kernels, names) for profile in each]
+        step = StepTime(float(np.median(steps)), float(np.median(inside)))
+        about = self.executable.metadata
+        times = [times_of(profile, about.regions, about.kernels, names) for profile in each]
         seconds = {key: float(np.median([found[key] for found in times if key in found])) for key in times[0]}
         return with_times(cost, seconds, step)
 
-    def _seconds(self, work: Callable[[], Any]) -> float:
-        begin = time.perf_counter()
-        work()
-        return time.perf_counter() - begin
-
-    def _profiled(self, slot: int, profile: Callable[..., Profile]) -> Profile:
+    def _profiled(self, slot: int) -> Profile:
         """A decode step under a profile; its token counts as one of the sequence's."""
         given, rows = _Rows(self._batches[0]), self._batches[0]
         given.positions[0], given.sequences[0] = self.cache.length(slot), slot
         self.cache.extend(slot, 1)
         pages = self.cache.take()
         try:
-            return profile(f"decode_{rows}", *self._inputs(f"decode_{rows}", given, 0), *pages)
+            return self.machine.profile(f"decode_{rows}", *self._inputs(f"decode_{rows}", given, 0), *pages)
         finally:
             self.cache.give_back(pages)
 

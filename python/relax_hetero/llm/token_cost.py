@@ -65,10 +65,9 @@ class StepTime:
     Attributes
     ----------
     seconds : float
-        The least of whole steps, from tokens to logits.
+        The median of whole steps, from tokens to logits.
     kernels : float
-        The least inside of command buffers, other kernels and transfers. Least times, since what else runs on a
-        machine makes medians differ by more than the work outside of kernels.
+        The median inside of command buffers, other kernels and transfers.
     """
 
     seconds: float
@@ -175,10 +174,14 @@ class ModelFacts:
         Positions that each layer sees, 0 for all; () where it is not known: then as many as its pages hold.
     expert_share : float
         The part of the experts that a row uses; 1 for a model that has none.
+    vocabulary : int
+        Rows of the table of embeddings; 0 where it is not known: then as many as the panels that the table is stored
+        in.
     """
 
     windows: tuple[int, ...] = ()
     expert_share: float = 1.0
+    vocabulary: int = 0
 
 
 def decode_function(regions: Iterable[RegionSpec]) -> str | None:
@@ -258,13 +261,14 @@ def with_times(cost: TokenCost, seconds: Mapping[tuple[str, str], float], step: 
 
 
 def times_of(
-    profile: Profile, kernels: Mapping[str, KernelSpec], devices: Sequence[str]
+    profile: Profile, regions: Sequence[RegionSpec], kernels: Mapping[str, KernelSpec], devices: Sequence[str]
 ) -> dict[tuple[str, str], float]:
     """Seconds of each device and part in a profile; a command buffer that ran as a whole has none."""
     found: dict[tuple[str, str], float] = {}
+    device_of = {region.name: region.device for region in regions}
     for command in profile.commands:
-        kernel = kernels[command.kernel]
-        key = devices[kernel.device], part_of(command.variable, kernel.ops)
+        # Devices of equal targets share kernels, so that a kernel does not tell the device.
+        key = devices[device_of[command.region]], part_of(command.variable, kernels[command.kernel].ops)
         found[key] = found.get(key, 0.0) + command.microseconds * 1e-6
     for row in profile.rows:
         if row.symbol == "to_device":
@@ -325,7 +329,7 @@ class _Reader:
         if _EXPERTS.search(command.variable):
             return int(size * min(1.0, self._rows * self._facts.expert_share))
         if _GATHERS & set(kernel.ops) and shape and isinstance(shape[0], int) and shape[0] > self._rows:
-            return size * self._rows // shape[0]
+            return size * self._rows // (self._facts.vocabulary or shape[0])
         return size
 
     def _pages(self, region: RegionSpec, operands: Iterable[Reference]) -> int:

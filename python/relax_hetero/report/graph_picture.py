@@ -30,8 +30,8 @@ def function_picture(data: Mapping[str, Any], function: str) -> Markup | None:
     constants = {n["id"] for n in data["nodes"] if n["kind"] == "constant"}
     reads = Counter(edge["to"] for edge in data["edges"] if edge["from"] in constants)
     edges = {(e["from"], e["to"]): e for e in data["edges"] if e["from"] in nodes and e["to"] in nodes}
-    inputs = [n for n in nodes if nodes[n]["kind"] == "input"]
-    layers = layers_of(_in_order(nodes, edges), edges, inputs)
+    # Inputs, and what is made of constants alone, lie where they are read; the picture is wide only where the graph is.
+    layers = layers_of(_in_order(nodes, edges), edges, close=nodes)
     where, width = _positions(layers)
     names = [device["name"] for device in data["devices"]]
     kernels = {node: group["kernel"] for group in data["groups"] for node in group["nodes"]}
@@ -41,7 +41,7 @@ def function_picture(data: Mapping[str, Any], function: str) -> Markup | None:
     height = len(layers.rows) * _ROW
     label = escaped(f"Graph of {function}: {len(nodes)} nodes")
     return Markup(
-        f'<svg viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="{label}" '
+        f'<svg viewBox="0 0 {width} {height}" width="{width}" style="max-width:none" role="img" aria-label="{label}" '
         f'font-size="11">{"".join(drawn)}</svg>'
     )
 

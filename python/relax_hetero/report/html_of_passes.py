@@ -6,28 +6,29 @@ from ..transform.trace.pass_trace import PassTrace, TracedPass, pass_lines, pass
 from ..transform.trace.snapshot import FunctionChange
 from .html_elements import Markup, escaped, folded, page, paragraph, view
 
-_MOST_LINES = 400
+# Lines of a function that a notebook keeps, in its file, and a page.
+_IN_NOTEBOOK, _ON_PAGE = 40, 200
 
 
 def pass_trace_html(trace: PassTrace) -> str:
     """What a notebook shows."""
-    return view(*_parts(trace))
+    return view(*_parts(trace, _IN_NOTEBOOK))
 
 
 def pass_trace_page(trace: PassTrace) -> str:
     """A page of its own."""
-    return page("What each pass changed", *_parts(trace))
+    return page("What each pass changed", *_parts(trace, _ON_PAGE))
 
 
-def _parts(trace: PassTrace) -> list[str]:
+def _parts(trace: PassTrace, most: int) -> list[str]:
     shown = trace.shown()
     outer = sum(one.seconds for one in trace.passes if one.depth == 0)
     hidden = len(trace.passes) - len(shown)
     note = f"; {hidden} inside of others that changed nothing are left out" if hidden else ""
-    return [paragraph(f"{len(trace.passes)} passes, {outer * 1e3:,.1f} ms{note}."), *map(_one, shown)]
+    return [paragraph(f"{len(trace.passes)} passes, {outer * 1e3:,.1f} ms{note}."), *(_one(one, most) for one in shown)]
 
 
-def _one(one: TracedPass) -> str:
+def _one(one: TracedPass, most: int) -> str:
     lines, indent = pass_lines(one), f"margin-left:{1.4 * one.depth:.1f}em"
     quiet = "" if one.changes or one.outcome == "failed" else ' class="rh-quiet"'
     title = Markup(
@@ -36,7 +37,7 @@ def _one(one: TracedPass) -> str:
     )
     if not one.changes:
         return f'<div{quiet} style="{indent}">{one.number}. {title}</div>'
-    inside = [folded(_change_title(change), _diff(change)) for change in one.changes]
+    inside = [folded(_change_title(change), _diff(change, most)) for change in one.changes]
     return f'<div style="{indent}">{folded(Markup(f"{one.number}. {title}"), *inside)}</div>'
 
 
@@ -45,10 +46,10 @@ def _change_title(change: FunctionChange) -> str:
     return f"{change.function}{state}: +{change.added} -{change.removed}"
 
 
-def _diff(change: FunctionChange) -> Markup:
+def _diff(change: FunctionChange, most: int) -> Markup:
     lines = change.diff.splitlines()[2:]
-    drawn = [f'<span class="rh-pair{_class(line)}">{escaped(line)}</span>' for line in lines[:_MOST_LINES]]
-    more = len(lines) - _MOST_LINES
+    drawn = [f'<span class="rh-pair{_class(line)}">{escaped(line)}</span>' for line in lines[:most]]
+    more = len(lines) - most
     rest = paragraph(f"{more:,} more lines: trace.show(...) prints them.") if more > 0 else ""
     return Markup(f"<pre>{''.join(drawn)}</pre>{rest}")
 

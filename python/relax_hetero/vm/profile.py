@@ -216,3 +216,39 @@ def _whole(region: RegionSpec, metadata: Metadata) -> ProfileRow:
     precisions = ", ".join(dict.fromkeys(kernel.precision for kernel in kernels if kernel.operations))
     work = sum(kernel.operations for kernel in kernels), sum(kernel.bytes for kernel in kernels), precisions
     return ProfileRow(region.name, device_names(metadata.devices)[region.device], ops, 0, 0.0, 0.0, *work)
+
+
+class BufferClock:
+    """The time inside of command buffers, other kernels and transfers, each as a whole, in the calls of a machine.
+
+    Parameters
+    ----------
+    metadata: Of the machine's executable.
+    devices: The machine's.
+
+    Attributes
+    ----------
+    seconds: Inside, over all calls so far.
+    own: That the clock itself took.
+    """
+
+    def __init__(self, metadata: Metadata, devices: Sequence[runtime.Device]) -> None:
+        self.seconds = self.own = 0.0
+        self._timed = {_TRANSFER, *metadata.dispatches, *(region.name for region in metadata.regions)}
+        self._devices = [device for device in devices if device.dlpack_device_type() != CPU]
+        self._begin = 0.0
+
+    def instrument(self, function: Any, symbol: str, before: bool, result: Any, *args: Any) -> int:
+        """Called by TVM before and after each bytecode call."""
+        entered = now = time.perf_counter()
+        if symbol in self._timed:
+            for device in self._devices:
+                device.sync()
+            now = time.perf_counter()
+            if before:
+                self._begin = time.perf_counter()
+                self.own += self._begin - entered
+                return _RUN
+            self.seconds += now - self._begin
+        self.own += time.perf_counter() - now
+        return _RUN

@@ -1,11 +1,14 @@
 """A compiled model's sequences: forked, cut, and over two devices, each gives what it gives alone."""
 
+import json
+
 import numpy as np
 import pytest
 
 import relax_hetero as rh
 from llm.gguf_files import Sizes, write_gguf
 from relax_hetero.errors import CacheError
+from relax_hetero.frontend.gguf.file import read_gguf
 from relax_hetero.llm import Engine, SamplingParams
 
 # A shape of no other test: three heads on one, a window, rows of 224.
@@ -22,6 +25,12 @@ def loaded(folder, **options):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return loaded(tmp_path_factory.mktemp("one"))
+
+
+@pytest.fixture(scope="module")
+def by_layers(tmp_path_factory):
+    placement = {"blk.0.*": "llvm", "token_embd*": "llvm", "*": "llvm:1"}
+    return loaded(tmp_path_factory.mktemp("two"), vdevices=TWO, placement=placement)
 
 
 def fill(model, tokens) -> int:
@@ -86,8 +95,7 @@ def test_a_decode_that_is_refused_changes_no_sequence(model):
         model.cache.free(slot)
 
 
-def test_two_devices_write_the_tokens_of_one(model, tmp_path):
-    by_layers = loaded(tmp_path, vdevices=TWO, placement={"blk.0.*": "llvm", "token_embd*": "llvm", "*": "llvm:1"})
+def test_two_devices_write_the_tokens_of_one(model, by_layers):
     asked = [
         SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
         SamplingParams(temperature=0.7, top_k=20, seed=3, max_tokens=30, ignore_eos=True),
@@ -106,3 +114,43 @@ def test_two_devices_write_the_tokens_of_one(model, tmp_path):
     assert not [call for call in about.single_calls if call.function == "decode_2"]
     moved = [entry["variable"] for entry in about.placement if entry["kind"] == "transfer"]
     assert "blk.0.ffn_sum_llvm_1" in moved and not any("pages" in name for name in moved)
+
+
+def test_the_bytes_of_a_token(by_layers, tmp_path):
+    model, _ = by_layers
+    cost = model.token_cost(cached=99)
+    file = read_gguf(write_gguf(tmp_path / "model.gguf", SIZES, "Q8_0"))
+    sizes = {name: tensor.data.nbytes for name, tensor in file.tensors.items()}
+    of = {(part.part, part.device): part for part in cost.parts}
+    seen = (80, 100)  # the first layer has a window
+    for layer, device in enumerate(("llvm:0", "llvm:1")):
+        feed_forward = sum(size for name, size in sizes.items() if name.startswith(f"blk.{layer}.ffn"))
+        # Blocks lie in memory as in the file, or with a scale of float32.
+        assert feed_forward <= of["feed-forward", device].weights <= 1.2 * feed_forward
+        assert of["attention", device].cache == 2 * seen[layer] * 2 * SIZES.kv_heads * SIZES.size * 4
+    assert of["embedding", "llvm:0"].weights < 3 * 2 * sizes["token_embd.weight"] / SIZES.vocabulary
+    assert of["logits", "llvm:1"].weights >= sizes["token_embd.weight"]
+    assert 2 * 4 * SIZES.width <= of["transfers", "llvm:1"].moved < 5000
+    assert cost.of_device("llvm:0").weights == sum(p.weights for p in cost.parts if p.device == "llvm:0")
+    assert cost.buffers == {"llvm:0": ("decode_2_commands",), "llvm:1": ("decode_2_commands_1",)} and not cost.outside
+    assert "1 command buffer on llvm:0 (decode_2_commands) and 1 command buffer on llvm:1" in str(cost)
+
+
+def test_the_times_of_a_token(by_layers):
+    model, _ = by_layers
+    cost = model.token_cost(cached=40, profile=True, rounds=2)
+    assert all(part.seconds > 0 for part in cost.parts)
+    assert cost.step.seconds > 0 and 0 <= cost.step.outside <= 1
+    assert "Measured: a step takes" in str(cost)
+    assert json.loads(json.dumps(cost.to_json()))["step"]["outside"] == cost.step.outside
+
+
+def test_a_trace_names_the_command_buffer_of_each_device(by_layers, tmp_path):
+    model, _ = by_layers
+    slot = model.cache.add()
+    with model.machine.trace() as trace:
+        model.decode([slot], [1])
+    model.cache.free(slot)
+    trace.save(tmp_path / "trace.json")
+    text = (tmp_path / "trace.json").read_text()
+    assert text.count('"decode_2_commands"') == text.count('"decode_2_commands_1"') == 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import tvm
 
+from marks import in_turns
 from relax_hetero.encoding.block_formats import FILE_FORMATS
 from relax_hetero.encoding.block_panels import Panels
 from relax_hetero.encoding.block_weights import panel_columns
@@ -63,12 +65,14 @@ def check(weights, experts, tokens, used, shared, name, folder):
     np.testing.assert_array_less(np.abs(found - want), 1e-6 * size + 1e-30)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "used", "experts", "columns", "shared"), [(1, 3, 5, 37, True), (4, 2, 3, 64, False), (23, 2, 4, 5, True)]
-)
-@pytest.mark.parametrize("form", FILE_FORMATS)
-@pytest.mark.parametrize("name", NAMES)
-def test_formats_of_files(name, form, tokens, used, experts, columns, shared, tmp_path):
+SIZES = [(1, 3, 5, 37, True), (4, 2, 3, 64, False), (23, 2, 4, 5, True)]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("form", "case"), in_turns(FILE_FORMATS, itertools.product(NAMES, SIZES)), ids=str)
+def test_formats_of_files(form, case, tmp_path):
+    """Tokens, experts for each, experts in all, columns, and whether the experts of a token share a row."""
+    name, (tokens, used, experts, columns, shared) = case
     depth = FILE_FORMATS[form].span if FILE_FORMATS[form].span > 1 else 67
     check(of_file(form, experts * columns, depth), experts, tokens, used, shared, name, tmp_path)
 
