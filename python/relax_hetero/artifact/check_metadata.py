@@ -7,6 +7,7 @@ from typing import Any
 
 from .commands import ARENA, DIRECT, SLOT, Copy, Dispatch, Fill, Reference, RegionSpec
 from .metadata import DeviceSpec, Metadata
+from .model_graph import check_graph
 from .report_forms import FORMS, misfit
 from .schedule import Schedule
 from .signature import FunctionSignature, TensorSpec, tensors_of
@@ -60,6 +61,8 @@ def check_metadata(metadata: Metadata) -> None:
         repeated = metadata.signatures.get(call.function)
         if repeated is None or not all(isinstance(spec, TensorSpec) for spec in repeated.inputs):
             raise ValueError(f"calls of {call.function!r} are repeated, which is no function of tensors that is there")
+    if metadata.graph is not None:
+        check_graph(metadata.graph)
     for region in metadata.regions:
         _check_region(region, metadata)
     for schedule in metadata.schedules:

@@ -22,6 +22,7 @@ from .commands import (
     region_to_json,
 )
 from .memory_spec import FunctionMemory, memory_from_json, memory_to_json
+from .model_graph import ModelGraph
 from .schedule import Schedule
 from .signature import FunctionSignature
 from .typed_data import read_json
@@ -275,6 +276,8 @@ class Metadata:
         Manifest indices of the devices that a machine may lack: versions of the executable do without them.
     repeated : tuple of RepeatedCall
         The functions of which not every call is checked.
+    graph : ModelGraph, optional
+        The ops of the placed model and what each reads; None in executables of earlier versions.
     """
 
     devices: tuple[DeviceSpec, ...]
@@ -297,6 +300,7 @@ class Metadata:
     checks: tuple[CheckSpec, ...] = ()
     optional: tuple[int, ...] = ()
     repeated: tuple[RepeatedCall, ...] = ()
+    graph: ModelGraph | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
@@ -332,6 +336,7 @@ class Metadata:
             "checks": [asdict(check) for check in self.checks],
             "optional": self.optional,
             "repeated": [asdict(call) for call in self.repeated],
+            "graph": None if self.graph is None else self.graph.to_json(),
         }
         return json.dumps(data, separators=(",", ":"))
 
@@ -369,6 +374,7 @@ class Metadata:
             checks=tuple(CheckSpec(**check) for check in data.get("checks", ())),
             optional=tuple(data.get("optional", ())),
             repeated=tuple(RepeatedCall(**call) for call in data.get("repeated", ())),
+            graph=ModelGraph.from_json(data.get("graph")),
         )
 
 

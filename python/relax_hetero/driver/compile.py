@@ -225,6 +225,7 @@ def _compile(
         memory=memory_of(mod),
         checks=found.checks or (),
         repeated=repeated,
+        graph=found.graph,
     )
     # LLVM and CUDA compile the kernels, a group for each target, and TVM links them behind one bytecode.
     linked = link(whole, progress, folder)

@@ -28,6 +28,7 @@ from ..transform.ir.keep_findings import KeepFindings
 from ..transform.lower.lower_to_vm import LowerToVM
 from ..transform.partition.form_schedules import FormSchedules
 from ..transform.permute.move_permutes import MovePermutes
+from ..transform.placement.note_graph import NoteGraph
 from ..transform.placement.realize_vdevice import RealizeVDevice
 from ..transform.quantize.sink_dequantize import SinkDequantize
 from ..transform.record.form_command_buffers import FormCommandBuffers
@@ -81,6 +82,7 @@ def pipeline_steps(command_buffers: bool = True, stock: bool = False) -> list[Pi
         step("ir", KeepFindings(), "what the passes find from here on stays with the module"),
         step("simplify", IsolateWrites(), "kernels in place overwrite nothing that others read"),
         step("placement", RealizeVDevice(), "every value and op gets its device, transfers are written out"),
+        step("placement", NoteGraph(), "which op reads what stays with the module, for reports"),
         step("sizes", CheckSizes(), "what ops need of sizes that only a call knows is checked when a call begins"),
         step("quantize", SinkDequantize(), "bytes stay bytes up to the op that computes with their numbers"),
         step("simplify", SimplifyConvolutions(), "norms and padding join convolutions"),
@@ -103,6 +105,11 @@ def pipeline_steps(command_buffers: bool = True, stock: bool = False) -> list[Pi
         step("lower", LowerToVM(), "results are allocated, memory is planned, transfers become run-time calls"),
     ]
     return [each for each in steps if not (stock and each.only_ours)]
+
+
+def pipeline_passes() -> list[tvm.transform.Pass]:
+    """The passes of ``rh.compile``, in order; the provider of ``transform.trace_passes``."""
+    return [step.run for step in pipeline_steps()]
 
 
 def steps_before_hosts() -> list[PipelineStep]:

@@ -19,7 +19,7 @@ from .auto.cost_model import check_objective
 from .carry_narrow import carried
 from .onnx.coded_strings import Strings
 from .onnx.importer import ImportedGraph
-from .onnx.name_bindings import DeviceOf, build_function, build_loops
+from .onnx.name_bindings import DeviceOf, build_function, build_loops, origins_of
 from .onnx.node_names import NodeInfo, variable_name, walk_nodes
 from .onnx.placement_rules import PlacementRules, assign_devices, matching_patterns
 
@@ -117,7 +117,7 @@ def _module(source: ImportSource, device_of: DeviceOf | None = None) -> tvm.IRMo
     mod["main"] = func.with_attrs(names)
     for gv, loop in build_loops(graph, device_of).items():
         mod[gv] = loop
-    return mod
+    return with_findings(mod, origins=origins_of(graph))
 
 
 def with_reasons(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import deque
 from collections.abc import Sequence as Tokens
 from types import TracebackType
+from typing import Any
 
 from ..errors import HeteroError
 from .errors import EngineClosedError, EngineFullError, RequestError
@@ -80,7 +82,7 @@ class Engine:
         """
         params = params or SamplingParams()
         params.check_tokens(self.model.vocabulary)
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        tokens = self.tokens_of(prompt) if isinstance(prompt, str) else _tokens(prompt)
         self.check_prompt(tokens)
         request = Request(tuple(tokens), params, self._wake)
         with self._changed:
@@ -93,6 +95,15 @@ class Engine:
             self._inbox.append(Sequence(request, self._arrivals, self.tokenizer, self.model.context))
             self._tell_thread()
         return request
+
+    def tokens_of(self, text: str) -> list[int]:
+        """The tokens of a prompt; RequestError if it has half of a pair of surrogates, which is no character."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            wrong = text[error.start]
+            raise RequestError(f"prompt: found {wrong!r}, which is no character, expected text of Unicode") from error
+        return self.tokenizer.encode(text)
 
     def check_prompt(self, tokens: Tokens[int]) -> None:
         """RequestError if a prompt's tokens are none that the model can go on with."""
@@ -202,3 +213,11 @@ class Engine:
             sequence.finish(reason, error)  # type: ignore[arg-type]
         self._scheduler.end_all(reason, error)  # type: ignore[arg-type]
         self._load = self._scheduler.load()
+
+
+def _tokens(prompt: Any) -> list[int]:
+    """A prompt of numbers; RequestError if it is none."""
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError as error:
+        raise RequestError(f"prompt: found {prompt!r:.100}, expected a text or a list of whole numbers") from error

@@ -66,13 +66,15 @@ def load(
             raise BuildError(f"{folder}: is compiled and so placed already; vdevices and placement go with a GGUF file")
         return _load_folder(folder)
     from ..driver import compile as compile_module
+    from ..frontend import PagedCache
     from ..frontend.from_gguf import from_gguf, hyperparameters_of
     from ..frontend.gguf.file import read_gguf
 
     file = read_gguf(folder)
     model = hyperparameters_of(file)
-    most = context or min(model.context, CONTEXT)
-    slots = slots or max(batches)
+    most = min(model.context, CONTEXT) if context is None else context
+    # Numbers that make no sense are refused here, by name.
+    slots = PagedCache(tuple(batches), tuple(chunks), slots, most, page_type).sequences
     mod = from_gguf(
         file,
         ["llvm"] if vdevices is None else vdevices,
@@ -96,6 +98,8 @@ def load(
         size=model.size,
         windows=tuple(model.window_of(layer) for layer in range(model.layers)),
         page_type=page_type,
+        experts=model.experts,
+        experts_used=model.experts_used,
     )
     return CompiledModel(executable, description), Tokenizer(file.fields)
 

@@ -71,7 +71,9 @@ class PageGroup:
     def plan(self, slot: int, length: int, count: int) -> Extension:
         """What `count` tokens behind the first `length` of a slot need; changes nothing."""
         row, first = self.table[slot], self.first_needed(length)
-        behind = tuple(int(column) for column in np.flatnonzero(row[:first] != NO_PAGE))
+        # Columns with pages follow each other, so that most often a look at one of them tells.
+        held = first > 0 and row[first - 1] != NO_PAGE
+        behind = tuple(int(column) for column in np.flatnonzero(row[:first] != NO_PAGE)) if held else ()
         if not count:
             return Extension(behind, None, (), 0)
         begin, end = length // PAGE, -(-(length + count) // PAGE)

@@ -69,6 +69,8 @@ class SamplingParams:
         _number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
         _number("presence_penalty", self.presence_penalty, -2, 2)
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"logit_bias: found {self.logit_bias!r}, expected a mapping of tokens to numbers")
         for token, bias in self.logit_bias.items():
             _whole("logit_bias", token, 0)
             _number(f"logit_bias of token {token}", bias, -100, 100)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,13 +14,23 @@ from .command import accuracy_option, command, json_option, verify_option
 from .command_tables import CommandBuffers
 from .console import console, print_json, show
 from .explanation import ALL, SECTIONS, Explanation, explanation_of
-from .models import is_onnx, load_library, placed_module, refuse_compiled
+from .models import gguf_options, is_gguf, is_onnx, load_library, placed_module, refuse_compiled
 from .placing import Placing, placing_options
+
+if TYPE_CHECKING:
+    from tvm.relax import VDevice
+
+    from ..llm.token_cost import TokenCost
 
 
 @command("explain")
-@click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("model", type=click.Path(exists=True, path_type=Path))
 @click.argument("sections", nargs=-1, type=click.Choice([*SECTIONS, ALL]))
+@click.option(
+    "--profile",
+    is_flag=True,
+    help="Compile a language model, measure its decode step, and show the time of each part of a token.",
+)
 @click.option("--summary", is_flag=True, help="An overview: devices, ops by device and reason, a line a section.")
 @placing_options
 @verify_option
@@ -27,24 +40,31 @@ def explain_command(
     model: Path,
     sections: tuple[str, ...],
     summary: bool,
+    profile: bool,
     placing: Placing,
     key: bytes | None,
     accuracy: str,
     as_json: bool,
 ) -> None:
-    """Show where the ops of MODEL (an ONNX file or a compiled library) are placed, and why.
+    """Show where the ops of MODEL (an ONNX or GGUF file, or a compiled library) are placed, and why.
 
-    SECTIONS choose among ops, transfers, encodings, kernels, commands, steps and memory; without them all are shown.
+    SECTIONS choose among ops, transfers, encodings, kernels, commands, steps, memory and token; without them all are
+    shown. A folder of a language model that was saved is taken for the library in it.
 
-    An ONNX file is imported, placed, given layouts and cut into kernels and command buffers, but not compiled; whether
-    it was before, and can be found in the compile cache, stands at the end.
+    An ONNX or GGUF file is imported, placed, given layouts and cut into kernels and command buffers, but not compiled;
+    whether it was before, and can be found in the compile cache, stands at the end.
 
     \b
     relax-hetero explain model.onnx --vdevice llvm --vdevice cuda:0 --place '/encoder/*=cuda:0'
     relax-hetero explain model.so ops kernels
     relax-hetero explain model.so --summary
+    relax-hetero explain model.gguf token --profile
     """
-    if is_onnx(model):
+    if profile:
+        explanation = _profiled(model, placing)
+    elif model.is_dir():
+        explanation = explanation_of(load_library(model / "model.so", placing, key).executable, model.name)
+    elif is_onnx(model):
         explanation = _of_onnx(model, placing, accuracy)
     else:
         refuse_compiled(model, accuracy=accuracy)
@@ -53,6 +73,45 @@ def explain_command(
         print_json(explanation.to_json())
     else:
         show(explanation.tables(*(() if summary else sections or (ALL,))))
+
+
+def _profiled(path: Path, placing: Placing) -> Explanation:
+    """Of a language model, compiled and measured."""
+    import relax_hetero.llm as llm
+
+    if not (path.is_dir() or is_gguf(path)):
+        raise click.UsageError(f"--profile goes with a language model: a GGUF file or a folder; found {path.name}")
+    options = {} if path.is_dir() and not placing.given else gguf_options(path, placing)
+    with console(stderr=True).status(f"Measuring {path.name}"):
+        model, _ = llm.load(path, **options)
+        return replace(explanation_of(model.executable, path.name), token=model.token_cost(profile=True))
+
+
+def _token_cost_of(path: Path, vdevices: Sequence[VDevice], found: Explanation) -> TokenCost | None:
+    """What a token of a GGUF file's model is expected to cost."""
+    from ..frontend.auto.cost_model import CostModel
+    from ..frontend.from_gguf import hyperparameters_of
+    from ..frontend.gguf.file import read_gguf
+    from ..llm.token_cost import TRANSFERS, ModelFacts, PartCost, token_cost, with_estimate
+
+    if not is_gguf(path) or found.commands is None:
+        return None
+    model = hyperparameters_of(read_gguf(path))
+    buffers, names = found.commands, list(found.targets)
+    share = model.experts_used / model.experts if model.experts else 1.0
+    facts = ModelFacts(model.windows, share, model.vocabulary)
+    cost = token_cost(buffers.regions, buffers.kernels, names, found.entries, buffers.single_calls, facts=facts)
+    costs = CostModel.for_vdevices(vdevices)
+
+    def seconds(part: PartCost) -> float:
+        index = names.index(part.device)
+        if part.part != TRANSFERS:
+            device = costs.devices[index]
+            return part.calls * device.launch + (part.weights + part.cache) / device.bandwidth
+        links = [link for (_, target), link in costs.links.items() if target == index]
+        return max(part.calls * link.latency + part.moved / link.bandwidth for link in links)
+
+    return None if cost is None else with_estimate(cost, seconds)
 
 
 def _of_onnx(path: Path, placing: Placing, accuracy: str) -> Explanation:
@@ -77,7 +136,7 @@ def _of_onnx(path: Path, placing: Placing, accuracy: str) -> Explanation:
     found = findings_of(module).to_data()
     regions = regions_as_linked(module)
     commands = CommandBuffers(list(targets), regions, kernels_of(module), findings_of(module).single_calls or ())
-    return Explanation(
+    explanation = Explanation(
         path.name,
         targets,
         found["placement"] or [],
@@ -90,3 +149,4 @@ def _of_onnx(path: Path, placing: Placing, accuracy: str) -> Explanation:
         cache,
         optional,
     )
+    return replace(explanation, token=_token_cost_of(path, vdevices, explanation))

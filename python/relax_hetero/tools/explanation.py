@@ -11,6 +11,7 @@ from ..artifact.memory_plan import MemoryPlan
 from ..artifact.messages import unknown_name
 from ..artifact.metadata import CacheUse, device_names
 from ..errors import HeteroError
+from ..llm.token_cost import TokenCost, token_cost
 from .call_tables import Schedules, memory_lines, memory_tables
 from .command_tables import CommandBuffers
 from .console import Shown, bytes_text, plural, show, table, target_text
@@ -19,7 +20,7 @@ from .kernel_tables import encoding_tables, encoding_totals, encodings_line, fus
 if TYPE_CHECKING:
     from ..vm import Executable
 
-SECTIONS = ("ops", "transfers", "encodings", "kernels", "commands", "steps", "memory")
+SECTIONS = ("ops", "transfers", "encodings", "kernels", "commands", "steps", "memory", "token")
 """The parts of an explanation that have a line for every op, transfer, kernel call or step."""
 
 ALL = "all"
@@ -69,6 +70,7 @@ class Explanation:
     cache: Whether the compile cache has it compiled, or had where it was compiled; None where nobody looked.
     optional: Names of the devices that a machine may lack.
     features: Device name to LLVM's names of a CPU's features, where the executable knows them.
+    token: What a token of a language model costs, None for any other model.
     """
 
     model: str
@@ -83,6 +85,7 @@ class Explanation:
     cache: CacheUse | None = None
     optional: Sequence[str] = ()
     features: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    token: TokenCost | None = None
 
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
         """The entries of one kind: ``op``, ``transfer``, ``param`` or ``constant``."""
@@ -128,6 +131,7 @@ class Explanation:
             "memory": None if self.memory is None else self.memory.to_json(),
             "cache": None if self.cache is None else asdict(self.cache),
             "optional": list(self.optional),
+            "token": None if self.token is None else self.token.to_json(),
         }
 
     def _encodings_json(self) -> dict[str, Any] | None:
@@ -172,6 +176,8 @@ class Explanation:
                 yield from self.schedules.tables()
             elif name == "memory" and self.memory is not None:
                 yield from memory_tables(self.memory)
+            elif name == "token" and self.token is not None:
+                yield from _token_tables(self.token)
 
     def _overview(self) -> Iterator[Shown]:
         yield self._device_table()
@@ -192,6 +198,8 @@ class Explanation:
             yield from self.schedules.lines()
         if self.memory is not None:
             yield from memory_lines(self.memory)
+        if self.token is not None:
+            yield from _token_tables(self.token)
         yield from self._closing_lines()
         yield f"Ask for more: {', '.join(SECTIONS)}, or {ALL}."
 
@@ -284,7 +292,13 @@ def explanation_of(executable: Executable, model: str = "") -> Explanation:
         about.cache,
         [names[index] for index in about.optional],
         {n: d.cpu_features for n, d in zip(names, about.devices, strict=True) if d.cpu_features is not None},
+        token_cost(about.regions, about.kernels, names, about.placement, about.single_calls),
     )
+
+
+def _token_tables(token: TokenCost) -> Iterator[Shown]:
+    yield table("A token", list(token.head), [list(row) for row in token.body()], right=list(token.head[2:]))
+    yield from token.lines()
 
 
 def _estimate_line(estimate: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -91,11 +91,27 @@ def placed_module(path: Path, placing: Placing) -> IRModule:
 
     if not is_gguf(path):
         return rh.from_onnx(str(path), **placing.import_options(input_names(path)))
+    from ..transform.record.donated import with_donated
+
+    module = rh.from_gguf(path, **gguf_options(path, placing))
+    # The cache is written in place, as `llm.load` has it.
+    functions = {gvar.name_hint: func for gvar, func in module.functions_items()}
+    pages = {n: [p.name for p in func.params if p.name.startswith("pages_")] for n, func in functions.items()}
+    return with_donated(module, pages)
+
+
+def gguf_options(path: Path, placing: Placing) -> dict[str, Any]:
+    """The options of ``rh.from_gguf``.
+
+    Raises
+    ------
+    click.UsageError: If an option is given that a GGUF file does not take.
+    """
     options = placing.import_options()
     for name in ("shapes", "limits", "objective"):
         if options.pop(name, None) is not None:
             raise click.UsageError(f"{path.name} is a language model of fixed sizes: {name} go with an ONNX file")
-    return rh.from_gguf(path, **options)
+    return options
 
 
 def compile_onnx(

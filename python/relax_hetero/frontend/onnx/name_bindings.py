@@ -39,6 +39,12 @@ def build_loops(imported: ImportedGraph, device_of: DeviceOf | None = None) -> d
     return {loop.gv: _Rebuild(imported, device_of).loop(loop) for loop in imported.loops}
 
 
+def origins_of(imported: ImportedGraph) -> dict[str, str]:
+    """Names of bound variables, as `build_function` and `build_loops` give them, to the names of their nodes."""
+    names = _binding_names(imported)
+    return {name: imported.owners[var].name for var, name in names.items() if var in imported.owners}
+
+
 class _Rebuild:
     """Copies bindings with new variables; types are those that were inferred, on the node's device.
 

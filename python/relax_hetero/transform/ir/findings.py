@@ -22,6 +22,7 @@ import tvm
 
 from ...artifact.checks import CheckSpec
 from ...artifact.commands import SingleCall
+from ...artifact.model_graph import ModelGraph
 from ...artifact.schedule import Schedule
 from ...target.vdevice import device_name, vdevices_of
 from .kernels import call_vdevice, called_prim_func, ops_of, precision_of
@@ -50,6 +51,10 @@ class Findings:
         By which steps functions go through queues, by FormSchedules.
     checks : tuple of CheckSpec, optional
         By number, the checks of values that kernels make, by CheckValues.
+    origins : dict of str to str, optional
+        Variable to the name of the node in the model's file that it is a result of, by the import.
+    graph : ModelGraph, optional
+        The ops of the placed model and what each reads, by NoteGraph.
     """
 
     placement: PlacementReport | None = None
@@ -59,6 +64,8 @@ class Findings:
     single_calls: tuple[SingleCall, ...] | None = None
     schedules: tuple[Schedule, ...] | None = None
     checks: tuple[CheckSpec, ...] | None = None
+    origins: dict[str, str] | None = None
+    graph: ModelGraph | None = None
 
     def to_data(self) -> dict[str, Any]:
         """As JSON data, by field."""
@@ -86,6 +93,8 @@ _FORMATS = {
     "checks": _Format(
         lambda checks: [vars(check) for check in checks], lambda data: tuple(CheckSpec(**d) for d in data)
     ),
+    "origins": _Format(lambda names: names, lambda data: data),
+    "graph": _Format(lambda graph: graph.to_json(), ModelGraph.from_json),
 }
 
 

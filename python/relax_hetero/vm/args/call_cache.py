@@ -43,6 +43,7 @@ class CachedCall:
     Attributes
     ----------
     nbytes: Size of each argument that results must not share memory with; 0 of one that is donated.
+    sizes: Size of each argument.
     moves: Arguments that kernels must see from another device id.
     rest: Parameters that follow, placed before.
     rest_lent: Their address ranges.
@@ -53,6 +54,7 @@ class CachedCall:
     """
 
     nbytes: tuple[int, ...]
+    sizes: tuple[int, ...]
     moves: tuple[tuple[int, runtime.Device], ...]
     rest: tuple[Any, ...]
     rest_lent: list[AddressRange]
@@ -149,14 +151,24 @@ class CallCache:
 
     def _may_consume(self, args: Sequence[Any], tensors: Sequence[runtime.Tensor], call: CachedCall) -> bool:
         """Whether each donated argument may be written and has memory of its own."""
-        ranges = [(begin := tensor.data_ptr(), begin + nbytes_of(tensor)) for tensor in tensors]
         for index in self._donated:
-            begin, end = ranges[index]
-            others = [*ranges[:index], *ranges[index + 1 :], *call.rest_lent]
-            if any(first < end and begin < last for first, last in others):
-                return False
             if isinstance(args[index], np.ndarray) and not args[index].flags.writeable:
                 return False
+        # In the order of addresses, so that a cache of many layers takes a look at each only.
+        begins = [tensor.data_ptr() for tensor in tensors]
+        ranges = [
+            (begin, begin + size, not lent) for begin, size, lent in zip(begins, call.sizes, call.nbytes, strict=True)
+        ]
+        ranges += [(begin, end, False) for begin, end in call.rest_lent]
+        ranges.sort()
+        reached = reached_donated = 0
+        for begin, end, is_donated in ranges:
+            if begin < (reached if is_donated else reached_donated) and end > begin:
+                return False
+            if end > reached:
+                reached = end
+            if is_donated and end > reached_donated:
+                reached_donated = end
         return True
 
     def remember(self, args: Sequence[Any], values: Sequence[Any], dims: DimValues, lent: list[AddressRange]) -> None:
@@ -171,7 +183,7 @@ class CallCache:
         """
         looks: list[Look] = []
         moves: list[tuple[int, runtime.Device]] = []
-        nbytes: list[int] = []
+        sizes: list[int] = []
         for index, (arg, value) in enumerate(zip(args, values, strict=False)):
             tensor: Any = arg if isinstance(arg, _Tensor) else self._tensor(arg)
             look = None if tensor is None else self._look(tensor)
@@ -181,12 +193,14 @@ class CallCache:
                 return  # the same address says nothing, and some such tensors have strides that kernels refuse
             here, there = tensor.__dlpack_device__(), value.__dlpack_device__()
             looks.append(look)
-            nbytes.append(0 if index in self._donated else nbytes_of(tensor))
+            sizes.append(nbytes_of(tensor))
             if here != there:
                 moves.append((index, value.device))
         if len(self._calls) >= MANY_CALLS:
             self._calls.clear()
-        self._calls[tuple(looks)] = CachedCall(tuple(nbytes), tuple(moves), tuple(values[len(args) :]), lent, dims)
+        nbytes = tuple(0 if index in self._donated else size for index, size in enumerate(sizes))
+        rest = tuple(values[len(args) :])
+        self._calls[tuple(looks)] = CachedCall(nbytes, tuple(sizes), tuple(moves), rest, lent, dims)
 
     def look_of_out(self, out: Any) -> tuple[Look, runtime.Tensor] | None:
         """A result buffer's look, and the buffer as a tensor; None for what is no single writable one."""

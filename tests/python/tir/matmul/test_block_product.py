@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from marks import in_turns
 from relax_hetero.encoding.block_formats import FILE_FORMATS, of_integers
 from relax_hetero.encoding.block_panels import BlockSource
 from relax_hetero.encoding.block_weights import panel_columns
@@ -45,10 +47,14 @@ def test_integers_of_2_and_8_bits(name, bits, block, zeros, tmp_path):
     check(integers(fresh_rng(), 41, 100, block, zeros, bits), 5, name, tmp_path)
 
 
-@pytest.mark.parametrize(("rows", "columns", "records"), [(1, 37, 3), (4, 64, 1), (13, 5, 2)])
-@pytest.mark.parametrize("form", FILE_FORMATS)
-@pytest.mark.parametrize("name", NAMES)
-def test_formats_of_files(name, form, rows, columns, records, tmp_path):
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("form", "case"),
+    in_turns(FILE_FORMATS, itertools.product(NAMES, [(1, 37, 3), (4, 64, 1), (13, 5, 2)])),
+    ids=str,
+)
+def test_formats_of_files(form, case, tmp_path):
+    name, (rows, columns, records) = case
     depth = records * FILE_FORMATS[form].span if FILE_FORMATS[form].span > 1 else (67, 40, 1100)[records - 1]
     check(of_file(form, columns, depth), rows, name, tmp_path)
 

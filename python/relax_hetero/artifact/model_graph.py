@@ -1,0 +1,142 @@
+"""The graph of a model as it was placed: its ops, what each reads, and what each makes; plain data.
+
+An executable holds kernels; which op of the model feeds which is in this record, for reports. Texts are kept once, in a
+table, so that a graph of thousands of ops stays small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+INPUT, CONSTANT, OP, TRANSFER, OUTPUT = "input", "constant", "op", "transfer", "output"
+KINDS = (INPUT, CONSTANT, OP, TRANSFER, OUTPUT)
+
+
+@dataclass(frozen=True)
+class GraphValue:
+    """A tensor, by numbers in the table of texts.
+
+    Attributes
+    ----------
+    shape: Extents; a text stands for a symbolic one. None where the shape is not known.
+    dtype: Number of the text; that of an empty text where the type is not known.
+    bytes: Its size; -1 where it depends on a symbolic extent.
+    """
+
+    shape: tuple[int | str, ...] | None
+    dtype: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class GraphNode:
+    """An input, a constant, an op, a transfer or an output, by numbers in tables.
+
+    Attributes
+    ----------
+    kind: Position in `KINDS`.
+    name: Text: the variable that holds the result.
+    op: Text: ``"relax.add"``; empty where there is none.
+    source: Text: the node's name in the model's file; empty where it is not known.
+    device: Text: ``"llvm:0"``; empty where it is not known.
+    values: What it makes, in the table of values: more than one where that is a tuple.
+    reads: Pairs of a node of the same function and a position in what that makes, one after the other; the position is
+        -1 where all of it is read.
+    """
+
+    kind: int
+    name: int
+    op: int
+    source: int
+    device: int
+    values: tuple[int, ...]
+    reads: tuple[int, ...]
+
+    def pairs(self) -> Iterator[tuple[int, int]]:
+        """Each node that is read, and the position in what it makes."""
+        return zip(self.reads[::2], self.reads[1::2], strict=True)
+
+
+@dataclass(frozen=True)
+class FunctionGraph:
+    """One function; each node reads only nodes before it."""
+
+    name: str
+    nodes: tuple[GraphNode, ...]
+
+
+@dataclass(frozen=True)
+class ModelGraph:
+    """The graph of a model.
+
+    Attributes
+    ----------
+    texts: Names, ops, devices and element types, each once.
+    values: Distinct tensor types.
+    functions: In order of their names.
+    """
+
+    texts: tuple[str, ...]
+    values: tuple[GraphValue, ...]
+    functions: tuple[FunctionGraph, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON data, rows without names."""
+        return {
+            "texts": list(self.texts),
+            "values": [[None if v.shape is None else list(v.shape), v.dtype, v.bytes] for v in self.values],
+            "functions": [
+                [f.name, [[n.kind, n.name, n.op, n.source, n.device, [*n.values], [*n.reads]] for n in f.nodes]]
+                for f in self.functions
+            ],
+        }
+
+    @staticmethod
+    def from_json(data: Any) -> ModelGraph | None:
+        """The inverse of `to_json`; None for None, which executables of earlier versions have."""
+        if data is None:
+            return None
+        values = (
+            GraphValue(None if shape is None else tuple(shape), dtype, size) for shape, dtype, size in data["values"]
+        )
+        functions = (FunctionGraph(name, tuple(map(_node, rows))) for name, rows in data["functions"])
+        return ModelGraph(tuple(data["texts"]), tuple(values), tuple(functions))
+
+
+def _node(row: Any) -> GraphNode:
+    kind, name, op, source, device, values, reads = row
+    return GraphNode(kind, name, op, source, device, tuple(values), tuple(reads))
+
+
+def check_graph(graph: ModelGraph) -> None:
+    """Refuse a graph that refers to texts, values or nodes that it does not have.
+
+    Raises
+    ------
+    ValueError: Naming the first such place, what was found and what was expected.
+    """
+    texts, values = len(graph.texts), len(graph.values)
+    for value in graph.values:
+        _expect(value.dtype, 0, texts, "an element type of the graph")
+        if value.bytes < -1:
+            raise ValueError(f"a value of the graph has {value.bytes} bytes, expected -1 or more")
+    for function in graph.functions:
+        where = f"of the graph of {function.name!r}"
+        for index, node in enumerate(function.nodes):
+            _expect(node.kind, 0, len(KINDS), f"the kind of node {index} {where}")
+            for text in (node.name, node.op, node.source, node.device):
+                _expect(text, 0, texts, f"a text of node {index} {where}")
+            for value_number in node.values:
+                _expect(value_number, 0, values, f"a value of node {index} {where}")
+            if len(node.reads) % 2:
+                raise ValueError(f"node {index} {where} reads {len(node.reads)} numbers, expected pairs")
+            for read, position in node.pairs():
+                _expect(read, 0, index, f"a node that node {index} {where} reads")
+                _expect(position, -1, len(function.nodes[read].values), f"a position that node {index} {where} reads")
+
+
+def _expect(found: int, begin: int, end: int, what: str) -> None:
+    if not begin <= found < end:
+        raise ValueError(f"{what} is {found}, expected {begin} to {end - 1}")

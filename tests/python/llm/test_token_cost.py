@@ -1,0 +1,48 @@
+"""The cost of a token: parts by name, and the table of `relax-hetero explain`."""
+
+import pytest
+from click.testing import CliRunner
+
+from llm.gguf_files import Sizes, write_gguf
+from relax_hetero.llm.token_cost import StepTime, part_of
+from relax_hetero.tools.cli import cli
+
+SIZES = Sizes("llama", layers=2, width=128, feed_forward=192, heads=4, kv_heads=2, size=32, vocabulary=300)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_gguf(tmp_path_factory.mktemp("cost") / "model.gguf", SIZES, "Q8_0")
+
+
+def test_the_share_outside_of_kernels():
+    assert StepTime(2.0, 1.5).outside == 0.25 and StepTime(1.0, 1.1).outside == 0.0
+
+
+@pytest.mark.parametrize(
+    ("variable", "part"),
+    [
+        ("token_embd.scaled", "embedding"),
+        ("blk.11.attn_qkv", "attention"),
+        ("blk.1.post_attention_norm", "attention"),
+        ("blk.1.post_ffw_norm", "feed-forward"),
+        ("blk.0.ffn_moe_par", "feed-forward"),
+        ("output_norm", "logits"),
+        ("model_layers_0_mlp_gate", "feed-forward"),
+        ("lm_head", "logits"),
+        ("gv", "other"),
+    ],
+)
+def test_parts_by_name(variable, part):
+    assert part_of(variable) == part
+
+
+def test_explain_shows_a_token(path):
+    gpu = '{"kind": "cuda", "arch": "sm_90a"}'
+    placed = ["--vdevice", "llvm", "--vdevice", gpu, "--place", "blk.1.*=cuda", "--place", "output*=cuda"]
+    shown = CliRunner().invoke(cli, ["explain", str(path), "token", *placed])
+    assert shown.exit_code == 0, shown.output
+    for text in ("A token", "estimated", "feed-forward", "transfers", "cuda:0", "no kernel call outside"):
+        assert text in shown.output
+    refused = CliRunner().invoke(cli, ["explain", __file__, "--profile"])
+    assert refused.exit_code == 2 and "goes with a language model" in refused.output

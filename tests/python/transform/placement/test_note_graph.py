@@ -1,0 +1,46 @@
+"""NoteGraph: which op reads what, with shapes and devices; tuples and branches are looked through."""
+
+from __future__ import annotations
+
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+from relax_hetero.artifact.model_graph import KINDS
+from relax_hetero.transform import KeepFindings, NoteGraph, RealizeVDevice
+from relax_hetero.transform.ir.findings import findings_of
+
+
+@I.ir_module
+class Split:
+    I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice('{"kind":"llvm"}')]})
+
+    @R.function
+    def main(x: R.Tensor(("n", 4), "float32", "llvm:0")):
+        with R.dataflow():
+            parts = R.split(x, 2, axis=1)
+            second = parts[1]
+            doubled = R.add(second, R.const(1.0, "float32"))
+            R.output(doubled)
+        return doubled
+
+
+def test_ops_read_fields_of_tuples_and_constants():
+    noted = NoteGraph()(RealizeVDevice()(KeepFindings()(Split)))
+    graph = findings_of(noted).graph
+    assert graph is not None
+    (function,) = graph.functions
+    shown = [(KINDS[node.kind], graph.texts[node.name], list(node.pairs())) for node in function.nodes]
+    assert shown == [
+        ("input", "x", []),
+        ("op", "parts", [(0, -1)]),
+        ("constant", "constant 0", []),
+        ("op", "doubled", [(1, 1), (2, -1)]),
+        ("output", "result 0", [(3, -1)]),
+    ]
+    assert [graph.values[value].shape for value in function.nodes[1].values] == [("n", 2), ("n", 2)]
+    assert {graph.texts[node.device] for node in function.nodes} == {"llvm:0"}
+    assert NoteGraph()(noted).same_as(noted)
+
+
+def test_a_module_that_keeps_no_findings_stays():
+    assert NoteGraph()(Split).same_as(Split)
