@@ -115,7 +115,10 @@ def _libraries(data: dict[str, Any], previous: dict[str, Any] | None) -> list[st
 
 
 def _library(name: str) -> str:
-    text = compressed((_HERE / "vendor" / name).read_bytes())
+    folder = _HERE / "vendor"
+    licences = [folder / f"{name.split('.')[0]}.{part}" for part in ("LICENSE", "NOTICE")]
+    notice = "\n".join(path.read_text(encoding="utf-8") for path in licences if path.exists()).replace("*/", "* /")
+    text = compressed(f"/*\n{notice}\n*/\n".encode() + (folder / name).read_bytes())
     return f'<script type="application/gzip" data-library="{name}">{text}</script>'
 
 

@@ -34,7 +34,7 @@ def embedded(name: str, data: dict[str, Any]) -> str:
     try:
         text = json.dumps(_finite(data), separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise HeteroError(f"the data of the report is not JSON: {error}; expected dicts, lists, text, numbers") from error
+        raise HeteroError(f"the report's data is not JSON: {error}; expected dicts, lists, text, numbers") from error
     if len(text) <= _PLAIN:
         # Neither `</script>` nor `<!--` can appear.
         return f'<script type="application/json" id="{name}">{text.replace("<", chr(92) + "u003c")}</script>'

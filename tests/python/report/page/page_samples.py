@@ -16,7 +16,8 @@ def report_data(blocks: int = 3) -> dict[str, Any]:
     def add(kind: str, op: str | None, reads: list[int], device: str, group: int | None = None) -> int:
         number = len(nodes)
         name = f"{kind if op is None else 'lv'}{number}"
-        value = {"shape": ["n", 384], "dtype": "float32", "bytes": 1536 * 64, "layout": 0 if op == "relax.matmul" else None}
+        value = {"shape": ["n", 384], "dtype": "float32", "bytes": 1536 * 64}
+        value["layout"] = 0 if op == "relax.matmul" else None
         onnx = [f"/layer{len(groups)}/{op.split('.')[-1]}"] if op else []
         nodes.append(
             {"id": number, "function": "main", "kind": kind, "name": name, "op": op, "onnx": onnx, "device": device}
@@ -92,15 +93,17 @@ def report_data(blocks: int = 3) -> dict[str, Any]:
     devices = [
         {"name": name, "target": target, "kind": name.split(":")[0], "optional": False}
         | {"ops": sum(node["device"] == name and node["kind"] == "op" for node in nodes), "op_bytes": 10**6}
-        | {"param_bytes": 5_000_000, "constant_bytes": 12_000, "transfers_in": 2 * moved, "transfer_bytes": 196_608 * moved}
+        | {"param_bytes": 5_000_000, "constant_bytes": 12_000, "transfers_in": 2 * moved}
+        | {"transfer_bytes": 196_608 * moved}
         | {"peak": peak}
         for name, target, moved in ((CPU, "llvm -mcpu=znver4 -num-cores=2", 0), (OTHER, "cuda -arch=sm_90", 1))
     ]
-    layout = {"id": 0, "encoding": "operand 0 of matmul", "device": CPU, "text": "blocks of 48 columns", "shape": ["n", 384]}
-    layout |= {"stored": ["n", 8, 48], "tiles": [{"dim": 1, "size": 48}], "order": [1, 0], "padding": [0, 0], "cost": None}
+    layout = {"id": 0, "encoding": "operand 0 of matmul", "device": CPU, "text": "blocks of 48 columns"}
+    layout |= {"shape": ["n", 384], "stored": ["n", 8, 48], "tiles": [{"dim": 1, "size": 48}], "order": [1, 0]}
+    layout |= {"padding": [0, 0], "cost": None}
     diff = "--- before\n+++ after\n@@ -1,2 +1,2 @@\n-    lv = R.matmul(x, w)\n+    lv = R.call_tir(matmul, (x, w))\n"
     changed = {"main": {"before_lines": 40, "after_lines": 41, "diff": diff}}
-    columns = [{"name": "value", "kind": "text"}, {"name": "moved", "kind": "bytes"}, {"name": "time", "kind": "seconds"}]
+    columns = [("value", "text"), ("moved", "bytes"), ("time", "seconds")]
     return {
         "schema": 1,
         "kind": "executable",
@@ -119,7 +122,8 @@ def report_data(blocks: int = 3) -> dict[str, Any]:
         "memory": memory,
         "profile": {"function": "main", "seconds": 0.005, "rows": rows},
         "tables": [
-            {"id": "transfers", "title": "Transfers", "columns": columns}
+            {"id": "transfers", "title": "Transfers"}
+            | {"columns": [{"name": name, "kind": kind} for name, kind in columns]}
             | {"rows": [["lv1", 3000, 0.002], ["lv2", 200, 0.5], ["lv10", 10**7, 1e-6]]}
         ],
         "bench": None,
