@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 from weakref import WeakValueDictionary
 
 from tvm import runtime
@@ -26,10 +26,6 @@ from ..device.constants import PlacedConstants
 from ..device.numa import settle_on_nodes
 from .export import checked_path, link_library, needs_linking, write_copy, write_executable
 from .load_code import load_code
-
-if TYPE_CHECKING:
-    from ..profile import Profile
-    from ..queue.trace import Trace
 
 
 class Executable:
@@ -157,8 +153,8 @@ class Executable:
         self,
         path: str | os.PathLike[str],
         *,
-        profile: Profile | None = None,
-        trace: Trace | None = None,
+        profile: Any = None,
+        trace: Any = None,
         compare: str | os.PathLike[str] | None = None,
         title: str = "",
     ) -> None:
