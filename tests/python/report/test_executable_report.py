@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import tvm
-from toy_model import ARGUMENTS, Model
+from report.toy_model import ARGUMENTS, Model
 from tvm import relax
 
 import relax_hetero as rh
@@ -151,8 +151,10 @@ def test_an_executable_of_an_earlier_version_has_a_report_without_graph(executab
 def test_the_memory_of_a_model_of_fixed_sizes_is_there():
     x = relax.Var("x", relax.TensorType((4, 8), "float32"))
     builder = relax.BlockBuilder()
-    with builder.function("main", [x]), builder.dataflow():
-        builder.emit_func_output(builder.emit_output(relax.op.exp(x)))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            result = builder.emit_output(relax.op.exp(x))
+        builder.emit_func_output(result)
     data = report_of(rh.compile(builder.get(), cache=False))
     assert [(row["function"], row["results"]) for row in data["memory"]] == [("main", 128)]
     assert tvm.__version__ == data["versions"]["tvm"]

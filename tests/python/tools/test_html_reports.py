@@ -2,8 +2,9 @@
 
 import pytest
 
-from conftest import TWO, parsed
 from relax_hetero.report.page import data_of
+
+from .conftest import TWO, parsed
 
 
 def test_an_onnx_file_becomes_a_page(invoke, model, tmp_path):
