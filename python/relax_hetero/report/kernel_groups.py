@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..artifact.commands import Dispatch
 from ..artifact.metadata import Metadata
-from ..artifact.model_graph import KINDS, OP, FunctionGraph, ModelGraph
+from ..artifact.model_graph import INPUT, KINDS, OP, FunctionGraph, ModelGraph
 
 if TYPE_CHECKING:
     from ..vm.profile import Profile
+
+# What takes no kernel: another shape for the same memory.
+_VIEWS = ("reshape", "flatten", "squeeze", "expand_dims")
 
 
 def groups_of(about: Metadata, profile: Profile | None = None) -> list[dict[str, Any]]:
@@ -26,28 +29,25 @@ def groups_of(about: Metadata, profile: Profile | None = None) -> list[dict[str,
     entries = (about.fusions or {}).get("dispatches", [])
     declined = _declined(about.fusions or {})
     regions = {c.kernel: region.name for region in about.regions for c in region.commands if isinstance(c, Dispatch)}
-    finders = _finders(about.graph)
     places = Counter(entry["kernel"] for entry in entries)
+    nodes = _nodes_of(about.graph, entries)
     groups: list[dict[str, Any]] = []
-    for entry in entries:
+    for index, entry in enumerate(entries):
         kernel, function = entry["kernel"], entry["function"]
-        finder = finders.get(function)
         spec = about.dispatches.get(kernel)
-        times = _times(profile, kernel, entry["variable"], places[kernel])
-        nodes = [] if finder is None else finder.take(entry["variable"], entry["device"], entry["ops"])
         groups.append(
             {
-                "id": len(groups),
+                "id": index,
                 "function": function,
                 "kernel": kernel,
                 "device": entry["device"],
-                "nodes": nodes,
+                "nodes": nodes[index],
                 "region": regions.get(kernel),
                 "step": _step(about, kernel, regions.get(kernel)),
                 "precision": entry["precision"] or None,
                 "operations": spec.operations or None if spec is not None else None,
                 "bytes": spec.bytes or None if spec is not None else None,
-                **times,
+                **_times(profile, kernel, entry["variable"], places[kernel]),
                 "share_of_peak": None,
                 "bound": None,
                 "notes": declined.get((function, entry["variable"]), []),
@@ -84,57 +84,89 @@ def _times(profile: Profile | None, kernel: str, variable: str, places: int) -> 
     return {"calls": calls, "seconds": row.microseconds / 1e6 / places, "share": row.share / places}
 
 
-def _finders(graph: ModelGraph | None) -> dict[str, _Finder]:
-    found: dict[str, _Finder] = {}
+def _nodes_of(graph: ModelGraph | None, entries: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """The nodes of each kernel call, numbered through all functions."""
+    found: list[list[int]] = [[] for _ in entries]
     base = 0
     for function in graph.functions if graph is not None else ():
         assert graph is not None
-        found[function.name] = _Finder(graph, function, base)
+        mine = [(number, entry) for number, entry in enumerate(entries) if entry["function"] == function.name]
+        for index, owner in _Finder(graph, function).owners([entry for _, entry in mine]).items():
+            found[mine[owner][0]].append(base + index)
         base += len(function.nodes)
-    return found
+    return [sorted(nodes) for nodes in found]
 
 
 class _Finder:
-    """Finds the nodes of a function that a kernel computes; each node belongs to one kernel."""
+    """Finds the nodes of a function that each of its kernels computes; a node belongs to one kernel at most."""
 
-    def __init__(self, graph: ModelGraph, function: FunctionGraph, base: int) -> None:
-        self._texts, self._nodes, self._base = graph.texts, function.nodes, base
+    def __init__(self, graph: ModelGraph, function: FunctionGraph) -> None:
+        self._nodes = function.nodes
+        self._ops = [_short(graph.texts[node.op]) if KINDS[node.kind] == OP else "" for node in function.nodes]
+        self._devices = [graph.texts[node.device] for node in function.nodes]
         self._by_name = {graph.texts[n.name]: i for i, n in enumerate(function.nodes) if KINDS[n.kind] == OP}
-        self._taken: set[int] = set()
+        self._owners: dict[int, int] = {}
 
-    def take(self, variable: str, device: str, ops: list[str]) -> list[int]:
-        """The nodes of a kernel, by the variable that holds its result and the ops that it computes, in order.
+    def owners(self, entries: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+        """Node to kernel call: by the variables of the calls, then by what they compute, in program order."""
+        unnamed: list[int] = []
+        for owner, entry in enumerate(entries):
+            last = self._named(entry["variable"])
+            if last is None or self._ops[last] not in map(_short, entry["ops"]):
+                unnamed.append(owner)
+            else:
+                self._take(last, owner, entry)
+        for owner in unnamed:
+            entry = entries[owner]
+            last = self._first(_short(entry["ops"][-1]), entry["device"]) if entry["ops"] else None
+            if last is not None:
+                self._take(last, owner, entry)
+        self._take_rewritten()
+        return self._owners
 
-        The variable names the last of them; the others are found by walking back along what is read.
-        """
-        last = self._last(variable)
-        wanted = Counter(_short(op) for op in ops)
-        if last is None or not (variable in self._by_name or wanted[self._op(last)]):
-            return []
-        found: list[int] = []
+    def _take(self, last: int, owner: int, entry: Mapping[str, Any]) -> None:
+        """Give a kernel its last node, and the nodes before it that compute what the kernel does."""
+        wanted = Counter(map(_short, entry["ops"]))
         waiting = [last]
         while waiting:
             index = waiting.pop(0)
-            if index in self._taken or KINDS[self._nodes[index].kind] != OP:
+            if index in self._owners or not wanted[self._ops[index]]:
                 continue
-            op = self._op(index)
-            if index != last and not (wanted[op] and self._texts[self._nodes[index].device] in ("", device)):
+            if self._devices[index] not in ("", entry["device"]):
                 continue
-            wanted[op] -= 1
-            self._taken.add(index)
-            found.append(index)
+            wanted[self._ops[index]] -= 1
+            self._owners[index] = owner
             waiting += [read for read, _ in self._nodes[index].pairs()]
-        return sorted(self._base + index for index in found)
 
-    def _op(self, index: int) -> str:
-        return _short(self._texts[self._nodes[index].op])
+    def _take_rewritten(self) -> None:
+        """Ops that no kernel names became others, as batch_norm does: they belong to the one kernel that reads them."""
+        readers: dict[int, set[int | None]] = {}
+        varying: set[int] = set()
+        for index, node in enumerate(self._nodes):
+            reads = [read for read, _ in node.pairs()]
+            if KINDS[node.kind] == INPUT or not varying.isdisjoint(reads):
+                varying.add(index)
+        for index in reversed(range(len(self._nodes))):
+            owner = self._owners.get(index)
+            found = readers.get(index, set())
+            is_open = self._ops[index] and owner is None and self._ops[index] not in _VIEWS and index in varying
+            if is_open and len(found) == 1 and (only := next(iter(found))) is not None:
+                owner = self._owners[index] = only
+            for read, _ in self._nodes[index].pairs():
+                readers.setdefault(read, set()).add(owner)
 
-    def _last(self, variable: str) -> int | None:
+    def _first(self, op: str, device: str) -> int | None:
+        """The first node that no kernel has, of an op on a device."""
+        free = (i for i, found in enumerate(self._ops) if found == op and i not in self._owners)
+        return next((i for i in free if self._devices[i] in ("", device)), None)
+
+    def _named(self, variable: str) -> int | None:
         """The node of a variable; lowering adds endings to names (``lv_encoded``)."""
         name = variable
         while name not in self._by_name and "_" in name:
             name = name.rpartition("_")[0]
-        return self._by_name.get(name)
+        index = self._by_name.get(name)
+        return None if index in self._owners else index
 
 
 def _short(op: str) -> str:
