@@ -109,7 +109,10 @@
         autoungrabify: true, textureOnViewport: big, hideLabelsOnViewport: big, pixelRatio: big ? 1 : "auto", motionBlur: false,
       });
       cy.on("select", "node", (event) => chosen(event.target));
-      cy.on("tap", (event) => event.target === cy && close());
+      cy.on("tap", (event) => {
+        canvas.focus({ preventScroll: true });
+        if (event.target === cy) close();
+      });
       cy.on("dbltap", "node", (event) => toggle(event.target));
       const target = keep && (cy.getElementById(keep.next).nonempty() ? cy.getElementById(keep.next) : null);
       if (before && target && before.at) {
