@@ -53,12 +53,12 @@ def page_of(data: dict[str, Any], previous: dict[str, Any] | None = None) -> str
     >>> data_of(page)["title"]
     'toy'
     """
-    used = _libraries(data, previous)
+    inside = embedded("report-data", data)
     parts = {
         "title": escape(str(data.get("title") or "report")),
         "style": _asset("style.css"),
-        "libraries": "\n".join(_library(name) for name in used),
-        "data": embedded("report-data", data),
+        "libraries": "\n".join(_library(name) for name in _libraries(data, previous)),
+        "data": inside,
         "previous": embedded("report-previous", previous) if previous is not None else "",
         "script": "\n".join(_asset(f"script/{name}.js") for name in _SCRIPTS),
     }

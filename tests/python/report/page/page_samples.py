@@ -89,13 +89,16 @@ def report_data(blocks: int = 3) -> dict[str, Any]:
         | {key: group[key] for key in ("device", "calls", "seconds", "share", "operations", "bytes")}
         for group in groups
     ]
-    peak = {"bytes_per_second": 30e9, "operations_per_second": {"f32": 2e11}}
+    peaks = {
+        CPU: {"bytes_per_second": 30e9, "operations_per_second": {"f32": 2e11, "bf16": 2.2e11}},
+        OTHER: {"bytes_per_second": 90e9, "operations_per_second": {"f32": 2e11, "bf16": 3e12}},
+    }
     devices = [
         {"name": name, "target": target, "kind": name.split(":")[0], "optional": False}
         | {"ops": sum(node["device"] == name and node["kind"] == "op" for node in nodes), "op_bytes": 10**6}
         | {"param_bytes": 5_000_000, "constant_bytes": 12_000, "transfers_in": 2 * moved}
         | {"transfer_bytes": 196_608 * moved}
-        | {"peak": peak}
+        | {"peak": peaks[name]}
         for name, target, moved in ((CPU, "llvm -mcpu=znver4 -num-cores=2", 0), (OTHER, "cuda -arch=sm_90", 1))
     ]
     layout = {"id": 0, "encoding": "operand 0 of matmul", "device": CPU, "text": "blocks of 48 columns"}

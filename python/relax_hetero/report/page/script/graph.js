@@ -23,10 +23,10 @@
       { selector: "edge[?bent]", style: {
         "curve-style": "round-segments", "segment-distances": "data(distances)", "segment-weights": "data(weights)", "segment-radii": 18,
         "edge-distances": "node-position" } },
-      { selector: "edge[?far]", style: { "line-style": "dotted", opacity: 0.45 } },
       { selector: "edge[?transfer]", style: {
         width: 3.5, "line-style": "dashed", "line-color": ink, "target-arrow-color": ink, label: "data(label)", "font-size": 11.5, color: ink,
         "text-background-color": ground, "text-background-opacity": 1, "text-background-padding": 3, "text-background-shape": "round-rectangle" } },
+      { selector: "edge[?far]", style: { width: 1.5, "line-style": "dotted", "line-color": line, "target-arrow-color": line, label: "", opacity: 0.45 } },
       { selector: "node:selected", style: { "overlay-color": report.style("--accent"), "overlay-opacity": 0.28, "overlay-padding": 6 } },
       { selector: "edge.near", style: { "line-color": report.style("--accent"), "target-arrow-color": report.style("--accent"), width: 3 } },
     ];
@@ -55,14 +55,14 @@
         parents.add(item.parent);
         made.push({ data: { id: item.parent, label: report.shorter(item.group.kernel || "group", 60), colour, kind: "opened", item } });
       }
-      const data = { id: item.id, label: report.shorter(item.label, 27), kind: item.kind, colour, ink: report.inkOn(colour), item };
+      const data = { id: item.id, label: report.shorter(item.label, 24), kind: item.kind, colour, ink: report.inkOn(colour), item };
       if (item.parent) data.parent = item.parent;
       made.push({ data, position: placed.positions.get(item.id) });
     }
     for (const edge of edges) {
       const [from, to] = [placed.positions.get(edge.from), placed.positions.get(edge.to)];
       const bends = bent(from, to, placed.points.get(`${edge.from}>${edge.to}`));
-      const far = !bends.bent && Math.abs(placed.rank.get(edge.to) - placed.rank.get(edge.from)) > 2 ? 1 : 0;
+      const far = !bends.bent && items.get(edge.to).kind !== "transfer" && Math.abs(placed.rank.get(edge.to) - placed.rank.get(edge.from)) > 2 ? 1 : 0;
       made.push({ data: {
         id: `${edge.from}>${edge.to}`, source: edge.from, target: edge.to, transfer: edge.transfer ? 1 : 0, far,
         label: report.known(edge.bytes) ? report.bytes(edge.bytes) : "", ...bends } });
@@ -109,7 +109,10 @@
         autoungrabify: true, textureOnViewport: big, hideLabelsOnViewport: big, pixelRatio: big ? 1 : "auto", motionBlur: false,
       });
       cy.on("select", "node", (event) => chosen(event.target));
-      cy.on("tap", (event) => event.target === cy && close());
+      cy.on("tap", (event) => {
+        canvas.focus({ preventScroll: true });
+        if (event.target === cy) close();
+      });
       cy.on("dbltap", "node", (event) => toggle(event.target));
       const target = keep && (cy.getElementById(keep.next).nonempty() ? cy.getElementById(keep.next) : null);
       if (before && target && before.at) {

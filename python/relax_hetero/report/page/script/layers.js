@@ -8,6 +8,8 @@
   const FAR = 24;
   // Pieces larger than this get the library's quick answers.
   const SMALL = 90;
+  // So many layers lie between the nodes that are brought below each other.
+  const STRAIGHT = 24;
 
   // Ranks as late as possible; an edge that closes a circle (groups need not be convex) counts as turned round.
   function ranked(ids, edges) {
@@ -107,6 +109,26 @@
     });
   }
 
+  // Pieces that lean to a side would make the model drift: layers move aside, each as a whole, until the nodes that
+  // everything goes through stand below each other. Those that follow at once stay as they are, so that lines stay straight.
+  function straighten(spine, positions, points) {
+    const posts = [];
+    for (const post of spine.map((id) => positions.get(id))) {
+      if (!posts.length || post.y - posts[posts.length - 1].y > STRAIGHT * ROW) posts.push({ ...post });
+    }
+    if (posts.length < 2) return;
+    let index = 0;
+    const aside = (y) => {
+      while (index > 0 && y < posts[index].y) index -= 1;
+      while (index < posts.length - 2 && y > posts[index + 1].y) index += 1;
+      const [above, below] = [posts[index], posts[index + 1]];
+      const part = Math.min(1, Math.max(0, (y - above.y) / (below.y - above.y)));
+      return above.x + part * (below.x - above.x);
+    };
+    for (const [id, { x, y }] of positions) positions.set(id, { x: x - aside(y), y });
+    for (const [key, inner] of points) points.set(key, inner.map(([x, y]) => [x - aside(y), y]));
+  }
+
   // Positions of nodes by id, and the points between the ends of edges by "from>to".
   report.layered = function (ids, edges) {
     const { rank, place } = ranked(ids, edges);
@@ -154,7 +176,7 @@
         points.set(`${from}>${to}`, turned.map(([x, y]) => [x + shift, y - ROW / 2 + top]));
       }
     });
-    // A piece that leans to a side would make the model drift: the spine comes back to the middle slowly.
+    straighten(found.map((border) => nodes[at(border)].find((id) => rank.get(id) === border)), positions, points);
     return { positions, points, rank };
   };
 })();

@@ -2,6 +2,17 @@
 (function () {
   "use strict";
 
+  // A target as one types it, of the JSON that TVM writes.
+  function briefly(target) {
+    try {
+      const parts = JSON.parse(target);
+      const shown = ["mcpu", "arch", "mtriple", "num-cores"].filter((name) => parts[name] !== undefined && parts[name] !== "");
+      return [parts.kind, ...shown.map((name) => `-${name}=${parts[name]}`)].join(" ");
+    } catch (error) {
+      return target;
+    }
+  }
+
   report.drawOverview = function () {
     report.section("overview", "Overview", null, (body) => {
       const { make, data } = report;
@@ -20,7 +31,7 @@
       if (devices.length) {
         const most = Math.max(1, ...devices.map((device) => device.ops || 0));
         const head = ["Device", "Target", "Ops", "Weights", "Transfers in", "Memory speed"];
-        const rows = devices.map((device) => [make("span", { class: "named" }, report.dot(device.name), device.name), make("code", { class: "target", title: device.target }, device.target || ""),
+        const rows = devices.map((device) => [make("span", { class: "named" }, report.dot(device.name), device.name), make("code", { class: "target", title: device.target }, briefly(device.target || "")),
           make("span", { class: "barred" }, make("i", { style: `width:${(60 * (device.ops || 0)) / most}px;background:${report.colour(device.name)}` }), report.number(device.ops)), report.bytes((device.param_bytes || 0) + (device.constant_bytes || 0)),
           `${report.number(device.transfers_in)} (${report.bytes(device.transfer_bytes)})`, device.peak && report.known(device.peak.bytes_per_second) ? report.rate(device.peak.bytes_per_second, "B/s") : "–"]);
         body.append(make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Devices" }, make("table", { class: "plain" }, make("thead", {}, make("tr", {}, head.map((name) => make("th", { scope: "col" }, name)))),
