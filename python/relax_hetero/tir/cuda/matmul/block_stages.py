@@ -1,4 +1,4 @@
-"""Products with weights of 4 or 8 bits whose weights come to shared memory by bulk copies, a ring of stages a warp.
+"""Products with weights of 4 or 8 bits whose weights come to shared memory by copies, a ring of stages a warp.
 
 What is on its way takes no registers, so that the blocks of two launches share a multiprocessor: while one launch adds
 up its last sums, the weights of the next arrive. A lane of each warp asks for the warp's own neighbours along k, which
@@ -92,8 +92,7 @@ class StagedWork(BlockWork):
         self.sums_of_tile = self.sums if self.is_persistent and self.sums * 4 <= 32 << 10 else 0
         self.held_at = (self.sums + self.sums_of_tile) * 4
         self.stages_at = self.held_at + self.held_rows * self.pitch * 4
-        self.barriers_at = self.stages_at + plan.warps * plan.stages * self.stage_bytes
-        self.shared_bytes = self.barriers_at + plan.warps * plan.stages * 8
+        self.shared_bytes = self.stages_at + plan.warps * plan.stages * self.stage_bytes
 
     def part_at(self, part: int) -> int:
         """Where scales (0) or zero points (1) of a fragment begin."""
@@ -226,13 +225,14 @@ class StagedBody(BlockBody):
 
     def _work(self) -> None:
         work, plan = self.work, self.work.staged
-        self._begin()
         turns: Expr = 1
         if work.is_persistent:
             turns = T.bind(tirx.floordiv(work.column_tiles - 1 - self.first_block, work.stride) + 1)
         self.items = T.bind(T.Cast("int32", int64(turns * work.rounds)))
         for stage in range(plan.stages):
             self._if_item(stage, self._ask)
+            if work.held_rows:
+                ptx.copy_commit()
         if self.gpu.overlaps_launches:
             ptx.let_next_launch_begin()
             ptx.wait_for_launches_before()
@@ -242,8 +242,10 @@ class StagedBody(BlockBody):
         else:
             for i in range(plan.groups * self.left.steps * 2):
                 T.buffer_store(self.left.words, T.uint32(0), [i])
+            # The first group has the weights of all stages.
             for stage in range(plan.stages):
                 self._if_item(stage, self._bring)
+                ptx.copy_commit()
         with T.serial(int64(turns)) as turn:
             tile = T.bind(self.first_block + turn * work.stride)
             for number in range(plan.fragments * plan.groups * 4):
@@ -256,21 +258,10 @@ class StagedBody(BlockBody):
                 self._if_item(following, self._ask)
                 if not work.held_rows:
                     self._if_item(following, self._bring)
+                ptx.copy_commit()
             threads = plan.warps * WARP
             self.finisher = T.bind(tirx.floormod(self.thread + T.Cast("int32", turn) * WARP, threads))
             self._finish(turn, T.bind(tile * plan.fragments))
-
-    def _begin(self) -> None:
-        """Barriers of the warp's stages."""
-        work, plan = self.work, self.work.staged
-        with T.If(tirx.EQ(self.lane, 0)), T.Then():
-            for stage in range(plan.stages):
-                ptx.barrier_init(self._barrier(stage), 1 if work.held_rows else 1 + WARP)
-            ptx.barrier_init_fence()
-        ptx.warp_barrier()
-
-    def _barrier(self, stage: Expr) -> Expr:
-        return self.shared.at(self.work.barriers_at + (self.warp * self.work.staged.stages + stage) * 8)
 
     def _stage(self, stage: Expr) -> Expr:
         """Where a stage of the warp begins."""
@@ -284,41 +275,51 @@ class StagedBody(BlockBody):
         return T.bind(T.Cast("int64", self.warp) * self.work.own + T.Cast("int64", part) * self.work.staged.run)
 
     def _ask(self, item: Expr) -> None:
-        """Ask for the weights of an item, which the next lane's copies of rows may follow."""
+        """Ask for the weights of an item, and what belongs to them; all lanes do it."""
         work, plan = self.work, self.work.staged
         item = item if isinstance(item, tirx.Var) else tirx.const(item, "int32")
-        with T.If(tirx.EQ(self.lane, 0)), T.Then():
-            stage = T.bind(tirx.floormod(item, plan.stages))
-            tile = self.first_block + T.Cast("int64", tirx.floordiv(item, work.rounds)) * work.stride
-            chunk = self._first_chunk(tirx.floormod(item, work.rounds))
-            block = T.bind(tirx.floordiv(chunk * work.chunk, work.problem.block))
-            barrier, begin = self._barrier(stage), T.bind(self._stage(stage))
-            ptx.barrier_expect(barrier, plan.fragments * work.fragment_bytes)
-            for fragment in range(plan.fragments):
-                of_tile = tile * plan.fragments + fragment
-                if work.tiles % plan.fragments:
-                    of_tile = minimum(of_tile, int64(work.tiles - 1))
-                of_tile = T.bind(of_tile)
-                at = begin + fragment * work.fragment_bytes
-                source = T.address_of(self.weights.weight[(of_tile * work.chunks + chunk) * (WARP * 4)])
-                ptx.bulk_load(self.shared.at(at), source, work.weight_bytes, barrier)
-                parts = [self.weights.scales, self.weights.zeros]
-                for part, (data, size) in enumerate(zip(parts, work.part_bytes, strict=False)):
-                    source = T.address_of(data[(of_tile * work.blocks + block) * FRAGMENT_COLUMNS])
-                    ptx.bulk_load(self.shared.at(at + work.part_at(part)), source, size, barrier)
+        stage = T.bind(tirx.floormod(item, plan.stages))
+        tile = self.first_block + T.Cast("int64", tirx.floordiv(item, work.rounds)) * work.stride
+        tile = T.bind(tile * plan.fragments)
+        chunk = self._first_chunk(tirx.floormod(item, work.rounds))
+        block = T.bind(tirx.floordiv(chunk * work.chunk, work.problem.block))
+        begin = T.bind(self._stage(stage))
+        for fragment in range(plan.fragments):
+            at = T.bind((self._tile(tile, fragment) * work.chunks + chunk) * (WARP * 4) + T.Cast("int64", self.lane * 4))
+            for number in range(plan.run):
+                target = begin + (fragment * work.fragment_bytes + number * _CHUNK_BYTES) + self.lane * _PIECE
+                source = T.address_of(self.weights.weight[at + number * (WARP * 4)])
+                ptx.copy_async(self.shared.at(target), source, _PIECE)
+        parts = [self.weights.scales, self.weights.zeros]
+        for part, (data, size) in enumerate(zip(parts, work.part_bytes, strict=False)):
+            pieces, element = size // _PIECE, size // (work.run_blocks * FRAGMENT_COLUMNS)
+            for first in range(0, plan.fragments * pieces, WARP):
+                number = first + self.lane
+                fragment, piece = tirx.floordiv(number, pieces), tirx.floormod(number, pieces)
+                with T.If(number < plan.fragments * pieces), T.Then():
+                    at = (self._tile(tile, T.Cast("int64", fragment)) * work.blocks + block) * FRAGMENT_COLUMNS
+                    source = T.address_of(data[T.bind(at + T.Cast("int64", piece * (_PIECE // element)))])
+                    target = begin + (fragment * work.fragment_bytes + work.part_at(part) + piece * _PIECE)
+                    ptx.copy_async(self.shared.at(target), source, _PIECE)
+
+    def _tile(self, first: Expr, fragment: Expr) -> Expr:
+        """A fragment of 16 columns; the last one for those that are none."""
+        if self.work.tiles % self.work.plan.fragments:
+            return minimum(first + fragment, int64(self.work.tiles - 1))
+        return first + fragment
 
     def _bring(self, item: Expr) -> None:
         work, plan = self.work, self.work.staged
         item = item if isinstance(item, tirx.Var) else tirx.const(item, "int32")
         stage = T.bind(tirx.floormod(item, plan.stages))
         self.left.bring(T.bind(self._stage(stage)), self._first_chunk(tirx.floormod(item, work.rounds)), self.lane)
-        ptx.barrier_arrive_after_copies(self._barrier(stage))
 
     def _multiply_stage(self, item: Expr, part: Expr) -> None:
         work, plan = self.work, self.work.staged
         stage = T.bind(tirx.floormod(item, plan.stages))
         begin = T.bind(self._stage(stage))
-        ptx.barrier_wait(self._barrier(stage), T.bitwise_and(tirx.floordiv(item, plan.stages), 1))
+        ptx.copy_wait(plan.stages - 1)
+        ptx.warp_barrier()
         first = self._first_chunk(part)
         for chunk in range(plan.run):
             self.weights.take(self.shared, begin, chunk)
