@@ -11,22 +11,23 @@ copies of the warp's lanes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
+from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ....encoding.block_weights import FRAGMENT_COLUMNS, chunk_of
+from ....encoding.block_weights import FRAGMENT_COLUMNS
 from ....encoding.problem import BlockProductProblem
 from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, int64, minimum
 from ..core import ptx
-from ..core.launch import local
+from ..core.launch import SharedMemory, local
 from .block_body import BlockBody
 from .block_fragments import WeightFragments
-from .block_plan import GROUP_COLUMNS, PARTS, STEP, BlockPlan, BlockWork
+from .block_plan import GROUP_COLUMNS, STEP, BlockPlan, BlockWork
 from .block_rows import LeftRows
 
 _CHUNK_BYTES = 512
@@ -113,7 +114,7 @@ class _StagedFragments(WeightFragments):
             for dtype in self.types
         ]
 
-    def take(self, shared: object, stage: Expr, chunk: int) -> None:
+    def take(self, shared: SharedMemory, stage: Expr, chunk: int) -> None:
         """Load a chunk of a stage that has arrived."""
         work = self.work
         for fragment in range(work.plan.fragments):
@@ -267,7 +268,7 @@ class StagedBody(BlockBody):
         """Where a stage of the warp begins."""
         return self.work.stages_at + (self.warp * self.work.staged.stages + stage) * self.work.stage_bytes
 
-    def _if_item(self, item: Expr, act: object) -> None:
+    def _if_item(self, item: Expr, act: Callable[[Any], None]) -> None:
         with T.If(item < self.items), T.Then():
             act(item)
 
@@ -285,7 +286,9 @@ class StagedBody(BlockBody):
         block = T.bind(tirx.floordiv(chunk * work.chunk, work.problem.block))
         begin = T.bind(self._stage(stage))
         for fragment in range(plan.fragments):
-            at = T.bind((self._tile(tile, fragment) * work.chunks + chunk) * (WARP * 4) + T.Cast("int64", self.lane * 4))
+            at = T.bind(
+                (self._tile(tile, fragment) * work.chunks + chunk) * (WARP * 4) + T.Cast("int64", self.lane * 4)
+            )
             for number in range(plan.run):
                 target = begin + (fragment * work.fragment_bytes + number * _CHUNK_BYTES) + self.lane * _PIECE
                 source = T.address_of(self.weights.weight[at + number * (WARP * 4)])

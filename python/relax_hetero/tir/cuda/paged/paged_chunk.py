@@ -211,5 +211,5 @@ class ChunkKernel:
                         for c in range(2):
                             T.buffer_store(out, both[c], [begin + (block * 8 + c)])
                     else:
-                        ptx.pack_pair(pair[0], *both, work.dtype)
+                        ptx.pack_pair(pair[0], both[0], both[1], work.dtype)
                         ptx.store_global(T.address_of(out[begin + block * 8]), [pair[0]])

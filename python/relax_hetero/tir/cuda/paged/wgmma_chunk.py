@@ -13,7 +13,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ....encoding.pages import PAGE
 from ....errors import EncodingError
-from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
+from ....target.gpu_target import WARPGROUP, GpuTarget
 from ...core.builder import Expr, Function, when
 from ..core import ptx
 from ..core.launch import local, may_begin_early
