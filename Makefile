@@ -3,6 +3,7 @@
 
 VENV := .venv
 TORCH_VENV := .venv-torch
+DOCS_VENV := .venv-docs
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --quiet --quiet --disable-pip-version-check
 WORKERS ?= 2
@@ -10,7 +11,7 @@ PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 3600
 CHECKED := python apps tests
 
-.PHONY: help demo test test-slow test-timing test-torch test-all fuzz lint format conformance clean distclean
+.PHONY: help demo test test-slow test-timing test-torch test-all fuzz lint format conformance docs clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +24,7 @@ help:
 	@echo "make lint         ruff check, ruff format --check, mypy, import-linter"
 	@echo "make format       let ruff rewrite what lint would complain about"
 	@echo "make conformance  ONNX's own backend suite, against stock TVM (long)"
+	@echo "make docs         the site, in build/site; refuses links that lead nowhere, and pages that are out of date"
 	@echo "make clean        remove caches and build outputs; make distclean also .cache and $(VENV)"
 
 demo: $(VENV)/.stamp-demo
@@ -62,12 +64,18 @@ format: $(VENV)/.stamp-dev
 conformance: $(VENV)/.stamp-dev
 	$(PY) apps/onnx_backend/run.py --write-docs
 
+# The home page is build/site/index.html, and needs no server.
+docs: $(DOCS_VENV)/.stamp-docs
+	$(DOCS_VENV)/bin/python docs/tools/api_pages.py --check
+	$(DOCS_VENV)/bin/python docs/pictures/pipeline_picture.py --check
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict
+
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis python/*.egg-info
 	find python apps tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(TORCH_VENV) .cache
+	rm -rf $(VENV) $(TORCH_VENV) $(DOCS_VENV) .cache
 
 # The interpreter is tried, not only looked up: version managers put names on PATH that do not run,
 # and some distributions ship a Python whose venv module lacks pip.
@@ -103,4 +111,10 @@ $(TORCH_VENV)/.stamp-dev: pyproject.toml | $(PY)
 	@echo "Installing relax-hetero, its development tools and PyTorch into $(TORCH_VENV)"
 	@$(PY) -m venv $(TORCH_VENV)
 	@$(TORCH_VENV)/bin/python -m pip --quiet --quiet --disable-pip-version-check install --editable '.[dev-torch]'
+	@touch $@
+
+$(DOCS_VENV)/.stamp-docs: pyproject.toml | $(PY)
+	@echo "Installing relax-hetero and MkDocs into $(DOCS_VENV)"
+	@$(PY) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip --quiet --quiet --disable-pip-version-check install --editable '.[docs]'
 	@touch $@

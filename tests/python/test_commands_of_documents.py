@@ -21,7 +21,7 @@ from onnx import TensorProto, helper
 from one_service import one_service
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "apps").rglob("README.md")})
+DOCUMENTS = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "apps").rglob("README.md")})
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`(python apps/[^`]+)`")
 QUICK = ("python apps/bench/command_buffers.py elementwise", "python apps/data_tiling_two_devices/run.py")

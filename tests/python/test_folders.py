@@ -8,8 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 MOST_FILES = 25
 PACKAGE, TESTS = ROOT / "python" / "relax_hetero", ROOT / "tests" / "python"
-# Tests of no room of the package: programs, whole models, machines with GPUs, and an interpreter of their kernels.
-OTHERS = {"apps", "fuzz", "gpu", "gpu_interpreter", "models"}
+# Tests of no room of the package: programs, whole models, machines with GPUs, their interpreter, and types.
+OTHERS = {"apps", "fuzz", "gpu", "gpu_interpreter", "models", "user_types"}
 
 
 def folders_with_python(top: Path) -> Counter[Path]:

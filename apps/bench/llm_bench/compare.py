@@ -2,6 +2,7 @@
 
 python apps/bench/llm_bench/compare.py gemma                  # Gemma 3 270M, from the package index
 python apps/bench/llm_bench/compare.py tinyllama              # 1.1 billion random weights in 4 bits
+python apps/bench/llm_bench/compare.py mixture -p speed       # 64 experts in 4 bits, of which a token takes 8
 python apps/bench/llm_bench/compare.py MODEL.gguf --threads 2 --part speed
 """
 
@@ -158,10 +159,11 @@ def model_path(name: str, cache: Path) -> Path:
 
             assemble(path)
         return path
-    if name in ("tinyllama", "tiny"):
-        from random_gguf import FOUR_BITS, TINYLLAMA, Sizes, write_gguf
+    if name in ("tinyllama", "mixture", "tiny"):
+        from random_gguf import FOUR_BITS, MIXTURE, TINYLLAMA, Sizes, write_gguf
 
-        return path if path.exists() else write_gguf(path, TINYLLAMA if name == "tinyllama" else Sizes(), FOUR_BITS)
+        sizes = {"tinyllama": TINYLLAMA, "mixture": MIXTURE, "tiny": Sizes()}[name]
+        return path if path.exists() else write_gguf(path, sizes, FOUR_BITS)
     return Path(name)
 
 

@@ -1,6 +1,7 @@
 """Language models with random weights as GGUF files, in the form that llama.cpp's converter writes.
 
 python apps/bench/llm_bench/random_gguf.py tinyllama.gguf      # 1.1 billion parameters in 4 bits
+python apps/bench/llm_bench/random_gguf.py mixture.gguf --mixture    # 64 experts of which a token takes 8
 
 Keys and names of tensors are those that llama.cpp reads, rows of llama's queries and keys stand in pairs for its rotary
 embedding, and norms of Gemma include the 1 that its authors' code adds. Weights of K types are blocks of random bits
@@ -80,6 +81,11 @@ class Sizes:
 TINYLLAMA = Sizes(
     layers=22, width=2048, feed_forward=5632, heads=32, kv_heads=4, size=64, vocabulary=32000, context=2048
 )
+# Layers of the shape of Qwen 3 30B-A3B, with fewer of them, and half as many experts.
+MIXTURE = Sizes(
+    "qwen3moe", layers=4, width=2048, heads=32, kv_heads=4, size=128, vocabulary=32000, context=4096, eps=1e-6,
+    rope_base=1e6, experts=64, experts_used=8, expert_width=768,
+)  # fmt: skip
 # As llama.cpp's Q4_K_M without the layers that it gives more bits.
 FOUR_BITS = {"output.weight": "Q6_K", "*attn_v.weight": "Q6_K", "*": "Q4_K"}
 
@@ -259,9 +265,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("path", help="of the file to write")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mixture", action="store_true", help="a mixture of experts: 1.4 billion parameters")
     parser.add_argument("--smoke", action="store_true", help="a model of a megabyte: does the command work?")
     options = parser.parse_args()
-    print(write_gguf(options.path, Sizes() if options.smoke else TINYLLAMA, FOUR_BITS, options.seed))
+    sizes = Sizes() if options.smoke else MIXTURE if options.mixture else TINYLLAMA
+    print(write_gguf(options.path, sizes, FOUR_BITS, options.seed))
 
 
 if __name__ == "__main__":

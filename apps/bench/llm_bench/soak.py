@@ -34,6 +34,8 @@ BAD_BODIES = (
     b'{"prompt": 7}',
     b'{"prompt": "a", "temperature": "hot"}',
     b'{"prompt": "a", "max_tokens": -1}',
+    b'{"prompt": "a", "logit_bias": {"--1": 1}}',
+    b'{"prompt": "a", "n": 1000000000000}',
     b'{"prompt": "' + b"word " * 200_000 + b'"}',
 )
 
@@ -91,7 +93,8 @@ async def client(number: int, http: httpx.AsyncClient, load: Load, end: float, s
 
 async def send_nonsense(http: httpx.AsyncClient, draw: random.Random, seen: Seen) -> None:
     """A body that is no request, which must be answered with what is wrong."""
-    answer = await http.post("/v1/completions", content=draw.choice(BAD_BODIES))
+    headers = {"Content-Type": "application/json"}
+    answer = await http.post("/v1/completions", content=draw.choice(BAD_BODIES), headers=headers)
     if answer.status_code == 400 and "message" in answer.json()["error"]:
         seen.answers["refused"] += 1
     else:

@@ -41,6 +41,7 @@ def markdown(results: dict[str, dict[str, Outcome]]) -> str:
     parts = [_head(held), _table(held), _promise(held), _comparison()]
     if "b" in held:
         parts.append(_refusals(held["b"]))
+    parts.append("**Next:** [performance](performance.md).\n")
     return "\n".join(parts)
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..errors import BindingError
+from ..providers import provided
 from ..target.element_types import bytes_for
 from .commands import GRAPH
 from .memory_spec import ARENA, RESULT, TRANSFER
@@ -77,6 +78,9 @@ class FunctionUse:
 
     def __str__(self) -> str:
         return _table(self.rows())
+
+    def _repr_html_(self) -> str:
+        return str(provided("function_use_html")(self))
 
     def rows(self) -> list[tuple[str, ...]]:
         """A line of the table for each device."""
@@ -195,6 +199,9 @@ class MemoryPlan:
             missing = self.names(name)
             rows += self.at(name).rows() if not missing else [(name, f"depends on {', '.join(missing)}: at(...)")]
         return _table(rows)
+
+    def _repr_html_(self) -> str:
+        return str(provided("memory_plan_html")(self))
 
     def _bounds(self, function: str) -> Mapping[str, int]:
         return self._memory[function].upper_bounds if function in self._memory else {}

@@ -105,6 +105,11 @@ def pipeline_steps(command_buffers: bool = True, stock: bool = False) -> list[Pi
     return [each for each in steps if not (stock and each.only_ours)]
 
 
+def pipeline_passes() -> list[tvm.transform.Pass]:
+    """The passes of ``rh.compile``, in order; the provider of ``transform.trace_passes``."""
+    return [step.run for step in pipeline_steps()]
+
+
 def steps_before_hosts() -> list[PipelineStep]:
     """The steps that a module on several hosts goes through as a whole, before `PartitionByHost` cuts it.
 

@@ -168,19 +168,25 @@ class Panels:
         """Whether kernels multiply weights of a format."""
         return RecordPlan(form, depth, self.columns).fits()
 
-    def shapes(self, n: int, form: BlockFormat, depth: int) -> list[list[int]]:
-        """Of the operand, the only one."""
-        return [[-(-n // self.columns), RecordPlan(form, depth, self.columns).panel_bytes]]
+    def shapes(self, n: int, form: BlockFormat, depth: int, matrices: int = 1) -> list[list[int]]:
+        """Of the operand, the only one: of `matrices` with n columns each."""
+        return [[matrices * -(-n // self.columns), RecordPlan(form, depth, self.columns).panel_bytes]]
 
-    def pack(self, source: BlockSource) -> list[np.ndarray]:
-        """Weights of a model as kernels read them, in pieces, so that little memory is needed besides."""
+    def pack(self, source: BlockSource, matrices: int = 1) -> list[np.ndarray]:
+        """Weights of a model as kernels read them, in pieces, so that little memory is needed besides.
+
+        Each of `matrices`, of as many rows each, begins with a panel of its own.
+        """
         plan = RecordPlan(source.form, source.depth, self.columns)
-        panels = -(-source.rows // self.columns)
-        packed = np.zeros((panels, plan.records, plan.places["end"]), np.uint8)
-        for begin, end in _pieces(panels, max(1, _CHUNK // (self.columns * source.depth))):
-            parts = source.parts(begin * self.columns, min(end * self.columns, source.rows))
-            _pack_parts(parts, plan, packed[begin:end])
-        return [packed.reshape(panels, plan.panel_bytes)]
+        rows = source.rows // matrices
+        panels = -(-rows // self.columns)
+        packed = np.zeros((matrices, panels, plan.records, plan.places["end"]), np.uint8)
+        for number, matrix in enumerate(packed):
+            for begin, end in _pieces(panels, max(1, _CHUNK // (self.columns * source.depth))):
+                first = number * rows
+                parts = source.parts(first + begin * self.columns, first + min(end * self.columns, rows))
+                _pack_parts(parts, plan, matrix[begin:end])
+        return [packed.reshape(matrices * panels, plan.panel_bytes)]
 
 
 def _pieces(count: int, size: int) -> Iterator[tuple[int, int]]:

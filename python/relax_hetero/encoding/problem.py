@@ -266,8 +266,8 @@ class RowsProblem:
 class BlockProductProblem:
     """A product with weights in blocks of few bits: ``epilogue(sum over k of lhs * weight)``.
 
-    Parameters of its kernel, in order: lhs, weights, operands of the epilogue, result. Left operand (float32; of GPUs
-    also of 16 bits) and result are row-major, over batch dimensions and m, then "k" and "n".
+    Parameters of its kernel, in order: lhs, weights, index if there is one, operands of the epilogue, result. Left
+    operand (float32; of GPUs also of 16 bits) and result are row-major, over batch dimensions and m, then "k" and "n".
 
     Attributes
     ----------
@@ -281,6 +281,11 @@ class BlockProductProblem:
         Of a weight as it is stored.
     form : BlockFormat or None
         Of weights in panels, and of a file's in fragments.
+    experts : int
+        How many matrices the weights are, below each other, each in whole panels; 0: one, for all rows.
+    index : Operand or None
+        Of experts, ``(tokens, used)``: the matrix of each row of the result, whose batch dimensions these are. The left
+        operand has one row for a token, or one for each of its experts.
     """
 
     lhs: Operand
@@ -290,12 +295,19 @@ class BlockProductProblem:
     epilogue: Epilogue | None = None
     bits: int = 4
     form: BlockFormat | None = None
+    experts: int = 0
+    index: Operand | None = None
 
     @property
     def parameters(self) -> list[Operand]:
         """What the kernel takes, in order."""
         others = () if self.epilogue is None else self.epilogue.operands
-        return [self.lhs, *self.weights, *others, self.result]
+        return [self.lhs, *self.weights, *(() if self.index is None else (self.index,)), *others, self.result]
+
+    @property
+    def is_row_by_expert(self) -> bool:
+        """Whether each expert of a token has a row of the left operand of its own."""
+        return self.lhs.shape[1] != 1
 
     @cached_property
     def plan(self) -> RecordPlan:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import tvm
 
 from ..errors import FrontendError
+from .import_devices import importing_for
 from .import_limits import ImportLimits
 from .onnx.coded_strings import with_coded_strings
 from .onnx.importer import import_nodes
@@ -95,7 +96,7 @@ def from_onnx(
     model = load_model(model_or_path, limits)
     if cache is not None:
         return _decoder(model, devices, placement, shapes, cache)
-    with errors_of(model.source):
+    with errors_of(model.source), importing_for(devices):
         model, strings = with_coded_strings(model)
         nodes = name_nodes(model.proto)
         if devices is not None and not isinstance(placement, str):
@@ -116,6 +117,6 @@ def _decoder(
     if shapes is not None or isinstance(placement, str):
         found = "shapes" if shapes is not None else f"placement={placement!r}"
         raise FrontendError(f"{found} is given, which does not go with cache, whose functions have known sizes")
-    with errors_of(model.source):
+    with errors_of(model.source), importing_for(devices):
         mod = decoder_module(model, name_nodes(model.proto), cache)
     return mod if devices is None else place(mod, placement or {}, devices)

@@ -6,7 +6,12 @@ Names are resolved on first use: the server and tokenizers need packages of thei
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+# Now: imported later, a module of the same name would take the place of the function.
+from .load import load as load
+from .load import save as save
+from .load_onnx import load_onnx as load_onnx
 
 # Public name -> module.
 _EXPORTS = {
@@ -31,21 +36,44 @@ _EXPORTS = {
     "Tokenizer": ".tokenizer",
     "TokenizerError": ".errors",
     "Usage": ".request",
-    "load": ".load",
-    "load_onnx": ".load_onnx",
     "sample": ".sampling",
-    "save": ".load",
 }
 
-__all__ = sorted(_EXPORTS)
+__all__ = sorted([*_EXPORTS, load.__name__, load_onnx.__name__, save.__name__])
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_EXPORTS[name], __name__), name)
-    globals()[name] = value
-    return value
+if TYPE_CHECKING:  # what checkers and editors see: a test compares these names with those of _EXPORTS
+    from .cache import CacheLayer as CacheLayer
+    from .cache import KVCache as KVCache
+    from .chat_template import ChatTemplate as ChatTemplate
+    from .compiled_model import CompiledModel as CompiledModel
+    from .description import ModelDescription as ModelDescription
+    from .engine import Engine as Engine
+    from .errors import EngineClosedError as EngineClosedError
+    from .errors import EngineFullError as EngineFullError
+    from .errors import RequestError as RequestError
+    from .errors import TokenizerError as TokenizerError
+    from .json_tokenizer import JsonTokenizer as JsonTokenizer
+    from .model import Cache as Cache
+    from .model import Model as Model
+    from .model import TextCodec as TextCodec
+    from .params import SamplingParams as SamplingParams
+    from .request import Request as Request
+    from .request import Usage as Usage
+    from .sampling import TokenLogprob as TokenLogprob
+    from .sampling import sample as sample
+    from .statistics import Statistics as Statistics
+    from .text_stream import Delta as Delta
+    from .tokenizer import Tokenizer as Tokenizer
+
+else:  # a name that is not among them is an error to checkers
+
+    def __getattr__(name: str) -> Any:
+        if name not in _EXPORTS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(_EXPORTS[name], __name__), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -84,7 +84,7 @@ class ChatTemplate:
             )
         return cls(source, {"bos_token": "", "eos_token": "", **names})
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **values: Any) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], /, **values: Any) -> str:
         """The prompt after which the model's turn begins.
 
         Parameters

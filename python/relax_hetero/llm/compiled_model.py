@@ -6,16 +6,20 @@ takes the next larger one and fills it up with rows that belong to no sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from ..artifact.metadata import device_names
 from ..errors import BindingError
 from ..vm import VirtualMachine
 from ..vm.file.executable import Executable
+from ..vm.profile import MACHINE, Profile
 from .cache import KVCache
 from .description import ModelDescription
+from .token_cost import ModelFacts, StepTime, TokenCost, times_of, token_cost, with_times
 
 _NO_SEQUENCE = -1
 
@@ -29,8 +33,6 @@ class CompiledModel:
         Of a module that `from_gguf` made, with the pages donated.
     description : ModelDescription
         What the module does not say of itself.
-    pages : int, optional
-        Pages of the cache of layers that see all keys; by default as many as the module has.
 
     Attributes
     ----------
@@ -127,7 +129,85 @@ class CompiledModel:
             parts.append(self._call(f"decode_{rows}", given, 0)[:count])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _call(self, name: str, rows: _Rows, last: int) -> np.ndarray:
+    def token_cost(self, cached: int = 512, profile: bool = False, rounds: int = 8) -> TokenCost:
+        """What a decode step of the fewest texts costs, and where; printing it gives a table.
+
+        Parameters
+        ----------
+        cached : int
+            Tokens of each text that the cache holds; fewer where the context is shorter.
+        profile : bool
+            Whether to measure times, which takes a free slot of the cache, and `rounds` steps three times. A command
+            buffer that is a CUDA graph is measured as a whole, so that its parts have no times of their own.
+        rounds : int
+            The least times of so many are taken of steps, medians of parts.
+
+        Raises
+        ------
+        CacheError
+            If there is no free slot to measure with, or no pages.
+
+        Examples
+        --------
+        >>> model, _ = load("model.gguf")  # doctest: +SKIP
+        >>> print(model.token_cost(profile=True))  # doctest: +SKIP
+        """
+        about, described = self.executable.metadata, self.description
+        share = described.experts_used / described.experts if described.experts else 1.0
+        cached = max(1, min(cached, self.context - 3 * rounds - 1))
+        names = device_names(about.devices)
+        found = token_cost(
+            about.regions,
+            about.kernels,
+            names,
+            about.placement or (),
+            about.single_calls,
+            cached,
+            ModelFacts(described.windows, share),
+        )
+        if found is None:
+            raise BindingError(f"found no command buffer of decode_{self._batches[0]}, expected one to look at")
+        return self._timed(found, names, rounds) if profile else found
+
+    def _timed(self, cost: TokenCost, names: Sequence[str], rounds: int) -> TokenCost:
+        """With times, of one text."""
+        tokens = np.arange(cost.cached) % self.vocabulary
+        slot = self.cache.add()
+        try:
+            for first in range(0, len(tokens), self.chunk):
+                self.prefill(slot, tokens[first : first + self.chunk])
+            self.decode([slot], [0])  # the first call is checked, later ones look like it
+            steps, whole, each = [], [], []
+            for _ in range(rounds):  # in turns, as other work on the machine comes and goes
+                steps.append(self._seconds(lambda: self.decode([slot], [0])))
+                whole.append(self._profiled(slot, self.machine.profile_buffers))
+                each.append(self._profiled(slot, self.machine.profile))
+        finally:
+            self.cache.free(slot)
+        kernels = [sum(row.microseconds for row in profile.rows if row.symbol != MACHINE) for profile in whole]
+        step = StepTime(min(steps), min(kernels) * 1e-6)
+        times = [times_of(profile, self.executable.metadata.kernels, names) for profile in each]
+        seconds = {key: float(np.median([found[key] for found in times if key in found])) for key in times[0]}
+        return with_times(cost, seconds, step)
+
+    def _seconds(self, work: Callable[[], Any]) -> float:
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
+
+    def _profiled(self, slot: int, profile: Callable[..., Profile]) -> Profile:
+        """A decode step under a profile; its token counts as one of the sequence's."""
+        given, rows = _Rows(self._batches[0]), self._batches[0]
+        given.positions[0], given.sequences[0] = self.cache.length(slot), slot
+        self.cache.extend(slot, 1)
+        pages = self.cache.take()
+        try:
+            return profile(f"decode_{rows}", *self._inputs(f"decode_{rows}", given, 0), *pages)
+        finally:
+            self.cache.give_back(pages)
+
+    def _inputs(self, name: str, rows: _Rows, last: int) -> list[Any]:
+        """The arguments of a function before the pages."""
         values: dict[str, Any] = {
             "tokens": rows.tokens,
             "positions": rows.positions,
@@ -136,10 +216,23 @@ class CompiledModel:
             **self.cache.tables,
         }
         inputs = self.executable.signature(name).input_names
-        given = [values[each] for each in inputs if not each.startswith("pages_")]
-        logits, *pages = self.machine[name](*given, *self.cache.take())
-        self.cache.give_back(pages)
-        return np.asarray(logits.numpy())
+        return [values[each] for each in inputs if not each.startswith("pages_")]
+
+    def _call(self, name: str, rows: _Rows, last: int) -> np.ndarray:
+        given, pages = self._inputs(name, rows, last), self.cache.take()
+        try:
+            logits, *pages = self.machine[name](*given, *pages)
+        finally:
+            self.cache.give_back(pages)  # a call that failed wrote into them at most behind the sequences' ends
+        return logits_of(logits)
+
+
+def logits_of(tensor: Any) -> np.ndarray:
+    """The numbers of a result: where it lies, if that is memory of a CPU."""
+    try:
+        return np.from_dlpack(tensor)
+    except (BufferError, RuntimeError, TypeError):
+        return np.asarray(tensor.numpy())
 
 
 class _Rows:

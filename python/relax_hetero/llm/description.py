@@ -19,6 +19,8 @@ class ModelDescription:
         Positions that each layer sees; 0: all.
     page_type : str
         Element type of the cache.
+    experts, experts_used : int
+        0 for a model without.
     """
 
     name: str
@@ -29,3 +31,5 @@ class ModelDescription:
     size: int
     windows: tuple[int, ...]
     page_type: str = "float16"
+    experts: int = 0
+    experts_used: int = 0

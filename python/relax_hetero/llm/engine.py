@@ -80,7 +80,7 @@ class Engine:
         """
         params = params or SamplingParams()
         params.check_tokens(self.model.vocabulary)
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        tokens = self.tokens_of(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
         self.check_prompt(tokens)
         request = Request(tuple(tokens), params, self._wake)
         with self._changed:
@@ -93,6 +93,15 @@ class Engine:
             self._inbox.append(Sequence(request, self._arrivals, self.tokenizer, self.model.context))
             self._tell_thread()
         return request
+
+    def tokens_of(self, text: str) -> list[int]:
+        """The tokens of a prompt; RequestError if it has half of a pair of surrogates, which is no character."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            wrong = text[error.start]
+            raise RequestError(f"prompt: found {wrong!r}, which is no character, expected text of Unicode") from error
+        return self.tokenizer.encode(text)
 
     def check_prompt(self, tokens: Tokens[int]) -> None:
         """RequestError if a prompt's tokens are none that the model can go on with."""

@@ -96,6 +96,8 @@ def load(
         size=model.size,
         windows=tuple(model.window_of(layer) for layer in range(model.layers)),
         page_type=page_type,
+        experts=model.experts,
+        experts_used=model.experts_used,
     )
     return CompiledModel(executable, description), Tokenizer(file.fields)
 

@@ -63,6 +63,9 @@ class Tokenizer:
         self._kinds = [int(kind) for kind in self._get("token_type", [NORMAL] * len(self.names))]
         if len(self._kinds) != len(self.names):
             raise TokenizerError(f"found kinds of {len(self._kinds)} tokens, expected {len(self.names)}")
+        wrong = next((kind for kind in self._kinds if not NORMAL <= kind <= BYTE), None)
+        if wrong is not None:
+            raise TokenizerError(f"tokenizer.ggml.token_type: found {wrong}, expected {NORMAL} to {BYTE}")
         self.begin_id = self._token("bos_token_id")
         self._end_id = self._token("eos_token_id")
         self.adds_end = bool(self._get("add_eos_token", False))

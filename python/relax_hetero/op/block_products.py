@@ -14,11 +14,11 @@ import tvm_ffi
 from tvm import relax
 
 from ..encoding.block_formats import BlockFormat, block_format
-from ..encoding.block_panels import source_form
-from ..encoding.block_weights import GROUP, Fragments, bytes_of_row, layout_of
+from ..encoding.block_panels import Panels, source_form
+from ..encoding.block_weights import GROUP, BlockLayout, Fragments, bytes_of_row, layout_of
 from ..encoding.expression import Expression
 from ..errors import EncodingError
-from .definition import check_attrs, extents_of, make_call, number, register_op
+from .definition import check_attrs, differ, extents_of, make_call, number, register_op
 
 DEQUANTIZE_BLOCKS, BLOCK_MATMUL = "relax.hetero.dequantize_blocks", "relax.hetero.block_matmul"
 BLOCK_ROWS = "relax.hetero.block_rows"
@@ -48,6 +48,7 @@ class BlockMatmulAttrs(tvm.ir.Attrs):
     zeros: bool
     expression: str
     format: str
+    experts: int = 0
 
 
 def dequantize_blocks(
@@ -101,13 +102,15 @@ def block_matmul(
     zeros: bool = False,
     expression: Expression | str = "x0",
     format: str = "",
+    experts: int = 0,
 ) -> relax.Call:
     """A product with weights in blocks: ``expression(x * numbers, ...)``, the numbers those of dequantize_blocks.
 
     Parameters
     ----------
     x : relax.Expr
-        (..., m, k) of float32; of float16 or bfloat16 where the weights are fragments.
+        (..., m, k) of float32; of float16 or bfloat16 where the weights are fragments. With experts: (tokens, 1, 1, k),
+        or (tokens, used, 1, k), of float32.
     operands : relax.Expr
         The weights as the layout of the device packs them: in panels of columns, one operand of bytes
         (`relax_hetero.encoding.block_panels`); in fragments, weights, scales and zero points if there are any
@@ -122,6 +125,10 @@ def block_matmul(
         What is done to a sum (``x0``) before it is stored.
     format : str
         Of weights of a file, as of dequantize_blocks.
+    experts : int
+        How many matrices the weights are, in panels; 0: one, for all rows. Behind the weights stands an operand
+        (tokens, used) of int32 or int64 then: which matrices each token is multiplied by; the nearest stand for
+        missing ones. The result has the shape (tokens, used, 1, columns).
 
     Raises
     ------
@@ -132,7 +139,7 @@ def block_matmul(
     if format:
         form = block_format(format)
         block, bits = form.block, form.bits
-    return make_call(BLOCK_MATMUL, [x, *operands], BlockMatmulAttrs(columns, block, bits, zeros, text, format))
+    return make_call(BLOCK_MATMUL, [x, *operands], BlockMatmulAttrs(columns, block, bits, zeros, text, format, experts))
 
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.BlockRowsAttrs")
@@ -237,18 +244,41 @@ def infer_block_matmul(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.Tens
         raise EncodingError(f"{BLOCK_MATMUL}: operand 0 has shape {x}, expected (..., m, k) with a number k")
     layout = layout_of(weight, form, x[-1])
     _tensor(call, 0, layout.lhs_types)
-    shapes = layout.shapes(columns, form, x[-1])
+    shapes = _weight_shapes(call, layout, form, x[-1])
+    leads = _leads_of_experts(call, layout, x) if call.attrs.experts else x[:-1]
     _check_call(call, BlockMatmulAttrs, 1 + len(shapes))
     points = _MINIMUMS if call.attrs.format else _POINTS
     for index, shape in enumerate(shapes, 1):
         found = _tensor(call, index, (layout.weight_type,) if index == 1 else _SCALES if index == 2 else points)
         _expect(call, index, found, shape)
     expression = Expression.parse(call.attrs.expression)
-    others = list(call.args[1 + len(shapes) :])
+    others = list(call.args[1 + len(shapes) + bool(call.attrs.experts) :])
     if expression.num_operands > 1 + len(others):
         raise EncodingError(f"{BLOCK_MATMUL}: {expression} needs {expression.num_operands - 1} operands besides")
     dtype = expression.dtype(["float32", *(str(other.ty.dtype) for other in others)])
-    return relax.TensorType([*x[:-1], columns], dtype, call.args[0].ty.vdevice)
+    return relax.TensorType([*leads, columns], dtype, call.args[0].ty.vdevice)
+
+
+def _weight_shapes(call: relax.Call, layout: BlockLayout, form: BlockFormat, depth: int) -> list[list[int]]:
+    columns, experts = int(call.attrs.columns), int(call.attrs.experts)
+    if experts and isinstance(layout, Panels):
+        return layout.shapes(columns, form, depth, experts)
+    return layout.shapes(columns, form, depth)
+
+
+def _leads_of_experts(call: relax.Call, layout: BlockLayout, x: list[Any]) -> list[Any]:
+    """The extents of a product by experts before its columns."""
+    if int(call.attrs.experts) < 0 or not isinstance(layout, Panels):
+        raise EncodingError(f"{BLOCK_MATMUL}: found {call.attrs.experts} experts, expected some, in panels of columns")
+    _check_call(call, BlockMatmulAttrs, 3)
+    index = _tensor(call, 2, ("int32", "int64"))
+    fits = len(index) == 2 and isinstance(index[1], int) and len(x) == 4 and x[2] == 1 and x[1] in (1, index[1])
+    if not fits or differ(*(tvm.tirx.convert(extent) for extent in (x[0], index[0]))):
+        raise EncodingError(
+            f"{BLOCK_MATMUL}: operands 0 and 2 have shapes {x} and {index}, expected (tokens, 1 or used, 1, k) and "
+            "(tokens, used)"
+        )
+    return [*index, 1]
 
 
 def form_of(call: relax.Call) -> BlockFormat:
@@ -262,7 +292,7 @@ def weight_operands(call: relax.Call) -> int:
     """How many operands of a call of block_matmul, behind the first, are weights."""
     depth = int(call.args[0].ty.shape.values[-1])
     form, weight = form_of(call), [int(extent) for extent in call.args[1].ty.shape.values]
-    return len(layout_of(weight, form, depth).shapes(int(call.attrs.columns), form, depth))
+    return len(_weight_shapes(call, layout_of(weight, form, depth), form, depth))
 
 
 def _check_call(call: relax.Call, attrs: type, operands: int) -> None:

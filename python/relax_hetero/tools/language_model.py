@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-AUTO = "auto"
+AUTO: Literal["auto"] = "auto"
 # A template is a page of text; a file that is none may be any size.
 _LONGEST_TEMPLATE = 1 << 20
 
@@ -45,7 +45,7 @@ class Chosen:
 
     path: Path
     vdevices: list[Any] | None
-    placement: str | dict[str, str] | None
+    placement: Literal["auto"] | dict[str, str] | None
     context: int | None
     slots: int | None
     template: Path | None
@@ -139,7 +139,7 @@ def language_model_options(work: F) -> F:
     return argument(gathered)  # type: ignore[return-value]
 
 
-def _placement(given: tuple[Any, ...]) -> str | dict[str, str] | None:
+def _placement(given: tuple[Any, ...]) -> Literal["auto"] | dict[str, str] | None:
     if AUTO in given:
         if len(given) > 1:
             raise click.UsageError("--placement auto and rules of --placement exclude each other")

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import op as _op  # noqa: F401 (makes TVMScript strict before a pass sees a module)
-from .ir.declare import PassDeclaration, declared_passes
+from .ir.declare import PassDeclaration as PassDeclaration
+from .ir.declare import declared_passes
 
 _PASSES: dict[str, str] = {
     "KeepFindings": ".ir.keep_findings",
@@ -70,12 +71,13 @@ _OTHERS: dict[str, str] = {
     "collect_fusions": ".ir.findings",
     "FusionReport": ".ir.reports",
     "verify_encodings": ".encode.verify_encodings",
-    "PassDeclaration": ".ir.declare",
+    "PassTrace": ".trace.pass_trace",
+    "trace_passes": ".trace.pass_trace",
 }
 
 _EXPORTS = {**_PASSES, **_OTHERS}
 
-__all__ = ["find_pass", "passes", *_EXPORTS]
+__all__ = ["PassDeclaration", "find_pass", "passes", *_EXPORTS]
 
 
 def passes() -> dict[str, PassDeclaration]:
@@ -108,14 +110,70 @@ def find_pass(name: str) -> PassDeclaration:
     return declared_passes()[name]
 
 
-def __getattr__(name: str) -> Any:
-    try:
-        module_name = _EXPORTS[name]
-    except KeyError:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-    value = getattr(importlib.import_module(module_name, __name__), name)
-    globals()[name] = value
-    return value
+if TYPE_CHECKING:  # what checkers and editors see: a test compares these names with those of _EXPORTS
+    from .dispatch.bind_targets import BindTargets as BindTargets
+    from .dispatch.bound_kernels import BoundKernels as BoundKernels
+    from .dispatch.check_values import CheckValues as CheckValues
+    from .dispatch.form_dispatches import FormDispatches as FormDispatches
+    from .dispatch.name_kernel_variables import NameKernelVariables as NameKernelVariables
+    from .dispatch.schedule_cpu import ScheduleCPU as ScheduleCPU
+    from .dispatch.schedule_gpu import ScheduleGPU as ScheduleGPU
+    from .encode.encoding_description import describe_encodings as describe_encodings
+    from .encode.hoist_encodings import HoistEncodings as HoistEncodings
+    from .encode.materialize_encodings import MaterializeEncodings as MaterializeEncodings
+    from .encode.propagate_encodings import PropagateEncodings as PropagateEncodings
+    from .encode.set_encoding import SetEncoding as SetEncoding
+    from .encode.specialize_encodings import SpecializeEncodings as SpecializeEncodings
+    from .encode.verify_encodings import VerifyEncodings as VerifyEncodings
+    from .encode.verify_encodings import verify_encodings as verify_encodings
+    from .fuse.form_attention import FormAttention as FormAttention
+    from .fuse.form_block_products import FormBlockProducts as FormBlockProducts
+    from .fuse.form_rows import FormRows as FormRows
+    from .ir.findings import collect_encodings as collect_encodings
+    from .ir.findings import collect_fusions as collect_fusions
+    from .ir.findings import collect_placement as collect_placement
+    from .ir.keep_findings import KeepFindings as KeepFindings
+    from .ir.reports import EncodingReport as EncodingReport
+    from .ir.reports import FusionReport as FusionReport
+    from .ir.reports import PlacementEntry as PlacementEntry
+    from .ir.reports import PlacementReport as PlacementReport
+    from .lower.check_size_divisors import CheckSizeDivisors as CheckSizeDivisors
+    from .lower.lower_loop_rows import LowerLoopRows as LowerLoopRows
+    from .lower.lower_pinned_storage import LowerPinnedStorage as LowerPinnedStorage
+    from .lower.lower_requirements import LowerRequirements as LowerRequirements
+    from .lower.lower_to_vm import LowerToVM as LowerToVM
+    from .lower.lower_transfers import LowerTransfers as LowerTransfers
+    from .lower.note_memory import NoteMemory as NoteMemory
+    from .lower.pin_transferred import PinTransferred as PinTransferred
+    from .lower.plan_memory import PlanMemoryPerDevice as PlanMemoryPerDevice
+    from .lower.settle_packed_results import SettlePackedResults as SettlePackedResults
+    from .partition.form_schedules import FormSchedules as FormSchedules
+    from .partition.partition_by_host import PartitionByHost as PartitionByHost
+    from .permute.move_permutes import MovePermutes as MovePermutes
+    from .placement.realize_vdevice import RealizeVDevice as RealizeVDevice
+    from .placement.realize_vdevice import verify_placement as verify_placement
+    from .placement.update_vdevice import UpdateVDevice as UpdateVDevice
+    from .quantize.sink_dequantize import SinkDequantize as SinkDequantize
+    from .quantize.to_mixed_precision import ToMixedPrecision as ToMixedPrecision
+    from .record.form_command_buffers import FormCommandBuffers as FormCommandBuffers
+    from .record.form_cuda_graphs import FormCudaGraphs as FormCudaGraphs
+    from .record.update_donated import UpdateDonated as UpdateDonated
+    from .simplify.isolate_writes import IsolateWrites as IsolateWrites
+    from .simplify.simplify_convolutions import SimplifyConvolutions as SimplifyConvolutions
+    from .sizes.check_sizes import CheckSizes as CheckSizes
+    from .trace.pass_trace import PassTrace as PassTrace
+    from .trace.pass_trace import trace_passes as trace_passes
+
+else:  # a name that is not among them is an error to checkers
+
+    def __getattr__(name: str) -> Any:
+        try:
+            module_name = _EXPORTS[name]
+        except KeyError:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+        value = getattr(importlib.import_module(module_name, __name__), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

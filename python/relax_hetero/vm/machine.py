@@ -289,10 +289,19 @@ class VirtualMachine:
 
         Devices other than CPUs are synchronised around each kernel, so a profile shows less overlap than a call.
         """
+        return self._profile(name, args, kwargs, RegionCalls(self.executable, self._constants.values))
+
+    def profile_buffers(self, name: str, /, *args: Any, **kwargs: Any) -> Profile:
+        """`profile`, with each command buffer measured as a whole, which is how a call runs it."""
+        return self._profile(name, args, kwargs, None)
+
+    def _profile(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], regions: RegionCalls | None
+    ) -> Profile:
         signature = self.executable.signature(name)
         with self._submitter.alone():
             bound = self._arguments.bind(signature, args, kwargs, keep=False)
-            recorder = ProfileRecorder(self._devices, RegionCalls(self.executable, self._constants.values))
+            recorder = ProfileRecorder(self._devices, regions)
             self._module["set_instrument"](recorder.instrument)
             try:
                 self._run(signature, bound, None)

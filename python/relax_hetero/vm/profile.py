@@ -13,11 +13,14 @@ from tvm import runtime
 from ..artifact.commands import Dispatch, RegionSpec
 from ..artifact.messages import text_table
 from ..artifact.metadata import CPU, Metadata, device_names
+from ..providers import provided
 from .region.profile_regions import RegionCalls
 from .region.walk_commands import raise_kernel_error
 
 _TRANSFER = "relax_hetero.to_device"
 _BUILTIN = ("vm.builtin.", "relax_hetero.pinned_storage", "runtime.TVMTensorCreateView")
+MACHINE = "(machine)"
+"""The row of what is neither kernel nor transfer."""
 _RUN, _SKIP_RUN = 0, 1
 """Answers of an instrument to TVM (VMInstrumentReturnKind)."""
 
@@ -59,6 +62,23 @@ class ProfileRow:
 
 
 @dataclass(frozen=True)
+class CommandTime:
+    """A kernel call of a command buffer.
+
+    Attributes
+    ----------
+    region, kernel, variable : str
+        The command buffer, the kernel, and what the model calls the result.
+    microseconds : float
+    """
+
+    region: str
+    kernel: str
+    variable: str
+    microseconds: float
+
+
+@dataclass(frozen=True)
 class Profile:
     """The measurements of `VirtualMachine.profile`, longest row first; printing it gives a table.
 
@@ -68,11 +88,14 @@ class Profile:
     rows : tuple of ProfileRow
     microseconds : float
         The whole call, measuring included.
+    commands : tuple of CommandTime
+        Of command buffers whose kernels were measured one by one, in order.
     """
 
     function: str
     rows: tuple[ProfileRow, ...]
     microseconds: float
+    commands: tuple[CommandTime, ...] = ()
 
     def to_json(self) -> str:
         """This profile as JSON text."""
@@ -88,6 +111,9 @@ class Profile:
             for row in self.rows
         ]
         return text_table(head, [*body, ("total", "", "", "", "", f"{self.microseconds:.1f}", "100.0%")], left=4)
+
+    def _repr_html_(self) -> str:
+        return str(provided("profile_html")(self))
 
 
 def _shorten(ops: Sequence[str], limit: int = 48) -> str:
@@ -111,6 +137,7 @@ class ProfileRecorder:
         self._stack: list[tuple[float, list[float]]] = []
         self._own: dict[tuple[str, int | None], list[float]] = {}
         self._begin = self._end = self._unseen = 0.0
+        self._commands: list[CommandTime] = []
 
     def instrument(self, function: Any, symbol: str, before: bool, result: Any, *args: Any) -> int:
         """Called by TVM before and after each bytecode call."""
@@ -120,7 +147,7 @@ class ProfileRecorder:
             self._begin = self._begin or now
             calls = self._regions.of(symbol, args) if self._regions is not None else None
             if calls is not None:
-                self._measure(calls, now)
+                self._measure(symbol, calls, now)
                 return _SKIP_RUN
             self._stack.append((time.perf_counter(), []))
             return _RUN
@@ -133,16 +160,17 @@ class ProfileRecorder:
         self._end = now
         return _RUN
 
-    def _measure(self, calls: Iterable[tuple[str, Callable[[], int]]], begin: float) -> None:
+    def _measure(self, region: str, calls: Iterable[tuple[Dispatch, Callable[[], int]]], begin: float) -> None:
         """Run the kernels of a command buffer; what else it takes to do so one by one counts nowhere."""
         inside = 0.0
-        for kernel, call in calls:
+        for command, call in calls:
             start = time.perf_counter()
             status = call()
             elapsed = time.perf_counter() - start
             if status:
                 raise_kernel_error()
-            self._own.setdefault((kernel, None), []).append(elapsed)
+            self._own.setdefault((command.kernel, None), []).append(elapsed)
+            self._commands.append(CommandTime(region, command.kernel, command.variable, elapsed * 1e6))
             inside += elapsed
         self._end = time.perf_counter()
         self._unseen += self._end - begin - inside
@@ -176,8 +204,9 @@ class ProfileRecorder:
             elif not symbol.startswith(_BUILTIN) and symbol not in metadata.signatures:
                 rows.append(ProfileRow(symbol, "host", (), len(times), microseconds, share))
         rest = max(0.0, total - sum(row.microseconds for row in rows))
-        rows.append(ProfileRow("(machine)", "host", (), 1, rest, rest / total if total else 0.0))
-        return Profile(function, tuple(sorted(rows, key=lambda row: -row.microseconds)), total)
+        rows.append(ProfileRow(MACHINE, "host", (), 1, rest, rest / total if total else 0.0))
+        rows.sort(key=lambda row: -row.microseconds)
+        return Profile(function, tuple(rows), total, tuple(self._commands))
 
 
 def _whole(region: RegionSpec, metadata: Metadata) -> ProfileRow:

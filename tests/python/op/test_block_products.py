@@ -71,8 +71,34 @@ def test_weights_that_do_not_fit(types, attributes, found):
         infer(rh.op.dequantize_blocks, *types, **attributes)
 
 
-X, PANELS, FRAGMENTS = ((4, 96), "float32"), ((3, 1920), "uint8"), ((5, 2, 32, 4), "int32")
 FRAGMENT_SCALES = ((5, 3, 8, 2), "float16")
+X4, INDEX, EXPERT_PANELS = ((5, 1, 1, 96), "float32"), ((5, 2), "int32"), ((9, 1920), "uint8")
+
+
+def test_products_by_experts_have_a_row_for_each_that_is_chosen():
+    for rows in (X4, ((5, 2, 1, 96), "float32")):
+        found = infer(rh.op.block_matmul, rows, EXPERT_PANELS, INDEX, columns=70, block=32, experts=3)
+        assert [int(extent) for extent in found.shape.values] == [5, 2, 1, 70]
+
+
+@pytest.mark.parametrize(
+    ("types", "found"),
+    [
+        ([X4, ((3, 1920), "uint8"), INDEX], r"operand 1 has shape \[3, 1920\], expected \[9, 1920\]"),
+        ([X4, EXPERT_PANELS], "found 2 operands, expected 3 at least"),
+        ([X4, EXPERT_PANELS, ((5, 2), "float32")], "operand 2 .* expected a tensor of int32 or int64"),
+        ([X4, EXPERT_PANELS, ((4, 2), "int32")], r"\[5, 1, 1, 96\] and \[4, 2\], expected \(tokens, 1 or used, 1, k\)"),
+        ([((5, 3, 1, 96), "float32"), EXPERT_PANELS, INDEX], r"\[5, 3, 1, 96\] and \[5, 2\], expected"),
+        ([((5, 96), "float32"), EXPERT_PANELS, INDEX], r"\[5, 96\] and \[5, 2\], expected"),
+        ([X4, ((5, 2, 32, 4), "int32"), FRAGMENT_SCALES], "found 3 experts, expected some, in panels of columns"),
+    ],
+)
+def test_experts_that_do_not_fit(types, found):
+    with pytest.raises(EncodingError, match=found):
+        infer(rh.op.block_matmul, *types, columns=70, block=32, experts=3)
+
+
+X, PANELS, FRAGMENTS = ((4, 96), "float32"), ((3, 1920), "uint8"), ((5, 2, 32, 4), "int32")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from ...errors import FrontendError
 from .architectures import ARCHITECTURES, Architecture
 
 _SCALINGS = ("none", "linear")
+MOST_LAYERS = 10_000
+"""More are a damaged file's, not a model's."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,8 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
     if scaling not in _SCALINGS:
         raise FrontendError(f"{file}: found {name}.rope.scaling.type {scaling!r}, expected one of {_SCALINGS}")
     architecture, layers = ARCHITECTURES[str(name)], read.count("block_count")
+    if layers > MOST_LAYERS:
+        raise FrontendError(f"{file}: {name}.block_count is {layers:,}, expected {MOST_LAYERS:,} at most")
     base = read.number("rope.freq_base", 10000.0)
     factor = read.number("rope.scaling.factor", 0.0) if scaling == "linear" else 0.0
     model = Hyperparameters(

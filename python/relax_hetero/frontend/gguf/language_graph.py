@@ -50,7 +50,10 @@ class _Function:
         for layer in range(self.model.layers):
             x, written = self._layer(x, layer)
             pages.append(written)
-        result = self.emit(relax.Tuple([self._logits(x), *pages]), "results", is_output=True)
+        # No variable of its own: that would have a device, and take the pages of all others there.
+        logits = self._logits(x)
+        self.bindings[-1] = relax.VarBinding(relax.Var(logits.name, logits.ty), self.bindings[-1].value)
+        result = relax.Tuple([self.bindings[-1].var, *pages])
         attributes = {
             "global_symbol": name,
             "num_input": len(self.params),
@@ -117,16 +120,17 @@ class _Function:
             rows=self.kind,
         )
         both = self.emit(call, f"{name}.attn")
-        return tuple(  # type: ignore[return-value]
-            self.emit(relax.TupleGetItem(both, index), f"{name}.attn.{what}")
-            for index, what in enumerate(("kqv", "pages"))
-        )
+        attended = self.emit(relax.TupleGetItem(both, 0), f"{name}.attn.kqv")
+        return attended, self.emit(relax.TupleGetItem(both, 1), f"{name}.attn.pages", is_output=True)
 
     def _rotation(self, layer: int) -> relax.Expr:
-        """Cosines and sines of the angles of each row's position, (rows, rotated)."""
+        """Cosines and sines of the angles of each row's position, (rows, rotated).
+
+        They are named after the first layer that takes them, and so on its device.
+        """
         base, scale = self.model.base_of(layer)
         if (base, scale) not in self.rotations:
-            name = "rope" if not self.rotations else f"rope.{len(self.rotations)}"
+            name = f"blk.{layer}.attn_rope"
             wide = self.emit(relax.op.astype(self.params["positions"], "float32"), f"{name}.positions")
             column = self.emit(relax.op.expand_dims(wide, 1), f"{name}.column")
             frequencies = relax.const(self._frequencies(base, scale)[None])

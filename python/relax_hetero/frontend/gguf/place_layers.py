@@ -4,7 +4,8 @@ A token's time is that of reading weights and cache, of starting kernels, and of
 device to the next; devices take turns. So a model that fits into the memory of its fastest device goes there as a
 whole. What does not fit is placed in one of two ways, whichever is faster: layers in a row on each device, as llama.cpp
 splits models, or attention and cache of all layers on one device and the feed-forward parts of the last ones on
-another. The second is faster where feed-forward parts are experts, of which a token reads a few (KTransformers).
+another. The second is faster where feed-forward parts are experts, of which a token reads a few (KTransformers). What
+a tensor takes differs by device: `held_bytes` counts it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from itertools import permutations
 
 import tvm
 
+from ...encoding.block_panels import Panels
+from ...encoding.block_weights import BlockLayout
 from ...encoding.pages import page_bytes
 from ...errors import PlacementError
 from ...target.vdevice import device_name
 from ..auto.cost_model import CostModel
 from ..paged_cache import PagedCache
-from .file import GgufFile
+from .file import FileTensor, GgufFile
+from .held_bytes import bytes_held, bytes_read, layouts_of
 from .hyperparameters import Hyperparameters
 
 _KERNELS = {"attn": 5, "ffn": 4, "embd": 1, "output": 2}
@@ -40,24 +44,28 @@ class Part:
     name : str
         "embd", "attn", "ffn" or "output".
     layer : int
-    held, read : float
-        Bytes that it keeps in memory, and that it reads for a token.
+    held, read : tuple of float
+        Bytes that it keeps in memory, and that it reads for a token, on each device.
+    shared : tuple of bool
+        Of a table of tokens: on which devices the output product reads the very same bytes; none where it is another.
     """
 
     name: str
     layer: int
-    held: float
-    read: float
+    held: tuple[float, ...]
+    read: tuple[float, ...]
+    shared: tuple[bool, ...] = ()
 
-    @property
-    def patterns(self) -> list[str]:
-        """Of the names of its variables."""
+    def patterns(self, model: Hyperparameters, cache: PagedCache) -> list[str]:
+        """Of the names of its variables, each of which some variable has."""
         if self.name == "embd":
             return ["token_embd*"]
         if self.name == "output":
-            return ["output*", "last_row*"]
+            return ["output*", *([] if cache.all_logits else ["last_row*"])]
         prefix = f"blk.{self.layer}."
-        return [f"{prefix}attn*", f"{prefix}post_attention*"] if self.name == "attn" else [f"{prefix}*"]
+        if self.name == "ffn":
+            return [f"{prefix}*"]
+        return [f"{prefix}attn*", *([f"{prefix}post_attention*"] if model.architecture.post_norms else [])]
 
 
 @dataclass(frozen=True)
@@ -103,42 +111,66 @@ def place_layers(
     PlacementError
         If the model does not fit; says what it needs.
     """
-    parts = parts_of(file, model, cache)
+    parts = parts_of(file, model, cache, layouts_of(vdevices))
     plan = best_plan(parts, costs, limits, model.width * 4)
     if plan is None:
-        held = sum(part.held for part in parts)
-        has = ", ".join(f"{device_name(vdevices[index], vdevices)} {limit:,}" for index, limit in limits.items())
+        has = ", ".join(
+            f"{bytes_on(parts, index):,.0f} bytes on {device_name(vdevices[index], vdevices)}, where the limit is "
+            f"{limit:,}"
+            for index, limit in limits.items()
+        )
         raise PlacementError(
-            f"{file.path}: weights and cache take {held:,.0f} bytes, and no split over the devices fits their limits: "
-            f"{has}"
+            f"{file.path}: no split by layers or by parts fits the limits of the devices; all weights and the cache "
+            f"would take {has}. Raise memory_limit, or take a smaller context or fewer slots"
         )
     names = [device_name(vdevice, vdevices) for vdevice in vdevices]
     # Patterns of attention come before those of what is left of their layer.
     order = sorted(zip(parts, plan.devices, strict=True), key=lambda pair: pair[0].name == "ffn")
-    return [(pattern, names[device]) for part, device in order for pattern in part.patterns]
+    return [(pattern, names[device]) for part, device in order for pattern in part.patterns(model, cache)]
 
 
-def parts_of(file: GgufFile, model: Hyperparameters, cache: PagedCache) -> list[Part]:
-    """The parts of a model in the order of a token's way."""
-    table = float(file.tensors["token_embd.weight"].data.nbytes)
-    is_tied = "output.weight" not in file.tensors
-    parts = [Part("embd", 0, 0.0 if is_tied else table, 0.0)]
+def parts_of(
+    file: GgufFile, model: Hyperparameters, cache: PagedCache, layouts: Sequence[BlockLayout | None]
+) -> list[Part]:
+    """The parts of a model in the order of a token's way; a layout for each device."""
+
+    def of_each(tensors: Sequence[FileTensor], plus: float = 0.0) -> tuple[float, ...]:
+        return tuple(plus + sum(bytes_held(tensor, layout) for tensor in tensors) for layout in layouts)
+
+    def read(tensors: Sequence[FileTensor], plus: float = 0.0) -> tuple[float, ...]:
+        share = model.experts_used / model.experts if model.experts else 1.0
+        return tuple(
+            plus + sum(bytes_read(tensor, layout, share if len(tensor.shape) > 2 else 1.0) for tensor in tensors)
+            for layout in layouts
+        )
+
+    table, is_tied = file.tensors["token_embd.weight"], "output.weight" not in file.tensors
+    in_panels = tuple(is_tied and isinstance(layout, Panels) for layout in layouts)
+    parts = [Part("embd", 0, of_each([table]), (0.0,) * len(layouts), in_panels)]
     for layer in range(model.layers):
-        bytes_of = {
-            name.split(".")[2]: float(tensor.data.nbytes)
-            for name, tensor in file.tensors.items()
-            if name.startswith(f"blk.{layer}.")
-        }
-        attention = sum(size for name, size in bytes_of.items() if name.startswith(("attn", "post_attention")))
+        own = [tensor for name, tensor in file.tensors.items() if name.startswith(f"blk.{layer}.")]
+        attention = [one for one in own if one.name.split(".")[2].startswith(("attn", "post_attention"))]
+        rest = [one for one in own if one not in attention]
         pages = cache.pages(model.window_of(layer))
         kept = float(pages * page_bytes(model.kv_heads, model.size, cache.page_type))
-        experts = sum(size for name, size in bytes_of.items() if name.endswith("_exps"))
-        rest = sum(bytes_of.values()) - attention - experts
-        used = experts * model.experts_used / model.experts if model.experts else 0.0
-        parts.append(Part("attn", layer, attention + kept, attention + kept / cache.sequences / 2))
-        parts.append(Part("ffn", layer, rest + experts, rest + used))
-    output = table if is_tied else float(file.tensors["output.weight"].data.nbytes)
-    return [*parts, Part("output", 0, output, output)]
+        parts.append(Part("attn", layer, of_each(attention, kept), read(attention, kept / cache.sequences / 2)))
+        parts.append(Part("ffn", layer, of_each(rest), read(rest)))
+    output = [table if is_tied else file.tensors["output.weight"]]
+    return [*parts, Part("output", 0, of_each(output), read(output))]
+
+
+def bytes_on(parts: Sequence[Part], device: int) -> float:
+    """What a device would hold of all parts."""
+    return _plan_bytes(parts, (device,) * len(parts))[device]
+
+
+def _plan_bytes(parts: Sequence[Part], devices: tuple[int, ...]) -> dict[int, float]:
+    """What each device holds under a plan; a table that it shares with the output product counts once."""
+    held = dict.fromkeys(devices, 0.0)
+    for part, device in zip(parts, devices, strict=True):
+        if not (part.shared and part.shared[device] and devices[-1] == device):
+            held[device] += part.held[device]
+    return held
 
 
 def best_plan(parts: Sequence[Part], costs: CostModel, limits: Mapping[int, int], row_bytes: int) -> LayerPlan | None:
@@ -176,22 +208,22 @@ def _in_a_row(parts: Sequence[Part], order: Sequence[int], limits: Mapping[int, 
         return
     devices, place, held = [], 0, 0.0
     for index, part in enumerate(parts):
-        whole = part.held + (parts[index + 1].held if part.name == "attn" else 0.0)
-        if part.name != "ffn" and held + whole > limits.get(order[place], math.inf) and place + 1 < len(order):
+        device = order[place]
+        whole = part.held[device] + (parts[index + 1].held[device] if part.name == "attn" else 0.0)
+        if part.name != "ffn" and held + whole > limits.get(device, math.inf) and place + 1 < len(order):
             place, held = place + 1, 0.0
-        held += part.held
+        held += part.held[order[place]]
         devices.append(order[place])
     yield tuple(devices)
 
 
 def _plan(parts: Sequence[Part], devices: tuple[int, ...], costs: CostModel, row_bytes: int) -> LayerPlan:
-    seconds, held, before = 0.0, dict.fromkeys(devices, 0.0), costs.host
+    seconds, before = 0.0, costs.host
     for part, device in zip(parts, devices, strict=True):
         cost = costs.devices[device]
-        seconds += part.read / cost.bandwidth + _KERNELS[part.name] * cost.launch
+        seconds += part.read[device] / cost.bandwidth + _KERNELS[part.name] * cost.launch
         if device != before and (before, device) in costs.links:
             link = costs.links[before, device]
             seconds += link.latency + row_bytes / link.bandwidth
-        held[device] += part.held
         before = device
-    return LayerPlan(devices, seconds, held)
+    return LayerPlan(devices, seconds, _plan_bytes(parts, devices))

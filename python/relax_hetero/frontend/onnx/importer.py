@@ -213,7 +213,7 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
         if not isinstance(value, relax.Call) or not isinstance(value.op, tvm.ir.Op):
             return False
         return value.op.name == DEQUANTIZE_BLOCKS or (
-            value.op.name == "relax.permute_dims" and value.args[0] in self._packed
+            value.op.name in ("relax.permute_dims", "relax.reshape") and value.args[0] in self._packed
         )
 
     def _is_known(self, value: Any) -> bool:

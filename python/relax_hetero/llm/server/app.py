@@ -69,7 +69,8 @@ def make_app(engine: Engine, settings: Settings, template: ChatTemplate | None =
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(Exception, _on_error)
-    return Guard(app, settings.api_key, settings.limits.body_bytes, server.answered)
+    limits = settings.limits
+    return Guard(app, settings.api_key, limits.body_bytes, server.answered, limits.body_seconds)
 
 
 class _Server:
@@ -110,13 +111,14 @@ class _Server:
         codec = self._engine.tokenizer
 
         def begin() -> tuple[list[Request], list[str]]:
-            tokens = [codec.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+            tokens = [self._engine.tokens_of(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
             shown = [self._shown(prompt) if body.echo else "" for prompt in prompts]
             requests = self._submit(tokens, body, lambda n: body.params(n, most, body.logprobs))
             return requests, [text for text in shown for _ in range(body.n)]
 
+        self._check_choices(len(prompts) * body.n)
         answers = CompletionAnswers(codec, self._settings.name, body.logprobs is not None, len(prompts) * body.n)
-        return await self._answer(body, http, answers, len(prompts), begin)
+        return await self._answer(body, http, answers, begin)
 
     async def chat(self, body: ChatBody, http: HttpRequest) -> Response:
         """Say the next thing in a conversation."""
@@ -129,23 +131,21 @@ class _Server:
         most = self._most_tokens(body.most_tokens)
 
         def begin() -> tuple[list[Request], list[str]]:
-            tokens = codec.encode(template.render(messages, **(body.chat_template_kwargs or {})))
+            tokens = self._engine.tokens_of(template.render(messages, **body.template_values))
             requests = self._submit([tokens], body, lambda n: body.params(n, most, body.alternatives))
             return requests, [""] * body.n
 
+        self._check_choices(body.n)
         answers = ChatAnswers(codec, self._settings.name, bool(body.logprobs))
-        return await self._answer(body, http, answers, 1, begin)
+        return await self._answer(body, http, answers, begin)
 
     async def _answer(
         self,
         body: Body,
         http: HttpRequest,
         form: Form,
-        prompts: int,
         begin: Callable[[], tuple[list[Request], list[str]]],
     ) -> Response:
-        if prompts * body.n > self._limits.choices:
-            raise ApiError(400, f"n: found {prompts * body.n} texts, expected at most {self._limits.choices}", "n")
         if self._in_flight >= self._limits.in_flight:
             found = f"found {self._in_flight} requests in flight, expected at most {self._limits.in_flight}"
             raise ApiError(429, found, code="rate_limit_exceeded")
@@ -209,6 +209,10 @@ class _Server:
             return prompt
         return b"".join(self._engine.tokenizer.piece(token) for token in prompt).decode("utf-8", "replace")
 
+    def _check_choices(self, found: int) -> None:
+        if found > self._limits.choices:
+            raise ApiError(400, f"n: found {found} texts, expected at most {self._limits.choices}", "n")
+
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._settings.name:
             message = f"model: found {name!r}, expected {self._settings.name!r}"
@@ -226,6 +230,10 @@ class _Server:
 
 async def _on_invalid(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
+    kind = http.headers.get("content-type", "")
+    if "json" not in kind:
+        found = f"found {kind!r}" if kind else "found none"
+        return ApiError(400, f"body: {found} as its Content-Type, expected application/json", "body").response()
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"][1:]) or "body"
     return ApiError(400, f"{place}: {first['msg']}", place).response()

@@ -10,6 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..params import SamplingParams
 from .api_errors import ApiError
 
+_DIGITS = 9
+"""Of a token's number; larger ones are no model's."""
+
 
 class StreamOptions(BaseModel):
     """What a stream has beside the text."""
@@ -149,6 +152,20 @@ class ChatBody(Body):
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
+    def template_values(self) -> dict[str, Any]:
+        """What the template gets beside the conversation.
+
+        Raises
+        ------
+        ApiError: If a name is one that the server gives a value itself.
+        """
+        values = self.chat_template_kwargs or {}
+        if "messages" in values:
+            message = "chat_template_kwargs: found 'messages', expected the conversation beside it only"
+            raise ApiError(400, message, "chat_template_kwargs")
+        return values
+
+    @property
     def most_tokens(self) -> int | None:
         """Of the text."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -175,8 +192,7 @@ def _refuse(value: Any, name: str) -> None:
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:
-    try:
-        return {int(token): bias for token, bias in given.items()}
-    except ValueError:
-        wrong = next(token for token in given if not token.lstrip("-").isdigit())
-        raise ApiError(400, f"logit_bias: found {wrong!r}, expected the number of a token", "logit_bias") from None
+    for token in given:
+        if not (token.isascii() and token.isdigit() and len(token) <= _DIGITS):
+            raise ApiError(400, f"logit_bias: found {token!r}, expected the number of a token", "logit_bias")
+    return {int(token): bias for token, bias in given.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 from collections.abc import Callable
@@ -22,13 +23,20 @@ class Guard:
     app
     api_key: That callers of ``/v1`` must have; None for none.
     body_bytes: The most of a body.
+    body_seconds: That a body may take to come.
     on_answer: Told the path and status of each answer.
     """
 
     def __init__(
-        self, app: ASGIApp, api_key: str | None, body_bytes: int, on_answer: Callable[[str, int], None]
+        self,
+        app: ASGIApp,
+        api_key: str | None,
+        body_bytes: int,
+        on_answer: Callable[[str, int], None],
+        body_seconds: float = 30.0,
     ) -> None:
         self._app, self._key, self._most, self._on_answer = app, api_key, body_bytes, on_answer
+        self._seconds = body_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it."""
@@ -71,12 +79,17 @@ class Guard:
             raise ApiError(413, f"body: found {found} bytes, expected at most {self._most:,}")
 
     def _bounded(self, receive: Receive) -> Receive:
-        """Bodies without a length in their header are counted as they come."""
-        seen = 0
+        """Bodies without a length in their header are counted as they come; slow ones are given up."""
+        seen, end, is_whole = 0, asyncio.get_running_loop().time() + self._seconds, False
 
         async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
+            nonlocal seen, is_whole
+            left = None if is_whole else end - asyncio.get_running_loop().time()
+            try:
+                message = await asyncio.wait_for(receive(), left)
+            except asyncio.TimeoutError:  # noqa: UP041 (another than TimeoutError in Python 3.10)
+                raise HTTPException(408, f"body: found no end of it within {self._seconds:g} s") from None
+            is_whole = not message.get("more_body", False)
             seen += len(message.get("body", b""))
             if seen > self._most:
                 # Of the kind that FastAPI lets through where it reads a body.

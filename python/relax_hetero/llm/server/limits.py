@@ -19,6 +19,7 @@ class Limits:
     choices: Texts of one request: prompts times ``n``.
     body_bytes: Of a request's body; larger ones are answered with 413.
     seconds: That a request may take; then it ends with 504, or with an error in its stream.
+    body_seconds: That a request's body may take to come; slower ones are answered with 408.
     """
 
     prompt_tokens: int = 0
@@ -27,10 +28,11 @@ class Limits:
     choices: int = 16
     body_bytes: int = 4 << 20
     seconds: float = 600.0
+    body_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            least = {"prompt_tokens": 0, "max_tokens": 0, "seconds": 0.01}.get(field.name, 1)
+            least = {"prompt_tokens": 0, "max_tokens": 0, "seconds": 0.01, "body_seconds": 0.01}.get(field.name, 1)
             if not value >= least:
                 raise HeteroError(f"{field.name}: found {value}, expected at least {least}")

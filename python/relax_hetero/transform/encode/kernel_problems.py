@@ -267,6 +267,10 @@ def block_product_problem(call: relax.Call, result: relax.TensorType) -> BlockPr
     lhs = stored[0].operand(symbols, (*names[:-1], "k"))
     layout = layout_of([int(extent) for extent in extents_of(stored[1].ty)], form, int(extents_of(stored[0].ty)[-1]))
     weights = tuple(one.operand(symbols, layout.index_map) for one in stored[1:first])
+    experts, index = int(call.attrs.experts), None
+    if experts:
+        index = stored[first].operand(symbols, names[:-2])
+        first += 1
     expression = Expression.parse(call.attrs.expression)
     if expression != Expression.operand(0):
         maps = [
@@ -278,7 +282,7 @@ def block_product_problem(call: relax.Call, result: relax.TensorType) -> BlockPr
     in_panels = isinstance(layout, Panels)
     bits = form.bits if in_panels else stored_bits(form)
     known = form if in_panels or form.record_bytes else None
-    return BlockProductProblem(lhs, weights, out, form.block, epilogue, bits, known)
+    return BlockProductProblem(lhs, weights, out, form.block, epilogue, bits, known, experts, index)
 
 
 def block_rows_problem(call: relax.Call, result: relax.TensorType) -> BlockRowsProblem:

@@ -13,6 +13,14 @@ After::
 ``R.hetero.block_rows`` of the same packed constant: a table of tokens that is the last product's weight, too, is one
 in memory.
 
+A product of each row by matrices that an index chooses, as those of a mixture of experts, becomes one op as well, where
+the device reads weights in panels::
+
+    table = R.reshape(R.hetero.dequantize_blocks(data, depth=2048, format="q4_k"), (128, 768, 2048))
+    y = R.matmul(x, R.permute_dims(R.take(table, index, axis=0), axes=[0, 1, 3, 2]))    # x: (m, 1, 1, 2048)
+
+becomes ``R.hetero.block_matmul(x, packed, index, columns=768, experts=128, format="q4_k")``: no matrix is taken.
+
 The constants are packed as the device's kernel reads them. Elementwise work of which each is the only user of the one
 before becomes part of the op. Where there is no kernel, or the weights are no constants or used by something else,
 what they mean is computed by plain ops: of constants at compile time, of parameters in every call.
@@ -50,7 +58,7 @@ from ..ir.blocks import (
     without_unused,
 )
 from ..ir.declare import declare_pass
-from ..ir.op_names import CAST, PERMUTE
+from ..ir.op_names import CAST, PERMUTE, RESHAPE
 from ..ir.relax_expressions import to_expression
 from ..ir.rewriting import is_tensor_constant, op_name
 from ..ir.targets import target_of
@@ -77,6 +85,10 @@ class _Product:
     expression : Expression
     operands : list of relax.Expr
         ``x1``, ``x2``, ...
+    experts : int
+        How many matrices the weight is; 0: one, for all rows.
+    index : relax.Expr or None
+        Of experts: which of them each row is multiplied by.
     """
 
     lhs: relax.Expr
@@ -86,6 +98,13 @@ class _Product:
     end: int
     expression: Expression
     operands: list[relax.Expr] = field(default_factory=list)
+    experts: int = 0
+    index: relax.Expr | None = None
+
+    @property
+    def columns(self) -> int:
+        """Of one matrix."""
+        return int(self.weight.ty.shape.values[0]) // max(1, self.experts)
 
 
 def form_block_products(mod: tvm.IRModule) -> tvm.IRModule:
@@ -172,7 +191,7 @@ def _rows_of(emitter: Emitter, data: relax.Expr, index: relax.Expr, rows: Any, v
 
 
 def _is_weight(value: relax.Expr) -> bool:
-    return op_name(value) in (DEQUANTIZE_BLOCKS, PERMUTE, CAST)
+    return op_name(value) in (DEQUANTIZE_BLOCKS, PERMUTE, CAST, RESHAPE, "relax.take")
 
 
 def _product_at(block: Block, index: int) -> _Product | None:
@@ -181,6 +200,8 @@ def _product_at(block: Block, index: int) -> _Product | None:
     if op_name(binding.value) != "relax.matmul" or shape_of(binding.var) is None:
         return None
     lhs, rhs = binding.value.args
+    if len(shape_of(rhs) or []) == 4:
+        return _product_of_experts(block, index)
     if len(shape_of(rhs) or []) != 2:  # of several heads, as in attention
         return None
     weight = block.definition(rhs)
@@ -207,6 +228,34 @@ def _product_at(block: Block, index: int) -> _Product | None:
     if dtypes[1] != "float32":
         sums = Expression(Term("cast", (sums.term,), (dtypes[1],)))
     return _Product(lhs, weight, layout, [], index, sums)
+
+
+def _product_of_experts(block: Block, index: int) -> _Product | None:
+    """A product of rows by matrices that are taken of a table of them; None for any other."""
+    var, (lhs, rhs) = block.bindings[index].var, block.bindings[index].value.args
+    turned = block.definition(rhs)
+    if op_name(turned) != PERMUTE or list(permutation(turned)) != [0, 1, 3, 2]:
+        return None
+    taken = block.definition(turned.args[0])
+    if op_name(taken) != "relax.take" or taken.attrs.axis is None or int(taken.attrs.axis) != 0:
+        return None
+    table, chosen = block.definition(taken.args[0]), taken.args[1]
+    weight = block.definition(table.args[0]) if op_name(table) == RESHAPE else table
+    layout, sizes = block_layout(target_of(var.ty.vdevice)), shape_of(table) or []
+    if op_name(weight) != DEQUANTIZE_BLOCKS or not isinstance(layout, Panels) or not _fits(layout, weight):
+        return None
+    if len(sizes) != 3 or int(sizes[2]) != int(weight.attrs.depth):
+        return None
+    rows, of_index = shape_of(lhs) or [], shape_of(chosen) or []
+    if len(rows) != 4 or len(of_index) != 2 or not is_one(rows[2]) or not isinstance(of_index[1], tvm.tirx.IntImm):
+        return None
+    fits = same_shape(rows[:1], of_index[:1]) and (is_one(rows[1]) or same_shape(rows[1:2], of_index[1:]))
+    is_known = all(is_tensor_constant(block.definition(arg)) for arg in weight.args)
+    is_float = str(lhs.ty.dtype) == str(var.ty.dtype) == "float32" and str(chosen.ty.dtype) in ("int32", "int64")
+    if not (fits and is_known and is_float):
+        return None
+    weight, sums = _with_definitions(block, weight), Expression.operand(0)
+    return _Product(lhs, weight, layout, [], index, sums, experts=int(sizes[0]), index=chosen)
 
 
 def _fits(layout: BlockLayout, weight: relax.Call) -> bool:
@@ -271,17 +320,19 @@ def _write(emitter: Emitter, product: _Product, var: relax.Var, packer: _Packer)
             ty = tensor_type(shape[-1:], str(operand.ty.dtype), operand.ty)
             operand = emitter.emit(relax.op.reshape(operand, shape[-1:]), ty, f"{var.name}_x{number}")
         operands.append(operand)
-    weights = packer.pack(product.weight, product.layout, var.ty.vdevice)
+    weights = packer.pack(product.weight, product.layout, var.ty.vdevice, product.experts)
     call = block_matmul(
         lhs,
         *weights,
+        *([] if product.index is None else [product.index]),
         *operands,
-        columns=int(product.weight.ty.shape.values[0]),
+        columns=product.columns,
         block=int(product.weight.attrs.block),
         bits=int(product.weight.attrs.bits),
         zeros=len(product.weight.args) > 2,
         expression=product.expression,
         format=str(product.weight.attrs.format),
+        experts=product.experts,
     )
     emitter.bind(var, relax.Call(call.op, list(call.args), call.attrs, ret_ty=var.ty))
 
@@ -292,14 +343,17 @@ class _Packer:
     def __init__(self) -> None:
         self._packed: dict[tuple[Any, ...], list[tvm.runtime.Tensor]] = {}
 
-    def pack(self, weight: relax.Call, layout: BlockLayout, vdevice: relax.VDevice | None) -> list[relax.Expr]:
+    def pack(
+        self, weight: relax.Call, layout: BlockLayout, vdevice: relax.VDevice | None, experts: int = 0
+    ) -> list[relax.Expr]:
         """The operands of a call of dequantize_blocks as the kernel of a device reads them."""
         form, depth = form_of(weight), int(weight.attrs.depth)
         # The module keeps the constants alive, so their identities will do.
-        key = (*(hash(arg.value) for arg in weight.args), form, depth, layout)
+        key = (*(hash(arg.value) for arg in weight.args), form, depth, layout, experts)
         if key not in self._packed:
             source = BlockSource(tuple(arg.value.numpy() for arg in weight.args), form, depth)
-            self._packed[key] = [tvm.runtime.tensor(array) for array in layout.pack(source)]
+            arrays = layout.pack(source, experts) if experts and isinstance(layout, Panels) else layout.pack(source)
+            self._packed[key] = [tvm.runtime.tensor(array) for array in arrays]
         return [
             tvm.ir.GenericConst(data, relax.TensorType(list(data.shape), str(data.dtype), vdevice))
             for data in self._packed[key]

@@ -82,6 +82,9 @@ class Executable:
         devices = ", ".join(device_names(self.devices))
         return f"<Executable of {', '.join(self.function_names)} for {devices or 'the host'}>"
 
+    def _repr_html_(self) -> str:
+        return str(provided("executable_html")(self))
+
     def __reduce__(self) -> NoReturn:
         raise BuildError("an Executable cannot be pickled or copied: use export_library, and relax_hetero.load")
 

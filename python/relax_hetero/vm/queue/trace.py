@@ -20,6 +20,7 @@ import tvm_ffi
 
 from ...artifact.metadata import Metadata
 from ...errors import BindingError
+from ...providers import provided
 from ..device.tensors import nbytes_of
 from .call import Prepare, Prepared
 from .cuda_queue import Point
@@ -110,6 +111,9 @@ class Trace:
             for ran in call.ran:
                 spent[ran.track] += ran.end - ran.begin
         return {track: spent[track] / total for track in sorted(spent)}
+
+    def _repr_html_(self) -> str:
+        return str(provided("trace_html")(self))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace as JSON; ``otherData`` says how many calls it holds and how many came after the limit."""

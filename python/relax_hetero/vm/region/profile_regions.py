@@ -41,8 +41,8 @@ class RegionCalls:
             for command in region.commands
         )
 
-    def of(self, symbol: str, args: Sequence[Any]) -> Iterator[tuple[str, Callable[[], int]]] | None:
-        """The calls of kernels that a call of a region stands for, in order, each with the kernel's name.
+    def of(self, symbol: str, args: Sequence[Any]) -> Iterator[tuple[Dispatch, Callable[[], int]]] | None:
+        """The calls of kernels that a call of a region stands for, in order, each with its command.
 
         A call gives 0, or another number where the kernel failed (`walk_commands.raise_kernel_error`). None for
         anything but a region, and for regions that only run as a whole.
@@ -64,10 +64,10 @@ class RegionCalls:
 
     def _calls(
         self, region: RegionSpec, memory: Memory, values: Mapping[str, Any]
-    ) -> Iterator[tuple[str, Callable[[], int]]]:
+    ) -> Iterator[tuple[Dispatch, Callable[[], int]]]:
         for command in region.commands:
             assert isinstance(command, Dispatch), "other regions are not walked"
-            yield command.kernel, bound(command, self._kernels[command.kernel], memory, values)
+            yield command, bound(command, self._kernels[command.kernel], memory, values)
 
 
 def _numbers(region: RegionSpec) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 
 import numpy as np
 import pytest
@@ -147,10 +148,14 @@ BAD = [
     (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, 400, "max_tokens"),
     (COMPLETIONS, {"prompt": "a", "n": 7}, 400, "found 7 texts"),
     (COMPLETIONS, {"prompt": "a", "n": 0}, 400, "n:"),
+    (COMPLETIONS, {"prompt": "a", "n": 10**20}, 400, "n:"),
+    (COMPLETIONS, {"prompt": "half \ud800"}, 400, "no character"),
     (COMPLETIONS, {"prompt": "a", "temperature": "hot"}, 400, "temperature"),
     (COMPLETIONS, {"prompt": "a", "temperature": 1e9}, 400, "temperature"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, 400, "'x'"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"700": 1}}, 400, "700"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"--1": 1}}, 400, "'--1'"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"\u00b2": 1}}, 400, "expected the number of a token"),
     (COMPLETIONS, {"prompt": "a", "suffix": "b"}, 400, "suffix"),
     (COMPLETIONS, {"prompt": "a", "stream": "yes"}, 400, "stream"),
     (COMPLETIONS, {"prompt": "a", "stop": ["a"] * 17}, 400, "17 strings"),
@@ -158,6 +163,9 @@ BAD = [
     (CHAT, {"messages": "hello"}, 400, "messages"),
     (CHAT, {"messages": [{"role": "nobody", "content": "a"}]}, 400, "nobody speaks"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
+    (CHAT, {"messages": [{"role": "user", "content": "\udc00"}]}, 400, "no character"),
+    (CHAT, {"messages": USER, "n": 10**9}, 400, "found 1000000000 texts"),
+    (CHAT, {"messages": USER, "chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs"),
     (CHAT, {"messages": USER, "tools": [{}]}, 400, "tools"),
     (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, 400, "json_object"),
     (CHAT, {"messages": USER, "top_logprobs": 2}, 400, "logprobs"),
@@ -167,7 +175,8 @@ BAD = [
 @pytest.mark.parametrize("stream", [False, True])
 def test_bad_bodies_are_told_what_is_wrong(http, stream):
     for path, body, status, message in BAD:
-        answer = http.post(path, json={**({"stream": True} if stream else {}), **body})
+        content = json.dumps({**({"stream": True} if stream else {}), **body})
+        answer = http.post(path, content=content, headers={"content-type": "application/json"})
         error = answer.json()["error"]
         assert (answer.status_code, message in error["message"]) == (status, True), (body, error)
         assert error["type"] == "invalid_request_error"
@@ -179,6 +188,27 @@ def test_bad_bodies_are_told_what_is_wrong(http, stream):
 def test_bodies_that_are_no_requests(http, content):
     answer = http.post(COMPLETIONS, content=content, headers={"content-type": "application/json"})
     assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+def test_a_body_of_another_type_is_told_so(http):
+    answer = http.post(COMPLETIONS, content=b'{"prompt": "a"}')
+    assert answer.status_code == 400 and "expected application/json" in answer.json()["error"]["message"]
+    answer = http.post(COMPLETIONS, data={"prompt": "a"})
+    assert "found 'application/x-www-form-urlencoded'" in answer.json()["error"]["message"]
+
+
+def test_names_of_the_server_in_values_of_a_template(http):
+    body = {"messages": USER, "chat_template_kwargs": {"self": 1, "add_generation_prompt": False}, "max_tokens": 1}
+    assert http.post(CHAT, json=body).status_code == 200
+
+
+def test_a_body_that_does_not_come_whole_is_given_up():
+    with running(Engine(ToyModel(), CODEC), limits=Limits(body_seconds=0.05)) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
+        with socket.create_connection((host, int(port)), 30) as slow:
+            slow.sendall(head.encode() + b'{"prompt"')
+            assert b" 408 " in slow.recv(1000).splitlines()[0]
 
 
 def test_other_paths_and_methods(http):

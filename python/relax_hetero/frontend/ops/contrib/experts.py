@@ -1,7 +1,8 @@
 """Mixtures of experts, ``com.microsoft.MoE`` and ``QMoE``: each row goes through a few of many feed-forward networks.
 
-Every expert computes every row, and a row's sum takes those that its router chose. Weights of a few bits stay in
-their bits wherever the device has a kernel for products with them.
+Where all devices multiply rows by matrices that an index chooses, experts of a few bits compute the rows that chose
+them. Elsewhere every expert computes every row, and a row's sum takes those that its router chose. Weights of a few
+bits stay in their bits wherever the device has a kernel for products with them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from tvm import relax, te, tirx
 
 from ....encoding.block_weights import GROUP, bytes_of_row, middle_of
 from ....op import dequantize_blocks
+from ...import_devices import gathers_experts
 from ..block_weights import as_four_bits, numbers_of_bytes
 from ..elementwise import cast, widened
 from ..node import Dim, Node, Position, const, dtype_of
@@ -29,11 +31,23 @@ _JITTER = 0.01
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer of all experts: weights (experts, columns, depth), and biases (experts, columns) or None."""
+    """A layer of all experts.
+
+    Attributes
+    ----------
+    weights : list of relax.Expr
+        (depth, columns) of each expert, or (experts, depth, columns) of all; none where there is a table.
+    bias : relax.Expr or None
+        (experts, columns).
+    columns : int
+    table : relax.Expr or None
+        (experts, columns, depth), of which rows take the matrices that they choose.
+    """
 
     weights: list[relax.Expr]
     bias: relax.Expr | None
     columns: int
+    table: relax.Expr | None = None
 
 
 @converts("MoE", domain=MICROSOFT)
@@ -104,11 +118,24 @@ def _bits_layer(node: Node, number: int, places: tuple[int, int, int, int], dept
             f"{bytes_of_row(depth, bits)} bytes and {experts * columns * blocks} scales"
         )
     points = _points(node, point, (experts, columns, blocks), bits, block > 0)
-    node.check_ops(8 * experts)
     if bits == 2:
         codes = as_four_bits(codes.reshape(experts * columns, -1)).reshape(experts, columns, -1)
         points = np.full((experts, columns, blocks), 2, "uint8") if points is None else points
     share = block if block > 0 else -(-depth // GROUP) * GROUP
+    if gathers_experts():
+        if points is not None and (points == middle_of(max(bits, 4))).all():
+            points = None
+        numbers = dequantize_blocks(
+            const(np.ascontiguousarray(codes.reshape(experts * columns, -1))),
+            const(np.ascontiguousarray(scales.reshape(experts * columns, blocks))),
+            None if points is None else const(np.ascontiguousarray(points.reshape(experts * columns, blocks))),
+            depth=depth,
+            block=share,
+            bits=max(bits, 4),
+        )
+        table = node.emit(relax.op.reshape(node.emit(numbers), [experts, columns, depth]))
+        return _Layer([], _bias(node, bias, experts, columns), columns, table)
+    node.check_ops(8 * experts)
     weights = []
     for expert in range(experts):
         zeros = None if points is None or (points == middle_of(max(bits, 4))).all() else points[expert]
@@ -155,6 +182,9 @@ def _mixture(node: Node, first: _Layer, second: _Layer, third: _Layer | None, mi
         raise node.refusal(f"found {experts} experts, expected a known number")
     shares = _shares(node, rows, experts, mixing)
     _require_width(node, second, dims[-1])
+    if second.table is not None:
+        total = _gathered(node, flat, shares, (first, second, third))
+        return cast(node, node.emit(relax.op.reshape(total, dims)), dtype_of(data))
 
     def product(layer: _Layer, expert: int, x: relax.Expr) -> relax.Expr:
         """Of one expert, or of all of them where its number is -1."""
@@ -181,6 +211,34 @@ def _mixture(node: Node, first: _Layer, second: _Layer, third: _Layer | None, mi
         for part in parts[1:]:
             total = node.emit(relax.op.add(total, part))
     return cast(node, node.emit(relax.op.reshape(total, dims)), dtype_of(data))
+
+
+def _gathered(
+    node: Node, flat: relax.Expr, shares: relax.Expr, layers: tuple[_Layer, _Layer, _Layer | None]
+) -> relax.Expr:
+    """The sum over the experts that a row chose, each of which computes that row: (rows, width)."""
+    (rows, width), used = node.shape(flat), 2 if node.attribute("use_sparse_mixer", 0) else int(node.attribute("k", 1))
+    best = node.emit(relax.op.topk(shares, used, axis=-1, ret_type="both", dtype="int32"))
+    chosen, ids = (node.emit(relax.TupleGetItem(best, index)) for index in (0, 1))
+
+    def product(layer: _Layer, x: relax.Expr) -> relax.Expr:
+        """(rows, used, 1, columns)"""
+        taken = node.emit(relax.op.take(layer.table, ids, axis=0))
+        found = node.emit(relax.op.matmul(x, node.emit(relax.op.permute_dims(taken, [0, 1, 3, 2]))))
+        if layer.bias is None:
+            return found
+        bias = node.emit(relax.op.take(layer.bias, ids, axis=0))
+        return _sum_of(node, found, node.emit(relax.op.reshape(bias, [rows, used, 1, layer.columns])))
+
+    first, second, third = layers
+    x = node.emit(relax.op.reshape(flat, [rows, 1, 1, width]))
+    made = product(second, _activated(node, product(first, x), None if third is None else product(third, x)))
+    weights = node.emit(relax.op.reshape(chosen, [rows, used, 1, 1]))
+    return node.emit(relax.op.sum(_product_of(node, made, weights), [1, 2]))
+
+
+def _sum_of(node: Node, one: relax.Expr, other: relax.Expr) -> relax.Expr:
+    return node.emit(relax.op.add(one, other))
 
 
 def _require_width(node: Node, layer: _Layer, width: Dim) -> None:

@@ -47,6 +47,33 @@ class Experts(Nodes):
         self.add("QMoE", *inputs, constant=given, **attributes, **({"block_size": block} if block else {}))
 
 
+def test_experts_of_a_few_bits_compute_the_rows_that_chose_them():
+    nodes = Experts()
+    nodes.mix_bits(4, 16, True, k=2, activation_type="silu")
+    model = nodes.model()
+    model.graph.output[0].type.CopyFrom(helper.make_tensor_type_proto(1, None))
+    executable = rh.compile(rh.from_onnx(model))
+    kernels = [call for call in executable.metadata.fusions["dispatches"] if call["precision"] == "int4*f32"]
+    assert [call["ops"][0] for call in kernels] == ["block_matmul"] * 2
+    (found,) = [rh.vm.VirtualMachine(executable)["main"](**nodes.feeds).numpy()]
+    values = {**nodes.feeds, **nodes.weights}
+    x, logits = values["x0_0"].astype("float64"), values["x0_1"].astype("float64")
+    layers = []
+    for first, point in ((2, 11), (5, 12)):
+        codes, scales, bias, packed = (values[f"x0_{index}"] for index in (first, first + 1, first + 2, point))
+        fields = np.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:2], -1).astype("float64")
+        points = np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:2], -1)[..., : scales.shape[-1]]
+        layers.append(((fields - np.repeat(points, 16, -1)) * np.repeat(scales, 16, -1), bias.astype("float64")))
+    wanted = np.zeros_like(x)
+    for row, scores in enumerate(logits):
+        chosen = np.argsort(-scores)[:2]
+        for expert, share in zip(chosen, np.exp(scores[chosen]) / np.exp(scores[chosen]).sum(), strict=True):
+            (first, first_bias), (second, second_bias) = layers
+            gate = first[expert] @ x[row] + first_bias[expert]
+            wanted[row] += share * (second[expert] @ (gate * sigmoid(gate)) + second_bias[expert])
+    np.testing.assert_allclose(found, wanted, 1e-4, 1e-4)
+
+
 SWIGLU = {"activation_type": "swiglu", "swiglu_fusion": 1}
 
 

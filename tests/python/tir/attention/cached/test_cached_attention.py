@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import relax_hetero as rh
+from marks import in_turns
 from relax_hetero.errors import EncodingError
 from tir.attention.cached.cached_cases import Cache, Case, compiled, module
 
@@ -66,8 +67,8 @@ def check(case, target):
         cache.check(inputs, cache.call(machine(case, "decode", DECODE, target), inputs))
 
 
-@pytest.mark.parametrize("target", TARGETS[1:])
-@pytest.mark.parametrize("case", CASES[3:6], ids=str)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("case", "target"), in_turns(CASES[3:6], TARGETS[1:]), ids=str)
 def test_instruction_sets(case, target):
     """As above, of targets with other vectors and other numbers of cores."""
     check(case, target)

@@ -1,7 +1,7 @@
 """The picture in README.md: its model over two devices, as placement leaves it.
 
-python docs/two_devices_picture.py                       # writes docs/two-devices.svg
-python docs/two_devices_picture.py /tmp/picture.png      # another file, of any format that matplotlib writes
+python docs/pictures/two_devices_picture.py                       # writes docs/pictures/two-devices.svg
+python docs/pictures/two_devices_picture.py /tmp/picture.png      # another file, of any format that matplotlib writes
 
 Boxes, arrows and transfers are read from the placed module, so the picture shows what the library does with the model.
 Needs matplotlib, which is in the ``bench`` extra.

@@ -1,7 +1,7 @@
 """The picture in docs/cluster.md: its model over two hosts, as the cut leaves it.
 
-python docs/cluster_picture.py                      # writes docs/cluster.svg
-python docs/cluster_picture.py /tmp/picture.png     # another file, of any format that matplotlib writes
+python docs/pictures/cluster_picture.py                      # writes docs/pictures/cluster.svg
+python docs/pictures/cluster_picture.py /tmp/picture.png     # another file, of any format that matplotlib writes
 
 Steps and arrows are read from the program, so the picture shows what the library does with the model.
 Needs matplotlib, which is in the ``bench`` extra.

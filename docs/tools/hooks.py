@@ -1,0 +1,134 @@
+"""What the site needs of MkDocs besides its settings: links out of docs/, and the texts of passes.
+
+Pages link to files of the checkout as they lie, so that the links work where the checkout is browsed. On the site, a
+page of Markdown elsewhere in the checkout becomes a page below ``repository/``; the name of any other file is shown as
+code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:)([^()#\s]*)(#[^()\s]*)?\)")
+CODE = re.compile(r"^ *```.*?^ *```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+NAME = re.compile(r"^## (\S+)\n\n.*\n\n::: (\S+)$", re.MULTILINE)
+"""A name on a page of docs/api/: heading, summary, and the place of the docstring, which begins with the summary."""
+PASS = re.compile(r"<!-- pass (\w+) -->")
+LOADS = re.compile(
+    r'<(?:script|img|iframe|link rel="(?:stylesheet|preconnect|preload)")[^>]*(?:src|href)="(?:https?:)?//[^"]*'
+)
+OUTSIDE = "repository/"
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Pages outside of docs/ that the site has, too: those that links lead to, from page to page."""
+    from mkdocs.structure.files import File
+
+    pending = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
+    seen = set(pending)
+    while pending:
+        page = pending.pop()
+        for target in links_of(page):
+            if target not in seen and target.endswith(".md") and (ROOT / target).is_file():
+                seen.add(target)
+                pending.append(target)
+                if not target.startswith("docs/"):
+                    files.append(File.generated(config, OUTSIDE + target, content=(ROOT / target).read_text()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, files: Any, **_: Any) -> str:
+    """The page with links that lead somewhere on the site, and with the texts of passes."""
+    uri = page.file.src_uri
+    place = uri.removeprefix(OUTSIDE) if uri.startswith(OUTSIDE) else f"docs/{uri}"
+    markdown = NAME.sub(lambda match: f"## {match[1]}\n\n{signature(match[1], match[2])}::: {match[2]}", markdown)
+    markdown = PASS.sub(lambda match: pass_text(match[1]), markdown)
+
+    def replaced(match: re.Match[str]) -> str:
+        picture, text, target, anchor = match[1], match[2], match[3], match[4] or ""
+        if not target:
+            return match[0]
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(place), target))
+        there = path.removeprefix("docs/") if path.startswith("docs/") else OUTSIDE + path
+        if there.endswith(".py") or files.get_file_from_path(there) is None:
+            return match[0] if not (ROOT / path).exists() else text if "`" in text else f"`{text}`"
+        return f"{picture}[{text}]({posixpath.relpath(there, posixpath.dirname(uri) or '.')}{anchor})"
+
+    return outside_code(LINK, replaced, markdown)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """The page as it is; a warning, which ``--strict`` makes an error, where it would load anything from elsewhere."""
+    for found in LOADS.findall(output):
+        logging.getLogger("mkdocs.hooks").warning("%s loads from another host: %s", page.file.src_uri, found)
+    return output
+
+
+def links_of(page: str) -> list[str]:
+    """Files of the checkout that a page links to."""
+    text = CODE.sub("", (ROOT / page).read_text())
+    folder = posixpath.dirname(page)
+    return [posixpath.normpath(posixpath.join(folder, target)) for _, _, target, _ in LINK.findall(text) if target]
+
+
+def outside_code(pattern: re.Pattern[str], replacement: Any, text: str) -> str:
+    """`text` with the pattern replaced where no code is: links may hold code, code holds no links."""
+    fences = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+    parts, end = [], 0
+    for fence in fences.finditer(text):
+        parts += [pattern.sub(replacement, text[end : fence.start()]), fence[0]]
+        end = fence.end()
+    return "".join([*parts, pattern.sub(replacement, text[end:])])
+
+
+def pass_text(name: str) -> str:
+    """A pass as ``help`` shows it, in Markdown."""
+    import relax_hetero as rh
+
+    text = rh.transform.find_pass(name).text
+    _, _, text = text.partition("\n\n")  # the summary stands on the page
+    text = re.sub(r"\n\n?Returns\n-+\ntvm\.transform\.Pass", "", text)
+    text = re.sub(r"^(\w[\w ]*)\n-{3,}$", r"**\1**\n", text, flags=re.MULTILINE)
+    return literal_blocks(definitions(text))
+
+
+def signature(name: str, place: str) -> str:
+    """A block with the call of a public name; none for errors, and for classes that users only get."""
+    module, _, attribute = place.rpartition(".")
+    value = getattr(importlib.import_module(module), attribute)
+    if inspect.isclass(value) and (issubclass(value, Exception) or getattr(value, "_is_protocol", False)):
+        return ""
+    plain = [each.replace(annotation=inspect.Parameter.empty) for each in inspect.signature(value).parameters.values()]
+    call = str(inspect.Signature(plain))
+    if len(name + call) > 90:
+        call = "(\n    " + ",\n    ".join(str(inspect.Signature([each]))[1:-1].rstrip("/, ") for each in plain) + ",\n)"
+    return f"```python\n{name}{call}\n```\n\n"
+
+
+def definitions(text: str) -> str:
+    """Entries of numpy's sections, ``name : type`` and indented lines, as a list."""
+    return re.sub(r"^(\w+) : (.*)\n((?:    .*\n?|\n(?=    ))+)", _entry, text, flags=re.MULTILINE)
+
+
+def _entry(match: re.Match[str]) -> str:
+    return f"- `{match[1]}` : *{match[2].strip()}*: {' '.join(match[3].split())}\n"
+
+
+def literal_blocks(text: str) -> str:
+    """Docstrings write ``::`` before a block of code; Markdown writes a fence around it."""
+    block = re.compile(r"^( *)(.*)::\n\n((?:\1 +\S.*\n?|\n)+)", re.MULTILINE)
+
+    def fenced(match: re.Match[str]) -> str:
+        indent, body = match[1], match[3].rstrip("\n").splitlines()
+        depth = min(len(line) - len(line.lstrip()) for line in body if line.strip())
+        lines = "\n".join(indent + line[depth:] if line.strip() else "" for line in body)
+        return f"{indent}{match[2]}:\n\n{indent}```python\n{lines}\n{indent}```\n\n"
+
+    return block.sub(fenced, text)

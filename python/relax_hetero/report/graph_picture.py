@@ -1,0 +1,137 @@
+"""A graph as a picture: SVG that a notebook shows as it is, without a script, in its own colours."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .html_elements import Markup, bytes_text, colour, escaped
+from .layers import Layers, layers_of
+
+_BOX, _GAP, _HEIGHT, _ROW, _PASS = 148, 16, 36, 66, 18
+MOST_NODES = 250
+"""Larger functions are not drawn: nobody could read the picture."""
+
+
+def function_picture(data: Mapping[str, Any], function: str) -> Markup | None:
+    """One function of a report's data, from its inputs down to its results.
+
+    Constants are not drawn; a node says how many it reads.
+
+    Returns
+    -------
+    Markup or None
+        None where the function has more than `MOST_NODES` nodes.
+    """
+    nodes = {n["id"]: n for n in data["nodes"] if n["function"] == function and n["kind"] != "constant"}
+    if not nodes or len(nodes) > MOST_NODES:
+        return None
+    constants = {n["id"] for n in data["nodes"] if n["kind"] == "constant"}
+    reads = Counter(edge["to"] for edge in data["edges"] if edge["from"] in constants)
+    edges = {(e["from"], e["to"]): e for e in data["edges"] if e["from"] in nodes and e["to"] in nodes}
+    inputs = [n for n in nodes if nodes[n]["kind"] == "input"]
+    layers = layers_of(_in_order(nodes, edges), edges, inputs)
+    where, width = _positions(layers)
+    names = [device["name"] for device in data["devices"]]
+    kernels = {node: group["kernel"] for group in data["groups"] for node in group["nodes"]}
+    drawn = [_edge(edges[pair], [where[node] for node in path]) for pair, path in layers.paths.items()]
+    for number, node in nodes.items():
+        drawn.append(_box(node, where[number], names, kernels.get(number, ""), reads[number]))
+    height = len(layers.rows) * _ROW
+    label = escaped(f"Graph of {function}: {len(nodes)} nodes")
+    return Markup(
+        f'<svg viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="{label}" '
+        f'font-size="11">{"".join(drawn)}</svg>'
+    )
+
+
+def _in_order(nodes: Mapping[int, Any], edges: Mapping[tuple[int, int], Any]) -> list[int]:
+    """The nodes, what makes a value before what reads it."""
+    waits = Counter(b for _, b in edges)
+    readers: dict[int, list[int]] = {}
+    for a, b in edges:
+        readers.setdefault(a, []).append(b)
+    order = [node for node in nodes if not waits[node]]
+    for node in order:  # grows meanwhile
+        for reader in readers.get(node, ()):
+            waits[reader] -= 1
+            if not waits[reader]:
+                order.append(reader)
+    return order
+
+
+def _positions(layers: Layers) -> tuple[dict[int, tuple[float, float]], int]:
+    """The middle of each node, and the width of the picture."""
+    widths = [sum(_BOX if node >= 0 else _PASS for node in row) + _GAP * (len(row) + 1) for row in layers.rows]
+    width = max(widths)
+    where = {}
+    for number, row in enumerate(layers.rows):
+        x = (width - widths[number]) / 2 + _GAP
+        for node in row:
+            size = _BOX if node >= 0 else _PASS
+            where[node] = (x + size / 2, number * _ROW + _ROW / 2)
+            x += size + _GAP
+    return where, width
+
+
+def _edge(edge: Mapping[str, Any], points: Sequence[tuple[float, float]]) -> str:
+    (x, y), *rest = points
+    y += _HEIGHT / 2
+    path = [f"M{x:.0f} {y:.0f}"]
+    for number, (to_x, middle) in enumerate(rest):
+        is_last = number == len(rest) - 1
+        to_y = middle - _HEIGHT / 2
+        half = (y + to_y) / 2
+        path.append(f"C{x:.0f} {half:.0f} {to_x:.0f} {half:.0f} {to_x:.0f} {to_y:.0f}")
+        x, y = to_x, to_y
+        if not is_last:  # straight through the row
+            y += _HEIGHT
+            path.append(f"V{y:.0f}")
+    line = 'stroke-width="2.5" stroke-dasharray="5 3"' if edge["transfer"] else 'stroke-width="1.2"'
+    title = f"{edge['value']}, {bytes_text(edge['bytes'])}"
+    return (
+        f'<path d="{"".join(path)}" fill="none" stroke="currentColor" stroke-opacity=".5" {line}>'
+        f"<title>{escaped(title)}</title></path>"
+    )
+
+
+def _box(node: Mapping[str, Any], where: tuple[float, float], names: Sequence[str], kernel: str, constants: int) -> str:
+    x, y = where[0] - _BOX / 2, where[1] - _HEIGHT / 2
+    number = names.index(node["device"]) if node["device"] in names else -1
+    values = ", ".join(value_text(value) for value in node["values"])
+    first = short_op(node)
+    weights = f"reads {constants} constant{'s' * (constants != 1)}" if constants else ""
+    onnx = f"ONNX {', '.join(node['onnx'])}" if node["onnx"] else ""
+    kernel = f"kernel {kernel}" if kernel else ""
+    lines = [f"{node['name']}: {node['op'] or node['kind']}", f"on {node['device']}", values, kernel, weights, onnx]
+    title = escaped("\n".join(line for line in [*lines, node["reason"] or ""] if line))
+    fill = f'fill="{colour(number)}" fill-opacity="{".25" if node["kind"] in ("op", "transfer") else ".06"}"'
+    dashes = ' stroke-dasharray="5 3"' if node["kind"] == "transfer" else ""
+    radius = 17 if node["kind"] in ("input", "output") else 4
+    return (
+        f'<g><title>{title}</title><rect x="{x:.0f}" y="{y:.0f}" width="{_BOX}" height="{_HEIGHT}" rx="{radius}" '
+        f'{fill} stroke="{colour(number)}" stroke-width="1.3"{dashes}/>'
+        f'<text x="{where[0]:.0f}" y="{y + 15:.0f}" text-anchor="middle" fill="currentColor" font-weight="600">'
+        f"{escaped(_fitting(first, 22))}</text>"
+        f'<text x="{where[0]:.0f}" y="{y + 29:.0f}" text-anchor="middle" fill="currentColor" fill-opacity=".75">'
+        f"{escaped(_fitting(values or node['name'], 25))}</text></g>"
+    )
+
+
+def short_op(node: Mapping[str, Any]) -> str:
+    """What a node does, in a word or two."""
+    if node["kind"] in ("input", "output", "constant"):
+        return str(node["name"])
+    if node["kind"] == "transfer":
+        return f"to {node['device']}"
+    return str(node["op"]).removeprefix("relax.")
+
+
+def value_text(value: Mapping[str, Any]) -> str:
+    """A value's type: ``float32[n, 64]``."""
+    return f"{value['dtype']}[{', '.join(map(str, value['shape']))}]"
+
+
+def _fitting(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"

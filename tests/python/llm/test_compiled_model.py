@@ -1,0 +1,108 @@
+"""A compiled model's sequences: forked, cut, and over two devices, each gives what it gives alone."""
+
+import numpy as np
+import pytest
+
+import relax_hetero as rh
+from llm.gguf_files import Sizes, write_gguf
+from relax_hetero.errors import CacheError
+from relax_hetero.llm import Engine, SamplingParams
+
+# A shape of no other test: three heads on one, a window, rows of 224.
+SIZES = Sizes("gemma3", layers=2, width=224, feed_forward=288, heads=3, kv_heads=1, size=32, window=80, pattern=2)
+TWO = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v3"}]
+TOKENS = np.random.default_rng(8).integers(3, 320, 150).tolist()
+
+
+def loaded(folder, **options):
+    path = write_gguf(folder / "model.gguf", SIZES, "Q8_0")
+    return rh.llm.load(path, batches=(2,), chunks=(32,), slots=3, context=320, page_type="float32", **options)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return loaded(tmp_path_factory.mktemp("one"))
+
+
+def fill(model, tokens) -> int:
+    """A new sequence of some tokens."""
+    slot = model.cache.add()
+    for begin in range(0, len(tokens), model.chunk):
+        model.prefill(slot, tokens[begin : begin + model.chunk])
+    return slot
+
+
+def logits_alone(model, tokens) -> np.ndarray:
+    """Of the token behind some others, by themselves in the cache."""
+    slot = fill(model, tokens[:-1])
+    try:
+        return model.decode([slot], tokens[-1:])[0].copy()
+    finally:
+        model.cache.free(slot)
+
+
+def test_forked_and_cut_sequences(model):
+    model, _ = model
+    wanted = [logits_alone(model, [*TOKENS[:100], last]) for last in (7, 8)]
+    cut = logits_alone(model, [*TOKENS[:40], 9])
+    first = fill(model, TOKENS[:100])
+    second = model.cache.fork(first)
+    found = model.decode([first, second], [7, 8])
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    model.cache.cut(second, 40)
+    np.testing.assert_allclose(model.decode([second], [9])[0], cut, atol=1e-5)
+    for slot in (first, second):
+        model.cache.free(slot)
+
+
+def test_pages_come_back_from_a_call_that_failed(model, monkeypatch):
+    model, _ = model
+    slot = fill(model, TOKENS[:20])
+    wanted = logits_alone(model, TOKENS[:21])
+
+    class Broken:
+        def __getitem__(self, name):
+            def call(*args):
+                raise RuntimeError("the device is gone")
+
+            return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "machine", Broken())
+        with pytest.raises(RuntimeError, match="gone"):
+            model.decode([slot], [1])
+    model.cache.cut(slot, 20)
+    np.testing.assert_allclose(model.decode([slot], TOKENS[20:21])[0], wanted, atol=1e-5)
+    model.cache.free(slot)
+
+
+def test_a_decode_that_is_refused_changes_no_sequence(model):
+    model, _ = model
+    full, other = fill(model, (TOKENS * 3)[:320]), fill(model, TOKENS[:5])
+    with pytest.raises(CacheError, match="at most 320 tokens"):
+        model.decode([other, full], [1, 1])
+    assert model.cache.length(other) == 5
+    for slot in (full, other):
+        model.cache.free(slot)
+
+
+def test_two_devices_write_the_tokens_of_one(model, tmp_path):
+    by_layers = loaded(tmp_path, vdevices=TWO, placement={"blk.0.*": "llvm", "token_embd*": "llvm", "*": "llvm:1"})
+    asked = [
+        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
+        SamplingParams(temperature=0.7, top_k=20, seed=3, max_tokens=30, ignore_eos=True),
+        SamplingParams(temperature=1, top_p=0.8, min_p=0.01, seed=4, max_tokens=30, repetition_penalty=1.2),
+    ]
+    texts = []
+    for each in (model, by_layers):
+        with Engine(*each) as engine:
+            requests = [engine.submit(TOKENS[: 60 + n], params) for n, params in enumerate(asked)]
+            texts.append([[token for delta in request for token in delta.tokens] for request in requests])
+    assert texts[0] == texts[1]
+    # A step is one command buffer on each device, and no cache goes from one to the other.
+    about = by_layers[0].executable.metadata
+    regions = [region for region in about.regions if region.function == "decode_2"]
+    assert [region.device for region in regions] == [0, 1], [region.ended for region in regions]
+    assert not [call for call in about.single_calls if call.function == "decode_2"]
+    moved = [entry["variable"] for entry in about.placement if entry["kind"] == "transfer"]
+    assert "blk.0.ffn_sum_llvm_1" in moved and not any("pages" in name for name in moved)

@@ -1,0 +1,90 @@
+"""The site that ``make docs`` builds: its pages are in the navigation, lead from one to the next, and are up to date.
+
+``make docs`` checks all links once more, with the ids that the site's pages have.
+"""
+
+import os
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+import relax_hetero as rh
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+NEXT = re.compile(r"^\*\*Next:\*\* .*\]\(([^)#]+)(?:#[\w-]+)?\).*\.$", re.MULTILINE)
+
+
+def pages():
+    """Pages in the order of the navigation in mkdocs.yml."""
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    return re.findall(r"^ +- [^:\n]+: (\S+\.\w+)$", navigation, flags=re.MULTILINE)
+
+
+def test_every_page_is_in_the_navigation():
+    written = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    listed = pages()
+    assert len(listed) == len(set(listed))
+    assert written <= set(listed)
+    assert [page for page in listed if not (DOCS / page).exists()] == []
+
+
+@pytest.mark.parametrize(("page", "after"), list(zip(pages(), [*pages()[1:], None], strict=True)))
+def test_each_page_leads_to_the_next(page, after):
+    """Notebooks end as they like."""
+    if not page.endswith(".md"):
+        return
+    text = (DOCS / page).read_text()
+    links = NEXT.findall(text)
+    assert len(links) == 1, f"docs/{page} needs one line **Next:** with a link"
+    assert text.rstrip().splitlines()[-1].startswith("**Next:**")
+    leads_to = os.path.relpath((DOCS / page).parent / links[0], DOCS)
+    assert leads_to == (after or pages()[0])
+
+
+def test_each_page_begins_with_a_title_and_a_sentence():
+    for page in pages():
+        if page.endswith(".md"):
+            title, _, first, *_ = (DOCS / page).read_text().splitlines()
+            assert title.startswith("# "), page
+            assert first[0] in "`*[" or first[0].isalpha(), f"docs/{page} begins with {first!r}"
+
+
+def errors_in_code():
+    """What errors of the package say: sources with texts over several lines joined, and three dots for names."""
+    sources = (path.read_text() for path in (ROOT / "python" / "relax_hetero").rglob("*.py"))
+    joined = re.sub(r"""["']\s*\n\s*f?["']""", "", "\n".join(sources))
+    return re.sub(r"\{[^{}\n]*\}", "...", joined)
+
+
+def test_errors_that_the_page_on_limits_quotes_exist():
+    """As rows have them: the class, and words of its text."""
+    named = re.findall(r'`rh\.(\w+)`: "([^"]+)"', (DOCS / "limits.md").read_text())
+    texts = errors_in_code()
+    assert len(named) > 30
+    for error, words in named:
+        assert issubclass(getattr(rh, error), rh.HeteroError)
+        assert words in texts, f"no error says {words!r}"
+
+
+def test_questions_name_every_class_of_errors():
+    page = (DOCS / "howto" / "model_refused.md").read_text()
+    classes = {name for name in rh.__all__ if name.endswith("Error")} - {"HeteroError"}
+    assert {name for name in classes if f"`rh.{name}`" not in page} == set()
+
+
+@pytest.mark.parametrize("script", ["tools/api_pages.py", "pictures/pipeline_picture.py"])
+def test_what_scripts_wrote_is_current(script, monkeypatch, capsys):
+    """On failure: run the script with --write."""
+    monkeypatch.setattr(sys, "argv", [script, "--check"])
+    assert runpy.run_path(str(DOCS / script))["main"]() == 0, capsys.readouterr().out
+
+
+def test_the_site_loads_nothing_from_elsewhere():
+    """As far as its settings say; the hooks look at each page that was built."""
+    settings = (ROOT / "mkdocs.yml").read_text()
+    assert "\n  font: false\n" in settings
+    assert "http" not in settings

@@ -1,0 +1,113 @@
+"""Products of rows by the experts that they choose: formats, sizes, machines, symbols, epilogues."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tvm
+
+from relax_hetero.encoding.block_formats import FILE_FORMATS
+from relax_hetero.encoding.block_panels import Panels
+from relax_hetero.encoding.block_weights import panel_columns
+from relax_hetero.encoding.expression import Expression
+from relax_hetero.encoding.problem import BlockProductProblem, Epilogue
+from relax_hetero.tir.matmul.block_product import block_product_kernel
+from seeds import fresh_rng
+from tir.kernel_runs import NAMES, cpu_named, kernel
+from tir.matmul.block_problems import Weights, integers, of_file, plain
+
+pytestmark = pytest.mark.sampled(7)
+
+MAPS = ("b0", "b1", "m")
+
+
+def problem_of(
+    weights: Weights, experts: int, tokens: int | str, used: int, panel: int, shared: bool = True
+) -> BlockProductProblem:
+    """`weights` are rows of all experts."""
+    depth, columns, form = weights.source.depth, weights.columns // experts, weights.form
+    (packed,) = Panels(panel).pack(weights.source, experts)
+    lhs = plain((tokens, 1 if shared else used, 1, depth), "float32", (*MAPS, "k"))
+    result = plain((tokens, used, 1, columns), "float32", (*MAPS, "n"))
+    index = plain((tokens, used), "int32", MAPS[:2])
+    weight = plain(packed.shape, "uint8", Panels.index_map)
+    return BlockProductProblem(lhs, (weight,), result, form.block, None, form.bits, form, experts, index)
+
+
+def call(function, x, weights, experts, panel, index, *others):
+    """The result, whose memory was poisoned."""
+    (packed,) = Panels(panel).pack(weights.source, experts)
+    result = tvm.runtime.tensor(np.full((*index.shape, 1, weights.columns // experts), np.nan, "float32"))
+    function(*map(tvm.runtime.tensor, [x, packed, index, *others]), result)
+    return result.numpy()
+
+
+def expected(x, weights, experts, index):
+    """Sums in float64, and how large what is added up is."""
+    numbers = weights.numbers.reshape(experts, -1, weights.source.depth)[np.clip(index, 0, experts - 1)]
+    rows = np.broadcast_to(x[:, :, 0].astype("float64"), (*index.shape, x.shape[-1]))
+    return tuple(np.einsum("tuk,tunk->tun", a, b)[:, :, None] for a, b in ((rows, numbers), (abs(rows), abs(numbers))))
+
+
+def check(weights, experts, tokens, used, shared, name, folder):
+    rng, panel, cpu = fresh_rng(), panel_columns(cpu_named(name)), cpu_named(name)
+    problem = problem_of(weights, experts, tokens, used, panel, shared)
+    function = kernel(block_product_kernel(problem, cpu), name, folder)
+    x = rng.standard_normal((tokens, 1 if shared else used, 1, weights.source.depth), "float32")
+    # Some experts have no rows, and one may have nearly all.
+    index = rng.choice(rng.permutation(experts)[: experts - 1], (tokens, used)).astype("int32")
+    want, size = expected(x, weights, experts, index)
+    found = call(function, x, weights, experts, panel, index)
+    np.testing.assert_array_less(np.abs(found - want), 1e-6 * size + 1e-30)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "used", "experts", "columns", "shared"), [(1, 3, 5, 37, True), (4, 2, 3, 64, False), (23, 2, 4, 5, True)]
+)
+@pytest.mark.parametrize("form", FILE_FORMATS)
+@pytest.mark.parametrize("name", NAMES)
+def test_formats_of_files(name, form, tokens, used, experts, columns, shared, tmp_path):
+    depth = FILE_FORMATS[form].span if FILE_FORMATS[form].span > 1 else 67
+    check(of_file(form, experts * columns, depth), experts, tokens, used, shared, name, tmp_path)
+
+
+@pytest.mark.parametrize("zeros", ["", "uint8"])
+@pytest.mark.parametrize(("bits", "block", "depth"), [(2, 16, 100), (4, 32, 77), (8, 40, 100)])
+@pytest.mark.parametrize("name", NAMES)
+def test_integers(name, bits, block, depth, zeros, tmp_path):
+    check(integers(fresh_rng(), 3 * 41, depth, block, zeros, bits), 3, 9, 2, False, name, tmp_path)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_symbolic_kernel_serves_all_tokens(name, tmp_path):
+    """Fewer and more than are sorted at once; experts that do not exist are the nearest that do."""
+    rng, panel = fresh_rng(), panel_columns(cpu_named(name))
+    weights = of_file("q4_1", 3 * 40, 32)
+    function = kernel(block_product_kernel(problem_of(weights, 3, "s0", 2, panel), cpu_named(name)), name, tmp_path)
+    for tokens in (0, 1, 9, 1100):
+        x = rng.standard_normal((tokens, 1, 1, 32), "float32")
+        index = rng.integers(-2, 6, (tokens, 2)).astype("int32")
+        want, size = expected(x, weights, 3, index)
+        found = call(function, x, weights, 3, panel, index)
+        np.testing.assert_array_less(np.abs(found - want), 1e-6 * size + 1e-30)
+
+
+def test_what_is_done_to_sums(tmp_path):
+    """A tensor of the result's shape, one number for each column, one for all."""
+    name, rng = NAMES[0], fresh_rng()
+    panel, weights = panel_columns(cpu_named(name)), of_file("q4_0", 4 * 45, 64)
+    expression = Expression.parse("multiply(multiply(silu(x0), x1), add(x2, x3))")
+    others = (
+        plain((6, 2, 1, 45), "float32", (*MAPS, "n")),
+        plain((45,), "float32", ("n",)),
+        plain((), "float32", ()),
+    )
+    problem = replace(problem_of(weights, 4, 6, 2, panel), epilogue=Epilogue(expression, others))
+    function = kernel(block_product_kernel(problem, cpu_named(name)), name, tmp_path)
+    x, more, column = (rng.standard_normal(shape, "float32") for shape in ((6, 1, 1, 64), (6, 2, 1, 45), (45,)))
+    index = rng.integers(0, 4, (6, 2)).astype("int32")
+    found = call(function, x, weights, 4, panel, index, more, column, np.array(0.5, "float32"))
+    sums, _ = expected(x, weights, 4, index)
+    np.testing.assert_allclose(found, sums / (1 + np.exp(-sums)) * more * (column + 0.5), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,127 @@
+"""FormBlockProducts: rows that choose their matrices keep these in blocks; what does not fit takes numbers."""
+
+import numpy as np
+import pytest
+from tvm import relax
+from tvm.ir import assert_structural_equal
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+import relax_hetero as rh
+from encoding.random_blocks import random_rows
+from relax_hetero.encoding.block_formats import block_format, numbers_of_rows
+from relax_hetero.encoding.block_panels import BlockSource, Panels
+from relax_hetero.transform import FormBlockProducts, RealizeVDevice
+from relax_hetero.transform.ir.rewriting import op_name, relax_functions, walk_bindings
+from seeds import fresh_rng
+
+V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
+EXPERTS, N, K = 3, 40, 64
+RAW = random_rows("q5_0", EXPERTS * N, K)
+NUMBERS = numbers_of_rows(RAW, block_format("q5_0"), K).astype("float64").reshape(EXPERTS, N, K)
+
+
+def bound(mod, **values):
+    return relax.transform.BindParams("main", values)(mod)
+
+
+@I.ir_module
+class Chosen:
+    I.module_global_infos({"vdevice": [I.vdevice(V4)]})
+
+    @R.function
+    def main(
+        x: R.Tensor(("m", 1, 1, 64), "float32"),
+        index: R.Tensor(("m", 2), "int32"),
+        factor: R.Tensor(("m", 2, 1, 40), "float32"),
+        raw: R.Tensor((120, 44), "uint8"),
+    ):
+        with R.dataflow():
+            w = R.hetero.dequantize_blocks(raw, depth=64, format="q5_0")
+            table = R.reshape(w, R.shape([3, 40, 64]))
+            taken = R.take(table, index, axis=0)
+            turned = R.permute_dims(taken, axes=[0, 1, 3, 2])
+            product = R.matmul(x, turned)
+            active = R.nn.silu(product)
+            y = R.multiply(active, factor)
+            R.output(y)
+        return y
+
+
+def test_rows_by_the_matrices_that_they_choose():
+    @I.ir_module
+    class Expected:
+        I.module_global_infos({"vdevice": [I.vdevice(V4)]})
+
+        @R.function
+        def main(
+            x: R.Tensor(("m", 1, 1, 64), "float32"),
+            index: R.Tensor(("m", 2), "int32"),
+            factor: R.Tensor(("m", 2, 1, 40), "float32"),
+            weight: R.Tensor((6, 1408), "uint8"),
+        ):
+            with R.dataflow():
+                y = R.hetero.block_matmul(
+                    x,
+                    weight,
+                    index,
+                    factor,
+                    columns=40,
+                    expression="multiply(silu(x0), x1)",
+                    format="q5_0",
+                    experts=3,
+                )
+                R.output(y)
+            return y
+
+    packed = Panels(32).pack(BlockSource((RAW,), block_format("q5_0"), K), EXPERTS)[0]
+    placed = RealizeVDevice()(bound(Chosen, raw=RAW))
+    after = FormBlockProducts()(placed)
+    assert_structural_equal(after, RealizeVDevice()(bound(Expected, weight=packed)), map_free_vars=True)
+    assert FormBlockProducts()(after).same_as(after)
+
+
+@pytest.mark.parametrize("is_constant", [True, False])
+def test_numbers_of_both_forms(is_constant):
+    """By a kernel, and by plain ops where the weights are a parameter."""
+    rng = fresh_rng()
+    x, factor = rng.standard_normal((5, 1, 1, K), "float32"), rng.standard_normal((5, 2, 1, N), "float32")
+    index = rng.integers(0, EXPERTS, (5, 2)).astype("int32")
+    sums = np.einsum("tk,tunk->tun", x[:, 0, 0].astype("float64"), NUMBERS[index])[:, :, None]
+    executable = rh.compile(bound(Chosen, raw=RAW) if is_constant else Chosen)
+    precisions = {call["precision"] for call in executable.metadata.fusions["dispatches"]}
+    assert ("q5_0*f32" in precisions) == is_constant
+    given = (x, index, factor) if is_constant else (x, index, factor, RAW)
+    found = rh.vm.VirtualMachine(executable)["main"](*given).numpy()
+    np.testing.assert_allclose(found, sums / (1 + np.exp(-sums)) * factor, rtol=1e-4, atol=1e-4)
+
+
+@I.ir_module
+class Others:
+    """Products that look nearly so: matrices as they lie, of tables cut otherwise, of rows of another rank."""
+
+    I.module_global_infos({"vdevice": [I.vdevice(V4)]})
+
+    @R.function
+    def main(
+        x: R.Tensor((5, 1, 1, 40), "float32"),
+        z: R.Tensor((5, 1, 1, 128), "float32"),
+        index: R.Tensor((5, 2), "int32"),
+        raw: R.Tensor((120, 44), "uint8"),
+    ):
+        with R.dataflow():
+            w = R.hetero.dequantize_blocks(raw, depth=64, format="q5_0")
+            table = R.reshape(w, R.shape([3, 40, 64]))
+            as_they_lie = R.matmul(x, R.take(table, index, axis=0))
+            wide = R.reshape(w, R.shape([3, 20, 128]))
+            cut = R.matmul(z, R.permute_dims(R.take(wide, index, axis=0), axes=[0, 1, 3, 2]))
+            along = R.take(R.reshape(w, R.shape([40, 3, 64])), index, axis=1)
+            y = (as_they_lie, cut, along)
+            R.output(y)
+        return y
+
+
+def test_what_does_not_fit_takes_numbers():
+    after = FormBlockProducts()(RealizeVDevice()(bound(Others, raw=RAW)))
+    found = {op_name(binding.value) for _, func in relax_functions(after) for binding in walk_bindings(func)}
+    assert not any(name and "hetero" in name for name in found)
