@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ....encoding.block_weights import FRAGMENT_COLUMNS
+from ....encoding.block_weights import FRAGMENT_COLUMNS, chunk_of
 from ....encoding.problem import BlockProductProblem
 from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, GpuTarget
@@ -27,13 +28,17 @@ from ..core import ptx
 from ..core.launch import SharedMemory, local
 from .block_body import BlockBody
 from .block_fragments import WeightFragments
-from .block_plan import GROUP_COLUMNS, STEP, BlockPlan, BlockWork
+from .block_plan import GROUP_COLUMNS, PARTS, STEP, BlockPlan, BlockWork
 from .block_rows import LeftRows
 
 _CHUNK_BYTES = 512
 """Of weights, of 16 columns."""
 _PIECE = 16
 """Bytes of an asynchronous copy."""
+_WARPS, _MOST_ROWS, _FRAGMENTS = 8, 32, (4, 2)
+
+FEWEST_ROWS = 17
+"""From so many rows on registers are short of room for weights on their way."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,27 @@ class StagedPlan(BlockPlan):
 
 
 def staged_plan(problem: BlockProductProblem, gpu: GpuTarget) -> StagedPlan | None:
-    """The plan of a problem; None where another kernel is for it."""
+    """The plan of a problem of `FEWEST_ROWS` rows or more that fit one block; None where another kernel is for it."""
+    extents = [extent for extent in problem.result.shape[:-1] if isinstance(extent, int)]
+    rows, chunk = prod(extents), chunk_of(problem.bits)
+    is_known = len(extents) == len(problem.result.shape) - 1 and FEWEST_ROWS <= rows <= _MOST_ROWS
+    fits = gpu.overlaps_launches and PARTS[problem.lhs.dtype] == 1 and chunk % problem.block == 0
+    if not (is_known and fits) or problem.depth % (chunk * _WARPS):
+        return None
+    tiles, groups = -(-problem.columns // FRAGMENT_COLUMNS), -(-rows // GROUP_COLUMNS)
+
+    def bytes_read(fragments: int) -> int:
+        turns = -(-tiles // (fragments * gpu.multiprocessors))
+        return turns * (fragments * _CHUNK_BYTES + rows * chunk * 2)
+
+    # Fragments share the rows, which every block reads from the second-level cache.
+    fragments = min(_FRAGMENTS, key=bytes_read)
+    for stages in (3, 2):
+        plan = StagedPlan(fragments, groups, _WARPS, 1, run=1, stages=stages, holds_rows=False)
+        work = StagedWork(problem, plan, rows)
+        work.share(gpu, 1, 0, 0)
+        if work.shared_bytes <= gpu.shared_bytes:
+            return plan
     return None
 
 
