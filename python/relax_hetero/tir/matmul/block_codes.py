@@ -1,7 +1,7 @@
 """Rows of a left operand as bytes with a scale for each chain: what dot products of integers multiply weights by.
 
-A number is ``scale * (256 * high + low)``: two signed bytes, of which each makes a product of its own. The scale is that
-of its chain, so the error is at most one in 65,024 of the largest number of the chain.
+A number is ``scale * (256 * high + low)``: two signed bytes, of which each makes a product of its own. The scale is
+that of its chain, so the error is at most one in 65,024 of the largest number of the chain.
 """
 
 from __future__ import annotations
@@ -110,7 +110,9 @@ class Codes:
         """What integers are multiplied by, and what numbers are; not a number where one of them is none."""
         largest = None
         for value in values:
-            bits = tirx.bitwise_and(tirx.reinterpret(vector_type("int32", lanes), value), constant(0x7FFFFFFF, "int32", lanes))
+            bits = tirx.bitwise_and(
+                tirx.reinterpret(vector_type("int32", lanes), value), constant(0x7FFFFFFF, "int32", lanes)
+            )
             # As integers: of floats, a number may be larger than what is none.
             largest = let(bits) if largest is None else let(T.max(largest, bits))
         most = T.bind(tirx.reinterpret("float32", over_lanes(largest, T.max, lanes)))

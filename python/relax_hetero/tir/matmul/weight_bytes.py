@@ -1,8 +1,8 @@
 """Weights in panels as bytes: four neighbours along k of a column in each lane of 32 bits, as dot products take them.
 
-Four fields of a lane, or of several, are moved to its bytes. Which four is chosen so that few instructions do it: fields
-of 2 and 4 bits lie right already but for a shift, one instruction moves four fields of one lane. The left operand's
-bytes are put in the same order once (`byte_order`).
+Four fields of a lane, or of several, are moved to its bytes. Which four is chosen so that few instructions do it:
+fields of 2 and 4 bits lie right already but for a shift, and one instruction moves four fields of one lane where the
+CPU has it. The left operand's bytes are put in the same order once (`byte_order`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def byte_order(bits: int) -> list[int]:
         return list(range(GROUPS[8]))
     if bits < 5:
         per, step = 32 // bits, 8 // bits
-        return [word * per + quad + step * at for word in range(GROUPS[bits] // per) for quad in range(step) for at in range(4)]
+        firsts = [word * per + quad for word in range(GROUPS[bits] // per) for quad in range(step)]
+        return [first + step * at for first in firsts for at in range(4)]
     if bits == 5:
         quads = [6 * word + at for word in range(5) for at in range(4)]
         return [*quads, 4, 5, 10, 11, 16, 17, 22, 23, 28, 29, 30, 31]
