@@ -63,7 +63,7 @@ def check(
     model: onnx.ModelProto,
     *shape: int,
     dtype: str = "float32",
-    tolerance: float = 1e-5,
+    tolerance: float = 1e-4,  # CPUs with dot products of bytes multiply numbers of 16 bits
     reference: str = "onnxruntime",
     exact: onnx.ModelProto | None = None,
     op: str = "block_matmul",
@@ -86,7 +86,7 @@ def test_blocks_and_zero_points(block, zeros):
 
 @pytest.mark.parametrize("zeros", [None, "packed"])
 def test_weights_of_8_bits(zeros):
-    check(matmul_nbits(100, 32, bits=8, zeros=zeros, bias=True), 3, 100, tolerance=1e-4)
+    check(matmul_nbits(100, 32, bits=8, zeros=zeros, bias=True), 3, 100)
 
 
 @pytest.mark.parametrize("zeros", [None, "packed", "float"])
@@ -148,7 +148,7 @@ def test_products_in_half_precision_one_behind_the_other_on_a_gpu():
 
 
 @pytest.mark.parametrize("level", [0, 1, 4])
-def test_every_accuracy_level_is_computed_in_float32(level):
+def test_no_accuracy_level_rounds_data_to_bytes(level):
     model = matmul_nbits(accuracy_level=level)
     exact = onnx.ModelProto()  # at level 4 ONNX Runtime rounds data to bytes
     exact.CopyFrom(model)
