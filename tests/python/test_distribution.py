@@ -1,4 +1,4 @@
-"""What the project is handed on by: workflows of continuous integration, and how the library is cited."""
+"""What the project is handed on by: workflows, the extras that pip installs, and how the library is cited."""
 
 import os
 import re
@@ -10,6 +10,7 @@ import yaml
 
 import relax_hetero as rh
 from relax_hetero.tools.cli import cli
+from relax_hetero.tools.installation.packages import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -63,3 +64,21 @@ def test_the_library_is_cited_by_its_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == rh.__version__
     assert f'license = "{citation["license"]}"' in PROJECT
+
+
+def extras():
+    """The packages of each extra, without their versions."""
+    lists = PROJECT.partition("[project.optional-dependencies]")[2].partition("\n[project.")[0]
+    found = re.findall(r"^([\w-]+) = \[\n(.*?)^\]", lists, re.MULTILINE | re.DOTALL)
+    return {extra: re.findall(r'^    "([\w-]+)', packages, re.MULTILINE) for extra, packages in found}
+
+
+def test_the_page_names_each_extra_and_its_packages():
+    page = (ROOT / "docs" / "install.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| .* \| ([^|]*) \|$", page, re.MULTILINE))
+    (others,) = re.findall(r"^The extras (.*) are for changing the library", page, re.MULTILINE)
+    documented = {extra: re.findall(r"`([\w-]+)`", packages) for extra, packages in rows.items()}
+    developers = re.findall(r"`([\w-]+)`", others)
+    assert list(documented) == list(EXTRAS)
+    assert documented == {extra: packages for extra, packages in extras().items() if extra not in developers}
+    assert set(documented) | set(developers) == set(extras())
