@@ -38,11 +38,11 @@ class Codes:
     scales : Buffer
         float32, by row and chain.
     sums : Buffer or None
-        By row and chain: float32, of the row's numbers; or int32, of its integers times `low`.
+        By row and chain: of the row's integers, times `low` as int32, or times their scale as float32.
     chain, chains : int
         Numbers of a chain, and chains of a row.
     low : int
-        What the sums of integers are multiplied by; 0 where sums are of the numbers.
+        What the sums of integers are multiplied by; 0 where that is their scale.
     order : sequence of int
         Positions of numbers in a run of them, in the order of their bytes.
     """
@@ -91,11 +91,12 @@ class Codes:
         place = opaque(at * self.chains + number)
         scale, factor = self._scale(values, lanes)
         T.buffer_store(self.scales, scale, [place])
-        if self.sums is not None and not self.low:
-            T.buffer_store(self.sums, _total(values, lanes), [place])
         integers = [let(_nearest(value * broadcast(factor, lanes), lanes)) for value in self._ordered(values, lanes)]
-        if self.sums is not None and self.low:
-            T.buffer_store(self.sums, _total(integers, lanes) * tirx.const(self.low, "int32"), [place])
+        if self.sums is not None:
+            # Of the integers, not of the numbers: what rounding loses then meets weights, smaller than fields.
+            total = _total(integers, lanes)
+            low = tirx.const(self.low, "int32")
+            T.buffer_store(self.sums, total * low if self.low else tirx.Cast("float32", total) * scale, [place])
         words = opaque(at * self.row_words + number * self.chain_words)
         eight = constant(8, "int32", lanes)
         for vector, integer in enumerate(integers):
