@@ -27,7 +27,7 @@
         width: 3.5, "line-style": "dashed", "line-color": ink, "target-arrow-color": ink, label: "data(label)", "font-size": 11.5, color: ink,
         "text-background-color": ground, "text-background-opacity": 1, "text-background-padding": 3, "text-background-shape": "round-rectangle" } },
       { selector: "edge[?far]", style: { width: 1.5, "line-style": "dotted", "line-color": line, "target-arrow-color": line, label: "", opacity: 0.45 } },
-      { selector: "node:selected", style: { "overlay-color": report.style("--accent"), "overlay-opacity": 0.28, "overlay-padding": 6 } },
+      { selector: "node:selected", style: { "underlay-color": report.style("--accent"), "underlay-opacity": 0.45, "underlay-padding": 8, "underlay-shape": "round-rectangle" } },
       { selector: "edge.near", style: { "line-color": report.style("--accent"), "target-arrow-color": report.style("--accent"), width: 3 } },
     ];
   }
@@ -159,6 +159,7 @@
     function select(element, centre) {
       cy.elements().unselect();
       element.select();
+      cy.resize(); // the panel takes room
       if (centre) {
         cy.zoom(Math.max(cy.zoom(), 0.7));
         cy.center(element);

@@ -8,8 +8,6 @@
   const FAR = 24;
   // Pieces larger than this get the library's quick answers.
   const SMALL = 90;
-  // So many layers lie between the nodes that are brought below each other.
-  const STRAIGHT = 24;
 
   // Ranks as late as possible; an edge that closes a circle (groups need not be convex) counts as turned round.
   function ranked(ids, edges) {
@@ -109,26 +107,6 @@
     });
   }
 
-  // Pieces that lean to a side would make the model drift: layers move aside, each as a whole, until the nodes that
-  // everything goes through stand below each other. Those that follow at once stay as they are, so that lines stay straight.
-  function straighten(spine, positions, points) {
-    const posts = [];
-    for (const post of spine.map((id) => positions.get(id))) {
-      if (!posts.length || post.y - posts[posts.length - 1].y > STRAIGHT * ROW) posts.push({ ...post });
-    }
-    if (posts.length < 2) return;
-    let index = 0;
-    const aside = (y) => {
-      while (index > 0 && y < posts[index].y) index -= 1;
-      while (index < posts.length - 2 && y > posts[index + 1].y) index += 1;
-      const [above, below] = [posts[index], posts[index + 1]];
-      const part = Math.min(1, Math.max(0, (y - above.y) / (below.y - above.y)));
-      return above.x + part * (below.x - above.x);
-    };
-    for (const [id, { x, y }] of positions) positions.set(id, { x: x - aside(y), y });
-    for (const [key, inner] of points) points.set(key, inner.map(([x, y]) => [x - aside(y), y]));
-  }
-
   // Positions of nodes by id, and the points between the ends of edges by "from>to".
   report.layered = function (ids, edges) {
     const { rank, place } = ranked(ids, edges);
@@ -163,20 +141,21 @@
       if (inside.size === 0) return;
       const placed = piece([...inside], lines[index], rank);
       const head = isCut.has(border) ? nodes[index].find((id) => rank.get(id) === border) : undefined;
+      // Nodes that everything goes through stand below each other, so that pieces that lean do not make the model drift.
+      const post = head ?? (index === 0 ? [...inside].find((id) => rank.get(id) === found[0]) : undefined);
       const known = [...inside].find((id) => positions.has(id));
       const centre = [...inside].reduce((sum, id) => sum + placed.get(id).x, 0) / inside.size;
-      const anchor = known ?? head;
-      const shift = anchor === undefined ? -centre : (positions.get(anchor)?.x ?? 0) - placed.get(anchor).x;
+      const anchor = post ?? known;
+      const shift = anchor === undefined ? -centre : (post === undefined ? positions.get(known).x : 0) - placed.get(anchor).x;
       const top = [...inside].reduce((value, id) => Math.min(value, rank.get(id)), Infinity) * ROW;
       for (const id of inside) {
-        if (!positions.has(id)) positions.set(id, { x: placed.get(id).x + shift, y: placed.get(id).y + top });
+        if (!positions.has(id) || id === head) positions.set(id, { x: placed.get(id).x + shift, y: placed.get(id).y + top });
       }
       for (const [from, to, inner] of placed.get("points")) {
         const turned = bends([[0, 0], ...inner, [0, 0]]).slice(1, -1);
         points.set(`${from}>${to}`, turned.map(([x, y]) => [x + shift, y - ROW / 2 + top]));
       }
     });
-    straighten(found.map((border) => nodes[at(border)].find((id) => rank.get(id) === border)), positions, points);
     return { positions, points, rank };
   };
 })();

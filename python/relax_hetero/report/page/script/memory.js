@@ -30,6 +30,7 @@
             series: [{ type: "line", step: "end", symbol: "none", areaStyle: { color: colour, opacity: 0.3 }, lineStyle: { color: colour, width: 2 }, itemStyle: { color: colour }, data: [...entry.over_time, entry.over_time.at(-1)].map((bytes, index) => [index, bytes]) }],
           }));
         }
+        else place.append(make("p", { class: "hint" }, "What is alive after each kernel is not known of this function on this device."));
         const values = [...(entry.values || [])].sort((a, b) => b.bytes - a.bytes).slice(0, MOST).sort((a, b) => a.first - b.first || a.last - b.last);
         if (values.length) {
           const left = (entry.values.length > MOST ? `The ${MOST} largest of ${entry.values.length} values` : "Values") + ": solid bars share memory, paler ones are results and transfers.";

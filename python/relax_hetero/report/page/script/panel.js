@@ -15,8 +15,8 @@
       const layout = layouts.get(value.layout);
       const known = [make("code", {}, report.shape(value)), report.known(value.bytes) ? ` ${report.bytes(value.bytes)}` : null];
       if (!layout) return make("div", {}, known);
-      const lines = [layout.encoding, layout.text, layout.stored && `stored as ${layout.stored.join(" × ")}`, layout.cost];
-      return make("div", { class: "layout" }, known, lines.filter(Boolean).map((line) => make("div", { class: "quiet" }, line)), report.tiles(layout));
+      const lines = [(layout.encoding || "").split("<")[0], layout.text, layout.stored && `stored as ${layout.stored.join(" × ")}`, layout.cost];
+      return make("div", { class: "layout", title: layout.encoding }, known, lines.filter(Boolean).map((line) => make("div", { class: "quiet" }, line)), report.tiles(layout));
     });
   }
 

@@ -16,7 +16,7 @@
       index: "row", layout: "fitDataFill", maxHeight: 460, placeholder: "No row has these words", headerSortTristate: false, columnDefaults: { headerWordWrap: false },
       initialSort: sort === undefined ? [] : [{ column: `c${sort}`, dir: "desc" }],
       columns: columns.map(({ name, kind }, index) => ({
-        title: name, field: `c${index}`, sorter: kind === "text" ? "alphanum" : "number", hozAlign: kind === "text" ? "left" : "right", headerHozAlign: kind === "text" ? "left" : "right", maxWidth: 460,
+        title: name, field: `c${index}`, sorter: kind === "text" ? "alphanum" : "number", hozAlign: kind === "text" ? "left" : "right", headerHozAlign: kind === "text" ? "left" : "right", maxWidth: index === 0 ? 460 : 280,
         headerSortStartingDir: kind === "text" ? "asc" : "desc", tooltip: kind === "text",
         formatter: (cell) => document.createTextNode(report.as(kind, cell.getValue())),
       })),

@@ -6,7 +6,7 @@
 
   report.tiles = function (layout) {
     const shape = (layout.shape || []).map((extent) => (typeof extent === "number" ? extent : 64));
-    if (shape.length === 0) return null;
+    if (shape.length === 0 || !(layout.tiles || []).length) return null;
     const sizes = shape.map(() => 1);
     for (const tile of layout.tiles || []) if (tile.dim < sizes.length) sizes[tile.dim] *= Math.max(1, tile.size);
     const rowDim = shape.length > 1 ? shape.length - 2 : -1;

@@ -11,7 +11,7 @@
       const events = queues.flatMap((queue, row) => queue.events.map((event) => ({ value: [event.begin - first, event.end - first, row], event, queue })));
       const words = `Timeline of ${queues.length} queues and ${events.length} events.`;
       return report.chart(body, 120 + 46 * queues.length, words, () => ({
-        grid: { left: 12, right: 20, top: 10, bottom: 66, containLabel: true },
+        grid: { left: 12, right: 40, top: 10, bottom: 66, containLabel: true },
         tooltip: { backgroundColor: report.style("--ground"), borderColor: report.style("--line-strong"), textStyle: { color: report.style("--ink"), fontSize: 12 }, confine: true,
           formatter: ({ data }) => `<b>${report.safe(report.shorter(data.event.name, 70))}</b><br>${report.safe(data.event.kind)} on ${report.safe(data.queue.name)}, call ${data.event.call}<br>${report.seconds(data.event.end - data.event.begin)}, from ${report.seconds(data.value[0])}` },
         xAxis: report.axis("time since the first event", { type: "value", min: 0, nameGap: 26, axisLabel: { color: report.style("--quiet"), formatter: report.seconds, hideOverlap: true } }),
