@@ -4,6 +4,7 @@
 VENV := .venv
 TORCH_VENV := .venv-torch
 DOCS_VENV := .venv-docs
+DIST_VENV := .venv-dist
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --quiet --quiet --disable-pip-version-check
 WORKERS ?= 2
@@ -11,7 +12,7 @@ PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 3600
 CHECKED := python apps tests
 
-.PHONY: help demo test test-slow test-timing test-torch test-all fuzz lint format conformance docs clean distclean
+.PHONY: help demo test test-slow test-timing test-torch test-all fuzz lint format conformance docs dist clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +26,7 @@ help:
 	@echo "make format       let ruff rewrite what lint would complain about"
 	@echo "make conformance  ONNX's own backend suite, against stock TVM (long)"
 	@echo "make docs         the site, in build/site; refuses links that lead nowhere, and pages that are out of date"
+	@echo "make dist         the wheel and the source distribution, in dist; refuses what PyPI would refuse"
 	@echo "make clean        remove caches and build outputs; make distclean also .cache and $(VENV)"
 
 demo: $(VENV)/.stamp-demo
@@ -71,12 +73,18 @@ docs: $(DOCS_VENV)/.stamp-docs
 	@mkdir -p build/notebooks
 	cd build/notebooks && NO_MKDOCS_2_WARNING=1 $(CURDIR)/$(DOCS_VENV)/bin/python -m mkdocs build --strict --config-file ../../mkdocs.yml
 
+# Both are new: what lies in dist is what was built now. The wheel is built from the source distribution.
+dist: $(DIST_VENV)/.stamp-dist
+	rm -rf dist
+	$(DIST_VENV)/bin/python -m build --outdir dist
+	$(DIST_VENV)/bin/python -m twine check --strict dist/*
+
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis python/*.egg-info
 	find python apps tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(TORCH_VENV) $(DOCS_VENV) .cache
+	rm -rf $(VENV) $(TORCH_VENV) $(DOCS_VENV) $(DIST_VENV) .cache
 
 # The interpreter is tried, not only looked up: version managers put names on PATH that do not run,
 # and some distributions ship a Python whose venv module lacks pip.
@@ -118,4 +126,10 @@ $(DOCS_VENV)/.stamp-docs: pyproject.toml | $(PY)
 	@echo "Installing relax-hetero and MkDocs into $(DOCS_VENV)"
 	@$(PY) -m venv $(DOCS_VENV)
 	@$(DOCS_VENV)/bin/python -m pip --quiet --quiet --disable-pip-version-check install --editable '.[docs]'
+	@touch $@
+
+$(DIST_VENV)/.stamp-dist: Makefile | $(PY)
+	@echo "Installing build and twine into $(DIST_VENV)"
+	@$(PY) -m venv $(DIST_VENV)
+	@$(DIST_VENV)/bin/python -m pip --quiet --quiet --disable-pip-version-check install 'build>=1.2,<2' 'twine>=6.1,<7'
 	@touch $@

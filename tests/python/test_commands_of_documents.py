@@ -139,6 +139,9 @@ def test_command_works(command, tmp_path):
         status, output = run(["-m", "relax_hetero", "bench", "model.onnx", *traced], tmp_path)
         assert status == 0, output
         words = [words[0], "out.json", "picture.svg"]
+    if "--compare old.html" in command:
+        status, output = run(["-m", "relax_hetero", "explain", "model.onnx", "--html", "old.html"], tmp_path)
+        assert status == 0, output
     if "inputs.npz" in command:
         import numpy as np
 

@@ -6,6 +6,7 @@ import time
 from dataclasses import asdict
 
 import click
+from click.shell_completion import CompletionItem
 
 from ..artifact.cache_folder import CacheFolder, Entry, folder_of
 from ..artifact.kernel_cache import kept_code
@@ -44,8 +45,18 @@ def ls_command(as_json: bool) -> None:
     )
 
 
+def _complete_keys(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    folder = folder_of()
+    found = [] if folder is None else [(entry.key[:_SHOWN], entry.about) for entry in folder.entries()]
+    return [
+        CompletionItem(key, help="; ".join(about.get("functions", ())))
+        for key, about in found
+        if key.startswith(incomplete)
+    ]
+
+
 @command("clear")
-@click.argument("keys", nargs=-1, metavar="[KEY]...")
+@click.argument("keys", nargs=-1, metavar="[KEY]...", shell_complete=_complete_keys)
 @json_option
 def clear_command(keys: tuple[str, ...], as_json: bool) -> None:
     """Remove compiled models: those whose key begins with a KEY, or all. Programs that have loaded one keep it."""

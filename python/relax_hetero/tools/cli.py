@@ -12,7 +12,6 @@ INTERRUPTED = 130
 try:
     import click
 
-    from .. import __version__
     from .bench import bench_command
     from .cache import cache_group
     from .chat import chat_command
@@ -20,11 +19,19 @@ try:
     from .compile import compile_command
     from .devices import devices_command
     from .explain import explain_command
+    from .installation.completion import completion_command
+    from .installation.doctor import doctor_command
+    from .installation.packages import versions
     from .run import run_command
     from .serve import serve_command
 except KeyboardInterrupt:  # a command interrupted while it starts ends like every other
     print("interrupted", file=sys.stderr)
     sys.exit(INTERRUPTED)
+except ImportError as error:  # an installation that lacks a package: every command ends here, so it must say what to do
+    from .installation.packages import repairs
+
+    print("\n".join([f"error: {error}; to mend this installation:", *repairs()]), file=sys.stderr)
+    sys.exit(1)
 
 
 class _Interruptible(click.Group):
@@ -36,8 +43,17 @@ class _Interruptible(click.Group):
             context.exit(INTERRUPTED)
 
 
+_VERSION = "Show the versions of relax_hetero, TVM and Python, and exit."
+
+
+def _show_versions(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        click.echo("\n".join(f"{name} {version}" for name, version in versions().items()))
+        context.exit()
+
+
 @click.group(cls=_Interruptible, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(__version__, prog_name="relax-hetero")
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_versions, help=_VERSION)
 def cli() -> None:
     """One ONNX model over several devices: compile it, run it, time it, and see what was placed where."""
 
@@ -49,6 +65,8 @@ for _command in (
     bench_command,
     explain_command,
     devices_command,
+    doctor_command,
+    completion_command,
     cache_group,
     chat_command,
     serve_command,

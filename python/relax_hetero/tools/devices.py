@@ -29,10 +29,8 @@ def devices_command(measure: bool, again: bool, as_json: bool) -> None:
 
     Measuring takes some seconds for each device and pair, once per machine; automatic placement uses the figures.
     """
-    from ..target.vdevice import parse_vdevices
-
-    vdevices = parse_vdevices(["llvm", *(f"cuda:{index}" for index in range(_count_gpus()))])
-    found = [_about(f"{v.target.kind.name}:{int(v.vdevice_id)}", v) for v in vdevices]
+    vdevices = _vdevices_here()
+    found = [_about(v) for v in vdevices]
     figures = _measured(vdevices, again) if measure else None
     if as_json:
         print_json({"devices": found, "measured": None if figures is None else _figures_json(figures, found)})
@@ -50,6 +48,17 @@ def devices_command(measure: bool, again: bool, as_json: bool) -> None:
         _print_figures(figures, [d["name"] for d in found])
 
 
+def devices_here() -> list[dict[str, Any]]:
+    """The CPU and the GPUs of this machine, described as JSON data; imports TVM."""
+    return [_about(vdevice) for vdevice in _vdevices_here()]
+
+
+def _vdevices_here() -> list[relax.VDevice]:
+    from ..target.vdevice import parse_vdevices
+
+    return parse_vdevices(["llvm", *(f"cuda:{index}" for index in range(_count_gpus()))])
+
+
 def _count_gpus() -> int:
     import tvm
 
@@ -60,21 +69,28 @@ def _count_gpus() -> int:
     return next(index for index in range(_MOST_GPUS + 1) if index == _MOST_GPUS or not tvm.cuda(index).exist)
 
 
-def _about(name: str, vdevice: relax.VDevice) -> dict[str, Any]:
+def _about(vdevice: relax.VDevice) -> dict[str, Any]:
     import tvm
 
     from ..frontend.auto.measure_devices import cpu_model
+    from ..target.cpu_cores import cpus_of_nodes
     from ..target.cpu_target import cpu_target_of
     from ..target.gpu_target import gpu_target_of
     from ..target.instruction_names import instruction_names
     from ..target.vdevice import is_cpu
 
-    found = {"name": name, "target": str(vdevice.target)}
+    found = {"name": f"{vdevice.target.kind.name}:{int(vdevice.vdevice_id)}", "target": str(vdevice.target)}
     if is_cpu(vdevice):
         cpu = cpu_target_of(vdevice.target)
         instructions = ", ".join(instruction_names(cpu.features))
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        about = {"model": cpu_model(), "cores": cpu.cores, "instructions": instructions, "memory": memory}
+        about = {
+            "model": cpu_model(),
+            "cores": cpu.cores,
+            "numa_nodes": len(cpus_of_nodes()),
+            "instructions": instructions,
+            "memory": memory,
+        }
     else:
         device, gpu = tvm.cuda(int(vdevice.vdevice_id)), gpu_target_of(vdevice.target)
         about = {

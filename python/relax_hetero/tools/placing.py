@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from ..artifact.cache_folder import parse_size
+from .installation.system import device_texts
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -28,6 +30,10 @@ class VDeviceParam(click.ParamType):
             return json.loads(value)  # type: ignore[no-any-return]
         except json.JSONDecodeError as error:
             self.fail(f"{value!r} is not JSON: {error}", param, ctx)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """The devices of this machine."""
+        return [CompletionItem(device) for device in device_texts() if device.startswith(incomplete)]
 
 
 class PairParam(click.ParamType):
@@ -50,6 +56,13 @@ class PairParam(click.ParamType):
         if not divider or not first or not second:
             self.fail(f"{value!r} is not {self.name.upper()}, such as {self.example}", param, ctx)
         return first, second
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """The devices of this machine, where the second text is a device."""
+        first, divider, second = incomplete.rpartition("=")
+        if not divider or not self.name.endswith("=device"):
+            return []
+        return [CompletionItem(f"{first}={device}") for device in device_texts(":0") if device.startswith(second)]
 
 
 class ShapeParam(click.ParamType):

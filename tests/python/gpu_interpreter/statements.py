@@ -172,7 +172,7 @@ class Statements:
             counts = np.broadcast_to(count, (lanes.count,))
             for i in range(0, int(counts[active].max(initial=0)), step):
                 lanes.slots[slot] = (np.asarray(first) + dtype(i)).astype(dtype)[()]
-                yield both(mask, counts > i)
+                yield mask if (counts > i).all() else both(mask, counts > i)
 
         return self._loop(rounds, body, jumps)
 

@@ -54,7 +54,9 @@ class Tile:
         row, k = np.arange(rows)[:, None], np.arange(depth)[None, :]
         if mode == 0:
             if is_transposed:
-                raise NotImplementedError("transposed tiles without swizzle")
+                # Eight neighbouring rows of the tile are 16 bytes, and eight k lie after each other.
+                self.offsets = start + row // 8 * stride + k // 8 * leading + k % 8 * 16 + row % 8 * size
+                return
             byte = k * size
             self.offsets = start + row // 8 * stride + byte // 16 * leading + row % 8 * 16 + byte % 16
             return

@@ -29,8 +29,10 @@ TARGETS = {
 LOW_PRECISION_TARGETS = {
     "vnni": {"kind": "llvm", "mcpu": "znver5", "num-cores": 2},
     "avxvnni": {"kind": "llvm", "mcpu": "alderlake", "num-cores": 2},
+    # Dot products of bytes without what else moves bytes.
+    "early_vnni": {"kind": "llvm", "mcpu": "cascadelake", "num-cores": 2},
 }
-_EXTENSIONS = {"vnni": {"avx512vnni", "avx512bf16"}, "avxvnni": {"avxvnni"}}
+_EXTENSIONS = {"vnni": {"avx512vnni", "avx512bf16"}, "avxvnni": {"avxvnni"}, "early_vnni": {"avx512vnni"}}
 
 
 def target_of(name: str) -> tvm.target.Target:

@@ -24,6 +24,7 @@ from ..core.view import OperandView, extent_of
 from ..core.work_split import part, split_work
 from ..elementwise.expression_code import EpilogueCode
 from . import tile_registers
+from .block_dots import dot_of_bytes, emit_block_dots
 from .block_experts import emit_expert_loops
 from .block_spec import BlockSpec
 from .block_tile import BlockSums, BlockTile, emit_tile, rows_of_a_tile
@@ -67,14 +68,23 @@ def block_product_kernel(problem: BlockProductProblem, cpu: CpuTarget) -> tirx.P
             if index is not None:
                 emit_expert_loops(kernel, cpu, index)
             elif tiles is None:
-                _emit_loops(kernel, cpu)
+                _emit_vectors(kernel, cpu)
             else:
                 with T.attr(0, "pragma_import_llvm", tile_registers.LLVM_TEXT):
                     allowed = tile_registers.may_use_tiles()
                     if not isinstance(kernel.m, int):
                         allowed = tirx.And(kernel.m >= LEAST_ROWS, allowed)
-                    either(allowed, lambda: emit_block_tiles(kernel, cpu, tiles), lambda: _emit_loops(kernel, cpu))
+                    either(allowed, lambda: emit_block_tiles(kernel, cpu, tiles), lambda: _emit_vectors(kernel, cpu))
     return function.result
+
+
+def _emit_vectors(kernel: BlockSpec, cpu: CpuTarget) -> None:
+    """By dot products of bytes where the CPU has them, else by numbers."""
+    dot = dot_of_bytes(kernel, cpu)
+    if dot is None:
+        _emit_loops(kernel, cpu)
+    else:
+        emit_block_dots(kernel, cpu, dot)
 
 
 def _emit_loops(kernel: BlockSpec, cpu: CpuTarget) -> None:

@@ -63,7 +63,7 @@ def check(
     model: onnx.ModelProto,
     *shape: int,
     dtype: str = "float32",
-    tolerance: float = 1e-5,
+    tolerance: float = 3e-5,  # CPUs with dot products of bytes multiply numbers of 16 bits
     reference: str = "onnxruntime",
     exact: onnx.ModelProto | None = None,
     op: str = "block_matmul",
@@ -74,7 +74,8 @@ def check(
     got = rh.vm.VirtualMachine(executable)["main"](x).numpy()
     (want,) = expected(exact or model, {"x": x}, reference)
     assert got.dtype == want.dtype
-    np.testing.assert_allclose(got.astype("float64"), want.astype("float64"), rtol=tolerance, atol=10 * tolerance)
+    near = tolerance * max(10, float(np.abs(want).max()))
+    np.testing.assert_allclose(got.astype("float64"), want.astype("float64"), rtol=tolerance, atol=near)
     assert any(op in call["ops"] for call in executable.metadata.fusions["dispatches"])
 
 
@@ -86,7 +87,7 @@ def test_blocks_and_zero_points(block, zeros):
 
 @pytest.mark.parametrize("zeros", [None, "packed"])
 def test_weights_of_8_bits(zeros):
-    check(matmul_nbits(100, 32, bits=8, zeros=zeros, bias=True), 3, 100, tolerance=1e-4)
+    check(matmul_nbits(100, 32, bits=8, zeros=zeros, bias=True), 3, 100)
 
 
 @pytest.mark.parametrize("zeros", [None, "packed", "float"])
@@ -107,7 +108,8 @@ def test_blocks_of_rows_in_another_order(bits):
     numbers = (codes - zeros) * weights["scales"].reshape(COLUMNS, -1)[:, order].astype("float64")
     x = fresh_rng().standard_normal((3, 100)).astype("float32")
     found = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](x).numpy()
-    np.testing.assert_allclose(found, x @ numbers.T, 1e-4, 1e-3)
+    want = x @ numbers.T
+    np.testing.assert_allclose(found, want, 1e-4, 1e-4 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -148,7 +150,7 @@ def test_products_in_half_precision_one_behind_the_other_on_a_gpu():
 
 
 @pytest.mark.parametrize("level", [0, 1, 4])
-def test_every_accuracy_level_is_computed_in_float32(level):
+def test_no_accuracy_level_rounds_data_to_bytes(level):
     model = matmul_nbits(accuracy_level=level)
     exact = onnx.ModelProto()  # at level 4 ONNX Runtime rounds data to bytes
     exact.CopyFrom(model)

@@ -82,8 +82,8 @@ def call(function: Callable[..., None], x: np.ndarray, packed: list[np.ndarray],
     return result.numpy()
 
 
-def assert_close(got: np.ndarray, x: np.ndarray, numbers: np.ndarray) -> None:
-    """Rounding as of sums of float32, of terms as large as what is added up."""
+def assert_close(got: np.ndarray, x: np.ndarray, numbers: np.ndarray, rounding: float = 1e-6) -> None:
+    """Rounding as of sums of float32, of terms as large as what is added up; or as `rounding` says."""
     want = x.astype("float64") @ numbers.T
     size = np.abs(x).astype("float64") @ np.abs(numbers).T
-    np.testing.assert_array_less(np.abs(got - want), 1e-6 * size + 1e-30)
+    np.testing.assert_array_less(np.abs(got - want), rounding * size + 1e-30)

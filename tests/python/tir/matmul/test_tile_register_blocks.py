@@ -80,7 +80,8 @@ def test_symbolic_rows_choose_when_they_are_known():
     function = _kernel(problem_of(weights, "s0", PANEL))
     for rows in (0, 1, 15, 16, 45):
         x, before = rng.standard_normal((rows, 96), "float32"), products_so_far()
-        assert_close(call(function, x, weights.packed(PANEL), 70), x, weights.numbers)
+        rounding = 1e-6 if rows > 15 else 3e-5  # few rows are multiplied as numbers of 16 bits
+        assert_close(call(function, x, weights.packed(PANEL), 70), x, weights.numbers, rounding)
         assert (products_so_far() > before) == (rows > 15)
 
 

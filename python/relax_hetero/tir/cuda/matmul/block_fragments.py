@@ -93,23 +93,31 @@ class WeightFragments:
 
     def scale(self, slot: int, fragment: int, number: int, half: int) -> Expr:
         """The scale of one of a lane's two columns, float32, for the steps `number` of a chunk."""
-        return T.bind(T.cast(self.scale_bits[self._place(slot, fragment, number) + half], "float32"))
+        return T.bind(T.cast(self._scale(self._place(slot, fragment, number) + half), "float32"))
 
     def point(self, slot: int, fragment: int, number: int, half: int) -> Expr:
         """What is left of a zero point that is any number, once `unpack` has taken the middle from the weights."""
-        point = self.point_bits[self._place(slot, fragment, number) + half]
+        point = self._point(self._place(slot, fragment, number) + half)
         return point - T.float32(middle_of(self.work.problem.bits))
 
     def minimum(self, slot: int, fragment: int, number: int, half: int, scale: Expr) -> Expr:
         """What every weight of a block has beside its scaled code, which `unpack` counts from the middle on."""
         form, bits = self.work.problem.form, self.work.problem.bits
         assert form is not None, "only formats of files have minimums"
-        value = T.cast(self.point_bits[self._place(slot, fragment, number) + half], "float32")
+        value = T.cast(self._point(self._place(slot, fragment, number) + half), "float32")
         lowest = middle_of(bits) + form.low if bits == form.bits else 0
         return T.bind(value + scale * T.float32(lowest) if lowest else value)
 
     def _place(self, slot: int, fragment: int, number: int) -> int:
         return ((slot * self.work.plan.fragments + fragment) * self.work.scaled + number) * 2
+
+    def _scale(self, at: int) -> Expr:
+        """A scale that was loaded, of its own type."""
+        return self.scale_bits[at]
+
+    def _point(self, at: int) -> Expr:
+        """A zero point or minimum that was loaded, of its own type."""
+        return self.point_bits[at]
 
     def begin(self, slot: int, fragment: int, number: int) -> None:
         """Make what `unpack` adds to the weights of both columns of a lane: minus the power of two and zero point."""
@@ -118,7 +126,7 @@ class WeightFragments:
         for half in range(2):
             point: Expr = T.uint32(middle)
             if self.zeros is not None and not self.has_any_points:
-                point = T.cast(self.point_bits[at + half], "uint32")
+                point = T.cast(self._point(at + half), "uint32")
             if self.is_bytes and not is_half:
                 T.buffer_store(self.points, T.uint32(_MINUS_BYTE_POWER) | point, [half])
                 continue

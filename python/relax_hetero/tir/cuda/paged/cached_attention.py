@@ -11,6 +11,7 @@ from .page_append import page_append_kernel
 from .paged_chunk import paged_chunk_kernel
 from .paged_decode import paged_decode_kernel
 from .paged_work import PagedWork
+from .wgmma_chunk import wgmma_chunk_kernel, wgmma_chunk_plan
 
 
 def cuda_cached_attention_kernel(problem: CachedAttentionProblem, gpu: GpuTarget) -> tirx.PrimFunc:
@@ -26,7 +27,10 @@ def cuda_cached_attention_kernel(problem: CachedAttentionProblem, gpu: GpuTarget
     work = _work(problem)
     if problem.rows == APPEND:
         return page_append_kernel(work, gpu)
-    return paged_chunk_kernel(work, gpu) if work.is_chunk else paged_decode_kernel(work, gpu)
+    if not work.is_chunk:
+        return paged_decode_kernel(work, gpu)
+    plan = wgmma_chunk_plan(work, gpu)
+    return wgmma_chunk_kernel(work, gpu, plan) if plan else paged_chunk_kernel(work, gpu)
 
 
 def _work(problem: CachedAttentionProblem) -> PagedWork:

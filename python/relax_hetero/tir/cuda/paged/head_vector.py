@@ -37,6 +37,7 @@ class HeadVector:
         self.tensors, self.work, self.lane = tensors, tensors.work, lane
         self._turns = ceil_div(self.work.size // 2, WARP)
         self._held, self._total = local(2 * self._turns, "float32"), local(1, "float32")
+        self._turn = local(2 * self._turns, "float32")  # cosines and sines
         self._packed = local(1, "uint32")
 
     def emit(self, row: Expr, head: Expr, norm: Any, is_rotated: bool, store: Store) -> None:
@@ -52,6 +53,11 @@ class HeadVector:
             Whether its elements are rotated by the row's position: those of queries and keys.
         store : callable
         """
+        self.load(row, head, is_rotated)
+        self.finish(norm, is_rotated, store)
+
+    def load(self, row: Expr, head: Expr, is_rotated: bool) -> None:
+        """Ask for a head of a row, and for its rotation; parameters as of `emit`."""
         size = self.work.size
         begin = T.bind(self.tensors.head_of_row(row, head))
         rotary = self.work.rotary if is_rotated else ""
@@ -63,10 +69,16 @@ class HeadVector:
                 value = T.Cast("float32", qkv[begin + (element if inside is None else T.min(element, size - 1))])
                 kept = value if inside is None else T.if_then_else(inside, value, T.float32(0))
                 T.buffer_store(self._held, kept, [turn * 2 + i])
+        if rotary:
+            self._load_rotation(row)
+
+    def finish(self, norm: Any, is_rotated: bool, store: Store) -> None:
+        """Normalize, rotate and store what was loaded; parameters as of `emit`."""
+        rotary = self.work.rotary if is_rotated else ""
         if norm is not None:
             self._normalize(norm, rotary)
         if rotary:
-            self._rotate(row, rotary)
+            self._rotate()
         with unrolled(self._turns) as turn:
             pair = turn * WARP + self.lane
             first, second = self._elements(pair, rotary)
@@ -105,16 +117,21 @@ class HeadVector:
                 at = T.min(element, self.work.size - 1)
                 T.buffer_store(held, held[turn * 2 + i] * total[0] * norm[at], [turn * 2 + i])
 
-    def _rotate(self, row: Expr, rotary: str) -> None:
-        held, half = self._held, self.work.rotated // 2
-        rotation = self.tensors.rotation
+    def _load_rotation(self, row: Expr) -> None:
+        half, rotation = self.work.rotated // 2, self.tensors.rotation
         begin = T.bind(T.Cast("int64", row) * self.work.rotated)
         with unrolled(self._turns) as turn:
             pair = turn * WARP + self.lane
             # Pairs of "halves" beyond the rotated ones are neighbours that stay; those of "pairs" alike.
             at = T.min(pair, half - 1)
-            cosine = T.Select(pair < half, rotation[begin + at], T.float32(1))
-            sine = T.Select(pair < half, rotation[begin + (at + half)], T.float32(0))
+            for i, unmoved in enumerate((1, 0)):
+                value = T.Select(pair < half, rotation[begin + (at + i * half)], T.float32(unmoved))
+                T.buffer_store(self._turn, value, [turn * 2 + i])
+
+    def _rotate(self) -> None:
+        held = self._held
+        with unrolled(self._turns) as turn:
+            cosine, sine = self._turn[turn * 2], self._turn[turn * 2 + 1]
             first, second = held[turn * 2], held[turn * 2 + 1]
             turned = T.bind(first * cosine - second * sine)
             T.buffer_store(held, first * sine + second * cosine, [turn * 2 + 1])

@@ -131,6 +131,13 @@ class PageScores:
                 T.buffer_store(scores, T.if_then_else(seen, scores[i], T.float32(-math.inf)), [i])
         self._powers()
 
+    def go_on(self) -> None:
+        """After `softmax`: sums of earlier values become those of the new maxima, and powers weights."""
+        with unrolled(self.work.size // 2) as i:
+            T.buffer_store(self.sums, self.sums[i] * self._shrink[_half(i)], [i])
+        with unrolled(self.keys // 4) as i:
+            ptx.pack_pair(self.weights[i], self.scores[2 * i], self.scores[2 * i + 1], self.work.page_dtype)
+
     def _powers(self) -> None:
         count, scores = self.keys // 2, self.scores
         for h in range(2):
@@ -150,10 +157,6 @@ class PageScores:
         with unrolled(count) as i:
             ptx.power_of_two(scores[i], scores[i] * factor - self._base[_half(i)])
             T.buffer_store(self.totals, self.totals[_half(i)] + scores[i], [_half(i)])
-        with unrolled(self.work.size // 2) as i:
-            T.buffer_store(self.sums, self.sums[i] * self._shrink[_half(i)], [i])
-        with unrolled(self.keys // 4) as i:
-            ptx.pack_pair(self.weights[i], scores[2 * i], scores[2 * i + 1], self.work.page_dtype)
 
     def add_values(self, tile: Expr, first: Expr) -> None:
         """Weighted values of the keys of the last `softmax`; values of the page lie at an offset of shared memory."""

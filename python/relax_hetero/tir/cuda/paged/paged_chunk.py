@@ -23,7 +23,8 @@ from .page_scores import PageScores
 from .paged_work import CHUNK, PagedTensors, PagedWork, misfit
 
 _EVERYONE = 0xFFFFFFFF
-_ROW_BYTES = CHUNK * 2
+TOGETHER = 4
+"""Rows of queries that a warp asks for at once."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,11 @@ def paged_chunk_kernel(work: PagedWork, gpu: GpuTarget, plan: ChunkPlan | None =
         tensors = PagedTensors(function, work)
         with function.body():
             tensors.open()
-            _Kernel(tensors, plan or chunk_plan(work, gpu)).emit()
+            ChunkKernel(tensors, plan or chunk_plan(work, gpu)).emit()
     return may_begin_early(function.result)
 
 
-class _Kernel:
+class ChunkKernel:
     """What the parts of the kernel share while it is written."""
 
     def __init__(self, tensors: PagedTensors, plan: ChunkPlan) -> None:
@@ -88,7 +89,7 @@ class _Kernel:
             self.shared.open()
             self.thread = place.thread
             with when(self.thread == 0):
-                self.ring.init()
+                self._begin()
             ptx.wait_for_launches_before()
             ptx.let_next_launch_begin()
             block = T.bind(T.Cast("int32", place.block))
@@ -99,6 +100,9 @@ class _Kernel:
             self.lane, self.warp = T.bind(tirx.floormod(self.thread, WARP)), T.bind(tirx.floordiv(self.thread, WARP))
             self._find()
             self._block()
+
+    def _begin(self) -> None:
+        self.ring.init()
 
     def _position(self, row: Expr) -> Expr:
         """Of a row of the chunk; -1 of one that is of no sequence."""
@@ -142,13 +146,16 @@ class _Kernel:
         page = T.bind(self.tensors.page_of(self.sequence, number))
         known = T.bind(T.Select(page < 0, 0, self.last + 1 - number * PAGE))
         with when(known < PAGE):
-            self.ring.clear_values(tile, known, self.thread, self.threads)
+            self._clear(tile, known)
             ptx.block_barrier()
         return T.bind(T.Select(page < 0, 0, -1))
 
+    def _clear(self, tile: Expr, known: Expr) -> None:
+        self.ring.clear_values(tile, known, self.thread, self.threads)
+
     def _block(self) -> None:
         stages = self.plan.stages
-        self.vector = HeadVector(self.tensors, self.lane)
+        self.vectors = [HeadVector(self.tensors, self.lane) for _ in range(TOGETHER)]
         first_own = T.bind(self.warp * 16)
         scores = PageScores(self.work, PAGE, self.shared, self.lane, self.query_at, first_own, self.rows)
         with when(self.thread == 0), T.serial(T.min(self.turns, stages)) as turn:
@@ -164,6 +171,7 @@ class _Kernel:
             scores.multiply_keys(tile, 0)
             limits = [T.bitwise_and(seen, there) for seen in self.seen]
             scores.softmax(first, limits, T.bitwise_and(self.least, there), self.lows)
+            scores.go_on()
             scores.add_values(tile + self.work.tile_bytes, 0)
             ptx.block_barrier()
             with when(tirx.all(self.thread == 0, turn + stages < self.turns)):
@@ -172,21 +180,24 @@ class _Kernel:
         self._store(scores)
 
     def _queries(self) -> None:
-        """The warp's 16 rows into shared memory; rows beyond the chunk are those of its last."""
+        """The warp's 16 rows into shared memory, several at a time; rows beyond the chunk are those of its last."""
         norm = self.tensors.q_norm
-        with T.serial(16) as number:
-            own = T.bind(self.warp * 16 + number)
+        with T.serial(16 // len(self.vectors)) as turn:
+            owns = [T.bind(self.warp * 16 + turn * len(self.vectors) + i) for i in range(len(self.vectors))]
+            for vector, own in zip(self.vectors, owns, strict=True):
+                row = T.bind(T.min(self.first_row + own, self.work.rows - 1))
+                vector.load(row, self.head, True)
+            for vector, own in zip(self.vectors, owns, strict=True):
 
-            def store(element: Expr, bits: Expr, own: Expr = own) -> None:
-                at = (tirx.floordiv(element, CHUNK) * self.rows + own) * CHUNK + tirx.floormod(element, CHUNK)
-                ptx.store_shared(self.shared.at(self.query_at + at * 2), [bits], "u16")
+                def store(element: Expr, bits: Expr, own: Expr = own) -> None:
+                    at = (tirx.floordiv(element, CHUNK) * self.rows + own) * CHUNK + tirx.floormod(element, CHUNK)
+                    ptx.store_shared(self.shared.at(self.query_at + at * 2), [bits], "u16")
 
-            row = T.bind(T.min(self.first_row + own, self.work.rows - 1))
-            self.vector.emit(row, self.head, norm, True, store)
+                vector.finish(norm, True, store)
 
     def _store(self, scores: PageScores) -> None:
         """Averages; zeros of rows that see nothing."""
-        work, out = self.work, self.tensors.out
+        work, out, pair = self.work, self.tensors.out, local(1, "uint32")
         for h in range(2):
             total = scores.totals[h]
             inverse = T.if_then_else(total > T.float32(0), T.float32(1) / total, T.float32(0))
@@ -195,6 +206,10 @@ class _Kernel:
                 begin = T.Cast("int64", self.own[h]) * (work.heads * work.size)
                 begin = T.bind(begin + T.Cast("int64", self.head * work.size + tirx.floormod(self.lane, 4) * 2))
                 with unrolled(work.size // 8) as block:
-                    for c in range(2):
-                        value = T.Cast(work.dtype, scores.sums[block * 4 + 2 * h + c] * factor)
-                        T.buffer_store(out, value, [begin + (block * 8 + c)])
+                    both = [scores.sums[block * 4 + 2 * h + c] * factor for c in range(2)]
+                    if work.dtype == "float32":
+                        for c in range(2):
+                            T.buffer_store(out, both[c], [begin + (block * 8 + c)])
+                    else:
+                        ptx.pack_pair(pair[0], both[0], both[1], work.dtype)
+                        ptx.store_global(T.address_of(out[begin + block * 8]), [pair[0]])

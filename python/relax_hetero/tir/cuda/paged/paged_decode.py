@@ -178,6 +178,7 @@ class _Kernel:
             first = T.bind(number * PAGE + own_key)
             self.scores.multiply_keys(tile, own_key)
             self.scores.softmax(first, [limit, limit], limit, lows)
+            self.scores.go_on()
             self.scores.add_values(tile + self.work.tile_bytes, own_key)
             ptx.block_barrier()
             with when(tirx.all(self.thread == 0, turn + stages < self.turns)):

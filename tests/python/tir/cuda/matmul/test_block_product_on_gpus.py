@@ -23,6 +23,7 @@ from relax_hetero.tir.cuda.core.launch import READS_EARLY
 from relax_hetero.tir.cuda.matmul.block_plan import BlockPlan, block_plans
 from relax_hetero.tir.cuda.matmul.block_product import block_product_kernel
 from seeds import fresh_rng
+from tir.cuda.gpu_runs import run_on_gpu
 
 TARGET = Target({"kind": "cuda", "arch": "sm_90a"})
 GPU = gpu_target_of(TARGET)
@@ -46,8 +47,8 @@ def problem_of(m, n, k, dtype, block, scales="float16", zeros="", epilogue="", b
     )
 
 
-def check(problem, m, plan=None, tolerance=1e-6, gpu=GPU):
-    """The kernel's result against numpy's, of a kernel that is one launch."""
+def check(problem, m, plan=None, tolerance=1e-6, gpu=GPU, is_on_gpu=False):
+    """The kernel's result against numpy's, of a kernel that is one launch; by the interpreter, or on a GPU."""
     rng = fresh_rng()
     func = block_product_kernel(problem, gpu, plan)
     assert is_one_launch(func)
@@ -73,7 +74,10 @@ def check(problem, m, plan=None, tolerance=1e-6, gpu=GPU):
     data = codes[:, 0::2] | codes[:, 1::2] << 4 if bits == 4 else codes
     packed = [pack_fragments(data, k, block, bits)]
     packed += [pack_fragment_blocks(values) for values in (scales, *points)]
-    run(func, x, *packed, *others, result)
+    if is_on_gpu:
+        result = run_on_gpu(func, [x, *packed, *others], (m, n), problem.result.dtype)
+    else:
+        run(func, x, *packed, *others, result)
     assert np.abs(result.astype("float64") - want).max() <= tolerance * np.abs(want).max()
 
 

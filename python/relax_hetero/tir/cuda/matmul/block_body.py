@@ -1,0 +1,246 @@
+"""What a block of a product with weights of 4 or 8 bits does: columns in turns, k cut among warps, sums added up."""
+
+from __future__ import annotations
+
+from functools import partial
+from operator import getitem
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ....encoding.block_weights import FRAGMENT_COLUMNS
+from ....encoding.problem import BlockProductProblem
+from ....target.gpu_target import WARP, GpuTarget
+from ...core.builder import Expr, int64, minimum
+from ...core.view import extent_of
+from ..core import ptx
+from ..core.epilogue import EpilogueWriter
+from ..core.launch import Place, SharedMemory, local
+from ..core.operand import GpuOperand
+from .block_fragments import WeightFragments
+from .block_plan import GROUP_COLUMNS, BlockPlan, BlockWork
+from .block_rows import LeftRows
+
+
+class BlockBody:
+    """What a block does, while it is written."""
+
+    def __init__(
+        self,
+        problem: BlockProductProblem,
+        gpu: GpuTarget,
+        plan: BlockPlan,
+        lhs: GpuOperand,
+        packed: list[GpuOperand],
+        writer: EpilogueWriter,
+    ) -> None:
+        self.gpu, self.lhs, self.packed, self.writer = gpu, lhs, packed, writer
+        self.work = self._work_of(problem, plan, extent_of([writer.result], "m"))
+
+    def _work_of(self, problem: BlockProductProblem, plan: BlockPlan, m: Expr) -> BlockWork:
+        return BlockWork(problem, plan, m)
+
+    def prepare(self, row_tiles: Expr, together: int) -> None:
+        """Share the work among blocks; parameters as of `BlockWork.share`."""
+        self.row_tiles = row_tiles
+        zeros = self.packed[2:]
+        has_points = 0 if not zeros else 2 if zeros[0].nominal == "float32" else 1
+        self.work.share(self.gpu, row_tiles, together, has_points)
+
+    def emit(self, place: Place, shared: SharedMemory) -> None:
+        """Write the block's work."""
+        work, row_tiles = self.work, self.row_tiles
+        self.shared, self.thread = shared, place.thread
+        block = T.Cast("int64", place.block)
+        self.first_block = T.bind(tirx.floordiv(block, int64(row_tiles)))
+        self.first_row = T.bind(tirx.floormod(block, int64(row_tiles)) * work.rows)
+        self.warp = T.bind(tirx.floordiv(place.thread, WARP))
+        lane = T.bind(tirx.floormod(place.thread, WARP))
+        self.high, self.low = T.bind(tirx.floordiv(lane, 4)), T.bind(tirx.floormod(lane, 4))
+        self.lane, self.finisher = lane, place.thread
+        self._open()
+        groups = work.plan.groups
+        self.sums, self.left_sums = local(groups * 4, "float32"), local(groups * 4, "float32")
+        self.totals = local(work.plan.fragments * groups * 4, "float32")
+        self._work()
+
+    def _open(self) -> None:
+        """Registers of both operands."""
+        lanes = self.low, self.high
+        self.weights = WeightFragments(self.work, self.packed, self.lane, self.high)
+        self.left = LeftRows(self.work, self.lhs, self.shared, self.thread, lanes, self.first_row)
+
+    def _work(self) -> None:
+        """All columns of the block, while the weights of the next chunks are on their way."""
+        work, plan = self.work, self.work.plan
+        rounds = -(-work.own // plan.ahead)
+        if self.gpu.overlaps_launches:
+            # At once: these kernels are so short that the weights of the next launch are else not there in time.
+            ptx.let_next_launch_begin()
+        for slot in range(plan.ahead):
+            self._load(slot, self.first_block, slot)
+        if self.gpu.overlaps_launches:
+            ptx.wait_for_launches_before()
+        if work.held_rows:
+            self.left.hold()
+            ptx.block_barrier()
+        turns: Expr = 1
+        if work.is_persistent:
+            turns = T.bind(tirx.floordiv(work.column_tiles - 1 - self.first_block, work.stride) + 1)
+        with T.serial(int64(turns)) as turn:
+            tile = T.bind(self.first_block + turn * work.stride)
+            for number in range(plan.fragments * plan.groups * 4):
+                T.buffer_store(self.totals, T.float32(0), [number])
+            with T.serial(int64(rounds)) as number:
+                for slot in range(plan.ahead):
+                    self._chunk(slot, number * plan.ahead + slot)
+                    self._load_next(slot, (number, rounds), tile, turn + 1 < turns)
+            self._finish(turn, T.bind(tile * plan.fragments))
+
+    def _load_next(self, slot: int, where: tuple[Expr, int], tile: Expr, more: Expr) -> None:
+        """Ask for what comes into a slot next: of this tile, or of the block's next one."""
+        number, rounds = where
+        if rounds > 1:
+            with T.If(number + 1 < rounds), T.Then():
+                self._load(slot, tile, (number + 1) * self.work.plan.ahead + slot)
+        if self.work.is_persistent:
+            with T.If(more if rounds == 1 else tirx.all(tirx.EQ(number + 1, int64(rounds)), more)), T.Then():
+                self._load(slot, tile + self.work.stride, slot)
+
+    def _chunk_of(self, index: Expr) -> Expr:
+        """The warps' chunks are neighbours: a block reads one stretch."""
+        return int64(index) * self.work.plan.warps + self.warp
+
+    def _exists(self, index: Expr) -> Expr | None:
+        """Whether a warp's chunk is one; None where it is known to."""
+        warps, chunks = self.work.plan.warps, self.work.chunks
+        if chunks % warps == 0 or (isinstance(index, int) and (index + 1) * warps <= chunks):
+            return None
+        return self._chunk_of(index) < chunks
+
+    def _load(self, slot: int, tile_of_block: Expr, index: Expr) -> None:
+        chunk = self._chunk_of(index)
+        if self._exists(index) is not None:
+            chunk = minimum(chunk, int64(self.work.chunks - 1))
+        self.weights.load(slot, tile_of_block, T.bind(chunk))
+
+    def _chunk(self, slot: int, index: Expr) -> None:
+        """Add the products of a chunk."""
+        exists = self._exists(index)
+        if exists is None:
+            self._products(slot, index)
+        else:
+            with T.If(exists), T.Then():
+                self._products(slot, index)
+
+    def _products(self, slot: int, index: Expr) -> None:
+        work, plan = self.work, self.work.plan
+        first_k = T.bind(self._chunk_of(index) * work.chunk)
+        if not work.held_rows:
+            self.left.load(first_k)
+        elif plan.fragments > 1:
+            self.left.load_held(first_k, range(work.scaled))
+        for fragment in range(plan.fragments):
+            for number in range(work.scaled):
+                if work.held_rows and plan.fragments == 1:
+                    self.left.load_held(first_k, [number])
+                self.weights.begin(slot, fragment, number)
+                for step in range(work.steps):
+                    self._multiply(slot, fragment, number * work.steps + step, step > 0)
+                self._add_scaled(slot, fragment, number)
+
+    def _multiply(self, slot: int, fragment: int, step: int, adds: bool) -> None:
+        left = self.weights.unpack(slot, fragment, step)
+        for group in range(self.work.plan.groups):
+            right = self.left.fragment(group, step)
+            operands = [(self.sums, left)]
+            if self.weights.has_any_points:
+                operands.append((self.left_sums, self.weights.ones))
+            for sums, multiplied in operands:
+                types = (self.work.type, self.work.type)
+                ptx.multiply_fragments([sums[group * 4 + i] for i in range(4)], multiplied, right, types, adds)
+
+    def _add_scaled(self, slot: int, fragment: int, number: int) -> None:
+        groups = self.work.plan.groups
+        for half in range(2):
+            scale = self.weights.scale(slot, fragment, number, half)
+            has_minimums = self.weights.has_minimums
+            minimum = self.weights.minimum(slot, fragment, number, half, scale) if has_minimums else None
+            for group in range(groups):
+                for i in (2 * half, 2 * half + 1):
+                    if not self._may_be_row(group, i):
+                        continue
+                    total = (fragment * groups + group) * 4 + i
+                    value: Expr = self.sums[group * 4 + i]
+                    if minimum is not None:
+                        added = minimum * self.left_sums[group * 4 + i] + self.totals[total]
+                        T.buffer_store(self.totals, added + scale * value, [total])
+                        continue
+                    if self.weights.has_any_points:
+                        point = self.weights.point(slot, fragment, number, half)
+                        value = value - point * self.left_sums[group * 4 + i]
+                    T.buffer_store(self.totals, self.totals[total] + scale * value, [total])
+
+    def _may_be_row(self, group: int, i: int) -> bool:
+        """Whether a lane's sum i of a group may be that of a row, or part of one, that exists."""
+        m, parts = self.work.m, self.work.parts
+        if not isinstance(m, int):
+            return True
+        of_group, in_group = divmod(m - 1, GROUP_COLUMNS // parts)
+        last = of_group * GROUP_COLUMNS + (in_group + 1) * parts - 1
+        return group * GROUP_COLUMNS + i % 2 <= last
+
+    # The end: sums of the warps, in order.
+
+    def _finish(self, turn: Expr, first_tile: Expr) -> None:
+        work, plan = self.work, self.work.plan
+        columns, width = plan.columns, plan.groups * GROUP_COLUMNS
+        begin = T.bind(T.Cast("int32", tirx.floormod(turn, 2)) * work.sums_of_tile)
+        for fragment in range(plan.fragments):
+            for group in range(plan.groups):
+                for i in range(4):
+                    if not self._may_be_row(group, i):
+                        continue
+                    row = group * GROUP_COLUMNS + 2 * self.low + i % 2
+                    column = fragment * FRAGMENT_COLUMNS + self.high + 8 * (i // 2)
+                    at = begin + (self.warp * width + row) * columns + column
+                    total = tirx.reinterpret("uint32", self.totals[(fragment * plan.groups + group) * 4 + i])
+                    ptx.store_shared(self.shared.at(at * 4), [total])
+        ptx.block_barrier()
+        result = self.writer.result
+        vector = min(4, result.vector("n"))
+        items = work.rows * columns // vector
+        threads = plan.warps * WARP
+        with T.serial(tirx.const(-(-items // threads), "int32")) as part_of_items:
+            item = T.bind(part_of_items * threads + self.finisher)
+            row, column = tirx.floordiv(item, columns // vector), tirx.floormod(item, columns // vector) * vector
+            at = {
+                "m": T.bind(self.first_row + row),
+                "n": T.bind(first_tile * FRAGMENT_COLUMNS + column),
+            }
+            inside = at["m"] < work.m if items % threads == 0 else tirx.all(item < items, at["m"] < work.m)
+            is_whole = work.problem.columns % columns == 0
+            with T.If(inside), T.Then():
+                totals = self._added(begin, row, column, vector)
+                end = None if is_whole else int64(work.problem.columns)
+                self.writer.write([partial(getitem, totals, i) for i in range(vector)], at, "n", [], end)
+        if work.is_persistent and not work.sums_of_tile:
+            ptx.block_barrier()
+
+    def _added(self, begin: Expr, row: Expr, column: Expr, vector: int) -> Any:
+        """Sums of neighbouring columns of a row, over the warps and the parts of the row."""
+        work, plan = self.work, self.work.plan
+        width, per = plan.groups * GROUP_COLUMNS, GROUP_COLUMNS // work.parts
+        totals, part_sums = local(vector, "float32"), local(vector, "float32")
+        for i in range(vector):
+            T.buffer_store(totals, T.float32(0), [i])
+        for warp in range(plan.warps):
+            for part in range(work.parts):
+                # Where rows are parts, the last of a group of eight are none.
+                first = tirx.floordiv(row, per) * GROUP_COLUMNS + tirx.floormod(row, per) * work.parts + part
+                at = begin + (warp * width + first) * plan.columns + column
+                ptx.load_shared([part_sums[i] for i in range(vector)], self.shared.at(at * 4), "f32")
+                for i in range(vector):
+                    T.buffer_store(totals, totals[i] + part_sums[i], [i])
+        return totals

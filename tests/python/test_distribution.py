@@ -1,0 +1,84 @@
+"""What the project is handed on by: workflows, the extras that pip installs, and how the library is cited."""
+
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+import relax_hetero as rh
+from relax_hetero.tools.cli import cli
+from relax_hetero.tools.installation.packages import EXTRAS
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+PROJECT = (ROOT / "pyproject.toml").read_text()
+PYTHONS = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PROJECT)
+
+
+def jobs_of(workflow):
+    return yaml.safe_load(workflow.read_text())["jobs"]
+
+
+def exists(command):
+    """Whether a command of a workflow is a file, a target of make or a command of the library that is there."""
+    program, *arguments = shlex.split(command)
+    if program == "make":
+        return all(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE) for target in arguments)
+    if program == "relax-hetero":
+        return arguments == ["--version"] or arguments[0] in cli.commands
+    return program == "pip" or os.access(ROOT / program, os.X_OK)
+
+
+def test_workflows_are_found():
+    assert [workflow.name for workflow in WORKFLOWS] == ["ci.yml", "docs.yml", "wheels.yml"]
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_calls_what_exists(workflow):
+    for job in jobs_of(workflow).values():
+        assert set(job.get("needs", "").split()) <= set(jobs_of(workflow))
+        for step in job["steps"]:
+            assert ("run" in step) != ("uses" in step)
+            assert "uses" not in step or re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"])
+            assert "run" not in step or exists(step["run"]), step
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_may_only_read(workflow):
+    """None needs a secret, and none publishes."""
+    assert yaml.safe_load(workflow.read_text())["permissions"] == {"contents": "read"}
+    assert "secrets" not in workflow.read_text()
+
+
+def test_each_python_is_tried():
+    ci, _, wheels = map(jobs_of, WORKFLOWS)
+    for job in (ci["test"], wheels["install"]):
+        assert job["strategy"]["matrix"]["python"] == PYTHONS
+    assert {"run": ".ci/run"} in ci["test"]["steps"]
+
+
+def test_the_library_is_cited_by_its_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == rh.__version__
+    assert f'license = "{citation["license"]}"' in PROJECT
+
+
+def extras():
+    """The packages of each extra, without their versions."""
+    lists = PROJECT.partition("[project.optional-dependencies]")[2].partition("\n[project.")[0]
+    found = re.findall(r"^([\w-]+) = \[\n(.*?)^\]", lists, re.MULTILINE | re.DOTALL)
+    return {extra: re.findall(r'^    "([\w-]+)', packages, re.MULTILINE) for extra, packages in found}
+
+
+def test_the_page_names_each_extra_and_its_packages():
+    page = (ROOT / "docs" / "install.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| .* \| ([^|]*) \|$", page, re.MULTILINE))
+    (others,) = re.findall(r"^The extras (.*) are for changing the library", page, re.MULTILINE)
+    documented = {extra: re.findall(r"`([\w-]+)`", packages) for extra, packages in rows.items()}
+    developers = re.findall(r"`([\w-]+)`", others)
+    assert list(documented) == list(EXTRAS)
+    assert documented == {extra: packages for extra, packages in extras().items() if extra not in developers}
+    assert set(documented) | set(developers) == set(extras())

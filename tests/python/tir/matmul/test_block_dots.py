@@ -1,0 +1,108 @@
+"""Products with weights in blocks by dot products of bytes: formats, sizes, machines, numbers at the ends."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from relax_hetero.encoding.block_formats import FILE_FORMATS
+from relax_hetero.encoding.block_weights import panel_columns
+from relax_hetero.tir.matmul.block_codes import TERMS
+from relax_hetero.tir.matmul.block_product import block_product_kernel
+from relax_hetero.tir.matmul.weight_bytes import byte_order
+from seeds import fresh_rng
+from tir.kernel_runs import assembly, cpu_named, kernel, runs_here
+from tir.matmul.block_problems import Weights, assert_close, call, integers, of_file, problem_of
+
+NAMES = [name for name in ("vnni", "early_vnni") if runs_here(name)]
+PLAIN = ("f16", "bf16")
+
+ROUNDING = 3e-5
+"""Of numbers of 16 bits: one in 65,024 of the largest of a chain, where it is all that there is."""
+
+
+def product(weights: Weights, x: np.ndarray, name: str, folder) -> np.ndarray:
+    cpu = cpu_named(name)
+    panel = panel_columns(cpu)
+    function = kernel(block_product_kernel(problem_of(weights, len(x), panel), cpu), name, folder)
+    return call(function, x, weights.packed(panel), weights.columns)
+
+
+def check(weights: Weights, rows: int, name: str, folder) -> None:
+    x = fresh_rng().standard_normal((rows, weights.source.depth), "float32")
+    assert_close(product(weights, x, name, folder), x, weights.numbers, ROUNDING)
+
+
+@pytest.mark.parametrize(("rows", "columns", "records"), [(1, 37, 3), (4, 64, 1), (13, 5, 2)])
+@pytest.mark.parametrize("form", [form for form in FILE_FORMATS if form not in PLAIN])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(4)
+def test_formats_of_files(name, form, rows, columns, records, tmp_path):
+    check(of_file(form, columns, records * FILE_FORMATS[form].span), rows, name, tmp_path)
+
+
+@pytest.mark.parametrize("zeros", ["", "uint8", "float32"])
+@pytest.mark.parametrize(
+    ("rows", "columns", "depth", "block", "bits"),
+    [(1, 37, 100, 16, 4), (11, 70, 77, 128, 4), (2, 40, 2300, 1536, 4), (5, 41, 100, 64, 2), (9, 33, 300, 32, 8)],
+)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(4)
+def test_integers(name, rows, columns, depth, block, bits, zeros, tmp_path):
+    """Ragged ends of rows, columns and blocks; blocks longer than what is added up at once."""
+    check(integers(fresh_rng(), columns, depth, block, zeros, bits), rows, name, tmp_path)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_symbolic_kernel_serves_all_rows(name, tmp_path):
+    cpu, rng = cpu_named(name), fresh_rng()
+    weights = integers(rng, 70, 96, 32, "uint8")
+    packed = weights.packed(panel_columns(cpu))
+    function = kernel(block_product_kernel(problem_of(weights, "s0", panel_columns(cpu)), cpu), name, tmp_path)
+    for rows in (0, 1, 3, 8, 9, 31):
+        x = rng.standard_normal((rows, 96), "float32")
+        assert_close(call(function, x, packed, 70), x, weights.numbers, ROUNDING)
+
+
+@pytest.mark.parametrize("form", ["q4_0", "q6_k"])
+def test_numbers_of_all_sizes(form, tmp_path):
+    """Each chain has its own scale, so that small numbers beside large ones of other chains are kept."""
+    if not NAMES:
+        pytest.skip("this CPU has no dot products of bytes in vectors of 64")
+    weights = of_file(form, 8, 512)
+    chain = FILE_FORMATS[form].block
+    sizes = 10.0 ** np.arange(-20, 12)[:, None] * np.ones((1, 512 // chain))
+    sizes[:, ::2] *= 1e-6
+    x = fresh_rng().standard_normal((32, 512)) * np.repeat(sizes, chain, axis=1)
+    got = product(weights, x.astype("float32"), NAMES[0], tmp_path)
+    assert_close(got, x.astype("float32"), weights.numbers, ROUNDING)
+
+
+def test_zeros_infinities_and_what_is_no_number(tmp_path):
+    """Rows of zeros are zeros, tiny numbers too; a number that is not finite shows in its row, and in no other."""
+    if not NAMES:
+        pytest.skip("this CPU has no dot products of bytes in vectors of 64")
+    weights = of_file("q4_0", 8, 64)
+    x = np.ones((9, 64), "float32")
+    x[1], x[2], x[4, 5], x[6, 7] = 0, 1e-40, np.nan, np.inf
+    got = product(weights, x, NAMES[0], tmp_path)
+    assert not got[1].any() and np.abs(got[2]).max() < 1e-30
+    assert np.isnan(got[4]).all() and not np.isfinite(got[6]).any()
+    fine = [0, 3, 5, 7, 8]
+    assert_close(got[fine], x[fine], weights.numbers, ROUNDING)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 5, 6, 8])
+def test_every_weight_of_a_group_has_its_byte(bits):
+    order = byte_order(bits)
+    assert sorted(order) == list(range(len(order)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_machine_code(name):
+    """A chain of 32 weights: for each row eight steps, for each byte of a number and each vector of columns."""
+    cpu = cpu_named(name)
+    weights = of_file("q5_0", 64, 512)
+    text = assembly(block_product_kernel(problem_of(weights, 1, panel_columns(cpu)), cpu), name)
+    assert text.count("vpdpbusd") == 8 * TERMS * 2
+    assert ("vpmultishiftqb" in text) == (name == "vnni")
