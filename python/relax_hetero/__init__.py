@@ -116,6 +116,8 @@ def __dir__() -> list[str]:
 provide("own_resolvers", f"{__name__}.resolvers", "own_resolvers")
 provide("compile_commands", f"{__name__}.driver.commands.compile_commands", "compile_commands")
 provide("explain", f"{__name__}.tools.explanation", "explain")
+provide("explanation_of", f"{__name__}.tools.explanation", "explanation_of")
+provide("report", f"{__name__}.report.written_report", "write_report")
 for _what, _where in {
     "executable": "executables",
     "memory_plan": "memory",

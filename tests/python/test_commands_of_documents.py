@@ -31,6 +31,7 @@ PACKAGES = {
     "--png": "matplotlib",
     "tvm": "tvm",
     "apps/bench/torch_bench/torch_models.py": "diffusers",
+    "apps/bench/report_speed.py": "playwright",
 }
 PLACEHOLDERS = ("...", "$", "NAME=", "SECTION", "[")
 """Signs of a form rather than a command."""
@@ -115,6 +116,8 @@ def test_command_works(command, tmp_path):
     for option, package in PACKAGES.items():
         if option in shlex.split(command.partition(">")[0]):
             pytest.importorskip(package)
+    if "report_speed" in command and not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):
+        pytest.skip("needs Chromium")
     if "cluster_serving" in command:
         pytest.importorskip("ray.serve")
     if "sentence_similarity" in command or "cluster_serving" in command:
@@ -136,6 +139,9 @@ def test_command_works(command, tmp_path):
         status, output = run(["-m", "relax_hetero", "bench", "model.onnx", *traced], tmp_path)
         assert status == 0, output
         words = [words[0], "out.json", "picture.svg"]
+    if "--compare old.html" in command:
+        status, output = run(["-m", "relax_hetero", "explain", "model.onnx", "--html", "old.html"], tmp_path)
+        assert status == 0, output
     if "inputs.npz" in command:
         import numpy as np
 

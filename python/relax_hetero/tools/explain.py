@@ -10,17 +10,23 @@ from typing import TYPE_CHECKING
 import click
 
 from .call_tables import Schedules
-from .command import accuracy_option, command, json_option, verify_option
+from .command import accuracy_option, command, json_option, refuse_overwriting, verify_option
 from .command_tables import CommandBuffers
 from .console import console, print_json, show
 from .explanation import ALL, SECTIONS, Explanation, explanation_of
-from .models import gguf_options, is_gguf, is_onnx, load_library, placed_module, refuse_compiled
+from .models import gguf_options, is_gguf, is_onnx, load_library, obtain, placed_module, refuse_compiled
 from .placing import Placing, placing_options
 
 if TYPE_CHECKING:
     from tvm.relax import VDevice
 
     from ..llm.token_cost import TokenCost
+    from ..vm import Executable
+    from ..vm.profile import Profile
+    from ..vm.queue.trace import Trace
+
+# Calls of a report's timeline.
+_TRACED = 4
 
 
 @command("explain")
@@ -29,7 +35,19 @@ if TYPE_CHECKING:
 @click.option(
     "--profile",
     is_flag=True,
-    help="Compile a language model, measure its decode step, and show the time of each part of a token.",
+    help="Measure: with --html a call on random inputs; else the decode step of a language model, part by part.",
+)
+@click.option(
+    "--html",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Compile MODEL, and write a report for a browser.",
+)
+@click.option(
+    "--compare",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="With --html: an earlier report, to show what changed.",
 )
 @click.option("--summary", is_flag=True, help="An overview: devices, ops by device and reason, a line a section.")
 @placing_options
@@ -41,6 +59,8 @@ def explain_command(
     sections: tuple[str, ...],
     summary: bool,
     profile: bool,
+    html: Path | None,
+    compare: Path | None,
     placing: Placing,
     key: bytes | None,
     accuracy: str,
@@ -59,7 +79,17 @@ def explain_command(
     relax-hetero explain model.so ops kernels
     relax-hetero explain model.so --summary
     relax-hetero explain model.gguf token --profile
+    relax-hetero explain model.onnx --html report.html --profile
     """
+    if html is not None:
+        executable = _report(
+            model, html, compare, profile, placing, key, accuracy, (*sections, *["--summary"] * summary)
+        )
+        if as_json:
+            print_json(explanation_of(executable, model.name).to_json())
+        return
+    if compare is not None:
+        raise click.UsageError("--compare goes with --html FILE, whose report shows what changed")
     if profile:
         explanation = _profiled(model, placing)
     elif model.is_dir():
@@ -73,6 +103,61 @@ def explain_command(
         print_json(explanation.to_json())
     else:
         show(explanation.tables(*(() if summary else sections or (ALL,))))
+
+
+def _report(
+    model: Path,
+    html: Path,
+    compare: Path | None,
+    profile: bool,
+    placing: Placing,
+    key: bytes | None,
+    accuracy: str,
+    sections: Sequence[str],
+) -> Executable:
+    """Write the report of a model, compiled here unless it is already."""
+    from ..report.written_report import read_report, report_path, write_report
+
+    if sections:
+        raise click.UsageError(f"{sections[0]} does not go with --html: a report has every section")
+    refuse_overwriting(report_path(html), model)
+    if compare is not None:
+        read_report(compare)
+    if is_gguf(model) or model.is_dir():
+        if profile:
+            raise click.UsageError(f"--html with --profile needs an ONNX file or a library: {model.name} is neither")
+        executable = _language_model(model, placing, key)
+    else:
+        executable = obtain(model, placing, True, key, accuracy=accuracy).executable
+    measured = _measured(executable, placing) if profile else (None, None)
+    write_report(executable, html, profile=measured[0], trace=measured[1], compare=compare, title=model.stem)
+    console(stderr=True).print(f"Wrote {html}: open it in a browser.", markup=False)
+    return executable
+
+
+def _language_model(path: Path, placing: Placing, key: bytes | None) -> Executable:
+    import relax_hetero.llm as llm
+
+    if path.is_dir():
+        return load_library(path / "model.so", placing, key).executable
+    with console(stderr=True).status(f"Compiling {path.name}"):
+        return llm.load(path, **gguf_options(path, placing))[0].executable
+
+
+def _measured(executable: Executable, placing: Placing) -> tuple[Profile, Trace]:
+    """The profile of one call on random inputs, and the trace of a few that overlap."""
+    from ..vm.machine import VirtualMachine
+    from .arrays import random_arrays
+
+    inputs = list(random_arrays(executable.signature(), dict(placing.shapes), 0, {}).values())
+    machine = VirtualMachine(executable)
+    with console(stderr=True).status("Measuring"):
+        machine.submit("main", *inputs).result()  # threads begin, memory comes
+        profile = machine.profile("main", *inputs)
+        with machine.trace(limit=_TRACED) as trace:
+            for _ in range(_TRACED):
+                machine.submit("main", *inputs)
+    return profile, trace
 
 
 def _profiled(path: Path, placing: Placing) -> Explanation:

@@ -149,6 +149,46 @@ class Executable:
         """
         provided("explain")(self, sections, file)
 
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        profile: Any = None,
+        trace: Any = None,
+        compare: str | os.PathLike[str] | None = None,
+        title: str = "",
+    ) -> None:
+        """Write a report for a browser: one HTML file that needs no network.
+
+        It shows the model's graph with the device and the kernel of each op, how tensors are stored, what the memory
+        is used for, and where the time goes, where that was measured.
+
+        Parameters
+        ----------
+        path : str or path
+            The file, usually ``.html``; it is written over.
+        profile : Profile, optional
+            What `VirtualMachine.profile` gave: times of the kernels.
+        trace : Trace, optional
+            What `VirtualMachine.trace` followed: the timeline of the queues.
+        compare : str or path, optional
+            A report that was written before, to show what changed.
+        title : str
+            Default: the name of the file.
+
+        Raises
+        ------
+        HeteroError
+            The file cannot be written; `compare` is no report; the executable was made by another compiler.
+
+        Examples
+        --------
+        >>> exe = rh.compile(rh.from_onnx("model.onnx", ["llvm", "cuda:0"], {"Conv": "cuda:0", "*": "llvm:0"}))
+        >>> exe.report("report.html")
+        >>> exe.report("report.html", profile=rh.vm.VirtualMachine(exe).profile("main", x))
+        """
+        provided("report")(self, path, profile=profile, trace=trace, compare=compare, title=title)
+
     def export_library(self, path: str | os.PathLike[str], *, key: bytes | None = None) -> None:
         """Write one file with code, metadata and weights, for `relax_hetero.load`.
 

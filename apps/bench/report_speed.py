@@ -1,0 +1,132 @@
+"""How fast the page of a report opens and pans in a headless Chromium, by the size of its graph.
+
+python apps/bench/report_speed.py
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from smoke import smoke
+
+from relax_hetero.report.page import page_of
+
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+# Pans the graph once a frame for so many milliseconds; answers with the milliseconds of each frame.
+PAN = """(length) => new Promise((done) => {
+  const frames = [];
+  let [first, before] = [null, null];
+  function step(now) {
+    first = first ?? now;
+    if (before !== null) frames.push(now - before);
+    before = now;
+    if (now - first > length) return done(frames);
+    const turn = (now - first) / 400;
+    report.cy.panBy({ x: 9 * Math.cos(turn), y: -12 });
+    requestAnimationFrame(step);
+  }
+  requestAnimationFrame(step);
+})"""
+
+
+def layered_model(nodes: int, fused: bool) -> dict[str, Any]:
+    """A graph like a transformer's: blocks of 25 ops and weights with branches, the second half on another device."""
+    devices = ["llvm:0", "cuda:0"]
+    made: list[dict[str, Any]] = []
+    edges: list[dict[str, Any]] = []
+    groups: list[dict[str, Any]] = []
+
+    def add(kind: str, op: str | None, reads: list[int], group: int | None = None) -> int:
+        number, device = len(made), devices[len(made) > nodes // 2]
+        value = {"shape": [64, 384], "dtype": "float32", "bytes": 98_304, "layout": None}
+        node = {"id": number, "function": "main", "kind": kind, "name": f"lv{number}", "op": op, "device": device}
+        made.append(node | {"onnx": [f"/layer/{number}"], "values": [value], "group": group, "reason": None})
+        edges.extend({"from": read, "to": number, "value": f"lv{read}", "bytes": 98_304} for read in reads)
+        return number
+
+    def kernel(ops: str, *reads: int) -> int:
+        first, last = len(made), list(reads)
+        for op in ops.split():
+            weight = [add("constant", None, [])] if op == "matmul" else []
+            last = [add("op", f"relax.{op}", [*last, *weight], len(groups) if fused else None)]
+        if fused:
+            members = [node["id"] for node in made[first:] if node["kind"] == "op"]
+            group = {"id": len(groups), "function": "main", "kernel": f"fused_{ops.replace(' ', '_')}"}
+            groups.append(group | {"device": made[first]["device"], "nodes": members})
+        return last[0]
+
+    value = mask = add("input", None, [])
+    while len(made) < nodes - 1:
+        norm = kernel("nn.layer_norm", value)
+        query, key, other = (kernel("matmul add", norm) for _ in range(3))
+        mixed = kernel("matmul", kernel("matmul add nn.softmax", query, key, mask), other)
+        inner = kernel("matmul add", mixed, value)
+        value = kernel("matmul add add", kernel("matmul nn.gelu", inner), inner)
+    add("output", None, [value])
+    parts = {"devices": [{"name": name} for name in devices], "functions": [{"name": "main"}]}
+    return {"schema": 1, "kind": "executable", "title": f"{nodes} nodes", "nodes": made, "edges": edges} | {
+        "groups": groups,
+        **parts,
+    }
+
+
+@click.command()
+@click.option("--nodes", default=5000, show_default=True, help="Nodes of the graph.")
+@click.option("--runs", default=5, show_default=True, help="How often each page is opened.")
+@click.option("--pan-seconds", default=3.0, show_default=True, help="How long it is panned.")
+@smoke(nodes=100, runs=1, pan_seconds=0.2)
+def main(nodes: int, runs: int, pan_seconds: float) -> None:
+    """How fast the page of a report opens and pans in a headless Chromium, by the size of its graph."""
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError as error:
+        raise click.ClickException("needs playwright: pip install 'relax-hetero[dev]'") from error
+    table = Table(
+        "graph", "items drawn", "file, MB", "to make, s", "to open, s", "fps whole", "fps near", "slowest frame, ms"
+    )
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
+        found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+        browser = driver.chromium.launch(executable_path=found, args=ARGUMENTS)
+        for fused in (True, False):
+            data = layered_model(nodes, fused)
+            begin = time.perf_counter()
+            text = page_of(data)
+            made = time.perf_counter() - begin
+            path = Path(folder) / f"{fused}.html"
+            path.write_text(text)
+            times = []
+            for _ in range(runs):
+                page = browser.new_page(viewport={"width": 1280, "height": 900})
+                begin = time.perf_counter()
+                page.goto(path.as_uri())
+                page.wait_for_selector("html[data-ready]", timeout=120_000)
+                # Until it is also painted.
+                page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done())))")
+                times.append(time.perf_counter() - begin)
+                if len(times) < runs:
+                    page.close()
+            items = page.evaluate("report.cy.nodes().length")
+            page.evaluate("void document.getElementById('graph').scrollIntoView({ behavior: 'instant' })")
+            page.evaluate("void report.cy.fit()")
+            whole = page.evaluate(PAN, 1000 * pan_seconds)
+            page.click("text=Start")
+            near = page.evaluate(PAN, 1000 * pan_seconds)
+            page.close()
+            rates = [1000 / statistics.mean(frames) for frames in (whole, near)]
+            row = (len(text) / 1e6, made, statistics.median(times), *rates, max(whole + near))
+            kind = "kernels closed" if fused else "every op"
+            table.add_row(f"{len(data['nodes'])} nodes, {kind}", str(items), *(f"{value:.2f}" for value in row))
+        browser.close()
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()

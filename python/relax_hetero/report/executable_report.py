@@ -1,0 +1,249 @@
+"""The data of an executable's report: its graph, devices, kernels, memory and measurements, as plain JSON data."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tvm
+
+from ..artifact.metadata import Metadata
+from ..artifact.model_graph import KINDS
+from ..artifact.model_graph import TRANSFER as TRANSFERS
+from ..providers import provided
+from .kernel_groups import groups_of
+from .report_tables import tables_of
+from .stored_layouts import layouts_of
+from .trace_timeline import timeline_of
+
+if TYPE_CHECKING:
+    from ..vm.file.executable import Executable
+    from ..vm.profile import Profile
+    from ..vm.queue.trace import Trace
+
+SCHEMA = 1
+Data = dict[str, Any]
+
+
+def report_of(
+    executable: Executable, *, profile: Profile | None = None, trace: Trace | None = None, title: str = ""
+) -> Data:
+    """The data of the report of an executable, which `page.page_of` draws.
+
+    Parameters
+    ----------
+    executable : Executable
+    profile : Profile, optional
+        What `VirtualMachine.profile` measured: kernels then have times.
+    trace : Trace, optional
+        What `VirtualMachine.trace` followed: the report then has a timeline.
+    title : str
+        What the report is of: the model's name.
+
+    Returns
+    -------
+    dict
+        JSON data; parts that are not known are None or empty.
+
+    Raises
+    ------
+    HeteroError
+        The executable was made by another compiler, and holds no placement report.
+
+    Examples
+    --------
+    >>> data = report_of(rh.load("model.so"), title="model")
+    >>> data["kind"]
+    'executable'
+    """
+    from .. import __version__
+
+    about = executable.metadata
+    explanation = provided("explanation_of")(executable, title)
+    groups = groups_of(about, profile)
+    layouts = layouts_of(about.encodings)
+    functions, nodes, edges = _graph(about, groups, layouts)
+    totals = explanation.totals()
+    return {
+        "schema": SCHEMA,
+        "kind": "executable",
+        "title": title,
+        "made": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "versions": {"relax_hetero": __version__, "tvm": str(tvm.__version__)},
+        "machine": _machine() if profile is not None or trace is not None else None,
+        "notes": [line for line in explanation.tables() if isinstance(line, str) and not line.startswith("Ask for")],
+        "devices": [
+            {
+                **{key: value for key, value in total.to_json().items() if key != "unknown_bytes"},
+                "kind": total.name.rpartition("/")[2].partition(":")[0],
+                "optional": total.name in explanation.optional,
+                "peak": None,
+            }
+            for total in totals
+        ],
+        "functions": functions,
+        "nodes": nodes,
+        "edges": edges,
+        "groups": groups,
+        "layouts": [{key: value for key, value in layout.items() if key != "of"} for layout in layouts],
+        "timeline": None if trace is None else timeline_of(trace, [total.name for total in totals]),
+        "memory": _memory(executable),
+        "profile": None if profile is None else _profile(profile),
+        "tables": tables_of(explanation),
+        "bench": None,
+        "chat": None,
+        "passes": None,
+    }
+
+
+def _graph(
+    about: Metadata, groups: Iterable[Data], layouts: Iterable[Data]
+) -> tuple[list[Data], list[Data], list[Data]]:
+    """Functions, nodes and edges; nodes are numbered through all functions."""
+    graph = about.graph
+    functions: list[Data] = []
+    nodes: list[Data] = []
+    edges: list[Data] = []
+    if graph is None:
+        return functions, nodes, edges
+    reasons = {(e["function"], e["variable"]): e["reason"] for e in about.placement or ()}
+    of_node = {node: group["id"] for group in groups for node in group["nodes"]}
+    for function in graph.functions:
+        base = len(nodes)
+        for node in function.nodes:
+            number, name = len(nodes), graph.texts[node.name]
+            values: list[Data] = [
+                {
+                    "shape": None if value.shape is None else list(value.shape),
+                    "dtype": graph.texts[value.dtype],
+                    "bytes": None if value.bytes < 0 else value.bytes,
+                    "layout": None,
+                }
+                for value in (graph.values[index] for index in node.values)
+            ]
+            source = graph.texts[node.source]
+            nodes.append(
+                {
+                    "id": number,
+                    "function": function.name,
+                    "kind": KINDS[node.kind],
+                    "name": name,
+                    "op": graph.texts[node.op] or None,
+                    "onnx": [source] if source else [],
+                    "device": graph.texts[node.device] or None,
+                    "values": values,
+                    "group": of_node.get(number),
+                    "reason": reasons.get((function.name, name)),
+                }
+            )
+            for read, position in node.pairs():
+                edges.append(_edge(nodes, base + read, position, number))
+        mine = nodes[base:]
+        _mark_stored(mine, [[base + read for read, _ in node.pairs()] for node in function.nodes], layouts)
+        functions.append(
+            {
+                "name": function.name,
+                "inputs": [node["id"] for node in mine if node["kind"] == "input"],
+                "outputs": [node["id"] for node in mine if node["kind"] == "output"],
+            }
+        )
+    return functions, nodes, edges
+
+
+def _mark_stored(nodes: list[Data], reads: list[list[int]], layouts: Iterable[Data]) -> None:
+    """Say of results, inputs and constants of a function how they are stored.
+
+    What another op makes is packed on its way to the op that wants it so: its own result is not stored that way.
+    """
+    if not nodes:
+        return
+    places = {node["name"]: index for index, node in enumerate(nodes) if node["kind"] == "op"}
+    for layout in layouts:
+        function, variable, position = layout["of"]
+        index = places.get(variable)
+        if function != nodes[0]["function"] or index is None:
+            continue
+        stored = nodes[index]
+        if position >= 0:
+            if position >= len(reads[index]):
+                continue
+            stored = nodes[reads[index][position] - nodes[0]["id"]]
+            if stored["kind"] not in ("input", "constant"):
+                continue
+        if len(stored["values"]) == 1:
+            stored["values"][0]["layout"] = layout["id"]
+
+
+def _edge(nodes: list[Data], read: int, position: int, reader: int) -> Data:
+    source = nodes[read]
+    values = source["values"] if position < 0 else [source["values"][position]]
+    sizes = [value["bytes"] for value in values]
+    return {
+        "from": read,
+        "to": reader,
+        "value": source["name"] if position < 0 else f"{source['name']}[{position}]",
+        "bytes": None if None in sizes else sum(sizes),
+        "transfer": TRANSFERS in (source["kind"], nodes[reader]["kind"]),
+    }
+
+
+def _memory(executable: Executable) -> list[Data]:
+    """A row for each function and device; functions whose memory depends on sizes have none."""
+    plan = executable.memory_plan
+    found: list[Data] = []
+    for name in plan.functions:
+        if plan.names(name):
+            continue
+        use = plan.at(name)
+        for memory in use.devices:
+            row = {key: getattr(memory, key) for key in ("device", "weights", "transient", "arenas", "transfers")}
+            row.update(results=memory.results, least=memory.least, steps=[], over_time=[], values=[])
+            found.append({"function": name, "sizes": dict(use.sizes), **row})
+    return found
+
+
+def _profile(profile: Profile) -> Data:
+    rows = [
+        {
+            "symbol": row.symbol,
+            "device": row.device,
+            "ops": list(row.ops),
+            "calls": row.calls,
+            "seconds": row.microseconds / 1e6,
+            "share": row.share,
+            "operations": row.operations,
+            "bytes": row.bytes,
+            "precision": row.precision,
+        }
+        for row in profile.rows
+    ]
+    return {"function": profile.function, "seconds": profile.microseconds / 1e6, "rows": rows}
+
+
+def _machine() -> Data:
+    """The machine that this process runs on."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"cpu": _cpu_name(), "cores": cores, "gpus": _gpu_names()}
+
+
+def _cpu_name() -> str:
+    try:
+        facts = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        facts = []
+    named = (line.partition(":")[2].strip() for line in facts if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
+
+
+def _gpu_names() -> list[str]:
+    counted: Counter[str] = Counter()
+    index = 0
+    while (device := tvm.cuda(index)).exist:
+        counted[str(device.device_name)] += 1
+        index += 1
+    return [name for name, count in counted.items() for _ in range(count)]

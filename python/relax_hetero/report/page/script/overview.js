@@ -1,0 +1,56 @@
+// The first section: what the report is about, its totals, its devices; and the last: what is not in it.
+(function () {
+  "use strict";
+
+  // A target as one types it, of the JSON that TVM writes.
+  function briefly(target) {
+    try {
+      const parts = JSON.parse(target);
+      const shown = ["mcpu", "arch", "mtriple", "num-cores"].filter((name) => parts[name] !== undefined && parts[name] !== "");
+      return [parts.kind, ...shown.map((name) => `-${name}=${parts[name]}`)].join(" ");
+    } catch (error) {
+      return target;
+    }
+  }
+
+  report.drawOverview = function () {
+    report.section("overview", "Overview", null, (body) => {
+      const { make, data } = report;
+      const ops = (data.nodes || []).filter((node) => node.kind === "op").length;
+      const transfers = (data.nodes || []).filter((node) => node.kind === "transfer").length;
+      const devices = data.devices || [];
+      const moved = devices.reduce((sum, device) => sum + (device.transfer_bytes || 0), 0);
+      const weights = devices.reduce((sum, device) => sum + (device.param_bytes || 0) + (device.constant_bytes || 0), 0);
+      const cards = [
+        ["ops", (data.nodes || []).length ? report.number(ops) : null], ["kernels", (data.groups || []).length ? report.number(data.groups.length) : null],
+        ["devices", devices.length ? report.number(devices.length) : null], ["transfers", (data.nodes || []).length ? report.number(transfers) : null],
+        ["moved by transfers", moved ? report.bytes(moved) : null], ["weights and constants", weights ? report.bytes(weights) : null],
+        ["a call", data.profile ? report.seconds(data.profile.seconds) : null],
+      ];
+      body.append(make("ul", { class: "cards" }, cards.filter(([, value]) => value !== null).map(([name, value]) => make("li", {}, make("b", {}, value), name))));
+      if (devices.length) {
+        const most = Math.max(1, ...devices.map((device) => device.ops || 0));
+        const head = ["Device", "Target", "Ops", "Weights", "Transfers in", "Memory speed"];
+        const rows = devices.map((device) => [make("span", { class: "named" }, report.dot(device.name), device.name), make("code", { class: "target", title: device.target }, briefly(device.target || "")),
+          make("span", { class: "barred" }, make("i", { style: `width:${(60 * (device.ops || 0)) / most}px;background:${report.colour(device.name)}` }), report.number(device.ops)), report.bytes((device.param_bytes || 0) + (device.constant_bytes || 0)),
+          `${report.number(device.transfers_in)} (${report.bytes(device.transfer_bytes)})`, device.peak && report.known(device.peak.bytes_per_second) ? report.rate(device.peak.bytes_per_second, "B/s") : "–"]);
+        body.append(make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Devices" }, make("table", { class: "plain" }, make("thead", {}, make("tr", {}, head.map((name) => make("th", { scope: "col" }, name)))),
+          make("tbody", {}, rows.map((row) => make("tr", {}, row.map((cell) => make("td", {}, cell))))))));
+      }
+      if ((data.notes || []).length) body.append(make("ul", { class: "notes" }, data.notes.map((note) => make("li", {}, note))));
+      const about = [data.machine && `${data.machine.cpu || ""}${data.machine.cores ? `, ${data.machine.cores} cores` : ""}${(data.machine.gpus || []).length ? `, ${data.machine.gpus.join(", ")}` : ""}`,
+        data.made && `made ${data.made.replace("T", " ").replace(/\..*|Z$/, "")} UTC`, ...Object.entries(data.versions || {}).map(([name, version]) => `${name} ${version}`)];
+      body.append(make("p", { class: "quiet" }, about.filter(Boolean).join(" · ")));
+    }, true);
+  };
+
+  report.drawMissing = function () {
+    const { data, make } = report;
+    if (data.kind === "module" || (!data.nodes && !data.functions)) return;
+    const absent = (part) => !data[part] || (Array.isArray(data[part]) && data[part].length === 0);
+    const wanting = [["profile", "times of kernels and the roofline", "run with --profile"], ["timeline", "the timeline of queues", "run with --profile"], ["memory", "memory over time", "compile with this version, whose executables carry their memory plan"]];
+    const lines = wanting.filter(([part]) => absent(part));
+    if (lines.length === 0) return;
+    report.section("missing", "Not in this report", null, (body) => body.append(make("ul", { class: "notes" }, lines.map(([, what, how]) => make("li", {}, `${what[0].toUpperCase()}${what.slice(1)}: ${how}.`)))), true);
+  };
+})();

@@ -1,0 +1,33 @@
+// Reads the data, draws the sections that have some, and says how to get the others.
+(async function () {
+  "use strict";
+  const read = async (id) => {
+    const element = document.getElementById(id);
+    return element ? JSON.parse(await report.unpacked(element)) : null;
+  };
+  report.data = await read("report-data");
+  report.previous = await read("report-previous");
+  report.startTheme();
+  const has = (part) => report.data[part] && (!Array.isArray(report.data[part]) || report.data[part].length > 0);
+  const libraries = has("nodes") ? report.library("cytoscape.min.js", "d3-dag.min.js") : null;
+  report.drawOverview();
+  if (report.previous) report.drawCompare();
+  if (has("nodes")) {
+    await libraries;
+    report.drawGraph();
+  }
+  const charts = document.querySelector('script[data-library="echarts.min.js"]') !== null;
+  if (has("timeline") && charts) report.drawTimeline();
+  if (has("memory") && charts) report.drawMemory();
+  if (charts) report.drawRoofline();
+  if (has("profile")) report.drawProfile();
+  if (has("bench")) report.drawBench();
+  if (has("chat") && charts) report.drawChat();
+  if (has("passes")) report.drawPasses();
+  if (has("tables")) report.drawTables();
+  report.drawMissing();
+  for (const { id, title } of report.sections) {
+    document.getElementById("sections").append(report.make("a", { href: `#${id}` }, title));
+  }
+  document.documentElement.setAttribute("data-ready", "");
+})();

@@ -1,0 +1,70 @@
+// Tables by tabulator: sorted by a heading, searched by a box, with the keyboard too.
+(function () {
+  "use strict";
+
+  // Columns: {name, kind}; rows: lists. Numbers keep their value for sorting and are shown with their unit.
+  report.table = async function (body, id, columns, rows, sort) {
+    await report.library("tabulator.min.css", "tabulator.min.js");
+    const { make } = report;
+    const place = make("div", { id: `table-${id}` });
+    const box = make("input", { type: "search", placeholder: "Search the table", "aria-label": "Search the table" });
+    const count = make("span", { class: "quiet", role: "status" });
+    body.append(make("div", { class: "tools" }, box, count), place);
+    const texts = rows.map((row) => row.map((value, index) => report.as(columns[index].kind, value)).join(" ").toLowerCase());
+    const table = new Tabulator(place, {
+      data: rows.map((row, index) => Object.assign({ row: index }, ...row.map((value, column) => ({ [`c${column}`]: value })))),
+      index: "row", layout: "fitDataFill", maxHeight: 460, placeholder: "No row has these words", headerSortTristate: false, columnDefaults: { headerWordWrap: false },
+      initialSort: sort === undefined ? [] : [{ column: `c${sort}`, dir: "desc" }],
+      columns: columns.map(({ name, kind }, index) => ({
+        title: name, field: `c${index}`, sorter: kind === "text" ? "alphanum" : "number", hozAlign: kind === "text" ? "left" : "right", headerHozAlign: kind === "text" ? "left" : "right", maxWidth: index === 0 ? 460 : 280,
+        headerSortStartingDir: kind === "text" ? "asc" : "desc", tooltip: kind === "text",
+        formatter: (cell) => document.createTextNode(report.as(kind, cell.getValue())),
+      })),
+    });
+    const tell = (active) => (count.textContent = `${active} of ${rows.length} rows`);
+    table.on("dataFiltered", (filters, active) => tell(active.length));
+    table.on("tableBuilt", () => {
+      tell(rows.length);
+      for (const heading of place.querySelectorAll(".tabulator-col")) {
+        heading.setAttribute("tabindex", "0");
+        heading.addEventListener("keydown", (event) => {
+          if (event.key !== "Enter" && event.key !== " ") return;
+          event.preventDefault();
+          heading.click();
+        });
+      }
+    });
+    box.addEventListener("input", () => {
+      const words = box.value.toLowerCase().split(/\s+/).filter(Boolean);
+      table.setFilter((row) => words.every((word) => texts[row.row].includes(word)));
+    });
+    return table;
+  };
+
+  report.drawProfile = function () {
+    report.section("profile", "Time of kernels", null, (body) => {
+      const { rows, seconds } = report.data.profile;
+      body.append(report.make("p", { class: "hint" }, `${report.seconds(seconds)} in all, of function ${report.data.profile.function}.`));
+      const columns = [["kernel", "text"], ["device", "text"], ["ops", "text"], ["calls", "number"], ["time", "seconds"], ["share", "share"], ["operations", "number"], ["bytes", "bytes"], ["precision", "text"]];
+      return report.table(body, "profile", columns.map(([name, kind]) => ({ name, kind })),
+        rows.map((row) => [row.symbol, row.device, (row.ops || []).join(", "), row.calls, row.seconds, row.share, row.operations, row.bytes, row.precision]), 4);
+    });
+  };
+
+  report.drawTables = function () {
+    report.section("tables", "Tables", null, async (body) => {
+      for (const one of report.data.tables) {
+        const details = report.make("details", {}, report.make("summary", {}, `${one.title} `, report.make("span", { class: "quiet" }, `${one.rows.length}`)));
+        body.append(details);
+        const draw = async () => {
+          if (details.open && !details.dataset.drawn) {
+            details.dataset.drawn = "1";
+            await report.table(details, one.id, one.columns, one.rows);
+          }
+        };
+        details.addEventListener("toggle", draw);
+        if (one === report.data.tables[0]) details.open = true;
+      }
+    });
+  };
+})();

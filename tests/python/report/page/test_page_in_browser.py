@@ -1,0 +1,181 @@
+"""Pages of reports in a headless Chromium: what a reader clicks, types and sees."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from report.page.page_samples import report_data
+
+from relax_hetero.report.page import fragment_of, page_of
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+
+pytestmark = pytest.mark.browser
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+ARGUMENTS = (
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as driver:
+        own = driver.chromium.executable_path
+        found = next(filter(None, map(shutil.which, NAMES)), own if Path(own).exists() else None)
+        if found is None:
+            pytest.skip("needs Chromium: `playwright install chromium`, or one on PATH")
+        browser = driver.chromium.launch(executable_path=found, headless=True, args=list(ARGUMENTS))
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    path.write_text(page_of(report_data(3), report_data(2)))
+    return path.as_uri()
+
+
+@pytest.fixture(scope="module")
+def opened(browser, address):
+    """A function that opens a page; nothing that it opened may have complained."""
+    complaints = []
+
+    def open_page(width=1280, height=900, where=address):
+        page = browser.new_page(viewport={"width": width, "height": height})
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: request.url.startswith("http") and complaints.append(request.url))
+        page.goto(where)
+        page.wait_for_selector("html[data-ready]", timeout=30_000)
+        return page
+
+    yield open_page
+    assert complaints == []
+
+
+@pytest.fixture(scope="module")
+def page(opened):
+    return opened()
+
+
+def click_item(page, choice, times=1):
+    """Click the first item of the graph of which the expression over `data` holds."""
+    page.locator("#graph .canvas").scroll_into_view_if_needed()
+    find = f"report.cy.nodes(':childless').filter((node) => {{ const data = node.data(); return {choice}; }})[0]"
+    page.evaluate(f"void report.cy.center({find})")
+    at = page.evaluate(f"{find}.renderedPosition()")
+    box = page.locator("#graph .canvas").bounding_box()
+    page.mouse.click(box["x"] + at["x"], box["y"] + at["y"], click_count=times)
+
+
+def items(page):
+    return page.evaluate("report.cy.nodes(':childless').length")
+
+
+def test_sections_are_those_that_have_data(page, opened, tmp_path):
+    titles = page.locator("#sections a").all_inner_texts()
+    for title in ("Overview", "Before and after", "Graph", "Timeline", "Memory", "Roofline", "Passes", "Tables"):
+        assert title in titles
+    path = tmp_path / "bare.html"
+    bare = {key: value for key, value in report_data(1).items() if key not in ("profile", "timeline", "memory")}
+    path.write_text(page_of(bare))
+    other = opened(where=path.as_uri())
+    assert "Timeline" not in other.locator("#sections a").all_inner_texts()
+    assert "run with --profile" in other.locator("#missing").inner_text()
+    other.close()
+
+
+def test_search_finds_a_node_and_the_panel_tells_of_it(page):
+    page.fill("#search", "softmax layer4")
+    # The ops of one kernel, whose name has the first word.
+    assert page.locator("#found [role=option]").count() == 3
+    page.keyboard.press("Enter")
+    panel = page.locator("#graph .panel")
+    text = panel.inner_text()
+    for part in ("500 µs", "/layer4/softmax", "fused_matmul_add_nn.softmax_4", "rule '*=llvm:0'", "row phase"):
+        assert part in text
+    assert "[object" not in text
+    assert panel.locator("svg.tiles rect").count() > 1
+
+
+def test_escape_closes_the_panel(page):
+    panel = page.locator("#graph .panel")
+    click_item(page, "data.kind === 'group'")
+    assert panel.is_visible()
+    page.keyboard.press("Escape")
+    assert panel.is_hidden()
+
+
+def test_a_kernel_opens_to_its_ops_and_closes(page):
+    before = items(page)
+    click_item(page, "data.kind === 'group'", times=2)
+    page.wait_for_function(f"report.cy.nodes(':childless').length > {before}")
+    page.locator("#graph .canvas").focus()
+    page.click("text=Close the kernel")
+    page.wait_for_function(f"report.cy.nodes(':childless').length === {before}")
+
+
+def test_arrow_keys_walk_along_values(page):
+    click_item(page, "data.kind === 'input'")
+    page.locator("#graph .canvas").focus()
+    seen = []
+    for key in ("ArrowDown", "ArrowDown", "ArrowUp"):
+        page.keyboard.press(key)
+        seen.append(page.evaluate("report.cy.nodes(':selected').map((node) => node.id()).join()"))
+    assert len(set(seen)) >= 2 and "" not in seen
+
+
+def test_transfers_have_their_bytes(page):
+    labels = page.evaluate("report.cy.edges('[?transfer]').map((edge) => edge.data('label'))")
+    assert labels and set(labels) == {"96.0 KiB"}
+
+
+def test_tables_sort_and_search(page):
+    page.locator("#tables").scroll_into_view_if_needed()
+    first = page.locator("#table-transfers .tabulator-row").first
+    first.wait_for()
+    heading = page.locator("#table-transfers .tabulator-col", has_text="moved")
+    heading.click()
+    assert "lv10" in first.inner_text()
+    heading.press("Enter")
+    assert "lv2" in first.inner_text()
+    page.locator("#tables input[type=search]").fill("9.54 mib")
+    page.wait_for_function("document.querySelector('#tables [role=status]').textContent === '1 of 3 rows'")
+
+
+def test_the_button_makes_it_dark(page):
+    colours = set()
+    for _ in range(3):
+        page.click("#theme")
+        colours.add((page.inner_text("#theme"), page.evaluate("getComputedStyle(document.body).backgroundColor")))
+    assert {name for name, _ in colours} == {"Auto", "Light", "Dark"}
+    assert len({colour for _, colour in colours}) == 2
+
+
+def test_charts_are_drawn_when_they_come_into_view(page):
+    for section in ("timeline", "memory", "roofline", "profile"):
+        page.locator(f"#{section}").scroll_into_view_if_needed()
+        page.wait_for_selector(f"#{section}[data-drawn]", timeout=10_000)
+    assert page.locator("#timeline canvas").count() and page.locator("#roofline canvas").count()
+
+
+def test_a_phone_needs_no_scrolling_aside(opened):
+    page = opened(width=375, height=740)
+    for section in page.locator("main > section").all():
+        section.scroll_into_view_if_needed()
+        page.wait_for_timeout(20)
+    wide, seen = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+    assert wide <= seen
+    page.close()
+
+
+def test_a_fragment_is_drawn_within_another_page(opened, browser, tmp_path):
+    path = tmp_path / "notebook.html"
+    path.write_text(f"<!DOCTYPE html><html data-ready><body>{fragment_of(report_data(1))}</body></html>")
+    page = opened(where=path.as_uri())
+    frame = page.frame_locator("iframe")
+    frame.locator("html[data-ready]").wait_for(timeout=15_000)
+    assert frame.locator("#graph canvas").count() > 0
+    page.close()
