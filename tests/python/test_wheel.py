@@ -81,6 +81,9 @@ def test_the_wheel_works_in_an_empty_environment(version, wheel, tmp_path):
     assert report["ok"]
     assert [f["about"] for f in report["findings"] if f["section"] == "packages" and f["state"] != "ok"] == []
     assert "Add" in run(programs / "relax-hetero", "check", "toy.onnx", cwd=tmp_path, **settings)
+    # A report takes files that are not Python.
+    run(programs / "relax-hetero", "explain", "toy.onnx", "--html", "toy.html", cwd=tmp_path, **settings)
+    assert "</html>" in (tmp_path / "toy.html").read_text()
     (tmp_path / "toy.py").write_text(PROGRAM)
     assert run(programs / "python", "toy.py", cwd=tmp_path, **settings).startswith(str(tmp_path / "venv"))
 
