@@ -1,7 +1,7 @@
 """Pipelines over GPUs by queues: from CPU to GPU to CPU, and over two GPUs.
 
-python apps/bench/queues_gpu.py
-python apps/bench/queues_gpu.py --calls 32 --milliseconds 4 --json
+python apps/bench/queue_bench/queues_gpu.py
+python apps/bench/queue_bench/queues_gpu.py --calls 32 --milliseconds 4 --json
 
 Stages are products of matrices, as many as take the wanted time. The first pipeline's time per call is compared with
 the time of its slowest stage alone, the second's with the same model on one GPU; all calls are submitted.
@@ -11,22 +11,26 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 import tvm
-from report import Check, verdict
 from rich.console import Console
 from rich.table import Table
-from smoke import smoke
 from tvm import relax
 
 import relax_hetero as rh
 from relax_hetero.target.cpu_cores import num_cores
 from relax_hetero.target.vdevice import with_vdevices
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from report import Check, verdict  # noqa: E402
+from smoke import smoke  # noqa: E402
 
 PIPELINE_BAR, TWO_GPUS_BAR = 1.15, 1.8
 PROBE = 4
