@@ -20,18 +20,29 @@ from smoke import smoke
 from relax_hetero.report.page import page_of
 
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-# Pans the graph once a frame for so many milliseconds; answers with the milliseconds of each frame.
+# Drags the graph with the mouse for so many milliseconds, a step a frame; answers with the
+# milliseconds of each frame, or null if the graph did not move.
 PAN = """(length) => new Promise((done) => {
+  const canvas = document.querySelector("#graph .canvas canvas:last-of-type");
+  const box = canvas.getBoundingClientRect();
   const frames = [];
+  const start = report.cy.pan().y;
+  let moved = false;
   let [first, before] = [null, null];
+  const mouse = (kind, turn) => canvas.dispatchEvent(new MouseEvent(kind, {
+    bubbles: true, cancelable: true, view: window, button: 0, buttons: 1,
+    clientX: box.left + 30 + 25 * Math.sin(turn), clientY: box.top + 200 - 150 * Math.sin(turn / 2),
+  }));
   function step(now) {
     first = first ?? now;
-    if (before !== null) frames.push(now - before);
+    if (before === null) mouse("mousedown", 0);
+    else frames.push(now - before);
     before = now;
-    if (now - first > length) return done(frames);
-    const turn = (now - first) / 400;
-    report.cy.panBy({ x: 9 * Math.cos(turn), y: -12 });
-    requestAnimationFrame(step);
+    mouse("mousemove", (now - first) / 200);
+    moved = moved || report.cy.pan().y !== start;
+    if (now - first < length) return requestAnimationFrame(step);
+    mouse("mouseup", 0);
+    done(moved ? frames : null);
   }
   requestAnimationFrame(step);
 })"""
@@ -120,6 +131,8 @@ def main(nodes: int, runs: int, pan_seconds: float) -> None:
             page.click("text=Start")
             near = page.evaluate(PAN, 1000 * pan_seconds)
             page.close()
+            if whole is None or near is None:
+                raise click.ClickException("the mouse did not move the graph: the page or this script is broken")
             rates = [1000 / statistics.mean(frames) for frames in (whole, near)]
             row = (len(text) / 1e6, made, statistics.median(times), *rates, max(whole + near))
             kind = "kernels closed" if fused else "every op"

@@ -17,6 +17,7 @@ from ..artifact.model_graph import KINDS
 from ..artifact.model_graph import TRANSFER as TRANSFERS
 from ..providers import provided
 from .kernel_groups import groups_of
+from .memory_steps import memory_of
 from .report_tables import tables_of
 from .stored_layouts import layouts_of
 from .trace_timeline import timeline_of
@@ -92,7 +93,7 @@ def report_of(
         "groups": groups,
         "layouts": [{key: value for key, value in layout.items() if key != "of"} for layout in layouts],
         "timeline": None if trace is None else timeline_of(trace, [total.name for total in totals]),
-        "memory": _memory(executable),
+        "memory": memory_of(executable),
         "profile": None if profile is None else _profile(profile),
         "tables": tables_of(explanation),
         "bench": None,
@@ -190,21 +191,6 @@ def _edge(nodes: list[Data], read: int, position: int, reader: int) -> Data:
         "bytes": None if None in sizes else sum(sizes),
         "transfer": TRANSFERS in (source["kind"], nodes[reader]["kind"]),
     }
-
-
-def _memory(executable: Executable) -> list[Data]:
-    """A row for each function and device; functions whose memory depends on sizes have none."""
-    plan = executable.memory_plan
-    found: list[Data] = []
-    for name in plan.functions:
-        if plan.names(name):
-            continue
-        use = plan.at(name)
-        for memory in use.devices:
-            row = {key: getattr(memory, key) for key in ("device", "weights", "transient", "arenas", "transfers")}
-            row.update(results=memory.results, least=memory.least, steps=[], over_time=[], values=[])
-            found.append({"function": name, "sizes": dict(use.sizes), **row})
-    return found
 
 
 def _profile(profile: Profile) -> Data:

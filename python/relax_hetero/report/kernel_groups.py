@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,11 @@ from ..artifact.model_graph import INPUT, KINDS, OP, FunctionGraph, ModelGraph
 if TYPE_CHECKING:
     from ..vm.profile import Profile
 
+# Names that lowering gives where it has none; the model may have the same ones for something else.
+_FRESH = re.compile(r"(lv|gv)\d*")
+# What kernels call an op, and what the model calls it.
+_SAME = {"cast": "astype", "concatenate": "concat", "transpose": "permute_dims"}
+_SAME.update({"block_matmul": "matmul", "block_rows": "take"})
 # What takes no kernel: another shape for the same memory.
 _VIEWS = ("reshape", "flatten", "squeeze", "expand_dims")
 
@@ -111,14 +117,18 @@ class _Finder:
         """Node to kernel call: by the variables of the calls, then by what they compute, in program order."""
         unnamed: list[int] = []
         for owner, entry in enumerate(entries):
-            last = self._named(entry["variable"])
-            if last is None or self._ops[last] not in map(_short, entry["ops"]):
-                unnamed.append(owner)
-            else:
+            variable, last = entry["variable"], self._named(entry["variable"])
+            is_said = variable in self._by_name and not _FRESH.fullmatch(variable)
+            if last is not None and (is_said or self._ops[last] in map(_short, entry["ops"])):
                 self._take(last, owner, entry)
+            else:
+                unnamed.append(owner)
         for owner in unnamed:
             entry = entries[owner]
-            last = self._first(_short(entry["ops"][-1]), entry["device"]) if entry["ops"] else None
+            if _FRESH.fullmatch(entry["variable"]) and entry["ops"]:
+                last = self._first(_short(entry["ops"][-1]), entry["device"])
+            else:
+                last = self._named(entry["variable"])
             if last is not None:
                 self._take(last, owner, entry)
         self._take_rewritten()
@@ -130,7 +140,7 @@ class _Finder:
         waiting = [last]
         while waiting:
             index = waiting.pop(0)
-            if index in self._owners or not wanted[self._ops[index]]:
+            if index in self._owners or not (index == last or wanted[self._ops[index]]):
                 continue
             if self._devices[index] not in ("", entry["device"]):
                 continue
@@ -144,7 +154,8 @@ class _Finder:
         varying: set[int] = set()
         for index, node in enumerate(self._nodes):
             reads = [read for read, _ in node.pairs()]
-            if KINDS[node.kind] == INPUT or not varying.isdisjoint(reads):
+            is_unpacked = self._ops[index] == "dequantize_blocks"  # by the kernel that reads it
+            if KINDS[node.kind] == INPUT or is_unpacked or not varying.isdisjoint(reads):
                 varying.add(index)
         for index in reversed(range(len(self._nodes))):
             owner = self._owners.get(index)
@@ -170,5 +181,6 @@ class _Finder:
 
 
 def _short(op: str) -> str:
-    """``softmax`` of ``relax.nn.softmax``."""
-    return op.rpartition(".")[2]
+    """``softmax`` of ``relax.nn.softmax``; names that kernels have for ops become those of the ops."""
+    name = op.rpartition(".")[2]
+    return _SAME.get(name, name)

@@ -11,13 +11,13 @@ from ..artifact.memory_plan import MemoryPlan
 from ..artifact.messages import unknown_name
 from ..artifact.metadata import CacheUse, device_names
 from ..errors import HeteroError
-from ..llm.token_cost import TokenCost, token_cost
 from .call_tables import Schedules, memory_lines, memory_tables
 from .command_tables import CommandBuffers
 from .console import Shown, bytes_text, plural, show, table, target_text
 from .kernel_tables import encoding_tables, encoding_totals, encodings_line, fusion_tables, fusions_line
 
 if TYPE_CHECKING:
+    from ..llm.token_cost import TokenCost
     from ..vm import Executable
 
 SECTIONS = ("ops", "transfers", "encodings", "kernels", "commands", "steps", "memory", "token")
@@ -278,6 +278,8 @@ def explanation_of(executable: Executable, model: str = "") -> Explanation:
         raise HeteroError(
             f"{model or executable} holds no placement report; it was not made by this library's compiler"
         )
+    from ..llm.token_cost import token_cost  # imports TVM, which the help of commands does without
+
     names = device_names(about.devices)
     return Explanation(
         model,

@@ -42,7 +42,8 @@ EXPERTS = {"*gate_exps*": "Q5_0", "*up_exps*": "Q4_K", "*down_exps*": "Q6_K", "*
 @pytest.mark.parametrize(("name", "types"), [("llama-tied", EVERY_TYPE), ("qwen3moe", EXPERTS)])
 def test_logits_of_blocks(name, types, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", MODELS[name], types)
-    check(path, run(path, TOKENS, 13), 2e-4)
+    # CPUs with dot products of bytes multiply numbers of 16 bits.
+    check(path, run(path, TOKENS, 13), 5e-4)
 
 
 TWO = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v3"}]

@@ -157,4 +157,20 @@ def test_the_memory_of_a_model_of_fixed_sizes_is_there():
         builder.emit_func_output(result)
     data = report_of(rh.compile(builder.get(), cache=False))
     assert [(row["function"], row["results"]) for row in data["memory"]] == [("main", 128)]
+    (row,) = data["memory"]
+    assert [value["kind"] for value in row["values"]] == ["result"]
     assert tvm.__version__ == data["versions"]["tvm"]
+
+
+def test_the_most_that_is_alive_is_the_least_of_the_plan():
+    x, w = (relax.Var(name, relax.TensorType((64, 64), "float32")) for name in "xw")
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x, w]):
+        with builder.dataflow():
+            product = builder.emit(relax.op.matmul(x, w))
+            result = builder.emit_output(relax.op.matmul(relax.op.nn.softmax(product), w))
+        builder.emit_func_output(result)
+    (row,) = report_of(rh.compile(builder.get(), cache=False))["memory"]
+    assert max(row["over_time"]) == row["least"] > 0
+    assert len(row["steps"]) == len(row["over_time"])
+    assert all(0 <= value["first"] <= value["last"] < len(row["steps"]) for value in row["values"])

@@ -13,8 +13,8 @@ HERE = Path(__file__).parent
 PASSES = {name: module.strip(".").split(".") for name, module in transform._PASSES.items()}
 # The second is of `outlines`, for regions: it compares functions of Relax.
 COMPARES = {"assert_structural_equal", "check"}
-# These change nothing: there is no module to expect.
-ONLY_CHECKS = {"VerifyEncodings"}
+# These check or note, and change no function: there is no module to expect.
+ONLY_CHECKS = {"NoteGraph", "VerifyEncodings"}
 
 
 def names_in(file: Path) -> set[str]:

@@ -173,10 +173,13 @@ class _Loops:
             with loop(spec.vectors) as vector:
                 self._write_vectors(tile, [vector])
 
+        def store_one(i: int, row: Expr, masks: list[Expr]) -> None:
+            store_row(spec, row, tile.panel, masks, lambda j: self.totals[self._total_at(i, j)])
+
         def store(masks: list[Expr]) -> None:
             for i, row in enumerate(self._rows_of(tile)):
                 with when(True if tile.end is None or i == 0 else tile.row + i < tile.end):
-                    store_row(spec, row, tile.panel, masks, lambda j, i=i: self.totals[self._total_at(i, j)])
+                    store_one(i, row, masks)
 
         for_columns(spec, tile.panel, store)
 

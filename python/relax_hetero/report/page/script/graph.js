@@ -33,10 +33,13 @@
   }
 
   // Points of the picture as cytoscape wants bends: along and across the line between the ends.
-  function bent(from, to, points) {
+  function bent(from, to, all) {
+    // A bend beneath a node would leave its line no end.
+    const beneath = (node, [x, y]) => Math.abs(x - node.x) < 100 && Math.abs(y - node.y) < 28;
+    const points = (all || []).filter((point) => !beneath(from, point) && !beneath(to, point));
     const [dx, dy] = [to.x - from.x, to.y - from.y];
     const length = Math.hypot(dx, dy);
-    if (!points || !points.length || length < 1) return {};
+    if (!points.length || length < 1) return {};
     return {
       bent: 1,
       weights: points.map(([x, y]) => ((x - from.x) * dx + (y - from.y) * dy) / length ** 2),

@@ -38,11 +38,18 @@
     const rank = new Map(ids.map((id) => [id, 0]));
     const forward = (id, act) => next.get(id).forEach((to) => place.get(to) > place.get(id) && act(to));
     for (const id of ordered) forward(id, (to) => rank.set(to, Math.max(rank.get(to), rank.get(id) + 1)));
-    const sources = new Set(ids);
-    for (const { to } of edges) sources.delete(to);
-    // Values with no operands stand just above their first use.
+    // Values with no operands stand just above their first use, and with them what is made of such values alone: weights
+    // that are unpacked and turned stand beside the product that reads them, not all in the first layer.
+    const before = new Map(ids.map((id) => [id, []]));
+    for (const id of ids) forward(id, (to) => before.get(to).push(id));
+    const floating = new Set();
+    for (const id of ordered) {
+      const reads = before.get(id);
+      const alone = (from) => floating.has(from) && before.get(from).length === 0 && next.get(from).length === 1;
+      if (reads.length === 0 || (reads.length === 1 && floating.has(reads[0])) || reads.every(alone)) floating.add(id);
+    }
     for (const id of [...ordered].reverse()) {
-      if (!sources.has(id)) continue;
+      if (!floating.has(id)) continue;
       let least = Infinity;
       forward(id, (to) => (least = Math.min(least, rank.get(to))));
       if (least < Infinity) rank.set(id, least - 1);
