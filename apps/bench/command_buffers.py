@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import click
+from bars import Check, verdict
 from model_bench.rich_tables import rich_table, terminal
-from report import Check, verdict
 from smoke import SMALL_MODEL, smoke
 
 LEFT = ("model", "region", "bits")

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 import tvm
 import tvm_ffi
+from bars import Check, verdict
 from command_buffer_bench.chains import WIDTH, Chain, whole_numbers
 from memory import resident
-from report import Check, verdict
 from rich.console import Console
 from rich.table import Table
 from smoke import smoke

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import click
 import numpy as np
+from bars import Check, geometric_mean
 from gpu_bench import torch_peers
 from gpu_bench.contest import NOTHING, OURS, Row, contest, end, gpu_options, ratio, show, write
 from gpu_bench.programs import parsed_gpu
 from gpu_bench.workloads import Products
 from peers.shape import Shape
-from report import Check, geometric_mean
 from smoke import smoke
 
 COUNT = 8

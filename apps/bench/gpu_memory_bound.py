@@ -14,12 +14,12 @@ from pathlib import Path
 
 import click
 import numpy as np
+from bars import Check
 from gpu_bench import torch_peers
 from gpu_bench.contest import OURS, Row, contest, end, gpu_options, ratio, show, write
 from gpu_bench.device_time import Clock, microseconds, torch_on_gpu
 from gpu_bench.programs import device_of, parsed_gpu
 from gpu_bench.workloads import Rows
-from report import Check
 from smoke import smoke
 
 SIZES = {

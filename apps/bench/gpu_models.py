@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import click
+from bars import Check, geometric_mean, verdict
 from gpu_bench.model_process import Job
 from model_bench.dispatches import COLUMNS, Dispatch, Roof, dispatch_cells
 from model_zoo import BY_NAME, MAKERS, model_path
 from model_zoo.newer import NEWER
 from model_zoo.skeleton import SUFFIX
-from report import Check, geometric_mean, verdict
 from rich.console import Console
 from rich.table import Table
 from smoke import SMALL_MODEL, smoke

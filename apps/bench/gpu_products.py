@@ -19,12 +19,12 @@ from pathlib import Path
 
 import click
 import numpy as np
+from bars import Check, geometric_mean
 from gpu_bench import torch_peers
 from gpu_bench.contest import Row, contest, end, gpu_options, ratio, show, write
 from gpu_bench.programs import parsed_gpu
 from gpu_bench.workloads import KINDS, Products
 from peers.shape import Shape
-from report import Check, geometric_mean
 from smoke import smoke
 
 SHAPES = ("8192", "4096", "2048", "4096x4096x1024", "512x4096x4096", "128x4096x4096", "127x255x511", "12*128x64x128")

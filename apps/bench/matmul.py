@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
+from bars import checks, markdown, remarks, tables, verdict
 from model_bench.rich_tables import rich_table, terminal
 from peers.matmul_worker import Job
-from report import checks, markdown, remarks, tables, verdict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from smoke import smoke

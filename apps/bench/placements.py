@@ -29,8 +29,8 @@ from typing import Any
 import click
 import numpy as np
 import onnx
+from bars import Check, verdict
 from model_zoo import model_path, random_arrays
-from report import Check, verdict
 from rich.console import Console
 from rich.table import Table
 from smoke import SMALL_MODEL, smoke

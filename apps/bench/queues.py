@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 import click
-from report import Check, verdict
+from bars import Check, verdict
 from rich.console import Console
 from rich.table import Table
 from smoke import smoke

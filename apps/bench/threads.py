@@ -22,8 +22,8 @@ from typing import Any
 
 import click
 import numpy as np
+from bars import Check, verdict
 from busy_machine import busy_processes
-from report import Check, verdict
 from rich.console import Console
 from rich.table import Table
 from smoke import smoke

@@ -35,7 +35,7 @@ from tvm import relax
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from report import Check, verdict  # noqa: E402
+from bars import Check, verdict  # noqa: E402
 from smoke import smoke  # noqa: E402
 
 import relax_hetero as rh  # noqa: E402

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from report import Check
+from bars import Check
 
 PROGRAM = Path(__file__).resolve().parents[1] / "command_buffers.py"
 COMPILE_BAR = 1.3  # times without command buffers

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import tvm
-from report import Check
+from bars import Check
 from turns import Timing, take_turns
 
 import relax_hetero as rh

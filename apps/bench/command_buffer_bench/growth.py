@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import tvm
+from bars import Check
 from memory import resident
-from report import Check
 
 import relax_hetero as rh
 from command_buffer_bench.chains import WIDTH, Chain, whole_numbers

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from bars import Check, geometric_mean
 from model_peers import OURS
-from report import Check, geometric_mean
 
 WITHOUT, REFERENCE = "bytecode", "onnxruntime"
 # Models of many small kernels have to be faster in command buffers; of all others, none slower than the noise of turns.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from report import Check, verdict
+from bars import Check, verdict
 from rich.console import Console
 from rich.table import Table
 

@@ -19,7 +19,7 @@ import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from report import Check, geometric_mean
+from bars import Check, geometric_mean
 from smoke import smoke
 
 from gpu_bench.contest import Row, contest, end, gpu_options, ratio, show, write

@@ -24,9 +24,9 @@ import tvm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bars import Check, verdict  # noqa: E402
 from gpu_bench.device_time import Clock, Launch, microseconds, torch_on_gpu  # noqa: E402 (the folder comes first)
 from gpu_bench.programs import device_of, parsed_gpu  # noqa: E402
-from report import Check, verdict  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from smoke import smoke  # noqa: E402

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from bars import geometric_mean
 from model_peers import OURS, PEERS
-from report import geometric_mean
 
 from model_bench.report import Result, best_peer, ratio
 

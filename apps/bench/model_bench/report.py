@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from bars import geometric_mean
 from model_peers import NO_PEERS, OURS, PEERS, SYMBOLIC
-from report import geometric_mean
 
 from model_bench.dispatches import COLUMNS, Dispatch, Roof, dispatch_cells
 

@@ -83,7 +83,8 @@ class Product:
         """Largest difference of a result over what is allowed; up to 1 is right.
 
         Integers have to be exact. Floats may differ by 1e-5 sqrt(K) and one rounding of the result's type; float16,
-        of which a few terms may be added in float16, by six thousandths of the root mean square.
+        of which a few terms may be added in float16, by six thousandths of the root mean square; weights of 4 bits by
+        ten times as much as other floats, since data may be integers of 16 bits.
         """
         if tuple(found.shape) != self.result_shape:
             return float("inf")
@@ -92,6 +93,8 @@ class Product:
             return 0.0 if not difference.any() else float("inf")
         rounding = {"bfloat16": 2.0**-8, "float16": 2.0**-11}.get(found.dtype.name, 2.0**-23)
         sums = 1e-5 * np.sqrt(self.shape.k)
+        if self.kind == "q4":
+            sums *= 10
         if self.kind == "f16":
             sums = max(sums, 6e-3 * np.sqrt(np.mean(self.reference**2)))
         worst = np.max(difference / (sums + rounding * np.abs(self.reference)))

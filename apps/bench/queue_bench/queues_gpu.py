@@ -29,7 +29,7 @@ from relax_hetero.target.cpu_cores import num_cores
 from relax_hetero.target.vdevice import with_vdevices
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from report import Check, verdict  # noqa: E402
+from bars import Check, verdict  # noqa: E402
 from smoke import smoke  # noqa: E402
 
 PIPELINE_BAR, TWO_GPUS_BAR = 1.15, 1.8

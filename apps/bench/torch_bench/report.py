@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from bars import geometric_mean
 from model_peers import FROM_TORCH, OURS, PEERS
-from report import geometric_mean
 
 PAIRS = ((OURS, "onnxruntime"), (FROM_TORCH, "inductor"), (FROM_TORCH, "frozen"), (FROM_TORCH, "eager"))
 """Whose times are divided: the second's by the first's."""

@@ -151,6 +151,7 @@ if TYPE_CHECKING:  # what checkers and editors see: a test compares these names 
     from .partition.form_schedules import FormSchedules as FormSchedules
     from .partition.partition_by_host import PartitionByHost as PartitionByHost
     from .permute.move_permutes import MovePermutes as MovePermutes
+    from .placement.note_graph import NoteGraph as NoteGraph
     from .placement.realize_vdevice import RealizeVDevice as RealizeVDevice
     from .placement.realize_vdevice import verify_placement as verify_placement
     from .placement.update_vdevice import UpdateVDevice as UpdateVDevice

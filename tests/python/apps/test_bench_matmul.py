@@ -126,7 +126,7 @@ def test_what_has_no_weights_of_four_bits_is_left_out(shape: str, weight: bool) 
 
 
 def test_weights_of_four_bits_are_compared_with_our_own_float32() -> None:
-    from report import checks
+    from bars import checks
 
     found = {
         check.what: check for check in checks([result(shape="1x64x64", ours=10.0), result("q4", "1x64x64", ours=29.0)])
@@ -164,7 +164,7 @@ def test_shapes_are_read_and_counted() -> None:
 
 
 def test_ratios_are_to_the_best_peer_of_each_shape() -> None:
-    from report import best_peer, checks, ratio
+    from bars import best_peer, checks, ratio
 
     first = result(shape="8x64x64", ours=90.0, numpy=100.0, torch=80.0)
     second = result(shape="64x64x64", ours=160.0, numpy=90.0, torch=80.0)
@@ -177,7 +177,7 @@ def test_ratios_are_to_the_best_peer_of_each_shape() -> None:
 
 
 def test_bars_for_one_row_no_weights_stock_and_peak() -> None:
-    from report import LARGE, checks
+    from bars import LARGE, checks
 
     rows = [
         result(shape="1x64x64", ours=91.0, numpy=100.0),
@@ -193,7 +193,7 @@ def test_bars_for_one_row_no_weights_stock_and_peak() -> None:
 
 
 def test_our_failure_is_a_missed_bar() -> None:
-    from report import checks
+    from bars import checks
 
     failed = result(numpy=100.0)
     failed["rows"]["relax-hetero"] = {"failure": "HeteroError: no"}
@@ -202,7 +202,7 @@ def test_our_failure_is_a_missed_bar() -> None:
 
 
 def test_markdown_has_every_number() -> None:
-    from report import markdown
+    from bars import markdown
 
     text = markdown([result(ours=123.4, numpy=87.6, peak=260.0)])
     assert "| 64x64x64 | 123 (123) | 87.6 (87.6) | – | 260 (260) | numpy | 1.409 |" in text

@@ -5,13 +5,13 @@ from collections import Counter
 
 import pytest
 import tvm
-from report.toy_model import ARGUMENTS, Model
 from tvm import relax
 
 import relax_hetero as rh
 from relax_hetero.report.executable_report import report_of
 from relax_hetero.report.page import data_of
 from relax_hetero.report.stored_layouts import layouts_of
+from report.toy_model import ARGUMENTS, Model
 
 
 @pytest.fixture(scope="module")

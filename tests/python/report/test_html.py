@@ -5,11 +5,11 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from report.toy_model import ARGUMENTS, Model
 
 import relax_hetero as rh
 from relax_hetero.report.html_elements import Column, bytes_text, page, table, view
 from relax_hetero.vm.profile import Profile, ProfileRow
+from report.toy_model import ARGUMENTS, Model
 
 
 def parsed(html: str) -> ET.Element:

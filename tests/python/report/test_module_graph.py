@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import tvm
-from report.toy_model import Model
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
@@ -12,6 +11,7 @@ from tvm.script import relax as R
 import relax_hetero as rh
 from relax_hetero.driver.pipeline import pipeline_steps
 from relax_hetero.report.module_graph import UNPLACED, module_data
+from report.toy_model import Model
 
 
 def after(last: str, mod: tvm.IRModule = Model) -> tvm.IRModule:

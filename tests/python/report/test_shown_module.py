@@ -4,11 +4,11 @@ import xml.etree.ElementTree as ET
 
 import pytest
 import tvm
-from report.toy_model import Model
 
 import relax_hetero as rh
 from relax_hetero.report import graph_picture
 from relax_hetero.report.layers import layers_of
+from report.toy_model import Model
 
 
 def test_a_notebook_shows_a_box_for_each_node_in_the_colour_of_its_device():

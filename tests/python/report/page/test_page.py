@@ -10,11 +10,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from report.page.page_samples import report_data
 
 import relax_hetero as rh
 from relax_hetero.report import page as room
 from relax_hetero.report.page import data_of, fragment_of, page_of
+from report.page.page_samples import report_data
 
 FOLDER = Path(room.__file__).parent
 PROJECT = Path(__file__).resolve().parents[4] / "pyproject.toml"

@@ -4,9 +4,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from report.page.page_samples import report_data
 
 from relax_hetero.report.page import fragment_of, page_of
+from report.page.page_samples import report_data
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 
