@@ -6,6 +6,7 @@ first. Weights of few rows are so many copies that no cache holds them, as a mod
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import statistics
@@ -27,6 +28,9 @@ from smoke import smoke  # noqa: E402
 _MEMORY = 1 << 27
 """Bytes of weights that calls of few rows go over."""
 
+_ROUNDING = {8: 1.5e-2, 16: 3e-5}
+"""Of a result relative to the sum of its terms' sizes, by bits of activations; few results are half as far off."""
+
 _ROWS_OF_MEMORY = 16
 """Up to so many rows, reading weights decides."""
 
@@ -43,29 +47,30 @@ def random_rows(name: str, rows: int, depth: int) -> np.ndarray:
     return raw.reshape(rows, -1)
 
 
-def product(name: str, copies: list[np.ndarray], rows: int, depth: int) -> rh.vm.VirtualMachine:
+def product(name: str, copies: list[np.ndarray], rows: int, depth: int, activation_bits: int) -> rh.vm.VirtualMachine:
     """A machine whose functions ``f0``, ``f1``, ... multiply by the copies of a weight."""
     builder = relax.BlockBuilder()
     for number, raw in enumerate(copies):
         x = relax.Var("x", relax.TensorType([rows, depth], "float32"))
         with builder.function(f"f{number}", [x]):
             with builder.dataflow():
-                weight = builder.emit(rh.op.dequantize_blocks(relax.const(raw), depth=depth, format=name))
+                sizes = {"depth": depth, "format": name, "activation_bits": activation_bits}
+                weight = builder.emit(rh.op.dequantize_blocks(relax.const(raw), **sizes))
                 result = builder.emit_output(relax.op.matmul(x, relax.op.permute_dims(weight)))
             builder.emit_func_output(result)
     return rh.vm.VirtualMachine(rh.compile(builder.get()))
 
 
-def measure(name: str, rows: int, columns: int, depth: int, rounds: int) -> tuple[float, float]:
+def measure(name: str, rows: int, activation_bits: int, columns: int, depth: int, rounds: int) -> tuple[float, float]:
     """Median seconds of a product, and the bytes of its weights in the file; ends where a result is wrong."""
     raw = random_rows(name, columns, depth)
     count = max(1, _MEMORY // raw.nbytes) if rows <= _ROWS_OF_MEMORY and rounds > 1 else 1
-    machine = product(name, [raw.copy() for _ in range(count)], rows, depth)
+    machine = product(name, [raw.copy() for _ in range(count)], rows, depth, activation_bits)
     data = np.random.default_rng(0).standard_normal((rows, depth), "float32")
     x = tvm.runtime.tensor(data)
     numbers = numbers_of_rows(raw, FILE_FORMATS[name], depth).astype("float64")
     error = np.abs(machine["f0"](x).numpy() - data @ numbers.T)
-    if not (error <= 3e-5 * (np.abs(data) @ np.abs(numbers).T)).all():
+    if not (error <= _ROUNDING[activation_bits] * (np.abs(data) @ np.abs(numbers).T)).all():
         raise SystemExit(f"{name}: the error is {error.max()}")
     calls = [machine[f"f{number}"] for number in range(count)]
     times = []
@@ -80,20 +85,23 @@ def measure(name: str, rows: int, columns: int, depth: int, rounds: int) -> tupl
 @click.command(help=__doc__)
 @click.option("--format", "formats", multiple=True, type=click.Choice(list(FILE_FORMATS)), help="Default: all.")
 @click.option("--rows", multiple=True, type=int, default=(1, 8, 512), show_default=True)
+@click.option("--activations", multiple=True, type=click.Choice([8, 16]), default=(8, 16), show_default=True)
 @click.option("--columns", default=4096, show_default=True)
 @click.option("--depth", default=2048, show_default=True)
 @click.option("--rounds", default=7, show_default=True)
 @smoke(formats=("q5_0", "q6_k"), rows=(1, 20), columns=64, depth=256, rounds=1)
-def main(formats: tuple[str, ...], rows: tuple[int, ...], columns: int, depth: int, rounds: int) -> None:
+def main(
+    formats: tuple[str, ...], rows: tuple[int, ...], activations: tuple[int, ...], columns: int, depth: int, rounds: int
+) -> None:
     """Measure each format for each number of rows, in a shuffled order."""
     print(f"threads: {os.environ.get('TVM_NUM_THREADS', 'all')}; products of (rows, {depth}) by ({depth}, {columns})")
-    cases = [(name, count) for name in formats or FILE_FORMATS for count in rows]
+    cases = list(itertools.product(formats or FILE_FORMATS, rows, activations))
     random.Random(1).shuffle(cases)
     found = {case: measure(*case, columns, depth, rounds) for case in cases}
-    print(f"{'format':8}{'rows':>6}{'us':>12}{'GB/s':>8}{'Gop/s':>8}")
-    for (name, count), (seconds, size) in sorted(found.items()):
+    print(f"{'format':8}{'rows':>6}{'bits':>6}{'us':>12}{'GB/s':>8}{'Gop/s':>8}")
+    for (name, count, bits), (seconds, size) in sorted(found.items()):
         work = 2 * count * columns * depth / seconds / 1e9
-        print(f"{name:8}{count:6}{seconds * 1e6:12.1f}{size / seconds / 1e9:8.1f}{work:8.1f}")
+        print(f"{name:8}{count:6}{bits:6}{seconds * 1e6:12.1f}{size / seconds / 1e9:8.1f}{work:8.1f}")
 
 
 if __name__ == "__main__":

@@ -286,6 +286,8 @@ class BlockProductProblem:
     index : Operand or None
         Of experts, ``(tokens, used)``: the matrix of each row of the result, whose batch dimensions these are. The left
         operand has one row for a token, or one for each of its experts.
+    activation_bits : int
+        Integers of so many bits, 8 or 16, with a scale for each block may stand for numbers of the left operand.
     """
 
     lhs: Operand
@@ -297,6 +299,7 @@ class BlockProductProblem:
     form: BlockFormat | None = None
     experts: int = 0
     index: Operand | None = None
+    activation_bits: int = 16
 
     @property
     def parameters(self) -> list[Operand]:

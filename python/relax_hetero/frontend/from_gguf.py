@@ -38,6 +38,7 @@ def from_gguf(
     all_logits: bool = False,
     cost_model: CostModel | None = None,
     memory_limit: MemoryLimit | None = None,
+    activation_bits: int = 8,
 ) -> tvm.IRModule:
     """Import a language model of a GGUF file as a Relax module, placed over several devices if any are named.
 
@@ -62,6 +63,9 @@ def from_gguf(
     all_logits : bool
         Whether ``prefill_C`` gives the logits of all its rows, and not of one.
     cost_model, memory_limit : as for `from_onnx`
+    activation_bits : int
+        How exact products with weights in blocks are, as of `R.hetero.dequantize_blocks`: 8 (numbers become integers of
+        8 bits with a scale for each 32, as llama.cpp rounds them) or 16.
 
     Returns
     -------
@@ -76,6 +80,8 @@ def from_gguf(
     FrontendError
         If the file cannot be read, its architecture or a tensor's type is not known, a tensor is missing or has
         another shape, or a pattern matches nothing.
+    EncodingError
+        For other `activation_bits`.
     VDeviceError
         If a device string names nothing in `vdevices`.
     PlacementError
@@ -85,7 +91,7 @@ def from_gguf(
     file = path if isinstance(path, GgufFile) else read_gguf(path)
     model = hyperparameters_of(file)
     cache = PagedCache(tuple(batches), tuple(chunks), slots, context or model.context, page_type, all_logits)
-    mod = language_module(model, Weights(file), cache)
+    mod = language_module(model, Weights(file), cache, activation_bits)
     if devices is None:
         return mod
     if isinstance(placement, str):

@@ -39,6 +39,7 @@ def load(
     context: int | None = None,
     page_type: str = "float16",
     memory_limit: MemoryLimit | None = None,
+    activation_bits: int = 8,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> tuple[CompiledModel, Tokenizer]:
     """A language model that runs, and its tokenizer.
@@ -47,7 +48,7 @@ def load(
     ----------
     path : str or path
         A GGUF file, which is imported and compiled (or found in the compile cache), or a folder that `save` wrote.
-    vdevices, placement, batches, chunks, slots, page_type, memory_limit : as for `rh.from_gguf`
+    vdevices, placement, batches, chunks, slots, page_type, memory_limit, activation_bits : as for `rh.from_gguf`
         Of a file only.
     context : int, optional
         Most positions of a sequence; by default 4,096, or as many as the model was trained for.
@@ -85,6 +86,7 @@ def load(
         context=most,
         page_type=page_type,
         memory_limit=memory_limit,
+        activation_bits=activation_bits,
     )
     pages = [f"pages_{layer}" for layer in range(model.layers)]
     names = [f"decode_{rows}" for rows in batches] + [f"prefill_{rows}" for rows in chunks]

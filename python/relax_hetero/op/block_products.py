@@ -23,6 +23,9 @@ from .definition import check_attrs, differ, extents_of, make_call, number, regi
 DEQUANTIZE_BLOCKS, BLOCK_MATMUL = "relax.hetero.dequantize_blocks", "relax.hetero.block_matmul"
 BLOCK_ROWS = "relax.hetero.block_rows"
 
+ACTIVATION_BITS = (8, 16)
+"""Bits of the integers that may stand for numbers of the other operand of a product."""
+
 _POINTS = ("uint8", "float32")
 _MINIMUMS = ("float16", "float32")
 _SCALES = ("float32", "float16")
@@ -30,12 +33,13 @@ _SCALES = ("float32", "float16")
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.DequantizeBlocksAttrs")
 class DequantizeBlocksAttrs(tvm.ir.Attrs):
-    """Of dequantize_blocks: weights of a row, how many of them share a scale, their bits, and a file's format."""
+    """Of dequantize_blocks; see `dequantize_blocks`."""
 
     depth: int
     block: int
     bits: int
     format: str
+    activation_bits: int = 16
 
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.BlockMatmulAttrs")
@@ -49,6 +53,7 @@ class BlockMatmulAttrs(tvm.ir.Attrs):
     expression: str
     format: str
     experts: int = 0
+    activation_bits: int = 16
 
 
 def dequantize_blocks(
@@ -60,6 +65,7 @@ def dequantize_blocks(
     block: int = 0,
     bits: int = 4,
     format: str = "",
+    activation_bits: int = 16,
 ) -> relax.Call:
     """Weights in blocks as float32: ``(weight - zero) * scale``, or what a file's format says.
 
@@ -80,17 +86,28 @@ def dequantize_blocks(
         Of a weight: 2, 4 or 8. A format says it by itself.
     format : str
         A name of `relax_hetero.encoding.block_formats.FILE_FORMATS`: "q4_k", "f16", ...
+    activation_bits : int
+        How exact products with these weights have to be: their other operand may become integers of 8 or 16 bits, with
+        a scale for each block of at most 32 or 128. Devices without such products keep more.
 
     Raises
     ------
     EncodingError
-        If an operand is no Relax expression, or the format is unknown.
+        If an operand is no Relax expression, the format is unknown, or integers are to have other bits.
     """
     if format:
         form = block_format(format)
         block, bits = form.block, form.bits
     operands = [data, *(one for one in (scales, zeros) if one is not None)]
-    return make_call(DEQUANTIZE_BLOCKS, operands, DequantizeBlocksAttrs(depth, block, bits, format))
+    attrs = DequantizeBlocksAttrs(depth, block, bits, format, _checked(activation_bits, DEQUANTIZE_BLOCKS))
+    return make_call(DEQUANTIZE_BLOCKS, operands, attrs)
+
+
+def _checked(activation_bits: int, op: str) -> int:
+    if activation_bits not in ACTIVATION_BITS:
+        expected = " or ".join(map(str, ACTIVATION_BITS))
+        raise EncodingError(f"{op}: activation_bits is {activation_bits!r}, expected {expected}")
+    return activation_bits
 
 
 def block_matmul(
@@ -103,6 +120,7 @@ def block_matmul(
     expression: Expression | str = "x0",
     format: str = "",
     experts: int = 0,
+    activation_bits: int = 16,
 ) -> relax.Call:
     """A product with weights in blocks: ``expression(x * numbers, ...)``, the numbers those of dequantize_blocks.
 
@@ -129,17 +147,22 @@ def block_matmul(
         How many matrices the weights are, in panels; 0: one, for all rows. Behind the weights stands an operand
         (tokens, used) of int32 or int64 then: which matrices each token is multiplied by; the nearest stand for
         missing ones. The result has the shape (tokens, used, 1, columns).
+    activation_bits : int
+        As of dequantize_blocks.
 
     Raises
     ------
     EncodingError
-        If text is no expression, the format is unknown, or an operand is no Relax expression.
+        If text is no expression, the format is unknown, an operand is no Relax expression, or integers are to have
+        other bits.
     """
     text = str(expression if isinstance(expression, Expression) else Expression.parse(expression))
     if format:
         form = block_format(format)
         block, bits = form.block, form.bits
-    return make_call(BLOCK_MATMUL, [x, *operands], BlockMatmulAttrs(columns, block, bits, zeros, text, format, experts))
+    activation_bits = _checked(activation_bits, BLOCK_MATMUL)
+    attrs = BlockMatmulAttrs(columns, block, bits, zeros, text, format, experts, activation_bits)
+    return make_call(BLOCK_MATMUL, [x, *operands], attrs)
 
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.BlockRowsAttrs")

@@ -23,10 +23,10 @@ from .hyperparameters import Hyperparameters
 from .weights import Weights
 
 
-def language_module(model: Hyperparameters, weights: Weights, cache: PagedCache) -> tvm.IRModule:
+def language_module(model: Hyperparameters, weights: Weights, cache: PagedCache, activation_bits: int) -> tvm.IRModule:
     """All functions of a model; nothing is placed."""
     functions = {
-        tvm.ir.GlobalVar(name): _Function(model, weights, cache, rows, kind).build(name)
+        tvm.ir.GlobalVar(name): _Function(model, weights, cache, rows, kind, activation_bits).build(name)
         for name, rows, kind in cache.functions
     }
     return tvm.IRModule(functions)
@@ -35,8 +35,11 @@ def language_module(model: Hyperparameters, weights: Weights, cache: PagedCache)
 class _Function:
     """One function, written from its first variable to its last."""
 
-    def __init__(self, model: Hyperparameters, weights: Weights, cache: PagedCache, rows: int, kind: str) -> None:
+    def __init__(
+        self, model: Hyperparameters, weights: Weights, cache: PagedCache, rows: int, kind: str, activation_bits: int
+    ) -> None:
         self.model, self.weights, self.rows, self.kind = model, weights, rows, kind
+        self.activation_bits = activation_bits
         self.builder = relax.BlockBuilder()
         self.bindings: list[relax.Binding] = []
         self.rotations: dict[tuple[float, float], relax.Expr] = {}
@@ -217,7 +220,8 @@ class _Function:
         data, form = self.weights.matrix(f"{tensor}.weight", shape)
         if not form:
             return data
-        return self.emit(dequantize_blocks(data, depth=shape[-1], format=form), f"{name or tensor}.numbers")
+        numbers = dequantize_blocks(data, depth=shape[-1], format=form, activation_bits=self.activation_bits)
+        return self.emit(numbers, f"{name or tensor}.numbers")
 
     def _product(self, x: relax.Expr, tensor: str, columns: int, depth: int, name: str | None = None) -> relax.Expr:
         """A product with a matrix of the file, and its bias where there is one: (rows, columns)."""

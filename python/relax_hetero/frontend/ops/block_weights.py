@@ -15,10 +15,13 @@ from .elementwise import cast
 from .node import Node, as_constant, const, dtype_of, is_float, onnx_dtype
 from .table import MICROSOFT, converts
 
+_OF_BYTES = 4
+"""The `accuracy_level` of MatMulNBits that allows A to become integers of 8 bits."""
+
 
 @converts("MatMulNBits", domain=MICROSOFT)
 def matmul_nbits(node: Node) -> relax.Expr:
-    """A @ dequantized(B).T + bias; in float32, which is at least as exact as every `accuracy_level` asks."""
+    """A @ dequantized(B).T + bias, at least as exact as `accuracy_level` asks."""
     depth, columns, block = (int(node.attribute(name, 0)) for name in ("K", "N", "block_size"))
     bits = node.attribute("bits", 4)
     if bits not in (2, 4, 8):
@@ -39,7 +42,8 @@ def matmul_nbits(node: Node) -> relax.Expr:
     if order is not None:
         data = _reordered(data, order, bits)
         a = node.emit(relax.op.take(a, const(order, "int64"), axis=node.rank(a) - 1))
-    weight = _dequantized(node, data, scales, zeros, depth, block, bits)
+    activation_bits = 8 if node.attribute("accuracy_level", 0) == _OF_BYTES else 16
+    weight = _dequantized(node, data, scales, zeros, depth, block, bits, activation_bits)
     product = node.emit(relax.op.matmul(cast(node, a, "float32"), relax.op.permute_dims(weight, [1, 0])))
     if node.has(5):
         product = node.emit(relax.op.add(product, cast(node, node.tensor(5), "float32")))
@@ -98,13 +102,21 @@ def _reordered(data: np.ndarray, order: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _dequantized(
-    node: Node, data: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, depth: int, block: int, bits: int = 4
+    node: Node,
+    data: np.ndarray,
+    scales: np.ndarray,
+    zeros: np.ndarray | None,
+    depth: int,
+    block: int,
+    bits: int = 4,
+    activation_bits: int = 16,
 ) -> relax.Expr:
     """The weights as numbers, (columns, depth); zero points that say nothing are left out."""
     if zeros is not None and (zeros == middle_of(bits)).all():
         zeros = None
     points = None if zeros is None else const(np.ascontiguousarray(zeros))
-    return node.emit(dequantize_blocks(const(data), const(scales), points, depth=depth, block=block, bits=bits))
+    sizes = {"depth": depth, "block": block, "bits": bits, "activation_bits": activation_bits}
+    return node.emit(dequantize_blocks(const(data), const(scales), points, **sizes))
 
 
 def dequantized_blocks(node: Node) -> relax.Expr | None:

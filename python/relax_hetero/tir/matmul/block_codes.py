@@ -1,7 +1,8 @@
 """Rows of a left operand as bytes with a scale for each chain: what dot products of integers multiply weights by.
 
-A number is ``scale * (256 * high + low)``: two signed bytes, of which each makes a product of its own. The scale is
-that of its chain, so the error is at most one in 65,024 of the largest number of the chain.
+A number is ``scale * (256 * high + low)``: two signed bytes, of which each makes a product of its own; or ``scale *
+high``, half of the work. The scale is that of its chain, so the error is at most one in 65,024 of the largest number of
+the chain, or one in 254.
 """
 
 from __future__ import annotations
@@ -16,10 +17,9 @@ from tvm.script.ir_builder import tirx as T
 from ..core.builder import Expr, broadcast, constant, lane_indices, lane_mask, let, opaque, over_lanes, vector_type
 from ..core.view import OperandView
 
-TERMS = 2
-"""Bytes of a number."""
+_LARGEST = {1: 127, 2: 127 * 256}
+"""The largest integer, by the bytes of a number."""
 
-_LARGEST = 127 * 256
 _LEAST = 1e-30
 """Chains whose numbers are all smaller are zeros: what their scale is divided by is no number of float32."""
 
@@ -33,6 +33,8 @@ class Codes:
 
     Attributes
     ----------
+    terms : int
+        Bytes of a number: 1 or 2.
     words : Buffer
         int32: of a row, of a chain the high bytes, then the low ones.
     scales : Buffer
@@ -47,6 +49,7 @@ class Codes:
         Positions of numbers in a run of them, in the order of their bytes.
     """
 
+    terms: int
     words: Any
     scales: Any
     sums: Any
@@ -63,7 +66,7 @@ class Codes:
     @property
     def chain_words(self) -> int:
         """Lanes of a chain."""
-        return TERMS * self.chain // 4
+        return self.terms * self.chain // 4
 
     def write_chain(self, lhs: OperandView, row: Expr, at: Expr, number: Expr, size: int, lanes: int) -> None:
         """Write the bytes of a chain.
@@ -100,9 +103,11 @@ class Codes:
         words = opaque(at * self.row_words + number * self.chain_words)
         eight = constant(8, "int32", lanes)
         for vector, integer in enumerate(integers):
-            high = let(tirx.shift_right(integer + constant(128, "int32", lanes), eight))
-            low = integer - tirx.shift_left(high, eight)
-            for term, byte in enumerate((high, low)):
+            parts = [integer]
+            if self.terms == 2:
+                high = let(tirx.shift_right(integer + constant(128, "int32", lanes), eight))
+                parts = [high, integer - tirx.shift_left(high, eight)]
+            for term, byte in enumerate(parts):
                 start = words + term * (self.chain // 4) + vector * (lanes // 4)
                 packed = tirx.reinterpret(vector_type("int32", lanes // 4), tirx.Cast(vector_type("int8", lanes), byte))
                 T.buffer_store(self.words, packed, [lane_indices(start, lanes // 4)])
@@ -118,9 +123,9 @@ class Codes:
             largest = let(bits) if largest is None else let(T.max(largest, bits))
         most = T.bind(tirx.reinterpret("float32", over_lanes(largest, T.max, lanes)))
         is_nothing = most < tirx.const(_LEAST, "float32")
-        zero = tirx.const(0, "float32")
-        scale = T.bind(tirx.Select(is_nothing, zero, most * tirx.const(1 / _LARGEST, "float32")))
-        return scale, T.bind(tirx.Select(is_nothing, zero, tirx.const(_LARGEST, "float32") / most))
+        zero, top = tirx.const(0, "float32"), _LARGEST[self.terms]
+        scale = T.bind(tirx.Select(is_nothing, zero, most * tirx.const(1 / top, "float32")))
+        return scale, T.bind(tirx.Select(is_nothing, zero, tirx.const(top, "float32") / most))
 
     def _ordered(self, values: list[Expr], lanes: int) -> list[Expr]:
         """The numbers of a chain in the order of their bytes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
@@ -11,7 +12,15 @@ from ..core.builder import Expr, lane_mask, let, loop, opaque, over_lanes
 from ..core.view import OperandView
 
 
-def emit_row_sums(lhs: OperandView, row: Expr, depth: int, chain: int, lanes: int, target: tuple[Any, Expr]) -> None:
+def emit_row_sums(
+    lhs: OperandView,
+    row: Expr,
+    depth: int,
+    chain: int,
+    lanes: int,
+    target: tuple[Any, Expr],
+    rounded: Callable[[Expr], Expr] = lambda value: value,
+) -> None:
     """Write the sums of each `chain` elements of a row, float32, to a buffer from a place on.
 
     Parameters
@@ -23,6 +32,8 @@ def emit_row_sums(lhs: OperandView, row: Expr, depth: int, chain: int, lanes: in
     lanes : int
         Of a vector.
     target : tuple of Buffer and PrimExpr
+    rounded : callable
+        What the product makes of a vector of elements: its error then meets weights, smaller than fields.
     """
     buffer, start = target
 
@@ -30,7 +41,7 @@ def emit_row_sums(lhs: OperandView, row: Expr, depth: int, chain: int, lanes: in
         total = None
         for at in range(0, size, lanes):
             mask = lane_mask(size - at, lanes)
-            value = let(lhs.load({"m": row, "k": first + at}, "k", lanes, mask))
+            value = let(rounded(lhs.load({"m": row, "k": first + at}, "k", lanes, mask)))
             total = value if total is None else let(total + value)
         return over_lanes(total, lambda a, b: a + b, lanes) if lanes > 1 else total
 

@@ -1,11 +1,12 @@
-"""Products with weights in blocks by tile registers, for many rows: as exact as those of float32.
+"""Products with weights in blocks by tile registers, for many rows: as exact as those of float32, or of bfloat16.
 
 Codes of weights are integers that bfloat16 holds, and a weight of float16 is the sum of two numbers of bfloat16. A
-number of float32 is the sum of three; each of the three multiplies the weights in tiles, which add up in float32. The
+number of float32 is the sum of three; each of the three multiplies the weights in tiles, which add up in float32. Where
+bytes may stand for numbers, the first of the three does: it is off by one in 512 at most, and costs a third. The
 sums of weights that share a scale are stored, scaled and added by vectors, which is why the weights of a scale are
 whole steps of 32, or of 16 in tiles of half the size.
 
-The loops, from outside: tasks, blocks of rows, whose three terms are copied to scratch, panels of columns, which are
+The loops, from outside: tasks, blocks of rows, whose terms are copied to scratch, panels of columns, which are
 unpacked once for a block of rows, pairs of tiles of rows, weights that share a scale, steps.
 """
 
@@ -28,10 +29,12 @@ from .row_sums import emit_row_sums
 LEAST_ROWS = 16
 """For fewer rows, weights are unpacked for each of them in registers."""
 
-# Of the three terms of a block of rows: most of the second-level cache.
+# Of the terms of a block of rows: most of the second-level cache.
 ROW_BLOCK_BYTES = 3 << 19
 
-_TERMS = 3
+_TERMS = {8: 1, 16: 3}
+"""Numbers of bfloat16 that stand for one of float32, by `activation_bits`."""
+
 _LANES = 16
 _STEP = 2 * TILE_ROWS  # k of a step, or half of it
 _LEFT, _RIGHT = (4, 5), (6, 7)  # tiles of factors; those of sums are 0 to 3, two for each of the left ones
@@ -57,6 +60,7 @@ class _Loops:
 
     def __init__(self, spec: BlockSpec, instruction: TileInstruction) -> None:
         self.spec, self.instruction = spec, instruction
+        self.terms = _TERMS[16 if spec.plan.form.is_plain else spec.problem.activation_bits]
         depth, columns = spec.problem.depth, spec.problem.panel
         self.step = _STEP if spec.chain % _STEP == 0 or spec.chains == 1 else TILE_ROWS
         self.steps = ceil_div(depth, self.step)
@@ -64,7 +68,7 @@ class _Loops:
         """Steps whose sums are added up in tiles."""
         self.weight_terms = 2 if spec.plan.form.name == "f16" else 1
         self.panel_words = self.steps * self.step // 2 * columns
-        self.row_bytes = (ceil_div(_TERMS * self.steps * self.step * 2, TILE_BYTES) | 1) * TILE_BYTES
+        self.row_bytes = (ceil_div(self.terms * self.steps * self.step * 2, TILE_BYTES) | 1) * TILE_BYTES
         rows = 2 * TILE_ROWS
         self.height = ceil_div(spec.m, ceil_div(spec.m, rows)) if isinstance(spec.m, int) else rows
         low = self.height if self.height <= TILE_ROWS else ceil_div(self.height, 2)
@@ -78,7 +82,7 @@ class _Loops:
     def write(self, cpu: CpuTarget) -> None:
         spec, problem = self.spec, self.spec.problem
         pairs, panels = opaque(ceil_div(spec.m, self.height)), ceil_div(problem.columns, problem.panel)
-        work = ceil_div(problem.depth * _TERMS, self.instruction.rate)
+        work = ceil_div(problem.depth * self.terms, self.instruction.rate)
         split = split_work(cpu.cores, 1, pairs, panels, (self.height, problem.panel), work)
         with loop(split.tasks, parallel=split.tasks > 1) as task:
             self.rows = tile_registers.scratch(self.pairs_of_block * self.height * self.row_bytes // 2, "uint16")
@@ -102,7 +106,9 @@ class _Loops:
                     self._copy_row(opaque(first_row + r), opaque(r * (self.row_bytes // 2)))
                     if self.row_sums is not None:
                         place = (self.row_sums, opaque(r * spec.chains))
-                        emit_row_sums(spec.lhs, opaque(first_row + r), problem.depth, spec.chain, _LANES, place)
+                        rounded = _rounded if self.terms == 1 else let
+                        row = opaque(first_row + r)
+                        emit_row_sums(spec.lhs, row, problem.depth, spec.chain, _LANES, place, rounded)
                 with loop(last_n - first_n) as n:
                     panel = opaque(first_n + n)
                     self._unpack(panel)
@@ -120,7 +126,7 @@ class _Loops:
         self.row_sums: Any = T.alloc_buffer((rows * spec.chains,), "float32", scope="global") if form.minimum else None
 
     def _copy_row(self, row: Expr, target: Expr) -> None:
-        """The three terms of a row of the left operand, zeros behind the end of each."""
+        """The terms of a row of the left operand, zeros behind the end of each."""
         lhs, depth = self.spec.lhs, self.spec.problem.depth
         length = self.steps * self.step
 
@@ -130,7 +136,7 @@ class _Loops:
                 T.buffer_store(self.rows, bits, [index])
 
         def copy(column: Expr, mask: Expr | None) -> None:
-            store(column, _terms(let(lhs.load({"m": row, "k": column}, "k", _LANES, mask))))
+            store(column, _terms(self.terms, let(lhs.load({"m": row, "k": column}, "k", _LANES, mask))))
 
         whole, left = divmod(depth, _LANES)
         with loop(whole) as vector:
@@ -138,7 +144,7 @@ class _Loops:
         if left:
             copy(tirx.const(whole * _LANES, "int64"), lane_mask(left, _LANES))
         for column in range(ceil_div(depth, _LANES) * _LANES, length, _LANES):
-            store(tirx.const(column, "int64"), [zeros("uint16", _LANES)] * _TERMS)
+            store(tirx.const(column, "int64"), [zeros("uint16", _LANES)] * self.terms)
 
     def _unpack(self, panel: Expr) -> None:
         """The codes of a panel as pairs of bfloat16, ``[k / 2, column]``, and what its blocks are scaled by."""
@@ -222,7 +228,7 @@ class _Loops:
                 start = weight_term * self.panel_words + step * (depth // 2 * columns) + j * _LANES
                 tile_registers.load(_RIGHT[j], tile_registers.address(self.weights, start), columns * 4)
             # The products of the smallest terms are beyond the last bit of the sum.
-            for term in range(_TERMS - weight_term):
+            for term in range(max(1, self.terms - weight_term)):
                 for i in self.lefts:
                     start = (within + (self.heights[0] if i else 0)) * (self.row_bytes // 2) + (
                         term * self.steps + step
@@ -252,15 +258,24 @@ class _Loops:
                 T.buffer_store(self.totals, total, [index])
 
 
-def _terms(x: Expr) -> list[Expr]:
-    """Three vectors of bfloat16, as bits, whose sum a vector of float32 is; of what is not finite, the first alone."""
+def _terms(count: int, x: Expr) -> list[Expr]:
+    """Vectors of bfloat16, as bits, of which three add up to one of float32; of what is not finite, the first alone."""
     lowest = constant(-3.4028234663852886e38, "float32", _LANES)
     found = []
-    for _ in range(_TERMS):
+    for _ in range(count):
         bits = let(bfloat16_bits(x))
         found.append(bits)
-        wide = tirx.shift_left(tirx.Cast("uint32x16", bits), constant(16, "uint32", _LANES))
-        rest = let(x - T.reinterpret("float32x16", wide))
+        rest = let(x - _wide(bits))
         # An infinity less itself is no number, and no comparison holds for that.
         x = let(T.Select(rest >= lowest, rest, zeros("float32", _LANES)))
     return found
+
+
+def _rounded(x: Expr) -> Expr:
+    return _wide(let(bfloat16_bits(let(x))))
+
+
+def _wide(bits: Expr) -> Expr:
+    """Numbers of bfloat16 as float32."""
+    wide = tirx.shift_left(tirx.Cast("uint32x16", bits), constant(16, "uint32", _LANES))
+    return T.reinterpret("float32x16", wide)

@@ -333,6 +333,7 @@ def _write(emitter: Emitter, product: _Product, var: relax.Var, packer: _Packer)
         expression=product.expression,
         format=str(product.weight.attrs.format),
         experts=product.experts,
+        activation_bits=int(product.weight.attrs.activation_bits),
     )
     emitter.bind(var, relax.Call(call.op, list(call.args), call.attrs, ret_ty=var.ty))
 

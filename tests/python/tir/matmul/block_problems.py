@@ -68,11 +68,21 @@ def plain(shape: tuple[int | str, ...], dtype: str, index_map: tuple[str, ...]) 
     return Operand(shape, dtype, index_map, PackedLayout.identity(len(shape)))
 
 
-def problem_of(weights: Weights, rows: int | str, panel: int) -> BlockProductProblem:
+def problem_of(weights: Weights, rows: int | str, panel: int, activation_bits: int = 16) -> BlockProductProblem:
     packed = tuple(plain(array.shape, str(array.dtype), Panels.index_map) for array in weights.packed(panel))
     depth, form = weights.source.depth, weights.form
     lhs, result = plain((rows, depth), "float32", ("m", "k")), plain((rows, weights.columns), "float32", ("m", "n"))
-    return BlockProductProblem(lhs, packed, result, form.block, None, form.bits, form)
+    return BlockProductProblem(lhs, packed, result, form.block, None, form.bits, form, activation_bits=activation_bits)
+
+
+def as_bytes(x: np.ndarray, chain: int) -> np.ndarray:
+    """Numbers as float64 that stand for others once these are bytes with a scale for each chain."""
+    padded = np.zeros((len(x), -(-x.shape[1] // chain), chain), "float32")
+    padded.reshape(len(x), -1)[:, : x.shape[1]] = x
+    largest = np.abs(padded).max(-1, keepdims=True)
+    factor = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
+    codes = np.rint(padded * factor).astype("float64")
+    return (codes * largest / 127).reshape(len(x), -1)[:, : x.shape[1]]
 
 
 def call(function: Callable[..., None], x: np.ndarray, packed: list[np.ndarray], columns: int, dtype: str = "float32"):

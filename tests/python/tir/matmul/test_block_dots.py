@@ -6,31 +6,39 @@ import numpy as np
 import pytest
 
 from relax_hetero.encoding.block_formats import FILE_FORMATS
+from relax_hetero.encoding.block_panels import RecordPlan
 from relax_hetero.encoding.block_weights import panel_columns
-from relax_hetero.tir.matmul.block_codes import TERMS
+from relax_hetero.tir.matmul.block_dots import MOST_CHAIN, UNPACKED_ROWS
 from relax_hetero.tir.matmul.block_product import block_product_kernel
 from relax_hetero.tir.matmul.weight_bytes import byte_order
 from seeds import fresh_rng
 from tir.kernel_runs import assembly, cpu_named, kernel, runs_here
-from tir.matmul.block_problems import Weights, assert_close, call, integers, of_file, problem_of
+from tir.matmul.block_problems import Weights, as_bytes, assert_close, call, integers, of_file, problem_of
 
 NAMES = [name for name in ("vnni", "early_vnni") if runs_here(name)]
 PLAIN = ("f16", "bf16")
+MANY = max(UNPACKED_ROWS.values())
 
 ROUNDING = 3e-5
 """Of numbers of 16 bits: one in 65,024 of the largest of a chain, where it is all that there is."""
 
 
-def product(weights: Weights, x: np.ndarray, name: str, folder) -> np.ndarray:
+def product(weights: Weights, x: np.ndarray, name: str, folder, bits: int = 16) -> np.ndarray:
     cpu = cpu_named(name)
     panel = panel_columns(cpu)
-    function = kernel(block_product_kernel(problem_of(weights, len(x), panel), cpu), name, folder)
+    function = kernel(block_product_kernel(problem_of(weights, len(x), panel, bits), cpu), name, folder)
     return call(function, x, weights.packed(panel), weights.columns)
 
 
-def check(weights: Weights, rows: int, name: str, folder) -> None:
+def check(weights: Weights, rows: int, name: str, folder, bits: int = 16) -> None:
     x = fresh_rng().standard_normal((rows, weights.source.depth), "float32")
-    assert_close(product(weights, x, name, folder), x, weights.numbers, ROUNDING)
+    got = product(weights, x, name, folder, bits)
+    if bits == 16:
+        assert_close(got, x, weights.numbers, ROUNDING)
+    else:  # the same bytes in numpy leave but the rounding of float32
+        block = RecordPlan(weights.form, weights.source.depth, panel_columns(cpu_named(name))).block
+        chain = block if block <= MOST_CHAIN[1] else np.gcd(block, MOST_CHAIN[1])
+        assert_close(got, as_bytes(x, int(chain)), weights.numbers, 2e-6)
 
 
 @pytest.mark.parametrize(("rows", "columns", "records"), [(1, 37, 3), (4, 64, 1), (13, 5, 2)])
@@ -41,16 +49,32 @@ def test_formats_of_files(name, form, rows, columns, records, tmp_path):
     check(of_file(form, columns, records * FILE_FORMATS[form].span), rows, name, tmp_path)
 
 
+@pytest.mark.parametrize(("rows", "columns", "records"), [(1, 37, 3), (MANY + 3, 70, 2), (13, 5, 2)])
+@pytest.mark.parametrize("form", [form for form in FILE_FORMATS if form not in PLAIN])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(4)
+def test_activations_of_bytes(name, form, rows, columns, records, tmp_path):
+    check(of_file(form, columns, records * FILE_FORMATS[form].span), rows, name, tmp_path, bits=8)
+
+
 @pytest.mark.parametrize("zeros", ["", "uint8", "float32"])
 @pytest.mark.parametrize(
     ("rows", "columns", "depth", "block", "bits"),
-    [(1, 37, 100, 16, 4), (11, 70, 77, 128, 4), (2, 40, 2300, 1536, 4), (5, 41, 100, 64, 2), (9, 33, 300, 32, 8)],
+    [
+        (1, 37, 100, 16, 4),
+        (11, 70, 77, 128, 4),
+        (2, 40, 2300, 1536, 4),
+        (5, 41, 100, 64, 2),
+        (9, 33, 300, 32, 8),
+        (MANY + 5, 45, 200, 128, 4),
+    ],
 )
+@pytest.mark.parametrize("activation_bits", [8, 16])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.sampled(4)
-def test_integers(name, rows, columns, depth, block, bits, zeros, tmp_path):
-    """Ragged ends of rows, columns and blocks; blocks longer than what is added up at once."""
-    check(integers(fresh_rng(), columns, depth, block, zeros, bits), rows, name, tmp_path)
+def test_integers(name, activation_bits, rows, columns, depth, block, bits, zeros, tmp_path):
+    """Ragged ends of rows, columns and blocks; blocks longer than what is added up at once; panels unpacked first."""
+    check(integers(fresh_rng(), columns, depth, block, zeros, bits), rows, name, tmp_path, activation_bits)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -59,7 +83,7 @@ def test_one_symbolic_kernel_serves_all_rows(name, tmp_path):
     weights = integers(rng, 70, 96, 32, "uint8")
     packed = weights.packed(panel_columns(cpu))
     function = kernel(block_product_kernel(problem_of(weights, "s0", panel_columns(cpu)), cpu), name, tmp_path)
-    for rows in (0, 1, 3, 8, 9, 31):
+    for rows in (0, 1, 3, UNPACKED_ROWS[2] - 1, UNPACKED_ROWS[2], 9, 31):
         x = rng.standard_normal((rows, 96), "float32")
         assert_close(call(function, x, packed, 70), x, weights.numbers, ROUNDING)
 
@@ -104,5 +128,7 @@ def test_machine_code(name):
     cpu = cpu_named(name)
     weights = of_file("q5_0", 64, 512)
     text = assembly(block_product_kernel(problem_of(weights, 1, panel_columns(cpu)), cpu), name)
-    assert text.count("vpdpbusd") == 8 * TERMS * 2
+    assert text.count("vpdpbusd") == 8 * 2 * 2
+    bytes_alone = assembly(block_product_kernel(problem_of(weights, 1, panel_columns(cpu), 8), cpu), name)
+    assert bytes_alone.count("vpdpbusd") == 8 * 2
     assert ("vpmultishiftqb" in text) == (name == "vnni")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 import pytest
 import tvm
@@ -61,6 +62,17 @@ def test_formats_of_files(form, rows, columns, records):
     weights, x = of_file(form, columns, depth), fresh_rng().standard_normal((rows, depth), "float32")
     function, before = _kernel(problem_of(weights, rows, PANEL)), products_so_far()
     assert_close(call(function, x, weights.packed(PANEL), columns), x, weights.numbers)
+    assert products_so_far() > before
+
+
+@pytest.mark.parametrize("form", ["q4_k", "q5_0", "q8_0", "f16"])
+def test_activations_of_few_bits(form):
+    """Numbers are rounded to bfloat16, and so are the sums that minimums meet; beside plain weights they are not."""
+    depth = 2 * max(64, FILE_FORMATS[form].span)
+    weights, x = of_file(form, 37, depth), 3 + fresh_rng().standard_normal((33, depth), "float32")
+    function, before = _kernel(problem_of(weights, 33, PANEL, activation_bits=8)), products_so_far()
+    read = x if form == "f16" else x.astype(ml_dtypes.bfloat16).astype("float32")
+    assert_close(call(function, x, weights.packed(PANEL), 37), read, weights.numbers, 2e-6)
     assert products_so_far() > before
 
 
