@@ -69,7 +69,7 @@ def wanted(work: Products) -> list[np.ndarray]:
 
 
 def checks(rows: Sequence[Row], gelu: bool) -> list[Check]:
-    """The bars of `docs/gpu.md`, for the rows that are there."""
+    """The bars of `docs/guides/gpu.md`, for the rows that are there."""
     found = []
     for kind in dict.fromkeys(row["kind"] for row in rows):
         ratios = {row["title"]: value for row in rows if row["kind"] == kind and (value := ratio(row))}

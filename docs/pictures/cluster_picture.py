@@ -1,4 +1,4 @@
-"""The picture in docs/cluster.md: its model over two hosts, as the cut leaves it.
+"""The picture in docs/guides/cluster.md: its model over two hosts, as the cut leaves it.
 
 python docs/pictures/cluster_picture.py                      # writes docs/pictures/cluster.svg
 python docs/pictures/cluster_picture.py /tmp/picture.png     # another file, of any format that matplotlib writes

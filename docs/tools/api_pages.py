@@ -40,7 +40,7 @@ def page_of(room: str) -> str:
     entries = {name: entry_of(room, shown, name, getattr(module, name)) for name in names}
     order = list(entries) if room == "transform" else sorted(entries, key=lambda name: (name.lower(), name))
     after = [*PAGES, None][list(PAGES).index(room) + 1]
-    more = f"[{PAGES[after][0]}]({after}.md)" if after else "[the command line](../cli.md)"
+    more = f"[{PAGES[after][0]}]({after}.md)" if after else "[the command line](../reference/cli.md)"
     parts = [f"# {shown}", sentence, *filter(None, map(entries.__getitem__, order)), f"**Next:** {more}."]
     return "\n\n".join(parts) + "\n"
 

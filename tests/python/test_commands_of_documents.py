@@ -8,12 +8,16 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
+from urllib.request import urlopen
 
 import onnx
+import onnx.parser
 import pytest
 import tvm
 from onnx import TensorProto, helper
@@ -35,6 +39,8 @@ PACKAGES = {
 }
 PLACEHOLDERS = ("...", "$", "NAME=", "SECTION", "[")
 """Signs of a form rather than a command."""
+INTERRUPTED = 128 + signal.SIGINT
+"""How a shell knows a command that Ctrl-C ended."""
 
 
 def commands_in(text):
@@ -80,18 +86,55 @@ def small_model(path):
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
 
 
-def run(words, folder):
-    settings = {
+def classifier(path):
+    """A model whose batch has a name and no size, as that of the tutorial."""
+    text = (
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[batch, 4] image) => (float[batch, 4] y) { y = Tanh(image) }'
+    )
+    onnx.save(onnx.parser.parse_model(text), str(path))
+
+
+def environment(folder):
+    return {
+        **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH", "")])]),
         "TVM_NUM_THREADS": "2",
         "TVM_BIND_THREADS": "0",
         "RELAX_HETERO_CACHE": str(folder / "cache"),
     }
-    command = [sys.executable, *words]
-    done = subprocess.run(
-        command, cwd=folder, env={**os.environ, **settings}, capture_output=True, text=True, timeout=280
-    )
+
+
+def run(words, folder):
+    pipes = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, *words], cwd=folder, env=environment(folder), timeout=280, **pipes)
     return done.returncode, done.stdout + done.stderr
+
+
+def serve(words, folder):
+    """The same of a server: it is healthy, and Ctrl-C ends it."""
+    output = folder / "output.txt"
+    with output.open("w") as file:
+        command = [sys.executable, *words]
+        server = subprocess.Popen(command, cwd=folder, env=environment(folder), stdout=file, stderr=file)
+        try:
+            deadline = time.monotonic() + 240
+            while server.poll() is None and not healthy():
+                assert time.monotonic() < deadline, output.read_text()[-3000:]
+                time.sleep(0.2)
+            server.send_signal(signal.SIGINT)
+            status = server.wait(60)
+            return (0 if status == INTERRUPTED else status), output.read_text()
+        finally:
+            server.kill()
+
+
+def healthy():
+    """Whether a server answers at the port of the documents."""
+    try:
+        with urlopen("http://127.0.0.1:8000/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
 
 
 def words_of(command, folder):
@@ -101,10 +144,12 @@ def words_of(command, folder):
     small_model(model)
     for name in ("MODEL", "MODEL.onnx", "minilm.onnx", "my.onnx"):
         shutil.copy(model, folder / name)
+    classifier(folder / "classifier.onnx")
     if ".gguf" in command:
         from llm.gguf_files import MODELS, write_gguf
 
-        write_gguf(folder / "MODEL.gguf", MODELS["llama"], "Q8_0")
+        write_gguf(folder / "MODEL.gguf", MODELS["llama"], "Q8_0", chat_template="{{ messages[-1].content }}")
+        shutil.copy(folder / "MODEL.gguf", folder / "model.gguf")
     (folder / "faq.txt").write_text("a question\nanother one\n")
     if words[0] == "relax-hetero":
         return ["-m", "relax_hetero", *words[1:]]
@@ -131,9 +176,10 @@ def test_command_works(command, tmp_path):
     if "relax-hetero cache clear " in command:
         pytest.skip("names an entry of the reader's own cache")
     words = words_of(command, tmp_path)
-    if "model.so" in command and words[2] != "compile":
-        status, output = run(["-m", "relax_hetero", "compile", "model.onnx", "-o", "model.so"], tmp_path)
-        assert status == 0, output
+    for name in ("model", "classifier"):
+        if f"{name}.so" in command and words[2] != "compile":
+            status, output = run(["-m", "relax_hetero", "compile", f"{name}.onnx", "-o", f"{name}.so"], tmp_path)
+            assert status == 0, output
     if "trace_picture" in command:
         traced = ["--trace", "out.json", "--calls", "2", "--rounds", "1", "--no-stock"]
         status, output = run(["-m", "relax_hetero", "bench", "model.onnx", *traced], tmp_path)
@@ -146,8 +192,11 @@ def test_command_works(command, tmp_path):
         import numpy as np
 
         np.savez(tmp_path / "inputs.npz", input_ids=np.ones((1, 128), "float32"))
-    with one_service() if "cluster_serving" in command else nullcontext():
-        status, output = run(words, tmp_path)
+    serving = command.startswith("relax-hetero serve ")
+    if serving:
+        pytest.importorskip("ray.serve" if "--replicas" in command else "fastapi")
+    with one_service() if serving or "cluster_serving" in command else nullcontext():
+        status, output = (serve if serving else run)(words, tmp_path)
     assert status == 0, output[-3000:]
 
 

@@ -86,9 +86,9 @@ def test_block_runs(code, output, tmp_path, server):
 
 
 def test_the_page_on_encodings_shows_what_the_passes_make():
-    """On failure: python docs/encoding_stages.py --write, and see whether its text still fits."""
+    """On failure: python docs/tools/encoding_stages.py --write, and see whether its text still fits."""
     done = subprocess.run(
-        [sys.executable, ROOT / "docs" / "encoding_stages.py", "--check"],
+        [sys.executable, ROOT / "docs" / "tools" / "encoding_stages.py", "--check"],
         env={**os.environ, "PYTHONPATH": str(ROOT / "python")},
         capture_output=True,
         text=True,

@@ -66,7 +66,7 @@ def errors_in_code():
 
 def test_errors_that_the_page_on_limits_quotes_exist():
     """As rows have them: the class, and words of its text."""
-    named = re.findall(r'`rh\.(\w+)`: "([^"]+)"', (DOCS / "limits.md").read_text())
+    named = re.findall(r'`rh\.(\w+)`: "([^"]+)"', (DOCS / "reference" / "limits.md").read_text())
     texts = errors_in_code()
     assert len(named) > 30
     for error, words in named:

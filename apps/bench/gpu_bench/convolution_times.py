@@ -39,7 +39,7 @@ MEAN_BAR, LEAST_BAR = 1.15, 0.90
 
 
 def checks(rows: Sequence[Row]) -> list[Check]:
-    """The bars of `docs/gpu.md`, for the rows that are there: f16 in batches."""
+    """The bars of `docs/guides/gpu.md`, for the rows that are there: f16 in batches."""
     ratios = {row["title"]: value for row in rows if row["kind"] == "f16" and (value := ratio(row))}
     ratios = {title: value for title, value in ratios.items() if not title.startswith("1x")}
     if not ratios:

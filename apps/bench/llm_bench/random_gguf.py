@@ -157,7 +157,13 @@ def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def write_gguf(path: Path | str, sizes: Sizes, types: Mapping[str, str] | str = "F32", seed: int = 0) -> Path:
+def write_gguf(
+    path: Path | str,
+    sizes: Sizes,
+    types: Mapping[str, str] | str = "F32",
+    seed: int = 0,
+    chat_template: str | None = None,
+) -> Path:
     """Write a model with random weights.
 
     Parameters
@@ -169,6 +175,8 @@ def write_gguf(path: Path | str, sizes: Sizes, types: Mapping[str, str] | str = 
         "*": "Q4_K"}``; or one for all. Norms, biases and routers of experts are float32 whatever it says.
     seed : int
         Of the weights.
+    chat_template : str, optional
+        How a conversation becomes a text.
 
     Returns
     -------
@@ -180,6 +188,8 @@ def write_gguf(path: Path | str, sizes: Sizes, types: Mapping[str, str] | str = 
     writer = GGUFWriter(path, sizes.architecture)
     _add_keys(writer, sizes)
     _add_vocabulary(writer, sizes.vocabulary)
+    if chat_template is not None:
+        writer.add_chat_template(chat_template)
     for name, shape in shapes(sizes).items():
         plain = any(fnmatch.fnmatch(name, pattern) for pattern in PLAIN)
         kind = next(kind for pattern, kind in patterns.items() if fnmatch.fnmatch(name, pattern))

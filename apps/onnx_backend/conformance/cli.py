@@ -23,7 +23,7 @@ from .outcome import CRASHED, PASSED, RAISED, STATUSES, WRONG, Outcome
 from .pool import APP, run_cases
 from .report import YARDSTICKS, markdown
 
-DOCUMENT = APP.parent.parent / "docs" / "conformance.md"
+DOCUMENT = APP.parent.parent / "docs" / "reference" / "conformance.md"
 TITLES = {
     "a": "(a) stock TVM",
     "b": "(b) one CPU device",

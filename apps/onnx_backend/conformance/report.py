@@ -30,7 +30,7 @@ _EXPLAINED = {
 
 
 def markdown(results: dict[str, dict[str, Outcome]]) -> str:
-    """Text of `docs/conformance.md`.
+    """Text of `docs/reference/conformance.md`.
 
     Parameters
     ----------

@@ -1,17 +1,13 @@
 """Language models: the engine that shares one among requests, sampling, tokenizers, chat templates and the server.
 
-Names are resolved on first use: the server and tokenizers need packages of their own.
+Names are resolved on first use: the server and tokenizers need packages of their own, and the help of commands that
+import this needs no TVM.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
-
-# Now: imported later, a module of the same name would take the place of the function.
-from .load import load as load
-from .load import save as save
-from .load_onnx import load_onnx as load_onnx
 
 # Public name -> module.
 _EXPORTS = {
@@ -36,10 +32,13 @@ _EXPORTS = {
     "Tokenizer": ".tokenizer",
     "TokenizerError": ".errors",
     "Usage": ".request",
+    "load": ".loaded_model",
+    "load_onnx": ".onnx_decoder",
     "sample": ".sampling",
+    "save": ".loaded_model",
 }
 
-__all__ = sorted([*_EXPORTS, load.__name__, load_onnx.__name__, save.__name__])
+__all__ = sorted(_EXPORTS)
 
 
 if TYPE_CHECKING:  # what checkers and editors see: a test compares these names with those of _EXPORTS
@@ -54,9 +53,12 @@ if TYPE_CHECKING:  # what checkers and editors see: a test compares these names 
     from .errors import RequestError as RequestError
     from .errors import TokenizerError as TokenizerError
     from .json_tokenizer import JsonTokenizer as JsonTokenizer
+    from .loaded_model import load as load
+    from .loaded_model import save as save
     from .model import Cache as Cache
     from .model import Model as Model
     from .model import TextCodec as TextCodec
+    from .onnx_decoder import load_onnx as load_onnx
     from .params import SamplingParams as SamplingParams
     from .request import Request as Request
     from .request import Usage as Usage

@@ -116,7 +116,12 @@ def _random(spec: TensorSpec, shapes: Mapping[str, Sequence[int]], generator: np
         shape = [extent for extent in found if extent is not None]
         if len(shape) < len(found):
             known = "x".join(map(str, spec.shape))
-            raise BindingError(f"input {spec.name!r} is {known}: give its shape (--shape '{spec.name}=…') or --input")
+            names = [str(each) for each, size in zip(spec.shape, found, strict=True) if size is None]
+            if all(map(str.isidentifier, names)):
+                form = " ".join(f"--shape {name}=1" for name in dict.fromkeys(names))
+            else:  # extents that are computed, such as 2 * n
+                form = f"--shape '{spec.name}=…'"
+            raise BindingError(f"input {spec.name!r} is {known}: give its sizes ({form}) or --input")
     dtype = numpy_dtype(spec.dtype or "float32")
     if dtype.kind in "biu":
         return generator.integers(0, 2, shape).astype(dtype)

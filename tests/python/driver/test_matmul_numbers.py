@@ -103,7 +103,7 @@ def check(got: np.ndarray, want: np.ndarray, k: int, dtype: str, what: str) -> N
         return
     roundings = _UNIT_ROUNDOFF[dtype] if dtype in ("float16", "bfloat16") else 0.0
     # With an epilogue in a narrow type, every op of it rounds; short sums of float16 round about 1.5 times a term
-    # (docs/precision.md), in one of a thousand results four times as much.
+    # (docs/explanation/precision.md), in one of a thousand results four times as much.
     terms = 12 if dtype == "float16" and _HAS_SHORT_SUMS else 4
     bound = 1e-5 * math.sqrt(max(k, 1)) + roundings * (4 * np.abs(want) + terms * math.sqrt(max(k, 1)))
     error = np.abs(got.astype(np.float64) - want)

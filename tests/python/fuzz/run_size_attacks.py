@@ -26,7 +26,7 @@ MEMORY = 6 << 30
 Outcome = list[np.ndarray] | str
 """Results, or the text of an error."""
 
-# Sizes that onnxruntime refuses and this library does not, each for a reason (docs/onnx.md).
+# Sizes that onnxruntime refuses and this library does not, each for a reason (docs/guides/onnx.md).
 _MORE_THAN_ONNXRUNTIME = {
     r"Reshape: x\[n,4\] to \[0, -1\]": "the size left follows from the others, also of an empty batch",
     r"Pad: (run-time )?reflect": "reflections of reflections, as numpy has them",

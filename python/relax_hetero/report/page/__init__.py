@@ -17,7 +17,7 @@ __all__ = ["data_of", "fragment_of", "page_of"]
 _HERE = Path(__file__).parent
 # In this order: each adds to the object that the first makes.
 _SCRIPTS = (
-    *("base", "tiles", "layers", "model", "graph", "panel", "search", "overview"),
+    *("base", "tiles", "layers", "model", "picture", "view", "graph", "panel", "search", "overview"),
     *("charts", "timeline", "memory", "roofline", "tables", "passes", "timings", "compare", "start"),
 )
 # What a notebook shows of an executable: the rest is in its report.

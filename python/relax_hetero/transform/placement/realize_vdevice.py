@@ -13,8 +13,8 @@ After::
         h: R.Tensor((4,), "float32", "cuda:0") = R.to_vdevice(e, "cuda:0")
         z: R.Tensor((4,), "float32", "cuda:0") = R.add(h, y)
 
-Devices spread from annotations, hints and transfers to all that is free, by the rules of docs/placement.md. Afterwards
-every parameter, binding, constant, ``out_ty`` and result names its vdevice, the very object in
+Devices spread from annotations, hints and transfers to all that is free, by the rules of docs/explanation/placement.md.
+Afterwards every parameter, binding, constant, ``out_ty`` and result names its vdevice, the very object in
 ``mod.global_infos["vdevice"]``, and hints are gone. TVM's pass of this name lets the first annotation it visits win,
 overwrites others without an error, and stops at function calls.
 

@@ -132,6 +132,64 @@ def test_transfers_have_their_bytes(page):
     assert labels and set(labels) == {"96.0 KiB"}
 
 
+@pytest.fixture(scope="module")
+def large(opened, tmp_path_factory):
+    path = tmp_path_factory.mktemp("large") / "report.html"
+    path.write_text(page_of(report_data(120)))
+    page = opened(where=path.as_uri())
+    page.click("text=Open all")
+    page.locator("#graph .canvas").scroll_into_view_if_needed()
+    return page
+
+
+def in_view(page):
+    """How many nodes of the graph lie within the view."""
+    return page.evaluate("""report.cy.nodes(":childless").filter((node) => {
+        const [at, { x1, x2, y1, y2 }] = [node.position(), report.cy.extent()];
+        return at.x >= x1 && at.x <= x2 && at.y >= y1 && at.y <= y2;
+    }).length""")
+
+
+def test_of_a_large_graph_what_lies_near_the_view_is_drawn(large):
+    whole = int(large.get_attribute("#graph .canvas", "data-items"))
+    large.click("text=Start")
+    near = in_view(large)
+    assert whole > 1500 and 5 < near <= items(large) < whole / 4
+    box = large.locator("#graph .canvas").bounding_box()
+    for _ in range(4):
+        large.mouse.move(box["x"] + 20, box["y"] + 500)
+        large.mouse.down()
+        large.mouse.move(box["x"] + 20, box["y"] + 20, steps=6)
+        assert in_view(large) > near / 3
+        large.mouse.up()
+    assert items(large) < whole / 4
+
+
+def test_a_large_graph_is_bars_from_far_away_and_nodes_where_one_presses(large):
+    large.click("text=Fit")
+    kinds = "[...new Set(report.cy.nodes().map((node) => node.data('kind')))].join()"
+    assert large.evaluate(kinds) == "bar"
+    counts = large.evaluate("report.cy.nodes().map((node) => node.data('count'))")
+    assert len(counts) <= 100
+    assert sum(counts) == int(large.get_attribute("#graph .canvas", "data-items"))
+    click_item(large, "data.kind === 'bar'")
+    large.wait_for_function("report.cy.nodes('[kind = \"bar\"]').empty()")
+    assert in_view(large) > 5
+
+
+def test_search_goes_to_a_node_of_a_large_graph(large):
+    large.click("text=Fit")
+    large.fill("#search", "softmax layer1003")
+    large.keyboard.press("Enter")
+    assert "/layer1003/" in large.locator("#graph .panel").inner_text()
+    assert (
+        large.evaluate("report.cy.nodes(':selected').map((node) => node.data('item').node.onnx[0]).join()")[:10]
+        == "/layer1003"
+    )
+    assert in_view(large) > 5
+    large.keyboard.press("Escape")
+
+
 def test_tables_sort_and_search(page):
     page.locator("#tables").scroll_into_view_if_needed()
     first = page.locator("#table-transfers .tabulator-row").first

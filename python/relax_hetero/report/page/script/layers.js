@@ -2,10 +2,10 @@
 // that everything goes through, one piece after another: its time grows with the cube of a piece, not of the model.
 (function () {
   "use strict";
-  const ROW = 74;
+  const ROW = (report.ROW = 74);
   const COLUMN = 214;
   // Edges over more layers than this (a mask that each block reads) bend nothing: they are drawn, not laid out.
-  const FAR = 24;
+  const FAR = (report.FAR = 24);
   // Pieces larger than this get the library's quick answers.
   const SMALL = 90;
 

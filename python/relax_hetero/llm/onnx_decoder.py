@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import BuildError
 from .compiled_model import CompiledModel
 from .description import ModelDescription
-from .load import BATCHES, CHUNKS, CONTEXT
+from .loaded_model import BATCHES, CHUNKS, CONTEXT
 
 if TYPE_CHECKING:
     from ..frontend.onnx.model import ModelSource

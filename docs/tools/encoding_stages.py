@@ -1,8 +1,8 @@
 """The IR that encodings.md shows: one small model after each pass, and one of images after the last ones.
 
-python docs/encoding_stages.py            # prints every stage
-python docs/encoding_stages.py --write    # puts them into encodings.md
-python docs/encoding_stages.py --check    # fails where encodings.md shows others
+python docs/tools/encoding_stages.py            # prints every stage
+python docs/tools/encoding_stages.py --write    # puts them into encodings.md
+python docs/tools/encoding_stages.py --check    # fails where encodings.md shows others
 
 The model's targets are fixed, so that every machine prints the same.
 """
@@ -24,7 +24,7 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 
-PAGE = Path(__file__).with_name("encodings.md")
+PAGE = Path(__file__).resolve().parents[1] / "explanation" / "encodings.md"
 STAGES = (
     "RealizeVDevice",
     "SetEncoding",
