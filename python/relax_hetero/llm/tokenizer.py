@@ -50,6 +50,7 @@ class Tokenizer:
     begin_id: The token for the begin of a text; None if there is none.
     adds_begin, adds_end: Whether the model wants tokens for the begin and end of a text.
     chat_template: Of the file, in the language of jinja2; None if it has none.
+    longest: No token stands for more bytes of a text; None if one may stand for any number of them.
 
     Raises
     ------
@@ -80,6 +81,9 @@ class Tokenizer:
         self._always = SpecialTokens(self._of_kinds(USER_DEFINED))
         self._special = SpecialTokens(self._of_kinds(USER_DEFINED, CONTROL, UNKNOWN))
         self.stop_ids = self._find_stops()
+        # Without bytes as tokens, sentencepiece makes one of all characters in a row that it has none for.
+        has_bytes = model != "llama" or BYTE in self._kinds
+        self.longest = max((len(name.encode()) for name in self.names), default=None) if has_bytes else None
 
     @classmethod
     def from_gguf(cls, file: str | os.PathLike[str] | GgufFile) -> Tokenizer:
