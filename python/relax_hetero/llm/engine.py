@@ -18,6 +18,8 @@ from .scheduler import Load, Scheduler
 from .sequence import Sequence
 from .statistics import Speed, Statistics
 
+TOO_LONG = "context_length_exceeded"
+"""The code of errors about prompts that do not fit."""
 # Requests whose time to the first token is remembered.
 _REMEMBERED = 100
 
@@ -97,12 +99,25 @@ class Engine:
         return request
 
     def tokens_of(self, text: str) -> list[int]:
-        """The tokens of a prompt; RequestError if it has half of a pair of surrogates, which is no character."""
+        """The tokens of a prompt.
+
+        Raises
+        ------
+        RequestError: If it has half of a pair of surrogates, which is no character; or if it is so long that it has
+            more tokens than the context, which needs no look at them.
+        """
         try:
-            text.encode()
+            size = len(text.encode())
         except UnicodeEncodeError as error:
             wrong = text[error.start]
             raise RequestError(f"prompt: found {wrong!r}, which is no character, expected text of Unicode") from error
+        longest = getattr(self.tokenizer, "longest", None)
+        if longest and size > longest * self.model.context:
+            raise RequestError(
+                f"prompt: found {size:,} bytes, which are more than {size // longest:,} tokens, expected at most "
+                f"{self.model.context - 1:,}",
+                TOO_LONG,
+            )
         return self.tokenizer.encode(text)
 
     def check_prompt(self, tokens: Tokens[int]) -> None:
@@ -112,7 +127,8 @@ class Engine:
         if len(tokens) >= self.model.context:
             raise RequestError(
                 f"prompt: found {len(tokens):,} tokens, expected at most {self.model.context - 1:,}, so that one more "
-                f"fits into the model's context of {self.model.context:,}"
+                f"fits into the model's context of {self.model.context:,}",
+                TOO_LONG,
             )
         wrong = next((token for token in tokens if not 0 <= token < self.model.vocabulary), None)
         if wrong is not None:

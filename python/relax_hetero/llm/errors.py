@@ -6,7 +6,16 @@ from ..errors import HeteroError
 
 
 class RequestError(HeteroError):
-    """A request that the engine cannot take as it is; says what was found and what was expected."""
+    """A request that the engine cannot take as it is; says what was found and what was expected.
+
+    Attributes
+    ----------
+    code: The name that the OpenAI endpoints have for it; None for most.
+    """
+
+    def __init__(self, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class EngineFullError(HeteroError):

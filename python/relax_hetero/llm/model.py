@@ -96,6 +96,9 @@ class TextCodec(Protocol):
     Attributes
     ----------
     stop_ids: Tokens that end a text, such as the one for the end of a turn.
+
+    One that has an attribute `longest`, the most bytes of a text that one token stands for (None where that is not
+    known), has prompts that cannot fit refused before they are made tokens of.
     """
 
     @property

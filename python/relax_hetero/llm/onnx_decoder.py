@@ -53,7 +53,8 @@ def load_onnx(
         If the model cannot be read, has no such cache, or cannot be placed or compiled.
     """
     from ..driver import compile as compile_module
-    from ..frontend import PagedCache, from_onnx
+    from ..frontend import PagedCache
+    from ..frontend.from_onnx import from_onnx
 
     if isinstance(source, (str, os.PathLike)) and Path(source).is_dir():
         source = _file_in(Path(source))

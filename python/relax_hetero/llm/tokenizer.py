@@ -7,10 +7,11 @@ tokens are found here, since which of them count is the caller's choice.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .errors import TokenizerError
+from .sentencepiece_model import model_bytes
 from .special_tokens import SpecialTokens
 from .word_splits import SPLITS, WHOLE_WORDS
 
@@ -50,6 +51,7 @@ class Tokenizer:
     begin_id: The token for the begin of a text; None if there is none.
     adds_begin, adds_end: Whether the model wants tokens for the begin and end of a text.
     chat_template: Of the file, in the language of jinja2; None if it has none.
+    longest: No token stands for more bytes of a text; None if one may stand for any number of them.
 
     Raises
     ------
@@ -59,13 +61,14 @@ class Tokenizer:
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._fields = fields
-        self.names: list[str] = list(self._need("tokens"))
-        self._kinds = [int(kind) for kind in self._get("token_type", [NORMAL] * len(self.names))]
-        if len(self._kinds) != len(self.names):
-            raise TokenizerError(f"found kinds of {len(self._kinds)} tokens, expected {len(self.names)}")
-        wrong = next((kind for kind in self._kinds if not NORMAL <= kind <= BYTE), None)
+        self.names: Sequence[str] = self._need("tokens")
+        kinds = self._get("token_type", [NORMAL] * len(self.names))
+        if len(kinds) != len(self.names):
+            raise TokenizerError(f"found kinds of {len(kinds)} tokens, expected {len(self.names)}")
+        wrong = next((kind for kind in kinds if not NORMAL <= kind <= BYTE), None)
         if wrong is not None:
             raise TokenizerError(f"tokenizer.ggml.token_type: found {wrong}, expected {NORMAL} to {BYTE}")
+        self._kinds = bytes(map(int, kinds))
         self.begin_id = self._token("bos_token_id")
         self._end_id = self._token("eos_token_id")
         self.adds_end = bool(self._get("add_eos_token", False))
@@ -80,6 +83,9 @@ class Tokenizer:
         self._always = SpecialTokens(self._of_kinds(USER_DEFINED))
         self._special = SpecialTokens(self._of_kinds(USER_DEFINED, CONTROL, UNKNOWN))
         self.stop_ids = self._find_stops()
+        # Without bytes as tokens, sentencepiece makes one of all characters in a row that it has none for.
+        has_bytes = model != "llama" or BYTE in self._kinds
+        self.longest = max((len(name.encode()) for name in self.names), default=None) if has_bytes else None
 
     @classmethod
     def from_gguf(cls, file: str | os.PathLike[str] | GgufFile) -> Tokenizer:
@@ -145,7 +151,7 @@ class Tokenizer:
         return self._need(key)
 
     @property
-    def kinds(self) -> list[int]:
+    def kinds(self) -> Sequence[int]:
         """The kind of each token."""
         return self._kinds
 
@@ -192,7 +198,7 @@ _Made = tuple[Callable[[str], list[int]], Callable[[int], bytes]]
 def _sentencepiece(tokenizer: Tokenizer) -> _Made:
     """Pieces with scores, of which the best pair is joined first; characters without a piece become bytes."""
     try:
-        from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+        from sentencepiece import SentencePieceProcessor
     except ImportError as error:
         raise TokenizerError("this tokenizer needs the package sentencepiece; install relax-hetero[llm]") from error
     scores = tokenizer.fields("scores")
@@ -200,15 +206,8 @@ def _sentencepiece(tokenizer: Tokenizer) -> _Made:
         raise TokenizerError(f"found scores of {len(scores)} tokens, expected {len(tokenizer.names)}")
     unknown = tokenizer.unknown_id
     kinds = [UNKNOWN if token == unknown else kind for token, kind in enumerate(tokenizer.kinds)]
-    proto = sentencepiece_model_pb2.ModelProto()
-    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
-    trainer.model_type, trainer.byte_fallback = trainer.BPE, BYTE in kinds
-    normalizer.add_dummy_prefix = normalizer.remove_extra_whitespaces = False
-    normalizer.escape_whitespaces = True
-    for name, score, kind in zip(tokenizer.names, scores, kinds, strict=True):
-        proto.pieces.add(piece=name, score=float(score), type=kind)
     try:
-        processor = SentencePieceProcessor(model_proto=proto.SerializeToString())
+        processor = SentencePieceProcessor(model_proto=model_bytes(tokenizer.names, scores, kinds, BYTE in kinds))
     except RuntimeError as error:
         raise TokenizerError(f"sentencepiece refuses the file's tokens: {error}") from error
 

@@ -208,6 +208,21 @@ def test_refused_requests_say_what_was_found_and_expected():
         engine.submit("a")
 
 
+def test_a_prompt_that_cannot_fit_is_refused_before_it_becomes_tokens():
+    class Codec(ToyCodec):
+        longest = 3
+
+        def encode(self, text, *, special=True, begin=True):
+            assert len(text) <= 300
+            return super().encode(text)[:5]
+
+    with Engine(ToyModel(context=100), Codec()) as engine:
+        assert engine.submit("a" * 300, SamplingParams(max_tokens=1)).result(30) is not None
+        with pytest.raises(RequestError, match="found 301 bytes, which are more than 100 tokens") as caught:
+            engine.submit("a" * 301)
+        assert caught.value.code == "context_length_exceeded"
+
+
 def test_the_queue_is_bounded():
     entered, leave = threading.Event(), threading.Event()
 

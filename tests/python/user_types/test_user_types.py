@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import relax_hetero as rh
-from relax_hetero import cluster, llm, transform
+from relax_hetero import cluster, frontend, llm, transform
 
 ROOT = Path(__file__).resolve().parents[3]
 CASES = Path(__file__).parent / "cases"
@@ -39,7 +39,7 @@ def names_for_checkers(room) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("room", [rh, llm, cluster, transform], ids=lambda room: room.__name__)
+@pytest.mark.parametrize("room", [rh, llm, cluster, transform, frontend], ids=lambda room: room.__name__)
 def test_checkers_see_the_names_that_exist(room):
     pytest.importorskip("ray") if room is cluster else None
     declared = names_for_checkers(room)

@@ -1,24 +1,59 @@
 """The metadata of a GGUF file, long lists included.
 
 The reader of the package ``gguf`` makes an object for each string of a list. A tokenizer has hundreds of thousands of
-them, which takes seconds; here a list is one object.
+them, which takes seconds and some 60 bytes each; here a list is one object, and a text is read where it lies.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
 
 import numpy as np
 
 _LONG = 256
-"""A list of more numbers stays an array."""
+"""A list of more numbers stays an array, one of more texts stays in the file."""
+
+
+class Texts(Sequence[str]):
+    """A list of texts as a file has it: each is its number of bytes in 8 bytes, then the bytes.
+
+    Parameters
+    ----------
+    view: Bytes of the file.
+    begins: Where each text's own bytes begin, and where that of one more would.
+    """
+
+    def __init__(self, view: memoryview, begins: array[int]) -> None:
+        self._view, self._begins = view, begins
+
+    def __len__(self) -> int:
+        return len(self._begins) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        return str(self._view[self._begins[index] : self._begins[index + 1] - 8], "utf-8")
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self.__getitem__, range(len(self)))
 
 
 def open_reader(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
     """A file's `gguf.GGUFReader`, whose fields of lists are not to be asked, and all metadata by key.
 
-    Texts are ``str``, lists of texts ``list``, long lists of numbers arrays.
+    Texts are ``str``, lists of texts ``list``, long ones `Texts`, long lists of numbers arrays.
 
     Raises
     ------
@@ -53,23 +88,24 @@ def open_reader(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
 
 
 def _value(field: Any) -> Any:
-    values = field.parts[field.data[0]] if field.data else []
+    values: Any = field.parts[field.data[0]] if field.data else []
     if len(field.types) < 2:
         return field.contents()
-    if isinstance(values, list):
-        return values
+    if isinstance(values, Texts):
+        return values if len(values) > _LONG else list(values)
     return values if len(values) > _LONG else values.tolist()
 
 
-def _texts(data: np.ndarray, begin: int, count: int, little: bool) -> tuple[list[str], int]:
-    """A list of texts, and where it ends; each is its number of bytes in 8 bytes, then the bytes."""
-    found: list[str] = []
+def _texts(data: np.ndarray, begin: int, count: int, little: bool) -> tuple[Texts, int]:
+    """A list of texts, and where it ends."""
+    begins = array("q", [begin + 8])
     view, order = data.data, "little" if little else "big"
     for _ in range(count):
         first = begin + 8
         end = first + int.from_bytes(view[begin:first], order)  # type: ignore[arg-type]
         if end > len(view):
             raise ValueError(f"found a text that ends at byte {end:,}, expected the file's {len(view):,} at most")
-        found.append(str(view[first:end], "utf-8"))
+        str(view[first:end], "utf-8")  # raises for other bytes
         begin = end
-    return found, begin
+        begins.append(begin + 8)
+    return Texts(view, begins), begin

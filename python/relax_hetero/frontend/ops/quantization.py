@@ -7,11 +7,12 @@ import onnx
 import tvm
 from tvm import relax
 
+from ...tir.math.narrow_floats import FLOATS, POWERS
 from .block_weights import dequantized_blocks
 from .convolution import integer_convolution
 from .elementwise import cast
 from .narrow_types.carriers import CARRIERS, INTEGERS, bytes_of, of_bytes, with_bytes, wrapped
-from .narrow_types.float8 import FLOATS, POWERS, from_float32, to_float32
+from .narrow_types.float8 import from_float32, to_float32
 from .node import Node, as_constant, const, dtype_of, is_float, onnx_dtype
 from .products import shifted
 from .quantization_parameters import INTEGER_RANGES, along, as_type, check_zero_point, is_zero, reshaped

@@ -54,7 +54,8 @@ def api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, RequestError):
         name, colon, _ = str(error).partition(":")
-        return ApiError(400, str(error), param=name if colon and name.isidentifier() else None)
+        name = name.partition(" ")[0]
+        return ApiError(400, str(error), param=name if colon and name.isidentifier() else None, code=error.code)
     if isinstance(error, EngineFullError):
         return ApiError(429, str(error), code="engine_full")
     if isinstance(error, EngineClosedError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from ..chat_template import ChatTemplate
-from ..engine import Engine
+from ..engine import TOO_LONG, Engine
 from ..params import SamplingParams
 from ..request import Request
 from .answers import ChatAnswers, CompletionAnswers, Form
@@ -29,6 +30,8 @@ from .limits import Limits
 from .metrics import Metrics
 from .texts import Texts
 
+_TOKENIZERS = 2
+"""Threads that make tokens of prompts. Each keeps memory of its longest prompt, some 30 bytes for each of its bytes."""
 _PATHS = {"/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
 
 
@@ -78,6 +81,7 @@ class _Server:
         self._engine, self._settings, self._template = engine, settings, template
         self._limits, self._metrics = settings.limits, Metrics(engine)
         self._in_flight = 0
+        self._tokenizers = ThreadPoolExecutor(_TOKENIZERS, "relax_hetero.llm prompts")
         self._created = int(time.time())
 
     def answered(self, path: str, status: int) -> None:
@@ -154,7 +158,7 @@ class _Server:
         streams = False
         try:
             # In another thread: long prompts take a while to become tokens, and the event loop goes on.
-            requests, begins = await asyncio.to_thread(begin)
+            requests, begins = await asyncio.get_running_loop().run_in_executor(self._tokenizers, begin)
             texts = Texts(requests, begins, self._limits.seconds)
             if body.stream:
                 answer = StreamedAnswer(texts, form, body.tells_usage, lambda: self._end(texts))
@@ -184,7 +188,7 @@ class _Server:
         for tokens in prompts:
             if most and len(tokens) > most:
                 message = f"prompt: found {len(tokens):,} tokens, expected at most {most:,}"
-                raise ApiError(400, message, "prompt", "context_length_exceeded")
+                raise ApiError(400, message, "prompt", TOO_LONG)
             self._engine.check_prompt(tokens)
         requests: list[Request] = []
         try:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ..params import SamplingParams
 from .api_errors import ApiError
@@ -14,11 +14,19 @@ _DIGITS = 9
 """Of a token's number; larger ones are no model's."""
 
 
+def _or(default: Any) -> BeforeValidator:
+    """A field that may be null, which stands for its default."""
+    return BeforeValidator(lambda value: default if value is None else value)
+
+
+_Switch = Annotated[bool, _or(False)]
+
+
 class StreamOptions(BaseModel):
     """What a stream has beside the text."""
 
     model_config = ConfigDict(strict=True)
-    include_usage: bool = False
+    include_usage: _Switch = False
 
 
 class Body(BaseModel):
@@ -26,9 +34,9 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True)
     model: str | None = None
-    stream: bool = False
+    stream: _Switch = False
     stream_options: StreamOptions | None = None
-    n: int = Field(1, ge=1)
+    n: Annotated[int, _or(1), Field(ge=1)] = 1
     temperature: float | None = None
     top_p: float | None = None
     frequency_penalty: float | None = None
@@ -66,6 +74,8 @@ class Body(BaseModel):
             "ignore_eos",
         )
         given = {name: getattr(self, name) for name in names}
+        if self.top_k == -1:  # vLLM's word for all
+            given["top_k"] = 0
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
             **{name: value for name, value in given.items() if value is not None},
@@ -84,7 +94,7 @@ class CompletionBody(Body):
     prompt: str | list[int] | list[str] | list[list[int]]
     max_tokens: int | None = 16
     logprobs: int | None = None
-    echo: bool = False
+    echo: _Switch = False
     best_of: int | None = None
     suffix: str | None = None
 
@@ -101,6 +111,9 @@ class CompletionBody(Body):
     def refuse_unsupported(self) -> None:
         """ApiError for what would be ignored, and changes the answer."""
         _refuse(self.suffix, "suffix")
+        if self.echo and self.logprobs is not None:
+            message = "echo: found it with logprobs, which are told of new tokens only; expected one of both"
+            raise ApiError(400, message, "echo")
         if self.best_of is not None and self.best_of != self.n:
             raise ApiError(400, f"best_of: found {self.best_of}, expected n, which is {self.n}", "best_of")
 

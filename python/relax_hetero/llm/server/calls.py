@@ -20,6 +20,8 @@ from .api_errors import ApiError, api_error
 from .texts import Texts, gone
 
 LOG = logging.getLogger(__name__)
+GRACE = 10.0
+"""Seconds that a caller gets to read the rest of a stream whose time is over."""
 
 
 async def whole_answer(texts: Texts, form: Form, http: HttpRequest) -> Response:
@@ -65,11 +67,12 @@ class StreamedAnswer(Response):
         self._texts, self._form, self._tells_usage, self._on_end = texts, form, tells_usage, on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write the answer; stop when the caller goes away."""
+        """Write the answer; stop when the caller goes away, or stays but does not read."""
         writing = asyncio.ensure_future(self._write(send))
         left = asyncio.ensure_future(gone(receive))
         try:
-            await asyncio.wait({writing, left}, return_when=asyncio.FIRST_COMPLETED)
+            most = self._texts.seconds + GRACE
+            await asyncio.wait({writing, left}, timeout=most, return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
                 writing.result()
         except OSError:  # gone while something was sent

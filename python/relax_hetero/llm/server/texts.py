@@ -29,11 +29,15 @@ class Texts:
     requests: One for each choice.
     begins: What each text begins with, before the model's.
     seconds: That all of them may take.
+
+    Attributes
+    ----------
+    requests, begins, seconds: As given.
     """
 
     def __init__(self, requests: Sequence[Request], begins: Sequence[str], seconds: float) -> None:
         self.requests, self.begins = list(requests), list(begins)
-        self._seconds, self._expired = seconds, False
+        self.seconds, self._expired = seconds, False
         self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
 
     @property
@@ -79,7 +83,7 @@ class Texts:
 
     def _check(self) -> None:
         if self._expired:
-            raise ApiError(504, f"the request took more than {self._seconds:g} s")
+            raise ApiError(504, f"the request took more than {self.seconds:g} s")
 
     async def _together(self) -> AsyncIterator[Grown]:
         news: asyncio.Queue[Grown | Exception] = asyncio.Queue()

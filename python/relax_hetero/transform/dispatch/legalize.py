@@ -24,7 +24,7 @@ from ..ir.rewriting import (
     walk_bindings,
     with_functions,
 )
-from . import sort_kernels, truth_kernels
+from . import narrow_types, sort_kernels, truth_kernels
 from .keep_devices import keep_devices
 from .nan_kernels import legalizations
 
@@ -54,6 +54,7 @@ def legalize(mod: tvm.IRModule) -> tvm.IRModule:
         An op has no kernel for its operands.
     """
     mod, variables = with_unique_names(_simplified(mod))
+    _check_types(mod, variables)
     try:
         legal = _with_wide_kernels_apart(_with_kernels(mod))
     except Exception:  # an op's own legalization raises what it likes, and names nothing
@@ -66,6 +67,7 @@ def legalize(mod: tvm.IRModule) -> tvm.IRModule:
 def _with_kernels(mod: tvm.IRModule) -> tvm.IRModule:
     kernels = legalizations() | sort_kernels.legalizations()
     kernels |= truth_kernels.legalizations(kernels)
+    kernels |= narrow_types.legalizations(kernels)
     legalized = relax.transform.LegalizeOps(kernels | {name: _of_its_type(name) for name in _OF_ANOTHER_TYPE})
     mod = _unconverted(legalized, mod)
     if any(op_name(b.value) in _SORTS_AND_SCANS for _, func in relax_functions(mod) for b in walk_bindings(func)):
@@ -184,6 +186,22 @@ def _with_wide_kernels_apart(mod: tvm.IRModule) -> tvm.IRModule:
 def _written_out(arg: relax.Expr) -> relax.Expr:
     is_shape = isinstance(arg, relax.Var) and isinstance(arg.ty, relax.ShapeType) and arg.ty.values is not None
     return relax.ShapeExpr(arg.ty.values) if is_shape else arg
+
+
+def _check_types(mod: tvm.IRModule, variables: dict[str, dict[str, relax.Var]]) -> None:
+    """Refuse arithmetic with types for which stock kernels compute wrong numbers, crash, or fail to compile."""
+    for gv, func in relax_functions(mod):
+        for binding in walk_bindings(func):
+            name = op_name(binding.value)
+            if name is None or is_kept(name):
+                continue
+            dtype = narrow_types.refused_type(binding.value)
+            if dtype is not None:
+                var = variables.get(gv.name_hint, {}).get(binding.var.name, binding.var)
+                raise BuildError(
+                    f"op {name} of variable {var.name!r} in function {gv.name_hint!r} has no kernel of CPUs for "
+                    f"elements of type {dtype}: expected a type that they compute with, such as int32 or float32"
+                )
 
 
 def _check(mod: tvm.IRModule, variables: dict[str, dict[str, relax.Var]]) -> None:

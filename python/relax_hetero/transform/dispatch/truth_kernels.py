@@ -1,7 +1,8 @@
-"""Comparisons, and the larger and smaller, of truth values, which stock TVM takes for floats.
+"""Comparisons, the larger and smaller, and sums and products of truth values, which stock TVM takes for floats.
 
 TVM's code generator for LLVM knows no comparison of booleans: it writes that of floats, which LLVM refuses, in the
 middle of a build. As bytes they compare as numpy has it, false before true, and LLVM makes one instruction of it.
+Their sum is the larger of two, their product the smaller.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from tvm import relax, te, topi
 Legalize = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
 
 _COMPARISONS = ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal")
-_EXTREMES = ("maximum", "minimum")
+_EXTREMES = {"maximum": "maximum", "minimum": "minimum", "add": "maximum", "multiply": "minimum"}
+"""By op, what it is on numbers 0 and 1."""
 
 
 def legalizations(others: dict[str, Legalize]) -> dict[str, Legalize]:
@@ -27,7 +29,7 @@ def legalizations(others: dict[str, Legalize]) -> dict[str, Legalize]:
 
 
 def _legalization(name: str, otherwise: Legalize) -> Legalize:
-    compute = getattr(topi, name)
+    compute = getattr(topi, _EXTREMES.get(name, name))
 
     def kernel(a: te.Tensor, b: te.Tensor) -> te.Tensor:
         result = compute(topi.cast(a, "int8"), topi.cast(b, "int8"))

@@ -70,6 +70,33 @@ class _RefusingLock:
         """Never called: nothing enters."""
 
 
+class _LastLock:
+    """In place of a machine's lock when the process ends: threads that do not hold it by then wait for ever.
+
+    Without it a thread that calls a machine in a loop takes the lock back before the ending thread has woken up.
+    """
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self._ending = threading.get_ident()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if threading.get_ident() != self._ending and not self._lock._is_owned():
+            if not blocking:
+                return False
+            threading.Event().wait()
+        return bool(self._lock.acquire(blocking, timeout))
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_raised: object) -> None:
+        self._lock.release()
+
+
 def hold_all(until: float) -> None:
     """Have other threads' calls of all machines wait for ever, once those that run have ended.
 
@@ -79,6 +106,9 @@ def hold_all(until: float) -> None:
     """
     with _listed:
         locks = list(_all)
+    for lock in locks:
+        if not isinstance(lock.held, _RefusingLock):
+            lock.held = _LastLock(lock.held)
     for lock in locks:
         lock.acquire(until)
 

@@ -42,7 +42,11 @@ def test_fields_are_those_that_the_package_reads(path):
         expected = field.contents()
         value = found.fields[name]
         assert (list(value) if isinstance(expected, list) else value) == expected, name
-    assert isinstance(found.fields["few"], list) and isinstance(found.fields["texts"][1], str)
+    assert isinstance(found.fields["few"], list)
+    texts = found.fields["texts"]
+    assert texts[-1] == "999" and texts[1:4] == ["a", "日本語" * 50, "0"] and "17" in texts and len(texts) == 1003
+    with pytest.raises(IndexError):
+        texts[1003]
     np.testing.assert_array_equal(found.tensors["weight"].data, reader.tensors[0].data)
 
 

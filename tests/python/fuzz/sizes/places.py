@@ -309,7 +309,6 @@ def images(rng: np.random.Generator) -> Iterator[Attack]:
         order=["x", "s", "w"],
     )
     yield one_op("Dropout", {"x": ["n", "m"]}, [{"x": data(*s)} for s in ((2, 3), (0, 3))])
-    yield one_op("Bernoulli", {"x": ["n"]}, [{"x": data(n) * 0} for n in (3, 0)])
     yield one_op(
         "Where",
         {"c": ["a"], "x": ["b"], "z": ["d"]},

@@ -17,7 +17,10 @@ from llm.server.running import Server, running  # noqa: E402
 from llm.toy_model import EOS, ToyCodec, ToyModel, alone  # noqa: E402
 from relax_hetero.errors import HeteroError  # noqa: E402
 from relax_hetero.llm import Engine  # noqa: E402
+from relax_hetero.llm.server import calls  # noqa: E402
+from relax_hetero.llm.server.answers import CompletionAnswers  # noqa: E402
 from relax_hetero.llm.server.limits import Limits  # noqa: E402
+from relax_hetero.llm.server.texts import Texts  # noqa: E402
 
 CODEC = ToyCodec()
 LIMITS = Limits(prompt_tokens=300, max_tokens=400, in_flight=80, choices=6, body_bytes=20_000, seconds=60)
@@ -159,6 +162,11 @@ BAD = [
     (COMPLETIONS, {"prompt": "a", "suffix": "b"}, 400, "suffix"),
     (COMPLETIONS, {"prompt": "a", "stream": "yes"}, 400, "stream"),
     (COMPLETIONS, {"prompt": "a", "stop": ["a"] * 17}, 400, "17 strings"),
+    (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 1}, 400, "of new tokens only"),
+    (COMPLETIONS, {"prompt": "a", "top_k": -2}, 400, "top_k"),
+    (COMPLETIONS, {"prompt": "a", "seed": 2**64}, 400, "seed"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
+    (COMPLETIONS, {"prompt": ["a", [1]]}, 400, "prompt"),
     (CHAT, {"messages": []}, 400, "messages"),
     (CHAT, {"messages": "hello"}, 400, "messages"),
     (CHAT, {"messages": [{"role": "nobody", "content": "a"}]}, 400, "nobody speaks"),
@@ -195,6 +203,41 @@ def test_a_body_of_another_type_is_told_so(http):
     assert answer.status_code == 400 and "expected application/json" in answer.json()["error"]["message"]
     answer = http.post(COMPLETIONS, data={"prompt": "a"})
     assert "found 'application/x-www-form-urlencoded'" in answer.json()["error"]["message"]
+
+
+def test_null_stands_for_a_default(http):
+    asked = {"prompt": "a", "max_tokens": 3, "temperature": 0}
+    nulls = ("n", "stream", "echo", "stop", "seed", "logit_bias", "best_of", "stream_options", "logprobs", "top_p")
+    plain, given = (
+        http.post(COMPLETIONS, json={**asked, **more}).json() for more in ({}, {**dict.fromkeys(nulls), "top_k": -1})
+    )
+    assert given["choices"] == plain["choices"]
+
+
+def test_a_prompt_that_does_not_fit_has_the_code_of_openai(http, server):
+    limits = {"prompt": [1] * 511}, {"prompt": "a" * 9_000}
+    for body in limits:
+        error = http.post(COMPLETIONS, json=body).json()["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+
+
+def test_a_caller_that_does_not_read_is_given_up(monkeypatch):
+    """It would be one of the requests in flight for ever."""
+    monkeypatch.setattr(calls, "GRACE", 0.05)
+    ended = []
+
+    async def answer() -> None:
+        with Engine(ToyModel(), CODEC) as engine:
+            texts = Texts([engine.submit("a")], [""], 0.05)
+            stream = calls.StreamedAnswer(
+                texts, CompletionAnswers(CODEC, "toy", False, 1), False, lambda: ended.append(1)
+            )
+            never = asyncio.Event().wait
+            await asyncio.wait_for(stream({"type": "http"}, never, lambda message: never()), 20)
+            texts.close()
+
+    asyncio.run(answer())
+    assert ended == [1]
 
 
 def test_names_of_the_server_in_values_of_a_template(http):

@@ -17,6 +17,8 @@ OPS = {
     "greater_equal": np.greater_equal,
     "maximum": np.maximum,
     "minimum": np.minimum,
+    "add": np.add,
+    "multiply": np.multiply,
 }
 
 

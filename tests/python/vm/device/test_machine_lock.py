@@ -2,6 +2,8 @@
 
 import os
 import threading
+import time
+import weakref
 
 import pytest
 
@@ -51,6 +53,29 @@ def test_a_fork_does_not_wait_for_ever(held, monkeypatch):
     end.set()
     assert lock.held.acquire(timeout=30)
     lock.held.release()
+
+
+def test_a_process_that_ends_gets_the_lock_of_a_thread_that_calls_in_a_loop(monkeypatch):
+    """Whoever comes for a lock after `hold_all` has begun waits, though it let go of it a moment ago."""
+    monkeypatch.setattr(machine_lock, "_all", weakref.WeakSet())
+    lock, begun, calls = MachineLock(), threading.Event(), []
+
+    def call_again_and_again() -> None:
+        while True:
+            with lock.held, lock.held:
+                begun.set()
+                calls.append(None)
+                time.sleep(0.001)
+
+    threading.Thread(target=call_again_and_again, daemon=True).start()
+    assert begun.wait(30)
+    before = len(calls)
+    machine_lock.hold_all(time.monotonic() + 30)
+    count = len(calls)
+    assert count - before < 50  # by luck alone it took hundreds
+    with lock.held:  # this thread's own calls, of handlers that run later, go on
+        time.sleep(0.02)
+    assert len(calls) == count
 
 
 def test_locks_that_refuse_are_left_alone():

@@ -72,6 +72,9 @@ def test_every_code_is_read_moved_and_given_back(types):
         expected = value
         if name == "float8_e8m0fnu":  # the least number is no normal one, and ONNX's reference rounds that up
             expected = onnx.numpy_helper.to_float8e8m0(value.astype("float32"))
+        if name == "float8_e5m2":  # a cast saturates unless told otherwise: infinities become the largest number
+            largest = ml_dtypes.finfo(value.dtype).max
+            expected = np.clip(value.astype("float32"), -float(largest), float(largest))
         np.testing.assert_array_equal(again.numpy().reshape(-1).astype("float32"), expected.astype("float32"))
     outs = [np.empty((len(value), 1), value.dtype) for value in values]
     numbers = [np.empty((len(value), 1), "float32") for value in values]
