@@ -6,7 +6,7 @@ import datetime
 import os
 import platform
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,8 @@ from ..artifact.metadata import Metadata
 from ..artifact.model_graph import KINDS
 from ..artifact.model_graph import TRANSFER as TRANSFERS
 from ..providers import provided
-from .kernel_groups import groups_of
+from .device_peaks import peaks_of
+from .kernel_groups import groups_of, reached
 from .memory_steps import memory_of
 from .report_tables import tables_of
 from .stored_layouts import layouts_of
@@ -66,7 +67,8 @@ def report_of(
 
     about = executable.metadata
     explanation = provided("explanation_of")(executable, title)
-    groups = groups_of(about, profile)
+    peaks = peaks_of(about.devices) if profile is not None else {}
+    groups = groups_of(about, profile, peaks)
     layouts = layouts_of(about.encodings)
     functions, nodes, edges = _graph(about, groups, layouts)
     totals = explanation.totals()
@@ -83,7 +85,7 @@ def report_of(
                 **{key: value for key, value in total.to_json().items() if key != "unknown_bytes"},
                 "kind": total.name.rpartition("/")[2].partition(":")[0],
                 "optional": total.name in explanation.optional,
-                "peak": None,
+                "peak": peaks.get(total.name),
             }
             for total in totals
         ],
@@ -94,7 +96,7 @@ def report_of(
         "layouts": [{key: value for key, value in layout.items() if key != "of"} for layout in layouts],
         "timeline": None if trace is None else timeline_of(trace, [total.name for total in totals]),
         "memory": memory_of(executable),
-        "profile": None if profile is None else _profile(profile),
+        "profile": None if profile is None else _profile(profile, peaks),
         "tables": tables_of(explanation),
         "bench": None,
         "chat": None,
@@ -193,7 +195,7 @@ def _edge(nodes: list[Data], read: int, position: int, reader: int) -> Data:
     }
 
 
-def _profile(profile: Profile) -> Data:
+def _profile(profile: Profile, peaks: Mapping[str, Data]) -> Data:
     rows = [
         {
             "symbol": row.symbol,
@@ -205,6 +207,7 @@ def _profile(profile: Profile) -> Data:
             "operations": row.operations,
             "bytes": row.bytes,
             "precision": row.precision,
+            **reached(row, peaks.get(row.device)),
         }
         for row in profile.rows
     ]

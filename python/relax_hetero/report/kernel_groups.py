@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 from ..artifact.commands import Dispatch
 from ..artifact.metadata import Metadata
 from ..artifact.model_graph import ModelGraph
+from .device_peaks import share_of_peak
 
 if TYPE_CHECKING:
-    from ..vm.profile import Profile
+    from ..vm.profile import Profile, ProfileRow
 
 
-def groups_of(about: Metadata, profile: Profile | None = None) -> list[dict[str, Any]]:
+def groups_of(
+    about: Metadata, profile: Profile | None = None, peaks: Mapping[str, Mapping[str, Any]] | None = None
+) -> list[dict[str, Any]]:
     """A group for each kernel call of an executable, in program order.
 
     Parameters
@@ -22,16 +25,19 @@ def groups_of(about: Metadata, profile: Profile | None = None) -> list[dict[str,
     about: Of the executable.
     profile: Times of kernels. A kernel that is called at several places, and that was not measured at each, has its
         time divided among them.
+    peaks: What devices can reach, by name, as `device_peaks.peaks_of` measures it.
     """
     entries = (about.fusions or {}).get("dispatches", [])
     declined = _declined(about.fusions or {})
     regions = {c.kernel: region.name for region in about.regions for c in region.commands if isinstance(c, Dispatch)}
     places = Counter(entry["kernel"] for entry in entries)
+    rows = {row.symbol: row for row in profile.rows} if profile is not None else {}
     bases = _bases(about.graph)
     groups: list[dict[str, Any]] = []
     for index, entry in enumerate(entries):
         kernel, function = entry["kernel"], entry["function"]
         spec = about.dispatches.get(kernel)
+        row = rows.get(kernel)
         groups.append(
             {
                 "id": index,
@@ -44,13 +50,25 @@ def groups_of(about: Metadata, profile: Profile | None = None) -> list[dict[str,
                 "precision": entry["precision"] or None,
                 "operations": spec.operations or None if spec is not None else None,
                 "bytes": spec.bytes or None if spec is not None else None,
-                **_times(profile, kernel, entry["variable"], places[kernel]),
+                **_times(profile, row, entry["variable"], places[kernel]),
                 "share_of_peak": None,
                 "bound": None,
                 "notes": declined.get((function, entry["variable"]), []),
             }
         )
+        group = groups[-1]
+        if group["calls"] and group["seconds"]:
+            seconds = group["seconds"] / group["calls"]
+            work = group["precision"], group["operations"], group["bytes"]
+            group["share_of_peak"], group["bound"] = share_of_peak((peaks or {}).get(group["device"]), *work, seconds)
     return groups
+
+
+def reached(row: ProfileRow, peak: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a row of a profile reached of its device's peak, and what bounds it."""
+    seconds = row.microseconds / 1e6 / max(row.calls, 1)
+    share, bound = share_of_peak(peak, row.precision, row.operations, row.bytes, seconds)
+    return {"share_of_peak": share, "bound": bound}
 
 
 def _bases(graph: ModelGraph | None) -> dict[str, int]:
@@ -77,12 +95,11 @@ def _step(about: Metadata, kernel: str, region: str | None) -> str | None:
     return next((step.function for step in steps if not names.isdisjoint(step.calls)), None)
 
 
-def _times(profile: Profile | None, kernel: str, variable: str, places: int) -> dict[str, Any]:
+def _times(profile: Profile | None, row: ProfileRow | None, variable: str, places: int) -> dict[str, Any]:
     """Calls, seconds and share of the call; all None where nobody measured."""
-    row = None if profile is None else next((row for row in profile.rows if row.symbol == kernel), None)
     if profile is None or row is None:
         return {"calls": None, "seconds": None, "share": None}
-    here = [c.microseconds for c in profile.commands if c.kernel == kernel and c.variable == variable]
+    here = [c.microseconds for c in profile.commands if c.kernel == row.symbol and c.variable == variable]
     if here:
         seconds = sum(here) / 1e6
         return {"calls": len(here), "seconds": seconds, "share": seconds * 1e6 / profile.microseconds}

@@ -1,8 +1,11 @@
 """Groups of kernels: the nodes that each computes, numbered through all functions."""
 
-from relax_hetero.artifact.metadata import Metadata
+import pytest
+
+from relax_hetero.artifact.metadata import DispatchSpec, Metadata
 from relax_hetero.artifact.model_graph import FunctionGraph, GraphNode, ModelGraph
 from relax_hetero.report.kernel_groups import groups_of
+from relax_hetero.vm.profile import Profile, ProfileRow
 
 ENTRY = {"variable": "y", "kernel": "k", "device": "llvm:0", "ops": ["exp"], "precision": "f32"}
 
@@ -22,3 +25,13 @@ def test_nodes_are_numbered_through_all_functions():
 
 def test_kernels_of_an_earlier_version_name_no_nodes():
     assert nodes_of_groups({"function": "first"}) == [[]]
+
+
+def test_times_and_shares_of_the_peak_are_those_of_a_call():
+    fusions = {"dispatches": [{**ENTRY, "function": "main"}] * 2, "declined": []}
+    about = Metadata((), -1, {}, fusions=fusions, dispatches={"k": DispatchSpec(0, ("exp",), 10**6, 10**3, "f32")})
+    row = ProfileRow("k", "llvm:0", ("exp",), 4, 800.0, 0.8, 10**6, 10**3, "f32")
+    peak = {"operations_per_second": {"f32": 1e10}, "bytes_per_second": 1e10}
+    for group in groups_of(about, Profile("main", (row,), 1000.0), {"llvm:0": peak}):
+        assert (group["calls"], group["seconds"]) == (2, pytest.approx(4e-4))
+        assert (group["share_of_peak"], group["bound"]) == (pytest.approx(0.5), "arithmetic")

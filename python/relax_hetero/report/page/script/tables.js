@@ -45,9 +45,9 @@
     report.section("profile", "Time of kernels", null, (body) => {
       const { rows, seconds } = report.data.profile;
       body.append(report.make("p", { class: "hint" }, `${report.seconds(seconds)} in all, of function ${report.data.profile.function}.`));
-      const columns = [["kernel", "text"], ["device", "text"], ["ops", "text"], ["calls", "number"], ["time", "seconds"], ["share", "share"], ["operations", "number"], ["bytes", "bytes"], ["precision", "text"]];
+      const columns = [["kernel", "text"], ["device", "text"], ["ops", "text"], ["calls", "number"], ["time", "seconds"], ["share", "share"], ["operations", "number"], ["bytes", "bytes"], ["precision", "text"], ["of the peak", "share"], ["bound by", "text"]];
       return report.table(body, "profile", columns.map(([name, kind]) => ({ name, kind })),
-        rows.map((row) => [row.symbol, row.device, (row.ops || []).join(", "), row.calls, row.seconds, row.share, row.operations, row.bytes, row.precision]), 4);
+        rows.map((row) => [row.symbol, row.device, (row.ops || []).join(", "), row.calls, row.seconds, row.share, row.operations, row.bytes, row.precision, row.share_of_peak, row.bound]), 4);
     });
   };
 
