@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..artifact.commands import Dispatch
@@ -16,28 +16,39 @@ if TYPE_CHECKING:
 
 
 def groups_of(
-    about: Metadata, profile: Profile | None = None, peaks: Mapping[str, Mapping[str, Any]] | None = None
+    about: Metadata, profiles: Sequence[Profile] = (), peaks: Mapping[str, Mapping[str, Any]] | None = None
 ) -> list[dict[str, Any]]:
     """A group for each kernel call of an executable, in program order.
 
     Parameters
     ----------
     about: Of the executable.
-    profile: Times of kernels. A kernel that is called at several places, and that was not measured at each, has its
-        time divided among them.
+    profiles: Times of kernels, a function each. A kernel that is called at several places, and that was not measured
+        at each, has its time divided among them.
     peaks: What devices can reach, by name, as `device_peaks.peaks_of` measures it.
     """
     entries = (about.fusions or {}).get("dispatches", [])
     declined = _declined(about.fusions or {})
-    regions = {c.kernel: region.name for region in about.regions for c in region.commands if isinstance(c, Dispatch)}
-    places = Counter(entry["kernel"] for entry in entries)
-    rows = {row.symbol: row for row in profile.rows} if profile is not None else {}
+    # In command buffers: kernels have other names where they write over what they read.
+    inside = {
+        (region.function, command.variable): (command.kernel, region.name)
+        for region in about.regions
+        for command in region.commands
+        if isinstance(command, Dispatch)
+    }
+    kernels = [inside.get((e["function"], e["variable"]), (e["kernel"], None)) for e in entries]
+    measured = {profile.function: profile for profile in profiles}
+    # What no caller can name is called by the function that was measured.
+    called = [entry["function"] if entry["function"] in about.signatures else "" for entry in entries]
+    places = Counter((name, kernel) for name, (kernel, _) in zip(called, kernels, strict=True))
+    rows = {(profile.function, row.symbol): row for profile in profiles for row in profile.rows}
     bases = _bases(about.graph)
     groups: list[dict[str, Any]] = []
     for index, entry in enumerate(entries):
-        kernel, function = entry["kernel"], entry["function"]
+        (kernel, region), function = kernels[index], entry["function"]
         spec = about.dispatches.get(kernel)
-        row = rows.get(kernel)
+        caller = called[index] or (profiles[0].function if profiles else "")
+        row = rows.get((caller, kernel))
         groups.append(
             {
                 "id": index,
@@ -45,12 +56,12 @@ def groups_of(
                 "kernel": kernel,
                 "device": entry["device"],
                 "nodes": [bases[function] + node for node in entry.get("nodes", ()) if function in bases],
-                "region": regions.get(kernel),
-                "step": _step(about, kernel, regions.get(kernel)),
+                "region": region,
+                "step": _step(about, kernel, region),
                 "precision": entry["precision"] or None,
                 "operations": spec.operations or None if spec is not None else None,
                 "bytes": spec.bytes or None if spec is not None else None,
-                **_times(profile, row, entry["variable"], places[kernel]),
+                **_times(measured.get(caller), row, entry["variable"], places[called[index], kernel]),
                 "share_of_peak": None,
                 "bound": None,
                 "notes": declined.get((function, entry["variable"]), []),

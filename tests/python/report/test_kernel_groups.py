@@ -32,6 +32,6 @@ def test_times_and_shares_of_the_peak_are_those_of_a_call():
     about = Metadata((), -1, {}, fusions=fusions, dispatches={"k": DispatchSpec(0, ("exp",), 10**6, 10**3, "f32")})
     row = ProfileRow("k", "llvm:0", ("exp",), 4, 800.0, 0.8, 10**6, 10**3, "f32")
     peak = {"operations_per_second": {"f32": 1e10}, "bytes_per_second": 1e10}
-    for group in groups_of(about, Profile("main", (row,), 1000.0), {"llvm:0": peak}):
+    for group in groups_of(about, [Profile("main", (row,), 1000.0)], {"llvm:0": peak}):
         assert (group["calls"], group["seconds"]) == (2, pytest.approx(4e-4))
         assert (group["share_of_peak"], group["bound"]) == (pytest.approx(0.5), "arithmetic")

@@ -85,11 +85,13 @@ class _Kernels:
         for name in twice:  # two values: nobody can say which
             del self._names[name]
         self._before = self._ancestors()
-        inputs = sum(1 << index for index, kind in enumerate(self._kinds) if kind == INPUT)
-        self._is_computed = [
-            bool(before & inputs) or texts[node.op] == DEQUANTIZE_BLOCKS  # by the kernel that reads the blocks
-            for before, node in zip(self._before, graph.nodes, strict=True)
-        ]
+        # What depends on neither was computed at compile time; blocks of weights are unpacked by who reads them.
+        varying = sum(
+            1 << index
+            for index, node in enumerate(graph.nodes)
+            if self._kinds[index] == INPUT or texts[node.op] == DEQUANTIZE_BLOCKS
+        )
+        self._is_computed = [bool(before & varying) for before in self._before]
         self._heads: dict[relax.Var, set[int]] = {}
         self._stands: dict[relax.Var, frozenset[int]] = {}
 

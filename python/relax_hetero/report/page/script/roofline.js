@@ -31,14 +31,20 @@
     if (points.length === 0) return;
     const hint = "To the right: more operations for each byte. Up: faster. A kernel near a slope is bound by memory, near a flat line by arithmetic. Larger points take more time.";
     report.section("roofline", "Roofline", hint, (body) => report.chart(body, HIGH, `Roofline of ${points.length} kernels.`, () => {
-      const xs = points.map((point) => point.value[0]);
+      const peaks = (data.devices || []).filter((device) => device.peak && device.peak.bytes_per_second && points.some((point) => point.group.device === device.name)).map((device) => [device.peak.bytes_per_second, device.peak.operations_per_second || {}]);
+      // Also where the slope of a roof ends, so that both parts of it are seen.
+      const ridges = peaks.flatMap(([speed, rates]) => Object.values(rates).map((most) => most / speed));
+      const xs = [...points.map((point) => point.value[0]), ...ridges.map((ridge) => ridge / 2)];
       const [low, high] = [10 ** Math.floor(Math.log10(Math.min(...xs))), 10 ** Math.ceil(Math.log10(Math.max(...xs) * 1.5))];
       const used = new Set(points.map((point) => point.group.device));
       const roofs = (data.devices || []).filter((device) => used.has(device.name) && device.peak).flatMap((device) => {
         const speed = device.peak.bytes_per_second;
         const precisions = points.filter((point) => point.group.device === device.name).map((point) => point.group.precision || "");
         const isUsed = (precision) => precisions.some((text) => text === precision || text.startsWith(`${precision}*${precision}`));
-        return Object.entries(device.peak.operations_per_second || {}).filter(([precision, most]) => most > 0 && isUsed(precision)).map(([precision, most], index) => {
+        const flat = Object.entries(device.peak.operations_per_second || {}).filter(([precision, most]) => most > 0 && isUsed(precision));
+        // Of types that were not measured there is the slope alone.
+        if (flat.length === 0) return speed ? [{ device, precision: "memory", index: 0, data: [[low, low * speed], [high, high * speed]], top: high * speed }] : [];
+        return flat.map(([precision, most], index) => {
           const top = speed ? Math.min(most, high * speed) : most;
           const data = speed ? [[low, Math.min(most, low * speed)], [Math.min(Math.max(most / speed, low), high), top], [high, top]] : [[low, most], [high, most]];
           return { device, precision, index, data, top };
