@@ -63,6 +63,7 @@ def check_metadata(metadata: Metadata) -> None:
             raise ValueError(f"calls of {call.function!r} are repeated, which is no function of tensors that is there")
     if metadata.graph is not None:
         check_graph(metadata.graph)
+    _check_kernel_nodes(metadata)
     for region in metadata.regions:
         _check_region(region, metadata)
     for schedule in metadata.schedules:
@@ -73,6 +74,17 @@ def check_metadata(metadata: Metadata) -> None:
         _expect_all((live.storage for live in memory.tensors), range(len(memory.storages)), f"a storage in {where}")
         slots = (slot for step in memory.regions for slot in step.slots)
         _expect_all(slots, range(-1, len(memory.tensors)), f"a tensor in {where}")
+
+
+def _check_kernel_nodes(metadata: Metadata) -> None:
+    """Kernel calls name nodes of their function's graph; executables of earlier versions name none."""
+    functions = metadata.graph.functions if metadata.graph is not None else ()
+    counts = {function.name: len(function.nodes) for function in functions}
+    for entry in (metadata.fusions or {}).get("dispatches", ()):
+        nodes, where = entry.get("nodes", []), f"kernel {entry['kernel']!r}"
+        if not isinstance(nodes, list) or any(type(node) is not int for node in nodes):
+            raise ValueError(f"the nodes of {where} are {str(nodes)[:100]}, expected a list of numbers")
+        _expect_all(nodes, range(counts.get(entry["function"], 0)), f"a node of {where}")
 
 
 def _check_device(device: DeviceSpec) -> None:

@@ -7,7 +7,8 @@ takes the next larger one and fills it up with rows that belong to no sequence.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -169,13 +170,56 @@ class CompiledModel:
             raise BindingError(f"found no command buffer of decode_{self._batches[0]}, expected one to look at")
         return self._timed(found, names, rounds) if profile else found
 
-    def _timed(self, cost: TokenCost, names: Sequence[str], rounds: int) -> TokenCost:
-        """With times, of one text."""
-        tokens = np.arange(cost.cached) % self.vocabulary
+    def profile(self, cached: int = 512, rounds: int = 5) -> tuple[Profile, Profile]:
+        """The times of kernels of a decode step of the fewest texts, and of the largest prefill of a new text.
+
+        Parameters
+        ----------
+        cached : int
+            Tokens that the cache holds of the text that is decoded; fewer where the context is shorter.
+        rounds : int
+            Each is measured so often; what is returned is the one in the middle, by its time.
+
+        Raises
+        ------
+        CacheError
+            If there is no free slot to measure with, or no pages.
+
+        Examples
+        --------
+        >>> model, _ = load("model.gguf")  # doctest: +SKIP
+        >>> decode, prefill = model.profile()  # doctest: +SKIP
+        """
+        chunk = min(self.chunk, self.context)
+        cached = max(1, min(cached, self.context - rounds - 1))
+        with self._filled(chunk):
+            pass  # threads begin, memory comes
+        prefills = []
+        for _ in range(rounds):
+            with self._filled(0) as slot:
+                prefills.append(self._profiled(slot, f"prefill_{self.chunk}", chunk))
+        with self._filled(cached) as slot:
+            self.decode([slot], [0])
+            steps = [self._profiled(slot, f"decode_{self._batches[0]}", 1) for _ in range(rounds)]
+        decode, prefill = (sorted(each, key=lambda one: one.microseconds)[rounds // 2] for each in (steps, prefills))
+        return decode, prefill
+
+    @contextmanager
+    def _filled(self, count: int) -> Iterator[int]:
+        """A sequence of so many tokens."""
+        tokens = np.arange(count) % self.vocabulary
         slot = self.cache.add()
         try:
-            for first in range(0, len(tokens), self.chunk):
+            for first in range(0, count, self.chunk):
                 self.prefill(slot, tokens[first : first + self.chunk])
+            yield slot
+        finally:
+            self.cache.free(slot)
+
+    def _timed(self, cost: TokenCost, names: Sequence[str], rounds: int) -> TokenCost:
+        """With times, of one text."""
+        decode = f"decode_{self._batches[0]}"
+        with self._filled(cost.cached) as slot:
             self.decode([slot], [0])  # the first call is checked, later ones look like it
             steps, inside = [], []
             for _ in range(rounds):  # in turns, as other work on the machine comes and goes
@@ -185,23 +229,23 @@ class CompiledModel:
                 with self.machine.clock_buffers() as clock:  # a clock makes what is outside of kernels slower
                     self.decode([slot], [0])
                 inside.append(clock.seconds)
-            each = [self._profiled(slot) for _ in range(rounds)]
-        finally:
-            self.cache.free(slot)
+            each = [self._profiled(slot, decode, 1) for _ in range(rounds)]
         step = StepTime(float(np.median(steps)), float(np.median(inside)))
         about = self.executable.metadata
         times = [times_of(profile, about.regions, about.kernels, names) for profile in each]
         seconds = {key: float(np.median([found[key] for found in times if key in found])) for key in times[0]}
         return with_times(cost, seconds, step)
 
-    def _profiled(self, slot: int) -> Profile:
-        """A decode step under a profile; its token counts as one of the sequence's."""
-        given, rows = _Rows(self._batches[0]), self._batches[0]
-        given.positions[0], given.sequences[0] = self.cache.length(slot), slot
-        self.cache.extend(slot, 1)
+    def _profiled(self, slot: int, function: str, count: int) -> Profile:
+        """A function under a profile; its rows count as so many tokens of the sequence."""
+        rows, first = int(function.rpartition("_")[2]), self.cache.length(slot)
+        given = _Rows(rows)
+        given.positions[:] = first + np.minimum(np.arange(rows), count - 1)
+        given.sequences[:count] = slot
+        self.cache.extend(slot, count)
         pages = self.cache.take()
         try:
-            return self.machine.profile(f"decode_{rows}", *self._inputs(f"decode_{rows}", given, 0), *pages)
+            return self.machine.profile(function, *self._inputs(function, given, count - 1), *pages)
         finally:
             self.cache.give_back(pages)
 

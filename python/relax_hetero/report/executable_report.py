@@ -6,7 +6,8 @@ import datetime
 import os
 import platform
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +17,17 @@ from ..artifact.metadata import Metadata
 from ..artifact.model_graph import KINDS
 from ..artifact.model_graph import TRANSFER as TRANSFERS
 from ..providers import provided
-from .kernel_groups import groups_of
+from ..vm.profile import Profile
+from .device_peaks import peaks_of
+from .kernel_groups import groups_of, reached
 from .memory_steps import memory_of
 from .report_tables import tables_of
 from .stored_layouts import layouts_of
 from .trace_timeline import timeline_of
 
 if TYPE_CHECKING:
+    from ..llm.token_cost import TokenCost
     from ..vm.file.executable import Executable
-    from ..vm.profile import Profile
     from ..vm.queue.trace import Trace
 
 SCHEMA = 1
@@ -32,17 +35,27 @@ Data = dict[str, Any]
 
 
 def report_of(
-    executable: Executable, *, profile: Profile | None = None, trace: Trace | None = None, title: str = ""
+    executable: Executable,
+    *,
+    profile: Profile | Sequence[Profile] | None = None,
+    trace: Trace | None = None,
+    token: TokenCost | None = None,
+    bench: Data | None = None,
+    title: str = "",
 ) -> Data:
     """The data of the report of an executable, which `page.page_of` draws.
 
     Parameters
     ----------
     executable : Executable
-    profile : Profile, optional
-        What `VirtualMachine.profile` measured: kernels then have times.
+    profile : Profile or sequence of Profile, optional
+        What `VirtualMachine.profile` measured, of a function each: kernels then have times.
     trace : Trace, optional
         What `VirtualMachine.trace` followed: the report then has a timeline.
+    token : TokenCost, optional
+        What a token of a language model costs, with times.
+    bench : dict, optional
+        Times of calls, here and of other programs (`bench_times.bench_of`).
     title : str
         What the report is of: the model's name.
 
@@ -66,7 +79,11 @@ def report_of(
 
     about = executable.metadata
     explanation = provided("explanation_of")(executable, title)
-    groups = groups_of(about, profile)
+    if token is not None:
+        explanation = replace(explanation, token=token)
+    profiles = () if profile is None else (profile,) if isinstance(profile, Profile) else tuple(profile)
+    peaks = peaks_of(about.devices) if profiles else {}
+    groups = groups_of(about, profiles, peaks)
     layouts = layouts_of(about.encodings)
     functions, nodes, edges = _graph(about, groups, layouts)
     totals = explanation.totals()
@@ -76,14 +93,14 @@ def report_of(
         "title": title,
         "made": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "versions": {"relax_hetero": __version__, "tvm": str(tvm.__version__)},
-        "machine": _machine() if profile is not None or trace is not None else None,
+        "machine": _machine() if profiles or trace is not None or bench is not None else None,
         "notes": [line for line in explanation.tables() if isinstance(line, str) and not line.startswith("Ask for")],
         "devices": [
             {
                 **{key: value for key, value in total.to_json().items() if key != "unknown_bytes"},
                 "kind": total.name.rpartition("/")[2].partition(":")[0],
                 "optional": total.name in explanation.optional,
-                "peak": None,
+                "peak": peaks.get(total.name),
             }
             for total in totals
         ],
@@ -94,9 +111,11 @@ def report_of(
         "layouts": [{key: value for key, value in layout.items() if key != "of"} for layout in layouts],
         "timeline": None if trace is None else timeline_of(trace, [total.name for total in totals]),
         "memory": memory_of(executable),
-        "profile": None if profile is None else _profile(profile),
+        "profile": _profile(profiles[0], peaks) if profiles else None,
+        "more_profiles": [_profile(each, peaks) for each in profiles[1:]],
+        "token": None if explanation.token is None else explanation.token.to_json(),
         "tables": tables_of(explanation),
-        "bench": None,
+        "bench": bench,
         "chat": None,
         "passes": None,
     }
@@ -193,7 +212,7 @@ def _edge(nodes: list[Data], read: int, position: int, reader: int) -> Data:
     }
 
 
-def _profile(profile: Profile) -> Data:
+def _profile(profile: Profile, peaks: Mapping[str, Data]) -> Data:
     rows = [
         {
             "symbol": row.symbol,
@@ -205,6 +224,7 @@ def _profile(profile: Profile) -> Data:
             "operations": row.operations,
             "bytes": row.bytes,
             "precision": row.precision,
+            **reached(row, peaks.get(row.device)),
         }
         for row in profile.rows
     ]

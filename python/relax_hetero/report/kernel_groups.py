@@ -2,64 +2,93 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..artifact.commands import Dispatch
 from ..artifact.metadata import Metadata
-from ..artifact.model_graph import INPUT, KINDS, OP, FunctionGraph, ModelGraph
+from ..artifact.model_graph import ModelGraph
+from .device_peaks import share_of_peak
 
 if TYPE_CHECKING:
-    from ..vm.profile import Profile
-
-# Names that lowering gives where it has none; the model may have the same ones for something else.
-_FRESH = re.compile(r"(lv|gv)\d*")
-# What kernels call an op, and what the model calls it.
-_SAME = {"cast": "astype", "concatenate": "concat", "transpose": "permute_dims"}
-_SAME.update({"block_matmul": "matmul", "block_rows": "take"})
-# What takes no kernel: another shape for the same memory.
-_VIEWS = ("reshape", "flatten", "squeeze", "expand_dims")
+    from ..vm.profile import Profile, ProfileRow
 
 
-def groups_of(about: Metadata, profile: Profile | None = None) -> list[dict[str, Any]]:
+def groups_of(
+    about: Metadata, profiles: Sequence[Profile] = (), peaks: Mapping[str, Mapping[str, Any]] | None = None
+) -> list[dict[str, Any]]:
     """A group for each kernel call of an executable, in program order.
 
     Parameters
     ----------
     about: Of the executable.
-    profile: Times of kernels. A kernel that is called at several places, and that was not measured at each, has its
-        time divided among them.
+    profiles: Times of kernels, a function each. A kernel that is called at several places, and that was not measured
+        at each, has its time divided among them.
+    peaks: What devices can reach, by name, as `device_peaks.peaks_of` measures it.
     """
     entries = (about.fusions or {}).get("dispatches", [])
     declined = _declined(about.fusions or {})
-    regions = {c.kernel: region.name for region in about.regions for c in region.commands if isinstance(c, Dispatch)}
-    places = Counter(entry["kernel"] for entry in entries)
-    nodes = _nodes_of(about.graph, entries)
+    # In command buffers: kernels have other names where they write over what they read.
+    inside = {
+        (region.function, command.variable): (command.kernel, region.name)
+        for region in about.regions
+        for command in region.commands
+        if isinstance(command, Dispatch)
+    }
+    kernels = [inside.get((e["function"], e["variable"]), (e["kernel"], None)) for e in entries]
+    measured = {profile.function: profile for profile in profiles}
+    # What no caller can name is called by the function that was measured.
+    called = [entry["function"] if entry["function"] in about.signatures else "" for entry in entries]
+    places = Counter((name, kernel) for name, (kernel, _) in zip(called, kernels, strict=True))
+    rows = {(profile.function, row.symbol): row for profile in profiles for row in profile.rows}
+    bases = _bases(about.graph)
     groups: list[dict[str, Any]] = []
     for index, entry in enumerate(entries):
-        kernel, function = entry["kernel"], entry["function"]
+        (kernel, region), function = kernels[index], entry["function"]
         spec = about.dispatches.get(kernel)
+        caller = called[index] or (profiles[0].function if profiles else "")
+        row = rows.get((caller, kernel))
         groups.append(
             {
                 "id": index,
                 "function": function,
                 "kernel": kernel,
                 "device": entry["device"],
-                "nodes": nodes[index],
-                "region": regions.get(kernel),
-                "step": _step(about, kernel, regions.get(kernel)),
+                "nodes": [bases[function] + node for node in entry.get("nodes", ()) if function in bases],
+                "region": region,
+                "step": _step(about, kernel, region),
                 "precision": entry["precision"] or None,
                 "operations": spec.operations or None if spec is not None else None,
                 "bytes": spec.bytes or None if spec is not None else None,
-                **_times(profile, kernel, entry["variable"], places[kernel]),
+                **_times(measured.get(caller), row, entry["variable"], places[called[index], kernel]),
                 "share_of_peak": None,
                 "bound": None,
                 "notes": declined.get((function, entry["variable"]), []),
             }
         )
+        group = groups[-1]
+        if group["calls"] and group["seconds"]:
+            seconds = group["seconds"] / group["calls"]
+            work = group["precision"], group["operations"], group["bytes"]
+            group["share_of_peak"], group["bound"] = share_of_peak((peaks or {}).get(group["device"]), *work, seconds)
     return groups
+
+
+def reached(row: ProfileRow, peak: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a row of a profile reached of its device's peak, and what bounds it."""
+    seconds = row.microseconds / 1e6 / max(row.calls, 1)
+    share, bound = share_of_peak(peak, row.precision, row.operations, row.bytes, seconds)
+    return {"share_of_peak": share, "bound": bound}
+
+
+def _bases(graph: ModelGraph | None) -> dict[str, int]:
+    """The number of the first node of each function, where nodes are numbered through all functions."""
+    found, base = {}, 0
+    for function in graph.functions if graph is not None else ():
+        found[function.name] = base
+        base += len(function.nodes)
+    return found
 
 
 def _declined(fusions: Mapping[str, Any]) -> dict[tuple[str, str], list[str]]:
@@ -77,110 +106,13 @@ def _step(about: Metadata, kernel: str, region: str | None) -> str | None:
     return next((step.function for step in steps if not names.isdisjoint(step.calls)), None)
 
 
-def _times(profile: Profile | None, kernel: str, variable: str, places: int) -> dict[str, Any]:
+def _times(profile: Profile | None, row: ProfileRow | None, variable: str, places: int) -> dict[str, Any]:
     """Calls, seconds and share of the call; all None where nobody measured."""
-    row = None if profile is None else next((row for row in profile.rows if row.symbol == kernel), None)
     if profile is None or row is None:
         return {"calls": None, "seconds": None, "share": None}
-    here = [c.microseconds for c in profile.commands if c.kernel == kernel and c.variable == variable]
+    here = [c.microseconds for c in profile.commands if c.kernel == row.symbol and c.variable == variable]
     if here:
         seconds = sum(here) / 1e6
         return {"calls": len(here), "seconds": seconds, "share": seconds * 1e6 / profile.microseconds}
     calls = row.calls // places if row.calls % places == 0 else None
     return {"calls": calls, "seconds": row.microseconds / 1e6 / places, "share": row.share / places}
-
-
-def _nodes_of(graph: ModelGraph | None, entries: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """The nodes of each kernel call, numbered through all functions."""
-    found: list[list[int]] = [[] for _ in entries]
-    base = 0
-    for function in graph.functions if graph is not None else ():
-        assert graph is not None
-        mine = [(number, entry) for number, entry in enumerate(entries) if entry["function"] == function.name]
-        for index, owner in _Finder(graph, function).owners([entry for _, entry in mine]).items():
-            found[mine[owner][0]].append(base + index)
-        base += len(function.nodes)
-    return [sorted(nodes) for nodes in found]
-
-
-class _Finder:
-    """Finds the nodes of a function that each of its kernels computes; a node belongs to one kernel at most."""
-
-    def __init__(self, graph: ModelGraph, function: FunctionGraph) -> None:
-        self._nodes = function.nodes
-        self._ops = [_short(graph.texts[node.op]) if KINDS[node.kind] == OP else "" for node in function.nodes]
-        self._devices = [graph.texts[node.device] for node in function.nodes]
-        self._by_name = {graph.texts[n.name]: i for i, n in enumerate(function.nodes) if KINDS[n.kind] == OP}
-        self._owners: dict[int, int] = {}
-
-    def owners(self, entries: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-        """Node to kernel call: by the variables of the calls, then by what they compute, in program order."""
-        unnamed: list[int] = []
-        for owner, entry in enumerate(entries):
-            variable, last = entry["variable"], self._named(entry["variable"])
-            is_said = variable in self._by_name and not _FRESH.fullmatch(variable)
-            if last is not None and (is_said or self._ops[last] in map(_short, entry["ops"])):
-                self._take(last, owner, entry)
-            else:
-                unnamed.append(owner)
-        for owner in unnamed:
-            entry = entries[owner]
-            if _FRESH.fullmatch(entry["variable"]) and entry["ops"]:
-                last = self._first(_short(entry["ops"][-1]), entry["device"])
-            else:
-                last = self._named(entry["variable"])
-            if last is not None:
-                self._take(last, owner, entry)
-        self._take_rewritten()
-        return self._owners
-
-    def _take(self, last: int, owner: int, entry: Mapping[str, Any]) -> None:
-        """Give a kernel its last node, and the nodes before it that compute what the kernel does."""
-        wanted = Counter(map(_short, entry["ops"]))
-        waiting = [last]
-        while waiting:
-            index = waiting.pop(0)
-            if index in self._owners or not (index == last or wanted[self._ops[index]]):
-                continue
-            if self._devices[index] not in ("", entry["device"]):
-                continue
-            wanted[self._ops[index]] -= 1
-            self._owners[index] = owner
-            waiting += [read for read, _ in self._nodes[index].pairs()]
-
-    def _take_rewritten(self) -> None:
-        """Ops that no kernel names became others, as batch_norm does: they belong to the one kernel that reads them."""
-        readers: dict[int, set[int | None]] = {}
-        varying: set[int] = set()
-        for index, node in enumerate(self._nodes):
-            reads = [read for read, _ in node.pairs()]
-            is_unpacked = self._ops[index] == "dequantize_blocks"  # by the kernel that reads it
-            if KINDS[node.kind] == INPUT or is_unpacked or not varying.isdisjoint(reads):
-                varying.add(index)
-        for index in reversed(range(len(self._nodes))):
-            owner = self._owners.get(index)
-            found = readers.get(index, set())
-            is_open = self._ops[index] and owner is None and self._ops[index] not in _VIEWS and index in varying
-            if is_open and len(found) == 1 and (only := next(iter(found))) is not None:
-                owner = self._owners[index] = only
-            for read, _ in self._nodes[index].pairs():
-                readers.setdefault(read, set()).add(owner)
-
-    def _first(self, op: str, device: str) -> int | None:
-        """The first node that no kernel has, of an op on a device."""
-        free = (i for i, found in enumerate(self._ops) if found == op and i not in self._owners)
-        return next((i for i in free if self._devices[i] in ("", device)), None)
-
-    def _named(self, variable: str) -> int | None:
-        """The node of a variable; lowering adds endings to names (``lv_encoded``)."""
-        name = variable
-        while name not in self._by_name and "_" in name:
-            name = name.rpartition("_")[0]
-        index = self._by_name.get(name)
-        return None if index in self._owners else index
-
-
-def _short(op: str) -> str:
-    """``softmax`` of ``relax.nn.softmax``; names that kernels have for ops become those of the ops."""
-    name = op.rpartition(".")[2]
-    return _SAME.get(name, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from .executable_report import report_of
 from .page import data_of, page_of
 
 if TYPE_CHECKING:
+    from ..llm.token_cost import TokenCost
     from ..vm.file.executable import Executable
     from ..vm.profile import Profile
     from ..vm.queue.trace import Trace
@@ -21,8 +23,10 @@ def write_report(
     executable: Executable,
     path: str | os.PathLike[str],
     *,
-    profile: Profile | None = None,
+    profile: Profile | Sequence[Profile] | None = None,
     trace: Trace | None = None,
+    token: TokenCost | None = None,
+    bench: dict[str, Any] | None = None,
     compare: str | os.PathLike[str] | None = None,
     title: str = "",
 ) -> None:
@@ -35,7 +39,19 @@ def write_report(
     """
     target = report_path(path)
     previous = None if compare is None else read_report(compare)
-    text = page_of(report_of(executable, profile=profile, trace=trace, title=title or target.stem), previous)
+    title = title or target.stem
+    data = report_of(executable, profile=profile, trace=trace, token=token, bench=bench, title=title)
+    write_page(page_of(data, previous), target)
+
+
+def write_page(text: str, target: Path) -> None:
+    """Write a page.
+
+    Raises
+    ------
+    HeteroError
+        The file cannot be written.
+    """
     try:
         target.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from ..llm.token_cost import TokenCost
     from ..vm import Executable
-    from ..vm.profile import Profile
-    from ..vm.queue.trace import Trace
 
 # Calls of a report's timeline.
 _TRACED = 4
@@ -35,7 +33,7 @@ _TRACED = 4
 @click.option(
     "--profile",
     is_flag=True,
-    help="Measure: with --html a call on random inputs; else the decode step of a language model, part by part.",
+    help="Measure: the decode step of a language model, part by part; with --html of any model, each kernel.",
 )
 @click.option(
     "--html",
@@ -123,28 +121,36 @@ def _report(
     refuse_overwriting(report_path(html), model)
     if compare is not None:
         read_report(compare)
-    if is_gguf(model) or model.is_dir():
-        if profile:
-            raise click.UsageError(f"--html with --profile needs an ONNX file or a library: {model.name} is neither")
-        executable = _language_model(model, placing, key)
-    else:
+    measured: dict[str, Any] = {}
+    if not (is_gguf(model) or model.is_dir()):
         executable = obtain(model, placing, True, key, accuracy=accuracy).executable
-    measured = _measured(executable, placing) if profile else (None, None)
-    write_report(executable, html, profile=measured[0], trace=measured[1], compare=compare, title=model.stem)
+        measured = _measured(executable, placing) if profile else {}
+    elif model.is_dir() and not profile:
+        executable = load_library(model / "model.so", placing, key).executable
+    else:
+        if key is not None and model.is_dir():
+            load_library(model / "model.so", placing, key)  # refuses what was not signed with it
+        executable, measured = _language_model(model, placing, profile)
+    with console(stderr=True).status("Writing"):  # figures of devices may be measured
+        write_report(executable, html, **measured, compare=compare, title=model.stem)
     console(stderr=True).print(f"Wrote {html}: open it in a browser.", markup=False)
     return executable
 
 
-def _language_model(path: Path, placing: Placing, key: bytes | None) -> Executable:
+def _language_model(path: Path, placing: Placing, profile: bool) -> tuple[Executable, dict[str, Any]]:
+    """Compiled or loaded, and what was measured of it."""
     import relax_hetero.llm as llm
 
-    if path.is_dir():
-        return load_library(path / "model.so", placing, key).executable
-    with console(stderr=True).status(f"Compiling {path.name}"):
-        return llm.load(path, **gguf_options(path, placing))[0].executable
+    options = {} if path.is_dir() and not placing.given else gguf_options(path, placing)
+    with console(stderr=True).status(f"Compiling {path.name}") as status:
+        model, _ = llm.load(path, **options)
+        if not profile:
+            return model.executable, {}
+        status.update(f"Measuring {path.name}")
+        return model.executable, {"profile": model.profile(), "token": model.token_cost(profile=True)}
 
 
-def _measured(executable: Executable, placing: Placing) -> tuple[Profile, Trace]:
+def _measured(executable: Executable, placing: Placing) -> dict[str, Any]:
     """The profile of one call on random inputs, and the trace of a few that overlap."""
     from ..vm.machine import VirtualMachine
     from .arrays import random_arrays
@@ -157,7 +163,7 @@ def _measured(executable: Executable, placing: Placing) -> tuple[Profile, Trace]
         with machine.trace(limit=_TRACED) as trace:
             for _ in range(_TRACED):
                 machine.submit("main", *inputs)
-    return profile, trace
+    return {"profile": profile, "trace": trace}
 
 
 def _profiled(path: Path, placing: Placing) -> Explanation:

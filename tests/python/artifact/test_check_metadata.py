@@ -43,6 +43,11 @@ def with_constant(**changes):
     return dataclasses.replace(GOOD, constants=(dataclasses.replace(GOOD.constants[0], **changes),))
 
 
+def with_nodes(nodes):
+    entry = {"function": "main", "variable": "y", "kernel": "k", "device": "llvm:0", "ops": [], "precision": ""}
+    return dataclasses.replace(GOOD, fusions={"dispatches": [{**entry, "nodes": nodes}], "declined": []})
+
+
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
@@ -52,6 +57,8 @@ def with_constant(**changes):
         (dataclasses.replace(GOOD, alignment=1 << 64), "an integer of 65 bits"),
         (dataclasses.replace(GOOD, devices=(DeviceSpec("[]"),)), "has no kind"),
         (dataclasses.replace(GOOD, placement=[{"op": 1}]), r"placement\[0\] lacks"),
+        (with_nodes([0]), "a node of kernel 'k' is 0"),
+        (with_nodes(["0"]), "the nodes of kernel 'k' are"),
         (with_constant(device=7), "the device of constant 'c' is 7"),
         (with_constant(shape=(2, -3)), "expected sizes >= 0"),
         (with_constant(shape=(2, "n")), "found 'n', expected a 64-bit integer"),

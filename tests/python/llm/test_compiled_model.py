@@ -10,6 +10,7 @@ from llm.gguf_files import Sizes, write_gguf
 from relax_hetero.errors import CacheError
 from relax_hetero.frontend.gguf.file import read_gguf
 from relax_hetero.llm import Engine, SamplingParams
+from relax_hetero.report.executable_report import report_of
 
 # A shape of no other test: three heads on one, a window, rows of 224.
 SIZES = Sizes("gemma3", layers=2, width=224, feed_forward=288, heads=3, kv_heads=1, size=32, window=80, pattern=2)
@@ -154,3 +155,17 @@ def test_a_trace_names_the_command_buffer_of_each_device(by_layers, tmp_path):
     trace.save(tmp_path / "trace.json")
     text = (tmp_path / "trace.json").read_text()
     assert text.count('"decode_2_commands"') == text.count('"decode_2_commands_1"') == 1
+
+
+def test_a_report_has_the_times_of_a_step_and_of_a_prompt(model):
+    model, _ = model
+    profiles = model.profile(cached=40, rounds=2)
+    assert [profile.function for profile in profiles] == ["decode_2", "prefill_32"]
+    data = report_of(model.executable, profile=profiles, token=model.token_cost(cached=40, profile=True, rounds=2))
+    assert data["token"]["step"]["seconds"] > 0
+    assert (data["profile"]["function"], data["more_profiles"][0]["function"]) == ("decode_2", "prefill_32")
+    for group in data["groups"]:
+        assert group["nodes"] and group["seconds"] > 0 and group["calls"] == 1, group["kernel"]
+    for function in ("decode_2", "prefill_32"):
+        share = sum(group["share"] for group in data["groups"] if group["function"] == function)
+        assert 0.2 < share <= 1.01

@@ -99,6 +99,8 @@ def test_what_was_measured_is_with_the_kernels(measured):
     assert matmul["seconds"] > 0
     assert sum(row["share"] for row in measured["profile"]["rows"]) == pytest.approx(1)
     assert measured["machine"]["cores"] > 0
+    # The code is for any CPU, of which nothing was measured.
+    assert measured["devices"][0]["peak"] is matmul["share_of_peak"] is matmul["bound"] is None
 
 
 def test_the_timeline_has_every_step_of_every_call(measured):

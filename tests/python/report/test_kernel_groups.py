@@ -1,71 +1,37 @@
-"""Which nodes a kernel computes, where lowering gave its result a name of its own or rewrote ops."""
+"""Groups of kernels: the nodes that each computes, numbered through all functions."""
 
-from relax_hetero.artifact.metadata import Metadata
-from relax_hetero.artifact.model_graph import KINDS, FunctionGraph, GraphNode, ModelGraph
+import pytest
+
+from relax_hetero.artifact.metadata import DispatchSpec, Metadata
+from relax_hetero.artifact.model_graph import FunctionGraph, GraphNode, ModelGraph
 from relax_hetero.report.kernel_groups import groups_of
+from relax_hetero.vm.profile import Profile, ProfileRow
+
+ENTRY = {"variable": "y", "kernel": "k", "device": "llvm:0", "ops": ["exp"], "precision": "f32"}
 
 
-def found(rows, entries):
-    """The names of the nodes of each kernel; rows are kind, name, op and the places of what is read."""
-    texts = list(dict.fromkeys(["", "llvm:0", *(text for _, name, op, *_ in rows for text in (name, op))]))
-    nodes = tuple(
-        GraphNode(
-            *(KINDS.index(kind), texts.index(name), texts.index(op), 0, 1, ()),
-            tuple(number for read in reads for number in (read, -1)),
-        )
-        for kind, name, op, *reads in rows
-    )
-    dispatches = [
-        {"function": "main", "variable": variable, "kernel": "k", "device": "llvm:0", "ops": ops, "precision": "f32"}
-        for variable, *ops in entries
-    ]
-    graph = ModelGraph(tuple(texts), (), (FunctionGraph("main", nodes),))
-    groups = groups_of(Metadata((), -1, {}, fusions={"dispatches": dispatches, "declined": []}, graph=graph))
-    return [[rows[node][1] for node in group["nodes"]] for group in groups]
+def nodes_of_groups(*entries):
+    node = GraphNode(2, 0, 0, 0, 0, (), ())
+    graph = ModelGraph(("",), (), (FunctionGraph("first", (node,) * 3), FunctionGraph("second", (node,) * 2)))
+    dispatches = [{**ENTRY, **entry} for entry in entries]
+    about = Metadata((), -1, {}, fusions={"dispatches": dispatches, "declined": []}, graph=graph)
+    return [group["nodes"] for group in groups_of(about)]
 
 
-def test_a_name_that_fusion_gave_is_found_by_its_ops():
-    rows = [
-        ("input", "x", ""),
-        ("op", "n1", "relax.nn.batch_norm", 0),
-        ("op", "n2", "relax.nn.relu", 1),
-        ("op", "n3", "relax.nn.batch_norm", 2),
-        ("op", "lv", "relax.nn.relu", 3),
-    ]
-    kernels = [("lv1", "multiply", "add", "relu"), ("lv2", "multiply", "add", "relu")]
-    assert found(rows, kernels) == [["n1", "n2"], ["n3", "lv"]]
+def test_nodes_are_numbered_through_all_functions():
+    calls = ({"function": "first", "nodes": [2]}, {"function": "second", "nodes": [0, 1]})
+    assert nodes_of_groups(*calls) == [[2], [3, 4]]
 
 
-def test_a_name_of_the_model_is_found_though_its_op_was_rewritten():
-    rows = [
-        ("input", "x", ""),
-        ("constant", "w", ""),
-        ("op", "q.numbers", "relax.hetero.dequantize_blocks", 1),
-        ("op", "q", "relax.matmul", 0, 2),
-        ("op", "a", "relax.hetero.cached_attention", 3),
-    ]
-    assert found(rows, [("q_rhs", "pack"), ("q", "block_matmul"), ("a_scratch", "softmax", "matmul")]) == [
-        [],
-        ["q.numbers", "q"],
-        ["a"],
-    ]
+def test_kernels_of_an_earlier_version_name_no_nodes():
+    assert nodes_of_groups({"function": "first"}) == [[]]
 
 
-def test_what_was_computed_at_compile_time_has_no_kernel():
-    rows = [
-        ("input", "x", ""),
-        ("constant", "w", ""),
-        ("op", "turned", "relax.permute_dims", 1),
-        ("op", "y", "relax.matmul", 0, 2),
-    ]
-    assert found(rows, [("y_encoded", "matmul")]) == [["y"]]
-
-
-def test_a_value_that_two_kernels_read_is_in_neither():
-    rows = [
-        ("input", "x", ""),
-        ("op", "both", "relax.silu", 0),
-        ("op", "y", "relax.exp", 1),
-        ("op", "z", "relax.tanh", 1),
-    ]
-    assert found(rows, [("y", "exp"), ("z", "tanh")]) == [["y"], ["z"]]
+def test_times_and_shares_of_the_peak_are_those_of_a_call():
+    fusions = {"dispatches": [{**ENTRY, "function": "main"}] * 2, "declined": []}
+    about = Metadata((), -1, {}, fusions=fusions, dispatches={"k": DispatchSpec(0, ("exp",), 10**6, 10**3, "f32")})
+    row = ProfileRow("k", "llvm:0", ("exp",), 4, 800.0, 0.8, 10**6, 10**3, "f32")
+    peak = {"operations_per_second": {"f32": 1e10}, "bytes_per_second": 1e10}
+    for group in groups_of(about, [Profile("main", (row,), 1000.0)], {"llvm:0": peak}):
+        assert (group["calls"], group["seconds"]) == (2, pytest.approx(4e-4))
+        assert (group["share_of_peak"], group["bound"]) == (pytest.approx(0.5), "arithmetic")

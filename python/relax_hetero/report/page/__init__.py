@@ -18,7 +18,7 @@ _HERE = Path(__file__).parent
 # In this order: each adds to the object that the first makes.
 _SCRIPTS = (
     *("base", "tiles", "layers", "model", "picture", "view", "graph", "panel", "search", "overview"),
-    *("charts", "timeline", "memory", "roofline", "tables", "passes", "timings", "compare", "start"),
+    *("charts", "timeline", "memory", "roofline", "tables", "passes", "timings", "token", "compare", "start"),
 )
 # What a notebook shows of an executable: the rest is in its report.
 _OF_A_FRAGMENT = frozenset(

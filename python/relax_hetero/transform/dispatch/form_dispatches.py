@@ -36,6 +36,7 @@ from .bind_targets import bind_targets
 from .bound_kernels import bound_kernels
 from .canonical_extents import canonical_extents
 from .folding import fold_constants
+from .fused_names import Inside, with_fused_names
 from .keep_devices import keep_devices
 from .legalize import is_kept, legalize
 from .matched_sizes import with_matches_apart
@@ -73,28 +74,30 @@ def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
     mod = bound_kernels(legalize(widen_extents(with_root_blocks(with_merged_reshapes(mod)))))
     mod = forget_targets(canonical_extents(mod), written)
     stock = relax.transform
-    mod = scalars_as_sizes(_with_fused_ops(fold_constants(stock.AnnotateTIROpPattern()(mod))))
+    mod, inside = _with_fused_ops(fold_constants(stock.AnnotateTIROpPattern()(mod)))
+    mod = scalars_as_sizes(mod)
     ops = fused_ops(mod)
     fuse = [stock.FuseTIR(), stock.DeadCodeElimination(), stock.CanonicalizeBindings()]
     mod = with_ops(tvm.transform.Sequential(fuse)(mod), ops)
-    return _for_their_devices(with_callee_devices(keep_devices(mod)))  # folding made constants
+    return _for_their_devices(with_callee_devices(keep_devices(mod)), inside)  # folding made constants
 
 
 FormDispatches = declare_pass("FormDispatches", form_dispatches)
 
 
-def _with_fused_ops(mod: tvm.IRModule) -> tvm.IRModule:
+def _with_fused_ops(mod: tvm.IRModule) -> tuple[tvm.IRModule, Inside]:
     """Stock FuseOps with our bound on a kernel's ops, unless the caller's context has one."""
     context = tvm.transform.PassContext.current()
     config = {_FUSED: MOST_FUSED, **dict(context.config)}
     with tvm.transform.PassContext(context.opt_level, context.required_pass, context.disabled_pass, config=config):
-        return relax.transform.FuseOps()(with_matches_apart(mod))
+        mod = with_matches_apart(mod)
+        return with_fused_names(mod, relax.transform.FuseOps()(mod))
 
 
-def _for_their_devices(mod: tvm.IRModule) -> tvm.IRModule:
+def _for_their_devices(mod: tvm.IRModule, inside: Inside | None = None) -> tvm.IRModule:
     mod = with_views(bind_targets(name_kernel_variables(mod)))
     mod = schedule_cpu(schedule_gpu(note_ties(mod)))
-    record_dispatches(mod)
+    record_dispatches(mod, inside or {})
     return mod
 
 

@@ -28,6 +28,7 @@ from tvm import relax
 from ...encoding.heads import Heads
 from ...op.attention import ATTENTION
 from ..ir.blocks import Block, Emitter, same_shape, shape_of, tensor_type
+from ..ir.findings import note_joined
 from ..ir.op_names import CAST
 from ..ir.rewriting import op_name
 
@@ -135,6 +136,7 @@ def _write(emitter: Emitter, binding: relax.Binding, products: Sequence[_Product
     for product in products:
         starts[product.var], width = width, width + int((shape_of(product.weight) or [])[1])
     name = f"{first.var.name}_merged"
+    note_joined(name, [product.var.name for product in products])
     weight = _concatenated([product.weight for product in products], 1)
     shape = [*(shape_of(first.x) or [])[:-1], width]
     wide, narrow = (tensor_type(shape, dtype, first.var.ty) for dtype in first.types)

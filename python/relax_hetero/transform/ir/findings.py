@@ -13,10 +13,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeAlias
 
 import tvm
 
@@ -25,10 +25,13 @@ from ...artifact.commands import SingleCall
 from ...artifact.model_graph import ModelGraph
 from ...artifact.schedule import Schedule
 from ...target.vdevice import device_name, vdevices_of
+from .kernel_nodes import kernel_nodes
 from .kernels import call_vdevice, called_prim_func, ops_of, precision_of
 from .module_attrs import COMMANDS
 from .reports import Declined, DispatchEntry, EncodingReport, FusionReport, PlacementReport
 from .rewriting import relax_functions, walk_bindings
+
+Aliases: TypeAlias = "dict[str, dict[str, list[str]]]"
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,9 @@ class Findings:
         Variable to the name of the node in the model's file that it is a result of, by the import.
     graph : ModelGraph, optional
         The ops of the placed model and what each reads, by NoteGraph.
+    aliases : dict, optional
+        Function to variable to the variables whose value it is, or holds side by side; of function "" where any may
+        have them. By NoteGraph, and by passes that make one product of several.
     """
 
     placement: PlacementReport | None = None
@@ -66,6 +72,7 @@ class Findings:
     checks: tuple[CheckSpec, ...] | None = None
     origins: dict[str, str] | None = None
     graph: ModelGraph | None = None
+    aliases: Aliases | None = None
 
     def to_data(self) -> dict[str, Any]:
         """As JSON data, by field."""
@@ -95,6 +102,7 @@ _FORMATS = {
     ),
     "origins": _Format(lambda names: names, lambda data: data),
     "graph": _Format(lambda graph: graph.to_json(), ModelGraph.from_json),
+    "aliases": _Format(lambda names: names, lambda data: data),
 }
 
 
@@ -136,10 +144,12 @@ class Notes:
     placements: list[PlacementReport] = field(default_factory=list)
     encodings: list[EncodingReport] = field(default_factory=list)
     fusions: FusionReport = field(default_factory=FusionReport)
+    aliases: dict[str, list[str]] = field(default_factory=dict)
 
     def add_to(self, mod: tvm.IRModule) -> tvm.IRModule:
         """The module with its record brought up to date; the very module where nothing is new."""
-        if not (self.placements or self.encodings or self.fusions.dispatches or self.fusions.declined):
+        fused = self.fusions.dispatches or self.fusions.declined
+        if not (self.placements or self.encodings or fused or self.aliases):
             return mod
         before = findings_of(mod)
         new: dict[str, Any] = {}
@@ -147,6 +157,9 @@ class Notes:
             new["placement"] = self.placements[0]
         if self.encodings:
             new["encodings"] = _joined(before.encodings, self.encodings[-1])
+        if self.aliases:
+            known = before.aliases or {}
+            new["aliases"] = {**known, "": {**known.get("", {}), **self.aliases}}
         fusions = before.fusions or FusionReport()
         is_recorded = any(COMMANDS in func.attrs for func in mod.functions.values())
         dispatches = fusions.dispatches if is_recorded and fusions.dispatches else self.fusions.dispatches
@@ -230,13 +243,31 @@ def decline(function: str, variable: str, op: str, reason: str) -> None:
             notes.fusions.declined.append(entry)
 
 
-def record_dispatches(mod: tvm.IRModule) -> None:
-    """Note the kernel calls of a module whose dispatches are formed, for those who listen."""
+def note_joined(variable: str, members: Sequence[str]) -> None:
+    """Say that a variable holds the values of others side by side, for those who listen."""
+    for notes in _OPEN.get():
+        notes.aliases[variable] = list(members)
+
+
+def record_dispatches(mod: tvm.IRModule, inside: Mapping[tuple[str, str], Sequence[str]]) -> None:
+    """Note the kernel calls of a module whose dispatches are formed, for those who listen.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+    inside : mapping
+        Function and variable to the names of the values that a fused kernel computes on its way.
+    """
     if not is_collecting():
         return
     vdevices = vdevices_of(mod)
+    found = findings_of(mod)
+    aliases = found.aliases or {}
     entries = []
     for gv, func in relax_functions(mod):
+        within = {variable: names for (function, variable), names in inside.items() if function == gv.name_hint}
+        known = {**aliases.get("", {}), **aliases.get(gv.name_hint, {})}
+        nodes = kernel_nodes(mod, (gv.name_hint, func), found.graph, known, within)
         for binding in walk_bindings(func):
             kernel = called_prim_func(mod, binding.value)
             if kernel is None:
@@ -245,6 +276,7 @@ def record_dispatches(mod: tvm.IRModule) -> None:
             device = device_name(vdevice, vdevices) if vdevice is not None else ""
             code = mod.functions[kernel]
             names = (gv.name_hint, binding.var.name, kernel.name_hint, device)
-            entries.append(DispatchEntry(*names, ops_of(code), precision_of(code)))
+            computed = nodes.get(binding.var, ())
+            entries.append(DispatchEntry(*names, ops_of(code), precision_of(code), computed))
     for notes in _OPEN.get():
         notes.fusions.dispatches = entries

@@ -85,6 +85,8 @@ class DispatchEntry:
         What it computes, in order: more than one op where ops were fused.
     precision : str
         The element types of its products, else those of its arguments (`kernels.precision_of`).
+    nodes : tuple of int
+        What it computes of the model's graph, by position in the graph's function (`kernel_nodes`).
     """
 
     function: str
@@ -93,6 +95,7 @@ class DispatchEntry:
     device: str
     ops: tuple[str, ...]
     precision: str
+    nodes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,10 @@ class FusionReport:
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> FusionReport:
         """Read what `to_data` made."""
-        dispatches = [DispatchEntry(**{**entry, "ops": tuple(entry["ops"])}) for entry in data["dispatches"]]
+        dispatches = [
+            DispatchEntry(**{**entry, "ops": tuple(entry["ops"]), "nodes": tuple(entry.get("nodes", ()))})
+            for entry in data["dispatches"]
+        ]
         return FusionReport(dispatches, [Declined(**entry) for entry in data["declined"]])
 
 

@@ -9,8 +9,8 @@ After, the same with::
     I.module_attrs({"relax_hetero.graph": '{"texts": ["", "y", "relax.exp", ...], ...}'})
 
 The passes that follow fuse, encode and lower the ops, and what remains are kernels. The record says which op reads what
-which other op makes, with shapes, devices and the names that the model's file has. Variables keep their names, so a
-report finds the kernel of an op.
+which other op makes, with shapes, devices and the names that the model's file has. Variables keep their names, by which
+FormDispatches notes the ops that each kernel computes (`transform.ir.kernel_nodes`).
 
 Assumes a placed module in A-normal form that keeps findings (`KeepFindings`). A second run changes nothing; a
 lowered module stays as it is.
@@ -39,10 +39,10 @@ from ...artifact.model_graph import (
 from ...target.vdevice import device_name, vdevices_of
 from ..ir.declare import declare_pass
 from ..ir.extents import NoTextError, dim_text
-from ..ir.findings import findings_of, keeps_findings, with_findings
+from ..ir.findings import Aliases, findings_of, keeps_findings, with_findings
 from ..ir.kernels import tensor_bytes
 from ..ir.module_attrs import is_lowered
-from ..ir.rewriting import relax_functions
+from ..ir.rewriting import relax_functions, walk_bindings
 
 # A node of the function, and a position in what it makes; -1 for all of it.
 _Read = tuple[int, int]
@@ -54,7 +54,7 @@ def note_graph(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
     if not keeps_findings(mod) or is_lowered(mod) or findings_of(mod).graph is not None:
         return mod
-    return with_findings(mod, graph=graph_of(mod))
+    return with_findings(mod, graph=graph_of(mod), aliases=_aliases(mod) or None)
 
 
 def graph_of(mod: tvm.IRModule) -> ModelGraph:
@@ -62,6 +62,19 @@ def graph_of(mod: tvm.IRModule) -> ModelGraph:
     tables = _Tables(mod)
     functions = tuple(_Function(tables, func).graph(str(gv.name_hint)) for gv, func in relax_functions(mod))
     return ModelGraph(tuple(tables.texts), tuple(tables.values), functions)
+
+
+def _aliases(mod: tvm.IRModule) -> Aliases:
+    """The variables that are bound to others: later passes keep one of the names."""
+    found: Aliases = {}
+    for gv, func in relax_functions(mod):
+        of: dict[relax.Var, relax.Var] = {}
+        for binding in walk_bindings(func):
+            if isinstance(binding.value, relax.Var):
+                of[binding.var] = of.get(binding.value, binding.value)
+        if of:
+            found[str(gv.name_hint)] = {var.name: [value.name] for var, value in of.items()}
+    return found
 
 
 NoteGraph = declare_pass("NoteGraph", note_graph)

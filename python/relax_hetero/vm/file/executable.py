@@ -167,8 +167,9 @@ class Executable:
         ----------
         path : str or path
             The file, usually ``.html``; it is written over.
-        profile : Profile, optional
-            What `VirtualMachine.profile` gave: times of the kernels.
+        profile : Profile or sequence of Profile, optional
+            What `VirtualMachine.profile` gave, of a function each: times of the kernels. Devices that were not measured
+            on this machine are, for some seconds, to say what kernels reached.
         trace : Trace, optional
             What `VirtualMachine.trace` followed: the timeline of the queues.
         compare : str or path, optional

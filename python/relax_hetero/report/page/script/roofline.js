@@ -19,6 +19,9 @@
     return found;
   }
 
+  // What a kernel's share is of.
+  report.peakOf = (group) => (group.bound === "memory" ? "the memory rate" : "the peak");
+
   report.drawRoofline = function () {
     const { data } = report;
     const points = (data.groups || []).filter((group) => group.operations > 0 && group.bytes > 0 && group.seconds > 0).map((group) => {
@@ -28,12 +31,20 @@
     if (points.length === 0) return;
     const hint = "To the right: more operations for each byte. Up: faster. A kernel near a slope is bound by memory, near a flat line by arithmetic. Larger points take more time.";
     report.section("roofline", "Roofline", hint, (body) => report.chart(body, HIGH, `Roofline of ${points.length} kernels.`, () => {
-      const xs = points.map((point) => point.value[0]);
+      const peaks = (data.devices || []).filter((device) => device.peak && device.peak.bytes_per_second && points.some((point) => point.group.device === device.name)).map((device) => [device.peak.bytes_per_second, device.peak.operations_per_second || {}]);
+      // Also where the slope of a roof ends, so that both parts of it are seen.
+      const ridges = peaks.flatMap(([speed, rates]) => Object.values(rates).map((most) => most / speed));
+      const xs = [...points.map((point) => point.value[0]), ...ridges.map((ridge) => ridge / 2)];
       const [low, high] = [10 ** Math.floor(Math.log10(Math.min(...xs))), 10 ** Math.ceil(Math.log10(Math.max(...xs) * 1.5))];
       const used = new Set(points.map((point) => point.group.device));
       const roofs = (data.devices || []).filter((device) => used.has(device.name) && device.peak).flatMap((device) => {
         const speed = device.peak.bytes_per_second;
-        return Object.entries(device.peak.operations_per_second || {}).filter(([, most]) => most > 0).map(([precision, most], index) => {
+        const precisions = points.filter((point) => point.group.device === device.name).map((point) => point.group.precision || "");
+        const isUsed = (precision) => precisions.some((text) => text === precision || text.startsWith(`${precision}*${precision}`));
+        const flat = Object.entries(device.peak.operations_per_second || {}).filter(([precision, most]) => most > 0 && isUsed(precision));
+        // Of types that were not measured there is the slope alone.
+        if (flat.length === 0) return speed ? [{ device, precision: "memory", index: 0, data: [[low, low * speed], [high, high * speed]], top: high * speed }] : [];
+        return flat.map(([precision, most], index) => {
           const top = speed ? Math.min(most, high * speed) : most;
           const data = speed ? [[low, Math.min(most, low * speed)], [Math.min(Math.max(most / speed, low), high), top], [high, top]] : [[low, most], [high, most]];
           return { device, precision, index, data, top };
@@ -49,7 +60,7 @@
       return {
         grid: { left: 14, right: 20, top: 24, bottom: 42, containLabel: true }, legend: { show: false },
         tooltip: { confine: true, backgroundColor: report.style("--ground"), borderColor: report.style("--line-strong"), textStyle: { color: report.style("--ink"), fontSize: 12 },
-          formatter: ({ data: { group, value } }) => `<b>${report.safe(report.shorter(group.kernel || "kernel", 60))}</b><br>${report.safe(group.device)} ${report.safe(group.precision || "")}<br>${report.rate(value[1], "op/s")} at ${report.number(value[0])} op/B<br>${report.seconds(group.seconds)}, ${report.share(group.share)} of the run, ${report.share(group.share_of_peak)} of the peak` },
+          formatter: ({ data: { group, value } }) => `<b>${report.safe(report.shorter(group.kernel || "kernel", 60))}</b><br>${report.safe(group.device)} ${report.safe(group.precision || "")}<br>${report.rate(value[1], "op/s")} at ${report.number(value[0])} op/B<br>${report.seconds(group.seconds)}, ${report.share(group.share)} of the run${report.known(group.share_of_peak) ? `, ${report.share(group.share_of_peak)} of ${report.peakOf(group)}` : ""}` },
         xAxis: report.axis("operations per byte", { type: "log", min: low, max: high, nameGap: 26, axisLabel: { color: report.style("--quiet"), formatter: (value) => String(Number(value.toPrecision(3))) } }),
         yAxis: report.axis("", { type: "log", min: least, max: most, axisLabel: { color: report.style("--quiet"), formatter: (value) => report.rate(value, "op/s") } }),
         series: [...[...used].map((device) => ({ type: "scatter", name: device, data: points.filter((point) => point.group.device === device), itemStyle: { color: report.colour(device), opacity: 0.8, borderColor: report.style("--ground"), borderWidth: 1 } })), ...lines],

@@ -21,6 +21,7 @@
   if (has("memory") && charts) report.drawMemory();
   if (charts) report.drawRoofline();
   if (has("profile")) report.drawProfile();
+  if (has("token") && charts) report.drawToken();
   if (has("bench")) report.drawBench();
   if (has("chat") && charts) report.drawChat();
   if (has("passes")) report.drawPasses();

@@ -42,12 +42,15 @@
   };
 
   report.drawProfile = function () {
-    report.section("profile", "Time of kernels", null, (body) => {
-      const { rows, seconds } = report.data.profile;
-      body.append(report.make("p", { class: "hint" }, `${report.seconds(seconds)} in all, of function ${report.data.profile.function}.`));
-      const columns = [["kernel", "text"], ["device", "text"], ["ops", "text"], ["calls", "number"], ["time", "seconds"], ["share", "share"], ["operations", "number"], ["bytes", "bytes"], ["precision", "text"]];
-      return report.table(body, "profile", columns.map(([name, kind]) => ({ name, kind })),
-        rows.map((row) => [row.symbol, row.device, (row.ops || []).join(", "), row.calls, row.seconds, row.share, row.operations, row.bytes, row.precision]), 4);
+    const { make } = report;
+    report.section("profile", "Time of kernels", null, async (body) => {
+      const profiles = [report.data.profile, ...(report.data.more_profiles || [])];
+      const columns = [["kernel", "text"], ["device", "text"], ["ops", "text"], ["calls", "number"], ["time", "seconds"], ["share", "share"], ["operations", "number"], ["bytes", "bytes"], ["precision", "text"], ["of the peak", "share"], ["bound by", "text"]];
+      for (const [index, { function: name, rows, seconds }] of profiles.entries()) {
+        body.append(make("p", { class: "hint" }, `${report.seconds(seconds)} in all, of function ${name}.`));
+        await report.table(body, index ? `profile-${index}` : "profile", columns.map(([title, kind]) => ({ name: title, kind })),
+          rows.map((row) => [row.symbol, row.device, (row.ops || []).join(", "), row.calls, row.seconds, row.share, row.operations, row.bytes, row.precision, row.share_of_peak, row.bound]), 4);
+      }
     });
   };
 

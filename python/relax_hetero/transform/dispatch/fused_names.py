@@ -1,0 +1,117 @@
+"""Names of what FuseOps makes: a fused call's result gets back the name that its value had before.
+
+Before::
+
+    lv: R.Tensor((4,), "float32") = cls.fused_exp_add(x)      # FuseOps calls every result "lv", "lv1", ...
+
+After::
+
+    z: R.Tensor((4,), "float32") = cls.fused_exp_add(x)       # the module that was fused had z = add(exp(x), x)
+
+By its name a reader, and the record of kernels (`transform.ir.kernel_nodes`), knows which value of the model it is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import tvm
+from tvm import relax
+from tvm_ffi import structural_map
+
+from ..ir.rewriting import handle, relax_functions, walk_bindings, with_functions
+
+_Value: TypeAlias = "int | str | tuple[_Value, ...] | None"
+"""A value's number, a constant's text, field by field where a tuple is written out; None for shapes and numbers, for
+which a fused function has its own symbols."""
+
+
+Inside: TypeAlias = "dict[tuple[str, str], tuple[str, ...]]"
+"""Function and variable to the names of the values that a fused kernel computes on its way, in order."""
+
+
+def with_fused_names(before: tvm.IRModule, after: tvm.IRModule) -> tuple[tvm.IRModule, Inside]:
+    """The module that FuseOps made of `before`, with the names of its values, and the names inside of kernels."""
+    old = {gv.name_hint: func for gv, func in relax_functions(before)}
+    functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
+    inside: Inside = {}
+    for gv, func in relax_functions(after):
+        if gv.name_hint in old:
+            values = _Values(old[gv.name_hint])
+            names = values.names_in(func, after)
+            functions[gv] = structural_map(func, (relax.Var, _replacing(names))) if names else func
+            inside.update(((gv.name_hint, name), within) for name, within in values.inside.items())
+    return with_functions(after, functions), inside
+
+
+def _replacing(names: Mapping[relax.Var, relax.Var]) -> Callable[[relax.Var], relax.Var]:
+    return lambda var: names.get(var, var)
+
+
+class _Values:
+    """The values of a function by what computes them: a call of the same callee on the same values."""
+
+    def __init__(self, func: relax.Function) -> None:
+        self.inside: dict[str, tuple[str, ...]] = {}
+        self._names = [var.name for var in func.params]
+        self._made: dict[Any, deque[int]] = {}
+        env: dict[relax.Var, _Value] = {var: number for number, var in enumerate(func.params)}
+        for binding in walk_bindings(func):
+            if isinstance(binding.value, relax.Call):
+                number = len(self._names)
+                self._names.append(binding.var.name)
+                self._made.setdefault(_key(binding.value, env), deque()).append(number)
+                env[binding.var] = number
+            else:
+                env[binding.var] = _value(binding.value, env)
+
+    def names_in(self, func: relax.Function, mod: tvm.IRModule) -> dict[relax.Var, relax.Var]:
+        """The variables of a fused function that are to be replaced."""
+        env: dict[relax.Var, _Value] = {var: number for number, var in enumerate(func.params)}
+        found: dict[relax.Var, relax.Var] = {}
+        for binding in walk_bindings(func):
+            var, value = binding.var, binding.value
+            env[var] = number = self._result(value, env, mod)
+            if isinstance(number, int) and self._names[number] != var.name:
+                found[var] = type(var)(self._names[number], var.ty, var.span)
+        return found
+
+    def _result(self, value: relax.Expr, env: Mapping[relax.Var, _Value], mod: tvm.IRModule) -> _Value:
+        if not isinstance(value, relax.Call):
+            return _value(value, env)
+        callee = mod.functions.get(value.op) if isinstance(value.op, tvm.ir.GlobalVar) else None
+        if isinstance(callee, relax.Function) and callee.attrs.get("Primitive"):
+            inner = {param: _value(arg, env) for param, arg in zip(callee.params, value.args, strict=True)}
+            made = []
+            for binding in walk_bindings(callee):
+                inner[binding.var] = made_here = self._result(binding.value, inner, mod)
+                made += [made_here] if isinstance(made_here, int) else []
+            result = _value(callee.body.body, inner)
+            if isinstance(result, int):
+                self.inside[self._names[result]] = tuple(self._names[number] for number in made)
+            return result
+        waiting = self._made.get(_key(value, env))
+        # Equal calls come in the order they had.
+        return waiting.popleft() if waiting else None
+
+
+def _key(call: relax.Call, env: Mapping[relax.Var, _Value]) -> Any:
+    callee = call.op.name_hint if isinstance(call.op, tvm.ir.GlobalVar) else getattr(call.op, "name", str(call.op))
+    return callee, tuple(_value(arg, env) for arg in call.args)
+
+
+def _value(expr: Any, env: Mapping[relax.Var, _Value]) -> _Value:
+    if isinstance(expr, relax.Var):
+        return env.get(expr)
+    if isinstance(expr, tvm.ir.GenericConst):
+        return f"constant {handle(expr.value)}"
+    if isinstance(expr, tvm.ir.GlobalVar):
+        return str(expr.name_hint)
+    if isinstance(expr, relax.Tuple):
+        return tuple(_value(field, env) for field in expr.fields)
+    if isinstance(expr, relax.TupleGetItem):
+        whole = _value(expr.tuple_value, env)
+        return whole[expr.index] if isinstance(whole, tuple) and expr.index < len(whole) else None
+    return None

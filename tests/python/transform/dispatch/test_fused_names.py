@@ -1,0 +1,51 @@
+"""Names of what FuseOps makes."""
+
+import pytest
+import tvm
+from tvm import relax
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+from relax_hetero.transform.dispatch.fused_names import with_fused_names
+
+
+@I.ir_module
+class Chains:
+    @R.function
+    def main(x: R.Tensor((4,), "float32")):
+        with R.dataflow():
+            a = R.exp(x)
+            b = R.negative(a)
+            c = R.exp(b)
+            d = R.negative(c)
+            both = (b, d)
+            R.output(both)
+        return both
+
+
+@pytest.fixture(scope="module")
+def fused():
+    mod = relax.transform.AnnotateTIROpPattern()(relax.transform.LegalizeOps()(Chains))
+    return mod, relax.transform.FuseOps()(mod)
+
+
+def names(mod):
+    return [binding.var.name for block in mod["main"].body.blocks for binding in block.bindings]
+
+
+def test_results_have_the_names_of_their_values(fused):
+    before, after = fused
+    named, inside = with_fused_names(before, after)
+    assert "lv" in names(after) and not {"lv", "lv1"} & set(names(named))
+    assert {"b", "d"} <= set(names(named))
+    assert inside == {("main", "b"): ("a", "b"), ("main", "d"): ("c", "d")}
+
+
+def test_nothing_but_names_changes(fused):
+    before, after = fused
+    tvm.ir.assert_structural_equal(with_fused_names(before, after)[0], after)
+
+
+def test_a_module_that_has_the_names_is_the_same(fused):
+    before, _ = fused
+    assert with_fused_names(before, before)[0].same_as(before)
