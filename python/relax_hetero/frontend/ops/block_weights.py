@@ -115,8 +115,11 @@ def _dequantized(
     if zeros is not None and (zeros == middle_of(bits)).all():
         zeros = None
     points = None if zeros is None else const(np.ascontiguousarray(zeros))
-    sizes = {"depth": depth, "block": block, "bits": bits, "activation_bits": activation_bits}
-    return node.emit(dequantize_blocks(const(data), const(scales), points, **sizes))
+    return node.emit(
+        dequantize_blocks(
+            const(data), const(scales), points, depth=depth, block=block, bits=bits, activation_bits=activation_bits
+        )
+    )
 
 
 def dequantized_blocks(node: Node) -> relax.Expr | None:

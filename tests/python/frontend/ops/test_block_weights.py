@@ -149,14 +149,15 @@ def test_products_in_half_precision_one_behind_the_other_on_a_gpu():
     assert sum(kernel.startswith("block_matmul") for kernel in found.launched) == 2
 
 
-@pytest.mark.parametrize("level", [0, 1, 4])
-def test_no_accuracy_level_rounds_data_to_bytes(level):
-    model = matmul_nbits(accuracy_level=level)
+@pytest.mark.parametrize(("level", "block", "tolerance"), [(0, 32, 3e-5), (1, 32, 3e-5), (4, 32, 1e-2), (4, 128, 1e-2)])
+def test_accuracy_level_4_alone_rounds_data_to_bytes(level, block, tolerance):
+    model = matmul_nbits(256, block, accuracy_level=level)
     exact = onnx.ModelProto()  # at level 4 ONNX Runtime rounds data to bytes
     exact.CopyFrom(model)
     for attribute in exact.graph.node[0].attribute:
         attribute.i = 0 if attribute.name == "accuracy_level" else attribute.i
-    check(model, 3, 96, exact=exact)
+    check(model, 3, 256, exact=exact, tolerance=tolerance)
+    assert f"activation_bits={8 if level == 4 else 16}" in rh.from_onnx(model).script()
 
 
 def test_ragged_depth_batches_symbols_and_half_precision():
