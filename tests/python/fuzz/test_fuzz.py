@@ -27,7 +27,15 @@ def test_nothing_is_found(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "kind"), [(0, "right"), (1, "refused"), (2, "wrong"), (3, "foreign"), (4, "crash -11"), (5, "hang")]
+    ("seed", "kind"),
+    [
+        (0, "right"),
+        (1, "refused"),
+        (2, "wrong"),
+        (3, "foreign"),
+        (4, "crash -11"),
+        pytest.param(5, "hang", marks=pytest.mark.slow),
+    ],
 )
 def test_the_harness_tells_what_happened(seed: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "SILENCE_S", 8.0)
