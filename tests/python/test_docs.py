@@ -27,13 +27,15 @@ def blocks():
             continue
         for match in BLOCK.finditer(text):
             line = text.count("\n", 0, match.start()) + 1
-            slow = [pytest.mark.slow] if "rh.cluster.Cluster(" in match[1] else []  # it starts Ray
+            # One starts Ray, the other compiles a whole network twice, which others do once.
+            slow = [pytest.mark.slow] if re.search(r"rh\.cluster\.Cluster\(|light_squeezenet", match[1]) else []
             yield pytest.param(match[1], match[2], id=f"{document.relative_to(ROOT)}:{line}", marks=slow)
 
 
-# Imports what every block imports, then runs each script that it is told of in a fork of its own.
+# Imports what every block imports, then runs each script that it is told of in a fork of its own. What is imported is
+# neither looked at by the garbage collector of a fork nor taken apart at its end: both take longer than most scripts.
 SERVER = """
-import importlib, json, os, pkgutil, runpy, sys, traceback
+import atexit, gc, importlib, json, os, pkgutil, runpy, sys, threading
 import numpy, onnx, tvm, relax_hetero
 
 for module in pkgutil.walk_packages(relax_hetero.__path__, "relax_hetero."):
@@ -48,11 +50,20 @@ def run(folder):
     sys.path[0] = folder
     runpy.run_path("example.py", run_name="__main__")
 
+def end():
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+gc.collect()
+gc.freeze()
 for line in sys.stdin:
     child = os.fork()
     if child == 0:
         run(json.loads(line))
-        break
+        end()
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 

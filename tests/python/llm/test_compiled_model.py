@@ -51,8 +51,8 @@ def logits_alone(model, tokens) -> np.ndarray:
         model.cache.free(slot)
 
 
-def test_forked_and_cut_sequences(model):
-    model, _ = model
+def test_forked_and_cut_sequences(by_layers):
+    model, _ = by_layers
     wanted = [logits_alone(model, [*TOKENS[:100], last]) for last in (7, 8)]
     cut = logits_alone(model, [*TOKENS[:40], 9])
     first = fill(model, TOKENS[:100])
@@ -65,8 +65,8 @@ def test_forked_and_cut_sequences(model):
         model.cache.free(slot)
 
 
-def test_pages_come_back_from_a_call_that_failed(model, monkeypatch):
-    model, _ = model
+def test_pages_come_back_from_a_call_that_failed(by_layers, monkeypatch):
+    model, _ = by_layers
     slot = fill(model, TOKENS[:20])
     wanted = logits_alone(model, TOKENS[:21])
 
@@ -86,8 +86,8 @@ def test_pages_come_back_from_a_call_that_failed(model, monkeypatch):
     model.cache.free(slot)
 
 
-def test_a_decode_that_is_refused_changes_no_sequence(model):
-    model, _ = model
+def test_a_decode_that_is_refused_changes_no_sequence(by_layers):
+    model, _ = by_layers
     full, other = fill(model, (TOKENS * 3)[:320]), fill(model, TOKENS[:5])
     with pytest.raises(CacheError, match="at most 320 tokens"):
         model.decode([other, full], [1, 1])
@@ -96,6 +96,7 @@ def test_a_decode_that_is_refused_changes_no_sequence(model):
         model.cache.free(slot)
 
 
+@pytest.mark.slow  # beside those of both devices' logits, in test_from_gguf.py
 def test_two_devices_write_the_tokens_of_one(model, by_layers):
     asked = [
         SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),

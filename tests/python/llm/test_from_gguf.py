@@ -57,7 +57,7 @@ TWO = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v3"}]
     ("name", "placement"),
     [
         pytest.param("llama-tied", {"blk.0.*": "llvm:1", "output*": "llvm:1"}, id="layers"),
-        pytest.param("qwen3moe", {"*_exps*": "llvm", "*": "llvm:1"}, id="experts"),
+        pytest.param("qwen3moe", {"*_exps*": "llvm", "*": "llvm:1"}, marks=pytest.mark.slow, id="experts"),
         pytest.param("llama-tied", {"blk.*.ffn*": "llvm:1"}, marks=pytest.mark.slow, id="feed-forward"),
         pytest.param("llama-tied", {"blk.*.attn*": "llvm:1"}, marks=pytest.mark.slow, id="attention"),
     ],

@@ -180,9 +180,9 @@ def test_stock_loses_the_device(tmp_path):
 @pytest.mark.parametrize(
     "imports",
     [
-        ["import relax_hetero", TVMSCRIPT],
+        pytest.param(["import relax_hetero", TVMSCRIPT], marks=pytest.mark.slow),
         [TVMSCRIPT, "import relax_hetero"],
-        [TVMSCRIPT, "import relax_hetero.op"],
+        pytest.param([TVMSCRIPT, "import relax_hetero.op"], marks=pytest.mark.slow),
         ["import relax_hetero.target.vdevice", TVMSCRIPT],
     ],
 )
@@ -217,7 +217,10 @@ class Model:
 """
 
 
-@pytest.mark.parametrize("before", ["", "import tvm; rh.op.strict_tvmscript.make_tvmscript_strict()"])
+AGAIN = "import tvm; rh.op.strict_tvmscript.make_tvmscript_strict()"
+
+
+@pytest.mark.parametrize("before", ["", pytest.param(AGAIN, marks=pytest.mark.slow)])
 def test_an_error_that_ends_a_program_is_printed_once(tmp_path, before):
     script = tmp_path / "model.py"
     script.write_text(MODEL.replace("BEFORE", before))

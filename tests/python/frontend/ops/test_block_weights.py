@@ -14,6 +14,7 @@ from onnx import helper, numpy_helper
 import relax_hetero as rh
 from frontend.ops.checking import expected
 from gpu_interpreter.models import InterpretedModel
+from marks import in_turns
 from seeds import fresh_rng
 
 COLUMNS = 37
@@ -79,8 +80,7 @@ def check(
     assert any(op in call["ops"] for call in executable.metadata.fusions["dispatches"])
 
 
-@pytest.mark.parametrize("zeros", [None, "packed", "float"])
-@pytest.mark.parametrize("block", [16, 32, 128])
+@pytest.mark.parametrize(("block", "zeros"), in_turns([16, 32, 128], [None, "packed", "float"]))
 def test_blocks_and_zero_points(block, zeros):
     check(matmul_nbits(3 * block, block, zeros=zeros, bias=True), 3, 3 * block)
 

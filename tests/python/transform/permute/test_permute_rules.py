@@ -111,20 +111,17 @@ def modules():
     return before, MovePermutes()(before)
 
 
-@pytest.fixture(scope="module")
-def machines(modules):
-    return [relax.VirtualMachine(tvm.compile(mod, "llvm"), tvm.cpu()) for mod in modules]
-
-
 def ops_of(func):
     return [op_name(binding.value) for binding in walk_bindings(func)]
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
-def test_nothing_is_permuted_and_all_is_the_same(name, modules, machines):
+def test_nothing_is_permuted_and_all_is_the_same(name, modules):
     assert "relax.permute_dims" in ops_of(modules[0][name]) and "relax.permute_dims" not in ops_of(modules[1][name])
     x = fresh_rng().uniform(-1, 1, [_SHAPE[axis] for axis in _TO]).astype("float32")
+    alone = [tvm.IRModule({mod.get_global_var(name): mod[name]}) for mod in modules]  # most cases are left out here
+    machines = [relax.VirtualMachine(tvm.compile(mod, "llvm"), tvm.cpu()) for mod in alone]
     wanted, found = (vm[name](tvm.runtime.tensor(x)).numpy() for vm in machines)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
