@@ -39,7 +39,8 @@ HELD_BYTES = 72 << 10
 """Of the left operand in shared memory, at most."""
 
 _PAD = 16  # words between held rows: neighbours begin in other banks
-_TWO_SUMS_BYTES = 32 << 10  # up to here sums of one tile are added while those of the next are written
+SUMS_BYTES = 64 << 10
+"""Of sums that wait in shared memory until those of several tiles are added up: warps go on meanwhile without meeting."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,15 @@ class BlockPlan:
         That cut k.
     ahead : int
         Chunks of k that a warp asks for at once.
+    tiles : int
+        Tiles of columns of which it does, where `ahead` is all that it has of one.
     """
 
     fragments: int
     groups: int
     warps: int
     ahead: int
+    tiles: int = 1
 
     @property
     def columns(self) -> int:
@@ -79,6 +83,8 @@ def block_plans(problem: BlockProductProblem, gpu: GpuTarget) -> list[BlockPlan]
         has_points = len(problem.weights) > 2
         if plan.groups == 1 and not has_points and tiles > gpu.multiprocessors * (FEW_ROWS_WARPS // plan.warps):
             plan = _plan_of(problem, 1, FEW_ROWS_WARPS)
+            if -(-problem.depth // chunk_of(problem.bits)) <= plan.warps * plan.ahead:
+                plan = replace(plan, tiles=max(1, MOST_CHUNKS_AHEAD // plan.ahead))
         return [plan]
     # Both have the registers of one kernel: two blocks share a multiprocessor.
     return [_plan_of(problem, 1), replace(_plan_of(problem, 4 * in_group), fragments=2, ahead=1)]
@@ -118,6 +124,10 @@ class BlockWork:
         Fragments of columns.
     rows : int
         Of the left operand, of a block.
+    batch : int
+        Tiles of columns of a block whose sums are added up together.
+    sum_rows : int
+        Rows, or parts of them, whose sums the warps of a block bring together.
     held_rows : int
         Of 16-bit floats in shared memory, `pitch` words each; 0 where they are read from memory.
     """
@@ -140,9 +150,11 @@ class BlockWork:
         self.held_rows = rows * self.parts if rows * self.parts * self.pitch * 4 <= HELD_BYTES else 0
         if self.parts > 1 and plan.groups > 1:
             self.held_rows = 0  # the parts of a row lie in one group of eight
-        sums = plan.warps * plan.fragments * plan.groups * GROUP_COLUMNS * FRAGMENT_COLUMNS
+        self.sum_rows = plan.groups * GROUP_COLUMNS
+        if self.parts == 1 and isinstance(m, int):
+            self.sum_rows = min(m, self.sum_rows)
         self.column_tiles = -(-self.tiles // plan.fragments)
-        self.sums = sums
+        self.sums = plan.warps * plan.fragments * self.sum_rows * FRAGMENT_COLUMNS
 
     def share(self, gpu: GpuTarget, row_tiles: Expr, together: int, has_points: int) -> None:
         """Share the work among blocks.
@@ -160,15 +172,24 @@ class BlockWork:
         if isinstance(row_tiles, int):  # no more than run at once
             per = self.together or max(1, WARPS_PER_MULTIPROCESSOR // plan.warps)
             self.stride = min(self.column_tiles, max(1, gpu.multiprocessors * per // row_tiles))
-        has_two = self.is_persistent and self.sums * 4 <= _TWO_SUMS_BYTES
-        self.sums_of_tile = self.sums if has_two else 0
-        self.held_at = (self.sums + self.sums_of_tile) * 4
-        self.shared_bytes = self.held_at + self.held_rows * self.pitch * 4
+        held = self.held_rows * self.pitch * 4
+        self.batch = self._batch(gpu.shared_bytes_sm // max(2, self.together) - held)
+        self.held_at = self.batch * self.sums * 4
+        self.shared_bytes = self.held_at + held
 
     @property
     def is_persistent(self) -> bool:
         """Whether a block has several tiles of columns."""
         return self.stride < self.column_tiles
+
+    def _batch(self, room: int) -> int:
+        """Tiles of columns whose sums are added up together, where there is so much shared memory for them."""
+        tiles = self.plan.tiles
+        if not self.is_persistent:
+            return 1
+        turns = -(-self.column_tiles // self.stride)
+        most = max(tiles, min(SUMS_BYTES, room) // (self.sums * 4) // tiles * tiles)
+        return min(most, -(-turns // tiles) * tiles)
 
     def _blocks_together(self, gpu: GpuTarget, blocks: Expr, has_points: int) -> int:
         if self.plan.groups > 1 or self.plan.fragments > 1 or not isinstance(blocks, int):

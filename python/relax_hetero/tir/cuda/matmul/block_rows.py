@@ -8,6 +8,7 @@ of bfloat16, whose sum it is exactly; each is a row of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -18,6 +19,10 @@ from ..core import ptx
 from ..core.launch import SharedMemory, local
 from ..core.operand import GpuOperand
 from .block_plan import GROUP_COLUMNS, STEP, BlockWork
+
+
+_PIECE = 8
+"""Values of 16 bits of a copy."""
 
 
 class LeftRows:
@@ -33,6 +38,8 @@ class LeftRows:
         Number of the thread; of its lane the four that share a column, and which of eight columns it has.
     first : PrimExpr
         The block's first row.
+    copies : bool
+        Whether copies from memory to shared memory need no registers.
     """
 
     def __init__(
@@ -43,7 +50,9 @@ class LeftRows:
         thread: Expr,
         lanes: tuple[Expr, Expr],
         first: Expr,
+        copies: bool = False,
     ) -> None:
+        self.copies = copies
         self.work, self.lhs, self.shared, self.thread, self.first = work, lhs, shared, thread, first
         self.low, self.high = lanes
         self.steps = work.chunk // STEP
@@ -57,6 +66,13 @@ class LeftRows:
     def hold(self) -> None:
         """Bring the rows to shared memory, each part of them as one; a barrier of the block follows."""
         work = self.work
+        # Lanes whose row is none load nothing.
+        for i in range(work.plan.groups * self.steps * 2):
+            T.buffer_store(self.words, T.uint32(0), [i])
+        is_whole = isinstance(work.m, int) and work.held_rows == work.m and work.problem.depth % work.chunk == 0
+        if is_whole and self.copies:
+            self._copy()
+            return
         threads, unit = work.plan.warps * WARP, 8 if work.parts == 1 else 4
         per_row = work.chunks * work.chunk // unit
         items = work.held_rows // work.parts * per_row
@@ -76,9 +92,21 @@ class LeftRows:
                         for i in range(2):
                             T.buffer_store(held, (cut[2 * i] >> T.uint32(16)) | cut[2 * i + 1], [i])
                         self._store_held(held, row * work.parts + part, k, 2)
-        # Lanes whose row is none load nothing.
-        for i in range(work.plan.groups * self.steps * 2):
-            T.buffer_store(self.words, T.uint32(0), [i])
+
+    def _copy(self) -> None:
+        """The same without registers, all at once: threads that load and store wait for each load."""
+        work = self.work
+        threads, per_row = work.plan.warps * WARP, work.problem.depth // _PIECE
+        items = work.held_rows * per_row
+        with T.serial(tirx.const(-(-items // threads), "int32")) as turn:
+            item = T.bind(turn * threads + self.thread)
+            with T.If(item < items) if items % threads else nullcontext(), T.Then() if items % threads else nullcontext():
+                row, k = T.bind(tirx.floordiv(item, per_row)), T.bind(tirx.floormod(item, per_row) * _PIECE)
+                place = {"m": self.first + T.Cast("int64", row), "k": T.Cast("int64", k)}
+                target = self.shared.at(work.held_at + (row * work.pitch + tirx.floordiv(k, 2)) * 4)
+                ptx.copy_async(target, T.address_of(self.lhs.data[self.lhs.address(place)]), _PIECE * 2)
+        ptx.copy_commit()
+        ptx.copy_wait(0)
 
     def _store_held(self, held: Expr, row: Expr, k: Expr, words: int) -> None:
         at = self.work.held_at + (row * self.work.pitch + tirx.floordiv(k, 2)) * 4

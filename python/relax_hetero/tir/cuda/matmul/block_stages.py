@@ -117,8 +117,8 @@ class StagedWork(BlockWork):
         plan = self.staged
         self.together = plan.together
         self.stride = min(self.column_tiles, gpu.multiprocessors * plan.blocks)
-        self.sums_of_tile = self.sums if self.is_persistent and self.sums * 4 <= 32 << 10 else 0
-        self.held_at = (self.sums + self.sums_of_tile) * 4
+        self.batch = 1
+        self.held_at = self.sums * 4
         self.stages_at = self.held_at + self.held_rows * self.pitch * 4
         self.shared_bytes = self.stages_at + plan.warps * plan.stages * self.stage_bytes
 
@@ -275,7 +275,6 @@ class StagedBody(BlockBody):
                 self._if_item(stage, self._bring)
                 ptx.copy_commit()
         with T.serial(int64(turns)) as turn:
-            tile = T.bind(self.first_block + turn * work.stride)
             for number in range(plan.fragments * plan.groups * 4):
                 T.buffer_store(self.totals, T.float32(0), [number])
             with T.serial(tirx.const(work.rounds, "int32")) as part:
@@ -287,9 +286,8 @@ class StagedBody(BlockBody):
                 if not work.held_rows:
                     self._if_item(following, self._bring)
                 ptx.copy_commit()
-            threads = plan.warps * WARP
-            self.finisher = T.bind(tirx.floormod(self.thread + T.Cast("int32", turn) * WARP, threads))
-            self._finish(turn, T.bind(tile * plan.fragments))
+            self._leave_sums(0)
+            self._finish(turn, 1)
 
     def _stage(self, stage: Expr) -> Expr:
         """Where a stage of the warp begins."""
@@ -314,7 +312,7 @@ class StagedBody(BlockBody):
         begin = T.bind(self._stage(stage))
         for fragment in range(plan.fragments):
             at = T.bind(
-                (self._tile(tile, fragment) * work.chunks + chunk) * (WARP * 4) + T.Cast("int64", self.lane * 4)
+                (self._tile_of(tile, fragment) * work.chunks + chunk) * (WARP * 4) + T.Cast("int64", self.lane * 4)
             )
             for number in range(plan.run):
                 target = begin + (fragment * work.fragment_bytes + number * _CHUNK_BYTES) + self.lane * _PIECE
@@ -327,12 +325,12 @@ class StagedBody(BlockBody):
                 number = first + self.lane
                 fragment, piece = tirx.floordiv(number, pieces), tirx.floormod(number, pieces)
                 with T.If(number < plan.fragments * pieces), T.Then():
-                    at = (self._tile(tile, T.Cast("int64", fragment)) * work.blocks + block) * FRAGMENT_COLUMNS
+                    at = (self._tile_of(tile, T.Cast("int64", fragment)) * work.blocks + block) * FRAGMENT_COLUMNS
                     source = T.address_of(data[T.bind(at + T.Cast("int64", piece * (_PIECE // element)))])
                     target = begin + (fragment * work.fragment_bytes + work.part_at(part) + piece * _PIECE)
                     ptx.copy_async(self.shared.at(target), source, _PIECE)
 
-    def _tile(self, first: Expr, fragment: Expr) -> Expr:
+    def _tile_of(self, first: Expr, fragment: Expr) -> Expr:
         """A fragment of 16 columns; the last one for those that are none."""
         if self.work.tiles % self.work.plan.fragments:
             return minimum(first + fragment, int64(self.work.tiles - 1))
