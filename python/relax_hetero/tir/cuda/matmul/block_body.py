@@ -70,8 +70,10 @@ class BlockBody:
         """Registers of both operands."""
         lanes = self.low, self.high
         self.weights = WeightFragments(self.work, self.packed, self.lane, self.high)
-        copies = self.gpu.async_copies and self.work.parts == 1
-        self.left = LeftRows(self.work, self.lhs, self.shared, self.thread, lanes, self.first_row, copies)
+        work = self.work
+        is_whole = isinstance(work.m, int) and work.held_rows == work.m and work.problem.depth % work.chunk == 0
+        copies = self.gpu.bulk_copies and is_whole and work.parts == 1
+        self.left = LeftRows(work, self.lhs, self.shared, self.thread, lanes, self.first_row, copies)
 
     def _work(self) -> None:
         """All columns of the block, while the weights of the next chunks are on their way."""
@@ -86,11 +88,15 @@ class BlockBody:
             with T.If(turns > ahead) if ahead else nullcontext(), T.Then() if ahead else nullcontext():
                 for slot in range(plan.ahead):
                     self._load(ahead * plan.ahead + slot, self.first_block + ahead * work.stride, slot)
+        self.left.open_copies()
+        if self.left.copies:
+            ptx.block_barrier()
         if self.gpu.overlaps_launches:
             ptx.wait_for_launches_before()
         if work.held_rows:
             self.left.hold()
-            ptx.block_barrier()
+            if not self.left.copies:
+                ptx.block_barrier()
         if not work.is_persistent:
             self._tile(0, turns)
             self._finish(int64(0), 1)

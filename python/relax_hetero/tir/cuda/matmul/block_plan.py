@@ -175,7 +175,8 @@ class BlockWork:
         held = self.held_rows * self.pitch * 4
         self.batch = self._batch(gpu.shared_bytes_sm // max(2, self.together) - held)
         self.held_at = self.batch * self.sums * 4
-        self.shared_bytes = self.held_at + held
+        self.arrived_at = self.held_at + held
+        self.shared_bytes = self.arrived_at + 8
 
     @property
     def is_persistent(self) -> bool:

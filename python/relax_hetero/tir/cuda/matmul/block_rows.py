@@ -8,21 +8,16 @@ of bfloat16, whose sum it is exactly; each is a row of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....target.gpu_target import WARP
-from ...core.builder import Expr
+from ...core.builder import Expr, int64, when
 from ..core import ptx
 from ..core.launch import SharedMemory, local
 from ..core.operand import GpuOperand
 from .block_plan import GROUP_COLUMNS, STEP, BlockWork
-
-
-_PIECE = 8
-"""Values of 16 bits of a copy."""
 
 
 class LeftRows:
@@ -39,7 +34,7 @@ class LeftRows:
     first : PrimExpr
         The block's first row.
     copies : bool
-        Whether copies from memory to shared memory need no registers.
+        Whether rows that are held come by bulk copies.
     """
 
     def __init__(
@@ -69,8 +64,7 @@ class LeftRows:
         # Lanes whose row is none load nothing.
         for i in range(work.plan.groups * self.steps * 2):
             T.buffer_store(self.words, T.uint32(0), [i])
-        is_whole = isinstance(work.m, int) and work.held_rows == work.m and work.problem.depth % work.chunk == 0
-        if is_whole and self.copies:
+        if self.copies:
             self._copy()
             return
         threads, unit = work.plan.warps * WARP, 8 if work.parts == 1 else 4
@@ -93,20 +87,28 @@ class LeftRows:
                             T.buffer_store(held, (cut[2 * i] >> T.uint32(16)) | cut[2 * i + 1], [i])
                         self._store_held(held, row * work.parts + part, k, 2)
 
+    def open_copies(self) -> None:
+        """Make the barrier that copies of whole rows count at; a barrier of the block comes before `hold`."""
+        if self.copies:
+            with when(self.thread == 0):
+                ptx.barrier_init(self._arrived, 1)
+                ptx.barrier_init_fence()
+
+    @property
+    def _arrived(self) -> Expr:
+        return self.shared.at(self.work.arrived_at)
+
     def _copy(self) -> None:
-        """The same without registers, all at once: threads that load and store wait for each load."""
+        """The same by bulk copies. Loads return in order: those of rows would wait for weights that are on their way."""
         work = self.work
-        threads, per_row = work.plan.warps * WARP, work.problem.depth // _PIECE
-        items = work.held_rows * per_row
-        with T.serial(tirx.const(-(-items // threads), "int32")) as turn:
-            item = T.bind(turn * threads + self.thread)
-            with T.If(item < items) if items % threads else nullcontext(), T.Then() if items % threads else nullcontext():
-                row, k = T.bind(tirx.floordiv(item, per_row)), T.bind(tirx.floormod(item, per_row) * _PIECE)
-                place = {"m": self.first + T.Cast("int64", row), "k": T.Cast("int64", k)}
-                target = self.shared.at(work.held_at + (row * work.pitch + tirx.floordiv(k, 2)) * 4)
-                ptx.copy_async(target, T.address_of(self.lhs.data[self.lhs.address(place)]), _PIECE * 2)
-        ptx.copy_commit()
-        ptx.copy_wait(0)
+        row_bytes = work.problem.depth * 2
+        with when(self.thread == 0):
+            ptx.barrier_expect(self._arrived, work.held_rows * row_bytes)
+            for row in range(work.held_rows):
+                source = T.address_of(self.lhs.data[self.lhs.address({"m": self.first + row, "k": int64(0)})])
+                target = self.shared.at(work.held_at + row * work.pitch * 4)
+                ptx.bulk_load(target, source, row_bytes, self._arrived)
+        ptx.barrier_wait(self._arrived, tirx.const(0, "int32"))
 
     def _store_held(self, held: Expr, row: Expr, k: Expr, words: int) -> None:
         at = self.work.held_at + (row * self.work.pitch + tirx.floordiv(k, 2)) * 4

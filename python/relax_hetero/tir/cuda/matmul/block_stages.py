@@ -35,7 +35,7 @@ _CHUNK_BYTES = 512
 """Of weights, of 16 columns."""
 _PIECE = 16
 """Bytes of an asynchronous copy."""
-_WARPS, _MOST_ROWS, _FRAGMENTS = 8, 32, (4, 3, 2)
+_WARPS, _MOST_ROWS, _FRAGMENTS, _MOST_PERSISTENT = 8, 32, (7, 4, 3, 2), 4
 
 FEWEST_ROWS = 17
 """From so many rows on registers are short of room for weights on their way. A decode step of 32 rows through eight
@@ -82,14 +82,16 @@ def staged_plan(problem: BlockProductProblem, gpu: GpuTarget) -> StagedPlan | No
         turns = -(-tiles // (fragments * gpu.multiprocessors))
         return turns * (fragments * _CHUNK_BYTES + rows * chunk * 2)
 
-    # Fragments share the rows, which every block reads from the second-level cache.
-    fragments = min(_FRAGMENTS, key=bytes_read)
-    for stages in (3, 2):
-        plan = StagedPlan(fragments, groups, _WARPS, 1, run=1, stages=stages, holds_rows=False)
-        work = StagedWork(problem, plan, rows)
-        work.share(gpu, 1, 0, 0)
-        if work.shared_bytes <= gpu.shared_bytes:
-            return plan
+    # Fragments share the rows, which every block reads from the second-level cache. The most have sums that take all
+    # registers, and lie where stages were.
+    choices = [each for each in _FRAGMENTS if each <= _MOST_PERSISTENT or tiles <= each * gpu.multiprocessors]
+    for fragments in sorted(choices, key=bytes_read):
+        for stages in (3, 2):
+            plan = StagedPlan(fragments, groups, _WARPS, 1, run=1, stages=stages, holds_rows=False)
+            work = StagedWork(problem, plan, rows)
+            work.share(gpu, 1, 0, 0)
+            if work.shared_bytes <= gpu.shared_bytes:
+                return plan
     return None
 
 
@@ -118,9 +120,11 @@ class StagedWork(BlockWork):
         self.together = plan.together
         self.stride = min(self.column_tiles, gpu.multiprocessors * plan.blocks)
         self.batch = 1
-        self.held_at = self.sums * 4
+        # Of a single tile of columns, sums lie where stages were.
+        self.held_at = self.sums * 4 if self.is_persistent or self.held_rows else 0
         self.stages_at = self.held_at + self.held_rows * self.pitch * 4
-        self.shared_bytes = self.stages_at + plan.warps * plan.stages * self.stage_bytes
+        stages = self.stages_at + plan.warps * plan.stages * self.stage_bytes
+        self.shared_bytes = max(stages, self.sums * 4)
 
     def part_at(self, part: int) -> int:
         """Where scales (0) or zero points (1) of a fragment begin."""
@@ -141,22 +145,21 @@ class _StagedFragments(WeightFragments):
             for dtype in self.types
         ]
 
-    def take(self, shared: SharedMemory, stage: Expr, chunk: int) -> None:
-        """Load a chunk of a stage that has arrived."""
+    def take(self, shared: SharedMemory, stage: Expr, chunk: int, fragment: int) -> None:
+        """Load a fragment of a chunk of a stage that has arrived."""
         work = self.work
-        for fragment in range(work.plan.fragments):
-            begin = fragment * work.fragment_bytes
-            at = stage + (begin + chunk * _CHUNK_BYTES) + self.lane * 16
-            ptx.load_shared([self.bits[fragment * 4 + i] for i in range(4)], shared.at(at))
-            for part, dtype in enumerate(self.types):
-                size = bytes_of(dtype)
-                for number in range(work.scaled):
-                    block = (chunk * work.chunk + number * work.steps * STEP) // work.problem.block
-                    at = stage + (begin + work.part_at(part) + block * FRAGMENT_COLUMNS * size) + self.high * (2 * size)
-                    per = max(1, size // 2)
-                    first = (fragment * work.scaled + number) * per
-                    targets = [self.words[part][first + i] for i in range(per)]
-                    ptx.load_shared(targets, shared.at(at), "u16" if size == 1 else "u32")
+        begin = fragment * work.fragment_bytes
+        at = stage + (begin + chunk * _CHUNK_BYTES) + self.lane * 16
+        ptx.load_shared([self.bits[fragment * 4 + i] for i in range(4)], shared.at(at))
+        for part, dtype in enumerate(self.types):
+            size = bytes_of(dtype)
+            for number in range(work.scaled):
+                block = (chunk * work.chunk + number * work.steps * STEP) // work.problem.block
+                at = stage + (begin + work.part_at(part) + block * FRAGMENT_COLUMNS * size) + self.high * (2 * size)
+                per = max(1, size // 2)
+                first = (fragment * work.scaled + number) * per
+                targets = [self.words[part][first + i] for i in range(per)]
+                ptx.load_shared(targets, shared.at(at), "u16" if size == 1 else "u32")
 
     def _number(self, part: int, at: int) -> Expr:
         dtype, words = self.types[part], self.words[part]
@@ -286,6 +289,9 @@ class StagedBody(BlockBody):
                 if not work.held_rows:
                     self._if_item(following, self._bring)
                 ptx.copy_commit()
+            if work.stages_at == 0:
+                ptx.copy_wait(0)
+                ptx.block_barrier()
             self._leave_sums(0)
             self._finish(turn, 1)
 
@@ -350,12 +356,14 @@ class StagedBody(BlockBody):
         ptx.warp_barrier()
         first = self._first_chunk(part)
         for chunk in range(plan.run):
-            self.weights.take(self.shared, begin, chunk)
+            self.weights.take(self.shared, begin, chunk, 0)
             if work.held_rows:
                 self.left.load_held(T.bind((first + chunk) * work.chunk), range(work.scaled))
             else:
                 self.left.take(begin, chunk)
             for fragment in range(plan.fragments):
+                if fragment + 1 < plan.fragments:
+                    self.weights.take(self.shared, begin, chunk, fragment + 1)
                 for number in range(work.scaled):
                     self.weights.begin(0, fragment, number)
                     for step in range(work.steps):
