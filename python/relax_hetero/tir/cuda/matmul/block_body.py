@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from operator import getitem
 from typing import Any
@@ -84,10 +83,8 @@ class BlockBody:
         turns: Expr = 1
         if work.is_persistent:
             turns = T.bind(tirx.floordiv(work.column_tiles - 1 - self.first_block, work.stride) + 1)
-        for ahead in range(plan.tiles):
-            with T.If(turns > ahead) if ahead else nullcontext(), T.Then() if ahead else nullcontext():
-                for slot in range(plan.ahead):
-                    self._load(ahead * plan.ahead + slot, self.first_block + ahead * work.stride, slot)
+        for slot in range(plan.ahead):
+            self._load(slot, self.first_block, slot)
         self.left.open_copies()
         if self.left.copies:
             ptx.block_barrier()
@@ -98,20 +95,18 @@ class BlockBody:
             if not self.left.copies:
                 ptx.block_barrier()
         if not work.is_persistent:
-            self._tile(0, turns)
+            self._tile(0, turns, 0)
             self._finish(int64(0), 1)
             return
         with T.serial(tirx.floordiv(turns + (work.batch - 1), int64(work.batch))) as batch:
             first = T.bind(batch * work.batch)
-            with T.serial(int64(work.batch // plan.tiles)) as group:
-                for ahead in range(plan.tiles):
-                    turn = T.bind(first + group * plan.tiles + ahead)
-                    with T.If(turn < turns), T.Then():
-                        self._tile(turn, turns, ahead)
-            self._finish(first, T.bind(T.min(turns - first, int64(work.batch))))
+            count = T.bind(T.min(turns - first, int64(work.batch)))
+            with T.serial(count) as place:
+                self._tile(first + place, turns, T.Cast("int32", place))
+            self._finish(first, T.Cast("int32", count))
 
-    def _tile(self, turn: Expr, turns: Expr, ahead: int = 0) -> None:
-        """Multiply a tile of columns, and leave the warp's sums in shared memory; ask for what comes next."""
+    def _tile(self, turn: Expr, turns: Expr, place: Expr) -> None:
+        """Multiply a tile of columns, ask for what comes next, and leave the warp's sums in shared memory."""
         work, plan = self.work, self.work.plan
         rounds = -(-work.own // plan.ahead)
         tile = T.bind(self.first_block + turn * work.stride)
@@ -119,21 +114,19 @@ class BlockBody:
             T.buffer_store(self.totals, T.float32(0), [number])
         with T.serial(int64(rounds)) as number:
             for slot in range(plan.ahead):
-                self._chunk(ahead * plan.ahead + slot, number * plan.ahead + slot)
-                self._load_next(slot, ahead, (number, rounds), tile, turn + plan.tiles < turns)
-        self._leave_sums(T.Cast("int32", tirx.floormod(turn, work.batch)) if work.is_persistent else 0)
+                self._chunk(slot, number * plan.ahead + slot)
+                self._load_next(slot, (number, rounds), tile, turn + 1 < turns)
+        self._leave_sums(place)
 
-    def _load_next(self, slot: int, ahead: int, where: tuple[Expr, int], tile: Expr, more: Expr) -> None:
-        """Ask for what comes into a slot next: of this tile, or of the next one that has its slots."""
+    def _load_next(self, slot: int, where: tuple[Expr, int], tile: Expr, more: Expr) -> None:
+        """Ask for what comes into a slot next: of this tile, or of the block's next one."""
         number, rounds = where
-        plan = self.work.plan
-        held = ahead * plan.ahead + slot
         if rounds > 1:
             with T.If(number + 1 < rounds), T.Then():
-                self._load(held, tile, (number + 1) * plan.ahead + slot)
+                self._load(slot, tile, (number + 1) * self.work.plan.ahead + slot)
         if self.work.is_persistent:
             with T.If(more if rounds == 1 else tirx.all(tirx.EQ(number + 1, int64(rounds)), more)), T.Then():
-                self._load(held, tile + self.work.stride * plan.tiles, slot)
+                self._load(slot, tile + self.work.stride, slot)
 
     def _chunk_of(self, index: Expr) -> Expr:
         """The warps' chunks are neighbours: a block reads one stretch."""
@@ -240,7 +233,7 @@ class BlockBody:
                         ptx.store_shared(self.shared.at(at * 4), [total])
 
     def _finish(self, first_turn: Expr, count: Expr) -> None:
-        """Add up and store so many tiles of columns, whose sums all warps have left."""
+        """Add up and store the sums of `count` tiles of columns, when all warps have left theirs."""
         work, plan = self.work, self.work.plan
         columns = plan.columns
         vector = min(4, self.writer.result.vector("n"))
@@ -259,7 +252,7 @@ class BlockBody:
             }
             conditions = [] if isinstance(work.m, int) and work.m % rows == 0 else [at["m"] < work.m]
             if work.batch > 1:
-                conditions.append(place < T.Cast("int32", count))
+                conditions.append(place < count)
             elif items % threads:
                 conditions.append(item < items)
             is_whole = work.problem.columns % columns == 0

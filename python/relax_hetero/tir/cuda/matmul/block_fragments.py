@@ -45,7 +45,7 @@ class WeightFragments:
         self.type, self.is_bytes = work.type, work.problem.bits == 8
         self.weight, self.scales = packed[0].data, packed[1].data
         self.zeros = packed[2].data if len(packed) > 2 else None
-        held = work.plan.tiles * work.plan.ahead * work.plan.fragments
+        held = work.plan.ahead * work.plan.fragments
         self.bits = local(held * 4, "uint32")
         self.scale_bits = local(held * work.scaled * 2, str(self.scales.dtype))
         self.point_bits: Any = None

@@ -57,15 +57,12 @@ class BlockPlan:
         That cut k.
     ahead : int
         Chunks of k that a warp asks for at once.
-    tiles : int
-        Tiles of columns of which it does, where `ahead` is all that it has of one.
     """
 
     fragments: int
     groups: int
     warps: int
     ahead: int
-    tiles: int = 1
 
     @property
     def columns(self) -> int:
@@ -83,8 +80,6 @@ def block_plans(problem: BlockProductProblem, gpu: GpuTarget) -> list[BlockPlan]
         has_points = len(problem.weights) > 2
         if plan.groups == 1 and not has_points and tiles > gpu.multiprocessors * (FEW_ROWS_WARPS // plan.warps):
             plan = _plan_of(problem, 1, FEW_ROWS_WARPS)
-            if -(-problem.depth // chunk_of(problem.bits)) <= plan.warps * plan.ahead:
-                plan = replace(plan, tiles=max(1, MOST_CHUNKS_AHEAD // plan.ahead))
         return [plan]
     # Both have the registers of one kernel: two blocks share a multiprocessor.
     return [_plan_of(problem, 1), replace(_plan_of(problem, 4 * in_group), fragments=2, ahead=1)]
@@ -185,12 +180,9 @@ class BlockWork:
 
     def _batch(self, room: int) -> int:
         """Tiles of columns whose sums are added up together, where there is so much shared memory for them."""
-        tiles = self.plan.tiles
         if not self.is_persistent:
             return 1
-        turns = -(-self.column_tiles // self.stride)
-        most = max(tiles, min(SUMS_BYTES, room) // (self.sums * 4) // tiles * tiles)
-        return min(most, -(-turns // tiles) * tiles)
+        return min(-(-self.column_tiles // self.stride), max(1, min(SUMS_BYTES, room) // (self.sums * 4)))
 
     def _blocks_together(self, gpu: GpuTarget, blocks: Expr, has_points: int) -> int:
         if self.plan.groups > 1 or self.plan.fragments > 1 or not isinstance(blocks, int):

@@ -42,6 +42,8 @@ _ITEM = 32
 MOST_SPLIT = 8
 BLOCKS_PER_MULTIPROCESSOR = 2
 MOST_STAGES = 3
+_RESERVED = 2 << 10
+"""Bytes of shared memory: barriers, what begins at a multiple of 128, and what the system takes of each block."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ def decode_plan(work: PagedWork, gpu: GpuTarget) -> DecodePlan:
     split = 1
     while split < MOST_SPLIT and blocks * split * 2 <= most and split < reach:
         split *= 2
-    room = gpu.shared_bytes_sm // BLOCKS_PER_MULTIPROCESSOR - (24 << 10)
+    others = _ROWS * work.size * 2 + work.group * work.size // 4 * _ITEM + _RESERVED
+    room = gpu.shared_bytes_sm // BLOCKS_PER_MULTIPROCESSOR - others
     fitting = max(2, room // (2 * work.tile_bytes))
     return DecodePlan(split, min(MOST_STAGES, fitting))
 
