@@ -72,8 +72,9 @@ def decode_plan(work: PagedWork, gpu: GpuTarget) -> DecodePlan:
         split *= 2
     others = _ROWS * work.size * 2 + work.group * work.size // 4 * _ITEM + _RESERVED
     room = gpu.shared_bytes_sm // BLOCKS_PER_MULTIPROCESSOR - others
-    fitting = max(2, room // (2 * work.tile_bytes))
-    return DecodePlan(split, min(MOST_STAGES, fitting))
+    # No more than a block has: what is left over lets a block of the launch before share the multiprocessor.
+    most_stages = min(MOST_STAGES, -(-reach // split))
+    return DecodePlan(split, max(2, min(most_stages, room // (2 * work.tile_bytes))))
 
 
 def paged_decode_kernel(work: PagedWork, gpu: GpuTarget, plan: DecodePlan | None = None) -> tirx.PrimFunc:
