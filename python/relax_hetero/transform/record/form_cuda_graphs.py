@@ -238,7 +238,9 @@ class _Writer:
                 )
         func = self.functions[launch.kernel]
         key = (launch.kernel.name_hint, "early", waits_itself, is_behind_table)
-        early = self._once(key, lambda _: launched_early(func if waits_itself else waiting_first(func, is_behind_table)))
+        early = self._once(
+            key, lambda _: launched_early(func if waits_itself else waiting_first(func, is_behind_table))
+        )
         return replace(launch, kernel=early)
 
     def _fetching(self, launch: Launch, command: Dispatch, slots: int) -> Launch:

@@ -183,6 +183,9 @@ def test_every_kernel_but_the_first_begins_early_and_waits():
     assert order == sorted(order)
     text = found["step_table_1_early"].script()
     assert 0 < text.find("launch_dependents") < text.index("words"), text
+    # Others may come before they wait, but none before the table is there.
+    lets_first = [f.find("launch_dependents") < f.find("wait") for f in (found[name].script() for name in EARLY)]
+    assert lets_first == [False, True, True, True]
 
 
 def test_kernels_wait_where_they_were_written_to_if_nothing_they_read_is_fresh():

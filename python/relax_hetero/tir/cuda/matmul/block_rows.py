@@ -99,7 +99,7 @@ class LeftRows:
         return self.shared.at(self.work.arrived_at)
 
     def _copy(self) -> None:
-        """The same by bulk copies. Loads return in order: those of rows would wait for weights that are on their way."""
+        """The same by bulk copies, which are all on their way at once and take no registers."""
         work = self.work
         row_bytes = work.problem.depth * 2
         with when(self.thread == 0):

@@ -39,8 +39,8 @@ _WARPS, _MOST_ROWS, _FRAGMENTS, _MOST_PERSISTENT = 8, 32, (7, 4, 3, 2), 4
 
 FEWEST_ROWS = 17
 """From so many rows on registers are short of room for weights on their way. A decode step of 32 rows through eight
-layers of 4,096 (4 bits) takes 976 us on an H200, 1,447 with weights in registers; one row takes 590 to 800 us and not
-478, because stages are waited for, and eight rows 547 to 830 instead of 582."""
+layers of 4,096 (4 bits) takes 929 us on an H200, 967 with four fragments at most, 1,447 with weights in registers; one
+row takes 590 to 800 us and not 478, because stages are waited for, and eight rows 547 to 830 instead of 582."""
 
 
 @dataclass(frozen=True)
