@@ -43,9 +43,11 @@ from ...artifact.commands import (
     ARENA,
     DIRECT,
     GRAPH,
+    READ,
     SLOT,
     WRITE,
     Dispatch,
+    KernelSpec,
     Reference,
     RegionSpec,
     SlotSpec,
@@ -131,11 +133,12 @@ class _Writer:
     def __init__(self, mod: tvm.IRModule) -> None:
         self.functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = dict(mod.functions.items())
         self._taken = {gv.name_hint for gv in self.functions}
-        self._kernels = {
-            kernel_from_json(json.loads(str(func.attrs[KERNEL]))).name: gv
-            for gv, func in mod.functions.items()
-            if KERNEL in func.attrs
-        }
+        self._kernels: dict[str, tvm.ir.GlobalVar] = {}
+        self._specs: dict[str, KernelSpec] = {}
+        for gv, func in mod.functions.items():
+            if KERNEL in func.attrs:
+                spec = kernel_from_json(json.loads(str(func.attrs[KERNEL])))
+                self._kernels[spec.name], self._specs[spec.name] = gv, spec
         self._variants: dict[tuple[Any, ...], tvm.ir.GlobalVar] = {}
 
     def write(self, gv: tvm.ir.GlobalVar, region: RegionSpec) -> tvm.ir.GlobalVar:
@@ -152,9 +155,11 @@ class _Writer:
             behind_table = 0
             fetch = self._once(("fetch", count, str(target)), lambda name: fetch_kernel(name, count, target))
         if gpu_target_of(target).overlaps_launches:
+            written: set[int] = set()
             for i, command in enumerate(commands):
                 if launches[i].fetching is None and (i > 0 or fetch is not None):
-                    launches[i] = self._early(launches[i], command, i == behind_table)
+                    launches[i] = self._early(launches[i], command, i == behind_table, written)
+                written |= self._written(command)
         fill = self._once(("fill", str(target)), lambda name: fill_kernel(name, target))
         record = fresh_global_var(f"{gv.name_hint}_record", tvm.ir.Type.missing(), self._taken)
         self._add(
@@ -198,8 +203,20 @@ class _Writer:
         variant = self._once((kernel.name_hint, entries), lambda _: table_kernel(raw, entries))
         return Launch(variant, [(TABLE, 0, _POINTER), *arguments])
 
-    def _early(self, launch: Launch, command: Dispatch, is_behind_table: bool) -> Launch:
+    def _written(self, command: Dispatch) -> set[int]:
+        """The slots that a command writes."""
+        tensors = self._specs[command.kernel].tensors
+        return {
+            operand.index
+            for operand, tensor in zip(command.operands, tensors, strict=True)
+            if operand.space == SLOT and tensor.access != READ
+        }
+
+    def _early(self, launch: Launch, command: Dispatch, is_behind_table: bool, written: set[int]) -> Launch:
         """A launch that begins while the one before it ends, and waits for that at the latest before it needs it.
+
+        What it reads before it waits are constants, or slots that no launch before it has written: those are complete
+        when the kernel that fetches the table is.
 
         Kernels read addresses in the table as soon as they begin, but for the one behind the kernel that writes it,
         which lets the next one begin when it has waited for that.
@@ -207,7 +224,10 @@ class _Writer:
         kernel, entries = self._kernels[command.kernel], _entries(command)
         raw = self.functions[kernel]
         reads = raw.attrs.get(READS_EARLY)
-        waits_itself = reads is not None and all(command.operands[int(i)].space == DIRECT for i in reads)
+        waits_itself = reads is not None and all(
+            operand.space == DIRECT or (operand.space == SLOT and operand.index not in written)
+            for operand in (command.operands[int(i)] for i in reads)
+        )
         if waits_itself and is_behind_table:
             # The launch behind this one may begin at once otherwise, and reads the table.
             waits_itself = bool(entries) and waits_before_use(raw, entries)
@@ -217,8 +237,10 @@ class _Writer:
                     launch, kernel=self._once(behind, lambda _: table_kernel(raw, entries, behind_wait=True))
                 )
         func = self.functions[launch.kernel]
-        key = (launch.kernel.name_hint, "early", waits_itself)
-        early = self._once(key, lambda _: launched_early(func if waits_itself else waiting_first(func)))
+        key = (launch.kernel.name_hint, "early", waits_itself, is_behind_table)
+        early = self._once(
+            key, lambda _: launched_early(func if waits_itself else waiting_first(func, is_behind_table))
+        )
         return replace(launch, kernel=early)
 
     def _fetching(self, launch: Launch, command: Dispatch, slots: int) -> Launch:

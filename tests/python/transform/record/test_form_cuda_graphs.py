@@ -183,14 +183,18 @@ def test_every_kernel_but_the_first_begins_early_and_waits():
     assert order == sorted(order)
     text = found["step_table_1_early"].script()
     assert 0 < text.find("launch_dependents") < text.index("words"), text
+    # Others may come before they wait, but none before the table is there.
+    lets_first = [f.find("launch_dependents") < f.find("wait") for f in (found[name].script() for name in EARLY)]
+    assert lets_first == [False, True, True, True]
 
 
-def test_kernels_wait_where_they_were_written_to_if_they_read_constants_and_no_fresh_table_before():
-    """What comes before their wait: addresses in the table, which the first launch brings, and constants."""
+def test_kernels_wait_where_they_were_written_to_if_nothing_they_read_is_fresh():
+    """What comes before their wait: addresses in the table, which the first launch brings, constants and inputs."""
     mod = recorded(Steps)
     found = early(functions(form_cuda_graphs(marked(mod, join=[1]))))
-    # Of the first call of `join`, operand 1 is an input.
-    assert found == dict(zip(EARLY, (True, True, True, False), strict=True))
+    assert found == dict(zip(EARLY, (True, True, False, False), strict=True)), "operand 1 is an input, or a constant"
+    found = early(functions(form_cuda_graphs(marked(mod, join=[0]))))
+    assert found == dict.fromkeys(EARLY, True), "launches before write operand 0: a result, or the arena"
     found = early(functions(form_cuda_graphs(marked(mod, join=[], step=[]))))
     assert found == dict(zip(EARLY, (True, False, False, False), strict=True)), "the next would read a fresh table"
 

@@ -6,8 +6,8 @@ those of CPUs, so that a model gets the same numbers on both.
 
 bfloat16 is loaded and stored by its bits, as on CPUs; the rounding is the GPU's instruction.
 
-What is rounded to 16 bits anyway takes a shorter way: `_gelu_of_halves`. Beside a product on tensor cores it is what
-takes the time.
+What is rounded to 16 bits anyway takes a shorter way: `_gelu_of_halves`, `_silu_of_halves`. Beside a product on tensor
+cores it is what takes the time.
 """
 
 from __future__ import annotations
@@ -79,6 +79,10 @@ def _one_plus_exp_of_negative(x: Expr) -> Expr:
     return vector_math.constant(x, 1.0) + T.exp(x * vector_math.constant(x, -1.0))
 
 
+def _silu_of_halves(x: Expr) -> Expr:
+    return x * ptx.quick_sigmoid(x)
+
+
 def _gelu(x: Expr) -> Expr:
     return _half_times_one_plus(x, T.erf(x * vector_math.constant(x, 0.70710678118654752)))
 
@@ -133,7 +137,7 @@ _FLOAT_OPS: Ops = {
 }
 
 
-_HALF_OPS: Ops = {**_FLOAT_OPS, "gelu": _gelu_of_halves}
+_HALF_OPS: Ops = {**_FLOAT_OPS, "gelu": _gelu_of_halves, "silu": _silu_of_halves, "sigmoid": ptx.quick_sigmoid}
 
 
 def _bits_by_instruction(call: tvm.ir.Call) -> tirx.Expr:

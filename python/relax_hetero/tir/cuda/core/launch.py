@@ -134,7 +134,8 @@ def may_begin_early(kernel: tirx.PrimFunc, operands: Sequence[int] = ()) -> tirx
     """The kernel with a note that it may begin before the launch before it in the stream has ended.
 
     Every thread waits (`ptx.wait_for_launches_before`) before it writes, or reads anything but `operands`: who launches
-    it early makes sure that these are constants. It may let the next launch begin (`ptx.let_next_launch_begin`) at
-    once: that one waits for this one, which ends no sooner than those before.
+    it early makes sure that these are constants, or that no launch before it in the graph writes them. It may let the
+    next launch begin (`ptx.let_next_launch_begin`) at once: that one waits for this one, which ends no sooner than
+    those before.
     """
     return kernel.with_attr(READS_EARLY, list(operands))

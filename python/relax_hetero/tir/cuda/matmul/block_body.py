@@ -58,7 +58,7 @@ class BlockBody:
         self.warp = T.bind(tirx.floordiv(place.thread, WARP))
         lane = T.bind(tirx.floormod(place.thread, WARP))
         self.high, self.low = T.bind(tirx.floordiv(lane, 4)), T.bind(tirx.floormod(lane, 4))
-        self.lane, self.finisher = lane, place.thread
+        self.lane = lane
         self._open()
         groups = work.plan.groups
         self.sums, self.left_sums = local(groups * 4, "float32"), local(groups * 4, "float32")
@@ -69,34 +69,54 @@ class BlockBody:
         """Registers of both operands."""
         lanes = self.low, self.high
         self.weights = WeightFragments(self.work, self.packed, self.lane, self.high)
-        self.left = LeftRows(self.work, self.lhs, self.shared, self.thread, lanes, self.first_row)
+        work = self.work
+        is_whole = isinstance(work.m, int) and work.held_rows == work.m and work.problem.depth % work.chunk == 0
+        copies = self.gpu.bulk_copies and is_whole and work.parts == 1
+        self.left = LeftRows(work, self.lhs, self.shared, self.thread, lanes, self.first_row, copies)
 
     def _work(self) -> None:
         """All columns of the block, while the weights of the next chunks are on their way."""
         work, plan = self.work, self.work.plan
-        rounds = -(-work.own // plan.ahead)
         if self.gpu.overlaps_launches:
             # At once: these kernels are so short that the weights of the next launch are else not there in time.
             ptx.let_next_launch_begin()
+        turns: Expr = 1
+        if work.is_persistent:
+            turns = T.bind(tirx.floordiv(work.column_tiles - 1 - self.first_block, work.stride) + 1)
         for slot in range(plan.ahead):
             self._load(slot, self.first_block, slot)
+        self.left.open_copies()
+        if self.left.copies:
+            ptx.block_barrier()
         if self.gpu.overlaps_launches:
             ptx.wait_for_launches_before()
         if work.held_rows:
             self.left.hold()
-            ptx.block_barrier()
-        turns: Expr = 1
-        if work.is_persistent:
-            turns = T.bind(tirx.floordiv(work.column_tiles - 1 - self.first_block, work.stride) + 1)
-        with T.serial(int64(turns)) as turn:
-            tile = T.bind(self.first_block + turn * work.stride)
-            for number in range(plan.fragments * plan.groups * 4):
-                T.buffer_store(self.totals, T.float32(0), [number])
-            with T.serial(int64(rounds)) as number:
-                for slot in range(plan.ahead):
-                    self._chunk(slot, number * plan.ahead + slot)
-                    self._load_next(slot, (number, rounds), tile, turn + 1 < turns)
-            self._finish(turn, T.bind(tile * plan.fragments))
+            if not self.left.copies:
+                ptx.block_barrier()
+        if not work.is_persistent:
+            self._tile(0, turns, 0)
+            self._finish(int64(0), 1)
+            return
+        with T.serial(tirx.floordiv(turns + (work.batch - 1), int64(work.batch))) as batch:
+            first = T.bind(batch * work.batch)
+            count = T.bind(T.min(turns - first, int64(work.batch)))
+            with T.serial(count) as place:
+                self._tile(first + place, turns, T.Cast("int32", place))
+            self._finish(first, T.Cast("int32", count))
+
+    def _tile(self, turn: Expr, turns: Expr, place: Expr) -> None:
+        """Multiply a tile of columns, ask for what comes next, and leave the warp's sums in shared memory."""
+        work, plan = self.work, self.work.plan
+        rounds = -(-work.own // plan.ahead)
+        tile = T.bind(self.first_block + turn * work.stride)
+        for number in range(plan.fragments * plan.groups * 4):
+            T.buffer_store(self.totals, T.float32(0), [number])
+        with T.serial(int64(rounds)) as number:
+            for slot in range(plan.ahead):
+                self._chunk(slot, number * plan.ahead + slot)
+                self._load_next(slot, (number, rounds), tile, turn + 1 < turns)
+        self._leave_sums(place)
 
     def _load_next(self, slot: int, where: tuple[Expr, int], tile: Expr, more: Expr) -> None:
         """Ask for what comes into a slot next: of this tile, or of the block's next one."""
@@ -193,10 +213,10 @@ class BlockBody:
 
     # The end: sums of the warps, in order.
 
-    def _finish(self, turn: Expr, first_tile: Expr) -> None:
+    def _leave_sums(self, place: Expr) -> None:
+        """A warp's sums of a tile of columns, into the place of the tile among those of a batch."""
         work, plan = self.work, self.work.plan
-        columns, width = plan.columns, plan.groups * GROUP_COLUMNS
-        begin = T.bind(T.Cast("int32", tirx.floormod(turn, 2)) * work.sums_of_tile)
+        begin = place * work.sums if work.batch > 1 else 0
         for fragment in range(plan.fragments):
             for group in range(plan.groups):
                 for i in range(4):
@@ -204,34 +224,54 @@ class BlockBody:
                         continue
                     row = group * GROUP_COLUMNS + 2 * self.low + i % 2
                     column = fragment * FRAGMENT_COLUMNS + self.high + 8 * (i // 2)
-                    at = begin + (self.warp * width + row) * columns + column
+                    at = begin + (self.warp * work.sum_rows + row) * plan.columns + column
                     total = tirx.reinterpret("uint32", self.totals[(fragment * plan.groups + group) * 4 + i])
-                    ptx.store_shared(self.shared.at(at * 4), [total])
+                    if (group + 1) * GROUP_COLUMNS <= work.sum_rows:
+                        ptx.store_shared(self.shared.at(at * 4), [total])
+                        continue
+                    with T.If(row < work.sum_rows), T.Then():
+                        ptx.store_shared(self.shared.at(at * 4), [total])
+
+    def _finish(self, first_turn: Expr, count: Expr) -> None:
+        """Add up and store the sums of `count` tiles of columns, when all warps have left theirs."""
+        work, plan = self.work, self.work.plan
+        columns = plan.columns
+        vector = min(4, self.writer.result.vector("n"))
+        rows = min(work.rows, work.m) if isinstance(work.m, int) else work.rows
+        per_tile, threads = rows * columns // vector, plan.warps * WARP
+        items = per_tile * work.batch
         ptx.block_barrier()
-        result = self.writer.result
-        vector = min(4, result.vector("n"))
-        items = work.rows * columns // vector
-        threads = plan.warps * WARP
         with T.serial(tirx.const(-(-items // threads), "int32")) as part_of_items:
-            item = T.bind(part_of_items * threads + self.finisher)
-            row, column = tirx.floordiv(item, columns // vector), tirx.floormod(item, columns // vector) * vector
+            item = T.bind(part_of_items * threads + self.thread)
+            place, in_tile = tirx.floordiv(item, per_tile), tirx.floormod(item, per_tile)
+            row, column = tirx.floordiv(in_tile, columns // vector), tirx.floormod(in_tile, columns // vector) * vector
+            tile = self.first_block + (first_turn + T.Cast("int64", place)) * work.stride
             at = {
                 "m": T.bind(self.first_row + row),
-                "n": T.bind(first_tile * FRAGMENT_COLUMNS + column),
+                "n": T.bind(tile * columns + column),
             }
-            inside = at["m"] < work.m if items % threads == 0 else tirx.all(item < items, at["m"] < work.m)
+            conditions = [] if isinstance(work.m, int) and work.m % rows == 0 else [at["m"] < work.m]
+            if work.batch > 1:
+                conditions.append(place < count)
+            elif items % threads:
+                conditions.append(item < items)
             is_whole = work.problem.columns % columns == 0
-            with T.If(inside), T.Then():
-                totals = self._added(begin, row, column, vector)
+            with T.If(tirx.all(*conditions) if conditions else tirx.const(True)), T.Then():
+                turn = tirx.const(0, "int32")
+                held = self.writer.registers(1, vector) if is_whole else None
+                if held is not None:
+                    self.writer.load(held, turn, at, vector)
+                totals = self._added(place * work.sums, row, column, vector)
                 end = None if is_whole else int64(work.problem.columns)
-                self.writer.write([partial(getitem, totals, i) for i in range(vector)], at, "n", [], end)
-        if work.is_persistent and not work.sums_of_tile:
+                beside = None if held is None else (held, turn)
+                self.writer.write([partial(getitem, totals, i) for i in range(vector)], at, "n", [], end, beside)
+        if work.is_persistent:
             ptx.block_barrier()
 
     def _added(self, begin: Expr, row: Expr, column: Expr, vector: int) -> Any:
         """Sums of neighbouring columns of a row, over the warps and the parts of the row."""
         work, plan = self.work, self.work.plan
-        width, per = plan.groups * GROUP_COLUMNS, GROUP_COLUMNS // work.parts
+        per = GROUP_COLUMNS // work.parts
         totals, part_sums = local(vector, "float32"), local(vector, "float32")
         for i in range(vector):
             T.buffer_store(totals, T.float32(0), [i])
@@ -239,7 +279,7 @@ class BlockBody:
             for part in range(work.parts):
                 # Where rows are parts, the last of a group of eight are none.
                 first = tirx.floordiv(row, per) * GROUP_COLUMNS + tirx.floormod(row, per) * work.parts + part
-                at = begin + (warp * width + first) * plan.columns + column
+                at = begin + (warp * work.sum_rows + first) * plan.columns + column
                 ptx.load_shared([part_sums[i] for i in range(vector)], self.shared.at(at * 4), "f32")
                 for i in range(vector):
                     T.buffer_store(totals, totals[i] + part_sums[i], [i])

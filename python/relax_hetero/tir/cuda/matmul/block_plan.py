@@ -39,7 +39,9 @@ HELD_BYTES = 72 << 10
 """Of the left operand in shared memory, at most."""
 
 _PAD = 16  # words between held rows: neighbours begin in other banks
-_TWO_SUMS_BYTES = 32 << 10  # up to here sums of one tile are added while those of the next are written
+SUMS_BYTES = 64 << 10
+"""Of sums that wait in shared memory until those of several tiles are added up: warps go on without meeting. Eight
+layers of 4,096 take 484 us with one row where tiles wait for each other so, 509 where each is added up by itself."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,10 @@ class BlockWork:
         Fragments of columns.
     rows : int
         Of the left operand, of a block.
+    batch : int
+        Tiles of columns of a block whose sums are added up together.
+    sum_rows : int
+        Rows, or parts of them, whose sums the warps of a block bring together.
     held_rows : int
         Of 16-bit floats in shared memory, `pitch` words each; 0 where they are read from memory.
     """
@@ -140,9 +146,11 @@ class BlockWork:
         self.held_rows = rows * self.parts if rows * self.parts * self.pitch * 4 <= HELD_BYTES else 0
         if self.parts > 1 and plan.groups > 1:
             self.held_rows = 0  # the parts of a row lie in one group of eight
-        sums = plan.warps * plan.fragments * plan.groups * GROUP_COLUMNS * FRAGMENT_COLUMNS
+        self.sum_rows = plan.groups * GROUP_COLUMNS
+        if self.parts == 1 and isinstance(m, int):
+            self.sum_rows = min(m, self.sum_rows)
         self.column_tiles = -(-self.tiles // plan.fragments)
-        self.sums = sums
+        self.sums = plan.warps * plan.fragments * self.sum_rows * FRAGMENT_COLUMNS
 
     def share(self, gpu: GpuTarget, row_tiles: Expr, together: int, has_points: int) -> None:
         """Share the work among blocks.
@@ -160,15 +168,22 @@ class BlockWork:
         if isinstance(row_tiles, int):  # no more than run at once
             per = self.together or max(1, WARPS_PER_MULTIPROCESSOR // plan.warps)
             self.stride = min(self.column_tiles, max(1, gpu.multiprocessors * per // row_tiles))
-        has_two = self.is_persistent and self.sums * 4 <= _TWO_SUMS_BYTES
-        self.sums_of_tile = self.sums if has_two else 0
-        self.held_at = (self.sums + self.sums_of_tile) * 4
-        self.shared_bytes = self.held_at + self.held_rows * self.pitch * 4
+        held = self.held_rows * self.pitch * 4
+        self.batch = self._batch(gpu.shared_bytes_sm // max(2, self.together) - held)
+        self.held_at = self.batch * self.sums * 4
+        self.arrived_at = self.held_at + held
+        self.shared_bytes = self.arrived_at + 8
 
     @property
     def is_persistent(self) -> bool:
         """Whether a block has several tiles of columns."""
         return self.stride < self.column_tiles
+
+    def _batch(self, room: int) -> int:
+        """Tiles of columns whose sums are added up together, where there is so much shared memory for them."""
+        if not self.is_persistent:
+            return 1
+        return min(-(-self.column_tiles // self.stride), max(1, min(SUMS_BYTES, room) // (self.sums * 4)))
 
     def _blocks_together(self, gpu: GpuTarget, blocks: Expr, has_points: int) -> int:
         if self.plan.groups > 1 or self.plan.fragments > 1 or not isinstance(blocks, int):

@@ -13,7 +13,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....target.gpu_target import WARP
-from ...core.builder import Expr
+from ...core.builder import Expr, int64, when
 from ..core import ptx
 from ..core.launch import SharedMemory, local
 from ..core.operand import GpuOperand
@@ -33,6 +33,8 @@ class LeftRows:
         Number of the thread; of its lane the four that share a column, and which of eight columns it has.
     first : PrimExpr
         The block's first row.
+    copies : bool
+        Whether rows that are held come by bulk copies.
     """
 
     def __init__(
@@ -43,7 +45,9 @@ class LeftRows:
         thread: Expr,
         lanes: tuple[Expr, Expr],
         first: Expr,
+        copies: bool = False,
     ) -> None:
+        self.copies = copies
         self.work, self.lhs, self.shared, self.thread, self.first = work, lhs, shared, thread, first
         self.low, self.high = lanes
         self.steps = work.chunk // STEP
@@ -57,6 +61,12 @@ class LeftRows:
     def hold(self) -> None:
         """Bring the rows to shared memory, each part of them as one; a barrier of the block follows."""
         work = self.work
+        # Lanes whose row is none load nothing.
+        for i in range(work.plan.groups * self.steps * 2):
+            T.buffer_store(self.words, T.uint32(0), [i])
+        if self.copies:
+            self._copy()
+            return
         threads, unit = work.plan.warps * WARP, 8 if work.parts == 1 else 4
         per_row = work.chunks * work.chunk // unit
         items = work.held_rows // work.parts * per_row
@@ -76,9 +86,29 @@ class LeftRows:
                         for i in range(2):
                             T.buffer_store(held, (cut[2 * i] >> T.uint32(16)) | cut[2 * i + 1], [i])
                         self._store_held(held, row * work.parts + part, k, 2)
-        # Lanes whose row is none load nothing.
-        for i in range(work.plan.groups * self.steps * 2):
-            T.buffer_store(self.words, T.uint32(0), [i])
+
+    def open_copies(self) -> None:
+        """Make the barrier that copies of whole rows count at; a barrier of the block comes before `hold`."""
+        if self.copies:
+            with when(self.thread == 0):
+                ptx.barrier_init(self._arrived, 1)
+                ptx.barrier_init_fence()
+
+    @property
+    def _arrived(self) -> Expr:
+        return self.shared.at(self.work.arrived_at)
+
+    def _copy(self) -> None:
+        """The same by bulk copies, which are all on their way at once and take no registers."""
+        work = self.work
+        row_bytes = work.problem.depth * 2
+        with when(self.thread == 0):
+            ptx.barrier_expect(self._arrived, work.held_rows * row_bytes)
+            for row in range(work.held_rows):
+                source = T.address_of(self.lhs.data[self.lhs.address({"m": self.first + row, "k": int64(0)})])
+                target = self.shared.at(work.held_at + row * work.pitch * 4)
+                ptx.bulk_load(target, source, row_bytes, self._arrived)
+        ptx.barrier_wait(self._arrived, tirx.const(0, "int32"))
 
     def _store_held(self, held: Expr, row: Expr, k: Expr, words: int) -> None:
         at = self.work.held_at + (row * self.work.pitch + tirx.floordiv(k, 2)) * 4

@@ -35,12 +35,12 @@ _CHUNK_BYTES = 512
 """Of weights, of 16 columns."""
 _PIECE = 16
 """Bytes of an asynchronous copy."""
-_WARPS, _MOST_ROWS, _FRAGMENTS = 8, 32, (4, 3, 2)
+_WARPS, _MOST_ROWS, _FRAGMENTS, _MOST_PERSISTENT = 8, 32, (7, 4, 3, 2), 4
 
 FEWEST_ROWS = 17
 """From so many rows on registers are short of room for weights on their way. A decode step of 32 rows through eight
-layers of 4,096 (4 bits) takes 976 us on an H200, 1,447 with weights in registers; one row takes 590 to 800 us and not
-478, because stages are waited for, and eight rows 547 to 830 instead of 582."""
+layers of 4,096 (4 bits) takes 929 us on an H200, 967 with four fragments at most, 1,447 with weights in registers; one
+row takes 590 to 800 us and not 478, because stages are waited for, and eight rows 547 to 830 instead of 582."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,16 @@ def staged_plan(problem: BlockProductProblem, gpu: GpuTarget) -> StagedPlan | No
         turns = -(-tiles // (fragments * gpu.multiprocessors))
         return turns * (fragments * _CHUNK_BYTES + rows * chunk * 2)
 
-    # Fragments share the rows, which every block reads from the second-level cache.
-    fragments = min(_FRAGMENTS, key=bytes_read)
-    for stages in (3, 2):
-        plan = StagedPlan(fragments, groups, _WARPS, 1, run=1, stages=stages, holds_rows=False)
-        work = StagedWork(problem, plan, rows)
-        work.share(gpu, 1, 0, 0)
-        if work.shared_bytes <= gpu.shared_bytes:
-            return plan
+    # Fragments share the rows, which every block reads from the second-level cache. The most have sums that take all
+    # registers, and lie where stages were.
+    choices = [each for each in _FRAGMENTS if each <= _MOST_PERSISTENT or tiles <= each * gpu.multiprocessors]
+    for fragments in sorted(choices, key=bytes_read):
+        for stages in (3, 2):
+            plan = StagedPlan(fragments, groups, _WARPS, 1, run=1, stages=stages, holds_rows=False)
+            work = StagedWork(problem, plan, rows)
+            work.share(gpu, 1, 0, 0)
+            if work.shared_bytes <= gpu.shared_bytes:
+                return plan
     return None
 
 
@@ -117,10 +119,12 @@ class StagedWork(BlockWork):
         plan = self.staged
         self.together = plan.together
         self.stride = min(self.column_tiles, gpu.multiprocessors * plan.blocks)
-        self.sums_of_tile = self.sums if self.is_persistent and self.sums * 4 <= 32 << 10 else 0
-        self.held_at = (self.sums + self.sums_of_tile) * 4
+        self.batch = 1
+        # Of a single tile of columns, sums lie where stages were.
+        self.held_at = self.sums * 4 if self.is_persistent or self.held_rows else 0
         self.stages_at = self.held_at + self.held_rows * self.pitch * 4
-        self.shared_bytes = self.stages_at + plan.warps * plan.stages * self.stage_bytes
+        stages = self.stages_at + plan.warps * plan.stages * self.stage_bytes
+        self.shared_bytes = max(stages, self.sums * 4)
 
     def part_at(self, part: int) -> int:
         """Where scales (0) or zero points (1) of a fragment begin."""
@@ -141,22 +145,21 @@ class _StagedFragments(WeightFragments):
             for dtype in self.types
         ]
 
-    def take(self, shared: SharedMemory, stage: Expr, chunk: int) -> None:
-        """Load a chunk of a stage that has arrived."""
+    def take(self, shared: SharedMemory, stage: Expr, chunk: int, fragment: int) -> None:
+        """Load a fragment of a chunk of a stage that has arrived."""
         work = self.work
-        for fragment in range(work.plan.fragments):
-            begin = fragment * work.fragment_bytes
-            at = stage + (begin + chunk * _CHUNK_BYTES) + self.lane * 16
-            ptx.load_shared([self.bits[fragment * 4 + i] for i in range(4)], shared.at(at))
-            for part, dtype in enumerate(self.types):
-                size = bytes_of(dtype)
-                for number in range(work.scaled):
-                    block = (chunk * work.chunk + number * work.steps * STEP) // work.problem.block
-                    at = stage + (begin + work.part_at(part) + block * FRAGMENT_COLUMNS * size) + self.high * (2 * size)
-                    per = max(1, size // 2)
-                    first = (fragment * work.scaled + number) * per
-                    targets = [self.words[part][first + i] for i in range(per)]
-                    ptx.load_shared(targets, shared.at(at), "u16" if size == 1 else "u32")
+        begin = fragment * work.fragment_bytes
+        at = stage + (begin + chunk * _CHUNK_BYTES) + self.lane * 16
+        ptx.load_shared([self.bits[fragment * 4 + i] for i in range(4)], shared.at(at))
+        for part, dtype in enumerate(self.types):
+            size = bytes_of(dtype)
+            for number in range(work.scaled):
+                block = (chunk * work.chunk + number * work.steps * STEP) // work.problem.block
+                at = stage + (begin + work.part_at(part) + block * FRAGMENT_COLUMNS * size) + self.high * (2 * size)
+                per = max(1, size // 2)
+                first = (fragment * work.scaled + number) * per
+                targets = [self.words[part][first + i] for i in range(per)]
+                ptx.load_shared(targets, shared.at(at), "u16" if size == 1 else "u32")
 
     def _number(self, part: int, at: int) -> Expr:
         dtype, words = self.types[part], self.words[part]
@@ -275,7 +278,6 @@ class StagedBody(BlockBody):
                 self._if_item(stage, self._bring)
                 ptx.copy_commit()
         with T.serial(int64(turns)) as turn:
-            tile = T.bind(self.first_block + turn * work.stride)
             for number in range(plan.fragments * plan.groups * 4):
                 T.buffer_store(self.totals, T.float32(0), [number])
             with T.serial(tirx.const(work.rounds, "int32")) as part:
@@ -287,9 +289,11 @@ class StagedBody(BlockBody):
                 if not work.held_rows:
                     self._if_item(following, self._bring)
                 ptx.copy_commit()
-            threads = plan.warps * WARP
-            self.finisher = T.bind(tirx.floormod(self.thread + T.Cast("int32", turn) * WARP, threads))
-            self._finish(turn, T.bind(tile * plan.fragments))
+            if work.stages_at == 0:
+                ptx.copy_wait(0)
+                ptx.block_barrier()
+            self._leave_sums(0)
+            self._finish(turn, 1)
 
     def _stage(self, stage: Expr) -> Expr:
         """Where a stage of the warp begins."""
@@ -314,7 +318,7 @@ class StagedBody(BlockBody):
         begin = T.bind(self._stage(stage))
         for fragment in range(plan.fragments):
             at = T.bind(
-                (self._tile(tile, fragment) * work.chunks + chunk) * (WARP * 4) + T.Cast("int64", self.lane * 4)
+                (self._tile_of(tile, fragment) * work.chunks + chunk) * (WARP * 4) + T.Cast("int64", self.lane * 4)
             )
             for number in range(plan.run):
                 target = begin + (fragment * work.fragment_bytes + number * _CHUNK_BYTES) + self.lane * _PIECE
@@ -327,12 +331,12 @@ class StagedBody(BlockBody):
                 number = first + self.lane
                 fragment, piece = tirx.floordiv(number, pieces), tirx.floormod(number, pieces)
                 with T.If(number < plan.fragments * pieces), T.Then():
-                    at = (self._tile(tile, T.Cast("int64", fragment)) * work.blocks + block) * FRAGMENT_COLUMNS
+                    at = (self._tile_of(tile, T.Cast("int64", fragment)) * work.blocks + block) * FRAGMENT_COLUMNS
                     source = T.address_of(data[T.bind(at + T.Cast("int64", piece * (_PIECE // element)))])
                     target = begin + (fragment * work.fragment_bytes + work.part_at(part) + piece * _PIECE)
                     ptx.copy_async(self.shared.at(target), source, _PIECE)
 
-    def _tile(self, first: Expr, fragment: Expr) -> Expr:
+    def _tile_of(self, first: Expr, fragment: Expr) -> Expr:
         """A fragment of 16 columns; the last one for those that are none."""
         if self.work.tiles % self.work.plan.fragments:
             return minimum(first + fragment, int64(self.work.tiles - 1))
@@ -352,12 +356,14 @@ class StagedBody(BlockBody):
         ptx.warp_barrier()
         first = self._first_chunk(part)
         for chunk in range(plan.run):
-            self.weights.take(self.shared, begin, chunk)
+            self.weights.take(self.shared, begin, chunk, 0)
             if work.held_rows:
                 self.left.load_held(T.bind((first + chunk) * work.chunk), range(work.scaled))
             else:
                 self.left.take(begin, chunk)
             for fragment in range(plan.fragments):
+                if fragment + 1 < plan.fragments:
+                    self.weights.take(self.shared, begin, chunk, fragment + 1)
                 for number in range(work.scaled):
                     self.weights.begin(0, fragment, number)
                     for step in range(work.steps):

@@ -5,7 +5,8 @@ turns at the pages of a sequence, and the four warps of a block share the keys o
 softmax of its own, and at the end the sums of warps, then those of blocks, are put together in a fixed order. The block
 that has the page with the token itself puts its key and value there, into shared memory and into the page.
 
-How far a sequence has come is read from its position, on the device: the launch is of one shape for all lengths.
+How far a sequence has come is read from its position, on the device: the launch is of one shape for all lengths. The
+first pages are asked for before the launch that writes the projection has ended.
 """
 
 from __future__ import annotations
@@ -34,11 +35,15 @@ _KEYS = PAGE // _WARPS
 """Of a page, for each warp."""
 _PAD = 4
 """Floats between the rows of sums: rows begin in different banks."""
+_READ_EARLY = ("pages", "table", "sequences", "positions")
+"""Before the launches before have ended: all keys and values but the token's own were written by earlier steps."""
 _ITEM = 32
 """Bytes that a block gets of each part of four sums: the sums, the greatest score and the sum of powers."""
 MOST_SPLIT = 8
 BLOCKS_PER_MULTIPROCESSOR = 2
 MOST_STAGES = 3
+_RESERVED = 2 << 10
+"""Bytes of shared memory: barriers, what begins at a multiple of 128, and what the system takes of each block."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +70,11 @@ def decode_plan(work: PagedWork, gpu: GpuTarget) -> DecodePlan:
     split = 1
     while split < MOST_SPLIT and blocks * split * 2 <= most and split < reach:
         split *= 2
-    room = gpu.shared_bytes_sm // BLOCKS_PER_MULTIPROCESSOR - (24 << 10)
-    fitting = max(2, room // (2 * work.tile_bytes))
-    return DecodePlan(split, min(MOST_STAGES, fitting))
+    others = _ROWS * work.size * 2 + work.group * work.size // 4 * _ITEM + _RESERVED
+    room = gpu.shared_bytes_sm // BLOCKS_PER_MULTIPROCESSOR - others
+    # No more than a block has: what is left over lets a block of the launch before share the multiprocessor.
+    most_stages = min(MOST_STAGES, -(-reach // split))
+    return DecodePlan(split, max(2, min(most_stages, room // (2 * work.tile_bytes))))
 
 
 def paged_decode_kernel(work: PagedWork, gpu: GpuTarget, plan: DecodePlan | None = None) -> tirx.PrimFunc:
@@ -84,7 +91,7 @@ def paged_decode_kernel(work: PagedWork, gpu: GpuTarget, plan: DecodePlan | None
         with function.body():
             tensors.open()
             _Kernel(tensors, plan or decode_plan(work, gpu)).emit()
-    return may_begin_early(function.result)
+    return may_begin_early(function.result, [tensors.order.index(name) for name in _READ_EARLY])
 
 
 class _Kernel:
@@ -113,16 +120,18 @@ class _Kernel:
             self.thread, self.rank = place.thread, place.rank
             with when(self.thread == 0):
                 self.ring.init()
-            ptx.wait_for_launches_before()
-            ptx.let_next_launch_begin()
-            if split > 1:
-                ptx.cluster_arrive()
             item = T.bind(tirx.floordiv(T.Cast("int32", place.block), split))
             self.kv_head = T.bind(tirx.floormod(item, work.kv_heads))
             self.row = T.bind(tirx.floordiv(item, work.kv_heads))
             self.lane, self.warp = T.bind(tirx.floormod(self.thread, WARP)), T.bind(tirx.floordiv(self.thread, WARP))
             self.first_head = T.bind(self.kv_head * work.group)
+            ptx.let_next_launch_begin()
             self._find()
+            with when(self.thread == 0), T.serial(T.min(self.turns, self.plan.stages)) as turn:
+                self._ask(turn)
+            ptx.wait_for_launches_before()
+            if split > 1:
+                ptx.cluster_arrive()
             self._block()
 
     def _find(self) -> None:
@@ -164,8 +173,6 @@ class _Kernel:
         stages = self.plan.stages
         self.vector = HeadVector(self.tensors, self.lane)
         self.scores = PageScores(self.work, _KEYS, self.shared, self.lane, self.query_at, 0, _ROWS)
-        with when(self.thread == 0), T.serial(T.min(self.turns, stages)) as turn:
-            self._ask(turn)
         self._queries()
         self.scores.begin()
         ptx.block_barrier()

@@ -152,6 +152,11 @@ class PagedTensors:
         if has_result:
             take("out", [work.rows, work.heads * work.size], work.dtype)
 
+    @property
+    def order(self) -> list[str]:
+        """The names of the parameters, in order."""
+        return list(self._flat)
+
     def open(self) -> None:
         """Declare the elements; within the body of the function."""
         for name in ("rotation", "q_norm", "k_norm", "out"):

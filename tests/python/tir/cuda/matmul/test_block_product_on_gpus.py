@@ -20,10 +20,11 @@ from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.cuda.core.launch import READS_EARLY
+from relax_hetero.tir.cuda.matmul import block_plan
 from relax_hetero.tir.cuda.matmul.block_plan import BlockPlan, block_plans
 from relax_hetero.tir.cuda.matmul.block_product import block_product_kernel
 from seeds import fresh_rng
-from tir.cuda.gpu_runs import run_on_gpu
+from tir.cuda.gpu_runs import needs_gpu, run_on_gpu
 
 TARGET = Target({"kind": "cuda", "arch": "sm_90a"})
 GPU = gpu_target_of(TARGET)
@@ -111,6 +112,44 @@ def test_blocks_with_several_tiles(plan):
         plan,
         gpu=small,
     )
+
+
+def test_sums_of_more_tiles_than_wait_together(monkeypatch):
+    """Five tiles of columns, of which two are added up at a time; one row of sums, and parts of rows."""
+    monkeypatch.setattr(block_plan, "SUMS_BYTES", 2 * 4 * 16 * 4 * 8)
+    small = dataclasses.replace(GPU, multiprocessors=1)
+    check(problem_of(8, 75, 256, "float16", 32), 8, BlockPlan(1, 1, 4, 1), gpu=small)
+    check(problem_of(2, 75, 200, "float32", 32), 2, BlockPlan(1, 1, 4, 1), gpu=small)
+
+
+def test_a_gate_of_half_precision():
+    """The quick form of silu is as exact as float16."""
+    problem = problem_of(2, 40, 128, "float16", 32)
+    gates = Operand((2, 40), "float16", ("m", "n"), plain(2))
+    text = "multiply(silu(x1), cast(x0, 'float16'))"
+    result = dataclasses.replace(problem.result, dtype="float16")
+    gated = dataclasses.replace(problem, result=result, epilogue=Epilogue(Expression.parse(text), (gates,)))
+    rng = fresh_rng()
+    x = rng.standard_normal((2, 128)).astype("float16")
+    codes = rng.integers(0, 16, (40, 128), dtype=np.uint8)
+    scales = np.full((40, 4), 0.1, "float16")
+    gate = np.linspace(-14, 14, 80).reshape(2, 40).astype("float16")
+    out = np.full((2, 40), np.nan, "float16")
+    packed = pack_fragments(codes[:, 0::2] | codes[:, 1::2] << 4, 128, 32), pack_fragment_blocks(scales)
+    run(block_product_kernel(gated, GPU), x, *packed, gate, out)
+    wide = gate.astype("float64")
+    want = x.astype("float64") @ ((codes.astype("float64") - 8) * float(scales[0, 0])).T * wide / (1 + np.exp(-wide))
+    np.testing.assert_allclose(out.astype("float64"), want, rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(
+    ("m", "n", "depth", "zeros"),
+    [(1, 14336, 4096, ""), (1, 100003, 512, ""), (3, 9001, 1024, "uint8"), (8, 6144, 4096, ""), (1, 4096, 14336, "")],
+)
+def test_on_a_gpu(m, n, depth, zeros):
+    check(problem_of(m, n, depth, "float16", 32, zeros=zeros), m, tolerance=1e-5, is_on_gpu=True)
 
 
 def test_one_block_has_a_multiprocessor_where_tiles_are_many():

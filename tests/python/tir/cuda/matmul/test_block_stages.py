@@ -46,7 +46,7 @@ def test_which_products_have_stages():
         plan = staged_plan(problem_of(m, n, depth, dtype, block), GPU)
         return plan and plan.fragments
 
-    assert (fragments(32, 14336), fragments(32, 4096)) == (4, 2), "blocks for most multiprocessors"
+    assert (fragments(32, 14336), fragments(32, 4096)) == (7, 2), "blocks for most multiprocessors"
     assert fragments(16, 4096) is None
     assert fragments(33, 4096) is None
     assert fragments("s0", 4096) is None
@@ -64,7 +64,13 @@ def test_weights_on_their_way_take_no_registers():
 @needs_gpu
 @pytest.mark.parametrize(
     ("m", "n", "depth", "block", "zeros"),
-    [(32, 9000, 4096, 32, ""), (17, 4096, 14336, 32, "uint8"), (25, 500, 1024, 64, "float32")],
+    [
+        (32, 9000, 4096, 32, ""),
+        (32, 14330, 4096, 32, ""),
+        (30, 30000, 512, 32, "uint8"),
+        (17, 4096, 14336, 32, "uint8"),
+        (25, 500, 1024, 64, "float32"),
+    ],
 )
 def test_on_a_gpu(m, n, depth, block, zeros):
     problem = problem_of(m, n, depth, "float16", block, zeros=zeros)

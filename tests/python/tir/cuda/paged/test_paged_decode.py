@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from tvm.target import Target
@@ -10,7 +12,7 @@ from gpu_interpreter import run
 from relax_hetero.errors import EncodingError
 from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
-from relax_hetero.tir.cuda.paged.paged_decode import DecodePlan, paged_decode_kernel
+from relax_hetero.tir.cuda.paged.paged_decode import DecodePlan, decode_plan, paged_decode_kernel
 from seeds import fresh_rng
 from tir.cuda.gpu_runs import needs_gpu
 from tir.cuda.paged.paged_cases import Call, case, check
@@ -67,6 +69,14 @@ def test_pages_that_are_not_there_are_left_out():
     call.history[0] = call.history[0][:, 64:]
     want, _ = call.expected()
     np.testing.assert_allclose(out.astype("float64"), want, rtol=4e-3, atol=4e-3)
+
+
+def test_a_block_asks_for_no_more_pages_than_it_has():
+    def plan(rows):
+        work = Call(case((500,), 32, 8, 128), fresh_rng()).work
+        return decode_plan(dataclasses.replace(work, rows=rows, most_pages=8), GPU)
+
+    assert (plan(8), plan(32)) == (DecodePlan(4, 2), DecodePlan(1, 3))
 
 
 @pytest.mark.gpu
