@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import datetime
-import os
-import platform
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tvm
@@ -23,6 +19,7 @@ from .kernel_groups import groups_of, reached
 from .memory_steps import memory_of
 from .report_tables import tables_of
 from .stored_layouts import layouts_of
+from .this_machine import machine_here
 from .trace_timeline import timeline_of
 
 if TYPE_CHECKING:
@@ -93,7 +90,7 @@ def report_of(
         "title": title,
         "made": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "versions": {"relax_hetero": __version__, "tvm": str(tvm.__version__)},
-        "machine": _machine() if profiles or trace is not None or bench is not None else None,
+        "machine": machine_here() if profiles or trace is not None or bench is not None else None,
         "notes": [line for line in explanation.tables() if isinstance(line, str) and not line.startswith("Ask for")],
         "devices": [
             {
@@ -229,27 +226,3 @@ def _profile(profile: Profile, peaks: Mapping[str, Data]) -> Data:
         for row in profile.rows
     ]
     return {"function": profile.function, "seconds": profile.microseconds / 1e6, "rows": rows}
-
-
-def _machine() -> Data:
-    """The machine that this process runs on."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"cpu": _cpu_name(), "cores": cores, "gpus": _gpu_names()}
-
-
-def _cpu_name() -> str:
-    try:
-        facts = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        facts = []
-    named = (line.partition(":")[2].strip() for line in facts if line.startswith("model name"))
-    return next(named, "") or platform.processor() or platform.machine()
-
-
-def _gpu_names() -> list[str]:
-    counted: Counter[str] = Counter()
-    index = 0
-    while (device := tvm.cuda(index)).exist:
-        counted[str(device.device_name)] += 1
-        index += 1
-    return [name for name, count in counted.items() for _ in range(count)]

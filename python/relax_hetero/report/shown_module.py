@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import tvm
@@ -11,8 +10,10 @@ import tvm
 from ..artifact.messages import text_table
 from ..errors import HeteroError
 from .graph_picture import function_picture, short_op, value_text
-from .html_elements import Column, Markup, bytes_text, device, escaped, folded, page, paragraph, table, view
+from .html_elements import Column, Markup, bytes_text, device, escaped, folded, paragraph, table, view
 from .module_graph import module_data
+from .page import page_of
+from .written_report import report_path, write_page
 
 _FIRST_FUNCTIONS = 3
 
@@ -54,17 +55,14 @@ class ShownModule:
         return view(*self._parts())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a page of HTML with the picture and a table; it needs no network.
+        """Write the page of a report: a picture to zoom, to open and to search. It needs no network.
 
         Raises
         ------
         HeteroError
             The file cannot be written.
         """
-        try:
-            Path(path).write_text(page(self.data["title"], *self._parts()), encoding="utf-8")
-        except OSError as error:
-            raise HeteroError(f"{path}: the page cannot be written: {error.strerror or error}") from None
+        write_page(page_of(self.data), report_path(path))
 
     def _parts(self) -> list[str]:
         names = [each["name"] for each in self.data["devices"]]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import HeteroError
 from .executable_report import report_of
 from .page import data_of, page_of
+from .page.embedding import SCHEMA, text_of
 
 if TYPE_CHECKING:
     from ..llm.token_cost import TokenCost
@@ -30,7 +31,9 @@ def write_report(
     compare: str | os.PathLike[str] | None = None,
     title: str = "",
 ) -> None:
-    """Write the report of an executable as one HTML file; the provider of ``Executable.report``.
+    """Write the report of an executable as one HTML file, or its data alone where the path ends in ``.json``.
+
+    The provider of ``Executable.report``.
 
     Raises
     ------
@@ -41,7 +44,7 @@ def write_report(
     previous = None if compare is None else read_report(compare)
     title = title or target.stem
     data = report_of(executable, profile=profile, trace=trace, token=token, bench=bench, title=title)
-    write_page(page_of(data, previous), target)
+    write_page(text_of(data) if target.suffix == ".json" else page_of(data, previous), target)
 
 
 def write_page(text: str, target: Path) -> None:
@@ -90,6 +93,10 @@ def read_report(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, ValueError, HeteroError) as error:
         what = error.strerror if isinstance(error, OSError) else error
         raise HeteroError(f"cannot compare with {path}: {what}; expected a report that was written before") from error
-    if not isinstance(data, dict) or "schema" not in data:
-        raise HeteroError(f"cannot compare with {path}: its data has no schema; expected a report written before")
-    return data
+    found = data.get("schema") if isinstance(data, dict) else None
+    if found != SCHEMA:
+        what = (
+            "its data has no schema" if found is None else f"its schema is {found!r}, and this version reads {SCHEMA}"
+        )
+        raise HeteroError(f"cannot compare with {path}: {what}; expected a report that was written before")
+    return dict(data)

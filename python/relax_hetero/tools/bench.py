@@ -18,6 +18,7 @@ from .placing import Placing, placing_options
 if TYPE_CHECKING:
     import numpy as np
 
+    from ..vm.file.executable import Executable
     from .bench_timing import Timing
     from .engines import Call, Engine
 
@@ -51,6 +52,12 @@ OURS = "relax-hetero"
     metavar="MODEL.onnx",
     help="The model that a library was compiled from, for the other engines.",
 )
+@click.option(
+    "--html",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also measure each kernel, and write a report for a browser.",
+)
 @placing_options
 @cache_option
 @json_option
@@ -64,6 +71,7 @@ def bench_command(
     trace: Path | None,
     calls: int,
     onnx: Path | None,
+    html: Path | None,
     placing: Placing,
     cache: bool,
     as_json: bool,
@@ -74,6 +82,7 @@ def bench_command(
 
     \b
     relax-hetero bench model.onnx
+    relax-hetero bench model.onnx --html report.html
     relax-hetero bench model.so --onnx model.onnx
     relax-hetero bench model.onnx --vdevice llvm --vdevice cuda:0 --place-auto --json
     relax-hetero bench model.onnx --vdevice llvm --vdevice cuda:0 --place-auto --trace out.json
@@ -91,6 +100,10 @@ def bench_command(
 
     if trace is not None:
         refuse_overwriting(trace, model)
+    if html is not None:
+        from ..report.written_report import report_path
+
+        refuse_overwriting(report_path(html), model)
     compiled = obtain(model, placing, cache)
     source = onnx or compiled.onnx
     signature = compiled.executable.signature()
@@ -127,8 +140,34 @@ def bench_command(
             console().print(memory_line(memory), markup=False)
         if traced is not None:
             traced.print()
+    if html is not None:
+        _write_report(html, model, compiled.executable, inputs, threads, results)
     if results[0].failure:
         raise HeteroError(f"{OURS} fails on {model}: {results[0].failure}")
+
+
+def _write_report(
+    path: Path,
+    model: Path,
+    executable: Executable,
+    inputs: Mapping[str, np.ndarray],
+    threads: int,
+    results: list[Result],
+) -> None:
+    """The report of the model, with these times and those of the kernels of a call."""
+    from ..report.call_times import bench_of
+    from ..report.written_report import write_report
+    from ..vm.machine import VirtualMachine
+
+    times = {result.name: result.timing.seconds if result.timing else [] for result in results}
+    bench = bench_of(threads, times, {result.name: result.failure for result in results if result.failure})
+    profile = None
+    if not results[0].failure:
+        machine = VirtualMachine(executable)
+        machine["main"](*inputs.values())  # memory comes
+        profile = machine.profile("main", *inputs.values())
+    write_report(executable, path, profile=profile, bench=bench, title=model.stem)
+    console(stderr=True).print(f"Wrote {path}: open it in a browser.", markup=False)
 
 
 def _cores() -> int:

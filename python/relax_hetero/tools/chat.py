@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
 from ..errors import HeteroError, printable
-from .command import command
+from .command import command, refuse_overwriting
 from .console import console
 from .language_model import Chosen, language_model_options
 
 if TYPE_CHECKING:
     from ..llm import ChatTemplate, Engine, Request, SamplingParams
+
+Piece: TypeAlias = tuple[str, int, float]
+"""Text, its tokens, and the seconds since the piece before or, of the first, since the question."""
 
 _HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C ends an answer"
 
@@ -31,12 +35,19 @@ _HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C ends an answer"
 @click.option("--min-p", type=float, default=0.05, show_default=True, help="Only those as likely as this fraction.")
 @click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="1 for none.")
 @click.option("--seed", type=int, help="The same seed gives the same answers.")
+@click.option(
+    "--html",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="At the end, write a page for a browser: the times of the answers, and their text.",
+)
 @click.option("--stop", multiple=True, metavar="TEXT", help="End an answer before this text. Repeatable.")
 def chat_command(
     chosen: Chosen,
     system: str | None,
     prompt: str | None,
     raw: bool,
+    html: Path | None,
     stop: tuple[str, ...],
     **sampling: Any,
 ) -> None:
@@ -51,14 +62,37 @@ def chat_command(
     params = SamplingParams(stop=stop, **sampling)
     if raw and (system is not None or chosen.template is not None):
         raise click.UsageError("--raw knows no conversation: --system and --chat-template do not go with it")
+    if html is not None:
+        from ..report.written_report import report_path
+
+        refuse_overwriting(report_path(html), chosen.path)
     model, tokenizer = chosen.load()
     template = None if raw else chosen.chat_template(tokenizer)
     with Engine(model, tokenizer, prefixes=1) as engine:
         conversation = Conversation(engine, template, params, system)
-        if prompt is None:
-            converse(conversation)
-        else:
-            conversation.say(prompt)
+        try:
+            if prompt is None:
+                converse(conversation)
+            else:
+                conversation.say(prompt)
+        finally:
+            if html is not None and conversation.answers:
+                _write_page(html, chosen.path.stem, conversation.answers)
+
+
+def _write_page(path: Path, title: str, answers: list[tuple[Request, list[Piece]]]) -> None:
+    from ..report.call_times import Answer, chat_report
+    from ..report.page import page_of
+    from ..report.written_report import write_page
+
+    told = [
+        Answer(usage.prompt_tokens, usage.cached_tokens, times.first_token - times.submitted, tuple(pieces))
+        for request, pieces in answers
+        for usage, times in [(request.usage, request.times)]
+        if times.first_token  # else the answer was ended before it began
+    ]
+    write_page(page_of(chat_report(title, told)), path)
+    console(stderr=True).print(f"Wrote {path}: open it in a browser.", markup=False)
 
 
 class Conversation:
@@ -70,6 +104,10 @@ class Conversation:
     template: None where texts are gone on with as they are.
     params: Of each answer.
     system: What the model is told before.
+
+    Attributes
+    ----------
+    answers: The answers so far, and the pieces that they came in.
     """
 
     def __init__(
@@ -77,6 +115,7 @@ class Conversation:
     ) -> None:
         self._engine, self._template, self._params, self._system = engine, template, params, system
         self._messages: list[dict[str, str]] = []
+        self.answers: list[tuple[Request, list[Piece]]] = []
         self.reset()
 
     def reset(self) -> None:
@@ -94,8 +133,9 @@ class Conversation:
         """
         messages = [*self._messages, {"role": "user", "content": text}]
         request = self._engine.submit(text if self._template is None else self._template.render(messages), self._params)
-        answer = _printed(request)
-        self._messages = [*messages, {"role": "assistant", "content": answer}]
+        pieces = _printed(request)
+        self._messages = [*messages, {"role": "assistant", "content": "".join(text for text, *_ in pieces)}]
+        self.answers.append((request, pieces))
         console(stderr=True).print(_speed(request), style="dim", markup=False)
 
 
@@ -122,18 +162,22 @@ def converse(conversation: Conversation) -> None:
                 screen.print(f"error: {error}", style="red", markup=False)
 
 
-def _printed(request: Request) -> str:
-    parts: list[str] = []
+def _printed(request: Request) -> list[Piece]:
+    """The answer in the pieces that it came in."""
+    pieces: list[Piece] = []
+    before = request.times.submitted
     try:
         for delta in request:
-            parts.append(delta.text)
+            now = time.monotonic()
+            pieces.append((delta.text, len(delta.tokens), now - before))
+            before = now
             # A model may write commands for the terminal, too.
             click.echo(printable(delta.text), nl=False)
     except KeyboardInterrupt:
         request.cancel()
         request.result(10)
     click.echo()
-    return "".join(parts)
+    return pieces
 
 
 def _speed(request: Request) -> str:

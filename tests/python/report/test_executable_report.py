@@ -123,11 +123,13 @@ def test_a_report_is_a_file_that_another_one_compares_with(executable, tmp_path)
 
 def test_data_alone_can_be_compared_with(executable, tmp_path):
     old = tmp_path / "old.json"
-    old.write_text(json.dumps(report_of(executable)))
+    executable.report(old, title="toy")
+    assert json.loads(old.read_text())["title"] == "toy"
     executable.report(tmp_path / "new.html", compare=old)
+    assert 'id="report-previous"' in (tmp_path / "new.html").read_text()
 
 
-@pytest.mark.parametrize("content", ["<html></html>", "{}", "{", "\0"])
+@pytest.mark.parametrize("content", ["<html></html>", "{}", "{", "[]", "\0", '{"schema": 9}'])
 def test_a_file_that_is_no_report_is_named(executable, tmp_path, content):
     (tmp_path / "other.html").write_text(content)
     with pytest.raises(rh.HeteroError, match=r"cannot compare with .*other\.html"):

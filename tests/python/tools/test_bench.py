@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
+from relax_hetero.report.page import data_of
 from relax_hetero.tools import engines
 
 from .conftest import TWO, parsed
@@ -74,3 +75,26 @@ def test_a_library_alone_or_beside_the_others(invoke: Invoke, model: Path, tmp_p
     assert data["engines"][0]["max_abs_diff"] < 1e-5
     shown = invoke("bench", library, "--rounds", 1)
     assert "--onnx" in shown.stdout
+
+
+def test_a_report_has_the_calls_of_every_program(invoke: Invoke, model: Path, tmp_path: Path, monkeypatch):
+    def fail() -> engines.Call:
+        raise ValueError("no such op")
+
+    monkeypatch.setattr(engines, "stock_tvm", lambda path, shapes: engines.Engine("stock TVM", fail))
+    monkeypatch.setattr("relax_hetero.report.executable_report.peaks_of", lambda devices: {})
+    page = tmp_path / "bench.html"
+    result = invoke("bench", model, "--rounds", 3, "--threads", 1, "--html", page, "--json")
+    medians = {row["name"]: row["median_ms"] for row in parsed(result)["engines"]}
+    data = data_of(page.read_text())
+    ours, stock, reference = data["bench"]["rows"]
+    assert (ours["name"], stock["name"], reference["name"]) == ("relax-hetero", "stock TVM", "ONNX Runtime")
+    assert len(ours["seconds"]) == len(reference["seconds"]) == 3
+    assert sorted(ours["seconds"])[1] * 1e3 == pytest.approx(medians["relax-hetero"])
+    assert (stock["seconds"], stock["fails"]) == ([], "ValueError: no such op")
+    assert data["profile"]["function"] == "main" and data["bench"]["threads"] == 1
+
+
+def test_a_report_never_overwrites_the_model(invoke: Invoke, model: Path):
+    result = invoke("bench", model, "--html", model)
+    assert result.exit_code == 2 and "is the model itself" in result.output

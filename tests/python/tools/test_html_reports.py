@@ -1,10 +1,20 @@
 """``relax-hetero explain --html``: a page from an ONNX file or a library."""
 
+import functools
+
 import pytest
 
+import relax_hetero.llm as llm
+from llm.gguf_files import MODELS, write_gguf
 from relax_hetero.report.page import data_of
 
 from .conftest import TWO, parsed
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch):
+    """Measuring this machine's devices takes seconds."""
+    monkeypatch.setattr("relax_hetero.report.executable_report.peaks_of", lambda devices: {})
 
 
 def test_an_onnx_file_becomes_a_page(invoke, model, tmp_path):
@@ -27,6 +37,22 @@ def test_a_library_becomes_a_page_that_compares(invoke, model, tmp_path):
     result = invoke("explain", library, "--html", second, "--compare", first, "--json")
     assert parsed(result)["devices"]
     assert 'id="report-previous"' in second.read_text()
+
+
+def test_a_language_model_becomes_a_page_with_times(invoke, tmp_path, monkeypatch):
+    monkeypatch.setattr(llm, "load", functools.partial(llm.load, batches=(1,), chunks=(32,), context=128))
+    page = tmp_path / "report.html"
+    result = invoke(
+        "explain", write_gguf(tmp_path / "model.gguf", MODELS["llama"], "Q8_0"), "--html", page, "--profile"
+    )
+    assert result.exit_code == 0, result.output
+    data = data_of(page.read_text())
+    functions = [data["profile"]["function"], *(profile["function"] for profile in data["more_profiles"])]
+    assert functions == ["decode_1", "prefill_32"]
+    assert data["token"]["step"]["seconds"] > 0 and data["token"]["parts"]
+    assert "token" in [table["id"] for table in data["tables"]]
+    timed = {group["function"] for group in data["groups"] if group["seconds"]}
+    assert timed == set(functions)
 
 
 @pytest.mark.parametrize(

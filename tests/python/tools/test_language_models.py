@@ -13,6 +13,7 @@ from click.testing import CliRunner
 import relax_hetero.llm as llm
 from llm.toy_model import ToyCodec, ToyModel, alone
 from relax_hetero.llm import ChatTemplate, TokenizerError
+from relax_hetero.report.page import data_of
 from relax_hetero.tools.cli import cli
 
 
@@ -73,6 +74,26 @@ def test_texts_are_gone_on_with_as_they_are(loaded):
     path, _ = loaded
     result = invoke("chat", path, "--raw", "--temperature", 0, "--max-tokens", 5, "-p", "Once")
     assert result.stdout == said("Once", 5) + "\n"
+
+
+def test_a_page_has_the_times_of_each_answer(loaded, tmp_path):
+    page = tmp_path / "timings.html"
+    asked = ["--temperature", 0, "--max-tokens", 5, "--html", page]
+    assert invoke("chat", loaded[0], *asked, text="Hi\nMore\n").exit_code == 0
+    data = data_of(page.read_text())
+    first, second = data["chat"]["answers"]
+    assert (data["kind"], data["title"]) == ("chat", "toy")
+    assert "".join(piece["text"] for piece in first["pieces"]) == said("u:Hi;a:", 5)
+    for answer in (first, second):
+        assert answer["tokens"] == sum(piece["tokens"] for piece in answer["pieces"]) == 5
+        assert 0 < answer["first_token_seconds"] <= sum(piece["seconds"] for piece in answer["pieces"])
+        assert answer["tokens_per_second"] > 0 and answer["prompt_tokens_per_second"] > 0
+    assert (first["prompt_tokens"], first["new_tokens"]) == (len("u:Hi;a:"),) * 2
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_the_model_is_loaded(loaded, tmp_path):
+    result = invoke("chat", loaded[0], "-p", "Hi", "--html", tmp_path / "absent" / "page.html")
+    assert result.exit_code == 1 and "there is no folder" in result.stderr and loaded[1] == []
 
 
 def test_errors_end_a_prompt_but_not_a_conversation(loaded):

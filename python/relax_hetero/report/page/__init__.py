@@ -106,10 +106,10 @@ def _libraries(data: dict[str, Any], previous: dict[str, Any] | None) -> list[st
     used = []
     if data.get("nodes"):
         used += ["cytoscape.min.js", "d3-dag.min.js"]
-    if any(data.get(part) for part in ("timeline", "memory", "profile", "bench", "chat", "groups")):
+    is_timed = any(group.get("seconds") for group in data.get("groups") or ())
+    if is_timed or any(data.get(part) for part in ("timeline", "memory", "profile", "token", "bench", "chat")):
         used += ["echarts.min.js"] if set(data) - _OF_A_FRAGMENT else []
-    profile, bench = data.get("profile"), data.get("bench")
-    if data.get("tables") or profile or bench or previous is not None:
+    if any(data.get(part) for part in ("tables", "profile", "bench", "chat")) or previous is not None:
         used += ["tabulator.min.js", "tabulator.min.css"]
     return used
 

@@ -17,8 +17,8 @@ SCHEMA = 1
 _PLAIN = 64 * 1024
 
 
-def embedded(name: str, data: dict[str, Any]) -> str:
-    """A script element of this id that holds data.
+def text_of(data: dict[str, Any]) -> str:
+    """The data of a report as JSON; numbers that are not finite are null.
 
     Raises
     ------
@@ -32,9 +32,14 @@ def embedded(name: str, data: dict[str, Any]) -> str:
             "make the report again, or use the version of relax_hetero that made it"
         )
     try:
-        text = json.dumps(_finite(data), separators=(",", ":"), allow_nan=False)
+        return json.dumps(_finite(data), separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError) as error:
         raise HeteroError(f"the report's data is not JSON: {error}; expected dicts, lists, text, numbers") from error
+
+
+def embedded(name: str, data: dict[str, Any]) -> str:
+    """A script element of this id that holds data; HeteroError as `text_of`."""
+    text = text_of(data)
     if len(text) <= _PLAIN:
         # Neither `</script>` nor `<!--` can appear.
         return f'<script type="application/json" id="{name}">{text.replace("<", chr(92) + "u003c")}</script>'

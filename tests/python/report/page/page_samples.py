@@ -136,3 +136,32 @@ def report_data(blocks: int = 3) -> dict[str, Any]:
             {"name": "Normalize", "seconds": 0.002, "changed": False, "functions": {}},
         ],
     }
+
+
+def timed_data() -> dict[str, Any]:
+    """A report with what only some have: a benchmark, a token's cost, and several profiles."""
+    data = report_data(1)
+    parts = [
+        {"part": part, "device": device, "calls": 3, "weights": 10**6, "cache": 10**5, "moved": 0, "seconds": seconds}
+        for part, device, seconds in (("attention", CPU, 0.001), ("attention", OTHER, 0.002), ("logits", OTHER, None))
+    ]
+    token = {"function": "decode_1", "rows": 1, "cached": 512, "parts": parts, "buffers": {}, "outside": 0}
+    token["step"] = {"seconds": 0.004, "kernels": 0.003, "outside": 0.25}
+    rows = [
+        {"name": "relax-hetero", "seconds": [0.002, 0.001, 0.003], "fails": None},
+        {"name": "ONNX Runtime", "seconds": [0.004, 0.004], "fails": None},
+        {"name": "stock TVM", "seconds": [], "fails": "ValueError: <no op>"},
+    ]
+    more = [{**data["profile"], "function": "prefill_32"}]
+    return data | {"token": token, "bench": {"threads": 1, "rows": rows}, "more_profiles": more}
+
+
+def chat_data() -> dict[str, Any]:
+    """The times of two answers."""
+    pieces = [
+        {"text": text, "tokens": 1, "seconds": 0.01 * (index + 1)} for index, text in enumerate(("a", " <b>", "c"))
+    ]
+    answer = {"prompt_tokens": 9, "new_tokens": 4, "first_token_seconds": 0.01, "prompt_tokens_per_second": 400.0}
+    answer |= {"tokens": 3, "tokens_per_second": 40.0, "pieces": pieces}
+    short = answer | {"tokens": 1, "tokens_per_second": None, "pieces": pieces[:1]}
+    return {"schema": 1, "kind": "chat", "title": "a chat", "chat": {"answers": [answer, answer, short]}}

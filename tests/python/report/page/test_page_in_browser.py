@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from relax_hetero.report.page import fragment_of, page_of
-from report.page.page_samples import report_data
+from report.page.page_samples import chat_data, report_data, timed_data
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 
@@ -217,6 +217,54 @@ def test_charts_are_drawn_when_they_come_into_view(page):
         page.locator(f"#{section}").scroll_into_view_if_needed()
         page.wait_for_selector(f"#{section}[data-drawn]", timeout=10_000)
     assert page.locator("#timeline canvas").count() and page.locator("#roofline canvas").count()
+
+
+def drawn(page, *sections):
+    for section in sections:
+        page.locator(f"#{section}").scroll_into_view_if_needed()
+        page.wait_for_selector(f"#{section}[data-drawn]", timeout=10_000)
+        page.wait_for_selector(f"#{section} canvas, #{section} .tabulator-row")
+
+
+def test_a_benchmark_and_a_token_are_drawn(opened, tmp_path):
+    path = tmp_path / "timed.html"
+    path.write_text(page_of(timed_data()))
+    page = opened(where=path.as_uri())
+    drawn(page, "profile", "token", "bench")
+    assert page.locator("#profile .tabulator").count() == 2
+    assert "prefill_32" in page.locator("#profile").inner_text()
+    assert "attention on cuda:0 2.00 ms" in page.locator("#token [role=img]").get_attribute("aria-label")
+    text = page.locator("#bench").inner_text()
+    for part in ("relax-hetero", "2.00 ms", "ValueError: <no op>"):
+        assert part in text
+    assert "relax-hetero 2.00 ms, ONNX Runtime 4.00 ms" in page.locator("#bench [role=img]").get_attribute("aria-label")
+    page.close()
+
+
+def test_a_chat_is_drawn(opened, tmp_path):
+    path = tmp_path / "chat.html"
+    path.write_text(page_of(chat_data()))
+    page = opened(where=path.as_uri())
+    drawn(page, "chat", "chat-speed", "chat-tokens")
+    assert page.locator("#table-chat .tabulator-row").count() == 3
+    label = page.locator("#chat-tokens [role=img]").get_attribute("aria-label")
+    assert label.startswith("Times of 4 pieces of 3 answers; the median is 25.0 ms")
+    page.close()
+
+
+def test_the_panel_and_the_roofline_say_what_the_share_is_of(opened, tmp_path):
+    data = report_data(1)
+    for group in data["groups"]:
+        group |= {"share_of_peak": 0.42, "bound": "memory"}
+    path = tmp_path / "shares.html"
+    path.write_text(page_of(data))
+    page = opened(where=path.as_uri())
+    page.fill("#search", "softmax")
+    page.keyboard.press("Enter")
+    text = page.locator("#graph .panel").inner_text()
+    assert "of the memory rate" in text and "42.0 %" in text and "bound by memory" in text
+    drawn(page, "roofline")
+    page.close()
 
 
 def test_a_phone_needs_no_scrolling_aside(opened):

@@ -5,6 +5,11 @@
   // Text within a chart's tooltip, which is HTML.
   report.safe = (text) => String(text).replace(/[&<>"']/g, (character) => `&#${character.charCodeAt(0)};`);
 
+  report.hasCharts = () => document.querySelector('script[data-library="echarts.min.js"]') !== null || typeof echarts !== "undefined";
+
+  // For what is no device: colours that stay apart for the colour-blind, on light and dark grounds.
+  report.shades = ["#0072b2", "#e69f00", "#009e73"];
+
   report.axis = (name, more) => ({
     name, nameLocation: "middle", nameTextStyle: { color: report.style("--quiet") }, axisLabel: { color: report.style("--quiet"), hideOverlap: true },
     axisLine: { lineStyle: { color: report.style("--line-strong") } }, splitLine: { lineStyle: { color: report.style("--line") } }, ...more,

@@ -27,7 +27,8 @@
         ["moved by transfers", moved ? report.bytes(moved) : null], ["weights and constants", weights ? report.bytes(weights) : null],
         ["a call", data.profile ? report.seconds(data.profile.seconds) : null],
       ];
-      body.append(make("ul", { class: "cards" }, cards.filter(([, value]) => value !== null).map(([name, value]) => make("li", {}, make("b", {}, value), name))));
+      const known = cards.filter(([, value]) => value !== null);
+      if (known.length) body.append(make("ul", { class: "cards" }, known.map(([name, value]) => make("li", {}, make("b", {}, value), name))));
       if (devices.length) {
         const most = Math.max(1, ...devices.map((device) => device.ops || 0));
         const head = ["Device", "Target", "Ops", "Weights", "Transfers in", "Memory speed"];
@@ -48,7 +49,7 @@
     const { data, make } = report;
     if (data.kind === "module" || (!data.nodes && !data.functions)) return;
     const absent = (part) => !data[part] || (Array.isArray(data[part]) && data[part].length === 0);
-    const wanting = [["profile", "times of kernels and the roofline", "run with --profile"], ["timeline", "the timeline of queues", "run with --profile"], ["memory", "memory over time", "compile with this version, whose executables carry their memory plan"]];
+    const wanting = [["profile", "times of kernels and the roofline", "relax-hetero explain, run with --profile"], ...(data.token ? [] : [["timeline", "the timeline of queues", "relax-hetero explain, run with --profile"]]), ["memory", "memory over time", "compile with this version, whose executables carry their memory plan"]];
     const lines = wanting.filter(([part]) => absent(part));
     if (lines.length === 0) return;
     report.section("missing", "Not in this report", null, (body) => body.append(make("ul", { class: "notes" }, lines.map(([, what, how]) => make("li", {}, `${what[0].toUpperCase()}${what.slice(1)}: ${how}.`)))), true);

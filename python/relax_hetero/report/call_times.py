@@ -1,0 +1,73 @@
+"""Times of programs and of conversations as data of reports, for ``bench --html`` and ``chat --html``."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+
+from .this_machine import machine_here
+
+
+def bench_of(threads: int, seconds: Mapping[str, Sequence[float]], failures: Mapping[str, str]) -> dict[str, Any]:
+    """The times of the calls of several programs, as the ``bench`` of a report.
+
+    Parameters
+    ----------
+    threads
+    seconds: Of each call, by program, in the order they were made.
+    failures: Programs that do not run the model, and why.
+    """
+    rows = [{"name": name, "seconds": [*seconds.get(name, ())], "fails": failures.get(name)} for name in seconds]
+    missing = [{"name": name, "seconds": [], "fails": why} for name, why in failures.items() if name not in seconds]
+    return {"threads": threads, "rows": [*rows, *missing]}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer of a language model, as it came.
+
+    Attributes
+    ----------
+    prompt_tokens, cached_tokens: Of the prompt, and those of them that were in the cache already.
+    first_token_seconds: From the question to the first token.
+    pieces: Text, number of its tokens, and the seconds since the piece before or, of the first, since the question.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    first_token_seconds: float
+    pieces: tuple[tuple[str, int, float], ...]
+
+
+def chat_report(title: str, answers: Iterable[Answer]) -> dict[str, Any]:
+    """The times of a conversation as the data of a report of kind "chat", which `page.page_of` draws."""
+    from .. import __version__
+
+    return {
+        "schema": 1,
+        "kind": "chat",
+        "title": title,
+        "made": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "versions": {"relax_hetero": __version__, "tvm": str(tvm.__version__)},
+        "machine": machine_here(),
+        "chat": {"answers": [_answer(answer) for answer in answers]},
+    }
+
+
+def _answer(answer: Answer) -> dict[str, Any]:
+    tokens = [tokens for _, tokens, _ in answer.pieces]
+    later = sum(seconds for _, _, seconds in answer.pieces[1:])
+    new, first = answer.prompt_tokens - answer.cached_tokens, answer.first_token_seconds
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "new_tokens": new,
+        "first_token_seconds": first,
+        "prompt_tokens_per_second": new / first if first > 0 else None,
+        "tokens": sum(tokens),
+        "tokens_per_second": sum(tokens[1:]) / later if later > 0 else None,
+        "pieces": [{"text": text, "tokens": count, "seconds": seconds} for text, count, seconds in answer.pieces],
+    }
