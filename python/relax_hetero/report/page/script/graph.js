@@ -13,7 +13,7 @@
       { selector: "node[kind = 'constant']", style: {
         "background-color": ground, color: ink, "border-width": 1.5, "border-style": "dotted", "border-color": "data(colour)", height: 26, "font-size": 11 } },
       { selector: "node[kind = 'transfer']", style: { shape: "hexagon", "border-width": 3, "border-color": ink, "border-style": "solid" } },
-      { selector: "node[kind = 'group']", style: { "border-width": 3, "border-style": "double", "border-color": "data(ink)" } },
+      { selector: "node[kind = 'group']", style: { "border-width": 3, "border-style": "double", "border-color": ink } },
       { selector: ":parent", style: {
         shape: "round-rectangle", "background-opacity": 0.14, "border-width": 1.5, "border-style": "dashed", "border-color": "data(colour)", color: ink,
         padding: 14, "text-valign": "top", "font-size": 11 } },
@@ -27,7 +27,7 @@
         width: 3.5, "line-style": "dashed", "line-color": ink, "target-arrow-color": ink, label: "data(label)", "font-size": 11.5, color: ink,
         "text-background-color": ground, "text-background-opacity": 1, "text-background-padding": 3, "text-background-shape": "round-rectangle" } },
       // Not dotted: the dots of a long line cost more than the rest of a frame.
-      { selector: "edge[?far]", style: { width: 1, "line-style": "solid", "line-color": line, "target-arrow-color": line, label: "", opacity: 0.45 } },
+      { selector: "edge[?far]", style: { width: 1, "line-style": "solid", "line-color": line, "target-arrow-color": line, label: "", opacity: 0.35 } },
       { selector: "node:selected", style: { "underlay-color": report.style("--accent"), "underlay-opacity": 0.45, "underlay-padding": 8, "underlay-shape": "round-rectangle" } },
       { selector: "edge.near", style: { "line-color": report.style("--accent"), "target-arrow-color": report.style("--accent"), width: 3 } },
     ];
@@ -72,6 +72,7 @@
         container: canvas, style: look(), minZoom: 0.0002, maxZoom: 3, boxSelectionEnabled: false, autoungrabify: true,
       });
       view = new report.View(cy, picture);
+      view.covered = () => (getComputedStyle(panel).position === "absolute" ? panel.offsetHeight : 0); // on phones
       cy.on("select", "node", (event) => chosen(event.target));
       cy.on("tap", (event) => {
         canvas.focus({ preventScroll: true });
@@ -124,9 +125,8 @@
       cy.elements().unselect();
       view.pin(id);
       cy.resize(); // the panel takes room
-      const [at, margin] = [view.place(id), 60];
       if (centre || view.held.rows) view.centre(id, 0.7);
-      else if (at.x < margin || at.y < margin || at.x > cy.width() - margin || at.y > cy.height() - margin) view.centre(id, 0);
+      else if (!view.sees(id, 60)) view.centre(id, 0);
     }
 
     function choose(node) {
