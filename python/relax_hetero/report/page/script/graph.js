@@ -58,7 +58,7 @@
     const search = report.searchBox(() => model, (node) => choose(node));
     const legend = make("ul", { class: "legend", "aria-label": "Devices" }, (report.data.devices || []).map((device) => make("li", {}, report.dot(device.name), device.name)));
     const tools = make("div", { class: "tools" }, search, choice, make("label", {}, box, " constants"),
-      make("span", { class: "buttons" }, button("+", "Zoom in", () => zoom(1.4)), button("−", "Zoom out", () => zoom(1 / 1.4)), button("Fit", "Show the whole graph", () => view.show(picture.box, 24, 3)),
+      make("span", { class: "buttons" }, button("+", "Zoom in", () => zoom(1.4)), button("−", "Zoom out", () => zoom(1 / 1.4)), button("Fit", "Show the whole graph", () => picture.items.size && view.show(picture.box, 24, 3)),
         button("Start", "Show the inputs", () => home()), button("Open all", "Open or close all kernels", () => toggleAll())));
     const frame = make("div", { class: "frame" }, canvas, panel);
     const list = report.graphList(() => model, (node) => choose(node));
@@ -92,6 +92,7 @@
     // A small graph whole; of a large one its beginning, at a size that can be read.
     function home() {
       const { box } = picture;
+      if (picture.items.size === 0) return undefined; // constants alone, which are hidden
       const [width, height] = [canvas.clientWidth, canvas.clientHeight];
       const whole = Math.min((width - 40) / (box.x2 - box.x1), (height - 40) / (box.y2 - box.y1));
       if (whole >= 0.55) return view.show(box, 20, 1.1);
