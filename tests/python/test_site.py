@@ -87,6 +87,15 @@ def test_what_scripts_wrote_is_current(script, monkeypatch, capsys):
     assert runpy.run_path(str(DOCS / script))["main"]() == 0, capsys.readouterr().out
 
 
+def test_pictures_of_reports_are_made_by_their_script_and_shown():
+    made = {f"report_{name}.png" for name in runpy.run_path(str(DOCS / "tools" / "report_images.py"))["TABLE"]}
+    files = list((DOCS / "images").iterdir())
+    assert {path.name for path in files} == made
+    assert max(path.stat().st_size for path in files) < 300_000
+    page = (DOCS / "guides" / "reports.md").read_text()
+    assert {name for name in made if f"](../images/{name})" not in page} == set()
+
+
 def test_the_site_loads_nothing_from_elsewhere():
     """As far as its settings say; the hooks look at each page that was built."""
     settings = (ROOT / "mkdocs.yml").read_text()

@@ -41,9 +41,9 @@ def nccl_here() -> Nccl | str:
             warnings.simplefilter("ignore")  # of a library that is not found, which is said below
             from cupy.cuda import nccl
     except Exception as error:  # CuPy looks for much of CUDA as it is imported
-        return f"the package cupy-cuda13x cannot be imported ({error}): pip install relax-hetero[nccl]"
+        return f"the package cupy-cuda13x cannot be imported ({error}): pip install 'relax-hetero[nccl]'"
     if not nccl.available:
-        return "NCCL's library is not found: pip install relax-hetero[nccl]"
+        return "NCCL's library is not found: pip install 'relax-hetero[nccl]'"
     return Nccl(
         nccl.get_unique_id, nccl.NcclCommunicator, nccl.groupStart, nccl.groupEnd, int(nccl.NCCL_UINT8)
     )  # fmt: skip

@@ -51,7 +51,7 @@ class ChatTemplate:
             import jinja2
             import jinja2.sandbox
         except ImportError as error:
-            raise TokenizerError("chat templates need the package jinja2; install relax-hetero[llm]") from error
+            raise TokenizerError("chat templates need the package jinja2; pip install 'relax-hetero[llm]'") from error
         self._failures = jinja2.TemplateError
         self._names = dict(names or {})
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(

@@ -200,7 +200,9 @@ def _sentencepiece(tokenizer: Tokenizer) -> _Made:
     try:
         from sentencepiece import SentencePieceProcessor
     except ImportError as error:
-        raise TokenizerError("this tokenizer needs the package sentencepiece; install relax-hetero[llm]") from error
+        raise TokenizerError(
+            "this tokenizer needs the package sentencepiece; pip install 'relax-hetero[llm]'"
+        ) from error
     scores = tokenizer.fields("scores")
     if len(scores) != len(tokenizer.names):
         raise TokenizerError(f"found scores of {len(scores)} tokens, expected {len(tokenizer.names)}")
@@ -226,7 +228,7 @@ def _byte_level(tokenizer: Tokenizer) -> _Made:
         from tokenizers import Regex, models, pre_tokenizers
         from tokenizers import Tokenizer as Words
     except ImportError as error:
-        raise TokenizerError("this tokenizer needs the package tokenizers; install relax-hetero[llm]") from error
+        raise TokenizerError("this tokenizer needs the package tokenizers; pip install 'relax-hetero[llm]'") from error
     split = tokenizer.word_split
     if split not in SPLITS:
         raise TokenizerError(f"tokenizer.ggml.pre: found {split!r}, expected one of {', '.join(sorted(SPLITS))}")

@@ -113,4 +113,4 @@ def _need_packages() -> None:
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise HeteroError(f"serve needs the package {error.name}; install relax-hetero[llm,serve]") from error
+        raise HeteroError(f"serve needs the package {error.name}; pip install 'relax-hetero[llm,serve]'") from error

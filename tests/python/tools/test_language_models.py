@@ -215,4 +215,4 @@ def test_packages_that_are_not_installed(loaded, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without)
     result = invoke("serve", loaded[0])
-    assert result.exit_code == 1 and "install relax-hetero[llm,serve]" in result.stderr
+    assert result.exit_code == 1 and "pip install 'relax-hetero[llm,serve]'" in result.stderr

@@ -67,7 +67,7 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
         reader, fields = open_reader(path)
         tensors = {tensor.name: _tensor(tensor) for tensor in reader.tensors}
     except ImportError as error:
-        raise FrontendError("GGUF files are read by the package gguf; install it: relax-hetero[llm]") from error
+        raise FrontendError("GGUF files are read by the package gguf; pip install 'relax-hetero[llm]'") from error
     except (OSError, ValueError, KeyError, IndexError, OverflowError) as error:
         raise FrontendError(f"{os.fspath(path)}: is no GGUF file that can be read: {error}") from error
     return GgufFile(Path(path), fields, tensors)

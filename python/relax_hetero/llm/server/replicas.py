@@ -78,5 +78,5 @@ def _ray_serve() -> Any:
     try:
         from ray import serve
     except ImportError as error:
-        raise HeteroError("--replicas needs Ray Serve; install relax-hetero[cluster]") from error
+        raise HeteroError("--replicas needs Ray Serve; pip install 'relax-hetero[cluster]'") from error
     return serve

@@ -101,7 +101,7 @@ def cuda_driver() -> CudaDriver | str:
     try:
         from cuda.bindings import driver
     except ImportError:
-        return "the package cuda-bindings is not installed (pip install relax-hetero[cuda])"
+        return "the package cuda-bindings is not installed (pip install 'relax-hetero[cuda]')"
     try:
         return CudaDriver(driver)
     except (CudaError, RuntimeError) as error:  # the driver's library is not here, or too old

@@ -50,7 +50,7 @@ def why_no_gpu() -> str:
         )
     failure = why_not_loaded("cuda")
     if failure:
-        return f"TVM's CUDA runtime cannot be loaded: {failure}: pip install relax-hetero[cuda]"
+        return f"TVM's CUDA runtime cannot be loaded: {failure}: pip install 'relax-hetero[cuda]'"
     count = ctypes.c_int(0)
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
         return "the NVIDIA driver finds no GPU that this process may use"

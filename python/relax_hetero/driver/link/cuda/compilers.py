@@ -306,7 +306,7 @@ def find_compiler() -> CudaCompiler:
     if found is None:
         raise BuildError(
             "code for CUDA devices needs a compiler: found neither NVRTC with its headers (pip's nvidia-cuda-nvrtc and "
-            "nvidia-cuda-runtime) nor nvcc; expected one of them: pip install relax-hetero[cuda], or a CUDA toolkit "
+            "nvidia-cuda-runtime) nor nvcc; expected one of them: pip install 'relax-hetero[cuda]', or a CUDA toolkit "
             "with its nvcc on PATH"
         )
     # A new one, as each has processes of its own.

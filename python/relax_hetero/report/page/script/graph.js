@@ -13,7 +13,7 @@
       { selector: "node[kind = 'constant']", style: {
         "background-color": ground, color: ink, "border-width": 1.5, "border-style": "dotted", "border-color": "data(colour)", height: 26, "font-size": 11 } },
       { selector: "node[kind = 'transfer']", style: { shape: "hexagon", "border-width": 3, "border-color": ink, "border-style": "solid" } },
-      { selector: "node[kind = 'group']", style: { "border-width": 3, "border-style": "double", "border-color": "data(ink)" } },
+      { selector: "node[kind = 'group']", style: { "border-width": 3, "border-style": "double", "border-color": ink } },
       { selector: ":parent", style: {
         shape: "round-rectangle", "background-opacity": 0.14, "border-width": 1.5, "border-style": "dashed", "border-color": "data(colour)", color: ink,
         padding: 14, "text-valign": "top", "font-size": 11 } },
@@ -27,7 +27,7 @@
         width: 3.5, "line-style": "dashed", "line-color": ink, "target-arrow-color": ink, label: "data(label)", "font-size": 11.5, color: ink,
         "text-background-color": ground, "text-background-opacity": 1, "text-background-padding": 3, "text-background-shape": "round-rectangle" } },
       // Not dotted: the dots of a long line cost more than the rest of a frame.
-      { selector: "edge[?far]", style: { width: 1, "line-style": "solid", "line-color": line, "target-arrow-color": line, label: "", opacity: 0.45 } },
+      { selector: "edge[?far]", style: { width: 1, "line-style": "solid", "line-color": line, "target-arrow-color": line, label: "", opacity: 0.35 } },
       { selector: "node:selected", style: { "underlay-color": report.style("--accent"), "underlay-opacity": 0.45, "underlay-padding": 8, "underlay-shape": "round-rectangle" } },
       { selector: "edge.near", style: { "line-color": report.style("--accent"), "target-arrow-color": report.style("--accent"), width: 3 } },
     ];
@@ -58,7 +58,7 @@
     const search = report.searchBox(() => model, (node) => choose(node));
     const legend = make("ul", { class: "legend", "aria-label": "Devices" }, (report.data.devices || []).map((device) => make("li", {}, report.dot(device.name), device.name)));
     const tools = make("div", { class: "tools" }, search, choice, make("label", {}, box, " constants"),
-      make("span", { class: "buttons" }, button("+", "Zoom in", () => zoom(1.4)), button("−", "Zoom out", () => zoom(1 / 1.4)), button("Fit", "Show the whole graph", () => view.show(picture.box, 24, 3)),
+      make("span", { class: "buttons" }, button("+", "Zoom in", () => zoom(1.4)), button("−", "Zoom out", () => zoom(1 / 1.4)), button("Fit", "Show the whole graph", () => picture.items.size && view.show(picture.box, 24, 3)),
         button("Start", "Show the inputs", () => home()), button("Open all", "Open or close all kernels", () => toggleAll())));
     const frame = make("div", { class: "frame" }, canvas, panel);
     const list = report.graphList(() => model, (node) => choose(node));
@@ -72,6 +72,7 @@
         container: canvas, style: look(), minZoom: 0.0002, maxZoom: 3, boxSelectionEnabled: false, autoungrabify: true,
       });
       view = new report.View(cy, picture);
+      view.covered = () => (getComputedStyle(panel).position === "absolute" ? panel.offsetHeight : 0); // on phones
       cy.on("select", "node", (event) => chosen(event.target));
       cy.on("tap", (event) => {
         canvas.focus({ preventScroll: true });
@@ -91,6 +92,7 @@
     // A small graph whole; of a large one its beginning, at a size that can be read.
     function home() {
       const { box } = picture;
+      if (picture.items.size === 0) return undefined; // constants alone, which are hidden
       const [width, height] = [canvas.clientWidth, canvas.clientHeight];
       const whole = Math.min((width - 40) / (box.x2 - box.x1), (height - 40) / (box.y2 - box.y1));
       if (whole >= 0.55) return view.show(box, 20, 1.1);
@@ -124,9 +126,8 @@
       cy.elements().unselect();
       view.pin(id);
       cy.resize(); // the panel takes room
-      const [at, margin] = [view.place(id), 60];
       if (centre || view.held.rows) view.centre(id, 0.7);
-      else if (at.x < margin || at.y < margin || at.x > cy.width() - margin || at.y > cy.height() - margin) view.centre(id, 0);
+      else if (!view.sees(id, 60)) view.centre(id, 0);
     }
 
     function choose(node) {

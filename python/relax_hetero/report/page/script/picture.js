@@ -66,7 +66,7 @@
       const bends = bent(from, to, points);
       const ranks = [this.rank.get(edge.from), this.rank.get(edge.to)];
       const rows = Math.abs(ranks[0] - ranks[1]);
-      const far = !bends.bent && this.items.get(edge.to).kind !== "transfer" && rows > 2 ? 1 : 0;
+      const far = rows > report.FAR || (!bends.bent && this.items.get(edge.to).kind !== "transfer" && rows > 2) ? 1 : 0;
       const data = { id: `${edge.from}>${edge.to}`, source: edge.from, target: edge.to, transfer: edge.transfer ? 1 : 0, far };
       const made = { ...edge, rows, data: { ...data, label: report.known(edge.bytes) ? report.bytes(edge.bytes) : "", ...bends } };
       const xs = [from.x, to.x, ...(points || []).map(([x]) => x)];

@@ -8,6 +8,7 @@
       this.picture = picture;
       this.pinned = null;
       this.held = null;
+      this.covered = () => 0; // pixels of the view's lower end that something lies over
       cy.on("viewport resize", () => this.update());
     }
 
@@ -48,7 +49,13 @@
       const { cy } = this;
       const { x, y } = this.picture.at.get(id);
       const zoom = Math.max(cy.zoom(), least);
-      cy.viewport({ zoom, pan: { x: cy.width() / 2 - x * zoom, y: cy.height() / 2 - y * zoom } });
+      cy.viewport({ zoom, pan: { x: cy.width() / 2 - x * zoom, y: (cy.height() - this.covered()) / 2 - y * zoom } });
+    }
+
+    // Whether a node has a margin around it in the view.
+    sees(id, margin) {
+      const { x, y } = this.place(id);
+      return x >= margin && y >= margin && x <= this.cy.width() - margin && y <= this.cy.height() - this.covered() - margin;
     }
 
     // Where a node of the picture is on the canvas.

