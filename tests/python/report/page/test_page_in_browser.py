@@ -117,6 +117,17 @@ def test_a_kernel_opens_to_its_ops_and_closes(page):
     page.wait_for_function(f"report.cy.nodes(':childless').length === {before}")
 
 
+def test_enter_opens_a_kernel_and_closes_it_from_its_frame(page):
+    before = items(page)
+    click_item(page, "data.kind === 'group'")
+    page.keyboard.press("Enter")
+    page.wait_for_function(f"report.cy.nodes(':childless').length > {before}")
+    page.evaluate("void (report.cy.elements().unselect(), report.cy.nodes(':parent').select())")
+    page.locator("#graph .canvas").focus()
+    page.keyboard.press("Enter")
+    page.wait_for_function(f"report.cy.nodes(':childless').length === {before}")
+
+
 def test_arrow_keys_walk_along_values(page):
     click_item(page, "data.kind === 'input'")
     page.locator("#graph .canvas").focus()

@@ -5,6 +5,7 @@
   function look() {
     const [ink, line, ground] = [report.style("--ink"), report.style("--line-strong"), report.style("--ground")];
     return [
+      { selector: "core", style: { "active-bg-opacity": 0 } }, // no disc beneath the pointer that drags
       { selector: "node", style: {
         shape: "round-rectangle", width: 186, height: 36, label: "data(label)", "font-size": 12.5, "font-family": "system-ui, sans-serif",
         "text-valign": "center", "text-halign": "center", "background-color": "data(colour)", color: "data(ink)", "min-zoomed-font-size": 6 } },
@@ -29,7 +30,7 @@
       // Not dotted: the dots of a long line cost more than the rest of a frame.
       { selector: "edge[?far]", style: { width: 1, "line-style": "solid", "line-color": line, "target-arrow-color": line, label: "", opacity: 0.35 } },
       { selector: "node:selected", style: { "underlay-color": report.style("--accent"), "underlay-opacity": 0.45, "underlay-padding": 8, "underlay-shape": "round-rectangle" } },
-      { selector: "edge.near", style: { "line-color": report.style("--accent"), "target-arrow-color": report.style("--accent"), width: 3 } },
+      { selector: "edge.near", style: { "line-color": report.style("--accent"), "target-arrow-color": report.style("--accent"), width: 3, opacity: 1 } },
     ];
   }
 
@@ -107,7 +108,7 @@
 
     function chosen(element) {
       const item = element.data("item");
-      if (picture.items.has(element.id())) view.pin(element.id());
+      view.pin(picture.items.has(element.id()) ? element.id() : null);
       cy.edges().removeClass("near");
       element.connectedEdges().addClass("near");
       report.fillPanel(panel, item, model, { close, toggle: () => toggle(item), choose, opened: item.group && model.opened.has(item.group.id) });
@@ -163,8 +164,8 @@
       if (event.key === "Escape") return done(), close();
       if (!["ArrowDown", "ArrowUp", "ArrowLeft", "ArrowRight", "Enter"].includes(event.key)) return undefined;
       done();
-      const id = view.pinned;
-      if (event.key === "Enter" && id) return toggle(picture.items.get(id));
+      const [at, id] = [cy.nodes(":selected").first(), view.pinned];
+      if (event.key === "Enter" && at.nonempty()) return toggle(at.data("item"));
       const next = id ? picture.beside(id, event.key.slice(5).toLowerCase()) : picture.rows.flat()[0];
       return next && select(next, false);
     });
