@@ -28,6 +28,7 @@ from ...target.vdevice import vdevices_of
 from ..ir.callee_devices import with_callee_devices, without_callee_devices
 from ..ir.declare import declare_pass
 from ..ir.findings import record_dispatches
+from ..ir.fused_names import Inside, with_fused_names
 from ..ir.kernels import called_prim_func, fused_ops, with_ops
 from ..ir.module_attrs import is_lowered
 from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, walk_bindings
@@ -36,7 +37,6 @@ from .bind_targets import bind_targets
 from .bound_kernels import bound_kernels
 from .canonical_extents import canonical_extents
 from .folding import fold_constants
-from .fused_names import Inside, with_fused_names
 from .keep_devices import keep_devices
 from .legalize import is_kept, legalize
 from .matched_sizes import with_matches_apart

@@ -6,7 +6,7 @@ from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
 
-from relax_hetero.transform.dispatch.fused_names import with_fused_names
+from relax_hetero.transform.ir.fused_names import with_fused_names
 
 
 @I.ir_module

@@ -21,7 +21,7 @@ import tvm
 from tvm import relax
 from tvm_ffi import structural_map
 
-from ..ir.rewriting import handle, relax_functions, walk_bindings, with_functions
+from .rewriting import handle, relax_functions, walk_bindings, with_functions
 
 _Value: TypeAlias = "int | str | tuple[_Value, ...] | None"
 """A value's number, a constant's text, field by field where a tuple is written out; None for shapes and numbers, for
