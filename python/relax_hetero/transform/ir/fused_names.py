@@ -21,7 +21,7 @@ import tvm
 from tvm import relax
 from tvm_ffi import structural_map
 
-from .rewriting import handle, relax_functions, walk_bindings, with_functions
+from .rewriting import handle, is_tensor_constant, relax_functions, walk_bindings, with_functions
 
 _Value: TypeAlias = "int | str | tuple[_Value, ...] | None"
 """A value's number, a constant's text, field by field where a tuple is written out; None for shapes and numbers, for
@@ -106,7 +106,7 @@ def _value(expr: Any, env: Mapping[relax.Var, _Value]) -> _Value:
     if isinstance(expr, relax.Var):
         return env.get(expr)
     if isinstance(expr, tvm.ir.GenericConst):
-        return f"constant {handle(expr.value)}"
+        return f"constant {handle(expr.value) if is_tensor_constant(expr) else expr.value}"  # or an element type
     if isinstance(expr, tvm.ir.GlobalVar):
         return str(expr.name_hint)
     if isinstance(expr, relax.Tuple):

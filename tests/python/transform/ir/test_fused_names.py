@@ -46,6 +46,24 @@ def test_nothing_but_names_changes(fused):
     tvm.ir.assert_structural_equal(with_fused_names(before, after)[0], after)
 
 
+@I.ir_module
+class Views:
+    @R.function
+    def main(x: R.Tensor((4,), "float32")):
+        with R.dataflow():
+            a = R.memory.view(x, R.shape([4]), R.dtype("int32"), R.prim_value(0))
+            b = R.negative(a)
+            c = R.abs(b)
+            R.output(c)
+        return c
+
+
+def test_values_that_are_no_tensors_are_told_apart():
+    mod = relax.transform.AnnotateTIROpPattern()(relax.transform.LegalizeOps()(Views))
+    named, inside = with_fused_names(mod, relax.transform.FuseOps()(mod))
+    assert names(named)[-1] == "c" and inside == {("main", "c"): ("b", "c")}
+
+
 def test_a_module_that_has_the_names_is_the_same(fused):
     before, _ = fused
     assert with_fused_names(before, before)[0].same_as(before)
