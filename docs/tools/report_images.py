@@ -80,6 +80,7 @@ BLOCKS = ("--place", "blk.9.*=llvm:1", "--place", "blk.1?.*=llvm:1")
 TABLE = {
     "graph": Image(resnet, "graph", (*TWO, *HALVES, "--profile"), search="n90 conv2d"),
     "timeline": Image(minilm, "timeline", (*TWO, *LAYERS, "--profile"), height=390),
+    "roofline": Image(resnet, "roofline", ("--profile",), height=620),
     "language_model": Image(gemma, "graph", (*TWO, *BLOCKS), search="blk.9.attn cached_attention"),
 }
 

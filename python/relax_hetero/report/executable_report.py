@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import tvm
 
-from ..artifact.metadata import Metadata
+from ..artifact.metadata import Metadata, device_names
 from ..artifact.model_graph import KINDS
 from ..artifact.model_graph import TRANSFER as TRANSFERS
 from ..providers import provided
@@ -84,6 +84,8 @@ def report_of(
     layouts = layouts_of(about.encodings)
     functions, nodes, edges = _graph(about, groups, layouts)
     totals = explanation.totals()
+    # As they are stored: functions share them, which each names.
+    weights = {name: executable.memory_plan.weights(index) for index, name in enumerate(device_names(about.devices))}
     return {
         "schema": SCHEMA,
         "kind": "executable",
@@ -97,6 +99,7 @@ def report_of(
                 **{key: value for key, value in total.to_json().items() if key != "unknown_bytes"},
                 "kind": total.name.rpartition("/")[2].partition(":")[0],
                 "optional": total.name in explanation.optional,
+                "constant_bytes": weights.get(total.name, total.constant_bytes),
                 "peak": peaks.get(total.name),
             }
             for total in totals

@@ -68,6 +68,8 @@ def test_devices_are_those_of_explain(executable):
     first, second = report_of(executable)["devices"]
     assert (first["name"], first["kind"], first["ops"], first["transfers_in"]) == ("llvm:0", "llvm", 1, 0)
     assert (second["ops"], second["param_bytes"], second["transfers_in"]) == (3, 544, 1)
+    stored = [executable.memory_plan.weights(device) for device in range(2)]
+    assert [first["constant_bytes"], second["constant_bytes"]] == stored
 
 
 def test_tables_are_those_of_explain(executable):

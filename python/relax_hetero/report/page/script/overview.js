@@ -20,7 +20,9 @@
       const transfers = (data.nodes || []).filter((node) => node.kind === "transfer").length;
       const devices = data.devices || [];
       const moved = devices.reduce((sum, device) => sum + (device.transfer_bytes || 0), 0);
-      const weights = devices.reduce((sum, device) => sum + (device.param_bytes || 0) + (device.constant_bytes || 0), 0);
+      // Of a module, weights may still be parameters; those of an executable are its inputs.
+      const weightsOf = (device) => (device.constant_bytes || 0) + (data.kind === "executable" ? 0 : device.param_bytes || 0);
+      const weights = devices.reduce((sum, device) => sum + weightsOf(device), 0);
       const cards = [
         ["ops", (data.nodes || []).length ? report.number(ops) : null], ["kernels", (data.groups || []).length ? report.number(data.groups.length) : null],
         ["devices", devices.length ? report.number(devices.length) : null], ["transfers", (data.nodes || []).length ? report.number(transfers) : null],
@@ -33,7 +35,7 @@
         const most = Math.max(1, ...devices.map((device) => device.ops || 0));
         const head = ["Device", "Target", "Ops", "Weights", "Transfers in", "Memory speed"];
         const rows = devices.map((device) => [make("span", { class: "named" }, report.dot(device.name), device.name), make("code", { class: "target", title: device.target }, briefly(device.target || "")),
-          make("span", { class: "barred" }, make("i", { style: `width:${(60 * (device.ops || 0)) / most}px;background:${report.colour(device.name)}` }), report.number(device.ops)), report.bytes((device.param_bytes || 0) + (device.constant_bytes || 0)),
+          make("span", { class: "barred" }, make("i", { style: `width:${(60 * (device.ops || 0)) / most}px;background:${report.colour(device.name)}` }), report.number(device.ops)), report.bytes(weightsOf(device)),
           `${report.number(device.transfers_in)} (${report.bytes(device.transfer_bytes)})`, device.peak && report.known(device.peak.bytes_per_second) ? report.rate(device.peak.bytes_per_second, "B/s") : "–"]);
         body.append(make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Devices" }, make("table", { class: "plain" }, make("thead", {}, make("tr", {}, head.map((name) => make("th", { scope: "col" }, name)))),
           make("tbody", {}, rows.map((row) => make("tr", {}, row.map((cell) => make("td", {}, cell))))))));
