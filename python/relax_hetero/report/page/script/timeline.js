@@ -1,7 +1,7 @@
 // What each queue did when.
 (function () {
   "use strict";
-  const PATTERN = { wait: 0.25, transfer: 0.75, step: 0.55, kernel: 1 };
+  const PATTERN = { wait: 0.25, transfer: 1, step: 0.9, kernel: 1 };
 
   report.drawTimeline = function () {
     const hint = "A row is a queue; drag the bar below to zoom, or turn the wheel with Ctrl. Pale bars wait, framed bars are transfers.";
