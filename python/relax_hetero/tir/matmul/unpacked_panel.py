@@ -1,8 +1,8 @@
 """A panel of weights in scratch as bytes and scales of float32: unpacked once for all rows of a block.
 
-A tile then reads what it multiplies by, instead of unpacking it once more: that takes half of the instructions of eight
-rows. A vector's columns are one stretch, in the order in which a tile goes over it. (Measured on a Zen 5, 512 rows and
-weights of 5 bits: 1.4 times as fast with bytes of 8 bits, 1.2 times with those of 16.)
+A tile then reads what it multiplies by, instead of unpacking it once more. A vector's columns are one stretch, in the
+order in which a tile goes over it. (Measured on a Zen 5, prefill of 512 tokens of Gemma 3 270M: 1.18 times as fast with
+activations of 8 bits, 1.10 times with those of 16, of which a part comes from epilogues that are fetched ahead.)
 """
 
 from __future__ import annotations
@@ -87,9 +87,12 @@ class UnpackedPanel:
             yield [self.words[lane_indices(start + number * lanes, lanes)] for start in starts]
 
     def scale_and_minimum(self, vector: Expr, first: Expr) -> tuple[Expr | None, Expr | None]:
-        """Those of the block of the chain that begins at some k."""
+        """Those of the block of the chain that begins at some k; None for what the format lacks."""
         at = self._of_block(vector, opaque(first // self.reader.panel.plan.block))
-        return (None if part is None else part[at] for part in (self.scales, self.minimums))  # type: ignore[return-value]
+        return (
+            None if self.scales is None else self.scales[at],
+            None if self.minimums is None else self.minimums[at],
+        )
 
     def word(self, vector: Expr, chain: Expr) -> Expr:
         """Where the weights of a vector of columns and a chain begin."""
