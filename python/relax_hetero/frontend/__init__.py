@@ -6,8 +6,9 @@ that was compiled before reads its tokenizer's file here, and needs no importer 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..providers import on_first_use
 
 # Public name -> module.
 _EXPORTS = {
@@ -37,13 +38,7 @@ if TYPE_CHECKING:  # what checkers and editors see: a test compares these names 
     from .paged_cache import PagedCache as PagedCache
 
 else:  # a name that is not among them is an error to checkers
-
-    def __getattr__(name: str) -> Any:
-        if name not in _EXPORTS:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(_EXPORTS[name], __name__), name)
-        globals()[name] = value
-        return value
+    __getattr__ = on_first_use(__name__, _EXPORTS, globals())
 
 
 def __dir__() -> list[str]:

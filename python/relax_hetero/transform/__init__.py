@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .. import op as _op  # noqa: F401 (makes TVMScript strict before a pass sees a module)
+from ..providers import on_first_use
 from .ir.declare import PassDeclaration as PassDeclaration
 from .ir.declare import declared_passes
 
@@ -167,15 +168,7 @@ if TYPE_CHECKING:  # what checkers and editors see: a test compares these names 
     from .trace.pass_trace import trace_passes as trace_passes
 
 else:  # a name that is not among them is an error to checkers
-
-    def __getattr__(name: str) -> Any:
-        try:
-            module_name = _EXPORTS[name]
-        except KeyError:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-        value = getattr(importlib.import_module(module_name, __name__), name)
-        globals()[name] = value
-        return value
+    __getattr__ = on_first_use(__name__, _EXPORTS, globals())
 
 
 def __dir__() -> list[str]:
