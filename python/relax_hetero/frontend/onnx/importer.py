@@ -16,7 +16,7 @@ from tvm.relax.frontend.onnx import onnx_frontend as stock
 
 from ...errors import FrontendError
 from ...op.block_products import DEQUANTIZE_BLOCKS
-from ...target.element_types import bytes_for
+from ...target.element_types import bytes_for, numpy_dtype
 from ..import_limits import MAX_RANK, Budget, ImportLimits, budget, spending
 from ..ops.node import Node, array_of
 from ..ops.required_sizes import computed_sizes
@@ -119,6 +119,10 @@ def require_outputs(node: onnx.NodeProto, info: NodeInfo, found: int) -> None:
         raise FrontendError(f"node {info} has {len(node.output)} outputs, but makes {found}")
 
 
+def _variables_in(value: Any) -> list[relax.Var]:
+    return list(relax.analysis.free_vars(value)) if isinstance(value, relax.Expr) else []
+
+
 def static_bytes(ty: tvm.ir.Type) -> int:
     """Bytes of a value of this type, those of symbolic and unknown extents left out."""
     if isinstance(ty, tvm.ir.TupleType):
@@ -150,6 +154,7 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
         self._results: dict[NodeInfo, list[relax.Var]] = {}
         self._readers: dict[str, list[onnx.NodeProto]] | None = None
         self.loops: list[ImportedLoop] = []
+        self._has_dead = False  # whether the node that is converted has emitted what nothing reads
 
     def run(self, nodes: list[NodeInfo], inputs: Mapping[str, relax.Var], bounds: Bounds) -> ImportedGraph:
         """Convert the whole graph; once per importer."""
@@ -194,7 +199,18 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
                 raise FrontendError(
                     f"node {info} of opset {self.opset} cannot be imported: {type(error).__name__}: {reason(error)}"
                 ) from error
-            self.adopt(bindings, info)
+            self.adopt(self._needed(bindings, node) if self._has_dead else bindings, info)
+            self._has_dead = False
+
+    def _needed(self, bindings: list[relax.Binding], node: onnx.NodeProto) -> list[relax.Binding]:
+        """The bindings that compute a node's outputs, and what calls have to meet."""
+        read = {var for name in filter(None, node.output) for var in _variables_in(self._nodes.get(name))}
+        needed = []
+        for binding in reversed(bindings):
+            if isinstance(binding, relax.MatchCast) or binding.var in read:
+                needed.append(binding)
+                read.update(relax.analysis.free_vars(binding.value))
+        return needed[::-1]
 
     def _note_owned(self, binding: relax.Binding, info: NodeInfo) -> None:
         """Count what is computed from constants only: the compiler evaluates it."""
@@ -240,7 +256,8 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
         if function_of(node, self._functions) is not None:
             self._nodes.update(self._call_function(node, info, operands))
             return
-        control = self._control_flow(node, info, list(operands)) if node.domain in STANDARD_DOMAINS else None
+        has_control = node.domain in STANDARD_DOMAINS or node.op_type in RECURRENT_OPS
+        control = self._control_flow(node, info, list(operands)) if has_control else None
         if control is not None:
             require_outputs(node, info, len(control))
             bound = {name: self._bind(result) for name, result in zip(node.output, control, strict=False) if name}
@@ -249,7 +266,7 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
             return
         expanded = self._expanded(node, info, operands) if node.domain in STANDARD_DOMAINS else None
         value = self._convert(node, info, operands) if expanded is None else expanded
-        results = self._results_of(node, info, value)
+        results = self._results_of(node, info, value, operands)
         self._results[info] = [result for result in results.values() if isinstance(result, relax.Var)]
         self._nodes.update(results)
 
@@ -327,7 +344,7 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
         values = ((attribute.name, helper.get_attribute_value(attribute)) for attribute in attr_proto)
         return {name: tuple(value) if isinstance(value, list) else value for name, value in values}
 
-    def _results_of(self, node: onnx.NodeProto, info: NodeInfo, value: Any) -> dict[str, Any]:
+    def _results_of(self, node: onnx.NodeProto, info: NodeInfo, value: Any, operands: list[Any]) -> dict[str, Any]:
         """ONNX output name -> value, bound to a variable unless it is a constant or shape already."""
         if isinstance(value, (list, tuple)):
             value = relax.Tuple(list(value))
@@ -341,9 +358,25 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
         else:
             value = self._bind(value)
             fields = [relax.TupleGetItem(value, index) for index in range(len(value.ty.fields))]
+        if not is_sequence:
+            fields = [self._without_kernel(field, operands) for field in fields]
         if len(node.output) > len(fields):
             raise FrontendError(f"node {info} has {len(node.output)} outputs, but TVM's converter makes {len(fields)}")
         return {name: self._bind(field) for name, field in zip(node.output, fields, strict=False) if name}
+
+    def _without_kernel(self, value: relax.Expr, operands: list[Any]) -> relax.Expr:
+        """A result of no elements as one that nothing computes, as many kernels divide by sizes; others as they are."""
+        if isinstance(value, relax.TupleGetItem):
+            value = self.bb.normalize(value)
+        is_made = isinstance(value, (relax.Call, relax.Var, relax.TupleGetItem))
+        is_made = is_made and not any(value.same_as(operand) for operand in operands if isinstance(operand, relax.Var))
+        if not is_made or not isinstance(value.ty, relax.TensorType) or not isinstance(value.ty.shape, relax.ShapeExpr):
+            return value
+        if not any(isinstance(dim, tvm.tirx.IntImm) and dim.value == 0 for dim in value.ty.shape.values):
+            return value
+        self._has_dead = True
+        zero = relax.const(tvm.runtime.tensor(np.zeros((), numpy_dtype(str(value.ty.dtype)))))
+        return relax.op.broadcast_to(zero, value.ty.shape)
 
     def _bind(self, value: Any) -> Any:
         if not isinstance(value, relax.Expr):

@@ -24,6 +24,7 @@ _LARGEST_SIZE = 2**63 - 1
 _LONGEST_EXPRESSION = 256
 """Letters; a longer text is a name of its own."""
 _LONGEST_NAME = 4096
+_ANY_SIZE = frozenset({"?", "*", "-1", "None"})
 
 _OPERATORS: dict[type[ast.operator], Callable[..., object]] = {
     ast.Add: operator.add,
@@ -151,8 +152,14 @@ def _declared_dims(info: onnx.ValueInfoProto) -> list[_Dim] | None:
                     f"input {info.name!r} has a dimension whose name has {len(dim.dim_param):,} letters, expected at "
                     f"most {_LONGEST_NAME:,}"
                 )
-            dims.append(dim.dim_param.strip() or None)
+            dims.append(dim_name(dim) or None)
     return dims
+
+
+def dim_name(dim: onnx.TensorShapeProto.Dimension) -> str:
+    """The name of a dimension; empty where it has none, or one of those that exporters write for any size."""
+    name: str = dim.dim_param.strip()
+    return "" if name in _ANY_SIZE else name
 
 
 def _apply_shapes(dims: dict[str, list[_Dim] | None], shapes: dict[str, Sequence[_Dim] | int]) -> dict[str, int]:

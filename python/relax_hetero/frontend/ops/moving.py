@@ -216,7 +216,10 @@ def flatten(node: Node) -> relax.Expr:
     if not -len(dims) <= axis <= len(dims):
         raise node.refusal(f"axis {axis} is out of range for rank {len(dims)}")
     axis += len(dims) if axis < 0 else 0
-    return node.emit(relax.op.reshape(data, [math.prod(dims[:axis]), math.prod(dims[axis:])]))
+    target = [math.prod(dims[:axis]), math.prod(dims[axis:])]
+    if 0 in [dim for dim in target if isinstance(dim, int)]:  # which a reshape of TVM takes for a copied size
+        return node.filled(target, 0, dtype_of(data))
+    return node.emit(relax.op.reshape(data, target))
 
 
 @converts("Transpose")

@@ -20,8 +20,11 @@ def matmul(node: Node, a: relax.Expr, b: relax.Expr) -> relax.Expr:
     dtype = dtype_of(a)
     if min(node.rank(a), node.rank(b)) > 2:
         a, b = stretched(node, [a, b], kept=2)
+    product = node.builder.normalize(relax.op.matmul(a, b))
+    if isinstance(a.ty.shape, relax.ShapeExpr) and as_dim(a.ty.shape.values[-1]) == 0:  # sums of nothing
+        return node.filled(node.shape(product), 0, dtype)
     if dtype not in HALF:
-        return node.emit(relax.op.matmul(a, b))
+        return node.emit(product)
     return node.emit(relax.op.astype(relax.op.matmul(a, b, out_dtype="float32"), dtype))
 
 

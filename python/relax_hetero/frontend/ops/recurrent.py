@@ -270,6 +270,8 @@ def _unrolled(make: Callable[[], Direction]) -> tuple[relax.Expr, list[relax.Exp
             runs = node.emit(relax.op.greater(lengths, const(time, dtype_of(lengths))))
         output, states = direction.advance(_row(node, direction.inputs, time), states, runs)
         outputs.append(output)
+    if not outputs:
+        return node.filled([0, *node.shape(states[0])], 0, dtype_of(states[0])), states
     return node.emit(relax.op.stack(outputs[::-1] if direction.is_backwards else outputs, axis=0)), states
 
 
@@ -335,6 +337,6 @@ def recurrent_outputs(node: Node, run: RunDirection) -> list[relax.Expr]:
 def recurrent(node: Node) -> relax.Expr:
     """Forward, reverse or both, with sequence lengths, initial states, peepholes and clipping."""
     steps = steps_of(node)
-    if not isinstance(steps, int) or not 0 < steps <= MAX_STEPS:
-        raise node.refusal(f"has sequences of {steps} steps, expected 1 to {MAX_STEPS}")
+    if not isinstance(steps, int) or steps > MAX_STEPS:
+        raise node.refusal(f"has sequences of {steps} steps, expected 0 to {MAX_STEPS}")
     return node.outputs(recurrent_outputs(node, _unrolled))

@@ -51,6 +51,10 @@ _TAKE_SIZES = frozenset(
 """Op types whose inputs behind the data are vectors with an entry or two for each dimension."""
 
 
+_SHAPED_AS_INPUT = frozenset({"Hardmax", "LogSoftmax", "Softmax"})
+"""Op types whose result has the shape of their input, and whose kernels need elements."""
+
+
 def converts(*op_types: str, domain: str = STANDARD) -> Callable[[Convert], Convert]:
     """Register a function as the converter of these op types of a domain.
 
@@ -84,6 +88,8 @@ def convert_node(node: Node) -> Any:
         if node.op_type in _BROADCASTING:
             _check_bounds(node)
             node = with_one_shape(node)
+        if node.op_type in _SHAPED_AS_INPUT and 0 in (_shape_of(node.inputs[0]) or ()):
+            return node.inputs[0]
     value = _OURS.get((node.domain, node.op_type), convert_by_default)(node)
     if not isinstance(value, relax.Expr):
         return value
