@@ -316,7 +316,7 @@ def _copy_graph(graph: onnx.GraphProto, copy: onnx.GraphProto) -> None:
         for value in values:
             if value.type.WhichOneof("value") is None:
                 value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
-    for tensor in graph.initializer:
+    for tensor in {tensor.name: tensor for tensor in graph.initializer}.values():  # the last of a name is the weight
         _copy_tensor(tensor, copy.initializer.add())
     # Sparse tensors are checked where they are read: the checker allocates what they ask for.
     for sparse in graph.sparse_initializer:

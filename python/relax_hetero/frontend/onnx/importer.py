@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from .control_flow.open_sequences import is_sequence
 from .control_flow.recurrent_loop import RECURRENT_OPS, convert_recurrent
 from .control_flow.sequence_maps import convert_sequence_map
 from .control_flow.subgraphs import ImportedLoop, readers_of
+from .default_inputs import default_inputs
 from .functions import body_of_call, function_of, function_table
 from .inputs import Shapes, graph_inputs
 from .model import ModelSource, OnnxModel, load_model, opset_in
@@ -37,6 +39,8 @@ from .node_names import NodeInfo, inner_names, name_nodes
 from .owned_bindings import OwnedBindings
 from .support import SEQUENCE_OPS, check_supported, find_converter
 from .tvm_messages import reason
+
+_log = logging.getLogger("relax_hetero")
 
 # Times that an import starts again because a symbolic size turned out to be bounded, or bounded further.
 _MOST_BOUNDS = 64
@@ -56,6 +60,7 @@ class ImportedGraph:
     results: Node -> the variables of its outputs, the first one taking the node's name.
     bounds: The most that symbolic sizes may be for the model to work.
     loops: The functions that loops became.
+    defaults: By input, the value of those that callers may leave out: the last ones.
     """
 
     module: tvm.IRModule
@@ -67,6 +72,7 @@ class ImportedGraph:
     results: dict[NodeInfo, list[relax.Var]]
     bounds: dict[str, int]
     loops: list[ImportedLoop] = field(default_factory=list)
+    defaults: dict[str, tvm.runtime.Tensor] = field(default_factory=dict)
 
 
 def import_onnx(
@@ -80,7 +86,22 @@ def import_onnx(
 def import_nodes(model: OnnxModel, nodes: list[NodeInfo], shapes: Shapes | None) -> ImportedGraph:
     """`import_onnx` of a model that is read, and whose nodes have names."""
     check_supported(nodes, model, function_table(model.proto))
-    return import_graph(model, nodes, graph_inputs(model.proto.graph, shapes))
+    defaults = default_inputs(model)
+    try:
+        graph = import_graph(model, nodes, graph_inputs(model.proto.graph, shapes, defaults))
+    except FrontendError as error:
+        if not defaults:
+            raise
+        graph = import_graph(model, nodes, graph_inputs(model.proto.graph, shapes))
+        _log.warning("%s: inputs with defaults stay constants, as they have to be known: %s", model.source, error)
+        return graph
+    if defaults:
+        _log.warning(
+            "%s: %d inputs have defaults, and nothing is computed from these before a call: rh.compile(mod, "
+            "params=mod['main'].attrs['defaults']) makes them constants",
+            model.source, len(defaults),
+        )  # fmt: skip
+    return graph
 
 
 def import_graph(
@@ -117,6 +138,16 @@ def require_outputs(node: onnx.NodeProto, info: NodeInfo, found: int) -> None:
     """FrontendError if a node has more outputs than there are values for."""
     if len(node.output) > found:
         raise FrontendError(f"node {info} has {len(node.output)} outputs, but makes {found}")
+
+
+def _default(name: str, value: tvm.runtime.Tensor, param: relax.Var) -> tvm.runtime.Tensor:
+    """The default of an input; FrontendError where it is none of the input's values."""
+    shape, dtype = [int(size) for size in value.shape], str(value.dtype)
+    dims = param.ty.shape.values if isinstance(param.ty.shape, relax.ShapeExpr) else shape
+    sizes = [int(dim) if isinstance(dim, tvm.tirx.IntImm) else size for dim, size in zip(dims, shape, strict=False)]
+    if dtype != str(param.ty.dtype) or len(dims) != len(shape) or sizes != shape:
+        raise FrontendError(f"input {name!r} is {param.ty}, but its default has the shape {shape} of {dtype}")
+    return value
 
 
 def _variables_in(value: Any) -> list[relax.Var]:
@@ -160,6 +191,7 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
         """Convert the whole graph; once per importer."""
         graph, params = self._graph, list(inputs.values())
         self._add_initializers(graph)
+        defaults = {name: _default(name, self._nodes[name].value, inputs[name]) for name in inputs if name in self._nodes}
         self._nodes.update(inputs)
         self._nodes.update(
             (info.name, stock._EmptyOptional(info.type.optional_type.elem_type))
@@ -176,8 +208,9 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
             self.bb.end_scope()
         most = {size.name: bound for size, bound in bounds.items()}
         return ImportedGraph(
-            self.bb.get(), list(inputs), params, bindings, outputs, self._owners, self._results, most, self.loops
-        )
+            self.bb.get(), list(inputs), params, bindings, outputs, self._owners, self._results, most, self.loops,
+            defaults,
+        )  # fmt: skip
 
     def _add_initializers(self, graph: onnx.GraphProto) -> None:
         for name, array in self._tensors.initializers(graph):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import onnx
@@ -35,11 +35,14 @@ _OPERATORS: dict[type[ast.operator], Callable[..., object]] = {
 }
 
 
-def graph_inputs(graph: onnx.GraphProto, shapes: Shapes | None) -> dict[str, relax.Var]:
-    """A parameter for each input that is not also a weight, in the model's order.
+def graph_inputs(
+    graph: onnx.GraphProto, shapes: Shapes | None, defaults: Collection[str] = ()
+) -> dict[str, relax.Var]:
+    """A parameter for each input that is not also a weight, in the model's order; those with defaults come last.
 
     Parameters
     ----------
+    defaults: Inputs whose initializers are defaults (`default_inputs`).
     shapes: ``{"input": [1, 128]}`` gives an input's shape (an entry of None keeps the model's dimension, a string names
         a symbolic one); ``{"batch": 1}`` gives a named dimension its value wherever it occurs, and ``{"total": "past +
         seq"}`` the arithmetic of others that it comes to. ``{"list": [[2], [3]]}`` gives the shape of each tensor of a
@@ -60,14 +63,16 @@ def graph_inputs(graph: onnx.GraphProto, shapes: Shapes | None) -> dict[str, rel
         raise FrontendError(f"shapes is {shapes!r}; expected a mapping of inputs or named dimensions to sizes")
     weights = {tensor.name for tensor in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
     given: dict[str, Any] = dict(shapes or {})
-    infos, sequences = _opened([info for info in graph.input if info.name not in weights], given)
+    taken = [info for info in graph.input if info.name not in weights]
+    taken += [info for info in graph.input if info.name in defaults]
+    infos, sequences = _opened(taken, given)
     dims = {info.name: _declared_dims(info) for info in infos}
     pinned = _apply_shapes(dims, given)
     symbols = _Symbols(pinned, {dim for shape in dims.values() for dim in shape or () if isinstance(dim, str)})
     for name in pinned:
         symbols.value(name)  # an expression that is given a size has to come to it
     tensors = {info.name: _parameter(info, dims[info.name], symbols) for info in infos}
-    return _with_sequences(tensors, sequences, [info.name for info in graph.input])
+    return _with_sequences(tensors, sequences, [info.name for info in taken])
 
 
 def _opened(

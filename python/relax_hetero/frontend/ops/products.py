@@ -90,14 +90,13 @@ def matmul_integer(node: Node) -> relax.Expr:
 
 def squared_distances(node: Node, rows: relax.Expr, columns: relax.Expr) -> relax.Expr:
     """(M, N), squares of distances of M rows from N columns: sums of squared differences, which cancel no digits."""
-    count, width = node.shape(rows)
-    feature = te.reduce_axis((0, width), "feature")
 
     def element(i: Position, x: te.Tensor, y: te.Tensor) -> tirx.Expr:
+        feature = te.reduce_axis((0, x.shape[1]), "feature")
         difference = x(i[0], feature) - y(feature, i[1])
         return te.sum(difference * difference, axis=feature)
 
-    return node.kernel("distances", element, rows, columns, shape=[count, node.shape(columns)[1]])
+    return node.kernel("distances", element, rows, columns, shape=[node.shape(rows)[0], node.shape(columns)[1]])
 
 
 @converts("Einsum")

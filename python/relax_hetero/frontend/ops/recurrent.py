@@ -15,7 +15,7 @@ from tvm import relax
 
 from .node import Dim, Node, const, dtype_of
 from .quantization import quantized_and_back
-from .required_sizes import require_shape
+from .required_sizes import renamed, require_equal, require_shape
 from .table import converts
 
 MAX_STEPS = 1024
@@ -300,6 +300,19 @@ def _with_checked_inputs(node: Node, data: relax.Expr, directions: int) -> Node:
     return replace(node, inputs=inputs)
 
 
+def _with_known_batch(node: Node, data: relax.Expr) -> relax.Expr:
+    """The data, [steps, batch, input size], with the size of the batch that lengths or states are known to have."""
+    steps, batch, width = node.shape(data)
+    is_first = bool(node.attribute("layout", 0))
+    axes = {4: 0, 5: 0 if is_first else 1, 6: 0 if is_first else 1}
+    given = [(node.shape(node.tensor(index)), axis) for index, axis in axes.items() if node.has(index)]
+    known = [dims[axis] for dims, axis in given if len(dims) > axis and isinstance(dims[axis], int)]
+    if isinstance(batch, int) or not known:
+        return data
+    require_equal(node, batch, known[0], "axis 1 of its input, the batch, has")
+    return renamed(node, data, [steps, known[0], width])
+
+
 def steps_of(node: Node) -> Dim:
     """How many steps the sequences of a recurrent node have."""
     data = node.tensor(0)
@@ -316,6 +329,7 @@ def recurrent_outputs(node: Node, run: RunDirection) -> list[relax.Expr]:
         data = node.emit(relax.op.permute_dims(data, [1, 0, 2]))
     direction = node.attribute("direction", "forward")
     backwards = {"forward": [False], "reverse": [True], "bidirectional": [False, True]}[direction]
+    data = _with_known_batch(node, data)
     node = _with_checked_inputs(node, data, len(backwards))
     if node.attribute(QUANTIZES, 0):
         data = quantized_and_back(node, data)
