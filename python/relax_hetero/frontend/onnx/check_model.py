@@ -96,12 +96,15 @@ def check_by_onnx(proto: onnx.ModelProto, source: str) -> None:
 def _import_all(bare: onnx.ModelProto) -> None:
     """Import the domains of all nodes: ONNX Runtime knows its own without that, and unknown ops are refused later."""
     imports = (bare.opset_import, *(function.opset_import for function in bare.functions))
+    lists = _node_lists(bare, "the model")
+    for node in (*(node for nodes in lists for node in nodes), *(entry for listed in imports for entry in listed)):
+        node.domain = "" if node.domain in STANDARD_DOMAINS else node.domain
     used = {node.domain for nodes in _node_lists(bare, "the model") for node in nodes}
     for listed in imports:
         known = {entry.domain for entry in listed}
-        if known.isdisjoint(STANDARD_DOMAINS):
+        if "" not in known:
             listed.append(onnx.OperatorSetIdProto(version=onnx.defs.onnx_opset_version()))
-        for domain in sorted(used - known - set(STANDARD_DOMAINS)):
+        for domain in sorted(used - known - {""}):
             newest = max((s.since_version for s in onnx.defs.get_all_schemas() if s.domain == domain), default=1)
             listed.append(onnx.OperatorSetIdProto(domain=domain, version=newest))
 

@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 from tvm import relax
 
+from .elementwise import cast
 from .node import Dim, Node, const, dtype_of
 from .quantization import quantized_and_back
 from .required_sizes import renamed, require_equal, require_shape
@@ -249,7 +250,11 @@ def _direction(node: Node, data: relax.Expr, direction: int, count: int, is_back
         if given is not None and node.attribute("layout", 0):
             given = node.emit(relax.op.permute_dims(given, [1, 0, 2]))
         states.append(_zeros(node, batch, hidden, dtype) if given is None else _row(node, given, direction))
-    lengths = node.emit(relax.op.reshape(node.tensor(4), (batch, 1))) if node.has(4) else None
+    lengths = None
+    if node.has(4):
+        own = cast(node, node.tensor(4), "int64")
+        own = node.kernel("lengths", lambda i, length, _: length(*i), own, data, ranges=(0, 1, 0, 1))
+        lengths = node.emit(relax.op.reshape(own, (batch, 1)))
     return Direction(layer, inputs, states, lengths, is_backwards)
 
 
