@@ -41,7 +41,9 @@ def function_signatures(
 
 def signatures_before_lowering(mod: tvm.IRModule) -> dict[str, FunctionSignature]:
     """Signatures of a module's public functions, which have a symbol, at any stage before it is lowered."""
-    return _signatures(mod, [gv.name_hint for gv, func in relax_functions(mod) if "global_symbol" in func.attrs], set(), {})
+    return _signatures(
+        mod, [gv.name_hint for gv, func in relax_functions(mod) if "global_symbol" in func.attrs], set(), {}
+    )
 
 
 def _signatures(

@@ -113,7 +113,11 @@ def _module(source: ImportSource, device_of: DeviceOf | None = None) -> tvm.IRMo
         names["strings"] = source.strings.table
         names["string_inputs"], names["string_outputs"] = source.strings.inputs, source.strings.outputs
     if graph.defaults:
-        names[DEFAULTS] = {param.name: graph.defaults[name] for name, param in zip(graph.input_names, func.params, strict=True) if name in graph.defaults}
+        names[DEFAULTS] = {
+            param.name: graph.defaults[name]
+            for name, param in zip(graph.input_names, func.params, strict=True)
+            if name in graph.defaults
+        }
     if graph.bounds:
         names["tir_var_upper_bound"] = graph.bounds
     mod = graph.module.clone()

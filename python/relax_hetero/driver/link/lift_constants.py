@@ -97,7 +97,9 @@ def lift_constants(mod: tvm.IRModule, tables: Sequence[AddressTable] = ()) -> Li
 def _defaults(func: relax.Function, table: _ConstantTuple) -> dict[str, int]:
     types = {param.name: param.ty for param in func.params}
     return {
-        str(name): table.add(tvm.ir.GenericConst(tensor, relax.TensorType(tensor.shape, str(tensor.dtype), types[str(name)].vdevice)))
+        str(name): table.add(
+            tvm.ir.GenericConst(tensor, relax.TensorType(tensor.shape, str(tensor.dtype), types[str(name)].vdevice))
+        )
         for name, tensor in func.attrs[DEFAULTS].items()
     }
 

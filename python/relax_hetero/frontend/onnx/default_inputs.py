@@ -1,4 +1,4 @@
-"""Inputs that a caller may leave out: ONNX writes their defaults as initializers of the same names, from IR version 4."""
+"""Inputs that a caller may leave out: ONNX writes their defaults as initializers of the same names."""
 
 from __future__ import annotations
 

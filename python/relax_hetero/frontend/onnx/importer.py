@@ -87,8 +87,9 @@ def import_nodes(model: OnnxModel, nodes: list[NodeInfo], shapes: Shapes | None)
     """`import_onnx` of a model that is read, and whose nodes have names."""
     check_supported(nodes, model, function_table(model.proto))
     defaults = default_inputs(model)
+    inputs = graph_inputs(model.proto.graph, shapes, defaults)
     try:
-        graph = import_graph(model, nodes, graph_inputs(model.proto.graph, shapes, defaults))
+        graph = import_graph(model, nodes, inputs)
     except FrontendError as error:
         if not defaults:
             raise
@@ -140,16 +141,6 @@ def require_outputs(node: onnx.NodeProto, info: NodeInfo, found: int) -> None:
         raise FrontendError(f"node {info} has {len(node.output)} outputs, but makes {found}")
 
 
-def _default(name: str, value: tvm.runtime.Tensor, param: relax.Var) -> tvm.runtime.Tensor:
-    """The default of an input; FrontendError where it is none of the input's values."""
-    shape, dtype = [int(size) for size in value.shape], str(value.dtype)
-    dims = param.ty.shape.values if isinstance(param.ty.shape, relax.ShapeExpr) else shape
-    sizes = [int(dim) if isinstance(dim, tvm.tirx.IntImm) else size for dim, size in zip(dims, shape, strict=False)]
-    if dtype != str(param.ty.dtype) or len(dims) != len(shape) or sizes != shape:
-        raise FrontendError(f"input {name!r} is {param.ty}, but its default has the shape {shape} of {dtype}")
-    return value
-
-
 def _variables_in(value: Any) -> list[relax.Var]:
     return list(relax.analysis.free_vars(value)) if isinstance(value, relax.Expr) else []
 
@@ -191,7 +182,7 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
         """Convert the whole graph; once per importer."""
         graph, params = self._graph, list(inputs.values())
         self._add_initializers(graph)
-        defaults = {name: _default(name, self._nodes[name].value, inputs[name]) for name in inputs if name in self._nodes}
+        defaults = {name: self._nodes[name].value for name in inputs if name in self._nodes}
         self._nodes.update(inputs)
         self._nodes.update(
             (info.name, stock._EmptyOptional(info.type.optional_type.elem_type))

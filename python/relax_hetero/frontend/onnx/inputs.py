@@ -35,9 +35,7 @@ _OPERATORS: dict[type[ast.operator], Callable[..., object]] = {
 }
 
 
-def graph_inputs(
-    graph: onnx.GraphProto, shapes: Shapes | None, defaults: Collection[str] = ()
-) -> dict[str, relax.Var]:
+def graph_inputs(graph: onnx.GraphProto, shapes: Shapes | None, defaults: Collection[str] = ()) -> dict[str, relax.Var]:
     """A parameter for each input that is not also a weight, in the model's order; those with defaults come last.
 
     Parameters
@@ -57,11 +55,12 @@ def graph_inputs(
     Raises
     ------
     FrontendError: If an input is a sequence of unknown length or of another type, or `shapes` names an input or a
-        dimension that the model lacks, or contradicts the model or itself.
+        dimension that the model lacks, or contradicts the model or itself; or a default has another type.
     """
     if shapes is not None and not isinstance(shapes, Mapping):
         raise FrontendError(f"shapes is {shapes!r}; expected a mapping of inputs or named dimensions to sizes")
-    weights = {tensor.name for tensor in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
+    weights = {tensor.name: tensor for tensor in graph.initializer}
+    weights.update((sparse.values.name, sparse.values) for sparse in graph.sparse_initializer)
     given: dict[str, Any] = dict(shapes or {})
     taken = [info for info in graph.input if info.name not in weights]
     taken += [info for info in graph.input if info.name in defaults]
@@ -72,7 +71,17 @@ def graph_inputs(
     for name in pinned:
         symbols.value(name)  # an expression that is given a size has to come to it
     tensors = {info.name: _parameter(info, dims[info.name], symbols) for info in infos}
+    for name in defaults:
+        _check_default(name, weights[name], tensors[name])
     return _with_sequences(tensors, sequences, [info.name for info in taken])
+
+
+def _check_default(name: str, default: onnx.TensorProto, param: relax.Var) -> None:
+    shape, dtype = list(default.dims), dtype_name(default.data_type, f"initializer {name!r}")
+    dims = list(param.ty.shape.values) if isinstance(param.ty.shape, relax.ShapeExpr) else shape
+    sizes = [int(dim) if isinstance(dim, int | tirx.IntImm) else size for dim, size in zip(dims, shape, strict=False)]
+    if dtype != str(param.ty.dtype) or len(dims) != len(shape) or sizes != shape:
+        raise FrontendError(f"input {name!r} is {param.ty}, but its default has the shape {shape} of {dtype}")
 
 
 def _opened(

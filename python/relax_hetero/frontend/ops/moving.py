@@ -11,7 +11,17 @@ from tvm import relax, te, tirx, topi
 
 from .elementwise import cast
 from .node import Dim, Node, Position, as_dim, const, dtype_of, is_float
-from .required_sizes import MOST_ELEMENTS, any_of, as_expr, equal, renamed, require_equal, require_multiple, require_shape, shown
+from .required_sizes import (
+    MOST_ELEMENTS,
+    any_of,
+    as_expr,
+    equal,
+    renamed,
+    require_equal,
+    require_multiple,
+    require_shape,
+    shown,
+)
 from .run_time.numbers import dims_at_run_time, numbers_of, sizes_of
 from .run_time.pads import centered_pads, pads_behind, pads_of_named_axes
 from .table import converts
@@ -239,7 +249,9 @@ def concat(node: Node) -> relax.Expr:
     values = [node.tensor(i) for i in range(len(node.inputs))]
     axis = node.axis(node.attribute("axis", 1 if node.opset < 4 else None), node.rank(values[0]))
     shapes = [node.shape(value) for value in values]
-    text = f"its inputs have the shapes {', '.join(map(shown, shapes))}, expected shapes that differ on axis {axis} only"
+    text = (
+        f"its inputs have the shapes {', '.join(map(shown, shapes))}, expected shapes that differ on axis {axis} only"
+    )
     if len({len(dims) for dims in shapes}) > 1:
         raise node.refusal(text)
     known = [([dim for dim in dims if isinstance(dim, int)] or dims)[0] for dims in zip(*shapes, strict=True)]

@@ -228,9 +228,7 @@ def arg_extreme(node: Node) -> relax.Expr:
     return index_of_extreme(node, data, axis, keepdims, last, largest=node.op_type == "ArgMax")
 
 
-def index_of_extreme(
-    node: Node, data: relax.Expr, axis: int, keepdims: bool, last: bool, largest: bool
-) -> relax.Expr:
+def index_of_extreme(node: Node, data: relax.Expr, axis: int, keepdims: bool, last: bool, largest: bool) -> relax.Expr:
     """As `arg_extreme`, along an axis that has elements wherever there is a result."""
     rank = node.rank(data)
     if dtype_of(data) == "bfloat16":

@@ -70,12 +70,15 @@ class _Operand:
         Whether negative values count from the end.
     field : int, optional
         Which field of the operand, where that is a tuple.
+    subject : str
+        What messages call a value.
     """
 
     number: int
     ends: tuple[Any, ...] | None
     wraps: bool = True
     field: int | None = None
+    subject: str = "index"
 
 
 Operands = Callable[[relax.Call], "list[_Operand]"]
@@ -180,7 +183,7 @@ class _Checker:
             source = block.definition(source.args[0])
         if shape is None or value.ty.dtype is None or self._is_checked(source):
             return value
-        subject = "divisor" if ends is None else "index"
+        subject = "divisor" if ends is None else operand.subject
         is_static = ends is None or all(isinstance(end, int) or end is None for end in ends)
         array = constants.of(value) if is_static else None
         if array is not None:
@@ -354,7 +357,7 @@ def _in_range(call: relax.Call, kernel: tirx.PrimFunc) -> list[_Operand]:
         return []
     number, other, axis, more = map(int, kernel.attrs[RANGE])
     size = 0 if other < 0 else _extent(call.args[1].fields[other], axis)
-    return [] if size is None else [_Operand(1, (size + more,), wraps=False, field=number)]
+    return [] if size is None else [_Operand(1, (size + more,), wraps=False, field=number, subject="value")]
 
 
 def _each_axis(call: relax.Call) -> list[_Operand]:

@@ -76,7 +76,9 @@ def rms_normalization(node: Node) -> relax.Expr:
     axes = list(range(node.axis(node.attribute("axis", -1), node.rank(data)), node.rank(data)))
     mean = node.emit(relax.op.mean(relax.op.multiply(data, data), axes, keepdims=True))
     moved = relax.op.add(mean, const(node.attribute("epsilon", 1e-5), dtype_of(data)))
-    return node.outputs([node.builder.normalize(normal), node.emit(relax.op.divide(const(1, dtype_of(data)), relax.op.sqrt(moved)))])
+    return node.outputs(
+        [node.builder.normalize(normal), node.emit(relax.op.divide(const(1, dtype_of(data)), relax.op.sqrt(moved)))]
+    )
 
 
 @converts("EmbedLayerNormalization", domain=MICROSOFT)
