@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +28,9 @@ CHUNKS = (32, 256)
 CONTEXT = 4096
 """Positions of a sequence where nothing else is said, or as many as the model was trained for."""
 
-_LIBRARY, _DESCRIPTION, _TOKENIZER = "model.so", "model.json", "tokenizer.gguf"
+_LIBRARY, _DESCRIPTION, _TOKENIZER, _FILES = "model.so", "model.json", "tokenizer.gguf", "files"
+# The end of a library holds checksums of all its parts.
+_DIGEST_BYTES = {_LIBRARY: 4096, _TOKENIZER: None}
 
 
 def load(
@@ -124,8 +127,9 @@ def save(model: CompiledModel, source: str | os.PathLike[str], folder: str | os.
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     model.executable.export_library(target / _LIBRARY)
-    (target / _DESCRIPTION).write_text(json.dumps(asdict(model.description), indent=1))
     _copy_tokenizer(Path(source), target / _TOKENIZER)
+    facts = {**asdict(model.description), _FILES: {name: _digest(target / name) for name in _DIGEST_BYTES}}
+    (target / _DESCRIPTION).write_text(json.dumps(facts, indent=1))
 
 
 def _give_memory_back() -> None:
@@ -141,11 +145,28 @@ def _load_folder(folder: Path) -> tuple[CompiledModel, Tokenizer]:
     try:
         with open_regular(path)[0] as file:
             facts: dict[str, Any] = json.loads(file.read())
+        digests = dict(facts.pop(_FILES))
         facts["windows"] = tuple(facts["windows"])
         description = ModelDescription(**facts)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise BuildError(f"{path}: describes no saved language model: {error}") from error
+    for name in _DIGEST_BYTES:
+        if _digest(folder / name) != digests.get(name):
+            raise BuildError(f"{folder / name}: found another file than {path} was saved with; save the model again")
     return CompiledModel(load_library(folder / _LIBRARY), description), Tokenizer.from_gguf(folder / _TOKENIZER)
+
+
+def _digest(path: Path) -> str:
+    """A hash of a file of a saved model."""
+    try:
+        file, status = open_regular(path)
+        with file:
+            size = _DIGEST_BYTES[path.name]
+            if size is not None:
+                file.seek(max(status.st_size - size, 0))
+            return hashlib.blake2b(file.read(), digest_size=20).hexdigest()
+    except OSError as error:
+        raise BuildError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 import relax_hetero as rh
 from llm.gguf_files import Sizes, write_gguf
-from relax_hetero.errors import CacheError
+from relax_hetero.errors import BuildError, CacheError
 from relax_hetero.frontend.gguf.file import read_gguf
 from relax_hetero.llm import Engine, SamplingParams
 from relax_hetero.report.executable_report import report_of
@@ -171,3 +171,16 @@ def test_a_report_has_the_times_of_a_step_and_of_a_prompt(model, monkeypatch):
     for function in ("decode_2", "prefill_32"):
         share = sum(group["share"] for group in data["groups"] if group["function"] == function)
         assert 0.2 < share <= 1.01
+
+
+def test_a_saved_model_is_loaded_with_its_own_files_only(model, tmp_path):
+    model, _ = model
+    rh.llm.save(model, write_gguf(tmp_path / "model.gguf", SIZES, "Q8_0"), tmp_path / "saved")
+    again, _ = rh.llm.load(tmp_path / "saved")
+    np.testing.assert_array_equal(logits_alone(again, TOKENS[:40]), logits_alone(model, TOKENS[:40]))
+    for name in ("tokenizer.gguf", "model.so"):
+        with open(tmp_path / "saved" / name, "r+b") as file:
+            file.seek(-1, 2)
+            file.write(b"\xff")
+        with pytest.raises(BuildError, match=f"{name}: found another file than"):
+            rh.llm.load(tmp_path / "saved")

@@ -55,14 +55,24 @@ def test_figures_are_measured_once_on_a_machine(counted, pair, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"products": {"float32": -1}, "bandwidth": 1.0, "launch": 1.0, "call": 1.0}', "[[]]"]
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"key": "KEY"}',
+        '{"key": "KEY", "figures": [[]]}',
+        '{"key": "KEY", "figures": {"products": {"float32": -1}, "bandwidth": 1.0, "launch": 1.0, "call": 1.0}}',
+        "of the next key",
+    ],
 )
 def test_figures_that_are_spoilt_are_measured_again(counted, pair, text):
     figures_of(pair)
     files = list(folder_of().path.glob("*.figures"))
     assert len(files) == 3
-    for file in files:
-        file.write_text(text)
+    kept = [file.read_text() for file in files]
+    for file, other in zip(files, [*kept[1:], kept[0]], strict=True):
+        file.write_text(other if text == "of the next key" else text.replace("KEY", file.stem))
     measure_devices._measured.clear()
     assert figures_of(pair).devices == (SLOW, SLOW) and len(counted) == 6
 
