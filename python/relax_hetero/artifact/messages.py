@@ -53,7 +53,8 @@ def explain_failure(what: str, error: BaseException, metadata: Metadata) -> Hete
         return MemoryLimitError(f"{what} failed: the system has no memory left for a result or a transient tensor")
     names = [*device_names(metadata.devices), "host"]
     mentioned = [
-        f"kernel {symbol} ({'ops ' + ', '.join(dispatch.ops) + ' ' if dispatch.ops else ''}on {names[dispatch.device]})"
+        f"kernel {symbol} ({'ops ' + ', '.join(dispatch.ops) + ' ' if dispatch.ops else ''}"
+        f"on {' or '.join(names[device] for device in dispatch.devices)})"
         for symbol, dispatch in metadata.dispatches.items()
         if re.search(rf"\b{re.escape(symbol)}\b", text)
     ]

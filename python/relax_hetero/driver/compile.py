@@ -30,7 +30,7 @@ from ..transform.ir.findings import findings_of
 from ..transform.ir.kernels import bytes_of, call_vdevice, called_prim_func, operations_of, ops_of, precision_of
 from ..transform.ir.module_attrs import COMMANDS, STRICT, is_lowered
 from ..transform.ir.nesting import check_nesting
-from ..transform.ir.rewriting import relax_functions, walk_bindings, with_distinct_sizes
+from ..transform.ir.rewriting import op_name, relax_functions, walk_bindings, with_distinct_sizes
 from ..transform.lower.lower_to_vm import LowerToVM
 from ..transform.lower.note_memory import memory_of
 from ..transform.partition.form_schedules import schedules_of
@@ -309,25 +309,41 @@ def memory_plan_of(mod: tvm.IRModule) -> MemoryPlan:
 
 
 def _dispatches(mod: tvm.IRModule, vdevices: list[relax.VDevice]) -> dict[str, DispatchSpec]:
+    """The kernels that command buffers and functions call, each with all devices that it runs on."""
     found = region_dispatches(mod)
     for _, func in relax_functions(mod):
+        allocated: dict[relax.Var, int] = {}
         for binding in walk_bindings(func):
-            gv = called_prim_func(mod, binding.value)
-            if gv is not None and gv.name_hint not in found and COMMANDS not in mod[gv].attrs:
-                kernel = mod.functions[gv]
-                vdevice = call_vdevice(binding.value) or _built_for(kernel, vdevices)
-                device = vdevice_index(vdevice, vdevices) if vdevice is not None else -1
-                work = (operations_of(kernel), bytes_of(kernel), precision_of(kernel))
-                found[gv.name_hint] = DispatchSpec(device, ops_of(kernel), *work)
+            call = binding.value
+            if op_name(call) == "relax.vm.alloc_tensor":
+                allocated[binding.var] = int(call.args[4].value)
+            gv = called_prim_func(mod, call)
+            if gv is None or COMMANDS in mod[gv].attrs:
+                continue
+            kernel = mod.functions[gv]
+            device = _device_of(call, kernel, allocated, vdevices)
+            work = (operations_of(kernel), bytes_of(kernel), precision_of(kernel))
+            known = found.setdefault(gv.name_hint, DispatchSpec(device, ops_of(kernel), *work))
+            if device not in known.devices:
+                found[gv.name_hint] = replace(known, also=(*known.also, device))
     return found
 
 
-def _built_for(kernel: tirx.PrimFunc, vdevices: list[relax.VDevice]) -> relax.VDevice | None:
-    """The first device of a kernel's target: lowered calls between intermediate tensors do not name theirs.
+def _device_of(
+    call: relax.Call, kernel: tirx.PrimFunc, allocated: Mapping[relax.Var, int], vdevices: list[relax.VDevice]
+) -> int:
+    """The manifest index of the device that a lowered call runs on; -1 for kernels that TVM adds, of shapes.
 
-    None for kernels that TVM adds, which compute shapes.
+    Intermediate tensors have no device in their types: where they are allocated says it.
     """
-    target = kernel.attrs.get("target")
-    if target is None or not ops_of(kernel):
-        return None
-    return next((vdevice for vdevice in vdevices if str(vdevice.target) == str(target)), None)
+    vdevice = call_vdevice(call)
+    if vdevice is not None:
+        return vdevice_index(vdevice, vdevices)
+    if not ops_of(kernel):
+        return -1
+    device = next((allocated[arg] for arg in call.args if arg in allocated), -1)
+    if device < 0:  # memory that is allocated otherwise: the first device of the kernel's target
+        targets = [str(vdevice.target) for vdevice in vdevices]
+        target = str(kernel.attrs["target"])
+        return targets.index(target) if target in targets else -1
+    return device if device < len(vdevices) else -1

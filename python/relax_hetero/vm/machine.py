@@ -292,13 +292,15 @@ class VirtualMachine:
         signature = self.executable.signature(name)
         with self._submitter.alone():
             bound = self._arguments.bind(signature, args, kwargs, keep=False)
-            recorder = ProfileRecorder(self._devices, RegionCalls(self.executable, self._constants.values))
+            recorder = ProfileRecorder(
+                self.executable.metadata, self._devices, RegionCalls(self.executable, self._constants.values)
+            )
             self._module["set_instrument"](recorder.instrument)
             try:
                 self._run(signature, bound, None)
             finally:
                 self._module["set_instrument"](None)
-            return recorder.profile(name, self.executable.metadata)
+            return recorder.profile(name)
 
     @contextmanager
     def clock_buffers(self) -> Iterator[BufferClock]:
