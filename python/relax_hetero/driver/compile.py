@@ -344,6 +344,6 @@ def _device_of(
     device = next((allocated[arg] for arg in call.args if arg in allocated), -1)
     if device < 0:  # memory that is allocated otherwise: the first device of the kernel's target
         targets = [str(vdevice.target) for vdevice in vdevices]
-        target = str(kernel.attrs["target"])
+        target = str(kernel.attrs.get("target"))
         return targets.index(target) if target in targets else -1
     return device if device < len(vdevices) else -1

@@ -15,6 +15,7 @@ from ..artifact.signature import FunctionSignature
 from ..errors import BindingError, HeteroError
 from .args.argument_binding import ArgumentBinder, BoundArguments
 from .args.call_cache import CachedCall, CallCache
+from .args.donated_arguments import argument_memory, calls_apart
 from .args.results import check_out, fill, to_python
 from .args.strings import decoded, encoded
 from .device.builtins import running
@@ -330,6 +331,7 @@ class VirtualMachine:
                 if met is not None and call.settles(signature):
                     call.outs.add(met[0])
         values = call.values(tensors)
+        self._check_apart(name, values)
         repeated = self._repeated.get(name)
         if repeated is None:
             result = self._invoke(name, values)
@@ -356,12 +358,18 @@ class VirtualMachine:
         values, dims, lent = bound
         if out is not None:
             check_out(out, signature, dims.copy())
+        self._check_apart(signature.name, values)
         result = self._invoke(signature.name, values)
         if dims.values:
             self._pool.note((signature.name, *dims.values.values()), (values, result))
         if out is not None:
             return fill(out, result)
         return to_python(result, self._constants.ranges, lent)
+
+    def _check_apart(self, name: str, values: Sequence[Any]) -> None:
+        """Refuse arguments that calls of other machines, under way, consume; callbacks belong to such a call."""
+        if calls_apart and not here.is_worker:
+            calls_apart.check(argument_memory(self.executable.signature(name), values))
 
     def _invoke(self, name: str, values: Sequence[Any]) -> Any:
         closure = self._closures.get(name)
