@@ -33,6 +33,7 @@ from ..ir.kernels import called_prim_func, fused_ops, with_ops
 from ..ir.module_attrs import is_lowered
 from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, walk_bindings
 from ..ir.root_blocks import with_root_blocks
+from ..simplify.keep_unread_calls import keep_unread_calls
 from .bind_targets import bind_targets
 from .bound_kernels import bound_kernels
 from .canonical_extents import canonical_extents
@@ -68,7 +69,7 @@ def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
     if is_formed(mod):
         return _for_their_devices(mod)
     if any(isinstance(b.value, relax.Function) for _, func in relax_functions(mod) for b in walk_bindings(func)):
-        mod = relax.transform.LambdaLift()(mod)
+        mod = keep_unread_calls(relax.transform.LambdaLift()(mod))
     written = {gv.name_hint for gv in mod.get_global_vars()}
     mod = without_callee_devices(mod)  # legalizing and folding make values without a device, which functions are given
     mod = bound_kernels(legalize(widen_extents(with_root_blocks(with_merged_reshapes(mod)))))

@@ -36,6 +36,8 @@ class CallReader:
         That binding.
     makers : dict
         Values of unknown kind -> the site that makes them: a match_cast to a tensor ties them.
+    callbacks : set
+        Functions that callers give, and whose types name no device: they take tensors wherever these are.
     """
 
     def __init__(self, program: Program, units: dict[str, Unit], groups: Sequence[RecursionGroup]) -> None:
@@ -50,6 +52,7 @@ class CallReader:
         self.callees: list[CallRef] = []
         self.spot = Spot("", None)
         self.makers: dict[int, int] = {}
+        self.callbacks: set[int] = set()
 
     def _of(self, expr: relax.Expr) -> Tree:
         if type(expr) in PLAIN:
@@ -118,7 +121,10 @@ class CallReader:
                 self._invoke(record, call, tree, args)
         elif type(op) in PLAIN and not isinstance(op.ty, relax.PackedFuncType):
             record.op = f"call of '{op.name}'"
-            self._invoke(record, call, self._of(op), args)
+            func = self._of(op)
+            if func is None and handle(op) in self.callbacks:  # each call has devices of its own
+                func = self.trees.make(op.ty, None, self.name)
+            self._invoke(record, call, func, args)
         else:
             record.op = "call"
             self._op(record, call, args, "")
@@ -329,13 +335,16 @@ class _Collector(CallReader):
     def signature(self, unit: Unit) -> None:
         """Nodes of parameters and result, before any body refers to them."""
         unit.access = self.access
+        if "global_symbol" in unit.func.attrs:
+            given = [param for param in unit.func.params if isinstance(param.ty, relax.FuncType)]
+            self.callbacks.update(handle(param) for param in given if not names_device(param.ty))
         params = [self._parameter(param, unit.name) for param in unit.func.params]
         unit.tree.params = tuple(params)
         unit.tree.ret = self.trees.make(unit.func.ret_ty, None, unit.name)
         self.graph.interface.update(nodes_of(unit.tree))
 
     def _parameter(self, param: relax.Var, function: str) -> Tree:
-        tree = self.trees.make(param.ty, param, function)
+        tree = None if handle(param) in self.callbacks else self.trees.make(param.ty, param, function)
         self.trees.declare(param.ty, tree, Origin("parameter", param.name, function))
         self.trees.env[handle(param)] = tree
         return tree
