@@ -54,7 +54,7 @@ from .lower_transfers import LowerTransfers, writes_in_place
 from .note_memory import NoteMemory
 from .pin_transferred import PinTransferred
 from .plan_memory import PlanMemoryPerDevice
-from .settle_packed_results import SettlePackedResults
+from .settle_packed_results import SettlePackedResults, is_foreign
 
 
 def lower_to_vm(mod: tvm.IRModule) -> tvm.IRModule:
@@ -128,12 +128,19 @@ def lowering_steps(must_copy: bool) -> list[tvm.transform.Pass]:
 
 
 def with_registers(mod: tvm.IRModule) -> tvm.IRModule:
-    """Give a register to what a function of the module returns even if it is nothing: a function writes it anyway."""
+    """Give a register to what calls return even if it is nothing.
+
+    A function in bytecode writes it anyway: the one that is called, or one of this machine that is called by a callback
+    or a packed function.
+    """
 
     def change(binding: relax.Binding) -> relax.Binding:
         call, ty = binding.value, binding.var.ty
         is_nothing = isinstance(ty, tvm.ir.TupleType) and not ty.fields
-        if not (is_nothing and isinstance(call, relax.Call) and isinstance(mod.functions.get(call.op), relax.Function)):
+        if not (is_nothing and isinstance(call, relax.Call)):
+            return binding
+        is_function = isinstance(call.op, relax.Var) or isinstance(mod.functions.get(call.op), relax.Function)
+        if not (is_function or is_foreign(call)):
             return binding
         call = relax.Call(call.op, list(call.args), call.attrs, call.ty_args, call.span, ret_ty=relax.AnyType())
         return relax.VarBinding(binding.var, call, binding.span)

@@ -42,9 +42,8 @@ def settle_packed_results(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
     functions = dict(mod.functions.items())
     for gv, func in relax_functions(mod):
-        scopes = [func.body, *(branch for each in walk_bindings(func) for branch in _branches(each.value))]
-        read = {var for each in walk_bindings(func) for var in used_vars(each.value)}
-        read.update(var for scope in scopes for var in used_vars(scope.body))
+        read: set[relax.Var] = set()
+        _add_read(func.body, read)
         functions[gv] = map_bindings(func, partial(_settle, read))
     return copy_module(mod, functions)
 
@@ -52,10 +51,18 @@ def settle_packed_results(mod: tvm.IRModule) -> tvm.IRModule:
 SettlePackedResults = declare_pass("SettlePackedResults", settle_packed_results)
 
 
-def _branches(value: relax.Expr) -> list[relax.SeqExpr]:
-    if isinstance(value, relax.Function):
-        return [value.body]
-    return [value.true_branch, value.false_branch] if isinstance(value, relax.If) else []
+def _add_read(expr: relax.Expr, read: set[relax.Var], is_result_read: bool = True) -> None:
+    """Add the variables of a body, or of a branch, that anything reads."""
+    if is_result_read:
+        read.update(used_vars(expr.body if isinstance(expr, relax.SeqExpr) else expr))
+    for binding in reversed(list(walk_bindings(expr, nested=False))):
+        value = binding.value
+        if isinstance(value, relax.If):
+            read.update(used_vars(value.cond))
+            for branch in (value.true_branch, value.false_branch):
+                _add_read(branch, read, binding.var in read)
+        else:
+            read.update(used_vars(value))
 
 
 def _settle(read: set[relax.Var], binding: relax.Binding) -> relax.Binding | list[relax.Binding]:

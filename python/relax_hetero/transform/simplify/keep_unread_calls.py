@@ -26,7 +26,7 @@ Assumes A-normal form. A module without such calls is returned as it is; a secon
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Container
 
 import tvm
 from tvm import relax
@@ -54,7 +54,7 @@ def keep_unread_calls(mod: tvm.IRModule) -> tvm.IRModule:
     if not calls.opaque:
         return mod
     calls.find()
-    if not (calls.rewritten or calls.variables or calls.functions):
+    if not (calls.rewritten or calls.variables or any(mod[name].is_pure for name in calls.functions)):
         return mod
     functions = {**dict(mod.functions.items()), **{gv: calls.write(gv, func) for gv, func in relax_functions(mod)}}
     return with_callee_devices(copy_module(mod, functions))  # their types say whether they are pure
@@ -68,7 +68,7 @@ class _UnreadCalls:
 
     Attributes
     ----------
-    opaque: Functions that call code which the module does not have, themselves or by others.
+    opaque: Functions that are impure, or call code which the module does not have, themselves or by others.
     rewritten: Variables of calls of packed functions and closures.
     into_results: Those whose packed function writes to memory that it is given.
     variables: Parameters and other variables that are functions.
@@ -77,11 +77,13 @@ class _UnreadCalls:
 
     def __init__(self, mod: tvm.IRModule) -> None:
         self.mod = mod
-        self.opaque: set[str] = set()
+        self.opaque = {gv.name_hint for gv, func in relax_functions(mod) if not func.is_pure}
         self.rewritten: set[relax.Var] = set()
         self.into_results: set[relax.Var] = set()
         self.variables: set[relax.Var] = set()
         self.functions: set[str] = set()
+        # Whatever they call, their author says that they are pure.
+        self._forced = {gv.name_hint for gv, func in relax_functions(mod) if func.attrs.get("relax.force_pure")}
         self._values: dict[relax.Var, relax.Expr] = {}
         self._bindings = {gv.name_hint: list(walk_bindings(func)) for gv, func in relax_functions(mod)}
         for bindings in self._bindings.values():
@@ -98,14 +100,14 @@ class _UnreadCalls:
             for gv, func in relax_functions(self.mod):
                 if gv.name_hint in self.opaque:
                     self._sequence(func.body, set())
-            self._spread(self.functions, self._has_effect)
+            self._spread(self.functions, self._has_effect, self._forced)
 
-    def _spread(self, names: set[str], has: Any) -> None:
+    def _spread(self, names: set[str], has: Callable[[relax.Binding], bool], but: Container[str] = ()) -> None:
         """Add the functions with a binding that `has` something, which may depend on what `names` has already."""
         found = -1
         while found != len(names):
             found = len(names)
-            names.update(name for name, bindings in self._bindings.items() if any(map(has, bindings)))
+            names.update(n for n, bindings in self._bindings.items() if n not in but and any(map(has, bindings)))
 
     def _root(self, var: relax.Var) -> relax.Var:
         """The variable that another one is a name of."""

@@ -92,6 +92,8 @@ def place(value: Any, spec: ValueSpec, where: str, to: Placement) -> Any:
             return _place_shape(value, spec, where, to)
         if isinstance(spec, PrimSpec):
             return _place_prim(value, spec, where, to)
+        if spec.is_function and not (callable(value) or isinstance(value, tvm_ffi.Object)):
+            raise BindingError(f"{where} is {value!r} ({type(value).__name__}), expected a function")
     except HeteroError:
         raise
     except _REFUSALS as error:  # memory for a copy; methods of the caller's object
