@@ -25,6 +25,7 @@ from ..transform.fuse.form_attention import FormAttention
 from ..transform.fuse.form_block_products import FormBlockProducts
 from ..transform.fuse.form_rows import FormRows
 from ..transform.ir.keep_findings import KeepFindings
+from ..transform.ir.keep_unread_calls import KeepUnreadCalls
 from ..transform.lower.lower_to_vm import LowerToVM
 from ..transform.partition.form_schedules import FormSchedules
 from ..transform.permute.move_permutes import MovePermutes
@@ -35,7 +36,6 @@ from ..transform.record.form_command_buffers import FormCommandBuffers
 from ..transform.record.form_cuda_graphs import FormCudaGraphs
 from ..transform.record.update_donated import UpdateDonated
 from ..transform.simplify.isolate_writes import IsolateWrites
-from ..transform.simplify.keep_unread_calls import KeepUnreadCalls
 from ..transform.simplify.simplify_convolutions import SimplifyConvolutions
 from ..transform.sizes.check_sizes import CheckSizes
 
@@ -81,7 +81,7 @@ def pipeline_steps(command_buffers: bool = True, stock: bool = False) -> list[Pi
     ]
     steps = [
         step("ir", KeepFindings(), "what the passes find from here on stays with the module"),
-        step("simplify", KeepUnreadCalls(), "code that the module only calls runs, even if nobody reads its results"),
+        step("ir", KeepUnreadCalls(), "code that the module only calls runs, even if nobody reads its results"),
         step("simplify", IsolateWrites(), "kernels in place overwrite nothing that others read"),
         step("placement", RealizeVDevice(), "every value and op gets its device, transfers are written out"),
         step("placement", NoteGraph(), "which op reads what stays with the module, for reports"),

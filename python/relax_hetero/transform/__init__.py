@@ -20,7 +20,7 @@ from .ir.declare import declared_passes
 _PASSES: dict[str, str] = {
     "KeepFindings": ".ir.keep_findings",
     "UpdateVDevice": ".placement.update_vdevice",
-    "KeepUnreadCalls": ".simplify.keep_unread_calls",
+    "KeepUnreadCalls": ".ir.keep_unread_calls",
     "IsolateWrites": ".simplify.isolate_writes",
     "RealizeVDevice": ".placement.realize_vdevice",
     "NoteGraph": ".placement.note_graph",
@@ -136,6 +136,7 @@ if TYPE_CHECKING:  # what checkers and editors see: a test compares these names 
     from .ir.findings import collect_fusions as collect_fusions
     from .ir.findings import collect_placement as collect_placement
     from .ir.keep_findings import KeepFindings as KeepFindings
+    from .ir.keep_unread_calls import KeepUnreadCalls as KeepUnreadCalls
     from .ir.reports import EncodingReport as EncodingReport
     from .ir.reports import FusionReport as FusionReport
     from .ir.reports import PlacementEntry as PlacementEntry
@@ -163,7 +164,6 @@ if TYPE_CHECKING:  # what checkers and editors see: a test compares these names 
     from .record.form_cuda_graphs import FormCudaGraphs as FormCudaGraphs
     from .record.update_donated import UpdateDonated as UpdateDonated
     from .simplify.isolate_writes import IsolateWrites as IsolateWrites
-    from .simplify.keep_unread_calls import KeepUnreadCalls as KeepUnreadCalls
     from .simplify.simplify_convolutions import SimplifyConvolutions as SimplifyConvolutions
     from .sizes.check_sizes import CheckSizes as CheckSizes
     from .trace.pass_trace import PassTrace as PassTrace

@@ -29,11 +29,11 @@ from ..ir.callee_devices import with_callee_devices, without_callee_devices
 from ..ir.declare import declare_pass
 from ..ir.findings import record_dispatches
 from ..ir.fused_names import Inside, with_fused_names
+from ..ir.keep_unread_calls import keep_unread_calls
 from ..ir.kernels import called_prim_func, fused_ops, with_ops
 from ..ir.module_attrs import is_lowered
 from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, walk_bindings
 from ..ir.root_blocks import with_root_blocks
-from ..simplify.keep_unread_calls import keep_unread_calls
 from .bind_targets import bind_targets
 from .bound_kernels import bound_kernels
 from .canonical_extents import canonical_extents

@@ -57,9 +57,7 @@ def with_written_results(mod: tvm.IRModule) -> tvm.IRModule:
     return with_callee_devices(_with_function_variables(mod, lambda _: packed))
 
 
-def _with_function_variables(
-    mod: tvm.IRModule, change: Callable[[relax.FuncType], relax.FuncType]
-) -> tvm.IRModule:
+def _with_function_variables(mod: tvm.IRModule, change: Callable[[relax.FuncType], relax.FuncType]) -> tvm.IRModule:
     """The module with other types of variables that are functions, or tuples with some."""
     functions = dict(mod.functions.items())
     for gv, func in relax_functions(mod):

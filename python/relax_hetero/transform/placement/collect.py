@@ -122,12 +122,21 @@ class CallReader:
         elif type(op) in PLAIN and not isinstance(op.ty, relax.PackedFuncType):
             record.op = f"call of '{op.name}'"
             func = self._of(op)
-            if func is None and handle(op) in self.callbacks:  # each call has devices of its own
-                func = self.trees.make(op.ty, None, self.name)
+            if func is None and handle(op) in self.callbacks:
+                func = self._callback(record, op.ty)
             self._invoke(record, call, func, args)
         else:
             record.op = "call"
             self._op(record, call, args, "")
+
+    def _callback(self, record: Record, ty: relax.FuncType) -> Tree:
+        """The tree of a callback for one call: its result is where its first tensor is, unless it says otherwise."""
+        func = self.trees.make(ty, None, self.name)
+        if isinstance(func, FuncTree) and not names_device(record.var.ty):
+            for first in list(nodes_of(func.params))[:1]:
+                for node in nodes_of(func.ret):
+                    self.trees.tie(first, node, self._spot(record))
+        return func
 
     def _op(self, record: Record, call: relax.Call, args: list[relax.Expr], name: str) -> None:
         """An op whose tensors share a device, or that the host reads, makes, or copies."""

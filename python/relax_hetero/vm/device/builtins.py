@@ -129,7 +129,9 @@ def check_returned(value: Any, what: str, fields: int, ndim: int = -1, dtype: st
             fits = fits and all(dim in (-1, int(extent)) for dim, extent in zip(dims, shape, strict=False))
     if not fits:
         is_tensor = isinstance(value, tvm_ffi.core.Tensor)
-        found = f"a tensor {value.dtype}{list(value.shape)}" if is_tensor else "nothing" if value is None else repr(value)
+        found = (
+            f"a tensor {value.dtype}{list(value.shape)}" if is_tensor else "nothing" if value is None else repr(value)
+        )
         raise HeteroError(f"{what} returned {found[:200]}, expected {expected}, which the model reads")
 
 

@@ -138,7 +138,8 @@ class Submitter:
         memory = None
         if calls_apart.is_needed:
             signature = self._executable.signature(name)
-            memory = argument_memory(signature, values, {**dict(zip(signature.input_names, args)), **kwargs})
+            given = {**dict(zip(signature.input_names, args, strict=False)), **kwargs}
+            memory = argument_memory(signature, values, given)
         return Prepared(values, dims.values, partial(self._finish, extents, lent, out), memory)
 
     def _finish(self, extents: Hashable, lent: list[AddressRange], out: Any, result: Any) -> Any:

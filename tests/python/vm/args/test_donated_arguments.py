@@ -278,7 +278,9 @@ def test_memory_that_a_call_has_given_back_is_free():
         fences.append(vm.submit("main", tensor))
         for again in (x, x[1:3], np.from_dlpack(tensor)[2:]):  # the caller has them still
             for call in (vm["main"].submit, other["main"].submit, vm["main"], other["main"]):
-                with pytest.raises(rh.BindingError, match="shares memory with argument 'x' of a call of 'main' that is"):
+                with pytest.raises(
+                    rh.BindingError, match="shares memory with argument 'x' of a call of 'main' that is"
+                ):
                     call(again)
         address, gone = x.ctypes.data, weakref.ref(x)
         del x, again

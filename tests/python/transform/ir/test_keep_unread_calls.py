@@ -155,9 +155,7 @@ def vm():
     return rh.vm.VirtualMachine(rh.compile(Forms))
 
 
-@pytest.mark.parametrize(
-    "form", ["packed", "in_place", "into_result", "closure", "local", "branch", "overlapping"]
-)
+@pytest.mark.parametrize("form", ["packed", "in_place", "into_result", "closure", "local", "branch", "overlapping"])
 def test_they_run_once_in_each_call(vm, form):
     for call in (vm[form], lambda x: vm.submit(form, x).result(60)):
         HEARD.clear()
@@ -168,7 +166,10 @@ def test_they_run_once_in_each_call(vm, form):
 
 def test_stock_tvm_runs_them_too():
     tvm.register_global_func("test.unread.same", lambda x: x, override=True)
-    executables = [relax.VirtualMachine(relax.build(Before, "llvm"), tvm.cpu()), rh.vm.VirtualMachine(rh.compile(Before))]
+    executables = [
+        relax.VirtualMachine(relax.build(Before, "llvm"), tvm.cpu()),
+        rh.vm.VirtualMachine(rh.compile(Before)),
+    ]
     for machine in executables:
         HEARD.clear()
         machine["main"](tvm.runtime.tensor(X), hear)

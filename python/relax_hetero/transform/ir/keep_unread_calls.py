@@ -32,13 +32,13 @@ import tvm
 from tvm import relax
 from tvm_ffi import structural_map
 
-from ..ir.blocks import used_vars
-from ..ir.callee_devices import with_callee_devices
-from ..ir.cut_blocks import with_cuts
-from ..ir.declare import declare_pass
-from ..ir.module_attrs import is_lowered
-from ..ir.op_names import is_own_function
-from ..ir.rewriting import copy_module, map_bindings, op_name, relax_functions, walk_bindings, with_body
+from .blocks import used_vars
+from .callee_devices import with_callee_devices
+from .cut_blocks import with_cuts
+from .declare import declare_pass
+from .module_attrs import is_lowered
+from .op_names import is_own_function
+from .rewriting import copy_module, map_bindings, op_name, relax_functions, walk_bindings, with_body
 
 _PURE_PACKED = ("relax.call_pure_packed", "relax.call_inplace_packed")
 _PURE_CLOSURE = "relax.invoke_pure_closure"
@@ -236,14 +236,17 @@ def _inside(value: relax.If) -> list[relax.Binding]:
 
 def _closure_of(value: relax.Expr | None) -> str | None:
     """The function of the module that a closure is of; None for another value."""
-    is_made = value is not None and op_name(value) == "relax.make_closure"
-    return value.args[0].name_hint if is_made and isinstance(value.args[0], tvm.ir.GlobalVar) else None
+    if value is None or op_name(value) != "relax.make_closure" or not isinstance(value.args[0], tvm.ir.GlobalVar):
+        return None
+    return str(value.args[0].name_hint)
 
 
 def _variables(func: relax.Function) -> list[relax.Var]:
     """The parameters and variables of a function, and of those inside it, that are functions."""
     bindings = list(walk_bindings(func))
-    locals_ = [param for binding in bindings if isinstance(binding.value, relax.Function) for param in binding.value.params]
+    locals_ = [
+        param for binding in bindings if isinstance(binding.value, relax.Function) for param in binding.value.params
+    ]
     every = [*func.params, *locals_, *(binding.var for binding in bindings)]
     return [var for var in every if isinstance(var.ty, relax.FuncType)]
 
