@@ -42,6 +42,7 @@ def load(
     page_type: str = "float16",
     memory_limit: MemoryLimit | None = None,
     activation_bits: int = 8,
+    activations: str | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> tuple[CompiledModel, Tokenizer]:
     """A language model that runs, and its tokenizer.
@@ -50,7 +51,7 @@ def load(
     ----------
     path : str or path
         A GGUF file, which is imported and compiled (or found in the compile cache), or a folder that `save` wrote.
-    vdevices, placement, batches, chunks, slots, page_type, memory_limit, activation_bits : as for `rh.from_gguf`
+    vdevices, placement, batches, chunks, slots, page_type, memory_limit, activation_bits, activations : as for `rh.from_gguf`
         Of a file only.
     context : int, optional
         Most positions of a sequence; by default 4,096, or as many as the model was trained for.
@@ -89,6 +90,7 @@ def load(
         page_type=page_type,
         memory_limit=memory_limit,
         activation_bits=activation_bits,
+        activations=activations,
     )
     pages = [f"pages_{layer}" for layer in range(model.layers)]
     names = [f"decode_{rows}" for rows in batches] + [f"prefill_{rows}" for rows in chunks]

@@ -34,6 +34,8 @@ class Architecture:
         Whether the file's scaling of positions holds for layers with a window, too.
     wide_layers : int or None
         Number of layers of the model whose scores are divided by the root of width / heads, not of the head's size.
+    trained_type : str
+        16-bit float that its models are trained in, where the file's weights are quantized.
     """
 
     rotary: str
@@ -45,10 +47,11 @@ class Architecture:
     window_base: float | None = None
     window_scaled: bool = True
     wide_layers: int | None = None
+    trained_type: str = "bfloat16"
 
 
 ARCHITECTURES = {
-    "llama": Architecture("pairs"),
+    "llama": Architecture("pairs", trained_type="float16"),
     "qwen2": Architecture("halves"),
     "qwen3": Architecture("halves"),
     "qwen3moe": Architecture("halves"),

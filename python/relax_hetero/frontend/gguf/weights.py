@@ -10,6 +10,7 @@ from tvm import relax
 
 from ...encoding.block_formats import FILE_FORMATS
 from ...errors import FrontendError
+from ...target.element_types import numpy_dtype
 from .file import FileTensor, GgufFile
 
 
@@ -24,13 +25,25 @@ class Weights:
     def __init__(self, file: GgufFile) -> None:
         self._file = file
         self._constants: dict[str, relax.Expr] = {}
+        self._joined: dict[str, FileTensor] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file.tensors
+        return name in self._joined or name in self._file.tensors
+
+    def join(self, name: str, parts: Sequence[tuple[str, int]], *depth: int) -> bool:
+        """Make tensors of the file, names and rows, one below the other; False where their types differ or none is."""
+        present = [(part, rows) for part, rows in parts if part in self._file.tensors]
+        if not present or len({self._file.tensors[part].type for part, _ in present}) != 1:
+            return False
+        if len(present) == len(parts) and name not in self._joined:
+            found = [self.tensor(part, [rows, *depth]) for part, rows in parts]
+            shape = (sum(rows for _, rows in parts), *depth)
+            self._joined[name] = FileTensor(name, shape, found[0].type, np.concatenate([one.data for one in found]))
+        return len(present) == len(parts)
 
     def tensor(self, name: str, shape: Sequence[int]) -> FileTensor:
         """A tensor of the file that has a shape; FrontendError where it is missing or has another."""
-        found = self._file.tensors.get(name)
+        found = self._joined.get(name) or self._file.tensors.get(name)
         if found is None:
             raise FrontendError(f"{self._file.path}: has no tensor {name!r}, which its architecture needs")
         if found.shape != tuple(shape):
@@ -65,10 +78,29 @@ class Weights:
         rows = int(np.prod(shape[:-1]))
         return self._constant(name, lambda: np.ascontiguousarray(tensor.data).view("uint8").reshape(rows, -1)), form
 
+    def plain_matrix(self, name: str, shape: Sequence[int], dtype: str) -> relax.Expr | None:
+        """A matrix of plain numbers as 16-bit floats: a constant; None for weights in blocks, and for float32."""
+        tensor = self.tensor(name, shape)
+        if dtype == "float32" or not (tensor.type == "F32" or is_plain(tensor.type)):
+            return None
+        return self._constant(f"{name}.{dtype}", lambda: _plain(tensor).reshape(shape).astype(numpy_dtype(dtype)))
+
     def _constant(self, name: str, make: Callable[[], np.ndarray]) -> relax.Expr:
         if name not in self._constants:
             self._constants[name] = relax.const(tvm.runtime.tensor(make()))
         return self._constants[name]
+
+
+def is_plain(type_name: str) -> bool:
+    """Whether weights of a type of files are 16-bit floats by themselves."""
+    form = FILE_FORMATS.get(type_name.lower())
+    return form is not None and form.is_plain
+
+
+def _plain(tensor: FileTensor) -> np.ndarray:
+    if tensor.type == "BF16":
+        return np.ascontiguousarray(tensor.data).view(numpy_dtype("bfloat16"))
+    return np.asarray(tensor.data)
 
 
 def _numbers(tensor: FileTensor, file: GgufFile) -> np.ndarray:
