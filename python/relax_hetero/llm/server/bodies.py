@@ -174,6 +174,9 @@ class ChatBody(Body):
         super().refuse_unsupported()
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs: found it without logprobs, expected logprobs: true", "top_logprobs")
+        if self.max_tokens is not None and self.max_tokens != self.most_tokens:
+            found = f"found {self.max_tokens} and {self.most_tokens} as max_completion_tokens"
+            raise ApiError(400, f"max_tokens: {found}, expected one of both", "max_tokens")
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:

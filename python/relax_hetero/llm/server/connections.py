@@ -117,7 +117,8 @@ class Connection(H11Protocol):
             self._expect_headers()
         super().data_received(data)
         if not self._is_between:
-            self._header_timer = _stop(self._header_timer)
+            _stop(self._header_timer)
+            self._header_timer = None
 
     def on_response_complete(self) -> None:
         """Wait for the next request."""
@@ -131,7 +132,7 @@ class Connection(H11Protocol):
 
     def resume_writing(self) -> None:
         """Go on, since the client has read."""
-        self._read_timer = _stop(self._read_timer)
+        _stop(self._read_timer)
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:

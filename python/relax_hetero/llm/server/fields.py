@@ -45,7 +45,8 @@ CHANGES = _rows(
     ("include_reasoning separate_reasoning stream_reasoning", (True,)),
     ("thinking_forced_open", (False,)),
     # Prompts and how they are made.
-    ("prompt suffix prefix input_prefix input_suffix system system_prompt preamble negative_prompt", ("", False)),
+    ("prompt suffix input_prefix input_suffix system system_prompt preamble negative_prompt", ("",)),
+    ("prefix", ("", False)),
     ("messages documents context images input_extra", ([],)),
     ("instructions template chat_template instruction_template instruction_template_str", ("",)),
     ("chat_template_kwargs mm_processor_kwargs vllm_xargs extra_body options parameters sampling_params", ({},)),
@@ -149,4 +150,4 @@ def refuse_changes(given: Mapping[str, Any], changes: Mapping[str, tuple[Any, ..
             neutral = "".join(f" or {json.dumps(each)}" for each in changes[name])
             instead = f"; use {_INSTEAD[name]}" if name in _INSTEAD else ""
             found = f"found {json.dumps(value):.80}, which this server does not support"
-            raise ApiError(400, f"{place}{name}: {found}, expected none{neutral}{instead}", place + name)
+            raise ApiError(400, f"{place}{name}: {found}, expected null{neutral}{instead}", place + name)
