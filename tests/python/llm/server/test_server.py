@@ -261,7 +261,7 @@ CALLS = [*USER, {"role": "assistant", "tool_calls": [{"id": 1}]}, {"role": "tool
     "template, messages, refused",
     [
         (ROLES, [{"role": "developer", "content": "b"}, *USER], "messages.0.content"),
-        (ROLES, [*USER, {"role": "assistant", "content": "b "}, {"role": "x", "content": "c"}], "messages.2.content"),
+        (ROLES, [*USER, {"role": "assistant", "content": "b "}, CALLS[-1] | {"content": "c"}], "messages.2.content"),
         (ROLES, [{**USER[0], "name": "Ann"}], "messages.0.name"),
         (ROLES, [*USER, {"role": "assistant", "content": "b", "prefix": True}], "messages.1.prefix"),
         (ROLES, [{**USER[0], "name": None, "tool_calls": [], "prefix": False, "id": 3, "refusal": None}], None),
