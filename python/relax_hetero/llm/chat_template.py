@@ -41,6 +41,10 @@ class ChatTemplate:
     source: In the language of jinja2, as models of the Hugging Face hub have it.
     names: Names of special tokens that the template may use, such as ``bos_token``.
 
+    Attributes
+    ----------
+    guessed_from: The special token for which the template was chosen, since the file has none; None if it was given.
+
     Raises
     ------
     TokenizerError: If it is none.
@@ -54,6 +58,7 @@ class ChatTemplate:
             raise TokenizerError("chat templates need the package jinja2; pip install 'relax-hetero[llm]'") from error
         self._failures = jinja2.TemplateError
         self._names = dict(names or {})
+        self.guessed_from: str | None = None
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -75,14 +80,18 @@ class ChatTemplate:
         """
         special = {"bos_token": tokenizer.begin_id, "eos_token": min(tokenizer.stop_ids, default=None)}
         names = {name: tokenizer.names[token] for name, token in special.items() if token is not None}
-        source = source or tokenizer.chat_template
+        source, guessed_from = source or tokenizer.chat_template, None
         if source is None:
-            source = next((known for name, known in _KNOWN.items() if tokenizer.token(name) is not None), None)
-        if source is None:
-            raise TokenizerError(
-                f"found no chat template in the file, nor one of the tokens {', '.join(_KNOWN)}: expected a template"
-            )
-        return cls(source, {"bos_token": "", "eos_token": "", **names})
+            guessed_from = next((name for name in _KNOWN if tokenizer.token(name) is not None), None)
+            if guessed_from is None:
+                tokens = ", ".join(_KNOWN)
+                raise TokenizerError(
+                    f"found no chat template in the file, nor one of the tokens {tokens}: expected one"
+                )
+            source = _KNOWN[guessed_from]
+        made = cls(source, {"bos_token": "", "eos_token": "", **names})
+        made.guessed_from = guessed_from
+        return made
 
     def render(self, messages: Sequence[Mapping[str, Any]], /, **values: Any) -> str:
         """The prompt after which the model's turn begins.

@@ -37,7 +37,7 @@ class CompiledModel:
 
     Attributes
     ----------
-    vocabulary, context, slots, chunk : int
+    vocabulary, context, trained_context, slots, chunk : int
         Logits of a token; most positions of a sequence; most sequences decoded at once; most tokens of a prefill call.
     cache : KVCache
     machine : VirtualMachine
@@ -57,6 +57,7 @@ class CompiledModel:
         self.machine = VirtualMachine(executable)
         self.executable, self.description = executable, description
         self.vocabulary, self.context = description.vocabulary, description.context
+        self.trained_context = description.trained_context
         self.slots, self.chunk = description.slots, self._chunks[-1]
         self.cache = KVCache.of(executable, description)
 
