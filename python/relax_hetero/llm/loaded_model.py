@@ -54,8 +54,8 @@ def load(
     ----------
     path : str or path
         A GGUF file, which is imported and compiled (or found in the compile cache), or a folder that `save` wrote.
-    vdevices, placement, batches, chunks, slots, page_type, memory_limit, activation_bits, activations : as for `rh.from_gguf`
-        Of a file only.
+    vdevices, placement, batches, chunks, slots, page_type, memory_limit, activation_bits, activations
+        As for `rh.from_gguf`; of a file only.
     context : int, optional
         Of a file only: most positions of a sequence; by default 4,096, or as many as the model was trained for. More
         than these are a warning in the log.
