@@ -1,20 +1,19 @@
 """The integers that a model's functions are given at each call: tokens, positions and tables of pages.
 
-A copy to a GPU takes the host some 50 us however small it is, and a decode step has five such inputs: they lie one
-after the other in one tensor on the GPU, which one copy fills.
+They lie one after the other in one tensor on each device, whose values each call overwrites: a copy to a GPU takes the
+host some 50 us however small it is, and a decode step has five such inputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
 
 import numpy as np
 from tvm import runtime
 
 from ..artifact.signature import TensorSpec
-from ..vm.device.tensors import copy_into, empty, from_array, is_host, part_of
+from ..vm.device.tensors import copy_into, empty, is_host, part_of
 
 
 class SentIntegers:
@@ -23,47 +22,44 @@ class SentIntegers:
     Parameters
     ----------
     inputs : sequence of TensorSpec
-        Of int32.
+        Of int32, on devices that `devices` has; -1 is the host.
     devices : sequence of tvm.runtime.Device
-        That the specs count.
     alignment : int
-        Bytes, of each input's memory on a GPU.
+        Bytes, of each input's memory.
+
+    Attributes
+    ----------
+    tensors : list of tvm.runtime.Tensor
+        The arguments, in order: always the same.
     """
 
     def __init__(self, inputs: Sequence[TensorSpec], devices: Sequence[runtime.Device], alignment: int) -> None:
-        self._names = [spec.name for spec in inputs]
-        gpus = {spec.device: devices[spec.device] for spec in inputs if spec.device >= 0}
-        gpus = {index: device for index, device in gpus.items() if not is_host(device)}
-        self._sent = [
-            _OnDevice([spec for spec in inputs if spec.device == index], device, alignment)
-            for index, device in gpus.items()
-        ]
+        self._arrays: dict[str, np.ndarray] = {}
+        self._copies: list[tuple[runtime.Tensor, runtime.Tensor]] = []
+        found: dict[str, runtime.Tensor] = {}
+        for index in {spec.device for spec in inputs}:
+            device = runtime.device("cpu", 0) if index < 0 else devices[index]
+            found |= self._place([spec for spec in inputs if spec.device == index], device, alignment)
+        self.tensors = [found[spec.name] for spec in inputs]
 
-    def send(self, values: Mapping[str, np.ndarray]) -> list[Any]:
-        """The arguments, in order: on GPUs tensors whose values the next call overwrites, arrays for CPUs."""
-        found: dict[str, Any] = {}
-        for each in self._sent:
-            found |= each.send(values)
-        return [found.get(name, values[name]) for name in self._names]
-
-
-class _OnDevice:
-    def __init__(self, inputs: Sequence[TensorSpec], device: runtime.Device, alignment: int) -> None:
+    def _place(self, inputs: Sequence[TensorSpec], device: runtime.Device, alignment: int) -> dict[str, runtime.Tensor]:
         shapes = {spec.name: tuple(int(extent) for extent in spec.shape or ()) for spec in inputs}
-        step = max(1, alignment // 4)
-        begins, count = {}, 0
+        step, count, begins = -(-alignment // 4), 0, {}
         for name, shape in shapes.items():
             begins[name] = count
             count += -(-prod(shape) // step) * step
-        host = np.zeros(count, "int32")
-        self._source, self._target = from_array(host), empty((count,), "int32", device)
-        self._host, self._tensors = {}, {}
+        target = empty((count,), "int32", device)
+        source = target if is_host(device) else empty((count,), "int32", runtime.device("cpu", 0))
+        if source is not target:
+            self._copies.append((source, target))
+        host = np.from_dlpack(source)
         for name, shape in shapes.items():
-            self._host[name] = host[begins[name] : begins[name] + prod(shape)].reshape(shape)
-            self._tensors[name] = part_of(self._target, shape, "int32", 4 * begins[name])
+            self._arrays[name] = host[begins[name] : begins[name] + prod(shape)].reshape(shape)
+        return {name: part_of(target, shape, "int32", 4 * begins[name]) for name, shape in shapes.items()}
 
-    def send(self, values: Mapping[str, np.ndarray]) -> Mapping[str, runtime.Tensor]:
-        for name, array in self._host.items():
+    def send(self, values: Mapping[str, np.ndarray]) -> None:
+        """Write new values into the tensors; the work that reads the old ones must have ended on CPUs."""
+        for name, array in self._arrays.items():
             array[...] = values[name]
-        copy_into(self._source, self._target)
-        return self._tensors
+        for source, target in self._copies:
+            copy_into(source, target)
