@@ -78,8 +78,8 @@ def from_gguf(
     Raises
     ------
     FrontendError
-        If the file cannot be read, its architecture or a tensor's type is not known, a tensor is missing or has
-        another shape, or a pattern matches nothing.
+        If the file cannot be read, its architecture or a tensor's type is not known, a tensor is missing, has another
+        shape or is not one of the architecture's, or a pattern matches nothing.
     EncodingError
         For other `activation_bits`.
     VDeviceError
@@ -91,7 +91,9 @@ def from_gguf(
     file = path if isinstance(path, GgufFile) else read_gguf(path)
     model = hyperparameters_of(file)
     cache = PagedCache(tuple(batches), tuple(chunks), slots, context or model.context, page_type, all_logits)
-    mod = language_module(model, Weights(file), cache, activation_bits)
+    weights = Weights(file, model.architecture)
+    mod = language_module(model, weights, cache, activation_bits)
+    weights.check_all_read()
     if devices is None:
         return mod
     if isinstance(placement, str):
@@ -102,7 +104,13 @@ def from_gguf(
 
 def hyperparameters_of(file: GgufFile) -> Hyperparameters:
     """The numbers of a file's model; FrontendError where they do not make sense."""
-    table: Any = file.tensors.get("token_embd.weight")
-    if table is None:
-        raise FrontendError(f"{file.path}: has no tensor 'token_embd.weight', expected a language model")
+    table = file.tensors.get("token_embd.weight")
+    if table is None or len(table.shape) != 2:
+        found = "no" if table is None else f"shape {table.shape} of the"
+        raise FrontendError(f"{file.path}: has {found} tensor 'token_embd.weight', expected a table of embeddings")
+    tokens: Any = file.fields.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, Sequence) and len(tokens) != table.shape[0]:
+        raise FrontendError(
+            f"{file.path}: token_embd has {table.shape[0]:,} rows, expected one for each of {len(tokens):,} tokens"
+        )
     return read_hyperparameters(file.fields, table.shape[0], str(file.path))
