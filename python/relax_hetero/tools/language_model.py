@@ -69,17 +69,17 @@ class Chosen:
             return llm.load(self.path, vdevices=self.vdevices, placement=self.placement, **given)
 
     def chat_template(self, tokenizer: Tokenizer) -> ChatTemplate:
-        """The template of conversations.
+        """The template of conversations; its `fault` says where the model has none that works.
 
         Raises
         ------
-        TokenizerError: If the model has none, and none was given.
+        HeteroError: If one was given that cannot be read, or is none.
         """
         from ..artifact.regular_files import read_regular
         from ..llm import ChatTemplate
 
         if self.template is None:
-            return ChatTemplate.of(tokenizer)
+            return ChatTemplate.find(tokenizer)
         try:
             source = read_regular(self.template, _LONGEST_TEMPLATE).decode()
         except UnicodeDecodeError as error:

@@ -94,17 +94,12 @@ class _Loader:
         return {"engine": engine, "template": template}
 
 
-def _template(chosen: Chosen, tokenizer: Tokenizer) -> ChatTemplate | None:
+def _template(chosen: Chosen, tokenizer: Tokenizer) -> ChatTemplate:
     """Of conversations; a model without one completes texts."""
-    from ..llm import TokenizerError
-
-    try:
-        return chosen.chat_template(tokenizer)
-    except TokenizerError as error:
-        if chosen.template is not None:
-            raise
-        console(stderr=True).print(f"no conversations, completions only: {error}", markup=False)
-        return None
+    template = chosen.chat_template(tokenizer)
+    if template.fault is not None:
+        console(stderr=True).print(f"no conversations, completions only: {template.fault}", markup=False)
+    return template
 
 
 def _need_packages() -> None:

@@ -45,7 +45,7 @@ class Weights:
             names = ", ".join(map(repr, list(self._unread)[:_MAX_NAMED]))
             more = f" and {len(self._unread) - _MAX_NAMED:,} more" if len(self._unread) > _MAX_NAMED else ""
             raise FrontendError(
-                f"{self._file.path}: found tensors that its architecture has no use for: {names}{more}; expected none, as "
+                f"{self._file.path}: found tensors that its architecture has no use for: {names}{more}; expected none: "
                 "the model without them is not its author's"
             )
 
