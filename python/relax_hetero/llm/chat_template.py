@@ -28,14 +28,12 @@ from .special_tokens import NONCHARACTERS, Prompt
 from .template_worker import (
     ANSWER,
     BEYOND_LIMITS,
-    CPU_SECONDS,
     DONE,
     FAILED,
     MAX_ANSWER,
     MAX_LITERAL,
     REFUSED,
     REQUEST,
-    WALL_SECONDS,
 )
 from .tokenizer import Tokenizer
 
@@ -66,9 +64,14 @@ _ENVIRONMENT = ("LD_LIBRARY_PATH", "TZ")
 """Of this process, what the other one gets: keys of servers stay here."""
 _MAX_NAMES = 10_000
 """Control tokens up to which texts of a template stay whole; vocabularies have some hundreds."""
+CPU_SECONDS, WALL_SECONDS = 2.0, 5.0
+"""Of one prompt, or of reading the template."""
 _END_SECONDS = 1.0
 """Until a process that is told to end is killed."""
-_WHY_ENDED = {-signal.SIGPROF: "takes too much processor time", -signal.SIGALRM: "takes too long"}
+_WHY_ENDED = {
+    -signal.SIGPROF: f"takes more than {CPU_SECONDS:g} s of processor time",
+    -signal.SIGALRM: f"takes more than {WALL_SECONDS:g} s",
+}
 
 
 class ChatTemplate:
@@ -190,7 +193,7 @@ class ChatTemplate:
         """A status, an answer, and the character that marks what users wrote."""
         try:
             for message in messages:
-                role = message.get("role") if isinstance(message, Mapping) else message
+                role = message.get("role") if isinstance(message, Mapping) else None
                 if not isinstance(role, str) or role not in ROLES:
                     raise RequestError(f"messages: found role {role!r:.100}, expected one of {', '.join(ROLES)}")
             marked, marker = self._marks.marked({**values, "messages": list(messages)})
@@ -291,8 +294,7 @@ class _Worker:
             if found is None or found.origin is None:
                 raise TokenizerError("chat templates need the package jinja2; pip install 'relax-hetero[llm]'")
             folders.append(str(Path(found.origin).parents[1]))
-        setup = {"path": list(dict.fromkeys(folders)), "seconds": (CPU_SECONDS, WALL_SECONDS), "source": source}
-        self._setup = json.dumps(setup).encode()
+        self._setup = json.dumps({"path": list(dict.fromkeys(folders)), "source": source}).encode()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._stop: Callable[[], object] = lambda: None
@@ -301,7 +303,8 @@ class _Worker:
     def start(self) -> tuple[int, str]:
         """A status, and the texts of the template's expressions or what is wrong with it."""
         self._stop()
-        command = [sys.executable, "-I", "-S", "-B", template_worker.__file__]
+        seconds = map(str, (CPU_SECONDS, WALL_SECONDS))
+        command = [sys.executable, "-I", "-S", "-B", template_worker.__file__, *seconds]
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         try:
             process = subprocess.Popen(

@@ -2,7 +2,7 @@
 time, which imports nothing of this package and whose parent starts another when it has ended.
 
 It reads a request from its input, writes the answer to its output, and ends when its input does. The first request is
-the template: ``{"path", "seconds", "source"}``, answered by the texts that the template itself holds; each other one is
+the template: ``{"path", "source"}``, answered by the texts that the template itself holds; each other one is
 the values of a call, answered by the prompt. Requests are a length and JSON, answers a status, a length, and text.
 """
 
@@ -21,8 +21,6 @@ from typing import Any
 
 MEMORY = 512 << 20
 """Bytes of the process's address space."""
-CPU_SECONDS, WALL_SECONDS = 2.0, 5.0
-"""Of a request; then the process ends by SIGPROF or SIGALRM."""
 MAX_PROMPT = 16 << 20
 """Characters of a prompt at which a template is stopped."""
 MAX_ANSWER = 4 * MAX_PROMPT
@@ -35,6 +33,7 @@ REQUEST, ANSWER = struct.Struct("<Q"), struct.Struct("<BQ")
 DONE, REFUSED, FAILED, BEYOND_LIMITS = range(4)
 """Statuses: the answer; what the template says to refuse its values; an error in it; a limit that it went over."""
 _TIMERS = (signal.ITIMER_PROF, signal.ITIMER_REAL)
+"""End the process by SIGPROF and SIGALRM."""
 _PARENT_SECONDS = 5.0
 """How often an idle process looks whether its parent lives, in case another process holds the pipe open."""
 
@@ -51,7 +50,7 @@ def main() -> None:
     """Answer requests until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the parent's
     render: Callable[[dict[str, Any]], str] | None = None
-    seconds = (CPU_SECONDS, WALL_SECONDS)
+    seconds = list(map(float, sys.argv[1:]))  # of processor time and of any time, for a request
     parent = os.getppid()
     while (request := _read(parent)) is not None:
         for timer, most in zip(_TIMERS, seconds, strict=True):
@@ -61,7 +60,7 @@ def main() -> None:
             values = json.loads(request)
             if render is None:
                 render, literals = _compiled(values)
-                answer, seconds = json.dumps(literals), values["seconds"]
+                answer = json.dumps(literals)
             else:
                 answer = render(values)
         except Refusal as error:
