@@ -162,8 +162,11 @@ class Tokenizer:
     def numbers(self, key: str, what: str) -> np.ndarray:
         """A number of each token, which the file has to have."""
         found = self._need(key)
-        array = np.asarray(found) if isinstance(found, (list, np.ndarray)) else None
-        if array is None or array.ndim != 1 or array.dtype.kind not in "iuf":
+        is_list = isinstance(found, np.ndarray) or (
+            isinstance(found, list) and all(type(each) in (int, float) for each in found)
+        )
+        array = np.asarray(found) if is_list else np.empty(0, bool)
+        if array.dtype.kind not in "iuf":
             raise TokenizerError(f"tokenizer.ggml.{key}: found {found!r:.100}, expected a list of numbers")
         if len(array) != len(self.names):
             raise TokenizerError(f"found {what} of {len(array)} tokens, expected {len(self.names)}")
@@ -235,7 +238,8 @@ def _sentencepiece(tokenizer: Tokenizer) -> _Made:
         raise TokenizerError(
             "this tokenizer needs the package sentencepiece; pip install 'relax-hetero[llm]'"
         ) from error
-    scores = tokenizer.numbers("scores", "scores").astype("float32")
+    with np.errstate(over="ignore"):
+        scores = tokenizer.numbers("scores", "scores").astype("float32")
     if not np.isfinite(scores).all():
         raise TokenizerError(f"tokenizer.ggml.scores: found {scores[~np.isfinite(scores)][0]}, expected finite numbers")
     unknown = tokenizer.unknown_id
