@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -34,6 +35,7 @@ DONE, REFUSED, FAILED, BEYOND_LIMITS = range(4)
 """Statuses: the answer; what the template says to refuse its values; an error in it; a limit that it went over."""
 _TIMERS = (signal.ITIMER_PROF, signal.ITIMER_REAL)
 """End the process by SIGPROF and SIGALRM."""
+_ESCAPED = re.compile("[^\x00-\x7f\ufdd0-\ufdef]")
 _PARENT_SECONDS = 5.0
 """How often an idle process looks whether its parent lives, in case another process holds the pipe open."""
 
@@ -124,8 +126,9 @@ def _compiled(setup: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], str], l
 
 
 def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
-    # Other than jinja2's own, without escapes for HTML.
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
+    """JSON without jinja2's escapes for HTML; marks of users' text stay what they are."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False, **options)
+    return _ESCAPED.sub(lambda found: json.dumps(found[0])[1:-1], text) if ensure_ascii else text
 
 
 def _raise_exception(message: str) -> None:

@@ -39,6 +39,8 @@ ENDS = {
     "</s>",
     "<EOT>",
 }
+_ALWAYS_CONTROL = ENDS - {"</s>", "<eos>", "<|end_of_text|>"}
+"""Those that are control tokens whatever a file says, as in llama.cpp; a vocabulary of HTML has </s> as a word."""
 
 
 class Tokenizer:
@@ -68,7 +70,9 @@ class Tokenizer:
         self._fields = fields
         self.names: Sequence[str] = self.texts("tokens")
         kinds = self.numbers("token_type", "kinds") if self._get("token_type", None) is not None else None
-        self._kinds = bytes([NORMAL]) * len(self.names) if kinds is None else _checked_kinds(kinds)
+        given = bytes([NORMAL]) * len(self.names) if kinds is None else _checked_kinds(kinds)
+        named = zip(given, self.names, strict=True)
+        self._kinds = bytes(CONTROL if name in _ALWAYS_CONTROL else kind for kind, name in named)
         self.begin_id = self._token("bos_token_id")
         self._end_id = self._token("eos_token_id")
         self.adds_end = self._truth("add_eos_token", False)

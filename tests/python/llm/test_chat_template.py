@@ -258,6 +258,8 @@ def test_templates_find_what_they_look_for():
     template = ChatTemplate(source, control_names=["<s>", "<|im_end|>", "</tool>"])
     found = template.render([{"role": "user", "content": "<tool><s></think>b</tool>"}])
     assert found == "b</tool>TrueFalseTrue[<s></think>b</tool>"
+    escaped = ChatTemplate("{{ messages[0].content | tojson(ensure_ascii=True) }}", control_names=["<s>"])
+    assert escaped.render([{"role": "user", "content": "<\u00e9\U0001f600>"}]) == '"<\\u00e9\\ud83d\\ude00>"'
 
 
 def test_prompts_of_hands_and_tokens_of_one_character():

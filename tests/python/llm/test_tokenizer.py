@@ -181,6 +181,16 @@ def test_files_that_contradict_themselves(changes, message):
         Tokenizer(spm_fields(**changes))
 
 
+def test_ends_of_turns_are_control_tokens_whatever_the_file_says():
+    for kind in (NORMAL, USER_DEFINED):
+        fields = byte_level_fields("qwen2", eos_token_id=None)
+        fields["tokenizer.ggml.token_type"][-2] = kind
+        tokenizer = Tokenizer(fields)
+        end = tokenizer.token("<|im_end|>")
+        assert tokenizer.encode("a<|im_end|>")[-1] == end and tokenizer.stop_ids == {end}
+        assert end not in tokenizer.encode("a<|im_end|>", special=False) and tokenizer.piece(end) == b""
+
+
 def test_names_that_come_twice():
     fields = byte_level_fields("qwen2")
     fields["tokenizer.ggml.tokens"][-1] = "a"
