@@ -44,6 +44,7 @@ class Model(Protocol):
     ----------
     vocabulary: Logits of a token.
     context: The most positions of a sequence.
+    trained_context: Positions that the model was trained for; 0 where that is not known.
     slots: The most sequences that are decoded at once.
     chunk: The most tokens of one call of `prefill`.
     cache: Where `prefill` and `decode` append; both extend it themselves.
@@ -54,6 +55,9 @@ class Model(Protocol):
 
     @property
     def context(self) -> int: ...  # noqa: D102
+
+    @property
+    def trained_context(self) -> int: ...  # noqa: D102
 
     @property
     def slots(self) -> int: ...  # noqa: D102

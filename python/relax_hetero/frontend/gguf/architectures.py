@@ -34,6 +34,8 @@ class Architecture:
         Whether the file's scaling of positions holds for layers with a window, too.
     wide_layers : int or None
         Number of layers of the model whose scores are divided by the root of width / heads, not of the head's size.
+    trained_type : str
+        16-bit float that its models are trained in, where the file's weights are quantized.
     required, optional : tuple of str
         Tensors besides those of every architecture, without ``blk.N.``: which a file must have, and which it may have.
         All layers are alike. As in llama.cpp, a file with any other tensor is refused: its author's model computes
@@ -49,6 +51,7 @@ class Architecture:
     window_base: float | None = None
     window_scaled: bool = True
     wide_layers: int | None = None
+    trained_type: str = "bfloat16"
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ("output.weight",)
 
@@ -60,7 +63,7 @@ _QK_NORMS = ("attn_q_norm.weight", "attn_k_norm.weight")
 
 ARCHITECTURES = {
     # The divisors of frequencies, rope_freqs, are those of llama 3.1 and later.
-    "llama": Architecture("pairs", optional=("output.weight", "rope_freqs.weight", *_BIASES)),
+    "llama": Architecture("pairs", trained_type="float16", optional=("output.weight", "rope_freqs.weight", *_BIASES)),
     "qwen2": Architecture("halves", required=_BIASES[:3], optional=("output.weight", "output.bias")),
     "qwen3": Architecture("halves", required=_QK_NORMS),
     "qwen3moe": Architecture("halves", required=_QK_NORMS),
