@@ -62,8 +62,8 @@ _KNOWN = {
 
 _ENVIRONMENT = ("LD_LIBRARY_PATH", "TZ")
 """Of this process, what the other one gets: keys of servers stay here."""
-_MAX_NAMES = 10_000
-"""Control tokens up to which texts of a template stay whole; vocabularies have some hundreds."""
+_MAX_CHARACTERS = 1 << 18
+"""Of all names of control tokens, up to which texts of a template stay whole; vocabularies have some thousands."""
 CPU_SECONDS, WALL_SECONDS = 2.0, 5.0
 """Of one prompt, or of reading the template."""
 _END_SECONDS = 1.0
@@ -224,7 +224,7 @@ class _Marks:
         self._firsts, self._lasts = {name[0] for name in names}, {name[-1] for name in names}
         self._words = [name for name in names if name.isidentifier()]
         self._kept: list[str] = []
-        if len(names) > _MAX_NAMES:
+        if sum(map(len, names)) > _MAX_CHARACTERS:
             return
         begins = {name[:end] for name in names for end in range(1, min(len(name), MAX_LITERAL) + 1)}
         ends = {name[-size:] for name in names for size in range(1, min(len(name), MAX_LITERAL) + 1)}

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("sentencepiece")
 tokenizers = pytest.importorskip("tokenizers")
 
-from relax_hetero.llm import ChatTemplate, RequestError, Tokenizer, TokenizerError  # noqa: E402
+from relax_hetero.llm import ChatTemplate, Tokenizer, TokenizerError  # noqa: E402
 from relax_hetero.llm.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED  # noqa: E402
 from relax_hetero.llm.word_splits import SPLITS  # noqa: E402
 
@@ -216,22 +216,6 @@ def test_templates_of_conversations():
     assert ChatTemplate(helpers).render([]) == '{"a": "é<"}1'
     assert len(ChatTemplate("{{ strftime_now('%Y') }}").render([])) == 4
     assert ChatTemplate("{{ tools }}{{ add_generation_prompt }}").render([], tools=3) == "3True"
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ raise_exception('no system') }}",
-        "{{ messages[0].nothing.more }}",
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.append(1) }}",
-        "{% for i in range(10000000) %}{{ i }}{% endfor %}",
-        "{% for i in range(99999) %}{{ 'a' * 10000 }}{% endfor %}",
-    ],
-)
-def test_templates_that_must_not_do_what_they_say(source):
-    with pytest.raises(RequestError):
-        ChatTemplate(source).render([])
 
 
 def written(fields: dict, path: Path) -> Path:
