@@ -70,8 +70,18 @@ def load(
     """
     folder = Path(path)
     if folder.is_dir():
-        given = (vdevices, placement, tuple(batches), tuple(chunks), slots, context, page_type, memory_limit)
-        if given != (None, None, BATCHES, CHUNKS, None, None, "float16", None) or activation_bits != 8:
+        given = (
+            vdevices,
+            placement,
+            tuple(batches),
+            tuple(chunks),
+            slots,
+            context,
+            page_type,
+            memory_limit,
+            activations,
+        )
+        if given != (None, None, BATCHES, CHUNKS, None, None, "float16", None, None) or activation_bits != 8:
             options = "vdevices, placement, context, slots and other options"
             raise BuildError(f"{folder}: is compiled and so placed already; {options} go with a GGUF file")
         return _warned(*_load_folder(folder))
