@@ -12,8 +12,14 @@ pytest.importorskip("sentencepiece")
 tokenizers = pytest.importorskip("tokenizers")
 
 from relax_hetero.llm import ChatTemplate, Tokenizer, TokenizerError  # noqa: E402
-from relax_hetero.llm.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED  # noqa: E402
-from relax_hetero.llm.word_splits import SPLITS  # noqa: E402
+from relax_hetero.llm.tokenizer import (  # noqa: E402
+    BYTE,
+    CONTROL,
+    NORMAL,
+    SPLITS,  # noqa: E402
+    UNKNOWN,
+    USER_DEFINED,
+)
 
 TEXTS = [
     "",
