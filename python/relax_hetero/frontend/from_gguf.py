@@ -85,8 +85,8 @@ def from_gguf(
     Raises
     ------
     FrontendError
-        If the file cannot be read, its architecture or a tensor's type is not known, a tensor is missing or has
-        another shape, a pattern matches nothing, or `activations` is not one of these types.
+        If the file cannot be read, its architecture or a tensor's type is not known, a tensor is missing, has another
+        shape or is not one of the architecture's, a pattern matches nothing, or `activations` is none of these types.
     EncodingError
         For other `activation_bits`.
     VDeviceError
@@ -105,13 +105,21 @@ def from_gguf(
         placement = place_layers(file, model, cache, devices, costs, memory_limits(memory_limit, devices))
     rules = rule_pairs(placement or {})
     types = ActivationTypes(activations, trained_type(file, model), rules, devices or ())
-    mod = language_module(model, Weights(file), cache, activation_bits, types)
+    weights = Weights(file, model.architecture)
+    mod = language_module(model, weights, cache, activation_bits, types)
+    weights.check_all_read()
     return mod if devices is None else place(mod, rules, devices)
 
 
 def hyperparameters_of(file: GgufFile) -> Hyperparameters:
     """The numbers of a file's model; FrontendError where they do not make sense."""
-    table: Any = file.tensors.get("token_embd.weight")
-    if table is None:
-        raise FrontendError(f"{file.path}: has no tensor 'token_embd.weight', expected a language model")
+    table = file.tensors.get("token_embd.weight")
+    if table is None or len(table.shape) != 2:
+        found = "no" if table is None else f"shape {table.shape} of the"
+        raise FrontendError(f"{file.path}: has {found} tensor 'token_embd.weight', expected a table of embeddings")
+    tokens: Any = file.fields.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, Sequence) and len(tokens) != table.shape[0]:
+        raise FrontendError(
+            f"{file.path}: token_embd has {table.shape[0]:,} rows, expected one for each of {len(tokens):,} tokens"
+        )
     return read_hyperparameters(file.fields, table.shape[0], str(file.path))

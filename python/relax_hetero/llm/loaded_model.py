@@ -91,7 +91,7 @@ def load(
     from ..frontend.gguf.file import read_gguf
 
     file = read_gguf(folder)
-    model = hyperparameters_of(file)
+    model, tokenizer = hyperparameters_of(file), Tokenizer(file.fields)
     most = min(model.context, CONTEXT) if context is None else context
     # Numbers that make no sense are refused here, by name.
     slots = PagedCache(tuple(batches), tuple(chunks), slots, most, page_type).sequences
@@ -126,7 +126,7 @@ def load(
         experts_used=model.experts_used,
         trained_context=model.context,
     )
-    return _warned(CompiledModel(executable, description), Tokenizer(file.fields))
+    return _warned(CompiledModel(executable, description), tokenizer)
 
 
 def save(model: CompiledModel, source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:

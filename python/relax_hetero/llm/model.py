@@ -102,7 +102,9 @@ class TextCodec(Protocol):
     stop_ids: Tokens that end a text, such as the one for the end of a turn.
 
     One that has an attribute `longest`, the most bytes of a text that one token stands for (None where that is not
-    known), has prompts that cannot fit refused before they are made tokens of.
+    known), has prompts that cannot fit refused before they are made tokens of. One that has an attribute
+    `control_names`, the names of its control tokens, is given a `Prompt` with marks in those that users wrote, which
+    `encode` makes no control tokens of.
     """
 
     @property

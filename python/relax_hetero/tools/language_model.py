@@ -69,17 +69,17 @@ class Chosen:
             return llm.load(self.path, vdevices=self.vdevices, placement=self.placement, **given)
 
     def chat_template(self, tokenizer: Tokenizer) -> ChatTemplate:
-        """The template of conversations; one that is guessed is said on stderr.
+        """The template of conversations; one that is guessed is said on stderr, one that is none has a `fault`.
 
         Raises
         ------
-        TokenizerError: If the model has none, and none was given.
+        HeteroError: If one was given that cannot be read, or is none.
         """
         from ..artifact.regular_files import read_regular
         from ..llm import ChatTemplate
 
         if self.template is None:
-            found = ChatTemplate.of(tokenizer)
+            found = ChatTemplate.find(tokenizer)
             if found.guessed_from is not None:
                 text = f"The chat template is guessed from the token {found.guessed_from}, since the file has none; "
                 console(stderr=True).print(f"{text}--chat-template FILE gives another.", markup=False, soft_wrap=True)

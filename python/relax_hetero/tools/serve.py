@@ -210,17 +210,13 @@ class _Loader:
         return {"engine": engine, "template": template}
 
 
-def _template(chosen: Chosen, tokenizer: Tokenizer) -> ChatTemplate | None:
+def _template(chosen: Chosen, tokenizer: Tokenizer) -> ChatTemplate:
     """Of conversations; a model without one completes texts."""
-    from ..llm import TokenizerError
-
-    try:
-        return chosen.chat_template(tokenizer)
-    except TokenizerError as error:
-        if chosen.template is not None:
-            raise
-        console(stderr=True).print(f"No chat template, completions only: {error}", markup=False, soft_wrap=True)
-        return None
+    template = chosen.chat_template(tokenizer)
+    if template.fault is not None:
+        text = f"No chat template, completions only: {template.fault}"
+        console(stderr=True).print(text, markup=False, soft_wrap=True)
+    return template
 
 
 def _need_packages() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -11,7 +12,11 @@ from tvm import relax
 from ...encoding.block_formats import FILE_FORMATS
 from ...errors import FrontendError
 from ...target.element_types import numpy_dtype
+from .architectures import Architecture
 from .file import FileTensor, GgufFile
+
+_MAX_NAMED = 5
+"""Tensors that an error names."""
 
 
 class Weights:
@@ -20,15 +25,31 @@ class Weights:
     Parameters
     ----------
     file : GgufFile
+    architecture : Architecture
+        Says which tensors the file may have.
     """
 
-    def __init__(self, file: GgufFile) -> None:
+    def __init__(self, file: GgufFile, architecture: Architecture) -> None:
         self._file = file
+        kinds = set(map(_kind, file.tensors))
+        self._has = {*architecture.required, *(kind for kind in architecture.optional if kind in kinds)}
         self._constants: dict[str, relax.Expr] = {}
+        self._unread = dict.fromkeys(file.tensors)
         self._joined: dict[str, FileTensor] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._joined or name in self._file.tensors
+        """Whether the architecture has a tensor that others lack; in a file, all layers have it or none."""
+        return name in self._joined or _kind(name) in self._has
+
+    def check_all_read(self) -> None:
+        """Refuse a file with tensors that were not asked for; FrontendError names them."""
+        if self._unread:
+            names = ", ".join(map(repr, list(self._unread)[:_MAX_NAMED]))
+            more = f" and {len(self._unread) - _MAX_NAMED:,} more" if len(self._unread) > _MAX_NAMED else ""
+            raise FrontendError(
+                f"{self._file.path}: found tensors that its architecture has no use for: {names}{more}; expected none: "
+                "the model without them is not its author's"
+            )
 
     def join(self, name: str, parts: Sequence[tuple[str, int]], *depth: int) -> bool:
         """Make tensors of the file, names and rows, one below the other; False where their types differ or none is."""
@@ -44,8 +65,11 @@ class Weights:
     def tensor(self, name: str, shape: Sequence[int]) -> FileTensor:
         """A tensor of the file that has a shape; FrontendError where it is missing or has another."""
         found = self._joined.get(name) or self._file.tensors.get(name)
+        self._unread.pop(name, None)
         if found is None:
-            raise FrontendError(f"{self._file.path}: has no tensor {name!r}, which its architecture needs")
+            raise FrontendError(
+                f"{self._file.path}: has no tensor {name!r}, which its architecture needs or other layers have"
+            )
         if found.shape != tuple(shape):
             raise FrontendError(f"{self._file.path}: {name!r} has shape {found.shape}, expected {tuple(shape)}")
         return found
@@ -89,6 +113,11 @@ class Weights:
         if name not in self._constants:
             self._constants[name] = relax.const(tvm.runtime.tensor(make()))
         return self._constants[name]
+
+
+def _kind(name: str) -> str:
+    """A tensor's name without that of its layer."""
+    return re.sub(r"^blk\.\d+\.", "", name)
 
 
 def is_plain(type_name: str) -> bool:

@@ -79,7 +79,7 @@ def make_app(engine: Engine, settings: Settings, template: ChatTemplate | None =
     ----------
     engine: Closed by its owner.
     settings
-    template: Of conversations; without one, ``/v1/chat/completions`` says that there is none.
+    template: Of conversations; without one, or with one that has a `fault`, ``/v1/chat/completions`` says why.
     """
     server = _Server(engine, settings, template)
     app = FastAPI(title="relax-hetero", docs_url=None, redoc_url=None)
