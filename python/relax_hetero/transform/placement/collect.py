@@ -13,7 +13,7 @@ from tvm import relax
 from ...errors import HeteroError, PlacementError
 from ...op.placement import hinted_vdevice
 from ..ir.op_names import HINT, TRANSFER
-from ..ir.rewriting import handle
+from ..ir.rewriting import global_vars_in, handle
 from . import ops
 from .clones import RecursionGroup, mention
 from .graph import ANY, HOST, ConstLeaf, FuncTree, Graph, Origin, Spot, Tree, nodes_of, place_text, tensors_of
@@ -344,13 +344,18 @@ class _Collector(CallReader):
     def signature(self, unit: Unit) -> None:
         """Nodes of parameters and result, before any body refers to them."""
         unit.access = self.access
-        if "global_symbol" in unit.func.attrs:
-            given = [param for param in unit.func.params if isinstance(param.ty, relax.FuncType)]
-            self.callbacks.update(handle(param) for param in given if not names_device(param.ty))
+        given = [p for p in unit.func.params if isinstance(p.ty, relax.FuncType) and not names_device(p.ty)]
+        if given and "global_symbol" in unit.func.attrs and not self._is_called(unit.name):
+            self.callbacks.update(map(handle, given))
         params = [self._parameter(param, unit.name) for param in unit.func.params]
         unit.tree.params = tuple(params)
         unit.tree.ret = self.trees.make(unit.func.ret_ty, None, unit.name)
         self.graph.interface.update(nodes_of(unit.tree))
+
+    def _is_called(self, name: str) -> bool:
+        """Whether a function of the module refers to one of that name."""
+        bodies = (unit.func.body for unit in self.program.units.values())
+        return any(name == gvar.name_hint for body in bodies for gvar in global_vars_in(body))
 
     def _parameter(self, param: relax.Var, function: str) -> Tree:
         tree = None if handle(param) in self.callbacks else self.trees.make(param.ty, param, function)
