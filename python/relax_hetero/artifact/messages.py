@@ -24,14 +24,19 @@ def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) ->
     )
 
 
-def unknown_name(what: str, name: object, known: Iterable[str], where: str) -> BindingError:
-    """An error for a name that `where` does not have, with the nearest one that it has."""
+def unknown_name(what: str, name: object, known: Iterable[str], where: str, hint: str = "") -> BindingError:
+    """An error for a name that `where` does not have, with the nearest one that it has (or `hint`)."""
     names = list(known)
-    by_lower = {known_name.lower(): known_name for known_name in names}
-    close = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
-    hint = f"; did you mean {by_lower[close[0]]!r}?" if close else ""
+    hint = hint or near(str(name), names)
     shown = repr(name) if isinstance(name, str) else str(name)
     return BindingError(f"{where} has no {what} {shown}; it has {', '.join(map(repr, names)) or 'none'}{hint}")
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """The end of an error for a name that is not known: the nearest one that is, if there is one."""
+    by_lower = {known_name.lower(): known_name for known_name in known}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
 
 
 _MISSING = re.compile(r"Cannot find ffi::Function (\S+)")

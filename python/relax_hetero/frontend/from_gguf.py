@@ -18,7 +18,7 @@ from .gguf.place_layers import place_layers
 from .gguf.weights import Weights
 from .paged_cache import PagedCache
 from .place import place
-from .placed_import import check_placement
+from .placed_import import check_placement, with_auto_reasons
 
 if TYPE_CHECKING:
     from ..target.make_vdevice import VDeviceEntry
@@ -96,7 +96,9 @@ def from_gguf(
         return mod
     if isinstance(placement, str):
         costs = cost_model or CostModel.measured(devices)
-        placement = place_layers(file, model, cache, devices, costs, memory_limits(memory_limit, devices))
+        limits = memory_limits(memory_limit, devices)
+        rules, reasons, estimate = place_layers(file, model, cache, devices, costs, limits)
+        return with_auto_reasons(place(mod, rules, devices), reasons, estimate)
     return place(mod, placement or {}, devices)
 
 

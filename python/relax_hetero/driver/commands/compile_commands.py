@@ -23,6 +23,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ...artifact.commands import SLOT, Barrier, Command, Dispatch, Fill, KernelSpec, Reference
 from ...artifact.dims import parse_dim
+from ...artifact.reasons import reason
 from ...artifact.signature import Dim
 from ...errors import BuildError
 from ...target.native_target import native
@@ -31,7 +32,6 @@ from ...tir.core.builder import Expr, Function
 from ...vm.command_buffer.operands import parameter_name, size_name
 from ..link.address_table import llvm_scalar, thunk
 from ..link.llvm_kernels import build_llvm
-from ..link.reasons import reason
 
 _NAME = "relax_hetero.commands"
 

@@ -17,6 +17,7 @@ from tvm_ffi import VisitInterrupt, structural_walk
 from tvm_ffi.registry import list_global_func_names
 
 from ...artifact.cache_folder import CacheFolder
+from ...artifact.reasons import reason
 from ...errors import BuildError
 from ...target.native_target import native
 from ...target.vdevice import host_vdevice, vdevices_of
@@ -28,7 +29,6 @@ from .cuda.kernel_sources import CudaPart, generate
 from .cuda.machine_code import compile_kernels, imported
 from .llvm_kernels import ARGUMENT_ALIGNMENT, build_llvm, loosen_alignment
 from .parallel_codegen import Progress, build_in_parallel, cut
-from .reasons import reason
 from .tail_calls import emit, with_trips
 from .threads.worker_threads import with_launch_setters, worker_threads
 

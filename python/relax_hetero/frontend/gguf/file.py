@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ...artifact.what_reads import found, hint_of, near_file
 from ...errors import FrontendError
 from .metadata import open_reader
 
@@ -63,13 +64,17 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
     FrontendError
         If the package gguf is not installed, or the file is none that it reads.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise FrontendError(f"a GGUF file: {found(path)}; expected a path")
     try:
         reader, fields = open_reader(path)
         tensors = {tensor.name: _tensor(tensor) for tensor in reader.tensors}
     except ImportError as error:
         raise FrontendError("GGUF files are read by the package gguf; pip install 'relax-hetero[llm]'") from error
     except (OSError, ValueError, KeyError, IndexError, OverflowError) as error:
-        raise FrontendError(f"{os.fspath(path)}: is no GGUF file that can be read: {error}") from error
+        hint = hint_of(path, "rh.from_gguf")
+        why = hint if hint and Path(path).exists() else f": {getattr(error, 'strerror', None) or error}{near_file(path)}"
+        raise FrontendError(f"{os.fspath(path)}: is no GGUF file that can be read{why}") from error
     return GgufFile(Path(path), fields, tensors)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import tvm
 from tvm import relax
 
+from ...artifact.reasons import reason
 from ...errors import FrontendError
 from ...op.require import MET, requirement
 from ...vm.device.tensors import ALIGNMENT
@@ -18,7 +19,6 @@ from ..onnx.control_flow.subgraphs import ImportedLoop
 from ..onnx.importer import ImportedGraph
 from ..onnx.node_names import NodeInfo, variable_name
 from ..onnx.owned_bindings import OwnedBindings
-from ..onnx.tvm_messages import reason
 from ..ops.required_sizes import equal, renamed
 from . import ops  # noqa: F401 - registers the converters
 from .complex_values import Complex, convert_complex, converts_complex, has_complex, is_complex, part_of
