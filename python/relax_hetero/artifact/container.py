@@ -231,7 +231,7 @@ def open_container(path: Path, *, copy: bool = False, key: bytes | None = None, 
                 _check_ends(path, file, status.st_size, key is not None)
             descriptor = _copied(file) if copies else os.dup(file.fileno())
     except OSError as error:
-        hint = hint_of(path, "rh.load") or near_file(path)
+        hint = hint_of(path, "rh.load") + near_file(path)
         raise BuildError(
             f"{path}: {error.strerror or error}{hint}; expected a file of Executable.export_library"
         ) from error

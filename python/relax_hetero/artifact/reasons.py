@@ -14,7 +14,7 @@ _DIAGNOSTIC = "\nError in pass:"
 _REPLACED: Sequence[tuple[re.Pattern[str], str]] = [
     (re.compile(pattern, re.DOTALL), new)
     for pattern, new in [
-        (r"\[?[^\s\[\]()]*\.(?:cc|cpp|h|cu):\d+\]?:? ?", ""),
+        (r"(?:\[[\d:]+\] )?\[?[^\s\[\]()]*\.(?:cc|cpp|h|cu):\d+\]?:? ?", ""),
         (r"(?:In |Op\()?ir\.Op\(span=.*?name=\"([\w.]+)\".*?support_level=\d+\)\)?,? ?", r"\1: "),
         (r"(?:\w+Error: ?)?(?:InternalError: ?)?Check failed: ?(?:\(.*?\) is false: ?|[^:()]*\([^:]*?\) ?: ?)?", ""),
         (r"\b(?:InternalError|TVMError|tvm\.error\.\w+): ?", ""),

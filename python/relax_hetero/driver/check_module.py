@@ -94,12 +94,6 @@ class _Function:
 
     def _check_binding(self, binding: relax.VarBinding) -> None:
         value, ty = binding.value, None
-        if isinstance(value, relax.Function):
-            raise self._error(
-                binding,
-                "is a function inside of a function; expected functions of the module (relax.transform.LambdaLift makes "
-                "them, where they are not returned)",
-            )
         if isinstance(value, relax.If):
             self._check_if(binding, value)
         elif isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.GlobalVar):

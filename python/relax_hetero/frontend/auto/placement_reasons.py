@@ -22,7 +22,7 @@ def kept_away(name: str, limit: int, free: float, needed: float) -> str:
 
 def time_text(seconds: float) -> str:
     """Seconds in a unit that leaves few digits."""
-    unit, factor = next((u, f) for u, f in (("s", 1.0), ("ms", 1e3), ("us", 1e6)) if seconds * f >= 1 or u == "us")
+    unit, factor = next((u, f) for u, f in (("s", 1.0), ("ms", 1e3), ("us", 1e6), ("ns", 1e9)) if seconds * f >= 1 or u == "ns")
     return f"{seconds * factor:.3g} {unit}"
 
 

@@ -135,7 +135,7 @@ def read_model(model: ModelSource) -> tuple[onnx.ModelProto, str, Path | None, i
         data = read_regular(path, _LARGEST_FILE)
     except OSError as error:
         hint = "; save it with its weights as external data" if error.errno == errno.EFBIG else ""
-        hint = hint or hint_of(path, "rh.from_onnx") or near_file(path)
+        hint = hint or hint_of(path, "rh.from_onnx") + near_file(path)
         raise FrontendError(f"cannot read the ONNX file {str(path)!r}: {error.strerror or error}{hint}") from error
     return _parse(data, f"the file {str(path)!r}", hint_of(path, "rh.from_onnx")), str(path), path, len(data)
 
