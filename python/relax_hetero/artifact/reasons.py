@@ -1,4 +1,4 @@
-"""The part of a message of TVM, LLVM or another compiler that says what is wrong, without what only their authors read."""
+"""What is wrong, out of messages of TVM, LLVM and other compilers, without what only their authors read."""
 
 from __future__ import annotations
 

@@ -39,8 +39,13 @@ _KINDS = {
     "executable": ("", "rh.vm.VirtualMachine runs it"),
     "machine": ("", 'vm["main"](...) runs its function, vm.executable is what it runs'),
 }
-_READERS = {"rh.from_onnx": ("onnx",), "rh.from_gguf": ("gguf",), "rh.llm.load": ("gguf", "saved"), "rh.load": ("library",),
-            "rh.from_torch": ("torch",)}  # fmt: skip
+_READERS = {
+    "rh.from_onnx": ("onnx",),
+    "rh.from_gguf": ("gguf",),
+    "rh.llm.load": ("gguf", "saved"),
+    "rh.load": ("library",),
+    "rh.from_torch": ("torch",),
+}
 _CLASSES = {
     ("onnx", "ModelProto"): "onnx",
     ("onnx", "GraphProto"): "onnx",
@@ -77,7 +82,7 @@ def found(value: Any, reader: str = "") -> str:
 
 
 def hint_of(value: Any, reader: str = "") -> str:
-    """The part of `found` that begins with the kind of value; empty where nothing is known of it, or `reader` reads it."""
+    """The part of `found` about the kind of value; empty where nothing is known of it, or `reader` reads it."""
     kind = _kind_of_path(value) if isinstance(value, (str, os.PathLike)) else _kind_of_object(value)
     if kind is None or kind in _READERS.get(reader, ()):
         return ""

@@ -7,8 +7,6 @@ once more for the type of its result, and calls of functions and kernels are com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import tvm
 from tvm import relax, tirx
 from tvm.relax.analysis import BaseCheckResult, type_base_check
@@ -34,8 +32,8 @@ def check_module(mod: tvm.IRModule) -> None:
         Names the function, the op and the variable, what was found and what was expected.
     """
     functions = relax_functions(mod)
-    if not any(func.attrs and "global_symbol" in func.attrs for _, func in functions):
-        raise BuildError(_without_functions(mod, functions))
+    if not any(func.attrs and "global_symbol" in func.attrs for func in mod.functions.values()):
+        raise BuildError(_without_functions(mod))
     names = [str(gv.name_hint) for gv in mod.get_global_vars()]
     for gv, func in functions:
         for callee in relax.analysis.all_global_vars(func):
@@ -48,17 +46,11 @@ def check_module(mod: tvm.IRModule) -> None:
             _Function(mod, gv.name_hint).check(func)
 
 
-def _without_functions(mod: tvm.IRModule, functions: Sequence[tuple[tvm.ir.GlobalVar, relax.Function]]) -> str:
-    if functions:
-        names = ", ".join(repr(gv.name_hint) for gv, _ in functions)
-        return (
-            f"rh.compile: all Relax functions of the module are private ({names}), so that none could be called; "
-            "expected one with the attribute global_symbol: func.with_attr('global_symbol', 'main')"
-        )
-    others = [f"{type(func).__name__} {gv.name_hint!r}" for gv, func in mod.functions.items()]
+def _without_functions(mod: tvm.IRModule) -> str:
+    found = sorted(f"{type(func).__name__} {gv.name_hint!r}" for gv, func in mod.functions.items())
     return (
-        f"rh.compile: the module has no Relax function (found {', '.join(sorted(others)[:6]) or 'no function at all'}); "
-        "expected one that calls ops, or kernels by call_tir"
+        f"rh.compile: the module has no function that could be called (found {', '.join(found[:6]) or 'nothing'}); "
+        "expected one with the attribute global_symbol, as func.with_attr('global_symbol', 'main') gives it"
     )
 
 
@@ -75,7 +67,7 @@ class _Function:
         if free:
             names = ", ".join(sorted({repr(str(var.name)) for var in free}))
             raise BuildError(
-                f"function {self._name!r}: the symbolic size{'s' * (len(free) > 1)} {names} can be known by no argument; "
+                f"function {self._name!r}: the symbolic size{'s' * (len(free) > 1)} {names} is given by no argument; "
                 "expected each as an extent of a parameter, or defined by R.match_cast"
             )
         seen: set[relax.Var] = set()
@@ -106,9 +98,7 @@ class _Function:
         if isinstance(ty, relax.TensorType) and ty.dtype is None and not is_kept(op_name(value) or ""):
             raise self._error(binding, "has no known element type; expected R.match_cast to one before")
         if ty is not None and self._cannot_be(binding.var.ty, ty):
-            raise self._error(
-                binding, f"is declared as {type_text(binding.var.ty)}, and its value is {type_text(ty)}"
-            )
+            raise self._error(binding, f"is declared as {type_text(binding.var.ty)}, and its value is {type_text(ty)}")
 
     def _inferred(self, binding: relax.VarBinding, call: relax.Call) -> tvm.ir.Type | None:
         infer = call.op.get_attr("FInferType")
@@ -132,13 +122,16 @@ class _Function:
             result = branch.body.ty
             if self._cannot_be(binding.var.ty, result):
                 raise self._error(
-                    binding, f"is declared as {type_text(binding.var.ty)}, and its {name} branch gives {type_text(result)}"
+                    binding,
+                    f"is declared as {type_text(binding.var.ty)}, and its {name} branch gives {type_text(result)}",
                 )
 
     def _check_call(self, binding: relax.VarBinding, call: relax.Call) -> tvm.ir.Type | None:
         callee, name = self._mod[call.op], call.op.name_hint
         if isinstance(callee, tirx.PrimFunc):
-            raise self._error(binding, f"calls the kernel {name!r} itself; expected R.call_tir({name}, (...), out_ty=...)")
+            raise self._error(
+                binding, f"calls the kernel {name!r} itself; expected R.call_tir({name}, (...), out_ty=...)"
+            )
         if not isinstance(callee, relax.Function):
             return None
         if len(call.args) != len(callee.params):

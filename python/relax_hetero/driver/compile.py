@@ -24,19 +24,18 @@ from ..artifact.metadata import DeviceSpec, DispatchSpec, Metadata
 from ..artifact.what_reads import found
 from ..errors import BuildError
 from ..target.hosts import hosts_of, is_native
-from ..target.native_target import native, with_hardware
+from ..target.native_target import native
 from ..target.vdevice import (
     VDevice,
     VDeviceSpec,
     device_name,
     host_vdevice,
-    same_vdevice,
     vdevice_index,
     vdevices_of,
     with_vdevices,
 )
 from ..transform.encode.accuracies import with_accuracy
-from ..transform.ir.findings import findings_of, with_findings
+from ..transform.ir.findings import findings_of
 from ..transform.ir.kernels import bytes_of, call_vdevice, called_prim_func, operations_of, ops_of, precision_of
 from ..transform.ir.module_attrs import COMMANDS, STRICT, is_lowered
 from ..transform.ir.nesting import check_nesting
@@ -44,7 +43,7 @@ from ..transform.ir.rewriting import relax_functions, walk_bindings, with_distin
 from ..transform.lower.lower_to_vm import LowerToVM
 from ..transform.lower.note_memory import memory_of
 from ..transform.partition.form_schedules import schedules_of
-from ..transform.placement.update_vdevice import succeed_vdevices
+from ..transform.placement.realize_targets import realize_targets
 from ..transform.record.donated import with_donated
 from ..transform.record.region_attrs import kernels_of
 from ..vm.file.executable import Executable
@@ -172,7 +171,7 @@ def prepared(
         raise BuildError(f"{caller}: checks is {checks!r}, expected one of {', '.join(map(repr, CHECKS))}")
     check_nesting(mod)
     check_module(mod)
-    mod = _on_hardware(mod) if vdevices_of(mod) else with_vdevices(mod, [VDevice(native("llvm"))])
+    mod = realize_targets(mod) if vdevices_of(mod) else with_vdevices(mod, [VDevice(native("llvm"))])
     if params is not None:
         mod = bind_params(mod, params)
     if donate:
@@ -182,19 +181,6 @@ def prepared(
     mod = with_distinct_sizes(with_accuracy(mod, accuracy, caller))
     _warn_if_generic(vdevices_of(mod))
     return mod
-
-
-def _on_hardware(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module with the targets of this machine's hardware in the place of those that are kinds alone."""
-    old = vdevices_of(mod)
-    new: list[relax.VDevice] = []
-    for vdevice in old:
-        made = with_hardware(vdevice)
-        new.append(vdevice if any(same_vdevice(made, other) for other in (*old, *new)) else made)
-    if is_lowered(mod) or all(same_vdevice(*pair) for pair in zip(old, new, strict=True)):
-        return mod
-    placement = findings_of(mod).placement  # the names of the devices are the same
-    return with_findings(succeed_vdevices(mod, new, new), placement=placement)
 
 
 def _check_one_host(mod: tvm.IRModule) -> None:

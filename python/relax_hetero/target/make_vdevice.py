@@ -17,7 +17,7 @@ from tvm.target import Target, list_tags
 from ..errors import VDeviceError
 from .device_words import device_hint
 from .hosts import check_host, host_of, hosts_of, on_host, split_host
-from .native_target import default_target, device_kinds, native
+from .native_target import check_cpu_names, default_target, device_kinds, native
 
 # One entry of a `vdevices=` list.
 VDeviceEntry: TypeAlias = "str | dict[str, Any] | Target | tvm.relax.VDevice"
@@ -58,6 +58,7 @@ def VDevice(
         malformed.
     """
     made = _target(target)
+    check_cpu_names(made)
     if host is not None:
         made = on_host(made, check_host(host), native=isinstance(target, str) and target in device_kinds())
     if made.kind.name not in device_kinds():
@@ -160,7 +161,9 @@ def _split_number(spec: str) -> tuple[str, int | None]:
 
 def _hint(spec: str) -> str:
     """What a name of no target may have meant, and the kinds there are."""
-    return f"{device_hint(spec, device_kinds(), [str(tag) for tag in list_tags()])}; kinds are {', '.join(device_kinds())}"
+    return (
+        f"{device_hint(spec, device_kinds(), [str(tag) for tag in list_tags()])}; kinds are {', '.join(device_kinds())}"
+    )
 
 
 def _from_json(spec: str | dict[str, Any] | Target) -> dict[str, Any] | Target:
@@ -196,8 +199,9 @@ def _target(target: str | dict[str, Any] | Target | tvm.runtime.Device, spelled:
             if kind is not target:
                 raise VDeviceError(f"{target!r}: {kind!r} is not a kind of target{_hint(kind)}") from error
             if spelled is None and kind.partition(":")[0] in device_kinds():
-                raise VDeviceError(f"{target!r} is not a target; give the kind alone, and the number as vdevice_id=")
+                what = f"{target!r} is not a target; give the kind alone, and the number as vdevice_id="
+                raise VDeviceError(what) from error
             raise VDeviceError(f"{(spelled or target)!r} is not a target{_hint(spelled or kind)}") from error
-        why = str(error).partition(" Target creation from ")[0].splitlines()[0]
+        why = str(error).partition(" Target creation from ")[0].splitlines()[0].rpartition(") is false: ")[2]
         raise VDeviceError(f"{target!r} is not a target: {why}") from error
     raise VDeviceError(f"a target is a string, a dict, a Target or a Device, got {target!r} ({type(target).__name__})")

@@ -6,7 +6,9 @@ target without ``arch`` is sm_50. The functions here ask LLVM, the CUDA driver a
 
 from __future__ import annotations
 
+import difflib
 import logging
+import re
 from functools import cache
 
 import tvm
@@ -24,6 +26,9 @@ _log = logging.getLogger("relax_hetero")
 
 # The GPU generation assumed for CUDA code that is compiled where no GPU can be asked (H100, H200).
 DEFAULT_CUDA_ARCH = "sm_90a"
+
+# Names in triples for architectures that LLVM lists under another one.
+_ARCH_ALIAS = re.compile(r"amd64|arm64\w*|i[4-9]86|x86_64h|(arm|thumb)v\w+|ppc\w*|(riscv|mips|sparc)\w+")
 
 _ROCM_EXAMPLE = '{"kind": "rocm", "mcpu": "gfx90a"}'
 
@@ -89,7 +94,11 @@ def with_hardware(vdevice: tvm.relax.VDevice) -> tvm.relax.VDevice:
     kind, attrs = str(target.kind.name), target.attrs
     if host_of(target) is not None:
         return vdevice
-    if kind == "llvm" and not attrs.keys() & {"mcpu", "mattr"} and attrs.get("mtriple") == default_target("llvm").attrs["mtriple"]:
+    if (
+        kind == "llvm"
+        and not attrs.keys() & {"mcpu", "mattr"}
+        and attrs.get("mtriple") == default_target("llvm").attrs["mtriple"]
+    ):
         own = {name: value for name, value in target.export().items() if name not in ("mtriple", "host")}
         made = Target({**_native_llvm(), **own})
     elif kind == "cuda" and tvm_ffi.structural_equal(target, default_target("cuda")):
@@ -98,6 +107,36 @@ def with_hardware(vdevice: tvm.relax.VDevice) -> tvm.relax.VDevice:
         return vdevice
     made = made.with_host(target.host) if target.host is not None else made
     return tvm.relax.VDevice(made, int(vdevice.vdevice_id), str(vdevice.memory_scope))
+
+
+def check_cpu_names(target: Target) -> None:
+    """Refuse an ``mtriple`` or ``mcpu`` that LLVM does not know: TVM crashes for the first, and for the second compiles
+    for the oldest CPU after a line on the error stream.
+
+    Raises
+    ------
+    VDeviceError
+        Names the nearest one that is known.
+    """
+    if str(target.kind.name) != "llvm":
+        return
+    triple = str(target.attrs.get("mtriple", "")) or str(default_target("llvm").attrs["mtriple"])
+    arch = triple.partition("-")[0]
+    known = [str(name) for name in codegen.llvm_get_targets()]
+    if arch not in known and not _ARCH_ALIAS.fullmatch(arch):
+        near = difflib.get_close_matches(arch, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; it knows {', '.join(known)}"
+        raise VDeviceError(f"mtriple {triple!r} begins with {arch!r}, which is no architecture of this LLVM{hint}")
+    cpu, cpus = str(target.attrs.get("mcpu", "generic")), _cpus_of(triple)
+    if cpus and cpu not in cpus:
+        near = difflib.get_close_matches(cpu, cpus, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "rh.native('llvm') is this CPU, \"generic\" the oldest"
+        raise VDeviceError(f"mcpu {cpu!r} is no CPU that LLVM knows for {triple!r}; {hint}")
+
+
+@cache
+def _cpus_of(triple: str) -> tuple[str, ...]:
+    return tuple(str(name) for name in codegen.llvm_get_cpu_archlist(Target({"kind": "llvm", "mtriple": triple})))
 
 
 @cache

@@ -21,6 +21,7 @@ _PASSES: dict[str, str] = {
     "KeepFindings": ".ir.keep_findings",
     "UpdateVDevice": ".placement.update_vdevice",
     "IsolateWrites": ".simplify.isolate_writes",
+    "RealizeTargets": ".placement.realize_targets",
     "RealizeVDevice": ".placement.realize_vdevice",
     "NoteGraph": ".placement.note_graph",
     "CheckSizes": ".sizes.check_sizes",
@@ -153,6 +154,7 @@ if TYPE_CHECKING:  # what checkers and editors see: a test compares these names 
     from .partition.partition_by_host import PartitionByHost as PartitionByHost
     from .permute.move_permutes import MovePermutes as MovePermutes
     from .placement.note_graph import NoteGraph as NoteGraph
+    from .placement.realize_targets import RealizeTargets as RealizeTargets
     from .placement.realize_vdevice import RealizeVDevice as RealizeVDevice
     from .placement.realize_vdevice import verify_placement as verify_placement
     from .placement.update_vdevice import UpdateVDevice as UpdateVDevice

@@ -21,9 +21,12 @@ def main(x: R.Tensor((2, 3), dtype="float32")) -> R.Tensor((2, 3), dtype="float3
     ("message", "shown"),
     [
         (f"In {OP}, the first shape is T.int64(3).", "relax.add: the first shape is 3."),
-        ("Check failed: (!ty.IsMissing()) is false: The type of I.GlobalVar(\"f\")", "The type of 'f'"),
+        ('Check failed: (!ty.IsMissing()) is false: The type of I.GlobalVar("f")', "The type of 'f'"),
         ("InternalError: Check failed: index < size() (3 vs. 1) : Out of bounds", "Out of bounds"),
-        ("[10:00:00] /src/relax/x.cc:12: Check failed: (false) is false: ", "a condition of TVM does not hold (Exception)"),
+        (
+            "[10:00:00] /src/relax/x.cc:12: Check failed: (false) is false: ",
+            "a condition of TVM does not hold (Exception)",
+        ),
         ('of R.take(x, metadata["ir.GenericConst"][0])', "of R.take(x, a constant)"),
         ("nvrtc:\nkernel.cu(3): error: no such name\n1 error detected", "kernel.cu(3): error: no such name"),
         (UNDERLINED, "The shapes do not fit."),

@@ -12,7 +12,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
-from relax_hetero.errors import BuildError, HeteroError
+from relax_hetero.errors import BuildError
 from relax_hetero.transform import FormDispatches, LowerToVM, RealizeVDevice
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
@@ -156,7 +156,7 @@ def test_an_op_without_kernel_is_named():
     ],
 )
 def test_a_cpu_that_is_not_described_is_this_one(target, mcpu, cores, caplog):
-    """As in ``vdevices=["llvm"]``; the generic CPU is to be named, and code for it is said to be slow where it is not."""
+    """As in ``vdevices=["llvm"]``; where code is for the oldest CPU by chance, it is said to be slow."""
     vdevice = tvm.relax.VDevice(tvm.target.Target(target), 0, "global")
     bb = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType((4,), "float32", vdevice))
@@ -173,8 +173,6 @@ def test_a_cpu_that_is_not_described_is_this_one(target, mcpu, cores, caplog):
     assert ("rh.native" in caplog.text) == (mcpu is None)
     vm = rh.vm.VirtualMachine(exe, {vdevice: "cpu:0"})
     np.testing.assert_allclose(vm["main"](np.zeros(4, "float32")).numpy(), 1)
-
-
 
 
 def test_tvm_compile_works_on_one_device_and_refuses_two():

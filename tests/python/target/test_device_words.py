@@ -30,7 +30,11 @@ CPU, NVIDIA = "; the CPU is called 'llvm'", "; an NVIDIA GPU is called 'cuda'"
         ("mps:0", "; an Apple GPU is called 'metal'; did you mean 'metal:0'?", "; an Apple GPU is called 'metal'"),
         ("H100", "; did you mean 'nvidia/nvidia-h100'?", ""),
         ("sm_80", '; an NVIDIA GPU of that architecture is {"kind": "cuda", "arch": "sm_80"}', ""),
-        ("llvm -mcpu=skylake", '; a target with attributes is a dict, or in JSON: {"kind": "llvm", "mcpu": "skylake"}', ""),
+        (
+            "llvm -mcpu=skylake",
+            '; a target with attributes is a dict, or in JSON: {"kind": "llvm", "mcpu": "skylake"}',
+            "",
+        ),
         ("llvm,cuda:0", "; several devices are a list: ['llvm', 'cuda:0']", ""),
         ("tpu", "", ""),
         ("", "", ""),

@@ -8,6 +8,7 @@ from ...artifact.placement_words import AUTO
 from .plan_costs import TICKS, PlanCosts
 from .work_graph import OUTSIDE
 
+
 def choice(decided: str, seconds: Sequence[float], device: int, names: Sequence[str], more: str = "") -> str:
     """The reason of work on `device`, which takes so many seconds on each."""
     times = [f"{time_text(seconds[device])} here"]
@@ -17,12 +18,15 @@ def choice(decided: str, seconds: Sequence[float], device: int, names: Sequence[
 
 def kept_away(name: str, limit: int, free: float, needed: float) -> str:
     """The figures of a limit of memory; `free` bytes are what other work leaves of it."""
-    return f"; of the limit of {limit:,} bytes on {name} other work leaves {max(0, round(free)):,}, and {needed:,.0f} are needed"
+    leaves = f"other work leaves {max(0, round(free)):,}, and {needed:,.0f} are needed"
+    return f"; of the limit of {limit:,} bytes on {name} {leaves}"
 
 
 def time_text(seconds: float) -> str:
     """Seconds in a unit that leaves few digits."""
-    unit, factor = next((u, f) for u, f in (("s", 1.0), ("ms", 1e3), ("us", 1e6), ("ns", 1e9)) if seconds * f >= 1 or u == "ns")
+    unit, factor = next(
+        (u, f) for u, f in (("s", 1.0), ("ms", 1e3), ("us", 1e6), ("ns", 1e9)) if seconds * f >= 1 or u == "ns"
+    )
     return f"{seconds * factor:.3g} {unit}"
 
 
@@ -81,7 +85,9 @@ def _transfers(costs: PlanCosts, plan: Sequence[int], unit: int) -> int:
 
 def _bytes_of(costs: PlanCosts, unit: int) -> float:
     """Bytes that a device would have to hold for a unit: weights, and the values that it makes."""
-    made = sum(costs.graph.values[index].size for index in costs.around[unit] if costs.graph.values[index].maker == unit)
+    made = sum(
+        costs.graph.values[index].size for index in costs.around[unit] if costs.graph.values[index].maker == unit
+    )
     return sum(costs.graph.units[unit].weights.values()) + made
 
 

@@ -73,7 +73,9 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
         raise FrontendError("GGUF files are read by the package gguf; pip install 'relax-hetero[llm]'") from error
     except (OSError, ValueError, KeyError, IndexError, OverflowError) as error:
         hint = hint_of(path, "rh.from_gguf")
-        why = hint if hint and Path(path).exists() else f": {getattr(error, 'strerror', None) or error}{near_file(path)}"
+        why = (
+            hint if hint and Path(path).exists() else f": {getattr(error, 'strerror', None) or error}{near_file(path)}"
+        )
         raise FrontendError(f"{os.fspath(path)}: is no GGUF file that can be read{why}") from error
     return GgufFile(Path(path), fields, tensors)
 

@@ -127,9 +127,8 @@ def read_model(model: ModelSource) -> tuple[onnx.ModelProto, str, Path | None, i
         data = bytes(model)
         return _parse(data, "the model's bytes"), "the model", None, len(data)
     if not isinstance(model, (str, os.PathLike)):
-        raise FrontendError(
-            f"rh.from_onnx: {found(model, 'rh.from_onnx')}; expected a path, the bytes of an ONNX file or an onnx.ModelProto"
-        )
+        expected = "expected a path, the bytes of an ONNX file or an onnx.ModelProto"
+        raise FrontendError(f"rh.from_onnx: {found(model, 'rh.from_onnx')}; {expected}")
     path = Path(os.fsdecode(model))
     try:
         data = read_regular(path, _LARGEST_FILE)

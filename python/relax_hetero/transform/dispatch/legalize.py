@@ -14,9 +14,9 @@ from tvm_ffi import structural_map
 
 from ...artifact.reasons import reason
 from ...errors import BuildError
-from ..ir.operand_text import operand_text
 from ..ir.blocks import shape_of, tensor_type
 from ..ir.op_names import CONCAT, RESHAPE
+from ..ir.operand_text import operand_text
 from ..ir.rewriting import (
     copy_module,
     map_bindings,

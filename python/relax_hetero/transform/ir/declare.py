@@ -98,7 +98,9 @@ def declare_pass(
             except HeteroError:
                 raise
             except Exception as error:  # passes of TVM, and what they call, raise what has no common class
-                raise BuildError(f"this module cannot be lowered by {name}: {place_of(error)}{reason(error)}") from error
+                raise BuildError(
+                    f"this module cannot be lowered by {name}: {place_of(error)}{reason(error)}"
+                ) from error
 
         return tvm.transform.module_pass(run, opt_level=0, name=name)
 

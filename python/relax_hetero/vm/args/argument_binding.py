@@ -234,7 +234,9 @@ def _packed_hint(signature: FunctionSignature, args: Sequence[Any]) -> str:
     if isinstance(value, Mapping):
         return f'one {type(value).__name__}: write vm["{signature.name}"](**inputs) to give its values by name'
     if isinstance(value, (list, tuple)) and len(signature.inputs) > 1 and len(value) == len(signature.inputs):
-        return f'one {type(value).__name__} of {len(value)}: write vm["{signature.name}"](*inputs) to give them one by one'
+        return (
+            f'one {type(value).__name__} of {len(value)}: write vm["{signature.name}"](*inputs) to give them one by one'
+        )
     return ""
 
 

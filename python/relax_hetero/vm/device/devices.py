@@ -89,7 +89,9 @@ def to_device(device: object) -> runtime.Device:
             return runtime.device(device)
         except ValueError as error:
             hint = device_hint(device, tuple(TYPE_NAMES.values()))
-            raise BindingError(f"{device!r} is no device ({error}){hint}; expected text like 'cpu:1' or 'cuda:0'") from None
+            raise BindingError(
+                f"{device!r} is no device ({error}){hint}; expected text like 'cpu:1' or 'cuda:0'"
+            ) from None
     raise BindingError(f"{device!r} ({type(device).__name__}) is no device; expected a tvm.Device or text like 'cpu:1'")
 
 
