@@ -10,6 +10,9 @@ from ..errors import BindingError, HeteroError, MemoryLimitError, printable
 from .checks import refused_by
 from .metadata import Metadata, device_names
 
+AUTO = "auto, "
+"""What reasons of automatic placement begin with; up to the first ": " they say what decided, and then give figures."""
+
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
     """Lines of aligned columns: the first `left` hold text, the rest numbers. Rows may end early."""

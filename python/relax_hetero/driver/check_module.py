@@ -12,11 +12,11 @@ from tvm import relax, tirx
 from tvm.relax.analysis import BaseCheckResult, type_base_check
 
 from ..artifact.messages import near
-from ..artifact.reasons import reason
 from ..errors import BuildError
 from ..transform.dispatch.legalize import is_kept
 from ..transform.ir.module_attrs import is_lowered
 from ..transform.ir.operand_text import operand_text, type_text
+from ..transform.ir.reasons import reason
 from ..transform.ir.requirements import text_of
 from ..transform.ir.rewriting import op_name, relax_functions, tensor_types, walk_bindings
 

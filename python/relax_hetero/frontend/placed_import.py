@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tvm
 
-from ..artifact.placement_words import AUTO
+from ..artifact.messages import AUTO
 from ..errors import FrontendError
 from ..target.vdevice import parse_vdevices, with_vdevices
 from ..transform.ir.findings import findings_of, with_findings

@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..artifact.memory_plan import MemoryPlan
-from ..artifact.messages import unknown_name
+from ..artifact.messages import AUTO, unknown_name
 from ..artifact.metadata import CacheUse, device_names
-from ..artifact.placement_words import AUTO
 from ..errors import HeteroError
 from .call_tables import Schedules, memory_lines, memory_tables
 from .command_tables import CommandBuffers
@@ -310,13 +309,16 @@ def _token_tables(token: TokenCost) -> Iterator[Shown]:
 def _estimate_line(estimate: Mapping[str, Any]) -> str:
     time = "one call takes" if estimate["objective"] == "latency" else "time between calls"
     busy = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in estimate["busy_seconds"].items())
-    alone = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in estimate["single_device_seconds"].items())
-    sizes = ", ".join(f"{name} = {size}" for name, size in estimate.get("assumed_sizes", {}).items())
+    lines = [f"busy for one call: {busy}"]
+    if alone := estimate.get("single_device_seconds"):
+        lines.append("on one device: " + ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in alone.items()))
+    if estimate.get("figures"):
+        lines.append(f"figures: {estimate['figures']}")
+    if sizes := estimate.get("assumed_sizes"):
+        lines.append("open sizes taken as " + ", ".join(f"{name} = {size}" for name, size in sizes.items()))
     return (
-        f"Placed for {estimate['objective']} by the cost model"
-        f"{f' (figures: {figures})' if (figures := estimate.get('figures')) else ''}: "
-        f"{time} {estimate['seconds'] * 1e3:.3g} ms; busy for one call: {busy}; everything on one device: {alone}."
-        f"{f' Open sizes were assumed: {sizes}.' if sizes else ''}"
+        f"Placed for {estimate['objective']} by the cost model: {time} {estimate['seconds'] * 1e3:.3g} ms; "
+        f"{'; '.join(lines)}."
     )
 
 

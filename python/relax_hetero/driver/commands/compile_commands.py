@@ -23,12 +23,12 @@ from tvm.script.ir_builder import tirx as T
 
 from ...artifact.commands import SLOT, Barrier, Command, Dispatch, Fill, KernelSpec, Reference
 from ...artifact.dims import parse_dim
-from ...artifact.reasons import reason
 from ...artifact.signature import Dim
 from ...errors import BuildError
 from ...target.native_target import native
 from ...tir.commands.command_list import CommandList, held_in_memory
 from ...tir.core.builder import Expr, Function
+from ...transform.ir.reasons import reason
 from ...vm.command_buffer.operands import parameter_name, size_name
 from ..link.address_table import llvm_scalar, thunk
 from ..link.llvm_kernels import build_llvm

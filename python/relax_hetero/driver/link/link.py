@@ -17,11 +17,11 @@ from tvm_ffi import VisitInterrupt, structural_walk
 from tvm_ffi.registry import list_global_func_names
 
 from ...artifact.cache_folder import CacheFolder
-from ...artifact.reasons import reason
 from ...errors import BuildError
 from ...target.native_target import native
 from ...target.vdevice import host_vdevice, vdevices_of
 from ...transform.ir.module_attrs import COMMANDS
+from ...transform.ir.reasons import reason
 from ...vm.device.tensors import ALIGNMENT
 from .address_table import with_address_functions
 from .c_literals import with_c_literals

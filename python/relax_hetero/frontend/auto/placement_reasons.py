@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ...artifact.placement_words import AUTO
+from ...artifact.messages import AUTO
 from .plan_costs import TICKS, PlanCosts
 from .work_graph import OUTSIDE
 

@@ -14,10 +14,10 @@ from onnx import helper
 from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend as stock
 
-from ...artifact.reasons import reason
 from ...errors import FrontendError
 from ...op.block_products import DEQUANTIZE_BLOCKS
 from ...target.element_types import bytes_for
+from ...transform.ir.reasons import reason
 from ..import_limits import MAX_RANK, Budget, ImportLimits, budget, spending
 from ..ops.node import Node, array_of
 from ..ops.required_sizes import computed_sizes

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import tvm
 from tvm import relax
 
-from ...artifact.reasons import reason
 from ...errors import FrontendError
 from ...op.require import MET, requirement
+from ...transform.ir.reasons import reason
 from ...vm.device.tensors import ALIGNMENT
 from ..import_limits import Budget, ImportLimits, spending
 from ..onnx.control_flow.subgraphs import ImportedLoop

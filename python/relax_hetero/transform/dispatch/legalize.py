@@ -12,11 +12,11 @@ import tvm
 from tvm import relax, tirx
 from tvm_ffi import structural_map
 
-from ...artifact.reasons import reason
 from ...errors import BuildError
 from ..ir.blocks import shape_of, tensor_type
 from ..ir.op_names import CONCAT, RESHAPE
 from ..ir.operand_text import operand_text
+from ..ir.reasons import reason
 from ..ir.rewriting import (
     copy_module,
     map_bindings,

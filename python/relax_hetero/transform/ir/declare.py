@@ -22,9 +22,9 @@ from typing import Any, Concatenate, ParamSpec
 
 import tvm
 
-from ...artifact.reasons import place_of, reason
 from ...errors import BuildError, HeteroError
 from .findings import noting
+from .reasons import place_of, reason
 
 _Options = ParamSpec("_Options")
 _HEADING = re.compile(r"^(\w+)\n-{3,}$", re.MULTILINE)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from relax_hetero.artifact.reasons import place_of, reason
+from relax_hetero.transform.ir.reasons import place_of, reason
 
 OP = 'ir.Op(span=None, name="relax.add", arguments=(ir.ArgumentInfo(name="x1"),), num_inputs=2, support_level=10)'
 UNDERLINED = """The shapes do not fit.
