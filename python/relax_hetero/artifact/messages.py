@@ -42,6 +42,29 @@ def near(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
 
 
+_INTERNALS: Sequence[tuple[re.Pattern[str], str]] = [
+    (re.compile(pattern, re.DOTALL), new)
+    for pattern, new in [
+        (r"(?:\[[\d:]+\] )?\[?[^\s\[\]()]*\.(?:cc|cpp|h|cu):\d+\]?:? ?", ""),
+        (r"(?:In |Op\()?ir\.Op\(span=.*?name=\"([\w.]+)\".*?support_level=\d+\)\)?,? ?", r"\1: "),
+        (r"(?:\w+Error: ?)?(?:InternalError: ?)?Check failed: ?(?:\(.*?\) is false: ?|[^:()]*\([^:]*?\) ?: ?)?", ""),
+        (r"\b(?:InternalError|TVMError|tvm\.error\.\w+): ?", ""),
+        (r"\bmetadata\[\"[^\"]*\"\]\[\d+\]", "a constant"),
+        (r"\bI\.GlobalVar\(\"([^\"]*)\"\)", r"'\1'"),
+        (r"\bT\.(?:int64|int32)\((-?\d+)\)", r"\1"),
+        (r"\bT\.((?:u?int|float|bfloat)\d+)\b", r"\1"),
+        (r"\bR\.shape\(\[([^\]]*)\]\)", r"(\1)"),
+    ]
+]
+
+
+def without_internals(text: str) -> str:
+    """A message of TVM without conditions, classes and files of C++, its numbers and constants in plain text."""
+    for pattern, new in _INTERNALS:
+        text = pattern.sub(new, text)
+    return text
+
+
 _MISSING = re.compile(r"Cannot find ffi::Function (\S+)")
 
 
@@ -66,4 +89,5 @@ def explain_failure(what: str, error: BaseException, metadata: Metadata) -> Hete
         if re.search(rf"\b{re.escape(symbol)}\b", text)
     ]
     where = f" in {' or '.join(mentioned)}" if mentioned else ""
-    return HeteroError(f"{what} failed{where}: {type(error).__name__}: {text or 'no message'}")
+    text = without_internals(text) or "no message"
+    return HeteroError(f"{what} failed{where}: {type(error).__name__}: {text}")

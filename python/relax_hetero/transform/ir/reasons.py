@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+
+from ...artifact.messages import without_internals
 
 _LONGEST = 600
 _LINES = 3
@@ -11,21 +12,6 @@ _COMPILER_ERROR = re.compile(r"(?:^|[^\w])(?:fatal )?error: ")
 
 # What TVM writes after its message: the pass that failed, and the whole function with the place underlined.
 _DIAGNOSTIC = "\nError in pass:"
-_REPLACED: Sequence[tuple[re.Pattern[str], str]] = [
-    (re.compile(pattern, re.DOTALL), new)
-    for pattern, new in [
-        (r"(?:\[[\d:]+\] )?\[?[^\s\[\]()]*\.(?:cc|cpp|h|cu):\d+\]?:? ?", ""),
-        (r"(?:In |Op\()?ir\.Op\(span=.*?name=\"([\w.]+)\".*?support_level=\d+\)\)?,? ?", r"\1: "),
-        (r"(?:\w+Error: ?)?(?:InternalError: ?)?Check failed: ?(?:\(.*?\) is false: ?|[^:()]*\([^:]*?\) ?: ?)?", ""),
-        (r"\b(?:InternalError|TVMError|tvm\.error\.\w+): ?", ""),
-        (r"\bmetadata\[\"[^\"]*\"\]\[\d+\]", "a constant"),
-        (r"\bI\.GlobalVar\(\"([^\"]*)\"\)", r"'\1'"),
-        (r"\bT\.(?:int64|int32)\((-?\d+)\)", r"\1"),
-        (r"\bT\.((?:u?int|float|bfloat)\d+)\b", r"\1"),
-        (r"\bR\.shape\(\[([^\]]*)\]\)", r"(\1)"),
-        (r"\s+", " "),
-    ]
-]
 _UNDERLINED = re.compile(r"^ *(\w+)(?:: [^\n]*)? = [^\n]*\n *\^+ *$", re.MULTILINE)
 _FUNCTION = re.compile(r"^ *def (\w+)\(", re.MULTILINE)
 
@@ -36,9 +22,7 @@ def reason(error: BaseException) -> str:
     lines = [line for line in (line.strip(" \0") for line in text.splitlines()) if line]
     telling = [line for line in lines if _COMPILER_ERROR.search(line) or "Check failed" in line][:1]
     text = " ".join(telling or lines[:_LINES])
-    for pattern, new in _REPLACED:
-        text = pattern.sub(new, text)
-    text = text.strip(" :")
+    text = " ".join(without_internals(text).split()).strip(" :")
     if not text:
         return f"a condition of TVM does not hold ({type(error).__name__})"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
