@@ -36,6 +36,7 @@ _KINDS = {
     "module": ("a module", "rh.compile makes an Executable of it"),
     "function": ("a function", 'tvm.IRModule({"main": function}) is a module of it'),
     "kernel": ("a kernel alone", "rh.compile takes a module whose Relax function calls it by call_tir"),
+    "stock": ("code that stock TVM compiled", "rh.compile makes an Executable of the module that it came from"),
     "executable": ("", "rh.vm.VirtualMachine runs it"),
     "machine": ("", 'vm["main"](...) runs its function, vm.executable is what it runs'),
 }
@@ -54,6 +55,9 @@ _CLASSES = {
     ("tvm", "IRModule"): "module",
     ("tvm", "Function"): "function",
     ("tvm", "PrimFunc"): "kernel",
+    ("tvm", "VMExecutable"): "stock",
+    ("tvm", "Executable"): "stock",
+    ("tvm", "Module"): "stock",
     ("relax_hetero", "Executable"): "executable",
     ("relax_hetero", "VirtualMachine"): "machine",
     ("relax_hetero", "GgufFile"): "gguf",
