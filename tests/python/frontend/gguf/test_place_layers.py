@@ -168,10 +168,10 @@ def test_experts_stay_on_the_cpu_where_they_do_not_fit_the_gpu(experts):
     )
     found = devices_of(mod["decode_1"])
     assert {found[f"blk.{layer}.ffn_{part}_exps"] for layer in (0, 1) for part in ("gate", "up", "down")} == {"llvm"}
-    assert {found["blk.0.attn_q"], found["blk.1.attn_output"], found["output"]} == {"cuda"}
+    assert {found["blk.0.attn_qkv"], found["blk.1.attn_output"], found["output"]} == {"cuda"}
     findings = findings_of(mod)
     reasons = {entry.variable: entry.reason for entry in findings.placement.entries if entry.kind == "op"}
-    assert reasons["blk.0.attn_q"].startswith("auto, no device is faster: ")
+    assert reasons["blk.0.attn_qkv"].startswith("auto, no device is faster: ")
     assert reasons["blk.1.ffn_up_exps"].startswith("auto, no device is faster: ")  # in bits, not as numbers
     assert findings.placement_estimate["seconds"] == plan.seconds and not any(
         "rule" in text for text in reasons.values()
