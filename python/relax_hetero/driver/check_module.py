@@ -128,10 +128,9 @@ class _Function:
 
     def _check_call(self, binding: relax.VarBinding, call: relax.Call) -> tvm.ir.Type | None:
         callee, name = self._mod[call.op], call.op.name_hint
-        if isinstance(callee, tirx.PrimFunc):
-            raise self._error(
-                binding, f"calls the kernel {name!r} itself; expected R.call_tir({name}, (...), out_ty=...)"
-            )
+        if isinstance(callee, tirx.PrimFunc) and type(call.op.ty) is tvm.ir.Type:
+            what = f"calls the kernel {name!r}, whose variable has no type"
+            raise self._error(binding, f"{what}; expected R.call_tir({name}, (...), out_ty=...)")
         if not isinstance(callee, relax.Function):
             return None
         if len(call.args) != len(callee.params):
