@@ -21,10 +21,19 @@ from tvm import relax, tirx
 from ..artifact.cache_folder import CacheFolder
 from ..artifact.memory_plan import MemoryPlan
 from ..artifact.metadata import DeviceSpec, DispatchSpec, Metadata
-from ..errors import BuildError, HeteroError
+from ..artifact.what_reads import found
+from ..errors import BuildError
 from ..target.hosts import hosts_of, is_native
 from ..target.native_target import native
-from ..target.vdevice import VDevice, VDeviceSpec, device_name, host_vdevice, vdevice_index, vdevices_of, with_vdevices
+from ..target.vdevice import (
+    VDevice,
+    VDeviceSpec,
+    device_name,
+    host_vdevice,
+    vdevice_index,
+    vdevices_of,
+    with_vdevices,
+)
 from ..transform.encode.accuracies import with_accuracy
 from ..transform.ir.findings import findings_of
 from ..transform.ir.kernels import bytes_of, call_vdevice, called_prim_func, operations_of, ops_of, precision_of
@@ -34,10 +43,12 @@ from ..transform.ir.rewriting import op_name, relax_functions, walk_bindings, wi
 from ..transform.lower.lower_to_vm import LowerToVM
 from ..transform.lower.note_memory import memory_of
 from ..transform.partition.form_schedules import schedules_of
+from ..transform.placement.realize_targets import realize_targets
 from ..transform.record.donated import with_donated
 from ..transform.record.region_attrs import kernels_of
 from ..vm.file.executable import Executable
 from .bind_params import bind_params
+from .check_module import check_module
 from .commands.command_metadata import (
     graph_tables,
     linked_regions,
@@ -50,7 +61,6 @@ from .link.address_table import by_address
 from .link.lift_constants import lift_constants
 from .link.link import argument_alignment, link
 from .link.parallel_codegen import Progress
-from .link.reasons import reason
 from .link.repeated_calls import with_repeated_calls
 from .optional_devices import optional_indices, without_devices
 from .pipeline import PipelineStep, pipeline_steps
@@ -156,13 +166,12 @@ def prepared(
         As `compile` does; the message begins with `caller`.
     """
     if not isinstance(mod, tvm.IRModule):
-        raise BuildError(f"{caller}: found {type(mod).__name__}, expected a tvm.IRModule")
+        raise BuildError(f"{caller}: {found(mod, caller)}; expected a tvm.IRModule")
     if checks not in CHECKS:
         raise BuildError(f"{caller}: checks is {checks!r}, expected one of {', '.join(map(repr, CHECKS))}")
-    _check_globals(mod)
     check_nesting(mod)
-    if not vdevices_of(mod):
-        mod = with_vdevices(mod, [VDevice(native("llvm"))])
+    check_module(mod)
+    mod = realize_targets(mod) if vdevices_of(mod) else with_vdevices(mod, [VDevice(native("llvm"))])
     if params is not None:
         mod = bind_params(mod, params)
     if donate:
@@ -238,25 +247,12 @@ def _lower(mod: tvm.IRModule, command_buffers: bool, progress: Progress | None) 
 
 
 def run_steps(mod: tvm.IRModule, steps: Sequence[PipelineStep], progress: Progress | None) -> tvm.IRModule:
-    """The module that steps of the pipeline make; BuildError for what a stock pass raises."""
+    """The module that steps of the pipeline make."""
     for done, step in enumerate(steps, 1):
-        try:
-            mod = step.run(mod)
-        except HeteroError:
-            raise
-        except Exception as error:  # stock passes raise what has no common class
-            raise BuildError(f"this module cannot be lowered: {reason(error)}") from error
+        mod = step.run(mod)
         if progress is not None:
             progress("passes", done, len(steps))
     return mod
-
-
-def _check_globals(mod: tvm.IRModule) -> None:
-    """TVM compiles a call of a function that the module lacks, and fails when it is run."""
-    for gv, func in relax_functions(mod):
-        for callee in relax.analysis.all_global_vars(func):
-            if callee not in mod.functions:
-                raise BuildError(f"function {gv.name_hint!r} refers to {callee.name_hint!r}, which the module lacks")
 
 
 def may_write_arguments(mod: tvm.IRModule) -> bool:
@@ -280,7 +276,8 @@ def _warn_if_generic(vdevices: list[relax.VDevice]) -> None:
     ]
     if generic:
         _log.warning(
-            "%s: TVM's generic CPU target, several times slower than this CPU's own, which is rh.native('llvm')",
+            "%s: the target names no CPU, so code is for the oldest of its architecture, several times slower than for "
+            "this CPU, which is rh.native('llvm'); with an mcpu (\"generic\" for the oldest) it is meant",
             ", ".join(generic),
         )
 

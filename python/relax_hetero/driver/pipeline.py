@@ -30,6 +30,7 @@ from ..transform.lower.lower_to_vm import LowerToVM
 from ..transform.partition.form_schedules import FormSchedules
 from ..transform.permute.move_permutes import MovePermutes
 from ..transform.placement.note_graph import NoteGraph
+from ..transform.placement.realize_targets import RealizeTargets
 from ..transform.placement.realize_vdevice import RealizeVDevice
 from ..transform.quantize.sink_dequantize import SinkDequantize
 from ..transform.record.form_command_buffers import FormCommandBuffers
@@ -83,6 +84,7 @@ def pipeline_steps(command_buffers: bool = True, stock: bool = False) -> list[Pi
         step("ir", KeepFindings(), "what the passes find from here on stays with the module"),
         step("ir", KeepUnreadCalls(), "code that the module only calls runs, even if nobody reads its results"),
         step("simplify", IsolateWrites(), "kernels in place overwrite nothing that others read"),
+        step("placement", RealizeTargets(), "a target that names a kind alone becomes this machine's CPU or GPU"),
         step("placement", RealizeVDevice(), "every value and op gets its device, transfers are written out"),
         step("placement", NoteGraph(), "which op reads what stays with the module, for reports"),
         step("sizes", CheckSizes(), "what ops need of sizes that only a call knows is checked when a call begins"),

@@ -20,7 +20,7 @@ from .gguf.weights import Weights
 from .onnx.placement_rules import rule_pairs
 from .paged_cache import PagedCache
 from .place import place
-from .placed_import import check_placement
+from .placed_import import check_placement, with_auto_reasons
 
 if TYPE_CHECKING:
     from ..target.make_vdevice import VDeviceEntry
@@ -99,16 +99,21 @@ def from_gguf(
     file = path if isinstance(path, GgufFile) else read_gguf(path)
     model = hyperparameters_of(file)
     cache = PagedCache(tuple(batches), tuple(chunks), slots, context or model.context, page_type, all_logits)
+    reasons: dict[str, str] = {}
+    estimate: dict[str, Any] | None = None
     if isinstance(placement, str):
         assert devices is not None, "check_placement refuses placement without devices"
         costs = cost_model or CostModel.measured(devices)
-        placement = place_layers(file, model, cache, devices, costs, memory_limits(memory_limit, devices))
+        limits = memory_limits(memory_limit, devices)
+        placement, reasons, estimate = place_layers(file, model, cache, devices, costs, limits)
     rules = rule_pairs(placement or {})
     types = ActivationTypes(activations, trained_type(file, model), rules, devices or ())
     weights = Weights(file, model.architecture)
     mod = language_module(model, weights, cache, activation_bits, types)
     weights.check_all_read()
-    return mod if devices is None else place(mod, rules, devices)
+    if devices is not None:
+        mod = place(mod, rules, devices)
+    return mod if estimate is None else with_auto_reasons(mod, reasons, estimate)
 
 
 def hyperparameters_of(file: GgufFile) -> Hyperparameters:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..artifact.regular_files import open_regular
+from ..artifact.what_reads import found, hint_of
 from ..errors import BuildError
 from .compiled_model import CompiledModel
 from .description import ModelDescription, context_warning
@@ -71,6 +72,8 @@ def load(
         If the file or folder cannot be read, placed or compiled, or options are given for a folder, which is compiled
         already.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise BuildError(f"rh.llm.load: {found(path)}; expected the path of a GGUF file, or of a folder that was saved")
     folder = Path(path)
     if folder.is_dir():
         given = (
@@ -175,6 +178,9 @@ def _load_folder(folder: Path) -> tuple[CompiledModel, Tokenizer]:
         facts["windows"] = tuple(facts["windows"])
         description = ModelDescription(**facts)
     except (OSError, ValueError, TypeError, KeyError) as error:
+        if not path.exists():
+            hint = hint_of(folder, "rh.llm.load")
+            raise BuildError(f"{folder}: holds no language model that rh.llm.save wrote{hint}") from error
         raise BuildError(f"{path}: describes no saved language model: {error}") from error
     for name in _DIGEST_BYTES:
         if _digest(folder / name) != digests.get(name):

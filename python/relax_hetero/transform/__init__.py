@@ -22,6 +22,7 @@ _PASSES: dict[str, str] = {
     "UpdateVDevice": ".placement.update_vdevice",
     "KeepUnreadCalls": ".ir.keep_unread_calls",
     "IsolateWrites": ".simplify.isolate_writes",
+    "RealizeTargets": ".placement.realize_targets",
     "RealizeVDevice": ".placement.realize_vdevice",
     "NoteGraph": ".placement.note_graph",
     "CheckSizes": ".sizes.check_sizes",
@@ -155,6 +156,7 @@ if TYPE_CHECKING:  # what checkers and editors see: a test compares these names 
     from .partition.partition_by_host import PartitionByHost as PartitionByHost
     from .permute.move_permutes import MovePermutes as MovePermutes
     from .placement.note_graph import NoteGraph as NoteGraph
+    from .placement.realize_targets import RealizeTargets as RealizeTargets
     from .placement.realize_vdevice import RealizeVDevice as RealizeVDevice
     from .placement.realize_vdevice import verify_placement as verify_placement
     from .placement.update_vdevice import UpdateVDevice as UpdateVDevice

@@ -12,6 +12,7 @@ from tvm import runtime
 
 from ..artifact.messages import explain_failure
 from ..artifact.signature import FunctionSignature
+from ..artifact.what_reads import found
 from ..errors import BindingError, HeteroError
 from .args.argument_binding import ArgumentBinder, BoundArguments
 from .args.call_cache import CachedCall, CallCache
@@ -92,7 +93,7 @@ class VirtualMachine:
         memory_limit: object = None,
     ) -> None:
         if not isinstance(executable, Executable):
-            raise BindingError(f"VirtualMachine runs an Executable, found {type(executable).__name__}")
+            raise BindingError(f"VirtualMachine: {found(executable)}; expected an Executable, of rh.compile or rh.load")
         executable, devices, memory_limit = version_here(executable, devices, memory_limit)
         about = executable.metadata
         bound = bind_devices(about, devices)

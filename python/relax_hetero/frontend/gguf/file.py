@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from ...artifact.regular_files import open_regular
+from ...artifact.what_reads import found as found_text
+from ...artifact.what_reads import hint_of, near_file
 from ...errors import FrontendError
 from .metadata import MAX_ENTRIES, Reader, read_metadata
 
@@ -74,15 +76,18 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
         If the package gguf is not installed, or the file is none: it is cut off, of another version or byte order, or
         says of its metadata or tensors what cannot be.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise FrontendError(f"a GGUF file: {found_text(path)}; expected a path")
     try:
         with open_regular(path)[0] as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
-        raise FrontendError(f"{os.fspath(path)}: is no GGUF file that can be read: {error}") from error
+        why = f"{getattr(error, 'strerror', None) or error}{hint_of(path, 'rh.from_gguf')}{near_file(path)}"
+        raise FrontendError(f"{os.fspath(path)}: is no GGUF file that can be read: {why}") from error
     reader = Reader(memoryview(mapped), path)
     magic = bytes(reader.view[:4])
     if magic != b"GGUF":
-        raise reader.error(f"it begins with {magic!r}, expected b'GGUF'")
+        raise reader.error(f"it begins with {magic!r}, expected b'GGUF'{hint_of(path, 'rh.from_gguf')}")
     reader.skip(4, "the file's first word")
     version = reader.number("I", "the version")
     if version and version & 0xFFFF == 0:

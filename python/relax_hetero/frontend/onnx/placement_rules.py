@@ -82,7 +82,13 @@ def rule_pairs(rules: PlacementRules) -> list[tuple[str, VDeviceSpec]]:
     pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
     for pair in pairs:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise FrontendError(f"a placement rule is a pattern (a string) and a device, got {pair!r}")
+            example = "placement={'*': 'cuda:0'} or [('*', 'cuda:0')]"
+            raise FrontendError(f"a placement rule is a pattern (a string) and a device, got {pair!r}; write {example}")
+        if isinstance(pair[1], (list, tuple)):
+            raise FrontendError(
+                f"placement names {pair[1]!r} as the device of pattern {pair[0]!r}: expected one device for each "
+                "pattern, {'pattern': 'device'}"
+            )
     return [(pattern, device) for pattern, device in pairs]
 
 

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...artifact.what_reads import found
 from ...errors import FrontendError
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def exported_program(
         program = _export(torch, source, args, kwargs, dynamic_shapes)
     else:
         raise FrontendError(
-            f"from_torch: found a {type(source).__name__}, expected a torch.nn.Module or ExportedProgram"
+            f"rh.from_torch: {found(source, 'rh.from_torch')}; expected a torch.nn.Module or ExportedProgram"
         )
     table = torch.export.default_decompositions()
     for op in [op for op in table if op._schema.name.split("::")[1] in _KEPT]:

@@ -12,13 +12,13 @@ from tvm import relax
 
 from ...errors import FrontendError
 from ...op.require import MET, requirement
+from ...transform.ir.reasons import reason
 from ...vm.device.tensors import ALIGNMENT
 from ..import_limits import Budget, ImportLimits, spending
 from ..onnx.control_flow.subgraphs import ImportedLoop
 from ..onnx.importer import ImportedGraph
 from ..onnx.node_names import NodeInfo, variable_name
 from ..onnx.owned_bindings import OwnedBindings
-from ..onnx.tvm_messages import reason
 from ..ops.required_sizes import equal, renamed
 from . import ops  # noqa: F401 - registers the converters
 from .complex_values import Complex, convert_complex, converts_complex, has_complex, is_complex, part_of

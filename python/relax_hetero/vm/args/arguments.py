@@ -153,7 +153,9 @@ def as_tensor(value: Any, where: str, spec: TensorSpec) -> runtime.Tensor | np.n
         except Exception as error:  # each library raises its own
             raise BindingError(f"{where} ({type(value).__name__}) gives no array: {error}") from error
     expected = f"expected a tensor {describe(spec)} as numpy array, tvm tensor or DLPack object"
-    raise BindingError(f"{where} is a {type(value).__name__}, {expected}")
+    is_sequence = isinstance(value, (list, tuple, memoryview, bytearray))
+    hint = f"; numpy.asarray(value, {spec.dtype!r}) makes one" if is_sequence and spec.dtype else ""
+    raise BindingError(f"{where} is a {type(value).__name__}, {expected}{hint}")
 
 
 def _checked(tensor: runtime.Tensor, where: str) -> runtime.Tensor:

@@ -65,7 +65,7 @@ def test_refusals_name_what_is_wrong():
         rh.from_torch(torch.nn.Linear(3, 3))
     with pytest.raises(rh.FrontendError, match="expected a tuple"):
         rh.from_torch(torch.nn.Linear(3, 3), x)
-    with pytest.raises(rh.FrontendError, match="found a int"):
+    with pytest.raises(rh.FrontendError, match="found int"):
         rh.from_torch(3, (x,))
 
 
