@@ -21,10 +21,10 @@ _UNARY: dict[str, Any] = {
     for name in "abs ceil exp floor log sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf "
     "sigmoid round sign trunc negative".split()
 }
-_UNARY["neg"] = _UNARY.pop("negative")
+_UNARY["neg"] = _UNARY["_neg_view"] = _UNARY.pop("negative")
 _UNARY |= {"relu": relax.op.nn.relu, "silu": relax.op.nn.silu, "square": relax.op.square}
 
-_IDENTITIES = "clone alias detach detach_ contiguous lift_fresh_copy lift_fresh to_dense".split()
+_IDENTITIES = "clone alias detach detach_ contiguous lift_fresh_copy lift_fresh to_dense _to_dense".split()
 
 _COMPARISONS = {
     "eq": relax.op.equal, "ne": relax.op.not_equal, "lt": relax.op.less, "le": relax.op.less_equal,
@@ -276,6 +276,12 @@ def activation(node: TorchNode, x: relax.Expr, *given: Any) -> relax.Expr:
     negative = node.onnx("Elu", node.emit(relax.op.multiply(x, const(input_scale, node.dtype))), alpha=float(alpha))
     value = node.emit(relax.op.where(relax.op.greater(x, const(0, node.dtype)), x, negative))
     return value if scale == 1 else node.emit(relax.op.multiply(value, const(scale, node.dtype)))
+
+
+@converts("dropout", "native_dropout")
+def dropout(node: TorchNode, x: relax.Expr, *_: Any) -> Any:
+    """Nothing: programs that drop elements are refused before."""
+    return [x, node.filled(True, node.dims(x), "bool")] if node.op.startswith("native") else x
 
 
 @converts("to", "_to_copy", "type_as", "_to_dtype", "convert_element_type")

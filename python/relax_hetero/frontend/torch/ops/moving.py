@@ -109,7 +109,7 @@ def split(node: TorchNode, x: relax.Expr, *given: Any) -> list[relax.Expr]:
     axis = node.axis(dim, len(node.dims(x)))
     parts, first = [], 0
     shapes = [node.sizes.shape(value.shape) for value in node.value]
-    if not is_unbind and len(shapes) > 1 and all(isinstance(shape[axis], int) for shape in shapes):
+    if not is_unbind and len(shapes) > 1 and all(isinstance(shape[axis], int) and shape[axis] for shape in shapes):
         ends = [int(end) for end in np.cumsum([shape[axis] for shape in shapes])[:-1]]
         both = node.emit(relax.op.split(x, ends, axis))
         return [node.emit(relax.TupleGetItem(both, index)) for index in range(len(shapes))]
