@@ -204,7 +204,7 @@ def _same(node: TorchNode, x: Complex) -> Complex:
 
 
 @_rule("abs")
-def _abs(node: TorchNode, x: Complex) -> relax.Expr:
+def magnitude(node: TorchNode, x: Complex) -> relax.Expr:
     """As a hypotenuse, whose squares neither overflow nor vanish: by the larger part."""
     a, b = (node.emit(relax.op.abs(part)) for part in x)
     large, small = node.emit(relax.op.maximum(a, b)), node.emit(relax.op.minimum(a, b))

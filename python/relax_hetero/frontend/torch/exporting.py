@@ -23,6 +23,9 @@ _KEPT = frozenset(
     "replication_pad2d pad dropout native_dropout lstm gru rnn_tanh rnn_relu one_hot index_add index_copy".split()
 )
 
+# Ops that the core of ATen has, and that torch decomposes for its own compiler.
+_DECOMPOSED = frozenset("dist ldexp".split())
+
 # Values of arguments with which an op that may draw random numbers draws none.
 _DRAWS_NONE = {"train": False, "training": False, "p": 0, "dropout_p": 0, "dropout": 0, "num_layers": 1}
 
@@ -71,6 +74,9 @@ def exported_program(
     kept = _KEPT - {"lstm"} if any(map(_is_projected, _calls(program))) else _KEPT
     for op in [op for op in table if op._schema.name.split("::")[1] in kept]:
         table.pop(op)
+    for op, decomposition in torch._decomp.decomposition_table.items():
+        if getattr(op, "__name__", "").partition(".")[0] in _DECOMPOSED:
+            table[op] = decomposition
     try:
         program = program.run_decompositions(table)
     except Exception as error:

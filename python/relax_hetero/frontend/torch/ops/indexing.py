@@ -212,6 +212,17 @@ def index_add(
     return index_put(node, x, [*[None] * axis, places], source, node.op.startswith("index_add"))
 
 
+@converts("put")
+def put(
+    node: TorchNode, x: relax.Expr, indices: relax.Expr, values: relax.Expr, accumulate: bool = False
+) -> relax.Expr:
+    """A copy with elements replaced, or added to, at places of all elements in a row."""
+    flat, places, values = (node.reshape(value, [-1]) for value in (x, indices, values))
+    coordinates = node.reshape(places, [-1, 1])
+    kind = "add" if accumulate else "none"
+    return node.reshape(node.onnx("ScatterND", flat, coordinates, values, reduction=kind), node.shape)
+
+
 def _as_many(node: TorchNode, values: relax.Expr, wanted: list[Any]) -> relax.Expr:
     """Values, required to be as many as places that only a call knows the number of."""
     found = node.dims(values)
@@ -238,11 +249,13 @@ def one_hot(node: TorchNode, x: relax.Expr, count: int = -1) -> relax.Expr:
 @converts("topk", "sort")
 def topk(node: TorchNode, x: relax.Expr, *given: Any) -> list[relax.Expr]:
     """The largest or smallest in order, and where they are."""
+    if not node.dims(x):
+        return [x, node.number(0)]
     if node.op.startswith("topk"):
         count, dim, largest = (*given, *(1, -1, True)[len(given) :])[:3]
     else:
         if node.op.endswith("stable"):
             given = given[1:]
         dim, largest = (*given, *(-1, False)[len(given) :])[:2]
-        count = node.dims(x)[dim] if node.dims(x) else 1
+        count = node.dims(x)[dim]
     return node.onnx("TopK", x, [count], outputs=2, axis=dim, largest=int(largest))
