@@ -403,6 +403,12 @@ def activation(node: TorchNode, x: relax.Expr, *given: Any) -> relax.Expr:
     return value if scale == 1 else node.emit(relax.op.multiply(value, const(scale, node.dtype)))
 
 
+@converts("rrelu_with_noise_functional")
+def rrelu(node: TorchNode, x: relax.Expr, noise: relax.Expr, low: float, high: float, *_: Any) -> list[Any]:
+    """A leaky ReLU of the mean slope: programs that draw it are refused before."""
+    return [node.onnx("LeakyRelu", x, alpha=(low + high) / 2), noise]
+
+
 @converts("dropout", "native_dropout")
 def dropout(node: TorchNode, x: relax.Expr, *_: Any) -> Any:
     """Nothing: programs that drop elements are refused before."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from tvm import relax
 
-from ...ops.node import const, is_float
+from ...ops.node import const
 from ..node import TorchNode, converts
 
 
@@ -124,10 +124,11 @@ def cumulate(node: TorchNode, x: relax.Expr, dim: int, *_: Any) -> relax.Expr:
 @converts("softmax", "_softmax", "log_softmax", "_log_softmax")
 def softmax(node: TorchNode, x: relax.Expr, dim: int, *_: Any) -> relax.Expr:
     """Shares of an axis, or their logarithms."""
-    if not node.shape or not is_float(node.dtype):
-        raise node.refusal("of a single number")
     op = relax.op.nn.log_softmax if "log" in node.op else relax.op.nn.softmax
-    return node.emit(op(node.tensor(x), node.axis(dim, len(node.shape))))
+    x = node.tensor(x)
+    if not node.shape:
+        return node.reshape(node.emit(op(node.reshape(x, [1]), 0)), [])
+    return node.emit(op(x, node.axis(dim, len(node.shape))))
 
 
 @converts("linalg_vector_norm")
