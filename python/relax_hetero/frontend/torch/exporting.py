@@ -20,7 +20,8 @@ _KEPT = frozenset(
     "_upsample_bilinear2d_aa pixel_shuffle adaptive_avg_pool1d adaptive_avg_pool2d avg_pool1d avg_pool2d avg_pool3d "
     "max_pool1d max_pool2d max_pool3d grid_sampler prelu embedding addmm baddbmm tril triu log1p expm1 "
     "split split_with_sizes unbind stack index_select cumsum reflection_pad1d reflection_pad2d replication_pad1d "
-    "replication_pad2d pad dropout native_dropout lstm gru rnn_tanh rnn_relu one_hot index_add index_copy".split()
+    "replication_pad2d pad dropout native_dropout lstm gru rnn_tanh rnn_relu one_hot index_add index_copy "
+    "multilabel_margin_loss_forward".split()
 )
 
 # Ops that the core of ATen has, and that torch decomposes for its own compiler.

@@ -115,12 +115,14 @@ def attention(
         else:
             scores = node.emit(relax.op.add(scores, node.tensor(mask)))
     shares = node.emit(relax.op.nn.softmax(scores, -1))
-    if mask is not None and str(mask.ty.dtype) == "bool":  # a row that sees nothing is 0, as torch has it
-        seen = node.cast(mask, "int32")
-        none = node.emit(relax.op.equal(relax.op.max(seen, -1, True), const(0, "int32")))
-        out = node.emit(relax.op.matmul(shares, v))
-        return node.emit(relax.op.where(none, const(0, dtype), out))
-    return node.emit(relax.op.matmul(shares, v))
+    out = node.emit(relax.op.matmul(shares, v))
+    if mask is None:
+        return out
+    if str(mask.ty.dtype) == "bool":
+        sees_none = relax.op.equal(relax.op.max(node.cast(mask, "int32"), -1, True), const(0, "int32"))
+    else:
+        sees_none = relax.op.equal(relax.op.max(node.tensor(mask), -1, True), least)
+    return node.emit(relax.op.where(node.emit(sees_none), const(0, dtype), out))  # as torch has it
 
 
 def _repeated_heads(node: TorchNode, value: relax.Expr, times: int) -> relax.Expr:

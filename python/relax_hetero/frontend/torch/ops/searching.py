@@ -232,6 +232,14 @@ def as_strided(node: TorchNode, x: relax.Expr, sizes: Any, strides: Any, start: 
     return node.onnx("Gather", node.reshape(x, [-1]), const(places, "int64"), axis=0)
 
 
+@converts("_linalg_det")
+def determinant(node: TorchNode, x: relax.Expr) -> list[relax.Expr]:
+    """The determinants of square matrices."""
+    if node.used - {0}:
+        raise node.refusal("with its factors")
+    return [node.onnx("Det", x)]
+
+
 @converts("col2im")
 def col2im(
     node: TorchNode, x: relax.Expr, size: Any, kernel: Any, dilation: Any, padding: Any, stride: Any
