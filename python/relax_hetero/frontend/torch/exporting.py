@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ...errors import FrontendError
 from .torch_names import NodeNames
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 # Ops that torch would decompose, and that stay whole: kernels of this library compute them, or find them more easily.
+# The last one torch decomposes into something else (2.13), so that it is refused.
 _KEPT = frozenset(
     "linear layer_norm group_norm instance_norm rms_norm gelu silu hardswish hardsigmoid mish softplus elu leaky_relu "
     "scaled_dot_product_attention einsum matmul softmax log_softmax upsample_nearest1d upsample_nearest2d "
@@ -144,13 +145,58 @@ def _export(torch: Any, module: Any, args: Any, kwargs: Any, dynamic_shapes: Any
     if isinstance(args, torch.Tensor) or not isinstance(args, (tuple, list, type(None))):
         raise FrontendError(f"from_torch: example_args is a {type(args).__name__}, expected a tuple of arguments")
     _check_storage(torch, module, args, kwargs)
-    try:
+
+    def export() -> Any:
         with torch.no_grad():
             return torch.export.export(
                 module, tuple(args or ()), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
             )
+
+    before, after = _numbers(module), {}
+    hook = module.register_forward_hook(lambda *_: after.update(_numbers(module)))
+    try:
+        program = export()
     except Exception as error:
         raise FrontendError(f"torch cannot export {type(module).__name__}: {_first_lines(error)}") from error
+    finally:
+        hook.remove()
+    changed = {key: value for key, value in after.items() if before.get(key, value) != value}
+    if changed and _differs(module, program, export, before, changed):
+        names = ", ".join(repr(".".join(filter(None, key))) for key in changed)
+        raise FrontendError(
+            f"the module changes {names} when it runs, and computes something else in the next call; a compiled model "
+            "cannot: take the number as an input, and return the new one"
+        )
+    return program
+
+
+_Numbers: TypeAlias = "dict[tuple[str, str], bool | int | float]"
+
+
+def _numbers(module: Any) -> _Numbers:
+    """Path of a module and name of an attribute -> the number that it is."""
+    return {
+        (path, name): value
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, (bool, int, float))
+    }
+
+
+def _differs(module: Any, program: Any, export: Callable[[], Any], before: _Numbers, changed: _Numbers) -> bool:
+    """Whether a module becomes another program once its numbers have changed. Caches that fill once do not."""
+
+    def assign(numbers: _Numbers) -> None:
+        for path, name in changed:
+            vars(module.get_submodule(path))[name] = numbers[path, name]
+
+    assign(changed)
+    try:
+        return str(export().graph) != str(program.graph)
+    except Exception:  # a part of the state that is no number has not changed along
+        return False
+    finally:
+        assign(before)
 
 
 def _check_storage(torch: Any, module: Any, args: Any, kwargs: Any) -> None:

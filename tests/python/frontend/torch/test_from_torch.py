@@ -124,6 +124,23 @@ def test_weights_of_other_kinds():
             rh.from_torch(Held(held, count), (x,))
 
 
+class Counted(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls, self.longest = 0, 0
+
+    def forward(self, x):
+        self.longest = max(self.longest, x.shape[0])
+        self.calls += 1
+        return x * (self.calls if x.shape[1] == 2 else self.longest)
+
+
+def test_numbers_that_a_module_changes():
+    check(Counted(), (torch.ones(3, 3),))  # what it computes is the same in each call
+    with pytest.raises(rh.FrontendError, match="changes 'calls'.* something else in the next call"):
+        rh.from_torch(Counted(), (torch.ones(3, 2),))
+
+
 def test_weights_that_are_shared_are_one_constant():
     first, second = torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 64, bias=False)
     second.weight = first.weight
