@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..artifact.regular_files import open_regular
 from ..errors import BuildError
 from .compiled_model import CompiledModel
-from .description import ModelDescription
+from .description import ModelDescription, context_warning
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ BATCHES = (1, 2, 4, 8)
 CHUNKS = (32, 256)
 CONTEXT = 4096
 """Positions of a sequence where nothing else is said, or as many as the model was trained for."""
+
+_log = logging.getLogger("relax_hetero")
 
 _LIBRARY, _DESCRIPTION, _TOKENIZER = "model.so", "model.json", "tokenizer.gguf"
 
@@ -42,6 +45,7 @@ def load(
     page_type: str = "float16",
     memory_limit: MemoryLimit | None = None,
     activation_bits: int = 8,
+    activations: str | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> tuple[CompiledModel, Tokenizer]:
     """A language model that runs, and its tokenizer.
@@ -50,10 +54,11 @@ def load(
     ----------
     path : str or path
         A GGUF file, which is imported and compiled (or found in the compile cache), or a folder that `save` wrote.
-    vdevices, placement, batches, chunks, slots, page_type, memory_limit, activation_bits : as for `rh.from_gguf`
-        Of a file only.
+    vdevices, placement, batches, chunks, slots, page_type, memory_limit, activation_bits, activations
+        As for `rh.from_gguf`; of a file only.
     context : int, optional
-        Most positions of a sequence; by default 4,096, or as many as the model was trained for.
+        Of a file only: most positions of a sequence; by default 4,096, or as many as the model was trained for. More
+        than these are a warning in the log.
     progress : callable, optional
         As for `rh.compile`.
 
@@ -65,16 +70,28 @@ def load(
     """
     folder = Path(path)
     if folder.is_dir():
-        if vdevices is not None or placement is not None:
-            raise BuildError(f"{folder}: is compiled and so placed already; vdevices and placement go with a GGUF file")
-        return _load_folder(folder)
+        given = (
+            vdevices,
+            placement,
+            tuple(batches),
+            tuple(chunks),
+            slots,
+            context,
+            page_type,
+            memory_limit,
+            activations,
+        )
+        if given != (None, None, BATCHES, CHUNKS, None, None, "float16", None, None) or activation_bits != 8:
+            options = "vdevices, placement, context, slots and other options"
+            raise BuildError(f"{folder}: is compiled and so placed already; {options} go with a GGUF file")
+        return _warned(*_load_folder(folder))
     from ..driver import compile as compile_module
     from ..frontend import PagedCache
     from ..frontend.from_gguf import from_gguf, hyperparameters_of
     from ..frontend.gguf.file import read_gguf
 
     file = read_gguf(folder)
-    model = hyperparameters_of(file)
+    model, tokenizer = hyperparameters_of(file), Tokenizer(file.fields)
     most = min(model.context, CONTEXT) if context is None else context
     # Numbers that make no sense are refused here, by name.
     slots = PagedCache(tuple(batches), tuple(chunks), slots, most, page_type).sequences
@@ -89,6 +106,7 @@ def load(
         page_type=page_type,
         memory_limit=memory_limit,
         activation_bits=activation_bits,
+        activations=activations,
     )
     pages = [f"pages_{layer}" for layer in range(model.layers)]
     names = [f"decode_{rows}" for rows in batches] + [f"prefill_{rows}" for rows in chunks]
@@ -106,8 +124,9 @@ def load(
         page_type=page_type,
         experts=model.experts,
         experts_used=model.experts_used,
+        trained_context=model.context,
     )
-    return CompiledModel(executable, description), Tokenizer(file.fields)
+    return _warned(CompiledModel(executable, description), tokenizer)
 
 
 def save(model: CompiledModel, source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
@@ -126,6 +145,13 @@ def save(model: CompiledModel, source: str | os.PathLike[str], folder: str | os.
     model.executable.export_library(target / _LIBRARY)
     (target / _DESCRIPTION).write_text(json.dumps(asdict(model.description), indent=1))
     _copy_tokenizer(Path(source), target / _TOKENIZER)
+
+
+def _warned(model: CompiledModel, tokenizer: Tokenizer) -> tuple[CompiledModel, Tokenizer]:
+    warning = context_warning(model.context, model.trained_context)
+    if warning is not None:
+        _log.warning(warning)
+    return model, tokenizer
 
 
 def _give_memory_back() -> None:
