@@ -65,6 +65,10 @@ def exported_program(
                 "dynamic_shapes are for modules"
             )
         program = source
+    elif isinstance(source, torch.jit.ScriptModule):
+        raise FrontendError(
+            "from_torch: found a ScriptModule, which torch does not export; expected the module that it was made of"
+        )
     elif isinstance(source, torch.nn.Module):
         program = _export(torch, source, args, kwargs, dynamic_shapes)
     else:

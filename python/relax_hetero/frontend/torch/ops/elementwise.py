@@ -456,9 +456,9 @@ def arange(node: TorchNode, *given: Any) -> relax.Expr:
     (count,) = node.shape
     if all(isinstance(value, (int, float)) for value in (start, end, step)) and isinstance(count, int):
         return const(start + step * np.arange(count), node.dtype)
-    if node.dtype not in ("int32", "int64"):
-        raise node.refusal(f"of {node.dtype} with a size that only a call knows")
-    whole = node.emit(relax.op.arange(relax.prim_value(0), relax.prim_value(count), relax.prim_value(1), node.dtype))
+    dtype = node.dtype if node.dtype in ("int32", "int64") else "int64"
+    whole = node.emit(relax.op.arange(relax.prim_value(0), relax.prim_value(count), relax.prim_value(1), dtype))
+    whole = node.cast(whole, node.dtype)
     if not (isinstance(step, int) and step == 1):
         whole = node.emit(relax.op.multiply(whole, node.tensor(step)))
     return whole if isinstance(start, int) and start == 0 else node.emit(relax.op.add(whole, node.tensor(start)))

@@ -28,7 +28,7 @@ def linear(node: TorchNode, x: relax.Expr, weight: relax.Expr, bias: relax.Expr 
     return product if bias is None else node.emit(relax.op.add(product, bias))
 
 
-@converts("addmm", "baddbmm", "_sparse_addmm")
+@converts("addmm", "addmv", "baddbmm", "_sparse_addmm")
 def addmm(node: TorchNode, x: relax.Expr, a: relax.Expr, b: relax.Expr, beta: Any = 1, alpha: Any = 1) -> relax.Expr:
     """A product and a summand, each scaled."""
     product = node.emit(relax.op.matmul(a, b))
@@ -45,6 +45,18 @@ def addmm(node: TorchNode, x: relax.Expr, a: relax.Expr, b: relax.Expr, beta: An
 def einsum(node: TorchNode, equation: str, operands: list[relax.Expr], *_: Any) -> relax.Expr:
     """Sums of products by an equation."""
     return node.onnx("Einsum", *operands, equation=equation.encode())
+
+
+@converts("_trilinear")
+def trilinear(node: TorchNode, a: relax.Expr, b: relax.Expr, c: relax.Expr, *given: Any) -> relax.Expr:
+    """The sum over axes of the product of three tensors, each with new axes before: `nn.Bilinear`."""
+    *new, axes = given[:4]
+    product = None
+    for value, places in zip((a, b, c), new, strict=True):
+        for axis in sorted(places):
+            value = node.emit(relax.op.expand_dims(value, axis))
+        product = value if product is None else node.emit(relax.op.multiply(product, value))
+    return node.emit(relax.op.sum(product, axes))
 
 
 @converts("convolution", "conv1d", "conv2d", "conv3d")
