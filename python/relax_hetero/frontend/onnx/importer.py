@@ -18,6 +18,7 @@ from tvm.relax.frontend.onnx import onnx_frontend as stock
 from ...errors import FrontendError
 from ...op.block_products import DEQUANTIZE_BLOCKS
 from ...target.element_types import bytes_for, numpy_dtype
+from ...transform.ir.reasons import reason
 from ..import_limits import MAX_RANK, Budget, ImportLimits, budget, spending
 from ..ops.node import Node, array_of
 from ..ops.required_sizes import computed_sizes
@@ -38,7 +39,6 @@ from .model import ModelSource, OnnxModel, load_model, opset_in
 from .node_names import NodeInfo, inner_names, name_nodes
 from .owned_bindings import OwnedBindings
 from .support import SEQUENCE_OPS, check_supported, find_converter
-from .tvm_messages import reason
 
 _log = logging.getLogger("relax_hetero")
 
