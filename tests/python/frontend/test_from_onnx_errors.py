@@ -148,7 +148,9 @@ def test_weights_of_types_without_tensors():
 def test_a_wrong_concat_names_its_inputs_shapes():
     for second, sizes in (([3, 4], {"dims": [2, 3]}), (["k", "l"], {"dims": ["n", "m"]})):
         node = helper.make_node("Concat", ["x", "z"], ["y"], "join", axis=0)
-        infos = [helper.make_tensor_value_info(n, TensorProto.FLOAT, d) for n, d in (("x", sizes["dims"]), ("z", second))]
+        infos = [
+            helper.make_tensor_value_info(n, TensorProto.FLOAT, d) for n, d in (("x", sizes["dims"]), ("z", second))
+        ]
         graph = helper.make_graph([node], "g", infos, [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)])
         with pytest.raises(rh.HeteroError, match="Concat node 'join': its inputs have the shapes .*, expected shapes"):
             mod = rh.from_onnx(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]))
