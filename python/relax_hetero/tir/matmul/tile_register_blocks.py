@@ -35,6 +35,9 @@ ROW_BLOCK_BYTES = 3 << 19
 _TERMS = {8: 1, 16: 3}
 """Numbers of bfloat16 that stand for one of float32, by `activation_bits`."""
 
+_PLAIN_CHAIN = 1024
+"""Weights without a scale that are added up in a tile before their sum is stored, which takes as long as some steps."""
+
 _LANES = 16
 _STEP = 2 * TILE_ROWS  # k of a step, or half of it
 _LEFT, _RIGHT = (4, 5), (6, 7)  # tiles of factors; those of sums are 0 to 3, two for each of the left ones
@@ -64,7 +67,8 @@ class _Loops:
         depth, columns = spec.problem.depth, spec.problem.panel
         self.step = _STEP if spec.chain % _STEP == 0 or spec.chains == 1 else TILE_ROWS
         self.steps = ceil_div(depth, self.step)
-        self.chain = self.steps if spec.chains == 1 else spec.chain // self.step
+        chain = _PLAIN_CHAIN if spec.plan.form.is_plain else spec.chain
+        self.chain = self.steps if spec.chains == 1 else chain // self.step
         """Steps whose sums are added up in tiles."""
         self.weight_terms = 2 if spec.plan.form.name == "f16" else 1
         self.panel_words = self.steps * self.step // 2 * columns
