@@ -39,6 +39,8 @@ class CompiledModel:
     ----------
     vocabulary, context, slots, chunk : int
         Logits of a token; most positions of a sequence; most sequences decoded at once; most tokens of a prefill call.
+    decodes_like_prefill : bool
+        Whether both functions write the same bits of a token into the cache.
     cache : KVCache
     machine : VirtualMachine
 
@@ -58,6 +60,7 @@ class CompiledModel:
         self.executable, self.description = executable, description
         self.vocabulary, self.context = description.vocabulary, description.context
         self.slots, self.chunk = description.slots, self._chunks[-1]
+        self.decodes_like_prefill = description.decodes_like_prefill
         self.cache = KVCache.of(executable, description)
 
     def prefill(self, slot: int, tokens: np.ndarray | Sequence[int], every: bool = False) -> np.ndarray:

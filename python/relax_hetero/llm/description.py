@@ -21,6 +21,8 @@ class ModelDescription:
         Element type of the cache.
     experts, experts_used : int
         0 for a model without.
+    decodes_like_prefill : bool
+        As `Model` says.
     """
 
     name: str
@@ -33,3 +35,4 @@ class ModelDescription:
     page_type: str = "float16"
     experts: int = 0
     experts_used: int = 0
+    decodes_like_prefill: bool = False

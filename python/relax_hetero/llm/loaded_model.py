@@ -11,8 +11,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tvm.target import Target
+
 from ..artifact.regular_files import open_regular
 from ..errors import BuildError
+from ..target.cpu_target import cpu_target_of
+from ..target.tile_instructions import tile_instruction_for
 from .compiled_model import CompiledModel
 from .description import ModelDescription
 from .tokenizer import Tokenizer
@@ -106,8 +110,17 @@ def load(
         page_type=page_type,
         experts=model.experts,
         experts_used=model.experts_used,
+        decodes_like_prefill=all(_adds_up_alike(Target(device.target)) for device in executable.devices),
     )
     return CompiledModel(executable, description), Tokenizer(file.fields)
+
+
+def _adds_up_alike(target: Target) -> bool:
+    """Whether a device's kernels add up a row in one order, however many rows there are: CPUs do by vectors, of which
+    those with tile registers multiply many rows by these."""
+    if target.kind.name not in ("llvm", "c"):
+        return False
+    return tile_instruction_for(cpu_target_of(target), "bfloat16", "bfloat16", "float32") is None
 
 
 def save(model: CompiledModel, source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:

@@ -35,7 +35,7 @@ from .short_sums import ShortSums, is_out_of_range
 IN_FLIGHT = 8
 
 # Bytes of a row of the left operand in one block of k: a panel of 32 such columns is a fraction of the second-level
-# cache. The error of a sum of random numbers grows with their count, that of blocks' sums added up with its square root.
+# cache. The error of a sum of random numbers grows with their count, that of blocks' sums with its square root.
 K_BLOCK_BYTES = 4096
 
 
