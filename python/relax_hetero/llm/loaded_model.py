@@ -16,6 +16,7 @@ from tvm.target import Target
 from ..artifact.regular_files import open_regular
 from ..errors import BuildError
 from ..target.cpu_target import cpu_target_of
+from ..target.make_vdevice import parse_vdevices
 from ..target.tile_instructions import tile_instruction_for
 from .compiled_model import CompiledModel
 from .description import ModelDescription
@@ -31,6 +32,7 @@ CHUNKS = (32, 256)
 CONTEXT = 4096
 """Positions of a sequence where nothing else is said, or as many as the model was trained for."""
 
+_CPUS = ("llvm", "c")
 _LIBRARY, _DESCRIPTION, _TOKENIZER = "model.so", "model.json", "tokenizer.gguf"
 
 
@@ -46,6 +48,7 @@ def load(
     page_type: str = "float16",
     memory_limit: MemoryLimit | None = None,
     activation_bits: int = 8,
+    batch_invariant: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> tuple[CompiledModel, Tokenizer]:
     """A language model that runs, and its tokenizer.
@@ -58,6 +61,10 @@ def load(
         Of a file only.
     context : int, optional
         Most positions of a sequence; by default 4,096, or as many as the model was trained for.
+    batch_invariant : bool
+        Whether a text's logits must have the same bits however many others are decoded with it, and however its prompt
+        is cut into chunks. On CPUs they always have. With other devices, every call then has the rows of the largest
+        batch or chunk, so that one text takes as long as a whole batch. Of a file only.
     progress : callable, optional
         As for `rh.compile`.
 
@@ -69,8 +76,11 @@ def load(
     """
     folder = Path(path)
     if folder.is_dir():
-        if vdevices is not None or placement is not None:
-            raise BuildError(f"{folder}: is compiled and so placed already; vdevices and placement go with a GGUF file")
+        if vdevices is not None or placement is not None or batch_invariant:
+            raise BuildError(
+                f"{folder}: is compiled and so placed already; vdevices, placement and batch_invariant go with a GGUF "
+                "file"
+            )
         return _load_folder(folder)
     from ..driver import compile as compile_module
     from ..frontend import PagedCache
@@ -79,12 +89,15 @@ def load(
 
     file = read_gguf(folder)
     model = hyperparameters_of(file)
+    devices = parse_vdevices(["llvm"] if vdevices is None else vdevices)
     most = min(model.context, CONTEXT) if context is None else context
     # Numbers that make no sense are refused here, by name.
     slots = PagedCache(tuple(batches), tuple(chunks), slots, most, page_type).sequences
+    if batch_invariant and not all(device.target.kind.name in _CPUS for device in devices):
+        batches, chunks = (max(batches),), (max(chunks),)
     mod = from_gguf(
         file,
-        ["llvm"] if vdevices is None else vdevices,
+        devices,
         placement,
         batches=batches,
         chunks=chunks,
@@ -118,7 +131,7 @@ def load(
 def _adds_up_alike(target: Target) -> bool:
     """Whether a device's kernels add up a row in one order, however many rows there are: CPUs do by vectors, of which
     those with tile registers multiply many rows by these."""
-    if target.kind.name not in ("llvm", "c"):
+    if target.kind.name not in _CPUS:
         return False
     return tile_instruction_for(cpu_target_of(target), "bfloat16", "bfloat16", "float32") is None
 

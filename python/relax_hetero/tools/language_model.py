@@ -39,7 +39,7 @@ class Chosen:
     Attributes
     ----------
     path: A GGUF file, or a folder of a model that was compiled before.
-    vdevices, placement, context, slots: As `relax_hetero.llm.load` takes them; None for its own.
+    vdevices, placement, context, slots, batch_invariant: As `relax_hetero.llm.load` takes them; None for its own.
     template: A file with the template of conversations; None for the model's own.
     """
 
@@ -49,6 +49,7 @@ class Chosen:
     context: int | None
     slots: int | None
     template: Path | None
+    batch_invariant: bool = False
 
     def load(self, quiet: bool = False) -> tuple[Model, Tokenizer]:
         """The model and its tokenizer, with a spinner on stderr.
@@ -59,7 +60,7 @@ class Chosen:
         """
         import relax_hetero.llm as llm
 
-        options = {"context": self.context, "slots": self.slots}
+        options = {"context": self.context, "slots": self.slots, "batch_invariant": self.batch_invariant or None}
         given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         with console(stderr=True).status(f"Loading {self.path.name}") as status:
             if not quiet:
@@ -95,6 +96,12 @@ _OPTIONS = (
         metavar="FILE",
         help="A template of conversations in place of the model's own.",
     ),
+    click.option(
+        "--batch-invariant",
+        is_flag=True,
+        help="On GPUs, too, give a text the same bits whatever runs beside it, as CPUs do: each step then takes as long "
+        "as one of the largest batch.",
+    ),
     click.option("--slots", type=click.IntRange(min=1), help="The most texts that are written at once."),
     click.option("--context", type=click.IntRange(min=2), metavar="TOKENS", help="The most tokens of a conversation."),
     click.option(
@@ -126,10 +133,13 @@ def language_model_options(work: F) -> F:
         context: int | None,
         slots: int | None,
         template: Path | None,
+        batch_invariant: bool,
         **options: Any,
     ) -> None:
         work(
-            chosen=Chosen(model, list(vdevice) or None, _placement(placement), context, slots, template),
+            chosen=Chosen(
+                model, list(vdevice) or None, _placement(placement), context, slots, template, batch_invariant
+            ),
             **options,
         )
 

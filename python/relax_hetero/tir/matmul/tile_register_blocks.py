@@ -27,7 +27,7 @@ from .block_spec import BlockSpec, for_columns, store_row
 from .row_sums import emit_row_sums
 
 LEAST_ROWS = 16
-"""For fewer rows, weights are unpacked for each of them in registers."""
+"""For fewer rows, weights are unpacked for each of them in registers, unless the problem says which kind they are of."""
 
 # Of the terms of a block of rows: most of the second-level cache.
 ROW_BLOCK_BYTES = 3 << 19
@@ -44,11 +44,12 @@ _LEFT, _RIGHT = (4, 5), (6, 7)  # tiles of factors; those of sums are 0 to 3, tw
 
 
 def block_tiles(spec: BlockSpec, cpu: CpuTarget) -> TileInstruction | None:
-    """The product of tiles for weights in panels; None where tiles cannot multiply them."""
+    """The product of tiles for weights in panels; None where tiles cannot multiply them, or vectors are to."""
     problem = spec.problem
     is_whole = spec.chain % TILE_ROWS == 0 or spec.chains == 1
     is_few = isinstance(spec.m, int) and spec.m < LEAST_ROWS
-    if not is_whole or is_few or problem.panel != 2 * _LANES or 0 in (problem.depth, problem.columns):
+    by_vectors = problem.rows == "decode" or (is_few and not problem.rows)
+    if not is_whole or by_vectors or problem.panel != 2 * _LANES or 0 in (problem.depth, problem.columns):
         return None
     return tile_instruction_for(cpu, "bfloat16", "bfloat16", "float32")
 
