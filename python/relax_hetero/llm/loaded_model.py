@@ -11,8 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tvm.target import Target
-
 from ..artifact.regular_files import open_regular
 from ..errors import BuildError
 from ..target.cpu_target import cpu_target_of
@@ -23,6 +21,8 @@ from .description import ModelDescription
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from tvm.target import Target
+
     from ..frontend.auto.auto_placement import MemoryLimit
     from ..frontend.onnx.placement_rules import PlacementRules
     from ..target.make_vdevice import VDeviceEntry
@@ -93,7 +93,7 @@ def load(
     most = min(model.context, CONTEXT) if context is None else context
     # Numbers that make no sense are refused here, by name.
     slots = PagedCache(tuple(batches), tuple(chunks), slots, most, page_type).sequences
-    if batch_invariant and not all(device.target.kind.name in _CPUS for device in devices):
+    if batch_invariant and not all(device.target.kind.name in _CPUS for device in devices):  # rows have kinds on CPUs
         batches, chunks = (max(batches),), (max(chunks),)
     mod = from_gguf(
         file,
@@ -123,12 +123,12 @@ def load(
         page_type=page_type,
         experts=model.experts,
         experts_used=model.experts_used,
-        decodes_like_prefill=all(_adds_up_alike(Target(device.target)) for device in executable.devices),
+        decodes_like_prefill=all(adds_up_alike(device.target) for device in devices),
     )
     return CompiledModel(executable, description), Tokenizer(file.fields)
 
 
-def _adds_up_alike(target: Target) -> bool:
+def adds_up_alike(target: Target) -> bool:
     """Whether a device's kernels add up a row in one order, however many rows there are: CPUs do by vectors, of which
     those with tile registers multiply many rows by these."""
     if target.kind.name not in _CPUS:

@@ -99,7 +99,7 @@ _OPTIONS = (
     click.option(
         "--batch-invariant",
         is_flag=True,
-        help="On GPUs, too, give a text the same bits whatever runs beside it, as CPUs do: each step then takes as long "
+        help="Give a text the same bits whatever runs beside it on GPUs, too, as on CPUs: each step then takes as long "
         "as one of the largest batch.",
     ),
     click.option("--slots", type=click.IntRange(min=1), help="The most texts that are written at once."),

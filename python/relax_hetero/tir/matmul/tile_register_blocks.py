@@ -27,7 +27,7 @@ from .block_spec import BlockSpec, for_columns, store_row
 from .row_sums import emit_row_sums
 
 LEAST_ROWS = 16
-"""For fewer rows, weights are unpacked for each of them in registers, unless the problem says which kind they are of."""
+"""For fewer rows of no known kind, weights are unpacked for each of them in registers."""
 
 # Of the terms of a block of rows: most of the second-level cache.
 ROW_BLOCK_BYTES = 3 << 19
