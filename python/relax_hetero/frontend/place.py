@@ -16,7 +16,7 @@ from .auto.auto_placement import place_graph
 from .onnx.importer import ImportedGraph
 from .onnx.name_bindings import annotated_function
 from .onnx.node_names import NodeInfo
-from .onnx.placement_rules import PlacementRules, assign_devices, matching_patterns
+from .onnx.placement_rules import PlacementRules, assign_devices, matching_patterns, rule_pairs
 from .placed_import import check_placement, with_reasons
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def place(
         for graph in graphs.values():
             own = list(dict.fromkeys(graph.owners.values()))
             matched = matching_patterns(own, placement)
-            rules = [(pattern, device) for pattern, device in _pairs(placement) if pattern in matched.values()]
+            rules = [(pattern, device) for pattern, device in rule_pairs(placement) if pattern in matched.values()]
             by_name = assign_devices(own, rules, devices)
             chosen |= {info: by_name[info.name] for info in own if info.name in matched}
     called = _called(functions.values())
@@ -102,10 +102,6 @@ def place(
         out[gvar] = annotated_function(func, graphs[gvar], chosen, otherwise)
     placed, report = realize_vdevice(out, insert_copies=True)
     return with_reasons(placed, report, nodes, plan or ({} if isinstance(placement, str) else placement))
-
-
-def _pairs(rules: PlacementRules) -> list[tuple[str, object]]:
-    return list(rules.items() if hasattr(rules, "items") else rules)
 
 
 def _bindings(expr: relax.Expr) -> Iterator[relax.Binding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ from ..target.cpu_target import cpu_target_of
 from ..target.make_vdevice import parse_vdevices
 from ..target.tile_instructions import tile_instruction_for
 from .compiled_model import CompiledModel
-from .description import ModelDescription
+from .description import ModelDescription, context_warning
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ CHUNKS = (32, 256)
 CONTEXT = 4096
 """Positions of a sequence where nothing else is said, or as many as the model was trained for."""
 
+_log = logging.getLogger("relax_hetero")
 _CPUS = ("llvm", "c")
 _LIBRARY, _DESCRIPTION, _TOKENIZER = "model.so", "model.json", "tokenizer.gguf"
 
@@ -48,6 +50,7 @@ def load(
     page_type: str = "float16",
     memory_limit: MemoryLimit | None = None,
     activation_bits: int = 8,
+    activations: str | None = None,
     batch_invariant: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> tuple[CompiledModel, Tokenizer]:
@@ -57,10 +60,11 @@ def load(
     ----------
     path : str or path
         A GGUF file, which is imported and compiled (or found in the compile cache), or a folder that `save` wrote.
-    vdevices, placement, batches, chunks, slots, page_type, memory_limit, activation_bits : as for `rh.from_gguf`
-        Of a file only.
+    vdevices, placement, batches, chunks, slots, page_type, memory_limit, activation_bits, activations
+        As for `rh.from_gguf`; of a file only.
     context : int, optional
-        Most positions of a sequence; by default 4,096, or as many as the model was trained for.
+        Of a file only: most positions of a sequence; by default 4,096, or as many as the model was trained for. More
+        than these are a warning in the log.
     batch_invariant : bool
         Whether a text's logits must have the same bits however many others are decoded with it, and however its prompt
         is cut into chunks. On CPUs they always have. With other devices, every call then has the rows of the largest
@@ -76,19 +80,29 @@ def load(
     """
     folder = Path(path)
     if folder.is_dir():
-        if vdevices is not None or placement is not None or batch_invariant:
-            raise BuildError(
-                f"{folder}: is compiled and so placed already; vdevices, placement and batch_invariant go with a GGUF "
-                "file"
-            )
-        return _load_folder(folder)
+        given = (
+            vdevices,
+            placement,
+            tuple(batches),
+            tuple(chunks),
+            slots,
+            context,
+            page_type,
+            memory_limit,
+            activations,
+            batch_invariant,
+        )
+        if given != (None, None, BATCHES, CHUNKS, None, None, "float16", None, None, False) or activation_bits != 8:
+            options = "vdevices, placement, context, slots and other options"
+            raise BuildError(f"{folder}: is compiled and so placed already; {options} go with a GGUF file")
+        return _warned(*_load_folder(folder))
     from ..driver import compile as compile_module
     from ..frontend import PagedCache
     from ..frontend.from_gguf import from_gguf, hyperparameters_of
     from ..frontend.gguf.file import read_gguf
 
     file = read_gguf(folder)
-    model = hyperparameters_of(file)
+    model, tokenizer = hyperparameters_of(file), Tokenizer(file.fields)
     devices = parse_vdevices(["llvm"] if vdevices is None else vdevices)
     most = min(model.context, CONTEXT) if context is None else context
     # Numbers that make no sense are refused here, by name.
@@ -106,6 +120,7 @@ def load(
         page_type=page_type,
         memory_limit=memory_limit,
         activation_bits=activation_bits,
+        activations=activations,
     )
     pages = [f"pages_{layer}" for layer in range(model.layers)]
     names = [f"decode_{rows}" for rows in batches] + [f"prefill_{rows}" for rows in chunks]
@@ -123,9 +138,10 @@ def load(
         page_type=page_type,
         experts=model.experts,
         experts_used=model.experts_used,
+        trained_context=model.context,
         decodes_like_prefill=all(adds_up_alike(device.target) for device in devices),
     )
-    return CompiledModel(executable, description), Tokenizer(file.fields)
+    return _warned(CompiledModel(executable, description), tokenizer)
 
 
 def adds_up_alike(target: Target) -> bool:
@@ -152,6 +168,13 @@ def save(model: CompiledModel, source: str | os.PathLike[str], folder: str | os.
     model.executable.export_library(target / _LIBRARY)
     (target / _DESCRIPTION).write_text(json.dumps(asdict(model.description), indent=1))
     _copy_tokenizer(Path(source), target / _TOKENIZER)
+
+
+def _warned(model: CompiledModel, tokenizer: Tokenizer) -> tuple[CompiledModel, Tokenizer]:
+    warning = context_warning(model.context, model.trained_context)
+    if warning is not None:
+        _log.warning(warning)
+    return model, tokenizer
 
 
 def _give_memory_back() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -179,6 +179,45 @@ class VirtualMachine:
                 return self._run(self.executable.signature(name), bound, out)
         return self.submit_into(out, name, args, kwargs or {}, copy=False).result()
 
+    def prepare(self, name: str, tensors: Sequence[runtime.Tensor], only: int | None = None) -> Callable[[], Any]:
+        """A plain call of a function with these very tensors, whose arguments are checked once, now.
+
+        For loops that write new values into the same tensors, as decode steps of a language model do: what is left of
+        a call on the host is the call.
+
+        Parameters
+        ----------
+        name : str
+        tensors : sequence of tvm.runtime.Tensor
+            All arguments, in order, on their parameters' devices. They are kept; donated ones stay the caller's, whose
+            part it is that nothing else is in their memory by then.
+        only : int, optional
+            The result that is wanted of a tuple; by default all.
+
+        Raises
+        ------
+        BindingError
+            For arguments that do not fit, or would be copied.
+        """
+        with self._lock.held:
+            cache, ordered, call, taken = self._arguments.recall(name, tuple(tensors), None)
+            if call is None:
+                self._arguments.bind_new(name, cache, ordered, tuple(tensors), {})
+                cache, ordered, call, taken = self._arguments.recall(name, tuple(tensors), None)
+        if call is None:
+            raise BindingError(f"function {name!r} would copy an argument, expected tensors where its code reads them")
+        known = call
+
+        def run() -> Any:
+            with self._lock.held:
+                submitter = self._submitter
+                if submitter.calls.is_idle and name not in submitter.queued_functions:
+                    return self._run_cached(name, cache, known, taken, None, only)
+            result = self.call(name, tensors)
+            return result if only is None else result[only]
+
+        return run
+
     def submit(self, name: str, /, *args: Any, copy: bool = True, **kwargs: Any) -> Fence:
         """Have function `name` run, without waiting for it; arrays are copied, so they may be changed at once.
 
@@ -314,7 +353,13 @@ class VirtualMachine:
             self._module["set_instrument"](None)
 
     def _run_cached(
-        self, name: str, cache: CallCache, call: CachedCall, tensors: Sequence[runtime.Tensor], out: Any
+        self,
+        name: str,
+        cache: CallCache,
+        call: CachedCall,
+        tensors: Sequence[runtime.Tensor],
+        out: Any,
+        only: int | None = None,
     ) -> Any:
         """`_run` of a call that looks like an earlier one."""
         buffer = None
@@ -340,6 +385,8 @@ class VirtualMachine:
             self._pool.note((name, *call.dims.values.values()), (tensors, result))
         if out is None:
             ranges = self._constants.ranges
+            if only is not None:
+                result = result[only]
             if isinstance(result, _Tensor):  # as `to_python` does, without a list of ranges
                 address = result.data_ptr()
                 if not call.shares(address, tensors) and not ranges.hold(address):

@@ -106,6 +106,7 @@ class ToyModel:
         on_step: Callable[[str, Sequence[int]], None] | None = None,
     ) -> None:
         self.slots, self.context, self.chunk, self.vocabulary = slots, context, chunk, vocabulary
+        self.trained_context = 0
         self.cache = ToyCache(cache_slots or slots + 4, pages, window=window)
         self.decodes_like_prefill = decodes_like_prefill
         self._ends, self._on_step = ends, on_step or (lambda kind, slots: None)
