@@ -128,10 +128,13 @@ def random_blocks(
     block, size = gguf.GGML_QUANT_SIZES[kind]
     if columns % block:
         raise ValueError(f"rows of {columns} weights are no whole blocks of {block} as {kind.name} has them")
-    blocks = generator.integers(0, 256, (rows * columns // block, size), dtype=np.uint8)
+    count = rows * columns // block
+    blocks = np.frombuffer(bytearray(generator.bytes(count * size)), np.uint8).reshape(count, size)
     _set_scales(blocks[:256], kind, np.ones(len(blocks[:256])))
     unit = float(gguf.quants.dequantize(blocks[:256], kind).std())
-    _set_scales(blocks, kind, generator.uniform(0.5, 1.5, len(blocks)) * spread / unit)
+    # Of either sign: codes of some types lie around -1/2, not 0.
+    scales = generator.uniform(0.5, 1.5, count) * generator.choice((-1, 1), count)
+    _set_scales(blocks, kind, scales * spread / unit)
     return blocks.reshape(rows, -1)
 
 

@@ -164,7 +164,7 @@ def test_experts_stay_on_the_cpu_where_they_do_not_fit_the_gpu(experts):
     )
     found = devices_of(mod["decode_1"])
     assert {found[f"blk.{layer}.ffn_{part}_exps"] for layer in (0, 1) for part in ("gate", "up", "down")} == {"llvm"}
-    assert {found["blk.0.attn_q"], found["blk.1.attn_output"], found["output"]} == {"cuda"}
+    assert {found["blk.0.attn_qkv"], found["blk.1.attn_output"], found["output"]} == {"cuda"}
 
 
 def test_what_fits_nowhere_is_refused_by_name(experts):

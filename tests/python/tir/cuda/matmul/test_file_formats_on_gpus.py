@@ -61,10 +61,10 @@ def test_formats(name, m, n, dtype):
 
 
 DEPTHS = [
-    896, 1024, 1152, 1536, 2048, 2304, 2560, 3072, 3584, 4096, 4608, 4864, 5120, 5376, 5632, 6144, 6912, 8192, 8960, 9216,
-    9728, 10240, 11008, 12288, 13824, 14336, 15360, 17408, 18944, 21504, 22016, 25600, 27648, 28672, 29568, 36864,
+    896, 1024, 1152, 1536, 2048, 2304, 2560, 3072, 3584, 4096, 4608, 4864, 5120, 5376, 5632, 6144, 6912, 8192, 8960,
+    9216, 9728, 10240, 11008, 12288, 13824, 14336, 15360, 17408, 18944, 21504, 22016, 25600, 27648, 28672, 29568, 36864,
 ]  # fmt: skip
-"""Weights of a row in llama, qwen and gemma of 0.5 to 70 billion parameters: widths of layers and feed-forward parts."""
+"""Weights of a row in llama, qwen and gemma of 0.5 to 70 billion parameters: widths of layers and of feed-forward."""
 
 
 def check_index_bounds(name, depth, m, dtype):
