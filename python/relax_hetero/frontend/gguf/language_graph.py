@@ -18,7 +18,7 @@ from tvm import relax
 from ...encoding.pages import TABLES
 from ...op.block_products import dequantize_blocks
 from ...op.cached_attention import cached_attention
-from ..paged_cache import PagedCache
+from ..paged_cache import DECODE, PagedCache
 from .activations import ActivationTypes
 from .hyperparameters import Hyperparameters
 from .weights import Weights
@@ -54,6 +54,7 @@ class _Function:
     ) -> None:
         self.model, self.weights, self.rows, self.kind = model, weights, rows, kind
         self.activation_bits, self.types = activation_bits, types
+        self.row_kind = kind
         self._narrow: dict[tuple[relax.Expr, str], relax.Expr] = {}
         self.builder = relax.BlockBuilder()
         self.bindings: list[relax.Binding] = []
@@ -223,6 +224,7 @@ class _Function:
         model = self.model
         if "last" in self.params:
             x = self.emit(relax.op.take(x, self.params["last"], axis=0, mode="clip"), "last_row")
+            self.row_kind = DECODE  # one row of every chunk
         name = "output" if "output.weight" in self.weights else "token_embd"
         logits = self._product(self._norm(x, "output_norm"), name, model.vocabulary, model.width, "output")
         if not model.logit_cap:
@@ -249,7 +251,8 @@ class _Function:
         data, form = self.weights.matrix(f"{tensor}.weight", shape)
         if not form:
             return data
-        numbers = dequantize_blocks(data, depth=shape[-1], format=form, activation_bits=self.activation_bits)
+        bits, rows = self.activation_bits, self.row_kind
+        numbers = dequantize_blocks(data, depth=shape[-1], format=form, activation_bits=bits, rows=rows)
         return self.emit(numbers, f"{name or tensor}.numbers")
 
     def _narrowed(self, x: relax.Expr, dtype: str) -> relax.Expr:
