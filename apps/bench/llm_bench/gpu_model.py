@@ -49,7 +49,7 @@ class Ours:
 
     def __init__(self, path: Path, vdevice: str, batches: tuple[int, ...], chunk: int, context: int) -> None:
         begin = time.perf_counter()
-        self.model, _ = rh.llm.load(path, [vdevice], batches=batches, chunks=(chunk,), context=context + 256)
+        self.model, _ = rh.llm.load(path, [vdevice], batches=batches, chunks=(chunk,), context=max(context, chunk) + 64)
         self.seconds = time.perf_counter() - begin
         self.tokens = np.random.default_rng(0).integers(3, self.model.vocabulary, context).astype("int32")
         self.slots = [self.model.cache.add() for _ in range(max(batches))]

@@ -44,6 +44,8 @@ class CompiledModel:
     ----------
     vocabulary, context, trained_context, slots, chunk : int
         Logits of a token; most positions of a sequence; most sequences decoded at once; most tokens of a prefill call.
+    decodes_like_prefill : bool
+        Whether both functions write the same bits of a token into the cache.
     cache : KVCache
     machine : VirtualMachine
 
@@ -64,6 +66,7 @@ class CompiledModel:
         self.vocabulary, self.context = description.vocabulary, description.context
         self.trained_context = description.trained_context
         self.slots, self.chunk = description.slots, self._chunks[-1]
+        self.decodes_like_prefill = description.decodes_like_prefill
         self.cache = KVCache.of(executable, description)
         self._integers: dict[str, SentIntegers] = {}
         self._steps: dict[str, Callable[[], Any]] = {}

@@ -23,6 +23,8 @@ class ModelDescription:
         0 for a model without.
     trained_context : int
         Positions that the model was trained for; 0 where that is not known.
+    decodes_like_prefill : bool
+        As `Model` says.
     """
 
     name: str
@@ -36,6 +38,7 @@ class ModelDescription:
     experts: int = 0
     experts_used: int = 0
     trained_context: int = 0
+    decodes_like_prefill: bool = False
 
 
 def context_warning(context: int, trained_context: int) -> str | None:

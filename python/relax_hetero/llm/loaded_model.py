@@ -16,11 +16,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..artifact.regular_files import open_regular
 from ..artifact.what_reads import found, hint_of
 from ..errors import BuildError
+from ..target.cpu_target import cpu_target_of
+from ..target.make_vdevice import parse_vdevices
+from ..target.tile_instructions import tile_instruction_for
 from .compiled_model import CompiledModel
 from .description import ModelDescription, context_warning
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from tvm.target import Target
+
     from ..frontend.auto.auto_placement import MemoryLimit
     from ..frontend.onnx.placement_rules import PlacementRules
     from ..target.make_vdevice import VDeviceEntry
@@ -35,6 +40,7 @@ _log = logging.getLogger("relax_hetero")
 _LIBRARY, _DESCRIPTION, _TOKENIZER, _FILES = "model.so", "model.json", "tokenizer.gguf", "files"
 # The end of a library holds checksums of all its parts.
 _DIGEST_BYTES = {_LIBRARY: 4096, _TOKENIZER: None}
+_CPUS = ("llvm", "c")
 
 
 def load(
@@ -50,6 +56,7 @@ def load(
     memory_limit: MemoryLimit | None = None,
     activation_bits: int = 8,
     activations: str | None = None,
+    batch_invariant: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> tuple[CompiledModel, Tokenizer]:
     """A language model that runs, and its tokenizer.
@@ -63,6 +70,10 @@ def load(
     context : int, optional
         Of a file only: most positions of a sequence; by default 4,096, or as many as the model was trained for. More
         than these are a warning in the log.
+    batch_invariant : bool
+        Whether a text's logits must have the same bits however many others are decoded with it, and however its prompt
+        is cut into chunks. On CPUs they always have. With other devices, every call then has the rows of the largest
+        batch or chunk, so that one text takes as long as a whole batch. Of a file only.
     progress : callable, optional
         As for `rh.compile`.
 
@@ -86,8 +97,9 @@ def load(
             page_type,
             memory_limit,
             activations,
+            batch_invariant,
         )
-        if given != (None, None, BATCHES, CHUNKS, None, None, "float16", None, None) or activation_bits != 8:
+        if given != (None, None, BATCHES, CHUNKS, None, None, "float16", None, None, False) or activation_bits != 8:
             options = "vdevices, placement, context, slots and other options"
             raise BuildError(f"{folder}: is compiled and so placed already; {options} go with a GGUF file")
         return _warned(*_load_folder(folder))
@@ -98,12 +110,15 @@ def load(
 
     file = read_gguf(folder)
     model, tokenizer = hyperparameters_of(file), Tokenizer(file.fields)
+    devices = parse_vdevices(["llvm"] if vdevices is None else vdevices)
     most = min(model.context, CONTEXT) if context is None else context
     # Numbers that make no sense are refused here, by name.
     slots = PagedCache(tuple(batches), tuple(chunks), slots, most, page_type).sequences
+    if batch_invariant and not all(device.target.kind.name in _CPUS for device in devices):  # rows have kinds on CPUs
+        batches, chunks = (max(batches),), (max(chunks),)
     mod = from_gguf(
         file,
-        ["llvm"] if vdevices is None else vdevices,
+        devices,
         placement,
         batches=batches,
         chunks=chunks,
@@ -131,8 +146,17 @@ def load(
         experts=model.experts,
         experts_used=model.experts_used,
         trained_context=model.context,
+        decodes_like_prefill=all(adds_up_alike(device.target) for device in devices),
     )
     return _warned(CompiledModel(executable, description), tokenizer)
+
+
+def adds_up_alike(target: Target) -> bool:
+    """Whether a device's kernels add up a row in one order, however many rows there are: CPUs do by vectors, of which
+    those with tile registers multiply many rows by these."""
+    if target.kind.name not in _CPUS:
+        return False
+    return tile_instruction_for(cpu_target_of(target), "bfloat16", "bfloat16", "float32") is None
 
 
 def save(model: CompiledModel, source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:

@@ -39,7 +39,7 @@ class Chosen:
     Attributes
     ----------
     path: A GGUF file, or a folder of a model that was compiled before.
-    vdevices, placement, context, slots: As `relax_hetero.llm.load` takes them; None for its own.
+    vdevices, placement, context, slots, batch_invariant: As `relax_hetero.llm.load` takes them; None for its own.
     template: A file with the template of conversations; None for the model's own.
     """
 
@@ -49,6 +49,7 @@ class Chosen:
     context: int | None
     slots: int | None
     template: Path | None
+    batch_invariant: bool = False
 
     def load(self, quiet: bool = False) -> tuple[Model, Tokenizer]:
         """The model and its tokenizer, with a spinner on stderr.
@@ -59,7 +60,7 @@ class Chosen:
         """
         import relax_hetero.llm as llm
 
-        options = {"context": self.context, "slots": self.slots}
+        options = {"context": self.context, "slots": self.slots, "batch_invariant": self.batch_invariant or None}
         given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         with console(stderr=True).status(f"Loading {self.path.name}") as status:
             if not quiet:
@@ -108,6 +109,12 @@ _OPTIONS = (
         "or as many as the model was trained for if these are fewer.",
     ),
     click.option(
+        "--batch-invariant",
+        is_flag=True,
+        help="Give a text the same bits whatever runs beside it on GPUs, too, as on CPUs: each step then takes as long "
+        "as one of the largest batch.",
+    ),
+    click.option(
         "--placement",
         multiple=True,
         type=PlacementParam("pattern=device", "'blk.[0-8].*=cuda'"),
@@ -137,10 +144,13 @@ def language_model_options(work: F) -> F:
         context: int | None,
         slots: int | None,
         template: Path | None,
+        batch_invariant: bool,
         **options: Any,
     ) -> None:
         work(
-            chosen=Chosen(model, list(vdevice) or None, _placement(placement), context, slots, template),
+            chosen=Chosen(
+                model, list(vdevice) or None, _placement(placement), context, slots, template, batch_invariant
+            ),
             **options,
         )
 

@@ -18,7 +18,7 @@ from tvm import relax
 from ...encoding.pages import TABLES
 from ...op.block_products import dequantize_blocks
 from ...op.cached_attention import cached_attention
-from ..paged_cache import PagedCache
+from ..paged_cache import DECODE, PagedCache
 from .activations import ActivationTypes
 from .hyperparameters import Hyperparameters
 from .weights import Weights
@@ -54,6 +54,7 @@ class _Function:
     ) -> None:
         self.model, self.weights, self.rows, self.kind = model, weights, rows, kind
         self.activation_bits, self.types = activation_bits, types
+        self.row_kind = kind
         self._narrow: dict[tuple[relax.Expr, str], relax.Expr] = {}
         self.builder = relax.BlockBuilder()
         self.bindings: list[relax.Binding] = []
@@ -191,7 +192,8 @@ class _Function:
         """The sum of the experts that each row chooses, by their weights: (rows, width)."""
         model, rows = self.model, self.rows
         used = model.experts_used
-        scores = self._product(x, f"{name}.ffn_gate_inp", model.experts, model.width)
+        # In float32 everywhere: experts that are nearly as good as each other would change places.
+        scores = self._product(x, f"{name}.ffn_gate_inp", model.experts, model.width, dtype="float32")
         shares = self.emit(relax.op.nn.softmax(scores, axis=-1), f"{name}.ffn_moe_probs")
         best = self.emit(relax.op.topk(shares, used, axis=-1, ret_type="both", dtype="int32"), f"{name}.ffn_moe_topk")
         chosen = self.emit(relax.TupleGetItem(best, 0), f"{name}.ffn_moe_weights")
@@ -223,6 +225,7 @@ class _Function:
         model = self.model
         if "last" in self.params:
             x = self.emit(relax.op.take(x, self.params["last"], axis=0, mode="clip"), "last_row")
+            self.row_kind = DECODE  # one row of every chunk
         name = "output" if "output.weight" in self.weights else "token_embd"
         logits = self._product(self._norm(x, "output_norm"), name, model.vocabulary, model.width, "output")
         if not model.logit_cap:
@@ -249,7 +252,8 @@ class _Function:
         data, form = self.weights.matrix(f"{tensor}.weight", shape)
         if not form:
             return data
-        numbers = dequantize_blocks(data, depth=shape[-1], format=form, activation_bits=self.activation_bits)
+        bits, rows = self.activation_bits, self.row_kind
+        numbers = dequantize_blocks(data, depth=shape[-1], format=form, activation_bits=bits, rows=rows)
         return self.emit(numbers, f"{name or tensor}.numbers")
 
     def _narrowed(self, x: relax.Expr, dtype: str) -> relax.Expr:
@@ -260,10 +264,12 @@ class _Function:
             self._narrow[x, dtype] = self.emit(relax.op.astype(x, dtype), f"{x.name}.{dtype}")
         return self._narrow[x, dtype]
 
-    def _product(self, x: relax.Expr, tensor: str, columns: int, depth: int, name: str | None = None) -> relax.Expr:
+    def _product(
+        self, x: relax.Expr, tensor: str, columns: int, depth: int, name: str | None = None, dtype: str = ""
+    ) -> relax.Expr:
         """A product with a matrix of the file, and its bias where there is one: (rows, columns)."""
         name = name or tensor
-        dtype = self.types.of(name)
+        dtype = dtype or self.types.of(name)
         x = self._narrowed(x, dtype)
         matrix = self.weights.plain_matrix(f"{tensor}.weight", [columns, depth], dtype)
         if matrix is None:
