@@ -19,6 +19,9 @@ them there are. Returns 0 unless the system refuses."""
 CONFIGURE = f"{_PREFIX}.configure"
 """Give the calling thread room for so many threads, itself included, and have it use so many of them."""
 
+SPIN = f"{_PREFIX}.spin"
+"""Have callers spin for so many nanoseconds, and workers 16 times as long."""
+
 FORGET = f"{_PREFIX}.forget"
 """In a process that was forked: the calling thread's workers are gone, it makes new ones."""
 

@@ -467,6 +467,11 @@ out:
   ret i64 0
 }
 
+define internal i64 @BODY.spin(i64 %spin) {
+  store i64 %spin, ptr @workers.spin
+  ret i64 0
+}
+
 define internal i64 @BODY.forget() {
   %key = load i32, ptr @workers.key
   %status = call i32 @pthread_setspecific(i32 %key, ptr null)

@@ -43,6 +43,7 @@ _SHELLS = {"launch": "ppi", "work": "p", "end": "p", "stage": "ppp", "help": "pp
 _PACKED = {
     names.START: 7,
     names.CONFIGURE: 2,
+    names.SPIN: 1,
     names.FORGET: 0,
     names.WIDTH: 0,
     names.LAUNCH: 0,
