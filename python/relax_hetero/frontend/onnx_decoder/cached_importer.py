@@ -25,7 +25,7 @@ from ..onnx.node_names import NodeInfo
 from ..ops.elementwise import cast
 from ..ops.node import Node
 from ..paged_cache import PagedCache
-from ..symbolic_sizes import Bounds
+from ..joined_sizes import Bounds
 from .decoder_plan import IDS, POSITIONS, DecoderPlan, without_cache
 
 

@@ -2,9 +2,9 @@
 
 Requirements are checked at import where the sizes are known, else at each call.
 
-Two dimensions of other names may be equal, or one of them 1. Stock inference and kernels broadcast where types say
-which dimension is 1. Where they do not, the operands are stretched to the shape of all of them before the op: by
-kernels that fuse into it, and read element 0 where the size turns out 1.
+Two dimensions of other names may be equal, or one of them 1 (`JoinedSizes`). Stock inference and kernels broadcast
+where types say which dimension is 1. Where they do not, the operands are stretched to the shape of all of them before
+the op: by kernels that fuse into it, and read element 0 where the size turns out 1.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 import onnx
+import tvm
 import tvm_ffi
 from tvm import relax, te, tirx
 
-from ..symbolic_sizes import analyzer_for, compute_sizes, is_size_where_not_empty, sizes_of
+from ..joined_sizes import analyzer_for, known_sizes, simplified
+from ..symbolic_sizes import compute_sizes, is_size_where_not_empty, sizes_of
 from .node import Dim, Node, Position, as_dim, const
 
 MOST_ELEMENTS = 2**47
@@ -105,6 +107,10 @@ def require_multiple(node: Node, size: Dim, divisor: int, subject: str) -> None:
 def computed_sizes(node: Node, proto: onnx.NodeProto) -> Any:
     """The output of a node that computes sizes, as `compute_sizes`; none of them may be divided by 0."""
     sizes = compute_sizes(proto, node.inputs)
+    if isinstance(sizes, relax.ShapeExpr):
+        sizes = relax.ShapeExpr([shortened(node, size) for size in sizes.values])
+    elif sizes is not None and tvm.ir.is_prim_expr(sizes):
+        sizes = shortened(node, sizes)
     if sizes is None or proto.op_type not in ("Div", "Mod"):
         return sizes
     divided, divisors = map(sizes_of, node.inputs)
@@ -126,33 +132,62 @@ def shown(dims: Sequence[Dim]) -> str:
 
 def joined(node: Node, own: Dim, wanted: Dim) -> Dim:
     """One dimension of a tensor of size `own` broadcast with `wanted`, either of which may turn out to be 1."""
-    node.require(
-        any_of([equal(own, wanted), equal(own, 1), equal(wanted, 1)]), f"size {own} does not broadcast to {wanted}"
-    )
+    is_open, sizes = not (isinstance(own, int) or isinstance(wanted, int)), known_sizes()
+    for least, size in ((own, wanted), (wanted, own)) if is_open else ():
+        bound = sizes.bound_by(least, size)
+        if bound is not None:
+            sizes.note_bound(size, bound)
+            node.require(as_expr(size) <= bound, f"size {least} does not broadcast to {size}, which is at most {bound}")
+            return size
+    one = sizes.one_of(own, wanted) if is_open else None
+    if one is not None:
+        return one
+    symbol, value = sizes.joined(own, wanted) if is_open else (None, None)
+    if symbol is None or value is not None:
+        agree = any_of([equal(own, wanted), equal(own, 1), equal(wanted, 1)])
+        node.require(agree, f"size {own} does not broadcast to {wanted}")
     if isinstance(own, int):
         return wanted if own == 1 else own
     if isinstance(wanted, int):
         return own if wanted == 1 else wanted
-    for one, other in ((own, wanted), (wanted, own)):
-        if all(any(_is_same(part, known) for known in _parts(one)) for part in _parts(other)):
-            return one
-    # The larger of the two, but 0 where one is 0 and the other 1.
-    return tirx.max(own, wanted) * tirx.min(tirx.min(own, wanted), 1)
+    if value is not None:
+        _name_size(node, symbol, value)
+    return symbol
 
 
-def _parts(size: Dim) -> list[Dim]:
-    """The sizes that `joined` made one of, or the size itself."""
-    if isinstance(size, tirx.Mul) and isinstance(size.a, tirx.Max) and isinstance(size.b, tirx.Min):
-        a, b = size.a.a, size.a.b
-        if tvm_ffi.structural_equal(size, tirx.max(a, b) * tirx.min(tirx.min(a, b), 1)):
-            return _parts(a) + _parts(b)
-    return [size]
+def shortened(node: Node, size: Dim) -> Dim:
+    """A size of a few terms: itself, or the name of it."""
+    short, value = known_sizes().shortened(size)
+    if value is not None:
+        _name_size(node, short, value)
+    return short
+
+
+def with_short_sizes(node: Node, value: relax.Expr) -> relax.Expr:
+    """A tensor whose sizes are of a few terms."""
+    if not isinstance(value.ty, relax.TensorType) or not isinstance(value.ty.shape, relax.ShapeExpr):
+        return value
+    dims = node.shape(value)
+    short = [shortened(node, dim) for dim in dims]
+    is_same = all(dim is size for dim, size in zip(dims, short, strict=True))
+    return value if is_same else renamed(node, node.emit(value), short)
+
+
+def _name_size(node: Node, symbol: tirx.Var, value: tirx.Expr) -> None:
+    """Bind a symbol to its value, behind which passes look unless it is long."""
+    shape: relax.Expr = relax.ShapeExpr([value])
+    if known_sizes().is_opaque(symbol):
+        shape = node.emit(relax.op.tensor_to_shape(node.emit(relax.op.shape_to_tensor(shape))))
+    node.builder.match_cast(shape, relax.ShapeType([symbol]))
 
 
 def _is_same(one: Dim, other: Dim) -> bool:
     if isinstance(one, int) or isinstance(other, int):
         return isinstance(one, int) and isinstance(other, int) and one == other
-    return bool(tvm_ffi.structural_equal(one, other)) or analyzer_for(one, other).can_prove_equal(one, other)
+    if tvm_ffi.structural_equal(one, other):
+        return True
+    one, other = simplified(one), simplified(other)
+    return bool(analyzer_for(one, other).can_prove_equal(one, other))
 
 
 def broadcast(node: Node, data: relax.Expr, target: list[Dim]) -> relax.Expr:
