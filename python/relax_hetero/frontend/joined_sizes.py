@@ -21,7 +21,7 @@ from tvm_ffi import StructuralKey, structural_map
 
 from ..errors import FrontendError
 
-MAX_TERMS = 64
+MAX_TERMS = 24
 """Symbols, numbers and operations of a size beyond which a symbol takes its place."""
 
 _PARTS = ("a", "b", "condition", "true_value", "false_value", "value")

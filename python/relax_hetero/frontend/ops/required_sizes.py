@@ -177,7 +177,7 @@ def _name_size(node: Node, symbol: tirx.Var, value: tirx.Expr) -> None:
     """Bind a symbol to its value, behind which passes look unless it is long."""
     shape: relax.Expr = relax.ShapeExpr([value])
     if known_sizes().is_opaque(symbol):
-        shape = node.emit(relax.op.tensor_to_shape(node.emit(relax.op.shape_to_tensor(shape))))
+        shape = node.emit(relax.op.call_pure_packed("vm.builtin.copy", shape, ty_args=[relax.ShapeType(ndim=1)]))
     node.builder.match_cast(shape, relax.ShapeType([symbol]))
 
 
