@@ -1,7 +1,7 @@
 """Sizes that an import joins, and what it knows of them.
 
-Two dimensions of other names may be equal, or one of them 1: where they broadcast, a symbol stands for the size of both.
-Its value is written once, where it is made. As an expression it would hold each of the two several times, and as
+Two dimensions of other names may be equal, or one of them 1: where they broadcast, a symbol stands for the size of
+both. Its value is written once, where it is made. As an expression it would hold each of the two several times, and as
 much again wherever a later node joins it. For the same reason an expression of more than `MAX_TERMS` terms gets a
 symbol. So a size is of few terms however many nodes have handed it on, and simplifying one takes as long in the last
 layer of a model as in the first.
@@ -9,7 +9,7 @@ layer of a model as in the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import reduce
@@ -55,6 +55,7 @@ class JoinedSizes:
         # What is known where the importer stands: it ends with a branch, or a loop's body.
         self._symbols: dict[frozenset[StructuralKey], tirx.Var] = {}
         self._facts: dict[StructuralKey, int] = {}
+        self._extents: set[StructuralKey] = set()
         self._is_top = True
 
     @contextmanager
@@ -67,13 +68,13 @@ class JoinedSizes:
     @contextmanager
     def trial(self) -> Iterator[list[bool]]:
         """Forget, when left, the symbols and bounds found inside, unless True was appended to what this yields."""
-        kept = dict(self._symbols), dict(self._facts), self._is_top
+        kept = dict(self._symbols), dict(self._facts), set(self._extents), self._is_top
         is_kept = [False]
         try:
             yield is_kept
         finally:
             if not is_kept[-1]:
-                self._symbols, self._facts, self._is_top = kept
+                self._symbols, self._facts, self._extents, self._is_top = kept
 
     def bound_of(self, size: Any) -> int | None:
         """The most that a size is known to be."""
@@ -109,16 +110,24 @@ class JoinedSizes:
             key = StructuralKey(part)
             self._facts[key] = min(bound, self._facts.get(key, bound))
 
+    def note_extents(self, sizes: Iterable[Any]) -> None:
+        """Have sizes of a tensor, which calls require not to be negative, be known as such."""
+        self._extents.update(StructuralKey(size) for size in sizes if not isinstance(size, (int, tirx.Var)))
+
     def within_bounds(self, value: Any) -> Any:
-        """An expression without minima of a size and a number that it never exceeds (analyzers know bounds of symbols)."""
-        if not self._facts:
+        """An expression without minima of a size and its bound, and maxima of a tensor's size and 0."""
+        if not (self._facts or self._extents):
             return value
 
         def least(part: Any) -> Any:
             bound = self._facts.get(StructuralKey(part.a)) if isinstance(part.b, tirx.IntImm) else None
             return part if bound is None or bound > int(part.b) else part.a
 
-        return structural_map(value, (tirx.Min, least))
+        def largest(part: Any) -> Any:
+            is_zero = isinstance(part.b, tirx.IntImm) and int(part.b) == 0
+            return part.a if is_zero and StructuralKey(part.a) in self._extents else part
+
+        return structural_map(structural_map(value, (tirx.Min, least)), (tirx.Max, largest))
 
     def one_of(self, own: Any, wanted: Any) -> Any:
         """The one of two sizes that is as large as both where they broadcast, if types tell; None if they do not."""
@@ -212,7 +221,12 @@ def simplified(value: tvm.tirx.Expr) -> Any:
     """An expression of sizes in fewer terms, an int where it is one."""
     if isinstance(value, tirx.Var):
         return value
-    simple = analyzer_for(value).simplify(known_sizes().within_bounds(value))
+    analyzer = analyzer_for(value)
+    simple = analyzer.simplify(value)
+    if isinstance(simple, (tirx.IntImm, tirx.Var)):
+        return int(simple) if isinstance(simple, tirx.IntImm) else simple
+    bounded = known_sizes().within_bounds(simple)
+    simple = simple if bounded is simple else analyzer.simplify(bounded)
     return int(simple) if isinstance(simple, tirx.IntImm) else simple
 
 

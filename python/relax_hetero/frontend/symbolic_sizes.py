@@ -28,6 +28,7 @@ _Rule = Callable[[list["_Sizes | None"], dict[str, Any]], "_Sizes | None"]
 
 _QUOTIENTS = (tirx.FloorDiv, tirx.Div, tirx.FloorMod, tirx.Mod)
 
+
 def compute_sizes(node: onnx.NodeProto, operands: Sequence[Any]) -> relax.Expr | tvm.tirx.Expr | None:
     """The output of a node over sizes: a shape for a vector, an expression for a scalar, a constant of known numbers.
 

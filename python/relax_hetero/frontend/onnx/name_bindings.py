@@ -50,9 +50,9 @@ def origins_of(imported: ImportedGraph) -> dict[str, str]:
 class _Rebuild:
     """Copies bindings with new variables; types are those that were inferred, on the node's device.
 
-    Names of expressions over sizes give way to the expressions, which passes and callers know: such names keep an import
-    short (`JoinedSizes`), but a ``match_cast`` cuts blocks.
-    (TVM's mutators would infer again, and stock inference refuses operands on several devices.)
+    Names of expressions over sizes, which keep an import short (`JoinedSizes`), give way to the expressions: these are
+    what callers know, and a ``match_cast`` cuts blocks. (TVM's mutators would infer again, and stock inference refuses
+    operands on several devices.)
     """
 
     def __init__(self, imported: ImportedGraph, device_of: DeviceOf | None) -> None:

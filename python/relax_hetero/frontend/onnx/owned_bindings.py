@@ -29,7 +29,7 @@ class OwnedBindings:
 
     @contextmanager
     def trial(self) -> Iterator[Callable[[], None]]:
-        """Forget, when left, the loops, owners and sizes of bindings made inside, unless what this yields was called."""
+        """Forget, when left, loops, owners and sizes of bindings made inside, unless what this yields was called."""
         owners, loops = len(self._owners), len(self.loops)
         with known_sizes().trial() as kept:
             try:

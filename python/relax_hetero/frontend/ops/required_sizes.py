@@ -19,6 +19,7 @@ import tvm
 import tvm_ffi
 from tvm import relax, te, tirx
 
+from ...transform.ir.requirements import text_of
 from ..joined_sizes import analyzer_for, known_sizes, simplified
 from ..symbolic_sizes import compute_sizes, is_size_where_not_empty, sizes_of
 from .node import Dim, Node, Position, as_dim, const
@@ -47,7 +48,7 @@ def any_of(conditions: Sequence[Any]) -> Any:
 
 def require_equal(node: Node, found: Dim, expected: Dim, subject: str) -> None:
     """Require that two sizes agree; the error begins with `subject`: "its scale has"."""
-    node.require(equal(found, expected), f"{subject} {found} elements, expected {expected}")
+    node.require(equal(found, expected), lambda: f"{subject} {text_of(found)} elements, expected {text_of(expected)}")
 
 
 def require_shape(node: Node, value: relax.Expr, expected: Sequence[Dim], subject: str) -> relax.Expr:
@@ -58,9 +59,12 @@ def require_shape(node: Node, value: relax.Expr, expected: Sequence[Dim], subjec
     FrontendError: if its rank is another, or one of its sizes can never agree.
     """
     found = node.shape(value)
-    message = f"{subject} has shape {shown(found)}, expected {shown(expected)}"
+
+    def message() -> str:
+        return f"{subject} has shape {shown(found)}, expected {shown(expected)}"
+
     if len(found) != len(expected):
-        raise node.refusal(message)
+        raise node.refusal(message())
     pairs = list(zip(found, expected, strict=True))
     for size, wanted in pairs:
         node.require(equal(size, wanted), message)
@@ -91,9 +95,12 @@ def require_fits(node: Node, value: relax.Expr, target: Sequence[Dim], subject: 
     FrontendError: if it has more axes, or one of its sizes can never fit.
     """
     found = node.shape(value)
-    message = f"{subject} has shape {shown(found)}, which does not broadcast to {shown(target)}"
+
+    def message() -> str:
+        return f"{subject} has shape {shown(found)}, which does not broadcast to {shown(target)}"
+
     if len(found) > len(target):
-        raise node.refusal(message)
+        raise node.refusal(message())
     for size, wanted in zip(reversed(found), reversed(target), strict=False):
         node.require(any_of([equal(size, 1), equal(size, wanted)]), message)
 
@@ -127,7 +134,7 @@ def computed_sizes(node: Node, proto: onnx.NodeProto) -> Any:
 
 def shown(dims: Sequence[Dim]) -> str:
     """A shape as text."""
-    return f"[{', '.join(str(dim) for dim in dims)}]"
+    return f"[{', '.join(map(text_of, dims))}]"
 
 
 def joined(node: Node, own: Dim, wanted: Dim) -> Dim:
@@ -137,7 +144,7 @@ def joined(node: Node, own: Dim, wanted: Dim) -> Dim:
         bound = sizes.bound_by(least, size)
         if bound is not None:
             sizes.note_bound(size, bound)
-            node.require(as_expr(size) <= bound, f"size {least} does not broadcast to {size}, which is at most {bound}")
+            node.require(as_expr(size) <= bound, f"size {text_of(size)} is at most {bound}")
             return size
     one = sizes.one_of(own, wanted) if is_open else None
     if one is not None:
@@ -145,7 +152,7 @@ def joined(node: Node, own: Dim, wanted: Dim) -> Dim:
     symbol, value = sizes.joined(own, wanted) if is_open else (None, None)
     if symbol is None or value is not None:
         agree = any_of([equal(own, wanted), equal(own, 1), equal(wanted, 1)])
-        node.require(agree, f"size {own} does not broadcast to {wanted}")
+        node.require(agree, lambda: f"size {text_of(own)} does not broadcast to {text_of(wanted)}")
     if isinstance(own, int):
         return wanted if own == 1 else own
     if isinstance(wanted, int):
@@ -169,6 +176,7 @@ def with_short_sizes(node: Node, value: relax.Expr) -> relax.Expr:
         return value
     dims = node.shape(value)
     short = [shortened(node, dim) for dim in dims]
+    known_sizes().note_extents(short)
     is_same = all(dim is size for dim, size in zip(dims, short, strict=True))
     return value if is_same else renamed(node, node.emit(value), short)
 

@@ -16,7 +16,7 @@ from ..import_limits import MAX_RANK
 from .fold import fold
 from .function_body import body_with_graphs, expand, has_body
 from .node import STANDARD, Dim, Node, as_dim
-from .required_sizes import MOST_ELEMENTS, laid_by_axis, with_one_shape, with_short_sizes
+from .required_sizes import MOST_ELEMENTS, laid_by_axis, shown, with_one_shape, with_short_sizes
 
 Convert = Callable[[Node], Any]
 """A converter of ours: from a node to its output, or to a `relax.Tuple` of its outputs."""
@@ -99,11 +99,10 @@ def _check_extents(node: Node, ty: tvm.ir.Type) -> None:
     if not isinstance(shape, relax.ShapeExpr):
         return
     known = [int(dim) for dim in shape.values if isinstance(dim, tirx.IntImm)]
-    text = f"its result would have the shape [{', '.join(map(str, shape.values))}]"
     if any(size < 0 for size in known):
-        raise node.refusal(f"{text}, expected sizes of 0 and more")
+        raise node.refusal(f"its result would have the shape {shown(shape.values)}, expected sizes of 0 and more")
     if math.prod(max(size, 1) for size in known) > MOST_ELEMENTS:
-        raise node.refusal(f"{text}, more elements than memory can hold")
+        raise node.refusal(f"its result would have the shape {shown(shape.values)}, more elements than memory can hold")
 
 
 def _check_lengths(node: Node) -> None:
