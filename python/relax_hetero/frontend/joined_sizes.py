@@ -20,11 +20,7 @@ from tvm import sym, tirx
 from tvm_ffi import StructuralKey, structural_map
 
 from ..errors import FrontendError
-
-MAX_TERMS = 24
-"""Symbols, numbers and operations of a size beyond which a symbol takes its place."""
-
-_PARTS = ("a", "b", "condition", "true_value", "false_value", "value")
+from ..transform.ir.named_sizes import is_long
 
 Bounds: TypeAlias = Mapping[tirx.Var, int]
 """The most that some symbolic sizes are."""
@@ -51,7 +47,6 @@ class JoinedSizes:
         self.bounds = dict(bounds or {})
         self._inputs = inputs
         self._atoms: dict[tirx.Var, dict[StructuralKey, Any]] = {}
-        self._terms: dict[tirx.Var, int] = {}
         # What is known where the importer stands: it ends with a branch, or a loop's body.
         self._symbols: dict[frozenset[StructuralKey], tirx.Var] = {}
         self._facts: dict[StructuralKey, int] = {}
@@ -144,48 +139,25 @@ class JoinedSizes:
         key = frozenset(atoms)
         if key in self._symbols:
             return self._symbols[key], None
-        value = _larger(*atoms.values())
-        if self._is_long(value):
-            value = _larger(own, wanted)
         names = [str(atom.name) for atom in atoms.values() if isinstance(atom, tirx.Var)]
         symbol = tirx.Var("_or_".join(names) if len(names) == len(atoms) <= 3 else "joined", "int64")
         self._atoms[symbol] = atoms
-        return self._noted(symbol, value, key)
+        self._symbols[key] = symbol
+        return symbol, _larger(*atoms.values())
 
     def shortened(self, size: Any) -> tuple[Any, Any]:
         """A size of a few terms: itself, or a symbol; its value, None unless the symbol is new."""
-        if isinstance(size, int) or not self._is_long(size):
+        if isinstance(size, int) or not is_long(size):
             return size, None
         key = frozenset([StructuralKey(size)])
         if key in self._symbols:
             return self._symbols[key], None
-        return self._noted(tirx.Var("size", "int64"), size, key)
-
-    def is_opaque(self, symbol: tirx.Var) -> bool:
-        """Whether passes must not write the value of a symbol in its place: they would write a value of many terms."""
-        return self._terms.get(symbol) == 1
-
-    def _noted(self, symbol: tirx.Var, value: Any, key: frozenset[StructuralKey]) -> tuple[tirx.Var, Any]:
-        count = self._count(value)
-        self._terms[symbol] = 1 if count > MAX_TERMS else count
-        self._symbols[key] = symbol
-        return symbol, value
+        self._symbols[key] = tirx.Var("size", "int64")
+        return self._symbols[key], size
 
     def _atoms_of(self, size: Any) -> dict[StructuralKey, Any]:
         """The sizes that a symbol joins, or the size itself."""
         return self._atoms[size] if size in self._atoms else {StructuralKey(size): size}
-
-    def _is_long(self, size: Any) -> bool:
-        return self._count(size) > MAX_TERMS
-
-    def _count(self, size: Any) -> int:
-        """How many terms an expression has, with the values of symbols written in their place."""
-        count, pending = 0, [size]
-        while pending and count <= MAX_TERMS:
-            expr = pending.pop()
-            count += self._terms.get(expr, 1) if isinstance(expr, tirx.Var) else 1
-            pending += [part for name in _PARTS if isinstance(part := getattr(expr, name, None), tvm.ir.Expr)]
-        return count
 
 
 _SIZES: ContextVar[JoinedSizes | None] = ContextVar("_SIZES", default=None)

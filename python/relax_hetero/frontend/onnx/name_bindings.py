@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
 
 import tvm
 from tvm import relax
-from tvm_ffi import structural_map
 
 from ...op.require import is_requirement
+from ...transform.ir.named_sizes import expanded, named_sizes
+from ...transform.ir.requirements import symbols_in
 from ...transform.ir.rewriting import with_own_sizes
 from .control_flow.subgraphs import ImportedLoop
 from .importer import ImportedGraph
@@ -50,9 +50,7 @@ def origins_of(imported: ImportedGraph) -> dict[str, str]:
 class _Rebuild:
     """Copies bindings with new variables; types are those that were inferred, on the node's device.
 
-    Names of expressions over sizes, which keep an import short (`JoinedSizes`), give way to the expressions: these are
-    what callers know, and a ``match_cast`` cuts blocks. (TVM's mutators would infer again, and stock inference refuses
-    operands on several devices.)
+    (TVM's mutators would infer again, and stock inference refuses operands on several devices.)
     """
 
     def __init__(self, imported: ImportedGraph, device_of: DeviceOf | None) -> None:
@@ -60,7 +58,6 @@ class _Rebuild:
         self._device_of = device_of
         self._names = _binding_names(imported)
         self._vars: dict[relax.Var, relax.Var] = {}
-        self._sizes: dict[tvm.tirx.Var, tvm.ir.Expr] = {}
 
     def function(self) -> relax.Function:
         """The function of the graph."""
@@ -69,8 +66,8 @@ class _Rebuild:
         # A sequence is a tuple itself: alone, it would look like several outputs.
         is_alone = len(outputs) == 1 and not isinstance(outputs[0].ty, tvm.ir.TupleType)
         result = outputs[0] if is_alone else relax.Tuple(outputs)
-        body = self._sequence(imported.bindings, result)
-        return relax.Function(imported.params, body, body.body.ty, True)
+        body = self._sequence(_known_sizes_first(imported), result)
+        return relax.Function(imported.params, body, expanded(body.body.ty, named_sizes(imported.bindings)[1]), True)
 
     def loop(self, loop: ImportedLoop) -> relax.Function:
         """The function of a loop; its parameters have no devices."""
@@ -83,9 +80,6 @@ class _Rebuild:
         """Bindings cut into dataflow blocks at each one that stands alone."""
         groups: list[list[relax.Binding]] = []
         for binding in bindings:
-            if isinstance(binding, relax.MatchCast) and isinstance(binding.value, relax.ShapeExpr):
-                self._sizes.update(zip(binding.ty.values, self._sized(binding.value).values, strict=True))
-                continue
             if not groups or _stands_alone(binding) or _stands_alone(groups[-1][-1]):
                 groups.append([])
             groups[-1].append(binding)
@@ -105,15 +99,11 @@ class _Rebuild:
             [self._binding(binding, relax.Var if binding.var in read_later else relax.DataflowVar) for binding in group]
         )
 
-    def _sized(self, part: Any) -> Any:
-        """An expression over sizes, a shape or a type, without names of expressions."""
-        return structural_map(part, (tvm.ir.Var, lambda var: self._sizes.get(var, var))) if self._sizes else part
-
     def _binding(self, binding: relax.Binding, kind: type[relax.Var]) -> relax.Binding:
         value = self._expr(binding.value)
-        ty = self._sized(binding.ty if isinstance(binding, relax.MatchCast) else binding.var.ty)
+        ty = binding.ty if isinstance(binding, relax.MatchCast) else binding.var.ty
         # The operand of a match_cast has less of a type than its result; with the same type it would be dropped.
-        value_ty = self._sized(binding.value.ty) if isinstance(binding, relax.MatchCast) else ty
+        value_ty = binding.value.ty if isinstance(binding, relax.MatchCast) else ty
         if self._device_of is not None:
             device = self._device_of(self._imported.owners[binding.var])
             ty, value_ty = on_device(ty, device), on_device(value_ty, device)
@@ -125,17 +115,17 @@ class _Rebuild:
 
     def _expr(self, expr: relax.Expr) -> relax.Expr:
         if isinstance(expr, relax.Var):
-            return self._vars.get(expr, self._sizes.get(expr, expr))
+            return self._vars.get(expr, expr)
         if isinstance(expr, relax.Tuple):
             return relax.Tuple([self._expr(field) for field in expr.fields])
         if isinstance(expr, relax.TupleGetItem):
             return relax.TupleGetItem(self._expr(expr.tuple_value), expr.index)
         if isinstance(expr, relax.Call) and not tvm.ir.is_prim_expr(expr):
             args = [self._expr(arg) for arg in expr.args]
-            return relax.Call(expr.op, args, expr.attrs, [self._sized(ty) for ty in expr.ty_args], expr.span)
+            return relax.Call(expr.op, args, expr.attrs, expr.ty_args, expr.span)
         if isinstance(expr, relax.If):
             return relax.If(self._expr(expr.cond), self._branch(expr.true_branch), self._branch(expr.false_branch))
-        return self._sized(expr) if isinstance(expr, relax.ShapeExpr) or tvm.ir.is_prim_expr(expr) else expr
+        return expr
 
     def _branch(self, branch: relax.Expr) -> relax.SeqExpr:
         if not isinstance(branch, relax.SeqExpr):
@@ -152,6 +142,23 @@ def on_device(ty: tvm.ir.Type, vdevice: tvm.relax.VDevice) -> tvm.ir.Type:
     if isinstance(ty, tvm.ir.TupleType):
         return tvm.ir.TupleType([on_device(field, vdevice) for field in ty.fields])
     return ty
+
+
+def _known_sizes_first(imported: ImportedGraph) -> list[relax.Binding]:
+    """The bindings, first those that name sizes which follow from the parameters': there they cut no block."""
+    known = {symbol for param in imported.params for symbol in symbols_in(param.ty)}
+    names, _ = named_sizes(imported.bindings)
+    made: set[relax.Var] = set()
+    first, others = [], []
+    for binding in imported.bindings:
+        is_cast = isinstance(binding, relax.MatchCast)
+        if binding.var in names and (binding.value in made if is_cast else known.issuperset(symbols_in(binding.value))):
+            made.add(binding.var)
+            known.update(binding.ty.values if is_cast else ())
+            first.append(binding)
+        else:
+            others.append(binding)
+    return first + others
 
 
 def _stands_alone(binding: relax.Binding) -> bool:

@@ -19,8 +19,9 @@ import tvm
 import tvm_ffi
 from tvm import relax, te, tirx
 
+from ...transform.ir.named_sizes import name_size
 from ...transform.ir.requirements import text_of
-from ..joined_sizes import analyzer_for, known_sizes, simplified
+from ..joined_sizes import analyzer_for, known_sizes
 from ..symbolic_sizes import compute_sizes, is_size_where_not_empty, sizes_of
 from .node import Dim, Node, Position, as_dim, const
 
@@ -158,7 +159,7 @@ def joined(node: Node, own: Dim, wanted: Dim) -> Dim:
     if isinstance(wanted, int):
         return own if wanted == 1 else wanted
     if value is not None:
-        _name_size(node, symbol, value)
+        name_size(node.builder, symbol, value)
     return symbol
 
 
@@ -166,7 +167,7 @@ def shortened(node: Node, size: Dim) -> Dim:
     """A size of a few terms: itself, or the name of it."""
     short, value = known_sizes().shortened(size)
     if value is not None:
-        _name_size(node, short, value)
+        name_size(node.builder, short, value)
     return short
 
 
@@ -181,21 +182,10 @@ def with_short_sizes(node: Node, value: relax.Expr) -> relax.Expr:
     return value if is_same else renamed(node, node.emit(value), short)
 
 
-def _name_size(node: Node, symbol: tirx.Var, value: tirx.Expr) -> None:
-    """Bind a symbol to its value, behind which passes look unless it is long."""
-    shape: relax.Expr = relax.ShapeExpr([value])
-    if known_sizes().is_opaque(symbol):
-        shape = node.emit(relax.op.call_pure_packed("vm.builtin.copy", shape, ty_args=[relax.ShapeType(ndim=1)]))
-    node.builder.match_cast(shape, relax.ShapeType([symbol]))
-
-
 def _is_same(one: Dim, other: Dim) -> bool:
     if isinstance(one, int) or isinstance(other, int):
         return isinstance(one, int) and isinstance(other, int) and one == other
-    if tvm_ffi.structural_equal(one, other):
-        return True
-    one, other = simplified(one), simplified(other)
-    return bool(analyzer_for(one, other).can_prove_equal(one, other))
+    return bool(tvm_ffi.structural_equal(one, other)) or analyzer_for(one, other).can_prove_equal(one, other)
 
 
 def broadcast(node: Node, data: relax.Expr, target: list[Dim]) -> relax.Expr:
@@ -240,9 +230,12 @@ def stretched_to(node: Node, value: relax.Expr, target: Sequence[Dim], kept: int
     ]
     dims = node.shape(value)
     target = [*wanted, *dims[len(dims) - kept :]]
-    if not all(_is_same(size, goal) for size, goal in zip(own, wanted, strict=True)):
+    pairs = list(zip(own, wanted, strict=True))
+    # Sizes that are one within a bound only are read one by one: the bound is what an error should name.
+    is_within = [not isinstance(size, int) and known_sizes().bound_by(size, goal) is not None for size, goal in pairs]
+    if any(is_within) or not all(_is_same(*pair) for pair in pairs):
         return broadcast(node, value, target)
-    if all(tvm_ffi.structural_equal(size, goal) for size, goal in zip(own, wanted, strict=True)):
+    if all(tvm_ffi.structural_equal(*pair) for pair in pairs):
         return value
     # Legalizations prove less than `_is_same`, which knows that no size is negative: they read one expression.
     return node.emit(relax.op.reshape(value, relax.ShapeExpr(target)))

@@ -137,7 +137,7 @@ class _Writer:
             if is_top and self.is_public and isinstance(getattr(param.ty, "shape", None), relax.ShapeExpr):
                 for axis, extent in enumerate(param.ty.shape.values):
                     if isinstance(extent, tirx.Var):
-                        self.origins.setdefault(extent, f"argument {param.name!r} dimension {axis}")
+                        self.origins.setdefault(extent, f"dimension {axis} of argument {param.name!r}")
         return with_body(func, self._sequence(func.body, known | sizes_of_parameters(func), is_top))
 
     def _sequence(self, expr: relax.Expr, known: Set[tirx.Var], is_top: bool = False) -> relax.Expr:
@@ -276,8 +276,8 @@ def guard_function(
     for requirement in required:
         values: list[Any] = []
         for size in requirement.sizes:
-            origin = f"{origins[size]}: " if size in origins else ""
-            values += [tvm.ir.StringImm(f"{origin}{size.name}"), params[size]]
+            origin = f" is {origins[size]}" if size in origins else ""
+            values += [tvm.ir.StringImm(f"{size.name}{origin}"), params[size]]
         inside = tvm.ir.Var, lambda var: params.get(var, var)
         told: list[Any] = [tvm.ir.StringImm(function), tvm.ir.StringImm(requirement.message)]
         if isinstance(requirement, Allocation):
