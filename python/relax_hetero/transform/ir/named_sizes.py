@@ -26,6 +26,7 @@ MAX_TERMS = 24
 
 _HAND_ON = "vm.builtin.copy"
 """TVM's function that returns what it is given."""
+_QUOTIENTS = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
 _PARTS = ("a", "b", "condition", "true_value", "false_value", "value")
 
 
@@ -81,10 +82,11 @@ def _names_one_of(binding: relax.Binding, symbols: Container[tirx.Var]) -> bool:
 
 
 def is_long(size: Any) -> bool:
-    """Whether an expression is of more than `MAX_TERMS` terms."""
+    """Whether an expression is of more than `MAX_TERMS` terms; a quotient by a size, kept from 0, counts as many."""
     count, pending = 0, [size]
     while pending and count <= MAX_TERMS:
         expr = pending.pop()
-        count += 1
+        is_guarded = isinstance(expr, _QUOTIENTS) and not isinstance(expr.b, tirx.IntImm)
+        count += MAX_TERMS // 2 if is_guarded else 1
         pending += [part for name in _PARTS if isinstance(part := getattr(expr, name, None), tvm.ir.Expr)]
     return count > MAX_TERMS
