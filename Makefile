@@ -8,11 +8,14 @@ DIST_VENV := .venv-dist
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --quiet --quiet --disable-pip-version-check
 WORKERS ?= 2
+# Machines with GPUs may lack a network: their own interpreter does where there is no .venv.
+GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
+GPU_WORKERS ?= 12
 PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 3600
 CHECKED := python apps tests
 
-.PHONY: help demo test test-slow test-timing test-torch test-all fuzz lint format conformance docs dist clean distclean
+.PHONY: help demo test test-slow test-timing test-torch test-all gpu fuzz lint format conformance docs dist clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +24,7 @@ help:
 	@echo "make test-slow    what takes long and rarely finds more; make test-timing what reads the clock or resident"
 	@echo "                  memory, on a quiet machine; make test-all all three"
 	@echo "make test-torch   rh.from_torch and the reference of language models against PyTorch, in $(TORCH_VENV)"
+	@echo "make gpu          what needs an NVIDIA GPU (under eight minutes on 16 cores), with $(GPU_PYTHON); no network"
 	@echo "make fuzz         attack the library for FUZZ_SECONDS=3600 with random models, sizes, arguments and files"
 	@echo "make lint         ruff check, ruff format --check, mypy, import-linter"
 	@echo "make format       let ruff rewrite what lint would complain about"
@@ -46,6 +50,11 @@ test-timing: $(VENV)/.stamp-dev
 # With torch installed TVM imports it in every process, and the other tests start many: it has an environment of its own.
 test-torch: $(TORCH_VENV)/.stamp-dev
 	$(TORCH_VENV)/bin/python -m pytest -q tests/python/frontend/torch tests/python/llm tests/python/test_docs.py -k torch $(PYTEST_ARGS)
+
+# Kernels, command buffers, networks whole and cut, language models of real widths, commands of the documents.
+gpu:
+	@PYTHONPATH=python:$$PYTHONPATH $(GPU_PYTHON) tests/python/gpu/needs.py
+	$(GPU_PYTHON) -m pytest -q -n $(GPU_WORKERS) --dist worksteal -m gpu $(PYTEST_ARGS)
 
 test-all: test test-slow test-timing test-torch
 

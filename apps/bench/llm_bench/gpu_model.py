@@ -1,239 +1,199 @@
-"""A random llama-shaped model on an NVIDIA GPU, f16 and 4 bits: decode steps and prefill, beside PyTorch in f16.
+"""A random llama of 8 billion weights from a GGUF file on an NVIDIA GPU: decode and prefill, beside PyTorch in f16.
 
-python apps/bench/llm_bench/gpu_model.py                              # 8 B: 32 layers of 4,096, on a GPU of 80 GB
-python apps/bench/llm_bench/gpu_model.py --layers 4 --bits 4          # shorter
+python apps/bench/llm_bench/gpu_model.py                                    # Q4_0 and F16: 21 GB of files, 80 GB of GPU
+python apps/bench/llm_bench/gpu_model.py --layers 8 --types Q4_0,Q4_K,F16   # shorter
 
-Weights are made on the GPU. A decode step gives each sequence of a batch its next token, behind `--context` tokens of
-its cache; it and a prefill of one sequence are one CUDA graph each. Bandwidth is that of reading 4 GB once, and the
-peak that of a product of 8,192 x 8,192 x 8,192 by cuBLAS, in the same run.
+Each file is written with random weights, loaded by `rh.llm.load` with its defaults, and called as an engine calls it:
+`prefill` and `decode` of the loaded model, by the host's clock, from tokens to logits in the host's memory. PyTorch
+runs the same sizes in float16 as CUDA graphs, by the same clock. Bytes of a decode step are those of the file's
+weights and of the cache; bandwidth is that of reading 4 GB once, and the peak that of a product of 8,192 x 8,192 x
+8,192 by cuBLAS, in the same run.
 """
 
 from __future__ import annotations
 
 import json
+import random
+import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import click
 import numpy as np
-import tvm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import tvm  # noqa: E402
 from bars import Check, verdict  # noqa: E402
-from gpu_bench.device_time import Clock, Launch, microseconds, torch_on_gpu  # noqa: E402 (the folder comes first)
-from gpu_bench.programs import device_of, parsed_gpu  # noqa: E402
+from gpu_bench.device_time import Clock, microseconds, torch_on_gpu  # noqa: E402 (the folder comes first)
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from smoke import smoke  # noqa: E402
 
 import relax_hetero as rh  # noqa: E402
-from llm_bench.llama_module import BLOCK, Functions, LlamaModule, compiled, with_random_weights  # noqa: E402
-from llm_bench.llama_shape import SMALL, LlamaShape  # noqa: E402
+from llm_bench.random_gguf import LLAMA_8B, SCALES, Sizes, shapes, write_gguf  # noqa: E402
 from llm_bench.torch_llama import TorchLlama  # noqa: E402
-from relax_hetero.encoding.pages import page_shape  # noqa: E402
 
-BANDWIDTH_BAR, PEAK_BAR = 0.80, 0.70
-PEER_BARS = {16: 1.10, 4: 2.0}
-
-
-def random_tensor(device: Any) -> Callable[[list[int], str], tvm.runtime.Tensor]:
-    """Random weights on a device: by PyTorch where it has the GPU, else by numpy."""
-    torch, generator = torch_on_gpu(), np.random.default_rng(0)
-
-    def tensor(shape: list[int], dtype: str) -> tvm.runtime.Tensor:
-        is_bits = dtype == "int32"
-        # Packed weights end in the tiles' rows of k, and scales in a lane's two columns.
-        scale = 2e-3 if shape[-1] == 2 else 0.015
-        if torch is None:
-            array = generator.integers(-(2**31), 2**31, shape) if is_bits else generator.standard_normal(shape) * scale
-            return tvm.runtime.tensor(array.astype(dtype), device)
-        kinds = {"dtype": getattr(torch, dtype), "device": "cuda"}
-        if is_bits:
-            return tvm.runtime.from_dlpack(torch.randint(-(2**31), 2**31, shape, **kinds))
-        return tvm.runtime.from_dlpack(torch.empty(shape, **kinds).normal_(0, scale))
-
-    return tensor
+BANDWIDTH_BARS, PEAK_BAR = {True: 0.60, False: 0.80}, 0.70
+"""Least shares of the bandwidth by whether weights are in blocks, and of the peak."""
+PEER_BARS = {True: 2.0, False: 1.10}
+Call = Callable[[], object]
 
 
 class Ours:
-    """A compiled model on its device."""
+    """A model of a file with as many sequences as the largest batch."""
 
-    def __init__(self, shape: LlamaShape, functions: Functions, bits: int, gpu: Any) -> None:
-        self.functions, device = functions, device_of(gpu)
+    def __init__(self, path: Path, vdevice: str, batches: tuple[int, ...], chunk: int, context: int) -> None:
         begin = time.perf_counter()
-        executable = compiled(LlamaModule(shape, functions, bits, gpu))
+        self.model, _ = rh.llm.load(path, [vdevice], batches=batches, chunks=(chunk,), context=max(context, chunk) + 64)
         self.seconds = time.perf_counter() - begin
-        machine = rh.vm.VirtualMachine(with_random_weights(executable, random_tensor(device)))
-        self.machine, self.device, self.shape = machine, device, shape
-        extents = page_shape(functions.pages, shape.kv_heads, shape.size)
-        self.pages = [tvm.runtime.tensor(np.zeros(extents, "float16"), device) for _ in range(shape.layers)]
-        table = np.arange(functions.pages, dtype="int32").reshape(functions.slots, functions.most_pages)
-        self.table = tvm.runtime.tensor(table, device)
+        self.tokens = np.random.default_rng(0).integers(3, self.model.vocabulary, context).astype("int32")
+        self.slots = [self.model.cache.add() for _ in range(max(batches))]
+        for slot in self.slots:
+            for first in range(0, context - 1, chunk):
+                self.model.prefill(slot, self.tokens[first : min(first + chunk, context - 1)])
 
-    def launch(self, name: str, rows: int, positions: np.ndarray, sequences: np.ndarray) -> Launch:
-        """A launch of a function."""
-        generator, function = np.random.default_rng(1), self.machine[name]
-        tokens = generator.integers(0, self.shape.vocabulary, rows).astype("int32")
-        given = [tvm.runtime.tensor(one.astype("int32"), self.device) for one in (tokens, positions, sequences)]
+    def step(self, batch: int) -> Call:
+        """A decode step of `batch` sequences."""
 
         def work() -> object:
-            logits, *self.pages = function(*given, self.table, *self.pages)
-            return logits
+            for slot in self.slots[:batch]:
+                self.model.cache.cut(slot, len(self.tokens) - 1)
+            return self.model.decode(self.slots[:batch], [int(self.tokens[-1])] * batch)
 
-        logits = work().numpy()  # type: ignore[attr-defined]
-        assert np.isfinite(logits).all() and logits.any(), f"{name}: logits are not finite, or all zero"
         return work
 
-    def step(self, batch: int, context: int) -> Launch:
-        """A launch of a decode step."""
-        return self.launch(f"decode_{batch}", batch, np.full(batch, context - 1), np.arange(batch))
+    def prefill(self, rows: int) -> Call:
+        """A prefill of an empty sequence."""
+        slot, tokens = self.slots[0], np.resize(self.tokens, rows)
 
-    def prefill(self, rows: int) -> Launch:
-        """A launch of a prefill."""
-        return self.launch(f"prefill_{rows}", rows, np.arange(rows), np.zeros(rows))
+        def work() -> object:
+            self.model.cache.cut(slot, 0)
+            return self.model.prefill(slot, tokens)
+
+        return work
 
 
-def references(clock: Clock, rounds: int) -> dict[str, float]:
-    """Bytes read a microsecond, and operations of f16 products a microsecond; none without a GPU."""
+def medians(calls: dict[str, Call], rounds: int) -> dict[str, float]:
+    """Median milliseconds of a call of each contestant, who take turns of several calls in an order shuffled anew."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    order, shuffle = list(calls), random.Random(0)
+    for name in order:
+        calls[name]()
+    for _ in range(rounds):
+        shuffle.shuffle(order)
+        for name in order:
+            calls[name]()
+            for _ in range(5):
+                begin = time.perf_counter()
+                calls[name]()
+                times[name].append((time.perf_counter() - begin) * 1e3)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def references(rounds: int) -> dict[str, float]:
+    """Bytes read a millisecond, and operations of f16 products a millisecond; none without a GPU."""
     torch = torch_on_gpu()
-    if torch is None or clock.stream is None:
+    if torch is None:
         return {}
     source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda").view(torch.int64)
-    target = torch.empty_like(source)
     a, b = (torch.randn(8192, 8192, dtype=torch.float16, device="cuda") for _ in range(2))
-    us = microseconds(
-        clock, {"read": lambda: source.sum(), "copy": lambda: target.copy_(source), "product": lambda: a @ b}, rounds
-    )
-    bytes_of = source.numel() * 8
-    return {"read": bytes_of / us["read"], "copy": 2 * bytes_of / us["copy"], "peak": 2 * 8192**3 / us["product"]}
+    us = microseconds(Clock.of(tvm.cuda(0)), {"read": lambda: source.sum(), "product": lambda: a @ b}, rounds)
+    return {"read": source.numel() * 8e3 / us["read"], "peak": 2e3 * 8192**3 / us["product"]}
 
 
-def weight_bytes(shape: LlamaShape, bits: int) -> float:
-    """Of the weights that a token is multiplied by; of 4 bits with their scales."""
-    return shape.weights * (2 if bits == 16 else 0.5 + 2 / BLOCK)
+def operations(sizes: Sizes, rows: int) -> float:
+    """Of a prefill of so many tokens whose last row's logits are wanted: products, and causal attention."""
+    layer = sum(np.prod(shape) for name, shape in shapes(sizes).items() if name.startswith("blk.0.") and len(shape) > 1)
+    attention = 2 * sizes.heads * sizes.size * rows * (rows + 1)
+    return float(2 * rows * sizes.layers * layer + sizes.layers * attention + 2 * sizes.width * sizes.vocabulary)
 
 
-@click.command()
-@click.option("--gpu", default="cuda", show_default=True, help="Target of the GPU.")
-@click.option("--layers", default=32, show_default=True)
-@click.option("--bits", default="16,4", show_default=True, help="Of a weight: a list.")
-@click.option("--batches", default="1,8,32", show_default=True, help="Of decode steps: a list.")
+def bytes_read(path: Path, sizes: Sizes, batch: int, context: int) -> float:
+    """Of a decode step: the file's weights but the table of embeddings, and keys and values of 16 bits."""
+    import gguf
+
+    weights = sum(int(one.n_bytes) for one in gguf.GGUFReader(path).tensors if one.name != "token_embd.weight")
+    return weights + batch * context * 4.0 * sizes.layers * sizes.kv_heads * sizes.size
+
+
+@click.command(help=__doc__)
+@click.option("--vdevice", default="cuda", show_default=True)
+@click.option("--layers", default=LLAMA_8B.layers, show_default=True)
+@click.option("--types", default="Q4_0,F16", show_default=True, help="Types of all matrices: a list.")
+@click.option("--batches", default="1,8,32", show_default=True, help="Sequences of decode steps: a list.")
 @click.option("--chunk", default=2048, show_default=True, help="Tokens of a prefill.")
 @click.option("--context", default=512, show_default=True, help="Tokens of a sequence in a decode step.")
 @click.option("--rounds", default=11, show_default=True)
-@click.option("--build-only", is_flag=True, help="Compile, and run nothing: needs no GPU.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Append a line for each row there.")
-@smoke(
-    layers=2, batches="1,2", chunk=70, context=100, rounds=1, build_only=True, gpu='{"kind": "cuda", "arch": "sm_90a"}'
-)
+@smoke(vdevice="llvm", layers=0, types="Q4_0", batches="1,2", chunk=70, context=100, rounds=1)
 def main(
-    gpu: str,
+    vdevice: str,
     layers: int,
-    bits: str,
+    types: str,
     batches: str,
     chunk: int,
     context: int,
     rounds: int,
-    build_only: bool,
     json_file: Path | None,
 ) -> None:
-    """Time decode steps and prefill of a random model on a GPU, here and in PyTorch."""
-    target, console = parsed_gpu(gpu), Console(highlight=False, width=150)
-    shape = SMALL if build_only and chunk < 128 else replace(LlamaShape(), layers=layers)
-    sizes = tuple(map(int, batches.split(",")))
-    functions = Functions(sizes, (chunk,), context)
-    widths = [int(each) for each in bits.split(",")]
-    if build_only:
-        for width in widths:
-            begin = time.perf_counter()
-            compiled(LlamaModule(shape, functions, width, target))
-            console.print(f"{width} bits: compiled in {time.perf_counter() - begin:.1f} s")
-        return
-    clock = Clock.of(device_of(target))
-    with clock.current():
-        known = references(clock, rounds)
-        times = measured(shape, functions, widths, target, clock, rounds, console)
-    report(shape, functions, widths, times, known, console, json_file)
-
-
-def measured(
-    shape: LlamaShape, functions: Functions, widths: list[int], target: Any, clock: Clock, rounds: int, console: Console
-) -> dict[tuple[str, str], float]:
-    """Microseconds by what is done and by whom."""
-    launches: dict[str, dict[str, Launch]] = {}
-    chunk = functions.chunks[0]
-    for width in widths:
-        ours = Ours(shape, functions, width, target)
-        console.print(f"{width} bits: compiled in {ours.seconds:.1f} s")
-        for batch in functions.batches:
-            launches.setdefault(f"decode {batch}", {})[f"ours, {width} bits"] = ours.step(batch, functions.context)
-        launches.setdefault(f"prefill {chunk}", {})[f"ours, {width} bits"] = ours.prefill(chunk)
-    if torch_on_gpu() is not None:
-        peer = TorchLlama(shape)
-        for batch in functions.batches:
-            launches[f"decode {batch}"]["torch"] = peer.step(clock, batch, functions.context)
-        launches[f"prefill {chunk}"]["torch"] = peer.prefill(clock, chunk)
-    found = {}
-    for work, contestants in launches.items():
-        for name, us in microseconds(clock, contestants, rounds).items():
-            found[work, name] = us
-            console.print(f"{work}, {name}: {us:.1f} µs")
-    return found
-
-
-def report(
-    shape: LlamaShape,
-    functions: Functions,
-    widths: list[int],
-    times: dict[tuple[str, str], float],
-    known: dict[str, float],
-    console: Console,
-    json_file: Path | None,
-) -> None:
-    """A table, and the bars."""
-    table = Table(title=f"{shape.weights / 1e9:.2f} B weights, context {functions.context}", title_justify="left")
+    """Time decode steps and prefill."""
+    console = Console(highlight=False, width=150)
+    sizes, counts = replace(LLAMA_8B, layers=layers) if layers else Sizes(), tuple(map(int, batches.split(",")))
+    calls: dict[str, dict[str, Call]] = {}
+    read: dict[tuple[str, str], float] = {}
+    for kind in types.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            path = write_gguf(Path(folder, "model.gguf"), sizes, kind, 0)
+            ours = Ours(path, vdevice, counts, chunk, context)
+            for batch in counts:
+                read[f"decode {batch}", kind] = bytes_read(path, sizes, batch, context)
+        console.print(f"{kind}: loaded in {ours.seconds:.1f} s")
+        for batch in counts:
+            calls.setdefault(f"decode {batch}", {})[kind] = ours.step(batch)
+        calls.setdefault(f"prefill {chunk}", {})[kind] = ours.prefill(chunk)
+    if torch_on_gpu() is not None and vdevice.startswith("cuda"):
+        peer, clock = TorchLlama(sizes), Clock.of(tvm.cuda(0))
+        for batch in counts:
+            calls[f"decode {batch}"]["torch"] = peer.step(clock, batch, context)
+            read[f"decode {batch}", "torch"] = peer.bytes_read(batch, context)
+        calls[f"prefill {chunk}"]["torch"] = peer.prefill(clock, chunk)
+    known = references(rounds)
+    times = {(work, name): ms for work, each in calls.items() for name, ms in medians(each, rounds).items()}
+    table = Table(title=f"{sizes.layers} layers of {sizes.width}, context {context}", title_justify="left")
     for column in ("work", "by", "ms", "tokens/s", "TB/s or TFLOP/s", "share", "over torch"):
         table.add_column(column, justify="left" if column in ("work", "by") else "right")
     checks = []
-    for (work, name), us in times.items():
-        kind, count = work.split()
-        rows = int(count)
-        peer = times.get((work, "torch"))
-        width = 16 if name == "torch" else int(name.split()[1])
-        if kind == "decode":
-            done = weight_bytes(shape, width) + rows * shape.cache_bytes(functions.context)
-            limit, bar = known.get("read"), BANDWIDTH_BAR
-        else:
-            done, limit, bar = shape.operations(rows), known.get("peak"), PEAK_BAR
-        rate = done / us
-        ratio = peer / us if peer and name != "torch" else None
-        share = rate / limit if limit else None
-        cells = [f"{us / 1e3:.3f}", f"{rows / us * 1e6:,.0f}", f"{rate / 1e6:.2f}"]
-        table.add_row(work, name, *cells, f"{share:.2f}" if share else "", f"{ratio:.2f}" if ratio else "")
+    for (work, name), ms in times.items():
+        kind, rows = work.split()[0], int(work.split()[1])
+        is_blocks = name in SCALES_BY_NAME
+        done = read[work, name] if kind == "decode" else operations(sizes, rows)
+        limit = known.get("read" if kind == "decode" else "peak")
+        share = done / ms / limit if limit else None
+        over = times[work, "torch"] / ms if (work, "torch") in times and name != "torch" else None
+        cells = [f"{ms:.3f}", f"{rows / ms * 1e3:,.0f}", f"{done / ms / 1e9:.2f}"]
+        table.add_row(work, name, *cells, f"{share:.2f}" if share else "", f"{over:.2f}" if over else "")
         if share and name != "torch" and (kind == "prefill" or rows == 1):
-            checks.append(
-                Check(f"{work}, {name}: share of the {'peak' if kind == 'prefill' else 'bandwidth'}", share, bar)
-            )
-        if ratio and kind == "decode":
-            checks.append(Check(f"{work}, {name}, over torch", ratio, PEER_BARS[width]))
+            bar = PEAK_BAR if kind == "prefill" else BANDWIDTH_BARS[is_blocks]
+            limit_name = "peak" if kind == "prefill" else "bandwidth"
+            checks.append(Check(f"{work}, {name}: share of the {limit_name}", share, bar))
+        if over and kind == "decode":
+            checks.append(Check(f"{work}, {name}, over torch", over, PEER_BARS[is_blocks]))
         if json_file:
-            line = {"work": work, "by": name, "us": us, "share": share, "ratio": ratio}
             with json_file.open("a") as lines:
-                lines.write(json.dumps(line) + "\n")
+                lines.write(json.dumps({"work": work, "by": name, "ms": ms, "share": share, "ratio": over}) + "\n")
     console.print(table)
     if known:
-        console.print(
-            f"read {known['read'] / 1e6:.2f} TB/s, copy {known['copy'] / 1e6:.2f} TB/s, "
-            f"peak {known['peak'] / 1e6:.0f} TFLOP/s"
-        )
+        console.print(f"read {known['read'] / 1e9:.2f} TB/s, peak {known['peak'] / 1e9:.0f} TFLOP/s")
     for check in checks:
         console.print(f"{verdict(check)}: {check}", markup=False)
 
+
+SCALES_BY_NAME = {kind.name for kind in SCALES}
 
 if __name__ == "__main__":
     main()

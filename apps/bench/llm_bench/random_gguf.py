@@ -4,8 +4,8 @@ python apps/bench/llm_bench/random_gguf.py tinyllama.gguf      # 1.1 billion par
 python apps/bench/llm_bench/random_gguf.py mixture.gguf --mixture    # 64 experts of which a token takes 8
 
 Keys and names of tensors are those that llama.cpp reads, rows of llama's queries and keys stand in pairs for its rotary
-embedding, and norms of Gemma include the 1 that its authors' code adds. Weights of K types are blocks of random bits
-with scales that give the wanted spread: the package `gguf` reads these types but does not write them.
+embedding, and norms of Gemma include the 1 that its authors' code adds. Weights in blocks are random bits with scales
+that give the wanted spread: the package `gguf` reads K types but does not write them, and writes the others slowly.
 """
 
 from __future__ import annotations
@@ -25,9 +25,18 @@ GEMMAS = ("gemma2", "gemma3")
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", *GEMMAS)
 # What a tensor of one dimension, or a router of experts, always is.
 PLAIN = ("*norm.weight", "*.bias", "rope_freqs.weight", "*ffn_gate_inp.weight")
-# In a block of 256 weights: where its float16 scales stand, and how large the second (of minima) is beside the first,
-# so that the weights' mean is near 0.
-K_SCALES = {BlockType.Q4_K: {0: 1.0, 2: 7.5}, BlockType.Q5_K: {0: 1.0, 2: 15.5}, BlockType.Q6_K: {208: 1.0}}
+# Where a block's float16 scales stand, and how large the second (of minimums) is beside the first, so that the weights'
+# mean is near 0.
+SCALES = {
+    BlockType.Q4_0: {0: 1.0},
+    BlockType.Q4_1: {0: 1.0, 2: -7.5},
+    BlockType.Q5_0: {0: 1.0},
+    BlockType.Q5_1: {0: 1.0, 2: -15.5},
+    BlockType.Q8_0: {0: 1.0},
+    BlockType.Q4_K: {0: 1.0, 2: 7.5},
+    BlockType.Q5_K: {0: 1.0, 2: 15.5},
+    BlockType.Q6_K: {208: 1.0},
+}
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,10 @@ class Sizes:
 TINYLLAMA = Sizes(
     layers=22, width=2048, feed_forward=5632, heads=32, kv_heads=4, size=64, vocabulary=32000, context=2048
 )
+LLAMA_8B = Sizes(
+    layers=32, width=4096, feed_forward=14336, heads=32, kv_heads=8, size=128, vocabulary=128256, context=8192,
+    rope_base=5e5,
+)  # fmt: skip
 # Layers of the shape of Qwen 3 30B-A3B, with fewer of them, and half as many experts.
 MIXTURE = Sizes(
     "qwen3moe", layers=4, width=2048, heads=32, kv_heads=4, size=128, vocabulary=32000, context=4096, eps=1e-6,
@@ -109,21 +122,24 @@ def random_blocks(
     np.ndarray
         Of shape (rows, n): n numbers if the type is a float's that numpy has, else n bytes.
     """
-    if kind not in K_SCALES:
+    if kind not in SCALES:
         weights = generator.standard_normal((rows, columns), dtype=np.float32) * np.float32(spread)
         return gguf.quants.quantize(weights, kind)
     block, size = gguf.GGML_QUANT_SIZES[kind]
     if columns % block:
         raise ValueError(f"rows of {columns} weights are no whole blocks of {block} as {kind.name} has them")
-    blocks = generator.integers(0, 256, (rows * columns // block, size), dtype=np.uint8)
+    count = rows * columns // block
+    blocks = np.frombuffer(bytearray(generator.bytes(count * size)), np.uint8).reshape(count, size)
     _set_scales(blocks[:256], kind, np.ones(len(blocks[:256])))
     unit = float(gguf.quants.dequantize(blocks[:256], kind).std())
-    _set_scales(blocks, kind, generator.uniform(0.5, 1.5, len(blocks)) * spread / unit)
+    # Of either sign: codes of some types lie around -1/2, not 0.
+    scales = generator.uniform(0.5, 1.5, count) * generator.choice((-1, 1), count)
+    _set_scales(blocks, kind, scales * spread / unit)
     return blocks.reshape(rows, -1)
 
 
 def _set_scales(blocks: np.ndarray, kind: BlockType, scales: np.ndarray) -> None:
-    for offset, share in K_SCALES[kind].items():
+    for offset, share in SCALES[kind].items():
         blocks[:, offset : offset + 2] = (scales * share).astype("<f2")[:, None].view(np.uint8)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gpu_bench.device_time import Clock, Launch, torch_on_gpu
+from gpu_bench.device_time import Clock, torch_on_gpu
 from gpu_bench.torch_peers import captured
 
-from llm_bench.llama_shape import LlamaShape
+from llm_bench.random_gguf import Sizes
 
 Tensor = Any
 
@@ -18,10 +18,10 @@ class TorchLlama:
 
     Parameters
     ----------
-    shape : LlamaShape
+    shape : Sizes
     """
 
-    def __init__(self, shape: LlamaShape) -> None:
+    def __init__(self, shape: Sizes) -> None:
         self.torch, self.shape = torch_on_gpu(), shape
         self._held: list[Any] = []
 
@@ -31,7 +31,7 @@ class TorchLlama:
 
         self.layers = [
             (
-                weight(shape.joined, shape.width),
+                weight((shape.heads + 2 * shape.kv_heads) * shape.size, shape.width),
                 weight(shape.width, shape.heads * shape.size),
                 weight(2 * shape.feed_forward, shape.width),
                 weight(shape.width, shape.feed_forward),
@@ -42,7 +42,7 @@ class TorchLlama:
         self.output = weight(shape.vocabulary, shape.width)
         self.scale = self.torch.ones(shape.width, dtype=self.torch.float16, device="cuda")
 
-    def step(self, clock: Clock, batch: int, context: int) -> Launch:
+    def step(self, clock: Clock, batch: int, context: int) -> Callable[[], Tensor]:
         """A launch of a step of `batch` sequences, each with `context` tokens, the new one among them."""
         torch, shape = self.torch, self.shape
         kinds = {"dtype": torch.float16, "device": "cuda"}
@@ -55,7 +55,7 @@ class TorchLlama:
 
         return self._captured(clock, work)
 
-    def prefill(self, clock: Clock, rows: int) -> Launch:
+    def prefill(self, clock: Clock, rows: int) -> Callable[[], Tensor]:
         """A launch of a prefill of one sequence, which gives the last row's logits."""
         torch = self.torch
         tokens, at = torch.randint(0, self.shape.vocabulary, (rows,), device="cuda"), torch.arange(rows, device="cuda")
@@ -65,11 +65,16 @@ class TorchLlama:
 
         return self._captured(clock, work)
 
-    def _captured(self, clock: Clock, work: Callable[[], list[Tensor]]) -> Launch:
-        """A launch of the work; a graph reads its tensors where they lie, so they stay as long as the model."""
-        made = captured(clock, work)
-        self._held.append(made)
-        return made[0]
+    def bytes_read(self, batch: int, context: int) -> float:
+        """Bytes of weights, keys and values that a step reads."""
+        weights = sum(2 * each.numel() for layer in self.layers for each in layer) + 2 * self.output.numel()
+        return weights + batch * context * 4.0 * self.shape.layers * self.shape.kv_heads * self.shape.size
+
+    def _captured(self, clock: Clock, work: Callable[[], list[Tensor]]) -> Callable[[], Tensor]:
+        """The work as a CUDA graph, and its logits to the host; a graph's tensors stay as long as the model."""
+        _, tensors = captured(clock, work)
+        self._held.append(tensors)
+        return lambda: [each.cpu() for each in tensors()]
 
     def _forward(self, tokens: Tensor, batch: int, rows: int, at: Tensor, cache: list[Tensor] | None) -> Tensor:
         torch, shape = self.torch, self.shape

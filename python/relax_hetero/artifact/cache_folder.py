@@ -108,7 +108,7 @@ class CacheFolder:
             write(self.file(key))
             draft = f".{key}.json.{uuid.uuid4().hex}"
             with open(draft, "x", opener=partial(private_opener, folder)) as file:
-                file.write(json.dumps(about))
+                file.write(json.dumps({"key": key, **about}))
             os.replace(draft, f"{key}.json", src_dir_fd=folder, dst_dir_fd=folder)
         self.trim()
 
@@ -196,18 +196,18 @@ def _entry(folder: int | None, key: str) -> Entry | None:
         return None
     uses = status_of(folder, f"{key}.hits")
     hits, used = (uses.st_size, uses.st_mtime) if uses is not None else (0, status.st_mtime)
-    return Entry(key, status.st_size, status.st_mtime, max(used, status.st_mtime), hits, _about(folder, f"{key}.json"))
+    return Entry(key, status.st_size, status.st_mtime, max(used, status.st_mtime), hits, _about(folder, key))
 
 
-def _about(folder: int, name: str) -> dict[str, Any]:
-    """What `CacheFolder.add` wrote for people; only parts of the kinds that it writes."""
+def _about(folder: int, key: str) -> dict[str, Any]:
+    """What `CacheFolder.add` wrote of a key for people; only parts of the kinds that it writes."""
     try:
-        file, status = open_regular(name, follow=False, folder=folder, own=True)
+        file, status = open_regular(f"{key}.json", follow=False, folder=folder, own=True)
         with file:
             found = read_json(file.read()) if status.st_size <= _LARGEST_ABOUT else None
     except (OSError, ValueError):
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(found, dict) or found.get("key") != key:
         return {}
     about: dict[str, Any] = {}
     for part in ("functions", "targets"):

@@ -51,7 +51,7 @@ def check_metadata(metadata: Metadata) -> None:
         indices = [entry for entry in constant.addresses or () if isinstance(entry, int)]
         _expect_all(indices, range(len(metadata.constants)), f"an address of {where}")
     for symbol, dispatch in metadata.dispatches.items():
-        _expect(dispatch.device, devices, f"the device of kernel {symbol!r}")
+        _expect_all(dispatch.devices, devices, f"a device of kernel {symbol!r}")
     for kernel in metadata.kernels.values():
         _expect(kernel.device, devices, f"the device of kernel {kernel.name!r}")
         _expect(kernel.workgroups, range(len(kernel.scalars) + 1), f"the workgroups of kernel {kernel.name!r}")

@@ -34,6 +34,7 @@ from ..errors import BuildError
 from .regular_files import open_regular
 from .signing import TRAILER_BYTES, changed, check_signed, verify, without_trailer
 from .typed_data import read_json
+from .what_reads import hint_of, near_file
 
 FORMAT_VERSION = 1
 # What kernels rely on (TVM's kAllocAlignment).
@@ -230,7 +231,10 @@ def open_container(path: Path, *, copy: bool = False, key: bytes | None = None, 
                 _check_ends(path, file, status.st_size, key is not None)
             descriptor = _copied(file) if copies else os.dup(file.fileno())
     except OSError as error:
-        raise BuildError(f"{path}: {error.strerror or error}; expected a file of Executable.export_library") from error
+        hint = hint_of(path, "rh.load") + near_file(path)
+        raise BuildError(
+            f"{path}: {error.strerror or error}{hint}; expected a file of Executable.export_library"
+        ) from error
     try:
         return _read_container(path, descriptor, key)
     except BaseException as error:
@@ -324,7 +328,7 @@ def _weights_of(header: Any, places: range) -> tuple[Weight, ...]:
 
 
 def _foreign(path: Path, found: str) -> str:
-    return f"{path}: found {found}, expected a whole file of Executable.export_library"
+    return f"{path}: found {found}{hint_of(path, 'rh.load')}; expected a whole file of Executable.export_library"
 
 
 def _kind_of(data: np.ndarray) -> str:

@@ -1,6 +1,6 @@
 """Measured figures of a machine's devices in the folder of the compile cache; needs nothing of TVM.
 
-Of a key there is ``KEY.figures``, JSON data.
+Of a key there is ``KEY.figures``: JSON data, the key among them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ def find_figures(folder: CacheFolder, key: str) -> Any:
         try:
             file, status = open_regular(key + SUFFIX, follow=False, folder=descriptor, own=True)
             with file:
-                return read_json(file.read()) if status.st_size <= _LARGEST else None
+                kept = read_json(file.read()) if status.st_size <= _LARGEST else None
         except (OSError, ValueError):
             return None
+    if not isinstance(kept, dict) or kept.get("key") != key:
+        _log.warning("the compile cache's %s is damaged, or of another key: measured anew", key + SUFFIX)
+        return None
+    return kept.get("figures")
 
 
 def keep_figures(folder: CacheFolder, key: str, data: Any) -> None:
@@ -44,7 +48,7 @@ def keep_figures(folder: CacheFolder, key: str, data: Any) -> None:
                 return
             draft = f".{key}.json.{uuid.uuid4().hex}"  # a name that `CacheFolder.trim` removes where its writer died
             with open(draft, "x", opener=partial(private_opener, descriptor)) as file:
-                file.write(json.dumps(data))
+                file.write(json.dumps({"key": key, "figures": data}))
             os.replace(draft, key + SUFFIX, src_dir_fd=descriptor, dst_dir_fd=descriptor)
     except OSError as error:
         _log.debug("the compile cache keeps no figures: %s", error)

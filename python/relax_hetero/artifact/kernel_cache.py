@@ -1,7 +1,7 @@
 """Machine code of single kernels in the folder of the compile cache; needs nothing of TVM.
 
-Of a key there is ``KEY.cubin``: a digest and the code. A model of which one kernel has changed compiles one. All
-code together may take an eighth of the folder's limit; what was not used for longest goes first.
+Of a key there is ``KEY.cubin``: a digest of key and code, then the code. A model of which one kernel has changed
+compiles one. All code together may take an eighth of the folder's limit; what was not used for longest goes first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def find_code(folder: CacheFolder, key: str) -> bytes | None:
             with file:
                 data = file.read()
             digest, code = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-            if digest != _digest(code):
+            if digest != _digest(key, code):
+                _log.warning("the compile cache's %s is damaged, or the code of another key: made anew", name)
                 return None
             os.utime(name, dir_fd=descriptor, follow_symlinks=False)
         except OSError:
@@ -53,7 +54,7 @@ def keep_code(folder: CacheFolder, codes: Mapping[str, bytes]) -> None:
             for key, code in codes.items():
                 draft = f".{key}.cubin.{uuid.uuid4().hex}"
                 with open(draft, "xb", opener=partial(private_opener, descriptor)) as file:
-                    file.write(_digest(code) + code)
+                    file.write(_digest(key, code) + code)
                 os.replace(draft, key + _SUFFIX, src_dir_fd=descriptor, dst_dir_fd=descriptor)
             _trim(descriptor, folder.limit // _SHARE)
     except OSError as error:
@@ -76,5 +77,5 @@ def _trim(folder: int, limit: int) -> None:
             unlink_in(folder, name)
 
 
-def _digest(code: bytes) -> bytes:
-    return hashlib.blake2b(code, digest_size=_DIGEST_BYTES).digest()
+def _digest(key: str, code: bytes) -> bytes:
+    return hashlib.blake2b(key.encode() + code, digest_size=_DIGEST_BYTES).digest()

@@ -10,6 +10,9 @@ from ..errors import BindingError, HeteroError, MemoryLimitError, printable
 from .checks import refused_by
 from .metadata import Metadata, device_names
 
+AUTO = "auto, "
+"""What reasons of automatic placement begin with; up to the first ": " they say what decided, and then give figures."""
+
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
     """Lines of aligned columns: the first `left` hold text, the rest numbers. Rows may end early."""
@@ -24,14 +27,42 @@ def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) ->
     )
 
 
-def unknown_name(what: str, name: object, known: Iterable[str], where: str) -> BindingError:
-    """An error for a name that `where` does not have, with the nearest one that it has."""
+def unknown_name(what: str, name: object, known: Iterable[str], where: str, hint: str = "") -> BindingError:
+    """An error for a name that `where` does not have, with the nearest one that it has (or `hint`)."""
     names = list(known)
-    by_lower = {known_name.lower(): known_name for known_name in names}
-    close = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
-    hint = f"; did you mean {by_lower[close[0]]!r}?" if close else ""
+    hint = hint or near(str(name), names)
     shown = repr(name) if isinstance(name, str) else str(name)
     return BindingError(f"{where} has no {what} {shown}; it has {', '.join(map(repr, names)) or 'none'}{hint}")
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """The end of an error for a name that is not known: the nearest one that is, if there is one."""
+    by_lower = {known_name.lower(): known_name for known_name in known}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
+
+
+_INTERNALS: Sequence[tuple[re.Pattern[str], str]] = [
+    (re.compile(pattern, re.DOTALL), new)
+    for pattern, new in [
+        (r"(?:\[[\d:]+\] )?\[?[^\s\[\]()]*\.(?:cc|cpp|h|cu):\d+\]?:? ?", ""),
+        (r"(?:In |Op\()?ir\.Op\(span=.*?name=\"([\w.]+)\".*?support_level=\d+\)\)?,? ?", r"\1: "),
+        (r"(?:\w+Error: ?)?(?:InternalError: ?)?Check failed: ?(?:\(.*?\) is false: ?|[^:()]*\([^:]*?\) ?: ?)?", ""),
+        (r"\b(?:InternalError|TVMError|tvm\.error\.\w+): ?", ""),
+        (r"\bmetadata\[\"[^\"]*\"\]\[\d+\]", "a constant"),
+        (r"\bI\.GlobalVar\(\"([^\"]*)\"\)", r"'\1'"),
+        (r"\bT\.(?:int64|int32)\((-?\d+)\)", r"\1"),
+        (r"\bT\.((?:u?int|float|bfloat)\d+)\b", r"\1"),
+        (r"\bR\.shape\(\[([^\]]*)\]\)", r"(\1)"),
+    ]
+]
+
+
+def without_internals(text: str) -> str:
+    """A message of TVM without conditions, classes and files of C++, its numbers and constants in plain text."""
+    for pattern, new in _INTERNALS:
+        text = pattern.sub(new, text)
+    return text
 
 
 _MISSING = re.compile(r"Cannot find ffi::Function (\S+)")
@@ -53,9 +84,11 @@ def explain_failure(what: str, error: BaseException, metadata: Metadata) -> Hete
         return MemoryLimitError(f"{what} failed: the system has no memory left for a result or a transient tensor")
     names = [*device_names(metadata.devices), "host"]
     mentioned = [
-        f"kernel {symbol} ({'ops ' + ', '.join(dispatch.ops) + ' ' if dispatch.ops else ''}on {names[dispatch.device]})"
+        f"kernel {symbol} ({'ops ' + ', '.join(dispatch.ops) + ' ' if dispatch.ops else ''}"
+        f"on {' or '.join(names[device] for device in dispatch.devices)})"
         for symbol, dispatch in metadata.dispatches.items()
         if re.search(rf"\b{re.escape(symbol)}\b", text)
     ]
     where = f" in {' or '.join(mentioned)}" if mentioned else ""
-    return HeteroError(f"{what} failed{where}: {type(error).__name__}: {text or 'no message'}")
+    text = without_internals(text) or "no message"
+    return HeteroError(f"{what} failed{where}: {type(error).__name__}: {text}")

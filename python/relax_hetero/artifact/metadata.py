@@ -178,6 +178,8 @@ class DispatchSpec:
         Of its arguments, each once; 0 where an extent is symbolic.
     precision : str
         The element types of its products (``"u8*s8->s32"``, ``"bf16"``, ``"int4*f32"``), else those of its arguments.
+    also : tuple of int
+        Further devices, of equal targets, that it runs on.
     """
 
     device: int
@@ -185,6 +187,16 @@ class DispatchSpec:
     operations: int = 0
     bytes: int = 0
     precision: str = ""
+    also: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("ops", "also"):  # JSON has lists
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """All devices it runs on."""
+        return self.device, *self.also
 
 
 @dataclass(frozen=True)
@@ -359,10 +371,7 @@ class Metadata:
             placement_estimate=data.get("placement_estimate"),
             encodings=data.get("encodings"),
             fusions=data.get("fusions"),
-            dispatches={
-                symbol: DispatchSpec(**{**dispatch, "ops": tuple(dispatch["ops"])})
-                for symbol, dispatch in data["dispatches"].items()
-            },
+            dispatches={symbol: DispatchSpec(**dispatch) for symbol, dispatch in data["dispatches"].items()},
             alignment=data.get("alignment", 64),
             writes_arguments=data.get("writes_arguments", True),
             regions=tuple(region_from_json(region) for region in data.get("regions", ())),

@@ -79,9 +79,10 @@ class TupleSpec:
 
 @dataclass(frozen=True)
 class ObjectSpec:
-    """Any other runtime object (a closure, a cache); passed through unchecked."""
+    """Any other runtime object (a cache), passed through unchecked; or a function (a callback, a closure)."""
 
     name: str
+    is_function: bool = False
 
 
 ValueSpec: TypeAlias = TensorSpec | ShapeSpec | PrimSpec | TupleSpec | ObjectSpec
@@ -137,7 +138,7 @@ def describe(spec: ValueSpec) -> str:
         return f"scalar {spec.dtype}"
     if isinstance(spec, TupleSpec):
         return f"({', '.join(map(describe, spec.fields))})"
-    return "object"
+    return "function" if spec.is_function else "object"
 
 
 @dataclass(frozen=True)

@@ -21,23 +21,34 @@ from tvm import relax, tirx
 from ..artifact.cache_folder import CacheFolder
 from ..artifact.memory_plan import MemoryPlan
 from ..artifact.metadata import DeviceSpec, DispatchSpec, Metadata
-from ..errors import BuildError, HeteroError
+from ..artifact.what_reads import found
+from ..errors import BuildError
 from ..target.hosts import hosts_of, is_native
 from ..target.native_target import native
-from ..target.vdevice import VDevice, VDeviceSpec, device_name, host_vdevice, vdevice_index, vdevices_of, with_vdevices
+from ..target.vdevice import (
+    VDevice,
+    VDeviceSpec,
+    device_name,
+    host_vdevice,
+    vdevice_index,
+    vdevices_of,
+    with_vdevices,
+)
 from ..transform.encode.accuracies import with_accuracy
 from ..transform.ir.findings import findings_of
 from ..transform.ir.kernels import bytes_of, call_vdevice, called_prim_func, operations_of, ops_of, precision_of
 from ..transform.ir.module_attrs import COMMANDS, STRICT, is_lowered
 from ..transform.ir.nesting import check_nesting
-from ..transform.ir.rewriting import relax_functions, walk_bindings, with_distinct_sizes
+from ..transform.ir.rewriting import op_name, relax_functions, walk_bindings, with_distinct_sizes
 from ..transform.lower.lower_to_vm import LowerToVM
 from ..transform.lower.note_memory import memory_of
 from ..transform.partition.form_schedules import schedules_of
+from ..transform.placement.realize_targets import realize_targets
 from ..transform.record.donated import with_donated
 from ..transform.record.region_attrs import kernels_of
 from ..vm.file.executable import Executable
 from .bind_params import bind_params
+from .check_module import check_module
 from .commands.command_metadata import (
     graph_tables,
     linked_regions,
@@ -50,7 +61,6 @@ from .link.address_table import by_address
 from .link.lift_constants import lift_constants
 from .link.link import argument_alignment, link
 from .link.parallel_codegen import Progress
-from .link.reasons import reason
 from .link.repeated_calls import with_repeated_calls
 from .optional_devices import optional_indices, without_devices
 from .pipeline import PipelineStep, pipeline_steps
@@ -156,13 +166,12 @@ def prepared(
         As `compile` does; the message begins with `caller`.
     """
     if not isinstance(mod, tvm.IRModule):
-        raise BuildError(f"{caller}: found {type(mod).__name__}, expected a tvm.IRModule")
+        raise BuildError(f"{caller}: {found(mod, caller)}; expected a tvm.IRModule")
     if checks not in CHECKS:
         raise BuildError(f"{caller}: checks is {checks!r}, expected one of {', '.join(map(repr, CHECKS))}")
-    _check_globals(mod)
     check_nesting(mod)
-    if not vdevices_of(mod):
-        mod = with_vdevices(mod, [VDevice(native("llvm"))])
+    check_module(mod)
+    mod = realize_targets(mod) if vdevices_of(mod) else with_vdevices(mod, [VDevice(native("llvm"))])
     if params is not None:
         mod = bind_params(mod, params)
     if donate:
@@ -238,25 +247,12 @@ def _lower(mod: tvm.IRModule, command_buffers: bool, progress: Progress | None) 
 
 
 def run_steps(mod: tvm.IRModule, steps: Sequence[PipelineStep], progress: Progress | None) -> tvm.IRModule:
-    """The module that steps of the pipeline make; BuildError for what a stock pass raises."""
+    """The module that steps of the pipeline make."""
     for done, step in enumerate(steps, 1):
-        try:
-            mod = step.run(mod)
-        except HeteroError:
-            raise
-        except Exception as error:  # stock passes raise what has no common class
-            raise BuildError(f"this module cannot be lowered: {reason(error)}") from error
+        mod = step.run(mod)
         if progress is not None:
             progress("passes", done, len(steps))
     return mod
-
-
-def _check_globals(mod: tvm.IRModule) -> None:
-    """TVM compiles a call of a function that the module lacks, and fails when it is run."""
-    for gv, func in relax_functions(mod):
-        for callee in relax.analysis.all_global_vars(func):
-            if callee not in mod.functions:
-                raise BuildError(f"function {gv.name_hint!r} refers to {callee.name_hint!r}, which the module lacks")
 
 
 def may_write_arguments(mod: tvm.IRModule) -> bool:
@@ -280,7 +276,8 @@ def _warn_if_generic(vdevices: list[relax.VDevice]) -> None:
     ]
     if generic:
         _log.warning(
-            "%s: TVM's generic CPU target, several times slower than this CPU's own, which is rh.native('llvm')",
+            "%s: the target names no CPU, so code is for the oldest of its architecture, several times slower than for "
+            "this CPU, which is rh.native('llvm'); with an mcpu (\"generic\" for the oldest) it is meant",
             ", ".join(generic),
         )
 
@@ -309,25 +306,41 @@ def memory_plan_of(mod: tvm.IRModule) -> MemoryPlan:
 
 
 def _dispatches(mod: tvm.IRModule, vdevices: list[relax.VDevice]) -> dict[str, DispatchSpec]:
+    """The kernels that command buffers and functions call, each with all devices that it runs on."""
     found = region_dispatches(mod)
     for _, func in relax_functions(mod):
+        allocated: dict[relax.Var, int] = {}
         for binding in walk_bindings(func):
-            gv = called_prim_func(mod, binding.value)
-            if gv is not None and gv.name_hint not in found and COMMANDS not in mod[gv].attrs:
-                kernel = mod.functions[gv]
-                vdevice = call_vdevice(binding.value) or _built_for(kernel, vdevices)
-                device = vdevice_index(vdevice, vdevices) if vdevice is not None else -1
-                work = (operations_of(kernel), bytes_of(kernel), precision_of(kernel))
-                found[gv.name_hint] = DispatchSpec(device, ops_of(kernel), *work)
+            call = binding.value
+            if op_name(call) == "relax.vm.alloc_tensor":
+                allocated[binding.var] = int(call.args[4].value)
+            gv = called_prim_func(mod, call)
+            if gv is None or COMMANDS in mod[gv].attrs:
+                continue
+            kernel = mod.functions[gv]
+            device = _device_of(call, kernel, allocated, vdevices)
+            work = (operations_of(kernel), bytes_of(kernel), precision_of(kernel))
+            known = found.setdefault(gv.name_hint, DispatchSpec(device, ops_of(kernel), *work))
+            if device not in known.devices:
+                found[gv.name_hint] = replace(known, also=(*known.also, device))
     return found
 
 
-def _built_for(kernel: tirx.PrimFunc, vdevices: list[relax.VDevice]) -> relax.VDevice | None:
-    """The first device of a kernel's target: lowered calls between intermediate tensors do not name theirs.
+def _device_of(
+    call: relax.Call, kernel: tirx.PrimFunc, allocated: Mapping[relax.Var, int], vdevices: list[relax.VDevice]
+) -> int:
+    """The manifest index of the device that a lowered call runs on; -1 for kernels that TVM adds, of shapes.
 
-    None for kernels that TVM adds, which compute shapes.
+    Intermediate tensors have no device in their types: where they are allocated says it.
     """
-    target = kernel.attrs.get("target")
-    if target is None or not ops_of(kernel):
-        return None
-    return next((vdevice for vdevice in vdevices if str(vdevice.target) == str(target)), None)
+    vdevice = call_vdevice(call)
+    if vdevice is not None:
+        return vdevice_index(vdevice, vdevices)
+    if not ops_of(kernel):
+        return -1
+    device = next((allocated[arg] for arg in call.args if arg in allocated), -1)
+    if device < 0:  # memory that is allocated otherwise: the first device of the kernel's target
+        targets = [str(vdevice.target) for vdevice in vdevices]
+        target = str(kernel.attrs.get("target"))
+        return targets.index(target) if target in targets else -1
+    return device if device < len(vdevices) else -1

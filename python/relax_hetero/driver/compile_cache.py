@@ -12,8 +12,9 @@ from pathlib import Path
 import tvm
 
 from ..artifact.cache_folder import CacheFolder, folder_of
-from ..artifact.container import open_container
+from ..artifact.container import Container, open_container
 from ..artifact.metadata import HIT, MISS, UNUSED, CacheUse
+from ..artifact.typed_data import read_json
 from ..errors import BuildError
 from ..vm.device.tensors import nbytes_of
 from ..vm.file.executable import Executable
@@ -76,8 +77,13 @@ def look_up(mod: tvm.IRModule) -> CacheUse:
     key, why = ("", "it is switched off") if folder is None else _key(mod, command_buffers=True)
     if folder is None or not key:
         return CacheUse(UNUSED, why=why)
-    entry = folder.entry(key)
-    return CacheUse(MISS, key) if entry is None else CacheUse(HIT, key, float(entry.about.get("seconds", 0.0)))
+    try:
+        with folder.opened() as descriptor:
+            if descriptor is not None:
+                return replace(_use_of(_open(folder, key, descriptor)), state=HIT)
+    except BuildError as error:
+        _log.debug("the compile cache lacks this module: %s", error)
+    return CacheUse(MISS, key)
 
 
 def _key(mod: tvm.IRModule, command_buffers: bool) -> tuple[str, str]:
@@ -112,7 +118,24 @@ def _load(folder: CacheFolder, key: str, verify: bool) -> Executable | None:
     with folder.opened() as descriptor:
         if descriptor is None:
             return None
-        return load_container(open_container(folder.file(key), folder=descriptor), verify)
+        return load_container(_open(folder, key, descriptor), verify)
+
+
+def _open(folder: CacheFolder, key: str, descriptor: int) -> Container:
+    """The file of a key, none of its code loaded; BuildError for one that is damaged, or the entry of another key."""
+    container = open_container(folder.file(key), folder=descriptor)
+    found = _use_of(container).key
+    if found != key:
+        raise BuildError(f"{container.path}: found the entry of key {found!r}, expected the key that is its name")
+    return container
+
+
+def _use_of(container: Container) -> CacheUse:
+    """What the compilation that wrote a file says of itself."""
+    try:
+        return CacheUse(**read_json(container.header["metadata"])["cache"])
+    except (ValueError, TypeError, LookupError) as error:
+        raise BuildError(f"{container.path}: the metadata cannot be read: {error!r}") from error
 
 
 def _store(folder: CacheFolder, executable: Executable, use: CacheUse) -> Executable:

@@ -25,10 +25,12 @@ from ..transform.fuse.form_attention import FormAttention
 from ..transform.fuse.form_block_products import FormBlockProducts
 from ..transform.fuse.form_rows import FormRows
 from ..transform.ir.keep_findings import KeepFindings
+from ..transform.ir.keep_unread_calls import KeepUnreadCalls
 from ..transform.lower.lower_to_vm import LowerToVM
 from ..transform.partition.form_schedules import FormSchedules
 from ..transform.permute.move_permutes import MovePermutes
 from ..transform.placement.note_graph import NoteGraph
+from ..transform.placement.realize_targets import RealizeTargets
 from ..transform.placement.realize_vdevice import RealizeVDevice
 from ..transform.quantize.sink_dequantize import SinkDequantize
 from ..transform.record.form_command_buffers import FormCommandBuffers
@@ -80,7 +82,9 @@ def pipeline_steps(command_buffers: bool = True, stock: bool = False) -> list[Pi
     ]
     steps = [
         step("ir", KeepFindings(), "what the passes find from here on stays with the module"),
+        step("ir", KeepUnreadCalls(), "code that the module only calls runs, even if nobody reads its results"),
         step("simplify", IsolateWrites(), "kernels in place overwrite nothing that others read"),
+        step("placement", RealizeTargets(), "a target that names a kind alone becomes this machine's CPU or GPU"),
         step("placement", RealizeVDevice(), "every value and op gets its device, transfers are written out"),
         step("placement", NoteGraph(), "which op reads what stays with the module, for reports"),
         step("sizes", CheckSizes(), "what ops need of sizes that only a call knows is checked when a call begins"),

@@ -89,7 +89,7 @@ class _TypeReader:
             return ShapeSpec(name, dims(ty.values), int(ty.ndim))
         if isinstance(ty, tvm.ir.PrimType):
             return PrimSpec(name, str(ty.dtype))
-        return ObjectSpec(name)
+        return ObjectSpec(name, isinstance(ty, relax.FuncType))
 
 
 def dims(values: object) -> tuple[Dim, ...] | None:

@@ -79,9 +79,9 @@ def pack_fragments(data: np.ndarray, depth: int, block: int, bits: int = 4) -> n
     if bits == 8:
         lanes = np.ascontiguousarray(parts.transpose(0, 3, 2, 5, 4, 6, 7, 1, 8))
         return lanes.reshape(tiles, chunks, 32, 16).view("<i4").astype(np.int32, copy=False)
-    order = parts.transpose(0, 3, 2, 5, 4, 6, 8, 7, 1).reshape(tiles, chunks, 32, 4, 8).astype(np.uint32)
-    words = (order << np.arange(0, 32, 4, dtype=np.uint32)).sum(axis=-1, dtype=np.uint32)
-    return np.ascontiguousarray(words.view(np.int32))
+    both = parts[:, 0] | parts[:, 1] << np.uint8(4)  # a byte is a weight of each column
+    lanes = np.ascontiguousarray(both.transpose(0, 2, 1, 4, 3, 5, 7, 6))
+    return lanes.reshape(tiles, chunks, 32, 16).view("<i4").astype(np.int32, copy=False)
 
 
 def pack_fragment_blocks(values: np.ndarray) -> np.ndarray:

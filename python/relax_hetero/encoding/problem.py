@@ -288,6 +288,8 @@ class BlockProductProblem:
         operand has one row for a token, or one for each of its experts.
     activation_bits : int
         Integers of so many bits, 8 or 16, with a scale for each block may stand for numbers of the left operand.
+    rows : str
+        "decode" or "chunk": the kernel adds up a row as those of the same kind do, whatever their rows; "": any way.
     """
 
     lhs: Operand
@@ -300,6 +302,7 @@ class BlockProductProblem:
     experts: int = 0
     index: Operand | None = None
     activation_bits: int = 16
+    rows: str = ""
 
     @property
     def parameters(self) -> list[Operand]:

@@ -11,14 +11,16 @@ import tvm
 from ..errors import FrontendError
 from .auto.auto_placement import memory_limits
 from .auto.cost_model import CostModel
+from .gguf.activations import ActivationTypes, check_activations, trained_type
 from .gguf.file import GgufFile, read_gguf
 from .gguf.hyperparameters import Hyperparameters, read_hyperparameters
 from .gguf.language_graph import language_module
 from .gguf.place_layers import place_layers
 from .gguf.weights import Weights
+from .onnx.placement_rules import rule_pairs
 from .paged_cache import PagedCache
 from .place import place
-from .placed_import import check_placement
+from .placed_import import check_placement, with_auto_reasons
 
 if TYPE_CHECKING:
     from ..target.make_vdevice import VDeviceEntry
@@ -39,6 +41,7 @@ def from_gguf(
     cost_model: CostModel | None = None,
     memory_limit: MemoryLimit | None = None,
     activation_bits: int = 8,
+    activations: str | None = None,
 ) -> tvm.IRModule:
     """Import a language model of a GGUF file as a Relax module, placed over several devices if any are named.
 
@@ -65,7 +68,11 @@ def from_gguf(
     cost_model, memory_limit : as for `from_onnx`
     activation_bits : int
         How exact products with weights in blocks are, as of `R.hetero.dequantize_blocks`: 8 (numbers become integers of
-        8 bits with a scale for each 32, as llama.cpp rounds them) or 16.
+        8 bits with a scale for each 32, as llama.cpp rounds them) or 16. CPUs do so; GPUs multiply floats.
+    activations : str, optional
+        Element type of what products and attention read: "float16", "bfloat16" or "float32". By default on GPUs the
+        16-bit float that the model was trained in (of the file's plain matrices, else of its architecture), on CPUs
+        float32. Sums between layers and norms are float32 in all cases.
 
     Returns
     -------
@@ -78,8 +85,8 @@ def from_gguf(
     Raises
     ------
     FrontendError
-        If the file cannot be read, its architecture or a tensor's type is not known, a tensor is missing or has
-        another shape, or a pattern matches nothing.
+        If the file cannot be read, its architecture or a tensor's type is not known, a tensor is missing, has another
+        shape or is not one of the architecture's, a pattern matches nothing, or `activations` is none of these types.
     EncodingError
         For other `activation_bits`.
     VDeviceError
@@ -88,21 +95,36 @@ def from_gguf(
         If no split over the devices fits `memory_limit`.
     """
     devices = check_placement(vdevices, placement, cost_model, "latency", memory_limit)
+    check_activations(activations)
     file = path if isinstance(path, GgufFile) else read_gguf(path)
     model = hyperparameters_of(file)
     cache = PagedCache(tuple(batches), tuple(chunks), slots, context or model.context, page_type, all_logits)
-    mod = language_module(model, Weights(file), cache, activation_bits)
-    if devices is None:
-        return mod
+    reasons: dict[str, str] = {}
+    estimate: dict[str, Any] | None = None
     if isinstance(placement, str):
+        assert devices is not None, "check_placement refuses placement without devices"
         costs = cost_model or CostModel.measured(devices)
-        placement = place_layers(file, model, cache, devices, costs, memory_limits(memory_limit, devices))
-    return place(mod, placement or {}, devices)
+        limits = memory_limits(memory_limit, devices)
+        placement, reasons, estimate = place_layers(file, model, cache, devices, costs, limits)
+    rules = rule_pairs(placement or {})
+    types = ActivationTypes(activations, trained_type(file, model), rules, devices or ())
+    weights = Weights(file, model.architecture)
+    mod = language_module(model, weights, cache, activation_bits, types)
+    weights.check_all_read()
+    if devices is not None:
+        mod = place(mod, rules, devices)
+    return mod if estimate is None else with_auto_reasons(mod, reasons, estimate)
 
 
 def hyperparameters_of(file: GgufFile) -> Hyperparameters:
     """The numbers of a file's model; FrontendError where they do not make sense."""
-    table: Any = file.tensors.get("token_embd.weight")
-    if table is None:
-        raise FrontendError(f"{file.path}: has no tensor 'token_embd.weight', expected a language model")
+    table = file.tensors.get("token_embd.weight")
+    if table is None or len(table.shape) != 2:
+        found = "no" if table is None else f"shape {table.shape} of the"
+        raise FrontendError(f"{file.path}: has {found} tensor 'token_embd.weight', expected a table of embeddings")
+    tokens: Any = file.fields.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, Sequence) and len(tokens) != table.shape[0]:
+        raise FrontendError(
+            f"{file.path}: token_embd has {table.shape[0]:,} rows, expected one for each of {len(tokens):,} tokens"
+        )
     return read_hyperparameters(file.fields, table.shape[0], str(file.path))

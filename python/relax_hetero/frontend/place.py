@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import tvm
 from tvm import relax
 
+from ..artifact.what_reads import found
 from ..errors import FrontendError, PlacementError
 from ..op.placement import is_hint
 from ..target.vdevice import default_vdevice, parse_vdevices, vdevices_of, with_vdevices
@@ -16,7 +17,7 @@ from .auto.auto_placement import place_graph
 from .onnx.importer import ImportedGraph
 from .onnx.name_bindings import annotated_function
 from .onnx.node_names import NodeInfo
-from .onnx.placement_rules import PlacementRules, assign_devices, matching_patterns
+from .onnx.placement_rules import PlacementRules, assign_devices, matching_patterns, rule_pairs
 from .placed_import import check_placement, with_reasons
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def place(
         If the module has no Relax function (for "auto": no "main"), or no placement fits `memory_limit`.
     """
     if not isinstance(mod, tvm.IRModule):
-        raise FrontendError(f"place: found a {type(mod).__name__}, expected an IRModule")
+        raise FrontendError(f"rh.place: {found(mod)}; expected a tvm.IRModule")
     given = vdevices if vdevices is not None else (vdevices_of(mod) or None)
     check_placement(given, placement, cost_model, objective, memory_limit)
     devices = list(vdevices_of(mod)) if vdevices is None else parse_vdevices(given)
@@ -92,7 +93,7 @@ def place(
         for graph in graphs.values():
             own = list(dict.fromkeys(graph.owners.values()))
             matched = matching_patterns(own, placement)
-            rules = [(pattern, device) for pattern, device in _pairs(placement) if pattern in matched.values()]
+            rules = [(pattern, device) for pattern, device in rule_pairs(placement) if pattern in matched.values()]
             by_name = assign_devices(own, rules, devices)
             chosen |= {info: by_name[info.name] for info in own if info.name in matched}
     called = _called(functions.values())
@@ -102,10 +103,6 @@ def place(
         out[gvar] = annotated_function(func, graphs[gvar], chosen, otherwise)
     placed, report = realize_vdevice(out, insert_copies=True)
     return with_reasons(placed, report, nodes, plan or ({} if isinstance(placement, str) else placement))
-
-
-def _pairs(rules: PlacementRules) -> list[tuple[str, object]]:
-    return list(rules.items() if hasattr(rules, "items") else rules)
 
 
 def _bindings(expr: relax.Expr) -> Iterator[relax.Binding]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import tvm
 
+from ..artifact.messages import AUTO
 from ..errors import FrontendError
 from ..target.vdevice import parse_vdevices, with_vdevices
-from ..transform.ir.findings import with_findings
+from ..transform.ir.findings import findings_of, with_findings
 from ..transform.ir.reports import PlacementEntry, PlacementReport
 from ..transform.placement.realize_vdevice import realize_vdevice
 from .auto.auto_placement import AutoPlacement, place_graph
@@ -67,7 +68,9 @@ def check_placement(
     if vdevices is None and (placement is not None or cost_model is not None):
         raise FrontendError("placement and cost_model choose among vdevices, which are not given")
     if isinstance(placement, str) and placement != "auto":
-        raise FrontendError(f"placement is {placement!r}; expected a mapping of patterns to devices, or 'auto'")
+        raise FrontendError(
+            f"placement is {placement!r}; expected a mapping of patterns to devices ({{'*': 'cuda:0'}}), or 'auto'"
+        )
     if cost_model is not None and placement != "auto":
         raise FrontendError("cost_model is given, which only placement='auto' reads")
     if objective != "latency" and placement != "auto":
@@ -128,15 +131,13 @@ def with_reasons(
     RealizeVDevice's own report names the annotations that the import made from rules. Where a cost model chose, its
     estimates are another attribute.
     """
-    rules: Mapping[str, str] = {}
-    otherwise = "default device"
     if isinstance(placement, AutoPlacement):
-        otherwise = f"chosen by the cost model for {placement.objective}"
-        mod = with_findings(mod, placement_estimate=placement.to_json())
-    else:
-        rules = matching_patterns(nodes, placement)
-    if rules:
-        otherwise = f"no rule matches: {otherwise}"
+        reasons = {variable_name(node): reason for node, reason in placement.reasons.items()}
+        times = {(variable_name(node), device): text for (node, device), text in placement.transfers.items()}
+        entries = [replace(entry, reason=_auto_reason(entry, reasons, times)) for entry in report.entries]
+        return with_findings(mod, placement=PlacementReport(entries), placement_estimate=placement.to_json())
+    rules = matching_patterns(nodes, placement)
+    otherwise = "no rule matches: default device" if rules else "default device"
     reasons = {
         variable_name(node.name): f"rule {rules[node.name]!r}" if node.name in rules else otherwise
         for node in walk_nodes(nodes)
@@ -145,12 +146,30 @@ def with_reasons(
     return with_findings(mod, placement=PlacementReport(entries))
 
 
+def with_auto_reasons(mod: tvm.IRModule, reasons: Mapping[str, str], estimate: Mapping[str, Any]) -> tvm.IRModule:
+    """A module whose rules of placement a cost model wrote, with the reason of each pattern, and the estimate."""
+    report = findings_of(mod).placement or PlacementReport()
+    texts = {f"rule {pattern!r}": reason for pattern, reason in reasons.items()}
+    entries = [replace(entry, reason=texts.get(entry.reason, entry.reason)) for entry in report.entries]
+    return with_findings(mod, placement=PlacementReport(entries), placement_estimate=dict(estimate))
+
+
 def _reason_of(entry: PlacementEntry, reasons: Mapping[str, str]) -> str:
     """The reason of an entry; transfers, parameters and work of the host belong to no node and keep theirs."""
     if entry.kind != "op" or "host" in entry.reason:
         return entry.reason
     name = node_of_variable(entry.variable, reasons)
     return entry.reason if name is None else reasons[name]
+
+
+def _auto_reason(entry: PlacementEntry, reasons: Mapping[str, str], times: Mapping[tuple[str, str], str]) -> str:
+    """The reason of an entry that a cost model placed; of a transfer also how long it takes."""
+    if entry.kind == "op":
+        return _reason_of(entry, reasons)
+    reason = entry.reason.replace("by the annotation of", "by the automatic placement of")
+    name = node_of_variable(entry.variable, reasons) if entry.kind == "transfer" else None
+    time = times.get((name or "", entry.device))
+    return f"{reason}; {AUTO}about {time}" if time else reason
 
 
 def node_of_variable(variable: str, names: Container[str]) -> str | None:

@@ -24,6 +24,7 @@ _EXPORTS = {
     "KVCache": ".cache",
     "Model": ".model",
     "ModelDescription": ".description",
+    "Prompt": ".special_tokens",
     "Request": ".request",
     "RequestError": ".errors",
     "SamplingParams": ".params",
@@ -65,6 +66,7 @@ if TYPE_CHECKING:  # what checkers and editors see: a test compares these names 
     from .request import Usage as Usage
     from .sampling import TokenLogprob as TokenLogprob
     from .sampling import sample as sample
+    from .special_tokens import Prompt as Prompt
     from .statistics import Statistics as Statistics
     from .text_stream import Delta as Delta
     from .tokenizer import Tokenizer as Tokenizer

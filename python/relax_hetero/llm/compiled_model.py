@@ -7,19 +7,24 @@ takes the next larger one and fills it up with rows that belong to no sequence.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from tvm import runtime
 
 from ..artifact.metadata import device_names
+from ..artifact.signature import TensorSpec
 from ..errors import BindingError
 from ..vm import VirtualMachine
+from ..vm.device.memory_pools import arrival
+from ..vm.device.tensors import copy_into
 from ..vm.file.executable import Executable
 from ..vm.profile import Profile
 from .cache import KVCache
 from .description import ModelDescription
+from .sent_integers import SentIntegers
 from .token_cost import ModelFacts, StepTime, TokenCost, times_of, token_cost, with_times
 
 _NO_SEQUENCE = -1
@@ -37,8 +42,10 @@ class CompiledModel:
 
     Attributes
     ----------
-    vocabulary, context, slots, chunk : int
+    vocabulary, context, trained_context, slots, chunk : int
         Logits of a token; most positions of a sequence; most sequences decoded at once; most tokens of a prefill call.
+    decodes_like_prefill : bool
+        Whether both functions write the same bits of a token into the cache.
     cache : KVCache
     machine : VirtualMachine
 
@@ -57,8 +64,12 @@ class CompiledModel:
         self.machine = VirtualMachine(executable)
         self.executable, self.description = executable, description
         self.vocabulary, self.context = description.vocabulary, description.context
+        self.trained_context = description.trained_context
         self.slots, self.chunk = description.slots, self._chunks[-1]
+        self.decodes_like_prefill = description.decodes_like_prefill
         self.cache = KVCache.of(executable, description)
+        self._integers: dict[str, SentIntegers] = {}
+        self._steps: dict[str, Callable[[], Any]] = {}
 
     def prefill(self, slot: int, tokens: np.ndarray | Sequence[int], every: bool = False) -> np.ndarray:
         """Append tokens to a sequence.
@@ -258,20 +269,38 @@ class CompiledModel:
             "last": np.array([last], "int32"),
             **self.cache.tables,
         }
-        inputs = self.executable.signature(name).input_names
-        return [values[each] for each in inputs if not each.startswith("pages_")]
+        if name not in self._integers:
+            every = [spec for spec in self.executable.signature(name).inputs if isinstance(spec, TensorSpec)]
+            inputs = [spec for spec in every if not spec.name.startswith("pages_")]
+            alignment = self.executable.metadata.alignment
+            self._integers[name] = SentIntegers(inputs, self.machine.devices, alignment)
+        integers = self._integers[name]
+        integers.send(values)
+        return integers.tensors
 
     def _call(self, name: str, rows: _Rows, last: int) -> np.ndarray:
         given, pages = self._inputs(name, rows, last), self.cache.take()
         try:
-            logits, *pages = self.machine[name](*given, *pages)
+            if name not in self._steps:
+                logits, *written = self.machine[name](*given, *pages)
+                if [one.data_ptr() for one in written] == [one.data_ptr() for one in pages]:
+                    # All arguments are the same tensors from now on.
+                    self._steps[name] = self.machine.prepare(name, [*given, *pages], only=0)
+                else:
+                    pages = written
+            else:
+                logits = self._steps[name]()
         finally:
             self.cache.give_back(pages)  # a call that failed wrote into them at most behind the sequences' ends
         return logits_of(logits)
 
 
 def logits_of(tensor: Any) -> np.ndarray:
-    """The numbers of a result: where it lies, if that is memory of a CPU."""
+    """The numbers of a result: where it lies, if that is memory of a CPU, else in pinned memory."""
+    host = arrival(tensor, runtime.device("cpu", 0))
+    if host is not None:
+        copy_into(tensor, host)
+        tensor = host
     try:
         return np.from_dlpack(tensor)
     except (BufferError, RuntimeError, TypeError):

@@ -21,6 +21,10 @@ class ModelDescription:
         Element type of the cache.
     experts, experts_used : int
         0 for a model without.
+    trained_context : int
+        Positions that the model was trained for; 0 where that is not known.
+    decodes_like_prefill : bool
+        As `Model` says.
     """
 
     name: str
@@ -33,3 +37,14 @@ class ModelDescription:
     page_type: str = "float16"
     experts: int = 0
     experts_used: int = 0
+    trained_context: int = 0
+    decodes_like_prefill: bool = False
+
+
+def context_warning(context: int, trained_context: int) -> str | None:
+    """A warning that texts may be longer than those that a model was trained for; None if they may not."""
+    if not 0 < trained_context < context:
+        return None
+    return (
+        f"context: found {context:,} tokens, but the model was trained for {trained_context:,}; longer texts go wrong"
+    )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -12,12 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..artifact.regular_files import open_regular
+from ..artifact.what_reads import found, hint_of
 from ..errors import BuildError
+from ..target.cpu_target import cpu_target_of
+from ..target.make_vdevice import parse_vdevices
+from ..target.tile_instructions import tile_instruction_for
 from .compiled_model import CompiledModel
-from .description import ModelDescription
+from .description import ModelDescription, context_warning
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from tvm.target import Target
+
     from ..frontend.auto.auto_placement import MemoryLimit
     from ..frontend.onnx.placement_rules import PlacementRules
     from ..target.make_vdevice import VDeviceEntry
@@ -27,7 +35,12 @@ CHUNKS = (32, 256)
 CONTEXT = 4096
 """Positions of a sequence where nothing else is said, or as many as the model was trained for."""
 
-_LIBRARY, _DESCRIPTION, _TOKENIZER = "model.so", "model.json", "tokenizer.gguf"
+_log = logging.getLogger("relax_hetero")
+
+_LIBRARY, _DESCRIPTION, _TOKENIZER, _FILES = "model.so", "model.json", "tokenizer.gguf", "files"
+# The end of a library holds checksums of all its parts.
+_DIGEST_BYTES = {_LIBRARY: 4096, _TOKENIZER: None}
+_CPUS = ("llvm", "c")
 
 
 def load(
@@ -42,6 +55,8 @@ def load(
     page_type: str = "float16",
     memory_limit: MemoryLimit | None = None,
     activation_bits: int = 8,
+    activations: str | None = None,
+    batch_invariant: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> tuple[CompiledModel, Tokenizer]:
     """A language model that runs, and its tokenizer.
@@ -50,10 +65,15 @@ def load(
     ----------
     path : str or path
         A GGUF file, which is imported and compiled (or found in the compile cache), or a folder that `save` wrote.
-    vdevices, placement, batches, chunks, slots, page_type, memory_limit, activation_bits : as for `rh.from_gguf`
-        Of a file only.
+    vdevices, placement, batches, chunks, slots, page_type, memory_limit, activation_bits, activations
+        As for `rh.from_gguf`; of a file only.
     context : int, optional
-        Most positions of a sequence; by default 4,096, or as many as the model was trained for.
+        Of a file only: most positions of a sequence; by default 4,096, or as many as the model was trained for. More
+        than these are a warning in the log.
+    batch_invariant : bool
+        Whether a text's logits must have the same bits however many others are decoded with it, and however its prompt
+        is cut into chunks. On CPUs they always have. With other devices, every call then has the rows of the largest
+        batch or chunk, so that one text takes as long as a whole batch. Of a file only.
     progress : callable, optional
         As for `rh.compile`.
 
@@ -63,24 +83,42 @@ def load(
         If the file or folder cannot be read, placed or compiled, or options are given for a folder, which is compiled
         already.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise BuildError(f"rh.llm.load: {found(path)}; expected the path of a GGUF file, or of a folder that was saved")
     folder = Path(path)
     if folder.is_dir():
-        if vdevices is not None or placement is not None:
-            raise BuildError(f"{folder}: is compiled and so placed already; vdevices and placement go with a GGUF file")
-        return _load_folder(folder)
+        given = (
+            vdevices,
+            placement,
+            tuple(batches),
+            tuple(chunks),
+            slots,
+            context,
+            page_type,
+            memory_limit,
+            activations,
+            batch_invariant,
+        )
+        if given != (None, None, BATCHES, CHUNKS, None, None, "float16", None, None, False) or activation_bits != 8:
+            options = "vdevices, placement, context, slots and other options"
+            raise BuildError(f"{folder}: is compiled and so placed already; {options} go with a GGUF file")
+        return _warned(*_load_folder(folder))
     from ..driver import compile as compile_module
     from ..frontend import PagedCache
     from ..frontend.from_gguf import from_gguf, hyperparameters_of
     from ..frontend.gguf.file import read_gguf
 
     file = read_gguf(folder)
-    model = hyperparameters_of(file)
+    model, tokenizer = hyperparameters_of(file), Tokenizer(file.fields)
+    devices = parse_vdevices(["llvm"] if vdevices is None else vdevices)
     most = min(model.context, CONTEXT) if context is None else context
     # Numbers that make no sense are refused here, by name.
     slots = PagedCache(tuple(batches), tuple(chunks), slots, most, page_type).sequences
+    if batch_invariant and not all(device.target.kind.name in _CPUS for device in devices):  # rows have kinds on CPUs
+        batches, chunks = (max(batches),), (max(chunks),)
     mod = from_gguf(
         file,
-        ["llvm"] if vdevices is None else vdevices,
+        devices,
         placement,
         batches=batches,
         chunks=chunks,
@@ -89,6 +127,7 @@ def load(
         page_type=page_type,
         memory_limit=memory_limit,
         activation_bits=activation_bits,
+        activations=activations,
     )
     pages = [f"pages_{layer}" for layer in range(model.layers)]
     names = [f"decode_{rows}" for rows in batches] + [f"prefill_{rows}" for rows in chunks]
@@ -106,8 +145,18 @@ def load(
         page_type=page_type,
         experts=model.experts,
         experts_used=model.experts_used,
+        trained_context=model.context,
+        decodes_like_prefill=all(adds_up_alike(device.target) for device in devices),
     )
-    return CompiledModel(executable, description), Tokenizer(file.fields)
+    return _warned(CompiledModel(executable, description), tokenizer)
+
+
+def adds_up_alike(target: Target) -> bool:
+    """Whether a device's kernels add up a row in one order, however many rows there are: CPUs do by vectors, of which
+    those with tile registers multiply many rows by these."""
+    if target.kind.name not in _CPUS:
+        return False
+    return tile_instruction_for(cpu_target_of(target), "bfloat16", "bfloat16", "float32") is None
 
 
 def save(model: CompiledModel, source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
@@ -124,8 +173,16 @@ def save(model: CompiledModel, source: str | os.PathLike[str], folder: str | os.
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     model.executable.export_library(target / _LIBRARY)
-    (target / _DESCRIPTION).write_text(json.dumps(asdict(model.description), indent=1))
     _copy_tokenizer(Path(source), target / _TOKENIZER)
+    facts = {**asdict(model.description), _FILES: {name: _digest(target / name) for name in _DIGEST_BYTES}}
+    (target / _DESCRIPTION).write_text(json.dumps(facts, indent=1))
+
+
+def _warned(model: CompiledModel, tokenizer: Tokenizer) -> tuple[CompiledModel, Tokenizer]:
+    warning = context_warning(model.context, model.trained_context)
+    if warning is not None:
+        _log.warning(warning)
+    return model, tokenizer
 
 
 def _give_memory_back() -> None:
@@ -141,11 +198,31 @@ def _load_folder(folder: Path) -> tuple[CompiledModel, Tokenizer]:
     try:
         with open_regular(path)[0] as file:
             facts: dict[str, Any] = json.loads(file.read())
+        digests = dict(facts.pop(_FILES))
         facts["windows"] = tuple(facts["windows"])
         description = ModelDescription(**facts)
     except (OSError, ValueError, TypeError, KeyError) as error:
+        if not path.exists():
+            hint = hint_of(folder, "rh.llm.load")
+            raise BuildError(f"{folder}: holds no language model that rh.llm.save wrote{hint}") from error
         raise BuildError(f"{path}: describes no saved language model: {error}") from error
+    for name in _DIGEST_BYTES:
+        if _digest(folder / name) != digests.get(name):
+            raise BuildError(f"{folder / name}: found another file than {path} was saved with; save the model again")
     return CompiledModel(load_library(folder / _LIBRARY), description), Tokenizer.from_gguf(folder / _TOKENIZER)
+
+
+def _digest(path: Path) -> str:
+    """A hash of a file of a saved model."""
+    try:
+        file, status = open_regular(path)
+        with file:
+            size = _DIGEST_BYTES[path.name]
+            if size is not None:
+                file.seek(max(status.st_size - size, 0))
+            return hashlib.blake2b(file.read(), digest_size=20).hexdigest()
+    except OSError as error:
+        raise BuildError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:

@@ -44,8 +44,11 @@ class Model(Protocol):
     ----------
     vocabulary: Logits of a token.
     context: The most positions of a sequence.
+    trained_context: Positions that the model was trained for; 0 where that is not known.
     slots: The most sequences that are decoded at once.
     chunk: The most tokens of one call of `prefill`.
+    decodes_like_prefill: Whether `decode` writes the same bits of a token into the cache as `prefill`. If not, only
+        tokens of prompts are shared among requests, and a request that waited again has its text decoded again.
     cache: Where `prefill` and `decode` append; both extend it themselves.
     """
 
@@ -56,10 +59,16 @@ class Model(Protocol):
     def context(self) -> int: ...  # noqa: D102
 
     @property
+    def trained_context(self) -> int: ...  # noqa: D102
+
+    @property
     def slots(self) -> int: ...  # noqa: D102
 
     @property
     def chunk(self) -> int: ...  # noqa: D102
+
+    @property
+    def decodes_like_prefill(self) -> bool: ...  # noqa: D102
 
     @property
     def cache(self) -> Cache: ...  # noqa: D102
@@ -98,7 +107,9 @@ class TextCodec(Protocol):
     stop_ids: Tokens that end a text, such as the one for the end of a turn.
 
     One that has an attribute `longest`, the most bytes of a text that one token stands for (None where that is not
-    known), has prompts that cannot fit refused before they are made tokens of.
+    known), has prompts that cannot fit refused before they are made tokens of. One that has an attribute
+    `control_names`, the names of its control tokens, is given a `Prompt` with marks in those that users wrote, which
+    `encode` makes no control tokens of.
     """
 
     @property

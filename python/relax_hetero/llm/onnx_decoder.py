@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BuildError
+from ..target.make_vdevice import parse_vdevices
 from .compiled_model import CompiledModel
 from .description import ModelDescription
-from .loaded_model import BATCHES, CHUNKS, CONTEXT
+from .loaded_model import BATCHES, CHUNKS, CONTEXT, adds_up_alike
 
 if TYPE_CHECKING:
     from ..frontend.onnx.model import ModelSource
@@ -29,6 +30,7 @@ def load_onnx(
     slots: int | None = None,
     context: int = CONTEXT,
     page_type: str = "float16",
+    batch_invariant: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> CompiledModel:
     """A decoder that runs, its ``past_key_values`` in a cache of pages.
@@ -39,6 +41,8 @@ def load_onnx(
         A model with nodes of GroupQueryAttention, or the folder of one, whose ``genai_config.json`` names its file.
     vdevices, placement : as for `rh.from_onnx`
     batches, chunks, slots, context, page_type : as for `rh.PagedCache`
+    batch_invariant : bool
+        As for `load`.
     progress : callable, optional
         As for `rh.compile`.
 
@@ -58,8 +62,12 @@ def load_onnx(
 
     if isinstance(source, (str, os.PathLike)) and Path(source).is_dir():
         source = _file_in(Path(source))
+    devices = parse_vdevices(["llvm"] if vdevices is None else vdevices)
+    slots = PagedCache(tuple(batches), tuple(chunks), slots, context, page_type).sequences
+    if batch_invariant and not all(adds_up_alike(device.target) for device in devices):
+        batches, chunks = (max(batches),), (max(chunks),)
     cache = PagedCache(tuple(batches), tuple(chunks), slots, context, page_type)
-    mod = from_onnx(source, ["llvm"] if vdevices is None else vdevices, placement, cache=cache)
+    mod = from_onnx(source, devices, placement, cache=cache)
     facts: dict[str, Any] = mod[f"decode_{cache.batches[0]}"].attrs["decoder"]
     kv_heads = sorted({int(heads) for heads in facts["kv_heads"]})
     if len(kv_heads) != 1:
@@ -77,6 +85,7 @@ def load_onnx(
         size=int(facts["size"]),
         windows=tuple(int(window) for window in facts["windows"]),
         page_type=page_type,
+        decodes_like_prefill=all(adds_up_alike(device.target) for device in devices),
     )
     return CompiledModel(executable, description)
 

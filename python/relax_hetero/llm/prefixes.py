@@ -49,9 +49,10 @@ class Prefixes:
         return sum(prefix.tokens.size for prefix in self._kept)
 
     def keep(self, slot: int, tokens: Sequence[int]) -> None:
-        """Keep a sequence, or free it if there is no use for it; others that it continues are freed."""
+        """Keep the first `tokens` of a sequence, or free it if there is no use for it; others that it continues are
+        freed."""
         mine = np.asarray(tokens, np.int32)
-        if self._most == 0 or mine.size < self._least:
+        if self._most == 0 or mine.size < self._least or not self._cut(slot, mine.size):
             self._cache.free(slot)
             return
         for prefix in [old for old in self._kept if alike(old.tokens, mine) == old.tokens.size]:
@@ -107,7 +108,7 @@ class Prefixes:
                 if prefix not in self._kept:
                     raise
                 return self._taken(prefix, length)
-        if not self._cut(slot, prefix, length):
+        if not self._cut(slot, length):
             self._cache.free(slot)
             return None
         if prefix in self._kept:
@@ -116,14 +117,15 @@ class Prefixes:
         return slot
 
     def _taken(self, prefix: Prefix, length: int) -> int | None:
-        if not self._cut(prefix.slot, prefix, length):
+        if not self._cut(prefix.slot, length):
             return None
         self._kept.remove(prefix)
         return prefix.slot
 
-    def _cut(self, slot: int, prefix: Prefix, length: int) -> bool:
+    def _cut(self, slot: int, length: int) -> bool:
+        """Forget a slot's tokens behind the first `length`; whether that was possible."""
         try:
-            if length < prefix.tokens.size:
+            if length < self._cache.length(slot):
                 self._cache.cut(slot, length)
         except CacheError:
             return False

@@ -61,6 +61,11 @@ class Scheduler:
     request is put back: it keeps its text, and its tokens go into the cache again when others have ended. So the
     oldest request always goes on, and none is lost.
 
+    A request's text is what the model writes for it alone. Where a token's keys and values have other bits by prefill
+    than by decode (`Model.decodes_like_prefill`), each token comes into the cache in the way that it would alone: those
+    of the prompt by prefill, or from another prompt, and those of the text by decode steps, which a request that was
+    put back takes again without choosing a token.
+
     All methods are called by one thread.
 
     Parameters
@@ -137,9 +142,10 @@ class Scheduler:
 
     def _slot_for(self, sequence: Sequence) -> tuple[int, int]:
         """A slot, and how many of the sequence's tokens it has already."""
-        tokens = np.asarray(sequence.tokens[:-1], np.int32)  # the last one's logits are wanted
+        known = min(self._prefilled(sequence), len(sequence.tokens) - 1)  # the last one's logits are wanted
+        tokens = np.asarray(sequence.tokens[:known], np.int32)
         running = [
-            Prefix(other.slot, np.asarray(other.tokens[: other.cached], np.int32))
+            Prefix(other.slot, np.asarray(other.tokens[: min(other.cached, self._prefilled(other))], np.int32))
             for other in self._running
             if other.slot is not None
         ]
@@ -155,14 +161,21 @@ class Scheduler:
                 if not self._prefixes.drop_oldest():
                     raise
 
+    def _prefilled(self, sequence: Sequence) -> int:
+        """How many of a sequence's tokens come into the cache by prefill."""
+        return len(sequence.tokens if self._model.decodes_like_prefill else sequence.request.prompt)
+
     def _fill(self) -> None:
         """Put the next tokens of one request into the cache."""
         sequence = self._filling
         if sequence is None or sequence.slot is None:
             return
-        chunk = np.asarray(sequence.tokens[sequence.cached : sequence.cached + self._model.chunk], np.int32)
+        end = self._prefilled(sequence)
+        chunk = np.asarray(sequence.tokens[sequence.cached : min(sequence.cached + self._model.chunk, end)], np.int32)
+        logits = None  # nothing is left to fill of a prompt that was there
         try:
-            logits = self._model.prefill(sequence.slot, chunk)
+            if chunk.size:
+                logits = self._model.prefill(sequence.slot, chunk)
         except CacheError as error:
             self._make_room([sequence], error)
             return
@@ -171,7 +184,7 @@ class Scheduler:
             return
         sequence.cached += chunk.size
         self.counts.prompt_tokens += chunk.size
-        if sequence.cached == len(sequence.tokens):
+        if sequence.cached == end:
             self._filling = None
             self._running.append(sequence)
             self._accept(sequence, logits)
@@ -209,9 +222,12 @@ class Scheduler:
 
     def _decoded(self, batch: list[Sequence]) -> np.ndarray:
         slots = [sequence.slot for sequence in batch if sequence.slot is not None]
-        return self._model.decode(slots, [sequence.tokens[-1] for sequence in batch])
+        return self._model.decode(slots, [sequence.tokens[sequence.cached] for sequence in batch])
 
-    def _accept(self, sequence: Sequence, logits: np.ndarray) -> None:
+    def _accept(self, sequence: Sequence, logits: np.ndarray | None) -> None:
+        """Choose the next token of a sequence, unless it is known."""
+        if logits is None or sequence.cached < len(sequence.tokens):
+            return
         try:
             reason = sequence.accept(logits)
         except Exception as error:
@@ -265,10 +281,10 @@ class Scheduler:
     def _end(self, sequence: Sequence, reason: FinishReason, error: HeteroError | None = None) -> None:
         self._remove(sequence)
         if sequence.slot is not None:
-            cached = sequence.tokens[: sequence.cached]
+            kept = sequence.tokens[: min(sequence.cached, self._prefilled(sequence))]
             slot = sequence.give_up_slot()
             if reason in ("stop", "length"):
-                self._prefixes.keep(slot, cached)
+                self._prefixes.keep(slot, kept)
             else:
                 self._cache.free(slot)
         self._full = False

@@ -3,7 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from array import array
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
+"""Characters that no text should have, by which parts of texts are marked."""
+
+
+class Prompt(str):
+    """A text, parts of which users wrote: names of control tokens that have such a part are text.
+
+    What `str`'s methods make of it is an ordinary text.
+
+    Parameters
+    ----------
+    text
+    marks: Places, in order. A name with one inside, or right behind its only character, is not the template's.
+    """
+
+    marks: Sequence[int]
+
+    def __new__(cls, text: str, marks: Sequence[int]) -> Prompt:
+        made = super().__new__(cls, text)
+        made.marks = marks
+        return made
 
 
 class SpecialTokens:
@@ -12,10 +36,12 @@ class SpecialTokens:
     Parameters
     ----------
     tokens: Token by name.
+    control: Those that a `Prompt` has only where its template wrote their names.
     """
 
-    def __init__(self, tokens: Mapping[str, int]) -> None:
+    def __init__(self, tokens: Mapping[str, int], control: Collection[str] = ()) -> None:
         self._tokens = {name: token for name, token in tokens.items() if name}
+        self._control = frozenset(control)
         lengths: dict[str, set[int]] = {}
         for name in self._tokens:
             lengths.setdefault(name[0], set()).add(len(name))
@@ -26,9 +52,10 @@ class SpecialTokens:
     def split(self, text: str) -> Iterator[str | int]:
         """The text's parts in order: tokens, and the texts between them, none of which is empty."""
         begin = at = 0
+        marks = text.marks if isinstance(text, Prompt) else array("Q")
         while self._first is not None and (match := self._first.search(text, at)) is not None:
             at = match.start()
-            name = self._at(text, at)
+            name = self._at(text, at, marks)
             if name is None:
                 at += 1
                 continue
@@ -39,6 +66,12 @@ class SpecialTokens:
         if begin < len(text):
             yield text[begin:]
 
-    def _at(self, text: str, at: int) -> str | None:
-        names = (text[at : at + length] for length in self._lengths[text[at]])
-        return next((name for name in names if name in self._tokens), None)
+    def _at(self, text: str, at: int, marks: Sequence[int]) -> str | None:
+        """The name of a token that begins at a place."""
+        after = bisect_right(marks, at)
+        mark = marks[after] if after < len(marks) else len(text) + 1
+        for length in self._lengths[text[at]]:
+            name = text[at : at + length]
+            if name in self._tokens and not (name in self._control and mark < at + max(2, length)):
+                return name
+        return None

@@ -7,13 +7,16 @@ tokens are found here, since which of them count is the caller's choice.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from ..errors import HeteroError
 from .errors import TokenizerError
 from .sentencepiece_model import model_bytes
 from .special_tokens import SpecialTokens
-from .word_splits import SPLITS, WHOLE_WORDS
 
 if TYPE_CHECKING:
     from ..frontend.gguf.file import GgufFile
@@ -35,6 +38,34 @@ ENDS = {
     "</s>",
     "<EOT>",
 }
+_ALWAYS_CONTROL = ENDS - {"</s>", "<eos>", "<|end_of_text|>"}
+"""Those that are control tokens whatever a file says, as in llama.cpp; a vocabulary of HTML has </s> as a word."""
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_SHORT_FORMS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_BLANKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_SHORT_FORMS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_BLANKS}"
+_QWEN2 = rf"{_SHORT_FORMS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_BLANKS}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+# How byte-level vocabularies cut text into words before merging bytes, by the names that GGUF files give: expressions
+# that are applied one after the other; each makes words of its matches and of the text between them.
+_FAMILIES: dict[tuple[str, ...], tuple[str, ...]] = {
+    (_GPT2,): ("gpt-2", "phi-2", "olmo", "mpt", "jais", "roberta-bpe", "trillion"),
+    (r"\p{N}", _GPT2): ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"),
+    (_LLAMA3,): ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "dbrx", "smaug-bpe", "chatglm-bpe"),
+    (_QWEN2,): ("qwen2", "stablelm2", "deepseek-r1-qwen", "hunyuan", "megrez"),
+    (_TEKKEN,): ("tekken",),
+    (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"): ("default",),
+}
+SPLITS = {name: expressions for expressions, names in _FAMILIES.items() for name in names}
+
+WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "tekken"}
+"""Where a word that is a token is that token, whatever merges say."""
 
 
 class Tokenizer:
@@ -47,6 +78,7 @@ class Tokenizer:
     Attributes
     ----------
     names: Of all tokens.
+    control_names: Of those that a text has only where `encode` is told so, such as the end of a turn.
     stop_ids: Tokens that end a text or a turn.
     begin_id: The token for the begin of a text; None if there is none.
     adds_begin, adds_end: Whether the model wants tokens for the begin and end of a text.
@@ -61,27 +93,25 @@ class Tokenizer:
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._fields = fields
-        self.names: Sequence[str] = self._need("tokens")
-        kinds = self._get("token_type", [NORMAL] * len(self.names))
-        if len(kinds) != len(self.names):
-            raise TokenizerError(f"found kinds of {len(kinds)} tokens, expected {len(self.names)}")
-        wrong = next((kind for kind in kinds if not NORMAL <= kind <= BYTE), None)
-        if wrong is not None:
-            raise TokenizerError(f"tokenizer.ggml.token_type: found {wrong}, expected {NORMAL} to {BYTE}")
-        self._kinds = bytes(map(int, kinds))
+        self.names: Sequence[str] = self.texts("tokens")
+        kinds = self.numbers("token_type", "kinds") if self._get("token_type", None) is not None else None
+        given = bytes([NORMAL]) * len(self.names) if kinds is None else _checked_kinds(kinds)
+        named = zip(given, self.names, strict=True)
+        self._kinds = bytes(CONTROL if name in _ALWAYS_CONTROL else kind for kind, name in named)
         self.begin_id = self._token("bos_token_id")
         self._end_id = self._token("eos_token_id")
-        self.adds_end = bool(self._get("add_eos_token", False))
+        self.adds_end = self._truth("add_eos_token", False)
         self.chat_template: str | None = fields.get("tokenizer.chat_template")
         model = self._need("model")
-        if model not in _MODELS:
+        if not isinstance(model, str) or model not in _MODELS:
             raise TokenizerError(f"tokenizer.ggml.model: found {model!r}, expected one of {', '.join(_MODELS)}")
-        self.adds_begin = bool(self._get("add_bos_token", model == "llama")) and self.begin_id is not None
-        self._space_prefix = bool(self._get("add_space_prefix", True)) and model == "llama"
+        self.adds_begin = self._truth("add_bos_token", model == "llama") and self.begin_id is not None
+        self._space_prefix = self._truth("add_space_prefix", True) and model == "llama"
         self._words, self._bytes = _MODELS[model](self)
         self._pieces: dict[int, bytes] = {}
         self._always = SpecialTokens(self._of_kinds(USER_DEFINED))
-        self._special = SpecialTokens(self._of_kinds(USER_DEFINED, CONTROL, UNKNOWN))
+        self.control_names = frozenset(self._of_kinds(CONTROL, UNKNOWN))
+        self._special = SpecialTokens(self._of_kinds(USER_DEFINED, CONTROL, UNKNOWN), self.control_names)
         self.stop_ids = self._find_stops()
         # Without bytes as tokens, sentencepiece makes one of all characters in a row that it has none for.
         has_bytes = model != "llama" or BYTE in self._kinds
@@ -109,7 +139,8 @@ class Tokenizer:
         Parameters
         ----------
         text
-        special: Whether names of control tokens in the text stand for these tokens.
+        special: Whether names of control tokens in the text stand for these tokens; in a `Prompt` of a `ChatTemplate`
+            only those that the template wrote do.
         begin: Whether the model's tokens for the begin and the end of a text are added, where it wants them; not
             twice where the text has them already.
         """
@@ -146,9 +177,29 @@ class Tokenizer:
 
     # What follows serves the makers of the two kinds below.
 
-    def fields(self, key: str) -> Any:
-        """A value of the file that has to be there."""
-        return self._need(key)
+    def texts(self, key: str) -> Sequence[str]:
+        """A list of texts that the file has to have."""
+        found = self._need(key)
+        is_list = isinstance(found, Sequence) and not isinstance(found, str) and len(found) > 0
+        # Lists that are none of Python's are a file's, whose texts were looked at when it was read.
+        if not is_list or (isinstance(found, list) and not all(isinstance(each, str) for each in found)):
+            raise TokenizerError(f"tokenizer.ggml.{key}: found {found!r:.100}, expected a list of texts")
+        if isinstance(found, list) and any("\ud800" <= character <= "\udfff" for character in "".join(found)):
+            raise TokenizerError(f"tokenizer.ggml.{key}: found half of a pair of surrogates, expected text of Unicode")
+        return found  # type: ignore[no-any-return]
+
+    def numbers(self, key: str, what: str) -> np.ndarray:
+        """A number of each token, which the file has to have."""
+        found = self._need(key)
+        is_list = isinstance(found, np.ndarray) or (
+            isinstance(found, list) and all(type(each) in (int, float) for each in found)
+        )
+        array = np.asarray(found) if is_list else np.empty(0, bool)
+        if array.dtype.kind not in "iuf":
+            raise TokenizerError(f"tokenizer.ggml.{key}: found {found!r:.100}, expected a list of numbers")
+        if len(array) != len(self.names):
+            raise TokenizerError(f"found {what} of {len(array)} tokens, expected {len(self.names)}")
+        return array
 
     @property
     def kinds(self) -> Sequence[int]:
@@ -178,9 +229,15 @@ class Tokenizer:
         value = self._get(key, None)
         if value is None:
             return None
-        if not 0 <= int(value) < len(self.names):
-            raise TokenizerError(f"tokenizer.ggml.{key}: found {value}, expected a token below {len(self.names)}")
-        return int(value)
+        if type(value) is not int or not 0 <= value < len(self.names):
+            raise TokenizerError(f"tokenizer.ggml.{key}: found {value!r}, expected a token below {len(self.names)}")
+        return value
+
+    def _truth(self, key: str, default: bool) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise TokenizerError(f"tokenizer.ggml.{key}: found {value!r:.100}, expected true or false")
+        return value
 
     def _of_kinds(self, *kinds: int) -> dict[str, int]:
         return {self.names[token]: token for token, kind in enumerate(self._kinds) if kind in kinds}
@@ -189,6 +246,13 @@ class Tokenizer:
         told = (self._token(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id"))
         named = (token for name, token in self._of_kinds(CONTROL).items() if name in ENDS)
         return frozenset(token for token in (*told, *named) if token is not None)
+
+
+def _checked_kinds(kinds: np.ndarray) -> bytes:
+    wrong = np.flatnonzero(~np.isin(kinds, range(NORMAL, BYTE + 1)))
+    if len(wrong):
+        raise TokenizerError(f"tokenizer.ggml.token_type: found {kinds[wrong[0]]}, expected {NORMAL} to {BYTE}")
+    return kinds.astype("uint8").tobytes()
 
 
 _Made = tuple[Callable[[str], list[int]], Callable[[int], bytes]]
@@ -203,14 +267,15 @@ def _sentencepiece(tokenizer: Tokenizer) -> _Made:
         raise TokenizerError(
             "this tokenizer needs the package sentencepiece; pip install 'relax-hetero[llm]'"
         ) from error
-    scores = tokenizer.fields("scores")
-    if len(scores) != len(tokenizer.names):
-        raise TokenizerError(f"found scores of {len(scores)} tokens, expected {len(tokenizer.names)}")
+    with np.errstate(over="ignore"):
+        scores = tokenizer.numbers("scores", "scores").astype("float32")
+    if not np.isfinite(scores).all():
+        raise TokenizerError(f"tokenizer.ggml.scores: found {scores[~np.isfinite(scores)][0]}, expected finite numbers")
     unknown = tokenizer.unknown_id
     kinds = [UNKNOWN if token == unknown else kind for token, kind in enumerate(tokenizer.kinds)]
     try:
         processor = SentencePieceProcessor(model_proto=model_bytes(tokenizer.names, scores, kinds, BYTE in kinds))
-    except RuntimeError as error:
+    except (RuntimeError, UnicodeEncodeError) as error:
         raise TokenizerError(f"sentencepiece refuses the file's tokens: {error}") from error
 
     def piece(token: int) -> bytes:
@@ -232,19 +297,23 @@ def _byte_level(tokenizer: Tokenizer) -> _Made:
     split = tokenizer.word_split
     if split not in SPLITS:
         raise TokenizerError(f"tokenizer.ggml.pre: found {split!r}, expected one of {', '.join(sorted(SPLITS))}")
-    merges = [tuple(merge.split(" ", 1)) for merge in tokenizer.fields("merges")]
+    merges: list[Any] = [tuple(merge.split(" ", 1)) for merge in tokenizer.texts("merges")]
     vocabulary = {name: token for token, name in enumerate(tokenizer.names)}
-    try:
+    if len(vocabulary) != len(tokenizer.names):
+        twice = next(name for token, name in enumerate(tokenizer.names) if vocabulary[name] != token)
+        raise TokenizerError(f"tokenizer.ggml.tokens: found {twice!r} twice, expected names that differ")
+    if split in WHOLE_WORDS:  # no word is a control token
+        vocabulary = {name: token for name, token in vocabulary.items() if tokenizer.kinds[token] != CONTROL}
+    with package_errors("tokenizers refuses the file's merges"):
         words = Words(models.BPE(vocabulary, merges, ignore_merges=split in WHOLE_WORDS))
-    except Exception as error:  # the package raises plain ones
-        raise TokenizerError(f"tokenizers refuses the file's merges: {error}") from error
     cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in SPLITS[split]]
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     words.pre_tokenizer = pre_tokenizers.Sequence([*cuts, as_bytes])
     byte_of = byte_of_character()
 
     def encode(text: str) -> list[int]:
-        return list(words.encode(text, add_special_tokens=False).ids)
+        with package_errors("tokenizers fails on a text"):
+            return list(words.encode(text, add_special_tokens=False).ids)
 
     def piece(token: int) -> bytes:
         name = tokenizer.names[token]
@@ -253,6 +322,17 @@ def _byte_level(tokenizer: Tokenizer) -> _Made:
         return bytes(byte_of[character] for character in name)
 
     return encode, piece
+
+
+@contextmanager
+def package_errors(what: str) -> Iterator[None]:
+    """Errors of the package tokenizers, which raises plain ones and its language's panics, as `TokenizerError`."""
+    try:
+        yield
+    except (HeteroError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise TokenizerError(f"{what}: {error}") from error
 
 
 def byte_of_character() -> dict[str, int]:

@@ -26,6 +26,9 @@ BLOCK_ROWS = "relax.hetero.block_rows"
 ACTIVATION_BITS = (8, 16)
 """Bits of the integers that may stand for numbers of the other operand of a product."""
 
+ROWS = ("", "decode", "chunk")
+"""Kinds of rows of the other operand: those of `cached_attention`, or any."""
+
 _POINTS = ("uint8", "float32")
 _MINIMUMS = ("float16", "float32")
 _SCALES = ("float32", "float16")
@@ -40,6 +43,7 @@ class DequantizeBlocksAttrs(tvm.ir.Attrs):
     bits: int
     format: str
     activation_bits: int = 16
+    rows: str = ""
 
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.BlockMatmulAttrs")
@@ -54,6 +58,7 @@ class BlockMatmulAttrs(tvm.ir.Attrs):
     format: str
     experts: int = 0
     activation_bits: int = 16
+    rows: str = ""
 
 
 def dequantize_blocks(
@@ -66,6 +71,7 @@ def dequantize_blocks(
     bits: int = 4,
     format: str = "",
     activation_bits: int = 16,
+    rows: str = "",
 ) -> relax.Call:
     """Weights in blocks as float32: ``(weight - zero) * scale``, or what a file's format says.
 
@@ -89,25 +95,31 @@ def dequantize_blocks(
     activation_bits : int
         How exact products with these weights have to be: their other operand may become integers of 8 or 16 bits, with
         a scale for each block of at most 32 or 128. Devices without such products keep more.
+    rows : str
+        "decode" or "chunk", as of cached_attention: CPUs then multiply a row by the same instructions however many rows
+        there are. "": by those that suit their number.
 
     Raises
     ------
     EncodingError
-        If an operand is no Relax expression, the format is unknown, or integers are to have other bits.
+        If an operand is no Relax expression, the format or the kind of rows is unknown, or integers are to have other
+        bits.
     """
     if format:
         form = block_format(format)
         block, bits = form.block, form.bits
     operands = [data, *(one for one in (scales, zeros) if one is not None)]
-    attrs = DequantizeBlocksAttrs(depth, block, bits, format, _checked(activation_bits, DEQUANTIZE_BLOCKS))
+    _check(activation_bits, rows, DEQUANTIZE_BLOCKS)
+    attrs = DequantizeBlocksAttrs(depth, block, bits, format, activation_bits, rows)
     return make_call(DEQUANTIZE_BLOCKS, operands, attrs)
 
 
-def _checked(activation_bits: int, op: str) -> int:
+def _check(activation_bits: int, rows: str, op: str) -> None:
     if activation_bits not in ACTIVATION_BITS:
         expected = " or ".join(map(str, ACTIVATION_BITS))
         raise EncodingError(f"{op}: activation_bits is {activation_bits!r}, expected {expected}")
-    return activation_bits
+    if rows not in ROWS:
+        raise EncodingError(f"{op}: rows is {rows!r}, expected one of {', '.join(map(repr, ROWS))}")
 
 
 def block_matmul(
@@ -121,6 +133,7 @@ def block_matmul(
     format: str = "",
     experts: int = 0,
     activation_bits: int = 16,
+    rows: str = "",
 ) -> relax.Call:
     """A product with weights in blocks: ``expression(x * numbers, ...)``, the numbers those of dequantize_blocks.
 
@@ -148,20 +161,21 @@ def block_matmul(
         (tokens, used) of int32 or int64 then: which matrices each token is multiplied by; the nearest stand for
         missing ones. The result has the shape (tokens, used, 1, columns).
     activation_bits : int
+    rows : str
         As of dequantize_blocks.
 
     Raises
     ------
     EncodingError
-        If text is no expression, the format is unknown, an operand is no Relax expression, or integers are to have
-        other bits.
+        If text is no expression, the format or the kind of rows is unknown, an operand is no Relax expression, or
+        integers are to have other bits.
     """
     text = str(expression if isinstance(expression, Expression) else Expression.parse(expression))
     if format:
         form = block_format(format)
         block, bits = form.block, form.bits
-    activation_bits = _checked(activation_bits, BLOCK_MATMUL)
-    attrs = BlockMatmulAttrs(columns, block, bits, zeros, text, format, experts, activation_bits)
+    _check(activation_bits, rows, BLOCK_MATMUL)
+    attrs = BlockMatmulAttrs(columns, block, bits, zeros, text, format, experts, activation_bits, rows)
     return make_call(BLOCK_MATMUL, [x, *operands], attrs)
 
 

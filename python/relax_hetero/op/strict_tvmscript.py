@@ -2,11 +2,12 @@
 
 Stock TVMScript (0.27) splits ``"kind:i"`` itself. An unknown kind becomes a log line and a tensor without a device, a
 malformed number a Python error about ``int()``, and a VDevice object that is not the module's own is kept, although
-passes compare vdevices by identity. `make_tvmscript_strict` replaces the three places where names are looked up:
+passes compare vdevices by identity. `make_tvmscript_strict` replaces the places where names are read:
 
 - ``TensorProxy.as_ty``, behind ``R.Tensor(..., vdevice)``;
 - ``R.to_vdevice`` and ``R.hint_on_device``, which become the operators of this package under stock parameter names;
-- ``I.lookup_vdevice``, which whatever else looks vdevices up goes through.
+- ``I.lookup_vdevice``, which whatever else looks vdevices up goes through;
+- ``I.vdevice``, which becomes `VDevice`: an unknown kind is refused with the name that was meant.
 
 Nothing else changes: what stock TVMScript accepts and resolves is resolved to the same vdevice. Errors are raised as
 `VDeviceError`; TVM's parser turns them into its own ``DiagnosticError`` with the same message, the file and the line.
@@ -36,7 +37,7 @@ from tvm.script.ir_builder.ir import ir as ir_builder
 from tvm.script.parser import ir as ir_parser
 
 from ..errors import VDeviceError
-from ..target.vdevice import VDeviceSpec
+from ..target.vdevice import VDevice, VDeviceSpec
 from . import placement
 from .placement import Operand, resolve, vdevices_under_construction
 
@@ -53,6 +54,8 @@ def make_tvmscript_strict() -> None:
     for namespace in _RELAX_NAMESPACES:
         namespace.to_vdevice = to_vdevice  # type: ignore[attr-defined]
         namespace.hint_on_device = hint_on_device  # type: ignore[attr-defined]
+    for namespace in (ir_builder, ir_builder_package, ir_parser):
+        namespace.vdevice = vdevice  # type: ignore[attr-defined]
     for namespace in _IR_NAMESPACES:
         namespace.lookup_vdevice = lookup_vdevice  # type: ignore[attr-defined]
     show_errors()
@@ -80,6 +83,11 @@ class _ShowErrors:
         if kind is DiagnosticError and not tvm._should_print_backtrace() and sys.stderr is not None:
             print(error, file=sys.stderr, flush=True)
         self._hook(kind, error, trace)
+
+
+def vdevice(target: Any = None, vdevice_id: int = 0, memory_scope: str = "global") -> tvm.relax.VDevice:
+    """`VDevice` under the name of stock TVMScript."""
+    return VDevice(target, vdevice_id, memory_scope)
 
 
 def to_vdevice(data: Operand, dst_vdevice: VDeviceSpec) -> relax.Expr:

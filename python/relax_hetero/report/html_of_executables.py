@@ -23,7 +23,7 @@ def executable_html(executable: Executable) -> str:
     placed = [entry for entry in about.placement or () if entry["kind"] in ("op", "transfer")]
     ops = Counter(entry["device"] for entry in placed if entry["kind"] == "op")
     moved = Counter(entry["device"] for entry in placed if entry["kind"] == "transfer")
-    kernels = Counter(names[dispatch.device] for dispatch in about.dispatches.values() if dispatch.device >= 0)
+    kernels = Counter(names[i] for dispatch in about.dispatches.values() for i in dispatch.devices if i >= 0)
     rows = [
         (device(name, names), spec.kind, ops[name], kernels[name], moved[name], bytes_text(plan.weights(index)))
         for index, (name, spec) in enumerate(zip(names, about.devices, strict=True))

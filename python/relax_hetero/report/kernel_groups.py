@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..artifact.commands import Dispatch
-from ..artifact.metadata import Metadata
+from ..artifact.metadata import Metadata, device_names
 from ..artifact.model_graph import ModelGraph
 from .device_peaks import share_of_peak
 
@@ -36,32 +36,36 @@ def groups_of(
         for command in region.commands
         if isinstance(command, Dispatch)
     }
-    kernels = [inside.get((e["function"], e["variable"]), (e["kernel"], None)) for e in entries]
+    kernels = [(*inside.get((e["function"], e["variable"]), (e["kernel"], None)), e["device"]) for e in entries]
     measured = {profile.function: profile for profile in profiles}
     # What no caller can name is called by the function that was measured.
     called = [entry["function"] if entry["function"] in about.signatures else "" for entry in entries]
-    places = Counter((name, kernel) for name, (kernel, _) in zip(called, kernels, strict=True))
-    rows = {(profile.function, row.symbol): row for profile in profiles for row in profile.rows}
+    places = Counter((name, kernel, device) for name, (kernel, _, device) in zip(called, kernels, strict=True))
+    rows = {(profile.function, row.symbol, row.device): row for profile in profiles for row in profile.rows}
     bases = _bases(about.graph)
     groups: list[dict[str, Any]] = []
+    callers = _callers(about)
     for index, entry in enumerate(entries):
-        (kernel, region), function = kernels[index], entry["function"]
+        (kernel, region, device), function = kernels[index], entry["function"]
         spec = about.dispatches.get(kernel)
         caller = called[index] or (profiles[0].function if profiles else "")
-        row = rows.get((caller, kernel))
+        steps = callers.get((function, region or kernel, device), [None])
+        # The calls stand in the order of the steps; all kernels of a command buffer are called at once.
+        step = steps.pop(0) if len(steps) > 1 else steps[0]
+        row = rows.get((caller, kernel, device or "host"))
         groups.append(
             {
                 "id": index,
                 "function": function,
                 "kernel": kernel,
-                "device": entry["device"],
+                "device": device,
                 "nodes": [bases[function] + node for node in entry.get("nodes", ()) if function in bases],
                 "region": region,
-                "step": _step(about, kernel, region),
+                "step": step,
                 "precision": entry["precision"] or None,
                 "operations": spec.operations or None if spec is not None else None,
                 "bytes": spec.bytes or None if spec is not None else None,
-                **_times(measured.get(caller), row, entry["variable"], places[called[index], kernel]),
+                **_times(measured.get(caller), row, region, entry["variable"], places[called[index], kernel, device]),
                 "share_of_peak": None,
                 "bound": None,
                 "notes": declined.get((function, entry["variable"]), []),
@@ -99,18 +103,26 @@ def _declined(fusions: Mapping[str, Any]) -> dict[tuple[str, str], list[str]]:
     return found
 
 
-def _step(about: Metadata, kernel: str, region: str | None) -> str | None:
-    """The step of a function's schedule that calls a kernel or its command buffer."""
-    names = {kernel, region}
-    steps = (step for schedule in about.schedules for step in schedule.steps)
-    return next((step.function for step in steps if not names.isdisjoint(step.calls)), None)
+def _callers(about: Metadata) -> dict[tuple[str, str, str], list[str | None]]:
+    """The steps that call a kernel or command buffer, as often as they do: by function, callee and device."""
+    names = [*device_names(about.devices), ""]
+    found: dict[tuple[str, str, str], list[str | None]] = {}
+    for schedule in about.schedules:
+        for step in schedule.steps:
+            for name in step.calls:
+                for index in step.devices:
+                    found.setdefault((schedule.function, name, names[index]), []).append(step.function)
+    return found
 
 
-def _times(profile: Profile | None, row: ProfileRow | None, variable: str, places: int) -> dict[str, Any]:
+def _times(
+    profile: Profile | None, row: ProfileRow | None, region: str | None, variable: str, places: int
+) -> dict[str, Any]:
     """Calls, seconds and share of the call; all None where nobody measured."""
     if profile is None or row is None:
         return {"calls": None, "seconds": None, "share": None}
-    here = [c.microseconds for c in profile.commands if c.kernel == row.symbol and c.variable == variable]
+    call = (region, row.symbol, variable)
+    here = [c.microseconds for c in profile.commands if (c.region, c.kernel, c.variable) == call]
     if here:
         seconds = sum(here) / 1e6
         return {"calls": len(here), "seconds": seconds, "share": seconds * 1e6 / profile.microseconds}

@@ -8,6 +8,7 @@ from typing import Any
 import tvm
 
 from ..artifact.messages import text_table
+from ..artifact.what_reads import found
 from ..errors import HeteroError
 from .graph_picture import function_picture, short_op, value_text
 from .html_elements import Column, Markup, bytes_text, device, escaped, folded, paragraph, table, view
@@ -135,7 +136,7 @@ def show(mod: tvm.IRModule, title: str = "") -> ShownModule:
     """
     if not isinstance(mod, tvm.IRModule):
         hint = "; an executable shows itself, and explain() prints its tables" if hasattr(mod, "explain") else ""
-        raise HeteroError(f"show: found {type(mod).__name__}, expected a tvm.IRModule{hint}")
+        raise HeteroError(f"rh.show: {found(mod)}; expected a tvm.IRModule{hint}")
     data = module_data(mod, title)
     if not data["functions"]:
         raise HeteroError(f"show: found no Relax function in a module of {len(mod.functions)} functions")

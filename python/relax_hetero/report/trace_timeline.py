@@ -40,5 +40,6 @@ def timeline_of(trace: Trace, devices: Sequence[str]) -> dict[str, Any] | None:
             }
         )
     for queue in queues.values():
-        queue["device"] = queue["device"] or next((name for name in devices if name in queue["name"]), "host")
+        named = max((name for name in devices if name in queue["name"]), key=len, default="host")  # llvm:1, llvm:10
+        queue["device"] = queue["device"] or named
     return {"calls": len(trace.ended), "queues": list(queues.values())} if queues else None

@@ -15,8 +15,9 @@ import tvm_ffi
 from tvm.target import Target, list_tags
 
 from ..errors import VDeviceError
+from .device_words import device_hint
 from .hosts import check_host, host_of, hosts_of, on_host, split_host
-from .native_target import device_kinds, native
+from .native_target import check_cpu_names, default_target, device_kinds, native
 
 # One entry of a `vdevices=` list.
 VDeviceEntry: TypeAlias = "str | dict[str, Any] | Target | tvm.relax.VDevice"
@@ -36,7 +37,8 @@ def VDevice(
     Parameters
     ----------
     target : str, dict, Target or Device
-        As TVM takes it: ``"llvm"`` is the generic CPU here (``native("llvm")`` is this one).
+        As TVM takes it. One that says no more than its kind (``"llvm"``, ``"cuda"``) is compiled for the hardware of
+        this machine; ``{"kind": "llvm", "mcpu": "generic"}`` is the oldest CPU of its architecture.
     vdevice_id : int
         The device's number at run time, e.g. 1 for ``cuda(1)``.
     memory_scope : str
@@ -56,6 +58,7 @@ def VDevice(
         malformed.
     """
     made = _target(target)
+    check_cpu_names(made)
     if host is not None:
         made = on_host(made, check_host(host), native=isinstance(target, str) and target in device_kinds())
     if made.kind.name not in device_kinds():
@@ -130,7 +133,7 @@ def _parse_entry(spec: VDeviceEntry, taken: dict[tuple[str | None, int], set[int
     if kind is not None and kind in device_kinds():
         target = native(kind, number or 0) if host is None else Target(kind)
     else:
-        target = _target(_with_arch(_from_json(spec) if kind is None else kind))
+        target = _target(_with_arch(_from_json(spec) if kind is None else kind), str(spec))
     if number is None:
         used = taken.get((host or host_of(target), int(target.get_target_device_type())), set())
         number = next(candidate for candidate in range(len(used) + 1) if candidate not in used)
@@ -151,10 +154,16 @@ def _split_number(spec: str) -> tuple[str, int | None]:
     match = _NUMBERED.fullmatch(spec)
     if match is None:
         raise VDeviceError(
-            f"{spec!r} is not 'kind' or 'kind:id' (with an id from 0), a target tag, or a target in JSON; "
-            f"kinds are {', '.join(device_kinds())}"
+            f"{spec!r} is not 'kind' or 'kind:id' (with an id from 0), a target tag, or a target in JSON{_hint(spec)}"
         )
     return match["target"], None if match["id"] is None else int(match["id"])
+
+
+def _hint(spec: str) -> str:
+    """What a name of no target may have meant, and the kinds there are."""
+    return (
+        f"{device_hint(spec, device_kinds(), [str(tag) for tag in list_tags()])}; kinds are {', '.join(device_kinds())}"
+    )
 
 
 def _from_json(spec: str | dict[str, Any] | Target) -> dict[str, Any] | Target:
@@ -175,15 +184,24 @@ def _with_arch(target: str | dict[str, Any] | Target) -> str | dict[str, Any] | 
     return target
 
 
-def _target(target: str | dict[str, Any] | Target | tvm.runtime.Device) -> Target:
+def _target(target: str | dict[str, Any] | Target | tvm.runtime.Device, spelled: str | None = None) -> Target:
+    """The target; VDeviceError where there is none, for a string that was a part of `spelled`."""
     if isinstance(target, Target):
         return target
     try:
         if isinstance(target, tvm_ffi.core.Device):
             return Target.from_device(target)
         if isinstance(target, (str, dict)):
-            return Target(target)
+            return default_target(target) if target == "cuda" else Target(target)
     except (ValueError, TypeError, RuntimeError) as error:
-        kinds = f"; kinds are {', '.join(device_kinds())}" if isinstance(target, str) else ""
-        raise VDeviceError(f"{target!r} is not a target: {str(error).splitlines()[0]}{kinds}") from error
+        kind = target.get("kind") if isinstance(target, dict) else target
+        if isinstance(kind, str) and kind not in Target.list_kinds():
+            if kind is not target:
+                raise VDeviceError(f"{target!r}: {kind!r} is not a kind of target{_hint(kind)}") from error
+            if spelled is None and kind.partition(":")[0] in device_kinds():
+                what = f"{target!r} is not a target; give the kind alone, and the number as vdevice_id="
+                raise VDeviceError(what) from error
+            raise VDeviceError(f"{(spelled or target)!r} is not a target{_hint(spelled or kind)}") from error
+        why = str(error).partition(" Target creation from ")[0].splitlines()[0].rpartition(") is false: ")[2]
+        raise VDeviceError(f"{target!r} is not a target: {why}") from error
     raise VDeviceError(f"a target is a string, a dict, a Target or a Device, got {target!r} ({type(target).__name__})")

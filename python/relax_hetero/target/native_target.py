@@ -6,7 +6,9 @@ target without ``arch`` is sm_50. The functions here ask LLVM, the CUDA driver a
 
 from __future__ import annotations
 
+import difflib
 import logging
+import re
 from functools import cache
 
 import tvm
@@ -16,12 +18,17 @@ from tvm.target import Target, codegen
 from ..errors import VDeviceError
 from .backends import load_backend
 from .cpu_cores import NUMA_NODE, cpus_of_nodes, num_cores
+from .device_words import device_hint
 from .gpu_target import arch_of
+from .hosts import host_of
 
 _log = logging.getLogger("relax_hetero")
 
 # The GPU generation assumed for CUDA code that is compiled where no GPU can be asked (H100, H200).
 DEFAULT_CUDA_ARCH = "sm_90a"
+
+# Names in triples for architectures that LLVM lists under another one.
+_ARCH_ALIAS = re.compile(r"amd64|arm64\w*|i[4-9]86|x86_64h|(arm|thumb)v\w+|ppc\w*|(riscv|mips|sparc)\w+")
 
 _ROCM_EXAMPLE = '{"kind": "rocm", "mcpu": "gfx90a"}'
 
@@ -55,7 +62,10 @@ def native(kind: str = "llvm", index: int = 0, numa: int | None = None) -> Targe
         this process has no CPUs in the node `numa`, or `kind` has no nodes.
     """
     if kind not in device_kinds():
-        raise VDeviceError(f"{kind!r} is not a target kind of a device; kinds are {', '.join(device_kinds())}")
+        hint = device_hint(kind, device_kinds()) if isinstance(kind, str) else ""
+        if isinstance(kind, str) and kind.partition(":")[0] in device_kinds():
+            hint = "; give the kind alone, and the number as index="
+        raise VDeviceError(f"{kind!r} is not a target kind of a device{hint}; kinds are {', '.join(device_kinds())}")
     if numa is not None:
         return Target(_of_node(kind, numa))
     if kind == "llvm":
@@ -71,6 +81,70 @@ def native(kind: str = "llvm", index: int = 0, numa: int | None = None) -> Targe
             f"expected a target that says it, such as {_ROCM_EXAMPLE}, or another device ('llvm' is this CPU)"
         )
     return Target.from_device(device) if device.exist else Target(kind)
+
+
+def with_hardware(vdevice: tvm.relax.VDevice) -> tvm.relax.VDevice:
+    """The vdevice on the hardware of this machine, where its target says no more than the kind; else itself.
+
+    TVM gives such a target, as in ``I.vdevice("llvm")``, the oldest CPU of this architecture, or the GPU it guesses. A
+    CPU's target is complete with ``mcpu`` or ``mattr`` (``{"kind": "llvm", "mcpu": "generic"}`` is the oldest), or with
+    another triple than this machine's; a CUDA one where anything in it differs from what TVM guesses.
+    """
+    target = vdevice.target
+    kind, attrs = str(target.kind.name), target.attrs
+    if host_of(target) is not None:
+        return vdevice
+    if (
+        kind == "llvm"
+        and not attrs.keys() & {"mcpu", "mattr"}
+        and attrs.get("mtriple") == default_target("llvm").attrs["mtriple"]
+    ):
+        own = {name: value for name, value in target.export().items() if name not in ("mtriple", "host")}
+        made = Target({**_native_llvm(), **own})
+    elif kind == "cuda" and tvm_ffi.structural_equal(target, default_target("cuda")):
+        made = native("cuda", int(vdevice.vdevice_id))
+    else:
+        return vdevice
+    made = made.with_host(target.host) if target.host is not None else made
+    return tvm.relax.VDevice(made, int(vdevice.vdevice_id), str(vdevice.memory_scope))
+
+
+def check_cpu_names(target: Target) -> None:
+    """Refuse an ``mtriple`` or ``mcpu`` that LLVM does not know: TVM crashes for the first, and for the second compiles
+    for the oldest CPU after a line on the error stream.
+
+    Raises
+    ------
+    VDeviceError
+        Names the nearest one that is known.
+    """
+    if str(target.kind.name) != "llvm":
+        return
+    triple = str(target.attrs.get("mtriple", "")) or str(default_target("llvm").attrs["mtriple"])
+    arch = triple.partition("-")[0]
+    known = [str(name) for name in codegen.llvm_get_targets()]
+    if arch not in known and not _ARCH_ALIAS.fullmatch(arch):
+        near = difflib.get_close_matches(arch, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; it knows {', '.join(known)}"
+        raise VDeviceError(f"mtriple {triple!r} begins with {arch!r}, which is no architecture of this LLVM{hint}")
+    cpu, cpus = str(target.attrs.get("mcpu", "generic")), _cpus_of(triple)
+    if cpus and cpu not in cpus:
+        near = difflib.get_close_matches(cpu, cpus, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "rh.native('llvm') is this CPU, \"generic\" the oldest"
+        raise VDeviceError(f"mcpu {cpu!r} is no CPU that LLVM knows for {triple!r}; {hint}")
+
+
+@cache
+def _cpus_of(triple: str) -> tuple[str, ...]:
+    return tuple(str(name) for name in codegen.llvm_get_cpu_archlist(Target({"kind": "llvm", "mtriple": triple})))
+
+
+@cache
+def default_target(kind: str) -> Target:
+    """What TVM makes of the name of a kind alone; without a GPU it would warn that it guesses."""
+    if kind == "cuda" and not (load_backend("cuda") and tvm.cuda(0).exist):
+        return Target({"kind": "cuda", "arch": "sm_50"})
+    return Target(kind)
 
 
 @cache

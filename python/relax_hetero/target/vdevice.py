@@ -16,9 +16,10 @@ import tvm
 import tvm_ffi
 
 from ..errors import VDeviceError
+from .device_words import device_hint
 from .hosts import host_of
 from .make_vdevice import VDevice, parse_vdevices, physical
-from .native_target import native
+from .native_target import device_kinds, native, with_hardware
 
 __all__ = [
     "VDevice",
@@ -48,8 +49,6 @@ _CPU = 1  # kDLCPU
 _NAME = re.compile(
     r"((?P<host>[^/:\s]+)/)?(?P<kind>[A-Za-z_][A-Za-z0-9_]*)(:(?P<index>0|[1-9][0-9]*)(:(?P<scope>[^\s:]+))?)?"
 )
-# Words people write for a device type where a target kind is meant.
-_KINDS_MEANT = {"cpu": ("llvm", "c"), "gpu": ("cuda", "rocm", "vulkan", "metal", "opencl"), "nvidia": ("cuda",)}
 
 
 def same_object(a: tvm.relax.VDevice, b: tvm.relax.VDevice) -> bool:
@@ -111,9 +110,10 @@ def vdevice_index(vdevice: tvm.relax.VDevice, vdevices: Sequence[tvm.relax.VDevi
     for index, entry in enumerate(vdevices):
         if same_object(vdevice, entry):
             return index
-    for index, entry in enumerate(vdevices):
-        if same_vdevice(vdevice, entry):
-            return index
+    for meant in (vdevice, with_hardware(vdevice)):  # what `compile` takes it for
+        for index, entry in enumerate(vdevices):
+            if same_vdevice(meant, entry):
+                return index
     raise VDeviceError(f"{_describe(vdevice)} is not among the vdevices; {_available(vdevices)}")
 
 
@@ -203,7 +203,7 @@ def _lookup_name(name: str, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.
     if match is None:
         raise VDeviceError(
             f"{name!r} is not a vdevice name, which is 'kind', 'kind:i' or 'vdevice:j' with a number from 0, after "
-            f"'host/' where there are several; {_available(vdevices)}"
+            f"'host/' where there are several{_hint(name, vdevices)}; {_available(vdevices)}"
         )
     kind, index, host = match["kind"], int(match["index"] or 0), match["host"]
     if host is not None and all(host_of(entry) != host for entry in vdevices):
@@ -219,13 +219,17 @@ def _lookup_name(name: str, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.
             return found
         raise VDeviceError(f"vdevice {name!r} has memory_scope {found.memory_scope!r}; {_available(vdevices)}")
     if not candidates and vdevices:
-        meant = [entry for entry in dict.fromkeys(map(_kind, vdevices)) if entry in _KINDS_MEANT.get(kind, ())]
-        hint = f"; did you mean {' or '.join(map(repr, meant))}?" if meant else ""
+        hint = _hint(name, vdevices)
         raise VDeviceError(f"no vdevice of kind {kind!r} (asked for {name!r}){hint}; {_available(vdevices)}")
     if not candidates:
-        raise VDeviceError(f"no vdevice {name!r}; {_available(vdevices)}")
+        raise VDeviceError(f"no vdevice {name!r}{device_hint(name, device_kinds())}; {_available(vdevices)}")
     of_kind = "" if kind == "vdevice" else f" of kind {kind!r}"
-    raise VDeviceError(f"no vdevice {name!r}: there are {len(candidates)}{of_kind}; {_available(vdevices)}")
+    there_are = f"there {'is' if len(candidates) == 1 else 'are'} {len(candidates)}"
+    raise VDeviceError(f"no vdevice {name!r}: {there_are}{of_kind}; {_available(vdevices)}")
+
+
+def _hint(name: str, vdevices: Sequence[tvm.relax.VDevice]) -> str:
+    return device_hint(name, [_name_at(index, vdevices) for index in range(len(vdevices))])
 
 
 def _available(vdevices: Sequence[tvm.relax.VDevice]) -> str:

@@ -68,6 +68,8 @@ def chat_command(
         refuse_overwriting(report_path(html), chosen.path)
     model, tokenizer = chosen.load()
     template = None if raw else chosen.chat_template(tokenizer)
+    if template is not None and template.fault is not None:
+        raise template.fault
     with Engine(model, tokenizer, prefixes=1) as engine:
         conversation = Conversation(engine, template, params, system)
         try:

@@ -97,7 +97,7 @@ accuracy_option = click.option(
     type=click.Choice(["default", "exact", "fast"]),
     default="default",
     show_default=True,
-    help="How exact convolutions of float32 are: fast takes forms with larger errors, exact the direct form only.",
+    help="Choose how exact convolutions of float32 are: fast takes forms with larger errors, exact only direct ones.",
 )
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout, for programs.")

@@ -112,7 +112,8 @@ def _measured(vdevices: list[relax.VDevice], again: bool) -> Figures | None:
 def _figures_json(figures: Figures, found: list[dict[str, Any]]) -> dict[str, Any]:
     names = [about["name"] for about in found]
     links = [{"from": names[a], "to": names[b], **asdict(link)} for (a, b), link in figures.links.items()]
-    return {"devices": dict(zip(names, map(asdict, figures.devices), strict=True)), "links": links}
+    devices = dict(zip(names, map(asdict, figures.devices), strict=True))
+    return {"devices": devices, "links": links, "other_work": figures.others}
 
 
 def _print_figures(figures: Figures, names: list[str]) -> None:

@@ -33,21 +33,25 @@ _TRACED = 4
 @click.option(
     "--profile",
     is_flag=True,
-    help="Measure: the decode step of a language model, part by part; with --html of any model, each kernel.",
+    help="Measure a decode step of a language model, part by part; with --html, measure each kernel of any model.",
 )
 @click.option(
     "--html",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Compile MODEL, and write a report for a browser.",
+    help="Compile MODEL, and write a report for a browser to this file.",
 )
 @click.option(
     "--compare",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="With --html: an earlier report, to show what changed.",
+    help="Show in the report of --html what changed since this earlier one.",
 )
-@click.option("--summary", is_flag=True, help="An overview: devices, ops by device and reason, a line a section.")
+@click.option(
+    "--summary",
+    is_flag=True,
+    help="Show an overview alone: devices, ops by device and reason, and a line for each section.",
+)
 @placing_options
 @verify_option
 @accuracy_option

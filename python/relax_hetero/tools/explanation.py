@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..artifact.memory_plan import MemoryPlan
-from ..artifact.messages import unknown_name
+from ..artifact.messages import AUTO, unknown_name
 from ..artifact.metadata import CacheUse, device_names
 from ..errors import HeteroError
 from .call_tables import Schedules, memory_lines, memory_tables
@@ -227,10 +227,13 @@ class Explanation:
         """The ops that are on one device for one reason, most ops first."""
         groups: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         for entry in self.of_kind("op"):
-            groups[entry["device"], entry["reason"]][entry["op"].removeprefix("relax.").removeprefix("nn.")] += 1
+            reason = entry["reason"]
+            # Of automatic placement the figures of each op are left to the table of ops.
+            decided = reason.partition(": ")[0] if reason.startswith(AUTO) else reason
+            groups[entry["device"], decided][entry["op"].removeprefix("relax.").removeprefix("nn.")] += 1
         rows = [
-            [device, f"{kinds.total():,}", _counted(kinds), reason]
-            for (device, reason), kinds in sorted(groups.items(), key=lambda group: -group[1].total())
+            [device, f"{kinds.total():,}", _counted(kinds), decided]
+            for (device, decided), kinds in sorted(groups.items(), key=lambda group: -group[1].total())
         ]
         return _shortened(rows, "reasons")
 
@@ -306,9 +309,16 @@ def _token_tables(token: TokenCost) -> Iterator[Shown]:
 def _estimate_line(estimate: Mapping[str, Any]) -> str:
     time = "one call takes" if estimate["objective"] == "latency" else "time between calls"
     busy = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in estimate["busy_seconds"].items())
+    lines = [f"busy for one call: {busy}"]
+    if alone := estimate.get("single_device_seconds"):
+        lines.append("on one device: " + ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in alone.items()))
+    if estimate.get("figures"):
+        lines.append(f"figures: {estimate['figures']}")
+    if sizes := estimate.get("assumed_sizes"):
+        lines.append("open sizes taken as " + ", ".join(f"{name} = {size}" for name, size in sizes.items()))
     return (
         f"Placed for {estimate['objective']} by the cost model: {time} {estimate['seconds'] * 1e3:.3g} ms; "
-        f"busy for one call: {busy}."
+        f"{'; '.join(lines)}."
     )
 
 

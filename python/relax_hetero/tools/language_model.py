@@ -39,7 +39,7 @@ class Chosen:
     Attributes
     ----------
     path: A GGUF file, or a folder of a model that was compiled before.
-    vdevices, placement, context, slots: As `relax_hetero.llm.load` takes them; None for its own.
+    vdevices, placement, context, slots, batch_invariant: As `relax_hetero.llm.load` takes them; None for its own.
     template: A file with the template of conversations; None for the model's own.
     """
 
@@ -49,6 +49,7 @@ class Chosen:
     context: int | None
     slots: int | None
     template: Path | None
+    batch_invariant: bool = False
 
     def load(self, quiet: bool = False) -> tuple[Model, Tokenizer]:
         """The model and its tokenizer, with a spinner on stderr.
@@ -59,7 +60,7 @@ class Chosen:
         """
         import relax_hetero.llm as llm
 
-        options = {"context": self.context, "slots": self.slots}
+        options = {"context": self.context, "slots": self.slots, "batch_invariant": self.batch_invariant or None}
         given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         with console(stderr=True).status(f"Loading {self.path.name}") as status:
             if not quiet:
@@ -69,17 +70,21 @@ class Chosen:
             return llm.load(self.path, vdevices=self.vdevices, placement=self.placement, **given)
 
     def chat_template(self, tokenizer: Tokenizer) -> ChatTemplate:
-        """The template of conversations.
+        """The template of conversations; one that is guessed is said on stderr, one that is none has a `fault`.
 
         Raises
         ------
-        TokenizerError: If the model has none, and none was given.
+        HeteroError: If one was given that cannot be read, or is none.
         """
         from ..artifact.regular_files import read_regular
         from ..llm import ChatTemplate
 
         if self.template is None:
-            return ChatTemplate.of(tokenizer)
+            found = ChatTemplate.find(tokenizer)
+            if found.guessed_from is not None:
+                text = f"The chat template is guessed from the token {found.guessed_from}, since the file has none; "
+                console(stderr=True).print(f"{text}--chat-template FILE gives another.", markup=False, soft_wrap=True)
+            return found
         try:
             source = read_regular(self.template, _LONGEST_TEMPLATE).decode()
         except UnicodeDecodeError as error:
@@ -93,24 +98,37 @@ _OPTIONS = (
         "template",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         metavar="FILE",
-        help="A template of conversations in place of the model's own.",
+        help="Make prompts of conversations by the template in this file, in place of the model's own.",
     ),
-    click.option("--slots", type=click.IntRange(min=1), help="The most texts that are written at once."),
-    click.option("--context", type=click.IntRange(min=2), metavar="TOKENS", help="The most tokens of a conversation."),
+    click.option("--slots", type=click.IntRange(min=1), help="Write at most this many texts at once."),
+    click.option(
+        "--context",
+        type=click.IntRange(min=2),
+        metavar="TOKENS",
+        help="Keep at most this many tokens of a conversation, its answers included. The default is 4,096, "
+        "or as many as the model was trained for if these are fewer.",
+    ),
+    click.option(
+        "--batch-invariant",
+        is_flag=True,
+        help="Give a text the same bits whatever runs beside it on GPUs, too, as on CPUs: each step then takes as long "
+        "as one of the largest batch.",
+    ),
     click.option(
         "--placement",
         multiple=True,
         type=PlacementParam("pattern=device", "'blk.[0-8].*=cuda'"),
         metavar="PATTERN=DEVICE",
         help="Put the parts of the model whose names match a glob pattern on a device; the first that matches decides. "
-        "Repeatable; or the word auto.",
+        "Repeatable; the word auto lets the cost model decide.",
     ),
     click.option(
         "--vdevice",
         multiple=True,
         type=VDeviceParam(),
         metavar="DEVICE",
-        help="A device of the model: llvm (this CPU), cuda:1, or a TVM target as JSON. Repeatable; default: llvm.",
+        help="Run the model on this device: llvm (this CPU), cuda:1, or a TVM target as JSON. Repeatable; "
+        "the default is llvm.",
     ),
 )
 
@@ -126,10 +144,13 @@ def language_model_options(work: F) -> F:
         context: int | None,
         slots: int | None,
         template: Path | None,
+        batch_invariant: bool,
         **options: Any,
     ) -> None:
         work(
-            chosen=Chosen(model, list(vdevice) or None, _placement(placement), context, slots, template),
+            chosen=Chosen(
+                model, list(vdevice) or None, _placement(placement), context, slots, template, batch_invariant
+            ),
             **options,
         )
 

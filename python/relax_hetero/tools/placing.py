@@ -156,32 +156,33 @@ _OPTIONS = (
         "--max-computed",
         type=BytesParam(),
         metavar="BYTES",
-        help="The most bytes of constants that importing the model may compute, such as 4G; default: 640M.",
+        help="Refuse a model that computes more bytes of constants when it is imported; the default is 640M.",
     ),
     click.option(
         "--max-nodes",
         type=click.IntRange(min=0),
         metavar="N",
-        help="The most nodes that the model may become when it is imported; default: 200,000.",
+        help="Refuse a model that becomes more nodes when it is imported; the default is 200,000.",
     ),
     click.option(
         "--shape",
         multiple=True,
         type=ShapeParam(),
         metavar="NAME=1x128",
-        help="Shape of an input, or (batch=8) size of a symbolic dimension. Repeatable.",
+        help="Give an input this shape, or a symbolic dimension this size (batch=8). Repeatable.",
     ),
     click.option(
         "--memory-limit",
         multiple=True,
         type=PairParam("device=bytes", "cuda:0=4GB"),
         metavar="DEVICE=BYTES",
-        help="The most memory that --place-auto may take on a device: cuda:0=4GB. Repeatable.",
+        help="Let --place-auto take at most this much memory on a device, such as cuda:0=4GB. Repeatable.",
     ),
     click.option(
         "--objective",
         type=click.Choice(["latency", "throughput"]),
-        help="What --place-auto goes for: the least time for one call (the default), or between calls in flight.",
+        help="Have --place-auto look for the least time for one call (latency, the default), or between calls of which "
+        "several are in flight (throughput).",
     ),
     click.option("--place-auto", is_flag=True, help="Let the cost model place every node."),
     click.option(
@@ -196,7 +197,7 @@ _OPTIONS = (
         "--optional",
         multiple=True,
         metavar="DEVICE",
-        help="A device that a machine may lack (cuda:0): its work then runs on the last CPU device. Repeatable, "
+        help="Let a machine lack this device (cuda:0), whose work then runs on the last CPU device. Repeatable, "
         "the most important first.",
     ),
     click.option(
@@ -204,7 +205,8 @@ _OPTIONS = (
         multiple=True,
         type=VDeviceParam(),
         metavar="DEVICE",
-        help="A device of the model: llvm (this CPU), cuda:1, or a TVM target as JSON. Repeatable; default: llvm.",
+        help="Run the model on this device: llvm (this CPU), cuda:1, or a TVM target as JSON. Repeatable; "
+        "the default is llvm.",
     ),
 )
 """The last is the first that ``--help`` shows."""

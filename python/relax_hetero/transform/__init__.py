@@ -20,7 +20,9 @@ from .ir.declare import declared_passes
 _PASSES: dict[str, str] = {
     "KeepFindings": ".ir.keep_findings",
     "UpdateVDevice": ".placement.update_vdevice",
+    "KeepUnreadCalls": ".ir.keep_unread_calls",
     "IsolateWrites": ".simplify.isolate_writes",
+    "RealizeTargets": ".placement.realize_targets",
     "RealizeVDevice": ".placement.realize_vdevice",
     "NoteGraph": ".placement.note_graph",
     "CheckSizes": ".sizes.check_sizes",
@@ -135,6 +137,7 @@ if TYPE_CHECKING:  # what checkers and editors see: a test compares these names 
     from .ir.findings import collect_fusions as collect_fusions
     from .ir.findings import collect_placement as collect_placement
     from .ir.keep_findings import KeepFindings as KeepFindings
+    from .ir.keep_unread_calls import KeepUnreadCalls as KeepUnreadCalls
     from .ir.reports import EncodingReport as EncodingReport
     from .ir.reports import FusionReport as FusionReport
     from .ir.reports import PlacementEntry as PlacementEntry
@@ -153,6 +156,7 @@ if TYPE_CHECKING:  # what checkers and editors see: a test compares these names 
     from .partition.partition_by_host import PartitionByHost as PartitionByHost
     from .permute.move_permutes import MovePermutes as MovePermutes
     from .placement.note_graph import NoteGraph as NoteGraph
+    from .placement.realize_targets import RealizeTargets as RealizeTargets
     from .placement.realize_vdevice import RealizeVDevice as RealizeVDevice
     from .placement.realize_vdevice import verify_placement as verify_placement
     from .placement.update_vdevice import UpdateVDevice as UpdateVDevice

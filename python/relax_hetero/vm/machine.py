@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -12,9 +12,11 @@ from tvm import runtime
 
 from ..artifact.messages import explain_failure
 from ..artifact.signature import FunctionSignature
+from ..artifact.what_reads import found
 from ..errors import BindingError, HeteroError
 from .args.argument_binding import ArgumentBinder, BoundArguments
 from .args.call_cache import CachedCall, CallCache
+from .args.donated_arguments import argument_memory, calls_apart
 from .args.results import check_out, fill, to_python
 from .args.strings import decoded, encoded
 from .device.builtins import running
@@ -91,7 +93,7 @@ class VirtualMachine:
         memory_limit: object = None,
     ) -> None:
         if not isinstance(executable, Executable):
-            raise BindingError(f"VirtualMachine runs an Executable, found {type(executable).__name__}")
+            raise BindingError(f"VirtualMachine: {found(executable)}; expected an Executable, of rh.compile or rh.load")
         executable, devices, memory_limit = version_here(executable, devices, memory_limit)
         about = executable.metadata
         bound = bind_devices(about, devices)
@@ -178,6 +180,45 @@ class VirtualMachine:
                 bound = self._arguments.bind_new(name, cache, ordered, args, kwargs or {})
                 return self._run(self.executable.signature(name), bound, out)
         return self.submit_into(out, name, args, kwargs or {}, copy=False).result()
+
+    def prepare(self, name: str, tensors: Sequence[runtime.Tensor], only: int | None = None) -> Callable[[], Any]:
+        """A plain call of a function with these very tensors, whose arguments are checked once, now.
+
+        For loops that write new values into the same tensors, as decode steps of a language model do: what is left of
+        a call on the host is the call.
+
+        Parameters
+        ----------
+        name : str
+        tensors : sequence of tvm.runtime.Tensor
+            All arguments, in order, on their parameters' devices. They are kept; donated ones stay the caller's, whose
+            part it is that nothing else is in their memory by then.
+        only : int, optional
+            The result that is wanted of a tuple; by default all.
+
+        Raises
+        ------
+        BindingError
+            For arguments that do not fit, or would be copied.
+        """
+        with self._lock.held:
+            cache, ordered, call, taken = self._arguments.recall(name, tuple(tensors), None)
+            if call is None:
+                self._arguments.bind_new(name, cache, ordered, tuple(tensors), {})
+                cache, ordered, call, taken = self._arguments.recall(name, tuple(tensors), None)
+        if call is None:
+            raise BindingError(f"function {name!r} would copy an argument, expected tensors where its code reads them")
+        known = call
+
+        def run() -> Any:
+            with self._lock.held:
+                submitter = self._submitter
+                if submitter.calls.is_idle and name not in submitter.queued_functions:
+                    return self._run_cached(name, cache, known, taken, None, only)
+            result = self.call(name, tensors)
+            return result if only is None else result[only]
+
+        return run
 
     def submit(self, name: str, /, *args: Any, copy: bool = True, **kwargs: Any) -> Fence:
         """Have function `name` run, without waiting for it; arrays are copied, so they may be changed at once.
@@ -292,13 +333,15 @@ class VirtualMachine:
         signature = self.executable.signature(name)
         with self._submitter.alone():
             bound = self._arguments.bind(signature, args, kwargs, keep=False)
-            recorder = ProfileRecorder(self._devices, RegionCalls(self.executable, self._constants.values))
+            recorder = ProfileRecorder(
+                self.executable.metadata, self._devices, RegionCalls(self.executable, self._constants.values)
+            )
             self._module["set_instrument"](recorder.instrument)
             try:
                 self._run(signature, bound, None)
             finally:
                 self._module["set_instrument"](None)
-            return recorder.profile(name, self.executable.metadata)
+            return recorder.profile(name)
 
     @contextmanager
     def clock_buffers(self) -> Iterator[BufferClock]:
@@ -314,7 +357,13 @@ class VirtualMachine:
             self._module["set_instrument"](None)
 
     def _run_cached(
-        self, name: str, cache: CallCache, call: CachedCall, tensors: Sequence[runtime.Tensor], out: Any
+        self,
+        name: str,
+        cache: CallCache,
+        call: CachedCall,
+        tensors: Sequence[runtime.Tensor],
+        out: Any,
+        only: int | None = None,
     ) -> Any:
         """`_run` of a call that looks like an earlier one."""
         buffer = None
@@ -328,6 +377,7 @@ class VirtualMachine:
                 if met is not None and call.settles(signature):
                     call.outs.add(met[0])
         values = call.values(tensors)
+        self._check_apart(name, values)
         repeated = self._repeated.get(name)
         if repeated is None:
             result = self._invoke(name, values)
@@ -340,6 +390,8 @@ class VirtualMachine:
             self._pool.note((name, *call.dims.values.values()), (tensors, result))
         if out is None:
             ranges = self._constants.ranges
+            if only is not None:
+                result = result[only]
             if isinstance(result, _Tensor):  # as `to_python` does, without a list of ranges
                 address = result.data_ptr()
                 if not call.shares(address, tensors) and not ranges.hold(address):
@@ -354,12 +406,18 @@ class VirtualMachine:
         values, dims, lent = bound
         if out is not None:
             check_out(out, signature, dims.copy())
+        self._check_apart(signature.name, values)
         result = self._invoke(signature.name, values)
         if dims.values:
             self._pool.note((signature.name, *dims.values.values()), (values, result))
         if out is not None:
             return fill(out, result)
         return to_python(result, self._constants.ranges, lent)
+
+    def _check_apart(self, name: str, values: Sequence[Any]) -> None:
+        """Refuse arguments that calls of other machines, under way, consume; callbacks belong to such a call."""
+        if calls_apart and not here.is_worker:
+            calls_apart.check(argument_memory(self.executable.signature(name), values))
 
     def _invoke(self, name: str, values: Sequence[Any]) -> Any:
         closure = self._closures.get(name)

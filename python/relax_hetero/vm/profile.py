@@ -27,7 +27,7 @@ _RUN, _SKIP_RUN = 0, 1
 
 @dataclass(frozen=True)
 class ProfileRow:
-    """One kernel, transfers to one device, a command buffer that runs as a whole, or the machine's own work.
+    """A kernel on one device, transfers to one device, a command buffer that runs as a whole, or the machine's work.
 
     Attributes
     ----------
@@ -126,16 +126,21 @@ class ProfileRecorder:
 
     Parameters
     ----------
+    metadata: Of the machine's executable.
     devices: The machine's.
     regions: Command buffers whose kernels are measured instead of the whole.
     """
 
-    def __init__(self, devices: Sequence[runtime.Device], regions: RegionCalls | None = None) -> None:
-        self._regions = regions
+    def __init__(
+        self, metadata: Metadata, devices: Sequence[runtime.Device], regions: RegionCalls | None = None
+    ) -> None:
+        self._metadata, self._regions = metadata, regions
+        self._buffers = {region.name: region for region in metadata.regions}
+        self._places = [(device.dlpack_device_type(), device.index) for device in devices]
         distinct = {(d.dlpack_device_type(), d.index): d for d in devices if d.dlpack_device_type() != CPU}
         self._devices = list(distinct.values())
         self._stack: list[tuple[float, list[float]]] = []
-        self._own: dict[tuple[str, int | None], list[float]] = {}
+        self._own: dict[tuple[str, int], list[float]] = {}
         self._begin = self._end = self._unseen = 0.0
         self._commands: list[CommandTime] = []
 
@@ -155,8 +160,7 @@ class ProfileRecorder:
         elapsed = now - start
         if self._stack:
             self._stack[-1][1].append(elapsed)
-        key = (symbol, int(args[1])) if symbol == _TRANSFER else (symbol, None)
-        self._own.setdefault(key, []).append(elapsed - sum(inner))
+        self._own.setdefault((symbol, self._device(symbol, args)), []).append(elapsed - sum(inner))
         self._end = now
         return _RUN
 
@@ -169,7 +173,7 @@ class ProfileRecorder:
             elapsed = time.perf_counter() - start
             if status:
                 raise_kernel_error()
-            self._own.setdefault((command.kernel, None), []).append(elapsed)
+            self._own.setdefault((command.kernel, self._buffers[region].device), []).append(elapsed)
             self._commands.append(CommandTime(region, command.kernel, command.variable, elapsed * 1e6))
             inside += elapsed
         self._end = time.perf_counter()
@@ -182,24 +186,35 @@ class ProfileRecorder:
             for device in self._devices:
                 device.sync()
 
-    def profile(self, function: str, metadata: Metadata) -> Profile:
+    def _device(self, symbol: str, args: Sequence[Any]) -> int:
+        """The manifest index of the device that a call runs on, of a transfer its destination; -1 for the host."""
+        if symbol == _TRANSFER:
+            return int(args[1])
+        dispatch = self._metadata.dispatches.get(symbol)
+        if dispatch is None or not dispatch.also:
+            return -1 if dispatch is None else dispatch.device
+        devices = (arg.device for arg in args if isinstance(arg, runtime.Tensor))
+        used = {(device.dlpack_device_type(), device.index) for device in devices}
+        here = (index for index in dispatch.devices if index >= 0 and self._places[index] in used)
+        return next(here, dispatch.device)
+
+    def profile(self, function: str) -> Profile:
         """The rows, longest first."""
+        metadata = self._metadata
         total = (self._end - self._begin - self._unseen) * 1e6
         names = [*device_names(metadata.devices), "host"]
-        regions = {region.name: region for region in metadata.regions}
         rows: list[ProfileRow] = []
         for (symbol, index), times in self._own.items():
             microseconds = sum(times) * 1e6
             share = microseconds / total if total else 0.0
-            if symbol == _TRANSFER and index is not None:
+            if symbol == _TRANSFER:
                 rows.append(ProfileRow("to_device", names[index], (), len(times), microseconds, share))
             elif symbol in metadata.dispatches:
                 dispatch = metadata.dispatches[symbol]
-                device = names[dispatch.device]
                 work = dispatch.operations, dispatch.bytes, dispatch.precision
-                rows.append(ProfileRow(symbol, device, dispatch.ops, len(times), microseconds, share, *work))
-            elif symbol in regions:
-                row = _whole(regions[symbol], metadata)
+                rows.append(ProfileRow(symbol, names[index], dispatch.ops, len(times), microseconds, share, *work))
+            elif symbol in self._buffers:
+                row = _whole(self._buffers[symbol], metadata)
                 rows.append(replace(row, calls=len(times), microseconds=microseconds, share=share))
             elif not symbol.startswith(_BUILTIN) and symbol not in metadata.signatures:
                 rows.append(ProfileRow(symbol, "host", (), len(times), microseconds, share))

@@ -39,6 +39,13 @@ def test_damaged_foreign_and_linked_files_are_no_code(tmp_path):
     assert [find_code(folder, key) for key in KEYS[:4]] == [None, None, CODE, None]
 
 
+def test_code_under_another_key_is_not_found(tmp_path, caplog):
+    folder = CacheFolder(tmp_path / "cache")
+    keep_code(folder, {KEYS[0]: CODE})
+    (folder.path / f"{KEYS[0]}.cubin").rename(folder.path / f"{KEYS[1]}.cubin")
+    assert find_code(folder, KEYS[1]) is None and KEYS[1] in caplog.text
+
+
 def test_a_folder_that_cannot_be_used_keeps_nothing(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     keep_code(CacheFolder(tmp_path / "file"), {KEYS[0]: CODE})

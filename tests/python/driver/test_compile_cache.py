@@ -3,6 +3,7 @@
 import logging
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -134,6 +135,25 @@ def test_what_is_corrupt_is_made_anew(folder, caplog, damage):
     assert again.metadata.cache.state == MISS and str(file) in caplog.text
     check(again)
     assert compiled().metadata.cache.state == HIT
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_the_entry_of_another_key_is_not_taken(folder, caplog, renamed):
+    """Whatever a file is called, it says itself which module it was compiled from."""
+    first, other = compiled(), compiled(weight=W * 2)
+    paths = [folder / f"{exe.metadata.cache.key}.so" for exe in (first, other)]
+    if renamed:
+        os.replace(*paths)
+    else:
+        paths[1].unlink()
+        shutil.copy(*paths)
+    assert compile_cache.look_up(bound(W * 2)).state == MISS
+    with caplog.at_level(logging.WARNING, "relax_hetero"):
+        again = compiled(weight=W * 2)
+    assert again.metadata.cache.state == MISS and str(paths[1]) in caplog.text
+    check(again, W * 2)
+    assert compiled(weight=W * 2).metadata.cache.state == HIT
+    assert compiled().metadata.cache.state == (MISS if renamed else HIT)
 
 
 def test_what_is_loaded_outlives_its_file(folder):

@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import os
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from tvm.script import ir as I
 from tvm.script import tirx as T
 
 import relax_hetero as rh
+from gpu.allocations import allocations
 from relax_hetero.artifact.graph_layout import ROWS
 from relax_hetero.target.vdevice import with_vdevices
 from relax_hetero.vm.region import cuda_graph
@@ -24,8 +24,6 @@ two_gpus = pytest.mark.skipif(GPUS < 2, reason="fewer than two NVIDIA GPUs")
 
 CUDA = {"kind": "cuda", "arch": "sm_90"}
 OPAQUE = 8
-ALONE = "PYTEST_XDIST_WORKER" not in os.environ
-"""Free memory of a GPU is that of all processes: it says something where no other test runs beside."""
 
 
 def steps(count, extent=16, symbolic=False):
@@ -160,23 +158,19 @@ def test_a_stream_of_the_callers():
 
 
 def test_ten_thousand_submissions_leave_nothing():
-    torch = pytest.importorskip("torch")
     vm = rh.vm.VirtualMachine(rh.compile(steps(20)))
     x = tvm.runtime.tensor(numbers(), tvm.cuda(0))
     vm["main"](x)
     for _ in range(100):
         vm["main"](x)
-    tvm.cuda(0).sync()
-    before = torch.cuda.mem_get_info()[0]
-    for _ in range(10_000):
-        y = vm["main"](x)
+    with allocations() as held:
+        for _ in range(10_000):
+            y = vm["main"](x)
     np.testing.assert_array_equal(y.numpy(), added(x.numpy(), 20))
-    if ALONE:
-        assert torch.cuda.mem_get_info()[0] >= before
+    assert not +held
 
 
 def test_machines_come_and_go():
-    torch = pytest.importorskip("torch")
     exe = rh.compile(steps(50))
 
     def once():
@@ -186,11 +180,10 @@ def test_machines_come_and_go():
 
     for _ in range(3):
         once()
-    before = torch.cuda.mem_get_info()[0]
-    for _ in range(20):
-        once()
-    if ALONE:
-        assert before - torch.cuda.mem_get_info()[0] < 8 << 20
+    with allocations() as held:
+        for _ in range(20):
+            once()
+    assert not +held
     assert not cuda_graph._graphs
 
 

@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.gpu, needs_gpu]
 
 
 MAKERS: list[Callable[[Build], None]] = []
+SAMPLE = 12
+"""Tests that share a sample of ONNX's suite."""
 
 
 class Build:
@@ -239,14 +241,32 @@ def test_numbers_of_a_cpu(make: Callable[[Build], None], cut: bool):
 )
 def test_cases_of_onnx_that_stock_schedules_miss(name: str, configuration: str, monkeypatch: pytest.MonkeyPatch):
     """Stock schedules compute wrong numbers for some, and have no code for others."""
-    import json
-
-    from conformance.backends import GPU_VARIABLE
     from conformance.cases import case_names
-    from conformance.outcome import PASSED, run_case
+    from conformance.outcome import PASSED
 
     if name not in case_names():
         pytest.skip("this version of onnx has no such case")
-    monkeypatch.setenv(GPU_VARIABLE, GPU if isinstance(GPU, str) else json.dumps(GPU))
-    outcome = run_case(name, configuration)
+    outcome = outcome_on_a_gpu(name, configuration, monkeypatch)
     assert (outcome.status, outcome.detail) == (PASSED, "")
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("part", range(SAMPLE))
+def test_a_sample_of_onnx_cases(part: int, monkeypatch: pytest.MonkeyPatch):
+    """Every 25th case of ONNX's suite: right, or refused by name."""
+    from conformance.cases import case_names
+    from conformance.outcome import PASSED, REFUSED
+
+    for name in case_names()[part * 25 :: 25 * SAMPLE]:
+        outcome = outcome_on_a_gpu(name, "d", monkeypatch)
+        assert outcome.status in (PASSED, REFUSED), f"{name}: {outcome.status}: {outcome.detail}"
+
+
+def outcome_on_a_gpu(name: str, configuration: str, monkeypatch: pytest.MonkeyPatch):
+    import json
+
+    from conformance.backends import GPU_VARIABLE
+    from conformance.outcome import run_case
+
+    monkeypatch.setenv(GPU_VARIABLE, GPU if isinstance(GPU, str) else json.dumps(GPU))
+    return run_case(name, configuration)

@@ -14,6 +14,7 @@ import tvm_ffi
 from tvm import relax
 
 import relax_hetero as rh
+from gpu.allocations import allocations
 from relax_hetero.target.vdevice import with_vdevices
 from seeds import fresh_rng
 
@@ -168,8 +169,6 @@ def test_results_that_the_default_stream_still_reads():
 
 
 def test_machines_leave_nothing_behind(pipeline):
-    torch = pytest.importorskip("torch")
-
     def use():
         vm = rh.vm.VirtualMachine(pipeline)
         fences = [vm.submit("main", random(3000)) for _ in range(4)]
@@ -177,22 +176,27 @@ def test_machines_leave_nothing_behind(pipeline):
         for fence in fences:
             fence.result(SECONDS)
 
-    def left():
+    def end(threads):
+        """Wait for the threads of queues to end."""
+        for _ in range(2000):
+            if threading.active_count() <= threads:
+                break
+            threading.Event().wait(0.005)
         gc.collect()
-        torch.cuda.synchronize()
-        return torch.cuda.mem_get_info()[0]
+        assert threading.active_count() <= threads
 
-    for _ in range(3):
-        use()
-    threads, free = threading.active_count(), left()
-    for _ in range(20):
-        use()
-    for _ in range(2000):
-        if threading.active_count() <= threads:
-            break
-        threading.Event().wait(0.005)
-    assert threading.active_count() <= threads
-    assert left() > free - (32 << 20)
+    threads = threading.active_count()
+    use()  # pools keep what they have made once
+    end(threads)
+    with allocations() as held:
+        for _ in range(3):
+            use()
+            end(threads)
+        pooled = +held
+        for _ in range(20):
+            use()
+            end(threads)
+    assert +held <= pooled
 
 
 WILD = """

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,7 @@ CONVOLUTIONS = {
     "f16 convolution of an image": (20, 3, 40, 7, 2, 1, "f16"),
     "f32 convolution": (9, 20, 24, 3, 2, 1, "f32"),
 }
+LANGUAGE = ("Q4_0", "Q4_K", "Q6_K", "F16")
 ATTENTION = {
     "attention": (2, 130, 130, 64, True, "float16", 2),
     "attention of few queries": (2, 3, 700, 128, False, "float16", 2),
@@ -94,10 +96,23 @@ def programs() -> dict[str, Callable[[str], float]]:
         pairs = zip(results(build, [parsed_gpu(gpu)], None), results(build, ["llvm"], None), strict=True)
         return max((error_of(ours, right) for ours, right in pairs if right.size), default=0.0) / 1e-3
 
+    def language_model(types: str, gpu: str) -> float:
+        from gpu.test_real_widths import MODELS, TOLERANCE, loaded, text, tokens, write_gguf
+
+        # Products of every width and depth of a layer, with fewer words.
+        sizes = replace(MODELS["llama-1.1b"], layers=1, vocabulary=300)
+        with tempfile.TemporaryDirectory() as folder:
+            path = write_gguf(Path(folder, "model.gguf"), sizes, types)
+            given = tokens(9, vocabulary=300)
+            wanted = text(loaded(path, ["llvm"]), given, 2)
+            found = text(loaded(path, [parsed_gpu(gpu)], batches=(1, 2)), given, 2, wanted.argmax(1))
+        return float(np.abs(found - wanted).max() / np.abs(wanted).max() / TOLERANCE)
+
     found: dict[str, Callable[[str], float]] = {name: lambda gpu, name=name: product(name, gpu) for name in PRODUCTS}
     found |= {name: lambda gpu, name=name: rows(name, gpu) for name in ROWS}
     found |= {name: lambda gpu, name=name: convolution(name, gpu) for name in CONVOLUTIONS}
     found |= {name: lambda gpu, name=name: attention(name, gpu) for name in ATTENTION}
+    found |= {f"language model in {types}": lambda gpu, types=types: language_model(types, gpu) for types in LANGUAGE}
     return found | {make.__name__: lambda gpu, make=make: model(make, gpu) for make in MAKERS}
 
 

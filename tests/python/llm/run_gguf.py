@@ -9,7 +9,9 @@ from relax_hetero.frontend.gguf.file import read_gguf
 ROWS = 32
 
 
-def run(path, tokens, decoded, vdevices=None, placement=None, page_type="float32", activation_bits=16):
+def run(
+    path, tokens, decoded, vdevices=None, placement=None, page_type="float32", activation_bits=16, activations=None
+):
     """Logits of all tokens: a prompt in chunks, the last `decoded` ones by themselves."""
     file = read_gguf(path)
     layers = hyperparameters_of(file).layers
@@ -23,6 +25,7 @@ def run(path, tokens, decoded, vdevices=None, placement=None, page_type="float32
         page_type=page_type,
         all_logits=True,
         activation_bits=activation_bits,
+        activations=activations,
     )
     donated = [f"pages_{layer}" for layer in range(layers)]
     executable = rh.compile(mod, donate={"decode_1": donated, f"prefill_{ROWS}": donated})

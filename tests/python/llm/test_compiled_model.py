@@ -7,9 +7,9 @@ import pytest
 
 import relax_hetero as rh
 from llm.gguf_files import Sizes, write_gguf
-from relax_hetero.errors import CacheError
+from relax_hetero.errors import BuildError, CacheError
 from relax_hetero.frontend.gguf.file import read_gguf
-from relax_hetero.llm import Engine, SamplingParams
+from relax_hetero.llm import Engine, SamplingParams, loaded_model
 from relax_hetero.report.executable_report import report_of
 
 # A shape of no other test: three heads on one, a window, rows of 224.
@@ -65,20 +65,30 @@ def test_forked_and_cut_sequences(by_layers):
         model.cache.free(slot)
 
 
+def test_a_context_beyond_the_trained_one_is_a_warning(model, caplog, monkeypatch):
+    compiled, tokenizer = model
+    assert compiled.trained_context == SIZES.context and loaded_model._warned(compiled, tokenizer) and not caplog.text
+    monkeypatch.setattr(compiled, "trained_context", 128)
+    loaded_model._warned(compiled, tokenizer)
+    assert "found 320 tokens, but the model was trained for 128" in caplog.text
+
+
+@pytest.mark.parametrize("option", [{"context": 64}, {"slots": 2}, {"page_type": "int8"}, {"placement": "auto"}])
+def test_options_of_a_model_that_is_compiled_already(tmp_path, option):
+    with pytest.raises(rh.BuildError, match="context, slots and other options go with a GGUF file"):
+        rh.llm.load(tmp_path, **option)
+
+
 def test_pages_come_back_from_a_call_that_failed(by_layers, monkeypatch):
     model, _ = by_layers
     slot = fill(model, TOKENS[:20])
     wanted = logits_alone(model, TOKENS[:21])
 
-    class Broken:
-        def __getitem__(self, name):
-            def call(*args):
-                raise RuntimeError("the device is gone")
-
-            return call
+    def fail():
+        raise RuntimeError("the device is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(model, "machine", Broken())
+        patch.setattr(model, "_steps", dict.fromkeys(model._steps, fail))
         with pytest.raises(RuntimeError, match="gone"):
             model.decode([slot], [1])
     model.cache.cut(slot, 20)
@@ -171,3 +181,16 @@ def test_a_report_has_the_times_of_a_step_and_of_a_prompt(model, monkeypatch):
     for function in ("decode_2", "prefill_32"):
         share = sum(group["share"] for group in data["groups"] if group["function"] == function)
         assert 0.2 < share <= 1.01
+
+
+def test_a_saved_model_is_loaded_with_its_own_files_only(model, tmp_path):
+    model, _ = model
+    rh.llm.save(model, write_gguf(tmp_path / "model.gguf", SIZES, "Q8_0"), tmp_path / "saved")
+    again, _ = rh.llm.load(tmp_path / "saved")
+    np.testing.assert_array_equal(logits_alone(again, TOKENS[:40]), logits_alone(model, TOKENS[:40]))
+    for name in ("tokenizer.gguf", "model.so"):
+        with open(tmp_path / "saved" / name, "r+b") as file:
+            file.seek(-1, 2)
+            file.write(b"\xff")
+        with pytest.raises(BuildError, match=f"{name}: found another file than"):
+            rh.llm.load(tmp_path / "saved")

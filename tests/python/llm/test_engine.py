@@ -37,6 +37,8 @@ def text_alone(model: ToyModel, prompt: list[int], count: int) -> tuple[str, str
         {"cache_slots": 4},
         {"slots": 1, "chunk": 7},
         {"slots": 16, "cache_slots": 16, "pages": 20, "chunk": 5},
+        {"pages": 16, "decodes_like_prefill": False},
+        {"pages": 16, "decodes_like_prefill": False, "window": 40, "chunk": 9},
     ],
     ids=str,
 )

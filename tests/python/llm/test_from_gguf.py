@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+from tvm import relax
 
+import relax_hetero as rh
 from llm.gguf_files import MODELS, write_gguf
 from llm.reference_model import ReferenceModel
 from llm.run_gguf import run
@@ -48,6 +50,67 @@ def test_logits_of_blocks(name, types, activation_bits, tolerance, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", MODELS[name], types)
     found = run(path, TOKENS, 13, activation_bits=activation_bits)
     check(path, found, tolerance)
+
+
+@pytest.mark.parametrize("activations", slow_but_for(["float16", "bfloat16"], []))
+def test_logits_of_narrow_activations(activations, tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", MODELS["llama-tied"], {"*attn*": "F16", "*": "Q8_0"})
+    check(path, run(path, TOKENS, 13, activations=activations), {"float16": 2e-3, "bfloat16": 2e-2}[activations])
+
+
+OF_A_GPU = {"kind": "cuda", "arch": "sm_90a"}
+
+
+@pytest.mark.parametrize(
+    ("name", "types", "options", "narrow"),
+    [
+        ("llama", "Q8_0", {}, "float16"),
+        ("gemma2", "Q8_0", {}, "bfloat16"),
+        ("llama", "BF16", {}, "bfloat16"),
+        ("llama", "Q8_0", {"activations": "bfloat16"}, "bfloat16"),
+        ("llama", "Q8_0", {"activations": "float32"}, "float32"),
+        ("llama", "Q8_0", {"gpu": {"kind": "cuda", "arch": "sm_70"}}, "float32"),
+    ],
+)
+def test_types_of_activations(name, types, options, narrow, tmp_path):
+    """By default GPUs multiply what the model was trained in, and CPUs float32; sums between layers are float32."""
+    path = write_gguf(tmp_path / "model.gguf", MODELS[name], types)
+    options = dict(options)
+    devices = ["llvm", options.pop("gpu", OF_A_GPU)]
+    mod = rh.from_gguf(path, devices, {"blk.0.*": "llvm", "*": "cuda"}, context=64, **options)
+    dtypes = {
+        binding.var.name: str(binding.value.args[0].ty.dtype)
+        for block in mod["decode_1"].body.blocks
+        for binding in block.bindings
+        if isinstance(binding.value, relax.Call) and binding.value.op.name.endswith(("matmul", "cached_attention"))
+    }
+    on_cpu = options.get("activations", "float32")
+    assert dtypes["blk.0.attn"] == on_cpu and dtypes["blk.1.attn"] == narrow
+    sums = [b.var for block in mod["decode_1"].body.blocks for b in block.bindings if b.var.name.endswith("_sum")]
+    assert len(sums) == 2 * MODELS[name].layers and {str(var.ty.dtype) for var in sums} == {"float32"}
+    if types != "Q8_0":
+        assert dtypes["blk.0.ffn_up"] == "float32" and dtypes["blk.1.ffn_up"] == narrow
+
+
+def test_products_of_one_operand_are_joined_on_gpus(tmp_path):
+    """Where their types are alike, and no rule of the placement tells them apart."""
+
+    def names(types, rules):
+        path = write_gguf(tmp_path / "model.gguf", MODELS["qwen2"], types)
+        mod = rh.from_gguf(path, ["llvm", OF_A_GPU], rules, context=64)
+        found = {binding.var.name for block in mod["decode_1"].body.blocks for binding in block.bindings}
+        return {name for name in found if name in ("blk.0.attn_q", "blk.0.attn_qkv.turned")}
+
+    assert names("Q8_0", {"*": "cuda"}) == {"blk.0.attn_qkv.turned"}
+    assert names("Q8_0", {"*": "llvm"}) == {"blk.0.attn_q"}
+    assert names({"*attn_v*": "Q4_0", "*": "Q8_0"}, {"*": "cuda"}) == {"blk.0.attn_q"}
+    assert names("Q8_0", {"blk.0.attn_k": "llvm", "*": "cuda"}) == {"blk.0.attn_q"}
+
+
+def test_unknown_activations(tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", MODELS["llama"])
+    with pytest.raises(rh.HeteroError, match="activations is 'half', expected one of float32, float16, bfloat16"):
+        rh.from_gguf(path, activations="half")
 
 
 TWO = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v3"}]

@@ -68,3 +68,98 @@ def test_folders_without_a_tokenizer_are_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(TokenizerError, match="found no tokenizer"):
         JsonTokenizer(tmp_path)
+
+
+WORDS = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}
+END = {"id": 2, "content": "<x>", "special": True} | dict.fromkeys(
+    ("single_word", "lstrip", "rstrip", "normalized"), False
+)
+SINGLE = [{"SpecialToken": {"id": "<x>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+
+
+def post(tokens: dict) -> dict:
+    return {"type": "TemplateProcessing", "single": SINGLE, "pair": SINGLE, "special_tokens": tokens}
+
+
+def folder_of(path, body, **files):
+    text = body if isinstance(body, str) else json.dumps({"version": "1.0", "model": WORDS, **body})
+    (path / "tokenizer.json").write_text(text)
+    for name, value in files.items():
+        (path / f"{name}.json").write_text(json.dumps(value))
+    return path
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ("5", "found no tokenizer"),
+        ("[]", "found no tokenizer"),
+        ('{"model": 5}', "found no tokenizer"),
+        ("{", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
+        ({"model": {}}, "refuses it"),
+        ({"model": {"type": "BPE", "vocab": {}, "merges": [["a", "b"]]}}, "refuses it"),
+        ({"model": {"type": "Unheard"}}, "refuses it"),
+        ({"model": {**WORDS, "vocab": {"a": 1 << 40}}}, "refuses it"),
+        ({"model": {**WORDS, "vocab": {"\ud800": 1}}}, "refuses it"),
+        ({"model": {**WORDS, "vocab": {"a": (1 << 32) - 1}}}, "found token 4,294,967,295, expected numbers up to"),
+        ({"model": {**WORDS, "vocab": {"a": 3, "b": 3}}}, "as token 3, expected one of them"),
+        (
+            {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}},
+            "refuses",
+        ),
+        ({"normalizer": json.loads('{"a":' * 200 + "1" + "}" * 200)}, "refuses it"),
+        ({"added_tokens": [{**END, "id": 7}]}, "found '<x>' as token 7, expected 2"),
+        ({"added_tokens": 5}, "refuses it"),
+        (
+            {"post_processor": post({"<x>": {"id": "<x>", "ids": [9], "tokens": ["<x>"]}})},
+            "texts have or end by token 9",
+        ),
+        ({"post_processor": post({"<y>": {"id": "<y>", "ids": [1], "tokens": ["<y>"]}})}, "refuses|fails on a text"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_damaged_files(tmp_path, body, message):
+    with pytest.raises(TokenizerError, match=message):
+        JsonTokenizer(folder_of(tmp_path, body))
+
+
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        ({"tokenizer_config": [1]}, "expected names and values"),
+        ({"genai_config": "a"}, "expected names and values"),
+        ({"generation_config": {"eos_token_id": 1 << 40}}, "texts have or end by token 1099511627776"),
+        ({"generation_config": {"eos_token_id": [-1]}}, "texts have or end by token -1"),
+        ({"tokenizer_config": {"bos_token": "\ud800"}}, "as the name of a token"),
+    ],
+    ids=str,
+)
+def test_damaged_files_beside_it(tmp_path, files, message):
+    with pytest.raises(TokenizerError, match=message):
+        JsonTokenizer(folder_of(tmp_path, {}, **files))
+
+
+def test_bytes_that_are_none_are_text(tmp_path):
+    names = ["<0xZZ>", "<0x+1>", "<0x 1>", "<0x41>", "<0x9f>"]
+    vocabulary = {name: token for token, name in enumerate(names)}
+    found = JsonTokenizer(folder_of(tmp_path, {"model": {**WORDS, "vocab": vocabulary, "unk_token": names[0]}}))
+    assert [found.piece(token) for token in range(5)] == [b"<0xZZ>", b"<0x+1>", b"<0x 1>", b"A", b"\x9f"]
+
+
+def test_texts_are_neither_cut_nor_filled_up(tmp_path):
+    body = {
+        "pre_tokenizer": {"type": "Whitespace"},
+        "truncation": {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"},
+        "padding": {
+            "strategy": {"Fixed": 1 << 40},
+            "direction": "Right",
+            "pad_id": 0,
+            "pad_type_id": 0,
+            "pad_token": "a",
+        }
+        | {"pad_to_multiple_of": None},
+    }
+    assert JsonTokenizer(folder_of(tmp_path, body)).encode("b b b b") == [1] * 4
+    with pytest.raises(TokenizerError, match="fails on a text"):
+        JsonTokenizer(folder_of(tmp_path, {"model": {**WORDS, "unk_token": "none"}})).encode("c")

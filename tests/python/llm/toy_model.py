@@ -13,6 +13,8 @@ from relax_hetero.errors import CacheError
 
 BYTES = 256
 EOS = 256
+DECODED = 1 << 20
+"""Added to a token in the cache that came there by a decode step, where that shows."""
 
 
 class ToyCache:
@@ -100,10 +102,13 @@ class ToyModel:
         vocabulary: int = 300,
         ends: bool = True,
         cache_slots: int | None = None,
+        decodes_like_prefill: bool = True,
         on_step: Callable[[str, Sequence[int]], None] | None = None,
     ) -> None:
         self.slots, self.context, self.chunk, self.vocabulary = slots, context, chunk, vocabulary
+        self.trained_context = 0
         self.cache = ToyCache(cache_slots or slots + 4, pages, window=window)
+        self.decodes_like_prefill = decodes_like_prefill
         self._ends, self._on_step = ends, on_step or (lambda kind, slots: None)
 
     def logits_of(self, tokens: Sequence[int]) -> np.ndarray:
@@ -116,6 +121,10 @@ class ToyModel:
         logits[EOS] = 6 if self._ends and state % 37 == 0 else -20
         return logits
 
+    def decoded(self, token: int) -> int:
+        """A token as a decode step writes it into the cache."""
+        return token if self.decodes_like_prefill else token + DECODED
+
     def prefill(self, slot: int, tokens: np.ndarray) -> np.ndarray:
         assert 1 <= len(tokens) <= self.chunk and tokens.dtype == np.int32
         self._on_step("prefill", [slot])
@@ -126,7 +135,7 @@ class ToyModel:
         assert 1 <= len(slots) == len(tokens) <= self.slots
         self._on_step("decode", slots)
         for slot, token in zip(slots, tokens, strict=True):
-            self.cache.append(slot, [token])
+            self.cache.append(slot, [self.decoded(token)])
         return np.stack([self.logits_of(self.cache.tokens[slot]) for slot in slots])
 
 
@@ -147,9 +156,8 @@ class ToyCodec:
 
 def alone(model: ToyModel, prompt: Sequence[int], count: int) -> list[int]:
     """The greedy continuation of a prompt by a plain loop, up to the end token, which is its last."""
-    tokens: list[int] = list(prompt)
-    while len(tokens) - len(prompt) < count:
-        tokens.append(int(np.argmax(model.logits_of(tokens))))
-        if tokens[-1] == EOS:
-            break
-    return tokens[len(prompt) :]
+    cached, tokens = list(prompt), [int(np.argmax(model.logits_of(prompt)))]
+    while len(tokens) < count and tokens[-1] != EOS:
+        cached.append(model.decoded(tokens[-1]))
+        tokens.append(int(np.argmax(model.logits_of(cached))))
+    return tokens

@@ -38,7 +38,7 @@ def test_types():
 
 def test_text_there_and_back():
     text = Module.script(show_meta=True)
-    sizes = 'depth=90, block=32, bits=4, format="", activation_bits=16'
+    sizes = 'depth=90, block=32, bits=4, format="", activation_bits=16, rows=""'
     assert f"R.hetero.dequantize_blocks(data, scales, zeros, {sizes})" in text
     assert_structural_equal(tvm.ir.load_json(tvm.ir.save_json(Module)), Module)
 

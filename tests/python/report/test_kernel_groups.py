@@ -2,8 +2,9 @@
 
 import pytest
 
-from relax_hetero.artifact.metadata import DispatchSpec, Metadata
+from relax_hetero.artifact.metadata import DeviceSpec, DispatchSpec, Metadata
 from relax_hetero.artifact.model_graph import FunctionGraph, GraphNode, ModelGraph
+from relax_hetero.artifact.schedule import Schedule, Step
 from relax_hetero.report.kernel_groups import groups_of
 from relax_hetero.vm.profile import Profile, ProfileRow
 
@@ -25,6 +26,23 @@ def test_nodes_are_numbered_through_all_functions():
 
 def test_kernels_of_an_earlier_version_name_no_nodes():
     assert nodes_of_groups({"function": "first"}) == [[]]
+
+
+def test_a_kernel_that_two_devices_share_has_the_times_of_each():
+    """Equal devices run one kernel; times, calls and steps are those of the device."""
+    calls = [("main", "a", 0), ("main", "b", 1), ("main", "c", 0), ("other", "a", 1)]
+    entries = [{**ENTRY, "function": f, "variable": v, "device": f"llvm:{i}"} for f, v, i in calls]
+    devices = (DeviceSpec('{"kind": "llvm"}', 0, "global"), DeviceSpec('{"kind": "llvm"}', 1, "global"))
+    steps = tuple(Step(i, (0,), (1,), f"main_step_{v}", calls=("k",)) for f, v, i in calls[:3])
+    spec = DispatchSpec(0, ("exp",), also=(1,))
+    about = Metadata(
+        devices, -1, {"main": None, "other": None}, fusions={"dispatches": entries, "declined": []},
+        dispatches={"k": spec}, schedules=(Schedule("main", 1, 2, steps, 1),),
+    )  # fmt: skip
+    rows = tuple(ProfileRow("k", f"llvm:{i}", ("exp",), 2 - i, 100.0 * (1 + i), 0.1) for i in (0, 1))
+    found = groups_of(about, [Profile("main", rows, 1000.0)])
+    assert [(group["calls"], group["seconds"]) for group in found[:3]] == [(1, 5e-5), (1, 2e-4), (1, 5e-5)]
+    assert [group["step"] for group in found] == ["main_step_a", "main_step_b", "main_step_c", None]
 
 
 def test_times_and_shares_of_the_peak_are_those_of_a_call():

@@ -116,7 +116,7 @@ class TestLookup:
         ("name", "message"),
         [
             ("c/llvm", "no vdevice is on host 'c'"),
-            ("a/llvm:1", "there are 1 of kind 'llvm'"),
+            ("a/llvm:1", "there is 1 of kind 'llvm'"),
             ("a/cuda", "no vdevice of kind 'cuda'"),
             ("/llvm", "is not a vdevice name"),
             ("a/b/llvm", "is not a vdevice name"),

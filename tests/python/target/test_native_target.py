@@ -79,6 +79,14 @@ def test_unknown_kind(kind):
         rh.native(kind)
 
 
+def test_a_gpu_that_is_not_described_is_that_of_a_list(capfd):
+    """Also where there is none: TVM would assume one of 2014, and say so where the module is written."""
+    plain, other = rh.VDevice("cuda"), rh.VDevice({"kind": "cuda", "arch": "sm_80"})
+    assert native_target.with_hardware(plain).target.arch == parse_vdevices(["cuda:0"])[0].target.arch
+    assert native_target.with_hardware(other) is other
+    assert "Unable to detect" not in capfd.readouterr().err
+
+
 class FakeGPU:
     """What the driver would say about one GPU."""
 

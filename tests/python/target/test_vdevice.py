@@ -70,7 +70,7 @@ class TestLookupByName:
 
     @pytest.mark.parametrize("name", ["cpu", "gpu"])
     def test_suggests_the_kind_that_was_meant(self, rfc_list, name):
-        with pytest.raises(VDeviceError, match=f"did you mean '{'llvm' if name == 'cpu' else 'cuda'}'"):
+        with pytest.raises(VDeviceError, match=f"did you mean '{'llvm:0' if name == 'cpu' else 'cuda:0'}'"):
             vd.lookup(name, rfc_list)
 
     @pytest.mark.parametrize("spec", ["llvm", "vdevice:0", "nonsense!", tvm.cpu(0)])

@@ -149,10 +149,12 @@ def test_an_explanation_needs_no_compiler(model: Path):
 def test_what_the_cost_model_expects_is_printed():
     busy = {"llvm:0": 0.0012, "cuda:0": 0.0034567}
     for objective, words in (("latency", "one call takes 3.46 ms"), ("throughput", "time between calls 3.46 ms")):
-        estimate = {"objective": objective, "seconds": 0.0034567, "busy_seconds": busy}
+        more = {"assumed_sizes": {"batch": 64}, "figures": "measured"}
+        estimate = {"objective": objective, "seconds": 0.0034567, "busy_seconds": busy, **more}
         shown = " ".join(shown_of(replace(EXPLANATION, estimate=estimate)).split())
         assert f"Placed for {objective} by the cost model: {words}; " in shown
-        assert "busy for one call: llvm:0 1.2 ms, cuda:0 3.46 ms." in shown
+        assert "busy for one call: llvm:0 1.2 ms, cuda:0 3.46 ms; figures: measured; " in shown
+        assert "open sizes taken as batch = 64." in shown
 
 
 def test_json_holds_every_field():

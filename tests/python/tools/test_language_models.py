@@ -157,6 +157,11 @@ def test_models_without_a_template(loaded, monkeypatch):
     assert result.exit_code == 1 and "found no chat template" in result.stderr
     with pytest.raises(TokenizerError):
         ChatTemplate.of(Codec())
+    monkeypatch.setattr(Codec, "token", lambda self, name: 7 if name == "<|im_start|>" else None)
+    result = invoke("chat", loaded[0], "-p", "Hi", "--max-tokens", 1)
+    first = "The chat template is guessed from the token <|im_start|>, since the file has none; "
+    assert result.exit_code == 0 and result.stderr.splitlines()[0].startswith(first)
+    assert ChatTemplate.of(Codec(), "{{ messages }}").guessed_from is None
 
 
 def test_the_server_answers_until_it_is_stopped(loaded, monkeypatch):

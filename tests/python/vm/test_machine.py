@@ -282,7 +282,9 @@ def test_every_element_type_passes(dtype):
 
 
 def test_the_machine_takes_executables_only(chain):
-    with pytest.raises(rh.BindingError, match="runs an Executable, found Module"):
+    with pytest.raises(
+        rh.BindingError, match="found Module, code that stock TVM compiled: rh.compile .*; expected an Executable"
+    ):
         rh.vm.VirtualMachine(chain.module)
 
 

@@ -87,10 +87,10 @@ def test_other_threads_do_not_disturb_a_profile(vm):
 
 
 def test_a_call_is_charged_without_the_calls_inside_it():
-    recorder = ProfileRecorder([])
+    recorder = ProfileRecorder(rh.vm.Metadata((), -1, {}), [])
     for symbol, before in [("outer", True), ("inner", True), ("inner", False), ("outer", False)]:
         recorder.instrument(None, symbol, before, None)
-    profile = recorder.profile("main", rh.vm.Metadata((), -1, {}))
+    profile = recorder.profile("main")
     assert {row.symbol for row in profile.rows} == {"outer", "inner", "(machine)"}
     assert sum(row.microseconds for row in profile.rows) == pytest.approx(profile.microseconds)
 
@@ -145,13 +145,14 @@ def buffered():
 
 def profiled_call(vm, *args):
     """A result that was made under a profile, and the profile."""
-    recorder = ProfileRecorder(vm.devices, RegionCalls(vm.executable, vm._constants.values))
+    regions = RegionCalls(vm.executable, vm._constants.values)
+    recorder = ProfileRecorder(vm.executable.metadata, vm.devices, regions)
     vm._module["set_instrument"](recorder.instrument)
     try:
         result = vm["main"](*args).numpy()
     finally:
         vm._module["set_instrument"](None)
-    return result, recorder.profile("main", vm.executable.metadata)
+    return result, recorder.profile("main")
 
 
 def expected(x, k):
@@ -189,3 +190,31 @@ def test_command_buffers_that_run_as_a_whole_are_one_row_each(buffered):
         "main_commands": (1, ("grow", "grow", "add")),
     }
     assert "grow" not in rows
+
+
+@I.ir_module
+class Shared:
+    """One kernel on two equal devices: by itself on both, and in a command buffer on the second."""
+
+    I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
+
+    @R.function
+    def main(x: R.Tensor((4,), "float32", "llvm:0"), p: R.Tensor((), "bool", "llvm:0")):
+        a = R.nn.relu(x)
+        b = R.nn.relu(R.to_vdevice(a, "llvm:1"))
+        if p:
+            c = R.nn.relu(b)
+        else:
+            c = R.sort(R.nn.relu(b))
+        return c
+
+
+@pytest.mark.parametrize("command_buffers", [False, True])
+def test_a_kernel_of_two_devices_has_a_row_for_each(command_buffers):
+    executable = rh.compile(Shared, command_buffers=command_buffers)
+    assert sorted(executable.metadata.dispatches["relu"].devices) == [0, 1]
+    vm = rh.vm.VirtualMachine(executable)
+    for condition in (True, False):
+        profile = vm.profile("main", X[:, 0][:4], np.array(condition))
+        calls = {row.device: row.calls for row in profile.rows if row.symbol == "relu"}
+        assert calls == {"llvm:0": 1, "llvm:1": 2}

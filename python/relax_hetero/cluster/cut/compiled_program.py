@@ -16,6 +16,7 @@ from typing import Any
 import tvm
 
 from ...artifact.signature import FunctionSignature
+from ...artifact.what_reads import found
 from ...driver.compile import compile as compile_module
 from ...driver.link.parallel_codegen import Progress
 from ...errors import BuildError, HeteroError
@@ -54,7 +55,7 @@ def compile_program(
         As `rh.compile`, and where there is no C compiler, which exporting libraries needs.
     """
     if not isinstance(mod, tvm.IRModule):
-        raise BuildError(f"rh.cluster.compile: found {type(mod).__name__}, expected a tvm.IRModule")
+        raise BuildError(f"rh.cluster.compile: {found(mod)}; expected a tvm.IRModule")
     natives = {host: {one: native(*one) for one in hardware} for host, hardware in native_hardware(mod).items()}
     program = cut_module(mod, params, accuracy, natives, progress)
     program.check()

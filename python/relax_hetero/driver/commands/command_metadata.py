@@ -93,6 +93,10 @@ def _constants(lifted: LiftedConstants, index: int) -> list[int]:
 
 def region_dispatches(mod: tvm.IRModule) -> dict[str, DispatchSpec]:
     """The kernels that command buffers call, as kernels that functions call are listed."""
+    used: dict[str, dict[int, None]] = {}
+    for region in regions_of(mod):
+        for name in region.kernels:
+            used.setdefault(name, {})[region.device] = None
     return {
         spec.name: DispatchSpec(
             spec.device,
@@ -100,6 +104,7 @@ def region_dispatches(mod: tvm.IRModule) -> dict[str, DispatchSpec]:
             operations_of(func),
             _bytes(spec),
             precision_of(func, [tensor.dtype for tensor in spec.tensors]),
+            tuple(device for device in used.get(spec.name, ()) if device != spec.device),
         )
         for spec, func in kernel_functions(mod)
     }

@@ -28,10 +28,10 @@ from ...errors import BuildError
 from ...target.native_target import native
 from ...tir.commands.command_list import CommandList, held_in_memory
 from ...tir.core.builder import Expr, Function
+from ...transform.ir.reasons import reason
 from ...vm.command_buffer.operands import parameter_name, size_name
 from ..link.address_table import llvm_scalar, thunk
 from ..link.llvm_kernels import build_llvm
-from ..link.reasons import reason
 
 _NAME = "relax_hetero.commands"
 

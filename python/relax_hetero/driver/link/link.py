@@ -21,6 +21,7 @@ from ...errors import BuildError
 from ...target.native_target import native
 from ...target.vdevice import host_vdevice, vdevices_of
 from ...transform.ir.module_attrs import COMMANDS
+from ...transform.ir.reasons import reason
 from ...vm.device.tensors import ALIGNMENT
 from .address_table import with_address_functions
 from .c_literals import with_c_literals
@@ -28,7 +29,6 @@ from .cuda.kernel_sources import CudaPart, generate
 from .cuda.machine_code import compile_kernels, imported
 from .llvm_kernels import ARGUMENT_ALIGNMENT, build_llvm, loosen_alignment
 from .parallel_codegen import Progress, build_in_parallel, cut
-from .reasons import reason
 from .tail_calls import emit, with_trips
 from .threads.worker_threads import with_launch_setters, worker_threads
 

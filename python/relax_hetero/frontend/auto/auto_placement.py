@@ -10,7 +10,7 @@ the plan of least work, and never ends with a worse one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import tvm
@@ -23,6 +23,7 @@ from ..onnx.importer import import_onnx
 from .best_window import best_window
 from .cost_model import CostModel, Objective, check_objective
 from .measure_devices import are_here
+from .placement_reasons import plan_reasons, transfer_times
 from .plan_costs import TICKS, PlanCosts, call_ticks
 from .plan_search import best_plan
 from .work_graph import WorkGraph, work_graph
@@ -63,6 +64,14 @@ class AutoPlacement:
         "latency" or "throughput".
     busy_seconds : mapping
         Device -> how long its queue works for one call.
+    reasons : mapping
+        Node name -> what decided where it is, with the figures.
+    transfers : mapping
+        (node name, device) -> how long the node's result takes to there, in words.
+    assumed_sizes : mapping
+        Open dimension -> the size that it was taken to have.
+    figures : str
+        Where the costs are from: `CostModel.figures`.
     """
 
     assignments: Mapping[str, str]
@@ -71,6 +80,10 @@ class AutoPlacement:
     single_device_estimates: Mapping[str, float]
     objective: Objective
     busy_seconds: Mapping[str, float]
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    transfers: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    assumed_sizes: Mapping[str, int] = field(default_factory=dict)
+    figures: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The estimates as JSON data."""
@@ -79,6 +92,8 @@ class AutoPlacement:
             "seconds": self.estimate_seconds,
             "busy_seconds": dict(self.busy_seconds),
             "single_device_seconds": dict(self.single_device_estimates),
+            "assumed_sizes": dict(self.assumed_sizes),
+            "figures": self.figures,
         }
 
 
@@ -189,6 +204,10 @@ def _plan(
         {name: ticks(single) / TICKS for name, single in zip(names, singles, strict=True)},
         objective,
         {name: busy / TICKS for name, busy in zip(names, costs.busy(chosen), strict=True)},
+        plan_reasons(costs, chosen, names),
+        transfer_times(costs, chosen, names),
+        graph.assumed_sizes,
+        model.figures,
     )
 
 

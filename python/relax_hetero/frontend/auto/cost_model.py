@@ -17,7 +17,7 @@ from tvm.target import Target, codegen
 from ...errors import PlacementError, VDeviceError
 from ...target.gpu_target import gpu_target_of
 from ...target.hosts import NETWORK_LATENCY, NETWORK_RATE, host_of, hosts_of
-from ...target.native_target import num_cores
+from ...target.native_target import num_cores, with_hardware
 from ...target.vdevice import host_vdevice, is_cpu, physical, vdevice_index
 from .measure_devices import Figures, are_here, figures_of
 from .work_graph import Work
@@ -123,6 +123,8 @@ class CostModel:
         The size that a symbolic dimension is taken to have.
     queues : sequence of int
         The queue of each device, counted from 0: devices of one queue take turns. Empty: each has its own.
+    figures : str
+        Where the costs are from: "tables", or how they were measured.
 
     Examples
     --------
@@ -134,6 +136,7 @@ class CostModel:
     host: int = IMPLICIT_HOST
     symbolic_extent: int = 64
     queues: Sequence[int] = ()
+    figures: str = "tables"
 
     @classmethod
     def for_vdevices(cls, vdevices: Sequence[tvm.relax.VDevice], objective: Objective = "latency") -> CostModel:
@@ -147,6 +150,7 @@ class CostModel:
         itself is another machine's, and its word is taken; so is that of devices on hosts.) Vdevices of one physical
         device always take turns.
         """
+        vdevices = list(map(with_hardware, vdevices))
         host = host_vdevice(vdevices)
         host_index = IMPLICIT_HOST if host is None else vdevice_index(host, vdevices)
         own = _own_cores(vdevices)
@@ -181,6 +185,7 @@ class CostModel:
 
         Measuring takes some seconds, once per machine (`measure_devices`).
         """
+        vdevices = list(map(with_hardware, vdevices))
         model = cls.for_vdevices(vdevices, objective)
         if len(vdevices) < 2 or all(map(is_cpu, vdevices)) or not are_here(vdevices):
             return model
@@ -232,7 +237,8 @@ def _with_figures(model: CostModel, figures: Figures) -> CostModel:
         # Of what a whole call on a GPU takes, half for its argument and half for its result.
         calls = abs(figures.devices[source].call - figures.devices[target].call) / 2
         links[source, target] = LinkCost(link.bandwidth, max(link.crossing, calls))
-    return replace(model, devices=devices, links=links)
+    others = f"measured while other work took {figures.others:.0%} of the CPUs" if figures.others else "measured"
+    return replace(model, devices=devices, links=links, figures=others)
 
 
 def _default_link(source: tvm.relax.VDevice | None, target: tvm.relax.VDevice | None, take_turns: bool) -> LinkCost:

@@ -30,6 +30,7 @@ from ...driver.compile import compile as compile_module
 from ...errors import HeteroError
 from ...target.backends import load_backend
 from ...target.cpu_cores import num_cores
+from ...target.cpu_watch import CpuWatch
 from ...target.element_types import numpy_dtype
 from ...target.hosts import host_of
 from ...target.vdevice import is_cpu
@@ -50,6 +51,8 @@ _CROSSINGS = 8  # of a call that goes to and fro
 _SMALL = 64
 _LINK_BYTES = 64 << 20
 _SECONDS = 0.06  # of a figure, unless one call takes longer
+_MOST_OTHERS = 0.15  # share of the CPUs that other work may take
+_ROUGH_SECONDS = 300.0  # until figures of a busy machine are measured again
 
 
 @dataclass(frozen=True)
@@ -88,10 +91,15 @@ class LinkFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """Devices by their position in the list of vdevices, links by pairs of positions; none between two CPUs."""
+    """Devices by their position in the list of vdevices, links by pairs of positions; none between two CPUs.
+
+    `others` is the share of the CPUs that other work took while the figures were measured, 0 where it was too little to
+    matter.
+    """
 
     devices: tuple[DeviceFigures, ...]
     links: dict[tuple[int, int], LinkFigures]
+    others: float = 0.0
 
 
 def are_here(vdevices: Sequence[relax.VDevice]) -> bool:
@@ -102,7 +110,8 @@ def are_here(vdevices: Sequence[relax.VDevice]) -> bool:
 def figures_of(vdevices: Sequence[relax.VDevice], again: bool = False) -> Figures | None:
     """What was measured of these devices, on this machine; measured now where nothing is kept.
 
-    Kept in the folder of the compile cache, and in this process where there is none.
+    Kept in the folder of the compile cache, and in this process where there is none. What was measured while other work
+    took much of the CPUs is kept for some minutes in this process alone, and measured again later.
 
     Parameters
     ----------
@@ -113,16 +122,17 @@ def figures_of(vdevices: Sequence[relax.VDevice], again: bool = False) -> Figure
     -------
     Figures: None where a kernel of the measurement fails.
     """
+    keys: list[str] = []
     try:
-        devices = tuple(_kept(_DEVICE, [vdevice], again) for vdevice in vdevices)
+        devices = tuple(_kept(_DEVICE, [vdevice], again, keys) for vdevice in vdevices)
         links = {}
         for a, b in itertools.combinations(range(len(vdevices)), 2):
             if not (is_cpu(vdevices[a]) and is_cpu(vdevices[b])):
-                links[a, b], links[b, a] = _kept(_LINKS, [vdevices[a], vdevices[b]], again)
+                links[a, b], links[b, a] = _kept(_LINKS, [vdevices[a], vdevices[b]], again, keys)
     except HeteroError as error:
         _log.warning("the devices cannot be measured, so that placement goes by tables: %s", error)
         return None
-    return Figures(devices, links)
+    return Figures(devices, links, max((_rough[key][0] for key in keys if key in _rough), default=0.0))
 
 
 class _Kind(Generic[F]):
@@ -132,8 +142,13 @@ class _Kind(Generic[F]):
         self.name, self.measure, self.read = name, measure, read
 
 
-def _kept(kind: _Kind[F], vdevices: Sequence[relax.VDevice], again: bool) -> F:
+def _kept(kind: _Kind[F], vdevices: Sequence[relax.VDevice], again: bool, keys: list[str]) -> F:
+    """Figures as they are kept, or measured now; `keys` gets their key, and `again` measures each key once."""
     key = _key(kind.name, vdevices)
+    again = again and key not in keys
+    keys.append(key)
+    if key in _rough and time.monotonic() > _rough[key][1]:
+        del _rough[key], _measured[key]
     if key in _measured and not again:
         return cast("F", _measured[key])
     folder = folder_of()
@@ -145,16 +160,29 @@ def _kept(kind: _Kind[F], vdevices: Sequence[relax.VDevice], again: bool) -> F:
         except (TypeError, ValueError) as error:
             _log.debug("nothing was measured before: %s", error)
     _log.info("measuring %s", ", ".join(str(vdevice.target.kind.name) for vdevice in vdevices))
+    watch = CpuWatch()
     found = kind.measure(*vdevices)
+    others = watch.others()
     clear_pools()  # of the memory that measuring took
     _measured[key] = found
-    if folder is not None:
+    _rough.pop(key, None)
+    if others > _MOST_OTHERS:
+        _rough[key] = others, time.monotonic() + _ROUGH_SECONDS
+        _log.warning(
+            "%s: measured while other work took %.0f %% of the CPUs, so the figures are rough; they are not kept, and "
+            "measured again later",
+            ", ".join(str(vdevice.target.kind.name) for vdevice in vdevices),
+            100 * others,
+        )
+    elif folder is not None:
         data = [asdict(part) for part in found] if isinstance(found, tuple) else asdict(found)  # type: ignore[call-overload]
         keep_figures(folder, key, data)
     return found
 
 
 _measured: dict[str, object] = {}
+_rough: dict[str, tuple[float, float]] = {}
+"""Figures of a busy machine: the share of the CPUs that other work took, and when they are to be measured again."""
 
 
 def _is_here(vdevice: relax.VDevice) -> bool:
@@ -178,7 +206,8 @@ def _key(kind: str, vdevices: Sequence[relax.VDevice]) -> str:
     for vdevice in vdevices:
         device = tvm.runtime.device(vdevice.target.kind.name, int(vdevice.vdevice_id)) if not is_cpu(vdevice) else None
         name = str(device.device_name) if device is not None and device.exist else ""
-        parts += [str(vdevice.target), int(vdevice.vdevice_id), name]
+        # CPU devices of one target are the same cores.
+        parts += [str(vdevice.target), int(vdevice.vdevice_id) if device is not None else 0, name]
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=20).hexdigest()
 
 

@@ -107,10 +107,11 @@ class WorkValue:
 
 @dataclass
 class WorkGraph:
-    """Units in program order, and the values between them."""
+    """Units in program order, the values between them, and the sizes that open dimensions were taken to have."""
 
     units: list[WorkUnit]
     values: list[WorkValue]
+    assumed_sizes: dict[str, int] = field(default_factory=dict)
 
 
 def work_graph(
@@ -143,6 +144,7 @@ class _Measure:
         self._values: dict[relax.Var, WorkValue] = {}
         self._made: set[relax.Var] = set()
         self._map_ranks: set[int] = set()  # of what convolutions make
+        self._assumed: set[str] = set()
 
     def graph(
         self, params: Iterable[relax.Var], bindings: Iterable[relax.Binding], outputs: Iterable[relax.Expr]
@@ -167,7 +169,7 @@ class _Measure:
         for var, value in crossing.items():
             value.readers = list(dict.fromkeys(value.readers))
             value.is_map = isinstance(var.ty, relax.TensorType) and var.ty.ndim in self._map_ranks
-        return WorkGraph(self._units, list(crossing.values()))
+        return WorkGraph(self._units, list(crossing.values()), dict.fromkeys(sorted(self._assumed), self._extent))
 
     def _place(self, binding: relax.Binding) -> int:
         name = self._name_of(binding.var)
@@ -261,6 +263,7 @@ class _Measure:
         if not isinstance(ty, relax.TensorType):
             return [1]
         if isinstance(ty.shape, relax.ShapeExpr):
+            self._assumed.update(str(dim) for dim in ty.shape.values if isinstance(dim, tvm.tirx.Var))
             return [int(dim) if isinstance(dim, tvm.tirx.IntImm) else self._extent for dim in ty.shape.values] or [1]
         return [self._extent] * max(int(ty.ndim), 1)
 

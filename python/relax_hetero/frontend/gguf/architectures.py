@@ -34,6 +34,12 @@ class Architecture:
         Whether the file's scaling of positions holds for layers with a window, too.
     wide_layers : int or None
         Number of layers of the model whose scores are divided by the root of width / heads, not of the head's size.
+    trained_type : str
+        16-bit float that its models are trained in, where the file's weights are quantized.
+    required, optional : tuple of str
+        Tensors besides those of every architecture, without ``blk.N.``: which a file must have, and which it may have.
+        All layers are alike. As in llama.cpp, a file with any other tensor is refused: its author's model computes
+        something with it.
     """
 
     rotary: str
@@ -45,16 +51,34 @@ class Architecture:
     window_base: float | None = None
     window_scaled: bool = True
     wide_layers: int | None = None
+    trained_type: str = "bfloat16"
+    required: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ("output.weight",)
 
+
+_BIASES = tuple(
+    f"{name}.bias" for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+)
+_QK_NORMS = ("attn_q_norm.weight", "attn_k_norm.weight")
 
 ARCHITECTURES = {
-    "llama": Architecture("pairs"),
-    "qwen2": Architecture("halves"),
-    "qwen3": Architecture("halves"),
-    "qwen3moe": Architecture("halves"),
-    "gemma2": Architecture("halves", "gelu_tanh", True, True, pattern=2, window=4096, wide_layers=46),
+    # The divisors of frequencies, rope_freqs, are those of llama 3.1 and later.
+    "llama": Architecture("pairs", trained_type="float16", optional=("output.weight", "rope_freqs.weight", *_BIASES)),
+    "qwen2": Architecture("halves", required=_BIASES[:3], optional=("output.weight", "output.bias")),
+    "qwen3": Architecture("halves", required=_QK_NORMS),
+    "qwen3moe": Architecture("halves", required=_QK_NORMS),
+    # The embeddings are the matrix of logits.
+    "gemma2": Architecture("halves", "gelu_tanh", True, True, pattern=2, window=4096, wide_layers=46, optional=()),
     "gemma3": Architecture(
-        "halves", "gelu_tanh", True, True, pattern=6, window_base=10000.0, window_scaled=False, wide_layers=62
+        "halves",
+        "gelu_tanh",
+        True,
+        True,
+        pattern=6,
+        window_base=10000.0,
+        window_scaled=False,
+        wide_layers=62,
+        required=_QK_NORMS,
     ),
 }
 """By the file's ``general.architecture``."""

@@ -11,6 +11,8 @@ from ...errors import FrontendError
 from .architectures import ARCHITECTURES, Architecture
 
 _SCALINGS = ("none", "linear")
+_MAX_COUNT = (1 << 31) - 1
+"""Positions, tokens and sizes are int32."""
 MOST_LAYERS = 10_000
 """More are a damaged file's, not a model's."""
 
@@ -106,11 +108,17 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         that is not known here.
     """
     name = fields.get("general.architecture")
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise FrontendError(f"{file}: found architecture {name!r}, expected one of {known}")
-    read = _Fields(fields, str(name), file)
+    read = _Fields(fields, name, file)
+    architecture, layers = ARCHITECTURES[name], read.layers
+    if read.count("vocab_size", vocabulary) != vocabulary:
+        found = read.count("vocab_size")
+        raise FrontendError(f"{file}: {name}.vocab_size is {found:,}, expected the rows of token_embd, {vocabulary:,}")
     width, heads = read.count("embedding_length"), read.count("attention.head_count")
+    if width % heads and not read.has("attention.key_length"):
+        raise FrontendError(f"{file}: {heads} heads do not divide the width of {width}, and no key_length is given")
     size = read.count("attention.key_length", width // heads)
     if read.count("attention.value_length", size) != size:
         found = read.count("attention.value_length")
@@ -120,13 +128,10 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
     scaling = read.text("rope.scaling.type", "linear" if read.has("rope.scaling.factor") else "none")
     if scaling not in _SCALINGS:
         raise FrontendError(f"{file}: found {name}.rope.scaling.type {scaling!r}, expected one of {_SCALINGS}")
-    architecture, layers = ARCHITECTURES[str(name)], read.count("block_count")
-    if layers > MOST_LAYERS:
-        raise FrontendError(f"{file}: {name}.block_count is {layers:,}, expected {MOST_LAYERS:,} at most")
-    base = read.number("rope.freq_base", 10000.0)
+    base = read.number("rope.freq_base", 10000.0, above=0.0)
     factor = read.number("rope.scaling.factor", 0.0) if scaling == "linear" else 0.0
     model = Hyperparameters(
-        name=str(name),
+        name=name,
         architecture=architecture,
         layers=layers,
         width=width,
@@ -140,7 +145,7 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         base=base,
         base_scale=1.0 / factor if factor else 1.0,
         rotated=read.count("rope.dimension_count", size),
-        window_base=read.number("rope.freq_base_swa", architecture.window_base or base),
+        window_base=read.number("rope.freq_base_swa", architecture.window_base or base, above=0.0),
         windows=_windows(read, architecture, layers),
         attention_cap=read.number("attn_logit_softcapping", 0.0) if name == "gemma2" else 0.0,
         logit_cap=read.number("final_logit_softcapping", 0.0),
@@ -173,7 +178,10 @@ class _Fields:
     """Metadata of an architecture, by names without it."""
 
     def __init__(self, fields: Mapping[str, Any], name: str, file: str) -> None:
-        self.fields, self.name, self.file = fields, name, file
+        self.fields, self.name, self.file, self.layers = fields, name, file, 1
+        self.layers = self.count("block_count")
+        if self.layers > MOST_LAYERS:
+            raise FrontendError(f"{file}: {name}.block_count is {self.layers:,}, expected {MOST_LAYERS:,} at most")
 
     def has(self, key: str) -> bool:
         return f"{self.name}.{key}" in self.fields
@@ -183,27 +191,34 @@ class _Fields:
         if value is None:
             raise FrontendError(f"{self.file}: has no {self.name}.{key}, which its architecture needs")
         if isinstance(value, list):  # one for each layer
-            if len(set(value)) != 1:
-                raise FrontendError(f"{self.file}: {self.name}.{key} differs between layers, expected one value")
+            if len(value) != self.layers or len(set(value)) != 1:
+                found = f"{len(value)} values, {len(set(value))} of which differ"
+                raise FrontendError(
+                    f"{self.file}: {self.name}.{key} has {found}, expected one value, or the same for each of "
+                    f"{self.layers} layers"
+                )
             value = value[0]
         return value
 
     def count(self, key: str, default: int | None = None) -> int:
         value = self._get(key, default)
-        if not isinstance(value, int) or value < 0 or (value == 0 and default != 0):
-            raise FrontendError(f"{self.file}: {self.name}.{key} is {value!r}, expected a whole number above 0")
+        if type(value) is not int or not (default != 0) <= value <= _MAX_COUNT:
+            found = f"{value!r}, expected a whole number above 0 and below 2**31"
+            raise FrontendError(f"{self.file}: {self.name}.{key} is {found}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def number(self, key: str, default: float | None = None, above: float | None = None) -> float:
         value = self._get(key, default)
-        if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-            raise FrontendError(f"{self.file}: {self.name}.{key} is {value!r}, expected a number")
+        is_number = type(value) in (int, float) and math.isfinite(value)
+        if not is_number or value < 0 or (above is not None and value <= above):
+            least = "" if above is None else f" above {above:g}"
+            raise FrontendError(f"{self.file}: {self.name}.{key} is {value!r}, expected a number{least}")
         return float(value)
 
     def pattern(self, key: str, default: int) -> int | list[bool]:
         """A number, or a truth of each layer."""
         value = self.fields.get(f"{self.name}.{key}", default)
-        return [bool(each) for each in value] if isinstance(value, list) else int(value)
+        return [bool(each) for each in value] if isinstance(value, list) else self.count(key, default)
 
     def text(self, key: str, default: str) -> str:
         return str(self._get(key, default))

@@ -18,15 +18,22 @@ from tvm import relax
 from ...encoding.pages import TABLES
 from ...op.block_products import dequantize_blocks
 from ...op.cached_attention import cached_attention
-from ..paged_cache import PagedCache
+from ..paged_cache import DECODE, PagedCache
+from .activations import ActivationTypes
 from .hyperparameters import Hyperparameters
 from .weights import Weights
 
 
-def language_module(model: Hyperparameters, weights: Weights, cache: PagedCache, activation_bits: int) -> tvm.IRModule:
-    """All functions of a model; nothing is placed."""
+def language_module(
+    model: Hyperparameters, weights: Weights, cache: PagedCache, activation_bits: int, types: ActivationTypes
+) -> tvm.IRModule:
+    """All functions of a model; nothing is placed.
+
+    Sums of layers, norms and results of products are float32 whatever `types` says: only operands of products and of
+    attention are rounded, so that activations of models trained in bfloat16 do not overflow float16 between layers.
+    """
     functions = {
-        tvm.ir.GlobalVar(name): _Function(model, weights, cache, rows, kind, activation_bits).build(name)
+        tvm.ir.GlobalVar(name): _Function(model, weights, cache, rows, kind, activation_bits, types).build(name)
         for name, rows, kind in cache.functions
     }
     return tvm.IRModule(functions)
@@ -36,10 +43,19 @@ class _Function:
     """One function, written from its first variable to its last."""
 
     def __init__(
-        self, model: Hyperparameters, weights: Weights, cache: PagedCache, rows: int, kind: str, activation_bits: int
+        self,
+        model: Hyperparameters,
+        weights: Weights,
+        cache: PagedCache,
+        rows: int,
+        kind: str,
+        activation_bits: int,
+        types: ActivationTypes,
     ) -> None:
         self.model, self.weights, self.rows, self.kind = model, weights, rows, kind
-        self.activation_bits = activation_bits
+        self.activation_bits, self.types = activation_bits, types
+        self.row_kind = kind
+        self._narrow: dict[tuple[relax.Expr, str], relax.Expr] = {}
         self.builder = relax.BlockBuilder()
         self.bindings: list[relax.Binding] = []
         self.rotations: dict[tuple[float, float], relax.Expr] = {}
@@ -101,8 +117,12 @@ class _Function:
     def _attention(self, x: relax.Expr, layer: int) -> tuple[relax.Expr, relax.Expr]:
         name, model = f"blk.{layer}", self.model
         widths = {"q": model.heads * model.size, "k": model.kv_heads * model.size, "v": model.kv_heads * model.size}
-        parts = [self._product(x, f"{name}.attn_{part}", width, model.width) for part, width in widths.items()]
-        joined = self.emit(relax.op.concat(parts, axis=1), f"{name}.attn_qkv")
+        if self._joins(f"{name}.attn_qkv", {f"{name}.attn_{part}": width for part, width in widths.items()}):
+            joined = self._product(x, f"{name}.attn_qkv", sum(widths.values()), model.width)
+        else:
+            parts = [self._product(x, f"{name}.attn_{part}", width, model.width) for part, width in widths.items()]
+            joined = self.emit(relax.op.concat(parts, axis=1), f"{name}.attn_qkv")
+        joined = self._narrowed(joined, self.types.of(f"{name}.attn"))
         window = model.window_of(layer)
         norms = "".join(part for part in "qk" if f"{name}.attn_{part}_norm.weight" in self.weights)
         others = [self._rotation(layer)]
@@ -125,6 +145,16 @@ class _Function:
         both = self.emit(call, f"{name}.attn")
         attended = self.emit(relax.TupleGetItem(both, 0), f"{name}.attn.kqv")
         return attended, self.emit(relax.TupleGetItem(both, 1), f"{name}.attn.pages", is_output=True)
+
+    def _joins(self, name: str, tensors: dict[str, int]) -> bool:
+        """Whether products of one operand by matrices of so many rows are one product, on a GPU: a launch less each."""
+        if not self.types.are_alike([name, *tensors]) or self.types.of(name) == "float32":
+            return False
+        weights, width = self.weights, self.model.width
+        if not weights.join(f"{name}.weight", [(f"{part}.weight", rows) for part, rows in tensors.items()], width):
+            return False
+        biases = [(f"{part}.bias", rows) for part, rows in tensors.items()]
+        return not any(bias in weights for bias, _ in biases) or weights.join(f"{name}.bias", biases)
 
     def _rotation(self, layer: int) -> relax.Expr:
         """Cosines and sines of the angles of each row's position, (rows, rotated).
@@ -194,6 +224,7 @@ class _Function:
         model = self.model
         if "last" in self.params:
             x = self.emit(relax.op.take(x, self.params["last"], axis=0, mode="clip"), "last_row")
+            self.row_kind = DECODE  # one row of every chunk
         name = "output" if "output.weight" in self.weights else "token_embd"
         logits = self._product(self._norm(x, "output_norm"), name, model.vocabulary, model.width, "output")
         if not model.logit_cap:
@@ -220,15 +251,29 @@ class _Function:
         data, form = self.weights.matrix(f"{tensor}.weight", shape)
         if not form:
             return data
-        numbers = dequantize_blocks(data, depth=shape[-1], format=form, activation_bits=self.activation_bits)
+        bits, rows = self.activation_bits, self.row_kind
+        numbers = dequantize_blocks(data, depth=shape[-1], format=form, activation_bits=bits, rows=rows)
         return self.emit(numbers, f"{name or tensor}.numbers")
+
+    def _narrowed(self, x: relax.Expr, dtype: str) -> relax.Expr:
+        """Numbers in an element type, once for all that read them."""
+        if str(x.ty.dtype) == dtype:
+            return x
+        if (x, dtype) not in self._narrow:
+            self._narrow[x, dtype] = self.emit(relax.op.astype(x, dtype), f"{x.name}.{dtype}")
+        return self._narrow[x, dtype]
 
     def _product(self, x: relax.Expr, tensor: str, columns: int, depth: int, name: str | None = None) -> relax.Expr:
         """A product with a matrix of the file, and its bias where there is one: (rows, columns)."""
         name = name or tensor
-        matrix = self._matrix(tensor, [columns, depth], name)
+        dtype = self.types.of(name)
+        x = self._narrowed(x, dtype)
+        matrix = self.weights.plain_matrix(f"{tensor}.weight", [columns, depth], dtype)
+        if matrix is None:
+            matrix = self._matrix(tensor, [columns, depth], name)
+            x = self._narrowed(x, "float32")  # FormBlockProducts multiplies what was widened
         turned = self.emit(relax.op.permute_dims(matrix, [1, 0]), f"{name}.turned")
-        result = self.emit(relax.op.matmul(x, turned), name)
+        result = self.emit(relax.op.matmul(x, turned, out_dtype="float32"), name)
         if f"{tensor}.bias" in self.weights:
             bias = self.weights.vector(f"{tensor}.bias", columns)
             result = self.emit(relax.op.add(result, bias), f"{name}.biased")

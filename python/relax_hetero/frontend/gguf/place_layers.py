@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
+from typing import Any
 
 import tvm
 
@@ -23,6 +24,7 @@ from ...encoding.pages import page_bytes
 from ...errors import PlacementError
 from ...target.vdevice import device_name
 from ..auto.cost_model import CostModel
+from ..auto.placement_reasons import choice, kept_away
 from ..paged_cache import PagedCache
 from .file import FileTensor, GgufFile
 from .held_bytes import bytes_held, bytes_read, layouts_of
@@ -94,8 +96,8 @@ def place_layers(
     vdevices: Sequence[tvm.relax.VDevice],
     costs: CostModel,
     limits: Mapping[int, int],
-) -> list[tuple[str, str]]:
-    """Placement rules of the plan with the least time for a token.
+) -> tuple[list[tuple[str, str]], dict[str, str], dict[str, Any]]:
+    """Placement rules of the plan with the least time for a token, the reason of each, and the plan's estimate.
 
     Parameters
     ----------
@@ -105,6 +107,12 @@ def place_layers(
         Of these devices.
     limits : mapping from int to int
         Bytes that a device may hold, by its position; others may hold any.
+
+    Returns
+    -------
+    tuple of list, dict and dict
+        Pairs of a pattern and a device; pattern -> what decided; what `AutoPlacement.to_json` gives for other models,
+        of a decoded token.
 
     Raises
     ------
@@ -126,7 +134,46 @@ def place_layers(
     names = [device_name(vdevice, vdevices) for vdevice in vdevices]
     # Patterns of attention come before those of what is left of their layer.
     order = sorted(zip(parts, plan.devices, strict=True), key=lambda pair: pair[0].name == "ffn")
-    return [(pattern, names[device]) for part, device in order for pattern in part.patterns(model, cache)]
+    rules, reasons = [], {}
+    for part, device in order:
+        reason = _reason(part, device, plan, costs, limits, names)
+        for pattern in part.patterns(model, cache):
+            rules.append((pattern, names[device]))
+            reasons[pattern] = reason
+    return rules, reasons, _estimate(parts, plan, costs, names, model.width * 4)
+
+
+def _reason(
+    part: Part, device: int, plan: LayerPlan, costs: CostModel, limits: Mapping[int, int], names: Sequence[str]
+) -> str:
+    """What decided where a part is."""
+    seconds = [_seconds(part, index, costs) for index in range(len(names))]
+    faster = sorted((index for index in range(len(names)) if seconds[index] < seconds[device]), key=seconds.__getitem__)
+    if not faster:
+        return choice("no device is faster", seconds, device, names)
+    for other in faster:
+        free = limits.get(other, math.inf) - plan.held.get(other, 0.0)
+        if part.held[other] > free:
+            limit = kept_away(names[other], limits[other], free, part.held[other])
+            return choice(f"the memory of {names[other]} is too small", seconds, device, names, limit)
+    return choice("staying saves transfers of activations", seconds, device, names)
+
+
+def _estimate(
+    parts: Sequence[Part], plan: LayerPlan, costs: CostModel, names: Sequence[str], row_bytes: int
+) -> dict[str, Any]:
+    alone = {name: _plan(parts, (index,) * len(parts), costs, row_bytes).seconds for index, name in enumerate(names)}
+    busy = dict.fromkeys(names, 0.0)
+    for part, device in zip(parts, plan.devices, strict=True):
+        busy[names[device]] += _seconds(part, device, costs)
+    return {
+        "objective": "latency",
+        "seconds": plan.seconds,
+        "busy_seconds": busy,
+        "single_device_seconds": alone,
+        "assumed_sizes": {},
+        "figures": costs.figures,
+    }
 
 
 def parts_of(
@@ -220,10 +267,15 @@ def _in_a_row(parts: Sequence[Part], order: Sequence[int], limits: Mapping[int, 
 def _plan(parts: Sequence[Part], devices: tuple[int, ...], costs: CostModel, row_bytes: int) -> LayerPlan:
     seconds, before = 0.0, costs.host
     for part, device in zip(parts, devices, strict=True):
-        cost = costs.devices[device]
-        seconds += part.read[device] / cost.bandwidth + _KERNELS[part.name] * cost.launch
+        seconds += _seconds(part, device, costs)
         if device != before and (before, device) in costs.links:
             link = costs.links[before, device]
             seconds += link.latency + row_bytes / link.bandwidth
         before = device
     return LayerPlan(devices, seconds, _plan_bytes(parts, devices))
+
+
+def _seconds(part: Part, device: int, costs: CostModel) -> float:
+    """The time of a part for a token."""
+    cost = costs.devices[device]
+    return part.read[device] / cost.bandwidth + _KERNELS[part.name] * cost.launch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -10,7 +11,12 @@ from tvm import relax
 
 from ...encoding.block_formats import FILE_FORMATS
 from ...errors import FrontendError
+from ...target.element_types import numpy_dtype
+from .architectures import Architecture
 from .file import FileTensor, GgufFile
+
+_MAX_NAMED = 5
+"""Tensors that an error names."""
 
 
 class Weights:
@@ -19,20 +25,51 @@ class Weights:
     Parameters
     ----------
     file : GgufFile
+    architecture : Architecture
+        Says which tensors the file may have.
     """
 
-    def __init__(self, file: GgufFile) -> None:
+    def __init__(self, file: GgufFile, architecture: Architecture) -> None:
         self._file = file
+        kinds = set(map(_kind, file.tensors))
+        self._has = {*architecture.required, *(kind for kind in architecture.optional if kind in kinds)}
         self._constants: dict[str, relax.Expr] = {}
+        self._unread = dict.fromkeys(file.tensors)
+        self._joined: dict[str, FileTensor] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file.tensors
+        """Whether the architecture has a tensor that others lack; in a file, all layers have it or none."""
+        return name in self._joined or _kind(name) in self._has
+
+    def check_all_read(self) -> None:
+        """Refuse a file with tensors that were not asked for; FrontendError names them."""
+        if self._unread:
+            names = ", ".join(map(repr, list(self._unread)[:_MAX_NAMED]))
+            more = f" and {len(self._unread) - _MAX_NAMED:,} more" if len(self._unread) > _MAX_NAMED else ""
+            raise FrontendError(
+                f"{self._file.path}: found tensors that its architecture has no use for: {names}{more}; expected none: "
+                "the model without them is not its author's"
+            )
+
+    def join(self, name: str, parts: Sequence[tuple[str, int]], *depth: int) -> bool:
+        """Make tensors of the file, names and rows, one below the other; False where their types differ or none is."""
+        present = [(part, rows) for part, rows in parts if part in self._file.tensors]
+        if not present or len({self._file.tensors[part].type for part, _ in present}) != 1:
+            return False
+        if len(present) == len(parts) and name not in self._joined:
+            found = [self.tensor(part, [rows, *depth]) for part, rows in parts]
+            shape = (sum(rows for _, rows in parts), *depth)
+            self._joined[name] = FileTensor(name, shape, found[0].type, np.concatenate([one.data for one in found]))
+        return len(present) == len(parts)
 
     def tensor(self, name: str, shape: Sequence[int]) -> FileTensor:
         """A tensor of the file that has a shape; FrontendError where it is missing or has another."""
-        found = self._file.tensors.get(name)
+        found = self._joined.get(name) or self._file.tensors.get(name)
+        self._unread.pop(name, None)
         if found is None:
-            raise FrontendError(f"{self._file.path}: has no tensor {name!r}, which its architecture needs")
+            raise FrontendError(
+                f"{self._file.path}: has no tensor {name!r}, which its architecture needs or other layers have"
+            )
         if found.shape != tuple(shape):
             raise FrontendError(f"{self._file.path}: {name!r} has shape {found.shape}, expected {tuple(shape)}")
         return found
@@ -65,10 +102,34 @@ class Weights:
         rows = int(np.prod(shape[:-1]))
         return self._constant(name, lambda: np.ascontiguousarray(tensor.data).view("uint8").reshape(rows, -1)), form
 
+    def plain_matrix(self, name: str, shape: Sequence[int], dtype: str) -> relax.Expr | None:
+        """A matrix of plain numbers as 16-bit floats: a constant; None for weights in blocks, and for float32."""
+        tensor = self.tensor(name, shape)
+        if dtype == "float32" or not (tensor.type == "F32" or is_plain(tensor.type)):
+            return None
+        return self._constant(f"{name}.{dtype}", lambda: _plain(tensor).reshape(shape).astype(numpy_dtype(dtype)))
+
     def _constant(self, name: str, make: Callable[[], np.ndarray]) -> relax.Expr:
         if name not in self._constants:
             self._constants[name] = relax.const(tvm.runtime.tensor(make()))
         return self._constants[name]
+
+
+def _kind(name: str) -> str:
+    """A tensor's name without that of its layer."""
+    return re.sub(r"^blk\.\d+\.", "", name)
+
+
+def is_plain(type_name: str) -> bool:
+    """Whether weights of a type of files are 16-bit floats by themselves."""
+    form = FILE_FORMATS.get(type_name.lower())
+    return form is not None and form.is_plain
+
+
+def _plain(tensor: FileTensor) -> np.ndarray:
+    if tensor.type == "BF16":
+        return np.ascontiguousarray(tensor.data).view(numpy_dtype("bfloat16"))
+    return np.asarray(tensor.data)
 
 
 def _numbers(tensor: FileTensor, file: GgufFile) -> np.ndarray:

@@ -15,6 +15,7 @@ import onnx
 
 from ...errors import FrontendError
 from ..import_limits import MAX_LIST, MAX_NESTING, MAX_RANK, Budget
+from ..ops.table import CLASSICAL
 from .functions import FunctionTable, function_of, function_table
 
 STANDARD_DOMAINS = ("", "ai.onnx")
@@ -29,6 +30,9 @@ _UNCHECKED = frozenset(
 _ON_TRIAL = {"MeanVarianceNormalization": 9, "ThresholdedRelu": 10}
 """Ops that were on trial before the opset that has them."""
 _HIDDEN = "relax_hetero.unchecked"
+
+_LISTS = ("Constant", "TfIdfVectorizer")
+"""Ops whose attributes may be as long as the file, besides those of classical models, such as trees."""
 
 _LARGEST = 2**63 - 1
 _GRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
@@ -241,7 +245,7 @@ def _node_lists(proto: onnx.ModelProto, source: str) -> Iterator[Iterable[onnx.N
 def _check_attributes(node: onnx.NodeProto, source: str) -> None:
     for attribute in node.attribute:
         longest = max(len(attribute.ints), len(attribute.floats), len(attribute.strings), len(attribute.tensors))
-        if longest > MAX_LIST and node.op_type != "Constant":
+        if longest > MAX_LIST and node.op_type not in _LISTS and node.domain != CLASSICAL:
             raise FrontendError(
                 f"{source}: attribute {attribute.name!r} of {node.op_type} {node.name!r} is a list of {longest:,} "
                 f"entries, expected at most {MAX_LIST:,}"

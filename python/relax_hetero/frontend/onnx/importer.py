@@ -17,6 +17,7 @@ from tvm.relax.frontend.onnx import onnx_frontend as stock
 from ...errors import FrontendError
 from ...op.block_products import DEQUANTIZE_BLOCKS
 from ...target.element_types import bytes_for
+from ...transform.ir.reasons import reason
 from ..import_limits import MAX_RANK, Budget, ImportLimits, budget, spending
 from ..joined_sizes import Bounds, JoinedSizes, SizeIsBounded, joining_sizes
 from ..ops.node import Node, array_of
@@ -36,7 +37,6 @@ from .model import ModelSource, OnnxModel, load_model, opset_in
 from .node_names import NodeInfo, inner_names, name_nodes
 from .owned_bindings import OwnedBindings
 from .support import SEQUENCE_OPS, check_supported, find_converter
-from .tvm_messages import reason
 
 # Times that an import starts again because a symbolic size turned out to be bounded, or bounded further.
 _MOST_BOUNDS = 64

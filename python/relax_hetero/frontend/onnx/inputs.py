@@ -12,6 +12,7 @@ import onnx
 import tvm
 from tvm import relax, tirx
 
+from ...artifact.messages import near
 from ...errors import FrontendError
 from ..import_limits import MAX_RANK
 from .node_names import variable_name
@@ -259,7 +260,8 @@ def _bad_key(key: object, value: object, inputs: list[str], names: list[str]) ->
             "other named dimensions"
         )
     known = f"inputs: {', '.join(inputs) or 'none'}; named dimensions: {', '.join(names) or 'none'}"
-    return f"shapes names {key!r}, which is neither an input nor a named dimension of the model; {known}"
+    hint = near(str(key), [*inputs, *names])
+    return f"shapes names {key!r}, which is neither an input nor a named dimension of the model{hint}; {known}"
 
 
 class _Symbols:

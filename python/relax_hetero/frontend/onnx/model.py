@@ -13,6 +13,7 @@ from typing import TypeAlias
 import onnx
 
 from ...artifact.regular_files import read_regular
+from ...artifact.what_reads import found, hint_of, near_file
 from ...errors import FrontendError, HeteroError
 from ..import_limits import Budget, ImportLimits
 from .check_model import STANDARD_DOMAINS, all_tensors, check_form, check_size
@@ -126,16 +127,16 @@ def read_model(model: ModelSource) -> tuple[onnx.ModelProto, str, Path | None, i
         data = bytes(model)
         return _parse(data, "the model's bytes"), "the model", None, len(data)
     if not isinstance(model, (str, os.PathLike)):
-        raise FrontendError(
-            f"a model is a path, the bytes of an ONNX file or an onnx.ModelProto, got {type(model).__name__}"
-        )
+        expected = "expected a path, the bytes of an ONNX file or an onnx.ModelProto"
+        raise FrontendError(f"rh.from_onnx: {found(model, 'rh.from_onnx')}; {expected}")
     path = Path(os.fsdecode(model))
     try:
         data = read_regular(path, _LARGEST_FILE)
     except OSError as error:
         hint = "; save it with its weights as external data" if error.errno == errno.EFBIG else ""
+        hint = hint or hint_of(path, "rh.from_onnx") + near_file(path)
         raise FrontendError(f"cannot read the ONNX file {str(path)!r}: {error.strerror or error}{hint}") from error
-    return _parse(data, f"the file {str(path)!r}"), str(path), path, len(data)
+    return _parse(data, f"the file {str(path)!r}", hint_of(path, "rh.from_onnx")), str(path), path, len(data)
 
 
 def _bytes_in_memory(proto: onnx.ModelProto) -> int:
@@ -151,16 +152,18 @@ def _tensor_bytes(tensor: onnx.TensorProto) -> int:
     return len(tensor.raw_data) + 4 * narrow + 8 * wide
 
 
-def _parse(data: bytes, what: str) -> onnx.ModelProto:
+def _parse(data: bytes, what: str, hint: str = "") -> onnx.ModelProto:
     if data[4:8] == _ORT_FORMAT:
         raise FrontendError(
             f"{what} is in ONNX Runtime's ORT format, which only ONNX Runtime reads: give the ONNX file that it was "
             "converted from"
         )
+    if not data:
+        raise FrontendError(f"{what} is not an ONNX model: it is empty")
     try:
         proto = onnx.load_model_from_string(data)
     except Exception as error:  # whatever protobuf raises in this version
-        raise FrontendError(f"{what} is not an ONNX model: {_first_line(error)}") from error
+        raise FrontendError(f"{what} is not an ONNX model{hint or f': {_first_line(error)}'}") from error
     if not proto.HasField("graph"):
         raise FrontendError(f"{what} is not an ONNX model: it has no graph ({len(data)} bytes)")
     return proto

@@ -48,7 +48,7 @@ def assign_devices(
     FrontendError: If a pattern matches no node, or the rules are not pairs of a pattern and a device.
     VDeviceError: If a device is not among `vdevices`.
     """
-    pairs = [(pattern, lookup(device, vdevices)) for pattern, device in _pairs(rules)]
+    pairs = [(pattern, lookup(device, vdevices)) for pattern, device in rule_pairs(rules)]
     patterns = _Patterns(pattern for pattern, _ in pairs)
     everything = list(walk_nodes(nodes))
     matched: set[int] = set()
@@ -65,7 +65,7 @@ def assign_devices(
 
 def matching_patterns(nodes: list[NodeInfo], rules: PlacementRules) -> dict[str, str]:
     """Unique node name -> the pattern that decides where it goes, of the nodes that some rule matches."""
-    texts = [pattern for pattern, _ in _pairs(rules)]
+    texts = [pattern for pattern, _ in rule_pairs(rules)]
     patterns = _Patterns(texts)
     found: dict[str, str] = {}
     for node in walk_nodes(nodes):
@@ -75,13 +75,20 @@ def matching_patterns(nodes: list[NodeInfo], rules: PlacementRules) -> dict[str,
     return found
 
 
-def _pairs(rules: PlacementRules) -> list[tuple[str, VDeviceSpec]]:
+def rule_pairs(rules: PlacementRules) -> list[tuple[str, VDeviceSpec]]:
+    """Rules as pairs of a pattern and a device; FrontendError for anything else."""
     if not isinstance(rules, Iterable):
         raise FrontendError(f"placement is {rules!r}; expected a mapping of patterns to devices, or a list of pairs")
     pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
     for pair in pairs:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise FrontendError(f"a placement rule is a pattern (a string) and a device, got {pair!r}")
+            example = "placement={'*': 'cuda:0'} or [('*', 'cuda:0')]"
+            raise FrontendError(f"a placement rule is a pattern (a string) and a device, got {pair!r}; write {example}")
+        if isinstance(pair[1], (list, tuple)):
+            raise FrontendError(
+                f"placement names {pair[1]!r} as the device of pattern {pair[0]!r}: expected one device for each "
+                "pattern, {'pattern': 'device'}"
+            )
     return [(pattern, device) for pattern, device in pairs]
 
 

@@ -48,7 +48,7 @@ _ALIKE = frozenset(
     "view reshape _unsafe_view squeeze unsqueeze flatten unflatten view_copy expand permute transpose t slice select "
     "narrow split split_with_sizes unbind chunk cat concat stack repeat flip roll index_select gather index "
     "constant_pad_nd pad unfold sum mean cumsum clone alias detach contiguous lift_fresh_copy neg add sub rsub where "
-    "expand_copy permute_copy diagonal to _to_copy zeros_like slice_scatter select_scatter".split()
+    "expand_copy permute_copy diagonal to _to_copy zeros_like slice_scatter select_scatter tril triu".split()
 )
 
 # Arguments of these that may be real where the result is complex.
@@ -204,7 +204,7 @@ def _same(node: TorchNode, x: Complex) -> Complex:
 
 
 @_rule("abs")
-def _abs(node: TorchNode, x: Complex) -> relax.Expr:
+def magnitude(node: TorchNode, x: Complex) -> relax.Expr:
     """As a hypotenuse, whose squares neither overflow nor vanish: by the larger part."""
     a, b = (node.emit(relax.op.abs(part)) for part in x)
     large, small = node.emit(relax.op.maximum(a, b)), node.emit(relax.op.minimum(a, b))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from ...artifact.what_reads import found
 from ...errors import FrontendError
+from .torch_names import NodeNames
 
 if TYPE_CHECKING:
     import torch
 
 # Ops that torch would decompose, and that stay whole: kernels of this library compute them, or find them more easily.
+# The last one torch decomposes into something else (2.13), so that it is refused.
 _KEPT = frozenset(
     "linear layer_norm group_norm instance_norm rms_norm gelu silu hardswish hardsigmoid mish softplus elu leaky_relu "
     "scaled_dot_product_attention einsum matmul softmax log_softmax upsample_nearest1d upsample_nearest2d "
@@ -19,8 +22,15 @@ _KEPT = frozenset(
     "_upsample_bilinear2d_aa pixel_shuffle adaptive_avg_pool1d adaptive_avg_pool2d avg_pool1d avg_pool2d avg_pool3d "
     "max_pool1d max_pool2d max_pool3d grid_sampler prelu embedding addmm baddbmm tril triu log1p expm1 "
     "split split_with_sizes unbind stack index_select cumsum reflection_pad1d reflection_pad2d replication_pad1d "
-    "replication_pad2d pad dropout native_dropout lstm gru rnn_tanh rnn_relu".split()
+    "replication_pad2d pad dropout native_dropout lstm gru rnn_tanh rnn_relu one_hot index_add index_copy "
+    "multilabel_margin_loss_forward".split()
 )
+
+# Ops that the core of ATen has, and that torch decomposes for its own compiler.
+_DECOMPOSED = frozenset("dist ldexp".split())
+
+# Values of arguments with which an op that may draw random numbers draws none.
+_DRAWS_NONE = {"train": False, "training": False, "p": 0, "dropout_p": 0, "dropout": 0, "num_layers": 1}
 
 
 def torch_package() -> Any:
@@ -56,19 +66,82 @@ def exported_program(
                 "dynamic_shapes are for modules"
             )
         program = source
+    elif isinstance(source, torch.jit.ScriptModule):
+        raise FrontendError(
+            "from_torch: found a ScriptModule, which torch does not export; expected the module that it was made of"
+        )
     elif isinstance(source, torch.nn.Module):
         program = _export(torch, source, args, kwargs, dynamic_shapes)
     else:
         raise FrontendError(
-            f"from_torch: found a {type(source).__name__}, expected a torch.nn.Module or ExportedProgram"
+            f"rh.from_torch: {found(source, 'rh.from_torch')}; expected a torch.nn.Module or ExportedProgram"
         )
+    _refuse_random(program, lambda node: _argument(node, "train", "training") is not None)
     table = torch.export.default_decompositions()
-    for op in [op for op in table if op._schema.name.split("::")[1] in _KEPT]:
+    kept = _KEPT - {"lstm"} if any(map(_is_projected, _calls(program))) else _KEPT
+    for op in [op for op in table if op._schema.name.split("::")[1] in kept]:
         table.pop(op)
+    for op, decomposition in torch._decomp.decomposition_table.items():
+        if getattr(op, "__name__", "").partition(".")[0] in _DECOMPOSED:
+            table[op] = decomposition
     try:
-        return program.run_decompositions(table)
+        program = program.run_decompositions(table)
     except Exception as error:
         raise FrontendError(f"torch cannot decompose the exported program: {_first_lines(error)}") from error
+    for graph in _graphs(program):  # random numbers that nothing reads are not drawn
+        graph.eliminate_dead_code(lambda node: node.is_impure() and not _is_random(node))
+    _refuse_random(program)
+    return program
+
+
+def _graphs(program: Any) -> list[Any]:
+    """The graph of a program, and those inside its nodes."""
+    return [module.graph for module in program.graph_module.modules() if hasattr(module, "graph")]
+
+
+def _calls(program: Any) -> list[Any]:
+    """The nodes that call an op."""
+    return [node for graph in _graphs(program) for node in graph.nodes if node.op == "call_function"]
+
+
+def _is_projected(node: Any) -> bool:
+    """Whether an op is an LSTM with projections, which ONNX does not have: torch unrolls it."""
+    if not str(node.target).startswith("aten.lstm.input"):
+        return False
+    layers, directions = _argument(node, "num_layers"), 2 if _argument(node, "bidirectional") else 1
+    return len(_argument(node, "params")) > (4 if _argument(node, "has_biases") else 2) * layers * directions
+
+
+def _argument(node: Any, *names: str) -> Any:
+    """The value that a node has for the first of these arguments of its op, or None."""
+    for place, argument in enumerate(node.target._schema.arguments):
+        if argument.name in names:
+            return (
+                node.args[place] if place < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
+            )
+    return None
+
+
+def _is_random(node: Any) -> bool:
+    """Whether an op draws random numbers, with the arguments that it has."""
+    if torch_package().Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    return not any(_argument(node, name) == value for name, value in _DRAWS_NONE.items())
+
+
+def _refuse_random(program: Any, among: Callable[[Any], bool] = lambda node: True) -> None:
+    """Refuse random numbers, which a compiled model would repeat in every call.
+
+    Ops of modules in training are looked for in the program as it was exported: decompositions hide what they are.
+    """
+    names = NodeNames()
+    random = [node for node in _calls(program) if _is_random(node) and among(node)]
+    found = [f"node {names.info(node).name!r}: {node.target}" for node in random]
+    if found:
+        raise FrontendError(
+            f"the module draws random numbers, which a compiled model would repeat in every call: {'; '.join(found)}; "
+            "call module.eval() before it is exported, or give the numbers as an input"
+        )
 
 
 def _export(torch: Any, module: Any, args: Any, kwargs: Any, dynamic_shapes: Any) -> Any:
@@ -76,13 +149,89 @@ def _export(torch: Any, module: Any, args: Any, kwargs: Any, dynamic_shapes: Any
         raise FrontendError("from_torch: a module needs example_args (or example_kwargs) to be exported with")
     if isinstance(args, torch.Tensor) or not isinstance(args, (tuple, list, type(None))):
         raise FrontendError(f"from_torch: example_args is a {type(args).__name__}, expected a tuple of arguments")
-    try:
+    _check_storage(torch, module, args, kwargs)
+
+    def export() -> Any:
         with torch.no_grad():
             return torch.export.export(
                 module, tuple(args or ()), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
             )
+
+    before, after = _numbers(module), {}
+    hook = module.register_forward_hook(lambda *_: after.update(_numbers(module)))
+    try:
+        program = export()
     except Exception as error:
         raise FrontendError(f"torch cannot export {type(module).__name__}: {_first_lines(error)}") from error
+    finally:
+        hook.remove()
+    changed = {key: value for key, value in after.items() if before.get(key, value) != value}
+    if changed and _differs(module, program, export, before, changed):
+        names = ", ".join(repr(".".join(filter(None, key))) for key in changed)
+        raise FrontendError(
+            f"the module changes {names} when it runs, and computes something else in the next call; a compiled model "
+            "cannot: take the number as an input, and return the new one"
+        )
+    return program
+
+
+_Numbers: TypeAlias = "dict[tuple[str, str], bool | int | float]"
+
+
+def _numbers(module: Any) -> _Numbers:
+    """Path of a module and name of an attribute -> the number that it is."""
+    return {
+        (path, name): value
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, (bool, int, float))
+    }
+
+
+def _differs(module: Any, program: Any, export: Callable[[], Any], before: _Numbers, changed: _Numbers) -> bool:
+    """Whether a module becomes another program once its numbers have changed. Caches that fill once do not."""
+
+    def assign(numbers: _Numbers) -> None:
+        for path, name in changed:
+            vars(module.get_submodule(path))[name] = numbers[path, name]
+
+    assign(changed)
+    try:
+        return str(export().graph) != str(program.graph)
+    except Exception:  # a part of the state that is no number has not changed along
+        return False
+    finally:
+        assign(before)
+
+
+def _check_storage(torch: Any, module: Any, args: Any, kwargs: Any) -> None:
+    """Refuse tensors that torch cannot export, or that have no elements to read, by their names."""
+    tree = torch.utils._pytree
+    given, _ = tree.tree_flatten_with_path({"example_args": tuple(args or ()), "example_kwargs": dict(kwargs or {})})
+    inputs = [(f"{path[0].key}{tree.keystr(path[1:])}", value) for path, value in given]
+    weights = [*module.named_parameters(), *module.named_buffers()]
+    for is_input, (name, value) in [*((True, pair) for pair in inputs), *((False, pair) for pair in weights)]:
+        if not isinstance(value, torch.Tensor):
+            continue
+        found = unreadable(value)
+        if is_input and not found.startswith(("nested", "quantized")):  # example arguments are read for shapes alone
+            found = "" if value.layout == torch.strided else f"sparse or packed tensor ({value.layout})"
+        if found:
+            raise FrontendError(
+                f"from_torch: {name if is_input else f'the weight {name!r}'} is a {found}, expected a dense tensor"
+            )
+
+
+def unreadable(tensor: Any) -> str:
+    """What a tensor is whose elements cannot be read as a dense array, or an empty string."""
+    if tensor.is_nested:
+        return "nested tensor"
+    if tensor.is_quantized:
+        return f"quantized tensor ({tensor.dtype})"
+    is_lazy = isinstance(tensor, torch_package().nn.parameter.UninitializedTensorMixin)
+    if is_lazy or tensor.is_meta or type(tensor).__name__ == "FakeTensor":
+        return f"tensor without elements ({type(tensor).__name__} on {tensor.device})"
+    return ""
 
 
 def _first_lines(error: Exception) -> str:

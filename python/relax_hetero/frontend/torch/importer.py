@@ -12,6 +12,7 @@ from tvm import relax
 
 from ...errors import FrontendError
 from ...op.require import MET, requirement
+from ...transform.ir.reasons import reason
 from ...vm.device.tensors import ALIGNMENT
 from ..import_limits import Budget, ImportLimits, spending
 from ..joined_sizes import JoinedSizes, joining_sizes
@@ -19,11 +20,11 @@ from ..onnx.control_flow.subgraphs import ImportedLoop
 from ..onnx.importer import ImportedGraph
 from ..onnx.node_names import NodeInfo, variable_name
 from ..onnx.owned_bindings import OwnedBindings
-from ..onnx.tvm_messages import reason
 from ..ops.required_sizes import equal, renamed
 from . import ops  # noqa: F401 - registers the converters
 from .complex_values import Complex, convert_complex, converts_complex, has_complex, is_complex, part_of
-from .exporting import torch_package
+from .exporting import torch_package, unreadable
+from .folding import Folding
 from .node import TABLE, TorchNode, dtype_name
 from .scalars import float_scalar
 from .sizes import Sizes, as_shape
@@ -68,17 +69,19 @@ class _Importer(OwnedBindings):
         self._torch = torch_package()
         self._program = program
         self._sizes = sizes
+        self._folding = _folding(program)
         self._names = NodeNames()
         self.bb = relax.BlockBuilder()
         self._values: dict[Any, Any] = {}
         self._owners: dict[relax.Var, NodeInfo] = {}
         self._results: dict[NodeInfo, list[relax.Var]] = {}
         self._constants: dict[tuple[Any, ...], Any] = {}
+        self._densified: dict[str, Any] = {}  # keeps the addresses in the keys of constants taken
         self.loops: list[ImportedLoop] = []
         self.known: dict[relax.Var, relax.Binding] = {}
 
     def run(self) -> tuple[ImportedGraph, list[NodeInfo], list[str]]:
-        check_supported(self._program)
+        check_supported(self._program, self._folding)
         params = self._inputs()
         self.bb.begin_scope(list(params.values()))
         try:
@@ -159,12 +162,14 @@ class _Importer(OwnedBindings):
                     f"the input {node.name!r} is of {value.dtype}, expected its view as real numbers, x.view_as_real()"
                 )
             if spec.kind in (kinds.PARAMETER, kinds.BUFFER, kinds.CONSTANT_TENSOR):
-                self._values[node] = self._constant(self._weight(spec), spec.target)
+                if node.users:
+                    self._values[node] = self._constant(self._folding.value(node), spec.target)
             elif spec.kind is kinds.USER_INPUT and is_tensor:
                 for dim in value.shape:
                     if not isinstance(dim, int):
                         self._sizes.known.update(map(str, dim.node.expr.free_symbols))
-                ty = relax.TensorType(as_shape(self._sizes.shape(value.shape)), dtype_name(value.dtype))
+                dtype = dtype_name(value.dtype, f"the input {node.name!r}")
+                ty = relax.TensorType(as_shape(self._sizes.shape(value.shape)), dtype)
                 params[node.name] = relax.Var(variable_name(node.name), ty)
                 self._values[node] = params[node.name]
             elif spec.kind is kinds.USER_INPUT and (value is None or isinstance(value, (bool, int, float, str))):
@@ -175,26 +180,22 @@ class _Importer(OwnedBindings):
                 )
         return params
 
-    def _weight(self, spec: Any) -> Any:
-        program = self._program
-        for table in (program.state_dict, program.constants):
-            if spec.target in table:
-                return table[spec.target]
-        raise FrontendError(f"the exported program has no tensor {spec.target!r}")
-
     def _constant(self, tensor: Any, name: str) -> Any:
         """A weight, over torch's own memory where kernels can read it; a weight that is shared is one constant."""
         torch = self._torch
-        if not isinstance(tensor, torch.Tensor) or type(tensor).__name__ == "FakeTensor" or tensor.is_meta:
-            raise FrontendError(f"the weight {name!r} is a {type(tensor).__name__} without numbers, expected a tensor")
+        found = unreadable(tensor)
+        if found:
+            raise FrontendError(f"the weight {name!r} is a {found}, expected a dense tensor")
         tensor = tensor.detach()
         if tensor.dtype.is_complex:
             return Complex(*(self._constant(part.contiguous(), name) for part in (tensor.real, tensor.imag)))
-        dtype_name(tensor.dtype)
-        key = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+        dtype_name(tensor.dtype, f"the weight {name!r}")
+        if tensor.layout != torch.strided:
+            tensor = self._densified[name] = tensor.to_dense()
+        key = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.is_neg())
         if key in self._constants:
             return self._constants[key]
-        dense = (tensor.to_dense() if tensor.layout != torch.strided else tensor).cpu().contiguous().resolve_neg()
+        dense = tensor.cpu().contiguous().resolve_neg()
         if dense.numel() and dense.data_ptr() % ALIGNMENT:
             dense = dense.clone()
         if dense.dtype == torch.bool or dense.numel() == 0 or dense.data_ptr() % ALIGNMENT:
@@ -243,12 +244,19 @@ class _Importer(OwnedBindings):
     def _converted(self, node: Any, info: NodeInfo) -> Any:
         name = f"{_op_name(node)}.{getattr(node.target, '_overloadname', 'default')}"
         value = node.meta.get("val")
+        if not _has_converter(node):
+            found = self._folding.value(node)
+            if isinstance(found, (list, tuple)):
+                return [self._constant(part, f"{info.name}[{index}]") for index, part in enumerate(found)]
+            return self._constant(found, info.name)
         arguments, tensors = self._arguments(node)
         used = frozenset(user.args[1] for user in node.users if user.target is operator.getitem)
         torch_node = TorchNode(name, info, value, tensors, self, self._sizes, used)
         convert = TABLE.get(name) or TABLE.get(_op_name(node)) or convert_complex
         if is_complex(value) or has_complex(arguments):
             convert = convert_complex
+        elif node.args and self._is_empty(value):  # whatever the op is; some kernels would leave sizes of 0 out
+            convert = _empty
         result = convert(torch_node, *arguments)
         if isinstance(value, (list, tuple)):
             parts = [
@@ -257,6 +265,12 @@ class _Importer(OwnedBindings):
             ]
             return parts + [None] * (len(value) - len(parts))
         return self._checked(torch_node, result, value)
+
+    def _is_empty(self, fake: Any) -> bool:
+        """Whether a result, or every one of several, has no elements."""
+        if isinstance(fake, (list, tuple)):
+            return bool(fake) and all(map(self._is_empty, fake))
+        return isinstance(fake, self._torch.Tensor) and any(isinstance(dim, int) and dim == 0 for dim in fake.shape)
 
     def _checked(self, node: TorchNode, result: Any, fake: Any) -> Any:
         """The result, if it has the type that torch says; its sizes take torch's names."""
@@ -375,6 +389,13 @@ class _Importer(OwnedBindings):
             return TorchNode("output.", info, None, (), self, self._sizes).tensor(value, dtype)
 
 
+def _empty(node: TorchNode, *_: Any) -> Any:
+    """Results without elements."""
+    if isinstance(node.value, (list, tuple)):
+        return [node.of(fake).filled(0) for fake in node.value]
+    return node.filled(0)
+
+
 def _op_name(node: Any) -> str:
     schema = getattr(node.target, "_schema", None)
     return str(schema.name).split("::")[1] if schema is not None else getattr(node.target, "__name__", str(node.target))
@@ -390,21 +411,37 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (torch.SymInt, torch.SymBool, torch.SymFloat, bool, int, float))
 
 
-def check_supported(program: Any) -> None:
+def _folding(program: Any) -> Folding:
+    """The nodes of a program that depend on weights alone."""
+    tables = {**program.constants, **program.state_dict}
+    weights = {
+        spec.arg.name: tables[spec.target] for spec in program.graph_signature.input_specs if spec.target in tables
+    }
+    return Folding(program.graph, weights)
+
+
+def check_supported(program: Any, folding: Folding) -> None:
     """Refuse a program with ops that no converter knows, naming all, and one that changes buffers."""
     kinds = torch_package().export.graph_signature.OutputKind
-    changed = [spec.target for spec in program.graph_signature.output_specs if spec.kind is kinds.BUFFER_MUTATION]
+    lost = (kinds.BUFFER_MUTATION, getattr(kinds, "PARAMETER_MUTATION", None))
+    changed = [spec.target for spec in program.graph_signature.output_specs if spec.kind in lost]
     if changed:
         raise FrontendError(
             f"the module changes {', '.join(map(repr, changed))} when it runs, which a compiled model cannot; "
             "call module.eval() before, or return the new value instead"
         )
-    missing = _missing(program.graph_module, NodeNames())
+    missing = _missing(program.graph_module, NodeNames(), folding)
     if missing:
         raise FrontendError(f"the exported program has ops that cannot be imported: {'; '.join(missing)}")
 
 
-def _missing(module: Any, names: NodeNames) -> list[str]:
+def _has_converter(node: Any) -> bool:
+    op = _op_name(node)
+    full = f"{op}.{getattr(node.target, '_overloadname', '')}"
+    return op in TABLE or full in TABLE or converts_complex(op)
+
+
+def _missing(module: Any, names: NodeNames, folding: Folding) -> list[str]:
     """The nodes of a graph, and of graphs inside its nodes, that no converter knows."""
     found = []
     for node in module.graph.nodes:
@@ -413,12 +450,11 @@ def _missing(module: Any, names: NodeNames) -> list[str]:
             inner = module
             for part in str(node.target).split("."):
                 inner = getattr(inner, part)
-            found += _missing(inner, names) if hasattr(inner, "graph") else []
+            found += _missing(inner, names, folding) if hasattr(inner, "graph") else []
         elif node.op in ("call_module", "call_method"):
             found.append(f"node {node.name!r}: {node.target}")
         elif node.op == "call_function" and node.target is not operator.getitem:
             is_size = _is_number(node.meta.get("val")) and not _is_read(node)
-            full = f"{op}.{getattr(node.target, '_overloadname', '')}"
-            if not (is_size or op in _SILENT or op in TABLE or full in TABLE or converts_complex(op)):
+            if not (is_size or op in _SILENT or _has_converter(node) or node in folding):
                 found.append(f"node {names.info(node).name!r}: {node.target}")
     return found

@@ -14,7 +14,7 @@ from ...errors import FrontendError
 from ..onnx.control_flow.subgraphs import Importer
 from ..onnx.node_names import NodeInfo
 from ..ops.elementwise import cast
-from ..ops.node import Node, const
+from ..ops.node import Node, as_constant, const
 from ..ops.run_time.numbers import dims_at_run_time
 from ..ops.table import convert_node
 from .sizes import Sizes, as_shape
@@ -40,16 +40,20 @@ def converts(*names: str) -> Callable[[Converter], Converter]:
     return register
 
 
-def dtype_name(dtype: Any) -> str:
+def dtype_name(dtype: Any, subject: str = "a tensor") -> str:
     """TVM's name of a dtype of torch.
+
+    Parameters
+    ----------
+    subject: What has it, for the error.
 
     Raises
     ------
     FrontendError: If the library has no tensors of it.
     """
-    name = {"torch.half": "float16", "torch.float8_e4m3fn": "float8_e4m3fn"}.get(str(dtype), str(dtype)[6:])
+    name = str(dtype)[6:]
     if name not in _DTYPES:
-        raise FrontendError(f"tensors of {dtype} cannot be imported")
+        raise FrontendError(f"{subject} is of {dtype}, which cannot be imported; expected one of {sorted(_DTYPES)}")
     return name
 
 
@@ -188,6 +192,8 @@ class TorchNode:
         found = self.dims(value)
         if len(found) == len(dims) and all(_same(a, b) for a, b in zip(found, dims, strict=True)):
             return value
+        if any(_same(dim, 0) for dim in found):  # Relax takes a size of 0 for the one that the axis had
+            return self.filled(0, [0 if _same(dim, -1) else dim for dim in dims], str(value.ty.dtype))
         return self.emit(relax.op.reshape(value, as_shape(dims)))
 
     def broadcast(self, value: relax.Expr, dims: Sequence[Any]) -> relax.Expr:
@@ -201,6 +207,15 @@ class TorchNode:
         """A tensor of one number."""
         dims = self.shape if dims is None else dims
         return self.broadcast(self.tensor(value, dtype), dims) if dims else self.tensor(value, dtype)
+
+    def from_zero(self, indices: relax.Expr, extent: Any) -> relax.Expr:
+        """Indices of an axis of this extent, where torch has no negative ones: those become ones out of range."""
+        known = as_constant(indices)
+        dtype = str(indices.ty.dtype)
+        if (known is not None and (known >= 0).all()) or dtype.startswith("uint"):
+            return indices
+        below = relax.op.subtract(indices, self.tensor(extent, dtype))
+        return self.emit(relax.op.where(relax.op.less(indices, const(0, dtype)), below, indices))
 
     def axis(self, axis: int, rank: int) -> int:
         """An axis counted from the front."""

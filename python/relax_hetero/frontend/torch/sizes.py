@@ -56,12 +56,23 @@ class Sizes:
             self._variables[key] = tirx.Var(name, "int64")
         return self._variables[key]
 
+    def is_new(self, size: Any) -> bool:
+        """Whether a size of torch is a symbol that nothing before has."""
+        expr = getattr(getattr(size, "node", None), "expr", None)
+        return expr is not None and bool(expr.is_Symbol) and str(expr) not in self.known
+
     def bind(self, size: Any, value: Any) -> None:
         """Have a size of torch that is a new symbol mean this value, an int or an expression."""
-        expr = getattr(getattr(size, "node", None), "expr", None)
-        if expr is not None and expr.is_Symbol and str(expr) not in self.known:
-            self._bound[str(expr)] = value
-            self.known.add(str(expr))
+        if self.is_new(size):
+            key = str(size.node.expr)
+            self._bound[key] = value
+            self.known.add(key)
+
+    def may_be_negative(self, value: Any) -> bool:
+        """Whether an expression has a number in it that the model reads, and that torch allows to be negative."""
+        signed = [size for symbol, (size, _) in self.read.items() if symbol in self._signed and size is not None]
+        used = tirx.analysis.undefined_vars(value)
+        return any(size.same_as(variable) for size in signed for variable in used)
 
     def dim(self, size: Any) -> Any:
         """A size of torch, an int or a SymInt, as an int or an expression.
@@ -90,6 +101,12 @@ class Sizes:
             return self._rounded(value.args[0], _ROUNDINGS[kind])
         if kind == "Pow" and value.args[1].is_Integer and int(value.args[1]) > 0:
             return reduce(lambda a, b: a * b, [self.expr(value.args[0])] * int(value.args[1]))
+        if kind == "Piecewise":
+            (*others, (last, _)) = value.args
+            found = _wide(self.expr(last))
+            for part, condition in others[::-1]:
+                found = tirx.Select(self._truth(condition), _wide(self.expr(part)), found)
+            return found
         operation = _OPERATIONS.get(kind)
         if kind in _OF_SIZES and self._signed & set(map(str, value.free_symbols)):
             raise FrontendError(f"{kind} of a number that may be negative, {value}, cannot be imported")

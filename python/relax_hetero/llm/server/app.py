@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
@@ -15,9 +16,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from ...errors import HeteroError
 from ..chat_template import ChatTemplate
+from ..description import context_warning
 from ..engine import TOO_LONG, Engine
 from ..params import SamplingParams
 from ..request import Request
@@ -27,6 +31,7 @@ from .bodies import Body, ChatBody, CompletionBody
 from .calls import StreamedAnswer, logged, whole_answer
 from .guard import Guard
 from .limits import Limits
+from .messages import rendered
 from .metrics import Metrics
 from .texts import Texts
 
@@ -44,11 +49,27 @@ class Settings:
     name: Of the model.
     api_key: That callers must have; None for none.
     limits: Limits
+    cors_origins: Origins of web pages whose scripts may read answers, such as ``https://chat.example``; ``*`` for all.
+
+    Raises
+    ------
+    HeteroError: If an origin is none, or the key is empty.
     """
 
     name: str
     api_key: str | None = None
     limits: Limits = field(default_factory=Limits)
+    cors_origins: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.api_key == "":
+            raise HeteroError("api_key: found an empty text, expected a key that is not empty, or none")
+        for origin in self.cors_origins:
+            parts = urlsplit(origin)
+            if origin != "*" and (not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}".lower()):
+                raise HeteroError(
+                    f"cors_origins: found {origin!r}, expected such as 'https://chat.example:8080', or '*'"
+                )
 
 
 def make_app(engine: Engine, settings: Settings, template: ChatTemplate | None = None) -> ASGIApp:
@@ -58,7 +79,7 @@ def make_app(engine: Engine, settings: Settings, template: ChatTemplate | None =
     ----------
     engine: Closed by its owner.
     settings
-    template: Of conversations; without one, ``/v1/chat/completions`` says that there is none.
+    template: Of conversations; without one, or with one that has a `fault`, ``/v1/chat/completions`` says why.
     """
     server = _Server(engine, settings, template)
     app = FastAPI(title="relax-hetero", docs_url=None, redoc_url=None)
@@ -73,7 +94,12 @@ def make_app(engine: Engine, settings: Settings, template: ChatTemplate | None =
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(Exception, _on_error)
     limits = settings.limits
-    return Guard(app, settings.api_key, limits.body_bytes, server.answered, limits.body_seconds)
+    guard = Guard(app, settings.api_key, limits.body_bytes, server.answered, limits.body_seconds)
+    if not settings.cors_origins:
+        return guard
+    # Around the guard: browsers ask without a key first, and show errors to scripts only with these headers.
+    methods, headers = ["GET", "POST"], ["Retry-After"]
+    return CORSMiddleware(guard, settings.cors_origins, methods, ["*"], expose_headers=headers)
 
 
 class _Server:
@@ -131,11 +157,11 @@ class _Server:
         template, codec = self._template, self._engine.tokenizer
         if template is None:
             raise ApiError(400, "messages: the model's file has no chat template; use /v1/completions", "messages")
-        messages = [message.plain() for message in body.messages]
+        messages = [message.plain(f"messages.{index}") for index, message in enumerate(body.messages)]
         most = self._most_tokens(body.most_tokens)
 
         def begin() -> tuple[list[Request], list[str]]:
-            tokens = self._engine.tokens_of(template.render(messages, **body.template_values))
+            tokens = self._engine.tokens_of(rendered(template, messages, body.template_values))
             requests = self._submit([tokens], body, lambda n: body.params(n, most, body.alternatives))
             return requests, [""] * body.n
 
@@ -223,12 +249,16 @@ class _Server:
             raise ApiError(404, message, "model", "model_not_found")
 
     def _card(self) -> dict[str, Any]:
+        context, trained = self._engine.model.context, self._engine.model.trained_context
+        warning = context_warning(context, trained)
         return {
             "id": self._settings.name,
             "object": "model",
             "created": self._created,
             "owned_by": "relax-hetero",
-            "max_model_len": self._engine.model.context,
+            "max_model_len": context,
+            "trained_context": trained or None,
+            **({} if warning is None else {"warning": warning}),
         }
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ..params import SamplingParams
 from .api_errors import ApiError
+from .fields import CHANGES, STREAM_CHANGES, refuse_changes
+from .messages import Message
 
 _DIGITS = 9
 """Of a token's number; larger ones are no model's."""
@@ -25,14 +27,15 @@ _Switch = Annotated[bool, _or(False)]
 class StreamOptions(BaseModel):
     """What a stream has beside the text."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="allow")
     include_usage: _Switch = False
 
 
 class Body(BaseModel):
-    """What both endpoints take. Fields that are not known are ignored, as the OpenAI clients may send more."""
+    """What both endpoints take. Other fields are refused if they would change the answer (`fields`), or ignored."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="allow")
+    changes: ClassVar[Mapping[str, tuple[Any, ...]]] = CHANGES
     model: str | None = None
     stream: _Switch = False
     stream_options: StreamOptions | None = None
@@ -50,6 +53,19 @@ class Body(BaseModel):
     repetition_penalty: float | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flat(cls, given: Any) -> Any:
+        """Fields in ``extra_body`` stand beside the others, where the OpenAI clients put them, too."""
+        extra = given.get("extra_body") if isinstance(given, dict) else None
+        return {**given, "extra_body": None, **extra} if isinstance(extra, dict) else given
+
+    def refuse_unsupported(self) -> None:
+        """ApiError for what would be ignored, and changes the answer."""
+        refuse_changes(self.model_extra or {}, self.changes)
+        if self.stream_options is not None:
+            refuse_changes(self.stream_options.model_extra or {}, STREAM_CHANGES, "stream_options.")
 
     @property
     def tells_usage(self) -> bool:
@@ -96,7 +112,6 @@ class CompletionBody(Body):
     logprobs: int | None = None
     echo: _Switch = False
     best_of: int | None = None
-    suffix: str | None = None
 
     def prompts(self) -> list[str | list[int]]:
         """One or more, each a text or tokens."""
@@ -110,7 +125,7 @@ class CompletionBody(Body):
 
     def refuse_unsupported(self) -> None:
         """ApiError for what would be ignored, and changes the answer."""
-        _refuse(self.suffix, "suffix")
+        super().refuse_unsupported()
         if self.echo and self.logprobs is not None:
             message = "echo: found it with logprobs, which are told of new tokens only; expected one of both"
             raise ApiError(400, message, "echo")
@@ -118,50 +133,16 @@ class CompletionBody(Body):
             raise ApiError(400, f"best_of: found {self.best_of}, expected n, which is {self.n}", "best_of")
 
 
-class Part(BaseModel):
-    """A part of a message."""
-
-    model_config = ConfigDict(strict=True)
-    type: str
-    text: str | None = None
-
-
-class Message(BaseModel):
-    """A message of a conversation; other fields are given to the model's template."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-    role: str = Field(min_length=1, max_length=64)
-    content: str | list[Part] | None = None
-
-    def plain(self) -> dict[str, Any]:
-        """With its text as one string."""
-        content = self.content
-        if isinstance(content, list):
-            other = next((part.type for part in content if part.type != "text"), None)
-            if other is not None:
-                raise ApiError(400, f"messages: found a part of type {other!r}, expected text", "messages")
-            content = "".join(part.text or "" for part in content)
-        return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
-
-
-class ResponseFormat(BaseModel):
-    """How a text is written."""
-
-    type: str = "text"
-
-
 class ChatBody(Body):
     """Of ``/v1/chat/completions``."""
 
+    # Texts of conversations are as long as the context without a limit, and templates write special tokens themselves.
+    changes = {**CHANGES, "n_predict": (-1,), "num_predict": (-1,), "add_special_tokens": (True, False)}
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Any] | None = None
-    functions: list[Any] | None = None
-    response_format: ResponseFormat | None = None
-    modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
@@ -190,18 +171,12 @@ class ChatBody(Body):
 
     def refuse_unsupported(self) -> None:
         """ApiError for what would be ignored, and changes the answer."""
-        _refuse(self.tools, "tools")
-        _refuse(self.functions, "functions")
+        super().refuse_unsupported()
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs: found it without logprobs, expected logprobs: true", "top_logprobs")
-        if self.response_format is not None and self.response_format.type != "text":
-            message = f"response_format: found {self.response_format.type!r}, expected 'text'"
-            raise ApiError(400, message, "response_format")
-
-
-def _refuse(value: Any, name: str) -> None:
-    if value:
-        raise ApiError(400, f"{name}: this server does not support it", name)
+        if self.max_tokens is not None and self.max_tokens != self.most_tokens:
+            found = f"found {self.max_tokens} and {self.most_tokens} as max_completion_tokens"
+            raise ApiError(400, f"max_tokens: {found}, expected one of both", "max_tokens")
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:

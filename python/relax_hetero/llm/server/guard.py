@@ -68,11 +68,12 @@ class Guard:
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
         if self._key is not None and scope["path"].startswith("/v1"):
-            kind, _, key = headers.get(b"authorization", b"").partition(b" ")
-            if kind.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._key.encode()):
-                raise ApiError(
-                    401, "found no valid API key, expected it as Authorization: Bearer", code="invalid_api_key"
-                )
+            kind, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+            keys = (bearer.strip() if kind.lower() == b"bearer" else b"", headers.get(b"x-api-key", b""))
+            # All are compared, each in a time that does not depend on where it differs.
+            if not any([hmac.compare_digest(key, self._key.encode()) for key in keys]):
+                message = "found no valid API key, expected it as Authorization: Bearer or x-api-key"
+                raise ApiError(401, message, code="invalid_api_key")
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._most:
             found = length.decode("latin-1")

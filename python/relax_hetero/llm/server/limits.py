@@ -6,6 +6,9 @@ from dataclasses import dataclass, fields
 
 from ...errors import HeteroError
 
+_LEAST = {"prompt_tokens": 0, "max_tokens": 0, "connections": 0, "address_connections": 0}
+_LEAST_SECONDS = 0.01
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -19,7 +22,14 @@ class Limits:
     choices: Texts of one request: prompts times ``n``.
     body_bytes: Of a request's body; larger ones are answered with 413.
     seconds: That a request may take; then it ends with 504, or with an error in its stream.
+    header_seconds: From the first byte of a request, or from the begin of a connection, to the end of the request's
+        headers; then the connection is closed.
     body_seconds: That a request's body may take to come; slower ones are answered with 408.
+    idle_seconds: That a connection is kept between two requests.
+    read_seconds: That a client may leave an answer unread that fills its buffers; then the connection is closed.
+    connections: In all; 0 for four times `in_flight`, at least 1,024. A new one takes the place of the one that has
+        waited longest without a whole request.
+    address_connections: From one address (of IPv6, one network of 64 bits); 0 for twice `in_flight`, at least 256.
     """
 
     prompt_tokens: int = 0
@@ -28,11 +38,16 @@ class Limits:
     choices: int = 16
     body_bytes: int = 4 << 20
     seconds: float = 600.0
+    header_seconds: float = 10.0
     body_seconds: float = 30.0
+    idle_seconds: float = 30.0
+    read_seconds: float = 30.0
+    connections: int = 0
+    address_connections: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            least = {"prompt_tokens": 0, "max_tokens": 0, "seconds": 0.01, "body_seconds": 0.01}.get(field.name, 1)
+            least = _LEAST_SECONDS if field.name.endswith("seconds") else _LEAST.get(field.name, 1)
             if not value >= least:
                 raise HeteroError(f"{field.name}: found {value}, expected at least {least}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from functools import partial
 
 import uvicorn
 
@@ -11,6 +12,7 @@ from ...errors import HeteroError
 from ..chat_template import ChatTemplate
 from ..engine import Engine
 from .app import Settings, make_app
+from .connections import Connection, Connections
 
 GRACE = 10
 """Seconds that answers get to end when the server is told to stop."""
@@ -32,9 +34,9 @@ def make_server(
         log_level=log_level,
         access_log=False,  # metrics count answers
         timeout_graceful_shutdown=GRACE,
-        timeout_keep_alive=30,
-        # Connections beyond what is answered are refused before they are read.
-        limit_concurrency=4 * settings.limits.in_flight + 64,
+        http=partial(Connection, Connections(settings.limits)),  # type: ignore[arg-type]  # it takes any callable
+        timeout_keep_alive=settings.limits.idle_seconds,  # type: ignore[arg-type]  # nor need it be whole
+        server_header=False,
         ws="none",
         lifespan="off",
     )

@@ -72,7 +72,7 @@ def block_product_kernel(problem: BlockProductProblem, cpu: CpuTarget) -> tirx.P
             else:
                 with T.attr(0, "pragma_import_llvm", tile_registers.LLVM_TEXT):
                     allowed = tile_registers.may_use_tiles()
-                    if not isinstance(kernel.m, int):
+                    if not isinstance(kernel.m, int) and not problem.rows:
                         allowed = tirx.And(kernel.m >= LEAST_ROWS, allowed)
                     either(allowed, lambda: emit_block_tiles(kernel, cpu, tiles), lambda: _emit_vectors(kernel, cpu))
     return function.result

@@ -12,8 +12,11 @@ from ...encoding.problem import BlockProductProblem
 from ..core.builder import Expr, ceil_div, either, lane_mask
 from ..core.view import OperandView
 from ..elementwise.expression_code import EpilogueCode
-from .matmul_tile import MAX_CHAIN
 from .weight_unpacking import PanelReader
+
+# Weights without a scale that are added up in one accumulator: the error of a sum of random numbers grows with their
+# count, that of shorter sums added up with its square root. Few rows add up several such sums at once.
+MAX_CHAIN = 256
 
 
 @dataclass(frozen=True)

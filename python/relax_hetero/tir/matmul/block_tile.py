@@ -61,17 +61,27 @@ def rows_of_a_tile(kernel: BlockSpec, cpu: CpuTarget) -> int:
 
 
 def emit_tile(kernel: BlockSpec, tile: BlockTile, sums: BlockSums) -> None:
-    """Multiply the rows of a tile by a panel, and store what exists."""
+    """Multiply the rows of a tile by a panel, and store what exists.
+
+    The sums of a chain are added up weight by weight, and those of chains one after the other, however many rows a
+    tile has. Few rows go over several chains at once, so that enough sums are in flight.
+    """
     count = tile.rows * kernel.vectors
-    banks = max(1, min(IN_FLIGHT, kernel.free) // count)
     whole, rest = divmod(kernel.problem.depth, kernel.chain)
+    together = max(1, min(min(IN_FLIGHT, kernel.free) // count, whole))
     for number in range(count):
         sums.totals[number] = zeros("float32", kernel.lanes)
-    if whole:
-        with loop(whole) as number:
-            _emit_chain(kernel, tile, sums, number, kernel.chain, banks)
+
+    def chains(first: Expr, together: int, size: int) -> None:
+        _emit_chains(kernel, tile, sums, [opaque(first + number) for number in range(together)], size)
+
+    if whole >= together:
+        with loop(whole // together) as number:
+            chains(opaque(number * together), together, kernel.chain)
+    if whole % together:
+        chains(tirx.const(whole // together * together, "int64"), whole % together, kernel.chain)
     if rest:
-        _emit_chain(kernel, tile, sums, tirx.const(whole, "int64"), rest, banks)
+        chains(tirx.const(whole, "int64"), 1, rest)
     _finish(kernel, tile, sums.totals)
 
 
@@ -80,41 +90,43 @@ def row_numbers(tile: BlockTile) -> list[Expr]:
     return [tile.row + i if tile.end is None or i == 0 else T.min(tile.row + i, tile.end - 1) for i in range(tile.rows)]
 
 
-def _emit_chain(kernel: BlockSpec, tile: BlockTile, sums: BlockSums, chain: Expr, size: int, banks: int) -> None:
-    """Add the products of the `size` weights of every column in a chain, which share a scale."""
+def _emit_chains(kernel: BlockSpec, tile: BlockTile, sums: BlockSums, chains: list[Expr], size: int) -> None:
+    """Add the products of the `size` weights of every column in each of some chains, which share a scale."""
     lanes, plan, reader, accs = kernel.lanes, kernel.plan, kernel.reader, sums.accs
     count = tile.rows * kernel.vectors
-    first = opaque(chain * kernel.chain)
-    in_record = opaque(first % plan.span) if plan.records > 1 else first
     lefts, packed = tile.lefts or row_numbers(tile), tile.panel if tile.packed is None else tile.packed
-    record = opaque(reader.record(packed, first // plan.span if plan.records > 1 else 0))
-    block = opaque(in_record // plan.block) if plan.blocks > 1 else 0
-    rows = [opaque(kernel.lhs.address({"m": row, "k": first})) for row in lefts]
+    firsts = [opaque(chain * kernel.chain) for chain in chains]
+    in_records = [opaque(first % plan.span) if plan.records > 1 else first for first in firsts]
+    records = [opaque(reader.record(packed, first // plan.span if plan.records > 1 else 0)) for first in firsts]
+    rows = [[opaque(kernel.lhs.address({"m": row, "k": first})) for row in lefts] for first in firsts]
     # Vectors are of LLVM, as prefetching is: portable C has neither. Bytes are unpacked faster than they arrive, and
     # asking for them takes the CPU's line buffers from its own prefetching: a table of 178 MB was read in 15.8 ms
     # without, in 18.5 with it (Xeon), while 4 to 6 bits took two thirds of the time with it.
     few = isinstance(kernel.m, int) and kernel.m // max(1, kernel.problem.experts) <= FETCHING_ROWS
     fetches = kernel.lanes > 1 and few and plan.form.bits < 8
     fetches_by_chain = fetches and kernel.chain <= FETCHED_CHAIN
-    for number in range(count * banks):
+    for number in range(count * len(chains)):
         accs[number] = zeros("float32", lanes)
 
     if fetches_by_chain:
-        reader.fetch_ahead(packed, first, kernel.chain)
+        for first in firsts:
+            reader.fetch_ahead(packed, first, kernel.chain)
 
     def group(number: Expr, steps: int) -> None:
-        place = opaque(in_record // plan.group + number)
-        if fetches and not fetches_by_chain:
-            reader.fetch_ahead(packed, first + number * plan.group, plan.group)
-        numbers = [reader.group(record, place, j) for j in range(kernel.vectors)]
+        numbers = []
+        for first, in_record, record in zip(firsts, in_records, records, strict=True):
+            place = opaque(in_record // plan.group + number)
+            if fetches and not fetches_by_chain:
+                reader.fetch_ahead(packed, first + number * plan.group, plan.group)
+            numbers.append([reader.group(record, place, j) for j in range(kernel.vectors)])
         for step in range(steps):
-            right = [let(number_at(step)) for number_at in numbers]
-            bank = step % banks
-            for i in range(tile.rows):
-                left = broadcast(kernel.lhs.data[rows[i] + number * plan.group + step], lanes)
-                for j in range(kernel.vectors):
-                    acc = (bank * tile.rows + i) * kernel.vectors + j
-                    accs[acc] = accs[acc] + left * right[j]
+            for c in range(len(chains)):
+                right = [let(number_at(step)) for number_at in numbers[c]]
+                for i in range(tile.rows):
+                    left = broadcast(kernel.lhs.data[rows[c][i] + number * plan.group + step], lanes)
+                    for j in range(kernel.vectors):
+                        acc = c * count + i * kernel.vectors + j
+                        accs[acc] = accs[acc] + left * right[j]
 
     whole, rest = divmod(size, plan.group)
     if whole:
@@ -122,19 +134,19 @@ def _emit_chain(kernel: BlockSpec, tile: BlockTile, sums: BlockSums, chain: Expr
             group(number, plan.group)
     if rest:
         group(tirx.const(whole, "int64"), rest)
-    for j in range(kernel.vectors):
-        outer = reader.outer(record, j)
-        scale, least = reader.scale(record, block, outer, j), reader.minimum(record, block, outer, j)
-        for i, row in enumerate(tile.lefts or row_numbers(tile)):
-            number = i * kernel.vectors + j
-            total = accs[number]
-            for bank in range(1, banks):
-                total = total + accs[bank * count + number]
-            added = total if scale is None else total * scale
-            sums.totals[number] = sums.totals[number] + added
-            if least is not None:
-                of_row = sums.rows[opaque((row - tile.first) * kernel.chains + chain)]
-                sums.totals[number] = sums.totals[number] + least * broadcast(of_row, lanes)
+    for c, chain in enumerate(chains):
+        block = opaque(in_records[c] // plan.block) if plan.blocks > 1 else 0
+        for j in range(kernel.vectors):
+            outer = reader.outer(records[c], j)
+            scale, least = reader.scale(records[c], block, outer, j), reader.minimum(records[c], block, outer, j)
+            for i, row in enumerate(lefts):
+                number = i * kernel.vectors + j
+                total = accs[c * count + number]
+                added = total if scale is None else total * scale
+                sums.totals[number] = sums.totals[number] + added
+                if least is not None:
+                    of_row = sums.rows[opaque((row - tile.first) * kernel.chains + chain)]
+                    sums.totals[number] = sums.totals[number] + least * broadcast(of_row, lanes)
 
 
 def _finish(kernel: BlockSpec, tile: BlockTile, totals: Registers) -> None:

@@ -24,21 +24,20 @@ from ...target.tiles import tile_sizes
 from ..core.builder import Expr, Function, Registers, ceil_div, loop, minimum, opaque
 from ..core.ties import tied_to
 from ..core.view import Coordinates, OperandView, extent_of
-from ..core.work_split import Split, part, split_work, unravel
+from ..core.work_split import Split, part, split_work, tasks_for, unravel
 from ..elementwise.expression_code import EpilogueCode
 from ..rows.row_code import RowSpec, RowWriter
 from ..rows.rows import emit_rows, phase_code
 from .k_step import llvm_import
 from .matmul_spec import Case, KRange, MatmulSpec, Sweep, choose, make_tile, row_cases
-from .matmul_tile import accumulators, emit_tile
+from .matmul_tile import IN_FLIGHT, accumulators, emit_tile, k_blocks
 from .short_sums import marked
 from .tile_register_product import emit_tile_products, takes_tiles
 from .tile_registers import LLVM_TEXT, tiles_or_vectors
 
-# Bytes of a row of the left operand in one block of k: a panel of 32 such columns is a fraction of the second-level
-# cache. Rows of a block, about: they fill half of it. Blocks are of equal size, because each reads the right operand
-# anew (measured for 128 rows of weights that come from memory: one block is 3 % faster than 96 rows and 32).
-K_BLOCK_BYTES = 4096
+# Rows of a block, about: of one block of k, they fill half of the second-level cache. Blocks are of equal size, because
+# each reads the right operand anew (measured for 128 rows of weights that come from memory: one block is 3 % faster
+# than 96 rows and 32).
 ROWS_PER_BLOCK = 96
 
 # Right operands of more bytes are prefetched, panel by panel: measured 20 % faster for 8 rows, 30 % for 32, 8 % for
@@ -187,7 +186,24 @@ def _tile_size(spec: MatmulSpec, cpu: CpuTarget) -> tuple[int, int]:
         wide = spec.registers // (spec.m + 1 if spec.m > 1 else 1)
         vectors = max(vectors, min(wide, 16))
     rows = max(1, min(sizes.rows, (spec.registers - vectors) // vectors))
-    return (min(rows, spec.m) if isinstance(spec.m, int) else rows), vectors
+    if not isinstance(spec.m, int):
+        return rows, vectors
+    rows = max(1, min(rows, spec.m))
+    return rows, vectors * (_panels_of_a_tile(spec, cpu, rows, vectors) if packed and spec.lanes > 1 else 1)
+
+
+def _panels_of_a_tile(spec: MatmulSpec, cpu: CpuTarget, rows: int, vectors: int) -> int:
+    """How many panels a tile of few rows goes over at once, so that enough sums are in flight.
+
+    A task takes as many tiles one after the other as it has, and each takes as long as its sums, or as the latency of
+    the instructions where these are fewer.
+    """
+    wanted = min(IN_FLIGHT, spec.registers // (rows + 1)) // (rows * vectors)
+    if wanted < 2 or not isinstance(spec.n, int):
+        return 1
+    panels = ceil_div(spec.n, vectors * spec.lanes)
+    tasks = tasks_for(cpu.cores, "multiply-adds", spec.m * spec.n * spec.k if isinstance(spec.k, int) else None)
+    return min(range(1, min(wanted, panels) + 1), key=lambda count: ceil_div(ceil_div(panels, count), tasks))
 
 
 def _tiles_per_block(tiles: Expr, split: Split, rows: int) -> int:
@@ -216,17 +232,10 @@ def _is_prefetched(spec: MatmulSpec, cpu: CpuTarget, split: Split) -> bool:
     return spec.n * spec.k * bytes_of(spec.rhs.dtype) > PREFETCH_BYTES and not is_read_only
 
 
-def _k_blocks(spec: MatmulSpec) -> tuple[Expr, int]:
-    """How many blocks k is cut into, and the k of one."""
-    block = K_BLOCK_BYTES // bytes_of(spec.lhs.dtype)
+def _k_blocks(spec: MatmulSpec) -> tuple[Expr, Expr]:
+    """How many blocks of k the loops go over, and the k of one; one, where a tile goes over all of k."""
     few = isinstance(spec.m, int) and spec.m < PREFETCH_ROWS
-    whole = spec.result.dtype != spec.dot.types[2] or few
-    if not isinstance(spec.k, int):
-        return (1, 0) if whole else (T.max(ceil_div(spec.k, block), tirx.const(1, "int64")), block)
-    if whole or spec.k <= block * 3 // 2:
-        return 1, 0
-    count = ceil_div(spec.k, block)
-    return count, ceil_div(ceil_div(spec.k, count), spec.dot.k0) * spec.dot.k0
+    return (1, 0) if spec.result.dtype != spec.dot.types[2] or few else k_blocks(spec)
 
 
 def _row_cases(spec: MatmulSpec, row: Expr, rows: int) -> list[Case]:

@@ -34,9 +34,20 @@ from .short_sums import ShortSums, is_out_of_range
 # Multiply-adds that must be in flight: 4 cycles of latency times 2 a cycle on every core of the table.
 IN_FLIGHT = 8
 
-# Steps that are added up in one accumulator: the error of a sum of random numbers grows with their count, that of
-# shorter sums added up with its square root.
-MAX_CHAIN = 1024
+# Bytes of a row of the left operand in one block of k: a panel of 32 such columns is a fraction of the second-level
+# cache. The error of a sum of random numbers grows with their count, that of blocks' sums with its square root.
+K_BLOCK_BYTES = 4096
+
+
+def k_blocks(spec: MatmulSpec) -> tuple[Expr, Expr]:
+    """How many blocks k is cut into whose sums are added up, and the k of one: the same for every number of rows."""
+    block = K_BLOCK_BYTES // bytes_of(spec.lhs.dtype)
+    if not isinstance(spec.k, int):
+        return T.max(ceil_div(spec.k, block), tirx.const(1, "int64")), block
+    if spec.k <= block * 3 // 2:
+        return 1, spec.k
+    count = ceil_div(spec.k, block)
+    return count, ceil_div(ceil_div(spec.k, count), spec.dot.k0) * spec.dot.k0
 
 
 def accumulators(dot: DotInstruction, rows: int, vectors: int) -> int:
@@ -48,23 +59,17 @@ def emit_tile(spec: MatmulSpec, tile: Tile, k: KRange, accs: Registers) -> None:
     """Write the code of a tile for a range of k; `accs` are at least those of `accumulators`."""
     rows = spec.dot.whole_rows(tile.rows)
     count = rows * tile.vectors
-    # As in a whole panel, whatever the width: equal columns have equal sums, to the last bit.
-    panel = max(tile.vectors, spec.rhs.layout.tile(spec.rhs.index_map.index("n")) // spec.lanes)
-    unroll = max(1, min(IN_FLIGHT, spec.registers - panel) // (rows * panel)) if spec.lanes > 1 else 1
+    unroll = _unroll(spec, tile, rows)
     if k.whole:
         spec.epilogue.prefetch("m", (tile.rows, tile.vectors), lambda view, i, j: position_in(spec, tile, view, i, j))
     starts_at_zero = spec.dot.short > 0 or spec.dot.rows > 1
-    if spec.dot.short:
-        _accumulate_short(spec, tile, accs, k, unroll)
+    if starts_at_zero:
+        _clear(spec, accs, range(count))
     else:
-        if starts_at_zero:
-            _clear(spec, accs, range(count))
-        else:
-            either(k.first, lambda: _start(spec, tile, accs), lambda: _clear(spec, accs, range(count)))
-        _clear(spec, accs, range(count, count * unroll))
-        _accumulate_chains(spec, tile, accs, k, unroll)
-        for spare in range(count, count * unroll):
-            accs[spare % count] = accs[spare % count] + accs[spare]
+        either(k.first, lambda: _start(spec, tile, accs), lambda: _clear(spec, accs, range(count)))
+    add = _accumulate_short if spec.dot.short else _accumulate_banks
+    _accumulate_blocks(spec, k, accs, count, lambda block: add(spec, tile, accs, block, unroll))
+    if not spec.dot.short:
         put_rows_in_order(spec.dot, accs, rows, tile.vectors)
     if starts_at_zero and spec.init is not None:
         with when(k.first):
@@ -80,33 +85,52 @@ def _clear(spec: MatmulSpec, accs: Registers, numbers: range) -> None:
         accs[number] = zero(spec.dot, spec.lanes)
 
 
-def _accumulate_chains(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, unroll: int) -> None:
-    """Accumulate a range of k, in several chains where it is long, so that rounding errors do not pile up."""
-    length = MAX_CHAIN * spec.dot.k0
-    inexact = "float" in spec.dot.types[2] and spec.dot.types[2] != "float64"
-    size = k.end - k.begin
-    if not inexact or not k.whole or (isinstance(size, int) and size * 2 <= length * 3):
-        _accumulate(spec, tile, accs, k, unroll)
+def _unroll(spec: MatmulSpec, tile: Tile, rows: int) -> int:
+    """Banks of accumulators that steps take in turn, so that enough of them are in flight.
+
+    One where the rows that are multiplied are known: the order in which k is added up would depend on them. Wide tiles
+    have as much in flight then.
+    """
+    packed = spec.rhs.layout.tile(spec.rhs.index_map.index("n")) // spec.lanes
+    if spec.lanes == 1 or (packed and isinstance(spec.m, int)):
+        return 1
+    # As in a whole panel, whatever the width: equal columns have equal sums, to the last bit.
+    panel = max(tile.vectors, packed)
+    return max(1, min(IN_FLIGHT, spec.registers - panel) // (rows * panel))
+
+
+def _accumulate_blocks(spec: MatmulSpec, k: KRange, accs: Registers, count: int, add: Callable[[KRange], None]) -> None:
+    """Accumulate a range of k by `add`; all of k in its blocks, so that rounding errors do not pile up."""
+    blocks, block = k_blocks(spec)
+    if "float" not in spec.dot.types[2] or not k.whole or (isinstance(blocks, int) and blocks == 1):
+        add(k)
         return
-    count = spec.dot.whole_rows(tile.rows) * tile.vectors
     totals = Registers(count, spec.dot.types[2], spec.lanes)
     for number in range(count):
-        totals[number] = accs[number]
-    _clear(spec, accs, range(count))
-    with loop(opaque(ceil_div(size, length))) as chain:
-        begin = opaque(chain) * length
-        _accumulate(spec, tile, accs, KRange(begin, opaque(minimum(begin + length, k.end)), True, True), unroll)
-        for number in range(count):
-            totals[number] = totals[number] + accs[number]
+        totals[number] = zero(spec.dot, spec.lanes)
+    with loop(opaque(blocks)) as number:
+        begin = opaque(number) * block
+        add(KRange(begin, opaque(minimum(begin + block, k.end)), True, True))
+        for acc in range(count):
+            totals[acc] = totals[acc] + accs[acc]
         _clear(spec, accs, range(count))
     for number in range(count):
         accs[number] = totals[number]
 
 
+def _accumulate_banks(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, unroll: int) -> None:
+    """Accumulate a range of k in `unroll` banks, which are added up."""
+    count = spec.dot.whole_rows(tile.rows) * tile.vectors
+    spares = range(count, count * unroll)
+    _clear(spec, accs, spares)
+    _accumulate(spec, tile, accs, k, unroll)
+    for spare in spares:
+        accs[spare % count] = accs[spare % count] + accs[spare]
+
+
 def _accumulate_short(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, unroll: int) -> None:
     """Accumulate a range of k by short sums, and once more without where these left their range."""
     count = tile.rows * tile.vectors
-    _clear(spec, accs, range(count))
 
     def steps(first: Expr, size: Expr, registers: Registers) -> None:
         begin = k.begin + first
@@ -122,7 +146,7 @@ def _accumulate_short(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, 
     with when(is_out_of_range([existing(number) for number in range(count)], k.size, spec.lanes)):
         _clear(spec, accs, range(count))
         wide = replace(spec, dot=wide_instruction(spec.dot))
-        _accumulate_chains(wide, replace(tile, sweep=None), accs, k, 1)
+        _accumulate(wide, replace(tile, sweep=None), accs, k, 1)
 
 
 def _start(spec: MatmulSpec, tile: Tile, accs: Registers) -> None:

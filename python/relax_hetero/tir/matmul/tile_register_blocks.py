@@ -27,7 +27,7 @@ from .block_spec import BlockSpec, for_columns, store_row
 from .row_sums import emit_row_sums
 
 LEAST_ROWS = 16
-"""For fewer rows, weights are unpacked for each of them in registers."""
+"""For fewer rows of no known kind, weights are unpacked for each of them in registers."""
 
 # Of the terms of a block of rows: most of the second-level cache.
 ROW_BLOCK_BYTES = 3 << 19
@@ -35,17 +35,21 @@ ROW_BLOCK_BYTES = 3 << 19
 _TERMS = {8: 1, 16: 3}
 """Numbers of bfloat16 that stand for one of float32, by `activation_bits`."""
 
+_PLAIN_CHAIN = 1024
+"""Weights without a scale that are added up in a tile before their sum is stored, which takes as long as some steps."""
+
 _LANES = 16
 _STEP = 2 * TILE_ROWS  # k of a step, or half of it
 _LEFT, _RIGHT = (4, 5), (6, 7)  # tiles of factors; those of sums are 0 to 3, two for each of the left ones
 
 
 def block_tiles(spec: BlockSpec, cpu: CpuTarget) -> TileInstruction | None:
-    """The product of tiles for weights in panels; None where tiles cannot multiply them."""
+    """The product of tiles for weights in panels; None where tiles cannot multiply them, or vectors are to."""
     problem = spec.problem
     is_whole = spec.chain % TILE_ROWS == 0 or spec.chains == 1
     is_few = isinstance(spec.m, int) and spec.m < LEAST_ROWS
-    if not is_whole or is_few or problem.panel != 2 * _LANES or 0 in (problem.depth, problem.columns):
+    by_vectors = problem.rows == "decode" or (is_few and not problem.rows)
+    if not is_whole or by_vectors or problem.panel != 2 * _LANES or 0 in (problem.depth, problem.columns):
         return None
     return tile_instruction_for(cpu, "bfloat16", "bfloat16", "float32")
 
@@ -64,7 +68,8 @@ class _Loops:
         depth, columns = spec.problem.depth, spec.problem.panel
         self.step = _STEP if spec.chain % _STEP == 0 or spec.chains == 1 else TILE_ROWS
         self.steps = ceil_div(depth, self.step)
-        self.chain = self.steps if spec.chains == 1 else spec.chain // self.step
+        chain = _PLAIN_CHAIN if spec.plan.form.is_plain else spec.chain
+        self.chain = self.steps if spec.chains == 1 else chain // self.step
         """Steps whose sums are added up in tiles."""
         self.weight_terms = 2 if spec.plan.form.name == "f16" else 1
         self.panel_words = self.steps * self.step // 2 * columns

@@ -29,6 +29,7 @@ from ..ir.callee_devices import with_callee_devices, without_callee_devices
 from ..ir.declare import declare_pass
 from ..ir.findings import record_dispatches
 from ..ir.fused_names import Inside, with_fused_names
+from ..ir.keep_unread_calls import keep_unread_calls
 from ..ir.kernels import called_prim_func, fused_ops, with_ops
 from ..ir.module_attrs import is_lowered
 from ..ir.named_sizes import with_values
@@ -69,7 +70,7 @@ def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
     if is_formed(mod):
         return _for_their_devices(mod)
     if any(isinstance(b.value, relax.Function) for _, func in relax_functions(mod) for b in walk_bindings(func)):
-        mod = relax.transform.LambdaLift()(mod)
+        mod = keep_unread_calls(relax.transform.LambdaLift()(mod))
     written = {gv.name_hint for gv in mod.get_global_vars()}
     mod = without_callee_devices(mod)  # legalizing and folding make values without a device, which functions are given
     mod = bound_kernels(legalize(widen_extents(with_root_blocks(with_merged_reshapes(mod)))))

@@ -15,6 +15,8 @@ from tvm_ffi import structural_map
 from ...errors import BuildError
 from ..ir.blocks import shape_of, tensor_type
 from ..ir.op_names import CONCAT, RESHAPE
+from ..ir.operand_text import operand_text
+from ..ir.reasons import reason
 from ..ir.rewriting import (
     copy_module,
     map_bindings,
@@ -226,15 +228,20 @@ def _blame(mod: tvm.IRModule, variables: dict[str, dict[str, relax.Var]]) -> Non
             try:
                 _with_kernels(copy_module(mod, {tvm.ir.GlobalVar("alone"): alone}))
             except Exception as error:  # as above
-                raise _no_kernel(binding, gv.name_hint, variables) from error
+                raise _no_kernel(binding, gv.name_hint, variables, reason(error)) from error
 
 
-def _no_kernel(binding: relax.Binding, function: str, variables: dict[str, dict[str, relax.Var]]) -> BuildError:
+def _no_kernel(
+    binding: relax.Binding,
+    function: str,
+    variables: dict[str, dict[str, relax.Var]],
+    why: str = "expected an op with a legalization and operand shapes that are known (or symbolic)",
+) -> BuildError:
     var = variables.get(function, {}).get(binding.var.name, binding.var)
-    operands = ", ".join(str(arg.ty) for arg in binding.value.args)
+    operands = ", ".join(map(operand_text, binding.value.args))
     return BuildError(
         f"op {op_name(binding.value)} of variable {var.name!r} in function {function!r} has no kernel for operands "
-        f"({operands}): expected an op with a legalization and operand shapes that are known (or symbolic)"
+        f"({operands}): {why}"
     )
 
 

@@ -282,8 +282,19 @@ def block_product_problem(call: relax.Call, result: relax.TensorType) -> BlockPr
     in_panels = isinstance(layout, Panels)
     bits = form.bits if in_panels else stored_bits(form)
     known = form if in_panels or form.record_bytes else None
-    activation_bits = int(call.attrs.activation_bits)
-    return BlockProductProblem(lhs, weights, out, form.block, epilogue, bits, known, experts, index, activation_bits)
+    return BlockProductProblem(
+        lhs,
+        weights,
+        out,
+        form.block,
+        epilogue,
+        bits,
+        known,
+        experts,
+        index,
+        int(call.attrs.activation_bits),
+        str(call.attrs.rows),
+    )
 
 
 def block_rows_problem(call: relax.Call, result: relax.TensorType) -> BlockRowsProblem:

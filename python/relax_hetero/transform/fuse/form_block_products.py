@@ -334,6 +334,7 @@ def _write(emitter: Emitter, product: _Product, var: relax.Var, packer: _Packer)
         format=str(product.weight.attrs.format),
         experts=product.experts,
         activation_bits=int(product.weight.attrs.activation_bits),
+        rows=str(product.weight.attrs.rows),
     )
     emitter.bind(var, relax.Call(call.op, list(call.args), call.attrs, ret_ty=var.ty))
 

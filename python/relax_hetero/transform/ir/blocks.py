@@ -269,7 +269,8 @@ def renamed(binding: relax.Binding, names: dict[relax.Var, relax.Expr]) -> relax
         return binding
     if isinstance(value, relax.Call) and all(isinstance(arg, (relax.Var, tvm.ir.GenericConst)) for arg in value.args):
         args = [names.get(arg, arg) if isinstance(arg, relax.Var) else arg for arg in value.args]
-        new = relax.Call(value.op, args, value.attrs, value.ty_args, value.span, ret_ty=value.ty)
+        op = names.get(value.op, value.op) if isinstance(value.op, relax.Var) else value.op
+        new = relax.Call(op, args, value.attrs, value.ty_args, value.span, ret_ty=value.ty)
     else:
         new = structural_map(value, (relax.Var, lambda var: names.get(var, var)))
     if isinstance(binding, relax.MatchCast):

@@ -8,7 +8,7 @@ import tvm
 from tvm import relax
 from tvm_ffi import structural_map
 
-from .rewriting import copy_module, relax_functions, typed
+from .rewriting import copy_module, map_bindings, relax_functions, typed, walk_bindings, with_functions
 
 
 def without_callee_devices(mod: tvm.IRModule) -> tvm.IRModule:
@@ -29,7 +29,49 @@ def without_callee_devices(mod: tvm.IRModule) -> tvm.IRModule:
         params = [structural_map(param.ty, (relax.TensorType, plain)) for param in func.params]
         return relax.FuncType(params, func.ret_ty, bool(func.is_pure))
 
-    return _recalled(mod, called)
+    def given(ty: relax.FuncType) -> relax.FuncType:
+        if ty.params is None:
+            return ty
+        params = [structural_map(param, (relax.TensorType, plain)) for param in ty.params]
+        return relax.FuncType(params, ty.ret, bool(ty.purity), ty.span)
+
+    return _recalled(_with_function_variables(mod, given), called)
+
+
+def with_written_results(mod: tvm.IRModule) -> tvm.IRModule:
+    """Have calls of variables say what they return, as those of packed functions do.
+
+    A variable's type has one result, and no device where calls have several; stock passes derive the types of calls
+    from it.
+    """
+    packed = relax.ExternFunc("callback").ty
+
+    def change(binding: relax.Binding) -> relax.Binding:
+        call = binding.value
+        if not (isinstance(call, relax.Call) and isinstance(call.op, relax.Var)):
+            return binding
+        written = relax.Call(call.op, list(call.args), call.attrs, [binding.var.ty], call.span, ret_ty=binding.var.ty)
+        return relax.VarBinding(binding.var, written, binding.span)
+
+    mod = with_functions(mod, {gv: map_bindings(func, change) for gv, func in relax_functions(mod)})
+    return with_callee_devices(_with_function_variables(mod, lambda _: packed))
+
+
+def _with_function_variables(mod: tvm.IRModule, change: Callable[[relax.FuncType], relax.FuncType]) -> tvm.IRModule:
+    """The module with other types of variables that are functions, or tuples with some."""
+    functions = dict(mod.functions.items())
+    for gv, func in relax_functions(mod):
+        new = {
+            var: type(var)(var.name, structural_map(var.ty, (relax.FuncType, change)))
+            for var in (*func.params, *(binding.var for binding in walk_bindings(func)))
+            if _has_function(var.ty)
+        }
+        functions[gv] = structural_map(func, (relax.Var, lambda var, new=new: new.get(var, var))) if new else func
+    return with_functions(mod, functions)
+
+
+def _has_function(ty: tvm.ir.Type) -> bool:
+    return isinstance(ty, relax.FuncType) or (isinstance(ty, tvm.ir.TupleType) and any(map(_has_function, ty.fields)))
 
 
 def with_callee_devices(mod: tvm.IRModule) -> tvm.IRModule:

@@ -8,7 +8,7 @@ from tvm_ffi import structural_map
 
 from .blocks import used_vars
 from .op_names import IN_PLACE
-from .rewriting import op_name
+from .rewriting import op_name, typed, with_body
 
 
 def cut_block(bindings: list[relax.Binding], cut: set[relax.Var], is_dataflow: bool) -> list[relax.BindingBlock]:
@@ -30,6 +30,32 @@ def _may_be_dataflow(binding: relax.Binding) -> bool:
     if isinstance(value, (relax.If, relax.Function)) or op_name(value) in IN_PLACE:
         return False
     return not isinstance(value, relax.Call) or (isinstance(value.op, tvm.ir.Op) and bool(value.op.get_attr("FPurity")))
+
+
+def with_cuts(expr: relax.Expr, cut: set[relax.Var]) -> relax.Expr:
+    """A body, or a branch, in which the bindings of some variables stand in blocks that are no dataflow."""
+    if not isinstance(expr, relax.SeqExpr):
+        return expr
+    blocks: list[relax.BindingBlock] = []
+    for block in expr.blocks:
+        bindings = [_with_cuts_inside(binding, cut) for binding in block.bindings]
+        if any(binding.var in cut for binding in bindings):
+            blocks += cut_block(bindings, cut, isinstance(block, relax.DataflowBlock))
+        else:
+            blocks.append(type(block)(bindings, block.span))
+    return typed(relax.SeqExpr(with_shared_variables(blocks), expr.body, expr.span), expr.ty)
+
+
+def _with_cuts_inside(binding: relax.Binding, cut: set[relax.Var]) -> relax.Binding:
+    value = binding.value
+    if isinstance(value, relax.If):
+        branches = [with_cuts(branch, cut) for branch in (value.true_branch, value.false_branch)]
+        value = typed(relax.If(value.cond, *branches, value.span), value.ty)
+    elif isinstance(value, relax.Function):
+        value = with_body(value, with_cuts(value.body, cut))
+    else:
+        return binding
+    return relax.VarBinding(binding.var, value, binding.span)
 
 
 def with_shared_variables(blocks: list[relax.BindingBlock]) -> list[relax.BindingBlock]:

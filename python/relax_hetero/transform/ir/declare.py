@@ -22,7 +22,9 @@ from typing import Any, Concatenate, ParamSpec
 
 import tvm
 
+from ...errors import BuildError, HeteroError
 from .findings import noting
+from .reasons import place_of, reason
 
 _Options = ParamSpec("_Options")
 _HEADING = re.compile(r"^(\w+)\n-{3,}$", re.MULTILINE)
@@ -91,7 +93,14 @@ def declare_pass(
             check(*args, **kwargs)
 
         def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-            return noting(lambda mod: work(mod, *args, **kwargs), mod)
+            try:
+                return noting(lambda mod: work(mod, *args, **kwargs), mod)
+            except HeteroError:
+                raise
+            except Exception as error:  # passes of TVM, and what they call, raise what has no common class
+                raise BuildError(
+                    f"this module cannot be lowered by {name}: {place_of(error)}{reason(error)}"
+                ) from error
 
         return tvm.transform.module_pass(run, opt_level=0, name=name)
 

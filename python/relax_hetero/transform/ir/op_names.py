@@ -17,6 +17,14 @@ IN_PLACE = (CALL_TIR_INPLACE, "relax.call_inplace_packed", CACHED_ATTENTION)
 """Ops that write to an operand."""
 
 
+_OWN = ("vm.", "relax.", "relax_hetero.", "runtime.")
+
+
+def is_own_function(name: str) -> bool:
+    """Whether a packed function is one of the virtual machine, of TVM or of this library."""
+    return name.startswith(_OWN)
+
+
 def relax_ops(names: str) -> list[str]:
     """Names of ops, separated by blanks, with ``relax.`` before each."""
     return [f"relax.{name}" for name in names.split()]

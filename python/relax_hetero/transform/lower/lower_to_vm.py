@@ -32,10 +32,18 @@ from tvm_ffi import structural_map, structural_walk
 
 from ...errors import BuildError
 from ...target.vdevice import vdevices_of
-from ..ir.callee_devices import without_callee_devices
+from ..ir.callee_devices import with_written_results, without_callee_devices
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import is_lowered, mark_lowered
-from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, walk_bindings
+from ..ir.rewriting import (
+    copy_module,
+    fresh_global_var,
+    map_bindings,
+    op_name,
+    relax_functions,
+    walk_bindings,
+    with_functions,
+)
 from ..ir.root_blocks import with_root_blocks
 from ..partition.written_arguments import note_written
 from .check_size_divisors import check_size_divisors
@@ -46,7 +54,7 @@ from .lower_transfers import LowerTransfers, writes_in_place
 from .note_memory import NoteMemory
 from .pin_transferred import PinTransferred
 from .plan_memory import PlanMemoryPerDevice
-from .settle_packed_results import SettlePackedResults
+from .settle_packed_results import SettlePackedResults, is_foreign
 
 
 def lower_to_vm(mod: tvm.IRModule) -> tvm.IRModule:
@@ -64,9 +72,9 @@ def lower_to_vm(mod: tvm.IRModule) -> tvm.IRModule:
     named = {gv.name_hint: func for gv, func in mod.functions.items() if "global_symbol" in func.attrs}
     public = [name for name, func in named.items() if isinstance(func, relax.Function)]
     kernels = [name for name, func in named.items() if isinstance(func, tirx.PrimFunc)]
-    mod = note_written(with_root_blocks(without_callee_devices(mod)))
+    mod = note_written(with_root_blocks(without_callee_devices(with_written_results(mod))))
     lowered = tvm.transform.Sequential(lowering_steps(writes_in_place(mod)))(mod)
-    lowered = check_size_divisors(keep_private_kernels(lowered))
+    lowered = check_size_divisors(with_registers(keep_private_kernels(lowered)))
     return mark_lowered(lowered, len(vdevices_of(mod)), public, kernels)
 
 
@@ -117,6 +125,27 @@ def lowering_steps(must_copy: bool) -> list[tvm.transform.Pass]:
         relax.transform.VMShapeLower(),
         relax.transform.AttachGlobalSymbol(),
     ]
+
+
+def with_registers(mod: tvm.IRModule) -> tvm.IRModule:
+    """Give a register to what calls return even if it is nothing.
+
+    A function in bytecode writes it anyway: the one that is called, or one of this machine that is called by a callback
+    or a packed function.
+    """
+
+    def change(binding: relax.Binding) -> relax.Binding:
+        call, ty = binding.value, binding.var.ty
+        is_nothing = isinstance(ty, tvm.ir.TupleType) and not ty.fields
+        if not (is_nothing and isinstance(call, relax.Call)):
+            return binding
+        is_function = isinstance(call.op, relax.Var) or isinstance(mod.functions.get(call.op), relax.Function)
+        if not (is_function or is_foreign(call)):
+            return binding
+        call = relax.Call(call.op, list(call.args), call.attrs, call.ty_args, call.span, ret_ty=relax.AnyType())
+        return relax.VarBinding(binding.var, call, binding.span)
+
+    return with_functions(mod, {gv: map_bindings(func, change) for gv, func in relax_functions(mod)})
 
 
 def keep_private_kernels(mod: tvm.IRModule) -> tvm.IRModule:

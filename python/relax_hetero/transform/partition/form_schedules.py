@@ -121,7 +121,8 @@ class _Cutter:
         used = {device for part in self._parts.parts.values() for device in part.devices}
         if len(used) <= 1:
             device = min(used, default=self._places.device(self._func.body.body))
-            names = tuple(gv.name_hint for gv in global_vars_in(self._func.body))
+            bindings = walk_bindings(self._func.body, nested=False)
+            names = tuple(name for binding in bindings for name in _callees(binding.value))
             step = Step(device, tuple(range(inputs)), (inputs,), self._name, calls=names)
             return Schedule(self._name, inputs, inputs + 1, (step,), inputs)
         result = self._shown(self._func.body.body)

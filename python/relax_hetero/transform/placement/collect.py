@@ -13,7 +13,7 @@ from tvm import relax
 from ...errors import HeteroError, PlacementError
 from ...op.placement import hinted_vdevice
 from ..ir.op_names import HINT, TRANSFER
-from ..ir.rewriting import handle
+from ..ir.rewriting import global_vars_in, handle
 from . import ops
 from .clones import RecursionGroup, mention
 from .graph import ANY, HOST, ConstLeaf, FuncTree, Graph, Origin, Spot, Tree, nodes_of, place_text, tensors_of
@@ -36,6 +36,8 @@ class CallReader:
         That binding.
     makers : dict
         Values of unknown kind -> the site that makes them: a match_cast to a tensor ties them.
+    callbacks : set
+        Functions that callers give, and whose types name no device: they take tensors wherever these are.
     """
 
     def __init__(self, program: Program, units: dict[str, Unit], groups: Sequence[RecursionGroup]) -> None:
@@ -50,6 +52,7 @@ class CallReader:
         self.callees: list[CallRef] = []
         self.spot = Spot("", None)
         self.makers: dict[int, int] = {}
+        self.callbacks: set[int] = set()
 
     def _of(self, expr: relax.Expr) -> Tree:
         if type(expr) in PLAIN:
@@ -118,10 +121,22 @@ class CallReader:
                 self._invoke(record, call, tree, args)
         elif type(op) in PLAIN and not isinstance(op.ty, relax.PackedFuncType):
             record.op = f"call of '{op.name}'"
-            self._invoke(record, call, self._of(op), args)
+            func = self._of(op)
+            if func is None and handle(op) in self.callbacks:
+                func = self._callback(record, op.ty)
+            self._invoke(record, call, func, args)
         else:
             record.op = "call"
             self._op(record, call, args, "")
+
+    def _callback(self, record: Record, ty: relax.FuncType) -> Tree:
+        """The tree of a callback for one call: its result is where its first tensor is, unless it says otherwise."""
+        func = self.trees.make(ty, None, self.name)
+        if isinstance(func, FuncTree) and not names_device(record.var.ty):
+            for first in list(nodes_of(func.params))[:1]:
+                for node in nodes_of(func.ret):
+                    self.trees.tie(first, node, self._spot(record))
+        return func
 
     def _op(self, record: Record, call: relax.Call, args: list[relax.Expr], name: str) -> None:
         """An op whose tensors share a device, or that the host reads, makes, or copies."""
@@ -329,13 +344,21 @@ class _Collector(CallReader):
     def signature(self, unit: Unit) -> None:
         """Nodes of parameters and result, before any body refers to them."""
         unit.access = self.access
+        given = [p for p in unit.func.params if isinstance(p.ty, relax.FuncType) and not names_device(p.ty)]
+        if given and "global_symbol" in unit.func.attrs and not self._is_called(unit.name):
+            self.callbacks.update(map(handle, given))
         params = [self._parameter(param, unit.name) for param in unit.func.params]
         unit.tree.params = tuple(params)
         unit.tree.ret = self.trees.make(unit.func.ret_ty, None, unit.name)
         self.graph.interface.update(nodes_of(unit.tree))
 
+    def _is_called(self, name: str) -> bool:
+        """Whether a function of the module refers to one of that name."""
+        bodies = (unit.func.body for unit in self.program.units.values())
+        return any(name == gvar.name_hint for body in bodies for gvar in global_vars_in(body))
+
     def _parameter(self, param: relax.Var, function: str) -> Tree:
-        tree = self.trees.make(param.ty, param, function)
+        tree = None if handle(param) in self.callbacks else self.trees.make(param.ty, param, function)
         self.trees.declare(param.ty, tree, Origin("parameter", param.name, function))
         self.trees.env[handle(param)] = tree
         return tree

@@ -42,11 +42,20 @@ from ...op.cached_attention import CACHED_ATTENTION
 from ...op.copies import COPY, copy
 from ..dispatch.form_dispatches import is_formed
 from ..ir.blocks import used_vars
-from ..ir.cut_blocks import cut_block, with_shared_variables
+from ..ir.cut_blocks import with_cuts
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import is_lowered
 from ..ir.op_names import CALL_TIR_INPLACE, CAST, IN_PLACE, PERMUTE, RESHAPE, relax_ops
-from ..ir.rewriting import is_tensor_constant, op_name, relax_functions, typed, walk_bindings, with_functions
+from ..ir.rewriting import (
+    is_tensor_constant,
+    map_bindings,
+    op_name,
+    relax_functions,
+    typed,
+    walk_bindings,
+    with_body,
+    with_functions,
+)
 from ..ir.tensor_aliases import NOTHING, Shown, TensorAliases, either, flat
 from ..partition.written_arguments import overwritten, write_places, written_arguments
 from ..record.donated import donated
@@ -154,9 +163,8 @@ class _Isolated:
         inline = {w.binding.var for w in self.writes if _inline_constants(w.binding.value)}
         if not (copied or cut or inline):
             return self.func
-        body = _Writer(copied, cut, inline).sequence(self.func.body)
-        func = self.func
-        return relax.Function(list(func.params), body, func.ret_ty, func.is_pure, func.attrs, func.span)
+        func = map_bindings(self.func, _Writer(copied, inline).binding)
+        return with_body(func, with_cuts(func.body, cut))
 
     # What the function does.
 
@@ -304,41 +312,20 @@ def _inline_constants(call: relax.Expr) -> list[int]:
 
 
 class _Writer:
-    """Writes a body with copies behind some bindings, and other bindings in blocks of their own."""
+    """Writes bindings with copies behind some."""
 
-    def __init__(self, copied: set[relax.Var], cut: set[relax.Var], inline: set[relax.Var]) -> None:
-        self.copied, self.cut, self.inline = copied, cut, inline
+    def __init__(self, copied: set[relax.Var], inline: set[relax.Var]) -> None:
+        self.copied, self.inline = copied, inline
 
-    def sequence(self, expr: relax.Expr) -> relax.Expr:
-        """A body, or a branch."""
-        if not isinstance(expr, relax.SeqExpr):
-            return expr
-        blocks: list[relax.BindingBlock] = []
-        for block in expr.blocks:
-            bindings = [new for old in block.bindings for new in self._binding(old)]
-            if any(binding.var in self.cut for binding in bindings):
-                blocks += cut_block(bindings, self.cut, isinstance(block, relax.DataflowBlock))
-            else:
-                blocks.append(type(block)(bindings, block.span))
-        return typed(relax.SeqExpr(with_shared_variables(blocks), expr.body, expr.span), expr.ty)
-
-    def _binding(self, binding: relax.Binding) -> Iterator[relax.Binding]:
-        var, value = binding.var, binding.value
-        if isinstance(value, relax.If):
-            branches = [self.sequence(branch) for branch in (value.true_branch, value.false_branch)]
-            yield relax.VarBinding(var, typed(relax.If(value.cond, *branches, value.span), value.ty), binding.span)
-        elif isinstance(value, relax.Function):
-            body = self.sequence(value.body)
-            func = relax.Function(list(value.params), body, value.ret_ty, value.is_pure, value.attrs, value.span)
-            yield relax.VarBinding(var, func, binding.span)
-        elif var in self.inline:
-            yield from self._with_variables(binding)
-        elif var in self.copied:
+    def binding(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
+        """What a binding becomes."""
+        var = binding.var
+        if var in self.inline:
+            return list(self._with_variables(binding))
+        if var in self.copied:
             shared = type(var)(f"{var.name}_shared", var.ty)
-            yield relax.VarBinding(shared, value, binding.span)
-            yield from _copies(var, shared)
-        else:
-            yield binding
+            return [relax.VarBinding(shared, binding.value, binding.span), *_copies(var, shared)]
+        return binding
 
     def _with_variables(self, binding: relax.Binding) -> Iterator[relax.Binding]:
         call = binding.value

@@ -207,8 +207,10 @@ class _Function:
                 ):
                     yield a == b
 
-    def _open(self, condition: Any, title: _Title, scope: _Scope, is_top: bool) -> Iterator[Requirement]:
-        """The requirement of a condition, unless it is proven or required already."""
+    def _open(
+        self, condition: Any, title: _Title, scope: _Scope, is_top: bool, expected: str = ""
+    ) -> Iterator[Requirement]:
+        """The requirement of a condition (in words, where it is not to be written), unless it is proven or required."""
         condition = as_condition(condition)
         key = StructuralKey(condition)
         if key in scope.required:
@@ -216,7 +218,9 @@ class _Function:
         scope.required.add(key)
         if self.analyzer.can_prove(condition):
             return
-        requirement = Requirement(condition, f"{title}: expected {text_of(condition)}")
+        if isinstance(condition, tirx.IntImm):  # TVM has folded it
+            expected = expected or "operands whose sizes fit each other"
+        requirement = Requirement(condition, f"{title}: expected {expected or text_of(condition)}")
         if is_top and self.is_public and self.analyzer.can_prove(tirx.Not(condition)):
             raise BuildError(f"function {self.name!r}: {requirement.message}")
         yield requirement
@@ -227,7 +231,7 @@ class _Function:
                 continue
             for divisor in _divisors(extent):
                 yield from self._open(divisor > 0, title, scope, is_top)
-            yield from self._open(extent >= 0, title, scope, is_top)
+            yield from self._open(extent >= 0, title, scope, is_top, f"{text_of(extent)} >= 0")
 
     def _bound(
         self, ty: relax.TensorType, title: _Title, bounds: dict[Monomial, tuple[int, Requirement]], is_top: bool

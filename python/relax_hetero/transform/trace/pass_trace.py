@@ -15,6 +15,7 @@ from typing import Any, TextIO
 import tvm
 
 from ...artifact.messages import text_table
+from ...artifact.what_reads import found
 from ...errors import HeteroError
 from ...providers import provided
 from .snapshot import FunctionChange, Snapshot
@@ -351,7 +352,7 @@ def trace_passes(
             raise HeteroError("trace_passes: found passes without a module, expected trace_passes(mod, passes)")
         return trace
     if not isinstance(mod, tvm.IRModule):
-        raise HeteroError(f"trace_passes: found {type(mod).__name__}, expected a tvm.IRModule")
+        raise HeteroError(f"trace_passes: {found(mod)}; expected a tvm.IRModule")
     run = _checked(provided("pipeline_passes")() if passes is None else passes)
     with trace:
         for each in run:

@@ -10,7 +10,7 @@ from tvm import runtime
 
 from ...artifact.dims import DimValues
 from ...artifact.messages import unknown_name
-from ...artifact.signature import FunctionSignature
+from ...artifact.signature import FunctionSignature, ShapeSpec, TupleSpec
 from ...errors import BindingError
 from ..device.memory_limit import MemoryLimits
 from ..device.tensors import AddressRange, address_ranges
@@ -199,6 +199,9 @@ def match_names(
     BindingError: Too many, too few, unknown or repeated arguments.
     """
     names = signature.input_names
+    hint = _packed_hint(signature, args)
+    if hint:
+        raise BindingError(f"{signature.name!r} takes {_count(signature)}, found {hint}")
     if len(args) == len(names) and not kwargs:
         return [(value, False) for value in args]
     if len(args) > len(names):
@@ -221,6 +224,20 @@ def match_names(
             f"{', '.join(map(repr, missing))} missing{hint}"
         )
     return [(values[i], False) if i in values else (given[i], True) for i in range(len(names))]
+
+
+def _packed_hint(signature: FunctionSignature, args: Sequence[Any]) -> str:
+    """What to write where all arguments were given as one; empty where they were not."""
+    if len(args) != 1 or not signature.inputs or isinstance(signature.inputs[0], TupleSpec | ShapeSpec):
+        return ""
+    (value,) = args
+    if isinstance(value, Mapping):
+        return f'one {type(value).__name__}: write vm["{signature.name}"](**inputs) to give its values by name'
+    if isinstance(value, (list, tuple)) and len(signature.inputs) > 1 and len(value) == len(signature.inputs):
+        return (
+            f'one {type(value).__name__} of {len(value)}: write vm["{signature.name}"](*inputs) to give them one by one'
+        )
+    return ""
 
 
 def shared_params(params: Mapping[str, Any] | Sequence[Any], signatures: Sequence[FunctionSignature]) -> dict[str, Any]:

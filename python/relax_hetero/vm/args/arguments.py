@@ -92,6 +92,8 @@ def place(value: Any, spec: ValueSpec, where: str, to: Placement) -> Any:
             return _place_shape(value, spec, where, to)
         if isinstance(spec, PrimSpec):
             return _place_prim(value, spec, where, to)
+        if spec.is_function and not (callable(value) or isinstance(value, tvm_ffi.Object)):
+            raise BindingError(f"{where} is {value!r} ({type(value).__name__}), expected a function")
     except HeteroError:
         raise
     except _REFUSALS as error:  # memory for a copy; methods of the caller's object
@@ -151,7 +153,9 @@ def as_tensor(value: Any, where: str, spec: TensorSpec) -> runtime.Tensor | np.n
         except Exception as error:  # each library raises its own
             raise BindingError(f"{where} ({type(value).__name__}) gives no array: {error}") from error
     expected = f"expected a tensor {describe(spec)} as numpy array, tvm tensor or DLPack object"
-    raise BindingError(f"{where} is a {type(value).__name__}, {expected}")
+    is_sequence = isinstance(value, (list, tuple, memoryview, bytearray))
+    hint = f"; numpy.asarray(value, {spec.dtype!r}) makes one" if is_sequence and spec.dtype else ""
+    raise BindingError(f"{where} is a {type(value).__name__}, {expected}{hint}")
 
 
 def _checked(tensor: runtime.Tensor, where: str) -> runtime.Tensor:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import tvm_ffi
 from tvm import runtime
 
 from ...artifact.signature import FunctionSignature
@@ -26,11 +30,31 @@ def check_donated(signature: FunctionSignature, values: Sequence[Any]) -> None:
             continue
         (own,) = mine
         for other, theirs in ranges:
-            if other != name and any(begin < own[1] and own[0] < end for begin, end in theirs):
+            if other != name and any(_overlap(own, where) for where in theirs):
                 raise BindingError(
                     f"argument {name!r} of {signature.name!r} is donated, and argument {other!r} shares memory with "
                     "it, expected memory that nothing else of the call reads"
                 )
+
+
+class LentMemory(NamedTuple):
+    """The memory of an argument of a call under way.
+
+    Attributes
+    ----------
+    name: Of the input.
+    range: Its addresses.
+    owner: What keeps the caller's memory: a weak reference, or a tensor of TVM, of which there can be none. None where
+        the memory is the machine's, or nothing tells when the caller has dropped it.
+    """
+
+    name: str
+    range: AddressRange
+    owner: Any = None
+
+    def is_kept(self) -> bool:
+        """Whether the caller has the memory still, so that nothing else can have been given it."""
+        return (self.owner() if isinstance(self.owner, weakref.ref) else self.owner) is not None
 
 
 @dataclass(frozen=True)
@@ -39,37 +63,96 @@ class ArgumentMemory:
 
     Attributes
     ----------
-    read, consumed: By the names of inputs: what it leaves as it is, and what it may overwrite.
+    read, consumed: What it leaves as it is, and what it may overwrite.
     """
 
     function: str
-    read: tuple[tuple[str, AddressRange], ...]
-    consumed: tuple[tuple[str, AddressRange], ...]
+    read: tuple[LentMemory, ...]
+    consumed: tuple[LentMemory, ...]
 
 
-def argument_memory(signature: FunctionSignature, values: Sequence[Any]) -> ArgumentMemory:
-    """The memory of a function's `values`, in the order of its inputs."""
-    read: list[tuple[str, AddressRange]] = []
-    consumed: list[tuple[str, AddressRange]] = []
+def argument_memory(
+    signature: FunctionSignature, values: Sequence[Any], given: Mapping[str, Any] | None = None
+) -> ArgumentMemory:
+    """The memory of a function's `values`, in the order of its inputs, and who owns it: what was `given` by name."""
+    read: list[LentMemory] = []
+    consumed: list[LentMemory] = []
     for spec, value in zip(signature.inputs, values, strict=True):
         found = consumed if spec.name in signature.donated else read
-        found += [(spec.name, where) for where in address_ranges(value)]
+        source = None if given is None else given.get(spec.name)
+        found += [LentMemory(spec.name, where, _owner(source, where[0])) for where in address_ranges(value)]
     return ArgumentMemory(signature.name, tuple(read), tuple(consumed))
 
 
-def check_apart(mine: ArgumentMemory, others: Iterable[ArgumentMemory]) -> None:
-    """Require that no call under way overwrites what another one takes; BindingError where one does."""
-    for other in others:
-        pairs = [(a, b) for a in mine.consumed for b in (*other.consumed, *other.read)]
-        pairs += [(a, b) for a in mine.read for b in other.consumed]
-        for (name, (begin, end)), (other_name, (other_begin, other_end)) in pairs:
-            if begin < other_end and other_begin < end:
-                gives_away = "this call" if (name, (begin, end)) in mine.consumed else "that one"
-                raise BindingError(
-                    f"argument {name!r} of {mine.function!r} shares memory with argument {other_name!r} of a call of "
-                    f"{other.function!r} that is under way, and {gives_away} consumes it; expected memory of its own, "
-                    "or that call's fence, or its result, in its place"
-                )
+def _owner(given: Any, address: int) -> Any:
+    """`LentMemory.owner` of an argument whose placed value begins at `address`."""
+    if isinstance(given, np.ndarray):
+        begin, kind, base = given.__array_interface__["data"][0], np.ndarray, "base"
+    else:
+        begin, kind, base = given.data_ptr() if hasattr(given, "data_ptr") else None, type(given), "_base"  # of PyTorch
+    if begin != address:  # it was copied
+        return None
+    while isinstance(getattr(given, base, None), kind):  # what a view keeps
+        given = getattr(given, base)
+    try:
+        return weakref.ref(given)
+    except TypeError:
+        return given if isinstance(given, tvm_ffi.core.Tensor) else None
+
+
+class CallsApart:
+    """The memory of all calls under way in this process, in which no call overwrites what another one takes.
+
+    A call drops an argument after its last reader: an address may be another array's then. What counts is what the
+    call still holds, and what the caller still has of what it gave.
+
+    Attributes
+    ----------
+    is_needed: Whether there has been a machine whose calls consume arguments.
+    """
+
+    def __init__(self) -> None:
+        self.is_needed = False
+        self._lock = threading.RLock()  # a signal handler, or a finalizer, may submit while this thread holds it
+        self._calls: dict[object, tuple[ArgumentMemory, Callable[[], Iterable[Any]]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._calls)
+
+    def add(self, key: object, mine: ArgumentMemory, values: Callable[[], Iterable[Any]]) -> None:
+        """Add a call, unless `check` refuses it; `values` gives what it holds at a time."""
+        with self._lock:
+            self.check(mine)
+            self._calls[key] = mine, values
+
+    def drop(self, key: object) -> None:
+        """Forget a call that has ended."""
+        self._calls.pop(key, None)
+
+    def check(self, mine: ArgumentMemory) -> None:
+        """BindingError where the call would overwrite what one under way takes, or take what that one overwrites."""
+        for other, values in list(self._calls.values()):
+            pairs = [(a, b) for a in mine.consumed for b in (*other.consumed, *other.read)]
+            pairs += [(a, b) for a in mine.read for b in other.consumed]
+            for a, b in pairs:
+                if _overlap(a.range, b.range) and (b.is_kept() or _holds(values(), a.range)):
+                    gives_away = "this call" if a in mine.consumed else "that one"
+                    raise BindingError(
+                        f"argument {a.name!r} of {mine.function!r} shares memory with argument {b.name!r} of a call of "
+                        f"{other.function!r} that is under way, and {gives_away} consumes it; expected memory of its "
+                        "own, or that call's fence, or its result, in its place"
+                    )
+
+
+calls_apart = CallsApart()
+
+
+def _overlap(one: AddressRange, other: AddressRange) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
+
+
+def _holds(values: Iterable[Any], memory: AddressRange) -> bool:
+    return any(_overlap(found, memory) for value in values for found in address_ranges(value))
 
 
 def kept_ranges(signature: FunctionSignature, values: Sequence[Any]) -> list[AddressRange]:

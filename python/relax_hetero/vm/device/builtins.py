@@ -111,6 +111,33 @@ def refuse_sizes(function: str, message: str, *sizes: Any) -> None:
     raise HeteroError(f"function {function!r}: {message}{_values(sizes)}")
 
 
+@tvm_ffi.register_global_func("relax_hetero.keep", override=True)
+def keep(value: Any) -> None:
+    """Read a value, so that the call that makes it runs (KeepUnreadCalls)."""
+
+
+@tvm_ffi.register_global_func("relax_hetero.check_returned", override=True)
+def check_returned(value: Any, what: str, fields: int, ndim: int = -1, dtype: str = "", *dims: int) -> None:
+    """HeteroError unless `what` has returned a tuple of so many fields, or a tensor for -1; -1 and "" mean any."""
+    if fields >= 0:
+        expected = f"a tuple of {fields}"
+        fits = isinstance(value, Sequence) and not isinstance(value, str) and len(value) == fields
+    else:
+        extents = ", ".join("?" if dim < 0 else str(dim) for dim in dims or [-1] * max(ndim, 0))
+        expected = f"a tensor {dtype or 'any'}[{extents if ndim >= 0 else '...'}]"
+        fits = isinstance(value, tvm_ffi.core.Tensor)
+        if fits:
+            shape = value.shape
+            fits = dtype in ("", str(value.dtype)) and ndim in (-1, len(shape))
+            fits = fits and all(dim in (-1, int(extent)) for dim, extent in zip(dims, shape, strict=False))
+    if not fits:
+        is_tensor = isinstance(value, tvm_ffi.core.Tensor)
+        found = (
+            f"a tensor {value.dtype}{list(value.shape)}" if is_tensor else "nothing" if value is None else repr(value)
+        )
+        raise HeteroError(f"{what} returned {found[:200]}, expected {expected}, which the model reads")
+
+
 @tvm_ffi.register_global_func("relax_hetero.refuse_bytes", override=True)
 def refuse_bytes(function: str, tensor: str, nbytes: float, *sizes: Any) -> None:
     """MemoryLimitError if a tensor takes more than the memory of the host; `sizes` as in `refuse_sizes`."""

@@ -10,9 +10,10 @@ from typing import Any
 from tvm import runtime
 
 from ...artifact.messages import unknown_name
-from ...artifact.metadata import CPU, DeviceSpec, Metadata, device_names
+from ...artifact.metadata import CPU, TYPE_NAMES, DeviceSpec, Metadata, device_names
 from ...errors import BindingError
 from ...target.backends import load_backend
+from ...target.device_words import device_hint
 from .cpu_features import check_cpu
 from .cuda_copies import enable_peer_access
 from .cuda_library import CUDA
@@ -87,7 +88,10 @@ def to_device(device: object) -> runtime.Device:
         try:
             return runtime.device(device)
         except ValueError as error:
-            raise BindingError(f"{device!r} is no device ({error}); expected text like 'cpu:1' or 'cuda:0'") from None
+            hint = device_hint(device, tuple(TYPE_NAMES.values()))
+            raise BindingError(
+                f"{device!r} is no device ({error}){hint}; expected text like 'cpu:1' or 'cuda:0'"
+            ) from None
     raise BindingError(f"{device!r} ({type(device).__name__}) is no device; expected a tvm.Device or text like 'cpu:1'")
 
 
@@ -118,10 +122,16 @@ def find_entry(key: object, specs: tuple[DeviceSpec, ...]) -> int:
         index = next((i for i, spec in enumerate(specs) if (spec.device_type, spec.vdevice_id) == wanted), None)
     elif hasattr(key, "target") and hasattr(key, "vdevice_id"):
         scope = str(getattr(key, "memory_scope", "global"))
+        from ...target.native_target import with_hardware  # there is a compiler where there are vdevices
+
         index = _find_spec(DeviceSpec(str(key.target), int(key.vdevice_id), scope), specs)
+        if index is None:
+            target = str(with_hardware(key).target)
+            index = _find_spec(DeviceSpec(target, int(key.vdevice_id), scope), specs)
     if index is None:
         every = [*names, *(f"vdevice:{i}" for i in range(len(names)))]
-        raise unknown_name("device", key, every, "the manifest")
+        hint = device_hint(key, names) if isinstance(key, str) else ""
+        raise unknown_name("device", key, every, "the manifest", hint)
     return index
 
 

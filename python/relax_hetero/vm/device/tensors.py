@@ -130,6 +130,11 @@ def view_bytes(data: np.ndarray, shape: tuple[int, ...], dtype: str) -> runtime.
     return _view(flat, tvm_ffi.Shape(shape), dtype, 0)
 
 
+def part_of(tensor: runtime.Tensor, shape: tuple[int, ...], dtype: str, begin: int) -> runtime.Tensor:
+    """A contiguous part of a contiguous tensor's memory, from byte `begin` on, as a tensor without a byte offset."""
+    return alias(_view(tensor, tvm_ffi.Shape(shape), dtype, begin), tensor.device)
+
+
 def bytes_of(tensor: runtime.Tensor) -> np.ndarray:
     """The bytes of a contiguous tensor as ``uint8``; shared with it where it is on a CPU."""
     tensor = on_host(tensor)

@@ -31,7 +31,7 @@ class Prepared:
     sizes: The values of its symbolic dimensions.
     finish: Makes the result for the caller of what the function returned (a value, or nested tuples), in the thread
         that made it.
-    memory: Where the arguments lie, where calls of the machine may consume some.
+    memory: Where the arguments lie, where calls of the process may consume some.
     """
 
     values: Sequence[Any]
@@ -75,6 +75,11 @@ class QueuedCall:
         self._running: dict[int, int] = {}
         self._error: BaseException | None = None
         self._has_begun = False
+
+    def held(self) -> list[Any]:
+        """The values that are still wanted, at this time."""
+        with self._lock:
+            return [*self.values]
 
     def begin(self) -> None:
         """Put the steps that wait for nothing into their queues."""

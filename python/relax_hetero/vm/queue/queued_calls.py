@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from ...artifact.signature import FunctionSignature
 from ...errors import BindingError, HeteroError
-from ..args.donated_arguments import ArgumentMemory, check_apart
+from ..args.donated_arguments import calls_apart
 from ..device.machine_lock import MachineLock
 from .call import Prepare, QueuedCall
 from .fence import Fence, check_may_wait, here
@@ -88,6 +88,7 @@ class CallsInFlight:
             self._line.pop(fence, None)
             self._room.notify()
             self._changed.notify_all()
+        calls_apart.drop(fence)
         if self._line:
             self._admit()
 
@@ -149,8 +150,6 @@ class QueuedCalls:
         self._fences = self._calls.fences
         self._queues: Queues | None = None
         self._lock = lock
-        # Of the calls under way, where some may consume their arguments.
-        self._memory: dict[Fence, ArgumentMemory] = {}
 
     @property
     def is_idle(self) -> bool:
@@ -283,13 +282,11 @@ class QueuedCalls:
         with self._lock.held:
             queues = self._started()
             prepared = prepare(args, kwargs)
+            call = QueuedCall(plan(queues), number, prepared, fence, owner)
             if prepared.memory is not None:
-                self._memory = {other: used for other, used in self._memory.items() if not other.done()}
-                check_apart(prepared.memory, self._memory.values())
-                self._memory[fence] = prepared.memory
-            route = plan(queues)
+                calls_apart.add(fence, prepared.memory, call.held)
             queues.follow_caller()
-        QueuedCall(route, number, prepared, fence, owner).begin()
+        call.begin()
 
 
 class _LateStart:

@@ -11,7 +11,7 @@ from tvm import runtime
 
 from ...errors import HeteroError
 from ..args.argument_binding import ArgumentBinder, BoundArguments
-from ..args.donated_arguments import argument_memory
+from ..args.donated_arguments import argument_memory, calls_apart
 from ..args.owned_arguments import own_arguments
 from ..args.results import check_out, fill, to_python
 from ..device.constants import PlacedConstants
@@ -72,7 +72,7 @@ class Submitter:
         self._entries = range(len(devices) - 1)
         self._schedules = {schedule.function: schedule for schedule in about.schedules}
         self._plans: dict[str, QueuePlan] = {}
-        self._consumes = any(signature.donated for signature in about.signatures.values())
+        calls_apart.is_needed |= any(signature.donated for signature in about.signatures.values())
         tell_of_forks(self)
 
     def submit(
@@ -135,7 +135,11 @@ class Submitter:
         if out is not None:
             check_out(out, self._executable.signature(name), dims.copy())
         extents = (name, *dims.values.values()) if dims.values else None
-        memory = argument_memory(self._executable.signature(name), values) if self._consumes else None
+        memory = None
+        if calls_apart.is_needed:
+            signature = self._executable.signature(name)
+            given = {**dict(zip(signature.input_names, args, strict=False)), **kwargs}
+            memory = argument_memory(signature, values, given)
         return Prepared(values, dims.values, partial(self._finish, extents, lent, out), memory)
 
     def _finish(self, extents: Hashable, lent: list[AddressRange], out: Any, result: Any) -> Any:

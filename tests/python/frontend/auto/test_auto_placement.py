@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -90,6 +91,40 @@ def test_a_loop_stays_together_and_its_trips_count():
     assert set(auto_placement(rh.from_onnx(model), ["llvm", GPU]).assignments) >= {"loop"}
 
 
+def test_every_row_says_what_decided(tmp_path):
+    """Times on each device, the transfers that staying saves, and the limit that kept work away; also in a library."""
+    model = mlp(64, 64, 3)
+    for info in (*model.graph.input, *model.graph.output):
+        info.type.tensor_type.shape.dim[0].dim_param = "batch"
+    costs = [DeviceCost(1e9, 1e12, 0), DeviceCost(1e12, 1e12, 0)]
+    model_of = CostModel(costs, links(2, 0, bandwidth=1e12, latency=1e-7), 0, symbolic_extent=32)
+    devices, limit = ["llvm", "llvm"], {"llvm:1": 40_000}  # one of the three weights, of 16,384 bytes
+    mod = rh.from_onnx(model, devices, "auto", cost_model=model_of, memory_limit=limit)
+    rh.compile(mod).export_library(tmp_path / "model.so")
+    about = rh.load(tmp_path / "model.so").metadata
+    reasons = {entry["variable"]: entry["reason"] for entry in about.placement if entry["kind"] == "op"}
+    places = {entry["variable"]: entry["device"] for entry in about.placement if entry["kind"] == "op"}
+    assert set(places.values()) == {"llvm:0", "llvm:1"} and set(reasons) == set(places)
+    for variable, reason in reasons.items():
+        other = "llvm:0" if places[variable] == "llvm:1" else "llvm:1"
+        assert re.match(f"auto, .*: .*s here, .*s on {other}", reason), reason
+    kept = [reason for name, reason in reasons.items() if "MatMul" in name and places[name] == "llvm:0"]
+    assert kept and all("of the limit of 40,000 bytes on llvm:1 other work leaves" in reason for reason in kept)
+    transfers = [entry["reason"] for entry in about.placement if entry["kind"] == "transfer"]
+    assert any("auto, about" in reason and "8,192 bytes" in reason for reason in transfers)
+    assert about.placement_estimate["assumed_sizes"] == {"batch": 32}
+    assert not any("annotation of" in entry["reason"] for entry in about.placement)
+
+
+def test_staying_saves_transfers():
+    model = CostModel([DeviceCost(1e9, 1e12, 0), DeviceCost(1e12, 1e12, 0)], links(2, 0, latency=1), 0)
+    plan = auto_placement(mlp(4, 8, 1), ["llvm", "llvm"], model)
+    assert plan.reasons["layer0/MatMul"] == (
+        "auto, staying saves transfers: 512 ns here, 0.512 ns on llvm:1; transfers there and back would take 2 s more"
+    )
+    assert plan.assumed_sizes == {} and plan.figures == "tables"
+
+
 def test_symbolic_dimensions_have_the_models_extent():
     model = mlp(1, 1024, 1)
     for info in (*model.graph.input, *model.graph.output):
@@ -172,6 +207,8 @@ def test_the_estimates_as_json():
         "seconds": plan.estimate_seconds,
         "busy_seconds": plan.busy_seconds,
         "single_device_seconds": plan.single_device_estimates,
+        "assumed_sizes": {},
+        "figures": "tables",
     }
 
 

@@ -54,15 +54,47 @@ def test_figures_are_measured_once_on_a_machine(counted, pair, monkeypatch):
     assert len(counted) == 9
 
 
+def test_cpu_devices_of_one_target_are_measured_once(counted):
+    assert figures_of(parse_vdevices(["llvm", "llvm"])).devices == (SLOW, SLOW) and counted == ["device"]
+
+
+def test_figures_of_a_busy_machine_are_said_and_measured_again(counted, pair, monkeypatch, caplog):
+    share, now = [0.4], [0.0]
+    monkeypatch.setattr(measure_devices.CpuWatch, "others", lambda watch: share[0])
+    monkeypatch.setattr(measure_devices.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(measure_devices, "_rough", {})
+    assert figures_of(pair[:1]).others == 0.4 and "40 % of the CPUs" in caplog.text
+    assert figures_of(pair[:1]).others == 0.4 and counted == ["device"]  # for now
+    monkeypatch.setattr(measure_devices, "_measured", {})  # another process finds none
+    monkeypatch.setattr(measure_devices, "_rough", {})
+    figures_of(pair[:1])
+    assert counted == ["device"] * 2
+    share[0], now[0] = 0.0, 1000.0
+    assert figures_of(pair[:1]).others == 0 and counted == ["device"] * 3
+    now[0] = 2000.0
+    figures_of(pair[:1])
+    assert counted == ["device"] * 3 and list(folder_of().path.glob("*.figures"))
+
+
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"products": {"float32": -1}, "bandwidth": 1.0, "launch": 1.0, "call": 1.0}', "[[]]"]
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"key": "KEY"}',
+        '{"key": "KEY", "figures": [[]]}',
+        '{"key": "KEY", "figures": {"products": {"float32": -1}, "bandwidth": 1.0, "launch": 1.0, "call": 1.0}}',
+        "of the next key",
+    ],
 )
 def test_figures_that_are_spoilt_are_measured_again(counted, pair, text):
     figures_of(pair)
     files = list(folder_of().path.glob("*.figures"))
     assert len(files) == 3
-    for file in files:
-        file.write_text(text)
+    kept = [file.read_text() for file in files]
+    for file, other in zip(files, [*kept[1:], kept[0]], strict=True):
+        file.write_text(other if text == "of the next key" else text.replace("KEY", file.stem))
     measure_devices._measured.clear()
     assert figures_of(pair).devices == (SLOW, SLOW) and len(counted) == 6
 

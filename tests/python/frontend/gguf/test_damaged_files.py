@@ -1,17 +1,25 @@
 """GGUF files that are cut off or have wrong bytes: an error of the library, soon, or a module."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import relax_hetero as rh
 from llm.gguf_files import MODELS, write_gguf
 from relax_hetero.errors import FrontendError, HeteroError
+from relax_hetero.frontend.gguf.file import FileTensor, read_gguf
 from relax_hetero.llm import Tokenizer, TokenizerError
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory) -> bytes:
     return write_gguf(tmp_path_factory.mktemp("gguf") / "model.gguf", MODELS["gemma2"]).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return read_gguf(write_gguf(tmp_path_factory.mktemp("gguf") / "llama.gguf", MODELS["llama"]))
 
 
 def after(file: bytes, key: str) -> int:
@@ -31,7 +39,7 @@ def test_more_layers_than_any_model_has(file, tmp_path):
     at = after(file, "gemma2.block_count")
     path = tmp_path / "layers.gguf"
     path.write_bytes(file[:at] + (1 << 31).to_bytes(4, "little") + file[at + 4 :])
-    with pytest.raises(FrontendError, match="gemma2.block_count is 2,147,483,648, expected 10,000 at most"):
+    with pytest.raises(FrontendError, match="gemma2.block_count is 2147483648, expected a whole number"):
         rh.from_gguf(path)
 
 
@@ -57,3 +65,88 @@ def test_wrong_bytes(file, tmp_path):
             except HeteroError:
                 refused += 1
     assert refused > 20
+
+
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("general.architecture", ["llama"], "found architecture"),
+        ("general.architecture", None, "found architecture None"),
+        ("block_count", None, "has no llama.block_count"),
+        ("block_count", 3, "has no tensor 'blk.2.attn_norm.weight'"),
+        ("block_count", 1, "no use for: 'blk.1.attn_norm.weight'.* and 4 more"),
+        ("block_count", 10_001, "expected 10,000 at most"),
+        ("block_count", "2", "is '2', expected a whole number above 0"),
+        ("embedding_length", True, "is True, expected"),
+        ("embedding_length", 2.0, "is 2.0, expected"),
+        ("embedding_length", 1 << 60, "is 1152921504606846976, expected a whole number"),
+        ("attention.head_count", 0, "head_count is 0, expected"),
+        ("attention.head_count", [4, 4, 4], "has 3 values, 1 of which differ"),
+        ("attention.head_count", [4, 2], "has 2 values, 2 of which differ"),
+        ("attention.head_count_kv", 0, "head_count_kv is 0"),
+        ("attention.head_count_kv", 3, "no multiple of 3"),
+        ("attention.key_length", -64, "is -64, expected"),
+        ("attention.value_length", 32, "values of a head have 32 elements"),
+        ("attention.layer_norm_rms_epsilon", float("nan"), "is nan, expected a number"),
+        ("attention.layer_norm_rms_epsilon", "small", "is 'small', expected a number"),
+        ("rope.freq_base", float("nan"), "is nan, expected a number above 0"),
+        ("rope.freq_base", 0.0, "is 0.0, expected a number above 0"),
+        ("rope.freq_base", [], "has 0 values"),
+        ("rope.scaling.type", "yarn", "found llama.rope.scaling.type 'yarn'"),
+        ("rope.scaling.type", 3, "found llama.rope.scaling.type '3'"),
+        ("rope.scaling.factor", float("inf"), "is inf, expected a number"),
+        ("rope.dimension_count", 63, "rotates 63 elements of a head"),
+        ("vocab_size", 321, "vocab_size is 321, expected the rows of token_embd, 320"),
+        ("expert_count", 2, "has no tensor 'blk.0.ffn_gate_inp.weight'|uses 0 of 2 experts"),
+        ("context_length", 1 << 31, "context_length is 2147483648"),
+        ("tokenizer.ggml.tokens", ["a"] * 319, "has 320 rows, expected one for each of 319 tokens"),
+    ],
+)
+def test_numbers_that_make_no_sense(llama, key, value, message):
+    key = key if "." in key and not key.startswith(("attention", "rope")) else f"llama.{key}"
+    fields = {name: old for name, old in {**llama.fields, key: value}.items() if old is not None}
+    with pytest.raises(FrontendError, match=message):
+        rh.from_gguf(replace(llama, fields=fields))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "blk.2.attn_norm.weight",
+        "blk.0.attn_rot_embd.weight",
+        "rope_factors_long.weight",
+        "output_norm.bias",
+        "blk.0.attn_q.weight.lora_a",
+        "blk.0.attn_q_norm.weight",
+        "token_embd.scale",
+        "\x1b",
+    ],
+)
+def test_tensors_that_no_layer_reads(llama, name):
+    extra = FileTensor(name, (256,), "F32", np.zeros(256, "float32"))
+    with pytest.raises(FrontendError, match=f"has no use for: '{name if name.isprintable() else ''}"):
+        rh.from_gguf(replace(llama, tensors={**llama.tensors, name: extra}))
+
+
+def test_tensors_that_are_missing(llama):
+    for name in llama.tensors:
+        if name != "output.weight":  # then it is that of the embeddings
+            with pytest.raises(FrontendError, match=f"has no tensor '{name}'"):
+                rh.from_gguf(replace(llama, tensors={each: one for each, one in llama.tensors.items() if each != name}))
+
+
+@pytest.mark.parametrize("model, name", [("qwen2", "attn_k.bias"), ("qwen3", "attn_q_norm.weight")])
+def test_what_only_some_layers_have(model, name, tmp_path):
+    file = read_gguf(write_gguf(tmp_path / "model.gguf", MODELS[model]))
+    tensors = {each: one for each, one in file.tensors.items() if each != f"blk.1.{name}"}
+    with pytest.raises(FrontendError, match=f"has no tensor 'blk.1.{name}'"):
+        rh.from_gguf(replace(file, tensors=tensors))
+
+
+def test_biases_of_llama_are_in_all_layers_or_none(llama):
+    biases = {f"blk.{n}.attn_output.bias": np.ones(256, "float32") for n in range(2)}
+    extra = {name: FileTensor(name, (256,), "F32", data) for name, data in biases.items()}
+    rh.from_gguf(replace(llama, tensors={**llama.tensors, **extra}))
+    del extra["blk.1.attn_output.bias"]
+    with pytest.raises(FrontendError, match="has no tensor 'blk.1.attn_output.bias'"):
+        rh.from_gguf(replace(llama, tensors={**llama.tensors, **extra}))

@@ -20,6 +20,7 @@ from relax_hetero.frontend.gguf.file import read_gguf
 from relax_hetero.frontend.gguf.held_bytes import bytes_held
 from relax_hetero.frontend.gguf.place_layers import Part, best_plan, bytes_on, parts_of
 from relax_hetero.frontend.paged_cache import PagedCache
+from relax_hetero.transform.ir.findings import findings_of
 from relax_hetero.transform.ir.rewriting import walk_bindings
 
 # The second device is ten times as fast, the third a little faster than the first.
@@ -147,6 +148,9 @@ def test_every_architecture_is_placed(name, all_logits, tmp_path):
     )
     for function in ("decode_1", "prefill_16"):
         assert set(devices_of(mod[function]).values()) == {"llvm", "cuda"}
+    reasons = [entry.reason for entry in findings_of(mod).placement.entries]
+    faster = "cuda" if any("the memory of cuda:0 is too small" in reason for reason in reasons) else "llvm"
+    assert any(f"of the limit of {limits[faster]:,} bytes on {faster}:0 other work leaves" in text for text in reasons)
 
 
 def test_experts_stay_on_the_cpu_where_they_do_not_fit_the_gpu(experts):
@@ -164,7 +168,14 @@ def test_experts_stay_on_the_cpu_where_they_do_not_fit_the_gpu(experts):
     )
     found = devices_of(mod["decode_1"])
     assert {found[f"blk.{layer}.ffn_{part}_exps"] for layer in (0, 1) for part in ("gate", "up", "down")} == {"llvm"}
-    assert {found["blk.0.attn_q"], found["blk.1.attn_output"], found["output"]} == {"cuda"}
+    assert {found["blk.0.attn_qkv"], found["blk.1.attn_output"], found["output"]} == {"cuda"}
+    findings = findings_of(mod)
+    reasons = {entry.variable: entry.reason for entry in findings.placement.entries if entry.kind == "op"}
+    assert reasons["blk.0.attn_qkv"].startswith("auto, no device is faster: ")
+    assert reasons["blk.1.ffn_up_exps"].startswith("auto, no device is faster: ")  # in bits, not as numbers
+    assert findings.placement_estimate["seconds"] == plan.seconds and not any(
+        "rule" in text for text in reasons.values()
+    )
 
 
 def test_what_fits_nowhere_is_refused_by_name(experts):

@@ -55,18 +55,90 @@ def test_rules_match_modules_and_classes():
 
 def test_refusals_name_what_is_wrong():
     x = torch.ones(2, 3)
-    with pytest.raises(rh.FrontendError, match=r"'1.native_dropout': of a module in training; call module.eval"):
-        rh.from_torch(torch.nn.Sequential(torch.nn.Identity(), torch.nn.Dropout(0.5)).train(), (x,))
-    with pytest.raises(rh.FrontendError, match=r"aten\.bincount"):
-        rh.from_torch(Function(lambda x: torch.bincount(x.long()[0])), (x,))
+    with pytest.raises(rh.FrontendError, match=r"aten\._linalg_svd"):
+        rh.from_torch(Function(torch.linalg.svdvals), (x,))
     with pytest.raises(rh.FrontendError, match="changes 'running_mean'"):
         rh.from_torch(torch.nn.BatchNorm1d(3).train(), (x,))
     with pytest.raises(rh.FrontendError, match="example_args"):
         rh.from_torch(torch.nn.Linear(3, 3))
     with pytest.raises(rh.FrontendError, match="expected a tuple"):
         rh.from_torch(torch.nn.Linear(3, 3), x)
-    with pytest.raises(rh.FrontendError, match="found a int"):
+    with pytest.raises(rh.FrontendError, match="found int"):
         rh.from_torch(3, (x,))
+
+
+ONES = torch.ones(2, 3, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("module", "x"),
+    [
+        (torch.nn.Sequential(torch.nn.Identity(), torch.nn.Dropout(0.5, inplace=True)), ONES),
+        (torch.nn.Dropout2d(), ONES),
+        (torch.nn.AlphaDropout(), ONES),
+        (torch.nn.RReLU(), ONES),
+        (torch.nn.LSTM(4, 3, 2, dropout=0.1), ONES[0]),
+        (Function(lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1)), ONES),
+        (Function(lambda x: x + torch.randn_like(x)), ONES),
+        (Function(lambda x: x.clone().exponential_()), ONES),
+        (Function(lambda x: torch.multinomial(x[0, 0], 2)), ONES),
+    ],
+)
+def test_random_numbers_are_refused(module, x):
+    with pytest.raises(rh.FrontendError, match=r"draws random numbers.* node '.*call module.eval"):
+        rh.from_torch(module.train(), (x,))
+
+
+class Held(torch.nn.Module):
+    def __init__(self, held, function):
+        super().__init__()
+        register = self.register_parameter if isinstance(held, torch.nn.Parameter) else self.register_buffer
+        register("held", held)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.held, x)
+
+
+def count(held, x):
+    held += 1
+    return x + held
+
+
+def test_weights_of_other_kinds():
+    eye, x = torch.eye(3), torch.ones(3, 2)
+    for held in (eye.to_sparse(), eye.to_sparse_csr()):
+        check(Held(held, torch.matmul), (x,))
+    check(Held(eye.to_sparse_csr(), lambda held, x: x + 1), (x,))  # nothing reads it
+    check(Held(eye.to(torch.complex64).conj().imag, lambda held, x: held @ x), (x,))
+    check(Held(eye * 2, lambda held, x: torch.linalg.svdvals(held)[:, None] * x), (x,))  # torch computes it now
+    nested = torch.nested.nested_tensor([eye, eye[:2]])
+    quantized = torch.quantize_per_tensor(eye, 0.1, 0, torch.quint8)
+    for held in (nested, quantized, eye.to("meta"), eye.to(torch.float8_e5m2)):
+        with pytest.raises(rh.FrontendError, match="the weight 'held' is"):
+            rh.from_torch(Held(held, lambda held, x: held.float() @ x), (x,))
+    with pytest.raises(rh.FrontendError, match=r"example_args\[0\] is a sparse"):
+        rh.from_torch(Function(torch.Tensor.to_dense), (eye.to_sparse(),))
+    for held in (eye[0, :2], torch.nn.Parameter(eye[0, :2], requires_grad=False)):
+        with pytest.raises(rh.FrontendError, match="changes 'held'"):
+            rh.from_torch(Held(held, count), (x,))
+
+
+class Counted(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls, self.longest = 0, 0
+
+    def forward(self, x):
+        self.longest = max(self.longest, x.shape[0])
+        self.calls += 1
+        return x * (self.calls if x.shape[1] == 2 else self.longest)
+
+
+def test_numbers_that_a_module_changes():
+    check(Counted(), (torch.ones(3, 3),))  # what it computes is the same in each call
+    with pytest.raises(rh.FrontendError, match="changes 'calls'.* something else in the next call"):
+        rh.from_torch(Counted(), (torch.ones(3, 2),))
 
 
 def test_weights_that_are_shared_are_one_constant():

@@ -13,7 +13,7 @@ from relax_hetero.llm.server.limits import Limits
 from relax_hetero.llm.server.run import serve
 
 TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('nobody speaks') }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tool speaks') }}{% endif %}"
     "{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 )
 

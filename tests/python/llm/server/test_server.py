@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 
 import numpy as np
 import pytest
@@ -16,10 +17,14 @@ pytest.importorskip("fastapi")
 from llm.server.running import Server, running  # noqa: E402
 from llm.toy_model import EOS, ToyCodec, ToyModel, alone  # noqa: E402
 from relax_hetero.errors import HeteroError  # noqa: E402
-from relax_hetero.llm import Engine  # noqa: E402
-from relax_hetero.llm.server import calls  # noqa: E402
+from relax_hetero.llm import ChatTemplate, Engine, SamplingParams  # noqa: E402
+from relax_hetero.llm.server import calls, connections, run  # noqa: E402
 from relax_hetero.llm.server.answers import CompletionAnswers  # noqa: E402
+from relax_hetero.llm.server.api_errors import ApiError  # noqa: E402
+from relax_hetero.llm.server.app import Settings  # noqa: E402
+from relax_hetero.llm.server.bodies import ChatBody, CompletionBody  # noqa: E402
 from relax_hetero.llm.server.limits import Limits  # noqa: E402
+from relax_hetero.llm.server.messages import Message, rendered  # noqa: E402
 from relax_hetero.llm.server.texts import Texts  # noqa: E402
 
 CODEC = ToyCodec()
@@ -139,6 +144,14 @@ def test_logprobs(client):
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "a"}]
+# Fields that change nothing, and one that nobody knows.
+OTHERS = {
+    **{"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "parallel_tool_calls": True},
+    **{"prediction": {"type": "content", "content": "a"}, "prompt_cache_key": "a", "safety_identifier": "a"},
+    **{"priority": 1, "request_id": "a", "rid": "a", "cache_salt": "a", "cache_prompt": False, "id_slot": 1},
+    **{"keep_alive": "5m", "timings_per_token": True, "n_keep": 3, "stream_options": {"include_obfuscation": False}},
+    **{"nobody": {"knows": [1]}, "extra_body": {"ttl": 3}},
+}
 BAD = [
     (COMPLETIONS, {"prompt": "a", "model": "other"}, 404, "expected 'toy'"),
     (COMPLETIONS, {}, 400, "prompt"),
@@ -169,13 +182,22 @@ BAD = [
     (COMPLETIONS, {"prompt": ["a", [1]]}, 400, "prompt"),
     (CHAT, {"messages": []}, 400, "messages"),
     (CHAT, {"messages": "hello"}, 400, "messages"),
-    (CHAT, {"messages": [{"role": "nobody", "content": "a"}]}, 400, "nobody speaks"),
+    (CHAT, {"messages": [{"role": "tool", "content": "a"}]}, 400, "no tool speaks"),
+    (CHAT, {"messages": [{"role": "nobody", "content": "a"}]}, 400, "found role 'nobody', expected one of system"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
     (CHAT, {"messages": [{"role": "user", "content": "\udc00"}]}, 400, "no character"),
     (CHAT, {"messages": USER, "n": 10**9}, 400, "found 1000000000 texts"),
     (CHAT, {"messages": USER, "chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "messages.0.content.0"),
+    (CHAT, {"messages": [*USER, {"role": "assistant", "tool_calls": [{}]}]}, 400, "messages.1.tool_calls"),
     (CHAT, {"messages": USER, "tools": [{}]}, 400, "tools"),
-    (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, 400, "json_object"),
+    (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, 400, 'null or {"type": "text"}'),
+    (CHAT, {"messages": USER, "max_tokens": 3, "max_completion_tokens": 4}, 400, "max_tokens: found 3"),
+    (CHAT, {"messages": USER, "n_predict": 4}, 400, "use max_tokens"),
+    (CHAT, {"messages": USER, "stream_options": {"continuous_usage_stats": True}}, 400, "stream_options.continuous"),
+    (CHAT, {"messages": USER, "extra_body": {"min_tokens": 3}}, 400, "min_tokens: found 3"),
+    (CHAT, {"messages": USER, "extra_body": {"top_k": -2}}, 400, "top_k"),
+    (COMPLETIONS, {"prompt": "a", "extra_body": "min_tokens"}, 400, "extra_body"),
     (CHAT, {"messages": USER, "top_logprobs": 2}, 400, "logprobs"),
 ]
 
@@ -212,6 +234,55 @@ def test_null_stands_for_a_default(http):
         http.post(COMPLETIONS, json={**asked, **more}).json() for more in ({}, {**dict.fromkeys(nulls), "top_k": -1})
     )
     assert given["choices"] == plain["choices"]
+
+
+@pytest.mark.parametrize(
+    "path, body, kind", [(COMPLETIONS, {"prompt": "a"}, CompletionBody), (CHAT, {"messages": USER}, ChatBody)]
+)
+def test_fields_that_would_change_the_answer(http, path, body, kind):
+    rows = {name: values for name, values in kind.changes.items() if name not in kind.model_fields}
+    for name, values in rows.items():
+        for value in (None, *values):
+            kind.model_validate({**body, name: value}).refuse_unsupported()
+        with pytest.raises(ApiError) as error:
+            kind.model_validate({**body, name: ["other"]}).refuse_unsupported()
+        assert error.value.body["error"]["param"] == name
+    neutral = {name: values[-1] if values else None for name, values in rows.items()}
+    asked = {**body, "max_tokens": 3, "temperature": 0, "seed": 1}
+    plain, given = (http.post(path, json={**asked, **more}) for more in ({}, {**OTHERS, **neutral}))
+    assert given.status_code == 200 and given.json()["choices"] == plain.json()["choices"]
+
+
+ROLES = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.role }}: {{ m.content | trim }}{% endfor %}"
+NAMES = "{% for m in messages %}{{ m.role }} {{ m['name'] }} {{ m.tool_calls }} {{ m.content }}{% endfor %}"
+CALLS = [*USER, {"role": "assistant", "tool_calls": [{"id": 1}]}, {"role": "tool", "content": "b"}]
+
+
+@pytest.mark.parametrize(
+    "template, messages, refused",
+    [
+        (ROLES, [{"role": "developer", "content": "b"}, *USER], "messages.0.content"),
+        (ROLES, [*USER, {"role": "assistant", "content": "b "}, CALLS[-1] | {"content": "c"}], "messages.2.content"),
+        (ROLES, [{**USER[0], "name": "Ann"}], "messages.0.name"),
+        (ROLES, [*USER, {"role": "assistant", "content": "b", "prefix": True}], "messages.1.prefix"),
+        (ROLES, [{**USER[0], "name": None, "tool_calls": [], "prefix": False, "id": 3, "refusal": None}], None),
+        (NAMES, [{**USER[0], "name": "Ann"}], None),
+        (NAMES, CALLS, None),
+        ("{{ messages[-1].content }}", USER, None),
+        ("{{ messages[-1].content }}", CALLS, "messages.1.tool_calls"),
+        (NAMES.replace("m.role", "'model' if m.role == 'assistant' else 'user'"), CALLS, "messages.2.role"),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content.split('</think>')[-1] }}{% endfor %}",
+         [*USER, {"role": "assistant", "content": "<think>b</think>c"}], None),
+    ],
+)  # fmt: skip
+def test_what_a_template_leaves_out_of_a_conversation(template, messages, refused):
+    plain = [Message.model_validate(each).plain("messages") for each in messages]
+    if refused is None:
+        assert rendered(ChatTemplate(template), plain, {})
+        return
+    with pytest.raises(ApiError, match=refused) as error:
+        rendered(ChatTemplate(template), plain, {})
+    assert error.value.body["error"]["param"] == refused
 
 
 def test_a_prompt_that_does_not_fit_has_the_code_of_openai(http, server):
@@ -314,14 +385,149 @@ def test_texts_end_when_their_caller_goes_away(stream):
 
 
 def test_keys():
-    with running(Engine(ToyModel(), CODEC), api_key="secret") as server:
+    origin = {"origin": "https://chat.example"}
+    with running(Engine(ToyModel(), CODEC), api_key="secret", cors_origins=(origin["origin"],)) as server:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret") as client:
             assert client.completions.create(model="toy", prompt="a", max_tokens=2).choices
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as client:
             with pytest.raises(openai.AuthenticationError, match="no valid API key"):
                 client.models.list()
-        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        models = f"{server.url}/v1/models"
+        for headers in ({}, {"x-api-key": ""}, {"x-api-key": "secre"}, {"authorization": "secret"}):
+            refused = httpx.get(models, headers={**headers, **origin})
+            assert refused.status_code == 401 and "x-api-key" in refused.json()["error"]["message"]
+            assert refused.headers["access-control-allow-origin"] == origin["origin"]
+        assert httpx.get(models, headers={"x-api-key": "secret", "authorization": "Bearer none"}).status_code == 200
+        asked = {"access-control-request-method": "POST", "access-control-request-headers": "x-api-key"}
+        assert httpx.options(models, headers={**origin, **asked}).headers["access-control-allow-headers"] == "x-api-key"
+        assert httpx.options(models, headers={"origin": "https://other.example", **asked}).status_code == 400
+        answer = httpx.get(f"{server.url}/health")
+        assert answer.status_code == 200 and not {"server", "access-control-allow-origin"} & set(answer.headers)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"api_key": ""}, {"cors_origins": ("chat.example",)}, {"cors_origins": ("https://a.example/",)}]
+)
+def test_settings_that_would_not_do_what_they_say(settings):
+    with pytest.raises(HeteroError, match=f"{next(iter(settings))}: found"):
+        Settings("toy", **settings)
+
+
+def connect(server: Server, text: bytes = b"", buffer: int | None = None) -> socket.socket:
+    """A connection that has sent something; of a client that has a small `buffer` for what it reads."""
+    host, port = server.url.removeprefix("http://").split(":")
+    made = socket.socket()
+    made.settimeout(30)
+    if buffer is not None:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    made.connect((host, int(port)))
+    made.sendall(text)
+    return made
+
+
+def read_all(client: socket.socket) -> bytes:
+    """What comes until the server closes the connection, which it may do before it has read all."""
+    parts = []
+    try:
+        while part := client.recv(65536):
+            parts.append(part)
+    except ConnectionError:
+        pass
+    return b"".join(parts)
+
+
+GET = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+POST = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n".encode()
+
+
+@pytest.fixture(scope="module")
+def short_of_patience():
+    limits = Limits(in_flight=4, header_seconds=0.1, body_seconds=0.1, idle_seconds=0.1, address_connections=8)
+    with running(Engine(ToyModel(), CODEC), limits=limits) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        (b"", b""),
+        (GET[:-2], b"HTTP/1.1 408 "),
+        (GET, b"HTTP/1.1 200 "),
+        (GET + GET[:-2], b"HTTP/1.1 200 "),
+        (POST + b"Content-Length: 9\r\n\r\n{", b"HTTP/1.1 408 "),
+        (POST + b"Content-Length: 99999999\r\n\r\n{", b"HTTP/1.1 413 "),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\nno number\r\n", b"HTTP/1.1 400 "),
+        (b"\x16\x03\x01\x02\r\n\r\n", b"HTTP/1.1 400 "),
+        (GET[:-2] + b"A: " + b"b" * 70_000, b"HTTP/1.1 400 "),
+    ],
+)
+def test_connections_that_wait_for_clients_are_closed(short_of_patience, text, answer):
+    with connect(short_of_patience, text) as client:
+        assert read_all(client).startswith(answer)
+
+
+@pytest.mark.parametrize("text", [GET[:-2] + b"A: ", POST + b"Content-Length: 99999999\r\n\r\n"])
+def test_a_byte_from_time_to_time_keeps_no_connection(short_of_patience, text):
+    with connect(short_of_patience, text) as client, pytest.raises(OSError):
+        for _ in range(1000):
+            client.sendall(b"b")
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize("text", [b"", GET[:-2], POST + b"Content-Length: 9\r\n\r\n{"])
+def test_silent_clients_lock_nobody_out(text):
+    limits = Limits(in_flight=4, address_connections=8, connections=8)
+    with running(Engine(ToyModel(), CODEC), limits=limits) as server:
+        clients = [connect(server, text) for _ in range(40)]
         assert httpx.get(f"{server.url}/health").status_code == 200
+        assert httpx.post(f"{server.url}{COMPLETIONS}", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+        assert all(read_all(client) == b"" for client in clients[:30])
+        for client in clients:
+            client.close()
+
+
+def test_connections_with_requests_are_not_closed_for_others():
+    engine = Engine(ToyModel(ends=False, context=100_000, pages=10_000), CODEC)
+    with running(engine, limits=Limits(in_flight=2, address_connections=2)) as server:
+        body = {"prompt": "abc", "max_tokens": 90_000, "stream": True}
+        with httpx.Client(base_url=server.url) as http:
+            with http.stream("POST", COMPLETIONS, json=body), http.stream("POST", COMPLETIONS, json=body):
+                assert httpx.get(f"{server.url}/health").status_code == 503
+
+
+def test_a_client_that_does_not_read_loses_its_connection(monkeypatch):
+    def listen(host: str, port: int) -> socket.socket:
+        made = original(host, port)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return made
+
+    original = run._listen
+    monkeypatch.setattr(run, "_listen", listen)
+    engine = Engine(ToyModel(ends=False, context=9_000, chunk=9_000, pages=10_000), CODEC)
+    with running(engine, limits=Limits(in_flight=1, choices=40, read_seconds=0.1)) as server:
+        # Its stream begins with 320 KB, which no buffer takes.
+        asked = json.dumps({"prompt": "a" * 8_000, "echo": True, "n": 40, "stream": True}).encode()
+        with connect(server, POST + f"Content-Length: {len(asked)}\r\n\r\n".encode() + asked, 2048) as client:
+            assert client.recv(12) == b"HTTP/1.1 200"
+            body = {"prompt": "a", "max_tokens": 1}
+            while httpx.post(f"{server.url}{COMPLETIONS}", json=body, timeout=60).status_code == 429:
+                time.sleep(0.01)
+            assert len(read_all(client)) < 320_000
+
+
+@pytest.mark.parametrize("client, address", [
+    ("10.0.0.1", "10.0.0.1"), ("::ffff:10.0.0.1", "10.0.0.1"), ("2001:db8::1:2:3:4", "2001:db8::/64"), ("", "")
+])  # fmt: skip
+def test_addresses_that_are_counted_together(client, address):
+    assert connections._address((client, 1)) == address
+
+
+def test_a_context_beyond_the_trained_one_is_told():
+    model = ToyModel(context=512)
+    model.trained_context = 128
+    with running(Engine(model, CODEC)) as server:
+        card = httpx.get(f"{server.url}/v1/models/toy").json()
+    assert (card["max_model_len"], card["trained_context"]) == (512, 128) and "trained for 128" in card["warning"]
 
 
 def test_more_requests_than_are_taken_get_429():
@@ -364,17 +570,24 @@ def test_an_error_of_the_model_is_told_and_the_server_goes_on():
 
 
 def test_64_clients_at_once(server):
+    """Each gets the text that it gets alone: of the largest logits, or by its seed."""
     prompts = [f"client {n}: " for n in range(64)]
 
-    async def ask(client, prompt: str) -> str:
-        asked = {"model": "toy", "prompt": prompt, "temperature": 0, "max_tokens": 30}
+    async def ask(client, number: int) -> str:
+        choice = {"seed": number, "top_p": 0.9} if number % 2 else {"temperature": 0}
+        asked = {"model": "toy", "prompt": prompts[number], "max_tokens": 30, **choice}
         return "".join([part.choices[0].text async for part in await client.completions.create(**asked, stream=True)])
 
     async def ask_all() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            return await asyncio.gather(*(ask(client, prompt) for prompt in prompts))
+            return await asyncio.gather(*(ask(client, number) for number in range(64)))
 
-    assert asyncio.run(ask_all()) == [expected(prompt, 30)[0] for prompt in prompts]
+    texts = asyncio.run(ask_all())
+    assert texts[::2] == [expected(prompt, 30)[0] for prompt in prompts[::2]]
+    with Engine(ToyModel(slots=1), CODEC) as engine:
+        for number in range(1, 64, 2):
+            params = SamplingParams(seed=number, top_p=0.9, max_tokens=30)
+            assert engine.submit(prompts[number], params).result() == texts[number]
 
 
 def test_limits_that_are_none():

@@ -60,6 +60,22 @@ def test_static(name: str, types: tuple[str, str, str], sizes: tuple[int, int, i
     _check_plain(TARGETS[name], sizes, types)
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("name", "types"),
+    [("avx512", F32), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("avx2", F32), ("avx512", BF16)])],
+)
+def test_rows_have_the_same_bits(name: str, types: tuple[str, str, str]) -> None:
+    """Alone and beside others: tiles of several panels, blocks of k within a tile and from tile to tile."""
+    rng, (k, n) = fresh_rng(), (2600, 100)
+    a, b = random_array(rng, (9, k), types[0]), random_array(rng, (k, n), types[1])
+    found = [
+        run_kernel(plain_problem(TARGETS[name], (m, k, n), types), TARGETS[name], [a[:m], b], (m, n)) for m in (1, 2, 9)
+    ]
+    for few in found[:2]:
+        np.testing.assert_array_equal(few, found[2][: len(few)])
+
+
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("name", ["sse", "c"])
 def test_static_on_small_machines(name: str, types: tuple[str, str, str]) -> None:

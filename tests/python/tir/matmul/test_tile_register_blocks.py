@@ -97,6 +97,17 @@ def test_symbolic_rows_choose_when_they_are_known():
         assert (products_so_far() > before) == (rows > 15)
 
 
+def test_rows_of_a_kind_have_the_same_bits():
+    """Chunks take tiles, and decode steps vectors, however many rows they have."""
+    weights, found = of_file("q4_0", 40, 64), {}
+    x = fresh_rng().standard_normal((20, 64), "float32")
+    for kind, rows in (("decode", 20), ("chunk", 5), ("chunk", 20)):
+        problem, before = replace(problem_of(weights, rows, PANEL), rows=kind), products_so_far()
+        found[kind, rows] = call(_kernel(problem), x[:rows], weights.packed(PANEL), 40)
+        assert (products_so_far() > before) == (kind == "chunk")
+    np.testing.assert_array_equal(found["chunk", 5], found["chunk", 20][:5])
+
+
 def test_what_is_done_to_sums_and_numbers_without_end():
     rng = fresh_rng()
     weights = integers(rng, 45, 64, 32)

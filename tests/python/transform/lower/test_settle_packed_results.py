@@ -31,6 +31,16 @@ def test_before_and_after():
         @R.function(pure=False)
         def main(x: R.Tensor((4,), "float32", "llvm:1")) -> R.Tensor((4,), "float32", "llvm:1"):
             y_packed = R.call_packed("test.settle.twice", x, ty_args=(R.Tensor((4,), "float32", "llvm:1"),))
+            _ = R.call_packed(
+                "relax_hetero.check_returned",
+                y_packed,
+                R.str("packed function 'test.settle.twice'"),
+                R.prim_value(-1),
+                R.prim_value(1),
+                R.str("float32"),
+                R.prim_value(4),
+                ty_args=(R.Tuple([]),),
+            )
             y: R.Tensor((4,), "float32", "llvm:1") = R.to_vdevice(y_packed, "llvm:1")
             z = R.call_packed("vm.builtin.copy", y, ty_args=(R.Tensor((4,), "float32", "llvm:1"),))
             return z

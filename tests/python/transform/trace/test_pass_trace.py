@@ -191,7 +191,7 @@ def test_names_that_are_unknown_and_objects_that_are_none(trace):
         trace.show("FormRow")
     with pytest.raises(rh.HeteroError, match="the module has no function 'mian'; it has main, other"):
         trace.show("FormRows", "mian")
-    with pytest.raises(rh.HeteroError, match="found str, expected a tvm.IRModule"):
+    with pytest.raises(rh.HeteroError, match="rh.from_onnx imports it; expected a tvm.IRModule"):
         rh.transform.trace_passes("model.onnx")
     with pytest.raises(rh.HeteroError, match="found passes without a module"):
         rh.transform.trace_passes(passes=[IN_PLACE])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from unittest import mock
 
 import numpy as np
@@ -233,3 +235,60 @@ def test_calls_under_way_consume_nothing_that_others_take(executable):
         check(third.result(60), expected(befores[3], row, place, query))
     once = expected(befores[0], shared, place, query)[0]
     check(vm.submit("main", caches[0], row, place, query).result(60), expected(once, row, place, query))
+
+
+@I.ir_module
+class Early:
+    """What is donated is read by the first step; the second is on another device."""
+
+    I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
+
+    @R.function
+    def main(x: R.Tensor(("n", 8), "float32", "llvm:0")):
+        with R.dataflow():
+            result = R.exp(R.to_vdevice(R.sum(x, axis=[0]), "llvm:1"))
+            R.output(result)
+        return result
+
+
+def test_memory_that_a_call_has_given_back_is_free():
+    """A call drops an argument after its last reader; the address is another array's then."""
+    executable = rh.compile(Early, donate=["x"])
+    vm, other = (rh.vm.VirtualMachine(executable, max_in_flight=32) for _ in range(2))
+    is_open, execute, taken = threading.Event(), QueuePlan.execute, []
+
+    def late(plan, index, call):
+        if plan.steps[index].device == 1:
+            taken.append(call)
+            assert is_open.wait(60)
+        return execute(plan, index, call)
+
+    def submit(*args):
+        """A call whose first step is over."""
+        count = len(taken)
+        fences.append(vm.submit("main", *args))
+        while len(taken) == count or taken[-1].values[0] is not None:
+            time.sleep(1e-4)
+
+    fences = []
+    with mock.patch.object(QueuePlan, "execute", late):
+        x = np.ones((4, 8), "float32")
+        submit(x[:])
+        tensor = tvm.runtime.tensor(x)
+        fences.append(vm.submit("main", tensor))
+        for again in (x, x[1:3], np.from_dlpack(tensor)[2:]):  # the caller has them still
+            for call in (vm["main"].submit, other["main"].submit, vm["main"], other["main"]):
+                with pytest.raises(
+                    rh.BindingError, match="shares memory with argument 'x' of a call of 'main' that is"
+                ):
+                    call(again)
+        address, gone = x.ctypes.data, weakref.ref(x)
+        del x, again
+        assert gone() is None
+        arrays = [np.full((4, 8), i, "float32") for i in range(8)]
+        assert address in [array.ctypes.data for array in arrays]
+        fences += [vm.submit("main", array) for array in arrays]
+        is_open.set()
+        for fence, value in zip(fences, (1, 1, *range(8)), strict=True):
+            np.testing.assert_allclose(fence.result(60).numpy(), np.exp(np.full(8, 4.0 * value)), rtol=1e-5)
+    other["main"](tensor)  # whose call has ended

@@ -17,9 +17,9 @@ from ....artifact.cache_folder import CacheFolder
 from ....artifact.kernel_cache import find_code, keep_code
 from ....errors import BuildError
 from ....target.cpu_cores import num_cores
+from ....transform.ir.reasons import reason
 from ....vm.device.interruptible import run_in_threads
 from ....vm.file.cuda_modules import KIND, source_key
-from ..reasons import reason
 from .compilers import CompileError, CudaCompiler, find_compiler
 from .kernel_sources import CudaPart, KernelSource, is_source
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -173,8 +174,11 @@ def _walk(node: Node, table: _Table, root: int) -> tuple[int, list[int]]:
             raise node.refusal("a tree of it has a cycle: some row never comes to a leaf")
 
 
-def _leaf_kernel(width: int, nodes: int, trees: int, dtype: str, has_missing: bool, is_deep: bool) -> tirx.PrimFunc:
+@functools.cache
+def _leaf_kernel(width: int, dtype: str, has_missing: bool, is_deep: bool) -> tirx.PrimFunc:
     """The leaf that each row comes to, by tree; trees are walked to their deepest leaf, without a branch.
+
+    The numbers of nodes and trees are arguments, so that a model of many small forests has one kernel.
 
     A step waits for the one before. Down shallow trees the processor begins with the next tree meanwhile; down deep
     ones, several rows go together.
@@ -191,17 +195,23 @@ def _leaf_kernel(width: int, nodes: int, trees: int, dtype: str, has_missing: bo
     @T.prim_func(private=True, s_tir=True)
     def tree_leaves(
         data: T.handle,
-        feature: T.Buffer((nodes,), "int32"),
-        split: T.Buffer((nodes,), dtype),
-        child: T.Buffer((nodes, 2), "int32"),
-        missing: T.Buffer((nodes,), "int8"),
-        root: T.Buffer((trees,), "int32"),
-        depth: T.Buffer((trees,), "int32"),
+        features: T.handle,
+        splits: T.handle,
+        children: T.handle,
+        are_missing: T.handle,
+        roots: T.handle,
+        depths: T.handle,
         result: T.handle,
     ):
         T.func_attr({"tirx.noalias": True})
-        rows = T.int64()
+        rows, nodes, trees = T.int64(), T.int64(), T.int64()
         x = T.match_buffer(data, (rows, width), dtype)
+        feature = T.match_buffer(features, (nodes,), "int32")
+        split = T.match_buffer(splits, (nodes,), dtype)
+        child = T.match_buffer(children, (nodes, 2), "int32")
+        missing = T.match_buffer(are_missing, (nodes,), "int8")
+        root = T.match_buffer(roots, (trees,), "int32")
+        depth = T.match_buffer(depths, (trees,), "int32")
         leaf = T.match_buffer(result, (rows, trees), "int32")
         for task in T.parallel((rows + T.int64(_ROWS - 1)) // T.int64(_ROWS)):
             if is_deep:
@@ -230,9 +240,9 @@ def _leaf_kernel(width: int, nodes: int, trees: int, dtype: str, has_missing: bo
 def leaves_of_rows(node: Node, data: relax.Expr, forest: Forest) -> relax.Expr:
     """(rows, trees), the leaf that each row comes to."""
     rows, width = node.shape(data)
-    nodes, trees = forest.features.size, forest.roots.size
+    trees = forest.roots.size
     is_deep = int(forest.depths.max(initial=0)) > _SHALLOW
-    kernel = _leaf_kernel(width, nodes, trees, str(forest.splits.dtype), bool(forest.missing.any()), is_deep)
+    kernel = _leaf_kernel(width, str(forest.splits.dtype), bool(forest.missing.any()), is_deep)
     symbol = node.builder.add_func(kernel, "tree_leaves")
     tables = (forest.features, forest.splits, forest.children, forest.missing, forest.roots, forest.depths)
     inputs = [data, *(const(table) for table in tables)]
@@ -246,6 +256,8 @@ def combined(
     none = {"MIN": np.inf, "MAX": -np.inf}.get(how, 0.0)
     reduce = {"MIN": te.min, "MAX": te.max}.get(how, te.sum)
     rows = node.shape(leaves)[0]
+    if forest.roots.size == 1 and all(len(entries) <= 1 for entries in weights.values()):
+        return _of_one_tree(node, leaves, len(forest.leaves), weights, targets, dtype)
     served = [sorted({k for leaf in tree for k, _ in weights.get(leaf, ())}) for tree in forest.leaves_of]
     count = len(forest.leaves)
 
@@ -292,6 +304,60 @@ def combined(
     most = const(np.finfo(dtype).max, dtype)  # where a least or greatest begins
     is_found = node.emit(relax.op.less(node.emit(relax.op.abs(result)), most))
     return node.emit(relax.op.where(is_found, result, const(0, dtype)))
+
+
+@functools.cache
+def _one_tree_kernel(dtype: str) -> tirx.PrimFunc:
+    """The weight of the leaf that each row comes to, at the one target of the leaf, and 0 at others."""
+
+    @T.prim_func(private=True, s_tir=True)
+    def tree_scores(leaves: T.handle, targets: T.handle, weights: T.handle, result: T.handle):
+        T.func_attr({"tirx.noalias": True})
+        rows, count, width = T.int64(), T.int64(), T.int64()
+        leaf = T.match_buffer(leaves, (rows, 1), "int32")
+        target = T.match_buffer(targets, (count,), "int32")
+        weight = T.match_buffer(weights, (count,), dtype)
+        score = T.match_buffer(result, (rows, width), dtype)
+        for i in T.parallel(rows):
+            for k in T.serial(width):
+                score[i, k] = T.if_then_else(
+                    target[leaf[i, 0]] == T.Cast("int32", k), weight[leaf[i, 0]], T.Cast(dtype, 0)
+                )
+
+    return tree_scores
+
+
+def _of_one_tree(node: Node, leaves: relax.Expr, count: int, weights: Weights, targets: int, dtype: str) -> relax.Expr:
+    """`combined` of a tree whose leaves have a target each, or none: without a table of every target."""
+    target, weight = np.full(count, -1, "int32"), np.zeros(count, dtype)
+    for leaf, entries in weights.items():
+        for k, value in entries:
+            target[leaf], weight[leaf] = k, value
+    symbol = node.builder.add_func(_one_tree_kernel(dtype), "tree_scores")
+    ty = relax.TensorType((node.shape(leaves)[0], targets), dtype)
+    return node.emit(relax.op.call_tir(symbol, [leaves, const(target), const(weight)], ty))
+
+
+@functools.cache
+def _label_kernel() -> tirx.PrimFunc:
+    @T.prim_func(private=True, s_tir=True)
+    def tree_labels(leaves: T.handle, labels: T.handle, result: T.handle):
+        T.func_attr({"tirx.noalias": True})
+        rows, count = T.int64(), T.int64()
+        leaf = T.match_buffer(leaves, (rows, 1), "int32")
+        label = T.match_buffer(labels, (count,), "int64")
+        found = T.match_buffer(result, (rows,), "int64")
+        for i in T.serial(rows):
+            found[i] = label[leaf[i, 0]]
+
+    return tree_labels
+
+
+def labels_of_leaves(node: Node, leaves: relax.Expr, labels: np.ndarray) -> relax.Expr:
+    """(rows,), the label of the leaf that each row of a single tree comes to."""
+    symbol = node.builder.add_func(_label_kernel(), "tree_labels")
+    ty = relax.TensorType((node.shape(leaves)[0],), "int64")
+    return node.emit(relax.op.call_tir(symbol, [leaves, const(labels)], ty))
 
 
 def _merged(entries: Sequence[tuple[int, float]], targets: int, none: float, how: str, dtype: str) -> np.ndarray:

@@ -13,7 +13,7 @@ from tvm import relax
 from ..elementwise import cast
 from ..node import Node, const, dtype_of
 from ..table import CLASSICAL, convert_node, converts
-from .forest import LEAF, Forest, Trees, Weights, combined, forest_of, leaves_of_rows
+from .forest import LEAF, Forest, Trees, Weights, combined, forest_of, labels_of_leaves, leaves_of_rows
 from .scores import labels_from, labels_of, transformed
 
 _MODES = ("BRANCH_LEQ", "BRANCH_LT", "BRANCH_GTE", "BRANCH_GT", "BRANCH_EQ", "BRANCH_NEQ", "BRANCH_MEMBER")
@@ -161,9 +161,23 @@ def tree_ensemble_classifier(node: Node) -> relax.Expr:
             counts = combined(node, rows, forest, counted, labels.size, dtype)
             is_scored = node.emit(relax.op.greater(counts, const(0, dtype)))  # others are never the label
             compared = node.emit(relax.op.where(is_scored, scores, const(-np.inf, dtype)))
+        if forest.roots.size == 1 and not base:  # its leaf says the label of a row
+            label = labels_of_leaves(node, rows, labels[_best_of_leaves(forest, weights, dtype)])
+            return node.outputs([label, cast(node, transformed(node, scores), "float32")])
         index = node.builder.normalize(convert_node(node.as_op("ArgMax", [compared], 13, axis=1, keepdims=0)))
         scores = transformed(node, scores)
     return node.outputs([labels_from(node, index, labels), cast(node, scores, "float32")])
+
+
+def _best_of_leaves(forest: Forest, weights: Weights, dtype: str) -> np.ndarray:
+    """By leaf, the class with the largest score; 0 where there are no scores."""
+    best = np.zeros(len(forest.leaves), "int64")
+    for leaf, entries in weights.items():
+        found: dict[int, float] = {}
+        for k, weight in entries:
+            found[k] = np.dtype(dtype).type(found.get(k, 0) + np.dtype(dtype).type(weight))
+        best[leaf] = min(found, key=lambda k: (-found[k], k))
+    return best
 
 
 def _always(forest: Forest, weights: Weights) -> set[int]:

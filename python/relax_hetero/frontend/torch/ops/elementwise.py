@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from tvm import relax, topi
 
 from ...ops.node import const, is_float
+from ..complex_values import Complex, magnitude
 from ..exporting import torch_package
 from ..node import TABLE, TorchNode, converts, dtype_name
 
@@ -19,12 +21,12 @@ _Emit = Callable[..., relax.Expr]
 _UNARY: dict[str, Any] = {
     name: getattr(relax.op, name)
     for name in "abs ceil exp floor log sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf "
-    "sigmoid round sign trunc negative".split()
+    "sigmoid trunc negative".split()
 }
-_UNARY["neg"] = _UNARY.pop("negative")
+_UNARY["neg"] = _UNARY["_neg_view"] = _UNARY.pop("negative")
 _UNARY |= {"relu": relax.op.nn.relu, "silu": relax.op.nn.silu, "square": relax.op.square}
 
-_IDENTITIES = "clone alias detach detach_ contiguous lift_fresh_copy lift_fresh to_dense".split()
+_IDENTITIES = "clone alias detach detach_ contiguous lift_fresh_copy lift_fresh to_dense _to_dense".split()
 
 _COMPARISONS = {
     "eq": relax.op.equal, "ne": relax.op.not_equal, "lt": relax.op.less, "le": relax.op.less_equal,
@@ -46,11 +48,21 @@ def _register() -> None:
     for name in _IDENTITIES:
         TABLE[name] = lambda node, x, *_: x
     for name, op in _COMPARISONS.items():
-        TABLE[name] = lambda node, a, b, op=op: node.emit(op(*_promoted(node, a, b)))
+        TABLE[name] = lambda node, a, b, op=op: _compared(node, op, *_promoted(node, a, b))
     for name, op in _LOGICAL.items():
         TABLE[name] = lambda node, a, b, op=op: node.emit(op(node.tensor(a, "bool"), node.tensor(b, "bool")))
     for name, ops in _BITWISE.items():
         TABLE[name] = lambda node, a, b, ops=ops: node.emit(ops[node.dtype == "bool"](node.tensor(a), node.tensor(b)))
+
+
+def _compared(node: TorchNode, op: _Emit, a: relax.Expr, b: relax.Expr) -> relax.Expr:
+    """A comparison; one of a number with itself asks for NaN, which TVM would simplify away."""
+    if a.same_as(b) and is_float(str(a.ty.dtype)):
+        is_nan = node.emit(relax.op.isnan(a))
+        if op in (relax.op.less, relax.op.greater):
+            return node.filled(False)
+        return is_nan if op is relax.op.not_equal else node.emit(relax.op.logical_not(is_nan))
+    return node.emit(op(a, b))
 
 
 def _promoted(node: TorchNode, a: Any, b: Any) -> tuple[relax.Expr, relax.Expr]:
@@ -223,6 +235,119 @@ def other_base(node: TorchNode, x: Any) -> relax.Expr:
     return node.emit(relax.op.multiply(relax.op.log(x), const(1 / math.log(base), node.dtype)))
 
 
+@converts("sign", "sgn")
+def sign(node: TorchNode, x: Any) -> relax.Expr:
+    """-1, 0 or 1; a bool as it is."""
+    x = node.tensor(x)
+    return x if node.dtype == "bool" else node.emit(relax.op.sign(x))
+
+
+@converts("round")
+def round_(node: TorchNode, x: Any, decimals: int = 0) -> relax.Expr:
+    """To the nearest number of so many decimals, halves to the even one."""
+    x = node.tensor(x)
+    if not decimals:
+        return node.emit(relax.op.round(x))
+    if not is_float(node.dtype):
+        raise node.refusal("of integers to decimals")
+    factor = const(10.0 ** abs(decimals), node.dtype)
+    there, back = (relax.op.multiply, relax.op.divide)[:: 1 if decimals > 0 else -1]
+    return node.emit(back(relax.op.round(there(x, factor)), factor))
+
+
+def _is_negative(node: TorchNode, x: relax.Expr) -> relax.Expr:
+    """Whether numbers have a sign; -0.0 has."""
+    dtype = str(x.ty.dtype)
+    if not is_float(dtype):
+        return node.emit(relax.op.less(node.cast(x, "int64"), const(0, "int64")))
+    zero = const(0, dtype)
+    is_below = relax.op.less(relax.op.divide(const(1, dtype), x), zero)
+    return node.emit(
+        relax.op.logical_or(relax.op.less(x, zero), relax.op.logical_and(relax.op.equal(x, zero), is_below))
+    )
+
+
+@converts("signbit", "copysign", "angle")
+def signs(node: TorchNode, x: Any, other: Any = None) -> relax.Expr:
+    """Whether there is a sign; a number with the sign of another; 0 or half a turn, of real numbers."""
+    if node.op.startswith("signbit"):
+        return _is_negative(node, x)
+    if node.op.startswith("angle"):
+        x = node.tensor(x)
+        half = relax.op.where(relax.op.less(x, const(0, node.dtype)), const(math.pi, node.dtype), const(0, node.dtype))
+        return node.emit(relax.op.where(relax.op.isnan(x), x, half))
+    size = node.emit(relax.op.abs(node.tensor(x)))
+    return node.emit(relax.op.where(_is_negative(node, node.tensor(other)), relax.op.negative(size), size))
+
+
+@converts("fmax", "fmin")
+def extreme_number(node: TorchNode, a: Any, b: Any) -> relax.Expr:
+    """The larger or smaller; the other one where one is NaN."""
+    a, b = node.tensor(a), node.tensor(b)
+    found = extreme(replace(node, op=node.op[1:]), a, b)
+    if not is_float(node.dtype):
+        return found
+    return node.emit(relax.op.where(relax.op.isnan(a), b, relax.op.where(relax.op.isnan(b), a, found)))
+
+
+@converts("hypot")
+def hypot(node: TorchNode, a: Any, b: Any) -> relax.Expr:
+    """The root of the sum of both squares."""
+    return magnitude(node, Complex(node.tensor(a), node.tensor(b)))
+
+
+# Polynomial of 1 / (1 + x / 2) for erfc(x), with relative errors up to 1.2e-7 (Press et al., Numerical Recipes).
+_ERFC = (
+    -1.26551223, 1.00002368, 0.37409196, 0.09678418, -0.18628806, 0.27886807, -1.13520398, 1.48851587, -0.82215223,
+    0.17087277,
+)  # fmt: skip
+
+
+@converts("erfc", "special_erfcx")
+def erfc(node: TorchNode, x: Any) -> relax.Expr:
+    """What the error function leaves of 1, with the digits that small numbers have; times exp(x * x) where scaled."""
+    is_scaled, dtype = node.op.startswith("special"), node.dtype
+    x = node.tensor(x)
+    if dtype == "float64" and not is_scaled:
+        return node.emit(relax.op.subtract(const(1, dtype), relax.op.erf(x)))
+    if dtype == "float64":
+        raise node.refusal("of float64")
+    size, one, two = node.emit(relax.op.abs(x)), const(1, dtype), const(2, dtype)
+    t = node.emit(relax.op.divide(one, relax.op.add(one, relax.op.multiply(size, const(0.5, dtype)))))
+    power = const(_ERFC[-1], dtype)
+    for factor in _ERFC[-2::-1]:
+        power = node.emit(relax.op.add(relax.op.multiply(power, t), const(factor, dtype)))
+    square = node.emit(relax.op.multiply(x, x))
+    power = power if is_scaled else node.emit(relax.op.subtract(power, square))
+    found = node.emit(relax.op.multiply(t, relax.op.exp(power)))
+    whole = node.emit(relax.op.multiply(two, relax.op.exp(square))) if is_scaled else two
+    return node.emit(relax.op.where(relax.op.less(x, const(0, dtype)), relax.op.subtract(whole, found), found))
+
+
+@converts("erfinv")
+def erfinv(node: TorchNode, x: Any) -> relax.Expr:
+    """The inverse of the error function: Winitzki's estimate, and three steps of Newton's."""
+    x, dtype = node.tensor(x), node.dtype
+    one, half, a = const(1, dtype), const(0.5, dtype), 0.147
+    rest = relax.op.log(relax.op.multiply(relax.op.subtract(one, x), relax.op.add(one, x)))
+    rest = node.emit(rest)
+    first = node.emit(relax.op.add(const(2 / (math.pi * a), dtype), relax.op.multiply(rest, half)))
+    root = relax.op.sqrt(
+        relax.op.subtract(relax.op.multiply(first, first), relax.op.multiply(rest, const(1 / a, dtype)))
+    )
+    size = relax.op.sqrt(relax.op.maximum(relax.op.subtract(root, first), const(0, dtype)))
+    found = node.emit(relax.op.multiply(relax.op.sign(x), size))
+    for _ in range(3):
+        slope = relax.op.multiply(
+            const(2 / math.sqrt(math.pi), dtype), relax.op.exp(relax.op.negative(relax.op.multiply(found, found)))
+        )
+        step = node.emit(relax.op.divide(relax.op.subtract(relax.op.erf(found), x), slope))
+        found = node.emit(relax.op.subtract(found, step))
+    end = node.emit(relax.op.equal(relax.op.abs(x), one))
+    infinite = relax.op.multiply(x, const(math.inf, dtype))
+    return node.emit(relax.op.where(end, infinite, found))
+
+
 @converts("atan2")
 def atan2(node: TorchNode, y: Any, x: Any) -> relax.Expr:
     """The angle of a point."""
@@ -278,6 +403,18 @@ def activation(node: TorchNode, x: relax.Expr, *given: Any) -> relax.Expr:
     return value if scale == 1 else node.emit(relax.op.multiply(value, const(scale, node.dtype)))
 
 
+@converts("rrelu_with_noise_functional")
+def rrelu(node: TorchNode, x: relax.Expr, noise: relax.Expr, low: float, high: float, *_: Any) -> list[Any]:
+    """A leaky ReLU of the mean slope: programs that draw it are refused before."""
+    return [node.onnx("LeakyRelu", x, alpha=(low + high) / 2), noise]
+
+
+@converts("dropout", "native_dropout")
+def dropout(node: TorchNode, x: relax.Expr, *_: Any) -> Any:
+    """Nothing: programs that drop elements are refused before."""
+    return [x, node.filled(True, node.dims(x), "bool")] if node.op.startswith("native") else x
+
+
 @converts("to", "_to_copy", "type_as", "_to_dtype", "convert_element_type")
 def to(node: TorchNode, x: Any, *_: Any) -> relax.Expr:
     """As elements of another type."""
@@ -319,9 +456,9 @@ def arange(node: TorchNode, *given: Any) -> relax.Expr:
     (count,) = node.shape
     if all(isinstance(value, (int, float)) for value in (start, end, step)) and isinstance(count, int):
         return const(start + step * np.arange(count), node.dtype)
-    if node.dtype not in ("int32", "int64"):
-        raise node.refusal(f"of {node.dtype} with a size that only a call knows")
-    whole = node.emit(relax.op.arange(relax.prim_value(0), relax.prim_value(count), relax.prim_value(1), node.dtype))
+    dtype = node.dtype if node.dtype in ("int32", "int64") else "int64"
+    whole = node.emit(relax.op.arange(relax.prim_value(0), relax.prim_value(count), relax.prim_value(1), dtype))
+    whole = node.cast(whole, node.dtype)
     if not (isinstance(step, int) and step == 1):
         whole = node.emit(relax.op.multiply(whole, node.tensor(step)))
     return whole if isinstance(start, int) and start == 0 else node.emit(relax.op.add(whole, node.tensor(start)))

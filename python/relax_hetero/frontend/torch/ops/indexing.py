@@ -16,19 +16,63 @@ from .moving import cut_axis
 @converts("embedding")
 def embedding(node: TorchNode, table: relax.Expr, indices: relax.Expr, *_: Any) -> relax.Expr:
     """Rows of a table."""
-    return node.onnx("Gather", table, indices, axis=0)
+    return node.onnx("Gather", table, node.from_zero(indices, node.dims(table)[0]), axis=0)
+
+
+@converts("_embedding_bag", "_embedding_bag_forward_only")
+def embedding_bag(
+    node: TorchNode, table: relax.Expr, indices: relax.Expr, offsets: relax.Expr, by_frequency: bool, mode: int,
+    sparse: bool, weights: relax.Expr | None = None, has_end: bool = False, padding: int = -1,
+) -> list[relax.Expr]:  # fmt: skip
+    """Sums, means or the largest of rows of a table, a bag from each offset on; rows of padding are left out."""
+    if node.used - {0}:
+        raise node.refusal("with the bags of its rows, or their sizes")
+    node = node.of(node.value[0])
+    (count,), rows, (bags, width), dtype = node.dims(indices), node.dims(table)[0], node.shape, node.dtype
+    wide = "float32" if dtype in ("float16", "bfloat16") else dtype
+    offsets, indices = node.cast(offsets, "int64"), node.cast(indices, "int64")
+    offsets = cut_axis(node, offsets, 0, 0, bags) if has_end else offsets
+    # The bag of a row is the number of offsets up to it, less 1; without one at 0, that is no bag.
+    starts, zeros = node.filled(1, [bags], "int64"), node.filled(0, [count + 1], "int64")
+    starts = node.onnx("ScatterElements", zeros, node.from_zero(offsets, count + 1), starts, axis=0, reduction="add")
+    bag = node.emit(relax.op.subtract(relax.op.cumsum(starts, 0, "int64"), const(1, "int64")))
+    bag = node.reshape(node.from_zero(cut_axis(node, bag, 0, 0, count), bags), [count, 1])
+    values = node.cast(node.onnx("Gather", table, node.from_zero(indices, rows), axis=0), wide)
+    is_kept = node.reshape(node.emit(relax.op.not_equal(indices, const(padding, "int64"))), [count, 1])
+    if weights is not None:
+        values = node.emit(relax.op.multiply(values, node.cast(node.reshape(weights, [count, 1]), wide)))
+    is_max = mode == 2
+    neutral = const(-np.inf if is_max else 0, wide)
+    values = node.emit(relax.op.where(is_kept, values, neutral))
+    found = node.onnx(
+        "ScatterND", node.filled(-np.inf if is_max else 0, [bags, width], wide), bag, values,
+        reduction="max" if is_max else "add",
+    )  # fmt: skip
+    if mode:
+        kept = node.reshape(node.cast(is_kept, wide), [count])
+        number = node.onnx("ScatterND", node.filled(0, [bags], wide), bag, kept, reduction="add")
+        number = node.reshape(node.emit(relax.op.maximum(number, const(1, wide))), [bags, 1])
+        is_empty = relax.op.equal(found, neutral)
+        mean = relax.op.where(is_empty, const(0, wide), found) if is_max else relax.op.divide(found, number)
+        found = node.emit(mean)
+    return [node.cast(found, dtype)]
 
 
 @converts("index_select")
 def index_select(node: TorchNode, x: relax.Expr, dim: int, indices: relax.Expr) -> relax.Expr:
     """Places of an axis."""
-    return node.onnx("Gather", x, indices, axis=dim)
+    if not node.dims(x):
+        return x
+    found = node.onnx("Gather", x, node.from_zero(indices, node.dims(x)[dim]), axis=dim)
+    return node.reshape(found, node.shape)  # one index may be a scalar
 
 
 @converts("gather")
 def gather(node: TorchNode, x: relax.Expr, dim: int, indices: relax.Expr, *_: Any) -> relax.Expr:
     """Elements at indices along an axis."""
-    return node.onnx("GatherElements", x, indices, axis=dim)
+    if not node.dims(x):
+        return node.reshape(x, node.shape)
+    return node.onnx("GatherElements", x, node.from_zero(indices, node.dims(x)[dim]), axis=dim)
 
 
 _KINDS = {
@@ -51,6 +95,7 @@ def scatter(node: TorchNode, x: relax.Expr, dim: int, indices: relax.Expr, sourc
     if kind not in _KINDS or not node.shape:
         raise node.refusal(f"by {kind}" if node.shape else "of a single number")
     dims = node.dims(indices)
+    indices = node.from_zero(indices, node.dims(x)[dim])
     if not isinstance(source, relax.Expr):
         source = node.filled(source, dims)
     for axis, size in enumerate(dims):  # indices may be fewer than the source's elements
@@ -155,6 +200,29 @@ def index_put(node: TorchNode, x: relax.Expr, indices: list[Any], values: Any, a
     return node.emit(relax.op.permute_dims(result, [front.index(axis) for axis in range(len(own))]))
 
 
+@converts("index_add", "index_copy")
+def index_add(
+    node: TorchNode, x: relax.Expr, dim: int, indices: relax.Expr, source: relax.Expr, alpha: Any = 1
+) -> relax.Expr:
+    """A copy with slices of an axis replaced, or added to."""
+    if alpha != 1:
+        source = node.emit(relax.op.multiply(source, node.tensor(alpha)))
+    axis = node.axis(dim, len(node.shape))
+    places = node.reshape(node.from_zero(indices, node.dims(x)[axis]), [-1])
+    return index_put(node, x, [*[None] * axis, places], source, node.op.startswith("index_add"))
+
+
+@converts("put")
+def put(
+    node: TorchNode, x: relax.Expr, indices: relax.Expr, values: relax.Expr, accumulate: bool = False
+) -> relax.Expr:
+    """A copy with elements replaced, or added to, at places of all elements in a row."""
+    flat, places, values = (node.reshape(value, [-1]) for value in (x, indices, values))
+    coordinates = node.reshape(places, [-1, 1])
+    kind = "add" if accumulate else "none"
+    return node.reshape(node.onnx("ScatterND", flat, coordinates, values, reduction=kind), node.shape)
+
+
 def _as_many(node: TorchNode, values: relax.Expr, wanted: list[Any]) -> relax.Expr:
     """Values, required to be as many as places that only a call knows the number of."""
     found = node.dims(values)
@@ -172,17 +240,22 @@ def nonzero(node: TorchNode, x: relax.Expr) -> relax.Expr:
 @converts("one_hot")
 def one_hot(node: TorchNode, x: relax.Expr, count: int = -1) -> relax.Expr:
     """1 at the index, along a new last axis."""
-    return node.onnx("OneHot", x, const(node.shape[-1], "int64"), const([0, 1], "int64"))
+    dims = node.shape
+    places = node.reshape(node.from_zero(x, dims[-1]), [*dims[:-1], 1])
+    ones = node.filled(1, [*dims[:-1], 1])
+    return node.onnx("ScatterElements", node.filled(0), places, ones, axis=len(dims) - 1)
 
 
 @converts("topk", "sort")
 def topk(node: TorchNode, x: relax.Expr, *given: Any) -> list[relax.Expr]:
     """The largest or smallest in order, and where they are."""
+    if not node.dims(x):
+        return [x, node.number(0)]
     if node.op.startswith("topk"):
         count, dim, largest = (*given, *(1, -1, True)[len(given) :])[:3]
     else:
         if node.op.endswith("stable"):
             given = given[1:]
         dim, largest = (*given, *(-1, False)[len(given) :])[:2]
-        count = node.dims(x)[dim] if node.dims(x) else 1
+        count = node.dims(x)[dim]
     return node.onnx("TopK", x, [count], outputs=2, axis=dim, largest=int(largest))

@@ -70,6 +70,9 @@ def cut_axis(node: TorchNode, x: relax.Expr, axis: int, first: Any, count: Any, 
         first = max(size + first, 0) if isinstance(size, int) else size + first
     if isinstance(first, int) and isinstance(size, int):
         first = min(first, size)
+    if not isinstance(first, int) and node.sizes.may_be_negative(first):
+        first = tirx.Select(first < 0, first + size, first)
+        node.onnx_node("Slice", [x]).require(first >= 0, f"begins before an axis of {size}")
     if isinstance(first, int) and first == 0 and step == 1 and node.sizes_equal(count, size):
         return x
     target = node.onnx_node("Slice", [x])
@@ -84,8 +87,21 @@ def slice_(
     node: TorchNode, x: relax.Expr, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> relax.Expr:
     """A part of an axis, as long as torch found it."""
-    axis = node.axis(dim, len(node.shape))
-    return cut_axis(node, x, axis, 0 if start is None else start, node.shape[axis], step)
+    axis = node.axis(dim, len(node.dims(x)))
+    size, count = node.dims(x)[axis], node.value.shape[axis]
+    start = 0 if start is None else start
+    if not isinstance(count, int) and node.sizes.is_new(count):  # a number that the model reads is an end
+
+        def held(place: Any) -> Any:
+            place = as_expr(place)
+            return tirx.max(tirx.min(tirx.Select(place < 0, place + size, place), as_expr(size)), as_expr(0))
+
+        first = held(start)
+        last = as_expr(size) if end is None else held(end)
+        length = tirx.floordiv(tirx.max(last - first, as_expr(0)) + (step - 1), as_expr(step))
+        node.sizes.bind(count, node.read_size(node.number(length)))
+        start = first
+    return cut_axis(node, x, axis, start, node.shape[axis], step)
 
 
 @converts("narrow")
@@ -109,7 +125,7 @@ def split(node: TorchNode, x: relax.Expr, *given: Any) -> list[relax.Expr]:
     axis = node.axis(dim, len(node.dims(x)))
     parts, first = [], 0
     shapes = [node.sizes.shape(value.shape) for value in node.value]
-    if not is_unbind and len(shapes) > 1 and all(isinstance(shape[axis], int) for shape in shapes):
+    if not is_unbind and len(shapes) > 1 and all(isinstance(shape[axis], int) and shape[axis] for shape in shapes):
         ends = [int(end) for end in np.cumsum([shape[axis] for shape in shapes])[:-1]]
         both = node.emit(relax.op.split(x, ends, axis))
         return [node.emit(relax.TupleGetItem(both, index)) for index in range(len(shapes))]

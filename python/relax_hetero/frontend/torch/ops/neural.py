@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
-from ...ops.node import const
+from ...ops.node import const, is_float
 from ..exporting import torch_package
 from ..node import TorchNode, converts
 
@@ -28,7 +28,7 @@ def linear(node: TorchNode, x: relax.Expr, weight: relax.Expr, bias: relax.Expr 
     return product if bias is None else node.emit(relax.op.add(product, bias))
 
 
-@converts("addmm", "baddbmm")
+@converts("addmm", "addmv", "baddbmm", "_sparse_addmm")
 def addmm(node: TorchNode, x: relax.Expr, a: relax.Expr, b: relax.Expr, beta: Any = 1, alpha: Any = 1) -> relax.Expr:
     """A product and a summand, each scaled."""
     product = node.emit(relax.op.matmul(a, b))
@@ -45,6 +45,18 @@ def addmm(node: TorchNode, x: relax.Expr, a: relax.Expr, b: relax.Expr, beta: An
 def einsum(node: TorchNode, equation: str, operands: list[relax.Expr], *_: Any) -> relax.Expr:
     """Sums of products by an equation."""
     return node.onnx("Einsum", *operands, equation=equation.encode())
+
+
+@converts("_trilinear")
+def trilinear(node: TorchNode, a: relax.Expr, b: relax.Expr, c: relax.Expr, *given: Any) -> relax.Expr:
+    """The sum over axes of the product of three tensors, each with new axes before: `nn.Bilinear`."""
+    *new, axes = given[:4]
+    product = None
+    for value, places in zip((a, b, c), new, strict=True):
+        for axis in sorted(places):
+            value = node.emit(relax.op.expand_dims(value, axis))
+        product = value if product is None else node.emit(relax.op.multiply(product, value))
+    return node.emit(relax.op.sum(product, axes))
 
 
 @converts("convolution", "conv1d", "conv2d", "conv3d")
@@ -89,8 +101,6 @@ def attention(
     enable_gqa: bool = False,
 ) -> relax.Expr:
     """Softmax of scaled scores, times values: as products, of which the compiler makes one kernel."""
-    if dropout:
-        raise node.refusal("with dropout; call module.eval() before")
     queries, keys = node.dims(q), node.dims(k)
     if enable_gqa and not node.sizes_equal(queries[-3], keys[-3]):
         times = node.static([queries[-3], keys[-3]], "repeats heads of")
@@ -117,12 +127,14 @@ def attention(
         else:
             scores = node.emit(relax.op.add(scores, node.tensor(mask)))
     shares = node.emit(relax.op.nn.softmax(scores, -1))
-    if mask is not None and str(mask.ty.dtype) == "bool":  # a row that sees nothing is 0, as torch has it
-        seen = node.cast(mask, "int32")
-        none = node.emit(relax.op.equal(relax.op.max(seen, -1, True), const(0, "int32")))
-        out = node.emit(relax.op.matmul(shares, v))
-        return node.emit(relax.op.where(none, const(0, dtype), out))
-    return node.emit(relax.op.matmul(shares, v))
+    out = node.emit(relax.op.matmul(shares, v))
+    if mask is None:
+        return out
+    if str(mask.ty.dtype) == "bool":
+        sees_none = relax.op.equal(relax.op.max(node.cast(mask, "int32"), -1, True), const(0, "int32"))
+    else:
+        sees_none = relax.op.equal(relax.op.max(node.tensor(mask), -1, True), least)
+    return node.emit(relax.op.where(node.emit(sees_none), const(0, dtype), out))  # as torch has it
 
 
 def _repeated_heads(node: TorchNode, value: relax.Expr, times: int) -> relax.Expr:
@@ -165,27 +177,43 @@ def group_norm(
     node: TorchNode, x: relax.Expr, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
 ) -> relax.Expr:
     """Each group of channels to mean 0 and variance 1."""
-    (channels,) = node.static([node.shape[1]], "normalizes channels of number")
-    weight = const(np.ones(channels), node.dtype) if weight is None else weight
-    bias = const(np.zeros(channels), node.dtype) if bias is None else bias
+    weight, bias = _scale_and_shift(node, x, weight, bias)
     return node.onnx("GroupNormalization", x, weight, bias, num_groups=groups, epsilon=eps)
+
+
+@converts("_native_batch_norm_legit")
+def batch_norm_of_batch(
+    node: TorchNode, x: relax.Expr, weight: Any, bias: Any, training: bool, momentum: float, eps: float
+) -> list[relax.Expr]:
+    """Each channel to mean 0 and variance 1 over the whole batch, of a layer that keeps no statistics."""
+    if not node.op.endswith(".no_stats") or node.used - {0}:
+        raise node.refusal("by statistics of the batch that it keeps; call module.eval() before")
+    order = [1, 0, *range(2, len(node.dims(x)))]
+    channels = node.emit(relax.op.permute_dims(x, order))
+    rows = node.reshape(channels, [1, node.dims(x)[1], -1])
+    weight, bias = _scale_and_shift(node, x, weight, bias)
+    normed = node.onnx("InstanceNormalization", rows, weight, bias, epsilon=eps)
+    return [node.emit(relax.op.permute_dims(node.reshape(normed, node.dims(channels)), order))]
+
+
+def _scale_and_shift(node: TorchNode, x: relax.Expr, weight: Any, bias: Any) -> tuple[Any, Any]:
+    """The factor and summand of each channel, 1 and 0 where a layer has none."""
+    (channels,) = node.static([node.dims(x)[1]], "normalizes channels of number")
+    dtype = str(x.ty.dtype)
+    weight = const(np.ones(channels), dtype) if weight is None else weight
+    return weight, const(np.zeros(channels), dtype) if bias is None else bias
 
 
 @converts("_native_batch_norm_legit_no_training", "batch_norm", "instance_norm")
 def batch_norm(node: TorchNode, x: relax.Expr, weight: Any, bias: Any, mean: Any, var: Any, *given: Any) -> Any:
     """By the statistics that training left; of one image by its own."""
-    (channels,) = node.static([node.dims(x)[1]], "normalizes channels of number")
-    dtype = str(x.ty.dtype)
-    weight = const(np.ones(channels), dtype) if weight is None else weight
-    bias = const(np.zeros(channels), dtype) if bias is None else bias
+    weight, bias = _scale_and_shift(node, x, weight, bias)
     is_native = node.op.startswith("_native")
     eps = given[1] if is_native else given[2]
-    if node.op.startswith("instance"):
-        if not given[0]:
-            raise node.refusal("by statistics of training")
-        return node.onnx("InstanceNormalization", x, weight, bias, epsilon=eps)
     if not is_native and given[0]:
-        raise node.refusal("by statistics of the batch; call module.eval() before")
+        if mean is not None or not node.op.startswith("instance"):
+            raise node.refusal("by statistics of the batch that it keeps; call module.eval() before")
+        return node.onnx("InstanceNormalization", x, weight, bias, epsilon=eps)
     result = node.onnx("BatchNormalization", x, weight, bias, mean, var, epsilon=eps)
     return [result] if is_native else result
 
@@ -315,19 +343,19 @@ def upsample(node: TorchNode, x: relax.Expr, size: Any, *given: Any) -> relax.Ex
     return node.onnx("Resize", x, None, None, node.shape, **attributes)
 
 
-@converts("_upsample_bilinear2d_aa")
+@converts("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")
 def smooth_upsample(node: TorchNode, x: relax.Expr, size: Any, aligns: bool, *given: Any) -> relax.Expr:
     """An image of another size, without aliasing: two products with tables, which torch itself computes."""
-    if aligns or any(scale is not None for scale in (given[-1] if isinstance(given[-1], list) else given)):
-        raise node.refusal("with aligned corners or scales; expected a size")
     torch = torch_package()
+    if not is_float(node.dtype):
+        raise node.refusal(f"of {node.dtype}, expected floats")
     old = node.static(node.dims(x)[-2:], "resizes axes of")
     new = node.static(node.shape[-2:], "resizes axes to")
+    scales = (given[0] if node.op.endswith(".vec") else given) or (None, None)
+    resize = getattr(torch.ops.aten, node.op.partition(".")[0]).default
     rows, columns = (
-        torch.nn.functional.interpolate(
-            torch.eye(before, dtype=torch.float64)[None, None], size=(after, before), mode="bilinear", antialias=True
-        )[0, 0].numpy()
-        for before, after in zip(old, new, strict=True)
+        resize(torch.eye(before, dtype=torch.float64)[None, None], [after, before], aligns, scale, None)[0, 0].numpy()
+        for before, after, scale in zip(old, new, scales, strict=True)
     )
     x = node.emit(relax.op.matmul(const(rows, node.dtype), x))
     return node.emit(relax.op.matmul(x, const(columns.T, node.dtype)))

@@ -35,13 +35,9 @@ def recurrent(
     """All outputs in time order, and the last states of every layer and direction."""
     if not node.op.endswith(".input"):
         raise node.refusal("of a packed sequence, expected a tensor of padded ones")
-    if train and dropout and layers > 1:
-        raise node.refusal("with dropout; call module.eval() before")
     op = node.op.partition(".")[0]
     directions = 2 if bidirectional else 1
     count = 4 if has_biases else 2
-    if len(params) != count * directions * layers:
-        raise node.refusal("with a projection of its hidden state")
     initial = list(states) if isinstance(states, list) else [states]
     x = node.emit(relax.op.permute_dims(x, [1, 0, 2])) if batch_first else x
     finals: list[list[relax.Expr]] = [[] for _ in initial]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from tvm import relax
 
-from ...ops.node import const, is_float
+from ...ops.node import const
 from ..node import TorchNode, converts
 
 
@@ -25,6 +26,8 @@ def _reduced(node: TorchNode, kind: str, x: relax.Expr, axes: Any, keepdim: bool
 def total(node: TorchNode, x: relax.Expr, *given: Any) -> relax.Expr:
     """Sum or mean over axes, in the type of the result."""
     kind = "ReduceSum" if node.op.startswith("sum") else "ReduceMean"
+    if kind == "ReduceMean" and any(node.sizes_equal(size, 0) for size in node.dims(x)):
+        return node.filled(math.nan)
     x = node.tensor(x)
     if node.op.endswith("default"):
         return _reduced(node, kind, x, None, False)
@@ -71,16 +74,16 @@ def arg_extreme(node: TorchNode, x: relax.Expr, dim: Any = None, keepdim: bool =
     """Where the largest or smallest is."""
     if dim is None:
         x, dim = node.reshape(x, [-1]), 0
-        keepdim = False
-    return node.onnx("ArgMax" if node.op.startswith("argmax") else "ArgMin", x, axis=dim, keepdims=int(keepdim))
+    place = node.onnx("ArgMax" if node.op.startswith("argmax") else "ArgMin", x, axis=dim, keepdims=int(keepdim))
+    return node.reshape(place, node.shape)
 
 
 @converts("any", "all", "_is_any_true", "_is_all_true")
 def quantifier(node: TorchNode, x: relax.Expr, axes: Any = None, keepdim: bool = False) -> relax.Expr:
     """Whether any, or every, element is not 0."""
-    is_any = "any" in node.op
-    found = _extreme(node, is_any, node.cast(node.cast(x, "bool"), "int32"), axes, keepdim)
-    return node.tensor(found)
+    flags = node.cast(node.cast(x, "bool"), "int32")
+    found = _extreme(node, "any" in node.op, flags, axes, keepdim)
+    return node.tensor(node.emit(relax.op.greater(found, const(0, "int32"))))  # of nothing: the ends of int32
 
 
 @converts("var", "std", "var_mean")
@@ -121,10 +124,11 @@ def cumulate(node: TorchNode, x: relax.Expr, dim: int, *_: Any) -> relax.Expr:
 @converts("softmax", "_softmax", "log_softmax", "_log_softmax")
 def softmax(node: TorchNode, x: relax.Expr, dim: int, *_: Any) -> relax.Expr:
     """Shares of an axis, or their logarithms."""
-    if not node.shape or not is_float(node.dtype):
-        raise node.refusal("of a single number")
     op = relax.op.nn.log_softmax if "log" in node.op else relax.op.nn.softmax
-    return node.emit(op(node.tensor(x), node.axis(dim, len(node.shape))))
+    x = node.tensor(x)
+    if not node.shape:
+        return node.reshape(node.emit(op(node.reshape(x, [1]), 0)), [])
+    return node.emit(op(x, node.axis(dim, len(node.shape))))
 
 
 @converts("linalg_vector_norm")

@@ -43,7 +43,7 @@ def searchsorted(node: TorchNode, a: Any, b: Any, *given: Any) -> relax.Expr:
     return node.cast(found, node.dtype)
 
 
-@converts("median", "kthvalue")
+@converts("median", "kthvalue", "nanmedian")
 def median(node: TorchNode, x: relax.Expr, *given: Any) -> Any:
     """The lower one of the middle values, or the one at a place in order; of NaN, if there is one."""
     is_kth = node.op.startswith("kthvalue")
@@ -54,12 +54,24 @@ def median(node: TorchNode, x: relax.Expr, *given: Any) -> Any:
     dim, keepdim = (*given, *(-1, False)[len(given) :])[:2]
     data = node.reshape(x, [-1]) if is_whole else x
     axis = node.axis(-1 if is_whole else dim, len(node.dims(data)))
+    if not node.dims(data):
+        return [x, node.number(0)]
     (count,) = node.static([node.dims(data)[axis]], "sorts an axis of")
+    dtype = str(x.ty.dtype)
+    if is_whole and not count:
+        return node.filled(np.nan if is_float(dtype) else np.iinfo(dtype).min)
     place = (count - 1) // 2 if place is None else place - 1
     ordered, indices = node.onnx("TopK", data, [count], outputs=2, axis=axis, largest=0)
-    parts = [cut_axis(node, part, axis, place, 1) for part in (ordered, indices)]
-    dtype = str(x.ty.dtype)
-    if is_float(dtype) and not is_kth:
+    if is_float(dtype) and node.op.startswith("nan"):  # NaN is behind all
+        numbers = node.cast(node.emit(relax.op.logical_not(relax.op.isnan(data))), "int64")
+        last = relax.op.maximum(
+            relax.op.subtract(relax.op.sum(numbers, axis, True), const(1, "int64")), const(0, "int64")
+        )
+        middle = node.emit(relax.op.floor_divide(node.emit(last), const(2, "int64")))
+        parts = [node.onnx("GatherElements", part, middle, axis=axis) for part in (ordered, indices)]
+    else:
+        parts = [cut_axis(node, part, axis, place, 1) for part in (ordered, indices)]
+    if is_float(dtype) and node.op.startswith("median"):
         is_nan = node.cast(node.emit(relax.op.isnan(data)), "int32")
         where = node.onnx("ArgMax", is_nan, axis=axis, keepdims=1)
         any_nan = node.emit(relax.op.greater(relax.op.max(is_nan, axis, True), const(0, "int32")))
@@ -74,6 +86,85 @@ def median(node: TorchNode, x: relax.Expr, *given: Any) -> Any:
         [node.reshape(part, node.sizes.shape(fake.shape)) for part, fake in zip(parts, node.value, strict=True)]
         if not keepdim
         else parts
+    )
+
+
+@converts("mode")
+def mode(node: TorchNode, x: relax.Expr, dim: int = -1, keepdim: bool = False) -> list[relax.Expr]:
+    """The most frequent value of an axis, the smallest of several, and its last place."""
+    dtype = str(x.ty.dtype)
+    data = node.cast(x, "int32") if dtype == "bool" else x
+    data = data if node.dims(x) else node.reshape(data, [1])
+    rank = len(node.dims(data))
+    axis = node.axis(dim, rank)
+    ordered, order = node.onnx("TopK", data, [node.dims(data)[axis]], outputs=2, axis=axis, largest=0)
+    along = te.reduce_axis((0, as_expr(node.dims(data)[axis])), name="along")
+
+    def count(i: Position, values: te.Tensor) -> tirx.Expr:
+        other, is_own = values(*i[:axis], along, *i[axis + 1 :]), tirx.EQ(along - i[axis].astype("int64"), as_expr(0))
+        is_same = tirx.any(tirx.EQ(other, values(*i)), is_own)
+        return te.sum(tirx.Select(is_same, as_expr(1), as_expr(0)), axis=along)
+
+    counts = node.onnx_node("Mode", []).kernel("mode", count, ordered, shape=node.dims(data))
+    first = node.onnx("ArgMax", counts, axis=axis, keepdims=1)
+    times = node.emit(relax.op.max(counts, axis, True))
+    last = node.emit(relax.op.subtract(relax.op.add(first, times), const(1, "int64")))
+    found = [node.onnx("GatherElements", part, last, axis=axis) for part in (ordered, order)]
+    shape = node.sizes.shape(node.value[0].shape)
+    return [node.reshape(node.cast(part, kind), shape) for part, kind in zip(found, (dtype, "int64"), strict=True)]
+
+
+@converts("cummax", "cummin", "logcumsumexp")
+def running(node: TorchNode, x: relax.Expr, dim: int) -> Any:
+    """The largest or smallest so far and its last place, or the logarithm of the sum of exponentials so far.
+
+    Each step combines a place with the one 1, 2, 4, ... before it, which stands for as many.
+    """
+    is_sum, rank = node.op.startswith("log"), len(node.dims(x))
+    axis = node.axis(dim, rank)
+    (count,) = node.static(node.dims(x)[axis : axis + 1] or [1], "runs along an axis of")
+    values = node.cast(x, "int32") if str(x.ty.dtype) == "bool" else x
+    numbers = const(np.arange(count).reshape([-1, *[1] * (rank - axis - 1)] if rank else []), "int64")
+    places = node.broadcast(numbers, node.dims(x))
+    distance = 1
+    while distance < count:
+        earlier, later = (cut_axis(node, values, axis, first, count - distance) for first in (0, distance))
+        if is_sum:
+            made = _log_of_sum(node, earlier, later)
+        else:
+            is_better = (relax.op.less_equal if node.op.startswith("cummin") else relax.op.greater_equal)(
+                later, earlier
+            )
+            if is_float(str(x.ty.dtype)):
+                is_better = relax.op.logical_or(is_better, relax.op.isnan(later))
+            is_better = node.emit(is_better)
+            made = node.emit(relax.op.where(is_better, later, earlier))
+            before, here = (cut_axis(node, places, axis, first, count - distance) for first in (0, distance))
+            chosen = node.emit(relax.op.where(is_better, here, before))
+            places = node.emit(relax.op.concat([cut_axis(node, places, axis, 0, distance), chosen], axis))
+        values = node.emit(relax.op.concat([cut_axis(node, values, axis, 0, distance), made], axis))
+        distance *= 2
+    return values if is_sum else [node.cast(values, str(x.ty.dtype)), places]
+
+
+def _log_of_sum(node: TorchNode, a: relax.Expr, b: relax.Expr) -> relax.Expr:
+    """log(exp(a) + exp(b)), also of infinite numbers."""
+    zero = const(0, node.dtype)
+    distance = relax.op.abs(relax.op.subtract(a, b))
+    distance = node.emit(relax.op.where(relax.op.equal(a, b), zero, distance))
+    more = relax.op.log(relax.op.add(const(1, node.dtype), relax.op.exp(relax.op.negative(distance))))
+    return node.emit(relax.op.add(relax.op.maximum(a, b), more))
+
+
+@converts("bincount")
+def bincount(node: TorchNode, x: relax.Expr, weights: relax.Expr | None = None, least: int = 0) -> relax.Expr:
+    """How often each number from 0 on is there, or the sum of the weights that it has."""
+    values = node.cast(x, "int64")
+    size = node.read_size(node.emit(relax.op.add(relax.op.max(values), const(1, "int64"))))
+    size = max(size, least) if isinstance(size, int) else tirx.max(size, as_expr(least)) if least else size
+    added = node.filled(1, node.dims(x)) if weights is None else node.tensor(weights)
+    return node.onnx(
+        "ScatterElements", node.filled(0, [size]), node.from_zero(values, size), added, axis=0, reduction="add"
     )
 
 
@@ -139,6 +230,14 @@ def as_strided(node: TorchNode, x: relax.Expr, sizes: Any, strides: Any, start: 
         raise node.refusal("beyond the elements of its input")
     node.onnx_node("Gather", []).check_table(*shape)
     return node.onnx("Gather", node.reshape(x, [-1]), const(places, "int64"), axis=0)
+
+
+@converts("_linalg_det")
+def determinant(node: TorchNode, x: relax.Expr) -> list[relax.Expr]:
+    """The determinants of square matrices."""
+    if node.used - {0}:
+        raise node.refusal("with its factors")
+    return [node.onnx("Det", x)]
 
 
 @converts("col2im")

@@ -1,9 +1,13 @@
 """The kernel of attention with a paged cache, for CPUs.
 
 Of one token for each of several sequences ("decode"), a unit of work is a row and a head of keys, or a part of the
-pages that it reads, where there are fewer of these than cores; parts are merged in their order. Of a run of tokens of
-one sequence ("chunk"), it is a head of keys and some queries. New keys and values are written before anything reads
-them: in the unit itself where nothing else reads them, else in a loop of its own.
+pages that it reads, where there are fewer of these than cores. Of a run of tokens of one sequence ("chunk"), it is a
+head of keys and some queries. New keys and values are written before anything reads them: in the unit itself where
+nothing else reads them, else in a loop of its own.
+
+The pages of a sequence are cut into blocks by their positions. The sums of a block begin with its first page, and
+blocks are merged from the first to the last, whichever units they are in: a row's numbers depend on its sequence alone,
+not on other rows, on where a chunk begins, or on how many cores there are.
 
 Scores of a chunk's unit are products of many rows: it widens each page once, for all of them.
 """
@@ -11,6 +15,7 @@ Scores of a chunk's unit are products of many rows: it widens each page once, fo
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from tvm import tirx
@@ -23,10 +28,10 @@ from ....target.cpu_target import CpuTarget
 from ...core.builder import (
     Expr,
     Function,
-    Registers,
     broadcast,
     ceil_div,
     int64,
+    lane_indices,
     let,
     loop,
     minimum,
@@ -35,11 +40,10 @@ from ...core.builder import (
 )
 from ...core.work_split import part, tasks_for
 from ...math.casts import cast
-from ...math.vector_math import exp_nonpositive
 from .append import emit_append
 from .heads import emit_head
-from .spec import LEAST_SCORE, Plan, Tensors, Unit, page_of, plan_for, slot_position, table_entry
-from .tile import Span, each_sum, emit_page, emit_start, tiles_of
+from .spec import BLOCK_PAGES, Plan, Tensors, Unit, page_of, plan_for, slot_position, table_entry
+from .tile import Span, add_block, each_sum, emit_page, emit_start, start_blocks, tiles_of
 
 _ACTIVATIONS = ("float32", "float16")
 _PAGES = ("float16", "float32", "int8")
@@ -81,10 +85,10 @@ class _Kernel:
         self.problem, self.cpu, self.function = problem, cpu, function
         self.plan: Plan = plan_for(problem, cpu)
         self.tensors = Tensors(function, problem)
-        rows = self.tensors.rows
-        self.parts = rows * problem.heads * self.plan.splits if self.plan.splits > 1 else 0
+        # Blocks of pages whose sums are kept, where several units have those of a row.
+        self.kept = self.tensors.rows * problem.heads * self.plan.most_blocks if self.plan.splits > 1 else 0
         self.room_size = self.plan.tasks * self.plan.offsets["end"]
-        total = self.room_size + self.parts * (problem.size + 2)
+        total = self.room_size + self.kept * (problem.size + 2)
         self._scratch = function.argument("scratch", (int64(total),), "float32")
         self.room: Any = None
 
@@ -150,15 +154,22 @@ class _Kernel:
             self._append(row, head, slot, position)
         self._prepare(place, row, head, int64(1))
         least = self._least_seen(position)
-        first = opaque(least // PAGE)
-        pages = opaque((position + PAGE) // PAGE - first)
-        begin, end = part(pages, plan.splits, split)
-        span, bounds = (opaque(first + begin), opaque(first + end)), (least, position)
-        self._attend(place, slot, head, *span, position, int64(1), lambda _: bounds, bounds)
+        first, end = opaque(least // PAGE), opaque((position + PAGE) // PAGE)
+        bounds = (least, position)
+        pages = _Pages(slot, head, first, end, position, int64(1), lambda _: bounds, bounds)
+        first_block, last_block = _blocks(first, end)
         if plan.splits == 1:
+            self._attend(place, pages, (first_block, last_block), lambda _: self._add(place, int64(1)))
             self._finish(place, row, head, int64(1))
-        else:
-            self._keep(place, opaque((row * problem.heads + head * problem.group) * plan.splits + split))
+            return
+        begin_part, end_part = part(opaque(last_block - first_block), plan.splits, split)
+        first_head = opaque(row * problem.heads + head * problem.group)
+        self._attend(
+            place,
+            pages,
+            (opaque(first_block + begin_part), opaque(first_block + end_part)),
+            lambda block: self._keep(place, first_head, opaque(block - first_block)),
+        )
 
     # -- a run of tokens of one sequence
 
@@ -197,7 +208,8 @@ class _Kernel:
             return self._least_seen(position), position
 
         _, earliest = self._place(first, sequence)
-        self._attend(place, slot, head, begin, end, last, count, limits, (self._least_seen(last), earliest))
+        pages = _Pages(slot, head, begin, end, last, count, limits, (self._least_seen(last), earliest))
+        self._attend(place, pages, _blocks(begin, end), lambda _: self._add(place, count))
         self._finish(place, first, head, count)
 
     # -- both
@@ -226,107 +238,131 @@ class _Kernel:
                 place.store("queries", opaque(target + index), value * scale, lanes)
 
             emit_head(problem, self.tensors, plan.width_lanes, row, start, "q_norm", store)
-        emit_start(place, opaque(count * problem.group))
+        start_blocks(place, opaque(count * problem.group))
 
-    def _attend(
-        self,
-        place: Unit,
-        slot: Expr,
-        head: Expr,
-        begin: Expr,
-        end: Expr,
-        last: Expr,
-        queries: Expr,
-        limits: Callable[[Expr], tuple[Expr, Expr]],
-        bounds: tuple[Expr, Expr],
-    ) -> None:
-        """The unit's rows to the pages from `begin` to before `end` of a slot.
+    def _attend(self, place: Unit, pages: _Pages, blocks: tuple[Expr, Expr], end_block: Callable[[Expr], None]) -> None:
+        """The unit's rows to its pages in the blocks from the first to before the second; `end_block` takes the sums
+        of each."""
+        rows, (first_block, last_block) = opaque(pages.queries * self.problem.group), blocks
+        with loop(opaque(T.max(last_block - first_block, int64(0)))) as number:
+            block = opaque(first_block + number)
+            emit_start(place, rows)
+            begin = opaque(T.max(pages.begin, block * BLOCK_PAGES))
+            end = opaque(T.min(pages.end, block * BLOCK_PAGES + BLOCK_PAGES))
+            with loop(opaque(end - begin)) as page:
+                self._attend_page(place, pages, opaque(begin + page))
+            end_block(block)
 
-        `last` is the last position that any row sees; all rows see what lies within `bounds`.
-        """
-        tiles = tiles_of(place, queries)
-        with loop(opaque(T.max(end - begin, int64(0)))) as number:
-            index = opaque(begin + number)
-            entry = table_entry(self.tensors, slot, index)
-            with when(entry >= 0):
-                page = page_of(self.tensors, self.problem, entry, head)
-                first = opaque(index * PAGE)
-                count = opaque(T.min(last - first + 1, int64(PAGE)))
-                is_whole = tirx.all(first >= bounds[0], first + (PAGE - 1) <= bounds[1])
-                following = page_of(self.tensors, self.problem, self._following(slot, index, end), head).start
-                emit_page(place, Span(page, first, count, tiles, queries, limits, is_whole, following))
+    def _attend_page(self, place: Unit, pages: _Pages, index: Expr) -> None:
+        entry = table_entry(self.tensors, pages.slot, index)
+        with when(entry >= 0):
+            page = page_of(self.tensors, self.problem, entry, pages.head)
+            first = opaque(index * PAGE)
+            count = opaque(T.min(pages.last - first + 1, int64(PAGE)))
+            is_whole = tirx.all(first >= pages.bounds[0], first + (PAGE - 1) <= pages.bounds[1])
+            # Any where there is none behind it.
+            number = table_entry(self.tensors, pages.slot, T.min(index + 1, pages.end - 1))
+            following = page_of(self.tensors, self.problem, T.max(number, int64(0)), pages.head).start
+            tiles = tiles_of(place, pages.queries)
+            emit_page(place, Span(page, first, count, tiles, pages.queries, pages.limits, is_whole, following))
 
-    def _following(self, slot: Expr, index: Expr, end: Expr) -> Expr:
-        """The number of the page behind a sequence's page `index`; any where there is none before `end`."""
-        return T.max(table_entry(self.tensors, slot, T.min(index + 1, end - 1)), int64(0))
+    def _add(self, place: Unit, queries: Expr) -> None:
+        """The sums of a block, added to those of the blocks before."""
+        with loop(opaque(queries * self.problem.group)) as row:
+            add_block(
+                place,
+                opaque(row + 0),
+                (place.load("maxima", row), place.load("totals", row)),
+                lambda body: each_sum(place, row, body),
+            )
 
     def _finish(self, place: Unit, first: Expr, head: Expr, count: Expr) -> None:
         """The rows' averages into the result."""
         problem = self.problem
         with loop(count) as query, loop(problem.group) as number:
             row = opaque(query * problem.group + number)
-            average = let(_inverse(place.load("totals", row)))
-            target = opaque(((first + query) * problem.heads + head * problem.group + number) * problem.size)
+            self._finish_row(place, row, opaque((first + query) * problem.heads + head * problem.group + number))
 
-            def write(column: Expr, value: Expr, lanes: int, target: Expr = target, average: Expr = average) -> None:
-                self._write(target + column, let(value * broadcast(average, lanes)), lanes)
-
-            each_sum(place, row, write)
+    def _finish_row(self, place: Unit, row: Expr, number: Expr) -> None:
+        """A row's average into one of the result's."""
+        size, lanes = self.problem.size, self.plan.width_lanes
+        average = let(tirx.const(1.0, "float32") / T.max(place.load("all_totals", row), tirx.const(1e-30, "float32")))
+        with loop(size // lanes) as vector:
+            column = opaque(vector * lanes)
+            value = place.load("all_sums", row * size + column, lanes)
+            self._write(opaque(number * size + column), let(value * broadcast(average, lanes)), lanes)
 
     def _write(self, index: Expr, value: Expr, lanes: int) -> None:
         where = T.ramp(index, tirx.const(1, "int64"), lanes) if lanes > 1 else index
         T.buffer_store(self.tensors.data["out"], cast(value, self.problem.out.dtype), [where])
 
-    # -- parts of a sequence's keys
+    # -- blocks of a row in several units
 
-    def _part(self, number: Expr) -> tuple[Expr, Expr]:
-        """Where the sums of a part are kept, and its maximum and total behind all sums."""
+    def _kept(self, head: Expr, block: Expr) -> tuple[Expr, Expr]:
+        """Where the sums of a block are kept, and its maximum and total behind all sums."""
+        number = opaque(head * self.plan.most_blocks + block)
         return (
             opaque(self.room_size + number * self.problem.size),
-            opaque(self.room_size + self.parts * self.problem.size + number * 2),
+            opaque(self.room_size + self.kept * self.problem.size + number * 2),
         )
 
-    def _keep(self, place: Unit, first: Expr) -> None:
-        problem, splits = self.problem, self.plan.splits
-        with loop(problem.group) as number:
-            sums, state = self._part(opaque(first + number * splits))
+    def _keep(self, place: Unit, first_head: Expr, block: Expr) -> None:
+        with loop(self.problem.group) as number:
+            sums, state = self._kept(opaque(first_head + number), block)
             T.buffer_store(self.room, place.load("maxima", number), [state])
             T.buffer_store(self.room, place.load("totals", number), [state + 1])
 
             def keep(column: Expr, value: Expr, lanes: int, sums: Expr = sums) -> None:
-                T.buffer_store(self.room, value, [_run(sums + column, lanes)])
+                T.buffer_store(self.room, value, [lane_indices(sums + column, lanes)])
 
             each_sum(place, number, keep)
 
     def _merge(self) -> None:
-        """The parts of each row and head, in their order."""
-        problem, lanes, splits = self.problem, self.plan.width_lanes, self.plan.splits
-        with loop(opaque(self.tensors.rows * problem.heads)) as head:
-            greatest, total = Registers(1, "float32", 1), Registers(1, "float32", 1)
-            greatest[0], total[0] = tirx.const(LEAST_SCORE, "float32"), tirx.const(0.0, "float32")
-            places = [self._part(opaque(head * splits + number)) for number in range(splits)]
-            for _, state in places:
-                found = let(self.room[state])
-                greatest[0] = T.Select(greatest[0] > found, greatest[0], found)
-            weights = Registers(splits, "float32", 1)
-            for number, (_, state) in enumerate(places):
-                weights[number] = exp_nonpositive(self.room[state] - greatest[0])
-                total[0] = total[0] + weights[number] * self.room[state + 1]
-            average = let(_inverse(total[0]))
-            with loop(problem.size // lanes) as vector:
-                column = opaque(vector * lanes)
-                value: Expr = None
-                for number, (sums, _) in enumerate(places):
-                    factor = broadcast(weights[number] * average, lanes)
-                    added = self.room[_run(sums + column, lanes)] * factor
-                    value = added if value is None else let(value + added)
-                self._write(opaque(head * problem.size + column), value, lanes)
+        """The blocks of each row and head, in their order, into the result."""
+        size, lanes, heads = self.problem.size, self.plan.width_lanes, self.problem.heads
+        place, row = self._unit(int64(0)), int64(0)
+        with loop(opaque(self.tensors.rows * heads)) as head:
+            start_blocks(place, int64(1))
+            _, position = self._place(opaque(head // heads), None)
+            first, last = _blocks(opaque(self._least_seen(position) // PAGE), opaque((position + PAGE) // PAGE))
+            with loop(opaque(T.max(last - first, int64(0)))) as block:
+                sums, state = self._kept(head, block)
+
+                def each(body: Callable[[Expr, Expr, int], None], sums: Expr = sums) -> None:
+                    with loop(size // lanes) as vector:
+                        column = opaque(vector * lanes)
+                        body(column, let(self.room[lane_indices(sums + column, lanes)]), lanes)
+
+                add_block(place, row, (self.room[state], self.room[state + 1]), each)
+            self._finish_row(place, row, opaque(head + 0))
 
 
-def _run(index: Expr, lanes: int) -> Expr:
-    return T.ramp(index, tirx.const(1, "int64"), lanes) if lanes > 1 else index
+@dataclass(frozen=True)
+class _Pages:
+    """What a unit's rows attend to: pages from `begin` to before `end` of a slot, of a head of keys.
+
+    Attributes
+    ----------
+    last : PrimExpr
+        The last position that any row sees.
+    queries : PrimExpr
+        How many there are.
+    limits : Callable
+        The first and the last position that a query sees, by its number in the unit.
+    bounds : tuple of PrimExpr
+        The first and the last position that all rows see.
+    """
+
+    slot: Expr
+    head: Expr
+    begin: Expr
+    end: Expr
+    last: Expr
+    queries: Expr
+    limits: Callable[[Expr], tuple[Expr, Expr]]
+    bounds: tuple[Expr, Expr]
 
 
-def _inverse(total: Expr) -> Expr:
-    """One through a sum of powers of e; finite where nothing was seen."""
-    return tirx.const(1.0, "float32") / T.max(total, tirx.const(1e-30, "float32"))
+def _blocks(begin: Expr, end: Expr) -> tuple[Expr, Expr]:
+    """The first block of some pages, and the one behind their last."""
+    return opaque(begin // BLOCK_PAGES), opaque((end + (BLOCK_PAGES - 1)) // BLOCK_PAGES)

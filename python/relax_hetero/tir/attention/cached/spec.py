@@ -19,6 +19,9 @@ from ...math.casts import cast
 # Rows (a query of one head each) that share a widened page where there are many. Measured (AVX-512, one core, 512
 # queries of 4 heads of 256): 64, 128 and 256 rows are within 6 % of each other.
 CHUNK_ROWS = 64
+BLOCK_PAGES = 2
+"""Pages of a block, whose sums begin anew: a row's blocks may be in several units. Fewer are more to merge."""
+
 LEAST_SCORE = -1e30
 """What hidden keys score: its power of e is 0 beside any other's."""
 
@@ -41,7 +44,9 @@ class Plan:
         Rows of a unit, with those that fill the last tile.
     tasks : int
     splits : int
-        Parts of a sequence's pages, each a unit of its own; 1: one unit reads them all.
+        Units that share the blocks of a row's pages; 1: one unit reads them all.
+    most_blocks : int
+        That a row sees.
     """
 
     lanes: int
@@ -53,6 +58,7 @@ class Plan:
     size: int
     tasks: int
     splits: int
+    most_blocks: int
     is_widened: bool
 
     @property
@@ -80,6 +86,9 @@ class Plan:
             "queries": self.rows * self.size,
             "scores": self.rows * PAGE,
             "sums": self.rows * self.size,
+            "all_sums": self.rows * self.size,
+            "all_maxima": self.rows,
+            "all_totals": self.rows,
             "keys": PAGE * self.size if self.is_widened else 0,
             "values": PAGE * self.size if self.is_widened else 0,
             "maxima": self.rows,
@@ -103,7 +112,11 @@ def plan_for(problem: CachedAttentionProblem, cpu: CpuTarget) -> Plan:
     vectors = min(max(tile.vectors, tile.rows * tile.vectors // tile_rows), 4)
     splits = 1
     units = rows * problem.kv_heads if isinstance(rows, int) else 0
-    if not is_chunk and 0 < units < 2 * cpu.cores:
+    columns = problem.operands[2].shape[1]
+    most_blocks = ceil_div(int(columns), BLOCK_PAGES) if isinstance(columns, int) else 0
+    if problem.window:
+        most_blocks = min(most_blocks, (problem.window - 2) // (PAGE * BLOCK_PAGES) + 2)
+    if not is_chunk and 0 < units < 2 * cpu.cores and most_blocks > 1:
         splits = next(s for s in range(1, cpu.cores + 1) if units * s >= cpu.cores and units * s % cpu.cores == 0)
     most = units * splits if not is_chunk and units else cpu.cores
     return Plan(
@@ -116,6 +129,7 @@ def plan_for(problem: CachedAttentionProblem, cpu: CpuTarget) -> Plan:
         size=problem.size,
         tasks=max(1, min(cpu.cores, most)),
         splits=splits,
+        most_blocks=most_blocks,
         is_widened=is_chunk and count > 2 * tile_rows,
     )
 

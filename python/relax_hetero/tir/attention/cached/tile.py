@@ -1,7 +1,8 @@
 """Attention of a unit's rows to a page: scores, powers of e, sums of values; softmax runs on from page to page.
 
 Rows of a unit are queries times heads of a group, the heads of a query next to each other. Sums so far are rescaled by
-the maximum that grew (Milakov and Gimelshein, "Online normalizer calculation for softmax").
+the maximum that grew (Milakov and Gimelshein, "Online normalizer calculation for softmax"), within a block of pages and
+from block to block.
 """
 
 from __future__ import annotations
@@ -68,13 +69,44 @@ class Span:
 
 
 def emit_start(unit: Unit, rows: Expr) -> None:
-    """The state of rows that have seen nothing; of the rows that fill the last tile, too."""
+    """The state of rows that have seen nothing of a block; of the rows that fill the last tile, too."""
     with loop(rows) as row:
         unit.store("maxima", row, tirx.const(LEAST_SCORE, "float32"))
         unit.store("totals", row, tirx.const(0.0, "float32"))
     lanes = unit.plan.width_lanes
     with loop(unit.plan.rows * unit.problem.size // lanes) as vector:
         unit.store("sums", vector * lanes, zeros("float32", lanes), lanes)
+
+
+def start_blocks(unit: Unit, rows: Expr) -> None:
+    """The state of rows that have seen no block."""
+    lanes = unit.plan.width_lanes
+    with loop(rows) as row:
+        unit.store("all_maxima", row, tirx.const(LEAST_SCORE, "float32"))
+        unit.store("all_totals", row, tirx.const(0.0, "float32"))
+    with loop(opaque(rows * (unit.problem.size // lanes))) as vector:
+        unit.store("all_sums", vector * lanes, zeros("float32", lanes), lanes)
+
+
+def add_block(
+    unit: Unit,
+    row: Expr,
+    state: tuple[Expr, Expr],
+    each: Callable[[Callable[[Expr, Expr, int], None]], None],
+) -> None:
+    """Add a block to a row's state of the blocks before: its maximum and total, and the sums that `each` gives."""
+    before, greatest = let(unit.load("all_maxima", row)), let(state[0])
+    now = let(T.Select(before > greatest, before, greatest))
+    old, new = let(exp_nonpositive(before - now)), let(exp_nonpositive(greatest - now))
+    unit.store("all_totals", row, unit.load("all_totals", row) * old + state[1] * new)
+    unit.store("all_maxima", row, now)
+
+    def add(column: Expr, value: Expr, lanes: int) -> None:
+        index = opaque(row * unit.problem.size + column)
+        factors = [broadcast(factor, lanes) for factor in (old, new)]
+        unit.store("all_sums", index, unit.load("all_sums", index, lanes) * factors[0] + value * factors[1], lanes)
+
+    each(add)
 
 
 def emit_page(unit: Unit, span: Span) -> None:

@@ -134,8 +134,10 @@ class BlockBody:
 
     def _exists(self, index: Expr) -> Expr | None:
         """Whether a warp's chunk is one; None where it is known to."""
-        warps, chunks = self.work.plan.warps, self.work.chunks
-        if chunks % warps == 0 or (isinstance(index, int) and (index + 1) * warps <= chunks):
+        plan, chunks = self.work.plan, self.work.chunks
+        # A warp's last round asks for as many chunks as its others, also where fewer are left.
+        most = index if isinstance(index, int) else -(-self.work.own // plan.ahead) * plan.ahead - 1
+        if (most + 1) * plan.warps <= chunks:
             return None
         return self._chunk_of(index) < chunks
 

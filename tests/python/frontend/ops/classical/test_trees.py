@@ -151,3 +151,37 @@ def test_rows_walk_down_a_deep_tree_together():
     model = helper.make_model(helper.make_graph([node], "g", infos[:1], infos[1:]), opset_imports=opsets, ir_version=9)
     found = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](x).numpy()
     np.testing.assert_array_equal(found, np.where(np.isnan(x), steps, np.clip(np.ceil(x), 0, steps)))
+
+
+def _one_tree(depth: int, entries: int) -> dict[str, Any]:
+    """A tree of `depth` whose leaves score classes of their own."""
+    inner, count = 2**depth - 1, 2 ** (depth + 1) - 1
+    random = np.random.default_rng(depth)
+    leaves = [leaf for leaf in range(inner, count) for _ in range(entries)]
+    return {
+        "nodes_nodeids": list(range(count)), "nodes_treeids": [0] * count,
+        "nodes_featureids": random.integers(0, FEATURES, count).tolist(),
+        "nodes_values": random.normal(size=count).astype("float32").tolist(),
+        "nodes_modes": ["BRANCH_LEQ"] * inner + ["LEAF"] * (count - inner),
+        "nodes_truenodeids": [*range(1, 2 * inner, 2), *[0] * (count - inner)],
+        "nodes_falsenodeids": [*range(2, 2 * inner + 1, 2), *[0] * (count - inner)],
+        "class_nodeids": leaves, "class_treeids": [0] * len(leaves),
+        "class_ids": [(leaf + 2 * at) % count for at, leaf in enumerate(leaves)],
+        "class_weights": random.normal(size=len(leaves)).astype("float32").tolist(),
+        "classlabels_int64s": list(range(10, 10 + count)),
+    }  # fmt: skip
+
+
+def test_a_node_for_each_tree_makes_no_kernels_for_each():
+    """As sklearn's forests of several outputs are exported: compiling takes as long as the trees are large."""
+    specs = [("TreeEnsembleClassifier", 2, _one_tree(depth, 1)) for depth in (2, 3, 4)]
+    specs.append(("TreeEnsembleClassifier", 2, _one_tree(3, 3)))
+    model = _model(specs, "rows")
+    x = np.random.default_rng(0).standard_normal((50, FEATURES)).astype("float32")
+    executable = rh.compile(rh.from_onnx(model))
+    found = rh.vm.VirtualMachine(executable)["main"](x)
+    wanted = pytest.importorskip("onnxruntime").InferenceSession(model.SerializeToString()).run(None, {"x": x})
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one.numpy(), other)
+    names = [name for name in executable.metadata.dispatches if "tree_leaves" in name or "tree_labels" in name]
+    assert sorted(names) == ["tree_labels", "tree_leaves"]

@@ -2,8 +2,6 @@
 
 import pytest
 
-import relax_hetero as rh
-
 torch = pytest.importorskip("torch")
 from frontend.torch_results import check  # noqa: E402 - needs torch
 
@@ -27,9 +25,8 @@ def test_layers_and_directions():
     check(Layers(), (x, start))
 
 
-def test_packed_sequences_and_projections_are_refused():
-    with pytest.raises(rh.FrontendError, match="with a projection"):
-        rh.from_torch(nn.LSTM(3, 4, proj_size=2).eval(), (torch.zeros(2, 1, 3),))
+def test_projections():
+    check(nn.LSTM(3, 4, 2, proj_size=2, bidirectional=True), (torch.randn(2, 1, 3),))
 
 
 @pytest.mark.slow

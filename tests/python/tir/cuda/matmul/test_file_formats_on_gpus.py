@@ -60,6 +60,38 @@ def test_formats(name, m, n, dtype):
     check(result, want, arguments[0])
 
 
+DEPTHS = [
+    896, 1024, 1152, 1536, 2048, 2304, 2560, 3072, 3584, 4096, 4608, 4864, 5120, 5376, 5632, 6144, 6912, 8192, 8960,
+    9216, 9728, 10240, 11008, 12288, 13824, 14336, 15360, 17408, 18944, 21504, 22016, 25600, 27648, 28672, 29568, 36864,
+]  # fmt: skip
+"""Weights of a row in llama, qwen and gemma of 0.5 to 70 billion parameters: widths of layers and of feed-forward."""
+
+
+def check_index_bounds(name, depth, m, dtype):
+    """Run a product of few columns: the interpreter checks every index, and depths decide what warps ask for."""
+    problem, arguments, want = case(name, m, 16, depth, dtype)
+    result = np.full((m, 16), np.nan, "float32")
+    run(block_product_kernel(problem, GPU), *arguments, result)
+    check(result, want, arguments[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "depth", "m", "dtype"), [("q4_k", 5632, 2, "float16"), ("q8_0", 2816, 40, "bfloat16")]
+)
+def test_more_chunks_than_are_left(name, depth, m, dtype):
+    """Warps have equally many chunks of k, which are no whole rounds."""
+    check_index_bounds(name, depth, m, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("m", [1, 2, 4, 8, 16, 17, 32, 64])
+@pytest.mark.parametrize(("name", "depth"), [(name, depth) for name in ("q8_0", "q4_0", "q4_k") for depth in DEPTHS])
+def test_real_depths(name, depth, m, dtype):
+    check_index_bounds(name, depth, m, dtype)
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("name", FORMATS)

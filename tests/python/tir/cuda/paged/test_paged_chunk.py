@@ -41,6 +41,29 @@ def test_against_float64(name):
     check(call, out, pages)
 
 
+@pytest.mark.slow
+def test_a_chunk_that_is_cut_has_the_same_bits():
+    """By the same kernel, whose last rows are of no sequence then."""
+    call = Call(case((100,), heads=2, kv_heads=1, chunk=70, window=40, rotary="halves", rotated=32), fresh_rng())
+    work = call.work
+    qkv, _, table, sequences, positions, rotation = call.arguments()
+
+    def rows_of(begin: int, end: int) -> np.ndarray:
+        """The result of some rows, whose keys and values come into the pages."""
+        out = np.full((work.rows, work.heads * work.size), np.nan, numpy_dtype(work.dtype))
+        given = [np.roll(array, -begin, axis=0) for array in (qkv, sequences, positions, rotation)]
+        given[1][end - begin :] = -1
+        arguments = [given[0], pages, table, *given[1:]]
+        run(page_append_kernel(work, GPU), *arguments, arch="sm_90a")
+        run(paged_chunk_kernel(work, GPU, PLAN), *arguments, out, arch="sm_90a")
+        return out[: end - begin]
+
+    pages = call.pages.copy()
+    whole = rows_of(0, 70)
+    pages = call.pages.copy()
+    np.testing.assert_array_equal(np.concatenate([rows_of(0, 29), rows_of(29, 70)]), whole)
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("name", CASES)

@@ -1,0 +1,147 @@
+"""What a value is that was given in the wrong place, and which function of this library takes it.
+
+Looks at names of classes, first bytes of files and ends of their names: nothing is imported and nothing is read whole.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import Any
+
+# What it is, and what takes it, by the kind that is recognized.
+_KINDS = {
+    "onnx": ("an ONNX model", "rh.from_onnx imports it"),
+    "gguf": ("a GGUF file", "rh.from_gguf imports it, and rh.llm.load makes a language model of it"),
+    "torch": ("a PyTorch module", "rh.from_torch imports it"),
+    "state": (
+        "a file of PyTorch",
+        "load the module that it belongs to with PyTorch, and rh.from_torch imports that",
+    ),
+    "safetensors": (
+        "weights without a model",
+        "load the module that they belong to with PyTorch, and rh.from_torch imports that; or convert them to a GGUF "
+        "file (convert_hf_to_gguf.py of llama.cpp), which rh.llm.load reads",
+    ),
+    "hub": (
+        "a folder of Hugging Face",
+        "convert it to a GGUF file (convert_hf_to_gguf.py of llama.cpp), which rh.llm.load reads; or load its module "
+        "with transformers, and rh.from_torch imports that",
+    ),
+    "genai": ("a folder with an ONNX model", "rh.from_onnx and rh.llm.load_onnx read the model in it"),
+    "saved": ("a saved language model", "rh.llm.load loads it"),
+    "library": ("a shared library", "rh.load loads what Executable.export_library wrote"),
+    "script": ("a Python file", "import it, and give the module (tvm.IRModule) that it defines"),
+    "module": ("a module", "rh.compile makes an Executable of it"),
+    "function": ("a function", 'tvm.IRModule({"main": function}) is a module of it'),
+    "kernel": ("a kernel alone", "rh.compile takes a module whose Relax function calls it by call_tir"),
+    "stock": ("code that stock TVM compiled", "rh.compile makes an Executable of the module that it came from"),
+    "executable": ("", "rh.vm.VirtualMachine runs it"),
+    "machine": ("", 'vm["main"](...) runs its function, vm.executable is what it runs'),
+}
+_READERS = {
+    "rh.from_onnx": ("onnx",),
+    "rh.from_gguf": ("gguf",),
+    "rh.llm.load": ("gguf", "saved"),
+    "rh.load": ("library",),
+    "rh.from_torch": ("torch",),
+}
+_CLASSES = {
+    ("onnx", "ModelProto"): "onnx",
+    ("onnx", "GraphProto"): "onnx",
+    ("torch", "Module"): "torch",
+    ("torch", "ExportedProgram"): "torch",
+    ("tvm", "IRModule"): "module",
+    ("tvm", "Function"): "function",
+    ("tvm", "PrimFunc"): "kernel",
+    ("tvm", "VMExecutable"): "stock",
+    ("tvm", "Executable"): "stock",
+    ("tvm", "Module"): "stock",
+    ("relax_hetero", "Executable"): "executable",
+    ("relax_hetero", "VirtualMachine"): "machine",
+    ("relax_hetero", "GgufFile"): "gguf",
+}
+_ENDINGS = {
+    ".onnx": "onnx", ".ort": "onnx", ".gguf": "gguf", ".so": "library", ".dylib": "library", ".dll": "library",
+    ".pt": "state", ".pth": "state", ".pt2": "state", ".bin": "state", ".ckpt": "state", ".safetensors": "safetensors",
+    ".py": "script",
+}  # fmt: skip
+_LONGEST = 200
+
+
+def found(value: Any, reader: str = "") -> str:
+    """What a value is, and what takes it: ``"found 'm.onnx' (str), an ONNX model: rh.from_onnx imports it"``.
+
+    Parameters
+    ----------
+    value : object
+        What was given.
+    reader : str
+        The function that it was given to, such as "rh.load"; it is not named as what takes the value.
+    """
+    is_path = isinstance(value, (str, os.PathLike))
+    text = f"found {short(value)} ({type(value).__name__})" if is_path else f"found {type(value).__name__}"
+    return f"{text}{hint_of(value, reader)}"
+
+
+def hint_of(value: Any, reader: str = "") -> str:
+    """The part of `found` about the kind of value; empty where nothing is known of it, or `reader` reads it."""
+    kind = _kind_of_path(value) if isinstance(value, (str, os.PathLike)) else _kind_of_object(value)
+    if kind is None or kind in _READERS.get(reader, ()):
+        return ""
+    what, takes = _KINDS[kind]
+    return f", {what}: {takes}" if what else f": {takes}"
+
+
+def near_file(path: str | os.PathLike[str]) -> str:
+    """A hint at a file whose name is nearly that of one that is missing; else empty."""
+    missing = Path(path)
+    try:
+        names = [] if missing.exists() else os.listdir(missing.parent)
+    except (OSError, ValueError):
+        return ""
+    close = difflib.get_close_matches(missing.name, names, n=1, cutoff=0.75)
+    return f"; did you mean {str(missing.with_name(close[0]))!r}?" if close else ""
+
+
+def short(value: object) -> str:
+    """The text of a value, cut where it is long."""
+    text = repr(os.fspath(value)) if isinstance(value, os.PathLike) else repr(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 4 :]}"
+
+
+def _kind_of_object(value: object) -> str | None:
+    for base in type(value).__mro__:
+        kind = _CLASSES.get((base.__module__.partition(".")[0], base.__name__))
+        if kind is not None:
+            return kind
+    return None
+
+
+def _kind_of_path(path: str | os.PathLike[str]) -> str | None:
+    try:
+        file = Path(path)
+        if file.is_dir():
+            return _kind_of_folder({entry.name for entry in file.iterdir()})
+        begin = b""
+        if file.is_file():
+            with file.open("rb") as opened:
+                begin = opened.read(16)
+    except (OSError, ValueError, TypeError):
+        return None
+    if begin.startswith(b"GGUF"):
+        return "gguf"
+    if begin.startswith((b"\x7fELF", b"\xcf\xfa\xed\xfe")):
+        return "library"
+    if begin[8:10] == b'{"':
+        return "safetensors"
+    return _ENDINGS.get(file.suffix.lower())
+
+
+def _kind_of_folder(names: set[str]) -> str | None:
+    if "model.json" in names:
+        return "saved"
+    if "genai_config.json" in names or any(name.endswith(".onnx") for name in names):
+        return "genai"
+    return "hub" if "config.json" in names or any(name.endswith(".safetensors") for name in names) else None

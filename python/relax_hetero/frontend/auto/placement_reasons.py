@@ -1,0 +1,104 @@
+"""Why each unit of a plan is where it is: its time on each device, transfers that staying saves, limits of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ...artifact.messages import AUTO
+from .plan_costs import TICKS, PlanCosts
+from .work_graph import OUTSIDE
+
+
+def choice(decided: str, seconds: Sequence[float], device: int, names: Sequence[str], more: str = "") -> str:
+    """The reason of work on `device`, which takes so many seconds on each."""
+    times = [f"{time_text(seconds[device])} here"]
+    times += [f"{time_text(own)} on {names[other]}" for other, own in enumerate(seconds) if other != device]
+    return f"{AUTO}{decided}: {', '.join(times)}{more}"
+
+
+def kept_away(name: str, limit: int, free: float, needed: float) -> str:
+    """The figures of a limit of memory; `free` bytes are what other work leaves of it."""
+    leaves = f"other work leaves {max(0, round(free)):,}, and {needed:,.0f} are needed"
+    return f"; of the limit of {limit:,} bytes on {name} {leaves}"
+
+
+def time_text(seconds: float) -> str:
+    """Seconds in a unit that leaves few digits."""
+    unit, factor = next(
+        (u, f) for u, f in (("s", 1.0), ("ms", 1e3), ("us", 1e6), ("ns", 1e9)) if seconds * f >= 1 or u == "ns"
+    )
+    return f"{seconds * factor:.3g} {unit}"
+
+
+def plan_reasons(costs: PlanCosts, plan: Sequence[int], names: Sequence[str]) -> dict[str, str]:
+    """For each node of a plan what decided where it is.
+
+    Parameters
+    ----------
+    costs : PlanCosts
+    plan : sequence of int
+        A device for each unit of the graph.
+    names : sequence of str
+        Of the devices.
+    """
+    free = {device: limit - costs.bytes_on(device, plan) for device, limit in costs.limits.items()}
+    found: dict[str, str] = {}
+    for unit, device in enumerate(plan):
+        reason = _reason(costs, plan, unit, device, names, free)
+        found.update(dict.fromkeys(costs.graph.units[unit].names, reason))
+    return found
+
+
+def _reason(
+    costs: PlanCosts, plan: Sequence[int], unit: int, device: int, names: Sequence[str], free: Mapping[int, float]
+) -> str:
+    seconds = [ticks / TICKS for ticks in costs.ops[unit]]
+    if len(seconds) == 1:
+        return f"{AUTO}the only device: {time_text(seconds[device])}"
+    if not costs.graph.units[unit].ops:
+        return f"{AUTO}nothing is computed: it stays with its neighbours"
+    faster = [other for other, own in enumerate(seconds) if own < seconds[device]]
+    if not faster:
+        return choice("no device is faster", seconds, device, names)
+    for other in faster:
+        needed = _bytes_of(costs, unit)
+        if other in free and needed > free[other]:
+            limit = kept_away(names[other], costs.limits[other], free[other], needed)
+            return choice(f"the memory of {names[other]} is too small", seconds, device, names, limit)
+    other = min(faster, key=seconds.__getitem__)
+    moved = list(plan)
+    moved[unit] = other
+    more = (_transfers(costs, moved, unit) - _transfers(costs, plan, unit)) / TICKS
+    if more > 0:
+        saved = f"; transfers there and back would take {time_text(more)} more"
+        if more >= seconds[device] - seconds[other]:
+            return choice("staying saves transfers", seconds, device, names, saved)
+        return choice("moving saves too little", seconds, device, names, saved)
+    return choice(f"{names[other]} has other work meanwhile", seconds, device, names)
+
+
+def _transfers(costs: PlanCosts, plan: Sequence[int], unit: int) -> int:
+    """Ticks of the transfers of all that a unit makes or reads."""
+    values = (costs.graph.values[index] for index in costs.around[unit])
+    return sum(ticks for value in values for _, _, ticks in costs.transfers(value, plan))
+
+
+def _bytes_of(costs: PlanCosts, unit: int) -> float:
+    """Bytes that a device would have to hold for a unit: weights, and the values that it makes."""
+    made = sum(
+        costs.graph.values[index].size for index in costs.around[unit] if costs.graph.values[index].maker == unit
+    )
+    return sum(costs.graph.units[unit].weights.values()) + made
+
+
+def transfer_times(costs: PlanCosts, plan: Sequence[int], names: Sequence[str]) -> dict[tuple[str, str], str]:
+    """By the node that makes a value and the device that it goes to, how long that takes."""
+    found: dict[tuple[str, str], str] = {}
+    for value in costs.graph.values:
+        if value.maker == OUTSIDE:
+            continue
+        for destination, _, ticks in costs.transfers(value, plan):
+            if destination >= 0:
+                text = f"{time_text(ticks / TICKS)} for {value.size:,.0f} bytes"
+                found[costs.graph.units[value.maker].names[0], names[destination]] = text
+    return found

@@ -1,0 +1,39 @@
+"""Values that a program computes from weights and numbers alone: torch computes them when the program is imported."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from .exporting import torch_package
+
+
+class Folding:
+    """The nodes of a program's graph that depend on no input.
+
+    Parameters
+    ----------
+    graph: Of an exported program, functional and without random numbers.
+    weights: Name of a placeholder -> the tensor of a parameter, buffer or constant.
+    """
+
+    def __init__(self, graph: Any, weights: Mapping[str, Any]) -> None:
+        self._values = {node: weights[node.name] for node in graph.nodes if node.name in weights}
+        self._fixed = set(self._values)
+        for node in graph.nodes:
+            if node.op == "call_function" and self._fixed.issuperset(node.all_input_nodes):
+                if hasattr(node.target, "_schema") or node.target is operator.getitem:
+                    self._fixed.add(node)
+
+    def __contains__(self, node: Any) -> bool:
+        return node in self._fixed
+
+    def value(self, node: Any) -> Any:
+        """What torch computes for a node: a tensor, or several."""
+        if node not in self._values:
+            torch = torch_package()
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self.value)
+            with torch.no_grad():
+                self._values[node] = node.target(*args, **kwargs)
+        return self._values[node]

@@ -1,0 +1,65 @@
+"""The integers that a model's functions are given at each call: tokens, positions and tables of pages.
+
+They lie one after the other in one tensor on each device, whose values each call overwrites: a copy to a GPU takes the
+host some 50 us however small it is, and a decode step has five such inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import numpy as np
+from tvm import runtime
+
+from ..artifact.signature import TensorSpec
+from ..vm.device.tensors import copy_into, empty, is_host, part_of
+
+
+class SentIntegers:
+    """Inputs of one function.
+
+    Parameters
+    ----------
+    inputs : sequence of TensorSpec
+        Of int32, on devices that `devices` has; -1 is the host.
+    devices : sequence of tvm.runtime.Device
+    alignment : int
+        Bytes, of each input's memory.
+
+    Attributes
+    ----------
+    tensors : list of tvm.runtime.Tensor
+        The arguments, in order: always the same.
+    """
+
+    def __init__(self, inputs: Sequence[TensorSpec], devices: Sequence[runtime.Device], alignment: int) -> None:
+        self._arrays: dict[str, np.ndarray] = {}
+        self._copies: list[tuple[runtime.Tensor, runtime.Tensor]] = []
+        found: dict[str, runtime.Tensor] = {}
+        for index in {spec.device for spec in inputs}:
+            device = runtime.device("cpu", 0) if index < 0 else devices[index]
+            found |= self._place([spec for spec in inputs if spec.device == index], device, alignment)
+        self.tensors = [found[spec.name] for spec in inputs]
+
+    def _place(self, inputs: Sequence[TensorSpec], device: runtime.Device, alignment: int) -> dict[str, runtime.Tensor]:
+        shapes = {spec.name: tuple(int(extent) for extent in spec.shape or ()) for spec in inputs}
+        step, count, begins = -(-alignment // 4), 0, {}
+        for name, shape in shapes.items():
+            begins[name] = count
+            count += -(-prod(shape) // step) * step
+        target = empty((count,), "int32", device)
+        source = target if is_host(device) else empty((count,), "int32", runtime.device("cpu", 0))
+        if source is not target:
+            self._copies.append((source, target))
+        host = np.from_dlpack(source)
+        for name, shape in shapes.items():
+            self._arrays[name] = host[begins[name] : begins[name] + prod(shape)].reshape(shape)
+        return {name: part_of(target, shape, "int32", 4 * begins[name]) for name, shape in shapes.items()}
+
+    def send(self, values: Mapping[str, np.ndarray]) -> None:
+        """Write new values into the tensors; the work that reads the old ones must have ended on CPUs."""
+        for name, array in self._arrays.items():
+            array[...] = values[name]
+        for source, target in self._copies:
+            copy_into(source, target)

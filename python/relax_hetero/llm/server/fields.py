@@ -1,0 +1,153 @@
+"""The fields of requests that change an answer here or elsewhere, and the values with which they do not.
+
+A request is refused if it has a field of `CHANGES` that its endpoint does not take, with another value than those of
+the row or null: an answer would otherwise ignore it in silence. Fields that endpoints take are those of their bodies
+(`CompletionBody`, `ChatBody`); all others change nothing and pass, as names that nobody knows do. The rows hold the
+names of OpenAI, vLLM, SGLang, the server of llama.cpp, Ollama, text-generation-inference and text-generation-webui.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from .api_errors import ApiError
+
+
+def _rows(*rows: tuple[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+    return {name: neutral for names, neutral in rows for name in names.split()}
+
+
+CHANGES = _rows(
+    # Forms that an answer has to have.
+    ("grammar grammar_string guided_grammar ebnf regex guided_regex stop_regex", ("",)),
+    ("json_schema guided_json guided_choice guided_whitespace_pattern response_schema grammar_type", ()),
+    ("structured_outputs structural_tag guideline", ()),
+    ("response_format", ({"type": "text"},)),
+    ("format", ("", "text")),
+    ("grammar_lazy", (False,)),
+    ("grammar_triggers preserved_tokens", ([],)),
+    ("modalities", (["text"],)),
+    ("audio search_parameters web_search_options prompt_mode", ()),
+    ("verbosity", ("medium",)),
+    ("safe_prompt raw_output", (False,)),
+    ("safety_model", ("",)),
+    ("plugins transforms", ([],)),
+    # Tools.
+    ("tools functions", ([],)),
+    ("tool_choice function_call", ("none",)),
+    ("tool_prompt", ("",)),
+    # Reasoning.
+    ("enable_thinking think thinking reasoning reasoning_effort", ()),
+    ("reasoning_budget thinking_budget thinking_budget_tokens max_thinking_tokens", (-1,)),
+    ("reasoning_format", ("none", "auto")),
+    ("include_reasoning separate_reasoning stream_reasoning", (True,)),
+    ("thinking_forced_open", (False,)),
+    # Prompts and how they are made.
+    ("prompt suffix input_prefix input_suffix system system_prompt preamble negative_prompt", ("",)),
+    ("prefix", ("", False)),
+    ("messages documents context images input_extra", ([],)),
+    ("instructions template chat_template instruction_template instruction_template_str", ("",)),
+    ("chat_template_kwargs mm_processor_kwargs vllm_xargs extra_body options parameters sampling_params", ({},)),
+    ("input inputs input_ids input_embeds prompt_embeds prompt_token_ids", ()),
+    ("image_data video_data audio_data multi_modal_data multimodal_data", ([], {})),
+    ("add_generation_prompt add_special_tokens add_bos_token", (True,)),
+    ("continue_final_message continue_ raw token_healing", (False,)),
+    ("truncate truncate_prompt_tokens prompt_truncate_len prompt_truncate_length num_ctx truncation_length", ()),
+    ("truncation", ("disabled",)),
+    ("context_length_exceeded_behavior", ("error",)),
+    ("lora adapters", ([],)),
+    ("lora_path lora_request adapter adapter_id", ("",)),
+    # The end of a text.
+    ("n_predict num_predict max_completion_tokens max_new_tokens max_length max_time", ()),
+    ("min_tokens min_new_tokens min_length n_indent", (0,)),
+    ("t_max_predict_ms t_max_prompt_ms", (0, -1)),
+    ("stop_sequences stop_strings stop_words", ([],)),
+    ("include_stop_str_in_output no_stop_trim ban_eos_token", (False,)),
+    # Tokens that a text may have.
+    ("bad_words bad_words_ids banned_tokens logits_processors sequence_bias", ([],)),
+    ("custom_token_bans", ("",)),
+    ("allowed_token_ids custom_logit_processor custom_params force_words_ids", ()),
+    # The choice of a token.
+    ("repeat_penalty penalty_repeat encoder_repetition_penalty guidance_scale cfg_scale", (1,)),
+    ("repeat_last_n", (64, -1)),
+    ("repetition_penalty_range no_repeat_ngram_size penalty_alpha", (0,)),
+    ("penalize_nl", (True,)),
+    ("mirostat mirostat_mode", (0,)),
+    ("mirostat_tau", (5,)),
+    ("mirostat_eta", (0.1,)),
+    ("dry_multiplier xtc_probability dynatemp_range top_a smoothing_factor epsilon_cutoff eta_cutoff min_keep", (0,)),
+    ("dry_base", (1.75,)),
+    ("dry_allowed_length", (2,)),
+    ("dry_penalty_last_n", (-1,)),
+    ("dry_sequence_breakers", (["\n", ":", '"', "*"],)),
+    ("xtc_threshold", (0.1,)),
+    ("dynatemp_exponent dynatemp_low dynatemp_high smoothing_curve tfs tfs_z typical_p typical typ_p", (1,)),
+    ("top_n_sigma nsigma", (-1, 0)),
+    ("adaptive_target", (-1,)),
+    ("adaptive_decay", (0.9,)),
+    ("samplers sampler_seq sampler_order sampler_priority random_seed", ()),
+    ("dynamic_temperature temperature_last watermark", (False,)),
+    ("do_sample", (True,)),
+    # Several texts, of which some are told.
+    ("best_of num_return_sequences num_beams beam_width length_penalty", (1,)),
+    ("use_beam_search early_stopping", (False,)),
+    # What an answer tells besides.
+    ("echo return_full_text return_logprob return_tokens return_token_ids return_tokens_as_token_ids", (False,)),
+    ("return_hidden_states return_routed_experts post_sampling_probs decoder_input_details details", (False,)),
+    ("n_probs top_logprobs top_logprobs_num top_n_tokens echo_last", (0,)),
+    ("logprob_start_len", (-1,)),
+    ("prompt_logprobs token_ids_logprob logprob_token_ids", ()),
+    ("response_fields", ([],)),
+    ("skip_special_tokens detokenize", (True,)),
+)
+
+STREAM_CHANGES = _rows(("continuous_usage_stats", (False,)))
+"""Of ``stream_options``."""
+
+MESSAGE_CHANGES = _rows(
+    ("name function_call audio", ("",)),
+    ("tool_calls images videos", ([],)),
+    ("prefix partial continue", (False,)),
+)
+"""Of messages; a model's template may use each of them, which then is no reason to refuse it."""
+
+_INSTEAD = {
+    **dict.fromkeys(("n_predict", "num_predict", "max_completion_tokens", "max_new_tokens"), "max_tokens"),
+    **dict.fromkeys(("stop_sequences", "stop_strings", "stop_words"), "stop"),
+    **dict.fromkeys(("repeat_penalty", "penalty_repeat"), "repetition_penalty"),
+    **dict.fromkeys(("system", "system_prompt", "preamble", "instructions"), "a message of the role system"),
+    **dict.fromkeys(
+        ("enable_thinking", "think", "thinking", "reasoning", "reasoning_effort"),
+        "chat_template_kwargs, where the model's template knows such a switch",
+    ),
+    "random_seed": "seed",
+    "num_ctx": "the server's option --context",
+    "do_sample": "temperature: 0",
+    "n_probs": "logprobs",
+    "return_logprob": "logprobs",
+    "top_logprobs": "logprobs",
+}
+
+
+def is_neutral(name: str, value: Any, changes: Mapping[str, tuple[Any, ...]]) -> bool:
+    """Whether a field changes nothing."""
+    return value is None or name not in changes or value in changes[name]
+
+
+def refuse_changes(given: Mapping[str, Any], changes: Mapping[str, tuple[Any, ...]], place: str = "") -> None:
+    """ApiError for the first field that would change the answer and is not supported.
+
+    Parameters
+    ----------
+    given: Fields that the endpoint does not take, by name.
+    changes: Rows of this file.
+    place: Where the fields stand in the body, such as ``stream_options.``.
+    """
+    for name, value in given.items():
+        if not is_neutral(name, value, changes):
+            neutral = "".join(f" or {json.dumps(each)}" for each in changes[name])
+            instead = f"; use {_INSTEAD[name]}" if name in _INSTEAD else ""
+            found = f"found {json.dumps(value):.80}, which this server does not support"
+            raise ApiError(400, f"{place}{name}: {found}, expected null{neutral}{instead}", place + name)

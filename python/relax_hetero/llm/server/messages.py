@@ -1,0 +1,110 @@
+"""Messages of a conversation, and whether a model's template tells the model all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..chat_template import ChatTemplate
+from ..errors import RequestError
+from .api_errors import ApiError
+from .fields import MESSAGE_CHANGES, is_neutral
+
+_FOREIGN_ROLES = ("tool", "function")
+_MOST_ROLES = 8
+"""Roles whose messages are looked for by another run of the template; callers may make up any number of them."""
+
+
+class Part(BaseModel):
+    """A part of a message."""
+
+    model_config = ConfigDict(strict=True)
+    type: str
+    text: str | None = None
+
+
+class Message(BaseModel):
+    """A message of a conversation; other fields are given to the model's template."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    role: str = Field(min_length=1, max_length=64)
+    content: str | list[Part] | None = None
+
+    def plain(self, place: str) -> dict[str, Any]:
+        """With its text as one string.
+
+        Parameters
+        ----------
+        place: Of the message in the body, for errors.
+        """
+        content = self.content
+        if isinstance(content, list):
+            for index, part in enumerate(content):
+                if part.type != "text" or part.text is None:
+                    found = f"found a part of type {part.type!r}" + (" without text" if part.type == "text" else "")
+                    raise ApiError(400, f"{place}.content.{index}: {found}, expected text", f"{place}.content.{index}")
+            content = "".join(part.text or "" for part in content)
+        return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
+
+
+def rendered(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
+    """The prompt of a conversation.
+
+    Parameters
+    ----------
+    template
+    messages: As `Message.plain` gives them.
+    values: What the template gets besides.
+
+    Raises
+    ------
+    RequestError: If the template refuses the conversation.
+    ApiError: If the template leaves out a message, or a field or role of one that changes what is asked.
+    """
+    prompt = template.render(messages, **values)
+
+    def check(place: str, others: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse the conversation if it has the same prompt as another."""
+        try:
+            same = template.render(others, **values) == prompt
+        except RequestError:
+            return
+        if same:
+            raise ApiError(400, f"{place}: the model's chat template leaves it out", place.partition(":")[0])
+
+    for name in MESSAGE_CHANGES:
+        index = _first(not is_neutral(name, each.get(name), MESSAGE_CHANGES) for each in messages)
+        if index is not None:
+            without = [{key: value for key, value in each.items() if key != name} for each in messages]
+            check(f"messages.{index}.{name}", without)
+    for role in _FOREIGN_ROLES:
+        index = _first(each["role"] == role for each in messages)
+        if index is not None:
+            as_user = [{**each, "role": "user"} if each["role"] == role else each for each in messages]
+            check(f"messages.{index}.role: found {role!r}", as_user)
+    for index in _missing(messages, prompt):
+        place = f"messages.{index}.content: found a message of role {messages[index]['role']!r}"
+        check(place, [*messages[:index], *messages[index + 1 :]])
+    return prompt
+
+
+def _missing(messages: Sequence[Mapping[str, Any]], prompt: str) -> list[int]:
+    """The first message of each role whose text does not stand in the prompt."""
+    found, place = {}, 0
+    for index, message in enumerate(messages):
+        if message["role"] in found:
+            continue
+        text = message["content"].strip()
+        at = prompt.find(text, place)  # they mostly come in their order, so that one pass finds all
+        if at < 0 and text not in prompt:
+            found[message["role"]] = index
+            if len(found) == _MOST_ROLES:
+                break
+        place = max(place, at)
+    return list(found.values())
+
+
+def _first(matches: Iterable[bool]) -> int | None:
+    return next((index for index, match in enumerate(matches) if match), None)

@@ -1,0 +1,139 @@
+"""A program that renders a chat template, which comes with a model, from anybody: in a process with little memory and
+time, which imports nothing of this package and whose parent starts another when it has ended.
+
+It reads a request from its input, writes the answer to its output, and ends when its input does. The first request is
+the template: ``{"path", "source"}``, answered by the texts that the template itself holds; each other one is
+the values of a call, answered by the prompt. Requests are a length and JSON, answers a status, a length, and text.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import resource
+import select
+import signal
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any
+
+MEMORY = 512 << 20
+"""Bytes of the process's address space."""
+MAX_PROMPT = 16 << 20
+"""Characters of a prompt at which a template is stopped."""
+MAX_ANSWER = 4 * MAX_PROMPT
+"""Bytes."""
+MAX_ERROR = 500
+"""Characters of what a template's error says."""
+_MAX_LITERALS, MAX_LITERAL = 1000, 64
+"""Texts of a template that matter, and characters of one; what a conversation is searched for is short."""
+REQUEST, ANSWER = struct.Struct("<Q"), struct.Struct("<BQ")
+DONE, REFUSED, FAILED, BEYOND_LIMITS = range(4)
+"""Statuses: the answer; what the template says to refuse its values; an error in it; a limit that it went over."""
+_TIMERS = (signal.ITIMER_PROF, signal.ITIMER_REAL)
+"""End the process by SIGPROF and SIGALRM."""
+_ESCAPED = re.compile("[^\x00-\x7f\ufdd0-\ufdef]")
+_PARENT_SECONDS = 5.0
+"""How often an idle process looks whether its parent lives, in case another process holds the pipe open."""
+
+
+class Refusal(Exception):
+    """Raised by ``raise_exception`` of a template."""
+
+
+class BeyondLimits(Exception):
+    """A prompt that is too long."""
+
+
+def main() -> None:
+    """Answer requests until the input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the parent's
+    render: Callable[[dict[str, Any]], str] | None = None
+    seconds = list(map(float, sys.argv[1:]))  # of processor time and of any time, for a request
+    parent = os.getppid()
+    while (request := _read(parent)) is not None:
+        for timer, most in zip(_TIMERS, seconds, strict=True):
+            signal.setitimer(timer, most)
+        status, answer = DONE, ""
+        try:
+            values = json.loads(request)
+            if render is None:
+                render, literals = _compiled(values)
+                answer = json.dumps(literals)
+            else:
+                answer = render(values)
+        except Refusal as error:
+            status, answer = REFUSED, str(error)[:MAX_ERROR]
+        except MemoryError:
+            status, answer = BEYOND_LIMITS, f"takes more than {MEMORY >> 20} MiB of memory"
+        except BeyondLimits as error:
+            status, answer = BEYOND_LIMITS, str(error)
+        except Exception as error:
+            name = type(error).__name__
+            place = f" in line {getattr(error, 'lineno', 0)}" if name == "TemplateSyntaxError" else ""
+            status, answer = FAILED, f"{name}{place}: {error}"[:MAX_ERROR]
+        data = answer.encode("utf-8", "surrogatepass")
+        sys.stdout.buffer.write(ANSWER.pack(status, len(data)) + data)
+        sys.stdout.buffer.flush()
+        for timer in _TIMERS:
+            signal.setitimer(timer, 0)
+
+
+def _read(parent: int) -> bytes | None:
+    """The next request; None at the end of the input, or where the parent is gone."""
+    while not select.select([0], [], [], _PARENT_SECONDS)[0]:
+        if os.getppid() != parent:
+            return None
+    head = sys.stdin.buffer.read(REQUEST.size)
+    return sys.stdin.buffer.read(*REQUEST.unpack(head)) if len(head) == REQUEST.size else None
+
+
+def _compiled(setup: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], str], list[str]]:
+    """A function that renders a template, and all texts of its expressions."""
+    sys.path += setup["path"]
+    import jinja2.nodes
+    import jinja2.sandbox
+
+    for limit, most in ((resource.RLIMIT_AS, MEMORY), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
+        hard = resource.getrlimit(limit)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(limit, (most, most))
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    tree = environment.parse(setup["source"])
+    values = [node.value for node in tree.find_all(jinja2.nodes.Const)]
+    literals = {value for value in values if isinstance(value, str) and len(value) <= MAX_LITERAL}
+    template = environment.from_string(tree)
+
+    def render(values: dict[str, Any]) -> str:
+        now = datetime.datetime.now()  # one moment, however long it takes
+        parts: list[str] = []
+        length = 0
+        for part in template.generate({"strftime_now": now.strftime, **values}):
+            length += len(part)
+            if length > MAX_PROMPT:
+                raise BeyondLimits(f"makes a prompt of more than {MAX_PROMPT:,} characters")
+            parts.append(part)
+        return "".join(parts)
+
+    return render, sorted(literals)[:_MAX_LITERALS]
+
+
+def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
+    """JSON without jinja2's escapes for HTML; marks of users' text stay what they are."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False, **options)
+    return _ESCAPED.sub(lambda found: json.dumps(found[0])[1:-1], text) if ensure_ascii else text
+
+
+def _raise_exception(message: str) -> None:
+    raise Refusal(message)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""What a process holds of the CUDA driver, counted by its calls: other processes on the same GPU do not matter."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+from relax_hetero.vm.device.cuda_driver import CudaDriver
+from relax_hetero.vm.device.cuda_library import CudaLibrary
+
+MADE = ("cuMemAlloc", "cuMemHostAlloc", "cuStreamCreate", "cuEventCreate", "cuGraphInstantiate")
+ENDED = {
+    "cuMemFree": "cuMemAlloc",
+    "cuMemFreeHost": "cuMemHostAlloc",
+    "cuStreamDestroy": "cuStreamCreate",
+    "cuEventDestroy": "cuEventCreate",
+    "cuGraphExecDestroy": "cuGraphInstantiate",
+}
+
+
+@contextmanager
+def allocations() -> Iterator[Counter[str]]:
+    """How many of each kind were made and not ended since, while the context lasts."""
+    found: Counter[str] = Counter()
+
+    def counted(call):
+        def count(self, name, *args):
+            result = call(self, name, *args)
+            name = name.removesuffix("_v2")
+            found[ENDED.get(name, name)] += (name in MADE) - (name in ENDED)
+            return result
+
+        return count
+
+    with (
+        patch.object(CudaLibrary, "call", counted(CudaLibrary.call)),
+        patch.object(CudaLibrary, "quick", counted(CudaLibrary.quick)),
+        patch.object(CudaDriver, "_call", counted(CudaDriver._call)),
+    ):
+        yield found

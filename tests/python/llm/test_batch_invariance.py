@@ -1,0 +1,130 @@
+"""The bits of a text's logits do not depend on what else a model computes: batches, chunks, prefixes, preemption."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tvm.target import Target
+
+import relax_hetero as rh
+from llm.gguf_files import Sizes, write_gguf
+from marks import slow_but_for
+from relax_hetero.llm import Engine, SamplingParams
+from relax_hetero.llm.loaded_model import adds_up_alike
+
+# One head of keys, which several cores share; windows that end within blocks of pages.
+FEW = Sizes("gemma3", layers=1, width=96, heads=3, kv_heads=1, size=32, feed_forward=160, window=200, pattern=2)
+ALL = replace(FEW, layers=2, width=256, feed_forward=512)
+FEW_TYPES = {"*attn*": "F32", "*ffn*": "BF16", "*": "Q4_1"}
+ALL_TYPES = {
+    "*attn_q.*": "F32", "*attn_k.*": "F16", "*attn_v.*": "Q5_1", "*attn_output*": "Q4_1", "*ffn_gate*": "Q6_K",
+    "*ffn_up*": "Q5_0", "*ffn_down*": "Q4_K", "*": "Q8_0",
+}  # fmt: skip
+AVX2 = {"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 2}
+MODELS = {
+    "few": (FEW, FEW_TYPES, "llvm", (1, 3), (32,)),
+    "all": (ALL, ALL_TYPES, "llvm", (1, 2, 3, 8), (8, 32)),
+    "avx2": (ALL, ALL_TYPES, AVX2, (1, 2, 3, 8), (8, 32)),
+    "mixture": (
+        replace(ALL, architecture="qwen3moe", window=0, pattern=0, experts=8, experts_used=3, expert_width=256),
+        {"*gate_exps*": "Q4_K", "*up_exps*": "Q8_0", "*": "F16"}, "llvm", (1, 2, 8), (8, 32),
+    ),
+}  # fmt: skip
+TOKENS = np.random.default_rng(8).integers(3, 320, 300).astype("int32")
+
+
+@pytest.fixture(scope="module", params=slow_but_for(MODELS, ["few"]))
+def loaded(request, tmp_path_factory):
+    sizes, types, device, batches, chunks = MODELS[request.param]
+    path = write_gguf(tmp_path_factory.mktemp("model") / "model.gguf", sizes, types)
+    return rh.llm.load(path, device, batches=batches, chunks=chunks, slots=8, context=320)
+
+
+def filled(model, tokens, cuts=(32,)):
+    """A new sequence of some tokens, prefilled in chunks of the sizes `cuts`, the last of them for all that is left;
+    its slot, and the last logits."""
+    slot, begin, logits = model.cache.add(), 0, None
+    while begin < len(tokens):
+        size, *rest = cuts
+        logits = model.prefill(slot, tokens[begin : begin + size]).copy()
+        begin, cuts = begin + size, rest or cuts
+    return slot, logits
+
+
+def test_batches(loaded):
+    model, _ = loaded
+    for cached in (3, 64, 150, 290):
+        found = []
+        for batch in (1, 2, 3, 5, 8):
+            slots = [filled(model, TOKENS[:length])[0] for length in (cached, 7, 70, 1, 130, 40, 64, 20)[:batch]]
+            order = np.random.default_rng(batch).permutation(batch)
+            logits = model.decode([slots[i] for i in order], [int(TOKENS[cached + i]) for i in order])
+            found.append(logits[list(order).index(0)].copy())
+            for slot in slots:
+                model.cache.free(slot)
+        for other in found[1:]:
+            np.testing.assert_array_equal(other, found[0])
+
+
+def test_chunks(loaded):
+    """However a prompt is cut, and decoded token by token."""
+    model, _ = loaded
+    for count in (5, 100, 290):
+        found = []
+        for cuts in [(32,), (8,), (5,), (1, 30, 2, 17, 32)]:
+            slot, logits = filled(model, TOKENS[:count], cuts)
+            found += [logits, model.decode([slot], [9])[0].copy()]
+            model.cache.free(slot)
+        slot, _ = filled(model, TOKENS[:1])
+        for token in TOKENS[1:count]:
+            logits = model.decode([slot], [int(token)])[0].copy()
+        found += [logits, model.decode([slot], [9])[0].copy()]
+        model.cache.free(slot)
+        for number, other in enumerate(found[2:]):
+            np.testing.assert_array_equal(other, found[number % 2])
+
+
+def test_32_clients(loaded):
+    """A hundred requests, 32 at a time, of few pages: each answer is that of the same request alone."""
+    model, tokenizer = loaded
+    rng = np.random.default_rng(3)
+    starts = [TOKENS[:length].tolist() for length in (20, 90, 130)]
+    asked = []
+    for number in range(100):
+        start = starts[number % 3] if number % 4 else []
+        prompt = [*start, *rng.integers(3, 320, rng.integers(1, 60 if start else 200)).tolist()]
+        sampling = {"temperature": 0} if number % 2 else {"temperature": 0.9, "top_p": 0.9, "seed": number}
+        asked.append((prompt, SamplingParams(**sampling, max_tokens=int(rng.integers(1, 12)), ignore_eos=True)))
+
+    def answers(order, clients, prefixes):
+        found, waiting = {}, []
+        with Engine(model, tokenizer, prefixes=prefixes) as engine:
+            for number in order:
+                waiting.append((number, engine.submit(*asked[number])))
+                if len(waiting) == clients:
+                    done, request = waiting.pop(0)
+                    found[done] = [token for delta in request for token in delta.tokens]
+            for done, request in waiting:
+                found[done] = [token for delta in request for token in delta.tokens]
+            return found, engine.statistics()
+
+    alone, _ = answers(range(100), 1, 0)
+    held = [(group, group._free[5:]) for group in model.cache._groups.values()]
+    try:
+        for group, _ in held:  # others have most pages
+            del group._free[5:]
+        together, counts = answers(np.random.default_rng(4).permutation(100), 32, 4)
+    finally:
+        for group, pages in held:
+            group._free += pages
+    assert counts.reused_tokens > 500 and counts.put_back > 10, counts
+    assert [number for number in range(100) if together[number] != alone[number]] == []
+
+
+def test_devices_that_add_up_alike():
+    """Tile registers multiply many rows, and GPUs choose kernels by rows."""
+    xeon = {"kind": "llvm", "mcpu": "sapphirerapids", "mtriple": "x86_64-linux-gnu"}
+    assert adds_up_alike(Target({**xeon, "mcpu": "x86-64-v4"})) and adds_up_alike(Target("c"))
+    assert not adds_up_alike(Target(xeon)) and not adds_up_alike(Target("nvidia/nvidia-h100"))

@@ -1,0 +1,58 @@
+"""RealizeTargets: a kind alone means the hardware of this machine."""
+
+import pytest
+import tvm
+from tvm.ir import assert_structural_equal
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+import relax_hetero as rh
+from relax_hetero.transform import RealizeTargets
+
+NATIVE = rh.native("llvm")
+OWN = {"kind": "llvm", "mcpu": "x86-64" if "x86" in str(NATIVE.attrs["mtriple"]) else "generic"}
+
+
+def test_a_kind_alone_becomes_this_cpu():
+    @I.ir_module
+    class Before:
+        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice(OWN, 1)]})
+
+        @R.function
+        def main(x: R.Tensor((4,), "float32", "llvm:0")) -> R.Tensor((4,), "float32", "llvm:1"):
+            y: R.Tensor((4,), "float32", "llvm:1") = R.to_vdevice(x, "llvm:1")
+            return y
+
+    @I.ir_module
+    class Expected:
+        I.module_global_infos({"vdevice": [I.vdevice(NATIVE), I.vdevice(OWN, 1)]})
+
+        @R.function
+        def main(x: R.Tensor((4,), "float32", "llvm:0")) -> R.Tensor((4,), "float32", "llvm:1"):
+            y: R.Tensor((4,), "float32", "llvm:1") = R.to_vdevice(x, "llvm:1")
+            return y
+
+    after = RealizeTargets()(Before)
+    assert_structural_equal(after, Expected)
+    assert RealizeTargets()(after).same_as(after)
+
+
+def test_nothing_to_do():
+    @I.ir_module
+    class Mod:
+        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice(NATIVE)]})  # they would be alike
+
+        @R.function
+        def main(x: R.Tensor((4,), "float32", "llvm:0")) -> R.Tensor((4,), "float32", "llvm:0"):
+            return x
+
+    assert RealizeTargets()(Mod).same_as(Mod)
+
+
+def test_a_cpu_that_is_not_known():
+    mod = tvm.IRModule({})
+    mod.update_global_info("vdevice", [tvm.relax.VDevice(tvm.target.Target({"kind": "llvm", "mcpu": "znver44"}), 0)])
+    with pytest.raises(rh.VDeviceError, match="mcpu 'znver44' is no CPU that LLVM knows .*; did you mean 'znver4'"):
+        RealizeTargets()(mod)
+    with pytest.raises(rh.VDeviceError, match="'fooo' begins with 'fooo', which is no architecture"):
+        rh.VDevice({"kind": "llvm", "mtriple": "fooo"})

@@ -1,0 +1,66 @@
+"""Calls whose arguments are checked once: the same tensors with new values."""
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax
+
+import relax_hetero as rh
+
+
+def machine(donate=None):
+    """``main(x, y)`` gives ``(x + y, y * 2)``."""
+    builder = relax.BlockBuilder()
+    x, y = (relax.Var(name, relax.TensorType((4,), "float32")) for name in "xy")
+    with builder.function("main", [x, y]):
+        with builder.dataflow():
+            parts = [relax.op.add(x, y), relax.op.multiply(y, relax.const(2, "float32"))]
+            result = builder.emit_output(relax.Tuple([builder.emit(part) for part in parts]))
+        builder.emit_func_output(result)
+    return rh.vm.VirtualMachine(rh.compile(builder.finalize(), donate=donate))
+
+
+def tensor(*values):
+    return tvm.runtime.tensor(np.array(values, "float32"))
+
+
+def test_values_are_read_anew():
+    vm, x, y = machine(), tensor(1, 2, 3, 4), tensor(5, 6, 7, 8)
+    run, first = vm.prepare("main", [x, y]), vm.prepare("main", [x, y], only=0)
+    for shift in (0, 10):
+        x.copyfrom(np.array([1, 2, 3, 4], "float32") + shift)
+        total, twice = run()
+        np.testing.assert_array_equal(total.numpy(), x.numpy() + y.numpy())
+        np.testing.assert_array_equal(twice.numpy(), 2 * y.numpy())
+        np.testing.assert_array_equal(first().numpy(), x.numpy() + y.numpy())
+
+
+def test_donated_memory_stays_the_callers():
+    vm, x, y = machine(["y"]), tensor(1, 2, 3, 4), tensor(5, 6, 7, 8)
+    run = vm.prepare("main", [x, y])
+    for turn in (1, 2, 3):
+        _, twice = run()
+        assert twice.data_ptr() == y.data_ptr()
+        np.testing.assert_array_equal(twice.numpy(), np.array([5, 6, 7, 8]) * 2**turn)
+
+
+def test_beside_submitted_calls():
+    vm, x, y = machine(), tensor(1, 2, 3, 4), tensor(5, 6, 7, 8)
+    run = vm.prepare("main", [x, y], only=1)
+    fences = [vm.submit("main", x, y) for _ in range(8)]
+    np.testing.assert_array_equal(run().numpy(), 2 * y.numpy())
+    for fence in fences:
+        np.testing.assert_array_equal(fence.result(60)[1].numpy(), 2 * y.numpy())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([tensor(1, 2, 3, 4)], "y"),
+        ([tensor(1, 2, 3, 4), tensor(1, 2)], "'y'"),
+        ([tensor(1, 2, 3, 4), np.ones((4, 2), "float32")[:, 0]], "would copy an argument"),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments, message):
+    with pytest.raises(rh.HeteroError, match=message):
+        machine().prepare("main", arguments)
