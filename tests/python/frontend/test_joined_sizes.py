@@ -120,7 +120,7 @@ def test_a_model_of_attention_is_computed_as_by_onnxruntime():
         for b, n, m, p in [*sizes, (1, 8, 1, 8), (2, 5, 2, 4), (1, 9, 1, 9)]
     ]
     mismatch, too_long = compare(attention(2), feeds)
-    assert "(places = 4, tokens = 5); places is dimension 1 of argument 'mask', tokens is dimension 1 of argument 'x'" in mismatch
+    assert "(places = 4, tokens = 5); places is dimension 1 of argument 'mask', tokens is dimension 1 of " in mismatch
     assert "tokens" in too_long and "8" in too_long
 
 

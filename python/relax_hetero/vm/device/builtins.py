@@ -106,7 +106,7 @@ def pinned_storage(size: Sequence[int], index: int) -> runtime.Tensor:
 def refuse_sizes(function: str, message: str, *sizes: Any) -> None:
     """HeteroError: a call of `function` has sizes that do not meet a requirement.
 
-    `sizes` are names and values in turn; behind a name may stand what the size is: ``n is dimension 0 of argument 'x'``.
+    `sizes` are names and values in turn; a name may say what has the size: ``n is dimension 0 of argument 'x'``.
     """
     raise HeteroError(f"function {function!r}: {message}{_values(sizes)}")
 
