@@ -56,7 +56,7 @@ def check_metadata(metadata: Metadata) -> None:
         _expect(kernel.device, devices, f"the device of kernel {kernel.name!r}")
         _expect(kernel.workgroups, range(len(kernel.scalars) + 1), f"the workgroups of kernel {kernel.name!r}")
     for signature in metadata.signatures.values():
-        _check_signature(signature, devices)
+        _check_signature(signature, devices, range(len(metadata.constants)))
     for call in metadata.repeated:
         repeated = metadata.signatures.get(call.function)
         if repeated is None or not all(isinstance(spec, TensorSpec) for spec in repeated.inputs):
@@ -96,9 +96,13 @@ def _check_device(device: DeviceSpec) -> None:
     _expect(device.vdevice_id, range(1 << 16), f"the vdevice_id of {kind!r}")
 
 
-def _check_signature(signature: FunctionSignature, devices: range) -> None:
+def _check_signature(signature: FunctionSignature, devices: range, constants: range) -> None:
     where = f"function {signature.name!r}"
     _expect(signature.num_input, range(len(signature.inputs) + 1), f"num_input of {where}")
+    _expect_all(signature.defaults.values(), constants, f"a default of {where}")
+    for name in signature.defaults:
+        if name not in signature.input_names[signature.num_input :]:
+            raise ValueError(f"{where} has a default of {name!r}, which is no input that a call may leave out")
     for name in (*signature.donated, *signature.copied):
         if name not in signature.input_names:
             raise ValueError(f"{where} gives away or copies {name!r}, which is no input of it")

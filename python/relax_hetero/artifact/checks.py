@@ -28,7 +28,7 @@ class CheckSpec:
     Attributes
     ----------
     subject : str
-        What is checked: ``"index"``, ``"length"``, ``"divisor"``, or ``"size"`` for divisors of sizes.
+        What is checked: ``"index"``, ``"value"``, ``"divisor"``, or ``"size"`` for divisors of sizes.
     where : str
         The op and the variable, as messages name them.
     """

@@ -235,7 +235,8 @@ class MemoryPlan:
         signature = self._metadata.signatures.get(function)
         if signature is None or signature.num_input < 0:
             return 0
-        tensors = [t for spec in signature.inputs[signature.num_input :] for t in tensors_of(spec)]
+        given = [spec for spec in signature.inputs[signature.num_input :] if spec.name not in signature.defaults]
+        tensors = [t for spec in given for t in tensors_of(spec)]
         return sum(_tensor_bytes(t, sizes) for t in tensors if t.device == device)
 
 

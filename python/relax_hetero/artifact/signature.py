@@ -158,6 +158,8 @@ class FunctionSignature:
     num_input : int
         Of `inputs`, how many are given at every call; the rest are parameters for `set_params`.
         -1 stands for all.
+    defaults : dict of str to int
+        Of the rest, those that a call need not give, and the numbers of the constants that are their values then.
     takes_constants : bool
         Whether the lowered function takes the tuple of the module's constants as its last parameter.
     donated : tuple of str
@@ -176,6 +178,7 @@ class FunctionSignature:
     output_is_tuple: bool = False
     num_input: int = -1
     takes_constants: bool = False
+    defaults: dict[str, int] = field(default_factory=dict, hash=False)
     donated: tuple[str, ...] = ()
     copied: tuple[str, ...] = ()
     strings: tuple[str, ...] = ()
@@ -193,7 +196,10 @@ class FunctionSignature:
             object.__setattr__(self, "num_input", len(self.inputs))
 
     def __str__(self) -> str:
-        takes = ", ".join(f"{spec.name}: {self._described(spec, self.string_inputs)}" for spec in self.inputs)
+        takes = ", ".join(
+            f"{spec.name}: {self._described(spec, self.string_inputs)}{' = default' * (spec.name in self.defaults)}"
+            for spec in self.inputs
+        )
         gives = ", ".join(f"{spec.name}: {self._described(spec, self.string_outputs)}" for spec in self.outputs)
         return f"{self.name}({takes}) -> " + (f"({gives})" if self.output_is_tuple else gives)
 
@@ -211,6 +217,7 @@ class FunctionSignature:
             "output_is_tuple": self.output_is_tuple,
             "num_input": self.num_input,
             "takes_constants": self.takes_constants,
+            "defaults": self.defaults,
             "donated": self.donated,
             "copied": self.copied,
             "strings": self.strings,
@@ -228,6 +235,7 @@ class FunctionSignature:
             output_is_tuple=data["output_is_tuple"],
             num_input=data["num_input"],
             takes_constants=data["takes_constants"],
+            defaults=dict(data.get("defaults", {})),
             donated=tuple(data.get("donated", ())),
             copied=tuple(data.get("copied", ())),
             strings=tuple(data.get("strings", ())),

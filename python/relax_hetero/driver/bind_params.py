@@ -15,6 +15,7 @@ from tvm import relax, tirx
 from tvm_ffi import structural_map
 
 from ..errors import BuildError
+from ..transform.ir.module_attrs import DEFAULTS
 from ..transform.ir.rewriting import copy_module, relax_functions, typed
 from ..transform.record.donated import DONATED, input_names
 
@@ -50,6 +51,13 @@ def bind_params(mod: tvm.IRModule, params: Mapping[str, Any]) -> tvm.IRModule:
     kept = {gv: func for gv, func in mod.functions.items() if gv not in changed}
     bound = {typed(tvm.ir.GlobalVar(gv.name_hint), func.ty): func for gv, func in changed.items()}
     return copy_module(mod, {**kept, **bound})
+
+
+def bind_defaults(mod: tvm.IRModule) -> tvm.IRModule:
+    """Defaults as constants of their functions, which take them no longer."""
+    for _, func in relax_functions(mod):
+        mod = bind_params(mod, dict(func.attrs.get(DEFAULTS, {}).items()))
+    return mod
 
 
 def _bindable(gv: tvm.ir.GlobalVar, func: relax.Function) -> list[str]:
@@ -101,6 +109,10 @@ def _without_names(func: relax.Function, weights: Mapping[relax.Var, tvm.runtime
     if "num_input" in func.attrs:
         before = int(func.attrs["num_input"])
         func = func.with_attr("num_input", sum(number < before for number in kept))
+    if DEFAULTS in func.attrs:
+        bound = {param.name for param in weights}
+        left = {name: tensor for name, tensor in func.attrs[DEFAULTS].items() if str(name) not in bound}
+        func = func.with_attr(DEFAULTS, left) if left else func.without_attr(DEFAULTS)
     if DONATED in func.attrs:
         donated = [int(number) for number in func.attrs[DONATED]]
         func = func.with_attr(DONATED, [kept.index(number) for number in donated if number in kept])

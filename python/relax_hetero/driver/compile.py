@@ -211,7 +211,7 @@ def _compile(
     # Constants leave the code: one tuple, each on the device that uses it.
     lifted = lift_constants(mod, [*tables, *graphs])
     # A call that looks like an earlier one takes a shorter way.
-    signatures = function_signatures(mod, lifted.takers)
+    signatures = function_signatures(mod, lifted.takers, lifted.defaults)
     whole, repeated = with_repeated_calls(lifted.mod, signatures)
     # All that a machine, a profile and `explain` need to know without the compiler.
     host = host_vdevice(vdevices)

@@ -28,6 +28,7 @@ from ..target.cpu_cores import num_cores
 from ..target.native_target import native
 from ..target.vdevice import vdevices_of
 from ..transform.ir.findings import is_collecting
+from ..transform.ir.module_attrs import DEFAULTS
 from ..transform.ir.rewriting import is_tensor_constant
 from ..vm.device.tensors import bytes_of
 from .link.cuda.compilers import find_compiler
@@ -133,6 +134,9 @@ def _without_constants(mod: tvm.IRModule) -> tuple[str, list[runtime.Tensor]]:
     functions = []
     for gv, func in sorted(mod.functions.items(), key=lambda pair: pair[0].name_hint):
         if not isinstance(func, tirx.PrimFunc):
+            if DEFAULTS in func.attrs:
+                constants += func.attrs[DEFAULTS].values()
+                func = func.with_attr(DEFAULTS, list(func.attrs[DEFAULTS]))
             func = structural_map(func, (tvm.ir.GenericConst, on_constant))
         functions.append([gv, func])
     attributes = sorted(mod.attrs.items()) if mod.attrs else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import tvm
 from tvm import relax
@@ -25,26 +25,33 @@ from ..transform.partition.written_arguments import WRITTEN
 from ..transform.record.donated import DONATED, input_names
 
 
-def function_signatures(mod: tvm.IRModule, takers: set[str]) -> dict[str, FunctionSignature]:
+def function_signatures(
+    mod: tvm.IRModule, takers: set[str], defaults: Mapping[str, Mapping[str, int]] | None = None
+) -> dict[str, FunctionSignature]:
     """Signatures of the module's callable functions, by name.
 
     Parameters
     ----------
     mod: A lowered module whose constants are not lifted yet.
     takers: The functions that will take the tuple of constants.
+    defaults: By function and parameter, the constant that is its default.
     """
-    return _signatures(mod, public_functions(mod), takers)
+    return _signatures(mod, public_functions(mod), takers, defaults or {})
 
 
 def signatures_before_lowering(mod: tvm.IRModule) -> dict[str, FunctionSignature]:
     """Signatures of a module's public functions, which have a symbol, at any stage before it is lowered."""
-    return _signatures(mod, [gv.name_hint for gv, func in relax_functions(mod) if "global_symbol" in func.attrs], set())
+    return _signatures(
+        mod, [gv.name_hint for gv, func in relax_functions(mod) if "global_symbol" in func.attrs], set(), {}
+    )
 
 
-def _signatures(mod: tvm.IRModule, names: Sequence[str], takers: set[str]) -> dict[str, FunctionSignature]:
+def _signatures(
+    mod: tvm.IRModule, names: Sequence[str], takers: set[str], defaults: Mapping[str, Mapping[str, int]]
+) -> dict[str, FunctionSignature]:
     reader = _TypeReader(vdevices_of(mod))
     return {
-        gv.name_hint: reader.signature(gv.name_hint, func, gv.name_hint in takers)
+        gv.name_hint: reader.signature(gv.name_hint, func, gv.name_hint in takers, defaults.get(gv.name_hint, {}))
         for gv, func in relax_functions(mod)
         if gv.name_hint in names
     }
@@ -54,7 +61,9 @@ class _TypeReader:
     def __init__(self, vdevices: list[relax.VDevice]):
         self.vdevices = vdevices
 
-    def signature(self, name: str, func: relax.Function, takes_constants: bool) -> FunctionSignature:
+    def signature(
+        self, name: str, func: relax.Function, takes_constants: bool, defaults: Mapping[str, int]
+    ) -> FunctionSignature:
         attrs = func.attrs
         names = input_names(func)
         donated, written = ([names[int(number)] for number in attrs.get(key, ())] for key in (DONATED, WRITTEN))
@@ -70,6 +79,7 @@ class _TypeReader:
             output_is_tuple=is_tuple,
             num_input=int(attrs.get("num_input", -1)),
             takes_constants=takes_constants,
+            defaults={n: defaults[p.name] for n, p in zip(names, func.params, strict=True) if p.name in defaults},
             donated=tuple(donated),
             copied=tuple(name for name in written if name not in donated),
             strings=tuple(map(str, attrs.get("strings", ()))),

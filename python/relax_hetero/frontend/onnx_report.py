@@ -13,6 +13,7 @@ from ..target.vdevice import device_name, parse_vdevices
 from ..transform.ir.findings import findings_of
 from .import_limits import ImportLimits
 from .onnx.coded_strings import with_coded_strings
+from .onnx.default_inputs import default_inputs
 from .onnx.functions import function_table
 from .onnx.inputs import Shapes, graph_inputs
 from .onnx.model import ModelSource, OnnxModel, errors_of, load_model
@@ -148,13 +149,17 @@ def onnx_report(
 
 
 def _survey(model: OnnxModel, nodes: list[NodeInfo], shapes: Shapes | None) -> Survey:
+    defaults = default_inputs(model)
     try:
-        inputs = graph_inputs(model.proto.graph, shapes)
+        inputs = graph_inputs(model.proto.graph, shapes, defaults)
+        fewer = graph_inputs(model.proto.graph, shapes)
     except FrontendError as error:
         if shapes:  # these may be what is wrong
             raise
         return Survey(problems=[str(error)])
-    return survey_nodes(model, nodes, inputs)
+    found = survey_nodes(model, nodes, inputs)
+    is_whole = not defaults or not (found.refused or found.unknown or found.problems)
+    return found if is_whole else survey_nodes(model, nodes, fewer)  # as `import_nodes` does
 
 
 @dataclass(frozen=True)

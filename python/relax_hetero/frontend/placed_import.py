@@ -13,6 +13,7 @@ from ..artifact.messages import AUTO
 from ..errors import FrontendError
 from ..target.vdevice import parse_vdevices, with_vdevices
 from ..transform.ir.findings import findings_of, with_findings
+from ..transform.ir.module_attrs import DEFAULTS
 from ..transform.ir.reports import PlacementEntry, PlacementReport
 from ..transform.placement.realize_vdevice import realize_vdevice
 from .auto.auto_placement import AutoPlacement, place_graph
@@ -107,13 +108,19 @@ def _module(source: ImportSource, device_of: DeviceOf | None = None) -> tvm.IRMo
     func = build_function(graph, device_of)
     names = {
         "global_symbol": "main",
-        "num_input": len(func.params),
+        "num_input": len(func.params) - len(graph.defaults),
         "input_names": list(graph.input_names),
         "output_names": source.output_names,
     }
     if source.strings is not None:
         names["strings"] = source.strings.table
         names["string_inputs"], names["string_outputs"] = source.strings.inputs, source.strings.outputs
+    if graph.defaults:
+        names[DEFAULTS] = {
+            param.name: graph.defaults[name]
+            for name, param in zip(graph.input_names, func.params, strict=True)
+            if name in graph.defaults
+        }
     if graph.bounds:
         names["tir_var_upper_bound"] = graph.bounds
     mod = graph.module.clone()

@@ -36,6 +36,10 @@ REFUSE = "relax_hetero.refuse"
 CHECKED = "relax_hetero.checked"
 """On a PrimFunc: an op may use what it writes as it is."""
 
+RANGE = "relax_hetero.range"
+"""On a PrimFunc: the numbers of an operand, of another one and of an axis of that, and a number. Values of the first,
+int64, are to be from 0 up to the size of the axis, the number added; up to the number alone where there is no other."""
+
 _CHUNK = LEAST_WORK["elements"]
 
 _THREADS = 256

@@ -53,7 +53,7 @@ def read_arrays(files: Sequence[str], names: Sequence[str]) -> dict[str, np.ndar
 def random_arrays(
     signature: FunctionSignature, shapes: Mapping[str, Sequence[int]], seed: int, given: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """One array per input: those in `given`, else random ones from `seed`.
+    """One array per input: those in `given`, else random ones from `seed`; none for parameters that are not given.
 
     `shapes` holds shapes of inputs and, as one extent, sizes of symbolic dimensions. Floats are standard normal.
     Integers are zeros and ones, so that they are valid as masks and as indices.
@@ -64,10 +64,10 @@ def random_arrays(
     """
     generator = np.random.default_rng(seed)
     made: dict[str, np.ndarray] = {}
-    for spec in signature.inputs[: signature.num_input]:
+    for number, spec in enumerate(signature.inputs):
         if spec.name in given:
             made[spec.name] = given[spec.name]
-        else:
+        elif number < signature.num_input:
             made[spec.name] = _random(tensor_spec(spec), shapes, generator)
     return made
 

@@ -132,7 +132,11 @@ def _inputs(
     model: Model, function_name: str, files: tuple[str, ...], shapes: dict[str, list[int]], seed: int
 ) -> dict[str, np.ndarray]:
     signature = model.executable.signature(function_name)
-    names = [spec.name for spec in signature.inputs[: signature.num_input]]
+    names = [
+        spec.name
+        for number, spec in enumerate(signature.inputs)
+        if number < signature.num_input or spec.name in signature.defaults
+    ]
     symbols = {extent for spec in signature.inputs for extent in getattr(spec, "shape", None) or ()}
     unknown = [name for name in shapes if name not in names and name not in symbols]
     # from_onnx has checked the names for an ONNX file, whose dimensions that were given are numbers now.
@@ -150,7 +154,7 @@ def _call(
     machine = rh.vm.VirtualMachine(model.executable, devices=devices)
     signature = model.executable.signature(function_name)
     start = time.perf_counter()
-    result = machine[function_name](*inputs.values())
+    result = machine.call(function_name, (), inputs)
     values = flatten(result)
     arrays = [value.numpy() for value in values]
     seconds = time.perf_counter() - start

@@ -115,6 +115,7 @@ class VirtualMachine:
             know_checks(about.checks)
             self._constants = executable.constants_on(self._devices)
             self._module = _load(module, self._devices)
+            self._set_defaults()
             self._values, self.graphs = with_graphs(about, self._devices, self._constants.values, module)
         except Exception as error:  # TVM raises its own kinds
             raise explain_failure("making the machine", error, about) from error
@@ -297,6 +298,12 @@ class VirtualMachine:
         """
         with self._lock.held:
             self._arguments.set_params(params, function)
+
+    def _set_defaults(self) -> None:
+        for name, signature in self.executable.metadata.signatures.items():
+            if signature.defaults:
+                values = self._constants.values
+                self._arguments.set_params({each: values[at] for each, at in signature.defaults.items()}, name)
 
     def set_input(self, name: str, *args: Any, **kwargs: Any) -> None:
         """Place the arguments of function `name` for `invoke_stateful`; checked as in a call."""

@@ -123,7 +123,7 @@ def test_outputs_may_be_inputs_weights_and_repeated():
     np.testing.assert_array_equal(fields[2].value.numpy(), [1, 2])
 
 
-def test_initializers_listed_as_inputs_are_weights():
+def test_initializers_listed_as_inputs_are_parameters_with_defaults():
     graph = helper.make_graph(
         [helper.make_node("Add", ["x", "w"], ["y"])],
         "g",
@@ -132,7 +132,8 @@ def test_initializers_listed_as_inputs_are_weights():
         [numpy_helper.from_array(np.ones(2, "float32"), "w")],
     )
     mod = rh.from_onnx(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]))
-    assert [param.name for param in mod["main"].params] == ["x"]
+    assert [param.name for param in mod["main"].params] == ["x", "w"]
+    assert int(mod["main"].attrs["num_input"]) == 1
 
 
 def test_weights_made_by_nodes_become_constants():

@@ -56,13 +56,6 @@ def test_no_opset_import():
     refused(model, "imports no operator set")
 
 
-def test_nodes_out_of_order():
-    model = simple([helper.make_node("Neg", ["t"], ["y"]), helper.make_node("Relu", ["x"], ["t"])])
-    refused(model, "not a valid ONNX model", "topologically sorted")  # the output has no shape
-    model.graph.output[0].CopyFrom(helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 3]))
-    refused(model, "not a valid ONNX model", "topologically sorted")
-
-
 def test_missing_external_data(tmp_path):
     path = tmp_path / "model.onnx"
     model = simple([helper.make_node("Add", ["x", "w"], ["y"])],
@@ -150,3 +143,15 @@ def test_weights_of_types_without_tensors():
     numbers = helper.make_tensor("w", TensorProto.COMPLEX64, [2], [1j, 2j])
     model = simple([helper.make_node("Relu", ["x"], ["y"])], initializer=[numbers])
     refused(model, "which TVM has no tensors of")
+
+
+def test_a_wrong_concat_names_its_inputs_shapes():
+    for second, sizes in (([3, 4], {"dims": [2, 3]}), (["k", "l"], {"dims": ["n", "m"]})):
+        node = helper.make_node("Concat", ["x", "z"], ["y"], "join", axis=0)
+        infos = [
+            helper.make_tensor_value_info(n, TensorProto.FLOAT, d) for n, d in (("x", sizes["dims"]), ("z", second))
+        ]
+        graph = helper.make_graph([node], "g", infos, [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)])
+        with pytest.raises(rh.HeteroError, match="Concat node 'join': its inputs have the shapes .*, expected shapes"):
+            mod = rh.from_onnx(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]))
+            rh.vm.VirtualMachine(rh.compile(mod))["main"](np.ones((2, 3), "float32"), np.ones((3, 4), "float32"))

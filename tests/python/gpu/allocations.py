@@ -37,6 +37,7 @@ def allocations() -> Iterator[Counter[str]]:
     with (
         patch.object(CudaLibrary, "call", counted(CudaLibrary.call)),
         patch.object(CudaLibrary, "quick", counted(CudaLibrary.quick)),
+        patch.object(CudaLibrary, "status", counted(CudaLibrary.status)),
         patch.object(CudaDriver, "_call", counted(CudaDriver._call)),
     ):
         yield found

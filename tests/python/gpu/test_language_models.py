@@ -22,7 +22,9 @@ def check(path, found):
 @pytest.mark.parametrize("name", MODELS)
 def test_on_a_gpu(name, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", MODELS[name], {"*attn*": "F32", "*": "Q8_0"})
-    check(path, run(path, TOKENS, 13, ["cuda"], page_type="float16"))
+    # Rounded activations choose other experts where these are nearly as good as each other.
+    activations = "float32" if "moe" in name else None
+    check(path, run(path, TOKENS, 13, ["cuda"], page_type="float16", activations=activations))
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q4_0", "Q4_K", "Q5_0", "Q6_K"])

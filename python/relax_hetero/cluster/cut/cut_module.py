@@ -16,6 +16,7 @@ from tvm import relax
 from tvm.target import Target
 
 from ...artifact.signature import FunctionSignature
+from ...driver.bind_params import bind_defaults
 from ...driver.compile import prepared, run_steps
 from ...driver.link.parallel_codegen import Progress
 from ...driver.pipeline import steps_before_hosts
@@ -69,6 +70,7 @@ def cut_module(
     if isinstance(mod, tvm.IRModule) and natives is not None:
         mod = with_natives(mod, natives)
     mod = prepared(mod, params, None, "default", accuracy, "rh.cluster")
+    mod = bind_defaults(mod)  # hosts are sent what a call gives, and keep constants alone
     mod = without_donated(mod)  # what a host gets is a copy, or memory of Ray that it may not write to
     hosts = hosts_of(vdevices_of(mod))
     mod = run_steps(mod, steps_before_hosts(), progress)

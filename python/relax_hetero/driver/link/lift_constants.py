@@ -16,18 +16,25 @@ from tvm_ffi import structural_map, structural_walk
 from ...artifact.checks import RECORD, WORDS
 from ...artifact.metadata import ConstantSpec
 from ...target.vdevice import vdevice_index, vdevices_of
+from ...transform.ir.module_attrs import DEFAULTS
 from ...transform.ir.rewriting import copy_module, is_tensor_constant, relax_functions, typed, with_body
 from .address_table import AddressTable
 
 
 @dataclass(frozen=True)
 class LiftedConstants:
-    """A module without constants, the constants in tuple order, and the functions that take the tuple."""
+    """A module without constants, the constants in tuple order, and the functions that take the tuple.
+
+    Attributes
+    ----------
+    defaults: By function and parameter, the numbers of the constants that are defaults.
+    """
 
     mod: tvm.IRModule
     specs: list[ConstantSpec]
     tensors: list[tvm.runtime.Tensor]
     takers: set[str]
+    defaults: dict[str, dict[str, int]]
 
 
 class _ConstantTuple:
@@ -73,6 +80,7 @@ def lift_constants(mod: tvm.IRModule, tables: Sequence[AddressTable] = ()) -> Li
     for gv, func in functions.items():
         if gv in takers:
             replaced[gv] = _replace(func, table)
+    defaults = {gv.name_hint: _defaults(func, table) for gv, func in functions.items() if DEFAULTS in func.attrs}
     tuple_type = tvm.ir.TupleType(table.types)
     result = dict(mod.functions.items())
     for gv, (body, used) in replaced.items():
@@ -83,7 +91,17 @@ def lift_constants(mod: tvm.IRModule, tables: Sequence[AddressTable] = ()) -> Li
             body = typed(relax.SeqExpr([relax.BindingBlock(fetches), *body.blocks], body.body, body.span), body.ty)
         result[gv] = with_body(functions[gv], body, [*functions[gv].params, constants])
     names = {gv.name_hint for gv in takers}
-    return LiftedConstants(copy_module(mod, result), table.specs, table.tensors, names)
+    return LiftedConstants(copy_module(mod, result), table.specs, table.tensors, names, defaults)
+
+
+def _defaults(func: relax.Function, table: _ConstantTuple) -> dict[str, int]:
+    types = {param.name: param.ty for param in func.params}
+    return {
+        str(name): table.add(
+            tvm.ir.GenericConst(tensor, relax.TensorType(tensor.shape, str(tensor.dtype), types[str(name)].vdevice))
+        )
+        for name, tensor in func.attrs[DEFAULTS].items()
+    }
 
 
 def _get_item(constants: relax.Var, index: int, ty: relax.TensorType) -> relax.Call:

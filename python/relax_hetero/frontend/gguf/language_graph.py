@@ -192,7 +192,8 @@ class _Function:
         """The sum of the experts that each row chooses, by their weights: (rows, width)."""
         model, rows = self.model, self.rows
         used = model.experts_used
-        scores = self._product(x, f"{name}.ffn_gate_inp", model.experts, model.width)
+        # In float32 everywhere: experts that are nearly as good as each other would change places.
+        scores = self._product(x, f"{name}.ffn_gate_inp", model.experts, model.width, dtype="float32")
         shares = self.emit(relax.op.nn.softmax(scores, axis=-1), f"{name}.ffn_moe_probs")
         best = self.emit(relax.op.topk(shares, used, axis=-1, ret_type="both", dtype="int32"), f"{name}.ffn_moe_topk")
         chosen = self.emit(relax.TupleGetItem(best, 0), f"{name}.ffn_moe_weights")
@@ -263,10 +264,12 @@ class _Function:
             self._narrow[x, dtype] = self.emit(relax.op.astype(x, dtype), f"{x.name}.{dtype}")
         return self._narrow[x, dtype]
 
-    def _product(self, x: relax.Expr, tensor: str, columns: int, depth: int, name: str | None = None) -> relax.Expr:
+    def _product(
+        self, x: relax.Expr, tensor: str, columns: int, depth: int, name: str | None = None, dtype: str = ""
+    ) -> relax.Expr:
         """A product with a matrix of the file, and its bias where there is one: (rows, columns)."""
         name = name or tensor
-        dtype = self.types.of(name)
+        dtype = dtype or self.types.of(name)
         x = self._narrowed(x, dtype)
         matrix = self.weights.plain_matrix(f"{tensor}.weight", [columns, depth], dtype)
         if matrix is None:

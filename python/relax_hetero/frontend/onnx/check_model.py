@@ -27,8 +27,8 @@ _UNCHECKED = frozenset(
     "Affine Crop DynamicSlice ImageScaler ParametricSoftplus Scale ScaledTanh SimplifiedLayerNormalization".split()
 )
 """Ops of the standard domain that only ONNX Runtime defines."""
-_ON_TRIAL = {"MeanVarianceNormalization": 9, "ThresholdedRelu": 10}
-"""Ops that were on trial before the opset that has them."""
+_ON_TRIAL = {"LayerNormalization": 17, "MeanVarianceNormalization": 9, "ThresholdedRelu": 10}
+"""Ops that ONNX Runtime also has in opsets before the one that defines them."""
 _HIDDEN = "relax_hetero.unchecked"
 
 _LISTS = ("Constant", "TfIdfVectorizer")
@@ -69,8 +69,23 @@ def check_form(proto: onnx.ModelProto, source: str) -> None:
             _check_attributes(node, source)
     for what, tensor in all_tensors(proto):
         _check_dims(tensor.dims, f"{source}: {what}")
+
+
+def check_by_onnx(proto: onnx.ModelProto, source: str) -> None:
+    """Refuse a model that ONNX's checker refuses, but for what ONNX Runtime takes.
+
+    Parameters
+    ----------
+    proto: Of a form that is checked, with its nodes in order.
+
+    Raises
+    ------
+    FrontendError: Naming `source`, and the checker's finding.
+    """
+    newest = onnx.defs.onnx_opset_version()
     bare = _without_data(proto)
     version = max((entry.version for entry in proto.opset_import if entry.domain in STANDARD_DOMAINS), default=newest)
+    _import_all(bare)
     _hide(_UNCHECKED | {op_type for op_type, opset in _ON_TRIAL.items() if version < opset}, bare)
     while True:
         try:
@@ -80,6 +95,22 @@ def check_form(proto: onnx.ModelProto, source: str) -> None:
             unchecked = _DEPRECATED.search(str(error))
             if unchecked is None or not _hide({unchecked[1]}, bare):
                 raise FrontendError(f"{source} is not a valid ONNX model: {_checker_message(error)}") from error
+
+
+def _import_all(bare: onnx.ModelProto) -> None:
+    """Import the domains of all nodes: ONNX Runtime knows its own without that, and unknown ops are refused later."""
+    imports = (bare.opset_import, *(function.opset_import for function in bare.functions))
+    lists = _node_lists(bare, "the model")
+    for node in (*(node for nodes in lists for node in nodes), *(entry for listed in imports for entry in listed)):
+        node.domain = "" if node.domain in STANDARD_DOMAINS else node.domain
+    used = {node.domain for nodes in _node_lists(bare, "the model") for node in nodes}
+    for listed in imports:
+        known = {entry.domain for entry in listed}
+        if "" not in known:
+            listed.append(onnx.OperatorSetIdProto(version=onnx.defs.onnx_opset_version()))
+        for domain in sorted(used - known - {""}):
+            newest = max((s.since_version for s in onnx.defs.get_all_schemas() if s.domain == domain), default=1)
+            listed.append(onnx.OperatorSetIdProto(domain=domain, version=newest))
 
 
 def _hide(op_types: Set[str], bare: onnx.ModelProto) -> bool:
@@ -263,7 +294,7 @@ def _check_dims(dims: Iterable[int], what: str) -> None:
 
 
 def _without_data(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """The model as the checker gets it: every tensor empty, and no shape missing."""
+    """The model as the checker gets it: every tensor empty, and no type or shape missing."""
     bare = onnx.ModelProto(ir_version=proto.ir_version)
     bare.opset_import.extend(proto.opset_import)
     _copy_graph(proto.graph, bare.graph)
@@ -287,8 +318,12 @@ def _without_data(proto: onnx.ModelProto) -> onnx.ModelProto:
 def _copy_graph(graph: onnx.GraphProto, copy: onnx.GraphProto) -> None:
     copy.name = graph.name
     for part in ("input", "output", "value_info"):
-        getattr(copy, part).extend(getattr(graph, part))
-    for tensor in graph.initializer:
+        values = getattr(copy, part)
+        values.extend(getattr(graph, part))
+        for value in values:
+            if value.type.WhichOneof("value") is None:
+                value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
+    for tensor in {tensor.name: tensor for tensor in graph.initializer}.values():  # the last of a name is the weight
         _copy_tensor(tensor, copy.initializer.add())
     # Sparse tensors are checked where they are read: the checker allocates what they ask for.
     for sparse in graph.sparse_initializer:

@@ -114,6 +114,9 @@ class _Coder:
         weights = {tensor.name for tensor in graph.initializer}
         inputs = [info.name for info in graph.input if info.name in self._values and info.name not in weights]
         outputs = [info.name for info in graph.output if info.name in self._values]
+        for index in reversed(range(len(graph.input))):  # strings that are weights stay constants
+            if graph.input[index].name in weights & self._values:
+                del graph.input[index]
         for info in (*graph.input, *graph.output, *graph.value_info):
             if info.name in self._values:
                 info.type.tensor_type.elem_type = TensorProto.INT64

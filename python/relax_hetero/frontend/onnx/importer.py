@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from tvm.relax.frontend.onnx import onnx_frontend as stock
 
 from ...errors import FrontendError
 from ...op.block_products import DEQUANTIZE_BLOCKS
-from ...target.element_types import bytes_for
+from ...target.element_types import bytes_for, numpy_dtype
 from ...transform.ir.reasons import reason
 from ..import_limits import MAX_RANK, Budget, ImportLimits, budget, spending
 from ..joined_sizes import Bounds, JoinedSizes, SizeIsBounded, joining_sizes
@@ -31,12 +32,15 @@ from .control_flow.open_sequences import is_sequence
 from .control_flow.recurrent_loop import RECURRENT_OPS, convert_recurrent
 from .control_flow.sequence_maps import convert_sequence_map
 from .control_flow.subgraphs import ImportedLoop, readers_of, sizes_in
+from .default_inputs import default_inputs
 from .functions import body_of_call, function_of, function_table
 from .inputs import Shapes, graph_inputs
 from .model import ModelSource, OnnxModel, load_model, opset_in
 from .node_names import NodeInfo, inner_names, name_nodes
 from .owned_bindings import OwnedBindings
 from .support import SEQUENCE_OPS, check_supported, find_converter
+
+_log = logging.getLogger("relax_hetero")
 
 # Times that an import starts again because a symbolic size turned out to be bounded, or bounded further.
 _MOST_BOUNDS = 64
@@ -56,6 +60,7 @@ class ImportedGraph:
     results: Node -> the variables of its outputs, the first one taking the node's name.
     bounds: The most that symbolic sizes may be for the model to work.
     loops: The functions that loops became.
+    defaults: By input, the value of those that callers may leave out: the last ones.
     """
 
     module: tvm.IRModule
@@ -67,6 +72,7 @@ class ImportedGraph:
     results: dict[NodeInfo, list[relax.Var]]
     bounds: dict[str, int]
     loops: list[ImportedLoop] = field(default_factory=list)
+    defaults: dict[str, tvm.runtime.Tensor] = field(default_factory=dict)
 
 
 def import_onnx(
@@ -80,7 +86,23 @@ def import_onnx(
 def import_nodes(model: OnnxModel, nodes: list[NodeInfo], shapes: Shapes | None) -> ImportedGraph:
     """`import_onnx` of a model that is read, and whose nodes have names."""
     check_supported(nodes, model, function_table(model.proto))
-    return import_graph(model, nodes, graph_inputs(model.proto.graph, shapes))
+    defaults = default_inputs(model)
+    inputs = graph_inputs(model.proto.graph, shapes, defaults)
+    try:
+        graph = import_graph(model, nodes, inputs)
+    except FrontendError as error:
+        if not defaults:
+            raise
+        graph = import_graph(model, nodes, graph_inputs(model.proto.graph, shapes))
+        _log.warning("%s: inputs with defaults stay constants, as they have to be known: %s", model.source, error)
+        return graph
+    if defaults:
+        _log.warning(
+            "%s: %d inputs have defaults, and nothing is computed from these before a call: rh.compile(mod, "
+            "params=mod['main'].attrs['defaults']) makes them constants",
+            model.source, len(defaults),
+        )  # fmt: skip
+    return graph
 
 
 def import_graph(
@@ -120,6 +142,10 @@ def require_outputs(node: onnx.NodeProto, info: NodeInfo, found: int) -> None:
         raise FrontendError(f"node {info} has {len(node.output)} outputs, but makes {found}")
 
 
+def _variables_in(value: Any) -> list[relax.Var]:
+    return list(relax.analysis.free_vars(value)) if isinstance(value, relax.Expr) else []
+
+
 def static_bytes(ty: tvm.ir.Type) -> int:
     """Bytes of a value of this type, those of symbolic and unknown extents left out."""
     if isinstance(ty, tvm.ir.TupleType):
@@ -151,11 +177,13 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
         self._results: dict[NodeInfo, list[relax.Var]] = {}
         self._readers: dict[str, list[onnx.NodeProto]] | None = None
         self.loops: list[ImportedLoop] = []
+        self._has_dead = False  # whether the node that is converted has emitted what nothing reads
 
     def run(self, nodes: list[NodeInfo], inputs: Mapping[str, relax.Var], bounds: Bounds) -> ImportedGraph:
         """Convert the whole graph; once per importer."""
         graph, params = self._graph, list(inputs.values())
         self._add_initializers(graph)
+        defaults = {name: self._nodes[name].value for name in inputs if name in self._nodes}
         self._nodes.update(inputs)
         self._nodes.update(
             (info.name, stock._EmptyOptional(info.type.optional_type.elem_type))
@@ -172,8 +200,9 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
             self.bb.end_scope()
         most = {size.name: bound for size, bound in bounds.items()}
         return ImportedGraph(
-            self.bb.get(), list(inputs), params, bindings, outputs, self._owners, self._results, most, self.loops
-        )
+            self.bb.get(), list(inputs), params, bindings, outputs, self._owners, self._results, most, self.loops,
+            defaults,
+        )  # fmt: skip
 
     def _add_initializers(self, graph: onnx.GraphProto) -> None:
         for name, array in self._tensors.initializers(graph):
@@ -195,7 +224,18 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
                 raise FrontendError(
                     f"node {info} of opset {self.opset} cannot be imported: {type(error).__name__}: {reason(error)}"
                 ) from error
-            self.adopt(bindings, info)
+            self.adopt(self._needed(bindings, node) if self._has_dead else bindings, info)
+            self._has_dead = False
+
+    def _needed(self, bindings: list[relax.Binding], node: onnx.NodeProto) -> list[relax.Binding]:
+        """The bindings that compute a node's outputs, and what calls have to meet."""
+        read = {var for name in filter(None, node.output) for var in _variables_in(self._nodes.get(name))}
+        needed = []
+        for binding in reversed(bindings):
+            if isinstance(binding, relax.MatchCast) or binding.var in read:
+                needed.append(binding)
+                read.update(relax.analysis.free_vars(binding.value))
+        return needed[::-1]
 
     def _note_owned(self, binding: relax.Binding, info: NodeInfo) -> None:
         """Count what is computed from constants only: the compiler evaluates it."""
@@ -241,7 +281,8 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
         if function_of(node, self._functions) is not None:
             self._nodes.update(self._call_function(node, info, operands))
             return
-        control = self._control_flow(node, info, list(operands)) if node.domain in STANDARD_DOMAINS else None
+        has_control = node.domain in STANDARD_DOMAINS or node.op_type in RECURRENT_OPS
+        control = self._control_flow(node, info, list(operands)) if has_control else None
         if control is not None:
             require_outputs(node, info, len(control))
             bound = {name: self._bind(result) for name, result in zip(node.output, control, strict=False) if name}
@@ -250,7 +291,7 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
             return
         expanded = self._expanded(node, info, operands) if node.domain in STANDARD_DOMAINS else None
         value = self._convert(node, info, operands) if expanded is None else expanded
-        results = self._results_of(node, info, value)
+        results = self._results_of(node, info, value, operands)
         self._results[info] = [result for result in results.values() if isinstance(result, relax.Var)]
         self._nodes.update(results)
 
@@ -328,7 +369,7 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
         values = ((attribute.name, helper.get_attribute_value(attribute)) for attribute in attr_proto)
         return {name: tuple(value) if isinstance(value, list) else value for name, value in values}
 
-    def _results_of(self, node: onnx.NodeProto, info: NodeInfo, value: Any) -> dict[str, Any]:
+    def _results_of(self, node: onnx.NodeProto, info: NodeInfo, value: Any, operands: list[Any]) -> dict[str, Any]:
         """ONNX output name -> value, bound to a variable unless it is a constant or shape already."""
         if isinstance(value, (list, tuple)):
             value = relax.Tuple(list(value))
@@ -342,9 +383,25 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
         else:
             value = self._bind(value)
             fields = [relax.TupleGetItem(value, index) for index in range(len(value.ty.fields))]
+        if not is_sequence:
+            fields = [self._without_kernel(field, operands) for field in fields]
         if len(node.output) > len(fields):
             raise FrontendError(f"node {info} has {len(node.output)} outputs, but TVM's converter makes {len(fields)}")
         return {name: self._bind(field) for name, field in zip(node.output, fields, strict=False) if name}
+
+    def _without_kernel(self, value: relax.Expr, operands: list[Any]) -> relax.Expr:
+        """A result of no elements as one that nothing computes, as many kernels divide by sizes; others as they are."""
+        if isinstance(value, relax.TupleGetItem):
+            value = self.bb.normalize(value)
+        is_made = isinstance(value, (relax.Call, relax.Var, relax.TupleGetItem))
+        is_made = is_made and not any(value.same_as(operand) for operand in operands if isinstance(operand, relax.Var))
+        if not is_made or not isinstance(value.ty, relax.TensorType) or not isinstance(value.ty.shape, relax.ShapeExpr):
+            return value
+        if not any(isinstance(dim, tvm.tirx.IntImm) and dim.value == 0 for dim in value.ty.shape.values):
+            return value
+        self._has_dead = True
+        zero = relax.const(tvm.runtime.tensor(np.zeros((), numpy_dtype(str(value.ty.dtype)))))
+        return relax.op.broadcast_to(zero, value.ty.shape)
 
     def _bind(self, value: Any) -> Any:
         if not isinstance(value, relax.Expr):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import onnx
@@ -25,6 +25,7 @@ _LARGEST_SIZE = 2**63 - 1
 _LONGEST_EXPRESSION = 256
 """Letters; a longer text is a name of its own."""
 _LONGEST_NAME = 4096
+_ANY_SIZE = frozenset({"?", "*", "-1", "None"})
 
 _OPERATORS: dict[type[ast.operator], Callable[..., object]] = {
     ast.Add: operator.add,
@@ -35,11 +36,12 @@ _OPERATORS: dict[type[ast.operator], Callable[..., object]] = {
 }
 
 
-def graph_inputs(graph: onnx.GraphProto, shapes: Shapes | None) -> dict[str, relax.Var]:
-    """A parameter for each input that is not also a weight, in the model's order.
+def graph_inputs(graph: onnx.GraphProto, shapes: Shapes | None, defaults: Collection[str] = ()) -> dict[str, relax.Var]:
+    """A parameter for each input that is not also a weight, in the model's order; those with defaults come last.
 
     Parameters
     ----------
+    defaults: Inputs whose initializers are defaults (`default_inputs`).
     shapes: ``{"input": [1, 128]}`` gives an input's shape (an entry of None keeps the model's dimension, a string names
         a symbolic one); ``{"batch": 1}`` gives a named dimension its value wherever it occurs, and ``{"total": "past +
         seq"}`` the arithmetic of others that it comes to. ``{"list": [[2], [3]]}`` gives the shape of each tensor of a
@@ -54,20 +56,33 @@ def graph_inputs(graph: onnx.GraphProto, shapes: Shapes | None) -> dict[str, rel
     Raises
     ------
     FrontendError: If an input is a sequence of unknown length or of another type, or `shapes` names an input or a
-        dimension that the model lacks, or contradicts the model or itself.
+        dimension that the model lacks, or contradicts the model or itself; or a default has another type.
     """
     if shapes is not None and not isinstance(shapes, Mapping):
         raise FrontendError(f"shapes is {shapes!r}; expected a mapping of inputs or named dimensions to sizes")
-    weights = {tensor.name for tensor in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
+    weights = {tensor.name: tensor for tensor in graph.initializer}
+    weights.update((sparse.values.name, sparse.values) for sparse in graph.sparse_initializer)
     given: dict[str, Any] = dict(shapes or {})
-    infos, sequences = _opened([info for info in graph.input if info.name not in weights], given)
+    taken = [info for info in graph.input if info.name not in weights]
+    taken += [info for info in graph.input if info.name in defaults]
+    infos, sequences = _opened(taken, given)
     dims = {info.name: _declared_dims(info) for info in infos}
     pinned = _apply_shapes(dims, given)
     symbols = _Symbols(pinned, {dim for shape in dims.values() for dim in shape or () if isinstance(dim, str)})
     for name in pinned:
         symbols.value(name)  # an expression that is given a size has to come to it
     tensors = {info.name: _parameter(info, dims[info.name], symbols) for info in infos}
-    return _with_sequences(tensors, sequences, [info.name for info in graph.input])
+    for name in defaults:
+        _check_default(name, weights[name], tensors[name])
+    return _with_sequences(tensors, sequences, [info.name for info in taken])
+
+
+def _check_default(name: str, default: onnx.TensorProto, param: relax.Var) -> None:
+    shape, dtype = list(default.dims), dtype_name(default.data_type, f"initializer {name!r}")
+    dims = list(param.ty.shape.values) if isinstance(param.ty.shape, relax.ShapeExpr) else shape
+    sizes = [int(dim) if isinstance(dim, int | tirx.IntImm) else size for dim, size in zip(dims, shape, strict=False)]
+    if dtype != str(param.ty.dtype) or len(dims) != len(shape) or sizes != shape:
+        raise FrontendError(f"input {name!r} is {param.ty}, but its default has the shape {shape} of {dtype}")
 
 
 def _opened(
@@ -152,8 +167,14 @@ def _declared_dims(info: onnx.ValueInfoProto) -> list[_Dim] | None:
                     f"input {info.name!r} has a dimension whose name has {len(dim.dim_param):,} letters, expected at "
                     f"most {_LONGEST_NAME:,}"
                 )
-            dims.append(dim.dim_param.strip() or None)
+            dims.append(dim_name(dim) or None)
     return dims
+
+
+def dim_name(dim: onnx.TensorShapeProto.Dimension) -> str:
+    """The name of a dimension; empty where it has none, or one of those that exporters write for any size."""
+    name: str = dim.dim_param.strip()
+    return "" if name in _ANY_SIZE else name
 
 
 def _apply_shapes(dims: dict[str, list[_Dim] | None], shapes: dict[str, Sequence[_Dim] | int]) -> dict[str, int]:

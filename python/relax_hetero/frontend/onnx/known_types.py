@@ -14,6 +14,7 @@ from tvm import relax, tirx
 
 from .check_model import STANDARD_DOMAINS
 from .external_data import is_external
+from .inputs import dim_name
 
 # Elements of a constant whose numbers may be sizes, axes or pads.
 _MOST_SIZES = 1024
@@ -98,9 +99,9 @@ def sizes_by_name(graph: onnx.GraphProto, inputs: Mapping[str, relax.Var]) -> di
             continue
         found.update((str(dim.name), dim) for dim in shape if isinstance(dim, tirx.Var))
         found.update(
-            (dim.dim_param, size)
+            (dim_name(dim), size)
             for dim, size in zip(value.type.tensor_type.shape.dim, shape, strict=False)
-            if dim.dim_param
+            if dim_name(dim)
         )
     return found
 

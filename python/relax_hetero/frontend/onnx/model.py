@@ -16,9 +16,10 @@ from ...artifact.regular_files import read_regular
 from ...artifact.what_reads import found, hint_of, near_file
 from ...errors import FrontendError, HeteroError
 from ..import_limits import Budget, ImportLimits
-from .check_model import STANDARD_DOMAINS, all_tensors, check_form, check_size
+from .check_model import STANDARD_DOMAINS, all_tensors, check_by_onnx, check_form, check_size
 from .constants import Tensors
 from .external_data import ExternalData, is_external
+from .node_order import in_order
 
 ModelSource: TypeAlias = "str | os.PathLike[str] | bytes | onnx.ModelProto"
 """A model as users may give it."""
@@ -36,7 +37,7 @@ class OnnxModel:
 
     Attributes
     ----------
-    proto: The user's own object if that is what was given: read-only.
+    proto: With its nodes in order; the user's own object if that is what was given and in order: read-only.
     source: What messages call it: the file, or "the model".
     opset: Version of the standard operator set.
     tensors: Reads its tensors, those with external data too.
@@ -72,6 +73,8 @@ def load_model(model: ModelSource, limits: ImportLimits | None = None) -> OnnxMo
     external = ExternalData(source, path)
     with errors_of(source):
         check_form(proto, source)
+        proto = in_order(proto, source)
+        check_by_onnx(proto, source)
         check_size(proto, source, Budget(limits))
         nbytes += _check_external(proto, external, Budget(limits, nbytes))
     return OnnxModel(proto, source, opset_in(proto.opset_import), Tensors(external), limits, nbytes)
@@ -110,8 +113,9 @@ def _check_external(proto: onnx.ModelProto, external: ExternalData, budget: Budg
 
 
 def opset_in(imports: Iterable[onnx.OperatorSetIdProto]) -> int:
-    """Version of the standard operator set among these imports; 1 where they do not name it."""
-    return next((int(entry.version) for entry in imports if entry.domain in STANDARD_DOMAINS), 1)
+    """Version of the standard operator set among these imports; the newest where they do not name it."""
+    newest = onnx.defs.onnx_opset_version()
+    return next((int(entry.version) for entry in imports if entry.domain in STANDARD_DOMAINS), newest)
 
 
 def read_model(model: ModelSource) -> tuple[onnx.ModelProto, str, Path | None, int]:

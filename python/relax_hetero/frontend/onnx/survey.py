@@ -16,7 +16,7 @@ from ...errors import FrontendError
 from ..import_limits import MAX_RANK
 from ..joined_sizes import Bounds, SizeIsBounded
 from .importer import GraphImporter, ImportedGraph, import_graph
-from .inputs import dtype_name
+from .inputs import dim_name, dtype_name
 from .known_types import known_types, sizes_by_name
 from .model import OnnxModel
 from .node_names import NodeInfo, subgraphs_of, variable_name, walk_nodes
@@ -153,7 +153,7 @@ class _Surveyor(GraphImporter):
     def _dim(self, name: str, dim: onnx.TensorShapeProto.Dimension) -> int | tirx.PrimExpr:
         if dim.HasField("dim_value") and dim.dim_value >= 0:
             return int(dim.dim_value)
-        wanted = dim.dim_param or name
+        wanted = dim_name(dim) or name
         return self._sizes.setdefault(wanted, tirx.Var(variable_name(wanted), "int64"))
 
     def _graph_output(self, name: str) -> relax.Expr:

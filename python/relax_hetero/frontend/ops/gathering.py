@@ -12,7 +12,7 @@ from tvm import relax, te, tirx, topi
 from ...tir.math.extremes import is_nan
 from .elementwise import cast, widened
 from .node import Dim, Node, Position, as_constant, const, dtype_of, is_float, onnx_dtype
-from .required_sizes import as_expr, renamed, require_equal, require_shape, shown
+from .required_sizes import MOST_ELEMENTS, as_expr, renamed, require_equal, require_shape, shown
 from .run_time.axes import axes_input, with_named_axis_second
 from .run_time.numbers import dims_at_run_time
 from .slicing import cut
@@ -287,10 +287,9 @@ def reverse_sequence(node: Node) -> relax.Expr:
     def element(i: Position, x: te.Tensor, length: te.Tensor) -> tirx.Expr:
         steps = length(i[batch])
         step = tirx.Select(i[time] < steps, steps - 1 - i[time], i[time])
-        held = tirx.max(tirx.min(step, x.shape[time] - 1), 0)  # a length beyond the axis reads nothing else
-        return x(*i[:time], held, *i[time + 1 :])
+        return x(*i[:time], step, *i[time + 1 :])
 
-    return node.kernel("reverse_sequence", element, data, cast(node, lengths, "int64"))
+    return node.kernel("reverse_sequence", element, data, cast(node, lengths, "int64"), ranges=(1, 0, time, 1))
 
 
 @converts("TensorScatter")
@@ -307,16 +306,16 @@ def tensor_scatter(node: Node) -> relax.Expr:
     )
     if node.has(2):
         require_shape(node, node.tensor(2), dims[:1], "its indices, one for each batch,")
-    starts = node.tensor(2) if node.has(2) else const(np.zeros(node.static_shape(data)[0]), "int64")
+    starts = cast(node, node.tensor(2), "int64") if node.has(2) else node.filled(dims[:1], 0, "int64")
 
     # Written as a scatter, which can update a donated cache in place.
     def place(i: Position, cache: te.Tensor, start: te.Tensor) -> tirx.Expr:
-        extent, step = cache.shape[axis], i[axis] + start(i[0])
-        if is_circular:
-            return topi.floor_mod(step, extent)
-        return tirx.Select(step < 0, extent, step)  # a negative index would count from the end
+        step = i[axis] + start(i[0])
+        return topi.floor_mod(step, cache.shape[axis]) if is_circular else step
 
-    index = node.kernel("places", place, data, starts, shape=node.shape(update))
+    # Around the end, any place is one; else the scatter refuses those beyond the axis.
+    ranges = (1, -1, 0, MOST_ELEMENTS) if is_circular else (1, 0, axis, 1)
+    index = node.kernel("places", place, data, starts, shape=node.shape(update), ranges=ranges)
     return node.emit(relax.op.scatter_elements(data, index, update, axis))
 
 

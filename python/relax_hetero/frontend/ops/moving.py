@@ -11,7 +11,17 @@ from tvm import relax, te, tirx, topi
 
 from .elementwise import cast
 from .node import Dim, Node, Position, as_dim, const, dtype_of, is_float
-from .required_sizes import MOST_ELEMENTS, any_of, as_expr, equal, require_equal, require_multiple, require_shape, shown
+from .required_sizes import (
+    MOST_ELEMENTS,
+    any_of,
+    as_expr,
+    equal,
+    renamed,
+    require_equal,
+    require_multiple,
+    require_shape,
+    shown,
+)
 from .run_time.numbers import dims_at_run_time, numbers_of, sizes_of
 from .run_time.pads import centered_pads, pads_behind, pads_of_named_axes
 from .table import converts
@@ -216,7 +226,10 @@ def flatten(node: Node) -> relax.Expr:
     if not -len(dims) <= axis <= len(dims):
         raise node.refusal(f"axis {axis} is out of range for rank {len(dims)}")
     axis += len(dims) if axis < 0 else 0
-    return node.emit(relax.op.reshape(data, [math.prod(dims[:axis]), math.prod(dims[axis:])]))
+    target = [math.prod(dims[:axis]), math.prod(dims[axis:])]
+    if 0 in [dim for dim in target if isinstance(dim, int)]:  # which a reshape of TVM takes for a copied size
+        return node.filled(target, 0, dtype_of(data))
+    return node.emit(relax.op.reshape(data, target))
 
 
 @converts("Transpose")
@@ -236,10 +249,17 @@ def concat(node: Node) -> relax.Expr:
     values = [node.tensor(i) for i in range(len(node.inputs))]
     axis = node.axis(node.attribute("axis", 1 if node.opset < 4 else None), node.rank(values[0]))
     shapes = [node.shape(value) for value in values]
-    known = [[dim for dim in dims if isinstance(dim, int)] or dims for dims in zip(*shapes, strict=False)]
+    text = (
+        f"its inputs have the shapes {', '.join(map(shown, shapes))}, expected shapes that differ on axis {axis} only"
+    )
+    if len({len(dims) for dims in shapes}) > 1:
+        raise node.refusal(text)
+    known = [([dim for dim in dims if isinstance(dim, int)] or dims)[0] for dims in zip(*shapes, strict=True)]
     for index, dims in enumerate(shapes):
-        expected = [dim if place == axis else known[place][0] for place, dim in enumerate(dims[: len(known)])]
-        values[index] = require_shape(node, values[index], expected, f"input {index}")
+        for place, dim in enumerate(dims):
+            if place != axis:
+                node.require(equal(dim, known[place]), text)
+        values[index] = renamed(node, values[index], [*known[:axis], dims[axis], *known[axis + 1 :]])
     return node.emit(relax.op.concat(values, axis))
 
 

@@ -17,6 +17,7 @@ from tvm import relax, te, tirx
 
 from ...errors import FrontendError
 from ...op.require import MET, as_condition, requirement
+from ...tir.checks import RANGE
 from ..import_limits import budget
 
 Dim: TypeAlias = "int | tirx.Expr"
@@ -159,17 +160,20 @@ class Node:
         element: Callable[..., Any],
         *inputs: Any,
         shape: Sequence[Any] | None = None,
+        ranges: tuple[int, int, int, int] | None = None,
     ) -> relax.Var:
         """Bind a tensor whose elements are ``element(position, *inputs)``, of `shape` or of the first input's.
 
-        `position` is the tuple of its indices; the inputs are TE tensors there (lists of scalars stay lists).
+        `position` is the tuple of its indices; the inputs are TE tensors there (lists of scalars stay lists). `ranges`
+        is the range that an input's values have to be in when the model runs (`tir.checks.RANGE`).
         """
 
         def compute(*tensors: Any) -> te.Tensor:
             dims = tensors[0].shape if shape is None else shape
             return te.compute(dims, lambda *position: element(position, *tensors), name=name)
 
-        return self.builder.emit_te(compute, *inputs, primfunc_name_hint=name)
+        attributes = None if ranges is None else {RANGE: list(ranges)}
+        return self.builder.emit_te(compute, *inputs, primfunc_name_hint=name, primfunc_attrs=attributes)
 
     def per_channel(self, vector: relax.Expr, rank: int) -> relax.Expr:
         """A vector laid along axis 1, to broadcast with tensors of this rank."""

@@ -8,7 +8,7 @@ from tvm import relax, te, tirx
 
 from .elementwise import HALF, cast, widened
 from .node import Dim, Node, Position, const, dtype_of
-from .reductions import arg_extreme, largest_along
+from .reductions import index_of_extreme, largest_along
 from .required_sizes import require_fits, require_shape, with_sizes_of
 from .slicing import cut
 from .table import convert_by_stock, converts
@@ -40,8 +40,7 @@ def hardmax(node: Node) -> relax.Expr:
         for position, dim in enumerate(dims):
             parts[position >= axis] = parts[position >= axis] * dim
         value, axis = node.emit(relax.op.reshape(data, parts)), 1
-    found = node.as_op("ArgMax", [value], opset=13, axis=axis, keepdims=1)
-    largest = node.builder.normalize(arg_extreme(found))
+    largest = node.builder.normalize(index_of_extreme(node, value, axis, keepdims=True, last=False, largest=True))
 
     def element(i: Position, x: te.Tensor, index: te.Tensor) -> tirx.Expr:
         is_first = tirx.Cast("int64", i[axis]) == index(*i[:axis], 0, *i[axis + 1 :])

@@ -20,8 +20,11 @@ def matmul(node: Node, a: relax.Expr, b: relax.Expr) -> relax.Expr:
     dtype = dtype_of(a)
     if min(node.rank(a), node.rank(b)) > 2:
         a, b = stretched(node, [a, b], kept=2)
+    product = node.builder.normalize(relax.op.matmul(a, b))
+    if isinstance(a.ty.shape, relax.ShapeExpr) and as_dim(a.ty.shape.values[-1]) == 0:  # sums of nothing
+        return node.filled(node.shape(product), 0, dtype)
     if dtype not in HALF:
-        return node.emit(relax.op.matmul(a, b))
+        return node.emit(product)
     return node.emit(relax.op.astype(relax.op.matmul(a, b, out_dtype="float32"), dtype))
 
 
@@ -87,14 +90,13 @@ def matmul_integer(node: Node) -> relax.Expr:
 
 def squared_distances(node: Node, rows: relax.Expr, columns: relax.Expr) -> relax.Expr:
     """(M, N), squares of distances of M rows from N columns: sums of squared differences, which cancel no digits."""
-    count, width = node.shape(rows)
-    feature = te.reduce_axis((0, width), "feature")
 
     def element(i: Position, x: te.Tensor, y: te.Tensor) -> tirx.Expr:
+        feature = te.reduce_axis((0, x.shape[1]), "feature")
         difference = x(i[0], feature) - y(feature, i[1])
         return te.sum(difference * difference, axis=feature)
 
-    return node.kernel("distances", element, rows, columns, shape=[count, node.shape(columns)[1]])
+    return node.kernel("distances", element, rows, columns, shape=[node.shape(rows)[0], node.shape(columns)[1]])
 
 
 @converts("Einsum")

@@ -13,9 +13,10 @@ from functools import partial
 import numpy as np
 from tvm import relax
 
+from .elementwise import cast
 from .node import Dim, Node, const, dtype_of
 from .quantization import quantized_and_back
-from .required_sizes import require_shape
+from .required_sizes import renamed, require_equal, require_shape
 from .table import converts
 
 MAX_STEPS = 1024
@@ -249,7 +250,11 @@ def _direction(node: Node, data: relax.Expr, direction: int, count: int, is_back
         if given is not None and node.attribute("layout", 0):
             given = node.emit(relax.op.permute_dims(given, [1, 0, 2]))
         states.append(_zeros(node, batch, hidden, dtype) if given is None else _row(node, given, direction))
-    lengths = node.emit(relax.op.reshape(node.tensor(4), (batch, 1))) if node.has(4) else None
+    lengths = None
+    if node.has(4):
+        own = cast(node, node.tensor(4), "int64")
+        own = node.kernel("lengths", lambda i, length, _: length(*i), own, data, ranges=(0, 1, 0, 1))
+        lengths = node.emit(relax.op.reshape(own, (batch, 1)))
     return Direction(layer, inputs, states, lengths, is_backwards)
 
 
@@ -270,6 +275,8 @@ def _unrolled(make: Callable[[], Direction]) -> tuple[relax.Expr, list[relax.Exp
             runs = node.emit(relax.op.greater(lengths, const(time, dtype_of(lengths))))
         output, states = direction.advance(_row(node, direction.inputs, time), states, runs)
         outputs.append(output)
+    if not outputs:
+        return node.filled([0, *node.shape(states[0])], 0, dtype_of(states[0])), states
     return node.emit(relax.op.stack(outputs[::-1] if direction.is_backwards else outputs, axis=0)), states
 
 
@@ -298,6 +305,19 @@ def _with_checked_inputs(node: Node, data: relax.Expr, directions: int) -> Node:
     return replace(node, inputs=inputs)
 
 
+def _with_known_batch(node: Node, data: relax.Expr) -> relax.Expr:
+    """The data, [steps, batch, input size], with the size of the batch that lengths or states are known to have."""
+    steps, batch, width = node.shape(data)
+    is_first = bool(node.attribute("layout", 0))
+    axes = {4: 0, 5: 0 if is_first else 1, 6: 0 if is_first else 1}
+    given = [(node.shape(node.tensor(index)), axis) for index, axis in axes.items() if node.has(index)]
+    known = [dims[axis] for dims, axis in given if len(dims) > axis and isinstance(dims[axis], int)]
+    if isinstance(batch, int) or not known:
+        return data
+    require_equal(node, batch, known[0], "axis 1 of its input, the batch, has")
+    return renamed(node, data, [steps, known[0], width])
+
+
 def steps_of(node: Node) -> Dim:
     """How many steps the sequences of a recurrent node have."""
     data = node.tensor(0)
@@ -314,6 +334,7 @@ def recurrent_outputs(node: Node, run: RunDirection) -> list[relax.Expr]:
         data = node.emit(relax.op.permute_dims(data, [1, 0, 2]))
     direction = node.attribute("direction", "forward")
     backwards = {"forward": [False], "reverse": [True], "bidirectional": [False, True]}[direction]
+    data = _with_known_batch(node, data)
     node = _with_checked_inputs(node, data, len(backwards))
     if node.attribute(QUANTIZES, 0):
         data = quantized_and_back(node, data)
@@ -335,6 +356,6 @@ def recurrent_outputs(node: Node, run: RunDirection) -> list[relax.Expr]:
 def recurrent(node: Node) -> relax.Expr:
     """Forward, reverse or both, with sequence lengths, initial states, peepholes and clipping."""
     steps = steps_of(node)
-    if not isinstance(steps, int) or not 0 < steps <= MAX_STEPS:
-        raise node.refusal(f"has sequences of {steps} steps, expected 1 to {MAX_STEPS}")
+    if not isinstance(steps, int) or steps > MAX_STEPS:
+        raise node.refusal(f"has sequences of {steps} steps, expected 0 to {MAX_STEPS}")
     return node.outputs(recurrent_outputs(node, _unrolled))

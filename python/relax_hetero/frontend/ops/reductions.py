@@ -12,7 +12,7 @@ from tvm import relax, te, tirx
 
 from ...tir.math.extremes import index_wins
 from .elementwise import HALF, cast, widened
-from .node import Node, const, dtype_of, is_float
+from .node import Node, Position, const, dtype_of, is_float
 from .required_sizes import any_of, as_expr, equal, shown
 from .run_time.axes import axes_input, with_named_axes_last, without_named_axes
 from .table import converts
@@ -60,13 +60,14 @@ def _of_nothing(node: Node, data: relax.Expr, axes: list[int], keepdims: bool, v
     return node.filled(_reduced_shape(dims, axes, keepdims), value, dtype_of(data))
 
 
-def _require_elements(node: Node, data: relax.Expr, axes: list[int], message: str) -> None:
+def _require_elements(node: Node, data: relax.Expr, axis: int, message: str) -> None:
     """Require that there is something to reduce wherever there is a result."""
     dims = node.shape(data) if data.ty.shape is not None else []
-    own = [as_expr(dim) > 0 for axis, dim in enumerate(dims) if axis in axes]
-    others = [equal(dim, 0) for axis, dim in enumerate(dims) if axis not in axes]
-    if own:
-        node.require(any_of([tirx.all(*own), *others]), f"{message}: its axes {axes} are empty in {shown(dims)}")
+    others = [equal(dim, 0) for other, dim in enumerate(dims) if other != axis]
+    if dims:
+        node.require(
+            any_of([as_expr(dims[axis]) > 0, *others]), f"{message}: its axes [{axis}] are empty in {shown(dims)}"
+        )
 
 
 def _sum(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> relax.Expr:
@@ -85,22 +86,28 @@ def _mean(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> rela
         return data
     if dtype in HALF:
         return cast(node, _mean(node, widened(node, data), axes, keepdims), dtype)
-    if is_float(dtype):
-        empty = _of_nothing(node, data, axes, keepdims, 0)  # onnxruntime's result, where numpy has NaN
-        if empty is not None:
-            return empty
-        _require_elements(node, data, axes, "has no mean of nothing to give")
-        return node.emit(relax.op.mean(data, axes, keepdims))
-    empty = _of_nothing(node, data, axes, keepdims, 0)
+    empty = _of_nothing(node, data, axes, keepdims, 0)  # onnxruntime's result, where numpy has NaN
     if empty is not None:
         return empty
-    _require_elements(node, data, axes, "has no mean of nothing to give")
+    shape = node.shape(data) if data.ty.shape is not None else []
+    count = math.prod(as_expr(shape[axis]) for axis in axes if shape)
+    if is_float(dtype):
+        mean = node.emit(relax.op.mean(data, axes, keepdims))
+        return mean if not shape or isinstance(count, tirx.IntImm) else _zero_of_none(node, mean, count)
     shape = node.shape(data)
-    count = math.prod(as_expr(shape[axis]) for axis in axes)
-    number = const(int(count), "float64") if isinstance(count, tirx.IntImm) else _as_float(node, count)
+    number = const(int(count), "float64") if isinstance(count, tirx.IntImm) else _as_float(node, tirx.max(count, 1))
     # numpy's mean of integers, cast back: the quotient is rounded towards zero.
     total = node.emit(relax.op.sum(relax.op.astype(data, "float64"), axes, keepdims))
     return node.emit(relax.op.astype(relax.op.divide(total, number), dtype))
+
+
+def _zero_of_none(node: Node, mean: relax.Expr, count: Any) -> relax.Expr:
+    """A mean that is 0 where a call gives it no elements."""
+
+    def element(i: Position, x: te.Tensor, counts: list[Any]) -> tirx.Expr:
+        return tirx.Select(counts[0] > 0, x(*i), tirx.const(0, x.dtype))
+
+    return node.kernel("mean_or_zero", element, mean, [count])
 
 
 def _as_float(node: Node, size: Any) -> relax.Expr:
@@ -217,8 +224,13 @@ def arg_extreme(node: Node) -> relax.Expr:
     rank = node.rank(data)
     axis = node.axis(node.attribute("axis", 0), rank)
     keepdims, last = bool(node.attribute("keepdims", 1)), bool(node.attribute("select_last_index", 0))
-    largest = node.op_type == "ArgMax"
-    _require_elements(node, data, [axis], "has no index of an element to give")
+    _require_elements(node, data, axis, "has no index of an element to give")
+    return index_of_extreme(node, data, axis, keepdims, last, largest=node.op_type == "ArgMax")
+
+
+def index_of_extreme(node: Node, data: relax.Expr, axis: int, keepdims: bool, last: bool, largest: bool) -> relax.Expr:
+    """As `arg_extreme`, along an axis that has elements wherever there is a result."""
+    rank = node.rank(data)
     if dtype_of(data) == "bfloat16":
         data = cast(node, data, "float32")
     if not last and is_float(dtype_of(data)):

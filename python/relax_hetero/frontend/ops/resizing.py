@@ -90,6 +90,9 @@ def _weighted_sum_at_once(node: Node, data: relax.Expr, tables: dict[int, Resize
 def _resized(node: Node, data: relax.Expr, axes: dict[int, ResizedAxis], form: ResizeForm) -> relax.Expr:
     mode = form.mode
     dtype = dtype_of(data)
+    if any(axis.before == 0 for axis in axes.values()):
+        dims = [axes[number].after if number in axes else dim for number, dim in enumerate(node.shape(data))]
+        return node.filled(dims, 0, dtype)
     is_kept = mode == "nearest" or dtype in ("float32", "float64")
     value = data if is_kept else cast(node, data, "float32")
     tables = {}

@@ -110,6 +110,11 @@ def _reshaped(node: Node, data: relax.Expr, target: list[Dim]) -> relax.Expr:
     if not open_axes:
         _note_fixed_sizes(node, dims, target)
         return node.emit(relax.op.reshape(data, target))
+    if any(isinstance(dim, int) and dim == 0 for dim in dims):  # TVM leaves sizes of 0 out of the product
+        rest = 0
+        for dim in target:
+            node.require(tirx.NE(as_expr(dim), as_expr(0)), f"reshapes {shown(dims)} to {shown(target)}")
+        return node.filled([rest if axis in open_axes else dim for axis, dim in enumerate(target)], 0, dtype_of(data))
     rest = node.shape(node.builder.normalize(relax.op.reshape(data, target)))[open_axes[0]]
     for divisor in symbolic_divisors(rest):  # TVM divides by the other sizes, and cancels what it can
         text = f"reshapes {shown(dims)} to {shown(target)}, which leaves the size of -1 open"
@@ -261,7 +266,8 @@ def tile(node: Node) -> relax.Expr:
         return data
 
     def element(i: Position, x: te.Tensor) -> tirx.Expr:
-        return x(*(topi.floor_mod(place, size) for place, size in zip(i, x.shape, strict=True)))
+        sizes = (tirx.max(size, as_expr(1)) for size in x.shape)  # of no elements, none is read
+        return x(*(topi.floor_mod(place, size) for place, size in zip(i, sizes, strict=True)))
 
     shape = [as_dim(size * count) for size, count in zip(dims, repeats, strict=True)]
     return node.kernel("tile", element, data, shape=shape)

@@ -190,9 +190,10 @@ def split(node: Node) -> relax.Expr:
     sizes = numbers_of(node, node.tensor(1), "part") if node.has(1) else node.attribute("split")
     if sizes is None:
         parts = int(node.attribute("num_outputs", node.num_outputs))
-        if node.opset < 18 and not isinstance(size, int):
+        if node.opset < 18:
             require_multiple(node, size, parts, "splits an axis of")
-            return node.emit(relax.op.split(data, parts, axis))
+            if not isinstance(size, int):
+                return node.emit(relax.op.split(data, parts, axis))
         node.check_ops(parts)
         part = tirx.ceildiv(size, parts) if not isinstance(size, int) else -(-size // parts)
         sizes = [part] * (parts - 1) + [size - part * (parts - 1)]

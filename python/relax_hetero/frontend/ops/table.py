@@ -48,6 +48,17 @@ _TAKE_SIZES = frozenset(
     "Upsample".split()
 )
 """Op types whose inputs behind the data are vectors with an entry or two for each dimension."""
+_TAKE_NUMBERS = _TAKE_SIZES | frozenset("CumProd CumSum OneHot Split TopK".split())
+"""Op types whose inputs behind the data say what shape the result has, or which axis is meant."""
+
+
+_SHAPED_AS_INPUT = frozenset({"Hardmax", "LogSoftmax", "Softmax"})
+"""Op types whose result has the shape of their input, and whose kernels need elements."""
+
+
+def takes_size(op_type: str, place: int) -> bool:
+    """Whether ops of a type read sizes, axes or a number of elements as their input `place`."""
+    return op_type in _TAKE_NUMBERS and place >= (op_type != "ConstantOfShape") and (op_type, place) != ("OneHot", 2)
 
 
 def converts(*op_types: str, domain: str = STANDARD) -> Callable[[Convert], Convert]:
@@ -82,6 +93,8 @@ def convert_node(node: Node) -> Any:
             return folded
         if node.op_type in _BROADCASTING:
             node = with_one_shape(node)
+        if node.op_type in _SHAPED_AS_INPUT and 0 in (_shape_of(node.inputs[0]) or ()):
+            return node.inputs[0]
     value = _OURS.get((node.domain, node.op_type), convert_by_default)(node)
     if not isinstance(value, relax.Expr):
         return value

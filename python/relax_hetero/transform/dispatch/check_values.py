@@ -40,7 +40,7 @@ from tvm_ffi import StructuralKey
 
 from ...artifact.checks import RECORD, CheckSpec
 from ...errors import BuildError
-from ...tir.checks import CHECKED, CheckProblem, check_kernel, reporting_kernel
+from ...tir.checks import CHECKED, RANGE, CheckProblem, check_kernel, reporting_kernel
 from ...tir.core.bounds import BOUNDED, from_front
 from ..ir.blocks import Block, Emitter, rewrite_function, shape_of
 from ..ir.constant_values import ConstantValues, constant_near
@@ -50,7 +50,7 @@ from ..ir.findings import findings_of, with_findings
 from ..ir.kernels import called_prim_func
 from ..ir.module_attrs import STRICT, is_lowered
 from ..ir.op_names import TRANSFER
-from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, typed
+from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions
 
 _OPAQUE = 8
 
@@ -70,12 +70,15 @@ class _Operand:
         Whether negative values count from the end.
     field : int, optional
         Which field of the operand, where that is a tuple.
+    subject : str
+        What messages call a value.
     """
 
     number: int
     ends: tuple[Any, ...] | None
     wraps: bool = True
     field: int | None = None
+    subject: str = "index"
 
 
 Operands = Callable[[relax.Call], "list[_Operand]"]
@@ -144,7 +147,11 @@ class _Checker:
             return binding
         args = list(call.args)
         where = f"op {name} of variable {binding.var.name!r} in function {function!r}"
-        for operand in _CHECKED[name](call):
+        kernel = called_prim_func(self._mod, call)
+        if kernel is not None:
+            where = f"variable {binding.var.name!r} in function {function!r}"
+        operands = _CHECKED[name](call) if kernel is None else _in_range(call, self._mod.functions[kernel])
+        for operand in operands:
             given = args[operand.number]
             fields = list(given.fields) if isinstance(given, relax.Tuple) else None
             value = given if fields is None else fields[operand.field or 0]
@@ -153,7 +160,7 @@ class _Checker:
                 args[operand.number] = new
             elif not new.same_as(value):
                 fields[operand.field or 0] = new
-                args[operand.number] = typed(relax.Tuple(fields), tvm.ir.TupleType([f.ty for f in fields]))
+                args[operand.number] = relax.Tuple(fields)
         if all(new.same_as(old) for new, old in zip(args, call.args, strict=True)):
             return binding
         new_call = relax.Call(call.op, args, call.attrs, call.ty_args, call.span, ret_ty=call.ty)
@@ -176,7 +183,7 @@ class _Checker:
             source = block.definition(source.args[0])
         if shape is None or value.ty.dtype is None or self._is_checked(source):
             return value
-        subject = "divisor" if ends is None else "index"
+        subject = "divisor" if ends is None else operand.subject
         is_static = ends is None or all(isinstance(end, int) or end is None for end in ends)
         array = constants.of(value) if is_static else None
         if array is not None:
@@ -344,6 +351,15 @@ def _coordinates(call: relax.Call) -> list[_Operand]:
     return [_Operand(1, ends)] if ends else []
 
 
+def _in_range(call: relax.Call, kernel: tirx.PrimFunc) -> list[_Operand]:
+    """The operand of a kernel that is to be in a range, which its attribute says."""
+    if RANGE not in kernel.attrs:
+        return []
+    number, other, axis, more = map(int, kernel.attrs[RANGE])
+    size = 0 if other < 0 else _extent(call.args[1].fields[other], axis)
+    return [] if size is None else [_Operand(1, (size + more,), wraps=False, field=number, subject="value")]
+
+
 def _each_axis(call: relax.Call) -> list[_Operand]:
     data, indices = call.args[:2]
     fields = indices.ty.fields
@@ -362,6 +378,7 @@ def _divisor(call: relax.Call) -> list[_Operand]:
 
 _CHECKED: dict[str | None, Operands] = {
     "relax.take": _take,
+    "relax.call_tir": lambda call: [],  # kernels say what they need: `_in_range`
     "relax.gather_elements": lambda call: _along(call.args[0], call.attrs.axis, 1),
     "relax.gather_nd": _coordinates,
     "relax.scatter_elements": lambda call: _along(call.args[0], call.attrs.axis, 1),

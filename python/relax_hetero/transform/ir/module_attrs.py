@@ -19,6 +19,8 @@ TF32_KEPT = "relax_hetero.tf32_kept"
 """On a Relax function: its products of float32 may round their operands to tfloat32, but for variables named here."""
 ACCURACY = "relax_hetero.accuracy"
 """On a module: pairs of a pattern of names and how exact the convolutions of those names are (`SetEncoding`)."""
+DEFAULTS = "defaults"
+"""On a Relax function: by parameter, the tensor that it has where a caller gives none; of those after `num_input`."""
 MEMORY = "relax_hetero.memory"
 """On a Relax function: what it allocates (`note_memory`)."""
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import tvm
 from tvm import relax, tirx
-from tvm_ffi import StructuralKey
+from tvm_ffi import StructuralKey, structural_map
 
 from ...errors import BuildError
 from ...op.require import as_condition, is_requirement, require_binding
@@ -96,6 +96,8 @@ class _Function:
         Knows that extents of tensors which exist are not negative.
     given : dict
         By the symbolic extents of parameters, the bytes for each element of them: these tensors fit, as they exist.
+    equal : dict
+        By symbolic size, what it is required to be.
     """
 
     mod: tvm.IRModule
@@ -103,6 +105,7 @@ class _Function:
     is_public: bool
     analyzer: tvm.sym.Analyzer = field(default_factory=tvm.sym.Analyzer)
     given: dict[Monomial, int] = field(default_factory=dict)
+    equal: dict[tirx.Var, Any] = field(default_factory=dict)
 
     def body(self, func: relax.Function) -> relax.Expr:
         for param in func.params:
@@ -175,6 +178,7 @@ class _Function:
         required = in_requirements(bindings)
         for position, binding in enumerate(bindings):
             if position in required:
+                self._note_equal(binding.value)
                 continue
             title = _Title(binding)
             if isinstance(binding, relax.MatchCast):
@@ -195,6 +199,12 @@ class _Function:
                 scope.required.add(key)
                 yield requirement
         yield from others
+
+    def _note_equal(self, requirement: relax.Expr) -> None:
+        """Remember that a size is another one from here on: conditions that follow from it tell less than it does."""
+        condition = Requirement.of(requirement).condition if is_requirement(requirement) else None
+        if isinstance(condition, tirx.EQ) and isinstance(condition.a, tirx.Var):
+            self.equal[condition.a] = condition.b
 
     def _cast(self, binding: relax.MatchCast, known: Set[tirx.Var]) -> Iterator[Any]:
         """A cast between shapes that are both written: TVM replaces the sizes of one by those of the other, unseen."""
@@ -217,6 +227,10 @@ class _Function:
             return
         scope.required.add(key)
         if self.analyzer.can_prove(condition):
+            return
+        if self.equal and self.analyzer.can_prove(
+            structural_map(condition, (tirx.Var, lambda size: self.equal.get(size, size)))
+        ):
             return
         if isinstance(condition, tirx.IntImm):  # TVM has folded it
             expected = expected or "operands whose sizes fit each other"

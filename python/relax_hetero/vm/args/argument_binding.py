@@ -150,21 +150,23 @@ class ArgumentBinder:
         """
         params, dims, lent = self._params.get(signature.name, ({}, DimValues(), []))
         about = self._executable.metadata
+        matched = match_names(signature, args, kwargs, params)
+        takes_others = any(index in params and not placed for index, (_, placed) in enumerate(matched))
         to = Placement(
             self._devices,
             self._scopes,
-            dims.copy(),
+            DimValues() if takes_others else dims.copy(),
             keep,
             about.alignment,
             not (keep or about.writes_arguments),
             [*lent],
         )
-        matched = match_names(signature, args, kwargs, params)
         values = []
         for spec, (value, placed) in zip(signature.inputs, matched, strict=True):
             to.donates, to.copies = spec.name in signature.donated, spec.name in signature.copied
             where = f"argument {spec.name!r} of {signature.name!r}"
-            values.append(value if placed and not to.copies else place(value, spec, where, to))
+            is_kept = placed and not to.copies and not takes_others
+            values.append(value if is_kept else place(value, spec, where, to))
         to.dims.settle()
         to.dims.check_bounds(self._bounds.get(signature.name, {}))
         if self._limits is not None:

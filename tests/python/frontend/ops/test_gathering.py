@@ -116,6 +116,25 @@ def test_tensor_scatter(mode):
     check("TensorScatter", *operands, opset=24, reference="onnx", mode=mode)
 
 
+@pytest.mark.parametrize("values", [(4, 6), (-1, 2)], ids=str)
+@pytest.mark.parametrize("op", ["ReverseSequence", "LSTM", "TensorScatter", "circular"])
+def test_lengths_and_places_beyond_the_axis_are_refused(op, values):
+    numbers = np.array(values)
+    operands = {
+        "ReverseSequence": [uniform(5, 2), numbers],
+        "LSTM": [uniform(5, 2, 1), uniform(1, 4, 1), uniform(1, 4, 1), None, numbers.astype("int32")],
+    }.get(op, [uniform(2, 1, 5, 3), uniform(2, 1, 2, 3), numbers])
+    options = {"LSTM": {"hidden_size": 1}, "circular": {"mode": "circular"}}.get(op, {})
+    model, feeds = node_model("TensorScatter" if op == "circular" else op, operands, 24, **options)
+    main = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"]
+    if op == "circular" and min(values) >= 0:  # around the end
+        main(*feeds.values())
+        return
+    wrong = -1 if min(values) < 0 else 6
+    with pytest.raises(rh.HeteroError, match=f"variable 'the_node.*: value {wrong} is out of range, expected 0 to"):
+        main(*feeds.values())
+
+
 @pytest.mark.parametrize("axis", [0, 1, -1, None])
 def test_compress(axis):
     options = {} if axis is None else {"axis": axis}

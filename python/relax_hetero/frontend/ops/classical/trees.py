@@ -146,13 +146,13 @@ def tree_ensemble_classifier(node: Node) -> relax.Expr:
     forest = forest_of(node, trees, width, dtype)
     rows = leaves_of_rows(node, data, forest)
     scores = combined(node, rows, forest, weights, labels.size, dtype)
-    if labels.size == 2:
-        index, scores = _two_classes(node, scores, forest, weights, base)
-    elif labels.size < 2:
-        raise node.refusal(f"has {labels.size} classes, expected two or more")
+    if len(base) not in (0, labels.size) and (labels.size, len(base)) != (2, 1):
+        raise node.refusal(f"base_values has {len(base)} entries, expected {labels.size}")
+    if labels.size <= 2:
+        index, scores = (_one_class if labels.size == 1 else _two_classes)(node, rows, scores, forest, weights, base)
+        if labels.dtype.kind == "i" and (labels.size == 1 or len(_scored(weights)) > 1):
+            labels = np.arange(2)  # ONNX Runtime gives the number of the class, not its label
     else:
-        if len(base) not in (0, labels.size):
-            raise node.refusal(f"base_values has {len(base)} entries, expected {labels.size}")
         compared = scores
         if base:
             compared = scores = node.emit(relax.op.add(scores, const(base, dtype)))
@@ -188,38 +188,79 @@ def _always(forest: Forest, weights: Weights) -> set[int]:
     return found
 
 
-def _two_classes(
-    node: Node, scores: relax.Expr, forest: Forest, weights: Weights, base: list[float]
+def _scored(weights: Weights) -> set[int]:
+    """Targets that have a weight in some leaf."""
+    return {target for entries in weights.values() for target, _ in entries}
+
+
+def _one_class(
+    node: Node, rows: relax.Expr, scores: relax.Expr, forest: Forest, weights: Weights, base: list[float]
 ) -> tuple[relax.Expr, relax.Expr]:
-    """The index of the class, and scores of both, where trees may score one class only, as ONNX Runtime has it.
+    """The index 1 where the one score is positive, else 0, and the score, which only PROBIT changes."""
+    scores = node.emit(relax.op.add(scores, const(base, dtype_of(scores)))) if base else scores
+    return _is_above(node, scores, 0.0), _after(node, scores, node.attribute("post_transform", "NONE"))
+
+
+def _two_classes(
+    node: Node, rows: relax.Expr, scores: relax.Expr, forest: Forest, weights: Weights, base: list[float]
+) -> tuple[relax.Expr, relax.Expr]:
+    """The index of the class, and scores of both, as ONNX Runtime has it.
+
+    A score is of class k where one of the leaves that a row comes to has a weight of it. Where there is one of class 1,
+    or two base values, both classes have scores, which are 0 where nothing gives one; else the other score follows from
+    that of class 0.
 
     Raises
     ------
-    FrontendError: if the second class has scores for some rows only, or in forms that ONNX Runtime leaves open.
+    FrontendError: where ONNX Runtime leaves a score unwritten.
     """
-    dtype = dtype_of(scores)
-    ids = {k for entries in weights.values() for k, _ in entries}
+    dtype, ids = dtype_of(scores), _scored(weights)
     name = node.attribute("post_transform", "NONE")
-    first, second = (node.emit(relax.op.strided_slice(scores, [1], [k], [k + 1])) for k in (0, 1))
-    if len(base) > 1 or (ids != {0} and not (ids <= _always(forest, weights) and not base)):
+    always = _always(forest, weights)
+    counted = {leaf: [(k, 1.0) for k, _ in entries] for leaf, entries in weights.items()}
+    counts = None if ids <= always else combined(node, rows, forest, counted, 2, dtype)
+    columns = [[_column(node, value, k) for k in (0, 1)] for value in (scores, scores if counts is None else counts)]
+    zero = const(0, dtype)
+
+    def where_scored(k: int, value: relax.Expr, otherwise: relax.Expr) -> relax.Expr:
+        if k in always or k not in ids:
+            return value if k in always else otherwise
+        return node.emit(relax.op.where(relax.op.greater(columns[1][k], zero), value, otherwise))
+
+    first, second = columns[0]
+    if base:
+        moved = node.emit(relax.op.add(first, const(base[0], dtype)))
+    if len(base) == 2:
+        sum_of_both = node.emit(relax.op.add(first, const(base[1], dtype)))
+        second = where_scored(1, sum_of_both, node.emit(relax.op.add(second, const(base[1], dtype))))
+        first = where_scored(1, node.emit(relax.op.negative(sum_of_both)), moved)
+    elif base:
+        first = moved
+    first = where_scored(0, first, _zeros(node, first))
+    both = transformed(node, node.emit(relax.op.concat([first, where_scored(1, second, _zeros(node, second))], axis=1)))
+    is_binary, are_positive = len(ids) == 1, _are_positive(weights)
+    index = _is_above(node, where_scored(1, second, first), 0.5 if is_binary and are_positive else 0.0)
+    if len(base) == 2 or 1 in always:
+        return index, both
+    if name == "PROBIT" or (base and not is_binary):
         raise node.refusal(
-            f"has scores of classes {sorted(ids)} of two and {len(base)} base_values; "
-            "expected scores of class 0 alone with at most one base value, or scores in every leaf without"
+            f"has scores of classes {sorted(ids)} of two, {len(base)} base_values and post_transform {name!r}, "
+            "for which ONNX Runtime leaves a score open; expected scores of class 1 in every leaf of a tree, or two "
+            "base_values"
         )
-    if ids != {0}:
-        zero_or_half = 0.5 if len(ids) == 1 and _are_positive(weights) else 0.0
-        index = _is_above(node, second, zero_or_half)
-        return index, transformed(node, scores)
-    positive = node.emit(relax.op.add(first, const(base, dtype))) if base else first
-    if name == "PROBIT":
-        raise node.refusal("post_transform 'PROBIT' of one score for two classes has no meaning")
-    are_positive = _are_positive(weights)
-    index = _is_above(node, positive, 0.5 if are_positive else 0.0)
-    negative = node.emit(relax.op.negative(positive))
-    if are_positive and name != "LOGISTIC":
-        negative = node.emit(relax.op.subtract(const(1, dtype), positive))
-    pair = node.emit(relax.op.concat([negative, positive], axis=1))
-    return index, node.emit(relax.op.sigmoid(pair)) if name == "LOGISTIC" else pair
+    other = node.emit(relax.op.negative(first))
+    if is_binary and are_positive and name != "LOGISTIC":
+        other = node.emit(relax.op.subtract(const(1, dtype), first))
+    pair = node.emit(relax.op.concat([other, first], axis=1))
+    return index, where_scored(1, both, node.emit(relax.op.sigmoid(pair)) if name == "LOGISTIC" else pair)
+
+
+def _column(node: Node, value: relax.Expr, k: int) -> relax.Expr:
+    return node.emit(relax.op.strided_slice(value, [1], [k], [k + 1]))
+
+
+def _zeros(node: Node, like: relax.Expr) -> relax.Expr:
+    return node.filled(node.shape(like), 0, dtype_of(like))
 
 
 def _are_positive(weights: Weights) -> bool:

@@ -21,7 +21,7 @@ from ...symbolic_sizes import sizes_of
 from ..elementwise import cast, widened
 from ..node import Dim, Node, Position, as_dim, const, dtype_of
 from ..products import matmul
-from ..required_sizes import as_expr, require_broadcast, require_shape
+from ..required_sizes import MOST_ELEMENTS, as_expr, require_broadcast, require_shape
 from ..run_time.numbers import numbers_of
 from ..slicing import cut
 from ..table import MICROSOFT, convert_node, converts
@@ -59,6 +59,8 @@ def group_query_attention(node: Node) -> relax.Expr:
     _refuse_forms(node)
     parts, sizes = _projections(node)
     lengths = cast(node, node.emit(relax.op.reshape(node.tensor(_LENGTHS), [sizes.batch])), "int64")
+    most = sizes.cache if isinstance(sizes.cache, int) else MOST_ELEMENTS
+    lengths = node.kernel("lengths", lambda i, length: length(*i), lengths, ranges=(0, -1, 0, most))
     places = _Places(node, sizes, lengths, _first_places(node, sizes, lengths))
     query, key, value = parts
     tables = places.rotations()

@@ -11,7 +11,7 @@ from tvm.script import tirx as T
 from ..elementwise import cast
 from ..node import Node, dtype_of
 from ..products import squared_distances
-from ..required_sizes import require_equal
+from ..required_sizes import require_shape
 from ..table import MICROSOFT, converts
 
 
@@ -83,6 +83,7 @@ def distances(node: Node) -> relax.Expr:
     a, b = node.tensor(0), node.tensor(1)
     if node.rank(a) != 2 or node.rank(b) != 2:
         raise node.refusal(f"found inputs of rank {node.rank(a)} and {node.rank(b)}, expected 2")
-    require_equal(node, node.shape(b)[1], node.shape(a)[1], "axis 1 of its second input has")
+    a = require_shape(node, a, [node.shape(a)[0], node.shape(b)[1]], "its first input")
+    b = require_shape(node, b, [node.shape(b)[0], node.shape(a)[1]], "its second input")
     squares = squared_distances(node, a, node.emit(relax.op.permute_dims(b, [1, 0])))
     return squares if metric == "sqeuclidean" else node.emit(relax.op.sqrt(squares))

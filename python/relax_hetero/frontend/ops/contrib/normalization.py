@@ -68,10 +68,17 @@ def skip_rms_normalization(node: Node) -> relax.Expr:
 @converts("SimplifiedLayerNormalization", domain=STANDARD)
 def rms_normalization(node: Node) -> relax.Expr:
     """RMSNormalization before ONNX had it; ONNX Runtime writes it into the standard domain, others into its own."""
-    if node.num_outputs > 1:
-        raise node.refusal("asks for its inverse deviation, which only training reads")
     attributes = {name: node.attributes[name] for name in ("axis", "epsilon") if name in node.attributes}
-    return convert_node(node.as_op("RMSNormalization", [node.tensor(0), node.tensor(1)], 23, **attributes))
+    normal = convert_node(node.as_op("RMSNormalization", [node.tensor(0), node.tensor(1)], 23, **attributes))
+    if node.num_outputs == 1:
+        return normal
+    data = widened(node, node.tensor(0))
+    axes = list(range(node.axis(node.attribute("axis", -1), node.rank(data)), node.rank(data)))
+    mean = node.emit(relax.op.mean(relax.op.multiply(data, data), axes, keepdims=True))
+    moved = relax.op.add(mean, const(node.attribute("epsilon", 1e-5), dtype_of(data)))
+    return node.outputs(
+        [node.builder.normalize(normal), node.emit(relax.op.divide(const(1, dtype_of(data)), relax.op.sqrt(moved)))]
+    )
 
 
 @converts("EmbedLayerNormalization", domain=MICROSOFT)
@@ -87,7 +94,8 @@ def embed_layer_normalization(node: Node) -> relax.Expr:
     else:
         length = dims[1]
         numbers = node.emit(relax.op.arange(0, length, 1, "int64"))
-        positions = node.emit(relax.op.expand_dims(_rows(node, node.tensor(3), numbers), [0]))
+        rows = convert_node(node.as_op("Gather", [node.tensor(3), numbers], axis=0))
+        positions = node.emit(relax.op.expand_dims(rows, [0]))
     total = node.emit(relax.op.add(total, require_broadcast(node, positions, node.shape(total), "its positions")))
     if node.has(1):
         segment = require_shape(node, node.tensor(1), dims, "its segments")
@@ -104,6 +112,11 @@ def embed_layer_normalization(node: Node) -> relax.Expr:
 
 
 def _rows(node: Node, table: relax.Expr, indices: relax.Expr) -> relax.Expr:
+    """Rows of a table, none of which is counted from the end."""
+    count = node.shape(table)[0]
+    if isinstance(count, int):
+        wide = cast(node, indices, "int64")
+        indices = node.kernel("row_numbers", lambda i, x: x(*i), wide, ranges=(0, -1, 0, count))
     return convert_node(node.as_op("Gather", [table, indices], axis=0))
 
 

@@ -16,6 +16,7 @@ from ..products import shifted
 from ..quantization import dequantize_linear, dynamic_quantize_linear, quantize_linear
 from ..quantization_parameters import as_type
 from ..table import MICROSOFT, convert_node, converts
+from .convolution import channels_first, channels_last
 
 _PLAIN = {
     name: name.removeprefix("QLinear")
@@ -49,11 +50,14 @@ def qlinear_binary(node: Node) -> relax.Expr:
 
 @converts(*_PLAIN, domain=MICROSOFT)
 def qlinear_unary(node: Node) -> relax.Expr:
-    """Activations, and means over windows or over all places, with channels first."""
+    """Activations, and means over windows or over all places, with channels first or last."""
     attributes = {name: value for name, value in node.attributes.items() if name not in ("channels_last", "tvm_custom")}
-    if node.attribute("channels_last", 0):
-        raise node.refusal("channels_last=1 cannot be imported")
-    value = convert_node(node.as_op(_PLAIN[node.op_type], [_floats(node, 0)], **attributes))
+    value, is_last = _floats(node, 0), node.attribute("channels_last", 0)
+    if is_last:
+        value = channels_first(node, node.builder.normalize(value))
+    value = node.builder.normalize(convert_node(node.as_op(_PLAIN[node.op_type], [value], **attributes)))
+    if is_last:
+        value = channels_last(node, value)
     return _bytes(node, value, 3, dtype_of(node.tensor(0)))
 
 

@@ -24,6 +24,9 @@ def non_max_suppression(node: Node) -> relax.Expr:
     classes = node.shape(scores)[1]
     boxes = require_shape(node, boxes, [batches, count, 4], "its boxes")
     scores = require_shape(node, scores, [batches, classes, count], "its scores")
+    overlap = node.constant(3)
+    if overlap is not None and not ((overlap >= 0) & (overlap <= 1)).all():
+        raise node.refusal(f"its iou_threshold is {overlap.reshape(-1)[0]}, expected 0 to 1")
     known = node.constant(2)
     most = None if known is None else int(known.reshape(-1)[0])
     if not node.has(2) or (most is not None and most <= 0) or 0 in (batches, classes, count):

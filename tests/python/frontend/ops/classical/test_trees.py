@@ -95,6 +95,63 @@ def _model(specs: list[tuple[str, int, dict[str, Any]]], rows: Any) -> onnx.Mode
     return helper.make_model(helper.make_graph(nodes, "g", [info], outputs), opset_imports=opsets, ir_version=9)
 
 
+def _stumps(ids: Sequence[int | None], labels: list[int], sign: int = 1, **more: Any) -> dict[str, Any]:
+    """Trees of two leaves, of class `ids` or of none; weights of both signs where `sign` is -1."""
+    trees = range(len(ids) // 2)
+    scored = [(place // 2, place % 2 + 1, k) for place, k in enumerate(ids) if k is not None]
+    return {
+        "nodes_treeids": [tree for tree in trees for _ in range(3)],
+        "nodes_nodeids": [0, 1, 2] * len(trees),
+        "nodes_featureids": [place for tree in trees for place in (tree % FEATURES, 0, 0)],
+        "nodes_values": [0.25, 0.0, 0.0] * len(trees),
+        "nodes_modes": ["BRANCH_LEQ", "LEAF", "LEAF"] * len(trees),
+        "nodes_truenodeids": [1, 0, 0] * len(trees),
+        "nodes_falsenodeids": [2, 0, 0] * len(trees),
+        "class_treeids": [tree for tree, _, _ in scored],
+        "class_nodeids": [leaf for _, leaf, _ in scored],
+        "class_ids": [k for _, _, k in scored],
+        "class_weights": [(sign if place % 2 else 1) * (0.2 + 0.15 * place) for place in range(len(scored))],
+        "classlabels_int64s": labels,
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    "forms",
+    [
+        [_stumps([0, None, 0, 0], [7], -1, base_values=[-0.3]), _stumps([0, 1, 1, 0], [4, 9], -1)],
+        pytest.param(
+            [
+                _stumps([0, 0], [7], post_transform="LOGISTIC"),
+                _stumps([0, None], [7], post_transform="PROBIT", base_values=[0.3]),
+                _stumps([1, None, 1, 1], [4, 9]),
+                _stumps([0, None], [4, 9], base_values=[0.2], post_transform="SOFTMAX"),
+                _stumps([1, None], [4, 9], -1, base_values=[0.2, -0.3]),
+                _stumps([0, 1], [4, 9], post_transform="LOGISTIC"),
+                _stumps([0, 1, 1, 0], [4, 9], base_values=[0.2, -0.3], post_transform="LOGISTIC"),
+                _stumps([0, None, 1, 1], [4, 9], base_values=[0.2], post_transform="SOFTMAX"),
+            ],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["few", "all"],
+)
+def test_one_class_and_two_of_which_leaves_score_one(forms):
+    """ONNX Runtime's choice of labels, and of the score that no leaf gives."""
+    x = np.random.default_rng(0).normal(size=(9, FEATURES)).astype("float32")
+    model = _model([("TreeEnsembleClassifier", 2, form) for form in forms], "rows")
+    wanted = pytest.importorskip("onnxruntime").InferenceSession(model.SerializeToString()).run(None, {"x": x})
+    found = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](x)
+    for info, array, result in zip(model.graph.output, wanted, found, strict=True):
+        np.testing.assert_allclose(result.numpy(), array, 1e-5, 1e-6, err_msg=info.name)
+
+
+def test_scores_that_onnxruntime_leaves_open_are_refused():
+    model = _model([("TreeEnsembleClassifier", 2, _stumps([0, 1], [4, 9], base_values=[0.2]))], "rows")
+    with pytest.raises(rh.FrontendError, match="leaves a score open"):
+        rh.from_onnx(model)
+
+
 @pytest.mark.slow
 def test_ensembles_of_every_form():
     x = np.random.default_rng(0).integers(-2, 3, (37, FEATURES)).astype("float32")

@@ -17,9 +17,10 @@ TWO = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}]
 
 
 class Nodes:
-    """Nodes with inputs of their own, which become one model."""
+    """Nodes with inputs of their own, which become one model; of open sizes where it `is_open`."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_open: bool = False) -> None:
+        self.is_open = is_open
         self.random = np.random.default_rng(0)
         self.nodes: list[onnx.NodeProto] = []
         self.feeds: dict[str, np.ndarray] = {}
@@ -51,7 +52,11 @@ class Nodes:
 
     def model(self) -> onnx.ModelProto:
         infos = [
-            helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
+            helper.make_tensor_value_info(
+                name,
+                helper.np_dtype_to_tensor_dtype(value.dtype),
+                [f"{name}_{axis}" for axis in range(value.ndim)] if self.is_open else value.shape,
+            )
             for name, value in self.feeds.items()
         ]
         outputs = [onnx.ValueInfoProto(name=name) for node in self.nodes for name in node.output]

@@ -35,6 +35,27 @@ def test_rotations_and_inverses():
     nodes.check(["llvm"])
 
 
+def test_ops_of_open_sizes():
+    nodes = Nodes(is_open=True)
+    nodes.add("CDist", nodes.floats(5, 4), nodes.floats(7, 4))
+    nodes.add("CDist", nodes.floats(5, 4), nodes.floats(7, 4), metric="euclidean", constant=(1,))
+    nodes.add(
+        "SimplifiedLayerNormalization", nodes.floats(2, 12), nodes.floats(12), domain="", outputs=2, constant=(1,)
+    )
+    scales = np.array(0.1, "float32"), np.array(3, "uint8"), np.array(0.2, "float32"), np.array(5, "uint8")
+    image, pooling = nodes.bytes(2, 5, 6, 3), {"kernel_shape": [2, 2], "strides": [2, 1], "channels_last": 1}
+    nodes.add("QLinearGlobalAveragePool", image, *scales, channels_last=1, constant=(1, 2, 3, 4))
+    nodes.add("QLinearAveragePool", image, *scales, **pooling, constant=(1, 2, 3, 4))
+    nodes.check(["llvm"])
+
+
+@pytest.mark.slow
+def test_a_quantized_lstm_of_open_sizes():
+    nodes = Nodes(is_open=True)
+    _lstm(nodes, 3, 2, 2, "int8", False, direction="bidirectional")
+    nodes.check(["llvm"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("vdevices", [["llvm"], TWO])
 def test_the_rest(vdevices):
