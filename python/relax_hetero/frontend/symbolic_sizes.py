@@ -7,10 +7,8 @@ compiled for, and no device is asked to add two integers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import onnx
@@ -19,7 +17,7 @@ from onnx import helper
 from tvm import relax, sym, tirx
 from tvm_ffi import structural_map, structural_walk
 
-from ..errors import FrontendError
+from .joined_sizes import analyzer_for, simplified
 
 # Longer vectors than shapes are.
 _MAX_ELEMENTS = 64
@@ -29,34 +27,6 @@ _Sizes = np.ndarray
 _Rule = Callable[[list["_Sizes | None"], dict[str, Any]], "_Sizes | None"]
 
 _QUOTIENTS = (tirx.FloorDiv, tirx.Div, tirx.FloorMod, tirx.Mod)
-
-Bounds: TypeAlias = Mapping[tirx.Var, int]
-"""The most that some symbolic sizes are."""
-
-_BOUNDS: ContextVar[Bounds] = ContextVar("_BOUNDS", default={})  # noqa: B039 - never written to
-
-
-class SizeIsBounded(FrontendError):
-    """A model works only where a symbolic size is at most some number; the import starts again with that bound."""
-
-    def __init__(self, size: tirx.Var, bound: int) -> None:
-        super().__init__(f"{size} is at most {bound}")
-        self.size, self.bound = size, bound
-
-
-@contextmanager
-def known_bounds(bounds: Bounds) -> Iterator[None]:
-    """Within, symbolic sizes are known to be at most these."""
-    token = _BOUNDS.set(bounds)
-    try:
-        yield
-    finally:
-        _BOUNDS.reset(token)
-
-
-def is_at_most(size: tirx.Var, bound: int) -> bool:
-    """Whether a symbolic size is known to be at most `bound`."""
-    return size in _BOUNDS.get() and _BOUNDS.get()[size] <= bound
 
 
 def compute_sizes(node: onnx.NodeProto, operands: Sequence[Any]) -> relax.Expr | tvm.tirx.Expr | None:
@@ -124,16 +94,6 @@ def _as_expr(sizes: _Sizes) -> relax.Expr | tvm.tirx.Expr | None:
     return relax.ShapeExpr(values) if sizes.ndim == 1 else None
 
 
-def analyzer_for(*values: Any, least: int = 0) -> sym.Analyzer:
-    """An analyzer that knows sizes are at least `least`, and their bounds."""
-    analyzer, bounds = sym.Analyzer(), _BOUNDS.get()
-    for value in values:
-        if not isinstance(value, int):
-            for var in tirx.analysis.undefined_vars(value):
-                analyzer.update(var, sym.ConstIntBound(least, bounds.get(var, sym.ConstIntBound.POS_INF)))
-    return analyzer
-
-
 def common_shape(one: relax.TensorType, other: relax.TensorType, name: str) -> list[Any]:
     """The sizes that two types of one rank share; where they differ, new symbolic sizes named ``<name>_d<axis>``.
 
@@ -178,12 +138,6 @@ def with_safe_divisions(value: Any) -> Any:
     for kind in _QUOTIENTS:
         value = structural_map(value, (kind, replace))
     return value
-
-
-def simplified(value: tvm.tirx.Expr) -> Any:
-    """An expression of sizes in fewer terms, an int where it is one."""
-    simple = analyzer_for(value).simplify(value)
-    return int(simple) if isinstance(simple, tirx.IntImm) else simple
 
 
 def _ints(array: _Sizes | None) -> list[int] | None:

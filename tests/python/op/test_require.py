@@ -65,11 +65,15 @@ def machine():
 @pytest.mark.parametrize(
     ("n", "m", "message"),
     [
-        (3, 2, "function 'main': Add node 'sum': x and y have one size (n = 3, m = 2)"),
-        (2, 2, "function 'main': Add node 'sum': x has one row or three (n = 2)"),
+        (
+            3, 2,
+            "function 'main': Add node 'sum': x and y have one size (n = 3, m = 2); n is dimension 0 of argument 'x', "
+            "m is dimension 0 of argument 'y'",
+        ),
+        (2, 2, "function 'main': Add node 'sum': x has one row or three (n = 2); n is dimension 0 of argument 'x'"),
         (3, 3, "function 'main': NonZero node 'few': it finds eight at most (found = 12)"),
     ],
-)
+)  # fmt: skip
 def test_a_call_that_does_not_meet_it(machine, n, m, message):
     for call in (lambda *args: machine["main"](*args), lambda *args: machine.submit("main", *args).result()):
         with pytest.raises(HeteroError) as info:

@@ -20,10 +20,10 @@ from ...op.block_products import DEQUANTIZE_BLOCKS
 from ...target.element_types import bytes_for, numpy_dtype
 from ...transform.ir.reasons import reason
 from ..import_limits import MAX_RANK, Budget, ImportLimits, budget, spending
+from ..joined_sizes import Bounds, JoinedSizes, SizeIsBounded, joining_sizes
 from ..ops.node import Node, array_of
 from ..ops.required_sizes import computed_sizes
 from ..ops.table import expansion_with_graphs
-from ..symbolic_sizes import Bounds, SizeIsBounded, known_bounds
 from .check_model import STANDARD_DOMAINS
 from .constants import FOLDED_OPS, fold_node, make_const
 from .control_flow.branches import convert_if
@@ -31,7 +31,7 @@ from .control_flow.loop_nodes import convert_loop, convert_scan
 from .control_flow.open_sequences import is_sequence
 from .control_flow.recurrent_loop import RECURRENT_OPS, convert_recurrent
 from .control_flow.sequence_maps import convert_sequence_map
-from .control_flow.subgraphs import ImportedLoop, readers_of
+from .control_flow.subgraphs import ImportedLoop, readers_of, sizes_in
 from .default_inputs import default_inputs
 from .functions import body_of_call, function_of, function_table
 from .inputs import Shapes, graph_inputs
@@ -124,9 +124,10 @@ def import_graph(
     FrontendError: If a node cannot be converted; names it, its op and the reason.
     """
     bounds: dict[tvm.tirx.Var, int] = {}
+    sizes = sizes_in(param.ty for param in inputs.values())
     for _ in range(_MOST_BOUNDS):
         try:
-            with known_bounds(bounds), spending(Budget(model.limits, model.nbytes)):
+            with joining_sizes(JoinedSizes(bounds, sizes)), spending(Budget(model.limits, model.nbytes)):
                 return (make_importer or GraphImporter)(model).run(nodes, inputs, bounds)
         except SizeIsBounded as found:  # all that was made of the size before is made anew
             bounds[found.size] = found.bound

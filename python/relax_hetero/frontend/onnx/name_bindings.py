@@ -9,6 +9,8 @@ import tvm
 from tvm import relax
 
 from ...op.require import is_requirement
+from ...transform.ir.named_sizes import expanded, named_sizes
+from ...transform.ir.requirements import symbols_in
 from ...transform.ir.rewriting import with_own_sizes
 from .control_flow.subgraphs import ImportedLoop
 from .importer import ImportedGraph
@@ -64,8 +66,8 @@ class _Rebuild:
         # A sequence is a tuple itself: alone, it would look like several outputs.
         is_alone = len(outputs) == 1 and not isinstance(outputs[0].ty, tvm.ir.TupleType)
         result = outputs[0] if is_alone else relax.Tuple(outputs)
-        body = self._sequence(imported.bindings, result)
-        return relax.Function(imported.params, body, body.body.ty, True)
+        body = self._sequence(_known_sizes_first(imported), result)
+        return relax.Function(imported.params, body, expanded(body.body.ty, named_sizes(imported.bindings)[1]), True)
 
     def loop(self, loop: ImportedLoop) -> relax.Function:
         """The function of a loop; its parameters have no devices."""
@@ -140,6 +142,23 @@ def on_device(ty: tvm.ir.Type, vdevice: tvm.relax.VDevice) -> tvm.ir.Type:
     if isinstance(ty, tvm.ir.TupleType):
         return tvm.ir.TupleType([on_device(field, vdevice) for field in ty.fields])
     return ty
+
+
+def _known_sizes_first(imported: ImportedGraph) -> list[relax.Binding]:
+    """The bindings, first those that name sizes which follow from the parameters': there they cut no block."""
+    known = {symbol for param in imported.params for symbol in symbols_in(param.ty)}
+    names, _ = named_sizes(imported.bindings)
+    made: set[relax.Var] = set()
+    first, others = [], []
+    for binding in imported.bindings:
+        is_cast = isinstance(binding, relax.MatchCast)
+        if binding.var in names and (binding.value in made if is_cast else known.issuperset(symbols_in(binding.value))):
+            made.add(binding.var)
+            known.update(binding.ty.values if is_cast else ())
+            first.append(binding)
+        else:
+            others.append(binding)
+    return first + others
 
 
 def _stands_alone(binding: relax.Binding) -> bool:

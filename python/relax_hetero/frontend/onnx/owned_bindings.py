@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from tvm import relax
 
+from ..joined_sizes import known_sizes
 from .control_flow.subgraphs import ImportedLoop
 from .node_names import NodeInfo
 
@@ -20,23 +21,24 @@ class OwnedBindings:
 
     @contextmanager
     def block(self, info: NodeInfo) -> Iterator[list[relax.Binding]]:
-        """`_collected`; the node owns the bindings, unless a node inside it does."""
-        with self._collected() as bindings:
+        """`_collected`; the node owns the bindings, unless a node inside it does. Sizes inside mean nothing outside."""
+        with known_sizes().scope(), self._collected() as bindings:
             yield bindings
         for binding in bindings:
             self._own(binding, info)
 
     @contextmanager
     def trial(self) -> Iterator[Callable[[], None]]:
-        """Forget, when left, the loops and owners of bindings made inside, unless what this yields was called."""
-        owners, loops, kept = len(self._owners), len(self.loops), [False]
-        try:
-            yield lambda: kept.append(True)
-        finally:
-            if not kept[-1]:
-                del self.loops[loops:]
-                while len(self._owners) > owners:
-                    self._owners.popitem()
+        """Forget, when left, loops, owners and sizes of bindings made inside, unless what this yields was called."""
+        owners, loops = len(self._owners), len(self.loops)
+        with known_sizes().trial() as kept:
+            try:
+                yield lambda: kept.append(True)
+            finally:
+                if not kept[-1]:
+                    del self.loops[loops:]
+                    while len(self._owners) > owners:
+                        self._owners.popitem()
 
     def adopt(self, bindings: list[relax.Binding], info: NodeInfo) -> None:
         """Emit bindings again where the builder stands; a node owns them unless an inner node does."""

@@ -14,7 +14,7 @@ from tvm import relax, tirx
 
 from ...errors import FrontendError
 from ..import_limits import MAX_RANK
-from ..symbolic_sizes import Bounds, SizeIsBounded
+from ..joined_sizes import Bounds, SizeIsBounded
 from .importer import GraphImporter, ImportedGraph, import_graph
 from .inputs import dim_name, dtype_name
 from .known_types import known_types, sizes_by_name

@@ -18,6 +18,7 @@ from tvm import relax
 from ...encoding.pages import TABLES
 from ...errors import FrontendError
 from ...op.cached_attention import cached_attention
+from ..joined_sizes import Bounds
 from ..onnx.constants import make_const
 from ..onnx.importer import GraphImporter, ImportedGraph
 from ..onnx.model import OnnxModel
@@ -25,7 +26,6 @@ from ..onnx.node_names import NodeInfo
 from ..ops.elementwise import cast
 from ..ops.node import Node
 from ..paged_cache import PagedCache
-from ..symbolic_sizes import Bounds
 from .decoder_plan import IDS, POSITIONS, DecoderPlan, without_cache
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tvm import relax, te, tirx
 
-from ..symbolic_sizes import simplified
+from ..joined_sizes import simplified
 from .elementwise import HALF, cast
 from .node import Dim, Node, Position, dtype_of
 from .required_sizes import as_expr, require_equal, require_shape

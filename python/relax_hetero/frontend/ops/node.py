@@ -16,7 +16,7 @@ import tvm
 from tvm import relax, te, tirx
 
 from ...errors import FrontendError
-from ...op.require import MET, requirement
+from ...op.require import MET, as_condition, requirement
 from ...tir.checks import RANGE
 from ..import_limits import budget
 
@@ -179,22 +179,22 @@ class Node:
         """A vector laid along axis 1, to broadcast with tensors of this rank."""
         return self.emit(relax.op.reshape(vector, [1, -1] + [1] * (rank - 2)))
 
-    def require(self, condition: Any, message: str) -> None:
+    def require(self, condition: Any, message: str | Callable[[], str]) -> None:
         """Have calls fail with `message` unless a condition over sizes holds, such as ``a == b``.
 
-        Nothing is done where it always holds.
+        Nothing is done where it always holds; a message that is a function is not made then.
 
         Raises
         ------
         FrontendError: if it never holds.
         """
-        analyzer = tvm.sym.Analyzer()
-        value = requirement(condition, f"{self.title}: {message}")
-        if analyzer.can_prove(value.args[0]):
+        analyzer, condition = tvm.sym.Analyzer(), as_condition(condition)
+        if analyzer.can_prove(condition):
             return
-        if analyzer.can_prove(tirx.Not(value.args[0])):
-            raise self.refusal(message)
-        self.builder.match_cast(value, MET)
+        text = message if isinstance(message, str) else message()
+        if analyzer.can_prove(tirx.Not(condition)):
+            raise self.refusal(text)
+        self.builder.match_cast(requirement(condition, f"{self.title}: {text}"), MET)
 
     def outputs(self, values: Sequence[relax.Expr]) -> relax.Expr:
         """The first of `values`, as many as the node has outputs: one by itself, several as a tuple."""

@@ -11,7 +11,7 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx
 
-from ..symbolic_sizes import simplified
+from ..joined_sizes import simplified
 from .convolution import pads_of, spatial
 from .elementwise import cast, widened
 from .node import Dim, Node, Position, const, dtype_of

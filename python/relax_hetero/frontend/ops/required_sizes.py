@@ -2,9 +2,9 @@
 
 Requirements are checked at import where the sizes are known, else at each call.
 
-Two dimensions of other names may be equal, or one of them 1. Stock inference and kernels broadcast where types say
-which dimension is 1. Where they do not, the operands are stretched to the shape of all of them before the op: by
-kernels that fuse into it, and read element 0 where the size turns out 1.
+Two dimensions of other names may be equal, or one of them 1 (`JoinedSizes`). Stock inference and kernels broadcast
+where types say which dimension is 1. Where they do not, the operands are stretched to the shape of all of them before
+the op: by kernels that fuse into it, and read element 0 where the size turns out 1.
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ from typing import Any
 
 import numpy as np
 import onnx
+import tvm
 import tvm_ffi
 from tvm import relax, te, tirx
 
-from ..symbolic_sizes import analyzer_for, compute_sizes, is_size_where_not_empty, sizes_of
+from ...transform.ir.named_sizes import name_size
+from ...transform.ir.requirements import text_of
+from ..joined_sizes import analyzer_for, known_sizes
+from ..symbolic_sizes import compute_sizes, is_size_where_not_empty, sizes_of
 from .node import Dim, Node, Position, as_dim, const
 
 MOST_ELEMENTS = 2**47
@@ -45,7 +49,7 @@ def any_of(conditions: Sequence[Any]) -> Any:
 
 def require_equal(node: Node, found: Dim, expected: Dim, subject: str) -> None:
     """Require that two sizes agree; the error begins with `subject`: "its scale has"."""
-    node.require(equal(found, expected), f"{subject} {found} elements, expected {expected}")
+    node.require(equal(found, expected), lambda: f"{subject} {text_of(found)} elements, expected {text_of(expected)}")
 
 
 def require_shape(node: Node, value: relax.Expr, expected: Sequence[Dim], subject: str) -> relax.Expr:
@@ -56,9 +60,12 @@ def require_shape(node: Node, value: relax.Expr, expected: Sequence[Dim], subjec
     FrontendError: if its rank is another, or one of its sizes can never agree.
     """
     found = node.shape(value)
-    message = f"{subject} has shape {shown(found)}, expected {shown(expected)}"
+
+    def message() -> str:
+        return f"{subject} has shape {shown(found)}, expected {shown(expected)}"
+
     if len(found) != len(expected):
-        raise node.refusal(message)
+        raise node.refusal(message())
     pairs = list(zip(found, expected, strict=True))
     for size, wanted in pairs:
         node.require(equal(size, wanted), message)
@@ -89,9 +96,12 @@ def require_fits(node: Node, value: relax.Expr, target: Sequence[Dim], subject: 
     FrontendError: if it has more axes, or one of its sizes can never fit.
     """
     found = node.shape(value)
-    message = f"{subject} has shape {shown(found)}, which does not broadcast to {shown(target)}"
+
+    def message() -> str:
+        return f"{subject} has shape {shown(found)}, which does not broadcast to {shown(target)}"
+
     if len(found) > len(target):
-        raise node.refusal(message)
+        raise node.refusal(message())
     for size, wanted in zip(reversed(found), reversed(target), strict=False):
         node.require(any_of([equal(size, 1), equal(size, wanted)]), message)
 
@@ -105,6 +115,10 @@ def require_multiple(node: Node, size: Dim, divisor: int, subject: str) -> None:
 def computed_sizes(node: Node, proto: onnx.NodeProto) -> Any:
     """The output of a node that computes sizes, as `compute_sizes`; none of them may be divided by 0."""
     sizes = compute_sizes(proto, node.inputs)
+    if isinstance(sizes, relax.ShapeExpr):
+        sizes = relax.ShapeExpr([shortened(node, size) for size in sizes.values])
+    elif sizes is not None and tvm.ir.is_prim_expr(sizes):
+        sizes = shortened(node, sizes)
     if sizes is None or proto.op_type not in ("Div", "Mod"):
         return sizes
     divided, divisors = map(sizes_of, node.inputs)
@@ -121,32 +135,51 @@ def computed_sizes(node: Node, proto: onnx.NodeProto) -> Any:
 
 def shown(dims: Sequence[Dim]) -> str:
     """A shape as text."""
-    return f"[{', '.join(str(dim) for dim in dims)}]"
+    return f"[{', '.join(map(text_of, dims))}]"
 
 
 def joined(node: Node, own: Dim, wanted: Dim) -> Dim:
     """One dimension of a tensor of size `own` broadcast with `wanted`, either of which may turn out to be 1."""
-    node.require(
-        any_of([equal(own, wanted), equal(own, 1), equal(wanted, 1)]), f"size {own} does not broadcast to {wanted}"
-    )
+    is_open, sizes = not (isinstance(own, int) or isinstance(wanted, int)), known_sizes()
+    for least, size in ((own, wanted), (wanted, own)) if is_open else ():
+        bound = sizes.bound_by(least, size)
+        if bound is not None:
+            sizes.note_bound(size, bound)
+            node.require(as_expr(size) <= bound, f"size {text_of(size)} is at most {bound}")
+            return size
+    one = sizes.one_of(own, wanted) if is_open else None
+    if one is not None:
+        return one
+    symbol, value = sizes.joined(own, wanted) if is_open else (None, None)
+    if symbol is None or value is not None:
+        agree = any_of([equal(own, wanted), equal(own, 1), equal(wanted, 1)])
+        node.require(agree, lambda: f"size {text_of(own)} does not broadcast to {text_of(wanted)}")
     if isinstance(own, int):
         return wanted if own == 1 else own
     if isinstance(wanted, int):
         return own if wanted == 1 else wanted
-    for one, other in ((own, wanted), (wanted, own)):
-        if all(any(_is_same(part, known) for known in _parts(one)) for part in _parts(other)):
-            return one
-    # The larger of the two, but 0 where one is 0 and the other 1.
-    return tirx.max(own, wanted) * tirx.min(tirx.min(own, wanted), 1)
+    if value is not None:
+        name_size(node.builder, symbol, value)
+    return symbol
 
 
-def _parts(size: Dim) -> list[Dim]:
-    """The sizes that `joined` made one of, or the size itself."""
-    if isinstance(size, tirx.Mul) and isinstance(size.a, tirx.Max) and isinstance(size.b, tirx.Min):
-        a, b = size.a.a, size.a.b
-        if tvm_ffi.structural_equal(size, tirx.max(a, b) * tirx.min(tirx.min(a, b), 1)):
-            return _parts(a) + _parts(b)
-    return [size]
+def shortened(node: Node, size: Dim) -> Dim:
+    """A size of a few terms: itself, or the name of it."""
+    short, value = known_sizes().shortened(size)
+    if value is not None:
+        name_size(node.builder, short, value)
+    return short
+
+
+def with_short_sizes(node: Node, value: relax.Expr) -> relax.Expr:
+    """A tensor whose sizes are of a few terms."""
+    if not isinstance(value.ty, relax.TensorType) or not isinstance(value.ty.shape, relax.ShapeExpr):
+        return value
+    dims = node.shape(value)
+    short = [shortened(node, dim) for dim in dims]
+    known_sizes().note_extents(short)
+    is_same = all(dim is size for dim, size in zip(dims, short, strict=True))
+    return value if is_same else renamed(node, node.emit(value), short)
 
 
 def _is_same(one: Dim, other: Dim) -> bool:
@@ -197,9 +230,12 @@ def stretched_to(node: Node, value: relax.Expr, target: Sequence[Dim], kept: int
     ]
     dims = node.shape(value)
     target = [*wanted, *dims[len(dims) - kept :]]
-    if not all(_is_same(size, goal) for size, goal in zip(own, wanted, strict=True)):
+    pairs = list(zip(own, wanted, strict=True))
+    # Sizes that are one within a bound only are read one by one: the bound is what an error should name.
+    is_within = [not isinstance(size, int) and known_sizes().bound_by(size, goal) is not None for size, goal in pairs]
+    if any(is_within) or not all(_is_same(*pair) for pair in pairs):
         return broadcast(node, value, target)
-    if all(tvm_ffi.structural_equal(size, goal) for size, goal in zip(own, wanted, strict=True)):
+    if all(tvm_ffi.structural_equal(*pair) for pair in pairs):
         return value
     # Legalizations prove less than `_is_same`, which knows that no size is negative: they read one expression.
     return node.emit(relax.op.reshape(value, relax.ShapeExpr(target)))

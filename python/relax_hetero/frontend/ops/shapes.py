@@ -10,7 +10,8 @@ import numpy as np
 import onnx
 from tvm import relax, te, tirx, topi
 
-from ..symbolic_sizes import simplified, symbolic_divisors, with_safe_divisions
+from ..joined_sizes import simplified
+from ..symbolic_sizes import symbolic_divisors, with_safe_divisions
 from .elementwise import cast
 from .node import Dim, Node, Position, as_constant, as_dim, const, dtype_of, is_float
 from .required_sizes import MOST_ELEMENTS, any_of, as_expr, broadcast, equal, joined, shown

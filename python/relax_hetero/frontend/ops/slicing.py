@@ -8,7 +8,7 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx
 
-from ..symbolic_sizes import analyzer_for, simplified
+from ..joined_sizes import analyzer_for, simplified
 from .elementwise import cast
 from .node import Dim, Node, Position, const, dtype_of
 from .required_sizes import as_expr, equal, require_multiple, require_shape, shown

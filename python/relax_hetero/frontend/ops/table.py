@@ -13,11 +13,10 @@ from tvm import relax, tirx
 from tvm.relax.frontend.onnx.onnx_frontend import _get_convert_map
 
 from ..import_limits import MAX_RANK
-from ..symbolic_sizes import SizeIsBounded, is_at_most
 from .fold import fold
 from .function_body import body_with_graphs, expand, has_body
 from .node import STANDARD, Dim, Node, as_dim
-from .required_sizes import MOST_ELEMENTS, laid_by_axis, with_one_shape
+from .required_sizes import MOST_ELEMENTS, laid_by_axis, shown, with_one_shape, with_short_sizes
 
 Convert = Callable[[Node], Any]
 """A converter of ours: from a node to its output, or to a `relax.Tuple` of its outputs."""
@@ -83,7 +82,7 @@ def convert_node(node: Node) -> Any:
     Raises
     ------
     FrontendError: if the op, or this form of it, cannot be imported.
-    SizeIsBounded: if its inputs show that a size is bounded which was not known to be.
+    SizeIsBounded: if its inputs show that a size of the model's inputs is bounded which was not known to be.
     """
     if node.domain == STANDARD:
         _check_lengths(node)
@@ -93,7 +92,6 @@ def convert_node(node: Node) -> Any:
         if folded is not None:
             return folded
         if node.op_type in _BROADCASTING:
-            _check_bounds(node)
             node = with_one_shape(node)
         if node.op_type in _SHAPED_AS_INPUT and 0 in (_shape_of(node.inputs[0]) or ()):
             return node.inputs[0]
@@ -102,7 +100,7 @@ def convert_node(node: Node) -> Any:
         return value
     value = node.builder.normalize(value)
     _check_extents(node, value.ty)
-    return value
+    return with_short_sizes(node, value)
 
 
 def _check_extents(node: Node, ty: tvm.ir.Type) -> None:
@@ -114,11 +112,10 @@ def _check_extents(node: Node, ty: tvm.ir.Type) -> None:
     if not isinstance(shape, relax.ShapeExpr):
         return
     known = [int(dim) for dim in shape.values if isinstance(dim, tirx.IntImm)]
-    text = f"its result would have the shape [{', '.join(map(str, shape.values))}]"
     if any(size < 0 for size in known):
-        raise node.refusal(f"{text}, expected sizes of 0 and more")
+        raise node.refusal(f"its result would have the shape {shown(shape.values)}, expected sizes of 0 and more")
     if math.prod(max(size, 1) for size in known) > MOST_ELEMENTS:
-        raise node.refusal(f"{text}, more elements than memory can hold")
+        raise node.refusal(f"its result would have the shape {shown(shape.values)}, more elements than memory can hold")
 
 
 def _check_lengths(node: Node) -> None:
@@ -215,35 +212,8 @@ def converters() -> dict[OpKey, Converter]:
     return {key: Converter(*key) for key in sorted(keys)}
 
 
-def _check_bounds(node: Node) -> None:
-    """Find a bound of a size in the inputs of a node that broadcasts them all.
-
-    Exporters slice a table of positions by the sequence they are given, ``table[:sequence]``, which has
-    ``min(sequence, 512)`` rows, and add it to something of ``sequence`` rows. That works for at most 512 only: a fact
-    that the model states and type inference cannot know.
-
-    Raises
-    ------
-    SizeIsBounded: If an input of ``n`` elements meets one of ``min(n, 512)``: more than 512 were as many as neither.
-    """
-    shapes = [shape for shape in map(_shape_of, node.inputs) if shape]
-    for axis in range(1, max(map(len, shapes), default=0) + 1):
-        dims = [shape[-axis] for shape in shapes if len(shape) >= axis]
-        for size, bound in filter(None, map(_bound_in, dims)):
-            if bound > 1 and any(size.same_as(dim) for dim in dims) and not is_at_most(size, bound):
-                raise SizeIsBounded(size, bound)
-
-
 def _shape_of(value: Any) -> list[Dim] | None:
     is_tensor = isinstance(value, (relax.Var, tvm.ir.GenericConst)) and isinstance(value.ty, relax.TensorType)
     if not is_tensor or not isinstance(value.ty.shape, relax.ShapeExpr):
         return None
     return [as_dim(dim) for dim in value.ty.shape.values]
-
-
-def _bound_in(dim: Dim) -> tuple[tirx.Var, int] | None:
-    """Variable and number where a size is the minimum of these."""
-    parts = [as_dim(dim.a), as_dim(dim.b)] if isinstance(dim, tirx.Min) else []
-    variables = [part for part in parts if isinstance(part, tirx.Var)]
-    numbers = [part for part in parts if isinstance(part, int)]
-    return (variables[0], numbers[0]) if variables and numbers else None

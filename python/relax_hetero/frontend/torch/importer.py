@@ -15,6 +15,7 @@ from ...op.require import MET, requirement
 from ...transform.ir.reasons import reason
 from ...vm.device.tensors import ALIGNMENT
 from ..import_limits import Budget, ImportLimits, spending
+from ..joined_sizes import JoinedSizes, joining_sizes
 from ..onnx.control_flow.subgraphs import ImportedLoop
 from ..onnx.importer import ImportedGraph
 from ..onnx.node_names import NodeInfo, variable_name
@@ -57,7 +58,7 @@ def import_program(
     FrontendError: If an op cannot be converted; names it, its module and the reason.
     """
     nbytes = sum(value.numel() * value.element_size() for value in program.state_dict.values())
-    with spending(Budget(limits or ImportLimits(), nbytes)):
+    with joining_sizes(JoinedSizes()), spending(Budget(limits or ImportLimits(), nbytes)):
         return _Importer(program, Sizes(names, program.range_constraints)).run()
 
 

@@ -11,7 +11,7 @@ from tvm import relax, tirx
 
 from ...errors import FrontendError
 from ...op.require import as_condition
-from ..symbolic_sizes import simplified
+from ..joined_sizes import simplified
 
 # A size beyond every tensor: torch writes no bound as its infinity.
 _NO_BOUND = 2**48

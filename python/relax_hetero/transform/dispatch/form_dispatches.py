@@ -32,6 +32,7 @@ from ..ir.fused_names import Inside, with_fused_names
 from ..ir.keep_unread_calls import keep_unread_calls
 from ..ir.kernels import called_prim_func, fused_ops, with_ops
 from ..ir.module_attrs import is_lowered
+from ..ir.named_sizes import with_values
 from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, walk_bindings
 from ..ir.root_blocks import with_root_blocks
 from .bind_targets import bind_targets
@@ -78,8 +79,8 @@ def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
     mod, inside = _with_fused_ops(fold_constants(stock.AnnotateTIROpPattern()(mod)))
     mod = scalars_as_sizes(mod)
     ops = fused_ops(mod)
-    fuse = [stock.FuseTIR(), stock.DeadCodeElimination(), stock.CanonicalizeBindings()]
-    mod = with_ops(tvm.transform.Sequential(fuse)(mod), ops)
+    mod = stock.DeadCodeElimination()(with_values(stock.FuseTIR()(mod)))
+    mod = with_ops(stock.CanonicalizeBindings()(mod), ops)
     return _for_their_devices(with_callee_devices(keep_devices(mod)), inside)  # folding made constants
 
 

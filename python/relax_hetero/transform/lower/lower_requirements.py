@@ -12,9 +12,9 @@ After::
     lv = R.call_tir(cls.exp, (x,), ...)
 
 with a PrimFunc of the host that calls ``relax_hetero.refuse_sizes`` with the message, and the names and values of the
-sizes, where a condition does not hold. Requirements on sizes of parameters are checked where the function begins,
-others directly behind the ``match_cast`` that finds the last of their sizes; those of a branch stay in the branch. A
-requirement that is provably met vanishes.
+sizes, and which dimensions of which arguments they are, where a condition does not hold. Requirements on sizes of
+parameters are checked where the function begins, others directly behind the ``match_cast`` that finds the last of their
+sizes; those of a branch stay in the branch. A requirement that is provably met vanishes.
 
 Results and the memory of command buffers that take more than a gigabyte are compared with the memory of the host in the
 same call, by ``relax_hetero.refuse_bytes``: on a GPU the driver refuses what does not fit.
@@ -29,7 +29,7 @@ BuildError
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,6 +120,8 @@ class _Writer:
         The PrimFuncs that check.
     analyzer : tvm.sym.Analyzer
         Knows that extents of tensors which callers give are not negative; numbers of a shape may be.
+    origins : dict
+        Sizes that arguments of callers have, and which dimensions of which they are.
     """
 
     name: str
@@ -127,10 +129,15 @@ class _Writer:
     taken: set[str]
     guards: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = field(default_factory=dict)
     analyzer: tvm.sym.Analyzer = field(default_factory=tvm.sym.Analyzer)
+    origins: dict[tirx.Var, str] = field(default_factory=dict)
 
     def function(self, func: relax.Function, known: Set[tirx.Var] = frozenset(), is_top: bool = True) -> relax.Function:
         for param in func.params:
             bind_extents(self.analyzer, param.ty)
+            if is_top and self.is_public and isinstance(getattr(param.ty, "shape", None), relax.ShapeExpr):
+                for axis, extent in enumerate(param.ty.shape.values):
+                    if isinstance(extent, tirx.Var):
+                        self.origins.setdefault(extent, f"dimension {axis} of argument {param.name!r}")
         return with_body(func, self._sequence(func.body, known | sizes_of_parameters(func), is_top))
 
     def _sequence(self, expr: relax.Expr, known: Set[tirx.Var], is_top: bool = False) -> relax.Expr:
@@ -195,7 +202,7 @@ class _Writer:
     def _check(self, required: Sequence[Requirement]) -> relax.Binding:
         """A call that checks requirements."""
         sizes = list(dict.fromkeys(symbol for requirement in required for symbol in requirement.sizes))
-        guard = guard_function(self.name, required, sizes)
+        guard = guard_function(self.name, required, sizes, self.origins)
         nothing = tvm.ir.TupleType([])
         ty = relax.FuncType([tvm.ir.PrimType(str(size.ty)) for size in sizes], nothing, False)
         gv = fresh_global_var(f"{self.name}_sizes", ty, self.taken)
@@ -260,14 +267,17 @@ def as_float(expr: Any) -> Any:
     return tirx.Cast("float64", expr)
 
 
-def guard_function(function: str, required: Iterable[Requirement], sizes: Sequence[tirx.Var]) -> tirx.PrimFunc:
+def guard_function(
+    function: str, required: Iterable[Requirement], sizes: Sequence[tirx.Var], origins: Mapping[tirx.Var, str]
+) -> tirx.PrimFunc:
     """A function of sizes that ends in an error at the first requirement that is not met."""
     params = {size: tirx.Var(size.name, str(size.ty)) for size in sizes}
     checks: list[tirx.Stmt] = []
     for requirement in required:
         values: list[Any] = []
         for size in requirement.sizes:
-            values += [tvm.ir.StringImm(str(size.name)), params[size]]
+            origin = f" is {origins[size]}" if size in origins else ""
+            values += [tvm.ir.StringImm(f"{size.name}{origin}"), params[size]]
         inside = tvm.ir.Var, lambda var: params.get(var, var)
         told: list[Any] = [tvm.ir.StringImm(function), tvm.ir.StringImm(requirement.message)]
         if isinstance(requirement, Allocation):

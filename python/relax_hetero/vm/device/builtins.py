@@ -104,7 +104,10 @@ def pinned_storage(size: Sequence[int], index: int) -> runtime.Tensor:
 
 @tvm_ffi.register_global_func("relax_hetero.refuse_sizes", override=True)
 def refuse_sizes(function: str, message: str, *sizes: Any) -> None:
-    """HeteroError: a call of `function` has sizes that do not meet a requirement; names and values take turns."""
+    """HeteroError: a call of `function` has sizes that do not meet a requirement.
+
+    `sizes` are names and values in turn; a name may say what has the size: ``n is dimension 0 of argument 'x'``.
+    """
     raise HeteroError(f"function {function!r}: {message}{_values(sizes)}")
 
 
@@ -137,7 +140,7 @@ def check_returned(value: Any, what: str, fields: int, ndim: int = -1, dtype: st
 
 @tvm_ffi.register_global_func("relax_hetero.refuse_bytes", override=True)
 def refuse_bytes(function: str, tensor: str, nbytes: float, *sizes: Any) -> None:
-    """MemoryLimitError if a tensor takes more than the memory of the host; names and values of sizes take turns."""
+    """MemoryLimitError if a tensor takes more than the memory of the host; `sizes` as in `refuse_sizes`."""
     most = host_memory()
     if nbytes > most:
         raise MemoryLimitError(
@@ -146,8 +149,10 @@ def refuse_bytes(function: str, tensor: str, nbytes: float, *sizes: Any) -> None
 
 
 def _values(sizes: Sequence[Any]) -> str:
-    values = ", ".join(f"{name} = {value}" for name, value in zip(sizes[::2], sizes[1::2], strict=True))
-    return f" ({values})" if values else ""
+    names = [str(name).partition(" is ")[0] for name in sizes[::2]]
+    values = ", ".join(f"{name} = {value}" for name, value in zip(names, sizes[1::2], strict=True))
+    origins = ", ".join(str(name) for name in sizes[::2] if " is " in str(name))
+    return (f" ({values})" if values else "") + (f"; {origins}" if origins else "")
 
 
 def _machine(function: str, index: int) -> tuple[Sequence[runtime.Device], Sequence[str]]:

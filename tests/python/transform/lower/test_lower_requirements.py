@@ -39,21 +39,65 @@ def test_checks_stand_where_their_sizes_are_known():
         def main_sizes(n: T.int64, m: T.int64):
             T.func_attr({"global_symbol": "main_sizes", "relax_hetero.divisors_checked": True})
             if not n == m:
-                T.call_packed("relax_hetero.refuse_sizes", "main", "same rows", "n", n, "m", m)
+                T.call_packed(
+                    "relax_hetero.refuse_sizes",
+                    "main",
+                    "same rows",
+                    "n is dimension 0 of argument 'x'",
+                    n,
+                    "m is dimension 0 of argument 'y'",
+                    m,
+                )
             if not n == T.int64(0):
                 if n == T.int64(0):
-                    T.call_packed("relax_hetero.refuse_sizes", "main", "whole", "n", n, "m", m)
+                    T.call_packed(
+                        "relax_hetero.refuse_sizes",
+                        "main",
+                        "whole",
+                        "n is dimension 0 of argument 'x'",
+                        n,
+                        "m is dimension 0 of argument 'y'",
+                        m,
+                    )
                 else:
                     if not m % n == T.int64(0):
-                        T.call_packed("relax_hetero.refuse_sizes", "main", "whole", "n", n, "m", m)
+                        T.call_packed(
+                            "relax_hetero.refuse_sizes",
+                            "main",
+                            "whole",
+                            "n is dimension 0 of argument 'x'",
+                            n,
+                            "m is dimension 0 of argument 'y'",
+                            m,
+                        )
 
         @T.prim_func
         def main_sizes_1(found: T.int64, m: T.int64, n: T.int64):
             T.func_attr({"global_symbol": "main_sizes_1", "relax_hetero.divisors_checked": True})
             if not found <= m:
-                T.call_packed("relax_hetero.refuse_sizes", "main", "few", "found", found, "m", m, "n", n)
+                T.call_packed(
+                    "relax_hetero.refuse_sizes",
+                    "main",
+                    "few",
+                    "found",
+                    found,
+                    "m is dimension 0 of argument 'y'",
+                    m,
+                    "n is dimension 0 of argument 'x'",
+                    n,
+                )
             if not n < T.int64(8):
-                T.call_packed("relax_hetero.refuse_sizes", "main", "few", "found", found, "m", m, "n", n)
+                T.call_packed(
+                    "relax_hetero.refuse_sizes",
+                    "main",
+                    "few",
+                    "found",
+                    found,
+                    "m is dimension 0 of argument 'y'",
+                    m,
+                    "n is dimension 0 of argument 'x'",
+                    n,
+                )
 
         @R.function(pure=False)
         def main(x: R.Tensor(("n", 4), "float32"), y: R.Tensor(("m", 4), "float32")):
@@ -116,7 +160,7 @@ def test_large_allocations_are_compared_with_the_memory_of_the_host():
     assert main(x[:4]).shape == (4, 4)
     with pytest.raises(
         rh.MemoryLimitError,
-        match=r"^function 'main': 'square' of \(n, n\) float32 takes 1,099,511,627,776 bytes, found .* \(n = 524288\)$",
+        match=r"^function 'main': 'square' of \(n, n\) float32 takes 1,099,511,627,776 bytes, found .* \(n = 524288\); n is dimension 0 of argument 'x'$",
     ):
         main(x)
     assert main(x[:5]).shape == (5, 5)

@@ -16,8 +16,8 @@ from tvm import relax, te, tirx
 
 from ....errors import FrontendError
 from ...import_limits import budget
+from ...joined_sizes import analyzer_for
 from ...ops.node import Node
-from ...symbolic_sizes import analyzer_for
 from ..node_names import NodeInfo
 from .loop import Loop, Trip
 from .open_sequences import is_sequence, with_rows_for_sequences

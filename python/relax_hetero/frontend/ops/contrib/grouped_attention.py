@@ -16,7 +16,8 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx
 
-from ...symbolic_sizes import simplified, sizes_of
+from ...joined_sizes import simplified
+from ...symbolic_sizes import sizes_of
 from ..elementwise import cast, widened
 from ..node import Dim, Node, Position, as_dim, const, dtype_of
 from ..products import matmul

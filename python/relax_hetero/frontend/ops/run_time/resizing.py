@@ -22,7 +22,7 @@ from ....vm.tables.resize_taps import (
     ResizeForm,
     tap_count,
 )
-from ...symbolic_sizes import simplified
+from ...joined_sizes import simplified
 from ..elementwise import cast
 from ..node import Dim, Node, Position, as_constant, as_dim, const, dtype_of, is_float
 from ..required_sizes import as_expr, equal, require_shape

@@ -1,0 +1,92 @@
+"""Names of expressions over sizes: symbols whose values the host computes when they are first needed.
+
+A front end writes::
+
+    value: R.Shape(ndim=1) = R.call_pure_packed("vm.builtin.copy", R.shape([T.max(a, b) * ...]))
+    _: R.Shape([a_or_b]) = R.match_cast(value, R.Shape([a_or_b]))
+
+Passes do not look through the call: stock ones would write the value wherever the symbol stands, and fuse no kernel
+that was written for the symbol with one that was written for its value. Once kernels are formed, `with_values` writes
+values of few terms, which callers and plans of memory know, in the place of the names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from typing import Any
+
+import tvm
+from tvm import relax, tirx
+from tvm_ffi import structural_map
+
+from .rewriting import relax_functions, walk_bindings, with_functions
+
+MAX_TERMS = 24
+"""Symbols, numbers and operations of a size beyond which a symbol takes its place."""
+
+_HAND_ON = "vm.builtin.copy"
+"""TVM's function that returns what it is given."""
+_QUOTIENTS = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
+_PARTS = ("a", "b", "condition", "true_value", "false_value", "value")
+
+
+def name_size(builder: relax.BlockBuilder, symbol: tirx.Var, value: tvm.ir.Expr) -> None:
+    """Bind a symbol to the value of an expression over sizes."""
+    call = relax.op.call_pure_packed(_HAND_ON, relax.ShapeExpr([value]), ty_args=[relax.ShapeType(ndim=1)])
+    builder.match_cast(builder.emit(call), relax.ShapeType([symbol]))
+
+
+def named_sizes(bindings: Iterable[relax.Binding]) -> tuple[set[relax.Var], dict[tirx.Var, tvm.ir.Expr]]:
+    """The variables of bindings that name sizes, and the values of few terms, in terms of sizes without such values."""
+    calls: dict[relax.Var, tvm.ir.Expr] = {}
+    casts: set[relax.Var] = set()
+    values: dict[tirx.Var, tvm.ir.Expr] = {}
+    for binding in bindings:
+        value = binding.value
+        if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op) and len(value.args) == 2:
+            callee, shape = value.args
+            if isinstance(callee, relax.ExternFunc) and str(callee.global_symbol) == _HAND_ON:
+                calls[binding.var] = shape.values[0]
+        elif isinstance(binding, relax.MatchCast) and value in calls:
+            casts |= {value, binding.var}
+            whole = expanded(calls[value], values)
+            if not is_long(whole):
+                values[binding.ty.values[0]] = whole
+    return casts, values
+
+
+def expanded(part: Any, values: dict[tirx.Var, tvm.ir.Expr]) -> Any:
+    """An expression, a type or a function with values in the place of names."""
+    return structural_map(part, (tvm.ir.Var, lambda var: values.get(var, var))) if values else part
+
+
+def with_values(mod: tvm.IRModule) -> tvm.IRModule:
+    """A module whose functions have values of few terms in the place of names."""
+    functions = {}
+    for gv, func in relax_functions(mod):
+        _, values = named_sizes(walk_bindings(func))
+        if values:
+
+            def kept(block: relax.BindingBlock, named: dict[tirx.Var, Any] = values) -> relax.BindingBlock:
+                left = [binding for binding in block.bindings if not _names_one_of(binding, named)]
+                return type(block)(left, block.span)
+
+            kinds = [(kind, kept) for kind in (relax.BindingBlock, relax.DataflowBlock)]
+            functions[gv] = expanded(structural_map(func, kinds), values)
+    return with_functions(mod, functions) if functions else mod
+
+
+def _names_one_of(binding: relax.Binding, symbols: Container[tirx.Var]) -> bool:
+    is_shape = isinstance(binding, relax.MatchCast) and isinstance(binding.ty, relax.ShapeType)
+    return is_shape and len(binding.ty.values or ()) == 1 and binding.ty.values[0] in symbols
+
+
+def is_long(size: Any) -> bool:
+    """Whether an expression is of more than `MAX_TERMS` terms; a quotient by a size, kept from 0, counts as many."""
+    count, pending = 0, [size]
+    while pending and count <= MAX_TERMS:
+        expr = pending.pop()
+        is_guarded = isinstance(expr, _QUOTIENTS) and not isinstance(expr.b, tirx.IntImm)
+        count += MAX_TERMS // 2 if is_guarded else 1
+        pending += [part for name in _PARTS if isinstance(part := getattr(expr, name, None), tvm.ir.Expr)]
+    return count > MAX_TERMS
