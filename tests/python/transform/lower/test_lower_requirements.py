@@ -160,7 +160,8 @@ def test_large_allocations_are_compared_with_the_memory_of_the_host():
     assert main(x[:4]).shape == (4, 4)
     with pytest.raises(
         rh.MemoryLimitError,
-        match=r"^function 'main': 'square' of \(n, n\) float32 takes 1,099,511,627,776 bytes, found .* \(n = 524288\); n is dimension 0 of argument 'x'$",
+        match=r"^function 'main': 'square' of \(n, n\) float32 takes 1,099,511,627,776 bytes, found .* "
+        r"\(n = 524288\); n is dimension 0 of argument 'x'$",
     ):
         main(x)
     assert main(x[:5]).shape == (5, 5)
