@@ -56,7 +56,9 @@ def bind_params(mod: tvm.IRModule, params: Mapping[str, Any]) -> tvm.IRModule:
 def bind_defaults(mod: tvm.IRModule) -> tvm.IRModule:
     """Defaults as constants of their functions, which take them no longer."""
     for _, func in relax_functions(mod):
-        mod = bind_params(mod, dict(func.attrs.get(DEFAULTS, {}).items()))
+        names = {param.name for param in func.params}
+        defaults = func.attrs.get(DEFAULTS, {}).items()
+        mod = bind_params(mod, {name: tensor for name, tensor in defaults if str(name) in names})
     return mod
 
 

@@ -95,7 +95,8 @@ class _Function:
             ty = value.ty_args[0]
         elif op_name(value) is not None:
             ty = self._inferred(binding, value)
-        if isinstance(ty, relax.TensorType) and ty.dtype is None and not is_kept(op_name(value) or ""):
+        name = op_name(value)
+        if isinstance(ty, relax.TensorType) and ty.dtype is None and name is not None and not is_kept(name):
             raise self._error(binding, "has no known element type; expected R.match_cast to one before")
         if ty is not None and self._cannot_be(binding.var.ty, ty):
             raise self._error(binding, f"is declared as {type_text(binding.var.ty)}, and its value is {type_text(ty)}")

@@ -128,10 +128,21 @@ def check_cpu_names(target: Target) -> None:
         hint = f"; did you mean {near[0]!r}?" if near else f"; it knows {', '.join(known)}"
         raise VDeviceError(f"mtriple {triple!r} begins with {arch!r}, which is no architecture of this LLVM{hint}")
     cpu, cpus = str(target.attrs.get("mcpu", "generic")), _cpus_of(triple)
-    if cpus and cpu not in cpus:
+    if cpus and cpu not in cpus and not _is_alias(cpu, triple):
         near = difflib.get_close_matches(cpu, cpus, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "rh.native('llvm') is this CPU, \"generic\" the oldest"
         raise VDeviceError(f"mcpu {cpu!r} is no CPU that LLVM knows for {triple!r}; {hint}")
+
+
+def _is_alias(cpu: str, triple: str) -> bool:
+    """Whether LLVM knows a name that its list of CPUs lacks, such as ``apple-m1``: it has more features than any."""
+    if cpu == str(codegen.llvm_get_system_cpu()):
+        return True
+    found, least = (
+        {str(name) for name in codegen.llvm_get_cpu_features(Target({"kind": "llvm", "mtriple": triple, "mcpu": name}))}
+        for name in (cpu, "generic")
+    )
+    return not found <= least
 
 
 @cache

@@ -141,3 +141,40 @@ def test_what_a_pass_raises_names_the_pass():
     func = relax.Function([x], body, T23).with_attr("global_symbol", "main")
     with pytest.raises(rh.BuildError, match="this module cannot be lowered by LowerToVM: VMShapeLower do not work"):
         rh.compile(tvm.IRModule({"main": func}))
+
+
+@I.ir_module
+class OfNoElementType:
+    @R.function(private=True)
+    def same(x: R.Tensor) -> R.Tensor:
+        return x
+
+    @R.function
+    def main(x: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
+        cls = OfNoElementType
+        y = cls.same(x)
+        z = R.match_cast(y, R.Tensor((4,), "float32"))
+        return R.add(z, z)
+
+
+@I.ir_module
+class Copies:
+    @R.function
+    def main(x: R.Tensor(("n", "m"), "float32")):
+        n, m = T.int64(), T.int64()
+        y = R.call_pure_packed("vm.builtin.copy", x, ty_args=R.Tensor((n, m), "float32"))
+        shape = R.call_pure_packed("vm.builtin.copy", R.shape([n]), ty_args=R.Shape(ndim=1))
+        _ = R.match_cast(shape, R.Shape([4]))
+        return R.add(y, y)
+
+
+def test_calls_without_element_types_run():
+    run = rh.vm.VirtualMachine(rh.compile(OfNoElementType, cache=False))["main"]
+    np.testing.assert_array_equal(run(np.arange(4, dtype="float32")).numpy(), 2 * np.arange(4))
+
+
+def test_copies_of_others_are_not_names_of_sizes():
+    run = rh.vm.VirtualMachine(rh.compile(Copies, cache=False))["main"]
+    np.testing.assert_array_equal(run(np.ones((4, 3), "float32")).numpy(), np.full((4, 3), 2))
+    with pytest.raises(rh.HeteroError, match="4"):
+        run(np.ones((3, 3), "float32"))

@@ -101,6 +101,7 @@ def _defaults(func: relax.Function, table: _ConstantTuple) -> dict[str, int]:
             tvm.ir.GenericConst(tensor, relax.TensorType(tensor.shape, str(tensor.dtype), types[str(name)].vdevice))
         )
         for name, tensor in func.attrs[DEFAULTS].items()
+        if str(name) in types  # passes of others bind parameters, or rename them
     }
 
 

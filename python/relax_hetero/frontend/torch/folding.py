@@ -31,9 +31,15 @@ class Folding:
 
     def value(self, node: Any) -> Any:
         """What torch computes for a node: a tensor, or several."""
-        if node not in self._values:
-            torch = torch_package()
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self.value)
-            with torch.no_grad():
-                self._values[node] = node.target(*args, **kwargs)
+        torch, pending = torch_package(), [node]
+        while pending:  # a chain may be longer than Python's stack is deep
+            missing = [before for before in pending[-1].all_input_nodes if before not in self._values]
+            if missing and pending[-1] not in self._values:
+                pending += missing
+                continue
+            last = pending.pop()
+            if last not in self._values:
+                args, kwargs = torch.fx.node.map_arg((last.args, last.kwargs), self._values.__getitem__)
+                with torch.no_grad():
+                    self._values[last] = last.target(*args, **kwargs)
         return self._values[node]

@@ -2,7 +2,7 @@
 
 A front end writes::
 
-    value: R.Shape(ndim=1) = R.call_pure_packed("vm.builtin.copy", R.shape([T.max(a, b) * ...]))
+    value: R.Shape(ndim=1) = R.call_pure_packed("relax_hetero.size", R.shape([T.max(a, b) * ...]))
     _: R.Shape([a_or_b]) = R.match_cast(value, R.Shape([a_or_b]))
 
 Passes do not look through the call: stock ones would write the value wherever the symbol stands, and fuse no kernel
@@ -24,15 +24,15 @@ from .rewriting import relax_functions, walk_bindings, with_functions
 MAX_TERMS = 24
 """Symbols, numbers and operations of a size beyond which a symbol takes its place."""
 
-_HAND_ON = "vm.builtin.copy"
-"""TVM's function that returns what it is given."""
+SIZE = "relax_hetero.size"
+"""The function that returns the shape that it is given (`vm.device.builtins`)."""
 _QUOTIENTS = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
 _PARTS = ("a", "b", "condition", "true_value", "false_value", "value")
 
 
 def name_size(builder: relax.BlockBuilder, symbol: tirx.Var, value: tvm.ir.Expr) -> None:
     """Bind a symbol to the value of an expression over sizes."""
-    call = relax.op.call_pure_packed(_HAND_ON, relax.ShapeExpr([value]), ty_args=[relax.ShapeType(ndim=1)])
+    call = relax.op.call_pure_packed(SIZE, relax.ShapeExpr([value]), ty_args=[relax.ShapeType(ndim=1)])
     builder.match_cast(builder.emit(call), relax.ShapeType([symbol]))
 
 
@@ -45,7 +45,8 @@ def named_sizes(bindings: Iterable[relax.Binding]) -> tuple[set[relax.Var], dict
         value = binding.value
         if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op) and len(value.args) == 2:
             callee, shape = value.args
-            if isinstance(callee, relax.ExternFunc) and str(callee.global_symbol) == _HAND_ON:
+            is_name = isinstance(callee, relax.ExternFunc) and str(callee.global_symbol) == SIZE
+            if is_name and isinstance(shape, relax.ShapeExpr) and len(shape.values) == 1:
                 calls[binding.var] = shape.values[0]
         elif isinstance(binding, relax.MatchCast) and value in calls:
             casts |= {value, binding.var}

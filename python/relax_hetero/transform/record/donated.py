@@ -78,8 +78,10 @@ def _number(func: relax.Function, function: str, name: str) -> int:
 
 
 def input_names(func: relax.Function) -> list[str]:
-    """What callers know a function's parameters by."""
+    """What callers know a function's parameters by; their own names where another's pass has removed some."""
     names = [str(name) for name in func.attrs.get("input_names", [])]
+    if len(names) > len(func.params):
+        names = []
     return names + [param.name for param in func.params[len(names) :]]
 
 

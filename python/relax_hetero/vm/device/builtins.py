@@ -111,6 +111,12 @@ def refuse_sizes(function: str, message: str, *sizes: Any) -> None:
     raise HeteroError(f"function {function!r}: {message}{_values(sizes)}")
 
 
+@tvm_ffi.register_global_func("relax_hetero.size", override=True)
+def size(shape: Any) -> Any:
+    """The value of a size that has a name (`transform.ir.named_sizes`)."""
+    return shape
+
+
 @tvm_ffi.register_global_func("relax_hetero.keep", override=True)
 def keep(value: Any) -> None:
     """Read a value, so that the call that makes it runs (KeepUnreadCalls)."""

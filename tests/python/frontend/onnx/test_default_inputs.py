@@ -7,6 +7,7 @@ import logging
 import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from tvm import relax
 
 import relax_hetero as rh
 from relax_hetero.transform.ir.module_attrs import DEFAULTS
@@ -57,6 +58,13 @@ def test_defaults_that_are_bound_are_constants():
     exe = rh.compile(mod, params=mod["main"].attrs[DEFAULTS])
     assert exe.signature().input_names == ("x",)
     np.testing.assert_array_equal(rh.vm.VirtualMachine(exe)["main"](ONES).numpy(), ONES + DEFAULT)
+
+
+def test_defaults_that_a_pass_of_tvm_binds():
+    mod = rh.from_onnx(added())
+    bound = relax.transform.BindParams("main", dict(mod["main"].attrs["defaults"].items()))(mod)
+    found = rh.vm.VirtualMachine(rh.compile(bound, cache=False))["main"](ONES)
+    np.testing.assert_array_equal(found.numpy(), ONES + DEFAULT)
 
 
 def test_weights_that_stay_constants(caplog):

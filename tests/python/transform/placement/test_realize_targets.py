@@ -56,3 +56,7 @@ def test_a_cpu_that_is_not_known():
         RealizeTargets()(mod)
     with pytest.raises(rh.VDeviceError, match="'fooo' begins with 'fooo', which is no architecture"):
         rh.VDevice({"kind": "llvm", "mtriple": "fooo"})
+
+
+def test_names_that_the_list_of_llvm_lacks():
+    rh.VDevice({"kind": "llvm", "mtriple": "arm64-apple-macos", "mcpu": "apple-m1"})
