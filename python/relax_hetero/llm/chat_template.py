@@ -199,10 +199,14 @@ class ChatTemplate:
             marked, marker = self._marks.marked({**values, "messages": list(messages)})
             for message, given in zip(marked["messages"], messages, strict=True):
                 message["role"] = given["role"]
-            request = json.dumps({"add_generation_prompt": True, **self._names, **marked}).encode()
+            request = json.dumps({**_ALWAYS, **self._names, **marked}).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"messages: found what JSON cannot say: {error}") from error
         return *self._worker.ask(request), marker
+
+
+_ALWAYS = {"add_generation_prompt": True, "tools": None, "documents": None}
+"""What every template gets, as in transformers."""
 
 
 class _Marks:

@@ -287,6 +287,7 @@ class CompiledModel:
                     # All arguments are the same tensors from now on.
                     self._steps[name] = self.machine.prepare(name, [*given, *pages], only=0)
                 else:
+                    self._steps.clear()
                     pages = written
             else:
                 logits = self._steps[name]()

@@ -111,6 +111,12 @@ class Engine:
         except UnicodeEncodeError as error:
             wrong = text[error.start]
             raise RequestError(f"prompt: found {wrong!r}, which is no character, expected text of Unicode") from error
+        self.check_length(text, size)
+        return self.tokenizer.encode(text)
+
+    def check_length(self, text: str, size: int | None = None) -> None:
+        """RequestError if a text of `size` bytes has more tokens than the context, which needs no look at them."""
+        size = len(text.encode("utf-8", "surrogatepass")) if size is None else size
         longest = getattr(self.tokenizer, "longest", None)
         if longest and size > longest * self.model.context:
             raise RequestError(
@@ -118,7 +124,6 @@ class Engine:
                 f"{self.model.context - 1:,}",
                 TOO_LONG,
             )
-        return self.tokenizer.encode(text)
 
     def check_prompt(self, tokens: Tokens[int]) -> None:
         """RequestError if a prompt's tokens are none that the model can go on with."""

@@ -102,7 +102,7 @@ def _compiled(setup: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], str], l
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(limit, (most, most))
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation()]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
@@ -123,6 +123,22 @@ def _compiled(setup: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], str], l
         return "".join(parts)
 
     return render, sorted(literals)[:_MAX_LITERALS]
+
+
+def _generation() -> type:
+    """The tag ``{% generation %}`` of transformers, which marks what a model is trained to write: nothing here."""
+    from jinja2.ext import Extension
+    from jinja2.nodes import Node
+
+    class Generation(Extension):
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> list[Node]:
+            next(parser.stream)
+            body: list[Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return body
+
+    return Generation
 
 
 def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:

@@ -202,6 +202,9 @@ class VirtualMachine:
         BindingError
             For arguments that do not fit, or would be copied.
         """
+        signature = self.executable.signature(name)
+        if len(tensors) != len(signature.inputs):
+            raise BindingError(f"function {name!r} has {len(signature.inputs)} inputs, found {len(tensors)} arguments")
         with self._lock.held:
             cache, ordered, call, taken = self._arguments.recall(name, tuple(tensors), None)
             if call is None:

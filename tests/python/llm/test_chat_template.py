@@ -52,6 +52,14 @@ FAILING = {
 }
 
 
+def test_what_templates_of_transformers_expect():
+    source = "{% if tools is not none or documents is not none %}no{% endif %}"
+    template = ChatTemplate(
+        source + "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    assert template.render(HI) == "Hi"
+
+
 def test_templates_that_fail(soon):
     template = ChatTemplate(one_of(FAILING))
     for case, message in enumerate(FAILING.values()):

@@ -56,7 +56,7 @@ def test_beside_submitted_calls():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([tensor(1, 2, 3, 4)], "y"),
+        ([tensor(1, 2, 3, 4)], "has 2 inputs, found 1"),
         ([tensor(1, 2, 3, 4), tensor(1, 2)], "'y'"),
         ([tensor(1, 2, 3, 4), np.ones((4, 2), "float32")[:, 0]], "would copy an argument"),
     ],

@@ -65,7 +65,10 @@ class Settings:
         if self.api_key == "":
             raise HeteroError("api_key: found an empty text, expected a key that is not empty, or none")
         for origin in self.cors_origins:
-            parts = urlsplit(origin)
+            try:
+                parts = urlsplit(origin)
+            except ValueError:
+                parts = urlsplit("")
             if origin != "*" and (not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}".lower()):
                 raise HeteroError(
                     f"cors_origins: found {origin!r}, expected such as 'https://chat.example:8080', or '*'"
@@ -161,6 +164,8 @@ class _Server:
         most = self._most_tokens(body.most_tokens)
 
         def begin() -> tuple[list[Request], list[str]]:
+            # Templates take time, and all conversations wait for one: what is too long without it is refused before.
+            self._engine.check_length("\n".join(message["content"] for message in messages))
             tokens = self._engine.tokens_of(rendered(template, messages, body.template_values))
             requests = self._submit([tokens], body, lambda n: body.params(n, most, body.alternatives))
             return requests, [""] * body.n

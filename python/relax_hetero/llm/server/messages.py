@@ -46,7 +46,13 @@ class Message(BaseModel):
                     found = f"found a part of type {part.type!r}" + (" without text" if part.type == "text" else "")
                     raise ApiError(400, f"{place}.content.{index}: {found}, expected text", f"{place}.content.{index}")
             content = "".join(part.text or "" for part in content)
-        return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
+        # Clients send messages back as they got them, with fields that say nothing, which templates take for tool calls.
+        said = {
+            name: value
+            for name, value in (self.model_extra or {}).items()
+            if value is not None and not (name in MESSAGE_CHANGES and is_neutral(name, value, MESSAGE_CHANGES))
+        }
+        return {**said, "role": self.role, "content": content or ""}
 
 
 def rendered(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:

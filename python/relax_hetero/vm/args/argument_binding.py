@@ -10,7 +10,7 @@ from tvm import runtime
 
 from ...artifact.dims import DimValues
 from ...artifact.messages import unknown_name
-from ...artifact.signature import FunctionSignature, ShapeSpec, TupleSpec
+from ...artifact.signature import FunctionSignature, ObjectSpec, ShapeSpec, TupleSpec
 from ...errors import BindingError
 from ..device.memory_limit import MemoryLimits
 from ..device.tensors import AddressRange, address_ranges
@@ -201,7 +201,7 @@ def match_names(
     BindingError: Too many, too few, unknown or repeated arguments.
     """
     names = signature.input_names
-    hint = _packed_hint(signature, args)
+    hint = "" if kwargs else _packed_hint(signature, args)
     if hint:
         raise BindingError(f"{signature.name!r} takes {_count(signature)}, found {hint}")
     if len(args) == len(names) and not kwargs:
@@ -230,7 +230,7 @@ def match_names(
 
 def _packed_hint(signature: FunctionSignature, args: Sequence[Any]) -> str:
     """What to write where all arguments were given as one; empty where they were not."""
-    if len(args) != 1 or not signature.inputs or isinstance(signature.inputs[0], TupleSpec | ShapeSpec):
+    if len(args) != 1 or not signature.inputs or isinstance(signature.inputs[0], TupleSpec | ShapeSpec | ObjectSpec):
         return ""
     (value,) = args
     if isinstance(value, Mapping):

@@ -265,6 +265,12 @@ CALLS = [*USER, {"role": "assistant", "tool_calls": [{"id": 1}]}, {"role": "tool
         (ROLES, [*USER, {"role": "assistant", "content": "b "}, CALLS[-1] | {"content": "c"}], "messages.2.content"),
         (ROLES, [{**USER[0], "name": "Ann"}], "messages.0.name"),
         (ROLES, [*USER, {"role": "assistant", "content": "b", "prefix": True}], "messages.1.prefix"),
+        (
+            "{% for m in messages %}{% if 'tool_calls' in m and m.tool_calls|length != 1 %}"
+            "{{ raise_exception('one') }}{% endif %}{{ m.content }}{% endfor %}",
+            [{**USER[0], "tool_calls": None, "function_call": None}, {**USER[0], "tool_calls": []}],
+            None,
+        ),
         (ROLES, [{**USER[0], "name": None, "tool_calls": [], "prefix": False, "id": 3, "refusal": None}], None),
         (NAMES, [{**USER[0], "name": "Ann"}], None),
         (NAMES, CALLS, None),
