@@ -46,7 +46,7 @@ class Message(BaseModel):
                     found = f"found a part of type {part.type!r}" + (" without text" if part.type == "text" else "")
                     raise ApiError(400, f"{place}.content.{index}: {found}, expected text", f"{place}.content.{index}")
             content = "".join(part.text or "" for part in content)
-        # Clients send messages back as they got them, with fields that say nothing, which templates take for tool calls.
+        # Clients send messages back as they got them: templates take fields that say nothing for tool calls.
         said = {
             name: value
             for name, value in (self.model_extra or {}).items()
