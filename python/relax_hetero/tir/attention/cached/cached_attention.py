@@ -319,22 +319,28 @@ class _Kernel:
 
     def _merge(self) -> None:
         """The blocks of each row and head, in their order, into the result."""
-        size, lanes, heads = self.problem.size, self.plan.width_lanes, self.problem.heads
-        place, row = self._unit(int64(0)), int64(0)
-        with loop(opaque(self.tensors.rows * heads)) as head:
-            start_blocks(place, int64(1))
-            _, position = self._place(opaque(head // heads), None)
-            first, last = _blocks(opaque(self._least_seen(position) // PAGE), opaque((position + PAGE) // PAGE))
-            with loop(opaque(T.max(last - first, int64(0)))) as block:
-                sums, state = self._kept(head, block)
+        plan, units = self.plan, opaque(self.tensors.rows * self.problem.heads)
+        with loop(plan.tasks, parallel=plan.tasks > 1) as task:
+            place = self._unit(task)
+            begin, end = part(units, plan.tasks, task)
+            with loop(opaque(end - begin)) as number:
+                self._merge_unit(place, opaque(begin + number))
 
-                def each(body: Callable[[Expr, Expr, int], None], sums: Expr = sums) -> None:
-                    with loop(size // lanes) as vector:
-                        column = opaque(vector * lanes)
-                        body(column, let(self.room[lane_indices(sums + column, lanes)]), lanes)
+    def _merge_unit(self, place: Unit, head: Expr) -> None:
+        size, lanes, row = self.problem.size, self.plan.width_lanes, int64(0)
+        start_blocks(place, int64(1))
+        _, position = self._place(opaque(head // self.problem.heads), None)
+        first, last = _blocks(opaque(self._least_seen(position) // PAGE), opaque((position + PAGE) // PAGE))
+        with loop(opaque(T.max(last - first, int64(0)))) as block:
+            sums, state = self._kept(head, block)
 
-                add_block(place, row, (self.room[state], self.room[state + 1]), each)
-            self._finish_row(place, row, opaque(head + 0))
+            def each(body: Callable[[Expr, Expr, int], None], sums: Expr = sums) -> None:
+                with loop(size // lanes) as vector:
+                    column = opaque(vector * lanes)
+                    body(column, let(self.room[lane_indices(sums + column, lanes)]), lanes)
+
+            add_block(place, row, (self.room[state], self.room[state + 1]), each)
+        self._finish_row(place, row, head)
 
 
 @dataclass(frozen=True)
