@@ -180,7 +180,7 @@ def test_a_report_has_the_times_of_a_step_and_of_a_prompt(model, monkeypatch):
         assert group["nodes"] and group["seconds"] > 0 and group["calls"] == 1, group["kernel"]
     for function in ("decode_2", "prefill_32"):
         share = sum(group["share"] for group in data["groups"] if group["function"] == function)
-        assert 0.2 < share <= 1.01
+        assert 0 < share <= 1.01
 
 
 def test_a_saved_model_is_loaded_with_its_own_files_only(model, tmp_path):

@@ -45,7 +45,9 @@ NODES: list[tuple[str, list[str], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("is_open", [False, True], ids=["known", "open"])
+@pytest.mark.parametrize(
+    "is_open", [pytest.param(False, id="known"), pytest.param(True, id="open", marks=pytest.mark.slow)]
+)
 def test_empty_sizes(is_open):
     nodes = [helper.make_node(op, inputs, [f"y{i}"], f"{op}_{i}", **more) for i, (op, inputs, more) in enumerate(NODES)]
     dims = {"x": ["n", 2], "z": [2, "n"]} if is_open else {"x": [0, 2], "z": [2, 0]}

@@ -97,6 +97,7 @@ def test_symbolic_rows_choose_when_they_are_known():
         assert (products_so_far() > before) == (rows > 15)
 
 
+@pytest.mark.slow
 def test_rows_of_a_kind_have_the_same_bits():
     """Chunks take tiles, and decode steps vectors, however many rows they have."""
     weights, found = of_file("q4_0", 40, 64), {}
