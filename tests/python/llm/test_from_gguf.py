@@ -43,7 +43,11 @@ EXPERTS = {"*gate_exps*": "Q5_0", "*up_exps*": "Q4_K", "*down_exps*": "Q6_K", "*
 
 @pytest.mark.parametrize(
     ("name", "types", "activation_bits", "tolerance"),
-    [("llama-tied", EVERY_TYPE, 16, 5e-4), ("llama-tied", EVERY_TYPE, 8, 4e-2), ("qwen3moe", EXPERTS, 16, 5e-4)],
+    [
+        ("llama-tied", EVERY_TYPE, 16, 5e-4),
+        ("llama-tied", EVERY_TYPE, 8, 4e-2),
+        pytest.param("qwen3moe", EXPERTS, 16, 5e-4, marks=pytest.mark.slow),
+    ],
 )
 def test_logits_of_blocks(name, types, activation_bits, tolerance, tmp_path):
     """CPUs with dot products of bytes multiply integers of that many bits."""

@@ -49,6 +49,7 @@ def test_against_float64(name):
     check(call, out, pages)
 
 
+@pytest.mark.slow
 def test_no_accumulator_is_waited_for():
     (report,) = reports_of(wgmma_chunk_kernel(LARGE.work, GPU, wgmma_chunk_plan(LARGE.work, GPU)), TARGET)
     assert (report.spill_stores, report.serialized) == (0, "")
