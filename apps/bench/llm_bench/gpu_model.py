@@ -13,8 +13,6 @@ weights and of the cache; bandwidth is that of reading 4 GB once, and the peak t
 from __future__ import annotations
 
 import json
-import random
-import statistics
 import sys
 import tempfile
 import time
@@ -33,6 +31,7 @@ from gpu_bench.device_time import Clock, microseconds, torch_on_gpu  # noqa: E40
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from smoke import smoke  # noqa: E402
+from turns import take_turns  # noqa: E402
 
 import relax_hetero as rh  # noqa: E402
 from llm_bench.random_gguf import LLAMA_8B, SCALES, Sizes, shapes, write_gguf  # noqa: E402
@@ -41,6 +40,8 @@ from llm_bench.torch_llama import TorchLlama  # noqa: E402
 BANDWIDTH_BARS, PEAK_BAR = {True: 0.60, False: 0.80}, 0.70
 """Least shares of the bandwidth by whether weights are in blocks, and of the peak."""
 PEER_BARS = {True: 2.0, False: 1.10}
+IN_BLOCKS = {kind.name for kind in SCALES}
+"""Names of types whose weights are in blocks."""
 Call = Callable[[], object]
 
 
@@ -78,23 +79,6 @@ class Ours:
         return work
 
 
-def medians(calls: dict[str, Call], rounds: int) -> dict[str, float]:
-    """Median milliseconds of a call of each contestant, who take turns of several calls in an order shuffled anew."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    order, shuffle = list(calls), random.Random(0)
-    for name in order:
-        calls[name]()
-    for _ in range(rounds):
-        shuffle.shuffle(order)
-        for name in order:
-            calls[name]()
-            for _ in range(5):
-                begin = time.perf_counter()
-                calls[name]()
-                times[name].append((time.perf_counter() - begin) * 1e3)
-    return {name: statistics.median(found) for name, found in times.items()}
-
-
 def references(rounds: int) -> dict[str, float]:
     """Bytes read a millisecond, and operations of f16 products a millisecond; none without a GPU."""
     torch = torch_on_gpu()
@@ -107,14 +91,14 @@ def references(rounds: int) -> dict[str, float]:
 
 
 def operations(sizes: Sizes, rows: int) -> float:
-    """Of a prefill of so many tokens whose last row's logits are wanted: products, and causal attention."""
+    """Operations of a prefill of so many tokens whose last row's logits are wanted: products and causal attention."""
     layer = sum(np.prod(shape) for name, shape in shapes(sizes).items() if name.startswith("blk.0.") and len(shape) > 1)
     attention = 2 * sizes.heads * sizes.size * rows * (rows + 1)
     return float(2 * rows * sizes.layers * layer + sizes.layers * attention + 2 * sizes.width * sizes.vocabulary)
 
 
 def bytes_read(path: Path, sizes: Sizes, batch: int, context: int) -> float:
-    """Of a decode step: the file's weights but the table of embeddings, and keys and values of 16 bits."""
+    """Bytes of a decode step: the file's weights but the table of embeddings, and keys and values of 16 bits."""
     import gguf
 
     weights = sum(int(one.n_bytes) for one in gguf.GGUFReader(path).tensors if one.name != "token_embd.weight")
@@ -163,14 +147,18 @@ def main(
             read[f"decode {batch}", "torch"] = peer.bytes_read(batch, context)
         calls[f"prefill {chunk}"]["torch"] = peer.prefill(clock, chunk)
     known = references(rounds)
-    times = {(work, name): ms for work, each in calls.items() for name, ms in medians(each, rounds).items()}
+    times = {}
+    for work, each in calls.items():
+        for name, call in each.items():
+            assert np.isfinite(np.asarray(call())).all(), f"{work}, {name}: logits are not finite"
+        times |= {(work, name): timing.median * 1e3 for name, timing in take_turns(each, rounds).items()}
     table = Table(title=f"{sizes.layers} layers of {sizes.width}, context {context}", title_justify="left")
     for column in ("work", "by", "ms", "tokens/s", "TB/s or TFLOP/s", "share", "over torch"):
         table.add_column(column, justify="left" if column in ("work", "by") else "right")
     checks = []
     for (work, name), ms in times.items():
         kind, rows = work.split()[0], int(work.split()[1])
-        is_blocks = name in SCALES_BY_NAME
+        is_blocks = name in IN_BLOCKS
         done = read[work, name] if kind == "decode" else operations(sizes, rows)
         limit = known.get("read" if kind == "decode" else "peak")
         share = done / ms / limit if limit else None
@@ -192,8 +180,6 @@ def main(
     for check in checks:
         console.print(f"{verdict(check)}: {check}", markup=False)
 
-
-SCALES_BY_NAME = {kind.name for kind in SCALES}
 
 if __name__ == "__main__":
     main()

@@ -74,7 +74,7 @@ class TorchLlama:
         """The work as a CUDA graph, and its logits to the host; a graph's tensors stay as long as the model."""
         _, tensors = captured(clock, work)
         self._held.append(tensors)
-        return lambda: [each.cpu() for each in tensors()]
+        return lambda: tensors()[0].cpu()
 
     def _forward(self, tokens: Tensor, batch: int, rows: int, at: Tensor, cache: list[Tensor] | None) -> Tensor:
         torch, shape = self.torch, self.shape

@@ -284,7 +284,7 @@ class CompiledModel:
             if name not in self._steps:
                 logits, *written = self.machine[name](*given, *pages)
                 if [one.data_ptr() for one in written] == [one.data_ptr() for one in pages]:
-                    # All arguments are the same tensors from now on.
+                    # Arguments are the same tensors from now on.
                     self._steps[name] = self.machine.prepare(name, [*given, *pages], only=0)
                 else:
                     self._steps.clear()

@@ -22,15 +22,15 @@ class SentIntegers:
     Parameters
     ----------
     inputs : sequence of TensorSpec
-        Of int32, on devices that `devices` has; -1 is the host.
+        Inputs of int32; their devices are indices in `devices`, -1 the host.
     devices : sequence of tvm.runtime.Device
     alignment : int
-        Bytes, of each input's memory.
+        Alignment of each input's memory, in bytes.
 
     Attributes
     ----------
     tensors : list of tvm.runtime.Tensor
-        The arguments, in order: always the same.
+        Arguments in the order of `inputs`; the same tensors for the object's life.
     """
 
     def __init__(self, inputs: Sequence[TensorSpec], devices: Sequence[runtime.Device], alignment: int) -> None:
@@ -58,7 +58,7 @@ class SentIntegers:
         return {name: part_of(target, shape, "int32", 4 * begins[name]) for name, shape in shapes.items()}
 
     def send(self, values: Mapping[str, np.ndarray]) -> None:
-        """Write new values into the tensors; the work that reads the old ones must have ended on CPUs."""
+        """Write new values into the tensors; work on CPUs that reads the old ones must have ended."""
         for name, array in self._arrays.items():
             array[...] = values[name]
         for source, target in self._copies:

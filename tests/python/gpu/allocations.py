@@ -1,4 +1,4 @@
-"""What a process holds of the CUDA driver, counted by its calls: other processes on the same GPU do not matter."""
+"""Counts of what a process holds of the CUDA driver; other processes on the same GPU do not matter."""
 
 from __future__ import annotations
 

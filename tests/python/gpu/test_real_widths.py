@@ -46,7 +46,7 @@ CASES = [
     ("gemma2-2b", FOUR_BITS, "first layer on the CPU"),
 ]
 TOLERANCE = 0.03
-"""Of the largest logit: a CPU rounds activations to 8 bits, which moves logits by up to 0.02 of it."""
+"""Share of the largest logit; a CPU rounds activations to 8 bits, which moves logits by up to 0.02 of it."""
 
 
 def loaded(path, devices, placement=None, **options):

@@ -47,27 +47,28 @@ class ActivationTypes:
     def __init__(
         self, activations: str | None, trained: str, rules: PlacementRules, vdevices: Sequence[tvm.relax.VDevice]
     ) -> None:
-        self._rules, self._vdevices = rule_pairs(rules), vdevices
-        self._types = {vdevice: activations or _type_on(vdevice, trained) for vdevice in vdevices}
-        self._otherwise = activations or "float32"
+        self._rules = rule_pairs(rules)
+        types = {vdevice: activations or _type_on(vdevice, trained) for vdevice in vdevices}
+        otherwise = types[default_vdevice(vdevices)] if vdevices else activations or "float32"
+        # By the pattern that decides; None: of variables that no pattern matches.
+        self._types: dict[str | None, str] = {None: otherwise}
+        for pattern, device in reversed(self._rules):
+            self._types[pattern] = types[lookup(device, vdevices)]
 
     def of(self, name: str) -> str:
         """The element type of what the op of a variable reads."""
-        if not self._vdevices:
-            return self._otherwise
-        pattern = self._pattern(name)
-        device = next((device for each, device in self._rules if each == pattern), default_vdevice(self._vdevices))
-        return self._types[lookup(device, self._vdevices)]
+        return self._types[self._pattern(name, self._rules)]
 
     def are_alike(self, names: Sequence[str]) -> bool:
         """Whether no rule of the placement tells the variables apart."""
         return all(len({self._pattern(name, [rule]) for name in names}) == 1 for rule in self._rules)
 
-    def _pattern(self, name: str, rules: list | None = None) -> str | None:
+    def _pattern(self, name: str, rules: PlacementRules) -> str | None:
+        """The pattern that decides where a variable goes, by the names that `rh.place` knows it by."""
         homes = name.split(".")
         modules = (".".join(homes[:count]) for count in range(1, len(homes)))
         node = NodeInfo(name, (*modules, "matmul", "relax.matmul"), "matmul", "", "")
-        return matching_patterns([node], self._rules if rules is None else rules).get(name)
+        return matching_patterns([node], rules).get(name)
 
 
 def _type_on(vdevice: tvm.relax.VDevice, trained: str) -> str:

@@ -150,11 +150,11 @@ class _Function:
         """Whether products of one operand by matrices of so many rows are one product, on a GPU: a launch less each."""
         if not self.types.are_alike([name, *tensors]) or self.types.of(name) == "float32":
             return False
-        weights, width = self.weights, self.model.width
-        if not weights.join(f"{name}.weight", [(f"{part}.weight", rows) for part, rows in tensors.items()], width):
+        weights, biases = self.weights, [(f"{part}.bias", rows) for part, rows in tensors.items()]
+        if any(bias in weights for bias, _ in biases) and not weights.join(f"{name}.bias", biases):
             return False
-        biases = [(f"{part}.bias", rows) for part, rows in tensors.items()]
-        return not any(bias in weights for bias, _ in biases) or weights.join(f"{name}.bias", biases)
+        matrices = [(f"{part}.weight", rows) for part, rows in tensors.items()]
+        return weights.join(f"{name}.weight", matrices, self.model.width)
 
     def _rotation(self, layer: int) -> relax.Expr:
         """Cosines and sines of the angles of each row's position, (rows, rotated).

@@ -52,15 +52,24 @@ class Weights:
             )
 
     def join(self, name: str, parts: Sequence[tuple[str, int]], *depth: int) -> bool:
-        """Make tensors of the file, names and rows, one below the other; False where their types differ or none is."""
-        present = [(part, rows) for part, rows in parts if part in self._file.tensors]
-        if not present or len({self._file.tensors[part].type for part, _ in present}) != 1:
+        """Stack tensors of the file into one of a new name; False unless all are there and have one type.
+
+        Parameters
+        ----------
+        name : str
+        parts : sequence of (str, int)
+            Names of tensors and their rows, from the first row on.
+        depth : int
+            Elements of a row; none for vectors.
+        """
+        tensors = [self._file.tensors.get(part) for part, _ in parts]
+        if len({tensor and tensor.type for tensor in tensors}) != 1 or tensors[0] is None:
             return False
-        if len(present) == len(parts) and name not in self._joined:
-            found = [self.tensor(part, [rows, *depth]) for part, rows in parts]
+        if name not in self._joined:
+            data = np.concatenate([self.tensor(part, [rows, *depth]).data for part, rows in parts])
             shape = (sum(rows for _, rows in parts), *depth)
-            self._joined[name] = FileTensor(name, shape, found[0].type, np.concatenate([one.data for one in found]))
-        return len(present) == len(parts)
+            self._joined[name] = FileTensor(name, shape, tensors[0].type, data)
+        return True
 
     def tensor(self, name: str, shape: Sequence[int]) -> FileTensor:
         """A tensor of the file that has a shape; FrontendError where it is missing or has another."""

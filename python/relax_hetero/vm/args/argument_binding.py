@@ -229,7 +229,7 @@ def match_names(
 
 
 def _packed_hint(signature: FunctionSignature, args: Sequence[Any]) -> str:
-    """What to write where all arguments were given as one; empty where they were not."""
+    """Advice where all arguments were given as one; empty where they were not."""
     if len(args) != 1 or not signature.inputs or isinstance(signature.inputs[0], TupleSpec | ShapeSpec | ObjectSpec):
         return ""
     (value,) = args
