@@ -13,12 +13,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..artifact.metadata import CPU
 from ..artifact.regular_files import open_regular
 from ..artifact.what_reads import found, hint_of
 from ..errors import BuildError
 from ..target.cpu_target import cpu_target_of
 from ..target.make_vdevice import parse_vdevices
 from ..target.tile_instructions import tile_instruction_for
+from ..target.vdevice import is_cpu
 from .compiled_model import CompiledModel
 from .description import ModelDescription, context_warning
 from .tokenizer import Tokenizer
@@ -40,7 +42,17 @@ _log = logging.getLogger("relax_hetero")
 _LIBRARY, _DESCRIPTION, _TOKENIZER, _FILES = "model.so", "model.json", "tokenizer.gguf", "files"
 # The end of a library holds checksums of all its parts.
 _DIGEST_BYTES = {_LIBRARY: 4096, _TOKENIZER: None}
-_CPUS = ("llvm", "c")
+_DEFAULTS = {
+    "batches": BATCHES,
+    "chunks": CHUNKS,
+    "slots": None,
+    "context": None,
+    "page_type": "float16",
+    "memory_limit": None,
+    "activation_bits": 8,
+    "activations": None,
+}
+"""Options of a GGUF file that a caller of `load` may leave out."""
 
 
 def load(
@@ -66,14 +78,14 @@ def load(
     path : str or path
         A GGUF file, which is imported and compiled (or found in the compile cache), or a folder that `save` wrote.
     vdevices, placement, batches, chunks, slots, page_type, memory_limit, activation_bits, activations
-        As for `rh.from_gguf`; of a file only.
+        As for `rh.from_gguf`; not for a folder.
     context : int, optional
-        Of a file only: most positions of a sequence; by default 4,096, or as many as the model was trained for. More
-        than these are a warning in the log.
+        Maximum number of positions of a sequence; by default 4,096, or as many as the model was trained for. More than
+        these are a warning in the log. Not for a folder.
     batch_invariant : bool
         Whether a text's logits must have the same bits however many others are decoded with it, and however its prompt
         is cut into chunks. On CPUs they always have. With other devices, every call then has the rows of the largest
-        batch or chunk, so that one text takes as long as a whole batch. Of a file only.
+        batch or chunk, so that one text takes as long as a whole batch. Not for a folder.
     progress : callable, optional
         As for `rh.compile`.
 
@@ -85,59 +97,58 @@ def load(
     """
     if not isinstance(path, (str, os.PathLike)):
         raise BuildError(f"rh.llm.load: {found(path)}; expected the path of a GGUF file, or of a folder that was saved")
-    folder = Path(path)
-    if folder.is_dir():
-        given = (
-            vdevices,
-            placement,
-            tuple(batches),
-            tuple(chunks),
-            slots,
-            context,
-            page_type,
-            memory_limit,
-            activations,
-            batch_invariant,
-        )
-        if given != (None, None, BATCHES, CHUNKS, None, None, "float16", None, None, False) or activation_bits != 8:
-            options = "vdevices, placement, context, slots and other options"
-            raise BuildError(f"{folder}: is compiled and so placed already; {options} go with a GGUF file")
-        return _warned(*_load_folder(folder))
+    options = {
+        "batches": tuple(batches),
+        "chunks": tuple(chunks),
+        "slots": slots,
+        "context": context,
+        "page_type": page_type,
+        "memory_limit": memory_limit,
+        "activation_bits": activation_bits,
+        "activations": activations,
+    }
+    if not Path(path).is_dir():
+        return _warned(*_load_file(Path(path), vdevices, placement, options, batch_invariant, progress))
+    if (vdevices, placement, batch_invariant, options) != (None, None, False, _DEFAULTS):
+        given = "vdevices, placement, context, slots and other options"
+        raise BuildError(f"{Path(path)}: is compiled and so placed already; {given} go with a GGUF file")
+    return _warned(*_load_folder(Path(path)))
+
+
+def _load_file(
+    path: Path,
+    vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None,
+    placement: PlacementRules | Literal["auto"] | None,
+    options: dict[str, Any],
+    batch_invariant: bool,
+    progress: Callable[[str, int, int], None] | None,
+) -> tuple[CompiledModel, Tokenizer]:
+    """A GGUF file, imported with `options` of `rh.from_gguf` and compiled."""
     from ..driver import compile as compile_module
     from ..frontend import PagedCache
     from ..frontend.from_gguf import from_gguf, hyperparameters_of
     from ..frontend.gguf.file import read_gguf
 
-    file = read_gguf(folder)
+    file = read_gguf(path)
     model, tokenizer = hyperparameters_of(file), Tokenizer(file.fields)
     devices = parse_vdevices(["llvm"] if vdevices is None else vdevices)
-    most = min(model.context, CONTEXT) if context is None else context
+    batches, chunks, page_type = options["batches"], options["chunks"], options["page_type"]
+    context = min(model.context, CONTEXT) if options["context"] is None else options["context"]
     # Numbers that make no sense are refused here, by name.
-    slots = PagedCache(tuple(batches), tuple(chunks), slots, most, page_type).sequences
-    if batch_invariant and not all(device.target.kind.name in _CPUS for device in devices):  # rows have kinds on CPUs
+    slots = PagedCache(batches, chunks, options["slots"], context, page_type).sequences
+    if batch_invariant and not all(map(is_cpu, devices)):  # on CPUs, functions of all rows add up alike
         batches, chunks = (max(batches),), (max(chunks),)
-    mod = from_gguf(
-        file,
-        devices,
-        placement,
-        batches=batches,
-        chunks=chunks,
-        slots=slots,
-        context=most,
-        page_type=page_type,
-        memory_limit=memory_limit,
-        activation_bits=activation_bits,
-        activations=activations,
-    )
+    options = {**options, "batches": batches, "chunks": chunks, "slots": slots, "context": context}
+    mod = from_gguf(file, devices, placement, **options)
     pages = [f"pages_{layer}" for layer in range(model.layers)]
     names = [f"decode_{rows}" for rows in batches] + [f"prefill_{rows}" for rows in chunks]
     executable = compile_module(mod, donate=dict.fromkeys(names, pages), progress=progress)
     del mod
     _give_memory_back()
     description = ModelDescription(
-        name=str(file.fields.get("general.name", folder.stem)),
+        name=str(file.fields.get("general.name", path.stem)),
         vocabulary=model.vocabulary,
-        context=most,
+        context=context,
         slots=slots,
         kv_heads=model.kv_heads,
         size=model.size,
@@ -148,13 +159,15 @@ def load(
         trained_context=model.context,
         decodes_like_prefill=all(adds_up_alike(device.target) for device in devices),
     )
-    return _warned(CompiledModel(executable, description), tokenizer)
+    return CompiledModel(executable, description), tokenizer
 
 
 def adds_up_alike(target: Target) -> bool:
-    """Whether a device's kernels add up a row in one order, however many rows there are: CPUs do by vectors, of which
-    those with tile registers multiply many rows by these."""
-    if target.kind.name not in _CPUS:
+    """Whether a device's kernels sum a row's products in one order for any number of rows.
+
+    CPUs do, except those with AMX, which multiply many rows by tiles and few by vectors.
+    """
+    if int(target.get_target_device_type()) != CPU:
         return False
     return tile_instruction_for(cpu_target_of(target), "bfloat16", "bfloat16", "float32") is None
 
