@@ -185,15 +185,15 @@ class VirtualMachine:
     def prepare(self, name: str, tensors: Sequence[runtime.Tensor], only: int | None = None) -> Callable[[], Any]:
         """A plain call of a function with these very tensors, whose arguments are checked once, now.
 
-        For loops that write new values into the same tensors, as decode steps of a language model do: what is left of
-        a call on the host is the call.
+        For loops that write new values into the same tensors, such as decode steps of a language model: the host's work
+        for a call is the call alone.
 
         Parameters
         ----------
         name : str
         tensors : sequence of tvm.runtime.Tensor
-            All arguments, in order, on their parameters' devices. They are kept; donated ones stay the caller's, whose
-            part it is that nothing else is in their memory by then.
+            All arguments, in order, on their parameters' devices; they are kept. Donated ones stay the caller's, who
+            must not use their memory for anything else.
         only : int, optional
             The result that is wanted of a tuple; by default all.
 
@@ -206,19 +206,19 @@ class VirtualMachine:
         if len(tensors) != len(signature.inputs):
             raise BindingError(f"function {name!r} has {len(signature.inputs)} inputs, found {len(tensors)} arguments")
         with self._lock.held:
-            cache, ordered, call, taken = self._arguments.recall(name, tuple(tensors), None)
-            if call is None:
+            cache, ordered, known, taken = self._arguments.recall(name, tuple(tensors), None)
+            if known is None:
                 self._arguments.bind_new(name, cache, ordered, tuple(tensors), {})
-                cache, ordered, call, taken = self._arguments.recall(name, tuple(tensors), None)
-        if call is None:
+                cache, ordered, known, taken = self._arguments.recall(name, tuple(tensors), None)
+        if known is None:
             raise BindingError(f"function {name!r} would copy an argument, expected tensors where its code reads them")
-        known = call
+        call = known
 
         def run() -> Any:
             with self._lock.held:
                 submitter = self._submitter
                 if submitter.calls.is_idle and name not in submitter.queued_functions:
-                    return self._run_cached(name, cache, known, taken, None, only)
+                    return self._run_cached(name, cache, call, taken, None, only)
             result = self.call(name, tensors)
             return result if only is None else result[only]
 

@@ -126,7 +126,7 @@ class ProfileRecorder:
 
     Parameters
     ----------
-    metadata: Of the machine's executable.
+    metadata: Metadata of the machine's executable.
     devices: The machine's.
     regions: Command buffers whose kernels are measured instead of the whole.
     """
@@ -238,7 +238,7 @@ class BufferClock:
 
     Parameters
     ----------
-    metadata: Of the machine's executable.
+    metadata: Metadata of the machine's executable.
     devices: The machine's.
 
     Attributes

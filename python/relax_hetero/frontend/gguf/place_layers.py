@@ -146,7 +146,7 @@ def place_layers(
 def _reason(
     part: Part, device: int, plan: LayerPlan, costs: CostModel, limits: Mapping[int, int], names: Sequence[str]
 ) -> str:
-    """What decided where a part is."""
+    """The reason why a part is on its device."""
     seconds = [_seconds(part, index, costs) for index in range(len(names))]
     faster = sorted((index for index in range(len(names)) if seconds[index] < seconds[device]), key=seconds.__getitem__)
     if not faster:

@@ -42,10 +42,10 @@ class LentMemory(NamedTuple):
 
     Attributes
     ----------
-    name: Of the input.
+    name: Name of the input.
     range: Its addresses.
-    owner: What keeps the caller's memory: a weak reference, or a tensor of TVM, of which there can be none. None where
-        the memory is the machine's, or nothing tells when the caller has dropped it.
+    owner: Object that keeps the caller's memory: a weak reference to it, or a TVM tensor itself, which cannot be
+        referred to weakly. None where the memory is the machine's, or nothing tells when the caller drops it.
     """
 
     name: str
@@ -63,7 +63,7 @@ class ArgumentMemory:
 
     Attributes
     ----------
-    read, consumed: What it leaves as it is, and what it may overwrite.
+    read, consumed: Memory that it leaves as it is, and memory that it may overwrite.
     """
 
     function: str
@@ -74,7 +74,7 @@ class ArgumentMemory:
 def argument_memory(
     signature: FunctionSignature, values: Sequence[Any], given: Mapping[str, Any] | None = None
 ) -> ArgumentMemory:
-    """The memory of a function's `values`, in the order of its inputs, and who owns it: what was `given` by name."""
+    """The memory of a function's `values`, in the order of its inputs; its owners are the arguments `given` by name."""
     read: list[LentMemory] = []
     consumed: list[LentMemory] = []
     for spec, value in zip(signature.inputs, values, strict=True):

@@ -131,17 +131,18 @@ def check_returned(value: Any, what: str, fields: int, ndim: int = -1, dtype: st
     else:
         extents = ", ".join("?" if dim < 0 else str(dim) for dim in dims or [-1] * max(ndim, 0))
         expected = f"a tensor {dtype or 'any'}[{extents if ndim >= 0 else '...'}]"
-        fits = isinstance(value, tvm_ffi.core.Tensor)
-        if fits:
-            shape = value.shape
-            fits = dtype in ("", str(value.dtype)) and ndim in (-1, len(shape))
-            fits = fits and all(dim in (-1, int(extent)) for dim, extent in zip(dims, shape, strict=False))
-    if not fits:
-        is_tensor = isinstance(value, tvm_ffi.core.Tensor)
-        found = (
-            f"a tensor {value.dtype}{list(value.shape)}" if is_tensor else "nothing" if value is None else repr(value)
+        fits = (
+            isinstance(value, tvm_ffi.core.Tensor)
+            and dtype in ("", str(value.dtype))
+            and ndim in (-1, len(value.shape))
+            and all(dim in (-1, int(extent)) for dim, extent in zip(dims, value.shape, strict=False))
         )
-        raise HeteroError(f"{what} returned {found[:200]}, expected {expected}, which the model reads")
+    if fits:
+        return
+    found = "nothing" if value is None else repr(value)
+    if isinstance(value, tvm_ffi.core.Tensor):
+        found = f"a tensor {value.dtype}{list(value.shape)}"
+    raise HeteroError(f"{what} returned {found[:200]}, expected {expected}, which the model reads")
 
 
 @tvm_ffi.register_global_func("relax_hetero.refuse_bytes", override=True)

@@ -93,8 +93,8 @@ def after_fork() -> None:
 def threads_of(devices: Sequence[DeviceSpec], module: runtime.Module) -> Threads:
     """The threads that loaded code for these devices is to run on; its parallel loops are directed to them."""
     os.environ.setdefault("TVM_BIND_THREADS", "0")  # TVM reads it when it starts or changes a pool
-    beside_devices = any(device.device_type != CPU for device in devices)
-    return Threads(threads_for(devices), not workers.use_workers(module, beside_devices))
+    has_accelerators = any(device.device_type != CPU for device in devices)
+    return Threads(threads_for(devices), not workers.use_workers(module, has_accelerators))
 
 
 def threads_for(devices: Sequence[DeviceSpec]) -> int:

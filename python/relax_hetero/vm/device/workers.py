@@ -24,19 +24,19 @@ Workers spin 16 times as long. With 50 us, networks whose loops take a milliseco
 its half first slept and had to be woken for the next loop.
 """
 
-SPIN_BESIDE_DEVICES = 300_000
-"""The same in a process with a machine that has other devices, too.
+SPIN_WITH_ACCELERATORS = 300_000
+"""Nanoseconds that a caller spins in a process with a machine that has other devices than CPUs.
 
-What a GPU does of a decode step takes about as long as workers spin by default. They slept then, had to be woken one
-after the other in each step, and the CPU's part ran on few threads meanwhile.
+A GPU's part of a decode step takes about as long as workers spin by default: they would sleep in each step, and be
+woken one after the other while the CPU's part runs on few threads.
 """
 
 _lock = threading.Lock()
 _functions: dict[str, Callable[..., int]] = {}
 
 
-def use_workers(module: runtime.Module, beside_devices: bool = False) -> bool:
-    """Have the parallel loops of loaded code run on the workers; `beside_devices` says that others work in turns.
+def use_workers(module: runtime.Module, has_accelerators: bool = False) -> bool:
+    """Have the parallel loops of loaded code run on the workers, which spin longer where `has_accelerators`.
 
     False for code without them, and where ``TVM_BIND_THREADS=1`` asks for threads pinned to cores: TVM's are.
     """
@@ -45,8 +45,8 @@ def use_workers(module: runtime.Module, beside_devices: bool = False) -> bool:
     with _lock:
         if not _functions and not _start(module):
             return False
-    if beside_devices and (spin := _found(module, names.SPIN)) is not None:  # code of earlier versions has none
-        spin(SPIN_BESIDE_DEVICES)
+    if has_accelerators and (spin := _found(module, names.SPIN)) is not None:  # code of earlier versions has none
+        spin(SPIN_WITH_ACCELERATORS)
     address = _functions[names.LAUNCH]()
     number = 0
     while (setter := _found(module, names.launch_setter(number))) is not None:

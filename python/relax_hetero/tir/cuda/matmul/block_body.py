@@ -136,8 +136,8 @@ class BlockBody:
         """Whether a warp's chunk is one; None where it is known to."""
         plan, chunks = self.work.plan, self.work.chunks
         # A warp's last round asks for as many chunks as its others, also where fewer are left.
-        most = index if isinstance(index, int) else -(-self.work.own // plan.ahead) * plan.ahead - 1
-        if (most + 1) * plan.warps <= chunks:
+        last = index if isinstance(index, int) else -(-self.work.own // plan.ahead) * plan.ahead - 1
+        if (last + 1) * plan.warps <= chunks:
             return None
         return self._chunk_of(index) < chunks
 
