@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from ..llm import ChatTemplate, Tokenizer
 
 _SECONDS = click.FloatRange(min=1)
+_Command = Callable[..., Any]
+
+
+def _limit(
+    option: str, field: str, kind: click.ParamType, text: str, default: Any = None
+) -> Callable[[_Command], _Command]:
+    """Declare an option that sets a field of `Limits`, whose own default holds where this one has none."""
+    return click.option(option, field, type=kind, default=default, show_default=default is not None, help=text)
 
 
 @command("serve")
@@ -48,72 +56,74 @@ _SECONDS = click.FloatRange(min=1)
     help="Let scripts of web pages of this origin, such as https://chat.example, read answers; '*' is every origin. "
     "Repeatable.",
 )
-@click.option(
+@_limit(
     "--max-prompt-tokens",
-    type=click.IntRange(min=0),
-    default=0,
-    help="Refuse prompts of more tokens; by default only those that exceed the context.",
+    "prompt_tokens",
+    click.IntRange(min=0),
+    "Refuse prompts of more tokens; by default only those that exceed the context.",
 )
-@click.option(
+@_limit(
     "--max-tokens",
-    type=click.IntRange(min=0),
-    default=0,
-    help="Refuse requests for longer texts; by default a text may fill the context.",
+    "max_tokens",
+    click.IntRange(min=0),
+    "Refuse requests for longer texts; by default a text may fill the context.",
 )
-@click.option(
+@_limit(
     "--max-in-flight",
-    type=click.IntRange(min=1),
+    "in_flight",
+    click.IntRange(min=1),
+    "Work on this many requests at a time, and answer more with status 429.",
     default=128,
-    show_default=True,
-    help="Work on this many requests at a time, and answer more with status 429.",
 )
-@click.option(
+@_limit(
     "--max-choices",
-    type=click.IntRange(min=1),
+    "choices",
+    click.IntRange(min=1),
+    "Refuse requests for more texts than this, which are prompts times n.",
     default=16,
-    show_default=True,
-    help="Refuse requests for more texts than this, which are prompts times n.",
 )
-@click.option("--max-body", type=BytesParam(), default="4M", show_default=True, help="Refuse larger requests.")
-@click.option("--timeout", type=_SECONDS, default=600, show_default=True, help="End a request that takes more seconds.")
-@click.option(
+@_limit("--max-body", "body_bytes", BytesParam(), "Refuse larger requests.", default="4M")
+@_limit("--timeout", "seconds", _SECONDS, "End a request that takes more seconds.", default=600)
+@_limit(
     "--header-timeout",
-    type=_SECONDS,
+    "header_seconds",
+    _SECONDS,
+    "Close a connection if the headers of a request take more seconds to come.",
     default=10,
-    show_default=True,
-    help="Close a connection if the headers of a request take more seconds to come.",
 )
-@click.option(
+@_limit(
     "--body-timeout",
-    type=_SECONDS,
+    "body_seconds",
+    _SECONDS,
+    "Refuse a request whose body takes more seconds to come.",
     default=30,
-    show_default=True,
-    help="Refuse a request whose body takes more seconds to come.",
 )
-@click.option(
+@_limit(
     "--idle-timeout",
-    type=_SECONDS,
+    "idle_seconds",
+    _SECONDS,
+    "Close a connection that is silent for more seconds after an answer.",
     default=30,
-    show_default=True,
-    help="Close a connection that is silent for more seconds after an answer.",
 )
-@click.option(
+@_limit(
     "--read-timeout",
-    type=_SECONDS,
+    "read_seconds",
+    _SECONDS,
+    "Close a connection whose client leaves an answer unread for more seconds.",
     default=30,
-    show_default=True,
-    help="Close a connection whose client leaves an answer unread for more seconds.",
 )
-@click.option(
+@_limit(
     "--max-connections",
-    type=click.IntRange(min=1),
-    help="Keep this many connections open; a new one takes the place of one that waits for a request. "
+    "connections",
+    click.IntRange(min=1),
+    "Keep this many connections open; a new one takes the place of one that waits for a request. "
     "The default is four times --max-in-flight, at least 1,024.",
 )
-@click.option(
+@_limit(
     "--max-address-connections",
-    type=click.IntRange(min=1),
-    help="Keep this many connections open from one address, or from one IPv6 network of 64 bits. "
+    "address_connections",
+    click.IntRange(min=1),
+    "Keep this many connections open from one address, or from one IPv6 network of 64 bits. "
     "The default is twice --max-in-flight, at least 256.",
 )
 @click.option(
@@ -131,20 +141,9 @@ def serve_command(
     name: str | None,
     api_key: str | None,
     cors_origin: tuple[str, ...],
-    max_prompt_tokens: int,
-    max_tokens: int,
-    max_in_flight: int,
-    max_choices: int,
-    max_body: int,
-    timeout: float,
-    header_timeout: float,
-    body_timeout: float,
-    idle_timeout: float,
-    read_timeout: float,
-    max_connections: int | None,
-    max_address_connections: int | None,
     prefixes: int,
     replicas: int | None,
+    **given: Any,
 ) -> None:
     """Answer requests to MODEL, a GGUF file or the folder of a compiled model, as the OpenAI endpoints do.
 
@@ -159,20 +158,7 @@ def serve_command(
     from ..llm.server.app import Settings
     from ..llm.server.limits import Limits
 
-    limits = Limits(
-        prompt_tokens=max_prompt_tokens,
-        max_tokens=max_tokens,
-        in_flight=max_in_flight,
-        choices=max_choices,
-        body_bytes=max_body,
-        seconds=timeout,
-        header_seconds=header_timeout,
-        body_seconds=body_timeout,
-        idle_seconds=idle_timeout,
-        read_seconds=read_timeout,
-        connections=max_connections or 0,
-        address_connections=max_address_connections or 0,
-    )
+    limits = Limits(**{field: value for field, value in given.items() if value is not None})
     settings = Settings(name or chosen.path.stem, api_key, limits, cors_origin)
     screen = console(stderr=True)
 
@@ -184,11 +170,11 @@ def serve_command(
             raise click.UsageError("--replicas needs a --port other than 0")
         from ..llm.server.replicas import run_replicas
 
-        run_replicas(_Loader(chosen, max_in_flight, prefixes), settings, replicas, host, port, on_ready)
+        run_replicas(_Loader(chosen, limits.in_flight, prefixes), settings, replicas, host, port, on_ready)
         return
     from ..llm.server.run import serve
 
-    made = _Loader(chosen, max_in_flight, prefixes)()
+    made = _Loader(chosen, limits.in_flight, prefixes)()
     with made["engine"] as engine:
         serve(engine, settings, made["template"], host, port, on_ready)
 
@@ -211,7 +197,7 @@ class _Loader:
 
 
 def _template(chosen: Chosen, tokenizer: Tokenizer) -> ChatTemplate:
-    """Of conversations; a model without one completes texts."""
+    """The template of conversations; without one, a model only completes texts, which is reported on stderr."""
     template = chosen.chat_template(tokenizer)
     if template.fault is not None:
         text = f"No chat template, completions only: {template.fault}"
