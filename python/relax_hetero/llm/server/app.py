@@ -46,14 +46,14 @@ class Settings:
 
     Attributes
     ----------
-    name: Of the model.
-    api_key: That callers must have; None for none.
+    name: Name of the model.
+    api_key: Key that callers must have; None for none.
     limits: Limits
     cors_origins: Origins of web pages whose scripts may read answers, such as ``https://chat.example``; ``*`` for all.
 
     Raises
     ------
-    HeteroError: If an origin is none, or the key is empty.
+    HeteroError: If a text in `cors_origins` is not an origin, or the key is empty.
     """
 
     name: str
@@ -82,7 +82,8 @@ def make_app(engine: Engine, settings: Settings, template: ChatTemplate | None =
     ----------
     engine: Closed by its owner.
     settings
-    template: Of conversations; without one, or with one that has a `fault`, ``/v1/chat/completions`` says why.
+    template: Template of conversations; without one, or with one that has a `fault`, ``/v1/chat/completions`` refuses
+        them, and says why.
     """
     server = _Server(engine, settings, template)
     app = FastAPI(title="relax-hetero", docs_url=None, redoc_url=None)

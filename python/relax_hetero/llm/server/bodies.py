@@ -13,7 +13,7 @@ from .fields import CHANGES, STREAM_CHANGES, refuse_changes
 from .messages import Message
 
 _DIGITS = 9
-"""Of a token's number; larger ones are no model's."""
+"""Digits of a token's number at most; no model has larger ones."""
 
 
 def _or(default: Any) -> BeforeValidator:
@@ -25,14 +25,14 @@ _Switch = Annotated[bool, _or(False)]
 
 
 class StreamOptions(BaseModel):
-    """What a stream has beside the text."""
+    """Content of a stream besides the text."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     include_usage: _Switch = False
 
 
 class Body(BaseModel):
-    """What both endpoints take. Other fields are refused if they would change the answer (`fields`), or ignored."""
+    """The fields of both endpoints. Others are refused if they would change the answer (`fields`), or ignored."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     changes: ClassVar[Mapping[str, tuple[Any, ...]]] = CHANGES
@@ -57,7 +57,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _flat(cls, given: Any) -> Any:
-        """Fields in ``extra_body`` stand beside the others, where the OpenAI clients put them, too."""
+        """Move fields of ``extra_body`` beside the others, where the OpenAI clients themselves put them."""
         extra = given.get("extra_body") if isinstance(given, dict) else None
         return {**given, "extra_body": None, **extra} if isinstance(extra, dict) else given
 
@@ -105,7 +105,7 @@ class Body(BaseModel):
 
 
 class CompletionBody(Body):
-    """Of ``/v1/completions``."""
+    """Request to ``/v1/completions``."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
     max_tokens: int | None = 16
@@ -134,7 +134,7 @@ class CompletionBody(Body):
 
 
 class ChatBody(Body):
-    """Of ``/v1/chat/completions``."""
+    """Request to ``/v1/chat/completions``."""
 
     # Texts of conversations are as long as the context without a limit, and templates write special tokens themselves.
     changes = {**CHANGES, "n_predict": (-1,), "num_predict": (-1,), "add_special_tokens": (True, False)}

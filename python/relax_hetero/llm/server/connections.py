@@ -1,4 +1,4 @@
-"""Connections of clients, who may be silent: deadlines and numbers of them, which uvicorn lacks."""
+"""Connections of clients: their deadlines and how many there may be, both of which uvicorn lacks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OPEN_FILES = 128
 
 
 class Connections:
-    """The open connections of a server; those that have begun or been answered last stand last.
+    """The open connections of a server, in the order in which they began or were answered last.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ class Connections:
         self._of_address: dict[str, dict[Connection, None]] = {}
 
     def add(self, connection: Connection) -> ApiError | None:
-        """Count a connection, in place of one without a request where there are too many; else what is wrong."""
+        """Count a connection; where there are too many, close one without a request, or return an error."""
         of_address = self._of_address.setdefault(connection.address, {})
         self._all[connection] = of_address[connection] = None
         for some, most in ((of_address, self._most_of_address), (self._all, self._most)):
@@ -67,12 +67,12 @@ class Connection(H11Protocol):
 
     Parameters
     ----------
-    connections: All of the server.
+    connections: All connections of the server.
     options: As uvicorn gives them.
 
     Attributes
     ----------
-    address: The client's; of IPv6 its network, since who has one address of it has all.
+    address: Address of the client; with IPv6 its network, since a client that has one address of it has all.
     """
 
     def __init__(self, connections: Connections, **options: Any) -> None:
@@ -84,12 +84,12 @@ class Connection(H11Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether the server does not work on a request of it: none has come whole, or all were answered."""
+        """True while the server works on no request of it: none has come whole, or all were answered."""
         return self._is_between or self.cycle.more_body or self.transport.is_closing()
 
     @property
     def _is_between(self) -> bool:
-        """Whether the headers of the next request have not come."""
+        """True until the headers of the next request have come."""
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -136,7 +136,7 @@ class Connection(H11Protocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are no request."""
+        """Refuse bytes that are not a request."""
         self._refuse(ApiError(400, msg))
 
     def _expect_headers(self) -> None:
@@ -151,7 +151,7 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer what is no request, and close the connection."""
+        """Answer with an error, and close the connection."""
         # Not while an answer is written, nor behind one that came before its request had been read.
         started = self.cycle is not None and self.cycle.response_started
         if not started or (self.cycle.response_complete and self.conn.their_state is not h11.SEND_BODY):
@@ -167,7 +167,7 @@ def _stop(timer: asyncio.TimerHandle | None) -> None:
 
 
 def _address(client: tuple[str, int] | None) -> str:
-    """Whose connections are counted together."""
+    """The address, or network, whose connections are counted together."""
     host = client[0] if client else ""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])

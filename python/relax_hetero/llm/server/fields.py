@@ -93,7 +93,7 @@ CHANGES = _rows(
     # Several texts, of which some are told.
     ("best_of num_return_sequences num_beams beam_width length_penalty", (1,)),
     ("use_beam_search early_stopping", (False,)),
-    # What an answer tells besides.
+    # Further content of an answer.
     ("echo return_full_text return_logprob return_tokens return_token_ids return_tokens_as_token_ids", (False,)),
     ("return_hidden_states return_routed_experts post_sampling_probs decoder_input_details details", (False,)),
     ("n_probs top_logprobs top_logprobs_num top_n_tokens echo_last", (0,)),
@@ -104,14 +104,14 @@ CHANGES = _rows(
 )
 
 STREAM_CHANGES = _rows(("continuous_usage_stats", (False,)))
-"""Of ``stream_options``."""
+"""Fields of ``stream_options``."""
 
 MESSAGE_CHANGES = _rows(
     ("name function_call audio", ("",)),
     ("tool_calls images videos", ([],)),
     ("prefix partial continue", (False,)),
 )
-"""Of messages; a model's template may use each of them, which then is no reason to refuse it."""
+"""Fields of messages; one that a model's template uses is not refused."""
 
 _INSTEAD = {
     **dict.fromkeys(("n_predict", "num_predict", "max_completion_tokens", "max_new_tokens"), "max_tokens"),
@@ -132,7 +132,7 @@ _INSTEAD = {
 
 
 def is_neutral(name: str, value: Any, changes: Mapping[str, tuple[Any, ...]]) -> bool:
-    """Whether a field changes nothing."""
+    """True if a field with this value changes nothing."""
     return value is None or name not in changes or value in changes[name]
 
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass, fields
 
 from ...errors import HeteroError
 
-_LEAST = {"prompt_tokens": 0, "max_tokens": 0, "connections": 0, "address_connections": 0}
-_LEAST_SECONDS = 0.01
+_MIN_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
@@ -16,20 +15,23 @@ class Limits:
 
     Attributes
     ----------
-    prompt_tokens: Of one prompt; 0 for as many as the model's context holds.
-    max_tokens: Of one text; 0 for as many as the context holds. Requests that ask for none get this many at most.
+    prompt_tokens: Tokens of one prompt; 0 for as many as the model's context holds.
+    max_tokens: Tokens of one text; 0 for as many as the context holds. Requests that ask for no number get this many
+        at most.
     in_flight: Requests at a time; more are answered with 429.
     choices: Texts of one request: prompts times ``n``.
-    body_bytes: Of a request's body; larger ones are answered with 413.
-    seconds: That a request may take; then it ends with 504, or with an error in its stream.
-    header_seconds: From the first byte of a request, or from the begin of a connection, to the end of the request's
-        headers; then the connection is closed.
-    body_seconds: That a request's body may take to come; slower ones are answered with 408.
-    idle_seconds: That a connection is kept between two requests.
-    read_seconds: That a client may leave an answer unread that fills its buffers; then the connection is closed.
-    connections: In all; 0 for four times `in_flight`, at least 1,024. A new one takes the place of the one that has
-        waited longest without a whole request.
-    address_connections: From one address (of IPv6, one network of 64 bits); 0 for twice `in_flight`, at least 256.
+    body_bytes: Size of a request's body; larger ones are answered with 413.
+    seconds: Time for a request; then it ends with 504, or with an error in its stream.
+    header_seconds: Time from the first byte of a request, or from the begin of a connection, to the end of the
+        request's headers; then the connection is closed.
+    body_seconds: Time for a request's body to come; slower ones are answered with 408.
+    idle_seconds: Time for which a connection is kept between two requests.
+    read_seconds: Time for which a client may leave an answer unread that fills its buffers; then the connection is
+        closed.
+    connections: Connections in all; 0 for four times `in_flight`, at least 1,024. A new one takes the place of the one
+        that has waited longest without a whole request.
+    address_connections: Connections from one address (of IPv6, one network of 64 bits); 0 for twice `in_flight`, at
+        least 256.
     """
 
     prompt_tokens: int = 0
@@ -48,6 +50,7 @@ class Limits:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            least = _LEAST_SECONDS if field.name.endswith("seconds") else _LEAST.get(field.name, 1)
+            # A count of 0 is allowed where it is the default, which stands for a limit that follows from others.
+            least = _MIN_SECONDS if field.name.endswith("seconds") else int(field.default != 0)
             if not value >= least:
                 raise HeteroError(f"{field.name}: found {value}, expected at least {least}")

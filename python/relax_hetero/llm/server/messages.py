@@ -12,10 +12,6 @@ from ..errors import RequestError
 from .api_errors import ApiError
 from .fields import MESSAGE_CHANGES, is_neutral
 
-_FOREIGN_ROLES = ("tool", "function")
-_MOST_ROLES = 8
-"""Roles whose messages are looked for by another run of the template; callers may make up any number of them."""
-
 
 class Part(BaseModel):
     """A part of a message."""
@@ -33,11 +29,11 @@ class Message(BaseModel):
     content: str | list[Part] | None = None
 
     def plain(self, place: str) -> dict[str, Any]:
-        """With its text as one string.
+        """The message with its text as one string.
 
         Parameters
         ----------
-        place: Of the message in the body, for errors.
+        place: Where the message stands in the body, for errors.
         """
         content = self.content
         if isinstance(content, list):
@@ -62,7 +58,7 @@ def rendered(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], valu
     ----------
     template
     messages: As `Message.plain` gives them.
-    values: What the template gets besides.
+    values: Further values for the template.
 
     Raises
     ------
@@ -85,11 +81,10 @@ def rendered(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], valu
         if index is not None:
             without = [{key: value for key, value in each.items() if key != name} for each in messages]
             check(f"messages.{index}.{name}", without)
-    for role in _FOREIGN_ROLES:
-        index = _first(each["role"] == role for each in messages)
-        if index is not None:
-            as_user = [{**each, "role": "user"} if each["role"] == role else each for each in messages]
-            check(f"messages.{index}.role: found {role!r}", as_user)
+    index = _first(each["role"] == "tool" for each in messages)
+    if index is not None:
+        as_user = [{**each, "role": "user"} if each["role"] == "tool" else each for each in messages]
+        check(f"messages.{index}.role: found 'tool'", as_user)
     for index in _missing(messages, prompt):
         place = f"messages.{index}.content: found a message of role {messages[index]['role']!r}"
         check(place, [*messages[:index], *messages[index + 1 :]])
@@ -97,7 +92,7 @@ def rendered(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], valu
 
 
 def _missing(messages: Sequence[Mapping[str, Any]], prompt: str) -> list[int]:
-    """The first message of each role whose text does not stand in the prompt."""
+    """The first message of each role whose text does not stand in the prompt, by their indices."""
     found, place = {}, 0
     for index, message in enumerate(messages):
         if message["role"] in found:
@@ -106,11 +101,10 @@ def _missing(messages: Sequence[Mapping[str, Any]], prompt: str) -> list[int]:
         at = prompt.find(text, place)  # they mostly come in their order, so that one pass finds all
         if at < 0 and text not in prompt:
             found[message["role"]] = index
-            if len(found) == _MOST_ROLES:
-                break
         place = max(place, at)
     return list(found.values())
 
 
 def _first(matches: Iterable[bool]) -> int | None:
+    """The index of the first match; None without one."""
     return next((index for index, match in enumerate(matches) if match), None)
