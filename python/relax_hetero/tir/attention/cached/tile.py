@@ -70,22 +70,22 @@ class Span:
 
 def emit_start(unit: Unit, rows: Expr) -> None:
     """The state of rows that have seen nothing of a block; of the rows that fill the last tile, too."""
-    with loop(rows) as row:
-        unit.store("maxima", row, tirx.const(LEAST_SCORE, "float32"))
-        unit.store("totals", row, tirx.const(0.0, "float32"))
-    lanes = unit.plan.width_lanes
-    with loop(unit.plan.rows * unit.problem.size // lanes) as vector:
-        unit.store("sums", vector * lanes, zeros("float32", lanes), lanes)
+    _emit_empty(unit, "", rows, unit.plan.rows * unit.problem.size // unit.plan.width_lanes)
 
 
 def start_blocks(unit: Unit, rows: Expr) -> None:
     """The state of rows that have seen no block."""
-    lanes = unit.plan.width_lanes
+    _emit_empty(unit, "all_", rows, opaque(rows * (unit.problem.size // unit.plan.width_lanes)))
+
+
+def _emit_empty(unit: Unit, prefix: str, rows: Expr, vectors: Expr) -> None:
+    """The state of rows that have seen nothing, in the parts of the scratch whose names have a prefix."""
     with loop(rows) as row:
-        unit.store("all_maxima", row, tirx.const(LEAST_SCORE, "float32"))
-        unit.store("all_totals", row, tirx.const(0.0, "float32"))
-    with loop(opaque(rows * (unit.problem.size // lanes))) as vector:
-        unit.store("all_sums", vector * lanes, zeros("float32", lanes), lanes)
+        unit.store(f"{prefix}maxima", row, tirx.const(LEAST_SCORE, "float32"))
+        unit.store(f"{prefix}totals", row, tirx.const(0.0, "float32"))
+    lanes = unit.plan.width_lanes
+    with loop(vectors) as vector:
+        unit.store(f"{prefix}sums", vector * lanes, zeros("float32", lanes), lanes)
 
 
 def add_block(
