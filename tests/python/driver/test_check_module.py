@@ -43,11 +43,12 @@ def called(args, out, x=None):
     return tvm.IRModule({**dict(mod.functions.items()), gv: kernel})
 
 
-def calls_function(*args):
+def calls_function(count, columns):
+    """A module that gives a function of float32[2, 3] `count` tensors of `columns` columns."""
     a, gv = relax.Var("a", tensor(2, 3)), relax.GlobalVar("sub")
     sub = relax.Function([a], relax.SeqExpr([], a), a.ty)
     relax.expr._update_type(gv, sub.ty)
-    mod = main(lambda x: relax.Call(gv, [x] * 2 if len(args) else [x]), tensor(2, 3), tensor(2, 3 if args else 4))
+    mod = main(lambda x: relax.Call(gv, [x] * count), tensor(2, 3), tensor(2, columns))
     return tvm.IRModule({**dict(mod.functions.items()), gv: sub})
 
 
@@ -94,8 +95,8 @@ OP, NN = relax.op, relax.op.nn
             lambda: main(lambda x: relax.Call(relax.GlobalVar("mian"), [x]), T23, T23),
             ["'mian'", "did you mean 'main'?"],
         ),
-        (lambda: calls_function(2), ["gives function 'sub' 2 arguments, and it takes 1"]),
-        (lambda: calls_function(), ["x: float32[2, 4] for parameter 'a' of function 'sub'"]),
+        (lambda: calls_function(2, 3), ["gives function 'sub' 2 arguments, and it takes 1"]),
+        (lambda: calls_function(1, 4), ["x: float32[2, 4] for parameter 'a' of function 'sub'"]),
         (lambda: main(lambda x: relax.If(x, relax.SeqExpr([], x), relax.SeqExpr([], x)), T23, T23), ["branches on x"]),
         (bound_twice, ["relax.negative 'y'", "a second time"]),
         (lambda: tvm.IRModule({}), ["no function that could be called (found nothing)"]),

@@ -51,7 +51,7 @@ def chain(block: str, depth: int, inputs: str, start: str, before: str = "") -> 
 
 
 def attention(depth: int) -> onnx.ModelProto:
-    model = chain(
+    return chain(
         BLOCK,
         depth,
         "float[batch, tokens, 4] x, bool[masks, places] mask, float[8, 4] table",
@@ -59,7 +59,6 @@ def attention(depth: int) -> onnx.ModelProto:
         """s = Shape(x)  n = Gather(s, one)  rows = Slice(table, zero, n, zero)  row = Unsqueeze(rows, zero)
            all = Expand(row, s)  begin = Add(x, all)""",
     )
-    return model
 
 
 def terms(size: object) -> int:

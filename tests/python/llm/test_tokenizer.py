@@ -12,14 +12,7 @@ pytest.importorskip("sentencepiece")
 tokenizers = pytest.importorskip("tokenizers")
 
 from relax_hetero.llm import ChatTemplate, Tokenizer, TokenizerError  # noqa: E402
-from relax_hetero.llm.tokenizer import (  # noqa: E402
-    BYTE,
-    CONTROL,
-    NORMAL,
-    SPLITS,  # noqa: E402
-    UNKNOWN,
-    USER_DEFINED,
-)
+from relax_hetero.llm.tokenizer import BYTE, CONTROL, NORMAL, SPLITS, UNKNOWN, USER_DEFINED  # noqa: E402
 
 TEXTS = [
     "",

@@ -14,6 +14,7 @@ from relax_hetero.transform import LowerRequirements
 from relax_hetero.transform.lower.lower_requirements import as_float
 
 N = tirx.Var("n", "int64")
+N_OF_X, M_OF_Y = "n is dimension 0 of argument 'x'", "m is dimension 0 of argument 'y'"
 
 
 def test_checks_stand_where_their_sizes_are_known():
@@ -39,65 +40,21 @@ def test_checks_stand_where_their_sizes_are_known():
         def main_sizes(n: T.int64, m: T.int64):
             T.func_attr({"global_symbol": "main_sizes", "relax_hetero.divisors_checked": True})
             if not n == m:
-                T.call_packed(
-                    "relax_hetero.refuse_sizes",
-                    "main",
-                    "same rows",
-                    "n is dimension 0 of argument 'x'",
-                    n,
-                    "m is dimension 0 of argument 'y'",
-                    m,
-                )
+                T.call_packed("relax_hetero.refuse_sizes", "main", "same rows", N_OF_X, n, M_OF_Y, m)
             if not n == T.int64(0):
                 if n == T.int64(0):
-                    T.call_packed(
-                        "relax_hetero.refuse_sizes",
-                        "main",
-                        "whole",
-                        "n is dimension 0 of argument 'x'",
-                        n,
-                        "m is dimension 0 of argument 'y'",
-                        m,
-                    )
+                    T.call_packed("relax_hetero.refuse_sizes", "main", "whole", N_OF_X, n, M_OF_Y, m)
                 else:
                     if not m % n == T.int64(0):
-                        T.call_packed(
-                            "relax_hetero.refuse_sizes",
-                            "main",
-                            "whole",
-                            "n is dimension 0 of argument 'x'",
-                            n,
-                            "m is dimension 0 of argument 'y'",
-                            m,
-                        )
+                        T.call_packed("relax_hetero.refuse_sizes", "main", "whole", N_OF_X, n, M_OF_Y, m)
 
         @T.prim_func
         def main_sizes_1(found: T.int64, m: T.int64, n: T.int64):
             T.func_attr({"global_symbol": "main_sizes_1", "relax_hetero.divisors_checked": True})
             if not found <= m:
-                T.call_packed(
-                    "relax_hetero.refuse_sizes",
-                    "main",
-                    "few",
-                    "found",
-                    found,
-                    "m is dimension 0 of argument 'y'",
-                    m,
-                    "n is dimension 0 of argument 'x'",
-                    n,
-                )
+                T.call_packed("relax_hetero.refuse_sizes", "main", "few", "found", found, M_OF_Y, m, N_OF_X, n)
             if not n < T.int64(8):
-                T.call_packed(
-                    "relax_hetero.refuse_sizes",
-                    "main",
-                    "few",
-                    "found",
-                    found,
-                    "m is dimension 0 of argument 'y'",
-                    m,
-                    "n is dimension 0 of argument 'x'",
-                    n,
-                )
+                T.call_packed("relax_hetero.refuse_sizes", "main", "few", "found", found, M_OF_Y, m, N_OF_X, n)
 
         @R.function(pure=False)
         def main(x: R.Tensor(("n", 4), "float32"), y: R.Tensor(("m", 4), "float32")):
