@@ -289,7 +289,8 @@ class BlockProductProblem:
     activation_bits : int
         Integers of so many bits, 8 or 16, with a scale for each block may stand for numbers of the left operand.
     rows : str
-        "decode" or "chunk": the kernel adds up a row as those of the same kind do, whatever their rows; "": any way.
+        Kind of the rows, "decode" or "chunk": all kernels of a kind add up a row in the same order, however many rows
+        they have; "" for any order.
     """
 
     lhs: Operand

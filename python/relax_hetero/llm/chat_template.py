@@ -61,13 +61,14 @@ _KNOWN = {
 
 
 _ENVIRONMENT = ("LD_LIBRARY_PATH", "TZ")
-"""Of this process, what the other one gets: keys of servers stay here."""
+"""Variables of the environment that the process of a template gets: keys of servers stay here."""
 _MAX_CHARACTERS = 1 << 18
-"""Of all names of control tokens, up to which texts of a template stay whole; vocabularies have some thousands."""
+"""Length of all names of control tokens together, beyond which no text of a template stays whole; some thousands are
+usual."""
 CPU_SECONDS, WALL_SECONDS = 2.0, 5.0
-"""Of one prompt, or of reading the template."""
+"""Limits of one prompt, and of reading the template."""
 _END_SECONDS = 1.0
-"""Until a process that is told to end is killed."""
+"""Time until a process that is told to end is killed."""
 _WHY_ENDED = {
     -signal.SIGPROF: f"takes more than {CPU_SECONDS:g} s of processor time",
     -signal.SIGALRM: f"takes more than {WALL_SECONDS:g} s",
@@ -85,17 +86,17 @@ class ChatTemplate:
     source: In the language of jinja2, as models of the Hugging Face hub have it.
     names: Names of special tokens that the template may use, such as ``bos_token``.
     control_names: Names of control tokens, which count in a prompt only where the template writes them.
-    origin: Where it comes from.
+    origin: Source of the template, for the attribute of this name.
 
     Attributes
     ----------
-    origin: Where it comes from: "given", "file", "guessed from <|im_start|>", "missing", or "unusable: ", and why.
+    origin: Source of the template: "given", "file", "guessed from <|im_start|>", "missing", or "unusable: ", and why.
     guessed_from: The special token for which the template was chosen, since the file has none; None if it has one.
-    fault: Why it makes no prompts, a `TokenizerError`; None if it does.
+    fault: Reason why it makes no prompts, a `TokenizerError`; None if it makes them.
 
     Raises
     ------
-    TokenizerError: If it is none.
+    TokenizerError: If the source is not a template.
     """
 
     def __init__(
@@ -126,8 +127,8 @@ class ChatTemplate:
 
         Raises
         ------
-        TokenizerError: If there is neither, or it is none, or a short conversation takes more memory or time than it
-            may.
+        TokenizerError: If there is neither, or the source is not a template, or a short conversation takes more memory
+            or time than it may.
         """
         special = {"bos_token": tokenizer.begin_id, "eos_token": min(tokenizer.stop_ids, default=None)}
         names = {name: tokenizer.names[token] for name, token in special.items() if token is not None}
@@ -154,7 +155,7 @@ class ChatTemplate:
 
     @classmethod
     def find(cls, tokenizer: Tokenizer, source: str | None = None) -> ChatTemplate:
-        """As `of`; where that raises an error, a template that has it as its `fault`, and raises it in `render`."""
+        """Find a template as `of` does; its errors become the `fault` of a template, which `render` raises."""
         try:
             return cls.of(tokenizer, source)
         except TokenizerError as error:
@@ -173,7 +174,7 @@ class ChatTemplate:
 
         Returns
         -------
-        Prompt: Of which a tokenizer makes control tokens only where the template wrote their names.
+        Prompt: Text with control tokens only where the template wrote their names.
 
         Raises
         ------
@@ -206,20 +207,20 @@ class ChatTemplate:
 
 
 _ALWAYS = {"add_generation_prompt": True, "tools": None, "documents": None}
-"""What every template gets, as in transformers."""
+"""Values that every template gets, as in transformers."""
 
 
 class _Marks:
     """Puts a mark into all that could be a part of a control token's name: after its first character, before its last.
 
     Names that come together only when the template joins, splits or trims texts have a mark, too. Texts that the
-    template itself looks for, such as ``</think>``, stay whole, where they are no control token nor touch one.
+    template itself looks for, such as ``</think>``, stay whole, unless they are or touch a control token.
 
     Parameters
     ----------
-    names: Of control tokens.
+    names: Names of control tokens.
     literals: Texts that the template's expressions hold.
-    source: Of the template.
+    source: Source of the template.
     """
 
     def __init__(self, names: Sequence[str], literals: Iterable[str], source: str) -> None:
@@ -288,7 +289,7 @@ class _Worker:
 
     Parameters
     ----------
-    source: Of the template.
+    source: Source of the template.
     """
 
     def __init__(self, source: str) -> None:

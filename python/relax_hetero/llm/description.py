@@ -24,7 +24,7 @@ class ModelDescription:
     trained_context : int
         Positions that the model was trained for; 0 where that is not known.
     decodes_like_prefill : bool
-        As `Model` says.
+        See `Model`.
     """
 
     name: str

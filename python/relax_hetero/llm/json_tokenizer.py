@@ -16,7 +16,7 @@ from .tokenizer import ENDS, byte_of_character, package_errors
 
 _SPACE = "\u2581"
 _MAX_SPREAD, _MAX_HOLES = 4, 1024
-"""The largest number of a token, as a multiple of how many there are, and besides: files have a few holes."""
+"""Bound of a token's number: a multiple of how many tokens there are, and so many more, since files have holes."""
 
 
 class JsonTokenizer:
@@ -30,7 +30,7 @@ class JsonTokenizer:
     Attributes
     ----------
     names: Of all tokens.
-    control_names: Of those that a text has only where `encode` is told so, such as the end of a turn.
+    control_names: Names of tokens that a text has only where `encode` is told so, such as the end of a turn.
     stop_ids: Tokens that end a text or a turn.
     begin_id: The token for the begin of a text; None if there is none.
     chat_template: In the language of jinja2; None if there is none.
@@ -187,7 +187,7 @@ def _text(path: Path) -> str:
 
 
 def _read(path: Path) -> Any:
-    """What a JSON file holds."""
+    """The value that a JSON file holds."""
     try:
         return json.loads(_text(path))
     except (ValueError, RecursionError) as error:
@@ -195,7 +195,7 @@ def _read(path: Path) -> Any:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """The values of a JSON file; none where there is no such file."""
+    """The object that a JSON file holds; an empty one where there is no such file."""
     found = _read(path) if path.exists() else {}
     if not isinstance(found, dict):
         raise TokenizerError(f"{path}: found {found!r:.100}, expected names and values")

@@ -49,8 +49,7 @@ class Prefixes:
         return sum(prefix.tokens.size for prefix in self._kept)
 
     def keep(self, slot: int, tokens: Sequence[int]) -> None:
-        """Keep the first `tokens` of a sequence, or free it if there is no use for it; others that it continues are
-        freed."""
+        """Keep the first `tokens` of a sequence, or free it if they are of no use; free others that it continues."""
         mine = np.asarray(tokens, np.int32)
         if self._most == 0 or mine.size < self._least or not self._cut(slot, mine.size):
             self._cache.free(slot)
@@ -123,7 +122,7 @@ class Prefixes:
         return prefix.slot
 
     def _cut(self, slot: int, length: int) -> bool:
-        """Forget a slot's tokens behind the first `length`; whether that was possible."""
+        """Forget a slot's tokens after the first `length`; False if that is not possible."""
         try:
             if length < self._cache.length(slot):
                 self._cache.cut(slot, length)

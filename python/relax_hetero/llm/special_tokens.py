@@ -14,7 +14,7 @@ NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 class Prompt(str):
     """A text, parts of which users wrote: names of control tokens that have such a part are text.
 
-    What `str`'s methods make of it is an ordinary text.
+    Methods of `str` return ordinary texts, without marks.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class SpecialTokens:
     Parameters
     ----------
     tokens: Token by name.
-    control: Those that a `Prompt` has only where its template wrote their names.
+    control: Names that stand for their tokens in a `Prompt` only where its template wrote them.
     """
 
     def __init__(self, tokens: Mapping[str, int], control: Collection[str] = ()) -> None:

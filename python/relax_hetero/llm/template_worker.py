@@ -2,8 +2,8 @@
 time, which imports nothing of this package and whose parent starts another when it has ended.
 
 It reads a request from its input, writes the answer to its output, and ends when its input does. The first request is
-the template: ``{"path", "source"}``, answered by the texts that the template itself holds; each other one is
-the values of a call, answered by the prompt. Requests are a length and JSON, answers a status, a length, and text.
+the template: ``{"path", "source"}``, answered by the texts that the template itself holds; each other one is the values
+of a call, answered by the prompt. Requests are a length and JSON, answers a status, a length, and text.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ MEMORY = 512 << 20
 MAX_PROMPT = 16 << 20
 """Characters of a prompt at which a template is stopped."""
 MAX_ANSWER = 4 * MAX_PROMPT
-"""Bytes."""
+"""Bytes of an answer."""
 MAX_ERROR = 500
 """Characters of what a template's error says."""
 _MAX_LITERALS, MAX_LITERAL = 1000, 64
 """Texts of a template that matter, and characters of one; what a conversation is searched for is short."""
 REQUEST, ANSWER = struct.Struct("<Q"), struct.Struct("<BQ")
 DONE, REFUSED, FAILED, BEYOND_LIMITS = range(4)
-"""Statuses: the answer; what the template says to refuse its values; an error in it; a limit that it went over."""
+"""Statuses: a prompt; a refusal of its values by the template; an error in the template; a limit that it exceeded."""
 _TIMERS = (signal.ITIMER_PROF, signal.ITIMER_REAL)
 """End the process by SIGPROF and SIGALRM."""
 _ESCAPED = re.compile("[^\x00-\x7f\ufdd0-\ufdef]")
 _PARENT_SECONDS = 5.0
-"""How often an idle process looks whether its parent lives, in case another process holds the pipe open."""
+"""Time after which an idle process looks whether its parent lives, in case another process holds the pipe open."""
 
 
 class Refusal(Exception):

@@ -39,7 +39,7 @@ ENDS = {
     "<EOT>",
 }
 _ALWAYS_CONTROL = ENDS - {"</s>", "<eos>", "<|end_of_text|>"}
-"""Those that are control tokens whatever a file says, as in llama.cpp; a vocabulary of HTML has </s> as a word."""
+"""Names of control tokens whatever a file says, as in llama.cpp; a vocabulary of HTML has </s> as a word."""
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SHORT_FORMS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -65,7 +65,7 @@ _FAMILIES: dict[tuple[str, ...], tuple[str, ...]] = {
 SPLITS = {name: expressions for expressions, names in _FAMILIES.items() for name in names}
 
 WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "tekken"}
-"""Where a word that is a token is that token, whatever merges say."""
+"""Vocabularies in which a word that is a token becomes that token, whatever merges say."""
 
 
 class Tokenizer:
@@ -78,7 +78,7 @@ class Tokenizer:
     Attributes
     ----------
     names: Of all tokens.
-    control_names: Of those that a text has only where `encode` is told so, such as the end of a turn.
+    control_names: Names of tokens that a text has only where `encode` is told so, such as the end of a turn.
     stop_ids: Tokens that end a text or a turn.
     begin_id: The token for the begin of a text; None if there is none.
     adds_begin, adds_end: Whether the model wants tokens for the begin and end of a text.

@@ -37,8 +37,8 @@ CHECKED = "relax_hetero.checked"
 """On a PrimFunc: an op may use what it writes as it is."""
 
 RANGE = "relax_hetero.range"
-"""On a PrimFunc: the numbers of an operand, of another one and of an axis of that, and a number. Values of the first,
-int64, are to be from 0 up to the size of the axis, the number added; up to the number alone where there is no other."""
+"""On a PrimFunc: an operand's number, another operand's, an axis of the latter, and an offset. The first operand's
+values, int64, must be from 0 to the size of the axis plus the offset; to the offset alone without another operand."""
 
 _CHUNK = LEAST_WORK["elements"]
 

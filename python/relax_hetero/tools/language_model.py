@@ -70,11 +70,11 @@ class Chosen:
             return llm.load(self.path, vdevices=self.vdevices, placement=self.placement, **given)
 
     def chat_template(self, tokenizer: Tokenizer) -> ChatTemplate:
-        """The template of conversations; one that is guessed is said on stderr, one that is none has a `fault`.
+        """The template of conversations. A guessed one is reported on stderr; one that does not work has a `fault`.
 
         Raises
         ------
-        HeteroError: If one was given that cannot be read, or is none.
+        HeteroError: If a given one cannot be read, or is not a template.
         """
         from ..artifact.regular_files import read_regular
         from ..llm import ChatTemplate

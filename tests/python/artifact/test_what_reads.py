@@ -1,4 +1,4 @@
-"""What was given in the wrong place, and what takes it."""
+"""Errors about objects given in the wrong place name the function that takes them."""
 
 import onnx
 import pytest

@@ -77,7 +77,7 @@ OF_A_GPU = {"kind": "cuda", "arch": "sm_90a"}
     ],
 )
 def test_types_of_activations(name, types, options, narrow, tmp_path):
-    """By default GPUs multiply what the model was trained in, and CPUs float32; sums between layers are float32."""
+    """GPUs multiply the type that the model was trained in by default, and CPUs float32, as are sums between layers."""
     path = write_gguf(tmp_path / "model.gguf", MODELS[name], types)
     options = dict(options)
     devices = ["llvm", options.pop("gpu", OF_A_GPU)]

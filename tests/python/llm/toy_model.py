@@ -14,7 +14,7 @@ from relax_hetero.errors import CacheError
 BYTES = 256
 EOS = 256
 DECODED = 1 << 20
-"""Added to a token in the cache that came there by a decode step, where that shows."""
+"""Offset of tokens that decode steps write into the cache, in models where these differ from prefill's."""
 
 
 class ToyCache:

@@ -1,4 +1,4 @@
-"""What names of devices that are not known may have meant."""
+"""Hints for names of devices that are not known."""
 
 import pytest
 

@@ -432,7 +432,7 @@ def connect(server: Server, text: bytes = b"", buffer: int | None = None) -> soc
 
 
 def read_all(client: socket.socket) -> bytes:
-    """What comes until the server closes the connection, which it may do before it has read all."""
+    """All bytes until the server closes the connection, which it may do before it has read all."""
     parts = []
     try:
         while part := client.recv(65536):

@@ -239,7 +239,7 @@ def test_calls_under_way_consume_nothing_that_others_take(executable):
 
 @I.ir_module
 class Early:
-    """What is donated is read by the first step; the second is on another device."""
+    """The first step reads the donated argument; the second step is on another device."""
 
     I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
 

@@ -345,7 +345,7 @@ class _Kernel:
 
 @dataclass(frozen=True)
 class _Pages:
-    """What a unit's rows attend to: pages from `begin` to before `end` of a slot, of a head of keys.
+    """Pages that a unit's rows attend to: those from `begin` to before `end` of a slot, of a head of keys.
 
     Attributes
     ----------

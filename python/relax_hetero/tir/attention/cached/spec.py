@@ -20,7 +20,7 @@ from ...math.casts import cast
 # queries of 4 heads of 256): 64, 128 and 256 rows are within 6 % of each other.
 CHUNK_ROWS = 64
 BLOCK_PAGES = 2
-"""Pages of a block, whose sums begin anew: a row's blocks may be in several units. Fewer are more to merge."""
+"""Pages of a block, the granularity at which several units share a row; smaller blocks take longer to merge."""
 
 LEAST_SCORE = -1e30
 """What hidden keys score: its power of e is 0 beside any other's."""
@@ -46,7 +46,7 @@ class Plan:
     splits : int
         Units that share the blocks of a row's pages; 1: one unit reads them all.
     most_blocks : int
-        That a row sees.
+        Blocks that a row sees at most.
     """
 
     lanes: int

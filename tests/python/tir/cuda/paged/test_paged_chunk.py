@@ -43,7 +43,7 @@ def test_against_float64(name):
 
 @pytest.mark.slow
 def test_a_chunk_that_is_cut_has_the_same_bits():
-    """By the same kernel, whose last rows are of no sequence then."""
+    """The same kernel computes both; its last rows are of no sequence then."""
     call = Call(case((100,), heads=2, kv_heads=1, chunk=70, window=40, rotary="halves", rotated=32), fresh_rng())
     work = call.work
     qkv, _, table, sequences, positions, rotation = call.arguments()
