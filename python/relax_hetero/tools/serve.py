@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import HeteroError
+from ..llm.server.limits import Limits
 from .command import command
 from .console import console
 from .language_model import Chosen, language_model_options
@@ -20,10 +21,11 @@ _SECONDS = click.FloatRange(min=1)
 _Command = Callable[..., Any]
 
 
-def _limit(
-    option: str, field: str, kind: click.ParamType, text: str, default: Any = None
-) -> Callable[[_Command], _Command]:
-    """Declare an option that sets a field of `Limits`, whose own default holds where this one has none."""
+def _limit(option: str, field: str, kind: click.ParamType, text: str) -> Callable[[_Command], _Command]:
+    """Declare an option that sets a field of `Limits`, whose default it shows where that is not 0."""
+    value: float = getattr(Limits, field)
+    shown = f"{int(value) >> 20}M" if isinstance(kind, BytesParam) else f"{value:g}"
+    default = shown if value else None
     return click.option(option, field, type=kind, default=default, show_default=default is not None, help=text)
 
 
@@ -73,44 +75,30 @@ def _limit(
     "in_flight",
     click.IntRange(min=1),
     "Work on this many requests at a time, and answer more with status 429.",
-    default=128,
 )
 @_limit(
     "--max-choices",
     "choices",
     click.IntRange(min=1),
     "Refuse requests for more texts than this, which are prompts times n.",
-    default=16,
 )
-@_limit("--max-body", "body_bytes", BytesParam(), "Refuse larger requests.", default="4M")
-@_limit("--timeout", "seconds", _SECONDS, "End a request that takes more seconds.", default=600)
+@_limit("--max-body", "body_bytes", BytesParam(), "Refuse larger requests.")
+@_limit("--timeout", "seconds", _SECONDS, "End a request that takes more seconds.")
 @_limit(
     "--header-timeout",
     "header_seconds",
     _SECONDS,
     "Close a connection if the headers of a request take more seconds to come.",
-    default=10,
 )
+@_limit("--body-timeout", "body_seconds", _SECONDS, "Refuse a request whose body takes more seconds to come.")
 @_limit(
-    "--body-timeout",
-    "body_seconds",
-    _SECONDS,
-    "Refuse a request whose body takes more seconds to come.",
-    default=30,
-)
-@_limit(
-    "--idle-timeout",
-    "idle_seconds",
-    _SECONDS,
-    "Close a connection that is silent for more seconds after an answer.",
-    default=30,
+    "--idle-timeout", "idle_seconds", _SECONDS, "Close a connection that is silent for more seconds after an answer."
 )
 @_limit(
     "--read-timeout",
     "read_seconds",
     _SECONDS,
     "Close a connection whose client leaves an answer unread for more seconds.",
-    default=30,
 )
 @_limit(
     "--max-connections",
@@ -156,7 +144,6 @@ def serve_command(
     """
     _need_packages()
     from ..llm.server.app import Settings
-    from ..llm.server.limits import Limits
 
     limits = Limits(**{field: value for field, value in given.items() if value is not None})
     settings = Settings(name or chosen.path.stem, api_key, limits, cors_origin)
