@@ -91,7 +91,7 @@ class JsonTokenizer:
         Parameters
         ----------
         text
-        special: Whether names of control tokens in the text stand for these tokens; in a `Prompt` of a `ChatTemplate`
+        special: If true, names of control tokens in the text stand for these tokens; in a `Prompt` of a `ChatTemplate`
             only those that the template wrote do.
         begin: Whether the model's tokens for the begin and the end of a text are added, where it wants them; a begin
             not twice where the text has it already.

@@ -47,7 +47,7 @@ class Model(Protocol):
     trained_context: Positions that the model was trained for; 0 where that is not known.
     slots: The most sequences that are decoded at once.
     chunk: The most tokens of one call of `prefill`.
-    decodes_like_prefill: Whether `decode` writes the same bits of a token into the cache as `prefill`. If not, only
+    decodes_like_prefill: True if `decode` writes the same bits of a token into the cache as `prefill`. If not, only
         tokens of prompts are shared among requests, and a request that waited again has its text decoded again.
     cache: Where `prefill` and `decode` append; both extend it themselves.
     """

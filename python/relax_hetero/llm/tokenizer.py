@@ -139,7 +139,7 @@ class Tokenizer:
         Parameters
         ----------
         text
-        special: Whether names of control tokens in the text stand for these tokens; in a `Prompt` of a `ChatTemplate`
+        special: If true, names of control tokens in the text stand for these tokens; in a `Prompt` of a `ChatTemplate`
             only those that the template wrote do.
         begin: Whether the model's tokens for the begin and the end of a text are added, where it wants them; not
             twice where the text has them already.
