@@ -15,8 +15,9 @@ import onnx
 import tvm
 from onnx import helper
 from tvm import relax, sym, tirx
-from tvm_ffi import structural_map, structural_walk
+from tvm_ffi import structural_map
 
+from ..transform.ir.requirements import DIVISIONS, divisors_in
 from .joined_sizes import analyzer_for, simplified
 
 # Longer vectors than shapes are.
@@ -25,8 +26,6 @@ _MAX_ELEMENTS = 64
 # Objects in an array: ints and int64 expressions. A rule returns one, or None where it cannot say.
 _Sizes = np.ndarray
 _Rule = Callable[[list["_Sizes | None"], dict[str, Any]], "_Sizes | None"]
-
-_QUOTIENTS = (tirx.FloorDiv, tirx.Div, tirx.FloorMod, tirx.Mod)
 
 
 def compute_sizes(node: onnx.NodeProto, operands: Sequence[Any]) -> relax.Expr | tvm.tirx.Expr | None:
@@ -108,23 +107,9 @@ def common_shape(one: relax.TensorType, other: relax.TensorType, name: str) -> l
     return sizes
 
 
-def symbolic_divisors(value: Any) -> list[tvm.tirx.Expr]:
-    """What an expression divides by that is no number."""
-    found: list[tvm.tirx.Expr] = []
-
-    def visit(part: Any) -> None:
-        if not isinstance(part.b, tirx.IntImm):
-            found.append(part.b)
-
-    if not isinstance(value, int):
-        for kind in _QUOTIENTS:
-            structural_walk(value, (kind, visit))
-    return found
-
-
 def with_safe_divisions(value: Any) -> Any:
     """The expression with divisors of 1 instead of 0: sizes are computed before a call with a 0 is refused."""
-    if not symbolic_divisors(value):
+    if not divisors_in(value):
         return value
     analyzer = analyzer_for(value)
 
@@ -135,7 +120,7 @@ def with_safe_divisions(value: Any) -> Any:
         safe = tirx.max(part.b, _expr(1)) if is_size else tirx.Select(tirx.EQ(part.b, _expr(0)), _expr(1), part.b)
         return type(part)(part.a, safe)
 
-    for kind in _QUOTIENTS:
+    for kind in DIVISIONS:
         value = structural_map(value, (kind, replace))
     return value
 

@@ -10,8 +10,9 @@ import numpy as np
 import onnx
 from tvm import relax, te, tirx, topi
 
+from ...transform.ir.requirements import divisors_in
 from ..joined_sizes import simplified
-from ..symbolic_sizes import symbolic_divisors, with_safe_divisions
+from ..symbolic_sizes import with_safe_divisions
 from .elementwise import cast
 from .node import Dim, Node, Position, as_constant, as_dim, const, dtype_of, is_float
 from .required_sizes import MOST_ELEMENTS, any_of, as_expr, broadcast, equal, joined, shown
@@ -116,7 +117,7 @@ def _reshaped(node: Node, data: relax.Expr, target: list[Dim]) -> relax.Expr:
             node.require(tirx.NE(as_expr(dim), as_expr(0)), f"reshapes {shown(dims)} to {shown(target)}")
         return node.filled([rest if axis in open_axes else dim for axis, dim in enumerate(target)], 0, dtype_of(data))
     rest = node.shape(node.builder.normalize(relax.op.reshape(data, target)))[open_axes[0]]
-    for divisor in symbolic_divisors(rest):  # TVM divides by the other sizes, and cancels what it can
+    for divisor in divisors_in(rest):  # TVM divides by the other sizes, and cancels what it can
         text = f"reshapes {shown(dims)} to {shown(target)}, which leaves the size of -1 open"
         node.require(tirx.NE(divisor, as_expr(0)), text)
     rest = with_safe_divisions(rest)

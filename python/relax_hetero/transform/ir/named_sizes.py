@@ -6,8 +6,8 @@ A front end writes::
     _: R.Shape([a_or_b]) = R.match_cast(value, R.Shape([a_or_b]))
 
 Passes do not look through the call: stock ones would write the value wherever the symbol stands, and fuse no kernel
-that was written for the symbol with one that was written for its value. Once kernels are formed, `with_values` writes
-values of few terms, which callers and plans of memory know, in the place of the names.
+that was written for the symbol with one that was written for its value. Once kernels are formed, `with_values` puts
+values of few terms, which callers and plans of memory know, in place of the names.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import tvm
 from tvm import relax, tirx
 from tvm_ffi import structural_map
 
+from .requirements import DIVISIONS
 from .rewriting import relax_functions, walk_bindings, with_functions
 
 MAX_TERMS = 24
-"""Symbols, numbers and operations of a size beyond which a symbol takes its place."""
+"""Symbols, numbers and operations of a size; a longer one is replaced by a symbol."""
 
 SIZE = "relax_hetero.size"
 """The function that returns the shape that it is given (`vm.device.builtins`)."""
-_QUOTIENTS = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
 _PARTS = ("a", "b", "condition", "true_value", "false_value", "value")
 
 
@@ -37,7 +37,7 @@ def name_size(builder: relax.BlockBuilder, symbol: tirx.Var, value: tvm.ir.Expr)
 
 
 def named_sizes(bindings: Iterable[relax.Binding]) -> tuple[set[relax.Var], dict[tirx.Var, tvm.ir.Expr]]:
-    """The variables of bindings that name sizes, and the values of few terms, in terms of sizes without such values."""
+    """The variables of bindings that name sizes, and the values of few terms, in which named sizes are expanded."""
     calls: dict[relax.Var, tvm.ir.Expr] = {}
     casts: set[relax.Var] = set()
     values: dict[tirx.Var, tvm.ir.Expr] = {}
@@ -57,12 +57,12 @@ def named_sizes(bindings: Iterable[relax.Binding]) -> tuple[set[relax.Var], dict
 
 
 def expanded(part: Any, values: dict[tirx.Var, tvm.ir.Expr]) -> Any:
-    """An expression, a type or a function with values in the place of names."""
+    """An expression, a type or a function with values in place of names."""
     return structural_map(part, (tvm.ir.Var, lambda var: values.get(var, var))) if values else part
 
 
 def with_values(mod: tvm.IRModule) -> tvm.IRModule:
-    """A module whose functions have values of few terms in the place of names."""
+    """A module whose functions have values of few terms in place of names."""
     functions = {}
     for gv, func in relax_functions(mod):
         _, values = named_sizes(walk_bindings(func))
@@ -83,11 +83,11 @@ def _names_one_of(binding: relax.Binding, symbols: Container[tirx.Var]) -> bool:
 
 
 def is_long(size: Any) -> bool:
-    """Whether an expression is of more than `MAX_TERMS` terms; a quotient by a size, kept from 0, counts as many."""
+    """Whether an expression has more than `MAX_TERMS` terms; a quotient by a size counts as half as many."""
     count, pending = 0, [size]
     while pending and count <= MAX_TERMS:
         expr = pending.pop()
-        is_guarded = isinstance(expr, _QUOTIENTS) and not isinstance(expr.b, tirx.IntImm)
+        is_guarded = isinstance(expr, DIVISIONS) and not isinstance(expr.b, tirx.IntImm)
         count += MAX_TERMS // 2 if is_guarded else 1
         pending += [part for name in _PARTS if isinstance(part := getattr(expr, name, None), tvm.ir.Expr)]
     return count > MAX_TERMS

@@ -17,6 +17,9 @@ from .rewriting import tensor_types
 MOST = 2**62
 """More than any extent of a tensor: what analyzers are told that sizes stay below."""
 
+DIVISIONS = (tirx.FloorDiv, tirx.Div, tirx.FloorMod, tirx.Mod)
+"""Expressions of sizes that fail where ``b`` is 0."""
+
 
 @dataclass(frozen=True, eq=False)
 class Requirement:
@@ -90,6 +93,19 @@ def symbols_in(expr: Any) -> list[tirx.Var]:
     found: dict[tirx.Var, None] = {}
     structural_walk(expr, (tvm.ir.Var, lambda var: found.setdefault(var)))
     return list(found)
+
+
+def divisors_in(expr: Any) -> list[Any]:
+    """The divisors in an expression of sizes that are not numbers, in order; an int has none."""
+    divisors: list[Any] = []
+
+    def note(division: Any) -> None:
+        if not isinstance(division.b, tirx.IntImm):
+            divisors.append(division.b)
+
+    if not isinstance(expr, int):
+        structural_walk(expr, (DIVISIONS, note))
+    return divisors
 
 
 def sizes_of_parameters(func: relax.Function) -> set[tirx.Var]:

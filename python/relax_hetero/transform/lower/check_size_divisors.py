@@ -36,9 +36,8 @@ from ...tir.checks import REFUSE
 from ..ir.declare import declare_pass
 from ..ir.findings import findings_of, with_findings
 from ..ir.module_attrs import COMMANDS, DIVISORS_CHECKED
+from ..ir.requirements import DIVISIONS
 from ..ir.rewriting import copy_module
-
-_DIVISIONS = (tirx.Div, tirx.FloorDiv, tirx.Mod, tirx.FloorMod)
 
 
 def check_size_divisors(mod: tvm.IRModule) -> tvm.IRModule:
@@ -106,7 +105,7 @@ def _divisors(func: tirx.PrimFunc) -> list[StructuralKey]:
         if _is_of(division, sizes):
             found.setdefault(StructuralKey(division.b))
 
-    structural_walk(func.body, (_DIVISIONS, note))
+    structural_walk(func.body, (DIVISIONS, note))
     return list(found)
 
 
@@ -122,7 +121,7 @@ def _with_guarded_stores(func: tirx.PrimFunc, checks: list[CheckSpec]) -> tirx.P
             if not isinstance(division.b, tirx.IntImm):
                 found.setdefault(StructuralKey(division.b))
 
-        structural_walk(statement.value, (_DIVISIONS, note))
+        structural_walk(statement.value, (DIVISIONS, note))
         guarded: tirx.Stmt = statement
         for key in found:
             guarded = _guard(key.key, "a size", checks, guarded)

@@ -35,7 +35,7 @@ from typing import Any
 
 import tvm
 from tvm import relax, tirx
-from tvm_ffi import StructuralKey, structural_map, structural_walk
+from tvm_ffi import StructuralKey, structural_map
 
 from ...errors import BuildError
 from ...op.require import is_requirement
@@ -43,10 +43,12 @@ from ...target.vdevice import is_cpu
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import DIVISORS_CHECKED
 from ..ir.requirements import (
+    DIVISIONS,
     Monomial,
     Requirement,
     bind_extents,
     by_place,
+    divisors_in,
     factors_of,
     in_requirements,
     monomial,
@@ -107,7 +109,7 @@ def without_division_by_zero(func: relax.Function) -> relax.Function:
             return quotient
         return type(quotient)(quotient.a, tirx.Max(quotient.b, tirx.IntImm(str(quotient.b.ty), 1)))
 
-    return structural_map(func, [(kind, change) for kind in (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)])
+    return structural_map(func, [(kind, change) for kind in DIVISIONS])
 
 
 @dataclass
@@ -121,7 +123,7 @@ class _Writer:
     analyzer : tvm.sym.Analyzer
         Knows that extents of tensors which callers give are not negative; numbers of a shape may be.
     origins : dict
-        Sizes that arguments of callers have, and which dimensions of which they are.
+        Symbolic size -> the dimension of an argument that it is, as text.
     """
 
     name: str
@@ -298,18 +300,7 @@ def _unless(condition: Any, refuse: tirx.Stmt) -> list[tirx.Stmt]:
         body = tirx.SeqStmt(inner) if len(inner) != 1 else inner[0]
         return [tirx.IfThenElse(tirx.Not(condition.a), body, None)]
     check = tirx.IfThenElse(tirx.Not(condition), refuse, None)
-    for divisor in _divisors(condition):
+    for divisor in divisors_in(condition):
         # The rest is the other branch: TVM computes what is used twice before the statements that use it.
         check = tirx.IfThenElse(tirx.EQ(divisor, tirx.const(0, str(divisor.ty))), refuse, check)
     return [check]
-
-
-def _divisors(condition: Any) -> list[Any]:
-    found: list[Any] = []
-
-    def note(division: Any) -> None:
-        if not isinstance(division.b, tirx.IntImm):
-            found.append(division.b)
-
-    structural_walk(condition, ((tirx.Div, tirx.FloorDiv, tirx.Mod, tirx.FloorMod), note))
-    return found

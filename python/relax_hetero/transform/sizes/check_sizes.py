@@ -39,6 +39,7 @@ from ..ir.requirements import (
     Requirement,
     bind_extents,
     by_place,
+    divisors_in,
     factors_of,
     in_requirements,
     monomial,
@@ -97,7 +98,7 @@ class _Function:
     given : dict
         By the symbolic extents of parameters, the bytes for each element of them: these tensors fit, as they exist.
     equal : dict
-        By symbolic size, what it is required to be.
+        Symbolic size -> the expression that it is required to equal.
     """
 
     mod: tvm.IRModule
@@ -201,7 +202,7 @@ class _Function:
         yield from others
 
     def _note_equal(self, requirement: relax.Expr) -> None:
-        """Remember that a size is another one from here on: conditions that follow from it tell less than it does."""
+        """Note an equality of sizes from here on: conditions that follow from it are not required again."""
         condition = Requirement.of(requirement).condition if is_requirement(requirement) else None
         if isinstance(condition, tirx.EQ) and isinstance(condition.a, tirx.Var):
             self.equal[condition.a] = condition.b
@@ -220,7 +221,7 @@ class _Function:
     def _open(
         self, condition: Any, title: _Title, scope: _Scope, is_top: bool, expected: str = ""
     ) -> Iterator[Requirement]:
-        """The requirement of a condition (in words, where it is not to be written), unless it is proven or required."""
+        """The requirement of a condition (as `expected`, if given), unless it is proven or required already."""
         condition = as_condition(condition)
         key = StructuralKey(condition)
         if key in scope.required:
@@ -243,7 +244,7 @@ class _Function:
         for extent in ty.shape.values:
             if isinstance(extent, tirx.IntImm) and int(extent) >= 0:
                 continue
-            for divisor in _divisors(extent):
+            for divisor in divisors_in(extent):
                 yield from self._open(divisor > 0, title, scope, is_top)
             yield from self._open(extent >= 0, title, scope, is_top, f"{text_of(extent)} >= 0")
 
@@ -270,21 +271,6 @@ def _is_given(binding: relax.Binding) -> bool:
     return isinstance(binding, relax.MatchCast) or isinstance(
         binding.value, (relax.Var, relax.Tuple, relax.TupleGetItem, relax.Function, relax.If)
     )
-
-
-def _divisors(extent: Any) -> list[Any]:
-    """What an expression divides by, where that is no number."""
-    found: list[Any] = []
-    pending = [extent]
-    while pending:
-        expr = pending.pop()
-        for part in ("a", "b", "value", "condition", "true_value", "false_value"):
-            inner = getattr(expr, part, None)
-            if isinstance(inner, tvm.ir.Expr):
-                pending.append(inner)
-        if isinstance(expr, (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)) and not isinstance(expr.b, tirx.IntImm):
-            found.append(expr.b)
-    return found
 
 
 def _shapes(ty: tvm.ir.Type) -> list[list[Any] | None]:
