@@ -1,4 +1,4 @@
-"""What a module must be like before its passes run, so that a wrong one is refused in terms of its own names.
+"""Checks of a module before its passes run, so that a wrong one is refused in terms of its own names.
 
 TVM infers types while a module is built, but a module that was put together by hand, changed by other passes or read
 from a file may hold anything: its passes would fail later, with messages about what they made of it. Each op is asked
@@ -15,12 +15,11 @@ from ..artifact.messages import near
 from ..errors import BuildError
 from ..transform.dispatch.legalize import is_kept
 from ..transform.ir.module_attrs import is_lowered
+from ..transform.ir.op_names import CALL_TIR_INPLACE, CALL_TIR_OPS
 from ..transform.ir.operand_text import operand_text, type_text
 from ..transform.ir.reasons import reason
 from ..transform.ir.requirements import text_of
 from ..transform.ir.rewriting import op_name, relax_functions, tensor_types, walk_bindings
-
-_KERNEL_CALLS = ("relax.call_tir", "relax.call_tir_with_grad", "relax.call_tir_inplace")
 
 
 def check_module(mod: tvm.IRModule) -> None:
@@ -90,7 +89,7 @@ class _Function:
             self._check_if(binding, value)
         elif isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.GlobalVar):
             ty = self._check_call(binding, value)
-        elif op_name(value) in _KERNEL_CALLS:
+        elif op_name(value) in CALL_TIR_OPS:
             self._check_kernel(binding, value)
             ty = value.ty_args[0]
         elif op_name(value) is not None:
@@ -157,7 +156,7 @@ class _Function:
             return
         fields = list(call.args[1].fields)
         results = list(tensor_types(call.ty_args[0]))
-        if op_name(call) == "relax.call_tir_inplace":
+        if op_name(call) == CALL_TIR_INPLACE:
             results = [ty for ty, at in zip(results, call.attrs.inplace_indices, strict=False) if int(at) < 0]
         given = [(operand_text(arg), arg.ty) for arg in fields]
         given += [(f"result {number}: {type_text(ty)}", ty) for number, ty in enumerate(results)]
@@ -177,7 +176,7 @@ class _Function:
 
     @staticmethod
     def _cannot_be(declared: tvm.ir.Type, found: tvm.ir.Type) -> bool:
-        """Whether no value of a type that was found is one of the declared type."""
+        """Whether the types exclude each other: no value of type `found` is of type `declared`."""
         if tvm.ir.Type in (type(declared), type(found)):  # not inferred yet
             return False
         return bool(type_base_check(declared, found) == BaseCheckResult.FAIL_L0)
@@ -186,13 +185,13 @@ class _Function:
         value = binding.value
         op = op_name(value) or ("call" if isinstance(value, relax.Call) else type(value).__name__)
         operands = ""
-        if isinstance(value, relax.Call) and op not in _KERNEL_CALLS and not isinstance(value.op, tvm.ir.GlobalVar):
+        if isinstance(value, relax.Call) and op not in CALL_TIR_OPS and not isinstance(value.op, tvm.ir.GlobalVar):
             operands = f" of {', '.join(map(operand_text, value.args))}" if value.args else ""
         return BuildError(f"function {self._name!r}: {op} {binding.var.name!r}{operands} {what}")
 
 
 def _fits(ty: relax.TensorType, buffer: tirx.Buffer) -> bool:
-    """Whether a tensor can be a buffer: its element type, rank and known extents."""
+    """Whether a tensor has the element type, rank and known extents of a buffer."""
     if ty.dtype is not None and str(ty.dtype) != str(buffer.dtype):
         return False
     if ty.ndim >= 0 and ty.ndim != len(buffer.shape):

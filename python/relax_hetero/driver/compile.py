@@ -25,15 +25,7 @@ from ..artifact.what_reads import found
 from ..errors import BuildError
 from ..target.hosts import hosts_of, is_native
 from ..target.native_target import native
-from ..target.vdevice import (
-    VDevice,
-    VDeviceSpec,
-    device_name,
-    host_vdevice,
-    vdevice_index,
-    vdevices_of,
-    with_vdevices,
-)
+from ..target.vdevice import VDevice, VDeviceSpec, device_name, host_vdevice, vdevice_index, vdevices_of, with_vdevices
 from ..transform.encode.accuracies import with_accuracy
 from ..transform.ir.findings import findings_of
 from ..transform.ir.kernels import bytes_of, call_vdevice, called_prim_func, operations_of, ops_of, precision_of
@@ -307,7 +299,7 @@ def memory_plan_of(mod: tvm.IRModule) -> MemoryPlan:
 
 def _dispatches(mod: tvm.IRModule, vdevices: list[relax.VDevice]) -> dict[str, DispatchSpec]:
     """The kernels that command buffers and functions call, each with all devices that it runs on."""
-    found = region_dispatches(mod)
+    dispatches = region_dispatches(mod)
     for _, func in relax_functions(mod):
         allocated: dict[relax.Var, int] = {}
         for binding in walk_bindings(func):
@@ -320,10 +312,10 @@ def _dispatches(mod: tvm.IRModule, vdevices: list[relax.VDevice]) -> dict[str, D
             kernel = mod.functions[gv]
             device = _device_of(call, kernel, allocated, vdevices)
             work = (operations_of(kernel), bytes_of(kernel), precision_of(kernel))
-            known = found.setdefault(gv.name_hint, DispatchSpec(device, ops_of(kernel), *work))
+            known = dispatches.setdefault(gv.name_hint, DispatchSpec(device, ops_of(kernel), *work))
             if device not in known.devices:
-                found[gv.name_hint] = replace(known, also=(*known.also, device))
-    return found
+                dispatches[gv.name_hint] = replace(known, also=(*known.also, device))
+    return dispatches
 
 
 def _device_of(
