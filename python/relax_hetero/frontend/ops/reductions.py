@@ -89,16 +89,21 @@ def _mean(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> rela
     empty = _of_nothing(node, data, axes, keepdims, 0)  # onnxruntime's result, where numpy has NaN
     if empty is not None:
         return empty
-    shape = node.shape(data) if data.ty.shape is not None else []
-    count = math.prod(as_expr(shape[axis]) for axis in axes if shape)
     if is_float(dtype):
         mean = node.emit(relax.op.mean(data, axes, keepdims))
-        return mean if not shape or isinstance(count, tirx.IntImm) else _zero_of_none(node, mean, count)
-    shape = node.shape(data)
+        count = 1 if data.ty.shape is None else _count(node, data, axes)
+        return mean if isinstance(count, (int, tirx.IntImm)) else _zero_of_none(node, mean, count)
+    count = _count(node, data, axes)
     number = const(int(count), "float64") if isinstance(count, tirx.IntImm) else _as_float(node, tirx.max(count, 1))
     # numpy's mean of integers, cast back: the quotient is rounded towards zero.
     total = node.emit(relax.op.sum(relax.op.astype(data, "float64"), axes, keepdims))
     return node.emit(relax.op.astype(relax.op.divide(total, number), dtype))
+
+
+def _count(node: Node, data: relax.Expr, axes: list[int]) -> Any:
+    """Number of elements along some axes."""
+    dims = node.shape(data)
+    return math.prod(as_expr(dims[axis]) for axis in axes)
 
 
 def _zero_of_none(node: Node, mean: relax.Expr, count: Any) -> relax.Expr:
@@ -229,7 +234,7 @@ def arg_extreme(node: Node) -> relax.Expr:
 
 
 def index_of_extreme(node: Node, data: relax.Expr, axis: int, keepdims: bool, last: bool, largest: bool) -> relax.Expr:
-    """As `arg_extreme`, along an axis that has elements wherever there is a result."""
+    """Index of the largest or smallest element along an axis; calls have to require that the axis is not empty."""
     rank = node.rank(data)
     if dtype_of(data) == "bfloat16":
         data = cast(node, data, "float32")

@@ -149,7 +149,10 @@ def tree_ensemble_classifier(node: Node) -> relax.Expr:
     if len(base) not in (0, labels.size) and (labels.size, len(base)) != (2, 1):
         raise node.refusal(f"base_values has {len(base)} entries, expected {labels.size}")
     if labels.size <= 2:
-        index, scores = (_one_class if labels.size == 1 else _two_classes)(node, rows, scores, forest, weights, base)
+        if labels.size == 1:
+            index, scores = _one_class(node, scores, base)
+        else:
+            index, scores = _two_classes(node, rows, scores, forest, weights, base)
         if labels.dtype.kind == "i" and (labels.size == 1 or len(_scored(weights)) > 1):
             labels = np.arange(2)  # ONNX Runtime gives the number of the class, not its label
     else:
@@ -170,7 +173,7 @@ def tree_ensemble_classifier(node: Node) -> relax.Expr:
 
 
 def _best_of_leaves(forest: Forest, weights: Weights, dtype: str) -> np.ndarray:
-    """By leaf, the class with the largest score; 0 where there are no scores."""
+    """The class with the largest score of each leaf; 0 where there are no scores."""
     best = np.zeros(len(forest.leaves), "int64")
     for leaf, entries in weights.items():
         found: dict[int, float] = {}
@@ -193,9 +196,7 @@ def _scored(weights: Weights) -> set[int]:
     return {target for entries in weights.values() for target, _ in entries}
 
 
-def _one_class(
-    node: Node, rows: relax.Expr, scores: relax.Expr, forest: Forest, weights: Weights, base: list[float]
-) -> tuple[relax.Expr, relax.Expr]:
+def _one_class(node: Node, scores: relax.Expr, base: list[float]) -> tuple[relax.Expr, relax.Expr]:
     """The index 1 where the one score is positive, else 0, and the score, which only PROBIT changes."""
     scores = node.emit(relax.op.add(scores, const(base, dtype_of(scores)))) if base else scores
     return _is_above(node, scores, 0.0), _after(node, scores, node.attribute("post_transform", "NONE"))
@@ -223,8 +224,10 @@ def _two_classes(
     zero = const(0, dtype)
 
     def where_scored(k: int, value: relax.Expr, otherwise: relax.Expr) -> relax.Expr:
-        if k in always or k not in ids:
-            return value if k in always else otherwise
+        if k in always:
+            return value
+        if k not in ids:
+            return otherwise
         return node.emit(relax.op.where(relax.op.greater(columns[1][k], zero), value, otherwise))
 
     first, second = columns[0]
