@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 # Ops that torch would decompose, and that stay whole: kernels of this library compute them, or find them more easily.
-# The last one torch decomposes into something else (2.13), so that it is refused.
+# torch 2.13 decomposes the last one wrongly; kept whole, it is refused.
 _KEPT = frozenset(
     "linear layer_norm group_norm instance_norm rms_norm gelu silu hardswish hardsigmoid mish softplus elu leaky_relu "
     "scaled_dot_product_attention einsum matmul softmax log_softmax upsample_nearest1d upsample_nearest2d "
@@ -29,7 +29,7 @@ _KEPT = frozenset(
 # Ops that the core of ATen has, and that torch decomposes for its own compiler.
 _DECOMPOSED = frozenset("dist ldexp".split())
 
-# Values of arguments with which an op that may draw random numbers draws none.
+# Arguments, and their values with which an op that may draw random numbers draws none.
 _DRAWS_NONE = {"train": False, "training": False, "p": 0, "dropout_p": 0, "dropout": 0, "num_layers": 1}
 
 
@@ -105,7 +105,7 @@ def _calls(program: Any) -> list[Any]:
 
 
 def _is_projected(node: Any) -> bool:
-    """Whether an op is an LSTM with projections, which ONNX does not have: torch unrolls it."""
+    """Whether an op is an LSTM with projections, which ONNX lacks: torch unrolls it."""
     if not str(node.target).startswith("aten.lstm.input"):
         return False
     layers, directions = _argument(node, "num_layers"), 2 if _argument(node, "bidirectional") else 1
@@ -113,7 +113,7 @@ def _is_projected(node: Any) -> bool:
 
 
 def _argument(node: Any, *names: str) -> Any:
-    """The value that a node has for the first of these arguments of its op, or None."""
+    """The value of a node's first argument that has one of these names, or None."""
     for place, argument in enumerate(node.target._schema.arguments):
         if argument.name in names:
             return (
@@ -123,7 +123,7 @@ def _argument(node: Any, *names: str) -> Any:
 
 
 def _is_random(node: Any) -> bool:
-    """Whether an op draws random numbers, with the arguments that it has."""
+    """Whether a node draws random numbers, given its arguments."""
     if torch_package().Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     return not any(_argument(node, name) == value for name, value in _DRAWS_NONE.items())
@@ -136,10 +136,10 @@ def _refuse_random(program: Any, among: Callable[[Any], bool] = lambda node: Tru
     """
     names = NodeNames()
     random = [node for node in _calls(program) if _is_random(node) and among(node)]
-    found = [f"node {names.info(node).name!r}: {node.target}" for node in random]
-    if found:
+    titles = [f"node {names.info(node).name!r}: {node.target}" for node in random]
+    if titles:
         raise FrontendError(
-            f"the module draws random numbers, which a compiled model would repeat in every call: {'; '.join(found)}; "
+            f"the module draws random numbers, which a compiled model would repeat in every call: {'; '.join(titles)}; "
             "call module.eval() before it is exported, or give the numbers as an input"
         )
 
@@ -179,7 +179,7 @@ _Numbers: TypeAlias = "dict[tuple[str, str], bool | int | float]"
 
 
 def _numbers(module: Any) -> _Numbers:
-    """Path of a module and name of an attribute -> the number that it is."""
+    """(path of a submodule, name of an attribute) -> number, for all attributes that are numbers."""
     return {
         (path, name): value
         for path, part in module.named_modules()
@@ -189,7 +189,7 @@ def _numbers(module: Any) -> _Numbers:
 
 
 def _differs(module: Any, program: Any, export: Callable[[], Any], before: _Numbers, changed: _Numbers) -> bool:
-    """Whether a module becomes another program once its numbers have changed. Caches that fill once do not."""
+    """Whether a module exports to another program after its numbers have changed; with caches that fill once, not."""
 
     def assign(numbers: _Numbers) -> None:
         for path, name in changed:
@@ -198,7 +198,7 @@ def _differs(module: Any, program: Any, export: Callable[[], Any], before: _Numb
     assign(changed)
     try:
         return str(export().graph) != str(program.graph)
-    except Exception:  # a part of the state that is no number has not changed along
+    except Exception:  # the rest of the module's state has not changed along
         return False
     finally:
         assign(before)
@@ -213,17 +213,17 @@ def _check_storage(torch: Any, module: Any, args: Any, kwargs: Any) -> None:
     for is_input, (name, value) in [*((True, pair) for pair in inputs), *((False, pair) for pair in weights)]:
         if not isinstance(value, torch.Tensor):
             continue
-        found = unreadable(value)
-        if is_input and not found.startswith(("nested", "quantized")):  # example arguments are read for shapes alone
-            found = "" if value.layout == torch.strided else f"sparse or packed tensor ({value.layout})"
-        if found:
+        kind = unreadable(value)
+        if is_input and not kind.startswith(("nested", "quantized")):  # example arguments are read for shapes alone
+            kind = "" if value.layout == torch.strided else f"sparse or packed tensor ({value.layout})"
+        if kind:
             raise FrontendError(
-                f"from_torch: {name if is_input else f'the weight {name!r}'} is a {found}, expected a dense tensor"
+                f"from_torch: {name if is_input else f'the weight {name!r}'} is a {kind}, expected a dense tensor"
             )
 
 
 def unreadable(tensor: Any) -> str:
-    """What a tensor is whose elements cannot be read as a dense array, or an empty string."""
+    """Name of the kind of a tensor whose elements cannot be read as a dense array; empty for others."""
     if tensor.is_nested:
         return "nested tensor"
     if tensor.is_quantized:

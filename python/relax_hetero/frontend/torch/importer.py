@@ -25,7 +25,7 @@ from . import ops  # noqa: F401 - registers the converters
 from .complex_values import Complex, convert_complex, converts_complex, has_complex, is_complex, part_of
 from .exporting import torch_package, unreadable
 from .folding import Folding
-from .node import TABLE, TorchNode, dtype_name
+from .node import TABLE, Converter, TorchNode, dtype_name
 from .scalars import float_scalar
 from .sizes import Sizes, as_shape
 from .torch_names import NodeNames, output_names
@@ -76,7 +76,7 @@ class _Importer(OwnedBindings):
         self._owners: dict[relax.Var, NodeInfo] = {}
         self._results: dict[NodeInfo, list[relax.Var]] = {}
         self._constants: dict[tuple[Any, ...], Any] = {}
-        self._densified: dict[str, Any] = {}  # keeps the addresses in the keys of constants taken
+        self._densified: dict[str, Any] = {}  # kept alive: their addresses are keys of `_constants`
         self.loops: list[ImportedLoop] = []
         self.known: dict[relax.Var, relax.Binding] = {}
 
@@ -183,9 +183,9 @@ class _Importer(OwnedBindings):
     def _constant(self, tensor: Any, name: str) -> Any:
         """A weight, over torch's own memory where kernels can read it; a weight that is shared is one constant."""
         torch = self._torch
-        found = unreadable(tensor)
-        if found:
-            raise FrontendError(f"the weight {name!r} is a {found}, expected a dense tensor")
+        kind = unreadable(tensor)
+        if kind:
+            raise FrontendError(f"the weight {name!r} is a {kind}, expected a dense tensor")
         tensor = tensor.detach()
         if tensor.dtype.is_complex:
             return Complex(*(self._constant(part.contiguous(), name) for part in (tensor.real, tensor.imag)))
@@ -242,17 +242,15 @@ class _Importer(OwnedBindings):
         return isinstance(value, self._torch.SymBool) and self._sizes.condition(value) is None
 
     def _converted(self, node: Any, info: NodeInfo) -> Any:
-        name = f"{_op_name(node)}.{getattr(node.target, '_overloadname', 'default')}"
-        value = node.meta.get("val")
-        if not _has_converter(node):
+        value, convert = node.meta.get("val"), _converter_of(node)
+        if convert is None:
             found = self._folding.value(node)
             if isinstance(found, (list, tuple)):
                 return [self._constant(part, f"{info.name}[{index}]") for index, part in enumerate(found)]
             return self._constant(found, info.name)
         arguments, tensors = self._arguments(node)
         used = frozenset(user.args[1] for user in node.users if user.target is operator.getitem)
-        torch_node = TorchNode(name, info, value, tensors, self, self._sizes, used)
-        convert = TABLE.get(name) or TABLE.get(_op_name(node)) or convert_complex
+        torch_node = TorchNode(_full_name(node), info, value, tensors, self, self._sizes, used)
         if is_complex(value) or has_complex(arguments):
             convert = convert_complex
         elif node.args and self._is_empty(value):  # whatever the op is; some kernels would leave sizes of 0 out
@@ -401,6 +399,16 @@ def _op_name(node: Any) -> str:
     return str(schema.name).split("::")[1] if schema is not None else getattr(node.target, "__name__", str(node.target))
 
 
+def _full_name(node: Any) -> str:
+    """Name of an op with its overload."""
+    return f"{_op_name(node)}.{getattr(node.target, '_overloadname', 'default')}"
+
+
+def _converter_of(node: Any) -> Converter | None:
+    op = _op_name(node)
+    return TABLE.get(_full_name(node)) or TABLE.get(op) or (convert_complex if converts_complex(op) else None)
+
+
 def _is_read(node: Any) -> bool:
     """Whether a number is read from a tensor when the model runs, or comes from a graph in the node."""
     return _op_name(node) in ("_local_scalar_dense", "item")
@@ -435,12 +443,6 @@ def check_supported(program: Any, folding: Folding) -> None:
         raise FrontendError(f"the exported program has ops that cannot be imported: {'; '.join(missing)}")
 
 
-def _has_converter(node: Any) -> bool:
-    op = _op_name(node)
-    full = f"{op}.{getattr(node.target, '_overloadname', '')}"
-    return op in TABLE or full in TABLE or converts_complex(op)
-
-
 def _missing(module: Any, names: NodeNames, folding: Folding) -> list[str]:
     """The nodes of a graph, and of graphs inside its nodes, that no converter knows."""
     found = []
@@ -455,6 +457,6 @@ def _missing(module: Any, names: NodeNames, folding: Folding) -> list[str]:
             found.append(f"node {node.name!r}: {node.target}")
         elif node.op == "call_function" and node.target is not operator.getitem:
             is_size = _is_number(node.meta.get("val")) and not _is_read(node)
-            if not (is_size or op in _SILENT or _has_converter(node) or node in folding):
+            if not (is_size or op in _SILENT or _converter_of(node) is not None or node in folding):
                 found.append(f"node {names.info(node).name!r}: {node.target}")
     return found
