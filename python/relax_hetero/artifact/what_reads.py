@@ -1,4 +1,4 @@
-"""What a value is that was given in the wrong place, and which function of this library takes it.
+"""Hints about arguments of the wrong kind: what a value is, and which function of this library takes it.
 
 Looks at names of classes, first bytes of files and ends of their names: nothing is imported and nothing is read whole.
 """
@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-# What it is, and what takes it, by the kind that is recognized.
+# Recognized kind -> what it is, and what takes it.
 _KINDS = {
     "onnx": ("an ONNX model", "rh.from_onnx imports it"),
     "gguf": ("a GGUF file", "rh.from_gguf imports it, and rh.llm.load makes a language model of it"),
@@ -67,21 +67,21 @@ _ENDINGS = {
     ".pt": "state", ".pth": "state", ".pt2": "state", ".bin": "state", ".ckpt": "state", ".safetensors": "safetensors",
     ".py": "script",
 }  # fmt: skip
-_LONGEST = 200
+_MAX_CHARACTERS = 200
 
 
 def found(value: Any, reader: str = "") -> str:
-    """What a value is, and what takes it: ``"found 'm.onnx' (str), an ONNX model: rh.from_onnx imports it"``.
+    """Text on what a value is, and what takes it: ``"found 'm.onnx' (str), an ONNX model: rh.from_onnx imports it"``.
 
     Parameters
     ----------
     value : object
-        What was given.
+        The argument of the wrong kind.
     reader : str
-        The function that it was given to, such as "rh.load"; it is not named as what takes the value.
+        The function that got it, such as "rh.load"; the text does not suggest this one.
     """
     is_path = isinstance(value, (str, os.PathLike))
-    text = f"found {short(value)} ({type(value).__name__})" if is_path else f"found {type(value).__name__}"
+    text = f"found {_short(value)} ({type(value).__name__})" if is_path else f"found {type(value).__name__}"
     return f"{text}{hint_of(value, reader)}"
 
 
@@ -95,7 +95,7 @@ def hint_of(value: Any, reader: str = "") -> str:
 
 
 def near_file(path: str | os.PathLike[str]) -> str:
-    """A hint at a file whose name is nearly that of one that is missing; else empty."""
+    """End of an error about a missing file: the nearest name in its folder as a question, or empty."""
     missing = Path(path)
     try:
         names = [] if missing.exists() else os.listdir(missing.parent)
@@ -105,10 +105,10 @@ def near_file(path: str | os.PathLike[str]) -> str:
     return f"; did you mean {str(missing.with_name(close[0]))!r}?" if close else ""
 
 
-def short(value: object) -> str:
+def _short(value: object) -> str:
     """The text of a value, cut where it is long."""
     text = repr(os.fspath(value)) if isinstance(value, os.PathLike) else repr(value)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 4 :]}"
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[: _MAX_CHARACTERS // 2]} … {text[-_MAX_CHARACTERS // 4 :]}"
 
 
 def _kind_of_object(value: object) -> str | None:

@@ -1,4 +1,4 @@
-"""How much of this machine's CPUs other work takes, while something is measured."""
+"""Share of this machine's CPUs that other work takes while something is measured."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import os
 import time
 from contextlib import suppress
 
-_SHORTEST = 0.05  # seconds; the system counts ticks of 0.01
+_MIN_SECONDS = 0.05  # the system counts ticks of 0.01
 _IDLE = (3, 4)  # columns of /proc/stat: idle, and waiting for input or output
 _GUESTS = 8  # columns from here on are counted in earlier ones
 
 
 class CpuWatch:
-    """Begins to watch when it is made."""
+    """Watches the CPUs from its creation on."""
 
     def __init__(self) -> None:
         self._begin = time.perf_counter(), _busy(), _own()
 
     def others(self) -> float:
-        """The share of the CPUs of this process that others have taken since, time stolen by other machines included.
+        """Share of this process's CPUs that others have used since, including time stolen by other virtual machines.
 
-        0 where it was too short to be told, or the system does not say it.
+        0 where the time was too short to tell, or the system does not say.
         """
         started, busy, own = self._begin
         seconds, now = time.perf_counter() - started, _busy()
-        if seconds < _SHORTEST or busy is None or now is None:
+        if seconds < _MIN_SECONDS or busy is None or now is None:
             return 0.0
         share = (now[0] - busy[0] - (_own() - own)) / (seconds * now[1])
         return min(1.0, max(0.0, share))

@@ -124,7 +124,7 @@ class CostModel:
     queues : sequence of int
         The queue of each device, counted from 0: devices of one queue take turns. Empty: each has its own.
     figures : str
-        Where the costs are from: "tables", or how they were measured.
+        Source of the costs: "tables", or how they were measured.
 
     Examples
     --------
@@ -237,8 +237,8 @@ def _with_figures(model: CostModel, figures: Figures) -> CostModel:
         # Of what a whole call on a GPU takes, half for its argument and half for its result.
         calls = abs(figures.devices[source].call - figures.devices[target].call) / 2
         links[source, target] = LinkCost(link.bandwidth, max(link.crossing, calls))
-    others = f"measured while other work took {figures.others:.0%} of the CPUs" if figures.others else "measured"
-    return replace(model, devices=devices, links=links, figures=others)
+    how = f"measured while other work took {figures.others:.0%} of the CPUs" if figures.others else "measured"
+    return replace(model, devices=devices, links=links, figures=how)
 
 
 def _default_link(source: tvm.relax.VDevice | None, target: tvm.relax.VDevice | None, take_turns: bool) -> LinkCost:

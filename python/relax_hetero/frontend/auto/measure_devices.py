@@ -51,8 +51,8 @@ _CROSSINGS = 8  # of a call that goes to and fro
 _SMALL = 64
 _LINK_BYTES = 64 << 20
 _SECONDS = 0.06  # of a figure, unless one call takes longer
-_MOST_OTHERS = 0.15  # share of the CPUs that other work may take
-_ROUGH_SECONDS = 300.0  # until figures of a busy machine are measured again
+_MAX_OTHER_WORK_SHARE = 0.15  # of the CPUs, beyond which figures are not kept
+_REMEASURE_SECONDS = 300.0  # until figures of a busy machine are measured again
 
 
 @dataclass(frozen=True)
@@ -166,8 +166,8 @@ def _kept(kind: _Kind[F], vdevices: Sequence[relax.VDevice], again: bool, keys: 
     clear_pools()  # of the memory that measuring took
     _measured[key] = found
     _rough.pop(key, None)
-    if others > _MOST_OTHERS:
-        _rough[key] = others, time.monotonic() + _ROUGH_SECONDS
+    if others > _MAX_OTHER_WORK_SHARE:
+        _rough[key] = others, time.monotonic() + _REMEASURE_SECONDS
         _log.warning(
             "%s: measured while other work took %.0f %% of the CPUs, so the figures are rough; they are not kept, and "
             "measured again later",

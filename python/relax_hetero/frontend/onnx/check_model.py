@@ -31,7 +31,7 @@ _ON_TRIAL = {"LayerNormalization": 17, "MeanVarianceNormalization": 9, "Threshol
 """Ops that ONNX Runtime also has in opsets before the one that defines them."""
 _HIDDEN = "relax_hetero.unchecked"
 
-_LISTS = ("Constant", "TfIdfVectorizer")
+_LONG_LIST_OPS = ("Constant", "TfIdfVectorizer")
 """Ops whose attributes may be as long as the file, besides those of classical models, such as trees."""
 
 _LARGEST = 2**63 - 1
@@ -72,11 +72,11 @@ def check_form(proto: onnx.ModelProto, source: str) -> None:
 
 
 def check_by_onnx(proto: onnx.ModelProto, source: str) -> None:
-    """Refuse a model that ONNX's checker refuses, but for what ONNX Runtime takes.
+    """Refuse a model that ONNX's checker refuses, except for forms that ONNX Runtime takes.
 
     Parameters
     ----------
-    proto: Of a form that is checked, with its nodes in order.
+    proto: A model that `check_form` has passed, with its nodes in order.
 
     Raises
     ------
@@ -276,7 +276,7 @@ def _node_lists(proto: onnx.ModelProto, source: str) -> Iterator[Iterable[onnx.N
 def _check_attributes(node: onnx.NodeProto, source: str) -> None:
     for attribute in node.attribute:
         longest = max(len(attribute.ints), len(attribute.floats), len(attribute.strings), len(attribute.tensors))
-        if longest > MAX_LIST and node.op_type not in _LISTS and node.domain != CLASSICAL:
+        if longest > MAX_LIST and node.op_type not in _LONG_LIST_OPS and node.domain != CLASSICAL:
             raise FrontendError(
                 f"{source}: attribute {attribute.name!r} of {node.op_type} {node.name!r} is a list of {longest:,} "
                 f"entries, expected at most {MAX_LIST:,}"

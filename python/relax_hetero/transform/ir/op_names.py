@@ -17,12 +17,12 @@ IN_PLACE = (CALL_TIR_INPLACE, "relax.call_inplace_packed", CACHED_ATTENTION)
 """Ops that write to an operand."""
 
 
-_OWN = ("vm.", "relax.", "relax_hetero.", "runtime.")
+_OWN_PREFIXES = ("vm.", "relax.", "relax_hetero.", "runtime.")
 
 
 def is_own_function(name: str) -> bool:
-    """Whether a packed function is one of the virtual machine, of TVM or of this library."""
-    return name.startswith(_OWN)
+    """Whether a packed function belongs to the virtual machine, TVM or this library."""
+    return name.startswith(_OWN_PREFIXES)
 
 
 def relax_ops(names: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Operands, types and targets of calls in words, for messages: constants by their shape, long lists cut."""
+"""Operands and types of calls as text for messages: constants by their shape, long lists cut."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from tvm import relax
 
 from .requirements import text_of
 
-_MOST = 6
-"""Operands, fields of a tuple, or extents that are written out."""
+_MAX_LISTED = 6
+"""Operands, fields of a tuple, or extents in a message; more are cut."""
 
 
 def operand_text(arg: relax.Expr) -> str:
@@ -42,5 +42,5 @@ def type_text(ty: tvm.ir.Type) -> str:
 
 
 def _listed(texts: list[str]) -> str:
-    more = f", … ({len(texts)})" if len(texts) > _MOST else ""
-    return ", ".join(texts[:_MOST]) + more
+    more = f", … ({len(texts)})" if len(texts) > _MAX_LISTED else ""
+    return ", ".join(texts[:_MAX_LISTED]) + more

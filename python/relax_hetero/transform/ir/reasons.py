@@ -1,4 +1,4 @@
-"""What is wrong, out of messages of TVM, LLVM and other compilers, without what only their authors read."""
+"""Reasons of failures, extracted from messages of TVM, LLVM and other compilers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 
 from ...artifact.messages import without_internals
 
-_LONGEST = 600
-_LINES = 3
+_MAX_CHARACTERS = 600
+_MAX_LINES = 3
 _COMPILER_ERROR = re.compile(r"(?:^|[^\w])(?:fatal )?error: ")
 
 # What TVM writes after its message: the pass that failed, and the whole function with the place underlined.
@@ -17,19 +17,19 @@ _FUNCTION = re.compile(r"^ *def (\w+)\(", re.MULTILINE)
 
 
 def reason(error: BaseException) -> str:
-    """What is wrong, by TVM's or a compiler's message, in one line: no files, classes or conditions of C++."""
+    """The reason in TVM's or a compiler's message, in one line without files, classes and conditions of C++."""
     text = str(error).partition(_DIAGNOSTIC)[0]
     lines = [line for line in (line.strip(" \0") for line in text.splitlines()) if line]
     telling = [line for line in lines if _COMPILER_ERROR.search(line) or "Check failed" in line][:1]
-    text = " ".join(telling or lines[:_LINES])
+    text = " ".join(telling or lines[:_MAX_LINES])
     text = " ".join(without_internals(text).split()).strip(" :")
     if not text:
         return f"a condition of TVM does not hold ({type(error).__name__})"
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]} …"
 
 
 def place_of(error: BaseException) -> str:
-    """Where TVM's message underlines a binding: ``"variable 'y' in function 'main': "``; else empty."""
+    """Prefix with the binding that TVM's message underlines: ``"variable 'y' in function 'main': "``; or empty."""
     text = str(error).partition(_DIAGNOSTIC)[2]
     underlined = _UNDERLINED.search(text)
     if underlined is None:
