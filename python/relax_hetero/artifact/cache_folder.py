@@ -200,7 +200,7 @@ def _entry(folder: int | None, key: str) -> Entry | None:
 
 
 def _about(folder: int, key: str) -> dict[str, Any]:
-    """What `CacheFolder.add` wrote of a key for people; only parts of the kinds that it writes."""
+    """Description of a key that `CacheFolder.add` wrote for people; only parts of the kinds that it writes."""
     try:
         file, status = open_regular(f"{key}.json", follow=False, folder=folder, own=True)
         with file:

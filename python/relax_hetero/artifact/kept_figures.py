@@ -1,6 +1,6 @@
 """Measured figures of a machine's devices in the folder of the compile cache; needs nothing of TVM.
 
-Of a key there is ``KEY.figures``: JSON data, the key among them.
+``KEY.figures`` holds the figures of a key as JSON data, together with the key.
 """
 
 from __future__ import annotations

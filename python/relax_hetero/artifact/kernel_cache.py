@@ -1,7 +1,7 @@
 """Machine code of single kernels in the folder of the compile cache; needs nothing of TVM.
 
-Of a key there is ``KEY.cubin``: a digest of key and code, then the code. A model of which one kernel has changed
-compiles one. All code together may take an eighth of the folder's limit; what was not used for longest goes first.
+``KEY.cubin`` holds a digest of key and code, then the code. A model in which one kernel has changed compiles one. All
+code together may take an eighth of the folder's limit; the least recently used goes first.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from .checks import refused_by
 from .metadata import Metadata, device_names
 
 AUTO = "auto, "
-"""What reasons of automatic placement begin with; up to the first ": " they say what decided, and then give figures."""
+"""Prefix of the reasons of automatic placement: what decided up to the first ": ", then figures."""
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
@@ -28,7 +28,7 @@ def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) ->
 
 
 def unknown_name(what: str, name: object, known: Iterable[str], where: str, hint: str = "") -> BindingError:
-    """An error for a name that `where` does not have, with the nearest one that it has (or `hint`)."""
+    """An error for a name that `where` lacks, with the nearest one that it has (or `hint`)."""
     names = list(known)
     hint = hint or near(str(name), names)
     shown = repr(name) if isinstance(name, str) else str(name)
@@ -36,7 +36,7 @@ def unknown_name(what: str, name: object, known: Iterable[str], where: str, hint
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """The end of an error for a name that is not known: the nearest one that is, if there is one."""
+    """End of an error about an unknown name: the nearest known one as a question, or empty."""
     by_lower = {known_name.lower(): known_name for known_name in known}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1)
     return f"; did you mean {by_lower[close[0]]!r}?" if close else ""

@@ -179,7 +179,7 @@ class DispatchSpec:
     precision : str
         The element types of its products (``"u8*s8->s32"``, ``"bf16"``, ``"int4*f32"``), else those of its arguments.
     also : tuple of int
-        Further devices, of equal targets, that it runs on.
+        Further devices that it runs on; their targets equal that of `device`.
     """
 
     device: int

@@ -159,7 +159,7 @@ class FunctionSignature:
         Of `inputs`, how many are given at every call; the rest are parameters for `set_params`.
         -1 stands for all.
     defaults : dict of str to int
-        Of the rest, those that a call need not give, and the numbers of the constants that are their values then.
+        Parameters after `num_input` that a call may leave out -> index of the constant that is used then.
     takes_constants : bool
         Whether the lowered function takes the tuple of the module's constants as its last parameter.
     donated : tuple of str

@@ -54,7 +54,7 @@ def bind_params(mod: tvm.IRModule, params: Mapping[str, Any]) -> tvm.IRModule:
 
 
 def bind_defaults(mod: tvm.IRModule) -> tvm.IRModule:
-    """Defaults as constants of their functions, which take them no longer."""
+    """Bind the default inputs of functions: they become constants, and calls no longer take them."""
     for _, func in relax_functions(mod):
         names = {param.name for param in func.params}
         defaults = func.attrs.get(DEFAULTS, {}).items()

@@ -131,7 +131,7 @@ def _open(folder: CacheFolder, key: str, descriptor: int) -> Container:
 
 
 def _use_of(container: Container) -> CacheUse:
-    """What the compilation that wrote a file says of itself."""
+    """Key, state and seconds of the compilation that wrote a file."""
     try:
         return CacheUse(**read_json(container.header["metadata"])["cache"])
     except (ValueError, TypeError, LookupError) as error:

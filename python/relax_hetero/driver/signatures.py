@@ -34,7 +34,7 @@ def function_signatures(
     ----------
     mod: A lowered module whose constants are not lifted yet.
     takers: The functions that will take the tuple of constants.
-    defaults: By function and parameter, the constant that is its default.
+    defaults: Function -> parameter -> index of the constant that is its default.
     """
     return _signatures(mod, public_functions(mod), takers, defaults or {})
 

@@ -25,7 +25,7 @@ MAX_NESTING = 64
 """Deeper nesting of graphs and calls than any exporter writes."""
 
 MAX_LIST = 1 << 16
-"""More numbers than any attribute has; constants, trees and vocabularies are no such lists."""
+"""More numbers than any attribute has, except for constants, trees and vocabularies."""
 
 
 @dataclass(frozen=True)

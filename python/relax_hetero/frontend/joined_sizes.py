@@ -1,6 +1,6 @@
 """Sizes that an import joins, and what it knows of them.
 
-Two dimensions of other names may be equal, or one of them 1: where they broadcast, a symbol stands for the size of
+Two dimensions of different names may be equal, or one of them 1: where they broadcast, a symbol stands for the size of
 both. Its value is written once, where it is made. As an expression it would hold each of the two several times, and as
 much again wherever a later node joins it. For the same reason an expression of more than `MAX_TERMS` terms gets a
 symbol. So a size is of few terms however many nodes have handed it on, and simplifying one takes as long in the last
@@ -23,7 +23,7 @@ from ..errors import FrontendError
 from ..transform.ir.named_sizes import is_long
 
 Bounds: TypeAlias = Mapping[tirx.Var, int]
-"""The most that some symbolic sizes are."""
+"""Upper bounds of symbolic sizes."""
 
 
 class SizeIsBounded(FrontendError):
@@ -39,8 +39,8 @@ class JoinedSizes:
 
     Parameters
     ----------
-    bounds: Of sizes of inputs, as starts of the import before this one found them.
-    inputs: The sizes of inputs.
+    bounds: Upper bounds of the inputs' sizes that earlier attempts of this import found.
+    inputs: The symbolic sizes of the inputs.
     """
 
     def __init__(self, bounds: Bounds | None = None, inputs: Set[tirx.Var] = frozenset()) -> None:
@@ -55,7 +55,7 @@ class JoinedSizes:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Symbols and bounds that are found inside mean nothing outside."""
+        """Forget, when left, the symbols and bounds found inside."""
         with self.trial():
             self._is_top = False
             yield
@@ -72,7 +72,7 @@ class JoinedSizes:
                 self._symbols, self._facts, self._extents, self._is_top = kept
 
     def bound_of(self, size: Any) -> int | None:
-        """The most that a size is known to be."""
+        """The known upper bound of a size."""
         if isinstance(size, tirx.Var) and size in self.bounds:
             return self.bounds[size]
         return self._facts.get(StructuralKey(size))
@@ -106,7 +106,7 @@ class JoinedSizes:
             self._facts[key] = min(bound, self._facts.get(key, bound))
 
     def note_extents(self, sizes: Iterable[Any]) -> None:
-        """Have sizes of a tensor, which calls require not to be negative, be known as such."""
+        """Note the sizes of a tensor as not negative, which calls require."""
         self._extents.update(StructuralKey(size) for size in sizes if not isinstance(size, (int, tirx.Var)))
 
     def within_bounds(self, value: Any) -> Any:
@@ -125,7 +125,7 @@ class JoinedSizes:
         return structural_map(structural_map(value, (tirx.Min, least)), (tirx.Max, largest))
 
     def one_of(self, own: Any, wanted: Any) -> Any:
-        """The one of two sizes that is as large as both where they broadcast, if types tell; None if they do not."""
+        """The size of two that is the broadcast size of both, if types tell; else None."""
         for one, other in ((own, wanted), (wanted, own)):
             atoms = self._atoms_of(one)
             if all(key in atoms or any(_is_equal(part, atom) for atom in atoms.values())
@@ -146,7 +146,7 @@ class JoinedSizes:
         return symbol, _larger(*atoms.values())
 
     def shortened(self, size: Any) -> tuple[Any, Any]:
-        """A size of a few terms: itself, or a symbol; its value, None unless the symbol is new."""
+        """A size in few terms (itself, or a symbol), and the symbol's value, None unless it is new."""
         if isinstance(size, int) or not is_long(size):
             return size, None
         key = frozenset([StructuralKey(size)])
@@ -165,7 +165,7 @@ _SIZES: ContextVar[JoinedSizes | None] = ContextVar("_SIZES", default=None)
 
 @contextmanager
 def joining_sizes(sizes: JoinedSizes) -> Iterator[None]:
-    """Within, an import joins its sizes here."""
+    """Have the import that runs inside join its sizes in `sizes`."""
     token = _SIZES.set(sizes)
     try:
         yield

@@ -154,7 +154,7 @@ def with_reasons(
 
 
 def with_auto_reasons(mod: tvm.IRModule, reasons: Mapping[str, str], estimate: Mapping[str, Any]) -> tvm.IRModule:
-    """A module whose rules of placement a cost model wrote, with the reason of each pattern, and the estimate."""
+    """A module placed by rules that a cost model wrote, with the reason for each pattern, and the estimate."""
     report = findings_of(mod).placement or PlacementReport()
     texts = {f"rule {pattern!r}": reason for pattern, reason in reasons.items()}
     entries = [replace(entry, reason=texts.get(entry.reason, entry.reason)) for entry in report.entries]
@@ -170,7 +170,7 @@ def _reason_of(entry: PlacementEntry, reasons: Mapping[str, str]) -> str:
 
 
 def _auto_reason(entry: PlacementEntry, reasons: Mapping[str, str], times: Mapping[tuple[str, str], str]) -> str:
-    """The reason of an entry that a cost model placed; of a transfer also how long it takes."""
+    """The reason for an entry that a cost model placed; for a transfer, its time too."""
     if entry.kind == "op":
         return _reason_of(entry, reasons)
     reason = entry.reason.replace("by the annotation of", "by the automatic placement of")

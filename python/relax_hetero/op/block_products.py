@@ -27,7 +27,7 @@ ACTIVATION_BITS = (8, 16)
 """Bits of the integers that may stand for numbers of the other operand of a product."""
 
 ROWS = ("", "decode", "chunk")
-"""Kinds of rows of the other operand: those of `cached_attention`, or any."""
+"""Kinds of rows of the other operand, as in `cached_attention`; empty for any."""
 
 _POINTS = ("uint8", "float32")
 _MINIMUMS = ("float16", "float32")
@@ -96,14 +96,14 @@ def dequantize_blocks(
         How exact products with these weights have to be: their other operand may become integers of 8 or 16 bits, with
         a scale for each block of at most 32 or 128. Devices without such products keep more.
     rows : str
-        "decode" or "chunk", as of cached_attention: CPUs then multiply a row by the same instructions however many rows
-        there are. "": by those that suit their number.
+        "decode" or "chunk", as in cached_attention: CPUs then multiply a row with the same instructions for any number
+        of rows. "": with the instructions that suit the number of rows.
 
     Raises
     ------
     EncodingError
-        If an operand is no Relax expression, the format or the kind of rows is unknown, or integers are to have other
-        bits.
+        If an operand is not a Relax expression, the format or the kind of rows is unknown, or activation_bits is neither
+        8 nor 16.
     """
     if format:
         form = block_format(format)
@@ -167,8 +167,8 @@ def block_matmul(
     Raises
     ------
     EncodingError
-        If text is no expression, the format or the kind of rows is unknown, an operand is no Relax expression, or
-        integers are to have other bits.
+        If text is not an expression, an operand is not a Relax expression, the format or the kind of rows is unknown,
+        or activation_bits is neither 8 nor 16.
     """
     text = str(expression if isinstance(expression, Expression) else Expression.parse(expression))
     if format:
@@ -205,7 +205,7 @@ def block_rows(weight: relax.Expr, index: relax.Expr, *, rows: int, depth: int, 
     Raises
     ------
     EncodingError
-        If an operand is no Relax expression.
+        If an operand is not a Relax expression.
     """
     return make_call(BLOCK_ROWS, [weight, index], BlockRowsAttrs(rows, depth, format))
 

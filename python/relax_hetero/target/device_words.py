@@ -42,14 +42,14 @@ _SEVERAL = re.compile(r"[^,;{}]+([,;][^,;{}]+)+")
 
 
 def device_hint(text: str, known: Sequence[str], tags: Sequence[str] = ()) -> str:
-    """The end of an error about a name of a device that is not known.
+    """End of an error about an unknown name of a device.
 
     Parameters
     ----------
     text : str
-        What was written.
+        The unknown name.
     known : sequence of str
-        What could be written: ``("llvm", "cuda")``, or with their numbers, ``("llvm:0", "b/cuda:0")``.
+        Names that are valid here: ``("llvm", "cuda")``, or with numbers, ``("llvm:0", "b/cuda:0")``.
     tags : sequence of str
         Names of whole targets, such as ``"nvidia/nvidia-h100"``.
 

@@ -160,7 +160,7 @@ def _split_number(spec: str) -> tuple[str, int | None]:
 
 
 def _hint(spec: str) -> str:
-    """What a name of no target may have meant, and the kinds there are."""
+    """End of an error about an unknown target: the probable meaning, and the kinds that exist."""
     return (
         f"{device_hint(spec, device_kinds(), [str(tag) for tag in list_tags()])}; kinds are {', '.join(device_kinds())}"
     )
@@ -185,7 +185,7 @@ def _with_arch(target: str | dict[str, Any] | Target) -> str | dict[str, Any] | 
 
 
 def _target(target: str | dict[str, Any] | Target | tvm.runtime.Device, spelled: str | None = None) -> Target:
-    """The target; VDeviceError where there is none, for a string that was a part of `spelled`."""
+    """The target; VDeviceError if there is none, which quotes `spelled`, the whole text that `target` was cut from."""
     if isinstance(target, Target):
         return target
     try:

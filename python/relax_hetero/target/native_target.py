@@ -27,7 +27,7 @@ _log = logging.getLogger("relax_hetero")
 # The GPU generation assumed for CUDA code that is compiled where no GPU can be asked (H100, H200).
 DEFAULT_CUDA_ARCH = "sm_90a"
 
-# Names in triples for architectures that LLVM lists under another one.
+# Names of architectures in triples that LLVM lists under another name.
 _ARCH_ALIAS = re.compile(r"amd64|arm64\w*|i[4-9]86|x86_64h|(arm|thumb)v\w+|ppc\w*|(riscv|mips|sparc)\w+")
 
 _ROCM_EXAMPLE = '{"kind": "rocm", "mcpu": "gfx90a"}'
@@ -135,7 +135,7 @@ def check_cpu_names(target: Target) -> None:
 
 
 def _is_alias(cpu: str, triple: str) -> bool:
-    """Whether LLVM knows a name that its list of CPUs lacks, such as ``apple-m1``: it has more features than any."""
+    """Whether LLVM knows a CPU that its list lacks, such as ``apple-m1``: it has more features than the generic one."""
     if cpu == str(codegen.llvm_get_system_cpu()):
         return True
     found, least = (
@@ -152,7 +152,7 @@ def _cpus_of(triple: str) -> tuple[str, ...]:
 
 @cache
 def default_target(kind: str) -> Target:
-    """What TVM makes of the name of a kind alone; without a GPU it would warn that it guesses."""
+    """TVM's target for a kind alone, without the warning that it guesses where there is no GPU."""
     if kind == "cuda" and not (load_backend("cuda") and tvm.cuda(0).exist):
         return Target({"kind": "cuda", "arch": "sm_50"})
     return Target(kind)

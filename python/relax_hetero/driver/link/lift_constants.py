@@ -27,7 +27,7 @@ class LiftedConstants:
 
     Attributes
     ----------
-    defaults: By function and parameter, the numbers of the constants that are defaults.
+    defaults: Function -> parameter -> index of the constant that is its default.
     """
 
     mod: tvm.IRModule

@@ -65,13 +65,13 @@ class AutoPlacement:
     busy_seconds : mapping
         Device -> how long its queue works for one call.
     reasons : mapping
-        Node name -> what decided where it is, with the figures.
+        Node name -> why it is on its device, with the figures.
     transfers : mapping
-        (node name, device) -> how long the node's result takes to there, in words.
+        (node name, device) -> time of the transfer of the node's result to the device, as text.
     assumed_sizes : mapping
-        Open dimension -> the size that it was taken to have.
+        Symbolic dimension -> the size that the estimate assumes.
     figures : str
-        Where the costs are from: `CostModel.figures`.
+        Source of the costs: `CostModel.figures`.
     """
 
     assignments: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""Why each unit of a plan is where it is: its time on each device, transfers that staying saves, limits of memory."""
+"""Reasons for the device of each unit of a plan: times on each device, saved transfers, limits of memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .work_graph import OUTSIDE
 
 
 def choice(decided: str, seconds: Sequence[float], device: int, names: Sequence[str], more: str = "") -> str:
-    """The reason of work on `device`, which takes so many seconds on each."""
+    """The reason for work on `device`: what decided, and the seconds that it takes on each device."""
     times = [f"{time_text(seconds[device])} here"]
     times += [f"{time_text(own)} on {names[other]}" for other, own in enumerate(seconds) if other != device]
     return f"{AUTO}{decided}: {', '.join(times)}{more}"
@@ -31,7 +31,7 @@ def time_text(seconds: float) -> str:
 
 
 def plan_reasons(costs: PlanCosts, plan: Sequence[int], names: Sequence[str]) -> dict[str, str]:
-    """For each node of a plan what decided where it is.
+    """The reason for the device of each node of a plan.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ def plan_reasons(costs: PlanCosts, plan: Sequence[int], names: Sequence[str]) ->
     plan : sequence of int
         A device for each unit of the graph.
     names : sequence of str
-        Of the devices.
+        Names of the devices.
     """
     free = {device: limit - costs.bytes_on(device, plan) for device, limit in costs.limits.items()}
     found: dict[str, str] = {}
@@ -78,7 +78,7 @@ def _reason(
 
 
 def _transfers(costs: PlanCosts, plan: Sequence[int], unit: int) -> int:
-    """Ticks of the transfers of all that a unit makes or reads."""
+    """Ticks of the transfers of all values that a unit makes or reads."""
     values = (costs.graph.values[index] for index in costs.around[unit])
     return sum(ticks for value in values for _, _, ticks in costs.transfers(value, plan))
 
@@ -92,7 +92,7 @@ def _bytes_of(costs: PlanCosts, unit: int) -> float:
 
 
 def transfer_times(costs: PlanCosts, plan: Sequence[int], names: Sequence[str]) -> dict[tuple[str, str], str]:
-    """By the node that makes a value and the device that it goes to, how long that takes."""
+    """Times of a plan's transfers as text, by the node that makes the value and the destination."""
     found: dict[tuple[str, str], str] = {}
     for value in costs.graph.values:
         if value.maker == OUTSIDE:

@@ -107,7 +107,7 @@ class WorkValue:
 
 @dataclass
 class WorkGraph:
-    """Units in program order, the values between them, and the sizes that open dimensions were taken to have."""
+    """Units in program order, the values between them, and the sizes assumed for symbolic dimensions."""
 
     units: list[WorkUnit]
     values: list[WorkValue]

@@ -10,13 +10,13 @@ from .control_flow.subgraphs import readers_of
 from .model import OnnxModel
 
 _FIRST_IR_VERSION = 4
-"""Before it, every weight had to be an input, too."""
+"""Earlier versions required every weight to be an input, too."""
 
 
 def default_inputs(model: OnnxModel) -> list[str]:
     """The inputs with a default.
 
-    An initializer that nodes read as sizes or axes alone is none: kernels are compiled for these.
+    An initializer that nodes read only as sizes or axes is not a default: kernels are compiled for these.
     """
     if model.proto.ir_version < _FIRST_IR_VERSION:
         return []

@@ -60,7 +60,7 @@ class ImportedGraph:
     results: Node -> the variables of its outputs, the first one taking the node's name.
     bounds: The most that symbolic sizes may be for the model to work.
     loops: The functions that loops became.
-    defaults: By input, the value of those that callers may leave out: the last ones.
+    defaults: Input -> its value where a caller leaves it out; these inputs are the last ones.
     """
 
     module: tvm.IRModule
@@ -177,7 +177,7 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
         self._results: dict[NodeInfo, list[relax.Var]] = {}
         self._readers: dict[str, list[onnx.NodeProto]] | None = None
         self.loops: list[ImportedLoop] = []
-        self._has_dead = False  # whether the node that is converted has emitted what nothing reads
+        self._has_dead = False  # whether the current node has emitted bindings that nothing reads
 
     def run(self, nodes: list[NodeInfo], inputs: Mapping[str, relax.Var], bounds: Bounds) -> ImportedGraph:
         """Convert the whole graph; once per importer."""
@@ -228,7 +228,7 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
             self._has_dead = False
 
     def _needed(self, bindings: list[relax.Binding], node: onnx.NodeProto) -> list[relax.Binding]:
-        """The bindings that compute a node's outputs, and what calls have to meet."""
+        """The bindings that compute a node's outputs, and those that check requirements on calls."""
         read = {var for name in filter(None, node.output) for var in _variables_in(self._nodes.get(name))}
         needed = []
         for binding in reversed(bindings):
@@ -390,7 +390,7 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
         return {name: self._bind(field) for name, field in zip(node.output, fields, strict=False) if name}
 
     def _without_kernel(self, value: relax.Expr, operands: list[Any]) -> relax.Expr:
-        """A result of no elements as one that nothing computes, as many kernels divide by sizes; others as they are."""
+        """A result without elements as a broadcast constant, since many kernels divide by sizes; others as they are."""
         if isinstance(value, relax.TupleGetItem):
             value = self.bb.normalize(value)
         is_made = isinstance(value, (relax.Call, relax.Var, relax.TupleGetItem))

@@ -13,11 +13,11 @@ from .node_names import subgraphs_of
 
 
 def in_order(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
-    """A model with every node behind those that it reads from, in subgraphs and functions too.
+    """A model with every node after those that it reads from, in subgraphs and functions too.
 
     Parameters
     ----------
-    proto: Read-only, of a nesting that is checked (`check_model.check_form`).
+    proto: A model, not written to, that `check_model.check_form` has passed.
 
     Returns
     -------

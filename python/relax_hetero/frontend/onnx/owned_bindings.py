@@ -21,7 +21,7 @@ class OwnedBindings:
 
     @contextmanager
     def block(self, info: NodeInfo) -> Iterator[list[relax.Binding]]:
-        """`_collected`; the node owns the bindings, unless a node inside it does. Sizes inside mean nothing outside."""
+        """`_collected`; the node owns the bindings, unless a node inside it does. Sizes found inside are forgotten."""
         with known_sizes().scope(), self._collected() as bindings:
             yield bindings
         for binding in bindings:

@@ -182,7 +182,7 @@ class Node:
     def require(self, condition: Any, message: str | Callable[[], str]) -> None:
         """Have calls fail with `message` unless a condition over sizes holds, such as ``a == b``.
 
-        Nothing is done where it always holds; a message that is a function is not made then.
+        Does nothing where it always holds; a message given as a function is not computed then.
 
         Raises
         ------

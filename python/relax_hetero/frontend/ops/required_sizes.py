@@ -164,7 +164,7 @@ def joined(node: Node, own: Dim, wanted: Dim) -> Dim:
 
 
 def shortened(node: Node, size: Dim) -> Dim:
-    """A size of a few terms: itself, or the name of it."""
+    """A size in few terms: itself, or a symbol for it."""
     short, value = known_sizes().shortened(size)
     if value is not None:
         name_size(node.builder, short, value)
@@ -172,7 +172,7 @@ def shortened(node: Node, size: Dim) -> Dim:
 
 
 def with_short_sizes(node: Node, value: relax.Expr) -> relax.Expr:
-    """A tensor whose sizes are of a few terms."""
+    """A tensor whose sizes are expressions of few terms."""
     if not isinstance(value.ty, relax.TensorType) or not isinstance(value.ty.shape, relax.ShapeExpr):
         return value
     dims = node.shape(value)

@@ -49,7 +49,7 @@ _TAKE_SIZES = frozenset(
 )
 """Op types whose inputs behind the data are vectors with an entry or two for each dimension."""
 _TAKE_NUMBERS = _TAKE_SIZES | frozenset("CumProd CumSum OneHot Split TopK".split())
-"""Op types whose inputs behind the data say what shape the result has, or which axis is meant."""
+"""Op types whose inputs after the data give the result's shape, or an axis."""
 
 
 _SHAPED_AS_INPUT = frozenset({"Hardmax", "LogSoftmax", "Softmax"})
@@ -57,7 +57,7 @@ _SHAPED_AS_INPUT = frozenset({"Hardmax", "LogSoftmax", "Softmax"})
 
 
 def takes_size(op_type: str, place: int) -> bool:
-    """Whether ops of a type read sizes, axes or a number of elements as their input `place`."""
+    """Whether ops of a type read sizes, axes or a number of elements from their input at `place`."""
     return op_type in _TAKE_NUMBERS and place >= (op_type != "ConstantOfShape") and (op_type, place) != ("OneHot", 2)
 
 

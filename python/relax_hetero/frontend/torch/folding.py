@@ -1,4 +1,4 @@
-"""Values that a program computes from weights and numbers alone: torch computes them when the program is imported."""
+"""Constant folding: torch computes values that depend on weights and numbers alone when a program is imported."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Folding:
 
     Parameters
     ----------
-    graph: Of an exported program, functional and without random numbers.
-    weights: Name of a placeholder -> the tensor of a parameter, buffer or constant.
+    graph: Graph of an exported program, functional and without random numbers.
+    weights: Placeholder name -> tensor of a parameter, buffer or constant.
     """
 
     def __init__(self, graph: Any, weights: Mapping[str, Any]) -> None:
@@ -30,7 +30,7 @@ class Folding:
         return node in self._fixed
 
     def value(self, node: Any) -> Any:
-        """What torch computes for a node: a tensor, or several."""
+        """The tensor, or several, that torch computes for a node."""
         torch, pending = torch_package(), [node]
         while pending:  # a chain may be longer than Python's stack is deep
             missing = [before for before in pending[-1].all_input_nodes if before not in self._values]

@@ -45,7 +45,7 @@ def dtype_name(dtype: Any, subject: str = "a tensor") -> str:
 
     Parameters
     ----------
-    subject: What has it, for the error.
+    subject: Owner of the dtype, which the error names.
 
     Raises
     ------
@@ -209,7 +209,7 @@ class TorchNode:
         return self.broadcast(self.tensor(value, dtype), dims) if dims else self.tensor(value, dtype)
 
     def from_zero(self, indices: relax.Expr, extent: Any) -> relax.Expr:
-        """Indices of an axis of this extent, where torch has no negative ones: those become ones out of range."""
+        """Indices of an axis, for ops in which torch allows no negative ones: these become indices out of range."""
         known = as_constant(indices)
         dtype = str(indices.ty.dtype)
         if (known is not None and (known >= 0).all()) or dtype.startswith("uint"):

@@ -71,7 +71,7 @@ class _Operand:
     field : int, optional
         Which field of the operand, where that is a tuple.
     subject : str
-        What messages call a value.
+        Word for a value in messages.
     """
 
     number: int
@@ -352,7 +352,7 @@ def _coordinates(call: relax.Call) -> list[_Operand]:
 
 
 def _in_range(call: relax.Call, kernel: tirx.PrimFunc) -> list[_Operand]:
-    """The operand of a kernel that is to be in a range, which its attribute says."""
+    """The operand of a kernel whose values have to be in the range of the attribute `RANGE`."""
     if RANGE not in kernel.attrs:
         return []
     number, other, axis, more = map(int, kernel.attrs[RANGE])

@@ -39,10 +39,10 @@ def without_callee_devices(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def with_written_results(mod: tvm.IRModule) -> tvm.IRModule:
-    """Have calls of variables say what they return, as those of packed functions do.
+    """Write the result type at calls of variables, as at calls of packed functions.
 
-    A variable's type has one result, and no device where calls have several; stock passes derive the types of calls
-    from it.
+    Stock passes derive it from the variable's type otherwise, which names no device where results of several calls
+    differ in theirs.
     """
     packed = relax.ExternFunc("callback").ty
 
@@ -58,7 +58,7 @@ def with_written_results(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def _with_function_variables(mod: tvm.IRModule, change: Callable[[relax.FuncType], relax.FuncType]) -> tvm.IRModule:
-    """The module with other types of variables that are functions, or tuples with some."""
+    """The module with `change` applied to the types of variables that are functions, or tuples with functions."""
     functions = dict(mod.functions.items())
     for gv, func in relax_functions(mod):
         new = {

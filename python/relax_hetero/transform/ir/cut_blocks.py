@@ -12,7 +12,7 @@ from .rewriting import op_name, typed, with_body
 
 
 def cut_block(bindings: list[relax.Binding], cut: set[relax.Var], is_dataflow: bool) -> list[relax.BindingBlock]:
-    """Blocks in place of one: what is cut out stands in blocks that are no dataflow, the rest in blocks that are.
+    """Blocks in place of one: what is cut out stands in blocks that are not dataflow, the rest in blocks that are.
 
     Blocks of one kind that follow each other become one whenever TVM looks at them.
     """
@@ -33,7 +33,7 @@ def _may_be_dataflow(binding: relax.Binding) -> bool:
 
 
 def with_cuts(expr: relax.Expr, cut: set[relax.Var]) -> relax.Expr:
-    """A body, or a branch, in which the bindings of some variables stand in blocks that are no dataflow."""
+    """A body, or a branch, with the bindings of some variables in blocks that are not dataflow."""
     if not isinstance(expr, relax.SeqExpr):
         return expr
     blocks: list[relax.BindingBlock] = []

@@ -64,15 +64,15 @@ KeepUnreadCalls = declare_pass("KeepUnreadCalls", keep_unread_calls)
 
 
 class _UnreadCalls:
-    """The calls of a module that have to become impure.
+    """The calls, variables and functions of a module that have to become impure.
 
     Attributes
     ----------
-    opaque: Functions that are impure, or call code which the module does not have, themselves or by others.
-    rewritten: Variables of calls of packed functions and closures.
-    into_results: Those whose packed function writes to memory that it is given.
-    variables: Parameters and other variables that are functions.
-    functions: Functions of the module, by name.
+    opaque: Functions that are impure, or call code which the module lacks, directly or through others.
+    rewritten: Results of calls of packed functions and closures.
+    into_results: The subset of `rewritten` whose packed function writes into memory that it is given.
+    variables: Parameters and other variables of function type.
+    functions: Names of functions of the module.
     """
 
     def __init__(self, mod: tvm.IRModule) -> None:
@@ -93,7 +93,7 @@ class _UnreadCalls:
         self._spread(self.opaque, self._is_opaque)
 
     def find(self) -> None:
-        """Find all; what is impure makes others so."""
+        """Find all, until nothing new becomes impure through others."""
         found = -1
         while found != len(self.rewritten) + len(self.variables) + len(self.functions):
             found = len(self.rewritten) + len(self.variables) + len(self.functions)
@@ -103,7 +103,7 @@ class _UnreadCalls:
             self._spread(self.functions, self._has_effect, self._forced)
 
     def _spread(self, names: set[str], has: Callable[[relax.Binding], bool], but: Container[str] = ()) -> None:
-        """Add the functions with a binding that `has` something, which may depend on what `names` has already."""
+        """Add the functions with a binding that meets `has`, which may read `names`, until nothing changes."""
         found = -1
         while found != len(names):
             found = len(names)
@@ -116,7 +116,7 @@ class _UnreadCalls:
         return var
 
     def _is_opaque(self, binding: relax.Binding) -> bool:
-        """Whether a value is computed by code that the module does not have, and that is said to be pure."""
+        """Whether a value comes from code that the module lacks, by a call that says it is pure."""
         value = binding.value
         if isinstance(value, relax.If):
             return any(self._is_opaque(each) for each in _inside(value))
@@ -149,7 +149,7 @@ class _UnreadCalls:
         return purity is not None and not purity
 
     def _sequence(self, expr: relax.Expr, used: set[relax.Var]) -> None:
-        """Find unread calls backwards from a result, given the variables that are used behind it."""
+        """Find unread calls backwards from a result, given the variables that are used after it."""
         if not isinstance(expr, relax.SeqExpr):
             used.update(used_vars(expr))
             return
@@ -192,7 +192,7 @@ class _UnreadCalls:
                 self.into_results.add(binding.var)
 
     def _pass_on(self, value: relax.Expr) -> None:
-        """A function that is given an impure one has an impure parameter."""
+        """Have the parameters of a callee become impure that are given impure functions."""
         callee = self.mod.functions.get(value.op) if isinstance(value, relax.Call) else None
         if isinstance(callee, relax.Function):
             for arg, param in zip(value.args, callee.params, strict=False):
@@ -235,7 +235,7 @@ def _inside(value: relax.If) -> list[relax.Binding]:
 
 
 def _closure_of(value: relax.Expr | None) -> str | None:
-    """The function of the module that a closure is of; None for another value."""
+    """Name of the module's function that a closure wraps; None for another value."""
     if value is None or op_name(value) != "relax.make_closure" or not isinstance(value.args[0], tvm.ir.GlobalVar):
         return None
     return str(value.args[0].name_hint)

@@ -20,7 +20,7 @@ TF32_KEPT = "relax_hetero.tf32_kept"
 ACCURACY = "relax_hetero.accuracy"
 """On a module: pairs of a pattern of names and how exact the convolutions of those names are (`SetEncoding`)."""
 DEFAULTS = "defaults"
-"""On a Relax function: by parameter, the tensor that it has where a caller gives none; of those after `num_input`."""
+"""On a Relax function: parameter after `num_input` -> its tensor where a caller gives none."""
 MEMORY = "relax_hetero.memory"
 """On a Relax function: what it allocates (`note_memory`)."""
 

@@ -128,10 +128,10 @@ def lowering_steps(must_copy: bool) -> list[tvm.transform.Pass]:
 
 
 def with_registers(mod: tvm.IRModule) -> tvm.IRModule:
-    """Give a register to what calls return even if it is nothing.
+    """Give a register to results of calls even if they are empty tuples.
 
-    A function in bytecode writes it anyway: the one that is called, or one of this machine that is called by a callback
-    or a packed function.
+    A function in bytecode writes its result anyway: the called one, or one of this machine that a callback or a packed
+    function calls.
     """
 
     def change(binding: relax.Binding) -> relax.Binding:

@@ -52,7 +52,7 @@ SettlePackedResults = declare_pass("SettlePackedResults", settle_packed_results)
 
 
 def _add_read(expr: relax.Expr, read: set[relax.Var], is_result_read: bool = True) -> None:
-    """Add the variables of a body, or of a branch, that anything reads."""
+    """Add to `read` the variables of a body, or of a branch, that are read."""
     if is_result_read:
         read.update(used_vars(expr.body if isinstance(expr, relax.SeqExpr) else expr))
     for binding in reversed(list(walk_bindings(expr, nested=False))):
@@ -99,7 +99,7 @@ def _move(value: relax.Var, result: relax.Var, what: str) -> list[relax.Binding]
 
 
 def _check(value: relax.Var, what: str, *form: int | str) -> relax.Binding:
-    """A call that refuses a value of another form: as many fields, or -1, rank, element type and extents."""
+    """A call that refuses a value of another form: number of fields, or for a tensor -1, rank, type and extents."""
     texts = [tvm.ir.StringImm(each) if isinstance(each, str) else relax.prim_value(each) for each in (what, *form)]
     nothing = tvm.ir.TupleType([])
     call = relax.Call(relax.ExternFunc(CHECK_RETURNED), [value, *texts], None, [nothing], ret_ty=nothing)

@@ -37,7 +37,7 @@ class CallReader:
     makers : dict
         Values of unknown kind -> the site that makes them: a match_cast to a tensor ties them.
     callbacks : set
-        Functions that callers give, and whose types name no device: they take tensors wherever these are.
+        Function arguments whose types name no device: they take tensors on any device.
     """
 
     def __init__(self, program: Program, units: dict[str, Unit], groups: Sequence[RecursionGroup]) -> None:
@@ -130,7 +130,7 @@ class CallReader:
             self._op(record, call, args, "")
 
     def _callback(self, record: Record, ty: relax.FuncType) -> Tree:
-        """The tree of a callback for one call: its result is where its first tensor is, unless it says otherwise."""
+        """The tree of a callback for one call; the result is on the first tensor's device unless its type names one."""
         func = self.trees.make(ty, None, self.name)
         if isinstance(func, FuncTree) and not names_device(record.var.ty):
             for first in list(nodes_of(func.params))[:1]:

@@ -1,4 +1,4 @@
-"""RealizeTargets: vdevices whose target is a kind alone get this machine's CPU or GPU.
+"""RealizeTargets: vdevices whose target names only a kind get this machine's CPU or GPU.
 
 Before::
 
@@ -9,8 +9,8 @@ After, on a machine with such a CPU and GPUs::
     I.module_global_infos({"vdevice": [I.vdevice({"kind": "llvm", "mcpu": "znver5", "num-cores": 16}),
                                        I.vdevice({"kind": "cuda", "arch": "sm_90a"}, 1)]})
 
-So that ``I.vdevice("llvm")`` means what ``vdevices=["llvm"]`` means; TVM's own default is the oldest CPU of this
-architecture, which ``{"kind": "llvm", "mcpu": "generic"}`` names. All that refers to the vdevices follows.
+Thus ``I.vdevice("llvm")`` means what ``vdevices=["llvm"]`` means; TVM's own default is the oldest CPU of this
+architecture, which ``{"kind": "llvm", "mcpu": "generic"}`` names. All references to the vdevices are updated.
 
 Assumes nothing. A lowered module is returned as it is, and so is one whose targets say more; a second run changes
 nothing. A vdevice stays as it is where it would be like another one of the list.

@@ -78,7 +78,7 @@ def _number(func: relax.Function, function: str, name: str) -> int:
 
 
 def input_names(func: relax.Function) -> list[str]:
-    """What callers know a function's parameters by; their own names where another's pass has removed some."""
+    """Names of a function's parameters for callers; those in the IR if a foreign pass has removed parameters."""
     names = [str(name) for name in func.attrs.get("input_names", [])]
     if len(names) > len(func.params):
         names = []

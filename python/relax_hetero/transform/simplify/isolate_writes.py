@@ -312,13 +312,13 @@ def _inline_constants(call: relax.Expr) -> list[int]:
 
 
 class _Writer:
-    """Writes bindings with copies behind some."""
+    """Writes bindings, some followed by copies."""
 
     def __init__(self, copied: set[relax.Var], inline: set[relax.Var]) -> None:
         self.copied, self.inline = copied, inline
 
     def binding(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
-        """What a binding becomes."""
+        """The bindings that replace one."""
         var = binding.var
         if var in self.inline:
             return list(self._with_variables(binding))

@@ -328,7 +328,7 @@ def _one_tree_kernel(dtype: str) -> tirx.PrimFunc:
 
 
 def _of_one_tree(node: Node, leaves: relax.Expr, count: int, weights: Weights, targets: int, dtype: str) -> relax.Expr:
-    """`combined` of a tree whose leaves have a target each, or none: without a table of every target."""
+    """`combined` of a tree whose leaves have at most one target each: without a table of every target."""
     target, weight = np.full(count, -1, "int32"), np.zeros(count, dtype)
     for leaf, entries in weights.items():
         for k, value in entries:

@@ -237,14 +237,14 @@ def other_base(node: TorchNode, x: Any) -> relax.Expr:
 
 @converts("sign", "sgn")
 def sign(node: TorchNode, x: Any) -> relax.Expr:
-    """-1, 0 or 1; a bool as it is."""
+    """The sign as -1, 0 or 1; a bool as it is."""
     x = node.tensor(x)
     return x if node.dtype == "bool" else node.emit(relax.op.sign(x))
 
 
 @converts("round")
 def round_(node: TorchNode, x: Any, decimals: int = 0) -> relax.Expr:
-    """To the nearest number of so many decimals, halves to the even one."""
+    """Round to a number of decimals, halves to the even neighbour."""
     x = node.tensor(x)
     if not decimals:
         return node.emit(relax.op.round(x))
@@ -256,7 +256,7 @@ def round_(node: TorchNode, x: Any, decimals: int = 0) -> relax.Expr:
 
 
 def _is_negative(node: TorchNode, x: relax.Expr) -> relax.Expr:
-    """Whether numbers have a sign; -0.0 has."""
+    """Whether numbers have the sign bit set, as -0.0 has."""
     dtype = str(x.ty.dtype)
     if not is_float(dtype):
         return node.emit(relax.op.less(node.cast(x, "int64"), const(0, "int64")))
@@ -269,7 +269,7 @@ def _is_negative(node: TorchNode, x: relax.Expr) -> relax.Expr:
 
 @converts("signbit", "copysign", "angle")
 def signs(node: TorchNode, x: Any, other: Any = None) -> relax.Expr:
-    """Whether there is a sign; a number with the sign of another; 0 or half a turn, of real numbers."""
+    """The sign bit; a number with the sign of another; or the angle of a real number, 0 or pi."""
     if node.op.startswith("signbit"):
         return _is_negative(node, x)
     if node.op.startswith("angle"):
@@ -282,7 +282,7 @@ def signs(node: TorchNode, x: Any, other: Any = None) -> relax.Expr:
 
 @converts("fmax", "fmin")
 def extreme_number(node: TorchNode, a: Any, b: Any) -> relax.Expr:
-    """The larger or smaller; the other one where one is NaN."""
+    """The larger or smaller of two numbers; where one is NaN, the other."""
     a, b = node.tensor(a), node.tensor(b)
     found = extreme(replace(node, op=node.op[1:]), a, b)
     if not is_float(node.dtype):
@@ -305,7 +305,7 @@ _ERFC = (
 
 @converts("erfc", "special_erfcx")
 def erfc(node: TorchNode, x: Any) -> relax.Expr:
-    """What the error function leaves of 1, with the digits that small numbers have; times exp(x * x) where scaled."""
+    """1 - erf(x), to the relative precision of small results; `special_erfcx` is that times exp(x * x)."""
     is_scaled, dtype = node.op.startswith("special"), node.dtype
     x = node.tensor(x)
     if dtype == "float64" and not is_scaled:
@@ -405,13 +405,13 @@ def activation(node: TorchNode, x: relax.Expr, *given: Any) -> relax.Expr:
 
 @converts("rrelu_with_noise_functional")
 def rrelu(node: TorchNode, x: relax.Expr, noise: relax.Expr, low: float, high: float, *_: Any) -> list[Any]:
-    """A leaky ReLU of the mean slope: programs that draw it are refused before."""
+    """A leaky ReLU with the mean slope; programs that draw the slope are refused earlier."""
     return [node.onnx("LeakyRelu", x, alpha=(low + high) / 2), noise]
 
 
 @converts("dropout", "native_dropout")
 def dropout(node: TorchNode, x: relax.Expr, *_: Any) -> Any:
-    """Nothing: programs that drop elements are refused before."""
+    """The identity; programs that drop elements are refused earlier."""
     return [x, node.filled(True, node.dims(x), "bool")] if node.op.startswith("native") else x
 
 

@@ -24,7 +24,7 @@ def embedding_bag(
     node: TorchNode, table: relax.Expr, indices: relax.Expr, offsets: relax.Expr, by_frequency: bool, mode: int,
     sparse: bool, weights: relax.Expr | None = None, has_end: bool = False, padding: int = -1,
 ) -> list[relax.Expr]:  # fmt: skip
-    """Sums, means or the largest of rows of a table, a bag from each offset on; rows of padding are left out."""
+    """Sums, means or maxima over bags of a table's rows, without rows of padding; a bag begins at each offset."""
     if node.used - {0}:
         raise node.refusal("with the bags of its rows, or their sizes")
     node = node.of(node.value[0])
@@ -32,7 +32,7 @@ def embedding_bag(
     wide = "float32" if dtype in ("float16", "bfloat16") else dtype
     offsets, indices = node.cast(offsets, "int64"), node.cast(indices, "int64")
     offsets = cut_axis(node, offsets, 0, 0, bags) if has_end else offsets
-    # The bag of a row is the number of offsets up to it, less 1; without one at 0, that is no bag.
+    # The bag of a row is the number of offsets up to it, less 1; rows before the first offset get -1, no bag.
     starts, zeros = node.filled(1, [bags], "int64"), node.filled(0, [count + 1], "int64")
     starts = node.onnx("ScatterElements", zeros, node.from_zero(offsets, count + 1), starts, axis=0, reduction="add")
     bag = node.emit(relax.op.subtract(relax.op.cumsum(starts, 0, "int64"), const(1, "int64")))
@@ -216,7 +216,7 @@ def index_add(
 def put(
     node: TorchNode, x: relax.Expr, indices: relax.Expr, values: relax.Expr, accumulate: bool = False
 ) -> relax.Expr:
-    """A copy with elements replaced, or added to, at places of all elements in a row."""
+    """A copy with elements replaced, or added to, at indices into the flattened tensor."""
     flat, places, values = (node.reshape(value, [-1]) for value in (x, indices, values))
     coordinates = node.reshape(places, [-1, 1])
     kind = "add" if accumulate else "none"

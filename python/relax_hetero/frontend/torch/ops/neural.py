@@ -49,7 +49,7 @@ def einsum(node: TorchNode, equation: str, operands: list[relax.Expr], *_: Any) 
 
 @converts("_trilinear")
 def trilinear(node: TorchNode, a: relax.Expr, b: relax.Expr, c: relax.Expr, *given: Any) -> relax.Expr:
-    """The sum over axes of the product of three tensors, each with new axes before: `nn.Bilinear`."""
+    """The sum over axes of the product of three tensors, each expanded by new axes first: `nn.Bilinear`."""
     *new, axes = given[:4]
     product = None
     for value, places in zip((a, b, c), new, strict=True):
@@ -185,7 +185,7 @@ def group_norm(
 def batch_norm_of_batch(
     node: TorchNode, x: relax.Expr, weight: Any, bias: Any, training: bool, momentum: float, eps: float
 ) -> list[relax.Expr]:
-    """Each channel to mean 0 and variance 1 over the whole batch, of a layer that keeps no statistics."""
+    """Normalize each channel over the whole batch, in a layer that keeps no statistics."""
     if not node.op.endswith(".no_stats") or node.used - {0}:
         raise node.refusal("by statistics of the batch that it keeps; call module.eval() before")
     order = [1, 0, *range(2, len(node.dims(x)))]
@@ -197,7 +197,7 @@ def batch_norm_of_batch(
 
 
 def _scale_and_shift(node: TorchNode, x: relax.Expr, weight: Any, bias: Any) -> tuple[Any, Any]:
-    """The factor and summand of each channel, 1 and 0 where a layer has none."""
+    """Scale and shift of each channel, 1 and 0 in a layer without them."""
     (channels,) = node.static([node.dims(x)[1]], "normalizes channels of number")
     dtype = str(x.ty.dtype)
     weight = const(np.ones(channels), dtype) if weight is None else weight
@@ -206,7 +206,7 @@ def _scale_and_shift(node: TorchNode, x: relax.Expr, weight: Any, bias: Any) -> 
 
 @converts("_native_batch_norm_legit_no_training", "batch_norm", "instance_norm")
 def batch_norm(node: TorchNode, x: relax.Expr, weight: Any, bias: Any, mean: Any, var: Any, *given: Any) -> Any:
-    """By the statistics that training left; of one image by its own."""
+    """Normalize by the statistics that training left, or an image by its own."""
     weight, bias = _scale_and_shift(node, x, weight, bias)
     is_native = node.op.startswith("_native")
     eps = given[1] if is_native else given[2]

@@ -118,7 +118,7 @@ def mode(node: TorchNode, x: relax.Expr, dim: int = -1, keepdim: bool = False) -
 def running(node: TorchNode, x: relax.Expr, dim: int) -> Any:
     """The largest or smallest so far and its last place, or the logarithm of the sum of exponentials so far.
 
-    Each step combines a place with the one 1, 2, 4, ... before it, which stands for as many.
+    A prefix scan: the k-th step combines each place with the one 2**k before it, which covers as many places.
     """
     is_sum, rank = node.op.startswith("log"), len(node.dims(x))
     axis = node.axis(dim, rank)
@@ -158,7 +158,7 @@ def _log_of_sum(node: TorchNode, a: relax.Expr, b: relax.Expr) -> relax.Expr:
 
 @converts("bincount")
 def bincount(node: TorchNode, x: relax.Expr, weights: relax.Expr | None = None, least: int = 0) -> relax.Expr:
-    """How often each number from 0 on is there, or the sum of the weights that it has."""
+    """Count of each number from 0 on, or the sum of its weights."""
     values = node.cast(x, "int64")
     size = node.read_size(node.emit(relax.op.add(relax.op.max(values), const(1, "int64"))))
     size = max(size, least) if isinstance(size, int) else tirx.max(size, as_expr(least)) if least else size
