@@ -102,8 +102,8 @@ def dequantize_blocks(
     Raises
     ------
     EncodingError
-        If an operand is not a Relax expression, the format or the kind of rows is unknown, or activation_bits is neither
-        8 nor 16.
+        If an operand is not a Relax expression, the format or the kind of rows is unknown, or activation_bits is
+        neither 8 nor 16.
     """
     if format:
         form = block_format(format)
