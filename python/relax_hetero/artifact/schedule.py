@@ -6,7 +6,7 @@ values that steps before it made; it may run as soon as they are there, whatever
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
@@ -93,18 +93,22 @@ class Schedule:
         steps = tuple(replace(step, takes_constants=step.function in takers) for step in self.steps)
         return replace(self, steps=steps)
 
-    def overlaps(self, places: Mapping[int, Hashable] | None = None) -> bool:
-        """Whether two steps that compute can run at the same time within one call.
+    def overlaps(
+        self, places: Mapping[int, Hashable] | None = None, is_large: Callable[[Step], bool] = lambda step: True
+    ) -> bool:
+        """Whether two large steps that compute can run at the same time within one call.
 
         Parameters
         ----------
         places : mapping, optional
             Manifest index to what says which entries are one device; by itself each is one of its own.
+        is_large : callable, optional
+            Whether a step's work is worth overlapping; by default every step's is.
         """
         known = places or {}
         used = [{known.get(device, device) for device in step.devices} for step in self.steps]
         after = self._predecessors()
-        work = [index for index, step in enumerate(self.steps) if not step.is_transfer]
+        work = [index for index, step in enumerate(self.steps) if not step.is_transfer and is_large(step)]
         return any(
             used[a].isdisjoint(used[b]) and not after[b] >> a & 1
             for position, b in enumerate(work)

@@ -1,5 +1,7 @@
 """Models of GGUF files against the float64 reference: every architecture, prompts in chunks, then token by token."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tvm import relax
@@ -132,3 +134,17 @@ TWO = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v3"}]
 def test_two_devices(name, placement, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", MODELS[name], {"*": "Q8_0"})
     check(path, run(path, TOKENS, 13, TWO, placement), 2e-4)
+
+
+def test_layers_on_two_devices_copy_each_integer_once(tmp_path):
+    """Angles are computed on both devices, and nothing of a step is left that could overlap."""
+    path = write_gguf(tmp_path / "model.gguf", replace(MODELS["llama-tied"], layers=4), {"*": "Q8_0"})
+    placement = {"blk.0.*": "llvm:0", "blk.1.*": "llvm:0", "*": "llvm:1"}
+    executable = rh.compile(rh.from_gguf(path, TWO, placement, batches=(1,), chunks=(16,)))
+    [schedule] = [each for each in executable.metadata.schedules if each.function == "decode_1"]
+    transfers = [step.reads[0] for step in schedule.steps if step.is_transfer]
+    moved = [value for value in transfers if value < schedule.inputs]
+    names = executable.signature("decode_1").input_names
+    assert sorted(names[value] for value in moved) == ["positions", "sequences", "table_full"]
+    assert len(transfers) == len(moved) + 2  # embeddings, and the sum of two layers
+    assert not schedule.overlaps()

@@ -178,9 +178,14 @@ class FakeCuda:
 
     def _copy(self, kind, target, source, nbytes, stream):
         self.copies.append((kind, nbytes))
+        host = {"to the GPU": source, "to the host": target}.get(kind)
+        is_pageable = host is not None and self.cuPointerGetAttribute(SimpleNamespace(_obj=ctypes.c_uint()), 2, host)
+        if is_pageable and kind == "to the GPU" and nbytes <= 64 << 10:  # the driver reads such memory at once
+            staged = ctypes.string_at(source, nbytes)
+            self._push(stream, lambda: ctypes.memmove(target, staged, nbytes))
+            return
         self._push(stream, lambda: ctypes.memmove(target, source, nbytes))
-        pageable = {"to the GPU": source, "to the host": target}.get(kind)
-        if pageable is not None and self.cuPointerGetAttribute(SimpleNamespace(_obj=ctypes.c_uint()), 2, pageable):
+        if is_pageable:
             self.cuStreamSynchronize(stream)  # as the driver does, at least where it writes to such memory
 
 

@@ -48,16 +48,19 @@ class ActivationTypes:
         self, activations: str | None, trained: str, rules: PlacementRules, vdevices: Sequence[tvm.relax.VDevice]
     ) -> None:
         self._rules = rule_pairs(rules)
-        types = {vdevice: activations or _type_on(vdevice, trained) for vdevice in vdevices}
-        otherwise = types[default_vdevice(vdevices)] if vdevices else activations or "float32"
-        # By the pattern that decides; None: of variables that no pattern matches.
-        self._types: dict[str | None, str] = {None: otherwise}
-        for pattern, device in reversed(self._rules):
-            self._types[pattern] = types[lookup(device, vdevices)]
+        self._types: dict[tvm.relax.VDevice | None, str] = {None: activations or "float32"}
+        self._types |= {vdevice: activations or _type_on(vdevice, trained) for vdevice in vdevices}
+        # Key: the pattern that decides; None for variables that no pattern matches.
+        self._devices = {None: default_vdevice(vdevices) if vdevices else None}
+        self._devices |= {pattern: lookup(device, vdevices) for pattern, device in reversed(self._rules)}
 
     def of(self, name: str) -> str:
         """The element type of what the op of a variable reads."""
-        return self._types[self._pattern(name, self._rules)]
+        return self._types[self.device_of(name)]
+
+    def device_of(self, name: str) -> tvm.relax.VDevice | None:
+        """The device of a variable's op; None where there are no devices."""
+        return self._devices[self._pattern(name, self._rules)]
 
     def are_alike(self, names: Sequence[str]) -> bool:
         """Whether no rule of the placement tells the variables apart."""

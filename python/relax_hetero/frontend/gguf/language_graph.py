@@ -58,7 +58,7 @@ class _Function:
         self._narrow: dict[tuple[relax.Expr, str], relax.Expr] = {}
         self.builder = relax.BlockBuilder()
         self.bindings: list[relax.Binding] = []
-        self.rotations: dict[tuple[float, float], relax.Expr] = {}
+        self.rotations: dict[tuple[float, float, relax.VDevice | None], relax.Expr] = {}
         kv_heads = [model.kv_heads] * model.layers
         self.params = cache.parameters(rows, kind, model.windows, kv_heads, model.size)
 
@@ -159,18 +159,19 @@ class _Function:
     def _rotation(self, layer: int) -> relax.Expr:
         """Cosines and sines of the angles of each row's position, (rows, rotated).
 
-        They are named after the first layer that takes them, and so on its device.
+        They are named after the first layer on their device that takes them: computing them costs less than a copy.
         """
         base, scale = self.model.base_of(layer)
-        if (base, scale) not in self.rotations:
+        key = base, scale, self.types.device_of(f"blk.{layer}.attn")
+        if key not in self.rotations:
             name = f"blk.{layer}.attn_rope"
             wide = self.emit(relax.op.astype(self.params["positions"], "float32"), f"{name}.positions")
             column = self.emit(relax.op.expand_dims(wide, 1), f"{name}.column")
             frequencies = relax.const(self._frequencies(base, scale)[None])
             angles = self.emit(relax.op.multiply(column, frequencies), f"{name}.angles")
             parts = [self.emit(op(angles), f"{name}.{op.__name__}") for op in (relax.op.cos, relax.op.sin)]
-            self.rotations[base, scale] = self.emit(relax.op.concat(parts, axis=1), name)
-        return self.rotations[base, scale]
+            self.rotations[key] = self.emit(relax.op.concat(parts, axis=1), name)
+        return self.rotations[key]
 
     def _frequencies(self, base: float, scale: float) -> np.ndarray:
         """Radians of a position, of each pair."""

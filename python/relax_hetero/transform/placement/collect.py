@@ -170,7 +170,7 @@ class CallReader:
                 leaf.use(site)
             record.wants = site
         record.site = site
-        record.stale = (not record.host_read) and ops.may_write(call)
+        record.written = () if record.host_read else ops.written_operands(call, len(args))
         home = record.home = self.trees.make(var.ty, var, self.name)
         record.produced = home
         self.trees.declare(var.ty, home, Origin("variable", var.name, self.name), operands)
@@ -274,7 +274,7 @@ class CallReader:
             self._op(record, call, args, "")
             return
         record.kind, record.args = "call", args
-        record.stale = ops.may_write(call)
+        record.written = ops.written_operands(call, len(args))
         spot = self._spot(record)
         record.trees = [None] * first + [self._of(arg) for arg in args[first:]]
         if first:

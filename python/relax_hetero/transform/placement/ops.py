@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tvm
 from tvm import relax
 
+from ...op.cached_attention import CACHED_ATTENTION, PAGES
 from ..ir.op_names import IN_PLACE
 
 # Their tensors are read by the host while the machine runs: shapes, messages, assertions.
@@ -65,13 +68,16 @@ def callee_name(call: relax.Call) -> str | None:
     return None
 
 
-def may_write(call: relax.Call) -> bool:
-    """Whether a call may change its operands in place, so that copies of them made before are out of date."""
+def written_operands(call: relax.Call, count: int) -> Sequence[int]:
+    """Which of a call's `count` operands it may change in place, so that copies made before are out of date."""
     op = call.op
+    every = range(count)
     if isinstance(op, tvm.ir.Op):
-        return op.name in _WRITING
+        if op.name == CACHED_ATTENTION:
+            return [PAGES]
+        return every if op.name in _WRITING else ()
     if isinstance(op, relax.ExternFunc):
-        return str(op.global_symbol) not in HOST_READS | CROSSING
+        return () if str(op.global_symbol) in HOST_READS | CROSSING else every
     if isinstance(op, (tvm.ir.GlobalVar, relax.Var)):
-        return isinstance(op.ty, relax.FuncType) and not op.ty.purity
-    return True
+        return every if isinstance(op.ty, relax.FuncType) and not op.ty.purity else ()
+    return every

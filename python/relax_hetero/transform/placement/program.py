@@ -47,8 +47,8 @@ class Record:
         Clones of Relax functions that the value refers to.
     func : FuncTree
         Of a local function: its parameters and result.
-    stale : bool
-        Whether the op may write to its operands: transfers made before it are not reused after it.
+    written : sequence of int
+        Operands that the op may write to: transfers of them made before it are not reused after it.
     host_read : bool
         Whether the host reads the operands.
     """
@@ -69,7 +69,7 @@ class Record:
     scopes: list[Scope] = field(default_factory=list)
     callees: list[CallRef] = field(default_factory=list)
     func: FuncTree | None = None
-    stale: bool = False
+    written: Sequence[int] = ()
     host_read: bool = False
 
 

@@ -155,8 +155,9 @@ class _Planner:
                 transfer = self._use(scope, record.index, tree, record.device, name)
                 if transfer.scope is scope and transfer.first == record.index:
                     transfer.provider = record
-        if record.stale and self.mixed:
-            touched = [leaf for tree in record.trees for leaf in tensors_of(tree) if isinstance(leaf, int)]
+        if record.written and self.mixed:
+            trees = [record.trees[position] for position in record.written]
+            touched = [leaf for tree in trees for leaf in tensors_of(tree) if isinstance(leaf, int)]
             self._forget(touched)
             written.update(touched)
 

@@ -25,7 +25,7 @@ from . import loop_rows  # noqa: F401 - registers its functions
 from .cuda_library import CUDA
 from .host_memory import host_memory
 from .memory_pools import arrival, departure
-from .tensors import alias, copy_into, copy_to, empty, from_numpy, is_host
+from .tensors import alias, copy_into, empty, from_numpy, is_host
 
 
 class _Running(threading.local):
@@ -83,10 +83,10 @@ def to_device(value: Any, index: int, must_copy: int = 0, room: Any = None) -> A
             return alias(value, device)
     pinned = arrival(value, device, room) if scope == "global" else None
     target = room if pinned is None else pinned
-    if target is not None:
-        copy_into(value, target)
-        return target
-    return copy_to(value, device, None if scope == "global" else scope)
+    if target is None:
+        target = empty(value.shape, value.dtype, device, None if scope == "global" else scope)
+    copy_into(value, target, wait=False)
+    return target
 
 
 @tvm_ffi.register_global_func("relax_hetero.pinned_storage", override=True)

@@ -206,8 +206,15 @@ def empty(shape: tuple[int, ...], dtype: str, device: runtime.Device, scope: str
     return _empty(shape, dtype, device, scope)
 
 
-def copy_into(source: runtime.Tensor, target: runtime.Tensor) -> None:
+SENT_BYTES = 64 << 10
+"""Tensors of at most so many bytes, in memory that is not pinned, the driver reads before a copy to a GPU returns."""
+
+
+def copy_into(source: runtime.Tensor, target: runtime.Tensor, wait: bool = True) -> None:
     """Copy between contiguous tensors of equal size on any two devices; the copy has ended on return.
+
+    Without `wait`, a small copy to a GPU may only have been issued, on the GPU's current stream: for what reads the
+    target on that stream. The source may be changed in any case.
 
     One that brings a tensor from a GPU to the host raises, as HeteroError, what the GPU's kernels have refused.
 
@@ -225,7 +232,10 @@ def copy_into(source: runtime.Tensor, target: runtime.Tensor) -> None:
                 other = Stream.current(library, to_device)
                 if not other.done():  # it may use the target
                     stream.wait(other.record())
-            issue_copy(library, _place_of(source), _place_of(target), nbytes_of(source), stream)
+            place, nbytes = _place_of(source), nbytes_of(source)
+            issue_copy(library, place, _place_of(target), nbytes, stream)
+            if not wait and from_type == CPU and nbytes <= SENT_BYTES and not library.is_pinned(place.address):
+                return
             stream.synchronize()
             if from_type == CUDA and to_type == CPU:
                 raise_reported(from_device.index)

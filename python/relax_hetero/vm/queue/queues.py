@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import tvm_ffi
 from tvm import runtime
 
+from ...artifact.commands import Dispatch, RegionSpec
 from ...artifact.messages import explain_failure
 from ...artifact.metadata import CPU, Metadata
 from ...artifact.schedule import Step
@@ -31,6 +32,9 @@ from .device_queue import DeviceQueue
 
 # A process that ends waits so long for what still runs.
 CLOSE_SECONDS = 5.0
+
+LARGE_BYTES, LARGE_OPERATIONS = 1 << 20, 10_000_000
+"""Work that takes some 100 us of a CPU core: a queued step costs 50 to 100 us more than a plain one."""
 
 
 class CallState(Protocol):
@@ -204,8 +208,8 @@ class Queues:
 def overlapping(metadata: Metadata) -> set[str]:
     """The functions whose plain calls go through queues.
 
-    Those that gain by it, with work to overlap on devices that share no cores; and all where a device is the CPUs of a
-    NUMA node: queues have threads there, and the calling thread stays where it is.
+    Those that gain by it, with large work to overlap on devices that share no cores; and all where a device is the CPUs
+    of a NUMA node: queues have threads there, and the calling thread stays where it is.
     """
     if any(spec.numa_node is not None for spec in metadata.devices):
         return set(metadata.signatures)
@@ -215,7 +219,22 @@ def overlapping(metadata: Metadata) -> set[str]:
     if sum(cores.values()) > num_cores():
         return set()
     devices = {index: (s.device_type, s.vdevice_id) for index, s in enumerate(metadata.devices)}
-    return {schedule.function for schedule in metadata.schedules if schedule.overlaps(devices)}
+    is_large = partial(_is_large, metadata, {region.name: region for region in metadata.regions})
+    return {schedule.function for schedule in metadata.schedules if schedule.overlaps(devices, is_large)}
+
+
+def _is_large(metadata: Metadata, regions: Mapping[str, RegionSpec], step: Step) -> bool:
+    """Whether a step takes longer than a queue's thread takes to begin it; True where its work is not known."""
+    nbytes = operations = 0
+    for name in step.calls:
+        region = regions.get(name)
+        kernels = [name] if region is None else [one.kernel for one in region.commands if isinstance(one, Dispatch)]
+        for kernel in kernels:
+            spec = metadata.dispatches.get(kernel)
+            if spec is None or not spec.bytes:
+                return True
+            nbytes, operations = nbytes + spec.bytes, operations + spec.operations
+    return nbytes >= LARGE_BYTES or operations >= LARGE_OPERATIONS
 
 
 def cpus_of_queues(

@@ -12,7 +12,7 @@ from relax_hetero.vm.device.cuda_driver import CudaError
 from relax_hetero.vm.device.cuda_streams import Event, Stream
 from relax_hetero.vm.device.memory_pools import PinnedPool
 from relax_hetero.vm.device.pinned_staging import Staging
-from relax_hetero.vm.device.tensors import alias, begin_copy, copy_into, copy_to, from_numpy
+from relax_hetero.vm.device.tensors import SENT_BYTES, alias, begin_copy, copy_into, copy_to, from_numpy
 from seeds import fresh_rng
 from vm.fake_cuda import LOST, FakeCuda, FakeLibrary, staging_loop
 
@@ -111,6 +111,22 @@ def test_copies_between_all_devices(cuda, library, nbytes):
             copy_into(a, b)
             np.testing.assert_array_equal(values(b), source)
     assert all(not waiting for waiting in cuda.streams.values())
+
+
+@pytest.mark.parametrize("nbytes", [1, SENT_BYTES, SENT_BYTES + 1])
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_small_copies_to_a_gpu_need_not_end_but_have_read_their_source(cuda, library, nbytes, is_pinned):
+    pool = PinnedPool(library, 0, 1 << 24)
+    source = pool.tensor((nbytes,), "uint8", tvm.cpu(0)) if is_pinned else on_cpu(np.zeros(nbytes, "uint8"))
+    host, target = np.from_dlpack(source), on_gpu(np.zeros(nbytes, "uint8"))
+    host[:] = expected = random(nbytes)
+    copy_into(source, target, wait=False)
+    host[:] = 0
+    is_issued = not is_pinned and nbytes <= SENT_BYTES
+    assert bool(cuda.streams[0]) == is_issued
+    if is_issued:
+        Stream(library, 0, 0).synchronize()
+    np.testing.assert_array_equal(values(target), expected)
 
 
 def test_copies_come_after_the_streams_of_both_gpus(cuda, library):

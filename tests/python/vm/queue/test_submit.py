@@ -4,12 +4,16 @@ import asyncio
 import concurrent.futures
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tvm
 
 import relax_hetero as rh
+from relax_hetero.artifact.metadata import DispatchSpec
+from relax_hetero.artifact.schedule import Schedule, Step
+from relax_hetero.vm.queue.queues import LARGE_BYTES, LARGE_OPERATIONS, overlapping
 from seeds import fresh_rng
 from vm.queue_models import Gate, Pipeline, expected, kernels
 
@@ -286,3 +290,24 @@ def test_a_queue_alone_uses_the_cores_that_a_call_uses(failing):
     finally:
         tvm.register_global_func(name, before, override=True)
     assert seen[0] == seen[1] > 0
+
+
+@pytest.mark.parametrize(
+    "nbytes, operations, is_queued",
+    [
+        ((LARGE_BYTES, LARGE_BYTES), (0, 0), True),
+        ((LARGE_BYTES, LARGE_BYTES - 1), (0, 0), False),
+        ((LARGE_BYTES, 1), (0, LARGE_OPERATIONS), True),
+        ((LARGE_BYTES, 0), (0, 0), True),  # sizes that only calls know
+    ],
+)
+def test_plain_calls_are_queued_where_large_work_overlaps(nbytes, operations, is_queued):
+    steps = tuple(Step(number, (number,), (2 + number,), f"step_{number}", calls=(f"k{number}",)) for number in (0, 1))
+    work = zip(nbytes, operations, strict=True)
+    metadata = SimpleNamespace(
+        devices=[SimpleNamespace(numa_node=None, device_type=4, vdevice_id=number) for number in (0, 1)],
+        schedules=[Schedule("main", 2, 4, steps, (2, 3))],
+        dispatches={f"k{number}": DispatchSpec(number, (), count, size) for number, (size, count) in enumerate(work)},
+        regions=[],
+    )
+    assert overlapping(metadata) == ({"main"} if is_queued else set())
