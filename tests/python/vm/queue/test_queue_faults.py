@@ -148,6 +148,7 @@ def test_nobody_waits_in_a_queues_own_thread(vm):
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals go to the main thread")
 @pytest.mark.parametrize("wait", ["result", "room", "synchronize"])
 def test_callers_are_interrupted_and_calls_go_on(exe, wait):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has background jobs ignore Ctrl-C
     vm, x, gate = rh.vm.VirtualMachine(exe, max_in_flight=2), numbers(), Gate()
     with kernels(gate):
         fences = [vm.submit("main", x) for _ in range(2)]
@@ -158,6 +159,7 @@ def test_callers_are_interrupted_and_calls_go_on(exe, wait):
         with pytest.raises(KeyboardInterrupt):
             ways[wait]()
         timer.join()
+        signal.signal(signal.SIGINT, before)
         gate.open()
         for fence in (*fences, vm.submit("main", x)):
             np.testing.assert_array_equal(fence.result(30).numpy(), expected(x))
