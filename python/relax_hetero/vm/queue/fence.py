@@ -108,15 +108,16 @@ class Fence(Future[Any]):
         """Whether the call may run; it can no longer be cancelled then."""
         with self._lock:
             if not self._has_begun:
-                self._has_begun = True
                 self.set_running_or_notify_cancel()
+                self._has_begun = True
             return self.running()
 
     def settle(self, result: Any, error: BaseException | None = None) -> None:
         """Give the fence a result or an error, unless it has one or was cancelled."""
-        if self.begin():
-            with suppress(InvalidStateError):  # another thread was first
-                self.set_result(result) if error is None else self.set_exception(error)
+        if not self._has_begun:
+            self.begin()
+        with suppress(InvalidStateError):
+            self.set_result(result) if error is None else self.set_exception(error)
 
     def lose(self, error: HeteroError) -> None:
         """Give the fence an error in a process that was forked, where nobody else knows of it and locks may be held."""
