@@ -45,8 +45,8 @@ def use_workers(module: runtime.Module, has_accelerators: bool = False) -> bool:
     with _lock:
         if not _functions and not _start(module):
             return False
-    if has_accelerators and (spin := _found(module, names.SPIN)) is not None:  # code of earlier versions has none
-        spin(SPIN_WITH_ACCELERATORS)
+    if has_accelerators:
+        _functions[names.SPIN](SPIN_WITH_ACCELERATORS)
     address = _functions[names.LAUNCH]()
     number = 0
     while (setter := _found(module, names.launch_setter(number))) is not None:
@@ -107,7 +107,7 @@ def _start(module: runtime.Module) -> bool:
     return True
 
 
-_ROUTINES = (names.START, names.CONFIGURE, names.FORGET, names.WIDTH)
+_ROUTINES = (names.START, names.CONFIGURE, names.SPIN, names.FORGET, names.WIDTH)
 
 
 def _found(module: runtime.Module, name: str) -> Any:
