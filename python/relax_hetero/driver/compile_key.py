@@ -170,7 +170,7 @@ def _sources() -> tuple[str, float]:
     """A hash of this library's sources, and when they were last changed."""
     digest, changed = hashlib.blake2b(digest_size=20), 0.0
     package = Path(__file__).parents[1]
-    for file in sorted(package.rglob("*.py")):
+    for file in sorted([*package.rglob("*.py"), *package.rglob("*.ll")]):
         code = file.read_bytes()
         digest.update(f"{file.relative_to(package)} {len(code)}\n".encode() + code)
         changed = max(changed, file.stat().st_mtime)

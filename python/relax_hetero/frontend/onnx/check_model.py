@@ -21,11 +21,9 @@ from .functions import FunctionTable, function_of, function_table
 STANDARD_DOMAINS = ("", "ai.onnx")
 """Domains of operators whose name means "the ONNX standard"."""
 
-# Converters know ops that an opset deprecates, and ops that ONNX once had on trial: the checker prints these.
+# Converters know ops that an opset deprecates: the checker prints these.
 _DEPRECATED = re.compile(r"Op registered for (\w+) is deprecated")
-_UNCHECKED = frozenset(
-    "Affine Crop DynamicSlice ImageScaler ParametricSoftplus Scale ScaledTanh SimplifiedLayerNormalization".split()
-)
+_UNCHECKED = frozenset({"SimplifiedLayerNormalization"})
 """Ops of the standard domain that only ONNX Runtime defines."""
 _ON_TRIAL = {"LayerNormalization": 17, "MeanVarianceNormalization": 9, "ThresholdedRelu": 10}
 """Ops that ONNX Runtime also has in opsets before the one that defines them."""

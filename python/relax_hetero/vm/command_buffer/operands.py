@@ -201,16 +201,6 @@ class Limit:
     high: int | None = None
     multiple: int = 1
 
-    @property
-    def condition(self) -> str:
-        """The condition on the number, as a Python expression."""
-        bounds = [
-            f"{self.low} <= {self.value}" if self.low is not None else "",
-            f"{self.value} <= {self.high}" if self.high is not None else "",
-            f"{self.value} % {self.multiple} == 0" if self.multiple > 1 else "",
-        ]
-        return " and ".join(filter(None, bounds)) or "True"
-
     def check(self, values: Mapping[str, int]) -> None:
         """BindingError where a submission's values break it."""
         evaluate = parse_dim(self.value).evaluate
@@ -227,15 +217,6 @@ class Limit:
         else:
             return
         raise BindingError(f"{self.what} is {found}{text}, expected {expected}")
-
-
-def all_hold(conditions: Sequence[str], names: Sequence[str]) -> Callable[..., bool]:
-    """One function of the values of `names` that says whether all conditions hold.
-
-    Texts of conditions are arithmetic that `Number` and `parse_dim` vouch for.
-    """
-    holds: Callable[..., bool] = eval(f"lambda {', '.join(names)}: {' and '.join(conditions) or 'True'}")
-    return holds
 
 
 class Limits:

@@ -6,7 +6,7 @@ do. Here several threads copy parts of a tensor to or from pinned buffers, while
     host memory --memcpy, each thread--> two buffers a thread --DMA, a stream a thread--> device memory
 
 On one stream the GPU rests for microseconds between two copies. The loop over the parts is code that executables bring
-along (`driver.link.threads.staging_text`): no thread waits for Python's lock in it. Until a machine has loaded some,
+along (`driver/link/threads/workers.c`): no thread waits for Python's lock in it. Until a machine has loaded some,
 copies are the driver's. The first parts of a tensor that goes to the GPU are small, so that the link starts early; of
 one that comes, the last.
 """
