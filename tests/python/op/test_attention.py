@@ -9,11 +9,11 @@ import tvm
 from tvm import relax
 from tvm.ir import assert_structural_equal
 from tvm.script import from_source
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 from relax_hetero.errors import EncodingError
 from relax_hetero.op.attention import attention
+from tvmscript import ir_module
 
 HEADS = "(b, m, h*d) * (b, n, g*d) * (b, n, g*e) -> (b, m, h, e); b=2, h=4, g=2, m=5, n=7, d=8, e=3"
 
@@ -41,25 +41,23 @@ def test_symbolic_type() -> None:
 
 
 def test_text_goes_round() -> None:
-    @I.ir_module
-    class Module:
-        @R.function
-        def main(x: R.Tensor((2, 5, 96), "float32"), mask: R.Tensor((2, 1, 1, 5), "float32")) -> R.Tensor(
-            (2, 5, 32), "float32"
-        ):
-            with R.dataflow():
-                y = R.hetero.attention(
-                    x,
-                    x,
-                    x,
-                    mask,
-                    heads=SLICES,
-                    scores="add(multiply(x0, 0.5), x1)",
-                    causal="top_left",
-                    nan_to_zero=True,
-                )
-                R.output(y)
-            return y
+    @ir_module()
+    def Module(x: R.Tensor((2, 5, 96), "float32"), mask: R.Tensor((2, 1, 1, 5), "float32")) -> R.Tensor(
+        (2, 5, 32), "float32"
+    ):
+        with R.dataflow():
+            y = R.hetero.attention(
+                x,
+                x,
+                x,
+                mask,
+                heads=SLICES,
+                scores="add(multiply(x0, 0.5), x1)",
+                causal="top_left",
+                nan_to_zero=True,
+            )
+            R.output(y)
+        return y
 
     assert_structural_equal(from_source(Module.script()), Module)
 

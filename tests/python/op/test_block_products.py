@@ -4,29 +4,27 @@ import pytest
 import tvm
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.errors import EncodingError
+from tvmscript import ir_module
 
 
-@I.ir_module
-class Module:
-    @R.function
-    def main(
-        data: R.Tensor((70, 48), "uint8"),
-        scales: R.Tensor((70, 3), "float32"),
-        zeros: R.Tensor((70, 3), "uint8"),
-        x: R.Tensor((2, "m", 90), "float32"),
-        weight: R.Tensor((3, 1920), "uint8"),
-        bias: R.Tensor((70,), "float32"),
-    ) -> R.Tensor((2, "m", 70), "float16"):
-        with R.dataflow():
-            w = R.hetero.dequantize_blocks(data, scales, zeros, depth=90, block=32)
-            y = R.hetero.block_matmul(x, weight, bias, columns=70, block=32, expression='cast(add(x0, x1), "float16")')
-            R.output(w, y)
-        return y
+@ir_module()
+def Module(
+    data: R.Tensor((70, 48), "uint8"),
+    scales: R.Tensor((70, 3), "float32"),
+    zeros: R.Tensor((70, 3), "uint8"),
+    x: R.Tensor((2, "m", 90), "float32"),
+    weight: R.Tensor((3, 1920), "uint8"),
+    bias: R.Tensor((70,), "float32"),
+) -> R.Tensor((2, "m", 70), "float16"):
+    with R.dataflow():
+        w = R.hetero.dequantize_blocks(data, scales, zeros, depth=90, block=32)
+        y = R.hetero.block_matmul(x, weight, bias, columns=70, block=32, expression='cast(add(x0, x1), "float16")')
+        R.output(w, y)
+    return y
 
 
 def test_types():

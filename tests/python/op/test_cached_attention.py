@@ -4,43 +4,41 @@ import pytest
 import tvm
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.errors import EncodingError
+from tvmscript import ir_module
 
 
-@I.ir_module
-class Module:
-    @R.function
-    def main(
-        qkv: R.Tensor(("rows", 512), "float32"),
-        pages: R.Tensor(("count", 2, 8192), "float16"),
-        table: R.Tensor((4, 16), "int32"),
-        sequences: R.Tensor(("rows",), "int32"),
-        positions: R.Tensor(("rows",), "int32"),
-        rotation: R.Tensor(("rows", 32), "float32"),
-        k_norm: R.Tensor((64,), "float32"),
-    ) -> R.Tuple(R.Tensor(("rows", 256), "float32"), R.Tensor(("count", 2, 8192), "float16")):
-        with R.dataflow():
-            y = R.hetero.cached_attention(
-                qkv,
-                pages,
-                table,
-                sequences,
-                positions,
-                rotation,
-                k_norm,
-                heads=4,
-                kv_heads=2,
-                size=64,
-                scale=0.125,
-                rotary="halves",
-                norms="k",
-            )
-            R.output(y)
-        return y
+@ir_module()
+def Module(
+    qkv: R.Tensor(("rows", 512), "float32"),
+    pages: R.Tensor(("count", 2, 8192), "float16"),
+    table: R.Tensor((4, 16), "int32"),
+    sequences: R.Tensor(("rows",), "int32"),
+    positions: R.Tensor(("rows",), "int32"),
+    rotation: R.Tensor(("rows", 32), "float32"),
+    k_norm: R.Tensor((64,), "float32"),
+) -> R.Tuple(R.Tensor(("rows", 256), "float32"), R.Tensor(("count", 2, 8192), "float16")):
+    with R.dataflow():
+        y = R.hetero.cached_attention(
+            qkv,
+            pages,
+            table,
+            sequences,
+            positions,
+            rotation,
+            k_norm,
+            heads=4,
+            kv_heads=2,
+            size=64,
+            scale=0.125,
+            rotary="halves",
+            norms="k",
+        )
+        R.output(y)
+    return y
 
 
 def test_type():

@@ -5,7 +5,6 @@ import tvm
 import tvm_ffi
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 from relax_hetero.encoding.encoding import Encoding
@@ -23,16 +22,15 @@ from relax_hetero.op.encoded import (
     set_encoding,
     unset_encoding,
 )
+from tvmscript import ir_module
 
 ENC = "<float32 * float32 -> float32; (m, k) * (k, n) -> (m, n); m=5, n=3, k=4>"
 DYN = "<uint8 * int8 -> int32; (b0, m, k) * (k, n) -> (b0, m, n); b0=?, m=?, n=3, k=4>"
 TILES = "pack<outer=[1, 0] inner=[1:2, 0:4]>"
 
 
-@I.ir_module
+@ir_module("llvm", "c")
 class Module:
-    I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("c")]})
-
     @R.function
     def main(
         x: R.Tensor((5, 4), "float32", "c"),

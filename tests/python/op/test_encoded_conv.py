@@ -4,13 +4,13 @@ import pytest
 import tvm
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
 from relax_hetero.encoding.encoding import Encoding
 from relax_hetero.errors import EncodingError
 from relax_hetero.op.encoded import CONV, conv, encoded_op
+from tvmscript import ir_module
 
 ENC = (
     "<float32 * float32 -> float32; (b, c, x0, x1) * (n, k, w0, w1) -> (b, n, y0, y1); b=?, c=4, x0=9, x1=8, "
@@ -18,22 +18,18 @@ ENC = (
 )
 
 
-@I.ir_module
-class Module:
-    I.module_global_infos({"vdevice": [I.vdevice("llvm")]})
-
-    @R.function
-    def main(x: R.Tensor(("b", 4, 9, 8), "float32", "llvm"), w: R.Tensor((6, 2, 3, 2), "float32", "llvm")):
-        b = T.int64()
-        with R.dataflow():
-            data: R.Tensor((b, 4, 9, 8), "float32", "llvm") = R.hetero.set_encoding(x, "conv2d[0]" + ENC)
-            weight: R.Tensor((6, 2, 3, 2), "float32", "llvm") = R.hetero.set_encoding(w, "conv2d[1]" + ENC)
-            out: R.Tensor((b, 6, 5, 6), "float32", "llvm") = R.hetero.conv(
-                data, weight, encoding="conv2d[2]" + ENC, layout="pack<outer=[0, 2, 3, 1] inner=[]>", kernel="some"
-            )
-            y: R.Tensor((b, 6, 5, 6), "float32", "llvm") = R.hetero.unset_encoding(out, "conv2d[2]" + ENC)
-            R.output(y)
-        return y
+@ir_module("llvm")
+def Module(x: R.Tensor(("b", 4, 9, 8), "float32", "llvm"), w: R.Tensor((6, 2, 3, 2), "float32", "llvm")):
+    b = T.int64()
+    with R.dataflow():
+        data: R.Tensor((b, 4, 9, 8), "float32", "llvm") = R.hetero.set_encoding(x, "conv2d[0]" + ENC)
+        weight: R.Tensor((6, 2, 3, 2), "float32", "llvm") = R.hetero.set_encoding(w, "conv2d[1]" + ENC)
+        out: R.Tensor((b, 6, 5, 6), "float32", "llvm") = R.hetero.conv(
+            data, weight, encoding="conv2d[2]" + ENC, layout="pack<outer=[0, 2, 3, 1] inner=[]>", kernel="some"
+        )
+        y: R.Tensor((b, 6, 5, 6), "float32", "llvm") = R.hetero.unset_encoding(out, "conv2d[2]" + ENC)
+        R.output(y)
+    return y
 
 
 def test_text_and_json():

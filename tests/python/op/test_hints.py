@@ -7,13 +7,13 @@ import tvm
 from hypothesis import given
 from hypothesis import strategies as st
 from tvm import relax
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.errors import PlacementError, VDeviceError
 from relax_hetero.op import encode_hint, hinted_vdevice, is_hint
 from relax_hetero.target.vdevice import lookup, physical, same_object, vdevices_of
+from tvmscript import ir_module
 
 SM90 = {"kind": "cuda", "arch": "sm_90"}
 SM80 = {"kind": "cuda", "arch": "sm_80"}
@@ -119,18 +119,14 @@ def test_wrong_operand(operand):
 
 
 def test_tvmscript_and_builder_agree():
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice(SM90), I.vdevice(SM80)]})
-
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32"), t: R.Tuple(R.Tensor((2,), "float32"), R.Shape([2]))):
-            with R.dataflow():
-                a = R.hint_on_device(x, "cuda:1")
-                b = R.hint_on_device((a, (x,)), tvm.cpu())
-                c = R.hint_on_device(t, "cuda")
-                R.output(b, c)
-            return (b, c)
+    @ir_module("llvm", SM90, SM80)
+    def Expected(x: R.Tensor((2, 3), "float32"), t: R.Tuple(R.Tensor((2,), "float32"), R.Shape([2]))):
+        with R.dataflow():
+            a = R.hint_on_device(x, "cuda:1")
+            b = R.hint_on_device((a, (x,)), tvm.cpu())
+            c = R.hint_on_device(t, "cuda")
+            R.output(b, c)
+        return (b, c)
 
     x = relax.Var("x", relax.TensorType((2, 3), "float32"))
     t = relax.Var("t", relax.TupleType([relax.TensorType((2,), "float32"), relax.ShapeType([2])]))

@@ -5,31 +5,29 @@ import pytest
 import tvm
 from tvm import relax, tirx
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.errors import BuildError, EncodingError, HeteroError, PlacementError
+from tvmscript import ir_module
 
 
-@I.ir_module
-class Module:
-    @R.function
-    def main(x: R.Tensor(("n", 4), "float32"), y: R.Tensor(("m", 4), "float32")):
-        n = T.int64()
-        m = T.int64()
-        found = T.int64()
-        with R.dataflow():
-            a = R.exp(x)
-            R.hetero.require(n == m, "Add node 'sum': x and y have one size")
-            R.hetero.require(T.Or(n == 1, n == 3), "Add node 'sum': x has one row or three")
-            b = R.add(R.tanh(a), a)
-            places = R.match_cast(R.nonzero(b), R.Tensor((2, found), "int64"))
-            R.hetero.require(found <= 8, "NonZero node 'few': it finds eight at most")
-            c = R.add(places, places)
-            R.output(b, c)
-        return (b, c)
+@ir_module()
+def Module(x: R.Tensor(("n", 4), "float32"), y: R.Tensor(("m", 4), "float32")):
+    n = T.int64()
+    m = T.int64()
+    found = T.int64()
+    with R.dataflow():
+        a = R.exp(x)
+        R.hetero.require(n == m, "Add node 'sum': x and y have one size")
+        R.hetero.require(T.Or(n == 1, n == 3), "Add node 'sum': x has one row or three")
+        b = R.add(R.tanh(a), a)
+        places = R.match_cast(R.nonzero(b), R.Tensor((2, found), "int64"))
+        R.hetero.require(found <= 8, "NonZero node 'few': it finds eight at most")
+        c = R.add(places, places)
+        R.output(b, c)
+    return (b, c)
 
 
 def test_text_there_and_back():

@@ -4,26 +4,24 @@ import pytest
 import tvm
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.errors import EncodingError
+from tvmscript import ir_module
 
 SOFTMAX = "r0 = max(x0); r1 = sum(exp(subtract(x0, r0))); divide(exp(subtract(x0, r0)), r1)"
 
 
-@I.ir_module
-class Module:
-    @R.function
-    def main(x: R.Tensor((2, "m", 8), "float32"), mask: R.Tensor(("m", 8), "float32")) -> R.Tensor(
-        (2, "m", 1), "float32"
-    ):
-        with R.dataflow():
-            y = R.hetero.rows(x, program="r0 = max(x0); exp(subtract(x0, r0))", ops="softmax")
-            z = R.hetero.rows(y, mask, program="r0 = sum(multiply(x0, x1)); r0")
-            R.output(z)
-        return z
+@ir_module()
+def Module(x: R.Tensor((2, "m", 8), "float32"), mask: R.Tensor(("m", 8), "float32")) -> R.Tensor(
+    (2, "m", 1), "float32"
+):
+    with R.dataflow():
+        y = R.hetero.rows(x, program="r0 = max(x0); exp(subtract(x0, r0))", ops="softmax")
+        z = R.hetero.rows(y, mask, program="r0 = sum(multiply(x0, x1)); r0")
+        R.output(z)
+    return z
 
 
 def test_types():

@@ -17,6 +17,7 @@ import relax_hetero as rh
 from relax_hetero.errors import VDeviceError
 from relax_hetero.op import strict_tvmscript
 from relax_hetero.target.vdevice import same_object, vdevices_of
+from tvmscript import ir_module
 
 LIST = 'I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("c", 1), I.vdevice("llvm", 0, "shared")]})'
 AVAILABLE = "available: llvm:0, c:0, llvm:1"
@@ -93,18 +94,14 @@ def test_module_without_vdevices(source):
 
 
 def test_finds_what_stock_finds():
-    @I.ir_module
-    class Module:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("c", 1), I.vdevice("llvm", 0, "shared")]})
-
-        @R.function
-        def main(
-            a: R.Tensor((2,), "float32", "llvm"),
-            b: R.Tensor((2,), "float32", "llvm:1"),
-            c: R.Tensor((2,), "float32", "vdevice:1"),
-            d: R.Tensor((2,), "float32"),
-        ):
-            return (a, b, c, d)
+    @ir_module("llvm", "c:1", ("llvm", 0, "shared"))
+    def Module(
+        a: R.Tensor((2,), "float32", "llvm"),
+        b: R.Tensor((2,), "float32", "llvm:1"),
+        c: R.Tensor((2,), "float32", "vdevice:1"),
+        d: R.Tensor((2,), "float32"),
+    ):
+        return (a, b, c, d)
 
     listed = vdevices_of(Module)
     found = [param.ty.vdevice for param in Module["main"].params]

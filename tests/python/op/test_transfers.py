@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import tvm
 from tvm import relax
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.errors import PlacementError, VDeviceError
 from relax_hetero.target.vdevice import same_object
+from tvmscript import ir_module
 
 TENSOR = relax.TensorType((2, 3), "float32")
 X = relax.Var("x", TENSOR)
@@ -39,40 +39,32 @@ def test_destinations(spec, position):
 
 
 def test_tuples_move_field_by_field():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("c", 1)]})
+    @ir_module("llvm", "c:1")
+    def Before(
+        t: R.Tuple(R.Tensor((2,), "float32"), R.Tuple(R.Tensor((3,), "float32"), R.Shape([2]))),
+        x: R.Tensor((4,), "float32"),
+    ):
+        with R.dataflow():
+            gv = R.to_vdevice((t, x), "c")
+            R.output(gv)
+        return gv
 
-        @R.function
-        def main(
-            t: R.Tuple(R.Tensor((2,), "float32"), R.Tuple(R.Tensor((3,), "float32"), R.Shape([2]))),
-            x: R.Tensor((4,), "float32"),
-        ):
-            with R.dataflow():
-                gv = R.to_vdevice((t, x), "c")
-                R.output(gv)
-            return gv
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("c", 1)]})
-
-        @R.function
-        def main(
-            t: R.Tuple(R.Tensor((2,), "float32"), R.Tuple(R.Tensor((3,), "float32"), R.Shape([2]))),
-            x: R.Tensor((4,), "float32"),
-        ):
-            with R.dataflow():
-                inner = t[1]
-                a = t[0]
-                a_moved = R.to_vdevice(a, "c")
-                b = inner[0]
-                b_moved = R.to_vdevice(b, "c")
-                shape = inner[1]
-                x_moved = R.to_vdevice(x, "c")
-                gv = ((a_moved, (b_moved, shape)), x_moved)
-                R.output(gv)
-            return gv
+    @ir_module("llvm", "c:1")
+    def Expected(
+        t: R.Tuple(R.Tensor((2,), "float32"), R.Tuple(R.Tensor((3,), "float32"), R.Shape([2]))),
+        x: R.Tensor((4,), "float32"),
+    ):
+        with R.dataflow():
+            inner = t[1]
+            a = t[0]
+            a_moved = R.to_vdevice(a, "c")
+            b = inner[0]
+            b_moved = R.to_vdevice(b, "c")
+            shape = inner[1]
+            x_moved = R.to_vdevice(x, "c")
+            gv = ((a_moved, (b_moved, shape)), x_moved)
+            R.output(gv)
+        return gv
 
     tvm.ir.assert_structural_equal(Before, Expected)
 
@@ -80,29 +72,21 @@ def test_tuples_move_field_by_field():
 def test_nested_calls():
     """An expression that is no variable yet is bound first where its type is needed."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("c", 1)]})
+    @ir_module("llvm", "c:1")
+    def Before(x: R.Tensor((4,), "float32")):
+        y = R.to_vdevice(R.split(R.exp(x), 2), "c")
+        return y
 
-        @R.function
-        def main(x: R.Tensor((4,), "float32")):
-            y = R.to_vdevice(R.split(R.exp(x), 2), "c")
-            return y
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("c", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((4,), "float32")):
-            e = R.exp(x)
-            s = R.split(e, 2)
-            a = s[0]
-            a_moved = R.to_vdevice(a, "c")
-            b = s[1]
-            b_moved = R.to_vdevice(b, "c")
-            y = (a_moved, b_moved)
-            return y
+    @ir_module("llvm", "c:1")
+    def Expected(x: R.Tensor((4,), "float32")):
+        e = R.exp(x)
+        s = R.split(e, 2)
+        a = s[0]
+        a_moved = R.to_vdevice(a, "c")
+        b = s[1]
+        b_moved = R.to_vdevice(b, "c")
+        y = (a_moved, b_moved)
+        return y
 
     tvm.ir.assert_structural_equal(Before, Expected)
 
@@ -150,19 +134,15 @@ def test_is_never_fused():
 def _chain() -> tvm.IRModule:
     """Two elementwise ops, a transfer in dataflow, two more."""
 
-    @I.ir_module
-    class Chain:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("c", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((4,), "float32", "llvm")):
-            with R.dataflow():
-                a = R.exp(x)
-                b = R.negative(a)
-                c = R.to_vdevice(b, "c")
-                d = R.exp(c)
-                e = R.negative(d)
-                R.output(e)
-            return e
+    @ir_module("llvm", "c:1")
+    def Chain(x: R.Tensor((4,), "float32", "llvm")):
+        with R.dataflow():
+            a = R.exp(x)
+            b = R.negative(a)
+            c = R.to_vdevice(b, "c")
+            d = R.exp(c)
+            e = R.negative(d)
+            R.output(e)
+        return e
 
     return Chain

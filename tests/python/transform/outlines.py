@@ -3,13 +3,13 @@
 import tvm
 from tvm import relax, tirx
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 from tvm_ffi import structural_walk
 
 from relax_hetero.transform import FormCommandBuffers
 from relax_hetero.transform.ir.module_attrs import COMMANDS
+from tvmscript import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
@@ -48,11 +48,9 @@ def _called(mod, call):
     return f"{name}: {' '.join(steps)}" if steps else name.split("_")[0]  # the rest names a device
 
 
-@I.ir_module
+@ir_module(V4, (V2, 1))
 class Kernels:
     """What the modules below are made of."""
-
-    I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
 
     @T.prim_func(private=True, s_tir=True)
     def one(A: T.Buffer((4,), "float32"), B: T.Buffer((4,), "float32")):

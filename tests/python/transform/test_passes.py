@@ -5,21 +5,19 @@ import re
 
 import pytest
 import tvm
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.transform.ir.declare import PassDeclaration, declare_pass, declared_passes
+from tvmscript import ir_module
 
 PASSES = rh.transform.passes()
 OPTIONS = {"ToMixedPrecision": ("bfloat16",), "UpdateVDevice": (rh.VDevice("llvm"),)}
 
 
-@I.ir_module
-class Empty:
-    @R.function
-    def main(x: R.Tensor((4,), "float32")):
-        return x
+@ir_module()
+def Empty(x: R.Tensor((4,), "float32")):
+    return x
 
 
 @pytest.mark.parametrize("name", PASSES)

@@ -3,22 +3,20 @@
 import pytest
 import tvm
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
 from relax_hetero.errors import BuildError
 from relax_hetero.transform import BindTargets
+from tvmscript import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
 
 
 def test_one_device():
-    @I.ir_module
+    @ir_module(V4, (V2, 1))
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
         @T.prim_func(private=True, s_tir=True)
         def twice(a: T.Buffer((4,), "float32"), b: T.Buffer((4,), "float32")):
             for i in range(4):
@@ -31,10 +29,8 @@ def test_one_device():
             y = R.call_tir(Before.twice, (x,), out_ty=R.Tensor((4,), "float32", "llvm:1"))
             return y
 
-    @I.ir_module
+    @ir_module(V4, (V2, 1))
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
         @T.prim_func(private=True, s_tir=True)
         def twice(a: T.Buffer((4,), "float32"), b: T.Buffer((4,), "float32")):
             T.func_attr({"target": T.target(V2)})
@@ -53,10 +49,8 @@ def test_one_device():
     assert_structural_equal(BindTargets()(after), Expected)
 
 
-@I.ir_module
+@ir_module(V4, (V2, 1))
 class TwoCallers:
-    I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
     @T.prim_func(private=True, s_tir=True)
     def helper(a: T.Buffer((4,), "float32"), b: T.Buffer((4,), "float32")):
         for i in range(4):
@@ -93,10 +87,8 @@ def test_two_devices_get_a_copy_each_with_their_callees():
 
 
 def test_function_of_another_kind_is_refused():
-    @I.ir_module
+    @ir_module(V4)
     class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def kernel(a: T.Buffer((4,), "float32"), b: T.Buffer((4,), "float32")):
             T.func_attr({"target": T.target({"kind": "cuda", "arch": "sm_90"})})
@@ -113,11 +105,9 @@ def test_function_of_another_kind_is_refused():
 
 
 def test_module_without_vdevices_is_unchanged():
-    @I.ir_module
-    class Mod:
-        @R.function
-        def main(x: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
-            return R.exp(x)
+    @ir_module()
+    def Mod(x: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
+        return R.exp(x)
 
     assert_structural_equal(BindTargets()(Mod), Mod)
     assert isinstance(BindTargets(), tvm.transform.Pass)

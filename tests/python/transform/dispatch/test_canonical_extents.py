@@ -8,6 +8,7 @@ from tvm.script import tirx as T
 
 from relax_hetero.transform import FormDispatches, RealizeVDevice
 from relax_hetero.transform.dispatch.canonical_extents import canonical_extents
+from tvmscript import ir_module
 
 
 def test_types_and_kernels():
@@ -57,20 +58,16 @@ def test_types_and_kernels():
 def test_a_sum_of_a_number_and_a_size_is_fused():
     """FuseTIR takes ``3 + n`` of the type that Relax infers for another size than ``n + 3`` of the kernels."""
 
-    @I.ir_module
-    class Mod:
-        @R.function
-        def main(
-            x: R.Tensor(("b", 8, "n"), "float32"),
-            head: R.Tensor(("b", 8, 3), "float32"),
-            w: R.Tensor((4, 8, 4), "float32"),
-        ):
-            with R.dataflow():
-                joined = R.concat((head, x), axis=2)
-                y = R.nn.conv1d(joined, w)
-                z = R.nn.relu(y)
-                R.output(joined, z)
-            return (joined, z)
+    @ir_module()
+    def Mod(
+        x: R.Tensor(("b", 8, "n"), "float32"), head: R.Tensor(("b", 8, 3), "float32"), w: R.Tensor((4, 8, 4), "float32")
+    ):
+        with R.dataflow():
+            joined = R.concat((head, x), axis=2)
+            y = R.nn.conv1d(joined, w)
+            z = R.nn.relu(y)
+            R.output(joined, z)
+        return (joined, z)
 
     after = FormDispatches()(RealizeVDevice()(Mod))
     kernels = [func for func in after.functions.values() if isinstance(func, tvm.tirx.PrimFunc)]

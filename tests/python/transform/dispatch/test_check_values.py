@@ -14,25 +14,22 @@ from relax_hetero.tir.checks import CheckProblem, check_kernel, reporting_kernel
 from relax_hetero.transform import CheckValues, KeepFindings
 from relax_hetero.transform.ir.findings import findings_of
 from relax_hetero.transform.ir.module_attrs import STRICT
+from tvmscript import ir_module
 
 CUDA = {"kind": "cuda", "arch": "sm_90"}
 
 
-@I.ir_module
-class Before:
-    I.module_global_infos({"vdevice": [I.vdevice("llvm")]})
-
-    @R.function
-    def main(
-        x: R.Tensor(("n", 4), "float32", "llvm:0"),
-        index: R.Tensor((3,), "int32", "llvm:0"),
-        a: R.Tensor((3,), "int64", "llvm:0"),
-    ):
-        with R.dataflow():
-            y: R.Tensor((3, 4), "float32", "llvm:0") = R.take(x, index, axis=0, mode="fast")
-            z: R.Tensor((3,), "int64", "llvm:0") = R.floor_divide(a, a)
-            R.output(y, z)
-        return y, z
+@ir_module("llvm")
+def Before(
+    x: R.Tensor(("n", 4), "float32", "llvm:0"),
+    index: R.Tensor((3,), "int32", "llvm:0"),
+    a: R.Tensor((3,), "int64", "llvm:0"),
+):
+    with R.dataflow():
+        y: R.Tensor((3, 4), "float32", "llvm:0") = R.take(x, index, axis=0, mode="fast")
+        z: R.Tensor((3,), "int64", "llvm:0") = R.floor_divide(a, a)
+        R.output(y, z)
+    return y, z
 
 
 def expected(index_kernel, divisor_kernel):
@@ -81,19 +78,15 @@ def test_indices_and_divisors_are_read_through_a_check():
     assert CheckValues()(after).same_as(after)
 
 
-@I.ir_module
-class Harmless:
-    I.module_global_infos({"vdevice": [I.vdevice("llvm")]})
-
-    @R.function
-    def main(x: R.Tensor((10, 4), "float32", "llvm:0"), index: R.Tensor((3,), "int64", "llvm:0")):
-        with R.dataflow():
-            a: R.Tensor((3, 4), "float32", "llvm:0") = R.take(x, index, axis=0, mode="clip")
-            b: R.Tensor((3, 4), "float32", "llvm:0") = R.divide(a, a)
-            c: R.Tensor((3,), "int64", "llvm:0") = R.floor_divide(index, R.const([1, -2, 3], "int64"))
-            d: R.Tensor((2, 4), "float32", "llvm:0") = R.take(x, R.const([0, 9], "int64"), axis=0, mode="fast")
-            R.output(b, c, d)
-        return b, c, d
+@ir_module("llvm")
+def Harmless(x: R.Tensor((10, 4), "float32", "llvm:0"), index: R.Tensor((3,), "int64", "llvm:0")):
+    with R.dataflow():
+        a: R.Tensor((3, 4), "float32", "llvm:0") = R.take(x, index, axis=0, mode="clip")
+        b: R.Tensor((3, 4), "float32", "llvm:0") = R.divide(a, a)
+        c: R.Tensor((3,), "int64", "llvm:0") = R.floor_divide(index, R.const([1, -2, 3], "int64"))
+        d: R.Tensor((2, 4), "float32", "llvm:0") = R.take(x, R.const([0, 9], "int64"), axis=0, mode="fast")
+        R.output(b, c, d)
+    return b, c, d
 
 
 def test_nothing_is_checked_that_cannot_be_wrong():
@@ -135,16 +128,12 @@ def test_a_constant_divisor_of_0_is_refused_at_once():
         CheckValues()(module_of("llvm", [1, 0], op=relax.op.mod))
 
 
-@I.ir_module
-class OnGpu:
-    I.module_global_infos({"vdevice": [I.vdevice(CUDA), I.vdevice("llvm")]})
-
-    @R.function
-    def main(x: R.Tensor((10, 4), "float32", "cuda:0"), index: R.Tensor((3,), "int64", "cuda:0")):
-        with R.dataflow():
-            y: R.Tensor((3, 4), "float32", "cuda:0") = R.take(x, index, axis=0, mode="fast")
-            R.output(y)
-        return y
+@ir_module(CUDA, "llvm")
+def OnGpu(x: R.Tensor((10, 4), "float32", "cuda:0"), index: R.Tensor((3,), "int64", "cuda:0")):
+    with R.dataflow():
+        y: R.Tensor((3, 4), "float32", "cuda:0") = R.take(x, index, axis=0, mode="fast")
+        R.output(y)
+    return y
 
 
 def test_on_a_gpu_negative_indices_are_counted_from_the_front():

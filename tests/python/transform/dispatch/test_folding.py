@@ -3,13 +3,13 @@
 import numpy as np
 import tvm
 from tvm import relax
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.driver.pipeline import pipeline_steps
 from relax_hetero.target.vdevice import with_vdevices
+from tvmscript import ir_module
 
 
 def test_no_constant_is_folded_that_would_fill_the_memory():
@@ -25,11 +25,9 @@ def test_no_constant_is_folded_that_would_fill_the_memory():
     assert (rh.vm.VirtualMachine(executable)["main"]().numpy() == 2).all()
 
 
-@I.ir_module
+@ir_module({"kind": "cuda", "arch": "sm_90"})
 class WrittenForAGpu:
     """Its kernel reads constants only."""
-
-    I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_90"})]})
 
     @T.prim_func(private=True, s_tir=True)
     def double(x: T.Buffer((T.int64(8),), "float32"), y: T.Buffer((T.int64(8),), "float32")):

@@ -5,7 +5,6 @@ import pytest
 import tvm
 from tvm import relax, tirx
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
@@ -13,6 +12,7 @@ from relax_hetero.target.vdevice import same_object
 from relax_hetero.transform import FormDispatches, RealizeVDevice
 from relax_hetero.transform.dispatch import form_dispatches
 from relax_hetero.transform.ir.rewriting import walk_bindings
+from tvmscript import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
@@ -25,22 +25,16 @@ def as_fused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_device():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
+    @ir_module(V4, (V2, 1))
+    def Before(x: R.Tensor((4,), "float32", "llvm:1")) -> R.Tensor((4,), "float32", "llvm:1"):
+        with R.dataflow():
+            y: R.Tensor((4,), "float32", "llvm:1") = R.exp(x)
+            z: R.Tensor((4,), "float32", "llvm:1") = R.add(y, x)
+            R.output(z)
+        return z
 
-        @R.function
-        def main(x: R.Tensor((4,), "float32", "llvm:1")) -> R.Tensor((4,), "float32", "llvm:1"):
-            with R.dataflow():
-                y: R.Tensor((4,), "float32", "llvm:1") = R.exp(x)
-                z: R.Tensor((4,), "float32", "llvm:1") = R.add(y, x)
-                R.output(z)
-            return z
-
-    @I.ir_module
+    @ir_module(V4, (V2, 1))
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
         @T.prim_func(private=True, s_tir=True)
         def fused_tir_exp_add(x: T.Buffer((T.int64(4),), "float32"), out: T.Buffer((T.int64(4),), "float32")):
             T.func_attr(
@@ -76,20 +70,16 @@ def test_one_device():
 def test_two_devices_share_no_kernel():
     """The same chain on both devices: two kernels, each with its target; the transfer stays between them."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
-        @R.function
-        def main(x: R.Tensor((4,), "float32", "llvm:0")) -> R.Tensor((4,), "float32", "llvm:1"):
-            with R.dataflow():
-                a = R.exp(x)
-                b = R.tanh(a)
-                c: R.Tensor((4,), "float32", "llvm:1") = R.to_vdevice(b, "llvm:1")
-                d = R.exp(c)
-                e = R.tanh(d)
-                R.output(e)
-            return e
+    @ir_module(V4, (V2, 1))
+    def Before(x: R.Tensor((4,), "float32", "llvm:0")) -> R.Tensor((4,), "float32", "llvm:1"):
+        with R.dataflow():
+            a = R.exp(x)
+            b = R.tanh(a)
+            c: R.Tensor((4,), "float32", "llvm:1") = R.to_vdevice(b, "llvm:1")
+            d = R.exp(c)
+            e = R.tanh(d)
+            R.output(e)
+        return e
 
     after = FormDispatches()(RealizeVDevice()(Before))
     values = [b.value for b in walk_bindings(after["main"])]
@@ -101,17 +91,13 @@ def test_two_devices_share_no_kernel():
 def test_stock_fuse_tir_drops_the_target():
     """The reason the target is put back; when this fails, BindTargets after fusing may go."""
 
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V2, 0)]})
-
-        @R.function
-        def main(x: R.Tensor((4,), "float32", "llvm:0")) -> R.Tensor((4,), "float32", "llvm:0"):
-            with R.dataflow():
-                y = R.exp(x)
-                z = R.tanh(y)
-                R.output(z)
-            return z
+    @ir_module(V2)
+    def Mod(x: R.Tensor((4,), "float32", "llvm:0")) -> R.Tensor((4,), "float32", "llvm:0"):
+        with R.dataflow():
+            y = R.exp(x)
+            z = R.tanh(y)
+            R.output(z)
+        return z
 
     steps = [relax.transform.LegalizeOps(), relax.transform.AnnotateTIROpPattern()]
     fused = tvm.transform.Sequential([*steps, relax.transform.FuseOps(), relax.transform.FuseTIR()])(Mod)
@@ -138,10 +124,8 @@ def test_folded_constants_are_placed():
 
 
 def test_user_kernels_are_placed_like_any_op():
-    @I.ir_module
+    @ir_module(V4, (V2, 1))
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
         @T.prim_func(private=True, s_tir=True)
         def twice(a: T.Buffer((4,), "float32"), b: T.Buffer((4,), "float32")):
             for i in range(4):

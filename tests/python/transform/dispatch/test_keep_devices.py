@@ -5,7 +5,6 @@ from __future__ import annotations
 import tvm
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
@@ -15,6 +14,7 @@ from relax_hetero.transform import collect_placement
 from relax_hetero.transform.dispatch.keep_devices import keep_devices
 from relax_hetero.transform.ir.rewriting import walk_bindings
 from relax_hetero.transform.placement.realize_vdevice import realize_vdevice
+from tvmscript import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
@@ -23,35 +23,27 @@ V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
 def test_results_are_where_their_operands_are():
     """As LegalizeOps leaves a tuple op: neither its results nor their readers name a device."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
+    @ir_module(V4, (V2, 1))
+    def Before(x: R.Tensor((4,), "float32", "llvm:1")) -> R.Tensor((4,), "float32", "llvm:1"):
+        with R.dataflow():
+            both = R.call_dps_packed(
+                "pair", (x,), out_ty=[R.Tensor((4,), dtype="float32"), R.Tensor((4,), dtype="float32")]
+            )
+            first = both[0]
+            y = R.call_dps_packed("one", (first,), out_ty=R.Tensor((4,), dtype="float32"))
+            R.output(y)
+        return y
 
-        @R.function
-        def main(x: R.Tensor((4,), "float32", "llvm:1")) -> R.Tensor((4,), "float32", "llvm:1"):
-            with R.dataflow():
-                both = R.call_dps_packed(
-                    "pair", (x,), out_ty=[R.Tensor((4,), dtype="float32"), R.Tensor((4,), dtype="float32")]
-                )
-                first = both[0]
-                y = R.call_dps_packed("one", (first,), out_ty=R.Tensor((4,), dtype="float32"))
-                R.output(y)
-            return y
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
-        @R.function
-        def main(x: R.Tensor((4,), "float32", "llvm:1")) -> R.Tensor((4,), "float32", "llvm:1"):
-            with R.dataflow():
-                both = R.call_dps_packed(
-                    "pair", (x,), out_ty=[R.Tensor((4,), "float32", "llvm:1"), R.Tensor((4,), "float32", "llvm:1")]
-                )
-                first = both[0]
-                y = R.call_dps_packed("one", (first,), out_ty=R.Tensor((4,), "float32", "llvm:1"))
-                R.output(y)
-            return y
+    @ir_module(V4, (V2, 1))
+    def Expected(x: R.Tensor((4,), "float32", "llvm:1")) -> R.Tensor((4,), "float32", "llvm:1"):
+        with R.dataflow():
+            both = R.call_dps_packed(
+                "pair", (x,), out_ty=[R.Tensor((4,), "float32", "llvm:1"), R.Tensor((4,), "float32", "llvm:1")]
+            )
+            first = both[0]
+            y = R.call_dps_packed("one", (first,), out_ty=R.Tensor((4,), "float32", "llvm:1"))
+            R.output(y)
+        return y
 
     after = keep_devices(Before)
     assert_structural_equal(after, Expected)
@@ -62,20 +54,16 @@ def test_results_are_where_their_operands_are():
 def test_a_constant_lives_where_it_is_read():
     """A constant without a device: read on both, and transferred to one of them."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
-        @R.function
-        def main(x: R.Tensor((4,), "float32", "llvm:0"), y: R.Tensor((4,), "float32", "llvm:1")) -> R.Tuple(
-            R.Tensor((4,), "float32", "llvm:0"), R.Tensor((4,), "float32", "llvm:1")
-        ):
-            with R.dataflow():
-                a = R.add(x, R.const(1.0, "float32"))
-                there = R.to_vdevice(R.const(2.0, "float32"), "llvm:1")
-                b = R.multiply(y, there)
-                R.output(a, b)
-            return (a, b)
+    @ir_module(V4, (V2, 1))
+    def Before(x: R.Tensor((4,), "float32", "llvm:0"), y: R.Tensor((4,), "float32", "llvm:1")) -> R.Tuple(
+        R.Tensor((4,), "float32", "llvm:0"), R.Tensor((4,), "float32", "llvm:1")
+    ):
+        with R.dataflow():
+            a = R.add(x, R.const(1.0, "float32"))
+            there = R.to_vdevice(R.const(2.0, "float32"), "llvm:1")
+            b = R.multiply(y, there)
+            R.output(a, b)
+        return (a, b)
 
     after = keep_devices(Before)
     a, there, b = walk_bindings(after["main"])
@@ -90,15 +78,11 @@ def test_a_constant_lives_where_it_is_read():
 def test_variables_keep_the_devices_they_had():
     """A variable that is known by name keeps its type, whatever its operands say."""
 
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
-        @R.function
-        def main(shape: R.Shape(["n"])) -> R.Tensor(("n",), "float32"):
-            n = T.int64()
-            y = R.call_dps_packed("ones", (shape,), out_ty=R.Tensor((n,), "float32"))
-            return y
+    @ir_module(V4, (V2, 1))
+    def Mod(shape: R.Shape(["n"])) -> R.Tensor(("n",), "float32"):
+        n = T.int64()
+        y = R.call_dps_packed("ones", (shape,), out_ty=R.Tensor((n,), "float32"))
+        return y
 
     ty = next(iter(walk_bindings(Mod["main"]))).var.ty
     old = relax.Var("y", relax.TensorType(ty.shape, "float32", vdevices_of(Mod)[1]))
@@ -110,18 +94,14 @@ def test_variables_keep_the_devices_they_had():
 def test_a_module_is_placed_once():
     """The placement rules run when a pipeline starts; later passes keep what they found."""
 
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
-        @R.function
-        def main(x: R.Tensor((4, 4), "float32", "llvm:0")):
-            with R.dataflow():
-                y = R.matmul(x, R.permute_dims(x))
-                z = R.to_vdevice(R.nn.softmax(y), "llvm:1")
-                w = R.split(R.exp(z), 2)
-                R.output(w)
-            return w
+    @ir_module(V4, (V2, 1))
+    def Mod(x: R.Tensor((4, 4), "float32", "llvm:0")):
+        with R.dataflow():
+            y = R.matmul(x, R.permute_dims(x))
+            z = R.to_vdevice(R.nn.softmax(y), "llvm:1")
+            w = R.split(R.exp(z), 2)
+            R.output(w)
+        return w
 
     with collect_placement() as reports:
         get_pipeline()(Mod)

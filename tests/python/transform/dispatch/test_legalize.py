@@ -5,7 +5,6 @@ import pytest
 import tvm
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
@@ -15,6 +14,7 @@ from relax_hetero.target.vdevice import device_name, vdevices_of
 from relax_hetero.transform import FormDispatches, RealizeVDevice
 from relax_hetero.transform.dispatch.legalize import legalize
 from relax_hetero.transform.ir.rewriting import tensor_types, walk_bindings
+from tvmscript import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
@@ -46,23 +46,17 @@ def batch_norm_module():
 
 
 def test_each_op_becomes_a_kernel_of_its_device():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
+    @ir_module(V4, (V2, 1))
+    def Before(x: R.Tensor((2, 4), "float32", "llvm:0")):
+        with R.dataflow():
+            a: R.Tensor((2, 4), "float32", "llvm:0") = R.exp(x)
+            b: R.Tensor((2, 4), "float32", "llvm:1") = R.to_vdevice(a, "llvm:1")
+            y: R.Tensor((2, 4), "float32", "llvm:1") = R.add(b, b)
+            R.output(y)
+        return y
 
-        @R.function
-        def main(x: R.Tensor((2, 4), "float32", "llvm:0")):
-            with R.dataflow():
-                a: R.Tensor((2, 4), "float32", "llvm:0") = R.exp(x)
-                b: R.Tensor((2, 4), "float32", "llvm:1") = R.to_vdevice(a, "llvm:1")
-                y: R.Tensor((2, 4), "float32", "llvm:1") = R.add(b, b)
-                R.output(y)
-            return y
-
-    @I.ir_module
+    @ir_module(V4, (V2, 1))
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
         @T.prim_func(private=True, s_tir=True)
         def tir_exp_llvm(
             A: T.Buffer((T.int64(2), T.int64(4)), "float32"), B: T.Buffer((T.int64(2), T.int64(4)), "float32")
@@ -142,14 +136,10 @@ def test_variables_of_one_name_keep_their_own_devices():
 
 
 def test_an_op_without_kernel_is_named():
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V4)]})
-
-        @R.function
-        def main(x: R.Tensor(ndim=2, dtype="float32")) -> R.Tensor(ndim=2, dtype="float32"):
-            y = R.exp(x)
-            return y
+    @ir_module(V4)
+    def Mod(x: R.Tensor(ndim=2, dtype="float32")) -> R.Tensor(ndim=2, dtype="float32"):
+        y = R.exp(x)
+        return y
 
     with pytest.raises(BuildError, match=r"relax.exp of variable 'y' in function 'main'.*x: float32 of 2 dimensions"):
         legalize(RealizeVDevice()(Mod))
@@ -158,19 +148,15 @@ def test_an_op_without_kernel_is_named():
 def test_shapes_in_variables_are_known():
     """Stock legalization of reshape and zeros asserts that a shape is written out."""
 
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
-        @R.function
-        def main(x: R.Tensor(("n", "m"), "float32", "llvm:0"), t: R.Tensor((2,), "int64", "llvm:1")) -> R.Tensor(
-            ndim=2, dtype="float32", vdevice="llvm:0"
-        ):
-            a, b = T.int64(), T.int64()
-            shape = R.match_cast(R.tensor_to_shape(t), R.Shape([a, b]))
-            y = R.exp(R.reshape(x, shape))
-            z: R.Tensor((a, b), "float32", "llvm:0") = R.ones(shape, "float32")
-            return R.add(y, z)
+    @ir_module(V4, (V2, 1))
+    def Mod(x: R.Tensor(("n", "m"), "float32", "llvm:0"), t: R.Tensor((2,), "int64", "llvm:1")) -> R.Tensor(
+        ndim=2, dtype="float32", vdevice="llvm:0"
+    ):
+        a, b = T.int64(), T.int64()
+        shape = R.match_cast(R.tensor_to_shape(t), R.Shape([a, b]))
+        y = R.exp(R.reshape(x, shape))
+        z: R.Tensor((a, b), "float32", "llvm:0") = R.ones(shape, "float32")
+        return R.add(y, z)
 
     vm = rh.vm.VirtualMachine(rh.compile(Mod))
     x = np.random.default_rng(0).random((3, 4), "float32")
@@ -202,21 +188,17 @@ def test_ops_before_the_one_that_fails_are_not_blamed():
 def test_kernels_of_several_stages_and_one_symbolic_size_on_cpus_of_two_targets():
     """ConvertSSA, which LegalizeOps runs behind its copies, would leave uses of the buffer between them undefined."""
 
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
-        @R.function
-        def main(
-            x: R.Tensor(("b", "s"), "float32", "llvm:0"),
-            i: R.Tensor(("n", 2), "int64", "llvm:0"),
-            y: R.Tensor(("b", "s"), "float32", "llvm:1"),
-            j: R.Tensor(("m", 2), "int64", "llvm:1"),
-        ):
-            with R.dataflow():
-                result = (R.gather_nd(x, i), R.gather_nd(y, j))
-                R.output(result)
-            return result
+    @ir_module(V4, (V2, 1))
+    def Mod(
+        x: R.Tensor(("b", "s"), "float32", "llvm:0"),
+        i: R.Tensor(("n", 2), "int64", "llvm:0"),
+        y: R.Tensor(("b", "s"), "float32", "llvm:1"),
+        j: R.Tensor(("m", 2), "int64", "llvm:1"),
+    ):
+        with R.dataflow():
+            result = (R.gather_nd(x, i), R.gather_nd(y, j))
+            R.output(result)
+        return result
 
     x, i, j = np.random.default_rng(0).random((2, 3), "float32"), np.array([[0, 2], [1, 1], [1, 0]]), np.array([[1, 2]])
     first, second = rh.vm.VirtualMachine(rh.compile(Mod))["main"](x, i, x, j)
@@ -225,19 +207,15 @@ def test_kernels_of_several_stages_and_one_symbolic_size_on_cpus_of_two_targets(
 
 
 def test_scans_and_top_k_of_one_shape_on_cpus_of_two_targets():
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
-        @R.function
-        def main(x: R.Tensor((2, "n"), "float32", "llvm:0"), y: R.Tensor((2, "n"), "float32", "llvm:1")):
-            with R.dataflow():
-                sums = (R.cumsum(x, axis=1), R.cumsum(y, axis=1))
-                products = (R.cumprod(x, axis=1), R.cumprod(y, axis=1))
-                most = (R.topk(x, k=2, dtype="int64"), R.topk(y, k=2, dtype="int64"))
-                result = (sums, products, most)
-                R.output(result)
-            return result
+    @ir_module(V4, (V2, 1))
+    def Mod(x: R.Tensor((2, "n"), "float32", "llvm:0"), y: R.Tensor((2, "n"), "float32", "llvm:1")):
+        with R.dataflow():
+            sums = (R.cumsum(x, axis=1), R.cumsum(y, axis=1))
+            products = (R.cumprod(x, axis=1), R.cumprod(y, axis=1))
+            most = (R.topk(x, k=2, dtype="int64"), R.topk(y, k=2, dtype="int64"))
+            result = (sums, products, most)
+            R.output(result)
+        return result
 
     x = np.random.default_rng(0).random((2, 5), "float32")
     on_both = list(zip(*rh.vm.VirtualMachine(rh.compile(Mod))["main"](x, x), strict=True))

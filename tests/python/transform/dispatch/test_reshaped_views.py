@@ -3,7 +3,6 @@
 import numpy as np
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
@@ -12,14 +11,13 @@ from gpu_interpreter.models import InterpretedModel
 from relax_hetero.target.vdevice import with_vdevices
 from relax_hetero.transform.dispatch.reshaped_views import with_merged_reshapes, with_views
 from relax_hetero.transform.ir.rewriting import relax_functions, walk_bindings
+from tvmscript import ir_module
 
 CUDA = {"kind": "cuda", "arch": "sm_90a"}
 
 
-@I.ir_module
+@ir_module(CUDA, "llvm")
 class Before:
-    I.module_global_infos({"vdevice": [I.vdevice(CUDA), I.vdevice("llvm")]})
-
     @T.prim_func(private=True, s_tir=True)
     def flat(A: T.Buffer((4, 6), "float32"), B: T.Buffer((24,), "float32")):
         T.func_attr({"target": T.target(CUDA)})
@@ -59,10 +57,8 @@ class Before:
         return (c, e, f, g)
 
 
-@I.ir_module
+@ir_module(CUDA, "llvm")
 class Expected:
-    I.module_global_infos({"vdevice": [I.vdevice(CUDA), I.vdevice("llvm")]})
-
     @T.prim_func(private=True, s_tir=True)
     def flat(A: T.Buffer((4, 6), "float32"), B: T.Buffer((24,), "float32")):
         T.func_attr({"target": T.target(CUDA)})
@@ -110,18 +106,14 @@ def test_a_kernel_that_reshapes_is_a_view_unless_two_tensors_would_leave_the_blo
 def test_a_slice_is_no_view():
     """Its elements stand at the places that a reshape gives them, but it has fewer."""
 
-    @I.ir_module
-    class Slice:
-        I.module_global_infos({"vdevice": [I.vdevice(CUDA)]})
-
-        @R.function
-        def main(x: R.Tensor((4, 6), "float32", "cuda:0")):
-            with R.dataflow():
-                a: R.Tensor((1, 6), "float32", "cuda:0") = R.strided_slice(x, [0], [0], [1])
-                y: R.Tensor((6,), "float32", "cuda:0") = R.nn.softmax(R.reshape(a, (6,)))
-                z: R.Tensor((1, 6), "float32", "cuda:0") = R.nn.softmax(a)
-                R.output(y, z)
-            return (y, z)
+    @ir_module(CUDA)
+    def Slice(x: R.Tensor((4, 6), "float32", "cuda:0")):
+        with R.dataflow():
+            a: R.Tensor((1, 6), "float32", "cuda:0") = R.strided_slice(x, [0], [0], [1])
+            y: R.Tensor((6,), "float32", "cuda:0") = R.nn.softmax(R.reshape(a, (6,)))
+            z: R.Tensor((1, 6), "float32", "cuda:0") = R.nn.softmax(a)
+            R.output(y, z)
+        return (y, z)
 
     x = np.arange(24, dtype="float32").reshape(4, 6) / 7
     y, z = InterpretedModel(relax.transform.Normalize()(Slice))(x)
@@ -131,23 +123,19 @@ def test_a_slice_is_no_view():
 
 
 def _model(device: str):
-    @I.ir_module
-    class Model:
-        I.module_global_infos({"vdevice": [I.vdevice(CUDA), I.vdevice("llvm")]})
-
-        @R.function
-        def main(x: R.Tensor((4, 6), "float32", device)):
-            with R.dataflow():
-                negative: R.Tensor((4, 6), "float32", device) = R.negative(x)
-                a: R.Tensor((24,), "float32", device) = R.reshape(negative, (24,))
-                b: R.Tensor((24, 1), "float32", device) = R.expand_dims(a, [1])
-                c: R.Tensor((2, 12), "float32", device) = R.reshape(b, (2, 12))
-                d: R.Tensor((2, 12), "float32", device) = R.nn.softmax(c)
-                e: R.Tensor((2, 12), "float32", device) = R.add(d, c)
-                R.output(b, e)
-            f: R.Tensor((3, 8), "float32", device) = R.reshape(b, (3, 8))
-            g: R.Tensor((8, 3), "float32", device) = R.reshape(f, (8, 3))
-            return (e, g)
+    @ir_module(CUDA, "llvm")
+    def Model(x: R.Tensor((4, 6), "float32", device)):
+        with R.dataflow():
+            negative: R.Tensor((4, 6), "float32", device) = R.negative(x)
+            a: R.Tensor((24,), "float32", device) = R.reshape(negative, (24,))
+            b: R.Tensor((24, 1), "float32", device) = R.expand_dims(a, [1])
+            c: R.Tensor((2, 12), "float32", device) = R.reshape(b, (2, 12))
+            d: R.Tensor((2, 12), "float32", device) = R.nn.softmax(c)
+            e: R.Tensor((2, 12), "float32", device) = R.add(d, c)
+            R.output(b, e)
+        f: R.Tensor((3, 8), "float32", device) = R.reshape(b, (3, 8))
+        g: R.Tensor((8, 3), "float32", device) = R.reshape(f, (8, 3))
+        return (e, g)
 
     return Model
 

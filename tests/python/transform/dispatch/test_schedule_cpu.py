@@ -24,6 +24,7 @@ from relax_hetero.transform.dispatch.schedule_cpu import schedule_cpu
 from seeds import fresh_rng
 from tir.kernel_runs import TARGETS, VECTOR_NAMES, target_of
 from transform.scheduled_ops import Build, Operands, check, f32, formed, kernels, pool, results
+from tvmscript import ir_module
 
 LARGE = 1 << 20
 WIDEST = VECTOR_NAMES[0]
@@ -45,10 +46,8 @@ def scheduled(build: Build, operands: Operands, target: str = WIDEST) -> tirx.Pr
 def test_before_and_after():
     """A kernel of four elements: one vector, and the value used twice stays in a register."""
 
-    @I.ir_module
+    @ir_module({"kind": "llvm", "mcpu": "x86-64"})
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice({"kind": "llvm", "mcpu": "x86-64"}, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def relu(x: T.Buffer((T.int64(2), T.int64(2)), "float32"), y: T.Buffer((T.int64(2), T.int64(2)), "float32")):
             T.func_attr({"target": T.target({"kind": "llvm", "mcpu": "x86-64"}), "tirx.noalias": True})
@@ -231,18 +230,14 @@ def test_a_rule_that_fails_costs_no_model(monkeypatch: pytest.MonkeyPatch):
 def test_two_devices():
     """Both devices' kernels are scheduled, each for its own target, and the model gives what numpy gives."""
 
-    @I.ir_module
-    class Module:
-        I.module_global_infos({"vdevice": [I.vdevice(PLAIN, 0), I.vdevice(NEWER, 1)]})
-
-        @R.function
-        def main(x: R.Tensor((3, 70), "float32", "llvm:0")) -> R.Tensor((3,), "float32", "llvm:1"):
-            with R.dataflow():
-                y: R.Tensor((3, 70), "float32", "llvm:0") = R.abs(x)
-                z: R.Tensor((3, 70), "float32", "llvm:1") = R.to_vdevice(y, "llvm:1")
-                s: R.Tensor((3,), "float32", "llvm:1") = R.max(z, axis=[1])
-                R.output(s)
-            return s
+    @ir_module(PLAIN, (NEWER, 1))
+    def Module(x: R.Tensor((3, 70), "float32", "llvm:0")) -> R.Tensor((3,), "float32", "llvm:1"):
+        with R.dataflow():
+            y: R.Tensor((3, 70), "float32", "llvm:0") = R.abs(x)
+            z: R.Tensor((3, 70), "float32", "llvm:1") = R.to_vdevice(y, "llvm:1")
+            s: R.Tensor((3,), "float32", "llvm:1") = R.max(z, axis=[1])
+            R.output(s)
+        return s
 
     machine = rh.vm.VirtualMachine(rh.compile(Module), devices=[tvm.cpu(0), tvm.cpu(1)])
     x = fresh_rng().standard_normal((3, 70)).astype("float32")

@@ -13,6 +13,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
+from tvmscript import ir_module
 
 pytestmark = pytest.mark.sampled(4)
 
@@ -53,24 +54,20 @@ def normal(*shape, seed=0):
 OTHERS = ([tvm.cpu(0), tvm.cpu(1)], [tvm.cpu(1), tvm.cpu(0)], [tvm.cpu(3), tvm.cpu(2)])
 
 
-@I.ir_module
-class SameProduct:
-    I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice("c", 1)]})
-
-    @R.function
-    def main(x: R.Tensor(("m", "k"), "float32", "llvm:0"), w: R.Tensor(("k", "n"), "float32", "llvm:0")) -> R.Tensor(
-        ("m", "n"), "float32", "llvm:0"
-    ):
-        with R.dataflow():
-            a = R.matmul(x, w)
-            x1 = R.to_vdevice(x, "c:0")
-            w1 = R.to_vdevice(w, "c:0")
-            b = R.matmul(x1, w1)
-            a1 = R.to_vdevice(a, "c:0")
-            s = R.add(a1, b)
-            y = R.to_vdevice(s, "llvm:0")
-            R.output(y)
-        return y
+@ir_module(V4, "c:1")
+def SameProduct(x: R.Tensor(("m", "k"), "float32", "llvm:0"), w: R.Tensor(("k", "n"), "float32", "llvm:0")) -> R.Tensor(
+    ("m", "n"), "float32", "llvm:0"
+):
+    with R.dataflow():
+        a = R.matmul(x, w)
+        x1 = R.to_vdevice(x, "c:0")
+        w1 = R.to_vdevice(w, "c:0")
+        b = R.matmul(x1, w1)
+        a1 = R.to_vdevice(a, "c:0")
+        s = R.add(a1, b)
+        y = R.to_vdevice(s, "llvm:0")
+        R.output(y)
+    return y
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 5), (1, 1, 1), (17, 9, 35), (64, 33, 1)])
@@ -85,21 +82,17 @@ def test_the_same_product_on_two_devices(shape):
     check(exe, OTHERS, (x, w), 2 * (x @ w))
 
 
-@I.ir_module
-class SameWeight:
-    I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice("c", 1)]})
-
-    @R.function
-    def main(x: R.Tensor(("m", 5), "float32", "llvm:0"), w: R.Tensor((5, 11), "float32")):
-        R.func_attr({"num_input": 1})
-        with R.dataflow():
-            a = R.matmul(x, w)
-            x1 = R.to_vdevice(x, "c:0")
-            b = R.nn.relu(R.matmul(x1, w))
-            b1 = R.to_vdevice(b, "llvm:0")
-            y = R.subtract(a, b1)
-            R.output(y)
-        return y
+@ir_module(V4, "c:1")
+def SameWeight(x: R.Tensor(("m", 5), "float32", "llvm:0"), w: R.Tensor((5, 11), "float32")):
+    R.func_attr({"num_input": 1})
+    with R.dataflow():
+        a = R.matmul(x, w)
+        x1 = R.to_vdevice(x, "c:0")
+        b = R.nn.relu(R.matmul(x1, w))
+        b1 = R.to_vdevice(b, "llvm:0")
+        y = R.subtract(a, b1)
+        R.output(y)
+    return y
 
 
 def test_the_same_weight_on_two_devices():
@@ -113,27 +106,23 @@ def test_the_same_weight_on_two_devices():
     check(exe, OTHERS, (x,), x @ w - np.maximum(x @ w, 0))
 
 
-@I.ir_module
-class ThreeSources:
-    I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1), I.vdevice("c", 2)]})
-
-    @R.function
-    def main(
-        x: R.Tensor(("m", 6), "float32", "llvm:0"),
-        w: R.Tensor((6, 9), "float32", "llvm:1"),
-        r: R.Tensor(("m", 9), "float32", "c:0"),
-    ):
-        with R.dataflow():
-            a = R.matmul(x, R.to_vdevice(w, "llvm:0"))
-            a1 = R.to_vdevice(a, "llvm:1")
-            x1 = R.to_vdevice(x, "llvm:1")
-            b = R.matmul(x1, w)
-            c = R.matmul(R.to_vdevice(x, "c:0"), R.to_vdevice(w, "c:0"))
-            c1 = R.to_vdevice(c, "llvm:1")
-            r1 = R.to_vdevice(r, "llvm:1")
-            y = R.add(R.multiply(R.add(b, a1), c1), r1)
-            R.output(y)
-        return y
+@ir_module(V4, (V2, 1), "c:2")
+def ThreeSources(
+    x: R.Tensor(("m", 6), "float32", "llvm:0"),
+    w: R.Tensor((6, 9), "float32", "llvm:1"),
+    r: R.Tensor(("m", 9), "float32", "c:0"),
+):
+    with R.dataflow():
+        a = R.matmul(x, R.to_vdevice(w, "llvm:0"))
+        a1 = R.to_vdevice(a, "llvm:1")
+        x1 = R.to_vdevice(x, "llvm:1")
+        b = R.matmul(x1, w)
+        c = R.matmul(R.to_vdevice(x, "c:0"), R.to_vdevice(w, "c:0"))
+        c1 = R.to_vdevice(c, "llvm:1")
+        r1 = R.to_vdevice(r, "llvm:1")
+        y = R.add(R.multiply(R.add(b, a1), c1), r1)
+        R.output(y)
+    return y
 
 
 def test_a_dispatch_whose_operands_come_from_three_devices():
@@ -147,19 +136,15 @@ def test_a_dispatch_whose_operands_come_from_three_devices():
         check(exe, others, (x, w, r), 2 * (x @ w) * (x @ w) + r)
 
 
-@I.ir_module
-class OnePhysicalDevice:
-    I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V3, 0), I.vdevice("c", 0)]})
-
-    @R.function
-    def main(x: R.Tensor((12, 20), "float32", "llvm:0"), w: R.Tensor((20, 40), "float32")):
-        with R.dataflow():
-            a = R.matmul(x, w)
-            b = R.matmul(R.to_vdevice(x, "llvm:1"), w)
-            c = R.matmul(R.to_vdevice(x, "c:0"), w)
-            y = R.add(R.add(a, R.to_vdevice(b, "llvm:0")), R.to_vdevice(c, "llvm:0"))
-            R.output(y)
-        return y
+@ir_module(V4, V3, "c")
+def OnePhysicalDevice(x: R.Tensor((12, 20), "float32", "llvm:0"), w: R.Tensor((20, 40), "float32")):
+    with R.dataflow():
+        a = R.matmul(x, w)
+        b = R.matmul(R.to_vdevice(x, "llvm:1"), w)
+        c = R.matmul(R.to_vdevice(x, "c:0"), w)
+        y = R.add(R.add(a, R.to_vdevice(b, "llvm:0")), R.to_vdevice(c, "llvm:0"))
+        R.output(y)
+    return y
 
 
 def test_different_targets_on_one_physical_device():
@@ -176,26 +161,22 @@ _SIZES = "<float32 * float32 -> float32; (m, k) * (k, n) -> (m, n); m=?, n=10, k
 LHS, RHS, OUT = (f"matmul[{i}]{_SIZES}" for i in range(3))
 
 
-@I.ir_module
-class EncodedOnTheWay:
-    I.module_global_infos({"vdevice": [I.vdevice("c", 0), I.vdevice(V4, 1)]})
-
-    @R.function
-    def main(x: R.Tensor(("m", 6), "float32", "c:0"), w: R.Tensor((6, 10), "float32", "c:0")):
-        with R.dataflow():
-            x1 = R.hetero.set_encoding(x, LHS)
-            w1 = R.hetero.set_encoding(w, RHS)
-            a = R.hetero.matmul(x1, w1, encoding=OUT)
-            x2 = R.to_vdevice(x1, "llvm:0")
-            w2 = R.to_vdevice(w1, "llvm:0")
-            a2 = R.to_vdevice(a, "llvm:0")
-            b = R.hetero.matmul(x2, w2, encoding=OUT)
-            s = R.hetero.elementwise(b, a2, expression="add(x0, x1)", encoding=OUT)
-            t = R.to_vdevice(s, "c:0")
-            u = R.hetero.elementwise(t, a, expression="subtract(x0, x1)", encoding=OUT)
-            y = R.hetero.unset_encoding(u, OUT)
-            R.output(y)
-        return y
+@ir_module("c", (V4, 1))
+def EncodedOnTheWay(x: R.Tensor(("m", 6), "float32", "c:0"), w: R.Tensor((6, 10), "float32", "c:0")):
+    with R.dataflow():
+        x1 = R.hetero.set_encoding(x, LHS)
+        w1 = R.hetero.set_encoding(w, RHS)
+        a = R.hetero.matmul(x1, w1, encoding=OUT)
+        x2 = R.to_vdevice(x1, "llvm:0")
+        w2 = R.to_vdevice(w1, "llvm:0")
+        a2 = R.to_vdevice(a, "llvm:0")
+        b = R.hetero.matmul(x2, w2, encoding=OUT)
+        s = R.hetero.elementwise(b, a2, expression="add(x0, x1)", encoding=OUT)
+        t = R.to_vdevice(s, "c:0")
+        u = R.hetero.elementwise(t, a, expression="subtract(x0, x1)", encoding=OUT)
+        y = R.hetero.unset_encoding(u, OUT)
+        R.output(y)
+    return y
 
 
 @pytest.mark.parametrize("bound", [True, False])
@@ -219,19 +200,15 @@ def test_a_weight_that_is_transferred_is_packed_where_it_goes():
 def test_integers_between_devices():
     """Exact, with the layout that carries column sums on one side and the plain one on the other."""
 
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice("c", 1)]})
-
-        @R.function
-        def main(x: R.Tensor(("m", 9), "int8", "llvm:0"), w: R.Tensor((9, 21), "int8")):
-            with R.dataflow():
-                a = R.matmul(R.astype(x, "int32"), R.astype(w, "int32"))
-                x1 = R.to_vdevice(x, "c:0")
-                b = R.matmul(R.astype(x1, "int32"), R.astype(w, "int32"))
-                y = R.add(a, R.to_vdevice(b, "llvm:0"))
-                R.output(y)
-            return y
+    @ir_module(V4, "c:1")
+    def Mod(x: R.Tensor(("m", 9), "int8", "llvm:0"), w: R.Tensor((9, 21), "int8")):
+        with R.dataflow():
+            a = R.matmul(R.astype(x, "int32"), R.astype(w, "int32"))
+            x1 = R.to_vdevice(x, "c:0")
+            b = R.matmul(R.astype(x1, "int32"), R.astype(w, "int32"))
+            y = R.add(a, R.to_vdevice(b, "llvm:0"))
+            R.output(y)
+        return y
 
     rng = np.random.default_rng(4)
     w = rng.integers(-128, 128, (9, 21)).astype("int8")
@@ -302,18 +279,14 @@ def test_every_layout_of_a_weight_in_turn(lhs, rhs, accumulator, bound):
 def test_a_cuda_device_reads_activations_as_they_lie():
     """Its product is encoded as the CPU's is, and what crosses is row-major on both sides."""
 
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice({"kind": "cuda", "arch": "sm_90"}, 0)]})
-
-        @R.function
-        def main(x: R.Tensor((4, 6), "float32", "llvm:0"), w: R.Tensor((6, 6), "float32", "llvm:0")):
-            with R.dataflow():
-                a = R.nn.relu(R.matmul(x, w))
-                b = R.matmul(R.to_vdevice(a, "cuda:0"), R.to_vdevice(w, "cuda:0"))
-                y = R.to_vdevice(b, "llvm:0")
-                R.output(y)
-            return y
+    @ir_module(V4, {"kind": "cuda", "arch": "sm_90"})
+    def Mod(x: R.Tensor((4, 6), "float32", "llvm:0"), w: R.Tensor((6, 6), "float32", "llvm:0")):
+        with R.dataflow():
+            a = R.nn.relu(R.matmul(x, w))
+            b = R.matmul(R.to_vdevice(a, "cuda:0"), R.to_vdevice(w, "cuda:0"))
+            y = R.to_vdevice(b, "llvm:0")
+            R.output(y)
+        return y
 
     steps = [rh.transform.RealizeVDevice(), rh.transform.SetEncoding(), rh.transform.PropagateEncodings()]
     with rh.transform.collect_encodings() as reports:

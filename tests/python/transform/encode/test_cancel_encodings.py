@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
@@ -13,6 +12,7 @@ from relax_hetero.encoding import register_resolver
 from relax_hetero.transform import PropagateEncodings, RealizeVDevice, SetEncoding, SpecializeEncodings
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from transform.toy_resolvers import Toy
+from tvmscript import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 
@@ -24,41 +24,37 @@ def no_layouts():
     take_back()
 
 
-@I.ir_module
-class Forms:
-    I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
-    @R.function
-    def main(
-        x: R.Tensor(("b", "s", 20), "float32"),
-        w: R.Tensor((33, 20), "float32"),
-        bias: R.Tensor((33,), "float32"),
-        residual: R.Tensor(("b", "s", 33), "float32"),
-        one: R.Tensor((1, 20, 5), "float32"),
-        half: R.Tensor(("b", 1, 20), "float16"),
-        half_w: R.Tensor((20, 4), "float16"),
-        v: R.Tensor((20,), "float32"),
-        q: R.Tensor((4, 3, 2, 7), "float32"),
-        k: R.Tensor((3, 7, 6), "float32"),
-        i8: R.Tensor((5, 6), "int8"),
-        u8: R.Tensor((3, 5), "uint8"),
-    ):
-        b = T.int64()
-        s = T.int64()
-        with R.dataflow():
-            linear = R.add(R.nn.gelu(R.add(R.matmul(x, R.permute_dims(w)), bias)), residual)
-            broadcast = R.matmul(x, one)
-            single = R.matmul(half, half_w, out_dtype="float32")
-            halves = R.matmul(half, half_w)
-            vector = R.matmul(x, v)
-            dot = R.matmul(v, v)
-            batches = R.matmul(q, k)
-            integers = R.matmul(R.astype(u8, "int32"), R.astype(i8, "int32"))
-            left = R.permute_dims(R.reshape(x, (b, s, 4, 5)), [0, 2, 1, 3])
-            right = R.permute_dims(R.reshape(x, (b, s, 4, 5)), [0, 2, 3, 1])
-            heads = R.permute_dims(R.matmul(left, right), [0, 2, 1, 3])
-            R.output(linear, broadcast, single, halves, vector, dot, batches, integers, heads)
-        return linear, broadcast, single, halves, vector, dot, batches, integers, heads
+@ir_module(V4)
+def Forms(
+    x: R.Tensor(("b", "s", 20), "float32"),
+    w: R.Tensor((33, 20), "float32"),
+    bias: R.Tensor((33,), "float32"),
+    residual: R.Tensor(("b", "s", 33), "float32"),
+    one: R.Tensor((1, 20, 5), "float32"),
+    half: R.Tensor(("b", 1, 20), "float16"),
+    half_w: R.Tensor((20, 4), "float16"),
+    v: R.Tensor((20,), "float32"),
+    q: R.Tensor((4, 3, 2, 7), "float32"),
+    k: R.Tensor((3, 7, 6), "float32"),
+    i8: R.Tensor((5, 6), "int8"),
+    u8: R.Tensor((3, 5), "uint8"),
+):
+    b = T.int64()
+    s = T.int64()
+    with R.dataflow():
+        linear = R.add(R.nn.gelu(R.add(R.matmul(x, R.permute_dims(w)), bias)), residual)
+        broadcast = R.matmul(x, one)
+        single = R.matmul(half, half_w, out_dtype="float32")
+        halves = R.matmul(half, half_w)
+        vector = R.matmul(x, v)
+        dot = R.matmul(v, v)
+        batches = R.matmul(q, k)
+        integers = R.matmul(R.astype(u8, "int32"), R.astype(i8, "int32"))
+        left = R.permute_dims(R.reshape(x, (b, s, 4, 5)), [0, 2, 1, 3])
+        right = R.permute_dims(R.reshape(x, (b, s, 4, 5)), [0, 2, 3, 1])
+        heads = R.permute_dims(R.matmul(left, right), [0, 2, 1, 3])
+        R.output(linear, broadcast, single, halves, vector, dot, batches, integers, heads)
+    return linear, broadcast, single, halves, vector, dot, batches, integers, heads
 
 
 def specialized():

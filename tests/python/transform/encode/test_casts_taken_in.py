@@ -6,7 +6,6 @@ import numpy as np
 import tvm
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
@@ -16,6 +15,7 @@ from relax_hetero.transform import FormAttention, PropagateEncodings, collect_fu
 from relax_hetero.transform.encode.propagate_encodings import propagate_encodings
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from seeds import fresh_rng
+from tvmscript import ir_module
 
 AVX512 = {"kind": "llvm", "mcpu": "znver5", "num-cores": 2}
 ENC = "<bfloat16 * bfloat16 -> float32; (m, k) * (k, n) -> (m, n); m=2, n=4, k=8>"
@@ -30,60 +30,50 @@ def placed(mod: tvm.IRModule) -> tvm.IRModule:
 def test_attention_between_casts():
     """Queries scaled in float32 are read unscaled; softmax is rounded inside, the result where it is written."""
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(
-            x: R.Tensor((1, 5, 32), "bfloat16"),
-            y: R.Tensor((1, 7, 32), "bfloat16"),
-            z: R.Tensor((1, 7, 32), "bfloat16"),
-        ):
-            with R.dataflow():
-                heads = R.permute_dims(R.reshape(x, R.shape([1, 5, 4, 8])), axes=[0, 2, 1, 3])
-                q = R.astype(R.multiply(R.astype(heads, "float32"), R.const(0.5, "float32")), "bfloat16")
-                k = R.permute_dims(R.reshape(y, R.shape([1, 7, 4, 8])), axes=[0, 2, 3, 1])
-                v = R.permute_dims(R.reshape(z, R.shape([1, 7, 4, 8])), axes=[0, 2, 1, 3])
-                p = R.astype(R.nn.softmax(R.matmul(q, k, out_dtype="float32"), axis=-1), "bfloat16")
-                o = R.astype(R.matmul(p, v, out_dtype="float32"), "bfloat16")
-                result = R.reshape(R.permute_dims(o, axes=[0, 2, 1, 3]), R.shape([1, 5, 32]))
-                R.output(result)
-            return result
+    @ir_module()
+    def Before(
+        x: R.Tensor((1, 5, 32), "bfloat16"), y: R.Tensor((1, 7, 32), "bfloat16"), z: R.Tensor((1, 7, 32), "bfloat16")
+    ):
+        with R.dataflow():
+            heads = R.permute_dims(R.reshape(x, R.shape([1, 5, 4, 8])), axes=[0, 2, 1, 3])
+            q = R.astype(R.multiply(R.astype(heads, "float32"), R.const(0.5, "float32")), "bfloat16")
+            k = R.permute_dims(R.reshape(y, R.shape([1, 7, 4, 8])), axes=[0, 2, 3, 1])
+            v = R.permute_dims(R.reshape(z, R.shape([1, 7, 4, 8])), axes=[0, 2, 1, 3])
+            p = R.astype(R.nn.softmax(R.matmul(q, k, out_dtype="float32"), axis=-1), "bfloat16")
+            o = R.astype(R.matmul(p, v, out_dtype="float32"), "bfloat16")
+            result = R.reshape(R.permute_dims(o, axes=[0, 2, 1, 3]), R.shape([1, 5, 32]))
+            R.output(result)
+        return result
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(
-            x: R.Tensor((1, 5, 32), "bfloat16"),
-            y: R.Tensor((1, 7, 32), "bfloat16"),
-            z: R.Tensor((1, 7, 32), "bfloat16"),
-        ):
-            with R.dataflow():
-                result = R.hetero.attention(
-                    x,
-                    y,
-                    z,
-                    heads="(1, m, h*d) * (1, n, g*d) * (1, n, g*e) -> (1, m, h*e); b=1, h=4, g=4, m=5, n=7, d=8, e=8",
-                    scores="multiply(x0, 0.5)",
-                )
-                R.output(result)
-            return result
+    @ir_module()
+    def Expected(
+        x: R.Tensor((1, 5, 32), "bfloat16"), y: R.Tensor((1, 7, 32), "bfloat16"), z: R.Tensor((1, 7, 32), "bfloat16")
+    ):
+        with R.dataflow():
+            result = R.hetero.attention(
+                x,
+                y,
+                z,
+                heads="(1, m, h*d) * (1, n, g*d) * (1, n, g*e) -> (1, m, h*e); b=1, h=4, g=4, m=5, n=7, d=8, e=8",
+                scores="multiply(x0, 0.5)",
+            )
+            R.output(result)
+        return result
 
     formed = FormAttention()(placed(relax.transform.Normalize()(Before)))
     assert_structural_equal(formed, placed(Expected))
 
 
 def test_attention_whose_result_stays_in_float32_is_declined():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(
-            q: R.Tensor((4, 5, 8), "bfloat16"), k: R.Tensor((4, 8, 7), "bfloat16"), v: R.Tensor((4, 7, 8), "bfloat16")
-        ):
-            with R.dataflow():
-                p = R.astype(R.nn.softmax(R.matmul(q, k, out_dtype="float32"), axis=-1), "bfloat16")
-                result = R.matmul(p, v, out_dtype="float32")
-                R.output(result)
-            return result
+    @ir_module()
+    def Before(
+        q: R.Tensor((4, 5, 8), "bfloat16"), k: R.Tensor((4, 8, 7), "bfloat16"), v: R.Tensor((4, 7, 8), "bfloat16")
+    ):
+        with R.dataflow():
+            p = R.astype(R.nn.softmax(R.matmul(q, k, out_dtype="float32"), axis=-1), "bfloat16")
+            result = R.matmul(p, v, out_dtype="float32")
+            R.output(result)
+        return result
 
     with collect_fusions() as found:
         mod = placed(relax.transform.Normalize()(Before))
@@ -124,59 +114,52 @@ def test_products_before_casts_become_one():
 
 
 def test_a_residual_is_read_rounded():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 8), "bfloat16"), w: R.Tensor((8, 4), "bfloat16"), r: R.Tensor((2, 4), "bfloat16")):
-            with R.dataflow():
-                lhs = R.hetero.set_encoding(x, "matmul[0]" + ENC)
-                rhs = R.hetero.set_encoding(w, "matmul[1]" + ENC)
-                out = R.hetero.matmul(lhs, rhs, encoding="matmul[2]" + ENC)
-                y = R.hetero.unset_encoding(out, "matmul[2]" + ENC)
-                wide = R.astype(r, "float32")
-                z = R.astype(R.add(y, wide), "bfloat16")
-                R.output(z)
-            return z
+    @ir_module()
+    def Before(x: R.Tensor((2, 8), "bfloat16"), w: R.Tensor((8, 4), "bfloat16"), r: R.Tensor((2, 4), "bfloat16")):
+        with R.dataflow():
+            lhs = R.hetero.set_encoding(x, "matmul[0]" + ENC)
+            rhs = R.hetero.set_encoding(w, "matmul[1]" + ENC)
+            out = R.hetero.matmul(lhs, rhs, encoding="matmul[2]" + ENC)
+            y = R.hetero.unset_encoding(out, "matmul[2]" + ENC)
+            wide = R.astype(r, "float32")
+            z = R.astype(R.add(y, wide), "bfloat16")
+            R.output(z)
+        return z
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((2, 8), "bfloat16"), w: R.Tensor((8, 4), "bfloat16"), r: R.Tensor((2, 4), "bfloat16")):
-            with R.dataflow():
-                lhs = R.hetero.set_encoding(x, "matmul[0]" + ENC)
-                rhs = R.hetero.set_encoding(w, "matmul[1]" + ENC)
-                out = R.hetero.matmul(lhs, rhs, encoding="matmul[2]" + ENC)
-                residual = R.hetero.set_encoding(r, "matmul[2]" + ENC)
-                e = R.hetero.elementwise(
-                    out,
-                    residual,
-                    expression="cast(add(x0, cast(x1, 'float32')), 'bfloat16')",
-                    encoding="matmul[2]" + ENC,
-                )
-                z = R.hetero.unset_encoding(e, "matmul[2]" + ENC)
-                R.output(z)
-            return z
+    @ir_module()
+    def Expected(x: R.Tensor((2, 8), "bfloat16"), w: R.Tensor((8, 4), "bfloat16"), r: R.Tensor((2, 4), "bfloat16")):
+        with R.dataflow():
+            lhs = R.hetero.set_encoding(x, "matmul[0]" + ENC)
+            rhs = R.hetero.set_encoding(w, "matmul[1]" + ENC)
+            out = R.hetero.matmul(lhs, rhs, encoding="matmul[2]" + ENC)
+            residual = R.hetero.set_encoding(r, "matmul[2]" + ENC)
+            e = R.hetero.elementwise(
+                out,
+                residual,
+                expression="cast(add(x0, cast(x1, 'float32')), 'bfloat16')",
+                encoding="matmul[2]" + ENC,
+            )
+            z = R.hetero.unset_encoding(e, "matmul[2]" + ENC)
+            R.output(z)
+        return z
 
     after = PropagateEncodings()(relax.transform.Normalize()(Before))
     assert_structural_equal(after, Expected)
     assert propagate_encodings(after) is after
 
 
-@I.ir_module
-class StoredNarrow:
-    """A sum that is rounded, permuted and read by a norm in single precision; and one that a pooling reads."""
-
-    @R.function
-    def main(x: R.Tensor((6, 16), "float16"), w: R.Tensor((16, 4), "float16"), g: R.Tensor((6,), "float32")):
-        with R.dataflow():
-            a = R.matmul(x, w, out_dtype="float32")
-            b = R.astype(R.add(a, R.const(1.0)), "float16")
-            y = R.nn.rms_norm(R.astype(R.permute_dims(b), "float32"), g, axes=[-1])
-            c = R.matmul(x, w, out_dtype="float32")
-            d = R.reshape(R.astype(R.astype(R.nn.relu(c), "float16"), "float32"), R.shape([1, 6, 4]))
-            z = R.nn.avg_pool1d(d, pool_size=2, layout="NCW")
-            R.output(y, z)
-        return (y, z)
+# A sum that is rounded, permuted and read by a norm in single precision; and one that a pooling reads.
+@ir_module()
+def StoredNarrow(x: R.Tensor((6, 16), "float16"), w: R.Tensor((16, 4), "float16"), g: R.Tensor((6,), "float32")):
+    with R.dataflow():
+        a = R.matmul(x, w, out_dtype="float32")
+        b = R.astype(R.add(a, R.const(1.0)), "float16")
+        y = R.nn.rms_norm(R.astype(R.permute_dims(b), "float32"), g, axes=[-1])
+        c = R.matmul(x, w, out_dtype="float32")
+        d = R.reshape(R.astype(R.astype(R.nn.relu(c), "float16"), "float32"), R.shape([1, 6, 4]))
+        z = R.nn.avg_pool1d(d, pool_size=2, layout="NCW")
+        R.output(y, z)
+    return (y, z)
 
 
 def stored(target) -> list[str]:

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
@@ -27,6 +26,7 @@ from relax_hetero.transform.encode.set_encoding import set_encoding
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from transform.interpreting import run
 from transform.reference_convolution import NHWC, reference_resolver
+from tvmscript import ir_module
 
 WIDE = (
     "<float32 * float32 -> float32; (b, c, x0, x1) * (n, k, w0, w1) -> (b, n, y0, y1); b=1, c=8, x0=5, x1=7, n=8, "
@@ -41,93 +41,77 @@ PANELS = "pack<outer=[0, 2, 3, 1] inner=[0:4]>"
 FOUR = PackedLayout((0, 2, 3, 1), (0,), (4,))
 
 
-@I.ir_module
-class Residual:
-    I.module_global_infos({"vdevice": [I.vdevice("llvm")]})
-
-    @R.function
-    def main(
-        x: R.Tensor((1, 8, 5, 7), "float32", "llvm"),
-        w: R.Tensor((8, 8, 3, 3), "float32", "llvm"),
-        bias: R.Tensor((1, 8, 1, 1), "float32", "llvm"),
-    ):
-        with R.dataflow():
-            y: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.nn.conv2d(x, w, padding=[1, 1, 1, 1])
-            z: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.add(y, bias)
-            s: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.add(z, x)
-            r: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.nn.relu(s)
-            R.output(r)
-        return r
+@ir_module("llvm")
+def Residual(
+    x: R.Tensor((1, 8, 5, 7), "float32", "llvm"),
+    w: R.Tensor((8, 8, 3, 3), "float32", "llvm"),
+    bias: R.Tensor((1, 8, 1, 1), "float32", "llvm"),
+):
+    with R.dataflow():
+        y: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.nn.conv2d(x, w, padding=[1, 1, 1, 1])
+        z: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.add(y, bias)
+        s: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.add(z, x)
+        r: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.nn.relu(s)
+        R.output(r)
+    return r
 
 
-@I.ir_module
-class Set:
-    I.module_global_infos({"vdevice": [I.vdevice("llvm")]})
-
-    @R.function
-    def main(
-        x: R.Tensor((1, 8, 5, 7), "float32", "llvm"),
-        w: R.Tensor((8, 8, 3, 3), "float32", "llvm"),
-        bias: R.Tensor((1, 8, 1, 1), "float32", "llvm"),
-    ):
-        with R.dataflow():
-            data: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.hetero.set_encoding(x, "conv2d[0]" + WIDE)
-            weight: R.Tensor((8, 8, 3, 3), "float32", "llvm") = R.hetero.set_encoding(w, "conv2d[1]" + WIDE)
-            out: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.hetero.conv(data, weight, encoding="conv2d[2]" + WIDE)
-            y: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.hetero.unset_encoding(out, "conv2d[2]" + WIDE)
-            z: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.add(y, bias)
-            s: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.add(z, x)
-            r: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.nn.relu(s)
-            R.output(r)
-        return r
+@ir_module("llvm")
+def Set(
+    x: R.Tensor((1, 8, 5, 7), "float32", "llvm"),
+    w: R.Tensor((8, 8, 3, 3), "float32", "llvm"),
+    bias: R.Tensor((1, 8, 1, 1), "float32", "llvm"),
+):
+    with R.dataflow():
+        data: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.hetero.set_encoding(x, "conv2d[0]" + WIDE)
+        weight: R.Tensor((8, 8, 3, 3), "float32", "llvm") = R.hetero.set_encoding(w, "conv2d[1]" + WIDE)
+        out: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.hetero.conv(data, weight, encoding="conv2d[2]" + WIDE)
+        y: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.hetero.unset_encoding(out, "conv2d[2]" + WIDE)
+        z: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.add(y, bias)
+        s: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.add(z, x)
+        r: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.nn.relu(s)
+        R.output(r)
+    return r
 
 
-@I.ir_module
-class Propagated:
-    I.module_global_infos({"vdevice": [I.vdevice("llvm")]})
-
-    @R.function
-    def main(
-        x: R.Tensor((1, 8, 5, 7), "float32", "llvm"),
-        w: R.Tensor((8, 8, 3, 3), "float32", "llvm"),
-        bias: R.Tensor((1, 8, 1, 1), "float32", "llvm"),
-    ):
-        with R.dataflow():
-            data: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.hetero.set_encoding(x, "conv2d[0]" + WIDE)
-            weight: R.Tensor((8, 8, 3, 3), "float32", "llvm") = R.hetero.set_encoding(w, "conv2d[1]" + WIDE)
-            out: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.hetero.conv(data, weight, encoding="conv2d[2]" + WIDE)
-            x2: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.hetero.set_encoding(x, "conv2d[2]" + WIDE)
-            e: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.hetero.elementwise(
-                out, bias, x2, expression="relu(add(add(x0, x1), x2))", encoding="conv2d[2]" + WIDE
-            )
-            r: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.hetero.unset_encoding(e, "conv2d[2]" + WIDE)
-            R.output(r)
-        return r
+@ir_module("llvm")
+def Propagated(
+    x: R.Tensor((1, 8, 5, 7), "float32", "llvm"),
+    w: R.Tensor((8, 8, 3, 3), "float32", "llvm"),
+    bias: R.Tensor((1, 8, 1, 1), "float32", "llvm"),
+):
+    with R.dataflow():
+        data: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.hetero.set_encoding(x, "conv2d[0]" + WIDE)
+        weight: R.Tensor((8, 8, 3, 3), "float32", "llvm") = R.hetero.set_encoding(w, "conv2d[1]" + WIDE)
+        out: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.hetero.conv(data, weight, encoding="conv2d[2]" + WIDE)
+        x2: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.hetero.set_encoding(x, "conv2d[2]" + WIDE)
+        e: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.hetero.elementwise(
+            out, bias, x2, expression="relu(add(add(x0, x1), x2))", encoding="conv2d[2]" + WIDE
+        )
+        r: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.hetero.unset_encoding(e, "conv2d[2]" + WIDE)
+        R.output(r)
+    return r
 
 
-@I.ir_module
-class Specialized:
-    I.module_global_infos({"vdevice": [I.vdevice("llvm")]})
-
-    @R.function
-    def main(
-        x: R.Tensor((1, 8, 5, 7), "float32", "llvm"),
-        w: R.Tensor((8, 8, 3, 3), "float32", "llvm"),
-        bias: R.Tensor((1, 8, 1, 1), "float32", "llvm"),
-    ):
-        with R.dataflow():
-            data: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.hetero.set_encoding(x, "conv2d[0]" + WIDE, LAST)
-            weight: R.Tensor((8, 8, 3, 3), "float32", "llvm") = R.hetero.set_encoding(w, "conv2d[1]" + WIDE, PANELS)
-            out: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.hetero.conv(
-                data, weight, encoding="conv2d[2]" + WIDE, layout=LAST, kernel="conv2d_1x8x5x7_8x3x3_llvm_0"
-            )
-            x2: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.hetero.set_encoding(x, "conv2d[2]" + WIDE, LAST)
-            e: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.hetero.elementwise(
-                out, bias, x2, expression="relu(add(add(x0, x1), x2))", encoding="conv2d[2]" + WIDE, layout=LAST
-            )
-            r: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.hetero.unset_encoding(e, "conv2d[2]" + WIDE, LAST)
-            R.output(r)
-        return r
+@ir_module("llvm")
+def Specialized(
+    x: R.Tensor((1, 8, 5, 7), "float32", "llvm"),
+    w: R.Tensor((8, 8, 3, 3), "float32", "llvm"),
+    bias: R.Tensor((1, 8, 1, 1), "float32", "llvm"),
+):
+    with R.dataflow():
+        data: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.hetero.set_encoding(x, "conv2d[0]" + WIDE, LAST)
+        weight: R.Tensor((8, 8, 3, 3), "float32", "llvm") = R.hetero.set_encoding(w, "conv2d[1]" + WIDE, PANELS)
+        out: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.hetero.conv(
+            data, weight, encoding="conv2d[2]" + WIDE, layout=LAST, kernel="conv2d_1x8x5x7_8x3x3_llvm_0"
+        )
+        x2: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.hetero.set_encoding(x, "conv2d[2]" + WIDE, LAST)
+        e: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.hetero.elementwise(
+            out, bias, x2, expression="relu(add(add(x0, x1), x2))", encoding="conv2d[2]" + WIDE, layout=LAST
+        )
+        r: R.Tensor((1, 8, 5, 7), "float32", "llvm") = R.hetero.unset_encoding(e, "conv2d[2]" + WIDE, LAST)
+        R.output(r)
+    return r
 
 
 def test_each_pass_on_a_residual_block():
@@ -256,24 +240,19 @@ def test_images_of_unknown_size_have_a_layout_where_vectors_multiply_floats():
     assert not reports[0].cancelled
 
 
-@I.ir_module
-class Low:
-    """A convolution of halves that is rounded, and one of bytes."""
-
-    I.module_global_infos({"vdevice": [I.vdevice("c")]})
-
-    @R.function
-    def main(
-        x: R.Tensor((1, 8, 5, 7), "bfloat16", "c"),
-        w: R.Tensor((8, 8, 3, 3), "bfloat16", "c"),
-        a: R.Tensor((1, 8, 5, 7), "uint8", "c"),
-        b: R.Tensor((8, 8, 3, 3), "int8", "c"),
-    ):
-        with R.dataflow():
-            y: R.Tensor((1, 8, 5, 7), "bfloat16", "c") = R.nn.conv2d(x, w, padding=[1, 1, 1, 1])
-            s: R.Tensor((1, 8, 5, 7), "int32", "c") = R.nn.conv2d(a, b, padding=[1, 1, 1, 1], out_dtype="int32")
-            R.output(y, s)
-        return (y, s)
+# A convolution of halves that is rounded, and one of bytes.
+@ir_module("c")
+def Low(
+    x: R.Tensor((1, 8, 5, 7), "bfloat16", "c"),
+    w: R.Tensor((8, 8, 3, 3), "bfloat16", "c"),
+    a: R.Tensor((1, 8, 5, 7), "uint8", "c"),
+    b: R.Tensor((8, 8, 3, 3), "int8", "c"),
+):
+    with R.dataflow():
+        y: R.Tensor((1, 8, 5, 7), "bfloat16", "c") = R.nn.conv2d(x, w, padding=[1, 1, 1, 1])
+        s: R.Tensor((1, 8, 5, 7), "int32", "c") = R.nn.conv2d(a, b, padding=[1, 1, 1, 1], out_dtype="int32")
+        R.output(y, s)
+    return (y, s)
 
 
 HALF, BYTE = (
@@ -282,50 +261,42 @@ HALF, BYTE = (
 )
 
 
-@I.ir_module
-class LowSet:
-    I.module_global_infos({"vdevice": [I.vdevice("c")]})
-
-    @R.function
-    def main(
-        x: R.Tensor((1, 8, 5, 7), "bfloat16", "c"),
-        w: R.Tensor((8, 8, 3, 3), "bfloat16", "c"),
-        a: R.Tensor((1, 8, 5, 7), "uint8", "c"),
-        b: R.Tensor((8, 8, 3, 3), "int8", "c"),
-    ):
-        with R.dataflow():
-            x0: R.Tensor((1, 8, 5, 7), "bfloat16", "c") = R.hetero.set_encoding(x, "conv2d[0]" + HALF)
-            w0: R.Tensor((8, 8, 3, 3), "bfloat16", "c") = R.hetero.set_encoding(w, "conv2d[1]" + HALF)
-            y0: R.Tensor((1, 8, 5, 7), "float32", "c") = R.hetero.conv(x0, w0, encoding="conv2d[2]" + HALF)
-            y1: R.Tensor((1, 8, 5, 7), "float32", "c") = R.hetero.unset_encoding(y0, "conv2d[2]" + HALF)
-            y: R.Tensor((1, 8, 5, 7), "bfloat16", "c") = R.astype(y1, "bfloat16")
-            a0: R.Tensor((1, 8, 5, 7), "uint8", "c") = R.hetero.set_encoding(a, "conv2d[0]" + BYTE)
-            b0: R.Tensor((8, 8, 3, 3), "int8", "c") = R.hetero.set_encoding(b, "conv2d[1]" + BYTE)
-            s0: R.Tensor((1, 8, 5, 7), "int32", "c") = R.hetero.conv(a0, b0, encoding="conv2d[2]" + BYTE)
-            s: R.Tensor((1, 8, 5, 7), "int32", "c") = R.hetero.unset_encoding(s0, "conv2d[2]" + BYTE)
-            R.output(y, s)
-        return (y, s)
+@ir_module("c")
+def LowSet(
+    x: R.Tensor((1, 8, 5, 7), "bfloat16", "c"),
+    w: R.Tensor((8, 8, 3, 3), "bfloat16", "c"),
+    a: R.Tensor((1, 8, 5, 7), "uint8", "c"),
+    b: R.Tensor((8, 8, 3, 3), "int8", "c"),
+):
+    with R.dataflow():
+        x0: R.Tensor((1, 8, 5, 7), "bfloat16", "c") = R.hetero.set_encoding(x, "conv2d[0]" + HALF)
+        w0: R.Tensor((8, 8, 3, 3), "bfloat16", "c") = R.hetero.set_encoding(w, "conv2d[1]" + HALF)
+        y0: R.Tensor((1, 8, 5, 7), "float32", "c") = R.hetero.conv(x0, w0, encoding="conv2d[2]" + HALF)
+        y1: R.Tensor((1, 8, 5, 7), "float32", "c") = R.hetero.unset_encoding(y0, "conv2d[2]" + HALF)
+        y: R.Tensor((1, 8, 5, 7), "bfloat16", "c") = R.astype(y1, "bfloat16")
+        a0: R.Tensor((1, 8, 5, 7), "uint8", "c") = R.hetero.set_encoding(a, "conv2d[0]" + BYTE)
+        b0: R.Tensor((8, 8, 3, 3), "int8", "c") = R.hetero.set_encoding(b, "conv2d[1]" + BYTE)
+        s0: R.Tensor((1, 8, 5, 7), "int32", "c") = R.hetero.conv(a0, b0, encoding="conv2d[2]" + BYTE)
+        s: R.Tensor((1, 8, 5, 7), "int32", "c") = R.hetero.unset_encoding(s0, "conv2d[2]" + BYTE)
+        R.output(y, s)
+    return (y, s)
 
 
-@I.ir_module
-class LowStock:
-    I.module_global_infos({"vdevice": [I.vdevice("c")]})
-
-    @R.function
-    def main(
-        x: R.Tensor((1, 8, 5, 7), "bfloat16", "c"),
-        w: R.Tensor((8, 8, 3, 3), "bfloat16", "c"),
-        a: R.Tensor((1, 8, 5, 7), "uint8", "c"),
-        b: R.Tensor((8, 8, 3, 3), "int8", "c"),
-    ):
-        with R.dataflow():
-            y1: R.Tensor((1, 8, 5, 7), "float32", "c") = R.nn.conv2d(x, w, padding=[1, 1, 1, 1], out_dtype="float32")
-            y: R.Tensor((1, 8, 5, 7), "bfloat16", "c") = R.astype(y1, "bfloat16")
-            a0: R.Tensor((1, 8, 5, 7), "int32", "c") = R.astype(a, "int32")
-            b0: R.Tensor((8, 8, 3, 3), "int32", "c") = R.astype(b, "int32")
-            s: R.Tensor((1, 8, 5, 7), "int32", "c") = R.nn.conv2d(a0, b0, padding=[1, 1, 1, 1])
-            R.output(y, s)
-        return (y, s)
+@ir_module("c")
+def LowStock(
+    x: R.Tensor((1, 8, 5, 7), "bfloat16", "c"),
+    w: R.Tensor((8, 8, 3, 3), "bfloat16", "c"),
+    a: R.Tensor((1, 8, 5, 7), "uint8", "c"),
+    b: R.Tensor((8, 8, 3, 3), "int8", "c"),
+):
+    with R.dataflow():
+        y1: R.Tensor((1, 8, 5, 7), "float32", "c") = R.nn.conv2d(x, w, padding=[1, 1, 1, 1], out_dtype="float32")
+        y: R.Tensor((1, 8, 5, 7), "bfloat16", "c") = R.astype(y1, "bfloat16")
+        a0: R.Tensor((1, 8, 5, 7), "int32", "c") = R.astype(a, "int32")
+        b0: R.Tensor((8, 8, 3, 3), "int32", "c") = R.astype(b, "int32")
+        s: R.Tensor((1, 8, 5, 7), "int32", "c") = R.nn.conv2d(a0, b0, padding=[1, 1, 1, 1])
+        R.output(y, s)
+    return (y, s)
 
 
 def test_low_precision_adds_up_in_more_bits():
@@ -357,16 +328,14 @@ def test_names_tell_what_is_unusual(data):
 
 
 def test_two_convolutions_of_one_tensor_lay_it_out_once():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 8, 5, 7), "float32"), w: R.Tensor((8, 4, 3, 1), "float32")):
-            with R.dataflow():
-                a = R.nn.conv2d(x, w, strides=2, padding=[1, 0, 0, 0], groups=2)
-                b = R.nn.conv2d(x, w, strides=2, padding=[1, 0, 0, 0], groups=2)
-                y = R.add(a, b)
-                R.output(y)
-            return y
+    @ir_module()
+    def Before(x: R.Tensor((1, 8, 5, 7), "float32"), w: R.Tensor((8, 4, 3, 1), "float32")):
+        with R.dataflow():
+            a = R.nn.conv2d(x, w, strides=2, padding=[1, 0, 0, 0], groups=2)
+            b = R.nn.conv2d(x, w, strides=2, padding=[1, 0, 0, 0], groups=2)
+            y = R.add(a, b)
+            R.output(y)
+        return y
 
     values = [binding.value for binding in walk_bindings(SetEncoding()(Before)["main"])]
     sets = [value for value in values if op_name(value) == SET]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero  # noqa: F401 (registers R.hetero)
 from relax_hetero.transform.encode.encoding_description import describe_encodings
 from relax_hetero.transform.ir.findings import collect_encodings, publish
 from relax_hetero.transform.ir.reports import CancelledEntry, EncodedTransferEntry, EncodingReport
+from tvmscript import ir_module
 
 LHS, RHS, OUT = (
     f"matmul[{index}]<float32 * float32 -> float32; (m, k) * (k, n) -> (m, n); m=?, n=64, k=40>" for index in range(3)
@@ -17,25 +17,21 @@ TILED = "pack<outer=[1, 0] inner=[1:48]>"
 SMALL = "pack<outer=[0, 1] inner=[0:4, 1:4]>"
 
 
-@I.ir_module
-class TwoDevices:
-    I.module_global_infos({"vdevice": [I.vdevice({"kind": "llvm"}, 0), I.vdevice({"kind": "c"}, 1)]})
-
-    @R.function
-    def main(
-        x: R.Tensor(("n", 40), "float32", "llvm:0"),
-        w: R.Tensor((40, 64), "float32", "llvm:0"),
-        bias: R.Tensor((64,), "float32", "llvm:0"),
-    ) -> R.Tensor(("n", 64), "float32", "c:0"):
-        a = R.hetero.set_encoding(x, LHS, "identity<2>")
-        b = R.hetero.set_encoding(w, RHS, TILED)
-        y = R.hetero.matmul(a, b, encoding=OUT, layout="identity<2>", kernel="matmul_llvm_0")
-        z = R.hetero.elementwise(y, bias, expression="add(x0, x1)", encoding=OUT, layout="identity<2>")
-        r = R.hetero.elementwise(z, expression="relu(x0)", encoding=OUT, layout="identity<2>")
-        packed = R.hetero.relayout(r, OUT, SMALL, "identity<2>")
-        moved = R.to_vdevice(packed, "c:0")
-        out = R.hetero.unset_encoding(moved, OUT, SMALL)
-        return out
+@ir_module({"kind": "llvm"}, ({"kind": "c"}, 1))
+def TwoDevices(
+    x: R.Tensor(("n", 40), "float32", "llvm:0"),
+    w: R.Tensor((40, 64), "float32", "llvm:0"),
+    bias: R.Tensor((64,), "float32", "llvm:0"),
+) -> R.Tensor(("n", 64), "float32", "c:0"):
+    a = R.hetero.set_encoding(x, LHS, "identity<2>")
+    b = R.hetero.set_encoding(w, RHS, TILED)
+    y = R.hetero.matmul(a, b, encoding=OUT, layout="identity<2>", kernel="matmul_llvm_0")
+    z = R.hetero.elementwise(y, bias, expression="add(x0, x1)", encoding=OUT, layout="identity<2>")
+    r = R.hetero.elementwise(z, expression="relu(x0)", encoding=OUT, layout="identity<2>")
+    packed = R.hetero.relayout(r, OUT, SMALL, "identity<2>")
+    moved = R.to_vdevice(packed, "c:0")
+    out = R.hetero.unset_encoding(moved, OUT, SMALL)
+    return out
 
 
 def test_a_product_has_its_epilogue_and_its_operands():
@@ -70,23 +66,20 @@ def test_reports_reach_every_open_collection():
     assert outer == inner == [EncodingReport()]
 
 
-@I.ir_module
-class Uncommon:
-    """An initial accumulator, a product that two read, and elementwise work that follows no product of its own."""
-
-    @R.function
-    def main(
-        x: R.Tensor((2, 40), "float32"), w: R.Tensor((40, 64), "float32"), c: R.Tensor((2, 64), "float32")
-    ) -> R.Tensor((2, 64), "float32"):
-        a = R.hetero.set_encoding(x, LHS)
-        b = R.hetero.set_encoding(w, RHS)
-        start = R.hetero.set_encoding(c, OUT)
-        y_encoded = R.hetero.matmul(a, b, start, encoding=OUT)
-        z_encoded = R.hetero.elementwise(y_encoded, y_encoded, start, expression="add(x0, x2)", encoding=OUT)
-        s_encoded = R.hetero.elementwise(start, y_encoded, expression="multiply(x0, x1)", encoding=OUT)
-        t_encoded = R.hetero.elementwise(s_encoded, z_encoded, expression="add(x0, x1)", encoding=OUT)
-        t = R.hetero.unset_encoding(t_encoded, OUT)
-        return t
+# An initial accumulator, a product that two read, and elementwise work that follows no product of its own.
+@ir_module()
+def Uncommon(
+    x: R.Tensor((2, 40), "float32"), w: R.Tensor((40, 64), "float32"), c: R.Tensor((2, 64), "float32")
+) -> R.Tensor((2, 64), "float32"):
+    a = R.hetero.set_encoding(x, LHS)
+    b = R.hetero.set_encoding(w, RHS)
+    start = R.hetero.set_encoding(c, OUT)
+    y_encoded = R.hetero.matmul(a, b, start, encoding=OUT)
+    z_encoded = R.hetero.elementwise(y_encoded, y_encoded, start, expression="add(x0, x2)", encoding=OUT)
+    s_encoded = R.hetero.elementwise(start, y_encoded, expression="multiply(x0, x1)", encoding=OUT)
+    t_encoded = R.hetero.elementwise(s_encoded, z_encoded, expression="add(x0, x1)", encoding=OUT)
+    t = R.hetero.unset_encoding(t_encoded, OUT)
+    return t
 
 
 def test_what_two_read_is_fused_into_neither_and_names_are_the_model_s():

@@ -6,7 +6,6 @@ import pytest
 import tvm
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm_ffi import structural_walk
 
@@ -15,6 +14,7 @@ from relax_hetero.target.vdevice import device_name, vdevices_of
 from relax_hetero.transform import HoistEncodings, RealizeVDevice, SpecializeEncodings
 from relax_hetero.transform.ir.rewriting import walk_bindings
 from transform.toy_resolvers import PANELS, TILES, toy_resolvers
+from tvmscript import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
@@ -49,33 +49,25 @@ def constants(mod):
 
 
 def test_a_weight_is_packed_and_its_source_goes():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
+    @ir_module(V4)
+    def Before(x: R.Tensor((5, 3), "float32", "llvm:0"), w: R.Tensor((3, 7), "float32", "llvm:0")):
+        with R.dataflow():
+            x1 = R.hetero.set_encoding(x, LHS)
+            w1 = R.hetero.set_encoding(w, RHS)
+            c = R.hetero.matmul(x1, w1, encoding=OUT)
+            y = R.hetero.unset_encoding(c, OUT)
+            R.output(y)
+        return y
 
-        @R.function
-        def main(x: R.Tensor((5, 3), "float32", "llvm:0"), w: R.Tensor((3, 7), "float32", "llvm:0")):
-            with R.dataflow():
-                x1 = R.hetero.set_encoding(x, LHS)
-                w1 = R.hetero.set_encoding(w, RHS)
-                c = R.hetero.matmul(x1, w1, encoding=OUT)
-                y = R.hetero.unset_encoding(c, OUT)
-                R.output(y)
-            return y
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
-        @R.function
-        def main(x: R.Tensor((5, 3), "float32", "llvm:0"), w: R.Tensor((2, 3, 4), "float32", "llvm:0")):
-            with R.dataflow():
-                x1 = R.hetero.set_encoding(x, LHS, layout=ROWS)
-                w1 = R.hetero.prepacked(w, "3x7", RHS, layout=str(PANELS))
-                c = R.hetero.matmul(x1, w1, encoding=OUT, layout=ROWS, kernel="matmul_5x7x3_llvm_0")
-                y = R.hetero.unset_encoding(c, OUT, layout=ROWS)
-                R.output(y)
-            return y
+    @ir_module(V4)
+    def Expected(x: R.Tensor((5, 3), "float32", "llvm:0"), w: R.Tensor((2, 3, 4), "float32", "llvm:0")):
+        with R.dataflow():
+            x1 = R.hetero.set_encoding(x, LHS, layout=ROWS)
+            w1 = R.hetero.prepacked(w, "3x7", RHS, layout=str(PANELS))
+            c = R.hetero.matmul(x1, w1, encoding=OUT, layout=ROWS, kernel="matmul_5x7x3_llvm_0")
+            y = R.hetero.unset_encoding(c, OUT, layout=ROWS)
+            R.output(y)
+        return y
 
     after = HoistEncodings()(bound(Before, w=W))
     assert_structural_equal(
@@ -90,31 +82,27 @@ def test_a_weight_is_packed_and_its_source_goes():
 def test_one_copy_per_constant_device_and_layout():
     """Three users of one weight: two on devices of equal layouts share the bytes, the third has its own."""
 
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1), I.vdevice("c", 2)]})
-
-        @R.function
-        def main(
-            x: R.Tensor((5, 3), "float32", "llvm:0"),
-            y: R.Tensor((5, 3), "float32", "llvm:1"),
-            z: R.Tensor((5, 3), "float32", "c:0"),
-            w: R.Tensor((3, 7), "float32"),
-        ):
-            with R.dataflow():
-                x1 = R.hetero.set_encoding(x, LHS)
-                xw = R.hetero.set_encoding(w, RHS)
-                x2 = R.hetero.unset_encoding(R.hetero.matmul(x1, xw, encoding=OUT), OUT)
-                xv = R.hetero.set_encoding(w, RHS)
-                x3 = R.hetero.unset_encoding(R.hetero.matmul(x1, xv, encoding=OUT), OUT)
-                y1 = R.hetero.set_encoding(y, LHS)
-                yw = R.hetero.set_encoding(w, RHS)
-                y2 = R.hetero.unset_encoding(R.hetero.matmul(y1, yw, encoding=OUT), OUT)
-                z1 = R.hetero.set_encoding(z, LHS)
-                zw = R.hetero.set_encoding(w, RHS)
-                z2 = R.hetero.unset_encoding(R.hetero.matmul(z1, zw, encoding=OUT), OUT)
-                R.output(x2, x3, y2, z2)
-            return (x2, x3, y2, z2)
+    @ir_module(V4, (V2, 1), "c:2")
+    def Mod(
+        x: R.Tensor((5, 3), "float32", "llvm:0"),
+        y: R.Tensor((5, 3), "float32", "llvm:1"),
+        z: R.Tensor((5, 3), "float32", "c:0"),
+        w: R.Tensor((3, 7), "float32"),
+    ):
+        with R.dataflow():
+            x1 = R.hetero.set_encoding(x, LHS)
+            xw = R.hetero.set_encoding(w, RHS)
+            x2 = R.hetero.unset_encoding(R.hetero.matmul(x1, xw, encoding=OUT), OUT)
+            xv = R.hetero.set_encoding(w, RHS)
+            x3 = R.hetero.unset_encoding(R.hetero.matmul(x1, xv, encoding=OUT), OUT)
+            y1 = R.hetero.set_encoding(y, LHS)
+            yw = R.hetero.set_encoding(w, RHS)
+            y2 = R.hetero.unset_encoding(R.hetero.matmul(y1, yw, encoding=OUT), OUT)
+            z1 = R.hetero.set_encoding(z, LHS)
+            zw = R.hetero.set_encoding(w, RHS)
+            z2 = R.hetero.unset_encoding(R.hetero.matmul(z1, zw, encoding=OUT), OUT)
+            R.output(x2, x3, y2, z2)
+        return (x2, x3, y2, z2)
 
     after = HoistEncodings()(bound(Mod, w=W))
     found = constants(after)
@@ -126,16 +114,12 @@ def test_one_copy_per_constant_device_and_layout():
 
 
 def test_functions_share_what_is_packed():
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice("c", 0)]})
-
-        @R.function
-        def main(x: R.Tensor((5, 3), "float32", "c:0"), w: R.Tensor((3, 7), "float32", "c:0")):
-            x1 = R.hetero.set_encoding(x, LHS)
-            w1 = R.hetero.set_encoding(w, RHS)
-            y = R.hetero.unset_encoding(R.hetero.matmul(x1, w1, encoding=OUT), OUT)
-            return y
+    @ir_module("c")
+    def Mod(x: R.Tensor((5, 3), "float32", "c:0"), w: R.Tensor((3, 7), "float32", "c:0")):
+        x1 = R.hetero.set_encoding(x, LHS)
+        w1 = R.hetero.set_encoding(w, RHS)
+        y = R.hetero.unset_encoding(R.hetero.matmul(x1, w1, encoding=OUT), OUT)
+        return y
 
     mod = bound(Mod, w=W)
     mod["other"] = mod["main"].with_attr("global_symbol", "other")
@@ -144,19 +128,15 @@ def test_functions_share_what_is_packed():
 
 
 def test_a_source_with_another_use_stays():
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice("c", 0)]})
-
-        @R.function
-        def main(x: R.Tensor((5, 3), "float32", "c:0"), w: R.Tensor((3, 7), "float32", "c:0")):
-            with R.dataflow():
-                x1 = R.hetero.set_encoding(x, LHS)
-                w1 = R.hetero.set_encoding(w, RHS)
-                c = R.hetero.unset_encoding(R.hetero.matmul(x1, w1, encoding=OUT), OUT)
-                e: R.Tensor((3, 7), "float32", "c:0") = R.exp(w)
-                R.output(c, e)
-            return (c, e)
+    @ir_module("c")
+    def Mod(x: R.Tensor((5, 3), "float32", "c:0"), w: R.Tensor((3, 7), "float32", "c:0")):
+        with R.dataflow():
+            x1 = R.hetero.set_encoding(x, LHS)
+            w1 = R.hetero.set_encoding(w, RHS)
+            c = R.hetero.unset_encoding(R.hetero.matmul(x1, w1, encoding=OUT), OUT)
+            e: R.Tensor((3, 7), "float32", "c:0") = R.exp(w)
+            R.output(c, e)
+        return (c, e)
 
     shapes = [tuple(tensor.shape) for tensor, _ in constants(HoistEncodings()(bound(Mod, w=W)))]
     assert shapes == [(4, 3, 2), (3, 7)]
@@ -165,22 +145,18 @@ def test_a_source_with_another_use_stays():
 def test_what_is_computed_of_a_constant_only_to_be_encoded_is_computed():
     """A transpose and a cast before the encoding, and a transfer and a relayout after it, happen at compile time."""
 
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice("c", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((5, 3), "float32", "c:0"), w: R.Tensor((7, 3), "float16", "llvm:0")):
-            with R.dataflow():
-                wt: R.Tensor((3, 7), "float16", "llvm:0") = R.permute_dims(w)
-                wf: R.Tensor((3, 7), "float32", "llvm:0") = R.astype(wt, "float32")
-                w1 = R.hetero.set_encoding(wf, RHS)
-                w2 = R.to_vdevice(w1, "c:0")
-                x1 = R.hetero.set_encoding(x, LHS)
-                c = R.hetero.matmul(x1, w2, encoding=OUT)
-                y = R.hetero.unset_encoding(c, OUT)
-                R.output(y)
-            return y
+    @ir_module(V4, "c:1")
+    def Mod(x: R.Tensor((5, 3), "float32", "c:0"), w: R.Tensor((7, 3), "float16", "llvm:0")):
+        with R.dataflow():
+            wt: R.Tensor((3, 7), "float16", "llvm:0") = R.permute_dims(w)
+            wf: R.Tensor((3, 7), "float32", "llvm:0") = R.astype(wt, "float32")
+            w1 = R.hetero.set_encoding(wf, RHS)
+            w2 = R.to_vdevice(w1, "c:0")
+            x1 = R.hetero.set_encoding(x, LHS)
+            c = R.hetero.matmul(x1, w2, encoding=OUT)
+            y = R.hetero.unset_encoding(c, OUT)
+            R.output(y)
+        return y
 
     half = W.T.astype("float16")
     after = HoistEncodings()(bound(Mod, w=half))
@@ -191,18 +167,14 @@ def test_what_is_computed_of_a_constant_only_to_be_encoded_is_computed():
 
 
 def test_row_major_constants_are_left_alone():
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
-        @R.function
-        def main(w: R.Tensor((5, 3), "float32", "llvm:0"), x: R.Tensor((3, 7), "float32", "llvm:0")):
-            with R.dataflow():
-                w1 = R.hetero.set_encoding(w, LHS)
-                x1 = R.hetero.set_encoding(x, RHS)
-                y = R.hetero.unset_encoding(R.hetero.matmul(w1, x1, encoding=OUT), OUT)
-                R.output(y)
-            return y
+    @ir_module(V4)
+    def Mod(w: R.Tensor((5, 3), "float32", "llvm:0"), x: R.Tensor((3, 7), "float32", "llvm:0")):
+        with R.dataflow():
+            w1 = R.hetero.set_encoding(w, LHS)
+            x1 = R.hetero.set_encoding(x, RHS)
+            y = R.hetero.unset_encoding(R.hetero.matmul(w1, x1, encoding=OUT), OUT)
+            R.output(y)
+        return y
 
     mod = bound(Mod, w=np.zeros((5, 3), "float32"))
     assert HoistEncodings()(mod).same_as(mod)

@@ -6,7 +6,6 @@ import pytest
 import tvm
 from tvm import tirx
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
@@ -14,6 +13,7 @@ from relax_hetero.encoding import Expression, MatmulProblem, PackedLayout
 from relax_hetero.errors import EncodingError
 from relax_hetero.transform import MaterializeEncodings
 from transform.toy_resolvers import PANELS, empty_kernel, toy_resolvers
+from tvmscript import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
@@ -55,29 +55,23 @@ def check(before, expected):
 def test_one_device(toys):
     """Row-major operands are taken as they are, the packed constant too; the elementwise op is the epilogue."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
+    @ir_module(V4)
+    def Before(
+        x: R.Tensor((5, 3), "float32", "llvm:0"),
+        w: R.Tensor((2, 3, 4), "float32", "llvm:0"),
+        b: R.Tensor((7,), "float32", "llvm:0"),
+    ) -> R.Tensor((5, 7), "float32", "llvm:0"):
+        with R.dataflow():
+            x1 = R.hetero.set_encoding(x, LHS, layout=ROWS)
+            w1 = R.hetero.prepacked(w, "3x7", RHS, layout=W_PANELS)
+            c = R.hetero.matmul(x1, w1, encoding=OUT, layout=ROWS, kernel="matmul_5x7x3_llvm_0")
+            d = R.hetero.elementwise(c, b, expression="relu(add(x0, x1))", encoding=OUT, layout=ROWS)
+            y = R.hetero.unset_encoding(d, OUT, layout=ROWS)
+            R.output(y)
+        return y
 
-        @R.function
-        def main(
-            x: R.Tensor((5, 3), "float32", "llvm:0"),
-            w: R.Tensor((2, 3, 4), "float32", "llvm:0"),
-            b: R.Tensor((7,), "float32", "llvm:0"),
-        ) -> R.Tensor((5, 7), "float32", "llvm:0"):
-            with R.dataflow():
-                x1 = R.hetero.set_encoding(x, LHS, layout=ROWS)
-                w1 = R.hetero.prepacked(w, "3x7", RHS, layout=W_PANELS)
-                c = R.hetero.matmul(x1, w1, encoding=OUT, layout=ROWS, kernel="matmul_5x7x3_llvm_0")
-                d = R.hetero.elementwise(c, b, expression="relu(add(x0, x1))", encoding=OUT, layout=ROWS)
-                y = R.hetero.unset_encoding(d, OUT, layout=ROWS)
-                R.output(y)
-            return y
-
-    @I.ir_module
+    @ir_module(V4)
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def matmul_5x7x3_llvm_0_add_relu(
             x: T.Buffer((T.int64(5), T.int64(3)), "float32"),
@@ -122,30 +116,24 @@ def test_one_device(toys):
 def test_two_devices():
     """Tensors are laid out by kernels of the device that the relayout is on, and travel in their physical types."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice("c", 1)]})
+    @ir_module(V4, "c:1")
+    def Before(x: R.Tensor((5, 3), "float32", "llvm:0"), w: R.Tensor((3, 7), "float32", "c:0")) -> R.Tensor(
+        (5, 7), "float32", "llvm:0"
+    ):
+        with R.dataflow():
+            x1 = R.hetero.set_encoding(x, LHS, layout=ROWS)
+            x2 = R.hetero.relayout(x1, LHS, layout=C_LHS, from_layout=ROWS)
+            x3 = R.to_vdevice(x2, "c:0")
+            w1 = R.hetero.set_encoding(w, RHS, layout=C_RHS)
+            c = R.hetero.matmul(x3, w1, encoding=OUT, layout=C_OUT, kernel="matmul_5x7x3_c_0")
+            d = R.to_vdevice(c, "llvm:0")
+            e = R.hetero.relayout(d, OUT, layout=W_PANELS, from_layout=C_OUT)
+            y = R.hetero.unset_encoding(e, OUT, layout=W_PANELS)
+            R.output(y)
+        return y
 
-        @R.function
-        def main(x: R.Tensor((5, 3), "float32", "llvm:0"), w: R.Tensor((3, 7), "float32", "c:0")) -> R.Tensor(
-            (5, 7), "float32", "llvm:0"
-        ):
-            with R.dataflow():
-                x1 = R.hetero.set_encoding(x, LHS, layout=ROWS)
-                x2 = R.hetero.relayout(x1, LHS, layout=C_LHS, from_layout=ROWS)
-                x3 = R.to_vdevice(x2, "c:0")
-                w1 = R.hetero.set_encoding(w, RHS, layout=C_RHS)
-                c = R.hetero.matmul(x3, w1, encoding=OUT, layout=C_OUT, kernel="matmul_5x7x3_c_0")
-                d = R.to_vdevice(c, "llvm:0")
-                e = R.hetero.relayout(d, OUT, layout=W_PANELS, from_layout=C_OUT)
-                y = R.hetero.unset_encoding(e, OUT, layout=W_PANELS)
-                R.output(y)
-            return y
-
-    @I.ir_module
+    @ir_module(V4, "c:1")
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice("c", 1)]})
-
         @T.prim_func(private=True, s_tir=True)
         def pack_5x3_llvm_0(
             x: T.Buffer((T.int64(5), T.int64(3)), "float32"),
@@ -220,30 +208,26 @@ def test_two_devices():
 def test_symbolic_extents():
     """Types keep the program's symbols and expressions of them; kernels that differ only in those are shared."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("c", 0)]})
-
-        @R.function
-        def main(
-            x: R.Tensor(("b", "s", 3), "float32", "c:0"),
-            z: R.Tensor(("u", 3), "float32", "c:0"),
-            w: R.Tensor((4, 3, 2), "float32", "c:0"),
-        ):
-            b = T.int64()
-            s = T.int64()
-            u = T.int64()
-            with R.dataflow():
-                f: R.Tensor((b * s, 3), "float32", "c:0") = R.reshape(x, R.shape([b * s, 3]))
-                w1 = R.hetero.prepacked(w, "3x7", M_RHS, layout=C_RHS)
-                f1 = R.hetero.set_encoding(f, M_LHS, layout=C_LHS)
-                c = R.hetero.matmul(f1, w1, encoding=M_OUT, layout=C_OUT, kernel="matmul_Dx7x3_c_0")
-                z1 = R.hetero.set_encoding(z, M_LHS, layout=C_LHS)
-                d = R.hetero.matmul(z1, w1, encoding=M_OUT, layout=C_OUT, kernel="matmul_Dx7x3_c_0")
-                p = R.hetero.unset_encoding(c, M_OUT, layout=C_OUT)
-                q = R.hetero.unset_encoding(d, M_OUT, layout=C_OUT)
-                R.output(p, q)
-            return (p, q)
+    @ir_module("c")
+    def Before(
+        x: R.Tensor(("b", "s", 3), "float32", "c:0"),
+        z: R.Tensor(("u", 3), "float32", "c:0"),
+        w: R.Tensor((4, 3, 2), "float32", "c:0"),
+    ):
+        b = T.int64()
+        s = T.int64()
+        u = T.int64()
+        with R.dataflow():
+            f: R.Tensor((b * s, 3), "float32", "c:0") = R.reshape(x, R.shape([b * s, 3]))
+            w1 = R.hetero.prepacked(w, "3x7", M_RHS, layout=C_RHS)
+            f1 = R.hetero.set_encoding(f, M_LHS, layout=C_LHS)
+            c = R.hetero.matmul(f1, w1, encoding=M_OUT, layout=C_OUT, kernel="matmul_Dx7x3_c_0")
+            z1 = R.hetero.set_encoding(z, M_LHS, layout=C_LHS)
+            d = R.hetero.matmul(z1, w1, encoding=M_OUT, layout=C_OUT, kernel="matmul_Dx7x3_c_0")
+            p = R.hetero.unset_encoding(c, M_OUT, layout=C_OUT)
+            q = R.hetero.unset_encoding(d, M_OUT, layout=C_OUT)
+            R.output(p, q)
+        return (p, q)
 
     after = MaterializeEncodings()(Before)
     calls = {
@@ -269,33 +253,29 @@ N_LHS, N_RHS, N_OUT = (f"matmul[{i}]{_NEXT}" for i in range(3))
 def test_what_is_packed_again_is_not_unpacked_first():
     """From result to left operand, two of them; another plain reader has the row-major tensor made."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("c", 0)]})
-
-        @R.function
-        def main(
-            x: R.Tensor((3, 3, 2), "float32", "c:0"),
-            w: R.Tensor((4, 3, 2), "float32", "c:0"),
-            v: R.Tensor((2, 7, 2), "float32", "c:0"),
-        ):
-            with R.dataflow():
-                x1 = R.hetero.prepacked(x, "5x3", LHS, layout=C_LHS)
-                w1 = R.hetero.prepacked(w, "3x7", RHS, layout=C_RHS)
-                v1 = R.hetero.prepacked(v, "7x3", N_RHS, layout=C_RHS)
-                a = R.hetero.matmul(x1, w1, encoding=OUT, layout=C_OUT, kernel="first")
-                b = R.hetero.unset_encoding(a, OUT, layout=C_OUT)
-                c = R.hetero.set_encoding(b, N_LHS, layout=C_LHS)
-                d = R.hetero.matmul(c, v1, encoding=N_OUT, layout=C_OUT, kernel="second")
-                e = R.hetero.unset_encoding(d, N_OUT, layout=C_OUT)
-                f = R.hetero.set_encoding(e, LHS, layout=C_OUT)
-                g = R.hetero.unset_encoding(f, LHS, layout=C_OUT)
-                h = R.hetero.set_encoding(g, LHS, layout=C_LHS)
-                i: R.Tensor((5, 3), "float32", "c:0") = R.exp(g)
-                j = R.hetero.matmul(h, w1, encoding=OUT, layout=C_OUT, kernel="first")
-                y = R.hetero.unset_encoding(j, OUT, layout=C_OUT)
-                R.output(i, y)
-            return (i, y)
+    @ir_module("c")
+    def Before(
+        x: R.Tensor((3, 3, 2), "float32", "c:0"),
+        w: R.Tensor((4, 3, 2), "float32", "c:0"),
+        v: R.Tensor((2, 7, 2), "float32", "c:0"),
+    ):
+        with R.dataflow():
+            x1 = R.hetero.prepacked(x, "5x3", LHS, layout=C_LHS)
+            w1 = R.hetero.prepacked(w, "3x7", RHS, layout=C_RHS)
+            v1 = R.hetero.prepacked(v, "7x3", N_RHS, layout=C_RHS)
+            a = R.hetero.matmul(x1, w1, encoding=OUT, layout=C_OUT, kernel="first")
+            b = R.hetero.unset_encoding(a, OUT, layout=C_OUT)
+            c = R.hetero.set_encoding(b, N_LHS, layout=C_LHS)
+            d = R.hetero.matmul(c, v1, encoding=N_OUT, layout=C_OUT, kernel="second")
+            e = R.hetero.unset_encoding(d, N_OUT, layout=C_OUT)
+            f = R.hetero.set_encoding(e, LHS, layout=C_OUT)
+            g = R.hetero.unset_encoding(f, LHS, layout=C_OUT)
+            h = R.hetero.set_encoding(g, LHS, layout=C_LHS)
+            i: R.Tensor((5, 3), "float32", "c:0") = R.exp(g)
+            j = R.hetero.matmul(h, w1, encoding=OUT, layout=C_OUT, kernel="first")
+            y = R.hetero.unset_encoding(j, OUT, layout=C_OUT)
+            R.output(i, y)
+        return (i, y)
 
     (block,) = MaterializeEncodings()(Before)["main"].body.blocks
     made = [(b.var.name, b.value.args[0].name_hint) for b in block.bindings if b.var.name != "i"]
@@ -322,30 +302,26 @@ def epilogues(toys):
 def test_a_chain_becomes_one_epilogue(toys):
     """Numbering goes on from op to op; an operand that occurs twice is passed once; x0 may occur anywhere."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
-        @R.function
-        def main(
-            x: R.Tensor((5, 3), "float32", "llvm:0"),
-            w: R.Tensor((2, 3, 4), "float32", "llvm:0"),
-            b: R.Tensor((1, 7), "float32", "llvm:0"),
-            r: R.Tensor((5, 7), "float32", "llvm:0"),
-            s: R.Tensor((5, 1), "float32", "llvm:0"),
-        ):
-            with R.dataflow():
-                x1 = R.hetero.set_encoding(x, LHS, layout=ROWS)
-                w1 = R.hetero.prepacked(w, "3x7", RHS, layout=W_PANELS)
-                c = R.hetero.matmul(x1, w1, b, encoding=OUT, layout=ROWS, kernel="product")
-                d = R.hetero.elementwise(c, b, expression="add(x0, x1)", encoding=OUT, layout=ROWS)
-                e: R.Tensor((5, 7), "float32", "llvm:0") = R.exp(r)
-                r1 = R.hetero.set_encoding(e, OUT, layout=ROWS)
-                f = R.hetero.elementwise(d, r1, b, expression="add(multiply(x0, x1), x2)", encoding=OUT, layout=ROWS)
-                g = R.hetero.elementwise(f, s, f, expression="maximum(x2, x1)", encoding=OUT, layout=ROWS)
-                y = R.hetero.unset_encoding(g, OUT, layout=ROWS)
-                R.output(y)
-            return y
+    @ir_module(V4)
+    def Before(
+        x: R.Tensor((5, 3), "float32", "llvm:0"),
+        w: R.Tensor((2, 3, 4), "float32", "llvm:0"),
+        b: R.Tensor((1, 7), "float32", "llvm:0"),
+        r: R.Tensor((5, 7), "float32", "llvm:0"),
+        s: R.Tensor((5, 1), "float32", "llvm:0"),
+    ):
+        with R.dataflow():
+            x1 = R.hetero.set_encoding(x, LHS, layout=ROWS)
+            w1 = R.hetero.prepacked(w, "3x7", RHS, layout=W_PANELS)
+            c = R.hetero.matmul(x1, w1, b, encoding=OUT, layout=ROWS, kernel="product")
+            d = R.hetero.elementwise(c, b, expression="add(x0, x1)", encoding=OUT, layout=ROWS)
+            e: R.Tensor((5, 7), "float32", "llvm:0") = R.exp(r)
+            r1 = R.hetero.set_encoding(e, OUT, layout=ROWS)
+            f = R.hetero.elementwise(d, r1, b, expression="add(multiply(x0, x1), x2)", encoding=OUT, layout=ROWS)
+            g = R.hetero.elementwise(f, s, f, expression="maximum(x2, x1)", encoding=OUT, layout=ROWS)
+            y = R.hetero.unset_encoding(g, OUT, layout=ROWS)
+            R.output(y)
+        return y
 
     after = MaterializeEncodings()(Before)
     assert epilogues(toys) == [
@@ -360,26 +336,22 @@ def test_a_chain_becomes_one_epilogue(toys):
 def test_a_value_with_another_user_is_stored(toys):
     """The product with its bias has two users: it ends the epilogue, and what follows is a kernel of its own."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
-        @R.function
-        def main(
-            x: R.Tensor((5, 3), "float32", "llvm:0"),
-            w: R.Tensor((2, 3, 4), "float32", "llvm:0"),
-            b: R.Tensor((7,), "float32", "llvm:0"),
-        ):
-            with R.dataflow():
-                x1 = R.hetero.set_encoding(x, LHS, layout=ROWS)
-                w1 = R.hetero.prepacked(w, "3x7", RHS, layout=W_PANELS)
-                c = R.hetero.matmul(x1, w1, encoding=OUT, layout=ROWS, kernel="product")
-                d = R.hetero.elementwise(c, b, expression="add(x0, x1)", encoding=OUT, layout=ROWS)
-                f = R.hetero.elementwise(d, expression="relu(x0)", encoding=OUT, layout=ROWS)
-                y = R.hetero.unset_encoding(f, OUT, layout=ROWS)
-                z = R.hetero.unset_encoding(d, OUT, layout=ROWS)
-                R.output(y, z)
-            return (y, z)
+    @ir_module(V4)
+    def Before(
+        x: R.Tensor((5, 3), "float32", "llvm:0"),
+        w: R.Tensor((2, 3, 4), "float32", "llvm:0"),
+        b: R.Tensor((7,), "float32", "llvm:0"),
+    ):
+        with R.dataflow():
+            x1 = R.hetero.set_encoding(x, LHS, layout=ROWS)
+            w1 = R.hetero.prepacked(w, "3x7", RHS, layout=W_PANELS)
+            c = R.hetero.matmul(x1, w1, encoding=OUT, layout=ROWS, kernel="product")
+            d = R.hetero.elementwise(c, b, expression="add(x0, x1)", encoding=OUT, layout=ROWS)
+            f = R.hetero.elementwise(d, expression="relu(x0)", encoding=OUT, layout=ROWS)
+            y = R.hetero.unset_encoding(f, OUT, layout=ROWS)
+            z = R.hetero.unset_encoding(d, OUT, layout=ROWS)
+            R.output(y, z)
+        return (y, z)
 
     after = MaterializeEncodings()(Before)
     assert epilogues(toys) == [("add(x0, x1)", [("n",)])]
@@ -391,20 +363,16 @@ def test_a_value_with_another_user_is_stored(toys):
 
 
 def test_two_results_that_are_one_value():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
-        @R.function
-        def main(x: R.Tensor((5, 3), "float32", "llvm:0"), w: R.Tensor((2, 3, 4), "float32", "llvm:0")):
-            with R.dataflow():
-                x1 = R.hetero.set_encoding(x, LHS, layout=ROWS)
-                w1 = R.hetero.prepacked(w, "3x7", RHS, layout=W_PANELS)
-                c = R.hetero.matmul(x1, w1, encoding=OUT, layout=ROWS, kernel="product")
-                y = R.hetero.unset_encoding(c, OUT, layout=ROWS)
-                z = R.hetero.unset_encoding(c, OUT, layout=ROWS)
-                R.output(y, z)
-            return (y, z)
+    @ir_module(V4)
+    def Before(x: R.Tensor((5, 3), "float32", "llvm:0"), w: R.Tensor((2, 3, 4), "float32", "llvm:0")):
+        with R.dataflow():
+            x1 = R.hetero.set_encoding(x, LHS, layout=ROWS)
+            w1 = R.hetero.prepacked(w, "3x7", RHS, layout=W_PANELS)
+            c = R.hetero.matmul(x1, w1, encoding=OUT, layout=ROWS, kernel="product")
+            y = R.hetero.unset_encoding(c, OUT, layout=ROWS)
+            z = R.hetero.unset_encoding(c, OUT, layout=ROWS)
+            R.output(y, z)
+        return (y, z)
 
     after = MaterializeEncodings()(Before)["main"]
     (block,) = after.body.blocks
@@ -414,10 +382,8 @@ def test_two_results_that_are_one_value():
 
 
 def test_no_product_moves_past_what_writes_into_its_operands(toys):
-    @I.ir_module
+    @ir_module(V4)
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def double(x: T.Buffer((T.int64(5), T.int64(3)), "float32")):
             for i, j in T.grid(T.int64(5), T.int64(3)):
@@ -443,19 +409,15 @@ def test_no_product_moves_past_what_writes_into_its_operands(toys):
 
 
 def a_product():
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
-        @R.function
-        def main(x: R.Tensor((5, 3), "float32", "llvm:0"), w: R.Tensor((2, 3, 4), "float32", "llvm:0")):
-            with R.dataflow():
-                x1 = R.hetero.set_encoding(x, LHS, layout=ROWS)
-                w1 = R.hetero.prepacked(w, "3x7", RHS, layout=W_PANELS)
-                product = R.hetero.matmul(x1, w1, encoding=OUT, layout=ROWS, kernel="product")
-                y = R.hetero.unset_encoding(product, OUT, layout=ROWS)
-                R.output(y)
-            return y
+    @ir_module(V4)
+    def Mod(x: R.Tensor((5, 3), "float32", "llvm:0"), w: R.Tensor((2, 3, 4), "float32", "llvm:0")):
+        with R.dataflow():
+            x1 = R.hetero.set_encoding(x, LHS, layout=ROWS)
+            w1 = R.hetero.prepacked(w, "3x7", RHS, layout=W_PANELS)
+            product = R.hetero.matmul(x1, w1, encoding=OUT, layout=ROWS, kernel="product")
+            y = R.hetero.unset_encoding(product, OUT, layout=ROWS)
+            R.output(y)
+        return y
 
     return Mod
 
@@ -498,17 +460,13 @@ def test_a_kernel_that_does_not_fit_is_refused(toys, kernel, message):
 
 
 def test_layouts_are_needed():
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
-        @R.function
-        def main(x: R.Tensor((5, 3), "float32", "llvm:0")):
-            with R.dataflow():
-                x1 = R.hetero.set_encoding(x, LHS)
-                y = R.hetero.unset_encoding(x1, LHS)
-                R.output(y)
-            return y
+    @ir_module(V4)
+    def Mod(x: R.Tensor((5, 3), "float32", "llvm:0")):
+        with R.dataflow():
+            x1 = R.hetero.set_encoding(x, LHS)
+            y = R.hetero.unset_encoding(x1, LHS)
+            R.output(y)
+        return y
 
     with pytest.raises(EncodingError, match=r"set_encoding of variable 'x1' in function 'main' has no layout"):
         MaterializeEncodings()(Mod)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
@@ -15,6 +14,7 @@ from relax_hetero.op.encoded import CONV
 from relax_hetero.transform import SetEncoding, VerifyEncodings
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from seeds import fresh_rng
+from tvmscript import ir_module
 
 pytestmark = pytest.mark.sampled(6)
 
@@ -50,37 +50,33 @@ def test_symmetric_data_are_padded_by_the_kernel():
     image, result = "conv2d[0]" + U8S8.format(5, "1x1x1x1"), "conv2d[2]" + U8S8.format(5, "1x1x1x1")
     weight = "conv2d[1]" + U8S8.format(5, "1x1x1x1")
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(
-            x: R.Tensor((1, 4, 5, 5), "uint8"), w: R.Tensor((2, 4, 3, 3), "int8"), s: R.Tensor((2, 1, 1, 1), "float32")
-        ):
-            with R.dataflow():
-                a = R.multiply(R.astype(x, "float32"), R.const(0.5, "float32"))
-                b = R.multiply(R.astype(w, "float32"), s)
-                y = R.nn.conv2d(a, b, padding=1)
-                R.output(y)
-            return y
+    @ir_module()
+    def Before(
+        x: R.Tensor((1, 4, 5, 5), "uint8"), w: R.Tensor((2, 4, 3, 3), "int8"), s: R.Tensor((2, 1, 1, 1), "float32")
+    ):
+        with R.dataflow():
+            a = R.multiply(R.astype(x, "float32"), R.const(0.5, "float32"))
+            b = R.multiply(R.astype(w, "float32"), s)
+            y = R.nn.conv2d(a, b, padding=1)
+            R.output(y)
+        return y
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(
-            x: R.Tensor((1, 4, 5, 5), "uint8"), w: R.Tensor((2, 4, 3, 3), "int8"), s: R.Tensor((2, 1, 1, 1), "float32")
-        ):
-            with R.dataflow():
-                data = R.hetero.set_encoding(x, image)
-                rhs = R.hetero.set_encoding(w, weight)
-                out = R.hetero.conv(data, rhs, encoding=result)
-                total = R.hetero.unset_encoding(out, result)
-                y_float = R.astype(total, "float32")
-                along = R.reshape(s, (2,))
-                scale = R.reshape(along, (2, 1, 1))
-                both = R.multiply(R.const(0.5, "float32"), scale)
-                y = R.multiply(y_float, both)
-                R.output(y)
-            return y
+    @ir_module()
+    def Expected(
+        x: R.Tensor((1, 4, 5, 5), "uint8"), w: R.Tensor((2, 4, 3, 3), "int8"), s: R.Tensor((2, 1, 1, 1), "float32")
+    ):
+        with R.dataflow():
+            data = R.hetero.set_encoding(x, image)
+            rhs = R.hetero.set_encoding(w, weight)
+            out = R.hetero.conv(data, rhs, encoding=result)
+            total = R.hetero.unset_encoding(out, result)
+            y_float = R.astype(total, "float32")
+            along = R.reshape(s, (2,))
+            scale = R.reshape(along, (2, 1, 1))
+            both = R.multiply(R.const(0.5, "float32"), scale)
+            y = R.multiply(y_float, both)
+            R.output(y)
+        return y
 
     assert_structural_equal(SetEncoding()(Before), Expected)
 
@@ -89,35 +85,31 @@ def test_data_with_a_zero_point_are_padded_with_it():
     image, result = "conv2d[0]" + U8S8.format(7, "0x0x0x0"), "conv2d[2]" + U8S8.format(7, "0x0x0x0")
     weight = "conv2d[1]" + U8S8.format(7, "0x0x0x0")
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 4, 5, 5), "uint8"), w: R.Tensor((2, 4, 3, 3), "int8")):
-            with R.dataflow():
-                a = R.subtract(R.astype(x, "int32"), R.const(7, "int32"))
-                b = R.astype(w, "int32")
-                y = R.nn.conv2d(a, b, padding=1, out_dtype="int32")
-                R.output(y)
-            return y
+    @ir_module()
+    def Before(x: R.Tensor((1, 4, 5, 5), "uint8"), w: R.Tensor((2, 4, 3, 3), "int8")):
+        with R.dataflow():
+            a = R.subtract(R.astype(x, "int32"), R.const(7, "int32"))
+            b = R.astype(w, "int32")
+            y = R.nn.conv2d(a, b, padding=1, out_dtype="int32")
+            R.output(y)
+        return y
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((1, 4, 5, 5), "uint8"), w: R.Tensor((2, 4, 3, 3), "int8")):
-            with R.dataflow():
-                b = R.astype(w, "int32")
-                padded = R.nn.pad(x, [0, 0, 0, 0, 1, 1, 1, 1], pad_value=7)
-                data = R.hetero.set_encoding(padded, image)
-                rhs = R.hetero.set_encoding(w, weight)
-                out = R.hetero.conv(data, rhs, encoding=result)
-                total = R.hetero.unset_encoding(out, result)
-                wide = R.astype(w, "int32")
-                columns = R.sum(wide, axis=[1, 2, 3])
-                along = R.reshape(columns, (2, 1, 1))
-                correction = R.multiply(along, R.const(7, "int32"))
-                y = R.subtract(total, correction)
-                R.output(y)
-            return y
+    @ir_module()
+    def Expected(x: R.Tensor((1, 4, 5, 5), "uint8"), w: R.Tensor((2, 4, 3, 3), "int8")):
+        with R.dataflow():
+            b = R.astype(w, "int32")
+            padded = R.nn.pad(x, [0, 0, 0, 0, 1, 1, 1, 1], pad_value=7)
+            data = R.hetero.set_encoding(padded, image)
+            rhs = R.hetero.set_encoding(w, weight)
+            out = R.hetero.conv(data, rhs, encoding=result)
+            total = R.hetero.unset_encoding(out, result)
+            wide = R.astype(w, "int32")
+            columns = R.sum(wide, axis=[1, 2, 3])
+            along = R.reshape(columns, (2, 1, 1))
+            correction = R.multiply(along, R.const(7, "int32"))
+            y = R.subtract(total, correction)
+            R.output(y)
+        return y
 
     after = SetEncoding()(Before)
     assert [op_name(b.value) for b in walk_bindings(after["main"])] == [

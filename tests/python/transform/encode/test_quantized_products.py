@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
@@ -20,6 +19,7 @@ from relax_hetero.transform.encode.set_encoding import set_encoding
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from seeds import fresh_rng
 from transform.interpreting import run
+from tvmscript import ir_module
 
 U8S8 = "<uint8 * int8 -> int32; (m, k) * (k, n) -> (m, n); m=4, n=2, k=3>"
 
@@ -38,35 +38,31 @@ def random_bytes(random, dtype, *shape):
 
 
 def test_symmetric_weight():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((4, 3), "uint8"), w: R.Tensor((3, 2), "int8"), z: R.Tensor((), "uint8")):
-            with R.dataflow():
-                wide = R.astype(x, "int32")
-                zero = R.astype(z, "int32")
-                shifted = R.subtract(wide, zero)
-                weight = R.astype(w, "int32")
-                y = R.matmul(shifted, weight, out_dtype="int32")
-                R.output(y)
-            return y
+    @ir_module()
+    def Before(x: R.Tensor((4, 3), "uint8"), w: R.Tensor((3, 2), "int8"), z: R.Tensor((), "uint8")):
+        with R.dataflow():
+            wide = R.astype(x, "int32")
+            zero = R.astype(z, "int32")
+            shifted = R.subtract(wide, zero)
+            weight = R.astype(w, "int32")
+            y = R.matmul(shifted, weight, out_dtype="int32")
+            R.output(y)
+        return y
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((4, 3), "uint8"), w: R.Tensor((3, 2), "int8"), z: R.Tensor((), "uint8")):
-            with R.dataflow():
-                zero = R.astype(z, "int32")
-                weight = R.astype(w, "int32")
-                columns = R.sum(weight, axis=[-2], keepdims=True)
-                negated = R.negative(zero)
-                init = R.multiply(columns, negated)
-                lhs = R.hetero.set_encoding(x, "matmul[0]" + U8S8)
-                rhs = R.hetero.set_encoding(w, "matmul[1]" + U8S8)
-                out = R.hetero.matmul(lhs, rhs, init, encoding="matmul[2]" + U8S8)
-                y = R.hetero.unset_encoding(out, "matmul[2]" + U8S8)
-                R.output(y)
-            return y
+    @ir_module()
+    def Expected(x: R.Tensor((4, 3), "uint8"), w: R.Tensor((3, 2), "int8"), z: R.Tensor((), "uint8")):
+        with R.dataflow():
+            zero = R.astype(z, "int32")
+            weight = R.astype(w, "int32")
+            columns = R.sum(weight, axis=[-2], keepdims=True)
+            negated = R.negative(zero)
+            init = R.multiply(columns, negated)
+            lhs = R.hetero.set_encoding(x, "matmul[0]" + U8S8)
+            rhs = R.hetero.set_encoding(w, "matmul[1]" + U8S8)
+            out = R.hetero.matmul(lhs, rhs, init, encoding="matmul[2]" + U8S8)
+            y = R.hetero.unset_encoding(out, "matmul[2]" + U8S8)
+            R.output(y)
+        return y
 
     assert_structural_equal(SetEncoding()(Before), Expected)
 
@@ -134,16 +130,14 @@ def test_a_constant_takes_its_zero_point_in_where_it_fits():
 def test_shared_constants_stay_shared():
     w = R.const(np.array([[200, 1], [2, 3]], "uint8"))
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((4, 2), "uint8"), y: R.Tensor((5, 2), "uint8")):
-            with R.dataflow():
-                weight = R.astype(w, "int32")
-                a = R.matmul(R.astype(x, "int32"), weight)
-                b = R.matmul(R.astype(y, "int32"), weight)
-                R.output(a, b)
-            return (a, b)
+    @ir_module()
+    def Before(x: R.Tensor((4, 2), "uint8"), y: R.Tensor((5, 2), "uint8")):
+        with R.dataflow():
+            weight = R.astype(w, "int32")
+            a = R.matmul(R.astype(x, "int32"), weight)
+            b = R.matmul(R.astype(y, "int32"), weight)
+            R.output(a, b)
+        return (a, b)
 
     after = SetEncoding()(Before)
     rhs = [b.value.args[0] for b in walk_bindings(after["main"]) if b.var.name.endswith("_rhs")]
@@ -245,20 +239,18 @@ def test_zero_points_that_may_be_large_stay_float(dtype, found):
 
 
 def test_parameters_that_broadcast_the_data_are_not_seen_through():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(
-            x: R.Tensor((1, 3), "uint8"), s: R.Tensor((4, 1), "float32"), z: R.Tensor((4, 1), "int32"),
-            w: R.Tensor((3, 2), "int8"),
-        ):  # fmt: skip
-            with R.dataflow():
-                scaled = R.multiply(R.astype(x, "float32"), s)
-                y = R.matmul(scaled, R.astype(w, "float32"))
-                shifted = R.subtract(R.astype(x, "int32"), z)
-                total = R.matmul(shifted, R.astype(w, "int32"), out_dtype="int32")
-                R.output(y, total)
-            return y, total
+    @ir_module()
+    def Before(
+        x: R.Tensor((1, 3), "uint8"), s: R.Tensor((4, 1), "float32"), z: R.Tensor((4, 1), "int32"),
+        w: R.Tensor((3, 2), "int8")
+    ):  # fmt: skip
+        with R.dataflow():
+            scaled = R.multiply(R.astype(x, "float32"), s)
+            y = R.matmul(scaled, R.astype(w, "float32"))
+            shifted = R.subtract(R.astype(x, "int32"), z)
+            total = R.matmul(shifted, R.astype(w, "int32"), out_dtype="int32")
+            R.output(y, total)
+        return y, total
 
     after = SetEncoding()(Before)
     products = [b.value for b in walk_bindings(after["main"]) if op_name(b.value) in (MATMUL, "relax.matmul")]
@@ -267,17 +259,15 @@ def test_parameters_that_broadcast_the_data_are_not_seen_through():
 
 
 def test_parameters_along_the_reduced_dimension_stay_float():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((4, 3), "uint8"), w: R.Tensor((3, 2), "int8"), s: R.Tensor((3,), "float32")):
-            with R.dataflow():
-                wide = R.astype(x, "float32")
-                scaled = R.multiply(wide, s)
-                weight = R.astype(w, "float32")
-                y = R.matmul(scaled, weight)
-                R.output(y)
-            return y
+    @ir_module()
+    def Before(x: R.Tensor((4, 3), "uint8"), w: R.Tensor((3, 2), "int8"), s: R.Tensor((3,), "float32")):
+        with R.dataflow():
+            wide = R.astype(x, "float32")
+            scaled = R.multiply(wide, s)
+            weight = R.astype(w, "float32")
+            y = R.matmul(scaled, weight)
+            R.output(y)
+        return y
 
     after = SetEncoding()(Before)
     products = [b.value for b in walk_bindings(after["main"]) if op_name(b.value) == MATMUL]

@@ -2,11 +2,11 @@
 
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 from relax_hetero.transform.encode.replaced_bindings import Merges
 from relax_hetero.transform.ir.rewriting import map_bindings
+from tvmscript import ir_module
 
 
 def merged(mod):
@@ -20,27 +20,23 @@ def merged(mod):
 
 
 def test_the_program_s_name_takes_over():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
-            with R.dataflow():
-                a = R.exp(x)
-                b = a
-                c = R.add(a, b)
-                y = c
-                R.output(y)
-            return y
+    @ir_module()
+    def Before(x: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
+        with R.dataflow():
+            a = R.exp(x)
+            b = a
+            c = R.add(a, b)
+            y = c
+            R.output(y)
+        return y
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
-            with R.dataflow():
-                b = R.exp(x)
-                y = R.add(b, b)
-                R.output(y)
-            return y
+    @ir_module()
+    def Expected(x: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
+        with R.dataflow():
+            b = R.exp(x)
+            y = R.add(b, b)
+            R.output(y)
+        return y
 
     after = merged(Before)
     assert_structural_equal(after, Expected["main"])
@@ -48,15 +44,13 @@ def test_the_program_s_name_takes_over():
 
 
 def test_parameters_keep_theirs():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
-            with R.dataflow():
-                a = x
-                b = R.exp(a)
-                R.output(b)
-            return b
+    @ir_module()
+    def Before(x: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
+        with R.dataflow():
+            a = x
+            b = R.exp(a)
+            R.output(b)
+        return b
 
     after = merged(Before)
     (binding,) = after.body.blocks[0].bindings
@@ -66,16 +60,14 @@ def test_parameters_keep_theirs():
 def test_two_results_of_one_value():
     """One takes over; the other is that one."""
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((4,), "float32")):
-            with R.dataflow():
-                a = R.exp(x)
-                y = a
-                z = a
-                R.output(y, z)
-            return (y, z)
+    @ir_module()
+    def Before(x: R.Tensor((4,), "float32")):
+        with R.dataflow():
+            a = R.exp(x)
+            y = a
+            z = a
+            R.output(y, z)
+        return (y, z)
 
     after = merged(Before)
     (binding,) = after.body.blocks[0].bindings
@@ -84,17 +76,15 @@ def test_two_results_of_one_value():
 
 
 def test_a_branch_does_not_rename_what_is_outside():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((4,), "float32"), p: R.Tensor((), "bool")) -> R.Tensor((4,), "float32"):
-            a = R.exp(x)
-            if p:
-                b = a
-                y = R.negative(b)
-            else:
-                y = R.add(a, a)
-            return y
+    @ir_module()
+    def Before(x: R.Tensor((4,), "float32"), p: R.Tensor((), "bool")) -> R.Tensor((4,), "float32"):
+        a = R.exp(x)
+        if p:
+            b = a
+            y = R.negative(b)
+        else:
+            y = R.add(a, a)
+        return y
 
     after = merged(Before)
     first, branch = after.body.blocks[0].bindings
@@ -120,11 +110,9 @@ def test_what_brings_a_value_out_of_its_block_stays():
 
 
 def test_nothing_to_merge():
-    @I.ir_module
-    class Mod:
-        @R.function
-        def main(x: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
-            return R.exp(x)
+    @ir_module()
+    def Mod(x: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
+        return R.exp(x)
 
     func = Mod["main"]
     assert Merges().apply(func) is func

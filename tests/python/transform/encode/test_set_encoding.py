@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
@@ -18,6 +17,7 @@ from relax_hetero.transform.encode.set_encoding import set_encoding
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from seeds import fresh_rng
 from transform.interpreting import run
+from tvmscript import ir_module
 
 F32 = "<float32 * float32 -> float32; (m, k) * (k, n) -> (m, n); m=2, n=4, k=3>"
 BATCH = "<float32 * float32 -> float32; (b0, m, k) * (k, n) -> (b0, m, n); b0=5, m=?, n=4, k=3>"
@@ -46,28 +46,24 @@ def product(lhs, rhs, dtype="float32", out_dtype=None) -> tvm.IRModule:
 
 
 def test_one_device():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32"), w: R.Tensor((3, 4), "float32")):
-            with R.dataflow():
-                y = R.matmul(x, w)
-                z = R.add(y, y)
-                R.output(z)
-            return z
+    @ir_module()
+    def Before(x: R.Tensor((2, 3), "float32"), w: R.Tensor((3, 4), "float32")):
+        with R.dataflow():
+            y = R.matmul(x, w)
+            z = R.add(y, y)
+            R.output(z)
+        return z
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32"), w: R.Tensor((3, 4), "float32")):
-            with R.dataflow():
-                lhs = R.hetero.set_encoding(x, "matmul[0]" + F32)
-                rhs = R.hetero.set_encoding(w, "matmul[1]" + F32)
-                out = R.hetero.matmul(lhs, rhs, encoding="matmul[2]" + F32)
-                y = R.hetero.unset_encoding(out, "matmul[2]" + F32)
-                z = R.add(y, y)
-                R.output(z)
-            return z
+    @ir_module()
+    def Expected(x: R.Tensor((2, 3), "float32"), w: R.Tensor((3, 4), "float32")):
+        with R.dataflow():
+            lhs = R.hetero.set_encoding(x, "matmul[0]" + F32)
+            rhs = R.hetero.set_encoding(w, "matmul[1]" + F32)
+            out = R.hetero.matmul(lhs, rhs, encoding="matmul[2]" + F32)
+            y = R.hetero.unset_encoding(out, "matmul[2]" + F32)
+            z = R.add(y, y)
+            R.output(z)
+        return z
 
     after = SetEncoding()(Before)
     assert_structural_equal(after, Expected)
@@ -75,51 +71,39 @@ def test_one_device():
 
 
 def test_two_devices():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("c")]})
+    @ir_module("llvm", "c")
+    def Before(
+        x: R.Tensor((5, "s", 3), "float32", "llvm"),
+        w: R.Tensor((3, 4), "float32", "llvm"),
+        u: R.Tensor((3, 4), "float32", "c"),
+    ):
+        s = T.int64()
+        with R.dataflow():
+            y: R.Tensor((5, s, 4), "float32", "llvm") = R.matmul(x, w)
+            x1: R.Tensor((5, s, 3), "float32", "c") = R.to_vdevice(x, "c")
+            z: R.Tensor((5, s, 4), "float32", "c") = R.matmul(x1, u)
+            R.output(y, z)
+        return (y, z)
 
-        @R.function
-        def main(
-            x: R.Tensor((5, "s", 3), "float32", "llvm"),
-            w: R.Tensor((3, 4), "float32", "llvm"),
-            u: R.Tensor((3, 4), "float32", "c"),
-        ):
-            s = T.int64()
-            with R.dataflow():
-                y: R.Tensor((5, s, 4), "float32", "llvm") = R.matmul(x, w)
-                x1: R.Tensor((5, s, 3), "float32", "c") = R.to_vdevice(x, "c")
-                z: R.Tensor((5, s, 4), "float32", "c") = R.matmul(x1, u)
-                R.output(y, z)
-            return (y, z)
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("c")]})
-
-        @R.function
-        def main(
-            x: R.Tensor((5, "s", 3), "float32", "llvm"),
-            w: R.Tensor((3, 4), "float32", "llvm"),
-            u: R.Tensor((3, 4), "float32", "c"),
-        ):
-            s = T.int64()
-            with R.dataflow():
-                lhs: R.Tensor((5, s, 3), "float32", "llvm") = R.hetero.set_encoding(x, "batch_matmul[0]" + BATCH)
-                rhs: R.Tensor((3, 4), "float32", "llvm") = R.hetero.set_encoding(w, "batch_matmul[1]" + BATCH)
-                out: R.Tensor((5, s, 4), "float32", "llvm") = R.hetero.matmul(
-                    lhs, rhs, encoding="batch_matmul[2]" + BATCH
-                )
-                y: R.Tensor((5, s, 4), "float32", "llvm") = R.hetero.unset_encoding(out, "batch_matmul[2]" + BATCH)
-                x1: R.Tensor((5, s, 3), "float32", "c") = R.to_vdevice(x, "c")
-                lhs1: R.Tensor((5, s, 3), "float32", "c") = R.hetero.set_encoding(x1, "batch_matmul[0]" + BATCH)
-                rhs1: R.Tensor((3, 4), "float32", "c") = R.hetero.set_encoding(u, "batch_matmul[1]" + BATCH)
-                out1: R.Tensor((5, s, 4), "float32", "c") = R.hetero.matmul(
-                    lhs1, rhs1, encoding="batch_matmul[2]" + BATCH
-                )
-                z: R.Tensor((5, s, 4), "float32", "c") = R.hetero.unset_encoding(out1, "batch_matmul[2]" + BATCH)
-                R.output(y, z)
-            return (y, z)
+    @ir_module("llvm", "c")
+    def Expected(
+        x: R.Tensor((5, "s", 3), "float32", "llvm"),
+        w: R.Tensor((3, 4), "float32", "llvm"),
+        u: R.Tensor((3, 4), "float32", "c"),
+    ):
+        s = T.int64()
+        with R.dataflow():
+            lhs: R.Tensor((5, s, 3), "float32", "llvm") = R.hetero.set_encoding(x, "batch_matmul[0]" + BATCH)
+            rhs: R.Tensor((3, 4), "float32", "llvm") = R.hetero.set_encoding(w, "batch_matmul[1]" + BATCH)
+            out: R.Tensor((5, s, 4), "float32", "llvm") = R.hetero.matmul(lhs, rhs, encoding="batch_matmul[2]" + BATCH)
+            y: R.Tensor((5, s, 4), "float32", "llvm") = R.hetero.unset_encoding(out, "batch_matmul[2]" + BATCH)
+            x1: R.Tensor((5, s, 3), "float32", "c") = R.to_vdevice(x, "c")
+            lhs1: R.Tensor((5, s, 3), "float32", "c") = R.hetero.set_encoding(x1, "batch_matmul[0]" + BATCH)
+            rhs1: R.Tensor((3, 4), "float32", "c") = R.hetero.set_encoding(u, "batch_matmul[1]" + BATCH)
+            out1: R.Tensor((5, s, 4), "float32", "c") = R.hetero.matmul(lhs1, rhs1, encoding="batch_matmul[2]" + BATCH)
+            z: R.Tensor((5, s, 4), "float32", "c") = R.hetero.unset_encoding(out1, "batch_matmul[2]" + BATCH)
+            R.output(y, z)
+        return (y, z)
 
     after = SetEncoding()(Before)
     assert_structural_equal(after, Expected)
@@ -128,15 +112,13 @@ def test_two_devices():
 
 
 def test_the_same_operand_of_products_alike_is_laid_out_once():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32"), w: R.Tensor((3, 4), "float32"), v: R.Tensor((3, 4), "float32")):
-            with R.dataflow():
-                y = R.matmul(x, w)
-                z = R.matmul(x, v)
-                R.output(y, z)
-            return (y, z)
+    @ir_module()
+    def Before(x: R.Tensor((2, 3), "float32"), w: R.Tensor((3, 4), "float32"), v: R.Tensor((3, 4), "float32")):
+        with R.dataflow():
+            y = R.matmul(x, w)
+            z = R.matmul(x, v)
+            R.output(y, z)
+        return (y, z)
 
     products = [b.value for b in walk_bindings(SetEncoding()(Before)["main"]) if op_name(b.value) == MATMUL]
     assert products[0].args[0].same_as(products[1].args[0])
@@ -220,19 +202,17 @@ def test_element_types(dtype, out_dtype, types, result):
 
 
 def test_a_reduced_extent_that_only_one_operand_knows_is_checked_at_run_time():
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((2, "k"), "float32"), w: R.Tensor((3, 4), "float32")):
-            with R.dataflow():
-                matched = R.match_cast(x, R.Tensor((2, 3), "float32"))
-                lhs = R.hetero.set_encoding(matched, "matmul[0]" + F32)
-                rhs = R.hetero.set_encoding(w, "matmul[1]" + F32)
-                out = R.hetero.matmul(lhs, rhs, encoding="matmul[2]" + F32)
-                y = R.hetero.unset_encoding(out, "matmul[2]" + F32)
-                z = y
-                R.output(z)
-            return z
+    @ir_module()
+    def Expected(x: R.Tensor((2, "k"), "float32"), w: R.Tensor((3, 4), "float32")):
+        with R.dataflow():
+            matched = R.match_cast(x, R.Tensor((2, 3), "float32"))
+            lhs = R.hetero.set_encoding(matched, "matmul[0]" + F32)
+            rhs = R.hetero.set_encoding(w, "matmul[1]" + F32)
+            out = R.hetero.matmul(lhs, rhs, encoding="matmul[2]" + F32)
+            y = R.hetero.unset_encoding(out, "matmul[2]" + F32)
+            z = y
+            R.output(z)
+        return z
 
     after = set_encoding(product((2, "k"), (3, 4)))
     assert_structural_equal(after, Expected)
@@ -247,30 +227,26 @@ def test_a_reduced_extent_that_only_one_operand_knows_is_checked_at_run_time():
 
 
 def test_inside_branches_and_outside_dataflow():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(c: R.Tensor((), "bool"), x: R.Tensor((2, 3), "float32"), w: R.Tensor((3, 4), "float32")):
-            if c:
-                y = R.matmul(x, w)
-                z = y
-            else:
-                z = R.zeros((2, 4), "float32")
-            return z
+    @ir_module()
+    def Before(c: R.Tensor((), "bool"), x: R.Tensor((2, 3), "float32"), w: R.Tensor((3, 4), "float32")):
+        if c:
+            y = R.matmul(x, w)
+            z = y
+        else:
+            z = R.zeros((2, 4), "float32")
+        return z
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(c: R.Tensor((), "bool"), x: R.Tensor((2, 3), "float32"), w: R.Tensor((3, 4), "float32")):
-            if c:
-                lhs = R.hetero.set_encoding(x, "matmul[0]" + F32)
-                rhs = R.hetero.set_encoding(w, "matmul[1]" + F32)
-                out = R.hetero.matmul(lhs, rhs, encoding="matmul[2]" + F32)
-                y = R.hetero.unset_encoding(out, "matmul[2]" + F32)
-                z = y
-            else:
-                z = R.zeros((2, 4), "float32")
-            return z
+    @ir_module()
+    def Expected(c: R.Tensor((), "bool"), x: R.Tensor((2, 3), "float32"), w: R.Tensor((3, 4), "float32")):
+        if c:
+            lhs = R.hetero.set_encoding(x, "matmul[0]" + F32)
+            rhs = R.hetero.set_encoding(w, "matmul[1]" + F32)
+            out = R.hetero.matmul(lhs, rhs, encoding="matmul[2]" + F32)
+            y = R.hetero.unset_encoding(out, "matmul[2]" + F32)
+            z = y
+        else:
+            z = R.zeros((2, 4), "float32")
+        return z
 
     after = SetEncoding()(Before)
     assert_structural_equal(after, Expected)
@@ -279,20 +255,18 @@ def test_inside_branches_and_outside_dataflow():
 
 
 def test_what_stays():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(
-            a: R.Tensor(ndim=2, dtype="float32"),
-            b: R.Tensor(dtype="float32"),
-            c: R.Tensor((2, 2), "int32"),
-            d: R.Tensor((2, 2), "float32"),
-        ):
-            with R.dataflow():
-                unknown_shape = R.matmul(a, d)
-                unknown_rank = R.matmul(b, d)
-                integers = R.matmul(c, c)
-                R.output(unknown_shape, unknown_rank, integers)
-            return (unknown_shape, unknown_rank, integers)
+    @ir_module()
+    def Before(
+        a: R.Tensor(ndim=2, dtype="float32"),
+        b: R.Tensor(dtype="float32"),
+        c: R.Tensor((2, 2), "int32"),
+        d: R.Tensor((2, 2), "float32"),
+    ):
+        with R.dataflow():
+            unknown_shape = R.matmul(a, d)
+            unknown_rank = R.matmul(b, d)
+            integers = R.matmul(c, c)
+            R.output(unknown_shape, unknown_rank, integers)
+        return (unknown_shape, unknown_rank, integers)
 
     assert set_encoding(Before) is Before

@@ -8,6 +8,7 @@ from tvm.script import tirx as T
 from relax_hetero.errors import EncodingError
 from relax_hetero.transform import VerifyEncodings
 from relax_hetero.transform.encode.encoded_values import encoded_values
+from tvmscript import ir_module
 
 ENC = "<float32 * float32 -> float32; (m, k) * (k, n) -> (m, n); m=4, n=4, k=4>"
 OTHER = "<float32 * float32 -> float32; (m, k) * (n, k) -> (m, n); m=4, n=4, k=4>"
@@ -22,22 +23,18 @@ def refused(module, *parts):
 
 
 def test_encoded_values_through_transfers_names_and_branches():
-    @I.ir_module
-    class Module:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(c: R.Tensor((), "bool", "llvm"), x: R.Tensor((4, 4), "float32", "llvm")):
-            a: R.Tensor((4, 4), "float32", "llvm") = R.hetero.set_encoding(x, "matmul[0]" + ENC, TILES)
-            b = a
-            d: R.Tensor((4, 4), "float32", "llvm:1") = R.to_vdevice(b, "llvm:1")
-            e: R.Tensor((4, 4), "float32", "llvm:1") = R.hetero.unset_encoding(d, "matmul[0]" + ENC, TILES)
-            if c:
-                y: R.Tensor((4, 4), "float32", "llvm") = R.hetero.unset_encoding(a, "matmul[0]" + ENC, TILES)
-                z = y
-            else:
-                z = x
-            return (e, z)
+    @ir_module("llvm", "llvm:1")
+    def Module(c: R.Tensor((), "bool", "llvm"), x: R.Tensor((4, 4), "float32", "llvm")):
+        a: R.Tensor((4, 4), "float32", "llvm") = R.hetero.set_encoding(x, "matmul[0]" + ENC, TILES)
+        b = a
+        d: R.Tensor((4, 4), "float32", "llvm:1") = R.to_vdevice(b, "llvm:1")
+        e: R.Tensor((4, 4), "float32", "llvm:1") = R.hetero.unset_encoding(d, "matmul[0]" + ENC, TILES)
+        if c:
+            y: R.Tensor((4, 4), "float32", "llvm") = R.hetero.unset_encoding(a, "matmul[0]" + ENC, TILES)
+            z = y
+        else:
+            z = x
+        return (e, z)
 
     found = {var.name: value for var, value in encoded_values(Module["main"]).items()}
     assert list(found) == ["a", "b", "d"]
@@ -61,60 +58,50 @@ def test_stock_op():
 
 
 def test_branch():
-    @I.ir_module
-    class Module:
-        @R.function
-        def main(c: R.Tensor((), "bool"), x: R.Tensor((4, 4), "float32")):
-            laid_out = R.hetero.set_encoding(x, "matmul[0]" + ENC)
-            if c:
-                y = R.exp(laid_out)
-                z = y
-            else:
-                z = x
-            return z
+    @ir_module()
+    def Module(c: R.Tensor((), "bool"), x: R.Tensor((4, 4), "float32")):
+        laid_out = R.hetero.set_encoding(x, "matmul[0]" + ENC)
+        if c:
+            y = R.exp(laid_out)
+            z = y
+        else:
+            z = x
+        return z
 
     refused(Module, "relax.exp", "'laid_out'")
 
 
 def test_results_of_functions_and_branches():
-    @I.ir_module
-    class Leaves:
-        @R.function
-        def main(x: R.Tensor((4, 4), "float32")):
-            laid_out = R.hetero.set_encoding(x, "matmul[0]" + ENC)
-            return laid_out
+    @ir_module()
+    def Leaves(x: R.Tensor((4, 4), "float32")):
+        laid_out = R.hetero.set_encoding(x, "matmul[0]" + ENC)
+        return laid_out
 
-    @I.ir_module
-    class InTuple:
-        @R.function
-        def main(x: R.Tensor((4, 4), "float32")):
-            laid_out = R.hetero.set_encoding(x, "matmul[0]" + ENC)
-            return (x, laid_out)
+    @ir_module()
+    def InTuple(x: R.Tensor((4, 4), "float32")):
+        laid_out = R.hetero.set_encoding(x, "matmul[0]" + ENC)
+        return (x, laid_out)
 
-    @I.ir_module
-    class Branch:
-        @R.function
-        def main(c: R.Tensor((), "bool"), x: R.Tensor((4, 4), "float32")):
-            if c:
-                laid_out = R.hetero.set_encoding(x, "matmul[0]" + ENC)
-                z = laid_out
-            else:
-                z = x
-            return z
+    @ir_module()
+    def Branch(c: R.Tensor((), "bool"), x: R.Tensor((4, 4), "float32")):
+        if c:
+            laid_out = R.hetero.set_encoding(x, "matmul[0]" + ENC)
+            z = laid_out
+        else:
+            z = x
+        return z
 
     for module in (Leaves, InTuple, Branch):
         refused(module, "leaves function 'main'", "laid_out" if module is not Branch else "matmul[0]<")
 
 
 def test_tuples_calls_and_kernels():
-    @I.ir_module
-    class InTuple:
-        @R.function
-        def main(x: R.Tensor((4, 4), "float32")):
-            laid_out = R.hetero.set_encoding(x, "matmul[0]" + ENC)
-            pair = (laid_out, x)
-            y = pair[1]
-            return y
+    @ir_module()
+    def InTuple(x: R.Tensor((4, 4), "float32")):
+        laid_out = R.hetero.set_encoding(x, "matmul[0]" + ENC)
+        pair = (laid_out, x)
+        y = pair[1]
+        return y
 
     @I.ir_module
     class ToFunction:
@@ -149,51 +136,41 @@ def test_tuples_calls_and_kernels():
 
 
 def test_operands_of_encoded_ops():
-    @I.ir_module
-    class PlainOperand:
-        @R.function
-        def main(x: R.Tensor((4, 4), "float32")):
-            lhs = R.hetero.set_encoding(x, "matmul[0]" + ENC)
-            y = R.hetero.matmul(lhs, x, encoding="matmul[2]" + ENC)
-            z = R.hetero.unset_encoding(y, "matmul[2]" + ENC)
-            return z
+    @ir_module()
+    def PlainOperand(x: R.Tensor((4, 4), "float32")):
+        lhs = R.hetero.set_encoding(x, "matmul[0]" + ENC)
+        y = R.hetero.matmul(lhs, x, encoding="matmul[2]" + ENC)
+        z = R.hetero.unset_encoding(y, "matmul[2]" + ENC)
+        return z
 
-    @I.ir_module
-    class OtherEncoding:
-        @R.function
-        def main(x: R.Tensor((4, 4), "float32")):
-            lhs = R.hetero.set_encoding(x, "matmul[0]" + ENC)
-            rhs = R.hetero.set_encoding(x, "matmul[1]" + OTHER)
-            y = R.hetero.matmul(lhs, rhs, encoding="matmul[2]" + ENC)
-            z = R.hetero.unset_encoding(y, "matmul[2]" + ENC)
-            return z
+    @ir_module()
+    def OtherEncoding(x: R.Tensor((4, 4), "float32")):
+        lhs = R.hetero.set_encoding(x, "matmul[0]" + ENC)
+        rhs = R.hetero.set_encoding(x, "matmul[1]" + OTHER)
+        y = R.hetero.matmul(lhs, rhs, encoding="matmul[2]" + ENC)
+        z = R.hetero.unset_encoding(y, "matmul[2]" + ENC)
+        return z
 
-    @I.ir_module
-    class OtherLayout:
-        @R.function
-        def main(x: R.Tensor((4, 4), "float32")):
-            lhs = R.hetero.set_encoding(x, "matmul[0]" + ENC, TILES)
-            z = R.hetero.unset_encoding(lhs, "matmul[0]" + ENC, "identity<2>")
-            return z
+    @ir_module()
+    def OtherLayout(x: R.Tensor((4, 4), "float32")):
+        lhs = R.hetero.set_encoding(x, "matmul[0]" + ENC, TILES)
+        z = R.hetero.unset_encoding(lhs, "matmul[0]" + ENC, "identity<2>")
+        return z
 
-    @I.ir_module
-    class Twice:
-        @R.function
-        def main(x: R.Tensor((4, 4), "float32")):
-            first = R.hetero.set_encoding(x, "matmul[0]" + ENC)
-            second = R.hetero.set_encoding(first, "matmul[0]" + ENC)
-            z = R.hetero.unset_encoding(second, "matmul[0]" + ENC)
-            return z
+    @ir_module()
+    def Twice(x: R.Tensor((4, 4), "float32")):
+        first = R.hetero.set_encoding(x, "matmul[0]" + ENC)
+        second = R.hetero.set_encoding(first, "matmul[0]" + ENC)
+        z = R.hetero.unset_encoding(second, "matmul[0]" + ENC)
+        return z
 
-    @I.ir_module
-    class SecondOperand:
-        @R.function
-        def main(x: R.Tensor((4, 4), "float32")):
-            first = R.hetero.set_encoding(x, "matmul[0]" + ENC)
-            second = R.hetero.set_encoding(x, "matmul[1]" + ENC)
-            e = R.hetero.elementwise(first, second, expression="add(x0, x1)", encoding="matmul[0]" + ENC)
-            z = R.hetero.unset_encoding(e, "matmul[0]" + ENC)
-            return z
+    @ir_module()
+    def SecondOperand(x: R.Tensor((4, 4), "float32")):
+        first = R.hetero.set_encoding(x, "matmul[0]" + ENC)
+        second = R.hetero.set_encoding(x, "matmul[1]" + ENC)
+        e = R.hetero.elementwise(first, second, expression="add(x0, x1)", encoding="matmul[0]" + ENC)
+        z = R.hetero.unset_encoding(e, "matmul[0]" + ENC)
+        return z
 
     refused(PlainOperand, "relax.hetero.matmul", "'y'", "operand 1 is plain", "matmul[1]<")
     refused(OtherEncoding, "operand 1 is variable 'rhs'", "(m, k) * (n, k)", "(m, k) * (k, n)")
@@ -203,13 +180,11 @@ def test_operands_of_encoded_ops():
 
 
 def test_relayout_says_where_it_comes_from():
-    @I.ir_module
-    class Module:
-        @R.function
-        def main(x: R.Tensor((4, 4), "float32")):
-            lhs = R.hetero.set_encoding(x, "matmul[0]" + ENC, TILES)
-            other = R.hetero.relayout(lhs, "matmul[0]" + ENC, "identity<2>", "pack<outer=[1, 0] inner=[]>")
-            z = R.hetero.unset_encoding(other, "matmul[0]" + ENC, "identity<2>")
-            return z
+    @ir_module()
+    def Module(x: R.Tensor((4, 4), "float32")):
+        lhs = R.hetero.set_encoding(x, "matmul[0]" + ENC, TILES)
+        other = R.hetero.relayout(lhs, "matmul[0]" + ENC, "identity<2>", "pack<outer=[1, 0] inner=[]>")
+        z = R.hetero.unset_encoding(other, "matmul[0]" + ENC, "identity<2>")
+        return z
 
     refused(Module, "relax.hetero.relayout", TILES, "pack<outer=[1, 0] inner=[]>")

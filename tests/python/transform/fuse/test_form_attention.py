@@ -9,7 +9,6 @@ import pytest
 import tvm
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
@@ -18,6 +17,7 @@ from relax_hetero.op.attention import ATTENTION
 from relax_hetero.transform import FormAttention, collect_fusions
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from seeds import fresh_rng
+from tvmscript import ir_module
 
 AVX512 = {"kind": "llvm", "mcpu": "x86-64-v4", "num-cores": 2}
 
@@ -38,45 +38,41 @@ def names(mod: tvm.IRModule) -> list[str | None]:
 
 
 def test_heads_of_three_tensors():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(
-            x: R.Tensor((1, 5, 32), "float32"),
-            y: R.Tensor((1, 7, 32), "float32"),
-            z: R.Tensor((1, 7, 32), "float32"),
-            mask: R.Tensor((1, 1, 1, 7), "float32"),
-        ):
-            with R.dataflow():
-                q = R.permute_dims(R.reshape(x, R.shape([1, 5, 4, 8])), axes=[0, 2, 1, 3])
-                k = R.permute_dims(R.reshape(y, R.shape([1, 7, 4, 8])), axes=[0, 2, 3, 1])
-                v = R.permute_dims(R.reshape(z, R.shape([1, 7, 4, 8])), axes=[0, 2, 1, 3])
-                scores = R.multiply(R.matmul(q, k), R.const(0.5, "float32"))
-                p = R.nn.softmax(R.add(scores, mask), axis=-1)
-                result = R.reshape(R.permute_dims(R.matmul(p, v), axes=[0, 2, 1, 3]), R.shape([1, 5, 32]))
-                R.output(result)
-            return result
+    @ir_module()
+    def Before(
+        x: R.Tensor((1, 5, 32), "float32"),
+        y: R.Tensor((1, 7, 32), "float32"),
+        z: R.Tensor((1, 7, 32), "float32"),
+        mask: R.Tensor((1, 1, 1, 7), "float32"),
+    ):
+        with R.dataflow():
+            q = R.permute_dims(R.reshape(x, R.shape([1, 5, 4, 8])), axes=[0, 2, 1, 3])
+            k = R.permute_dims(R.reshape(y, R.shape([1, 7, 4, 8])), axes=[0, 2, 3, 1])
+            v = R.permute_dims(R.reshape(z, R.shape([1, 7, 4, 8])), axes=[0, 2, 1, 3])
+            scores = R.multiply(R.matmul(q, k), R.const(0.5, "float32"))
+            p = R.nn.softmax(R.add(scores, mask), axis=-1)
+            result = R.reshape(R.permute_dims(R.matmul(p, v), axes=[0, 2, 1, 3]), R.shape([1, 5, 32]))
+            R.output(result)
+        return result
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(
-            x: R.Tensor((1, 5, 32), "float32"),
-            y: R.Tensor((1, 7, 32), "float32"),
-            z: R.Tensor((1, 7, 32), "float32"),
-            mask: R.Tensor((1, 1, 1, 7), "float32"),
-        ):
-            with R.dataflow():
-                result = R.hetero.attention(
-                    x,
-                    y,
-                    z,
-                    mask,
-                    heads="(1, m, h*d) * (1, n, g*d) * (1, n, g*e) -> (1, m, h*e); b=1, h=4, g=4, m=5, n=7, d=8, e=8",
-                    scores="add(multiply(x0, 0.5), x1)",
-                )
-                R.output(result)
-            return result
+    @ir_module()
+    def Expected(
+        x: R.Tensor((1, 5, 32), "float32"),
+        y: R.Tensor((1, 7, 32), "float32"),
+        z: R.Tensor((1, 7, 32), "float32"),
+        mask: R.Tensor((1, 1, 1, 7), "float32"),
+    ):
+        with R.dataflow():
+            result = R.hetero.attention(
+                x,
+                y,
+                z,
+                mask,
+                heads="(1, m, h*d) * (1, n, g*d) * (1, n, g*e) -> (1, m, h*e); b=1, h=4, g=4, m=5, n=7, d=8, e=8",
+                scores="add(multiply(x0, 0.5), x1)",
+            )
+            R.output(result)
+        return result
 
     formed = FormAttention()(placed(relax.transform.Normalize()(Before)))
     assert_structural_equal(formed, placed(Expected))
@@ -112,17 +108,13 @@ def test_products_of_one_tensor_become_one():
 
 
 def test_a_value_with_another_user_stays():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(
-            q: R.Tensor((2, 5, 8), "float32"), k: R.Tensor((2, 8, 7), "float32"), v: R.Tensor((2, 7, 8), "float32")
-        ):
-            with R.dataflow():
-                p = R.nn.softmax(R.matmul(q, k), axis=-1)
-                y = R.matmul(p, v)
-                R.output(p, y)
-            return (p, y)
+    @ir_module()
+    def Before(q: R.Tensor((2, 5, 8), "float32"), k: R.Tensor((2, 8, 7), "float32"), v: R.Tensor((2, 7, 8), "float32")):
+        with R.dataflow():
+            p = R.nn.softmax(R.matmul(q, k), axis=-1)
+            y = R.matmul(p, v)
+            R.output(p, y)
+        return (p, y)
 
     mod = placed(relax.transform.Normalize()(Before))
     assert FormAttention()(mod).same_as(mod)
@@ -132,32 +124,24 @@ def test_a_value_with_another_user_stays():
     ("target", "is_formed"), [(AVX512, True), ({"kind": "llvm", "mcpu": "x86-64"}, True), ("c", False)]
 )
 def test_only_where_the_device_has_a_kernel(target: Any, is_formed: bool):
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(
-            q: R.Tensor((2, 5, 8), "float32"), k: R.Tensor((2, 8, 7), "float32"), v: R.Tensor((2, 7, 8), "float32")
-        ):
-            with R.dataflow():
-                y = R.matmul(R.nn.softmax(R.matmul(q, k), axis=-1), v)
-                R.output(y)
-            return y
+    @ir_module()
+    def Before(q: R.Tensor((2, 5, 8), "float32"), k: R.Tensor((2, 8, 7), "float32"), v: R.Tensor((2, 7, 8), "float32")):
+        with R.dataflow():
+            y = R.matmul(R.nn.softmax(R.matmul(q, k), axis=-1), v)
+            R.output(y)
+        return y
 
     formed = FormAttention()(placed(relax.transform.Normalize()(Before), target))
     assert (ATTENTION in names(formed)) == is_formed
 
 
 def test_reasons_are_told():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(
-            q: R.Tensor((2, 5, 8), "float16"), k: R.Tensor((2, 8, 7), "float16"), v: R.Tensor((2, 7, 8), "float16")
-        ):
-            with R.dataflow():
-                y = R.matmul(R.nn.softmax(R.matmul(q, k), axis=-1), v)
-                R.output(y)
-            return y
+    @ir_module()
+    def Before(q: R.Tensor((2, 5, 8), "float16"), k: R.Tensor((2, 8, 7), "float16"), v: R.Tensor((2, 7, 8), "float16")):
+        with R.dataflow():
+            y = R.matmul(R.nn.softmax(R.matmul(q, k), axis=-1), v)
+            R.output(y)
+        return y
 
     with collect_fusions() as found:
         FormAttention()(placed(relax.transform.Normalize()(Before)))
@@ -196,35 +180,29 @@ def test_gpus_form_what_their_tensor_cores_multiply(dtype: str, arch: str, width
 
 
 def test_float32_is_formed_where_its_products_may_be_rounded():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(
-            q: R.Tensor((2, 5, 8), "float32"), k: R.Tensor((2, 8, 7), "float32"), v: R.Tensor((2, 7, 8), "float32")
-        ):
-            with R.dataflow():
-                scores = R.matmul(q, k)
-                y = R.matmul(R.nn.softmax(scores, axis=-1), v)
-                R.output(y)
-            return y
+    @ir_module()
+    def Before(q: R.Tensor((2, 5, 8), "float32"), k: R.Tensor((2, 8, 7), "float32"), v: R.Tensor((2, 7, 8), "float32")):
+        with R.dataflow():
+            scores = R.matmul(q, k)
+            y = R.matmul(R.nn.softmax(scores, axis=-1), v)
+            R.output(y)
+        return y
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(
-            q: R.Tensor((2, 5, 8), "float32"), k: R.Tensor((2, 8, 7), "float32"), v: R.Tensor((2, 7, 8), "float32")
-        ):
-            R.func_attr({"relax_hetero.tf32_kept": []})
-            with R.dataflow():
-                y = R.hetero.attention(
-                    q,
-                    k,
-                    v,
-                    heads="(h, m, d) * (g, d, n) * (g, n, e) -> (h, m, e); b=1, h=2, g=2, m=5, n=7, d=8, e=8",
-                    tf32=True,
-                )
-                R.output(y)
-            return y
+    @ir_module()
+    def Expected(
+        q: R.Tensor((2, 5, 8), "float32"), k: R.Tensor((2, 8, 7), "float32"), v: R.Tensor((2, 7, 8), "float32")
+    ):
+        R.func_attr({"relax_hetero.tf32_kept": []})
+        with R.dataflow():
+            y = R.hetero.attention(
+                q,
+                k,
+                v,
+                heads="(h, m, d) * (g, d, n) * (g, n, e) -> (h, m, e); b=1, h=2, g=2, m=5, n=7, d=8, e=8",
+                tf32=True,
+            )
+            R.output(y)
+        return y
 
     hopper = {"kind": "cuda", "arch": "sm_90a"}
     before = relax.transform.Normalize()(Before)
@@ -236,21 +214,19 @@ def test_float32_is_formed_where_its_products_may_be_rounded():
 
 
 def test_scores_of_16_bits_are_float32_on_gpus():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(
-            x: R.Tensor((1, 5, 32), "float16"), mask: R.Tensor((1, 1, 5, 5), "float16"), keep: R.Tensor((5, 5), "bool")
-        ):
-            with R.dataflow():
-                q = R.permute_dims(R.reshape(x, R.shape([1, 5, 4, 8])), axes=[0, 2, 1, 3])
-                k = R.permute_dims(R.reshape(x, R.shape([1, 5, 4, 8])), axes=[0, 2, 3, 1])
-                scores = R.add(R.multiply(R.matmul(q, k), R.const(0.5, "float16")), mask)
-                hidden = R.where(keep, scores, R.const(-65504.0, "float16"))
-                p = R.astype(R.nn.softmax(R.astype(hidden, "float32"), axis=-1), "float16")
-                y = R.reshape(R.permute_dims(R.matmul(p, q), axes=[0, 2, 1, 3]), R.shape([1, 5, 32]))
-                R.output(y)
-            return y
+    @ir_module()
+    def Before(
+        x: R.Tensor((1, 5, 32), "float16"), mask: R.Tensor((1, 1, 5, 5), "float16"), keep: R.Tensor((5, 5), "bool")
+    ):
+        with R.dataflow():
+            q = R.permute_dims(R.reshape(x, R.shape([1, 5, 4, 8])), axes=[0, 2, 1, 3])
+            k = R.permute_dims(R.reshape(x, R.shape([1, 5, 4, 8])), axes=[0, 2, 3, 1])
+            scores = R.add(R.multiply(R.matmul(q, k), R.const(0.5, "float16")), mask)
+            hidden = R.where(keep, scores, R.const(-65504.0, "float16"))
+            p = R.astype(R.nn.softmax(R.astype(hidden, "float32"), axis=-1), "float16")
+            y = R.reshape(R.permute_dims(R.matmul(p, q), axes=[0, 2, 1, 3]), R.shape([1, 5, 32]))
+            R.output(y)
+        return y
 
     before = relax.transform.Normalize()(Before)
     call = attention_of(FormAttention()(placed(before, {"kind": "cuda", "arch": "sm_90a"})))
@@ -259,16 +235,14 @@ def test_scores_of_16_bits_are_float32_on_gpus():
 
 
 def test_symbolic_sizes():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(q: R.Tensor(("b", 4, "m", 8), "float32"), kv: R.Tensor(("b", 4, "n", 8), "float32")):
-            b, m = T.int64(), T.int64()
-            with R.dataflow():
-                p = R.nn.softmax(R.matmul(q, R.permute_dims(kv, axes=[0, 1, 3, 2])), axis=-1)
-                y = R.reshape(R.permute_dims(R.matmul(p, kv), axes=[0, 2, 1, 3]), R.shape([b, m, 32]))
-                R.output(y)
-            return y
+    @ir_module()
+    def Before(q: R.Tensor(("b", 4, "m", 8), "float32"), kv: R.Tensor(("b", 4, "n", 8), "float32")):
+        b, m = T.int64(), T.int64()
+        with R.dataflow():
+            p = R.nn.softmax(R.matmul(q, R.permute_dims(kv, axes=[0, 1, 3, 2])), axis=-1)
+            y = R.reshape(R.permute_dims(R.matmul(p, kv), axes=[0, 2, 1, 3]), R.shape([b, m, 32]))
+            R.output(y)
+        return y
 
     call = attention_of(FormAttention()(placed(relax.transform.Normalize()(Before))))
     assert str(call.attrs.heads) == (
@@ -305,20 +279,16 @@ def test_the_attention_op_of_relax(causal: str | None, is_biased: bool):
 def test_one_behind_the_other():
     """Views between two of them are looked through from both sides."""
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 5, 32), "float32"), kv: R.Tensor((1, 4, 7, 8), "float32")):
-            with R.dataflow():
-                k = R.permute_dims(kv, axes=[0, 1, 3, 2])
-                q = R.permute_dims(R.reshape(x, R.shape([1, 5, 4, 8])), axes=[0, 2, 1, 3])
-                a = R.permute_dims(R.matmul(R.nn.softmax(R.matmul(q, k)), kv), axes=[0, 2, 1, 3])
-                b = R.permute_dims(
-                    R.reshape(R.reshape(a, R.shape([1, 5, 32])), R.shape([1, 5, 4, 8])), axes=[0, 2, 1, 3]
-                )
-                y = R.matmul(R.nn.softmax(R.matmul(b, k)), kv)
-                R.output(y)
-            return y
+    @ir_module()
+    def Before(x: R.Tensor((1, 5, 32), "float32"), kv: R.Tensor((1, 4, 7, 8), "float32")):
+        with R.dataflow():
+            k = R.permute_dims(kv, axes=[0, 1, 3, 2])
+            q = R.permute_dims(R.reshape(x, R.shape([1, 5, 4, 8])), axes=[0, 2, 1, 3])
+            a = R.permute_dims(R.matmul(R.nn.softmax(R.matmul(q, k)), kv), axes=[0, 2, 1, 3])
+            b = R.permute_dims(R.reshape(R.reshape(a, R.shape([1, 5, 32])), R.shape([1, 5, 4, 8])), axes=[0, 2, 1, 3])
+            y = R.matmul(R.nn.softmax(R.matmul(b, k)), kv)
+            R.output(y)
+        return y
 
     mod = relax.transform.Normalize()(Before)
     formed = FormAttention()(placed(mod))

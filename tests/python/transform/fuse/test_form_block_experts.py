@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
@@ -14,6 +13,7 @@ from relax_hetero.encoding.block_panels import BlockSource, Panels
 from relax_hetero.transform import FormBlockProducts, RealizeVDevice
 from relax_hetero.transform.ir.rewriting import op_name, relax_functions, walk_bindings
 from seeds import fresh_rng
+from tvmscript import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 EXPERTS, N, K = 3, 40, 64
@@ -25,54 +25,46 @@ def bound(mod, **values):
     return relax.transform.BindParams("main", values)(mod)
 
 
-@I.ir_module
-class Chosen:
-    I.module_global_infos({"vdevice": [I.vdevice(V4)]})
-
-    @R.function
-    def main(
-        x: R.Tensor(("m", 1, 1, 64), "float32"),
-        index: R.Tensor(("m", 2), "int32"),
-        factor: R.Tensor(("m", 2, 1, 40), "float32"),
-        raw: R.Tensor((120, 44), "uint8"),
-    ):
-        with R.dataflow():
-            w = R.hetero.dequantize_blocks(raw, depth=64, format="q5_0")
-            table = R.reshape(w, R.shape([3, 40, 64]))
-            taken = R.take(table, index, axis=0)
-            turned = R.permute_dims(taken, axes=[0, 1, 3, 2])
-            product = R.matmul(x, turned)
-            active = R.nn.silu(product)
-            y = R.multiply(active, factor)
-            R.output(y)
-        return y
+@ir_module(V4)
+def Chosen(
+    x: R.Tensor(("m", 1, 1, 64), "float32"),
+    index: R.Tensor(("m", 2), "int32"),
+    factor: R.Tensor(("m", 2, 1, 40), "float32"),
+    raw: R.Tensor((120, 44), "uint8"),
+):
+    with R.dataflow():
+        w = R.hetero.dequantize_blocks(raw, depth=64, format="q5_0")
+        table = R.reshape(w, R.shape([3, 40, 64]))
+        taken = R.take(table, index, axis=0)
+        turned = R.permute_dims(taken, axes=[0, 1, 3, 2])
+        product = R.matmul(x, turned)
+        active = R.nn.silu(product)
+        y = R.multiply(active, factor)
+        R.output(y)
+    return y
 
 
 def test_rows_by_the_matrices_that_they_choose():
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(V4)]})
-
-        @R.function
-        def main(
-            x: R.Tensor(("m", 1, 1, 64), "float32"),
-            index: R.Tensor(("m", 2), "int32"),
-            factor: R.Tensor(("m", 2, 1, 40), "float32"),
-            weight: R.Tensor((6, 1408), "uint8"),
-        ):
-            with R.dataflow():
-                y = R.hetero.block_matmul(
-                    x,
-                    weight,
-                    index,
-                    factor,
-                    columns=40,
-                    expression="multiply(silu(x0), x1)",
-                    format="q5_0",
-                    experts=3,
-                )
-                R.output(y)
-            return y
+    @ir_module(V4)
+    def Expected(
+        x: R.Tensor(("m", 1, 1, 64), "float32"),
+        index: R.Tensor(("m", 2), "int32"),
+        factor: R.Tensor(("m", 2, 1, 40), "float32"),
+        weight: R.Tensor((6, 1408), "uint8"),
+    ):
+        with R.dataflow():
+            y = R.hetero.block_matmul(
+                x,
+                weight,
+                index,
+                factor,
+                columns=40,
+                expression="multiply(silu(x0), x1)",
+                format="q5_0",
+                experts=3,
+            )
+            R.output(y)
+        return y
 
     packed = Panels(32).pack(BlockSource((RAW,), block_format("q5_0"), K), EXPERTS)[0]
     placed = RealizeVDevice()(bound(Chosen, raw=RAW))
@@ -96,29 +88,24 @@ def test_numbers_of_both_forms(is_constant):
     np.testing.assert_allclose(found, sums / (1 + np.exp(-sums)) * factor, rtol=1e-4, atol=1e-4)
 
 
-@I.ir_module
-class Others:
-    """Products that look nearly so: matrices as they lie, of tables cut otherwise, of rows of another rank."""
-
-    I.module_global_infos({"vdevice": [I.vdevice(V4)]})
-
-    @R.function
-    def main(
-        x: R.Tensor((5, 1, 1, 40), "float32"),
-        z: R.Tensor((5, 1, 1, 128), "float32"),
-        index: R.Tensor((5, 2), "int32"),
-        raw: R.Tensor((120, 44), "uint8"),
-    ):
-        with R.dataflow():
-            w = R.hetero.dequantize_blocks(raw, depth=64, format="q5_0")
-            table = R.reshape(w, R.shape([3, 40, 64]))
-            as_they_lie = R.matmul(x, R.take(table, index, axis=0))
-            wide = R.reshape(w, R.shape([3, 20, 128]))
-            cut = R.matmul(z, R.permute_dims(R.take(wide, index, axis=0), axes=[0, 1, 3, 2]))
-            along = R.take(R.reshape(w, R.shape([40, 3, 64])), index, axis=1)
-            y = (as_they_lie, cut, along)
-            R.output(y)
-        return y
+# Products that look nearly so: matrices as they lie, of tables cut otherwise, of rows of another rank.
+@ir_module(V4)
+def Others(
+    x: R.Tensor((5, 1, 1, 40), "float32"),
+    z: R.Tensor((5, 1, 1, 128), "float32"),
+    index: R.Tensor((5, 2), "int32"),
+    raw: R.Tensor((120, 44), "uint8"),
+):
+    with R.dataflow():
+        w = R.hetero.dequantize_blocks(raw, depth=64, format="q5_0")
+        table = R.reshape(w, R.shape([3, 40, 64]))
+        as_they_lie = R.matmul(x, R.take(table, index, axis=0))
+        wide = R.reshape(w, R.shape([3, 20, 128]))
+        cut = R.matmul(z, R.permute_dims(R.take(wide, index, axis=0), axes=[0, 1, 3, 2]))
+        along = R.take(R.reshape(w, R.shape([40, 3, 64])), index, axis=1)
+        y = (as_they_lie, cut, along)
+        R.output(y)
+    return y
 
 
 def test_what_does_not_fit_takes_numbers():

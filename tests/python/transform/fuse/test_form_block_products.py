@@ -3,7 +3,6 @@
 import numpy as np
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
@@ -15,6 +14,7 @@ from relax_hetero.op.block_products import BLOCK_MATMUL, DEQUANTIZE_BLOCKS
 from relax_hetero.transform import FormBlockProducts, RealizeVDevice
 from relax_hetero.transform.ir.rewriting import op_name, relax_functions, walk_bindings
 from seeds import fresh_rng
+from tvmscript import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 N, K, BLOCK = 40, 64, 32
@@ -49,56 +49,48 @@ def expressions(mod):
     ]
 
 
-@I.ir_module
-class Layer:
-    I.module_global_infos({"vdevice": [I.vdevice(V4)]})
-
-    @R.function
-    def main(
-        x: R.Tensor(("m", 64), "float32"),
-        residual: R.Tensor(("m", 40), "float32"),
-        bias: R.Tensor((1, 40), "float32"),
-        data: R.Tensor((40, 32), "uint8"),
-        scales: R.Tensor((40, 2), "float32"),
-        zeros: R.Tensor((40, 2), "uint8"),
-    ):
-        with R.dataflow():
-            w = R.hetero.dequantize_blocks(data, scales, zeros, depth=64, block=32)
-            t = R.permute_dims(w)
-            y = R.matmul(x, t)
-            b = R.add(y, bias)
-            g = R.nn.gelu(b)
-            r = R.add(residual, g)
-            R.output(r)
-        return r
+@ir_module(V4)
+def Layer(
+    x: R.Tensor(("m", 64), "float32"),
+    residual: R.Tensor(("m", 40), "float32"),
+    bias: R.Tensor((1, 40), "float32"),
+    data: R.Tensor((40, 32), "uint8"),
+    scales: R.Tensor((40, 2), "float32"),
+    zeros: R.Tensor((40, 2), "uint8"),
+):
+    with R.dataflow():
+        w = R.hetero.dequantize_blocks(data, scales, zeros, depth=64, block=32)
+        t = R.permute_dims(w)
+        y = R.matmul(x, t)
+        b = R.add(y, bias)
+        g = R.nn.gelu(b)
+        r = R.add(residual, g)
+        R.output(r)
+    return r
 
 
 def test_a_layer_with_bias_activation_and_residual():
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(V4)]})
-
-        @R.function
-        def main(
-            x: R.Tensor(("m", 64), "float32"),
-            residual: R.Tensor(("m", 40), "float32"),
-            bias: R.Tensor((1, 40), "float32"),
-            weight: R.Tensor((2, 1536), "uint8"),
-        ):
-            with R.dataflow():
-                r_x1 = R.reshape(bias, R.shape([40]))
-                r = R.hetero.block_matmul(
-                    x,
-                    weight,
-                    r_x1,
-                    residual,
-                    columns=40,
-                    block=32,
-                    zeros=True,
-                    expression="add(x2, gelu(add(x0, x1)))",
-                )
-                R.output(r)
-            return r
+    @ir_module(V4)
+    def Expected(
+        x: R.Tensor(("m", 64), "float32"),
+        residual: R.Tensor(("m", 40), "float32"),
+        bias: R.Tensor((1, 40), "float32"),
+        weight: R.Tensor((2, 1536), "uint8"),
+    ):
+        with R.dataflow():
+            r_x1 = R.reshape(bias, R.shape([40]))
+            r = R.hetero.block_matmul(
+                x,
+                weight,
+                r_x1,
+                residual,
+                columns=40,
+                block=32,
+                zeros=True,
+                expression="add(x2, gelu(add(x0, x1)))",
+            )
+            R.output(r)
+        return r
 
     packed = {
         "weight": Panels(32).pack(BlockSource((DATA, SCALES, ZEROS), of_integers(4, BLOCK, True), K))[0],
@@ -107,27 +99,23 @@ def test_a_layer_with_bias_activation_and_residual():
     assert_structural_equal(formed(Layer), expected, map_free_vars=True)
 
 
-@I.ir_module
-class TwoUses:
-    I.module_global_infos({"vdevice": [I.vdevice(V4)]})
-
-    @R.function
-    def main(
-        x: R.Tensor((3, 64), "float16"),
-        v: R.Tensor((64,), "float32"),
-        data: R.Tensor((40, 32), "uint8"),
-        scales: R.Tensor((40, 2), "float32"),
-        zeros: R.Tensor((40, 2), "uint8"),
-    ):
-        with R.dataflow():
-            w = R.hetero.dequantize_blocks(data, scales, zeros, depth=64, block=32)
-            h = R.astype(R.permute_dims(w), "float16")
-            y = R.matmul(x, h, out_dtype="float32")
-            a = R.sigmoid(y)
-            b = R.multiply(y, a)
-            z = R.matmul(w, v)
-            R.output(b, z)
-        return (b, z)
+@ir_module(V4)
+def TwoUses(
+    x: R.Tensor((3, 64), "float16"),
+    v: R.Tensor((64,), "float32"),
+    data: R.Tensor((40, 32), "uint8"),
+    scales: R.Tensor((40, 2), "float32"),
+    zeros: R.Tensor((40, 2), "uint8"),
+):
+    with R.dataflow():
+        w = R.hetero.dequantize_blocks(data, scales, zeros, depth=64, block=32)
+        h = R.astype(R.permute_dims(w), "float16")
+        y = R.matmul(x, h, out_dtype="float32")
+        a = R.sigmoid(y)
+        b = R.multiply(y, a)
+        z = R.matmul(w, v)
+        R.output(b, z)
+    return (b, z)
 
 
 def test_what_several_read_is_stored_and_a_vector_takes_numbers():
@@ -156,25 +144,21 @@ def test_weights_that_are_parameters_are_unpacked_in_every_call():
     assert not any("block_matmul" in call["ops"] for call in executable.metadata.fusions["dispatches"])
 
 
-@I.ir_module
-class OnTwoDevices:
-    I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice("c", 1)]})
-
-    @R.function
-    def main(
-        x: R.Tensor(("m", 64), "float32", "llvm:0"),
-        data: R.Tensor((40, 32), "uint8"),
-        scales: R.Tensor((40, 2), "float32"),
-        zeros: R.Tensor((40, 2), "uint8"),
-    ):
-        with R.dataflow():
-            w = R.hetero.dequantize_blocks(data, scales, zeros, depth=64, block=32)
-            y = R.matmul(x, R.permute_dims(w))
-            there = R.to_vdevice(x, "c:0")
-            w1 = R.hetero.dequantize_blocks(data, scales, zeros, depth=64, block=32)
-            z = R.nn.relu(R.matmul(there, R.permute_dims(w1)))
-            R.output(y, z)
-        return (y, z)
+@ir_module(V4, "c:1")
+def OnTwoDevices(
+    x: R.Tensor(("m", 64), "float32", "llvm:0"),
+    data: R.Tensor((40, 32), "uint8"),
+    scales: R.Tensor((40, 2), "float32"),
+    zeros: R.Tensor((40, 2), "uint8"),
+):
+    with R.dataflow():
+        w = R.hetero.dequantize_blocks(data, scales, zeros, depth=64, block=32)
+        y = R.matmul(x, R.permute_dims(w))
+        there = R.to_vdevice(x, "c:0")
+        w1 = R.hetero.dequantize_blocks(data, scales, zeros, depth=64, block=32)
+        z = R.nn.relu(R.matmul(there, R.permute_dims(w1)))
+        R.output(y, z)
+    return (y, z)
 
 
 def test_each_device_has_weights_of_its_own():
@@ -191,67 +175,55 @@ def test_each_device_has_weights_of_its_own():
 
 
 def test_a_device_without_a_kernel_computes_numbers():
-    @I.ir_module
-    class OnAGPU:
-        I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_75"})]})
-
-        @R.function
-        def main(
-            x: R.Tensor(("m", 64), "float32"),
-            data: R.Tensor((40, 32), "uint8"),
-            scales: R.Tensor((40, 2), "float32"),
-            zeros: R.Tensor((40, 2), "uint8"),
-        ):
-            with R.dataflow():
-                w = R.hetero.dequantize_blocks(data, scales, zeros, depth=64, block=32)
-                y = R.matmul(x, R.permute_dims(w))
-                R.output(y)
-            return y
+    @ir_module({"kind": "cuda", "arch": "sm_75"})
+    def OnAGPU(
+        x: R.Tensor(("m", 64), "float32"),
+        data: R.Tensor((40, 32), "uint8"),
+        scales: R.Tensor((40, 2), "float32"),
+        zeros: R.Tensor((40, 2), "uint8"),
+    ):
+        with R.dataflow():
+            w = R.hetero.dequantize_blocks(data, scales, zeros, depth=64, block=32)
+            y = R.matmul(x, R.permute_dims(w))
+            R.output(y)
+        return y
 
     found = ops(formed(OnAGPU))
     assert BLOCK_MATMUL not in found and DEQUANTIZE_BLOCKS not in found
     assert "relax.matmul" in found
 
 
-@I.ir_module
-class OnTensorCores:
-    I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_90a"})]})
-
-    @R.function
-    def main(
-        x: R.Tensor(("m", 64), "float16"),
-        data: R.Tensor((40, 32), "uint8"),
-        scales: R.Tensor((40, 2), "float32"),
-        zeros: R.Tensor((40, 2), "uint8"),
-    ):
-        with R.dataflow():
-            wide = R.astype(x, "float32")
-            w = R.hetero.dequantize_blocks(data, scales, zeros, depth=64, block=32)
-            y = R.astype(R.matmul(wide, R.permute_dims(w)), "float16")
-            R.output(y)
-        return y
+@ir_module({"kind": "cuda", "arch": "sm_90a"})
+def OnTensorCores(
+    x: R.Tensor(("m", 64), "float16"),
+    data: R.Tensor((40, 32), "uint8"),
+    scales: R.Tensor((40, 2), "float32"),
+    zeros: R.Tensor((40, 2), "uint8"),
+):
+    with R.dataflow():
+        wide = R.astype(x, "float32")
+        w = R.hetero.dequantize_blocks(data, scales, zeros, depth=64, block=32)
+        y = R.astype(R.matmul(wide, R.permute_dims(w)), "float16")
+        R.output(y)
+    return y
 
 
 def test_tensor_cores_read_fragments_and_rows_of_half_precision():
     exact = SCALES.astype("float16")
 
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_90a"})]})
-
-        @R.function
-        def main(
-            x: R.Tensor(("m", 64), "float16"),
-            weight: R.Tensor((3, 1, 32, 4), "int32"),
-            scales: R.Tensor((3, 2, 8, 2), "float16"),
-            zeros: R.Tensor((3, 2, 8, 2), "uint8"),
-        ):
-            with R.dataflow():
-                y = R.hetero.block_matmul(
-                    x, weight, scales, zeros, columns=40, block=32, zeros=True, expression="cast(x0, 'float16')"
-                )
-                R.output(y)
-            return y
+    @ir_module({"kind": "cuda", "arch": "sm_90a"})
+    def Expected(
+        x: R.Tensor(("m", 64), "float16"),
+        weight: R.Tensor((3, 1, 32, 4), "int32"),
+        scales: R.Tensor((3, 2, 8, 2), "float16"),
+        zeros: R.Tensor((3, 2, 8, 2), "uint8"),
+    ):
+        with R.dataflow():
+            y = R.hetero.block_matmul(
+                x, weight, scales, zeros, columns=40, block=32, zeros=True, expression="cast(x0, 'float16')"
+            )
+            R.output(y)
+        return y
 
     packed = {
         "weight": pack_fragments(DATA, K, BLOCK),
@@ -274,25 +246,21 @@ def test_fragments_keep_scales_and_zero_points_that_need_it_in_float32():
 
 
 def test_sums_of_half_precision_and_quantized_results():
-    @I.ir_module
-    class Quantized:
-        I.module_global_infos({"vdevice": [I.vdevice(V4)]})
-
-        @R.function
-        def main(
-            x: R.Tensor((3, 64), "float16"),
-            data: R.Tensor((40, 32), "uint8"),
-            scales: R.Tensor((40, 2), "float32"),
-            zeros: R.Tensor((40, 2), "uint8"),
-        ):
-            with R.dataflow():
-                w = R.hetero.dequantize_blocks(data, scales, zeros, depth=64, block=32)
-                y = R.matmul(x, R.astype(R.permute_dims(w), "float16"))
-                h = R.nn.relu(y)
-                s = R.round(R.divide(R.astype(h, "float32"), R.const(0.5, "float32")))
-                q = R.astype(R.clip(s, 0, 255), "uint8")
-                R.output(h, q)
-            return (h, q)
+    @ir_module(V4)
+    def Quantized(
+        x: R.Tensor((3, 64), "float16"),
+        data: R.Tensor((40, 32), "uint8"),
+        scales: R.Tensor((40, 2), "float32"),
+        zeros: R.Tensor((40, 2), "uint8"),
+    ):
+        with R.dataflow():
+            w = R.hetero.dequantize_blocks(data, scales, zeros, depth=64, block=32)
+            y = R.matmul(x, R.astype(R.permute_dims(w), "float16"))
+            h = R.nn.relu(y)
+            s = R.round(R.divide(R.astype(h, "float32"), R.const(0.5, "float32")))
+            q = R.astype(R.clip(s, 0, 255), "uint8")
+            R.output(h, q)
+        return (h, q)
 
     assert expressions(formed(Quantized)) == ["relu(cast(x0, 'float16'))"]
     x = fresh_rng().standard_normal((3, K)).astype("float16")
@@ -305,43 +273,29 @@ def test_sums_of_half_precision_and_quantized_results():
 RAW = random_rows("q5_0", N, K)
 
 
-@I.ir_module
-class Tied:
-    I.module_global_infos({"vdevice": [I.vdevice(V4)]})
-
-    @R.function
-    def main(
-        tokens: R.Tensor((3, 2), "int32"),
-        raw: R.Tensor((40, 44), "uint8"),
-    ):
-        with R.dataflow():
-            w = R.hetero.dequantize_blocks(raw, depth=64, format="q5_0")
-            e = R.take(w, tokens, axis=0)
-            h = R.nn.relu(e)
-            w1 = R.hetero.dequantize_blocks(raw, depth=64, format="q5_0")
-            y = R.matmul(h, R.permute_dims(w1))
-            R.output(y)
-        return y
+@ir_module(V4)
+def Tied(tokens: R.Tensor((3, 2), "int32"), raw: R.Tensor((40, 44), "uint8")):
+    with R.dataflow():
+        w = R.hetero.dequantize_blocks(raw, depth=64, format="q5_0")
+        e = R.take(w, tokens, axis=0)
+        h = R.nn.relu(e)
+        w1 = R.hetero.dequantize_blocks(raw, depth=64, format="q5_0")
+        y = R.matmul(h, R.permute_dims(w1))
+        R.output(y)
+    return y
 
 
 def test_a_table_that_is_a_weight_too_is_one_constant():
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(V4)]})
-
-        @R.function
-        def main(
-            tokens: R.Tensor((3, 2), "int32"),
-            weight: R.Tensor((2, 1408), "uint8"),
-        ):
-            with R.dataflow():
-                e_index = R.reshape(tokens, R.shape([6]))
-                e_rows = R.hetero.block_rows(weight, e_index, rows=40, depth=64, format="q5_0")
-                e = R.reshape(e_rows, R.shape([3, 2, 64]))
-                h = R.nn.relu(e)
-                y = R.hetero.block_matmul(h, weight, columns=40, format="q5_0")
-                R.output(y)
-            return y
+    @ir_module(V4)
+    def Expected(tokens: R.Tensor((3, 2), "int32"), weight: R.Tensor((2, 1408), "uint8")):
+        with R.dataflow():
+            e_index = R.reshape(tokens, R.shape([6]))
+            e_rows = R.hetero.block_rows(weight, e_index, rows=40, depth=64, format="q5_0")
+            e = R.reshape(e_rows, R.shape([3, 2, 64]))
+            h = R.nn.relu(e)
+            y = R.hetero.block_matmul(h, weight, columns=40, format="q5_0")
+            R.output(y)
+        return y
 
     packed = Panels(32).pack(BlockSource((RAW,), block_format("q5_0"), K))[0]
     expected = RealizeVDevice()(relax.transform.BindParams("main", {"weight": packed})(Expected))

@@ -5,7 +5,6 @@ import pytest
 import tvm
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 from gpu_interpreter import run
@@ -14,6 +13,7 @@ from relax_hetero.target.vdevice import same_object
 from relax_hetero.transform import MaterializeEncodings, RealizeVDevice, collect_fusions
 from relax_hetero.transform.fuse.form_rows import FormRows
 from relax_hetero.transform.ir.rewriting import op_name, relax_functions, walk_bindings
+from tvmscript import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 
@@ -41,52 +41,40 @@ def ops(mod):
 def test_a_decomposed_layer_norm():
     """Prologue, moments and epilogue are one op; a value that something else reads stays outside."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4)]})
+    @ir_module(V4)
+    def Before(
+        x: R.Tensor((2, "m", 64), "float32"), y: R.Tensor((2, "m", 64), "float32"), g: R.Tensor((64,), "float32")
+    ):
+        with R.dataflow():
+            s = R.add(x, y)
+            m = R.mean(s, axis=[-1], keepdims=True)
+            c = R.subtract(s, m)
+            q = R.power(c, R.const(2.0, "float32"))
+            v = R.mean(q, axis=[2], keepdims=True)
+            e = R.add(v, R.const(0.5, "float32"))
+            d = R.sqrt(e)
+            n = R.divide(c, d)
+            k = R.multiply(n, g)
+            r = R.nn.gelu(k)
+            R.output(r)
+        return r
 
-        @R.function
-        def main(
-            x: R.Tensor((2, "m", 64), "float32"),
-            y: R.Tensor((2, "m", 64), "float32"),
-            g: R.Tensor((64,), "float32"),
-        ):
-            with R.dataflow():
-                s = R.add(x, y)
-                m = R.mean(s, axis=[-1], keepdims=True)
-                c = R.subtract(s, m)
-                q = R.power(c, R.const(2.0, "float32"))
-                v = R.mean(q, axis=[2], keepdims=True)
-                e = R.add(v, R.const(0.5, "float32"))
-                d = R.sqrt(e)
-                n = R.divide(c, d)
-                k = R.multiply(n, g)
-                r = R.nn.gelu(k)
-                R.output(r)
-            return r
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(V4)]})
-
-        @R.function
-        def main(
-            x: R.Tensor((2, "m", 64), "float32"),
-            y: R.Tensor((2, "m", 64), "float32"),
-            g: R.Tensor((64,), "float32"),
-        ):
-            with R.dataflow():
-                r = R.hetero.rows(
-                    g,
-                    x,
-                    y,
-                    program="r0 = mean(add(x1, x2)); r1 = mean(multiply(subtract(add(x1, x2), r0), "
-                    "subtract(add(x1, x2), r0))); gelu(multiply(divide(subtract(add(x1, x2), r0), "
-                    "sqrt(add(r1, 0.5))), x0))",
-                    ops="add,mean,subtract,power,sqrt,divide,multiply,gelu",
-                )
-                R.output(r)
-            return r
+    @ir_module(V4)
+    def Expected(
+        x: R.Tensor((2, "m", 64), "float32"), y: R.Tensor((2, "m", 64), "float32"), g: R.Tensor((64,), "float32")
+    ):
+        with R.dataflow():
+            r = R.hetero.rows(
+                g,
+                x,
+                y,
+                program="r0 = mean(add(x1, x2)); r1 = mean(multiply(subtract(add(x1, x2), r0), "
+                "subtract(add(x1, x2), r0))); gelu(multiply(divide(subtract(add(x1, x2), r0), "
+                "sqrt(add(r1, 0.5))), x0))",
+                ops="add,mean,subtract,power,sqrt,divide,multiply,gelu",
+            )
+            R.output(r)
+        return r
 
     assert_structural_equal(formed(Before), RealizeVDevice()(Expected))
 
@@ -94,18 +82,14 @@ def test_a_decomposed_layer_norm():
 def test_composite_ops_and_two_devices():
     """Softmax on one device, a norm on the other; nothing crosses."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V4, 1)]})
-
-        @R.function
-        def main(x: R.Tensor((4, 64), "float32", "llvm:0"), g: R.Tensor((64,), "float32", "llvm:1")):
-            with R.dataflow():
-                a = R.nn.softmax(x, axis=-1)
-                b = R.to_vdevice(a, "llvm:1")
-                c = R.nn.rms_norm(b, g, axes=[-1], epsilon=1e-5)
-                R.output(c)
-            return c
+    @ir_module(V4, (V4, 1))
+    def Before(x: R.Tensor((4, 64), "float32", "llvm:0"), g: R.Tensor((64,), "float32", "llvm:1")):
+        with R.dataflow():
+            a = R.nn.softmax(x, axis=-1)
+            b = R.to_vdevice(a, "llvm:1")
+            c = R.nn.rms_norm(b, g, axes=[-1], epsilon=1e-5)
+            R.output(c)
+        return c
 
     after = formed(Before)
     assert ops(after) == [ROWS, "relax.to_vdevice", ROWS]
@@ -118,35 +102,27 @@ def test_composite_ops_and_two_devices():
 
 
 def test_reductions_without_kept_dimensions_are_reshaped():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4)]})
+    @ir_module(V4)
+    def Before(x: R.Tensor((3, 5, 64), "float32"), bias: R.Tensor((5,), "float32")):
+        with R.dataflow():
+            s = R.sum(R.multiply(x, x), axis=[-1])
+            t = R.add(R.sqrt(s), bias)
+            R.output(t)
+        return t
 
-        @R.function
-        def main(x: R.Tensor((3, 5, 64), "float32"), bias: R.Tensor((5,), "float32")):
-            with R.dataflow():
-                s = R.sum(R.multiply(x, x), axis=[-1])
-                t = R.add(R.sqrt(s), bias)
-                R.output(t)
-            return t
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(V4)]})
-
-        @R.function
-        def main(x: R.Tensor((3, 5, 64), "float32"), bias: R.Tensor((5,), "float32")) -> R.Tensor((3, 5), "float32"):
-            with R.dataflow():
-                t_x0 = R.reshape(bias, (5, 1))
-                t_rows = R.hetero.rows(
-                    t_x0,
-                    x,
-                    program="r0 = sum(multiply(x1, x1)); add(sqrt(r0), x0)",
-                    ops="multiply,sum,sqrt,add",
-                )
-                t = R.reshape(t_rows, (3, 5))
-                R.output(t)
-            return t
+    @ir_module(V4)
+    def Expected(x: R.Tensor((3, 5, 64), "float32"), bias: R.Tensor((5,), "float32")) -> R.Tensor((3, 5), "float32"):
+        with R.dataflow():
+            t_x0 = R.reshape(bias, (5, 1))
+            t_rows = R.hetero.rows(
+                t_x0,
+                x,
+                program="r0 = sum(multiply(x1, x1)); add(sqrt(r0), x0)",
+                ops="multiply,sum,sqrt,add",
+            )
+            t = R.reshape(t_rows, (3, 5))
+            R.output(t)
+        return t
 
     assert_structural_equal(formed(Before), RealizeVDevice()(Expected))
 
@@ -154,20 +130,16 @@ def test_reductions_without_kept_dimensions_are_reshaped():
 def test_norms_over_several_axes_merge_them():
     """Groups of channels: one value a group for scale; the mean of an image alone stays as it is."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4)]})
-
-        @R.function
-        def main(x: R.Tensor((2, 4, 3, 8, 8), "float32"), scale: R.Tensor((1, 4, 1, 1, 1), "float32")):
-            with R.dataflow():
-                m = R.mean(x, axis=[2, 3, 4], keepdims=True)
-                c = R.subtract(x, m)
-                v = R.mean(R.multiply(c, c), axis=[2, 3, 4], keepdims=True)
-                y = R.multiply(R.multiply(c, R.rsqrt(v)), scale)
-                p = R.mean(y, axis=[2, 3, 4])
-                R.output(y, p)
-            return (y, p)
+    @ir_module(V4)
+    def Before(x: R.Tensor((2, 4, 3, 8, 8), "float32"), scale: R.Tensor((1, 4, 1, 1, 1), "float32")):
+        with R.dataflow():
+            m = R.mean(x, axis=[2, 3, 4], keepdims=True)
+            c = R.subtract(x, m)
+            v = R.mean(R.multiply(c, c), axis=[2, 3, 4], keepdims=True)
+            y = R.multiply(R.multiply(c, R.rsqrt(v)), scale)
+            p = R.mean(y, axis=[2, 3, 4])
+            R.output(y, p)
+        return (y, p)
 
     after = formed(Before)
     assert programs(after) == [
@@ -180,17 +152,13 @@ def test_norms_over_several_axes_merge_them():
 
 
 def test_masks_and_choices_join():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4)]})
-
-        @R.function
-        def main(x: R.Tensor((2, 8, 64), "float32"), keep: R.Tensor((8, 64), "bool"), low: R.Tensor((), "float32")):
-            with R.dataflow():
-                a = R.where(keep, x, low)
-                b = R.nn.softmax(a, axis=2)
-                R.output(b)
-            return b
+    @ir_module(V4)
+    def Before(x: R.Tensor((2, 8, 64), "float32"), keep: R.Tensor((8, 64), "bool"), low: R.Tensor((), "float32")):
+        with R.dataflow():
+            a = R.where(keep, x, low)
+            b = R.nn.softmax(a, axis=2)
+            R.output(b)
+        return b
 
     (program,) = programs(formed(Before))
     assert program.startswith("r0 = max(where(x")
@@ -228,19 +196,15 @@ def test_what_stays(request):
 
 
 def test_a_value_used_elsewhere_ends_a_region():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4)]})
-
-        @R.function
-        def main(x: R.Tensor((4, 64), "float32"), y: R.Tensor((4, 64), "float32")):
-            with R.dataflow():
-                s = R.add(x, y)
-                a = R.nn.softmax(s, axis=-1)
-                b = R.multiply(a, y)
-                c = R.add(s, a)
-                R.output(b, c)
-            return (b, c)
+    @ir_module(V4)
+    def Before(x: R.Tensor((4, 64), "float32"), y: R.Tensor((4, 64), "float32")):
+        with R.dataflow():
+            s = R.add(x, y)
+            a = R.nn.softmax(s, axis=-1)
+            b = R.multiply(a, y)
+            c = R.add(s, a)
+            R.output(b, c)
+        return (b, c)
 
     after = formed(Before)
     assert ops(after) == ["relax.add", ROWS, "relax.multiply", "relax.add"]
@@ -264,21 +228,17 @@ def test_all_of_a_vector(axis):
 def test_half_precision_is_cast_where_an_op_rounds():
     """Not the greatest of a row, a choice, a view or a cast; a softmax as a whole; the end by being stored."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4)]})
-
-        @R.function
-        def main(x: R.Tensor((3, 64), "float16"), s: R.Tensor((), "float16"), keep: R.Tensor((3, 64), "bool")):
-            with R.dataflow():
-                y = R.where(keep, R.multiply(x, s), s)
-                top = R.max(y, axis=[1])
-                low = R.nn.relu(R.subtract(y, R.reshape(top, (3, 1))))
-                e = R.nn.softmax(low, axis=-1)
-                total = R.astype(R.sum(R.astype(e, "float32"), axis=[-1], keepdims=True), "float16")
-                q = R.add(R.divide(e, total), R.mean(e, axis=[-1], keepdims=True))
-                R.output(q)
-            return q
+    @ir_module(V4)
+    def Before(x: R.Tensor((3, 64), "float16"), s: R.Tensor((), "float16"), keep: R.Tensor((3, 64), "bool")):
+        with R.dataflow():
+            y = R.where(keep, R.multiply(x, s), s)
+            top = R.max(y, axis=[1])
+            low = R.nn.relu(R.subtract(y, R.reshape(top, (3, 1))))
+            e = R.nn.softmax(low, axis=-1)
+            total = R.astype(R.sum(R.astype(e, "float32"), axis=[-1], keepdims=True), "float16")
+            q = R.add(R.divide(e, total), R.mean(e, axis=[-1], keepdims=True))
+            R.output(q)
+        return q
 
     y = "where(x0, cast(multiply(x2, x1), 'float16'), x1)"
     low = f"relu(cast(subtract({y}, r0), 'float16'))"
@@ -293,16 +253,12 @@ def test_half_precision_is_cast_where_an_op_rounds():
 def test_gpus_have_kernels_of_rows():
     """The op is formed, and its kernel computes as numpy does."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_90a"})]})
-
-        @R.function
-        def main(x: R.Tensor((3, "n"), "float16"), y: R.Tensor((3, "n"), "float16")):
-            with R.dataflow():
-                s = R.nn.softmax(R.add(x, y), axis=-1)
-                R.output(s)
-            return s
+    @ir_module({"kind": "cuda", "arch": "sm_90a"})
+    def Before(x: R.Tensor((3, "n"), "float16"), y: R.Tensor((3, "n"), "float16")):
+        with R.dataflow():
+            s = R.nn.softmax(R.add(x, y), axis=-1)
+            R.output(s)
+        return s
 
     after = formed(Before)
     assert ops(after) == [ROWS]

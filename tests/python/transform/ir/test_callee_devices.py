@@ -1,20 +1,18 @@
 """The devices in the types by which functions are called."""
 
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 from relax_hetero.target.vdevice import same_object
 from relax_hetero.transform import FormDispatches, RealizeVDevice
 from relax_hetero.transform.ir.rewriting import walk_bindings
+from tvmscript import ir_module
 
 
 def test_results_of_a_call_keep_their_devices_where_its_arguments_are_fused():
     """Fusing writes the call anew, as its argument is another variable, and derives its type from the callee's."""
 
-    @I.ir_module
+    @ir_module({"kind": "llvm", "mcpu": "x86-64-v2"})
     class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice({"kind": "llvm", "mcpu": "x86-64-v2"}, 0)]})
-
         @R.function(private=True)
         def step(x: R.Tensor(("b", 8), "float32")) -> R.Tuple(R.Tensor(("b", 8), "float32"), R.Tensor((), "int64")):
             with R.dataflow():

@@ -16,26 +16,22 @@ from relax_hetero.transform.ir.reports import (
     PlacementEntry,
     PlacementReport,
 )
+from tvmscript import ir_module
 
 
-@I.ir_module
-class Before:
-    I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("c")]})
-
-    @R.function
-    def main(x: R.Tensor((8, 16), "float32", "llvm:0"), w: R.Tensor((16, 8), "float32", "llvm:0")):
-        with R.dataflow():
-            a = R.matmul(x, w)
-            b = R.to_vdevice(a, "c:0")
-            c = R.exp(b)
-            R.output(c)
-        return c
+@ir_module("llvm", "c")
+def Before(x: R.Tensor((8, 16), "float32", "llvm:0"), w: R.Tensor((16, 8), "float32", "llvm:0")):
+    with R.dataflow():
+        a = R.matmul(x, w)
+        b = R.to_vdevice(a, "c:0")
+        c = R.exp(b)
+        R.output(c)
+    return c
 
 
-@I.ir_module
+@ir_module("llvm", "c")
 class Expected:
     I.module_attrs({"relax_hetero.fusions": '{"dispatches": [], "declined": []}'})
-    I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("c")]})
 
     @R.function
     def main(x: R.Tensor((8, 16), "float32", "llvm:0"), w: R.Tensor((16, 8), "float32", "llvm:0")):

@@ -3,24 +3,22 @@
 import pytest
 import tvm
 from tvm import relax
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 from relax_hetero.transform.ir.fused_names import with_fused_names
+from tvmscript import ir_module
 
 
-@I.ir_module
-class Chains:
-    @R.function
-    def main(x: R.Tensor((4,), "float32")):
-        with R.dataflow():
-            a = R.exp(x)
-            b = R.negative(a)
-            c = R.exp(b)
-            d = R.negative(c)
-            both = (b, d)
-            R.output(both)
-        return both
+@ir_module()
+def Chains(x: R.Tensor((4,), "float32")):
+    with R.dataflow():
+        a = R.exp(x)
+        b = R.negative(a)
+        c = R.exp(b)
+        d = R.negative(c)
+        both = (b, d)
+        R.output(both)
+    return both
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +44,14 @@ def test_nothing_but_names_changes(fused):
     tvm.ir.assert_structural_equal(with_fused_names(before, after)[0], after)
 
 
-@I.ir_module
-class Views:
-    @R.function
-    def main(x: R.Tensor((4,), "float32")):
-        with R.dataflow():
-            a = R.memory.view(x, R.shape([4]), R.dtype("int32"), R.prim_value(0))
-            b = R.negative(a)
-            c = R.abs(b)
-            R.output(c)
-        return c
+@ir_module()
+def Views(x: R.Tensor((4,), "float32")):
+    with R.dataflow():
+        a = R.memory.view(x, R.shape([4]), R.dtype("int32"), R.prim_value(0))
+        b = R.negative(a)
+        c = R.abs(b)
+        R.output(c)
+    return c
 
 
 def test_values_that_are_no_tensors_are_told_apart():

@@ -10,6 +10,7 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.transform import KeepUnreadCalls
+from tvmscript import ir_module
 
 X = np.arange(4, dtype="float32")
 HEARD = []
@@ -71,24 +72,20 @@ def test_unread_calls_become_impure():
 
 
 def test_calls_that_are_read_stay():
-    @I.ir_module
-    class Read:
-        @R.function
-        def main(x: R.Tensor((4,), "float32"), f: R.Callable([R.Tensor((4,), "float32")], R.Tensor((4,), "float32"))):
-            with R.dataflow():
-                y = f(x)
-                z = R.call_pure_packed("test.unread.same", y, ty_args=R.Tensor((4,), "float32"))
-                R.output(z)
-            return z
+    @ir_module()
+    def Read(x: R.Tensor((4,), "float32"), f: R.Callable([R.Tensor((4,), "float32")], R.Tensor((4,), "float32"))):
+        with R.dataflow():
+            y = f(x)
+            z = R.call_pure_packed("test.unread.same", y, ty_args=R.Tensor((4,), "float32"))
+            R.output(z)
+        return z
 
     assert KeepUnreadCalls()(Read).same_as(Read)
 
 
-@I.ir_module
+@ir_module("llvm", "llvm:1")
 class Forms:
     """Forms of calls whose results nobody reads."""
-
-    I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
 
     @R.function
     def packed(x: R.Tensor((4,), "float32", "llvm:0")):

@@ -10,6 +10,7 @@ from tvm.script import tirx as T
 import relax_hetero as rh
 from relax_hetero.transform import CheckSizeDivisors
 from relax_hetero.transform.ir.findings import findings_of
+from tvmscript import ir_module
 
 
 @I.ir_module
@@ -52,33 +53,27 @@ def test_divisions_of_positions_are_not_meant():
     assert CheckSizeDivisors()(Positions).same_as(Positions)
 
 
-@I.ir_module
-class Result:
-    """The size of a result: TVM's function computes it."""
-
-    @R.function
-    def main(x: R.Tensor(("n",), "float32"), y: R.Tensor(("m",), "float32")):
-        n = T.int64()
-        m = T.int64()
-        with R.dataflow():
-            a = R.exp(R.full((n // m, 2), R.const(1.0), "float32"))
-            R.output(a)
-        return a
+# The size of a result: TVM's function computes it.
+@ir_module()
+def Result(x: R.Tensor(("n",), "float32"), y: R.Tensor(("m",), "float32")):
+    n = T.int64()
+    m = T.int64()
+    with R.dataflow():
+        a = R.exp(R.full((n // m, 2), R.const(1.0), "float32"))
+        R.output(a)
+    return a
 
 
-@I.ir_module
-class Inside:
-    """A size that only kernels of a command buffer compute."""
-
-    @R.function
-    def main(x: R.Tensor(("n",), "float32"), y: R.Tensor(("m",), "float32")):
-        n = T.int64()
-        m = T.int64()
-        with R.dataflow():
-            a = R.sum(R.exp(R.full((n // m, 2), R.const(1.0), "float32")), axis=[0, 1])
-            b = R.nn.softmax(R.add(x, a))
-            R.output(b)
-        return b
+# A size that only kernels of a command buffer compute.
+@ir_module()
+def Inside(x: R.Tensor(("n",), "float32"), y: R.Tensor(("m",), "float32")):
+    n = T.int64()
+    m = T.int64()
+    with R.dataflow():
+        a = R.sum(R.exp(R.full((n // m, 2), R.const(1.0), "float32")), axis=[0, 1])
+        b = R.nn.softmax(R.add(x, a))
+        R.output(b)
+    return b
 
 
 @pytest.mark.parametrize("mod", [Result, Inside])

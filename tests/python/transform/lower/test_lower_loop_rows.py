@@ -1,19 +1,17 @@
 """LowerLoopRows: rows are written by a kernel on CPUs, by the packed function elsewhere."""
 
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 from relax_hetero.tir.write_row import write_row_kernel
 from relax_hetero.transform import LowerLoopRows
+from tvmscript import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 
 
-@I.ir_module
+@ir_module(V4, "cuda")
 class Before:
-    I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice("cuda", 0)]})
-
     @R.function(pure=False)
     def main(
         rows: R.Tensor(dtype="float32", ndim=2, vdevice="llvm:0"),

@@ -12,27 +12,26 @@ from tvm.script import tirx as T
 import relax_hetero as rh
 from relax_hetero.transform import LowerRequirements
 from relax_hetero.transform.lower.lower_requirements import as_float
+from tvmscript import ir_module
 
 N = tirx.Var("n", "int64")
 N_OF_X, M_OF_Y = "n is dimension 0 of argument 'x'", "m is dimension 0 of argument 'y'"
 
 
 def test_checks_stand_where_their_sizes_are_known():
-    @I.ir_module
-    class Before:
-        @R.function(pure=False)
-        def main(x: R.Tensor(("n", 4), "float32"), y: R.Tensor(("m", 4), "float32")):
-            n = T.int64()
-            m = T.int64()
-            found = T.int64()
-            places = R.nonzero(x)
-            R.hetero.require(n == m, "same rows")
-            same = R.match_cast(places, R.Tensor((2, found), "int64"))
-            many = R.add(same, same)
-            R.hetero.require(T.And(found <= m, n < 8), "few")
-            R.hetero.require(T.Or(n == 0, m % n == 0), "whole")
-            R.hetero.require(n >= 0, "always")
-            return many
+    @ir_module(pure=False)
+    def Before(x: R.Tensor(("n", 4), "float32"), y: R.Tensor(("m", 4), "float32")):
+        n = T.int64()
+        m = T.int64()
+        found = T.int64()
+        places = R.nonzero(x)
+        R.hetero.require(n == m, "same rows")
+        same = R.match_cast(places, R.Tensor((2, found), "int64"))
+        many = R.add(same, same)
+        R.hetero.require(T.And(found <= m, n < 8), "few")
+        R.hetero.require(T.Or(n == 0, m % n == 0), "whole")
+        R.hetero.require(n >= 0, "always")
+        return many
 
     @I.ir_module
     class Expected:
@@ -75,29 +74,25 @@ def test_checks_stand_where_their_sizes_are_known():
 
 
 def test_a_branch_keeps_its_own():
-    @I.ir_module
-    class Before:
-        @R.function(pure=False)
-        def main(x: R.Tensor(("n",), "float32"), flag: R.Tensor((), "bool")):
-            n = T.int64()
-            if flag:
-                R.hetero.require(n == 2, "two")
-                y = R.exp(x)
-            else:
-                y = R.tanh(x)
-            return y
+    @ir_module(pure=False)
+    def Before(x: R.Tensor(("n",), "float32"), flag: R.Tensor((), "bool")):
+        n = T.int64()
+        if flag:
+            R.hetero.require(n == 2, "two")
+            y = R.exp(x)
+        else:
+            y = R.tanh(x)
+        return y
 
     script = LowerRequirements()(Before).script()
     assert script.index("if flag") < script.index("cls.main_sizes(n)") < script.index("R.exp(x)")
 
 
 def test_nothing_to_do():
-    @I.ir_module
-    class Before:
-        @R.function(pure=False)
-        def main(x: R.Tensor(("n",), "float32")):
-            y = R.exp(x)
-            return y
+    @ir_module(pure=False)
+    def Before(x: R.Tensor(("n",), "float32")):
+        y = R.exp(x)
+        return y
 
     assert LowerRequirements()(Before).same_as(Before)
 

@@ -12,15 +12,14 @@ from relax_hetero import BuildError
 from relax_hetero.artifact.memory_spec import FunctionMemory, Live, StorageSpec
 from relax_hetero.transform import LowerToVM
 from relax_hetero.transform.lower.note_memory import memory_of
+from tvmscript import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
 
 
-@I.ir_module
+@ir_module(V4, (V2, 1))
 class Before:
-    I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
     @T.prim_func(private=True, s_tir=True)
     def twice(A: T.Buffer((4,), "float32"), B: T.Buffer((4,), "float32")):
         T.evaluate(0)
@@ -45,12 +44,11 @@ OF_X = (
 OF_RESULT = 'ErrorContext(fn=main, loc=return, annotation=R.Tensor((4,), dtype="float32", vdevice="llvm:-1:global")) '
 
 
-@I.ir_module
+@ir_module(V4, (V2, 1))
 class Expected:
     """Each result has storage of its own device; what was read for the last time is freed there."""
 
     I.module_attrs({"relax_hetero.lowered": 2, "relax_hetero.public": ["main"], "relax_hetero.public_kernels": []})
-    I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
 
     @T.prim_func(s_tir=True)
     def twice(A: T.Buffer((4,), "float32"), B: T.Buffer((4,), "float32")):

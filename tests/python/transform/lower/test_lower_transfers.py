@@ -5,38 +5,30 @@ import pytest
 import tvm
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.transform import LowerTransfers
+from tvmscript import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
 
 
 def test_transfer_becomes_a_call():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice("cuda", 0)]})
+    @ir_module(V4, "cuda", pure=False)
+    def Before(x: R.Tensor((4,), "float32", "llvm:0")) -> R.Tensor((4,), "float32", "cuda:0"):
+        y: R.Tensor((4,), "float32", "cuda:0") = R.to_vdevice(x, "cuda:0")
+        return y
 
-        @R.function(pure=False)
-        def main(x: R.Tensor((4,), "float32", "llvm:0")) -> R.Tensor((4,), "float32", "cuda:0"):
-            y: R.Tensor((4,), "float32", "cuda:0") = R.to_vdevice(x, "cuda:0")
-            return y
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice("cuda", 0)]})
-
-        @R.function(pure=False)
-        def main(x: R.Tensor((4,), "float32", "llvm:0")) -> R.Tensor((4,), "float32", "cuda:0"):
-            room: R.Tensor((4,), "float32", "cuda:0") = R.builtin.alloc_tensor(R.shape([4]), "float32", 1, "global")
-            y: R.Tensor((4,), "float32", "cuda:0") = R.call_packed(
-                "relax_hetero.to_device", x, 1, 0, room, ty_args=(R.Tensor((4,), "float32", "cuda:0"),)
-            )
-            return y
+    @ir_module(V4, "cuda", pure=False)
+    def Expected(x: R.Tensor((4,), "float32", "llvm:0")) -> R.Tensor((4,), "float32", "cuda:0"):
+        room: R.Tensor((4,), "float32", "cuda:0") = R.builtin.alloc_tensor(R.shape([4]), "float32", 1, "global")
+        y: R.Tensor((4,), "float32", "cuda:0") = R.call_packed(
+            "relax_hetero.to_device", x, 1, 0, room, ty_args=(R.Tensor((4,), "float32", "cuda:0"),)
+        )
+        return y
 
     after = LowerTransfers()(Before)
     assert_structural_equal(after, Expected)
@@ -46,34 +38,24 @@ def test_transfer_becomes_a_call():
 def test_between_cpus_the_result_is_the_operand():
     """They share their memory: no room, and nothing that must be new."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
+    @ir_module(V4, (V2, 1), pure=False)
+    def Before(x: R.Tensor((4,), "float32", "llvm:0")) -> R.Tensor((4,), "float32", "llvm:1"):
+        y: R.Tensor((4,), "float32", "llvm:1") = R.to_vdevice(x, "llvm:1")
+        return y
 
-        @R.function(pure=False)
-        def main(x: R.Tensor((4,), "float32", "llvm:0")) -> R.Tensor((4,), "float32", "llvm:1"):
-            y: R.Tensor((4,), "float32", "llvm:1") = R.to_vdevice(x, "llvm:1")
-            return y
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
-        @R.function(pure=False)
-        def main(x: R.Tensor((4,), "float32", "llvm:0")) -> R.Tensor((4,), "float32", "llvm:1"):
-            y: R.Tensor((4,), "float32", "llvm:1") = R.call_packed(
-                "relax_hetero.to_device", x, 1, 0, ty_args=(R.Tensor((4,), "float32", "llvm:1"),)
-            )
-            return y
+    @ir_module(V4, (V2, 1), pure=False)
+    def Expected(x: R.Tensor((4,), "float32", "llvm:0")) -> R.Tensor((4,), "float32", "llvm:1"):
+        y: R.Tensor((4,), "float32", "llvm:1") = R.call_packed(
+            "relax_hetero.to_device", x, 1, 0, ty_args=(R.Tensor((4,), "float32", "llvm:1"),)
+        )
+        return y
 
     assert_structural_equal(LowerTransfers()(Before), Expected)
 
 
 def test_in_place_writers_need_a_new_tensor():
-    @I.ir_module
+    @ir_module(V4, (V2, 1))
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
         @T.prim_func(private=True, s_tir=True)
         def increment(a: T.Buffer((4,), "float32")):
             for i in range(4):
@@ -92,14 +74,10 @@ def test_in_place_writers_need_a_new_tensor():
 
 
 def test_a_tensor_of_unknown_shape_gets_no_room():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
-        @R.function(pure=False)
-        def main(x: R.Tensor(ndim=2, dtype="float32", vdevice="llvm:0")):
-            y: R.Tensor(ndim=2, dtype="float32", vdevice="llvm:1") = R.to_vdevice(x, "llvm:1")
-            return y
+    @ir_module(V4, (V2, 1), pure=False)
+    def Before(x: R.Tensor(ndim=2, dtype="float32", vdevice="llvm:0")):
+        y: R.Tensor(ndim=2, dtype="float32", vdevice="llvm:1") = R.to_vdevice(x, "llvm:1")
+        return y
 
     (binding,) = LowerTransfers()(Before)["main"].body.blocks[0].bindings
     assert len(binding.value.args) == 3
@@ -140,10 +118,8 @@ def test_results_of_transfers_outlive_their_sources(devices):
 
 
 def test_writing_in_place_leaves_the_source_alone():
-    @I.ir_module
+    @ir_module(V4, (V2, 1))
     class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
         @T.prim_func(private=True, s_tir=True)
         def increment(a: T.Buffer((4,), "float32")):
             for i in range(4):

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import tvm
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
@@ -16,6 +15,7 @@ from relax_hetero.transform import LowerToVM
 from relax_hetero.transform.ir.module_attrs import MEMORY
 from relax_hetero.transform.lower.note_memory import NoteMemory, memory_of
 from seeds import fresh_rng
+from tvmscript import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
@@ -26,10 +26,8 @@ def noted(mod: tvm.IRModule) -> dict[str, FunctionMemory]:
 
 
 def test_storage_shared_by_two_tensors_and_a_view_that_keeps_one():
-    @I.ir_module
+    @ir_module(V4, (V2, 1))
     class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
         @T.prim_func(private=True, s_tir=True)
         def kernel(a: T.handle, b: T.handle):
             T.evaluate(0)
@@ -66,10 +64,8 @@ def test_storage_shared_by_two_tensors_and_a_view_that_keeps_one():
 
 
 def test_what_arrives_and_what_a_called_function_gives():
-    @I.ir_module
+    @ir_module(V4, (V2, 1))
     class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
         @T.prim_func(private=True, s_tir=True)
         def kernel(a: T.handle, b: T.handle):
             T.evaluate(0)
@@ -109,20 +105,16 @@ def test_what_arrives_and_what_a_called_function_gives():
 
 
 def test_branches_are_read_one_after_the_other():
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
-        @R.function
-        def main(c: R.Tensor((), "bool", "llvm:1"), x: R.Tensor((64,), "float32", "llvm:0")) -> R.Tensor(
-            (64,), "float32", "llvm:0"
-        ):
-            if c:
-                y = R.call_dps_packed("test.note.f", (x,), out_ty=R.Tensor((64,), "float32", "llvm:0"))
-            else:
-                z = R.call_dps_packed("test.note.f", (x,), out_ty=R.Tensor((64,), "float32", "llvm:0"))
-                y = R.call_dps_packed("test.note.f", (z,), out_ty=R.Tensor((64,), "float32", "llvm:0"))
-            return y
+    @ir_module(V4, (V2, 1))
+    def Mod(c: R.Tensor((), "bool", "llvm:1"), x: R.Tensor((64,), "float32", "llvm:0")) -> R.Tensor(
+        (64,), "float32", "llvm:0"
+    ):
+        if c:
+            y = R.call_dps_packed("test.note.f", (x,), out_ty=R.Tensor((64,), "float32", "llvm:0"))
+        else:
+            z = R.call_dps_packed("test.note.f", (x,), out_ty=R.Tensor((64,), "float32", "llvm:0"))
+            y = R.call_dps_packed("test.note.f", (z,), out_ty=R.Tensor((64,), "float32", "llvm:0"))
+        return y
 
     (memory,) = memory_of(LowerToVM()(Mod))
     # One of the two results leaves the call; both are counted as what may.
@@ -135,10 +127,8 @@ def test_branches_are_read_one_after_the_other():
 
 @pytest.mark.parametrize("bound", [None, 12])
 def test_sizes_are_planned_by_upper_bounds(bound):
-    @I.ir_module
+    @ir_module(V4)
     class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def kernel(a: T.handle, b: T.handle):
             T.evaluate(0)
@@ -162,21 +152,17 @@ def test_sizes_are_planned_by_upper_bounds(bound):
 
 
 def test_a_region_may_read_a_variable_that_is_a_constant():
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V2, 0), I.vdevice(V2, 1)]})
-
-        @R.function
-        def main(x: R.Tensor((6,), "float32", "llvm:0")):
-            with R.dataflow():
-                a = R.exp(x)
-                extents: R.Tensor((1,), "int64", "llvm:1") = R.shape_to_tensor(R.shape_of(a))
-                there = R.add(extents, extents)
-                here = R.to_vdevice(there, "llvm:0")
-                doubled = R.add(here, here)
-                scores = R.tanh(a)
-                R.output(doubled, scores)
-            return (doubled, scores)
+    @ir_module(V2, (V2, 1))
+    def Mod(x: R.Tensor((6,), "float32", "llvm:0")):
+        with R.dataflow():
+            a = R.exp(x)
+            extents: R.Tensor((1,), "int64", "llvm:1") = R.shape_to_tensor(R.shape_of(a))
+            there = R.add(extents, extents)
+            here = R.to_vdevice(there, "llvm:0")
+            doubled = R.add(here, here)
+            scores = R.tanh(a)
+            R.output(doubled, scores)
+        return (doubled, scores)
 
     exe = rh.compile(Mod)
     slots = {region.name: len(region.slots) for region in exe.metadata.regions}

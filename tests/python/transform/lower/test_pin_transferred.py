@@ -7,7 +7,6 @@ import pytest
 import tvm
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
@@ -18,6 +17,7 @@ from relax_hetero.vm.device import memory_pools
 from relax_hetero.vm.device.builtins import running_on
 from relax_hetero.vm.device.cuda_library import CudaLibrary
 from seeds import fresh_rng
+from tvmscript import ir_module
 from vm.fake_cuda import FakeCuda
 
 CUDA = {"kind": "cuda", "arch": "sm_90"}
@@ -26,10 +26,8 @@ CUDA = {"kind": "cuda", "arch": "sm_90"}
 def test_what_a_gpu_gets_is_pinned_if_it_is_large():
     """Of 128 KB: what is sent and a view of what is sent, but not what stays; nothing that is smaller."""
 
-    @I.ir_module
+    @ir_module("llvm", CUDA)
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice(CUDA, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def kernel(a: T.handle, b: T.handle):
             T.evaluate(0)
@@ -52,10 +50,8 @@ def test_what_a_gpu_gets_is_pinned_if_it_is_large():
             r = R.call_packed("relax_hetero.to_device", e, 1, 0, ty_args=R.Tensor(ndim=2, dtype="int16"))
             return (p, q, r)
 
-    @I.ir_module
+    @ir_module("llvm", CUDA)
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice(CUDA, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def kernel(a: T.handle, b: T.handle):
             T.evaluate(0)
@@ -106,53 +102,44 @@ def scopes(func):
 def test_branches_other_cpus_and_symbolic_sizes():
     """Either branch of what is sent, by another CPU's name; what is on a GPU, and what goes to a CPU, is left alone."""
 
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1), I.vdevice(CUDA, 0)]})
-
-        @R.function(pure=False)
-        def main(x: R.Tensor(("n", "k"), "float32", "llvm:0"), c: R.Tensor((), "bool", "llvm:1")):
-            n, k = T.int64(), T.int64()
-            R.func_attr({"tir_var_upper_bound": {"k": 32}})
-            if c:
-                a: R.Tensor((n,), "float32", "llvm:0") = R.builtin.alloc_tensor(R.shape([n]), "float32", 0)
-                y: R.Tensor((n,), "float32", "llvm:0") = a
-            else:
-                b: R.Tensor((n,), "float32", "llvm:0") = R.builtin.alloc_tensor(R.shape([n]), "float32", 0)
-                y: R.Tensor((n,), "float32", "llvm:0") = b
-            z = R.call_packed("relax_hetero.to_device", y, 1, 0, ty_args=R.Tensor((n,), "float32", "llvm:1"))
-            p = R.call_packed("relax_hetero.to_device", z, 2, 0, ty_args=R.Tensor((n,), "float32", "cuda:0"))
-            d: R.Tensor((k, 1023), "float32", "llvm:0") = R.builtin.alloc_tensor(R.shape([k, 1023]), "float32", 0)
-            q = R.call_packed("relax_hetero.to_device", d, 2, 0, ty_args=R.Tensor((k, 1023), "float32", "cuda:0"))
-            e: R.Tensor((k, 1024), "float32", "llvm:0") = R.builtin.alloc_tensor(R.shape([k, 1024]), "float32", 0)
-            r = R.call_packed("relax_hetero.to_device", e, 2, 0, ty_args=R.Tensor((k, 1024), "float32", "cuda:0"))
-            f: R.Tensor((n,), "float32", "llvm:0") = R.builtin.alloc_tensor(R.shape([n]), "float32", 0)
-            s = R.call_packed("relax_hetero.to_device", f, 1, 0, ty_args=R.Tensor((n,), "float32", "llvm:1"))
-            g: R.Tensor((n,), "float32", "cuda:0") = R.builtin.alloc_tensor(R.shape([n]), "float32", 2)
-            t = R.call_packed("relax_hetero.to_device", g, 2, 1, ty_args=R.Tensor((n,), "float32", "cuda:0"))
-            return (p, q, r, s, t)
+    @ir_module("llvm", "llvm:1", CUDA, pure=False)
+    def Mod(x: R.Tensor(("n", "k"), "float32", "llvm:0"), c: R.Tensor((), "bool", "llvm:1")):
+        n, k = T.int64(), T.int64()
+        R.func_attr({"tir_var_upper_bound": {"k": 32}})
+        if c:
+            a: R.Tensor((n,), "float32", "llvm:0") = R.builtin.alloc_tensor(R.shape([n]), "float32", 0)
+            y: R.Tensor((n,), "float32", "llvm:0") = a
+        else:
+            b: R.Tensor((n,), "float32", "llvm:0") = R.builtin.alloc_tensor(R.shape([n]), "float32", 0)
+            y: R.Tensor((n,), "float32", "llvm:0") = b
+        z = R.call_packed("relax_hetero.to_device", y, 1, 0, ty_args=R.Tensor((n,), "float32", "llvm:1"))
+        p = R.call_packed("relax_hetero.to_device", z, 2, 0, ty_args=R.Tensor((n,), "float32", "cuda:0"))
+        d: R.Tensor((k, 1023), "float32", "llvm:0") = R.builtin.alloc_tensor(R.shape([k, 1023]), "float32", 0)
+        q = R.call_packed("relax_hetero.to_device", d, 2, 0, ty_args=R.Tensor((k, 1023), "float32", "cuda:0"))
+        e: R.Tensor((k, 1024), "float32", "llvm:0") = R.builtin.alloc_tensor(R.shape([k, 1024]), "float32", 0)
+        r = R.call_packed("relax_hetero.to_device", e, 2, 0, ty_args=R.Tensor((k, 1024), "float32", "cuda:0"))
+        f: R.Tensor((n,), "float32", "llvm:0") = R.builtin.alloc_tensor(R.shape([n]), "float32", 0)
+        s = R.call_packed("relax_hetero.to_device", f, 1, 0, ty_args=R.Tensor((n,), "float32", "llvm:1"))
+        g: R.Tensor((n,), "float32", "cuda:0") = R.builtin.alloc_tensor(R.shape([n]), "float32", 2)
+        t = R.call_packed("relax_hetero.to_device", g, 2, 1, ty_args=R.Tensor((n,), "float32", "cuda:0"))
+        return (p, q, r, s, t)
 
     found = scopes(PinTransferred()(Mod)["main"])
     assert found == {"a": "pinned", "b": "pinned", "d": "global", "e": "pinned", "f": "global", "g": "global"}
 
 
-@I.ir_module
-class Pipeline:
-    """On the CPU two tensors that a GPU gets and one that it does not; all three leave."""
-
-    I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice(CUDA, 0)]})
-
-    @R.function
-    def main(x: R.Tensor((256, 512), "float32", "llvm:0"), w: R.Tensor((512, 512), "float32", "llvm:0")):
-        with R.dataflow():
-            a: R.Tensor((256, 512), "float32", "llvm:0") = R.exp(x)
-            stays: R.Tensor((256, 512), "float32", "llvm:0") = R.tanh(a)
-            b: R.Tensor((512, 512), "float32", "llvm:0") = R.exp(w)
-            there: R.Tensor((256, 512), "float32", "cuda:0") = R.to_vdevice(a, "cuda:0")
-            there_too: R.Tensor((512, 512), "float32", "cuda:0") = R.to_vdevice(b, "cuda:0")
-            y: R.Tensor((256, 512), "float32", "cuda:0") = R.matmul(there, there_too)
-            R.output(stays, y)
-        return (y, stays)
+# On the CPU two tensors that a GPU gets and one that it does not; all three leave.
+@ir_module("llvm", CUDA)
+def Pipeline(x: R.Tensor((256, 512), "float32", "llvm:0"), w: R.Tensor((512, 512), "float32", "llvm:0")):
+    with R.dataflow():
+        a: R.Tensor((256, 512), "float32", "llvm:0") = R.exp(x)
+        stays: R.Tensor((256, 512), "float32", "llvm:0") = R.tanh(a)
+        b: R.Tensor((512, 512), "float32", "llvm:0") = R.exp(w)
+        there: R.Tensor((256, 512), "float32", "cuda:0") = R.to_vdevice(a, "cuda:0")
+        there_too: R.Tensor((512, 512), "float32", "cuda:0") = R.to_vdevice(b, "cuda:0")
+        y: R.Tensor((256, 512), "float32", "cuda:0") = R.matmul(there, there_too)
+        R.output(stays, y)
+    return (y, stays)
 
 
 def pinned_bytes(func):
@@ -187,11 +174,9 @@ def test_the_memory_plan_counts_it():
     assert (cpu.transient, cpu.results) == ((256 + 512) * 512 * 4, 256 * 512 * 4)
 
 
-@I.ir_module
+@ir_module("llvm")
 class Doubled:
     """x + x by way of a tensor in pinned memory and of one that is not; both are returned."""
-
-    I.module_global_infos({"vdevice": [I.vdevice("llvm", 0)]})
 
     @T.prim_func(private=True, s_tir=True)
     def double(x: T.handle, y: T.handle):

@@ -5,22 +5,20 @@ import pytest
 import tvm
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.transform import PlanMemoryPerDevice
+from tvmscript import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
 
 
 def test_storage_is_reused_within_a_device_only():
-    @I.ir_module
+    @ir_module(V4, (V2, 1))
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
         @T.prim_func(private=True, s_tir=True)
         def kernel(a: T.handle, b: T.handle):
             T.evaluate(0)
@@ -38,11 +36,9 @@ def test_storage_is_reused_within_a_device_only():
             cls.kernel(b, d)
             return R.tuple()
 
-    @I.ir_module
+    @ir_module(V4, (V2, 1))
     class Expected:
         """a and d share one storage on device 0, b has its own, c is alone on device 1."""
-
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
 
         @T.prim_func(private=True, s_tir=True)
         def kernel(a: T.handle, b: T.handle):
@@ -79,11 +75,9 @@ def _storages(mod):
 
 
 def test_module_without_allocations_is_unchanged():
-    @I.ir_module
-    class Mod:
-        @R.function
-        def main(x: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
-            return x
+    @ir_module()
+    def Mod(x: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
+        return x
 
     assert_structural_equal(PlanMemoryPerDevice()(Mod), Mod)
 
@@ -112,24 +106,20 @@ def test_the_upstream_failure_runs(shape):
 def test_branches_share_no_storage():
     """Stock TVM hands the else branch storage that only the then branch allocated, and the process dies."""
 
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
-        @R.function
-        def main(c: R.Tensor((), "bool", "llvm:1"), x: R.Tensor((64,), "float32", "llvm:0")) -> R.Tensor(
-            (64,), "float32", "llvm:0"
-        ):
-            if c:
-                a = R.call_dps_packed("test.plan.exp", (x,), out_ty=R.Tensor((64,), "float32", "llvm:0"))
-                b = R.exp(a)
-                b1 = R.exp(b)
-                y = R.multiply(b1, b1)
-            else:
-                a = R.exp(x)
-                b = R.multiply(a, a)
-                y = R.exp(b)
-            return y
+    @ir_module(V4, (V2, 1))
+    def Mod(c: R.Tensor((), "bool", "llvm:1"), x: R.Tensor((64,), "float32", "llvm:0")) -> R.Tensor(
+        (64,), "float32", "llvm:0"
+    ):
+        if c:
+            a = R.call_dps_packed("test.plan.exp", (x,), out_ty=R.Tensor((64,), "float32", "llvm:0"))
+            b = R.exp(a)
+            b1 = R.exp(b)
+            y = R.multiply(b1, b1)
+        else:
+            a = R.exp(x)
+            b = R.multiply(a, a)
+            y = R.exp(b)
+        return y
 
     tvm.register_global_func("test.plan.exp", lambda x, out: out.copyfrom(np.exp(x.numpy())), override=True)
     vm = rh.vm.VirtualMachine(rh.compile(Mod))
@@ -143,20 +133,16 @@ def test_what_a_packed_function_reads_is_not_reused():
     """A packed function may return an operand; stock TVM takes operands for free after the call."""
     tvm.register_global_func("test.plan.same", lambda x: x, override=True)
 
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
-        @R.function
-        def main(x: R.Tensor((4,), "float32", "llvm:1")) -> R.Tensor((4,), "float32", "llvm:1"):
-            with R.dataflow():
-                a = R.exp(x)
-                b = R.call_pure_packed("test.plan.same", a, ty_args=(R.Tensor((4,), "float32", "llvm:1"),))
-                c = R.call_dps_packed("test.plan.triple", (x,), out_ty=R.Tensor((4,), "float32", "llvm:1"))
-                d = R.call_dps_packed("test.plan.triple", (c,), out_ty=R.Tensor((4,), "float32", "llvm:1"))
-                e = R.add(b, d)
-                R.output(e)
-            return e
+    @ir_module(V4, (V2, 1))
+    def Mod(x: R.Tensor((4,), "float32", "llvm:1")) -> R.Tensor((4,), "float32", "llvm:1"):
+        with R.dataflow():
+            a = R.exp(x)
+            b = R.call_pure_packed("test.plan.same", a, ty_args=(R.Tensor((4,), "float32", "llvm:1"),))
+            c = R.call_dps_packed("test.plan.triple", (x,), out_ty=R.Tensor((4,), "float32", "llvm:1"))
+            d = R.call_dps_packed("test.plan.triple", (c,), out_ty=R.Tensor((4,), "float32", "llvm:1"))
+            e = R.add(b, d)
+            R.output(e)
+        return e
 
     tvm.register_global_func("test.plan.triple", lambda x, out: out.copyfrom(3 * x.numpy()), override=True)
     vm = rh.vm.VirtualMachine(rh.compile(Mod))
@@ -167,10 +153,8 @@ def test_what_a_packed_function_reads_is_not_reused():
 def test_what_a_transfer_between_cpus_reads_is_there_as_long_as_its_result():
     """The result is the operand by another device's name: nothing on either device may take its storage."""
 
-    @I.ir_module
+    @ir_module(V4, (V2, 1))
     class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
         @T.prim_func(private=True, s_tir=True)
         def kernel(a: T.handle, b: T.handle):
             T.evaluate(0)
@@ -196,10 +180,8 @@ def test_what_a_transfer_between_cpus_reads_is_there_as_long_as_its_result():
 
 
 def test_rooms_of_transfers_share_storage_with_what_the_device_computes():
-    @I.ir_module
+    @ir_module(V4, "cuda")
     class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice("cuda", 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def kernel(a: T.handle, b: T.handle):
             T.evaluate(0)
@@ -230,10 +212,8 @@ def test_rooms_of_transfers_share_storage_with_what_the_device_computes():
 
 
 def test_what_leaves_the_function_has_no_storage_of_the_plan():
-    @I.ir_module
+    @ir_module(V4)
     class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def kernel(a: T.handle, b: T.handle):
             T.evaluate(0)

@@ -3,47 +3,39 @@
 import numpy as np
 import tvm
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.transform import SettlePackedResults
+from tvmscript import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
 
 
 def test_before_and_after():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
+    @ir_module(V4, (V2, 1), pure=False)
+    def Before(x: R.Tensor((4,), "float32", "llvm:1")) -> R.Tensor((4,), "float32", "llvm:1"):
+        y = R.call_packed("test.settle.twice", x, ty_args=(R.Tensor((4,), "float32", "llvm:1"),))
+        z = R.call_packed("vm.builtin.copy", y, ty_args=(R.Tensor((4,), "float32", "llvm:1"),))
+        return z
 
-        @R.function(pure=False)
-        def main(x: R.Tensor((4,), "float32", "llvm:1")) -> R.Tensor((4,), "float32", "llvm:1"):
-            y = R.call_packed("test.settle.twice", x, ty_args=(R.Tensor((4,), "float32", "llvm:1"),))
-            z = R.call_packed("vm.builtin.copy", y, ty_args=(R.Tensor((4,), "float32", "llvm:1"),))
-            return z
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
-        @R.function(pure=False)
-        def main(x: R.Tensor((4,), "float32", "llvm:1")) -> R.Tensor((4,), "float32", "llvm:1"):
-            y_packed = R.call_packed("test.settle.twice", x, ty_args=(R.Tensor((4,), "float32", "llvm:1"),))
-            _ = R.call_packed(
-                "relax_hetero.check_returned",
-                y_packed,
-                R.str("packed function 'test.settle.twice'"),
-                R.prim_value(-1),
-                R.prim_value(1),
-                R.str("float32"),
-                R.prim_value(4),
-                ty_args=(R.Tuple([]),),
-            )
-            y: R.Tensor((4,), "float32", "llvm:1") = R.to_vdevice(y_packed, "llvm:1")
-            z = R.call_packed("vm.builtin.copy", y, ty_args=(R.Tensor((4,), "float32", "llvm:1"),))
-            return z
+    @ir_module(V4, (V2, 1), pure=False)
+    def Expected(x: R.Tensor((4,), "float32", "llvm:1")) -> R.Tensor((4,), "float32", "llvm:1"):
+        y_packed = R.call_packed("test.settle.twice", x, ty_args=(R.Tensor((4,), "float32", "llvm:1"),))
+        _ = R.call_packed(
+            "relax_hetero.check_returned",
+            y_packed,
+            R.str("packed function 'test.settle.twice'"),
+            R.prim_value(-1),
+            R.prim_value(1),
+            R.str("float32"),
+            R.prim_value(4),
+            ty_args=(R.Tuple([]),),
+        )
+        y: R.Tensor((4,), "float32", "llvm:1") = R.to_vdevice(y_packed, "llvm:1")
+        z = R.call_packed("vm.builtin.copy", y, ty_args=(R.Tensor((4,), "float32", "llvm:1"),))
+        return z
 
     assert_structural_equal(SettlePackedResults()(Before), Expected)
 
@@ -51,17 +43,13 @@ def test_before_and_after():
 def test_a_function_that_returns_on_the_first_cpu():
     tvm.register_global_func("test.settle.twice", lambda x: tvm.runtime.tensor(2 * x.numpy()), override=True)
 
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
-        @R.function
-        def main(x: R.Tensor((4,), "float32", "llvm:1")) -> R.Tensor((4,), "float32", "llvm:1"):
-            with R.dataflow():
-                y = R.call_pure_packed("test.settle.twice", x, ty_args=(R.Tensor((4,), "float32", "llvm:1"),))
-                z = R.exp(y)
-                R.output(z)
-            return z
+    @ir_module(V4, (V2, 1))
+    def Mod(x: R.Tensor((4,), "float32", "llvm:1")) -> R.Tensor((4,), "float32", "llvm:1"):
+        with R.dataflow():
+            y = R.call_pure_packed("test.settle.twice", x, ty_args=(R.Tensor((4,), "float32", "llvm:1"),))
+            z = R.exp(y)
+            R.output(z)
+        return z
 
     x = np.random.default_rng(0).random(4, "float32")
     out = rh.vm.VirtualMachine(rh.compile(Mod))["main"](x)
@@ -76,24 +64,18 @@ def test_fields_of_tuples_are_moved():
         override=True,
     )
 
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
-        @R.function
-        def main(x: R.Tensor((4,), "float32", "llvm:1")) -> R.Tensor((4,), "float32", "llvm:1"):
-            with R.dataflow():
-                both = R.call_pure_packed(
-                    "test.settle.pair",
-                    x,
-                    ty_args=(
-                        R.Tuple(R.Tensor((4,), "float32", "llvm:1"), R.Tuple(R.Tensor((4,), "float32", "llvm:1"))),
-                    ),
-                )
-                inner = both[1]
-                y = R.multiply(both[0], inner[0])
-                R.output(y)
-            return y
+    @ir_module(V4, (V2, 1))
+    def Mod(x: R.Tensor((4,), "float32", "llvm:1")) -> R.Tensor((4,), "float32", "llvm:1"):
+        with R.dataflow():
+            both = R.call_pure_packed(
+                "test.settle.pair",
+                x,
+                ty_args=(R.Tuple(R.Tensor((4,), "float32", "llvm:1"), R.Tuple(R.Tensor((4,), "float32", "llvm:1"))),),
+            )
+            inner = both[1]
+            y = R.multiply(both[0], inner[0])
+            R.output(y)
+        return y
 
     x = np.random.default_rng(0).random(4, "float32")
     out = rh.vm.VirtualMachine(rh.compile(Mod))["main"](x)

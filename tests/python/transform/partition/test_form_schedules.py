@@ -3,12 +3,12 @@
 import tvm
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
 from relax_hetero.transform.partition.form_schedules import FormSchedules, schedules_of
 from transform.outlines import BUMP, CALLEE, D0, D1, FIRST, ONE, SECOND, TWO, V2, V4, Kernels, with_main
+from tvmscript import ir_module
 
 
 def after(main, **others):
@@ -41,10 +41,8 @@ def steps(mod, function="main"):
 
 
 def test_work_on_each_side_of_a_transfer_is_a_step():
-    @I.ir_module
+    @ir_module(V4, (V2, 1))
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
         @T.prim_func(private=True, s_tir=True)
         def one(A: T.Buffer((4,), "float32"), B: T.Buffer((4,), "float32")):
             T.evaluate(0)

@@ -4,12 +4,12 @@ import pytest
 import tvm
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.transform import PartitionByHost
+from tvmscript import ir_module
 
 A = {"kind": "llvm", "keys": ["cpu", "host:a"]}
 B = {"kind": "llvm", "keys": ["cpu", "host:b"]}
@@ -29,23 +29,17 @@ def refused(before: tvm.IRModule) -> str:
 
 
 def test_what_crosses_is_sent_and_received():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
+    @ir_module(A, B)
+    def Before(x: R.Tensor((4,), "float32", "a/llvm:0")) -> R.Tensor((4,), "float32", "b/llvm:0"):
+        with R.dataflow():
+            y = R.exp(x)
+            z: R.Tensor((4,), "float32", "b/llvm:0") = R.to_vdevice(y, "b/llvm:0")
+            w = R.negative(z)
+            R.output(w)
+        return w
 
-        @R.function
-        def main(x: R.Tensor((4,), "float32", "a/llvm:0")) -> R.Tensor((4,), "float32", "b/llvm:0"):
-            with R.dataflow():
-                y = R.exp(x)
-                z: R.Tensor((4,), "float32", "b/llvm:0") = R.to_vdevice(y, "b/llvm:0")
-                w = R.negative(z)
-                R.output(w)
-            return w
-
-    @I.ir_module
+    @ir_module(A, B)
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
         @R.function(pure=False)
         def main_a(x: R.Tensor((4,), "float32", "a/llvm:0")) -> R.Shape(ndim=0):
             R.func_attr({"relax_hetero.host": "a", "relax_hetero.part_of": "main"})
@@ -69,23 +63,17 @@ def test_what_crosses_is_sent_and_received():
 
 
 def test_there_and_back_uses_two_channels():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
+    @ir_module(A, B)
+    def Before(x: R.Tensor((4,), "float32", "a/llvm:0")) -> R.Tensor((4,), "float32", "a/llvm:0"):
+        y = R.exp(x)
+        z = R.to_vdevice(y, "b/llvm:0")
+        w = R.negative(z)
+        v = R.to_vdevice(w, "a/llvm:0")
+        u = R.add(v, y)
+        return u
 
-        @R.function
-        def main(x: R.Tensor((4,), "float32", "a/llvm:0")) -> R.Tensor((4,), "float32", "a/llvm:0"):
-            y = R.exp(x)
-            z = R.to_vdevice(y, "b/llvm:0")
-            w = R.negative(z)
-            v = R.to_vdevice(w, "a/llvm:0")
-            u = R.add(v, y)
-            return u
-
-    @I.ir_module
+    @ir_module(A, B)
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
         @R.function(pure=False)
         def main_a(x: R.Tensor((4,), "float32", "a/llvm:0")) -> R.Tensor((4,), "float32", "a/llvm:0"):
             R.func_attr({"relax_hetero.host": "a", "relax_hetero.part_of": "main"})
@@ -117,24 +105,18 @@ def test_there_and_back_uses_two_channels():
 
 
 def test_tuples_keep_their_structure_on_every_host():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
+    @ir_module(A, B)
+    def Before(p: R.Tuple(R.Tensor((4,), "float32", "a/llvm:0"), R.Tensor((4,), "float32", "b/llvm:0"))) -> R.Tuple(
+        R.Tensor((4,), "float32", "a/llvm:0"), R.Tuple(R.Tensor((4,), "float32", "b/llvm:0"))
+    ):
+        x = p[0]
+        y = p[1]
+        alone = (y,)
+        z = R.exp(x)
+        return (z, alone)
 
-        @R.function
-        def main(
-            p: R.Tuple(R.Tensor((4,), "float32", "a/llvm:0"), R.Tensor((4,), "float32", "b/llvm:0")),
-        ) -> R.Tuple(R.Tensor((4,), "float32", "a/llvm:0"), R.Tuple(R.Tensor((4,), "float32", "b/llvm:0"))):
-            x = p[0]
-            y = p[1]
-            alone = (y,)
-            z = R.exp(x)
-            return (z, alone)
-
-    @I.ir_module
+    @ir_module(A, B)
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
         @R.function
         def main_a(
             p: R.Tuple(R.Tensor((4,), "float32", "a/llvm:0"), R.Shape(ndim=0)),
@@ -157,17 +139,13 @@ def test_tuples_keep_their_structure_on_every_host():
 
 
 def test_a_constant_is_on_its_host_alone():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
-        @R.function
-        def main(x: R.Tensor((4,), "float32", "a/llvm:0")):
-            y = R.add(x, R.const(1.0, "float32"))
-            z = R.to_vdevice(y, "b/llvm:0")
-            w = R.multiply(z, R.const(2.0, "float32"))
-            pair = (w, R.const(3.0, "float32"))
-            return pair
+    @ir_module(A, B)
+    def Before(x: R.Tensor((4,), "float32", "a/llvm:0")):
+        y = R.add(x, R.const(1.0, "float32"))
+        z = R.to_vdevice(y, "b/llvm:0")
+        w = R.multiply(z, R.const(2.0, "float32"))
+        pair = (w, R.const(3.0, "float32"))
+        return pair
 
     result = PartitionByHost()(rh.transform.RealizeVDevice()(Before))
     relax.analysis.well_formed(result)  # raises
@@ -188,22 +166,16 @@ def held(func: relax.Function) -> list[float]:
 
 
 def test_sizes_that_a_host_lacks_are_its_first_parameter():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
+    @ir_module(A, B)
+    def Before(x: R.Tensor(("n", 4), "float32", "a/llvm:0"), y: R.Tensor((1,), "float32", "b/llvm:0")) -> R.Tensor(
+        ("n",), "float32", "b/llvm:0"
+    ):
+        n = T.int64()
+        z: R.Tensor((n,), "float32", "b/llvm:0") = R.broadcast_to(y, R.shape([n]))
+        return z
 
-        @R.function
-        def main(x: R.Tensor(("n", 4), "float32", "a/llvm:0"), y: R.Tensor((1,), "float32", "b/llvm:0")) -> R.Tensor(
-            ("n",), "float32", "b/llvm:0"
-        ):
-            n = T.int64()
-            z: R.Tensor((n,), "float32", "b/llvm:0") = R.broadcast_to(y, R.shape([n]))
-            return z
-
-    @I.ir_module
+    @ir_module(A, B)
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
         @R.function
         def main_a(x: R.Tensor(("n", 4), "float32", "a/llvm:0"), y: R.Shape(ndim=0)) -> R.Shape(ndim=0):
             R.func_attr({"relax_hetero.host": "a", "relax_hetero.part_of": "main"})
@@ -222,23 +194,17 @@ def test_sizes_that_a_host_lacks_are_its_first_parameter():
 
 
 def test_sizes_that_a_tensor_tells_are_sent():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
+    @ir_module(A, B)
+    def Before(
+        x: R.Tensor(ndim=1, dtype="float32", vdevice="a/llvm:0"), y: R.Tensor((1,), "float32", "b/llvm:0")
+    ) -> R.Tensor(ndim=1, dtype="float32", vdevice="b/llvm:0"):
+        k = T.int64()
+        j: R.Tensor((k,), "float32", "a/llvm:0") = R.match_cast(x, R.Tensor((k,), "float32", "a/llvm:0"))
+        z: R.Tensor((k + 1,), "float32", "b/llvm:0") = R.broadcast_to(y, R.shape([k + 1]))
+        return z
 
-        @R.function
-        def main(
-            x: R.Tensor(ndim=1, dtype="float32", vdevice="a/llvm:0"), y: R.Tensor((1,), "float32", "b/llvm:0")
-        ) -> R.Tensor(ndim=1, dtype="float32", vdevice="b/llvm:0"):
-            k = T.int64()
-            j: R.Tensor((k,), "float32", "a/llvm:0") = R.match_cast(x, R.Tensor((k,), "float32", "a/llvm:0"))
-            z: R.Tensor((k + 1,), "float32", "b/llvm:0") = R.broadcast_to(y, R.shape([k + 1]))
-            return z
-
-    @I.ir_module
+    @ir_module(A, B)
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
         @R.function(pure=False)
         def main_a(x: R.Tensor(ndim=1, dtype="float32", vdevice="a/llvm:0"), y: R.Shape(ndim=0)) -> R.Shape(ndim=0):
             k = T.int64()
@@ -264,24 +230,18 @@ def test_sizes_that_a_tensor_tells_are_sent():
 
 
 def test_a_condition_is_sent_to_the_hosts_of_the_branches():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
+    @ir_module(A, B)
+    def Before(c: R.Tensor((), "bool", "a/llvm:0"), y: R.Tensor((4,), "float32", "b/llvm:0")) -> R.Tensor(
+        (4,), "float32", "b/llvm:0"
+    ):
+        if c:
+            z = R.exp(y)
+        else:
+            z = R.negative(y)
+        return z
 
-        @R.function
-        def main(c: R.Tensor((), "bool", "a/llvm:0"), y: R.Tensor((4,), "float32", "b/llvm:0")) -> R.Tensor(
-            (4,), "float32", "b/llvm:0"
-        ):
-            if c:
-                z = R.exp(y)
-            else:
-                z = R.negative(y)
-            return z
-
-    @I.ir_module
+    @ir_module(A, B)
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
         @R.function(pure=False)
         def main_a(c: R.Tensor((), "bool", "a/llvm:0"), y: R.Shape(ndim=0)) -> R.Shape(ndim=0):
             R.func_attr({"relax_hetero.host": "a", "relax_hetero.part_of": "main"})
@@ -309,10 +269,8 @@ def test_a_condition_is_sent_to_the_hosts_of_the_branches():
 
 
 def test_a_call_is_made_by_each_host_of_the_function():
-    @I.ir_module
+    @ir_module(A, B)
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
         @R.function(private=True)
         def alone(y: R.Tensor((4,), "float32", "b/llvm:0")) -> R.Tensor((4,), "float32", "b/llvm:0"):
             z = R.exp(y)
@@ -331,10 +289,8 @@ def test_a_call_is_made_by_each_host_of_the_function():
             z = cls.alone(y)
             return z
 
-    @I.ir_module
+    @ir_module(A, B)
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
         @R.function(private=True)
         def alone_b(y: R.Tensor((4,), "float32", "b/llvm:0")) -> R.Tensor((4,), "float32", "b/llvm:0"):
             R.func_attr({"relax_hetero.host": "b", "relax_hetero.part_of": "alone"})
@@ -380,28 +336,22 @@ def test_a_call_is_made_by_each_host_of_the_function():
 
 
 def test_a_requirement_is_checked_by_each_host_that_works_behind_it():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
+    @ir_module(A, B)
+    def Before(x: R.Tensor(("n",), "float32", "a/llvm:0"), y: R.Tensor(("n",), "float32", "b/llvm:0")) -> R.Tuple(
+        R.Tensor(("n",), "float32", "a/llvm:0"), R.Tensor(("n",), "float32", "b/llvm:0")
+    ):
+        n = T.int64()
+        _ = R.hetero.require(n > 3, "n is larger")
+        z = R.exp(y)
+        _ = R.hetero.require(n > 4, "n is even larger")
+        w = R.exp(z)
+        v = R.exp(x)
+        _ = R.hetero.require(n < 9, "n is not too large")
+        u = R.exp(w)
+        return (v, u)
 
-        @R.function
-        def main(x: R.Tensor(("n",), "float32", "a/llvm:0"), y: R.Tensor(("n",), "float32", "b/llvm:0")) -> R.Tuple(
-            R.Tensor(("n",), "float32", "a/llvm:0"), R.Tensor(("n",), "float32", "b/llvm:0")
-        ):
-            n = T.int64()
-            _ = R.hetero.require(n > 3, "n is larger")
-            z = R.exp(y)
-            _ = R.hetero.require(n > 4, "n is even larger")
-            w = R.exp(z)
-            v = R.exp(x)
-            _ = R.hetero.require(n < 9, "n is not too large")
-            u = R.exp(w)
-            return (v, u)
-
-    @I.ir_module
+    @ir_module(A, B)
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
         @R.function
         def main_a(x: R.Tensor(("n",), "float32", "a/llvm:0"), y: R.Shape(ndim=0)) -> R.Tuple(
             R.Tensor(("n",), "float32", "a/llvm:0"), R.Shape(ndim=0)
@@ -431,76 +381,56 @@ def test_a_requirement_is_checked_by_each_host_that_works_behind_it():
 
 
 def test_a_module_without_hosts_stays_itself():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice({"kind": "llvm"}, 0), I.vdevice({"kind": "llvm"}, 1)]})
-
-        @R.function
-        def main(x: R.Tensor((4,), "float32", "llvm:0")):
-            y = R.to_vdevice(x, "llvm:1")
-            return y
+    @ir_module({"kind": "llvm"}, ({"kind": "llvm"}, 1))
+    def Before(x: R.Tensor((4,), "float32", "llvm:0")):
+        y = R.to_vdevice(x, "llvm:1")
+        return y
 
     assert PartitionByHost()(Before).same_as(Before)
 
 
 def test_a_closure_is_refused():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
+    @ir_module(A, B)
+    def Before(x: R.Tensor((4,), "float32", "a/llvm:0")):
         @R.function
-        def main(x: R.Tensor((4,), "float32", "a/llvm:0")):
-            @R.function
-            def inner(y: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
-                z = R.exp(y)
-                return z
+        def inner(y: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
+            z = R.exp(y)
+            return z
 
-            w = inner(x)
-            return w
+        w = inner(x)
+        return w
 
     message = refused(Before)
     assert "'main'" in message and "'w'" in message and "without closures" in message
 
 
 def test_a_value_without_a_device_is_refused():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
-        @R.function
-        def main(x: R.Tensor((4,), "float32", "a/llvm:0")):
-            y: R.Tensor((4,), "float32") = R.exp(x)
-            return y
+    @ir_module(A, B)
+    def Before(x: R.Tensor((4,), "float32", "a/llvm:0")):
+        y: R.Tensor((4,), "float32") = R.exp(x)
+        return y
 
     message = refused(Before)
     assert "'main'" in message and "'y' has no device" in message and "RealizeVDevice" in message
 
 
 def test_some_vdevices_without_a_host_are_refused():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice({"kind": "llvm"})]})
-
-        @R.function
-        def main(x: R.Tensor((4,), "float32", "a/llvm:0")):
-            return x
+    @ir_module(A, {"kind": "llvm"})
+    def Before(x: R.Tensor((4,), "float32", "a/llvm:0")):
+        return x
 
     message = refused(Before)
     assert "vdevice 1" in message and "'a'" in message and "no host" in message
 
 
 def test_an_object_that_two_hosts_need_is_refused():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
-        @R.function(pure=False)
-        def main(x: R.Tensor((4,), "float32", "a/llvm:0"), y: R.Tensor((4,), "float32", "b/llvm:0")) -> R.Tensor(
-            (4,), "float32", "b/llvm:0"
-        ):
-            made = R.call_packed("make", x, ty_args=(R.Object,))
-            z = R.call_packed("use", made, y, ty_args=(R.Tensor((4,), "float32", "b/llvm:0"),))
-            return z
+    @ir_module(A, B, pure=False)
+    def Before(x: R.Tensor((4,), "float32", "a/llvm:0"), y: R.Tensor((4,), "float32", "b/llvm:0")) -> R.Tensor(
+        (4,), "float32", "b/llvm:0"
+    ):
+        made = R.call_packed("make", x, ty_args=(R.Object,))
+        z = R.call_packed("use", made, y, ty_args=(R.Tensor((4,), "float32", "b/llvm:0"),))
+        return z
 
     message = refused(Before)
     assert "'main'" in message and "'made' is an object of host 'a' that host 'b' needs" in message

@@ -9,6 +9,7 @@ from tvm.script import tirx as T
 
 from relax_hetero.transform import MovePermutes, collect_fusions
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
+from tvmscript import ir_module
 
 
 def permutes(mod, name="main"):
@@ -24,60 +25,48 @@ def check(before, expected):
 
 
 def test_a_pair_cancels_through_what_has_no_order():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm")]})
+    @ir_module("llvm")
+    def Before(x: R.Tensor((1, 8, 8, 4), "float32", "llvm:0")):
+        with R.dataflow():
+            a: R.Tensor((1, 4, 8, 8), "float32", "llvm:0") = R.permute_dims(x, axes=[0, 3, 1, 2])
+            b: R.Tensor((1, 4, 8, 8), "float32", "llvm:0") = R.nn.relu(a)
+            c: R.Tensor((1, 4, 4, 4), "float32", "llvm:0") = R.nn.max_pool2d(b, [2, 2], strides=[2, 2])
+            gv: R.Tensor((1, 4, 4, 4), "float32", "llvm:0") = R.permute_dims(c, axes=[0, 2, 3, 1])
+            R.output(gv)
+        return gv
 
-        @R.function
-        def main(x: R.Tensor((1, 8, 8, 4), "float32", "llvm:0")):
-            with R.dataflow():
-                a: R.Tensor((1, 4, 8, 8), "float32", "llvm:0") = R.permute_dims(x, axes=[0, 3, 1, 2])
-                b: R.Tensor((1, 4, 8, 8), "float32", "llvm:0") = R.nn.relu(a)
-                c: R.Tensor((1, 4, 4, 4), "float32", "llvm:0") = R.nn.max_pool2d(b, [2, 2], strides=[2, 2])
-                gv: R.Tensor((1, 4, 4, 4), "float32", "llvm:0") = R.permute_dims(c, axes=[0, 2, 3, 1])
-                R.output(gv)
-            return gv
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm")]})
-
-        @R.function
-        def main(x: R.Tensor((1, 8, 8, 4), "float32", "llvm:0")):
-            with R.dataflow():
-                b: R.Tensor((1, 8, 8, 4), "float32", "llvm:0") = R.nn.relu(x)
-                c: R.Tensor((1, 4, 4, 4), "float32", "llvm:0") = R.nn.max_pool2d(
-                    b, [2, 2], strides=[2, 2], layout="NHWC", out_layout="NHWC"
-                )
-                gv: R.Tensor((1, 4, 4, 4), "float32", "llvm:0") = c
-                R.output(gv)
-            return gv
+    @ir_module("llvm")
+    def Expected(x: R.Tensor((1, 8, 8, 4), "float32", "llvm:0")):
+        with R.dataflow():
+            b: R.Tensor((1, 8, 8, 4), "float32", "llvm:0") = R.nn.relu(x)
+            c: R.Tensor((1, 4, 4, 4), "float32", "llvm:0") = R.nn.max_pool2d(
+                b, [2, 2], strides=[2, 2], layout="NHWC", out_layout="NHWC"
+            )
+            gv: R.Tensor((1, 4, 4, 4), "float32", "llvm:0") = c
+            R.output(gv)
+        return gv
 
     check(Before, Expected)
 
 
 def test_the_smaller_operand_is_permuted():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 8, 8, 4), "float32"), y: R.Tensor((1, 2, 8, 8), "float32")):
-            with R.dataflow():
-                a: R.Tensor((1, 4, 8, 8), "float32") = R.permute_dims(x, axes=[0, 3, 1, 2])
-                b: R.Tensor((1, 6, 8, 8), "float32") = R.concat((a, y), axis=1)
-                gv: R.Tensor((1, 8, 8, 6), "float32") = R.permute_dims(b, axes=[0, 2, 3, 1])
-                R.output(gv)
-            return gv
+    @ir_module()
+    def Before(x: R.Tensor((1, 8, 8, 4), "float32"), y: R.Tensor((1, 2, 8, 8), "float32")):
+        with R.dataflow():
+            a: R.Tensor((1, 4, 8, 8), "float32") = R.permute_dims(x, axes=[0, 3, 1, 2])
+            b: R.Tensor((1, 6, 8, 8), "float32") = R.concat((a, y), axis=1)
+            gv: R.Tensor((1, 8, 8, 6), "float32") = R.permute_dims(b, axes=[0, 2, 3, 1])
+            R.output(gv)
+        return gv
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((1, 8, 8, 4), "float32"), y: R.Tensor((1, 2, 8, 8), "float32")):
-            with R.dataflow():
-                y1: R.Tensor((1, 8, 8, 2), "float32") = R.permute_dims(y, axes=[0, 2, 3, 1])
-                b: R.Tensor((1, 8, 8, 6), "float32") = R.concat((x, y1), axis=3)
-                gv: R.Tensor((1, 8, 8, 6), "float32") = b
-                R.output(gv)
-            return gv
+    @ir_module()
+    def Expected(x: R.Tensor((1, 8, 8, 4), "float32"), y: R.Tensor((1, 2, 8, 8), "float32")):
+        with R.dataflow():
+            y1: R.Tensor((1, 8, 8, 2), "float32") = R.permute_dims(y, axes=[0, 2, 3, 1])
+            b: R.Tensor((1, 8, 8, 6), "float32") = R.concat((x, y1), axis=3)
+            gv: R.Tensor((1, 8, 8, 6), "float32") = b
+            R.output(gv)
+        return gv
 
     check(Before, Expected)
 
@@ -130,148 +119,124 @@ def test_a_kernel_gets_the_order_of_the_program_and_others_do_not():
 
 
 def test_what_grows_is_permuted_before_it_grows():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 4, 4, 3), "float32")):
-            with R.dataflow():
-                a: R.Tensor((1, 3, 4, 4), "float32") = R.permute_dims(x, axes=[0, 3, 1, 2])
-                gv: R.Tensor((1, 3, 8, 8), "float32") = R.image.resize2d(a, R.shape([8, 8]), layout="NCHW")
-                R.output(gv)
-            return gv
+    @ir_module()
+    def Before(x: R.Tensor((1, 4, 4, 3), "float32")):
+        with R.dataflow():
+            a: R.Tensor((1, 3, 4, 4), "float32") = R.permute_dims(x, axes=[0, 3, 1, 2])
+            gv: R.Tensor((1, 3, 8, 8), "float32") = R.image.resize2d(a, R.shape([8, 8]), layout="NCHW")
+            R.output(gv)
+        return gv
 
     assert MovePermutes()(Before).same_as(Before)
 
 
 def test_only_extents_of_one_move_by_a_reshape():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 4, 4, 3), "float32")):
-            with R.dataflow():
-                a: R.Tensor((1, 3, 4, 4), "float32") = R.permute_dims(x, axes=[0, 3, 1, 2])
-                gv: R.Tensor((1, 3, 1, 1), "float32") = R.mean(a, axis=[2, 3], keepdims=True)
-                R.output(gv)
-            return gv
+    @ir_module()
+    def Before(x: R.Tensor((1, 4, 4, 3), "float32")):
+        with R.dataflow():
+            a: R.Tensor((1, 3, 4, 4), "float32") = R.permute_dims(x, axes=[0, 3, 1, 2])
+            gv: R.Tensor((1, 3, 1, 1), "float32") = R.mean(a, axis=[2, 3], keepdims=True)
+            R.output(gv)
+        return gv
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((1, 4, 4, 3), "float32")):
-            with R.dataflow():
-                a: R.Tensor((1, 1, 1, 3), "float32") = R.mean(x, axis=[1, 2], keepdims=True)
-                gv: R.Tensor((1, 3, 1, 1), "float32") = R.reshape(a, R.shape([1, 3, 1, 1]))
-                R.output(gv)
-            return gv
+    @ir_module()
+    def Expected(x: R.Tensor((1, 4, 4, 3), "float32")):
+        with R.dataflow():
+            a: R.Tensor((1, 1, 1, 3), "float32") = R.mean(x, axis=[1, 2], keepdims=True)
+            gv: R.Tensor((1, 3, 1, 1), "float32") = R.reshape(a, R.shape([1, 3, 1, 1]))
+            R.output(gv)
+        return gv
 
     check(Before, Expected)
 
 
 def test_a_channel_shuffle_stays_where_the_channels_are():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((1, 5, 7, 6), "float32")):
-            with R.dataflow():
-                a: R.Tensor((1, 6, 5, 7), "float32") = R.permute_dims(x, axes=[0, 3, 1, 2])
-                b: R.Tensor((1, 2, 3, 5, 7), "float32") = R.reshape(a, R.shape([1, 2, 3, 5, 7]))
-                c: R.Tensor((1, 3, 2, 5, 7), "float32") = R.permute_dims(b, axes=[0, 2, 1, 3, 4])
-                d: R.Tensor((1, 6, 5, 7), "float32") = R.reshape(c, R.shape([1, 6, 5, 7]))
-                gv: R.Tensor((1, 5, 7, 6), "float32") = R.permute_dims(d, axes=[0, 2, 3, 1])
-                R.output(gv)
-            return gv
+    @ir_module()
+    def Before(x: R.Tensor((1, 5, 7, 6), "float32")):
+        with R.dataflow():
+            a: R.Tensor((1, 6, 5, 7), "float32") = R.permute_dims(x, axes=[0, 3, 1, 2])
+            b: R.Tensor((1, 2, 3, 5, 7), "float32") = R.reshape(a, R.shape([1, 2, 3, 5, 7]))
+            c: R.Tensor((1, 3, 2, 5, 7), "float32") = R.permute_dims(b, axes=[0, 2, 1, 3, 4])
+            d: R.Tensor((1, 6, 5, 7), "float32") = R.reshape(c, R.shape([1, 6, 5, 7]))
+            gv: R.Tensor((1, 5, 7, 6), "float32") = R.permute_dims(d, axes=[0, 2, 3, 1])
+            R.output(gv)
+        return gv
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((1, 5, 7, 6), "float32")):
-            with R.dataflow():
-                b: R.Tensor((1, 5, 7, 2, 3), "float32") = R.reshape(x, R.shape([1, 5, 7, 2, 3]))
-                c: R.Tensor((1, 5, 7, 3, 2), "float32") = R.permute_dims(b, axes=[0, 1, 2, 4, 3])
-                d: R.Tensor((1, 5, 7, 6), "float32") = R.reshape(c, R.shape([1, 5, 7, 6]))
-                gv: R.Tensor((1, 5, 7, 6), "float32") = d
-                R.output(gv)
-            return gv
+    @ir_module()
+    def Expected(x: R.Tensor((1, 5, 7, 6), "float32")):
+        with R.dataflow():
+            b: R.Tensor((1, 5, 7, 2, 3), "float32") = R.reshape(x, R.shape([1, 5, 7, 2, 3]))
+            c: R.Tensor((1, 5, 7, 3, 2), "float32") = R.permute_dims(b, axes=[0, 1, 2, 4, 3])
+            d: R.Tensor((1, 5, 7, 6), "float32") = R.reshape(c, R.shape([1, 5, 7, 6]))
+            gv: R.Tensor((1, 5, 7, 6), "float32") = d
+            R.output(gv)
+        return gv
 
     check(Before, Expected)
 
 
 def test_a_permutation_crosses_with_its_tensor():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
+    @ir_module("llvm", "llvm:1")
+    def Before(x: R.Tensor((3, 2), "float32", "llvm:0")):
+        with R.dataflow():
+            a: R.Tensor((2, 3), "float32", "llvm:0") = R.permute_dims(x, axes=[1, 0])
+            b: R.Tensor((2, 3), "float32", "llvm:1") = R.to_vdevice(a, "llvm:1")
+            gv: R.Tensor((3, 2), "float32", "llvm:1") = R.permute_dims(b, axes=[1, 0])
+            R.output(gv)
+        return gv
 
-        @R.function
-        def main(x: R.Tensor((3, 2), "float32", "llvm:0")):
-            with R.dataflow():
-                a: R.Tensor((2, 3), "float32", "llvm:0") = R.permute_dims(x, axes=[1, 0])
-                b: R.Tensor((2, 3), "float32", "llvm:1") = R.to_vdevice(a, "llvm:1")
-                gv: R.Tensor((3, 2), "float32", "llvm:1") = R.permute_dims(b, axes=[1, 0])
-                R.output(gv)
-            return gv
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((3, 2), "float32", "llvm:0")):
-            with R.dataflow():
-                b: R.Tensor((3, 2), "float32", "llvm:1") = R.to_vdevice(x, "llvm:1")
-                gv: R.Tensor((3, 2), "float32", "llvm:1") = b
-                R.output(gv)
-            return gv
+    @ir_module("llvm", "llvm:1")
+    def Expected(x: R.Tensor((3, 2), "float32", "llvm:0")):
+        with R.dataflow():
+            b: R.Tensor((3, 2), "float32", "llvm:1") = R.to_vdevice(x, "llvm:1")
+            gv: R.Tensor((3, 2), "float32", "llvm:1") = b
+            R.output(gv)
+        return gv
 
     check(Before, Expected)
 
 
 def test_symbolic_extents_and_a_tuple_taken_apart():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor(("n", 8, 4), "float32")):
-            n = T.int64()
-            with R.dataflow():
-                a: R.Tensor((n, 4, 8), "float32") = R.permute_dims(x, axes=[0, 2, 1])
-                s: R.Tuple(R.Tensor((n, 2, 8), "float32"), R.Tensor((n, 2, 8), "float32")) = R.split(a, 2, axis=1)
-                left: R.Tensor((n, 2, 8), "float32") = s[0]
-                right: R.Tensor((n, 2, 8), "float32") = s[1]
-                sum: R.Tensor((n, 2, 8), "float32") = R.add(left, right)
-                gv: R.Tensor((n, 8, 2), "float32") = R.permute_dims(sum, axes=[0, 2, 1])
-                R.output(gv)
-            return gv
+    @ir_module()
+    def Before(x: R.Tensor(("n", 8, 4), "float32")):
+        n = T.int64()
+        with R.dataflow():
+            a: R.Tensor((n, 4, 8), "float32") = R.permute_dims(x, axes=[0, 2, 1])
+            s: R.Tuple(R.Tensor((n, 2, 8), "float32"), R.Tensor((n, 2, 8), "float32")) = R.split(a, 2, axis=1)
+            left: R.Tensor((n, 2, 8), "float32") = s[0]
+            right: R.Tensor((n, 2, 8), "float32") = s[1]
+            sum: R.Tensor((n, 2, 8), "float32") = R.add(left, right)
+            gv: R.Tensor((n, 8, 2), "float32") = R.permute_dims(sum, axes=[0, 2, 1])
+            R.output(gv)
+        return gv
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor(("n", 8, 4), "float32")):
-            n = T.int64()
-            with R.dataflow():
-                s: R.Tuple(R.Tensor((n, 8, 2), "float32"), R.Tensor((n, 8, 2), "float32")) = R.split(x, 2, axis=2)
-                left: R.Tensor((n, 8, 2), "float32") = s[0]
-                right: R.Tensor((n, 8, 2), "float32") = s[1]
-                sum: R.Tensor((n, 8, 2), "float32") = R.add(left, right)
-                gv: R.Tensor((n, 8, 2), "float32") = sum
-                R.output(gv)
-            return gv
+    @ir_module()
+    def Expected(x: R.Tensor(("n", 8, 4), "float32")):
+        n = T.int64()
+        with R.dataflow():
+            s: R.Tuple(R.Tensor((n, 8, 2), "float32"), R.Tensor((n, 8, 2), "float32")) = R.split(x, 2, axis=2)
+            left: R.Tensor((n, 8, 2), "float32") = s[0]
+            right: R.Tensor((n, 8, 2), "float32") = s[1]
+            sum: R.Tensor((n, 8, 2), "float32") = R.add(left, right)
+            gv: R.Tensor((n, 8, 2), "float32") = sum
+            R.output(gv)
+        return gv
 
     check(Before, Expected)
 
 
 def test_a_branch_and_a_block_without_dataflow_keep_their_own():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((3, 2), "float32"), c: R.Tensor((), "bool")):
-            a: R.Tensor((2, 3), "float32") = R.permute_dims(x, axes=[1, 0])
-            if c:
-                b: R.Tensor((2, 3), "float32") = R.exp(a)
-                d: R.Tensor((2, 3), "float32") = b
-            else:
-                e: R.Tensor((3, 2), "float32") = R.permute_dims(a, axes=[1, 0])
-                f: R.Tensor((3, 2), "float32") = R.exp(e)
-                d: R.Tensor((2, 3), "float32") = R.permute_dims(f, axes=[1, 0])
-            return d
+    @ir_module()
+    def Before(x: R.Tensor((3, 2), "float32"), c: R.Tensor((), "bool")):
+        a: R.Tensor((2, 3), "float32") = R.permute_dims(x, axes=[1, 0])
+        if c:
+            b: R.Tensor((2, 3), "float32") = R.exp(a)
+            d: R.Tensor((2, 3), "float32") = b
+        else:
+            e: R.Tensor((3, 2), "float32") = R.permute_dims(a, axes=[1, 0])
+            f: R.Tensor((3, 2), "float32") = R.exp(e)
+            d: R.Tensor((2, 3), "float32") = R.permute_dims(f, axes=[1, 0])
+        return d
 
     after = MovePermutes()(Before)
     assert permutes(after) <= permutes(Before)
@@ -284,13 +249,11 @@ def test_a_branch_and_a_block_without_dataflow_keep_their_own():
 
 
 def test_nothing_to_move_nothing_changes():
-    @I.ir_module
-    class Module:
-        @R.function
-        def main(x: R.Tensor((3, 2), "float32")):
-            with R.dataflow():
-                gv: R.Tensor((3, 2), "float32") = R.exp(x)
-                R.output(gv)
-            return gv
+    @ir_module()
+    def Module(x: R.Tensor((3, 2), "float32")):
+        with R.dataflow():
+            gv: R.Tensor((3, 2), "float32") = R.exp(x)
+            R.output(gv)
+        return gv
 
     assert MovePermutes()(Module).same_as(Module)

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 from relax_hetero.artifact.model_graph import KINDS
 from relax_hetero.transform import KeepFindings, NoteGraph, RealizeVDevice
 from relax_hetero.transform.ir.findings import findings_of
+from tvmscript import ir_module
 
 
-@I.ir_module
-class Split:
-    I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice('{"kind":"llvm"}')]})
-
-    @R.function
-    def main(x: R.Tensor(("n", 4), "float32", "llvm:0")):
-        with R.dataflow():
-            parts = R.split(x, 2, axis=1)
-            second = parts[1]
-            doubled = R.add(second, R.const(1.0, "float32"))
-            R.output(doubled)
-        return doubled
+@ir_module("llvm", ('{"kind":"llvm"}',))
+def Split(x: R.Tensor(("n", 4), "float32", "llvm:0")):
+    with R.dataflow():
+        parts = R.split(x, 2, axis=1)
+        second = parts[1]
+        doubled = R.add(second, R.const(1.0, "float32"))
+        R.output(doubled)
+    return doubled
 
 
 def test_ops_read_fields_of_tuples_and_constants():

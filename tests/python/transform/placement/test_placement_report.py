@@ -4,35 +4,31 @@ import json
 
 import tvm
 from tvm import relax
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 from relax_hetero.transform import RealizeVDevice
 from relax_hetero.transform.placement.realize_vdevice import PlacementReport, collect_placement, realize_vdevice
+from tvmscript import ir_module
 
 
-@I.ir_module
-class Example:
-    I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-    @R.function
-    def main(
-        c: R.Tensor((), "bool"),
-        x: R.Tensor((2, 3), "float32", "llvm:1"),
-        y: R.Tensor(("n", 3), "float32"),
-        z: R.Tensor((4,), "float16"),
-    ):
-        a = R.exp(x)
-        b = R.add(a, R.const(1.0))
-        d = R.to_vdevice(b, "llvm:0")
-        e = R.exp(y)
-        f = R.tanh(z)
-        g = R.hint_on_device(f, tvm.cpu(1))
-        if c:
-            r = R.exp(d)
-        else:
-            r = R.tanh(d)
-        return (r, e, g)
+@ir_module("llvm", "llvm:1")
+def Example(
+    c: R.Tensor((), "bool"),
+    x: R.Tensor((2, 3), "float32", "llvm:1"),
+    y: R.Tensor(("n", 3), "float32"),
+    z: R.Tensor((4,), "float16"),
+):
+    a = R.exp(x)
+    b = R.add(a, R.const(1.0))
+    d = R.to_vdevice(b, "llvm:0")
+    e = R.exp(y)
+    f = R.tanh(z)
+    g = R.hint_on_device(f, tvm.cpu(1))
+    if c:
+        r = R.exp(d)
+    else:
+        r = R.tanh(d)
+    return (r, e, g)
 
 
 def by_variable(report: PlacementReport) -> dict[tuple[str, str], tuple[str, str, str, int | None]]:
@@ -76,17 +72,13 @@ def test_entries_name_the_variables_of_the_result():
 
 
 def test_inserted_transfers_say_for_whom():
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((2,), "float32", "llvm:0"), y: R.Tensor((2,), "float32", "llvm:1"), n: R.Shape(ndim=1)):
-            a = R.concat((y, x))
-            t = R.shape_to_tensor(n)
-            u = R.to_vdevice(y, "llvm:0")
-            b = R.call_pure_packed("f", u, t, ty_args=R.Tensor((2,), "float32"))
-            return (a, b)
+    @ir_module("llvm", "llvm:1")
+    def Mod(x: R.Tensor((2,), "float32", "llvm:0"), y: R.Tensor((2,), "float32", "llvm:1"), n: R.Shape(ndim=1)):
+        a = R.concat((y, x))
+        t = R.shape_to_tensor(n)
+        u = R.to_vdevice(y, "llvm:0")
+        b = R.call_pure_packed("f", u, t, ty_args=R.Tensor((2,), "float32"))
+        return (a, b)
 
     entries = by_variable(realize_vdevice(Mod, insert_copies=True)[1])
     assert entries["x_llvm_1", "transfer"][2] == "transfer: needed by 'a' on llvm:1"
@@ -95,10 +87,8 @@ def test_inserted_transfers_say_for_whom():
 
 
 def test_callees_and_clones():
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
         @R.function
         def f(z: R.Tensor((2,), "float32")):
             a = R.exp(z)

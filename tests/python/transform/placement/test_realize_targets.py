@@ -3,34 +3,26 @@
 import pytest
 import tvm
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.transform import RealizeTargets
+from tvmscript import ir_module
 
 NATIVE = rh.native("llvm")
 OWN = {"kind": "llvm", "mcpu": "x86-64" if "x86" in str(NATIVE.attrs["mtriple"]) else "generic"}
 
 
 def test_a_kind_alone_becomes_this_cpu():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice(OWN, 1)]})
+    @ir_module("llvm", (OWN, 1))
+    def Before(x: R.Tensor((4,), "float32", "llvm:0")) -> R.Tensor((4,), "float32", "llvm:1"):
+        y: R.Tensor((4,), "float32", "llvm:1") = R.to_vdevice(x, "llvm:1")
+        return y
 
-        @R.function
-        def main(x: R.Tensor((4,), "float32", "llvm:0")) -> R.Tensor((4,), "float32", "llvm:1"):
-            y: R.Tensor((4,), "float32", "llvm:1") = R.to_vdevice(x, "llvm:1")
-            return y
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(NATIVE), I.vdevice(OWN, 1)]})
-
-        @R.function
-        def main(x: R.Tensor((4,), "float32", "llvm:0")) -> R.Tensor((4,), "float32", "llvm:1"):
-            y: R.Tensor((4,), "float32", "llvm:1") = R.to_vdevice(x, "llvm:1")
-            return y
+    @ir_module(NATIVE, (OWN, 1))
+    def Expected(x: R.Tensor((4,), "float32", "llvm:0")) -> R.Tensor((4,), "float32", "llvm:1"):
+        y: R.Tensor((4,), "float32", "llvm:1") = R.to_vdevice(x, "llvm:1")
+        return y
 
     after = RealizeTargets()(Before)
     assert_structural_equal(after, Expected)
@@ -38,13 +30,9 @@ def test_a_kind_alone_becomes_this_cpu():
 
 
 def test_nothing_to_do():
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice(NATIVE)]})  # they would be alike
-
-        @R.function
-        def main(x: R.Tensor((4,), "float32", "llvm:0")) -> R.Tensor((4,), "float32", "llvm:0"):
-            return x
+    @ir_module("llvm", NATIVE)
+    def Mod(x: R.Tensor((4,), "float32", "llvm:0")) -> R.Tensor((4,), "float32", "llvm:0"):
+        return x
 
     assert RealizeTargets()(Mod).same_as(Mod)
 

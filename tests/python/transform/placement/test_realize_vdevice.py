@@ -13,6 +13,7 @@ from tvm.script import tirx as T
 from relax_hetero import PlacementError, VDevice
 from relax_hetero.transform import RealizeVDevice, verify_placement
 from relax_hetero.transform.placement.realize_vdevice import realize_vdevice
+from tvmscript import ir_module
 
 
 def check(before: tvm.IRModule, expected: tvm.IRModule) -> None:
@@ -27,10 +28,8 @@ def check(before: tvm.IRModule, expected: tvm.IRModule) -> None:
 
 
 def test_rfc_return_annotation():
-    @I.ir_module
+    @ir_module("llvm", "cuda")
     class ModBefore:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("cuda")]})
-
         @R.function
         def func1(x: R.Tensor((2, 3), "float32"), y: R.Tensor((2, 3), "float32")) -> R.Tensor(
             (2, 3), "float32", "cuda:0"
@@ -39,10 +38,8 @@ def test_rfc_return_annotation():
             b = R.multiply(a, x)
             return b
 
-    @I.ir_module
+    @ir_module("llvm", "cuda")
     class ModExpected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("cuda")]})
-
         @R.function
         def func1(x: R.Tensor((2, 3), "float32", "cuda:0"), y: R.Tensor((2, 3), "float32", "cuda:0")) -> R.Tensor(
             (2, 3), "float32", "cuda:0"
@@ -57,10 +54,8 @@ def test_rfc_return_annotation():
 def test_rfc_hint_on_result():
     """What precedes s3 has the same vdevice: the hint disappears."""
 
-    @I.ir_module
+    @ir_module("cuda", "llvm")
     class ModBefore:
-        I.module_global_infos({"vdevice": [I.vdevice("cuda"), I.vdevice("llvm")]})
-
         @R.function
         def func2(x: R.Tensor((2, 3), "float32"), y: R.Tensor((2, 3), "float32")):
             with R.dataflow():
@@ -70,10 +65,8 @@ def test_rfc_hint_on_result():
                 R.output(s3)
             return s3
 
-    @I.ir_module
+    @ir_module("cuda", "llvm")
     class ModExpected:
-        I.module_global_infos({"vdevice": [I.vdevice("cuda"), I.vdevice("llvm")]})
-
         @R.function
         def func2(x: R.Tensor((2, 3), "float32", "llvm"), y: R.Tensor((2, 3), "float32", "llvm")):
             with R.dataflow():
@@ -89,10 +82,8 @@ def test_rfc_hint_on_result():
 def test_rfc_caller_and_callee():
     """The hint in the caller reaches the callee."""
 
-    @I.ir_module
+    @ir_module("llvm", "cuda")
     class ModBefore:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("cuda")]})
-
         @R.function
         def callee(x: R.Tensor((2, 3), "float32")):
             r = R.add(x, x)
@@ -106,10 +97,8 @@ def test_rfc_caller_and_callee():
             s3 = R.add(s2, s2)
             return s3
 
-    @I.ir_module
+    @ir_module("llvm", "cuda")
     class ModExpected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("cuda")]})
-
         @R.function
         def callee(x: R.Tensor((2, 3), "float32", "cuda")):
             r: R.Tensor((2, 3), "float32", "cuda") = R.add(x, x)
@@ -127,10 +116,8 @@ def test_rfc_caller_and_callee():
 
 
 def test_rfc_to_vdevice_between_hints():
-    @I.ir_module
+    @ir_module("llvm", "cuda")
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("cuda")]})
-
         @R.function
         def foo(x: R.Tensor((2, 3), "float32"), y: R.Tensor((2, 3), "float32")):
             with R.dataflow():
@@ -142,10 +129,8 @@ def test_rfc_to_vdevice_between_hints():
                 R.output(s)
             return s
 
-    @I.ir_module
+    @ir_module("llvm", "cuda")
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("cuda")]})
-
         @R.function
         def foo(x: R.Tensor((2, 3), "float32", "llvm"), y: R.Tensor((2, 3), "float32", "cuda")):
             with R.dataflow():
@@ -163,10 +148,8 @@ def test_rfc_to_vdevice_between_hints():
 def test_rfc_forward():
     """The example of the RFC's section on normalization."""
 
-    @I.ir_module
+    @ir_module("llvm", "cuda")
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("cuda")]})
-
         @R.function
         def before(x: R.Tensor((2, 3), "float32", "cuda"), y: R.Tensor((2, 3), "float32", "cuda")) -> R.Tensor(
             (2, 3), "float32"
@@ -175,10 +158,8 @@ def test_rfc_forward():
             b = R.multiply(a, x)
             return b
 
-    @I.ir_module
+    @ir_module("llvm", "cuda")
     class After:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("cuda")]})
-
         @R.function
         def before(x: R.Tensor((2, 3), "float32", "cuda"), y: R.Tensor((2, 3), "float32", "cuda")) -> R.Tensor(
             (2, 3), "float32", "cuda"
@@ -191,25 +172,17 @@ def test_rfc_forward():
 
 
 def test_free_values_get_the_first_vdevice():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("cuda"), I.vdevice("llvm")]})
+    @ir_module("cuda", "llvm")
+    def Before(x: R.Tensor((2, 3), "float32"), y: R.Tensor((2, 3), "float32", "llvm")):
+        a = R.exp(x)
+        b = R.exp(y)
+        return (a, b)
 
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32"), y: R.Tensor((2, 3), "float32", "llvm")):
-            a = R.exp(x)
-            b = R.exp(y)
-            return (a, b)
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("cuda"), I.vdevice("llvm")]})
-
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32", "cuda"), y: R.Tensor((2, 3), "float32", "llvm")):
-            a: R.Tensor((2, 3), "float32", "cuda") = R.exp(x)
-            b: R.Tensor((2, 3), "float32", "llvm") = R.exp(y)
-            return (a, b)
+    @ir_module("cuda", "llvm")
+    def Expected(x: R.Tensor((2, 3), "float32", "cuda"), y: R.Tensor((2, 3), "float32", "llvm")):
+        a: R.Tensor((2, 3), "float32", "cuda") = R.exp(x)
+        b: R.Tensor((2, 3), "float32", "llvm") = R.exp(y)
+        return (a, b)
 
     check(Before, Expected)
 
@@ -217,27 +190,19 @@ def test_free_values_get_the_first_vdevice():
 def test_fixed_beats_hint():
     """Round one comes before round two: the operand is fixed, so the hint becomes a transfer."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
+    @ir_module("llvm", "llvm:1")
+    def Before(x: R.Tensor((2, 3), "float32", "llvm:0")):
+        a = R.exp(x)
+        b = R.hint_on_device(a, tvm.cpu(1))
+        c = R.exp(b)
+        return c
 
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32", "llvm:0")):
-            a = R.exp(x)
-            b = R.hint_on_device(a, tvm.cpu(1))
-            c = R.exp(b)
-            return c
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32", "llvm:0")):
-            a: R.Tensor((2, 3), "float32", "llvm:0") = R.exp(x)
-            b: R.Tensor((2, 3), "float32", "llvm:1") = R.to_vdevice(a, "llvm:1")
-            c: R.Tensor((2, 3), "float32", "llvm:1") = R.exp(b)
-            return c
+    @ir_module("llvm", "llvm:1")
+    def Expected(x: R.Tensor((2, 3), "float32", "llvm:0")):
+        a: R.Tensor((2, 3), "float32", "llvm:0") = R.exp(x)
+        b: R.Tensor((2, 3), "float32", "llvm:1") = R.to_vdevice(a, "llvm:1")
+        c: R.Tensor((2, 3), "float32", "llvm:1") = R.exp(b)
+        return c
 
     check(Before, Expected)
 
@@ -245,90 +210,62 @@ def test_fixed_beats_hint():
 def test_a_value_used_by_transfers_only_stays_free():
     """A transfer places its result, not its operand; one to where the value already is goes away."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
+    @ir_module("llvm", "llvm:1")
+    def Before(x: R.Tensor((2, 3), "float32")):
+        a = R.to_vdevice(x, "llvm:1")
+        b = R.to_vdevice(x, "llvm:0")
+        return (a, b)
 
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32")):
-            a = R.to_vdevice(x, "llvm:1")
-            b = R.to_vdevice(x, "llvm:0")
-            return (a, b)
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32", "llvm:0")):
-            a: R.Tensor((2, 3), "float32", "llvm:1") = R.to_vdevice(x, "llvm:1")
-            b: R.Tensor((2, 3), "float32", "llvm:0") = x
-            return (a, b)
+    @ir_module("llvm", "llvm:1")
+    def Expected(x: R.Tensor((2, 3), "float32", "llvm:0")):
+        a: R.Tensor((2, 3), "float32", "llvm:1") = R.to_vdevice(x, "llvm:1")
+        b: R.Tensor((2, 3), "float32", "llvm:0") = x
+        return (a, b)
 
     check(Before, Expected)
 
 
 def test_chain_of_hints():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1), I.vdevice("c", 2)]})
+    @ir_module("llvm", "llvm:1", "c:2")
+    def Before(x: R.Tensor((2, 3), "float32")):
+        a = R.hint_on_device(x, tvm.cpu(1))
+        b = R.hint_on_device(a, tvm.cpu(2))
+        c = R.hint_on_device(b, tvm.cpu(2))
+        return c
 
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32")):
-            a = R.hint_on_device(x, tvm.cpu(1))
-            b = R.hint_on_device(a, tvm.cpu(2))
-            c = R.hint_on_device(b, tvm.cpu(2))
-            return c
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1), I.vdevice("c", 2)]})
-
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32", "llvm:1")):
-            a: R.Tensor((2, 3), "float32", "llvm:1") = x
-            b: R.Tensor((2, 3), "float32", "c") = R.to_vdevice(a, "c")
-            c: R.Tensor((2, 3), "float32", "c") = b
-            return c
+    @ir_module("llvm", "llvm:1", "c:2")
+    def Expected(x: R.Tensor((2, 3), "float32", "llvm:1")):
+        a: R.Tensor((2, 3), "float32", "llvm:1") = x
+        b: R.Tensor((2, 3), "float32", "c") = R.to_vdevice(a, "c")
+        c: R.Tensor((2, 3), "float32", "c") = b
+        return c
 
     check(Before, Expected)
 
 
 def test_nested_tuples_leaf_by_leaf():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
+    @ir_module("llvm", "llvm:1")
+    def Before(p: R.Tuple(R.Tensor((2,), "float32"), R.Tuple(R.Tensor((2,), "float32", "llvm:1"), R.Shape(["n"])))):
+        q = p[1]
+        a = q[0]
+        b = p[0]
+        t = ((a, b), R.exp(b))
+        return (t, p)
 
-        @R.function
-        def main(
-            p: R.Tuple(R.Tensor((2,), "float32"), R.Tuple(R.Tensor((2,), "float32", "llvm:1"), R.Shape(["n"]))),
-        ):
-            q = p[1]
-            a = q[0]
-            b = p[0]
-            t = ((a, b), R.exp(b))
-            return (t, p)
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(
-            p: R.Tuple(
-                R.Tensor((2,), "float32", "llvm:0"), R.Tuple(R.Tensor((2,), "float32", "llvm:1"), R.Shape(["n"]))
-            ),
-        ):
-            n = T.int64()
-            q: R.Tuple(R.Tensor((2,), "float32", "llvm:1"), R.Shape([n])) = p[1]
-            a: R.Tensor((2,), "float32", "llvm:1") = q[0]
-            b: R.Tensor((2,), "float32", "llvm:0") = p[0]
-            gv: R.Tensor((2,), "float32", "llvm:0") = R.exp(b)
-            t: R.Tuple(
-                R.Tuple(R.Tensor((2,), "float32", "llvm:1"), R.Tensor((2,), "float32", "llvm:0")),
-                R.Tensor((2,), "float32", "llvm:0"),
-            ) = ((a, b), gv)
-            return (t, p)
+    @ir_module("llvm", "llvm:1")
+    def Expected(
+        p: R.Tuple(R.Tensor((2,), "float32", "llvm:0"), R.Tuple(R.Tensor((2,), "float32", "llvm:1"), R.Shape(["n"]))),
+    ):
+        n = T.int64()
+        q: R.Tuple(R.Tensor((2,), "float32", "llvm:1"), R.Shape([n])) = p[1]
+        a: R.Tensor((2,), "float32", "llvm:1") = q[0]
+        b: R.Tensor((2,), "float32", "llvm:0") = p[0]
+        gv: R.Tensor((2,), "float32", "llvm:0") = R.exp(b)
+        t: R.Tuple(
+            R.Tuple(R.Tensor((2,), "float32", "llvm:1"), R.Tensor((2,), "float32", "llvm:0")),
+            R.Tensor((2,), "float32", "llvm:0"),
+        ) = ((a, b), gv)
+        return (t, p)
 
     check(Before, Expected)
 
@@ -336,29 +273,21 @@ def test_nested_tuples_leaf_by_leaf():
 def test_results_on_several_devices():
     """A return annotation places each field of the tuple, and what it is made from."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
+    @ir_module("llvm", "llvm:1")
+    def Before(x: R.Tensor((2,), "float32"), y: R.Tensor((2,), "float32")) -> R.Tuple(
+        R.Tensor((2,), "float32", "llvm:1"), R.Tensor((2,), "float32")
+    ):
+        a = R.exp(x)
+        b = R.exp(y)
+        return (a, b)
 
-        @R.function
-        def main(x: R.Tensor((2,), "float32"), y: R.Tensor((2,), "float32")) -> R.Tuple(
-            R.Tensor((2,), "float32", "llvm:1"), R.Tensor((2,), "float32")
-        ):
-            a = R.exp(x)
-            b = R.exp(y)
-            return (a, b)
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((2,), "float32", "llvm:1"), y: R.Tensor((2,), "float32", "llvm:0")) -> R.Tuple(
-            R.Tensor((2,), "float32", "llvm:1"), R.Tensor((2,), "float32", "llvm:0")
-        ):
-            a: R.Tensor((2,), "float32", "llvm:1") = R.exp(x)
-            b: R.Tensor((2,), "float32", "llvm:0") = R.exp(y)
-            return (a, b)
+    @ir_module("llvm", "llvm:1")
+    def Expected(x: R.Tensor((2,), "float32", "llvm:1"), y: R.Tensor((2,), "float32", "llvm:0")) -> R.Tuple(
+        R.Tensor((2,), "float32", "llvm:1"), R.Tensor((2,), "float32", "llvm:0")
+    ):
+        a: R.Tensor((2,), "float32", "llvm:1") = R.exp(x)
+        b: R.Tensor((2,), "float32", "llvm:0") = R.exp(y)
+        return (a, b)
 
     check(Before, Expected)
 
@@ -366,27 +295,19 @@ def test_results_on_several_devices():
 def test_tuple_of_results():
     """split makes all its results on one device."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
+    @ir_module("llvm", "llvm:1")
+    def Before(x: R.Tensor((4,), "float32")):
+        s = R.split(x, 2)
+        a = s[1]
+        b = R.hint_on_device(a, tvm.cpu(1))
+        return (b, s)
 
-        @R.function
-        def main(x: R.Tensor((4,), "float32")):
-            s = R.split(x, 2)
-            a = s[1]
-            b = R.hint_on_device(a, tvm.cpu(1))
-            return (b, s)
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((4,), "float32", "llvm:1")):
-            s: R.Tuple(R.Tensor((2,), "float32", "llvm:1"), R.Tensor((2,), "float32", "llvm:1")) = R.split(x, 2)
-            a: R.Tensor((2,), "float32", "llvm:1") = s[1]
-            b: R.Tensor((2,), "float32", "llvm:1") = a
-            return (b, s)
+    @ir_module("llvm", "llvm:1")
+    def Expected(x: R.Tensor((4,), "float32", "llvm:1")):
+        s: R.Tuple(R.Tensor((2,), "float32", "llvm:1"), R.Tensor((2,), "float32", "llvm:1")) = R.split(x, 2)
+        a: R.Tensor((2,), "float32", "llvm:1") = s[1]
+        b: R.Tensor((2,), "float32", "llvm:1") = a
+        return (b, s)
 
     check(Before, Expected)
 
@@ -394,70 +315,54 @@ def test_tuple_of_results():
 def test_if_ties_branches_and_result_but_not_its_condition():
     """cpu(1) is the host, the last CPU vdevice; the condition is read there."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
+    @ir_module("llvm", "llvm:1")
+    def Before(c: R.Tensor((), "bool", "llvm:0"), x: R.Tensor((2,), "float32"), y: R.Tensor((2,), "float32")):
+        if c:
+            a = R.exp(x)
+        else:
+            a = R.tanh(y)
+        b = R.to_vdevice(a, "llvm:0")
+        d = R.hint_on_device(a, tvm.cpu(1))
+        return (b, d)
 
-        @R.function
-        def main(c: R.Tensor((), "bool", "llvm:0"), x: R.Tensor((2,), "float32"), y: R.Tensor((2,), "float32")):
-            if c:
-                a = R.exp(x)
-            else:
-                a = R.tanh(y)
-            b = R.to_vdevice(a, "llvm:0")
-            d = R.hint_on_device(a, tvm.cpu(1))
-            return (b, d)
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(
-            c: R.Tensor((), "bool", "llvm:0"),
-            x: R.Tensor((2,), "float32", "llvm:1"),
-            y: R.Tensor((2,), "float32", "llvm:1"),
-        ):
-            c1: R.Tensor((), "bool", "llvm:1") = R.to_vdevice(c, "llvm:1")
-            if c1:
-                a1: R.Tensor((2,), "float32", "llvm:1") = R.exp(x)
-                a: R.Tensor((2,), "float32", "llvm:1") = a1
-            else:
-                a2: R.Tensor((2,), "float32", "llvm:1") = R.tanh(y)
-                a: R.Tensor((2,), "float32", "llvm:1") = a2
-            b: R.Tensor((2,), "float32", "llvm:0") = R.to_vdevice(a, "llvm:0")
-            d: R.Tensor((2,), "float32", "llvm:1") = a
-            return (b, d)
+    @ir_module("llvm", "llvm:1")
+    def Expected(
+        c: R.Tensor((), "bool", "llvm:0"),
+        x: R.Tensor((2,), "float32", "llvm:1"),
+        y: R.Tensor((2,), "float32", "llvm:1"),
+    ):
+        c1: R.Tensor((), "bool", "llvm:1") = R.to_vdevice(c, "llvm:1")
+        if c1:
+            a1: R.Tensor((2,), "float32", "llvm:1") = R.exp(x)
+            a: R.Tensor((2,), "float32", "llvm:1") = a1
+        else:
+            a2: R.Tensor((2,), "float32", "llvm:1") = R.tanh(y)
+            a: R.Tensor((2,), "float32", "llvm:1") = a2
+        b: R.Tensor((2,), "float32", "llvm:0") = R.to_vdevice(a, "llvm:0")
+        d: R.Tensor((2,), "float32", "llvm:1") = a
+        return (b, d)
 
     check(Before, Expected)
 
 
 def test_match_cast():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
+    @ir_module("llvm", "llvm:1")
+    def Before(x: R.Tensor(("m",), "float32"), o: R.Object, p: R.Object):
+        n = T.int64()
+        a = R.match_cast(x, R.Tensor((n,), "float32", "llvm:1"))
+        b = R.match_cast(o, R.Tensor((n,), "float32"))
+        d = R.add(a, b)
+        e = R.match_cast(p, R.Tensor(ndim=2))
+        return (d, e)
 
-        @R.function
-        def main(x: R.Tensor(("m",), "float32"), o: R.Object, p: R.Object):
-            n = T.int64()
-            a = R.match_cast(x, R.Tensor((n,), "float32", "llvm:1"))
-            b = R.match_cast(o, R.Tensor((n,), "float32"))
-            d = R.add(a, b)
-            e = R.match_cast(p, R.Tensor(ndim=2))
-            return (d, e)
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor(("m",), "float32", "llvm:1"), o: R.Object, p: R.Object):
-            n = T.int64()
-            a = R.match_cast(x, R.Tensor((n,), "float32", "llvm:1"))
-            b = R.match_cast(o, R.Tensor((n,), "float32", "llvm:1"))
-            d: R.Tensor((n,), "float32", "llvm:1") = R.add(a, b)
-            e = R.match_cast(p, R.Tensor(ndim=2, vdevice="llvm:0"))
-            return (d, e)
+    @ir_module("llvm", "llvm:1")
+    def Expected(x: R.Tensor(("m",), "float32", "llvm:1"), o: R.Object, p: R.Object):
+        n = T.int64()
+        a = R.match_cast(x, R.Tensor((n,), "float32", "llvm:1"))
+        b = R.match_cast(o, R.Tensor((n,), "float32", "llvm:1"))
+        d: R.Tensor((n,), "float32", "llvm:1") = R.add(a, b)
+        e = R.match_cast(p, R.Tensor(ndim=2, vdevice="llvm:0"))
+        return (d, e)
 
     check(Before, Expected)
 
@@ -465,15 +370,11 @@ def test_match_cast():
 def test_match_cast_of_a_packed_result_is_on_its_call():
     """An R.Object result has no device; once it is known to be a tensor, it is where the call's tensors are."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((2,), "float32", "llvm:1")):
-            o = R.call_pure_packed("make", x, ty_args=R.Object)
-            t = R.match_cast(o, R.Tensor((2,), "float32"))
-            return t
+    @ir_module("llvm", "llvm:1")
+    def Before(x: R.Tensor((2,), "float32", "llvm:1")):
+        o = R.call_pure_packed("make", x, ty_args=R.Object)
+        t = R.match_cast(o, R.Tensor((2,), "float32"))
+        return t
 
     after = RealizeVDevice()(Before)
     verify_placement(after)
@@ -481,10 +382,8 @@ def test_match_cast_of_a_packed_result_is_on_its_call():
 
 
 def test_call_tir_and_its_kin():
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
         @T.prim_func(s_tir=True)
         def copy(a: T.Buffer((4,), "float32"), b: T.Buffer((4,), "float32")):
             for i in range(4):
@@ -514,10 +413,8 @@ def test_call_tir_and_its_kin():
             k = R.hint_on_device(j, tvm.cpu(1))
             return k
 
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
         @T.prim_func(s_tir=True)
         def copy(a: T.Buffer((4,), "float32"), b: T.Buffer((4,), "float32")):
             for i in range(4):
@@ -553,25 +450,17 @@ def test_call_tir_and_its_kin():
 
 
 def test_out_ty_places_the_op():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
+    @ir_module("llvm", "llvm:1")
+    def Before(x: R.Tensor((4,), "float32")):
+        a = R.call_dps_packed("f", (x,), out_ty=[R.Tensor((4,), "float32"), R.Tensor((4,), "float32", "llvm:1")])
+        return a
 
-        @R.function
-        def main(x: R.Tensor((4,), "float32")):
-            a = R.call_dps_packed("f", (x,), out_ty=[R.Tensor((4,), "float32"), R.Tensor((4,), "float32", "llvm:1")])
-            return a
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((4,), "float32", "llvm:1")):
-            a = R.call_dps_packed(
-                "f", (x,), out_ty=[R.Tensor((4,), "float32", "llvm:1"), R.Tensor((4,), "float32", "llvm:1")]
-            )
-            return a
+    @ir_module("llvm", "llvm:1")
+    def Expected(x: R.Tensor((4,), "float32", "llvm:1")):
+        a = R.call_dps_packed(
+            "f", (x,), out_ty=[R.Tensor((4,), "float32", "llvm:1"), R.Tensor((4,), "float32", "llvm:1")]
+        )
+        return a
 
     check(Before, Expected)
 
@@ -579,19 +468,15 @@ def test_out_ty_places_the_op():
 def test_constants_live_where_they_are_used():
     """A bound constant goes with its first use; elsewhere it is a constant of its own. Never a conflict."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((), "float32", "llvm:0"), y: R.Tensor((), "float32", "llvm:1")):
-            c = R.const(2.0)
-            a = R.add(y, c)
-            b = R.add(x, c)
-            t = (c, x)
-            d = t[0]
-            e = R.add(x, d)
-            return (a, b, e, c)
+    @ir_module("llvm", "llvm:1")
+    def Before(x: R.Tensor((), "float32", "llvm:0"), y: R.Tensor((), "float32", "llvm:1")):
+        c = R.const(2.0)
+        a = R.add(y, c)
+        b = R.add(x, c)
+        t = (c, x)
+        d = t[0]
+        e = R.add(x, d)
+        return (a, b, e, c)
 
     after = RealizeVDevice()(Before)
     verify_placement(after)
@@ -624,16 +509,12 @@ def test_one_constant_object_per_device():
 
 
 def test_hinted_constants_are_made_on_the_device():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((), "float32", "llvm:0")):
-            a = R.hint_on_device(R.const(1.0), tvm.cpu(1))
-            b = R.to_vdevice(R.const(1.0), "llvm:0")
-            d = R.add(x, b)
-            return (a, d)
+    @ir_module("llvm", "llvm:1")
+    def Before(x: R.Tensor((), "float32", "llvm:0")):
+        a = R.hint_on_device(R.const(1.0), tvm.cpu(1))
+        b = R.to_vdevice(R.const(1.0), "llvm:0")
+        d = R.add(x, b)
+        return (a, d)
 
     after = RealizeVDevice()(Before)
     verify_placement(after)
@@ -641,19 +522,15 @@ def test_hinted_constants_are_made_on_the_device():
 
 
 def test_ops_without_operands_go_with_their_use():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor(("n",), "float32", "llvm:1")):
-            n = T.int64()
-            z = R.zeros(R.shape([n]), "float32")
-            o = R.full(R.shape([n]), R.const(1.0), "float32")
-            r = R.arange(0, n, 1, "float32")
-            a = R.add(z, x)
-            b = R.add(o, r)
-            return (a, b)
+    @ir_module("llvm", "llvm:1")
+    def Before(x: R.Tensor(("n",), "float32", "llvm:1")):
+        n = T.int64()
+        z = R.zeros(R.shape([n]), "float32")
+        o = R.full(R.shape([n]), R.const(1.0), "float32")
+        r = R.arange(0, n, 1, "float32")
+        a = R.add(z, x)
+        b = R.add(o, r)
+        return (a, b)
 
     after = RealizeVDevice()(Before)
     verify_placement(after)
@@ -663,16 +540,12 @@ def test_ops_without_operands_go_with_their_use():
 
 
 def test_unknown_shapes_and_dtypes_keep_what_is_known():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor, y: R.Tensor(ndim=3, dtype="float32"), s: R.Shape(ndim=2), i: R.Prim("int64")):
-            a = R.exp(x)
-            b = R.hint_on_device(a, tvm.cpu(1))
-            t = (y, s, i, b)
-            return t
+    @ir_module("llvm", "llvm:1")
+    def Before(x: R.Tensor, y: R.Tensor(ndim=3, dtype="float32"), s: R.Shape(ndim=2), i: R.Prim("int64")):
+        a = R.exp(x)
+        b = R.hint_on_device(a, tvm.cpu(1))
+        t = (y, s, i, b)
+        return t
 
     after = RealizeVDevice()(Before)
     verify_placement(after)
@@ -683,10 +556,9 @@ def test_unknown_shapes_and_dtypes_keep_what_is_known():
 
 
 def test_names_spans_attributes_and_purity_stay():
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Before:
         I.module_attrs({"kept": 1})
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
 
         @R.function(pure=False)
         def main(x: R.Tensor((2,), "float32", "llvm:1")):
@@ -724,11 +596,9 @@ def test_equal_vdevices_become_the_modules_own_object():
 
 
 def test_a_module_without_vdevices_is_left_alone():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2,), "float32")):
-            return R.exp(x)
+    @ir_module()
+    def Before(x: R.Tensor((2,), "float32")):
+        return R.exp(x)
 
     assert RealizeVDevice()(Before).same_as(Before)
 

@@ -3,11 +3,11 @@
 import tvm
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 from relax_hetero import VDevice
 from relax_hetero.transform import RealizeVDevice, verify_placement
+from tvmscript import ir_module
 
 
 def place(before: tvm.IRModule) -> tvm.IRModule:
@@ -26,127 +26,95 @@ def check(before: tvm.IRModule, expected: tvm.IRModule) -> None:
 def test_one_transfer_reused():
     """The op takes its first placed operand's device; x is copied once, before its first use there."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
+    @ir_module("llvm", "llvm:1")
+    def Before(x: R.Tensor((2,), "float32"), y: R.Tensor((2,), "float32")):
+        with R.dataflow():
+            a = R.hint_on_device(x, tvm.cpu(0))
+            b = R.hint_on_device(y, tvm.cpu(1))
+            c = R.add(b, a)
+            d = R.multiply(c, a)
+            e = R.add(a, d)
+            R.output(d, e)
+        return (d, e)
 
-        @R.function
-        def main(x: R.Tensor((2,), "float32"), y: R.Tensor((2,), "float32")):
-            with R.dataflow():
-                a = R.hint_on_device(x, tvm.cpu(0))
-                b = R.hint_on_device(y, tvm.cpu(1))
-                c = R.add(b, a)
-                d = R.multiply(c, a)
-                e = R.add(a, d)
-                R.output(d, e)
-            return (d, e)
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((2,), "float32", "llvm:0"), y: R.Tensor((2,), "float32", "llvm:1")):
-            with R.dataflow():
-                a: R.Tensor((2,), "float32", "llvm:0") = x
-                b: R.Tensor((2,), "float32", "llvm:1") = y
-                a1: R.Tensor((2,), "float32", "llvm:1") = R.to_vdevice(a, "llvm:1")
-                c: R.Tensor((2,), "float32", "llvm:1") = R.add(b, a1)
-                d: R.Tensor((2,), "float32", "llvm:1") = R.multiply(c, a1)
-                d0: R.Tensor((2,), "float32", "llvm:0") = R.to_vdevice(d, "llvm:0")
-                e: R.Tensor((2,), "float32", "llvm:0") = R.add(a, d0)
-                R.output(d, e)
-            return (d, e)
+    @ir_module("llvm", "llvm:1")
+    def Expected(x: R.Tensor((2,), "float32", "llvm:0"), y: R.Tensor((2,), "float32", "llvm:1")):
+        with R.dataflow():
+            a: R.Tensor((2,), "float32", "llvm:0") = x
+            b: R.Tensor((2,), "float32", "llvm:1") = y
+            a1: R.Tensor((2,), "float32", "llvm:1") = R.to_vdevice(a, "llvm:1")
+            c: R.Tensor((2,), "float32", "llvm:1") = R.add(b, a1)
+            d: R.Tensor((2,), "float32", "llvm:1") = R.multiply(c, a1)
+            d0: R.Tensor((2,), "float32", "llvm:0") = R.to_vdevice(d, "llvm:0")
+            e: R.Tensor((2,), "float32", "llvm:0") = R.add(a, d0)
+            R.output(d, e)
+        return (d, e)
 
     check(Before, Expected)
 
 
 def test_result_comes_before_operands():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
+    @ir_module("llvm", "llvm:1")
+    def Before(x: R.Tensor((2,), "float32", "llvm:0"), y: R.Tensor((2,), "float32", "llvm:0")):
+        a = R.call_dps_packed("f", (x, y), out_ty=R.Tensor((2,), "float32", "llvm:1"))
+        return a
 
-        @R.function
-        def main(x: R.Tensor((2,), "float32", "llvm:0"), y: R.Tensor((2,), "float32", "llvm:0")):
-            a = R.call_dps_packed("f", (x, y), out_ty=R.Tensor((2,), "float32", "llvm:1"))
-            return a
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((2,), "float32", "llvm:0"), y: R.Tensor((2,), "float32", "llvm:0")):
-            x1: R.Tensor((2,), "float32", "llvm:1") = R.to_vdevice(x, "llvm:1")
-            y1: R.Tensor((2,), "float32", "llvm:1") = R.to_vdevice(y, "llvm:1")
-            a = R.call_dps_packed("f", (x1, y1), out_ty=R.Tensor((2,), "float32", "llvm:1"))
-            return a
+    @ir_module("llvm", "llvm:1")
+    def Expected(x: R.Tensor((2,), "float32", "llvm:0"), y: R.Tensor((2,), "float32", "llvm:0")):
+        x1: R.Tensor((2,), "float32", "llvm:1") = R.to_vdevice(x, "llvm:1")
+        y1: R.Tensor((2,), "float32", "llvm:1") = R.to_vdevice(y, "llvm:1")
+        a = R.call_dps_packed("f", (x1, y1), out_ty=R.Tensor((2,), "float32", "llvm:1"))
+        return a
 
     check(Before, Expected)
 
 
 def test_a_free_value_goes_with_its_first_use():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
+    @ir_module("llvm", "llvm:1")
+    def Before(x: R.Tensor((2,), "float32"), y: R.Tensor((2,), "float32", "llvm:0")):
+        a = R.exp(x)
+        b: R.Tensor((2,), "float32", "llvm:1") = R.tanh(a)
+        c: R.Tensor((2,), "float32", "llvm:0") = R.add(a, y)
+        return (b, c)
 
-        @R.function
-        def main(x: R.Tensor((2,), "float32"), y: R.Tensor((2,), "float32", "llvm:0")):
-            a = R.exp(x)
-            b: R.Tensor((2,), "float32", "llvm:1") = R.tanh(a)
-            c: R.Tensor((2,), "float32", "llvm:0") = R.add(a, y)
-            return (b, c)
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((2,), "float32", "llvm:1"), y: R.Tensor((2,), "float32", "llvm:0")):
-            a: R.Tensor((2,), "float32", "llvm:1") = R.exp(x)
-            b: R.Tensor((2,), "float32", "llvm:1") = R.tanh(a)
-            a0: R.Tensor((2,), "float32", "llvm:0") = R.to_vdevice(a, "llvm:0")
-            c: R.Tensor((2,), "float32", "llvm:0") = R.add(a0, y)
-            return (b, c)
+    @ir_module("llvm", "llvm:1")
+    def Expected(x: R.Tensor((2,), "float32", "llvm:1"), y: R.Tensor((2,), "float32", "llvm:0")):
+        a: R.Tensor((2,), "float32", "llvm:1") = R.exp(x)
+        b: R.Tensor((2,), "float32", "llvm:1") = R.tanh(a)
+        a0: R.Tensor((2,), "float32", "llvm:0") = R.to_vdevice(a, "llvm:0")
+        c: R.Tensor((2,), "float32", "llvm:0") = R.add(a0, y)
+        return (b, c)
 
     check(Before, Expected)
 
 
 def test_both_branches_share_a_transfer_in_front_of_the_if():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
+    @ir_module("llvm", "llvm:1")
+    def Before(c: R.Tensor((), "bool", "llvm:1"), x: R.Tensor((2,), "float32"), y: R.Tensor((2,), "float32")):
+        a = R.hint_on_device(x, tvm.cpu(0))
+        b = R.hint_on_device(y, tvm.cpu(1))
+        if c:
+            r = R.concat((b, a))
+        else:
+            r = R.concat((b, a))
+        return r
 
-        @R.function
-        def main(c: R.Tensor((), "bool", "llvm:1"), x: R.Tensor((2,), "float32"), y: R.Tensor((2,), "float32")):
-            a = R.hint_on_device(x, tvm.cpu(0))
-            b = R.hint_on_device(y, tvm.cpu(1))
-            if c:
-                r = R.concat((b, a))
-            else:
-                r = R.concat((b, a))
-            return r
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(
-            c: R.Tensor((), "bool", "llvm:1"),
-            x: R.Tensor((2,), "float32", "llvm:0"),
-            y: R.Tensor((2,), "float32", "llvm:1"),
-        ):
-            a: R.Tensor((2,), "float32", "llvm:0") = x
-            b: R.Tensor((2,), "float32", "llvm:1") = y
-            x1: R.Tensor((2,), "float32", "llvm:1") = R.to_vdevice(a, "llvm:1")
-            if c:
-                r1: R.Tensor((4,), "float32", "llvm:1") = R.concat((b, x1))
-                r: R.Tensor((4,), "float32", "llvm:1") = r1
-            else:
-                r2: R.Tensor((4,), "float32", "llvm:1") = R.concat((b, x1))
-                r: R.Tensor((4,), "float32", "llvm:1") = r2
-            return r
+    @ir_module("llvm", "llvm:1")
+    def Expected(
+        c: R.Tensor((), "bool", "llvm:1"),
+        x: R.Tensor((2,), "float32", "llvm:0"),
+        y: R.Tensor((2,), "float32", "llvm:1"),
+    ):
+        a: R.Tensor((2,), "float32", "llvm:0") = x
+        b: R.Tensor((2,), "float32", "llvm:1") = y
+        x1: R.Tensor((2,), "float32", "llvm:1") = R.to_vdevice(a, "llvm:1")
+        if c:
+            r1: R.Tensor((4,), "float32", "llvm:1") = R.concat((b, x1))
+            r: R.Tensor((4,), "float32", "llvm:1") = r1
+        else:
+            r2: R.Tensor((4,), "float32", "llvm:1") = R.concat((b, x1))
+            r: R.Tensor((4,), "float32", "llvm:1") = r2
+        return r
 
     check(Before, Expected)
 
@@ -154,21 +122,17 @@ def test_both_branches_share_a_transfer_in_front_of_the_if():
 def test_a_transfer_that_one_branch_needs_stays_in_it():
     """So does what brings a branch's result to where the other's is."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(
-            c: R.Tensor((), "bool", "llvm:1"),
-            x: R.Tensor((2,), "float32", "llvm:0"),
-            y: R.Tensor((2,), "float32", "llvm:1"),
-        ) -> R.Tensor((2,), "float32"):
-            if c:
-                r: R.Tensor((2,), "float32") = y
-            else:
-                r: R.Tensor((2,), "float32") = x
-            return r
+    @ir_module("llvm", "llvm:1")
+    def Before(
+        c: R.Tensor((), "bool", "llvm:1"),
+        x: R.Tensor((2,), "float32", "llvm:0"),
+        y: R.Tensor((2,), "float32", "llvm:1"),
+    ) -> R.Tensor((2,), "float32"):
+        if c:
+            r: R.Tensor((2,), "float32") = y
+        else:
+            r: R.Tensor((2,), "float32") = x
+        return r
 
     after = place(Before)
     branches = after["main"].body.blocks[-1].bindings[-1].value
@@ -177,10 +141,8 @@ def test_a_transfer_that_one_branch_needs_stays_in_it():
 
 
 def test_tuples_are_taken_apart():
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
         @R.function
         def f(
             p: R.Tuple(R.Tensor((2,), "float32"), R.Tuple(R.Tensor((2,), "float32"), R.Shape(["n"]))),
@@ -210,14 +172,10 @@ def test_tuples_are_taken_apart():
 
 
 def test_results_made_on_one_device_and_wanted_on_two():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((4,), "float32")):
-            s: R.Tuple(R.Tensor((2,), "float32", "llvm:1"), R.Tensor((2,), "float32", "llvm:0")) = R.split(x, 2)
-            return s
+    @ir_module("llvm", "llvm:1")
+    def Before(x: R.Tensor((4,), "float32")):
+        s: R.Tuple(R.Tensor((2,), "float32", "llvm:1"), R.Tensor((2,), "float32", "llvm:0")) = R.split(x, 2)
+        return s
 
     after = place(Before)
     split = after["main"].body.blocks[0].bindings[0].value
@@ -227,42 +185,30 @@ def test_results_made_on_one_device_and_wanted_on_two():
 
 
 def test_transfers_of_the_program_are_reused():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
+    @ir_module("llvm", "llvm:1")
+    def Before(x: R.Tensor((2,), "float32", "llvm:0"), y: R.Tensor((2,), "float32", "llvm:1")):
+        a = R.to_vdevice(x, "llvm:1")
+        b = R.concat((y, x))
+        c = R.to_vdevice(x, "llvm:1")
+        return (a, b, c)
 
-        @R.function
-        def main(x: R.Tensor((2,), "float32", "llvm:0"), y: R.Tensor((2,), "float32", "llvm:1")):
-            a = R.to_vdevice(x, "llvm:1")
-            b = R.concat((y, x))
-            c = R.to_vdevice(x, "llvm:1")
-            return (a, b, c)
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((2,), "float32", "llvm:0"), y: R.Tensor((2,), "float32", "llvm:1")):
-            a: R.Tensor((2,), "float32", "llvm:1") = R.to_vdevice(x, "llvm:1")
-            b: R.Tensor((4,), "float32", "llvm:1") = R.concat((y, a))
-            c: R.Tensor((2,), "float32", "llvm:1") = a
-            return (a, b, c)
+    @ir_module("llvm", "llvm:1")
+    def Expected(x: R.Tensor((2,), "float32", "llvm:0"), y: R.Tensor((2,), "float32", "llvm:1")):
+        a: R.Tensor((2,), "float32", "llvm:1") = R.to_vdevice(x, "llvm:1")
+        b: R.Tensor((4,), "float32", "llvm:1") = R.concat((y, a))
+        c: R.Tensor((2,), "float32", "llvm:1") = a
+        return (a, b, c)
 
     check(Before, Expected)
 
 
 def test_transfers_are_not_reused_after_something_may_have_written():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function(pure=False)
-        def main(x: R.Tensor((2,), "float32", "llvm:0"), y: R.Tensor((2,), "float32", "llvm:1")):
-            a = R.concat((y, x))
-            _ = R.call_packed("increment", x)
-            b = R.concat((y, x))
-            return (a, b)
+    @ir_module("llvm", "llvm:1", pure=False)
+    def Before(x: R.Tensor((2,), "float32", "llvm:0"), y: R.Tensor((2,), "float32", "llvm:1")):
+        a = R.concat((y, x))
+        _ = R.call_packed("increment", x)
+        b = R.concat((y, x))
+        return (a, b)
 
     assert place(Before).script().count("to_vdevice") == 2
 
@@ -270,19 +216,15 @@ def test_transfers_are_not_reused_after_something_may_have_written():
 def test_a_dataflow_variable_is_copied_inside_its_block():
     """And a copy that is needed outside is an output of the block."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((2,), "float32", "llvm:0"), y: R.Tensor((2,), "float32", "llvm:1")):
-            with R.dataflow():
-                a = R.exp(x)
-                b = R.concat((y, a))
-                d = R.concat((y, x))
-                R.output(b, d)
-            e = R.concat((y, x))
-            return (b, d, e)
+    @ir_module("llvm", "llvm:1")
+    def Before(x: R.Tensor((2,), "float32", "llvm:0"), y: R.Tensor((2,), "float32", "llvm:1")):
+        with R.dataflow():
+            a = R.exp(x)
+            b = R.concat((y, a))
+            d = R.concat((y, x))
+            R.output(b, d)
+        e = R.concat((y, x))
+        return (b, d, e)
 
     after = place(Before)
     bindings = after["main"].body.blocks[0].bindings
@@ -326,19 +268,15 @@ def sequence(block: relax.BindingBlock, result: relax.Var) -> relax.SeqExpr:
 def test_objects_have_no_device():
     """They are made and used next to tensors on any device; one that turns out to be a tensor is where it was made."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function(pure=False)
-        def main(x: R.Tensor((2,), "float32", "llvm:1"), y: R.Tensor((2,), "float32", "llvm:0")):
-            cache = R.call_packed("cache.create", x, ty_args=R.Object)
-            a = R.call_packed("cache.store", cache, y, ty_args=R.Object)
-            o = R.call_packed("cache.load", cache, x, ty_args=R.Object)
-            t = R.match_cast(o, R.Tensor((2,), "float32"))
-            u = R.match_cast(o, R.Tensor((2,), "float32", "llvm:0"))
-            b = R.concat((y, t))
-            return (a, b, u)
+    @ir_module("llvm", "llvm:1", pure=False)
+    def Before(x: R.Tensor((2,), "float32", "llvm:1"), y: R.Tensor((2,), "float32", "llvm:0")):
+        cache = R.call_packed("cache.create", x, ty_args=R.Object)
+        a = R.call_packed("cache.store", cache, y, ty_args=R.Object)
+        o = R.call_packed("cache.load", cache, x, ty_args=R.Object)
+        t = R.match_cast(o, R.Tensor((2,), "float32"))
+        u = R.match_cast(o, R.Tensor((2,), "float32", "llvm:0"))
+        b = R.concat((y, t))
+        return (a, b, u)
 
     after = place(Before)
     types = {b.var.name: b.var.ty for block in after["main"].body.blocks for b in block.bindings}
@@ -347,15 +285,11 @@ def test_objects_have_no_device():
 
 
 def test_constants_are_not_transferred():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((), "float32", "llvm:1")):
-            c: R.Tensor((), "float32", "llvm:0") = R.const(2.0)
-            a: R.Tensor((), "float32", "llvm:1") = R.add(x, c)
-            return (a, c)
+    @ir_module("llvm", "llvm:1")
+    def Before(x: R.Tensor((), "float32", "llvm:1")):
+        c: R.Tensor((), "float32", "llvm:0") = R.const(2.0)
+        a: R.Tensor((), "float32", "llvm:1") = R.add(x, c)
+        return (a, c)
 
     after = place(Before)
     assert "to_vdevice" not in after.script()
@@ -363,10 +297,8 @@ def test_constants_are_not_transferred():
 
 
 def test_callee_on_another_device():
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
         @R.function
         def f(z: R.Tensor((2,), "float32")):
             a: R.Tensor((2,), "float32", "llvm:1") = R.exp(z)
@@ -389,38 +321,26 @@ def test_callee_on_another_device():
 def test_hints_that_disagree():
     """The first counts; the other becomes a transfer."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
+    @ir_module("llvm", "llvm:1")
+    def Before(x: R.Tensor((2,), "float32")):
+        a = R.hint_on_device(x, tvm.cpu(1))
+        b = R.hint_on_device(x, tvm.cpu(0))
+        return (a, b)
 
-        @R.function
-        def main(x: R.Tensor((2,), "float32")):
-            a = R.hint_on_device(x, tvm.cpu(1))
-            b = R.hint_on_device(x, tvm.cpu(0))
-            return (a, b)
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((2,), "float32", "llvm:1")):
-            a: R.Tensor((2,), "float32", "llvm:1") = x
-            b: R.Tensor((2,), "float32", "llvm:0") = R.to_vdevice(x, "llvm:0")
-            return (a, b)
+    @ir_module("llvm", "llvm:1")
+    def Expected(x: R.Tensor((2,), "float32", "llvm:1")):
+        a: R.Tensor((2,), "float32", "llvm:1") = x
+        b: R.Tensor((2,), "float32", "llvm:0") = R.to_vdevice(x, "llvm:0")
+        return (a, b)
 
     check(Before, Expected)
 
 
 def test_nothing_is_inserted_where_nothing_meets():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((2,), "float32"), y: R.Tensor((2,), "float32", "llvm:1")):
-            a = R.add(x, y)
-            b = R.exp(a)
-            return b
+    @ir_module("llvm", "llvm:1")
+    def Before(x: R.Tensor((2,), "float32"), y: R.Tensor((2,), "float32", "llvm:1")):
+        a = R.add(x, y)
+        b = R.exp(a)
+        return b
 
     assert_structural_equal(place(Before), RealizeVDevice()(Before))

@@ -5,12 +5,12 @@ import re
 import pytest
 import tvm
 from tvm import relax
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.op import encode_hint
 from relax_hetero.transform import RealizeVDevice
+from tvmscript import ir_module
 
 
 def refused(mod: tvm.IRModule, *texts: str, error: type[Exception] = rh.PlacementError) -> str:
@@ -27,16 +27,12 @@ def refused(mod: tvm.IRModule, *texts: str, error: type[Exception] = rh.Placemen
 
 
 def test_rfc_conflict():
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("cuda")]})
-
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32"), y: R.Tensor((2, 3), "float32")):
-            a = R.hint_on_device(x, tvm.cpu())
-            b = R.hint_on_device(y, tvm.cuda())  # b is on different device from a
-            c = R.add(a, b)  # Error occurs, conflict is found
-            return c
+    @ir_module("llvm", "cuda")
+    def Mod(x: R.Tensor((2, 3), "float32"), y: R.Tensor((2, 3), "float32")):
+        a = R.hint_on_device(x, tvm.cpu())
+        b = R.hint_on_device(y, tvm.cuda())  # b is on different device from a
+        c = R.add(a, b)  # Error occurs, conflict is found
+        return c
 
     message = refused(
         Mod,
@@ -50,19 +46,15 @@ def test_rfc_conflict():
 def test_devices_that_meet_far_from_where_they_are_fixed():
     """The op is one where they meet; the origins are what was written, not what TVM inferred from it."""
 
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("cuda")]})
-
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32", "cuda"), y: R.Tensor((2, 3), "float32")) -> R.Tensor(
-            (2, 3), "float32", "llvm"
-        ):
-            t = (y, x)
-            b = R.concat((t[0], t[1]))
-            d = R.concat((b, b))
-            e = R.strided_slice(d, axes=[0], begin=[0], end=[2])
-            return e
+    @ir_module("llvm", "cuda")
+    def Mod(x: R.Tensor((2, 3), "float32", "cuda"), y: R.Tensor((2, 3), "float32")) -> R.Tensor(
+        (2, 3), "float32", "llvm"
+    ):
+        t = (y, x)
+        b = R.concat((t[0], t[1]))
+        d = R.concat((b, b))
+        e = R.strided_slice(d, axes=[0], begin=[0], end=[2])
+        return e
 
     refused(
         Mod,
@@ -73,15 +65,11 @@ def test_devices_that_meet_far_from_where_they_are_fixed():
 
 
 def test_parameter_annotation_against_transfer():
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32", "llvm:0"), y: R.Tensor((2, 3), "float32")):
-            a = R.to_vdevice(y, "llvm:1")
-            b = R.matmul(x, R.permute_dims(a))
-            return b
+    @ir_module("llvm", "llvm:1")
+    def Mod(x: R.Tensor((2, 3), "float32", "llvm:0"), y: R.Tensor((2, 3), "float32")):
+        a = R.to_vdevice(y, "llvm:1")
+        b = R.matmul(x, R.permute_dims(a))
+        return b
 
     refused(
         Mod,
@@ -92,15 +80,11 @@ def test_parameter_annotation_against_transfer():
 
 
 def test_return_annotation_against_parameter():
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32", "llvm:0"), y: R.Tensor((2, 3), "float32")) -> R.Tuple(
-            R.Tensor((2, 3), "float32"), R.Tensor((2, 3), "float32", "llvm:1")
-        ):
-            return (y, x)
+    @ir_module("llvm", "llvm:1")
+    def Mod(x: R.Tensor((2, 3), "float32", "llvm:0"), y: R.Tensor((2, 3), "float32")) -> R.Tuple(
+        R.Tensor((2, 3), "float32"), R.Tensor((2, 3), "float32", "llvm:1")
+    ):
+        return (y, x)
 
     refused(
         Mod,
@@ -111,33 +95,25 @@ def test_return_annotation_against_parameter():
 
 
 def test_if_branches():
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(
-            c: R.Tensor((), "bool"), x: R.Tensor((2,), "float32", "llvm:0"), y: R.Tensor((2,), "float32", "llvm:1")
-        ) -> R.Tensor((2,), "float32"):
-            if c:
-                r: R.Tensor((2,), "float32") = x
-            else:
-                r: R.Tensor((2,), "float32") = y
-            return r
+    @ir_module("llvm", "llvm:1")
+    def Mod(
+        c: R.Tensor((), "bool"), x: R.Tensor((2,), "float32", "llvm:0"), y: R.Tensor((2,), "float32", "llvm:1")
+    ) -> R.Tensor((2,), "float32"):
+        if c:
+            r: R.Tensor((2,), "float32") = x
+        else:
+            r: R.Tensor((2,), "float32") = y
+        return r
 
     refused(Mod, "If binding 'r' in function 'main'", "llvm:1", "parameter 'y'", "llvm:0", "parameter 'x'")
 
 
 def test_match_cast():
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((2,), "float32")):
-            a = R.hint_on_device(x, tvm.cpu(0))
-            y = R.match_cast(a, R.Tensor((2,), "float32", "llvm:1"))
-            return y
+    @ir_module("llvm", "llvm:1")
+    def Mod(x: R.Tensor((2,), "float32")):
+        a = R.hint_on_device(x, tvm.cpu(0))
+        y = R.match_cast(a, R.Tensor((2,), "float32", "llvm:1"))
+        return y
 
     refused(
         Mod, "match_cast binding 'y'", "'a' is on llvm:0", "'y' is on llvm:1 (from the match_cast of 'y' in 'main')"
@@ -145,16 +121,12 @@ def test_match_cast():
 
 
 def test_out_ty():
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((2,), "float32")):
-            y = R.call_dps_packed(
-                "f", (x,), out_ty=[R.Tensor((2,), "float32", "llvm:0"), R.Tensor((2,), "float32", "llvm:1")]
-            )
-            return y
+    @ir_module("llvm", "llvm:1")
+    def Mod(x: R.Tensor((2,), "float32")):
+        y = R.call_dps_packed(
+            "f", (x,), out_ty=[R.Tensor((2,), "float32", "llvm:0"), R.Tensor((2,), "float32", "llvm:1")]
+        )
+        return y
 
     refused(Mod, "relax.call_dps_packed binding 'y'", "'y[0]' is on llvm:0", "'y[1]' is on llvm:1")
 
@@ -162,10 +134,8 @@ def test_out_ty():
 def test_argument_against_callee():
     """The origin inside the callee is named, too."""
 
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
         @R.function
         def f(z: R.Tensor((2,), "float32")):
             a: R.Tensor((2,), "float32", "llvm:1") = R.exp(z)
@@ -185,16 +155,12 @@ def test_argument_against_callee():
 
 
 def test_two_hints_in_round_two():
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((2,), "float32")):
-            a = R.exp(x)
-            b = R.hint_on_device(x, tvm.cpu(0))
-            c = R.hint_on_device(a, tvm.cpu(1))
-            return (b, c)
+    @ir_module("llvm", "llvm:1")
+    def Mod(x: R.Tensor((2,), "float32")):
+        a = R.exp(x)
+        b = R.hint_on_device(x, tvm.cpu(0))
+        c = R.hint_on_device(a, tvm.cpu(1))
+        return (b, c)
 
     refused(
         Mod, "relax.exp binding 'a' in function 'main'", "is hinted for llvm:0", "'b'", "is hinted for llvm:1", "'c'"
@@ -202,39 +168,29 @@ def test_two_hints_in_round_two():
 
 
 def test_two_hints_for_one_value():
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((2,), "float32")):
-            b = R.hint_on_device(x, tvm.cpu(0))
-            c = R.hint_on_device(x, tvm.cpu(1))
-            return (b, c)
+    @ir_module("llvm", "llvm:1")
+    def Mod(x: R.Tensor((2,), "float32")):
+        b = R.hint_on_device(x, tvm.cpu(0))
+        c = R.hint_on_device(x, tvm.cpu(1))
+        return (b, c)
 
     refused(Mod, "relax.hint_on_device binding 'c'", "'x' is hinted for llvm:0", "'b'", "llvm:1", "'c'")
 
 
 def test_two_hints_are_fine_where_the_value_is_fixed():
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((2,), "float32", "llvm:0")):
-            b = R.hint_on_device(x, tvm.cpu(0))
-            c = R.hint_on_device(x, tvm.cpu(1))
-            return (b, c)
+    @ir_module("llvm", "llvm:1")
+    def Mod(x: R.Tensor((2,), "float32", "llvm:0")):
+        b = R.hint_on_device(x, tvm.cpu(0))
+        c = R.hint_on_device(x, tvm.cpu(1))
+        return (b, c)
 
     result = RealizeVDevice()(Mod)["main"].ret_ty
     assert [int(field.vdevice.vdevice_id) for field in result.fields] == [0, 1]
 
 
 def test_hints_in_caller_and_callee():
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
         @R.function
         def f(z: R.Tensor((2,), "float32")):
             a = R.hint_on_device(z, tvm.cpu(1))
@@ -304,10 +260,8 @@ def test_undefined_variable():
 
 
 def test_message_does_not_depend_on_the_order_of_functions():
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
         @R.function
         def one(x: R.Tensor((2,), "float32", "llvm:0")):
             a = R.concat((x, x))

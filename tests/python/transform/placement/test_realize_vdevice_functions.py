@@ -4,11 +4,11 @@ import pytest
 import tvm
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 from relax_hetero import PlacementError
 from relax_hetero.transform import RealizeVDevice, verify_placement
+from tvmscript import ir_module
 
 
 def check(before: tvm.IRModule, expected: tvm.IRModule) -> None:
@@ -32,10 +32,8 @@ def devices(func: relax.Function) -> list[int]:
 
 
 def test_callee_places_its_caller():
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
         @R.function
         def main(x: R.Tensor((2,), "float32"), y: R.Tensor((2,), "float32")):
             cls = Before
@@ -49,10 +47,8 @@ def test_callee_places_its_caller():
             a: R.Tensor((2,), "float32", "llvm:1") = R.exp(y)
             return (x, a)
 
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
         @R.function
         def main(x: R.Tensor((2,), "float32", "llvm:0"), y: R.Tensor((2,), "float32", "llvm:1")):
             cls = Expected
@@ -72,10 +68,8 @@ def test_callee_places_its_caller():
 def test_one_function_on_two_devices_is_cloned():
     """The first call in module order keeps the name, whatever it is on; the clone is private."""
 
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
         @R.function
         def main(x: R.Tensor((2,), "float32", "llvm:0"), y: R.Tensor((2,), "float32", "llvm:1")):
             cls = Before
@@ -90,10 +84,8 @@ def test_one_function_on_two_devices_is_cloned():
             a = R.multiply(z, z)
             return a
 
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
         @R.function
         def main(x: R.Tensor((2,), "float32", "llvm:0"), y: R.Tensor((2,), "float32", "llvm:1")):
             cls = Expected
@@ -119,10 +111,8 @@ def test_one_function_on_two_devices_is_cloned():
 def test_clones_call_clones():
     """A function that is needed twice needs what it calls twice."""
 
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
         @R.function
         def inner(z: R.Tensor((2,), "float32")):
             a = R.exp(z)
@@ -155,10 +145,8 @@ def test_clones_call_clones():
 
 
 def test_a_clone_name_that_is_taken():
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
         @R.function
         def f(z: R.Tensor((2,), "float32")):
             return R.exp(z)
@@ -182,10 +170,8 @@ def test_a_clone_name_that_is_taken():
 def test_symbolic_shapes_survive_cloning():
     """Two functions may not share a symbolic variable."""
 
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
         @R.function
         def f(z: R.Tensor(("n", 2), "float32")):
             a = R.exp(z)
@@ -206,10 +192,8 @@ def test_symbolic_shapes_survive_cloning():
 def test_each_call_of_a_free_function_is_on_its_own():
     """A call whose arguments are free does not follow another call: it gets the default device."""
 
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
         @R.function
         def f(z: R.Tensor((2,), "float32")):
             return R.exp(z)
@@ -227,10 +211,8 @@ def test_each_call_of_a_free_function_is_on_its_own():
 
 
 def test_public_function_takes_the_device_of_its_caller():
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
         @R.function
         def f(z: R.Tensor((2,), "float32")):
             return R.exp(z)
@@ -251,10 +233,8 @@ def test_public_function_takes_the_device_of_its_caller():
 
 
 def test_hint_inside_a_callee_counts_in_round_two():
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Free:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
         @R.function
         def f(z: R.Tensor((2,), "float32")):
             a = R.hint_on_device(z, tvm.cpu(1))
@@ -269,10 +249,8 @@ def test_hint_inside_a_callee_counts_in_round_two():
 
     assert devices(place(Free)["main"]) == [1, 1]
 
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Placed:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
         @R.function
         def f(z: R.Tensor((2,), "float32")):
             a = R.hint_on_device(z, tvm.cpu(1))
@@ -290,10 +268,8 @@ def test_hint_inside_a_callee_counts_in_round_two():
 
 
 def test_recursion():
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
         @R.function
         def loop(c: R.Tensor((), "bool"), x: R.Tensor((2,), "float32")) -> R.Tensor((2,), "float32"):
             cls = Before
@@ -318,10 +294,8 @@ def test_recursion():
 
 
 def test_mutual_recursion_on_two_devices():
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
         @R.function(private=True)
         def even(c: R.Tensor((), "bool"), x: R.Tensor((2,), "float32")) -> R.Tensor((2,), "float32"):
             cls = Before
@@ -360,10 +334,8 @@ def test_mutual_recursion_on_two_devices():
 
 
 def test_tuples_as_parameters_and_results():
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
         @R.function
         def swap(p: R.Tuple(R.Tensor((2,), "float32"), R.Tensor((3,), "float32"))):
             a = p[0]
@@ -383,19 +355,15 @@ def test_tuples_as_parameters_and_results():
 
 
 def test_local_function_shares_the_devices_around_it():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
+    @ir_module("llvm", "llvm:1")
+    def Before(x: R.Tensor((2,), "float32", "llvm:1"), y: R.Tensor((2,), "float32")):
         @R.function
-        def main(x: R.Tensor((2,), "float32", "llvm:1"), y: R.Tensor((2,), "float32")):
-            @R.function
-            def inner(z: R.Tensor((2,), "float32")) -> R.Tensor((2,), "float32"):
-                r = R.add(z, x)
-                return r
+        def inner(z: R.Tensor((2,), "float32")) -> R.Tensor((2,), "float32"):
+            r = R.add(z, x)
+            return r
 
-            a = inner(y)
-            return a
+        a = inner(y)
+        return a
 
     after = place(Before)
     assert devices(after["main"]) == [1, 1, 1]
@@ -404,10 +372,8 @@ def test_local_function_shares_the_devices_around_it():
 
 
 def test_function_as_an_argument():
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
         @R.function
         def apply(
             f: R.Callable((R.Tensor((2,), "float32"),), R.Tensor((2,), "float32"), True), x: R.Tensor((2,), "float32")
@@ -434,10 +400,8 @@ def test_function_as_an_argument():
 def test_closures():
     """What make_closure binds are the last parameters."""
 
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
         @R.function(private=True)
         def body(x: R.Tensor((2,), "float32"), y: R.Tensor((3,), "float32")):
             a = R.exp(x)
@@ -456,28 +420,20 @@ def test_closures():
 
 
 def test_unknown_closure_is_refused_with_several_devices():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function(pure=False)
-        def main(closure: R.Object, x: R.Tensor((2,), "float32")):
-            t = R.invoke_closure(closure, (x,), ty_args=R.Tensor((2,), "float32"))
-            return t
+    @ir_module("llvm", "llvm:1", pure=False)
+    def Before(closure: R.Object, x: R.Tensor((2,), "float32")):
+        t = R.invoke_closure(closure, (x,), ty_args=R.Tensor((2,), "float32"))
+        return t
 
     with pytest.raises(PlacementError, match="relax.invoke_closure binding 't' in function 'main'.*not known"):
         RealizeVDevice()(Before)
 
 
 def test_unknown_closure_is_fine_with_one_device():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm")]})
-
-        @R.function(pure=False)
-        def main(closure: R.Object, x: R.Tensor((2,), "float32")):
-            t = R.invoke_closure(closure, (x,), ty_args=R.Tensor((2,), "float32"))
-            return t
+    @ir_module("llvm", pure=False)
+    def Before(closure: R.Object, x: R.Tensor((2,), "float32")):
+        t = R.invoke_closure(closure, (x,), ty_args=R.Tensor((2,), "float32"))
+        return t
 
     assert devices(place(Before)["main"]) == [0, 0]
 
@@ -485,10 +441,8 @@ def test_unknown_closure_is_fine_with_one_device():
 def test_function_values_cannot_be_transferred():
     """`apply` calls its argument on one device, what it is given works on another: not even copies help."""
 
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
         @R.function
         def apply(
             f: R.Callable((R.Tensor((2,), "float32"),), R.Tensor((2,), "float32"), True), x: R.Tensor((2,), "float32")
@@ -517,10 +471,8 @@ def test_function_values_cannot_be_transferred():
 
 
 def test_the_order_of_functions_does_not_matter():
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
         @R.function
         def a(x: R.Tensor((2,), "float32")) -> R.Tensor((2,), "float32"):
             cls = Before
@@ -550,10 +502,8 @@ def test_the_order_of_functions_does_not_matter():
 def test_what_tvm_infers_from_a_hint_is_no_annotation():
     """Stock inference types the result of a hint like its operand, here llvm:0, and so all that follows from it."""
 
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
         @R.function
         def f(x: R.Tensor((4,), "float32", "llvm:0")):
             b = R.hint_on_device(x, tvm.cpu(1))

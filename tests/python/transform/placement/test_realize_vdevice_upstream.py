@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import tvm
 from tvm import relax
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.op import encode_hint
 from relax_hetero.transform import RealizeVDevice, verify_placement
+from tvmscript import ir_module
 
 StockRealizeVDevice = relax.transform.RealizeVDevice
 
@@ -79,16 +79,12 @@ def test_row_6_one_rule_for_all_ops(op):
 
 
 def conflicting() -> tvm.IRModule:
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((2,), "float32"), y: R.Tensor((2,), "float32")):
-            a = R.hint_on_device(x, tvm.cpu(0))
-            b = R.hint_on_device(y, tvm.cpu(1))
-            c = R.add(a, b)
-            return c
+    @ir_module("llvm", "llvm:1")
+    def Mod(x: R.Tensor((2,), "float32"), y: R.Tensor((2,), "float32")):
+        a = R.hint_on_device(x, tvm.cpu(0))
+        b = R.hint_on_device(y, tvm.cpu(1))
+        c = R.add(a, b)
+        return c
 
     return Mod
 
@@ -104,15 +100,11 @@ def test_row_7_conflicts():
 
 
 def test_row_7_return_annotation_against_parameter():
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((2,), "float32", "llvm:0")) -> R.Tensor((2,), "float32", "llvm:1"):
-            a = R.concat((x,))
-            b = R.call_pure_packed("f", a, ty_args=R.Tensor((2,), "float32"))
-            return b
+    @ir_module("llvm", "llvm:1")
+    def Mod(x: R.Tensor((2,), "float32", "llvm:0")) -> R.Tensor((2,), "float32", "llvm:1"):
+        a = R.concat((x,))
+        b = R.call_pure_packed("f", a, ty_args=R.Tensor((2,), "float32"))
+        return b
 
     stock = StockRealizeVDevice()(Mod)  # the call has operand and result on different devices, and nothing says so
     assert vdevice_ids(stock["main"]) == [0, 1] and "to_vdevice" not in stock.script()
@@ -126,27 +118,21 @@ def test_row_7_return_annotation_against_parameter():
 
 
 def test_row_7_condition_is_not_tied_to_branches():
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(c: R.Tensor((), "bool"), x: R.Tensor((2,), "float32", "llvm:1")):
-            if c:
-                r = R.exp(x)
-            else:
-                r = R.tanh(x)
-            return r
+    @ir_module("llvm", "llvm:1")
+    def Mod(c: R.Tensor((), "bool"), x: R.Tensor((2,), "float32", "llvm:1")):
+        if c:
+            r = R.exp(x)
+        else:
+            r = R.tanh(x)
+        return r
 
     assert vdevice_ids(StockRealizeVDevice()(Mod)["main"]) == [1, 1, 1]
     assert vdevice_ids(RealizeVDevice()(Mod)["main"]) == [0, 1, 1]
 
 
 def test_row_7_calls_spread_devices():
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
         @R.function
         def callee(x: R.Tensor((2,), "float32")):
             a = R.exp(x)
@@ -165,16 +151,12 @@ def test_row_7_calls_spread_devices():
 def test_row_7_hint_on_a_result_places_what_makes_it():
     """Through a tuple-returning op, where stock only copies."""
 
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((4,), "float32")):
-            s = R.split(x, 2)
-            a = s[0]
-            b = R.hint_on_device(a, tvm.cpu(1))
-            return b
+    @ir_module("llvm", "llvm:1")
+    def Mod(x: R.Tensor((4,), "float32")):
+        s = R.split(x, 2)
+        a = s[0]
+        b = R.hint_on_device(a, tvm.cpu(1))
+        return b
 
     placed = RealizeVDevice()(Mod)
     assert vdevice_ids(placed["main"]) == [1, 1] and "to_vdevice" not in placed.script()
@@ -200,10 +182,8 @@ def test_row_10_copies_of_a_vdevice():
 # --- row 15: annotated sub-functions ---------------------------------------------------------------------------------
 
 
-@I.ir_module
+@ir_module("llvm", "llvm:1")
 class SubFunction:
-    I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
     @T.prim_func(s_tir=True)
     def double(a: T.Buffer((4,), "float32"), b: T.Buffer((4,), "float32")):
         for i in range(4):

@@ -10,7 +10,6 @@ import tvm_ffi
 from hypothesis import given
 from hypothesis import strategies as st
 from tvm import relax
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
@@ -19,6 +18,7 @@ from relax_hetero.op import hinted_vdevice
 from relax_hetero.target.vdevice import same_object, vdevices_of
 from relax_hetero.transform import UpdateVDevice
 from relax_hetero.transform.ir.rewriting import relax_functions, walk_bindings
+from tvmscript import ir_module
 
 SM90 = {"kind": "cuda", "arch": "sm_90"}
 SM80 = {"kind": "cuda", "arch": "sm_80"}
@@ -59,57 +59,39 @@ def check(before: tvm.IRModule, expected: tvm.IRModule, *args: object) -> None:
 def test_replaces_by_index():
     """Only the one at the index, not its equal in kind or physical device."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice(SM90), I.vdevice(SM90, 1)]})
+    @ir_module("llvm", SM90, (SM90, 1))
+    def Before(x: R.Tensor((2, 3), "float32", "cuda:0"), y: R.Tensor((2, 3), "float32", "cuda:1")):
+        a = R.to_vdevice(y, "cuda:0")
+        b: R.Tensor((2, 3), "float32", "cuda:0") = R.add(x, a)
+        c = R.to_vdevice(b, "llvm")
+        return c
 
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32", "cuda:0"), y: R.Tensor((2, 3), "float32", "cuda:1")):
-            a = R.to_vdevice(y, "cuda:0")
-            b: R.Tensor((2, 3), "float32", "cuda:0") = R.add(x, a)
-            c = R.to_vdevice(b, "llvm")
-            return c
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice(SM80, 5), I.vdevice(SM90, 1)]})
-
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32", "cuda:0"), y: R.Tensor((2, 3), "float32", "cuda:1")):
-            a = R.to_vdevice(y, "cuda:0")
-            b: R.Tensor((2, 3), "float32", "cuda:0") = R.add(x, a)
-            c = R.to_vdevice(b, "llvm")
-            return c
+    @ir_module("llvm", (SM80, 5), (SM90, 1))
+    def Expected(x: R.Tensor((2, 3), "float32", "cuda:0"), y: R.Tensor((2, 3), "float32", "cuda:1")):
+        a = R.to_vdevice(y, "cuda:0")
+        b: R.Tensor((2, 3), "float32", "cuda:0") = R.add(x, a)
+        c = R.to_vdevice(b, "llvm")
+        return c
 
     check(Before, Expected, rh.VDevice(SM80, 5), 1)
 
 
 def test_appends():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm")]})
+    @ir_module("llvm")
+    def Before(x: R.Tensor((2, 3), "float32", "llvm")):
+        return x
 
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32", "llvm")):
-            return x
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32", "llvm:0")):
-            return x
+    @ir_module("llvm", "llvm:1")
+    def Expected(x: R.Tensor((2, 3), "float32", "llvm:0")):
+        return x
 
     check(Before, Expected, rh.VDevice("llvm", 1))
 
 
 def test_appends_to_nothing():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32")):
-            return x
+    @ir_module()
+    def Before(x: R.Tensor((2, 3), "float32")):
+        return x
 
     after = UpdateVDevice(rh.VDevice("llvm"))(Before)
     assert len(vdevices_of(after)) == 1
@@ -119,23 +101,15 @@ def test_appends_to_nothing():
 def test_resets_by_position():
     """A swap: each old vdevice is succeeded by the new one at its position, not by its equal elsewhere."""
 
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice(SM90)]})
+    @ir_module("llvm", SM90)
+    def Before(x: R.Tensor((2, 3), "float32", "llvm")):
+        y = R.to_vdevice(x, "cuda")
+        return y
 
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32", "llvm")):
-            y = R.to_vdevice(x, "cuda")
-            return y
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(SM90), I.vdevice("llvm"), I.vdevice("c", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32", "cuda")):
-            y = R.to_vdevice(x, "llvm")
-            return y
+    @ir_module(SM90, "llvm", "c:1")
+    def Expected(x: R.Tensor((2, 3), "float32", "cuda")):
+        y = R.to_vdevice(x, "llvm")
+        return y
 
     swapped = [*reversed(vdevices_of(Before)), rh.VDevice("c", 1)]
     check(Before, Expected, swapped)
@@ -144,10 +118,8 @@ def test_resets_by_position():
 def test_types_everywhere():
     """Tuples, functions, match_cast, `If`, calls between functions, `out_ty`, symbolic shapes, returns."""
 
-    @I.ir_module
+    @ir_module("llvm", "llvm:1")
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
         @R.function
         def callee(x: R.Tensor(("n",), "float32", "llvm:1")) -> R.Tensor(("n",), "float32", "llvm:1"):
             return x
@@ -175,10 +147,8 @@ def test_types_everywhere():
             h = (e, t[0])
             return h
 
-    @I.ir_module
+    @ir_module("llvm", SM90)
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice(SM90)]})
-
         @R.function
         def callee(x: R.Tensor(("n",), "float32", "cuda")) -> R.Tensor(("n",), "float32", "cuda"):
             return x

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import tvm
 from tvm import relax
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
@@ -14,6 +13,7 @@ from relax_hetero.op import hinted_vdevice, is_hint
 from relax_hetero.target.vdevice import same_object, vdevice_index, vdevices_of, with_vdevices
 from relax_hetero.transform import UpdateVDevice
 from relax_hetero.transform.ir.rewriting import walk_bindings
+from tvmscript import ir_module
 
 SM90 = {"kind": "cuda", "arch": "sm_90"}
 SM80 = {"kind": "cuda", "arch": "sm_80"}
@@ -29,21 +29,15 @@ class TestHints:
         ]
 
     def module(self) -> tvm.IRModule:
-        @I.ir_module
-        class Module:
-            I.module_global_infos(
-                {"vdevice": [I.vdevice("llvm"), I.vdevice("c"), I.vdevice("llvm", 0, "shared"), I.vdevice("c", 2)]}
-            )
-
-            @R.function
-            def main(x: R.Tensor((2,), "float32")):
-                with R.dataflow():
-                    a = R.hint_on_device(x, "vdevice:0")
-                    b = R.hint_on_device(a, "vdevice:1")
-                    c = R.hint_on_device(b, "vdevice:2")
-                    d = R.hint_on_device(c, "vdevice:3")
-                    R.output(d)
-                return d
+        @ir_module("llvm", "c", ("llvm", 0, "shared"), "c:2")
+        def Module(x: R.Tensor((2,), "float32")):
+            with R.dataflow():
+                a = R.hint_on_device(x, "vdevice:0")
+                b = R.hint_on_device(a, "vdevice:1")
+                c = R.hint_on_device(b, "vdevice:2")
+                d = R.hint_on_device(c, "vdevice:3")
+                R.output(d)
+            return d
 
         return Module
 
@@ -82,18 +76,14 @@ class TestHints:
 
 class TestRefused:
     def module(self) -> tvm.IRModule:
-        @I.ir_module
-        class Module:
-            I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("c", 1), I.vdevice("c", 2)]})
-
-            @R.function
-            def main(x: R.Tensor((2,), "float32", "llvm"), cond: R.Tensor((), "bool", "llvm")):
-                if cond:
-                    inside = R.to_vdevice(x, "c:0")
-                    y = R.to_vdevice(inside, "llvm")
-                else:
-                    y = x
-                return y
+        @ir_module("llvm", "c:1", "c:2")
+        def Module(x: R.Tensor((2,), "float32", "llvm"), cond: R.Tensor((), "bool", "llvm")):
+            if cond:
+                inside = R.to_vdevice(x, "c:0")
+                y = R.to_vdevice(inside, "llvm")
+            else:
+                y = x
+            return y
 
         return Module
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import tvm
 from tvm import relax
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
@@ -13,16 +12,15 @@ import relax_hetero as rh
 from relax_hetero.transform import UpdateVDevice
 from relax_hetero.transform.ir.rewriting import walk_bindings
 from relax_hetero.transform.placement.update_vdevice import first_use
+from tvmscript import ir_module
 
 SM90 = {"kind": "cuda", "arch": "sm_90"}
 SM80 = {"kind": "cuda", "arch": "sm_80"}
 
 
 def test_call_tir_and_prim_func_targets():
-    @I.ir_module
+    @ir_module(SM90, {"kind": "llvm", "mcpu": "skylake"})
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(SM90), I.vdevice({"kind": "llvm", "mcpu": "skylake"})]})
-
         @T.prim_func(private=True, s_tir=True)
         def add_one(a: T.Buffer((4,), "float32"), b: T.Buffer((4,), "float32")):
             T.func_attr({"target": T.target({"kind": "llvm", "mcpu": "skylake"})})

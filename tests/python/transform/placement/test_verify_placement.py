@@ -5,11 +5,11 @@ import re
 import pytest
 import tvm
 from tvm import relax
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 from relax_hetero import PlacementError, VDevice
 from relax_hetero.transform import RealizeVDevice, verify_placement
+from tvmscript import ir_module
 
 DEVICES = [VDevice("llvm"), VDevice("llvm", 1)]
 HERE, THERE = (relax.TensorType([2], "float32", device) for device in DEVICES)
@@ -187,27 +187,21 @@ def test_local_functions_are_checked():
 
 
 def test_free_modules_have_nothing_to_check():
-    @I.ir_module
-    class Mod:
-        @R.function
-        def main(x: R.Tensor((2,), "float32")):
-            return R.exp(x)
+    @ir_module()
+    def Mod(x: R.Tensor((2,), "float32")):
+        return R.exp(x)
 
     verify_placement(Mod)
 
 
 def test_what_the_pass_writes_holds_up():
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(c: R.Tensor((), "bool"), x: R.Tensor((2,), "float32")):
-            if c:
-                y = R.exp(x)
-            else:
-                y = R.tanh(x)
-            return y
+    @ir_module("llvm", "llvm:1")
+    def Mod(c: R.Tensor((), "bool"), x: R.Tensor((2,), "float32")):
+        if c:
+            y = R.exp(x)
+        else:
+            y = R.tanh(x)
+        return y
 
     refused(Mod, "parameter binding 'c' in function 'main'")
     verify_placement(RealizeVDevice()(Mod))

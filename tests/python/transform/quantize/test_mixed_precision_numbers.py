@@ -6,7 +6,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
@@ -15,6 +14,7 @@ from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from relax_hetero.transform.quantize.to_mixed_precision import to_mixed_precision
 from seeds import fresh_rng
 from transform.interpreting import run as interpreted
+from tvmscript import ir_module
 
 
 def ops(mod, name="main"):
@@ -26,33 +26,30 @@ def run(mod, *inputs):
     return out.numpy()
 
 
-@I.ir_module
-class Encoder:
-    """Attention with scaled queries, a residual, a norm, a feed-forward network."""
-
-    @R.function
-    def main(
-        x: R.Tensor((2, 19, 32), "float32"),
-        mask: R.Tensor((2, 1, 1, 19), "float32"),
-        wq: R.Tensor((32, 32), "float32"),
-        wk: R.Tensor((32, 32), "float32"),
-        wv: R.Tensor((32, 32), "float32"),
-        wo: R.Tensor((32, 32), "float32"),
-        gamma: R.Tensor((32,), "float32"),
-        up: R.Tensor((32, 64), "float32"),
-        down: R.Tensor((64, 32), "float32"),
-    ):
-        with R.dataflow():
-            q = R.permute_dims(R.reshape(R.matmul(x, wq), R.shape([2, 19, 4, 8])), axes=[0, 2, 1, 3])
-            k = R.permute_dims(R.reshape(R.matmul(x, wk), R.shape([2, 19, 4, 8])), axes=[0, 2, 3, 1])
-            v = R.permute_dims(R.reshape(R.matmul(x, wv), R.shape([2, 19, 4, 8])), axes=[0, 2, 1, 3])
-            scores = R.add(R.matmul(R.multiply(q, R.const(0.353553)), k), mask)
-            heads = R.matmul(R.nn.softmax(scores, axis=-1), v)
-            merged = R.reshape(R.permute_dims(heads, axes=[0, 2, 1, 3]), R.shape([2, 19, 32]))
-            attended = R.nn.rms_norm(R.add(R.matmul(merged, wo), x), gamma, axes=[-1])
-            y = R.nn.rms_norm(R.add(R.matmul(R.nn.gelu(R.matmul(attended, up)), down), attended), gamma, axes=[-1])
-            R.output(y)
-        return y
+# Attention with scaled queries, a residual, a norm, a feed-forward network.
+@ir_module()
+def Encoder(
+    x: R.Tensor((2, 19, 32), "float32"),
+    mask: R.Tensor((2, 1, 1, 19), "float32"),
+    wq: R.Tensor((32, 32), "float32"),
+    wk: R.Tensor((32, 32), "float32"),
+    wv: R.Tensor((32, 32), "float32"),
+    wo: R.Tensor((32, 32), "float32"),
+    gamma: R.Tensor((32,), "float32"),
+    up: R.Tensor((32, 64), "float32"),
+    down: R.Tensor((64, 32), "float32"),
+):
+    with R.dataflow():
+        q = R.permute_dims(R.reshape(R.matmul(x, wq), R.shape([2, 19, 4, 8])), axes=[0, 2, 1, 3])
+        k = R.permute_dims(R.reshape(R.matmul(x, wk), R.shape([2, 19, 4, 8])), axes=[0, 2, 3, 1])
+        v = R.permute_dims(R.reshape(R.matmul(x, wv), R.shape([2, 19, 4, 8])), axes=[0, 2, 1, 3])
+        scores = R.add(R.matmul(R.multiply(q, R.const(0.353553)), k), mask)
+        heads = R.matmul(R.nn.softmax(scores, axis=-1), v)
+        merged = R.reshape(R.permute_dims(heads, axes=[0, 2, 1, 3]), R.shape([2, 19, 32]))
+        attended = R.nn.rms_norm(R.add(R.matmul(merged, wo), x), gamma, axes=[-1])
+        y = R.nn.rms_norm(R.add(R.matmul(R.nn.gelu(R.matmul(attended, up)), down), attended), gamma, axes=[-1])
+        R.output(y)
+    return y
 
 
 def inputs_of(mod, rng):
@@ -166,18 +163,14 @@ def test_attention_as_an_op(has_kernel, biased):
 
 
 def test_rounded_values_cross_devices():
-    @I.ir_module
-    class Model:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((8, 16), "float32", "llvm:0"), w: R.Tensor((16, 16), "float32", "llvm:1")):
-            with R.dataflow():
-                a: R.Tensor((8, 16), "float32", "llvm:0") = R.nn.relu(x)
-                b: R.Tensor((8, 16), "float32", "llvm:1") = R.to_vdevice(a, "llvm:1")
-                y: R.Tensor((8, 16), "float32", "llvm:1") = R.matmul(b, w)
-                R.output(y)
-            return y
+    @ir_module("llvm", "llvm:1")
+    def Model(x: R.Tensor((8, 16), "float32", "llvm:0"), w: R.Tensor((16, 16), "float32", "llvm:1")):
+        with R.dataflow():
+            a: R.Tensor((8, 16), "float32", "llvm:0") = R.nn.relu(x)
+            b: R.Tensor((8, 16), "float32", "llvm:1") = R.to_vdevice(a, "llvm:1")
+            y: R.Tensor((8, 16), "float32", "llvm:1") = R.matmul(b, w)
+            R.output(y)
+        return y
 
     low = ToMixedPrecision("bfloat16")(Model)
     (moved,) = (b.var.ty for b in walk_bindings(low["main"]) if op_name(b.value) == "relax.to_vdevice")

@@ -11,6 +11,7 @@ from relax_hetero.errors import BuildError
 from relax_hetero.transform import SetEncoding, ToMixedPrecision
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from relax_hetero.transform.quantize.to_mixed_precision import to_mixed_precision
+from tvmscript import ir_module
 
 
 def ops(mod, name="main"):
@@ -81,14 +82,12 @@ def test_tfloat32_marks_products_and_changes_no_type():
     assert types == ["tfloat32", "float32", "tfloat32"]
 
 
-@I.ir_module
-class Convolution:
-    @R.function
-    def main(x: R.Tensor((1, 8, 5, 5), "float32"), w: R.Tensor((16, 8, 3, 3), "float32")):
-        with R.dataflow():
-            y = R.nn.conv2d(x, w)
-            R.output(y)
-        return y
+@ir_module()
+def Convolution(x: R.Tensor((1, 8, 5, 5), "float32"), w: R.Tensor((16, 8, 3, 3), "float32")):
+    with R.dataflow():
+        y = R.nn.conv2d(x, w)
+        R.output(y)
+    return y
 
 
 @pytest.mark.parametrize("keep", [[], ["y"]])

@@ -6,7 +6,6 @@ import pytest
 import tvm
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
@@ -17,6 +16,7 @@ from relax_hetero.transform.ir.module_attrs import TF32_KEPT
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from relax_hetero.transform.quantize.to_mixed_precision import to_mixed_precision
 from seeds import fresh_rng
+from tvmscript import ir_module
 
 
 def check(before, expected, dtype="bfloat16", keep=()):
@@ -33,146 +33,134 @@ def dtypes(mod, op):
 def test_products_and_what_is_between():
     """Bias and activation see unrounded sums; what products read too is read rounded, but for results of norms."""
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(
-            x: R.Tensor((8, 16), "float32"),
-            w0: R.Tensor((16, 32), "float32"),
-            b0: R.Tensor((32,), "float32"),
-            w1: R.Tensor((32, 16), "float32"),
-            g: R.Tensor((16,), "float32"),
-        ):
-            with R.dataflow():
-                a = R.matmul(x, w0)
-                b = R.add(a, b0)
-                c = R.nn.gelu(b)
-                d = R.matmul(c, w1)
-                e = R.add(d, x)
-                f = R.nn.rms_norm(e, g, axes=[-1])
-                h = R.matmul(f, w0)
-                i = R.tanh(h)
-                j = R.matmul(i, w1)
-                k = R.add(j, f)
-                y = R.add(k, R.sum(i))
-                R.output(y)
-            return y
+    @ir_module()
+    def Before(
+        x: R.Tensor((8, 16), "float32"),
+        w0: R.Tensor((16, 32), "float32"),
+        b0: R.Tensor((32,), "float32"),
+        w1: R.Tensor((32, 16), "float32"),
+        g: R.Tensor((16,), "float32"),
+    ):
+        with R.dataflow():
+            a = R.matmul(x, w0)
+            b = R.add(a, b0)
+            c = R.nn.gelu(b)
+            d = R.matmul(c, w1)
+            e = R.add(d, x)
+            f = R.nn.rms_norm(e, g, axes=[-1])
+            h = R.matmul(f, w0)
+            i = R.tanh(h)
+            j = R.matmul(i, w1)
+            k = R.add(j, f)
+            y = R.add(k, R.sum(i))
+            R.output(y)
+        return y
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(
-            x: R.Tensor((8, 16), "float32"),
-            w0: R.Tensor((16, 32), "float32"),
-            b0: R.Tensor((32,), "float32"),
-            w1: R.Tensor((32, 16), "float32"),
-            g: R.Tensor((16,), "float32"),
-        ):
-            with R.dataflow():
-                x_low = R.astype(x, "bfloat16")
-                w0_low = R.astype(w0, "bfloat16")
-                a = R.matmul(x_low, w0_low, out_dtype="float32")
-                b = R.add(a, b0)
-                c = R.nn.gelu(b)
-                c_low = R.astype(c, "bfloat16")
-                w1_low = R.astype(w1, "bfloat16")
-                d = R.matmul(c_low, w1_low, out_dtype="float32")
-                e = R.add(d, x)
-                f = R.nn.rms_norm(e, g, axes=[-1])
-                f_low = R.astype(f, "bfloat16")
-                h = R.matmul(f_low, w0_low, out_dtype="float32")
-                i = R.tanh(h)
-                i_low = R.astype(i, "bfloat16")
-                j = R.matmul(i_low, w1_low, out_dtype="float32")
-                k = R.add(j, f)
-                i_wide = R.astype(i_low, "float32")
-                s = R.sum(i_wide)
-                y = R.add(k, s)
-                R.output(y)
-            return y
+    @ir_module()
+    def Expected(
+        x: R.Tensor((8, 16), "float32"),
+        w0: R.Tensor((16, 32), "float32"),
+        b0: R.Tensor((32,), "float32"),
+        w1: R.Tensor((32, 16), "float32"),
+        g: R.Tensor((16,), "float32"),
+    ):
+        with R.dataflow():
+            x_low = R.astype(x, "bfloat16")
+            w0_low = R.astype(w0, "bfloat16")
+            a = R.matmul(x_low, w0_low, out_dtype="float32")
+            b = R.add(a, b0)
+            c = R.nn.gelu(b)
+            c_low = R.astype(c, "bfloat16")
+            w1_low = R.astype(w1, "bfloat16")
+            d = R.matmul(c_low, w1_low, out_dtype="float32")
+            e = R.add(d, x)
+            f = R.nn.rms_norm(e, g, axes=[-1])
+            f_low = R.astype(f, "bfloat16")
+            h = R.matmul(f_low, w0_low, out_dtype="float32")
+            i = R.tanh(h)
+            i_low = R.astype(i, "bfloat16")
+            j = R.matmul(i_low, w1_low, out_dtype="float32")
+            k = R.add(j, f)
+            i_wide = R.astype(i_low, "float32")
+            s = R.sum(i_wide)
+            y = R.add(k, s)
+            R.output(y)
+        return y
 
     check(relax.transform.Normalize()(Before), Expected)
 
 
 def test_what_only_moves_elements_moves_rounded_ones():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor((4, 8, 16), "float32"), w: R.Tensor((32, 16), "float32")):
-            with R.dataflow():
-                a = R.nn.relu(x)
-                parts = R.split(a, 2, axis=1)
-                b = R.concat((parts[1], parts[0]), axis=1)
-                c = R.reshape(b, R.shape([32, 16]))
-                wt = R.permute_dims(w)
-                d = R.matmul(c, wt)
-                y = R.add(d, R.sum(b))
-                R.output(y)
-            return y
+    @ir_module()
+    def Before(x: R.Tensor((4, 8, 16), "float32"), w: R.Tensor((32, 16), "float32")):
+        with R.dataflow():
+            a = R.nn.relu(x)
+            parts = R.split(a, 2, axis=1)
+            b = R.concat((parts[1], parts[0]), axis=1)
+            c = R.reshape(b, R.shape([32, 16]))
+            wt = R.permute_dims(w)
+            d = R.matmul(c, wt)
+            y = R.add(d, R.sum(b))
+            R.output(y)
+        return y
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor((4, 8, 16), "float32"), w: R.Tensor((32, 16), "float32")):
-            with R.dataflow():
-                a = R.nn.relu(x)
-                a_low = R.astype(a, "bfloat16")
-                parts = R.split(a_low, 2, axis=1)
-                second = parts[1]
-                first = parts[0]
-                b = R.concat((second, first), axis=1)
-                c = R.reshape(b, R.shape([32, 16]))
-                w_low = R.astype(w, "bfloat16")
-                wt = R.permute_dims(w_low)
-                d = R.matmul(c, wt, out_dtype="float32")
-                b_wide = R.astype(b, "float32")
-                s = R.sum(b_wide)
-                y = R.add(d, s)
-                R.output(y)
-            return y
+    @ir_module()
+    def Expected(x: R.Tensor((4, 8, 16), "float32"), w: R.Tensor((32, 16), "float32")):
+        with R.dataflow():
+            a = R.nn.relu(x)
+            a_low = R.astype(a, "bfloat16")
+            parts = R.split(a_low, 2, axis=1)
+            second = parts[1]
+            first = parts[0]
+            b = R.concat((second, first), axis=1)
+            c = R.reshape(b, R.shape([32, 16]))
+            w_low = R.astype(w, "bfloat16")
+            wt = R.permute_dims(w_low)
+            d = R.matmul(c, wt, out_dtype="float32")
+            b_wide = R.astype(b, "float32")
+            s = R.sum(b_wide)
+            y = R.add(d, s)
+            R.output(y)
+        return y
 
     check(relax.transform.Normalize()(Before), Expected)
 
 
 def test_convolutions_and_pooling():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(
-            x: R.Tensor((1, 3, 8, 8), "float32"),
-            w0: R.Tensor((8, 3, 3, 3), "float32"),
-            w1: R.Tensor((8, 8, 1, 1), "float32"),
-        ):
-            with R.dataflow():
-                a = R.nn.conv2d(x, w0, padding=(1, 1), strides=(2, 2))
-                b = R.nn.relu(a)
-                c = R.nn.max_pool2d(b, pool_size=(2, 2), strides=(2, 2))
-                d = R.nn.conv2d(c, w1)
-                e = R.add(d, c)
-                R.output(e)
-            return e
+    @ir_module()
+    def Before(
+        x: R.Tensor((1, 3, 8, 8), "float32"),
+        w0: R.Tensor((8, 3, 3, 3), "float32"),
+        w1: R.Tensor((8, 8, 1, 1), "float32"),
+    ):
+        with R.dataflow():
+            a = R.nn.conv2d(x, w0, padding=(1, 1), strides=(2, 2))
+            b = R.nn.relu(a)
+            c = R.nn.max_pool2d(b, pool_size=(2, 2), strides=(2, 2))
+            d = R.nn.conv2d(c, w1)
+            e = R.add(d, c)
+            R.output(e)
+        return e
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(
-            x: R.Tensor((1, 3, 8, 8), "float32"),
-            w0: R.Tensor((8, 3, 3, 3), "float32"),
-            w1: R.Tensor((8, 8, 1, 1), "float32"),
-        ):
-            with R.dataflow():
-                x_low = R.astype(x, "float16")
-                w0_low = R.astype(w0, "float16")
-                a = R.nn.conv2d(x_low, w0_low, padding=(1, 1), strides=(2, 2), out_dtype="float32")
-                b = R.nn.relu(a)
-                b_low = R.astype(b, "float16")
-                c = R.nn.max_pool2d(b_low, pool_size=(2, 2), strides=(2, 2))
-                w1_low = R.astype(w1, "float16")
-                d = R.nn.conv2d(c, w1_low, out_dtype="float32")
-                c_wide = R.astype(c, "float32")
-                e = R.add(d, c_wide)
-                R.output(e)
-            return e
+    @ir_module()
+    def Expected(
+        x: R.Tensor((1, 3, 8, 8), "float32"),
+        w0: R.Tensor((8, 3, 3, 3), "float32"),
+        w1: R.Tensor((8, 8, 1, 1), "float32"),
+    ):
+        with R.dataflow():
+            x_low = R.astype(x, "float16")
+            w0_low = R.astype(w0, "float16")
+            a = R.nn.conv2d(x_low, w0_low, padding=(1, 1), strides=(2, 2), out_dtype="float32")
+            b = R.nn.relu(a)
+            b_low = R.astype(b, "float16")
+            c = R.nn.max_pool2d(b_low, pool_size=(2, 2), strides=(2, 2))
+            w1_low = R.astype(w1, "float16")
+            d = R.nn.conv2d(c, w1_low, out_dtype="float32")
+            c_wide = R.astype(c, "float32")
+            e = R.add(d, c_wide)
+            R.output(e)
+        return e
 
     check(Before, Expected, "float16")
 
@@ -180,40 +168,36 @@ def test_convolutions_and_pooling():
 def test_returned_values_keep_their_type_and_number():
     """Also of what is moved, and of tuples; branches end with values of float32 too."""
 
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(p: R.Tensor((), "bool"), x: R.Tensor((8, 16), "float32"), w: R.Tensor((16, 16), "float32")) -> R.Tuple(
-            R.Tensor((16, 8), "float32"), R.Tensor((8, 16), "float32")
-        ):
-            a = R.exp(x)
-            t = R.permute_dims(a)
-            if p:
-                u = R.matmul(a, w)
-                v = u
-            else:
-                v = R.matmul(R.permute_dims(t), w)
-            return (t, v)
+    @ir_module()
+    def Before(p: R.Tensor((), "bool"), x: R.Tensor((8, 16), "float32"), w: R.Tensor((16, 16), "float32")) -> R.Tuple(
+        R.Tensor((16, 8), "float32"), R.Tensor((8, 16), "float32")
+    ):
+        a = R.exp(x)
+        t = R.permute_dims(a)
+        if p:
+            u = R.matmul(a, w)
+            v = u
+        else:
+            v = R.matmul(R.permute_dims(t), w)
+        return (t, v)
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(p: R.Tensor((), "bool"), x: R.Tensor((8, 16), "float32"), w: R.Tensor((16, 16), "float32")) -> R.Tuple(
-            R.Tensor((16, 8), "float32"), R.Tensor((8, 16), "float32")
-        ):
-            a = R.exp(x)
-            a_low = R.astype(a, "bfloat16")
-            t_low = R.permute_dims(a_low)
-            t = R.astype(t_low, "float32")
-            if p:
-                w_low = R.astype(w, "bfloat16")
-                u = R.matmul(a_low, w_low, out_dtype="float32")
-                v = u
-            else:
-                b_low = R.permute_dims(t_low)
-                w_also = R.astype(w, "bfloat16")
-                v = R.matmul(b_low, w_also, out_dtype="float32")
-            return (t, v)
+    @ir_module()
+    def Expected(p: R.Tensor((), "bool"), x: R.Tensor((8, 16), "float32"), w: R.Tensor((16, 16), "float32")) -> R.Tuple(
+        R.Tensor((16, 8), "float32"), R.Tensor((8, 16), "float32")
+    ):
+        a = R.exp(x)
+        a_low = R.astype(a, "bfloat16")
+        t_low = R.permute_dims(a_low)
+        t = R.astype(t_low, "float32")
+        if p:
+            w_low = R.astype(w, "bfloat16")
+            u = R.matmul(a_low, w_low, out_dtype="float32")
+            v = u
+        else:
+            b_low = R.permute_dims(t_low)
+            w_also = R.astype(w, "bfloat16")
+            v = R.matmul(b_low, w_also, out_dtype="float32")
+        return (t, v)
 
     check(relax.transform.Normalize()(Before), relax.transform.Normalize()(Expected))
 
@@ -221,14 +205,12 @@ def test_returned_values_keep_their_type_and_number():
 def test_constants_are_rounded_once():
     weight = fresh_rng().standard_normal((16, 16)).astype("float32")
 
-    @I.ir_module
-    class Model:
-        @R.function
-        def main(x: R.Tensor((8, 16), "float32"), w: R.Tensor((16, 16), "float32")):
-            with R.dataflow():
-                y = R.matmul(R.nn.relu(R.matmul(x, w)), w)
-                R.output(y)
-            return y
+    @ir_module()
+    def Model(x: R.Tensor((8, 16), "float32"), w: R.Tensor((16, 16), "float32")):
+        with R.dataflow():
+            y = R.matmul(R.nn.relu(R.matmul(x, w)), w)
+            R.output(y)
+        return y
 
     bound = relax.transform.BindParams("main", {"w": weight})(relax.transform.Normalize()(Model))
     after = ToMixedPrecision("bfloat16")(bound)
@@ -242,22 +224,20 @@ def test_constants_are_rounded_once():
 def test_what_stays_in_float32():
     """Outer products, weights beyond the range of float16, dequantized weights, and the symbolic extents around."""
 
-    @I.ir_module
-    class Model:
-        @R.function
-        def main(
-            x: R.Tensor(("n", 1), "float32"),
-            w: R.Tensor((1, 64), "float32"),
-            z: R.Tensor(("n", 64), "float32"),
-            q: R.Tensor((64, 16), "int8"),
-        ):
-            n = T.int64()
-            with R.dataflow():
-                a = R.matmul(x, w)
-                b = R.matmul(z, R.multiply(R.astype(R.astype(q, "int32"), "float32"), R.const(0.5)))
-                c = R.matmul(z, R.const(np.full((64, 8), 7e4, "float32")))
-                R.output(a, b, c)
-            return (a, b, c)
+    @ir_module()
+    def Model(
+        x: R.Tensor(("n", 1), "float32"),
+        w: R.Tensor((1, 64), "float32"),
+        z: R.Tensor(("n", 64), "float32"),
+        q: R.Tensor((64, 16), "int8"),
+    ):
+        n = T.int64()
+        with R.dataflow():
+            a = R.matmul(x, w)
+            b = R.matmul(z, R.multiply(R.astype(R.astype(q, "int32"), "float32"), R.const(0.5)))
+            c = R.matmul(z, R.const(np.full((64, 8), 7e4, "float32")))
+            R.output(a, b, c)
+        return (a, b, c)
 
     mod = relax.transform.Normalize()(Model)
     assert to_mixed_precision(mod, "float16") is mod
@@ -267,29 +247,24 @@ def test_what_stays_in_float32():
 GPU, CPU = {"kind": "cuda", "arch": "sm_90a"}, {"kind": "llvm", "mcpu": "x86-64-v3"}
 
 
-@I.ir_module
-class PostNorm:
-    """Two products with a norm between them that is also a residual; on the GPU, then on the CPU."""
-
-    I.module_global_infos({"vdevice": [I.vdevice(GPU), I.vdevice(CPU)]})
-
-    @R.function
-    def main(
-        x: R.Tensor((8, 16), "float32", "cuda:0"),
-        w0: R.Tensor((16, 16), "float32", "cuda:0"),
-        w1: R.Tensor((16, 16), "float32", "cuda:0"),
-        w2: R.Tensor((16, 16), "float32", "llvm:0"),
-        g: R.Tensor((16,), "float32", "cuda:0"),
-    ):
-        with R.dataflow():
-            a = R.matmul(x, w0)
-            b = R.nn.rms_norm(a, g, axes=[-1])
-            c = R.matmul(b, w1)
-            d = R.add(c, b)
-            e = R.to_vdevice(d, "llvm:0")
-            y = R.matmul(e, w2)
-            R.output(y)
-        return y
+# Two products with a norm between them that is also a residual; on the GPU, then on the CPU.
+@ir_module(GPU, CPU)
+def PostNorm(
+    x: R.Tensor((8, 16), "float32", "cuda:0"),
+    w0: R.Tensor((16, 16), "float32", "cuda:0"),
+    w1: R.Tensor((16, 16), "float32", "cuda:0"),
+    w2: R.Tensor((16, 16), "float32", "llvm:0"),
+    g: R.Tensor((16,), "float32", "cuda:0"),
+):
+    with R.dataflow():
+        a = R.matmul(x, w0)
+        b = R.nn.rms_norm(a, g, axes=[-1])
+        c = R.matmul(b, w1)
+        d = R.add(c, b)
+        e = R.to_vdevice(d, "llvm:0")
+        y = R.matmul(e, w2)
+        R.output(y)
+    return y
 
 
 def products_of(mod):
@@ -338,25 +313,21 @@ def test_a_device_that_is_not_there():
 
 
 def test_operands_of_norms_are_stored_rounded_in_float16_on_gpus_if_nothing_else_reads_them():
-    @I.ir_module
-    class Norms:
-        I.module_global_infos({"vdevice": [I.vdevice(GPU), I.vdevice(CPU)]})
-
-        @R.function
-        def main(
-            x: R.Tensor((8, 16), "float32", "cuda:0"),
-            w: R.Tensor((16, 16), "float32", "cuda:0"),
-            g: R.Tensor((16,), "float32", "cuda:0"),
-        ):
-            with R.dataflow():
-                a = R.matmul(x, w)
-                b = R.nn.rms_norm(a, g, axes=[-1])
-                c = R.matmul(b, w)
-                d = R.nn.rms_norm(c, g, axes=[-1])
-                e = R.matmul(d, w)
-                y = R.add(e, c)
-                R.output(y)
-            return y
+    @ir_module(GPU, CPU)
+    def Norms(
+        x: R.Tensor((8, 16), "float32", "cuda:0"),
+        w: R.Tensor((16, 16), "float32", "cuda:0"),
+        g: R.Tensor((16,), "float32", "cuda:0"),
+    ):
+        with R.dataflow():
+            a = R.matmul(x, w)
+            b = R.nn.rms_norm(a, g, axes=[-1])
+            c = R.matmul(b, w)
+            d = R.nn.rms_norm(c, g, axes=[-1])
+            e = R.matmul(d, w)
+            y = R.add(e, c)
+            R.output(y)
+        return y
 
     def norms(dtype):
         mod = ToMixedPrecision(dtype)(Norms)
@@ -367,19 +338,15 @@ def test_operands_of_norms_are_stored_rounded_in_float16_on_gpus_if_nothing_else
 
 
 def test_of_two_products_that_are_added_the_first_is_stored_rounded_in_float16_on_gpus():
-    @I.ir_module
-    class Shortcut:
-        I.module_global_infos({"vdevice": [I.vdevice(GPU), I.vdevice(CPU)]})
-
-        @R.function
-        def main(x: R.Tensor((8, 16), "float32", "cuda:0"), w: R.Tensor((16, 16), "float32", "cuda:0")):
-            with R.dataflow():
-                a = R.add(R.matmul(x, w), R.const(1.0))
-                b = R.add(R.matmul(x, w), R.const(2.0))
-                c = R.nn.relu(R.add(a, b))
-                y = R.matmul(c, w)
-                R.output(y)
-            return y
+    @ir_module(GPU, CPU)
+    def Shortcut(x: R.Tensor((8, 16), "float32", "cuda:0"), w: R.Tensor((16, 16), "float32", "cuda:0")):
+        with R.dataflow():
+            a = R.add(R.matmul(x, w), R.const(1.0))
+            b = R.add(R.matmul(x, w), R.const(2.0))
+            c = R.nn.relu(R.add(a, b))
+            y = R.matmul(c, w)
+            R.output(y)
+        return y
 
     def added(dtype):
         mod = ToMixedPrecision(dtype)(relax.transform.Normalize()(Shortcut))
@@ -397,15 +364,13 @@ def test_of_two_products_that_are_added_the_first_is_stored_rounded_in_float16_o
 def _on(*targets):
     """A product on each device, of what the one before made."""
 
-    @I.ir_module
-    class Chain:
-        @R.function
-        def main(x: R.Tensor((16, 32), "float32"), w: R.Tensor((32, 32), "float32")):
-            with R.dataflow():
-                first = R.matmul(x, w)
-                second = R.matmul(first, w)
-                R.output(second)
-            return second
+    @ir_module()
+    def Chain(x: R.Tensor((16, 32), "float32"), w: R.Tensor((32, 32), "float32")):
+        with R.dataflow():
+            first = R.matmul(x, w)
+            second = R.matmul(first, w)
+            R.output(second)
+        return second
 
     mod = relax.transform.Normalize()(Chain)
     mod.update_global_info("vdevice", [rh.VDevice(target) for target in targets])
@@ -453,18 +418,14 @@ def test_devices_of_a_module_that_is_not_placed():
 
 
 def test_each_device_gets_its_own_type():
-    @I.ir_module
-    class Chain:
-        I.module_global_infos({"vdevice": [I.vdevice(PLAIN), I.vdevice(ZEN)]})
-
-        @R.function
-        def main(x: R.Tensor((16, 32), "float32"), w: R.Tensor((32, 32), "float32")):
-            with R.dataflow():
-                first = R.matmul(x, w)
-                moved = R.to_vdevice(first, "llvm:1")
-                second = R.matmul(moved, R.to_vdevice(w, "llvm:1"))
-                R.output(second)
-            return second
+    @ir_module(PLAIN, ZEN)
+    def Chain(x: R.Tensor((16, 32), "float32"), w: R.Tensor((32, 32), "float32")):
+        with R.dataflow():
+            first = R.matmul(x, w)
+            moved = R.to_vdevice(first, "llvm:1")
+            second = R.matmul(moved, R.to_vdevice(w, "llvm:1"))
+            R.output(second)
+        return second
 
     for asked in ("bfloat16", "auto"):
         low = ToMixedPrecision(asked)(relax.transform.Normalize()(Chain))

@@ -4,19 +4,17 @@ import numpy as np
 import tvm
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
 from relax_hetero.transform import FormCommandBuffers
 from relax_hetero.transform.ir.module_attrs import COMMANDS
 from transform.outlines import V4, called
+from tvmscript import ir_module
 
 
-@I.ir_module
+@ir_module(V4)
 class Sums:
-    I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
     @T.prim_func(private=True, s_tir=True)
     def sum(A: T.Buffer((4,), "float32"), B: T.Buffer((4,), "float32"), C: T.Buffer((4,), "float32")):
         T.evaluate(0)
@@ -54,10 +52,8 @@ def test_constants_follow_the_inputs():
 
 
 def test_a_run_that_nobody_reads_makes_no_buffer():
-    @I.ir_module
+    @ir_module(V4)
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def one(A: T.Buffer((4,), "float32"), B: T.Buffer((4,), "float32")):
             T.evaluate(0)
@@ -76,10 +72,8 @@ def test_a_run_that_nobody_reads_makes_no_buffer():
 def test_kernels_keep_their_names_unless_others_call_them():
     """A kernel that is called outside too, or is public, stays; its raw twin has another name."""
 
-    @I.ir_module
+    @ir_module(V4)
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def inside(A: T.Buffer((4,), "float32"), B: T.Buffer((4,), "float32")):
             T.evaluate(0)

@@ -13,12 +13,11 @@ from relax_hetero.transform.record.donated import DONATED, with_donated
 from relax_hetero.transform.record.form_command_buffers import form_command_buffers
 from relax_hetero.transform.record.update_donated import update_donated
 from transform.outlines import V4, called, check
+from tvmscript import ir_module
 
 
-@I.ir_module
+@ir_module(V4)
 class Plain:
-    I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
     @T.prim_func(private=True, s_tir=True)
     def add(A: T.Buffer((4,), "float32"), B: T.Buffer((4,), "float32"), C: T.Buffer((4,), "float32")):
         T.func_attr({"relax_hetero.tied": [[0, 2], [1, 2]]})
@@ -39,10 +38,8 @@ class Plain:
 
 
 def test_a_kernel_by_itself():
-    @I.ir_module
+    @ir_module(V4)
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def add_in_place(A: T.Buffer((4,), "float32"), B: T.Buffer((4,), "float32")):
             T.func_attr({"tirx.noalias": False})
@@ -80,10 +77,8 @@ def test_a_kernel_by_itself():
 def test_a_command_buffer():
     """Both kernels write over the cache; what is read of it elsewhere must be what it was."""
 
-    @I.ir_module
+    @ir_module(V4)
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def add(A: T.Buffer((4,), "float32"), B: T.Buffer((4,), "float32"), C: T.Buffer((4,), "float32")):
             T.func_attr({"relax_hetero.tied": [[0, 2]]})
@@ -101,10 +96,8 @@ def test_a_command_buffer():
                 R.output(gv)
             return gv
 
-    @I.ir_module
+    @ir_module(V4)
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def main_commands(
             cache: T.Buffer((T.int64(4),), "float32"),
@@ -137,10 +130,8 @@ def test_a_command_buffer():
 def test_what_others_read_is_left_alone():
     """The cache is returned too, so neither the command buffer nor a kernel may write to it."""
 
-    @I.ir_module
+    @ir_module(V4)
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def twice(A: T.Buffer((4,), "float32"), B: T.Buffer((4,), "float32")):
             T.func_attr({"relax_hetero.tied": [[0, 1]]})
@@ -161,10 +152,8 @@ def test_what_others_read_is_left_alone():
 
 
 def test_what_is_shown_in_another_shape_is_left_alone():
-    @I.ir_module
+    @ir_module(V4)
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def twice(A: T.Buffer((4,), "float32"), B: T.Buffer((4,), "float32")):
             T.func_attr({"relax_hetero.tied": [[0, 1]]})

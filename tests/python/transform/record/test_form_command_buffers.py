@@ -3,20 +3,18 @@
 The expected modules show functions of Relax; the host functions in them only have the right parameters.
 """
 
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
 from transform.outlines import V4, called, check
+from tvmscript import ir_module
 
 
 def test_operands_results_and_arena():
     """`a` is transient; `b` is used inside and outside, `c` twice outside."""
 
-    @I.ir_module
+    @ir_module(V4)
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def one(A: T.Buffer((4,), "float32"), B: T.Buffer((4,), "float32")):
             T.evaluate(0)
@@ -36,10 +34,8 @@ def test_operands_results_and_arena():
                 R.output(gv)
             return gv
 
-    @I.ir_module
+    @ir_module(V4)
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def main_commands(
             x: T.Buffer((T.int64(4),), "float32"),
@@ -75,10 +71,8 @@ def test_operands_results_and_arena():
 
 
 def test_one_result_and_no_arena():
-    @I.ir_module
+    @ir_module(V4)
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def both(A: T.Buffer((4,), "float32"), B: T.Buffer((4,), "float32")):
             T.evaluate(0)
@@ -90,10 +84,8 @@ def test_one_result_and_no_arena():
             b = R.call_tir(cls.both, (a,), out_ty=R.Tensor((4,), "float32", "llvm:0"))
             return (a, b)
 
-    @I.ir_module
+    @ir_module(V4)
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def main_commands(
             x: T.Buffer((T.int64(4),), "float32"),
@@ -120,10 +112,8 @@ def test_one_result_and_no_arena():
 def test_tuples_and_views():
     """A field used inside only is transient; a view of an operand is the operand; views used outside are made there."""
 
-    @I.ir_module
+    @ir_module(V4)
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def parts(A: T.Buffer((4,), "int8"), B: T.Buffer((4,), "int8"), C: T.Buffer((4,), "int8")):
             T.evaluate(0)
@@ -153,10 +143,8 @@ def test_tuples_and_views():
                 R.output(gv)
             return gv
 
-    @I.ir_module
+    @ir_module(V4)
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def main_commands(
             x: T.Buffer((T.int64(2), T.int64(2)), "int8"),
@@ -200,10 +188,8 @@ def test_tuples_and_views():
 def test_symbols():
     """`n` is said by an operand's extent, `m` by none: it is passed, and so is the number."""
 
-    @I.ir_module
+    @ir_module(V4)
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def times(a: T.handle, k: T.int64, b: T.handle):
             n = T.int64()
@@ -222,10 +208,8 @@ def test_symbols():
                 R.output(b)
             return b
 
-    @I.ir_module
+    @ir_module(V4)
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def main_commands(x: T.handle, k: T.int64, m: T.int64, b: T.handle, arena: T.handle):
             n = T.int64()

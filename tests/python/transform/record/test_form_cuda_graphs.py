@@ -6,7 +6,6 @@ import numpy as np
 import tvm
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
@@ -22,14 +21,13 @@ from relax_hetero.transform.record.form_cuda_graphs import GRAPH_CONSTANTS, Form
 from relax_hetero.transform.record.region_attrs import kernels_of, regions_of
 from relax_hetero.vm.device.cuda_driver import cuda_driver
 from relax_hetero.vm.region import cuda_graph
+from tvmscript import ir_module
 
 CUDA = {"kind": "cuda", "arch": "sm_90"}
 
 
-@I.ir_module
+@ir_module({"kind": "cuda", "arch": "sm_90"})
 class Steps:
-    I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_90"})]})
-
     @T.prim_func(private=True, s_tir=True)
     def step(A: T.Buffer((16,), "float32"), C: T.Buffer((16,), "float32")):
         T.func_attr({"op_pattern": 8})
@@ -88,11 +86,9 @@ STATE = tvm.ir.GenericConst(
 )
 
 
-@I.ir_module
+@ir_module({"kind": "cuda", "arch": "sm_90"})
 class Expected:
     """The graph reads its arguments from a table in `STATE`; the arena and constants belong to what was recorded."""
-
-    I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_90"})]})
 
     @T.prim_func(private=True, s_tir=True)
     def main_commands(x: T.handle, w: T.handle, state: T.handle, c: T.handle, e: T.handle):

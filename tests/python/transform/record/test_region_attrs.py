@@ -19,17 +19,16 @@ from relax_hetero.transform.record.region_attrs import (
     regions_of,
 )
 from relax_hetero.transform.record.region_ir import OutlinedRegion, RegionStep, RegionValue
+from tvmscript import ir_module
 
 
 def formed(mod):
     return form_command_buffers(rh.transform.FormDispatches()(rh.transform.RealizeVDevice()(mod)))
 
 
-@I.ir_module
+@ir_module("llvm", "llvm:1")
 class TwoDevices:
     """Runs on both devices, ended by a transfer and by control flow; one kernel by itself."""
-
-    I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
 
     @T.prim_func(private=True)
     def scale(A: T.Buffer((16,), "float16"), W: T.Buffer((16,), "float16"), B: T.Buffer((16,), "float16")):

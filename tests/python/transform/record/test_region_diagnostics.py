@@ -1,6 +1,5 @@
 """Why a run ended, in words."""
 
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
@@ -8,12 +7,11 @@ import relax_hetero as rh
 from relax_hetero.transform.ir.findings import findings_of
 from relax_hetero.transform.record.form_command_buffers import form_command_buffers
 from relax_hetero.transform.record.region_attrs import regions_of
+from tvmscript import ir_module
 
 
-@I.ir_module
+@ir_module("llvm")
 class Ends:
-    I.module_global_infos({"vdevice": [I.vdevice("llvm", 0)]})
-
     @T.prim_func(private=True)
     def double(A: T.Buffer((16,), "float32"), B: T.Buffer((16,), "float32")):
         T.func_attr({"op_pattern": 8})

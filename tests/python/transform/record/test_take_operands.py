@@ -4,7 +4,6 @@ import tvm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm import relax
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
@@ -14,15 +13,14 @@ from relax_hetero.transform.record.region_attrs import regions_of
 from relax_hetero.transform.record.region_ir import RegionValue
 from relax_hetero.transform.record.take_operands import Draft, take_operands
 from transform.outlines import V4, called, check
+from tvmscript import ir_module
 
 
 def test_a_chain_lies_where_its_last_result_does():
     """`a` and `b` are transient and read once; `x` is the caller's."""
 
-    @I.ir_module
+    @ir_module(V4)
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def scale(A: T.Buffer((4,), "float32"), B: T.Buffer((4,), "float32")):
             T.func_attr({"relax_hetero.tied": [[0, 1]]})
@@ -42,10 +40,8 @@ def test_a_chain_lies_where_its_last_result_does():
                 R.output(c)
             return c
 
-    @I.ir_module
+    @ir_module(V4)
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def main_commands(x: T.Buffer((T.int64(4),), "float32"), c: T.Buffer((T.int64(4),), "float32")):
             T.evaluate(0)
@@ -74,10 +70,8 @@ def test_a_chain_lies_where_its_last_result_does():
 def test_what_is_read_again_keeps_its_memory():
     """`a` is read by a later kernel, `b` by another operand of the same kernel, `c` after the run, `k` is constant."""
 
-    @I.ir_module
+    @ir_module(V4)
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def add(A: T.Buffer((4,), "float32"), B: T.Buffer((4,), "float32"), C: T.Buffer((4,), "float32")):
             T.func_attr({"relax_hetero.tied": [[0, 2]]})
@@ -104,10 +98,8 @@ def test_what_is_read_again_keeps_its_memory():
 def test_views_are_of_the_same_memory():
     """`flat` shows `a`, which is read after `b` is made; nothing reads `c` but through its view."""
 
-    @I.ir_module
+    @ir_module(V4)
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def scale(A: T.Buffer((2, 2), "float32"), B: T.Buffer((2, 2), "float32")):
             T.func_attr({"relax_hetero.tied": [[0, 1]]})

@@ -15,6 +15,7 @@ from tvm.script import tirx as T
 import relax_hetero as rh
 from relax_hetero.transform import IsolateWrites, RealizeVDevice
 from seeds import fresh_rng
+from tvmscript import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
@@ -46,10 +47,8 @@ class Kernels:
 
 
 def test_a_shared_value_is_copied_and_a_write_does_not_pass_a_read():
-    @I.ir_module
+    @ir_module(V4)
     class Before:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def bump(a: T.Buffer((T.int64(4),), "float32")):
             for i in range(T.int64(4)):
@@ -68,10 +67,8 @@ def test_a_shared_value_is_copied_and_a_write_does_not_pass_a_read():
                 R.output(z, result)
             return (z, result)
 
-    @I.ir_module
+    @ir_module(V4)
     class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def bump(a: T.Buffer((T.int64(4),), "float32")):
             for i in range(T.int64(4)):
@@ -125,10 +122,8 @@ def test_a_value_that_nothing_else_needs_is_overwritten_where_it_is():
 
 
 def test_a_transfer_to_where_a_value_is_copies_in_a_module_that_writes_in_place():
-    @I.ir_module
+    @ir_module(V4)
     class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
-
         @T.prim_func(private=True, s_tir=True)
         def bump(a: T.Buffer((T.int64(4),), "float32")):
             for i in range(T.int64(4)):

@@ -8,12 +8,12 @@ import tvm
 from tvm import relax, tirx
 from tvm.ir import assert_structural_equal
 from tvm.relax import op
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 from relax_hetero.transform import RealizeVDevice, SimplifyConvolutions, collect_fusions
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from seeds import fresh_rng
+from tvmscript import ir_module
 
 pytestmark = pytest.mark.sampled(4)
 
@@ -64,46 +64,38 @@ def check(shape, compute, ops):
 
 
 def test_a_batch_norm_becomes_the_weights_of_the_convolution_before_it():
-    @I.ir_module
-    class Before:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm")]})
+    @ir_module("llvm")
+    def Before(
+        x: R.Tensor((1, 3, 6, 6), "float32", "llvm:0"),
+        w: R.Tensor((4, 3, 3, 3), "float32", "llvm:0"),
+        gamma: R.Tensor((4,), "float32", "llvm:0"),
+        beta: R.Tensor((4,), "float32", "llvm:0"),
+        mean: R.Tensor((4,), "float32", "llvm:0"),
+        variance: R.Tensor((4,), "float32", "llvm:0"),
+    ):
+        with R.dataflow():
+            y: R.Tensor((1, 4, 4, 4), "float32", "llvm:0") = R.nn.conv2d(x, w, out_dtype="float32")
+            t: R.Tuple(
+                R.Tensor((1, 4, 4, 4), "float32", "llvm:0"),
+                R.Tensor((4,), "float32", "llvm:0"),
+                R.Tensor((4,), "float32", "llvm:0"),
+            ) = R.nn.batch_norm(y, gamma, beta, mean, variance, axis=1, epsilon=1e-3, training=False)
+            gv: R.Tensor((1, 4, 4, 4), "float32", "llvm:0") = t[0]
+            R.output(gv)
+        return gv
 
-        @R.function
-        def main(
-            x: R.Tensor((1, 3, 6, 6), "float32", "llvm:0"),
-            w: R.Tensor((4, 3, 3, 3), "float32", "llvm:0"),
-            gamma: R.Tensor((4,), "float32", "llvm:0"),
-            beta: R.Tensor((4,), "float32", "llvm:0"),
-            mean: R.Tensor((4,), "float32", "llvm:0"),
-            variance: R.Tensor((4,), "float32", "llvm:0"),
-        ):
-            with R.dataflow():
-                y: R.Tensor((1, 4, 4, 4), "float32", "llvm:0") = R.nn.conv2d(x, w, out_dtype="float32")
-                t: R.Tuple(
-                    R.Tensor((1, 4, 4, 4), "float32", "llvm:0"),
-                    R.Tensor((4,), "float32", "llvm:0"),
-                    R.Tensor((4,), "float32", "llvm:0"),
-                ) = R.nn.batch_norm(y, gamma, beta, mean, variance, axis=1, epsilon=1e-3, training=False)
-                gv: R.Tensor((1, 4, 4, 4), "float32", "llvm:0") = t[0]
-                R.output(gv)
-            return gv
-
-    @I.ir_module
-    class Expected:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm")]})
-
-        @R.function
-        def main(
-            x: R.Tensor((1, 3, 6, 6), "float32", "llvm:0"),
-            w: R.Tensor((4, 3, 3, 3), "float32", "llvm:0"),
-            b: R.Tensor((1, 4, 1, 1), "float32", "llvm:0"),
-        ):
-            with R.dataflow():
-                y: R.Tensor((1, 4, 4, 4), "float32", "llvm:0") = R.nn.conv2d(x, w, out_dtype="float32")
-                n: R.Tensor((1, 4, 4, 4), "float32", "llvm:0") = R.add(y, b)
-                gv: R.Tensor((1, 4, 4, 4), "float32", "llvm:0") = n
-                R.output(gv)
-            return gv
+    @ir_module("llvm")
+    def Expected(
+        x: R.Tensor((1, 3, 6, 6), "float32", "llvm:0"),
+        w: R.Tensor((4, 3, 3, 3), "float32", "llvm:0"),
+        b: R.Tensor((1, 4, 1, 1), "float32", "llvm:0"),
+    ):
+        with R.dataflow():
+            y: R.Tensor((1, 4, 4, 4), "float32", "llvm:0") = R.nn.conv2d(x, w, out_dtype="float32")
+            n: R.Tensor((1, 4, 4, 4), "float32", "llvm:0") = R.add(y, b)
+            gv: R.Tensor((1, 4, 4, 4), "float32", "llvm:0") = n
+            R.output(gv)
+        return gv
 
     weights = {"w": array(4, 3, 3, 3), "gamma": array(4), "beta": array(4), "mean": array(4)}
     variance = np.abs(array(4)) + np.float32(0.5)
@@ -227,15 +219,13 @@ def test_what_is_taken_into_weights_and_what_is_not(name):
 
 
 def test_training_and_unknown_statistics_stay():
-    @I.ir_module
-    class Module:
-        @R.function
-        def main(x: R.Tensor((1, 4, 6, 6), "float32"), v: R.Tensor((4,), "float32")):
-            with R.dataflow():
-                t = R.nn.batch_norm(x, v, v, v, v, axis=1, training=False)
-                gv = t[0]
-                R.output(gv)
-            return gv
+    @ir_module()
+    def Module(x: R.Tensor((1, 4, 6, 6), "float32"), v: R.Tensor((4,), "float32")):
+        with R.dataflow():
+            t = R.nn.batch_norm(x, v, v, v, v, axis=1, training=False)
+            gv = t[0]
+            R.output(gv)
+        return gv
 
     assert SimplifyConvolutions()(Module).same_as(Module)
     trained = built(
@@ -291,14 +281,12 @@ def test_a_convolution_for_each_phase_of_the_stride(kernel, groups, options, sli
 
 
 def test_weights_that_are_not_known_stay_transposed():
-    @I.ir_module
-    class Module:
-        @R.function
-        def main(x: R.Tensor((1, 4, 6, 6), "float32"), w: R.Tensor((4, 3, 2, 2), "float32")):
-            with R.dataflow():
-                y = R.nn.conv2d_transpose(x, w, strides=[2, 2])
-                R.output(y)
-            return y
+    @ir_module()
+    def Module(x: R.Tensor((1, 4, 6, 6), "float32"), w: R.Tensor((4, 3, 2, 2), "float32")):
+        with R.dataflow():
+            y = R.nn.conv2d_transpose(x, w, strides=[2, 2])
+            R.output(y)
+        return y
 
     with collect_fusions() as report:
         assert SimplifyConvolutions()(Module).same_as(Module)

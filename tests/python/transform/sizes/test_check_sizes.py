@@ -12,45 +12,42 @@ from tvm.script import tirx as T
 import relax_hetero as rh
 from relax_hetero.errors import BuildError, HeteroError
 from relax_hetero.transform import CheckSizes
+from tvmscript import ir_module
 
 
 def test_requirements_stand_where_sizes_are_known():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor(("n", "a"), "float32"), w: R.Tensor(("b", 2), "float32")):
-            n = T.int64()
-            found = T.int64()
-            with R.dataflow():
-                y = R.matmul(x, w)
-                places = R.match_cast(R.nonzero(y), R.Tensor((2, found), "int64"))
-                z = R.reshape(places, (n, 4))
-                R.output(z)
-            return z
+    @ir_module()
+    def Before(x: R.Tensor(("n", "a"), "float32"), w: R.Tensor(("b", 2), "float32")):
+        n = T.int64()
+        found = T.int64()
+        with R.dataflow():
+            y = R.matmul(x, w)
+            places = R.match_cast(R.nonzero(y), R.Tensor((2, found), "int64"))
+            z = R.reshape(places, (n, 4))
+            R.output(z)
+        return z
 
-    @I.ir_module
-    class Expected:
-        @R.function
-        def main(x: R.Tensor(("n", "a"), "float32"), w: R.Tensor(("b", 2), "float32")):
-            n = T.int64()
-            a = T.int64()
-            b = T.int64()
-            found = T.int64()
-            with R.dataflow():
-                R.hetero.require(
-                    T.float64(32.0) * T.Cast("float64", n) <= T.float64(2.0**47),
-                    "reshape 'z' of places (2, found) and (n, 4): expected a result of 2**47 bytes at most, (n, 4) of "
-                    "int64",
-                )
-                R.hetero.require(a == b, "matmul 'y' of x (n, a) and w (b, 2): expected a == b")
-                y = R.matmul(x, w)
-                places = R.match_cast(R.nonzero(y), R.Tensor((2, found), "int64"))
-                R.hetero.require(
-                    found * 2 == n * 4, "reshape 'z' of places (2, found) and (n, 4): expected found * 2 == n * 4"
-                )
-                z = R.reshape(places, (n, 4))
-                R.output(z)
-            return z
+    @ir_module()
+    def Expected(x: R.Tensor(("n", "a"), "float32"), w: R.Tensor(("b", 2), "float32")):
+        n = T.int64()
+        a = T.int64()
+        b = T.int64()
+        found = T.int64()
+        with R.dataflow():
+            R.hetero.require(
+                T.float64(32.0) * T.Cast("float64", n) <= T.float64(2.0**47),
+                "reshape 'z' of places (2, found) and (n, 4): expected a result of 2**47 bytes at most, (n, 4) of "
+                "int64",
+            )
+            R.hetero.require(a == b, "matmul 'y' of x (n, a) and w (b, 2): expected a == b")
+            y = R.matmul(x, w)
+            places = R.match_cast(R.nonzero(y), R.Tensor((2, found), "int64"))
+            R.hetero.require(
+                found * 2 == n * 4, "reshape 'z' of places (2, found) and (n, 4): expected found * 2 == n * 4"
+            )
+            z = R.reshape(places, (n, 4))
+            R.output(z)
+        return z
 
     after = CheckSizes()(Before)
     assert_structural_equal(after, Expected)
@@ -58,15 +55,13 @@ def test_requirements_stand_where_sizes_are_known():
 
 
 def test_nothing_to_do():
-    @I.ir_module
-    class Before:
-        @R.function
-        def main(x: R.Tensor(("n", 4), "float32"), w: R.Tensor((4, 2), "float32")):
-            with R.dataflow():
-                y = R.exp(R.matmul(x, w))
-                z = R.reshape(y, (-1,))
-                R.output(z)
-            return z
+    @ir_module()
+    def Before(x: R.Tensor(("n", 4), "float32"), w: R.Tensor((4, 2), "float32")):
+        with R.dataflow():
+            y = R.exp(R.matmul(x, w))
+            z = R.reshape(y, (-1,))
+            R.output(z)
+        return z
 
     assert CheckSizes()(Before).same_as(Before)
 
@@ -227,16 +222,14 @@ def test_calls_of_functions_and_kernels():
 
 
 def test_branches_keep_their_own():
-    @I.ir_module
-    class Module:
-        @R.function
-        def main(x: R.Tensor(("n", 4), "float32"), flag: R.Tensor((), "bool")):
-            if flag:
-                y = R.reshape(x, (2, 6))
-                r = R.sum(y)
-            else:
-                r = R.sum(x)
-            return r
+    @ir_module()
+    def Module(x: R.Tensor(("n", 4), "float32"), flag: R.Tensor((), "bool")):
+        if flag:
+            y = R.reshape(x, (2, 6))
+            r = R.sum(y)
+        else:
+            r = R.sum(x)
+        return r
 
     main = rh.vm.VirtualMachine(rh.compile(Module, cache=False))["main"]
     assert main(np.ones((3, 4), "float32"), np.array(True)).numpy() == 12
@@ -253,17 +246,13 @@ def test_code_for_gpus_has_the_checks_too():
 
 
 def test_schedules_of_two_devices_check_in_their_first_steps():
-    @I.ir_module
-    class Module:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor(("n", 4), "float32", "llvm:0")):
-            with R.dataflow():
-                y = R.to_vdevice(R.exp(R.reshape(x, (2, 6))), "llvm:1")
-                z = R.tanh(y)
-                R.output(z)
-            return z
+    @ir_module("llvm", "llvm:1")
+    def Module(x: R.Tensor(("n", 4), "float32", "llvm:0")):
+        with R.dataflow():
+            y = R.to_vdevice(R.exp(R.reshape(x, (2, 6))), "llvm:1")
+            z = R.tanh(y)
+            R.output(z)
+        return z
 
     exe = rh.compile(Module, cache=False)
     (schedule,) = exe.metadata.schedules
@@ -278,16 +267,14 @@ def test_schedules_of_two_devices_check_in_their_first_steps():
 def test_a_cast_between_written_shapes_is_checked():
     """Stock CanonicalizeBindings takes one size for the other where a match_cast says so, and drops the cast."""
 
-    @I.ir_module
-    class Module:
-        @R.function
-        def main(x: R.Tensor(("n",), "float32"), y: R.Tensor(("m",), "float32")):
-            m = T.int64()
-            with R.dataflow():
-                same = R.match_cast(x, R.Tensor((m,), "float32"))
-                z = R.add(same, y)
-                R.output(z)
-            return z
+    @ir_module()
+    def Module(x: R.Tensor(("n",), "float32"), y: R.Tensor(("m",), "float32")):
+        m = T.int64()
+        with R.dataflow():
+            same = R.match_cast(x, R.Tensor((m,), "float32"))
+            z = R.add(same, y)
+            R.output(z)
+        return z
 
     main = rh.vm.VirtualMachine(rh.compile(Module, cache=False))["main"]
     assert main(np.ones(3, "float32"), np.ones(3, "float32")).numpy().tolist() == [2, 2, 2]

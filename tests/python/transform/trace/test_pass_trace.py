@@ -7,17 +7,15 @@ import weakref
 
 import pytest
 import tvm
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.transform.ir.rewriting import handle
+from tvmscript import ir_module
 
 
-@I.ir_module
+@ir_module("llvm", "llvm:1")
 class Model:
-    I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
-
     @R.function
     def main(x: R.Tensor(("n", 8), "float32", "llvm:0")):
         with R.dataflow():

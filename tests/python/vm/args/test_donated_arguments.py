@@ -17,28 +17,24 @@ from tvm.script import tirx as T
 import relax_hetero as rh
 from relax_hetero.vm.queue.plan import QueuePlan
 from seeds import fresh_rng
+from tvmscript import ir_module
 
 
-@I.ir_module
-class Decoder:
-    """A step of a decoder: a row is written to a cache, and the cache is read."""
-
-    I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
-
-    @R.function
-    def main(
-        cache: R.Tensor(("n", 8), "float32", "llvm:0"),
-        row: R.Tensor((1, 8), "float32", "llvm:0"),
-        place: R.Tensor((1, 1), "int64", "llvm:0"),
-        query: R.Tensor((8, 1), "float32", "llvm:0"),
-    ):
-        with R.dataflow():
-            new = R.scatter_nd(cache, place, R.multiply(row, R.const(2.0, "float32")))
-            scores = R.nn.relu(R.matmul(new, query))
-            there = R.to_vdevice(scores, "llvm:1")
-            result = R.exp(there)
-            R.output(new, result)
-        return (new, result)
+# A step of a decoder: a row is written to a cache, and the cache is read.
+@ir_module("llvm", "llvm:1")
+def Decoder(
+    cache: R.Tensor(("n", 8), "float32", "llvm:0"),
+    row: R.Tensor((1, 8), "float32", "llvm:0"),
+    place: R.Tensor((1, 1), "int64", "llvm:0"),
+    query: R.Tensor((8, 1), "float32", "llvm:0"),
+):
+    with R.dataflow():
+        new = R.scatter_nd(cache, place, R.multiply(row, R.const(2.0, "float32")))
+        scores = R.nn.relu(R.matmul(new, query))
+        there = R.to_vdevice(scores, "llvm:1")
+        result = R.exp(there)
+        R.output(new, result)
+    return (new, result)
 
 
 def arguments(rng, n=6):
@@ -237,18 +233,13 @@ def test_calls_under_way_consume_nothing_that_others_take(executable):
     check(vm.submit("main", caches[0], row, place, query).result(60), expected(once, row, place, query))
 
 
-@I.ir_module
-class Early:
-    """The first step reads the donated argument; the second step is on another device."""
-
-    I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
-
-    @R.function
-    def main(x: R.Tensor(("n", 8), "float32", "llvm:0")):
-        with R.dataflow():
-            result = R.exp(R.to_vdevice(R.sum(x, axis=[0]), "llvm:1"))
-            R.output(result)
-        return result
+# The first step reads the donated argument; the second step is on another device.
+@ir_module("llvm", "llvm:1")
+def Early(x: R.Tensor(("n", 8), "float32", "llvm:0")):
+    with R.dataflow():
+        result = R.exp(R.to_vdevice(R.sum(x, axis=[0]), "llvm:1"))
+        R.output(result)
+    return result
 
 
 def test_memory_that_a_call_has_given_back_is_free():

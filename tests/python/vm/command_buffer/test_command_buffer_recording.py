@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import tvm
-from tvm.script import ir as I
 from tvm.script import tirx as T
 
 import relax_hetero as rh
+from tvmscript import ir_module
 from vm.command_kernels import Kernels
 
 
@@ -192,10 +192,8 @@ def test_command_buffers_need_a_machine(vm):
         rh.vm.CommandBuffer(vm.executable)
 
 
-@I.ir_module
+@ir_module("c")
 class InC:
-    I.module_global_infos({"vdevice": [I.vdevice("c", 0)]})
-
     @T.prim_func(s_tir=True)
     def shift(A: T.Buffer((16,), "float32"), B: T.Buffer((16,), "float32")):
         for i in range(16):

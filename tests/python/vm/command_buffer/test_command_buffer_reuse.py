@@ -8,11 +8,11 @@ import weakref
 
 import numpy as np
 import pytest
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
+from tvmscript import ir_module
 from vm.command_kernels import Kernels, floats
 
 
@@ -149,11 +149,9 @@ def test_what_a_table_holds_goes_with_it(vm):
     assert freed.is_set()
 
 
-@I.ir_module
+@ir_module("llvm")
 class Model:
     """A region of two kernels that are the model's own."""
-
-    I.module_global_infos({"vdevice": [I.vdevice("llvm", 0)]})
 
     @T.prim_func(private=True, s_tir=True)
     def double(A: T.Buffer((8,), "float32"), B: T.Buffer((8,), "float32")):

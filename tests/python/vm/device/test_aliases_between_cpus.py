@@ -6,23 +6,21 @@ import tvm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm import relax
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.vm.device import builtins
 from seeds import fresh_rng
+from tvmscript import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
 W = np.arange(24, dtype="float32").reshape(4, 6)
 
 
-@I.ir_module
+@ir_module(V4, (V2, 1))
 class Moves:
-    I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
     @R.function
     def both(x: R.Tensor(("n", 6), "float32", "llvm:0")):
         with R.dataflow():
@@ -110,10 +108,8 @@ def test_constants_stay_what_they_are(vm, copies):
 
 
 def test_who_writes_in_place_gets_a_copy(copies):
-    @I.ir_module
+    @ir_module(V4, (V2, 1))
     class Writes:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
         @T.prim_func(private=True, s_tir=True)
         def increment(a: T.Buffer((4,), "float32")):
             for i in range(4):

@@ -4,20 +4,18 @@ from functools import partial
 
 import numpy as np
 import pytest
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.vm.device.memory_limit import bytes_of_text
+from tvmscript import ir_module
 
 W = np.ones((64, 128), "float32")  # 32,768 bytes
 
 
-@I.ir_module
+@ir_module("llvm", "llvm:1")
 class Mod:
-    I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
-
     @T.prim_func(private=True, s_tir=True)
     def twice(a: T.handle, b: T.handle):
         n = T.int64()
@@ -115,19 +113,15 @@ def test_a_device_that_is_not_there(exe):
 
 @pytest.mark.parametrize("command_buffers", [True, False])
 def test_upper_bounds_plan_storage_and_arenas_and_are_kept_to(command_buffers):
-    @I.ir_module
-    class Bounded:
-        I.module_global_infos({"vdevice": [I.vdevice({"kind": "llvm", "num-cores": 1}, 0)]})
-
-        @R.function
-        def main(x: R.Tensor(("n", 64), "float32", "llvm:0")):
-            R.func_attr({"tir_var_upper_bound": {"n": 100}})
-            with R.dataflow():
-                h = R.nn.relu(R.matmul(x, R.const(W)))
-                s = R.cumsum(R.nn.softmax(h), axis=0)
-                r = R.matmul(R.permute_dims(s), R.nn.silu(R.matmul(R.nn.softmax(h), R.const(W.T))))
-                R.output(r)
-            return r
+    @ir_module({"kind": "llvm", "num-cores": 1})
+    def Bounded(x: R.Tensor(("n", 64), "float32", "llvm:0")):
+        R.func_attr({"tir_var_upper_bound": {"n": 100}})
+        with R.dataflow():
+            h = R.nn.relu(R.matmul(x, R.const(W)))
+            s = R.cumsum(R.nn.softmax(h), axis=0)
+            r = R.matmul(R.permute_dims(s), R.nn.silu(R.matmul(R.nn.softmax(h), R.const(W.T))))
+            R.output(r)
+        return r
 
     exe = rh.compile(Bounded, command_buffers=command_buffers)
     (memory,) = exe.metadata.memory

@@ -7,7 +7,6 @@ import threading
 import numpy as np
 import pytest
 import tvm
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
@@ -15,21 +14,18 @@ from relax_hetero.target import cpu_cores
 from relax_hetero.target.cpu_cores import cpus_of_nodes, listed_cpus
 from relax_hetero.vm.device import numa
 from relax_hetero.vm.queue import queues
+from tvmscript import ir_module
 
 X = np.random.default_rng(0).random((64, 256), "float32")
 NODE = min(cpus_of_nodes())
 
 
-@I.ir_module
-class Model:
-    I.module_global_infos({"vdevice": [I.vdevice("llvm")]})
-
-    @R.function
-    def main(x: R.Tensor((64, 256), "float32"), w: R.Tensor((256, 256), "float32")):
-        with R.dataflow():
-            y = R.nn.relu(R.matmul(x, w))
-            R.output(y)
-        return y
+@ir_module("llvm")
+def Model(x: R.Tensor((64, 256), "float32"), w: R.Tensor((256, 256), "float32")):
+    with R.dataflow():
+        y = R.nn.relu(R.matmul(x, w))
+        R.output(y)
+    return y
 
 
 @pytest.fixture(scope="module")

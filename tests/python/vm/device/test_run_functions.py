@@ -5,26 +5,22 @@ import pytest
 import tvm
 from hypothesis import given
 from hypothesis import strategies as st
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.vm.device.builtins import nonzero, running_on, shape_to_tensor, unique
+from tvmscript import ir_module
 
 integers = st.lists(st.integers(0, 4), min_size=1, max_size=8)
 
 
-@I.ir_module
-class Found:
-    I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
-
-    @R.function
-    def main(x: R.Tensor((4,), "float32", "llvm:1")):
-        with R.dataflow():
-            places: R.Tensor(dtype="int64", ndim=2, vdevice="llvm:1") = R.nonzero(x)
-            values: R.Tensor(dtype="float32", ndim=1, vdevice="llvm:1") = R.unique(x)
-            R.output(places, values)
-        return (places, values)
+@ir_module("llvm", "llvm:1")
+def Found(x: R.Tensor((4,), "float32", "llvm:1")):
+    with R.dataflow():
+        places: R.Tensor(dtype="int64", ndim=2, vdevice="llvm:1") = R.nonzero(x)
+        values: R.Tensor(dtype="float32", ndim=1, vdevice="llvm:1") = R.unique(x)
+        R.output(places, values)
+    return (places, values)
 
 
 def test_results_are_on_the_operands_device():

@@ -9,13 +9,13 @@ import time
 
 import numpy as np
 import pytest
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.artifact import worker_threads as names
 from relax_hetero.target.cpu_cores import cpus_of_cores
 from relax_hetero.vm.device import workers
+from tvmscript import ir_module
 
 TASK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, TASK, ctypes.c_void_p, ctypes.c_int)
@@ -23,16 +23,12 @@ X, W = (np.random.default_rng(i).random(shape, "float32") - 0.5 for i, shape in 
 CPU = {**{k: v for k, v in rh.native("llvm").export().items() if k in ("kind", "mcpu", "mattr")}, "num-cores": 2}
 
 
-@I.ir_module
-class Product:
-    I.module_global_infos({"vdevice": [I.vdevice("llvm")]})
-
-    @R.function
-    def main(x: R.Tensor((70, 130), "float32"), w: R.Tensor((130, 257), "float32")):
-        with R.dataflow():
-            y = R.matmul(x, w)
-            R.output(y)
-        return y
+@ir_module("llvm")
+def Product(x: R.Tensor((70, 130), "float32"), w: R.Tensor((130, 257), "float32")):
+    with R.dataflow():
+        y = R.matmul(x, w)
+        R.output(y)
+    return y
 
 
 def product():

@@ -13,12 +13,12 @@ import pytest
 import tvm
 from hypothesis import given
 from hypothesis import strategies as st
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.artifact import container as container_format
 from relax_hetero.vm.device.tensors import bytes_of, nbytes_of
+from tvmscript import ir_module
 
 X = np.ones(1024, "float32")
 DATA = np.arange(1024, dtype="float32")
@@ -164,16 +164,12 @@ def test_many_files_and_machines_come_and_go(exported):
         check(rh.load(exported))
 
 
-@I.ir_module
-class OnCuda:
-    I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_90"})]})
-
-    @R.function
-    def main(x: R.Tensor((64,), "float32", "cuda:0")):
-        with R.dataflow():
-            y: R.Tensor((64,), "float32", "cuda:0") = R.exp(x)
-            R.output(y)
-        return y
+@ir_module({"kind": "cuda", "arch": "sm_90"})
+def OnCuda(x: R.Tensor((64,), "float32", "cuda:0")):
+    with R.dataflow():
+        y: R.Tensor((64,), "float32", "cuda:0") = R.exp(x)
+        R.output(y)
+    return y
 
 
 def test_code_for_absent_devices_can_be_loaded_and_looked_at(tmp_path, monkeypatch):

@@ -6,24 +6,22 @@ import sys
 import numpy as np
 import pytest
 import tvm
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
 from seeds import fresh_rng
+from tvmscript import ir_module
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-@I.ir_module
-class Exponential:
-    @R.function
-    def main(x: R.Tensor((4,), "float32")):
-        with R.dataflow():
-            y = R.call_dps_packed("test.loading_again", (x,), out_ty=R.Tensor((4,), "float32"))
-            z = R.exp(y)
-            R.output(z)
-        return z
+@ir_module()
+def Exponential(x: R.Tensor((4,), "float32")):
+    with R.dataflow():
+        y = R.call_dps_packed("test.loading_again", (x,), out_ty=R.Tensor((4,), "float32"))
+        z = R.exp(y)
+        R.output(z)
+    return z
 
 
 @pytest.fixture
