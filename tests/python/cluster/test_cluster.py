@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm_ffi
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
 from cluster.two_hosts import First, Second, expected, program
 from relax_hetero.cluster import CALL, CallPlan, Program, Source, Step
+from tvmscript import ir_module
 
 Make = Callable[..., Any]
 
@@ -166,21 +166,10 @@ def test_replicas_share_the_calls(clusters: Make) -> None:
     assert cluster.synchronize(60)
 
 
-@I.ir_module
-class OneIdle:
-    I.module_global_infos(
-        {
-            "vdevice": [
-                I.vdevice({"kind": "llvm", "keys": ["cpu", "host:a", "native"]}),
-                I.vdevice({"kind": "llvm", "keys": ["cpu", "host:b", "native"]}),
-            ]
-        }
-    )
-
-    @R.function
-    def main(x: R.Tensor((4,), "float32", "a/llvm:0")):
-        y = R.add(x, x)
-        return y
+@ir_module({"kind": "llvm", "keys": ["cpu", "host:a", "native"]}, {"kind": "llvm", "keys": ["cpu", "host:b", "native"]})
+def OneIdle(x: R.Tensor((4,), "float32", "a/llvm:0")):
+    y = R.add(x, x)
+    return y
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
@@ -17,6 +16,7 @@ from relax_hetero.cluster.actor_calls import ActorCalls
 from relax_hetero.cluster.call_plan import CallPlan
 from relax_hetero.cluster.calls import ClusterCall
 from relax_hetero.vm.queue.fence import Fence
+from tvmscript import ir_module
 
 Make = Callable[..., Any]
 
@@ -24,10 +24,8 @@ A = {"kind": "llvm", "keys": ["cpu", "host:a", "native"]}
 B = {"kind": "llvm", "keys": ["cpu", "host:b", "native"]}
 
 
-@I.ir_module
+@ir_module(A, B)
 class Rounds:
-    I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
     @R.function(pure=False)
     def main(
         n: R.Tensor((), "int64", "a/llvm:0"),

@@ -2,26 +2,22 @@
 
 import numpy as np
 from tvm import relax
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
+from tvmscript import ir_module
 
 X = np.random.default_rng(0).standard_normal((3, 8)).astype("float32")
 W = np.random.default_rng(1).standard_normal((8, 5)).astype("float32")
 
 
-@I.ir_module
-class Linear:
-    I.module_global_infos({"vdevice": [I.vdevice({"kind": "llvm", "mcpu": "x86-64-v3"})]})
-
-    @R.function
-    def main(x: R.Tensor((3, 8), "float32"), w: R.Tensor((8, 5), "float32")):
-        R.func_attr({"num_input": 1})
-        with R.dataflow():
-            y = R.nn.relu(R.matmul(x, w))
-            R.output(y)
-        return y
+@ir_module({"kind": "llvm", "mcpu": "x86-64-v3"})
+def Linear(x: R.Tensor((3, 8), "float32"), w: R.Tensor((8, 5), "float32")):
+    R.func_attr({"num_input": 1})
+    with R.dataflow():
+        y = R.nn.relu(R.matmul(x, w))
+        R.output(y)
+    return y
 
 
 def bound(weight=W, mod=Linear):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
@@ -15,29 +14,28 @@ from relax_hetero.transform.ir.module_attrs import ACCURACY
 from seeds import fresh_rng
 from tir.kernel_runs import runs_here
 from transform.numpy_convolution import convolve
+from tvmscript import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4", "num-cores": 2}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2", "num-cores": 2}
 WEIGHTS = {"v": (64, 48, 3, 3), "w": (64, 64, 3, 3)}
 
 
-@I.ir_module
-class Two:
-    @R.function
-    def main(
-        x: R.Tensor((1, 48, 27, 28), "float32"),
-        v: R.Tensor((64, 48, 3, 3), "float32"),
-        w: R.Tensor((64, 64, 3, 3), "float32"),
-        bias: R.Tensor((1, 64, 1, 1), "float32"),
-    ):
-        R.func_attr({"num_input": 1})
-        with R.dataflow():
-            first = R.nn.conv2d(x, v, padding=[1, 1, 1, 1])
-            first_relu = R.nn.relu(R.add(first, bias))
-            head = R.nn.conv2d(first_relu, w, padding=[1, 1, 1, 1])
-            out = R.add(head, first_relu)
-            R.output(out)
-        return out
+@ir_module()
+def Two(
+    x: R.Tensor((1, 48, 27, 28), "float32"),
+    v: R.Tensor((64, 48, 3, 3), "float32"),
+    w: R.Tensor((64, 64, 3, 3), "float32"),
+    bias: R.Tensor((1, 64, 1, 1), "float32"),
+):
+    R.func_attr({"num_input": 1})
+    with R.dataflow():
+        first = R.nn.conv2d(x, v, padding=[1, 1, 1, 1])
+        first_relu = R.nn.relu(R.add(first, bias))
+        head = R.nn.conv2d(first_relu, w, padding=[1, 1, 1, 1])
+        out = R.add(head, first_relu)
+        R.output(out)
+    return out
 
 
 _rng = np.random.default_rng(7)

@@ -13,16 +13,15 @@ from relax_hetero.driver.bind_params import bind_params
 from relax_hetero.errors import BuildError
 from relax_hetero.transform import FormDispatches, RealizeVDevice
 from relax_hetero.transform.record.donated import DONATED
+from tvmscript import ir_module
 
 X = np.zeros((2, 3), "float32")
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
 
 
-@I.ir_module
+@ir_module(V4, (V2, 1))
 class Placed:
-    I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
     @R.function(private=True)
     def inner(x: R.Tensor((4, 4), "float32", "llvm:1"), w: R.Tensor((4, 4), "float32", "llvm:1")) -> R.Tensor(
         (4, 4), "float32", "llvm:1"
@@ -64,15 +63,13 @@ def test_what_counts_parameters_counts_those_that_are_left():
     assert (int(left["num_input"]), list(left[DONATED])) == (1, [0])
 
 
-@I.ir_module
-class Symbolic:
-    @R.function
-    def main(
-        x: R.Tensor(("b", "n"), "float32"), w: R.Tensor(("n", "m"), "float32"), v: R.Tensor(("m",), "float32")
-    ) -> R.Tensor(("b", "m"), "float32"):
-        b, n, m = T.int64(), T.int64(), T.int64()
-        flat = R.reshape(R.add(R.matmul(x, w), v), R.shape([b * m]))
-        return R.reshape(flat, R.shape([b, m]))
+@ir_module()
+def Symbolic(
+    x: R.Tensor(("b", "n"), "float32"), w: R.Tensor(("n", "m"), "float32"), v: R.Tensor(("m",), "float32")
+) -> R.Tensor(("b", "m"), "float32"):
+    b, n, m = T.int64(), T.int64(), T.int64()
+    flat = R.reshape(R.add(R.matmul(x, w), v), R.shape([b * m]))
+    return R.reshape(flat, R.shape([b, m]))
 
 
 @pytest.mark.parametrize("stages", [[], [RealizeVDevice], [RealizeVDevice, FormDispatches]])

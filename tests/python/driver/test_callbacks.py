@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import tvm
 import tvm_ffi
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
+from tvmscript import ir_module
 
 X = np.arange(4, dtype="float32")
 
@@ -17,10 +17,8 @@ def nothing(*values):
     pass
 
 
-@I.ir_module
+@ir_module("llvm", "llvm:1")
 class Calls:
-    I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
-
     @R.function(private=True, pure=False)
     def inner(x: R.Tensor((4,), "float32"), f: R.Callable([R.Tensor((4,), "float32")], R.Tuple([]), False)) -> R.Tuple(
         []

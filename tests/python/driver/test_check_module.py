@@ -10,6 +10,7 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.driver.check_module import check_module
+from tvmscript import ir_module
 
 OF_TVM = ("Check failed", "InternalError", "TVMError", ".cc:", "metadata[", "ir.Op(", "T.int64")
 N = tirx.Var("n", "int64")
@@ -116,14 +117,10 @@ def test_wrong_modules(make, texts):
 
 
 def test_two_devices_that_meet_are_left_to_placement():
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((4,), "float32", "llvm:0"), w: R.Tensor((4,), "float32", "llvm:1")):
-            y = R.matmul(x, w)
-            return y
+    @ir_module("llvm", "llvm:1")
+    def Mod(x: R.Tensor((4,), "float32", "llvm:0"), w: R.Tensor((4,), "float32", "llvm:1")):
+        y = R.matmul(x, w)
+        return y
 
     with pytest.raises(rh.PlacementError, match="llvm:1"):
         rh.compile(Mod)
@@ -158,15 +155,13 @@ class OfNoElementType:
         return R.add(z, z)
 
 
-@I.ir_module
-class Copies:
-    @R.function
-    def main(x: R.Tensor(("n", "m"), "float32")):
-        n, m = T.int64(), T.int64()
-        y = R.call_pure_packed("vm.builtin.copy", x, ty_args=R.Tensor((n, m), "float32"))
-        shape = R.call_pure_packed("vm.builtin.copy", R.shape([n]), ty_args=R.Shape(ndim=1))
-        _ = R.match_cast(shape, R.Shape([4]))
-        return R.add(y, y)
+@ir_module()
+def Copies(x: R.Tensor(("n", "m"), "float32")):
+    n, m = T.int64(), T.int64()
+    y = R.call_pure_packed("vm.builtin.copy", x, ty_args=R.Tensor((n, m), "float32"))
+    shape = R.call_pure_packed("vm.builtin.copy", R.shape([n]), ty_args=R.Shape(ndim=1))
+    _ = R.match_cast(shape, R.Shape([4]))
+    return R.add(y, y)
 
 
 def test_calls_without_element_types_run():

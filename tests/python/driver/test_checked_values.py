@@ -12,6 +12,7 @@ from relax_hetero.artifact.checks import CheckSpec
 from relax_hetero.artifact.commands import GRAPH
 from relax_hetero.artifact.metadata import Metadata
 from relax_hetero.target.vdevice import vdevices_of
+from tvmscript import ir_module
 
 X = np.random.default_rng(0).standard_normal((10, 4)).astype("float32")
 
@@ -20,15 +21,13 @@ def indices(*values):
     return np.array(values, "int64")
 
 
-@I.ir_module
-class Fused:
-    @R.function
-    def main(x: R.Tensor(("n", 4), "float32"), i: R.Tensor(("m",), "int64"), d: R.Tensor((), "int64")):
-        with R.dataflow():
-            taken = R.take(R.exp(x), R.floor_divide(i, d), axis=0)
-            out = R.nn.softmax(R.add(taken, taken))
-            R.output(out)
-        return out
+@ir_module()
+def Fused(x: R.Tensor(("n", 4), "float32"), i: R.Tensor(("m",), "int64"), d: R.Tensor((), "int64")):
+    with R.dataflow():
+        taken = R.take(R.exp(x), R.floor_divide(i, d), axis=0)
+        out = R.nn.softmax(R.add(taken, taken))
+        R.output(out)
+    return out
 
 
 def expected(x, i):
@@ -112,19 +111,15 @@ def test_private_functions_and_branches():
         vm["main"](X, indices(0, -11, 1), np.array(False))
 
 
-@I.ir_module
-class TwoDevices:
-    I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice({"kind": "llvm", "num-cores": 1})]})
-
-    @R.function
-    def main(x: R.Tensor((10, 4), "float32", "llvm:0"), i: R.Tensor((3,), "int64", "llvm:0")):
-        with R.dataflow():
-            a = R.to_vdevice(R.exp(x), "llvm:1")
-            t = R.take(a, R.to_vdevice(i, "llvm:1"), axis=0)
-            w = R.to_vdevice(R.nn.softmax(t), "llvm:0")
-            out = R.add(w, w)
-            R.output(out)
-        return out
+@ir_module("llvm", {"kind": "llvm", "num-cores": 1})
+def TwoDevices(x: R.Tensor((10, 4), "float32", "llvm:0"), i: R.Tensor((3,), "int64", "llvm:0")):
+    with R.dataflow():
+        a = R.to_vdevice(R.exp(x), "llvm:1")
+        t = R.take(a, R.to_vdevice(i, "llvm:1"), axis=0)
+        w = R.to_vdevice(R.nn.softmax(t), "llvm:0")
+        out = R.add(w, w)
+        R.output(out)
+    return out
 
 
 def test_steps_of_two_devices():
@@ -160,18 +155,14 @@ def test_strict_checks_change_nothing_on_a_cpu():
     assert strict.metadata.checks == default.metadata.checks
 
 
-@I.ir_module
-class OnGpu:
-    I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_90"})]})
-
-    @R.function
-    def main(x: R.Tensor((10, 4), "float32", "cuda:0"), i: R.Tensor((3,), "int64", "cuda:0")):
-        with R.dataflow():
-            doubled = R.add(x, x)
-            taken = R.take(doubled, i, axis=0)
-            out = R.nn.softmax(taken)
-            R.output(out)
-        return out
+@ir_module({"kind": "cuda", "arch": "sm_90"})
+def OnGpu(x: R.Tensor((10, 4), "float32", "cuda:0"), i: R.Tensor((3,), "int64", "cuda:0")):
+    with R.dataflow():
+        doubled = R.add(x, x)
+        taken = R.take(doubled, i, axis=0)
+        out = R.nn.softmax(taken)
+        R.output(out)
+    return out
 
 
 def test_strict_checks_of_a_gpu_stay_in_its_graph():

@@ -7,13 +7,13 @@ import pytest
 import tvm
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.errors import BuildError
 from relax_hetero.transform import FormDispatches, LowerToVM, RealizeVDevice
+from tvmscript import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
@@ -101,15 +101,13 @@ def test_constants_reach_called_functions():
 
 
 def test_a_returned_constant_and_an_if():
-    @I.ir_module
-    class Mod:
-        @R.function
-        def main(x: R.Tensor((4,), "float32"), c: R.Tensor((), "bool")) -> R.Tensor((4,), "float32"):
-            if c:
-                y = R.add(x, R.const([1.0, 2.0, 3.0, 4.0], "float32"))
-            else:
-                y = R.multiply(x, R.const([4.0, 3.0, 2.0, 1.0], "float32"))
-            return y
+    @ir_module()
+    def Mod(x: R.Tensor((4,), "float32"), c: R.Tensor((), "bool")) -> R.Tensor((4,), "float32"):
+        if c:
+            y = R.add(x, R.const([1.0, 2.0, 3.0, 4.0], "float32"))
+        else:
+            y = R.multiply(x, R.const([4.0, 3.0, 2.0, 1.0], "float32"))
+        return y
 
     vm = rh.vm.VirtualMachine(rh.compile(Mod))
     x = np.random.default_rng(0).random(4, "float32")
@@ -118,12 +116,10 @@ def test_a_returned_constant_and_an_if():
 
 
 def test_params_are_bound_by_name():
-    @I.ir_module
-    class Mod:
-        @R.function
-        def main(x: R.Tensor((2, 3), "float32"), w: R.Tensor((3, 2), "float32")) -> R.Tensor((2, 2), "float32"):
-            R.func_attr({"num_input": 1})
-            return R.matmul(x, w)
+    @ir_module()
+    def Mod(x: R.Tensor((2, 3), "float32"), w: R.Tensor((3, 2), "float32")) -> R.Tensor((2, 2), "float32"):
+        R.func_attr({"num_input": 1})
+        return R.matmul(x, w)
 
     rng = np.random.default_rng(0)
     x, w = rng.random((2, 3), "float32"), rng.random((3, 2), "float32")
@@ -135,12 +131,10 @@ def test_params_are_bound_by_name():
 
 
 def test_an_op_without_kernel_is_named():
-    @I.ir_module
-    class Mod:
-        @R.function
-        def main(x: R.Tensor(ndim=2, dtype="float32")) -> R.Tensor(ndim=2, dtype="float32"):
-            y = R.exp(x)
-            return y
+    @ir_module()
+    def Mod(x: R.Tensor(ndim=2, dtype="float32")) -> R.Tensor(ndim=2, dtype="float32"):
+        y = R.exp(x)
+        return y
 
     with pytest.raises(BuildError, match=r"relax.exp.*'y'.*'main'"):
         rh.compile(Mod)
@@ -176,13 +170,9 @@ def test_a_cpu_that_is_not_described_is_this_one(target, mcpu, cores, caplog):
 
 
 def test_tvm_compile_works_on_one_device_and_refuses_two():
-    @I.ir_module
-    class One:
-        I.module_global_infos({"vdevice": [I.vdevice(V2)]})
-
-        @R.function
-        def main(x: R.Tensor((4,), "float32", "llvm")) -> R.Tensor((4,), "float32", "llvm"):
-            return R.add(x, R.const([1.0, 2.0, 3.0, 4.0], "float32"))
+    @ir_module(V2)
+    def One(x: R.Tensor((4,), "float32", "llvm")) -> R.Tensor((4,), "float32", "llvm"):
+        return R.add(x, R.const([1.0, 2.0, 3.0, 4.0], "float32"))
 
     exe = tvm.compile(One, relax_pipeline=rh.get_pipeline())
     out = relax.VirtualMachine(exe, tvm.cpu())["main"](tvm.runtime.tensor(np.zeros(4, "float32")))
@@ -194,32 +184,26 @@ def test_tvm_compile_works_on_one_device_and_refuses_two():
 
 
 def test_creation_ops_stay_on_their_device():
-    @I.ir_module
-    class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V2, 1)]})
-
-        @R.function
-        def main(x: R.Tensor(("n", 4), "float32", "llvm:0")) -> R.Tensor(("n", 4), "float32", "llvm:0"):
-            n = T.int64()
-            with R.dataflow():
-                z: R.Tensor((n, 4), "float32", "llvm:1") = R.full(R.shape([n, 4]), R.const(2, "float32"), "float32")
-                z0: R.Tensor((n, 4), "float32", "llvm:0") = R.to_vdevice(z, "llvm:0")
-                y = R.add(x, z0)
-                R.output(y)
-            return y
+    @ir_module(V4, (V2, 1))
+    def Mod(x: R.Tensor(("n", 4), "float32", "llvm:0")) -> R.Tensor(("n", 4), "float32", "llvm:0"):
+        n = T.int64()
+        with R.dataflow():
+            z: R.Tensor((n, 4), "float32", "llvm:1") = R.full(R.shape([n, 4]), R.const(2, "float32"), "float32")
+            z0: R.Tensor((n, 4), "float32", "llvm:0") = R.to_vdevice(z, "llvm:0")
+            y = R.add(x, z0)
+            R.output(y)
+        return y
 
     dispatches = rh.compile(Mod).metadata.dispatches
     assert {d.device for name, d in dispatches.items() if "full" in name} == {1}
 
 
 def test_signature_of_symbolic_shapes():
-    @I.ir_module
-    class Mod:
-        @R.function
-        def main(x: R.Tensor(("n", 4), "float32"), s: R.Shape(["n", 2])) -> R.Tensor(("n * 2 + 1", 4), "float32"):
-            n = T.int64()
-            y = R.full(R.shape([n * 2 + 1, 4]), R.const(2, "float32"), "float32")
-            return y
+    @ir_module()
+    def Mod(x: R.Tensor(("n", 4), "float32"), s: R.Shape(["n", 2])) -> R.Tensor(("n * 2 + 1", 4), "float32"):
+        n = T.int64()
+        y = R.full(R.shape([n * 2 + 1, 4]), R.const(2, "float32"), "float32")
+        return y
 
     assert str(rh.compile(Mod).signature()) == (
         "main(x: float32[n, 4], s: shape(n, 2)) -> output: float32[((n * 2) + 1), 4]"
@@ -227,12 +211,10 @@ def test_signature_of_symbolic_shapes():
 
 
 def test_signature_of_tuples():
-    @I.ir_module
-    class Mod:
-        @R.function
-        def main(t: R.Tuple(R.Tensor((2,), "int8"), R.Tuple(R.Tensor((), "bool")))):
-            a = R.add(t[0], t[0])
-            return (a, t[1])
+    @ir_module()
+    def Mod(t: R.Tuple(R.Tensor((2,), "int8"), R.Tuple(R.Tensor((), "bool")))):
+        a = R.add(t[0], t[0])
+        return (a, t[1])
 
     signature = rh.compile(Mod).signature()
     assert str(signature) == "main(t: (int8[2], (bool[]))) -> (output_0: int8[2], output_1: (bool[]))"
@@ -240,21 +222,19 @@ def test_signature_of_tuples():
 
 
 def test_local_functions_become_closures():
-    @I.ir_module
-    class Mod:
+    @ir_module()
+    def Mod(x: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
+        w = R.multiply(x, R.const([1.0, 2.0, 3.0, 4.0], "float32"))
+
         @R.function
-        def main(x: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
-            w = R.multiply(x, R.const([1.0, 2.0, 3.0, 4.0], "float32"))
+        def inner(y: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
+            z = R.add(y, R.const([4.0, 3.0, 2.0, 1.0], "float32"))
+            s = R.add(z, w)
+            return s
 
-            @R.function
-            def inner(y: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
-                z = R.add(y, R.const([4.0, 3.0, 2.0, 1.0], "float32"))
-                s = R.add(z, w)
-                return s
-
-            a = inner(x)
-            b = inner(a)
-            return b
+        a = inner(x)
+        b = inner(a)
+        return b
 
     exe = rh.compile(Mod)
     assert list(exe.metadata.signatures) == ["main"]
@@ -264,16 +244,14 @@ def test_local_functions_become_closures():
 
 
 def test_dispatches_say_what_they_compute():
-    @I.ir_module
-    class Mod:
-        @R.function
-        def main(x: R.Tensor((64, 4), "float32"), w: R.Tensor((4, 4), "float32")) -> R.Tensor((64, 4), "float32"):
-            with R.dataflow():
-                y = R.matmul(x, w)
-                z = R.nn.relu(y)
-                s = R.nn.softmax(z)
-                R.output(s)
-            return s
+    @ir_module()
+    def Mod(x: R.Tensor((64, 4), "float32"), w: R.Tensor((4, 4), "float32")) -> R.Tensor((64, 4), "float32"):
+        with R.dataflow():
+            y = R.matmul(x, w)
+            z = R.nn.relu(y)
+            s = R.nn.softmax(z)
+            R.output(s)
+        return s
 
     exe = rh.compile(Mod)
     assert sorted(d.ops for d in exe.metadata.dispatches.values()) == [("matmul", "relu", "softmax"), ("pack",)]

@@ -5,7 +5,6 @@ import pytest
 import tvm
 import tvm_ffi
 from tvm import relax
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
@@ -15,6 +14,7 @@ from relax_hetero.driver.compile_key import compile_key, why_uncached
 from relax_hetero.resolvers import CpuResolver
 from relax_hetero.transform import collect_encodings, collect_fusions, collect_placement
 from relax_hetero.transform.record.donated import with_donated
+from tvmscript import ir_module
 
 
 @pytest.fixture(autouse=True)
@@ -53,17 +53,13 @@ CHANGES = {
 }
 
 
-@I.ir_module
-class Integers:
-    I.module_global_infos({"vdevice": [I.vdevice({"kind": "llvm", "mcpu": "x86-64-v3"})]})
-
-    @R.function
-    def main(x: R.Tensor((3, 8), "float32"), w: R.Tensor((8, 5), "int32")):
-        R.func_attr({"num_input": 1})
-        with R.dataflow():
-            y = R.nn.relu(R.matmul(x, R.astype(w, "float32")))
-            R.output(y)
-        return y
+@ir_module({"kind": "llvm", "mcpu": "x86-64-v3"})
+def Integers(x: R.Tensor((3, 8), "float32"), w: R.Tensor((8, 5), "int32")):
+    R.func_attr({"num_input": 1})
+    with R.dataflow():
+        y = R.nn.relu(R.matmul(x, R.astype(w, "float32")))
+        R.output(y)
+    return y
 
 
 @pytest.mark.parametrize("what", CHANGES)
@@ -74,14 +70,10 @@ def test_a_key_changes_with(what):
 def test_a_key_changes_with_where_equal_weights_are():
     """Of two weights of one shape it counts which is which."""
 
-    @I.ir_module
-    class Two:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm")]})
-
-        @R.function
-        def main(x: R.Tensor((3,), "float32"), a: R.Tensor((3,), "float32"), b: R.Tensor((3,), "float32")):
-            y = R.add(R.multiply(x, a), b)
-            return y
+    @ir_module("llvm")
+    def Two(x: R.Tensor((3,), "float32"), a: R.Tensor((3,), "float32"), b: R.Tensor((3,), "float32")):
+        y = R.add(R.multiply(x, a), b)
+        return y
 
     ones, twos = np.full(3, 1, "float32"), np.full(3, 2, "float32")
     keys = [
@@ -122,10 +114,8 @@ def test_who_watches_sees_every_pass(collect):
 
 
 def test_kernels_that_call_functions_of_this_process_are_not_kept():
-    @I.ir_module
+    @ir_module("llvm")
     class Calls:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm")]})
-
         @T.prim_func
         def kernel(x: T.Buffer((4,), "float32"), y: T.Buffer((4,), "float32")):
             for i in range(4):

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import tvm
 from tvm import relax
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
@@ -15,6 +14,7 @@ from tir.kernel_runs import runs_here
 from tir.products_of import numpy_type, random_array
 from transform.numpy_convolution import convolve
 from transform.reference_convolution import NHWC, reference_resolver
+from tvmscript import ir_module
 
 pytestmark = pytest.mark.sampled(4)
 
@@ -24,24 +24,21 @@ TARGETS = {"avx512": V4, "avx2": V3, "sse": {"kind": "llvm", "mcpu": "x86-64-v2"
 ONES = (1, 1)
 
 
-@I.ir_module
-class Block:
-    """A residual block: two convolutions, a bias, an addition and an activation."""
-
-    @R.function
-    def main(
-        x: R.Tensor((1, 20, 9, 7), "float32"),
-        w: R.Tensor((24, 20, 3, 3), "float32"),
-        v: R.Tensor((20, 24, 1, 1), "float32"),
-        bias: R.Tensor((1, 24, 1, 1), "float32"),
-    ):
-        with R.dataflow():
-            a = R.nn.conv2d(x, w, padding=[1, 1, 1, 1])
-            b = R.nn.relu(R.add(a, bias))
-            c = R.nn.conv2d(b, v)
-            d = R.nn.relu(R.add(x, c))
-            R.output(d)
-        return d
+# A residual block: two convolutions, a bias, an addition and an activation.
+@ir_module()
+def Block(
+    x: R.Tensor((1, 20, 9, 7), "float32"),
+    w: R.Tensor((24, 20, 3, 3), "float32"),
+    v: R.Tensor((20, 24, 1, 1), "float32"),
+    bias: R.Tensor((1, 24, 1, 1), "float32"),
+):
+    with R.dataflow():
+        a = R.nn.conv2d(x, w, padding=[1, 1, 1, 1])
+        b = R.nn.relu(R.add(a, bias))
+        c = R.nn.conv2d(b, v)
+        d = R.nn.relu(R.add(x, c))
+        R.output(d)
+    return d
 
 
 def inputs_of(mod, seed=0):
@@ -99,27 +96,22 @@ def test_layouts_of_another_resolver(name, bound):
     assert ("conv2d", "add", "relu") in ops_of(exe)
 
 
-@I.ir_module
-class Crossing:
-    """A feature map that crosses to another device between two convolutions, and comes back."""
-
-    I.module_global_infos({"vdevice": [I.vdevice(V4, 0), I.vdevice(V3, 1)]})
-
-    @R.function
-    def main(
-        x: R.Tensor((1, 20, 9, 7), "float32", "llvm:0"),
-        w: R.Tensor((20, 20, 3, 3), "float32", "llvm:0"),
-        v: R.Tensor((20, 20, 1, 1), "float32", "llvm:1"),
-    ):
-        with R.dataflow():
-            a = R.nn.conv2d(x, w, padding=[1, 1, 1, 1])
-            there = R.to_vdevice(a, "llvm:1")
-            b = R.nn.conv2d(there, v)
-            c = R.nn.relu(R.add(b, there))
-            back = R.to_vdevice(c, "llvm:0")
-            y = R.add(a, back)
-            R.output(y)
-        return y
+# A feature map that crosses to another device between two convolutions, and comes back.
+@ir_module(V4, (V3, 1))
+def Crossing(
+    x: R.Tensor((1, 20, 9, 7), "float32", "llvm:0"),
+    w: R.Tensor((20, 20, 3, 3), "float32", "llvm:0"),
+    v: R.Tensor((20, 20, 1, 1), "float32", "llvm:1"),
+):
+    with R.dataflow():
+        a = R.nn.conv2d(x, w, padding=[1, 1, 1, 1])
+        there = R.to_vdevice(a, "llvm:1")
+        b = R.nn.conv2d(there, v)
+        c = R.nn.relu(R.add(b, there))
+        back = R.to_vdevice(c, "llvm:0")
+        y = R.add(a, back)
+        R.output(y)
+    return y
 
 
 @pytest.mark.parametrize("tiled", [True, False])
@@ -188,23 +180,18 @@ def test_low_precision(name, types):
 VNNI = {"kind": "llvm", "mcpu": "x86-64-v4", "mattr": ["+avx512vnni"], "num-cores": 2}
 
 
-@I.ir_module
-class Bytes:
-    """One weight on two devices: with what makes up for flipped signs where bytes are multiplied, without elsewhere."""
-
-    I.module_global_infos({"vdevice": [I.vdevice(VNNI, 0), I.vdevice(V3, 1)]})
-
-    @R.function
-    def main(x: R.Tensor((1, 3, 9, 7), "int8", "llvm:0"), w: R.Tensor((20, 3, 3, 3), "int8", "llvm:0")):
-        with R.dataflow():
-            a = R.nn.conv2d(x, w, padding=[1, 1, 1, 1], out_dtype="int32")
-            there = R.to_vdevice(x, "llvm:1")
-            weight = R.to_vdevice(w, "llvm:1")
-            b = R.nn.conv2d(there, weight, padding=[2, 2, 2, 2], dilation=[2, 2], out_dtype="int32")
-            back = R.to_vdevice(b, "llvm:0")
-            y = R.add(a, back)
-            R.output(y)
-        return y
+# One weight on two devices: with what makes up for flipped signs where bytes are multiplied, without elsewhere.
+@ir_module(VNNI, (V3, 1))
+def Bytes(x: R.Tensor((1, 3, 9, 7), "int8", "llvm:0"), w: R.Tensor((20, 3, 3, 3), "int8", "llvm:0")):
+    with R.dataflow():
+        a = R.nn.conv2d(x, w, padding=[1, 1, 1, 1], out_dtype="int32")
+        there = R.to_vdevice(x, "llvm:1")
+        weight = R.to_vdevice(w, "llvm:1")
+        b = R.nn.conv2d(there, weight, padding=[2, 2, 2, 2], dilation=[2, 2], out_dtype="int32")
+        back = R.to_vdevice(b, "llvm:0")
+        y = R.add(a, back)
+        R.output(y)
+    return y
 
 
 @pytest.mark.skipif(not runs_here("vnni"), reason="needs AVX-512 with VNNI")

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import tvm
 from tvm import relax
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.target.vdevice import with_vdevices
+from tvmscript import ir_module
 
 pytestmark = pytest.mark.sampled(4)
 
@@ -42,23 +42,21 @@ def gelu(x):
     return 0.5 * x * (1 + np.vectorize(math.erf, otypes="d")(x / math.sqrt(2)))
 
 
-@I.ir_module
-class Layer:
-    @R.function
-    def main(
-        x: R.Tensor(("b", "s", 20), "float32"),
-        w: R.Tensor((33, 20), "float32"),
-        bias: R.Tensor((33,), "float32"),
-        r: R.Tensor(("b", "s", 33), "float32"),
-    ):
-        with R.dataflow():
-            t = R.permute_dims(w)
-            y = R.matmul(x, t)
-            z = R.add(y, bias)
-            g = R.nn.gelu(z)
-            out = R.add(g, r)
-            R.output(out)
-        return out
+@ir_module()
+def Layer(
+    x: R.Tensor(("b", "s", 20), "float32"),
+    w: R.Tensor((33, 20), "float32"),
+    bias: R.Tensor((33,), "float32"),
+    r: R.Tensor(("b", "s", 33), "float32"),
+):
+    with R.dataflow():
+        t = R.permute_dims(w)
+        y = R.matmul(x, t)
+        z = R.add(y, bias)
+        g = R.nn.gelu(z)
+        out = R.add(g, r)
+        R.output(out)
+    return out
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -81,23 +79,21 @@ def test_a_linear_layer(target, bound):
         check(got.numpy(), y)
 
 
-@I.ir_module
-class Attention:
-    @R.function
-    def main(
-        q: R.Tensor((2, "s", 24), "float32"), k: R.Tensor((2, "s", 24), "float32"), v: R.Tensor((2, "s", 24), "float32")
-    ):
-        s = T.int64()
-        with R.dataflow():
-            q1 = R.permute_dims(R.reshape(q, R.shape([2, s, 3, 8])), [0, 2, 1, 3])
-            k1 = R.permute_dims(R.reshape(k, R.shape([2, s, 3, 8])), [0, 2, 3, 1])
-            v1 = R.permute_dims(R.reshape(v, R.shape([2, s, 3, 8])), [0, 2, 1, 3])
-            scores = R.multiply(R.matmul(q1, k1), R.const(0.125, "float32"))
-            weights = R.nn.softmax(scores, axis=-1)
-            context = R.permute_dims(R.matmul(weights, v1), [0, 2, 1, 3])
-            out = R.reshape(context, R.shape([2, s, 24]))
-            R.output(out)
-        return out
+@ir_module()
+def Attention(
+    q: R.Tensor((2, "s", 24), "float32"), k: R.Tensor((2, "s", 24), "float32"), v: R.Tensor((2, "s", 24), "float32")
+):
+    s = T.int64()
+    with R.dataflow():
+        q1 = R.permute_dims(R.reshape(q, R.shape([2, s, 3, 8])), [0, 2, 1, 3])
+        k1 = R.permute_dims(R.reshape(k, R.shape([2, s, 3, 8])), [0, 2, 3, 1])
+        v1 = R.permute_dims(R.reshape(v, R.shape([2, s, 3, 8])), [0, 2, 1, 3])
+        scores = R.multiply(R.matmul(q1, k1), R.const(0.125, "float32"))
+        weights = R.nn.softmax(scores, axis=-1)
+        context = R.permute_dims(R.matmul(weights, v1), [0, 2, 1, 3])
+        out = R.reshape(context, R.shape([2, s, 24]))
+        R.output(out)
+    return out
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -121,19 +117,17 @@ def test_attention(target):
         check(vm["main"](q, k, v).numpy(), want)
 
 
-@I.ir_module
-class Everything:
-    @R.function
-    def main(x: R.Tensor(("m", "k"), "float32"), y: R.Tensor(("k", "n"), "float32"), v: R.Tensor(("k",), "float32")):
-        with R.dataflow():
-            p = R.matmul(x, y)
-            q = R.matmul(x, v)
-            r = R.matmul(v, y)
-            s = R.matmul(v, v)
-            t = R.matmul(p, R.permute_dims(y))
-            u = R.nn.relu(R.subtract(t, x))
-            R.output(p, q, r, s, u)
-        return (p, q, r, s, u)
+@ir_module()
+def Everything(x: R.Tensor(("m", "k"), "float32"), y: R.Tensor(("k", "n"), "float32"), v: R.Tensor(("k",), "float32")):
+    with R.dataflow():
+        p = R.matmul(x, y)
+        q = R.matmul(x, v)
+        r = R.matmul(v, y)
+        s = R.matmul(v, v)
+        t = R.matmul(p, R.permute_dims(y))
+        u = R.nn.relu(R.subtract(t, x))
+        R.output(p, q, r, s, u)
+    return (p, q, r, s, u)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -149,16 +143,14 @@ def test_all_symbolic(target):
             check(got.numpy(), want)
 
 
-@I.ir_module
-class TwoLayers:
-    @R.function
-    def main(x: R.Tensor((4, 6), "float32"), v: R.Tensor((6, 6), "float32"), w: R.Tensor((6, 6), "float32")):
-        R.func_attr({"num_input": 1})
-        with R.dataflow():
-            a = R.nn.relu(R.matmul(x, v))
-            b = R.nn.relu(R.matmul(a, w))
-            R.output(b)
-        return b
+@ir_module()
+def TwoLayers(x: R.Tensor((4, 6), "float32"), v: R.Tensor((6, 6), "float32"), w: R.Tensor((6, 6), "float32")):
+    R.func_attr({"num_input": 1})
+    with R.dataflow():
+        a = R.nn.relu(R.matmul(x, v))
+        b = R.nn.relu(R.matmul(a, w))
+        R.output(b)
+    return b
 
 
 def test_equal_products_share_a_kernel():
@@ -180,15 +172,13 @@ def test_weights_given_later():
 def test_a_product_of_constants():
     """Nothing depends on an input: it may be folded, and must be right."""
 
-    @I.ir_module
-    class Mod:
-        @R.function
-        def main(x: R.Tensor((4, 6), "float32"), v: R.Tensor((4, 5), "float32"), w: R.Tensor((5, 6), "float32")):
-            with R.dataflow():
-                c = R.matmul(v, w)
-                y = R.add(x, c)
-                R.output(y)
-            return y
+    @ir_module()
+    def Mod(x: R.Tensor((4, 6), "float32"), v: R.Tensor((4, 5), "float32"), w: R.Tensor((5, 6), "float32")):
+        with R.dataflow():
+            c = R.matmul(v, w)
+            y = R.add(x, c)
+            R.output(y)
+        return y
 
     rng = np.random.default_rng(2)
     x, v, w = (rng.standard_normal(shape, "float32") for shape in ((4, 6), (4, 5), (5, 6)))
@@ -196,17 +186,15 @@ def test_a_product_of_constants():
 
 
 def test_inside_branches():
-    @I.ir_module
-    class Mod:
-        @R.function
-        def main(x: R.Tensor((4, 6), "float32"), w: R.Tensor((6, 6), "float32"), p: R.Tensor((), "bool")):
-            if p:
-                a = R.matmul(x, w)
-                y = R.nn.relu(a)
-            else:
-                b = R.matmul(x, w)
-                y = R.exp(b)
-            return y
+    @ir_module()
+    def Mod(x: R.Tensor((4, 6), "float32"), w: R.Tensor((6, 6), "float32"), p: R.Tensor((), "bool")):
+        if p:
+            a = R.matmul(x, w)
+            y = R.nn.relu(a)
+        else:
+            b = R.matmul(x, w)
+            y = R.exp(b)
+        return y
 
     exe = rh.compile(on(Mod, V4))
     rng = np.random.default_rng(2)

@@ -8,13 +8,13 @@ import pytest
 import tvm
 from click.testing import CliRunner
 from onnx import TensorProto, helper, numpy_helper
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.artifact.container import open_container
 from relax_hetero.target.vdevice import vdevices_of
 from relax_hetero.tools.cli import cli
+from tvmscript import ir_module
 
 GPU = rh.VDevice({"kind": "cuda", "arch": "sm_90a"}, 98)
 OTHER = rh.VDevice({"kind": "cuda", "arch": "sm_90a"}, 99)
@@ -74,14 +74,10 @@ def test_an_exported_library_has_both_versions(cut, tmp_path):
 
 
 def test_versions_share_constants_in_the_file(tmp_path):
-    @I.ir_module
-    class Model:
-        I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_90a"}, 98)]})
-
-        @R.function
-        def main(x: R.Tensor((1 << 20,), "float32"), w: R.Tensor((1 << 20,), "float32")):
-            y = R.add(x, w)
-            return y
+    @ir_module(({"kind": "cuda", "arch": "sm_90a"}, 98))
+    def Model(x: R.Tensor((1 << 20,), "float32"), w: R.Tensor((1 << 20,), "float32")):
+        y = R.add(x, w)
+        return y
 
     w = np.ones(1 << 20, "float32")
     exe = rh.compile(Model, {"w": w}, optional="cuda:0", cache=False)
@@ -127,10 +123,8 @@ def test_of_two_optional_devices_the_first_that_is_absent_decides(monkeypatch):
 
 
 def test_hints_and_functions_follow():
-    @I.ir_module
+    @ir_module(({"kind": "cuda", "arch": "sm_90a"}, 98), "llvm")
     class Model:
-        I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_90a"}, 98), I.vdevice("llvm", 0)]})
-
         @R.function
         def inner(z: R.Tensor((3,), "float32")):
             a = R.multiply(z, z)

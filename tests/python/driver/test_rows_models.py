@@ -4,12 +4,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from tvm import relax, tirx
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.target.vdevice import with_vdevices
 from seeds import fresh_rng
+from tvmscript import ir_module
 
 pytestmark = pytest.mark.sampled(4)
 
@@ -46,24 +46,21 @@ def softmax(x):
     return e / e.sum(-1, keepdims=True)
 
 
-@I.ir_module
-class Layer:
-    """A product with bias and residual before a norm; its result has no other user."""
-
-    @R.function
-    def main(
-        x: R.Tensor((1, "s", 40), "float32"),
-        w: R.Tensor((40, 70), "float32"),
-        bias: R.Tensor((70,), "float32"),
-        r: R.Tensor((1, "s", 70), "float32"),
-        scale: R.Tensor((70,), "float32"),
-        shift: R.Tensor((70,), "float32"),
-    ):
-        with R.dataflow():
-            y = R.add(R.add(R.matmul(x, w), bias), r)
-            z = R.nn.layer_norm(y, scale, shift, axes=[-1], epsilon=1e-5)
-            R.output(z)
-        return z
+# A product with bias and residual before a norm; its result has no other user.
+@ir_module()
+def Layer(
+    x: R.Tensor((1, "s", 40), "float32"),
+    w: R.Tensor((40, 70), "float32"),
+    bias: R.Tensor((70,), "float32"),
+    r: R.Tensor((1, "s", 70), "float32"),
+    scale: R.Tensor((70,), "float32"),
+    shift: R.Tensor((70,), "float32"),
+):
+    with R.dataflow():
+        y = R.add(R.add(R.matmul(x, w), bias), r)
+        z = R.nn.layer_norm(y, scale, shift, axes=[-1], epsilon=1e-5)
+        R.output(z)
+    return z
 
 
 @pytest.mark.parametrize("target", ["avx512", "avx2", "c"])
@@ -77,18 +74,15 @@ def test_a_norm_joins_the_product_before_it(target, rows):
     assert bool(joined) == (target != "c")
 
 
-@I.ir_module
-class Twice:
-    """The product is also what is added behind the norm, and a result: it is stored, and what follows reads it."""
-
-    @R.function
-    def main(x: R.Tensor((6, 40), "float32"), w: R.Tensor((40, 70), "float32"), scale: R.Tensor((70,), "float32")):
-        with R.dataflow():
-            y = R.matmul(x, w)
-            z = R.nn.rms_norm(y, scale, axes=[-1], epsilon=1e-5)
-            s = R.nn.softmax(R.multiply(R.add(z, y), R.const(0.5, "float32")), axis=-1)
-            R.output(y, s)
-        return (y, s)
+# The product is also what is added behind the norm, and a result: it is stored, and what follows reads it.
+@ir_module()
+def Twice(x: R.Tensor((6, 40), "float32"), w: R.Tensor((40, 70), "float32"), scale: R.Tensor((70,), "float32")):
+    with R.dataflow():
+        y = R.matmul(x, w)
+        z = R.nn.rms_norm(y, scale, axes=[-1], epsilon=1e-5)
+        s = R.nn.softmax(R.multiply(R.add(z, y), R.const(0.5, "float32")), axis=-1)
+        R.output(y, s)
+    return (y, s)
 
 
 @pytest.mark.parametrize("target", ["avx512", "sse", "c"])
@@ -104,31 +98,20 @@ def test_a_product_with_another_user_is_stored(target):
         assert len([ops for ops in ops_of(exe) if ops != ("pack",)]) == 2
 
 
-@I.ir_module
-class TwoDevices:
-    I.module_global_infos(
-        {
-            "vdevice": [
-                I.vdevice({"kind": "llvm", "mcpu": "x86-64-v3"}, 0),
-                I.vdevice({"kind": "llvm", "mcpu": "x86-64-v2"}, 1),
-            ]
-        }
-    )
-
-    @R.function
-    def main(
-        x: R.Tensor((6, 40), "float32", "llvm:0"),
-        w: R.Tensor((40, 70), "float32", "llvm:0"),
-        scale: R.Tensor((70,), "float32", "llvm:1"),
-    ):
-        with R.dataflow():
-            y = R.matmul(x, w)
-            a = R.nn.log_softmax(y, axis=-1)
-            there = R.to_vdevice(a, "llvm:1")
-            t = R.sum(R.abs(R.multiply(there, scale)), axis=[-1], keepdims=True)
-            z = R.divide(there, t)
-            R.output(z)
-        return z
+@ir_module({"kind": "llvm", "mcpu": "x86-64-v3"}, ({"kind": "llvm", "mcpu": "x86-64-v2"}, 1))
+def TwoDevices(
+    x: R.Tensor((6, 40), "float32", "llvm:0"),
+    w: R.Tensor((40, 70), "float32", "llvm:0"),
+    scale: R.Tensor((70,), "float32", "llvm:1"),
+):
+    with R.dataflow():
+        y = R.matmul(x, w)
+        a = R.nn.log_softmax(y, axis=-1)
+        there = R.to_vdevice(a, "llvm:1")
+        t = R.sum(R.abs(R.multiply(there, scale)), axis=[-1], keepdims=True)
+        z = R.divide(there, t)
+        R.output(z)
+    return z
 
 
 def test_two_devices():
@@ -140,22 +123,19 @@ def test_two_devices():
     np.testing.assert_allclose(run(exe, *operands)[0], want, rtol=1e-4, atol=1e-5)
 
 
-@I.ir_module
-class Groups:
-    """What an exporter makes of a group norm, and statistics of rows as results of their own."""
-
-    @R.function
-    def main(x: R.Tensor((2, 8, 5, 7), "float32"), scale: R.Tensor((8, 1, 1), "float32")):
-        with R.dataflow():
-            g = R.reshape(x, (2, 4, 70))
-            m = R.mean(g, axis=[2], keepdims=True)
-            c = R.subtract(g, m)
-            v = R.variance(g, axis=[2], keepdims=True)
-            n = R.divide(c, R.sqrt(R.add(v, R.const(0.1, "float32"))))
-            y = R.multiply(R.reshape(n, (2, 8, 5, 7)), scale)
-            top = R.max(g, axis=[2])
-            R.output(y, top)
-        return (y, top)
+# What an exporter makes of a group norm, and statistics of rows as results of their own.
+@ir_module()
+def Groups(x: R.Tensor((2, 8, 5, 7), "float32"), scale: R.Tensor((8, 1, 1), "float32")):
+    with R.dataflow():
+        g = R.reshape(x, (2, 4, 70))
+        m = R.mean(g, axis=[2], keepdims=True)
+        c = R.subtract(g, m)
+        v = R.variance(g, axis=[2], keepdims=True)
+        n = R.divide(c, R.sqrt(R.add(v, R.const(0.1, "float32"))))
+        y = R.multiply(R.reshape(n, (2, 8, 5, 7)), scale)
+        top = R.max(g, axis=[2])
+        R.output(y, top)
+    return (y, top)
 
 
 @pytest.mark.parametrize("target", ["avx512", "avx2"])
@@ -169,24 +149,21 @@ def test_groups_and_statistics(target):
     np.testing.assert_array_equal(top, g.max(-1).astype("float32"))
 
 
-@I.ir_module
-class Softmaxes:
-    """Masked in two ways, rows of -inf among them, in half precision too."""
-
-    @R.function
-    def main(
-        x: R.Tensor((2, 3, 9, 50), "float32"),
-        mask: R.Tensor((2, 1, 1, 50), "float32"),
-        keep: R.Tensor((9, 50), "bool"),
-        h: R.Tensor((9, 50), "float16"),
-    ):
-        with R.dataflow():
-            a = R.nn.softmax(R.add(R.multiply(x, R.const(0.25, "float32")), mask), axis=-1)
-            low = R.const(float("-inf"), "float32")
-            b = R.nn.softmax(R.where(keep, x, low), axis=3)
-            c = R.nn.softmax(h, axis=1)
-            R.output(a, b, c)
-        return (a, b, c)
+# Masked in two ways, rows of -inf among them, in half precision too.
+@ir_module()
+def Softmaxes(
+    x: R.Tensor((2, 3, 9, 50), "float32"),
+    mask: R.Tensor((2, 1, 1, 50), "float32"),
+    keep: R.Tensor((9, 50), "bool"),
+    h: R.Tensor((9, 50), "float16"),
+):
+    with R.dataflow():
+        a = R.nn.softmax(R.add(R.multiply(x, R.const(0.25, "float32")), mask), axis=-1)
+        low = R.const(float("-inf"), "float32")
+        b = R.nn.softmax(R.where(keep, x, low), axis=3)
+        c = R.nn.softmax(h, axis=1)
+        R.output(a, b, c)
+    return (a, b, c)
 
 
 @pytest.mark.parametrize("target", ["avx512", "avx2", "sse"])

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import tvm
 import tvm_ffi
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
+from tvmscript import ir_module
 
 both = threading.Barrier(2)
 
@@ -22,33 +22,21 @@ def meet(value):
     return value
 
 
-@I.ir_module
-class Halves:
-    I.module_global_infos(
-        {"vdevice": [I.vdevice({"kind": "llvm", "num-cores": 1}, 0), I.vdevice({"kind": "llvm", "num-cores": 1}, 1)]}
-    )
-
-    @R.function
-    def main(x: R.Tensor((4,), "float32", "llvm:0")):
-        with R.dataflow():
-            here = R.call_pure_packed(
-                "relax_hetero.test.meet", R.exp(x), ty_args=(R.Tensor((4,), "float32", "llvm:0"),)
-            )
-            moved = R.to_vdevice(x, "llvm:1")
-            there = R.call_pure_packed("relax_hetero.test.meet", moved, ty_args=(R.Tensor((4,), "float32", "llvm:1"),))
-            half = R.to_vdevice(here, "llvm:1")
-            result = R.add(half, there)
-            R.output(result)
-        return result
+@ir_module({"kind": "llvm", "num-cores": 1}, ({"kind": "llvm", "num-cores": 1}, 1))
+def Halves(x: R.Tensor((4,), "float32", "llvm:0")):
+    with R.dataflow():
+        here = R.call_pure_packed("relax_hetero.test.meet", R.exp(x), ty_args=(R.Tensor((4,), "float32", "llvm:0"),))
+        moved = R.to_vdevice(x, "llvm:1")
+        there = R.call_pure_packed("relax_hetero.test.meet", moved, ty_args=(R.Tensor((4,), "float32", "llvm:1"),))
+        half = R.to_vdevice(here, "llvm:1")
+        result = R.add(half, there)
+        R.output(result)
+    return result
 
 
-@I.ir_module
+@ir_module({"kind": "llvm", "num-cores": 1}, ({"kind": "llvm", "num-cores": 1}, 1))
 class Apart:
     """Two functions, each on a device of its own."""
-
-    I.module_global_infos(
-        {"vdevice": [I.vdevice({"kind": "llvm", "num-cores": 1}, 0), I.vdevice({"kind": "llvm", "num-cores": 1}, 1)]}
-    )
 
     @R.function
     def first(x: R.Tensor((4,), "float32", "llvm:0")):
@@ -94,22 +82,17 @@ def test_files_keep_the_steps(x, tmp_path):
     np.testing.assert_allclose(found.numpy(), np.exp(x) + x, rtol=1e-6)
 
 
-@I.ir_module
-class Shown:
-    """Results that are arguments, weights, each other's memory and sizes."""
-
-    I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
-
-    @R.function
-    def main(x: R.Tensor(("n", 4), "float32", "llvm:0"), both: R.Tuple(R.Tensor((3,), "float32", "llvm:1"))):
-        n = T.int64()
-        with R.dataflow():
-            moved = R.to_vdevice(both[0], "llvm:0")
-            y: R.Tensor((n, 4), "float32", "llvm:0") = R.exp(x)
-            z: R.Tensor((n, 4), "float32", "llvm:1") = R.to_vdevice(y, "llvm:1")
-            gv = ((both, moved), x, R.const(np.ones(3, "float32")), y, z, R.shape_of(z), R.prim_value(n))
-            R.output(gv)
-        return gv
+# Results that are arguments, weights, each other's memory and sizes.
+@ir_module("llvm", "llvm:1")
+def Shown(x: R.Tensor(("n", 4), "float32", "llvm:0"), both: R.Tuple(R.Tensor((3,), "float32", "llvm:1"))):
+    n = T.int64()
+    with R.dataflow():
+        moved = R.to_vdevice(both[0], "llvm:0")
+        y: R.Tensor((n, 4), "float32", "llvm:0") = R.exp(x)
+        z: R.Tensor((n, 4), "float32", "llvm:1") = R.to_vdevice(y, "llvm:1")
+        gv = ((both, moved), x, R.const(np.ones(3, "float32")), y, z, R.shape_of(z), R.prim_value(n))
+        R.output(gv)
+    return gv
 
 
 @pytest.mark.parametrize("submits", [True, False])

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import tvm
 from tvm.relax.frontend import nn
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
+from tvmscript import ir_module
 
 DEVICES = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}]
 
@@ -20,21 +20,15 @@ class Net(nn.Module):
         return self.second(nn.op.relu(self.first(x)))
 
 
-@I.ir_module
-class Hinted:
-    I.module_global_infos(
-        {"vdevice": [I.vdevice({"kind": "llvm"}, 0), I.vdevice({"kind": "llvm", "mcpu": "x86-64-v2"}, 1)]}
-    )
-
-    @R.function
-    def main(x: R.Tensor((3,), "float32"), c: R.Tensor((), "bool")):
-        a = R.exp(x)
-        b = R.hint_on_device(R.tanh(a), tvm.cpu(1))
-        if c:
-            d = R.add(b, b)
-        else:
-            d = R.subtract(b, b)
-        return d
+@ir_module({"kind": "llvm"}, ({"kind": "llvm", "mcpu": "x86-64-v2"}, 1))
+def Hinted(x: R.Tensor((3,), "float32"), c: R.Tensor((), "bool")):
+    a = R.exp(x)
+    b = R.hint_on_device(R.tanh(a), tvm.cpu(1))
+    if c:
+        d = R.add(b, b)
+    else:
+        d = R.subtract(b, b)
+    return d
 
 
 def exported():

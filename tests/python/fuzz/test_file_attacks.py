@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import tvm
 from onnx import TensorProto, helper, numpy_helper
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
 from fuzz.file_attacks import attacks_of
+from tvmscript import ir_module
 
 
 def small_model():
@@ -41,19 +41,15 @@ def test_mutated_models(seed):
             rh.from_onnx(data)
 
 
-@I.ir_module
-class Small:
-    I.module_global_infos({"vdevice": [I.vdevice({"kind": "llvm"}), I.vdevice({"kind": "llvm"})]})
-
-    @R.function
-    def main(x: R.Tensor(("n", 16), "float32", "llvm:0"), w: R.Tensor((16, 16), "float32", "llvm:0")):
-        R.func_attr({"num_input": 1})
-        with R.dataflow():
-            a = R.matmul(x, w)
-            b = R.to_vdevice(R.exp(a), "llvm:1")
-            c = R.tanh(b)
-            R.output(c)
-        return c
+@ir_module({"kind": "llvm"}, {"kind": "llvm"})
+def Small(x: R.Tensor(("n", 16), "float32", "llvm:0"), w: R.Tensor((16, 16), "float32", "llvm:0")):
+    R.func_attr({"num_input": 1})
+    with R.dataflow():
+        a = R.matmul(x, w)
+        b = R.to_vdevice(R.exp(a), "llvm:1")
+        c = R.tanh(b)
+        R.output(c)
+    return c
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import pytest
 import tvm
 import tvm_ffi
 from tvm import relax, te
-from tvm.script import ir as I
 from tvm.script import tirx as T
 
 import relax_hetero as rh
@@ -17,6 +16,7 @@ from relax_hetero.artifact.graph_layout import ROWS
 from relax_hetero.target.vdevice import with_vdevices
 from relax_hetero.vm.region import cuda_graph
 from seeds import fresh_rng
+from tvmscript import ir_module
 
 GPUS = sum(tvm.cuda(i).exist for i in range(8)) if tvm.runtime.enabled("cuda") else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU")]
@@ -253,10 +253,8 @@ def test_donated_arguments(symbolic):
 def by_hand():
     """A machine with kernels that command buffers by hand may run on the GPU."""
 
-    @I.ir_module
+    @ir_module({"kind": "cuda", "arch": "sm_90"})
     class Kernels:
-        I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_90"})]})
-
         @T.prim_func(s_tir=True)
         def scale(a: T.handle, b: T.handle, factor: T.float32):
             n = T.int64()

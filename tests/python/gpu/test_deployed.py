@@ -7,12 +7,12 @@ import sys
 import numpy as np
 import pytest
 import tvm
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.vm.region.cuda_graph import state
+from tvmscript import ir_module
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not tvm.cuda(0).exist, reason="needs an NVIDIA GPU")]
 
@@ -20,11 +20,9 @@ IS_HOPPER = tvm.cuda(0).exist and tvm.cuda(0).compute_version == "9.0"
 hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.0")
 
 
-@I.ir_module
+@ir_module({"kind": "cuda", "arch": "sm_90a"})
 class Launches:
     """200 KB of shared memory, clusters of four blocks, and kernels that begin before the one before them has ended."""
-
-    I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_90a"})]})
 
     @T.prim_func(private=True, s_tir=True)
     def reverse(A: T.Buffer((4 * 51200,), "float32"), C: T.Buffer((4 * 51200,), "float32")):
@@ -171,11 +169,9 @@ def test_launches_of_all_kinds_in_a_graph():
 @hopper
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100"])
 def test_code_for_other_gpus_is_refused(arch):
-    @I.ir_module
-    class Exp:
-        @R.function
-        def main(x: R.Tensor((16,), "float32")):
-            return R.exp(x)
+    @ir_module()
+    def Exp(x: R.Tensor((16,), "float32")):
+        return R.exp(x)
 
     mod = Exp.clone()
     mod.update_global_info("vdevice", [rh.VDevice({"kind": "cuda", "arch": arch})])

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import tvm
 from tvm import relax
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.errors import BindingError, PlacementError
 from relax_hetero.transform import RealizeVDevice
+from tvmscript import ir_module
 
 GPUS = sum(tvm.cuda(i).exist for i in range(8)) if tvm.runtime.enabled("cuda") else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU")]
@@ -54,10 +54,8 @@ def check_chain(devices, steps, machine=None):
 
 
 def test_rfc_hint_and_transfer():
-    @I.ir_module
+    @ir_module("llvm", CUDA)
     class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice(CUDA)]})
-
         @R.function
         def foo(x: R.Tensor((2, 3), "float32"), y: R.Tensor((2, 3), "float32")):
             with R.dataflow():
@@ -77,10 +75,8 @@ def test_rfc_hint_and_transfer():
 
 
 def test_rfc_conflict():
-    @I.ir_module
+    @ir_module("llvm", CUDA)
     class Mod:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice(CUDA)]})
-
         @R.function
         def foo(x: R.Tensor((2, 3), "float32"), y: R.Tensor((2, 3), "float32")):
             a = R.hint_on_device(x, tvm.cpu())
@@ -187,23 +183,18 @@ def test_export_and_load(tmp_path):
     np.testing.assert_allclose(vm["main"](x).numpy(), expected, rtol=1e-5)
 
 
-@I.ir_module
-class Values:
-    """Indices and divisors that only a call knows, alone and fused."""
-
-    I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_90"}), I.vdevice("llvm")]})
-
-    @R.function
-    def main(
-        x: R.Tensor(("n", 4), "float32", "cuda:0"),
-        i: R.Tensor(("m",), "int64", "cuda:0"),
-        d: R.Tensor(("m",), "int32", "cuda:0"),
-    ):
-        with R.dataflow():
-            a = R.exp(R.take(x, i, axis=0))
-            b = R.floor_divide(R.add(d, d), d)
-            R.output(a, b)
-        return a, b
+# Indices and divisors that only a call knows, alone and fused.
+@ir_module({"kind": "cuda", "arch": "sm_90"}, "llvm")
+def Values(
+    x: R.Tensor(("n", 4), "float32", "cuda:0"),
+    i: R.Tensor(("m",), "int64", "cuda:0"),
+    d: R.Tensor(("m",), "int32", "cuda:0"),
+):
+    with R.dataflow():
+        a = R.exp(R.take(x, i, axis=0))
+        b = R.floor_divide(R.add(d, d), d)
+        R.output(a, b)
+    return a, b
 
 
 EXTREMES = [10, -11, 2**31, 2**40, -(2**31) - 1, 2**63 - 1, -(2**63)]

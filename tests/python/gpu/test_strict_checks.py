@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import tvm
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
+from tvmscript import ir_module
 
 GPUS = sum(tvm.cuda(i).exist for i in range(8)) if tvm.runtime.enabled("cuda") else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU")]
@@ -15,45 +15,35 @@ EXTREMES = [10, -11, 2**31, 2**40, -(2**31) - 1, 2**63 - 1, -(2**63)]
 X = np.random.default_rng(0).standard_normal((10, 4)).astype("float32")
 
 
-@I.ir_module
-class Symbolic:
-    """Sizes that only a call knows, so that kernels are launched one by one; no CPU is among the vdevices."""
-
-    I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_90"})]})
-
-    @R.function
-    def main(
-        x: R.Tensor(("n", 4), "float32", "cuda:0"),
-        i: R.Tensor(("m",), "int64", "cuda:0"),
-        d: R.Tensor(("m",), "int32", "cuda:0"),
-    ):
-        with R.dataflow():
-            a = R.exp(R.take(x, i, axis=0))
-            b = R.floor_divide(R.add(d, d), d)
-            R.output(a, b)
-        return a, b
+# Sizes that only a call knows, so that kernels are launched one by one; no CPU is among the vdevices.
+@ir_module({"kind": "cuda", "arch": "sm_90"})
+def Symbolic(
+    x: R.Tensor(("n", 4), "float32", "cuda:0"),
+    i: R.Tensor(("m",), "int64", "cuda:0"),
+    d: R.Tensor(("m",), "int32", "cuda:0"),
+):
+    with R.dataflow():
+        a = R.exp(R.take(x, i, axis=0))
+        b = R.floor_divide(R.add(d, d), d)
+        R.output(a, b)
+    return a, b
 
 
-@I.ir_module
-class Static:
-    """All sizes are known, so that a CUDA graph launches the kernels."""
-
-    I.module_global_infos({"vdevice": [I.vdevice({"kind": "cuda", "arch": "sm_90"})]})
-
-    @R.function
-    def main(
-        x: R.Tensor((10, 4), "float32", "cuda:0"),
-        i: R.Tensor((3, 2), "int64", "cuda:0"),
-        u: R.Tensor((3,), "float32", "cuda:0"),
-        e: R.Tensor((3, 4), "int32", "cuda:0"),
-    ):
-        with R.dataflow():
-            doubled = R.add(x, x)
-            picked = R.exp(R.gather_nd(doubled, i))
-            placed = R.scatter_nd(doubled, i, u)
-            gathered = R.add(R.gather_elements(placed, R.astype(e, "int64"), axis=0), R.const(1.0))
-            R.output(picked, placed, gathered)
-        return picked, placed, gathered
+# All sizes are known, so that a CUDA graph launches the kernels.
+@ir_module({"kind": "cuda", "arch": "sm_90"})
+def Static(
+    x: R.Tensor((10, 4), "float32", "cuda:0"),
+    i: R.Tensor((3, 2), "int64", "cuda:0"),
+    u: R.Tensor((3,), "float32", "cuda:0"),
+    e: R.Tensor((3, 4), "int32", "cuda:0"),
+):
+    with R.dataflow():
+        doubled = R.add(x, x)
+        picked = R.exp(R.gather_nd(doubled, i))
+        placed = R.scatter_nd(doubled, i, u)
+        gathered = R.add(R.gather_elements(placed, R.astype(e, "int64"), axis=0), R.const(1.0))
+        R.output(picked, placed, gathered)
+    return picked, placed, gathered
 
 
 def machine(mod, checks="strict"):

@@ -9,11 +9,11 @@ import pytest
 import tvm
 from tvm import relax, te
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
+from tvmscript import ir_module
 from vm.command_kernels import Kernels
 
 
@@ -182,11 +182,9 @@ def half(x):
     return tvm.runtime.tensor(x.numpy() / 2, x.device)
 
 
-@I.ir_module
+@ir_module({"kind": "llvm", "mcpu": "x86-64-v3"}, "llvm:1")
 class Everything:
     """What ends runs: recursion, a branch, work in place, an unknown function, a transfer, another function."""
-
-    I.module_global_infos({"vdevice": [I.vdevice({"kind": "llvm", "mcpu": "x86-64-v3"}, 0), I.vdevice("llvm", 1)]})
 
     @T.prim_func(s_tir=True)
     def next(a: T.handle, b: T.handle):

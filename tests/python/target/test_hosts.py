@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper, save_model
 from tvm import relax
 from tvm.ir import assert_structural_equal
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 from tvm.target import Target
@@ -34,6 +33,7 @@ from relax_hetero.target.vdevice import (
 )
 from relax_hetero.tools.cli import cli
 from relax_hetero.transform import RealizeVDevice, UpdateVDevice, verify_placement
+from tvmscript import ir_module
 
 A = {"kind": "llvm", "keys": ["cpu", "host:a"]}
 B = {"kind": "llvm", "keys": ["cpu", "host:b"]}
@@ -45,15 +45,11 @@ def names(entries: list) -> list[str]:
     return [f"{device_name(v, vdevices)} {v.vdevice_id}" for v in vdevices]
 
 
-@I.ir_module
-class TwoHosts:
-    I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
-    @R.function
-    def main(x: R.Tensor((4,), "float32", "a/llvm:0"), y: R.Tensor((4,), "float32", "b/llvm")):
-        z = R.to_vdevice(x, "b/llvm:0")
-        w = R.add(z, y)
-        return w
+@ir_module(A, B)
+def TwoHosts(x: R.Tensor((4,), "float32", "a/llvm:0"), y: R.Tensor((4,), "float32", "b/llvm")):
+    z = R.to_vdevice(x, "b/llvm:0")
+    w = R.add(z, y)
+    return w
 
 
 class TestNames:
@@ -226,14 +222,10 @@ class TestPlacement:
         assert devices_of(placed) == ["b/llvm:0", "c/llvm:0", "c/llvm:0"]
 
     def test_conflicts_name_hosts(self):
-        @I.ir_module
-        class Before:
-            I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
-            @R.function
-            def main(x: R.Tensor((4, 4), "float32", "a/llvm:0"), y: R.Tensor((4, 4), "float32", "b/llvm")):
-                z = R.matmul(x, y)
-                return z
+        @ir_module(A, B)
+        def Before(x: R.Tensor((4, 4), "float32", "a/llvm:0"), y: R.Tensor((4, 4), "float32", "b/llvm")):
+            z = R.matmul(x, y)
+            return z
 
         with pytest.raises(PlacementError, match="'x' is on a/llvm:0 .*, but 'y' is on b/llvm:0"):
             RealizeVDevice()(Before)
@@ -266,24 +258,12 @@ class TestReaders:
         assert same_object(host_vdevice(vdevices), vdevices[0])
 
     def test_shapes_and_conditions_are_read_on_the_own_host(self):
-        @I.ir_module
-        class Before:
-            I.module_global_infos(
-                {
-                    "vdevice": [
-                        I.vdevice(A),
-                        I.vdevice({"kind": "cuda", "arch": "sm_90", "keys": ["cuda", "gpu", "host:b"]}),
-                        I.vdevice(B),
-                    ]
-                }
-            )
-
-            @R.function
-            def main(s: R.Tensor((2,), "int64", "a/llvm"), t: R.Tensor((2,), "int64", "b/cuda")):
-                k = T.int64()
-                first = R.tensor_to_shape(s)
-                second = R.tensor_to_shape(t)
-                return (first, second)
+        @ir_module(A, {"kind": "cuda", "arch": "sm_90", "keys": ["cuda", "gpu", "host:b"]}, B)
+        def Before(s: R.Tensor((2,), "int64", "a/llvm"), t: R.Tensor((2,), "int64", "b/cuda")):
+            k = T.int64()
+            first = R.tensor_to_shape(s)
+            second = R.tensor_to_shape(t)
+            return (first, second)
 
         placed = RealizeVDevice()(Before)
         verify_placement(placed)

@@ -10,13 +10,13 @@ import time
 import numpy as np
 import pytest
 import tvm
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.vm.device.builtins import running_on, to_device
 from relax_hetero.vm.device.tensors import copy_to, from_numpy, is_host
+from tvmscript import ir_module
 
 GPUS = sum(tvm.cuda(i).exist for i in range(8)) if tvm.runtime.enabled("cuda") else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU")]
@@ -26,36 +26,26 @@ CUDA = {"kind": "cuda", "arch": "sm_90"}
 X, W = np.random.default_rng(0).random((5, 64), "float32"), np.arange(64, dtype="float32")
 
 
-@I.ir_module
-class Mixed:
-    """exp on the GPU, addition of a weight on the CPU, both returned."""
-
-    I.module_global_infos({"vdevice": [I.vdevice(CUDA), I.vdevice("llvm")]})
-
-    @R.function
-    def main(x: R.Tensor(("n", 64), "float32", "cuda:0"), w: R.Tensor((64,), "float32", "llvm:0")):
-        n = T.int64()
-        with R.dataflow():
-            y: R.Tensor((n, 64), "float32", "cuda:0") = R.exp(x)
-            moved: R.Tensor((n, 64), "float32", "llvm:0") = R.to_vdevice(y, "llvm:0")
-            z: R.Tensor((n, 64), "float32", "llvm:0") = R.add(moved, w)
-            R.output(y, z)
-        return (z, y)
+# exp on the GPU, addition of a weight on the CPU, both returned.
+@ir_module(CUDA, "llvm")
+def Mixed(x: R.Tensor(("n", 64), "float32", "cuda:0"), w: R.Tensor((64,), "float32", "llvm:0")):
+    n = T.int64()
+    with R.dataflow():
+        y: R.Tensor((n, 64), "float32", "cuda:0") = R.exp(x)
+        moved: R.Tensor((n, 64), "float32", "llvm:0") = R.to_vdevice(y, "llvm:0")
+        z: R.Tensor((n, 64), "float32", "llvm:0") = R.add(moved, w)
+        R.output(y, z)
+    return (z, y)
 
 
-@I.ir_module
-class Weighted:
-    """A weight on the GPU and the same one on the CPU."""
-
-    I.module_global_infos({"vdevice": [I.vdevice(CUDA), I.vdevice("llvm")]})
-
-    @R.function
-    def main(x: R.Tensor((64,), "float32", "cuda:0"), w: R.Tensor((64,), "float32")):
-        with R.dataflow():
-            y: R.Tensor((64,), "float32", "cuda:0") = R.add(x, R.to_vdevice(w, "cuda:0"))
-            z: R.Tensor((64,), "float32", "llvm:0") = R.add(R.to_vdevice(y, "llvm:0"), R.to_vdevice(w, "llvm:0"))
-            R.output(y, z)
-        return (y, z)
+# A weight on the GPU and the same one on the CPU.
+@ir_module(CUDA, "llvm")
+def Weighted(x: R.Tensor((64,), "float32", "cuda:0"), w: R.Tensor((64,), "float32")):
+    with R.dataflow():
+        y: R.Tensor((64,), "float32", "cuda:0") = R.add(x, R.to_vdevice(w, "cuda:0"))
+        z: R.Tensor((64,), "float32", "llvm:0") = R.add(R.to_vdevice(y, "llvm:0"), R.to_vdevice(w, "llvm:0"))
+        R.output(y, z)
+    return (y, z)
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import tvm
-from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
+from tvmscript import ir_module
 
 X = np.linspace(-1, 1, 12, dtype="float32").reshape(3, 4)
 W = np.array([1, 2, 3, 4], "float32")
@@ -242,16 +242,12 @@ def test_a_failing_kernel_leaves_the_machine_usable(failing):
         np.testing.assert_array_equal(machine["main"](good).numpy(), good)
 
 
-@I.ir_module
-class Unknown:
-    I.module_global_infos({"vdevice": [I.vdevice("llvm", 0)]})
-
-    @R.function(pure=False)
-    def main(x: R.Tensor((2,), "float32", "llvm:0")):
-        y: R.Tensor((2,), "float32", "llvm:0") = R.call_packed(
-            "relax_hetero.test.nowhere", x, ty_args=[R.Tensor((2,), "float32", "llvm:0")]
-        )
-        return y
+@ir_module("llvm", pure=False)
+def Unknown(x: R.Tensor((2,), "float32", "llvm:0")):
+    y: R.Tensor((2,), "float32", "llvm:0") = R.call_packed(
+        "relax_hetero.test.nowhere", x, ty_args=[R.Tensor((2,), "float32", "llvm:0")]
+    )
+    return y
 
 
 def test_functions_that_the_process_lacks_are_named():

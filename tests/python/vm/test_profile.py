@@ -7,13 +7,13 @@ import threading
 import numpy as np
 import pytest
 import tvm
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.vm.profile import ProfileRecorder
 from relax_hetero.vm.region.profile_regions import RegionCalls
+from tvmscript import ir_module
 
 X, W = np.zeros((64, 4), "float32"), np.ones(4, "float32")
 
@@ -101,11 +101,9 @@ def refuse(value):
         raise ArithmeticError("refused")
 
 
-@I.ir_module
+@ir_module("llvm")
 class Buffered:
     """Three kernels of one command buffer, with symbolic extents, numbers and a constant; then one of another."""
-
-    I.module_global_infos({"vdevice": [I.vdevice("llvm", 0)]})
 
     @T.prim_func
     def grow(a: T.handle, k: T.int64, s: T.float32, b: T.handle):
@@ -192,21 +190,16 @@ def test_command_buffers_that_run_as_a_whole_are_one_row_each(buffered):
     assert "grow" not in rows
 
 
-@I.ir_module
-class Shared:
-    """One kernel on two equal devices: by itself on both, and in a command buffer on the second."""
-
-    I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
-
-    @R.function
-    def main(x: R.Tensor((4,), "float32", "llvm:0"), p: R.Tensor((), "bool", "llvm:0")):
-        a = R.nn.relu(x)
-        b = R.nn.relu(R.to_vdevice(a, "llvm:1"))
-        if p:
-            c = R.nn.relu(b)
-        else:
-            c = R.sort(R.nn.relu(b))
-        return c
+# One kernel on two equal devices: by itself on both, and in a command buffer on the second.
+@ir_module("llvm", "llvm:1")
+def Shared(x: R.Tensor((4,), "float32", "llvm:0"), p: R.Tensor((), "bool", "llvm:0")):
+    a = R.nn.relu(x)
+    b = R.nn.relu(R.to_vdevice(a, "llvm:1"))
+    if p:
+        c = R.nn.relu(b)
+    else:
+        c = R.sort(R.nn.relu(b))
+    return c
 
 
 @pytest.mark.parametrize("command_buffers", [False, True])

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import tvm
 from tvm import relax
-from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
@@ -14,6 +13,7 @@ import relax_hetero as rh
 from cluster.step_by_step import CPU, StepByStep, assert_same_bits, check_same, cut, hosted, in_one_process, plain
 from relax_hetero.cluster.call_plan import CALL, Program, Source
 from relax_hetero.errors import BindingError, HeteroError
+from tvmscript import ir_module
 
 A = {"keys": ["cpu", "host:a"], **CPU}
 B = {"keys": ["cpu", "host:b"], **CPU}
@@ -29,16 +29,12 @@ def steps(program: Program, name: str = "main") -> list[tuple[str, int]]:
 
 
 def test_a_straight_cut_is_a_step_of_each_host():
-    @I.ir_module
-    class Module:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
-        @R.function
-        def main(x: R.Tensor((4,), "float32", "a/llvm:0")):
-            y = R.exp(x)
-            z = R.to_vdevice(y, "b/llvm:0")
-            w = R.negative(z)
-            return w
+    @ir_module(A, B)
+    def Module(x: R.Tensor((4,), "float32", "a/llvm:0")):
+        y = R.exp(x)
+        z = R.to_vdevice(y, "b/llvm:0")
+        w = R.negative(z)
+        return w
 
     program = check_same(Module, [[floats(4)]])
     assert steps(program) == [("a", 1), ("b", 1)]
@@ -46,37 +42,29 @@ def test_a_straight_cut_is_a_step_of_each_host():
 
 
 def test_there_and_back_is_three_steps():
-    @I.ir_module
-    class Module:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
-        @R.function
-        def main(x: R.Tensor((4,), "float32", "a/llvm:0")):
-            y = R.exp(x)
-            z = R.to_vdevice(y, "b/llvm:0")
-            w = R.negative(z)
-            v = R.to_vdevice(w, "a/llvm:0")
-            beside = R.sin(x)  # waits for nobody, and for the last step all the same
-            u = R.add(R.add(v, y), beside)
-            return u
+    @ir_module(A, B)
+    def Module(x: R.Tensor((4,), "float32", "a/llvm:0")):
+        y = R.exp(x)
+        z = R.to_vdevice(y, "b/llvm:0")
+        w = R.negative(z)
+        v = R.to_vdevice(w, "a/llvm:0")
+        beside = R.sin(x)  # waits for nobody, and for the last step all the same
+        u = R.add(R.add(v, y), beside)
+        return u
 
     assert steps(check_same(Module, [[floats(4)]])) == [("a", 2), ("b", 1), ("a", 1)]
 
 
 def test_what_comes_home_has_never_left():
-    @I.ir_module
-    class Module:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
-        @R.function
-        def main(x: R.Tensor((4,), "float32", "a/llvm:0")):
-            y = R.to_vdevice(x, "b/llvm:0")
-            z = R.to_vdevice(y, "a/llvm:0")
-            w = R.add(z, x)
-            v = R.to_vdevice(w, "b/llvm:0")
-            u = R.to_vdevice(v, "a/llvm:0")
-            t = R.exp(u)
-            return (t, v, z)
+    @ir_module(A, B)
+    def Module(x: R.Tensor((4,), "float32", "a/llvm:0")):
+        y = R.to_vdevice(x, "b/llvm:0")
+        z = R.to_vdevice(y, "a/llvm:0")
+        w = R.add(z, x)
+        v = R.to_vdevice(w, "b/llvm:0")
+        u = R.to_vdevice(v, "a/llvm:0")
+        t = R.exp(u)
+        return (t, v, z)
 
     program = check_same(Module, [[floats(4)]])
     assert steps(program) == [("a", 2)]
@@ -98,31 +86,23 @@ def test_what_comes_home_to_another_device_of_the_host_is_copied_there():
 
 
 def test_inputs_constants_shapes_and_numbers_are_results():
-    @I.ir_module
-    class Module:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
-        @R.function
-        def main(x: R.Tensor(("n", 4), "float32", "a/llvm:0"), y: R.Tensor((4,), "float32", "b/llvm:0")):
-            n = T.int64()
-            z = R.to_vdevice(x, "b/llvm:0")
-            w = R.add(z, y)
-            out = (x, R.const(3.0, "float32"), R.shape([n, n + 1]), (w, y, z), R.shape_of(w), R.prim_value(n))
-            return out
+    @ir_module(A, B)
+    def Module(x: R.Tensor(("n", 4), "float32", "a/llvm:0"), y: R.Tensor((4,), "float32", "b/llvm:0")):
+        n = T.int64()
+        z = R.to_vdevice(x, "b/llvm:0")
+        w = R.add(z, y)
+        out = (x, R.const(3.0, "float32"), R.shape([n, n + 1]), (w, y, z), R.shape_of(w), R.prim_value(n))
+        return out
 
     program = check_same(Module, [[floats(3, 4), floats(4)], [floats(1, 4), floats(4)]])
     assert program.functions["main"].sizes == (("n",),)
 
 
 def test_a_function_without_work_has_a_step_without_results():
-    @I.ir_module
-    class Module:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
-        @R.function
-        def main(x: R.Tensor((4,), "float32", "a/llvm:0"), y: R.Tensor((4,), "float32", "b/llvm:0")):
-            z = R.to_vdevice(x, "b/llvm:0")
-            return (y, (z,))
+    @ir_module(A, B)
+    def Module(x: R.Tensor((4,), "float32", "a/llvm:0"), y: R.Tensor((4,), "float32", "b/llvm:0")):
+        z = R.to_vdevice(x, "b/llvm:0")
+        return (y, (z,))
 
     program = check_same(Module, [[floats(4), 2 * floats(4)]])
     assert steps(program) == [("a", 0)]
@@ -130,22 +110,18 @@ def test_a_function_without_work_has_a_step_without_results():
 
 
 def test_tuples_of_parameters_are_opened():
-    @I.ir_module
-    class Module:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
-        @R.function
-        def main(
-            p: R.Tuple(
-                R.Tensor((4,), "float32", "a/llvm:0"), R.Tuple(R.Tensor((4,), "float32", "b/llvm:0"), R.Shape(["k"]))
-            ),
-            q: R.Shape(["k"]),
-        ):
-            k = T.int64()
-            y = R.to_vdevice(p[0], "b/llvm:0")
-            z = R.add(y, p[1][0])
-            w = R.broadcast_to(R.reshape(z, R.shape([4, 1])), R.shape([4, k]))
-            return (w, p[1][1], p, q)
+    @ir_module(A, B)
+    def Module(
+        p: R.Tuple(
+            R.Tensor((4,), "float32", "a/llvm:0"), R.Tuple(R.Tensor((4,), "float32", "b/llvm:0"), R.Shape(["k"]))
+        ),
+        q: R.Shape(["k"]),
+    ):
+        k = T.int64()
+        y = R.to_vdevice(p[0], "b/llvm:0")
+        z = R.add(y, p[1][0])
+        w = R.broadcast_to(R.reshape(z, R.shape([4, 1])), R.shape([4, k]))
+        return (w, p[1][1], p, q)
 
     program = check_same(Module, [[(floats(4), (floats(4), (5,))), (5,)]])
     assert program.functions["main"].num_inputs == 5  # four of the caller's, and k
@@ -154,35 +130,27 @@ def test_tuples_of_parameters_are_opened():
 
 
 def test_sizes_found_on_one_host_and_needed_on_another():
-    @I.ir_module
-    class Module:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
-        @R.function
-        def main(x: R.Tensor((8,), "float32", "a/llvm:0"), y: R.Tensor((1,), "float32", "b/llvm:0")):
-            k = T.int64()
-            i = R.nonzero(x)
-            j = R.match_cast(i, R.Tensor((1, k), "int64", "a/llvm:0"))
-            z = R.broadcast_to(y, R.shape([k + 1]))
-            w = R.to_vdevice(j, "b/llvm:0")
-            return (z, w, R.shape([k]))
+    @ir_module(A, B)
+    def Module(x: R.Tensor((8,), "float32", "a/llvm:0"), y: R.Tensor((1,), "float32", "b/llvm:0")):
+        k = T.int64()
+        i = R.nonzero(x)
+        j = R.match_cast(i, R.Tensor((1, k), "int64", "a/llvm:0"))
+        z = R.broadcast_to(y, R.shape([k + 1]))
+        w = R.to_vdevice(j, "b/llvm:0")
+        return (z, w, R.shape([k]))
 
     check_same(Module, [[np.arange(8, dtype="float32") % 3, floats(1)], [np.zeros(8, "float32"), floats(1)]])
 
 
 def test_a_tensor_read_as_a_shape_is_read_on_its_own_host():
-    @I.ir_module
-    class Module:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
-        @R.function
-        def main(s: R.Tensor((2,), "int64", "b/llvm:0"), x: R.Tensor((1, 1), "float32", "a/llvm:0")):
-            n = T.int64()
-            m = T.int64()
-            raw = R.tensor_to_shape(s)
-            known: R.Shape([n, m]) = R.match_cast(raw, R.Shape([n, m]))
-            y = R.broadcast_to(x, R.shape([n, m]))
-            return (y, known)
+    @ir_module(A, B)
+    def Module(s: R.Tensor((2,), "int64", "b/llvm:0"), x: R.Tensor((1, 1), "float32", "a/llvm:0")):
+        n = T.int64()
+        m = T.int64()
+        raw = R.tensor_to_shape(s)
+        known: R.Shape([n, m]) = R.match_cast(raw, R.Shape([n, m]))
+        y = R.broadcast_to(x, R.shape([n, m]))
+        return (y, known)
 
     program = check_same(Module, [[np.array([3, 2]), floats(1, 1)]])
     assert [host for host, _ in steps(program)] == ["b", "a"]
@@ -206,10 +174,8 @@ def test_sizes_of_one_name_are_told_apart():
 
 
 def test_several_functions_and_one_that_they_share():
-    @I.ir_module
+    @ir_module(A, B)
     class Module:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
         @R.function(private=True)
         def helper(x: R.Tensor(("n",), "float32", "b/llvm:0")):
             y = R.exp(x)
@@ -245,40 +211,32 @@ def test_several_functions_and_one_that_they_share():
 
 
 def test_a_branch_of_one_host_whose_condition_comes_from_another():
-    @I.ir_module
-    class Module:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
-        @R.function
-        def main(c: R.Tensor((), "float32", "a/llvm:0"), y: R.Tensor(("n",), "float32", "b/llvm:0")):
-            n = T.int64()
-            d = R.greater(c, R.const(0.0, "float32"))
-            if d:
-                z = R.exp(y)
-            else:
-                z = R.negative(y)
-            w = R.to_vdevice(z, "a/llvm:0")
-            v = R.multiply(w, w)
-            return (v, z)
+    @ir_module(A, B)
+    def Module(c: R.Tensor((), "float32", "a/llvm:0"), y: R.Tensor(("n",), "float32", "b/llvm:0")):
+        n = T.int64()
+        d = R.greater(c, R.const(0.0, "float32"))
+        if d:
+            z = R.exp(y)
+        else:
+            z = R.negative(y)
+        w = R.to_vdevice(z, "a/llvm:0")
+        v = R.multiply(w, w)
+        return (v, z)
 
     program = check_same(Module, [[np.float32(1), floats(4)], [np.float32(-1), floats(3)]])
     assert [host for host, _ in steps(program)] == ["a", "b", "a"]
 
 
 def test_hosts_that_exchange_inside_of_a_branch_run_their_parts_whole():
-    @I.ir_module
-    class Module:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
-        @R.function
-        def main(c: R.Tensor((), "bool", "a/llvm:0"), x: R.Tensor((4,), "float32", "a/llvm:0")):
-            if c:
-                t = R.to_vdevice(x, "b/llvm:0")
-                z = R.exp(t)
-            else:
-                s = R.to_vdevice(x, "b/llvm:0")
-                z = R.negative(s)
-            return z
+    @ir_module(A, B)
+    def Module(c: R.Tensor((), "bool", "a/llvm:0"), x: R.Tensor((4,), "float32", "a/llvm:0")):
+        if c:
+            t = R.to_vdevice(x, "b/llvm:0")
+            z = R.exp(t)
+        else:
+            s = R.to_vdevice(x, "b/llvm:0")
+            z = R.negative(s)
+        return z
 
     plan = cut(Module).functions["main"]
     assert not plan.steps and plan.result == Source(1, 0)
@@ -289,10 +247,8 @@ def test_hosts_that_exchange_inside_of_a_branch_run_their_parts_whole():
 
 
 def test_hosts_that_exchange_inside_of_a_called_function_run_their_parts_whole():
-    @I.ir_module
+    @ir_module(A, B)
     class Module:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
         @R.function(private=True)
         def both(x: R.Tensor((4,), "float32", "a/llvm:0")) -> R.Tensor((4,), "float32", "b/llvm:0"):
             z = R.exp(x)
@@ -311,10 +267,8 @@ def test_hosts_that_exchange_inside_of_a_called_function_run_their_parts_whole()
 
 
 def test_hosts_that_exchange_in_a_function_that_calls_itself_run_their_parts_whole():
-    @I.ir_module
+    @ir_module(A, B)
     class Module:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
         @R.function
         def main(n: R.Tensor((), "int64", "a/llvm:0"), x: R.Tensor((4,), "float32", "a/llvm:0")) -> R.Tensor(
             (4,), "float32", "a/llvm:0"
@@ -335,10 +289,8 @@ def test_hosts_that_exchange_in_a_function_that_calls_itself_run_their_parts_who
 
 
 def test_a_loop_of_one_host_is_in_a_step():
-    @I.ir_module
+    @ir_module(A, B)
     class Module:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
         @R.function(private=True)
         def loop(i: R.Tensor((), "int64", "b/llvm:0"), x: R.Tensor((4,), "float32", "b/llvm:0")) -> R.Tensor(
             (4,), "float32", "b/llvm:0"
@@ -367,19 +319,15 @@ def test_a_loop_of_one_host_is_in_a_step():
 
 
 def test_effects_keep_their_order_and_a_failed_assertion_is_an_error():
-    @I.ir_module
-    class Module:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
-        @R.function(pure=False)
-        def main(x: R.Tensor((4,), "float32", "a/llvm:0"), c: R.Tensor((), "bool", "b/llvm:0")):
-            y = R.add(x, x)
-            _ = R.assert_op(c, format="c is false")
-            z = R.to_vdevice(y, "b/llvm:0")
-            w = R.exp(z)
-            v = R.to_vdevice(w, "a/llvm:0")
-            u = R.add(v, y)
-            return u
+    @ir_module(A, B, pure=False)
+    def Module(x: R.Tensor((4,), "float32", "a/llvm:0"), c: R.Tensor((), "bool", "b/llvm:0")):
+        y = R.add(x, x)
+        _ = R.assert_op(c, format="c is false")
+        z = R.to_vdevice(y, "b/llvm:0")
+        w = R.exp(z)
+        v = R.to_vdevice(w, "a/llvm:0")
+        u = R.add(v, y)
+        return u
 
     program = check_same(Module, [[floats(4), np.array(True)]])
     assert [host for host, _ in steps(program)] == ["a", "b", "a"]
@@ -388,10 +336,8 @@ def test_effects_keep_their_order_and_a_failed_assertion_is_an_error():
 
 
 def test_kernels_in_place_leave_what_other_steps_read():
-    @I.ir_module
+    @ir_module(A, B)
     class Module:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
         @T.prim_func(private=True, s_tir=True)
         def bump(X: T.Buffer((4,), "float32")):
             for i in range(4):
@@ -413,42 +359,34 @@ def test_kernels_in_place_leave_what_other_steps_read():
 
 
 def test_a_branch_that_works_on_both_hosts_apart():
-    @I.ir_module
-    class Module:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
-        @R.function
-        def main(
-            c: R.Tensor((), "bool", "a/llvm:0"),
-            x: R.Tensor((4,), "float32", "a/llvm:0"),
-            y: R.Tensor((4,), "float32", "b/llvm:0"),
-        ):
-            if c:
-                p = R.exp(x)
-                q = R.exp(y)
-                z = (p, q)
-            else:
-                z = (x, y)
-            u = z[0]
-            v = R.to_vdevice(u, "b/llvm:0")
-            w = R.add(v, z[1])
-            return (w, z)
+    @ir_module(A, B)
+    def Module(
+        c: R.Tensor((), "bool", "a/llvm:0"),
+        x: R.Tensor((4,), "float32", "a/llvm:0"),
+        y: R.Tensor((4,), "float32", "b/llvm:0"),
+    ):
+        if c:
+            p = R.exp(x)
+            q = R.exp(y)
+            z = (p, q)
+        else:
+            z = (x, y)
+        u = z[0]
+        v = R.to_vdevice(u, "b/llvm:0")
+        w = R.add(v, z[1])
+        return (w, z)
 
     check_same(Module, [[np.array(flag), floats(4), 2 * floats(4)] for flag in (True, False)])
 
 
 def test_what_is_donated_is_left_as_it_is():
-    @I.ir_module
-    class Module:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
-        @R.function
-        def main(x: R.Tensor((4,), "float32", "a/llvm:0"), y: R.Tensor(("n",), "float32", "b/llvm:0")):
-            R.func_attr({"relax_hetero.donated": [0, 1]})
-            z = R.add(x, x)
-            w = R.to_vdevice(z, "b/llvm:0")
-            v = R.exp(y)
-            return (w, v)
+    @ir_module(A, B)
+    def Module(x: R.Tensor((4,), "float32", "a/llvm:0"), y: R.Tensor(("n",), "float32", "b/llvm:0")):
+        R.func_attr({"relax_hetero.donated": [0, 1]})
+        z = R.add(x, x)
+        w = R.to_vdevice(z, "b/llvm:0")
+        v = R.exp(y)
+        return (w, v)
 
     program = cut(Module)
     assert program.functions["main"].signature.donated == ()
@@ -459,21 +397,17 @@ def test_what_is_donated_is_left_as_it_is():
 
 
 def test_parameters_behind_num_input_stay_inputs():
-    @I.ir_module
-    class Module:
-        I.module_global_infos({"vdevice": [I.vdevice(A), I.vdevice(B)]})
-
-        @R.function
-        def main(
-            x: R.Tensor((2, 4), "float32", "a/llvm:0"),
-            w: R.Tensor((4, 4), "float32", "a/llvm:0"),
-            v: R.Tensor((4, 3), "float32", "b/llvm:0"),
-        ):
-            R.func_attr({"num_input": 1})
-            y = R.matmul(x, w)
-            z = R.to_vdevice(y, "b/llvm:0")
-            u = R.matmul(z, v)
-            return u
+    @ir_module(A, B)
+    def Module(
+        x: R.Tensor((2, 4), "float32", "a/llvm:0"),
+        w: R.Tensor((4, 4), "float32", "a/llvm:0"),
+        v: R.Tensor((4, 3), "float32", "b/llvm:0"),
+    ):
+        R.func_attr({"num_input": 1})
+        y = R.matmul(x, w)
+        z = R.to_vdevice(y, "b/llvm:0")
+        u = R.matmul(z, v)
+        return u
 
     args = [floats(2, 4), floats(4, 4), floats(4, 3)]
     check_same(Module, [args])
