@@ -16,7 +16,7 @@ from relax_hetero.cluster.actor_calls import ActorCalls
 from relax_hetero.cluster.call_plan import CallPlan
 from relax_hetero.cluster.calls import ClusterCall
 from relax_hetero.vm.queue.fence import Fence
-from tvmscript import ir_module
+from modules import ir_module
 
 Make = Callable[..., Any]
 

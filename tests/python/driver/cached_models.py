@@ -5,7 +5,7 @@ from tvm import relax
 from tvm.script import relax as R
 
 import relax_hetero as rh
-from tvmscript import ir_module
+from modules import ir_module
 
 X = np.random.default_rng(0).standard_normal((3, 8)).astype("float32")
 W = np.random.default_rng(1).standard_normal((8, 5)).astype("float32")

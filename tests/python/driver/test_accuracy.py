@@ -14,7 +14,7 @@ from relax_hetero.transform.ir.module_attrs import ACCURACY
 from seeds import fresh_rng
 from tir.kernel_runs import runs_here
 from transform.numpy_convolution import convolve
-from tvmscript import ir_module
+from modules import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4", "num-cores": 2}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2", "num-cores": 2}

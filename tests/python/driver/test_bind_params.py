@@ -13,7 +13,7 @@ from relax_hetero.driver.bind_params import bind_params
 from relax_hetero.errors import BuildError
 from relax_hetero.transform import FormDispatches, RealizeVDevice
 from relax_hetero.transform.record.donated import DONATED
-from tvmscript import ir_module
+from modules import ir_module
 
 X = np.zeros((2, 3), "float32")
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}

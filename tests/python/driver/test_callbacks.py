@@ -7,7 +7,7 @@ import tvm_ffi
 from tvm.script import relax as R
 
 import relax_hetero as rh
-from tvmscript import ir_module
+from modules import ir_module
 
 X = np.arange(4, dtype="float32")
 

@@ -12,7 +12,7 @@ from relax_hetero.artifact.checks import CheckSpec
 from relax_hetero.artifact.commands import GRAPH
 from relax_hetero.artifact.metadata import Metadata
 from relax_hetero.target.vdevice import vdevices_of
-from tvmscript import ir_module
+from modules import ir_module
 
 X = np.random.default_rng(0).standard_normal((10, 4)).astype("float32")
 

@@ -14,7 +14,7 @@ from relax_hetero.driver.compile_key import compile_key, why_uncached
 from relax_hetero.resolvers import CpuResolver
 from relax_hetero.transform import collect_encodings, collect_fusions, collect_placement
 from relax_hetero.transform.record.donated import with_donated
-from tvmscript import ir_module
+from modules import ir_module
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from tir.kernel_runs import runs_here
 from tir.products_of import numpy_type, random_array
 from transform.numpy_convolution import convolve
 from transform.reference_convolution import NHWC, reference_resolver
-from tvmscript import ir_module
+from modules import ir_module
 
 pytestmark = pytest.mark.sampled(4)
 

@@ -11,7 +11,7 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.target.vdevice import with_vdevices
-from tvmscript import ir_module
+from modules import ir_module
 
 pytestmark = pytest.mark.sampled(4)
 

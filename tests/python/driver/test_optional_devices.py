@@ -14,7 +14,7 @@ import relax_hetero as rh
 from relax_hetero.artifact.container import open_container
 from relax_hetero.target.vdevice import vdevices_of
 from relax_hetero.tools.cli import cli
-from tvmscript import ir_module
+from modules import ir_module
 
 GPU = rh.VDevice({"kind": "cuda", "arch": "sm_90a"}, 98)
 OTHER = rh.VDevice({"kind": "cuda", "arch": "sm_90a"}, 99)

@@ -9,7 +9,7 @@ from tvm.script import relax as R
 import relax_hetero as rh
 from relax_hetero.target.vdevice import with_vdevices
 from seeds import fresh_rng
-from tvmscript import ir_module
+from modules import ir_module
 
 pytestmark = pytest.mark.sampled(4)
 

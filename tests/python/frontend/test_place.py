@@ -7,7 +7,7 @@ from tvm.relax.frontend import nn
 from tvm.script import relax as R
 
 import relax_hetero as rh
-from tvmscript import ir_module
+from modules import ir_module
 
 DEVICES = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}]
 

@@ -13,7 +13,7 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from fuzz.file_attacks import attacks_of
-from tvmscript import ir_module
+from modules import ir_module
 
 
 def small_model():

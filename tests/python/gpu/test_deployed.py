@@ -12,7 +12,7 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.vm.region.cuda_graph import state
-from tvmscript import ir_module
+from modules import ir_module
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not tvm.cuda(0).exist, reason="needs an NVIDIA GPU")]
 

@@ -13,7 +13,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
-from tvmscript import ir_module
+from modules import ir_module
 from vm.command_kernels import Kernels
 
 

@@ -13,7 +13,7 @@ from tvm.script import relax as R
 
 from relax_hetero.errors import EncodingError
 from relax_hetero.op.attention import attention
-from tvmscript import ir_module
+from modules import ir_module
 
 HEADS = "(b, m, h*d) * (b, n, g*d) * (b, n, g*e) -> (b, m, h, e); b=2, h=4, g=2, m=5, n=7, d=8, e=3"
 

@@ -8,7 +8,7 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.errors import EncodingError
-from tvmscript import ir_module
+from modules import ir_module
 
 
 @ir_module()

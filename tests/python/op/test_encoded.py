@@ -22,7 +22,7 @@ from relax_hetero.op.encoded import (
     set_encoding,
     unset_encoding,
 )
-from tvmscript import ir_module
+from modules import ir_module
 
 ENC = "<float32 * float32 -> float32; (m, k) * (k, n) -> (m, n); m=5, n=3, k=4>"
 DYN = "<uint8 * int8 -> int32; (b0, m, k) * (k, n) -> (b0, m, n); b0=?, m=?, n=3, k=4>"

@@ -10,7 +10,7 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.errors import BuildError, EncodingError, HeteroError, PlacementError
-from tvmscript import ir_module
+from modules import ir_module
 
 
 @ir_module()

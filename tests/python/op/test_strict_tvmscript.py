@@ -17,7 +17,7 @@ import relax_hetero as rh
 from relax_hetero.errors import VDeviceError
 from relax_hetero.op import strict_tvmscript
 from relax_hetero.target.vdevice import same_object, vdevices_of
-from tvmscript import ir_module
+from modules import ir_module
 
 LIST = 'I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("c", 1), I.vdevice("llvm", 0, "shared")]})'
 AVAILABLE = "available: llvm:0, c:0, llvm:1"

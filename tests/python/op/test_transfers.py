@@ -10,7 +10,7 @@ from tvm.script import relax as R
 import relax_hetero as rh
 from relax_hetero.errors import PlacementError, VDeviceError
 from relax_hetero.target.vdevice import same_object
-from tvmscript import ir_module
+from modules import ir_module
 
 TENSOR = relax.TensorType((2, 3), "float32")
 X = relax.Var("x", TENSOR)

@@ -33,7 +33,7 @@ from relax_hetero.target.vdevice import (
 )
 from relax_hetero.tools.cli import cli
 from relax_hetero.transform import RealizeVDevice, UpdateVDevice, verify_placement
-from tvmscript import ir_module
+from modules import ir_module
 
 A = {"kind": "llvm", "keys": ["cpu", "host:a"]}
 B = {"kind": "llvm", "keys": ["cpu", "host:b"]}

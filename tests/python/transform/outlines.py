@@ -9,7 +9,7 @@ from tvm_ffi import structural_walk
 
 from relax_hetero.transform import FormCommandBuffers
 from relax_hetero.transform.ir.module_attrs import COMMANDS
-from tvmscript import ir_module
+from modules import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}

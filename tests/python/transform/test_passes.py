@@ -9,7 +9,7 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.transform.ir.declare import PassDeclaration, declare_pass, declared_passes
-from tvmscript import ir_module
+from modules import ir_module
 
 PASSES = rh.transform.passes()
 OPTIONS = {"ToMixedPrecision": ("bfloat16",), "UpdateVDevice": (rh.VDevice("llvm"),)}

@@ -6,7 +6,7 @@ import tvm
 from tvm.script import relax as R
 
 import relax_hetero as rh
-from tvmscript import ir_module
+from modules import ir_module
 
 X = np.linspace(-1, 1, 12, dtype="float32").reshape(3, 4)
 W = np.array([1, 2, 3, 4], "float32")

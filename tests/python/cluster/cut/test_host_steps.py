@@ -13,7 +13,7 @@ import relax_hetero as rh
 from cluster.step_by_step import CPU, StepByStep, assert_same_bits, check_same, cut, hosted, in_one_process, plain
 from relax_hetero.cluster.call_plan import CALL, Program, Source
 from relax_hetero.errors import BindingError, HeteroError
-from tvmscript import ir_module
+from modules import ir_module
 
 A = {"keys": ["cpu", "host:a"], **CPU}
 B = {"keys": ["cpu", "host:b"], **CPU}

@@ -8,7 +8,7 @@ from tvm.script import tirx as T
 
 from relax_hetero.errors import BuildError
 from relax_hetero.transform import BindTargets
-from tvmscript import ir_module
+from modules import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}

@@ -8,7 +8,7 @@ from tvm.script import tirx as T
 
 from relax_hetero.transform import FormDispatches, RealizeVDevice
 from relax_hetero.transform.dispatch.canonical_extents import canonical_extents
-from tvmscript import ir_module
+from modules import ir_module
 
 
 def test_types_and_kernels():

@@ -14,7 +14,7 @@ from relax_hetero.tir.checks import CheckProblem, check_kernel, reporting_kernel
 from relax_hetero.transform import CheckValues, KeepFindings
 from relax_hetero.transform.ir.findings import findings_of
 from relax_hetero.transform.ir.module_attrs import STRICT
-from tvmscript import ir_module
+from modules import ir_module
 
 CUDA = {"kind": "cuda", "arch": "sm_90"}
 

@@ -9,7 +9,7 @@ from tvm.script import tirx as T
 import relax_hetero as rh
 from relax_hetero.driver.pipeline import pipeline_steps
 from relax_hetero.target.vdevice import with_vdevices
-from tvmscript import ir_module
+from modules import ir_module
 
 
 def test_no_constant_is_folded_that_would_fill_the_memory():

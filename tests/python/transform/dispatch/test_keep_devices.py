@@ -14,7 +14,7 @@ from relax_hetero.transform import collect_placement
 from relax_hetero.transform.dispatch.keep_devices import keep_devices
 from relax_hetero.transform.ir.rewriting import walk_bindings
 from relax_hetero.transform.placement.realize_vdevice import realize_vdevice
-from tvmscript import ir_module
+from modules import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}

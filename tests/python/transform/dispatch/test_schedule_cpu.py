@@ -24,7 +24,7 @@ from relax_hetero.transform.dispatch.schedule_cpu import schedule_cpu
 from seeds import fresh_rng
 from tir.kernel_runs import TARGETS, VECTOR_NAMES, target_of
 from transform.scheduled_ops import Build, Operands, check, f32, formed, kernels, pool, results
-from tvmscript import ir_module
+from modules import ir_module
 
 LARGE = 1 << 20
 WIDEST = VECTOR_NAMES[0]

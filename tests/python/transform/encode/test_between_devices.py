@@ -13,7 +13,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
-from tvmscript import ir_module
+from modules import ir_module
 
 pytestmark = pytest.mark.sampled(4)
 

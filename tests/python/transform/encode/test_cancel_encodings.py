@@ -12,7 +12,7 @@ from relax_hetero.encoding import register_resolver
 from relax_hetero.transform import PropagateEncodings, RealizeVDevice, SetEncoding, SpecializeEncodings
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from transform.toy_resolvers import Toy
-from tvmscript import ir_module
+from modules import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 

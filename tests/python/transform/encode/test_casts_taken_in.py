@@ -15,7 +15,7 @@ from relax_hetero.transform import FormAttention, PropagateEncodings, collect_fu
 from relax_hetero.transform.encode.propagate_encodings import propagate_encodings
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from seeds import fresh_rng
-from tvmscript import ir_module
+from modules import ir_module
 
 AVX512 = {"kind": "llvm", "mcpu": "znver5", "num-cores": 2}
 ENC = "<bfloat16 * bfloat16 -> float32; (m, k) * (k, n) -> (m, n); m=2, n=4, k=8>"

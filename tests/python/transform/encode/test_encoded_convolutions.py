@@ -26,7 +26,7 @@ from relax_hetero.transform.encode.set_encoding import set_encoding
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from transform.interpreting import run
 from transform.reference_convolution import NHWC, reference_resolver
-from tvmscript import ir_module
+from modules import ir_module
 
 WIDE = (
     "<float32 * float32 -> float32; (b, c, x0, x1) * (n, k, w0, w1) -> (b, n, y0, y1); b=1, c=8, x0=5, x1=7, n=8, "

@@ -14,7 +14,7 @@ from relax_hetero.target.vdevice import device_name, vdevices_of
 from relax_hetero.transform import HoistEncodings, RealizeVDevice, SpecializeEncodings
 from relax_hetero.transform.ir.rewriting import walk_bindings
 from transform.toy_resolvers import PANELS, TILES, toy_resolvers
-from tvmscript import ir_module
+from modules import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}

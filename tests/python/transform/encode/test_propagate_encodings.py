@@ -13,7 +13,7 @@ from relax_hetero.transform.encode.propagate_encodings import propagate_encoding
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from seeds import fresh_rng
 from transform.interpreting import run
-from tvmscript import ir_module
+from modules import ir_module
 
 ENC = "<float32 * float32 -> float32; (m, k) * (k, n) -> (m, n); m=2, n=4, k=3>"
 ENC_NK = "<float32 * float32 -> float32; (m, k) * (n, k) -> (m, n); m=2, n=4, k=3>"

@@ -14,7 +14,7 @@ from relax_hetero.op.encoded import CONV
 from relax_hetero.transform import SetEncoding, VerifyEncodings
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from seeds import fresh_rng
-from tvmscript import ir_module
+from modules import ir_module
 
 pytestmark = pytest.mark.sampled(6)
 

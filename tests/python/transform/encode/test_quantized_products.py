@@ -19,7 +19,7 @@ from relax_hetero.transform.encode.set_encoding import set_encoding
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from seeds import fresh_rng
 from transform.interpreting import run
-from tvmscript import ir_module
+from modules import ir_module
 
 U8S8 = "<uint8 * int8 -> int32; (m, k) * (k, n) -> (m, n); m=4, n=2, k=3>"
 

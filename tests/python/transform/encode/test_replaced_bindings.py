@@ -6,7 +6,7 @@ from tvm.script import relax as R
 
 from relax_hetero.transform.encode.replaced_bindings import Merges
 from relax_hetero.transform.ir.rewriting import map_bindings
-from tvmscript import ir_module
+from modules import ir_module
 
 
 def merged(mod):

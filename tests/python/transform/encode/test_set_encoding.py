@@ -17,7 +17,7 @@ from relax_hetero.transform.encode.set_encoding import set_encoding
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from seeds import fresh_rng
 from transform.interpreting import run
-from tvmscript import ir_module
+from modules import ir_module
 
 F32 = "<float32 * float32 -> float32; (m, k) * (k, n) -> (m, n); m=2, n=4, k=3>"
 BATCH = "<float32 * float32 -> float32; (b0, m, k) * (k, n) -> (b0, m, n); b0=5, m=?, n=4, k=3>"

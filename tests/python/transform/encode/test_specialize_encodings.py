@@ -13,7 +13,7 @@ from relax_hetero.op.encoded import MATMUL, encoded_op
 from relax_hetero.transform import RealizeVDevice, SpecializeEncodings, collect_encodings
 from relax_hetero.transform.ir.rewriting import walk_bindings
 from transform.toy_resolvers import Toy, toy_resolvers
-from tvmscript import ir_module
+from modules import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}

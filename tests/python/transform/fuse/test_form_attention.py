@@ -17,7 +17,7 @@ from relax_hetero.op.attention import ATTENTION
 from relax_hetero.transform import FormAttention, collect_fusions
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from seeds import fresh_rng
-from tvmscript import ir_module
+from modules import ir_module
 
 AVX512 = {"kind": "llvm", "mcpu": "x86-64-v4", "num-cores": 2}
 

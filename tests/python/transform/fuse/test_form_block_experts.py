@@ -13,7 +13,7 @@ from relax_hetero.encoding.block_panels import BlockSource, Panels
 from relax_hetero.transform import FormBlockProducts, RealizeVDevice
 from relax_hetero.transform.ir.rewriting import op_name, relax_functions, walk_bindings
 from seeds import fresh_rng
-from tvmscript import ir_module
+from modules import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 EXPERTS, N, K = 3, 40, 64

@@ -14,7 +14,7 @@ from relax_hetero.op.block_products import BLOCK_MATMUL, DEQUANTIZE_BLOCKS
 from relax_hetero.transform import FormBlockProducts, RealizeVDevice
 from relax_hetero.transform.ir.rewriting import op_name, relax_functions, walk_bindings
 from seeds import fresh_rng
-from tvmscript import ir_module
+from modules import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 N, K, BLOCK = 40, 64, 32

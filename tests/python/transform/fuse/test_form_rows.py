@@ -13,7 +13,7 @@ from relax_hetero.target.vdevice import same_object
 from relax_hetero.transform import MaterializeEncodings, RealizeVDevice, collect_fusions
 from relax_hetero.transform.fuse.form_rows import FormRows
 from relax_hetero.transform.ir.rewriting import op_name, relax_functions, walk_bindings
-from tvmscript import ir_module
+from modules import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 

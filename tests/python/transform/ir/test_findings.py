@@ -16,7 +16,7 @@ from relax_hetero.transform.ir.reports import (
     PlacementEntry,
     PlacementReport,
 )
-from tvmscript import ir_module
+from modules import ir_module
 
 
 @ir_module("llvm", "c")

@@ -6,7 +6,7 @@ from tvm import relax
 from tvm.script import relax as R
 
 from relax_hetero.transform.ir.fused_names import with_fused_names
-from tvmscript import ir_module
+from modules import ir_module
 
 
 @ir_module()

@@ -10,7 +10,7 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.transform import KeepUnreadCalls
-from tvmscript import ir_module
+from modules import ir_module
 
 X = np.arange(4, dtype="float32")
 HEARD = []

@@ -10,7 +10,7 @@ from tvm.script import tirx as T
 import relax_hetero as rh
 from relax_hetero.transform import CheckSizeDivisors
 from relax_hetero.transform.ir.findings import findings_of
-from tvmscript import ir_module
+from modules import ir_module
 
 
 @I.ir_module

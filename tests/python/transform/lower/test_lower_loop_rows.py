@@ -5,7 +5,7 @@ from tvm.script import relax as R
 
 from relax_hetero.tir.write_row import write_row_kernel
 from relax_hetero.transform import LowerLoopRows
-from tvmscript import ir_module
+from modules import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 

@@ -5,7 +5,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 from relax_hetero.transform import LowerPinnedStorage
-from tvmscript import ir_module
+from modules import ir_module
 
 CUDA = {"kind": "cuda", "arch": "sm_90"}
 

@@ -12,7 +12,7 @@ from tvm.script import tirx as T
 import relax_hetero as rh
 from relax_hetero.transform import LowerRequirements
 from relax_hetero.transform.lower.lower_requirements import as_float
-from tvmscript import ir_module
+from modules import ir_module
 
 N = tirx.Var("n", "int64")
 N_OF_X, M_OF_Y = "n is dimension 0 of argument 'x'", "m is dimension 0 of argument 'y'"

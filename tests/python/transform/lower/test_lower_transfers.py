@@ -10,7 +10,7 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.transform import LowerTransfers
-from tvmscript import ir_module
+from modules import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}

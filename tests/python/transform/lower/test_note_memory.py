@@ -15,7 +15,7 @@ from relax_hetero.transform import LowerToVM
 from relax_hetero.transform.ir.module_attrs import MEMORY
 from relax_hetero.transform.lower.note_memory import NoteMemory, memory_of
 from seeds import fresh_rng
-from tvmscript import ir_module
+from modules import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}

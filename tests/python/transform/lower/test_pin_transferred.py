@@ -17,7 +17,7 @@ from relax_hetero.vm.device import memory_pools
 from relax_hetero.vm.device.builtins import running_on
 from relax_hetero.vm.device.cuda_library import CudaLibrary
 from seeds import fresh_rng
-from tvmscript import ir_module
+from modules import ir_module
 from vm.fake_cuda import FakeCuda
 
 CUDA = {"kind": "cuda", "arch": "sm_90"}

@@ -8,7 +8,7 @@ from tvm.script import tirx as T
 
 from relax_hetero.transform.partition.form_schedules import FormSchedules, schedules_of
 from transform.outlines import BUMP, CALLEE, D0, D1, FIRST, ONE, SECOND, TWO, V2, V4, Kernels, with_main
-from tvmscript import ir_module
+from modules import ir_module
 
 
 def after(main, **others):

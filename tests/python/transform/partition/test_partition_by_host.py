@@ -9,7 +9,7 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.transform import PartitionByHost
-from tvmscript import ir_module
+from modules import ir_module
 
 A = {"kind": "llvm", "keys": ["cpu", "host:a"]}
 B = {"kind": "llvm", "keys": ["cpu", "host:b"]}

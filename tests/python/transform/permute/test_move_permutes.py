@@ -9,7 +9,7 @@ from tvm.script import tirx as T
 
 from relax_hetero.transform import MovePermutes, collect_fusions
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
-from tvmscript import ir_module
+from modules import ir_module
 
 
 def permutes(mod, name="main"):

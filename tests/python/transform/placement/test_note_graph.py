@@ -7,7 +7,7 @@ from tvm.script import relax as R
 from relax_hetero.artifact.model_graph import KINDS
 from relax_hetero.transform import KeepFindings, NoteGraph, RealizeVDevice
 from relax_hetero.transform.ir.findings import findings_of
-from tvmscript import ir_module
+from modules import ir_module
 
 
 @ir_module("llvm", ('{"kind":"llvm"}',))

@@ -8,7 +8,7 @@ from tvm.script import relax as R
 
 from relax_hetero.transform import RealizeVDevice
 from relax_hetero.transform.placement.realize_vdevice import PlacementReport, collect_placement, realize_vdevice
-from tvmscript import ir_module
+from modules import ir_module
 
 
 @ir_module("llvm", "llvm:1")

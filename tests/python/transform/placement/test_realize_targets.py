@@ -7,7 +7,7 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.transform import RealizeTargets
-from tvmscript import ir_module
+from modules import ir_module
 
 NATIVE = rh.native("llvm")
 OWN = {"kind": "llvm", "mcpu": "x86-64" if "x86" in str(NATIVE.attrs["mtriple"]) else "generic"}

@@ -13,7 +13,7 @@ from tvm.script import tirx as T
 from relax_hetero import PlacementError, VDevice
 from relax_hetero.transform import RealizeVDevice, verify_placement
 from relax_hetero.transform.placement.realize_vdevice import realize_vdevice
-from tvmscript import ir_module
+from modules import ir_module
 
 
 def check(before: tvm.IRModule, expected: tvm.IRModule) -> None:

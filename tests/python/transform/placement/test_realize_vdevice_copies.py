@@ -7,7 +7,7 @@ from tvm.script import relax as R
 
 from relax_hetero import VDevice
 from relax_hetero.transform import RealizeVDevice, verify_placement
-from tvmscript import ir_module
+from modules import ir_module
 
 
 def place(before: tvm.IRModule) -> tvm.IRModule:

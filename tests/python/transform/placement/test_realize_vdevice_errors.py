@@ -10,7 +10,7 @@ from tvm.script import relax as R
 import relax_hetero as rh
 from relax_hetero.op import encode_hint
 from relax_hetero.transform import RealizeVDevice
-from tvmscript import ir_module
+from modules import ir_module
 
 
 def refused(mod: tvm.IRModule, *texts: str, error: type[Exception] = rh.PlacementError) -> str:

@@ -8,7 +8,7 @@ from tvm.script import relax as R
 
 from relax_hetero import PlacementError
 from relax_hetero.transform import RealizeVDevice, verify_placement
-from tvmscript import ir_module
+from modules import ir_module
 
 
 def check(before: tvm.IRModule, expected: tvm.IRModule) -> None:

@@ -8,7 +8,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 from relax_hetero.transform import RealizeVDevice, verify_placement
-from tvmscript import ir_module
+from modules import ir_module
 
 
 def place(before: tvm.IRModule) -> tvm.IRModule:

@@ -13,7 +13,7 @@ from tvm.script import tirx as T
 import relax_hetero as rh
 from relax_hetero.op import encode_hint
 from relax_hetero.transform import RealizeVDevice, verify_placement
-from tvmscript import ir_module
+from modules import ir_module
 
 StockRealizeVDevice = relax.transform.RealizeVDevice
 

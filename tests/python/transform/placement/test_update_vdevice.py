@@ -18,7 +18,7 @@ from relax_hetero.op import hinted_vdevice
 from relax_hetero.target.vdevice import same_object, vdevices_of
 from relax_hetero.transform import UpdateVDevice
 from relax_hetero.transform.ir.rewriting import relax_functions, walk_bindings
-from tvmscript import ir_module
+from modules import ir_module
 
 SM90 = {"kind": "cuda", "arch": "sm_90"}
 SM80 = {"kind": "cuda", "arch": "sm_80"}

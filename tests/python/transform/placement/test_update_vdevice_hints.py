@@ -13,7 +13,7 @@ from relax_hetero.op import hinted_vdevice, is_hint
 from relax_hetero.target.vdevice import same_object, vdevice_index, vdevices_of, with_vdevices
 from relax_hetero.transform import UpdateVDevice
 from relax_hetero.transform.ir.rewriting import walk_bindings
-from tvmscript import ir_module
+from modules import ir_module
 
 SM90 = {"kind": "cuda", "arch": "sm_90"}
 SM80 = {"kind": "cuda", "arch": "sm_80"}

@@ -12,7 +12,7 @@ import relax_hetero as rh
 from relax_hetero.transform import UpdateVDevice
 from relax_hetero.transform.ir.rewriting import walk_bindings
 from relax_hetero.transform.placement.update_vdevice import first_use
-from tvmscript import ir_module
+from modules import ir_module
 
 SM90 = {"kind": "cuda", "arch": "sm_90"}
 SM80 = {"kind": "cuda", "arch": "sm_80"}

@@ -9,7 +9,7 @@ from tvm.script import relax as R
 
 from relax_hetero import PlacementError, VDevice
 from relax_hetero.transform import RealizeVDevice, verify_placement
-from tvmscript import ir_module
+from modules import ir_module
 
 DEVICES = [VDevice("llvm"), VDevice("llvm", 1)]
 HERE, THERE = (relax.TensorType([2], "float32", device) for device in DEVICES)

@@ -14,7 +14,7 @@ from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from relax_hetero.transform.quantize.to_mixed_precision import to_mixed_precision
 from seeds import fresh_rng
 from transform.interpreting import run as interpreted
-from tvmscript import ir_module
+from modules import ir_module
 
 
 def ops(mod, name="main"):

@@ -11,7 +11,7 @@ from relax_hetero.errors import BuildError
 from relax_hetero.transform import SetEncoding, ToMixedPrecision
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from relax_hetero.transform.quantize.to_mixed_precision import to_mixed_precision
-from tvmscript import ir_module
+from modules import ir_module
 
 
 def ops(mod, name="main"):

@@ -9,7 +9,7 @@ from relax_hetero.encoding.expression import Expression
 from relax_hetero.transform import RealizeVDevice, SinkDequantize
 from relax_hetero.transform.quantize.sink_dequantize import is_inverse
 from seeds import fresh_rng
-from tvmscript import ir_module
+from modules import ir_module
 
 
 @ir_module()

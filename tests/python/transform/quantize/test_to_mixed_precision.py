@@ -16,7 +16,7 @@ from relax_hetero.transform.ir.module_attrs import TF32_KEPT
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from relax_hetero.transform.quantize.to_mixed_precision import to_mixed_precision
 from seeds import fresh_rng
-from tvmscript import ir_module
+from modules import ir_module
 
 
 def check(before, expected, dtype="bfloat16", keep=()):

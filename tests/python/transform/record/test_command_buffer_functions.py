@@ -10,7 +10,7 @@ from tvm.script import tirx as T
 from relax_hetero.transform import FormCommandBuffers
 from relax_hetero.transform.ir.module_attrs import COMMANDS
 from transform.outlines import V4, called
-from tvmscript import ir_module
+from modules import ir_module
 
 
 @ir_module(V4)

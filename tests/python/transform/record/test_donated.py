@@ -13,7 +13,7 @@ from relax_hetero.transform.record.donated import DONATED, with_donated
 from relax_hetero.transform.record.form_command_buffers import form_command_buffers
 from relax_hetero.transform.record.update_donated import update_donated
 from transform.outlines import V4, called, check
-from tvmscript import ir_module
+from modules import ir_module
 
 
 @ir_module(V4)

@@ -7,7 +7,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 from transform.outlines import V4, called, check
-from tvmscript import ir_module
+from modules import ir_module
 
 
 def test_operands_results_and_arena():

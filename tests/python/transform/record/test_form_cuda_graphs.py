@@ -21,7 +21,7 @@ from relax_hetero.transform.record.form_cuda_graphs import GRAPH_CONSTANTS, Form
 from relax_hetero.transform.record.region_attrs import kernels_of, regions_of
 from relax_hetero.vm.device.cuda_driver import cuda_driver
 from relax_hetero.vm.region import cuda_graph
-from tvmscript import ir_module
+from modules import ir_module
 
 CUDA = {"kind": "cuda", "arch": "sm_90"}
 

@@ -19,7 +19,7 @@ from relax_hetero.transform.record.region_attrs import (
     regions_of,
 )
 from relax_hetero.transform.record.region_ir import OutlinedRegion, RegionStep, RegionValue
-from tvmscript import ir_module
+from modules import ir_module
 
 
 def formed(mod):

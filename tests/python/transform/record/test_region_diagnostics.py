@@ -7,7 +7,7 @@ import relax_hetero as rh
 from relax_hetero.transform.ir.findings import findings_of
 from relax_hetero.transform.record.form_command_buffers import form_command_buffers
 from relax_hetero.transform.record.region_attrs import regions_of
-from tvmscript import ir_module
+from modules import ir_module
 
 
 @ir_module("llvm")

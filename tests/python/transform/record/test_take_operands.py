@@ -13,7 +13,7 @@ from relax_hetero.transform.record.region_attrs import regions_of
 from relax_hetero.transform.record.region_ir import RegionValue
 from relax_hetero.transform.record.take_operands import Draft, take_operands
 from transform.outlines import V4, called, check
-from tvmscript import ir_module
+from modules import ir_module
 
 
 def test_a_chain_lies_where_its_last_result_does():

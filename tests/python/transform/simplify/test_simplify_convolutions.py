@@ -13,7 +13,7 @@ from tvm.script import relax as R
 from relax_hetero.transform import RealizeVDevice, SimplifyConvolutions, collect_fusions
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from seeds import fresh_rng
-from tvmscript import ir_module
+from modules import ir_module
 
 pytestmark = pytest.mark.sampled(4)
 

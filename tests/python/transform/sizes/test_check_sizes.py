@@ -12,7 +12,7 @@ from tvm.script import tirx as T
 import relax_hetero as rh
 from relax_hetero.errors import BuildError, HeteroError
 from relax_hetero.transform import CheckSizes
-from tvmscript import ir_module
+from modules import ir_module
 
 
 def test_requirements_stand_where_sizes_are_known():

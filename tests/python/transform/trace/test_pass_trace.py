@@ -11,7 +11,7 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.transform.ir.rewriting import handle
-from tvmscript import ir_module
+from modules import ir_module
 
 
 @ir_module("llvm", "llvm:1")

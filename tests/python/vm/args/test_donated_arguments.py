@@ -17,7 +17,7 @@ from tvm.script import tirx as T
 import relax_hetero as rh
 from relax_hetero.vm.queue.plan import QueuePlan
 from seeds import fresh_rng
-from tvmscript import ir_module
+from modules import ir_module
 
 
 # A step of a decoder: a row is written to a cache, and the cache is read.

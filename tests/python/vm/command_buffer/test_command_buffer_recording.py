@@ -6,7 +6,7 @@ import tvm
 from tvm.script import tirx as T
 
 import relax_hetero as rh
-from tvmscript import ir_module
+from modules import ir_module
 from vm.command_kernels import Kernels
 
 

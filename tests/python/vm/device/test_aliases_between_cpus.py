@@ -12,7 +12,7 @@ from tvm.script import tirx as T
 import relax_hetero as rh
 from relax_hetero.vm.device import builtins
 from seeds import fresh_rng
-from tvmscript import ir_module
+from modules import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}

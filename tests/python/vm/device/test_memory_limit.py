@@ -9,7 +9,7 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.vm.device.memory_limit import bytes_of_text
-from tvmscript import ir_module
+from modules import ir_module
 
 W = np.ones((64, 128), "float32")  # 32,768 bytes
 

@@ -18,7 +18,7 @@ from tvm.script import relax as R
 import relax_hetero as rh
 from relax_hetero.artifact import container as container_format
 from relax_hetero.vm.device.tensors import bytes_of, nbytes_of
-from tvmscript import ir_module
+from modules import ir_module
 
 X = np.ones(1024, "float32")
 DATA = np.arange(1024, dtype="float32")

@@ -10,7 +10,7 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from seeds import fresh_rng
-from tvmscript import ir_module
+from modules import ir_module
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -1,4 +1,4 @@
-"""TVMScript of modules with devices: in a line what a test's module would repeat before its first function."""
+"""Modules of tests: written with their devices in one line, checked through a pass, and asked for their ops."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import tvm
+from tvm import relax
+from tvm.ir import assert_structural_equal
 from tvm.script import ir as I
 from tvm.script.parser.core.diagnostics import Source
+
+from relax_hetero.transform.ir.rewriting import op_name, relax_functions, walk_bindings
 
 
 def _vdevice(device: str | dict[str, Any] | tuple[Any, ...]) -> tvm.relax.VDevice:
@@ -45,3 +49,35 @@ def ir_module(*devices: str | dict[str, Any] | tuple[Any, ...], pure: bool = Tru
         return tvm.script.from_source(ast.unparse(ast.fix_missing_locations(tree)), extra_vars=names)
 
     return parse
+
+
+def check_pass(
+    transform: Callable[[tvm.IRModule], tvm.IRModule],
+    before: tvm.IRModule,
+    expected: tvm.IRModule,
+    map_free_vars: bool = False,
+) -> tvm.IRModule:
+    """Check that a pass makes the expected, well-formed module, leaves its input as it was, and its output as it is."""
+    text = tvm.ir.save_json(before)
+    after = transform(before)
+    assert_structural_equal(after, expected, map_free_vars)
+    assert relax.analysis.check_well_formed(after)
+    assert transform(after).same_as(after)
+    assert tvm.ir.save_json(before) == text
+    return after
+
+
+def values_of(code: tvm.IRModule | relax.Expr) -> list[relax.Expr]:
+    """Bound values of a function, or of all Relax functions of a module, those of nested scopes among them."""
+    scopes = [func for _, func in relax_functions(code)] if isinstance(code, tvm.IRModule) else [code]
+    return [binding.value for scope in scopes for binding in walk_bindings(scope)]
+
+
+def ops_of(code: tvm.IRModule | relax.Expr) -> list[str | None]:
+    """Names of the ops that compute `values_of` code; None for a value of no op."""
+    return list(map(op_name, values_of(code)))
+
+
+def calls_of(op: str, code: tvm.IRModule | relax.Expr) -> list[relax.Call]:
+    """Calls of an op in code."""
+    return [value for value in values_of(code) if op_name(value) == op]
