@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,7 @@ from tvm import relax
 from tvm.ir import assert_structural_equal
 from tvm.script import ir as I
 from tvm.script.parser.core.diagnostics import Source
+from tvm_ffi import structural_walk
 
 from relax_hetero.transform.ir.rewriting import op_name, relax_functions, walk_bindings
 
@@ -81,3 +81,10 @@ def ops_of(code: tvm.IRModule | relax.Expr) -> list[str | None]:
 def calls_of(op: str, code: tvm.IRModule | relax.Expr) -> list[relax.Call]:
     """Calls of an op in code."""
     return [value for value in values_of(code) if op_name(value) == op]
+
+
+def callees(body: tvm.ir.Expr | tvm.tirx.Stmt) -> list[str]:
+    """Names of the module's functions that code refers to, in order, each as often as it does."""
+    names: list[str] = []
+    structural_walk(body, (tvm.ir.GlobalVar, lambda gv: names.append(gv.name_hint)))
+    return names

@@ -18,10 +18,11 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
+from modules import calls_of, ops_of
 from relax_hetero.errors import BuildError, PlacementError, VDeviceError
 from relax_hetero.target.vdevice import device_name, parse_vdevices, same_object, vdevices_of
 from relax_hetero.transform import RealizeVDevice, UpdateVDevice
-from relax_hetero.transform.ir.rewriting import op_name, tensor_types, walk_bindings
+from relax_hetero.transform.ir.rewriting import tensor_types, walk_bindings
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
@@ -215,7 +216,7 @@ def test_row_8_update_vdevice_reaches_everything_and_changes_no_input():
     new = rh.VDevice({"kind": "llvm", "mcpu": "x86-64-v3"}, 1)
     after = UpdateVDevice(new, 1)(mod)
     tvm.ir.assert_structural_equal(mod, before)
-    (transfer,) = (b.value for b in walk_bindings(after["main"]) if op_name(b.value) == "relax.to_vdevice")
+    (transfer,) = calls_of("relax.to_vdevice", after["main"])
     assert same_object(transfer.attrs.dst_vdevice, vdevices_of(after)[1])
     assert "x86-64-v2" not in after.script()
 
@@ -241,7 +242,7 @@ def test_row_10_equal_vdevices_become_the_modules_own():
 
 def test_row_11_a_transfer_to_where_a_value_is_disappears():
     mod = module(lambda bb, d, x: relax.op.exp(bb.emit(relax.op.to_vdevice(x, d[0]))), (4,), on=[0])
-    assert "relax.to_vdevice" not in [op_name(b.value) for b in walk_bindings(RealizeVDevice()(mod)["main"])]
+    assert "relax.to_vdevice" not in ops_of(RealizeVDevice()(mod)["main"])
 
 
 def test_row_15_a_call_tir_result_goes_into_an_annotated_function():

@@ -13,8 +13,8 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from cluster.two_hosts import First, Second, expected, program
-from relax_hetero.cluster import CALL, CallPlan, Program, Source, Step
 from modules import ir_module
+from relax_hetero.cluster import CALL, CallPlan, Program, Source, Step
 
 Make = Callable[..., Any]
 

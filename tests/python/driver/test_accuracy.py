@@ -8,13 +8,13 @@ import tvm
 from tvm.script import relax as R
 
 import relax_hetero as rh
+from modules import ir_module
 from relax_hetero.errors import BuildError
 from relax_hetero.target.vdevice import with_vdevices
 from relax_hetero.transform.ir.module_attrs import ACCURACY
 from seeds import fresh_rng
 from tir.kernel_runs import runs_here
 from transform.numpy_convolution import convolve
-from modules import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4", "num-cores": 2}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2", "num-cores": 2}

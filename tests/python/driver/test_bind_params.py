@@ -9,11 +9,11 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
+from modules import ir_module
 from relax_hetero.driver.bind_params import bind_params
 from relax_hetero.errors import BuildError
 from relax_hetero.transform import FormDispatches, RealizeVDevice
 from relax_hetero.transform.record.donated import DONATED
-from modules import ir_module
 
 X = np.zeros((2, 3), "float32")
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}

@@ -8,11 +8,11 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
+from modules import ir_module
 from relax_hetero.artifact.checks import CheckSpec
 from relax_hetero.artifact.commands import GRAPH
 from relax_hetero.artifact.metadata import Metadata
 from relax_hetero.target.vdevice import vdevices_of
-from modules import ir_module
 
 X = np.random.default_rng(0).standard_normal((10, 4)).astype("float32")
 

@@ -10,11 +10,11 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from driver.cached_models import Linear, W, bound, compiled
+from modules import ir_module
 from relax_hetero.driver.compile_key import compile_key, why_uncached
 from relax_hetero.resolvers import CpuResolver
 from relax_hetero.transform import collect_encodings, collect_fusions, collect_placement
 from relax_hetero.transform.record.donated import with_donated
-from modules import ir_module
 
 
 @pytest.fixture(autouse=True)

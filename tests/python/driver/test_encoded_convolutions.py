@@ -7,6 +7,7 @@ from tvm import relax
 from tvm.script import relax as R
 
 import relax_hetero as rh
+from modules import ir_module
 from relax_hetero.encoding import PackedLayout
 from relax_hetero.target.vdevice import with_vdevices
 from seeds import fresh_rng
@@ -14,7 +15,6 @@ from tir.kernel_runs import runs_here
 from tir.products_of import numpy_type, random_array
 from transform.numpy_convolution import convolve
 from transform.reference_convolution import NHWC, reference_resolver
-from modules import ir_module
 
 pytestmark = pytest.mark.sampled(4)
 

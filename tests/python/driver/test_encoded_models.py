@@ -10,8 +10,8 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
-from relax_hetero.target.vdevice import with_vdevices
 from modules import ir_module
+from relax_hetero.target.vdevice import with_vdevices
 
 pytestmark = pytest.mark.sampled(4)
 

@@ -11,10 +11,10 @@ from onnx import TensorProto, helper, numpy_helper
 from tvm.script import relax as R
 
 import relax_hetero as rh
+from modules import ir_module
 from relax_hetero.artifact.container import open_container
 from relax_hetero.target.vdevice import vdevices_of
 from relax_hetero.tools.cli import cli
-from modules import ir_module
 
 GPU = rh.VDevice({"kind": "cuda", "arch": "sm_90a"}, 98)
 OTHER = rh.VDevice({"kind": "cuda", "arch": "sm_90a"}, 99)

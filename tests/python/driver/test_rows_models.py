@@ -7,9 +7,9 @@ from tvm import relax, tirx
 from tvm.script import relax as R
 
 import relax_hetero as rh
+from modules import ir_module
 from relax_hetero.target.vdevice import with_vdevices
 from seeds import fresh_rng
-from modules import ir_module
 
 pytestmark = pytest.mark.sampled(4)
 

@@ -12,11 +12,11 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from gpu.allocations import allocations
+from modules import ir_module
 from relax_hetero.artifact.graph_layout import ROWS
 from relax_hetero.target.vdevice import with_vdevices
 from relax_hetero.vm.region import cuda_graph
 from seeds import fresh_rng
-from modules import ir_module
 
 GPUS = sum(tvm.cuda(i).exist for i in range(8)) if tvm.runtime.enabled("cuda") else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU")]

@@ -11,8 +11,8 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
-from relax_hetero.vm.region.cuda_graph import state
 from modules import ir_module
+from relax_hetero.vm.region.cuda_graph import state
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not tvm.cuda(0).exist, reason="needs an NVIDIA GPU")]
 

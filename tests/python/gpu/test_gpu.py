@@ -7,9 +7,9 @@ from tvm import relax
 from tvm.script import relax as R
 
 import relax_hetero as rh
+from modules import ir_module
 from relax_hetero.errors import BindingError, PlacementError
 from relax_hetero.transform import RealizeVDevice
-from modules import ir_module
 
 GPUS = sum(tvm.cuda(i).exist for i in range(8)) if tvm.runtime.enabled("cuda") else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU")]

@@ -12,17 +12,17 @@ import tvm
 
 import relax_hetero as rh
 from models.attention_graphs import FORMS, bert
+from modules import calls_of, ops_of
 from relax_hetero.op.attention import ATTENTION
 from relax_hetero.target.vdevice import same_vdevice
 from relax_hetero.transform.fuse.form_attention import form_attention
-from relax_hetero.transform.ir.rewriting import op_name, relax_functions, walk_bindings
 from seeds import fresh_rng
 
 AVX512 = {"kind": "llvm", "mcpu": "x86-64-v4", "num-cores": 2}
 
 
 def attentions(mod: tvm.IRModule) -> list[Any]:
-    return [b.value for _, f in relax_functions(mod) for b in walk_bindings(f) if op_name(b.value) == ATTENTION]
+    return calls_of(ATTENTION, mod)
 
 
 def random_inputs(model: onnx.ModelProto, sizes: dict[str, int]) -> dict[str, np.ndarray]:
@@ -56,7 +56,7 @@ def test_every_form_is_found(name: str) -> None:
     formed = form_attention(mod)
     assert len(attentions(formed)) == 1
     assert form_attention(formed) is formed
-    moved = [op_name(b.value) for _, f in relax_functions(formed) for b in walk_bindings(f)]
+    moved = ops_of(formed)
     assert "relax.nn.softmax" not in moved
     # The past of gpt2 is a result, so that its heads are laid out whatever reads them.
     assert name == "gpt2" or "relax.permute_dims" not in moved

@@ -18,8 +18,8 @@ from models.running import (
     expected_outputs,
     outputs_of,
 )
+from modules import ops_of
 from relax_hetero.driver.pipeline import get_pipeline
-from relax_hetero.transform.ir.rewriting import op_name, relax_functions, walk_bindings
 
 _BENCH = str(Path(__file__).resolve().parents[3] / "apps" / "bench")
 if _BENCH not in sys.path:
@@ -130,7 +130,7 @@ def permutes_left(mod):
         mod = each(mod)
         if each.info.name == "MovePermutes":
             break
-    return [op_name(b.value) for _, f in relax_functions(mod) for b in walk_bindings(f)].count("relax.permute_dims")
+    return ops_of(mod).count("relax.permute_dims")
 
 
 def check(model, permutes, **options):

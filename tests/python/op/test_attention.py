@@ -11,9 +11,9 @@ from tvm.ir import assert_structural_equal
 from tvm.script import from_source
 from tvm.script import relax as R
 
+from modules import ir_module
 from relax_hetero.errors import EncodingError
 from relax_hetero.op.attention import attention
-from modules import ir_module
 
 HEADS = "(b, m, h*d) * (b, n, g*d) * (b, n, g*e) -> (b, m, h, e); b=2, h=4, g=2, m=5, n=7, d=8, e=3"
 

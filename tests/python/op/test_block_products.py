@@ -7,8 +7,8 @@ from tvm.ir import assert_structural_equal
 from tvm.script import relax as R
 
 import relax_hetero as rh
-from relax_hetero.errors import EncodingError
 from modules import ir_module
+from relax_hetero.errors import EncodingError
 
 
 @ir_module()

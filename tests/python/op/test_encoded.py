@@ -7,6 +7,7 @@ from tvm import relax
 from tvm.ir import assert_structural_equal
 from tvm.script import relax as R
 
+from modules import ir_module
 from relax_hetero.encoding.encoding import Encoding
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.packed_layout import PackedLayout
@@ -22,7 +23,6 @@ from relax_hetero.op.encoded import (
     set_encoding,
     unset_encoding,
 )
-from modules import ir_module
 
 ENC = "<float32 * float32 -> float32; (m, k) * (k, n) -> (m, n); m=5, n=3, k=4>"
 DYN = "<uint8 * int8 -> int32; (b0, m, k) * (k, n) -> (b0, m, n); b0=?, m=?, n=3, k=4>"

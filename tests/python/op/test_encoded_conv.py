@@ -7,10 +7,10 @@ from tvm.ir import assert_structural_equal
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
+from modules import ir_module
 from relax_hetero.encoding.encoding import Encoding
 from relax_hetero.errors import EncodingError
 from relax_hetero.op.encoded import CONV, conv, encoded_op
-from modules import ir_module
 
 ENC = (
     "<float32 * float32 -> float32; (b, c, x0, x1) * (n, k, w0, w1) -> (b, n, y0, y1); b=?, c=4, x0=9, x1=8, "

@@ -10,10 +10,10 @@ from tvm import relax
 from tvm.script import relax as R
 
 import relax_hetero as rh
+from modules import ir_module
 from relax_hetero.errors import PlacementError, VDeviceError
 from relax_hetero.op import encode_hint, hinted_vdevice, is_hint
 from relax_hetero.target.vdevice import lookup, physical, same_object, vdevices_of
-from modules import ir_module
 
 SM90 = {"kind": "cuda", "arch": "sm_90"}
 SM80 = {"kind": "cuda", "arch": "sm_80"}

@@ -7,8 +7,8 @@ from tvm.ir import assert_structural_equal
 from tvm.script import relax as R
 
 import relax_hetero as rh
-from relax_hetero.errors import EncodingError
 from modules import ir_module
+from relax_hetero.errors import EncodingError
 
 SOFTMAX = "r0 = max(x0); r1 = sum(exp(subtract(x0, r0))); divide(exp(subtract(x0, r0)), r1)"
 

@@ -14,10 +14,10 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
+from modules import ir_module
 from relax_hetero.errors import VDeviceError
 from relax_hetero.op import strict_tvmscript
 from relax_hetero.target.vdevice import same_object, vdevices_of
-from modules import ir_module
 
 LIST = 'I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("c", 1), I.vdevice("llvm", 0, "shared")]})'
 AVAILABLE = "available: llvm:0, c:0, llvm:1"

@@ -16,6 +16,7 @@ from tvm.script import tirx as T
 from tvm.target import Target
 
 import relax_hetero as rh
+from modules import ir_module
 from relax_hetero.artifact.metadata import device_names
 from relax_hetero.driver.compile import device_spec
 from relax_hetero.errors import BuildError, HeteroError, PlacementError, VDeviceError
@@ -33,7 +34,6 @@ from relax_hetero.target.vdevice import (
 )
 from relax_hetero.tools.cli import cli
 from relax_hetero.transform import RealizeVDevice, UpdateVDevice, verify_placement
-from modules import ir_module
 
 A = {"kind": "llvm", "keys": ["cpu", "host:a"]}
 B = {"kind": "llvm", "keys": ["cpu", "host:b"]}

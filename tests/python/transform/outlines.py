@@ -7,9 +7,9 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 from tvm_ffi import structural_walk
 
+from modules import ir_module
 from relax_hetero.transform import FormCommandBuffers
 from relax_hetero.transform.ir.module_attrs import COMMANDS
-from modules import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}

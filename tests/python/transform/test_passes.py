@@ -8,8 +8,8 @@ import tvm
 from tvm.script import relax as R
 
 import relax_hetero as rh
-from relax_hetero.transform.ir.declare import PassDeclaration, declare_pass, declared_passes
 from modules import ir_module
+from relax_hetero.transform.ir.declare import PassDeclaration, declare_pass, declared_passes
 
 PASSES = rh.transform.passes()
 OPTIONS = {"ToMixedPrecision": ("bfloat16",), "UpdateVDevice": (rh.VDevice("llvm"),)}

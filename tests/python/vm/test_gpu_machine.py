@@ -14,9 +14,9 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
+from modules import ir_module
 from relax_hetero.vm.device.builtins import running_on, to_device
 from relax_hetero.vm.device.tensors import copy_to, from_numpy, is_host
-from modules import ir_module
 
 GPUS = sum(tvm.cuda(i).exist for i in range(8)) if tvm.runtime.enabled("cuda") else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU")]

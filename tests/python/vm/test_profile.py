@@ -11,9 +11,9 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
+from modules import ir_module
 from relax_hetero.vm.profile import ProfileRecorder
 from relax_hetero.vm.region.profile_regions import RegionCalls
-from modules import ir_module
 
 X, W = np.zeros((64, 4), "float32"), np.ones(4, "float32")
 

@@ -11,9 +11,9 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from cluster.step_by_step import CPU, StepByStep, assert_same_bits, check_same, cut, hosted, in_one_process, plain
+from modules import ir_module
 from relax_hetero.cluster.call_plan import CALL, Program, Source
 from relax_hetero.errors import BindingError, HeteroError
-from modules import ir_module
 
 A = {"keys": ["cpu", "host:a"], **CPU}
 B = {"keys": ["cpu", "host:b"], **CPU}

@@ -1,14 +1,13 @@
 """Extents of one size in one form."""
 
 import tvm
-from tvm.ir import assert_structural_equal
 from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
+from modules import check_pass, ir_module
 from relax_hetero.transform import FormDispatches, RealizeVDevice
 from relax_hetero.transform.dispatch.canonical_extents import canonical_extents
-from modules import ir_module
 
 
 def test_types_and_kernels():
@@ -50,9 +49,7 @@ def test_types_and_kernels():
             z = R.full(R.shape([n + 3]), R.const(1.0), "float32")
             return (y, z)
 
-    after = canonical_extents(Before)
-    assert_structural_equal(after, Expected)
-    assert canonical_extents(after).same_as(after)
+    check_pass(canonical_extents, Before, Expected)
 
 
 def test_a_sum_of_a_number_and_a_size_is_fused():

@@ -8,13 +8,13 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
+from modules import ir_module
 from relax_hetero.artifact.checks import RECORD, WORDS, CheckSpec
 from relax_hetero.errors import BuildError
 from relax_hetero.tir.checks import CheckProblem, check_kernel, reporting_kernel
 from relax_hetero.transform import CheckValues, KeepFindings
 from relax_hetero.transform.ir.findings import findings_of
 from relax_hetero.transform.ir.module_attrs import STRICT
-from modules import ir_module
 
 CUDA = {"kind": "cuda", "arch": "sm_90"}
 

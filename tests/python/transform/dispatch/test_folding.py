@@ -7,9 +7,9 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
+from modules import ir_module
 from relax_hetero.driver.pipeline import pipeline_steps
 from relax_hetero.target.vdevice import with_vdevices
-from modules import ir_module
 
 
 def test_no_constant_is_folded_that_would_fill_the_memory():

@@ -8,11 +8,11 @@ from tvm.ir import assert_structural_equal
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
+from modules import ir_module
 from relax_hetero.target.vdevice import same_object
 from relax_hetero.transform import FormDispatches, RealizeVDevice
 from relax_hetero.transform.dispatch import form_dispatches
 from relax_hetero.transform.ir.rewriting import walk_bindings
-from modules import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}

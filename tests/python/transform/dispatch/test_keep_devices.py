@@ -8,13 +8,13 @@ from tvm.ir import assert_structural_equal
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
+from modules import ir_module
 from relax_hetero.driver.pipeline import get_pipeline
 from relax_hetero.target.vdevice import same_vdevice, vdevices_of
 from relax_hetero.transform import collect_placement
 from relax_hetero.transform.dispatch.keep_devices import keep_devices
 from relax_hetero.transform.ir.rewriting import walk_bindings
 from relax_hetero.transform.placement.realize_vdevice import realize_vdevice
-from modules import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}

@@ -9,12 +9,12 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
+from modules import ir_module
 from relax_hetero.errors import BuildError
 from relax_hetero.target.vdevice import device_name, vdevices_of
 from relax_hetero.transform import FormDispatches, RealizeVDevice
 from relax_hetero.transform.dispatch.legalize import legalize
 from relax_hetero.transform.ir.rewriting import tensor_types, walk_bindings
-from modules import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}

@@ -8,10 +8,10 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from gpu_interpreter.models import InterpretedModel
+from modules import ir_module
 from relax_hetero.target.vdevice import with_vdevices
 from relax_hetero.transform.dispatch.reshaped_views import with_merged_reshapes, with_views
 from relax_hetero.transform.ir.rewriting import relax_functions, walk_bindings
-from modules import ir_module
 
 CUDA = {"kind": "cuda", "arch": "sm_90a"}
 

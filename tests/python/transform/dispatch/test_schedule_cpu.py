@@ -18,13 +18,13 @@ from tvm.script import tirx as T
 from tvm_ffi import structural_walk
 
 import relax_hetero as rh
+from modules import ir_module
 from relax_hetero.driver.link.llvm_kernels import build_llvm
 from relax_hetero.transform import ScheduleCPU, collect_fusions
 from relax_hetero.transform.dispatch.schedule_cpu import schedule_cpu
 from seeds import fresh_rng
 from tir.kernel_runs import TARGETS, VECTOR_NAMES, target_of
 from transform.scheduled_ops import Build, Operands, check, f32, formed, kernels, pool, results
-from modules import ir_module
 
 LARGE = 1 << 20
 WIDEST = VECTOR_NAMES[0]

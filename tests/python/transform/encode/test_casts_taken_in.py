@@ -10,12 +10,12 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from gpu_interpreter.models import InterpretedModel
+from modules import calls_of, ir_module, ops_of
 from relax_hetero.op.attention import ATTENTION
 from relax_hetero.transform import FormAttention, PropagateEncodings, collect_fusions
 from relax_hetero.transform.encode.propagate_encodings import propagate_encodings
-from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
+from relax_hetero.transform.ir.rewriting import walk_bindings
 from seeds import fresh_rng
-from modules import ir_module
 
 AVX512 = {"kind": "llvm", "mcpu": "znver5", "num-cores": 2}
 ENC = "<bfloat16 * bfloat16 -> float32; (m, k) * (k, n) -> (m, n); m=2, n=4, k=8>"
@@ -105,7 +105,7 @@ def test_products_before_casts_become_one():
     with collect_fusions() as fusions:
         formed = FormAttention()(low)
     assert not fusions.declined
-    found = [op_name(binding.value) for binding in walk_bindings(formed["main"])]
+    found = ops_of(formed["main"])
     product = ["relax.matmul", "relax.add", "relax.astype"]
     assert found == ["relax.astype", *product, ATTENTION, "relax.matmul"]
     values = [binding.value for binding in walk_bindings(formed["main"])]
@@ -166,7 +166,7 @@ def stored(target) -> list[str]:
     mod = relax.transform.Normalize()(StoredNarrow)
     mod.update_global_info("vdevice", [rh.VDevice(target)])
     mod = PropagateEncodings()(rh.transform.SetEncoding()(rh.transform.RealizeVDevice()(mod)))
-    found = [b.value for b in walk_bindings(mod["main"]) if op_name(b.value) == "relax.hetero.elementwise"]
+    found = calls_of("relax.hetero.elementwise", mod["main"])
     return [str(call.ty.dtype) for call in found]
 
 

@@ -10,6 +10,7 @@ from tvm.ir import assert_structural_equal
 from tvm.script import relax as R
 
 import relax_hetero as rh
+from modules import calls_of, ir_module
 from relax_hetero.encoding import PackedLayout
 from relax_hetero.op.encoded import CONV, SET
 from relax_hetero.target.vdevice import with_vdevices
@@ -26,7 +27,6 @@ from relax_hetero.transform.encode.set_encoding import set_encoding
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from transform.interpreting import run
 from transform.reference_convolution import NHWC, reference_resolver
-from modules import ir_module
 
 WIDE = (
     "<float32 * float32 -> float32; (b, c, x0, x1) * (n, k, w0, w1) -> (b, n, y0, y1); b=1, c=8, x0=5, x1=7, n=8, "
@@ -157,7 +157,7 @@ def test_a_constant_weight_is_packed_at_compile_time():
     with reference_resolver(NHWC, FOUR, NHWC):
         mod = SpecializeEncodings()(PropagateEncodings()(SetEncoding()(mod)))
         mod = MaterializeEncodings()(HoistEncodings()(mod))
-    calls = [b.value for b in walk_bindings(mod["main"]) if op_name(b.value) == "relax.call_tir"]
+    calls = calls_of("relax.call_tir", mod["main"])
     assert len(calls) == 1
     np.testing.assert_array_equal(calls[0].args[1].fields[1].value.numpy(), FOUR.pack(weight))
 

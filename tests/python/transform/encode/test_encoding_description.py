@@ -5,10 +5,10 @@ from __future__ import annotations
 from tvm.script import relax as R
 
 import relax_hetero  # noqa: F401 (registers R.hetero)
+from modules import ir_module
 from relax_hetero.transform.encode.encoding_description import describe_encodings
 from relax_hetero.transform.ir.findings import collect_encodings, publish
 from relax_hetero.transform.ir.reports import CancelledEntry, EncodedTransferEntry, EncodingReport
-from modules import ir_module
 
 LHS, RHS, OUT = (
     f"matmul[{index}]<float32 * float32 -> float32; (m, k) * (k, n) -> (m, n); m=?, n=64, k=40>" for index in range(3)

@@ -9,12 +9,12 @@ from tvm.ir import assert_structural_equal
 from tvm.script import relax as R
 from tvm_ffi import structural_walk
 
+from modules import ir_module
 from relax_hetero.encoding import PackedLayout
 from relax_hetero.target.vdevice import device_name, vdevices_of
 from relax_hetero.transform import HoistEncodings, RealizeVDevice, SpecializeEncodings
 from relax_hetero.transform.ir.rewriting import walk_bindings
 from transform.toy_resolvers import PANELS, TILES, toy_resolvers
-from modules import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}

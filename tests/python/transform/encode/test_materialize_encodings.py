@@ -9,11 +9,11 @@ from tvm.ir import assert_structural_equal
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
+from modules import ir_module
 from relax_hetero.encoding import Expression, MatmulProblem, PackedLayout
 from relax_hetero.errors import EncodingError
 from relax_hetero.transform import MaterializeEncodings
 from transform.toy_resolvers import PANELS, empty_kernel, toy_resolvers
-from modules import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}

@@ -10,11 +10,11 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from frontend.ops.checking import node_model
+from modules import calls_of, ir_module, ops_of
 from relax_hetero.op.encoded import CONV
 from relax_hetero.transform import SetEncoding, VerifyEncodings
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from seeds import fresh_rng
-from modules import ir_module
 
 pytestmark = pytest.mark.sampled(6)
 
@@ -28,7 +28,7 @@ def encoded(mod):
     after = SetEncoding()(mod)
     VerifyEncodings()(after)
     assert SetEncoding()(after).same_as(after)
-    return after, [op_name(binding.value) for binding in walk_bindings(after["main"])]
+    return after, ops_of(after["main"])
 
 
 def random_bytes(random, dtype, *shape):
@@ -112,9 +112,7 @@ def test_data_with_a_zero_point_are_padded_with_it():
         return y
 
     after = SetEncoding()(Before)
-    assert [op_name(b.value) for b in walk_bindings(after["main"])] == [
-        op_name(b.value) for b in walk_bindings(Expected["main"]) if b.var.name != "b"
-    ]
+    assert ops_of(after["main"]) == [op_name(b.value) for b in walk_bindings(Expected["main"]) if b.var.name != "b"]
 
 
 SHAPES = (
@@ -172,7 +170,7 @@ def test_what_stays_a_convolution_of_floats(data, weight, scales):
     x, w = (relax.Var(name, relax.TensorType(*given)) for name, given in (("x", data), ("w", weight)))
     after, ops = encoded(float_convolution(x, w, scales))
     assert ops.count(CONV) == 1
-    (conv,) = [b.value for b in walk_bindings(after["main"]) if op_name(b.value) == CONV]
+    (conv,) = calls_of(CONV, after["main"])
     assert str(conv.attrs.encoding).startswith("conv2d[2]<float32 * float32 -> float32;")
 
 

@@ -13,13 +13,13 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from frontend.ops.checking import node_model
+from modules import calls_of, ir_module, ops_of
 from relax_hetero.op.encoded import MATMUL
 from relax_hetero.transform import PropagateEncodings, SetEncoding, VerifyEncodings
 from relax_hetero.transform.encode.set_encoding import set_encoding
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from seeds import fresh_rng
 from transform.interpreting import run
-from modules import ir_module
 
 U8S8 = "<uint8 * int8 -> int32; (m, k) * (k, n) -> (m, n); m=4, n=2, k=3>"
 
@@ -30,7 +30,7 @@ def encoded(model):
     after = SetEncoding()(before)
     VerifyEncodings()(after)
     assert set_encoding(after) is after
-    return before, after, [op_name(binding.value) for binding in walk_bindings(after["main"])]
+    return before, after, ops_of(after["main"])
 
 
 def random_bytes(random, dtype, *shape):
@@ -218,7 +218,7 @@ def test_sums_that_int32_might_not_hold_stay_float(size, types):
         wide = [builder.emit(relax.op.astype(value, "float32")) for value in (x, w)]
         builder.emit_func_output(builder.emit(relax.op.matmul(*wide)))
     after = SetEncoding()(builder.get())
-    products = [b.value for b in walk_bindings(after["main"]) if op_name(b.value) == MATMUL]
+    products = calls_of(MATMUL, after["main"])
     assert [call.attrs.encoding.split(";")[0] for call in products] == [f"matmul[2]<{types}"]
 
 
@@ -234,7 +234,7 @@ def test_zero_points_that_may_be_large_stay_float(dtype, found):
         shifted = builder.emit(relax.op.subtract(builder.emit(relax.op.astype(x, "int32")), zero))
         wide = [builder.emit(relax.op.astype(value, "float32")) for value in (shifted, w)]
         builder.emit_func_output(builder.emit(relax.op.matmul(*wide)))
-    products = [b.value for b in walk_bindings(SetEncoding()(builder.get())["main"]) if op_name(b.value) == MATMUL]
+    products = calls_of(MATMUL, SetEncoding()(builder.get())["main"])
     assert [call.attrs.encoding.split(";")[0] for call in products] == [f"matmul[2]<{found}"]
 
 
@@ -270,7 +270,7 @@ def test_parameters_along_the_reduced_dimension_stay_float():
         return y
 
     after = SetEncoding()(Before)
-    products = [b.value for b in walk_bindings(after["main"]) if op_name(b.value) == MATMUL]
+    products = calls_of(MATMUL, after["main"])
     assert [call.attrs.encoding.split(";")[0] for call in products] == ["matmul[2]<float32 * float32 -> float32"]
 
 

@@ -4,9 +4,9 @@ from tvm import relax
 from tvm.ir import assert_structural_equal
 from tvm.script import relax as R
 
+from modules import ir_module
 from relax_hetero.transform.encode.replaced_bindings import Merges
 from relax_hetero.transform.ir.rewriting import map_bindings
-from modules import ir_module
 
 
 def merged(mod):

@@ -11,13 +11,13 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
+from modules import calls_of, ir_module
 from relax_hetero.op.encoded import MATMUL
 from relax_hetero.transform import SetEncoding, VerifyEncodings
 from relax_hetero.transform.encode.set_encoding import set_encoding
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from seeds import fresh_rng
 from transform.interpreting import run
-from modules import ir_module
 
 F32 = "<float32 * float32 -> float32; (m, k) * (k, n) -> (m, n); m=2, n=4, k=3>"
 BATCH = "<float32 * float32 -> float32; (b0, m, k) * (k, n) -> (b0, m, n); b0=5, m=?, n=4, k=3>"
@@ -120,7 +120,7 @@ def test_the_same_operand_of_products_alike_is_laid_out_once():
             R.output(y, z)
         return (y, z)
 
-    products = [b.value for b in walk_bindings(SetEncoding()(Before)["main"]) if op_name(b.value) == MATMUL]
+    products = calls_of(MATMUL, SetEncoding()(Before)["main"])
     assert products[0].args[0].same_as(products[1].args[0])
     assert not products[0].args[1].same_as(products[1].args[1])
 

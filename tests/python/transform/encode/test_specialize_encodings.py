@@ -1,19 +1,20 @@
 """SpecializeEncodings: layouts by device, cancellation, transfers between layouts, kernel variants."""
 
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
 from tvm.ir import assert_structural_equal
 from tvm.script import relax as R
 
+from modules import check_pass, ir_module
 from relax_hetero.encoding import PackedLayout, register_resolver
 from relax_hetero.errors import EncodingError
 from relax_hetero.op.encoded import MATMUL, encoded_op
 from relax_hetero.transform import RealizeVDevice, SpecializeEncodings, collect_encodings
 from relax_hetero.transform.ir.rewriting import walk_bindings
 from transform.toy_resolvers import Toy, toy_resolvers
-from modules import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
@@ -37,10 +38,7 @@ def toys():
         yield found
 
 
-def check(before, expected):
-    after = SpecializeEncodings()(before)
-    assert_structural_equal(after, expected)
-    assert_structural_equal(SpecializeEncodings()(after), expected)
+check = partial(check_pass, SpecializeEncodings())
 
 
 def kernels_of(mod):

@@ -5,10 +5,10 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
+from modules import ir_module
 from relax_hetero.errors import EncodingError
 from relax_hetero.transform import VerifyEncodings
 from relax_hetero.transform.encode.encoded_values import encoded_values
-from modules import ir_module
 
 ENC = "<float32 * float32 -> float32; (m, k) * (k, n) -> (m, n); m=4, n=4, k=4>"
 OTHER = "<float32 * float32 -> float32; (m, k) * (n, k) -> (m, n); m=4, n=4, k=4>"

@@ -13,11 +13,11 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
+from modules import calls_of, check_pass, ir_module, ops_of
 from relax_hetero.op.attention import ATTENTION
 from relax_hetero.transform import FormAttention, collect_fusions
-from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
+from relax_hetero.transform.ir.rewriting import walk_bindings
 from seeds import fresh_rng
-from modules import ir_module
 
 AVX512 = {"kind": "llvm", "mcpu": "x86-64-v4", "num-cores": 2}
 
@@ -29,12 +29,8 @@ def placed(mod: tvm.IRModule, target: Any = AVX512) -> tvm.IRModule:
 
 
 def attention_of(mod: tvm.IRModule) -> relax.Call:
-    (call,) = [b.value for b in walk_bindings(mod["main"]) if op_name(b.value) == ATTENTION]
+    (call,) = calls_of(ATTENTION, mod["main"])
     return call
-
-
-def names(mod: tvm.IRModule) -> list[str | None]:
-    return [op_name(binding.value) for binding in walk_bindings(mod["main"])]
 
 
 def test_heads_of_three_tensors():
@@ -74,9 +70,7 @@ def test_heads_of_three_tensors():
             R.output(result)
         return result
 
-    formed = FormAttention()(placed(relax.transform.Normalize()(Before)))
-    assert_structural_equal(formed, placed(Expected))
-    assert FormAttention()(formed).same_as(formed)
+    check_pass(FormAttention(), placed(relax.transform.Normalize()(Before)), placed(Expected))
 
 
 def test_products_of_one_tensor_become_one():
@@ -99,7 +93,7 @@ def test_products_of_one_tensor_become_one():
             out = builder.emit_output(relax.op.matmul(builder.emit(relax.op.nn.softmax(scores)), v))
         builder.emit_func_output(out)
     formed = FormAttention()(placed(builder.get()))
-    assert names(formed) == ["relax.matmul", "relax.add", ATTENTION]
+    assert ops_of(formed["main"]) == ["relax.matmul", "relax.add", ATTENTION]
     call = attention_of(formed)
     assert str(call.attrs.heads).startswith("(1, m, h*d) * (1, n, g*d+32) * (1, n, g*e+64) -> (b, h, m, e)")
     product, added = (binding.value for binding in list(walk_bindings(formed["main"]))[:2])
@@ -132,7 +126,7 @@ def test_only_where_the_device_has_a_kernel(target: Any, is_formed: bool):
         return y
 
     formed = FormAttention()(placed(relax.transform.Normalize()(Before), target))
-    assert (ATTENTION in names(formed)) == is_formed
+    assert (ATTENTION in ops_of(formed["main"])) == is_formed
 
 
 def test_reasons_are_told():
@@ -173,7 +167,7 @@ def test_gpus_form_what_their_tensor_cores_multiply(dtype: str, arch: str, width
         builder.emit_func_output(out)
     with collect_fusions() as found:
         formed = FormAttention()(placed(builder.get(), {"kind": "cuda", "arch": arch}))
-    assert (ATTENTION in names(formed)) == (types is None)
+    assert (ATTENTION in ops_of(formed["main"])) == (types is None)
     reasons = [entry.reason for entry in found.declined]
     wanted = f"found {dtype}, heads of {width}; expected one of {types}, which its device has in one kernel"
     assert reasons == ([] if types is None else [wanted])
@@ -209,7 +203,7 @@ def test_float32_is_formed_where_its_products_may_be_rounded():
     marked = rh.transform.ToMixedPrecision("tfloat32")(before)
     assert_structural_equal(FormAttention()(placed(marked, hopper)), placed(Expected, hopper))
     kept = rh.transform.ToMixedPrecision("tfloat32", keep=["scores"])(before)
-    assert ATTENTION not in names(FormAttention()(placed(kept, hopper)))
+    assert ATTENTION not in ops_of(FormAttention()(placed(kept, hopper))["main"])
     assert not attention_of(FormAttention()(placed(marked))).attrs.tf32  # CPUs do not round
 
 
@@ -231,7 +225,7 @@ def test_scores_of_16_bits_are_float32_on_gpus():
     before = relax.transform.Normalize()(Before)
     call = attention_of(FormAttention()(placed(before, {"kind": "cuda", "arch": "sm_90a"})))
     assert str(call.attrs.scores) == "where(x2, add(multiply(x0, 0.5), cast(x1, 'float32')), -65504.0)"
-    assert ATTENTION not in names(FormAttention()(placed(before)))  # on CPUs
+    assert ATTENTION not in ops_of(FormAttention()(placed(before))["main"])  # on CPUs
 
 
 def test_symbolic_sizes():
@@ -263,7 +257,7 @@ def test_the_attention_op_of_relax(causal: str | None, is_biased: bool):
         builder.emit_func_output(out)
     mod = builder.get()
     formed = FormAttention()(placed(mod))
-    assert names(formed) == [ATTENTION]
+    assert ops_of(formed["main"]) == [ATTENTION]
     arrays = [fresh_rng().standard_normal(shape).astype("float32") for shape in shapes]
     found = rh.vm.VirtualMachine(rh.compile(mod))["main"](*arrays).numpy()
     query, key, value = (array.transpose(0, 2, 1, 3).astype("float64") for array in arrays[:3])
@@ -292,7 +286,7 @@ def test_one_behind_the_other():
 
     mod = relax.transform.Normalize()(Before)
     formed = FormAttention()(placed(mod))
-    assert names(formed) == [ATTENTION, ATTENTION]
+    assert ops_of(formed["main"]) == [ATTENTION, ATTENTION]
     x, kv = (fresh_rng().standard_normal(shape).astype("float32") for shape in ((1, 5, 32), (1, 4, 7, 8)))
     found = rh.vm.VirtualMachine(rh.compile(mod))["main"](x, kv).numpy()
     wanted = x.reshape(1, 5, 4, 8).transpose(0, 2, 1, 3).astype("float64")

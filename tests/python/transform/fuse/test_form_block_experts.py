@@ -3,17 +3,15 @@
 import numpy as np
 import pytest
 from tvm import relax
-from tvm.ir import assert_structural_equal
 from tvm.script import relax as R
 
 import relax_hetero as rh
 from encoding.random_blocks import random_rows
+from modules import check_pass, ir_module, ops_of
 from relax_hetero.encoding.block_formats import block_format, numbers_of_rows
 from relax_hetero.encoding.block_panels import BlockSource, Panels
 from relax_hetero.transform import FormBlockProducts, RealizeVDevice
-from relax_hetero.transform.ir.rewriting import op_name, relax_functions, walk_bindings
 from seeds import fresh_rng
-from modules import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 EXPERTS, N, K = 3, 40, 64
@@ -68,9 +66,7 @@ def test_rows_by_the_matrices_that_they_choose():
 
     packed = Panels(32).pack(BlockSource((RAW,), block_format("q5_0"), K), EXPERTS)[0]
     placed = RealizeVDevice()(bound(Chosen, raw=RAW))
-    after = FormBlockProducts()(placed)
-    assert_structural_equal(after, RealizeVDevice()(bound(Expected, weight=packed)), map_free_vars=True)
-    assert FormBlockProducts()(after).same_as(after)
+    check_pass(FormBlockProducts(), placed, RealizeVDevice()(bound(Expected, weight=packed)), map_free_vars=True)
 
 
 @pytest.mark.parametrize("is_constant", [True, False])
@@ -110,5 +106,5 @@ def Others(
 
 def test_what_does_not_fit_takes_numbers():
     after = FormBlockProducts()(RealizeVDevice()(bound(Others, raw=RAW)))
-    found = {op_name(binding.value) for _, func in relax_functions(after) for binding in walk_bindings(func)}
+    found = set(ops_of(after))
     assert not any(name and "hetero" in name for name in found)

@@ -7,6 +7,7 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from encoding.random_blocks import random_rows
+from modules import calls_of, ir_module, ops_of
 from relax_hetero.encoding.block_formats import block_format, numbers_of_rows, of_integers
 from relax_hetero.encoding.block_panels import BlockSource, Panels
 from relax_hetero.encoding.block_weights import pack_fragment_blocks, pack_fragments
@@ -14,7 +15,6 @@ from relax_hetero.op.block_products import BLOCK_MATMUL, DEQUANTIZE_BLOCKS
 from relax_hetero.transform import FormBlockProducts, RealizeVDevice
 from relax_hetero.transform.ir.rewriting import op_name, relax_functions, walk_bindings
 from seeds import fresh_rng
-from modules import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 N, K, BLOCK = 40, 64, 32
@@ -34,10 +34,6 @@ def formed(mod, **constants):
     after = FormBlockProducts()(placed)
     assert FormBlockProducts()(after).same_as(after)
     return after
-
-
-def ops(mod):
-    return [op_name(binding.value) for _, func in relax_functions(mod) for binding in walk_bindings(func)]
 
 
 def expressions(mod):
@@ -122,7 +118,7 @@ def test_what_several_read_is_stored_and_a_vector_takes_numbers():
     """In half precision, a product is taken in float32; what other ops read of the weights is made by plain ops."""
     after = formed(TwoUses)
     assert expressions(after) == ["x0"]
-    found = ops(after)
+    found = ops_of(after)
     assert DEQUANTIZE_BLOCKS not in found
     assert found.count("relax.matmul") == 1
     assert "relax.bitwise_and" in found
@@ -188,7 +184,7 @@ def test_a_device_without_a_kernel_computes_numbers():
             R.output(y)
         return y
 
-    found = ops(formed(OnAGPU))
+    found = ops_of(formed(OnAGPU))
     assert BLOCK_MATMUL not in found and DEQUANTIZE_BLOCKS not in found
     assert "relax.matmul" in found
 
@@ -238,7 +234,7 @@ def test_tensor_cores_read_fragments_and_rows_of_half_precision():
 def test_fragments_keep_scales_and_zero_points_that_need_it_in_float32():
     def dtypes(**constants):
         func = formed(OnTensorCores, **constants)["main"]
-        call = next(b.value for b in walk_bindings(func) if op_name(b.value) == BLOCK_MATMUL)
+        call = calls_of(BLOCK_MATMUL, func)[0]
         return [str(arg.ty.dtype) for arg in call.args]
 
     assert dtypes(scales=SCALES) == ["float16", "int32", "float32", "uint8"]

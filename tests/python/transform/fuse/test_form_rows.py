@@ -8,12 +8,12 @@ from tvm.ir import assert_structural_equal
 from tvm.script import relax as R
 
 from gpu_interpreter import run
+from modules import ir_module, ops_of
 from relax_hetero.op.rows import ROWS
 from relax_hetero.target.vdevice import same_object
 from relax_hetero.transform import MaterializeEncodings, RealizeVDevice, collect_fusions
 from relax_hetero.transform.fuse.form_rows import FormRows
 from relax_hetero.transform.ir.rewriting import op_name, relax_functions, walk_bindings
-from modules import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 
@@ -32,10 +32,6 @@ def programs(mod):
             if op_name(binding.value) == ROWS:
                 found.append(str(binding.value.attrs.program))
     return found
-
-
-def ops(mod):
-    return [op_name(binding.value) for _, func in relax_functions(mod) for binding in walk_bindings(func)]
 
 
 def test_a_decomposed_layer_norm():
@@ -92,7 +88,7 @@ def test_composite_ops_and_two_devices():
         return c
 
     after = formed(Before)
-    assert ops(after) == [ROWS, "relax.to_vdevice", ROWS]
+    assert ops_of(after) == [ROWS, "relax.to_vdevice", ROWS]
     softmax, norm = programs(after)
     assert softmax.startswith("r0 = max(x0); r1 = sum(exp(subtract(x0, r0)));")
     assert norm == "r0 = mean(multiply(x0, x0)); multiply(multiply(x0, rsqrt(add(r0, 1e-05))), x1)"
@@ -146,7 +142,7 @@ def test_norms_over_several_axes_merge_them():
         "r0 = mean(x0); r1 = mean(multiply(subtract(x0, r0), subtract(x0, r0))); "
         "multiply(multiply(subtract(x0, r0), rsqrt(r1)), x1)"
     ]
-    assert ops(after).count("relax.mean") == 1
+    assert ops_of(after).count("relax.mean") == 1
     rows = next(b for b in walk_bindings(after["main"]) if op_name(b.value) == ROWS)
     assert [[int(e) for e in arg.ty.shape.values] for arg in rows.value.args] == [[2, 4, 192], [1, 4, 1]]
 
@@ -207,7 +203,7 @@ def test_a_value_used_elsewhere_ends_a_region():
         return (b, c)
 
     after = formed(Before)
-    assert ops(after) == ["relax.add", ROWS, "relax.multiply", "relax.add"]
+    assert ops_of(after) == ["relax.add", ROWS, "relax.multiply", "relax.add"]
 
 
 @pytest.mark.parametrize("axis", [None, [0]])
@@ -261,7 +257,7 @@ def test_gpus_have_kernels_of_rows():
         return s
 
     after = formed(Before)
-    assert ops(after) == [ROWS]
+    assert ops_of(after) == [ROWS]
     kernels = MaterializeEncodings()(after)
     (kernel,) = (func for func in kernels.functions.values() if isinstance(func, tvm.tirx.PrimFunc))
     x, y = np.random.default_rng(0).standard_normal((2, 3, 70)).astype("float16")

@@ -2,10 +2,10 @@
 
 from tvm.script import relax as R
 
+from modules import ir_module
 from relax_hetero.target.vdevice import same_object
 from relax_hetero.transform import FormDispatches, RealizeVDevice
 from relax_hetero.transform.ir.rewriting import walk_bindings
-from modules import ir_module
 
 
 def test_results_of_a_call_keep_their_devices_where_its_arguments_are_fused():

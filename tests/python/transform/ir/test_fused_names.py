@@ -5,8 +5,8 @@ import tvm
 from tvm import relax
 from tvm.script import relax as R
 
-from relax_hetero.transform.ir.fused_names import with_fused_names
 from modules import ir_module
+from relax_hetero.transform.ir.fused_names import with_fused_names
 
 
 @ir_module()

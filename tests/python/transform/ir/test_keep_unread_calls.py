@@ -9,8 +9,8 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
-from relax_hetero.transform import KeepUnreadCalls
 from modules import ir_module
+from relax_hetero.transform import KeepUnreadCalls
 
 X = np.arange(4, dtype="float32")
 HEARD = []

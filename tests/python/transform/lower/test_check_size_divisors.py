@@ -8,9 +8,9 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
+from modules import ir_module
 from relax_hetero.transform import CheckSizeDivisors
 from relax_hetero.transform.ir.findings import findings_of
-from modules import ir_module
 
 
 @I.ir_module

@@ -3,9 +3,9 @@
 from tvm.ir import assert_structural_equal
 from tvm.script import relax as R
 
+from modules import ir_module
 from relax_hetero.tir.write_row import write_row_kernel
 from relax_hetero.transform import LowerLoopRows
-from modules import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 

@@ -4,8 +4,8 @@ from tvm.ir import assert_structural_equal
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
-from relax_hetero.transform import LowerPinnedStorage
 from modules import ir_module
+from relax_hetero.transform import LowerPinnedStorage
 
 CUDA = {"kind": "cuda", "arch": "sm_90"}
 

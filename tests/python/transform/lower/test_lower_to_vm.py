@@ -8,11 +8,11 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
+from modules import ir_module
 from relax_hetero import BuildError
 from relax_hetero.artifact.memory_spec import FunctionMemory, Live, StorageSpec
 from relax_hetero.transform import LowerToVM
 from relax_hetero.transform.lower.note_memory import memory_of
-from modules import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}

@@ -10,12 +10,12 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
+from modules import ir_module
 from relax_hetero.artifact.memory_spec import CallStep, FunctionMemory, Live, StorageSpec, memory_to_json
 from relax_hetero.transform import LowerToVM
 from relax_hetero.transform.ir.module_attrs import MEMORY
 from relax_hetero.transform.lower.note_memory import NoteMemory, memory_of
 from seeds import fresh_rng
-from modules import ir_module
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}

@@ -11,13 +11,13 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
+from modules import ir_module
 from relax_hetero.driver.compile import memory_plan_of
 from relax_hetero.transform import FormSchedules, LowerToVM, PinTransferred
 from relax_hetero.vm.device import memory_pools
 from relax_hetero.vm.device.builtins import running_on
 from relax_hetero.vm.device.cuda_library import CudaLibrary
 from seeds import fresh_rng
-from modules import ir_module
 from vm.fake_cuda import FakeCuda
 
 CUDA = {"kind": "cuda", "arch": "sm_90"}

@@ -9,8 +9,8 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
-from relax_hetero.transform import PlanMemoryPerDevice
 from modules import ir_module
+from relax_hetero.transform import PlanMemoryPerDevice
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}

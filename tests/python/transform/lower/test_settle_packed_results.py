@@ -6,8 +6,8 @@ from tvm.ir import assert_structural_equal
 from tvm.script import relax as R
 
 import relax_hetero as rh
-from relax_hetero.transform import SettlePackedResults
 from modules import ir_module
+from relax_hetero.transform import SettlePackedResults
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}

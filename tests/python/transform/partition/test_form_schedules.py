@@ -6,9 +6,9 @@ from tvm.ir import assert_structural_equal
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
+from modules import ir_module
 from relax_hetero.transform.partition.form_schedules import FormSchedules, schedules_of
 from transform.outlines import BUMP, CALLEE, D0, D1, FIRST, ONE, SECOND, TWO, V2, V4, Kernels, with_main
-from modules import ir_module
 
 
 def after(main, **others):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tvm import relax
 from tvm.relax import op
 
+from modules import calls_of
 from relax_hetero.transform import MovePermutes
-from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from transform.interpreting import run
 
 _EXTENTS = st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=2, max_size=4).map(tuple)
@@ -75,7 +75,7 @@ def graph(shape, count, seed):
 
 
 def bytes_permuted(mod):
-    values = [b.value for b in walk_bindings(mod["main"]) if op_name(b.value) == "relax.permute_dims"]
+    values = calls_of("relax.permute_dims", mod["main"])
     return sum(4 * math.prod(int(extent) for extent in value.ty.shape.values) for value in values)
 
 

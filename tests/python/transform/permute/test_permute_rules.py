@@ -9,9 +9,10 @@ import tvm
 from tvm import relax
 from tvm.relax import op
 
+from modules import ops_of
 from relax_hetero.transform import MovePermutes
 from relax_hetero.transform.ir.op_names import ELEMENTWISE
-from relax_hetero.transform.ir.rewriting import op_name, relax_functions, walk_bindings
+from relax_hetero.transform.ir.rewriting import relax_functions
 from relax_hetero.transform.permute.permute_rules import RULES
 from seeds import fresh_rng
 
@@ -109,10 +110,6 @@ def module():
 def modules():
     before = module()
     return before, MovePermutes()(before)
-
-
-def ops_of(func):
-    return [op_name(binding.value) for binding in walk_bindings(func)]
 
 
 @pytest.mark.sampled(4)

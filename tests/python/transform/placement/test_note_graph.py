@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tvm.script import relax as R
 
+from modules import ir_module
 from relax_hetero.artifact.model_graph import KINDS
 from relax_hetero.transform import KeepFindings, NoteGraph, RealizeVDevice
 from relax_hetero.transform.ir.findings import findings_of
-from modules import ir_module
 
 
 @ir_module("llvm", ('{"kind":"llvm"}',))

@@ -6,9 +6,9 @@ import tvm
 from tvm import relax
 from tvm.script import relax as R
 
+from modules import ir_module
 from relax_hetero.transform import RealizeVDevice
 from relax_hetero.transform.placement.realize_vdevice import PlacementReport, collect_placement, realize_vdevice
-from modules import ir_module
 
 
 @ir_module("llvm", "llvm:1")

@@ -8,9 +8,9 @@ from tvm import relax
 from tvm.script import relax as R
 
 import relax_hetero as rh
+from modules import ir_module
 from relax_hetero.op import encode_hint
 from relax_hetero.transform import RealizeVDevice
-from modules import ir_module
 
 
 def refused(mod: tvm.IRModule, *texts: str, error: type[Exception] = rh.PlacementError) -> str:

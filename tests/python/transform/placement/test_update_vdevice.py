@@ -14,11 +14,11 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
+from modules import ir_module
 from relax_hetero.op import hinted_vdevice
 from relax_hetero.target.vdevice import same_object, vdevices_of
 from relax_hetero.transform import UpdateVDevice
 from relax_hetero.transform.ir.rewriting import relax_functions, walk_bindings
-from modules import ir_module
 
 SM90 = {"kind": "cuda", "arch": "sm_90"}
 SM80 = {"kind": "cuda", "arch": "sm_80"}

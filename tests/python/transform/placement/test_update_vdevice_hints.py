@@ -8,12 +8,12 @@ from tvm import relax
 from tvm.script import relax as R
 
 import relax_hetero as rh
+from modules import ir_module
 from relax_hetero.errors import VDeviceError
 from relax_hetero.op import hinted_vdevice, is_hint
 from relax_hetero.target.vdevice import same_object, vdevice_index, vdevices_of, with_vdevices
 from relax_hetero.transform import UpdateVDevice
 from relax_hetero.transform.ir.rewriting import walk_bindings
-from modules import ir_module
 
 SM90 = {"kind": "cuda", "arch": "sm_90"}
 SM80 = {"kind": "cuda", "arch": "sm_80"}

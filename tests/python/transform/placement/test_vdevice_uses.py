@@ -9,10 +9,10 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
+from modules import ir_module
 from relax_hetero.transform import UpdateVDevice
 from relax_hetero.transform.ir.rewriting import walk_bindings
 from relax_hetero.transform.placement.update_vdevice import first_use
-from modules import ir_module
 
 SM90 = {"kind": "cuda", "arch": "sm_90"}
 SM80 = {"kind": "cuda", "arch": "sm_80"}

@@ -7,9 +7,9 @@ import tvm
 from tvm import relax
 from tvm.script import relax as R
 
+from modules import ir_module
 from relax_hetero import PlacementError, VDevice
 from relax_hetero.transform import RealizeVDevice, verify_placement
-from modules import ir_module
 
 DEVICES = [VDevice("llvm"), VDevice("llvm", 1)]
 HERE, THERE = (relax.TensorType([2], "float32", device) for device in DEVICES)

@@ -6,16 +6,12 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
+from modules import calls_of, ir_module, ops_of
 from relax_hetero.encoding import Encoding
 from relax_hetero.errors import BuildError
 from relax_hetero.transform import SetEncoding, ToMixedPrecision
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from relax_hetero.transform.quantize.to_mixed_precision import to_mixed_precision
-from modules import ir_module
-
-
-def ops(mod, name="main"):
-    return [op_name(binding.value) for binding in walk_bindings(mod[name])]
 
 
 def dtypes(mod, op):
@@ -43,7 +39,7 @@ class Chain:
 def test_a_kept_variable_is_computed_in_float32_and_rounded_for_products_alone():
     after = ToMixedPrecision("bfloat16", keep=["second"])(Chain)
     assert dtypes(after, "relax.matmul") == ["bfloat16", "float32", "bfloat16"]
-    (add,) = (b.value for b in walk_bindings(after["main"]) if op_name(b.value) == "relax.add")
+    (add,) = calls_of("relax.add", after["main"])
     assert [arg.name for arg in add.args] == ["third", "second"]
 
 
@@ -55,7 +51,7 @@ def test_kept_ops_and_functions(keep):
 def test_a_kept_function():
     after = ToMixedPrecision("bfloat16", keep=("main",))(Chain)
     assert after["main"].same_as(Chain["main"])
-    assert "relax.astype" in ops(after, "other")
+    assert "relax.astype" in ops_of(after["other"])
 
 
 @pytest.mark.parametrize(
@@ -77,7 +73,7 @@ def test_tfloat32_marks_products_and_changes_no_type():
     assert dtypes(after, "relax.matmul") == ["float32"] * 3
     assert ToMixedPrecision("tfloat32")(after).same_as(after)
     encoded = SetEncoding()(after)
-    products = [b.value for b in walk_bindings(encoded["main"]) if op_name(b.value) == "relax.hetero.matmul"]
+    products = calls_of("relax.hetero.matmul", encoded["main"])
     types = [Encoding.parse(call.attrs.encoding).element_types[0] for call in products]
     assert types == ["tfloat32", "float32", "tfloat32"]
 
@@ -93,7 +89,7 @@ def Convolution(x: R.Tensor((1, 8, 5, 5), "float32"), w: R.Tensor((16, 8, 3, 3),
 @pytest.mark.parametrize("keep", [[], ["y"]])
 def test_tfloat32_marks_convolutions(keep):
     encoded = SetEncoding()(ToMixedPrecision("tfloat32", keep=keep)(Convolution))
-    (call,) = (b.value for b in walk_bindings(encoded["main"]) if op_name(b.value) == "relax.hetero.conv")
+    (call,) = calls_of("relax.hetero.conv", encoded["main"])
     multiplied = "float32" if keep else "tfloat32"
     assert Encoding.parse(call.attrs.encoding).element_types == (multiplied, multiplied, "float32")
 

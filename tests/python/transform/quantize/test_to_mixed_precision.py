@@ -11,12 +11,12 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from gpu_interpreter.models import InterpretedModel
+from modules import calls_of, ir_module
 from relax_hetero.transform import ToMixedPrecision
 from relax_hetero.transform.ir.module_attrs import TF32_KEPT
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from relax_hetero.transform.quantize.to_mixed_precision import to_mixed_precision
 from seeds import fresh_rng
-from modules import ir_module
 
 
 def check(before, expected, dtype="bfloat16", keep=()):
@@ -275,7 +275,7 @@ def products_of(mod):
 def test_norms_are_read_rounded_in_float16_on_gpus():
     for dtype, rounded in (("float16", True), ("bfloat16", False)):
         after = ToMixedPrecision(dtype)(rh.transform.RealizeVDevice()(PostNorm))
-        (add,) = [b.value for b in walk_bindings(after["main"]) if op_name(b.value) == "relax.add"]
+        (add,) = calls_of("relax.add", after["main"])
         assert (add.args[1].name == "b_float32") == rounded, dtype
         assert products_of(after) == {"a": dtype, "c": dtype, "y": dtype}
 
@@ -286,7 +286,7 @@ def test_each_device_has_its_own_precision():
     both = ToMixedPrecision("bfloat16", devices="llvm:0")(low)
     assert products_of(both) == {"a": "float16", "c": "float16", "y": "bfloat16"}
     # What only the CPU reads rounded crosses rounded.
-    (transfer,) = [b.value for b in walk_bindings(both["main"]) if op_name(b.value) == "relax.to_vdevice"]
+    (transfer,) = calls_of("relax.to_vdevice", both["main"])
     assert str(transfer.ty.dtype) == "bfloat16"
     assert to_mixed_precision(both, "bfloat16", devices=["llvm:0"]).same_as(both)
 

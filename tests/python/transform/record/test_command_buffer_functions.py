@@ -7,10 +7,10 @@ from tvm.ir import assert_structural_equal
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
+from modules import ir_module
 from relax_hetero.transform import FormCommandBuffers
 from relax_hetero.transform.ir.module_attrs import COMMANDS
 from transform.outlines import V4, called
-from modules import ir_module
 
 
 @ir_module(V4)

@@ -6,8 +6,8 @@ The expected modules show functions of Relax; the host functions in them only ha
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
-from transform.outlines import V4, called, check
 from modules import ir_module
+from transform.outlines import V4, called, check
 
 
 def test_operands_results_and_arena():

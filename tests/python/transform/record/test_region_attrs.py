@@ -8,6 +8,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
+from modules import ir_module
 from relax_hetero.artifact.commands import Dispatch, Reference, ScalarParam, SlotSpec, TensorParam
 from relax_hetero.tir.core.raw_kernel import raw_signature
 from relax_hetero.transform.ir.findings import findings_of
@@ -19,7 +20,6 @@ from relax_hetero.transform.record.region_attrs import (
     regions_of,
 )
 from relax_hetero.transform.record.region_ir import OutlinedRegion, RegionStep, RegionValue
-from modules import ir_module
 
 
 def formed(mod):

@@ -4,10 +4,10 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
+from modules import ir_module
 from relax_hetero.transform.ir.findings import findings_of
 from relax_hetero.transform.record.form_command_buffers import form_command_buffers
 from relax_hetero.transform.record.region_attrs import regions_of
-from modules import ir_module
 
 
 @ir_module("llvm")

@@ -10,9 +10,9 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
+from modules import ir_module
 from relax_hetero.errors import BuildError, HeteroError
 from relax_hetero.transform import CheckSizes
-from modules import ir_module
 
 
 def test_requirements_stand_where_sizes_are_known():

@@ -10,8 +10,8 @@ import tvm
 from tvm.script import relax as R
 
 import relax_hetero as rh
-from relax_hetero.transform.ir.rewriting import handle
 from modules import ir_module
+from relax_hetero.transform.ir.rewriting import handle
 
 
 @ir_module("llvm", "llvm:1")

@@ -15,9 +15,9 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
+from modules import ir_module
 from relax_hetero.vm.queue.plan import QueuePlan
 from seeds import fresh_rng
-from modules import ir_module
 
 
 # A step of a decoder: a row is written to a cache, and the cache is read.

@@ -8,8 +8,8 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
-from relax_hetero.vm.device.memory_limit import bytes_of_text
 from modules import ir_module
+from relax_hetero.vm.device.memory_limit import bytes_of_text
 
 W = np.ones((64, 128), "float32")  # 32,768 bytes
 

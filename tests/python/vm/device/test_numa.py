@@ -10,11 +10,11 @@ import tvm
 from tvm.script import relax as R
 
 import relax_hetero as rh
+from modules import ir_module
 from relax_hetero.target import cpu_cores
 from relax_hetero.target.cpu_cores import cpus_of_nodes, listed_cpus
 from relax_hetero.vm.device import numa
 from relax_hetero.vm.queue import queues
-from modules import ir_module
 
 X = np.random.default_rng(0).random((64, 256), "float32")
 NODE = min(cpus_of_nodes())

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tvm.script import relax as R
 
 import relax_hetero as rh
-from relax_hetero.vm.device.builtins import nonzero, running_on, shape_to_tensor, unique
 from modules import ir_module
+from relax_hetero.vm.device.builtins import nonzero, running_on, shape_to_tensor, unique
 
 integers = st.lists(st.integers(0, 4), min_size=1, max_size=8)
 

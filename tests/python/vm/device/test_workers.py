@@ -12,10 +12,10 @@ import pytest
 from tvm.script import relax as R
 
 import relax_hetero as rh
+from modules import ir_module
 from relax_hetero.artifact import worker_threads as names
 from relax_hetero.target.cpu_cores import cpus_of_cores
 from relax_hetero.vm.device import workers
-from modules import ir_module
 
 TASK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, TASK, ctypes.c_void_p, ctypes.c_int)

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from tvm.script import relax as R
 
 import relax_hetero as rh
+from modules import ir_module
 from relax_hetero.artifact import container as container_format
 from relax_hetero.vm.device.tensors import bytes_of, nbytes_of
-from modules import ir_module
 
 X = np.ones(1024, "float32")
 DATA = np.arange(1024, dtype="float32")

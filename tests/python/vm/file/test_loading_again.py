@@ -9,8 +9,8 @@ import tvm
 from tvm.script import relax as R
 
 import relax_hetero as rh
-from seeds import fresh_rng
 from modules import ir_module
+from seeds import fresh_rng
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
