@@ -15,7 +15,7 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from relax_hetero.driver.pipeline import pipeline_steps
+from relax_hetero.transform.pipeline import pipeline_steps
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ..display.html import Column, Markup, device_html, folded, paragraph, table, view
+from ..display.text import bytes_text, text_table
 from ..errors import BindingError
-from ..providers import provided
 from ..target.element_types import bytes_for
 from .commands import GRAPH
 from .memory_spec import ARENA, RESULT, TRANSFER
 from .memory_use import Need, UnknownSizeError, Walk, call_needs, evaluate, most_alive, pool_bytes, queued_needs
-from .messages import text_table, unknown_name
+from .messages import unknown_name
 from .metadata import Metadata, device_names
 from .schedule import Schedule, Step
 from .signature import TensorSpec, tensors_of
@@ -80,7 +81,30 @@ class FunctionUse:
         return _table(self.rows())
 
     def _repr_html_(self) -> str:
-        return str(provided("function_use_html")(self))
+        return view(*self._html_tables())
+
+    def _html_tables(self) -> list[Markup]:
+        """A table of HTML with a row for each device, and the largest buffers of each."""
+        names = [memory.device for memory in self.devices if memory.device != "host"]
+        sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
+        rows = [
+            (
+                device_html(memory.device, names),
+                *(bytes_text(getattr(memory, column)) for column in _NUMBERS),
+                f"{memory.ratio:.3f}" if memory.least else "",
+            )
+            for memory in self.devices
+        ]
+        largest = [
+            (device_html(memory.device, names), what, bytes_text(nbytes))
+            for memory in self.devices
+            for what, nbytes in memory.largest[:_LARGEST]
+        ]
+        tables = [table(f"Memory of a call of {self.function}({sizes})", _COLUMNS, rows)]
+        if largest:
+            columns = [Column("device"), Column("what"), Column("bytes", True)]
+            tables.append(folded("What takes the transient bytes", table("", columns, largest)))
+        return tables
 
     def rows(self) -> list[tuple[str, ...]]:
         """A line of the table for each device."""
@@ -98,6 +122,11 @@ class FunctionUse:
 
 
 _NUMBERS = ("weights", "transient", "arenas", "transfers", "results", "least")
+_COLUMNS = [
+    *(Column("device"), Column("weights", True), Column("transient", True), Column("of it arenas", True)),
+    *(Column("of it transfers", True), Column("results", True), Column("least", True), Column("over least", True)),
+]
+_LARGEST = 12
 
 
 class MemoryPlan:
@@ -201,7 +230,15 @@ class MemoryPlan:
         return _table(rows)
 
     def _repr_html_(self) -> str:
-        return str(provided("memory_plan_html")(self))
+        parts: list[Markup] = []
+        for name in self.functions:
+            if missing := self.names(name):
+                sizes = ", ".join(f"{size}=1" for size in missing)
+                known = f"The memory of {name!r} depends on {', '.join(missing)}: memory_plan.at({name!r}, {sizes})."
+                parts.append(paragraph(known))
+            else:
+                parts += self.at(name)._html_tables()
+        return view(*parts)
 
     def _bounds(self, function: str) -> Mapping[str, int]:
         return self._memory[function].upper_bounds if function in self._memory else {}

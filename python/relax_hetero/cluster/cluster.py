@@ -24,7 +24,7 @@ from ..vm.queue.queued_calls import CallsInFlight
 from .actors import Actors
 from .bindings import bind_hosts
 from .calls import ClusterCall, bind, named_only, result_of
-from .cut.compiled_program import load_program
+from .cut.compiled_program import load
 from .cut.program import hosts_needed, program_of
 from .parts import pack
 from .ray_here import ray_here
@@ -92,7 +92,7 @@ class Cluster:
         self._replicas: list[Replica] = []
         self._is_closed = False
         if isinstance(program, str | os.PathLike):
-            program = load_program(program)
+            program = load(program)
         bindings = bind_hosts(hosts, hosts_needed(program))
         limit = _positive("in_flight", IN_FLIGHT_PER_HOST * len(bindings) if in_flight is None else in_flight)
         if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:

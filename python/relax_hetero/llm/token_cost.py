@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..artifact.commands import DIRECT, SLOT, Dispatch, KernelSpec, Reference, RegionSpec, SingleCall
-from ..artifact.messages import text_table
+from ..display.text import text_table
 from ..encoding.pages import PAGE, TABLES
 from ..vm.profile import Profile
 

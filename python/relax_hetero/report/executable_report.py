@@ -12,13 +12,13 @@ import tvm
 from ..artifact.metadata import Metadata, device_names
 from ..artifact.model_graph import KINDS
 from ..artifact.model_graph import TRANSFER as TRANSFERS
-from ..providers import provided
 from ..vm.profile import Profile
 from .device_peaks import peaks_of
 from .kernel_groups import groups_of, reached
 from .memory_steps import memory_of
 from .report_tables import tables_of
 from .stored_layouts import layouts_of
+from .text.explanation import explanation_of
 from .this_machine import machine_here
 from .trace_timeline import timeline_of
 
@@ -75,7 +75,7 @@ def report_of(
     from .. import __version__
 
     about = executable.metadata
-    explanation = provided("explanation_of")(executable, title)
+    explanation = explanation_of(executable, title)
     if token is not None:
         explanation = replace(explanation, token=token)
     profiles = () if profile is None else (profile,) if isinstance(profile, Profile) else tuple(profile)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
+from ..display.console import console
 from ..errors import HeteroError, printable
 from .command import command, refuse_overwriting
-from .console import console
 from .language_model import Chosen, language_model_options
 
 if TYPE_CHECKING:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..display.console import console, print_json, print_table
+from ..display.text import bytes_text
+from ..report.text.target_text import target_text
 from .command import command, json_option
-from .console import bytes_text, console, print_json, print_table, target_text
 
 if TYPE_CHECKING:
     from tvm import relax

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..artifact.regular_files import open_regular
-from .console import console
+from ..display.console import console
 from .placing import Placing
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import Any
 from tvm import runtime
 
 from ..artifact.commands import Dispatch, RegionSpec
-from ..artifact.messages import text_table
 from ..artifact.metadata import CPU, Metadata, device_names
-from ..providers import provided
+from ..display.html import Column, bar, device_html, folded, table, view
+from ..display.text import text_table
 from .region.profile_regions import RegionCalls
 from .region.walk_commands import raise_kernel_error
 
@@ -21,6 +21,8 @@ _TRANSFER = "relax_hetero.to_device"
 _BUILTIN = ("vm.builtin.", "relax_hetero.pinned_storage", "runtime.TVMTensorCreateView")
 MACHINE = "(machine)"
 """The row of what is neither kernel nor transfer."""
+_MOST_ROWS = 40
+"""Rows that a notebook shows at once; the others are folded."""
 _RUN, _SKIP_RUN = 0, 1
 """Answers of an instrument to TVM (VMInstrumentReturnKind)."""
 
@@ -113,7 +115,27 @@ class Profile:
         return text_table(head, [*body, ("total", "", "", "", "", f"{self.microseconds:.1f}", "100.0%")], left=4)
 
     def _repr_html_(self) -> str:
-        return str(provided("profile_html")(self))
+        columns = [
+            *(Column("kernel"), Column("device"), Column("precision"), Column("ops"), Column("calls", True)),
+            *(Column("µs", True), Column("share"), Column("GFLOP/s", True)),
+        ]
+        names = sorted({row.device for row in self.rows} - {"host"})
+        rows = [
+            (
+                *(row.symbol, device_html(row.device, names), row.precision, ", ".join(row.ops), row.calls),
+                *(f"{row.microseconds:,.1f}", bar(row.share), _rate(row.operations * row.calls, row.microseconds)),
+            )
+            for row in self.rows
+        ]
+        caption = f"Profile of {self.function!r}: {self.microseconds:,.1f} µs"
+        parts = [table(caption, columns, rows[:_MOST_ROWS])]
+        if len(rows) > _MOST_ROWS:
+            parts.append(folded(f"{len(rows) - _MOST_ROWS} more rows", table("", columns, rows[_MOST_ROWS:])))
+        return view(*parts)
+
+
+def _rate(operations: int, microseconds: float) -> str:
+    return f"{operations / microseconds / 1e3:,.1f}" if operations and microseconds else ""
 
 
 def _shorten(ops: Sequence[str], limit: int = 48) -> str:

@@ -18,7 +18,7 @@ from models.running import (
     expected_outputs,
     outputs_of,
 )
-from relax_hetero.driver.pipeline import get_pipeline
+from relax_hetero import get_pipeline
 from relax_hetero.transform.ir.rewriting import op_name, relax_functions, walk_bindings
 
 _BENCH = str(Path(__file__).resolve().parents[3] / "apps" / "bench")

@@ -19,7 +19,6 @@ from ...artifact.signature import FunctionSignature
 from ...driver.bind_params import bind_defaults
 from ...driver.compile import prepared, run_steps
 from ...driver.link.parallel_codegen import Progress
-from ...driver.pipeline import steps_before_hosts
 from ...driver.signatures import signatures_before_lowering
 from ...errors import BuildError
 from ...target.hosts import host_of, hosts_of, is_native, on_host
@@ -28,6 +27,7 @@ from ...target.vdevice import vdevices_of
 from ...transform.ir.rewriting import global_vars_in, relax_functions, typed
 from ...transform.partition.host_needs import leaves_of
 from ...transform.partition.partition_by_host import HOST, PART_OF, SIZES_FIRST, partition_by_host
+from ...transform.pipeline import steps_before_hosts
 from ...transform.placement.update_vdevice import succeed_vdevices
 from ...transform.record.donated import without_donated
 from ..call_plan import CallPlan, Program

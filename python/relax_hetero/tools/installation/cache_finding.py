@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ...artifact.cache_folder import CacheFolder, folder_of
 from ...artifact.regular_files import why_foreign
+from ...display.text import bytes_text, plural
 from ...errors import HeteroError
-from ..console import bytes_text, plural
 from .findings import Finding, State
 
 _VARIABLE = "RELAX_HETERO_CACHE"

@@ -74,7 +74,7 @@ def _text(output: bytes | str | None) -> str:
 
 
 def _devices(devices: list[dict[str, Any]]) -> Iterator[Finding]:
-    from ..console import bytes_text, plural
+    from ...display.text import bytes_text, plural
 
     version = driver() if len(devices) > 1 else ""
     for device in devices:

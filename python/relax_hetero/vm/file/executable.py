@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,12 +21,17 @@ from ...artifact.messages import unknown_name
 from ...artifact.metadata import DeviceSpec, Metadata, device_names
 from ...artifact.signature import FunctionSignature
 from ...artifact.signing import checked_key
+from ...display.html import Column, device_html, paragraph, table, view
+from ...display.text import bytes_text
 from ...errors import BuildError
 from ...providers import provided
 from ..device.constants import PlacedConstants
 from ..device.numa import settle_on_nodes
 from .export import checked_path, link_library, needs_linking, write_copy, write_executable
 from .load_code import load_code
+
+_MOST_FUNCTIONS = 12
+"""Functions whose signatures a notebook shows."""
 
 
 class Executable:
@@ -83,7 +89,29 @@ class Executable:
         return f"<Executable of {', '.join(self.function_names)} for {devices or 'the host'}>"
 
     def _repr_html_(self) -> str:
-        return str(provided("executable_html")(self))
+        about = self.metadata
+        names = device_names(about.devices)
+        plan = self.memory_plan
+        functions = [(str(about.signatures[name]),) for name in self.function_names]
+        placed = [entry for entry in about.placement or () if entry["kind"] in ("op", "transfer")]
+        ops = Counter(entry["device"] for entry in placed if entry["kind"] == "op")
+        moved = Counter(entry["device"] for entry in placed if entry["kind"] == "transfer")
+        kernels = Counter(names[i] for dispatch in about.dispatches.values() for i in dispatch.devices if i >= 0)
+        rows = [
+            (device_html(name, names), spec.kind, ops[name], kernels[name], moved[name], bytes_text(weights))
+            for name, spec, weights in zip(names, about.devices, map(plan.weights, range(len(names))), strict=True)
+        ]
+        columns = [
+            *(Column("device"), Column("kind"), Column("ops", True), Column("kernels", True)),
+            *(Column("transfers in", True), Column("weights", True)),
+        ]
+        more = len(functions) - _MOST_FUNCTIONS
+        return view(
+            table("Functions", [Column("signature")], functions[:_MOST_FUNCTIONS]),
+            *([paragraph(f"and {more} more functions")] if more > 0 else []),
+            table("Devices", columns, rows),
+            paragraph("explain() prints why each op is where it is; memory_plan is the memory of a call."),
+        )
 
     def __reduce__(self) -> NoReturn:
         raise BuildError("an Executable cannot be pickled or copied: use export_library, and relax_hetero.load")

@@ -20,13 +20,13 @@ import tvm_ffi
 
 from ...artifact.metadata import Metadata
 from ...errors import BindingError
-from ...providers import provided
 from ..device.tensors import nbytes_of
 from .call import Prepare, Prepared
 from .cuda_queue import Point
 from .fence import Fence
 from .plan import QueuePlan
 from .queues import CallState, Queues
+from .timeline_html import timeline_html
 from .traced_calls import RESULT, TracedCall, chrome_events, in_line
 
 
@@ -113,7 +113,7 @@ class Trace:
         return {track: spent[track] / total for track in sorted(spent)}
 
     def _repr_html_(self) -> str:
-        return str(provided("trace_html")(self))
+        return timeline_html(len(self.ended), self.left_out, self.events(), self.busy())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace as JSON; ``otherData`` says how many calls it holds and how many came after the limit."""

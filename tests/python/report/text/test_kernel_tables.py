@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from relax_hetero.tools.console import show
-from relax_hetero.tools.explanation import Explanation
-from relax_hetero.tools.kernel_tables import (
+from relax_hetero.display.console import show
+from relax_hetero.report.text.explanation import Explanation
+from relax_hetero.report.text.kernel_tables import (
     encoding_tables,
     encoding_totals,
     fusion_tables,

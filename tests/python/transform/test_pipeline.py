@@ -8,7 +8,7 @@ from tvm.ir import assert_structural_equal
 
 import relax_hetero as rh
 from models.attention_graphs import bert
-from relax_hetero.driver.pipeline import pipeline_steps, pipeline_table
+from relax_hetero.transform.pipeline import pipeline_steps, pipeline_table
 
 DESIGN = Path(__file__).parents[3] / "docs" / "design.md"
 TWO = [rh.VDevice("llvm"), rh.VDevice("c")]
@@ -39,7 +39,7 @@ def test_compile_runs_the_list():
 
 def test_the_documents_show_the_list():
     (shown,) = re.findall(r"<!-- pipeline -->\n(.*?)\n<!-- /pipeline -->", DESIGN.read_text(), re.DOTALL)
-    assert shown == pipeline_table(), "write relax_hetero.driver.pipeline.pipeline_table() between the marks"
+    assert shown == pipeline_table(), "write relax_hetero.transform.pipeline.pipeline_table() between the marks"
 
 
 @pytest.mark.parametrize("devices", [TWO[:1], TWO])

@@ -95,7 +95,7 @@ def colour(number: int) -> str:
     return "#888888" if number < 0 else _COLOURS[number % len(_COLOURS)]
 
 
-def device(name: str, names: Sequence[str]) -> Markup:
+def device_html(name: str, names: Sequence[str]) -> Markup:
     """A device with a swatch of its colour.
 
     Parameters
@@ -111,18 +111,6 @@ def bar(share: float) -> Markup:
     """A share of the whole, as a bar and a number."""
     width = max(0.0, min(1.0, share)) * 6
     return Markup(f'<span class="rh-bar" style="width:{width:.2f}em"></span>{share:.1%}')
-
-
-def bytes_text(count: int | None) -> str:
-    """A number of bytes as people read it; ``?`` where it is not known."""
-    if count is None:
-        return "?"
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
 
 
 def paragraph(*parts: object) -> Markup:

@@ -1,56 +1,25 @@
-"""Profiles and traces as HTML: the providers of their `_repr_html_`."""
+"""Traces as HTML for notebooks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..vm.profile import Profile
-from ..vm.queue.trace import Trace
-from .html_elements import Column, Markup, bar, colour, device, escaped, folded, paragraph, table, view
+from ...display.html import Column, Markup, bar, colour, escaped, paragraph, table, view
 
-_MOST_ROWS = 40
 _MOST_SLICES = 2000
 _WIDTH, _LABEL, _ROW = 900, 130, 22
 
 
-def profile_html(profile: Profile) -> str:
-    """A table with a row for each kernel, the longest first."""
-    columns = [
-        *(Column("kernel"), Column("device"), Column("precision"), Column("ops"), Column("calls", True)),
-        *(Column("µs", True), Column("share"), Column("GFLOP/s", True)),
-    ]
-    names = sorted({row.device for row in profile.rows} - {"host"})
-    rows = [
-        (
-            *(row.symbol, device(row.device, names), row.precision, ", ".join(row.ops), row.calls),
-            *(f"{row.microseconds:,.1f}", bar(row.share), _rate(row.operations * row.calls, row.microseconds)),
-        )
-        for row in profile.rows
-    ]
-    caption = f"Profile of {profile.function!r}: {profile.microseconds:,.1f} µs"
-    parts = [table(caption, columns, rows[:_MOST_ROWS])]
-    if len(rows) > _MOST_ROWS:
-        parts.append(folded(f"{len(rows) - _MOST_ROWS} more rows", table("", columns, rows[_MOST_ROWS:])))
-    return view(*parts)
-
-
-def _rate(operations: int, microseconds: float) -> str:
-    return f"{operations / microseconds / 1e3:,.1f}" if operations and microseconds else ""
-
-
-def trace_html(trace: Trace) -> str:
+def timeline_html(calls: int, left_out: int, events: Sequence[Mapping[str, Any]], busy: Mapping[str, float]) -> str:
     """A picture with a line for each queue and a slice for each step, and how busy each queue was."""
-    calls = len(trace.ended)
     about = f"Trace of {calls} call{'s' * (calls != 1)}"
-    if trace.left_out:
-        about += f"; {trace.left_out} more came after the limit"
-    events = trace.events()
+    if left_out:
+        about += f"; {left_out} more came after the limit"
     tracks = {e["tid"]: str(e["args"]["name"]) for e in events if e["name"] == "thread_name"}
     slices = [event for event in events if event["ph"] == "X" and event["cat"] != "call"]
     if not slices:
         return view(paragraph(about, "; nothing ran."))
-    busy = trace.busy()
     rows = [(name, bar(busy.get(name, 0.0))) for name in tracks.values() if name in busy]
     shown = slices[:_MOST_SLICES]
     note = f"The picture shows the first {len(shown):,} of {len(slices):,} steps." if len(shown) < len(slices) else ""

@@ -17,9 +17,9 @@ from relax_hetero.artifact.commands import (
     SlotSpec,
     TensorParam,
 )
-from relax_hetero.tools.command_tables import CommandBuffers
-from relax_hetero.tools.console import show
-from relax_hetero.tools.explanation import Explanation
+from relax_hetero.display.console import show
+from relax_hetero.report.text.command_tables import CommandBuffers
+from relax_hetero.report.text.explanation import Explanation
 
 SCALE = KernelSpec(
     "scale",

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..artifact.dims import DimValues
-from ..artifact.memory_plan import FunctionUse, MemoryPlan
-from ..artifact.schedule import Schedule, Step
-from ..artifact.signature import FunctionSignature, TensorSpec
-from .console import Shown, bytes_text, plural, table
+from ...artifact.dims import DimValues
+from ...artifact.memory_plan import FunctionUse, MemoryPlan
+from ...artifact.schedule import Schedule, Step
+from ...artifact.signature import FunctionSignature, TensorSpec
+from ...display.console import Shown, table
+from ...display.text import bytes_text, plural
 
 _COLUMNS = ("weights", "transient", "arenas", "transfers", "results", "least")
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .console import Shown, bytes_text, plural, table
+from ...display.console import Shown, table
+from ...display.text import bytes_text, plural
 
 
 @dataclass(frozen=True)

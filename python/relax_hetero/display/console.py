@@ -69,49 +69,6 @@ def print_json(data: Any) -> None:
     click.echo(json.dumps(_finite(data), indent=2, allow_nan=False))
 
 
-def plural(count: int, noun: str) -> str:
-    """``1 op``, ``2 ops``."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-def bytes_text(count: int | None) -> str:
-    """A number of bytes as people read it; ``?`` where it depends on a symbolic shape."""
-    if count is None:
-        return "?"
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
-
-
-def target_text(target: str, features: Sequence[str] | None = None) -> str:
-    """A target's kind, and a CPU's instructions or the architecture of a GPU: ``llvm AVX2``, ``cuda sm_90``.
-
-    Parameters
-    ----------
-    target: JSON text; a name, or text that is no target, stays as it is.
-    features: LLVM's names of a CPU's features, where they are known; else LLVM is asked, if it is here.
-    """
-    import json
-
-    from ..artifact.metadata import DeviceSpec
-    from ..target.instruction_names import instruction_names
-    from ..vm.device.cpu_features import with_features
-
-    try:
-        fields = json.loads(target)
-        kind, processor = fields["kind"], fields.get("mcpu", fields.get("arch", ""))
-        spec = with_features(DeviceSpec(target, cpu_features=None if features is None else tuple(features)))
-        names = instruction_names(spec.cpu_features or ())
-        if names and spec.numa_node is not None:
-            names = (*names, f"NUMA node {spec.numa_node}")
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return target
-    return f"{kind} {', '.join(names) or processor}".strip()
-
-
 def _finite(data: Any) -> Any:
     if isinstance(data, dict):
         return {key: _finite(value) for key, value in data.items()}

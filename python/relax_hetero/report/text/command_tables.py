@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..artifact.commands import (
+from ...artifact.commands import (
     ARENA,
     DIRECT,
     READ,
@@ -21,8 +21,9 @@ from ..artifact.commands import (
     kernel_to_json,
     region_to_json,
 )
-from ..artifact.signature import Dim
-from .console import Shown, bytes_text, plural, table
+from ...artifact.signature import Dim
+from ...display.console import Shown, table
+from ...display.text import bytes_text, plural
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from relax_hetero.artifact.memory_spec import FunctionMemory, Live, StorageSpec
 from relax_hetero.artifact.metadata import ConstantSpec, DeviceSpec, Metadata
 from relax_hetero.artifact.schedule import Schedule, Step
 from relax_hetero.artifact.signature import FunctionSignature, TensorSpec
-from relax_hetero.tools.call_tables import Schedules, memory_line, memory_lines, memory_tables, use_with
-from relax_hetero.tools.console import show
-from relax_hetero.tools.explanation import Explanation
+from relax_hetero.display.console import show
+from relax_hetero.report.text.call_tables import Schedules, memory_line, memory_lines, memory_tables, use_with
+from relax_hetero.report.text.explanation import Explanation
 
 STORAGES = (StorageSpec(0, 3072, 0, 1, "value", "a"), StorageSpec(0, 1024, 0, 0, "transfer", "b"))
 TENSORS = (Live(0, 2048, 0, 1), Live(1, 1024, 0, 0))

@@ -14,31 +14,31 @@ from dataclasses import dataclass
 
 import tvm
 
-from ..transform.dispatch.check_values import CheckValues
-from ..transform.dispatch.form_dispatches import FormDispatches
-from ..transform.encode.hoist_encodings import HoistEncodings
-from ..transform.encode.materialize_encodings import MaterializeEncodings
-from ..transform.encode.propagate_encodings import PropagateEncodings
-from ..transform.encode.set_encoding import SetEncoding
-from ..transform.encode.specialize_encodings import SpecializeEncodings
-from ..transform.fuse.form_attention import FormAttention
-from ..transform.fuse.form_block_products import FormBlockProducts
-from ..transform.fuse.form_rows import FormRows
-from ..transform.ir.keep_findings import KeepFindings
-from ..transform.ir.keep_unread_calls import KeepUnreadCalls
-from ..transform.lower.lower_to_vm import LowerToVM
-from ..transform.partition.form_schedules import FormSchedules
-from ..transform.permute.move_permutes import MovePermutes
-from ..transform.placement.note_graph import NoteGraph
-from ..transform.placement.realize_targets import RealizeTargets
-from ..transform.placement.realize_vdevice import RealizeVDevice
-from ..transform.quantize.sink_dequantize import SinkDequantize
-from ..transform.record.form_command_buffers import FormCommandBuffers
-from ..transform.record.form_cuda_graphs import FormCudaGraphs
-from ..transform.record.update_donated import UpdateDonated
-from ..transform.simplify.isolate_writes import IsolateWrites
-from ..transform.simplify.simplify_convolutions import SimplifyConvolutions
-from ..transform.sizes.check_sizes import CheckSizes
+from .dispatch.check_values import CheckValues
+from .dispatch.form_dispatches import FormDispatches
+from .encode.hoist_encodings import HoistEncodings
+from .encode.materialize_encodings import MaterializeEncodings
+from .encode.propagate_encodings import PropagateEncodings
+from .encode.set_encoding import SetEncoding
+from .encode.specialize_encodings import SpecializeEncodings
+from .fuse.form_attention import FormAttention
+from .fuse.form_block_products import FormBlockProducts
+from .fuse.form_rows import FormRows
+from .ir.keep_findings import KeepFindings
+from .ir.keep_unread_calls import KeepUnreadCalls
+from .lower.lower_to_vm import LowerToVM
+from .partition.form_schedules import FormSchedules
+from .permute.move_permutes import MovePermutes
+from .placement.note_graph import NoteGraph
+from .placement.realize_targets import RealizeTargets
+from .placement.realize_vdevice import RealizeVDevice
+from .quantize.sink_dequantize import SinkDequantize
+from .record.form_command_buffers import FormCommandBuffers
+from .record.form_cuda_graphs import FormCudaGraphs
+from .record.update_donated import UpdateDonated
+from .simplify.isolate_writes import IsolateWrites
+from .simplify.simplify_convolutions import SimplifyConvolutions
+from .sizes.check_sizes import CheckSizes
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,6 @@ def pipeline_steps(command_buffers: bool = True, stock: bool = False) -> list[Pi
     return [each for each in steps if not (stock and each.only_ours)]
 
 
-def pipeline_passes() -> list[tvm.transform.Pass]:
-    """The passes of ``rh.compile``, in order; the provider of ``transform.trace_passes``."""
-    return [step.run for step in pipeline_steps()]
-
-
 def steps_before_hosts() -> list[PipelineStep]:
     """The steps that a module on several hosts goes through as a whole, before `PartitionByHost` cuts it.
 
@@ -123,23 +118,6 @@ def steps_before_hosts() -> list[PipelineStep]:
     """
     steps = pipeline_steps()
     return steps[: [step.name for step in steps].index("FormDispatches") + 1]
-
-
-def get_pipeline(command_buffers: bool = True) -> tvm.transform.Pass:
-    """The passes of ``rh.compile`` as one pass, for ``tvm.compile`` and for looking at stages.
-
-    Parameters
-    ----------
-    command_buffers : bool
-        Whether runs of kernels on one device become command buffers.
-
-    Returns
-    -------
-    tvm.transform.Sequential
-        Each pass can be run alone, and does nothing to a module that has been through it.
-    """
-    steps = pipeline_steps(command_buffers, stock=True)
-    return tvm.transform.Sequential([step.run for step in steps], name="relax_hetero")
 
 
 def pipeline_table() -> str:

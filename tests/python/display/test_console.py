@@ -2,7 +2,7 @@
 
 import io
 
-from relax_hetero.tools.console import console
+from relax_hetero.display.console import console
 
 
 def test_devices_are_no_emoji():

@@ -7,18 +7,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ..artifact.memory_plan import MemoryPlan
-from ..artifact.messages import AUTO, unknown_name
-from ..artifact.metadata import CacheUse, device_names
-from ..errors import HeteroError
+from ...artifact.memory_plan import MemoryPlan
+from ...artifact.messages import AUTO, unknown_name
+from ...artifact.metadata import CacheUse, device_names
+from ...display.console import Shown, show, table
+from ...display.text import bytes_text, plural
+from ...errors import HeteroError
 from .call_tables import Schedules, memory_lines, memory_tables
 from .command_tables import CommandBuffers
-from .console import Shown, bytes_text, plural, show, table, target_text
 from .kernel_tables import encoding_tables, encoding_totals, encodings_line, fusion_tables, fusions_line
+from .target_text import target_text
 
 if TYPE_CHECKING:
-    from ..llm.token_cost import TokenCost
-    from ..vm import Executable
+    from ...llm.token_cost import TokenCost
+    from ...vm import Executable
 
 SECTIONS = ("ops", "transfers", "encodings", "kernels", "commands", "steps", "memory", "token")
 """The parts of an explanation that have a line for every op, transfer, kernel call or step."""
@@ -281,7 +283,7 @@ def explanation_of(executable: Executable, model: str = "") -> Explanation:
         raise HeteroError(
             f"{model or executable} holds no placement report; it was not made by this library's compiler"
         )
-    from ..llm.token_cost import token_cost  # imports TVM, which the help of commands does without
+    from ...llm.token_cost import token_cost  # imports TVM, which the help of commands does without
 
     names = device_names(about.devices)
     return Explanation(
