@@ -43,6 +43,7 @@ def launch_setter(number: int) -> str:
 
     Parameters
     ----------
-    number: Of the part, from 0 on without gaps.
+    number : int
+        Of the part, from 0 on without gaps.
     """
     return f"{_PREFIX}.use.{number}"

@@ -46,11 +46,13 @@ def why_uncached(mod: tvm.IRModule) -> str:
 
     Parameters
     ----------
-    mod: With vdevices.
+    mod : tvm.IRModule
+        With vdevices.
 
     Returns
     -------
-    str: Empty where nothing stands in the way.
+    str
+        Empty where nothing stands in the way.
     """
     if tvm.transform.PassContext.current().instruments:
         return "the PassContext has instruments, which see passes only where they run"
@@ -76,16 +78,20 @@ def compile_key(mod: tvm.IRModule, command_buffers: bool) -> str:
 
     Parameters
     ----------
-    mod: With vdevices, weights bound; `why_uncached` has no objection.
-    command_buffers: Of ``rh.compile``.
+    mod : tvm.IRModule
+        With vdevices, weights bound; `why_uncached` has no objection.
+    command_buffers : bool
+        Of ``rh.compile``.
 
     Returns
     -------
-    str: 40 hexadecimal digits.
+    str
+        40 hexadecimal digits.
 
     Raises
     ------
-    Exception: Of TVM's own kind: the module, or a setting of the PassContext, cannot be written as JSON.
+    Exception
+        Of TVM's own kind: the module, or a setting of the PassContext, cannot be written as JSON.
     """
     text, constants = _without_constants(mod)
     context = tvm.transform.PassContext.current()

@@ -13,8 +13,10 @@ def target_text(target: str, features: Sequence[str] | None = None) -> str:
 
     Parameters
     ----------
-    target: JSON text; a name, or text that is no target, stays as it is.
-    features: LLVM's names of a CPU's features, where they are known; else LLVM is asked, if it is here.
+    target : str
+        JSON text; a name, or text that is not a target, stays as it is.
+    features : sequence of str, optional
+        LLVM's names of a CPU's features, where they are known; else LLVM is asked, if it is here.
     """
     from ...target.instruction_names import instruction_names
     from ...vm.device.cpu_features import with_features  # imports TVM, which the help of commands does without

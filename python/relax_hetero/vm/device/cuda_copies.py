@@ -21,7 +21,8 @@ class Location(NamedTuple):
 
     Attributes
     ----------
-    gpu: None: memory of the host.
+    gpu : int or None
+        None: memory of the host.
     """
 
     address: int

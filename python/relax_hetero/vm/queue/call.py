@@ -27,11 +27,15 @@ class Prepared:
 
     Attributes
     ----------
-    values: What the function takes.
-    sizes: The values of its symbolic dimensions.
-    finish: Makes the result for the caller of what the function returned (a value, or nested tuples), in the thread
-        that made it.
-    memory: Where the arguments lie, where calls of the process may consume some.
+    values : sequence of object
+        What the function takes.
+    sizes : mapping of str to int
+        The values of its symbolic dimensions.
+    finish : callable
+        Makes the result for the caller of what the function returned (a value, or nested tuples), in the thread that
+        made it.
+    memory : ArgumentMemory or None
+        Where the arguments lie, where calls of the process may consume some.
     """
 
     values: Sequence[Any]
@@ -49,16 +53,23 @@ class QueuedCall:
 
     Parameters
     ----------
-    plan: The function's steps, and where they run.
-    number: Older calls have smaller ones.
-    fence: Gets the result, or the error.
-    owner: Kept until the call has ended: its machine.
+    plan : QueuePlan
+        The function's steps, and where they run.
+    number : int
+        Older calls have smaller ones.
+    fence : Fence
+        Gets the result, or the error.
+    owner : object
+        Kept until the call has ended: its machine.
 
     Attributes
     ----------
-    values: By number, those that are made, or issued, and still wanted.
-    points: By number, where the values that are issued and not made yet will be.
-    sizes: The values of symbolic dimensions.
+    values : list of object
+        By number, those that are made, or issued, and still wanted.
+    points : dict of int to Point
+        By number, where the values that are issued and not made yet will be.
+    sizes
+        The values of symbolic dimensions.
     """
 
     def __init__(self, plan: QueuePlan, number: int, prepared: Prepared, fence: Fence, owner: object) -> None:

@@ -51,9 +51,12 @@ class Queues:
 
     Parameters
     ----------
-    devices, scopes: By manifest index; the last is the host.
-    constants: As functions take them.
-    load: Makes a virtual machine of TVM's, as each queue's thread has its own.
+    devices, scopes
+        By manifest index; the last is the host.
+    constants : object
+        As functions take them.
+    load : callable
+        Makes a virtual machine of TVM's, as each queue's thread has its own.
     """
 
     def __init__(
@@ -132,12 +135,15 @@ class Queues:
 
         Parameters
         ----------
-        queue: As `queue_of` says.
-        leaves: Whether what it makes is a result of the call.
+        queue : DeviceQueue or None
+            As `queue_of` says.
+        leaves : bool
+            Whether what it makes is a result of the call.
 
         Returns
         -------
-        tuple: What the step makes; and the point at which that is made, where it is only issued.
+        tuple
+            What the step makes; and the point at which that is made, where it is only issued.
         """
         reads = [call.values[number] for number in step.reads]
 
