@@ -1,4 +1,4 @@
-"""The resolvers of this library, a file for each kind of device: `cpu`, `cuda`, `generic`; they share `resolver_base`.
+"""The resolvers of this library, a file for each kind of device: `cpu`, `cuda`.
 
 The only room that knows which generator solves which problem.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from ..encoding.resolver import EncodingResolver
 from ..target.cpu_target import INSTRUCTION_SETS
-from .cpu import CpuResolver
+from .cpu import CpuResolver, GenericResolver
 from .cuda import CudaResolver
-from .generic import GenericResolver
 
 __all__ = ["CpuResolver", "CudaResolver", "GenericResolver", "own_resolvers"]
 
