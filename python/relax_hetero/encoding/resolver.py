@@ -20,7 +20,7 @@ import tvm
 from tvm import tirx
 
 from ..errors import EncodingError
-from ..providers import provided
+from ..target.backend import backend_of
 from ..target.cpu_target import cpu_target_of
 from .block_weights import BlockLayout
 from .encoding import Encoding
@@ -140,7 +140,7 @@ def register_resolver(
     ----------
     resolver : EncodingResolver
     kind : str
-        Target kind: "llvm", "c", "cuda", ...
+        Target kind: "llvm", "c", ...
     features : sequence of str
         LLVM features a target must have ("avx512f"); a target's tag, its keys and "isa=" with the
         name of its row of `INSTRUCTION_SETS` count as features too.
@@ -176,7 +176,7 @@ def resolver_for(target: tvm.target.Target | str) -> EncodingResolver | None:
     """The resolver that answers for a target, None if there is none."""
     target = tvm.target.Target(target)
     known = _features(target)
-    entries = [*_own_entries(), *_entries]
+    entries = [*_own_entries(target.kind.name), *_entries]
     fitting = [
         (entry.priority, len(entry.features), position)
         for position, entry in enumerate(entries)
@@ -201,9 +201,8 @@ def resolver_key(target: tvm.target.Target) -> str | None:
 
 
 @cache
-def _own_entries() -> tuple[_Entry, ...]:
-    own = provided("own_resolvers")()
-    return tuple(_Entry(resolver, kind, frozenset(features), 0) for resolver, kind, features in own)
+def _own_entries(kind: str) -> tuple[_Entry, ...]:
+    return tuple(_Entry(resolver, kind, frozenset(features), 0) for resolver, features in backend_of(kind).resolvers())
 
 
 def _features(target: tvm.target.Target) -> frozenset[str]:

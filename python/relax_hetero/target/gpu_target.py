@@ -125,3 +125,25 @@ def _gpu_target_of(arch: str) -> GpuTarget:
     number = re.fullmatch(r"sm_([0-9]+)[a-z]?", arch)
     capability = int(number[1]) if number else 50
     return GpuTarget(arch, capability, "", frozenset(), 48 << 10, 48 << 10, 65536, 16, 0, False, False)
+
+
+# Compute capability -> (peak float32 flop/s outside tensor cores, bytes/s), newest first.
+_PEAKS = {
+    100: (75e12, 8.0e12),
+    90: (67e12, 4.0e12),
+    89: (60e12, 0.9e12),
+    86: (30e12, 0.8e12),
+    80: (19e12, 1.9e12),
+    70: (14e12, 0.9e12),
+    0: (5e12, 0.3e12),
+}
+
+# How many times as fast as float32 arithmetic the tensor cores multiply elements of two bytes, by their instruction.
+_TENSOR_SPEEDUPS = {"wgmma": 12.0, "mma": 6.0}
+
+
+def peaks_of(target: tvm.target.Target) -> tuple[float, float, float]:
+    """Peak float32 flop/s, bytes/s, and how many times as fast tensor cores multiply 16-bit floats."""
+    number = int("".join(filter(str.isdigit, str(target.attrs.get("arch", "")))) or 0)
+    flops, bandwidth = next(figures for capability, figures in _PEAKS.items() if number >= capability)
+    return flops, bandwidth, _TENSOR_SPEEDUPS.get(gpu_target_of(target).tensor, 1.0)
