@@ -20,7 +20,7 @@ import tvm
 from tvm import tirx
 
 from ..errors import EncodingError
-from ..target.backend import backend_of
+from ..target.backend import Backend, backend_of
 from ..target.cpu_target import cpu_target_of
 from .block_weights import BlockLayout
 from .encoding import Encoding
@@ -176,7 +176,7 @@ def resolver_for(target: tvm.target.Target | str) -> EncodingResolver | None:
     """The resolver that answers for a target, None if there is none."""
     target = tvm.target.Target(target)
     known = _features(target)
-    entries = [*_own_entries(target.kind.name), *_entries]
+    entries = [*_own_entries(backend_of(target)), *_entries]
     fitting = [
         (entry.priority, len(entry.features), position)
         for position, entry in enumerate(entries)
@@ -201,8 +201,8 @@ def resolver_key(target: tvm.target.Target) -> str | None:
 
 
 @cache
-def _own_entries(kind: str) -> tuple[_Entry, ...]:
-    return tuple(_Entry(resolver, kind, frozenset(features), 0) for resolver, features in backend_of(kind).resolvers())
+def _own_entries(backend: Backend) -> tuple[_Entry, ...]:
+    return tuple(_Entry(resolver, backend.kind, frozenset(features), 0) for resolver, features in backend.resolvers())
 
 
 def _features(target: tvm.target.Target) -> frozenset[str]:
