@@ -206,11 +206,15 @@ class CacheUse:
 
     Attributes
     ----------
-    state: ``"hit"``: it was found there; ``"miss"``: it was compiled, and can be found from now on unless `why` says
+    state : str
+        ``"hit"``: it was found there; ``"miss"``: it was compiled, and can be found from now on unless `why` says
         otherwise; ``"unused"``: nobody looked, for the reason `why`.
-    key: Of the module, its devices, the options and the versions; empty where nobody looked.
-    seconds: What compiling took, on a hit the one that it stands for.
-    why: Why it was not looked for, or not stored.
+    key : str
+        Of the module, its devices, the options and the versions; empty where nobody looked.
+    seconds : float
+        What compiling took, on a hit the one that it stands for.
+    why : str
+        Why it was not looked for, or not stored.
     """
 
     state: str = UNUSED

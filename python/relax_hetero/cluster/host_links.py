@@ -34,9 +34,12 @@ class HostLinks:
 
     Parameters
     ----------
-    host: Its logical name.
-    machine: Whose values they are.
-    make: Makes a link's end, of the number of a GPU.
+    host : str
+        Its logical name.
+    machine : VirtualMachine
+        Whose values they are.
+    make : callable, optional
+        Makes a link's end, of the number of a GPU.
     """
 
     def __init__(self, host: str, machine: VirtualMachine, make: Callable[[int], Any] | None = None) -> None:
@@ -136,7 +139,8 @@ class HostLinks:
 
         Raises
         ------
-        HostError: A link that has failed, or whose tensors are not those that are announced.
+        HostError
+            A link that has failed, or whose tensors are not those that are announced.
         """
         if isinstance(values, Failure):
             return values

@@ -43,11 +43,13 @@ def why_uncached(mod: tvm.IRModule) -> str:
 
     Parameters
     ----------
-    mod: With vdevices.
+    mod : tvm.IRModule
+        With vdevices.
 
     Returns
     -------
-    str: Empty where nothing stands in the way.
+    str
+        Empty where nothing stands in the way.
     """
     if tvm.transform.PassContext.current().instruments:
         return "the PassContext has instruments, which see passes only where they run"
@@ -73,16 +75,20 @@ def compile_key(mod: tvm.IRModule, command_buffers: bool) -> str:
 
     Parameters
     ----------
-    mod: With vdevices, weights bound; `why_uncached` has no objection.
-    command_buffers: Of ``rh.compile``.
+    mod : tvm.IRModule
+        With vdevices, weights bound; `why_uncached` has no objection.
+    command_buffers : bool
+        Of ``rh.compile``.
 
     Returns
     -------
-    str: 40 hexadecimal digits.
+    str
+        40 hexadecimal digits.
 
     Raises
     ------
-    Exception: Of TVM's own kind: the module, or a setting of the PassContext, cannot be written as JSON.
+    Exception
+        Of TVM's own kind: the module, or a setting of the PassContext, cannot be written as JSON.
     """
     text, constants = _without_constants(mod)
     context = tvm.transform.PassContext.current()
@@ -156,7 +162,7 @@ def _sources() -> tuple[str, float]:
     """A hash of this library's sources, and when they were last changed."""
     digest, changed = hashlib.blake2b(digest_size=20), 0.0
     package = Path(__file__).parents[1]
-    for file in sorted(package.rglob("*.py")):
+    for file in sorted([*package.rglob("*.py"), *package.rglob("*.ll")]):
         code = file.read_bytes()
         digest.update(f"{file.relative_to(package)} {len(code)}\n".encode() + code)
         changed = max(changed, file.stat().st_mtime)

@@ -27,11 +27,13 @@ def with_public_kernels(mod: tvm.IRModule, devices: Sequence[DeviceSpec]) -> tup
 
     Parameters
     ----------
-    devices: The manifest. A kernel is for the first device of its target.
+    devices : sequence of DeviceSpec
+        The manifest. A kernel is for the first device of its target.
 
     Raises
     ------
-    BuildError: A kernel whose workgroup numbers are not among its parameters.
+    BuildError
+        A kernel whose workgroup numbers are not among its parameters.
     """
     targets = [device.target for device in devices]
     kernels = kernels_of(mod)

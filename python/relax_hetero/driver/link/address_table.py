@@ -64,8 +64,10 @@ class AddressTable:
 
     Attributes
     ----------
-    tensor: What lowered code names.
-    region: The command buffer whose state it is (`form_cuda_graphs`); ``""`` for a table alone.
+    tensor : tvm.ir.GenericConst
+        What lowered code names.
+    region : str
+        The command buffer whose state it is (`form_cuda_graphs`); ``""`` for a table alone.
     """
 
     tensor: tvm.ir.GenericConst
@@ -132,11 +134,13 @@ def callable_by_hand(mod: tvm.IRModule, kernels: Sequence[str]) -> tuple[tvm.IRM
 
     Parameters
     ----------
-    kernels: PrimFuncs by name; those that cannot be called raw are left out.
+    kernels : sequence of str
+        PrimFuncs by name; those that cannot be called raw are left out.
 
     Returns
     -------
-    tvm.IRModule, dict: And the symbol that each kernel is called by.
+    tvm.IRModule, dict
+        And the symbol that each kernel is called by.
     """
     functions = dict(mod.functions.items())
     taken = {gv.name_hint for gv in functions}
@@ -242,7 +246,8 @@ def thunk(types: Sequence[str]) -> tuple[str, str]:
 
     Parameters
     ----------
-    types: LLVM's names of the types of arguments; the address comes before them, as an i64.
+    types : sequence of str
+        LLVM's names of the types of arguments; the address comes before them, as an i64.
     """
     name = _THUNK + ".".join(types)
     params = "".join(f", {kind} %a{i}" for i, kind in enumerate(types))

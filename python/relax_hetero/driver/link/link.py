@@ -41,8 +41,10 @@ class Linked:
 
     Attributes
     ----------
-    module: Of kind ``relax.VMExecutable``.
-    machine_code: Of CUDA kernels that the module holds as source, because TVM's CUDA runtime is not here; by
+    module : tvm.runtime.Module
+        Of kind ``relax.VMExecutable``.
+    machine_code : dict of str to bytes
+        Of CUDA kernels that the module holds as source, because TVM's CUDA runtime is not here; by
         `vm.file.cuda_modules.source_key`.
     """
 
@@ -55,14 +57,18 @@ def link(mod: tvm.IRModule, progress: Progress | None = None, folder: CacheFolde
 
     Parameters
     ----------
-    mod: Lowered (LowerToVM), constants lifted; each PrimFunc has a target, or none if it computes shapes on the host.
-    progress: Told how many kernels are compiled.
-    folder: Of the compile cache, where machine code of CUDA kernels is kept.
+    mod : tvm.IRModule
+        Lowered (LowerToVM), constants lifted; each PrimFunc has a target, or none if it computes shapes on the host.
+    progress : Progress, optional
+        Told how many kernels are compiled.
+    folder : CacheFolder, optional
+        Of the compile cache, where machine code of CUDA kernels is kept.
 
     Raises
     ------
-    BuildError: A kernel does not compile, is written for another kind of device or calls a symbol that is nowhere, or
-        TVM has no code generator for its target; names the kernel and the target. There is no CUDA compiler.
+    BuildError
+        A kernel does not compile, is written for another kind of device or calls a symbol that is nowhere, or TVM has
+        no code generator for its target; names the kernel and the target. There is no CUDA compiler.
     """
     host = host_vdevice(vdevices_of(mod))
     host_target = host.target if host is not None else any_host()
@@ -135,7 +141,8 @@ def check_external_symbols(mod: tvm.IRModule) -> None:
 
     Raises
     ------
-    BuildError: Names the kernel and the symbol.
+    BuildError
+        Names the kernel and the symbol.
     """
     process = ctypes.CDLL(None)
     for kernel, symbols in external_calls(mod).items():

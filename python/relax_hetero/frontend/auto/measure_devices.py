@@ -114,12 +114,15 @@ def figures_of(vdevices: Sequence[relax.VDevice], again: bool = False) -> Figure
 
     Parameters
     ----------
-    vdevices: The devices, all of them here.
-    again: Measure anew.
+    vdevices : sequence of relax.VDevice
+        The devices, all of them here.
+    again : bool
+        Measure anew.
 
     Returns
     -------
-    Figures: None where a kernel of the measurement fails.
+    Figures
+        None where a kernel of the measurement fails.
     """
     keys: list[str] = []
     try:

@@ -51,7 +51,9 @@ class ActivationTypes:
         self._types: dict[tvm.relax.VDevice | None, str] = {None: activations or "float32"}
         self._types |= {vdevice: activations or _type_on(vdevice, trained) for vdevice in vdevices}
         # Key: the pattern that decides; None for variables that no pattern matches.
-        self._devices = {None: default_vdevice(vdevices) if vdevices else None}
+        self._devices: dict[str | None, tvm.relax.VDevice | None] = {
+            None: default_vdevice(vdevices) if vdevices else None
+        }
         self._devices |= {pattern: lookup(device, vdevices) for pattern, device in reversed(self._rules)}
 
     def of(self, name: str) -> str:

@@ -36,9 +36,12 @@ class Need:
 
     Attributes
     ----------
-    requirement: As pip takes it: a name and versions.
-    version: What is installed; None for nothing.
-    fits: Whether that is a version that was asked for.
+    requirement : str
+        As pip takes it: a name and versions.
+    version : str or None
+        What is installed; None for nothing.
+    fits : bool
+        Whether that is a version that was asked for.
     """
 
     requirement: str
@@ -93,8 +96,10 @@ def needs_of(extra: str) -> list[Need]:
 
     Raises
     ------
-    PackageNotFoundError: relax_hetero was not installed.
-    ImportError: There is no ``packaging``.
+    PackageNotFoundError
+        relax_hetero was not installed.
+    ImportError
+        There is no ``packaging``.
     """
     requirements = _requirements(extra)
     return [_need(requirement) for requirement in requirements]

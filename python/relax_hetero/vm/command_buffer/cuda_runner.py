@@ -46,7 +46,8 @@ class CudaWork:
 
     Parameters
     ----------
-    table: Whose memory it uses.
+    table : BindingTable
+        Whose memory it uses.
     """
 
     def __init__(self, event: Event, table: BindingTable) -> None:
@@ -66,11 +67,13 @@ class CudaCommands:
 
     Parameters
     ----------
-    driver: Why there are no graphs, where there is no driver for them.
+    driver : CudaDriver or str
+        Why there are no graphs, where there is no driver for them.
 
     Attributes
     ----------
-    runs: As `RegionSpec.runs` has it.
+    runs
+        As `RegionSpec.runs` has it.
     """
 
     def __init__(

@@ -29,8 +29,10 @@ class LentMemory:
 
     Attributes
     ----------
-    dtype: The element type its owner gives it.
-    device: DLPack's device type and id; the id is -1 where the owner knows one host only.
+    dtype : str
+        The element type its owner gives it.
+    device : (int, int)
+        DLPack's device type and id; the id is -1 where the owner knows one host only.
     """
 
     address: int
@@ -54,7 +56,8 @@ def lend(value: object, where: str) -> LentMemory:
 
     Raises
     ------
-    BindingError: No tensor, or one that is not contiguous or of a foreign byte order; the message begins with `where`.
+    BindingError
+        No tensor, or one that is not contiguous or of a foreign byte order; the message begins with `where`.
     """
     if isinstance(value, _Tensor):
         return _lend_tensor(value, value, _device(value), True, where)

@@ -73,11 +73,13 @@ def runner_for(machine: VirtualMachine, recording: Recording, compiled: bool) ->
 
     Parameters
     ----------
-    compiled: Whether to make machine code of it, where the compiler is at hand; else commands are walked.
+    compiled : bool
+        Whether to make machine code of it, where the compiler is at hand; else commands are walked.
 
     Raises
     ------
-    BindingError: A kind of device that command buffers cannot be recorded for by hand.
+    BindingError
+        A kind of device that command buffers cannot be recorded for by hand.
     """
     check_device_kind(machine, recording.device)
     backend = machine.executable.devices[recording.device].backend

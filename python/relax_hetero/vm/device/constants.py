@@ -32,8 +32,10 @@ class PlacedConstants:
 
     Attributes
     ----------
-    values: Tables of addresses are filled with those of this process.
-    ranges: The memory they occupy.
+    values : object
+        Tables of addresses are filled with those of this process.
+    ranges : MemoryRanges
+        The memory they occupy.
     """
 
     def __init__(

@@ -23,7 +23,8 @@ class Location(NamedTuple):
 
     Attributes
     ----------
-    gpu: None: memory of the host.
+    gpu : int or None
+        None: memory of the host.
     """
 
     address: int
@@ -93,12 +94,15 @@ def begin_copy(source: runtime.Tensor, target: runtime.Tensor, stream: Stream) -
 
     Parameters
     ----------
-    source, target: On the stream's GPU, another GPU, or a CPU.
-    stream: Of the GPU; of either, where there are two.
+    source, target : runtime.Tensor
+        On the stream's GPU, another GPU, or a CPU.
+    stream : Stream
+        Of the GPU; of either, where there are two.
 
     Returns
     -------
-    Event: The end of the copy.
+    Event
+        The end of the copy.
     """
     issue_copy(stream.library, _location_of(source), _location_of(target), nbytes_of(source), stream)
     return stream.record()

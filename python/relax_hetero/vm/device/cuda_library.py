@@ -65,8 +65,10 @@ class CudaLibrary:
 
     Parameters
     ----------
-    library: With the driver's functions.
-    quick: The same, for calls during which no other Python thread runs.
+    library : object
+        With the driver's functions.
+    quick : object
+        The same, for calls during which no other Python thread runs.
     """
 
     def __init__(self, library: Any, quick: Any) -> None:

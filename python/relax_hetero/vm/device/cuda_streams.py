@@ -23,9 +23,12 @@ class Event:
 
     Parameters
     ----------
-    gpu: Whose streams record it; any may wait for it.
-    sleeps: Whether threads that wait for it sleep (and wake some microseconds later) rather than spin.
-    timed: Whether it has a time.
+    gpu : int
+        Whose streams record it; any may wait for it.
+    sleeps : bool
+        Whether threads that wait for it sleep (and wake some microseconds later) rather than spin.
+    timed : bool
+        Whether it has a time.
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, sleeps: bool = False, timed: bool = False) -> None:
@@ -61,8 +64,9 @@ class Stream:
 
     Parameters
     ----------
-    handle: A stream of others, which outlives this object; None makes a new one, which waits for no other stream of its
-        own accord.
+    handle : int, optional
+        A stream of others, which outlives this object; None makes a new one, which waits for no other stream of its own
+        accord.
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, handle: int | None = None) -> None:

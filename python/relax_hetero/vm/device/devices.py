@@ -33,15 +33,18 @@ def bind_devices(metadata: Metadata, devices: object = None) -> list[runtime.Dev
 
     Parameters
     ----------
-    metadata: The executable's.
-    devices: None takes each entry's own device type and ``vdevice_id``. A sequence gives one device per entry. A
-        mapping replaces some: keys are ``"llvm:1"`` (the i-th of that kind), ``"llvm"`` (the first), ``"vdevice:1"``,
-        an index, a `DeviceSpec`, a VDevice or a ``tvm.Device``; values are ``tvm.Device`` or text (``"cpu:1"``).
+    metadata : Metadata
+        The executable's.
+    devices : object
+        None takes each entry's own device type and ``vdevice_id``. A sequence gives one device per entry. A mapping
+        replaces some: keys are ``"llvm:1"`` (the i-th of that kind), ``"llvm"`` (the first), ``"vdevice:1"``, an index,
+        a `DeviceSpec`, a VDevice or a ``tvm.Device``; values are ``tvm.Device`` or text (``"cpu:1"``).
 
     Raises
     ------
-    BindingError: For a wrong count, an unknown key, a device of another type than the entry was compiled for, or one
-        that this machine does not have.
+    BindingError
+        For a wrong count, an unknown key, a device of another type than the entry was compiled for, or one that this
+        machine does not have.
     """
     specs = metadata.devices
     chosen = chosen_devices(metadata, devices)

@@ -37,12 +37,15 @@ class BlockPool:
 
     Parameters
     ----------
-    make: Makes a block of so many bytes.
-    limit: Bytes in blocks, lent and kept, beyond which none is made.
+    make : callable
+        Makes a block of so many bytes.
+    limit : int
+        Bytes in blocks, lent and kept, beyond which none is made.
 
     Attributes
     ----------
-    nbytes: Bytes in blocks, lent and kept.
+    nbytes : int
+        Bytes in blocks, lent and kept.
     """
 
     def __init__(self, make: Callable[[int], MemoryBlock], limit: int) -> None:
@@ -120,8 +123,10 @@ class PinnedPool(BlockPool):
 
     Parameters
     ----------
-    gpu: Any.
-    limit: Bytes of pinned memory, lent and kept, beyond which none is pinned.
+    gpu : int
+        Any.
+    limit : int
+        Bytes of pinned memory, lent and kept, beyond which none is pinned.
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, limit: int) -> None:

@@ -28,7 +28,8 @@ class CopyQueues:
 
     Attributes
     ----------
-    queues: Those that were asked for.
+    queues : list of CudaQueue
+        Those that were asked for.
     """
 
     def __init__(self, library: CudaLibrary, gpus: Iterable[int]) -> None:
@@ -60,13 +61,16 @@ class CopyQueues:
 
         Parameters
         ----------
-        stream: Of a queue that `between` gave.
-        leaves: Whether the copies leave the call. On a GPU they get memory of their own then: others may have the GPU
-            work on it when they give it back.
+        stream : Stream
+            Of a queue that `between` gave.
+        leaves : bool
+            Whether the copies leave the call. On a GPU they get memory of their own then: others may have the GPU work
+            on it when they give it back.
 
         Returns
         -------
-        object: The value as it will be there.
+        object : object
+            The value as it will be there.
         """
 
         def copied(tensor: runtime.Tensor) -> runtime.Tensor:

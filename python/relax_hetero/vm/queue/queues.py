@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -51,9 +50,12 @@ class Queues:
 
     Parameters
     ----------
-    devices, scopes: By manifest index; the last is the host.
-    constants: As functions take them.
-    load: Makes a virtual machine of TVM's, as each queue's thread has its own.
+    devices, scopes
+        By manifest index; the last is the host.
+    constants : object
+        As functions take them.
+    load : callable
+        Makes a virtual machine of TVM's, as each queue's thread has its own.
     """
 
     def __init__(
@@ -130,12 +132,15 @@ class Queues:
 
         Parameters
         ----------
-        queue: As `queue_of` says.
-        leaves: Whether what it makes is a result of the call.
+        queue : DeviceQueue or None
+            As `queue_of` says.
+        leaves : bool
+            Whether what it makes is a result of the call.
 
         Returns
         -------
-        tuple: What the step makes; and the point at which that is made, where it is only issued.
+        tuple
+            What the step makes; and the point at which that is made, where it is only issued.
         """
         reads = [call.values[number] for number in step.reads]
 
@@ -168,7 +173,11 @@ class Queues:
         if not all(is_host(self._devices[entry]) for entry in step.devices):
             function = partial(self._on_streams, step, function)
         mine = {self.by_entry[entry] for entry in step.devices}
-        return _holding([queue.lock for queue in self.all if queue in mine], function, reads)
+        with ExitStack() as held:
+            for queue in self.all:
+                if queue in mine:
+                    held.enter_context(queue.lock)
+            return function(*reads)
 
     def _on_streams(self, step: Step, function: Callable[..., Any], *reads: Any) -> Any:
         """Have kernels run on the streams of their devices' queues; those of several devices end."""
@@ -268,14 +277,6 @@ def own_cpus(threads: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], li
         found[key] = [cpu for core in cores[begin : begin + count] for cpu in core]
         begin += count
     return found
-
-
-def _holding(locks: Sequence[threading.Lock], function: Callable[..., Any], values: Sequence[Any]) -> Any:
-    """Call a function with locks held; by ``with`` alone, which an exception raised in this thread cannot split."""
-    if not locks:
-        return function(*values)
-    with locks[0]:
-        return _holding(locks[1:], function, values)
 
 
 _open: weakref.WeakSet[Queues] = weakref.WeakSet()

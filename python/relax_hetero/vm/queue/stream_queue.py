@@ -35,12 +35,15 @@ class StreamQueue(DeviceQueue):
 
     Parameters
     ----------
-    name: Of the threads, and in messages.
+    name : str
+        Of the threads, and in messages.
 
     Attributes
     ----------
-    stream: As given.
-    ends: Waits for the ends of work, in the order in which it was issued.
+    stream : Stream
+        As given.
+    ends : DeviceQueue
+        Waits for the ends of work, in the order in which it was issued.
     """
 
     def __init__(self, name: str, stream: Stream) -> None:
@@ -54,12 +57,15 @@ class StreamQueue(DeviceQueue):
 
         Parameters
         ----------
-        work: Gives work to the stream, and returns what that will make.
-        after: What must have ended on the GPU before.
+        work : callable
+            Gives work to the stream, and returns what that will make.
+        after : iterable of Point
+            What must have ended on the GPU before.
 
         Returns
         -------
-        tuple: What `work` returned, and the point at which it has ended.
+        tuple
+            What `work` returned, and the point at which it has ended.
         """
         for point in after:
             if point.stream is not self.stream:

@@ -33,12 +33,15 @@ def compile_kernels(
 
     Parameters
     ----------
-    folder: Where code is kept between compilations.
-    on_done: Told, in this thread, how many more sources are done.
+    folder : CacheFolder, optional
+        Where code is kept between compilations.
+    on_done : callable, optional
+        Told, in this thread, how many more sources are done.
 
     Raises
     ------
-    BuildError: There is no compiler, or a kernel does not compile: names kernel, target and the first error.
+    BuildError
+        There is no compiler, or a kernel does not compile: names kernel, target and the first error.
     """
     if not sources:
         return []
@@ -107,12 +110,14 @@ def imported(part: CudaPart, codes: Sequence[bytes]) -> dict[str, bytes]:
 
     Parameters
     ----------
-    codes: Machine code of each of the part's sources.
+    codes : sequence of bytes
+        Machine code of each of the part's sources.
 
     Returns
     -------
-    dict of str to bytes: Code by `source_key` of kernels that TVM can only hold as source, because its CUDA runtime is
-        not here: what writes a file puts it there.
+    dict of str to bytes
+        Code by `source_key` of kernels that TVM can only hold as source, because its CUDA runtime is not here: what
+        writes a file puts it there.
     """
     kept = {}
     for source, code in zip(part.sources, codes, strict=True):
