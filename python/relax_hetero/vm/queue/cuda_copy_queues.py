@@ -28,7 +28,7 @@ class CopyQueues:
 
     Attributes
     ----------
-    queues : list of CudaQueue
+    queues : list of StreamQueue
         Those that were asked for.
     """
 
