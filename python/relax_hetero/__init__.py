@@ -38,8 +38,8 @@ def _runtime_only() -> bool:
 
 
 # What a process with TVM's runtime alone does without, and asks of the compiler's packages where they are installed:
-# kernels for the devices that the library knows, command buffers that a program records, and reports on an executable.
-provide("own_resolvers", f"{__name__}.resolvers", "own_resolvers")
+# the kinds of devices that the library knows, command buffers that a program records, and reports on an executable.
+provide("backends", f"{__name__}.backends", "BACKENDS")
 provide("compile_commands", f"{__name__}.driver.commands.compile_commands", "compile_commands")
 provide("explain", f"{__name__}.report.text.explanation", "explain")
 provide("report", f"{__name__}.report.written_report", "write_report")

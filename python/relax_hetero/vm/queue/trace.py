@@ -22,10 +22,10 @@ from ...artifact.metadata import Metadata
 from ...errors import BindingError
 from ..device.tensors import nbytes_of
 from .call import Prepare, Prepared
-from .cuda_queue import Point
 from .fence import Fence
 from .plan import QueuePlan
 from .queues import CallState, Queues
+from .stream_queue import Point
 from .timeline_html import timeline_html
 from .traced_calls import RESULT, TracedCall, chrome_events, in_line
 
