@@ -190,7 +190,7 @@ class CudaBackend(GpuBackend):
 
         return error_record(index)
 
-    def queue(self, device: runtime.Device) -> Any:
+    def queue(self, device: runtime.Device, name: str) -> Any:
         """Queue that gives work to a stream; None where the driver does not work."""
         from ..vm.device.cuda_library import cuda_library
         from ..vm.device.cuda_streams import shared_stream
@@ -199,7 +199,7 @@ class CudaBackend(GpuBackend):
         library = cuda_library()
         if library is None:
             return None
-        return StreamQueue(f"queue of {device}", shared_stream(library, device.index, "kernels"))
+        return StreamQueue(name, shared_stream(library, device.index, "kernels"))
 
     def copy_queues(self, indices: Sequence[int]) -> Any:
         """Queues that copy on streams of their own; None where the driver does not work."""

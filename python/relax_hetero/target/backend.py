@@ -192,7 +192,7 @@ class Backend:
         """Record that kernels of a device write refused values to; None where they write none."""
         return None
 
-    def queue(self, device: runtime.Device) -> Any:
+    def queue(self, device: runtime.Device, name: str) -> Any:
         """Queue of a device whose thread only issues work (`vm.queue.stream_queue`); None: the thread waits for it."""
         return None
 

@@ -15,7 +15,7 @@ from tvm import runtime
 
 from ...artifact.commands import Dispatch, RegionSpec
 from ...artifact.messages import explain_failure
-from ...artifact.metadata import CPU, Metadata
+from ...artifact.metadata import CPU, Metadata, device_names
 from ...artifact.schedule import Step
 from ...errors import HeteroError
 from ...target.backend import backend_of_device, backend_of_type
@@ -81,13 +81,17 @@ class Queues:
             cores[keys[-1]] = 0
         threads = dict(zip(cores, threads_of_queues(list(cores.values())), strict=True))
         cpus = cpus_of_queues(threads, nodes)
+        names: dict[tuple[int, int], list[str]] = {}
+        for key, name in zip(keys, [*device_names(metadata.devices), "host"], strict=False):
+            names.setdefault(key, []).append(name)
         queues: dict[tuple[int, int], DeviceQueue] = {}
         for key, device in zip(keys, devices, strict=True):
             if key not in queues:
-                own = backend_of_device(device).queue(device)
+                name = f"queue of {', '.join(names[key])}"
+                own = backend_of_device(device).queue(device, name)
                 if own is None:
                     pool = Threads(threads.get(key, 1), are_threads_stock)
-                    own = DeviceQueue(f"queue of {device}", cpus.get(key, ()), pool, nodes.get(key))
+                    own = DeviceQueue(name, cpus.get(key, ()), pool, nodes.get(key))
                 queues[key] = own
         self._copies = _copy_queues(keys)
         self.by_entry = [queues[key] for key in keys]
