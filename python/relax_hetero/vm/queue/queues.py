@@ -82,8 +82,9 @@ class Queues:
         threads = dict(zip(cores, threads_of_queues(list(cores.values())), strict=True))
         cpus = cpus_of_queues(threads, nodes)
         names: dict[tuple[int, int], list[str]] = {}
-        for key, name in zip(keys, [*device_names(metadata.devices), "host"], strict=False):
+        for key, name in zip(keys, device_names(metadata.devices), strict=False):
             names.setdefault(key, []).append(name)
+        names.setdefault(keys[-1], ["host"])
         queues: dict[tuple[int, int], DeviceQueue] = {}
         for key, device in zip(keys, devices, strict=True):
             if key not in queues:
