@@ -14,7 +14,7 @@ from typing import Any
 from ..artifact.commands import DIRECT, SLOT, Dispatch, KernelSpec, Reference, RegionSpec, SingleCall
 from ..display.text import text_table
 from ..encoding.pages import PAGE, TABLES
-from ..vm.profile import Profile
+from ..vm.profile import TO_DEVICE, Profile
 
 EMBEDDING, ATTENTION, FEED_FORWARD, LOGITS, OTHER = "embedding", "attention", "feed-forward", "logits", "other"
 TRANSFERS = "transfers"
@@ -271,7 +271,7 @@ def times_of(
         key = devices[device_of[command.region]], part_of(command.variable, kernels[command.kernel].ops)
         found[key] = found.get(key, 0.0) + command.microseconds * 1e-6
     for row in profile.rows:
-        if row.symbol == "to_device":
+        if row.symbol == TO_DEVICE:
             found[row.device, TRANSFERS] = row.microseconds * 1e-6
     return found
 

@@ -21,6 +21,7 @@ from .stored_layouts import layouts_of
 from .text.explanation import explanation_of
 from .this_machine import machine_here
 from .trace_timeline import timeline_of
+from .what_to_change import suggestions
 
 if TYPE_CHECKING:
     from ..llm.token_cost import TokenCost
@@ -81,6 +82,7 @@ def report_of(
     profiles = () if profile is None else (profile,) if isinstance(profile, Profile) else tuple(profile)
     peaks = peaks_of(about.devices) if profiles else {}
     groups = groups_of(about, profiles, peaks)
+    measured = [_profile(each, peaks) for each in profiles]
     layouts = layouts_of(about.encodings)
     functions, nodes, edges = _graph(about, groups, layouts)
     totals = explanation.totals()
@@ -111,8 +113,9 @@ def report_of(
         "layouts": [{key: value for key, value in layout.items() if key != "of"} for layout in layouts],
         "timeline": None if trace is None else timeline_of(trace, [total.name for total in totals]),
         "memory": memory_of(executable),
-        "profile": _profile(profiles[0], peaks) if profiles else None,
-        "more_profiles": [_profile(each, peaks) for each in profiles[1:]],
+        "profile": measured[0] if measured else None,
+        "more_profiles": measured[1:],
+        "suggestions": suggestions(about, measured[0]["rows"] if measured else (), peaks),
         "token": None if explanation.token is None else explanation.token.to_json(),
         "tables": tables_of(explanation),
         "bench": bench,

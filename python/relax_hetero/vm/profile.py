@@ -19,8 +19,10 @@ from .region.walk_commands import raise_kernel_error
 
 _TRANSFER = "relax_hetero.to_device"
 _BUILTIN = ("vm.builtin.", "relax_hetero.pinned_storage", "runtime.TVMTensorCreateView")
-MACHINE = "(machine)"
-"""The row of what is neither kernel nor transfer."""
+MACHINE = "(allocation, shapes, bytecode)"
+"""Row of the virtual machine's own work: all that is neither kernel nor transfer."""
+TO_DEVICE = "to_device"
+"""Row of the transfers to a device."""
 _MOST_ROWS = 40
 """Rows that a notebook shows at once; the others are folded."""
 _RUN, _SKIP_RUN = 0, 1
@@ -34,8 +36,8 @@ class ProfileRow:
     Attributes
     ----------
     symbol : str
-        The kernel's name, or the command buffer's; ``to_device`` for transfers; ``(machine)`` for allocation, shapes
-        and bytecode.
+        The kernel's name, or the command buffer's; ``to_device`` for transfers; for the virtual machine's own work
+        ``(allocation, shapes, bytecode)``.
     device : str
         ``kind:i``, the destination for transfers; ``host`` for the implicit one and the machine.
     ops : tuple of str
@@ -233,7 +235,7 @@ class ProfileRecorder:
             microseconds = sum(times) * 1e6
             share = microseconds / total if total else 0.0
             if symbol == _TRANSFER:
-                rows.append(ProfileRow("to_device", names[index], (), len(times), microseconds, share))
+                rows.append(ProfileRow(TO_DEVICE, names[index], (), len(times), microseconds, share))
             elif symbol in metadata.dispatches:
                 dispatch = metadata.dispatches[symbol]
                 work = dispatch.operations, dispatch.bytes, dispatch.precision
