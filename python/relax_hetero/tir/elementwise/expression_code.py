@@ -109,9 +109,9 @@ def emit(
     whole = with_quantize(expression, dtypes)
     if whole.term.op == "cast" and whole.term.params[0] in HALVES:
         # Rounded once, to what is stored, not to a float32 first.
-        inner = _known(expression, Expression(whole.term.args[0]).evaluate(operands, apply))
+        inner = _known(expression, Expression(whole.term.args[0]).fold(operands, apply))
         return cast(inner.value, whole.term.params[0])
-    result = _known(expression, whole.evaluate(operands, apply))
+    result = _known(expression, whole.fold(operands, apply))
     return cast(result.value, result.dtype)
 
 
