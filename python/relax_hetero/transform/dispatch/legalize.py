@@ -13,6 +13,7 @@ from tvm import relax, tirx
 from tvm_ffi import structural_map
 
 from ...errors import BuildError
+from ...op.traits import traits_of
 from ..ir.blocks import shape_of, tensor_type
 from ..ir.op_names import CONCAT, RESHAPE
 from ..ir.operand_text import operand_text
@@ -30,14 +31,6 @@ from . import narrow_types, sort_kernels, truth_kernels
 from .keep_devices import keep_devices
 from .nan_kernels import legalizations
 
-# Relax ops that later passes or the VM itself carry out; anything else left after legalizing has no kernel.
-_KEPT_OPS = frozenset(
-    """relax.call_tir relax.call_tir_inplace relax.call_tir_with_grad relax.call_dps_packed relax.call_pure_packed
-    relax.call_inplace_packed relax.call_builtin_with_ctx relax.call_py_func relax.to_vdevice relax.hint_on_device
-    relax.shape_of relax.tensor_to_shape
-    relax.make_closure relax.invoke_closure relax.invoke_pure_closure relax.null_value relax.reshape
-    relax.memory.view relax.memory.ensure_zero_offset""".split()
-)
 _SORTS_AND_SCANS = frozenset(f"relax.{name}" for name in ("bucketize", "sort", "argsort", "topk", "cumsum", "cumprod"))
 # Their stock kernels compute with halves in float32, and give that back.
 _OF_ANOTHER_TYPE = ("relax.nn.batch_norm",)
@@ -124,7 +117,7 @@ def _of_its_type(name: str) -> Callable[[relax.BlockBuilder, relax.Call], relax.
 
 def is_kept(name: str) -> bool:
     """Whether an op is carried out as it is, not by a kernel."""
-    return name in _KEPT_OPS or name.startswith(_KEPT_PREFIXES)
+    return traits_of(name).is_kept or name.startswith(_KEPT_PREFIXES)
 
 
 def _simplified(mod: tvm.IRModule) -> tvm.IRModule:
