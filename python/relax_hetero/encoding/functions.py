@@ -44,6 +44,10 @@ class Function:
         Whether it means one thing for integers in every language; a quotient or a root does not.
     is_exact : bool
         Whether the result is one of the values read or has their precision: nothing to round.
+    formula : str
+        Expression over ``x0`` of other functions, for one that code generators have no code for.
+    onnx : str
+        ONNX op that is imported as this function.
     """
 
     name: str
@@ -55,6 +59,8 @@ class Function:
     is_approximated: bool = False
     takes_integers: bool = False
     is_exact: bool = False
+    formula: str = ""
+    onnx: str = ""
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tvm import relax
 
+from ...encoding.functions import FUNCTIONS
+from ...op.functions import apply_function
 from .elementwise import cast, widened
 from .node import Node, const, dtype_of
 from .required_sizes import stretched
@@ -82,6 +84,15 @@ def hard_sigmoid(node: Node) -> relax.Expr:
     dtype = dtype_of(data)
     scaled = relax.op.multiply(const(node.attribute("alpha", 0.2), dtype), data)
     return node.emit(relax.op.clip(relax.op.add(scaled, const(node.attribute("beta", 0.5), dtype)), 0, 1))
+
+
+_FUNCTIONS = {function.onnx: name for name, function in FUNCTIONS.items() if function.onnx}
+
+
+@converts(*_FUNCTIONS)
+def function(node: Node) -> relax.Expr:
+    """A function of one operand by the row that names the ONNX op."""
+    return node.emit(apply_function(_FUNCTIONS[node.op_type], node.tensor(0)))
 
 
 @converts("Mish")

@@ -76,7 +76,11 @@ FLOAT64_OPS: dict[str, Callable[..., tirx.Expr]] = {
 }
 FLOAT_OPS = {
     **FLOAT64_OPS,
-    **{name: getattr(vector_math, name) for name, function in FUNCTIONS.items() if function.is_approximated},
+    **{
+        name: getattr(vector_math, name)
+        for name, function in FUNCTIONS.items()
+        if function.is_approximated and not function.formula
+    },
 }
 INT_OPS: dict[str, Callable[..., tirx.Expr]] = {
     **_ARITHMETIC,

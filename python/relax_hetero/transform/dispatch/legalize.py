@@ -27,7 +27,7 @@ from ..ir.rewriting import (
     walk_bindings,
     with_functions,
 )
-from . import narrow_types, sort_kernels, truth_kernels
+from . import formula_kernels, narrow_types, sort_kernels, truth_kernels
 from .keep_devices import keep_devices
 from .nan_kernels import legalizations
 
@@ -62,6 +62,7 @@ def legalize(mod: tvm.IRModule) -> tvm.IRModule:
 def _with_kernels(mod: tvm.IRModule) -> tvm.IRModule:
     kernels = legalizations() | sort_kernels.legalizations()
     kernels |= truth_kernels.legalizations(kernels)
+    kernels |= formula_kernels.legalizations(kernels)
     kernels |= narrow_types.legalizations(kernels)
     legalized = relax.transform.LegalizeOps(kernels | {name: _of_its_type(name) for name in _OF_ANOTHER_TYPE})
     mod = _unconverted(legalized, mod)
@@ -117,7 +118,8 @@ def _of_its_type(name: str) -> Callable[[relax.BlockBuilder, relax.Call], relax.
 
 def is_kept(name: str) -> bool:
     """Whether an op is carried out as it is, not by a kernel."""
-    return traits_of(name).is_kept or name.startswith(_KEPT_PREFIXES)
+    traits = traits_of(name)
+    return traits.is_kept or (name.startswith(_KEPT_PREFIXES) and not traits.is_elementwise)
 
 
 def _simplified(mod: tvm.IRModule) -> tvm.IRModule:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from tvm import relax, tirx
 from ...encoding.expression import Expression, Term
 from ...encoding.functions import FUNCTIONS
 from ...errors import EncodingError
+from ...op.functions import apply_function
 from .blocks import broadcast, is_one, shape_of
 from .rewriting import op_name
 
@@ -97,7 +97,7 @@ def from_expression(
         dtype = next((str(arg.ty.dtype) for arg in args if not isinstance(arg, (int, float))), "float32")
         tensors = [_number(arg, dtype, vdevice) if isinstance(arg, (int, float)) else arg for arg in args]
         result = str(params[0]) if op == "cast" else dtype
-        return emit(_relax_call(op, tensors, params), _broadcast_type(op, tensors, result, vdevice))
+        return emit(apply_function(op, *tensors, *params), _broadcast_type(op, tensors, result, vdevice))
 
     return expression.fold(list(operands), apply)
 
@@ -156,13 +156,6 @@ def _bound(arg: relax.Expr, dtype: str) -> int | float | None:
 def _number(value: int | float, dtype: str, vdevice: relax.VDevice | None) -> tvm.ir.GenericConst:
     constant = relax.const(np.asarray(value).item(), dtype)
     return constant if vdevice is None else tvm.ir.GenericConst(constant.value, relax.TensorType([], dtype, vdevice))
-
-
-def _relax_call(op: str, args: list[relax.Expr], params: tuple[Any, ...]) -> relax.Call:
-    name = FUNCTIONS[op].op
-    if not params:
-        return relax.Call(tvm.ir.Op.get(f"relax.{name}"), args)
-    return attrgetter(name)(relax.op)(*args, *params)
 
 
 def _broadcast_type(op: str, args: list[relax.Expr], dtype: str, vdevice: relax.VDevice | None) -> relax.TensorType:

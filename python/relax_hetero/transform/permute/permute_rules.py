@@ -252,5 +252,5 @@ _RULES: tuple[Rule, ...] = (
     _elementwise, _same, _concat, _pool, _resize, _reduction, _extreme, _along, _along_rows, _take, _split, _batch_norm,
     _rows_norm, _channels_norm, _pad, _strided_slice, _tile, _broadcast_to, _reshape, _quantize,
 )  # fmt: skip
-_BY_NAME = {rule.__name__[1:]: rule for rule in _RULES}
-RULES = {op: _BY_NAME[traits.permute] for op, traits in TRAITS.items() if traits.permute}
+BY_NAME = {rule.__name__[1:]: rule for rule in _RULES}
+RULES = {op: BY_NAME[traits.permute] for op, traits in TRAITS.items() if traits.permute}

@@ -49,7 +49,7 @@ def conditions(mod: tvm.IRModule, value: relax.Expr, ty: tvm.ir.Type) -> list[An
         return list(_function(function, value.args)) if isinstance(function, relax.Function) else []
     if name in CALL_TIR_OPS:
         return list(_call_tir(mod, value))
-    rule = _RULES.get(traits_of(name).sizes)
+    rule = RULES.get(traits_of(name).sizes)
     if rule is None:
         return []
     shapes = [(*_shapes_in(arg.ty), None)[0] for arg in value.args]
@@ -361,7 +361,7 @@ def _as_int64(extent: Extent) -> Extent:
     return extent if str(extent.ty) == "int64" else tirx.Cast("int64", extent)
 
 
-_RULES: dict[str, Rule] = {
+RULES: dict[str, Rule] = {
     rule.__name__[1:]: rule
     for rule in (
         _matmul, _convolution, _channel_norm, _last_norm, _attention, _own_attention, _einsum, _reshape, _broadcast_to,
