@@ -75,6 +75,10 @@ def _gelu_tanh(x: np.ndarray) -> np.ndarray:
     return x * _sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
 
 
+def _mish(x: np.ndarray) -> np.ndarray:
+    return (x * np.tanh(np.logaddexp(0, x))).astype(x.dtype)
+
+
 def _leaky_relu(x: np.ndarray, alpha: float) -> np.ndarray:
     return np.where(x > 0, x, x * alpha)
 
@@ -86,6 +90,11 @@ def _cast(x: np.ndarray, dtype: str) -> np.ndarray:
 def _where(condition: np.ndarray, then: Any, otherwise: Any) -> np.ndarray:
     return np.where(condition != 0, then, otherwise)
 
+
+# With e = exp(x), tanh(log(1 + e)) is n / (n + 2) for n = e (e + 2), without cancellation. Beyond 20 that is 1 to the
+# last bit, and exp would overflow.
+_EXP = "exp(minimum(x0, 20.0))"
+_MISH = "multiply(x0, divide({n}, add({n}, 2.0)))".format(n=f"multiply({_EXP}, add({_EXP}, 2.0))")
 
 _APPROXIMATED: Any = {"is_approximated": True}
 _ON_INTEGERS: Any = {"takes_integers": True}
@@ -110,6 +119,15 @@ FUNCTIONS: dict[str, Function] = {
         Function("exp", "exp", np.exp, cost=14, **_APPROXIMATED),
         Function("exp_nonpositive", "", np.exp, cost=10, **_APPROXIMATED),
         Function("log", "log", np.log, cost=18, **_APPROXIMATED),
+        Function("mish", "hetero.mish", _mish, cost=23, formula=_MISH, onnx="Mish", **_APPROXIMATED),
+        Function(
+            "softsign",
+            "hetero.softsign",
+            lambda x: x / (1 + np.abs(x)),
+            cost=7,
+            formula="divide(x0, add(abs(x0), 1.0))",
+            onnx="Softsign",
+        ),
         Function("sqrt", "sqrt", np.sqrt, cost=6),
         Function("rsqrt", "rsqrt", lambda x: 1 / np.sqrt(x), cost=10),
         Function("square", "square", np.square),

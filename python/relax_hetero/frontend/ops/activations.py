@@ -95,20 +95,6 @@ def function(node: Node) -> relax.Expr:
     return node.emit(apply_function(_FUNCTIONS[node.op_type], node.tensor(0)))
 
 
-@converts("Mish")
-def mish(node: Node) -> relax.Expr:
-    """x * tanh(log(1 + exp(x))), which with e = exp(x) is x * (e^2 + 2e) / (e^2 + 2e + 2), without cancellation."""
-    data = node.tensor(0)
-    wide = widened(node, data)
-    compute = dtype_of(wide)
-    # Beyond 20 the factor is 1 to the last bit, and exp would overflow.
-    exponential = node.emit(relax.op.exp(relax.op.minimum(wide, const(20, compute))))
-    two = const(2, compute)
-    grown = node.emit(relax.op.multiply(exponential, relax.op.add(exponential, two)))
-    factor = node.emit(relax.op.divide(grown, relax.op.add(grown, two)))
-    return cast(node, node.emit(relax.op.multiply(wide, factor)), dtype_of(data))
-
-
 @converts("Softplus")
 def softplus(node: Node) -> relax.Expr:
     """log(1 + exp(x)) as max(x, 0) + log(1 + e) with e = exp(-|x|), whose small values the sum with 1 must not lose."""

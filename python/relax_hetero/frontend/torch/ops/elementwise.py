@@ -381,7 +381,7 @@ def gelu(node: TorchNode, x: relax.Expr, approximate: str = "none") -> relax.Exp
     return node.emit((relax.op.nn.gelu if approximate == "none" else relax.op.nn.gelu_tanh)(x))
 
 
-@converts("leaky_relu", "elu", "hardswish", "hardsigmoid", "mish", "prelu", "softplus")
+@converts("leaky_relu", "elu", "hardswish", "hardsigmoid", "prelu", "softplus")
 def activation(node: TorchNode, x: relax.Expr, *given: Any) -> relax.Expr:
     """Activations that ONNX has too."""
     name = node.op.partition(".")[0]
@@ -392,8 +392,6 @@ def activation(node: TorchNode, x: relax.Expr, *given: Any) -> relax.Expr:
         return node.emit(relax.op.multiply(x, inner))
     if name == "leaky_relu":
         return node.onnx("LeakyRelu", x, alpha=float(given[0]) if given else 0.01)
-    if name == "mish":
-        return node.onnx("Mish", x)
     if name == "prelu":
         (slope,) = given
         if node.dims(slope) != [1]:

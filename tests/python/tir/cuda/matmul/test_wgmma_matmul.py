@@ -181,6 +181,7 @@ def test_element_types(how):
         },
         {"epilogue": "cast(where(x1, x0, -5.0), 'float16')", "operands": [("mn", "bool")]},
         {"init": True, "result": "float32"},
+        {"epilogue": "multiply(mish(add(x0, x1)), softsign(x0))", "operands": [("n", "float32")], "result": "float32"},
         {"epilogue": "cast(x0, 'float64')", "result": "float64"},
         {
             "dtype": "uint8",
@@ -190,7 +191,7 @@ def test_element_types(how):
             "operands": [("n", "float32")],
         },
     ],
-    ids=["bias gelu", "residual", "row scale", "mask", "init", "wider than sums", "requantized"],
+    ids=["bias gelu", "residual", "row scale", "mask", "init", "formulas", "wider than sums", "requantized"],
 )
 def test_epilogues(how):
     sizes = {"m": 66, "n": 40, "k": 64}
