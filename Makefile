@@ -5,6 +5,7 @@ VENV := .venv
 TORCH_VENV := .venv-torch
 DOCS_VENV := .venv-docs
 DIST_VENV := .venv-dist
+ZIG_VENV := .venv-zig
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --quiet --quiet --disable-pip-version-check
 WORKERS ?= 2
@@ -15,7 +16,7 @@ PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 3600
 CHECKED := python apps tests
 
-.PHONY: help demo test test-slow test-timing test-torch test-all gpu fuzz lint format conformance docs dist clean distclean
+.PHONY: help demo test test-slow test-timing test-torch test-all gpu fuzz lint format conformance docs dist workers clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +32,7 @@ help:
 	@echo "make conformance  ONNX's own backend suite, against stock TVM (long)"
 	@echo "make docs         the site, in build/site; refuses links that lead nowhere, and pages that are out of date"
 	@echo "make dist         the wheel and the source distribution, in dist; refuses what PyPI would refuse"
+	@echo "make workers      LLVM IR of the worker threads, after a change of their C"
 	@echo "make clean        remove caches and build outputs; make distclean also .cache and $(VENV)"
 
 demo: $(VENV)/.stamp-demo
@@ -88,12 +90,16 @@ dist: $(DIST_VENV)/.stamp-dist
 	$(DIST_VENV)/bin/python -m build --outdir dist
 	$(DIST_VENV)/bin/python -m twine check --strict dist/*
 
+# The package ships both: nobody needs a compiler who does not change workers.c.
+workers: $(ZIG_VENV)/.stamp-zig
+	$(ZIG_VENV)/bin/python python/relax_hetero/driver/link/threads/generate.py
+
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis python/*.egg-info
 	find python apps tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(TORCH_VENV) $(DOCS_VENV) $(DIST_VENV) .cache
+	rm -rf $(VENV) $(TORCH_VENV) $(DOCS_VENV) $(DIST_VENV) $(ZIG_VENV) .cache
 
 # The interpreter is tried, not only looked up: version managers put names on PATH that do not run,
 # and some distributions ship a Python whose venv module lacks pip.
@@ -141,4 +147,11 @@ $(DIST_VENV)/.stamp-dist: Makefile | $(PY)
 	@echo "Installing build and twine into $(DIST_VENV)"
 	@$(PY) -m venv $(DIST_VENV)
 	@$(DIST_VENV)/bin/python -m pip --quiet --quiet --disable-pip-version-check install 'build>=1.2,<2' 'twine>=6.1,<7'
+	@touch $@
+
+# Another clang may write another text for the same code: tests compare it.
+$(ZIG_VENV)/.stamp-zig: Makefile | $(PY)
+	@echo "Installing a compiler of C into $(ZIG_VENV)"
+	@$(PY) -m venv $(ZIG_VENV)
+	@$(ZIG_VENV)/bin/python -m pip --quiet --quiet --disable-pip-version-check install ziglang==0.17.1
 	@touch $@

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import onnx.parser
@@ -64,6 +65,12 @@ def wheel(tmp_path_factory):
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, copy, cwd=folder)
     (built,) = folder.glob("*.whl")
     return built
+
+
+def test_the_wheel_has_all_files_of_the_package(wheel):
+    package = ROOT / "python"
+    files = {str(path.relative_to(package)) for path in package.glob("relax_hetero/**/*") if path.is_file()}
+    assert {name for name in files if "__pycache__" not in name} <= set(zipfile.ZipFile(wheel).namelist())
 
 
 @pytest.mark.parametrize("version", PYTHONS)

@@ -3,8 +3,9 @@
 python apps/bench/llm_bench/split.py --layers 12                      # random weights in 4 bits, a CPU and a GPU
 python apps/bench/llm_bench/split.py --vdevice llvm --vdevice llvm    # two CPU devices
 
-The first layers are on the first device, the others and the logits on the second. A split token should take as long as
-its parts do: of a token on each device alone, the share of the weights that the device has of the split model.
+Embeddings and the first layers are on the first device, the others and the logits on the second. A split token should
+take as long as its parts do: of a token on each device alone, the share of the weights that the device has of the
+split model.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def shares(path: Path, first: int) -> tuple[float, float]:
 def contestants(path: Path, vdevices: tuple[str, ...], first: int) -> dict[str, Contestant]:
     """The model on each device, and split."""
     names = [f"{name}:{vdevices[:at].count(name)}" for at, name in enumerate(vdevices)]
-    placement = {**{f"blk.{layer}.*": names[0] for layer in range(first)}, "*": names[1]}
+    placement = {"token_embd*": names[0], **{f"blk.{layer}.*": names[0] for layer in range(first)}, "*": names[1]}
     found: dict[str, Any] = {}
     for name, devices, rules in [
         *((name, [device], None) for name, device in zip(names, vdevices, strict=True)),

@@ -24,14 +24,21 @@ class DeviceMemory:
 
     Attributes
     ----------
-    device: ``kind:i``, or ``host`` for the implicit one.
-    weights: Constants there, of the whole executable, and parameters that are bound once. Machines on the same devices
-        share constants; those of a CPU lie in the executable's own memory.
-    transient: What a call takes from the machine's pool besides its results.
-    arenas, transfers: Of these: the arenas of command buffers, and what arrives from other devices.
-    results: What leaves the call.
-    least: The most bytes of transient tensors that are alive at one kernel: no plan for this order takes fewer.
-    largest: What takes the transient bytes, largest first.
+    device : str
+        ``kind:i``, or ``host`` for the implicit one.
+    weights : int
+        Constants there, of the whole executable, and parameters that are bound once. Machines on the same devices share
+        constants; those of a CPU lie in the executable's own memory.
+    transient : int
+        What a call takes from the machine's pool besides its results.
+    arenas, transfers : int
+        Of these: the arenas of command buffers, and what arrives from other devices.
+    results : int
+        What leaves the call.
+    least : int
+        The most bytes of transient tensors that are alive at one kernel: no plan for this order takes fewer.
+    largest : tuple of (str, int)
+        What takes the transient bytes, largest first.
     """
 
     device: str
@@ -55,7 +62,8 @@ class FunctionUse:
 
     Attributes
     ----------
-    sizes: Its symbolic dimensions.
+    sizes : dict of str to int
+        Its symbolic dimensions.
     """
 
     function: str

@@ -68,11 +68,13 @@ class Walk:
 
     Parameters
     ----------
-    metadata: Of an executable.
+    metadata : Metadata
+        Of an executable.
 
     Attributes
     ----------
-    tensors: What lies in transient storages; what lies in arenas is counted one by one.
+    tensors : list of Use
+        What lies in transient storages; what lies in arenas is counted one by one.
     """
 
     def __init__(self, metadata: Metadata) -> None:
@@ -224,9 +226,12 @@ class Need:
 
     Attributes
     ----------
-    weights: Constants and bound parameters.
-    results: What steps give and calls return, of all calls under way.
-    transient: What a step takes while it runs, by what it holds first: one step runs at a time.
+    weights : int
+        Constants and bound parameters.
+    results : int
+        What steps give and calls return, of all calls under way.
+    transient : tuple of (str, int)
+        What a step takes while it runs, by what it holds first: one step runs at a time.
     """
 
     weights: int

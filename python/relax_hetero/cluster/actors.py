@@ -28,11 +28,16 @@ class HostState:
 
     Attributes
     ----------
-    state: ``"starting"``, ``"loading"``, ``"ready"`` or ``"dead"``.
-    actor: Its process; None where there is none.
-    facts: What the process said of itself.
-    sizes: Of the functions' inputs and results, as `facts.sizes_of` gives them.
-    starts: How often it was started.
+    state : str
+        ``"starting"``, ``"loading"``, ``"ready"`` or ``"dead"``.
+    actor : object
+        Its process; None where there is none.
+    facts : mapping of str to object
+        What the process said of itself.
+    sizes : mapping of str to (list of int or None, list of int or None)
+        Of the functions' inputs and results, as `facts.sizes_of` gives them.
+    starts : int
+        How often it was started.
     """
 
     state: str = "dead"
@@ -48,15 +53,21 @@ class Actors:
 
     Parameters
     ----------
-    ray: The module.
-    bindings: By host.
-    parts: By host, what it runs.
-    timeout: Seconds that a host may take to be started by Ray.
-    pause: Called with seconds to wait for something; raises where the cluster is closed meanwhile.
+    ray : object
+        The module.
+    bindings : mapping of str to HostBinding
+        By host.
+    parts : mapping of str to PackedPart
+        By host, what it runs.
+    timeout : float
+        Seconds that a host may take to be started by Ray.
+    pause : callable
+        Called with seconds to wait for something; raises where the cluster is closed meanwhile.
 
     Attributes
     ----------
-    states: By host.
+    states : dict
+        By host.
     """
 
     def __init__(
@@ -81,9 +92,11 @@ class Actors:
 
         Raises
         ------
-        HostError: A host that nothing can take within the timeout (it goes on waiting, and may be there at the next
-            try), that dies, or has other versions than this process.
-        HeteroError: A part that cannot be loaded there.
+        HostError
+            A host that nothing can take within the timeout (it goes on waiting, and may be there at the next try), that
+            dies, or has other versions than this process.
+        HeteroError
+            A part that cannot be loaded there.
         """
         missing = [host for host, state in self.states.items() if state.state != "ready"]
         for host in missing:

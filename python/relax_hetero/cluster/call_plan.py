@@ -22,8 +22,10 @@ class Source:
 
     Attributes
     ----------
-    step: The number of the step that makes it; `CALL` for an input of the call.
-    index: Which result of that step, or which input.
+    step : int
+        The number of the step that makes it; `CALL` for an input of the call.
+    index : int
+        Which result of that step, or which input.
     """
 
     step: int
@@ -36,11 +38,15 @@ class Step:
 
     Attributes
     ----------
-    host: The logical name of the host.
-    function: Its name in the host's executable. It takes its arguments by position, and returns a flat tuple, or one
-        value if `results` is 1.
-    arguments: Where each argument comes from.
-    results: How many values it returns.
+    host : str
+        The logical name of the host.
+    function : str
+        Its name in the host's executable. It takes its arguments by position, and returns a flat tuple, or one value if
+        `results` is 1.
+    arguments : tuple of Source
+        Where each argument comes from.
+    results : int
+        How many values it returns.
     """
 
     host: str
@@ -55,8 +61,10 @@ class HostRun:
 
     Attributes
     ----------
-    host, function: As of a `Step`.
-    arguments: Nested tuples of `Source`; None stands for what is on other hosts.
+    host, function : str
+        As of a `Step`.
+    arguments : tuple of object
+        Nested tuples of `Source`; None stands for what is on other hosts.
     """
 
     host: str
@@ -72,14 +80,20 @@ class CallPlan:
 
     Attributes
     ----------
-    steps: In an order in which they can run; none where there are `runs`.
-    result: A `Source`, or nested tuples of them, as the function returns its results. With `runs`, the step of a source
-        is the number of a run, and its index counts the leaves of what that returns.
-    input_names: Of the call's inputs, in order; taken from `signature` where that is given.
-    signature: The function's inputs and results, by which arguments are checked before anything travels. Sources
-        count its inputs with tuples opened.
-    sizes: Inputs behind those of the caller: for each, the names of symbolic sizes, whose values are a shape.
-    runs: The parts of a function whose hosts talk while it runs.
+    steps : tuple of Step
+        In an order in which they can run; none where there are `runs`.
+    result : object
+        A `Source`, or nested tuples of them, as the function returns its results. With `runs`, the step of a source is
+        the number of a run, and its index counts the leaves of what that returns.
+    input_names : tuple of str
+        Of the call's inputs, in order; taken from `signature` where that is given.
+    signature : FunctionSignature or None
+        The function's inputs and results, by which arguments are checked before anything travels. Sources count its
+        inputs with tuples opened.
+    sizes : tuple of tuple of str
+        Inputs behind those of the caller: for each, the names of symbolic sizes, whose values are a shape.
+    runs : tuple of HostRun
+        The parts of a function whose hosts talk while it runs.
     """
 
     steps: tuple[Step, ...]
@@ -114,7 +128,8 @@ class CallPlan:
 
         Raises
         ------
-        HeteroError: Names the function `name`, the step and the value; or an input or result that cannot be sent.
+        HeteroError
+            Names the function `name`, the step and the value; or an input or result that cannot be sent.
         """
         self._check_signature(name)
         if not self.steps and not self.runs:
@@ -164,8 +179,10 @@ class Program:
 
     Attributes
     ----------
-    parts: By host, what it runs.
-    functions: By name, the plans of the functions that can be called.
+    parts : mapping of str to Part
+        By host, what it runs.
+    functions : mapping of str to CallPlan
+        By name, the plans of the functions that can be called.
     """
 
     parts: Mapping[str, Part]

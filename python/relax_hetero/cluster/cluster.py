@@ -19,7 +19,7 @@ from ..artifact.messages import unknown_name
 from ..driver.link.parallel_codegen import Progress
 from ..errors import BindingError, HeteroError, HostError
 from ..vm.args.owned_arguments import own_arguments
-from ..vm.queue.fence import Fence, here
+from ..vm.queue.fence import Fence, here, when_all_done
 from ..vm.queue.queued_calls import CallsInFlight
 from .actors import Actors
 from .bindings import bind_hosts
@@ -204,7 +204,7 @@ class Cluster:
                     args, kwargs = own_arguments(signature, (), args, kwargs, is_late=True)
                 start = partial(self._later, partial(self._start_late, name, plan, args, kwargs, fence), fence)
             then = start if is_admitted else partial(self._calls.line_up, fence, start)
-            _when_done(awaited, then)
+            when_all_done(awaited, then)
         except BaseException:
             self._calls.leave(fence)
             raise
@@ -386,23 +386,6 @@ def _settled(value: Any, name: str) -> Any:
     if error is not None:
         raise HeteroError(f"an argument of {name!r} is the result of a call that failed: {error}")
     return value.result()
-
-
-def _when_done(fences: Sequence[Fence], then: Callable[[], None]) -> None:
-    """Call `then` once all of some fences are done."""
-    left, lock = set(fences), threading.Lock()
-    if not left:
-        then()
-
-    def on_done(fence: Fence) -> None:
-        with lock:
-            is_last = fence in left and len(left) == 1
-            left.discard(fence)
-        if is_last:
-            then()
-
-    for fence in dict.fromkeys(fences):
-        fence.follow(on_done)
 
 
 def _mark_worker() -> None:

@@ -26,7 +26,8 @@ class Doze:
 
     Parameters
     ----------
-    pause: Sleeps for some seconds, or less where nobody waits any more.
+    pause : callable
+        Sleeps for some seconds, or less where nobody waits any more.
     """
 
     def __init__(self, pause: Callable[[float], object]) -> None:
@@ -39,9 +40,12 @@ class Doze:
 
         Parameters
         ----------
-        name: The function.
-        begun: When its call was sent (``time.monotonic``).
-        is_alone: Whether no other call is under way, so that nothing but this call's time matters.
+        name : str
+            The function.
+        begun : float
+            When its call was sent (``time.monotonic``).
+        is_alone : bool
+            Whether no other call is under way, so that nothing but this call's time matters.
         """
         apart = self._apart.get(name)
         if apart:

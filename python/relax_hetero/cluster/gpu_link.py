@@ -28,7 +28,7 @@ from typing import Any
 from tvm import runtime
 
 from ..errors import HostError
-from ..vm.device.cuda_library import CudaLibrary, cuda_library
+from ..vm.device.cuda_library import CudaLibrary, cuda_device, cuda_library
 from ..vm.device.cuda_memory import DeviceBlock
 from ..vm.device.cuda_streams import Event, Stream
 from ..vm.device.memory_pools import BlockPool
@@ -59,13 +59,17 @@ class GpuLink:
 
     Parameters
     ----------
-    gpu: Of this process.
-    limit: Seconds that `connect` and `synchronize` wait for the other process.
-    nccl, library: NCCL and the driver, where not those of this machine.
+    gpu : int
+        Of this process.
+    limit : float
+        Seconds that `connect` and `synchronize` wait for the other process.
+    nccl, library
+        NCCL and the driver, where not those of this machine.
 
     Raises
     ------
-    HostError: Without a GPU or NCCL; says what is missing.
+    HostError
+        Without a GPU or NCCL; says what is missing.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class GpuLink:
             raise HostError("tensors cannot go from GPU to GPU: this process has no CUDA driver, or no GPU")
         self.gpu, self._limit = gpu, limit
         self._library, self._nccl = found, nccl or require_nccl()
-        self._device = runtime.device("cuda", gpu)
+        self._device = cuda_device(gpu)
         self._stream = Stream(found, gpu)
         self._before = Event(found, gpu)
         self._ends: list[Event] = []  # that can be recorded again
@@ -98,12 +102,15 @@ class GpuLink:
 
         Parameters
         ----------
-        rank: `SENDER` or `RECEIVER`.
-        ranks: 1: the link leads back here, for `exchange`.
+        rank : int
+            `SENDER` or `RECEIVER`.
+        ranks : int
+            1: the link leads back here, for `exchange`.
 
         Raises
         ------
-        HostError: The other process does not come in time, or NCCL fails: both on one GPU, no way between them.
+        HostError
+            The other process does not come in time, or NCCL fails: both on one GPU, no way between them.
         """
         self._peer = (rank + 1) % ranks
         failures: list[Exception] = []
@@ -130,7 +137,8 @@ class GpuLink:
 
         Raises
         ------
-        HostError: A link that is not connected or has failed.
+        HostError
+            A link that is not connected or has failed.
         """
         self.exchange(tensors, ())
 
@@ -139,7 +147,8 @@ class GpuLink:
 
         Raises
         ------
-        HostError: A link that is not connected or has failed.
+        HostError
+            A link that is not connected or has failed.
         """
         return self.receive_all([(tuple(shape), dtype)])[0]
 
@@ -155,7 +164,8 @@ class GpuLink:
 
         Raises
         ------
-        HostError: A link that is not connected, or has failed; no further operation can begin, and `abort` ends it.
+        HostError
+            A link that is not connected, or has failed; no further operation can begin, and `abort` ends it.
         """
         communicator = self._ready()
         try:
@@ -185,11 +195,13 @@ class GpuLink:
 
         Parameters
         ----------
-        limit: Seconds, if not the link's.
+        limit : float, optional
+            Seconds, if not the link's.
 
         Raises
         ------
-        HostError: They have not ended in time, or failed; the link is aborted then, and their tensors hold anything.
+        HostError
+            They have not ended in time, or failed; the link is aborted then, and their tensors hold anything.
         """
         begin = time.monotonic()
         end = begin + (self._limit if limit is None else limit)

@@ -33,11 +33,16 @@ class Graph:
 
     Parameters
     ----------
-    ray: The module.
-    actors: By host.
-    route, number: The route, and its number among the program's.
-    room: Of each channel, in bytes.
-    in_flight: How many calls are under way at most.
+    ray : object
+        The module.
+    actors : mapping of str to object
+        By host.
+    route, number
+        The route, and its number among the program's.
+    room : int
+        Of each channel, in bytes.
+    in_flight : int
+        How many calls are under way at most.
     """
 
     def __init__(
@@ -70,11 +75,13 @@ class Graph:
 
         Parameters
         ----------
-        messages: By slot that takes one of the caller.
+        messages : mapping of int to object
+            By slot that takes one of the caller.
 
         Returns
         -------
-        list: For each slot that sends the caller a message, a reference whose `get` gives it.
+        list
+            For each slot that sends the caller a message, a reference whose `get` gives it.
         """
         references = self._dag.execute(*(messages[number] for number in self._entries))
         return references if isinstance(references, list) else [references]

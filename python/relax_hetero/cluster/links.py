@@ -30,10 +30,13 @@ class GpuFacts:
 
     Attributes
     ----------
-    problem: Why it can have none; empty where it can.
-    gpus: By number of a GPU in its process, which one of all machines that is.
-    inputs, outputs: By function, the numbers of the GPUs of its inputs and results; None for what is on no GPU. Empty
-        where the host has no GPUs.
+    problem : str
+        Why it can have none; empty where it can.
+    gpus : mapping of int to str
+        By number of a GPU in its process, which one of all machines that is.
+    inputs, outputs : mapping of str to tuple of int or None
+        By function, the numbers of the GPUs of its inputs and results; None for what is on no GPU. Empty where the host
+        has no GPUs.
     """
 
     problem: str = ""
@@ -48,11 +51,16 @@ class Link:
 
     Attributes
     ----------
-    number: Among the links of the route.
-    slots: The one that sends, and the one that receives.
-    hosts: Of these, their logical names.
-    gpus: Of these, in their processes.
-    values: By function, the places in the message of what goes along.
+    number : int
+        Among the links of the route.
+    slots : (int, int)
+        The one that sends, and the one that receives.
+    hosts : (str, str)
+        Of these, their logical names.
+    gpus : (int, int)
+        Of these, in their processes.
+    values : mapping of str to tuple of int
+        By function, the places in the message of what goes along.
     """
 
     number: int
@@ -68,9 +76,12 @@ class OnLink:
 
     Attributes
     ----------
-    link: Its number.
-    sequence: How many tensors went along before.
-    dtype, shape: TVM's name of the element type, and the extents.
+    link : int
+        Its number.
+    sequence : int
+        How many tensors went along before.
+    dtype, shape
+        TVM's name of the element type, and the extents.
     """
 
     link: int
@@ -88,7 +99,8 @@ def plan_links(route: Route, facts: Mapping[str, GpuFacts]) -> tuple[list[Link],
 
     Parameters
     ----------
-    facts: By host.
+    facts : mapping of str to GpuFacts
+        By host.
     """
     links: list[Link] = []
     roads: Roads = {}
@@ -116,12 +128,15 @@ def connect_links(ray: Any, actors: Mapping[str, Any], facts: Mapping[str, GpuFa
 
     Parameters
     ----------
-    actors: By host; see `HostMachine.on_links`.
-    facts: By host, what `HostMachine.connect` has returned.
+    actors : mapping of str to object
+        By host; see `HostMachine.on_links`.
+    facts : mapping of str to GpuFacts
+        By host, what `HostMachine.connect` has returned.
 
     Returns
     -------
-    Roads: How tensors go from GPU to GPU.
+    Roads
+        How tensors go from GPU to GPU.
     """
     links, roads = plan_links(route, facts)
     if not links:

@@ -20,10 +20,14 @@ class Nccl:
 
     Attributes
     ----------
-    create_id: Makes what the processes of a communicator find each other by; this process has to live meanwhile.
-    communicator: Of so many processes, of an id, in the place of a rank; returns when all of them are there.
-    start, end: Of a group of operations, which are one for the GPU.
-    byte: NCCL's number of the element type that has a byte.
+    create_id : callable
+        Makes what the processes of a communicator find each other by; this process has to live meanwhile.
+    communicator : callable
+        Of so many processes, of an id, in the place of a rank; returns when all of them are there.
+    start, end : callable
+        Of a group of operations, which are one for the GPU.
+    byte : int
+        NCCL's number of the element type that has a byte.
     """
 
     create_id: Callable[[], Any]

@@ -42,11 +42,13 @@ def pack(part: Any, host: str, put: Callable[[Any], Any]) -> PackedPart:
 
     Parameters
     ----------
-    put: Puts a value into the object store and returns a reference.
+    put : callable
+        Puts a value into the object store and returns a reference.
 
     Raises
     ------
-    HeteroError: For a part of another kind; names the host.
+    HeteroError
+        For a part of another kind; names the host.
     """
     import tvm
 

@@ -22,11 +22,15 @@ class Visit:
 
     Attributes
     ----------
-    function: Of the host's executable.
-    arguments: For each, the slot whose message brings it (`CALL` for the caller; the slot's own host's values are
-        those of an earlier slot that it kept) and its place there.
-    keeps: The results that a later slot of this host reads, by index.
-    sends: For each target of the slot, the results that go there, by index.
+    function : str
+        Of the host's executable.
+    arguments : tuple of (int, int)
+        For each, the slot whose message brings it (`CALL` for the caller; the slot's own host's values are those of an
+        earlier slot that it kept) and its place there.
+    keeps : tuple of int
+        The results that a later slot of this host reads, by index.
+    sends : tuple of tuple of int
+        For each target of the slot, the results that go there, by index.
     """
 
     function: str
@@ -41,12 +45,18 @@ class Slot:
 
     Attributes
     ----------
-    host: Its logical name.
-    inputs: The slots whose messages it takes, in order; `CALL` for the caller.
-    targets: The slots that it sends a message to, in order; `END` for the caller.
-    follows: The slots of this host whose kept values it reads. They come before it.
-    is_last: Whether no later slot of a route is on this host, so that nothing of a call needs to be kept.
-    visits: By function.
+    host : str
+        Its logical name.
+    inputs : tuple of int
+        The slots whose messages it takes, in order; `CALL` for the caller.
+    targets : tuple of int
+        The slots that it sends a message to, in order; `END` for the caller.
+    follows : tuple of int
+        The slots of this host whose kept values it reads. They come before it.
+    is_last : bool
+        Whether no later slot of a route is on this host, so that nothing of a call needs to be kept.
+    visits : mapping of str to Visit
+        By function.
     """
 
     host: str
@@ -63,8 +73,10 @@ class Route:
 
     Attributes
     ----------
-    sent: By function, then by slot that takes a message of the caller: the inputs in it.
-    gets: By function, the sources of its results: slot and place in that slot's message, in the order of the plan's
+    sent : mapping of str to mapping of int to tuple of int
+        By function, then by slot that takes a message of the caller: the inputs in it.
+    gets : mapping of str to mapping of Source to (int, int)
+        By function, the sources of its results: slot and place in that slot's message, in the order of the plan's
         result; `CALL` for an input that is returned as it is.
     """
 

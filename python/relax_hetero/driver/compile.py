@@ -279,7 +279,8 @@ def memory_plan_of(mod: tvm.IRModule) -> MemoryPlan:
 
     Parameters
     ----------
-    mod: With dispatches formed, command buffers and schedules where they are wanted; lowered or not.
+    mod : tvm.IRModule
+        With dispatches formed, command buffers and schedules where they are wanted; lowered or not.
     """
     lowered, graphs = graph_tables(LowerToVM()(mod))
     vdevices = vdevices_of(lowered)

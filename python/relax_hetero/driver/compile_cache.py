@@ -39,20 +39,24 @@ def through_cache(
 
     Parameters
     ----------
-    mod: With vdevices, weights bound.
-    cache: As `folder_of` takes it; None keeps only what took `LEAST_SECONDS`.
-    command_buffers: What `build` depends on besides.
-    build: Compiles the module; told the folder, for what it keeps there itself.
+    mod : tvm.IRModule
+        With vdevices, weights bound.
+    cache : bool or str or PathLike of str or None
+        As `folder_of` takes it; None keeps only what took `LEAST_SECONDS`.
+    command_buffers : bool
+        What `build` depends on besides.
+    build : callable
+        Compiles the module; told the folder, for what it keeps there itself.
 
     Returns
     -------
-    Executable: Its ``metadata.cache`` says where it came from. One that is found, or was just stored, is that of a
-        file.
+    Executable
+        Its ``metadata.cache`` says where it came from. One that is found, or was just stored, is that of a file.
 
     Raises
     ------
-    HeteroError: What `build` raises; a cache that is no folder's name. Whatever else is wrong with a cache, compiling
-        goes on.
+    HeteroError
+        What `build` raises; a cache that is no folder's name. Whatever else is wrong with a cache, compiling goes on.
     """
     folder = folder_of(cache)
     key, why = ("", "it is switched off") if folder is None else _key(mod, command_buffers)

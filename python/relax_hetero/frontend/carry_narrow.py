@@ -30,7 +30,8 @@ def carried(graph: ImportedGraph) -> ImportedGraph:
 
     Raises
     ------
-    FrontendError: if a node computes with such elements in another way than by its converter; it names the node.
+    FrontendError
+        If a node computes with such elements in another way than by its converter; it names the node.
     """
     return _Carrier(graph).graph() if _has_narrow(graph) else graph
 

@@ -39,8 +39,10 @@ class JoinedSizes:
 
     Parameters
     ----------
-    bounds: Upper bounds of the inputs' sizes that earlier attempts of this import found.
-    inputs: The symbolic sizes of the inputs.
+    bounds : Bounds, optional
+        Upper bounds of the inputs' sizes that earlier attempts of this import found.
+    inputs : Set of tirx.Var
+        The symbolic sizes of the inputs.
     """
 
     def __init__(self, bounds: Bounds | None = None, inputs: Set[tirx.Var] = frozenset()) -> None:

@@ -33,13 +33,15 @@ def compute_sizes(node: onnx.NodeProto, operands: Sequence[Any]) -> relax.Expr |
 
     Parameters
     ----------
-    node: Of the ONNX standard.
-    operands: A value per input, None where an optional one is left out.
+    node : onnx.NodeProto
+        Of the ONNX standard.
+    operands : sequence of object
+        A value per input, None where an optional one is left out.
 
     Returns
     -------
-    None if the node does something else, or on other operands than sizes and small integer
-    constants.
+    relax.Expr or tirx.Expr or None
+        None if the node does something else, or on other operands than sizes and small integer constants.
     """
     rule = _RULES.get(node.op_type)
     if rule is None or not any(map(_is_symbolic, operands)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from tvm import runtime
@@ -19,7 +19,7 @@ from ..artifact.signature import TensorSpec
 from ..errors import BindingError
 from ..vm import VirtualMachine
 from ..vm.device.memory_pools import arrival
-from ..vm.device.tensors import copy_into
+from ..vm.device.tensors import copy_into, empty, is_host
 from ..vm.file.executable import Executable
 from ..vm.profile import Profile
 from .cache import KVCache
@@ -28,6 +28,8 @@ from .sent_integers import SentIntegers
 from .token_cost import ModelFacts, StepTime, TokenCost, times_of, token_cost, with_times
 
 _NO_SEQUENCE = -1
+
+_Integers: TypeAlias = "Sequence[int] | np.ndarray"
 
 
 class CompiledModel:
@@ -70,6 +72,7 @@ class CompiledModel:
         self.cache = KVCache.of(executable, description)
         self._integers: dict[str, SentIntegers] = {}
         self._steps: dict[str, Callable[[], Any]] = {}
+        self._logits: dict[str, tuple[runtime.Tensor, np.ndarray]] = {}
 
     def prefill(self, slot: int, tokens: np.ndarray | Sequence[int], every: bool = False) -> np.ndarray:
         """Append tokens to a sequence.
@@ -85,6 +88,7 @@ class CompiledModel:
         Returns
         -------
         array of float32, (vocabulary,) or (count, vocabulary)
+            May be overwritten by the next call.
 
         Raises
         ------
@@ -99,12 +103,8 @@ class CompiledModel:
         rows = next(rows for rows in self._chunks if rows >= count)
         first = self.cache.length(slot)
         self.cache.extend(slot, count)
-        given = _Rows(rows)
-        given.tokens[:count] = tokens
-        given.positions[:count] = np.arange(first, first + count)
-        given.positions[count:] = first + count - 1
-        given.sequences[:count] = slot
-        logits = self._call(f"prefill_{rows}", given, count - 1)
+        positions = first + np.minimum(np.arange(rows), count - 1)
+        logits = self._call(f"prefill_{rows}", tokens, positions, [slot] * count, count - 1)
         if every:
             return logits[:count]
         return logits[0 if len(logits) == 1 else count - 1]
@@ -115,6 +115,7 @@ class CompiledModel:
         Returns
         -------
         array of float32, (len(slots), vocabulary)
+            May be overwritten by the next call.
 
         Raises
         ------
@@ -135,10 +136,9 @@ class CompiledModel:
             part = slice(first, min(first + most, len(slots)))
             count = part.stop - part.start
             rows = next(rows for rows in self._batches if rows >= count)
-            given = _Rows(rows)
-            given.tokens[:count], given.positions[:count] = tokens[part], lengths[part]
-            given.sequences[:count] = slots[part]
-            parts.append(self._call(f"decode_{rows}", given, 0)[:count])
+            positions = lengths[part] if count == rows else [*lengths[part], *[0] * (rows - count)]
+            logits = self._call(f"decode_{rows}", tokens[part], positions, slots[part], 0)[:count]
+            parts.append(logits if count == len(slots) else logits.copy())
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def token_cost(self, cached: int = 512, profile: bool = False, rounds: int = 8) -> TokenCost:
@@ -250,36 +250,40 @@ class CompiledModel:
     def _profiled(self, slot: int, function: str, count: int) -> Profile:
         """A function under a profile; its rows count as so many tokens of the sequence."""
         rows, first = int(function.rpartition("_")[2]), self.cache.length(slot)
-        given = _Rows(rows)
-        given.positions[:] = first + np.minimum(np.arange(rows), count - 1)
-        given.sequences[:count] = slot
         self.cache.extend(slot, count)
+        positions = first + np.minimum(np.arange(rows), count - 1)
+        given = self._inputs(function, [0] * count, positions, [slot] * count, count - 1)
         pages = self.cache.take()
         try:
-            return self.machine.profile(function, *self._inputs(function, given, count - 1), *pages)
+            return self.machine.profile(function, *given, *pages)
         finally:
             self.cache.give_back(pages)
 
-    def _inputs(self, name: str, rows: _Rows, last: int) -> list[Any]:
-        """The arguments of a function before the pages."""
-        values: dict[str, Any] = {
-            "tokens": rows.tokens,
-            "positions": rows.positions,
-            "sequences": rows.sequences,
-            "last": np.array([last], "int32"),
-            **self.cache.tables,
-        }
-        if name not in self._integers:
+    def _inputs(
+        self, name: str, tokens: _Integers, positions: _Integers, slots: _Integers, last: int
+    ) -> list[runtime.Tensor]:
+        """The arguments of a function before the pages; rows beyond those of `slots` belong to no sequence."""
+        integers = self._integers.get(name)
+        if integers is None:
             every = [spec for spec in self.executable.signature(name).inputs if isinstance(spec, TensorSpec)]
             inputs = [spec for spec in every if not spec.name.startswith("pages_")]
             alignment = self.executable.metadata.alignment
-            self._integers[name] = SentIntegers(inputs, self.machine.devices, alignment)
-        integers = self._integers[name]
-        integers.send(values)
+            integers = self._integers[name] = SentIntegers(inputs, self.machine.devices, alignment)
+        arrays, count = integers.arrays, len(slots)
+        arrays["tokens"][:count], arrays["tokens"][count:] = tokens, 0
+        arrays["sequences"][:count], arrays["sequences"][count:] = slots, _NO_SEQUENCE
+        arrays["positions"][:] = positions
+        if "last" in arrays:
+            arrays["last"][:] = last
+        for table, pages in self.cache.tables.items():
+            if table in arrays:
+                arrays[table][:] = pages
+        integers.send()
         return integers.tensors
 
-    def _call(self, name: str, rows: _Rows, last: int) -> np.ndarray:
-        given, pages = self._inputs(name, rows, last), self.cache.take()
+    def _call(self, name: str, tokens: _Integers, positions: _Integers, slots: _Integers, last: int) -> np.ndarray:
+        """Logits of a function's rows; overwritten by its next call where they come from a GPU."""
+        given, pages = self._inputs(name, tokens, positions, slots, last), self.cache.take()
         try:
             if name not in self._steps:
                 logits, *written = self.machine[name](*given, *pages)
@@ -293,28 +297,20 @@ class CompiledModel:
                 logits = self._steps[name]()
         finally:
             self.cache.give_back(pages)  # a call that failed wrote into them at most behind the sequences' ends
-        return logits_of(logits)
+        return self._on_host(name, logits)
 
-
-def logits_of(tensor: Any) -> np.ndarray:
-    """The numbers of a result: where it lies, if that is memory of a CPU, else in pinned memory."""
-    host = arrival(tensor, runtime.device("cpu", 0))
-    if host is not None:
-        copy_into(tensor, host)
-        tensor = host
-    try:
-        return np.from_dlpack(tensor)
-    except (BufferError, RuntimeError, TypeError):
-        return np.asarray(tensor.numpy())
-
-
-class _Rows:
-    """What a function is told of its rows."""
-
-    def __init__(self, rows: int) -> None:
-        self.tokens = np.zeros(rows, "int32")
-        self.positions = np.zeros(rows, "int32")
-        self.sequences = np.full(rows, _NO_SEQUENCE, "int32")
+    def _on_host(self, name: str, logits: runtime.Tensor) -> np.ndarray:
+        """Logits in memory of a CPU: where they are, or in memory that is kept for those of a function."""
+        if is_host(logits.device):
+            return np.from_dlpack(logits)
+        kept = self._logits.get(name)
+        if kept is None:
+            shape, dtype, host = tuple(map(int, logits.shape)), str(logits.dtype), runtime.device("cpu", 0)
+            pinned = arrival(logits, host)
+            tensor = empty(shape, dtype, host) if pinned is None else pinned
+            kept = self._logits[name] = tensor, np.from_dlpack(tensor)
+        copy_into(logits, kept[0])
+        return kept[1]
 
 
 def _rows(names: Sequence[str], prefix: str) -> list[int]:

@@ -32,10 +32,14 @@ class Engine:
 
     Parameters
     ----------
-    model: `Model`, used by this engine alone.
-    tokenizer: `TextCodec`, such as a `Tokenizer`.
-    most_waiting: Requests that may wait for a slot.
-    prefixes: How many sequences of finished requests are kept for requests that begin alike; 0 for none.
+    model : Model
+        `Model`, used by this engine alone.
+    tokenizer : TextCodec
+        `TextCodec`, such as a `Tokenizer`.
+    most_waiting : int
+        Requests that may wait for a slot.
+    prefixes : int
+        How many sequences of finished requests are kept for requests that begin alike; 0 for none.
 
     Examples
     --------
@@ -68,19 +72,25 @@ class Engine:
 
         Parameters
         ----------
-        prompt: A text, or tokens.
-        params: How it goes on and ends.
+        prompt : str or Tokens of int
+            A text, or tokens.
+        params : SamplingParams, optional
+            How it goes on and ends.
 
         Returns
         -------
-        Request: Gives the text as it grows; returns at once.
+        Request
+            Gives the text as it grows; returns at once.
 
         Raises
         ------
-        RequestError: If the prompt is empty, longer than the model's context, or has a token that the model lacks;
-            or if the parameters name such a token.
-        EngineFullError: If too many requests wait already.
-        EngineClosedError: If the engine was closed.
+        RequestError
+            If the prompt is empty, longer than the model's context, or has a token that the model lacks; or if the
+            parameters name such a token.
+        EngineFullError
+            If too many requests wait already.
+        EngineClosedError
+            If the engine was closed.
         """
         params = params or SamplingParams()
         params.check_tokens(self.model.vocabulary)
@@ -103,8 +113,9 @@ class Engine:
 
         Raises
         ------
-        RequestError: If it has half of a pair of surrogates, which is no character; or if it is so long that it has
-            more tokens than the context, which needs no look at them.
+        RequestError
+            If it has half of a pair of surrogates, which is no character; or if it is so long that it has more tokens
+            than the context, which needs no look at them.
         """
         try:
             size = len(text.encode())

@@ -10,7 +10,8 @@ class RequestError(HeteroError):
 
     Attributes
     ----------
-    code: The name that the OpenAI endpoints have for it; None for most.
+    code : str or None
+        The name that the OpenAI endpoints have for it; None for most.
     """
 
     def __init__(self, message: str, code: str | None = None) -> None:

@@ -24,20 +24,27 @@ class JsonTokenizer:
 
     Parameters
     ----------
-    folder: Has a ``tokenizer.json``, and perhaps ``genai_config.json``, ``tokenizer_config.json`` and others, which say
+    folder : str or PathLike of str
+        Has a ``tokenizer.json``, and perhaps ``genai_config.json``, ``tokenizer_config.json`` and others, which say
         what tokens end a text.
 
     Attributes
     ----------
-    names: Of all tokens.
-    control_names: Names of tokens that a text has only where `encode` is told so, such as the end of a turn.
-    stop_ids: Tokens that end a text or a turn.
-    begin_id: The token for the begin of a text; None if there is none.
-    chat_template: In the language of jinja2; None if there is none.
+    names
+        Of all tokens.
+    control_names
+        Names of tokens that a text has only where `encode` is told so, such as the end of a turn.
+    stop_ids
+        Tokens that end a text or a turn.
+    begin_id
+        The token for the begin of a text; None if there is none.
+    chat_template
+        In the language of jinja2; None if there is none.
 
     Raises
     ------
-    TokenizerError: If the folder has no such file, or one that is damaged, or the package is not installed.
+    TokenizerError
+        If the folder has no such file, or one that is damaged, or the package is not installed.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -90,11 +97,13 @@ class JsonTokenizer:
 
         Parameters
         ----------
-        text
-        special: If true, names of control tokens in the text stand for these tokens; in a `Prompt` of a `ChatTemplate`
-            only those that the template wrote do.
-        begin: Whether the model's tokens for the begin and the end of a text are added, where it wants them; a begin
-            not twice where the text has it already.
+        text : str
+        special : bool
+            If true, names of control tokens in the text stand for these tokens; in a `Prompt` of a `ChatTemplate` only
+            those that the template wrote do.
+        begin : bool
+            Whether the model's tokens for the begin and the end of a text are added, where it wants them; a begin not
+            twice where the text has it already.
         """
         with package_errors("the package tokenizers fails on a text"):
             if special and isinstance(text, Prompt):

@@ -23,8 +23,10 @@ class Usage:
 
     Attributes
     ----------
-    prompt_tokens, completion_tokens: How many.
-    cached_tokens: Those of the prompt whose keys and values were in the cache already.
+    prompt_tokens, completion_tokens : int
+        How many.
+    cached_tokens : int
+        Those of the prompt whose keys and values were in the cache already.
     """
 
     prompt_tokens: int
@@ -54,9 +56,12 @@ class Request:
 
     Attributes
     ----------
-    prompt: Its tokens.
-    params: As submitted.
-    times: When it was submitted, told its first token and finished.
+    prompt : tuple of int
+        Its tokens.
+    params : SamplingParams
+        As submitted.
+    times : Times
+        When it was submitted, told its first token and finished.
     """
 
     def __init__(self, prompt: tuple[int, ...], params: SamplingParams, on_cancel: Callable[[], None]) -> None:
@@ -106,7 +111,8 @@ class Request:
 
         Parameters
         ----------
-        timeout: Seconds to wait at most; TimeoutError after them, and the request goes on.
+        timeout : float, optional
+            Seconds to wait at most; TimeoutError after them, and the request goes on.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._reason is not None, timeout):

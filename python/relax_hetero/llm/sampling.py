@@ -35,7 +35,8 @@ class History:
 
     Parameters
     ----------
-    prompt: Tokens of the prompt, counted as seen only.
+    prompt : iterable of int
+        Tokens of the prompt, counted as seen only.
     """
 
     def __init__(self, prompt: Iterable[int] = ()) -> None:
@@ -65,19 +66,26 @@ def sample(
 
     Parameters
     ----------
-    logits: (vocabulary,) float32, left as they are.
-    params: The steps and their order are described there.
-    generator: One number is drawn from it, none for greedy choices.
-    history: For penalties.
+    logits : np.ndarray
+        (vocabulary,) float32, left as they are.
+    params : SamplingParams
+        The steps and their order are described there.
+    generator : np.random.Generator
+        One number is drawn from it, none for greedy choices.
+    history : History
+        For penalties.
 
     Returns
     -------
-    token: int
-    logprob: TokenLogprob or None: By the logits as they are given; None unless `params.logprobs` asks for it.
+    token : int
+        Int
+    logprob : TokenLogprob or None
+        TokenLogprob or None: By the logits as they are given; None unless `params.logprobs` asks for it.
 
     Raises
     ------
-    HeteroError: If no logit is finite, or one is not a number.
+    HeteroError
+        If no logit is finite, or one is not a number.
     """
     chosen = _chosen(_changed(logits, params, history), params, generator)
     return chosen, None if params.logprobs is None else _logprob(logits, chosen, params.logprobs)

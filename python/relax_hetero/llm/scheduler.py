@@ -20,12 +20,18 @@ class Counts:
 
     Attributes
     ----------
-    steps: Calls of `Scheduler.step` that did something.
-    prompt_tokens: Tokens that were prefilled.
-    reused_tokens: Tokens whose keys and values were found in the cache instead.
-    tokens: Tokens that were written.
-    put_back: How often a request had to give its pages to an older one, and begin again later.
-    finished: Requests that ended, by reason.
+    steps : int
+        Calls of `Scheduler.step` that did something.
+    prompt_tokens : int
+        Tokens that were prefilled.
+    reused_tokens : int
+        Tokens whose keys and values were found in the cache instead.
+    tokens : int
+        Tokens that were written.
+    put_back : int
+        How often a request had to give its pages to an older one, and begin again later.
+    finished
+        Requests that ended, by reason.
     """
 
     steps: int = 0
@@ -44,8 +50,10 @@ class Load:
 
     Attributes
     ----------
-    waiting, active: Requests without and with a slot.
-    cached_tokens: Tokens in the cache; those that sequences share count for each.
+    waiting, active : int
+        Requests without and with a slot.
+    cached_tokens : int
+        Tokens in the cache; those that sequences share count for each.
     """
 
     waiting: int = 0
@@ -70,8 +78,10 @@ class Scheduler:
 
     Parameters
     ----------
-    model: Its cache is the scheduler's alone.
-    prefixes: How many sequences of finished requests are kept for requests that begin alike.
+    model : Model
+        Its cache is the scheduler's alone.
+    prefixes : int
+        How many sequences of finished requests are kept for requests that begin alike.
     """
 
     def __init__(self, model: Model, prefixes: int = 8) -> None:

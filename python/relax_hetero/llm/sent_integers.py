@@ -6,7 +6,7 @@ host some 50 us however small it is, and a decode step has five such inputs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 
 import numpy as np
@@ -29,12 +29,14 @@ class SentIntegers:
 
     Attributes
     ----------
+    arrays : dict of str to array of int32
+        Memory of the host for each input, by name: `send` has the tensors show what is written there.
     tensors : list of tvm.runtime.Tensor
         Arguments in the order of `inputs`; the same tensors for the object's life.
     """
 
     def __init__(self, inputs: Sequence[TensorSpec], devices: Sequence[runtime.Device], alignment: int) -> None:
-        self._arrays: dict[str, np.ndarray] = {}
+        self.arrays: dict[str, np.ndarray] = {}
         self._copies: list[tuple[runtime.Tensor, runtime.Tensor]] = []
         found: dict[str, runtime.Tensor] = {}
         for index in {spec.device for spec in inputs}:
@@ -54,12 +56,10 @@ class SentIntegers:
             self._copies.append((source, target))
         host = np.from_dlpack(source)
         for name, shape in shapes.items():
-            self._arrays[name] = host[begins[name] : begins[name] + prod(shape)].reshape(shape)
+            self.arrays[name] = host[begins[name] : begins[name] + prod(shape)].reshape(shape)
         return {name: part_of(target, shape, "int32", 4 * begins[name]) for name, shape in shapes.items()}
 
-    def send(self, values: Mapping[str, np.ndarray]) -> None:
-        """Write new values into the tensors; work on CPUs that reads the old ones must have ended."""
-        for name, array in self._arrays.items():
-            array[...] = values[name]
+    def send(self) -> None:
+        """Have the tensors show what `arrays` hold; work on CPUs that reads the old values must have ended."""
         for source, target in self._copies:
             copy_into(source, target)

@@ -18,8 +18,9 @@ class Prompt(str):
 
     Parameters
     ----------
-    text
-    marks: Places, in order. A name with one inside, or right behind its only character, is not the template's.
+    text : str
+    marks : sequence of int
+        Places, in order. A name with one inside, or right behind its only character, is not the template's.
     """
 
     marks: Sequence[int]
@@ -35,8 +36,10 @@ class SpecialTokens:
 
     Parameters
     ----------
-    tokens: Token by name.
-    control: Names that stand for their tokens in a `Prompt` only where its template wrote them.
+    tokens : mapping of str to int
+        Token by name.
+    control : collection of str
+        Names that stand for their tokens in a `Prompt` only where its template wrote them.
     """
 
     def __init__(self, tokens: Mapping[str, int], control: Collection[str] = ()) -> None:

@@ -73,22 +73,31 @@ class Tokenizer:
 
     Parameters
     ----------
-    fields: The file's metadata by key, of which those that begin with ``tokenizer.`` are read.
+    fields : mapping of str to object
+        The file's metadata by key, of which those that begin with ``tokenizer.`` are read.
 
     Attributes
     ----------
-    names: Of all tokens.
-    control_names: Names of tokens that a text has only where `encode` is told so, such as the end of a turn.
-    stop_ids: Tokens that end a text or a turn.
-    begin_id: The token for the begin of a text; None if there is none.
-    adds_begin, adds_end: Whether the model wants tokens for the begin and end of a text.
-    chat_template: Of the file, in the language of jinja2; None if it has none.
-    longest: No token stands for more bytes of a text; None if one may stand for any number of them.
+    names : sequence of str
+        Of all tokens.
+    control_names
+        Names of tokens that a text has only where `encode` is told so, such as the end of a turn.
+    stop_ids
+        Tokens that end a text or a turn.
+    begin_id
+        The token for the begin of a text; None if there is none.
+    adds_begin, adds_end
+        Whether the model wants tokens for the begin and end of a text.
+    chat_template : str or None
+        Of the file, in the language of jinja2; None if it has none.
+    longest
+        No token stands for more bytes of a text; None if one may stand for any number of them.
 
     Raises
     ------
-    TokenizerError: If the file describes no tokenizer, one of a kind that is not known, or one that contradicts
-        itself; or if the package that does the work is not installed.
+    TokenizerError
+        If the file describes no tokenizer, one of a kind that is not known, or one that contradicts itself; or if the
+        package that does the work is not installed.
     """
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
@@ -123,8 +132,10 @@ class Tokenizer:
 
         Raises
         ------
-        FrontendError: If the file cannot be read.
+        FrontendError
+            If the file cannot be read.
         TokenizerError
+            If the file describes no tokenizer, as the constructor says.
         """
         from ..frontend.gguf.file import GgufFile, read_gguf
 
@@ -138,11 +149,13 @@ class Tokenizer:
 
         Parameters
         ----------
-        text
-        special: If true, names of control tokens in the text stand for these tokens; in a `Prompt` of a `ChatTemplate`
-            only those that the template wrote do.
-        begin: Whether the model's tokens for the begin and the end of a text are added, where it wants them; not
-            twice where the text has them already.
+        text : str
+        special : bool
+            If true, names of control tokens in the text stand for these tokens; in a `Prompt` of a `ChatTemplate` only
+            those that the template wrote do.
+        begin : bool
+            Whether the model's tokens for the begin and the end of a text are added, where it wants them; not twice
+            where the text has them already.
         """
         tokens: list[int] = []
         after_token = True

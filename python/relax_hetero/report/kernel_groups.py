@@ -22,10 +22,13 @@ def groups_of(
 
     Parameters
     ----------
-    about: Of the executable.
-    profiles: Times of kernels, a function each. A kernel that is called at several places, and that was not measured
-        at each, has its time divided among them.
-    peaks: What devices can reach, by name, as `device_peaks.peaks_of` measures it.
+    about : Metadata
+        Of the executable.
+    profiles : sequence of Profile
+        Times of kernels, a function each. A kernel that is called at several places, and that was not measured at each,
+        has its time divided among them.
+    peaks : mapping of str to mapping of str to object, optional
+        What devices can reach, by name, as `device_peaks.peaks_of` measures it.
     """
     entries = (about.fusions or {}).get("dispatches", [])
     declined = _declined(about.fusions or {})

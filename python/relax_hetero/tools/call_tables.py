@@ -21,7 +21,8 @@ class Schedules:
 
     Attributes
     ----------
-    devices: Device names, in manifest order.
+    devices : sequence of str
+        Device names, in manifest order.
     """
 
     devices: Sequence[str]

@@ -23,8 +23,10 @@ class Engine:
 
     Attributes
     ----------
-    name: As the table shows it.
-    make: Compiles the model and returns the call; may raise anything.
+    name : str
+        As the table shows it.
+    make : callable
+        Compiles the model and returns the call; may raise anything.
     """
 
     name: str

@@ -16,11 +16,16 @@ class EncodingTotal:
 
     Attributes
     ----------
-    ops, kernels: Encoded ops, and the distinct kernels that compute them.
-    packed: Tensors that are packed on it, each once: weights at compile time, others at run time.
-    bytes_before, bytes_after: Of these, row-major and as they are stored.
-    unknown_sizes: Packed tensors that are not in the sums: their size depends on a symbolic shape.
-    cancelled: Ops that stay stock ops.
+    ops, kernels : int
+        Encoded ops, and the distinct kernels that compute them.
+    packed : int
+        Tensors that are packed on it, each once: weights at compile time, others at run time.
+    bytes_before, bytes_after : int
+        Of these, row-major and as they are stored.
+    unknown_sizes : int
+        Packed tensors that are not in the sums: their size depends on a symbolic shape.
+    cancelled : int
+        Ops that stay stock ops.
     """
 
     device: str

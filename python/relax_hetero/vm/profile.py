@@ -126,9 +126,12 @@ class ProfileRecorder:
 
     Parameters
     ----------
-    metadata: Metadata of the machine's executable.
-    devices: The machine's.
-    regions: Command buffers whose kernels are measured instead of the whole.
+    metadata : Metadata
+        Metadata of the machine's executable.
+    devices : sequence of runtime.Device
+        The machine's.
+    regions : RegionCalls, optional
+        Command buffers whose kernels are measured instead of the whole.
     """
 
     def __init__(
@@ -238,13 +241,17 @@ class BufferClock:
 
     Parameters
     ----------
-    metadata: Metadata of the machine's executable.
-    devices: The machine's.
+    metadata : Metadata
+        Metadata of the machine's executable.
+    devices : sequence of runtime.Device
+        The machine's.
 
     Attributes
     ----------
-    seconds: Inside, over all calls so far.
-    own: That the clock itself took.
+    seconds : float
+        Inside, over all calls so far.
+    own : float
+        That the clock itself took.
     """
 
     def __init__(self, metadata: Metadata, devices: Sequence[runtime.Device]) -> None:

@@ -41,7 +41,7 @@ def compile_program(
     ----------
     mod, params, accuracy, progress
         As `rh.compile` takes them; every vdevice is on a host.
-    folder
+    folder : str or PathLike of str
         Made if it is missing; files in it are replaced.
 
     Returns

@@ -24,13 +24,20 @@ class HostPart:
 
     Attributes
     ----------
-    params: The leaves of the function's parameters, with their numbers, which are those of the whole function.
-    bindings: In order. `free` ones only name sizes by others, and every step that needs them repeats them.
-    receives: By variable, the channel that brings it.
-    sends: By channel, the variable that goes.
-    finds: Symbolic sizes that a binding finds, with the variable of a shape that holds them.
-    result: A tuple of variables and constants, or one.
-    in_order: Whether bindings have effects, so that none may pass another.
+    params : dict of relax.Var to int
+        The leaves of the function's parameters, with their numbers, which are those of the whole function.
+    bindings : list of relax.Binding
+        In order. `free` ones only name sizes by others, and every step that needs them repeats them.
+    receives : dict of relax.Var to int
+        By variable, the channel that brings it.
+    sends : dict of int to relax.Var
+        By channel, the variable that goes.
+    finds : dict of relax.Var to relax.Var
+        Symbolic sizes that a binding finds, with the variable of a shape that holds them.
+    result : relax.Expr
+        A tuple of variables and constants, or one.
+    in_order : bool
+        Whether bindings have effects, so that none may pass another.
     """
 
     host: str

@@ -20,7 +20,8 @@ def plan_of_runs(
 
     Parameters
     ----------
-    inputs: Of the function, tuples opened.
+    inputs : int
+        Of the function, tuples opened.
     """
     runs: list[HostRun] = []
     sizes: list[tuple[str, ...]] = []

@@ -46,14 +46,19 @@ def program_of(
 
     Parameters
     ----------
-    found: As `hosts_needed` takes it.
-    timeout: Seconds that a host may take to say what hardware it has.
-    params, accuracy, progress: As `rh.compile` takes them.
+    found : object
+        As `hosts_needed` takes it.
+    timeout : float
+        Seconds that a host may take to say what hardware it has.
+    params, accuracy, progress
+        As `rh.compile` takes them.
 
     Raises
     ------
-    HostError: A host that nothing can take in time.
-    HeteroError: What `cut_module` raises.
+    HostError
+        A host that nothing can take in time.
+    HeteroError
+        What `cut_module` raises.
     """
     if isinstance(found, Program):
         found.check()
@@ -93,7 +98,8 @@ def hardware_here(wanted: Sequence[Hardware], threads: int) -> dict[Hardware, di
 
     Parameters
     ----------
-    threads: Cores that a CPU counts as; 0 for those that this process may use.
+    threads : int
+        Cores that a CPU counts as; 0 for those that this process may use.
     """
     import tvm
 

@@ -37,6 +37,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm_ffi import structural_map
 
 from ...artifact.kernel_addresses import address_function
+from ...target.backend import backend_of
 from ...target.vdevice import vdevices_of
 from ...tir.core.builder import Function
 from ...tir.core.raw_kernel import raw_kernel, raw_signature
@@ -63,8 +64,10 @@ class AddressTable:
 
     Attributes
     ----------
-    tensor: What lowered code names.
-    region: The command buffer whose state it is (`form_cuda_graphs`); ``""`` for a table alone.
+    tensor : tvm.ir.GenericConst
+        What lowered code names.
+    region : str
+        The command buffer whose state it is (`form_cuda_graphs`); ``""`` for a table alone.
     """
 
     tensor: tvm.ir.GenericConst
@@ -131,11 +134,13 @@ def callable_by_hand(mod: tvm.IRModule, kernels: Sequence[str]) -> tuple[tvm.IRM
 
     Parameters
     ----------
-    kernels: PrimFuncs by name; those that cannot be called raw are left out.
+    kernels : sequence of str
+        PrimFuncs by name; those that cannot be called raw are left out.
 
     Returns
     -------
-    tvm.IRModule, dict: And the symbol that each kernel is called by.
+    tvm.IRModule, dict
+        And the symbol that each kernel is called by.
     """
     functions = dict(mod.functions.items())
     taken = {gv.name_hint for gv in functions}
@@ -144,7 +149,7 @@ def callable_by_hand(mod: tvm.IRModule, kernels: Sequence[str]) -> tuple[tvm.IRM
         if gv.name_hint not in kernels or not isinstance(func, tirx.PrimFunc):
             continue
         kind, signature = func.attrs["target"].kind.name, raw_signature(func)
-        if signature is None or kind not in ("llvm", "cuda"):
+        if signature is None or not backend_of(kind).callable_by_hand:
             continue
         # Kernels of a GPU get names of C++ from that of the function.
         name = gv.name_hint if kind == "llvm" else re.sub(r"\W", "_", gv.name_hint)
@@ -241,7 +246,8 @@ def thunk(types: Sequence[str]) -> tuple[str, str]:
 
     Parameters
     ----------
-    types: LLVM's names of the types of arguments; the address comes before them, as an i64.
+    types : sequence of str
+        LLVM's names of the types of arguments; the address comes before them, as an i64.
     """
     name = _THUNK + ".".join(types)
     params = "".join(f", {kind} %a{i}" for i, kind in enumerate(types))

@@ -89,7 +89,8 @@ class _Parts:
 
     Attributes
     ----------
-    used: Variables of the shared part that the rest uses.
+    used : list of relax.Var
+        Variables of the shared part that the rest uses.
     """
 
     func: relax.Function

@@ -51,10 +51,14 @@ class Loop:
 
     Attributes
     ----------
-    name: Of the function.
-    trip: Name of the function of one trip.
-    params: Names of the parameters of both.
-    carried: Positions of the parameters that a trip gives anew.
+    name : str
+        Of the function.
+    trip : str
+        Name of the function of one trip.
+    params : tuple of str
+        Names of the parameters of both.
+    carried : tuple of int
+        Positions of the parameters that a trip gives anew.
     """
 
     name: str

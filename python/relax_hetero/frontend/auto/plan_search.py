@@ -44,12 +44,16 @@ def best_plan(
 
     Parameters
     ----------
-    start: A plan; the result is no worse than this, and than the plan of least work. Plans within the limits of memory
+    start : list of int
+        A plan; the result is no worse than this, and than the plan of least work. Plans within the limits of memory
         come first, where there are limits.
-    objective: "latency": the time of one call, of equal ones the least work. "throughput": the time of the busiest
-        queue, then of the second, and so on; of equal ones the quickest call.
-    most_plans: How many plans of clusters are all tried.
-    others: Further starting points.
+    objective : Objective
+        "latency": the time of one call, of equal ones the least work. "throughput": the time of the busiest queue, then
+        of the second, and so on; of equal ones the quickest call.
+    most_plans : int
+        How many plans of clusters are all tried.
+    others : sequence of list of int
+        Further starting points.
     """
     if costs.devices == 1:
         return start
@@ -141,8 +145,9 @@ def cluster_levels(costs: PlanCosts, fewest: int) -> list[Clusters]:
 
     Parameters
     ----------
-    fewest: Joining stops at so many clusters. It may stop before: no cluster gets to be more than twice the average of
-        so many, and clusters that nothing passes between are not joined.
+    fewest : int
+        Joining stops at so many clusters. It may stop before: no cluster gets to be more than twice the average of so
+        many, and clusters that nothing passes between are not joined.
     """
     clusters: Clusters = [[unit] for unit in range(len(costs.ops))]
     work = [min(ticks) + 1 for ticks in costs.ops]

@@ -28,10 +28,14 @@ class Work(NamedTuple):
 
     Attributes
     ----------
-    flops: Arithmetic operations.
-    moved: Bytes read and written.
-    product: The element type of the operands, of a product or convolution; else "".
-    is_kernel: Whether it is a kernel of its own; False where it joins the one that makes an operand.
+    flops : float
+        Arithmetic operations.
+    moved : float
+        Bytes read and written.
+    product : str
+        The element type of the operands, of a product or convolution; else "".
+    is_kernel : bool
+        Whether it is a kernel of its own; False where it joins the one that makes an operand.
     """
 
     flops: float
@@ -46,10 +50,14 @@ class WorkUnit:
 
     Attributes
     ----------
-    names: The nodes in it.
-    ops: The work of each op.
-    weights: Bytes of each constant that it reads, by an identity: units share what has the same.
-    windows: Bytes of those that are windows of 3x3 elements, which CPUs may store transformed.
+    names : list of str
+        The nodes in it.
+    ops : list of Work
+        The work of each op.
+    weights : dict of int to float
+        Bytes of each constant that it reads, by an identity: units share what has the same.
+    windows : float
+        Bytes of those that are windows of 3x3 elements, which CPUs may store transformed.
     """
 
     names: list[str]
@@ -64,7 +72,8 @@ class WorkValue:
 
     Attributes
     ----------
-    is_map: Whether it may be a feature map, which lies with its channels last beside convolutions.
+    is_map : bool
+        Whether it may be a feature map, which lies with its channels last beside convolutions.
     """
 
     size: float
@@ -94,10 +103,14 @@ def work_graph(
 
     Parameters
     ----------
-    params, bindings, outputs: Of the function; bindings in program order.
-    name_of: Variable -> name; consecutive bindings of one name are one unit, whatever stands between them.
-    symbolic_extent: Size of a symbolic dimension, and the trips of a loop whose number is not known.
-    loops: The bindings of functions that are loops; a call of one is a unit with everything in it.
+    params, bindings, outputs
+        Of the function; bindings in program order.
+    name_of : NamesOf
+        Variable -> name; consecutive bindings of one name are one unit, whatever stands between them.
+    symbolic_extent : int
+        Size of a symbolic dimension, and the trips of a loop whose number is not known.
+    loops : Loops, optional
+        The bindings of functions that are loops; a call of one is a unit with everything in it.
     """
     return _Measure(name_of, symbolic_extent, loops or {}).graph(params, bindings, outputs)
 

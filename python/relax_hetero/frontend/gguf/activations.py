@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import tvm
 
-from ...encoding.resolver import block_layout
+from ...encoding.resolver import answers_of
 from ...errors import FrontendError
 from ...target.vdevice import default_vdevice, lookup
 from ..onnx.node_names import NodeInfo
@@ -51,7 +51,9 @@ class ActivationTypes:
         self._types: dict[tvm.relax.VDevice | None, str] = {None: activations or "float32"}
         self._types |= {vdevice: activations or _type_on(vdevice, trained) for vdevice in vdevices}
         # Key: the pattern that decides; None for variables that no pattern matches.
-        self._devices = {None: default_vdevice(vdevices) if vdevices else None}
+        self._devices: dict[str | None, tvm.relax.VDevice | None] = {
+            None: default_vdevice(vdevices) if vdevices else None
+        }
         self._devices |= {pattern: lookup(device, vdevices) for pattern, device in reversed(self._rules)}
 
     def of(self, name: str) -> str:
@@ -75,5 +77,5 @@ class ActivationTypes:
 
 
 def _type_on(vdevice: tvm.relax.VDevice, trained: str) -> str:
-    layout = block_layout(vdevice.target)
+    layout = answers_of(vdevice.target).block_layout(vdevice.target)
     return trained if layout is not None and trained in layout.lhs_types else "float32"

@@ -33,8 +33,10 @@ class Texts(Sequence[str]):
 
     Parameters
     ----------
-    view: Bytes of the file.
-    begins: Where each text's own bytes begin, and where that of one more would.
+    view : memoryview
+        Bytes of the file.
+    begins : array of int
+        Where each text's own bytes begin, and where that of one more would.
     """
 
     def __init__(self, view: memoryview, begins: array[int]) -> None:
@@ -66,12 +68,15 @@ class Reader:
 
     Parameters
     ----------
-    view: Bytes of the file.
-    path: Named in errors.
+    view : memoryview
+        Bytes of the file.
+    path : str or PathLike of str
+        Named in errors.
 
     Attributes
     ----------
-    at: The byte that is read next.
+    at : int
+        The byte that is read next.
     """
 
     def __init__(self, view: memoryview, path: str | os.PathLike[str]) -> None:

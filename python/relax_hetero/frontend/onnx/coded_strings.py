@@ -46,8 +46,10 @@ class Strings:
 
     Attributes
     ----------
-    table: all strings of the model; their places are the codes.
-    inputs, outputs: names of those that are strings.
+    table : list of str
+        All strings of the model; their places are the codes.
+    inputs, outputs : list of str
+        Names of those that are strings.
     """
 
     table: list[str]
@@ -60,7 +62,8 @@ def with_coded_strings(model: OnnxModel) -> tuple[OnnxModel, Strings | None]:
 
     Raises
     ------
-    FrontendError: naming every node that computes with strings.
+    FrontendError
+        Naming every node that computes with strings.
     """
     coder = _Coder()
     coder.read(model.proto.graph)

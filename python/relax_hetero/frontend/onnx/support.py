@@ -31,7 +31,8 @@ def check_supported(nodes: list[NodeInfo], model: OnnxModel, functions: Function
 
     Raises
     ------
-    FrontendError: Listing every such node with its op type, domain and opset.
+    FrontendError
+        Listing every such node with its op type, domain and opset.
     """
     missing = [node for node in walk_nodes(nodes) if not has_converter(node, functions)]
     if missing:

@@ -29,7 +29,8 @@ def expand(node: Node, convert: ConvertNode) -> relax.Expr:
 
     Raises
     ------
-    FrontendError: if the body needs something that cannot be converted.
+    FrontendError
+        If the body needs something that cannot be converted.
     """
     body = _body(node)
     opset = next((entry.version for entry in body.opset_import if entry.domain in ("", "ai.onnx")), node.opset)

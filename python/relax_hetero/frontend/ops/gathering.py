@@ -38,7 +38,8 @@ def _inside(node: Node, indices: relax.Expr, sizes: Sequence[Dim | None]) -> rel
 
     Raises
     ------
-    FrontendError: if an index that is known now is outside.
+    FrontendError
+        If an index that is known now is outside.
     """
     known = as_constant(indices)
     if known is None or known.size == 0 or not all(isinstance(size, int) for size in sizes):

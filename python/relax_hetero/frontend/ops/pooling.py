@@ -26,9 +26,12 @@ class Windows:
 
     Attributes
     ----------
-    image: sizes of the image.
-    before, after: padding; windows may also reach beyond it where sizes are rounded up (`ceil_mode`).
-    output: how many windows there are.
+    image : list of Dim
+        Sizes of the image.
+    before, after : list of Dim
+        padding; windows may also reach beyond it where sizes are rounded up (`ceil_mode`).
+    output : list of Dim
+        How many windows there are.
     """
 
     image: list[Dim]

@@ -21,7 +21,8 @@ def along(node: Node, parameter: relax.Expr, shape: list[Dim], dtype: str) -> re
 
     Raises
     ------
-    FrontendError: if it has another shape, or blocks lie along a symbolic dimension.
+    FrontendError
+        If it has another shape, or blocks lie along a symbolic dimension.
     """
     return _broadcast(node, as_type(node, parameter, dtype), shape)
 
@@ -47,7 +48,8 @@ def check_zero_point(node: Node, scale: int, point: int) -> None:
 
     Raises
     ------
-    FrontendError: if it is neither one number nor of the scale's shape.
+    FrontendError
+        If it is neither one number nor of the scale's shape.
     """
     if not node.has(point):
         return

@@ -35,12 +35,18 @@ class Layer:
 
     Attributes
     ----------
-    node: it converts for.
-    hidden: size of the state.
-    recurrent: state weights, transposed, [hidden, gates * hidden].
-    recurrent_bias: bias of the state's part, [gates * hidden], or None.
-    activations: as ONNX orders them.
-    peepholes: LSTM's weights of the cell in its gates, i, o, f, or None.
+    node : Node
+        It converts for.
+    hidden : int
+        Size of the state.
+    recurrent : relax.Expr
+        State weights, transposed, [hidden, gates * hidden].
+    recurrent_bias : relax.Expr or None
+        Bias of the state's part, [gates * hidden], or None.
+    activations : list of Activation
+        As ONNX orders them.
+    peepholes : list of relax.Expr or None
+        LSTM's weights of the cell in its gates, i, o, f, or None.
     """
 
     node: Node
@@ -196,10 +202,14 @@ class Direction:
 
     Attributes
     ----------
-    inputs: products of the data with its weights, [steps, batch, gates * hidden].
-    states: before the first step, each [batch, hidden].
-    lengths: of the sequences, [batch, 1], or None.
-    is_backwards: whether it goes from the last step to the first.
+    inputs : relax.Expr
+        Products of the data with its weights, [steps, batch, gates * hidden].
+    states : list of relax.Expr
+        Before the first step, each [batch, hidden].
+    lengths : relax.Expr or None
+        Of the sequences, [batch, 1], or None.
+    is_backwards : bool
+        Whether it goes from the last step to the first.
     """
 
     layer: Layer

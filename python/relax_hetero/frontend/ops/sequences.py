@@ -41,7 +41,8 @@ class GrowingSequence:
 
     Attributes
     ----------
-    begin: Tells it from other sequences of the trip.
+    begin : object
+        Tells it from other sequences of the trip.
     """
 
     appended: tuple[relax.Expr, ...] = ()
@@ -53,7 +54,8 @@ def _items(node: Node, index: int = 0) -> list[relax.Expr]:
 
     Raises
     ------
-    FrontendError: if the input is not a sequence of known length.
+    FrontendError
+        If the input is not a sequence of known length.
     """
     value = node.inputs[index] if node.has(index) else None
     if isinstance(value, (LongSequence, GrowingSequence, JoinedSequence)):
@@ -85,7 +87,8 @@ def _computed_position(node: Node, index: int, low: int, high: int) -> relax.Exp
 
     Parameters
     ----------
-    low: Minus the number of tensors, from which positions count that are negative.
+    low : int
+        Minus the number of tensors, from which positions count that are negative.
     """
     if low > high:
         raise node.refusal("takes a tensor of an empty sequence")

@@ -81,8 +81,10 @@ def convert_node(node: Node) -> Any:
 
     Raises
     ------
-    FrontendError: if the op, or this form of it, cannot be imported.
-    SizeIsBounded: if its inputs show that a size of the model's inputs is bounded which was not known to be.
+    FrontendError
+        If the op, or this form of it, cannot be imported.
+    SizeIsBounded
+        If its inputs show that a size of the model's inputs is bounded which was not known to be.
     """
     if node.domain == STANDARD:
         _check_lengths(node)

@@ -25,7 +25,8 @@ class Complex:
 
     Attributes
     ----------
-    real, imaginary: Tensors of one shape and element type.
+    real, imaginary : relax.Expr
+        Tensors of one shape and element type.
     """
 
     real: relax.Expr
@@ -101,7 +102,8 @@ def convert_complex(node: TorchNode, *arguments: Any) -> Any:
 
     Raises
     ------
-    FrontendError: If there is no rule for the op.
+    FrontendError
+        If there is no rule for the op.
     """
     op = node.op.partition(".")[0]
     if op in _RULES:

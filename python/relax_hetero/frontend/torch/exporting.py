@@ -38,7 +38,8 @@ def torch_package() -> Any:
 
     Raises
     ------
-    FrontendError: If it is not installed.
+    FrontendError
+        If it is not installed.
     """
     try:
         import torch
@@ -56,7 +57,8 @@ def exported_program(
 
     Raises
     ------
-    FrontendError: If the arguments do not fit each other, or torch cannot export the module.
+    FrontendError
+        If the arguments do not fit each other, or torch cannot export the module.
     """
     torch = torch_package()
     if isinstance(source, torch.export.ExportedProgram):

@@ -47,15 +47,18 @@ def import_program(
 
     Parameters
     ----------
-    names: Symbol of torch -> name of the size.
+    names : mapping of str to str
+        Symbol of torch -> name of the size.
 
     Returns
     -------
-    The graph, its nodes, and the names of its outputs.
+    (ImportedGraph, list of NodeInfo, list of str)
+        The graph, its nodes, and the names of its outputs.
 
     Raises
     ------
-    FrontendError: If an op cannot be converted; names it, its module and the reason.
+    FrontendError
+        If an op cannot be converted; names it, its module and the reason.
     """
     nbytes = sum(value.numel() * value.element_size() for value in program.state_dict.values())
     with joining_sizes(JoinedSizes()), spending(Budget(limits or ImportLimits(), nbytes)):

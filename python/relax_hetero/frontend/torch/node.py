@@ -45,11 +45,13 @@ def dtype_name(dtype: Any, subject: str = "a tensor") -> str:
 
     Parameters
     ----------
-    subject: Owner of the dtype, which the error names.
+    subject : str
+        Owner of the dtype, which the error names.
 
     Raises
     ------
-    FrontendError: If the library has no tensors of it.
+    FrontendError
+        If the library has no tensors of it.
     """
     name = str(dtype)[6:]
     if name not in _DTYPES:
@@ -73,11 +75,16 @@ class TorchNode:
 
     Attributes
     ----------
-    op: Name with overload, "add.Tensor".
-    info: Its names.
-    value: The fake tensor that torch found as its result, or a list of them.
-    tensors: Fake tensors (or numbers) of its arguments, in the order of its schema.
-    used: Which of several results something reads.
+    op : str
+        Name with overload, "add.Tensor".
+    info : NodeInfo
+        Its names.
+    value : object
+        The fake tensor that torch found as its result, or a list of them.
+    tensors : sequence of object
+        Fake tensors (or numbers) of its arguments, in the order of its schema.
+    used : frozenset of int
+        Which of several results something reads.
     """
 
     op: str

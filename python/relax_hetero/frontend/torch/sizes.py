@@ -22,8 +22,10 @@ class Sizes:
 
     Parameters
     ----------
-    names: Symbol of torch -> the name that the user gave.
-    constraints: Symbol of torch -> its range.
+    names : mapping of str to str
+        Symbol of torch -> the name that the user gave.
+    constraints : mapping of object to object
+        Symbol of torch -> its range.
     """
 
     def __init__(self, names: Mapping[str, str], constraints: Mapping[Any, Any]) -> None:
@@ -79,7 +81,8 @@ class Sizes:
 
         Raises
         ------
-        FrontendError: If it is computed by something else than integer arithmetic.
+        FrontendError
+            If it is computed by something else than integer arithmetic.
         """
         if isinstance(size, int):
             return int(size)

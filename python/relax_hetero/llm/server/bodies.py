@@ -77,7 +77,8 @@ class Body(BaseModel):
 
         Raises
         ------
-        RequestError: If one is outside of its range.
+        RequestError
+            If one is outside of its range.
         """
         names = (
             "temperature",
@@ -151,7 +152,8 @@ class ChatBody(Body):
 
         Raises
         ------
-        ApiError: If a name is one that the server gives a value itself.
+        ApiError
+            If a name is one that the server gives a value itself.
         """
         values = self.chat_template_kwargs or {}
         if "messages" in values:

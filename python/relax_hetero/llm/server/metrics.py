@@ -36,7 +36,8 @@ class Metrics:
 
     Parameters
     ----------
-    engine: Its counters are read when they are asked for.
+    engine : Engine
+        Its counters are read when they are asked for.
     """
 
     def __init__(self, engine: Engine) -> None:

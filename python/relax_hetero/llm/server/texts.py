@@ -26,13 +26,17 @@ class Texts:
 
     Parameters
     ----------
-    requests: One for each choice.
-    begins: What each text begins with, before the model's.
-    seconds: That all of them may take.
+    requests : sequence of Request
+        One for each choice.
+    begins : sequence of str
+        What each text begins with, before the model's.
+    seconds : float
+        That all of them may take.
 
     Attributes
     ----------
-    requests, begins, seconds: As given.
+    requests, begins, seconds
+        As given.
     """
 
     def __init__(self, requests: Sequence[Request], begins: Sequence[str], seconds: float) -> None:
@@ -61,8 +65,10 @@ class Texts:
 
         Raises
         ------
-        HeteroError: If a request ends with an error.
-        ApiError: If they take too long.
+        HeteroError
+            If a request ends with an error.
+        ApiError
+            If they take too long.
         """
         if len(self.requests) == 1:
             async for delta in self.requests[0]:

@@ -15,10 +15,14 @@ class Finding:
 
     Attributes
     ----------
-    section: ``packages``, ``extras``, ``devices``, ``tools`` or ``self-test``.
-    name: What was looked at.
-    about: What was found.
-    fix: What to do about it; empty where nothing has to be done.
+    section : str
+        ``packages``, ``extras``, ``devices``, ``tools`` or ``self-test``.
+    name : str
+        What was looked at.
+    about : str
+        What was found.
+    fix : str
+        What to do about it; empty where nothing has to be done.
     """
 
     section: str

@@ -26,7 +26,8 @@ def probe_findings(
 
     Parameters
     ----------
-    command: The process to ask, by default the self-test.
+    command : list of str, optional
+        The process to ask, by default the self-test.
     """
     told, failure = _told(command or [sys.executable, "-m", _SELF_TEST], seconds)
     devices: list[dict[str, Any]] = told.get("devices") or []

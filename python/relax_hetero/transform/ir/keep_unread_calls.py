@@ -68,11 +68,16 @@ class _UnreadCalls:
 
     Attributes
     ----------
-    opaque: Functions that are impure, or call code which the module lacks, directly or through others.
-    rewritten: Results of calls of packed functions and closures.
-    into_results: The subset of `rewritten` whose packed function writes into memory that it is given.
-    variables: Parameters and other variables of function type.
-    functions: Names of functions of the module.
+    opaque : set
+        Functions that are impure, or call code which the module lacks, directly or through others.
+    rewritten : set of relax.Var
+        Results of calls of packed functions and closures.
+    into_results : set of relax.Var
+        The subset of `rewritten` whose packed function writes into memory that it is given.
+    variables : set of relax.Var
+        Parameters and other variables of function type.
+    functions : set of str
+        Names of functions of the module.
     """
 
     def __init__(self, mod: tvm.IRModule) -> None:

@@ -33,9 +33,12 @@ class Evaluation:
 
     Attributes
     ----------
-    hosts: Those that evaluate it.
-    sent_to: Other hosts, which need the sizes that it makes.
-    sizes: The symbolic sizes that it finds.
+    hosts : Hosts
+        Those that evaluate it.
+    sent_to : Hosts
+        Other hosts, which need the sizes that it makes.
+    sizes : tuple of relax.Var
+        The symbolic sizes that it finds.
     """
 
     hosts: Hosts
@@ -49,9 +52,12 @@ class HostNeeds:
 
     Attributes
     ----------
-    hosts: All hosts, in the order of the module's vdevices.
-    participants: The hosts of each Relax function.
-    evaluations: By the variable of a binding.
+    hosts : Hosts
+        All hosts, in the order of the module's vdevices.
+    participants : mapping of tvm.ir.GlobalVar to Hosts
+        The hosts of each Relax function.
+    evaluations : dict of relax.Var to Evaluation
+        By the variable of a binding.
     """
 
     hosts: Hosts

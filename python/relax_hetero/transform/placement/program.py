@@ -159,7 +159,8 @@ class Program:
 
     Raises
     ------
-    VDeviceError: If some vdevices name a host and others do not.
+    VDeviceError
+        If some vdevices name a host and others do not.
     """
 
     def __init__(self, mod: tvm.IRModule) -> None:

@@ -92,11 +92,16 @@ class _Tensor:
 
     Attributes
     ----------
-    is_given: Whether it outlives the work here, as arguments do.
-    is_constant: Whether it may be computed when the module is compiled.
-    shares: The tensors whose memory it may have.
-    made: Position of its binding.
-    read: Positions of what reads it.
+    is_given : bool
+        Whether it outlives the work here, as arguments do.
+    is_constant : bool
+        Whether it may be computed when the module is compiled.
+    shares : frozenset of int
+        The tensors whose memory it may have.
+    made : float
+        Position of its binding.
+    read : list of float
+        Positions of what reads it.
     """
 
     is_given: bool = False

@@ -42,15 +42,24 @@ class CachedCall:
 
     Attributes
     ----------
-    nbytes: Size of each argument that results must not share memory with; 0 of one that is donated.
-    sizes: Size of each argument.
-    moves: Arguments that kernels must see from another device id.
-    rest: Parameters that follow, placed before.
-    rest_lent: Their address ranges.
-    dims: The values of its symbolic dimensions.
-    outs: Looks of ``out=`` that were found to fit.
-    shared: What the machine found out about these looks once (`driver.link.repeated_calls`); None before.
-    round: When the machine's buffer pool was told of its extents, in rounds of the pool; -1 before.
+    nbytes : tuple of int
+        Size of each argument that results must not share memory with; 0 of one that is donated.
+    sizes : tuple of int
+        Size of each argument.
+    moves : tuple of (int, runtime.Device)
+        Arguments that kernels must see from another device id.
+    rest : tuple of object
+        Parameters that follow, placed before.
+    rest_lent : list of AddressRange
+        Their address ranges.
+    dims : DimValues
+        The values of its symbolic dimensions.
+    outs : set of Look
+        Looks of ``out=`` that were found to fit.
+    shared : tuple of object or None
+        What the machine found out about these looks once (`driver.link.repeated_calls`); None before.
+    round : int
+        When the machine's buffer pool was told of its extents, in rounds of the pool; -1 before.
     """
 
     nbytes: tuple[int, ...]
@@ -102,10 +111,14 @@ class CallCache:
 
     Parameters
     ----------
-    alignment: Of tensors in bytes, a power of two, as kernels need it.
-    takes_arrays: Whether numpy arrays may be lent to kernels.
-    names: The function's inputs.
-    donated: Those of them that a call consumes.
+    alignment : int
+        Of tensors in bytes, a power of two, as kernels need it.
+    takes_arrays : bool
+        Whether numpy arrays may be lent to kernels.
+    names : tuple of str
+        The function's inputs.
+    donated : tuple of str
+        Those of them that a call consumes.
     """
 
     __slots__ = ("_calls", "_donated", "_mask", "_names", "_takes_arrays")
@@ -176,10 +189,14 @@ class CallCache:
 
         Parameters
         ----------
-        args: What the caller gave, all by position.
-        values: What the function takes for it; parameters that were placed before follow.
-        dims: The values of symbolic dimensions.
-        lent: Address ranges of those parameters.
+        args : sequence of object
+            What the caller gave, all by position.
+        values : sequence of object
+            What the function takes for it; parameters that were placed before follow.
+        dims : DimValues
+            The values of symbolic dimensions.
+        lent : list of AddressRange
+            Address ranges of those parameters.
         """
         looks: list[Look] = []
         moves: list[tuple[int, runtime.Device]] = []

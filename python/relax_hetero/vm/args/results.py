@@ -131,7 +131,8 @@ def fill(out: Any, result: Any, where: str = "out") -> Any:
 
     Raises
     ------
-    BindingError: Where an extent that was not known before the call turns out to differ.
+    BindingError
+        Where an extent that was not known before the call turns out to differ.
     """
     if not isinstance(result, _Tensor):
         parts = enumerate(zip(out, result, strict=True))

@@ -19,7 +19,6 @@ from .operands import (
     Integer,
     MemoryRange,
     Number,
-    all_hold,
     as_count,
     as_grid,
     as_numbers,
@@ -248,13 +247,9 @@ class CommandBuffer:
         self.require("ended", RECORDING)
         recording = self._recorder.finish()
         self._runner = runner_for(self.machine, recording, compiled)
-        sizes = [size_name(slot) for slot in range(self._slots)]
+        sizes = {size_name(slot) for slot in range(self._slots)}
         needs = [(slot, parse_dim(str(spec.nbytes)).names) for slot, spec in enumerate(recording.slots)]
-        self._asked = tuple(slot for slot, names in needs if not names <= set(sizes))  # `bind` checks the others
-        conditions = [limit.condition for limit in recording.limits]
-        conditions += [f"{recording.slots[slot].nbytes} <= {sizes[slot]}" for slot in self._asked]
-        names = [parameter_name(index) for index in range(self._parameters)]
-        self._holds = all_hold(conditions, [*names, *sizes]) if conditions else None
+        self._asked = tuple(slot for slot, names in needs if not names <= sizes)  # `bind` checks the others
         self._recording, self.state = recording, READY
 
     # Submitting.
@@ -309,8 +304,8 @@ class CommandBuffer:
         if table.recording is not recording:
             raise BindingError("the BindingTable is another command buffer's, expected one that this one's bind made")
         numbers = as_numbers(parameters, recording.parameters) if self._parameters or len(parameters) else ()
-        if self._holds is not None and not self._holds(*numbers, *table.sizes):
-            self._refuse(table, numbers)
+        if recording.limits or self._asked:
+            self._check(table, numbers)
         if self.mode == ONE_SHOT:
             with self._lock:
                 self.require("submitted", READY)
@@ -380,8 +375,8 @@ class CommandBuffer:
         assert self._recording is not None
         return self._recording
 
-    def _refuse(self, table: BindingTable, numbers: Sequence[int | float]) -> None:
-        """Raise for the condition that a submission's numbers break."""
+    def _check(self, table: BindingTable, numbers: Sequence[int | float]) -> None:
+        """BindingError for a limit that a submission's numbers break."""
         values: dict[str, Any] = dict(table.values)
         values.update((parameter_name(index), number) for index, number in enumerate(numbers))
         for limit in table.recording.limits:

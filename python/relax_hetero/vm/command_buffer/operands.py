@@ -29,7 +29,8 @@ class Number:
 
     Attributes
     ----------
-    text: In the grammar of `dims.parse_dim`, of at most `MOST_CHARACTERS`: what nests deeper cannot be parsed.
+    text : str
+        In the grammar of `dims.parse_dim`, of at most `MOST_CHARACTERS`: what nests deeper cannot be parsed.
     """
 
     text: str
@@ -68,10 +69,14 @@ class MemoryRange:
 
     Attributes
     ----------
-    owner: The command buffer it belongs to.
-    space: ``"slot"`` or ``"direct"``.
-    offset: Bytes.
-    length: Bytes; None for as many as the command asks for, where it asks for any, else all there are from `offset` on.
+    owner : object
+        The command buffer it belongs to.
+    space : str
+        ``"slot"`` or ``"direct"``.
+    offset : Integer
+        Bytes.
+    length : Integer or None
+        Bytes; None for as many as the command asks for, where it asks for any, else all there are from `offset` on.
     """
 
     owner: Any = field(repr=False, compare=False)
@@ -151,7 +156,8 @@ def substituted(extent: Dim, values: dict[str, Integer], what: str) -> Integer:
 
     Raises
     ------
-    BindingError: The extent is no arithmetic of names that have values; the message begins with `what`.
+    BindingError
+        The extent is no arithmetic of names that have values; the message begins with `what`.
     """
     if not isinstance(extent, str):
         return extent
@@ -189,10 +195,14 @@ class Limit:
 
     Attributes
     ----------
-    what: What messages call it.
-    value: Arithmetic of parameters and sizes of bindings.
-    low, high: The least and greatest value.
-    multiple: Of what it must be a multiple.
+    what : str
+        What messages call it.
+    value : str
+        Arithmetic of parameters and sizes of bindings.
+    low, high : int or None
+        The least and greatest value.
+    multiple : int
+        Of what it must be a multiple.
     """
 
     what: str
@@ -200,16 +210,6 @@ class Limit:
     low: int | None = 0
     high: int | None = None
     multiple: int = 1
-
-    @property
-    def condition(self) -> str:
-        """The condition on the number, as a Python expression."""
-        bounds = [
-            f"{self.low} <= {self.value}" if self.low is not None else "",
-            f"{self.value} <= {self.high}" if self.high is not None else "",
-            f"{self.value} % {self.multiple} == 0" if self.multiple > 1 else "",
-        ]
-        return " and ".join(filter(None, bounds)) or "True"
 
     def check(self, values: Mapping[str, int]) -> None:
         """BindingError where a submission's values break it."""
@@ -227,15 +227,6 @@ class Limit:
         else:
             return
         raise BindingError(f"{self.what} is {found}{text}, expected {expected}")
-
-
-def all_hold(conditions: Sequence[str], names: Sequence[str]) -> Callable[..., bool]:
-    """One function of the values of `names` that says whether all conditions hold.
-
-    Texts of conditions are arithmetic that `Number` and `parse_dim` vouch for.
-    """
-    holds: Callable[..., bool] = eval(f"lambda {', '.join(names)}: {' and '.join(conditions) or 'True'}")
-    return holds
 
 
 class Limits:

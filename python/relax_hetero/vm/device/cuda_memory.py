@@ -23,7 +23,8 @@ class PinnedBlock:
 
     Parameters
     ----------
-    gpu: Any: each can use the memory.
+    gpu : int
+        Any: each can use the memory.
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, nbytes: int) -> None:
@@ -38,7 +39,8 @@ class DeviceBlock:
 
     Parameters
     ----------
-    gpu: Whose memory.
+    gpu : int
+        Whose memory.
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, nbytes: int) -> None:

@@ -25,12 +25,15 @@ class ErrorRecord:
 
     Parameters
     ----------
-    address: Of so many words as a record has, which stay as long as the record.
-    owner: Keeps the memory.
+    address : int
+        Of so many words as a record has, which stay as long as the record.
+    owner : object
+        Keeps the memory.
 
     Attributes
     ----------
-    words: The memory.
+    words
+        The memory.
     """
 
     def __init__(self, address: int, owner: object = None) -> None:

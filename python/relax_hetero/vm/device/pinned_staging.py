@@ -6,7 +6,7 @@ do. Here several threads copy parts of a tensor to or from pinned buffers, while
     host memory --memcpy, each thread--> two buffers a thread --DMA, a stream a thread--> device memory
 
 On one stream the GPU rests for microseconds between two copies. The loop over the parts is code that executables bring
-along (`driver.link.threads.staging_text`): no thread waits for Python's lock in it. Until a machine has loaded some,
+along (`driver/link/threads/workers.c`): no thread waits for Python's lock in it. Until a machine has loaded some,
 copies are the driver's. The first parts of a tensor that goes to the GPU are small, so that the link starts early; of
 one that comes, the last.
 """
@@ -62,9 +62,11 @@ class Loop(NamedTuple):
 
     Attributes
     ----------
-    copy: Copies, by the addresses of a desk, of a `Job`, and of the caller's `_Buffer` entries; ends the helpers where
+    copy : callable
+        Copies, by the addresses of a desk, of a `Job`, and of the caller's `_Buffer` entries; ends the helpers where
         there is no job.
-    help: Helps with the copies of a desk, by the addresses of that and of a helper's entries, until it is told to end.
+    help : callable
+        Helps with the copies of a desk, by the addresses of that and of a helper's entries, until it is told to end.
     """
 
     copy: Callable[[int, int, int], int]
@@ -129,8 +131,10 @@ class Staging:
 
     Parameters
     ----------
-    threads: How many copy, the caller's among them.
-    part: Bytes of a buffer.
+    threads : int
+        How many copy, the caller's among them.
+    part : int
+        Bytes of a buffer.
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, threads: int, loop: Loop, part: int = PART_BYTES) -> None:

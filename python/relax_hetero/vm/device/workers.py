@@ -45,8 +45,8 @@ def use_workers(module: runtime.Module, has_accelerators: bool = False) -> bool:
     with _lock:
         if not _functions and not _start(module):
             return False
-    if has_accelerators and (spin := _found(module, names.SPIN)) is not None:  # code of earlier versions has none
-        spin(SPIN_WITH_ACCELERATORS)
+    if has_accelerators:
+        _functions[names.SPIN](SPIN_WITH_ACCELERATORS)
     address = _functions[names.LAUNCH]()
     number = 0
     while (setter := _found(module, names.launch_setter(number))) is not None:
@@ -58,7 +58,7 @@ def use_workers(module: runtime.Module, has_accelerators: bool = False) -> bool:
 def configure(room: int, used: int) -> None:
     """Have the calling thread's loops use `used` threads, itself included; up to `room` of them stay ready."""
     if _functions:
-        room = max(1, min(room, names.MOST_THREADS))
+        room = max(1, min(room, names.MAX_THREADS))
         _functions[names.CONFIGURE](room, max(1, min(used, room)))
 
 
@@ -78,9 +78,10 @@ def core_numbers(cores: Sequence[Sequence[int]]) -> list[int]:
 
     Parameters
     ----------
-    cores: The CPUs of each core, those that this process may use. CPUs between them that it may not are on their own.
+    cores : sequence of sequence of int
+        The CPUs of each core, those that this process may use. CPUs between them that it may not are on their own.
     """
-    numbers = list(range(min(max((cpu for core in cores for cpu in core), default=-1) + 1, names.MOST_CPUS)))
+    numbers = list(range(min(max((cpu for core in cores for cpu in core), default=-1) + 1, names.MAX_CPUS)))
     for core in cores:
         for cpu in core:
             if cpu < len(numbers):
@@ -97,7 +98,7 @@ def _start(module: runtime.Module) -> bool:
     addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in routines]
     cores = core_numbers(cpus_of_cores())
     table = (ctypes.c_int32 * len(cores))(*cores)
-    width = min(num_cores(), names.MOST_THREADS)
+    width = min(num_cores(), names.MAX_THREADS)
     if found[names.START](*addresses, width, SPIN, ctypes.addressof(table), len(cores)) != 0:
         return False
     # Threads run this code until the process ends: it is never unloaded, not even when the interpreter ends.
@@ -107,7 +108,7 @@ def _start(module: runtime.Module) -> bool:
     return True
 
 
-_ROUTINES = (names.START, names.CONFIGURE, names.FORGET, names.WIDTH)
+_ROUTINES = (names.START, names.CONFIGURE, names.SPIN, names.FORGET, names.WIDTH)
 
 
 def _found(module: runtime.Module, name: str) -> Any:

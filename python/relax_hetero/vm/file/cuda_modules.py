@@ -33,10 +33,14 @@ class CudaModule:
 
     Attributes
     ----------
-    format: "cuda" for source, "cubin" for machine code.
-    kernels: Of each kernel what a launch needs to know, as TVM writes it.
-    names: Of the kernels.
-    code: Source or machine code.
+    format : str
+        "cuda" for source, "cubin" for machine code.
+    kernels : bytes
+        Of each kernel what a launch needs to know, as TVM writes it.
+    names : tuple of str
+        Of the kernels.
+    code : bytes
+        Source or machine code.
     """
 
     format: str
@@ -93,8 +97,10 @@ def with_machine_code(block: bytes, cubins: Mapping[str, bytes]) -> bytes:
 
     Parameters
     ----------
-    block: As TVM packs the modules that a library imports.
-    cubins: Machine code by `source_key`. Source without any, which is a caller's own module, stays what it is.
+    block : bytes
+        As TVM packs the modules that a library imports.
+    cubins : mapping of str to bytes
+        Machine code by `source_key`. Source without any, which is a caller's own module, stays what it is.
     """
     reader = _block_reader(block)
     parts = [block[_LENGTH.size : reader.at]]

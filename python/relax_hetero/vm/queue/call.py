@@ -4,7 +4,7 @@ A call's schedule is a graph of steps. A step enters the queue of its device whe
 made the last of it puts it there. Each call has values of its own, dropped after their last reader, so calls do not
 meet, and what they give does not depend on what runs beside them.
 
-What work on a GPU makes is there twice: issued, for what reads it on a GPU, and made, for all others (`cuda_queue`).
+What work on a GPU makes is there twice: issued, for what reads it on a GPU, and made, for all others (`stream_queue`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..args.donated_arguments import ArgumentMemory
-from .cuda_queue import CudaQueue, Point
 from .fence import Fence
 from .plan import QueuePlan
+from .stream_queue import Point, StreamQueue
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,15 @@ class Prepared:
 
     Attributes
     ----------
-    values: What the function takes.
-    sizes: The values of its symbolic dimensions.
-    finish: Makes the result for the caller of what the function returned (a value, or nested tuples), in the thread
-        that made it.
-    memory: Where the arguments lie, where calls of the process may consume some.
+    values : sequence of object
+        What the function takes.
+    sizes : mapping of str to int
+        The values of its symbolic dimensions.
+    finish : callable
+        Makes the result for the caller of what the function returned (a value, or nested tuples), in the thread that
+        made it.
+    memory : ArgumentMemory or None
+        Where the arguments lie, where calls of the process may consume some.
     """
 
     values: Sequence[Any]
@@ -49,16 +53,23 @@ class QueuedCall:
 
     Parameters
     ----------
-    plan: The function's steps, and where they run.
-    number: Older calls have smaller ones.
-    fence: Gets the result, or the error.
-    owner: Kept until the call has ended: its machine.
+    plan : QueuePlan
+        The function's steps, and where they run.
+    number : int
+        Older calls have smaller ones.
+    fence : Fence
+        Gets the result, or the error.
+    owner : object
+        Kept until the call has ended: its machine.
 
     Attributes
     ----------
-    values: By number, those that are made, or issued, and still wanted.
-    points: By number, where the values that are issued and not made yet will be.
-    sizes: The values of symbolic dimensions.
+    values : list of object
+        By number, those that are made, or issued, and still wanted.
+    points : dict of int to Point
+        By number, where the values that are issued and not made yet will be.
+    sizes
+        The values of symbolic dimensions.
     """
 
     def __init__(self, plan: QueuePlan, number: int, prepared: Prepared, fence: Fence, owner: object) -> None:
@@ -71,8 +82,7 @@ class QueuedCall:
         self._missing = list(plan.missing)
         self._readers = list(plan.readers)
         self._left = len(plan.steps)
-        # By step the thread that runs it; 0 for one that was issued.
-        self._running: dict[int, int] = {}
+        self._running: set[int] = set()  # steps that have begun and not ended
         self._error: BaseException | None = None
         self._has_begun = False
 
@@ -94,12 +104,12 @@ class QueuedCall:
             return
         try:
             made, point = self._plan.execute(index, self)
-        except Exception as error:
+        except BaseException as error:  # kernels may be written in Python
             self.fail(index, error)
             return
         self._issued(index, made, point)
         queue = self._plan.queues[index]
-        if point is not None and isinstance(queue, CudaQueue):
+        if point is not None and isinstance(queue, StreamQueue):
             queue.at_end(_StepEnd(self, index, point))
         else:
             self._ended(index)
@@ -108,22 +118,16 @@ class QueuedCall:
         """Wait until the GPU is done with a step that was issued."""
         try:
             self._plan.await_end(index, point)
-        except Exception as error:
+        except BaseException as error:
             self.fail(index, error)
         else:
             self._ended(index)
 
     def fail(self, index: int, error: BaseException) -> None:
-        """A step failed, so the call does: what has not begun is never run.
-
-        Whatever else of the call this thread was at is over too.
-        """
+        """A step failed, so the call does: what has not begun is never run."""
         told = self._told(index, error)
-        me = threading.get_ident()
         with self._lock:
-            for step, thread in tuple(self._running.items()):
-                if step == index or thread == me:
-                    del self._running[step]
+            self._running.discard(index)
             if self._error is None:
                 self._error = told
             is_over = self._is_over()
@@ -146,9 +150,9 @@ class QueuedCall:
 
     def _enter(self, index: int) -> bool:
         with self._lock:
-            if self._error is not None or not self._left:
+            if self._error is not None:
                 return False
-            self._running[index] = threading.get_ident()
+            self._running.add(index)
         if self._has_begun or self._fence.begin():
             self._has_begun = True
             return True
@@ -163,8 +167,6 @@ class QueuedCall:
                 self.values[number] = value
                 if point is not None:
                     self.points[number] = point
-            if point is not None:
-                self._running[index] = 0
             if self._error is None:
                 ready = self._released(self._plan.follow_issue[index])
         self._push(ready)
@@ -173,7 +175,7 @@ class QueuedCall:
         """A step is done with what it reads, and what it makes is made."""
         step, ready = self._plan.steps[index], []
         with self._lock:
-            self._running.pop(index, None)
+            self._running.discard(index)
             self._left -= 1
             for number in step.makes:
                 self.points.pop(number, None)
@@ -209,12 +211,12 @@ class QueuedCall:
                 queue.push((self._number, index), _StepWork(self, index))
 
     def _settle(self) -> None:
-        """Tell the fence, and again if that was interrupted. Last comes what may run code of the caller's."""
+        """Tell the fence. Last comes what may run code of the caller's."""
         error, result = self._error, None
         if error is None and self._finish is not None:
             try:
                 result = self._finish(self._plan.result(self.values))
-            except Exception as raised:  # memory for a copy of a result, say
+            except BaseException as raised:  # memory for a copy of a result, say
                 error = self._told(None, raised)
         self._free()
         self._fence.settle(result, error)

@@ -3,20 +3,17 @@
 Work enters a queue when everything it reads is there, so a queue never waits for another one, and calls in flight
 cannot block each other. Where several pieces are ready, those of the oldest call go first, in the order of its
 schedule: that drains calls, and makes what runs when depend on nothing but when it became ready.
-
-A thread may be interrupted anywhere by an exception that others raise in it (``PyThreadState_SetAsyncExc``). The piece
-that it runs then fails, and the queue goes on. For that, what a thread has begun stands where it finds it again, locks
-are taken with ``with`` alone, which an exception cannot split, and whatever is done in a thread can be done again.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import Protocol
 
 from ...errors import HeteroError
@@ -24,15 +21,17 @@ from ..device.numa import prefer_node
 from ..device.threads import Threads, keep_threads
 from .fence import here
 
+_log = logging.getLogger(__name__)
+
 
 class Work(Protocol):
     """A piece of work that a queue runs."""
 
     def run(self) -> None:
-        """Do it; whatever it raises ends the work, and not the queue."""
+        """Do it, and tell of its errors; what this raises is logged."""
 
-    def fail(self, error: BaseException) -> None:
-        """Called when `run` raised, was interrupted, or will never be called; perhaps again, after it returned."""
+    def fail(self, error: HeteroError) -> None:
+        """Called instead of `run` where no thread will do the work."""
 
 
 class DeviceQueue:
@@ -40,14 +39,19 @@ class DeviceQueue:
 
     Parameters
     ----------
-    name: Of the thread, and in messages.
-    cores: The CPUs of a CPU device's thread and its helpers; empty for none of its own.
-    threads: That its kernels run on; None where it runs none.
-    node: The NUMA node that its threads get memory from; None for the system's choice.
+    name : str
+        Of the thread, and in messages.
+    cores : sequence of int
+        The CPUs of a CPU device's thread and its helpers; empty for none of its own.
+    threads : Threads, optional
+        That its kernels run on; None where it runs none.
+    node : int, optional
+        The NUMA node that its threads get memory from; None for the system's choice.
 
     Attributes
     ----------
-    lock: Held while work of this queue runs; work that uses several devices holds the locks of all.
+    lock
+        Held while work of this queue runs; work that uses several devices holds the locks of all.
     """
 
     def __init__(
@@ -55,117 +59,63 @@ class DeviceQueue:
     ) -> None:
         self.name = name
         self.lock = threading.Lock()
-        self._line = _Line(name, tuple(cores), threads, node)
+        self._cores, self._threads, self._node = tuple(cores), threads, node
+        self._is_open = True
+        self._state = threading.RLock()  # a signal handler, or a finalizer, may push while this thread holds it
+        self._ready: list[tuple[int, int, Work]] = []
+        self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each push, one for `close`
+        self._thread: threading.Thread | None = None
 
     def push(self, order: tuple[int, int], work: Work) -> None:
         """Add ready work; `order` is the number of its call and of its step, and no two are equal.
 
         Work that no thread will run fails at once: the queue is closed, or the system gives it no thread.
         """
-        self._line.push((*order, work))
+        with self._state:
+            reason = self._begin()
+            if not reason:
+                heappush(self._ready, (*order, work))
+        if reason:
+            work.fail(HeteroError(f"{reason}; this work will not be done"))
+        else:
+            self._tokens.put(None)
 
     def close(self, timeout: float = 0) -> None:
         """Have the thread end after what runs now, what is left fail, and wait for that for `timeout` seconds."""
-        self._line.close()
-        thread = self._line.thread
-        if timeout > 0 and thread is not None and thread is not threading.current_thread():
-            thread.join(timeout)
+        with self._state:
+            self._is_open = False
+        self._tokens.put(None)
+        if timeout > 0 and self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
 
-
-class _Line:
-    """The state that a queue shares with its thread, which must not keep the queue and so the machine alive."""
-
-    def __init__(self, name: str, cores: tuple[int, ...], threads: Threads | None, node: int | None) -> None:
-        self.thread: threading.Thread | None = None
-        self._name, self._cores, self._threads, self._node = name, cores, threads, node
-        self._is_open = True
-        self._lock = threading.RLock()  # a signal handler, or a finalizer, may push while this thread holds it
-        self._ready: list[tuple[int, int, Work]] = []
-        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._has_begun = False
-        self._runner = 0
-        self._current: Work | None = None
-        self._raised: BaseException | None = None
-
-    def push(self, entry: tuple[int, int, Work]) -> None:
-        with self._lock:
-            heappush(self._ready, entry)
-        if not self._has_begun:
-            self._begin()
-        self._wake.put(None)
+    def _begin(self) -> str:
+        """Begin the thread if there is none; the reason why no thread will run further work, or nothing."""
         if not self._is_open:
-            self._give_up(f"{self._name} is closed: the process ends")
-
-    def close(self) -> None:
-        self._is_open = False
-        self._wake.put(None)
-
-    def _begin(self) -> None:
-        try:
-            with self._lock:
-                if not self._has_begun and self._is_open:
-                    # A daemon: an interpreter that ends does not wait for it (`queues` does, for a while).
-                    self.thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-                    self.thread.start()
-                    self._has_begun = True
-        except RuntimeError as error:
-            self._give_up(f"{self._name} has no thread ({error})")
+            return f"{self.name} is closed: the process ends"
+        if self._thread is None or self._thread.ident is None:  # an interrupted caller may not have started it
+            # A daemon: an interpreter that ends does not wait for it (`queues` does, for a while).
+            self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError as error:
+                return f"{self.name} has no thread ({error})"
+        return ""
 
     def _work(self) -> None:
-        try:
-            while self._is_open and self._is_mine():
-                # An exception that strikes between the lines of the loop in there is caught in this one.
-                with suppress(BaseException):
-                    self._serve_on()
-        except BaseException as error:
-            self._raised = error
-        finally:
-            if self._is_open and self._is_mine():  # and one that strikes between these lines ends the thread
-                self._runner, self._has_begun = 0, False
-                self._begin()
-        if self._is_mine():
-            self._give_up(f"{self._name} is closed: the process ends")
-
-    def _is_mine(self) -> bool:
-        """Whether this thread serves the queue: one does, also where `_begin` was interrupted and came again."""
-        me = threading.get_ident()
-        with self._lock:
-            self._runner = self._runner or me
-            return self._runner == me
-
-    def _serve_on(self) -> None:
-        while self._is_open:
+        self._settle_in()
+        while True:
+            self._tokens.get()
+            with self._state:
+                if not self._is_open:
+                    break
+                work = heappop(self._ready)[-1]
             try:
-                self._serve()
-            except BaseException as error:  # also what is raised in this thread from outside
-                self._raised = error
-
-    def _serve(self) -> None:
-        if not here.is_worker:
-            self._settle_in()
-        if self._current is not None:
-            self._fail_current()
-        self._raised = None
-        while self._is_open:
-            with self._lock:
-                self._take()
-            if self._current is None:
-                self._wake.get()
-            else:
-                self._current.run()
-                self._current = None
-
-    def _take(self) -> None:
-        """Have the first of the ready work be the current one; under the lock."""
-        if not self._ready:
-            return
-        first = self._ready[0]
-        self._current = first[-1]
-        popped = heappop(self._ready)
-        if popped is not first:  # a finalizer of this thread has pushed between
-            self._ready.remove(first)
-            heapify(self._ready)
-            heappush(self._ready, popped)
+                work.run()
+            except BaseException:
+                _log.exception("exception in %s", self.name)
+            del work  # it keeps its call alive
+        for _, _, work in self._ready:
+            work.fail(HeteroError(f"{self.name} is closed: the process ends; this work will not be done"))
 
     def _settle_in(self) -> None:
         if self._cores:
@@ -176,18 +126,3 @@ class _Line:
         if self._threads is not None:
             keep_threads(self._threads)
         here.is_worker = True
-
-    def _fail_current(self) -> None:
-        assert self._current is not None
-        self._current.fail(self._raised or HeteroError(f"{self._name} was interrupted"))
-        self._current = None
-
-    def _give_up(self, why: str) -> None:
-        """Fail what is left."""
-        while True:
-            with self._lock:
-                if not self._ready:
-                    return
-                work = self._ready[0][-1]
-                heappop(self._ready)
-            work.fail(HeteroError(f"{why}; this work will not be done"))

@@ -17,7 +17,7 @@ from ...errors import BindingError, HeteroError
 from ..args.donated_arguments import calls_apart
 from ..device.machine_lock import MachineLock
 from .call import Prepare, QueuedCall
-from .fence import Fence, check_may_wait, here
+from .fence import Fence, check_may_wait, here, when_all_done
 from .plan import QueuePlan
 from .queues import Queues
 from .trace import Trace
@@ -34,12 +34,14 @@ class CallsInFlight:
 
     Parameters
     ----------
-    limit: How many there may be; further ones wait in the thread that submits them, or in line where that thread runs
-        an event loop.
+    limit : int
+        How many there may be; further ones wait in the thread that submits them, or in line where that thread runs an
+        event loop.
 
     Attributes
     ----------
-    fences: Of the calls under way, and of some that have just ended.
+    fences : set of Fence
+        Of the calls under way, and of some that have just ended.
     """
 
     def __init__(self, limit: int) -> None:
@@ -82,7 +84,7 @@ class CallsInFlight:
         self._admit()
 
     def leave(self, fence: Fence) -> None:
-        """A call has ended, whatever way, or waits no more; again, if this was interrupted."""
+        """A call has ended, whatever way, or waits no more; perhaps told more than once."""
         with self._lock:
             self.fences.discard(fence)
             self._line.pop(fence, None)
@@ -126,17 +128,22 @@ class QueuedCalls:
 
     Parameters
     ----------
-    owner: The machine; the queues end when it does.
-    lock: Held while arguments are bound and while the machine runs a plain call: neither begins during the other.
-    make_queues: Called with the first submission; neither it nor its result may refer to the machine.
+    owner : object
+        The machine; the queues end when it does.
+    lock : MachineLock
+        Held while arguments are bound and while the machine runs a plain call: neither begins during the other.
+    make_queues : callable
+        Called with the first submission; neither it nor its result may refer to the machine.
 
     Attributes
     ----------
-    trace: What follows the calls that come.
+    trace : Trace or None
+        What follows the calls that come.
 
     Raises
     ------
-    BindingError: A `max_in_flight` that is no positive integer.
+    BindingError
+        A `max_in_flight` that is no positive integer.
     """
 
     def __init__(self, owner: object, lock: MachineLock, max_in_flight: int, make_queues: Callable[[], Queues]) -> None:
@@ -198,12 +205,18 @@ class QueuedCalls:
 
         Parameters
         ----------
-        signature: Of the function.
-        plan: Gives the function's plan.
-        prepare: Checks and places arguments; called under the machine's lock.
-        args, kwargs: The caller's. A `Fence` among them stands for its result.
-        own: Copies what the caller may change while the call is under way; None where that is left to the caller.
-        fence: Of `room`; None to wait for room here.
+        signature : FunctionSignature
+            Of the function.
+        plan : callable
+            Gives the function's plan.
+        prepare : Prepare
+            Checks and places arguments; called under the machine's lock.
+        args, kwargs
+            The caller's. A `Fence` among them stands for its result.
+        own : Own, optional
+            Copies what the caller may change while the call is under way; None where that is left to the caller.
+        fence : Fence, optional
+            Of `room`; None to wait for room here.
         """
         with self._lock.held:
             queues = self._started()
@@ -223,10 +236,7 @@ class QueuedCalls:
                 late = _LateStart(start, signature, args, kwargs, fence)
                 begin = partial(queues.host.push, (number, -1), late)
                 then = begin if is_admitted else partial(self._calls.line_up, fence, begin)
-                if awaited:
-                    _When(awaited, then)
-                else:
-                    then()
+                when_all_done(awaited, then)
             else:
                 start(args, kwargs)
         except BaseException:
@@ -301,17 +311,15 @@ class _LateStart:
         fence: Fence,
     ) -> None:
         self._start, self._signature, self._args, self._kwargs, self._fence = start, signature, args, kwargs, fence
-        self._has_begun = False
 
     def run(self) -> None:
-        if self._has_begun or self._fence.cancelled():
+        if self._fence.cancelled():
             return
-        self._has_begun = True
         names = (*self._signature.input_names, *map(str, range(len(self._args))))  # too many are refused below
         try:
             args = [self._settled(value, name) for value, name in zip(self._args, names, strict=False)]
             self._start(args, {name: self._settled(value, name) for name, value in self._kwargs.items()})
-        except Exception as error:
+        except BaseException as error:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
@@ -331,21 +339,3 @@ class _LateStart:
         if error is not None:
             raise HeteroError(f"{what} failed: {error}")
         return value.result()
-
-
-class _When:
-    """Calls a function when all of some fences are done; perhaps again, where a queue's thread is interrupted."""
-
-    def __init__(self, fences: Sequence[Fence], then: Callable[[], None]) -> None:
-        self._left = set(fences)
-        self._lock = threading.RLock()
-        self._then = then
-        for fence in dict.fromkeys(fences):
-            fence.follow(self._on_done)
-
-    def _on_done(self, fence: Any) -> None:
-        with self._lock:
-            self._left.discard(fence)
-            is_last = not self._left
-        if is_last:
-            self._then()

@@ -57,9 +57,12 @@ class ResizedAxis:
 
     Attributes
     ----------
-    before, after: its size in the input and in the output.
-    scale: as given, or after / before; the two need not agree, as sizes are rounded.
-    region: the part of the axis, from 0 to 1, that `tf_crop_and_resize` enlarges.
+    before, after : int
+        Its size in the input and in the output.
+    scale : float
+        As given, or after / before; the two need not agree, as sizes are rounded.
+    region : (float, float)
+        The part of the axis, from 0 to 1, that `tf_crop_and_resize` enlarges.
     """
 
     before: int
@@ -232,10 +235,14 @@ def resize_places(sizes: Sequence[int], settings: runtime.Tensor, number: int, t
 
     Parameters
     ----------
-    sizes: Of the axis, before and after.
-    settings: float64, of all axes: scales (NaN for the quotient of the sizes), then begins of regions, then ends.
-    number: Which of these axes.
-    text, title: The node's attributes, and its name in errors.
+    sizes : sequence of int
+        Of the axis, before and after.
+    settings : runtime.Tensor
+        float64, of all axes: scales (NaN for the quotient of the sizes), then begins of regions, then ends.
+    number : int
+        Which of these axes.
+    text, title : str
+        The node's attributes, and its name in errors.
     """
     found = _found(sizes, settings, number, text, title)
     places = found.places if found.outside is None else np.where(found.outside[:, None], OUTSIDE, found.places)
@@ -270,7 +277,8 @@ def resize_sizes(dims: Sequence[int], numbers: runtime.Tensor, policy: str, titl
 
     Parameters
     ----------
-    numbers: Scales, where `policy` is "scales"; else wanted sizes, and it is a `keep_aspect_ratio_policy`.
+    numbers : runtime.Tensor
+        Scales, where `policy` is "scales"; else wanted sizes, and it is a `keep_aspect_ratio_policy`.
     """
     return from_numpy(np.array(_by_policy(dims, numbers, policy, title)[0], "int64"), numbers.device)
 

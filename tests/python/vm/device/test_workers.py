@@ -121,6 +121,15 @@ def test_a_late_worker_is_waited_for_asleep(vm):
     assert seconds < 0.25  # spinning would have taken all of it
 
 
+def test_code_that_is_loaded_later_sets_how_long_running_workers_spin(vm, monkeypatch):
+    """Every library has the workers' code, but only the first one's runs."""
+    spins = []
+    monkeypatch.setitem(workers._functions, names.SPIN, spins.append)
+    later = rh.compile(product()).runnable()
+    assert workers.use_workers(later) and not spins
+    assert workers.use_workers(later, has_accelerators=True) and spins == [workers.SPIN_WITH_ACCELERATORS]
+
+
 @pytest.mark.skipif(len(cpus_of_cores()) < 2, reason="one core: nowhere to go")
 @pytest.mark.parametrize("core", [0, -1])
 def test_a_worker_on_its_callers_cpu_is_sent_away(vm, core):

@@ -1,8 +1,7 @@
 """What goes wrong in a queue: errors arrive at the right fences, and the queue goes on."""
 
-import dis
-import functools
-import sys
+import os
+import signal
 import threading
 import time
 
@@ -146,104 +145,25 @@ def test_nobody_waits_in_a_queues_own_thread(vm):
     np.testing.assert_array_equal(told[-1].numpy(), x * x)
 
 
-# After these instructions an interpreter looks whether an exception was raised in the thread from outside.
-_LOOKS = {dis.opmap[name] for name in ("CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD") if name in dis.opmap}
-_FILES = (
-    "vm/queue/device_queue.py",
-    "vm/queue/call.py",
-    "vm/queue/fence.py",
-    "vm/queue/queues.py",
-    "vm/queue/plan.py",
-    "vm/queue/queued_calls.py",
-    "vm/queue/submitter.py",
-    "futures/_base.py",
-    "/threading.py",
-)
-
-
-class Interruption:
-    """Raises KeyboardInterrupt in a queue's thread, where it looks for such for the n-th time from now on."""
-
-    def __init__(self, count):
-        self.left = count
-        self.is_set = threading.Event()
-        self._last = {}
-
-    def run(self):
-        frame = sys._getframe().f_back
-        while frame is not None:
-            self._trace(frame, "call", None)
-            frame.f_trace = self._trace
-            frame = frame.f_back
-        self.is_set.set()
-        sys.settrace(self._trace)
-
-    def fail(self, error):
-        """Struck before the first call's work began."""
-
-    def _trace(self, frame, event, _):
-        code = frame.f_code
-        if not code.co_filename.endswith(_FILES):
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            before, self._last[frame] = self._last.get(frame), frame.f_lasti
-            if (
-                before is not None
-                and code.co_code[before] in _LOOKS
-                and _handler(code, before) == _handler(code, frame.f_lasti)
-            ):
-                self.left -= 1
-                if self.left == 0:
-                    self._last.clear()
-                    sys.settrace(None)
-                    raise KeyboardInterrupt
-        return self._trace
-
-
-@functools.cache
-def _handlers(code):
-    return dis._parse_exception_table(code)
-
-
-def _handler(code, offset):
-    """Where an instruction's exception goes; it can be raised here only one instruction late."""
-    return next((entry.target for entry in _handlers(code) if entry.start <= offset < entry.end), None)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the instructions are those of Python 3.11")
-@pytest.mark.parametrize("queue", [0, 1])
-def test_an_interruption_at_every_instruction(exe, queue):
-    vm, x = rh.vm.VirtualMachine(exe, max_in_flight=2), numbers()
-    vm.submit("main", x).result(30)
-    queues = vm._submitter.calls._queues.all
-    failed, count = 0, 0
-    while True:
-        count += 1
-        interruption = Interruption(count)
-        queues[queue].push((-1, count), interruption)
-        assert interruption.is_set.wait(30)
-        told = []
-        fence = vm.submit("main", x)
-        fence.add_done_callback(told.append)
-        dependent = vm.submit("one", fence)
-        for each, result in ((fence, expected(x)), (dependent, expected(x) ** 2)):
-            error = each.exception(20)
-            if error is None:
-                np.testing.assert_array_equal(each.result().numpy(), result)
-            else:
-                failed += 1
-                assert "KeyboardInterrupt" in str(error)
-        assert vm.synchronize(20)
-        vm.submit("main", x).exception(20)  # the exception may have come too late for the calls above
-        if interruption.left > 0:
-            break
-        np.testing.assert_array_equal(vm.submit("main", x).result(20).numpy(), expected(x))
-        assert set(told) == {fence} and not vm._submitter.calls._calls.fences
-        if count > 4000:
-            pytest.fail("interruptions without end")
-    assert failed > 50 and count > 100
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals go to the main thread")
+@pytest.mark.parametrize("wait", ["result", "room", "synchronize"])
+def test_callers_are_interrupted_and_calls_go_on(exe, wait):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has background jobs ignore Ctrl-C
+    vm, x, gate = rh.vm.VirtualMachine(exe, max_in_flight=2), numbers(), Gate()
+    with kernels(gate):
+        fences = [vm.submit("main", x) for _ in range(2)]
+        gate.wait()
+        ways = {"result": fences[1].result, "room": lambda: vm.submit("main", x), "synchronize": vm.synchronize}
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            ways[wait]()
+        timer.join()
+        signal.signal(signal.SIGINT, before)
+        gate.open()
+        for fence in (*fences, vm.submit("main", x)):
+            np.testing.assert_array_equal(fence.result(30).numpy(), expected(x))
+    assert vm.synchronize(30)
 
 
 def test_a_queue_that_gets_no_thread(exe, monkeypatch):

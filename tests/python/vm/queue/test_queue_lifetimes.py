@@ -13,7 +13,7 @@ import pytest
 
 import relax_hetero as rh
 from marks import slow_but_for
-from seeds import fresh_rng, fresh_seed
+from seeds import fresh_rng
 from vm.queue_models import Pipeline, expected
 
 pytestmark = pytest.mark.timeout(120)
@@ -166,45 +166,6 @@ print("all done" if vm.synchronize(0.1) else "still at work")
 """
     # `run` waits for a minute: an interpreter that the kernel keeps would not end at all.
     assert run(script, folder) == "still at work\n"
-
-
-INTERRUPTED = """
-import ctypes, faulthandler
-faulthandler.dump_traceback_later(40, exit=True)
-threading.excepthook = lambda _: None  # of threads that end by two exceptions at once; others take over
-vm = rh.vm.VirtualMachine(vm.executable, max_in_flight=3)
-vm.submit("main", x).result()
-pauses = np.random.default_rng(SEED).exponential(0.0005, 1000).tolist()
-is_over, good, bad = threading.Event(), 0, 0
-
-def disturb():
-    while not is_over.is_set():
-        for thread in threading.enumerate():
-            if thread.name.startswith("queue of cpu") and thread.ident:
-                interrupt = ctypes.pythonapi.PyThreadState_SetAsyncExc
-                interrupt(ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt))
-        time.sleep(pauses.pop() if pauses else 0.0005)
-
-disturber = threading.Thread(target=disturb)
-disturber.start()
-while good <= 100 or bad <= 100:  # or until the traceback of above ends a test that never gets there
-    fences = [vm.submit("main", x) for _ in range(6)]
-    fences.append(vm.submit("one", fences[-1]))
-    for fence, result in zip(fences, [expected(x)] * 6 + [expected(x) ** 2]):
-        if isinstance(fence.exception(20), rh.HeteroError):
-            bad += 1
-        else:
-            good += 1
-            np.testing.assert_array_equal(fence.result().numpy(), result)
-is_over.set()
-disturber.join()
-assert vm.synchronize(20)
-print("good and bad")
-"""
-
-
-def test_threads_that_are_interrupted_at_random(folder):
-    assert run(f"SEED = {fresh_seed()}\n" + INTERRUPTED, folder) == "good and bad\n"
 
 
 FORKED = """

@@ -201,7 +201,8 @@ class _Worker:
 
     Raises
     ------
-    BuildError: The process cannot be started or has died, or the library cannot be loaded.
+    BuildError
+        The process cannot be started or has died, or the library cannot be loaded.
     """
 
     def __init__(self, library: Path) -> None:
@@ -300,7 +301,8 @@ def find_compiler() -> CudaCompiler:
 
     Raises
     ------
-    BuildError: There is none; says what was looked for and how to get one.
+    BuildError
+        There is none; says what was looked for and how to get one.
     """
     found = _found_compiler(os.environ.get(CHOICE, ""))
     if found is None:

@@ -31,7 +31,8 @@ class KernelSource:
 
     Attributes
     ----------
-    module: As TVM made it: of source where TVM has no CUDA runtime, else of nothing.
+    module : runtime.Module
+        As TVM made it: of source where TVM has no CUDA runtime, else of nothing.
     """
 
     target: tvm.target.Target
@@ -52,7 +53,8 @@ class CudaPart:
 
     Attributes
     ----------
-    host: Compiled host functions, which launch the kernels.
+    host : runtime.Module
+        Compiled host functions, which launch the kernels.
     """
 
     host: runtime.Module
@@ -64,8 +66,10 @@ def generate(group: tvm.IRModule, target: tvm.target.Target) -> CudaPart:
 
     Parameters
     ----------
-    group: PrimFuncs for the target.
-    target: With a host.
+    group : tvm.IRModule
+        PrimFuncs for the target.
+    target : tvm.target.Target
+        With a host.
     """
     mod = tirx.transform.BindTarget(target)(_with_own_names(group))
     pipeline, finalize_host, finalize_device = tirx.get_default_tir_pipeline(target)

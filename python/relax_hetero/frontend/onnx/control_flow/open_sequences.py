@@ -34,7 +34,8 @@ def with_rows_for_sequences(importer: Importer, loop: Loop) -> tuple[Loop, Finis
 
     Raises
     ------
-    FrontendError: When a body is converted that does more with a sequence than append to it.
+    FrontendError
+        When a body is converted that does more with a sequence than append to it.
     """
     places = [index for index, value in enumerate(loop.state) if is_sequence(value)]
     joined = _joined_from_the_start(importer, loop, places)

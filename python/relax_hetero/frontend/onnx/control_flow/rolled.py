@@ -49,7 +49,8 @@ def roll(importer: Importer, loop: Loop) -> tuple[list[Any], list[relax.Expr]]:
 
     Raises
     ------
-    FrontendError: A trip changes the element type or the rank of a value, or the shape of one is unknown.
+    FrontendError
+        A trip changes the element type or the rank of a value, or the shape of one is unknown.
     """
     bb = importer.bb
     initial = [tensor_of(importer, value, loop.title) for value in loop.state]
@@ -91,9 +92,12 @@ class _Made:
 
     Attributes
     ----------
-    rows: The types of the tensors that a trip collects.
-    outer: The symbolic sizes in these that mean something around the loop.
-    has_room: Of each, whether it is written to a tensor with room for all trips, not to one that grows.
+    rows : list of relax.TensorType
+        The types of the tensors that a trip collects.
+    outer : set of tirx.Var
+        The symbolic sizes in these that mean something around the loop.
+    has_room : list of bool
+        Of each, whether it is written to a tensor with room for all trips, not to one that grows.
     """
 
     loop: ImportedLoop
@@ -108,9 +112,12 @@ class _Attempt:
 
     Attributes
     ----------
-    types: Of the state, in each trip.
-    has_condition: Whether trips compute if there is another one.
-    open: Sizes in these types that each trip may change.
+    types : list of relax.TensorType
+        Of the state, in each trip.
+    has_condition : bool
+        Whether trips compute if there is another one.
+    open : set of tirx.Var
+        Sizes in these types that each trip may change.
     """
 
     importer: Importer

@@ -37,7 +37,8 @@ class Trees:
 
     Attributes
     ----------
-    members: by node of mode BRANCH_MEMBER, the numbers that it takes the true branch for.
+    members : mapping of int to sequence of float
+        By node of mode BRANCH_MEMBER, the numbers that it takes the true branch for.
     """
 
     modes: Sequence[str]
@@ -56,10 +57,14 @@ class Forest:
 
     Attributes
     ----------
-    leaves: position of each leaf among the nodes of the file.
-    children: (nodes, 2), where to go if the feature is more than the split, and where if it is not.
-    missing: 1 where a feature that is NaN counts as at most the split.
-    roots, depths: by tree; steps from the root to the deepest leaf.
+    leaves : list of int
+        Position of each leaf among the nodes of the file.
+    children : np.ndarray
+        (nodes, 2), where to go if the feature is more than the split, and where if it is not.
+    missing : np.ndarray
+        1 where a feature that is NaN counts as at most the split.
+    roots, depths : np.ndarray
+        By tree; steps from the root to the deepest leaf.
     """
 
     leaves: list[int]
@@ -136,7 +141,8 @@ def forest_of(node: Node, trees: Trees, width: int, dtype: str) -> Forest:
 
     Raises
     ------
-    FrontendError: if a node asks for a feature that is not there, a mode is unknown or a tree has a cycle.
+    FrontendError
+        If a node asks for a feature that is not there, a mode is unknown or a tree has a cycle.
     """
     for mode in trees.modes:
         if mode not in (*_MODES, LEAF):

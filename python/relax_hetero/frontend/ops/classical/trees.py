@@ -36,7 +36,8 @@ def _lists(node: Node, length: int | None, *names: str) -> list[list[Any]]:
 
     Raises
     ------
-    FrontendError: if they differ in length.
+    FrontendError
+        If they differ in length.
     """
     found = [_numbers(node, name) for name in names]
     for name, values in zip(names, found, strict=True):
@@ -213,7 +214,8 @@ def _two_classes(
 
     Raises
     ------
-    FrontendError: where ONNX Runtime leaves a score unwritten.
+    FrontendError
+        Where ONNX Runtime leaves a score unwritten.
     """
     dtype, ids = dtype_of(scores), _scored(weights)
     name = node.attribute("post_transform", "NONE")

@@ -17,6 +17,5 @@ from . import (  # noqa: F401
     products,
     quantized_ops,
     recurrent,
-    removed,
     same_as_standard,
 )

@@ -41,7 +41,8 @@ def axes_input(node: Node, index: int, rank: int) -> tuple[relax.Expr, int]:
 
     Raises
     ------
-    FrontendError: if their number is not known.
+    FrontendError
+        If their number is not known.
     """
     axes, count = _vector_of_axes(node, index)
     if count > rank:

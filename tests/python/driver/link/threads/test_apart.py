@@ -9,39 +9,31 @@ from hypothesis import strategies as st
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from relax_hetero.artifact.worker_threads import MOST_CPUS
+from relax_hetero.artifact.worker_threads import MAX_CPUS
 from relax_hetero.driver.link.llvm_kernels import build_llvm
-from relax_hetero.driver.link.threads.text import text_for
+from relax_hetero.driver.link.threads import worker_threads
+from relax_hetero.driver.link.threads.worker_threads import llvm_ir
 from relax_hetero.tir.core.builder import Function
 from relax_hetero.vm.device.workers import core_numbers
 
 TRIPLE = str(tvm.target.codegen.llvm_get_system_triple())
-WRAPPER = """
-define internal i64 @test.choose(i64 %cores, i64 %cpus, i64 %allowed, i64 %others, i64 %count, i64 %found) {
-  %a = inttoptr i64 %cores to ptr
-  %b = inttoptr i64 %allowed to ptr
-  %c = inttoptr i64 %others to ptr
-  %d = inttoptr i64 %found to ptr
-  call void @workers.choose(ptr %a, i64 %cpus, ptr %b, ptr %c, i64 %count, ptr %d)
-  ret i64 0
-}
-"""
 
 
 @pytest.fixture(scope="module")
 def choose():
     """The CPUs for a worker: the lowest CPU of every CPU's core, the CPUs allowed, those that others are on."""
-    text = text_for(TRIPLE)
-    if text is None:
+    if llvm_ir(TRIPLE) is None:
         pytest.skip("no worker threads for this operating system and processor")
-    # The rest of the text names functions that are compiled beside it: alone, this part needs none of them.
+    target = tvm.target.Target({"kind": "llvm", "mtriple": TRIPLE, "opt-level": 0})
     with Function("choose") as function:
         T.func_ret(tvm.ir.PrimType("int64"))
         params = [T.arg(f"a{i}", tirx.Var(f"a{i}", "int64")) for i in range(6)]
-        with T.attr(tirx.const(0, "int32"), "pragma_import_llvm", only_choose(text) + WRAPPER):
-            T.add_to_parent(tirx.stmt.Return(tirx.call_extern("int64", "test.choose", *params)))
-    target = tvm.target.Target({"kind": "llvm", "mtriple": TRIPLE, "opt-level": 0})
-    module = tvm.IRModule({"choose": function.result.with_attr("target", target)})
+        pointers = {i: tirx.reinterpret("handle", params[i]) for i in (0, 2, 3, 5)}
+        args = [pointers.get(i, param) for i, param in enumerate(params)]
+        T.evaluate(tirx.call_extern("void", "relax_hetero_workers_choose", *args))
+        T.add_to_parent(tirx.stmt.Return(tirx.const(0, "int64")))
+    module = worker_threads._module(target)
+    module[tvm.ir.GlobalVar("choose")] = function.result.with_attr("target", target)
     compiled = build_llvm(target, module).get_function("choose")
 
     def run(cores, allowed, others):
@@ -51,20 +43,9 @@ def choose():
             given_[cpu // 8] |= 1 << cpu % 8
         address = ctypes.addressof
         compiled(address(table), len(cores), address(given_), address(near), len(others), address(found))
-        return {cpu for cpu in range(MOST_CPUS) if found[cpu // 8] >> cpu % 8 & 1}
+        return {cpu for cpu in range(MAX_CPUS) if found[cpu // 8] >> cpu % 8 & 1}
 
     return run
-
-
-def only_choose(text):
-    names = ("@workers.untaken", "@workers.choose")
-    functions = [
-        part
-        for part in text.split("\n}\n")
-        if any(f"define internal {k} {n}(" in part for n in names for k in ("i1", "void"))
-    ]
-    lines = [part[part.index("define") :] + "\n}\n" for part in functions]
-    return "declare ptr @memset(ptr, i32, i64)\ndeclare ptr @memcpy(ptr, ptr, i64)\n" + "".join(lines)
 
 
 @st.composite
@@ -110,5 +91,5 @@ def test_every_cpu_has_the_lowest_of_its_core(machine):
 
 
 def test_cpus_of_high_numbers_have_no_entry():
-    assert core_numbers([[0, MOST_CPUS + 5], [3]]) == [0, 1, 2, 3, *range(4, MOST_CPUS)]
+    assert core_numbers([[0, MAX_CPUS + 5], [3]]) == [0, 1, 2, 3, *range(4, MAX_CPUS)]
     assert core_numbers([]) == []
