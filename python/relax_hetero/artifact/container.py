@@ -114,7 +114,7 @@ class Container:
         return self.data[self.code_begin : self.code_begin + self.code_bytes]
 
     def versions(self) -> list[Container]:
-        """This executable and its versions, as containers of one each; ValueError where the header says nonsense."""
+        """The executable and its versions, as containers of one each; ValueError where the header says nonsense."""
         entries = self.header.get("versions", [])
         if not isinstance(entries, list) or not all(map(_is_version, entries)):
             raise ValueError("its 'versions' are no list of objects with metadata and a number of constants")

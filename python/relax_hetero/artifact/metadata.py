@@ -330,7 +330,7 @@ class Metadata:
         object.__setattr__(self, "repeated", tuple(self.repeated))
 
     def to_json(self) -> str:
-        """This metadata as JSON text."""
+        """JSON text of the metadata."""
         data = {
             "devices": [asdict(device) for device in self.devices],
             "host_index": self.host_index,

@@ -209,7 +209,7 @@ class FunctionSignature:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """This signature as a JSON object."""
+        """The signature as a JSON object."""
         return {
             "name": self.name,
             "inputs": [spec_to_json(spec) for spec in self.inputs],

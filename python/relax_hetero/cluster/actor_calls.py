@@ -8,8 +8,10 @@ from .calls import ClusterCall
 
 
 class ActorCalls:
-    """The attempts under way. A call that begins again has a new number, so that what is left of an earlier attempt is
-    not taken for it."""
+    """Attempts under way.
+
+    A call that begins again has a new number, so that what is left of an earlier attempt is not taken for it.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[ClusterCall, int] = {}

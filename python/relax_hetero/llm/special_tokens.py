@@ -25,7 +25,7 @@ class Prompt(str):
 
     marks: Sequence[int]
 
-    def __new__(cls, text: str, marks: Sequence[int]) -> Prompt:
+    def __new__(cls, text: str, marks: Sequence[int]) -> Prompt:  # noqa: D102 - the class says it
         made = super().__new__(cls, text)
         made.marks = marks
         return made

@@ -38,8 +38,10 @@ LEAST_GAIN = 1.15
 
 
 def conv_layout(encoding: Encoding, cpu: CpuTarget) -> PackedLayout | None:
-    """The layout of an operand of a convolution; None for types without a kernel, and for symbolic images of types that
-    are not multiplied one channel at a time."""
+    """The layout of an operand of a convolution.
+
+    None for types without a kernel, and for symbolic images of types that are not multiplied one channel at a time.
+    """
     sizes, moves = encoding.sizes, encoding.moves
     assert moves is not None
     dot = dot_instruction_for(cpu, *encoding.element_types)

@@ -76,8 +76,10 @@ class GpuTarget:
         return self.capability >= 90
 
     def multiplies(self, lhs: str, rhs: str, acc: str) -> bool:
-        """Whether the tensor cores multiply elements of these types, alike or bytes of either sign or any float8, and
-        add them up: bytes in int32, tf32 in float32, others in any float of up to 32 bits.
+        """Return whether the tensor cores multiply elements of these types and accumulate in `acc`.
+
+        The factors are of one type, or bytes of either sign, or any float8. Bytes accumulate in int32, tf32 in float32,
+        others in any float of up to 32 bits.
         """
         families = (_BYTES, _FP8)
         alike = lhs == rhs or any(lhs in family and rhs in family for family in families)

@@ -110,8 +110,9 @@ def with_hardware(vdevice: tvm.relax.VDevice) -> tvm.relax.VDevice:
 
 
 def check_cpu_names(target: Target) -> None:
-    """Refuse an ``mtriple`` or ``mcpu`` that LLVM does not know: TVM crashes for the first, and for the second compiles
-    for the oldest CPU after a line on the error stream.
+    """Refuse an ``mtriple`` or ``mcpu`` that LLVM does not know.
+
+    TVM crashes for the first, and for the second compiles for the oldest CPU after a line on the error stream.
 
     Raises
     ------

@@ -98,7 +98,7 @@ class Profile:
     commands: tuple[CommandTime, ...] = ()
 
     def to_json(self) -> str:
-        """This profile as JSON text."""
+        """JSON text of the profile."""
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:

@@ -128,8 +128,9 @@ def is_llvm_buffer(func: tvm.ir.BaseFunc) -> bool:
 
 
 def callable_by_hand(mod: tvm.IRModule, kernels: Sequence[str]) -> tuple[tvm.IRModule, dict[str, str]]:
-    """A lowered module with kernels also as functions of pointers: of llvm devices, plain ones that are called by
-    address; of cuda devices, packed ones that launch.
+    """A lowered module with kernels also as functions of pointers.
+
+    For llvm devices these are plain functions, called by address; for cuda devices packed ones that launch.
 
     Parameters
     ----------

@@ -178,7 +178,7 @@ class TorchNode:
         return size
 
     def of(self, value: Any) -> TorchNode:
-        """This op, with another result."""
+        """The op with another result."""
         return replace(self, value=value)
 
     def cast(self, value: relax.Expr, dtype: str) -> relax.Expr:

@@ -44,6 +44,7 @@ class _Answers:
         }
 
     def usage(self, usage: Usage) -> dict[str, Any]:
+        """The last event, with the number of tokens."""
         return {**self._answer([], True), "usage": usage_json(usage)}
 
     def _text(self, token: int) -> str:
@@ -58,13 +59,16 @@ class CompletionAnswers(_Answers):
         self._offsets = [0] * choices
 
     def whole(self, texts: Sequence[tuple[str, list[TokenLogprob], str]], usage: Usage) -> dict[str, Any]:
+        """The answer that is not streamed."""
         choices = [self._choice(index, *text) for index, text in enumerate(texts)]
         return {**self._answer(choices), "usage": usage_json(usage)}
 
     def begin(self, index: int, text: str) -> dict[str, Any] | None:
+        """The first event of a choice; None where there is nothing to say."""
         return self.part(index, text, (), None) if text else None
 
     def part(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
+        """One event of a choice; the last one has a reason."""
         return self._answer([self._choice(index, text, logprobs, reason)], True)
 
     def _choice(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
@@ -92,6 +96,7 @@ class ChatAnswers(_Answers):
         super().__init__(codec, model, "chat.completion", "chatcmpl", logprobs)
 
     def whole(self, texts: Sequence[tuple[str, list[TokenLogprob], str]], usage: Usage) -> dict[str, Any]:
+        """The answer that is not streamed."""
         choices = [
             {
                 "index": index,
@@ -104,10 +109,12 @@ class ChatAnswers(_Answers):
         return {**self._answer(choices), "usage": usage_json(usage)}
 
     def begin(self, index: int, text: str) -> dict[str, Any] | None:
+        """The first event of a choice; None where there is nothing to say."""
         delta = {"role": "assistant", "content": text}
         return self._answer([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], True)
 
     def part(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
+        """One event of a choice; the last one has a reason."""
         delta = {"content": text} if text else {}
         told = self._told(logprobs) if logprobs else None
         return self._answer([{"index": index, "delta": delta, "logprobs": told, "finish_reason": reason}], True)

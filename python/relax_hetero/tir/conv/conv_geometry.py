@@ -1,4 +1,5 @@
-"""Which elements of the data the tiles of a convolution touch along one spatial dimension: plain integers, no code.
+"""Elements of the data that the tiles of a convolution touch along one spatial dimension: plain integers, no code.
+
 Rows whose length only a call knows have expressions in these places (`unknown_rows`).
 
 A tile is a run of neighbouring places of the result. Where padding reaches into it, some places of the window find no

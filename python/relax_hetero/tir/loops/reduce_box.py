@@ -123,6 +123,8 @@ class AlongReduced:
         self.together = _PARTS if not isinstance(count, int) else max(1, min(_PARTS, count // self.lanes))
 
     def write(self, tasks: int) -> None:
+        """Write the loops over all rows, in `tasks` parallel parts."""
+
         def write(part: FlatBox) -> None:
             with nested(part.spatial) as position:
                 self._row(part.at(position))

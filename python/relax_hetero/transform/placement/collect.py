@@ -1,5 +1,6 @@
-"""Read the functions of one recursion group into a graph: their bindings and scopes (`_Collector`), and what calls add
-(`CallReader`).
+"""Read the functions of one recursion group into a graph.
+
+`_Collector` reads their bindings and scopes, `CallReader` what calls add.
 """
 
 from __future__ import annotations

@@ -37,8 +37,9 @@ class TypeChoice:
 def choose_types(
     mod: tvm.IRModule, dtype: str, devices: Sequence[VDeviceSpec] | VDeviceSpec | None, accuracy: float
 ) -> list[TypeChoice]:
-    """What is rounded to which type: as asked, or to the fastest type of each device; never to bfloat16 on a device
-    that multiplies it more slowly than float32.
+    """Choose the type that each device rounds to: the one asked for, or the fastest of the device.
+
+    It is never bfloat16 on a device that multiplies it more slowly than float32.
 
     Devices are those of the module; this machine's CPU where it has none, as `rh.compile` has it.
 

@@ -124,8 +124,10 @@ def on_host(tensor: runtime.Tensor) -> runtime.Tensor:
 
 
 def view_bytes(data: np.ndarray, shape: tuple[int, ...], dtype: str) -> runtime.Tensor:
-    """A tensor over the bytes of `data` (one-dimensional ``uint8``), which it keeps alive; not to be written to where
-    `data` is read-only."""
+    """A tensor over the bytes of `data` (one-dimensional ``uint8``), which it keeps alive.
+
+    It is not to be written to where `data` is read-only.
+    """
     flat = from_array(data)
     return _view(flat, tvm_ffi.Shape(shape), dtype, 0)
 

@@ -222,7 +222,7 @@ def _gathered(
     chosen, ids = (node.emit(relax.TupleGetItem(best, index)) for index in (0, 1))
 
     def product(layer: _Layer, x: relax.Expr) -> relax.Expr:
-        """(rows, used, 1, columns)"""
+        """Multiply the rows by the matrices of their experts: (rows, used, 1, columns)."""
         taken = node.emit(relax.op.take(layer.table, ids, axis=0))
         found = node.emit(relax.op.matmul(x, node.emit(relax.op.permute_dims(taken, [0, 1, 3, 2]))))
         if layer.bias is None:

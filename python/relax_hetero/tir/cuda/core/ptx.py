@@ -243,7 +243,7 @@ def pack_pair(register: Expr, low: Expr, high: Expr, dtype: str, is_clamped: boo
 
 
 def cluster_arrive() -> None:
-    """This thread has come to the cluster's barrier; what it wrote is seen by those that `cluster_wait`."""
+    """Arrive at the cluster's barrier; what this thread wrote is seen by those that `cluster_wait`."""
     _emit("barrier.cluster.arrive.release.aligned")
 
 

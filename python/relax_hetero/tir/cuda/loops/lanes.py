@@ -170,6 +170,8 @@ class Guards:
         self.of: dict[Any, tuple[Expr, ...]] = {}
 
     def visit(self, expr: Expr, conditions: tuple[Expr, ...]) -> None:
+        """Note where an expression loads elements of the buffers, given the conditions that hold there."""
+
         def on_load(load: Load) -> None:
             if any(load.source.same_as(buffer) for buffer in self._made):
                 return

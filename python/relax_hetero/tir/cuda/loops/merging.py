@@ -72,8 +72,9 @@ def merge_of(sums: Sequence[Sum]) -> Merge | None:
 
 
 def _with_narrow_bits(value: Expr) -> Expr:
-    """`value` with masks of a number's bits as `math.extremes.is_nan` writes them: TVM widens them where it makes
-    PrimFuncs of expressions with 64-bit extents.
+    """`value` with masks of a number's bits as `math.extremes.is_nan` writes them.
+
+    TVM widens them where it makes PrimFuncs of expressions with 64-bit extents.
     """
 
     def change(node: tirx.GT) -> Expr:

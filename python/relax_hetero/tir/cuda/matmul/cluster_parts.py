@@ -48,7 +48,7 @@ class ClusterParts:
     groups: int
 
     def add(self, sums: Any, extents: tuple[int, int], kind: str, group: Expr, member: Expr) -> Any:
-        """This block's part, added in the order of the blocks; threads without sums meet the others twice.
+        """Add the block's part, in the order of the blocks; threads without sums meet the others twice.
 
         Parameters
         ----------
