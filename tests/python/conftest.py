@@ -50,7 +50,14 @@ OPTIONAL = ("slow", "timing")
 
 # Of the variants of a test one of so many runs by default, where no test says it itself: kernels are compiled for
 # each, those of GPUs run here by an interpreter, and `-m slow` and `-m gpu` run the rest.
-ONE_OF = {"tests/python/tir/cuda/": 4, "tests/python/tir/": 3, "": 1}
+ONE_OF = {
+    "tests/python/tir/cuda/": 5,
+    "tests/python/tir/": 4,
+    "tests/python/frontend/ops/": 2,
+    "tests/python/transform/": 2,
+    "tests/python/models/": 2,
+    "": 1,
+}
 
 
 def _rare(items: list[pytest.Item]) -> Generator[pytest.Item]:

@@ -8,7 +8,7 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "apps" / "onnx_backend"))
 
 # Of every run is one case of so many; one of the smaller number of them is of `make test-slow`.
-FEW, MORE = 97, 37
+FEW, MORE = 139, 37
 
 
 @pytest.mark.parametrize("every", [FEW, pytest.param(MORE, marks=pytest.mark.slow)])

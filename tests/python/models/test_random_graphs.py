@@ -160,7 +160,7 @@ def random_shape(draw: random.Random) -> tuple[int, ...]:
     return (*ends, draw.randint(3, 19), draw.randint(3, 19)) if draw.random() < 0.6 else (*ends, draw.randint(2, 96))
 
 
-@settings(max_examples=14, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.randoms(), st.tuples(st.integers(1, 2), st.sampled_from([3, 8, 17]), st.integers(3, 9), st.integers(3, 9)))
 def test_feature_maps(draw, shape):
     check(draw, shape, draw.randint(2, 7), draw.choice([None, TWO_DEVICES]))

@@ -53,6 +53,7 @@ def marked_lines() -> list[int]:
     return [number for number, line in enumerate(lines, 1) if line.endswith("# error")]
 
 
+@pytest.mark.slow
 def test_mypy(tmp_path):
     """Its cache is kept beside that of `make lint`, as reading the whole package takes it some ten seconds."""
     pytest.importorskip("mypy")

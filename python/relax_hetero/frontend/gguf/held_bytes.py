@@ -1,7 +1,7 @@
 """How many bytes of a device's memory the tensors of a GGUF file take, as its kernels read them.
 
 A CPU keeps all weights in the file's bits, and experts too. A GPU keeps 5 and 6 bits in bytes, has scales and minimums
-for blocks of its own, and has experts, and weights of 16 bits, as numbers of float32.
+for blocks of its own, has matrices of plain numbers as 16-bit floats, and experts as numbers of float32.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ...encoding.block_panels import Panels
 from ...encoding.block_weights import BlockLayout, Fragments
 from ...encoding.resolver import block_layout
 from .file import FileTensor
+from .weights import is_plain
 
 COPIED_EXPERTS = 3
 """Times that an expert's numbers go to or from memory where they are copied for the rows that chose them."""
@@ -30,6 +31,8 @@ def bytes_held(tensor: FileTensor, layout: BlockLayout | None) -> float:
     """Bytes of a tensor on a device with a layout."""
     form = FILE_FORMATS.get(tensor.type.lower())
     shape = tensor.shape
+    if isinstance(layout, Fragments) and len(shape) == 2 and (tensor.type == "F32" or is_plain(tensor.type)):
+        return 2.0 * prod(shape)
     if form is None or len(shape) < 2 or layout is None or not layout.fits(form, shape[-1]):
         return 4.0 * prod(shape)
     matrices, columns = prod(shape[:-2]), shape[-2]
