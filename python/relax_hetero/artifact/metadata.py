@@ -138,7 +138,9 @@ class ConstantSpec:
     name : str
         Its Relax name.
     shape : tuple of int
+        Extents.
     dtype : str
+        Element type.
     device : int
         Manifest index; -1: the implicit host.
     addresses : tuple of (int or str), optional
@@ -361,6 +363,11 @@ class Metadata:
         """The inverse of `to_json`; for anything else ValueError, or another error of access to data.
 
         What comes from a file is read by `check_metadata.read_metadata`.
+
+        Parameters
+        ----------
+        text : str
+            JSON text.
         """
         data = read_json(text)
         signatures = [FunctionSignature.from_json(signature) for signature in data["signatures"]]

@@ -72,6 +72,7 @@ class Schedule:
     Attributes
     ----------
     function : str
+        Name of the function.
     inputs : int
         How many parameters it has: values 0 to ``inputs - 1``.
     values : int
@@ -89,7 +90,13 @@ class Schedule:
     results: Results
 
     def with_takers(self, takers: set[str]) -> Schedule:
-        """The schedule once it is known which functions take the constants."""
+        """The schedule once it is known which functions take the constants.
+
+        Parameters
+        ----------
+        takers : set of str
+            Names of functions that take the constants.
+        """
         steps = tuple(replace(step, takes_constants=step.function in takers) for step in self.steps)
         return replace(self, steps=steps)
 
@@ -134,7 +141,13 @@ class Schedule:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Schedule:
-        """The inverse of `to_json`; raises KeyError or TypeError for anything else."""
+        """The inverse of `to_json`; raises KeyError or TypeError for anything else.
+
+        Parameters
+        ----------
+        data : dict of str to object
+            JSON object.
+        """
         steps = tuple(Step(**step) for step in data["steps"])
         return Schedule(**{**data, "steps": steps, "results": _tuples(data["results"])})
 

@@ -126,6 +126,11 @@ class CallPlan:
     def check(self, name: str) -> None:
         """Require that every value is made before it is read.
 
+        Parameters
+        ----------
+        name : str
+            Name of the function, for messages.
+
         Raises
         ------
         HeteroError

@@ -118,11 +118,23 @@ class Encoding:
 
     @staticmethod
     def parse(text: str) -> Encoding:
-        """The encoding that `str` wrote; EncodingError for other text, and for one that contradicts itself."""
+        """The encoding that `str` wrote; EncodingError for other text, and for one that contradicts itself.
+
+        Parameters
+        ----------
+        text : str
+            Encoding in the form that `str` gives.
+        """
         return _parse(text)
 
     def of(self, operand_index: int) -> Encoding:
-        """The encoding of another operand of the same op."""
+        """The encoding of another operand of the same op.
+
+        Parameters
+        ----------
+        operand_index : int
+            Position of the other operand: 0 for the left one, 1 for the right one, 2 for the result.
+        """
         return replace(self, operand_index=operand_index)
 
     @property

@@ -81,12 +81,24 @@ class Expression:
 
     @staticmethod
     def parse(text: str) -> Expression:
-        """The expression that `str` wrote; EncodingError for other text."""
+        """The expression that `str` wrote; EncodingError for other text.
+
+        Parameters
+        ----------
+        text : str
+            Expression in the form that `str` gives, such as ``maximum(x0, 0.0)``.
+        """
         return _parse(text)
 
     @staticmethod
     def operand(index: int) -> Expression:
-        """``x<index>`` alone."""
+        """``x<index>`` alone.
+
+        Parameters
+        ----------
+        index : int
+            Position among the operands.
+        """
         return Expression(Term("operand", (), (index,)))
 
     @property
@@ -107,7 +119,15 @@ class Expression:
         return list(seen)
 
     def evaluate(self, operands: Sequence[T], apply: Callable[[str, list[T], tuple[Any, ...]], T]) -> T:
-        """Fold the expression: `apply` computes op(args, params), and makes numbers; equal terms are computed once."""
+        """Fold the expression: `apply` computes op(args, params), and makes numbers; equal terms are computed once.
+
+        Parameters
+        ----------
+        operands : sequence of T
+            Values of ``x0``, ``x1``, ...
+        apply : callable
+            Function ``apply(op, args, params)`` that computes one term.
+        """
         done: dict[Term, T] = {}
         for term in self.terms():
             if term.op == "operand":
@@ -117,7 +137,13 @@ class Expression:
         return done[self.term]
 
     def substitute(self, replacements: Sequence[Expression]) -> Expression:
-        """The expression with operand i replaced by ``replacements[i]``: how two of them become one."""
+        """The expression with operand i replaced by ``replacements[i]``: how two of them become one.
+
+        Parameters
+        ----------
+        replacements : sequence of Expression
+            Expressions, one for each operand.
+        """
 
         def apply(op: str, args: list[Term], params: tuple[Any, ...]) -> Term:
             return Term(op, tuple(args), params)
@@ -125,7 +151,13 @@ class Expression:
         return Expression(self.evaluate([r.term for r in replacements], apply))
 
     def dtype(self, operands: Sequence[str]) -> str:
-        """Element type of the result for operands of these types; EncodingError where two of them differ in one op."""
+        """Element type of the result for operands of these types; EncodingError where two of them differ in one op.
+
+        Parameters
+        ----------
+        operands : sequence of str
+            Element types of ``x0``, ``x1``, ...
+        """
 
         def apply(op: str, args: list[str], params: tuple[Any, ...]) -> str:
             if op == "number":

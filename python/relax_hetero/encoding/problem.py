@@ -28,6 +28,7 @@ class Operand:
     shape : tuple of int or str
         Logical shape; a symbolic extent is a name.
     dtype : str
+        Element type.
     index_map : IndexMap
         The iteration dimension of each dimension ("1": size one, broadcast).
     layout : PackedLayout
@@ -40,7 +41,13 @@ class Operand:
     layout: PackedLayout
 
     def size(self, name: str) -> Dim:
-        """Extent of iteration dimension `name`."""
+        """Extent of iteration dimension `name`.
+
+        Parameters
+        ----------
+        name : str
+            Iteration dimension.
+        """
         return self.shape[self.index_map.index(name)]
 
 
@@ -86,6 +93,18 @@ class MatmulProblem:
 
     Attributes
     ----------
+    lhs, rhs : Operand
+        Factors; their index maps name "m" and "n", the rows and columns of the result, "k", and batch dimensions.
+    result : Operand
+        Result; its index map has "m", "n" and the batch dimensions.
+    acc_dtype : str
+        Element type of the accumulator.
+    init : Operand or None
+        Tensor that the sums start from; None: zero.
+    epilogue : Epilogue or None
+        Elementwise function of each sum and further operands.
+    rows : RowPhase or None
+        Program over whole rows of the result, such as a softmax or a norm.
     tf32 : bool
         Operands of float32 may be rounded to 10 bits of fraction before they are multiplied.
     """
@@ -117,6 +136,7 @@ class Window:
     size : int
         Places of the window (of the weight).
     stride, dilation : int
+        Distance between neighbouring windows, and between neighbouring taps of one, in elements.
     before, after : int
         Padding, in elements; a convolution's padding is zeros.
     """
@@ -133,7 +153,13 @@ class Window:
         return (self.size - 1) * self.dilation + 1
 
     def places(self, extent: int) -> int:
-        """How many windows fit along `extent` elements and the padding."""
+        """How many windows fit along `extent` elements and the padding.
+
+        Parameters
+        ----------
+        extent : int
+            Number of elements without padding.
+        """
         return (extent + self.before + self.after - self.reach) // self.stride + 1
 
 
@@ -153,6 +179,7 @@ class ConvProblem:
     result : Operand
         Index map ("b", "n", "y0", "y1", ...).
     acc_dtype : str
+        Element type of the accumulator.
     windows : tuple of Window
         One per spatial dimension.
     groups : int
@@ -231,6 +258,15 @@ class ElementwiseProblem:
     """``result = expression(x0, x1, ...)`` with broadcast; x0 has the result's shape and layout.
 
     Parameters of its kernel, in order: operands, result. Index maps name the result's dimensions "d0", "d1", ...
+
+    Attributes
+    ----------
+    expression : Expression
+        Function of one element of each operand.
+    operands : tuple of Operand
+        Tensors ``x0``, ``x1``, ... of the expression.
+    result : Operand
+        Tensor that the kernel writes.
     """
 
     expression: Expression

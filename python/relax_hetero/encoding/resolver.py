@@ -42,6 +42,11 @@ class EncodingResolver(Protocol):
     the target and an element type (see the function `group_columns`), a method ``convolution_form`` of an encoding, a
     target and the weight's layout (see the function `convolution_form`), and an attribute ``cache_key``, a text that
     changes whenever its answers do: without it no module for its devices is kept in the compile cache.
+
+    Attributes
+    ----------
+    name : str
+        Name that reports and messages use.
     """
 
     name: str
@@ -51,13 +56,38 @@ class EncodingResolver(Protocol):
 
         Asked for each of the three operands of a product or convolution (``encoding.moves`` is not None); None for
         one of them cancels all.
+
+        Parameters
+        ----------
+        encoding : Encoding
+            Op, element types and extents that the operand takes part in.
+        target : tvm.target.Target
+            Target of the device that computes the op.
         """
 
     def storage_size(self, encoding: Encoding, shape: Sequence[Any], target: tvm.target.Target) -> Any:
-        """Bytes of a tensor of `shape` (extents may be PrimExprs) under its layout; an int or a PrimExpr."""
+        """Bytes of a tensor of `shape` (extents may be PrimExprs) under its layout; an int or a PrimExpr.
+
+        Parameters
+        ----------
+        encoding : Encoding
+            Encoding of the tensor.
+        shape : sequence of object
+            Logical extents.
+        target : tvm.target.Target
+            Target of the device that holds the tensor.
+        """
 
     def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
-        """The code that solves `problem` on this target; parameters as the problem's class says."""
+        """The code that solves `problem` on this target; parameters as the problem's class says.
+
+        Parameters
+        ----------
+        problem : Problem
+            Problem with the shapes and layouts of its operands.
+        target : tvm.target.Target
+            Target of the device that runs the kernel.
+        """
 
 
 @dataclass(frozen=True)
@@ -82,6 +112,7 @@ def register_resolver(
     Parameters
     ----------
     resolver : EncodingResolver
+        Resolver with the methods of `EncodingResolver`.
     kind : str
         Target kind: "llvm", "c", "cuda", ...
     features : sequence of str
@@ -104,7 +135,13 @@ def register_resolver(
 
 
 def resolver_for(target: tvm.target.Target | str) -> EncodingResolver | None:
-    """The resolver that answers for a target, None if there is none."""
+    """The resolver that answers for a target, None if there is none.
+
+    Parameters
+    ----------
+    target : tvm.target.Target or str
+        Target or its text.
+    """
     target = tvm.target.Target(target)
     known = _features(target)
     entries = [*_own_entries(), *_entries]

@@ -70,7 +70,13 @@ class PagedCache:
         return -(-self.context // PAGE)
 
     def pages(self, window: int) -> int:
-        """Pages of a layer's cache: for each sequence those that a window and a chunk may touch, or all."""
+        """Pages of a layer's cache: for each sequence those that a window and a chunk may touch, or all.
+
+        Parameters
+        ----------
+        window : int
+            Number of latest positions that the layer sees; 0: all.
+        """
         touched = pages_of_window(window, max(self.chunks))
         return self.sequences * (min(self.most_pages, touched) if window else self.most_pages)
 
@@ -88,6 +94,7 @@ class PagedCache:
         Parameters
         ----------
         rows : int
+            Number of tokens of a call.
         kind : str
             `DECODE` or `CHUNK`.
         windows, kv_heads : sequence of int

@@ -48,7 +48,8 @@ def place(
         ``"auto"`` lets `cost_model` choose for the function "main".
     vdevices : list of str, dict, Target or VDevice, optional
         The devices, the first one the default. Default: those that the module has.
-    cost_model, objective, memory_limit : as for `from_onnx`
+    cost_model, objective, memory_limit
+        As `from_onnx` takes them.
 
     Returns
     -------

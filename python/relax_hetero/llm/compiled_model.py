@@ -49,7 +49,9 @@ class CompiledModel:
     decodes_like_prefill : bool
         Whether both functions write the same bits of a token into the cache.
     cache : KVCache
+        Keys and values of all sequences.
     machine : VirtualMachine
+        Machine that runs the executable.
 
     Raises
     ------
@@ -80,6 +82,7 @@ class CompiledModel:
         Parameters
         ----------
         slot : int
+            Slot of the sequence.
         tokens : array of int, (count,)
             At most `chunk`.
         every : bool
@@ -111,6 +114,13 @@ class CompiledModel:
 
     def decode(self, slots: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
         """Append one token to each of several sequences.
+
+        Parameters
+        ----------
+        slots : sequence of int
+            Slots of the sequences, each once.
+        tokens : sequence of int
+            Token of each sequence.
 
         Returns
         -------

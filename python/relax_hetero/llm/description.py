@@ -12,7 +12,9 @@ class ModelDescription:
     Attributes
     ----------
     name : str
+        Name of the model, as its file has it.
     vocabulary, context, slots : int
+        Number of tokens; maximum length of a sequence in tokens; maximum number of sequences in the cache.
     kv_heads, size : int
         Of keys and values, and the numbers of one.
     windows : tuple of int

@@ -111,6 +111,11 @@ class Engine:
     def tokens_of(self, text: str) -> list[int]:
         """The tokens of a prompt.
 
+        Parameters
+        ----------
+        text : str
+            Prompt.
+
         Raises
         ------
         RequestError
@@ -126,7 +131,15 @@ class Engine:
         return self.tokenizer.encode(text)
 
     def check_length(self, text: str, size: int | None = None) -> None:
-        """RequestError if a text of `size` bytes has more tokens than the context, which needs no look at them."""
+        """RequestError if a text of `size` bytes has more tokens than the context, which needs no look at them.
+
+        Parameters
+        ----------
+        text : str
+            Prompt.
+        size : int, optional
+            Size in bytes where the caller knows it.
+        """
         size = len(text.encode("utf-8", "surrogatepass")) if size is None else size
         longest = getattr(self.tokenizer, "longest", None)
         if longest and size > longest * self.model.context:
@@ -137,7 +150,13 @@ class Engine:
             )
 
     def check_prompt(self, tokens: Tokens[int]) -> None:
-        """RequestError if a prompt's tokens are none that the model can go on with."""
+        """RequestError if a prompt's tokens are none that the model can go on with.
+
+        Parameters
+        ----------
+        tokens : Tokens of int
+            Tokens of the prompt.
+        """
         if not tokens:
             raise RequestError("prompt: found no token, expected at least one")
         if len(tokens) >= self.model.context:

@@ -178,6 +178,7 @@ def save(model: CompiledModel, source: str | os.PathLike[str], folder: str | os.
     Parameters
     ----------
     model : CompiledModel
+        Model as `load` returns it for a GGUF file.
     source : str or path
         The GGUF file that it was made from: its tokenizer goes along.
     folder : str or path

@@ -109,7 +109,13 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
     def check_tokens(self, vocabulary: int) -> None:
-        """RequestError if a token is none of the model's."""
+        """RequestError if a token is none of the model's.
+
+        Parameters
+        ----------
+        vocabulary : int
+            Number of tokens of the model.
+        """
         for name, tokens in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             for token in tokens:
                 _whole(name, token, 0, vocabulary - 1)

@@ -23,7 +23,17 @@ _FIRST, _MORE = 256, 8
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token, the logarithm of its probability, and the most probable tokens in its place, in their order."""
+    """A token, the logarithm of its probability, and the most probable tokens in its place, in their order.
+
+    Attributes
+    ----------
+    token : int
+        Number of the token.
+    logprob : float
+        Natural logarithm of its probability.
+    top : tuple of (int, float)
+        Most probable tokens with their logarithms, most probable first.
+    """
 
     token: int
     logprob: float

@@ -19,6 +19,7 @@ class Prompt(str):
     Parameters
     ----------
     text : str
+        Whole text, with the parts of the template and of users.
     marks : sequence of int
         Places, in order. A name with one inside, or right behind its only character, is not the template's.
     """

@@ -161,6 +161,7 @@ def block_matmul(
         (tokens, used) of int32 or int64 then: which matrices each token is multiplied by; the nearest stand for
         missing ones. The result has the shape (tokens, used, 1, columns).
     activation_bits : int
+        8: `x` is rounded to integers of 8 bits with a scale for each 32; 16: it is not.
     rows : str
         As of dequantize_blocks.
 

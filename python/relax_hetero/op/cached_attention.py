@@ -92,6 +92,7 @@ def cached_attention(
     heads, kv_heads, size : int
         Of queries; of keys and values; and the numbers of one. `heads` is a multiple of `kv_heads`.
     scale : float
+        Factor of the scores.
     window : int
         How many of the latest keys a query sees, its own included; 0: all.
     softcap : float

@@ -98,6 +98,7 @@ def set_encoding(x: relax.Expr, encoding: EncodingLike, layout: LayoutLike = "")
     x : relax.Expr
         A plain tensor.
     encoding : Encoding or str
+        Op and operand that the tensor is laid out for.
     layout : PackedLayout or str
         How it is stored; empty until SpecializeEncodings asks the device's resolver.
 
@@ -110,17 +111,45 @@ def set_encoding(x: relax.Expr, encoding: EncodingLike, layout: LayoutLike = "")
 
 
 def unset_encoding(x: relax.Expr, encoding: EncodingLike, layout: LayoutLike = "") -> relax.Call:
-    """An encoded tensor as a plain one; `encoding` and `layout` are those of `x`. Raises as `set_encoding`."""
+    """An encoded tensor as a plain one; `encoding` and `layout` are those of `x`. Raises as `set_encoding`.
+
+    Parameters
+    ----------
+    x : relax.Expr
+        Encoded tensor.
+    encoding, layout
+        Encoding and layout of `x`.
+    """
     return make_call(UNSET, [x], EncodingAttrs(_encoding(encoding), _layout(layout)))
 
 
 def relayout(x: relax.Expr, encoding: EncodingLike, layout: LayoutLike, from_layout: LayoutLike) -> relax.Call:
-    """An encoded tensor from one layout to another, for `encoding`."""
+    """An encoded tensor from one layout to another, for `encoding`.
+
+    Parameters
+    ----------
+    x : relax.Expr
+        Encoded tensor.
+    encoding : EncodingLike
+        Encoding of the result.
+    layout, from_layout : LayoutLike
+        Layouts of the result and of `x`.
+    """
     return make_call(RELAYOUT, [x], RelayoutAttrs(_encoding(encoding), _layout(layout), _layout(from_layout)))
 
 
 def prepacked(data: relax.Expr, shape: Sequence[int] | str, encoding: EncodingLike, layout: LayoutLike) -> relax.Call:
-    """Bytes that are stored under `layout` already, as an encoded tensor of logical `shape`."""
+    """Bytes that are stored under `layout` already, as an encoded tensor of logical `shape`.
+
+    Parameters
+    ----------
+    data : relax.Expr
+        Tensor of the packed shape.
+    shape : sequence of int or str
+        Logical extents, also as text, ``64x128``.
+    encoding, layout
+        Encoding and layout of the tensor, also as text.
+    """
     text = shape if isinstance(shape, str) else "x".join(str(int(extent)) for extent in shape)
     attrs = PrepackedAttrs(text, _encoding(encoding), _layout(layout))
     return make_call(PREPACKED, [data], attrs)

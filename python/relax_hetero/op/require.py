@@ -41,6 +41,13 @@ class RequirementAttrs(tvm.ir.Attrs):
 def requirement(condition: Any, message: str) -> relax.Call:
     """The value of a `require` statement, which TVM's printer writes; `require` makes the statement.
 
+    Parameters
+    ----------
+    condition : object
+        Boolean expression over sizes.
+    message : str
+        Text of the error that a call raises where the condition does not hold.
+
     Raises
     ------
     EncodingError

@@ -85,7 +85,9 @@ class Profile:
     Attributes
     ----------
     function : str
+        Name of the function.
     rows : tuple of ProfileRow
+        Kernels, transfers and the machine's own work, longest first.
     microseconds : float
         The whole call, measuring included.
     commands : tuple of CommandTime

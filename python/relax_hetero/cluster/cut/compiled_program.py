@@ -76,6 +76,11 @@ def load_program(folder: str | os.PathLike[str]) -> Program:
 
     Running it runs the libraries' code, so a folder must be trusted as a program is.
 
+    Parameters
+    ----------
+    folder : str or PathLike of str
+        Folder with the program's description and a library for each part.
+
     Raises
     ------
     HeteroError

@@ -110,7 +110,8 @@ def auto_placement(
     ----------
     mod_or_model : IRModule, or what `from_onnx` takes
         A module is planned by its function "main", per binding; an ONNX model per node.
-    vdevices : as for `from_onnx`
+    vdevices : VDeviceEntry or iterable of VDeviceEntry
+        Devices as `from_onnx` takes them.
     cost_model : CostModel, optional
         Default ``CostModel.measured(vdevices, objective)``.
     objective : str, optional

@@ -35,6 +35,11 @@ from .encoded_values import EncodedValue, encoded_values, layout_of
 def verify_encodings(mod: tvm.IRModule) -> None:
     """Raise for the first encoded value that something plain consumes.
 
+    Parameters
+    ----------
+    mod : tvm.IRModule
+        Module whose tensors may be encoded.
+
     Raises
     ------
     EncodingError

@@ -18,6 +18,7 @@ class PlacementEntry:
     Attributes
     ----------
     function : str
+        Function of the module.
     variable : str
         The variable that is bound; for a constant the one whose binding uses it first.
     op : str
@@ -46,7 +47,13 @@ class PlacementEntry:
 
 @dataclass(slots=True)
 class PlacementReport:
-    """The entries of one `RealizeVDevice` run, in program order."""
+    """The entries of one `RealizeVDevice` run, in program order.
+
+    Attributes
+    ----------
+    entries : list of PlacementEntry
+        Ops, transfers, parameters and constants in program order.
+    """
 
     entries: list[PlacementEntry] = field(default_factory=list)
 
@@ -60,12 +67,24 @@ class PlacementReport:
 
     @staticmethod
     def from_json(text: str) -> PlacementReport:
-        """Read what `to_json` wrote."""
+        """Read what `to_json` wrote.
+
+        Parameters
+        ----------
+        text : str
+            JSON text.
+        """
         return PlacementReport.from_data(json.loads(text))
 
     @staticmethod
     def from_data(data: Iterable[Mapping[str, Any]]) -> PlacementReport:
-        """Read what `to_data` made."""
+        """Read what `to_data` made.
+
+        Parameters
+        ----------
+        data : iterable of mapping of str to object
+            List of entries as JSON data.
+        """
         return PlacementReport([PlacementEntry(**entry) for entry in data])
 
 
@@ -120,7 +139,15 @@ class Declined:
 
 @dataclass(slots=True)
 class FusionReport:
-    """The kernel calls of a module, and what was not fused, in program order."""
+    """The kernel calls of a module, and what was not fused, in program order.
+
+    Attributes
+    ----------
+    dispatches : list of DispatchEntry
+        Kernel calls and the ops that each computes.
+    declined : list of Declined
+        Ops that were not fused, with the reason.
+    """
 
     dispatches: list[DispatchEntry] = field(default_factory=list)
     declined: list[Declined] = field(default_factory=list)
@@ -131,7 +158,13 @@ class FusionReport:
 
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> FusionReport:
-        """Read what `to_data` made."""
+        """Read what `to_data` made.
+
+        Parameters
+        ----------
+        data : mapping of str to object
+            Report as JSON data.
+        """
         dispatches = [
             DispatchEntry(**{**entry, "ops": tuple(entry["ops"]), "nodes": tuple(entry.get("nodes", ()))})
             for entry in data["dispatches"]
@@ -252,7 +285,17 @@ class EncodedTransferEntry:
 
 @dataclass(slots=True)
 class EncodingReport:
-    """The encoded ops of a module, its encoded transfers and what was cancelled, in program order."""
+    """The encoded ops of a module, its encoded transfers and what was cancelled, in program order.
+
+    Attributes
+    ----------
+    ops : list of EncodedOpEntry
+        Ops with encoded operands, and the layouts of these.
+    transfers : list of EncodedTransferEntry
+        Transfers of encoded tensors.
+    cancelled : list of CancelledEntry
+        Ops whose encoding was cancelled, with the reason.
+    """
 
     ops: list[EncodedOpEntry] = field(default_factory=list)
     transfers: list[EncodedTransferEntry] = field(default_factory=list)
@@ -268,12 +311,24 @@ class EncodingReport:
 
     @staticmethod
     def from_json(text: str) -> EncodingReport:
-        """Read what `to_json` wrote."""
+        """Read what `to_json` wrote.
+
+        Parameters
+        ----------
+        text : str
+            JSON text.
+        """
         return EncodingReport.from_data(json.loads(text))
 
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> EncodingReport:
-        """Read what `to_data` made."""
+        """Read what `to_data` made.
+
+        Parameters
+        ----------
+        data : mapping of str to object
+            Report as JSON data.
+        """
         return EncodingReport(
             [
                 EncodedOpEntry(**{**entry, "operands": tuple(OperandEntry(**operand) for operand in entry["operands"])})

@@ -51,7 +51,9 @@ def update_vdevices(
     Parameters
     ----------
     mod : tvm.IRModule
+        Module with vdevices.
     new_vdevice : VDevice, or sequence of VDevice
+        Entry to append or to put at `index`, or the new list.
     index : int, optional
         Position in the module's list of the vdevice to replace.
 

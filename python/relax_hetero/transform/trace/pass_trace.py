@@ -89,6 +89,11 @@ def _kept(one: TracedPass, snapshot: Snapshot | None) -> Snapshot:
 class PassTrace(AbstractContextManager["PassTrace"]):
     """The passes that ran while this was open; `trace_passes` makes one. Printing it gives a table.
 
+    Parameters
+    ----------
+    kernels : bool
+        As `trace_passes` takes it.
+
     Attributes
     ----------
     passes : list of TracedPass
@@ -203,6 +208,11 @@ class PassTrace(AbstractContextManager["PassTrace"]):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a page of HTML with the passes, their times and what each changed; it needs no network.
+
+        Parameters
+        ----------
+        path : str or PathLike of str
+            File to write; one that is there is replaced.
 
         Raises
         ------

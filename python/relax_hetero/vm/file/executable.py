@@ -53,6 +53,7 @@ class Executable:
     metadata, constants
         As given.
     versions : tuple of Executable
+        As given, from the one that lacks the fewest devices to the one that lacks most.
     """
 
     def __init__(
@@ -113,7 +114,13 @@ class Executable:
         return MemoryPlan(self.metadata)
 
     def signature(self, name: str = "main") -> FunctionSignature:
-        """The inputs and results of function `name`; BindingError where there is none."""
+        """The inputs and results of function `name`; BindingError where there is none.
+
+        Parameters
+        ----------
+        name : str
+            Name of the function.
+        """
         signature = self.metadata.signatures.get(name) if isinstance(name, str) else None
         if signature is None:
             raise unknown_name("function", name, self.function_names, "the executable")
@@ -215,7 +222,13 @@ class Executable:
         )
 
     def export_private(self, path: Path) -> None:
-        """As `export_library`, to a file that only this user may read or write."""
+        """As `export_library`, to a file that only this user may read or write.
+
+        Parameters
+        ----------
+        path : Path
+            File to write.
+        """
         self._export(path, None, 0o600)
 
     def _export(self, path: Path, key: bytes | None, mode: int) -> None:
@@ -226,7 +239,15 @@ class Executable:
             write_executable(path, [self, *self.versions], key, mode)
 
     def write_library(self, path: Path, what: str) -> None:
-        """Write the linked code to `path`; BuildError, beginning with `what`, where it cannot be linked."""
+        """Write the linked code to `path`; BuildError, beginning with `what`, where it cannot be linked.
+
+        Parameters
+        ----------
+        path : Path
+            File to write.
+        what : str
+            Subject of error messages.
+        """
         if self._container is not None:
             self._container.code.tofile(path)
         else:

@@ -62,6 +62,11 @@ class Fence(Future[Any]):
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the result.
 
+        Parameters
+        ----------
+        timeout : float, optional
+            Maximum wait in seconds; None: without limit.
+
         Raises
         ------
         HeteroError
@@ -79,7 +84,13 @@ class Fence(Future[Any]):
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait, and return what `result` would raise, None for a result."""
+        """Wait, and return what `result` would raise, None for a result.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Maximum wait in seconds; None: without limit.
+        """
         if self._lost is not None:
             return self._lost
         if here.is_worker and not self.done():
@@ -94,7 +105,13 @@ class Fence(Future[Any]):
         return asyncio.wrap_future(self).__await__()
 
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
-        """Have `fn` called with this fence once it is done, in a queue's thread whatever other callbacks raise."""
+        """Have `fn` called with this fence once it is done, in a queue's thread whatever other callbacks raise.
+
+        Parameters
+        ----------
+        fn : callable
+            Function of the fence; its errors are logged.
+        """
         super().add_done_callback(partial(_call, fn))
 
     def cancel(self) -> bool:
@@ -113,14 +130,28 @@ class Fence(Future[Any]):
             return self.running()
 
     def settle(self, result: Any, error: BaseException | None = None) -> None:
-        """Give the fence a result or an error, unless it has one or was cancelled."""
+        """Give the fence a result or an error, unless it has one or was cancelled.
+
+        Parameters
+        ----------
+        result : object
+            Result of the call.
+        error : BaseException, optional
+            Error instead of a result.
+        """
         if not self._has_begun:
             self.begin()
         with suppress(InvalidStateError):
             self.set_result(result) if error is None else self.set_exception(error)
 
     def lose(self, error: HeteroError) -> None:
-        """Give the fence an error in a process that was forked, where nobody else knows of it and locks may be held."""
+        """Give the fence an error in a process that was forked, where nobody else knows of it and locks may be held.
+
+        Parameters
+        ----------
+        error : HeteroError
+            Error that `result` raises from now on.
+        """
         self._lost = error
 
 
