@@ -1,4 +1,4 @@
-"""What the site needs of MkDocs besides its settings: links out of docs/, and the texts of passes.
+"""What the site needs of MkDocs besides its settings: links out of docs/, the release, and the texts of passes.
 
 Pages link to files of the checkout as they lie, so that the links work where the checkout is browsed. On the site, a
 page of Markdown elsewhere in the checkout becomes a page below ``repository/``; the name of any other file is shown as
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import os
 import posixpath
 import re
 from pathlib import Path
@@ -49,7 +50,7 @@ def on_page_markdown(markdown: str, page: Any, files: Any, **_: Any) -> str:
     uri = page.file.src_uri
     place = uri.removeprefix(OUTSIDE) if uri.startswith(OUTSIDE) else f"docs/{uri}"
     markdown = NAME.sub(lambda match: f"## {match[1]}\n\n{signature(match[1], match[2])}::: {match[2]}", markdown)
-    markdown = PASS.sub(lambda match: pass_text(match[1]), markdown)
+    markdown = PASS.sub(lambda match: pass_text(match[1]), markdown).replace("<!-- release -->", release())
 
     def replaced(match: re.Match[str]) -> str:
         picture, text, target, anchor = match[1], match[2], match[3], match[4] or ""
@@ -100,6 +101,14 @@ def outside_code(pattern: re.Pattern[str], replacement: Any, text: str) -> str:
         parts += [pattern.sub(replacement, text[end : fence.start()]), fence[0]]
         end = fence.end()
     return "".join([*parts, pattern.sub(replacement, text[end:])])
+
+
+def release() -> str:
+    """The version and the repository, which the builder of the site names in ``REPOSITORY_URL``."""
+    import relax_hetero as rh
+
+    url = os.environ.get("REPOSITORY_URL", "")
+    return f"Version {rh.__version__} · " + (f"[repository]({url})" if url else "[README](../README.md)")
 
 
 def pass_text(name: str) -> str:

@@ -11,17 +11,39 @@ import re
 import subprocess
 import sys
 
+import numpy as np
+import onnx.parser
 import pytest
+from onnx import numpy_helper
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOTEBOOK = re.compile(r"\A---\njupyt")  # its blocks are cells of one program, and have a test of their own
 PATH = re.compile(r"`([\w.-]+(?:/[\w.-]+)*(?:/|\.py))`")
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\s*```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)
 
 
+MODEL = """
+    <ir_version: 8, opset_import: ["" : 17]>
+    ranker (float[4, 64] x) => (int64[4] best) {
+        [embed] h = MatMul(x, w)
+        [relu] a = Relu(h)
+        [score] s = MatMul(a, v)
+        [softmax] p = Softmax(s)
+        [choose] best = ArgMax <axis = 1, keepdims = 0> (p)
+    }"""
+"""What README.md and index.md read as `model.onnx`: the model of their picture."""
+
+
+def write_model(path):
+    model = onnx.parser.parse_model(MODEL)
+    for name, shape in (("w", (64, 512)), ("v", (512, 10))):
+        model.graph.initializer.append(numpy_helper.from_array(np.ones(shape, "float32"), name))
+    onnx.save(model, path)
+
+
 def blocks():
-    for document in DOCUMENTS:
+    for document in PAGES:
         text = document.read_text()
         if NOTEBOOK.match(text):
             continue
@@ -83,6 +105,8 @@ def test_block_runs(code, output, tmp_path, server):
         if re.search(rf"^import {package}$", code, re.MULTILINE):
             pytest.importorskip(package)
     (tmp_path / "example.py").write_text(code)
+    if 'from_onnx("model.onnx"' in code and "onnx.save" not in code:
+        write_model(tmp_path / "model.onnx")
     print(json.dumps(str(tmp_path)), file=server.stdin, flush=True)
     status = server.stdout.readline().strip()
     assert status == "0", (tmp_path / "err").read_text()
@@ -109,7 +133,7 @@ def test_the_page_on_encodings_shows_what_the_passes_make():
 
 
 def test_links_between_documents_lead_somewhere():
-    for document in DOCUMENTS:
+    for document in (*PAGES, ROOT / "CHANGELOG.md"):
         prose = re.sub(r"^ *```.*?^ *```|`[^`\n]*`(?!\])", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
         for target, anchor in re.findall(r"\]\((?!https?:)([\w./-]+)(?:#([\w-]+))?\)", prose):
             path = document.parent / target
@@ -126,7 +150,7 @@ def anchors(document):
 def test_files_and_folders_named_in_documents_exist():
     """``transform/fuse/form_rows.py`` and ``apps/bench/``: below the package, the checkout, its documents or tests."""
     bases = [ROOT / "python" / "relax_hetero", ROOT, ROOT / "docs", ROOT / "apps" / "bench", ROOT / "tests" / "python"]
-    for document in DOCUMENTS:
+    for document in PAGES:
         prose = re.sub(r"^ *```.*?^ *```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
         for path in PATH.findall(prose):
             found = any((base / path).exists() for base in (*bases, document.parent))

@@ -96,6 +96,25 @@ def test_pictures_of_reports_are_made_by_their_script_and_shown():
     assert {name for name in made if f"](../images/{name})" not in page} == set()
 
 
+def test_the_home_page_has_the_version_and_the_repository(monkeypatch):
+    assert "\n<!-- release -->\n" in (DOCS / "index.md").read_text()
+    release = runpy.run_path(str(DOCS / "tools" / "hooks.py"))["release"]
+    monkeypatch.setenv("REPOSITORY_URL", "https://host.example/owner/name")
+    assert release() == f"Version {rh.__version__} · [repository](https://host.example/owner/name)"
+    monkeypatch.delenv("REPOSITORY_URL")
+    assert "README.md" in release()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_figures_of_first_pages_are_on_the_page_of_all_figures(page):
+    (table,) = re.findall(r"^## Figures\n.*?^(\|.*?)\n\n", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    cells = " ".join(cell for row in table.splitlines()[2:] for cell in row.split("|")[2:6])
+    numbers = re.findall(r"\d[\d.,]*", cells)
+    everything = (DOCS / "reference" / "performance.md").read_text()
+    assert len(numbers) > 15
+    assert [number for number in numbers if not re.search(rf"(?<![\d.,]){re.escape(number)}", everything)] == []
+
+
 def test_the_site_loads_nothing_from_elsewhere():
     """As far as its settings say; the hooks look at each page that was built."""
     settings = (ROOT / "mkdocs.yml").read_text()
