@@ -282,6 +282,6 @@ def queued_needs(metadata: Metadata, schedule: Schedule, sizes: Mapping[str, int
 
 
 def _is_alias(metadata: Metadata, step: Step) -> bool:
-    """Whether a transfer gives memory of the CPU another device's name."""
+    """Return whether a transfer gives memory of the CPU another device's name."""
     specs = [metadata.devices[entry] for entry in (step.device, step.source) if entry >= 0]
     return all(spec.device_type == CPU and spec.memory_scope == "global" for spec in specs)

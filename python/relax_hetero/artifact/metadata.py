@@ -223,7 +223,7 @@ class RepeatedCall:
 
 @dataclass(frozen=True)
 class CacheUse:
-    """Whether an executable came from the compile cache.
+    """Use of the compile cache by a compilation.
 
     Attributes
     ----------

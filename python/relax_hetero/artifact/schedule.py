@@ -56,7 +56,7 @@ class Step:
 
     @property
     def is_transfer(self) -> bool:
-        """Whether this takes a value to another device, and computes nothing."""
+        """True if this takes a value to another device, and computes nothing."""
         return not self.function
 
     @property
@@ -103,7 +103,7 @@ class Schedule:
     def overlaps(
         self, places: Mapping[int, Hashable] | None = None, is_large: Callable[[Step], bool] = lambda step: True
     ) -> bool:
-        """Whether two large steps that compute can run at the same time within one call.
+        """Return whether two large steps that compute can run at the same time within one call.
 
         Parameters
         ----------

@@ -23,11 +23,11 @@ class ActorCalls:
             self._numbers[call] = number
 
     def has(self, call: ClusterCall, number: int) -> bool:
-        """Whether the attempt has not ended."""
+        """Return whether the attempt has not ended."""
         return self._numbers.get(call) == number
 
     def take(self, call: ClusterCall, number: int) -> bool:
-        """Whether the attempt had not ended before; it has now."""
+        """Return whether the attempt had not ended before; it has now."""
         with self._lock:
             found = self.has(call, number)
             if found:

@@ -115,7 +115,7 @@ class CallPlan:
 
     @property
     def reads_inputs_late(self) -> bool:
-        """Whether inputs are read after the call was sent: by hosts that talk, or as results."""
+        """True if inputs are read after the call was sent: by hosts that talk, or as results."""
         return bool(self.runs) or any(source.step == CALL for source in sources_of(self.result))
 
     @property

@@ -293,7 +293,7 @@ _abandoned: list[Any] = []
 
 
 def _within(seconds: float, work: Callable[[], None]) -> bool:
-    """Whether work that other processes may hold up has ended in time; it goes on in its thread otherwise."""
+    """Return whether work that other processes may hold up has ended in time; it goes on in its thread otherwise."""
     thread = threading.Thread(target=_quiet, args=(work,), name="relax_hetero link", daemon=True)
     thread.start()
     thread.join(seconds)

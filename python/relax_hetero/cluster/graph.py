@@ -93,7 +93,7 @@ class Graph:
             reference.get(timeout=-1)
 
     def is_broken(self) -> bool:
-        """Whether an actor has left its loop, so that no further call can run."""
+        """Return whether an actor has left its loop, so that no further call can run."""
         ended, _ = self._ray.wait(self._loops, timeout=0)
         return bool(ended)
 

@@ -196,7 +196,7 @@ class HostLinks:
 
 
 def _is_on(value: Any, gpu: int) -> bool:
-    """Whether a value is a tensor with elements, on that GPU."""
+    """Return whether a value is a tensor with elements, on that GPU."""
     if not isinstance(value, _Tensor):
         return False
     kind, index = value.__dlpack_device__()

@@ -122,7 +122,7 @@ class Replica:
 
     @property
     def has_room(self) -> bool:
-        """Whether it can take another call now."""
+        """True if it can take another call now."""
         return self.is_ready and self.under_way < self.limit
 
     @property

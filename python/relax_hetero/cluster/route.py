@@ -86,7 +86,7 @@ class Route:
 
     @property
     def is_chain(self) -> bool:
-        """Whether no host is visited twice: calls in flight then overlap in a graph."""
+        """True if no host is visited twice: calls in flight then overlap in a graph."""
         hosts = [slot.host for slot in self.slots]
         return len(set(hosts)) == len(hosts)
 

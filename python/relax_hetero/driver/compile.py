@@ -248,7 +248,7 @@ def run_steps(mod: tvm.IRModule, steps: Sequence[PipelineStep], progress: Progre
 
 
 def may_write_arguments(mod: tvm.IRModule) -> bool:
-    """Whether functions of a module may write to what they are given, by packed functions; True once it is lowered.
+    """True if functions of a module may write to what they are given, by packed functions; True once it is lowered.
 
     What ops that work in place write to is known for each argument (`transform.partition.written_arguments`).
     """

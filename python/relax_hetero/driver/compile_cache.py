@@ -76,7 +76,7 @@ def through_cache(
 
 
 def look_up(mod: tvm.IRModule) -> CacheUse:
-    """Whether ``rh.compile(mod, cache=True)`` would find the module (with vdevices), which stays unused."""
+    """Return whether ``rh.compile(mod, cache=True)`` would find the module (with vdevices), which stays unused."""
     folder = folder_of()
     key, why = ("", "it is switched off") if folder is None else _key(mod, command_buffers=True)
     if folder is None or not key:

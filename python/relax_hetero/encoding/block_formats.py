@@ -54,7 +54,7 @@ class BlockFormat:
 
     @property
     def is_plain(self) -> bool:
-        """Whether weights are numbers by themselves."""
+        """True if weights are numbers by themselves."""
         return self.bits == 16
 
     def bytes_of_row(self, depth: int) -> int:

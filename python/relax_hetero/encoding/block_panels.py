@@ -92,7 +92,7 @@ class RecordPlan:
         return 32 // self.form.bits
 
     def fits(self) -> bool:
-        """Whether groups do not straddle blocks."""
+        """Return whether groups do not straddle blocks."""
         return self.depth > 0 and (self.form.is_plain or self.block % self.group == 0)
 
 
@@ -165,7 +165,7 @@ class Panels:
     weight_type = "uint8"
 
     def fits(self, form: BlockFormat, depth: int) -> bool:
-        """Whether kernels multiply weights of a format."""
+        """Return whether kernels multiply weights of a format."""
         return RecordPlan(form, depth, self.columns).fits()
 
     def shapes(self, n: int, form: BlockFormat, depth: int, matrices: int = 1) -> list[list[int]]:

@@ -111,7 +111,7 @@ class Fragments:
     weight_type = "int32"
 
     def fits(self, form: BlockFormat, depth: int) -> bool:
-        """Whether kernels multiply weights of a format."""
+        """Return whether kernels multiply weights of a format."""
         bits = (4, 5, 6, 8) if form.record_bytes else (4, 8)
         return form.bits in bits and form.block % 16 == 0
 

@@ -168,7 +168,7 @@ class Encoding:
 
 
 def is_element_type(text: str) -> bool:
-    """Whether text is a TVM dtype that tensors have elements of: one lane, whole bytes."""
+    """Return whether text is a TVM dtype that tensors have elements of: one lane, whole bytes."""
     return _ELEMENT_TYPE.fullmatch(text) is not None
 
 

@@ -100,7 +100,7 @@ class PackedLayout:
 
     @property
     def is_identity(self) -> bool:
-        """Whether this is plain row-major storage."""
+        """True if this is plain row-major storage."""
         return self.outer_perm == tuple(range(len(self.outer_perm))) and not self.inner_dims
 
     def __str__(self) -> str:

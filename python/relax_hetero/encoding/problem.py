@@ -349,7 +349,7 @@ class BlockProductProblem:
 
     @property
     def is_row_by_expert(self) -> bool:
-        """Whether each expert of a token has a row of the left operand of its own."""
+        """True if each expert of a token has a row of the left operand of its own."""
         return self.lhs.shape[1] != 1
 
     @cached_property

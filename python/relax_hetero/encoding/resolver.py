@@ -154,7 +154,7 @@ def resolver_for(target: tvm.target.Target | str) -> EncodingResolver | None:
 
 
 def solves(target: tvm.target.Target, problem: type) -> bool:
-    """Whether the resolver of a target writes kernels for a class of problems, other than products and elementwise."""
+    """True if the resolver of a target writes kernels for a class of problems, other than products and elementwise."""
     return problem in getattr(resolver_for(target), "problems", ())
 
 
@@ -191,7 +191,7 @@ def page_order(target: tvm.target.Target) -> str:
 
 
 def appends_apart(target: tvm.target.Target) -> bool:
-    """Whether a target writes the keys and values of a chunk into their pages by a kernel of its own."""
+    """Return whether a target writes the keys and values of a chunk into their pages by a kernel of its own."""
     return bool(getattr(resolver_for(target), "appends_apart", False))
 
 

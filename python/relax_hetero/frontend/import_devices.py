@@ -32,5 +32,5 @@ def importing_for(devices: Sequence[tvm.relax.VDevice] | None) -> Iterator[None]
 
 
 def gathers_experts() -> bool:
-    """Whether all devices multiply rows by the experts that they choose, so that none need compute all of them."""
+    """True if all devices multiply rows by the experts that they choose, so that none need compute all of them."""
     return _GATHERS.get()

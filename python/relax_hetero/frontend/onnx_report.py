@@ -88,7 +88,7 @@ class OnnxReport:
 
     @property
     def supported(self) -> bool:
-        """Whether the model can be imported, and placed on each device."""
+        """True if the model can be imported, and placed on each device."""
         return not self.problems and all(node.status == "supported" for node in self.nodes)
 
     def __bool__(self) -> bool:

@@ -119,7 +119,7 @@ def _bindings(expr: relax.Expr) -> Iterator[relax.Binding]:
 
 
 def _has_devices(func: relax.Function) -> bool:
-    """Whether hints, annotations or transfers say where something is."""
+    """Return whether hints, annotations or transfers say where something is."""
     types = [var.ty for var in func.params] + [binding.var.ty for binding in _bindings(func.body)]
     is_placed = any(isinstance(ty, relax.TensorType) and ty.vdevice is not None for ty in types)
     values = [binding.value for binding in _bindings(func.body)]

@@ -189,7 +189,7 @@ class Engine:
 
     @property
     def healthy(self) -> bool:
-        """Whether requests are taken."""
+        """True if requests are taken."""
         return not self._closed and self._thread.is_alive()
 
     def close(self) -> None:

@@ -100,12 +100,12 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the largest logit is taken; smaller temperatures would leave nothing else, either."""
+        """True if the largest logit is taken; smaller temperatures would leave nothing else, either."""
         return self.temperature < 1e-5
 
     @property
     def penalizes(self) -> bool:
-        """Whether tokens that were seen before have other logits."""
+        """True if tokens that were seen before have other logits."""
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
     def check_tokens(self, vocabulary: int) -> None:

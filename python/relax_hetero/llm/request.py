@@ -104,7 +104,7 @@ class Request:
 
     @property
     def cancelled(self) -> bool:
-        """Whether somebody cancelled it; the engine may not have noticed yet."""
+        """True if somebody cancelled it; the engine may not have noticed yet."""
         return self._cancelled
 
     def cancel(self) -> None:

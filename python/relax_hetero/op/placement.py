@@ -138,7 +138,7 @@ def decode_hint(attrs: HintOnDeviceAttrs, vdevices: Sequence[tvm.relax.VDevice])
 
 
 def is_hint(expr: relax.Expr) -> bool:
-    """Whether `expr` is a call to ``relax.hint_on_device``.
+    """Return whether `expr` is a call to ``relax.hint_on_device``.
 
     Parameters
     ----------
@@ -248,5 +248,5 @@ def bind(expr: relax.Expr, op_name: str) -> relax.Expr:
 
 
 def can_bind() -> bool:
-    """Whether `bind` has a function to emit into."""
+    """Return whether `bind` has a function to emit into."""
     return IRBuilder.is_in_scope() or relax.BlockBuilder.current() is not None

@@ -104,7 +104,7 @@ def require_binding(condition: Any, message: str, is_dataflow: bool) -> relax.Ma
 
 
 def is_requirement(expr: relax.Expr) -> bool:
-    """Whether `expr` is the value of a `require` statement."""
+    """Return whether `expr` is the value of a `require` statement."""
     return isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op) and expr.op.name == REQUIREMENT
 
 

@@ -71,7 +71,7 @@ def module_data(mod: tvm.IRModule, title: str = "") -> dict[str, Any]:
 
 
 def _allocates_sizes(value: relax.Expr) -> bool:
-    """Whether a value is the memory in which a lowered function keeps its sizes."""
+    """Return whether a value is the memory in which a lowered function keeps its sizes."""
     callee = value.args[0] if op_name(value) == "relax.call_builtin_with_ctx" else None
     return isinstance(callee, relax.ExternFunc) and str(callee.global_symbol) == "vm.builtin.alloc_shape_heap"
 

@@ -95,7 +95,7 @@ def panel_width(cpu: CpuTarget, dot: DotInstruction, n: int) -> int:
 
 
 def _read_in_place(encoding: Encoding, dot: DotInstruction) -> bool:
-    """Whether the right operand is a small activation: it runs along a batch dimension; weights are shared by all."""
+    """True if the right operand is a small activation: it runs along a batch dimension; weights are shared by all."""
     if not _is_readable(encoding, dot) or not any(name.startswith("b") for name in encoding.of(RHS).index_map):
         return False
     k, n = encoding.sizes["k"], encoding.sizes["n"]
@@ -103,7 +103,7 @@ def _read_in_place(encoding: Encoding, dot: DotInstruction) -> bool:
 
 
 def _is_readable(encoding: Encoding, dot: DotInstruction, by_few: bool = False) -> bool:
-    """Whether the kernel had better read the right operand as it lies: rows of n, one k a step.
+    """Return whether the kernel had better read the right operand as it lies: rows of n, one k a step.
 
     Of float16 in pairs, two rows are riffled in every step, which is worth it where few rows of the left operand do.
     """

@@ -79,7 +79,7 @@ def form_of(encoding: Encoding, cpu: CpuTarget, weight: PackedLayout) -> str:
 
 
 def _is_symbolic(encoding: Encoding) -> bool:
-    """Whether a call says how large images are."""
+    """Return whether a call says how large images are."""
     return any(size == DYNAMIC and name != "b" for name, size in encoding.iteration_sizes)
 
 

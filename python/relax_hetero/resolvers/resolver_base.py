@@ -70,7 +70,7 @@ class ResolverBase(ABC):
         """See `EncodingResolver.resolve`."""
 
     def is_packed_in_kernel(self, encoding: Encoding, cpu: CpuTarget) -> bool:
-        """Whether tile registers multiply rows of n that the kernel packs itself, panel by panel.
+        """Return whether tile registers multiply rows of n that the kernel packs itself, panel by panel.
 
         Vectors read them as well, a group of k at a time, where the process may not use tiles; but not with
         compensation, which is part of packed storage.

@@ -72,7 +72,7 @@ class GpuTarget:
 
     @property
     def overlaps_launches(self) -> bool:
-        """Whether a launch may begin before the one before it has ended (from 9.0)."""
+        """True if a launch may begin before the one before it has ended (from 9.0)."""
         return self.capability >= 90
 
     def multiplies(self, lhs: str, rhs: str, acc: str) -> bool:

@@ -136,7 +136,7 @@ def check_cpu_names(target: Target) -> None:
 
 
 def _is_alias(cpu: str, triple: str) -> bool:
-    """Whether LLVM knows a CPU that its list lacks, such as ``apple-m1``: it has more features than the generic one."""
+    """True if LLVM knows a CPU that its list lacks, such as ``apple-m1``: it has more features than the generic one."""
     if cpu == str(codegen.llvm_get_system_cpu()):
         return True
     found, least = (

@@ -37,7 +37,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether every element is within tolerance."""
+        """True if every element is within tolerance."""
         return self.wrong == 0 and not self.problem
 
 

@@ -100,7 +100,7 @@ def read_part(mod: tvm.IRModule, host: str, func: relax.Function) -> HostPart:
 
 
 def talks_inside(mod: tvm.IRModule, func: relax.Function) -> bool:
-    """Whether a part sends or receives inside of a branch, or in a function that it calls."""
+    """Return whether a part sends or receives inside of a branch, or in a function that it calls."""
     outer = {binding.var for binding in walk_bindings(func.body, nested=False)}
     if any(_talk(b.value) is not None and b.var not in outer for b in walk_bindings(func.body)):
         return True

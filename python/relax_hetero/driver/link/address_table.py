@@ -123,7 +123,7 @@ def by_address(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[AddressTable]]:
 
 
 def is_llvm_buffer(func: tvm.ir.BaseFunc) -> bool:
-    """Whether a function is a command buffer of an llvm device."""
+    """Return whether a function is a command buffer of an llvm device."""
     return isinstance(func, tirx.PrimFunc) and COMMANDS in func.attrs and func.attrs["target"].kind.name == "llvm"
 
 

@@ -221,13 +221,13 @@ def _built(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Targ
 
 
 def runs_commands(func: tirx.PrimFunc) -> bool:
-    """Whether a function is host code for a device: a command buffer, or a function that calls others."""
+    """Return whether a function is host code for a device: a command buffer, or a function that calls others."""
     on_global = (tvm.ir.GlobalVar, VisitInterrupt)
     return COMMANDS in func.attrs or structural_walk(func.body, on_global) is not None
 
 
 def binds_threads(func: tirx.PrimFunc) -> bool:
-    """Whether any loop of a kernel is bound to a GPU thread axis."""
+    """Return whether any loop of a kernel is bound to a GPU thread axis."""
 
     def on_loop(loop: tirx.For) -> VisitInterrupt | None:
         return VisitInterrupt(loop) if loop.kind == tirx.ForKind.THREAD_BINDING else None

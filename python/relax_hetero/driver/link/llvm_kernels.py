@@ -79,7 +79,7 @@ def _loosened(buffer: tvm.ir.Var) -> tvm.ir.Var:
 
 
 def types_are_true(mod: tvm.IRModule) -> bool:
-    """Whether every tensor in a module's Relax functions is what its type says, if the arguments of calls are.
+    """Return whether every tensor in a module's Relax functions is what its type says, if the arguments of calls are.
 
     The machine has checked the arguments of a call; all else was allocated, or is a constant. Only the results of other
     packed functions may be anything.

@@ -103,7 +103,7 @@ class Figures:
 
 
 def are_here(vdevices: Sequence[relax.VDevice]) -> bool:
-    """Whether all these devices are on this machine: CPU code has to be for this very CPU."""
+    """Return whether all these devices are on this machine: CPU code has to be for this very CPU."""
     return all(host_of(vdevice) is None and _is_here(vdevice) for vdevice in vdevices)
 
 

@@ -147,7 +147,7 @@ class _Function:
         return attended, self.emit(relax.TupleGetItem(both, 1), f"{name}.attn.pages", is_output=True)
 
     def _joins(self, name: str, tensors: dict[str, int]) -> bool:
-        """Whether products of one operand by matrices of so many rows are one product, on a GPU: a launch less each."""
+        """True if products of one operand by matrices of so many rows are one product, on a GPU: a launch less each."""
         if not self.types.are_alike([name, *tensors]) or self.types.of(name) == "float32":
             return False
         weights, biases = self.weights, [(f"{part}.bias", rows) for part, rows in tensors.items()]

@@ -92,7 +92,7 @@ class _Coder:
 
     @property
     def is_needed(self) -> bool:
-        """Whether the graph has any strings."""
+        """True if the graph has any strings."""
         return bool(self._values or self._nodes)
 
     def read(self, graph: onnx.GraphProto) -> None:

@@ -30,7 +30,7 @@ _MOST_EXTENTS = 100_000
 
 
 def is_external(tensor: onnx.TensorProto) -> bool:
-    """Whether a tensor's data lies in another file."""
+    """Return whether a tensor's data lies in another file."""
     return bool(external_data_helper.uses_external_data(tensor))
 
 

@@ -164,7 +164,7 @@ def _known_sizes_first(imported: ImportedGraph) -> list[relax.Binding]:
 
 
 def _stands_alone(binding: relax.Binding) -> bool:
-    """Whether a binding is kept out of dataflow blocks.
+    """Return whether a binding is kept out of dataflow blocks.
 
     An `If` cannot be in one. A match_cast makes sizes, and FuseOps would move kernels that need them before it; a
     requirement makes none.

@@ -83,7 +83,7 @@ class Node:
         budget().check_nodes(int(ops), self.title)
 
     def has(self, index: int) -> bool:
-        """Whether input `index` is given."""
+        """Return whether input `index` is given."""
         return index < len(self.inputs) and self.inputs[index] is not None
 
     def tensor(self, index: int) -> relax.Expr:
@@ -332,7 +332,7 @@ def dtype_of(value: relax.Expr) -> str:
 
 
 def is_float(dtype: str) -> bool:
-    """Whether a dtype is a floating-point one."""
+    """Return whether a dtype is a floating-point one."""
     return dtype.startswith(("float", "bfloat"))
 
 

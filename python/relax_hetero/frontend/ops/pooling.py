@@ -74,7 +74,7 @@ class Windows:
         return pads if len(pads) == 2 * len(after) and min(pads[len(after) :]) >= 0 else None
 
     def inside(self, places: Sequence[tirx.Expr]) -> tirx.Expr:
-        """Whether a place is in the image."""
+        """Return whether a place is in the image."""
         checks = [tirx.all(place >= 0, place < self.image[a]) for a, place in enumerate(places)]
         return tirx.all(*checks)
 

@@ -70,14 +70,14 @@ def _rule(*names: str) -> Callable[[Converter], Converter]:
 
 
 def is_complex(fake: Any) -> bool:
-    """Whether torch found a complex tensor, or a list with one."""
+    """Return whether torch found a complex tensor, or a list with one."""
     if isinstance(fake, (list, tuple)):
         return any(map(is_complex, fake))
     return isinstance(fake, torch_package().Tensor) and bool(fake.dtype.is_complex)
 
 
 def has_complex(arguments: Any) -> bool:
-    """Whether a value, or one in a list, is complex."""
+    """Return whether a value, or one in a list, is complex."""
     if isinstance(arguments, (list, tuple)):
         return any(map(has_complex, arguments))
     return isinstance(arguments, Complex)
@@ -93,7 +93,7 @@ def part_of(fake: Any) -> Any:
 
 
 def converts_complex(op: str) -> bool:
-    """Whether an op, by its name without overload, has a rule for complex values."""
+    """Return whether an op, by its name without overload, has a rule for complex values."""
     return op in _RULES or op in _ALIKE
 
 

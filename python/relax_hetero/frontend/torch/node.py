@@ -229,7 +229,7 @@ class TorchNode:
         return axis % rank if rank else 0
 
     def sizes_equal(self, a: Any, b: Any) -> bool:
-        """Whether two sizes are known to be the same."""
+        """Return whether two sizes are known to be the same."""
         return _same(a, b)
 
     def static(self, dims: Sequence[Any], what: str) -> list[int]:

@@ -69,7 +69,7 @@ class Body(BaseModel):
 
     @property
     def tells_usage(self) -> bool:
-        """Whether a stream ends with the number of tokens."""
+        """True if a stream ends with the number of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def params(self, choice: int, max_tokens: int | None, logprobs: int | None) -> SamplingParams:

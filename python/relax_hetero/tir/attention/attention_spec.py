@@ -96,7 +96,7 @@ class HeadsView(View):
         self._start = self._held(self._start)
 
     def runs_along(self, name: str) -> bool:
-        """Whether the tensor has the iteration dimension (else it is broadcast along it)."""
+        """Return whether the tensor has the iteration dimension (else it is broadcast along it)."""
         return name in self._strides
 
     def stride(self, name: str) -> Expr:
@@ -329,7 +329,7 @@ def accumulation(problem: AttentionProblem, cpu: CpuTarget) -> DotInstruction:
 
 
 def _lies_in_pairs(problem: AttentionProblem, dtype: str) -> bool:
-    """Whether operands are of a type of which an even number lies together, and queries enough to pack keys for."""
+    """True if operands are of a type of which an even number lies together, and queries enough to pack keys for."""
     operands = (problem.query, problem.key, problem.value)
     if any(operand.dtype != dtype for operand in operands) or _is_decode(problem):
         return False

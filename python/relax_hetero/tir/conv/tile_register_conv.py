@@ -224,7 +224,7 @@ class _Block:
         )
 
     def _is_inside(self, outer_taps: Sequence[Expr], row: Expr) -> Expr | None:
-        """Whether the image has a row; None: each that is asked for."""
+        """Return whether the image has a row; None: each that is asked for."""
         conv, checks = self.conv, []
         positions = [self._outer_position(d, tap) for d, tap in enumerate(outer_taps)]
         positions += [row] if len(conv.windows) > 1 else []

@@ -145,7 +145,7 @@ def _is_zero(value: Expr) -> bool:
 
 
 def has_temporaries(kernel: tirx.PrimFunc) -> bool:
-    """Whether a kernel may have temporaries that TVM takes from a workspace: those of a kilobyte and more."""
+    """Return whether a kernel may have temporaries that TVM takes from a workspace: those of a kilobyte and more."""
 
     def large(buffer: tirx.Var) -> bool:
         ty = buffer.ty

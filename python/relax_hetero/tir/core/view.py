@@ -131,7 +131,7 @@ class OperandView(View):
         self._strides = row_major(self.layout.packed_shape(self.extents), lambda a, b: opaque(a * b))
 
     def runs_along(self, name: str) -> bool:
-        """Whether the operand has the iteration dimension (else it is broadcast along it)."""
+        """Return whether the operand has the iteration dimension (else it is broadcast along it)."""
         return name in self.index_map
 
     def exact_extent(self, name: str) -> Expr | None:
@@ -141,7 +141,7 @@ class OperandView(View):
         return self.extents[d] if known else None
 
     def is_padded(self, name: str, unit: int) -> bool:
-        """Whether storage goes on to the next multiple of `unit` along an iteration dimension."""
+        """Return whether storage goes on to the next multiple of `unit` along an iteration dimension."""
         return self.runs_along(name) and self.layout.tile(self.index_map.index(name)) % unit == 0
 
     def merge(self, first: str, second: str) -> None:

@@ -38,7 +38,7 @@ LEAST: dict[Unit, int] = {
 
 
 def is_worth_tasks(unit: Unit, work: Any) -> bool:
-    """Whether to share work among cores; work that only the run knows (a PrimExpr, None) is shared."""
+    """Return whether to share work among cores; work that only the run knows (a PrimExpr, None) is shared."""
     return not isinstance(work, (int, float)) or work >= LEAST[unit]
 
 

@@ -80,7 +80,7 @@ def stride(offset: Expr, var: tirx.Var) -> Expr | None:
 
 
 def is_step(step: Expr | None, number: int) -> bool:
-    """Whether a stride is known to be a number."""
+    """Return whether a stride is known to be a number."""
     return isinstance(step, int) and step == number
 
 

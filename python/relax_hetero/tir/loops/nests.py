@@ -241,7 +241,7 @@ def _size(stage: Stage) -> float:
 
 
 def is_at(load: Load, computed: Stage | Nest) -> bool:
-    """Whether a stage or nest reads at the place that it computes."""
+    """Return whether a stage or nest reads at the place that it computes."""
     axes = _axes(computed)
     return len(load.indices) == len(axes) and all(
         axis.extent == 1 or index.same_as(axis.var) for index, axis in zip(load.indices, axes, strict=True)

@@ -101,7 +101,7 @@ def parts_of(box: FlatBox) -> list[Combined]:
 
 
 def is_number(value: Expr, number: Expr) -> bool:
-    """Whether an expression is a certain constant."""
+    """Return whether an expression is a certain constant."""
     numbers = (tirx.IntImm, tirx.FloatImm)
     return isinstance(value, numbers) and isinstance(number, numbers) and float(value) == float(number)
 

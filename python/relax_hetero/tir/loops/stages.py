@@ -51,7 +51,7 @@ class NotStages(Exception):
 
 
 def is_written(func: tirx.PrimFunc) -> bool:
-    """Whether a PrimFunc has no blocks but the one around everything: a generator wrote its loops, or this package."""
+    """True if a PrimFunc has no blocks but the one around everything: a generator wrote its loops, or this package."""
     found: list[SBlockRealize] = []
     structural_walk(func.body, (SBlockRealize, found.append))
     return len(found) < 2

@@ -159,10 +159,10 @@ def lanes_of(nest: Nest, cpu: CpuTarget) -> int:
 
 
 def varies_inside(box: FlatBox, var: tirx.Var) -> bool:
-    """Whether a choice of one of two values hangs on a variable: the lanes of a vector cannot choose alone."""
+    """Return whether a choice of one of two values hangs on a variable: the lanes of a vector cannot choose alone."""
     return any(var in variables(c) for value in box.nest.expressions() for c in choices_of(value))
 
 
 def chooses(value: tirx.Expr) -> bool:
-    """Whether an expression has choices."""
+    """Return whether an expression has choices."""
     return bool(choices_of(value))

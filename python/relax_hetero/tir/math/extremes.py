@@ -29,7 +29,7 @@ def minimum(a: Expr, b: Expr) -> Expr:
 
 
 def is_nan(x: Expr) -> Expr:
-    """Whether a floating-point expression is NaN, by its bits.
+    """Return whether a floating-point expression is NaN, by its bits.
 
     TVM would simplify ``x != x`` to false, and generates a call for each lane of ``isnan`` of a vector.
     """
@@ -50,7 +50,7 @@ _BITS = {
 
 
 def index_wins(one: Sequence[Expr], other: Sequence[Expr], largest: bool, last: bool) -> Expr:
-    """Whether the first of two pairs of index and value is the one that is looked for; NaN comes before all numbers."""
+    """True if the first of two pairs of index and value is the one that is looked for; NaN comes before all numbers."""
     is_more = one[1] > other[1] if largest else one[1] < other[1]
     is_before = one[0] > other[0] if last else one[0] < other[0]
     of_numbers = tirx.any(is_more, tirx.all(tirx.EQ(one[1], other[1]), is_before))

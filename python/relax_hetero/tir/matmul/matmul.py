@@ -216,7 +216,7 @@ def _tiles_per_block(tiles: Expr, split: Split, rows: int) -> int:
 
 
 def _is_prefetched(spec: MatmulSpec, cpu: CpuTarget, split: Split) -> bool:
-    """Whether the tiles that go over a panel prefetch the next one.
+    """Return whether the tiles that go over a panel prefetch the next one.
 
     Worth it where a packed right operand comes from memory or the last-level cache, unless hardly a row goes over it.
     """

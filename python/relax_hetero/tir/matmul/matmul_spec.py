@@ -156,7 +156,7 @@ class KRange:
 
     @property
     def whole(self) -> bool:
-        """Whether this is all of k."""
+        """True if this is all of k."""
         return self.first is True and self.last is True
 
     @property

@@ -27,7 +27,7 @@ PANEL_BYTES = 1 << 19
 
 
 def is_row_major(rhs: OperandView) -> bool:
-    """Whether the right operand lies as rows of n, which tiles cannot read."""
+    """Return whether the right operand lies as rows of n, which tiles cannot read."""
     return rhs.layout.is_identity and tuple(rhs.index_map[-2:]) == ("k", "n")
 
 

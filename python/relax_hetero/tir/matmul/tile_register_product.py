@@ -58,7 +58,7 @@ _LEFT, _RIGHT = (4, 5), (6, 7)  # tiles of factors; those of sums are 0 to 3, tw
 
 
 def takes_tiles(spec: MatmulSpec, instruction: TileInstruction) -> bool:
-    """Whether tiles can read the operands as they are stored, and there are rows enough."""
+    """Return whether tiles can read the operands as they are stored, and there are rows enough."""
     lhs, rhs = spec.lhs, spec.rhs
     if not isinstance(spec.k, int) or not isinstance(spec.n, int) or 0 in (spec.k, spec.n):
         return False
@@ -423,7 +423,7 @@ class _Pair:
 
 
 def _is_direct(product: _Product) -> bool:
-    """Whether tiles of sums are stored to the result as they are."""
+    """Return whether tiles of sums are stored to the result as they are."""
     spec = product.spec
     is_plain = spec.epilogue.expression == Expression.operand(0) and spec.result.dtype == spec.dot.types[2]
     is_whole = isinstance(spec.m, int) and spec.m % product.height == 0 and spec.n % (product.vectors * _LANES) == 0

@@ -54,7 +54,7 @@ define void @{_COPY}(ptr %source, ptr %target, i64 %mask) {{
 
 
 def may_use_tiles() -> Expr:
-    """Whether the operating system lets the process use tiles; asks at first."""
+    """Return whether the operating system lets the process use tiles; asks at first."""
     return tirx.EQ(tirx.call_extern("int32", _ASK), tirx.const(1, "int32"))
 
 

@@ -221,7 +221,7 @@ def value_types(program: RowProgram, plan: RowPlan, operands: list[str], kept: s
 
 
 def carries_nan(program: RowProgram, number: int) -> bool:
-    """Whether the greatest or least number of a row with NaN must be NaN.
+    """Return whether the greatest or least number of a row with NaN must be NaN.
 
     Not where it is only subtracted from the very values before they are added up, as a softmax does: the sum is NaN
     then.

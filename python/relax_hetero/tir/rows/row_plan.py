@@ -83,7 +83,7 @@ def plan_rows(
 
 
 def is_read_after_keeping(plan: RowPlan, operand: int) -> bool:
-    """Whether an element of an operand is read once something waits for a later pass in the result's row."""
+    """Return whether an element of an operand is read once something waits for a later pass in the result's row."""
     keeps = False
     for step in plan.passes:
         if keeps and step.keep is not None and operand in operands_of(step.keep):
@@ -160,7 +160,7 @@ class _Planner:
         return reduction.kind == "max" and reduction.expression.term == term.args[0]
 
     def _is_softmax_sum(self, term: Term) -> bool:
-        """Whether a term is a sum of exponentials of which one is 1, so that it has a finite reciprocal."""
+        """Return whether a term is a sum of exponentials of which one is 1, so that it has a finite reciprocal."""
         number = term.params[0] - self.program.num_operands if term.op == "operand" else -1
         if not 0 <= number < len(self.program.reductions) or self.program.reductions[number].kind != "sum":
             return False

@@ -92,7 +92,7 @@ def _lanes(views: list[OperandView], cpu: CpuTarget) -> int:
 
 
 def _holds_floats(dtype: str) -> bool:
-    """Whether rows of a type can hold what is computed, unrounded."""
+    """Return whether rows of a type can hold what is computed, unrounded."""
     return dtype in ("float32", "float64")
 
 

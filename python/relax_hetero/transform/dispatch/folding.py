@@ -32,7 +32,7 @@ def fold_constants(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def _is_foreign(kernel: tvm.tirx.PrimFunc) -> bool:
-    """Whether a kernel does not run on this CPU: it says so, or binds the threads of a GPU."""
+    """Return whether a kernel does not run on this CPU: it says so, or binds the threads of a GPU."""
     if "target" in kernel.attrs:
         return bool(kernel.attrs["target"].kind.name != "llvm")
     return is_one_launch(kernel)

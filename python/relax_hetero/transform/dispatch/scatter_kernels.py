@@ -78,7 +78,7 @@ def _of_gpus(builder: relax.BlockBuilder, call: relax.Call, problem: ScatterProb
 
 
 def _is_exact(problem: ScatterProblem) -> bool:
-    """Whether reductions of a CPU's kernel are those of stock TVM's, which computes with wider numbers."""
+    """Return whether reductions of a CPU's kernel are those of stock TVM's, which computes with wider numbers."""
     return problem.reduction == "update" or problem.dtype in ("float32", "float64", "int32", "int64")
 
 

@@ -85,7 +85,7 @@ def fused_variables(func: relax.Function) -> set[relax.Var]:
 
 
 def may_write(value: relax.Expr) -> bool:
-    """Whether this may change a tensor in place: by its op, or by code that is not Relax's."""
+    """Return whether this may change a tensor in place: by its op, or by code that is not Relax's."""
     if not isinstance(value, relax.Call):
         return False
     name = op_name(value)

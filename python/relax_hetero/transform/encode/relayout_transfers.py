@@ -52,7 +52,7 @@ class Crossing:
 
     @property
     def before(self) -> bool:
-        """Whether the source lays it out again: that and its transfer cost no more than the other way round.
+        """True if the source lays it out again: that and its transfer cost no more than the other way round.
 
         Compensation and transformed windows are left to the CPU whose layout has them: GPUs never compute either.
         """

@@ -299,7 +299,7 @@ def _take_elementwise(block: Block, product: _Product, taken: set[int], kept: li
 
 
 def _is_readable(tensor: relax.Expr, result: relax.Var) -> bool:
-    """Whether an operand has the result's shape, or one number for a column or for all."""
+    """Return whether an operand has the result's shape, or one number for a column or for all."""
     shape, whole = shape_of(tensor), shape_of(result) or []
     if shape is None:
         return False

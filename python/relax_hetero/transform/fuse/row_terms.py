@@ -49,7 +49,7 @@ class RowOp:
 
     @property
     def is_wide(self) -> bool:
-        """Whether the result has all of the row."""
+        """True if the result has all of the row."""
         return self.call.op.name in WIDE
 
 

@@ -41,7 +41,7 @@ def lying(values: Sequence[Any], axes: Axes) -> list[Any]:
 
 
 def moves_nothing(shape: Sequence[Any], axes: Axes) -> bool:
-    """Whether a permutation of a tensor of `shape` moves no element: only extents of 1 change places."""
+    """Return whether a permutation of a tensor of `shape` moves no element: only extents of 1 change places."""
     moved = [axis for axis in axes if not is_one(shape[axis])]
     return moved == sorted(moved)
 

@@ -47,7 +47,7 @@ _GROWTH, _GROWN = 64, 16 << 20
 
 
 def grows_too_much(nbytes: int, origin: int) -> bool:
-    """Whether `nbytes` of a result are too many to be kept in place of `origin` bytes of constants that it comes from.
+    """True if `nbytes` of a result are too many to be kept in place of `origin` bytes of constants that it comes from.
 
     Weights of 4 bits that become float32 grow eight times. A kernel fills a tensor with a scalar faster.
     """
@@ -110,7 +110,7 @@ def _computation(call: relax.Call, shape: list[int]) -> Callable[..., np.ndarray
 
 
 def _is_folded_cast(value: relax.Expr, dtype: str) -> bool:
-    """Whether a cast is computed now: not of bytes that may be quantized weights, which products read as they are."""
+    """True if a cast is computed now: not of bytes that may be quantized weights, which products read as they are."""
     source = str(value.ty.dtype)
     if {source, dtype} <= {*_FLOATS, *_HALVES}:
         return True

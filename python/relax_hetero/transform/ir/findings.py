@@ -133,7 +133,7 @@ def with_findings(mod: tvm.IRModule, **found: Any) -> tvm.IRModule:
 
 
 def keeps_findings(mod: tvm.IRModule) -> bool:
-    """Whether passes add to the module's record."""
+    """Return whether passes add to the module's record."""
     return bool(mod.attrs and _attribute("fusions") in mod.attrs)
 
 
@@ -222,7 +222,7 @@ def collect_fusions() -> Iterator[FusionReport]:
 
 
 def is_collecting() -> bool:
-    """Whether anyone wants to know what passes find: a pass skips what only a report needs."""
+    """Return whether anyone wants to know what passes find: a pass skips what only a report needs."""
     return bool(_OPEN.get())
 
 

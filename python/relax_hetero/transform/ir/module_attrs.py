@@ -42,7 +42,7 @@ def mark_lowered(mod: tvm.IRModule, vdevices: int, public: list[str], kernels: l
 
 
 def is_lowered(mod: tvm.IRModule) -> bool:
-    """Whether LowerToVM has been applied."""
+    """Return whether LowerToVM has been applied."""
     return bool(mod.attrs and LOWERED in mod.attrs)
 
 

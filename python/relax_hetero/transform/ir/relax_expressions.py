@@ -126,7 +126,7 @@ def scalar_of(expr: relax.Expr) -> int | float | None:
 
 
 def is_supported(op: str, dtype: str) -> bool:
-    """Whether expressions compute an op of an element type."""
+    """Return whether expressions compute an op of an element type."""
     if dtype == "float64":
         return op not in _NOT_IN_DOUBLE
     return dtype in _FLOATS or (dtype in _INTEGERS and op in _FOR_INTEGERS)

@@ -19,7 +19,7 @@ _VIEWS = (RESHAPE, "relax.memory.view", "relax.memory.ensure_zero_offset")
 
 
 def is_view(value: relax.Expr) -> bool:
-    """Whether this shows the memory of its first operand."""
+    """Return whether this shows the memory of its first operand."""
     return op_name(value) in _VIEWS
 
 

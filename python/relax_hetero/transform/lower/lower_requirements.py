@@ -251,7 +251,7 @@ def allocations(bindings: Iterable[relax.Binding]) -> list[Allocation]:
 
 
 def _chooses(expr: Any) -> bool:
-    """Whether an expression is one of some sizes and numbers, the least or greatest."""
+    """Return whether an expression is one of some sizes and numbers, the least or greatest."""
     if isinstance(expr, (tirx.Min, tirx.Max)):
         return _chooses(expr.a) and _chooses(expr.b)
     return isinstance(expr, (tirx.Var, tirx.IntImm))

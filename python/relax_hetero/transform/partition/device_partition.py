@@ -277,7 +277,7 @@ class BindingDevices:
         self._of_functions: dict[tvm.ir.GlobalVar, _Uses] = {}
 
     def is_free(self, binding: relax.Binding) -> bool:
-        """Whether a binding costs nothing: it names, groups or views others, is a shape or a number, or requires."""
+        """True if a binding costs nothing: it names, groups or views others, is a shape or a number, or requires."""
         value = binding.value
         return (
             is_requirement(value)
@@ -313,7 +313,7 @@ class BindingDevices:
                     yield vdevice_index(ty.vdevice, self._vdevices)
 
     def writes_what_others_see(self, function: relax.Function) -> bool:
-        """Whether a function may overwrite a tensor that something else of it reads.
+        """Return whether a function may overwrite a tensor that something else of it reads.
 
         It does not where the tensor is a parameter, which is the call's own then, or comes out of a kernel, and nothing
         but the work that overwrites it uses it.

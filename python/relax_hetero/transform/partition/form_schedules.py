@@ -187,7 +187,7 @@ class _Cutter:
         )
 
     def _is_computed(self, var: relax.Var) -> bool:
-        """Whether a step that is no mere transfer has made a variable."""
+        """Return whether a step that is no mere transfer has made a variable."""
         index = self._position.get(var)
         return index is not None and not is_transfer(self._bindings[index])
 

@@ -237,7 +237,7 @@ def leaves_of(ty: tvm.ir.Type) -> Iterator[tvm.ir.Type]:
 
 
 def _is_size_like(var: relax.Var) -> bool:
-    """Whether a variable, or a part of it, has no device."""
+    """Return whether a variable, or a part of it, has no device."""
     return any(not isinstance(ty, (relax.TensorType, relax.FuncType)) for ty in leaves_of(var.ty))
 
 
@@ -249,7 +249,7 @@ def _calls_closure(value: relax.Expr) -> bool:
 
 
 def has_effect(value: relax.Call) -> bool:
-    """Whether a call, of no function of the module, does something besides what it returns; writes are not meant."""
+    """True if a call, of no function of the module, does something besides what it returns; writes are not meant."""
     if isinstance(value.op, relax.ExternFunc):
         return True
     return isinstance(value.op, tvm.ir.Op) and value.op.name in ("relax.print", "relax.assert_op")

@@ -111,7 +111,7 @@ def transfer_dependences(
 
 
 def is_transfer(binding: relax.Binding) -> bool:
-    """Whether a binding takes a value to another device."""
+    """Return whether a binding takes a value to another device."""
     return op_name(binding.value) == TRANSFER
 
 
@@ -125,7 +125,7 @@ def _numbered(chosen: Sequence[bool], first: int = 0) -> list[int]:
 
 
 def _enters(index: int, makers: list[list[int]], devices: Sequence[int | None], apart: Sequence[bool]) -> bool:
-    """Whether work reads what other work made on another device."""
+    """Return whether work reads what other work made on another device."""
     if apart[index] or devices[index] is None:
         return False
     return any(devices[maker] != devices[index] for maker in makers[index] if not apart[maker])

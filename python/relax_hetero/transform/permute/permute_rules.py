@@ -96,7 +96,7 @@ def _axes_of(given: Any, rank: int) -> list[int]:
 
 
 def _leaves_last(dims: Sequence[int], axes: Axes) -> bool:
-    """Whether an op along `dims`, the innermost among them, would no longer go along what is innermost in memory.
+    """True if an op along `dims`, the innermost among them, would no longer go along what is innermost in memory.
 
     Kernels go along rows that lie together; a permutation is cheaper than what they would lose.
     """

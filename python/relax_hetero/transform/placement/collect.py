@@ -302,14 +302,14 @@ class CallReader:
 
 
 def names_tensor(ty: tvm.ir.Type) -> bool:
-    """Whether an op with a result of this type makes something that may be a tensor."""
+    """Return whether an op with a result of this type makes something that may be a tensor."""
     if isinstance(ty, tvm.ir.TupleType):
         return any(names_tensor(field) for field in ty.fields)
     return isinstance(ty, (relax.TensorType, relax.AnyType))
 
 
 def names_device_in(types: Sequence[tvm.ir.Type]) -> bool:
-    """Whether any of the types names a vdevice."""
+    """Return whether any of the types names a vdevice."""
     return any(names_device(ty) for ty in types)
 
 
@@ -354,7 +354,7 @@ class _Collector(CallReader):
         self.graph.interface.update(nodes_of(unit.tree))
 
     def _is_called(self, name: str) -> bool:
-        """Whether a function of the module refers to one of that name."""
+        """Return whether a function of the module refers to one of that name."""
         bodies = (unit.func.body for unit in self.program.units.values())
         return any(name == gvar.name_hint for body in bodies for gvar in global_vars_in(body))
 

@@ -178,7 +178,7 @@ class Graph:
         self.sources[target].append(source)
 
     def is_site(self, node: int) -> bool:
-        """Whether the node is a site, not a value."""
+        """Return whether the node is a site, not a value."""
         return bool(self.spots[node].op)
 
     def neighbours(self, node: int) -> Iterator[int]:

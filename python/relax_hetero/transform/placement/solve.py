@@ -222,5 +222,5 @@ def check_rigid(graph: Graph, devices: list[int], names: list[str]) -> None:
 
 
 def is_mixed(graph: Graph, devices: list[int]) -> bool:
-    """Whether an edge joins two devices, so that a value is used on another device than its own."""
+    """Return whether an edge joins two devices, so that a value is used on another device than its own."""
     return any(devices[node] != devices[near] for node, targets in enumerate(graph.targets) for near in targets)

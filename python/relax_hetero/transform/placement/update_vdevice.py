@@ -294,7 +294,7 @@ def _positions_called_on(mod: tvm.IRModule, vdevices: Sequence[relax.VDevice]) -
 
 
 def _same_target(a: Target, b: Target) -> bool:
-    """Whether both generate the same device code, whatever their host."""
+    """Return whether both generate the same device code, whatever their host."""
     return bool(tvm_ffi.structural_equal(_without_host(a), _without_host(b)))
 
 

@@ -53,7 +53,7 @@ class NameFilter:
             self._kept.update(known[name] for name in matching)
 
     def has(self, name: str | None) -> bool:
-        """Whether an op, a variable or a function of this name is kept."""
+        """Return whether an op, a variable or a function of this name is kept."""
         return name in self._kept
 
 
@@ -67,5 +67,5 @@ def _names(mod: tvm.IRModule) -> list[str]:
 
 
 def kept_call(kept: NameFilter, var: tvm.ir.Var, value: tvm.ir.Expr) -> bool:
-    """Whether a binding is kept: by the name of its variable, or of its op."""
+    """Return whether a binding is kept: by the name of its variable, or of its op."""
     return kept.has(var.name) or kept.has(op_name(value))

@@ -98,14 +98,14 @@ class PrecisionDevices:
         self._only_gpus = bool(self._all) and all("gpu" in vdevice.target.keys for vdevice in self._all)
 
     def has(self, var: relax.Var) -> bool:
-        """Whether a product with this result is meant."""
+        """Return whether a product with this result is meant."""
         if self._meant is None:
             return True
         vdevice = _vdevice(var)
         return vdevice is not None and vdevice_index(vdevice, self._all) in self._meant
 
     def is_gpu(self, var: relax.Var) -> bool:
-        """Whether a value is on a GPU: by its type, before placement where no other device is there."""
+        """Return whether a value is on a GPU: by its type, before placement where no other device is there."""
         vdevice = _vdevice(var)
         return self._only_gpus if vdevice is None else "gpu" in vdevice.target.keys
 

@@ -52,7 +52,7 @@ class Parameter:
 
     @property
     def is_scalar(self) -> bool:
-        """Whether it is one number for the whole operand."""
+        """True if it is one number for the whole operand."""
         return not self.shape
 
 
@@ -249,5 +249,5 @@ def _shared(key: Any, array: np.ndarray, rhs: Quantized, constants: dict[Any, An
 
 
 def is_part_of_quantized(value: relax.Expr) -> bool:
-    """Whether a value that nobody uses any more may be dropped: reading has seen through it."""
+    """Return whether a value that nobody uses any more may be dropped: reading has seen through it."""
     return op_name(value) in _SEEN_THROUGH

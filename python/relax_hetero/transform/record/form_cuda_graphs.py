@@ -112,7 +112,7 @@ def _numbers(func: tirx.PrimFunc) -> list[tirx.Var]:
 
 
 def _says_all(region: RegionSpec) -> bool:
-    """Whether all extents, offsets and numbers of a region are written over its parameters."""
+    """Return whether all extents, offsets and numbers of a region are written over its parameters."""
     dims: list[Any] = [region.arena, *(dim for slot in region.slots for dim in slot.shape or ())]
     for command in region.commands:
         if isinstance(command, Dispatch):

@@ -107,7 +107,7 @@ class KernelCalls:
         return self._signatures[kernel]
 
     def _can_be_called(self, kernel: tirx.PrimFunc) -> bool:
-        """Whether another function can call a kernel, as far as its device goes: those of GPUs must be one launch.
+        """True if another function can call a kernel, as far as its device goes: those of GPUs must be one launch.
 
         Those of CPUs must have no temporaries in a workspace, which only this library's code for llvm allows.
         """
@@ -180,7 +180,7 @@ def _matched(
 
 
 def _is_same(expected: Any, found: Any, values: Mapping[tirx.Var, Any]) -> bool:
-    """Whether an extent that a kernel writes, over its own variables, is provably the one of its operand."""
+    """Return whether an extent that a kernel writes, over its own variables, is provably the one of its operand."""
     if expected is found:
         return True
     if isinstance(expected, int):

@@ -92,7 +92,7 @@ class RunOutliner:
         return arena.nbytes
 
     def _is_mine(self, var: relax.Var) -> bool:
-        """Whether what uses a variable is in the run, or shows it to the run alone."""
+        """Return whether what uses a variable is in the run, or shows it to the run alone."""
         pending = [var]
         while pending:
             for user in self._block.users.get(pending.pop(), []):

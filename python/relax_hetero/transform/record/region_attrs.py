@@ -172,7 +172,7 @@ def kernel_spec(
 
 
 def is_llvm(func: tirx.PrimFunc) -> bool:
-    """Whether a function with a target is one of LLVM's."""
+    """Return whether a function with a target is one of LLVM's."""
     return bool(func.attrs["target"].kind.name == "llvm")
 
 
@@ -228,7 +228,7 @@ def _in_order(name: str) -> list[Any]:
 
 
 def buffer_access(func: tirx.PrimFunc) -> dict[tirx.Var, str]:
-    """Whether each tensor parameter is read, written or both, by the elements that the body names.
+    """Return whether each tensor parameter is read, written or both, by the elements that the body names.
 
     The body may name the same memory by other buffers. Memory that is handed on otherwise (its address, another
     function) counts as read and written; memory that nothing names counts as read.

@@ -144,7 +144,7 @@ class OutlinedRegion:
 
     @property
     def has_arena(self) -> bool:
-        """Whether any value is transient."""
+        """True if any value is transient."""
         return not (isinstance(self.arena, int) and self.arena == 0)
 
     def symbols(self) -> list[tirx.Var]:

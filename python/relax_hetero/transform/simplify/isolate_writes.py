@@ -256,7 +256,7 @@ class _Isolated:
     # What has to change.
 
     def _needs_copy(self, number: int) -> bool:
-        """Whether a tensor and those whose memory it may have are overwritten, one while the other is needed."""
+        """Return whether a tensor and those whose memory it may have are overwritten, one while the other is needed."""
         tensor = self.tensors[number]
         below = self._reached([number], downwards=True)
         if tensor.is_constant and any(write.tensors & below for write in self.writes):

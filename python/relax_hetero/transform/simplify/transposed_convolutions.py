@@ -64,7 +64,7 @@ class _Phase:
         return len(self.taps), self.first, self.dilation
 
     def is_cut(self, behind: int) -> bool:
-        """Whether inputs at an end are not read: `behind` is how far behind the data the last window ends."""
+        """Return whether inputs at an end are not read: `behind` is how far behind the data the last window ends."""
         return self.first > 0 or behind < 0
 
 
@@ -116,7 +116,7 @@ class _Expansion:
         return found if found._is_whole() else None
 
     def _is_whole(self) -> bool:
-        """Whether nothing has to be cut off along the axes of symbolic sizes."""
+        """Return whether nothing has to be cut off along the axes of symbolic sizes."""
         for axis, (read, made) in enumerate(
             zip(*(shape_of(x) or [] for x in (self.call.args[0], self.var)), strict=True)
         ):

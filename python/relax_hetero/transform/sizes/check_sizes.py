@@ -267,7 +267,7 @@ class _Function:
 
 
 def _is_given(binding: relax.Binding) -> bool:
-    """Whether a variable names what is there already: an alias, a field, a tuple."""
+    """Return whether a variable names what is there already: an alias, a field, a tuple."""
     return isinstance(binding, relax.MatchCast) or isinstance(
         binding.value, (relax.Var, relax.Tuple, relax.TupleGetItem, relax.Function, relax.If)
     )

@@ -50,7 +50,7 @@ class TracedPass:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the module was kept before and after the pass: not where it failed, or saw kernels alone."""
+        """True if the module was kept before and after the pass: not where it failed, or saw kernels alone."""
         return self._before is not None and self._after is not None
 
     @property
@@ -65,7 +65,7 @@ class TracedPass:
 
     @property
     def changed(self) -> bool:
-        """Whether the text of any function, or an attribute of the module, is another one after the pass."""
+        """True if the text of any function, or an attribute of the module, is another one after the pass."""
         return bool(self.changes)
 
     @property

@@ -57,7 +57,7 @@ class LentMemory(NamedTuple):
     owner: Any = None
 
     def is_kept(self) -> bool:
-        """Whether the caller has the memory still, so that nothing else can have been given it."""
+        """Return whether the caller has the memory still, so that nothing else can have been given it."""
         return (self.owner() if isinstance(self.owner, weakref.ref) else self.owner) is not None
 
 

@@ -54,7 +54,7 @@ class CudaWork:
         self._event.synchronize()
 
     def done(self) -> bool:
-        """Whether the work has ended; CudaError where the GPU has failed."""
+        """Return whether the work has ended; CudaError where the GPU has failed."""
         return self._event.done()
 
 
@@ -149,7 +149,7 @@ class CudaCommands:
 
 
 def _asks_memory(commands: Sequence[Command]) -> bool:
-    """Whether any command runs as often as memory says."""
+    """Return whether any command runs as often as memory says."""
     dispatches = [command for command in commands if isinstance(command, Dispatch)]
     return any(d.count is not None or d.when is not None or d.unless is not None for d in dispatches)
 

@@ -71,7 +71,7 @@ class Requirement:
 
     @property
     def is_written(self) -> bool:
-        """Whether any command writes it."""
+        """True if any command writes it."""
         return self.access in (WRITE, READ_WRITE)
 
     @property

@@ -46,7 +46,7 @@ class Submission:
             self._fence.wait()
 
     def done(self) -> bool:
-        """Whether the work has ended."""
+        """Return whether the work has ended."""
         return self._fence is None or bool(self._fence.done())
 
 

@@ -69,7 +69,7 @@ def enable_peer_access(devices: Sequence[runtime.Device]) -> None:
 
 @functools.cache
 def _enable(library: CudaLibrary, gpu: int, peer: int) -> bool:
-    """Whether `gpu` can now read memory of `peer` (asked for once: the driver keeps it for the whole process)."""
+    """True if `gpu` can now read memory of `peer` (asked for once: the driver keeps it for the whole process)."""
     able = ctypes.c_int(0)
     try:
         library.call("cuDeviceCanAccessPeer", ctypes.byref(able), gpu, peer)

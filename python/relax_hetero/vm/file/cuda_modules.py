@@ -166,7 +166,7 @@ class _Reader:
         self._take(count)
 
     def is_at_end(self) -> bool:
-        """Whether all was read."""
+        """Return whether all was read."""
         return self.at == len(self._data)
 
     def check_end(self) -> None:

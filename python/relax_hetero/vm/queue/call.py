@@ -193,7 +193,7 @@ class QueuedCall:
             self._push(ready)
 
     def _is_over(self) -> bool:
-        """Whether nothing of the call runs or will run; under the lock."""
+        """Return whether nothing of the call runs or will run; under the lock."""
         return not self._running and (self._left == 0 or self._error is not None)
 
     def _released(self, readers: Sequence[int]) -> list[int]:

@@ -15,7 +15,7 @@ from ...errors import HeteroError
 
 
 class _Here(threading.local):
-    """Whether this thread runs work of queues, and so must never wait for it."""
+    """State of this thread: it must never wait for queues while it runs their work."""
 
     is_worker = False
 
@@ -98,7 +98,7 @@ class Fence(Future[Any]):
         return super().exception(timeout)
 
     def done(self) -> bool:
-        """Whether the call has ended, or was cancelled."""
+        """Return whether the call has ended, or was cancelled."""
         return self._lost is not None or super().done()
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -122,7 +122,7 @@ class Fence(Future[Any]):
         return is_cancelled
 
     def begin(self) -> bool:
-        """Whether the call may run; it can no longer be cancelled then."""
+        """Return whether the call may run; it can no longer be cancelled then."""
         with self._lock:
             if not self._has_begun:
                 self.set_running_or_notify_cancel()

@@ -56,7 +56,7 @@ class CallsInFlight:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call is under way."""
+        """True if no call is under way."""
         return not self.fences or all(fence.done() for fence in tuple(self.fences))
 
     def enter(self) -> Fence | None:
@@ -160,12 +160,12 @@ class QueuedCalls:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call is under way, and nobody watches for any."""
+        """True if no call is under way, and nobody watches for any."""
         return self.trace is None and (not self._fences or self._calls.is_idle)
 
     @property
     def has_queues(self) -> bool:
-        """Whether any call has been submitted."""
+        """True if any call has been submitted."""
         return self._queues is not None
 
     def wait(self, timeout: float | None) -> bool:

@@ -123,7 +123,7 @@ class Queues:
         return own if found is None else found
 
     def is_issued(self, step: Step, queue: DeviceQueue | None) -> bool:
-        """Whether a step is only issued when it has run: one of a single GPU, or a copy from or to it."""
+        """Return whether a step is only issued when it has run: one of a single GPU, or a copy from or to it."""
         return isinstance(queue, CudaQueue) and not step.also and (not step.is_transfer or queue not in self.all)
 
     def follow_caller(self) -> None:
@@ -233,7 +233,7 @@ def overlapping(metadata: Metadata) -> set[str]:
 
 
 def _is_large(metadata: Metadata, regions: Mapping[str, RegionSpec], step: Step) -> bool:
-    """Whether a step takes longer than a queue's thread takes to begin it; True where its work is not known."""
+    """Return whether a step takes longer than a queue's thread takes to begin it; True where its work is not known."""
     nbytes = operations = 0
     for name in step.calls:
         region = regions.get(name)

@@ -126,7 +126,7 @@ def packed(module: runtime.Module) -> CudaModule:
 
 
 def is_source(data: CudaModule) -> bool:
-    """Whether TVM could only keep the source, as its CUDA runtime is not here."""
+    """Return whether TVM could only keep the source, as its CUDA runtime is not here."""
     return data.format == SOURCE
 
 

@@ -221,7 +221,7 @@ class _Attempt:
         return _Made(made, [row.ty for row in rows], outer, has_room)
 
     def _has_room(self, row: relax.TensorType, outer: set[tirx.Var]) -> bool:
-        """Whether the trips' rows have a shape that is known before them, and not too many come to nothing."""
+        """Return whether the trips' rows have a shape that is known before them, and not too many come to nothing."""
         if not isinstance(row.shape, relax.ShapeExpr) or not sizes_in([row]) <= outer or self.loop.trips is None:
             return False
         if not self.has_condition:
@@ -273,7 +273,7 @@ def _title(loop: Loop, index: int) -> str:
 
 
 def _is_one(a: Any, b: Any) -> bool:
-    """Whether two sizes are one expression, or one number."""
+    """Return whether two sizes are one expression, or one number."""
     return bool(a.same_as(b)) or (isinstance(a, tirx.IntImm) and isinstance(b, tirx.IntImm) and int(a) == int(b))
 
 

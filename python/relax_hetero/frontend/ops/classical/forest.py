@@ -124,7 +124,7 @@ class _Table:
     def _ask_equal(
         self, at: int, feature: int, values: Sequence[np.floating], missing: bool, true: int, false: int
     ) -> None:
-        """Whether the feature is one of `values`: at most the least and not below it, else of the greater ones."""
+        """True if the feature is one of `values`: at most the least and not below it, else of the greater ones."""
         ordered = sorted({value for value in values if not np.isnan(value)})
         if not ordered:
             self._ask(at, feature, self._type(np.nan), missing, true, false)

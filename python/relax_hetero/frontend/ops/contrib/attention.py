@@ -84,7 +84,7 @@ def _mask(node: Node, index: int, dims: list[Dim], dtype: str) -> relax.Expr:
 
 
 def _within(node: Node, ends: relax.Expr, batch: int, total: Dim, has_starts: bool) -> relax.Expr:
-    """Whether positions are before the end of their sequence, and not before its start where starts follow the ends."""
+    """True if positions are before the end of their sequence, and not before its start where starts follow the ends."""
     positions = node.emit(relax.op.arange(0, total, 1, "int64"))
     ends = cast(node, ends, "int64")
 

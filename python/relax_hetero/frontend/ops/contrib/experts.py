@@ -330,7 +330,7 @@ def _shares(node: Node, rows: Dim, experts: int, mixing: int) -> relax.Expr:
 
 
 def _chosen(node: Node, logits: relax.Expr, count: int) -> relax.Expr:
-    """Whether an expert is among the `count` with the highest logits, the first of equal ones before the others."""
+    """True if an expert is among the `count` with the highest logits, the first of equal ones before the others."""
     experts = node.shape(logits)[1]
     other = te.reduce_axis((0, experts), "other")
 

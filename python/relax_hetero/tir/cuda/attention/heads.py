@@ -65,7 +65,7 @@ class GpuHeads(HeadsView):
         return super().address(places)
 
     def is_contiguous(self, name: str) -> bool:
-        """Whether neighbours along an iteration dimension lie side by side, known to."""
+        """Return whether neighbours along an iteration dimension lie side by side, known to."""
         if name == "row":
             return self._rows is not None and self._rows.together == 1 and self.is_contiguous("m")
         stride = self.stride(self._depth if name == "k" else name)

@@ -334,7 +334,7 @@ class _Kernel:
 
 
 def _is_depthwise(problem: ConvProblem) -> bool:
-    """Whether each output channel has an input channel of its own."""
+    """Return whether each output channel has an input channel of its own."""
     return problem.weight.shape[1] == 1 and problem.weight.shape[0] == problem.groups
 
 

@@ -41,7 +41,7 @@ def axes_of(problem: ConvProblem) -> list[tuple[Window, int]]:
 
 
 def is_padded(window: Window, extent: int) -> bool:
-    """Whether some place of the window is outside of the map for some place of the result."""
+    """Return whether some place of the window is outside of the map for some place of the result."""
     last = (window.places(extent) - 1) * window.stride + window.reach - 1 - window.before
     return window.before > 0 or last >= extent
 
@@ -83,7 +83,7 @@ class WindowPlaces:
 
     @property
     def has_padding(self) -> bool:
-        """Whether taps may see no map."""
+        """True if taps may see no map."""
         return any(is_padded(window, extent) for window, extent in axes_of(self.problem))
 
     def pixel(self, at: Coordinates, row: Expr) -> tuple[Expr, Expr]:

@@ -163,7 +163,7 @@ class WindowTile(SwizzledLines):
             self._copy_lines(shared, target + copy * width, width, under_tap)
 
     def _has_channel(self, channel: Expr) -> Expr | None:
-        """Whether a channel exists; None: all that are copied do."""
+        """Return whether a channel exists; None: all that are copied do."""
         channels = self.places.channels
         return None if channels % self.step == 0 else T.bind(channel < channels)
 

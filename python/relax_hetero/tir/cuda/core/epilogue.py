@@ -61,7 +61,7 @@ class EpilogueWriter:
         return [*([self.init] if self.init else []), *self.views, self.result]
 
     def reads_in_vectors(self, width: int, along: str) -> bool:
-        """Whether it reads an operand as large as the result, and `width` neighbours are a vector of the result."""
+        """True if it reads an operand as large as the result, and `width` neighbours are a vector of the result."""
         is_large = any({"m", "n"} <= set(view.index_map) for view in self._read)
         return is_large and width > 1 and self.result.vector(along) % width == 0
 

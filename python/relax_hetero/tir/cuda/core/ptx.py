@@ -413,12 +413,12 @@ def wait_for_launches_before() -> None:
 
 
 def is_wait_for_launches(statement: tirx.Stmt) -> bool:
-    """Whether a statement is that of `wait_for_launches_before`."""
+    """Return whether a statement is that of `wait_for_launches_before`."""
     return _is_evaluated(statement, "griddepcontrol.wait")
 
 
 def is_let_next_begin(statement: tirx.Stmt) -> bool:
-    """Whether a statement is that of `let_next_launch_begin`."""
+    """Return whether a statement is that of `let_next_launch_begin`."""
     return _is_evaluated(statement, "griddepcontrol.launch_dependents")
 
 

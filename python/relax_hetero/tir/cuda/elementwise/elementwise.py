@@ -126,7 +126,7 @@ class _Kernel:
         return register
 
     def _runs_along(self, index: int) -> bool:
-        """Whether neighbours in the result are neighbours in a row-major operand, vectors aligned."""
+        """Return whether neighbours in the result are neighbours in a row-major operand, vectors aligned."""
         layout, shape = self.result.layout, self.problem.result.shape
         d = innermost(layout, shape)
         return (

@@ -144,7 +144,7 @@ def vectorized(box: FlatBox, loop: Loop, lanes: int, along_results: bool) -> Lan
 
 
 def is_vector(offset: Expr, buffer: tirx.Buffer, var: tirx.Var, units: Mapping[tirx.Var, Expr], lanes: int) -> bool:
-    """Whether lanes along a loop are neighbours in memory, whole words, and begin where vectors may.
+    """Return whether lanes along a loop are neighbours in memory, whole words, and begin where vectors may.
 
     Parameters
     ----------

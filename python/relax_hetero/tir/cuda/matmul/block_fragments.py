@@ -55,13 +55,13 @@ class WeightFragments:
 
     @property
     def has_minimums(self) -> bool:
-        """Whether a block's minimum is added to its weights, times their scale."""
+        """True if a block's minimum is added to its weights, times their scale."""
         form = self.work.problem.form
         return form is not None and bool(form.minimum)
 
     @property
     def has_any_points(self) -> bool:
-        """Whether zero points, or minimums, are any numbers: they are multiplied by the sums of the left operand."""
+        """True if zero points, or minimums, are any numbers: they are multiplied by the sums of the left operand."""
         return self.zeros is not None and str(self.zeros.dtype) != "uint8"
 
     @property

@@ -179,7 +179,7 @@ class BlockWork:
 
     @property
     def is_persistent(self) -> bool:
-        """Whether a block has several tiles of columns."""
+        """True if a block has several tiles of columns."""
         return self.stride < self.column_tiles
 
     def _batch(self, room: int) -> int:

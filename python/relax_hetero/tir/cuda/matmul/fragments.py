@@ -221,7 +221,7 @@ class FragmentStore:
         return _value_of(view, view.data[view.address(place)])
 
     def _has_pairs(self, view: GpuOperand) -> bool:
-        """Whether two neighbouring columns of an operand without rows, the first even, are one access."""
+        """Return whether two neighbouring columns of an operand without rows, the first even, are one access."""
         size = bytes_of(view.nominal)
         is_aligned = size in (2, 4) and isinstance(self._n, int) and self._n % 2 == 0
         return is_aligned and view.is_contiguous("n") and view.alignment("n", 2 * size) == 2 * size
@@ -307,12 +307,12 @@ class FragmentStore:
 
     @property
     def in_rows(self) -> bool:
-        """Whether the epilogue is computed where rows are whole."""
+        """True if the epilogue is computed where rows are whole."""
         return self._rows is not None
 
     @property
     def is_packed(self) -> bool:
-        """Whether a pair of results is one register."""
+        """True if a pair of results is one register."""
         return not self._rows and self.element == 2
 
     def _write_pair(self, address: Expr, values: _Pair) -> None:

@@ -40,7 +40,7 @@ class TileView(Protocol):
         """Position of an element in `data`."""
 
     def is_contiguous(self, name: str) -> bool:
-        """Whether neighbours along an iteration dimension lie side by side, known to."""
+        """Return whether neighbours along an iteration dimension lie side by side, known to."""
 
     def alignment(self, along: str, most: int) -> int:
         """The largest power of two, up to `most` bytes, at multiples of which runs along a dimension begin."""
@@ -120,7 +120,7 @@ class LeftTile(Protocol):
 
     @property
     def is_transposed(self) -> bool:
-        """Whether tensor cores read it transposed."""
+        """True if tensor cores read it transposed."""
 
     @property
     def leading(self) -> int:
@@ -195,12 +195,12 @@ class OperandTile(SwizzledLines):
 
     @property
     def is_transposed(self) -> bool:
-        """Whether tensor cores read it transposed."""
+        """True if tensor cores read it transposed."""
         return self.source is Source.COLUMNS
 
     @property
     def is_swizzled(self) -> bool:
-        """Whether lines hold 128 bytes of k, swizzled; else there are 16 bytes of k of all rows after each other."""
+        """True if lines hold 128 bytes of k, swizzled; else there are 16 bytes of k of all rows after each other."""
         return not self.view.layout.inner_dims or self.view.layout.swizzle
 
     @property

@@ -136,6 +136,6 @@ def _cycles(plan: SimtPlan, sizes: Sequence[int], count: int, rates: tuple[int, 
 
 
 def _is_possible(plan: SimtPlan, size: int, gpu: GpuTarget) -> bool:
-    """Whether a block has room for a plan, and every thread a part of the sums to add."""
+    """Return whether a block has room for a plan, and every thread a part of the sums to add."""
     groups = plan.thread_rows * plan.thread_columns // plan.group
     return plan.shared_elements * size <= gpu.shared_bytes // 2 and groups % (plan.slices * plan.cluster) == 0

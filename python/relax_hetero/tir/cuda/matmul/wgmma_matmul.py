@@ -171,7 +171,7 @@ class WgmmaProduct:
 
     @property
     def asks_ahead(self) -> bool:
-        """Whether all weights of a tile are asked for then, and not only those of the first steps.
+        """True if all weights of a tile are asked for then, and not only those of the first steps.
 
         With many rows the tensor cores need longer than memory, and what the launch before reads would have to wait.
         """
@@ -180,7 +180,7 @@ class WgmmaProduct:
 
     @property
     def has_one_tile(self) -> bool:
-        """Whether every block has one tile, which it knows before it waits for the launches before."""
+        """True if every block has one tile, which it knows before it waits for the launches before."""
         return isinstance(self.tiles, int) and self.tiles == self.tiling.blocks // self.tiling.split
 
     def emit(self) -> None:

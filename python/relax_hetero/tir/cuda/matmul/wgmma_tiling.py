@@ -212,7 +212,7 @@ def _cuts(may_swap: bool, may_share: bool) -> tuple[Cut, ...]:
 
 
 def reads_rows(problem: MatmulProblem) -> bool:
-    """Whether the epilogue reads operands as large as the result, or makes numbers wider than sums: by whole rows."""
+    """True if the epilogue reads operands as large as the result, or makes numbers wider than sums: by whole rows."""
     operands = problem.epilogue.operands if problem.epilogue else ()
     reads = problem.init is not None or any({"m", "n"} <= set(operand.index_map) for operand in operands)
     return reads or bytes_of(problem.result.dtype) > bytes_of("float32")

@@ -135,7 +135,7 @@ class RowWriter:
         return vector * self.shape.threads + self.threads.number
 
     def _inside(self, vector: int, place: Expr) -> Expr | None:
-        """Whether one of the thread's vectors is in the row; None where all threads' are."""
+        """Return whether one of the thread's vectors is in the row; None where all threads' are."""
         assert isinstance(self.n, int), "rows whose length only the run knows are read again by every pass"
         count = self.n // self.shape.lanes
         return None if (vector + 1) * self.shape.threads <= count else place < count

@@ -127,7 +127,7 @@ def held_shape(n: int, lanes: int, total: Expr, words: float, gpu: GpuTarget) ->
 
 
 def is_idle(shape: RowShape, total: Expr, gpu: GpuTarget) -> bool:
-    """Whether there are too few rows to occupy the GPU with."""
+    """Return whether there are too few rows to occupy the GPU with."""
     return isinstance(total, int) and total * shape.threads < gpu.multiprocessors * OCCUPIED
 
 
