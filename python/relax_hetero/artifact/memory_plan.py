@@ -30,15 +30,15 @@ class DeviceMemory:
         Constants there, of the whole executable, and parameters that are bound once. Machines on the same devices share
         constants; those of a CPU lie in the executable's own memory.
     transient : int
-        What a call takes from the machine's pool besides its results.
+        Bytes of a call from the machine's pool besides its results.
     arenas, transfers : int
-        Of these: the arenas of command buffers, and what arrives from other devices.
+        Parts of these: the arenas of command buffers, and tensors that arrive from other devices.
     results : int
-        What leaves the call.
+        Bytes that the call returns.
     least : int
         The most bytes of transient tensors that are alive at one kernel: no plan for this order takes fewer.
     largest : tuple of (str, int)
-        What takes the transient bytes, largest first.
+        Tensors with the most transient bytes, largest first.
     """
 
     device: str

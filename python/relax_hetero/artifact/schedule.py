@@ -27,9 +27,9 @@ class Step:
     makes : tuple of int
         The values it gives: several where `function` returns a tuple.
     function : str
-        What runs; empty for a transfer, which takes one value to `device`.
+        Function that runs; empty for a transfer, which takes one value to `device`.
     source : int
-        Of a transfer: where the value is.
+        Device where the value of a transfer is.
     sizes : tuple of str
         Symbolic dimensions whose values the function takes last but for the constants, as a shape.
     also : tuple of int
@@ -80,7 +80,7 @@ class Schedule:
     steps : tuple of Step
         In an order in which they may run one after the other.
     results : int or nested tuple of int
-        What the function returns.
+        Values that the function returns.
     """
 
     function: str

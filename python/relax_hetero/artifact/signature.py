@@ -192,8 +192,7 @@ class FunctionSignature:
     output_is_tuple : bool
         Whether the function returns a tuple (also one of length 0 or 1).
     num_input : int
-        Of `inputs`, how many are given at every call; the rest are parameters for `set_params`.
-        -1 stands for all.
+        Number of `inputs` that are given at every call; the rest are parameters for `set_params`. -1 stands for all.
     defaults : dict of str to int
         Parameters after `num_input` that a call may leave out -> index of the constant that is used then.
     takes_constants : bool

@@ -36,11 +36,11 @@ class Graph:
     ray : object
         The module.
     actors : mapping of str to object
-        By host.
+        Actors by host.
     route, number
         The route, and its number among the program's.
     room : int
-        Of each channel, in bytes.
+        Size of each channel, in bytes.
     in_flight : int
         How many calls are under way at most.
     """
@@ -76,7 +76,7 @@ class Graph:
         Parameters
         ----------
         messages : mapping of int to object
-            By slot that takes one of the caller.
+            Messages by the slot that takes one of the caller.
 
         Returns
         -------

@@ -61,7 +61,7 @@ from .signatures import function_signatures
 _log = logging.getLogger("relax_hetero")
 
 CHECKS = ("default", "strict")
-"""What is refused: see `compile`."""
+"""Levels of refusal: see `compile`."""
 
 
 def compile(  # noqa: A001 (the contract's name)
@@ -275,7 +275,7 @@ def _warn_if_generic(vdevices: list[relax.VDevice]) -> None:
 
 
 def memory_plan_of(mod: tvm.IRModule) -> MemoryPlan:
-    """What calls of a module would take, as `rh.compile` plans it.
+    """Memory of calls of a module, as `rh.compile` plans it.
 
     Parameters
     ----------

@@ -23,7 +23,7 @@ from .winograd import POINTS, WINDOW, positions, restore_windows, transform_wind
 SWIZZLED_BYTES = 128
 """A row of a swizzled tile, which is as wide as all banks of a GPU's shared memory."""
 CHUNK_BYTES = 16
-"""What a swizzle moves as a whole."""
+"""Unit of a swizzle, in bytes."""
 _MAX_RANK = 64  # far above any tensor's: text does not decide how much memory a layout takes
 _TEXT = re.compile(
     r"pack<outer=\[([0-9]{1,9}(?:, [0-9]{1,9})*)\] "
@@ -53,9 +53,9 @@ class PackedLayout:
         128 bytes along the last tile axis, as many as the axis before it has, a multiple of 8; of row r, the 16-byte
         chunk c lies at ``c ^ (r % 8)``. (Source: PTX ISA, "128-byte swizzle mode" of matrix descriptors.)
     winograd : int
-        Of the weight of a convolution of 3 x 3: its windows are stored transformed, for m x m places of the result at a
-        time (see `encoding.winograd`), and take (m + 2) x (m + 2) elements; 0: as they are. The window's dimensions are
-        the second and the third outer axis; of a volume, the two inner ones.
+        Tile size m for the weight of a convolution of 3 x 3: its windows are stored transformed, for m x m places of
+        the result at a time (see `encoding.winograd`), and take (m + 2) x (m + 2) elements; 0: as they are. The
+        window's dimensions are the second and the third outer axis; of a volume, the two inner ones.
     """
 
     outer_perm: tuple[int, ...]

@@ -53,7 +53,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What is applied to the accumulators before they are stored.
+    """Function that is applied to the accumulators before they are stored.
 
     Attributes
     ----------
@@ -120,7 +120,7 @@ class MatmulProblem:
 
     @property
     def parameters(self) -> list[Operand]:
-        """What the kernel takes, in order."""
+        """Operands of the kernel, in order."""
         init = [] if self.init is None else [self.init]
         others = () if self.epilogue is None else self.epilogue.operands
         in_rows = () if self.rows is None else self.rows.operands
@@ -129,7 +129,7 @@ class MatmulProblem:
 
 @dataclass(frozen=True)
 class Window:
-    """What a convolution or pooling does along one spatial dimension.
+    """Window of a convolution or pooling along one spatial dimension.
 
     Attributes
     ----------
@@ -201,7 +201,7 @@ class ConvProblem:
 
     @property
     def parameters(self) -> list[Operand]:
-        """What the kernel takes, in order."""
+        """Operands of the kernel, in order."""
         others = () if self.epilogue is None else self.epilogue.operands
         return [self.data, self.weight, *others, self.result]
 
@@ -222,12 +222,12 @@ class AttentionProblem:
         Plain tensors; query over b, h, m, d; key over b, g, n, d; value over b, g, n, e; result over b, h, m, e. The
         same tensor may be several of them.
     starts : tuple of (tuple of int)
-        Of query, key and value: where in each dimension of the tensor it begins (slices of one tensor).
+        Position where query, key and value begin in each dimension of the tensor (slices of one tensor).
     sizes : tuple of (str, Dim)
-        Of every iteration dimension; h, g, d and e are ints, h is a multiple of g.
+        Extents of every iteration dimension; h, g, d and e are ints, h is a multiple of g.
     scores : Epilogue
-        What is applied to a product before softmax: ``x0`` is the product, ``x1``, ... operands over b, h, m and n
-        ("1": broadcast); those of type bool are conditions of ``where``.
+        Function that is applied to a product before softmax: ``x0`` is the product, ``x1``, ... operands over b, h, m
+        and n ("1": broadcast); those of type bool are conditions of ``where``.
     causal : str
         "": every query sees every key; "top_left": query i sees keys up to i; "bottom_right": the last query sees all.
     nan_to_zero : bool
@@ -249,7 +249,7 @@ class AttentionProblem:
 
     @property
     def parameters(self) -> list[Operand]:
-        """What the kernel takes, in order, less the scratch."""
+        """Operands of the kernel, in order, less the scratch."""
         return [self.query, self.key, self.value, *self.scores.operands, self.result]
 
 
@@ -275,7 +275,7 @@ class ElementwiseProblem:
 
     @property
     def parameters(self) -> list[Operand]:
-        """What the kernel takes, in order."""
+        """Operands of the kernel, in order."""
         return [*self.operands, self.result]
 
 
@@ -294,7 +294,7 @@ class RowsProblem:
 
     @property
     def parameters(self) -> list[Operand]:
-        """What the kernel takes, in order."""
+        """Operands of the kernel, in order."""
         return [*self.operands, self.result]
 
 
@@ -314,14 +314,14 @@ class BlockProductProblem:
     block : int
         How many weights along k share a scale; a multiple of 8.
     bits : int
-        Of a weight as it is stored.
+        Bits of a weight as it is stored.
     form : BlockFormat or None
-        Of weights in panels, and of a file's in fragments.
+        Format of weights in panels, and of a file's in fragments.
     experts : int
         How many matrices the weights are, below each other, each in whole panels; 0: one, for all rows.
     index : Operand or None
-        Of experts, ``(tokens, used)``: the matrix of each row of the result, whose batch dimensions these are. The left
-        operand has one row for a token, or one for each of its experts.
+        Numbers of experts, ``(tokens, used)``: the matrix of each row of the result, whose batch dimensions these are.
+        The left operand has one row for a token, or one for each of its experts.
     activation_bits : int
         Integers of so many bits, 8 or 16, with a scale for each block may stand for numbers of the left operand.
     rows : str
@@ -343,7 +343,7 @@ class BlockProductProblem:
 
     @property
     def parameters(self) -> list[Operand]:
-        """What the kernel takes, in order."""
+        """Operands of the kernel, in order."""
         others = () if self.epilogue is None else self.epilogue.operands
         return [self.lhs, *self.weights, *(() if self.index is None else (self.index,)), *others, self.result]
 
@@ -394,7 +394,7 @@ class BlockUnpackProblem:
 
     @property
     def parameters(self) -> list[Operand]:
-        """What the kernel takes, in order."""
+        """Operands of the kernel, in order."""
         return [*self.product.weights, self.result]
 
 
@@ -445,7 +445,7 @@ class CachedAttentionProblem:
 
     @property
     def parameters(self) -> list[Operand]:
-        """What the kernel takes, in order, less the scratch."""
+        """Operands of the kernel, in order, less the scratch."""
         return [*self.operands, *([] if self.rows == APPEND else [self.out])]
 
     @property
@@ -485,7 +485,7 @@ class BlockRowsProblem:
         (indices, depth) of float32.
     form : BlockFormat
     rows : int
-        That the weights have.
+        Number of rows of the weights.
     """
 
     weight: Operand
@@ -496,7 +496,7 @@ class BlockRowsProblem:
 
     @property
     def parameters(self) -> list[Operand]:
-        """What the kernel takes, in order."""
+        """Operands of the kernel, in order."""
         return [self.weight, self.index, self.result]
 
     @cached_property

@@ -29,7 +29,7 @@ from .problem import AttentionProblem, BlockProductProblem, Problem
 
 @runtime_checkable
 class EncodingResolver(Protocol):
-    """What a target does with encodings.
+    """Layouts and kernels of a target.
 
     A resolver may have a fourth method, ``resolve_activation``, with the parameters of `resolve`: how an operand is
     stored that is no constant, and so would be laid out anew in every call. Without it, `resolve` answers for all.
@@ -99,7 +99,7 @@ class _Entry:
 
 
 _entries: list[_Entry] = []
-"""What others have registered, the latest last."""
+"""Resolvers that others have registered, the latest last."""
 # Their answers change with the sources of this library only.
 _OURS = f"{__name__.partition('.')[0]}."
 
@@ -164,7 +164,7 @@ def attention_types(target: tvm.target.Target, width: int) -> frozenset[str]:
     Parameters
     ----------
     width : int
-        Of a head's query, key or value, the greatest.
+        Maximum width of a head's query, key or value.
     """
     if not solves(target, AttentionProblem):
         return frozenset()

@@ -1,4 +1,4 @@
-"""What converters may know of an import's devices: nodes that mean the same are written in the form that these compute.
+"""Facts that converters may use of an import's devices: nodes are written in the form that these compute.
 
 Placement comes after conversion, so that this is said of all devices together.
 """

@@ -78,7 +78,7 @@ class OnnxReport:
     nodes : tuple of NodeReport
         Every node in order, those inside of branches, loops and functions behind the node that holds them.
     problems : tuple of str
-        What keeps the model from being imported or placed and belongs to no node.
+        Problems that keep the model from being imported or placed and belong to no node.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""What the functions of a language model and their cache of pages are to be like, and what the functions take."""
+"""Options and parameters of the functions of a language model, and of their cache of pages."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class PagedCache:
         kind : str
             `DECODE` or `CHUNK`.
         windows, kv_heads : sequence of int
-            Of each layer.
+            Window of each layer, and its heads of keys and values.
         size : int
             Numbers of a head's key.
         """

@@ -34,7 +34,7 @@ def compute_sizes(node: onnx.NodeProto, operands: Sequence[Any]) -> relax.Expr |
     Parameters
     ----------
     node : onnx.NodeProto
-        Of the ONNX standard.
+        Node of the ONNX standard.
     operands : sequence of object
         A value per input, None where an optional one is left out.
 

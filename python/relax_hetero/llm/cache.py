@@ -72,7 +72,7 @@ class KVCache:
     Attributes
     ----------
     tables : dict of str to array of int32, (slots, columns)
-        What functions of the model are given; changed in place.
+        Tables that functions of the model are given; changed in place.
 
     Raises
     ------
@@ -161,7 +161,7 @@ class KVCache:
 
     @property
     def pages(self) -> dict[str, tuple[int, int]]:
-        """By table: pages in use, and all."""
+        """Pages in use, and all, by table."""
         return {name: (group.pages - group.free, group.pages) for name, group in self._groups.items()}
 
     def take(self) -> list[runtime.Tensor]:

@@ -38,9 +38,9 @@ class CompiledModel:
     Parameters
     ----------
     executable : Executable
-        Of a module that `from_gguf` made, with the pages donated.
+        Executable of a module that `from_gguf` made, with the pages donated.
     description : ModelDescription
-        What the module does not say of itself.
+        Facts that the module does not say of itself.
 
     Attributes
     ----------
@@ -152,7 +152,7 @@ class CompiledModel:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def token_cost(self, cached: int = 512, profile: bool = False, rounds: int = 8) -> TokenCost:
-        """What a decode step of the fewest texts costs, and where; printing it gives a table.
+        """Cost of a decode step of the fewest texts, by parts; printing it gives a table.
 
         Parameters
         ----------

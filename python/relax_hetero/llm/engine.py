@@ -170,7 +170,7 @@ class Engine:
             raise RequestError(f"prompt: found token {wrong}, expected 0 to {self.model.vocabulary - 1}")
 
     def statistics(self) -> Statistics:
-        """What the engine did so far, and does now."""
+        """Statistics of the engine so far, and its present load."""
         counts, first = self._scheduler.counts, list(self._first_tokens)
         with self._changed:
             inbox, load = len(self._inbox), self._load
@@ -217,7 +217,7 @@ class Engine:
         self._changed.notify_all()
 
     def _work(self) -> None:
-        """What the thread does."""
+        """Work of the thread."""
         try:
             while self._take_news():
                 while self._scheduler.step():

@@ -31,7 +31,7 @@ class JsonTokenizer:
     Attributes
     ----------
     names
-        Of all tokens.
+        Names of all tokens.
     control_names
         Names of tokens that a text has only where `encode` is told so, such as the end of a turn.
     stop_ids

@@ -1,4 +1,4 @@
-"""What the engine asks of a language model, of its cache and of its tokenizer."""
+"""Interfaces that the engine asks of a language model, of its cache and of its tokenizer."""
 
 from __future__ import annotations
 

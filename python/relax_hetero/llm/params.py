@@ -41,7 +41,7 @@ class SamplingParams:
     logit_bias : mapping of int to float
         Added to logits, by token; -100 to 100.
     seed : int or None
-        Of the request's own random numbers, so that other requests have no part in them; None for a fresh one.
+        Seed of the request's own random numbers, so that other requests have no part in them; None for a fresh one.
     stop : tuple of str
         Strings that end the text; the text is cut before them.
     stop_token_ids : tuple of int

@@ -19,7 +19,7 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True)
 class Usage:
-    """What a request took.
+    """Tokens that a request took.
 
     Attributes
     ----------
@@ -94,7 +94,7 @@ class Request:
 
     @property
     def error(self) -> HeteroError | None:
-        """What went wrong, if anything did."""
+        """Error of the request, if there was one."""
         return self._error
 
     @property

@@ -163,7 +163,7 @@ def _filtered(logits: np.ndarray, params: SamplingParams, peak: float) -> np.nda
 
 
 def _top_p(tokens: np.ndarray, weights: np.ndarray, top_p: float) -> tuple[np.ndarray, np.ndarray]:
-    """Of some tokens those that reach `top_p` of the sum of all weights, the most probable first."""
+    """Most probable tokens that reach `top_p` of the sum of all weights, the most probable first."""
     if top_p >= 1:
         return tokens, weights
     order = np.argsort(-weights, kind="stable")

@@ -79,7 +79,7 @@ class Tokenizer:
     Attributes
     ----------
     names : sequence of str
-        Of all tokens.
+        Names of all tokens.
     control_names
         Names of tokens that a text has only where `encode` is told so, such as the end of a turn.
     stop_ids
@@ -89,7 +89,7 @@ class Tokenizer:
     adds_begin, adds_end
         Whether the model wants tokens for the begin and end of a text.
     chat_template : str or None
-        Of the file, in the language of jinja2; None if it has none.
+        Chat template of the file, in the language of jinja2; None if it has none.
     longest
         No token stands for more bytes of a text; None if one may stand for any number of them.
 

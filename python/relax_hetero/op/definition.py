@@ -1,4 +1,4 @@
-"""What it takes to define an operator ``relax.hetero.*``: its call, checks of the call, and its registration.
+"""Definition of an operator ``relax.hetero.*``: its call, checks of the call, and its registration.
 
 TVM is told how to infer the type of a call, and that the operator is pure. TVMScript finds the function that makes a
 call as ``R.hetero.*``.

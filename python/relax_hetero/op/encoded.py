@@ -48,7 +48,7 @@ LayoutLike = PackedLayout | str
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.EncodingAttrs")
 class EncodingAttrs(tvm.ir.Attrs):
-    """Of set_encoding and unset_encoding; `layout` is empty before SpecializeEncodings."""
+    """Attributes of set_encoding and unset_encoding; `layout` is empty before SpecializeEncodings."""
 
     encoding: str
     layout: str
@@ -56,7 +56,7 @@ class EncodingAttrs(tvm.ir.Attrs):
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.RelayoutAttrs")
 class RelayoutAttrs(tvm.ir.Attrs):
-    """Of relayout: encoding and layout of its result, layout of its operand."""
+    """Attributes of relayout: encoding and layout of its result, layout of its operand."""
 
     encoding: str
     layout: str
@@ -65,7 +65,7 @@ class RelayoutAttrs(tvm.ir.Attrs):
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.PrepackedAttrs")
 class PrepackedAttrs(tvm.ir.Attrs):
-    """Of prepacked: the logical shape ("5x3"), and encoding and layout of the stored operand."""
+    """Attributes of prepacked: the logical shape ("5x3"), and encoding and layout of the stored operand."""
 
     shape: str
     encoding: str
@@ -74,7 +74,7 @@ class PrepackedAttrs(tvm.ir.Attrs):
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.EncodedProductAttrs")
 class EncodedProductAttrs(tvm.ir.Attrs):
-    """Of matmul and conv: encoding and layout of the result; `kernel`, its variant, is set by SpecializeEncodings."""
+    """Attributes of matmul and conv: encoding and layout of the result; `kernel` is set by SpecializeEncodings."""
 
     encoding: str
     layout: str
@@ -83,7 +83,7 @@ class EncodedProductAttrs(tvm.ir.Attrs):
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.EncodedElementwiseAttrs")
 class EncodedElementwiseAttrs(tvm.ir.Attrs):
-    """Of elementwise: the expression over operands x0, x1, ..., encoding and layout of the result."""
+    """Attributes of elementwise: the expression over operands x0, x1, ..., encoding and layout of the result."""
 
     expression: str
     encoding: str
@@ -171,7 +171,7 @@ def matmul(
     lhs, rhs : relax.Expr
         Encoded as operands 0 and 1 of the same op.
     init : relax.Expr, optional
-        Of the accumulator's type; encoded as operand 2, or plain and broadcast against the result.
+        Initial value of the accumulator, of its type; encoded as operand 2, or plain and broadcast against the result.
     encoding : Encoding or str
         The result's (operand 2).
     layout, kernel : str
@@ -310,7 +310,7 @@ def _infer_prepacked(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.Tensor
 
 
 def _infer_product(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
-    """Of matmul and conv: the result's extents are those of its operands, or follow from the encoding's sizes."""
+    """Type of matmul and conv: the result's extents are those of its operands, or follow from the encoding's sizes."""
     name, encoding = call.op.name, Encoding.parse(call.attrs.encoding)
     if encoding.operand_index != RESULT:
         raise EncodingError(

@@ -33,7 +33,7 @@ MET = relax.ShapeType([1])
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.RequirementAttrs")
 class RequirementAttrs(tvm.ir.Attrs):
-    """Of a requirement: the text of the error."""
+    """Attributes of a requirement: the text of the error."""
 
     message: str
 

@@ -44,7 +44,7 @@ def module_data(mod: tvm.IRModule, title: str = "") -> dict[str, Any]:
     mod : tvm.IRModule
         At any stage.
     title : str
-        Of the report; default: the names of its functions.
+        Title of the report; default: the names of its functions.
 
     Returns
     -------
@@ -321,7 +321,7 @@ def _group(number: int, function: str, kernel: str, device: str) -> dict[str, An
 
 
 def _called(call: relax.Call) -> str:
-    """What a call calls: an op, a function of the module, or one that is registered."""
+    """Callee: an op, a function of the module, or one that is registered."""
     op = op_name(call)
     if op is not None and op not in ("relax.call_packed", "relax.call_dps_packed", "relax.call_pure_packed"):
         return op

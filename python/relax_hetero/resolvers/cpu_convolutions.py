@@ -34,7 +34,7 @@ FEW_CHANNELS = 4
 WINOGRAD = ("avx512", "avx2")
 """Instruction sets for which Winograd's form was measured to be faster: 1.4 to 2 times from 32 channels on."""
 LEAST_GAIN = 1.15
-"""By how much it has to be faster as estimated: its weights are larger, and the estimates are not exact."""
+"""Minimum estimated speed-up: its weights are larger, and the estimates are not exact."""
 
 
 def conv_layout(encoding: Encoding, cpu: CpuTarget) -> PackedLayout | None:

@@ -41,7 +41,7 @@ def tiled(
     Parameters
     ----------
     index_map : IndexMap
-        Of the operand, as its shape has it: transposes are composed here.
+        Index map of the operand, as its shape has it: transposes are composed here.
     outer : sequence of str
         Order of the other dimensions: ("n", "k").
     tiles : mapping of str to int

@@ -21,7 +21,7 @@ WARPGROUP = 128
 """Threads, four warps, that issue one wgmma together."""
 
 MOST_THREADS = 1024
-"""Of a block, on every GPU."""
+"""Maximum number of threads of a block, on every GPU."""
 
 VECTOR_BYTES = 16
 """The widest access of a thread."""
@@ -49,7 +49,7 @@ class GpuTarget:
     registers : int
         32-bit registers of a multiprocessor.
     multiprocessors : int
-        Of the largest model; persistent kernels launch so many blocks.
+        Number of multiprocessors of the largest model; persistent kernels launch so many blocks.
     cache_bytes : int
         The second-level cache of the largest model.
     async_copies : bool

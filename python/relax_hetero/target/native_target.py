@@ -48,7 +48,7 @@ def native(kind: str = "llvm", index: int = 0, numa: int | None = None) -> Targe
     index : int
         Which device of the kind is asked; meaningless for CPUs.
     numa : int, optional
-        Of "llvm": a NUMA node. The target is then the CPUs of that node: its cores are counted, work runs on them, and
+        NUMA node for "llvm". The target is then the CPUs of that node: its cores are counted, work runs on them, and
         the device's memory comes from there.
 
     Returns

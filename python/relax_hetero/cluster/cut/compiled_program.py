@@ -47,7 +47,7 @@ def compile_program(
     Returns
     -------
     Program
-        Of the libraries in the folder.
+        Program of the libraries in the folder.
 
     Raises
     ------

@@ -21,7 +21,7 @@ def plan_of_runs(
     Parameters
     ----------
     inputs : int
-        Of the function, tuples opened.
+        Number of inputs of the function, tuples opened.
     """
     runs: list[HostRun] = []
     sizes: list[tuple[str, ...]] = []

@@ -64,7 +64,7 @@ class AddressTable:
     Attributes
     ----------
     tensor : tvm.ir.GenericConst
-        What lowered code names.
+        Constant that lowered code names.
     region : str
         The command buffer whose state it is (`form_cuda_graphs`); ``""`` for a table alone.
     """

@@ -42,9 +42,9 @@ class Linked:
     Attributes
     ----------
     module : tvm.runtime.Module
-        Of kind ``relax.VMExecutable``.
+        Module of kind ``relax.VMExecutable``.
     machine_code : dict of str to bytes
-        Of CUDA kernels that the module holds as source, because TVM's CUDA runtime is not here; by
+        Machine code of CUDA kernels that the module holds as source, because TVM's CUDA runtime is not here; by
         `vm.file.cuda_modules.source_key`.
     """
 
@@ -62,7 +62,7 @@ def link(mod: tvm.IRModule, progress: Progress | None = None, folder: CacheFolde
     progress : Progress, optional
         Told how many kernels are compiled.
     folder : CacheFolder, optional
-        Of the compile cache, where machine code of CUDA kernels is kept.
+        Folder of the compile cache, where machine code of CUDA kernels is kept.
 
     Raises
     ------

@@ -29,14 +29,14 @@ def build_llvm(target: tvm.target.Target, group: tvm.IRModule) -> tvm.runtime.Mo
     Parameters
     ----------
     target : tvm.target.Target
-        Of the kind llvm.
+        Target of the kind llvm.
     group : tvm.IRModule
         PrimFuncs only, of this target or none.
 
     Returns
     -------
     tvm.runtime.Module
-        Of kind ``llvm``. What TVM raises for code that does not compile has no common class.
+        Module of kind ``llvm``. Errors of TVM for code that does not compile have no common class.
     """
     full = target if target.host is not None else target.with_host(target)
     pipeline, finalize, _ = tirx.get_default_tir_pipeline(full)

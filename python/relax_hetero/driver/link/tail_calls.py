@@ -52,7 +52,7 @@ class Loop:
     Attributes
     ----------
     name : str
-        Of the function.
+        Name of the function.
     trip : str
         Name of the function of one trip.
     params : tuple of str

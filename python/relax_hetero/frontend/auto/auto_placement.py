@@ -57,7 +57,7 @@ class AutoPlacement:
     vdevices : mapping
         The same as vdevices.
     estimate_seconds : float
-        By the cost model: the time of one call for latency, the time between calls for throughput.
+        Estimate by the cost model: the time of one call for latency, the time between calls for throughput.
     single_device_estimates : mapping
         Device -> the same with everything on it; none is below `estimate_seconds`.
     objective : str

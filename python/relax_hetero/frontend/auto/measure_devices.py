@@ -108,7 +108,7 @@ def are_here(vdevices: Sequence[relax.VDevice]) -> bool:
 
 
 def figures_of(vdevices: Sequence[relax.VDevice], again: bool = False) -> Figures | None:
-    """What was measured of these devices, on this machine; measured now where nothing is kept.
+    """Measurements of these devices, on this machine; taken now where nothing is kept.
 
     Kept in the folder of the compile cache, and in this process where there is none. What was measured while other work
     took much of the CPUs is kept for some minutes in this process alone, and measured again later.

@@ -101,7 +101,7 @@ class _Function:
         return x
 
     def _layer(self, x: relax.Expr, layer: int) -> tuple[relax.Expr, relax.Expr]:
-        """What a layer adds to, and its pages."""
+        """Tensor that a layer adds to, and its pages."""
         name, model = f"blk.{layer}", self.model
         attended, pages = self._attention(self._norm(x, f"{name}.attn_norm"), layer)
         projected = self._product(attended, f"{name}.attn_output", model.width, model.heads * model.size)

@@ -142,7 +142,7 @@ def _plain(tensor: FileTensor) -> np.ndarray:
 
 
 def _numbers(tensor: FileTensor, file: GgufFile) -> np.ndarray:
-    """Of a tensor that is no matrix of products: F32, or F16."""
+    """Numbers of a tensor that is not a matrix of products: F32, or F16."""
     if tensor.type not in ("F32", "F16"):
         raise FrontendError(f"{file.path}: {tensor.name!r} is of type {tensor.type}, expected F32 or F16")
     return np.ascontiguousarray(tensor.data, "float32").reshape(tensor.shape)

@@ -40,7 +40,7 @@ class ExternalData:
     Parameters
     ----------
     source : str
-        What messages call the model.
+        Name of the model in messages.
     path : Path or None
         The model's file; None for a model in memory.
     """

@@ -217,7 +217,7 @@ def annotated_function(
     chosen : mapping of NodeInfo to tvm.relax.VDevice
         Devices of nodes; they replace those that types name.
     otherwise : tvm.relax.VDevice or None
-        Of other bindings whose types name none, if any.
+        Device of other bindings whose types name none, if any.
     """
     return _Annotate(graph, chosen, otherwise).annotated(func)
 

@@ -97,7 +97,7 @@ class TorchNode:
 
     @property
     def name(self) -> str:
-        """Of the bindings made of it."""
+        """Name of the bindings made of it."""
         return self.info.name
 
     @property

@@ -174,7 +174,7 @@ class Sizes:
         return as_condition(self.expr(expr))
 
     def ranges(self, constraints: Mapping[Any, Any]) -> list[tuple[Any, str]]:
-        """What calls have to meet of the ranges of an exported program: conditions, and their texts.
+        """Conditions on calls from the ranges of an exported program, and their texts.
 
         Torch traces with sizes of 2 and more and checks no lower bound up to 2; neither do we.
         """

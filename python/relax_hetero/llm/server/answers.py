@@ -52,7 +52,7 @@ class _Answers:
 
 
 class CompletionAnswers(_Answers):
-    """Of ``/v1/completions``."""
+    """Answers of ``/v1/completions``."""
 
     def __init__(self, codec: TextCodec, model: str, logprobs: bool, choices: int) -> None:
         super().__init__(codec, model, "text_completion", "cmpl", logprobs)
@@ -90,7 +90,7 @@ class CompletionAnswers(_Answers):
 
 
 class ChatAnswers(_Answers):
-    """Of ``/v1/chat/completions``."""
+    """Answers of ``/v1/chat/completions``."""
 
     def __init__(self, codec: TextCodec, model: str, logprobs: bool) -> None:
         super().__init__(codec, model, "chat.completion", "chatcmpl", logprobs)

@@ -1,4 +1,4 @@
-"""What callers may ask for, checked."""
+"""Requests of callers, checked."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class ChatBody(Body):
 
     @property
     def template_values(self) -> dict[str, Any]:
-        """What the template gets beside the conversation.
+        """Values for the template besides the conversation.
 
         Raises
         ------
@@ -163,7 +163,7 @@ class ChatBody(Body):
 
     @property
     def most_tokens(self) -> int | None:
-        """Of the text."""
+        """Maximum number of tokens of the text."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property

@@ -97,7 +97,7 @@ class _Made:
     outer : set of tirx.Var
         The symbolic sizes in these that mean something around the loop.
     has_room : list of bool
-        Of each, whether it is written to a tensor with room for all trips, not to one that grows.
+        Whether each is written to a tensor with room for all trips, not to one that grows.
     """
 
     loop: ImportedLoop
@@ -113,7 +113,7 @@ class _Attempt:
     Attributes
     ----------
     types : list of relax.TensorType
-        Of the state, in each trip.
+        Types of the state in each trip.
     has_condition : bool
         Whether trips compute if there is another one.
     open : set of tirx.Var
@@ -247,7 +247,7 @@ def _free_name(importer: Importer, name: str) -> str:
 def _captured(
     importer: Importer, body: list[relax.Binding], results: list[relax.Expr], own: set[relax.Var]
 ) -> tuple[list[relax.Binding], list[relax.Var]]:
-    """What a body reads from around the loop: bindings computed from constants, which it repeats, and variables."""
+    """Values that a body reads from around the loop: bindings computed from constants, to repeat, and variables."""
     inside = relax.SeqExpr([relax.BindingBlock(body)], relax.Tuple(results))
     # Symbolic sizes, which kernels take as numbers, come as a shape.
     free = [v for v in relax.analysis.free_vars(inside) if v not in own and not isinstance(v.ty, tvm.ir.PrimType)]
@@ -306,7 +306,7 @@ def _length(loop: Loop, has_condition: bool) -> Any:
 
 
 def _no_rows(importer: Importer, row: relax.TensorType, outer: set[tirx.Var]) -> relax.Expr:
-    """What the first trip appends to: no rows, of the shape that is the result where there is no trip."""
+    """Tensor that the first trip appends to: no rows, of the shape that is the result where there is no trip."""
     sizes = [0 if isinstance(size, tirx.Var) and size not in outer else size for size in _sizes_of(row, outer)]
     return importer.bb.emit(relax.op.zeros(relax.ShapeExpr([0, *sizes]), row.dtype.dtype))
 

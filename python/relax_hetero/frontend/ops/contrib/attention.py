@@ -60,7 +60,7 @@ def _attended(node: Node, heads: Heads, mask: int, bias: int) -> relax.Expr:
 
 
 def _mask(node: Node, index: int, dims: list[Dim], dtype: str) -> relax.Expr:
-    """What is added to scores of shape `dims`: 0 for keys that count, `mask_filter_value` for others."""
+    """Mask for scores of shape `dims`: 0 for keys that count, `mask_filter_value` for others."""
     batch, _, length, total = dims
     given = node.tensor(index)
     shape = node.shape(given)

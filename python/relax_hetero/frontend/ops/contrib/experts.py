@@ -187,7 +187,7 @@ def _mixture(node: Node, first: _Layer, second: _Layer, third: _Layer | None, mi
         return cast(node, node.emit(relax.op.reshape(total, dims)), dtype_of(data))
 
     def product(layer: _Layer, expert: int, x: relax.Expr) -> relax.Expr:
-        """Of one expert, or of all of them where its number is -1."""
+        """Product of one expert, or of all of them where its number is -1."""
         found = matmul(node, x, layer.weights[expert])
         if layer.bias is None:
             return found
@@ -197,7 +197,7 @@ def _mixture(node: Node, first: _Layer, second: _Layer, third: _Layer | None, mi
         return node.emit(relax.op.add(found, bias))
 
     def made(expert: int) -> relax.Expr:
-        """What an expert makes of all rows."""
+        """Output of an expert for all rows."""
         gate = product(first, expert, flat)
         linear = None if third is None else product(third, expert, flat)
         return product(second, expert, _activated(node, gate, linear))
@@ -247,7 +247,7 @@ def _require_width(node: Node, layer: _Layer, width: Dim) -> None:
 
 
 def _activated(node: Node, gate: relax.Expr, linear: relax.Expr | None) -> relax.Expr:
-    """What goes from an expert's first layer, and its third, into its second."""
+    """Input of an expert's second layer, computed from its first and its third."""
     name = node.attribute("activation_type", "relu")
     if name in ("swiglu", "geglu"):
         if linear is None:

@@ -370,7 +370,7 @@ def masked_fill(node: TorchNode, x: relax.Expr, mask: relax.Expr, value: Any) ->
 
 @converts("gelu")
 def gelu(node: TorchNode, x: relax.Expr, approximate: str = "none") -> relax.Expr:
-    """By the error function or the hyperbolic tangent."""
+    """Gelu by the error function or the hyperbolic tangent."""
     return node.emit((relax.op.nn.gelu if approximate == "none" else relax.op.nn.gelu_tanh)(x))
 
 

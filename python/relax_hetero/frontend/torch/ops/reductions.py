@@ -13,7 +13,7 @@ from ..node import TorchNode, converts
 
 
 def _reduced(node: TorchNode, kind: str, x: relax.Expr, axes: Any, keepdim: bool) -> relax.Expr:
-    """By ONNX's reduction; no axes are all of them."""
+    """Reduction by ONNX's converter; no axes are all of them."""
     rank = len(node.dims(x))
     if rank == 0:
         return x
