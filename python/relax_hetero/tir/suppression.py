@@ -53,7 +53,7 @@ class Suppression:
 
     @classmethod
     def of(cls, func: tirx.PrimFunc) -> Suppression:
-        """What a PrimFunc with the attribute computes."""
+        """Problem of a PrimFunc with the attribute."""
         return cls(**json.loads(str(func.attrs[SUPPRESSION])))
 
 
@@ -262,7 +262,7 @@ class _Kernel:
         return tirx.NE(found[0], tirx.const(0, "int32"))
 
     def move_together(self) -> None:
-        """What the classes took without gaps, and its number."""
+        """Move the results of the classes together without gaps, and store their number."""
         m = self._memory
         (number,) = m.open("number")
         counts, selected = self._counts, self._selected

@@ -21,7 +21,7 @@ class EncodingTotal:
     packed : int
         Tensors that are packed on it, each once: weights at compile time, others at run time.
     bytes_before, bytes_after : int
-        Of these, row-major and as they are stored.
+        Bytes of these, row-major and as they are stored.
     unknown_sizes : int
         Packed tensors that are not in the sums: their size depends on a symbolic shape.
     cancelled : int

@@ -65,7 +65,7 @@ def obtain(
     cache : bool
         Whether compiled models are kept and found again.
     key : bytes, optional
-        What a library has to be signed with.
+        Key that a library has to be signed with.
     checks, accuracy : str
         As `rh.compile` takes them.
 

@@ -57,7 +57,7 @@ class VirtualMachine:
     Parameters
     ----------
     executable : Executable
-        What to run; where optional devices are absent, the version of it that does without them.
+        Executable to run; where optional devices are absent, the version of it that does without them.
     devices : None, sequence or mapping
         None: the manifest's. A sequence: one device per manifest entry. A mapping from entries (``"llvm:1"``,
         ``"llvm"``, ``"vdevice:1"``, an index, a VDevice, a ``tvm.Device``) to devices (``tvm.Device`` or text such as
@@ -65,8 +65,8 @@ class VirtualMachine:
     max_in_flight : int
         How many submitted calls may be under way at once; `submit` and `submit_async` wait for room.
     memory_limit : None, int, str or mapping
-        What weights, results and transient tensors may take on each device, by the executable's `memory_plan`: bytes or
-        text (``"512MB"``), or a mapping from entries to these. Symbolic sizes are checked by each call.
+        Maximum memory of weights, results and transient tensors on each device, by the executable's `memory_plan`:
+        bytes or text (``"512MB"``), or a mapping from entries to these. Symbolic sizes are checked by each call.
 
     Attributes
     ----------
@@ -265,7 +265,7 @@ class VirtualMachine:
         Returns
         -------
         Fence
-            Of the result that ``vm[name](*args, **kwargs)`` would return; awaitable.
+            Fence of the result that ``vm[name](*args, **kwargs)`` would return; awaitable.
 
         Raises
         ------
@@ -338,7 +338,7 @@ class VirtualMachine:
         Parameters
         ----------
         params : mapping or sequence
-            By name, then some may be given now and others later; or all of them in order.
+            Parameters by name, then some may be given now and others later; or all of them in order.
         function : str, optional
             Which function takes them. Without it, every function that has parameters of these names, such as the
             ``prefill`` and ``decode`` of a language model: they share one copy on each device.
@@ -522,7 +522,7 @@ class VirtualMachine:
         return self._run_function(name, function, (*values, *constants))
 
     def _shared_by(self, name: str, values: Sequence[Any]) -> tuple[Any, ...]:
-        """What calls with arguments that look like these share."""
+        """Facts that calls with arguments that look like these share."""
         symbol = self._shares[name]
         if not symbol:
             return ()

@@ -43,9 +43,9 @@ class ProfileRow:
     microseconds : float
         All calls together.
     share : float
-        Of the whole call, 0 to 1.
+        Share of the whole call, 0 to 1.
     operations, bytes : int
-        Of each call, as `DispatchSpec` has them; 0 where they are not known.
+        Operations and bytes of each call, as `DispatchSpec` has them; 0 where they are not known.
     precision : str
         Element types of its products, else of its arguments, as `DispatchSpec` has them.
     """
@@ -91,7 +91,7 @@ class Profile:
     microseconds : float
         The whole call, measuring included.
     commands : tuple of CommandTime
-        Of command buffers whose kernels were measured one by one, in order.
+        Commands of command buffers whose kernels were measured one by one, in order.
     """
 
     function: str
@@ -253,7 +253,7 @@ class BufferClock:
     seconds : float
         Inside, over all calls so far.
     own : float
-        That the clock itself took.
+        Time that the clock itself took.
     """
 
     def __init__(self, metadata: Metadata, devices: Sequence[runtime.Device]) -> None:

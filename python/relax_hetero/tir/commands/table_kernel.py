@@ -33,7 +33,7 @@ from tvm_ffi import structural_map, structural_walk
 from ..cuda.core.ptx import is_let_next_begin, is_wait_for_launches
 
 MOST_ENTRIES = 4096
-"""Of a table; its extent in the code, which nothing checks."""
+"""Maximum number of entries of a table; its extent in the code, which nothing checks."""
 
 _TABLE_TYPE = tvm.ir.PointerType(tvm.ir.PrimType("int64"), "global")
 

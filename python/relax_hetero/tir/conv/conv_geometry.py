@@ -23,7 +23,7 @@ class Taps:
     Attributes
     ----------
     first, count : int or PrimExpr
-        Of the window's places.
+        First tap of the window, and number of taps.
     begin, end : int
         The places of the tile, counted from its first.
     """
@@ -62,9 +62,9 @@ def segments_of(window: Window, extent: int, places: int, widest: int) -> list[S
     Parameters
     ----------
     extent : int
-        Of the data.
+        Extent of the data.
     places : int
-        Of the result.
+        Extent of the result.
     widest : int
         The most places of a tile.
     """

@@ -60,12 +60,12 @@ class TileConvolution:
 
     @property
     def windows(self) -> tuple[Window, ...]:
-        """Of all dimensions but the innermost."""
+        """Windows of all dimensions but the innermost."""
         return self.conv.windows[:-1]
 
     @property
     def steps(self) -> int:
-        """Of a pair."""
+        """Number of steps of a pair."""
         return prod(window.size for window in self.windows) * self.plan.run.count
 
     @property
@@ -112,7 +112,7 @@ def tile_convolution(conv: Convolution, instruction: TileInstruction | None) -> 
 
 
 class _Task:
-    """What a task works in: copied rows, sums, and where the sums that wait are to go."""
+    """Buffers of a task: copied rows, sums, and where the sums that wait are to go."""
 
     def __init__(self, tiles: TileConvolution) -> None:
         self.tiles, self.conv, plan = tiles, tiles.conv, tiles.plan
@@ -342,7 +342,7 @@ class _Pair:
     Parameters
     ----------
     number : PrimExpr
-        Of the pair, in its block.
+        Number of the pair in its block.
     weight : PrimExpr
         Where the stretch begins in storage.
     """

@@ -31,7 +31,7 @@ def row_segments(window: Window, extent: Expr, places: Expr, widest: int) -> lis
     Parameters
     ----------
     extent, places : int or PrimExpr
-        Of the data and of the result, along the innermost dimension.
+        Extents of the data and of the result, along the innermost dimension.
     widest : int
         The most places of a tile.
     """

@@ -47,9 +47,9 @@ class RawSignature:
     numbers : tuple of tirx.Var
         The parameters that are numbers, in order.
     extents : tuple of tuple
-        Of each tensor: ints, or expressions over the scalars.
+        Extents of each tensor: ints, or expressions over the scalars.
     dtypes : tuple of str
-        Of each tensor.
+        Element type of each tensor.
     """
 
     buffers: tuple[tirx.Var, ...]

@@ -112,7 +112,7 @@ class Box:
     nest : Nest
         Its expressions as they are inside.
     bounds : tuple of (begin, end)
-        Of each axis.
+        Bounds of each axis.
     """
 
     nest: Nest

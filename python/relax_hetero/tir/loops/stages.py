@@ -36,7 +36,7 @@ class Stage:
     values : tuple of PrimExpr
         One for each buffer. Those of a reduction read the buffers at the same place: what is there so far.
     initial : tuple of PrimExpr
-        What a reduction starts from, one for each buffer; empty where nothing is reduced.
+        Values that a reduction starts from, one for each buffer; empty where nothing is reduced.
     """
 
     buffers: tuple[tirx.Buffer, ...]

@@ -17,7 +17,7 @@ from .nests import Nest
 from .stages import Load, loads, node_count, replaced, sources, variables, with_loads
 
 Slots = Mapping[tirx.Buffer, tirx.Buffer]
-"""By what it holds values of: a slot of memory with an element for each lane, which becomes a register."""
+"""Memory by the buffer that it holds values of: an element for each lane, which becomes a register."""
 
 LANE = tirx.Var("lane", "int64")
 """Stands in expressions for the number of a lane."""

@@ -46,7 +46,7 @@ _BITS = {
     "float32": ("int32", 0x7F800000),
     "float64": ("int64", 0x7FF0000000000000),
 }
-"""Of an element type: the integer of its size, and the bits of infinity."""
+"""Bits of an element type: the integer of its size, and the bits of infinity."""
 
 
 def index_wins(one: Sequence[Expr], other: Sequence[Expr], largest: bool, last: bool) -> Expr:
@@ -75,7 +75,7 @@ def _is_number(x: Expr) -> bool:
 
 
 def is_maximum(value: Expr) -> bool | None:
-    """Of what `maximum` and `minimum` make of two variables, which of them it is; None of other expressions."""
+    """True for what `maximum` makes of two variables, False for `minimum`; None of other expressions."""
     inner = value.false_value if isinstance(value, tirx.Select) else None
     if not isinstance(inner, tirx.Select) or not isinstance(inner.condition, (tirx.GT, tirx.LT)):
         return None

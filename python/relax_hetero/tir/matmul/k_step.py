@@ -123,7 +123,7 @@ def add_step(dot: DotInstruction, accs: Registers, numbers: Sequence[int], lhs: 
     Parameters
     ----------
     numbers : sequence of int
-        Of the accumulators of `DotInstruction.rows` rows, which meet the same columns.
+        Numbers of the accumulators of `DotInstruction.rows` rows, which meet the same columns.
     lhs, rhs : PrimExpr
         From `rows_group` and `rhs_groups`.
     """

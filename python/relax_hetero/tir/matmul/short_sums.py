@@ -59,7 +59,7 @@ class ShortSums:
     sums : Registers
         The accumulators, the first `count` of them.
     lanes : int
-        Of an accumulator.
+        Lanes of an accumulator.
     banks : int
         Registers of each accumulator, used in turn: where accumulators are too few to keep instructions in flight.
     """

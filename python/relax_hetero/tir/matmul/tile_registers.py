@@ -140,7 +140,7 @@ def scratch(size: int, dtype: str) -> Any:
 
 
 def address(memory: Any, at: Expr) -> Expr:
-    """Of an element of a buffer in one dimension."""
+    """Address of an element of a buffer in one dimension."""
     return T.address_of(memory[at])
 
 

@@ -25,11 +25,11 @@ class RowPass:
     Attributes
     ----------
     kind : str
-        Of the reduction; empty for the pass that makes the result.
+        Kind of the reduction; empty for the pass that makes the result.
     per_row : tuple of (int, Expression)
         Terms to compute before the pass, and their operand numbers.
     keep : Expression or None
-        What is stored in the result's row for later passes.
+        Expression that is stored in the result's row for later passes.
     """
 
     kind: str

@@ -87,7 +87,7 @@ def phase_code(phase: RowPhase, others: list[OperandView], result: OperandView, 
 
 
 def _lanes(views: list[OperandView], cpu: CpuTarget) -> int:
-    """Of vectors in which everything, bytes included, is computed in floats."""
+    """Lanes of vectors in which everything, bytes included, is computed in floats."""
     return min(cpu.lanes(dtype) for dtype in ("float32", *(computed_in(view.dtype) for view in views)))
 
 

@@ -88,7 +88,7 @@ def _binds_threads(body: tirx.Stmt) -> bool:
 
 
 class _Data:
-    """What in a kernel depends on data, and how it is bounded.
+    """Indices of a kernel that depend on data, and their bounds.
 
     Attributes
     ----------
@@ -170,7 +170,7 @@ class _Data:
         return tirx.IfThenElse(tirx.all(*(inside(index, extent) for index, extent in open_)), store, None)
 
     def region(self, region: TensorRegion) -> TensorRegion:
-        """What a block says to access: along an axis whose index depends on data, all of it."""
+        """Region that a block declares to access: along an axis whose index depends on data, all of it."""
         if not any(self.depends(place.min) for place in region.region):
             return region
         shape = region.source.ty.shape

@@ -99,7 +99,7 @@ def _show(block: Block) -> list[relax.Binding] | None:
 
 
 def _bytes(ty: tvm.ir.Type) -> int:
-    """Of tensors whose extents are all known; 0 for others, which FoldConstant leaves alone."""
+    """Bytes of tensors whose extents are all known; 0 for others, which FoldConstant leaves alone."""
     total = 0
     for tensor in tensor_types(ty):
         if not isinstance(tensor.shape, relax.ShapeExpr) or tensor.dtype is None:

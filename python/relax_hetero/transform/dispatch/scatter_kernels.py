@@ -31,7 +31,7 @@ _OPAQUE = 8
 
 
 def legalizations() -> dict[str, Legalize]:
-    """By op, for `relax.transform.LegalizeOps`."""
+    """Legalizations by op, for `relax.transform.LegalizeOps`."""
     return {name: partial(_legalize, tvm.ir.Op.get(name).get_attr("FLegalize")) for name in (_ELEMENTS, _ND)}
 
 
@@ -83,7 +83,7 @@ def _is_exact(problem: ScatterProblem) -> bool:
 
 
 def _problem(call: relax.Call) -> ScatterProblem | None:
-    """What a scatter computes; None where only the stock kernel can."""
+    """Problem of a scatter; None where only the stock kernel can solve it."""
     data, indices, updates = (arg.ty for arg in call.args)
     if any(known_extents(ty) is None for ty in (data, indices, updates)):
         return None

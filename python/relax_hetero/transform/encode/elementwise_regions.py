@@ -141,7 +141,7 @@ class RegionOperand:
     ----------
     value : relax.Expr
     shape : list, optional
-        What it is reshaped to first: where the region works behind a reshape.
+        Shape that it is reshaped to first: where the region works behind a reshape.
     is_full : bool
         Whether it has the result's shape, and will be encoded alike; others broadcast and stay plain.
     axes : tuple of int, optional
@@ -339,7 +339,7 @@ class Growth:
         return _cast(Expression.operand(len(self.operands)), dtype)
 
     def _before_cast(self, tensor: relax.Expr) -> tuple[relax.Expr, str | None]:
-        """What a tensor is a cast of, and the type; itself where reading that would not save a kernel and memory."""
+        """Operand of a cast, and the type; the tensor itself where reading that would not save a kernel and memory."""
         call = self.block.definition(tensor)
         if op_name(call) != CAST or to_expression(call) is None:
             return tensor, None

@@ -35,7 +35,7 @@ class HeadsTrace:
     dims, starts
         See `HeadsMap`.
     factor : float
-        What its elements are multiplied by.
+        Factor of its elements.
     """
 
     value: relax.Expr

@@ -35,7 +35,7 @@ def without_triangle(
     Parameters
     ----------
     expression : Expression
-        Of the scores: ``x0`` is the product, ``x1``, ... are the masks.
+        Expression of the scores: ``x0`` is the product, ``x1``, ... are the masks.
     masks : sequence of relax.Expr
     queries, keys : int
         How many there are.

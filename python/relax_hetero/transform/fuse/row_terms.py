@@ -54,7 +54,7 @@ class RowOp:
 
 
 def rounded(term: Term, value: relax.Expr) -> Term:
-    """What users of a value read, where its op computes `term` of values that are rounded.
+    """Term that users of a value read, where its op computes `term` of values that are rounded.
 
     Rows are computed in single precision, but every op on half precision rounds its result; softmax and norms only
     that, not what they compute on the way. A later op may be sensitive to that: a difference of what is nearly equal.
@@ -86,7 +86,7 @@ def _axes(call: relax.Call, name: str, rank: int) -> int:
 
 
 def row_term(op: RowOp, x: Term, vectors: list[Term], reduce: Reduce) -> Term:
-    """What an op computes of the rows `x`; the variance is that of the centred row, in a pass of its own."""
+    """Term of an op over the rows `x`; the variance is that of the centred row, in a pass of its own."""
     call, name = op.call, op.call.op.name
     if name in REDUCTIONS:
         return reduce(REDUCTIONS[name], x)

@@ -104,7 +104,7 @@ def with_regions(
     ----------
     block : Block
     regions : mapping
-        By the index of their last binding.
+        Regions by the index of their last binding.
     write : Callable
         Emits what a region becomes; the last binding is of the variable given.
     """

@@ -1,4 +1,4 @@
-"""What can be computed at compile time: values of variables that come from constants alone."""
+"""Constants that can be computed at compile time: values of variables that come from constants alone."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     "relax.rsqrt": lambda x: np.reciprocal(np.sqrt(x)),
     "relax.square": np.square,
 }
-"""Of floats; what else means the same in numpy is below."""
+"""Arithmetic of floats; ops that mean the same in numpy for other types are below."""
 _OF_INTEGERS = ("relax.add", "relax.subtract", "relax.multiply")
-"""Of those, what int32 is computed with: biases of quantized models, which become floats."""
+"""Ops of those that int32 is computed with: biases of quantized models, which become floats."""
 
 _FLOATS = ("float32", "float64")
 _HALVES = ("float16", "bfloat16")

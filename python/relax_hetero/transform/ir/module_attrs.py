@@ -1,4 +1,4 @@
-"""What has been done to a module, where its text does not say: attributes that passes leave."""
+"""Attributes that passes leave on a module, for changes that its text does not show."""
 
 from __future__ import annotations
 

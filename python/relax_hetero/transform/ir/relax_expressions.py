@@ -97,7 +97,7 @@ def from_expression(
     Returns
     -------
     relax.Expr
-        What `emit` returned for the last op, or an operand where the expression is one.
+        Result of `emit` for the last op, or an operand where the expression is one.
     """
     vdevice = operands[0].ty.vdevice if vdevice is None and operands else vdevice
 

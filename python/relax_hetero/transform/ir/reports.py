@@ -1,4 +1,4 @@
-"""What passes find, as plain data: where values are and why, how they are stored, what became one kernel.
+"""Findings of passes as plain data: where values are and why, how they are stored, what became one kernel.
 
 The records that ``relax-hetero explain`` prints and an executable's metadata holds.
 """
@@ -101,11 +101,11 @@ class DispatchEntry:
     device : str
         ``kind:i``; empty for what computes shapes on the host.
     ops : tuple of str
-        What it computes, in order: more than one op where ops were fused.
+        Ops that it computes, in order: more than one where ops were fused.
     precision : str
         The element types of its products, else those of its arguments (`kernels.precision_of`).
     nodes : tuple of int
-        What it computes of the model's graph, by position in the graph's function (`kernel_nodes`).
+        Nodes of the model's graph that it computes, by position in the graph's function (`kernel_nodes`).
     """
 
     function: str
@@ -128,7 +128,7 @@ class Declined:
     op : str
         The op that stayed out, or whose kernel did not take another in.
     reason : str
-        What was found and what would have been needed.
+        Pattern that was found, and what would have been needed.
     """
 
     function: str
@@ -269,7 +269,7 @@ class EncodedTransferEntry:
     layout : str
         How it is stored on the way.
     bytes : int or str
-        What goes over the wire.
+        Bytes that go over the wire.
     relayout : str
         Where it is laid out anew, and from which layout to which; empty where both sides agree.
     """

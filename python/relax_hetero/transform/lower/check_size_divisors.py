@@ -97,7 +97,7 @@ def _guarded(mod: tvm.IRModule, func: tirx.PrimFunc, name: str, checks: list[Che
 
 
 def _divisors(func: tirx.PrimFunc) -> list[StructuralKey]:
-    """By what a kernel divides its sizes, each once."""
+    """Divisors of a kernel's sizes, each once."""
     sizes = _sizes(func)
     found: dict[StructuralKey, None] = {}
 

@@ -48,7 +48,7 @@ class Evaluation:
 
 @dataclass
 class HostNeeds:
-    """What the hosts of a module need, function by function.
+    """Needs of the hosts of a module, function by function.
 
     Attributes
     ----------
@@ -57,7 +57,7 @@ class HostNeeds:
     participants : mapping of tvm.ir.GlobalVar to Hosts
         The hosts of each Relax function.
     evaluations : dict of relax.Var to Evaluation
-        By the variable of a binding.
+        Evaluations by the variable of a binding.
     """
 
     hosts: Hosts

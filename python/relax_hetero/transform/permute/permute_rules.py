@@ -1,4 +1,4 @@
-"""What becomes of an op whose operand is permuted: one table from op to rule.
+"""Rules for ops whose operand is permuted: one table from op to rule.
 
 A rule says how the op is done on operands that lie in another order (`transform.ir.axes`): in which order it needs each
 operand, with which attributes it is called, and in which order its results then lie. Ops that are not in the table need

@@ -25,16 +25,16 @@ PLAIN = (relax.Var, relax.DataflowVar)
 
 
 class CallReader:
-    """What is known of a recursion group while its functions are read, and how calls add to it.
+    """State of a recursion group while its functions are read, and the sites that calls add to it.
 
     Attributes
     ----------
     unit, name
         The function of the module that is being read.
     callees : list of CallRef
-        Of the binding that is being read.
+        Callees of the binding that is being read.
     spot : Spot
-        That binding.
+        Place of that binding.
     makers : dict
         Values of unknown kind -> the site that makes them: a match_cast to a tensor ties them.
     callbacks : set
@@ -435,7 +435,7 @@ class _Collector(CallReader):
         return None
 
     def _after(self, record: Record) -> None:
-        """What remains of an `If` or a local function once the scopes inside are read."""
+        """Rest of an `If` or a local function once the scopes inside are read."""
         if record.kind == "function":
             assert record.func is not None
             self._result(record.scopes[0], record.value.ret_ty, record.func.ret, record.var.name)

@@ -200,7 +200,7 @@ class _Planner:
 
 
 def _outer(stack: list[tuple[Scope, Iterator[Record], set[int]]], scope: Scope) -> set[int]:
-    """What the scope around `scope` has written so far; sibling branches stand between them on the stack."""
+    """Values that the scope around `scope` has written so far; sibling branches stand between them on the stack."""
     for other, _, written in reversed(stack):
         if other is scope.parent:
             return written

@@ -230,7 +230,7 @@ def run(walk: Generator[Any, Any, Any]) -> Any:
     Returns
     -------
     result
-        What `walk` returns. An exception ends all of them.
+        Result of `walk`. An exception ends all of them.
     """
     stack = [walk]
     result: Any = None

@@ -56,7 +56,7 @@ class LowPrecisionValues:
     products : set of relax.Var
         Results of products in low precision.
     ends : set of relax.Var
-        What the function, its branches and local functions end with: it keeps its type.
+        Variables that the function, its branches and local functions end with: they keep their types.
     """
 
     def __init__(self, func: relax.Function, dtype: str, kept: NameFilter, where: PrecisionDevices) -> None:
@@ -150,7 +150,7 @@ class LowPrecisionValues:
             self._carry([arg for arg in value.args if isinstance(arg, relax.Var) and self.is_moved(arg)])
 
     def _stored_sums(self, var: relax.Var, value: relax.Expr) -> list[relax.Expr]:
-        """Of the products that elementwise work joins, all but the last, which does that work: they are stored for it.
+        """Products that elementwise work joins, all but the last, which does that work: they are stored for it.
 
         In the types of `ROUNDED_ON_GPUS`, on GPUs, if nothing else reads them.
         """
@@ -210,7 +210,7 @@ def _inner(value: relax.Expr) -> list[relax.SeqExpr]:
 
 
 def _tensors(value: relax.Expr) -> list[relax.Expr]:
-    """What a value is made of, tuples flattened."""
+    """Tensors of a value, tuples flattened."""
     if isinstance(value, relax.Call):
         return [tensor for arg in value.args for tensor in _tensors(arg)]
     if isinstance(value, relax.Tuple):

@@ -15,7 +15,7 @@ _NEAR_MISSES = 3
 
 
 class NameFilter:
-    """What of a module is kept as it is.
+    """Functions and variables of a module that are kept as they are.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ class NameFilter:
 
 
 def _names(mod: tvm.IRModule) -> list[str]:
-    """Of functions and variables, in order."""
+    """Names of functions and variables, in order."""
     names: dict[str, None] = {}
     for gv, func in relax_functions(mod):
         names.update(dict.fromkeys([gv.name_hint, *(param.name for param in func.params)]))

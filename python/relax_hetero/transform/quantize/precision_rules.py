@@ -1,4 +1,4 @@
-"""What each Relax op does with operands of low precision: the table of `ToMixedPrecision`."""
+"""Treatment of operands of low precision by each Relax op: the table of `ToMixedPrecision`."""
 
 from __future__ import annotations
 

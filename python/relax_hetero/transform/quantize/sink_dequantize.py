@@ -64,7 +64,7 @@ class _Bytes:
     ----------
     data : relax.Expr
     expression : Expression
-        Of the tensor, ``x0`` the bytes.
+        Expression of the tensor, ``x0`` the bytes.
     floats : relax.Var, optional
         The tensor where it is computed already, and nobody reads it yet.
     """
@@ -202,7 +202,7 @@ def _number(term: Term, op: str) -> float | None:
 
 
 def _uncast(term: Term, dtype: str) -> Term | None:
-    """What is cast to a type, None where nothing is."""
+    """Operand of a cast to a type, None where there is none."""
     return term.args[0] if term.op == "cast" and term.params == (dtype,) else None
 
 

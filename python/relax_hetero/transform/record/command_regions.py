@@ -158,7 +158,7 @@ class _Cut:
         return True
 
     def other(self, index: int) -> None:
-        """What is no work goes before the open runs if it may, else to the end."""
+        """Move a binding that is not work before the open runs if it may go there, else to the end."""
         binding = self._block.bindings[index]
         first = min(self._open.values(), default=len(self.sections) - 1)
         goes_before = self._read(index) <= 2 * first

@@ -301,7 +301,7 @@ class _Calls:
     Attributes
     ----------
     constants : dict of str to list of tvm.ir.GenericConst
-        What each command buffer took as arguments, and its graph keeps.
+        Constants that each command buffer took as arguments, and its graph keeps.
     """
 
     def __init__(

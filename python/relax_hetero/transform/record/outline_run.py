@@ -26,7 +26,7 @@ class RunOutliner:
     ----------
     block : Block
     run : Run
-        Of the block.
+        Run of the block.
     stay : set of relax.Var
         The variables of the block that are bound outside of any run.
     kernels : KernelCalls

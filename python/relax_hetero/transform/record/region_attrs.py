@@ -1,4 +1,4 @@
-"""What command buffers do, as data (`artifact.commands`) on functions; and which tensors a kernel reads or writes.
+"""Command buffers as data (`artifact.commands`) on functions; and the tensors that a kernel reads or writes.
 
 Each host function of a command buffer carries its `RegionSpec`, each kernel that one calls its `KernelSpec`, as JSON
 text, so that both last until the executable is made.
@@ -50,7 +50,7 @@ WORKGROUPS = "relax_hetero.workgroups"
 """On a PrimFunc: how many of its last parameters are workgroup numbers (x, y, z)."""
 
 _ALLOCATED = 64
-"""What TVM's allocations are aligned to, and its code expects unless it is told otherwise."""
+"""Alignment of TVM's allocations, which its code expects unless it is told otherwise."""
 
 
 class _Texts:
@@ -78,7 +78,7 @@ class _Texts:
 
 
 def region_spec(outlined: OutlinedRegion, vdevices: list[relax.VDevice]) -> RegionSpec:
-    """What a command buffer does; its `directs` count the constants it reads."""
+    """Description of a command buffer; its `directs` count the constants it reads."""
     texts = _Texts(outlined.symbols())
     device = vdevice_index(outlined.vdevice, vdevices)
     places = {value.home: (SLOT, i) for i, value in enumerate((*outlined.inputs, *outlined.results))}
@@ -147,7 +147,7 @@ def kernel_spec(
     device : int
         Manifest index.
     access : sequence of str, optional
-        Of each tensor; taken from the body where it is not given.
+        Access to each tensor; taken from the body where it is not given.
 
     Raises
     ------

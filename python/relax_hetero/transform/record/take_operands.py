@@ -65,9 +65,9 @@ def take_operands(
     drafts : sequence of Draft
         In order; `RegionValue.end` and `RegionValue.is_result` are final.
     ties : callable
-        What a kernel ties: numbers of its tensors, operands first.
+        Function that gives the ties of a kernel: numbers of its tensors, operands first.
     made : collection of RegionValue
-        By the run.
+        Values that the run makes.
     free : collection of RegionValue
         Those that the run is given and may overwrite.
     """

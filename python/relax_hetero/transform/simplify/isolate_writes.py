@@ -224,7 +224,7 @@ class _Isolated:
     def _overwritten(
         self, binding: relax.Binding, call: relax.Call, name: str | None, overwrites: list[relax.Var]
     ) -> Shown:
-        """What a call that writes shows: the operands that it writes to, wherever these may be in its result."""
+        """Aliases of a call that writes: the operands that it writes to, wherever these may be in its result."""
         if name not in (CALL_TIR_INPLACE, CACHED_ATTENTION) or not isinstance(binding.var.ty, tvm.ir.TupleType):
             either_of = frozenset(number for var in overwrites for number in flat(self.aliases.of(var)))
             fresh = NOTHING if name in IN_PLACE else frozenset(flat(self._new(binding.var.ty)))

@@ -60,7 +60,7 @@ class _Phase:
 
     @property
     def window(self) -> tuple[int, int, int]:
-        """What decides which inputs are read."""
+        """Parameters that decide which inputs are read."""
         return len(self.taps), self.first, self.dilation
 
     def is_cut(self, behind: int) -> bool:
@@ -131,7 +131,7 @@ class _Expansion:
         return True
 
     def bindings(self) -> list[relax.Binding]:
-        """What is written in its place."""
+        """Bindings that replace it."""
         strides = [int(stride) for stride in self.call.attrs.strides]
         shape = shape_of(self.var) or []
         sizes = [_plain(extent) for extent in shape[2:]]

@@ -70,7 +70,7 @@ class TracedPass:
 
     @property
     def changes(self) -> tuple[FunctionChange, ...]:
-        """What the pass did, function by function; made when it is first asked for."""
+        """Changes by the pass, function by function; made when it is first asked for."""
         if self._changes is None:
             if self._before is None or self._after is None or self._before is self._after:
                 self._changes = ()
@@ -99,7 +99,7 @@ class PassTrace(AbstractContextManager["PassTrace"]):
     passes : list of TracedPass
         In the order in which they began.
     result : tvm.IRModule or None
-        What the passes made of the module that `trace_passes` was given; None without one.
+        Module after the passes that `trace_passes` was given; None without one.
     """
 
     def __init__(self, kernels: bool = False) -> None:

@@ -26,7 +26,7 @@ _ABBREVIATED = 120
 
 @dataclass(frozen=True)
 class FunctionChange:
-    """What a pass did to one function.
+    """Change of one function by a pass.
 
     Attributes
     ----------

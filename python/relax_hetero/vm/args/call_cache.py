@@ -57,7 +57,7 @@ class CachedCall:
     outs : set of Look
         Looks of ``out=`` that were found to fit.
     shared : tuple of object or None
-        What the machine found out about these looks once (`driver.link.repeated_calls`); None before.
+        Facts that the machine found out about these looks once (`driver.link.repeated_calls`); None before.
     round : int
         When the machine's buffer pool was told of its extents, in rounds of the pool; -1 before.
     """
@@ -112,7 +112,7 @@ class CallCache:
     Parameters
     ----------
     alignment : int
-        Of tensors in bytes, a power of two, as kernels need it.
+        Alignment of tensors in bytes, a power of two, as kernels need it.
     takes_arrays : bool
         Whether numpy arrays may be lent to kernels.
     names : tuple of str
@@ -190,9 +190,9 @@ class CallCache:
         Parameters
         ----------
         args : sequence of object
-            What the caller gave, all by position.
+            Arguments of the caller, all by position.
         values : sequence of object
-            What the function takes for it; parameters that were placed before follow.
+            Arguments as the function takes them; parameters that were placed before follow.
         dims : DimValues
             The values of symbolic dimensions.
         lent : list of AddressRange

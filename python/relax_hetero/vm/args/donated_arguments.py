@@ -23,7 +23,7 @@ def check_donated(signature: FunctionSignature, values: Sequence[Any]) -> None:
     Parameters
     ----------
     values : sequence of object
-        What the function takes, in the order of its inputs.
+        Arguments as the function takes them, in the order of its inputs.
     """
     ranges = [(spec.name, address_ranges(value)) for spec, value in zip(signature.inputs, values, strict=True)]
     for name, mine in ranges:

@@ -32,7 +32,7 @@ class BindingTable:
     recording : Recording
         Commands that the table is for.
     addresses, sizes : tuple of int
-        By slot; 0 for one that is empty.
+        Addresses and sizes by slot; 0 for one that is empty.
     values : dict of str to int
         The sizes by the names that texts use.
     pointer : int

@@ -63,7 +63,7 @@ class CommandBuffer:
     device : Device
         Device that runs the commands.
     index : int
-        Of the device in the manifest.
+        Index of the device in the manifest.
     device_name : str
         As messages call it.
     mode : str
@@ -213,14 +213,14 @@ class CommandBuffer:
         operands : sequence of MemoryRange
             One for each tensor parameter, in order.
         scalars : sequence or mapping by name
-            Of symbolic extents, then of scalar parameters, without workgroup numbers.
+            Values of symbolic extents, then of scalar parameters, without workgroup numbers.
         when, unless : MemoryRange, optional
             An int32 that is read when the command runs: it is skipped where `when` is zero, or `unless` is not.
 
         Raises
         ------
         BindingError
-            What does not fit the kernel, as far as it is known now; the rest is asked of bindings and parameters.
+            An operand does not fit the kernel, as far as it is known now; the rest is asked of bindings and parameters.
         """
         self._dispatch(self._kernel(kernel), as_grid(grid), None, operands, scalars, when, unless)
 

@@ -31,7 +31,7 @@ from .recorder import Recording
 _log = logging.getLogger("relax_hetero")
 
 MOST_GRAPHS = 16
-"""Of a command buffer."""
+"""Maximum number of graphs of a command buffer."""
 
 _Numbers = tuple[int | float, ...]
 _Key = tuple[int, _Numbers]

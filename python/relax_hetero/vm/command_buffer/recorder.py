@@ -183,7 +183,7 @@ def _extents(tensor: TensorParam, values: dict[str, Integer], what: str) -> tupl
 
 
 COUNT_BYTES = 4
-"""Of a workgroup count or a predicate in memory, an int32."""
+"""Bytes of a workgroup count or a predicate in memory, an int32."""
 
 
 @dataclass(frozen=True)

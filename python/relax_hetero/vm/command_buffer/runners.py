@@ -51,7 +51,7 @@ class Submission:
 
 
 ENDED = Submission()
-"""Of devices whose work has ended when `submit` returns."""
+"""Submission to devices whose work has ended when `submit` returns."""
 
 
 class Runner(Protocol):

@@ -66,7 +66,7 @@ def pinned_array(shape: int | tuple[int, ...], dtype: str | np.dtype[Any] = "flo
     shape : int or tuple of int
         Extents.
     dtype : str or numpy.dtype
-        By name also those that numpy lacks (``"bfloat16"``).
+        Element type; by name also those that numpy lacks (``"bfloat16"``).
 
     Returns
     -------

@@ -270,7 +270,7 @@ def begin_copy(source: runtime.Tensor, target: runtime.Tensor, stream: Stream) -
     source, target : runtime.Tensor
         On the stream's GPU, another GPU, or a CPU.
     stream : Stream
-        Of the GPU; of either, where there are two.
+        Stream of the GPU; of either, where there are two.
 
     Returns
     -------

@@ -43,7 +43,8 @@ class Executable:
     container : Container, optional
         The file it was loaded from.
     machine_code : mapping of str to bytes, optional
-        Of CUDA kernels that the module holds as source, by `cuda_modules.source_key`; files get the machine code.
+        Machine code of CUDA kernels that the module holds as source, by `cuda_modules.source_key`; files get the
+        machine code.
     versions : sequence of Executable, optional
         The same model without some of the devices in ``metadata.optional``, for machines that lack them: each does
         without more of them than the one before, the last without any.
@@ -175,10 +176,10 @@ class Executable:
         path : str or path
             The file, usually ``.html``; it is written over.
         profile : Profile or sequence of Profile, optional
-            What `VirtualMachine.profile` gave, of a function each: times of the kernels. Devices that were not measured
-            on this machine are, for some seconds, to say what kernels reached.
+            Measurements of `VirtualMachine.profile`, of a function each: times of the kernels. Devices that were not
+            measured on this machine are, for some seconds, to say what kernels reached.
         trace : Trace, optional
-            What `VirtualMachine.trace` followed: the timeline of the queues.
+            Calls that `VirtualMachine.trace` followed: the timeline of the queues.
         compare : str or path, optional
             A report that was written before, to show what changed.
         title : str
@@ -278,7 +279,7 @@ class Executable:
         Parameters
         ----------
         devices : sequence of Device
-            By manifest index, the host last.
+            Devices by manifest index, the host last.
         """
         key = tuple((device.dlpack_device_type(), device.index) for device in devices)
         address_of = partial(kernel_address, self.runnable())

@@ -70,8 +70,8 @@ class Fence(Future[Any]):
         Raises
         ------
         HeteroError
-            What failed in the call or in one that it waited for; or a wait in a thread that runs queues (in a callback
-            of another fence), which would wait for itself.
+            The call failed, or one that it waited for; or a wait in a thread that runs queues (in a callback of another
+            fence), which would wait for itself.
         TimeoutError
             After `timeout` seconds.
         concurrent.futures.CancelledError

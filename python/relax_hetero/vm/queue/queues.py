@@ -52,7 +52,7 @@ class Queues:
     Parameters
     ----------
     devices, scopes
-        By manifest index; the last is the host.
+        Devices and memory scopes by manifest index; the last is the host.
     constants : object
         As functions take them.
     load : callable
@@ -143,7 +143,7 @@ class Queues:
         Returns
         -------
         tuple
-            What the step makes; and the point at which that is made, where it is only issued.
+            Results of the step; and the point at which they are made, where they are only issued.
         """
         reads = [call.values[number] for number in step.reads]
 

@@ -36,7 +36,7 @@ class Trace:
     Parameters
     ----------
     metadata : Metadata
-        Of the machine's executable.
+        Metadata of the machine's executable.
     limit : int
         How many calls are followed; later ones are only counted.
 

@@ -29,7 +29,7 @@ class ClusterSums:
     ----------
     tensors : AttentionTensors
     tile : ScoreTile
-        Of a warp, after its last keys.
+        Scores of a warp, after its last keys.
     shared : SharedMemory
         Its first `size` bytes are free by then.
     width : int

@@ -25,9 +25,9 @@ class GpuHeads(HeadsView):
     Parameters
     ----------
     depth : str
-        What "k" is: "d" of query and key, "e" of value and result.
+        Name of "k": "d" of query and key, "e" of value and result.
     rows : Rows, optional
-        What "row" is, of the query.
+        Meaning of "row" in the query.
     """
 
     _held = staticmethod(lambda value: value)

@@ -24,7 +24,7 @@ from ..core.storage_place import THREADS, common_lanes, innermost, nothing, plac
 from ..core.vectors import MOST_LANES, VectorRegisters
 
 VECTORS = 2
-"""Of a thread, where there are enough to occupy the GPU with."""
+"""Number of vectors of a thread, where there are enough to occupy the GPU with."""
 RESIDENT = 2048
 """Threads that a multiprocessor holds."""
 _ZERO = tirx.const(0, "int64")

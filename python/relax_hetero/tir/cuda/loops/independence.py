@@ -64,7 +64,7 @@ def _allocated(body: tirx.Stmt) -> set[tirx.Var]:
 
 
 class _Inner:
-    """What is known inside of a loop."""
+    """Facts that hold inside of a loop."""
 
     def __init__(self, loop: tirx.For) -> None:
         self.var = loop.loop_var
@@ -111,7 +111,7 @@ class _Inner:
         return step is not None
 
     def _split(self, rest: Expr) -> tuple[Expr | None, Expr]:
-        """What is the same in every iteration, and what loops inside add to it."""
+        """Split into a term that is the same in every iteration, and one that loops inside add to it."""
         names = [var for var in variables(rest) if var in self._inside]
         zero = tirx.const(0, rest.ty.dtype)
         if not names:

@@ -163,7 +163,7 @@ class _Kernel:
     Attributes
     ----------
     extents : dict
-        Of each part.
+        Extents of each part.
     result : PrimFunc
         When it is written.
     """
@@ -236,7 +236,7 @@ class _Kernel:
         Parameters
         ----------
         number : PrimExpr
-            Of the update.
+            Number of the update.
         place : sequence of PrimExpr, optional
             Where an element is in the updates.
         """

@@ -1,4 +1,4 @@
-"""What a block of a product with weights of 4 or 8 bits does: columns in turns, k cut among warps, sums added up."""
+"""Block of a product with weights of 4 or 8 bits: columns in turns, k cut among warps, sums added up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .block_rows import LeftRows
 
 
 class BlockBody:
-    """What a block does, while it is written."""
+    """Code of a block, while it is written."""
 
     def __init__(
         self,

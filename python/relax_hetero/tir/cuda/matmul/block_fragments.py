@@ -96,12 +96,12 @@ class WeightFragments:
         return T.bind(T.cast(self._scale(self._place(slot, fragment, number) + half), "float32"))
 
     def point(self, slot: int, fragment: int, number: int, half: int) -> Expr:
-        """What is left of a zero point that is any number, once `unpack` has taken the middle from the weights."""
+        """Rest of a zero point that is any number, once `unpack` has taken the middle from the weights."""
         point = self._point(self._place(slot, fragment, number) + half)
         return point - T.float32(middle_of(self.work.problem.bits))
 
     def minimum(self, slot: int, fragment: int, number: int, half: int, scale: Expr) -> Expr:
-        """What every weight of a block has beside its scaled code, which `unpack` counts from the middle on."""
+        """Minimum that every weight of a block has beside its scaled code, which `unpack` counts from the middle on."""
         form, bits = self.work.problem.form, self.work.problem.bits
         assert form is not None, "only formats of files have minimums"
         value = T.cast(self._point(self._place(slot, fragment, number) + half), "float32")

@@ -32,7 +32,8 @@ class ClusterParts:
     ----------
     shared : SharedMemory
     offset : int
-        Of memory for the sums of a whole tile, which nothing of the cluster uses any more when all its threads meet.
+        Offset of memory for the sums of a whole tile, which nothing of the cluster uses any more when all its threads
+        meet.
     split : int
         Blocks of the cluster.
     rank : PrimExpr

@@ -1,4 +1,4 @@
-"""What becomes of a product's sums: the epilogue, in the registers where tensor cores left them, and the result's rows.
+"""Epilogue of a product's sums in the registers where tensor cores left them, and stores of the result's rows.
 
 A warp holds 16 rows. Lane l has, of every 8 columns, the pair ``2 * (l % 4)`` of rows ``l // 4`` and ``l // 4 + 8``:
 written as they lie, they would fill eighths of memory transactions. So values go through shared memory, a part of its
@@ -166,9 +166,9 @@ class FragmentStore:
         Parameters
         ----------
         sums : Buffer
-            Of `columns` / 2 registers.
+            Buffer of `columns` / 2 registers.
         at : Coordinates
-            Of the batch.
+            Coordinates of the batch.
         first : tuple of PrimExpr
             int64: row and column of the warp's first element.
         warp : PrimExpr
@@ -203,7 +203,7 @@ class FragmentStore:
             ptx.warp_barrier()
 
     def _fixed_operands(self, at: Coordinates, rows: list[Expr]) -> dict[tuple[int, int], Expr]:
-        """What of the operands does not change along a row, read once."""
+        """Elements of the operands that do not change along a row, read once."""
         fixed: dict[tuple[int, int], Expr] = {}
         for number, view in enumerate(self.views):
             if view.runs_along("n"):
@@ -441,9 +441,9 @@ class Staging:
     Attributes
     ----------
     offset : int
-        Of the first warp's part.
+        Offset of the first warp's part.
     columns : int
-        Of a row that are staged at a time.
+        Number of columns of a row that are staged at a time.
     pitch : int
         Bytes from a row to the next.
     """
@@ -459,7 +459,7 @@ def _bits(value: Expr, dtype: str) -> Expr:
 
 
 def _value_of(view: GpuOperand, loaded: Expr) -> Expr:
-    """What was loaded, halves by their bits, as a value; bfloat16 as float32."""
+    """Value of a load, halves by their bits; bfloat16 as float32."""
     if view.nominal == "bfloat16":
         return tirx.reinterpret("float32", T.shift_left(T.Cast("uint32", loaded), T.uint32(16)))
     return view.typed(loaded)

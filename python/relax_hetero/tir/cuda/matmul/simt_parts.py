@@ -1,4 +1,4 @@
-"""What products without tensor cores share: batches, extents that may be empty, the barrier."""
+"""Batches, extents that may be empty, and the barrier, which products without tensor cores share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Batches:
     Attributes
     ----------
     extents : dict of str to (PrimExpr or int)
-        By name, outermost first.
+        Extents by name, outermost first.
     """
 
     extents: dict[str, Expr]

@@ -17,7 +17,7 @@ from ..core.least_loss import cases_of, least_loss
 GROUP = 16
 """Rows of tiles that go over the columns together."""
 STAGED_BYTES = 512
-"""Of a row of the result, that a warp stages at a time: rows with more are stored in several turns."""
+"""Bytes of a row of the result that a warp stages at a time: rows with more are stored in several turns."""
 _STAGED = (STAGED_BYTES, 256, 128)  # the most that leaves room for so many stages:
 _SHORT_RUN = 64  # columns
 MANY_STAGES = 4
@@ -45,7 +45,7 @@ LOADED = 7000
 SHARING = (64, 128, False), (96, 64, True), (48, 128, True), (64, 128, True), (96, 128, True)
 """Rows and columns of tiles of which two blocks may share a multiprocessor, and whether operands are swapped."""
 BESIDE = 0.7
-"""Of a step, that a block beside it on the multiprocessor adds: one multiplies while the other waits."""
+"""Fraction of a k-step's cycles that a second resident block adds (one multiplies while the other waits for loads)."""
 GATHERED = 4
 """Times as long a step takes where operands come through registers."""
 
@@ -53,12 +53,12 @@ GATHERED = 4
 # multiprocessors are no multiple of 4 or 8.
 RUNNING = {1: 132, 2: 132, 4: 120, 8: 96}
 START_CYCLES = 1600
-"""Of a launch and its first loads."""
+"""Cycles of a launch and its first loads."""
 STORED = 12
 """Elements of the result that a block stores in a cycle, behind `STORE_CYCLES`."""
 STORE_CYCLES = 250
 EXCHANGE_CYCLES = (950, 300)
-"""Of a cluster's start, and of meeting each further block."""
+"""Cycles of a cluster's start, and of meeting each further block."""
 EXCHANGED = 18
 """Bytes of sums that a block takes from others in a cycle."""
 MOST_SPLIT = 128 * 128
@@ -76,11 +76,13 @@ class Tiling:
     Attributes
     ----------
     rows, columns : int
-        Of a tile: 64 or 128 rows, where operands are swapped any multiple of 16; columns a multiple of 64, up to 256.
+        Rows and columns of a tile: 64 or 128 rows, where operands are swapped any multiple of 16; columns a multiple of
+        64, up to 256.
     stages : int
-        Of the ring of tiles in shared memory.
+        Number of stages of the ring of tiles in shared memory.
     blocks : int
-        That are launched, a multiple of `split`; 0: those of a cluster for each tile, which only a launch knows.
+        Number of blocks that are launched, a multiple of `split`; 0: those of a cluster for each tile, which only a
+        launch knows.
     split : int
         Blocks of a cluster that share a tile, each with a part of k: 1, 2, 4 or 8.
     together : int
@@ -178,7 +180,7 @@ def choose_tiling(
 
 @dataclass(frozen=True)
 class Cut:
-    """What `cycles` are estimated of; attributes as of `Tiling`."""
+    """Problem and tiling that `cycles` are estimated of; attributes as in `Tiling`."""
 
     rows: int
     columns: int
@@ -262,8 +264,8 @@ def tiling_of(
     Parameters
     ----------
     staged_bytes : int
-        Of a row of the result, that a warp stages at a time; where operands are swapped, `STAGED_BYTES` for all rows
-        of a tile at a time, and fewer for a part of them.
+        Bytes of a row of the result that a warp stages at a time; where operands are swapped, `STAGED_BYTES` for all
+        rows of a tile at a time, and fewer for a part of them.
     """
     m, n, k = sizes
     rows, columns = tile

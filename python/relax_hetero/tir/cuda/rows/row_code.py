@@ -27,7 +27,7 @@ from .row_shape import BATCH, RowShape
 CHAINS = 4
 """Accumulators of a thread: additions that are in flight."""
 _PARTIAL_BYTES = 8
-"""What a warp's number takes in shared memory, whatever its type."""
+"""Bytes of a warp's number in shared memory, whatever its type."""
 _ZERO = tirx.const(0, "int64")
 
 
@@ -38,9 +38,9 @@ class Threads:
     Attributes
     ----------
     number : PrimExpr
-        Of the row's threads, int32.
+        Number of the thread among the row's, int32.
     row : PrimExpr or int
-        Of the block's rows.
+        Number of the row among the block's.
     is_row : PrimExpr or None
         Whether the thread's row exists; None: it does. Threads whose row does not exist compute another once more.
     """
