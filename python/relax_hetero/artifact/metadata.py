@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import BuildError
+from ..target.backend import CPU as CPU
+from ..target.backend import Backend, backend_of, backends
 from ..target.cpu_cores import NUMA_NODE
 from .checks import CheckSpec
 from .commands import (
@@ -29,33 +31,6 @@ from .typed_data import read_json
 
 _HOST_KEY = "host:"  # as `target.hosts` writes it
 
-# DLPack device type of each TVM target kind (dlpack.h, DLDeviceType).
-DEVICE_TYPES: dict[str, int] = {
-    "llvm": 1,
-    "c": 1,
-    "cuda": 2,
-    "nvptx": 2,
-    "opencl": 4,
-    "vulkan": 7,
-    "metal": 8,
-    "rocm": 10,
-    "ext_dev": 12,
-    "webgpu": 15,
-    "hexagon": 16,
-}
-CPU = 1
-# Name of each device type, as tvm.device takes it and TVM's runtime libraries are called.
-TYPE_NAMES: dict[int, str] = {
-    1: "cpu",
-    2: "cuda",
-    4: "opencl",
-    7: "vulkan",
-    8: "metal",
-    10: "rocm",
-    12: "ext_dev",
-    15: "webgpu",
-    16: "hexagon",
-}
 HIT, MISS, UNUSED = "hit", "miss", "unused"
 """Found in the compile cache; compiled, and stored there unless something speaks against it; not looked for."""
 
@@ -90,7 +65,7 @@ class DeviceSpec:
 
     @property
     def kind(self) -> str:
-        """The target kind: ``"llvm"``, ``"cuda"``."""
+        """The target kind: ``llvm``, ``cuda``."""
         data = json.loads(self.target)
         return data if isinstance(data, str) else str(data["kind"])
 
@@ -102,17 +77,23 @@ class DeviceSpec:
         return next((key.removeprefix(_HOST_KEY) for key in keys if key.startswith(_HOST_KEY)), None)
 
     @property
+    def backend(self) -> Backend:
+        """Back end of the kind."""
+        return backend_of(self.kind)
+
+    @property
     def device_type(self) -> int:
         """The DLPack device type its kernels run on; BuildError for a kind without one."""
-        kind = self.kind
-        if kind not in DEVICE_TYPES:
-            raise BuildError(f"device target kind {kind!r} is unknown; expected one of {', '.join(DEVICE_TYPES)}")
-        return DEVICE_TYPES[kind]
+        backend = self.backend
+        if backend.device_type < 0:
+            known = ", ".join(other.kind for other in backends())
+            raise BuildError(f"device target kind {backend.kind!r} is unknown; expected one of {known}")
+        return backend.device_type
 
     @property
     def type_name(self) -> str:
         """The device type's name: ``"cpu"`` for ``llvm`` and ``c``."""
-        return TYPE_NAMES[self.device_type]
+        return self.backend.type_name
 
     @property
     def num_cores(self) -> int:

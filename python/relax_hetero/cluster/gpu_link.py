@@ -28,7 +28,7 @@ from typing import Any
 from tvm import runtime
 
 from ..errors import HostError
-from ..vm.device.cuda_library import CudaLibrary, cuda_library
+from ..vm.device.cuda_library import CudaLibrary, cuda_device, cuda_library
 from ..vm.device.cuda_memory import DeviceBlock
 from ..vm.device.cuda_streams import Event, Stream
 from ..vm.device.memory_pools import BlockPool
@@ -80,7 +80,7 @@ class GpuLink:
             raise HostError("tensors cannot go from GPU to GPU: this process has no CUDA driver, or no GPU")
         self.gpu, self._limit = gpu, limit
         self._library, self._nccl = found, nccl or require_nccl()
-        self._device = runtime.device("cuda", gpu)
+        self._device = cuda_device(gpu)
         self._stream = Stream(found, gpu)
         self._before = Event(found, gpu)
         self._ends: list[Event] = []  # that can be recorded again

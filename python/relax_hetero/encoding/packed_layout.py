@@ -7,7 +7,7 @@ as ``[n/32, k/4, 32, 4]`` has ``outer_perm=(1, 0)``, ``inner_dims=(1, 0)``, ``in
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import EncodingError
 from ..target.element_types import bytes_of
-from .encoding import RHS, Encoding
+from .encoding import RHS, Encoding, IndexMap
 from .winograd import POINTS, WINDOW, positions, restore_windows, transform_windows
 
 SWIZZLED_BYTES = 128
@@ -272,6 +272,37 @@ class PackedLayout:
             values = np.moveaxis(array, self.window_dims, (-2, -1))
             array = np.moveaxis(restore_windows(values, self.winograd), (-2, -1), self.window_dims)
         return np.ascontiguousarray(array)
+
+
+def tiled(
+    index_map: IndexMap,
+    outer: Sequence[str],
+    tiles: Mapping[str, int],
+    compensation: bool = False,
+    swizzle: bool = False,
+) -> PackedLayout:
+    """The layout with batch dimensions outermost, then the dimensions `outer`, then the tiles.
+
+    Parameters
+    ----------
+    index_map : IndexMap
+        Index map of the operand, as its shape has it: transposes are composed here.
+    outer : sequence of str
+        Order of the other dimensions: ("n", "k").
+    tiles : mapping of str to int
+        Tile of each dimension, in storage order; tiles of one are left out.
+    compensation, swizzle : bool
+        See `PackedLayout`.
+    """
+    batch = [dim for dim, name in enumerate(index_map) if name not in outer]
+    inner = [(index_map.index(name), tile) for name, tile in tiles.items() if tile > 1]
+    return PackedLayout(
+        (*batch, *(index_map.index(name) for name in outer)),
+        tuple(dim for dim, _ in inner),
+        tuple(tile for _, tile in inner),
+        compensation,
+        swizzle,
+    )
 
 
 def _swizzled(tiles: np.ndarray) -> np.ndarray:

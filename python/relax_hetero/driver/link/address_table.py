@@ -37,6 +37,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm_ffi import structural_map
 
 from ...artifact.kernel_addresses import address_function
+from ...target.backend import backend_of
 from ...target.vdevice import vdevices_of
 from ...tir.core.builder import Function
 from ...tir.core.raw_kernel import raw_kernel, raw_signature
@@ -149,7 +150,7 @@ def callable_by_hand(mod: tvm.IRModule, kernels: Sequence[str]) -> tuple[tvm.IRM
         if gv.name_hint not in kernels or not isinstance(func, tirx.PrimFunc):
             continue
         kind, signature = func.attrs["target"].kind.name, raw_signature(func)
-        if signature is None or kind not in ("llvm", "cuda"):
+        if signature is None or not backend_of(kind).callable_by_hand:
             continue
         # Kernels of a GPU get names of C++ from that of the function.
         name = gv.name_hint if kind == "llvm" else re.sub(r"\W", "_", gv.name_hint)

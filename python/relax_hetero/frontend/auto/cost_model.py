@@ -15,7 +15,7 @@ import tvm
 from tvm.target import Target, codegen
 
 from ...errors import PlacementError, VDeviceError
-from ...target.gpu_target import gpu_target_of
+from ...target.backend import backend_of
 from ...target.hosts import NETWORK_LATENCY, NETWORK_RATE, host_of, hosts_of
 from ...target.native_target import num_cores, with_hardware
 from ...target.vdevice import host_vdevice, is_cpu, physical, vdevice_index
@@ -43,20 +43,6 @@ _CPU_BANDWIDTH = 200e9  # bytes/s of a socket, however many cores
 # LLVM feature -> float32 lanes, widest first.
 _LANES = {"avx512f": 16, "avx": 8, "sse2": 4, "neon": 4, "v": 4}
 
-# Compute capability -> (peak float32 flop/s outside tensor cores, bytes/s), newest first.
-_CUDA = {
-    100: (75e12, 8.0e12),
-    90: (67e12, 4.0e12),
-    89: (60e12, 0.9e12),
-    86: (30e12, 0.8e12),
-    80: (19e12, 1.9e12),
-    70: (14e12, 0.9e12),
-    0: (5e12, 0.3e12),
-}
-_OTHER_GPU = (5e12, 0.3e12)
-
-# Times of float32 arithmetic that tensor cores multiply elements of two bytes in, by their instruction.
-_TENSOR_CORES = {"wgmma": 12.0, "mma": 6.0}
 _TWO_BYTES = ("float16", "bfloat16")
 
 _GPU_LAUNCH = 2.5e-6  # seconds per kernel of a graph
@@ -315,14 +301,8 @@ def _default_cpu(target: Target, cores: int, socket: int) -> DeviceCost:
 
 
 def _default_gpu(target: Target) -> DeviceCost:
-    peak, bandwidth = _OTHER_GPU
-    products: dict[str, float] = {}
-    if target.kind.name == "cuda":
-        arch = str(target.attrs.get("arch", ""))
-        number = int("".join(filter(str.isdigit, arch)) or 0)
-        peak, bandwidth = next(figures for capability, figures in _CUDA.items() if number >= capability)
-        faster = _TENSOR_CORES.get(gpu_target_of(target).tensor, 1.0)
-        products = {dtype: peak * faster * _ATTAINED_GPU_FLOPS for dtype in _TWO_BYTES}
+    peak, bandwidth, faster = backend_of(target).peaks(target)
+    products = {dtype: peak * faster * _ATTAINED_GPU_FLOPS for dtype in _TWO_BYTES}
     return DeviceCost(peak * _ATTAINED_GPU_FLOPS, bandwidth * _ATTAINED_BANDWIDTH, _GPU_LAUNCH, products)
 
 

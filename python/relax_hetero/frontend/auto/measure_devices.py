@@ -25,10 +25,9 @@ from tvm import relax
 from ... import __version__
 from ...artifact.cache_folder import folder_of
 from ...artifact.kept_figures import find_figures, keep_figures
-from ...artifact.metadata import TYPE_NAMES
 from ...driver.compile import compile as compile_module
 from ...errors import HeteroError
-from ...target.backends import load_backend
+from ...target.backend import backend_of
 from ...target.cpu_cores import num_cores
 from ...target.cpu_watch import CpuWatch
 from ...target.element_types import numpy_dtype
@@ -192,8 +191,8 @@ def _is_here(vdevice: relax.VDevice) -> bool:
     kind = vdevice.target.kind.name
     if is_cpu(vdevice):
         return kind == "llvm" and str(vdevice.target.attrs.get("mcpu", "")) == _native_cpu()
-    name = TYPE_NAMES[int(vdevice.target.get_target_device_type())]
-    return load_backend(name) and bool(tvm.runtime.device(name, int(vdevice.vdevice_id)).exist)
+    backend = backend_of(vdevice.target)
+    return backend.load() and bool(tvm.runtime.device(backend.type_name, int(vdevice.vdevice_id)).exist)
 
 
 @cache

@@ -110,7 +110,7 @@ def _with_launch_bounds(raw: tirx.PrimFunc) -> tirx.PrimFunc:
     out of anything; without the attribute its threads get other registers, and do not give them to each other.
     """
     target = raw.attrs.get("target")
-    if target is None or target.kind.name != "cuda":
+    if target is None or "gpu" not in target.keys:
         return raw
 
     def on_attr(statement: tirx.AttrStmt) -> VisitInterrupt | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING
 
+from ...backends.cuda import CudaBackend
 from .findings import Finding, broken
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 DISTRIBUTION = "relax-hetero"
 
 EXTRAS = {
-    "cuda": "compiling for NVIDIA GPUs without a CUDA toolkit",
+    CudaBackend.KIND: "compiling for NVIDIA GPUs without a CUDA toolkit",
     "torch": "rh.from_torch",
     "llm": "GGUF files, tokenizers and chat templates: rh.llm, relax-hetero chat",
     "serve": "the endpoints of OpenAI: relax-hetero serve",

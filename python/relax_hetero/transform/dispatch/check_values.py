@@ -40,6 +40,7 @@ from tvm_ffi import StructuralKey
 
 from ...artifact.checks import RECORD, CheckSpec
 from ...errors import BuildError
+from ...target.backend import backend_of
 from ...tir.checks import CHECKED, RANGE, CheckProblem, check_kernel, reporting_kernel
 from ...tir.core.bounds import BOUNDED, from_front
 from ..ir.blocks import Block, Emitter, rewrite_function, shape_of
@@ -192,7 +193,7 @@ class _Checker:
         is_cpu = vdevice is not None and _is_cpu(vdevice)
         if not is_cpu and (vdevice is None or not self._is_strict):
             return value if ends is None or not operand.wraps else _counted(value, ends, name, emitter, self._add)
-        if not is_cpu and vdevice.target.kind.name != "cuda":
+        if not backend_of(vdevice.target).checks_values:
             kind = vdevice.target.kind.name
             raise BuildError(f"{where} is on a device of kind {kind!r}: strict checks need a CPU or a CUDA device")
         symbols = Symbols()

@@ -17,6 +17,7 @@ from functools import partial
 import tvm
 from tvm import relax, tirx
 
+from ...target.backend import backend_of
 from ...tir.cuda.loops.scatter import GpuScatter, scatter_in_order, scatter_sorted, scatter_targets
 from ...tir.cuda.loops.sort import SortProblem
 from ...tir.scatter import REDUCTIONS, ScatterProblem, scatter_elements_kernel, scatter_nd_kernel
@@ -43,7 +44,7 @@ def _legalize(stock: Legalize, builder: relax.BlockBuilder, call: relax.Call) ->
     vdevice = call.ty.vdevice
     if problem is None or vdevice is None:
         return stock(builder, call)
-    if vdevice.target.kind.name == "cuda":
+    if backend_of(vdevice.target).has_sorts:
         return _of_gpus(builder, call, problem)
     if "cpu" not in vdevice.target.keys or not _is_exact(problem):
         return stock(builder, call)

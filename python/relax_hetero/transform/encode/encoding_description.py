@@ -14,7 +14,7 @@ from tvm import relax
 from ...encoding.encoding import CONVOLUTIONS, LHS, RHS, Encoding
 from ...encoding.expression import Expression
 from ...encoding.packed_layout import PackedLayout
-from ...encoding.resolver import convolution_form
+from ...encoding.resolver import answers_of
 from ...op.encoded import CONV, ELEMENTWISE, PREPACKED, PRODUCTS, RELAYOUT, SET, UNSET, encoded_op
 from ...target.vdevice import device_name, vdevices_of
 from ..ir.op_names import TRANSFER
@@ -124,8 +124,11 @@ class _Reader:
         if not call.attrs.kernel:
             return ""
         stored = self.encoded.get(call.args[RHS])
-        layout = PackedLayout.parse(stored.layout) if stored is not None and stored.layout else None
-        return convolution_form(target_of(call.ty.vdevice), Encoding.parse(str(call.attrs.encoding)), layout)
+        if stored is None or not stored.layout:
+            return ""
+        encoding, layout = Encoding.parse(str(call.attrs.encoding)), PackedLayout.parse(stored.layout)
+        target = target_of(call.ty.vdevice)
+        return answers_of(target).convolution_form(encoding, target, layout)
 
     def transfer(self, binding: relax.Binding) -> EncodedTransferEntry:
         """The entry of a transfer of an encoded tensor."""

@@ -29,7 +29,7 @@ from ...encoding.problem import (
     Operand,
     Problem,
 )
-from ...encoding.resolver import appends_apart, page_order, resolver_for, unpacked_layout
+from ...encoding.resolver import answers_of
 from ...encoding.row_program import RowProgram
 from ...errors import EncodingError
 from ...op.encoded import PRODUCTS, encoded_op
@@ -248,7 +248,7 @@ class EncodingKernels:
     ) -> tuple[tvm.ir.GlobalVar, relax.TensorType | None]:
         """As `attention`, of an attention with a cache, which is its operand number `PAGES`."""
         target = target_of(out.vdevice)
-        problem = cached_attention_problem(call, out, page_order(target))
+        problem = cached_attention_problem(call, out, answers_of(target).page_order(target))
         rows, heads = problem.out.shape[0], [problem.heads, problem.kv_heads, problem.size]
         name = f"{problem.rows}_attention_{shape_text([rows, *heads])}_{self._names.device(target)}"
         ops = ["rms_norm"] * bool(problem.norms) + ["rotary"] * bool(problem.rotary)
@@ -258,9 +258,9 @@ class EncodingKernels:
     def append(self, call: relax.Call, out: relax.TensorType, where: str) -> tvm.ir.GlobalVar | None:
         """Kernel that writes keys and values of a chunk into their pages before `cached_attention`; None: that does."""
         target = target_of(out.vdevice)
-        if str(call.attrs.rows) != "chunk" or not appends_apart(target):
+        if str(call.attrs.rows) != "chunk" or not answers_of(target).appends_apart:
             return None
-        problem = replace(cached_attention_problem(call, out, page_order(target)), rows=APPEND)
+        problem = replace(cached_attention_problem(call, out, answers_of(target).page_order(target)), rows=APPEND)
         sizes = [problem.out.shape[0], problem.kv_heads, problem.size]
         ops = ["rms_norm"] * ("k" in problem.norms) + ["rotary"] * bool(problem.rotary) + ["append"]
         return self._solve(problem, target, f"append_{shape_text(sizes)}_{self._names.device(target)}", ops, where)
@@ -299,7 +299,7 @@ class EncodingKernels:
         """
         target = target_of(result.vdevice)
         problem = block_product_problem(call, result)
-        layout = unpacked_layout(target, problem)
+        layout = answers_of(target).unpacked_layout(problem, target)
         if layout is None:
             return None
         numbers = Operand((problem.depth, problem.columns), problem.lhs.dtype, ("k", "n"), layout)
@@ -350,9 +350,7 @@ class EncodingKernels:
         where: str,
     ) -> tvm.ir.GlobalVar:
         def make() -> tirx.PrimFunc:
-            resolver = resolver_for(target)
-            if resolver is None:
-                raise EncodingError(f"{where}: no resolver for target {target}")
+            resolver = answers_of(target)
             try:
                 func = resolver.kernel(problem, target)
             except EncodingError as error:

@@ -50,12 +50,11 @@ class Layouts:
         """As `layout`, of an operand that is no constant."""
         layout = self.layout(encoding, target, where)
         resolver = self.resolver(target)
-        resolve = getattr(resolver, "resolve_activation", None)
-        if resolver is None or layout is None or resolve is None:
+        if resolver is None or layout is None:
             return layout
         key = (encoding, str(target))
         if key not in self._activations:
-            self._activations[key] = _answer(resolver, resolve, encoding, target, where)
+            self._activations[key] = _answer(resolver, resolver.resolve_activation, encoding, target, where)
         return self._activations[key]
 
     def why_not(self, encoding: Encoding, target: tvm.target.Target) -> str:

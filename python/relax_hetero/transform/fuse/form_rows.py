@@ -29,7 +29,7 @@ from tvm import relax, tirx
 
 from ...encoding.encoding import Encoding
 from ...encoding.problem import RowsProblem
-from ...encoding.resolver import solves
+from ...encoding.resolver import answers_of
 from ...op.encoded import UNSET
 from ...op.rows import rows
 from ..ir.blocks import Block, Emitter, is_one, rewrite_function, same_shape, shape_of, tensor_type, with_regions
@@ -100,7 +100,7 @@ class _Former:
 
 def _why_not(op: RowOp, var: relax.Var) -> str | None:
     """Why no region starts at an op; empty where one may, None where the device makes that clear."""
-    if not solves(target_of(var.ty.vdevice), RowsProblem):
+    if RowsProblem not in answers_of(target_of(var.ty.vdevice)).problems:
         return None
     shape = shape_of(op.call.args[0])
     if shape is None or shape_of(var) is None:

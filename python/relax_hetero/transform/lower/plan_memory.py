@@ -36,7 +36,8 @@ from typing import Any
 import tvm
 from tvm import relax, tirx
 
-from ...artifact.metadata import CPU, DEVICE_TYPES
+from ...artifact.metadata import CPU
+from ...target.backend import backend_of
 from ...target.vdevice import vdevices_of
 from ..ir.blocks import used_vars
 from ..ir.declare import declare_pass
@@ -178,9 +179,9 @@ class _Reader:
             return self._shown.of(room)
         return either([shown, self._shown.of(room)])
 
-    def _kind(self, device: int) -> int | None:
+    def _kind(self, device: int) -> int:
         vdevices = vdevices_of(self.mod)
-        return CPU if device < 0 else DEVICE_TYPES.get(vdevices[device].target.kind.name)
+        return CPU if device < 0 else backend_of(vdevices[device].target).device_type
 
     def _branch(self, body: relax.SeqExpr) -> Shown:
         self.branches += 1

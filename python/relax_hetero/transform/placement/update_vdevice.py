@@ -5,9 +5,9 @@ Before::
     I.module_global_infos({"vdevice": [I.vdevice("llvm")]})
     y: R.Tensor((4,), "float32", "llvm:0") = R.exp(x)
 
-After ``UpdateVDevice(VDevice("cuda"), index=0)``::
+After ``UpdateVDevice(VDevice("vulkan"), index=0)``::
 
-    I.module_global_infos({"vdevice": [I.vdevice("cuda")]})
+    I.module_global_infos({"vdevice": [I.vdevice("vulkan")]})
     y: R.Tensor((4,), "float32", "cuda:0") = R.exp(x)
 
 With an `index` the vdevice there is replaced, without one `new_vdevice` is appended, and a list takes the place of the

@@ -55,6 +55,7 @@ from ...artifact.commands import (
 )
 from ...artifact.dims import parse_dim
 from ...artifact.graph_layout import ENTRIES, ROWS, TABLE, Layout
+from ...target.backend import backend_of
 from ...target.gpu_target import gpu_target_of
 from ...target.vdevice import vdevices_of
 from ...tir.commands.command_list import Tensor
@@ -102,8 +103,8 @@ FormCudaGraphs = declare_pass("FormCudaGraphs", form_cuda_graphs)
 
 
 def _can_be_graph(func: tirx.PrimFunc, region: RegionSpec) -> bool:
-    is_cuda = func.attrs["target"].kind.name == "cuda" and region.runs != GRAPH
-    return is_cuda and all(str(p.ty.dtype) == "int64" for p in _numbers(func)) and _says_all(region)
+    is_new = backend_of(func.attrs["target"]).records_graphs and region.runs != GRAPH
+    return is_new and all(str(p.ty.dtype) == "int64" for p in _numbers(func)) and _says_all(region)
 
 
 def _numbers(func: tirx.PrimFunc) -> list[tirx.Var]:

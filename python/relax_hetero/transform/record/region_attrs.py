@@ -37,9 +37,8 @@ from ...artifact.commands import (
     region_from_json,
     region_to_json,
 )
-from ...artifact.metadata import CPU, DEVICE_TYPES
 from ...errors import BuildError
-from ...target.vdevice import vdevice_index
+from ...target.vdevice import is_cpu, vdevice_index
 from ...tir.core.raw_kernel import RawSignature
 from ..ir.extents import NoTextError, dim_text
 from ..ir.kernels import ops_of
@@ -99,7 +98,7 @@ def region_spec(outlined: OutlinedRegion, vdevices: list[relax.VDevice]) -> Regi
         shape = tuple(map(texts.of, value.shape))
         return SlotSpec(value.name, device, texts.of(value.nbytes), _ALLOCATED, access, value.dtype, shape)
 
-    is_host = DEVICE_TYPES.get(outlined.vdevice.target.kind.name) == CPU
+    is_host = is_cpu(outlined.vdevice)
     return RegionSpec(
         name=outlined.gv.name_hint,
         function=outlined.function,

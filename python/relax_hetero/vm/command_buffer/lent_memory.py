@@ -10,8 +10,9 @@ import numpy as np
 import tvm_ffi
 from tvm import runtime
 
-from ...artifact.metadata import CPU, TYPE_NAMES
+from ...artifact.metadata import CPU
 from ...errors import BindingError
+from ...target.backend import backend_of_type
 from ..args.arguments import from_dlpack
 from ..device.cuda_library import CUDA_HOST
 from ..device.tensors import alias, capsule_pointer, dtype_name, has_offset, nbytes_of
@@ -80,8 +81,8 @@ def check_device(lent: LentMemory, device: runtime.Device, name: str, where: str
     if lent.device == wanted or lent.device == (wanted[0], -1):
         return
     kind, index = lent.device
-    found = f"{TYPE_NAMES.get(kind, f'device type {kind}')}{f':{index}' if index >= 0 else ''}"
-    expected = f"{TYPE_NAMES[wanted[0]]}:{wanted[1]} ({name})"
+    found = f"{backend_of_type(kind).type_name}{f':{index}' if index >= 0 else ''}"
+    expected = f"{backend_of_type(wanted[0]).type_name}:{wanted[1]} ({name})"
     raise BindingError(f"{where} is on the device {found}, expected {expected}")
 
 

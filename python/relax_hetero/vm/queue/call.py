@@ -4,7 +4,7 @@ A call's schedule is a graph of steps. A step enters the queue of its device whe
 made the last of it puts it there. Each call has values of its own, dropped after their last reader, so calls do not
 meet, and what they give does not depend on what runs beside them.
 
-What work on a GPU makes is there twice: issued, for what reads it on a GPU, and made, for all others (`cuda_queue`).
+What work on a GPU makes is there twice: issued, for what reads it on a GPU, and made, for all others (`stream_queue`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..args.donated_arguments import ArgumentMemory
-from .cuda_queue import CudaQueue, Point
 from .fence import Fence
 from .plan import QueuePlan
+from .stream_queue import Point, StreamQueue
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class QueuedCall:
             return
         self._issued(index, made, point)
         queue = self._plan.queues[index]
-        if point is not None and isinstance(queue, CudaQueue):
+        if point is not None and isinstance(queue, StreamQueue):
             queue.at_end(_StepEnd(self, index, point))
         else:
             self._ended(index)

@@ -9,8 +9,8 @@ from ...artifact.schedule import Results, Schedule, Step
 from ...artifact.signature import FunctionSignature
 from ...errors import HeteroError
 from ..device.error_records import raise_reported
-from .cuda_queue import Point
 from .queues import CallState, Queues
+from .stream_queue import Point
 
 
 class QueuePlan:

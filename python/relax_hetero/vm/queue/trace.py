@@ -23,10 +23,10 @@ from ...errors import BindingError
 from ...providers import provided
 from ..device.tensors import nbytes_of
 from .call import Prepare, Prepared
-from .cuda_queue import Point
 from .fence import Fence
 from .plan import QueuePlan
 from .queues import CallState, Queues
+from .stream_queue import Point
 from .traced_calls import RESULT, TracedCall, chrome_events, in_line
 
 

@@ -12,8 +12,6 @@ from ...core.builder import ceil_div
 
 WIDTH = SWIZZLED_BYTES // 2
 """Elements of a swizzled row."""
-EARLY_CAPABILITY = 90
-"""From this compute capability on a launch may begin before the one before it has ended."""
 KEYS = 128
 """Number of keys of a tile."""
 FEW_KEYS = 64
@@ -28,9 +26,6 @@ MANY_KEYS = 512
 """From here on a block gains by several warpgroups, and sharing out the keys costs less than it saves."""
 SYMBOLIC = 1024
 """Assumed extent where only a call knows it."""
-RUNNING = {1: 132, 2: 132, 3: 117, 4: 120, 5: 90, 6: 96, 7: 84, 8: 96}
-"""Blocks that run at the same time, by those of a cluster. Measured on an H200 (8 queries, 8,192 keys of width 128): 16
-heads in six parts take 21 us, in seven parts 34; 32 heads in three parts 39 us, in four parts 49."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +82,7 @@ def choose_plan(problem: AttentionProblem, gpu: GpuTarget) -> AttentionPlan:
     blocks = ceil_div(rows, 64 * consumers) * groups
     split = 1
     if n >= MANY_KEYS and consumers == 1:
-        fitting = [s for s, most in RUNNING.items() if blocks * s <= most and n >= s * 2 * most_keys]
+        fitting = [s for s, most in gpu.model.resident_blocks.items() if blocks * s <= most and n >= s * 2 * most_keys]
         split = max(fitting, default=1)
     each = ceil_div(n, split)
     keys = most_keys
