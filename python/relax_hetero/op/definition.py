@@ -39,7 +39,7 @@ def register_statement(function: Callable[..., Any]) -> None:
         module.hetero = Namespace  # type: ignore[attr-defined]
 
 
-def make_call(name: str, operands: Sequence[relax.Expr], attrs: tvm.ir.Attrs) -> relax.Call:
+def make_call(name: str, operands: Sequence[relax.Expr], attrs: tvm.ir.Attrs | None) -> relax.Call:
     """A call of an operator; EncodingError if an operand is no Relax expression."""
     for index, operand in enumerate(operands):
         if not isinstance(operand, relax.Expr):

@@ -115,7 +115,7 @@ def _body(problem: ConvProblem, operands: Sequence[Operand], stores: Sequence[Pa
         values = [total[0]]
         for operand, store in zip(operands[2:-1], others, strict=True):
             values.append(load(store, [0 if n == "1" else at[names.index(n)] for n in operand.index_map]))
-        value = total[0] if problem.epilogue is None else problem.epilogue.expression.evaluate(values, _apply)
+        value = total[0] if problem.epilogue is None else problem.epilogue.expression.fold(values, _apply)
         T.buffer_store(result.data, value, [position(result, at)])
 
     T.evaluate(0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import tvm
@@ -18,6 +19,7 @@ from tvm import relax
 from ...encoding.pages import TABLES
 from ...op.block_products import dequantize_blocks
 from ...op.cached_attention import cached_attention
+from ...op.functions import apply_function
 from ..paged_cache import DECODE, PagedCache
 from .activations import ActivationTypes
 from .hyperparameters import Hyperparameters
@@ -289,4 +291,4 @@ def _number(value: float) -> relax.Expr:
 
 
 def _activation(model: Hyperparameters) -> Callable[[relax.Expr], relax.Expr]:
-    return {"silu": relax.op.nn.silu, "gelu_tanh": relax.op.nn.gelu_tanh}[model.architecture.activation]
+    return partial(apply_function, model.architecture.activation)

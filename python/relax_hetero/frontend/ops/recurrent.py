@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 from tvm import relax
 
+from ...op.functions import apply_function
 from .elementwise import cast
 from .node import Dim, Node, const, dtype_of
 from .quantization import quantized_and_back
@@ -107,16 +108,13 @@ def _activation(node: Node, name: str, alpha: float | None, beta: float | None, 
     def hard_sigmoid(value: relax.Expr) -> relax.Expr:
         return node.emit(relax.op.clip(moved(scaled(value, of(alpha, 0.2)), of(beta, 0.5)), 0, 1))
 
-    def softsign(value: relax.Expr) -> relax.Expr:
-        return node.emit(relax.op.divide(value, moved(node.emit(relax.op.abs(value)), 1.0)))
-
     known: dict[str, Activation] = {
         "sigmoid": lambda value: node.emit(relax.op.sigmoid(value)),
         "tanh": lambda value: node.emit(relax.op.tanh(value)),
         "relu": lambda value: node.emit(relax.op.nn.relu(value)),
         "leakyrelu": leaky,
         "hardsigmoid": hard_sigmoid,
-        "softsign": softsign,
+        "softsign": lambda value: node.emit(apply_function("softsign", value)),
         "affine": lambda value: moved(scaled(value, of(alpha, 1.0)), of(beta, 0.0)),
     }
     if name.lower() not in known:

@@ -20,6 +20,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...encoding.expression import Expression
+from ...encoding.functions import FUNCTIONS
 from ...encoding.problem import Epilogue
 from ...errors import EncodingError
 from ...target.element_types import HALVES
@@ -102,6 +103,8 @@ def emit(
         like = known[0]
         terms = [arg.value if isinstance(arg, _Value) else vector_math.constant(like.value, arg) for arg in args]
         function = ops(like.dtype).get(op)
+        if function is None and _is_float(like.dtype) and FUNCTIONS[op].formula:
+            return Expression.parse(FUNCTIONS[op].formula).fold(args, apply)
         if function is None:
             raise EncodingError(f"{op} in expression {expression} does not exist for {like.dtype}")
         return _Value(like.dtype, vector_math.once(function(*terms, *params)))
@@ -109,9 +112,9 @@ def emit(
     whole = with_quantize(expression, dtypes)
     if whole.term.op == "cast" and whole.term.params[0] in HALVES:
         # Rounded once, to what is stored, not to a float32 first.
-        inner = _known(expression, Expression(whole.term.args[0]).evaluate(operands, apply))
+        inner = _known(expression, Expression(whole.term.args[0]).fold(operands, apply))
         return cast(inner.value, whole.term.params[0])
-    result = _known(expression, whole.evaluate(operands, apply))
+    result = _known(expression, whole.fold(operands, apply))
     return cast(result.value, result.dtype)
 
 

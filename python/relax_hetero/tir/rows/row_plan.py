@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...encoding.expression import Expression, Term
+from ...encoding.functions import FUNCTIONS
 from ...encoding.row_program import RowProgram, operands_of, replaced
 
-# Instructions of an op on one vector, roughly; 1 for others. A load is one, a store one and a half.
-_COSTS = {
-    "exp": 14, "exp_nonpositive": 10, "log": 18, "tanh": 24, "erf": 24, "sigmoid": 18, "silu": 18, "gelu": 24,
-    "gelu_tanh": 24, "divide": 5, "sqrt": 6, "rsqrt": 10,
-}  # fmt: skip
+# Instructions; a load is one.
 _STORE = 1.5
 
 
@@ -197,7 +194,7 @@ class _Planner:
             done.add(part)
             if part.op == "operand":
                 return 1
-            return _COSTS.get(part.op, 1) + sum(map(visit, part.args))
+            return FUNCTIONS[part.op].cost + sum(map(visit, part.args))
 
         return visit(term)
 

@@ -109,7 +109,7 @@ def in_single(program: RowProgram) -> RowProgram:
 
     def widened(expression: Expression) -> Expression:
         operands = [Expression.operand(index).term for index in range(expression.num_operands)]
-        return Expression(expression.evaluate(operands, apply))
+        return Expression(expression.fold(operands, apply))
 
     reductions = tuple(Reduction(r.kind, widened(r.expression)) for r in program.reductions)
     last = program.result.term

@@ -416,4 +416,4 @@ def _terms(block: Block, value: relax.Expr) -> int:
 
 
 def _written_size(expression: Expression, operands: list[int]) -> int:
-    return expression.evaluate(operands, lambda _op, args, _params: 1 + sum(args))
+    return expression.fold(operands, lambda _op, args, _params: 1 + sum(args))

@@ -163,7 +163,7 @@ def in_float32(expression: Expression, masks: Sequence[str]) -> Expression:
         return term
 
     widened = [_known(Term("cast", (one,), ("float32",))) if one in narrow else one for one in operands]
-    return Expression(expression.evaluate(widened, apply))
+    return Expression(expression.fold(widened, apply))
 
 
 def _batch(block: Block, shape: list[Any], operands: tuple[relax.Expr, ...], result: relax.Var) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from ..ir.findings import decline
 from ..ir.rewriting import op_name, relax_functions, with_functions
 from ..ir.targets import target_of
 from .row_regions import RowGrowth, RowRegion
-from .row_terms import WIDE, RowOp, row_op
+from .row_terms import RowOp, is_wide, row_op
 
 MIN_COLUMNS = 4
 """Shorter rows would fill a vector with little but padding."""
@@ -91,7 +91,7 @@ class _Former:
         return region
 
     def _decline(self, binding: relax.Binding) -> None:
-        if op_name(binding.value) in WIDE:
+        if is_wide(binding.value):
             self._say(binding.var, binding.value.op.name, "its axes are not the last ones, or its type has no kernel")
 
     def _say(self, var: relax.Var, op: str, reason: str) -> None:

@@ -8,40 +8,28 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from ...encoding.functions import FUNCTIONS
+from ...op.traits import traits_of
 from ...target.element_types import numpy_dtype
 from .axes import permutation
 from .blocks import Block, renamed, shape_of
 from .kernels import tensor_bytes
-from .op_names import CAST, PERMUTE, RESHAPE
+from .op_names import CAST, PERMUTE
 from .rewriting import op_name
 
 _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
-    "relax.add": np.add,
-    "relax.subtract": np.subtract,
-    "relax.multiply": np.multiply,
-    "relax.divide": np.divide,
-    "relax.maximum": np.maximum,
-    "relax.minimum": np.minimum,
-    "relax.power": np.power,
-    "relax.negative": np.negative,
-    "relax.abs": np.abs,
-    "relax.exp": np.exp,
-    "relax.sqrt": np.sqrt,
-    "relax.rsqrt": lambda x: np.reciprocal(np.sqrt(x)),
-    "relax.square": np.square,
-}
-"""Arithmetic of floats; ops that mean the same in numpy for other types are below."""
+    f"relax.{function.op}": function.evaluate
+    for function in FUNCTIONS.values()
+    if function.op and not function.num_params
+} | {"relax.power": np.power}
+"""Arithmetic of floats, which numpy computes; ops that mean the same for other types are below."""
 _OF_INTEGERS = ("relax.add", "relax.subtract", "relax.multiply")
 """Ops of those that int32 is computed with: biases of quantized models, which become floats."""
 
 _FLOATS = ("float32", "float64")
 _HALVES = ("float16", "bfloat16")
-_RESHAPING = (RESHAPE, "relax.expand_dims", "relax.squeeze", "relax.flatten")
 _SMALL = 1 << 16
 """Elements up to which every constant expression is computed; of larger ones, those that a convolution weighs with."""
-
-_WEIGHING = frozenset(f"relax.nn.conv{n}d{kind}" for n in (1, 2, 3) for kind in ("", "_transpose"))
-
 
 _GROWTH, _GROWN = 64, 16 << 20
 
@@ -98,7 +86,7 @@ def _computation(call: relax.Call, shape: list[int]) -> Callable[..., np.ndarray
     name = op_name(call)
     if name in _ARITHMETIC:
         return _ARITHMETIC[name]
-    if name in _RESHAPING:
+    if traits_of(name).keeps_order:
         return lambda x: x.reshape(shape)
     if name == PERMUTE:
         return lambda x: x.transpose(permutation(call))
@@ -147,7 +135,9 @@ def fold_constants(block: Block) -> list[relax.Binding] | None:
     """
     values = ConstantValues(block)
     folded: dict[relax.Var, relax.Expr] = {}
-    weights = {b.value.args[1] for b in block.bindings if op_name(b.value) in _WEIGHING}
+    weights = {
+        b.value.args[1] for b in block.bindings if traits_of(op_name(b.value)).kind in ("conv", "conv_transpose")
+    }
     bindings: list[relax.Binding] = []
     for binding in block.bindings:
         var = binding.var

@@ -14,8 +14,9 @@ from functools import cache
 import tvm
 from tvm import relax
 
+from ...op.traits import ELEMENTWISE
 from ..ir.blocks import used_vars
-from ..ir.op_names import CAST, ELEMENTWISE
+from ..ir.op_names import CAST
 from ..ir.relax_expressions import to_expression
 from ..ir.rewriting import handle, is_tensor_constant, op_name
 from .name_filter import NameFilter, kept_call

@@ -30,6 +30,7 @@ import tvm
 from tvm import relax
 
 from ...encoding.expression import Expression, Term
+from ...op.traits import MOVES, ops_where, relax_ops
 from ..ir.blocks import Block, Emitter, renamed, rewrite_blocks, shape_of, tensor_type, used_vars, without_unused
 from ..ir.declare import declare_pass
 from ..ir.op_names import CAST
@@ -37,12 +38,9 @@ from ..ir.relax_expressions import from_expression, to_expression
 from ..ir.rewriting import op_name
 from .quantized_operands import dequantized, is_part_of_quantized
 
-_MOVING = frozenset(
-    [f"relax.{name}" for name in ("reshape", "permute_dims", "squeeze", "expand_dims", "flatten", "strided_slice")]
-    + [f"relax.{name}" for name in ("take", "repeat", "tile", "flip", "to_vdevice")]
-)
+_MOVING = MOVES - {*relax_ops("concat split stack hint_on_device")}
 """Ops of their first operand whose result has no other elements than that."""
-_GREATEST = frozenset(f"relax.nn.max_pool{n}d" for n in (1, 2, 3))
+_GREATEST = ops_where(lambda traits: traits.kind == "max_pool")
 """Moving ops where the greatest byte stands for the greatest number."""
 _CONCAT = "relax.concat"
 _LONGEST_CHAIN = 6

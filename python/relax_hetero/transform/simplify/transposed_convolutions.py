@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 from tvm import relax, sym, tirx
 
+from ...op.traits import ELEMENTWISE
 from ..ir.blocks import Block, Emitter, is_one, shape_of, tensor_type, with_replaced
 from ..ir.constant_values import ConstantValues, constant_like
-from ..ir.op_names import ELEMENTWISE
 from ..ir.rewriting import op_name, typed
 
 _CONVOLUTION = {1: relax.op.nn.conv1d, 2: relax.op.nn.conv2d, 3: relax.op.nn.conv3d}
