@@ -16,10 +16,8 @@ class Prompt(str):
 
     Methods of `str` return ordinary texts, without marks.
 
-    Parameters
+    Attributes
     ----------
-    text : str
-        Whole text, with the parts of the template and of users.
     marks : sequence of int
         Places, in order. A name with one inside, or right behind its only character, is not the template's.
     """

@@ -51,6 +51,7 @@ def VDevice(
     Returns
     -------
     vdevice : tvm.relax.VDevice
+        Entry for the list of vdevices of a module.
 
     Raises
     ------

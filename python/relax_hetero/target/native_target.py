@@ -45,6 +45,7 @@ def native(kind: str = "llvm", index: int = 0, numa: int | None = None) -> Targe
     Returns
     -------
     target : tvm.target.Target
+        Target with the attributes of the hardware here.
 
     Raises
     ------

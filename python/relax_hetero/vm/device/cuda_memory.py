@@ -71,6 +71,7 @@ def pinned_array(shape: int | tuple[int, ...], dtype: str | np.dtype[Any] = "flo
     Returns
     -------
     numpy.ndarray
+        Array of these extents.
 
     Raises
     ------

@@ -48,6 +48,7 @@ def load(
     Returns
     -------
     Executable
+        Executable that a `VirtualMachine` runs.
 
     Raises
     ------
