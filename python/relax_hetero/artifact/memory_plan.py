@@ -31,15 +31,15 @@ class DeviceMemory:
         Constants there, of the whole executable, and parameters that are bound once. Machines on the same devices share
         constants; those of a CPU lie in the executable's own memory.
     transient : int
-        What a call takes from the machine's pool besides its results.
+        Bytes of a call from the machine's pool besides its results.
     arenas, transfers : int
-        Of these: the arenas of command buffers, and what arrives from other devices.
+        Parts of these: the arenas of command buffers, and tensors that arrive from other devices.
     results : int
-        What leaves the call.
+        Bytes that the call returns.
     least : int
         The most bytes of transient tensors that are alive at one kernel: no plan for this order takes fewer.
     largest : tuple of (str, int)
-        What takes the transient bytes, largest first.
+        Tensors with the most transient bytes, largest first.
     """
 
     device: str
@@ -166,14 +166,26 @@ class MemoryPlan:
         ]
 
     def weights(self, device: int) -> int:
-        """Bytes of constants on a device, by manifest index, and of the arena that its CUDA graphs keep, and share."""
+        """Bytes of constants on a device, by manifest index, and of the arena that its CUDA graphs keep, and share.
+
+        Parameters
+        ----------
+        device : int
+            Manifest index.
+        """
         specs = [spec for spec in self._metadata.constants if spec.device == device]
         graphs = [region for region in self._metadata.regions if region.runs == GRAPH and region.device == device]
         arenas = [region.arena for region in graphs if isinstance(region.arena, int)]
         return sum(bytes_for(spec.shape, spec.dtype) for spec in specs) + max(arenas, default=0)
 
     def names(self, function: str = "main") -> tuple[str, ...]:
-        """The symbolic dimensions whose values `at` needs, those with an upper bound left out."""
+        """The symbolic dimensions whose values `at` needs, those with an upper bound left out.
+
+        Parameters
+        ----------
+        function : str
+            Name of the function.
+        """
         try:
             self._walk(function, self._bounds(function))
         except UnknownSizeError as error:
@@ -186,6 +198,7 @@ class MemoryPlan:
         Parameters
         ----------
         function : str
+            Name of the function.
         **sizes : int
             Its symbolic dimensions; one that is not given is at its upper bound, where the module has one.
 
@@ -212,6 +225,15 @@ class MemoryPlan:
         """The need of a machine on each device, by manifest index, to run calls of `function`.
 
         That is the weights, and what one call takes that runs alone, or `max_in_flight` that are under way at once.
+
+        Parameters
+        ----------
+        function : str
+            Name of the function.
+        sizes : mapping of str to int
+            Symbolic dimensions by name.
+        max_in_flight : int
+            Maximum number of calls under way at once.
 
         Raises
         ------

@@ -78,7 +78,7 @@ class DeviceSpec:
 
     @property
     def backend(self) -> Backend:
-        """What the library knows of the kind."""
+        """Back end of the kind."""
         return backend_of(self.kind)
 
     @property
@@ -119,11 +119,14 @@ class ConstantSpec:
     name : str
         Its Relax name.
     shape : tuple of int
+        Extents.
     dtype : str
+        Element type.
     device : int
         Manifest index; -1: the implicit host.
     addresses : tuple of (int or str), optional
-        Of a table that the machine fills with addresses: of constants, by their index, and of kernels, by symbol.
+        Contents of a table that the machine fills with addresses: of constants, by their index, and of kernels, by
+        symbol.
     region : str
         The command buffer whose state it stands for, where that runs as a CUDA graph: each machine makes its own.
     is_record : bool
@@ -156,7 +159,7 @@ class DispatchSpec:
     operations : int
         Multiplications and additions of its products, in one call; 0 where there are none or nobody counted.
     bytes : int
-        Of its arguments, each once; 0 where an extent is symbolic.
+        Bytes of its arguments, each once; 0 where an extent is symbolic.
     precision : str
         The element types of its products (``"u8*s8->s32"``, ``"bf16"``, ``"int4*f32"``), else those of its arguments.
     also : tuple of int
@@ -182,7 +185,7 @@ class DispatchSpec:
 
 @dataclass(frozen=True)
 class RepeatedCall:
-    """What runs when a function is called with arguments that look like those of an earlier call.
+    """Code that runs when a function is called with arguments that look like those of an earlier call.
 
     Attributes
     ----------
@@ -202,7 +205,7 @@ class RepeatedCall:
 
 @dataclass(frozen=True)
 class CacheUse:
-    """Whether an executable came from the compile cache.
+    """Use of the compile cache by a compilation.
 
     Attributes
     ----------
@@ -210,9 +213,9 @@ class CacheUse:
         ``"hit"``: it was found there; ``"miss"``: it was compiled, and can be found from now on unless `why` says
         otherwise; ``"unused"``: nobody looked, for the reason `why`.
     key : str
-        Of the module, its devices, the options and the versions; empty where nobody looked.
+        Key of the module, its devices, the options and the versions; empty where nobody looked.
     seconds : float
-        What compiling took, on a hit the one that it stands for.
+        Compile time; on a hit that of the compilation that it stands for.
     why : str
         Why it was not looked for, or not stored.
     """
@@ -244,31 +247,31 @@ class Metadata:
     placement : object
         The placement report as JSON data, or None.
     encodings : object
-        What encodings became on each device, as JSON data of `relax_hetero.transform.EncodingReport`, or None.
+        Encodings and their layouts on each device, as JSON data of `relax_hetero.transform.EncodingReport`, or None.
     fusions : object
         Which kernel computes what and what was not fused, as JSON data of `transform.FusionReport`, or None.
     dispatches : dict of str to DispatchSpec
         Kernel symbol to where it runs and what it computes.
     alignment : int
-        What kernels need of an argument's address, in bytes; a power of two.
+        Alignment in bytes that kernels need of an argument's address; a power of two.
     writes_arguments : bool
         Whether functions may write to their arguments.
     regions : tuple of RegionSpec
         The command buffers that functions call.
     kernels : dict of str to KernelSpec
-        By name, the kernels that command buffers can run: those of the regions, and those that the module made public.
+        Kernels that command buffers can run, by name: those of the regions, and those that the module made public.
     single_calls : tuple of SingleCall
         The kernel calls that are in no region, where there are regions.
     schedules : tuple of Schedule
         How functions that use several devices go through queues.
     memory : tuple of FunctionMemory
-        What each function allocates, private ones too.
+        Allocations of each function, private ones too.
     placement_estimate : object
-        What the cost model that placed the module expects of it, as JSON data of `frontend.AutoPlacement`, or None.
+        Estimate by the cost model that placed the module, as JSON data of `frontend.AutoPlacement`, or None.
     cache : CacheUse
         Whether it was compiled or found in the compile cache.
     checks : tuple of CheckSpec
-        By number, the checks of values that kernels make.
+        Checks of values that kernels make, by number.
     optional : tuple of int
         Manifest indices of the devices that a machine may lack: versions of the executable do without them.
     repeated : tuple of RepeatedCall
@@ -311,7 +314,7 @@ class Metadata:
         object.__setattr__(self, "repeated", tuple(self.repeated))
 
     def to_json(self) -> str:
-        """This metadata as JSON text."""
+        """JSON text of the metadata."""
         data = {
             "devices": [asdict(device) for device in self.devices],
             "host_index": self.host_index,
@@ -342,6 +345,11 @@ class Metadata:
         """The inverse of `to_json`; for anything else ValueError, or another error of access to data.
 
         What comes from a file is read by `check_metadata.read_metadata`.
+
+        Parameters
+        ----------
+        text : str
+            JSON text.
         """
         data = read_json(text)
         signatures = [FunctionSignature.from_json(signature) for signature in data["signatures"]]

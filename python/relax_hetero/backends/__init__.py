@@ -23,4 +23,4 @@ BACKENDS = (
     Backend("ext_dev", 12),
     Backend("hexagon", 16),
 )
-"""By kind; of several with one device type, the first runs the devices."""
+"""Back ends by kind; of several with one device type, the first runs the devices."""

@@ -68,13 +68,13 @@ class LlvmBackend(CBackend):
         super().__init__("llvm", "the CPU", words)
 
     def native_target(self, index: int) -> tvm.target.Target:
-        """This CPU's name, features and cores."""
+        """Target with the name, features and cores of this CPU."""
         from ..target.native_target import native_llvm
 
         return native_llvm()
 
     def completed(self, target: tvm.target.Target, index: int) -> tvm.target.Target | None:
-        """This CPU, unless the target has ``mcpu`` or ``mattr``, or another triple than this machine's."""
+        """Target of this CPU, unless the given one has ``mcpu`` or ``mattr``, or another triple than this machine's."""
         from ..target.native_target import completed_llvm
 
         return completed_llvm(target)

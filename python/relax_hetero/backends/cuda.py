@@ -127,7 +127,7 @@ class CudaBackend(GpuBackend):
             return ""
 
     def why_uncached(self) -> str:
-        """Whether somebody changes the code on its way."""
+        """Return whether somebody changes the code on its way."""
         import tvm
 
         is_changed = tvm.get_global_func(_POSTPROCESS, allow_missing=True) is not None

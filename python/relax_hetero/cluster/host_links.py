@@ -52,7 +52,7 @@ class HostLinks:
         self._is_in_doubt = False
 
     def facts(self) -> GpuFacts:
-        """What is on the machine's GPUs, and why they can have no links, if so."""
+        """Description of the machine's GPUs, and the reason why they can have no links, if so."""
         machine = self._machine
         gpu_of = [device.index if backend_of_device(device).has_links else None for device in machine.devices]
         gpus = {gpu for gpu in gpu_of if gpu is not None}
@@ -70,7 +70,7 @@ class HostLinks:
         return GpuFacts("", {gpu: _identity(gpu) for gpu in gpus}, inputs, outputs)
 
     def create_id(self, link: Link) -> tuple[Any, str]:
-        """What both ends of a link find each other by, and an empty text; or nothing, and why there can be no link."""
+        """Identifier that both ends of a link share, and an empty text; or nothing, and why there can be no link."""
         try:
             return self._end(link).create_id(), ""
         except Exception as error:  # NCCL's and the driver's; its tensors go through host memory
@@ -196,7 +196,7 @@ class HostLinks:
 
 
 def _is_on(value: Any, gpu: int) -> bool:
-    """Whether a value is a tensor with elements, on that GPU."""
+    """Return whether a value is a tensor with elements, on that GPU."""
     if not isinstance(value, _Tensor):
         return False
     kind, index = value.__dlpack_device__()

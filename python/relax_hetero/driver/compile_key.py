@@ -78,7 +78,7 @@ def compile_key(mod: tvm.IRModule, command_buffers: bool) -> str:
     mod : tvm.IRModule
         With vdevices, weights bound; `why_uncached` has no objection.
     command_buffers : bool
-        Of ``rh.compile``.
+        Option of ``rh.compile``.
 
     Returns
     -------
@@ -88,7 +88,7 @@ def compile_key(mod: tvm.IRModule, command_buffers: bool) -> str:
     Raises
     ------
     Exception
-        Of TVM's own kind: the module, or a setting of the PassContext, cannot be written as JSON.
+        An error of TVM's own kind: the module, or a setting of the PassContext, cannot be written as JSON.
     """
     text, constants = _without_constants(mod)
     context = tvm.transform.PassContext.current()

@@ -74,12 +74,24 @@ class Expression:
 
     @staticmethod
     def parse(text: str) -> Expression:
-        """The expression that `str` wrote; EncodingError for other text."""
+        """The expression that `str` wrote; EncodingError for other text.
+
+        Parameters
+        ----------
+        text : str
+            Expression in the form that `str` gives, such as ``maximum(x0, 0.0)``.
+        """
         return _parse(text)
 
     @staticmethod
     def operand(index: int) -> Expression:
-        """``x<index>`` alone."""
+        """``x<index>`` alone.
+
+        Parameters
+        ----------
+        index : int
+            Position among the operands.
+        """
         return Expression(Term("operand", (), (index,)))
 
     @property
@@ -100,7 +112,13 @@ class Expression:
         return list(seen)
 
     def evaluate(self, operands: Sequence[np.ndarray]) -> np.ndarray:
-        """The value of the expression by numpy, op by op in the type of the op's operands."""
+        """The value of the expression by numpy, op by op in the type of the op's operands.
+
+        Parameters
+        ----------
+        operands : sequence of np.ndarray
+            Values of ``x0``, ``x1``, ...
+        """
 
         def apply(op: str, args: list[Any], params: tuple[Any, ...]) -> Any:
             if op == "number":
@@ -114,7 +132,15 @@ class Expression:
             return self.fold([np.asarray(operand) for operand in operands], apply)
 
     def fold(self, operands: Sequence[T], apply: Callable[[str, list[T], tuple[Any, ...]], T]) -> T:
-        """The value of any interpretation: `apply` computes op(args, params) and numbers; equal terms once."""
+        """The value of any interpretation: `apply` computes op(args, params) and numbers; equal terms once.
+
+        Parameters
+        ----------
+        operands : sequence of T
+            Values of ``x0``, ``x1``, ...
+        apply : callable
+            Function ``apply(op, args, params)`` that computes one term.
+        """
         done: dict[Term, T] = {}
         for term in self.terms():
             if term.op == "operand":
@@ -124,7 +150,13 @@ class Expression:
         return done[self.term]
 
     def substitute(self, replacements: Sequence[Expression]) -> Expression:
-        """The expression with operand i replaced by ``replacements[i]``: how two of them become one."""
+        """The expression with operand i replaced by ``replacements[i]``: how two of them become one.
+
+        Parameters
+        ----------
+        replacements : sequence of Expression
+            Expressions, one for each operand.
+        """
 
         def apply(op: str, args: list[Term], params: tuple[Any, ...]) -> Term:
             return Term(op, tuple(args), params)
@@ -132,7 +164,13 @@ class Expression:
         return Expression(self.fold([r.term for r in replacements], apply))
 
     def dtype(self, operands: Sequence[str]) -> str:
-        """Element type of the result for operands of these types; EncodingError where two of them differ in one op."""
+        """Element type of the result for operands of these types; EncodingError where two of them differ in one op.
+
+        Parameters
+        ----------
+        operands : sequence of str
+            Element types of ``x0``, ``x1``, ...
+        """
 
         def apply(op: str, args: list[str], params: tuple[Any, ...]) -> str:
             if op == "number":

@@ -29,7 +29,7 @@ from .problem import BlockProductProblem, Problem
 
 
 class EncodingResolver(ABC):
-    """What a target does with encodings; subclasses have no other public names than these.
+    """Layouts and kernels of a target; subclasses have no other public names than these.
 
     Attributes
     ----------
@@ -55,23 +55,64 @@ class EncodingResolver(ABC):
 
         Asked for each of the three operands of a product or convolution (``encoding.moves`` is not None); None for
         one of them cancels all.
+
+        Parameters
+        ----------
+        encoding : Encoding
+            Op, element types and extents that the operand takes part in.
+        target : tvm.target.Target
+            Target of the device that computes the op.
         """
 
     @abstractmethod
     def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
-        """Write the code that solves `problem` on this target; parameters as the problem's class says."""
+        """Write the code that solves `problem` on this target; parameters as the problem's class says.
+
+        Parameters
+        ----------
+        problem : Problem
+            Problem with the shapes and layouts of its operands.
+        target : tvm.target.Target
+            Target of the device that runs the kernel.
+        """
 
     def storage_size(self, encoding: Encoding, shape: Sequence[Any], target: tvm.target.Target) -> Any:
-        """Bytes of a tensor of `shape` (extents may be PrimExprs) under its layout: an int or a PrimExpr."""
+        """Bytes of a tensor of `shape` (extents may be PrimExprs) under its layout: an int or a PrimExpr.
+
+        Parameters
+        ----------
+        encoding : Encoding
+            Encoding of the tensor.
+        shape : sequence of object
+            Logical extents.
+        target : tvm.target.Target
+            Target of the device that holds the tensor.
+        """
         layout = self.resolve(encoding, target) or PackedLayout.identity(len(shape))
         return layout.storage_bytes(shape, encoding.element_type)
 
     def resolve_activation(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
-        """Choose the layout of an operand that is not a constant, and so would be laid out anew in every call."""
+        """Choose the layout of an operand that is not a constant, and so would be laid out anew in every call.
+
+        Parameters
+        ----------
+        encoding, target
+            As `resolve` takes them.
+        """
         return self.resolve(encoding, target)
 
     def convolution_form(self, encoding: Encoding, target: tvm.target.Target, weight: PackedLayout) -> str:
-        """Algorithm of a convolution whose weight has this layout, and why; empty where there is one alone."""
+        """Algorithm of a convolution whose weight has this layout, and why; empty where there is one alone.
+
+        Parameters
+        ----------
+        encoding : Encoding
+            Encoding of the convolution.
+        target : tvm.target.Target
+            Target of the device that computes it.
+        weight : PackedLayout
+            Layout of the weight.
+        """
         return ""
 
     def attention_types(self, target: tvm.target.Target, width: int) -> frozenset[str]:
@@ -80,25 +121,54 @@ class EncodingResolver(ABC):
         Parameters
         ----------
         target : Target
+            Target of the device that computes it.
         width : int
             Largest size of a head's query, key or value.
         """
         return frozenset()
 
     def group_columns(self, target: tvm.target.Target, dtype: str) -> int:
-        """Channels that fill a tile: smaller groups of a convolution join up to them; 0: groups stay."""
+        """Channels that fill a tile: smaller groups of a convolution join up to them; 0: groups stay.
+
+        Parameters
+        ----------
+        target : tvm.target.Target
+            Target of the device that computes the convolution.
+        dtype : str
+            Element type of the operands.
+        """
         return 0
 
     def block_layout(self, target: tvm.target.Target) -> BlockLayout | None:
-        """Layout of block-quantized weights; None where no kernel reads them."""
+        """Layout of block-quantized weights; None where no kernel reads them.
+
+        Parameters
+        ----------
+        target : tvm.target.Target
+            Target of the device that holds the weights.
+        """
         return None
 
     def unpacked_layout(self, problem: BlockProductProblem, target: tvm.target.Target) -> PackedLayout | None:
-        """Layout of the dequantized ``(k, n)`` weights for a product of many rows; None: it reads the bits."""
+        """Layout of the dequantized ``(k, n)`` weights for a product of many rows; None: it reads the bits.
+
+        Parameters
+        ----------
+        problem : BlockProductProblem
+            Product with block-quantized weights.
+        target : tvm.target.Target
+            Target of the device that computes it.
+        """
         return None
 
     def page_order(self, target: tvm.target.Target) -> str:
-        """Order of keys in the pages of a cache: one of `encoding.pages.ORDERS`."""
+        """Order of keys in the pages of a cache: one of `encoding.pages.ORDERS`.
+
+        Parameters
+        ----------
+        target : tvm.target.Target
+            Target of the device that holds the cache.
+        """
         return "rows"
 
 
@@ -126,7 +196,7 @@ class _Entry:
 
 
 _entries: list[_Entry] = []
-"""What others have registered, the latest last."""
+"""Resolvers that others have registered, the latest last."""
 # Their answers change with the sources of this library only.
 _OURS = f"{__name__.partition('.')[0]}."
 
@@ -139,6 +209,7 @@ def register_resolver(
     Parameters
     ----------
     resolver : EncodingResolver
+        Resolver with the methods of `EncodingResolver`.
     kind : str
         Target kind: "llvm", "c", ...
     features : sequence of str
@@ -173,7 +244,13 @@ def register_resolver(
 
 
 def resolver_for(target: tvm.target.Target | str) -> EncodingResolver | None:
-    """The resolver that answers for a target, None if there is none."""
+    """The resolver that answers for a target, None if there is none.
+
+    Parameters
+    ----------
+    target : tvm.target.Target or str
+        Target or its text.
+    """
     target = tvm.target.Target(target)
     known = _features(target)
     entries = [*_own_entries(backend_of(target)), *_entries]

@@ -139,7 +139,7 @@ class _Carrier:
         return relax.Tuple([convert(part, field) for part, field in zip(fields, ty.fields, strict=True)])
 
     def _unpacked(self, value: relax.Expr, ty: tvm.ir.Type) -> relax.Expr:
-        """What stands for a value from outside."""
+        """Storage that stands for a value from outside."""
         if isinstance(ty, tvm.ir.TupleType):
             return self._builder.emit(self._by_field(value, ty, self._unpacked))
         if not _is_narrow(ty):

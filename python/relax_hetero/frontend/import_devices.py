@@ -1,4 +1,4 @@
-"""What converters may know of an import's devices: nodes that mean the same are written in the form that these compute.
+"""Facts that converters may use of an import's devices: nodes are written in the form that these compute.
 
 Placement comes after conversion, so that this is said of all devices together.
 """
@@ -33,5 +33,5 @@ def importing_for(devices: Sequence[tvm.relax.VDevice] | None) -> Iterator[None]
 
 
 def gathers_experts() -> bool:
-    """Whether all devices multiply rows by the experts that they choose, so that none need compute all of them."""
+    """True if all devices multiply rows by the experts that they choose, so that none need compute all of them."""
     return _GATHERS.get()

@@ -82,7 +82,7 @@ class OnnxReport:
     nodes : tuple of NodeReport
         Every node in order, those inside of branches, loops and functions behind the node that holds them.
     problems : tuple of str
-        What keeps the model from being imported or placed and belongs to no node.
+        Problems that keep the model from being imported or placed and belong to no node.
     """
 
     model: str
@@ -92,7 +92,7 @@ class OnnxReport:
 
     @property
     def supported(self) -> bool:
-        """Whether the model can be imported, and placed on each device."""
+        """True if the model can be imported, and placed on each device."""
         return not self.problems and all(node.status == "supported" for node in self.nodes)
 
     def __bool__(self) -> bool:

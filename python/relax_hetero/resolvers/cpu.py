@@ -148,7 +148,7 @@ def panel_width(cpu: CpuTarget, dot: DotInstruction, n: int) -> int:
 
 
 def _read_in_place(encoding: Encoding, dot: DotInstruction) -> bool:
-    """Whether the right operand is a small activation: it runs along a batch dimension; weights are shared by all."""
+    """True if the right operand is a small activation: it runs along a batch dimension; weights are shared by all."""
     if not _is_readable(encoding, dot) or not any(name.startswith("b") for name in encoding.of(RHS).index_map):
         return False
     k, n = encoding.sizes["k"], encoding.sizes["n"]
@@ -156,7 +156,7 @@ def _read_in_place(encoding: Encoding, dot: DotInstruction) -> bool:
 
 
 def _is_readable(encoding: Encoding, dot: DotInstruction, by_few: bool = False) -> bool:
-    """Whether the kernel had better read the right operand as it lies: rows of n, one k a step.
+    """Return whether the kernel had better read the right operand as it lies: rows of n, one k a step.
 
     Of float16 in pairs, two rows are riffled in every step, which is worth it where few rows of the left operand do.
     """
@@ -165,7 +165,7 @@ def _is_readable(encoding: Encoding, dot: DotInstruction, by_few: bool = False) 
 
 
 def _is_packed_in_kernel(encoding: Encoding, cpu: CpuTarget) -> bool:
-    """Whether tile registers multiply rows of n that the kernel packs itself, panel by panel.
+    """Return whether tile registers multiply rows of n that the kernel packs itself, panel by panel.
 
     Vectors read them as well, a group of k at a time, where the process may not use tiles; but not with
     compensation, which is part of packed storage.

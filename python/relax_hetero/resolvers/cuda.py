@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 UNPACKED_ROWS = 128
 """Rows from which on weights of few bits are unpacked once, before a product of 16-bit floats."""
 WIDEST_HEAD = 256
-"""Of attention by tensor cores: sums of values stay in registers."""
+"""Maximum width of heads for attention by tensor cores: sums of values stay in registers."""
 WIDEST_TF32_HEAD = 128
 """The same of float32: tiles are in shared memory."""
 

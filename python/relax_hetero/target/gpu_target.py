@@ -22,7 +22,7 @@ WARPGROUP = 128
 """Threads, four warps, that issue one wgmma together."""
 
 MOST_THREADS = 1024
-"""Of a block, on every GPU."""
+"""Maximum number of threads of a block, on every GPU."""
 
 VECTOR_BYTES = 16
 """The widest access of a thread."""
@@ -123,7 +123,7 @@ class GpuTarget:
     registers : int
         32-bit registers of a multiprocessor.
     multiprocessors : int
-        Of the largest model; persistent kernels launch so many blocks.
+        Number of multiprocessors of the largest model; persistent kernels launch so many blocks.
     cache_bytes : int
         The second-level cache of the largest model.
     async_copies : bool
@@ -149,12 +149,14 @@ class GpuTarget:
 
     @property
     def overlaps_launches(self) -> bool:
-        """Whether a launch may begin before the one before it has ended (from 9.0)."""
+        """True if a launch may begin before the one before it has ended (from 9.0)."""
         return self.capability >= 90
 
     def multiplies(self, lhs: str, rhs: str, acc: str) -> bool:
-        """Whether the tensor cores multiply elements of these types, alike or bytes of either sign or any float8, and
-        add them up: bytes in int32, tf32 in float32, others in any float of up to 32 bits.
+        """Return whether the tensor cores multiply elements of these types and accumulate in `acc`.
+
+        The factors are of one type, or bytes of either sign, or any float8. Bytes accumulate in int32, tf32 in float32,
+        others in any float of up to 32 bits.
         """
         families = (_BYTES, _FP8)
         alike = lhs == rhs or any(lhs in family and rhs in family for family in families)

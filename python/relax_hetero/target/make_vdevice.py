@@ -51,6 +51,7 @@ def VDevice(
     Returns
     -------
     vdevice : tvm.relax.VDevice
+        Entry for the list of vdevices of a module.
 
     Raises
     ------
@@ -146,7 +147,7 @@ def _parse_entry(spec: VDeviceEntry, taken: dict[tuple[str | None, int], set[int
 
 
 def _is_tag(spec: str) -> bool:
-    """Whether a name with a "/" is one of TVM's tags ("nvidia/nvidia-h100"), and names no host."""
+    """Return whether a name with a "/" is one of TVM's tags ("nvidia/nvidia-h100"), and names no host."""
     return "/" in spec and spec.partition(":")[0] in list_tags()
 
 

@@ -39,12 +39,13 @@ def native(kind: str = "llvm", index: int = 0, numa: int | None = None) -> Targe
     index : int
         Which device of the kind is asked; meaningless for CPUs.
     numa : int, optional
-        Of "llvm": a NUMA node. The target is then the CPUs of that node: its cores are counted, work runs on them, and
+        NUMA node for "llvm". The target is then the CPUs of that node: its cores are counted, work runs on them, and
         the device's memory comes from there.
 
     Returns
     -------
     target : tvm.target.Target
+        Target with the attributes of the hardware here.
 
     Raises
     ------
@@ -78,7 +79,7 @@ def with_hardware(vdevice: tvm.relax.VDevice) -> tvm.relax.VDevice:
 
 
 def completed_llvm(target: Target) -> Target | None:
-    """This CPU with what a target says, where that says neither CPU nor features; else None."""
+    """Target of this CPU with the attributes of a given one that has neither CPU nor features; else None."""
     attrs = target.attrs
     if attrs.keys() & {"mcpu", "mattr"} or attrs.get("mtriple") != default_target("llvm").attrs["mtriple"]:
         return None
@@ -87,8 +88,9 @@ def completed_llvm(target: Target) -> Target | None:
 
 
 def check_cpu_names(target: Target) -> None:
-    """Refuse an ``mtriple`` or ``mcpu`` that LLVM does not know: TVM crashes for the first, and for the second compiles
-    for the oldest CPU after a line on the error stream.
+    """Refuse an ``mtriple`` or ``mcpu`` that LLVM does not know.
+
+    TVM crashes for the first, and for the second compiles for the oldest CPU after a line on the error stream.
 
     Raises
     ------
@@ -112,7 +114,7 @@ def check_cpu_names(target: Target) -> None:
 
 
 def _is_alias(cpu: str, triple: str) -> bool:
-    """Whether LLVM knows a CPU that its list lacks, such as ``apple-m1``: it has more features than the generic one."""
+    """True if LLVM knows a CPU that its list lacks, such as ``apple-m1``: it has more features than the generic one."""
     if cpu == str(codegen.llvm_get_system_cpu()):
         return True
     found, least = (

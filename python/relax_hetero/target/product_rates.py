@@ -1,4 +1,4 @@
-"""What a type costs: how fast each device multiplies it, against float32 on the same device; a table.
+"""Costs of types: how fast each device multiplies one, against float32 on the same device; a table.
 
 Rates are of whole products and convolutions of many rows, whose operands are rounded in the kernels before: half the
 bytes of few rows, which memory bounds, are worth more than any of them.

@@ -50,7 +50,7 @@ class PipelineStep:
     stage : str
         The room of `relax_hetero.transform` that the pass lives in.
     does : str
-        What the pass does, in a line.
+        Effect of the pass, in a line.
     only_ours : bool
         Whether only our linker and machine understand its result; `tvm.compile` does without it.
     """

@@ -47,7 +47,7 @@ def compile(
     Returns
     -------
     Program
-        Of the libraries in the folder.
+        Program of the libraries in the folder.
 
     Raises
     ------
@@ -75,6 +75,11 @@ def load(folder: str | os.PathLike[str]) -> Program:
     """The program in a folder that `compile` wrote.
 
     Running it runs the libraries' code, so a folder must be trusted as a program is.
+
+    Parameters
+    ----------
+    folder : str or PathLike of str
+        Folder with the program's description and a library for each part.
 
     Raises
     ------

@@ -65,7 +65,7 @@ class AddressTable:
     Attributes
     ----------
     tensor : tvm.ir.GenericConst
-        What lowered code names.
+        Constant that lowered code names.
     region : str
         The command buffer whose state it is (`form_cuda_graphs`); ``""`` for a table alone.
     """
@@ -124,13 +124,14 @@ def by_address(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[AddressTable]]:
 
 
 def is_llvm_buffer(func: tvm.ir.BaseFunc) -> bool:
-    """Whether a function is a command buffer of an llvm device."""
+    """Return whether a function is a command buffer of an llvm device."""
     return isinstance(func, tirx.PrimFunc) and COMMANDS in func.attrs and func.attrs["target"].kind.name == "llvm"
 
 
 def callable_by_hand(mod: tvm.IRModule, kernels: Sequence[str]) -> tuple[tvm.IRModule, dict[str, str]]:
-    """A lowered module with kernels also as functions of pointers: of llvm devices, plain ones that are called by
-    address; of cuda devices, packed ones that launch.
+    """A lowered module with kernels also as functions of pointers.
+
+    For llvm devices these are plain functions, called by address; for cuda devices packed ones that launch.
 
     Parameters
     ----------

@@ -42,9 +42,9 @@ class Linked:
     Attributes
     ----------
     module : tvm.runtime.Module
-        Of kind ``relax.VMExecutable``.
+        Module of kind ``relax.VMExecutable``.
     machine_code : dict of str to bytes
-        Of CUDA kernels that the module holds as source, because TVM's CUDA runtime is not here; by
+        Machine code of CUDA kernels that the module holds as source, because TVM's CUDA runtime is not here; by
         `vm.file.cuda_modules.source_key`.
     """
 
@@ -62,7 +62,7 @@ def link(mod: tvm.IRModule, progress: Progress | None = None, folder: CacheFolde
     progress : Progress, optional
         Told how many kernels are compiled.
     folder : CacheFolder, optional
-        Of the compile cache, where machine code of CUDA kernels is kept.
+        Folder of the compile cache, where machine code of CUDA kernels is kept.
 
     Raises
     ------
@@ -111,7 +111,7 @@ def _finished(
     progress: Progress | None = None,
     folder: CacheFolder | None = None,
 ) -> tuple[list[tvm.runtime.Module], dict[str, bytes]]:
-    """What was built for each target, finished by the targets' back ends; and machine code apart (`Backend.link`)."""
+    """Modules of each target, finished by the targets' back ends; and machine code apart (`Backend.link`)."""
     modules, machine_code = list(built), dict[str, bytes]()
     kinds = [target.kind.name for target in targets]
     for kind in dict.fromkeys(kinds):
@@ -215,13 +215,13 @@ def _built(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Targ
 
 
 def runs_commands(func: tirx.PrimFunc) -> bool:
-    """Whether a function is host code for a device: a command buffer, or a function that calls others."""
+    """Return whether a function is host code for a device: a command buffer, or a function that calls others."""
     on_global = (tvm.ir.GlobalVar, VisitInterrupt)
     return COMMANDS in func.attrs or structural_walk(func.body, on_global) is not None
 
 
 def binds_threads(func: tirx.PrimFunc) -> bool:
-    """Whether any loop of a kernel is bound to a GPU thread axis."""
+    """Return whether any loop of a kernel is bound to a GPU thread axis."""
 
     def on_loop(loop: tirx.For) -> VisitInterrupt | None:
         return VisitInterrupt(loop) if loop.kind == tirx.ForKind.THREAD_BINDING else None

@@ -83,7 +83,15 @@ class DeviceCost:
 
 @dataclass(frozen=True)
 class LinkCost:
-    """How fast tensors go from one device to another: seconds = latency + bytes / bandwidth."""
+    """How fast tensors go from one device to another: seconds = latency + bytes / bandwidth.
+
+    Attributes
+    ----------
+    bandwidth : float
+        Bytes per second.
+    latency : float
+        Seconds that a transfer takes besides.
+    """
 
     bandwidth: float
     latency: float
@@ -135,6 +143,13 @@ class CostModel:
         several calls in flight they work side by side, each with an equal share at most. (A device that has more by
         itself is another machine's, and its word is taken; so is that of devices on hosts.) Vdevices of one physical
         device always take turns.
+
+        Parameters
+        ----------
+        vdevices : sequence of tvm.relax.VDevice
+            Devices in the order of the module's list.
+        objective : Objective
+            "latency" or "throughput", as `auto_placement` takes it.
         """
         vdevices = list(map(with_hardware, vdevices))
         host = host_vdevice(vdevices)
@@ -170,6 +185,13 @@ class CostModel:
         """`for_vdevices`, with measured figures where the devices are a CPU and a GPU, or several GPUs, that are here.
 
         Measuring takes some seconds, once per machine (`measure_devices`).
+
+        Parameters
+        ----------
+        vdevices : sequence of tvm.relax.VDevice
+            Devices in the order of the module's list.
+        objective : Objective
+            "latency" or "throughput", as `auto_placement` takes it.
         """
         vdevices = list(map(with_hardware, vdevices))
         model = cls.for_vdevices(vdevices, objective)
@@ -184,6 +206,7 @@ class CostModel:
         Parameters
         ----------
         work : Work
+            Floating-point operations and bytes of the op.
         device : int
             Position in the list of vdevices.
         """
@@ -192,14 +215,28 @@ class CostModel:
         return (cost.launch if work.is_kernel else 0.0) + max(work.flops / rate, work.moved / cost.bandwidth)
 
     def transfer_seconds(self, size: float, source: int, destination: int) -> float:
-        """Seconds until `size` bytes have gone from one device to another; 0 to where they are."""
+        """Seconds until `size` bytes have gone from one device to another; 0 to where they are.
+
+        Parameters
+        ----------
+        size : float
+            Number of bytes.
+        source, destination : int
+            Positions in the list of vdevices.
+        """
         if source == destination:
             return 0.0
         link = self.links[source, destination]
         return link.latency + size / link.bandwidth
 
     def check(self, num_devices: int) -> None:
-        """Raise a VDeviceError if the model does not cover that many vdevices."""
+        """Raise a VDeviceError if the model does not cover that many vdevices.
+
+        Parameters
+        ----------
+        num_devices : int
+            Number of vdevices.
+        """
         if len(self.devices) != num_devices:
             raise VDeviceError(f"the cost model has {len(self.devices)} devices for {num_devices} vdevices")
         if self.host != IMPLICIT_HOST and not 0 <= self.host < num_devices:

@@ -102,12 +102,12 @@ class Figures:
 
 
 def are_here(vdevices: Sequence[relax.VDevice]) -> bool:
-    """Whether all these devices are on this machine: CPU code has to be for this very CPU."""
+    """Return whether all these devices are on this machine: CPU code has to be for this very CPU."""
     return all(host_of(vdevice) is None and _is_here(vdevice) for vdevice in vdevices)
 
 
 def figures_of(vdevices: Sequence[relax.VDevice], again: bool = False) -> Figures | None:
-    """What was measured of these devices, on this machine; measured now where nothing is kept.
+    """Measurements of these devices, on this machine; taken now where nothing is kept.
 
     Kept in the folder of the compile cache, and in this process where there is none. What was measured while other work
     took much of the CPUs is kept for some minutes in this process alone, and measured again later.

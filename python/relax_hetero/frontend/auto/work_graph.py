@@ -104,7 +104,7 @@ def work_graph(
     Parameters
     ----------
     params, bindings, outputs
-        Of the function; bindings in program order.
+        Parts of the function; bindings in program order.
     name_of : NamesOf
         Variable -> name; consecutive bindings of one name are one unit, whatever stands between them.
     symbolic_extent : int

@@ -65,7 +65,7 @@ class ActivationTypes:
         return self._devices[self._pattern(name, self._rules)]
 
     def are_alike(self, names: Sequence[str]) -> bool:
-        """Whether no rule of the placement tells the variables apart."""
+        """Return whether no rule of the placement tells the variables apart."""
         return all(len({self._pattern(name, [rule]) for name in names}) == 1 for rule in self._rules)
 
     def _pattern(self, name: str, rules: PlacementRules) -> str | None:

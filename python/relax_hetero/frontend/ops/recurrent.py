@@ -207,7 +207,7 @@ class Direction:
     states : list of relax.Expr
         Before the first step, each [batch, hidden].
     lengths : relax.Expr or None
-        Of the sequences, [batch, 1], or None.
+        Lengths of the sequences, [batch, 1], or None.
     is_backwards : bool
         Whether it goes from the last step to the first.
     """
@@ -231,7 +231,7 @@ class Direction:
 
 
 RunDirection = Callable[[Callable[[], Direction]], tuple[relax.Expr, list[relax.Expr]]]
-"""Of a direction that it makes: outputs of all steps in time order, [steps, batch, hidden], and the last states."""
+"""Function that runs the direction it makes: outputs of all steps, [steps, batch, hidden], and the last states."""
 
 
 def _direction(node: Node, data: relax.Expr, direction: int, count: int, is_backwards: bool) -> Direction:

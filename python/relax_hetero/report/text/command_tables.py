@@ -150,7 +150,7 @@ def _counts(region: RegionSpec) -> dict[str, int]:
 
 
 def _constant_bytes(region: RegionSpec) -> int:
-    """Of the constants, each once, as far as commands reach into them."""
+    """Bytes of the constants, each once, as far as commands reach into them."""
     sizes: dict[int, int] = {}
     for reference in _references(region.commands):
         if reference.space == DIRECT:

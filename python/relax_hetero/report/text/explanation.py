@@ -37,7 +37,7 @@ FIELDS = ("function", "variable", "op", "device", "kind", "bytes", "reason")
 
 @dataclass(frozen=True)
 class DeviceTotal:
-    """What one device holds and does; bytes are of results, parameters and constants on it."""
+    """Contents and work of one device; bytes are of results, parameters and constants on it."""
 
     name: str
     target: str
@@ -77,7 +77,7 @@ class Explanation:
     schedules : Schedules or None
         The steps of functions that use several devices, None where nobody looked for any.
     estimate : mapping of str to object or None
-        What the cost model expects of the placement as JSON data, None where it did not place.
+        Estimate of the placement by the cost model as JSON data, None where it did not place.
     cache : CacheUse or None
         Whether the compile cache has it compiled, or had where it was compiled; None where nobody looked.
     optional : sequence of str
@@ -85,7 +85,7 @@ class Explanation:
     features : mapping of str to sequence of str
         Device name to LLVM's names of a CPU's features, where the executable knows them.
     token : TokenCost or None
-        What a token of a language model costs, None for any other model.
+        Cost of a token of a language model, None for any other model.
     """
 
     model: str

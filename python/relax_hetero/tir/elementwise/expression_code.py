@@ -40,7 +40,7 @@ class _Value:
 
 
 Ops = Mapping[str, Callable[..., tirx.Expr]]
-"""What writes the ops of an expression, for operands of one type."""
+"""Functions that write the ops of an expression, for operands of one type."""
 
 
 def ops_for(dtype: str) -> Ops:
@@ -71,7 +71,7 @@ def emit(
     Returns
     -------
     PrimExpr
-        Of `expression.dtype(dtypes)`, and `lanes` lanes.
+        Value of `expression.dtype(dtypes)`, and `lanes` lanes.
 
     Raises
     ------
@@ -156,18 +156,18 @@ def _cast(value: _Value, dtype: str) -> _Value:
 
 @dataclass(frozen=True)
 class EpilogueCode:
-    """What is done to the accumulators of a product before they are stored; its operands are parameters of a kernel.
+    """Epilogue of the accumulators of a product before they are stored; its operands are parameters of a kernel.
 
     Attributes
     ----------
     expression : Expression
         ``x0`` is the accumulator.
     views : tuple of OperandView
-        Of ``x1``, ``x2``, ...
+        Views of ``x1``, ``x2``, ...
     acc_dtype, dtype : str
         Element types of the accumulators and of the kernel's result.
     lanes : int
-        Of an accumulator.
+        Lanes of an accumulator.
     """
 
     expression: Expression
@@ -202,7 +202,7 @@ class EpilogueCode:
                         prefetch(view.data, view.address(at(view, i, j)))
 
     def result(self, acc: Expr, load: Callable[[OperandView], Expr]) -> Expr:
-        """What is stored for a vector of accumulators; `load` reads an operand where the vector lies."""
+        """Value to store for a vector of accumulators; `load` reads an operand where the vector lies."""
         dtypes = [self.acc_dtype, *(view.dtype for view in self.views)]
         value = emit(self.expression, [acc, *map(load, self.views)], dtypes, self.lanes)
         if self.expression.dtype(dtypes) == self.dtype:
@@ -210,5 +210,5 @@ class EpilogueCode:
         return tirx.Cast(vector_type(self.dtype, self.lanes), value)
 
     def result_at(self, acc: Expr, at: Coordinates, mask: Expr | None) -> Expr:
-        """What is stored for a vector of accumulators along "n"; `mask` says which of its lanes exist (None: all)."""
+        """Value to store for a vector of accumulators along "n"; `mask` says which of its lanes exist (None: all)."""
         return self.result(acc, lambda view: view.load(at, "n", self.lanes, mask if view.runs_along("n") else None))

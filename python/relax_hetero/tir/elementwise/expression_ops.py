@@ -116,7 +116,7 @@ def with_quantize(expression: Expression, dtypes: Sequence[str]) -> Expression:
 
 
 def _quantize(term: Term, dtypes: Sequence[str]) -> tuple[Term, tuple[Any, ...]] | None:
-    """What is quantized by a term, and how; None for a term that is no requantization to bytes."""
+    """Operand and parameters of a term that quantizes; None for a term that is not a requantization to bytes."""
     if term.op != "cast" or term.params[0] not in ("int8", "uint8") or term.args[0].op != "clip":
         return None
     dtype, bounds = str(term.params[0]), term.args[0].params

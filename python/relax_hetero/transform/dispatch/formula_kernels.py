@@ -28,7 +28,7 @@ Legalize = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
 
 
 def legalizations(others: dict[str, Legalize]) -> dict[str, Legalize]:
-    """By op, for `relax.transform.LegalizeOps`; `others` legalizes the ops of formulas, or stock does."""
+    """Legalizations by op, for `relax.transform.LegalizeOps`; `others` legalizes the ops of formulas, or stock does."""
     return {f"relax.{name.op}": partial(_legalize, name.formula, others) for name in FUNCTIONS.values() if name.formula}
 
 

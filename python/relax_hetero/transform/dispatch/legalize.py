@@ -117,7 +117,7 @@ def _of_its_type(name: str) -> Callable[[relax.BlockBuilder, relax.Call], relax.
 
 
 def is_kept(name: str) -> bool:
-    """Whether an op is carried out as it is, not by a kernel."""
+    """Return whether an op is carried out as it is, not by a kernel."""
     traits = traits_of(name)
     return traits.is_kept or (name.startswith(_KEPT_PREFIXES) and not traits.is_elementwise)
 

@@ -64,7 +64,7 @@ def refused_type(call: relax.Call) -> str | None:
 
 
 def legalizations(others: dict[str, Legalize]) -> dict[str, Legalize]:
-    """By op, for `relax.transform.LegalizeOps`; operands of other types are left to `others`, or to stock."""
+    """Legalizations by op, for `relax.transform.LegalizeOps`; other types are left to `others`, or to stock."""
     found = {}
     for name in _MOVES | _COMPUTES:
         otherwise = others.get(name) or tvm.ir.Op.get(name).get_attr("FLegalize")

@@ -104,14 +104,14 @@ class _Viewer:
         return relax.VarBinding(binding.var, typed(view, binding.var.ty), binding.span)
 
     def _is_handed_on(self, block: Block, operand: relax.Expr) -> bool:
-        """Whether a tensor is a kernel's result of this block that nothing else reads: its memory may be another's."""
+        """True if a tensor is a kernel's result of this block that nothing else reads: its memory may be another's."""
         if not isinstance(operand, relax.DataflowVar) or block.sole_user(operand) is None:
             return False
         return called_prim_func(self._mod, block.definition(operand)) is not None
 
 
 def _same_size(one: tvm.ir.Type, other: relax.TensorType) -> bool:
-    """Whether two tensors provably have as many elements: a slice that begins at the beginning stores them in order."""
+    """True if two tensors provably have as many elements: a slice that begins at the beginning stores them in order."""
     shapes = [ty.shape.values for ty in (one, other) if isinstance(getattr(ty, "shape", None), relax.ShapeExpr)]
     return len(shapes) == 2 and same_extent(*(reduce(mul, shape, tirx.const(1, "int64")) for shape in shapes))
 

@@ -32,7 +32,7 @@ _OPAQUE = 8
 
 
 def legalizations() -> dict[str, Legalize]:
-    """By op, for `relax.transform.LegalizeOps`."""
+    """Legalizations by op, for `relax.transform.LegalizeOps`."""
     return {name: partial(_legalize, tvm.ir.Op.get(name).get_attr("FLegalize")) for name in (_ELEMENTS, _ND)}
 
 
@@ -79,12 +79,12 @@ def _of_gpus(builder: relax.BlockBuilder, call: relax.Call, problem: ScatterProb
 
 
 def _is_exact(problem: ScatterProblem) -> bool:
-    """Whether reductions of a CPU's kernel are those of stock TVM's, which computes with wider numbers."""
+    """Return whether reductions of a CPU's kernel are those of stock TVM's, which computes with wider numbers."""
     return problem.reduction == "update" or problem.dtype in ("float32", "float64", "int32", "int64")
 
 
 def _problem(call: relax.Call) -> ScatterProblem | None:
-    """What a scatter computes; None where only the stock kernel can."""
+    """Problem of a scatter; None where only the stock kernel can solve it."""
     data, indices, updates = (arg.ty for arg in call.args)
     if any(known_extents(ty) is None for ty in (data, indices, updates)):
         return None

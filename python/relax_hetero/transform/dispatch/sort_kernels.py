@@ -30,7 +30,7 @@ _OPAQUE = 8
 
 
 def legalizations() -> dict[str, Legalize]:
-    """By op, for `relax.transform.LegalizeOps`."""
+    """Legalizations by op, for `relax.transform.LegalizeOps`."""
     return {
         "relax.sort": _of_gpus(_sort),
         "relax.argsort": _of_gpus(_argsort),
@@ -104,9 +104,9 @@ def sorted_lines(
     Parameters
     ----------
     ty : Type
-        Of the result, or results.
+        Type of the result, or results.
     name : str
-        Of the kernels.
+        Name of the kernels.
     """
     others = [extent for dimension, extent in enumerate(data.ty.shape.values) if dimension != problem.axis]
     pairs: list[relax.Expr] = []

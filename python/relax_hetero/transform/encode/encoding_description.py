@@ -25,14 +25,14 @@ from .epilogues import Chain, fused_variables
 
 
 def describe_encodings(mod: tvm.IRModule, cancelled: Sequence[CancelledEntry] = ()) -> EncodingReport:
-    """What is encoded in a module, at any stage between SetEncoding and MaterializeEncodings.
+    """Report of the encodings of a module, at any stage between SetEncoding and MaterializeEncodings.
 
     Parameters
     ----------
     mod : tvm.IRModule
         A placed module.
     cancelled : sequence of CancelledEntry
-        What SpecializeEncodings took back; a module does not remember that.
+        Encodings that SpecializeEncodings cancelled; a module does not remember them.
 
     Returns
     -------
@@ -57,7 +57,7 @@ def name_in_model(var: relax.Var) -> str:
 
 
 def product_name(call: relax.Call) -> str:
-    """What reports call an encoded product: "matmul", batched or not, or "conv2d"."""
+    """Name of an encoded product in reports: "matmul", batched or not, or "conv2d"."""
     op_type = Encoding.parse(str(call.attrs.encoding)).op_type
     return op_type if op_type in CONVOLUTIONS else "matmul"
 

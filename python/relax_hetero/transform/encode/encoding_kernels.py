@@ -148,12 +148,12 @@ class KernelTable:
         Parameters
         ----------
         key : hashable
-            What it computes, entirely.
+            Complete description of the computation.
         target : tvm.target.Target
         name : str
-            What it is called if it is new, with a number where that is taken.
+            Name if it is new, with a number where that is taken.
         ops : sequence of str
-            What profiles say it computes.
+            Ops that it computes, for profiles.
         make : Callable
             Writes the PrimFunc.
         """
@@ -256,7 +256,7 @@ class EncodingKernels:
         return self._with_scratch(problem, target, name, ops, where, out.vdevice)
 
     def append(self, call: relax.Call, out: relax.TensorType, where: str) -> tvm.ir.GlobalVar | None:
-        """What writes keys and values of a chunk into their pages before `cached_attention`; None: that does."""
+        """Kernel that writes keys and values of a chunk into their pages before `cached_attention`; None: that does."""
         target = target_of(out.vdevice)
         if str(call.attrs.rows) != "chunk" or not answers_of(target).appends_apart:
             return None
@@ -293,7 +293,7 @@ class EncodingKernels:
     def unpacked_product(
         self, call: relax.Call, result: relax.TensorType, where: str
     ) -> tuple[tvm.ir.GlobalVar, relax.TensorType, tvm.ir.GlobalVar, int] | None:
-        """What unpacks the weights of a product of many rows, what it makes, and what multiplies; the weights' number.
+        """Kernel that unpacks the weights of a product of many rows, its result, and the product; the weights' number.
 
         None where the target multiplies as many rows by the weights' bits.
         """

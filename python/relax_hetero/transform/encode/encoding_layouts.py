@@ -1,4 +1,4 @@
-"""What the resolver of a device says about encodings, asked once, its answers checked."""
+"""Answers of a device's resolver about encodings, asked once and checked."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _answer(
     target: tvm.target.Target,
     where: str,
 ) -> PackedLayout | None:
-    """What a resolver's method says about an operand, checked."""
+    """Answer of a resolver's method about an operand, checked."""
     asked = f"resolver {resolver.name!r}, asked how target {target} stores {operand} for {where}"
     try:
         layout = resolve(operand, target)

@@ -34,7 +34,7 @@ class Chain:
     product : relax.Call
         The matmul or conv.
     expression : Expression
-        Of all ops together, ``x0`` the product; an operand alone where there are none.
+        Expression of all ops together, ``x0`` the product; an operand alone where there are none.
     others : tuple of relax.Expr
         Operands x1, x2, ...
     """
@@ -85,7 +85,7 @@ def fused_variables(func: relax.Function) -> set[relax.Var]:
 
 
 def may_write(value: relax.Expr) -> bool:
-    """Whether this may change a tensor in place: by its op, or by code that is not Relax's."""
+    """Return whether this may change a tensor in place: by its op, or by code that is not Relax's."""
     if not isinstance(value, relax.Call):
         return False
     name = op_name(value)
@@ -145,7 +145,7 @@ def find_row_phases(func: relax.Function, fused: set[relax.Var]) -> RowPhases:
     func : relax.Function
         With layouts.
     fused : set of relax.Var
-        What the kernels of products take in already (`fused_variables`).
+        Variables that the kernels of products compute already (`fused_variables`).
     """
     phases = RowPhases({}, set(), set())
     users = user_counts(func)

@@ -100,7 +100,7 @@ def _width(found: Attention) -> int:
 
 
 def _may_round(block: Block, found: Attention, exact: frozenset[str] | None, target: tvm.target.Target) -> bool:
-    """Whether an attention of float32 tensors is one of products that round them, where its device has such a one."""
+    """True if an attention of float32 tensors is one of products that round them, where its device has such a one."""
     if exact is None or str(found.operands[0].ty.dtype) != "float32":
         return False
     names = {block.bindings[index].var.name for index in (*found.inside, found.end)}
@@ -136,7 +136,7 @@ def _formed(binding: relax.Binding, found: Attention, tf32: bool) -> relax.Bindi
 
 
 def _is_view(value: relax.Expr) -> bool:
-    """Whether a value that nobody uses any more is one that attention looks through."""
+    """Return whether a value that nobody uses any more is one that attention looks through."""
     name = op_name(value)
     return isinstance(value, relax.TupleGetItem) or name in _VIEWS
 

@@ -65,7 +65,7 @@ from ..ir.targets import target_of
 from .plain_blocks import write_plain
 
 _MOST_OPS = 32
-"""That a product takes along."""
+"""Maximum number of ops that a product takes along."""
 
 
 @dataclass
@@ -76,7 +76,7 @@ class _Product:
     ----------
     lhs : relax.Expr
     weight : relax.Call
-        Of dequantize_blocks.
+        Call of dequantize_blocks.
     layout : BlockLayout
         How the device's kernel reads the weight.
     inside : list of int
@@ -88,7 +88,7 @@ class _Product:
     experts : int
         How many matrices the weight is; 0: one, for all rows.
     index : relax.Expr or None
-        Of experts: which of them each row is multiplied by.
+        Numbers of the experts that each row is multiplied by.
     """
 
     lhs: relax.Expr
@@ -103,7 +103,7 @@ class _Product:
 
     @property
     def columns(self) -> int:
-        """Of one matrix."""
+        """Number of columns of one matrix."""
         return int(self.weight.ty.shape.values[0]) // max(1, self.experts)
 
 
@@ -304,7 +304,7 @@ def _take_elementwise(block: Block, product: _Product, taken: set[int], kept: li
 
 
 def _is_readable(tensor: relax.Expr, result: relax.Var) -> bool:
-    """Whether an operand has the result's shape, or one number for a column or for all."""
+    """Return whether an operand has the result's shape, or one number for a column or for all."""
     shape, whole = shape_of(tensor), shape_of(result) or []
     if shape is None:
         return False

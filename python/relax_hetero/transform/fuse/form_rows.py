@@ -116,7 +116,7 @@ def _why_not(op: RowOp, var: relax.Var) -> str | None:
 
 
 def _is_image(block: Block, op: RowOp) -> bool:
-    """Whether the rows come from a convolution, which stores them otherwise."""
+    """Return whether the rows come from a convolution, which stores them otherwise."""
     value = block.definition(op.call.args[0])
     return op_name(value) == UNSET and Encoding.parse(value.attrs.encoding).moves is not None
 

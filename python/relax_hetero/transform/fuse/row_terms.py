@@ -40,17 +40,17 @@ class RowOp:
 
     @property
     def is_wide(self) -> bool:
-        """Whether the result has all of the row."""
+        """True if the result has all of the row."""
         return is_wide(self.call)
 
 
 def is_wide(call: relax.Expr) -> bool:
-    """Whether a call computes all of a row from all of a row, as softmax and norms do."""
+    """Return whether a call computes all of a row from all of a row, as softmax and norms do."""
     return traits_of(op_name(call)).kind in _WHOLE_ROWS
 
 
 def rounded(term: Term, value: relax.Expr) -> Term:
-    """What users of a value read, where its op computes `term` of values that are rounded.
+    """Term that users of a value read, where its op computes `term` of values that are rounded.
 
     Rows are computed in single precision, but every op on half precision rounds its result; softmax and norms only
     that, not what they compute on the way. A later op may be sensitive to that: a difference of what is nearly equal.
@@ -82,7 +82,7 @@ def _axes(call: relax.Call, kind: str, rank: int) -> int:
 
 
 def row_term(op: RowOp, x: Term, vectors: list[Term], reduce: Reduce) -> Term:
-    """What an op computes of the rows `x`; the variance is that of the centred row, in a pass of its own."""
+    """Term of an op over the rows `x`; the variance is that of the centred row, in a pass of its own."""
     call, name = op.call, op.call.op.name.rpartition(".")[2]
     if traits_of(call.op.name).kind == "reduction":
         return reduce(name, x)

@@ -1,4 +1,4 @@
-"""What can be computed at compile time: values of variables that come from constants alone."""
+"""Constants that can be computed at compile time: values of variables that come from constants alone."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     for function in FUNCTIONS.values()
     if function.op and not function.num_params
 } | {"relax.power": np.power}
-"""Of floats; what else means the same in numpy is below."""
+"""Arithmetic of floats, which numpy computes; ops that mean the same for other types are below."""
 _OF_INTEGERS = ("relax.add", "relax.subtract", "relax.multiply")
-"""Of those, what int32 is computed with: biases of quantized models, which become floats."""
+"""Ops of those that int32 is computed with: biases of quantized models, which become floats."""
 
 _FLOATS = ("float32", "float64")
 _HALVES = ("float16", "bfloat16")
@@ -35,7 +35,7 @@ _GROWTH, _GROWN = 64, 16 << 20
 
 
 def grows_too_much(nbytes: int, origin: int) -> bool:
-    """Whether `nbytes` of a result are too many to be kept in place of `origin` bytes of constants that it comes from.
+    """True if `nbytes` of a result are too many to be kept in place of `origin` bytes of constants that it comes from.
 
     Weights of 4 bits that become float32 grow eight times. A kernel fills a tensor with a scalar faster.
     """
@@ -98,7 +98,7 @@ def _computation(call: relax.Call, shape: list[int]) -> Callable[..., np.ndarray
 
 
 def _is_folded_cast(value: relax.Expr, dtype: str) -> bool:
-    """Whether a cast is computed now: not of bytes that may be quantized weights, which products read as they are."""
+    """True if a cast is computed now: not of bytes that may be quantized weights, which products read as they are."""
     source = str(value.ty.dtype)
     if {source, dtype} <= {*_FLOATS, *_HALVES}:
         return True

@@ -21,5 +21,5 @@ _OWN_PREFIXES = ("vm.", "relax.", "relax_hetero.", "runtime.")
 
 
 def is_own_function(name: str) -> bool:
-    """Whether a packed function belongs to the virtual machine, TVM or this library."""
+    """Return whether a packed function belongs to the virtual machine, TVM or this library."""
     return name.startswith(_OWN_PREFIXES)

@@ -87,7 +87,7 @@ def from_expression(
     Returns
     -------
     relax.Expr
-        What `emit` returned for the last op, or an operand where the expression is one.
+        Result of `emit` for the last op, or an operand where the expression is one.
     """
     vdevice = operands[0].ty.vdevice if vdevice is None and operands else vdevice
 
@@ -116,7 +116,7 @@ def scalar_of(expr: relax.Expr) -> int | float | None:
 
 
 def is_supported(op: str, dtype: str) -> bool:
-    """Whether expressions compute an op of an element type."""
+    """Return whether expressions compute an op of an element type."""
     function = FUNCTIONS.get(op)
     if dtype == "float64":
         return function is None or not function.is_approximated

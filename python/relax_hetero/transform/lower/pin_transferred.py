@@ -57,7 +57,7 @@ def _copies_pinned(vdevice: relax.VDevice) -> bool:
 
 
 def _results_sent(mod: tvm.IRModule) -> dict[str, tuple[int, ...]]:
-    """Of functions that are steps of schedules, the results that transfers take to a GPU, by position."""
+    """Results that transfers take to a GPU, by position, of functions that are steps of schedules."""
     vdevices = vdevices_of(mod)
     found: dict[str, tuple[int, ...]] = {}
     for schedule in schedules_of(mod):
@@ -103,7 +103,7 @@ class _Reader:
     allocated : list of Binding
         Those that allocate on a CPU, in its plain memory.
     sent : set of int
-        Of these, what transfers take to a GPU, by number.
+        Numbers of those that transfers take to a GPU.
     """
 
     vdevices: list[relax.VDevice]

@@ -188,7 +188,7 @@ class _Reader:
         return self.body(body, self.branches)
 
     def _lets_go(self, call: relax.Call) -> bool:
-        """Whether nothing keeps or returns the operands of a call."""
+        """Return whether nothing keeps or returns the operands of a call."""
         if isinstance(call.op, tvm.ir.GlobalVar):
             return isinstance(self.mod.functions.get(call.op), tirx.PrimFunc)
         return op_name(call) in _ONLY_READ

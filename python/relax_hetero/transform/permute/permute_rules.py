@@ -1,4 +1,4 @@
-"""What becomes of an op whose operand is permuted: the rules that `op.traits` names.
+"""Rules for ops whose operand is permuted, which `op.traits` names.
 
 A rule says how the op is done on operands that lie in another order (`transform.ir.axes`): in which order it needs each
 operand, with which attributes it is called, and in which order its results then lie. Ops that are not in the table need
@@ -96,7 +96,7 @@ def _axes_of(given: Any, rank: int) -> list[int]:
 
 
 def _leaves_last(dims: Sequence[int], axes: Axes) -> bool:
-    """Whether an op along `dims`, the innermost among them, would no longer go along what is innermost in memory.
+    """True if an op along `dims`, the innermost among them, would no longer go along what is innermost in memory.
 
     Kernels go along rows that lie together; a permutation is cheaper than what they would lose.
     """

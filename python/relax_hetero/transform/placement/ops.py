@@ -1,4 +1,4 @@
-"""What placement knows about single ops. An op that stands in no table here ties all its tensors together."""
+"""Placement of single ops. An op that stands in no table here ties all its tensors together."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ that goes on to other layers, as in networks that norm before their products, st
 
 
 def is_wide(ty: tvm.ir.Type) -> bool:
-    """Whether a type is one of float32 tensors only, and has at least one."""
+    """Return whether a type is one of float32 tensors only, and has at least one."""
     found = list(tensor_types(ty))
     if not found or not all(t.dtype is not None and str(t.dtype) == WIDE_TYPE for t in found):
         return False
@@ -62,7 +62,7 @@ def with_dtype(ty: tvm.ir.Type, dtype: str) -> tvm.ir.Type:
 
 
 def is_product(call: relax.Expr) -> bool:
-    """Whether this is a product of float32 tensors whose sums have enough terms to gain from low precision."""
+    """Return whether this is a product of float32 tensors whose sums have enough terms to gain from low precision."""
     name = op_name(call)
     if name not in PRODUCTS or not is_wide(call.ty) or not all(is_wide(arg.ty) for arg in call.args):
         return False

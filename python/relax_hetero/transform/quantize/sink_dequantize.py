@@ -62,7 +62,7 @@ class _Bytes:
     ----------
     data : relax.Expr
     expression : Expression
-        Of the tensor, ``x0`` the bytes.
+        Expression of the tensor, ``x0`` the bytes.
     floats : relax.Var, optional
         The tensor where it is computed already, and nobody reads it yet.
     """
@@ -129,7 +129,7 @@ class _Sinker:
         return from_expression(source.expression, [source.data], emit, var.ty.vdevice)
 
     def _moves(self, var: relax.Var, value: relax.Expr) -> bool:
-        """Whether a moving op could be done on bytes."""
+        """Return whether a moving op could be done on bytes."""
         name = op_name(value)
         if name == _CONCAT and isinstance(value.args[0], relax.Tuple):
             fields = list(value.args[0].fields)
@@ -150,7 +150,7 @@ class _Sinker:
         return True
 
     def _requantizes(self, var: relax.Var) -> bool:
-        """Whether a variable is the quantized form of dequantized bytes; those, then."""
+        """Return whether a variable is the quantized form of dequantized bytes; those, then."""
         if op_name(self.block.definition(var)) != CAST:
             return False
         chain: list[Expression] = []
@@ -172,7 +172,7 @@ class _Sinker:
 
 
 def is_inverse(quantize: Expression, dequantize: Expression, dtype: str) -> bool:
-    """Whether quantizing to `dtype` gives back the very bytes that were dequantized.
+    """Return whether quantizing to `dtype` gives back the very bytes that were dequantized.
 
     Parameters
     ----------
@@ -200,12 +200,12 @@ def _number(term: Term, op: str) -> float | None:
 
 
 def _uncast(term: Term, dtype: str) -> Term | None:
-    """What is cast to a type, None where nothing is."""
+    """Operand of a cast to a type, None where there is none."""
     return term.args[0] if term.op == "cast" and term.params == (dtype,) else None
 
 
 def _is_increasing(term: Term) -> bool:
-    """Whether a greater byte certainly stands for a greater number."""
+    """Return whether a greater byte certainly stands for a greater number."""
     if term.op == "cast":
         return _is_increasing(term.args[0])
     if term.op in ("subtract", "multiply"):

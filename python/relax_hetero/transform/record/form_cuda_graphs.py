@@ -113,7 +113,7 @@ def _numbers(func: tirx.PrimFunc) -> list[tirx.Var]:
 
 
 def _says_all(region: RegionSpec) -> bool:
-    """Whether all extents, offsets and numbers of a region are written over its parameters."""
+    """Return whether all extents, offsets and numbers of a region are written over its parameters."""
     dims: list[Any] = [region.arena, *(dim for slot in region.slots for dim in slot.shape or ())]
     for command in region.commands:
         if isinstance(command, Dispatch):
@@ -302,7 +302,7 @@ class _Calls:
     Attributes
     ----------
     constants : dict of str to list of tvm.ir.GenericConst
-        What each command buffer took as arguments, and its graph keeps.
+        Constants that each command buffer took as arguments, and its graph keeps.
     """
 
     def __init__(

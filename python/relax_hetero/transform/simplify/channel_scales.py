@@ -236,7 +236,7 @@ def _per_channel(array: np.ndarray, affine: _Affine, rank: int) -> np.ndarray | 
 
 
 def _data(values: ConstantValues, call: relax.Expr) -> relax.Expr | None:
-    """What a first step is applied to."""
+    """Operand of a first step."""
     if op_name(call) not in _STEPS:
         return None
     known = [values.of(arg) is not None for arg in call.args]

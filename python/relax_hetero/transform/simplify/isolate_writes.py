@@ -213,7 +213,7 @@ class _Isolated:
     def _overwritten(
         self, binding: relax.Binding, call: relax.Call, name: str | None, overwrites: list[relax.Var]
     ) -> Shown:
-        """What a call that writes shows: the operands that it writes to, wherever these may be in its result."""
+        """Aliases of a call that writes: the operands that it writes to, wherever these may be in its result."""
         if name not in (CALL_TIR_INPLACE, CACHED_ATTENTION) or not isinstance(binding.var.ty, tvm.ir.TupleType):
             either_of = frozenset(number for var in overwrites for number in flat(self.aliases.of(var)))
             fresh = NOTHING if name in IN_PLACE else frozenset(flat(self._new(binding.var.ty)))
@@ -245,7 +245,7 @@ class _Isolated:
     # What has to change.
 
     def _needs_copy(self, number: int) -> bool:
-        """Whether a tensor and those whose memory it may have are overwritten, one while the other is needed."""
+        """Return whether a tensor and those whose memory it may have are overwritten, one while the other is needed."""
         tensor = self.tensors[number]
         below = self._reached([number], downwards=True)
         if tensor.is_constant and any(write.tensors & below for write in self.writes):

@@ -1,4 +1,4 @@
-"""What each op needs of the sizes of its operands, beyond what TVM's type inference proves.
+"""Requirements of each op on the sizes of its operands, beyond what TVM's type inference proves.
 
 Inference accepts a call unless its sizes provably contradict each other: ``(n, a)`` times ``(b, 2)`` is ``(n, 2)``. The
 kernel then reads ``a`` elements of a column that has ``b``. `conditions` lists what has to hold, by the rule that
@@ -29,16 +29,16 @@ Conditions: TypeAlias = "Iterator[Any]"
 
 
 def conditions(mod: tvm.IRModule, value: relax.Expr, ty: tvm.ir.Type) -> list[Any]:
-    """What must hold for a call: boolean expressions over sizes, some of which may be proven already.
+    """Conditions of a call: boolean expressions over sizes, some of which may be proven already.
 
     Parameters
     ----------
     mod : tvm.IRModule
-        Of the function in which the call stands.
+        Module of the function in which the call stands.
     value : relax.Expr
-        What a variable is bound to.
+        Value that a variable is bound to.
     ty : tvm.ir.Type
-        Of the variable.
+        Type of the variable.
     """
     if not isinstance(value, relax.Call):
         return []

@@ -55,7 +55,7 @@ class Placement:
     Attributes
     ----------
     devices : sequence of runtime.Device
-        By manifest index; the last is the host.
+        Devices by manifest index; the last is the host.
     scopes : sequence of str
         Memory scope by manifest index; the last is the host's.
     dims : DimValues
@@ -63,7 +63,7 @@ class Placement:
     keep : bool
         Whether foreign memory must be copied even where it could be lent: the values outlive the call.
     alignment : int
-        What kernels need of a tensor's address, in bytes.
+        Alignment in bytes that kernels need of a tensor's address.
     lends_arrays : bool
         Whether numpy arrays may be lent: no kernel writes to an argument.
     lent : list of AddressRange

@@ -35,7 +35,7 @@ from .runners import Submission
 _log = logging.getLogger("relax_hetero")
 
 MOST_GRAPHS = 16
-"""Of a command buffer."""
+"""Maximum number of graphs of a command buffer."""
 
 _Numbers = tuple[int | float, ...]
 _Key = tuple[int, _Numbers]
@@ -58,7 +58,7 @@ class CudaWork:
         self._event.synchronize()
 
     def done(self) -> bool:
-        """Whether the work has ended; CudaError where the GPU has failed."""
+        """Return whether the work has ended; CudaError where the GPU has failed."""
         return self._event.done()
 
 
@@ -153,7 +153,7 @@ class CudaCommands:
 
 
 def _asks_memory(commands: Sequence[Command]) -> bool:
-    """Whether any command runs as often as memory says."""
+    """Return whether any command runs as often as memory says."""
     dispatches = [command for command in commands if isinstance(command, Dispatch)]
     return any(d.count is not None or d.when is not None or d.unless is not None for d in dispatches)
 
@@ -244,6 +244,7 @@ class CudaRunner:
         return self._commands.runs
 
     def __call__(self, table: BindingTable, numbers: tuple[int | float, ...]) -> Submission:
+        """Run the commands with a binding table and numbers."""
         try:
             return Submission(self._commands.submit(table, numbers))
         except HeteroError:

@@ -125,7 +125,7 @@ _READ_ONLY = 1
 
 
 def _is_read_only(value: Any) -> bool:
-    """Whether an object says that its memory must not be written to, which DLPack can from version 1 on."""
+    """Return whether an object says that its memory must not be written to, which DLPack can from version 1 on."""
     try:
         capsule = value.__dlpack__(max_version=(1, 0))  # the head lies in memory that goes with it
         return bool(_VersionedHead.from_address(capsule_pointer(capsule, b"dltensor_versioned")).flags & _READ_ONLY)

@@ -43,12 +43,12 @@ class Submission:
             self._fence.wait()
 
     def done(self) -> bool:
-        """Whether the work has ended."""
+        """Return whether the work has ended."""
         return self._fence is None or bool(self._fence.done())
 
 
 ENDED = Submission()
-"""Of devices whose work has ended when `submit` returns."""
+"""Submission to devices whose work has ended when `submit` returns."""
 
 
 class Runner(Protocol):
@@ -109,6 +109,7 @@ class HostRunner:
         return self._runs
 
     def __call__(self, table: BindingTable, numbers: tuple[int | float, ...]) -> Submission:
+        """Run the commands with a binding table and numbers."""
         pool = enter_call(self._threads)
         try:
             self._run(table, numbers)

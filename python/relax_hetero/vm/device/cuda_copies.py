@@ -97,7 +97,7 @@ def begin_copy(source: runtime.Tensor, target: runtime.Tensor, stream: Stream) -
     source, target : runtime.Tensor
         On the stream's GPU, another GPU, or a CPU.
     stream : Stream
-        Of the GPU; of either, where there are two.
+        Stream of the GPU; of either, where there are two.
 
     Returns
     -------
@@ -124,7 +124,7 @@ def enable_peer_access(devices: Sequence[runtime.Device]) -> None:
 
 @functools.cache
 def _enable(library: CudaLibrary, gpu: int, peer: int) -> bool:
-    """Whether `gpu` can now read memory of `peer` (asked for once: the driver keeps it for the whole process)."""
+    """True if `gpu` can now read memory of `peer` (asked for once: the driver keeps it for the whole process)."""
     able = ctypes.c_int(0)
     try:
         library.call("cuDeviceCanAccessPeer", ctypes.byref(able), gpu, peer)

@@ -124,7 +124,7 @@ class CudaLibrary:
         return self.made("cuMemHostAlloc", nbytes, _PORTABLE | _DEVICEMAP)
 
     def is_pinned(self, address: int) -> bool:
-        """Whether host memory is pinned, whoever has done it."""
+        """Return whether host memory is pinned, whoever has done it."""
         kind = c_uint(0)
         failed = self.status("cuPointerGetAttribute", ctypes.byref(kind), _MEMORY_TYPE, address)
         return not failed and kind.value == _HOST

@@ -44,7 +44,7 @@ class Event:
         self.library.quick("cuEventRecord", self.handle, stream.handle)
 
     def done(self) -> bool:
-        """Whether it has been reached; CudaError where the GPU has failed."""
+        """Return whether it has been reached; CudaError where the GPU has failed."""
         return _has_ended(self.library, "cuEventQuery", self.handle)
 
     def synchronize(self) -> None:
@@ -99,7 +99,7 @@ class Stream:
         self.library.quick("cuStreamWaitEvent", self.handle, event.handle, 0)
 
     def done(self) -> bool:
-        """Whether all its work has ended; CudaError where the GPU has failed."""
+        """Return whether all its work has ended; CudaError where the GPU has failed."""
         self.library.use(self.gpu)
         return _has_ended(self.library, "cuStreamQuery", self.handle)
 

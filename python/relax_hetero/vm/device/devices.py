@@ -57,7 +57,7 @@ def bind_devices(metadata: Metadata, devices: object = None) -> list[runtime.Dev
 
 
 def chosen_devices(metadata: Metadata, devices: object = None) -> list[runtime.Device]:
-    """What `bind_devices` checks: the device of every manifest entry, here or not."""
+    """Device of every manifest entry, here or not, for `bind_devices` to check."""
     specs = metadata.devices
     chosen: list[Any] = [runtime.device(spec.type_name, spec.vdevice_id) for spec in specs]
     if isinstance(devices, Mapping):

@@ -113,7 +113,7 @@ PINNED_BYTES = 128 << 10
 """Smaller tensors arrive as soon in memory that is not pinned, and leave as soon from there."""
 
 TRANSFER_BYTES = 2 << 30
-"""Of host memory that is pinned for each GPU: for what plain calls bring from it, and for what is made to go to it."""
+"""Bytes of host memory pinned for each GPU: for transfers of plain calls from it, and for tensors that go to it."""
 
 
 class PinnedPool(BlockPool):

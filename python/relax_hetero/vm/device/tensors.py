@@ -83,12 +83,12 @@ def address_ranges(values: Any) -> list[AddressRange]:
 
 
 def same_device(a: runtime.Device, b: runtime.Device) -> bool:
-    """Whether two devices are the same physical one."""
+    """Return whether two devices are the same physical one."""
     return bool(a.dlpack_device_type() == b.dlpack_device_type() and a.index == b.index)
 
 
 def is_host(device: runtime.Device) -> bool:
-    """Whether a device is a CPU, whatever its id; or DLPack's name for pinned memory, which CPUs use as any other."""
+    """True if a device is a CPU, whatever its id; or DLPack's name for pinned memory, which CPUs use as any other."""
     return device.dlpack_device_type() in (CPU, CUDA_HOST)
 
 
@@ -108,7 +108,7 @@ def alias(tensor: runtime.Tensor, device: runtime.Device) -> runtime.Tensor:
 
 
 def has_offset(tensor: runtime.Tensor) -> bool:
-    """Whether a tensor starts inside its allocation by a byte offset, which kernels do not accept."""
+    """Return whether a tensor starts inside its allocation by a byte offset, which kernels do not accept."""
     capsule = tensor._to_dlpack()  # the head lies in memory that goes with it
     return bool(_head(capsule).byte_offset)
 
@@ -122,8 +122,10 @@ def on_host(tensor: runtime.Tensor) -> runtime.Tensor:
 
 
 def view_bytes(data: np.ndarray, shape: tuple[int, ...], dtype: str) -> runtime.Tensor:
-    """A tensor over the bytes of `data` (one-dimensional ``uint8``), which it keeps alive; not to be written to where
-    `data` is read-only."""
+    """A tensor over the bytes of `data` (one-dimensional ``uint8``), which it keeps alive.
+
+    It is not to be written to where `data` is read-only.
+    """
     flat = from_array(data)
     return _view(flat, tvm_ffi.Shape(shape), dtype, 0)
 
@@ -263,6 +265,6 @@ class MemoryRanges:
         self._ends = list(itertools.accumulate([end for _, end in ordered], max))
 
     def hold(self, address: int) -> bool:
-        """Whether an address is inside one of the ranges."""
+        """Return whether an address is inside one of the ranges."""
         position = bisect_right(self._starts, address)
         return position > 0 and address < self._ends[position - 1]

@@ -42,12 +42,13 @@ def load(
     copy : bool
         Read the whole file into memory, of this process alone, and load code and weights from there.
     key : bytes, optional
-        What the file was signed with, ``export_library(path, key=key)``, of at least 16 bytes. The file is copied, and
-        the copy verified before any of its code is loaded.
+        Key that the file was signed with, ``export_library(path, key=key)``, of at least 16 bytes. The file is copied,
+        and the copy verified before any of its code is loaded.
 
     Returns
     -------
     Executable
+        Executable that a `VirtualMachine` runs.
 
     Raises
     ------

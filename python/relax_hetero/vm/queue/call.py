@@ -28,7 +28,7 @@ class Prepared:
     Attributes
     ----------
     values : sequence of object
-        What the function takes.
+        Arguments as the function takes them.
     sizes : mapping of str to int
         The values of its symbolic dimensions.
     finish : callable
@@ -65,9 +65,9 @@ class QueuedCall:
     Attributes
     ----------
     values : list of object
-        By number, those that are made, or issued, and still wanted.
+        Values by number, those that are made, or issued, and still wanted.
     points : dict of int to Point
-        By number, where the values that are issued and not made yet will be.
+        Points by number, where the values that are issued and not made yet will be.
     sizes
         The values of symbolic dimensions.
     """
@@ -193,7 +193,7 @@ class QueuedCall:
             self._push(ready)
 
     def _is_over(self) -> bool:
-        """Whether nothing of the call runs or will run; under the lock."""
+        """Return whether nothing of the call runs or will run; under the lock."""
         return not self._running and (self._left == 0 or self._error is not None)
 
     def _released(self, readers: Sequence[int]) -> list[int]:

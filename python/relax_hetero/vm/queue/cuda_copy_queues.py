@@ -17,10 +17,10 @@ from ..device.tensors import empty, is_host, map_tensors, same_device
 from .stream_queue import StreamQueue
 
 PINNED_BYTES = 1 << 30
-"""Of host memory that a machine pins for what comes from GPUs; beyond it copies wait for each other."""
+"""Maximum bytes of host memory that a machine pins for tensors from GPUs; beyond it copies wait for each other."""
 
 ROOM_BYTES = 4 << 30
-"""Of each GPU's memory that a machine keeps for what comes to it."""
+"""Maximum bytes of each GPU's memory that a machine keeps for tensors that come to it."""
 
 
 class CopyQueues:
@@ -62,7 +62,7 @@ class CopyQueues:
         Parameters
         ----------
         stream : Stream
-            Of a queue that `between` gave.
+            Stream of a queue that `between` gave.
         leaves : bool
             Whether the copies leave the call. On a GPU they get memory of their own then: others may have the GPU work
             on it when they give it back.

@@ -21,7 +21,7 @@ class QueuePlan:
     function
         Its name.
     queues : list
-        Of each step; None for one that runs where what it reads was made.
+        Queue of each step; None for one that runs where what it reads was made.
     values
         How many there are.
     missing : list

@@ -51,7 +51,7 @@ class Queues:
     Parameters
     ----------
     devices, scopes
-        By manifest index; the last is the host.
+        Devices and memory scopes by manifest index; the last is the host.
     constants : object
         As functions take them.
     load : callable
@@ -125,7 +125,7 @@ class Queues:
         return next(filter(None, (copies.between(source, target) for copies in self._copies)), own)
 
     def is_issued(self, step: Step, queue: DeviceQueue | None) -> bool:
-        """Whether a step is only issued when it has run: one of a single GPU, or a copy from or to it."""
+        """Return whether a step is only issued when it has run: one of a single GPU, or a copy from or to it."""
         return isinstance(queue, StreamQueue) and not step.also and (not step.is_transfer or queue not in self.all)
 
     def follow_caller(self) -> None:
@@ -145,7 +145,7 @@ class Queues:
         Returns
         -------
         tuple
-            What the step makes; and the point at which that is made, where it is only issued.
+            Results of the step; and the point at which they are made, where they are only issued.
         """
         reads = [call.values[number] for number in step.reads]
 
@@ -246,7 +246,7 @@ def overlapping(metadata: Metadata) -> set[str]:
 
 
 def _is_large(metadata: Metadata, regions: Mapping[str, RegionSpec], step: Step) -> bool:
-    """Whether a step takes longer than a queue's thread takes to begin it; True where its work is not known."""
+    """Return whether a step takes longer than a queue's thread takes to begin it; True where its work is not known."""
     nbytes = operations = 0
     for name in step.calls:
         region = regions.get(name)

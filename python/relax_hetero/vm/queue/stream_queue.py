@@ -36,7 +36,7 @@ class StreamQueue(DeviceQueue):
     Parameters
     ----------
     name : str
-        Of the threads, and in messages.
+        Name of the threads, also in messages.
 
     Attributes
     ----------
@@ -60,12 +60,12 @@ class StreamQueue(DeviceQueue):
         work : callable
             Gives work to the stream, and returns what that will make.
         after : iterable of Point
-            What must have ended on the GPU before.
+            Points that must have ended on the GPU before.
 
         Returns
         -------
         tuple
-            What `work` returned, and the point at which it has ended.
+            Result of `work`, and the point at which it has ended.
         """
         for point in after:
             if point.stream is not self.stream:

@@ -49,8 +49,8 @@ class Kernel:
     Attributes
     ----------
     address : int
-        Of its code: a function of pointers and scalars that returns an int32, 0 unless it failed. 0 for kernels of
-        GPUs, whose code launches them.
+        Address of its code: a function of pointers and scalars that returns an int32, 0 unless it failed. 0 for kernels
+        of GPUs, whose code launches them.
     code : object
         Whose it is; loaded as long as this lives.
     """

@@ -204,7 +204,7 @@ def shift(node: TorchNode, a: Any, b: Any) -> relax.Expr:
 
 @converts("isnan", "isinf", "isfinite")
 def classify(node: TorchNode, x: relax.Expr) -> relax.Expr:
-    """Whether an element is NaN, infinite, or neither."""
+    """Return whether an element is NaN, infinite, or neither."""
     if not is_float(str(x.ty.dtype)):
         return node.filled(node.op.startswith("isfinite"))
     nan = None if node.op.startswith("isinf") else node.emit(relax.op.isnan(x))
@@ -263,7 +263,7 @@ def round_(node: TorchNode, x: Any, decimals: int = 0) -> relax.Expr:
 
 
 def _is_negative(node: TorchNode, x: relax.Expr) -> relax.Expr:
-    """Whether numbers have the sign bit set, as -0.0 has."""
+    """Return whether numbers have the sign bit set, as -0.0 has."""
     dtype = str(x.ty.dtype)
     if not is_float(dtype):
         return node.emit(relax.op.less(node.cast(x, "int64"), const(0, "int64")))
@@ -377,7 +377,7 @@ def masked_fill(node: TorchNode, x: relax.Expr, mask: relax.Expr, value: Any) ->
 
 @converts("gelu")
 def gelu(node: TorchNode, x: relax.Expr, approximate: str = "none") -> relax.Expr:
-    """By the error function or the hyperbolic tangent."""
+    """Gelu by the error function or the hyperbolic tangent."""
     return node.emit((relax.op.nn.gelu if approximate == "none" else relax.op.nn.gelu_tanh)(x))
 
 

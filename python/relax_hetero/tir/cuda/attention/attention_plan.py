@@ -13,19 +13,19 @@ from ...core.builder import ceil_div
 WIDTH = SWIZZLED_BYTES // 2
 """Elements of a swizzled row."""
 KEYS = 128
-"""Of a tile."""
+"""Number of keys of a tile."""
 FEW_KEYS = 64
-"""Of a tile where registers hold more for each key, or for wide values."""
+"""Number of keys of a tile where registers hold more for each key, or for wide values."""
 KEYS_OF_WIDE = 80
-"""Of a tile of keys and values wider than 128 for several warpgroups: what shared memory holds twice."""
+"""Number of keys of a tile wider than 128 for several warpgroups: shared memory holds it twice."""
 MOST_STAGES = {1: 3, 2: 2, 3: 2}
-"""By warpgroups of consumers. Measured (H200, 64 heads, 4,096 keys of width 128): a third stage takes 4 % longer."""
+"""Maximum number of stages by warpgroups of consumers: a third takes 4 % longer (H200, 64 heads, 4,096 keys of 128)."""
 FEW_ROWS = 64
 """Rows of a block that shares its keys with others."""
 MANY_KEYS = 512
 """From here on a block gains by several warpgroups, and sharing out the keys costs less than it saves."""
 SYMBOLIC = 1024
-"""What stands for an extent that only a call knows."""
+"""Assumed extent where only a call knows it."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class AttentionPlan:
     consumers : int
         Warpgroups that compute, each with 64 rows: 1, 2 or 3.
     keys : int
-        Of a tile; a multiple of 16.
+        Number of keys of a tile; a multiple of 16.
     stages : int
-        Of the ring of tiles.
+        Number of stages of the ring of tiles.
     split : int
         Blocks of a cluster that share the keys: 1 to 8.
     together : int

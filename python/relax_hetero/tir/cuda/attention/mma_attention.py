@@ -66,7 +66,7 @@ def mma_attention_kernel(problem: AttentionProblem, gpu: GpuTarget) -> tirx.Prim
 
 
 class _Kernel:
-    """What the parts of a kernel share while it is written."""
+    """State that the parts of a kernel share while it is written."""
 
     def __init__(self, tensors: AttentionTensors, keys: int, begins_early: bool) -> None:
         self.begins_early = begins_early

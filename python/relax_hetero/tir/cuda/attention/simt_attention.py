@@ -44,7 +44,7 @@ class SimtPlan:
     rows : int
         Queries of a block.
     keys : int
-        Of a tile, a multiple of 16.
+        Number of keys of a tile, a multiple of 16.
     each : int
         Rows of a thread.
     """
@@ -55,7 +55,7 @@ class SimtPlan:
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Number of threads of a block."""
         return self.rows // self.each * SHARING
 
 
@@ -117,7 +117,7 @@ def simt_attention_kernel(problem: AttentionProblem, gpu: GpuTarget, plan: SimtP
 
 
 class _Kernel:
-    """What the parts of a kernel share while it is written."""
+    """State that the parts of a kernel share while it is written."""
 
     def __init__(self, tensors: AttentionTensors, plan: SimtPlan, begins_early: bool) -> None:
         self.begins_early = begins_early

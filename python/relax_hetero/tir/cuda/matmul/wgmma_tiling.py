@@ -17,7 +17,7 @@ from ..core.least_loss import cases_of, least_loss
 GROUP = 16
 """Rows of tiles that go over the columns together."""
 STAGED_BYTES = 512
-"""Of a row of the result, that a warp stages at a time: rows with more are stored in several turns."""
+"""Bytes of a row of the result that a warp stages at a time: rows with more are stored in several turns."""
 _STAGED = (STAGED_BYTES, 256, 128)  # the most that leaves room for so many stages:
 _SHORT_RUN = 64  # columns
 MANY_STAGES = 4
@@ -46,11 +46,13 @@ class Tiling:
     Attributes
     ----------
     rows, columns : int
-        Of a tile: 64 or 128 rows, where operands are swapped any multiple of 16; columns a multiple of 64, up to 256.
+        Rows and columns of a tile: 64 or 128 rows, where operands are swapped any multiple of 16; columns a multiple of
+        64, up to 256.
     stages : int
-        Of the ring of tiles in shared memory.
+        Number of stages of the ring of tiles in shared memory.
     blocks : int
-        That are launched, a multiple of `split`; 0: those of a cluster for each tile, which only a launch knows.
+        Number of blocks that are launched, a multiple of `split`; 0: those of a cluster for each tile, which only a
+        launch knows.
     split : int
         Blocks of a cluster that share a tile, each with a part of k: 1, 2, 4 or 8.
     together : int
@@ -150,7 +152,7 @@ def choose_tiling(
 
 @dataclass(frozen=True)
 class Cut:
-    """What `cycles` are estimated of; attributes as of `Tiling`."""
+    """Problem and tiling that `cycles` are estimated of; attributes as in `Tiling`."""
 
     rows: int
     columns: int
@@ -184,7 +186,7 @@ def _cuts(model: GpuModel, may_swap: bool, may_share: bool) -> tuple[Cut, ...]:
 
 
 def reads_rows(problem: MatmulProblem) -> bool:
-    """Whether the epilogue reads operands as large as the result, or makes numbers wider than sums: by whole rows."""
+    """True if the epilogue reads operands as large as the result, or makes numbers wider than sums: by whole rows."""
     operands = problem.epilogue.operands if problem.epilogue else ()
     reads = problem.init is not None or any({"m", "n"} <= set(operand.index_map) for operand in operands)
     return reads or bytes_of(problem.result.dtype) > bytes_of("float32")
@@ -234,8 +236,8 @@ def tiling_of(
     Parameters
     ----------
     staged_bytes : int
-        Of a row of the result, that a warp stages at a time; where operands are swapped, `STAGED_BYTES` for all rows
-        of a tile at a time, and fewer for a part of them.
+        Bytes of a row of the result that a warp stages at a time; where operands are swapped, `STAGED_BYTES` for all
+        rows of a tile at a time, and fewer for a part of them.
     """
     m, n, k = sizes
     rows, columns = tile
