@@ -18,10 +18,10 @@ from .kernel_groups import groups_of, reached
 from .memory_steps import memory_of
 from .report_tables import tables_of
 from .stored_layouts import layouts_of
+from .suggestions import suggestions
 from .text.explanation import explanation_of
 from .this_machine import machine_here
 from .trace_timeline import timeline_of
-from .what_to_change import suggestions
 
 if TYPE_CHECKING:
     from ..llm.token_cost import TokenCost

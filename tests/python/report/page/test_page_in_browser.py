@@ -300,7 +300,7 @@ def test_where_the_time_goes_what_to_change_and_why_points_lie_above_their_roof(
     transfers = page.locator("#overview .cards abbr", has_text="transfers")
     assert "from one device to another" in transfers.get_attribute("title")
     hint = page.locator("#roofline .hint").inner_text()
-    assert "lie above the roof of memory, at up to 1.5 times of it: their tensors lie in a cache" in hint
+    assert "lie above the roof of memory, at up to 1.5 times of it: tensors lie in a cache" in hint
     page.close()
 
 

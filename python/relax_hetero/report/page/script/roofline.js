@@ -21,11 +21,13 @@
 
   // Why points lie above their roofs.
   const ABOVE = {
-    memory: "their tensors lie in a cache, which is faster than the memory that was measured",
-    arithmetic: "they need fewer operations than are counted, or the peak was measured too low, while other work ran: relax-hetero devices --again measures anew",
+    memory: "tensors lie in a cache, which is faster than the memory that was measured",
+    arithmetic: "fewer operations are needed than are counted, or the peak was measured too low, while other work ran (relax-hetero devices --again measures anew)",
   };
+  const isAbove = (group) => group.share_of_peak > 1.05;
+  report.whyAbove = (group) => (isAbove(group) ? `Above its roof: ${ABOVE[group.bound]}.` : "");
   function aboveRoofs(points) {
-    const above = points.map((point) => point.group).filter((group) => group.share_of_peak > 1.05);
+    const above = points.map((point) => point.group).filter(isAbove);
     return Object.entries(ABOVE).flatMap(([bound, why]) => {
       const here = above.filter((group) => group.bound === bound);
       const most = Math.max(...here.map((group) => group.share_of_peak));
@@ -74,7 +76,7 @@
       return {
         grid: { left: 14, right: 20, top: 24, bottom: 42, containLabel: true }, legend: { show: false },
         tooltip: { confine: true, backgroundColor: report.style("--ground"), borderColor: report.style("--line-strong"), textStyle: { color: report.style("--ink"), fontSize: 12 },
-          formatter: ({ data: { group, value } }) => `<b>${report.safe(report.shorter(group.kernel || "kernel", 60))}</b><br>${report.safe(group.device)} ${report.safe(group.precision || "")}<br>${report.rate(value[1], "op/s")} at ${report.number(value[0])} op/B<br>${report.seconds(group.seconds)}, ${report.share(group.share)} of the run${report.known(group.share_of_peak) ? `, ${report.share(group.share_of_peak)} of ${report.peakOf(group)}` : ""}${group.share_of_peak > 1.05 ? `<br>above its roof: ${ABOVE[group.bound].split(":")[0]}` : ""}`.replace("their tensors", "its tensors").replace("they need", "it needs") },
+          formatter: ({ data: { group, value } }) => `<b>${report.safe(report.shorter(group.kernel || "kernel", 60))}</b><br>${report.safe(group.device)} ${report.safe(group.precision || "")}<br>${report.rate(value[1], "op/s")} at ${report.number(value[0])} op/B<br>${report.seconds(group.seconds)}, ${report.share(group.share)} of the run${report.known(group.share_of_peak) ? `, ${report.share(group.share_of_peak)} of ${report.peakOf(group)}` : ""}<br>${report.safe(report.whyAbove(group))}` },
         xAxis: report.axis("operations per byte", { type: "log", min: low, max: high, nameGap: 26, axisLabel: { color: report.style("--quiet"), formatter: (value) => String(Number(value.toPrecision(3))) } }),
         yAxis: report.axis("", { type: "log", min: least, max: most, axisLabel: { color: report.style("--quiet"), formatter: (value) => report.rate(value, "op/s") } }),
         series: [...[...used].map((device) => ({ type: "scatter", name: device, data: points.filter((point) => point.group.device === device), itemStyle: { color: report.colour(device), opacity: 0.8, borderColor: report.style("--ground"), borderWidth: 1 } })), ...lines],

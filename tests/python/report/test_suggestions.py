@@ -1,4 +1,4 @@
-"""What a profile suggests to change."""
+"""Suggestions of changes, from a profile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import relax_hetero as rh
-from relax_hetero.report.what_to_change import suggestions
+from relax_hetero.report.suggestions import suggestions
 from relax_hetero.vm.profile import MACHINE, TO_DEVICE
 from report.toy_model import Model
 

@@ -1,4 +1,4 @@
-"""What a profile suggests to change, in sentences: the first screen of a report shows them."""
+"""Suggestions of changes, from a profile, in sentences: the first screen of a report shows them."""
 
 from __future__ import annotations
 
