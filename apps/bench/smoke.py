@@ -38,7 +38,7 @@ def smoke(**smallest: Any) -> Callable[[Callable[..., None]], Callable[..., None
 
     Parameters
     ----------
-    smallest
+    smallest : object
         By parameter of the command, what stands for any value that was given; or a function of that value.
     """
 

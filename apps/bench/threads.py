@@ -186,7 +186,8 @@ def child(one: str, all_: str, threads: int, seconds: float) -> dict[str, Any]:
 
     Returns
     -------
-    dict: "speed" over one thread, the share of calls in which threads had "cores" of their own, the "late" calls that
+    dict
+        "speed" over one thread, the share of calls in which threads had "cores" of their own, the "late" calls that
     took more than twice the median, whether the "mask" of the calling thread stayed.
     """
     before = os.sched_getaffinity(0)

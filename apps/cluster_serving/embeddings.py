@@ -26,7 +26,7 @@ class Sentences:
     Parameters
     ----------
     tokenizer : SentenceTokenizer
-    program
+    program : object
         Its ``["main"](ids, mask)`` returns embeddings: a `rh.vm.VirtualMachine`, or a model cut over several hosts.
     """
 

@@ -25,11 +25,11 @@ def build_minilm(
 
     Parameters
     ----------
-    weights
+    weights : mapping of str to np.ndarray
         The tensors of the checkpoint, by their Hugging Face names (``encoder.layer.0.attention.self.query.weight`` …).
-    config
+    config : mapping of str to object
         The checkpoint's ``config.json``.
-    batch, seq
+    batch, seq : int or str
         Sentences per call, and tokens per sentence (padding included, at most ``max_position_embeddings``); a name
         stands for any number.
 

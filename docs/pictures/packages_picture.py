@@ -21,6 +21,7 @@ PACKAGES = {
     "llm": "language models: engine, cache, server",
     "frontend": "import of ONNX, PyTorch and GGUF",
     "cluster": "modules over several hosts",
+    "backends": "the kinds of devices, a class each",
     "driver": "rh.compile: pipeline, cache, linking",
     "transform": "passes, a folder for each stage",
     "resolvers": "layouts and kernels of each device",

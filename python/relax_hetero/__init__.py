@@ -113,7 +113,7 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-provide("own_resolvers", f"{__name__}.resolvers", "own_resolvers")
+provide("backends", f"{__name__}.backends", "BACKENDS")
 provide("compile_commands", f"{__name__}.driver.commands.compile_commands", "compile_commands")
 provide("explain", f"{__name__}.tools.explanation", "explain")
 provide("explanation_of", f"{__name__}.tools.explanation", "explanation_of")

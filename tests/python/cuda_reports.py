@@ -29,11 +29,16 @@ class Report:
 
     Attributes
     ----------
-    registers: Of each thread.
-    stack, spill_stores, spill_loads: Bytes of each thread in local memory.
-    shared: Bytes of static shared memory.
-    serialized: Why wgmma waits for each other, empty where it does not.
-    touched: Instructions that touch registers of products that still run; none where nvdisasm is missing.
+    registers : int
+        Of each thread.
+    stack, spill_stores, spill_loads : int
+        Bytes of each thread in local memory.
+    shared : int
+        Bytes of static shared memory.
+    serialized : str
+        Why wgmma waits for each other, empty where it does not.
+    touched : tuple of str
+        Instructions that touch registers of products that still run; none where nvdisasm is missing.
     """
 
     name: str

@@ -37,9 +37,12 @@ class Case:
 
     Attributes
     ----------
-    name: `test_...`, unique over all kinds.
-    kind: one of `KINDS`.
-    data_sets: (inputs, expected outputs) pairs; values are arrays, or lists / None for sequences and optionals.
+    name : str
+        `test_...`, unique over all kinds.
+    kind : str
+        One of `KINDS`.
+    data_sets : tuple of (list of object, list of object)
+        (inputs, expected outputs) pairs; values are arrays, or lists / None for sequences and optionals.
     """
 
     name: str
@@ -132,7 +135,8 @@ def load_case(name: str) -> Case:
 
     Raises
     ------
-    KeyError: if the suite has no such case.
+    KeyError
+        If the suite has no such case.
     """
     return _to_case(_entries()[name])
 

@@ -28,9 +28,12 @@ class Outcome:
 
     Attributes
     ----------
-    ops: the op types of the graph, sorted; the first level only.
-    detail: empty for a pass, else one line that says what happened.
-    seconds: wall time of import, build and run.
+    ops : list of str
+        The op types of the graph, sorted; the first level only.
+    detail : str
+        Empty for a pass, else one line that says what happened.
+    seconds : float
+        Wall time of import, build and run.
     """
 
     name: str

@@ -28,8 +28,10 @@ class Worker:
 
     Parameters
     ----------
-    command: what to start; it reads names and answers each with an outcome, as `conformance.worker` does.
-    timeout: seconds one case may take.
+    command : sequence of str
+        What to start; it reads names and answers each with an outcome, as `conformance.worker` does.
+    timeout : float
+        Seconds one case may take.
     """
 
     def __init__(self, command: Sequence[str], timeout: float) -> None:
@@ -112,9 +114,12 @@ def run_cases(
 
     Parameters
     ----------
-    report: called from one thread at a time, in order of completion.
-    timeout: seconds one case may take.
-    budget: seconds after which no further case begins.
+    report : callable
+        Called from one thread at a time, in order of completion.
+    timeout : float
+        Seconds one case may take.
+    budget : float
+        Seconds after which no further case begins.
     """
     end = time.monotonic() + budget
     command = [sys.executable, "-m", "conformance.worker", configuration, str(MEMORY_BYTES)]

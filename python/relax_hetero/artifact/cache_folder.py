@@ -59,9 +59,12 @@ class Entry:
 
     Attributes
     ----------
-    created, used: When it was stored and last used, in seconds since 1970.
-    hits: How often it was used instead of compiling.
-    about: What `CacheFolder.add` was told of it; empty where that is lost.
+    created, used : float
+        When it was stored and last used, in seconds since 1970.
+    hits : int
+        How often it was used instead of compiling.
+    about : dict of str to object
+        Data given to `CacheFolder.add`; empty where that is lost.
     """
 
     key: str
@@ -78,8 +81,10 @@ class CacheFolder:
 
     Attributes
     ----------
-    path: It is made when something is stored.
-    limit: The most bytes that executables may take in it; those that were not used for longest go first.
+    path : Path
+        It is made when something is stored.
+    limit : int
+        The most bytes that executables may take in it; those that were not used for longest go first.
     """
 
     path: Path
@@ -94,12 +99,15 @@ class CacheFolder:
 
         Parameters
         ----------
-        write: Writes the file it is given, so that it appears complete or not at all.
-        about: JSON data, for people.
+        write : callable
+            Writes the file it is given, so that it appears complete or not at all.
+        about : dict of str to object
+            JSON data, for people.
 
         Raises
         ------
-        OSError: A folder that cannot be made or written.
+        OSError
+            A folder that cannot be made or written.
         """
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self.opened() as folder:
@@ -225,13 +233,15 @@ def folder_of(cache: bool | str | os.PathLike[str] | None = None) -> CacheFolder
 
     Parameters
     ----------
-    cache: The folder itself, or, for None and True, ``executables`` in the folder that the environment names, which is
-        by default ``relax_hetero`` among the user's caches. False: no cache, nor is there one where the environment
-        says ``RELAX_HETERO_CACHE=off``.
+    cache : bool or str or PathLike of str, optional
+        The folder itself, or, for None and True, ``executables`` in the folder that the environment names, which is by
+        default ``relax_hetero`` among the user's caches. False: no cache, nor is there one where the environment says
+        ``RELAX_HETERO_CACHE=off``.
 
     Raises
     ------
-    BuildError: What is no folder's name, or a limit in the environment that is no size.
+    BuildError
+        The name is not that of a folder, or a limit in the environment is not a size.
     """
     named = os.environ.get(FOLDER, "").strip()
     if cache is False or named.lower() in _OFF:

@@ -29,7 +29,8 @@ def check_metadata(metadata: Metadata) -> None:
 
     Raises
     ------
-    ValueError: Naming the first such place, what was found and what was expected.
+    ValueError
+        Naming the first such place, what was found and what was expected.
     """
     check_types(metadata)
     for name, form in FORMS.items():

@@ -25,10 +25,14 @@ class Reference:
 
     Attributes
     ----------
-    space: ``"slot"`` (of the binding table), ``"direct"`` (of the table of constants) or ``"arena"``.
-    index: Which slot or constant; 0 for the arena.
-    offset: First byte, counted from where the binding, the constant or the arena begins.
-    length: Bytes.
+    space : str
+        ``"slot"`` (of the binding table), ``"direct"`` (of the table of constants) or ``"arena"``.
+    index : int
+        Which slot or constant; 0 for the arena.
+    offset : Dim
+        First byte, counted from where the binding, the constant or the arena begins.
+    length : Dim
+        Bytes.
     """
 
     space: str
@@ -43,14 +47,20 @@ class Dispatch:
 
     Attributes
     ----------
-    kernel: Its name in `Metadata.kernels`.
-    operands: One for each tensor parameter, in order.
-    scalars: One for each scalar parameter, in order.
-    grid: Workgroup counts along x, y, z.
-    count: Where the workgroup counts are read when the command runs (int32, as many as `grid` has): an indirect
-        dispatch.
-    when, unless: An int32: the command runs where it is not zero (`when`), or is zero (`unless`).
-    variable: What the model calls the result; ``""`` where there is no model.
+    kernel : str
+        Its name in `Metadata.kernels`.
+    operands : tuple of Reference
+        One for each tensor parameter, in order.
+    scalars : tuple of Dim or float
+        One for each scalar parameter, in order.
+    grid : tuple of Dim
+        Workgroup counts along x, y, z.
+    count : Reference or None
+        Where the workgroup counts are read when the command runs (int32, as many as `grid` has): an indirect dispatch.
+    when, unless : Reference or None
+        An int32: the command runs where it is not zero (`when`), or is zero (`unless`).
+    variable : str
+        Name of the result in the model; ``""`` where there is no model.
     """
 
     kernel: str
@@ -93,13 +103,20 @@ class SlotSpec:
 
     Attributes
     ----------
-    name: What messages call it: the model's variable, or ``slot 3``.
-    device: Manifest index.
-    nbytes: The least size, in bytes.
-    alignment: Of the first byte, a power of two.
-    access: ``"read"``, ``"write"``, ``"read-write"``, or ``""`` for a slot that nothing uses and may stay empty.
-    dtype: The element type, ``""`` where only bytes are asked for.
-    shape: Where one is asked for.
+    name : str
+        Name in messages: the model's variable, or ``slot 3``.
+    device : int
+        Manifest index.
+    nbytes : Dim
+        The least size, in bytes.
+    alignment : int
+        Alignment of the first byte, a power of two.
+    access : str
+        ``"read"``, ``"write"``, ``"read-write"``, or ``""`` for a slot that nothing uses and may stay empty.
+    dtype : str
+        The element type, ``""`` where only bytes are asked for.
+    shape : tuple of Dim or None
+        Where one is asked for.
     """
 
     name: str
@@ -136,14 +153,21 @@ class KernelSpec:
 
     Attributes
     ----------
-    name: What the model calls it.
-    device: The manifest index of the device it was compiled for.
-    tensors: What `Dispatch.operands` gives.
-    scalars: What `Dispatch.scalars` gives.
-    workgroups: How many trailing scalars of those are workgroup numbers (x, y, z), which the command buffer counts
-        through; 0 for a kernel that does all its work in one call.
-    ops: What it computes.
-    symbol: What `kernel_addresses.kernel_address` finds it by; ``""`` for one that cannot be called by its address.
+    name : str
+        Name in the model.
+    device : int
+        The manifest index of the device it was compiled for.
+    tensors : tuple of TensorParam
+        Tensor parameters, which `Dispatch.operands` gives.
+    scalars : tuple of ScalarParam
+        Scalar parameters, which `Dispatch.scalars` gives.
+    workgroups : int
+        How many trailing scalars of those are workgroup numbers (x, y, z), which the command buffer counts through; 0
+        for a kernel that does all its work in one call.
+    ops : tuple of str
+        Ops that it computes.
+    symbol : str
+        Key for `kernel_addresses.kernel_address`; ``""`` for one that cannot be called by its address.
     """
 
     name: str
@@ -161,16 +185,26 @@ class RegionSpec:
 
     Attributes
     ----------
-    name: Its symbol.
-    function: The model's function it was cut from.
-    device: Manifest index.
-    slots: The binding table: what the region reads, then what it writes.
-    parameters: The symbolic dimensions and scalars that travel in the parameter buffer.
-    directs: Indices into `Metadata.constants`.
-    arena: Bytes of its transient values.
-    commands: In order.
-    runs: ``"host function"``, ``"CUDA graph"`` or ``"stream"``; ``"walked commands"`` without the compiler.
-    ended: What came after it that could not be a command of it.
+    name : str
+        Its symbol.
+    function : str
+        The model's function it was cut from.
+    device : int
+        Manifest index.
+    slots : tuple of SlotSpec
+        The binding table: what the region reads, then what it writes.
+    parameters : tuple of str
+        The symbolic dimensions and scalars that travel in the parameter buffer.
+    directs : tuple of int
+        Indices into `Metadata.constants`.
+    arena : Dim
+        Bytes of its transient values.
+    commands : tuple of Command
+        In order.
+    runs : str
+        ``"host function"``, ``"CUDA graph"`` or ``"stream"``; ``"walked commands"`` without the compiler.
+    ended : str
+        Reason for its end: the next binding, which could not be a command of it.
     """
 
     name: str
@@ -196,7 +230,8 @@ class SingleCall:
 
     Attributes
     ----------
-    function, variable: Where, and what the model calls the result.
+    function, variable : str
+        Where, and what the model calls the result.
     """
 
     function: str

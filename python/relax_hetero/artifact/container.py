@@ -62,9 +62,12 @@ class Version:
 
     Attributes
     ----------
-    library: The linked shared library.
-    metadata: As text.
-    weights: Each one-dimensional ``uint8``.
+    library : Path
+        The linked shared library.
+    metadata : str
+        As text.
+    weights : sequence of np.ndarray
+        Each one-dimensional ``uint8``.
     """
 
     library: Path
@@ -78,14 +81,22 @@ class Container:
 
     Attributes
     ----------
-    path: Where it was opened.
-    identity: The file itself, whatever the path names later: its device and inode numbers.
-    descriptor: Of the open file, or of its copy in memory; closed when this object ends.
-    header: The metadata's JSON object.
-    weights: Constants in order; two may share their bytes.
-    data: All bytes of the file but a signature's, as ``uint8``: a private mapping, read when touched.
-    code_bytes: Of the shared library.
-    code_begin: Where it is in the file: at its begin, unless this is a version.
+    path : Path
+        Where it was opened.
+    identity : (int, int)
+        The file itself, whatever the path names later: its device and inode numbers.
+    descriptor : int
+        Descriptor of the open file, or of its copy in memory; closed when this object ends.
+    header : dict of str to object
+        The metadata's JSON object.
+    weights : tuple of Weight
+        Constants in order; two may share their bytes.
+    data : np.ndarray
+        All bytes of the file but a signature's, as ``uint8``: a private mapping, read when touched.
+    code_bytes : int
+        Size of the shared library.
+    code_begin : int
+        Where it is in the file: at its begin, unless this is a version.
     """
 
     path: Path
@@ -103,7 +114,7 @@ class Container:
         return self.data[self.code_begin : self.code_begin + self.code_bytes]
 
     def versions(self) -> list[Container]:
-        """This executable and its versions, as containers of one each; ValueError where the header says nonsense."""
+        """The executable and its versions, as containers of one each; ValueError where the header says nonsense."""
         entries = self.header.get("versions", [])
         if not isinstance(entries, list) or not all(map(_is_version, entries)):
             raise ValueError("its 'versions' are no list of objects with metadata and a number of constants")
@@ -157,11 +168,16 @@ def write_container(
 
     Parameters
     ----------
-    path: The file to make.
-    library: The linked shared library.
-    header: JSON data to keep; the weights' places are added.
-    weights: Each one-dimensional ``uint8``.
-    versions: Of the executable, that do without some devices.
+    path : Path
+        The file to make.
+    library : Path
+        The linked shared library.
+    header : dict of str to object
+        JSON data to keep; the weights' places are added.
+    weights : sequence of np.ndarray
+        Each one-dimensional ``uint8``.
+    versions : sequence of Version
+        Versions of the executable that do without some devices.
     """
     parts = list(weights)
     for version in versions:
@@ -211,14 +227,18 @@ def open_container(path: Path, *, copy: bool = False, key: bytes | None = None, 
 
     Parameters
     ----------
-    copy: Read all of the file into memory first, so that whatever happens to it later does not matter.
-    key: Refuse a file that was not signed with it; implies `copy`, as only then what was verified is what is loaded.
-    folder: The descriptor of a folder that has the file, under the name of `path`; the file may be no link then, and
-        has to be this user's own.
+    copy : bool
+        Read all of the file into memory first, so that whatever happens to it later does not matter.
+    key : bytes, optional
+        Refuse a file that was not signed with it; implies `copy`, as only then what was verified is what is loaded.
+    folder : int, optional
+        The descriptor of a folder that has the file, under the name of `path`; the file may be no link then, and has to
+        be this user's own.
 
     Raises
     ------
-    BuildError: A file that is missing, unreadable, truncated, corrupt, of another format version, or no executable.
+    BuildError
+        A file that is missing, unreadable, truncated, corrupt, of another format version, or no executable.
     """
     try:
         name, is_ours = (path, False) if folder is None else (Path(path.name), True)

@@ -17,12 +17,15 @@ def kernel_address(module: runtime.Module, kernel: str) -> int:
 
     Parameters
     ----------
-    module: Loaded code (`Executable.runnable`).
-    kernel: Its symbol, as in `ConstantSpec.addresses` and `KernelSpec.symbol`.
+    module : runtime.Module
+        Loaded code (`Executable.runnable`).
+    kernel : str
+        Its symbol, as in `ConstantSpec.addresses` and `KernelSpec.symbol`.
 
     Raises
     ------
-    BindingError: Code that has no such kernel.
+    BindingError
+        Code that has no such kernel.
     """
     name = address_function(kernel)
     try:

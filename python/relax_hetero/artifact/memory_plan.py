@@ -24,14 +24,21 @@ class DeviceMemory:
 
     Attributes
     ----------
-    device: ``kind:i``, or ``host`` for the implicit one.
-    weights: Constants there, of the whole executable, and parameters that are bound once. Machines on the same devices
-        share constants; those of a CPU lie in the executable's own memory.
-    transient: What a call takes from the machine's pool besides its results.
-    arenas, transfers: Of these: the arenas of command buffers, and what arrives from other devices.
-    results: What leaves the call.
-    least: The most bytes of transient tensors that are alive at one kernel: no plan for this order takes fewer.
-    largest: What takes the transient bytes, largest first.
+    device : str
+        ``kind:i``, or ``host`` for the implicit one.
+    weights : int
+        Constants there, of the whole executable, and parameters that are bound once. Machines on the same devices share
+        constants; those of a CPU lie in the executable's own memory.
+    transient : int
+        Bytes of a call from the machine's pool besides its results.
+    arenas, transfers : int
+        Parts of these: the arenas of command buffers, and tensors that arrive from other devices.
+    results : int
+        Bytes that the call returns.
+    least : int
+        The most bytes of transient tensors that are alive at one kernel: no plan for this order takes fewer.
+    largest : tuple of (str, int)
+        Tensors with the most transient bytes, largest first.
     """
 
     device: str
@@ -55,7 +62,8 @@ class FunctionUse:
 
     Attributes
     ----------
-    sizes: Its symbolic dimensions.
+    sizes : dict of str to int
+        Its symbolic dimensions.
     """
 
     function: str
@@ -129,14 +137,26 @@ class MemoryPlan:
         ]
 
     def weights(self, device: int) -> int:
-        """Bytes of constants on a device, by manifest index, and of the arena that its CUDA graphs keep, and share."""
+        """Bytes of constants on a device, by manifest index, and of the arena that its CUDA graphs keep, and share.
+
+        Parameters
+        ----------
+        device : int
+            Manifest index.
+        """
         specs = [spec for spec in self._metadata.constants if spec.device == device]
         graphs = [region for region in self._metadata.regions if region.runs == GRAPH and region.device == device]
         arenas = [region.arena for region in graphs if isinstance(region.arena, int)]
         return sum(bytes_for(spec.shape, spec.dtype) for spec in specs) + max(arenas, default=0)
 
     def names(self, function: str = "main") -> tuple[str, ...]:
-        """The symbolic dimensions whose values `at` needs, those with an upper bound left out."""
+        """The symbolic dimensions whose values `at` needs, those with an upper bound left out.
+
+        Parameters
+        ----------
+        function : str
+            Name of the function.
+        """
         try:
             self._walk(function, self._bounds(function))
         except UnknownSizeError as error:
@@ -149,6 +169,7 @@ class MemoryPlan:
         Parameters
         ----------
         function : str
+            Name of the function.
         **sizes : int
             Its symbolic dimensions; one that is not given is at its upper bound, where the module has one.
 
@@ -175,6 +196,15 @@ class MemoryPlan:
         """The need of a machine on each device, by manifest index, to run calls of `function`.
 
         That is the weights, and what one call takes that runs alone, or `max_in_flight` that are under way at once.
+
+        Parameters
+        ----------
+        function : str
+            Name of the function.
+        sizes : mapping of str to int
+            Symbolic dimensions by name.
+        max_in_flight : int
+            Maximum number of calls under way at once.
 
         Raises
         ------

@@ -20,12 +20,15 @@ class StorageSpec:
 
     Attributes
     ----------
-    device: Manifest index; -1: the implicit host.
-    begin, end: The step before which it is allocated, and the one after which it is given back; -1 for the end of the
-        call.
-    use: ``"value"``, ``"arena"`` (of a command buffer), ``"transfer"`` (where one arrives) or ``"result"`` (leaves the
+    device : int
+        Manifest index; -1: the implicit host.
+    begin, end : int
+        The step before which it is allocated, and the one after which it is given back; -1 for the end of the call.
+    use : str
+        ``"value"``, ``"arena"`` (of a command buffer), ``"transfer"`` (where one arrives) or ``"result"`` (leaves the
         call).
-    name: What it holds first, as messages call it.
+    name : str
+        Name in messages of the first tensor that it holds.
     """
 
     device: int
@@ -42,8 +45,10 @@ class Live:
 
     Attributes
     ----------
-    storage: Number of the storage it lies in.
-    begin, end: Steps.
+    storage : int
+        Number of the storage it lies in.
+    begin, end : int
+        Steps.
     """
 
     storage: int
@@ -76,8 +81,10 @@ class FunctionMemory:
 
     Attributes
     ----------
-    upper_bounds: Symbolic dimensions that the module says are never larger.
-    results: Bytes of what it returns, of a tuple field by field.
+    upper_bounds : dict of str to int
+        Symbolic dimensions that the module says are never larger.
+    results : tuple of Dim
+        Bytes of what it returns, of a tuple field by field.
     """
 
     name: str

@@ -20,9 +20,12 @@ class GraphValue:
 
     Attributes
     ----------
-    shape: Extents; a text stands for a symbolic one. None where the shape is not known.
-    dtype: Number of the text; that of an empty text where the type is not known.
-    bytes: Its size; -1 where it depends on a symbolic extent.
+    shape : tuple of int or str or None
+        Extents; a text stands for a symbolic one. None where the shape is not known.
+    dtype : int
+        Number of the text; that of an empty text where the type is not known.
+    bytes : int
+        Its size; -1 where it depends on a symbolic extent.
     """
 
     shape: tuple[int | str, ...] | None
@@ -36,14 +39,21 @@ class GraphNode:
 
     Attributes
     ----------
-    kind: Position in `KINDS`.
-    name: Text: the variable that holds the result.
-    op: Text: ``"relax.add"``; empty where there is none.
-    source: Text: the node's name in the model's file; empty where it is not known.
-    device: Text: ``"llvm:0"``; empty where it is not known.
-    values: What it makes, in the table of values: more than one where that is a tuple.
-    reads: Pairs of a node of the same function and a position in what that makes, one after the other; the position is
-        -1 where all of it is read.
+    kind : int
+        Position in `KINDS`.
+    name : int
+        Text: the variable that holds the result.
+    op : int
+        Text: ``"relax.add"``; empty where there is none.
+    source : int
+        Text: the node's name in the model's file; empty where it is not known.
+    device : int
+        Text: ``"llvm:0"``; empty where it is not known.
+    values : tuple of int
+        Results in the table of values: more than one where it makes a tuple.
+    reads : tuple of int
+        Pairs of a node of the same function and a position in what that makes, one after the other; the position is -1
+        where all of it is read.
     """
 
     kind: int
@@ -73,9 +83,12 @@ class ModelGraph:
 
     Attributes
     ----------
-    texts: Names, ops, devices and element types, each once.
-    values: Distinct tensor types.
-    functions: In order of their names.
+    texts : tuple of str
+        Names, ops, devices and element types, each once.
+    values : tuple of GraphValue
+        Distinct tensor types.
+    functions : tuple of FunctionGraph
+        In order of their names.
     """
 
     texts: tuple[str, ...]
@@ -115,7 +128,8 @@ def check_graph(graph: ModelGraph) -> None:
 
     Raises
     ------
-    ValueError: Naming the first such place, what was found and what was expected.
+    ValueError
+        Naming the first such place, what was found and what was expected.
     """
     texts, values = len(graph.texts), len(graph.values)
     for value in graph.values:

@@ -28,17 +28,22 @@ def open_regular(
 
     Parameters
     ----------
-    follow: Whether the last part of `path` may be a link.
-    folder: The descriptor of an open folder that `path` is relative to.
-    own: Refuse a file of another user, or that others may write.
+    follow : bool
+        Whether the last part of `path` may be a link.
+    folder : int, optional
+        The descriptor of an open folder that `path` is relative to.
+    own : bool
+        Refuse a file of another user, or that others may write.
 
     Returns
     -------
-    The open file, which the caller closes, and its status.
+    (BinaryIO, os.stat_result)
+        The open file, which the caller closes, and its status.
 
     Raises
     ------
-    OSError: A file that is missing, cannot be read, or is no regular one; its `strerror` says which.
+    OSError
+        A file that is missing, cannot be read, or is no regular one; its `strerror` says which.
     """
     try:
         _refuse_special(path, os.stat(path, dir_fd=folder, follow_symlinks=follow))

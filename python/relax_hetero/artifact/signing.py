@@ -52,7 +52,8 @@ def verify(data: np.ndarray, key: bytes, source: str) -> None:
 
     Raises
     ------
-    BuildError: Naming `source`: no signature, or another.
+    BuildError
+        Naming `source`: no signature, or another.
     """
     check_signed(data, source)
     content, trailer = data[:-TRAILER_BYTES], data[-TRAILER_BYTES:].tobytes()

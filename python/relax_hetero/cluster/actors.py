@@ -28,11 +28,16 @@ class HostState:
 
     Attributes
     ----------
-    state: ``"starting"``, ``"loading"``, ``"ready"`` or ``"dead"``.
-    actor: Its process; None where there is none.
-    facts: What the process said of itself.
-    sizes: Of the functions' inputs and results, as `facts.sizes_of` gives them.
-    starts: How often it was started.
+    state : str
+        ``"starting"``, ``"loading"``, ``"ready"`` or ``"dead"``.
+    actor : object
+        Its process; None where there is none.
+    facts : mapping of str to object
+        Description that the process gave of itself.
+    sizes : mapping of str to (list of int or None, list of int or None)
+        Extents of the functions' inputs and results, as `facts.sizes_of` gives them.
+    starts : int
+        How often it was started.
     """
 
     state: str = "dead"
@@ -48,15 +53,21 @@ class Actors:
 
     Parameters
     ----------
-    ray: The module.
-    bindings: By host.
-    parts: By host, what it runs.
-    timeout: Seconds that a host may take to be started by Ray.
-    pause: Called with seconds to wait for something; raises where the cluster is closed meanwhile.
+    ray : object
+        The module.
+    bindings : mapping of str to HostBinding
+        Bindings by host.
+    parts : mapping of str to PackedPart
+        Parts that run, by host.
+    timeout : float
+        Seconds that a host may take to be started by Ray.
+    pause : callable
+        Called with seconds to wait for something; raises where the cluster is closed meanwhile.
 
     Attributes
     ----------
-    states: By host.
+    states : dict
+        States by host.
     """
 
     def __init__(
@@ -81,9 +92,11 @@ class Actors:
 
         Raises
         ------
-        HostError: A host that nothing can take within the timeout (it goes on waiting, and may be there at the next
-            try), that dies, or has other versions than this process.
-        HeteroError: A part that cannot be loaded there.
+        HostError
+            A host that nothing can take within the timeout (it goes on waiting, and may be there at the next try), that
+            dies, or has other versions than this process.
+        HeteroError
+            A part that cannot be loaded there.
         """
         missing = [host for host, state in self.states.items() if state.state != "ready"]
         for host in missing:
@@ -132,7 +145,7 @@ class Actors:
         state.state, state.starts = "starting", state.starts + 1
 
     def _answer(self, host: str, end: float | None) -> Any:
-        """What a host's process was asked; HostError where it dies, or Ray has not started it by `end`."""
+        """Answer of a host's process; HostError where it dies, or Ray has not started it by `end`."""
         state = self.states[host]
         while True:
             ready, _ = self._ray.wait([state.told], timeout=_LOOK)
@@ -161,13 +174,13 @@ class Actors:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of Ray's says first."""
+    """First line of an error of Ray's."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _resources(ray: Any) -> str:
-    """What the nodes have free, for messages."""
+    """Free resources of the nodes, for messages."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     free = ray.available_resources()
     named = {name: free[name] for name in sorted(free) if not name.startswith(("node:", "object_store"))}

@@ -17,14 +17,21 @@ class HostBinding:
 
     Attributes
     ----------
-    host: The logical name.
-    resources: Custom resources of a Ray node, and how much of each it takes.
-    label_selector: Labels that the node has.
-    node: The node's address or id; empty for any.
-    num_cpus: Cores that it takes; also the threads of its kernels. 0: none are counted, and kernels have as many
-        threads as they were compiled for.
-    num_gpus: GPUs that it takes; it sees no others.
-    memory: Bytes that it takes, in Ray's accounts.
+    host : str
+        The logical name.
+    resources : mapping of str to float
+        Custom resources of a Ray node, and how much of each it takes.
+    label_selector : mapping of str to str
+        Labels that the node has.
+    node : str
+        The node's address or id; empty for any.
+    num_cpus : float
+        Cores that it takes; also the threads of its kernels. 0: none are counted, and kernels have as many threads as
+        they were compiled for.
+    num_gpus : float
+        GPUs that it takes; it sees no others.
+    memory : float
+        Bytes that it takes, in Ray's accounts.
     """
 
     host: str
@@ -41,7 +48,7 @@ class HostBinding:
         return max(1, int(self.num_cpus)) if self.num_cpus else 0
 
     def __str__(self) -> str:
-        """What it needs, for messages."""
+        """Resources that it needs, for messages."""
         needs = {name: getattr(self, name) for name in _KEYS if getattr(self, name)}
         return ", ".join(f"{name}={value!r}" for name, value in needs.items()) or "nothing"
 
@@ -50,7 +57,8 @@ class HostBinding:
 
         Raises
         ------
-        HostError: A `node` that is not in Ray's cluster now; names it and those that are.
+        HostError
+            A `node` that is not in Ray's cluster now; names it and those that are.
         """
         found: dict[str, Any] = {
             "num_cpus": self.num_cpus,
@@ -80,7 +88,8 @@ def bind_hosts(hosts: object, needed: Iterable[str]) -> dict[str, HostBinding]:
 
     Raises
     ------
-    HostError: Hosts that are missing or that the program does not have, unknown options, and values of other kinds.
+    HostError
+        Hosts that are missing or that the program does not have, unknown options, and values of other kinds.
     """
     if not isinstance(hosts, Mapping):
         kind = type(hosts).__name__

@@ -22,8 +22,10 @@ class Source:
 
     Attributes
     ----------
-    step: The number of the step that makes it; `CALL` for an input of the call.
-    index: Which result of that step, or which input.
+    step : int
+        The number of the step that makes it; `CALL` for an input of the call.
+    index : int
+        Which result of that step, or which input.
     """
 
     step: int
@@ -36,11 +38,15 @@ class Step:
 
     Attributes
     ----------
-    host: The logical name of the host.
-    function: Its name in the host's executable. It takes its arguments by position, and returns a flat tuple, or one
-        value if `results` is 1.
-    arguments: Where each argument comes from.
-    results: How many values it returns.
+    host : str
+        The logical name of the host.
+    function : str
+        Its name in the host's executable. It takes its arguments by position, and returns a flat tuple, or one value if
+        `results` is 1.
+    arguments : tuple of Source
+        Where each argument comes from.
+    results : int
+        How many values it returns.
     """
 
     host: str
@@ -51,12 +57,14 @@ class Step:
 
 @dataclass(frozen=True)
 class HostRun:
-    """What one host does in a function whose hosts talk while it runs (`cluster.talk`): all of its part.
+    """Work of one host in a function whose hosts talk while it runs (`cluster.talk`): all of its part.
 
     Attributes
     ----------
-    host, function: As of a `Step`.
-    arguments: Nested tuples of `Source`; None stands for what is on other hosts.
+    host, function : str
+        As of a `Step`.
+    arguments : tuple of object
+        Nested tuples of `Source`; None stands for what is on other hosts.
     """
 
     host: str
@@ -72,14 +80,20 @@ class CallPlan:
 
     Attributes
     ----------
-    steps: In an order in which they can run; none where there are `runs`.
-    result: A `Source`, or nested tuples of them, as the function returns its results. With `runs`, the step of a source
-        is the number of a run, and its index counts the leaves of what that returns.
-    input_names: Of the call's inputs, in order; taken from `signature` where that is given.
-    signature: The function's inputs and results, by which arguments are checked before anything travels. Sources
-        count its inputs with tuples opened.
-    sizes: Inputs behind those of the caller: for each, the names of symbolic sizes, whose values are a shape.
-    runs: The parts of a function whose hosts talk while it runs.
+    steps : tuple of Step
+        In an order in which they can run; none where there are `runs`.
+    result : object
+        A `Source`, or nested tuples of them, as the function returns its results. With `runs`, the step of a source is
+        the number of a run, and its index counts the leaves of what that returns.
+    input_names : tuple of str
+        Names of the call's inputs, in order; taken from `signature` where that is given.
+    signature : FunctionSignature or None
+        The function's inputs and results, by which arguments are checked before anything travels. Sources count its
+        inputs with tuples opened.
+    sizes : tuple of tuple of str
+        Inputs behind those of the caller: for each, the names of symbolic sizes, whose values are a shape.
+    runs : tuple of HostRun
+        The parts of a function whose hosts talk while it runs.
     """
 
     steps: tuple[Step, ...]
@@ -101,7 +115,7 @@ class CallPlan:
 
     @property
     def reads_inputs_late(self) -> bool:
-        """Whether inputs are read after the call was sent: by hosts that talk, or as results."""
+        """True if inputs are read after the call was sent: by hosts that talk, or as results."""
         return bool(self.runs) or any(source.step == CALL for source in sources_of(self.result))
 
     @property
@@ -112,9 +126,15 @@ class CallPlan:
     def check(self, name: str) -> None:
         """Require that every value is made before it is read.
 
+        Parameters
+        ----------
+        name : str
+            Name of the function, for messages.
+
         Raises
         ------
-        HeteroError: Names the function `name`, the step and the value; or an input or result that cannot be sent.
+        HeteroError
+            Names the function `name`, the step and the value; or an input or result that cannot be sent.
         """
         self._check_signature(name)
         if not self.steps and not self.runs:
@@ -155,17 +175,19 @@ class CallPlan:
 
 
 Part: TypeAlias = Any
-"""What a host runs: the path of an exported library, its bytes, or a Relax IRModule, which the host compiles."""
+"""Code that a host runs: the path of an exported library, its bytes, or a Relax IRModule, which the host compiles."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What a cluster runs.
+    """Program that a cluster runs.
 
     Attributes
     ----------
-    parts: By host, what it runs.
-    functions: By name, the plans of the functions that can be called.
+    parts : mapping of str to Part
+        Parts that run, by host.
+    functions : mapping of str to CallPlan
+        Plans of the functions that can be called, by name.
     """
 
     parts: Mapping[str, Part]

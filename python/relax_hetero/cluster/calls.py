@@ -25,15 +25,21 @@ class ClusterCall:
 
     Parameters
     ----------
-    name, plan: The function.
-    values: Its inputs, encoded.
-    fence: Gets the result.
-    retries: How often it may begin again after a host died.
+    name, plan
+        The function.
+    values : sequence of object
+        Its inputs, encoded.
+    fence : Fence
+        Gets the result.
+    retries : int
+        How often it may begin again after a host died.
 
     Attributes
     ----------
-    since, begun: When it began to wait for a replica, and when it was sent to one; ``time.monotonic``.
-    sent: References to inputs in the object store, kept until it has ended.
+    since, begun
+        When it began to wait for a replica, and when it was sent to one; ``time.monotonic``.
+    sent : list of object
+        References to inputs in the object store, kept until it has ended.
     """
 
     def __init__(self, name: str, plan: CallPlan, values: Sequence[Any], fence: Fence, retries: int) -> None:
@@ -51,7 +57,8 @@ def bind(name: str, plan: CallPlan, args: Sequence[Any], kwargs: Mapping[str, An
 
     Raises
     ------
-    BindingError: Arguments that do not fit the plan's signature, or whose number or names are not the plan's.
+    BindingError
+        Arguments that do not fit the plan's signature, or whose number or names are not the plan's.
     """
     signature = plan.signature or named_only(name, plan.input_names)
     placed = [tensor.device for spec in signature.inputs for tensor in tensors_of(spec)]
@@ -73,12 +80,15 @@ def result_of(call: ClusterCall, route: Route, messages: Sequence[Message], get:
 
     Parameters
     ----------
-    messages: Of the route's exits, in order.
-    get: Reads a reference of Ray's object store.
+    messages : sequence of Message
+        Messages of the route's exits, in order.
+    get : object
+        Reads a reference of Ray's object store.
 
     Raises
     ------
-    HeteroError: What failed in a step, as it was raised there.
+    HeteroError
+        A step failed; the error is as it was raised there.
     """
     arrived: dict[int, list[Any]] = {}
     for slot, message in zip(route.exits, messages, strict=True):

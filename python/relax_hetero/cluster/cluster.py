@@ -166,9 +166,13 @@ class Cluster:
 
         Parameters
         ----------
+        name : str
+            Function of the program.
         copy : bool
             Whether arrays that are not sent at once are copied, so that they may be changed. With False they must not
             change until the fence is done.
+        *args, **kwargs : object
+            Arguments of the function, by position and by name.
 
         Returns
         -------
@@ -211,7 +215,13 @@ class Cluster:
         return fence
 
     def synchronize(self, timeout: float | None = None) -> bool:
-        """Wait until all calls that were submitted have ended; False if they have not after `timeout` seconds."""
+        """Wait until all calls that were submitted have ended; False if they have not after `timeout` seconds.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Maximum wait in seconds; None: without limit.
+        """
         return self._calls.wait(timeout)
 
     def close(self) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 _REMEMBERED = 8
 _SHARE = 0.9
-"""Of the shortest time between results lately. Where calls become shorter, one comes a tenth earlier than expected, and
-the next sleep is as much shorter."""
+"""Fraction of the shortest time between recent results to sleep. Where calls become shorter, one comes a tenth earlier
+than expected, and the next sleep is as much shorter."""
 _WORTH = 0.0005
 """Seconds that are worth a sleep, where other calls are under way."""
 _WORTH_ALONE = 0.01
@@ -26,7 +26,8 @@ class Doze:
 
     Parameters
     ----------
-    pause: Sleeps for some seconds, or less where nobody waits any more.
+    pause : callable
+        Sleeps for some seconds, or less where nobody waits any more.
     """
 
     def __init__(self, pause: Callable[[float], object]) -> None:
@@ -39,9 +40,12 @@ class Doze:
 
         Parameters
         ----------
-        name: The function.
-        begun: When its call was sent (``time.monotonic``).
-        is_alone: Whether no other call is under way, so that nothing but this call's time matters.
+        name : str
+            The function.
+        begun : float
+            When its call was sent (``time.monotonic``).
+        is_alone : bool
+            Whether no other call is under way, so that nothing but this call's time matters.
         """
         apart = self._apart.get(name)
         if apart:

@@ -28,7 +28,7 @@ from typing import Any
 from tvm import runtime
 
 from ..errors import HostError
-from ..vm.device.cuda_library import CudaLibrary, cuda_library
+from ..vm.device.cuda_library import CudaLibrary, cuda_device, cuda_library
 from ..vm.device.cuda_memory import DeviceBlock
 from ..vm.device.cuda_streams import Event, Stream
 from ..vm.device.memory_pools import BlockPool
@@ -39,7 +39,7 @@ LIMIT = 30.0
 """Seconds within which the other process has to be there."""
 
 ROOM_BYTES = 4 << 30
-"""Of a GPU's memory that is kept for what arrives there."""
+"""Maximum bytes of a GPU's memory for tensors that arrive there."""
 
 SENDER, RECEIVER = 0, 1
 """The ranks of a link."""
@@ -59,13 +59,17 @@ class GpuLink:
 
     Parameters
     ----------
-    gpu: Of this process.
-    limit: Seconds that `connect` and `synchronize` wait for the other process.
-    nccl, library: NCCL and the driver, where not those of this machine.
+    gpu : int
+        Number of the GPU in this process.
+    limit : float
+        Seconds that `connect` and `synchronize` wait for the other process.
+    nccl, library
+        NCCL and the driver, where not those of this machine.
 
     Raises
     ------
-    HostError: Without a GPU or NCCL; says what is missing.
+    HostError
+        Without a GPU or NCCL; says what is missing.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class GpuLink:
             raise HostError("tensors cannot go from GPU to GPU: this process has no CUDA driver, or no GPU")
         self.gpu, self._limit = gpu, limit
         self._library, self._nccl = found, nccl or require_nccl()
-        self._device = runtime.device("cuda", gpu)
+        self._device = cuda_device(gpu)
         self._stream = Stream(found, gpu)
         self._before = Event(found, gpu)
         self._ends: list[Event] = []  # that can be recorded again
@@ -89,7 +93,7 @@ class GpuLink:
         self._under_way: deque[tuple[Event, list[runtime.Tensor]]] = deque()
 
     def create_id(self) -> Any:
-        """What both processes give to `connect`; this one has to live until then."""
+        """Identifier that both processes give to `connect`; this one has to live until then."""
         self._library.use(self.gpu)
         return self._nccl.create_id()
 
@@ -98,12 +102,15 @@ class GpuLink:
 
         Parameters
         ----------
-        rank: `SENDER` or `RECEIVER`.
-        ranks: 1: the link leads back here, for `exchange`.
+        rank : int
+            `SENDER` or `RECEIVER`.
+        ranks : int
+            1: the link leads back here, for `exchange`.
 
         Raises
         ------
-        HostError: The other process does not come in time, or NCCL fails: both on one GPU, no way between them.
+        HostError
+            The other process does not come in time, or NCCL fails: both on one GPU, no way between them.
         """
         self._peer = (rank + 1) % ranks
         failures: list[Exception] = []
@@ -130,7 +137,8 @@ class GpuLink:
 
         Raises
         ------
-        HostError: A link that is not connected or has failed.
+        HostError
+            A link that is not connected or has failed.
         """
         self.exchange(tensors, ())
 
@@ -139,7 +147,8 @@ class GpuLink:
 
         Raises
         ------
-        HostError: A link that is not connected or has failed.
+        HostError
+            A link that is not connected or has failed.
         """
         return self.receive_all([(tuple(shape), dtype)])[0]
 
@@ -155,7 +164,8 @@ class GpuLink:
 
         Raises
         ------
-        HostError: A link that is not connected, or has failed; no further operation can begin, and `abort` ends it.
+        HostError
+            A link that is not connected, or has failed; no further operation can begin, and `abort` ends it.
         """
         communicator = self._ready()
         try:
@@ -185,11 +195,13 @@ class GpuLink:
 
         Parameters
         ----------
-        limit: Seconds, if not the link's.
+        limit : float, optional
+            Seconds, if not the link's.
 
         Raises
         ------
-        HostError: They have not ended in time, or failed; the link is aborted then, and their tensors hold anything.
+        HostError
+            They have not ended in time, or failed; the link is aborted then, and their tensors hold anything.
         """
         begin = time.monotonic()
         end = begin + (self._limit if limit is None else limit)
@@ -281,7 +293,7 @@ _abandoned: list[Any] = []
 
 
 def _within(seconds: float, work: Callable[[], None]) -> bool:
-    """Whether work that other processes may hold up has ended in time; it goes on in its thread otherwise."""
+    """Return whether work that other processes may hold up has ended in time; it goes on in its thread otherwise."""
     thread = threading.Thread(target=_quiet, args=(work,), name="relax_hetero link", daemon=True)
     thread.start()
     thread.join(seconds)

@@ -33,11 +33,16 @@ class Graph:
 
     Parameters
     ----------
-    ray: The module.
-    actors: By host.
-    route, number: The route, and its number among the program's.
-    room: Of each channel, in bytes.
-    in_flight: How many calls are under way at most.
+    ray : object
+        The module.
+    actors : mapping of str to object
+        Actors by host.
+    route, number
+        The route, and its number among the program's.
+    room : int
+        Size of each channel, in bytes.
+    in_flight : int
+        How many calls are under way at most.
     """
 
     def __init__(
@@ -70,11 +75,13 @@ class Graph:
 
         Parameters
         ----------
-        messages: By slot that takes one of the caller.
+        messages : mapping of int to object
+            Messages by the slot that takes one of the caller.
 
         Returns
         -------
-        list: For each slot that sends the caller a message, a reference whose `get` gives it.
+        list
+            For each slot that sends the caller a message, a reference whose `get` gives it.
         """
         references = self._dag.execute(*(messages[number] for number in self._entries))
         return references if isinstance(references, list) else [references]
@@ -86,7 +93,7 @@ class Graph:
             reference.get(timeout=-1)
 
     def is_broken(self) -> bool:
-        """Whether an actor has left its loop, so that no further call can run."""
+        """Return whether an actor has left its loop, so that no further call can run."""
         ended, _ = self._ray.wait(self._loops, timeout=0)
         return bool(ended)
 

@@ -25,8 +25,10 @@ class HostMachine:
 
     Parameters
     ----------
-    host: The logical name of the host.
-    threads: Of its kernels; 0 for as many as they were compiled for.
+    host : str
+        The logical name of the host.
+    threads : int
+        Number of threads of its kernels; 0 for as many as they were compiled for.
     """
 
     def __init__(self, host: str, threads: int) -> None:
@@ -49,7 +51,7 @@ class HostMachine:
         self._lock = threading.Lock()
 
     def facts(self) -> dict[str, Any]:
-        """What this process is: versions, its node, and free memory."""
+        """Description of this process: versions, its node, and free memory."""
         from .facts import facts_here
 
         return facts_here()
@@ -63,7 +65,8 @@ class HostMachine:
 
         Returns
         -------
-        dict or Failure: For each function, the bytes of its inputs and of its results, None where they are symbolic.
+        dict or Failure
+            For each function, the bytes of its inputs and of its results, None where they are symbolic.
         """
         import ray
 
@@ -88,12 +91,15 @@ class HostMachine:
 
         Parameters
         ----------
-        rooms: Of the channels of each route, in bytes; 0 where messages are arguments of actor calls.
-        in_flight: How many calls are under way at most.
+        rooms : tuple of int
+            Sizes of the channels of each route, in bytes; 0 where messages are arguments of actor calls.
+        in_flight : int
+            How many calls are under way at most.
 
         Returns
         -------
-        GpuFacts: What is on this host's GPUs.
+        GpuFacts
+            Description of this host's GPUs.
         """
         import ray
 
@@ -129,7 +135,8 @@ class HostMachine:
 
         Returns
         -------
-        Message, or tuple of Message: For each target of the slot.
+        Message, or tuple of Message
+            For each target of the slot.
         """
         wire = self._wire
         function, call = messages[0].function, messages[0].call
@@ -164,7 +171,8 @@ class HostMachine:
 
         Returns
         -------
-        list or Failure: The leaves of its result, encoded.
+        list or Failure
+            The leaves of its result, encoded.
         """
         try:
             return self._conversations.run(self._machine, call, run, values)
@@ -180,7 +188,7 @@ class HostMachine:
         self._conversations.end(call, reason)
 
     def _made(self, slot: Slot, visit: Visit, messages: tuple[Message, ...], kept: dict[int, Any]) -> Any:
-        """What the step's function returns, or the failure of a step before that it depends on."""
+        """Results of the step's function, or the failure of a step before that it depends on."""
         wire = self._wire
         arrived: dict[int, Any] = {}
         for source, message in zip(slot.inputs, messages, strict=False):

@@ -65,17 +65,25 @@ class Replica:
 
     Parameters
     ----------
-    ray: The module.
-    actors: Makes its actors of a function that waits.
-    routes: Of the program. The first has the graph; calls of others are actor calls.
-    in_flight: How many calls are under way at most.
-    told: Whom to tell.
+    ray : object
+        The module.
+    actors : callable
+        Makes its actors of a function that waits.
+    routes : sequence of Route
+        Routes of the program. The first has the graph; calls of others are actor calls.
+    in_flight : int
+        How many calls are under way at most.
+    told : Told
+        Whom to tell.
 
     Attributes
     ----------
-    under_way: Calls, counted by whoever hands them out.
-    limit: How many it takes at once.
-    problem: Why it is not ready; None where it is, or nothing is known.
+    under_way : int
+        Calls, counted by whoever hands them out.
+    limit : int
+        How many it takes at once.
+    problem : HeteroError or None
+        Why it is not ready; None where it is, or nothing is known.
     """
 
     def __init__(
@@ -114,7 +122,7 @@ class Replica:
 
     @property
     def has_room(self) -> bool:
-        """Whether it can take another call now."""
+        """True if it can take another call now."""
         return self.is_ready and self.under_way < self.limit
 
     @property

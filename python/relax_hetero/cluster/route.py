@@ -18,15 +18,19 @@ END = 1 << 30
 
 @dataclass(frozen=True)
 class Visit:
-    """What a slot does for one function.
+    """Work of a slot for one function.
 
     Attributes
     ----------
-    function: Of the host's executable.
-    arguments: For each, the slot whose message brings it (`CALL` for the caller; the slot's own host's values are
-        those of an earlier slot that it kept) and its place there.
-    keeps: The results that a later slot of this host reads, by index.
-    sends: For each target of the slot, the results that go there, by index.
+    function : str
+        Function of the host's executable.
+    arguments : tuple of (int, int)
+        For each, the slot whose message brings it (`CALL` for the caller; the slot's own host's values are those of an
+        earlier slot that it kept) and its place there.
+    keeps : tuple of int
+        The results that a later slot of this host reads, by index.
+    sends : tuple of tuple of int
+        For each target of the slot, the results that go there, by index.
     """
 
     function: str
@@ -41,12 +45,18 @@ class Slot:
 
     Attributes
     ----------
-    host: Its logical name.
-    inputs: The slots whose messages it takes, in order; `CALL` for the caller.
-    targets: The slots that it sends a message to, in order; `END` for the caller.
-    follows: The slots of this host whose kept values it reads. They come before it.
-    is_last: Whether no later slot of a route is on this host, so that nothing of a call needs to be kept.
-    visits: By function.
+    host : str
+        Its logical name.
+    inputs : tuple of int
+        The slots whose messages it takes, in order; `CALL` for the caller.
+    targets : tuple of int
+        The slots that it sends a message to, in order; `END` for the caller.
+    follows : tuple of int
+        The slots of this host whose kept values it reads. They come before it.
+    is_last : bool
+        Whether no later slot of a route is on this host, so that nothing of a call needs to be kept.
+    visits : mapping of str to Visit
+        Visits by function.
     """
 
     host: str
@@ -63,9 +73,11 @@ class Route:
 
     Attributes
     ----------
-    sent: By function, then by slot that takes a message of the caller: the inputs in it.
-    gets: By function, the sources of its results: slot and place in that slot's message, in the order of the plan's
-        result; `CALL` for an input that is returned as it is.
+    sent : mapping of str to mapping of int to tuple of int
+        Inputs in each message of the caller, by function and by slot that takes it.
+    gets : mapping of str to mapping of Source to (int, int)
+        Sources of each function's results: slot and place in that slot's message, in the order of the plan's result;
+        `CALL` for an input that is returned as it is.
     """
 
     slots: tuple[Slot, ...]
@@ -74,7 +86,7 @@ class Route:
 
     @property
     def is_chain(self) -> bool:
-        """Whether no host is visited twice: calls in flight then overlap in a graph."""
+        """True if no host is visited twice: calls in flight then overlap in a graph."""
         hosts = [slot.host for slot in self.slots]
         return len(set(hosts)) == len(hosts)
 
@@ -114,7 +126,7 @@ def _route(hosts: Sequence[str], plans: Mapping[str, CallPlan]) -> Route:
 
 
 def _wanted(plan: CallPlan) -> dict[tuple[int, int], tuple[int, ...]]:
-    """By edge of the plan, from slot to slot, the indices of the values that go along it."""
+    """Indices of the values that go along each edge of the plan, from slot to slot."""
     found: dict[tuple[int, int], dict[int, None]] = {}
     for number, step in enumerate(plan.steps):
         for source in step.arguments:

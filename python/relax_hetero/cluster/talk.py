@@ -59,9 +59,12 @@ class Talk:
 
     Parameters
     ----------
-    mailbox: Where values for this host arrive.
-    deliver: Brings a value to another host.
-    encode, decode: Between values of the machine and values as they travel; a decoded value lasts.
+    mailbox : Mailbox
+        Where values for this host arrive.
+    deliver : Deliver
+        Brings a value to another host.
+    encode, decode : callable
+        Between values of the machine and values as they travel; a decoded value lasts.
     """
 
     def __init__(

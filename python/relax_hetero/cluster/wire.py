@@ -62,13 +62,16 @@ class Failure(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What goes along a channel for one call.
+    """Contents of a channel for one call.
 
     Attributes
     ----------
-    function: Of the user's module.
-    call: The number of the call; what a host keeps of a call is under it.
-    values: Or the failure of a step before.
+    function : str
+        Function of the user's module.
+    call : int
+        The number of the call; what a host keeps of a call is under it.
+    values : tuple of object or Failure
+        Or the failure of a step before.
     """
 
     function: str
@@ -125,12 +128,15 @@ def fit(values: Sequence[Any], room: int, put: Callable[[Any], Any]) -> tuple[tu
 
     Parameters
     ----------
-    room: Of the channel, in bytes.
-    put: Puts a value into the store and returns a reference.
+    room : int
+        Size of the channel, in bytes.
+    put : callable
+        Puts a value into the store and returns a reference.
 
     Returns
     -------
-    tuple: The values; and the references, which the sender keeps until the receiver has read.
+    tuple
+        The values; and the references, which the sender keeps until the receiver has read.
     """
     sizes = [nbytes(value) for value in values]
     left = room - HEAD_BYTES - _VALUE_BYTES * len(values)

@@ -28,7 +28,8 @@ def bind_params(mod: tvm.IRModule, params: Mapping[str, Any]) -> tvm.IRModule:
 
     Raises
     ------
-    BuildError: No mapping from names, a name that is no parameter's, or a value that does not fit its parameter's type.
+    BuildError
+        No mapping from names, a name that is no parameter's, or a value that does not fit its parameter's type.
     """
     if not isinstance(params, Mapping):
         found = type(params).__name__

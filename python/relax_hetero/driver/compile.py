@@ -61,7 +61,7 @@ from .signatures import function_signatures
 _log = logging.getLogger("relax_hetero")
 
 CHECKS = ("default", "strict")
-"""What is refused: see `compile`."""
+"""Levels of refusal: see `compile`."""
 
 
 def compile(  # noqa: A001 (the contract's name)
@@ -248,7 +248,7 @@ def run_steps(mod: tvm.IRModule, steps: Sequence[PipelineStep], progress: Progre
 
 
 def may_write_arguments(mod: tvm.IRModule) -> bool:
-    """Whether functions of a module may write to what they are given, by packed functions; True once it is lowered.
+    """True if functions of a module may write to what they are given, by packed functions; True once it is lowered.
 
     What ops that work in place write to is known for each argument (`transform.partition.written_arguments`).
     """
@@ -275,11 +275,12 @@ def _warn_if_generic(vdevices: list[relax.VDevice]) -> None:
 
 
 def memory_plan_of(mod: tvm.IRModule) -> MemoryPlan:
-    """What calls of a module would take, as `rh.compile` plans it.
+    """Memory of calls of a module, as `rh.compile` plans it.
 
     Parameters
     ----------
-    mod: With dispatches formed, command buffers and schedules where they are wanted; lowered or not.
+    mod : tvm.IRModule
+        With dispatches formed, command buffers and schedules where they are wanted; lowered or not.
     """
     lowered, graphs = graph_tables(LowerToVM()(mod))
     vdevices = vdevices_of(lowered)

@@ -32,8 +32,10 @@ def optional_indices(mod: tvm.IRModule, optional: VDeviceSpec | Iterable[VDevice
 
     Raises
     ------
-    VDeviceError: One that the module has not, one given twice, or a CPU.
-    BuildError: Of a module that is lowered, which names devices in code.
+    VDeviceError
+        One that the module has not, one given twice, or a CPU.
+    BuildError
+        The module is lowered, and names devices in code.
     """
     if optional is None:
         return ()
@@ -61,7 +63,8 @@ def without_devices(mod: tvm.IRModule, left_out: Sequence[int]) -> tvm.IRModule:
 
     Parameters
     ----------
-    left_out: Positions in the module's list.
+    left_out : sequence of int
+        Positions in the module's list.
     """
     vdevices = vdevices_of(mod)
     kept = [vdevice for index, vdevice in enumerate(vdevices) if index not in left_out]

@@ -47,9 +47,12 @@ class PipelineStep:
 
     Attributes
     ----------
-    stage: The room of `relax_hetero.transform` that the pass lives in.
-    does: What the pass does, in a line.
-    only_ours: Whether only our linker and machine understand its result; `tvm.compile` does without it.
+    stage : str
+        The room of `relax_hetero.transform` that the pass lives in.
+    does : str
+        Effect of the pass, in a line.
+    only_ours : bool
+        Whether only our linker and machine understand its result; `tvm.compile` does without it.
     """
 
     stage: str
@@ -68,12 +71,15 @@ def pipeline_steps(command_buffers: bool = True, stock: bool = False) -> list[Pi
 
     Parameters
     ----------
-    command_buffers: Whether runs of kernels on one device become command buffers.
-    stock: Whether stock TVM links the result, and not `rh.compile`.
+    command_buffers : bool
+        Whether runs of kernels on one device become command buffers.
+    stock : bool
+        Whether stock TVM links the result, and not `rh.compile`.
 
     Returns
     -------
-    list of PipelineStep: Each can be run alone, and does nothing to a module that has been through it.
+    list of PipelineStep
+        Each can be run alone, and does nothing to a module that has been through it.
     """
     step = PipelineStep
     record = [

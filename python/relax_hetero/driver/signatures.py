@@ -32,9 +32,12 @@ def function_signatures(
 
     Parameters
     ----------
-    mod: A lowered module whose constants are not lifted yet.
-    takers: The functions that will take the tuple of constants.
-    defaults: Function -> parameter -> index of the constant that is its default.
+    mod : tvm.IRModule
+        A lowered module whose constants are not lifted yet.
+    takers : set of str
+        The functions that will take the tuple of constants.
+    defaults : mapping of str to mapping of str to int, optional
+        Function -> parameter -> index of the constant that is its default.
     """
     return _signatures(mod, public_functions(mod), takers, defaults or {})
 

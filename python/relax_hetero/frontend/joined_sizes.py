@@ -39,8 +39,10 @@ class JoinedSizes:
 
     Parameters
     ----------
-    bounds: Upper bounds of the inputs' sizes that earlier attempts of this import found.
-    inputs: The symbolic sizes of the inputs.
+    bounds : Bounds, optional
+        Upper bounds of the inputs' sizes that earlier attempts of this import found.
+    inputs : Set of tirx.Var
+        The symbolic sizes of the inputs.
     """
 
     def __init__(self, bounds: Bounds | None = None, inputs: Set[tirx.Var] = frozenset()) -> None:
@@ -212,7 +214,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    """Whether two expressions of sizes are proven equal; symbols of two names never are."""
+    """Return whether two expressions of sizes are proven equal; symbols of two names never are."""
     if isinstance(one, tirx.Var) and isinstance(other, tirx.Var):
         return False
     return bool(analyzer_for(one, other).can_prove_equal(one, other))

@@ -36,15 +36,23 @@ class NodeReport:
 
     Attributes
     ----------
-    name: As `from_onnx` calls it.
-    op: Its op type.
-    domain: ``ai.onnx`` for ONNX's own.
-    opset: The version of the domain that the model imports; None where it imports none.
-    status: "refused" nodes are to be mended; those "not looked at" may be supported or not.
-    reason: Why it is not supported; empty where it is.
-    devices: Names of the devices that can run it, such as ``llvm:0``; for nodes that the import computes, or that it
+    name : str
+        As `from_onnx` calls it.
+    op : str
+        Its op type.
+    domain : str
+        ``ai.onnx`` for ONNX's own.
+    opset : int or None
+        The version of the domain that the model imports; None where it imports none.
+    status : Status
+        "refused" nodes are to be mended; those "not looked at" may be supported or not.
+    reason : str
+        Why it is not supported; empty where it is.
+    devices : tuple of str
+        Names of the devices that can run it, such as ``llvm:0``; for nodes that the import computes, or that it
         inlines, all of them.
-    on_host: Whether a CPU of the host has a part in it wherever it is placed, reading sizes for example.
+    on_host : bool
+        Whether a CPU of the host has a part in it wherever it is placed, reading sizes for example.
     """
 
     name: str
@@ -63,10 +71,14 @@ class OnnxReport:
 
     Attributes
     ----------
-    model: The file, or "the model".
-    devices: Names of the devices that were asked for.
-    nodes: Every node in order, those inside of branches, loops and functions behind the node that holds them.
-    problems: What keeps the model from being imported or placed and belongs to no node.
+    model : str
+        The file, or "the model".
+    devices : tuple of str
+        Names of the devices that were asked for.
+    nodes : tuple of NodeReport
+        Every node in order, those inside of branches, loops and functions behind the node that holds them.
+    problems : tuple of str
+        Problems that keep the model from being imported or placed and belong to no node.
     """
 
     model: str
@@ -76,7 +88,7 @@ class OnnxReport:
 
     @property
     def supported(self) -> bool:
-        """Whether the model can be imported, and placed on each device."""
+        """True if the model can be imported, and placed on each device."""
         return not self.problems and all(node.status == "supported" for node in self.nodes)
 
     def __bool__(self) -> bool:

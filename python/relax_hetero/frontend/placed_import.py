@@ -36,14 +36,18 @@ _SUFFIX = re.compile(r"_[0-9a-z]+$")
 
 @dataclass(frozen=True)
 class ImportSource:
-    """What a front end found.
+    """Result of a front end.
 
     Attributes
     ----------
-    graph: The bindings, which know their nodes.
-    nodes: The names of the nodes, in order.
-    output_names: One for each output.
-    strings: The strings that stand for numbers of the graph, or None.
+    graph : ImportedGraph
+        The bindings, which know their nodes.
+    nodes : list of NodeInfo
+        The names of the nodes, in order.
+    output_names : list of str
+        One for each output.
+    strings : Strings or None
+        The strings that stand for numbers of the graph, or None.
     """
 
     graph: ImportedGraph
@@ -63,7 +67,8 @@ def check_placement(
 
     Raises
     ------
-    FrontendError, PlacementError, VDeviceError: If the arguments do not fit each other.
+    FrontendError, PlacementError, VDeviceError
+        If the arguments do not fit each other.
     """
     check_objective(objective)
     if vdevices is None and (placement is not None or cost_model is not None):

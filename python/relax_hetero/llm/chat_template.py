@@ -83,20 +83,28 @@ class ChatTemplate:
 
     Parameters
     ----------
-    source: In the language of jinja2, as models of the Hugging Face hub have it.
-    names: Names of special tokens that the template may use, such as ``bos_token``.
-    control_names: Names of control tokens, which count in a prompt only where the template writes them.
-    origin: Source of the template, for the attribute of this name.
+    source : str
+        In the language of jinja2, as models of the Hugging Face hub have it.
+    names : mapping of str to str, optional
+        Names of special tokens that the template may use, such as ``bos_token``.
+    control_names : collection of str
+        Names of control tokens, which count in a prompt only where the template writes them.
+    origin : str
+        Source of the template, for the attribute of this name.
 
     Attributes
     ----------
-    origin: Source of the template: "given", "file", "guessed from <|im_start|>", "missing", or "unusable: ", and why.
-    guessed_from: The special token for which the template was chosen, since the file has none; None if it has one.
-    fault: Reason why it makes no prompts, a `TokenizerError`; None if it makes them.
+    origin : str
+        Source of the template: "given", "file", "guessed from <|im_start|>", "missing", or "unusable: ", and why.
+    guessed_from : str or None
+        The special token for which the template was chosen, since the file has none; None if it has one.
+    fault : TokenizerError or None
+        Reason why it makes no prompts, a `TokenizerError`; None if it makes them.
 
     Raises
     ------
-    TokenizerError: If the source is not a template.
+    TokenizerError
+        If the source is not a template.
     """
 
     def __init__(
@@ -122,13 +130,16 @@ class ChatTemplate:
 
         Parameters
         ----------
-        tokenizer
-        source: A template in place of the file's.
+        tokenizer : Tokenizer
+            Tokenizer with the file's template and special tokens.
+        source : str, optional
+            A template in place of the file's.
 
         Raises
         ------
-        TokenizerError: If there is neither, or the source is not a template, or a short conversation takes more memory
-            or time than it may.
+        TokenizerError
+            If there is neither, or the source is not a template, or a short conversation takes more memory or time than
+            it may.
         """
         special = {"bos_token": tokenizer.begin_id, "eos_token": min(tokenizer.stop_ids, default=None)}
         names = {name: tokenizer.names[token] for name, token in special.items() if token is not None}
@@ -155,7 +166,13 @@ class ChatTemplate:
 
     @classmethod
     def find(cls, tokenizer: Tokenizer, source: str | None = None) -> ChatTemplate:
-        """Find a template as `of` does; its errors become the `fault` of a template, which `render` raises."""
+        """Find a template as `of` does; its errors become the `fault` of a template, which `render` raises.
+
+        Parameters
+        ----------
+        tokenizer, source
+            As `of` takes them.
+        """
         try:
             return cls.of(tokenizer, source)
         except TokenizerError as error:
@@ -169,17 +186,22 @@ class ChatTemplate:
 
         Parameters
         ----------
-        messages: Each has a ``role``, one of `ROLES`, and a ``content``.
-        values: For the template, such as ``tools``, or ``add_generation_prompt=False`` without the begin of a turn.
+        messages : sequence of mapping of str to object
+            Each has a ``role``, one of `ROLES`, and a ``content``.
+        values : object
+            For the template, such as ``tools``, or ``add_generation_prompt=False`` without the begin of a turn.
 
         Returns
         -------
-        Prompt: Text with control tokens only where the template wrote their names.
+        Prompt
+            Text with control tokens only where the template wrote their names.
 
         Raises
         ------
-        RequestError: If the template refuses the conversation, or fails on it.
-        TokenizerError: If there is no template that works.
+        RequestError
+            If the template refuses the conversation, or fails on it.
+        TokenizerError
+            If there is no template that works.
         """
         if self.fault is not None:
             raise TokenizerError(str(self.fault)) from self.fault
@@ -218,9 +240,12 @@ class _Marks:
 
     Parameters
     ----------
-    names: Names of control tokens.
-    literals: Texts that the template's expressions hold.
-    source: Source of the template.
+    names : sequence of str
+        Names of control tokens.
+    literals : iterable of str
+        Texts that the template's expressions hold.
+    source : str
+        Source of the template.
     """
 
     def __init__(self, names: Sequence[str], literals: Iterable[str], source: str) -> None:
@@ -244,7 +269,8 @@ class _Marks:
 
         Raises
         ------
-        RequestError: If texts use all characters that can be marks.
+        RequestError
+            If texts use all characters that can be marks.
         """
         for marker in self._markers:
             try:
@@ -289,7 +315,8 @@ class _Worker:
 
     Parameters
     ----------
-    source: Source of the template.
+    source : str
+        Source of the template.
     """
 
     def __init__(self, source: str) -> None:

@@ -32,10 +32,14 @@ class Engine:
 
     Parameters
     ----------
-    model: `Model`, used by this engine alone.
-    tokenizer: `TextCodec`, such as a `Tokenizer`.
-    most_waiting: Requests that may wait for a slot.
-    prefixes: How many sequences of finished requests are kept for requests that begin alike; 0 for none.
+    model : Model
+        `Model`, used by this engine alone.
+    tokenizer : TextCodec
+        `TextCodec`, such as a `Tokenizer`.
+    most_waiting : int
+        Requests that may wait for a slot.
+    prefixes : int
+        How many sequences of finished requests are kept for requests that begin alike; 0 for none.
 
     Examples
     --------
@@ -68,19 +72,25 @@ class Engine:
 
         Parameters
         ----------
-        prompt: A text, or tokens.
-        params: How it goes on and ends.
+        prompt : str or Tokens of int
+            A text, or tokens.
+        params : SamplingParams, optional
+            How it goes on and ends.
 
         Returns
         -------
-        Request: Gives the text as it grows; returns at once.
+        Request
+            Gives the text as it grows; returns at once.
 
         Raises
         ------
-        RequestError: If the prompt is empty, longer than the model's context, or has a token that the model lacks;
-            or if the parameters name such a token.
-        EngineFullError: If too many requests wait already.
-        EngineClosedError: If the engine was closed.
+        RequestError
+            If the prompt is empty, longer than the model's context, or has a token that the model lacks; or if the
+            parameters name such a token.
+        EngineFullError
+            If too many requests wait already.
+        EngineClosedError
+            If the engine was closed.
         """
         params = params or SamplingParams()
         params.check_tokens(self.model.vocabulary)
@@ -101,10 +111,16 @@ class Engine:
     def tokens_of(self, text: str) -> list[int]:
         """The tokens of a prompt.
 
+        Parameters
+        ----------
+        text : str
+            Prompt.
+
         Raises
         ------
-        RequestError: If it has half of a pair of surrogates, which is no character; or if it is so long that it has
-            more tokens than the context, which needs no look at them.
+        RequestError
+            If it has half of a pair of surrogates, which is no character; or if it is so long that it has more tokens
+            than the context, which needs no look at them.
         """
         try:
             size = len(text.encode())
@@ -115,7 +131,15 @@ class Engine:
         return self.tokenizer.encode(text)
 
     def check_length(self, text: str, size: int | None = None) -> None:
-        """RequestError if a text of `size` bytes has more tokens than the context, which needs no look at them."""
+        """RequestError if a text of `size` bytes has more tokens than the context, which needs no look at them.
+
+        Parameters
+        ----------
+        text : str
+            Prompt.
+        size : int, optional
+            Size in bytes where the caller knows it.
+        """
         size = len(text.encode("utf-8", "surrogatepass")) if size is None else size
         longest = getattr(self.tokenizer, "longest", None)
         if longest and size > longest * self.model.context:
@@ -126,7 +150,13 @@ class Engine:
             )
 
     def check_prompt(self, tokens: Tokens[int]) -> None:
-        """RequestError if a prompt's tokens are none that the model can go on with."""
+        """RequestError if a prompt's tokens are none that the model can go on with.
+
+        Parameters
+        ----------
+        tokens : Tokens of int
+            Tokens of the prompt.
+        """
         if not tokens:
             raise RequestError("prompt: found no token, expected at least one")
         if len(tokens) >= self.model.context:
@@ -140,7 +170,7 @@ class Engine:
             raise RequestError(f"prompt: found token {wrong}, expected 0 to {self.model.vocabulary - 1}")
 
     def statistics(self) -> Statistics:
-        """What the engine did so far, and does now."""
+        """Statistics of the engine so far, and its present load."""
         counts, first = self._scheduler.counts, list(self._first_tokens)
         with self._changed:
             inbox, load = len(self._inbox), self._load
@@ -159,7 +189,7 @@ class Engine:
 
     @property
     def healthy(self) -> bool:
-        """Whether requests are taken."""
+        """True if requests are taken."""
         return not self._closed and self._thread.is_alive()
 
     def close(self) -> None:
@@ -187,7 +217,7 @@ class Engine:
         self._changed.notify_all()
 
     def _work(self) -> None:
-        """What the thread does."""
+        """Work of the thread."""
         try:
             while self._take_news():
                 while self._scheduler.step():

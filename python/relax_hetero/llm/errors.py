@@ -1,4 +1,4 @@
-"""What can go wrong between a language model and those who ask it."""
+"""Errors between a language model and those who ask it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ class RequestError(HeteroError):
 
     Attributes
     ----------
-    code: The name that the OpenAI endpoints have for it; None for most.
+    code : str or None
+        The name that the OpenAI endpoints have for it; None for most.
     """
 
     def __init__(self, message: str, code: str | None = None) -> None:

@@ -24,20 +24,27 @@ class JsonTokenizer:
 
     Parameters
     ----------
-    folder: Has a ``tokenizer.json``, and perhaps ``genai_config.json``, ``tokenizer_config.json`` and others, which say
+    folder : str or PathLike of str
+        Has a ``tokenizer.json``, and perhaps ``genai_config.json``, ``tokenizer_config.json`` and others, which say
         what tokens end a text.
 
     Attributes
     ----------
-    names: Of all tokens.
-    control_names: Names of tokens that a text has only where `encode` is told so, such as the end of a turn.
-    stop_ids: Tokens that end a text or a turn.
-    begin_id: The token for the begin of a text; None if there is none.
-    chat_template: In the language of jinja2; None if there is none.
+    names
+        Names of all tokens.
+    control_names
+        Names of tokens that a text has only where `encode` is told so, such as the end of a turn.
+    stop_ids
+        Tokens that end a text or a turn.
+    begin_id
+        The token for the begin of a text; None if there is none.
+    chat_template
+        In the language of jinja2; None if there is none.
 
     Raises
     ------
-    TokenizerError: If the folder has no such file, or one that is damaged, or the package is not installed.
+    TokenizerError
+        If the folder has no such file, or one that is damaged, or the package is not installed.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -90,11 +97,14 @@ class JsonTokenizer:
 
         Parameters
         ----------
-        text
-        special: If true, names of control tokens in the text stand for these tokens; in a `Prompt` of a `ChatTemplate`
-            only those that the template wrote do.
-        begin: Whether the model's tokens for the begin and the end of a text are added, where it wants them; a begin
-            not twice where the text has it already.
+        text : str
+            Any text of Unicode.
+        special : bool
+            If true, names of control tokens in the text stand for these tokens; in a `Prompt` of a `ChatTemplate` only
+            those that the template wrote do.
+        begin : bool
+            Whether the model's tokens for the begin and the end of a text are added, where it wants them; a begin not
+            twice where the text has it already.
         """
         with package_errors("the package tokenizers fails on a text"):
             if special and isinstance(text, Prompt):
@@ -133,11 +143,23 @@ class JsonTokenizer:
         return marker, made, {vocabulary[alias]: int(one["id"]) for alias, one in aliases.items()}
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens, control tokens left out; bytes that are no UTF-8 become U+FFFD."""
+        """The text of tokens, control tokens left out; bytes that are no UTF-8 become U+FFFD.
+
+        Parameters
+        ----------
+        tokens : iterable of int
+            Numbers of tokens; those that are not in the vocabulary give no text.
+        """
         return b"".join(map(self.piece, tokens)).decode("utf-8", "replace")
 
     def piece(self, token: int) -> bytes:
-        """The bytes that a token adds to a text; none for control tokens."""
+        """The bytes that a token adds to a text; none for control tokens.
+
+        Parameters
+        ----------
+        token : int
+            Number of the token.
+        """
         if not 0 <= token < len(self.names) or token in self._control:
             return b""
         name = self.names[token]
@@ -150,7 +172,13 @@ class JsonTokenizer:
         return name.replace(_SPACE, " ").encode()
 
     def token(self, name: str | None) -> int | None:
-        """The token of a name, such as ``<end_of_turn>``; None if there is none."""
+        """The token of a name, such as ``<end_of_turn>``; None if there is none.
+
+        Parameters
+        ----------
+        name : str or None
+            Text of the token; None gives None.
+        """
         with package_errors(f"found {name!r:.100} as the name of a token"):
             found = None if name is None else self._with_names.token_to_id(name)
         return None if found is None else int(found)

@@ -24,26 +24,40 @@ class SamplingParams:
 
     Attributes
     ----------
-    temperature: Logits are divided by it; 0 takes the largest one (greedy), whatever the filters below say.
-    top_k: Only the k largest logits stay; 0 for all of them. Equal ones at the border all stay.
-    top_p: Only the most probable tokens stay whose probabilities reach this sum, 0 (only one) to 1 (all).
-    min_p: Only tokens stay that are at least this fraction as probable as the most probable one, 0 to 1.
-    repetition_penalty: Positive logits of tokens in the prompt or text so far are divided by it, negative ones
-        multiplied; 1 for none.
-    frequency_penalty: Taken off a token's logit for each time that it is in the text so far; -2 to 2.
-    presence_penalty: Taken off a token's logit if it is in the text so far; -2 to 2.
-    logit_bias: Added to logits, by token; -100 to 100.
-    seed: Of the request's own random numbers, so that other requests have no part in them; None for a fresh one.
-    stop: Strings that end the text; the text is cut before them.
-    stop_token_ids: Tokens that end the text, beside those of the tokenizer.
-    ignore_eos: Whether the tokenizer's tokens for an end do not end the text.
-    max_tokens: The most tokens of the text; None for as many as fit into the context.
-    logprobs: How many of the most probable tokens are told with each token, by the model's own distribution before
-        any of the steps above; 0 tells the chosen token's only, None nothing.
+    temperature : float
+        Logits are divided by it; 0 takes the largest one (greedy), whatever the filters below say.
+    top_k : int
+        Only the k largest logits stay; 0 for all of them. Equal ones at the border all stay.
+    top_p : float
+        Only the most probable tokens stay whose probabilities reach this sum, 0 (only one) to 1 (all).
+    min_p : float
+        Only tokens stay that are at least this fraction as probable as the most probable one, 0 to 1.
+    repetition_penalty : float
+        Positive logits of tokens in the prompt or text so far are divided by it, negative ones multiplied; 1 for none.
+    frequency_penalty : float
+        Taken off a token's logit for each time that it is in the text so far; -2 to 2.
+    presence_penalty : float
+        Taken off a token's logit if it is in the text so far; -2 to 2.
+    logit_bias : mapping of int to float
+        Added to logits, by token; -100 to 100.
+    seed : int or None
+        Seed of the request's own random numbers, so that other requests have no part in them; None for a fresh one.
+    stop : tuple of str
+        Strings that end the text; the text is cut before them.
+    stop_token_ids : tuple of int
+        Tokens that end the text, beside those of the tokenizer.
+    ignore_eos : bool
+        Whether the tokenizer's tokens for an end do not end the text.
+    max_tokens : int or None
+        The most tokens of the text; None for as many as fit into the context.
+    logprobs : int or None
+        How many of the most probable tokens are told with each token, by the model's own distribution before any of the
+        steps above; 0 tells the chosen token's only, None nothing.
 
     Raises
     ------
-    RequestError: Where a value is outside of its range; names it.
+    RequestError
+        Where a value is outside of its range; names it.
     """
 
     temperature: float = 1.0
@@ -86,16 +100,22 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the largest logit is taken; smaller temperatures would leave nothing else, either."""
+        """True if the largest logit is taken; smaller temperatures would leave nothing else, either."""
         return self.temperature < 1e-5
 
     @property
     def penalizes(self) -> bool:
-        """Whether tokens that were seen before have other logits."""
+        """True if tokens that were seen before have other logits."""
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
     def check_tokens(self, vocabulary: int) -> None:
-        """RequestError if a token is none of the model's."""
+        """RequestError if a token is none of the model's.
+
+        Parameters
+        ----------
+        vocabulary : int
+            Number of tokens of the model.
+        """
         for name, tokens in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             for token in tokens:
                 _whole(name, token, 0, vocabulary - 1)

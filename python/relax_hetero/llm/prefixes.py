@@ -18,8 +18,10 @@ class Prefix:
 
     Attributes
     ----------
-    slot: In the cache.
-    tokens: (length,) int32.
+    slot : int
+        In the cache.
+    tokens : np.ndarray
+        (length,) int32.
     """
 
     slot: int
@@ -31,9 +33,12 @@ class Prefixes:
 
     Parameters
     ----------
-    cache: Their keys and values.
-    most: How many are kept; the one that was not used for the longest time goes first.
-    least: A beginning of fewer tokens is not worth a copy of a page.
+    cache : Cache
+        Their keys and values.
+    most : int
+        How many are kept; the one that was not used for the longest time goes first.
+    least : int
+        A beginning of fewer tokens is not worth a copy of a page.
     """
 
     def __init__(self, cache: Cache, most: int, least: int = 16) -> None:
@@ -73,8 +78,10 @@ class Prefixes:
 
         Parameters
         ----------
-        tokens: (length,) int32.
-        others: Sequences of requests that still run.
+        tokens : np.ndarray
+            (length,) int32.
+        others : iterable of Prefix
+            Sequences of requests that still run.
         """
         best = max(
             ((prefix, alike(prefix.tokens, tokens)) for prefix in (*self._kept, *others)), key=_length, default=None
@@ -91,11 +98,13 @@ class Prefixes:
 
         Returns
         -------
-        int or None: None if the sequence cannot be cut to that length, as its window has moved on.
+        int or None
+            None if the sequence cannot be cut to that length, as its window has moved on.
 
         Raises
         ------
-        CacheError: If there is no room for one more.
+        CacheError
+            If there is no room for one more.
         """
         while True:
             try:

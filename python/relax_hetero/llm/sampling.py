@@ -23,7 +23,17 @@ _FIRST, _MORE = 256, 8
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token, the logarithm of its probability, and the most probable tokens in its place, in their order."""
+    """A token, the logarithm of its probability, and the most probable tokens in its place, in their order.
+
+    Attributes
+    ----------
+    token : int
+        Number of the token.
+    logprob : float
+        Natural logarithm of its probability.
+    top : tuple of (int, float)
+        Most probable tokens with their logarithms, most probable first.
+    """
 
     token: int
     logprob: float
@@ -35,7 +45,8 @@ class History:
 
     Parameters
     ----------
-    prompt: Tokens of the prompt, counted as seen only.
+    prompt : iterable of int
+        Tokens of the prompt, counted as seen only.
     """
 
     def __init__(self, prompt: Iterable[int] = ()) -> None:
@@ -65,19 +76,26 @@ def sample(
 
     Parameters
     ----------
-    logits: (vocabulary,) float32, left as they are.
-    params: The steps and their order are described there.
-    generator: One number is drawn from it, none for greedy choices.
-    history: For penalties.
+    logits : np.ndarray
+        (vocabulary,) float32, left as they are.
+    params : SamplingParams
+        The steps and their order are described there.
+    generator : np.random.Generator
+        One number is drawn from it, none for greedy choices.
+    history : History
+        For penalties.
 
     Returns
     -------
-    token: int
-    logprob: TokenLogprob or None: By the logits as they are given; None unless `params.logprobs` asks for it.
+    token : int
+        Int
+    logprob : TokenLogprob or None
+        TokenLogprob or None: By the logits as they are given; None unless `params.logprobs` asks for it.
 
     Raises
     ------
-    HeteroError: If no logit is finite, or one is not a number.
+    HeteroError
+        If no logit is finite, or one is not a number.
     """
     chosen = _chosen(_changed(logits, params, history), params, generator)
     return chosen, None if params.logprobs is None else _logprob(logits, chosen, params.logprobs)
@@ -145,7 +163,7 @@ def _filtered(logits: np.ndarray, params: SamplingParams, peak: float) -> np.nda
 
 
 def _top_p(tokens: np.ndarray, weights: np.ndarray, top_p: float) -> tuple[np.ndarray, np.ndarray]:
-    """Of some tokens those that reach `top_p` of the sum of all weights, the most probable first."""
+    """Most probable tokens that reach `top_p` of the sum of all weights, the most probable first."""
     if top_p >= 1:
         return tokens, weights
     order = np.argsort(-weights, kind="stable")

@@ -16,16 +16,22 @@ from .sequence import Sequence
 
 @dataclass
 class Counts:
-    """What the scheduler did so far.
+    """Counts of the scheduler so far.
 
     Attributes
     ----------
-    steps: Calls of `Scheduler.step` that did something.
-    prompt_tokens: Tokens that were prefilled.
-    reused_tokens: Tokens whose keys and values were found in the cache instead.
-    tokens: Tokens that were written.
-    put_back: How often a request had to give its pages to an older one, and begin again later.
-    finished: Requests that ended, by reason.
+    steps : int
+        Calls of `Scheduler.step` that did something.
+    prompt_tokens : int
+        Tokens that were prefilled.
+    reused_tokens : int
+        Tokens whose keys and values were found in the cache instead.
+    tokens : int
+        Tokens that were written.
+    put_back : int
+        How often a request had to give its pages to an older one, and begin again later.
+    finished
+        Requests that ended, by reason.
     """
 
     steps: int = 0
@@ -40,12 +46,14 @@ class Counts:
 
 @dataclass(frozen=True)
 class Load:
-    """What the scheduler works on.
+    """Load of the scheduler.
 
     Attributes
     ----------
-    waiting, active: Requests without and with a slot.
-    cached_tokens: Tokens in the cache; those that sequences share count for each.
+    waiting, active : int
+        Requests without and with a slot.
+    cached_tokens : int
+        Tokens in the cache; those that sequences share count for each.
     """
 
     waiting: int = 0
@@ -70,8 +78,10 @@ class Scheduler:
 
     Parameters
     ----------
-    model: Its cache is the scheduler's alone.
-    prefixes: How many sequences of finished requests are kept for requests that begin alike.
+    model : Model
+        Its cache is the scheduler's alone.
+    prefixes : int
+        How many sequences of finished requests are kept for requests that begin alike.
     """
 
     def __init__(self, model: Model, prefixes: int = 8) -> None:
@@ -84,7 +94,7 @@ class Scheduler:
         self._full = False  # nothing begins before something has ended
 
     def load(self) -> Load:
-        """What it works on."""
+        """Present load."""
         cached = sum(sequence.cached for sequence in self._holders()) + self._prefixes.tokens
         return Load(len(self._waiting), len(self._holders()), cached)
 

@@ -23,8 +23,10 @@ def model_bytes(names: Sequence[str], scores: Iterable[float], kinds: Iterable[i
 
     Parameters
     ----------
-    names, scores, kinds: Of the pieces; kinds have sentencepiece's numbers.
-    has_bytes: Whether characters without a piece become bytes.
+    names, scores, kinds
+        Names, scores and kinds of the pieces; kinds have sentencepiece's numbers.
+    has_bytes : bool
+        Whether characters without a piece become bytes.
     """
     found = bytearray()
     for name, score, kind in zip(names, scores, kinds, strict=True):

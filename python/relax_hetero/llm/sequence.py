@@ -16,16 +16,23 @@ class Sequence:
 
     Parameters
     ----------
-    request: Whose text is written.
-    arrival: Its number; smaller ones came earlier.
-    codec: Makes text of tokens.
-    context: The most tokens of prompt and text together.
+    request : Request
+        Whose text is written.
+    arrival : int
+        Its number; smaller ones came earlier.
+    codec : TextCodec
+        Makes text of tokens.
+    context : int
+        The most tokens of prompt and text together.
 
     Attributes
     ----------
-    tokens: Of the prompt and the text so far.
-    slot: In the cache; None while the request waits.
-    cached: How many of the tokens the cache has, the first ones.
+    tokens : list
+        Tokens of the prompt and the text so far.
+    slot : int or None
+        In the cache; None while the request waits.
+    cached : int
+        How many of the tokens the cache has, the first ones.
     """
 
     def __init__(self, request: Request, arrival: int, codec: TextCodec, context: int) -> None:
@@ -63,11 +70,13 @@ class Sequence:
 
         Parameters
         ----------
-        logits: (vocabulary,) float32.
+        logits : np.ndarray
+            (vocabulary,) float32.
 
         Raises
         ------
-        HeteroError: If no token can be chosen.
+        HeteroError
+            If no token can be chosen.
         """
         token, logprob = sample(logits, self.request.params, self._generator, self._history)
         self.tokens.append(token)

@@ -16,15 +16,15 @@ class Prompt(str):
 
     Methods of `str` return ordinary texts, without marks.
 
-    Parameters
+    Attributes
     ----------
-    text
-    marks: Places, in order. A name with one inside, or right behind its only character, is not the template's.
+    marks : sequence of int
+        Places, in order. A name with one inside, or right behind its only character, is not the template's.
     """
 
     marks: Sequence[int]
 
-    def __new__(cls, text: str, marks: Sequence[int]) -> Prompt:
+    def __new__(cls, text: str, marks: Sequence[int]) -> Prompt:  # noqa: D102 - the class says it
         made = super().__new__(cls, text)
         made.marks = marks
         return made
@@ -35,8 +35,10 @@ class SpecialTokens:
 
     Parameters
     ----------
-    tokens: Token by name.
-    control: Names that stand for their tokens in a `Prompt` only where its template wrote them.
+    tokens : mapping of str to int
+        Token by name.
+    control : collection of str
+        Names that stand for their tokens in a `Prompt` only where its template wrote them.
     """
 
     def __init__(self, tokens: Mapping[str, int], control: Collection[str] = ()) -> None:

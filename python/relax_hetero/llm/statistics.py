@@ -1,4 +1,4 @@
-"""What an engine did, for people and for monitors."""
+"""Statistics of an engine, for people and for monitors."""
 
 from __future__ import annotations
 
@@ -17,15 +17,24 @@ class Statistics:
 
     Attributes
     ----------
-    waiting, running: Requests without and with a slot.
-    finished: Requests that ended, by reason.
-    prompt_tokens: Tokens that were prefilled.
-    reused_tokens: Tokens of prompts that were in the cache already.
-    tokens: Tokens that were written.
-    put_back: How often a request gave its pages to an older one.
-    cached_tokens: Tokens in the cache now.
-    tokens_per_second: Written, over the last ten seconds.
-    seconds_to_first_token: The mean of the last hundred requests that got one; 0 before there is any.
+    waiting, running : int
+        Requests without and with a slot.
+    finished : dict of str to int
+        Requests that ended, by reason.
+    prompt_tokens : int
+        Tokens that were prefilled.
+    reused_tokens : int
+        Tokens of prompts that were in the cache already.
+    tokens : int
+        Tokens that were written.
+    put_back : int
+        How often a request gave its pages to an older one.
+    cached_tokens : int
+        Tokens in the cache now.
+    tokens_per_second : float
+        Written, over the last ten seconds.
+    seconds_to_first_token : float
+        The mean of the last hundred requests that got one; 0 before there is any.
     """
 
     waiting: int
@@ -45,7 +54,8 @@ class Speed:
 
     Parameters
     ----------
-    clock: Seconds.
+    clock : callable
+        Seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

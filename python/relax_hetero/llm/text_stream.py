@@ -11,13 +11,16 @@ from .sampling import TokenLogprob
 
 @dataclass(frozen=True)
 class Delta:
-    """What a text grew by.
+    """Growth of a text.
 
     Attributes
     ----------
-    text: Whole characters, perhaps none.
-    tokens: Those that are told with this text. One whose characters are held back comes with a later delta.
-    logprobs: One for each token, where they were asked for.
+    text : str
+        Whole characters, perhaps none.
+    tokens : tuple of int
+        Those that are told with this text. One whose characters are held back comes with a later delta.
+    logprobs : tuple of TokenLogprob
+        One for each token, where they were asked for.
     """
 
     text: str
@@ -30,12 +33,15 @@ class TextStream:
 
     Parameters
     ----------
-    piece: The bytes of a token.
-    stops: Strings before which the text ends.
+    piece : callable
+        The bytes of a token.
+    stops : tuple of str
+        Strings before which the text ends.
 
     Attributes
     ----------
-    stopped: Whether a stop string came.
+    stopped : bool
+        Whether a stop string came.
     """
 
     def __init__(self, piece: Callable[[int], bytes], stops: tuple[str, ...] = ()) -> None:
@@ -53,7 +59,7 @@ class TextStream:
         return self._grow("" if silent else self._decoder.decode(self._piece(token)))
 
     def finish(self) -> Delta:
-        """What was held back, at the end of the text; bytes of a character that never became whole as U+FFFD."""
+        """Text that was held back, at the end; bytes of a character that never became whole as U+FFFD."""
         delta = self._grow(self._decoder.decode(b"", True))
         if self.stopped:
             return delta

@@ -73,22 +73,31 @@ class Tokenizer:
 
     Parameters
     ----------
-    fields: The file's metadata by key, of which those that begin with ``tokenizer.`` are read.
+    fields : mapping of str to object
+        The file's metadata by key, of which those that begin with ``tokenizer.`` are read.
 
     Attributes
     ----------
-    names: Of all tokens.
-    control_names: Names of tokens that a text has only where `encode` is told so, such as the end of a turn.
-    stop_ids: Tokens that end a text or a turn.
-    begin_id: The token for the begin of a text; None if there is none.
-    adds_begin, adds_end: Whether the model wants tokens for the begin and end of a text.
-    chat_template: Of the file, in the language of jinja2; None if it has none.
-    longest: No token stands for more bytes of a text; None if one may stand for any number of them.
+    names : sequence of str
+        Names of all tokens.
+    control_names
+        Names of tokens that a text has only where `encode` is told so, such as the end of a turn.
+    stop_ids
+        Tokens that end a text or a turn.
+    begin_id
+        The token for the begin of a text; None if there is none.
+    adds_begin, adds_end
+        Whether the model wants tokens for the begin and end of a text.
+    chat_template : str or None
+        Chat template of the file, in the language of jinja2; None if it has none.
+    longest
+        No token stands for more bytes of a text; None if one may stand for any number of them.
 
     Raises
     ------
-    TokenizerError: If the file describes no tokenizer, one of a kind that is not known, or one that contradicts
-        itself; or if the package that does the work is not installed.
+    TokenizerError
+        If the file describes no tokenizer, one of a kind that is not known, or one that contradicts itself; or if the
+        package that does the work is not installed.
     """
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
@@ -121,10 +130,17 @@ class Tokenizer:
     def from_gguf(cls, file: str | os.PathLike[str] | GgufFile) -> Tokenizer:
         """The tokenizer of a GGUF file, given by its path or opened already.
 
+        Parameters
+        ----------
+        file : str or PathLike of str or GgufFile
+            Path, or the file as `read_gguf` returns it.
+
         Raises
         ------
-        FrontendError: If the file cannot be read.
+        FrontendError
+            If the file cannot be read.
         TokenizerError
+            If the file describes no tokenizer, as the constructor says.
         """
         from ..frontend.gguf.file import GgufFile, read_gguf
 
@@ -138,11 +154,14 @@ class Tokenizer:
 
         Parameters
         ----------
-        text
-        special: If true, names of control tokens in the text stand for these tokens; in a `Prompt` of a `ChatTemplate`
-            only those that the template wrote do.
-        begin: Whether the model's tokens for the begin and the end of a text are added, where it wants them; not
-            twice where the text has them already.
+        text : str
+            Any text of Unicode.
+        special : bool
+            If true, names of control tokens in the text stand for these tokens; in a `Prompt` of a `ChatTemplate` only
+            those that the template wrote do.
+        begin : bool
+            Whether the model's tokens for the begin and the end of a text are added, where it wants them; not twice
+            where the text has them already.
         """
         tokens: list[int] = []
         after_token = True
@@ -159,12 +178,24 @@ class Tokenizer:
         return tokens
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens, control tokens left out; bytes that are no UTF-8 become U+FFFD."""
+        """The text of tokens, control tokens left out; bytes that are no UTF-8 become U+FFFD.
+
+        Parameters
+        ----------
+        tokens : iterable of int
+            Numbers of tokens; those that are not in the vocabulary give no text.
+        """
         text = b"".join(map(self.piece, tokens)).decode("utf-8", "replace")
         return text[1:] if self._space_prefix and text.startswith(" ") else text
 
     def piece(self, token: int) -> bytes:
-        """The bytes that a token adds to a text; none for control tokens."""
+        """The bytes that a token adds to a text; none for control tokens.
+
+        Parameters
+        ----------
+        token : int
+            Number of the token.
+        """
         found = self._pieces.get(token)
         if found is None:
             kind = self._kinds[token] if 0 <= token < len(self._kinds) else UNUSED
@@ -172,13 +203,25 @@ class Tokenizer:
         return found
 
     def token(self, name: str) -> int | None:
-        """The token of a name, such as ``<end_of_turn>``; None if there is none."""
+        """The token of a name, such as ``<end_of_turn>``; None if there is none.
+
+        Parameters
+        ----------
+        name : str
+            Text of the token.
+        """
         return self._of_kinds(USER_DEFINED, CONTROL, UNKNOWN, NORMAL).get(name)
 
     # What follows serves the makers of the two kinds below.
 
     def texts(self, key: str) -> Sequence[str]:
-        """A list of texts that the file has to have."""
+        """A list of texts that the file has to have.
+
+        Parameters
+        ----------
+        key : str
+            Key of the file's metadata, without ``tokenizer.ggml.``.
+        """
         found = self._need(key)
         is_list = isinstance(found, Sequence) and not isinstance(found, str) and len(found) > 0
         # Lists that are none of Python's are a file's, whose texts were looked at when it was read.
@@ -189,7 +232,15 @@ class Tokenizer:
         return found  # type: ignore[no-any-return]
 
     def numbers(self, key: str, what: str) -> np.ndarray:
-        """A number of each token, which the file has to have."""
+        """A number of each token, which the file has to have.
+
+        Parameters
+        ----------
+        key : str
+            Key of the file's metadata, without ``tokenizer.ggml.``.
+        what : str
+            Name of the numbers, for messages.
+        """
         found = self._need(key)
         is_list = isinstance(found, np.ndarray) or (
             isinstance(found, list) and all(type(each) in (int, float) for each in found)

@@ -17,9 +17,11 @@ def bench_of(threads: int, seconds: Mapping[str, Sequence[float]], failures: Map
 
     Parameters
     ----------
-    threads
-    seconds: Of each call, by program, in the order they were made.
-    failures: Programs that do not run the model, and why.
+    threads : int
+    seconds : mapping of str to sequence of float
+        Times of each call, by program, in the order they were made.
+    failures : mapping of str to str
+        Programs that do not run the model, and why.
     """
     rows = [{"name": name, "seconds": [*seconds.get(name, ())], "fails": failures.get(name)} for name in seconds]
     missing = [{"name": name, "seconds": [], "fails": why} for name, why in failures.items() if name not in seconds]
@@ -32,9 +34,12 @@ class Answer:
 
     Attributes
     ----------
-    prompt_tokens, cached_tokens: Of the prompt, and those of them that were in the cache already.
-    first_token_seconds: From the question to the first token.
-    pieces: Text, number of its tokens, and the seconds since the piece before or, of the first, since the question.
+    prompt_tokens, cached_tokens : int
+        Tokens of the prompt, and those of them that were in the cache already.
+    first_token_seconds : float
+        From the question to the first token.
+    pieces : tuple of (str, int, float)
+        Text, number of its tokens, and the seconds since the piece before or, of the first, since the question.
     """
 
     prompt_tokens: int

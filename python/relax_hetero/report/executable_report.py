@@ -46,15 +46,15 @@ def report_of(
     ----------
     executable : Executable
     profile : Profile or sequence of Profile, optional
-        What `VirtualMachine.profile` measured, of a function each: kernels then have times.
+        Measurements of `VirtualMachine.profile`, of a function each: kernels then have times.
     trace : Trace, optional
-        What `VirtualMachine.trace` followed: the report then has a timeline.
+        Calls that `VirtualMachine.trace` followed: the report then has a timeline.
     token : TokenCost, optional
-        What a token of a language model costs, with times.
+        Cost of a token of a language model, with times.
     bench : dict, optional
         Times of calls, here and of other programs (`bench_times.bench_of`).
     title : str
-        What the report is of: the model's name.
+        Title of the report: the model's name.
 
     Returns
     -------

@@ -120,7 +120,7 @@ def _box(node: Mapping[str, Any], where: tuple[float, float], names: Sequence[st
 
 
 def short_op(node: Mapping[str, Any]) -> str:
-    """What a node does, in a word or two."""
+    """Op of a node, in a word or two."""
     if node["kind"] in ("input", "output", "constant"):
         return str(node["name"])
     if node["kind"] == "transfer":

@@ -49,7 +49,8 @@ class Column:
 
     Attributes
     ----------
-    is_number: Its cells are aligned on the right.
+    is_number : bool
+        Its cells are aligned on the right.
     """
 
     title: str
@@ -100,8 +101,10 @@ def device(name: str, names: Sequence[str]) -> Markup:
 
     Parameters
     ----------
-    name: ``kind:i``, or ``host``.
-    names: Those of all devices, in order.
+    name : str
+        ``kind:i``, or ``host``.
+    names : sequence of str
+        Those of all devices, in order.
     """
     number = names.index(name) if name in names else -1
     return Markup(f'<span class="rh-swatch" style="background:{colour(number)}"></span>{escaped(name)}')

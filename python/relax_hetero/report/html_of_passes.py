@@ -11,7 +11,7 @@ _IN_NOTEBOOK, _ON_PAGE = 40, 200
 
 
 def pass_trace_html(trace: PassTrace) -> str:
-    """What a notebook shows."""
+    """HTML that a notebook shows."""
     return view(*_parts(trace, _IN_NOTEBOOK))
 
 

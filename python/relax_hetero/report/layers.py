@@ -18,8 +18,10 @@ class Layers:
 
     Attributes
     ----------
-    rows: Each row's nodes, from left to right; numbers below 0 are places that an edge passes.
-    paths: For each edge the nodes and places that it touches, from its beginning to its end.
+    rows : list of list of int
+        Each row's nodes, from left to right; numbers below 0 are places that an edge passes.
+    paths : dict of (int, int) to list of int
+        For each edge the nodes and places that it touches, from its beginning to its end.
     """
 
     rows: list[list[int]]
@@ -31,8 +33,10 @@ def layers_of(nodes: Sequence[int], edges: Iterable[tuple[int, int]], close: Ite
 
     Parameters
     ----------
-    nodes: In an order in which edges lead from earlier to later ones; others are ignored.
-    close: Nodes without a maker that lie just above their first reader, as weights do.
+    nodes : sequence of int
+        In an order in which edges lead from earlier to later ones; others are ignored.
+    close : iterable of int
+        Nodes without a maker that lie just above their first reader, as weights do.
     """
     position = {node: number for number, node in enumerate(nodes)}
     kept = sorted({(a, b) for a, b in edges if a in position and b in position and position[a] < position[b]})

@@ -114,9 +114,9 @@ def show(mod: tvm.IRModule, title: str = "") -> ShownModule:
     Parameters
     ----------
     mod : tvm.IRModule
-        Of Relax functions.
+        Module of Relax functions.
     title : str, optional
-        Of a page that is saved; default: the names of the functions.
+        Title of a page that is saved; default: the names of the functions.
 
     Returns
     -------
@@ -126,7 +126,7 @@ def show(mod: tvm.IRModule, title: str = "") -> ShownModule:
     Raises
     ------
     HeteroError
-        What is given is no module, or one without a Relax function.
+        The argument is not a module, or a module without a Relax function.
 
     Examples
     --------

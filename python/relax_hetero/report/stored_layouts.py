@@ -16,7 +16,8 @@ def layouts_of(encodings: Mapping[str, Any] | None) -> list[dict[str, Any]]:
 
     Parameters
     ----------
-    encodings: The report of encodings as JSON data.
+    encodings : mapping of str to object or None
+        The report of encodings as JSON data.
 
     Returns
     -------

@@ -16,8 +16,9 @@ def timeline_of(trace: Trace, devices: Sequence[str]) -> dict[str, Any] | None:
 
     Parameters
     ----------
-    trace
-    devices: Their names.
+    trace : Trace
+    devices : sequence of str
+        Their names.
     """
     events = trace.events()
     names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}

@@ -36,7 +36,8 @@ def instruction_names(features: Collection[str]) -> tuple[str, ...]:
 
     Parameters
     ----------
-    features: LLVM's, as ``llvm_get_cpu_features`` gives them for a target; none give no name.
+    features : collection of str
+        LLVM's, as ``llvm_get_cpu_features`` gives them for a target; none give no name.
     """
     has = frozenset(features)
     first = (next((name for name, needed in group if has.issuperset(needed)), None) for group in _GROUPS)

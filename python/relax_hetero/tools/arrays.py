@@ -23,12 +23,15 @@ def read_arrays(files: Sequence[str], names: Sequence[str]) -> dict[str, np.ndar
 
     Parameters
     ----------
-    files: As given on the command line.
-    names: The model's inputs; an ``.npy`` file without a name is for the first one that has no array yet.
+    files : sequence of str
+        As given on the command line.
+    names : sequence of str
+        The model's inputs; an ``.npy`` file without a name is for the first one that has no array yet.
 
     Raises
     ------
-    BindingError: If a file cannot be read, or names an input that the model does not have, or one twice.
+    BindingError
+        If a file cannot be read, or names an input that the model does not have, or one twice.
     """
     found: dict[str, np.ndarray] = {}
     for text in files:
@@ -60,7 +63,8 @@ def random_arrays(
 
     Raises
     ------
-    BindingError: If an input is no tensor, or a symbolic dimension has no value in `shapes`.
+    BindingError
+        If an input is no tensor, or a symbolic dimension has no value in `shapes`.
     """
     generator = np.random.default_rng(seed)
     made: dict[str, np.ndarray] = {}
@@ -87,7 +91,8 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
     Raises
     ------
-    HeteroError: If the file cannot be written.
+    HeteroError
+        If the file cannot be written.
     """
     # A file may be mapped by whoever loaded it: it is replaced, never written into.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")

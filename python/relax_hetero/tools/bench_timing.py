@@ -50,10 +50,14 @@ def interleave(
 
     Parameters
     ----------
-    calls: Programs by name.
-    rounds: How many timed calls each gets.
-    budget: Seconds after which a program sits out the remaining rounds, once it has `AT_LEAST` timed calls.
-    advance: Told the program's name after each of its turns, taken or sat out.
+    calls : mapping of str to callable
+        Programs by name.
+    rounds : int
+        How many timed calls each gets.
+    budget : float
+        Seconds after which a program sits out the remaining rounds, once it has `AT_LEAST` timed calls.
+    advance : callable
+        Told the program's name after each of its turns, taken or sat out.
     """
     timings = {name: Timing() for name in calls}
     for _ in range(rounds):
@@ -83,9 +87,12 @@ class TracedCalls:
 
     Attributes
     ----------
-    path: Where the trace is.
-    seconds: From the first submission to the last result.
-    busy: The share of that time, 0 to 1, in which each queue worked.
+    path : Path
+        Where the trace is.
+    seconds : float
+        From the first submission to the last result.
+    busy : dict of str to float
+        The share of that time, 0 to 1, in which each queue worked.
     """
 
     path: Path
@@ -112,7 +119,8 @@ def trace_calls(executable: Executable, inputs: Mapping[str, np.ndarray], calls:
 
     Parameters
     ----------
-    path: Written over.
+    path : Path
+        Written over.
     """
     from ..vm.machine import VirtualMachine
 

@@ -21,7 +21,8 @@ class Schedules:
 
     Attributes
     ----------
-    devices: Device names, in manifest order.
+    devices : sequence of str
+        Device names, in manifest order.
     """
 
     devices: Sequence[str]
@@ -106,7 +107,7 @@ def _rows(uses: list[FunctionUse]) -> list[list[str]]:
 
 
 def use_with(plan: MemoryPlan, signature: FunctionSignature, inputs: Mapping[str, Any]) -> FunctionUse | None:
-    """What a call with these arrays takes; None where that depends on more than their shapes."""
+    """Memory of a call with these arrays; None where that depends on more than their shapes."""
     dims = DimValues()
     for spec in signature.inputs:
         if isinstance(spec, TensorSpec) and spec.name in inputs:
@@ -118,7 +119,7 @@ def use_with(plan: MemoryPlan, signature: FunctionSignature, inputs: Mapping[str
 
 
 def memory_line(use: FunctionUse) -> str:
-    """What a call takes, all devices together, in one line."""
+    """Memory of a call, all devices together, in one line."""
     weights = sum(memory.weights for memory in use.devices)
     ratio = f", {use.transient / use.least:.3f} times the least" if use.least else ""
     return f"Memory: weights {bytes_text(weights)}, transient {bytes_text(use.transient)} a call{ratio}."

@@ -98,18 +98,22 @@ def _write_page(path: Path, title: str, answers: list[tuple[Request, list[Piece]
 
 
 class Conversation:
-    """What was said so far.
+    """Messages so far.
 
     Parameters
     ----------
-    engine
-    template: None where texts are gone on with as they are.
-    params: Of each answer.
-    system: What the model is told before.
+    engine : Engine
+    template : ChatTemplate or None
+        None where texts are gone on with as they are.
+    params : SamplingParams
+        Parameters of each answer.
+    system : str or None
+        Text for the model before the conversation.
 
     Attributes
     ----------
-    answers: The answers so far, and the pieces that they came in.
+    answers : list of (Request, list of Piece)
+        The answers so far, and the pieces that they came in.
     """
 
     def __init__(
@@ -131,7 +135,8 @@ class Conversation:
 
         Raises
         ------
-        HeteroError: As the engine and the template do.
+        HeteroError
+            As the engine and the template do.
         """
         messages = [*self._messages, {"role": "user", "content": text}]
         request = self._engine.submit(text if self._template is None else self._template.render(messages), self._params)

@@ -31,9 +31,12 @@ class CommandBuffers:
 
     Attributes
     ----------
-    devices: Names of the manifest's entries.
-    kernels: Those that the regions call, at least.
-    single_calls: The kernel calls outside of regions, where there are regions.
+    devices : sequence of str
+        Names of the manifest's entries.
+    kernels : mapping of str to KernelSpec
+        Those that the regions call, at least.
+    single_calls : sequence of SingleCall
+        The kernel calls outside of regions, where there are regions.
     """
 
     devices: Sequence[str]
@@ -146,7 +149,7 @@ def _counts(region: RegionSpec) -> dict[str, int]:
 
 
 def _constant_bytes(region: RegionSpec) -> int:
-    """Of the constants, each once, as far as commands reach into them."""
+    """Bytes of the constants, each once, as far as commands reach into them."""
     sizes: dict[int, int] = {}
     for reference in _references(region.commands):
         if reference.space == DIRECT:

@@ -91,8 +91,10 @@ def target_text(target: str, features: Sequence[str] | None = None) -> str:
 
     Parameters
     ----------
-    target: JSON text; a name, or text that is no target, stays as it is.
-    features: LLVM's names of a CPU's features, where they are known; else LLVM is asked, if it is here.
+    target : str
+        JSON text; a name, or text that is no target, stays as it is.
+    features : sequence of str, optional
+        LLVM's names of a CPU's features, where they are known; else LLVM is asked, if it is here.
     """
     import json
 

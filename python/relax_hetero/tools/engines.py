@@ -23,8 +23,10 @@ class Engine:
 
     Attributes
     ----------
-    name: As the table shows it.
-    make: Compiles the model and returns the call; may raise anything.
+    name : str
+        As the table shows it.
+    make : callable
+        Compiles the model and returns the call; may raise anything.
     """
 
     name: str
@@ -32,7 +34,7 @@ class Engine:
 
 
 def ours(model: Model) -> Engine:
-    """This library, with the executable that the options asked for."""
+    """Our engine, with the executable that the options asked for."""
 
     def make() -> Call:
         import relax_hetero as rh

@@ -171,7 +171,7 @@ def _measured(executable: Executable, placing: Placing) -> dict[str, Any]:
 
 
 def _profiled(path: Path, placing: Placing) -> Explanation:
-    """Of a language model, compiled and measured."""
+    """Explanation of a language model, compiled and measured."""
     import relax_hetero.llm as llm
 
     if not (path.is_dir() or is_gguf(path)):
@@ -183,7 +183,7 @@ def _profiled(path: Path, placing: Placing) -> Explanation:
 
 
 def _token_cost_of(path: Path, vdevices: Sequence[VDevice], found: Explanation) -> TokenCost | None:
-    """What a token of a GGUF file's model is expected to cost."""
+    """Expected cost of a token of a GGUF file's model."""
     from ..frontend.auto.cost_model import CostModel
     from ..frontend.from_gguf import hyperparameters_of
     from ..frontend.gguf.file import read_gguf

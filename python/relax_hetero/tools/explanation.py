@@ -35,7 +35,7 @@ FIELDS = ("function", "variable", "op", "device", "kind", "bytes", "reason")
 
 @dataclass(frozen=True)
 class DeviceTotal:
-    """What one device holds and does; bytes are of results, parameters and constants on it."""
+    """Contents and work of one device; bytes are of results, parameters and constants on it."""
 
     name: str
     target: str
@@ -58,19 +58,32 @@ class Explanation:
 
     Attributes
     ----------
-    model: The file's name.
-    targets: Device name (``llvm:0``) to its target, in manifest order.
-    entries: The placement report's entries as JSON objects.
-    encodings: The report of encodings as JSON data, None where there is none.
-    fusions: The report of fusions as JSON data, None where there is none.
-    commands: The command buffers, None where nobody looked for any.
-    memory: The memory plan, None where there is none.
-    schedules: The steps of functions that use several devices, None where nobody looked for any.
-    estimate: What the cost model expects of the placement as JSON data, None where it did not place.
-    cache: Whether the compile cache has it compiled, or had where it was compiled; None where nobody looked.
-    optional: Names of the devices that a machine may lack.
-    features: Device name to LLVM's names of a CPU's features, where the executable knows them.
-    token: What a token of a language model costs, None for any other model.
+    model : str
+        The file's name.
+    targets : mapping of str to str
+        Device name (``llvm:0``) to its target, in manifest order.
+    entries : sequence of mapping of str to object
+        The placement report's entries as JSON objects.
+    encodings : mapping of str to object or None
+        The report of encodings as JSON data, None where there is none.
+    fusions : mapping of str to object or None
+        The report of fusions as JSON data, None where there is none.
+    commands : CommandBuffers or None
+        The command buffers, None where nobody looked for any.
+    memory : MemoryPlan or None
+        The memory plan, None where there is none.
+    schedules : Schedules or None
+        The steps of functions that use several devices, None where nobody looked for any.
+    estimate : mapping of str to object or None
+        Estimate of the placement by the cost model as JSON data, None where it did not place.
+    cache : CacheUse or None
+        Whether the compile cache has it compiled, or had where it was compiled; None where nobody looked.
+    optional : sequence of str
+        Names of the devices that a machine may lack.
+    features : mapping of str to sequence of str
+        Device name to LLVM's names of a CPU's features, where the executable knows them.
+    token : TokenCost or None
+        Cost of a token of a language model, None for any other model.
     """
 
     model: str
@@ -144,7 +157,8 @@ class Explanation:
 
         Raises
         ------
-        BindingError: A name that is neither of a section nor "all".
+        BindingError
+            A name that is neither of a section nor "all".
         """
         for name in sections:
             if name not in (*SECTIONS, ALL):
@@ -274,7 +288,8 @@ def explanation_of(executable: Executable, model: str = "") -> Explanation:
 
     Raises
     ------
-    HeteroError: The executable has no placement report.
+    HeteroError
+        The executable has no placement report.
     """
     about = executable.metadata
     if about.placement is None:

@@ -16,11 +16,16 @@ class EncodingTotal:
 
     Attributes
     ----------
-    ops, kernels: Encoded ops, and the distinct kernels that compute them.
-    packed: Tensors that are packed on it, each once: weights at compile time, others at run time.
-    bytes_before, bytes_after: Of these, row-major and as they are stored.
-    unknown_sizes: Packed tensors that are not in the sums: their size depends on a symbolic shape.
-    cancelled: Ops that stay stock ops.
+    ops, kernels : int
+        Encoded ops, and the distinct kernels that compute them.
+    packed : int
+        Tensors that are packed on it, each once: weights at compile time, others at run time.
+    bytes_before, bytes_after : int
+        Bytes of these, row-major and as they are stored.
+    unknown_sizes : int
+        Packed tensors that are not in the sums: their size depends on a symbolic shape.
+    cancelled : int
+        Ops that stay stock ops.
     """
 
     device: str
@@ -62,8 +67,11 @@ def _total(device: str, encodings: Mapping[str, Any]) -> EncodingTotal:
 
 
 def encoding_tables(encodings: Mapping[str, Any]) -> Iterator[Shown]:
-    """Totals per device, encoded transfers, ops whose encoding was cancelled, the layouts of every encoded op,
-    and the forms of convolutions."""
+    """Tables of encodings.
+
+    They have totals per device, encoded transfers, ops whose encoding was cancelled, the layouts of every encoded op,
+    and the forms of convolutions.
+    """
     totals = encoding_totals(encodings)
     columns = ["device", "encoded ops", "kernels", "packed tensors", "bytes before", "bytes after", "cancelled"]
     rows = [
@@ -171,7 +179,7 @@ def product_precisions(fusions: Mapping[str, Any]) -> dict[str, int]:
 
 
 def precisions_text(precisions: Mapping[str, int]) -> str:
-    """``Products: 53 in u8*s8->s32, 1 in f32.``"""
+    """A line such as ``Products: 53 in u8*s8->s32, 1 in f32.``."""
     counts = ", ".join(f"{count:,} in {precision or 'what is not known'}" for precision, count in precisions.items())
     return f"Products: {counts or 'none'}."
 

@@ -38,9 +38,12 @@ class Chosen:
 
     Attributes
     ----------
-    path: A GGUF file, or a folder of a model that was compiled before.
-    vdevices, placement, context, slots, batch_invariant: As `relax_hetero.llm.load` takes them; None for its own.
-    template: A file with the template of conversations; None for the model's own.
+    path : Path
+        A GGUF file, or a folder of a model that was compiled before.
+    vdevices, placement, context, slots, batch_invariant
+        As `relax_hetero.llm.load` takes them; None for its own.
+    template : Path or None
+        A file with the template of conversations; None for the model's own.
     """
 
     path: Path
@@ -56,7 +59,8 @@ class Chosen:
 
         Raises
         ------
-        HeteroError: If the file cannot be read, placed or compiled, or a package is not installed.
+        HeteroError
+            If the file cannot be read, placed or compiled, or a package is not installed.
         """
         import relax_hetero.llm as llm
 
@@ -74,7 +78,8 @@ class Chosen:
 
         Raises
         ------
-        HeteroError: If a given one cannot be read, or is not a template.
+        HeteroError
+            If a given one cannot be read, or is not a template.
         """
         from ..artifact.regular_files import read_regular
         from ..llm import ChatTemplate

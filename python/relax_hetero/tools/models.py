@@ -25,9 +25,12 @@ class Model:
 
     Attributes
     ----------
-    executable: Loaded, or compiled in this process.
-    onnx: The ONNX file it was compiled from, if that is known.
-    seconds: How long each step took: ``import`` and ``compile``, or ``load``.
+    executable : Executable
+        Loaded, or compiled in this process.
+    onnx : Path or None
+        The ONNX file it was compiled from, if that is known.
+    seconds : dict of str to float
+        How long each step took: ``import`` and ``compile``, or ``load``.
     """
 
     executable: Executable
@@ -36,7 +39,7 @@ class Model:
 
 
 def is_onnx(path: Path) -> bool:
-    """Whether a path names an ONNX file rather than a compiled library."""
+    """Return whether a path names an ONNX file rather than a compiled library."""
     if path.suffix.lower() in (".so", ".dylib", ".dll", ".tar"):
         return False
     try:
@@ -59,14 +62,19 @@ def obtain(
     Parameters
     ----------
     path, placing
-    cache: Whether compiled models are kept and found again.
-    key: What a library has to be signed with.
-    checks, accuracy: As `rh.compile` takes them.
+    cache : bool
+        Whether compiled models are kept and found again.
+    key : bytes, optional
+        Key that a library has to be signed with.
+    checks, accuracy : str
+        As `rh.compile` takes them.
 
     Raises
     ------
-    HeteroError: If the model cannot be imported, placed, compiled or loaded.
-    click.UsageError: If options of placing or compiling are given for a library, which is placed and compiled already.
+    HeteroError
+        If the model cannot be imported, placed, compiled or loaded.
+    click.UsageError
+        If options of placing or compiling are given for a library, which is placed and compiled already.
     """
     if is_onnx(path):
         return compile_onnx(path, placing, cache, checks, accuracy)
@@ -75,7 +83,7 @@ def obtain(
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path names a language model's GGUF file."""
+    """Return whether a path names a language model's GGUF file."""
     return path.suffix.lower() == ".gguf"
 
 
@@ -84,8 +92,10 @@ def placed_module(path: Path, placing: Placing) -> IRModule:
 
     Raises
     ------
-    HeteroError: If the model cannot be imported or placed.
-    click.UsageError: If an option is given that a GGUF file does not take.
+    HeteroError
+        If the model cannot be imported or placed.
+    click.UsageError
+        If an option is given that a GGUF file does not take.
     """
     import relax_hetero as rh
 
@@ -105,7 +115,8 @@ def gguf_options(path: Path, placing: Placing) -> dict[str, Any]:
 
     Raises
     ------
-    click.UsageError: If an option is given that a GGUF file does not take.
+    click.UsageError
+        If an option is given that a GGUF file does not take.
     """
     options = placing.import_options()
     for name in ("shapes", "limits", "objective"):

@@ -18,10 +18,14 @@ class Comparison:
 
     Attributes
     ----------
-    name: The output's ONNX name.
-    max_abs, max_rel: The largest absolute and relative difference; NaN where shapes differ.
-    wrong, total: How many elements are outside the tolerance, and of how many.
-    problem: What makes the two incomparable (shapes, element types), or an empty string.
+    name : str
+        The output's ONNX name.
+    max_abs, max_rel : float
+        The largest absolute and relative difference; NaN where shapes differ.
+    wrong, total : int
+        How many elements are outside the tolerance, and of how many.
+    problem : str
+        Reason why the two are not comparable (shapes, element types), or an empty string.
     """
 
     name: str
@@ -33,7 +37,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether every element is within tolerance."""
+        """True if every element is within tolerance."""
         return self.wrong == 0 and not self.problem
 
 
@@ -42,7 +46,8 @@ def reference(model: Path, threads: int = 0) -> Callable[[Mapping[str, np.ndarra
 
     Raises
     ------
-    HeteroError: If ONNX Runtime is not installed or refuses the model.
+    HeteroError
+        If ONNX Runtime is not installed or refuses the model.
     """
     try:
         import onnxruntime

@@ -41,8 +41,10 @@ class PairParam(click.ParamType):
 
     Attributes
     ----------
-    name: The kinds of both, such as ``device=bytes``.
-    example: For the message.
+    name : str
+        The kinds of both, such as ``device=bytes``.
+    example : str
+        For the message.
     """
 
     def __init__(self, name: str, example: str) -> None:
@@ -103,14 +105,22 @@ class Placing:
 
     Attributes
     ----------
-    vdevices: One entry per ``--vdevice``; empty for the native CPU alone.
-    rules: ``--place`` in order: pattern over node names or op types, and device.
-    auto: Whether the cost model places the nodes.
-    objective: ``--objective``: latency or throughput; None where it was not given.
-    shapes: ``--shape``: name of an input, or of a symbolic dimension, to extents.
-    memory_limit: ``--memory-limit``: devices and the most bytes that ``--place-auto`` may put there.
-    optional: ``--optional``: devices of the model that a machine may lack.
-    max_nodes, max_computed: ``--max-nodes`` and ``--max-computed``, limits of the import; None for its own.
+    vdevices : tuple of str or dict of str to object
+        One entry per ``--vdevice``; empty for the native CPU alone.
+    rules : tuple of (str, str)
+        ``--place`` in order: pattern over node names or op types, and device.
+    auto : bool
+        Whether the cost model places the nodes.
+    objective : str or None
+        ``--objective``: latency or throughput; None where it was not given.
+    shapes : tuple of (str, list of int)
+        ``--shape``: name of an input, or of a symbolic dimension, to extents.
+    memory_limit : tuple of (str, str)
+        ``--memory-limit``: devices and the most bytes that ``--place-auto`` may put there.
+    optional : tuple of str
+        ``--optional``: devices of the model that a machine may lack.
+    max_nodes, max_computed : int or None
+        ``--max-nodes`` and ``--max-computed``, limits of the import; None for its own.
     """
 
     vdevices: tuple[str | dict[str, Any], ...]
@@ -125,7 +135,7 @@ class Placing:
 
     @property
     def given(self) -> bool:
-        """Whether any option was used that only an ONNX file can take."""
+        """True if any option was used that only an ONNX file can take."""
         return bool(self.vdevices or self.rules or self.auto or self.optional)
 
     def import_options(self, inputs: Collection[str] = ()) -> dict[str, Any]:

@@ -186,11 +186,16 @@ class RunReport:
 
     Attributes
     ----------
-    inputs, outputs: Arrays by ONNX name.
-    places: The device each output was left on, by name.
-    seconds: Time of each step; ``run`` is the call with its copies to the host.
-    comparisons: One per output, or None where none was asked for.
-    output_file: Where the outputs were written, if anywhere.
+    inputs, outputs : dict of str to np.ndarray
+        Arrays by ONNX name.
+    places : dict of str to str
+        The device each output was left on, by name.
+    seconds : dict of str to float
+        Time of each step; ``run`` is the call with its copies to the host.
+    comparisons : list of Comparison or None
+        One per output, or None where none was asked for.
+    output_file : Path or None
+        Where the outputs were written, if anywhere.
     """
 
     inputs: dict[str, np.ndarray]

@@ -43,9 +43,9 @@ class ProfileRow:
     microseconds : float
         All calls together.
     share : float
-        Of the whole call, 0 to 1.
+        Share of the whole call, 0 to 1.
     operations, bytes : int
-        Of each call, as `DispatchSpec` has them; 0 where they are not known.
+        Operations and bytes of each call, as `DispatchSpec` has them; 0 where they are not known.
     precision : str
         Element types of its products, else of its arguments, as `DispatchSpec` has them.
     """
@@ -85,11 +85,13 @@ class Profile:
     Attributes
     ----------
     function : str
+        Name of the function.
     rows : tuple of ProfileRow
+        Kernels, transfers and the machine's own work, longest first.
     microseconds : float
         The whole call, measuring included.
     commands : tuple of CommandTime
-        Of command buffers whose kernels were measured one by one, in order.
+        Commands of command buffers whose kernels were measured one by one, in order.
     """
 
     function: str
@@ -98,7 +100,7 @@ class Profile:
     commands: tuple[CommandTime, ...] = ()
 
     def to_json(self) -> str:
-        """This profile as JSON text."""
+        """JSON text of the profile."""
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
@@ -126,9 +128,12 @@ class ProfileRecorder:
 
     Parameters
     ----------
-    metadata: Metadata of the machine's executable.
-    devices: The machine's.
-    regions: Command buffers whose kernels are measured instead of the whole.
+    metadata : Metadata
+        Metadata of the machine's executable.
+    devices : sequence of runtime.Device
+        The machine's.
+    regions : RegionCalls, optional
+        Command buffers whose kernels are measured instead of the whole.
     """
 
     def __init__(
@@ -238,13 +243,17 @@ class BufferClock:
 
     Parameters
     ----------
-    metadata: Metadata of the machine's executable.
-    devices: The machine's.
+    metadata : Metadata
+        Metadata of the machine's executable.
+    devices : sequence of runtime.Device
+        The machine's.
 
     Attributes
     ----------
-    seconds: Inside, over all calls so far.
-    own: That the clock itself took.
+    seconds : float
+        Inside, over all calls so far.
+    own : float
+        Time that the clock itself took.
     """
 
     def __init__(self, metadata: Metadata, devices: Sequence[runtime.Device]) -> None:

@@ -17,8 +17,10 @@ class FakeDriver:
 
     Attributes
     ----------
-    notes: Names of functions and their arguments, in order.
-    busy: Operations of NCCL.
+    notes : list of tuple of object
+        Names of functions and their arguments, in order.
+    busy : list of threading.Thread
+        Operations of NCCL.
     """
 
     def __init__(self) -> None:

@@ -53,11 +53,16 @@ class Kind:
 
     Attributes
     ----------
-    module: The module of this folder that defines it.
-    function: Its function there.
-    environment: Variables of the child processes; none at all where the kind cannot run.
-    limit_memory: Whether children may take some memory only.
-    quick: Whether the few seconds of `make test` have some of this kind.
+    module : str
+        The module of this folder that defines it.
+    function : str
+        Its function there.
+    environment : callable
+        Variables of the child processes; none at all where the kind cannot run.
+    limit_memory : bool
+        Whether children may take some memory only.
+    quick : bool
+        Whether the few seconds of `make test` have some of this kind.
     """
 
     module: str

@@ -62,11 +62,14 @@ class Outcome:
 
     Attributes
     ----------
-    kind: "right" (the reference's result), "refused" (an error of this library), "declined" (an error where the
-        reference has a result, which is allowed, but of interest), or a finding: "wrong" numbers,
-        "foreign" (an error that is no HeteroError), "accepted" (a result where the reference refuses).
-    detail: For a finding what to look at.
-    counts: Where the case was a batch, how many of it ended how.
+    kind : str
+        "right" (the reference's result), "refused" (an error of this library), "declined" (an error where the reference
+        has a result, which is allowed, but of interest), or a finding: "wrong" numbers, "foreign" (an error that is no
+        HeteroError), "accepted" (a result where the reference refuses).
+    detail : str
+        For a finding what to look at.
+    counts : mapping of str to int
+        Where the case was a batch, how many of it ended how.
     """
 
     kind: str
@@ -129,7 +132,8 @@ def run(
 
     Returns
     -------
-    int: The next seed.
+    int
+        The next seed.
     """
     end = time.monotonic() + seconds
     while time.monotonic() < end and len(report.findings) < most_findings:

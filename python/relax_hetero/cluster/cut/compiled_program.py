@@ -41,13 +41,13 @@ def compile_program(
     ----------
     mod, params, accuracy, progress
         As `rh.compile` takes them; every vdevice is on a host.
-    folder
+    folder : str or PathLike of str
         Made if it is missing; files in it are replaced.
 
     Returns
     -------
     Program
-        Of the libraries in the folder.
+        Program of the libraries in the folder.
 
     Raises
     ------
@@ -75,6 +75,11 @@ def load_program(folder: str | os.PathLike[str]) -> Program:
     """The program in a folder that `compile_program` wrote.
 
     Running it runs the libraries' code, so a folder must be trusted as a program is.
+
+    Parameters
+    ----------
+    folder : str or PathLike of str
+        Folder with the program's description and a library for each part.
 
     Raises
     ------

@@ -40,7 +40,7 @@ Hardware: TypeAlias = "tuple[str, int]"
 
 
 def native_hardware(mod: tvm.IRModule) -> dict[str, list[Hardware]]:
-    """By host, the devices of a module that stand for whatever hardware is there."""
+    """Devices of a module that stand for whatever hardware is there, by host."""
     found: dict[str, list[Hardware]] = {}
     for vdevice in vdevices_of(mod):
         host = host_of(vdevice)
@@ -60,12 +60,15 @@ def cut_module(
 
     Parameters
     ----------
-    mod, params, accuracy, progress: As `rh.compile` takes them; every vdevice is on a host.
-    natives: By host, kind and number, the target of the hardware there, for vdevices that name a kind alone.
+    mod, params, accuracy, progress
+        As `rh.compile` takes them; every vdevice is on a host.
+    natives : mapping of str to mapping of Hardware to Target, optional
+        Targets of the hardware there by host, kind and number, for vdevices that name a kind alone.
 
     Raises
     ------
-    HeteroError: Vdevices without a host, a native vdevice whose host has not said what it is; what `rh.compile` raises.
+    HeteroError
+        Vdevices without a host, a native vdevice whose host has not said what it is; what `rh.compile` raises.
     """
     if isinstance(mod, tvm.IRModule) and natives is not None:
         mod = with_natives(mod, natives)
@@ -83,7 +86,8 @@ def program_of_parts(mod: tvm.IRModule, hosts: Sequence[str], signatures: Mappin
 
     Parameters
     ----------
-    signatures: Of the functions that can be called, as they were before.
+    signatures : mapping of str to FunctionSignature
+        Signatures of the functions that can be called, as they were before.
     """
     functions: dict[str, dict[str, relax.Function]] = {host: {} for host in hosts}
     plans = {}

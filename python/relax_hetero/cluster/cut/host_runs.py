@@ -20,7 +20,8 @@ def plan_of_runs(
 
     Parameters
     ----------
-    inputs: Of the function, tuples opened.
+    inputs : int
+        Number of inputs of the function, tuples opened.
     """
     runs: list[HostRun] = []
     sizes: list[tuple[str, ...]] = []
@@ -52,5 +53,5 @@ def _result(types: Sequence[tvm.ir.Type], numbers: Iterator[int]) -> Any:
 
 
 def _is_nothing(ty: tvm.ir.Type) -> bool:
-    """Whether a type is what stands for values of other hosts."""
+    """Return whether a type is what stands for values of other hosts."""
     return isinstance(ty, relax.ShapeType) and int(ty.ndim) == 0

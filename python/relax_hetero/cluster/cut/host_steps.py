@@ -43,10 +43,14 @@ class CutFunction:
 
     Attributes
     ----------
-    steps: In an order in which they can run.
-    sizes: Inputs behind the call's own: shapes of these symbolic sizes.
-    result: As in `CallPlan`; an empty tuple stands for an empty shape.
-    functions: By host and name, those of the steps.
+    steps : list of Step
+        In an order in which they can run.
+    sizes : list of tuple of str
+        Inputs behind the call's own: shapes of these symbolic sizes.
+    result : object
+        As in `CallPlan`; an empty tuple stands for an empty shape.
+    functions : dict of str to dict of str to relax.Function
+        Functions of the steps, by host and name.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -60,7 +64,8 @@ def cut_steps(name: str, parts: Mapping[str, HostPart], inputs: int) -> CutFunct
 
     Raises
     ------
-    BuildError: If its parts wait for each other.
+    BuildError
+        If its parts wait for each other.
     """
     return _Cutter(name, parts, inputs).cut()
 
@@ -194,7 +199,7 @@ class _Cutter:
         return bindings, sorted(outside, key=order.__getitem__)
 
     def _wanted(self) -> set[Place]:
-        """What steps have to return: for other steps, and for the caller."""
+        """Values that steps have to return: for other steps, and for the caller."""
         wanted = {self._origin(host, var) for host, var in self._leaves(self._result)}
         for key in self._keys:
             wanted |= {self._origin(key[1], var) for var in self._closed(key)[1]}

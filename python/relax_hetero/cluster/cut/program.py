@@ -46,14 +46,19 @@ def program_of(
 
     Parameters
     ----------
-    found: As `hosts_needed` takes it.
-    timeout: Seconds that a host may take to say what hardware it has.
-    params, accuracy, progress: As `rh.compile` takes them.
+    found : object
+        As `hosts_needed` takes it.
+    timeout : float
+        Seconds that a host may take to say what hardware it has.
+    params, accuracy, progress
+        As `rh.compile` takes them.
 
     Raises
     ------
-    HostError: A host that nothing can take in time.
-    HeteroError: What `cut_module` raises.
+    HostError
+        A host that nothing can take in time.
+    HeteroError
+        An error of `cut_module`.
     """
     if isinstance(found, Program):
         found.check()
@@ -69,7 +74,7 @@ def program_of(
 def _natives(
     ray: Any, bindings: Mapping[str, HostBinding], wanted: Mapping[str, Sequence[Hardware]], timeout: float
 ) -> dict[str, dict[Hardware, Target]]:
-    """By host, the targets of its hardware, asked there by a task that runs as the host's process will."""
+    """Targets of each host's hardware, asked there by a task that runs as the host's process will."""
     asked = {
         host: ray.remote(hardware_here)
         .options(max_retries=3, **binding.options(ray))
@@ -93,7 +98,8 @@ def hardware_here(wanted: Sequence[Hardware], threads: int) -> dict[Hardware, di
 
     Parameters
     ----------
-    threads: Cores that a CPU counts as; 0 for those that this process may use.
+    threads : int
+        Cores that a CPU counts as; 0 for those that this process may use.
     """
     import tvm
 

@@ -27,7 +27,8 @@ class LiftedConstants:
 
     Attributes
     ----------
-    defaults: Function -> parameter -> index of the constant that is its default.
+    defaults : dict of str to dict of str to int
+        Function -> parameter -> index of the constant that is its default.
     """
 
     mod: tvm.IRModule

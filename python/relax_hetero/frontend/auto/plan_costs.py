@@ -36,12 +36,18 @@ class PlanCosts:
 
     Attributes
     ----------
-    devices: How many there are.
-    queues: How many queues they have.
-    queue_of: The queue of each device.
-    ops: Ticks of each unit on each device.
-    around: For each unit the values that it makes or reads, as positions in ``graph.values``.
-    limits: The most bytes that a call may take, by device; none where all of the program fits.
+    devices : int
+        How many there are.
+    queues
+        How many queues they have.
+    queue_of
+        The queue of each device.
+    ops : list
+        Ticks of each unit on each device.
+    around : list of list of int
+        For each unit the values that it makes or reads, as positions in ``graph.values``.
+    limits : dict
+        The most bytes that a call may take, by device; none where all of the program fits.
     """
 
     def __init__(
@@ -285,9 +291,12 @@ class Measure(Protocol):
 
     Attributes
     ----------
-    plan: A device for every unit; changed by the methods only.
-    key: Less is better.
-    effort: Units and values looked at so far.
+    plan : list of int
+        A device for every unit; changed by the methods only.
+    key : tuple of int
+        Less is better.
+    effort : int
+        Units and values looked at so far.
     """
 
     plan: list[int]

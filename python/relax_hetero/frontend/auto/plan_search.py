@@ -44,12 +44,16 @@ def best_plan(
 
     Parameters
     ----------
-    start: A plan; the result is no worse than this, and than the plan of least work. Plans within the limits of memory
+    start : list of int
+        A plan; the result is no worse than this, and than the plan of least work. Plans within the limits of memory
         come first, where there are limits.
-    objective: "latency": the time of one call, of equal ones the least work. "throughput": the time of the busiest
-        queue, then of the second, and so on; of equal ones the quickest call.
-    most_plans: How many plans of clusters are all tried.
-    others: Further starting points.
+    objective : Objective
+        "latency": the time of one call, of equal ones the least work. "throughput": the time of the busiest queue, then
+        of the second, and so on; of equal ones the quickest call.
+    most_plans : int
+        How many plans of clusters are all tried.
+    others : sequence of list of int
+        Further starting points.
     """
     if costs.devices == 1:
         return start
@@ -81,7 +85,7 @@ def _levels(costs: PlanCosts, most_plans: int) -> list[Clusters]:
 
 
 def _best_cut(costs: PlanCosts, start: list[int]) -> list[int]:
-    """Of the plans that put the program up to a unit on one device and the rest on another, the best for throughput."""
+    """The best plan for throughput of those that put the program up to a unit on one device and the rest on another."""
     best, best_key = start, BusiestQueue(costs, start).key
     for first, second in itertools.permutations(range(costs.devices), 2):
         measure = BusiestQueue(costs, [second] * len(start))
@@ -141,8 +145,9 @@ def cluster_levels(costs: PlanCosts, fewest: int) -> list[Clusters]:
 
     Parameters
     ----------
-    fewest: Joining stops at so many clusters. It may stop before: no cluster gets to be more than twice the average of
-        so many, and clusters that nothing passes between are not joined.
+    fewest : int
+        Joining stops at so many clusters. It may stop before: no cluster gets to be more than twice the average of so
+        many, and clusters that nothing passes between are not joined.
     """
     clusters: Clusters = [[unit] for unit in range(len(costs.ops))]
     work = [min(ticks) + 1 for ticks in costs.ops]
@@ -170,7 +175,7 @@ def cluster_levels(costs: PlanCosts, fewest: int) -> list[Clusters]:
 
 
 def _edges(costs: PlanCosts) -> defaultdict[tuple[int, int], float]:
-    """What it costs to divide two units, by pairs in order; of a value that many read, a share."""
+    """Cost of dividing two units, by pairs in order; of a value that many read, a share."""
     edges: defaultdict[tuple[int, int], float] = defaultdict(float)
     for value in costs.graph.values:
         if value.maker == OUTSIDE:

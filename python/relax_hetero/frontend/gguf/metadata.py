@@ -1,5 +1,6 @@
-"""The metadata of a GGUF file, read as llama.cpp reads it (`gguf_init_from_file` in `ggml/src/gguf.cpp`): bytes that
-contradict each other or the file's size are an error before memory is taken for what they announce.
+"""The metadata of a GGUF file, read as llama.cpp reads it (`gguf_init_from_file` in `ggml/src/gguf.cpp`).
+
+Bytes that contradict each other or the file's size are an error before memory is taken for what they announce.
 
 The reader of the package ``gguf`` checks little, and makes an object for each string of a list. A tokenizer has
 hundreds of thousands of them, which takes seconds and some 60 bytes each; here a list is one object, and a text is read
@@ -33,8 +34,10 @@ class Texts(Sequence[str]):
 
     Parameters
     ----------
-    view: Bytes of the file.
-    begins: Where each text's own bytes begin, and where that of one more would.
+    view : memoryview
+        Bytes of the file.
+    begins : array of int
+        Where each text's own bytes begin, and where that of one more would.
     """
 
     def __init__(self, view: memoryview, begins: array[int]) -> None:
@@ -66,12 +69,15 @@ class Reader:
 
     Parameters
     ----------
-    view: Bytes of the file.
-    path: Named in errors.
+    view : memoryview
+        Bytes of the file.
+    path : str or PathLike of str
+        Named in errors.
 
     Attributes
     ----------
-    at: The byte that is read next.
+    at : int
+        The byte that is read next.
     """
 
     def __init__(self, view: memoryview, path: str | os.PathLike[str]) -> None:

@@ -47,7 +47,8 @@ def check_form(proto: onnx.ModelProto, source: str) -> None:
 
     Raises
     ------
-    FrontendError: Naming `source`, and what was found and expected.
+    FrontendError
+        Naming `source`, and what was found and expected.
     """
     if not proto.HasField("graph"):
         raise FrontendError(f"{source} has no graph")
@@ -74,11 +75,13 @@ def check_by_onnx(proto: onnx.ModelProto, source: str) -> None:
 
     Parameters
     ----------
-    proto: A model that `check_form` has passed, with its nodes in order.
+    proto : onnx.ModelProto
+        A model that `check_form` has passed, with its nodes in order.
 
     Raises
     ------
-    FrontendError: Naming `source`, and the checker's finding.
+    FrontendError
+        Naming `source`, and the checker's finding.
     """
     newest = onnx.defs.onnx_opset_version()
     bare = _without_data(proto)
@@ -132,7 +135,8 @@ def check_size(proto: onnx.ModelProto, source: str, budget: Budget) -> None:
 
     Raises
     ------
-    FrontendError: Also where functions call each other in a circle.
+    FrontendError
+        Also where functions call each other in a circle.
     """
     nodes, _ = _Counter(function_table(proto), source).count(proto.graph.node, 0)
     budget.check_nodes(nodes, source)

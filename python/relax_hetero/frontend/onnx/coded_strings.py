@@ -37,17 +37,19 @@ _LABELS = {
     "TreeEnsembleClassifier": "classlabels_int64s",
 }
 _DEFAULT = "_Unused"
-"""What ONNX has in the place of strings that tables lack."""
+"""Default that ONNX has in the place of strings that tables lack."""
 
 
 @dataclass(frozen=True)
 class Strings:
-    """What the caller of a function of coded strings has to know.
+    """Facts that the caller of a function of coded strings has to know.
 
     Attributes
     ----------
-    table: all strings of the model; their places are the codes.
-    inputs, outputs: names of those that are strings.
+    table : list of str
+        All strings of the model; their places are the codes.
+    inputs, outputs : list of str
+        Names of those that are strings.
     """
 
     table: list[str]
@@ -60,7 +62,8 @@ def with_coded_strings(model: OnnxModel) -> tuple[OnnxModel, Strings | None]:
 
     Raises
     ------
-    FrontendError: naming every node that computes with strings.
+    FrontendError
+        Naming every node that computes with strings.
     """
     coder = _Coder()
     coder.read(model.proto.graph)
@@ -89,7 +92,7 @@ class _Coder:
 
     @property
     def is_needed(self) -> bool:
-        """Whether the graph has any strings."""
+        """True if the graph has any strings."""
         return bool(self._values or self._nodes)
 
     def read(self, graph: onnx.GraphProto) -> None:
@@ -138,7 +141,7 @@ class _Coder:
         )
 
     def _node(self, node: onnx.NodeProto) -> onnx.NodeProto | None:
-        """What a node becomes; None where it stays."""
+        """Replacement of a node; None where it stays."""
         reads = [name in self._values for name in node.input]
         is_standard = node.domain in STANDARD_DOMAINS
         write = _WRITERS.get((CLASSICAL if node.domain == CLASSICAL else "", node.op_type))

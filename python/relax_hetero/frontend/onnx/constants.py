@@ -42,7 +42,8 @@ class Tensors:
 
     Parameters
     ----------
-    external: The files of its external data.
+    external : ExternalData
+        The files of its external data.
     """
 
     def __init__(self, external: ExternalData) -> None:
@@ -53,7 +54,8 @@ class Tensors:
 
         Raises
         ------
-        FrontendError: Beginning with `what`: another dtype, or data that does not fit the shape.
+        FrontendError
+            Beginning with `what`: another dtype, or data that does not fit the shape.
         """
         dtype_name(tensor.data_type, what)
         if any(dim < 0 for dim in tensor.dims):
@@ -86,7 +88,8 @@ class Tensors:
 
         Raises
         ------
-        FrontendError: More elements than the import may compute, or indices that do not fit.
+        FrontendError
+            More elements than the import may compute, or indices that do not fit.
         """
         what = f"sparse tensor {sparse.values.name!r}"
         values, indices = self.value(sparse.values, what), self.value(sparse.indices, f"the indices of {what}")
@@ -117,7 +120,8 @@ class Tensors:
 
         Raises
         ------
-        FrontendError: If it is a string, or nothing.
+        FrontendError
+            If it is a string, or nothing.
         """
         for attribute in node.attribute:
             if attribute.name == "value" and attribute.HasField("t"):
@@ -136,7 +140,8 @@ class Tensors:
 
         Raises
         ------
-        FrontendError: As `value`.
+        FrontendError
+            As `value`.
         """
         for tensor in graph.initializer:
             array = self.value(tensor, f"initializer {tensor.name!r}")
@@ -156,7 +161,8 @@ def make_const(array: np.ndarray) -> tvm.ir.GenericConst:
 
     Raises
     ------
-    FrontendError: If TVM has no tensors of its dtype.
+    FrontendError
+        If TVM has no tensors of its dtype.
     """
     try:
         if str(array.dtype) in _PACKED_BITS:
@@ -171,7 +177,7 @@ def make_const(array: np.ndarray) -> tvm.ir.GenericConst:
 
 
 def _is_lendable(array: np.ndarray) -> bool:
-    """Whether kernels may read an array where it is: views of mapped files are writable, and begin anywhere."""
+    """Return whether kernels may read an array where it is: views of mapped files are writable, and begin anywhere."""
     is_plain = array.flags.c_contiguous and array.flags.writeable and array.dtype != np.bool_
     return array.nbytes >= _LENT_BYTES and not array.flags.owndata and is_plain and _address(array) % ALIGNMENT == 0
 
@@ -185,11 +191,13 @@ def fold_node(node: onnx.NodeProto, operands: list[np.ndarray | None], opset: in
 
     Parameters
     ----------
-    operands: One per input; None for an optional input that is left out.
+    operands : list of np.ndarray or None
+        One per input; None for an optional input that is left out.
 
     Raises
     ------
-    FrontendError: A `ConstantOfShape` of more bytes than the import may compute.
+    FrontendError
+        A `ConstantOfShape` of more bytes than the import may compute.
     """
     if node.op_type not in FOLDED_OPS or node.domain not in STANDARD_DOMAINS or not all(node.output):
         return None

@@ -30,7 +30,7 @@ _MOST_EXTENTS = 100_000
 
 
 def is_external(tensor: onnx.TensorProto) -> bool:
-    """Whether a tensor's data lies in another file."""
+    """Return whether a tensor's data lies in another file."""
     return bool(external_data_helper.uses_external_data(tensor))
 
 
@@ -39,8 +39,10 @@ class ExternalData:
 
     Parameters
     ----------
-    source: What messages call the model.
-    path: The model's file; None for a model in memory.
+    source : str
+        Name of the model in messages.
+    path : Path or None
+        The model's file; None for a model in memory.
     """
 
     def __init__(self, source: str, path: Path | None) -> None:
@@ -59,8 +61,9 @@ class ExternalData:
 
         Raises
         ------
-        FrontendError: A location that is none, or outside of the model's folder; a file that is missing or not regular;
-            an offset or a length that is no number or beyond the file.
+        FrontendError
+            A location that is none, or outside of the model's folder; a file that is missing or not regular; an offset
+            or a length that is no number or beyond the file.
         """
         entries = _entries(tensor, what)
         location = entries.get("location", "")

@@ -52,15 +52,24 @@ class ImportedGraph:
 
     Attributes
     ----------
-    module: PrimFuncs that converters made.
-    params: One per graph input, named like it as far as TVMScript can read names.
-    bindings: In program order, all variables plain `Var`; branches of an `If` hold their own.
-    outputs: One per graph output: a variable, a constant or a tuple of those.
-    owners: Variable of a binding -> the node it came from, in branches too.
-    results: Node -> the variables of its outputs, the first one taking the node's name.
-    bounds: The most that symbolic sizes may be for the model to work.
-    loops: The functions that loops became.
-    defaults: Input -> its value where a caller leaves it out; these inputs are the last ones.
+    module : tvm.IRModule
+        PrimFuncs that converters made.
+    params : list of relax.Var
+        One per graph input, named like it as far as TVMScript can read names.
+    bindings : list of relax.Binding
+        In program order, all variables plain `Var`; branches of an `If` hold their own.
+    outputs : list of relax.Expr
+        One per graph output: a variable, a constant or a tuple of those.
+    owners : dict of relax.Var to NodeInfo
+        Variable of a binding -> the node it came from, in branches too.
+    results : dict of NodeInfo to list of relax.Var
+        Node -> the variables of its outputs, the first one taking the node's name.
+    bounds : dict of str to int
+        The most that symbolic sizes may be for the model to work.
+    loops : list of ImportedLoop
+        The functions that loops became.
+    defaults : dict of str to tvm.runtime.Tensor
+        Input -> its value where a caller leaves it out; these inputs are the last ones.
     """
 
     module: tvm.IRModule
@@ -115,13 +124,17 @@ def import_graph(
 
     Parameters
     ----------
-    nodes: The names of its nodes, in order.
-    inputs: ONNX name -> parameter.
-    make_importer: Called for each start; default `GraphImporter`.
+    nodes : list of NodeInfo
+        The names of its nodes, in order.
+    inputs : mapping of str to relax.Var
+        ONNX name -> parameter.
+    make_importer : callable, optional
+        Called for each start; default `GraphImporter`.
 
     Raises
     ------
-    FrontendError: If a node cannot be converted; names it, its op and the reason.
+    FrontendError
+        If a node cannot be converted; names it, its op and the reason.
     """
     bounds: dict[tvm.tirx.Var, int] = {}
     sizes = sizes_in(param.ty for param in inputs.values())
@@ -250,7 +263,7 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
                 budget().take_bytes(static_bytes(binding.var.ty), f"node {info}")
 
     def _stays_packed(self, value: relax.Expr) -> bool:
-        """Whether nobody computes the numbers of a value: weights of 4 bits, transposed or not."""
+        """Return whether nobody computes the numbers of a value: weights of 4 bits, transposed or not."""
         if not isinstance(value, relax.Call) or not isinstance(value.op, tvm.ir.Op):
             return False
         return value.op.name == DEQUANTIZE_BLOCKS or (

@@ -41,22 +41,26 @@ def graph_inputs(graph: onnx.GraphProto, shapes: Shapes | None, defaults: Collec
 
     Parameters
     ----------
-    defaults: Inputs whose initializers are defaults (`default_inputs`).
-    shapes: ``{"input": [1, 128]}`` gives an input's shape (an entry of None keeps the model's dimension, a string names
-        a symbolic one); ``{"batch": 1}`` gives a named dimension its value wherever it occurs, and ``{"total": "past +
+    defaults : collection of str
+        Inputs whose initializers are defaults (`default_inputs`).
+    shapes : Shapes or None
+        ``{"input": [1, 128]}`` gives an input's shape (an entry of None keeps the model's dimension, a string names a
+        symbolic one); ``{"batch": 1}`` gives a named dimension its value wherever it occurs, and ``{"total": "past +
         seq"}`` the arithmetic of others that it comes to. ``{"list": [[2], [3]]}`` gives the shape of each tensor of a
         sequence; ``{"extra": None}`` says that an optional input is empty.
 
     Returns
     -------
-    inputs: ONNX name -> variable of that name, as far as TVMScript can read it. Dimensions of one name share one
-        symbolic variable; nameless ones get their own, ``<input>_d<axis>``. A sequence is a tuple; optionals that are
-        empty are no parameters.
+    inputs : dict of str to relax.Var
+        ONNX name -> variable of that name, as far as TVMScript can read it. Dimensions of one name share one symbolic
+        variable; nameless ones get their own, ``<input>_d<axis>``. A sequence is a tuple; optionals that are empty are
+        no parameters.
 
     Raises
     ------
-    FrontendError: If an input is a sequence of unknown length or of another type, or `shapes` names an input or a
-        dimension that the model lacks, or contradicts the model or itself; or a default has another type.
+    FrontendError
+        If an input is a sequence of unknown length or of another type, or `shapes` names an input or a dimension that
+        the model lacks, or contradicts the model or itself; or a default has another type.
     """
     if shapes is not None and not isinstance(shapes, Mapping):
         raise FrontendError(f"shapes is {shapes!r}; expected a mapping of inputs or named dimensions to sizes")
@@ -92,8 +96,10 @@ def _opened(
 
     Returns
     -------
-    tensors: `given` has the shape of each element afterwards, and no entry for sequences and empty optionals.
-    sequences: Name of a sequence -> names of its elements. Optionals that are empty are in neither.
+    tensors : list of onnx.ValueInfoProto
+        `given` has the shape of each element afterwards, and no entry for sequences and empty optionals.
+    sequences : dict of str to list of str
+        Name of a sequence -> names of its elements. Optionals that are empty are in neither.
     """
     tensors: list[onnx.ValueInfoProto] = []
     sequences: dict[str, list[str]] = {}

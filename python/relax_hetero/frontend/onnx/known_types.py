@@ -25,7 +25,8 @@ def known_types(proto: onnx.ModelProto, inputs: Mapping[str, relax.Var]) -> dict
 
     Parameters
     ----------
-    inputs: ONNX name -> parameter, which may have sizes that the model leaves open.
+    inputs : mapping of str to relax.Var
+        ONNX name -> parameter, which may have sizes that the model leaves open.
     """
     light = _without_weights(proto, inputs)
     try:

@@ -37,12 +37,18 @@ class OnnxModel:
 
     Attributes
     ----------
-    proto: With its nodes in order; the user's own object if that is what was given and in order: read-only.
-    source: What messages call it: the file, or "the model".
-    opset: Version of the standard operator set.
-    tensors: Reads its tensors, those with external data too.
-    limits: The most that it may become.
-    nbytes: Bytes of the model and its external data, as far as they are written.
+    proto : onnx.ModelProto
+        With its nodes in order; the user's own object if that is what was given and in order: read-only.
+    source : str
+        Name in messages: the file, or "the model".
+    opset : int
+        Version of the standard operator set.
+    tensors : Tensors
+        Reads its tensors, those with external data too.
+    limits : ImportLimits
+        The most that it may become.
+    nbytes : int
+        Bytes of the model and its external data, as far as they are written.
     """
 
     proto: onnx.ModelProto
@@ -58,13 +64,16 @@ def load_model(model: ModelSource, limits: ImportLimits | None = None) -> OnnxMo
 
     Parameters
     ----------
-    model: A file, whose external data lies in its folder; the bytes of one; or a model in memory, with its data in it.
-    limits: The most that it may become.
+    model : ModelSource
+        A file, whose external data lies in its folder; the bytes of one; or a model in memory, with its data in it.
+    limits : ImportLimits, optional
+        The most that it may become.
 
     Raises
     ------
-    FrontendError: If the file (or one with external data) is missing or no ONNX model, the model is not valid, or
-        becomes more than `limits` say.
+    FrontendError
+        If the file (or one with external data) is missing or no ONNX model, the model is not valid, or becomes more
+        than `limits` say.
     """
     limits = ImportLimits() if limits is None else limits
     if not isinstance(limits, ImportLimits):
@@ -123,7 +132,8 @@ def read_model(model: ModelSource) -> tuple[onnx.ModelProto, str, Path | None, i
 
     Raises
     ------
-    FrontendError: If the file is missing, special, or no ONNX model.
+    FrontendError
+        If the file is missing, special, or no ONNX model.
     """
     if isinstance(model, onnx.ModelProto):
         return model, "the model", None, _bytes_in_memory(model)

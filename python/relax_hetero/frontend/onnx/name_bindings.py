@@ -25,13 +25,15 @@ def build_function(imported: ImportedGraph, device_of: DeviceOf | None = None) -
 
     Parameters
     ----------
-    device_of: NodeInfo -> VDevice. With it the types of a node's bindings carry that device, which fixes them for
+    device_of : DeviceOf, optional
+        NodeInfo -> VDevice. With it the types of a node's bindings carry that device, which fixes them for
         RealizeVDevice; parameters stay free.
 
     Returns
     -------
-    Each binding is named after its node: the first output of a node has the node's name, its
-    other bindings have that name and a number. Everything but `If`s stands in dataflow blocks.
+    relax.Function
+        Each binding is named after its node: the first output of a node has the node's name, its other bindings have
+        that name and a number. Everything but `If`s stands in dataflow blocks.
     """
     return _Rebuild(imported, device_of).function()
 
@@ -162,7 +164,7 @@ def _known_sizes_first(imported: ImportedGraph) -> list[relax.Binding]:
 
 
 def _stands_alone(binding: relax.Binding) -> bool:
-    """Whether a binding is kept out of dataflow blocks.
+    """Return whether a binding is kept out of dataflow blocks.
 
     An `If` cannot be in one. A match_cast makes sizes, and FuseOps would move kernels that need them before it; a
     requirement makes none.
@@ -210,9 +212,12 @@ def annotated_function(
 
     Parameters
     ----------
-    graph: The function's bindings and their nodes.
-    chosen: Devices of nodes; they replace those that types name.
-    otherwise: Of other bindings whose types name none, if any.
+    graph : ImportedGraph
+        The function's bindings and their nodes.
+    chosen : mapping of NodeInfo to tvm.relax.VDevice
+        Devices of nodes; they replace those that types name.
+    otherwise : tvm.relax.VDevice or None
+        Device of other bindings whose types name none, if any.
     """
     return _Annotate(graph, chosen, otherwise).annotated(func)
 

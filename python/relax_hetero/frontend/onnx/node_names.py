@@ -21,13 +21,16 @@ class NodeInfo:
 
     Attributes
     ----------
-    name: Unique in the model: the node's own name, or ``OpType_index`` if it has none, the index being its position in
+    name : str
+        Unique in the model: the node's own name, or ``OpType_index`` if it has none, the index being its position in
         its graph. A nameless node in a branch of an `If` is ``<If>/then_branch/OpType_index``, any node in the body of
         a function that the model defines ``<call>/<its name there>``. Where two nodes would share a name, the later
         ones get ``_1``, ``_2`` ….
-    aliases: What patterns match besides: its own name (which others may share), its op type, and those of the calls it
+    aliases : tuple of str
+        Other names that patterns match: its own name (which others may share), its op type, and those of the calls it
         is in.
-    subgraphs: Attribute name (``"body"`` for a call of a function) -> the nodes of that subgraph, in order.
+    subgraphs : dict of str to list of NodeInfo
+        Attribute name (``"body"`` for a call of a function) -> the nodes of that subgraph, in order.
     """
 
     name: str

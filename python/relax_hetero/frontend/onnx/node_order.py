@@ -17,15 +17,18 @@ def in_order(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
 
     Parameters
     ----------
-    proto: A model, not written to, that `check_model.check_form` has passed.
+    proto : onnx.ModelProto
+        A model, not written to, that `check_model.check_form` has passed.
 
     Returns
     -------
-    The model itself where its order is right, else a copy; nodes that do not wait for others keep their order.
+    onnx.ModelProto
+        The model itself where its order is right, else a copy; nodes that do not wait for others keep their order.
 
     Raises
     ------
-    FrontendError: If nothing makes what a node reads, or nodes wait for each other; names them.
+    FrontendError
+        If nothing makes what a node reads, or nodes wait for each other; names them.
     """
     if not _Lists(proto, source).unsorted:
         return proto
@@ -43,7 +46,8 @@ class _Lists:
 
     Attributes
     ----------
-    unsorted: Each list that is out of order, and the indices of its nodes in order; inner lists first.
+    unsorted : list of (object, list of int)
+        Each list that is out of order, and the indices of its nodes in order; inner lists first.
     """
 
     def __init__(self, proto: onnx.ModelProto, source: str) -> None:

@@ -33,20 +33,26 @@ def assign_devices(
 
     Parameters
     ----------
-    nodes: Nodes in subgraphs and in bodies of functions are looked at one by one.
-    rules: Patterns are case-sensitive; ``*``, ``?`` and ``[…]`` as in file names (``*`` crosses slashes). A pattern
+    nodes : list of NodeInfo
+        Nodes in subgraphs and in bodies of functions are looked at one by one.
+    rules : PlacementRules
+        Patterns are case-sensitive; ``*``, ``?`` and ``[…]`` as in file names (``*`` crosses slashes). A pattern
         matches a node's name, its op type, and those of the call of a model's own function that the node is in. A name
         that happens to contain ``[`` matches itself.
-    vdevices: What device strings are looked up in.
+    vdevices : list of tvm.relax.VDevice
+        Devices that device strings are looked up in.
 
     Returns
     -------
-    Unique node name -> vdevice.
+    dict of str to tvm.relax.VDevice
+        Unique node name -> vdevice.
 
     Raises
     ------
-    FrontendError: If a pattern matches no node, or the rules are not pairs of a pattern and a device.
-    VDeviceError: If a device is not among `vdevices`.
+    FrontendError
+        If a pattern matches no node, or the rules are not pairs of a pattern and a device.
+    VDeviceError
+        If a device is not among `vdevices`.
     """
     pairs = [(pattern, lookup(device, vdevices)) for pattern, device in rule_pairs(rules)]
     patterns = _Patterns(pattern for pattern, _ in pairs)

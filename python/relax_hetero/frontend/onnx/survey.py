@@ -28,14 +28,18 @@ NO_CONVERTER = "no converter takes this op"
 
 @dataclass
 class Survey:
-    """What a survey found.
+    """Result of a survey.
 
     Attributes
     ----------
-    refused: Node of the model's own graph -> the reason.
-    unknown: Node that was not looked at -> the reason.
-    problems: Reasons that belong to no node.
-    graph: What was imported, with a further parameter for each value that a refused node would make.
+    refused : dict of NodeInfo to str
+        Node of the model's own graph -> the reason.
+    unknown : dict of NodeInfo to str
+        Node that was not looked at -> the reason.
+    problems : list of str
+        Reasons that belong to no node.
+    graph : ImportedGraph or None
+        Graph that was imported, with a further parameter for each value that a refused node would make.
     """
 
     refused: dict[NodeInfo, str] = field(default_factory=dict)
@@ -49,8 +53,10 @@ def survey_nodes(model: OnnxModel, nodes: list[NodeInfo], inputs: Mapping[str, r
 
     Parameters
     ----------
-    nodes: The names of its nodes, in order.
-    inputs: ONNX name -> parameter.
+    nodes : list of NodeInfo
+        The names of its nodes, in order.
+    inputs : mapping of str to relax.Var
+        ONNX name -> parameter.
     """
     types = known_types(model.proto, inputs)
     found = Survey()

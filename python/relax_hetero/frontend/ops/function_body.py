@@ -19,7 +19,7 @@ ConvertNode = Callable[[Node], Any]
 
 
 def has_body(op_type: str, opset: int) -> bool:
-    """Whether ONNX defines the op, in this opset, by a function over other ops."""
+    """Return whether ONNX defines the op, in this opset, by a function over other ops."""
     schema = _schema(op_type, opset)
     return schema is not None and (schema.has_function or schema.has_context_dependent_function)
 
@@ -29,7 +29,8 @@ def expand(node: Node, convert: ConvertNode) -> relax.Expr:
 
     Raises
     ------
-    FrontendError: if the body needs something that cannot be converted.
+    FrontendError
+        If the body needs something that cannot be converted.
     """
     body = _body(node)
     opset = next((entry.version for entry in body.opset_import if entry.domain in ("", "ai.onnx")), node.opset)

@@ -34,11 +34,12 @@ def _inside(node: Node, indices: relax.Expr, sizes: Sequence[Dim | None]) -> rel
     Parameters
     ----------
     sizes : sequence
-        Of the axis of each place along the last one, or of a single axis; None where it is unknown.
+        Extents of the axis of each place along the last one, or of a single axis; None where it is unknown.
 
     Raises
     ------
-    FrontendError: if an index that is known now is outside.
+    FrontendError
+        If an index that is known now is outside.
     """
     known = as_constant(indices)
     if known is None or known.size == 0 or not all(isinstance(size, int) for size in sizes):

@@ -39,11 +39,15 @@ class Node:
 
     Attributes
     ----------
-    inputs: one expression per input, None where an optional input is absent. An entry may also be a shape
+    inputs : sequence of object
+        One expression per input, None where an optional input is absent. An entry may also be a shape
         (`relax.ShapeExpr`) or a scalar of a shape (a TIR expression): what ONNX calls int64 tensors.
-    attributes: as the importer parses them: Python numbers, bytes, tuples, `onnx.TensorProto`, `onnx.GraphProto`.
-    num_outputs: how many outputs the node names.
-    domain: of the op; `opset` is the version of the standard domain whatever this is.
+    attributes : dict of str to object
+        As the importer parses them: Python numbers, bytes, tuples, `onnx.TensorProto`, `onnx.GraphProto`.
+    num_outputs : int
+        How many outputs the node names.
+    domain : str
+        Domain of the op; `opset` is the version of the standard domain whatever this is.
     """
 
     op_type: str
@@ -69,7 +73,8 @@ class Node:
 
         Raises
         ------
-        FrontendError: naming the node and the limit.
+        FrontendError
+            Naming the node and the limit.
         """
         budget().check_bytes(3 * itemsize * math.prod(abs(int(extent)) for extent in extents), self.title)
 
@@ -78,7 +83,7 @@ class Node:
         budget().check_nodes(int(ops), self.title)
 
     def has(self, index: int) -> bool:
-        """Whether input `index` is given."""
+        """Return whether input `index` is given."""
         return index < len(self.inputs) and self.inputs[index] is not None
 
     def tensor(self, index: int) -> relax.Expr:
@@ -86,7 +91,8 @@ class Node:
 
         Raises
         ------
-        FrontendError: if the input is absent, a sequence or an optional.
+        FrontendError
+            If the input is absent, a sequence or an optional.
         """
         if not self.has(index):
             raise self.refusal(f"input {index} is missing")
@@ -186,7 +192,8 @@ class Node:
 
         Raises
         ------
-        FrontendError: if it never holds.
+        FrontendError
+            If it never holds.
         """
         analyzer, condition = tvm.sym.Analyzer(), as_condition(condition)
         if analyzer.can_prove(condition):
@@ -213,7 +220,8 @@ class Node:
 
         Raises
         ------
-        FrontendError: if they are not known, not even symbolically.
+        FrontendError
+            If they are not known, not even symbolically.
         """
         shape = value.ty.shape
         if shape is None or not isinstance(shape, relax.ShapeExpr):
@@ -225,7 +233,8 @@ class Node:
 
         Raises
         ------
-        FrontendError: if one of them is symbolic or unknown.
+        FrontendError
+            If one of them is symbolic or unknown.
         """
         dims = self.shape(value)
         integers = [dim for dim in dims if isinstance(dim, int)]
@@ -238,7 +247,8 @@ class Node:
 
         Raises
         ------
-        FrontendError: if it is unknown.
+        FrontendError
+            If it is unknown.
         """
         if value.ty.ndim < 0:
             raise self.refusal("the rank of its input is unknown; give its shape with shapes=")
@@ -249,7 +259,8 @@ class Node:
 
         Raises
         ------
-        FrontendError: if it is out of [-rank, rank).
+        FrontendError
+            If it is out of [-rank, rank).
         """
         if not -rank <= axis < rank:
             raise self.refusal(f"axis {axis} is out of range for rank {rank}")
@@ -291,7 +302,7 @@ def const(value: Any, dtype: str | None = None) -> relax.Expr:
 
 
 def _identity(array: np.ndarray) -> object:
-    """What equal arrays share: of a weight that nobody writes its memory, which the table keeps; else its contents."""
+    """Key that equal arrays share: the memory, kept by the table, of a weight that nobody writes; else the contents."""
     if not array.flags.writeable:
         return array.__array_interface__["data"][0], array.strides
     return hashlib.blake2b(array.tobytes()).digest()
@@ -321,7 +332,7 @@ def dtype_of(value: relax.Expr) -> str:
 
 
 def is_float(dtype: str) -> bool:
-    """Whether a dtype is a floating-point one."""
+    """Return whether a dtype is a floating-point one."""
     return dtype.startswith(("float", "bfloat"))
 
 

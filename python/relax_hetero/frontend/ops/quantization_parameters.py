@@ -21,7 +21,8 @@ def along(node: Node, parameter: relax.Expr, shape: list[Dim], dtype: str) -> re
 
     Raises
     ------
-    FrontendError: if it has another shape, or blocks lie along a symbolic dimension.
+    FrontendError
+        If it has another shape, or blocks lie along a symbolic dimension.
     """
     return _broadcast(node, as_type(node, parameter, dtype), shape)
 
@@ -47,7 +48,8 @@ def check_zero_point(node: Node, scale: int, point: int) -> None:
 
     Raises
     ------
-    FrontendError: if it is neither one number nor of the scale's shape.
+    FrontendError
+        If it is neither one number nor of the scale's shape.
     """
     if not node.has(point):
         return
@@ -57,7 +59,7 @@ def check_zero_point(node: Node, scale: int, point: int) -> None:
 
 
 def is_zero(parameter: relax.Expr) -> bool:
-    """Whether it is known to be zero everywhere."""
+    """Return whether it is known to be zero everywhere."""
     array = as_constant(parameter)
     return array is not None and not array.any()
 

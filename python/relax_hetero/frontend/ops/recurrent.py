@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 from tvm import relax
 
+from ...op.functions import apply_function
 from .elementwise import cast
 from .node import Dim, Node, const, dtype_of
 from .quantization import quantized_and_back
@@ -34,12 +35,18 @@ class Layer:
 
     Attributes
     ----------
-    node: it converts for.
-    hidden: size of the state.
-    recurrent: state weights, transposed, [hidden, gates * hidden].
-    recurrent_bias: bias of the state's part, [gates * hidden], or None.
-    activations: as ONNX orders them.
-    peepholes: LSTM's weights of the cell in its gates, i, o, f, or None.
+    node : Node
+        It converts for.
+    hidden : int
+        Size of the state.
+    recurrent : relax.Expr
+        State weights, transposed, [hidden, gates * hidden].
+    recurrent_bias : relax.Expr or None
+        Bias of the state's part, [gates * hidden], or None.
+    activations : list of Activation
+        As ONNX orders them.
+    peepholes : list of relax.Expr or None
+        LSTM's weights of the cell in its gates, i, o, f, or None.
     """
 
     node: Node
@@ -101,16 +108,13 @@ def _activation(node: Node, name: str, alpha: float | None, beta: float | None, 
     def hard_sigmoid(value: relax.Expr) -> relax.Expr:
         return node.emit(relax.op.clip(moved(scaled(value, of(alpha, 0.2)), of(beta, 0.5)), 0, 1))
 
-    def softsign(value: relax.Expr) -> relax.Expr:
-        return node.emit(relax.op.divide(value, moved(node.emit(relax.op.abs(value)), 1.0)))
-
     known: dict[str, Activation] = {
         "sigmoid": lambda value: node.emit(relax.op.sigmoid(value)),
         "tanh": lambda value: node.emit(relax.op.tanh(value)),
         "relu": lambda value: node.emit(relax.op.nn.relu(value)),
         "leakyrelu": leaky,
         "hardsigmoid": hard_sigmoid,
-        "softsign": softsign,
+        "softsign": lambda value: node.emit(apply_function("softsign", value)),
         "affine": lambda value: moved(scaled(value, of(alpha, 1.0)), of(beta, 0.0)),
     }
     if name.lower() not in known:
@@ -198,10 +202,14 @@ class Direction:
 
     Attributes
     ----------
-    inputs: products of the data with its weights, [steps, batch, gates * hidden].
-    states: before the first step, each [batch, hidden].
-    lengths: of the sequences, [batch, 1], or None.
-    is_backwards: whether it goes from the last step to the first.
+    inputs : relax.Expr
+        Products of the data with its weights, [steps, batch, gates * hidden].
+    states : list of relax.Expr
+        Before the first step, each [batch, hidden].
+    lengths : relax.Expr or None
+        Lengths of the sequences, [batch, 1], or None.
+    is_backwards : bool
+        Whether it goes from the last step to the first.
     """
 
     layer: Layer
@@ -223,7 +231,7 @@ class Direction:
 
 
 RunDirection = Callable[[Callable[[], Direction]], tuple[relax.Expr, list[relax.Expr]]]
-"""Of a direction that it makes: outputs of all steps in time order, [steps, batch, hidden], and the last states."""
+"""Function that runs the direction it makes: outputs of all steps, [steps, batch, hidden], and the last states."""
 
 
 def _direction(node: Node, data: relax.Expr, direction: int, count: int, is_backwards: bool) -> Direction:

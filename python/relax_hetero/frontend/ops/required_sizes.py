@@ -57,7 +57,8 @@ def require_shape(node: Node, value: relax.Expr, expected: Sequence[Dim], subjec
 
     Raises
     ------
-    FrontendError: if its rank is another, or one of its sizes can never agree.
+    FrontendError
+        If its rank is another, or one of its sizes can never agree.
     """
     found = node.shape(value)
 
@@ -93,7 +94,8 @@ def require_fits(node: Node, value: relax.Expr, target: Sequence[Dim], subject: 
 
     Raises
     ------
-    FrontendError: if it has more axes, or one of its sizes can never fit.
+    FrontendError
+        If it has more axes, or one of its sizes can never fit.
     """
     found = node.shape(value)
 
@@ -211,7 +213,8 @@ def stretched(node: Node, values: Sequence[relax.Expr], kept: int = 0) -> list[r
 
     Parameters
     ----------
-    kept: How many of the last axes are no matter of broadcasting.
+    kept : int
+        How many of the last axes are no matter of broadcasting.
     """
     shapes = [_broadcast_dims(node, value, kept) for value in values]
     whole: list[Dim] = [1] * max(map(len, shapes), default=0)
@@ -265,7 +268,8 @@ def laid_by_axis(node: Node) -> Node:
 
     Raises
     ------
-    FrontendError: if the second input has more axes than there are from that one on.
+    FrontendError
+        If the second input has more axes than there are from that one on.
     """
     attributes = {name: value for name, value in node.attributes.items() if name not in ("axis", "broadcast")}
     inputs = list(node.inputs)

@@ -41,7 +41,8 @@ class GrowingSequence:
 
     Attributes
     ----------
-    begin: Tells it from other sequences of the trip.
+    begin : object
+        Tells it from other sequences of the trip.
     """
 
     appended: tuple[relax.Expr, ...] = ()
@@ -53,7 +54,8 @@ def _items(node: Node, index: int = 0) -> list[relax.Expr]:
 
     Raises
     ------
-    FrontendError: if the input is not a sequence of known length.
+    FrontendError
+        If the input is not a sequence of known length.
     """
     value = node.inputs[index] if node.has(index) else None
     if isinstance(value, (LongSequence, GrowingSequence, JoinedSequence)):
@@ -85,7 +87,8 @@ def _computed_position(node: Node, index: int, low: int, high: int) -> relax.Exp
 
     Parameters
     ----------
-    low: Minus the number of tensors, from which positions count that are negative.
+    low : int
+        Minus the number of tensors, from which positions count that are negative.
     """
     if low > high:
         raise node.refusal("takes a tensor of an empty sequence")
@@ -278,7 +281,7 @@ def _equal_parts(node: Node, size: Dim, part: int) -> list[int]:
 
 
 def _has_single_parts(node: Node, size: Any) -> bool:
-    """Whether the parts of an axis of symbolic size are one element each: a number 1, or a vector filled with it."""
+    """True if the parts of an axis of symbolic size are one element each: a number 1, or a vector filled with it."""
     known = node.constant(1)
     if known is not None:
         return known.ndim == 0 and int(known) == 1
@@ -295,6 +298,6 @@ def _has_single_parts(node: Node, size: Any) -> bool:
 
 @converts("OptionalHasElement")
 def optional_has_element(node: Node) -> relax.Expr:
-    """Whether there is a value: known at import, as an empty optional is never made when the model runs."""
+    """Return whether there is a value: known at import, as an empty optional is never made when the model runs."""
     kinds = (relax.Expr, LongSequence, GrowingSequence, JoinedSequence)
     return const(node.has(0) and isinstance(node.inputs[0], kinds))

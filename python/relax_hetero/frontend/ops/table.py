@@ -57,7 +57,7 @@ _SHAPED_AS_INPUT = frozenset({"Hardmax", "LogSoftmax", "Softmax"})
 
 
 def takes_size(op_type: str, place: int) -> bool:
-    """Whether ops of a type read sizes, axes or a number of elements from their input at `place`."""
+    """Return whether ops of a type read sizes, axes or a number of elements from their input at `place`."""
     return op_type in _TAKE_NUMBERS and place >= (op_type != "ConstantOfShape") and (op_type, place) != ("OneHot", 2)
 
 
@@ -81,8 +81,10 @@ def convert_node(node: Node) -> Any:
 
     Raises
     ------
-    FrontendError: if the op, or this form of it, cannot be imported.
-    SizeIsBounded: if its inputs show that a size of the model's inputs is bounded which was not known to be.
+    FrontendError
+        If the op, or this form of it, cannot be imported.
+    SizeIsBounded
+        If its inputs show that a size of the model's inputs is bounded which was not known to be.
     """
     if node.domain == STANDARD:
         _check_lengths(node)

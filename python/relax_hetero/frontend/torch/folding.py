@@ -14,8 +14,10 @@ class Folding:
 
     Parameters
     ----------
-    graph: Graph of an exported program, functional and without random numbers.
-    weights: Placeholder name -> tensor of a parameter, buffer or constant.
+    graph : object
+        Graph of an exported program, functional and without random numbers.
+    weights : mapping of str to object
+        Placeholder name -> tensor of a parameter, buffer or constant.
     """
 
     def __init__(self, graph: Any, weights: Mapping[str, Any]) -> None:

@@ -45,11 +45,13 @@ def dtype_name(dtype: Any, subject: str = "a tensor") -> str:
 
     Parameters
     ----------
-    subject: Owner of the dtype, which the error names.
+    subject : str
+        Owner of the dtype, which the error names.
 
     Raises
     ------
-    FrontendError: If the library has no tensors of it.
+    FrontendError
+        If the library has no tensors of it.
     """
     name = str(dtype)[6:]
     if name not in _DTYPES:
@@ -73,11 +75,16 @@ class TorchNode:
 
     Attributes
     ----------
-    op: Name with overload, "add.Tensor".
-    info: Its names.
-    value: The fake tensor that torch found as its result, or a list of them.
-    tensors: Fake tensors (or numbers) of its arguments, in the order of its schema.
-    used: Which of several results something reads.
+    op : str
+        Name with overload, "add.Tensor".
+    info : NodeInfo
+        Its names.
+    value : object
+        The fake tensor that torch found as its result, or a list of them.
+    tensors : sequence of object
+        Fake tensors (or numbers) of its arguments, in the order of its schema.
+    used : frozenset of int
+        Which of several results something reads.
     """
 
     op: str
@@ -90,7 +97,7 @@ class TorchNode:
 
     @property
     def name(self) -> str:
-        """Of the bindings made of it."""
+        """Name of the bindings made of it."""
         return self.info.name
 
     @property
@@ -171,7 +178,7 @@ class TorchNode:
         return size
 
     def of(self, value: Any) -> TorchNode:
-        """This op, with another result."""
+        """The op with another result."""
         return replace(self, value=value)
 
     def cast(self, value: relax.Expr, dtype: str) -> relax.Expr:
@@ -222,7 +229,7 @@ class TorchNode:
         return axis % rank if rank else 0
 
     def sizes_equal(self, a: Any, b: Any) -> bool:
-        """Whether two sizes are known to be the same."""
+        """Return whether two sizes are known to be the same."""
         return _same(a, b)
 
     def static(self, dims: Sequence[Any], what: str) -> list[int]:

@@ -37,7 +37,8 @@ def float_scalar(node: TorchNode, value: Any) -> relax.Expr:
 
     Raises
     ------
-    FrontendError: If there is no op for a part of it.
+    FrontendError
+        If there is no op for a part of it.
     """
     kind = type(value).__name__
     if value.is_Symbol and str(value) in node.sizes.read:

@@ -29,8 +29,10 @@ class ApiError(Exception):
 
     Attributes
     ----------
-    status: Of HTTP.
-    body: As JSON.
+    status : int
+        Status of HTTP.
+    body : dict of str to object
+        As JSON.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:

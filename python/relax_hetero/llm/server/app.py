@@ -46,14 +46,19 @@ class Settings:
 
     Attributes
     ----------
-    name: Name of the model.
-    api_key: Key that callers must have; None for none.
-    limits: Limits
-    cors_origins: Origins of web pages whose scripts may read answers, such as ``https://chat.example``; ``*`` for all.
+    name : str
+        Name of the model.
+    api_key : str or None
+        Key that callers must have; None for none.
+    limits : Limits
+        Limits
+    cors_origins : tuple of str
+        Origins of web pages whose scripts may read answers, such as ``https://chat.example``; ``*`` for all.
 
     Raises
     ------
-    HeteroError: If a text in `cors_origins` is not an origin, or the key is empty.
+    HeteroError
+        If a text in `cors_origins` is not an origin, or the key is empty.
     """
 
     name: str
@@ -80,10 +85,12 @@ def make_app(engine: Engine, settings: Settings, template: ChatTemplate | None =
 
     Parameters
     ----------
-    engine: Closed by its owner.
-    settings
-    template: Template of conversations; without one, or with one that has a `fault`, ``/v1/chat/completions`` refuses
-        them, and says why.
+    engine : Engine
+        Closed by its owner.
+    settings : Settings
+    template : ChatTemplate, optional
+        Template of conversations; without one, or with one that has a `fault`, ``/v1/chat/completions`` refuses them,
+        and says why.
     """
     server = _Server(engine, settings, template)
     app = FastAPI(title="relax-hetero", docs_url=None, redoc_url=None)
@@ -128,7 +135,7 @@ class _Server:
         return self._card()
 
     async def health(self) -> Response:
-        """Whether requests are taken."""
+        """Return whether requests are taken."""
         healthy = self._engine.healthy
         return JSONResponse({"status": "ok" if healthy else "closed"}, 200 if healthy else 503)
 

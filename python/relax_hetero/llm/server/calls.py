@@ -55,8 +55,10 @@ class StreamedAnswer(Response):
     Parameters
     ----------
     texts, form
-    tells_usage: Whether the last event has the number of tokens.
-    on_end: Called at the end, however it comes.
+    tells_usage : bool
+        Whether the last event has the number of tokens.
+    on_end : callable
+        Called at the end, however it comes.
     """
 
     media_type = "text/event-stream"

@@ -23,7 +23,8 @@ class Connections:
 
     Parameters
     ----------
-    limits: How many there may be.
+    limits : Limits
+        How many there may be.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -67,12 +68,15 @@ class Connection(H11Protocol):
 
     Parameters
     ----------
-    connections: All connections of the server.
-    options: As uvicorn gives them.
+    connections : Connections
+        All connections of the server.
+    options : object
+        As uvicorn gives them.
 
     Attributes
     ----------
-    address: Address of the client; with IPv6 its network, since a client that has one address of it has all.
+    address : str
+        Address of the client; with IPv6 its network, since a client that has one address of it has all.
     """
 
     def __init__(self, connections: Connections, **options: Any) -> None:

@@ -141,9 +141,12 @@ def refuse_changes(given: Mapping[str, Any], changes: Mapping[str, tuple[Any, ..
 
     Parameters
     ----------
-    given: Fields that the endpoint does not take, by name.
-    changes: Rows of this file.
-    place: Where the fields stand in the body, such as ``stream_options.``.
+    given : mapping of str to object
+        Fields that the endpoint does not take, by name.
+    changes : mapping of str to tuple of object
+        Rows of this file.
+    place : str
+        Where the fields stand in the body, such as ``stream_options.``.
     """
     for name, value in given.items():
         if not is_neutral(name, value, changes):

@@ -1,4 +1,4 @@
-"""What is looked at before a request is read: its key, the size of its body; and how it was answered."""
+"""Checks before a request is read: its key, the size of its body; and a log of how it was answered."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ class Guard:
 
     Parameters
     ----------
-    app
-    api_key: That callers of ``/v1`` must have; None for none.
-    body_bytes: The most of a body.
-    body_seconds: That a body may take to come.
-    on_answer: Told the path and status of each answer.
+    app : ASGIApp
+    api_key : str or None
+        Key that callers of ``/v1`` must have; None for none.
+    body_bytes : int
+        The most of a body.
+    body_seconds : float
+        Maximum time for a body to come.
+    on_answer : callable
+        Told the path and status of each answer.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a server takes at most."""
+"""Limits of a server."""
 
 from __future__ import annotations
 
@@ -11,27 +11,36 @@ _MIN_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server takes at most; a request beyond is refused with a message that says what was found.
+    """Limits of a server; a request beyond is refused with a message that says what was found.
 
     Attributes
     ----------
-    prompt_tokens: Tokens of one prompt; 0 for as many as the model's context holds.
-    max_tokens: Tokens of one text; 0 for as many as the context holds. Requests that ask for no number get this many
-        at most.
-    in_flight: Requests at a time; more are answered with 429.
-    choices: Texts of one request: prompts times ``n``.
-    body_bytes: Size of a request's body; larger ones are answered with 413.
-    seconds: Time for a request; then it ends with 504, or with an error in its stream.
-    header_seconds: Time from the first byte of a request, or from the begin of a connection, to the end of the
-        request's headers; then the connection is closed.
-    body_seconds: Time for a request's body to come; slower ones are answered with 408.
-    idle_seconds: Time for which a connection is kept between two requests.
-    read_seconds: Time for which a client may leave an answer unread that fills its buffers; then the connection is
-        closed.
-    connections: Connections in all; 0 for four times `in_flight`, at least 1,024. A new one takes the place of the one
-        that has waited longest without a whole request.
-    address_connections: Connections from one address (of IPv6, one network of 64 bits); 0 for twice `in_flight`, at
-        least 256.
+    prompt_tokens : int
+        Tokens of one prompt; 0 for as many as the model's context holds.
+    max_tokens : int
+        Tokens of one text; 0 for as many as the context holds. Requests that ask for no number get this many at most.
+    in_flight : int
+        Requests at a time; more are answered with 429.
+    choices : int
+        Texts of one request: prompts times ``n``.
+    body_bytes : int
+        Size of a request's body; larger ones are answered with 413.
+    seconds : float
+        Time for a request; then it ends with 504, or with an error in its stream.
+    header_seconds : float
+        Time from the first byte of a request, or from the begin of a connection, to the end of the request's headers;
+        then the connection is closed.
+    body_seconds : float
+        Time for a request's body to come; slower ones are answered with 408.
+    idle_seconds : float
+        Time for which a connection is kept between two requests.
+    read_seconds : float
+        Time for which a client may leave an answer unread that fills its buffers; then the connection is closed.
+    connections : int
+        Connections in all; 0 for four times `in_flight`, at least 1,024. A new one takes the place of the one that has
+        waited longest without a whole request.
+    address_connections : int
+        Connections from one address (of IPv6, one network of 64 bits); 0 for twice `in_flight`, at least 256.
     """
 
     prompt_tokens: int = 0

@@ -33,7 +33,8 @@ class Message(BaseModel):
 
         Parameters
         ----------
-        place: Where the message stands in the body, for errors.
+        place : str
+            Where the message stands in the body, for errors.
         """
         content = self.content
         if isinstance(content, list):
@@ -56,14 +57,18 @@ def rendered(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], valu
 
     Parameters
     ----------
-    template
-    messages: As `Message.plain` gives them.
-    values: Further values for the template.
+    template : ChatTemplate
+    messages : sequence of mapping of str to object
+        As `Message.plain` gives them.
+    values : mapping of str to object
+        Further values for the template.
 
     Raises
     ------
-    RequestError: If the template refuses the conversation.
-    ApiError: If the template leaves out a message, or a field or role of one that changes what is asked.
+    RequestError
+        If the template refuses the conversation.
+    ApiError
+        If the template leaves out a message, or a field or role of one that changes what is asked.
     """
     prompt = template.render(messages, **values)
 

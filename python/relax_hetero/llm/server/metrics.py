@@ -32,11 +32,12 @@ _COUNTERS = {
 
 
 class Metrics:
-    """Of one server.
+    """Metrics of one server.
 
     Parameters
     ----------
-    engine: Its counters are read when they are asked for.
+    engine : Engine
+        Its counters are read when they are asked for.
     """
 
     def __init__(self, engine: Engine) -> None:

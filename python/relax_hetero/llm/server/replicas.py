@@ -29,15 +29,20 @@ def run_replicas(
 
     Parameters
     ----------
-    load: Called in each replica; gives its `engine` and the `template` of conversations.
-    settings
-    replicas: How many.
-    host, port: Where Ray Serve listens.
-    on_ready: Told the address when all replicas have their model.
+    load : callable
+        Called in each replica; gives its `engine` and the `template` of conversations.
+    settings : Settings
+    replicas : int
+        How many.
+    host, port
+        Where Ray Serve listens.
+    on_ready : callable, optional
+        Told the address when all replicas have their model.
 
     Raises
     ------
-    HeteroError: If Ray Serve is not installed, or a replica does not start.
+    HeteroError
+        If Ray Serve is not installed, or a replica does not start.
     """
     serve = _ray_serve()
 

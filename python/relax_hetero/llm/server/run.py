@@ -55,15 +55,20 @@ def serve(
 
     Parameters
     ----------
-    engine: Closed by its owner.
-    settings
-    template: Of conversations.
-    host, port: Where it listens; port 0 for any that is free.
-    on_ready: Told the address when it listens.
+    engine : Engine
+        Closed by its owner.
+    settings : Settings
+    template : ChatTemplate, optional
+        Template of conversations.
+    host, port
+        Where it listens; port 0 for any that is free.
+    on_ready : callable, optional
+        Told the address when it listens.
 
     Raises
     ------
-    HeteroError: If it cannot listen there.
+    HeteroError
+        If it cannot listen there.
     """
     listening = _listen(host, port)
     with listening:

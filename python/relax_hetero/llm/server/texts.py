@@ -15,7 +15,7 @@ from .api_errors import ApiError
 
 @dataclass(frozen=True)
 class Grown:
-    """What one of the texts grew by; without a `delta` it has ended."""
+    """Growth of one of the texts; without a `delta` it has ended."""
 
     index: int
     delta: Delta | None
@@ -26,13 +26,17 @@ class Texts:
 
     Parameters
     ----------
-    requests: One for each choice.
-    begins: What each text begins with, before the model's.
-    seconds: That all of them may take.
+    requests : sequence of Request
+        One for each choice.
+    begins : sequence of str
+        Begin of each text, before the model's.
+    seconds : float
+        Maximum time of all of them.
 
     Attributes
     ----------
-    requests, begins, seconds: As given.
+    requests, begins, seconds
+        As given.
     """
 
     def __init__(self, requests: Sequence[Request], begins: Sequence[str], seconds: float) -> None:
@@ -42,7 +46,7 @@ class Texts:
 
     @property
     def usage(self) -> Usage:
-        """Of all texts; prompts of several choices count once each."""
+        """Usage of all texts; prompts of several choices count once each."""
         each = [request.usage for request in self.requests]
         return Usage(
             sum(usage.prompt_tokens for usage in each),
@@ -57,12 +61,14 @@ class Texts:
             request.cancel()
 
     async def grow(self) -> AsyncIterator[Grown]:
-        """What texts grow by, in the order in which it comes.
+        """Iterate over growth of texts, in the order in which it comes.
 
         Raises
         ------
-        HeteroError: If a request ends with an error.
-        ApiError: If they take too long.
+        HeteroError
+            If a request ends with an error.
+        ApiError
+            If they take too long.
         """
         if len(self.requests) == 1:
             async for delta in self.requests[0]:

@@ -57,13 +57,13 @@ def submit_function(
 ) -> tirx.PrimFunc:
     """A PrimFunc of inputs, the state, `numbers` and results that submits the graph.
 
+    Its arguments are checked as those of any kernel are. Where there is no graph, or no free row, it leaves the
+    submission to the machine (``relax_hetero.submit_graph``).
+
     Parameters
     ----------
     parameters : sequence of Var
-        Of the command buffer, int64: each is an extent of a tensor, or one of `numbers`.
-
-    What it is given is checked as arguments of any kernel are. Where there is no graph, or no free row, it leaves the
-    submission to the machine (``relax_hetero.submit_graph``).
+        Parameters of the command buffer, int64: each is an extent of a tensor, or one of `numbers`.
     """
     layout = Layout(len(inputs) + len(results), len(parameters))
     with Function(name) as function:

@@ -16,11 +16,16 @@ class Float8:
 
     Attributes
     ----------
-    mantissa, bias: Bits of the mantissa, and the number by which exponents are shifted.
-    largest: The code of the largest finite number.
-    beyond: The code of numbers that are larger, where a cast does not saturate.
-    nan: The code that NaN becomes; larger codes than `largest` are NaN or infinity.
-    sign: The sign bit.
+    mantissa, bias : int
+        Bits of the mantissa, and the number by which exponents are shifted.
+    largest : int
+        The code of the largest finite number.
+    beyond : int
+        The code of numbers that are larger, where a cast does not saturate.
+    nan : int
+        The code that NaN becomes; larger codes than `largest` are NaN or infinity.
+    sign : int
+        The sign bit.
     """
 
     mantissa: int

@@ -15,7 +15,7 @@ _VARIABLE = "RELAX_HETERO_CACHE"
 
 
 def cache_finding() -> Finding:
-    """What there is to say of the folder that the environment names."""
+    """Finding about the folder that the environment names."""
     try:
         folder = folder_of()
     except HeteroError as error:

@@ -1,4 +1,4 @@
-"""What ``relax-hetero doctor`` finds: a line each, with what to do. Nothing here needs a package."""
+"""Findings of ``relax-hetero doctor``: a line each, with what to do. Nothing here needs a package."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ class Finding:
 
     Attributes
     ----------
-    section: ``packages``, ``extras``, ``devices``, ``tools`` or ``self-test``.
-    name: What was looked at.
-    about: What was found.
-    fix: What to do about it; empty where nothing has to be done.
+    section : str
+        ``packages``, ``extras``, ``devices``, ``tools`` or ``self-test``.
+    name : str
+        Subject of the check.
+    about : str
+        Result of the check.
+    fix : str
+        Remedy; empty where nothing has to be done.
     """
 
     section: str

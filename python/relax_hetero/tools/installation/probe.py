@@ -1,4 +1,4 @@
-"""What this machine is and can do, as a process of its own finds out."""
+"""Description of this machine that a process of its own finds out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def probe_findings(
 
     Parameters
     ----------
-    command: The process to ask, by default the self-test.
+    command : list of str, optional
+        The process to ask, by default the self-test.
     """
     told, failure = _told(command or [sys.executable, "-m", _SELF_TEST], seconds)
     devices: list[dict[str, Any]] = told.get("devices") or []
@@ -42,7 +43,7 @@ def probe_findings(
 
 
 def _told(command: list[str], seconds: float) -> tuple[dict[str, Any], str]:
-    """What the process printed, and why it did not come to its end."""
+    """Output of the process, and why it did not come to its end."""
     told: dict[str, Any] = {"tests": []}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)

@@ -68,11 +68,16 @@ class _UnreadCalls:
 
     Attributes
     ----------
-    opaque: Functions that are impure, or call code which the module lacks, directly or through others.
-    rewritten: Results of calls of packed functions and closures.
-    into_results: The subset of `rewritten` whose packed function writes into memory that it is given.
-    variables: Parameters and other variables of function type.
-    functions: Names of functions of the module.
+    opaque : set
+        Functions that are impure, or call code which the module lacks, directly or through others.
+    rewritten : set of relax.Var
+        Results of calls of packed functions and closures.
+    into_results : set of relax.Var
+        The subset of `rewritten` whose packed function writes into memory that it is given.
+    variables : set of relax.Var
+        Parameters and other variables of function type.
+    functions : set of str
+        Names of functions of the module.
     """
 
     def __init__(self, mod: tvm.IRModule) -> None:
@@ -116,7 +121,7 @@ class _UnreadCalls:
         return var
 
     def _is_opaque(self, binding: relax.Binding) -> bool:
-        """Whether a value comes from code that the module lacks, by a call that says it is pure."""
+        """Return whether a value comes from code that the module lacks, by a call that says it is pure."""
         value = binding.value
         if isinstance(value, relax.If):
             return any(self._is_opaque(each) for each in _inside(value))
@@ -134,7 +139,7 @@ class _UnreadCalls:
         return isinstance(callee, relax.ExternFunc) and not is_own_function(callee.global_symbol)
 
     def _has_effect(self, binding: relax.Binding) -> bool:
-        """Whether a value is impure, or becomes so."""
+        """Return whether a value is impure, or becomes so."""
         value = binding.value
         if isinstance(value, relax.If):
             return any(map(self._has_effect, _inside(value)))

@@ -50,7 +50,7 @@ class TracedPass:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the module was kept before and after the pass: not where it failed, or saw kernels alone."""
+        """True if the module was kept before and after the pass: not where it failed, or saw kernels alone."""
         return self._before is not None and self._after is not None
 
     @property
@@ -65,12 +65,12 @@ class TracedPass:
 
     @property
     def changed(self) -> bool:
-        """Whether the text of any function, or an attribute of the module, is another one after the pass."""
+        """True if the text of any function, or an attribute of the module, is another one after the pass."""
         return bool(self.changes)
 
     @property
     def changes(self) -> tuple[FunctionChange, ...]:
-        """What the pass did, function by function; made when it is first asked for."""
+        """Changes by the pass, function by function; made when it is first asked for."""
         if self._changes is None:
             if self._before is None or self._after is None or self._before is self._after:
                 self._changes = ()
@@ -89,12 +89,17 @@ def _kept(one: TracedPass, snapshot: Snapshot | None) -> Snapshot:
 class PassTrace(AbstractContextManager["PassTrace"]):
     """The passes that ran while this was open; `trace_passes` makes one. Printing it gives a table.
 
+    Parameters
+    ----------
+    kernels : bool
+        As `trace_passes` takes it.
+
     Attributes
     ----------
     passes : list of TracedPass
         In the order in which they began.
     result : tvm.IRModule or None
-        What the passes made of the module that `trace_passes` was given; None without one.
+        Module after the passes that `trace_passes` was given; None without one.
     """
 
     def __init__(self, kernels: bool = False) -> None:
@@ -203,6 +208,11 @@ class PassTrace(AbstractContextManager["PassTrace"]):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a page of HTML with the passes, their times and what each changed; it needs no network.
+
+        Parameters
+        ----------
+        path : str or PathLike of str
+            File to write; one that is there is replaced.
 
         Raises
         ------

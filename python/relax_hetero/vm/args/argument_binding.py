@@ -25,9 +25,12 @@ class BoundArguments(NamedTuple):
 
     Attributes
     ----------
-    values: What the function takes.
-    dims: The values of its symbolic dimensions.
-    lent: Address ranges of the caller's memory that results must not share.
+    values : sequence of object
+        Arguments as the function takes them.
+    dims : DimValues
+        The values of its symbolic dimensions.
+    lent : list of AddressRange
+        Address ranges of the caller's memory that results must not share.
     """
 
     values: Sequence[Any]
@@ -40,13 +43,17 @@ class ArgumentBinder:
 
     Parameters
     ----------
-    devices: By manifest index; the last is the host.
-    scopes: The memory scope of each.
-    limits: What a call with symbolic sizes may need.
+    devices : sequence of runtime.Device
+        Devices by manifest index; the last is the host.
+    scopes : sequence of str
+        The memory scope of each.
+    limits : MemoryLimits, optional
+        Limits for calls with symbolic sizes.
 
     Attributes
     ----------
-    caches: By function, the calls that were found to fit.
+    caches : dict of str to CallCache
+        Calls of each function that were found to fit.
     """
 
     def __init__(
@@ -94,7 +101,8 @@ class ArgumentBinder:
 
         Returns
         -------
-        tuple: The function's cache; all arguments by position, None where they cannot be; the earlier call, None where
+        tuple
+            The function's cache; all arguments by position, None where they cannot be; the earlier call, None where
             there is none; and the arguments as tensors. Where there is no such call, the arguments by position have
             tensors in the place of foreign ones: each is asked for its memory once.
         """
@@ -140,13 +148,17 @@ class ArgumentBinder:
 
         Parameters
         ----------
-        args, kwargs: The caller's.
-        keep: Whether they are for later calls, too: then each gets memory of its own.
+        args, kwargs
+            The caller's.
+        keep : bool
+            Whether they are for later calls, too: then each gets memory of its own.
 
         Raises
         ------
-        BindingError: Arguments that do not fit.
-        MemoryLimitError: Sizes that need more memory than the machine may take.
+        BindingError
+            Arguments that do not fit.
+        MemoryLimitError
+            Sizes that need more memory than the machine may take.
         """
         params, dims, lent = self._params.get(signature.name, ({}, DimValues(), []))
         about = self._executable.metadata
@@ -192,13 +204,17 @@ def match_names(
 
     Parameters
     ----------
-    signature: The function's.
-    args, kwargs: What this call gives.
-    given: Parameters that were placed before, by input index.
+    signature : FunctionSignature
+        The function's.
+    args, kwargs
+        Arguments of this call.
+    given : mapping of int to object
+        Parameters that were placed before, by input index.
 
     Raises
     ------
-    BindingError: Too many, too few, unknown or repeated arguments.
+    BindingError
+        Too many, too few, unknown or repeated arguments.
     """
     names = signature.input_names
     hint = "" if kwargs else _packed_hint(signature, args)
@@ -247,7 +263,8 @@ def shared_params(params: Mapping[str, Any] | Sequence[Any], signatures: Sequenc
 
     Raises
     ------
-    BindingError: For anything else; for a name that none of the functions has.
+    BindingError
+        For anything else; for a name that none of the functions has.
     """
     functions = " and ".join(repr(signature.name) for signature in signatures)
     lists = [signature.input_names[signature.num_input :] for signature in signatures]

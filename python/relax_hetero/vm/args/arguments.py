@@ -22,6 +22,7 @@ from ...artifact.dims import DimValues
 from ...artifact.metadata import CPU
 from ...artifact.signature import PrimSpec, ShapeSpec, TensorSpec, TupleSpec, ValueSpec, describe
 from ...errors import BindingError, HeteroError
+from ...target.backend import backend_of_type
 from ...target.element_types import bits_of, numpy_dtype
 from ..device.cuda_library import CUDA_HOST
 from ..device.tensors import (
@@ -53,16 +54,24 @@ class Placement:
 
     Attributes
     ----------
-    devices: By manifest index; the last is the host.
-    scopes: Memory scope by manifest index; the last is the host's.
-    dims: Symbolic dimensions met so far.
-    keep: Whether foreign memory must be copied even where it could be lent: the values outlive the call.
-    alignment: What kernels need of a tensor's address, in bytes.
-    lends_arrays: Whether numpy arrays may be lent: no kernel writes to an argument.
-    lent: Address ranges of the caller's tensors that were taken as they are.
-    copies: Whether the values must be new memory: they will be written.
-    donates: Whether the caller's memory may be written: it is taken as it is where that can be, and is not among
-        `lent`.
+    devices : sequence of runtime.Device
+        Devices by manifest index; the last is the host.
+    scopes : sequence of str
+        Memory scope by manifest index; the last is the host's.
+    dims : DimValues
+        Symbolic dimensions met so far.
+    keep : bool
+        Whether foreign memory must be copied even where it could be lent: the values outlive the call.
+    alignment : int
+        Alignment in bytes that kernels need of a tensor's address.
+    lends_arrays : bool
+        Whether numpy arrays may be lent: no kernel writes to an argument.
+    lent : list of AddressRange
+        Address ranges of the caller's tensors that were taken as they are.
+    copies : bool
+        Whether the values must be new memory: they will be written.
+    donates : bool
+        Whether the caller's memory may be written: it is taken as it is where that can be, and is not among `lent`.
     """
 
     devices: Sequence[runtime.Device]
@@ -81,7 +90,8 @@ def place(value: Any, spec: ValueSpec, where: str, to: Placement) -> Any:
 
     Raises
     ------
-    BindingError: A value of another kind, element type, rank, extent or length; the message begins with `where`.
+    BindingError
+        A value of another kind, element type, rank, extent or length; the message begins with `where`.
     """
     try:
         if isinstance(spec, TensorSpec):
@@ -132,7 +142,8 @@ def as_tensor(value: Any, where: str, spec: TensorSpec) -> runtime.Tensor | np.n
 
     Raises
     ------
-    BindingError: For an object without memory to read: on a device that is not here, sparse, of impossible size.
+    BindingError
+        For an object without memory to read: on a device that is not here, sparse, of impossible size.
     """
     if isinstance(value, _Tensor):
         return _checked(value, where)
@@ -180,11 +191,9 @@ def from_dlpack(value: Any) -> runtime.Tensor:
     """A tvm tensor over the memory of an object with ``__dlpack__``."""
     if hasattr(value, "is_neg"):
         value = _plain_torch(value)
-    device_type = int(value.__dlpack_device__()[0])
-    if device_type == 2:
-        # Work that the producer queued on its own stream comes before ours on the legacy default stream (1).
-        return tvm_ffi.from_dlpack(value.__dlpack__(stream=1))
-    return tvm_ffi.from_dlpack(value)
+    stream = backend_of_type(int(value.__dlpack_device__()[0])).dlpack_stream
+    # Work that the producer queued on its own stream comes before ours.
+    return tvm_ffi.from_dlpack(value if stream is None else value.__dlpack__(stream=stream))
 
 
 def _plain_torch(value: Any) -> Any:

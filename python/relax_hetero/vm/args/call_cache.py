@@ -42,15 +42,24 @@ class CachedCall:
 
     Attributes
     ----------
-    nbytes: Size of each argument that results must not share memory with; 0 of one that is donated.
-    sizes: Size of each argument.
-    moves: Arguments that kernels must see from another device id.
-    rest: Parameters that follow, placed before.
-    rest_lent: Their address ranges.
-    dims: The values of its symbolic dimensions.
-    outs: Looks of ``out=`` that were found to fit.
-    shared: What the machine found out about these looks once (`driver.link.repeated_calls`); None before.
-    round: When the machine's buffer pool was told of its extents, in rounds of the pool; -1 before.
+    nbytes : tuple of int
+        Size of each argument that results must not share memory with; 0 of one that is donated.
+    sizes : tuple of int
+        Size of each argument.
+    moves : tuple of (int, runtime.Device)
+        Arguments that kernels must see from another device id.
+    rest : tuple of object
+        Parameters that follow, placed before.
+    rest_lent : list of AddressRange
+        Their address ranges.
+    dims : DimValues
+        The values of its symbolic dimensions.
+    outs : set of Look
+        Looks of ``out=`` that were found to fit.
+    shared : tuple of object or None
+        Facts that the machine found out about these looks once (`driver.link.repeated_calls`); None before.
+    round : int
+        When the machine's buffer pool was told of its extents, in rounds of the pool; -1 before.
     """
 
     nbytes: tuple[int, ...]
@@ -64,7 +73,7 @@ class CachedCall:
     round: int = -1
 
     def settles(self, signature: FunctionSignature) -> bool:
-        """Whether the arguments alone decide the shape of the function's one result."""
+        """Return whether the arguments alone decide the shape of the function's one result."""
         if signature.output_is_tuple:
             return False
         (spec,) = signature.outputs
@@ -90,7 +99,7 @@ class CachedCall:
         return [(begin, begin + size) for begin, size in zip(begins, self.nbytes, strict=True)] + self.rest_lent
 
     def shares(self, address: int, tensors: Sequence[runtime.Tensor]) -> bool:
-        """Whether an address is in memory of these arguments (or may be in that of parameters)."""
+        """Return whether an address is in memory of these arguments (or may be in that of parameters)."""
         for tensor, size in zip(tensors, self.nbytes):  # noqa: B905 (strict takes as long as the rest)
             if 0 <= address - tensor.data_ptr() < size:
                 return True
@@ -102,10 +111,14 @@ class CallCache:
 
     Parameters
     ----------
-    alignment: Of tensors in bytes, a power of two, as kernels need it.
-    takes_arrays: Whether numpy arrays may be lent to kernels.
-    names: The function's inputs.
-    donated: Those of them that a call consumes.
+    alignment : int
+        Alignment of tensors in bytes, a power of two, as kernels need it.
+    takes_arrays : bool
+        Whether numpy arrays may be lent to kernels.
+    names : tuple of str
+        The function's inputs.
+    donated : tuple of str
+        Those of them that a call consumes.
     """
 
     __slots__ = ("_calls", "_donated", "_mask", "_names", "_takes_arrays")
@@ -150,7 +163,7 @@ class CallCache:
         return call, tensors
 
     def _may_consume(self, args: Sequence[Any], tensors: Sequence[runtime.Tensor], call: CachedCall) -> bool:
-        """Whether each donated argument may be written and has memory of its own."""
+        """Return whether each donated argument may be written and has memory of its own."""
         for index in self._donated:
             if isinstance(args[index], np.ndarray) and not args[index].flags.writeable:
                 return False
@@ -176,10 +189,14 @@ class CallCache:
 
         Parameters
         ----------
-        args: What the caller gave, all by position.
-        values: What the function takes for it; parameters that were placed before follow.
-        dims: The values of symbolic dimensions.
-        lent: Address ranges of those parameters.
+        args : sequence of object
+            Arguments of the caller, all by position.
+        values : sequence of object
+            Arguments as the function takes them; parameters that were placed before follow.
+        dims : DimValues
+            The values of symbolic dimensions.
+        lent : list of AddressRange
+            Address ranges of those parameters.
         """
         looks: list[Look] = []
         moves: list[tuple[int, runtime.Device]] = []

@@ -22,7 +22,8 @@ def check_donated(signature: FunctionSignature, values: Sequence[Any]) -> None:
 
     Parameters
     ----------
-    values: What the function takes, in the order of its inputs.
+    values : sequence of object
+        Arguments as the function takes them, in the order of its inputs.
     """
     ranges = [(spec.name, address_ranges(value)) for spec, value in zip(signature.inputs, values, strict=True)]
     for name, mine in ranges:
@@ -42,10 +43,13 @@ class LentMemory(NamedTuple):
 
     Attributes
     ----------
-    name: Name of the input.
-    range: Its addresses.
-    owner: Object that keeps the caller's memory: a weak reference to it, or a TVM tensor itself, which cannot be
-        referred to weakly. None where the memory is the machine's, or nothing tells when the caller drops it.
+    name : str
+        Name of the input.
+    range : AddressRange
+        Its addresses.
+    owner : object
+        Object that keeps the caller's memory: a weak reference to it, or a TVM tensor itself, which cannot be referred
+        to weakly. None where the memory is the machine's, or nothing tells when the caller drops it.
     """
 
     name: str
@@ -53,7 +57,7 @@ class LentMemory(NamedTuple):
     owner: Any = None
 
     def is_kept(self) -> bool:
-        """Whether the caller has the memory still, so that nothing else can have been given it."""
+        """Return whether the caller has the memory still, so that nothing else can have been given it."""
         return (self.owner() if isinstance(self.owner, weakref.ref) else self.owner) is not None
 
 
@@ -63,7 +67,8 @@ class ArgumentMemory:
 
     Attributes
     ----------
-    read, consumed: Memory that it leaves as it is, and memory that it may overwrite.
+    read, consumed : tuple of LentMemory
+        Memory that it leaves as it is, and memory that it may overwrite.
     """
 
     function: str
@@ -108,7 +113,8 @@ class CallsApart:
 
     Attributes
     ----------
-    is_needed: Whether there has been a machine whose calls consume arguments.
+    is_needed : bool
+        Whether there has been a machine whose calls consume arguments.
     """
 
     def __init__(self) -> None:

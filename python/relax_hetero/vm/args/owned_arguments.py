@@ -28,8 +28,10 @@ def own_arguments(
 
     Parameters
     ----------
-    devices: By manifest index.
-    is_late: Whether arguments are placed later; else those for other devices than the host are copied there anyway.
+    devices : sequence of runtime.Device
+        Devices by manifest index.
+    is_late : bool
+        Whether arguments are placed later; else those for other devices than the host are copied there anyway.
     """
     specs = {spec.name: spec for spec in signature.inputs}
 

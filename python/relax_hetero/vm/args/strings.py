@@ -26,7 +26,8 @@ def encoded(
 
     Raises
     ------
-    BindingError: for elements that are no strings.
+    BindingError
+        For elements that are no strings.
     """
     codes = {text: code for code, text in enumerate(signature.strings)}
 

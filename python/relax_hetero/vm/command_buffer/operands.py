@@ -29,7 +29,8 @@ class Number:
 
     Attributes
     ----------
-    text: In the grammar of `dims.parse_dim`, of at most `MOST_CHARACTERS`: what nests deeper cannot be parsed.
+    text : str
+        In the grammar of `dims.parse_dim`, of at most `MOST_CHARACTERS`: what nests deeper cannot be parsed.
     """
 
     text: str
@@ -68,10 +69,14 @@ class MemoryRange:
 
     Attributes
     ----------
-    owner: The command buffer it belongs to.
-    space: ``"slot"`` or ``"direct"``.
-    offset: Bytes.
-    length: Bytes; None for as many as the command asks for, where it asks for any, else all there are from `offset` on.
+    owner : object
+        The command buffer it belongs to.
+    space : str
+        ``"slot"`` or ``"direct"``.
+    offset : Integer
+        Bytes.
+    length : Integer or None
+        Bytes; None for as many as the command asks for, where it asks for any, else all there are from `offset` on.
     """
 
     owner: Any = field(repr=False, compare=False)
@@ -151,7 +156,8 @@ def substituted(extent: Dim, values: dict[str, Integer], what: str) -> Integer:
 
     Raises
     ------
-    BindingError: The extent is no arithmetic of names that have values; the message begins with `what`.
+    BindingError
+        The extent is no arithmetic of names that have values; the message begins with `what`.
     """
     if not isinstance(extent, str):
         return extent
@@ -189,10 +195,14 @@ class Limit:
 
     Attributes
     ----------
-    what: What messages call it.
-    value: Arithmetic of parameters and sizes of bindings.
-    low, high: The least and greatest value.
-    multiple: Of what it must be a multiple.
+    what : str
+        Name in messages.
+    value : str
+        Arithmetic of parameters and sizes of bindings.
+    low, high : int or None
+        The least and greatest value.
+    multiple : int
+        Number that it must be a multiple of.
     """
 
     what: str

@@ -71,7 +71,7 @@ class Requirement:
 
     @property
     def is_written(self) -> bool:
-        """Whether any command writes it."""
+        """True if any command writes it."""
         return self.access in (WRITE, READ_WRITE)
 
     @property
@@ -104,8 +104,10 @@ class DispatchArguments:
 
     Attributes
     ----------
-    scalars: Numbers, without those of workgroups.
-    extents: For each tensor its extents, and its bytes.
+    scalars : tuple of object
+        Numbers, without those of workgroups.
+    extents : tuple of (tuple of Integer, Integer)
+        For each tensor its extents, and its bytes.
     """
 
     kernel: Kernel
@@ -119,7 +121,8 @@ def dispatch_arguments(kernel: Kernel, operands: Sequence[MemoryRange], scalars:
 
     Raises
     ------
-    BindingError: A wrong number of operands or scalars, scalars that are missing, unknown or of another kind.
+    BindingError
+        A wrong number of operands or scalars, scalars that are missing, unknown or of another kind.
     """
     spec, where = kernel.spec, f"kernel {kernel.spec.name!r}"
     if len(operands) != len(spec.tensors):
@@ -180,7 +183,7 @@ def _extents(tensor: TensorParam, values: dict[str, Integer], what: str) -> tupl
 
 
 COUNT_BYTES = 4
-"""Of a workgroup count or a predicate in memory, an int32."""
+"""Bytes of a workgroup count or a predicate in memory, an int32."""
 
 
 @dataclass(frozen=True)
@@ -189,10 +192,14 @@ class Recording:
 
     Attributes
     ----------
-    device: Manifest index.
-    parameters: ``"int64"`` for each that is used as an integer anywhere, ``"float64"`` for the others.
-    written_directs: Indices of those that commands write.
-    may_overlap: Pairs of slots.
+    device : int
+        Manifest index.
+    parameters : tuple of str
+        ``"int64"`` for each that is used as an integer anywhere, ``"float64"`` for the others.
+    written_directs : frozenset of int
+        Indices of those that commands write.
+    may_overlap : frozenset of (int, int)
+        Pairs of slots.
     """
 
     device: int
@@ -211,9 +218,12 @@ class Recorder:
 
     Parameters
     ----------
-    device: Manifest index.
-    slots, parameters: How many there are.
-    may_overlap: Pairs of slots whose bindings may share bytes.
+    device : int
+        Manifest index.
+    slots, parameters : int
+        How many there are.
+    may_overlap : frozenset of (int, int)
+        Pairs of slots whose bindings may share bytes.
     """
 
     def __init__(self, device: int, slots: int, parameters: int, may_overlap: frozenset[tuple[int, int]]) -> None:

@@ -21,7 +21,8 @@ class CudaDriver:
 
     Parameters
     ----------
-    api: ``cuda.bindings.driver``.
+    api : object
+        ``cuda.bindings.driver``.
     """
 
     def __init__(self, api: Any) -> None:

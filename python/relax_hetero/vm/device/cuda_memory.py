@@ -23,7 +23,8 @@ class PinnedBlock:
 
     Parameters
     ----------
-    gpu: Any: each can use the memory.
+    gpu : int
+        Any: each can use the memory.
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, nbytes: int) -> None:
@@ -38,7 +39,8 @@ class DeviceBlock:
 
     Parameters
     ----------
-    gpu: Whose memory.
+    gpu : int
+        Whose memory.
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, nbytes: int) -> None:
@@ -62,12 +64,14 @@ def pinned_array(shape: int | tuple[int, ...], dtype: str | np.dtype[Any] = "flo
     Parameters
     ----------
     shape : int or tuple of int
+        Extents.
     dtype : str or numpy.dtype
-        By name also those that numpy lacks (``"bfloat16"``).
+        Element type; by name also those that numpy lacks (``"bfloat16"``).
 
     Returns
     -------
     numpy.ndarray
+        Array of these extents.
 
     Raises
     ------

@@ -25,13 +25,17 @@ def run_in_threads(
 
     Parameters
     ----------
-    workers: How many threads, at most as many as there are tasks.
-    name: Of the threads.
-    on_done: Called in this thread with the number of each task that has ended.
+    workers : int
+        How many threads, at most as many as there are tasks.
+    name : str
+        Name of the threads.
+    on_done : callable, optional
+        Called in this thread with the number of each task that has ended.
 
     Raises
     ------
-    Exception: Of the first task, in order, that raised one; all others have ended then.
+    Exception
+        The exception of the first task, in order, that raised one; all others have ended then.
     """
     if not tasks:
         return []

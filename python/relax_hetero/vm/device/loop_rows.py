@@ -30,8 +30,10 @@ def append_row(
 
     Parameters
     ----------
-    rows: ``[capacity, *row.shape]``; anything in the first trip.
-    trip, trips: Scalars: how many rows there are, and how many there may be at most.
+    rows : runtime.Tensor
+        ``[capacity, *row.shape]``; anything in the first trip.
+    trip, trips : runtime.Tensor
+        Scalars: how many rows there are, and how many there may be at most.
     """
     count, shape = _number(trip), tuple(row.shape)
     if count == 0:
@@ -56,8 +58,10 @@ def new_rows(shape: Sequence[int], dtype: str, trips: runtime.Tensor, number: in
 
     Parameters
     ----------
-    trips: A scalar, how many there may be; none where it is negative.
-    number: Tells apart what one loop collects.
+    trips : runtime.Tensor
+        A scalar, how many there may be; none where it is negative.
+    number : int
+        Tells apart what one loop collects.
     """
     return empty((max(0, _number(trips)), *(int(extent) for extent in shape)), dtype, trips.device)
 

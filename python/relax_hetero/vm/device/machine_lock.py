@@ -29,7 +29,8 @@ class MachineLock:
 
     Attributes
     ----------
-    held: Reentrant; raises HeteroError once `refuse` was called.
+    held : object
+        Reentrant; raises HeteroError once `refuse` was called.
     """
 
     __slots__ = ("__weakref__", "held")
@@ -40,7 +41,7 @@ class MachineLock:
             _all.add(self)
 
     def is_free(self) -> bool:
-        """Whether this thread could hold the lock now, and another one does not."""
+        """Return whether this thread could hold the lock now, and another one does not."""
         if isinstance(self.held, _RefusingLock) or not self.held.acquire(blocking=False):
             return False
         self.held.release()
@@ -102,7 +103,8 @@ def hold_all(until: float) -> None:
 
     Parameters
     ----------
-    until: When to give up waiting for a call, as `time.monotonic` tells it.
+    until : float
+        When to give up waiting for a call, as `time.monotonic` tells it.
     """
     with _listed:
         locks = list(_all)

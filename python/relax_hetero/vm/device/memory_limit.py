@@ -35,15 +35,20 @@ class MemoryLimits:
 
     Parameters
     ----------
-    metadata: The executable's.
-    limit: For every device, or from devices (as ``VirtualMachine(devices=)`` names them) to their own: bytes, or text
-        as `bytes_of_text` reads it.
-    max_in_flight: How many submitted calls may be under way at once.
+    metadata : Metadata
+        The executable's.
+    limit : object
+        For every device, or from devices (as ``VirtualMachine(devices=)`` names them) to their own: bytes, or text as
+        `bytes_of_text` reads it.
+    max_in_flight : int
+        How many submitted calls may be under way at once.
 
     Raises
     ------
-    BindingError: An unknown device, or no number of bytes.
-    MemoryLimitError: Weights, or a function whose sizes are known, that need more than the limit.
+    BindingError
+        An unknown device, or no number of bytes.
+    MemoryLimitError
+        Weights, or a function whose sizes are known, that need more than the limit.
     """
 
     def __init__(self, metadata: Metadata, limit: object, max_in_flight: int) -> None:
@@ -122,7 +127,8 @@ class PoolWatch:
 
     Attributes
     ----------
-    round: How often it was emptied. Who noted extents in this round need not do so again.
+    round : int
+        How often it was emptied. Who noted extents in this round need not do so again.
     """
 
     shapes: set[Hashable] = field(default_factory=set)

@@ -13,8 +13,9 @@ from typing import Protocol
 import numpy as np
 from tvm import runtime
 
+from ...target.backend import backend_of_device
 from ...target.element_types import bytes_for
-from .cuda_library import CUDA, CudaLibrary, cuda_library
+from .cuda_library import CudaLibrary, cuda_library
 from .cuda_memory import PinnedBlock
 from .tensors import alias, empty, is_host, nbytes_of, view_bytes
 
@@ -36,12 +37,15 @@ class BlockPool:
 
     Parameters
     ----------
-    make: Makes a block of so many bytes.
-    limit: Bytes in blocks, lent and kept, beyond which none is made.
+    make : callable
+        Makes a block of so many bytes.
+    limit : int
+        Bytes in blocks, lent and kept, beyond which none is made.
 
     Attributes
     ----------
-    nbytes: Bytes in blocks, lent and kept.
+    nbytes : int
+        Bytes in blocks, lent and kept.
     """
 
     def __init__(self, make: Callable[[int], MemoryBlock], limit: int) -> None:
@@ -109,7 +113,7 @@ PINNED_BYTES = 128 << 10
 """Smaller tensors arrive as soon in memory that is not pinned, and leave as soon from there."""
 
 TRANSFER_BYTES = 2 << 30
-"""Of host memory that is pinned for each GPU: for what plain calls bring from it, and for what is made to go to it."""
+"""Bytes of host memory pinned for each GPU: for transfers of plain calls from it, and for tensors that go to it."""
 
 
 class PinnedPool(BlockPool):
@@ -119,8 +123,10 @@ class PinnedPool(BlockPool):
 
     Parameters
     ----------
-    gpu: Any.
-    limit: Bytes of pinned memory, lent and kept, beyond which none is pinned.
+    gpu : int
+        Any.
+    limit : int
+        Bytes of pinned memory, lent and kept, beyond which none is pinned.
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, limit: int) -> None:
@@ -135,7 +141,8 @@ def arrival(
     That is `room`, if its memory is pinned. None for other devices, and where any memory will do or the limit is
     reached.
     """
-    if source.device.dlpack_device_type() != CUDA or not is_host(device) or nbytes_of(source) < PINNED_BYTES:
+    is_fast = backend_of_device(source.device).pins_memory
+    if not is_fast or not is_host(device) or nbytes_of(source) < PINNED_BYTES:
         return None
     library = cuda_library()
     if library is not None and room is not None and library.is_pinned(room.data_ptr()):

@@ -72,7 +72,8 @@ def settle_on_nodes(metadata: Metadata, constants: Sequence[Any]) -> None:
 
     Parameters
     ----------
-    constants: Tensors on their devices, in the order of ``metadata.constants``.
+    constants : sequence of object
+        Tensors on their devices, in the order of ``metadata.constants``.
     """
     for constant, spec in zip(constants, metadata.constants, strict=True):
         node = metadata.devices[spec.device].numa_node if spec.device >= 0 else None

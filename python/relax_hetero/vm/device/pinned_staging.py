@@ -51,7 +51,7 @@ _DESK_WORDS = 16
 """Words of 8 bytes at which a caller and its helpers meet."""
 
 _BUFFERS = 2
-"""Of each thread: one is copied by the host, one by the GPU."""
+"""Number of buffers of each thread: one is copied by the host, one by the GPU."""
 
 Part: TypeAlias = tuple[int, int]
 """Offset and bytes."""
@@ -62,9 +62,11 @@ class Loop(NamedTuple):
 
     Attributes
     ----------
-    copy: Copies, by the addresses of a desk, of a `Job`, and of the caller's `_Buffer` entries; ends the helpers where
+    copy : callable
+        Copies, by the addresses of a desk, of a `Job`, and of the caller's `_Buffer` entries; ends the helpers where
         there is no job.
-    help: Helps with the copies of a desk, by the addresses of that and of a helper's entries, until it is told to end.
+    help : callable
+        Helps with the copies of a desk, by the addresses of that and of a helper's entries, until it is told to end.
     """
 
     copy: Callable[[int, int, int], int]
@@ -129,8 +131,10 @@ class Staging:
 
     Parameters
     ----------
-    threads: How many copy, the caller's among them.
-    part: Bytes of a buffer.
+    threads : int
+        How many copy, the caller's among them.
+    part : int
+        Bytes of a buffer.
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, threads: int, loop: Loop, part: int = PART_BYTES) -> None:

@@ -38,8 +38,10 @@ class Threads:
 
     Attributes
     ----------
-    width: How many, the caller included.
-    are_stock: Whether they are TVM's: the code brings no workers along, or they are to be pinned.
+    width : int
+        How many, the caller included.
+    are_stock : bool
+        Whether they are TVM's: the code brings no workers along, or they are to be pinned.
     """
 
     width: int
@@ -51,9 +53,12 @@ class Pool:
 
     Attributes
     ----------
-    width: How many threads there are, the caller included; 0 before its first call.
-    used: How many of them kernels are cut for; -1 where they stayed behind in a process that this one was forked from.
-    alone: Calls since another thread was in one.
+    width : int
+        How many threads there are, the caller included; 0 before its first call.
+    used : int
+        How many of them kernels are cut for; -1 where they stayed behind in a process that this one was forked from.
+    alone : int
+        Calls since another thread was in one.
     """
 
     __slots__ = ("alone", "are_stock", "used", "width")
@@ -73,7 +78,7 @@ _calling: set[Pool] = set()
 
 
 def has_lost_threads(threads: Threads) -> bool:
-    """Whether this thread's pool stayed behind in the process that this one was forked from: kernels would wait.
+    """Return whether this thread's pool stayed behind in the process that this one was forked from: kernels would wait.
 
     Workers can be begun anew, TVM's pool of a thread cannot.
     """
@@ -111,7 +116,8 @@ def threads_of_queues(cores: Sequence[int]) -> list[int]:
 
     Parameters
     ----------
-    cores: How many cores each one's code was compiled for; 0 where nobody said.
+    cores : sequence of int
+        How many cores each one's code was compiled for; 0 where nobody said.
     """
     share = max(1, (_given_threads() or num_cores()) // max(1, len(cores)))
     return [min(share, own or share) for own in cores]

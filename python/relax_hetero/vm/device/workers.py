@@ -78,7 +78,8 @@ def core_numbers(cores: Sequence[Sequence[int]]) -> list[int]:
 
     Parameters
     ----------
-    cores: The CPUs of each core, those that this process may use. CPUs between them that it may not are on their own.
+    cores : sequence of sequence of int
+        The CPUs of each core, those that this process may use. CPUs between them that it may not are on their own.
     """
     numbers = list(range(min(max((cpu for core in cores for cpu in core), default=-1) + 1, names.MAX_CPUS)))
     for core in cores:

@@ -33,10 +33,14 @@ class CudaModule:
 
     Attributes
     ----------
-    format: "cuda" for source, "cubin" for machine code.
-    kernels: Of each kernel what a launch needs to know, as TVM writes it.
-    names: Of the kernels.
-    code: Source or machine code.
+    format : str
+        "cuda" for source, "cubin" for machine code.
+    kernels : bytes
+        Launch description of each kernel, as TVM writes it.
+    names : tuple of str
+        Names of the kernels.
+    code : bytes
+        Source or machine code.
     """
 
     format: str
@@ -84,7 +88,7 @@ def read_only_module(block: bytes) -> CudaModule:
 
 
 def source_key(source: bytes) -> str:
-    """By what the machine code of a source is found."""
+    """Key of the machine code of a source."""
     return hashlib.blake2b(source, digest_size=20).hexdigest()
 
 
@@ -93,8 +97,10 @@ def with_machine_code(block: bytes, cubins: Mapping[str, bytes]) -> bytes:
 
     Parameters
     ----------
-    block: As TVM packs the modules that a library imports.
-    cubins: Machine code by `source_key`. Source without any, which is a caller's own module, stays what it is.
+    block : bytes
+        As TVM packs the modules that a library imports.
+    cubins : mapping of str to bytes
+        Machine code by `source_key`. Source without any, which is a caller's own module, stays what it is.
     """
     reader = _block_reader(block)
     parts = [block[_LENGTH.size : reader.at]]
@@ -160,7 +166,7 @@ class _Reader:
         self._take(count)
 
     def is_at_end(self) -> bool:
-        """Whether all was read."""
+        """Return whether all was read."""
         return self.at == len(self._data)
 
     def check_end(self) -> None:

@@ -43,7 +43,8 @@ class Executable:
     container : Container, optional
         The file it was loaded from.
     machine_code : mapping of str to bytes, optional
-        Of CUDA kernels that the module holds as source, by `cuda_modules.source_key`; files get the machine code.
+        Machine code of CUDA kernels that the module holds as source, by `cuda_modules.source_key`; files get the
+        machine code.
     versions : sequence of Executable, optional
         The same model without some of the devices in ``metadata.optional``, for machines that lack them: each does
         without more of them than the one before, the last without any.
@@ -53,6 +54,7 @@ class Executable:
     metadata, constants
         As given.
     versions : tuple of Executable
+        As given, from the one that lacks the fewest devices to the one that lacks most.
     """
 
     def __init__(
@@ -113,7 +115,13 @@ class Executable:
         return MemoryPlan(self.metadata)
 
     def signature(self, name: str = "main") -> FunctionSignature:
-        """The inputs and results of function `name`; BindingError where there is none."""
+        """The inputs and results of function `name`; BindingError where there is none.
+
+        Parameters
+        ----------
+        name : str
+            Name of the function.
+        """
         signature = self.metadata.signatures.get(name) if isinstance(name, str) else None
         if signature is None:
             raise unknown_name("function", name, self.function_names, "the executable")
@@ -168,10 +176,10 @@ class Executable:
         path : str or path
             The file, usually ``.html``; it is written over.
         profile : Profile or sequence of Profile, optional
-            What `VirtualMachine.profile` gave, of a function each: times of the kernels. Devices that were not measured
-            on this machine are, for some seconds, to say what kernels reached.
+            Measurements of `VirtualMachine.profile`, of a function each: times of the kernels. Devices that were not
+            measured on this machine are, for some seconds, to say what kernels reached.
         trace : Trace, optional
-            What `VirtualMachine.trace` followed: the timeline of the queues.
+            Calls that `VirtualMachine.trace` followed: the timeline of the queues.
         compare : str or path, optional
             A report that was written before, to show what changed.
         title : str
@@ -215,7 +223,13 @@ class Executable:
         )
 
     def export_private(self, path: Path) -> None:
-        """As `export_library`, to a file that only this user may read or write."""
+        """As `export_library`, to a file that only this user may read or write.
+
+        Parameters
+        ----------
+        path : Path
+            File to write.
+        """
         self._export(path, None, 0o600)
 
     def _export(self, path: Path, key: bytes | None, mode: int) -> None:
@@ -226,7 +240,15 @@ class Executable:
             write_executable(path, [self, *self.versions], key, mode)
 
     def write_library(self, path: Path, what: str) -> None:
-        """Write the linked code to `path`; BuildError, beginning with `what`, where it cannot be linked."""
+        """Write the linked code to `path`; BuildError, beginning with `what`, where it cannot be linked.
+
+        Parameters
+        ----------
+        path : Path
+            File to write.
+        what : str
+            Subject of error messages.
+        """
         if self._container is not None:
             self._container.code.tofile(path)
         else:
@@ -257,7 +279,7 @@ class Executable:
         Parameters
         ----------
         devices : sequence of Device
-            By manifest index, the host last.
+            Devices by manifest index, the host last.
         """
         key = tuple((device.dlpack_device_type(), device.index) for device in devices)
         address_of = partial(kernel_address, self.runnable())

@@ -46,7 +46,7 @@ _C_OPTIONS = ("-O2", "-fno-strict-aliasing", "-Dhalf=_Float16")
 
 
 def needs_linking(module: runtime.Module) -> bool:
-    """Whether a module or one it imports cannot run in the process as it is."""
+    """Return whether a module or one it imports cannot run in the process as it is."""
     return any(part.kind in _NEEDS_LINKING for part in _modules(module))
 
 
@@ -74,7 +74,8 @@ def check_linking(what: str) -> list[str]:
 
     Raises
     ------
-    BuildError: Beginning with `what`: there is no compiler, or no room for temporary files.
+    BuildError
+        Beginning with `what`: there is no compiler, or no room for temporary files.
     """
     from tvm.support.cc import get_cc
 
@@ -103,7 +104,8 @@ def link_library(
 
     Raises
     ------
-    BuildError: No compiler of TVM or C in this process, or one that fails; `what` says what for.
+    BuildError
+        No compiler of TVM or C in this process, or one that fails; `what` says what for.
     """
     if _RUNTIME_ONLY:
         raise BuildError(f"{what} needs TVM's compiler: found TVM's runtime only")
@@ -151,7 +153,8 @@ def write_executable(path: Path, parts: Sequence[Part], key: bytes | None = None
 
     Parameters
     ----------
-    parts: The executable, then its versions.
+    parts : sequence of Part
+        The executable, then its versions.
     """
     with tempfile.TemporaryDirectory(prefix="relax_hetero_") as folder, replacing(path, mode) as target:
         libraries = [Path(folder) / f"library{number}.so" for number in range(len(parts))]

@@ -30,7 +30,8 @@ def load_code(path: Path, container: Container | None = None) -> runtime.Module:
 
     Parameters
     ----------
-    container: The opened file, if it is one; another that has taken its place meanwhile is not loaded.
+    container : Container, optional
+        The opened file, if it is one; another that has taken its place meanwhile is not loaded.
     """
     with _lock:
         try:

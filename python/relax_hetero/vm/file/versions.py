@@ -20,12 +20,15 @@ def version_here(
 
     Parameters
     ----------
-    executable: With its versions.
-    devices, memory_limit: As `VirtualMachine` takes them, by entries of the executable's manifest.
+    executable : Executable
+        With its versions.
+    devices, memory_limit : object
+        As `VirtualMachine` takes them, by entries of the executable's manifest.
 
     Raises
     ------
-    BindingError: As `bind_devices`, for what does not depend on whether a device is here.
+    BindingError
+        As `bind_devices`, for what does not depend on whether a device is here.
     """
     about = executable.metadata
     absent = _absent(about, devices)

@@ -4,7 +4,7 @@ A call's schedule is a graph of steps. A step enters the queue of its device whe
 made the last of it puts it there. Each call has values of its own, dropped after their last reader, so calls do not
 meet, and what they give does not depend on what runs beside them.
 
-What work on a GPU makes is there twice: issued, for what reads it on a GPU, and made, for all others (`cuda_queue`).
+What work on a GPU makes is there twice: issued, for what reads it on a GPU, and made, for all others (`stream_queue`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..args.donated_arguments import ArgumentMemory
-from .cuda_queue import CudaQueue, Point
 from .fence import Fence
 from .plan import QueuePlan
+from .stream_queue import Point, StreamQueue
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,15 @@ class Prepared:
 
     Attributes
     ----------
-    values: What the function takes.
-    sizes: The values of its symbolic dimensions.
-    finish: Makes the result for the caller of what the function returned (a value, or nested tuples), in the thread
-        that made it.
-    memory: Where the arguments lie, where calls of the process may consume some.
+    values : sequence of object
+        Arguments as the function takes them.
+    sizes : mapping of str to int
+        The values of its symbolic dimensions.
+    finish : callable
+        Makes the result for the caller of what the function returned (a value, or nested tuples), in the thread that
+        made it.
+    memory : ArgumentMemory or None
+        Where the arguments lie, where calls of the process may consume some.
     """
 
     values: Sequence[Any]
@@ -49,16 +53,23 @@ class QueuedCall:
 
     Parameters
     ----------
-    plan: The function's steps, and where they run.
-    number: Older calls have smaller ones.
-    fence: Gets the result, or the error.
-    owner: Kept until the call has ended: its machine.
+    plan : QueuePlan
+        The function's steps, and where they run.
+    number : int
+        Older calls have smaller ones.
+    fence : Fence
+        Gets the result, or the error.
+    owner : object
+        Kept until the call has ended: its machine.
 
     Attributes
     ----------
-    values: By number, those that are made, or issued, and still wanted.
-    points: By number, where the values that are issued and not made yet will be.
-    sizes: The values of symbolic dimensions.
+    values : list of object
+        Values by number, those that are made, or issued, and still wanted.
+    points : dict of int to Point
+        Points by number, where the values that are issued and not made yet will be.
+    sizes
+        The values of symbolic dimensions.
     """
 
     def __init__(self, plan: QueuePlan, number: int, prepared: Prepared, fence: Fence, owner: object) -> None:
@@ -98,7 +109,7 @@ class QueuedCall:
             return
         self._issued(index, made, point)
         queue = self._plan.queues[index]
-        if point is not None and isinstance(queue, CudaQueue):
+        if point is not None and isinstance(queue, StreamQueue):
             queue.at_end(_StepEnd(self, index, point))
         else:
             self._ended(index)
@@ -182,7 +193,7 @@ class QueuedCall:
             self._push(ready)
 
     def _is_over(self) -> bool:
-        """Whether nothing of the call runs or will run; under the lock."""
+        """Return whether nothing of the call runs or will run; under the lock."""
         return not self._running and (self._left == 0 or self._error is not None)
 
     def _released(self, readers: Sequence[int]) -> list[int]:

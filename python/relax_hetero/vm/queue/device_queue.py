@@ -39,14 +39,19 @@ class DeviceQueue:
 
     Parameters
     ----------
-    name: Of the thread, and in messages.
-    cores: The CPUs of a CPU device's thread and its helpers; empty for none of its own.
-    threads: That its kernels run on; None where it runs none.
-    node: The NUMA node that its threads get memory from; None for the system's choice.
+    name : str
+        Name of the thread, also in messages.
+    cores : sequence of int
+        The CPUs of a CPU device's thread and its helpers; empty for none of its own.
+    threads : Threads, optional
+        Threads that its kernels run on; None where it runs none.
+    node : int, optional
+        The NUMA node that its threads get memory from; None for the system's choice.
 
     Attributes
     ----------
-    lock: Held while work of this queue runs; work that uses several devices holds the locks of all.
+    lock
+        Held while work of this queue runs; work that uses several devices holds the locks of all.
     """
 
     def __init__(

@@ -9,8 +9,8 @@ from ...artifact.schedule import Results, Schedule, Step
 from ...artifact.signature import FunctionSignature
 from ...errors import HeteroError
 from ..device.error_records import raise_reported
-from .cuda_queue import Point
 from .queues import CallState, Queues
+from .stream_queue import Point
 
 
 class QueuePlan:
@@ -18,14 +18,21 @@ class QueuePlan:
 
     Attributes
     ----------
-    function: Its name.
-    queues: Of each step; None for one that runs where what it reads was made.
-    values: How many there are.
-    missing: For each step how many values it reads that are not there at the beginning.
-    readers: How many steps read each value; the caller counts as one.
-    returned: The values that the function returns.
-    follow_issue, follow_end: For each step the steps that read what it makes, once for each value: those that may when
-        it is issued, and those that may when it has ended.
+    function
+        Its name.
+    queues : list
+        Queue of each step; None for one that runs where what it reads was made.
+    values
+        How many there are.
+    missing : list
+        For each step how many values it reads that are not there at the beginning.
+    readers : list
+        How many steps read each value; the caller counts as one.
+    returned
+        The values that the function returns.
+    follow_issue, follow_end : list of list of int
+        For each step the steps that read what it makes, once for each value: those that may when it is issued, and
+        those that may when it has ended.
     """
 
     def __init__(self, schedule: Schedule, queues: Queues) -> None:

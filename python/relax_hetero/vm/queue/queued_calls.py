@@ -34,12 +34,14 @@ class CallsInFlight:
 
     Parameters
     ----------
-    limit: How many there may be; further ones wait in the thread that submits them, or in line where that thread runs
-        an event loop.
+    limit : int
+        How many there may be; further ones wait in the thread that submits them, or in line where that thread runs an
+        event loop.
 
     Attributes
     ----------
-    fences: Of the calls under way, and of some that have just ended.
+    fences : set of Fence
+        Fences of the calls under way, and of some that have just ended.
     """
 
     def __init__(self, limit: int) -> None:
@@ -54,7 +56,7 @@ class CallsInFlight:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call is under way."""
+        """True if no call is under way."""
         return not self.fences or all(fence.done() for fence in tuple(self.fences))
 
     def enter(self) -> Fence | None:
@@ -126,17 +128,22 @@ class QueuedCalls:
 
     Parameters
     ----------
-    owner: The machine; the queues end when it does.
-    lock: Held while arguments are bound and while the machine runs a plain call: neither begins during the other.
-    make_queues: Called with the first submission; neither it nor its result may refer to the machine.
+    owner : object
+        The machine; the queues end when it does.
+    lock : MachineLock
+        Held while arguments are bound and while the machine runs a plain call: neither begins during the other.
+    make_queues : callable
+        Called with the first submission; neither it nor its result may refer to the machine.
 
     Attributes
     ----------
-    trace: What follows the calls that come.
+    trace : Trace or None
+        Trace that follows the calls that come.
 
     Raises
     ------
-    BindingError: A `max_in_flight` that is no positive integer.
+    BindingError
+        A `max_in_flight` that is no positive integer.
     """
 
     def __init__(self, owner: object, lock: MachineLock, max_in_flight: int, make_queues: Callable[[], Queues]) -> None:
@@ -153,12 +160,12 @@ class QueuedCalls:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call is under way, and nobody watches for any."""
+        """True if no call is under way, and nobody watches for any."""
         return self.trace is None and (not self._fences or self._calls.is_idle)
 
     @property
     def has_queues(self) -> bool:
-        """Whether any call has been submitted."""
+        """True if any call has been submitted."""
         return self._queues is not None
 
     def wait(self, timeout: float | None) -> bool:
@@ -198,12 +205,18 @@ class QueuedCalls:
 
         Parameters
         ----------
-        signature: Of the function.
-        plan: Gives the function's plan.
-        prepare: Checks and places arguments; called under the machine's lock.
-        args, kwargs: The caller's. A `Fence` among them stands for its result.
-        own: Copies what the caller may change while the call is under way; None where that is left to the caller.
-        fence: Of `room`; None to wait for room here.
+        signature : FunctionSignature
+            Signature of the function.
+        plan : callable
+            Gives the function's plan.
+        prepare : Prepare
+            Checks and places arguments; called under the machine's lock.
+        args, kwargs
+            The caller's. A `Fence` among them stands for its result.
+        own : Own, optional
+            Copies what the caller may change while the call is under way; None where that is left to the caller.
+        fence : Fence, optional
+            Fence of `room`; None to wait for room here.
         """
         with self._lock.held:
             queues = self._started()

@@ -33,20 +33,28 @@ class Submitter:
 
     Parameters
     ----------
-    machine: Whose queues end with it. Calls under way keep it alive; the submitter does not.
-    devices: By manifest index; the last is the host.
-    lock: Held while arguments are bound.
-    max_in_flight: How many calls may be under way at once.
-    make_queues: Called with the first submission; neither it nor its result may refer to the machine.
+    machine : object
+        Whose queues end with it. Calls under way keep it alive; the submitter does not.
+    devices : sequence of runtime.Device
+        Devices by manifest index; the last is the host.
+    lock : MachineLock
+        Held while arguments are bound.
+    max_in_flight : int
+        How many calls may be under way at once.
+    make_queues : callable
+        Called with the first submission; neither it nor its result may refer to the machine.
 
     Attributes
     ----------
-    queued_functions: The functions whose plain calls go through the queues too.
-    is_host_alone: Whether the machine has no device but the host's.
+    queued_functions
+        The functions whose plain calls go through the queues too.
+    is_host_alone
+        Whether the machine has no device but the host's.
 
     Raises
     ------
-    BindingError: A `max_in_flight` that is no positive integer.
+    BindingError
+        A `max_in_flight` that is no positive integer.
     """
 
     def __init__(

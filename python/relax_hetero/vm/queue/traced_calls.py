@@ -36,10 +36,14 @@ class RanStep:
 
     Attributes
     ----------
-    step: Which one, or `RESULT`.
-    track: The name of the thread, or of a GPU's queue.
-    begin, end: In nanoseconds of ``time.perf_counter_ns``. Work of a GPU begins when it is issued.
-    error: What it raised, if it did.
+    step : int
+        Which one, or `RESULT`.
+    track : str
+        The name of the thread, or of a GPU's queue.
+    begin, end : int
+        In nanoseconds of ``time.perf_counter_ns``. Work of a GPU begins when it is issued.
+    error : str
+        Error that it raised, if it did.
     """
 
     step: int
@@ -55,13 +59,18 @@ class TracedCall:
 
     Attributes
     ----------
-    number: Calls are counted from 1, in the order in which they were submitted.
-    asked, ended: When `submit` was called and when the fence was done, as `RanStep` has times; 0 where that is yet to
-        come.
-    outcome: ``"done"``, ``"cancelled"``, or the error.
-    plan: None for a call that failed before it had one.
-    ran: In the order in which they ended.
-    nbytes: Of each value that a step made and somebody reads.
+    number : int
+        Calls are counted from 1, in the order in which they were submitted.
+    asked, ended : int
+        When `submit` was called and when the fence was done, as `RanStep` has times; 0 where that is yet to come.
+    outcome : str
+        ``"done"``, ``"cancelled"``, or the error.
+    plan : QueuePlan or None
+        None for a call that failed before it had one.
+    ran : list of RanStep
+        In the order in which they ended.
+    nbytes : dict of int to int
+        Bytes of each value that a step made and somebody reads.
     """
 
     number: int
@@ -83,7 +92,8 @@ def chrome_events(calls: Sequence[TracedCall], metadata: Metadata) -> list[Event
 
     Parameters
     ----------
-    metadata: Of the executable whose functions were called.
+    metadata : Metadata
+        Metadata of the executable whose functions were called.
     """
     calls = in_line(calls)
     lanes = _lanes(calls)

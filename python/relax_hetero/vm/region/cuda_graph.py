@@ -38,7 +38,7 @@ _WAIT_SECONDS = 20e-6
 """Between looks at whether the oldest submission has begun."""
 
 MOST_GRAPHS = 64
-"""Of a command buffer with symbolic extents."""
+"""Maximum number of graphs of a command buffer with symbolic extents."""
 
 _SEEN = 1024
 """Values of parameters that are remembered to have come once."""
@@ -53,18 +53,26 @@ class CudaGraph:
 
     Parameters
     ----------
-    region: What it does.
-    device: A CUDA device.
-    constants: Addresses.
-    submit, record: The compiled functions: one submits, and takes inputs, the state and results; one launches all
-        kernels, and takes the address of the plan, and parameters.
-    driver: Why there are no graphs, where there is no driver.
-    arena: Memory for transient values, where their bytes are known; else the graph has its own, which grows.
+    region : RegionSpec
+        Description of the commands.
+    device : runtime.Device
+        A CUDA device.
+    constants : sequence of int
+        Addresses.
+    submit, record : callable
+        The compiled functions: one submits, and takes inputs, the state and results; one launches all kernels, and
+        takes the address of the plan, and parameters.
+    driver : CudaDriver or str
+        Why there are no graphs, where there is no driver.
+    arena : runtime.Tensor, optional
+        Memory for transient values, where their bytes are known; else the graph has its own, which grows.
 
     Attributes
     ----------
-    state: For the function that submits.
-    submit_function: That function.
+    state
+        For the function that submits.
+    submit_function : callable
+        Function that submits it.
     """
 
     def __init__(
@@ -239,9 +247,12 @@ def with_graphs(
 
     Parameters
     ----------
-    devices: By manifest index.
-    constants: `PlacedConstants.values`.
-    module: The code.
+    devices : sequence of runtime.Device
+        Devices by manifest index.
+    constants : object
+        `PlacedConstants.values`.
+    module : runtime.Module
+        The code.
     """
     regions = {region.name: region for region in metadata.regions}
     values, graphs = list(constants), []

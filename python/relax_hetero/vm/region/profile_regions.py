@@ -20,7 +20,8 @@ class RegionCalls:
 
     Parameters
     ----------
-    constants: Its constants on the machine's devices.
+    constants : sequence of runtime.Tensor
+        Its constants on the machine's devices.
     """
 
     def __init__(self, executable: Executable, constants: Sequence[runtime.Tensor]) -> None:

@@ -48,9 +48,11 @@ class Kernel:
 
     Attributes
     ----------
-    address: Of its code: a function of pointers and scalars that returns an int32, 0 unless it failed. 0 for kernels
+    address : int
+        Address of its code: a function of pointers and scalars that returns an int32, 0 unless it failed. 0 for kernels
         of GPUs, whose code launches them.
-    code: Whose it is; loaded as long as this lives.
+    code : object
+        Whose it is; loaded as long as this lives.
     """
 
     spec: KernelSpec
@@ -77,8 +79,9 @@ def load_kernel(executable: Executable, name: str) -> Kernel:
     if spec is None:
         raise unknown_name("kernel", name, executable.metadata.kernels, "the executable")
     if not spec.symbol:
-        kind = executable.devices[spec.device].kind
-        expected = "a PrimFunc that the module makes public" if kind == "cuda" else "one that has an address: 'llvm'"
+        backend = executable.devices[spec.device].backend
+        kind = backend.kind
+        expected = "a PrimFunc that the module makes public" if backend.is_gpu else "one that has an address: 'llvm'"
         raise BindingError(f"kernel {name!r} is code of the kind {kind!r}, expected {expected}")
     code = executable.runnable()
     is_host = executable.devices[spec.device].device_type == CPU
@@ -91,8 +94,10 @@ class Memory:
 
     Attributes
     ----------
-    slots, directs: Addresses of the bindings and of the buffers that the recording keeps.
-    arena: Address of the transient values, if there are any.
+    slots, directs : sequence of int
+        Addresses of the bindings and of the buffers that the recording keeps.
+    arena : int
+        Address of the transient values, if there are any.
     """
 
     slots: Sequence[int]
@@ -121,7 +126,8 @@ def walk(commands: Iterable[Command], kernels: Mapping[str, Kernel], memory: Mem
 
     Raises
     ------
-    Exception: The kernel's own.
+    Exception
+        The kernel's own.
     """
     for command in commands:
         run_command(command, kernels, memory, values)

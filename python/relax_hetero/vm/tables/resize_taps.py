@@ -57,9 +57,12 @@ class ResizedAxis:
 
     Attributes
     ----------
-    before, after: its size in the input and in the output.
-    scale: as given, or after / before; the two need not agree, as sizes are rounded.
-    region: the part of the axis, from 0 to 1, that `tf_crop_and_resize` enlarges.
+    before, after : int
+        Its size in the input and in the output.
+    scale : float
+        As given, or after / before; the two need not agree, as sizes are rounded.
+    region : (float, float)
+        The part of the axis, from 0 to 1, that `tf_crop_and_resize` enlarges.
     """
 
     before: int
@@ -108,7 +111,7 @@ def source_coordinates(axis: ResizedAxis, transformation: str) -> np.ndarray:
 
 
 def _nearest(distance: np.ndarray, mode: str, scale: float) -> np.ndarray:
-    """Whether the right neighbour is taken; `distance` from the left one is in (0, 1], whole coordinates having 1."""
+    """True if the right neighbour is taken; `distance` from the left one is in (0, 1], whole coordinates having 1."""
     is_whole = distance == 1.0
     if mode == BELOW_OR_ABOVE:
         mode = "ceil" if scale < 1 else "floor"
@@ -172,7 +175,7 @@ def taps(axis: ResizedAxis, form: ResizeForm) -> ResizeTaps:
 
 
 def not_whole(axis: ResizedAxis, form: ResizeForm) -> str | None:
-    """What to say where a scale makes no whole number of elements and implementations differ on what that means."""
+    """Message where a scale makes no whole number of elements and implementations differ on what that means."""
     if not form.has_scales or form.transformation not in WHOLE or axis.scale * axis.before == axis.after:
         return None
     return (
@@ -191,7 +194,7 @@ def sizes_by_policy(dims: Sequence[int], sizes: Sequence[int], policy: str) -> t
 
 
 def check_numbers(dims: Sequence[int], numbers: Sequence[float], name: str) -> str | None:
-    """What is wrong with scales or sizes ("scale", "size") of axes, if anything."""
+    """Fault of scales or sizes ("scale", "size") of axes, if any."""
     for dim, number in zip(dims, numbers, strict=True):
         if not math.isfinite(number) or number < 0 or (name == "scale" and number == 0):
             return f"has a {name} of {number:g}, expected a positive number"
@@ -232,10 +235,14 @@ def resize_places(sizes: Sequence[int], settings: runtime.Tensor, number: int, t
 
     Parameters
     ----------
-    sizes: Of the axis, before and after.
-    settings: float64, of all axes: scales (NaN for the quotient of the sizes), then begins of regions, then ends.
-    number: Which of these axes.
-    text, title: The node's attributes, and its name in errors.
+    sizes : sequence of int
+        Extent of the axis, before and after.
+    settings : runtime.Tensor
+        float64, of all axes: scales (NaN for the quotient of the sizes), then begins of regions, then ends.
+    number : int
+        Which of these axes.
+    text, title : str
+        The node's attributes, and its name in errors.
     """
     found = _found(sizes, settings, number, text, title)
     places = found.places if found.outside is None else np.where(found.outside[:, None], OUTSIDE, found.places)
@@ -270,7 +277,8 @@ def resize_sizes(dims: Sequence[int], numbers: runtime.Tensor, policy: str, titl
 
     Parameters
     ----------
-    numbers: Scales, where `policy` is "scales"; else wanted sizes, and it is a `keep_aspect_ratio_policy`.
+    numbers : runtime.Tensor
+        Scales, where `policy` is "scales"; else wanted sizes, and it is a `keep_aspect_ratio_policy`.
     """
     return from_numpy(np.array(_by_policy(dims, numbers, policy, title)[0], "int64"), numbers.device)
 

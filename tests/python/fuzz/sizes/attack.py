@@ -26,8 +26,10 @@ class Attack:
 
     Attributes
     ----------
-    name: the op, and the sizes that vary.
-    calls: arrays by the names of the model's inputs.
+    name : str
+        The op, and the sizes that vary.
+    calls : sequence of Call
+        Arrays by the names of the model's inputs.
     """
 
     name: str
@@ -68,10 +70,14 @@ def one_op(
 
     Parameters
     ----------
-    dims: the dimensions of each input; its element type is that of the first call's array.
-    constants: inputs that are initializers.
-    order: names of the node's inputs, "" for one that is left out; by default inputs, then constants.
-    result: element type of the outputs, `results` of each one.
+    dims : mapping of str to Dims
+        The dimensions of each input; its element type is that of the first call's array.
+    constants : mapping of str to np.ndarray, optional
+        Inputs that are initializers.
+    order : sequence of str, optional
+        Names of the node's inputs, "" for one that is left out; by default inputs, then constants.
+    result : int
+        Element type of the outputs, `results` of each one.
     """
     constants = constants or {}
     first = calls[0]

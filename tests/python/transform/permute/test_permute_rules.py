@@ -9,8 +9,8 @@ import tvm
 from tvm import relax
 from tvm.relax import op
 
+from relax_hetero.op.traits import ELEMENTWISE
 from relax_hetero.transform import MovePermutes
-from relax_hetero.transform.ir.op_names import ELEMENTWISE
 from relax_hetero.transform.ir.rewriting import op_name, relax_functions, walk_bindings
 from relax_hetero.transform.permute.permute_rules import RULES
 from seeds import fresh_rng

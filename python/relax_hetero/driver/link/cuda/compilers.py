@@ -153,6 +153,7 @@ class NvrtcCompiler(CudaCompiler):
         self._closed = False
 
     def compile(self, source: str, arch: str) -> Compiled:
+        """Compile CUDA C++ to machine code of one architecture, ``sm_90``."""
         request = {"source": _PRELUDE + source, **self._request(source, arch)}
         worker = self._take()
         code, log = worker.compile(request)
@@ -163,6 +164,7 @@ class NvrtcCompiler(CudaCompiler):
         return Compiled(code, log)
 
     def settings(self, source: str, arch: str) -> str:
+        """Everything besides the source that the machine code depends on."""
         return _PRELUDE + json.dumps(self._request(source, arch))
 
     def _request(self, source: str, arch: str) -> dict[str, Any]:
@@ -201,7 +203,8 @@ class _Worker:
 
     Raises
     ------
-    BuildError: The process cannot be started or has died, or the library cannot be loaded.
+    BuildError
+        The process cannot be started or has died, or the library cannot be loaded.
     """
 
     def __init__(self, library: Path) -> None:
@@ -273,6 +276,7 @@ class NvccCompiler(CudaCompiler):
         self.identity = f"nvcc {_stamp(path)} {_version(path)}"
 
     def compile(self, source: str, arch: str) -> Compiled:
+        """Compile CUDA C++ to machine code of one architecture, ``sm_90``."""
         with tempfile.TemporaryDirectory(prefix="relax_hetero_") as folder:
             text, code = Path(folder, "kernels.cu"), Path(folder, "kernels.cubin")
             text.write_text(_PRELUDE + source)
@@ -285,6 +289,7 @@ class NvccCompiler(CudaCompiler):
             return Compiled(code.read_bytes(), log)
 
     def settings(self, source: str, arch: str) -> str:
+        """Everything besides the source that the machine code depends on."""
         return _PRELUDE + json.dumps(self._options(arch))
 
     def _options(self, arch: str) -> list[str]:
@@ -300,7 +305,8 @@ def find_compiler() -> CudaCompiler:
 
     Raises
     ------
-    BuildError: There is none; says what was looked for and how to get one.
+    BuildError
+        There is none; says what was looked for and how to get one.
     """
     found = _found_compiler(os.environ.get(CHOICE, ""))
     if found is None:

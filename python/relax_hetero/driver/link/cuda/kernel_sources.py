@@ -31,7 +31,8 @@ class KernelSource:
 
     Attributes
     ----------
-    module: As TVM made it: of source where TVM has no CUDA runtime, else of nothing.
+    module : runtime.Module
+        As TVM made it: of source where TVM has no CUDA runtime, else of nothing.
     """
 
     target: tvm.target.Target
@@ -52,7 +53,8 @@ class CudaPart:
 
     Attributes
     ----------
-    host: Compiled host functions, which launch the kernels.
+    host : runtime.Module
+        Compiled host functions, which launch the kernels.
     """
 
     host: runtime.Module
@@ -64,8 +66,10 @@ def generate(group: tvm.IRModule, target: tvm.target.Target) -> CudaPart:
 
     Parameters
     ----------
-    group: PrimFuncs for the target.
-    target: With a host.
+    group : tvm.IRModule
+        PrimFuncs for the target.
+    target : tvm.target.Target
+        With a host.
     """
     mod = tirx.transform.BindTarget(target)(_with_own_names(group))
     pipeline, finalize_host, finalize_device = tirx.get_default_tir_pipeline(target)
@@ -122,7 +126,7 @@ def packed(module: runtime.Module) -> CudaModule:
 
 
 def is_source(data: CudaModule) -> bool:
-    """Whether TVM could only keep the source, as its CUDA runtime is not here."""
+    """Return whether TVM could only keep the source, as its CUDA runtime is not here."""
     return data.format == SOURCE
 
 
@@ -132,7 +136,7 @@ _stock_compile = tvm.get_global_func(_COMPILE, allow_missing=True)
 
 @tvm_ffi.register_global_func(_COMPILE, override=True)
 def _compile(code: Any) -> Any:
-    """What TVM's CUDA runtime calls with source; ours is compiled later, apart from TVM."""
+    """Take source from TVM's CUDA runtime, which calls this; it is compiled later, apart from TVM."""
     if getattr(_state, "generating", False):
         return _GENERATED
     if _stock_compile is None:

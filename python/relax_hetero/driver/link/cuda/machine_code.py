@@ -33,12 +33,15 @@ def compile_kernels(
 
     Parameters
     ----------
-    folder: Where code is kept between compilations.
-    on_done: Told, in this thread, how many more sources are done.
+    folder : CacheFolder, optional
+        Where code is kept between compilations.
+    on_done : callable, optional
+        Told, in this thread, how many more sources are done.
 
     Raises
     ------
-    BuildError: There is no compiler, or a kernel does not compile: names kernel, target and the first error.
+    BuildError
+        There is no compiler, or a kernel does not compile: names kernel, target and the first error.
     """
     if not sources:
         return []
@@ -82,17 +85,39 @@ def _key(compiler: CudaCompiler, source: KernelSource) -> str:
     return found.hexdigest()
 
 
+def link_parts(
+    parts: Sequence[CudaPart], progress: Callable[[str, int, int], None] | None, folder: CacheFolder | None
+) -> tuple[list[runtime.Module], dict[str, bytes]]:
+    """Compile the kernels of all parts, and let the parts' host code import them; see `Backend.link`."""
+    sources = [source for part in parts for source in part.sources]
+    count = 0
+
+    def on_done(more: int) -> None:
+        nonlocal count
+        count += more
+        if progress is not None:
+            progress("CUDA kernels", count, len(sources))
+
+    codes = iter(compile_kernels(sources, folder, on_done))
+    kept: dict[str, bytes] = {}
+    for part in parts:
+        kept.update(imported(part, [next(codes) for _ in part.sources]))
+    return [part.host for part in parts], kept
+
+
 def imported(part: CudaPart, codes: Sequence[bytes]) -> dict[str, bytes]:
     """Let the host code of a part import its kernels.
 
     Parameters
     ----------
-    codes: Machine code of each of the part's sources.
+    codes : sequence of bytes
+        Machine code of each of the part's sources.
 
     Returns
     -------
-    dict of str to bytes: Code by `source_key` of kernels that TVM can only hold as source, because its CUDA runtime is
-        not here: what writes a file puts it there.
+    dict of str to bytes
+        Code by `source_key` of kernels that TVM can only hold as source, because its CUDA runtime is not here: what
+        writes a file puts it there.
     """
     kept = {}
     for source, code in zip(part.sources, codes, strict=True):

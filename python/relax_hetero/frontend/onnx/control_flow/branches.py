@@ -22,7 +22,8 @@ def convert_if(importer: OnnxImporter, node: onnx.NodeProto, info: NodeInfo, con
 
     Raises
     ------
-    FrontendError: The branches give different element types, ranks, numbers of outputs, or sequences of other lengths.
+    FrontendError
+        The branches give different element types, ranks, numbers of outputs, or sequences of other lengths.
     """
     graphs = {name: inner_graph(node, name, info) for name in _BRANCHES}
     if condition is None:
@@ -54,12 +55,15 @@ def join_branches(
 
     Parameters
     ----------
-    branches: Bindings and results of both, collected where the builder stands.
-    titles: How messages call each result.
+    branches : sequence of (list of relax.Binding, list of object)
+        Bindings and results of both, collected where the builder stands.
+    titles : sequence of str
+        How messages call each result.
 
     Raises
     ------
-    FrontendError: The branches give different element types, ranks, or sequences of other lengths.
+    FrontendError
+        The branches give different element types, ranks, or sequences of other lengths.
     """
     (_, then_values), (_, other_values) = branches
     pairs = list(zip(then_values, other_values, strict=True))

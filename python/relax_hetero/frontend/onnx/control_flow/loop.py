@@ -23,13 +23,20 @@ class Loop:
 
     Attributes
     ----------
-    title: How messages call its node.
-    trips: How many there are at most: a number, a scalar of int64, or None where only the condition ends it.
-    condition: Whether there is a first trip, a scalar of bool; None where only the count matters.
-    state: The values that the first trip takes.
-    rows: How many tensors the trips collect.
-    trip: Converts the body, from the number of the trip (or a scalar of int64), the condition and the state.
-    joins: Of each value of the state: the axis along which all that read the last one join it, if it is a sequence.
+    title : str
+        How messages call its node.
+    trips : object
+        How many there are at most: a number, a scalar of int64, or None where only the condition ends it.
+    condition : object
+        Whether there is a first trip, a scalar of bool; None where only the count matters.
+    state : list of object
+        The values that the first trip takes.
+    rows : int
+        How many tensors the trips collect.
+    trip : callable
+        Converts the body, from the number of the trip (or a scalar of int64), the condition and the state.
+    joins : list of int or None
+        Axes along which all that read the last value of the state join it, if it is a sequence.
     """
 
     info: NodeInfo

@@ -33,7 +33,7 @@ _UNROLLED_TRIPS = 4
 
 
 class Results(NamedTuple):
-    """What a loop leaves: its last state, and the rows of all trips, laid along a new first axis."""
+    """Results of a loop: its last state, and the rows of all trips, laid along a new first axis."""
 
     state: list[Any]
     rows: list[relax.Expr]
@@ -44,8 +44,9 @@ def run(importer: Importer, loop: Loop) -> Results:
 
     Raises
     ------
-    FrontendError: It carries an optional, or a sequence of which its body does more than append to it, and its number
-        of trips is computed when the model runs.
+    FrontendError
+        It carries an optional, or a sequence of which its body does more than append to it, and its number of trips is
+        computed when the model runs.
     """
     count = _known_trips(loop)
     has_sequences = any(map(is_sequence, loop.state))
@@ -81,7 +82,8 @@ def convert_loop(importer: OnnxImporter, node: onnx.NodeProto, info: NodeInfo, o
 
     Raises
     ------
-    FrontendError: Its graph has other inputs and outputs than the node, or it cannot be imported.
+    FrontendError
+        Its graph has other inputs and outputs than the node, or it cannot be imported.
     """
     title, body, nodes = f"node {info}", inner_graph(node, "body", info), info.subgraphs["body"]
     limit, condition, *state = [*operands, None, None][: max(2, len(operands))]
@@ -136,7 +138,8 @@ def convert_scan(
 
     Raises
     ------
-    FrontendError: Its graph does not fit the node, or the inputs that it goes along differ in length.
+    FrontendError
+        Its graph does not fit the node, or the inputs that it goes along differ in length.
     """
     title, count = f"node {info}", int(attribute_of(node, "num_scan_inputs", 0))
     if opset < 9:
@@ -151,9 +154,12 @@ class _Scan:
 
     Attributes
     ----------
-    inputs: What it goes along, a slice a trip.
-    axes, backwards: Of each input: along which axis, and whether from its end.
-    row_axes, rows_backwards: Of each output of rows.
+    inputs : list of object
+        Tensors that it goes along, a slice a trip.
+    axes, backwards
+        Axis of each input along which it goes, and whether from its end.
+    row_axes, rows_backwards
+        The same for each output of rows.
     """
 
     node: onnx.NodeProto

@@ -23,7 +23,7 @@ Finish = Callable[[list[Any], list[relax.Expr]], tuple[list[Any], list[relax.Exp
 
 
 def is_sequence(value: Any) -> bool:
-    """Whether a value is a sequence, of known length or not."""
+    """Return whether a value is a sequence, of known length or not."""
     if isinstance(value, (LongSequence, JoinedSequence)):
         return True
     return isinstance(value, relax.Expr) and isinstance(value.ty, tvm.ir.TupleType)
@@ -34,7 +34,8 @@ def with_rows_for_sequences(importer: Importer, loop: Loop) -> tuple[Loop, Finis
 
     Raises
     ------
-    FrontendError: When a body is converted that does more with a sequence than append to it.
+    FrontendError
+        When a body is converted that does more with a sequence than append to it.
     """
     places = [index for index, value in enumerate(loop.state) if is_sequence(value)]
     joined = _joined_from_the_start(importer, loop, places)

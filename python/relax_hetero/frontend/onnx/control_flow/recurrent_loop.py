@@ -24,7 +24,8 @@ def convert_recurrent(importer: Importer, node: Node, info: NodeInfo) -> list[re
 
     Raises
     ------
-    FrontendError: Its inputs do not fit each other, or it has an activation that cannot be imported.
+    FrontendError
+        Its inputs do not fit each other, or it has an activation that cannot be imported.
     """
     steps = steps_of(node)
     if isinstance(steps, int) and steps <= MAX_STEPS:

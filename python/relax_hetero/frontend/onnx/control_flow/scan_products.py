@@ -56,7 +56,8 @@ def with_products_in_front(
 
     Parameters
     ----------
-    inputs: What the body scans, its axis first.
+    inputs : list of relax.Expr
+        Tensors that the body scans, their axis first.
     """
     left_out = {product.position for product in products}
     rest = onnx.GraphProto()

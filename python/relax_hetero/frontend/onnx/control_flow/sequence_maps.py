@@ -22,7 +22,8 @@ def convert_sequence_map(
 
     Raises
     ------
-    FrontendError: The first input is no sequence, or sequences differ in length.
+    FrontendError
+        The first input is no sequence, or sequences differ in length.
     """
     title, body = f"node {info}", inner_graph(node, "body", info)
     inputs = [elements_of(importer, value) for value in operands]

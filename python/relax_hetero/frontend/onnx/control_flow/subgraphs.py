@@ -1,4 +1,4 @@
-"""What control flow needs of the importer: the graphs inside a node, converted where the builder stands."""
+"""Conversion of the graphs inside a node, where the builder stands: what control flow needs of the importer."""
 
 from __future__ import annotations
 
@@ -23,12 +23,18 @@ class ImportedLoop:
 
     Attributes
     ----------
-    gv: By which it is called.
-    params: Its own parameters.
-    captured: Variables around the loop that its body reads: further parameters, behind its own.
-    sizes: Symbolic sizes around the loop that its body mentions: its last parameter is a shape of them.
-    bindings: In program order.
-    result: A tuple.
+    gv : tvm.ir.GlobalVar
+        Variable by which it is called.
+    params : list of relax.Var
+        Its own parameters.
+    captured : list of relax.Var
+        Variables around the loop that its body reads: further parameters, behind its own.
+    sizes : list of tvm.tirx.Var
+        Symbolic sizes around the loop that its body mentions: its last parameter is a shape of them.
+    bindings : list of relax.Binding
+        In program order.
+    result : relax.Expr
+        A tuple.
     """
 
     gv: tvm.ir.GlobalVar
@@ -44,8 +50,10 @@ class Importer(Protocol):
 
     Attributes
     ----------
-    loops: The functions that loops became, inner ones first.
-    known: The bindings of variables that are computed from constants only, in program order.
+    loops : list of ImportedLoop
+        The functions that loops became, inner ones first.
+    known : dict of relax.Var to relax.Binding
+        The bindings of variables that are computed from constants only, in program order.
     """
 
     bb: relax.BlockBuilder
@@ -139,7 +147,8 @@ def scalar(importer: Importer, value: Any, dtype: str, what: str) -> relax.Expr:
 
     Raises
     ------
-    FrontendError: Beginning with `what`: it is no tensor, of another element type, or of more elements.
+    FrontendError
+        Beginning with `what`: it is no tensor, of another element type, or of more elements.
     """
     value = importer.as_tensor(value)
     if not isinstance(value, relax.Expr) or not isinstance(value.ty, relax.TensorType):

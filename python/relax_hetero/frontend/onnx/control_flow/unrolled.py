@@ -20,7 +20,8 @@ def unroll(importer: Importer, loop: Loop, count: int) -> tuple[list[Any], list[
 
     Raises
     ------
-    NotUnrolledError: Whether there is another trip is computed when the model runs.
+    NotUnrolledError
+        Whether there is another trip is computed when the model runs.
     """
     if loop.condition is not None and known_number(loop.condition) is None:
         raise NotUnrolledError

@@ -183,7 +183,8 @@ def _column(node: Node, name: str) -> np.ndarray:
 
     Raises
     ------
-    FrontendError: if they are strings, which no tensor holds.
+    FrontendError
+        If they are strings, which no tensor holds.
     """
     if f"{name}_int64s" in node.attributes:
         return np.array(node.attributes[f"{name}_int64s"], "int64")

@@ -18,7 +18,8 @@ def _pool(node: Node) -> list[np.ndarray]:
 
     Raises
     ------
-    FrontendError: if they are strings, or do not fit their counts.
+    FrontendError
+        If they are strings, or do not fit their counts.
     """
     if node.attribute("pool_strings"):
         raise node.refusal("its n-grams are strings, which no tensor holds; give words as numbers")

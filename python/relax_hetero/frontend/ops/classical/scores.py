@@ -19,7 +19,8 @@ def transformed(node: Node, scores: relax.Expr, name: str | None = None) -> rela
 
     Raises
     ------
-    FrontendError: for a name that is none.
+    FrontendError
+        For a name that is none.
     """
     name = node.attribute("post_transform", "NONE") if name is None else name
     if name not in TRANSFORMS:
@@ -66,7 +67,8 @@ def labels_of(node: Node, *names: str) -> np.ndarray:
 
     Raises
     ------
-    FrontendError: if they are strings.
+    FrontendError
+        If they are strings.
     """
     for name in names:
         if node.attribute(name):

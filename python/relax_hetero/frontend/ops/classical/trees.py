@@ -36,7 +36,8 @@ def _lists(node: Node, length: int | None, *names: str) -> list[list[Any]]:
 
     Raises
     ------
-    FrontendError: if they differ in length.
+    FrontendError
+        If they differ in length.
     """
     found = [_numbers(node, name) for name in names]
     for name, values in zip(names, found, strict=True):
@@ -213,7 +214,8 @@ def _two_classes(
 
     Raises
     ------
-    FrontendError: where ONNX Runtime leaves a score unwritten.
+    FrontendError
+        Where ONNX Runtime leaves a score unwritten.
     """
     dtype, ids = dtype_of(scores), _scored(weights)
     name = node.attribute("post_transform", "NONE")
@@ -324,7 +326,7 @@ def _apart_trees(node: Node) -> Trees:
 
 
 def _members(node: Node, modes: list[str]) -> dict[int, list[float]]:
-    """By node that asks for membership, its set: each ends with a NaN, in the order of the nodes."""
+    """Sets of nodes that ask for membership: each ends with a NaN, in the order of the nodes."""
     sets: list[list[float]] = [[]]
     for value in _numbers(node, "membership_values"):
         if np.isnan(value):

@@ -30,7 +30,8 @@ def activated(node: Node, value: relax.Expr) -> relax.Expr:
 
     Raises
     ------
-    FrontendError: if the activation is unknown, or has another number of parameters.
+    FrontendError
+        If the activation is unknown, or has another number of parameters.
     """
     name = node.attribute("activation", "")
     if not name:

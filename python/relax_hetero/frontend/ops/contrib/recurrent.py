@@ -15,7 +15,8 @@ def as_lstm(node: Node) -> Node:
 
     Raises
     ------
-    FrontendError: if weights, scales or zero points are no constants, or do not fit.
+    FrontendError
+        If weights, scales or zero points are no constants, or do not fit.
     """
     weights = [_floats(node, index, scale) for index, scale in ((1, 8), (2, 10))]
     inputs = [node.inputs[0], *weights, *node.inputs[3:8]]

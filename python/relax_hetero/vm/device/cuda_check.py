@@ -11,7 +11,6 @@ from tvm import runtime
 
 from ...artifact.metadata import DeviceSpec
 from ...errors import BindingError
-from ...target.backends import why_not_loaded
 from ...target.gpu_target import arch_of
 
 _ARCH = re.compile(r"sm_([0-9]+)([0-9])([a-z]?)")
@@ -37,8 +36,14 @@ def _runs(major: int, minor: int, suffix: str, found: str) -> bool:
     return here == (major, minor) if suffix == "a" else here[0] == major and here[1] >= minor
 
 
-def why_no_gpu() -> str:
-    """Why this process has no GPU, or how many it has; for the end of a message."""
+def why_no_gpu(failure: str) -> str:
+    """Why this process has no GPU, or how many it has; for the end of a message.
+
+    Parameters
+    ----------
+    failure : str
+        Why TVM's runtime library has not been loaded; empty where it has.
+    """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -48,7 +53,6 @@ def why_no_gpu() -> str:
         return (
             f"the NVIDIA driver supports CUDA {_text(supported)}, expected {_text(needed)} or newer: update the driver"
         )
-    failure = why_not_loaded("cuda")
     if failure:
         return f"TVM's CUDA runtime cannot be loaded: {failure}: pip install 'relax-hetero[cuda]'"
     count = ctypes.c_int(0)

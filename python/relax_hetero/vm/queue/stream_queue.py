@@ -6,8 +6,8 @@ it: then CPUs and the caller may read, and memory that it used goes back. A seco
 
 Kernels of a GPU go to one stream for all machines of the process, as TVM's pool gives freed memory to whoever asks
 next: in the order of one stream that is safe. Copies go to streams of their own, one for each two devices, so that they
-run beside kernels; what they write to is never of that pool (`copy_queues`). All these streams are ordered with CUDA's
-default stream, where plain calls and other libraries work unless told otherwise.
+run beside kernels; what they write to is never of that pool (`cuda_copy_queues`). All these streams are ordered with
+CUDA's default stream, where plain calls and other libraries work unless told otherwise.
 """
 
 from __future__ import annotations
@@ -15,13 +15,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import cache
 from typing import Any, NamedTuple
 
-from tvm import runtime
-
 from ..device.cuda_driver import CudaError
-from ..device.cuda_library import CudaLibrary
 from ..device.cuda_streams import Event, Stream
 from ..device.threads import Threads
 from .device_queue import DeviceQueue, Work
@@ -34,17 +30,20 @@ class Point(NamedTuple):
     event: Event
 
 
-class CudaQueue(DeviceQueue):
+class StreamQueue(DeviceQueue):
     """A queue whose work goes to a stream.
 
     Parameters
     ----------
-    name: Of the threads, and in messages.
+    name : str
+        Name of the threads, also in messages.
 
     Attributes
     ----------
-    stream: As given.
-    ends: Waits for the ends of work, in the order in which it was issued.
+    stream : Stream
+        As given.
+    ends : DeviceQueue
+        Waits for the ends of work, in the order in which it was issued.
     """
 
     def __init__(self, name: str, stream: Stream) -> None:
@@ -58,12 +57,15 @@ class CudaQueue(DeviceQueue):
 
         Parameters
         ----------
-        work: Gives work to the stream, and returns what that will make.
-        after: What must have ended on the GPU before.
+        work : callable
+            Gives work to the stream, and returns what that will make.
+        after : iterable of Point
+            Points that must have ended on the GPU before.
 
         Returns
         -------
-        tuple: What `work` returned, and the point at which it has ended.
+        tuple
+            Result of `work`, and the point at which it has ended.
         """
         for point in after:
             if point.stream is not self.stream:
@@ -85,17 +87,7 @@ class CudaQueue(DeviceQueue):
         self.ends.close(timeout)
 
 
-@cache
-def shared_stream(library: CudaLibrary, gpu: int, purpose: str) -> Stream:
-    """A stream of a GPU that all machines use for the same purpose.
-
-    It is ordered with CUDA's default stream, and never destroyed.
-    """
-    library.use(gpu)
-    return Stream(library, gpu, library.made("cuStreamCreate", 0))
-
-
-def follow_callers_streams(queues: Iterable[CudaQueue]) -> None:
+def follow_callers_streams(queues: Iterable[StreamQueue]) -> None:
     """Have queues issue later work after the work on streams that this thread has chosen itself.
 
     CUDA's default stream needs no such care.
@@ -104,7 +96,7 @@ def follow_callers_streams(queues: Iterable[CudaQueue]) -> None:
     for queue in queues:
         stream = queue.stream
         if stream.gpu not in current:
-            own = Stream.current(stream.library, runtime.device("cuda", stream.gpu))
+            own = stream.chosen()
             current[stream.gpu] = own.record() if own.handle else None
         event = current[stream.gpu]
         if event is not None:

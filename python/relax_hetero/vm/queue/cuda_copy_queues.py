@@ -8,18 +8,19 @@ from typing import Any
 
 from tvm import runtime
 
+from ..device.cuda_copies import begin_copy
 from ..device.cuda_library import CUDA, CudaLibrary
 from ..device.cuda_memory import DeviceBlock
-from ..device.cuda_streams import Stream
+from ..device.cuda_streams import Stream, shared_stream
 from ..device.memory_pools import BlockPool, PinnedPool
-from ..device.tensors import begin_copy, empty, is_host, map_tensors, same_device
-from .cuda_queue import CudaQueue, shared_stream
+from ..device.tensors import empty, is_host, map_tensors, same_device
+from .stream_queue import StreamQueue
 
 PINNED_BYTES = 1 << 30
-"""Of host memory that a machine pins for what comes from GPUs; beyond it copies wait for each other."""
+"""Maximum bytes of host memory that a machine pins for tensors from GPUs; beyond it copies wait for each other."""
 
 ROOM_BYTES = 4 << 30
-"""Of each GPU's memory that a machine keeps for what comes to it."""
+"""Maximum bytes of each GPU's memory that a machine keeps for tensors that come to it."""
 
 
 class CopyQueues:
@@ -27,17 +28,18 @@ class CopyQueues:
 
     Attributes
     ----------
-    queues: Those that were asked for.
+    queues : list of StreamQueue
+        Those that were asked for.
     """
 
     def __init__(self, library: CudaLibrary, gpus: Iterable[int]) -> None:
-        self.queues: list[CudaQueue] = []
+        self.queues: list[StreamQueue] = []
         self._library = library
-        self._queues: dict[tuple[str, str], CudaQueue] = {}
+        self._queues: dict[tuple[str, str], StreamQueue] = {}
         self._rooms = {gpu: BlockPool(partial(DeviceBlock, library, gpu), ROOM_BYTES) for gpu in gpus}
         self._pinned = PinnedPool(library, min(self._rooms), PINNED_BYTES)
 
-    def between(self, source: runtime.Device, target: runtime.Device) -> CudaQueue | None:
+    def between(self, source: runtime.Device, target: runtime.Device) -> StreamQueue | None:
         """The queue for copies from one device to another; None where neither, or another kind of device, is a GPU.
 
         Not to be called by two threads at once.
@@ -50,7 +52,7 @@ class CopyQueues:
         pair = str(source), str(target)
         if pair not in self._queues:
             stream = shared_stream(self._library, gpus[0], f"copies from {source} to {target}")
-            self._queues[pair] = CudaQueue(f"copies from {source} to {target}", stream)
+            self._queues[pair] = StreamQueue(f"copies from {source} to {target}", stream)
             self.queues.append(self._queues[pair])
         return self._queues[pair]
 
@@ -59,13 +61,16 @@ class CopyQueues:
 
         Parameters
         ----------
-        stream: Of a queue that `between` gave.
-        leaves: Whether the copies leave the call. On a GPU they get memory of their own then: others may have the GPU
-            work on it when they give it back.
+        stream : Stream
+            Stream of a queue that `between` gave.
+        leaves : bool
+            Whether the copies leave the call. On a GPU they get memory of their own then: others may have the GPU work
+            on it when they give it back.
 
         Returns
         -------
-        object: The value as it will be there.
+        object : object
+            The value as it will be there.
         """
 
         def copied(tensor: runtime.Tensor) -> runtime.Tensor:
