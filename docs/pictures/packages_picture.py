@@ -31,7 +31,7 @@ PACKAGES = {
     "vm": "the virtual machine; needs no compiler",
     "artifact": "an executable as plain data",
     "target": "vdevices, facts about CPUs and GPUs",
-    "display": "text, tables, HTML",
+    "display": "text, tables, elements of HTML",
     "providers": "services of higher packages, by name",
     "watch_tvmscript": "strict look-up of devices",
     "errors": "exceptions",
