@@ -80,7 +80,7 @@ conformance: $(VENV)/.stamp-dev
 # The home page is build/site/index.html, and needs no server. Notebooks write their files where MkDocs is started.
 docs: $(DOCS_VENV)/.stamp-docs
 	$(DOCS_VENV)/bin/python docs/tools/api_pages.py --check
-	$(DOCS_VENV)/bin/python docs/pictures/pipeline_picture.py --check
+	$(DOCS_VENV)/bin/python docs/pictures/packages_picture.py --check
 	@mkdir -p build/notebooks
 	cd build/notebooks && NO_MKDOCS_2_WARNING=1 $(CURDIR)/$(DOCS_VENV)/bin/python -m mkdocs build --strict --config-file ../../mkdocs.yml
 

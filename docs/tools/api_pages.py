@@ -38,7 +38,7 @@ def page_of(room: str) -> str:
     module: Any = rh if room == "relax_hetero" else getattr(__import__(f"relax_hetero.{room}"), room)
     names = [name for name in module.__all__ if not name.startswith("__")]
     entries = {name: entry_of(room, shown, name, getattr(module, name)) for name in names}
-    order = list(entries) if room == "transform" else sorted(entries, key=lambda name: (name.lower(), name))
+    order = sorted(entries, key=lambda name: (name.lower(), name))
     after = [*PAGES, None][list(PAGES).index(room) + 1]
     more = f"[{PAGES[after][0]}]({after}.md)" if after else "[the command line](../reference/cli.md)"
     parts = [f"# {shown}", sentence, *filter(None, map(entries.__getitem__, order)), f"**Next:** {more}."]

@@ -78,6 +78,7 @@ HALVES = ("--place", "n9?=llvm:1", "--place", "n1??=llvm:1")
 LAYERS = ("--place", "/encoder/layer.[345]/*=llvm:1", "--place", "/pooling/*=llvm:1")
 BLOCKS = ("--place", "blk.9.*=llvm:1", "--place", "blk.1?.*=llvm:1")
 TABLE = {
+    "overview": Image(minilm, "overview", (*TWO, *LAYERS, "--profile"), height=840),
     "graph": Image(resnet, "graph", (*TWO, *HALVES, "--profile"), search="n90 conv2d"),
     "timeline": Image(minilm, "timeline", (*TWO, *LAYERS, "--profile"), height=390),
     "roofline": Image(resnet, "roofline", ("--profile",), height=620),
@@ -101,7 +102,7 @@ def picture_of(browser: Any, image: Image, report: Path, target: Path, dark: boo
     page.wait_for_selector("html[data-ready]", timeout=120_000)
     place = f"void document.getElementById({image.section!r}).scrollIntoView({{ behavior: 'instant' }})"
     page.evaluate(place)
-    if image.section != "graph":
+    if image.section not in ("overview", "graph"):
         page.wait_for_selector(f"#{image.section}[data-drawn]", timeout=60_000)
     if image.search:
         page.fill("#search", image.search)

@@ -80,7 +80,7 @@ def test_questions_name_every_class_of_errors():
     assert {name for name in classes if f"`rh.{name}`" not in page} == set()
 
 
-@pytest.mark.parametrize("script", ["tools/api_pages.py", "pictures/pipeline_picture.py"])
+@pytest.mark.parametrize("script", ["tools/api_pages.py", "pictures/packages_picture.py"])
 def test_what_scripts_wrote_is_current(script, monkeypatch, capsys):
     """On failure: run the script with --write."""
     monkeypatch.setattr(sys, "argv", [script, "--check"])

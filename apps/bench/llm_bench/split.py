@@ -3,8 +3,9 @@
 python apps/bench/llm_bench/split.py --layers 12                      # random weights in 4 bits, a CPU and a GPU
 python apps/bench/llm_bench/split.py --vdevice llvm --vdevice llvm    # two CPU devices
 
-The embeddings and the first layers are on the first device, the others and the logits on the second. A split token should take as long as
-its parts do: of a token on each device alone, the share of the weights that the device has of the split model.
+Embeddings and the first layers are on the first device, the others and the logits on the second. A split token should
+take as long as its parts do: of a token on each device alone, the share of the weights that the device has of the
+split model.
 """
 
 from __future__ import annotations

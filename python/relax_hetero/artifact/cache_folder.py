@@ -64,7 +64,7 @@ class Entry:
     hits : int
         How often it was used instead of compiling.
     about : dict of str to object
-        What `CacheFolder.add` was told of it; empty where that is lost.
+        Data given to `CacheFolder.add`; empty where that is lost.
     """
 
     key: str
@@ -241,7 +241,7 @@ def folder_of(cache: bool | str | os.PathLike[str] | None = None) -> CacheFolder
     Raises
     ------
     BuildError
-        What is no folder's name, or a limit in the environment that is no size.
+        The name is not that of a folder, or a limit in the environment is not a size.
     """
     named = os.environ.get(FOLDER, "").strip()
     if cache is False or named.lower() in _OFF:

@@ -11,7 +11,7 @@ _REFUSED = re.compile(rf"{REFUSED} check (\d+), found (-?\d+), expected (-?\d+) 
 
 
 WORDS = 16
-"""Of the record that a GPU's kernels report a value in, int32 each."""
+"""Number of int32 words in the record that a GPU's kernels report a value in."""
 
 CLAIMED, READY, KEY, FOUND, LEAST, END = 0, 1, 2, 4, 6, 8
 """Where in it stands whether a thread has claimed it, whether that has filled it, and then, in two words each, the low
@@ -28,7 +28,7 @@ class CheckSpec:
     Attributes
     ----------
     subject : str
-        What is checked: ``"index"``, ``"value"``, ``"divisor"``, or ``"size"`` for divisors of sizes.
+        Subject of the check: ``"index"``, ``"value"``, ``"divisor"``, or ``"size"`` for divisors of sizes.
     where : str
         The op and the variable, as messages name them.
     """
@@ -43,7 +43,7 @@ class CheckSpec:
         return int.from_bytes(digest, "little") >> 2
 
     def message(self, found: int, least: int, end: int) -> str:
-        """What to tell about a value that was refused."""
+        """Text of the error for a value that was refused."""
         if self.subject == "size":
             return f"{self.where} is divided by a size that is 0"
         if self.subject == "divisor":

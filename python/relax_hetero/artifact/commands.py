@@ -60,7 +60,7 @@ class Dispatch:
     when, unless : Reference or None
         An int32: the command runs where it is not zero (`when`), or is zero (`unless`).
     variable : str
-        What the model calls the result; ``""`` where there is no model.
+        Name of the result in the model; ``""`` where there is no model.
     """
 
     kernel: str
@@ -104,13 +104,13 @@ class SlotSpec:
     Attributes
     ----------
     name : str
-        What messages call it: the model's variable, or ``slot 3``.
+        Name in messages: the model's variable, or ``slot 3``.
     device : int
         Manifest index.
     nbytes : Dim
         The least size, in bytes.
     alignment : int
-        Of the first byte, a power of two.
+        Alignment of the first byte, a power of two.
     access : str
         ``"read"``, ``"write"``, ``"read-write"``, or ``""`` for a slot that nothing uses and may stay empty.
     dtype : str
@@ -154,20 +154,20 @@ class KernelSpec:
     Attributes
     ----------
     name : str
-        What the model calls it.
+        Name in the model.
     device : int
         The manifest index of the device it was compiled for.
     tensors : tuple of TensorParam
-        What `Dispatch.operands` gives.
+        Tensor parameters, which `Dispatch.operands` gives.
     scalars : tuple of ScalarParam
-        What `Dispatch.scalars` gives.
+        Scalar parameters, which `Dispatch.scalars` gives.
     workgroups : int
         How many trailing scalars of those are workgroup numbers (x, y, z), which the command buffer counts through; 0
         for a kernel that does all its work in one call.
     ops : tuple of str
-        What it computes.
+        Ops that it computes.
     symbol : str
-        What `kernel_addresses.kernel_address` finds it by; ``""`` for one that cannot be called by its address.
+        Key for `kernel_addresses.kernel_address`; ``""`` for one that cannot be called by its address.
     """
 
     name: str
@@ -204,7 +204,7 @@ class RegionSpec:
     runs : str
         ``"host function"``, ``"CUDA graph"`` or ``"stream"``; ``"walked commands"`` without the compiler.
     ended : str
-        What came after it that could not be a command of it.
+        Reason for its end: the next binding, which could not be a command of it.
     """
 
     name: str

@@ -86,7 +86,7 @@ class Container:
     identity : (int, int)
         The file itself, whatever the path names later: its device and inode numbers.
     descriptor : int
-        Of the open file, or of its copy in memory; closed when this object ends.
+        Descriptor of the open file, or of its copy in memory; closed when this object ends.
     header : dict of str to object
         The metadata's JSON object.
     weights : tuple of Weight
@@ -94,7 +94,7 @@ class Container:
     data : np.ndarray
         All bytes of the file but a signature's, as ``uint8``: a private mapping, read when touched.
     code_bytes : int
-        Of the shared library.
+        Size of the shared library.
     code_begin : int
         Where it is in the file: at its begin, unless this is a version.
     """
@@ -114,7 +114,7 @@ class Container:
         return self.data[self.code_begin : self.code_begin + self.code_bytes]
 
     def versions(self) -> list[Container]:
-        """This executable and its versions, as containers of one each; ValueError where the header says nonsense."""
+        """The executable and its versions, as containers of one each; ValueError where the header says nonsense."""
         entries = self.header.get("versions", [])
         if not isinstance(entries, list) or not all(map(_is_version, entries)):
             raise ValueError("its 'versions' are no list of objects with metadata and a number of constants")
@@ -177,7 +177,7 @@ def write_container(
     weights : sequence of np.ndarray
         Each one-dimensional ``uint8``.
     versions : sequence of Version
-        Of the executable, that do without some devices.
+        Versions of the executable that do without some devices.
     """
     parts = list(weights)
     for version in versions:

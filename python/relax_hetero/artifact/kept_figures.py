@@ -23,7 +23,7 @@ _LARGEST = 1 << 20
 
 
 def find_figures(folder: CacheFolder, key: str) -> Any:
-    """What `keep_figures` wrote under a key; None where there is nothing that is whole and this user's own."""
+    """Data that `keep_figures` wrote under a key; None where there is nothing that is whole and this user's own."""
     with folder.opened() as descriptor:
         if descriptor is None:
             return None

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ..display.html import Column, Markup, device_html, folded, paragraph, table, view
+from ..display.text import bytes_text, text_table
 from ..errors import BindingError
-from ..providers import provided
 from ..target.element_types import bytes_for
 from .commands import GRAPH
 from .memory_spec import ARENA, RESULT, TRANSFER
 from .memory_use import Need, UnknownSizeError, Walk, call_needs, evaluate, most_alive, pool_bytes, queued_needs
-from .messages import text_table, unknown_name
+from .messages import unknown_name
 from .metadata import Metadata, device_names
 from .schedule import Schedule, Step
 from .signature import TensorSpec, tensors_of
@@ -30,15 +31,15 @@ class DeviceMemory:
         Constants there, of the whole executable, and parameters that are bound once. Machines on the same devices share
         constants; those of a CPU lie in the executable's own memory.
     transient : int
-        What a call takes from the machine's pool besides its results.
+        Bytes of a call from the machine's pool besides its results.
     arenas, transfers : int
-        Of these: the arenas of command buffers, and what arrives from other devices.
+        Parts of these: the arenas of command buffers, and tensors that arrive from other devices.
     results : int
-        What leaves the call.
+        Bytes that the call returns.
     least : int
         The most bytes of transient tensors that are alive at one kernel: no plan for this order takes fewer.
     largest : tuple of (str, int)
-        What takes the transient bytes, largest first.
+        Tensors with the most transient bytes, largest first.
     """
 
     device: str
@@ -88,7 +89,30 @@ class FunctionUse:
         return _table(self.rows())
 
     def _repr_html_(self) -> str:
-        return str(provided("function_use_html")(self))
+        return view(*self._html_tables())
+
+    def _html_tables(self) -> list[Markup]:
+        """A table of HTML with a row for each device, and the largest buffers of each."""
+        names = [memory.device for memory in self.devices if memory.device != "host"]
+        sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
+        rows = [
+            (
+                device_html(memory.device, names),
+                *(bytes_text(getattr(memory, column)) for column in _NUMBERS),
+                f"{memory.ratio:.3f}" if memory.least else "",
+            )
+            for memory in self.devices
+        ]
+        largest = [
+            (device_html(memory.device, names), what, bytes_text(nbytes))
+            for memory in self.devices
+            for what, nbytes in memory.largest[:_LARGEST]
+        ]
+        tables = [table(f"Memory of a call of {self.function}({sizes})", _COLUMNS, rows)]
+        if largest:
+            columns = [Column("device"), Column("what"), Column("bytes", True)]
+            tables.append(folded("What takes the transient bytes", table("", columns, largest)))
+        return tables
 
     def rows(self) -> list[tuple[str, ...]]:
         """A line of the table for each device."""
@@ -106,6 +130,11 @@ class FunctionUse:
 
 
 _NUMBERS = ("weights", "transient", "arenas", "transfers", "results", "least")
+_COLUMNS = [
+    *(Column("device"), Column("weights", True), Column("transient", True), Column("of it arenas", True)),
+    *(Column("of it transfers", True), Column("results", True), Column("least", True), Column("over least", True)),
+]
+_LARGEST = 12
 
 
 class MemoryPlan:
@@ -137,14 +166,26 @@ class MemoryPlan:
         ]
 
     def weights(self, device: int) -> int:
-        """Bytes of constants on a device, by manifest index, and of the arena that its CUDA graphs keep, and share."""
+        """Bytes of constants on a device, by manifest index, and of the arena that its CUDA graphs keep, and share.
+
+        Parameters
+        ----------
+        device : int
+            Manifest index.
+        """
         specs = [spec for spec in self._metadata.constants if spec.device == device]
         graphs = [region for region in self._metadata.regions if region.runs == GRAPH and region.device == device]
         arenas = [region.arena for region in graphs if isinstance(region.arena, int)]
         return sum(bytes_for(spec.shape, spec.dtype) for spec in specs) + max(arenas, default=0)
 
     def names(self, function: str = "main") -> tuple[str, ...]:
-        """The symbolic dimensions whose values `at` needs, those with an upper bound left out."""
+        """The symbolic dimensions whose values `at` needs, those with an upper bound left out.
+
+        Parameters
+        ----------
+        function : str
+            Name of the function.
+        """
         try:
             self._walk(function, self._bounds(function))
         except UnknownSizeError as error:
@@ -157,6 +198,7 @@ class MemoryPlan:
         Parameters
         ----------
         function : str
+            Name of the function.
         **sizes : int
             Its symbolic dimensions; one that is not given is at its upper bound, where the module has one.
 
@@ -184,6 +226,15 @@ class MemoryPlan:
 
         That is the weights, and what one call takes that runs alone, or `max_in_flight` that are under way at once.
 
+        Parameters
+        ----------
+        function : str
+            Name of the function.
+        sizes : mapping of str to int
+            Symbolic dimensions by name.
+        max_in_flight : int
+            Maximum number of calls under way at once.
+
         Raises
         ------
         UnknownSizeError
@@ -209,7 +260,15 @@ class MemoryPlan:
         return _table(rows)
 
     def _repr_html_(self) -> str:
-        return str(provided("memory_plan_html")(self))
+        parts: list[Markup] = []
+        for name in self.functions:
+            if missing := self.names(name):
+                sizes = ", ".join(f"{size}=1" for size in missing)
+                known = f"The memory of {name!r} depends on {', '.join(missing)}: memory_plan.at({name!r}, {sizes})."
+                parts.append(paragraph(known))
+            else:
+                parts += self.at(name)._html_tables()
+        return view(*parts)
 
     def _bounds(self, function: str) -> Mapping[str, int]:
         return self._memory[function].upper_bounds if function in self._memory else {}

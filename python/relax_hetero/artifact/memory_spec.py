@@ -28,7 +28,7 @@ class StorageSpec:
         ``"value"``, ``"arena"`` (of a command buffer), ``"transfer"`` (where one arrives) or ``"result"`` (leaves the
         call).
     name : str
-        What it holds first, as messages call it.
+        Name in messages of the first tensor that it holds.
     """
 
     device: int

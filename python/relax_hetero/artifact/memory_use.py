@@ -69,12 +69,12 @@ class Walk:
     Parameters
     ----------
     metadata : Metadata
-        Of an executable.
+        Metadata of an executable.
 
     Attributes
     ----------
     tensors : list of Use
-        What lies in transient storages; what lies in arenas is counted one by one.
+        Tensors in transient storages; those in arenas are counted one by one.
     """
 
     def __init__(self, metadata: Metadata) -> None:
@@ -229,9 +229,9 @@ class Need:
     weights : int
         Constants and bound parameters.
     results : int
-        What steps give and calls return, of all calls under way.
+        Bytes of values that steps give and calls return, of all calls under way.
     transient : tuple of (str, int)
-        What a step takes while it runs, by what it holds first: one step runs at a time.
+        Bytes of a step while it runs, by the first tensor that it holds: one step runs at a time.
     """
 
     weights: int
@@ -282,6 +282,6 @@ def queued_needs(metadata: Metadata, schedule: Schedule, sizes: Mapping[str, int
 
 
 def _is_alias(metadata: Metadata, step: Step) -> bool:
-    """Whether a transfer gives memory of the CPU another device's name."""
+    """Return whether a transfer gives memory of the CPU another device's name."""
     specs = [metadata.devices[entry] for entry in (step.device, step.source) if entry >= 0]
     return all(spec.device_type == CPU and spec.memory_scope == "global" for spec in specs)

@@ -1,4 +1,4 @@
-"""Messages: tables as text, errors for unknown names, and failures of calls in terms of the model."""
+"""Messages: errors for unknown names, and failures of calls in terms of the model."""
 
 from __future__ import annotations
 
@@ -6,25 +6,12 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
-from ..errors import BindingError, HeteroError, MemoryLimitError, printable
+from ..errors import BindingError, HeteroError, MemoryLimitError
 from .checks import refused_by
 from .metadata import Metadata, device_names
 
 AUTO = "auto, "
 """Prefix of the reasons of automatic placement: what decided up to the first ": ", then figures."""
-
-
-def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
-    """Lines of aligned columns: the first `left` hold text, the rest numbers. Rows may end early."""
-    lines = [[printable(cell) for cell in line] for line in (head, *rows)]
-    widths = [max((len(line[i]) for line in lines if len(line) == len(head)), default=0) for i in range(len(head))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column < left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=False))
-        ).rstrip()
-        for line in lines
-    )
 
 
 def unknown_name(what: str, name: object, known: Iterable[str], where: str, hint: str = "") -> BindingError:

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import BuildError
+from ..target.backend import CPU as CPU
+from ..target.backend import Backend, backend_of, backends
 from ..target.cpu_cores import NUMA_NODE
 from .checks import CheckSpec
 from .commands import (
@@ -29,33 +31,6 @@ from .typed_data import read_json
 
 _HOST_KEY = "host:"  # as `target.hosts` writes it
 
-# DLPack device type of each TVM target kind (dlpack.h, DLDeviceType).
-DEVICE_TYPES: dict[str, int] = {
-    "llvm": 1,
-    "c": 1,
-    "cuda": 2,
-    "nvptx": 2,
-    "opencl": 4,
-    "vulkan": 7,
-    "metal": 8,
-    "rocm": 10,
-    "ext_dev": 12,
-    "webgpu": 15,
-    "hexagon": 16,
-}
-CPU = 1
-# Name of each device type, as tvm.device takes it and TVM's runtime libraries are called.
-TYPE_NAMES: dict[int, str] = {
-    1: "cpu",
-    2: "cuda",
-    4: "opencl",
-    7: "vulkan",
-    8: "metal",
-    10: "rocm",
-    12: "ext_dev",
-    15: "webgpu",
-    16: "hexagon",
-}
 HIT, MISS, UNUSED = "hit", "miss", "unused"
 """Found in the compile cache; compiled, and stored there unless something speaks against it; not looked for."""
 
@@ -90,7 +65,7 @@ class DeviceSpec:
 
     @property
     def kind(self) -> str:
-        """The target kind: ``"llvm"``, ``"cuda"``."""
+        """The target kind: ``llvm``, ``cuda``."""
         data = json.loads(self.target)
         return data if isinstance(data, str) else str(data["kind"])
 
@@ -102,17 +77,23 @@ class DeviceSpec:
         return next((key.removeprefix(_HOST_KEY) for key in keys if key.startswith(_HOST_KEY)), None)
 
     @property
+    def backend(self) -> Backend:
+        """Back end of the kind."""
+        return backend_of(self.kind)
+
+    @property
     def device_type(self) -> int:
         """The DLPack device type its kernels run on; BuildError for a kind without one."""
-        kind = self.kind
-        if kind not in DEVICE_TYPES:
-            raise BuildError(f"device target kind {kind!r} is unknown; expected one of {', '.join(DEVICE_TYPES)}")
-        return DEVICE_TYPES[kind]
+        backend = self.backend
+        if backend.device_type < 0:
+            known = ", ".join(other.kind for other in backends())
+            raise BuildError(f"device target kind {backend.kind!r} is unknown; expected one of {known}")
+        return backend.device_type
 
     @property
     def type_name(self) -> str:
         """The device type's name: ``"cpu"`` for ``llvm`` and ``c``."""
-        return TYPE_NAMES[self.device_type]
+        return self.backend.type_name
 
     @property
     def num_cores(self) -> int:
@@ -138,11 +119,14 @@ class ConstantSpec:
     name : str
         Its Relax name.
     shape : tuple of int
+        Extents.
     dtype : str
+        Element type.
     device : int
         Manifest index; -1: the implicit host.
     addresses : tuple of (int or str), optional
-        Of a table that the machine fills with addresses: of constants, by their index, and of kernels, by symbol.
+        Contents of a table that the machine fills with addresses: of constants, by their index, and of kernels, by
+        symbol.
     region : str
         The command buffer whose state it stands for, where that runs as a CUDA graph: each machine makes its own.
     is_record : bool
@@ -175,7 +159,7 @@ class DispatchSpec:
     operations : int
         Multiplications and additions of its products, in one call; 0 where there are none or nobody counted.
     bytes : int
-        Of its arguments, each once; 0 where an extent is symbolic.
+        Bytes of its arguments, each once; 0 where an extent is symbolic.
     precision : str
         The element types of its products (``"u8*s8->s32"``, ``"bf16"``, ``"int4*f32"``), else those of its arguments.
     also : tuple of int
@@ -201,7 +185,7 @@ class DispatchSpec:
 
 @dataclass(frozen=True)
 class RepeatedCall:
-    """What runs when a function is called with arguments that look like those of an earlier call.
+    """Code that runs when a function is called with arguments that look like those of an earlier call.
 
     Attributes
     ----------
@@ -221,7 +205,7 @@ class RepeatedCall:
 
 @dataclass(frozen=True)
 class CacheUse:
-    """Whether an executable came from the compile cache.
+    """Use of the compile cache by a compilation.
 
     Attributes
     ----------
@@ -229,9 +213,9 @@ class CacheUse:
         ``"hit"``: it was found there; ``"miss"``: it was compiled, and can be found from now on unless `why` says
         otherwise; ``"unused"``: nobody looked, for the reason `why`.
     key : str
-        Of the module, its devices, the options and the versions; empty where nobody looked.
+        Key of the module, its devices, the options and the versions; empty where nobody looked.
     seconds : float
-        What compiling took, on a hit the one that it stands for.
+        Compile time; on a hit that of the compilation that it stands for.
     why : str
         Why it was not looked for, or not stored.
     """
@@ -263,31 +247,31 @@ class Metadata:
     placement : object
         The placement report as JSON data, or None.
     encodings : object
-        What encodings became on each device, as JSON data of `relax_hetero.transform.EncodingReport`, or None.
+        Encodings and their layouts on each device, as JSON data of `relax_hetero.transform.EncodingReport`, or None.
     fusions : object
         Which kernel computes what and what was not fused, as JSON data of `transform.FusionReport`, or None.
     dispatches : dict of str to DispatchSpec
         Kernel symbol to where it runs and what it computes.
     alignment : int
-        What kernels need of an argument's address, in bytes; a power of two.
+        Alignment in bytes that kernels need of an argument's address; a power of two.
     writes_arguments : bool
         Whether functions may write to their arguments.
     regions : tuple of RegionSpec
         The command buffers that functions call.
     kernels : dict of str to KernelSpec
-        By name, the kernels that command buffers can run: those of the regions, and those that the module made public.
+        Kernels that command buffers can run, by name: those of the regions, and those that the module made public.
     single_calls : tuple of SingleCall
         The kernel calls that are in no region, where there are regions.
     schedules : tuple of Schedule
         How functions that use several devices go through queues.
     memory : tuple of FunctionMemory
-        What each function allocates, private ones too.
+        Allocations of each function, private ones too.
     placement_estimate : object
-        What the cost model that placed the module expects of it, as JSON data of `frontend.AutoPlacement`, or None.
+        Estimate by the cost model that placed the module, as JSON data of `frontend.AutoPlacement`, or None.
     cache : CacheUse
         Whether it was compiled or found in the compile cache.
     checks : tuple of CheckSpec
-        By number, the checks of values that kernels make.
+        Checks of values that kernels make, by number.
     optional : tuple of int
         Manifest indices of the devices that a machine may lack: versions of the executable do without them.
     repeated : tuple of RepeatedCall
@@ -330,7 +314,7 @@ class Metadata:
         object.__setattr__(self, "repeated", tuple(self.repeated))
 
     def to_json(self) -> str:
-        """This metadata as JSON text."""
+        """JSON text of the metadata."""
         data = {
             "devices": [asdict(device) for device in self.devices],
             "host_index": self.host_index,
@@ -361,6 +345,11 @@ class Metadata:
         """The inverse of `to_json`; for anything else ValueError, or another error of access to data.
 
         What comes from a file is read by `check_metadata.read_metadata`.
+
+        Parameters
+        ----------
+        text : str
+            JSON text.
         """
         data = read_json(text)
         signatures = [FunctionSignature.from_json(signature) for signature in data["signatures"]]

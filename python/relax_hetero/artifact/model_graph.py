@@ -50,7 +50,7 @@ class GraphNode:
     device : int
         Text: ``"llvm:0"``; empty where it is not known.
     values : tuple of int
-        What it makes, in the table of values: more than one where that is a tuple.
+        Results in the table of values: more than one where it makes a tuple.
     reads : tuple of int
         Pairs of a node of the same function and a position in what that makes, one after the other; the position is -1
         where all of it is read.

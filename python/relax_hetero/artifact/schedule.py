@@ -27,9 +27,9 @@ class Step:
     makes : tuple of int
         The values it gives: several where `function` returns a tuple.
     function : str
-        What runs; empty for a transfer, which takes one value to `device`.
+        Function that runs; empty for a transfer, which takes one value to `device`.
     source : int
-        Of a transfer: where the value is.
+        Device where the value of a transfer is.
     sizes : tuple of str
         Symbolic dimensions whose values the function takes last but for the constants, as a shape.
     also : tuple of int
@@ -56,7 +56,7 @@ class Step:
 
     @property
     def is_transfer(self) -> bool:
-        """Whether this takes a value to another device, and computes nothing."""
+        """True if this takes a value to another device, and computes nothing."""
         return not self.function
 
     @property
@@ -72,6 +72,7 @@ class Schedule:
     Attributes
     ----------
     function : str
+        Name of the function.
     inputs : int
         How many parameters it has: values 0 to ``inputs - 1``.
     values : int
@@ -79,7 +80,7 @@ class Schedule:
     steps : tuple of Step
         In an order in which they may run one after the other.
     results : int or nested tuple of int
-        What the function returns.
+        Values that the function returns.
     """
 
     function: str
@@ -89,14 +90,20 @@ class Schedule:
     results: Results
 
     def with_takers(self, takers: set[str]) -> Schedule:
-        """The schedule once it is known which functions take the constants."""
+        """The schedule once it is known which functions take the constants.
+
+        Parameters
+        ----------
+        takers : set of str
+            Names of functions that take the constants.
+        """
         steps = tuple(replace(step, takes_constants=step.function in takers) for step in self.steps)
         return replace(self, steps=steps)
 
     def overlaps(
         self, places: Mapping[int, Hashable] | None = None, is_large: Callable[[Step], bool] = lambda step: True
     ) -> bool:
-        """Whether two large steps that compute can run at the same time within one call.
+        """Return whether two large steps that compute can run at the same time within one call.
 
         Parameters
         ----------
@@ -134,7 +141,13 @@ class Schedule:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Schedule:
-        """The inverse of `to_json`; raises KeyError or TypeError for anything else."""
+        """The inverse of `to_json`; raises KeyError or TypeError for anything else.
+
+        Parameters
+        ----------
+        data : dict of str to object
+            JSON object.
+        """
         steps = tuple(Step(**step) for step in data["steps"])
         return Schedule(**{**data, "steps": steps, "results": _tuples(data["results"])})
 

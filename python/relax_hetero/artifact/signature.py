@@ -45,7 +45,17 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ShapeSpec:
-    """A Relax shape value; `values` as in `TensorSpec.shape`, `ndim` -1 where the rank is unknown."""
+    """A Relax shape value; `values` as in `TensorSpec.shape`, `ndim` -1 where the rank is unknown.
+
+    Attributes
+    ----------
+    name : str
+        Name of the parameter or result.
+    values : tuple of Dim or None
+        Extents as in `TensorSpec.shape`.
+    ndim : int
+        Number of extents; -1 where the rank is unknown.
+    """
 
     name: str
     values: tuple[Dim, ...] | None
@@ -59,7 +69,17 @@ class ShapeSpec:
 
 @dataclass(frozen=True)
 class PrimSpec:
-    """A scalar that is no tensor (``R.Prim``); `value` is its expression where the type gives one."""
+    """A scalar that is no tensor (``R.Prim``); `value` is its expression where the type gives one.
+
+    Attributes
+    ----------
+    name : str
+        Name of the parameter or result.
+    dtype : str
+        Type of the scalar.
+    value : Dim or None
+        Expression over symbolic dimensions.
+    """
 
     name: str
     dtype: str
@@ -68,7 +88,15 @@ class PrimSpec:
 
 @dataclass(frozen=True)
 class TupleSpec:
-    """A Relax tuple; its fields may be tuples again."""
+    """A Relax tuple; its fields may be tuples again.
+
+    Attributes
+    ----------
+    name : str
+        Name of the parameter or result.
+    fields : tuple of ValueSpec
+        Values in the tuple.
+    """
 
     name: str
     fields: tuple[ValueSpec, ...]
@@ -79,7 +107,15 @@ class TupleSpec:
 
 @dataclass(frozen=True)
 class ObjectSpec:
-    """Any other runtime object (a cache), passed through unchecked; or a function (a callback, a closure)."""
+    """Any other runtime object (a cache), passed through unchecked; or a function (a callback, a closure).
+
+    Attributes
+    ----------
+    name : str
+        Name of the parameter or result.
+    is_function : bool
+        True for a function.
+    """
 
     name: str
     is_function: bool = False
@@ -156,8 +192,7 @@ class FunctionSignature:
     output_is_tuple : bool
         Whether the function returns a tuple (also one of length 0 or 1).
     num_input : int
-        Of `inputs`, how many are given at every call; the rest are parameters for `set_params`.
-        -1 stands for all.
+        Number of `inputs` that are given at every call; the rest are parameters for `set_params`. -1 stands for all.
     defaults : dict of str to int
         Parameters after `num_input` that a call may leave out -> index of the constant that is used then.
     takes_constants : bool
@@ -170,6 +205,8 @@ class FunctionSignature:
         The strings that the function knows, whose places are the numbers that it computes with.
     string_inputs, string_outputs : tuple of str
         Inputs and results that callers give and get as strings, though the function has them as int64.
+    input_names, output_names : tuple of str
+        Names of `inputs` and of `outputs`.
     """
 
     name: str
@@ -209,7 +246,7 @@ class FunctionSignature:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """This signature as a JSON object."""
+        """The signature as a JSON object."""
         return {
             "name": self.name,
             "inputs": [spec_to_json(spec) for spec in self.inputs],
@@ -227,7 +264,13 @@ class FunctionSignature:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> FunctionSignature:
-        """The inverse of `to_json`."""
+        """The inverse of `to_json`.
+
+        Parameters
+        ----------
+        data : dict of str to object
+            JSON object.
+        """
         return FunctionSignature(
             name=data["name"],
             inputs=tuple(spec_from_json(spec) for spec in data["inputs"]),

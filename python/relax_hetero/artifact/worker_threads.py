@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 MAX_THREADS = 1023
-"""Of one caller: their tasks are counted in ten bits of a word."""
+"""Maximum number of threads of one caller: their tasks are counted in ten bits of a word."""
 
 MAX_CPUS = 1024
 """CPUs that threads are kept apart on, as many as C's set of CPUs has room for; threads on CPUs of higher numbers are
@@ -44,6 +44,6 @@ def launch_setter(number: int) -> str:
     Parameters
     ----------
     number : int
-        Of the part, from 0 on without gaps.
+        Position of the part, from 0 on without gaps.
     """
     return f"{_PREFIX}.use.{number}"

@@ -8,8 +8,10 @@ from .calls import ClusterCall
 
 
 class ActorCalls:
-    """The attempts under way. A call that begins again has a new number, so that what is left of an earlier attempt is
-    not taken for it."""
+    """Attempts under way.
+
+    A call that begins again has a new number, so that what is left of an earlier attempt is not taken for it.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[ClusterCall, int] = {}
@@ -21,11 +23,11 @@ class ActorCalls:
             self._numbers[call] = number
 
     def has(self, call: ClusterCall, number: int) -> bool:
-        """Whether the attempt has not ended."""
+        """Return whether the attempt has not ended."""
         return self._numbers.get(call) == number
 
     def take(self, call: ClusterCall, number: int) -> bool:
-        """Whether the attempt had not ended before; it has now."""
+        """Return whether the attempt had not ended before; it has now."""
         with self._lock:
             found = self.has(call, number)
             if found:

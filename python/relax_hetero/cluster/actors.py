@@ -33,9 +33,9 @@ class HostState:
     actor : object
         Its process; None where there is none.
     facts : mapping of str to object
-        What the process said of itself.
+        Description that the process gave of itself.
     sizes : mapping of str to (list of int or None, list of int or None)
-        Of the functions' inputs and results, as `facts.sizes_of` gives them.
+        Extents of the functions' inputs and results, as `facts.sizes_of` gives them.
     starts : int
         How often it was started.
     """
@@ -56,9 +56,9 @@ class Actors:
     ray : object
         The module.
     bindings : mapping of str to HostBinding
-        By host.
+        Bindings by host.
     parts : mapping of str to PackedPart
-        By host, what it runs.
+        Parts that run, by host.
     timeout : float
         Seconds that a host may take to be started by Ray.
     pause : callable
@@ -67,7 +67,7 @@ class Actors:
     Attributes
     ----------
     states : dict
-        By host.
+        States by host.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Actors:
         state.state, state.starts = "starting", state.starts + 1
 
     def _answer(self, host: str, end: float | None) -> Any:
-        """What a host's process was asked; HostError where it dies, or Ray has not started it by `end`."""
+        """Answer of a host's process; HostError where it dies, or Ray has not started it by `end`."""
         state = self.states[host]
         while True:
             ready, _ = self._ray.wait([state.told], timeout=_LOOK)
@@ -174,13 +174,13 @@ class Actors:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of Ray's says first."""
+    """First line of an error of Ray's."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _resources(ray: Any) -> str:
-    """What the nodes have free, for messages."""
+    """Free resources of the nodes, for messages."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     free = ray.available_resources()
     named = {name: free[name] for name in sorted(free) if not name.startswith(("node:", "object_store"))}

@@ -48,7 +48,7 @@ class HostBinding:
         return max(1, int(self.num_cpus)) if self.num_cpus else 0
 
     def __str__(self) -> str:
-        """What it needs, for messages."""
+        """Resources that it needs, for messages."""
         needs = {name: getattr(self, name) for name in _KEYS if getattr(self, name)}
         return ", ".join(f"{name}={value!r}" for name, value in needs.items()) or "nothing"
 

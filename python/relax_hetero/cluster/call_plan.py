@@ -57,7 +57,7 @@ class Step:
 
 @dataclass(frozen=True)
 class HostRun:
-    """What one host does in a function whose hosts talk while it runs (`cluster.talk`): all of its part.
+    """Work of one host in a function whose hosts talk while it runs (`cluster.talk`): all of its part.
 
     Attributes
     ----------
@@ -86,7 +86,7 @@ class CallPlan:
         A `Source`, or nested tuples of them, as the function returns its results. With `runs`, the step of a source is
         the number of a run, and its index counts the leaves of what that returns.
     input_names : tuple of str
-        Of the call's inputs, in order; taken from `signature` where that is given.
+        Names of the call's inputs, in order; taken from `signature` where that is given.
     signature : FunctionSignature or None
         The function's inputs and results, by which arguments are checked before anything travels. Sources count its
         inputs with tuples opened.
@@ -115,7 +115,7 @@ class CallPlan:
 
     @property
     def reads_inputs_late(self) -> bool:
-        """Whether inputs are read after the call was sent: by hosts that talk, or as results."""
+        """True if inputs are read after the call was sent: by hosts that talk, or as results."""
         return bool(self.runs) or any(source.step == CALL for source in sources_of(self.result))
 
     @property
@@ -125,6 +125,11 @@ class CallPlan:
 
     def check(self, name: str) -> None:
         """Require that every value is made before it is read.
+
+        Parameters
+        ----------
+        name : str
+            Name of the function, for messages.
 
         Raises
         ------
@@ -170,19 +175,19 @@ class CallPlan:
 
 
 Part: TypeAlias = Any
-"""What a host runs: the path of an exported library, its bytes, or a Relax IRModule, which the host compiles."""
+"""Code that a host runs: the path of an exported library, its bytes, or a Relax IRModule, which the host compiles."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What a cluster runs.
+    """Program that a cluster runs.
 
     Attributes
     ----------
     parts : mapping of str to Part
-        By host, what it runs.
+        Parts that run, by host.
     functions : mapping of str to CallPlan
-        By name, the plans of the functions that can be called.
+        Plans of the functions that can be called, by name.
     """
 
     parts: Mapping[str, Part]

@@ -81,14 +81,14 @@ def result_of(call: ClusterCall, route: Route, messages: Sequence[Message], get:
     Parameters
     ----------
     messages : sequence of Message
-        Of the route's exits, in order.
+        Messages of the route's exits, in order.
     get : object
         Reads a reference of Ray's object store.
 
     Raises
     ------
     HeteroError
-        What failed in a step, as it was raised there.
+        A step failed; the error is as it was raised there.
     """
     arrived: dict[int, list[Any]] = {}
     for slot, message in zip(route.exits, messages, strict=True):

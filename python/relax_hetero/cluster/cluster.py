@@ -24,7 +24,7 @@ from ..vm.queue.queued_calls import CallsInFlight
 from .actors import Actors
 from .bindings import bind_hosts
 from .calls import ClusterCall, bind, named_only, result_of
-from .cut.compiled_program import load_program
+from .cut.compiled_program import load
 from .cut.program import hosts_needed, program_of
 from .parts import pack
 from .ray_here import ray_here
@@ -92,7 +92,7 @@ class Cluster:
         self._replicas: list[Replica] = []
         self._is_closed = False
         if isinstance(program, str | os.PathLike):
-            program = load_program(program)
+            program = load(program)
         bindings = bind_hosts(hosts, hosts_needed(program))
         limit = _positive("in_flight", IN_FLIGHT_PER_HOST * len(bindings) if in_flight is None else in_flight)
         if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
@@ -166,9 +166,13 @@ class Cluster:
 
         Parameters
         ----------
+        name : str
+            Function of the program.
         copy : bool
             Whether arrays that are not sent at once are copied, so that they may be changed. With False they must not
             change until the fence is done.
+        *args, **kwargs : object
+            Arguments of the function, by position and by name.
 
         Returns
         -------
@@ -211,7 +215,13 @@ class Cluster:
         return fence
 
     def synchronize(self, timeout: float | None = None) -> bool:
-        """Wait until all calls that were submitted have ended; False if they have not after `timeout` seconds."""
+        """Wait until all calls that were submitted have ended; False if they have not after `timeout` seconds.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Maximum wait in seconds; None: without limit.
+        """
         return self._calls.wait(timeout)
 
     def close(self) -> None:

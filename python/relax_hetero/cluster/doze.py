@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 _REMEMBERED = 8
 _SHARE = 0.9
-"""Of the shortest time between results lately. Where calls become shorter, one comes a tenth earlier than expected, and
-the next sleep is as much shorter."""
+"""Fraction of the shortest time between recent results to sleep. Where calls become shorter, one comes a tenth earlier
+than expected, and the next sleep is as much shorter."""
 _WORTH = 0.0005
 """Seconds that are worth a sleep, where other calls are under way."""
 _WORTH_ALONE = 0.01

@@ -28,7 +28,7 @@ from typing import Any
 from tvm import runtime
 
 from ..errors import HostError
-from ..vm.device.cuda_library import CudaLibrary, cuda_library
+from ..vm.device.cuda_library import CudaLibrary, cuda_device, cuda_library
 from ..vm.device.cuda_memory import DeviceBlock
 from ..vm.device.cuda_streams import Event, Stream
 from ..vm.device.memory_pools import BlockPool
@@ -39,7 +39,7 @@ LIMIT = 30.0
 """Seconds within which the other process has to be there."""
 
 ROOM_BYTES = 4 << 30
-"""Of a GPU's memory that is kept for what arrives there."""
+"""Maximum bytes of a GPU's memory for tensors that arrive there."""
 
 SENDER, RECEIVER = 0, 1
 """The ranks of a link."""
@@ -60,7 +60,7 @@ class GpuLink:
     Parameters
     ----------
     gpu : int
-        Of this process.
+        Number of the GPU in this process.
     limit : float
         Seconds that `connect` and `synchronize` wait for the other process.
     nccl, library
@@ -80,7 +80,7 @@ class GpuLink:
             raise HostError("tensors cannot go from GPU to GPU: this process has no CUDA driver, or no GPU")
         self.gpu, self._limit = gpu, limit
         self._library, self._nccl = found, nccl or require_nccl()
-        self._device = runtime.device("cuda", gpu)
+        self._device = cuda_device(gpu)
         self._stream = Stream(found, gpu)
         self._before = Event(found, gpu)
         self._ends: list[Event] = []  # that can be recorded again
@@ -93,7 +93,7 @@ class GpuLink:
         self._under_way: deque[tuple[Event, list[runtime.Tensor]]] = deque()
 
     def create_id(self) -> Any:
-        """What both processes give to `connect`; this one has to live until then."""
+        """Identifier that both processes give to `connect`; this one has to live until then."""
         self._library.use(self.gpu)
         return self._nccl.create_id()
 
@@ -293,7 +293,7 @@ _abandoned: list[Any] = []
 
 
 def _within(seconds: float, work: Callable[[], None]) -> bool:
-    """Whether work that other processes may hold up has ended in time; it goes on in its thread otherwise."""
+    """Return whether work that other processes may hold up has ended in time; it goes on in its thread otherwise."""
     thread = threading.Thread(target=_quiet, args=(work,), name="relax_hetero link", daemon=True)
     thread.start()
     thread.join(seconds)

@@ -36,11 +36,11 @@ class Graph:
     ray : object
         The module.
     actors : mapping of str to object
-        By host.
+        Actors by host.
     route, number
         The route, and its number among the program's.
     room : int
-        Of each channel, in bytes.
+        Size of each channel, in bytes.
     in_flight : int
         How many calls are under way at most.
     """
@@ -76,7 +76,7 @@ class Graph:
         Parameters
         ----------
         messages : mapping of int to object
-            By slot that takes one of the caller.
+            Messages by the slot that takes one of the caller.
 
         Returns
         -------
@@ -93,7 +93,7 @@ class Graph:
             reference.get(timeout=-1)
 
     def is_broken(self) -> bool:
-        """Whether an actor has left its loop, so that no further call can run."""
+        """Return whether an actor has left its loop, so that no further call can run."""
         ended, _ = self._ray.wait(self._loops, timeout=0)
         return bool(ended)
 

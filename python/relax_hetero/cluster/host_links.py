@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import tvm_ffi
-from tvm import runtime
 
 from ..artifact.signature import TensorSpec, ValueSpec
 from ..errors import HostError
-from ..vm.device.cuda_library import CUDA, cuda_library
+from ..target.backend import backend_of_device, backend_of_type
+from ..vm.device.cuda_library import cuda_device, cuda_library
 from ..vm.device.cuda_streams import Stream
 from ..vm.device.error_records import raise_reported
 from ..vm.device.tensors import nbytes_of
@@ -52,9 +52,9 @@ class HostLinks:
         self._is_in_doubt = False
 
     def facts(self) -> GpuFacts:
-        """What is on the machine's GPUs, and why they can have no links, if so."""
+        """Description of the machine's GPUs, and the reason why they can have no links, if so."""
         machine = self._machine
-        gpu_of = [device.index if device.dlpack_device_type() == CUDA else None for device in machine.devices]
+        gpu_of = [device.index if backend_of_device(device).has_links else None for device in machine.devices]
         gpus = {gpu for gpu in gpu_of if gpu is not None}
         if not gpus:
             return GpuFacts()
@@ -70,7 +70,7 @@ class HostLinks:
         return GpuFacts("", {gpu: _identity(gpu) for gpu in gpus}, inputs, outputs)
 
     def create_id(self, link: Link) -> tuple[Any, str]:
-        """What both ends of a link find each other by, and an empty text; or nothing, and why there can be no link."""
+        """Identifier that both ends of a link share, and an empty text; or nothing, and why there can be no link."""
         try:
             return self._end(link).create_id(), ""
         except Exception as error:  # NCCL's and the driver's; its tensors go through host memory
@@ -173,7 +173,7 @@ class HostLinks:
     def _machine_stream(self, gpu: int) -> Stream:
         library = cuda_library()
         assert library is not None  # there are links
-        return Stream.current(library, runtime.device("cuda", gpu))
+        return Stream.current(library, cuda_device(gpu))
 
     def _received(self, number: int, announced: Sequence[OnLink]) -> list[Any]:
         end = self._ends.get(number)
@@ -196,11 +196,11 @@ class HostLinks:
 
 
 def _is_on(value: Any, gpu: int) -> bool:
-    """Whether a value is a tensor with elements, on that GPU."""
+    """Return whether a value is a tensor with elements, on that GPU."""
     if not isinstance(value, _Tensor):
         return False
     kind, index = value.__dlpack_device__()
-    return bool(kind == CUDA and index == gpu and nbytes_of(value) and value.is_contiguous())
+    return bool(backend_of_type(kind).has_links and index == gpu and nbytes_of(value) and value.is_contiguous())
 
 
 def _identity(gpu: int) -> str:

@@ -28,7 +28,7 @@ class HostMachine:
     host : str
         The logical name of the host.
     threads : int
-        Of its kernels; 0 for as many as they were compiled for.
+        Number of threads of its kernels; 0 for as many as they were compiled for.
     """
 
     def __init__(self, host: str, threads: int) -> None:
@@ -51,7 +51,7 @@ class HostMachine:
         self._lock = threading.Lock()
 
     def facts(self) -> dict[str, Any]:
-        """What this process is: versions, its node, and free memory."""
+        """Description of this process: versions, its node, and free memory."""
         from .facts import facts_here
 
         return facts_here()
@@ -92,14 +92,14 @@ class HostMachine:
         Parameters
         ----------
         rooms : tuple of int
-            Of the channels of each route, in bytes; 0 where messages are arguments of actor calls.
+            Sizes of the channels of each route, in bytes; 0 where messages are arguments of actor calls.
         in_flight : int
             How many calls are under way at most.
 
         Returns
         -------
         GpuFacts
-            What is on this host's GPUs.
+            Description of this host's GPUs.
         """
         import ray
 
@@ -188,7 +188,7 @@ class HostMachine:
         self._conversations.end(call, reason)
 
     def _made(self, slot: Slot, visit: Visit, messages: tuple[Message, ...], kept: dict[int, Any]) -> Any:
-        """What the step's function returns, or the failure of a step before that it depends on."""
+        """Results of the step's function, or the failure of a step before that it depends on."""
         wire = self._wire
         arrived: dict[int, Any] = {}
         for source, message in zip(slot.inputs, messages, strict=False):

@@ -26,17 +26,17 @@ _CUT = 15.0
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """What a host has to say before links are planned.
+    """Description of a host that is needed before links are planned.
 
     Attributes
     ----------
     problem : str
         Why it can have none; empty where it can.
     gpus : mapping of int to str
-        By number of a GPU in its process, which one of all machines that is.
+        Identity among all machines, by number of the GPU in its process.
     inputs, outputs : mapping of str to tuple of int or None
-        By function, the numbers of the GPUs of its inputs and results; None for what is on no GPU. Empty where the host
-        has no GPUs.
+        Numbers of the GPUs of each function's inputs and results; None for values on no GPU. Empty where the host has
+        no GPUs.
     """
 
     problem: str = ""
@@ -56,11 +56,11 @@ class Link:
     slots : (int, int)
         The one that sends, and the one that receives.
     hosts : (str, str)
-        Of these, their logical names.
+        Logical names of both hosts.
     gpus : (int, int)
-        Of these, in their processes.
+        Numbers of both GPUs in their processes.
     values : mapping of str to tuple of int
-        By function, the places in the message of what goes along.
+        Places in the message of the values that go along, by function.
     """
 
     number: int
@@ -91,7 +91,7 @@ class OnLink:
 
 
 Roads = dict[str, dict[str, str]]
-"""By host that has tensors on GPUs to send, and by host whose GPUs take them: how they go there, in words."""
+"""Description in words of how tensors go, by host that has them on GPUs to send and by host whose GPUs take them."""
 
 
 def plan_links(route: Route, facts: Mapping[str, GpuFacts]) -> tuple[list[Link], Roads]:
@@ -100,7 +100,7 @@ def plan_links(route: Route, facts: Mapping[str, GpuFacts]) -> tuple[list[Link],
     Parameters
     ----------
     facts : mapping of str to GpuFacts
-        By host.
+        Descriptions by host.
     """
     links: list[Link] = []
     roads: Roads = {}
@@ -129,9 +129,9 @@ def connect_links(ray: Any, actors: Mapping[str, Any], facts: Mapping[str, GpuFa
     Parameters
     ----------
     actors : mapping of str to object
-        By host; see `HostMachine.on_links`.
+        Actors by host; see `HostMachine.on_links`.
     facts : mapping of str to GpuFacts
-        By host, what `HostMachine.connect` has returned.
+        Results of `HostMachine.connect` by host.
 
     Returns
     -------
@@ -188,7 +188,7 @@ def check_sequence(announced: OnLink, expected: int) -> None:
 def _between(
     route: Route, source: int, target: int, facts: Mapping[str, GpuFacts]
 ) -> dict[tuple[int, int], dict[str, tuple[int, ...]]]:
-    """By GPUs of both ends, then by function, the places in the message of what both have on these GPUs."""
+    """Places in the message, by GPUs of both ends and function, of values that both have on these GPUs."""
     sender, receiver = route.slots[source], route.slots[target]
     if not facts[sender.host].outputs or not facts[receiver.host].inputs:
         return {}  # a host without GPUs has nothing to say

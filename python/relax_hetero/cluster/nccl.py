@@ -16,16 +16,16 @@ from ..errors import HostError
 
 @dataclass(frozen=True)
 class Nccl:
-    """What links use of NCCL.
+    """Functions of NCCL that links use.
 
     Attributes
     ----------
     create_id : callable
         Makes what the processes of a communicator find each other by; this process has to live meanwhile.
     communicator : callable
-        Of so many processes, of an id, in the place of a rank; returns when all of them are there.
+        Function of the number of processes, an id and a rank; returns when all of them are there.
     start, end : callable
-        Of a group of operations, which are one for the GPU.
+        Functions around a group of operations, which are one for the GPU.
     byte : int
         NCCL's number of the element type that has a byte.
     """

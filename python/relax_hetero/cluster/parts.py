@@ -1,4 +1,4 @@
-"""What hosts run, on its way to them: a library's path or bytes, or a module that the host compiles for its own CPU.
+"""Code on its way to hosts: a library's path or bytes, or a module that the host compiles for its own CPU.
 
 A module goes as TVM's JSON without its constants, which go as arrays: once into Ray's object store, from where every
 replica reads them.

@@ -70,7 +70,7 @@ class Replica:
     actors : callable
         Makes its actors of a function that waits.
     routes : sequence of Route
-        Of the program. The first has the graph; calls of others are actor calls.
+        Routes of the program. The first has the graph; calls of others are actor calls.
     in_flight : int
         How many calls are under way at most.
     told : Told
@@ -122,7 +122,7 @@ class Replica:
 
     @property
     def has_room(self) -> bool:
-        """Whether it can take another call now."""
+        """True if it can take another call now."""
         return self.is_ready and self.under_way < self.limit
 
     @property

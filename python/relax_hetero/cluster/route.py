@@ -18,12 +18,12 @@ END = 1 << 30
 
 @dataclass(frozen=True)
 class Visit:
-    """What a slot does for one function.
+    """Work of a slot for one function.
 
     Attributes
     ----------
     function : str
-        Of the host's executable.
+        Function of the host's executable.
     arguments : tuple of (int, int)
         For each, the slot whose message brings it (`CALL` for the caller; the slot's own host's values are those of an
         earlier slot that it kept) and its place there.
@@ -56,7 +56,7 @@ class Slot:
     is_last : bool
         Whether no later slot of a route is on this host, so that nothing of a call needs to be kept.
     visits : mapping of str to Visit
-        By function.
+        Visits by function.
     """
 
     host: str
@@ -74,10 +74,10 @@ class Route:
     Attributes
     ----------
     sent : mapping of str to mapping of int to tuple of int
-        By function, then by slot that takes a message of the caller: the inputs in it.
+        Inputs in each message of the caller, by function and by slot that takes it.
     gets : mapping of str to mapping of Source to (int, int)
-        By function, the sources of its results: slot and place in that slot's message, in the order of the plan's
-        result; `CALL` for an input that is returned as it is.
+        Sources of each function's results: slot and place in that slot's message, in the order of the plan's result;
+        `CALL` for an input that is returned as it is.
     """
 
     slots: tuple[Slot, ...]
@@ -86,7 +86,7 @@ class Route:
 
     @property
     def is_chain(self) -> bool:
-        """Whether no host is visited twice: calls in flight then overlap in a graph."""
+        """True if no host is visited twice: calls in flight then overlap in a graph."""
         hosts = [slot.host for slot in self.slots]
         return len(set(hosts)) == len(hosts)
 
@@ -126,7 +126,7 @@ def _route(hosts: Sequence[str], plans: Mapping[str, CallPlan]) -> Route:
 
 
 def _wanted(plan: CallPlan) -> dict[tuple[int, int], tuple[int, ...]]:
-    """By edge of the plan, from slot to slot, the indices of the values that go along it."""
+    """Indices of the values that go along each edge of the plan, from slot to slot."""
     found: dict[tuple[int, int], dict[int, None]] = {}
     for number, step in enumerate(plan.steps):
         for source in step.arguments:

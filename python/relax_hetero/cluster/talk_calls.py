@@ -13,7 +13,7 @@ from .wire import Failure, decode_own
 def run_talk(
     ray: Any, actors: Mapping[str, Any], runs: Sequence[HostRun], number: int, values: Sequence[Any]
 ) -> list[Any]:
-    """What each run returned, or a `Failure`; raises Ray's error where an actor died."""
+    """Results of each run, or a `Failure`; raises Ray's error where an actor died."""
     references = {actors[run.host].run.remote(number, run, _read_by(run, values)): run for run in runs}
     found: dict[HostRun, Any] = {}
     error: Exception | None = None

@@ -62,12 +62,12 @@ class Failure(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What goes along a channel for one call.
+    """Contents of a channel for one call.
 
     Attributes
     ----------
     function : str
-        Of the user's module.
+        Function of the user's module.
     call : int
         The number of the call; what a host keeps of a call is under it.
     values : tuple of object or Failure
@@ -129,7 +129,7 @@ def fit(values: Sequence[Any], room: int, put: Callable[[Any], Any]) -> tuple[tu
     Parameters
     ----------
     room : int
-        Of the channel, in bytes.
+        Size of the channel, in bytes.
     put : callable
         Puts a value into the store and returns a reference.
 

@@ -2,7 +2,7 @@
 
 from . import guard_tvm_compile
 from .compile import compile
-from .pipeline import get_pipeline
+from .get_pipeline import get_pipeline
 
 __all__ = ["compile", "get_pipeline"]
 

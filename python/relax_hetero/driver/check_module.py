@@ -176,7 +176,7 @@ class _Function:
 
     @staticmethod
     def _cannot_be(declared: tvm.ir.Type, found: tvm.ir.Type) -> bool:
-        """Whether the types exclude each other: no value of type `found` is of type `declared`."""
+        """Return whether the types exclude each other: no value of type `found` is of type `declared`."""
         if tvm.ir.Type in (type(declared), type(found)):  # not inferred yet
             return False
         return bool(type_base_check(declared, found) == BaseCheckResult.FAIL_L0)
@@ -191,7 +191,7 @@ class _Function:
 
 
 def _fits(ty: relax.TensorType, buffer: tirx.Buffer) -> bool:
-    """Whether a tensor has the element type, rank and known extents of a buffer."""
+    """Return whether a tensor has the element type, rank and known extents of a buffer."""
     if ty.dtype is not None and str(ty.dtype) != str(buffer.dtype):
         return False
     if ty.ndim >= 0 and ty.ndim != len(buffer.shape):

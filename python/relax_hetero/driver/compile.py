@@ -1,9 +1,10 @@
 """rh.compile: a module at any stage becomes an executable.
 
 `compile` checks what it is given and asks the cache. `_compile` is the way of the model: first the passes, which
-`driver.pipeline` lists with a line each, then linking, step by step below. Kernels come to be in three of the passes:
-MaterializeEncodings asks the device's resolver for those of products, convolutions, rows and attention, FormDispatches
-has TVM legalize and fuse all other ops, and FormCommandBuffers writes the functions that call runs of both.
+`transform.pipeline` lists with a line each, then linking, step by step below. Kernels come to be in three of the
+passes: MaterializeEncodings asks the device's resolver for those of products, convolutions, rows and attention,
+FormDispatches has TVM legalize and fuse all other ops, and FormCommandBuffers writes the functions that call runs of
+both.
 `memory_plan_of` plans memory for `explain`, without linking.
 """
 
@@ -35,6 +36,7 @@ from ..transform.ir.rewriting import op_name, relax_functions, walk_bindings, wi
 from ..transform.lower.lower_to_vm import LowerToVM
 from ..transform.lower.note_memory import memory_of
 from ..transform.partition.form_schedules import schedules_of
+from ..transform.pipeline import PipelineStep, pipeline_steps
 from ..transform.placement.realize_targets import realize_targets
 from ..transform.record.donated import with_donated
 from ..transform.record.region_attrs import kernels_of
@@ -55,13 +57,12 @@ from .link.link import argument_alignment, link
 from .link.parallel_codegen import Progress
 from .link.repeated_calls import with_repeated_calls
 from .optional_devices import optional_indices, without_devices
-from .pipeline import PipelineStep, pipeline_steps
 from .signatures import function_signatures
 
 _log = logging.getLogger("relax_hetero")
 
 CHECKS = ("default", "strict")
-"""What is refused: see `compile`."""
+"""Levels of refusal: see `compile`."""
 
 
 def compile(  # noqa: A001 (the contract's name)
@@ -248,7 +249,7 @@ def run_steps(mod: tvm.IRModule, steps: Sequence[PipelineStep], progress: Progre
 
 
 def may_write_arguments(mod: tvm.IRModule) -> bool:
-    """Whether functions of a module may write to what they are given, by packed functions; True once it is lowered.
+    """True if functions of a module may write to what they are given, by packed functions; True once it is lowered.
 
     What ops that work in place write to is known for each argument (`transform.partition.written_arguments`).
     """
@@ -275,7 +276,7 @@ def _warn_if_generic(vdevices: list[relax.VDevice]) -> None:
 
 
 def memory_plan_of(mod: tvm.IRModule) -> MemoryPlan:
-    """What calls of a module would take, as `rh.compile` plans it.
+    """Memory of calls of a module, as `rh.compile` plans it.
 
     Parameters
     ----------

@@ -26,7 +26,7 @@ _log = logging.getLogger("relax_hetero")
 _unwritable: set[Path] = set()
 
 LEAST_SECONDS = 1.0
-"""What compiles in less is not kept, unless the caller asks for a cache: it would cost more than it saves."""
+"""Minimum compile time of a module that is kept, unless the caller asks for a cache: less is not worth the cost."""
 
 
 def through_cache(
@@ -44,7 +44,7 @@ def through_cache(
     cache : bool or str or PathLike of str or None
         As `folder_of` takes it; None keeps only what took `LEAST_SECONDS`.
     command_buffers : bool
-        What `build` depends on besides.
+        An option that `build` depends on besides.
     build : callable
         Compiles the module; told the folder, for what it keeps there itself.
 
@@ -56,7 +56,8 @@ def through_cache(
     Raises
     ------
     HeteroError
-        What `build` raises; a cache that is no folder's name. Whatever else is wrong with a cache, compiling goes on.
+        An error of `build`; a cache that is not a folder's name. Whatever else is wrong with a cache, compiling goes
+        on.
     """
     folder = folder_of(cache)
     key, why = ("", "it is switched off") if folder is None else _key(mod, command_buffers)
@@ -76,7 +77,7 @@ def through_cache(
 
 
 def look_up(mod: tvm.IRModule) -> CacheUse:
-    """Whether ``rh.compile(mod, cache=True)`` would find the module (with vdevices), which stays unused."""
+    """Return whether ``rh.compile(mod, cache=True)`` would find the module (with vdevices), which stays unused."""
     folder = folder_of()
     key, why = ("", "it is switched off") if folder is None else _key(mod, command_buffers=True)
     if folder is None or not key:
@@ -162,7 +163,7 @@ def _store(folder: CacheFolder, executable: Executable, use: CacheUse) -> Execut
 
 
 def _why_not_linked() -> str:
-    """What linking lacks that nobody needs who only runs."""
+    """Tools that linking lacks and that running does not need."""
     try:
         check_linking("the compile cache")
     except (BuildError, OSError) as error:
@@ -183,7 +184,7 @@ def _write(folder: CacheFolder, executable: Executable, use: CacheUse) -> str:
 
 
 def _about(executable: Executable, use: CacheUse) -> dict[str, object]:
-    """What ``relax-hetero cache ls`` shows."""
+    """Data that ``relax-hetero cache ls`` shows."""
     return {
         "functions": [str(signature) for signature in executable.metadata.signatures.values()],
         "targets": [device.target for device in executable.devices],

@@ -23,7 +23,7 @@ from tvm.target import Target, codegen
 from tvm_ffi import structural_map
 
 from ..encoding.resolver import resolver_key
-from ..errors import BuildError
+from ..target.backend import backend_of
 from ..target.cpu_cores import num_cores
 from ..target.native_target import native
 from ..target.vdevice import vdevices_of
@@ -31,13 +31,10 @@ from ..transform.ir.findings import is_collecting
 from ..transform.ir.module_attrs import DEFAULTS
 from ..transform.ir.rewriting import is_tensor_constant
 from ..vm.device.tensors import bytes_of
-from .link.cuda.compilers import find_compiler
 from .link.link import external_calls, external_modules
 
 # Hashed by one thread at a time.
 _PIECE = 8 << 20
-# Changes CUDA code, where somebody has registered it.
-_POSTPROCESS = "tvm_callback_cuda_postproc"
 _IMPORTED = time.time()
 
 
@@ -68,8 +65,8 @@ def why_uncached(mod: tvm.IRModule) -> str:
     for target in _targets(mod):
         if resolver_key(target) is None:
             return f"the resolver of {target.kind.name} devices is not ours and has no attribute 'cache_key'"
-        if target.kind.name == "cuda" and tvm.get_global_func(_POSTPROCESS, allow_missing=True) is not None:
-            return f"CUDA code goes through {_POSTPROCESS}, which somebody has registered"
+        if why := backend_of(target).why_uncached():
+            return why
     return ""
 
 
@@ -81,7 +78,7 @@ def compile_key(mod: tvm.IRModule, command_buffers: bool) -> str:
     mod : tvm.IRModule
         With vdevices, weights bound; `why_uncached` has no objection.
     command_buffers : bool
-        Of ``rh.compile``.
+        Option of ``rh.compile``.
 
     Returns
     -------
@@ -91,7 +88,7 @@ def compile_key(mod: tvm.IRModule, command_buffers: bool) -> str:
     Raises
     ------
     Exception
-        Of TVM's own kind: the module, or a setting of the PassContext, cannot be written as JSON.
+        An error of TVM's own kind: the module, or a setting of the PassContext, cannot be written as JSON.
     """
     text, constants = _without_constants(mod)
     context = tvm.transform.PassContext.current()
@@ -99,8 +96,7 @@ def compile_key(mod: tvm.IRModule, command_buffers: bool) -> str:
     here = Target.current(allow_none=True)
     parts = [
         _versions(),
-        *(f"{target} {resolver_key(target)}" for target in _targets(mod)),
-        _cuda_compiler(mod),
+        *(f"{target} {resolver_key(target)} {backend_of(target).compiler_identity()}" for target in _targets(mod)),
         str(here),
         str(command_buffers),
         tvm.ir.save_json(settings),
@@ -115,16 +111,6 @@ def compile_key(mod: tvm.IRModule, command_buffers: bool) -> str:
 def _targets(mod: tvm.IRModule) -> list[Target]:
     """The targets that code may be made for: those of the devices, and this CPU's, for hosts that nobody named."""
     return [*(vdevice.target for vdevice in vdevices_of(mod)), native("llvm")]
-
-
-def _cuda_compiler(mod: tvm.IRModule) -> str:
-    """Which compiler makes a module's CUDA code; empty where there is no such code, or no compiler."""
-    if all(target.kind.name != "cuda" for target in _targets(mod)):
-        return ""
-    try:
-        return find_compiler().identity
-    except BuildError:
-        return ""
 
 
 def _without_constants(mod: tvm.IRModule) -> tuple[str, list[runtime.Tensor]]:

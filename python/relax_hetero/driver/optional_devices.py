@@ -35,7 +35,7 @@ def optional_indices(mod: tvm.IRModule, optional: VDeviceSpec | Iterable[VDevice
     VDeviceError
         One that the module has not, one given twice, or a CPU.
     BuildError
-        Of a module that is lowered, which names devices in code.
+        The module is lowered, and names devices in code.
     """
     if optional is None:
         return ()

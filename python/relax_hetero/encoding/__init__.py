@@ -1,4 +1,4 @@
-"""What tensors are for and how they are stored: encodings, layouts, problems; the registry of resolvers."""
+"""Encodings, layouts and problems: uses of tensors, and how they are stored; the registry of resolvers."""
 
 from __future__ import annotations
 

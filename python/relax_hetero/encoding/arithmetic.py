@@ -1,4 +1,4 @@
-"""What arithmetic a problem is: how many multiplications and additions, and in which element types."""
+"""Arithmetic of problems: the number of multiplications and additions, and their element types."""
 
 from __future__ import annotations
 

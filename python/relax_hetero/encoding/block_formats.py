@@ -31,7 +31,7 @@ class BlockFormat:
     ----------
     name : str
     bits : int
-        Of a field; 16 where the weights are plain numbers (``f16``, ``bf16``), which have no blocks.
+        Bits of a quant; 16 where the weights are plain numbers (``f16``, ``bf16``), which have no blocks.
     low : int
         The code of field 0: codes are from `low` to ``low + 2 ** bits - 1``.
     block : int
@@ -39,7 +39,7 @@ class BlockFormat:
     span : int
         Weights of a record.
     record_bytes : int
-        Of a record in a file; 0 for a format that no file has, whose parts are arrays (`of_integers`).
+        Bytes of a superblock in a file; 0 for a format that no file has, whose parts are arrays (`of_integers`).
     scale, minimum : ScaleKind
     """
 
@@ -54,7 +54,7 @@ class BlockFormat:
 
     @property
     def is_plain(self) -> bool:
-        """Whether weights are numbers by themselves."""
+        """True if weights are numbers by themselves."""
         return self.bits == 16
 
     def bytes_of_row(self, depth: int) -> int:
@@ -140,7 +140,7 @@ class Parts:
     Attributes
     ----------
     fields : array of uint8, (n, depth)
-        Of plain formats the numbers themselves, float32.
+        Quants; of plain formats the numbers themselves, float32.
     scales, minimums : array, (n, blocks) or None
         float32; or, where the format says so, the integers that `outer_scales` and `outer_minimums` scale, as bytes
         (of int8).
@@ -311,7 +311,7 @@ class BlockWeights:
     Attributes
     ----------
     codes : array of int8, (n, depth)
-        Of plain formats the numbers, float32.
+        Codes; of plain formats the numbers, float32.
     scales, minimums : array of float32, (n, blocks) or None
         None where the format has none.
     """

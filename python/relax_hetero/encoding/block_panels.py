@@ -51,12 +51,12 @@ class RecordPlan:
 
     @property
     def blocks(self) -> int:
-        """Of a record."""
+        """Number of blocks of a record."""
         return self.span // self.block
 
     @property
     def records(self) -> int:
-        """Of a panel."""
+        """Number of records of a panel."""
         return -(-self.depth // self.span)
 
     @cached_property
@@ -78,7 +78,7 @@ class RecordPlan:
 
     @property
     def panel_bytes(self) -> int:
-        """Of a panel."""
+        """Number of bytes of a panel."""
         return self.records * self.places["end"]
 
     @property
@@ -92,7 +92,7 @@ class RecordPlan:
         return 32 // self.form.bits
 
     def fits(self) -> bool:
-        """Whether groups do not straddle blocks."""
+        """Return whether groups do not straddle blocks."""
         return self.depth > 0 and (self.form.is_plain or self.block % self.group == 0)
 
 
@@ -154,7 +154,7 @@ class Panels:
     Attributes
     ----------
     columns : int
-        Of a panel.
+        Number of columns of a panel.
     """
 
     columns: int
@@ -165,11 +165,11 @@ class Panels:
     weight_type = "uint8"
 
     def fits(self, form: BlockFormat, depth: int) -> bool:
-        """Whether kernels multiply weights of a format."""
+        """Return whether kernels multiply weights of a format."""
         return RecordPlan(form, depth, self.columns).fits()
 
     def shapes(self, n: int, form: BlockFormat, depth: int, matrices: int = 1) -> list[list[int]]:
-        """Of the operand, the only one: of `matrices` with n columns each."""
+        """Shape of the operand, the only one: of `matrices` with n columns each."""
         return [[matrices * -(-n // self.columns), RecordPlan(form, depth, self.columns).panel_bytes]]
 
     def pack(self, source: BlockSource, matrices: int = 1) -> list[np.ndarray]:

@@ -29,7 +29,7 @@ def middle_of(bits: int) -> int:
 
 
 def bytes_of_row(depth: int, bits: int) -> int:
-    """Of so many weights."""
+    """Number of bytes of `depth` weights."""
     return -(-depth * bits // 8)
 
 
@@ -57,7 +57,7 @@ def pack_fragments(data: np.ndarray, depth: int, block: int, bits: int = 4) -> n
     depth, block : int
         Weights of a row, and how many share a scale: a multiple of 16.
     bits : int
-        Of a weight: 4 or 8.
+        Bits of a weight: 4 or 8.
 
     Returns
     -------
@@ -111,7 +111,7 @@ class Fragments:
     weight_type = "int32"
 
     def fits(self, form: BlockFormat, depth: int) -> bool:
-        """Whether kernels multiply weights of a format."""
+        """Return whether kernels multiply weights of a format."""
         bits = (4, 5, 6, 8) if form.record_bytes else (4, 8)
         return form.bits in bits and form.block % 16 == 0
 
@@ -126,7 +126,7 @@ class Fragments:
         return [weights, *map(pack_fragment_blocks, [_halved(scales), *points])]
 
     def shapes(self, n: int, form: BlockFormat, depth: int) -> list[list[int]]:
-        """Of the weights, and of scales and zero points."""
+        """Shapes of the weights, and of scales and zero points."""
         tiles = -(-n // FRAGMENT_COLUMNS)
         blocks = [tiles, -(-depth // form.block), 8, 2]
         return [[tiles, -(-depth // chunk_of(stored_bits(form))), 32, 4], *[blocks] * (1 + bool(form.minimum))]

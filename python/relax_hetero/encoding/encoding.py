@@ -1,4 +1,4 @@
-"""What a tensor is for: the operand of a product or convolution, before any device has said how it wants it laid out.
+"""Uses of tensors: the operands of products and convolutions before a device has said how it wants them laid out.
 
 An encoding is written as text, in attributes of ops and in messages::
 
@@ -35,7 +35,7 @@ LHS, RHS, RESULT = 0, 1, 2
 OPERAND_NAMES = ("lhs", "rhs", "result")
 CONV_OPERAND_NAMES = ("data", "weight", "result")
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
-"""By number of spatial dimensions, less one."""
+"""Names by number of spatial dimensions, less one."""
 OP_TYPES = ("matmul", "batch_matmul", *CONVOLUTIONS)
 
 _ELEMENT_TYPE = re.compile(r"u?int(8|16|32|64)|float(16|32|64)|bfloat16|bool|float8_e[0-9]m[0-9][a-z0-9]*")
@@ -78,7 +78,7 @@ class Moves:
 
 @dataclass(frozen=True)
 class Encoding:
-    """What a tensor is for; says nothing about storage.
+    """Use of a tensor, which says nothing about storage.
 
     Attributes
     ----------
@@ -90,12 +90,12 @@ class Encoding:
         TVM dtypes of left operand, right operand and accumulator; "tfloat32" for operands that are float32 in memory
         and may be multiplied with the first 10 bits of their fractions (`ToMixedPrecision`).
     index_maps : tuple of IndexMap
-        Of left operand, right operand and result: a transposed right operand has ("n", "k").
+        Index maps of left operand, right operand and result: a transposed right operand has ("n", "k").
     iteration_sizes : tuple of (str, int)
-        Of every iteration dimension; `DYNAMIC` where symbolic. Batch dimensions first, then m, n, k; those of a
+        Extents of every iteration dimension; `DYNAMIC` where symbolic. Batch dimensions first, then m, n, k; those of a
         convolution in the order of its index maps.
     moves : Moves, optional
-        Of a convolution.
+        Strides, padding, dilation and groups of a convolution.
     accuracy : str
         One of `ACCURACIES`.
     """
@@ -118,11 +118,23 @@ class Encoding:
 
     @staticmethod
     def parse(text: str) -> Encoding:
-        """The encoding that `str` wrote; EncodingError for other text, and for one that contradicts itself."""
+        """The encoding that `str` wrote; EncodingError for other text, and for one that contradicts itself.
+
+        Parameters
+        ----------
+        text : str
+            Encoding in the form that `str` gives.
+        """
         return _parse(text)
 
     def of(self, operand_index: int) -> Encoding:
-        """The encoding of another operand of the same op."""
+        """The encoding of another operand of the same op.
+
+        Parameters
+        ----------
+        operand_index : int
+            Position of the other operand: 0 for the left one, 1 for the right one, 2 for the result.
+        """
         return replace(self, operand_index=operand_index)
 
     @property
@@ -142,7 +154,7 @@ class Encoding:
 
     @property
     def operand_name(self) -> str:
-        """What the operand is called in messages: "lhs", "weight", ..."""
+        """Name of the operand in messages: "lhs", "weight", ..."""
         return (OPERAND_NAMES if self.moves is None else CONV_OPERAND_NAMES)[self.operand_index]
 
     @property
@@ -156,7 +168,7 @@ class Encoding:
 
 
 def is_element_type(text: str) -> bool:
-    """Whether text is a TVM dtype that tensors have elements of: one lane, whole bytes."""
+    """Return whether text is a TVM dtype that tensors have elements of: one lane, whole bytes."""
     return _ELEMENT_TYPE.fullmatch(text) is not None
 
 

@@ -1,8 +1,8 @@
 """Elementwise work on encoded tensors, as text: ``"maximum(add(x0, x1), 0.0)"``.
 
 ``x0``, ``x1``, ... are operands, numbers are constants of the type of what they meet. The grammar is a subset of
-Python's, and Python's own parser reads it. What every op computes is said by the table `OPS`; `relax_hetero.tir`
-turns an expression into vector code, and cancelled encodings turn it back into Relax ops.
+Python's, and Python's own parser reads it. What every op computes is said by the table `functions.FUNCTIONS`;
+`relax_hetero.tir` turns an expression into vector code, and cancelled encodings turn it back into Relax ops.
 """
 
 from __future__ import annotations
@@ -14,21 +14,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ..errors import EncodingError
 from .encoding import is_element_type
+from .functions import FUNCTIONS
 
 T = TypeVar("T")
 
-# Op name -> number of tensor arguments. Names are those of Relax ops (``relax.add``, ``relax.nn.relu``), so that the
-# way there and back is a table look-up.
-OPS: dict[str, int] = {
-    "add": 2, "subtract": 2, "multiply": 2, "divide": 2, "maximum": 2, "minimum": 2,
-    "relu": 1, "gelu": 1, "gelu_tanh": 1, "silu": 1, "sigmoid": 1, "tanh": 1, "erf": 1, "exp": 1, "log": 1,
-    "sqrt": 1, "rsqrt": 1, "square": 1, "abs": 1, "negative": 1, "round": 1, "floor": 1, "ceil": 1,
-    "leaky_relu": 1, "clip": 1, "cast": 1, "where": 3,
-}  # fmt: skip
-# Further arguments: numbers, or a dtype for cast.
-PARAMETERS: dict[str, int] = {"leaky_relu": 1, "clip": 2, "cast": 1}
 _NUMBERS = ("inf", "nan")
 
 
@@ -39,7 +32,7 @@ class Term:
     Attributes
     ----------
     op : str
-        A name of `OPS`, "operand" or "number".
+        A name of `FUNCTIONS`, "operand" or "number".
     args : tuple of Term
     params : tuple
         The operand's index, the number, or the op's parameters.
@@ -81,12 +74,24 @@ class Expression:
 
     @staticmethod
     def parse(text: str) -> Expression:
-        """The expression that `str` wrote; EncodingError for other text."""
+        """The expression that `str` wrote; EncodingError for other text.
+
+        Parameters
+        ----------
+        text : str
+            Expression in the form that `str` gives, such as ``maximum(x0, 0.0)``.
+        """
         return _parse(text)
 
     @staticmethod
     def operand(index: int) -> Expression:
-        """``x<index>`` alone."""
+        """``x<index>`` alone.
+
+        Parameters
+        ----------
+        index : int
+            Position among the operands.
+        """
         return Expression(Term("operand", (), (index,)))
 
     @property
@@ -106,8 +111,36 @@ class Expression:
         visit(self.term)
         return list(seen)
 
-    def evaluate(self, operands: Sequence[T], apply: Callable[[str, list[T], tuple[Any, ...]], T]) -> T:
-        """Fold the expression: `apply` computes op(args, params), and makes numbers; equal terms are computed once."""
+    def evaluate(self, operands: Sequence[np.ndarray]) -> np.ndarray:
+        """The value of the expression by numpy, op by op in the type of the op's operands.
+
+        Parameters
+        ----------
+        operands : sequence of np.ndarray
+            Values of ``x0``, ``x1``, ...
+        """
+
+        def apply(op: str, args: list[Any], params: tuple[Any, ...]) -> Any:
+            if op == "number":
+                return params[0]
+            dtype = next(arg.dtype for arg in args[op == "where" :] if isinstance(arg, np.ndarray))
+            typed = [arg if isinstance(arg, np.ndarray) else np.asarray(arg, dtype) for arg in args]
+            result = np.asarray(FUNCTIONS[op].evaluate(*typed, *params))
+            return result if op == "cast" else result.astype(dtype, copy=False)
+
+        with np.errstate(all="ignore"):
+            return self.fold([np.asarray(operand) for operand in operands], apply)
+
+    def fold(self, operands: Sequence[T], apply: Callable[[str, list[T], tuple[Any, ...]], T]) -> T:
+        """The value of any interpretation: `apply` computes op(args, params) and numbers; equal terms once.
+
+        Parameters
+        ----------
+        operands : sequence of T
+            Values of ``x0``, ``x1``, ...
+        apply : callable
+            Function ``apply(op, args, params)`` that computes one term.
+        """
         done: dict[Term, T] = {}
         for term in self.terms():
             if term.op == "operand":
@@ -117,15 +150,27 @@ class Expression:
         return done[self.term]
 
     def substitute(self, replacements: Sequence[Expression]) -> Expression:
-        """The expression with operand i replaced by ``replacements[i]``: how two of them become one."""
+        """The expression with operand i replaced by ``replacements[i]``: how two of them become one.
+
+        Parameters
+        ----------
+        replacements : sequence of Expression
+            Expressions, one for each operand.
+        """
 
         def apply(op: str, args: list[Term], params: tuple[Any, ...]) -> Term:
             return Term(op, tuple(args), params)
 
-        return Expression(self.evaluate([r.term for r in replacements], apply))
+        return Expression(self.fold([r.term for r in replacements], apply))
 
     def dtype(self, operands: Sequence[str]) -> str:
-        """Element type of the result for operands of these types; EncodingError where two of them differ in one op."""
+        """Element type of the result for operands of these types; EncodingError where two of them differ in one op.
+
+        Parameters
+        ----------
+        operands : sequence of str
+            Element types of ``x0``, ``x1``, ...
+        """
 
         def apply(op: str, args: list[str], params: tuple[Any, ...]) -> str:
             if op == "number":
@@ -138,7 +183,7 @@ class Expression:
                 raise EncodingError(f"{op} in expression {self} meets element types {sorted(known)}; expected one")
             return known.pop() if known else ""
 
-        return self.evaluate(operands, apply)
+        return self.fold(operands, apply)
 
 
 @cache
@@ -154,11 +199,13 @@ def _parse(text: str) -> Expression:
 def _term(tree: ast.expr, text: str) -> Term:
     if isinstance(tree, ast.Name) and re.fullmatch("x[0-9]+", tree.id):
         return Term("operand", (), (int(tree.id[1:]),))
-    if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id in OPS and not tree.keywords:
-        op = tree.func.id
-        count = OPS[op]
-        if len(tree.args) != count + PARAMETERS.get(op, 0):
-            raise EncodingError(f"expression {text!r}: {op} takes {count + PARAMETERS.get(op, 0)} arguments")
+    if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and not tree.keywords:
+        op, function = tree.func.id, FUNCTIONS.get(tree.func.id)
+        if function is None or not function.op:
+            raise EncodingError(f"expression {text!r}: {op} is not a function of expressions")
+        count = function.num_args
+        if len(tree.args) != count + function.num_params:
+            raise EncodingError(f"expression {text!r}: {op} takes {count + function.num_params} arguments")
         params = tuple((_element_type if op == "cast" else _number)(arg, text) for arg in tree.args[count:])
         return Term(op, tuple(_term(arg, text) for arg in tree.args[:count]), params)
     if isinstance(tree, (ast.Constant, ast.UnaryOp)) or (isinstance(tree, ast.Name) and tree.id in _NUMBERS):

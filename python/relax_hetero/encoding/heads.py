@@ -37,7 +37,7 @@ class HeadsMap:
     Attributes
     ----------
     dims : tuple of (tuple of str)
-        Of each dimension of the tensor: the iteration dimensions it runs along, outermost first; none: one place.
+        Iteration dimensions that each dimension of the tensor runs along, outermost first; none: one place.
     starts : tuple of int
         Where it begins in each.
     """
@@ -66,7 +66,7 @@ class Heads:
     Attributes
     ----------
     sizes : tuple of int
-        By `NAMES`; `DYNAMIC` where symbolic, which b, m and n may be.
+        Extents in the order of `NAMES`; `DYNAMIC` where symbolic, which b, m and n may be.
     """
 
     query: HeadsMap
@@ -83,16 +83,16 @@ class Heads:
 
     @staticmethod
     def parse(text: str) -> Heads:
-        """What `str` wrote; EncodingError for other text, and for one that contradicts itself."""
+        """Parse the text that `str` wrote; EncodingError for other text, and for one that contradicts itself."""
         return _parse(text)
 
     @property
     def operands(self) -> tuple[HeadsMap, HeadsMap, HeadsMap]:
-        """Of query, key and value."""
+        """Maps of query, key and value."""
         return self.query, self.key, self.value
 
     def size(self, name: str) -> int:
-        """Of an iteration dimension."""
+        """Extent of an iteration dimension."""
         return self.sizes[NAMES.index(name)]
 
 

@@ -7,7 +7,7 @@ as ``[n/32, k/4, 32, 4]`` has ``outer_perm=(1, 0)``, ``inner_dims=(1, 0)``, ``in
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -17,13 +17,13 @@ import numpy as np
 
 from ..errors import EncodingError
 from ..target.element_types import bytes_of
-from .encoding import RHS, Encoding
+from .encoding import RHS, Encoding, IndexMap
 from .winograd import POINTS, WINDOW, positions, restore_windows, transform_windows
 
 SWIZZLED_BYTES = 128
 """A row of a swizzled tile, which is as wide as all banks of a GPU's shared memory."""
 CHUNK_BYTES = 16
-"""What a swizzle moves as a whole."""
+"""Unit of a swizzle, in bytes."""
 _MAX_RANK = 64  # far above any tensor's: text does not decide how much memory a layout takes
 _TEXT = re.compile(
     r"pack<outer=\[([0-9]{1,9}(?:, [0-9]{1,9})*)\] "
@@ -53,9 +53,9 @@ class PackedLayout:
         128 bytes along the last tile axis, as many as the axis before it has, a multiple of 8; of row r, the 16-byte
         chunk c lies at ``c ^ (r % 8)``. (Source: PTX ISA, "128-byte swizzle mode" of matrix descriptors.)
     winograd : int
-        Of the weight of a convolution of 3 x 3: its windows are stored transformed, for m x m places of the result at a
-        time (see `encoding.winograd`), and take (m + 2) x (m + 2) elements; 0: as they are. The window's dimensions are
-        the second and the third outer axis; of a volume, the two inner ones.
+        Tile size m for the weight of a convolution of 3 x 3: its windows are stored transformed, for m x m places of
+        the result at a time (see `encoding.winograd`), and take (m + 2) x (m + 2) elements; 0: as they are. The
+        window's dimensions are the second and the third outer axis; of a volume, the two inner ones.
     """
 
     outer_perm: tuple[int, ...]
@@ -89,12 +89,18 @@ class PackedLayout:
 
     @staticmethod
     def identity(rank: int) -> PackedLayout:
-        """Row-major, as tensors are outside of encodings."""
+        """Row-major, as tensors are outside of encodings.
+
+        Parameters
+        ----------
+        rank : int
+            Number of dimensions.
+        """
         return PackedLayout(tuple(range(rank)))
 
     @property
     def is_identity(self) -> bool:
-        """Whether this is plain row-major storage."""
+        """True if this is plain row-major storage."""
         return self.outer_perm == tuple(range(len(self.outer_perm))) and not self.inner_dims
 
     def __str__(self) -> str:
@@ -108,11 +114,23 @@ class PackedLayout:
 
     @staticmethod
     def parse(text: str) -> PackedLayout:
-        """The layout that `str` wrote; EncodingError for other text."""
+        """The layout that `str` wrote; EncodingError for other text.
+
+        Parameters
+        ----------
+        text : str
+            Layout in the form that `str` gives.
+        """
         return _parse(text)
 
     def tile(self, dim: int) -> int:
-        """The tile of a logical dimension, 1 where it has none."""
+        """The tile of a logical dimension, 1 where it has none.
+
+        Parameters
+        ----------
+        dim : int
+            Logical dimension.
+        """
         return self.inner_tiles[self.inner_dims.index(dim)] if dim in self.inner_dims else 1
 
     @property
@@ -121,12 +139,26 @@ class PackedLayout:
         return self.outer_perm[1:3] if self.winograd else ()
 
     def swizzled_column(self, row: Any, column: Any, dtype: str) -> Any:
-        """Where in its row of a swizzled tile a column lies; ints or expressions of the same type."""
+        """Where in its row of a swizzled tile a column lies; ints or expressions of the same type.
+
+        Parameters
+        ----------
+        row, column : object
+            Position of an element in its tile.
+        dtype : str
+            Element type.
+        """
         chunk = CHUNK_BYTES // bytes_of(dtype)
         return column ^ (row % 8 * chunk)
 
     def packed_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
-        """Shape of the stored tensor; extents may be symbolic (anything with + and //)."""
+        """Shape of the stored tensor; extents may be symbolic (anything with + and //).
+
+        Parameters
+        ----------
+        shape : sequence of object
+            Logical extents.
+        """
         if len(shape) != len(self.outer_perm):
             raise EncodingError(f"layout {self} is for {len(self.outer_perm)} dimensions, found shape {tuple(shape)}")
         windows, size = self.window_dims, positions(self.winograd)
@@ -136,11 +168,25 @@ class PackedLayout:
         return (*outer, *self.inner_tiles)
 
     def storage_bytes(self, shape: Sequence[Any], dtype: str) -> Any:
-        """Bytes of the stored tensor, an expression where an extent is symbolic."""
+        """Bytes of the stored tensor, an expression where an extent is symbolic.
+
+        Parameters
+        ----------
+        shape : sequence of object
+            Logical extents.
+        dtype : str
+            Element type.
+        """
         return prod(self.packed_shape(shape), start=bytes_of(dtype))
 
     def transposed(self, perm: Sequence[int]) -> PackedLayout:
-        """The layout under which ``permute_dims(x, perm)`` has the very bytes that `x` has under this one."""
+        """The layout under which ``permute_dims(x, perm)`` has the very bytes that `x` has under this one.
+
+        Parameters
+        ----------
+        perm : sequence of int
+            Axes, as ``permute_dims`` takes them.
+        """
         position = {old: new for new, old in enumerate(perm)}
         return PackedLayout(
             tuple(position[d] for d in self.outer_perm),
@@ -152,13 +198,25 @@ class PackedLayout:
         )
 
     def permutation_to(self, other: PackedLayout) -> tuple[int, ...] | None:
-        """Axes that permute a tensor stored under this layout into one stored under another; None where one tiles."""
+        """Axes that permute a tensor stored under this layout into one stored under another; None where one tiles.
+
+        Parameters
+        ----------
+        other : PackedLayout
+            Layout of the permuted tensor.
+        """
         if self.inner_dims or other.inner_dims:
             return None
         return tuple(self.outer_perm.index(d) for d in other.outer_perm)
 
     def pack(self, array: np.ndarray) -> np.ndarray:
-        """`array` as it is stored: what the pack kernel computes, for constants at compile time."""
+        """`array` as it is stored: what the pack kernel computes, for constants at compile time.
+
+        Parameters
+        ----------
+        array : np.ndarray
+            Tensor of the logical shape.
+        """
         if self.winograd:
             windows = np.moveaxis(array, self.window_dims, (-2, -1))
             array = np.moveaxis(transform_windows(windows, self.winograd), (-2, -1), self.window_dims)
@@ -187,7 +245,15 @@ class PackedLayout:
         return np.concatenate([np.expand_dims(block, axis), packed], axis=axis)
 
     def unpack(self, stored: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-        """The tensor of `shape` that is stored as `stored`."""
+        """The tensor of `shape` that is stored as `stored`.
+
+        Parameters
+        ----------
+        stored : np.ndarray
+            Array of the packed shape.
+        shape : sequence of int
+            Logical extents.
+        """
         if self.compensation:
             axis = self.outer_perm.index(self.inner_dims[-1])
             stored = np.delete(stored, 0, axis=axis)
@@ -206,6 +272,37 @@ class PackedLayout:
             values = np.moveaxis(array, self.window_dims, (-2, -1))
             array = np.moveaxis(restore_windows(values, self.winograd), (-2, -1), self.window_dims)
         return np.ascontiguousarray(array)
+
+
+def tiled(
+    index_map: IndexMap,
+    outer: Sequence[str],
+    tiles: Mapping[str, int],
+    compensation: bool = False,
+    swizzle: bool = False,
+) -> PackedLayout:
+    """The layout with batch dimensions outermost, then the dimensions `outer`, then the tiles.
+
+    Parameters
+    ----------
+    index_map : IndexMap
+        Index map of the operand, as its shape has it: transposes are composed here.
+    outer : sequence of str
+        Order of the other dimensions: ("n", "k").
+    tiles : mapping of str to int
+        Tile of each dimension, in storage order; tiles of one are left out.
+    compensation, swizzle : bool
+        See `PackedLayout`.
+    """
+    batch = [dim for dim, name in enumerate(index_map) if name not in outer]
+    inner = [(index_map.index(name), tile) for name, tile in tiles.items() if tile > 1]
+    return PackedLayout(
+        (*batch, *(index_map.index(name) for name in outer)),
+        tuple(dim for dim, _ in inner),
+        tuple(tile for _, tile in inner),
+        compensation,
+        swizzle,
+    )
 
 
 def _swizzled(tiles: np.ndarray) -> np.ndarray:

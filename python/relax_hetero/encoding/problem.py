@@ -28,6 +28,7 @@ class Operand:
     shape : tuple of int or str
         Logical shape; a symbolic extent is a name.
     dtype : str
+        Element type.
     index_map : IndexMap
         The iteration dimension of each dimension ("1": size one, broadcast).
     layout : PackedLayout
@@ -40,13 +41,19 @@ class Operand:
     layout: PackedLayout
 
     def size(self, name: str) -> Dim:
-        """Extent of iteration dimension `name`."""
+        """Extent of iteration dimension `name`.
+
+        Parameters
+        ----------
+        name : str
+            Iteration dimension.
+        """
         return self.shape[self.index_map.index(name)]
 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What is applied to the accumulators before they are stored.
+    """Function that is applied to the accumulators before they are stored.
 
     Attributes
     ----------
@@ -86,6 +93,18 @@ class MatmulProblem:
 
     Attributes
     ----------
+    lhs, rhs : Operand
+        Factors; their index maps name "m" and "n", the rows and columns of the result, "k", and batch dimensions.
+    result : Operand
+        Result; its index map has "m", "n" and the batch dimensions.
+    acc_dtype : str
+        Element type of the accumulator.
+    init : Operand or None
+        Tensor that the sums start from; None: zero.
+    epilogue : Epilogue or None
+        Elementwise function of each sum and further operands.
+    rows : RowPhase or None
+        Program over whole rows of the result, such as a softmax or a norm.
     tf32 : bool
         Operands of float32 may be rounded to 10 bits of fraction before they are multiplied.
     """
@@ -101,7 +120,7 @@ class MatmulProblem:
 
     @property
     def parameters(self) -> list[Operand]:
-        """What the kernel takes, in order."""
+        """Operands of the kernel, in order."""
         init = [] if self.init is None else [self.init]
         others = () if self.epilogue is None else self.epilogue.operands
         in_rows = () if self.rows is None else self.rows.operands
@@ -110,13 +129,14 @@ class MatmulProblem:
 
 @dataclass(frozen=True)
 class Window:
-    """What a convolution or pooling does along one spatial dimension.
+    """Window of a convolution or pooling along one spatial dimension.
 
     Attributes
     ----------
     size : int
         Places of the window (of the weight).
     stride, dilation : int
+        Distance between neighbouring windows, and between neighbouring taps of one, in elements.
     before, after : int
         Padding, in elements; a convolution's padding is zeros.
     """
@@ -133,7 +153,13 @@ class Window:
         return (self.size - 1) * self.dilation + 1
 
     def places(self, extent: int) -> int:
-        """How many windows fit along `extent` elements and the padding."""
+        """How many windows fit along `extent` elements and the padding.
+
+        Parameters
+        ----------
+        extent : int
+            Number of elements without padding.
+        """
         return (extent + self.before + self.after - self.reach) // self.stride + 1
 
 
@@ -153,6 +179,7 @@ class ConvProblem:
     result : Operand
         Index map ("b", "n", "y0", "y1", ...).
     acc_dtype : str
+        Element type of the accumulator.
     windows : tuple of Window
         One per spatial dimension.
     groups : int
@@ -174,7 +201,7 @@ class ConvProblem:
 
     @property
     def parameters(self) -> list[Operand]:
-        """What the kernel takes, in order."""
+        """Operands of the kernel, in order."""
         others = () if self.epilogue is None else self.epilogue.operands
         return [self.data, self.weight, *others, self.result]
 
@@ -195,12 +222,12 @@ class AttentionProblem:
         Plain tensors; query over b, h, m, d; key over b, g, n, d; value over b, g, n, e; result over b, h, m, e. The
         same tensor may be several of them.
     starts : tuple of (tuple of int)
-        Of query, key and value: where in each dimension of the tensor it begins (slices of one tensor).
+        Position where query, key and value begin in each dimension of the tensor (slices of one tensor).
     sizes : tuple of (str, Dim)
-        Of every iteration dimension; h, g, d and e are ints, h is a multiple of g.
+        Extents of every iteration dimension; h, g, d and e are ints, h is a multiple of g.
     scores : Epilogue
-        What is applied to a product before softmax: ``x0`` is the product, ``x1``, ... operands over b, h, m and n
-        ("1": broadcast); those of type bool are conditions of ``where``.
+        Function that is applied to a product before softmax: ``x0`` is the product, ``x1``, ... operands over b, h, m
+        and n ("1": broadcast); those of type bool are conditions of ``where``.
     causal : str
         "": every query sees every key; "top_left": query i sees keys up to i; "bottom_right": the last query sees all.
     nan_to_zero : bool
@@ -222,7 +249,7 @@ class AttentionProblem:
 
     @property
     def parameters(self) -> list[Operand]:
-        """What the kernel takes, in order, less the scratch."""
+        """Operands of the kernel, in order, less the scratch."""
         return [self.query, self.key, self.value, *self.scores.operands, self.result]
 
 
@@ -231,6 +258,15 @@ class ElementwiseProblem:
     """``result = expression(x0, x1, ...)`` with broadcast; x0 has the result's shape and layout.
 
     Parameters of its kernel, in order: operands, result. Index maps name the result's dimensions "d0", "d1", ...
+
+    Attributes
+    ----------
+    expression : Expression
+        Function of one element of each operand.
+    operands : tuple of Operand
+        Tensors ``x0``, ``x1``, ... of the expression.
+    result : Operand
+        Tensor that the kernel writes.
     """
 
     expression: Expression
@@ -239,7 +275,7 @@ class ElementwiseProblem:
 
     @property
     def parameters(self) -> list[Operand]:
-        """What the kernel takes, in order."""
+        """Operands of the kernel, in order."""
         return [*self.operands, self.result]
 
 
@@ -258,7 +294,7 @@ class RowsProblem:
 
     @property
     def parameters(self) -> list[Operand]:
-        """What the kernel takes, in order."""
+        """Operands of the kernel, in order."""
         return [*self.operands, self.result]
 
 
@@ -278,14 +314,14 @@ class BlockProductProblem:
     block : int
         How many weights along k share a scale; a multiple of 8.
     bits : int
-        Of a weight as it is stored.
+        Bits of a weight as it is stored.
     form : BlockFormat or None
-        Of weights in panels, and of a file's in fragments.
+        Format of weights in panels, and of a file's in fragments.
     experts : int
         How many matrices the weights are, below each other, each in whole panels; 0: one, for all rows.
     index : Operand or None
-        Of experts, ``(tokens, used)``: the matrix of each row of the result, whose batch dimensions these are. The left
-        operand has one row for a token, or one for each of its experts.
+        Numbers of experts, ``(tokens, used)``: the matrix of each row of the result, whose batch dimensions these are.
+        The left operand has one row for a token, or one for each of its experts.
     activation_bits : int
         Integers of so many bits, 8 or 16, with a scale for each block may stand for numbers of the left operand.
     rows : str
@@ -307,13 +343,13 @@ class BlockProductProblem:
 
     @property
     def parameters(self) -> list[Operand]:
-        """What the kernel takes, in order."""
+        """Operands of the kernel, in order."""
         others = () if self.epilogue is None else self.epilogue.operands
         return [self.lhs, *self.weights, *(() if self.index is None else (self.index,)), *others, self.result]
 
     @property
     def is_row_by_expert(self) -> bool:
-        """Whether each expert of a token has a row of the left operand of its own."""
+        """True if each expert of a token has a row of the left operand of its own."""
         return self.lhs.shape[1] != 1
 
     @cached_property
@@ -358,7 +394,7 @@ class BlockUnpackProblem:
 
     @property
     def parameters(self) -> list[Operand]:
-        """What the kernel takes, in order."""
+        """Operands of the kernel, in order."""
         return [*self.product.weights, self.result]
 
 
@@ -409,7 +445,7 @@ class CachedAttentionProblem:
 
     @property
     def parameters(self) -> list[Operand]:
-        """What the kernel takes, in order, less the scratch."""
+        """Operands of the kernel, in order, less the scratch."""
         return [*self.operands, *([] if self.rows == APPEND else [self.out])]
 
     @property
@@ -449,7 +485,7 @@ class BlockRowsProblem:
         (indices, depth) of float32.
     form : BlockFormat
     rows : int
-        That the weights have.
+        Number of rows of the weights.
     """
 
     weight: Operand
@@ -460,7 +496,7 @@ class BlockRowsProblem:
 
     @property
     def parameters(self) -> list[Operand]:
-        """What the kernel takes, in order."""
+        """Operands of the kernel, in order."""
         return [self.weight, self.index, self.result]
 
     @cached_property

@@ -166,7 +166,7 @@ def _inverse(factor: np.ndarray) -> np.ndarray:
 
 
 def _is_integral(term: Term) -> bool:
-    """Whether a float term is a whole number within bounds that a cast to its type keeps: what QuantizeLinear casts."""
+    """True if a float term is a whole number within bounds that a cast to its type keeps: what QuantizeLinear casts."""
     if term.op != "clip":
         return False
     inner, offset = split_sum(term.args[0])
@@ -250,7 +250,7 @@ class _Rewriter:
 
 
 def _is_moved_clip(term: Term) -> bool:
-    """Whether a term holds what has been quantized between bounds that depend on a zero point."""
+    """Return whether a term holds what has been quantized between bounds that depend on a zero point."""
     if term.op != "clip" or term.args[0].op != "round":
         return False
     low, high = map(float, term.params)

@@ -9,55 +9,182 @@ many bytes that takes (`storage_size`), and what computes on operands so stored 
 
 from __future__ import annotations
 
-import functools
+import difflib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from functools import cache
+from typing import Any
 
 import tvm
 from tvm import tirx
 
 from ..errors import EncodingError
-from ..providers import provided
+from ..target.backend import Backend, backend_of
 from ..target.cpu_target import cpu_target_of
-from ..target.element_types import HALVES
-from .block_weights import BlockLayout, Panels, panel_columns
+from .block_weights import BlockLayout
 from .encoding import Encoding
 from .packed_layout import PackedLayout
-from .problem import AttentionProblem, BlockProductProblem, Problem
+from .problem import BlockProductProblem, Problem
 
 
-@runtime_checkable
-class EncodingResolver(Protocol):
-    """What a target does with encodings.
+class EncodingResolver(ABC):
+    """Layouts and kernels of a target; subclasses have no other public names than these.
 
-    A resolver may have a fourth method, ``resolve_activation``, with the parameters of `resolve`: how an operand is
-    stored that is no constant, and so would be laid out anew in every call. Without it, `resolve` answers for all.
-    It may have an attribute ``problems``, the classes of further problems that its `kernel` solves (see `solves`), a
-    method ``block_layout`` of the target, which says how weights in blocks are stored (panels without it), a method
-    ``page_order`` of the target, which says how keys lie in pages of a cache ("rows" without it), an attribute
-    ``appends_apart`` (see the function `appends_apart`), a method ``unpacked_layout`` of a product with weights in
-    blocks and the target (see the function `unpacked_layout`), a method
-    ``attention_types`` of the target and a width (see the function `attention_types`), a method ``group_columns`` of
-    the target and an element type (see the function `group_columns`), a method ``convolution_form`` of an encoding, a
-    target and the weight's layout (see the function `convolution_form`), and an attribute ``cache_key``, a text that
-    changes whenever its answers do: without it no module for its devices is kept in the compile cache.
+    Attributes
+    ----------
+    name : str
+        Name in messages and reports.
+    problems : tuple of type
+        Classes of problems that `kernel` solves, besides products, convolutions and elementwise ones.
+    appends_apart : bool
+        Whether keys and values of a chunk are written into their pages by a kernel of its own.
+    cache_key : str, optional
+        Text that changes whenever the answers do. Without it no module for devices of a third party's resolver is kept
+        in the compile cache.
     """
 
-    name: str
+    name = ""
+    problems: tuple[type, ...] = ()
+    appends_apart = False
+    cache_key: str | None = None
 
+    @abstractmethod
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
-        """How the operand is stored on this target, identity included; None: not at all, cancel the encoding.
+        """Choose the layout of an operand, identity included; None: cancel the encoding.
 
         Asked for each of the three operands of a product or convolution (``encoding.moves`` is not None); None for
         one of them cancels all.
+
+        Parameters
+        ----------
+        encoding : Encoding
+            Op, element types and extents that the operand takes part in.
+        target : tvm.target.Target
+            Target of the device that computes the op.
+        """
+
+    @abstractmethod
+    def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
+        """Write the code that solves `problem` on this target; parameters as the problem's class says.
+
+        Parameters
+        ----------
+        problem : Problem
+            Problem with the shapes and layouts of its operands.
+        target : tvm.target.Target
+            Target of the device that runs the kernel.
         """
 
     def storage_size(self, encoding: Encoding, shape: Sequence[Any], target: tvm.target.Target) -> Any:
-        """Bytes of a tensor of `shape` (extents may be PrimExprs) under its layout; an int or a PrimExpr."""
+        """Bytes of a tensor of `shape` (extents may be PrimExprs) under its layout: an int or a PrimExpr.
+
+        Parameters
+        ----------
+        encoding : Encoding
+            Encoding of the tensor.
+        shape : sequence of object
+            Logical extents.
+        target : tvm.target.Target
+            Target of the device that holds the tensor.
+        """
+        layout = self.resolve(encoding, target) or PackedLayout.identity(len(shape))
+        return layout.storage_bytes(shape, encoding.element_type)
+
+    def resolve_activation(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
+        """Choose the layout of an operand that is not a constant, and so would be laid out anew in every call.
+
+        Parameters
+        ----------
+        encoding, target
+            As `resolve` takes them.
+        """
+        return self.resolve(encoding, target)
+
+    def convolution_form(self, encoding: Encoding, target: tvm.target.Target, weight: PackedLayout) -> str:
+        """Algorithm of a convolution whose weight has this layout, and why; empty where there is one alone.
+
+        Parameters
+        ----------
+        encoding : Encoding
+            Encoding of the convolution.
+        target : tvm.target.Target
+            Target of the device that computes it.
+        weight : PackedLayout
+            Layout of the weight.
+        """
+        return ""
+
+    def attention_types(self, target: tvm.target.Target, width: int) -> frozenset[str]:
+        """Element types that one attention kernel computes no slower than its products and softmax would.
+
+        Parameters
+        ----------
+        target : Target
+            Target of the device that computes it.
+        width : int
+            Largest size of a head's query, key or value.
+        """
+        return frozenset()
+
+    def group_columns(self, target: tvm.target.Target, dtype: str) -> int:
+        """Channels that fill a tile: smaller groups of a convolution join up to them; 0: groups stay.
+
+        Parameters
+        ----------
+        target : tvm.target.Target
+            Target of the device that computes the convolution.
+        dtype : str
+            Element type of the operands.
+        """
+        return 0
+
+    def block_layout(self, target: tvm.target.Target) -> BlockLayout | None:
+        """Layout of block-quantized weights; None where no kernel reads them.
+
+        Parameters
+        ----------
+        target : tvm.target.Target
+            Target of the device that holds the weights.
+        """
+        return None
+
+    def unpacked_layout(self, problem: BlockProductProblem, target: tvm.target.Target) -> PackedLayout | None:
+        """Layout of the dequantized ``(k, n)`` weights for a product of many rows; None: it reads the bits.
+
+        Parameters
+        ----------
+        problem : BlockProductProblem
+            Product with block-quantized weights.
+        target : tvm.target.Target
+            Target of the device that computes it.
+        """
+        return None
+
+    def page_order(self, target: tvm.target.Target) -> str:
+        """Order of keys in the pages of a cache: one of `encoding.pages.ORDERS`.
+
+        Parameters
+        ----------
+        target : tvm.target.Target
+            Target of the device that holds the cache.
+        """
+        return "rows"
+
+
+class _NoResolver(EncodingResolver):
+    """Cancels every encoding of a target that nobody answers for."""
+
+    name = "none"
+
+    def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
+        return None
 
     def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
-        """The code that solves `problem` on this target; parameters as the problem's class says."""
+        raise EncodingError(f"no resolver for target {target}")
+
+
+_NO_RESOLVER = _NoResolver()
 
 
 @dataclass(frozen=True)
@@ -69,7 +196,7 @@ class _Entry:
 
 
 _entries: list[_Entry] = []
-"""What others have registered, the latest last."""
+"""Resolvers that others have registered, the latest last."""
 # Their answers change with the sources of this library only.
 _OURS = f"{__name__.partition('.')[0]}."
 
@@ -82,8 +209,9 @@ def register_resolver(
     Parameters
     ----------
     resolver : EncodingResolver
+        Resolver with the methods of `EncodingResolver`.
     kind : str
-        Target kind: "llvm", "c", "cuda", ...
+        Target kind: "llvm", "c", ...
     features : sequence of str
         LLVM features a target must have ("avx512f"); a target's tag, its keys and "isa=" with the
         name of its row of `INSTRUCTION_SETS` count as features too.
@@ -94,20 +222,38 @@ def register_resolver(
     -------
     Callable
         Takes the registration back.
+
+    Raises
+    ------
+    EncodingError
+        If `resolver` does not derive from `EncodingResolver`, or has a public name that `EncodingResolver` lacks.
     """
-    for method in ("resolve", "storage_size", "kernel"):
-        if not callable(getattr(resolver, method, None)):
-            raise EncodingError(f"resolver {resolver!r} has no method {method!r}; see EncodingResolver")
+    if not isinstance(resolver, EncodingResolver):
+        raise EncodingError(f"found the resolver {resolver!r}, expected an object of a class of EncodingResolver")
+    known = [name for name in dir(EncodingResolver) if not name.startswith("_")]
+    for name in dir(resolver):
+        if not name.startswith("_") and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "names of your own begin with '_'"
+            raise EncodingError(
+                f"{resolver.name!r} has {name!r}, expected names of EncodingResolver: {', '.join(known)}; {hint}"
+            )
     entry = _Entry(resolver, kind, frozenset(features), priority)
     _entries.append(entry)
     return lambda: _take_back(entry)
 
 
 def resolver_for(target: tvm.target.Target | str) -> EncodingResolver | None:
-    """The resolver that answers for a target, None if there is none."""
+    """The resolver that answers for a target, None if there is none.
+
+    Parameters
+    ----------
+    target : tvm.target.Target or str
+        Target or its text.
+    """
     target = tvm.target.Target(target)
     known = _features(target)
-    entries = [*_own_entries(), *_entries]
+    entries = [*_own_entries(backend_of(target)), *_entries]
     fitting = [
         (entry.priority, len(entry.features), position)
         for position, entry in enumerate(entries)
@@ -116,60 +262,9 @@ def resolver_for(target: tvm.target.Target | str) -> EncodingResolver | None:
     return entries[max(fitting)[2]].resolver if fitting else None
 
 
-def solves(target: tvm.target.Target, problem: type) -> bool:
-    """Whether the resolver of a target writes kernels for a class of problems, other than products and elementwise."""
-    return problem in getattr(resolver_for(target), "problems", ())
-
-
-def attention_types(target: tvm.target.Target, width: int) -> frozenset[str]:
-    """Element types of which a target has attention in one kernel that is no slower than its parts; perhaps none.
-
-    Parameters
-    ----------
-    width : int
-        Of a head's query, key or value, the greatest.
-    """
-    if not solves(target, AttentionProblem):
-        return frozenset()
-    choose = getattr(resolver_for(target), "attention_types", None)
-    return frozenset(("float32", *HALVES)) if choose is None else frozenset(choose(target, width))
-
-
-def group_columns(target: tvm.target.Target, dtype: str) -> int:
-    """Channels that fill a target's tiles: smaller groups of a convolution join up to them; 0: groups stay."""
-    choose = getattr(resolver_for(target), "group_columns", None)
-    return 0 if choose is None else int(choose(target, dtype))
-
-
-def convolution_form(target: tvm.target.Target, encoding: Encoding, weight: PackedLayout | None) -> str:
-    """How a target computes a convolution whose weight is stored so, and why; empty where it has one form."""
-    tell = getattr(resolver_for(target), "convolution_form", None)
-    return "" if tell is None or weight is None else str(tell(encoding, target, weight))
-
-
-def page_order(target: tvm.target.Target) -> str:
-    """How keys lie in the pages of a cache on a target: one of `encoding.pages.ORDERS`."""
-    choose = getattr(resolver_for(target), "page_order", None)
-    return "rows" if choose is None else str(choose(target))
-
-
-def appends_apart(target: tvm.target.Target) -> bool:
-    """Whether a target writes the keys and values of a chunk into their pages by a kernel of its own."""
-    return bool(getattr(resolver_for(target), "appends_apart", False))
-
-
-def unpacked_layout(target: tvm.target.Target, problem: BlockProductProblem) -> PackedLayout | None:
-    """How the weights of a product of many rows are laid out as numbers of ``(k, n)``; None: it takes their bits."""
-    choose = getattr(resolver_for(target), "unpacked_layout", None)
-    return None if choose is None else choose(problem, target)
-
-
-def block_layout(target: tvm.target.Target) -> BlockLayout | None:
-    """How a target's kernels read weights in blocks; None where it has no kernels for them."""
-    if not solves(target, BlockProductProblem):
-        return None
-    choose = getattr(resolver_for(target), "block_layout", None)
-    return Panels(panel_columns(cpu_target_of(target))) if choose is None else choose(target)
+def answers_of(target: tvm.target.Target) -> EncodingResolver:
+    """The resolver of a target; one that cancels every encoding where there is none."""
+    return resolver_for(target) or _NO_RESOLVER
 
 
 def resolver_key(target: tvm.target.Target) -> str | None:
@@ -178,14 +273,13 @@ def resolver_key(target: tvm.target.Target) -> str | None:
     kind = type(resolver)
     if resolver is None or kind.__module__.startswith(_OURS):
         return kind.__qualname__
-    key = getattr(resolver, "cache_key", None)
+    key = resolver.cache_key
     return None if key is None else f"{kind.__module__}.{kind.__qualname__} {key}"
 
 
-@functools.cache
-def _own_entries() -> tuple[_Entry, ...]:
-    own = provided("own_resolvers")()
-    return tuple(_Entry(resolver, kind, frozenset(features), 0) for resolver, kind, features in own)
+@cache
+def _own_entries(backend: Backend) -> tuple[_Entry, ...]:
+    return tuple(_Entry(resolver, backend.kind, frozenset(features), 0) for resolver, features in backend.resolvers())
 
 
 def _features(target: tvm.target.Target) -> frozenset[str]:

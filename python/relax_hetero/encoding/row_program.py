@@ -25,7 +25,7 @@ class Reduction:
     kind : str
         One of `KINDS`.
     expression : Expression
-        What is reduced: operands are the program's, followed by the reductions before this one.
+        Expression that is reduced: operands are the program's, followed by the reductions before this one.
     """
 
     kind: str
@@ -34,7 +34,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class RowProgram:
-    """What is computed of every row.
+    """Function that is computed of every row.
 
     Attributes
     ----------
@@ -52,7 +52,7 @@ class RowProgram:
 
     @property
     def expressions(self) -> list[Expression]:
-        """Of the reductions, then of the result."""
+        """Expressions of the reductions, then of the result."""
         return [*(reduction.expression for reduction in self.reductions), self.result]
 
     @staticmethod

@@ -34,7 +34,7 @@ def _signed(m: int) -> list[float]:
 
 
 def _scale(m: int, point: float) -> float:
-    """What the window's polynomial is divided by at a point."""
+    """Divisor of the window's polynomial at a point."""
     return prod(point - other for other in _signed(m) if other != point)
 
 

@@ -14,6 +14,7 @@ import tvm
 from tvm import relax, te, tirx
 
 from ..errors import FrontendError
+from ..op.traits import traits_of
 from .onnx.control_flow.subgraphs import ImportedLoop
 from .onnx.importer import ImportedGraph
 from .onnx.node_names import NodeInfo
@@ -22,14 +23,6 @@ from .ops.narrow_types.carriers import CARRIERS, carried_array
 _VIEW = "relax.memory.view"
 
 _ConvertField = Callable[[relax.Expr, tvm.ir.Type], relax.Expr]
-
-_MOVES = frozenset(
-    f"relax.{name}"
-    for name in """broadcast_to call_pure_packed concat dynamic_strided_slice expand_dims flatten flip gather_elements
-    gather_nd layout_transform permute_dims repeat reshape scatter_elements scatter_nd shape_of split squeeze stack
-    strided_slice take tensor_to_shape tile where zeros_like memory.view inspect.tensor_shape_i""".split()
-)
-"""Ops that give elements as they found them."""
 
 
 def carried(graph: ImportedGraph) -> ImportedGraph:
@@ -146,7 +139,7 @@ class _Carrier:
         return relax.Tuple([convert(part, field) for part, field in zip(fields, ty.fields, strict=True)])
 
     def _unpacked(self, value: relax.Expr, ty: tvm.ir.Type) -> relax.Expr:
-        """What stands for a value from outside."""
+        """Storage that stands for a value from outside."""
         if isinstance(ty, tvm.ir.TupleType):
             return self._builder.emit(self._by_field(value, ty, self._unpacked))
         if not _is_narrow(ty):
@@ -266,7 +259,7 @@ class _Carrier:
         return self._typed(relax.Call(call.op, args, call.attrs, ty_args, call.span), call)
 
     def _check(self, call: relax.Call, narrow: tvm.ir.Type) -> None:
-        if isinstance(call.op, tvm.ir.GlobalVar) or call.op.name in _MOVES:
+        if isinstance(call.op, tvm.ir.GlobalVar) or traits_of(call.op.name).ignores_numbers:
             return
         what = call.args[0].name_hint if call.op.name == "relax.call_tir" else call.op.name.removeprefix("relax.")
         while isinstance(narrow, tvm.ir.TupleType):

@@ -48,7 +48,9 @@ def from_gguf(
     Parameters
     ----------
     path : str, path or GgufFile
-    vdevices : as for `from_onnx`
+        File, or what `read_gguf` returned for it.
+    vdevices : VDeviceEntry or iterable of VDeviceEntry, optional
+        Devices as `from_onnx` takes them.
     placement : mapping, list of (pattern, device) pairs, or "auto", optional
         Glob patterns over names of the file's tensors (``blk.3.ffn_down``, ``blk.[0-8].*``, ``output``), in order.
         The cache of a layer is where its ``blk.N.attn`` is. ``"auto"`` splits the model by layers, or attention from
@@ -65,7 +67,8 @@ def from_gguf(
         Element type of the cache: "float16", "float32" or "int8".
     all_logits : bool
         Whether ``prefill_C`` gives the logits of all its rows, and not of one.
-    cost_model, memory_limit : as for `from_onnx`
+    cost_model, memory_limit
+        As `from_onnx` takes them.
     activation_bits : int
         How exact products with weights in blocks are, as of `R.hetero.dequantize_blocks`: 8 (numbers become integers of
         8 bits with a scale for each 32, as llama.cpp rounds them) or 16. CPUs do so; GPUs multiply floats.

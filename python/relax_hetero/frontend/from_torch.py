@@ -45,7 +45,8 @@ def from_torch(
     dynamic_shapes : mapping or tuple, optional
         As ``torch.export.export`` takes it. A ``torch.export.Dim`` names a symbolic size; a call outside of its
         range, or of one that torch found, is refused.
-    vdevices, cost_model, objective, limits, memory_limit : as for `from_onnx`
+    vdevices, cost_model, objective, limits, memory_limit
+        As `from_onnx` takes them.
     placement : mapping, list of (pattern, device) pairs, or "auto", optional
         Glob patterns over names of nodes (``encoder.layer.3.output.dense.linear``), paths of modules
         (``encoder.layer.3``), their classes (``BertLayer``) and ops (``linear``), in order.

@@ -1,4 +1,4 @@
-"""What converters may know of an import's devices: nodes that mean the same are written in the form that these compute.
+"""Facts that converters may use of an import's devices: nodes are written in the form that these compute.
 
 Placement comes after conversion, so that this is said of all devices together.
 """
@@ -12,7 +12,7 @@ from contextvars import ContextVar
 import tvm
 
 from ..encoding.block_panels import Panels
-from ..encoding.resolver import block_layout
+from ..encoding.resolver import answers_of
 from ..target.vdevice import is_cpu
 
 _GATHERS: ContextVar[bool] = ContextVar("_GATHERS", default=False)
@@ -22,7 +22,8 @@ _GATHERS: ContextVar[bool] = ContextVar("_GATHERS", default=False)
 def importing_for(devices: Sequence[tvm.relax.VDevice] | None) -> Iterator[None]:
     """Within, nodes are converted for these devices; None: for the native CPU, as free modules compile."""
     gathers = devices is None or all(
-        is_cpu(device) and isinstance(block_layout(device.target), Panels) for device in devices
+        is_cpu(device) and isinstance(answers_of(device.target).block_layout(device.target), Panels)
+        for device in devices
     )
     token = _GATHERS.set(gathers)
     try:
@@ -32,5 +33,5 @@ def importing_for(devices: Sequence[tvm.relax.VDevice] | None) -> Iterator[None]
 
 
 def gathers_experts() -> bool:
-    """Whether all devices multiply rows by the experts that they choose, so that none need compute all of them."""
+    """True if all devices multiply rows by the experts that they choose, so that none need compute all of them."""
     return _GATHERS.get()

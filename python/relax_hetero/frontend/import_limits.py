@@ -67,7 +67,7 @@ class Budget:
         self._ops = 0
 
     def has_bytes(self, nbytes: int) -> bool:
-        """Whether constants of that many bytes may be made besides all that were."""
+        """Return whether constants of that many bytes may be made besides all that were."""
         return self._bytes + nbytes <= self._most_bytes
 
     def check_bytes(self, nbytes: int, what: str) -> None:

@@ -214,7 +214,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    """Whether two expressions of sizes are proven equal; symbols of two names never are."""
+    """Return whether two expressions of sizes are proven equal; symbols of two names never are."""
     if isinstance(one, tirx.Var) and isinstance(other, tirx.Var):
         return False
     return bool(analyzer_for(one, other).can_prove_equal(one, other))

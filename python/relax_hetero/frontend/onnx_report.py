@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from ..display.console import Shown, show, table
+from ..display.text import plural
 from ..errors import FrontendError, HeteroError
-from ..providers import provided
 from ..target.vdevice import device_name, parse_vdevices
 from ..transform.ir.findings import findings_of
 from .import_limits import ImportLimits
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from ..target.make_vdevice import VDeviceEntry
 
 Status: TypeAlias = Literal["supported", "refused", "not looked at"]
+
+_COLUMNS = ["op", "domain", "opset", "nodes", "supported", "refused", "not looked at", "devices"]
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class OnnxReport:
     nodes : tuple of NodeReport
         Every node in order, those inside of branches, loops and functions behind the node that holds them.
     problems : tuple of str
-        What keeps the model from being imported or placed and belongs to no node.
+        Problems that keep the model from being imported or placed and belong to no node.
     """
 
     model: str
@@ -88,7 +92,7 @@ class OnnxReport:
 
     @property
     def supported(self) -> bool:
-        """Whether the model can be imported, and placed on each device."""
+        """True if the model can be imported, and placed on each device."""
         return not self.problems and all(node.status == "supported" for node in self.nodes)
 
     def __bool__(self) -> bool:
@@ -105,8 +109,35 @@ class OnnxReport:
 
     def __str__(self) -> str:
         text = io.StringIO()
-        provided("show_onnx_report")(self, text)
+        show(self.tables(), text)
         return text.getvalue().rstrip()
+
+    def tables(self) -> Iterator[Shown]:
+        """The op types with their counts, then every node that is not supported: tables and lines."""
+        rows = [(node.op, node.domain, node.opset) for node in self.nodes]
+        by_status = Counter((row, node.status) for row, node in zip(rows, self.nodes, strict=True))
+        devices: dict[tuple[str, str, int | None], dict[str, None]] = {}
+        on_host = {row for row, node in zip(rows, self.nodes, strict=True) if node.on_host}
+        for row, node in zip(rows, self.nodes, strict=True):
+            devices.setdefault(row, {}).update(dict.fromkeys(node.devices))
+        cells = []
+        for row, count in sorted(Counter(rows).items(), key=lambda item: (item[0][1], item[0][0])):
+            counts = [by_status[row, status] for status in ("supported", "refused", "not looked at")]
+            places = ", ".join(devices[row]) + (" and the host" if row in on_host and devices[row] else "")
+            shown = [str(number) if number else "" for number in counts]
+            cells.append([row[0], row[1], "?" if row[2] is None else str(row[2]), str(count), *shown, places])
+        if cells:
+            yield table(f"Ops of {self.model}", _COLUMNS, cells, _COLUMNS[2:7])
+        missing = [node for node in self.nodes if node.status != "supported"]
+        if missing:
+            columns = ["node", "op", "domain", "status", "reason"]
+            lines = [[node.name, node.op, node.domain, node.status, node.reason] for node in missing]
+            yield table("Not supported", columns, lines)
+        yield from self.problems
+        if self.supported:
+            yield f"{plural(len(self.nodes), 'node')}, all supported"
+        else:
+            yield f"{len(self.refused):,} of {plural(len(self.nodes), 'node')} refused: the model cannot be imported"
 
 
 def onnx_report(

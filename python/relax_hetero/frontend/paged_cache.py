@@ -1,4 +1,4 @@
-"""What the functions of a language model and their cache of pages are to be like, and what the functions take."""
+"""Options and parameters of the functions of a language model, and of their cache of pages."""
 
 from __future__ import annotations
 
@@ -70,7 +70,13 @@ class PagedCache:
         return -(-self.context // PAGE)
 
     def pages(self, window: int) -> int:
-        """Pages of a layer's cache: for each sequence those that a window and a chunk may touch, or all."""
+        """Pages of a layer's cache: for each sequence those that a window and a chunk may touch, or all.
+
+        Parameters
+        ----------
+        window : int
+            Number of latest positions that the layer sees; 0: all.
+        """
         touched = pages_of_window(window, max(self.chunks))
         return self.sequences * (min(self.most_pages, touched) if window else self.most_pages)
 
@@ -88,10 +94,11 @@ class PagedCache:
         Parameters
         ----------
         rows : int
+            Number of tokens of a call.
         kind : str
             `DECODE` or `CHUNK`.
         windows, kv_heads : sequence of int
-            Of each layer.
+            Window of each layer, and its heads of keys and values.
         size : int
             Numbers of a head's key.
         """

@@ -48,7 +48,8 @@ def place(
         ``"auto"`` lets `cost_model` choose for the function "main".
     vdevices : list of str, dict, Target or VDevice, optional
         The devices, the first one the default. Default: those that the module has.
-    cost_model, objective, memory_limit : as for `from_onnx`
+    cost_model, objective, memory_limit
+        As `from_onnx` takes them.
 
     Returns
     -------
@@ -118,7 +119,7 @@ def _bindings(expr: relax.Expr) -> Iterator[relax.Binding]:
 
 
 def _has_devices(func: relax.Function) -> bool:
-    """Whether hints, annotations or transfers say where something is."""
+    """Return whether hints, annotations or transfers say where something is."""
     types = [var.ty for var in func.params] + [binding.var.ty for binding in _bindings(func.body)]
     is_placed = any(isinstance(ty, relax.TensorType) and ty.vdevice is not None for ty in types)
     values = [binding.value for binding in _bindings(func.body)]

@@ -36,7 +36,7 @@ _SUFFIX = re.compile(r"_[0-9a-z]+$")
 
 @dataclass(frozen=True)
 class ImportSource:
-    """What a front end found.
+    """Result of a front end.
 
     Attributes
     ----------

@@ -34,7 +34,7 @@ def compute_sizes(node: onnx.NodeProto, operands: Sequence[Any]) -> relax.Expr |
     Parameters
     ----------
     node : onnx.NodeProto
-        Of the ONNX standard.
+        Node of the ONNX standard.
     operands : sequence of object
         A value per input, None where an optional one is left out.
 
@@ -214,7 +214,7 @@ def _divide(a: Any, b: Any) -> Any:
 
 
 def is_size_where_not_empty(a: Any, b: Any) -> bool:
-    """Whether a quotient of `a` is rounded down, rather than towards zero, if no symbolic size is 0: ``(n - 1) / 2``.
+    """True if a quotient of `a` is rounded down, rather than towards zero, if no symbolic size is 0: ``(n - 1) / 2``.
 
     Convolutions have such sizes, rounded down. As another rounding each of them would differ from what a model computes
     of the same size, and every sum of the two would broadcast. Who divides has to require that `a` is not negative.

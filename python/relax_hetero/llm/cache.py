@@ -72,7 +72,7 @@ class KVCache:
     Attributes
     ----------
     tables : dict of str to array of int32, (slots, columns)
-        What functions of the model are given; changed in place.
+        Tables that functions of the model are given; changed in place.
 
     Raises
     ------
@@ -121,7 +121,9 @@ class KVCache:
         Parameters
         ----------
         executable : Executable
+            Executable with functions ``decode_B``.
         description : ModelDescription
+            Description of the model, as `from_gguf` gives it.
         devices : optional
             As `VirtualMachine` takes them.
 
@@ -159,7 +161,7 @@ class KVCache:
 
     @property
     def pages(self) -> dict[str, tuple[int, int]]:
-        """By table: pages in use, and all."""
+        """Pages in use, and all, by table."""
         return {name: (group.pages - group.free, group.pages) for name, group in self._groups.items()}
 
     def take(self) -> list[runtime.Tensor]:
@@ -176,7 +178,13 @@ class KVCache:
         return taken
 
     def give_back(self, pages: Sequence[runtime.Tensor]) -> None:
-        """Take the pages of each layer back: those that a call returned, or that `take` gave."""
+        """Take the pages of each layer back: those that a call returned, or that `take` gave.
+
+        Parameters
+        ----------
+        pages : sequence of runtime.Tensor
+            Pages of each layer, in order.
+        """
         if len(pages) != len(self.layers):
             raise CacheError(f"found {len(pages)} layers' pages, expected {len(self.layers)}")
         self._arrays = list(pages)
@@ -192,7 +200,13 @@ class KVCache:
         return slot
 
     def length(self, slot: int) -> int:
-        """How many tokens a sequence has."""
+        """How many tokens a sequence has.
+
+        Parameters
+        ----------
+        slot : int
+            Slot of the sequence.
+        """
         length = self._lengths[slot] if 0 <= slot < self.slots else None
         if length is None:
             raise CacheError(f"slot {slot} has no sequence; those in use are {self._in_use()}")
@@ -205,7 +219,10 @@ class KVCache:
 
         Parameters
         ----------
-        slot, count : int
+        slot : int
+            Slot of the sequence.
+        count : int
+            Number of tokens.
 
         Raises
         ------
@@ -235,7 +252,13 @@ class KVCache:
         self._lengths[slot] = length + count
 
     def fork(self, slot: int) -> int:
-        """The slot of a new sequence with the same tokens; pages are shared. CacheError if no slot is free."""
+        """The slot of a new sequence with the same tokens; pages are shared. CacheError if no slot is free.
+
+        Parameters
+        ----------
+        slot : int
+            Slot of the sequence to share.
+        """
         length = self.length(slot)
         new = self.add()
         for group in self._groups.values():
@@ -245,6 +268,13 @@ class KVCache:
 
     def cut(self, slot: int, length: int) -> None:
         """Forget the tokens behind the first `length`.
+
+        Parameters
+        ----------
+        slot : int
+            Slot of the sequence.
+        length : int
+            Number of tokens that stay.
 
         Raises
         ------
@@ -266,7 +296,13 @@ class KVCache:
         self._lengths[slot] = length
 
     def free(self, slot: int) -> None:
-        """Forget a sequence."""
+        """Forget a sequence.
+
+        Parameters
+        ----------
+        slot : int
+            Slot of the sequence.
+        """
         self.length(slot)
         for group in self._groups.values():
             group.cut(slot, 0)

@@ -131,6 +131,7 @@ class ChatTemplate:
         Parameters
         ----------
         tokenizer : Tokenizer
+            Tokenizer with the file's template and special tokens.
         source : str, optional
             A template in place of the file's.
 
@@ -165,7 +166,13 @@ class ChatTemplate:
 
     @classmethod
     def find(cls, tokenizer: Tokenizer, source: str | None = None) -> ChatTemplate:
-        """Find a template as `of` does; its errors become the `fault` of a template, which `render` raises."""
+        """Find a template as `of` does; its errors become the `fault` of a template, which `render` raises.
+
+        Parameters
+        ----------
+        tokenizer, source
+            As `of` takes them.
+        """
         try:
             return cls.of(tokenizer, source)
         except TokenizerError as error:

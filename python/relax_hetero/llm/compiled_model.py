@@ -38,9 +38,9 @@ class CompiledModel:
     Parameters
     ----------
     executable : Executable
-        Of a module that `from_gguf` made, with the pages donated.
+        Executable of a module that `from_gguf` made, with the pages donated.
     description : ModelDescription
-        What the module does not say of itself.
+        Facts that the module does not say of itself.
 
     Attributes
     ----------
@@ -49,7 +49,9 @@ class CompiledModel:
     decodes_like_prefill : bool
         Whether both functions write the same bits of a token into the cache.
     cache : KVCache
+        Keys and values of all sequences.
     machine : VirtualMachine
+        Machine that runs the executable.
 
     Raises
     ------
@@ -80,6 +82,7 @@ class CompiledModel:
         Parameters
         ----------
         slot : int
+            Slot of the sequence.
         tokens : array of int, (count,)
             At most `chunk`.
         every : bool
@@ -112,6 +115,13 @@ class CompiledModel:
     def decode(self, slots: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
         """Append one token to each of several sequences.
 
+        Parameters
+        ----------
+        slots : sequence of int
+            Slots of the sequences, each once.
+        tokens : sequence of int
+            Token of each sequence.
+
         Returns
         -------
         array of float32, (len(slots), vocabulary)
@@ -142,7 +152,7 @@ class CompiledModel:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def token_cost(self, cached: int = 512, profile: bool = False, rounds: int = 8) -> TokenCost:
-        """What a decode step of the fewest texts costs, and where; printing it gives a table.
+        """Cost of a decode step of the fewest texts, by parts; printing it gives a table.
 
         Parameters
         ----------

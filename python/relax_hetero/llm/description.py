@@ -1,4 +1,4 @@
-"""What a language model's executable does not say of itself: sizes, windows, tokens that end a text."""
+"""Facts that a language model's executable does not say of itself: sizes, windows, tokens that end a text."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ class ModelDescription:
     Attributes
     ----------
     name : str
+        Name of the model, as its file has it.
     vocabulary, context, slots : int
+        Number of tokens; maximum length of a sequence in tokens; maximum number of sequences in the cache.
     kv_heads, size : int
-        Of keys and values, and the numbers of one.
+        Number of heads of keys and values, and the numbers of one.
     windows : tuple of int
         Positions that each layer sees; 0: all.
     page_type : str

@@ -111,6 +111,11 @@ class Engine:
     def tokens_of(self, text: str) -> list[int]:
         """The tokens of a prompt.
 
+        Parameters
+        ----------
+        text : str
+            Prompt.
+
         Raises
         ------
         RequestError
@@ -126,7 +131,15 @@ class Engine:
         return self.tokenizer.encode(text)
 
     def check_length(self, text: str, size: int | None = None) -> None:
-        """RequestError if a text of `size` bytes has more tokens than the context, which needs no look at them."""
+        """RequestError if a text of `size` bytes has more tokens than the context, which needs no look at them.
+
+        Parameters
+        ----------
+        text : str
+            Prompt.
+        size : int, optional
+            Size in bytes where the caller knows it.
+        """
         size = len(text.encode("utf-8", "surrogatepass")) if size is None else size
         longest = getattr(self.tokenizer, "longest", None)
         if longest and size > longest * self.model.context:
@@ -137,7 +150,13 @@ class Engine:
             )
 
     def check_prompt(self, tokens: Tokens[int]) -> None:
-        """RequestError if a prompt's tokens are none that the model can go on with."""
+        """RequestError if a prompt's tokens are none that the model can go on with.
+
+        Parameters
+        ----------
+        tokens : Tokens of int
+            Tokens of the prompt.
+        """
         if not tokens:
             raise RequestError("prompt: found no token, expected at least one")
         if len(tokens) >= self.model.context:
@@ -151,7 +170,7 @@ class Engine:
             raise RequestError(f"prompt: found token {wrong}, expected 0 to {self.model.vocabulary - 1}")
 
     def statistics(self) -> Statistics:
-        """What the engine did so far, and does now."""
+        """Statistics of the engine so far, and its present load."""
         counts, first = self._scheduler.counts, list(self._first_tokens)
         with self._changed:
             inbox, load = len(self._inbox), self._load
@@ -170,7 +189,7 @@ class Engine:
 
     @property
     def healthy(self) -> bool:
-        """Whether requests are taken."""
+        """True if requests are taken."""
         return not self._closed and self._thread.is_alive()
 
     def close(self) -> None:
@@ -198,7 +217,7 @@ class Engine:
         self._changed.notify_all()
 
     def _work(self) -> None:
-        """What the thread does."""
+        """Work of the thread."""
         try:
             while self._take_news():
                 while self._scheduler.step():

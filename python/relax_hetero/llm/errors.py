@@ -1,4 +1,4 @@
-"""What can go wrong between a language model and those who ask it."""
+"""Errors between a language model and those who ask it."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class JsonTokenizer:
     Attributes
     ----------
     names
-        Of all tokens.
+        Names of all tokens.
     control_names
         Names of tokens that a text has only where `encode` is told so, such as the end of a turn.
     stop_ids
@@ -98,6 +98,7 @@ class JsonTokenizer:
         Parameters
         ----------
         text : str
+            Any text of Unicode.
         special : bool
             If true, names of control tokens in the text stand for these tokens; in a `Prompt` of a `ChatTemplate` only
             those that the template wrote do.
@@ -142,11 +143,23 @@ class JsonTokenizer:
         return marker, made, {vocabulary[alias]: int(one["id"]) for alias, one in aliases.items()}
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens, control tokens left out; bytes that are no UTF-8 become U+FFFD."""
+        """The text of tokens, control tokens left out; bytes that are no UTF-8 become U+FFFD.
+
+        Parameters
+        ----------
+        tokens : iterable of int
+            Numbers of tokens; those that are not in the vocabulary give no text.
+        """
         return b"".join(map(self.piece, tokens)).decode("utf-8", "replace")
 
     def piece(self, token: int) -> bytes:
-        """The bytes that a token adds to a text; none for control tokens."""
+        """The bytes that a token adds to a text; none for control tokens.
+
+        Parameters
+        ----------
+        token : int
+            Number of the token.
+        """
         if not 0 <= token < len(self.names) or token in self._control:
             return b""
         name = self.names[token]
@@ -159,7 +172,13 @@ class JsonTokenizer:
         return name.replace(_SPACE, " ").encode()
 
     def token(self, name: str | None) -> int | None:
-        """The token of a name, such as ``<end_of_turn>``; None if there is none."""
+        """The token of a name, such as ``<end_of_turn>``; None if there is none.
+
+        Parameters
+        ----------
+        name : str or None
+            Text of the token; None gives None.
+        """
         with package_errors(f"found {name!r:.100} as the name of a token"):
             found = None if name is None else self._with_names.token_to_id(name)
         return None if found is None else int(found)

@@ -163,7 +163,7 @@ def _load_file(
 
 
 def adds_up_alike(target: Target) -> bool:
-    """Whether a device's kernels sum a row's products in one order for any number of rows.
+    """Return whether a device's kernels sum a row's products in one order for any number of rows.
 
     CPUs do, except those with AMX, which multiply many rows by tiles and few by vectors.
     """
@@ -178,6 +178,7 @@ def save(model: CompiledModel, source: str | os.PathLike[str], folder: str | os.
     Parameters
     ----------
     model : CompiledModel
+        Model as `load` returns it for a GGUF file.
     source : str or path
         The GGUF file that it was made from: its tokenizer goes along.
     folder : str or path

@@ -1,4 +1,4 @@
-"""What the engine asks of a language model, of its cache and of its tokenizer."""
+"""Interfaces that the engine asks of a language model, of its cache and of its tokenizer."""
 
 from __future__ import annotations
 
@@ -19,22 +19,55 @@ class Cache(Protocol):
         """An empty sequence's slot."""
 
     def extend(self, slot: int, count: int) -> None:
-        """Make room for `count` more tokens."""
+        """Make room for `count` more tokens.
+
+        Parameters
+        ----------
+        slot : int
+            Slot of the sequence.
+        count : int
+            Number of tokens.
+        """
 
     def fork(self, slot: int) -> int:
-        """The slot of a new sequence with the same tokens, which share their pages."""
+        """The slot of a new sequence with the same tokens, which share their pages.
+
+        Parameters
+        ----------
+        slot : int
+            Slot of the sequence to share.
+        """
 
     def cut(self, slot: int, length: int) -> None:
         """Forget the tokens behind the first `length`.
 
         Raises `CacheError` where keys that a window needs at that length were given back already.
+
+        Parameters
+        ----------
+        slot : int
+            Slot of the sequence.
+        length : int
+            Number of tokens that stay.
         """
 
     def free(self, slot: int) -> None:
-        """Forget a sequence."""
+        """Forget a sequence.
+
+        Parameters
+        ----------
+        slot : int
+            Slot of the sequence.
+        """
 
     def length(self, slot: int) -> int:
-        """How many tokens a sequence has."""
+        """How many tokens a sequence has.
+
+        Parameters
+        ----------
+        slot : int
+            Slot of the sequence.
+        """
 
 
 class Model(Protocol):
@@ -83,6 +116,13 @@ class Model(Protocol):
     def prefill(self, slot: int, tokens: np.ndarray) -> np.ndarray:
         """Append tokens (at most `chunk`, int32) to a sequence.
 
+        Parameters
+        ----------
+        slot : int
+            Slot of the sequence.
+        tokens : np.ndarray
+            Tokens in order, (count,).
+
         Returns
         -------
         np.ndarray
@@ -96,6 +136,13 @@ class Model(Protocol):
 
     def decode(self, slots: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
         """Append one token to each of several sequences.
+
+        Parameters
+        ----------
+        slots : sequence of int
+            Slots of the sequences, each once.
+        tokens : sequence of int
+            Token of each sequence.
 
         Returns
         -------
@@ -133,6 +180,7 @@ class TextCodec(Protocol):
         Parameters
         ----------
         text : str
+            Any text of Unicode.
         special : bool
             Whether names of control tokens in the text stand for these tokens.
         begin : bool
@@ -140,4 +188,10 @@ class TextCodec(Protocol):
         """
 
     def piece(self, token: int) -> bytes:
-        """The bytes that a token adds to a text; none for control tokens."""
+        """The bytes that a token adds to a text; none for control tokens.
+
+        Parameters
+        ----------
+        token : int
+            Number of the token.
+        """

@@ -39,8 +39,10 @@ def load_onnx(
     ----------
     source : str, path, bytes or onnx.ModelProto
         A model with nodes of GroupQueryAttention, or the folder of one, whose ``genai_config.json`` names its file.
-    vdevices, placement : as for `rh.from_onnx`
-    batches, chunks, slots, context, page_type : as for `rh.PagedCache`
+    vdevices, placement
+        As `rh.from_onnx` takes them.
+    batches, chunks, slots, context, page_type
+        As `rh.PagedCache` takes them.
     batch_invariant : bool
         As for `load`.
     progress : callable, optional

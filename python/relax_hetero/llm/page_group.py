@@ -16,7 +16,7 @@ NO_PAGE = -1
 
 @dataclass(frozen=True)
 class Extension:
-    """What an extension of a sequence takes from a group.
+    """Pages that an extension of a sequence takes from a group.
 
     Attributes
     ----------
@@ -69,7 +69,7 @@ class PageGroup:
         return max(0, length - self.window + 1) // PAGE if self.window else 0
 
     def plan(self, slot: int, length: int, count: int) -> Extension:
-        """What `count` tokens behind the first `length` of a slot need; changes nothing."""
+        """Plan pages for `count` tokens after the first `length` of a slot; changes nothing."""
         row, first = self.table[slot], self.first_needed(length)
         # Columns with pages follow each other, so that most often a look at one of them tells.
         held = first > 0 and row[first - 1] != NO_PAGE

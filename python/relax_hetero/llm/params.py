@@ -41,7 +41,7 @@ class SamplingParams:
     logit_bias : mapping of int to float
         Added to logits, by token; -100 to 100.
     seed : int or None
-        Of the request's own random numbers, so that other requests have no part in them; None for a fresh one.
+        Seed of the request's own random numbers, so that other requests have no part in them; None for a fresh one.
     stop : tuple of str
         Strings that end the text; the text is cut before them.
     stop_token_ids : tuple of int
@@ -100,16 +100,22 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the largest logit is taken; smaller temperatures would leave nothing else, either."""
+        """True if the largest logit is taken; smaller temperatures would leave nothing else, either."""
         return self.temperature < 1e-5
 
     @property
     def penalizes(self) -> bool:
-        """Whether tokens that were seen before have other logits."""
+        """True if tokens that were seen before have other logits."""
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
     def check_tokens(self, vocabulary: int) -> None:
-        """RequestError if a token is none of the model's."""
+        """RequestError if a token is none of the model's.
+
+        Parameters
+        ----------
+        vocabulary : int
+            Number of tokens of the model.
+        """
         for name, tokens in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             for token in tokens:
                 _whole(name, token, 0, vocabulary - 1)

@@ -19,7 +19,7 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True)
 class Usage:
-    """What a request took.
+    """Tokens that a request took.
 
     Attributes
     ----------
@@ -54,6 +54,13 @@ class Request:
     Iterating over it, by ``for`` or by ``async for``, gives the `Delta` objects of the text as it grows, and raises
     what went wrong at the end, if anything did. Each delta is given once, so that one reader gets the whole text.
 
+    Parameters
+    ----------
+    prompt, params
+        As attributes.
+    on_cancel : callable
+        Function that `cancel` calls.
+
     Attributes
     ----------
     prompt : tuple of int
@@ -87,7 +94,7 @@ class Request:
 
     @property
     def error(self) -> HeteroError | None:
-        """What went wrong, if anything did."""
+        """Error of the request, if there was one."""
         return self._error
 
     @property
@@ -97,7 +104,7 @@ class Request:
 
     @property
     def cancelled(self) -> bool:
-        """Whether somebody cancelled it; the engine may not have noticed yet."""
+        """True if somebody cancelled it; the engine may not have noticed yet."""
         return self._cancelled
 
     def cancel(self) -> None:
@@ -149,19 +156,41 @@ class Request:
     # What follows is called by the engine.
 
     def tell(self, delta: Delta) -> None:
-        """Hand a part of the text to the reader."""
+        """Hand a part of the text to the reader.
+
+        Parameters
+        ----------
+        delta : Delta
+            Next part of the text.
+        """
         with self._changed:
             self._deltas.append(delta)
             self._wake()
 
     def count(self, tokens: int, cached: int) -> None:
-        """Take over how many tokens the text has, and how many of the prompt were in the cache."""
+        """Take over how many tokens the text has, and how many of the prompt were in the cache.
+
+        Parameters
+        ----------
+        tokens : int
+            Number of tokens of the text.
+        cached : int
+            Number of tokens of the prompt that the cache had.
+        """
         if tokens and not self._tokens:
             self.times.first_token = time.monotonic()
         self._tokens, self._cached = tokens, cached
 
     def end(self, reason: FinishReason, error: HeteroError | None = None) -> None:
-        """Nothing more comes."""
+        """Nothing more comes.
+
+        Parameters
+        ----------
+        reason : FinishReason
+            Reason for which the text ends.
+        error : HeteroError, optional
+            Error that `result` raises.
+        """
         with self._changed:
             if self._reason is None:
                 self._reason, self._error = reason, error

@@ -23,7 +23,17 @@ _FIRST, _MORE = 256, 8
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token, the logarithm of its probability, and the most probable tokens in its place, in their order."""
+    """A token, the logarithm of its probability, and the most probable tokens in its place, in their order.
+
+    Attributes
+    ----------
+    token : int
+        Number of the token.
+    logprob : float
+        Natural logarithm of its probability.
+    top : tuple of (int, float)
+        Most probable tokens with their logarithms, most probable first.
+    """
 
     token: int
     logprob: float
@@ -153,7 +163,7 @@ def _filtered(logits: np.ndarray, params: SamplingParams, peak: float) -> np.nda
 
 
 def _top_p(tokens: np.ndarray, weights: np.ndarray, top_p: float) -> tuple[np.ndarray, np.ndarray]:
-    """Of some tokens those that reach `top_p` of the sum of all weights, the most probable first."""
+    """Most probable tokens that reach `top_p` of the sum of all weights, the most probable first."""
     if top_p >= 1:
         return tokens, weights
     order = np.argsort(-weights, kind="stable")

@@ -16,7 +16,7 @@ from .sequence import Sequence
 
 @dataclass
 class Counts:
-    """What the scheduler did so far.
+    """Counts of the scheduler so far.
 
     Attributes
     ----------
@@ -46,7 +46,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Load:
-    """What the scheduler works on.
+    """Load of the scheduler.
 
     Attributes
     ----------
@@ -94,7 +94,7 @@ class Scheduler:
         self._full = False  # nothing begins before something has ended
 
     def load(self) -> Load:
-        """What it works on."""
+        """Present load."""
         cached = sum(sequence.cached for sequence in self._holders()) + self._prefixes.tokens
         return Load(len(self._waiting), len(self._holders()), cached)
 

@@ -24,7 +24,7 @@ def model_bytes(names: Sequence[str], scores: Iterable[float], kinds: Iterable[i
     Parameters
     ----------
     names, scores, kinds
-        Of the pieces; kinds have sentencepiece's numbers.
+        Names, scores and kinds of the pieces; kinds have sentencepiece's numbers.
     has_bytes : bool
         Whether characters without a piece become bytes.
     """

@@ -28,7 +28,7 @@ class Sequence:
     Attributes
     ----------
     tokens : list
-        Of the prompt and the text so far.
+        Tokens of the prompt and the text so far.
     slot : int or None
         In the cache; None while the request waits.
     cached : int

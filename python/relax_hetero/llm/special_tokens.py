@@ -16,16 +16,15 @@ class Prompt(str):
 
     Methods of `str` return ordinary texts, without marks.
 
-    Parameters
+    Attributes
     ----------
-    text : str
     marks : sequence of int
         Places, in order. A name with one inside, or right behind its only character, is not the template's.
     """
 
     marks: Sequence[int]
 
-    def __new__(cls, text: str, marks: Sequence[int]) -> Prompt:
+    def __new__(cls, text: str, marks: Sequence[int]) -> Prompt:  # noqa: D102 - the class says it
         made = super().__new__(cls, text)
         made.marks = marks
         return made

@@ -1,4 +1,4 @@
-"""What an engine did, for people and for monitors."""
+"""Statistics of an engine, for people and for monitors."""
 
 from __future__ import annotations
 

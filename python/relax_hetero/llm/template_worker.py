@@ -1,5 +1,7 @@
-"""A program that renders a chat template, which comes with a model, from anybody: in a process with little memory and
-time, which imports nothing of this package and whose parent starts another when it has ended.
+"""A program that renders a chat template, which comes with a model and is not trusted.
+
+It runs in a process with little memory and time, which imports nothing of this package and whose parent starts another
+when it has ended.
 
 It reads a request from its input, writes the answer to its output, and ends when its input does. The first request is
 the template: ``{"path", "source"}``, answered by the texts that the template itself holds; each other one is the values

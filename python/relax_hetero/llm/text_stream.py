@@ -11,7 +11,7 @@ from .sampling import TokenLogprob
 
 @dataclass(frozen=True)
 class Delta:
-    """What a text grew by.
+    """Growth of a text.
 
     Attributes
     ----------
@@ -59,7 +59,7 @@ class TextStream:
         return self._grow("" if silent else self._decoder.decode(self._piece(token)))
 
     def finish(self) -> Delta:
-        """What was held back, at the end of the text; bytes of a character that never became whole as U+FFFD."""
+        """Text that was held back, at the end; bytes of a character that never became whole as U+FFFD."""
         delta = self._grow(self._decoder.decode(b"", True))
         if self.stopped:
             return delta

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..artifact.commands import DIRECT, SLOT, Dispatch, KernelSpec, Reference, RegionSpec, SingleCall
-from ..artifact.messages import text_table
+from ..display.text import text_table
 from ..encoding.pages import PAGE, TABLES
-from ..vm.profile import Profile
+from ..vm.profile import TO_DEVICE, Profile
 
 EMBEDDING, ATTENTION, FEED_FORWARD, LOGITS, OTHER = "embedding", "attention", "feed-forward", "logits", "other"
 TRANSFERS = "transfers"
@@ -42,7 +42,7 @@ class PartCost:
         "embedding", "attention", "feed-forward", "logits", "other", or "transfers" to the device.
     device : str
     calls : int
-        Of kernels, or transfers.
+        Number of calls of kernels, or of transfers.
     weights, cache, moved : int
         Bytes of weights and of the cache that are read, and bytes that are brought from other devices.
     seconds : float or None
@@ -81,7 +81,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class TokenCost:
-    """What a decode step costs, and where.
+    """Cost of a decode step, by parts.
 
     Attributes
     ----------
@@ -166,7 +166,7 @@ class TokenCost:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What command buffers do not tell of a language model.
+    """Facts of a language model that command buffers do not tell.
 
     Attributes
     ----------
@@ -271,7 +271,7 @@ def times_of(
         key = devices[device_of[command.region]], part_of(command.variable, kernels[command.kernel].ops)
         found[key] = found.get(key, 0.0) + command.microseconds * 1e-6
     for row in profile.rows:
-        if row.symbol == "to_device":
+        if row.symbol == TO_DEVICE:
             found[row.device, TRANSFERS] = row.microseconds * 1e-6
     return found
 
@@ -306,7 +306,7 @@ def _add(parts: dict[tuple[str, str], PartCost], cost: PartCost) -> None:
 
 
 class _Reader:
-    """What the kernels of a region read of weights and cache."""
+    """Reads of weights and cache by the kernels of a region."""
 
     def __init__(self, kernels: Mapping[str, KernelSpec], rows: int, cached: int, facts: ModelFacts) -> None:
         self._kernels, self._rows, self._cached, self._facts = kernels, rows, cached, facts

@@ -79,7 +79,7 @@ class Tokenizer:
     Attributes
     ----------
     names : sequence of str
-        Of all tokens.
+        Names of all tokens.
     control_names
         Names of tokens that a text has only where `encode` is told so, such as the end of a turn.
     stop_ids
@@ -89,7 +89,7 @@ class Tokenizer:
     adds_begin, adds_end
         Whether the model wants tokens for the begin and end of a text.
     chat_template : str or None
-        Of the file, in the language of jinja2; None if it has none.
+        Chat template of the file, in the language of jinja2; None if it has none.
     longest
         No token stands for more bytes of a text; None if one may stand for any number of them.
 
@@ -130,6 +130,11 @@ class Tokenizer:
     def from_gguf(cls, file: str | os.PathLike[str] | GgufFile) -> Tokenizer:
         """The tokenizer of a GGUF file, given by its path or opened already.
 
+        Parameters
+        ----------
+        file : str or PathLike of str or GgufFile
+            Path, or the file as `read_gguf` returns it.
+
         Raises
         ------
         FrontendError
@@ -150,6 +155,7 @@ class Tokenizer:
         Parameters
         ----------
         text : str
+            Any text of Unicode.
         special : bool
             If true, names of control tokens in the text stand for these tokens; in a `Prompt` of a `ChatTemplate` only
             those that the template wrote do.
@@ -172,12 +178,24 @@ class Tokenizer:
         return tokens
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens, control tokens left out; bytes that are no UTF-8 become U+FFFD."""
+        """The text of tokens, control tokens left out; bytes that are no UTF-8 become U+FFFD.
+
+        Parameters
+        ----------
+        tokens : iterable of int
+            Numbers of tokens; those that are not in the vocabulary give no text.
+        """
         text = b"".join(map(self.piece, tokens)).decode("utf-8", "replace")
         return text[1:] if self._space_prefix and text.startswith(" ") else text
 
     def piece(self, token: int) -> bytes:
-        """The bytes that a token adds to a text; none for control tokens."""
+        """The bytes that a token adds to a text; none for control tokens.
+
+        Parameters
+        ----------
+        token : int
+            Number of the token.
+        """
         found = self._pieces.get(token)
         if found is None:
             kind = self._kinds[token] if 0 <= token < len(self._kinds) else UNUSED
@@ -185,13 +203,25 @@ class Tokenizer:
         return found
 
     def token(self, name: str) -> int | None:
-        """The token of a name, such as ``<end_of_turn>``; None if there is none."""
+        """The token of a name, such as ``<end_of_turn>``; None if there is none.
+
+        Parameters
+        ----------
+        name : str
+            Text of the token.
+        """
         return self._of_kinds(USER_DEFINED, CONTROL, UNKNOWN, NORMAL).get(name)
 
     # What follows serves the makers of the two kinds below.
 
     def texts(self, key: str) -> Sequence[str]:
-        """A list of texts that the file has to have."""
+        """A list of texts that the file has to have.
+
+        Parameters
+        ----------
+        key : str
+            Key of the file's metadata, without ``tokenizer.ggml.``.
+        """
         found = self._need(key)
         is_list = isinstance(found, Sequence) and not isinstance(found, str) and len(found) > 0
         # Lists that are none of Python's are a file's, whose texts were looked at when it was read.
@@ -202,7 +232,15 @@ class Tokenizer:
         return found  # type: ignore[no-any-return]
 
     def numbers(self, key: str, what: str) -> np.ndarray:
-        """A number of each token, which the file has to have."""
+        """A number of each token, which the file has to have.
+
+        Parameters
+        ----------
+        key : str
+            Key of the file's metadata, without ``tokenizer.ggml.``.
+        what : str
+            Name of the numbers, for messages.
+        """
         found = self._need(key)
         is_list = isinstance(found, np.ndarray) or (
             isinstance(found, list) and all(type(each) in (int, float) for each in found)

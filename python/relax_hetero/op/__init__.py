@@ -1,5 +1,7 @@
-"""Relax operators of this library: hints and transfers, requirements on sizes, encoded tensors, attention without and
-with a cache, rows, 4-bit weights.
+"""Relax operators of this library.
+
+They are hints and transfers, requirements on sizes, encoded tensors, attention without and with a cache, rows, and
+4-bit weights.
 
 The operators of placement build TVM's own ``relax.hint_on_device`` and ``relax.to_vdevice`` calls, so that
 ``R.hint_on_device`` and ``R.to_vdevice`` in TVMScript are the same thing to every pass. Importing this package makes
@@ -13,12 +15,14 @@ from .block_products import block_matmul, block_rows, dequantize_blocks
 from .cached_attention import cached_attention
 from .copies import copy
 from .encoded import elementwise, matmul, prepacked, relayout, set_encoding, unset_encoding
+from .functions import apply_function
 from .placement import encode_hint, hint_on_device, hinted_vdevice, is_hint, to_vdevice
 from .require import require, requirement
 from .rows import rows
 from .strict_tvmscript import make_tvmscript_strict
 
 __all__ = [
+    "apply_function",
     "attention",
     "block_matmul",
     "block_rows",

@@ -25,7 +25,7 @@ CAUSAL = ("", "top_left", "bottom_right")
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.AttentionAttrs")
 class AttentionAttrs(tvm.ir.Attrs):
-    """Of attention; see `attention`."""
+    """Attributes of attention; see `attention`."""
 
     heads: str
     scores: str
@@ -56,7 +56,7 @@ def attention(
     heads : Heads or str
         Where heads lie in the tensors.
     scores : Expression or str
-        What is done to a product (``x0``) before softmax.
+        Function that is applied to a product (``x0``) before softmax.
     causal : str
         "top_left": query i sees keys up to i; "bottom_right": the last query sees all keys; "": all see all.
     nan_to_zero : bool

@@ -36,7 +36,7 @@ _SCALES = ("float32", "float16")
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.DequantizeBlocksAttrs")
 class DequantizeBlocksAttrs(tvm.ir.Attrs):
-    """Of dequantize_blocks; see `dequantize_blocks`."""
+    """Attributes of dequantize_blocks; see `dequantize_blocks`."""
 
     depth: int
     block: int
@@ -48,7 +48,7 @@ class DequantizeBlocksAttrs(tvm.ir.Attrs):
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.BlockMatmulAttrs")
 class BlockMatmulAttrs(tvm.ir.Attrs):
-    """Of block_matmul; see `block_matmul`."""
+    """Attributes of block_matmul; see `block_matmul`."""
 
     columns: int
     block: int
@@ -89,7 +89,7 @@ def dequantize_blocks(
     block : int
         How many weights share a scale: a multiple of 8. A format says it by itself.
     bits : int
-        Of a weight: 2, 4 or 8. A format says it by itself.
+        Bits of a weight: 2, 4 or 8. A format says it by itself.
     format : str
         A name of `relax_hetero.encoding.block_formats.FILE_FORMATS`: "q4_k", "f16", ...
     activation_bits : int
@@ -149,18 +149,19 @@ def block_matmul(
     columns, block : int
         Extent of n, and how many weights along k share a scale. A format says the latter by itself.
     bits : int
-        Of a weight. A format says it by itself.
+        Bits of a weight. A format says it by itself.
     zeros : bool
         Whether zero points are given.
     expression : Expression or str
-        What is done to a sum (``x0``) before it is stored.
+        Function that is applied to a sum (``x0``) before it is stored.
     format : str
-        Of weights of a file, as of dequantize_blocks.
+        Format of weights of a file, as in dequantize_blocks.
     experts : int
         How many matrices the weights are, in panels; 0: one, for all rows. Behind the weights stands an operand
         (tokens, used) of int32 or int64 then: which matrices each token is multiplied by; the nearest stand for
         missing ones. The result has the shape (tokens, used, 1, columns).
     activation_bits : int
+        8: `x` is rounded to integers of 8 bits with a scale for each 32; 16: it is not.
     rows : str
         As of dequantize_blocks.
 
@@ -181,7 +182,7 @@ def block_matmul(
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.BlockRowsAttrs")
 class BlockRowsAttrs(tvm.ir.Attrs):
-    """Of block_rows; see `block_rows`."""
+    """Attributes of block_rows; see `block_rows`."""
 
     rows: int
     depth: int

@@ -31,7 +31,7 @@ _ACTIVATIONS = ("float32", "float16", "bfloat16")
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.CachedAttentionAttrs")
 class CachedAttentionAttrs(tvm.ir.Attrs):
-    """Of cached_attention; see `cached_attention`."""
+    """Attributes of cached_attention; see `cached_attention`."""
 
     heads: int
     kv_heads: int
@@ -90,8 +90,9 @@ def cached_attention(
         of r/2 angles, then their sines. Then, as `norms` says, the factors of the norm of queries, and of keys, each
         (size,) of float32.
     heads, kv_heads, size : int
-        Of queries; of keys and values; and the numbers of one. `heads` is a multiple of `kv_heads`.
+        Heads of queries; heads of keys and values; and the numbers of one. `heads` is a multiple of `kv_heads`.
     scale : float
+        Factor of the scores.
     window : int
         How many of the latest keys a query sees, its own included; 0: all.
     softcap : float
@@ -102,7 +103,7 @@ def cached_attention(
     norms : str
         Which are divided by the root of the mean of their squares and multiplied by factors: "", "q", "k" or "qk".
     eps : float
-        What the norms add to the mean of squares.
+        Number that the norms add to the mean of squares.
     rows : str
         "decode": every row is of another sequence. "chunk": all rows are of the sequence of row 0, at consecutive
         positions, those with sequence -1 last; each row sees those before it.
@@ -125,7 +126,7 @@ def cached_attention(
 
 
 def other_operands(attrs: CachedAttentionAttrs) -> list[str]:
-    """What the operands behind `positions` are: "rotation", "q_norm", "k_norm", those that there are."""
+    """Operands after `positions`: "rotation", "q_norm", "k_norm", those that there are."""
     return ["rotation"] * bool(attrs.rotary) + [f"{letter}_norm" for letter in str(attrs.norms)]
 
 

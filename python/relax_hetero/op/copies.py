@@ -26,7 +26,7 @@ def copy(x: relax.Expr) -> relax.Call:
     Returns
     -------
     relax.Call
-        Of the operand's type.
+        Copy of the operand's type.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What it takes to define an operator ``relax.hetero.*``: its call, checks of the call, and its registration.
+"""Definition of an operator ``relax.hetero.*``: its call, checks of the call, and its registration.
 
 TVM is told how to infer the type of a call, and that the operator is pure. TVMScript finds the function that makes a
 call as ``R.hetero.*``.
@@ -39,7 +39,7 @@ def register_statement(function: Callable[..., Any]) -> None:
         module.hetero = Namespace  # type: ignore[attr-defined]
 
 
-def make_call(name: str, operands: Sequence[relax.Expr], attrs: tvm.ir.Attrs) -> relax.Call:
+def make_call(name: str, operands: Sequence[relax.Expr], attrs: tvm.ir.Attrs | None) -> relax.Call:
     """A call of an operator; EncodingError if an operand is no Relax expression."""
     for index, operand in enumerate(operands):
         if not isinstance(operand, relax.Expr):
@@ -67,10 +67,10 @@ def number(extent: Any) -> Any:
 
 
 def is_one(extent: Any) -> bool:
-    """Whether an extent is known to be 1."""
+    """Return whether an extent is known to be 1."""
     return isinstance(extent, tvm.tirx.IntImm) and int(extent) == 1
 
 
 def differ(extent: Any, other: Any) -> bool:
-    """Whether two extents certainly differ."""
+    """Return whether two extents certainly differ."""
     return bool(tvm.sym.Analyzer().can_prove(extent != other))

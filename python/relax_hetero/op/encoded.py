@@ -48,7 +48,7 @@ LayoutLike = PackedLayout | str
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.EncodingAttrs")
 class EncodingAttrs(tvm.ir.Attrs):
-    """Of set_encoding and unset_encoding; `layout` is empty before SpecializeEncodings."""
+    """Attributes of set_encoding and unset_encoding; `layout` is empty before SpecializeEncodings."""
 
     encoding: str
     layout: str
@@ -56,7 +56,7 @@ class EncodingAttrs(tvm.ir.Attrs):
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.RelayoutAttrs")
 class RelayoutAttrs(tvm.ir.Attrs):
-    """Of relayout: encoding and layout of its result, layout of its operand."""
+    """Attributes of relayout: encoding and layout of its result, layout of its operand."""
 
     encoding: str
     layout: str
@@ -65,7 +65,7 @@ class RelayoutAttrs(tvm.ir.Attrs):
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.PrepackedAttrs")
 class PrepackedAttrs(tvm.ir.Attrs):
-    """Of prepacked: the logical shape ("5x3"), and encoding and layout of the stored operand."""
+    """Attributes of prepacked: the logical shape ("5x3"), and encoding and layout of the stored operand."""
 
     shape: str
     encoding: str
@@ -74,7 +74,7 @@ class PrepackedAttrs(tvm.ir.Attrs):
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.EncodedProductAttrs")
 class EncodedProductAttrs(tvm.ir.Attrs):
-    """Of matmul and conv: encoding and layout of the result; `kernel`, its variant, is set by SpecializeEncodings."""
+    """Attributes of matmul and conv: encoding and layout of the result; `kernel` is set by SpecializeEncodings."""
 
     encoding: str
     layout: str
@@ -83,7 +83,7 @@ class EncodedProductAttrs(tvm.ir.Attrs):
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.EncodedElementwiseAttrs")
 class EncodedElementwiseAttrs(tvm.ir.Attrs):
-    """Of elementwise: the expression over operands x0, x1, ..., encoding and layout of the result."""
+    """Attributes of elementwise: the expression over operands x0, x1, ..., encoding and layout of the result."""
 
     expression: str
     encoding: str
@@ -98,6 +98,7 @@ def set_encoding(x: relax.Expr, encoding: EncodingLike, layout: LayoutLike = "")
     x : relax.Expr
         A plain tensor.
     encoding : Encoding or str
+        Op and operand that the tensor is laid out for.
     layout : PackedLayout or str
         How it is stored; empty until SpecializeEncodings asks the device's resolver.
 
@@ -110,17 +111,45 @@ def set_encoding(x: relax.Expr, encoding: EncodingLike, layout: LayoutLike = "")
 
 
 def unset_encoding(x: relax.Expr, encoding: EncodingLike, layout: LayoutLike = "") -> relax.Call:
-    """An encoded tensor as a plain one; `encoding` and `layout` are those of `x`. Raises as `set_encoding`."""
+    """An encoded tensor as a plain one; `encoding` and `layout` are those of `x`. Raises as `set_encoding`.
+
+    Parameters
+    ----------
+    x : relax.Expr
+        Encoded tensor.
+    encoding, layout
+        Encoding and layout of `x`.
+    """
     return make_call(UNSET, [x], EncodingAttrs(_encoding(encoding), _layout(layout)))
 
 
 def relayout(x: relax.Expr, encoding: EncodingLike, layout: LayoutLike, from_layout: LayoutLike) -> relax.Call:
-    """An encoded tensor from one layout to another, for `encoding`."""
+    """An encoded tensor from one layout to another, for `encoding`.
+
+    Parameters
+    ----------
+    x : relax.Expr
+        Encoded tensor.
+    encoding : EncodingLike
+        Encoding of the result.
+    layout, from_layout : LayoutLike
+        Layouts of the result and of `x`.
+    """
     return make_call(RELAYOUT, [x], RelayoutAttrs(_encoding(encoding), _layout(layout), _layout(from_layout)))
 
 
 def prepacked(data: relax.Expr, shape: Sequence[int] | str, encoding: EncodingLike, layout: LayoutLike) -> relax.Call:
-    """Bytes that are stored under `layout` already, as an encoded tensor of logical `shape`."""
+    """Bytes that are stored under `layout` already, as an encoded tensor of logical `shape`.
+
+    Parameters
+    ----------
+    data : relax.Expr
+        Tensor of the packed shape.
+    shape : sequence of int or str
+        Logical extents, also as text, ``64x128``.
+    encoding, layout
+        Encoding and layout of the tensor, also as text.
+    """
     text = shape if isinstance(shape, str) else "x".join(str(int(extent)) for extent in shape)
     attrs = PrepackedAttrs(text, _encoding(encoding), _layout(layout))
     return make_call(PREPACKED, [data], attrs)
@@ -142,7 +171,7 @@ def matmul(
     lhs, rhs : relax.Expr
         Encoded as operands 0 and 1 of the same op.
     init : relax.Expr, optional
-        Of the accumulator's type; encoded as operand 2, or plain and broadcast against the result.
+        Initial value of the accumulator, of its type; encoded as operand 2, or plain and broadcast against the result.
     encoding : Encoding or str
         The result's (operand 2).
     layout, kernel : str
@@ -281,7 +310,7 @@ def _infer_prepacked(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.Tensor
 
 
 def _infer_product(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
-    """Of matmul and conv: the result's extents are those of its operands, or follow from the encoding's sizes."""
+    """Type of matmul and conv: the result's extents are those of its operands, or follow from the encoding's sizes."""
     name, encoding = call.op.name, Encoding.parse(call.attrs.encoding)
     if encoding.operand_index != RESULT:
         raise EncodingError(

@@ -100,7 +100,17 @@ def to_vdevice(x: Operand, vdevice: VDeviceSpec) -> relax.Expr:
 
 
 def encode_hint(x: relax.Expr, vdevice: VDeviceSpec, vdevices: Sequence[tvm.relax.VDevice]) -> relax.Call:
-    """The ``relax.hint_on_device`` call that means `vdevice` in a module with these vdevices."""
+    """The ``relax.hint_on_device`` call that means `vdevice` in a module with these vdevices.
+
+    Parameters
+    ----------
+    x : relax.Expr
+        Value to place.
+    vdevice : VDeviceSpec
+        Device that the value is to be on.
+    vdevices : sequence of tvm.relax.VDevice
+        Devices of the module, in order.
+    """
     wanted = lookup(vdevice, vdevices)
     device_type, number = physical(wanted)
     scope = str(wanted.memory_scope)
@@ -110,7 +120,15 @@ def encode_hint(x: relax.Expr, vdevice: VDeviceSpec, vdevices: Sequence[tvm.rela
 
 
 def hinted_vdevice(hint: relax.Call, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.VDevice:
-    """The vdevice of the list that a ``relax.hint_on_device`` call means; VDeviceError if it has none."""
+    """The vdevice of the list that a ``relax.hint_on_device`` call means; VDeviceError if it has none.
+
+    Parameters
+    ----------
+    hint : relax.Call
+        Call to ``relax.hint_on_device``.
+    vdevices : sequence of tvm.relax.VDevice
+        Devices of the module, in order.
+    """
     return decode_hint(hint.attrs, vdevices)
 
 
@@ -120,7 +138,13 @@ def decode_hint(attrs: HintOnDeviceAttrs, vdevices: Sequence[tvm.relax.VDevice])
 
 
 def is_hint(expr: relax.Expr) -> bool:
-    """Whether `expr` is a call to ``relax.hint_on_device``."""
+    """Return whether `expr` is a call to ``relax.hint_on_device``.
+
+    Parameters
+    ----------
+    expr : relax.Expr
+        Any expression.
+    """
     return isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op) and expr.op.name == "relax.hint_on_device"
 
 
@@ -224,5 +248,5 @@ def bind(expr: relax.Expr, op_name: str) -> relax.Expr:
 
 
 def can_bind() -> bool:
-    """Whether `bind` has a function to emit into."""
+    """Return whether `bind` has a function to emit into."""
     return IRBuilder.is_in_scope() or relax.BlockBuilder.current() is not None

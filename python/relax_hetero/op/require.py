@@ -33,13 +33,20 @@ MET = relax.ShapeType([1])
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.RequirementAttrs")
 class RequirementAttrs(tvm.ir.Attrs):
-    """Of a requirement: the text of the error."""
+    """Attributes of a requirement: the text of the error."""
 
     message: str
 
 
 def requirement(condition: Any, message: str) -> relax.Call:
     """The value of a `require` statement, which TVM's printer writes; `require` makes the statement.
+
+    Parameters
+    ----------
+    condition : object
+        Boolean expression over sizes.
+    message : str
+        Text of the error that a call raises where the condition does not hold.
 
     Raises
     ------
@@ -97,7 +104,7 @@ def require_binding(condition: Any, message: str, is_dataflow: bool) -> relax.Ma
 
 
 def is_requirement(expr: relax.Expr) -> bool:
-    """Whether `expr` is the value of a `require` statement."""
+    """Return whether `expr` is the value of a `require` statement."""
     return isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op) and expr.op.name == REQUIREMENT
 
 

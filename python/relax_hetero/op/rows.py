@@ -21,14 +21,14 @@ ROWS = "relax.hetero.rows"
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.RowsAttrs")
 class RowsAttrs(tvm.ir.Attrs):
-    """Of rows: the program over operands x0, x1, ..., and the ops that it was made of, separated by commas."""
+    """Attributes of rows: the program over operands x0, x1, ..., and the ops it was made of, separated by commas."""
 
     program: str
     ops: str
 
 
 def rows(*operands: relax.Expr, program: RowProgram | str, ops: str = "") -> relax.Call:
-    """What a program makes of every row: of what lies along the last dimension.
+    """Apply a program to every row, which lies along the last dimension.
 
     Parameters
     ----------

@@ -1,1 +1,1 @@
-"""What is known of models, executables and runs, to look at: data of reports, tables of HTML, pages."""
+"""Data of reports, tables of HTML and pages, about models, executables and runs."""

@@ -19,7 +19,7 @@ def bench_of(threads: int, seconds: Mapping[str, Sequence[float]], failures: Map
     ----------
     threads : int
     seconds : mapping of str to sequence of float
-        Of each call, by program, in the order they were made.
+        Times of each call, by program, in the order they were made.
     failures : mapping of str to str
         Programs that do not run the model, and why.
     """
@@ -35,7 +35,7 @@ class Answer:
     Attributes
     ----------
     prompt_tokens, cached_tokens : int
-        Of the prompt, and those of them that were in the cache already.
+        Tokens of the prompt, and those of them that were in the cache already.
     first_token_seconds : float
         From the question to the first token.
     pieces : tuple of (str, int, float)

@@ -1,4 +1,4 @@
-"""What devices can reach, as it was measured on this machine, and what share of it a kernel reached.
+"""Measured peaks of devices on this machine, and the share of them that a kernel reached.
 
 The figures are those of ``placement="auto"`` and ``relax-hetero devices`` (`frontend.auto.measure_devices`): large
 matrix products of each element type, and a sum over large tensors, by kernels of the device's own target, so with its
@@ -46,11 +46,11 @@ def share_of_peak(
     Parameters
     ----------
     peak : mapping or None
-        Of its device, as `peaks_of` has it.
+        Peaks of its device, as `peaks_of` returns them.
     precision, operations, nbytes
         As in `DispatchSpec`; 0 or None where they are not known.
     seconds : float
-        Of the call.
+        Time of the call.
 
     Returns
     -------

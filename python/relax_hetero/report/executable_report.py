@@ -12,13 +12,14 @@ import tvm
 from ..artifact.metadata import Metadata, device_names
 from ..artifact.model_graph import KINDS
 from ..artifact.model_graph import TRANSFER as TRANSFERS
-from ..providers import provided
 from ..vm.profile import Profile
 from .device_peaks import peaks_of
 from .kernel_groups import groups_of, reached
 from .memory_steps import memory_of
 from .report_tables import tables_of
 from .stored_layouts import layouts_of
+from .suggestions import suggestions
+from .text.explanation import explanation_of
 from .this_machine import machine_here
 from .trace_timeline import timeline_of
 
@@ -46,15 +47,15 @@ def report_of(
     ----------
     executable : Executable
     profile : Profile or sequence of Profile, optional
-        What `VirtualMachine.profile` measured, of a function each: kernels then have times.
+        Measurements of `VirtualMachine.profile`, of a function each: kernels then have times.
     trace : Trace, optional
-        What `VirtualMachine.trace` followed: the report then has a timeline.
+        Calls that `VirtualMachine.trace` followed: the report then has a timeline.
     token : TokenCost, optional
-        What a token of a language model costs, with times.
+        Cost of a token of a language model, with times.
     bench : dict, optional
         Times of calls, here and of other programs (`bench_times.bench_of`).
     title : str
-        What the report is of: the model's name.
+        Title of the report: the model's name.
 
     Returns
     -------
@@ -75,12 +76,13 @@ def report_of(
     from .. import __version__
 
     about = executable.metadata
-    explanation = provided("explanation_of")(executable, title)
+    explanation = explanation_of(executable, title)
     if token is not None:
         explanation = replace(explanation, token=token)
     profiles = () if profile is None else (profile,) if isinstance(profile, Profile) else tuple(profile)
     peaks = peaks_of(about.devices) if profiles else {}
     groups = groups_of(about, profiles, peaks)
+    measured = [_profile(each, peaks) for each in profiles]
     layouts = layouts_of(about.encodings)
     functions, nodes, edges = _graph(about, groups, layouts)
     totals = explanation.totals()
@@ -111,8 +113,9 @@ def report_of(
         "layouts": [{key: value for key, value in layout.items() if key != "of"} for layout in layouts],
         "timeline": None if trace is None else timeline_of(trace, [total.name for total in totals]),
         "memory": memory_of(executable),
-        "profile": _profile(profiles[0], peaks) if profiles else None,
-        "more_profiles": [_profile(each, peaks) for each in profiles[1:]],
+        "profile": measured[0] if measured else None,
+        "more_profiles": measured[1:],
+        "suggestions": suggestions(about, measured[0]["rows"] if measured else (), peaks),
         "token": None if explanation.token is None else explanation.token.to_json(),
         "tables": tables_of(explanation),
         "bench": bench,

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .html_elements import Markup, bytes_text, colour, escaped
+from ..display.html import Markup, colour, escaped
+from ..display.text import bytes_text
 from .layers import Layers, layers_of
 
 _BOX, _GAP, _HEIGHT, _ROW, _PASS = 148, 16, 36, 66, 18
@@ -120,7 +121,7 @@ def _box(node: Mapping[str, Any], where: tuple[float, float], names: Sequence[st
 
 
 def short_op(node: Mapping[str, Any]) -> str:
-    """What a node does, in a word or two."""
+    """Op of a node, in a word or two."""
     if node["kind"] in ("input", "output", "constant"):
         return str(node["name"])
     if node["kind"] == "transfer":

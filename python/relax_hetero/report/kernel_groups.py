@@ -23,12 +23,12 @@ def groups_of(
     Parameters
     ----------
     about : Metadata
-        Of the executable.
+        Metadata of the executable.
     profiles : sequence of Profile
         Times of kernels, a function each. A kernel that is called at several places, and that was not measured at each,
         has its time divided among them.
     peaks : mapping of str to mapping of str to object, optional
-        What devices can reach, by name, as `device_peaks.peaks_of` measures it.
+        Peaks of devices, by name, as `device_peaks.peaks_of` measures them.
     """
     entries = (about.fusions or {}).get("dispatches", [])
     declined = _declined(about.fusions or {})
@@ -83,7 +83,7 @@ def groups_of(
 
 
 def reached(row: ProfileRow, peak: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What a row of a profile reached of its device's peak, and what bounds it."""
+    """Share of its device's peak that a row of a profile reached, and what bounds it."""
     seconds = row.microseconds / 1e6 / max(row.calls, 1)
     share, bound = share_of_peak(peak, row.precision, row.operations, row.bytes, seconds)
     return {"share_of_peak": share, "bound": bound}

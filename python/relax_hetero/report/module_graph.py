@@ -44,7 +44,7 @@ def module_data(mod: tvm.IRModule, title: str = "") -> dict[str, Any]:
     mod : tvm.IRModule
         At any stage.
     title : str
-        Of the report; default: the names of its functions.
+        Title of the report; default: the names of its functions.
 
     Returns
     -------
@@ -71,7 +71,7 @@ def module_data(mod: tvm.IRModule, title: str = "") -> dict[str, Any]:
 
 
 def _allocates_sizes(value: relax.Expr) -> bool:
-    """Whether a value is the memory in which a lowered function keeps its sizes."""
+    """Return whether a value is the memory in which a lowered function keeps its sizes."""
     callee = value.args[0] if op_name(value) == "relax.call_builtin_with_ctx" else None
     return isinstance(callee, relax.ExternFunc) and str(callee.global_symbol) == "vm.builtin.alloc_shape_heap"
 
@@ -321,7 +321,7 @@ def _group(number: int, function: str, kernel: str, device: str) -> dict[str, An
 
 
 def _called(call: relax.Call) -> str:
-    """What a call calls: an op, a function of the module, or one that is registered."""
+    """Callee: an op, a function of the module, or one that is registered."""
     op = op_name(call)
     if op is not None and op not in ("relax.call_packed", "relax.call_dps_packed", "relax.call_pure_packed"):
         return op

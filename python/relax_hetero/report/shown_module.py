@@ -7,11 +7,11 @@ from typing import Any
 
 import tvm
 
-from ..artifact.messages import text_table
 from ..artifact.what_reads import found
+from ..display.html import Column, Markup, device_html, escaped, folded, paragraph, table, view
+from ..display.text import bytes_text, text_table
 from ..errors import HeteroError
 from .graph_picture import function_picture, short_op, value_text
-from .html_elements import Column, Markup, bytes_text, device, escaped, folded, paragraph, table, view
 from .module_graph import module_data
 from .page import page_of
 from .written_report import report_path, write_page
@@ -67,7 +67,7 @@ class ShownModule:
 
     def _parts(self) -> list[str]:
         names = [each["name"] for each in self.data["devices"]]
-        legend = Markup(" &nbsp; ".join(device(name, names) for name in names))
+        legend = Markup(" &nbsp; ".join(device_html(name, names) for name in names))
         parts: list[str] = [paragraph(legend, Markup(" &nbsp; "), *self.data["notes"])]
         for number, function in enumerate(each["name"] for each in self.data["functions"]):
             shown = self._function(function, names)
@@ -91,7 +91,7 @@ class ShownModule:
         ]
         rows = [
             (
-                *(node["name"], short_op(node) if node["op"] else node["kind"], device(node["device"], names)),
+                *(node["name"], short_op(node) if node["op"] else node["kind"], device_html(node["device"], names)),
                 *(", ".join(map(value_text, node["values"])), _bytes(node)),
                 *(escaped(kernels.get(node["id"], "")), node["reason"] or ""),
             )
@@ -114,9 +114,9 @@ def show(mod: tvm.IRModule, title: str = "") -> ShownModule:
     Parameters
     ----------
     mod : tvm.IRModule
-        Of Relax functions.
+        Module of Relax functions.
     title : str, optional
-        Of a page that is saved; default: the names of the functions.
+        Title of a page that is saved; default: the names of the functions.
 
     Returns
     -------
@@ -126,7 +126,7 @@ def show(mod: tvm.IRModule, title: str = "") -> ShownModule:
     Raises
     ------
     HeteroError
-        What is given is no module, or one without a Relax function.
+        The argument is not a module, or a module without a Relax function.
 
     Examples
     --------

@@ -9,28 +9,37 @@ Convolutions: see `cpu_convolutions`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-from ..encoding.encoding import DYNAMIC, EXACT, RHS, Encoding
-from ..encoding.packed_layout import PackedLayout
+from ..encoding.block_weights import BlockLayout, Panels, panel_columns
+from ..encoding.encoding import DYNAMIC, EXACT, LHS, RHS, Encoding
+from ..encoding.packed_layout import PackedLayout, tiled
 from ..encoding.problem import (
     AttentionProblem,
     BlockProductProblem,
     BlockRowsProblem,
     CachedAttentionProblem,
+    ConvProblem,
+    ElementwiseProblem,
+    MatmulProblem,
+    Problem,
     RowPhase,
     RowsProblem,
 )
+from ..encoding.resolver import EncodingResolver
 from ..target.cpu_target import CpuTarget, cpu_target_of
 from ..target.dot_instructions import DotInstruction, dot_instruction_for
-from ..target.element_types import bytes_of
+from ..target.element_types import HALVES, bytes_of
+from ..target.tile_instructions import tile_instruction_for
 from ..target.tiles import tile_columns
 from .cpu_convolutions import conv_layout, form_of
-from .resolver_base import ResolverBase, tiled
 
 if TYPE_CHECKING:
     import tvm
+    from tvm import tirx
 
 IN_PLACE_BYTES = 256 * 1024
 """A row-major right operand that is no larger is read in place: it fits the second-level cache, and packing it for one
@@ -41,8 +50,27 @@ FEW_ROWS = 8
 """For no more rows of the left operand than this, laying a right operand out costs more than it saves. Measured
 (AVX-512, float32, 4096x4096): 8 rows take a third of the time in place, one row a tenth."""
 
+GENERIC_TILE = 8
+"""Rows and columns of a tile of `GenericResolver` (as VMVX of IREE)."""
 
-class CpuResolver(ResolverBase):
+
+class CpuKernels(EncodingResolver):
+    """Kernels, block layouts and page order, which follow from the CPU alone; subclasses choose layouts."""
+
+    def block_layout(self, target: tvm.target.Target) -> BlockLayout | None:
+        """Panels of as many columns as a vector has lanes."""
+        return Panels(panel_columns(cpu_target_of(target)))
+
+    def page_order(self, target: tvm.target.Target) -> str:
+        """Tokens in lanes, whatever the CPU: its kernels read a page's keys so."""
+        return "lanes"
+
+    def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
+        """The project's own kernel for the target's CPU."""
+        return _generators()[type(problem)](problem, cpu_target_of(target))
+
+
+class CpuResolver(CpuKernels):
     """Row-major left operand and result, packed right operand."""
 
     name = "cpu"
@@ -79,13 +107,38 @@ class CpuResolver(ResolverBase):
         few = 0 <= encoding.sizes["m"] <= FEW_ROWS
         if dot is not None and encoding.operand_index == RHS and few and _is_readable(encoding, dot, by_few=True):
             return PackedLayout.identity(len(encoding.index_map))
-        if self.is_packed_in_kernel(encoding, cpu_target_of(target)):
+        if _is_packed_in_kernel(encoding, cpu_target_of(target)):
             return PackedLayout.identity(len(encoding.index_map))
         return self.resolve(encoding, target)
+
+    def attention_types(self, target: tvm.target.Target, width: int) -> frozenset[str]:
+        """Those of whole vectors, of heads of any width."""
+        return frozenset(("float32", *HALVES))
 
     def convolution_form(self, encoding: Encoding, target: tvm.target.Target, weight: PackedLayout) -> str:
         """Which form of a convolution a layout of the weight is for, and why; for `explain`."""
         return form_of(encoding, cpu_target_of(target), weight)
+
+
+class GenericResolver(CpuKernels):
+    """Tiles of 8 by 8, one k at a time, every operand packed: for ``c`` targets and CPUs outside of the tables.
+
+    Packing all three makes every access of the kernel's tile contiguous, whatever the C compiler makes of it.
+    """
+
+    name = "generic"
+    problems = (BlockProductProblem, BlockRowsProblem, CachedAttentionProblem)
+
+    def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
+        """``[m/8, k, 8]``, ``[n/8, k, 8]`` and ``[m/8, n/8, 8, 8]``; convolutions stay stock ops."""
+        if encoding.moves is not None or dot_instruction_for(cpu_target_of(target), *encoding.element_types) is None:
+            return None
+        index_map = encoding.index_map
+        if encoding.operand_index == LHS:
+            return tiled(index_map, ("m", "k"), {"m": GENERIC_TILE})
+        if encoding.operand_index == RHS:
+            return tiled(index_map, ("n", "k"), {"n": GENERIC_TILE})
+        return tiled(index_map, ("m", "n"), {"m": GENERIC_TILE, "n": GENERIC_TILE})
 
 
 def panel_width(cpu: CpuTarget, dot: DotInstruction, n: int) -> int:
@@ -95,7 +148,7 @@ def panel_width(cpu: CpuTarget, dot: DotInstruction, n: int) -> int:
 
 
 def _read_in_place(encoding: Encoding, dot: DotInstruction) -> bool:
-    """Whether the right operand is a small activation: it runs along a batch dimension; weights are shared by all."""
+    """True if the right operand is a small activation: it runs along a batch dimension; weights are shared by all."""
     if not _is_readable(encoding, dot) or not any(name.startswith("b") for name in encoding.of(RHS).index_map):
         return False
     k, n = encoding.sizes["k"], encoding.sizes["n"]
@@ -103,9 +156,49 @@ def _read_in_place(encoding: Encoding, dot: DotInstruction) -> bool:
 
 
 def _is_readable(encoding: Encoding, dot: DotInstruction, by_few: bool = False) -> bool:
-    """Whether the kernel had better read the right operand as it lies: rows of n, one k a step.
+    """Return whether the kernel had better read the right operand as it lies: rows of n, one k a step.
 
     Of float16 in pairs, two rows are riffled in every step, which is worth it where few rows of the left operand do.
     """
     is_single = dot.k0 == 1 or (by_few and dot.short > 0)
     return is_single and encoding.of(RHS).index_map[-2:] == ("k", "n")
+
+
+def _is_packed_in_kernel(encoding: Encoding, cpu: CpuTarget) -> bool:
+    """Return whether tile registers multiply rows of n that the kernel packs itself, panel by panel.
+
+    Vectors read them as well, a group of k at a time, where the process may not use tiles; but not with
+    compensation, which is part of packed storage.
+    """
+    if encoding.moves is not None or encoding.operand_index != RHS or encoding.index_map[-2:] != ("k", "n"):
+        return False
+    tiles = tile_instruction_for(cpu, *encoding.element_types)
+    dot = dot_instruction_for(cpu, *encoding.element_types)
+    sizes = encoding.sizes
+    if tiles is None or dot is None or dot.compensation or DYNAMIC in (sizes["k"], sizes["n"]):
+        return False
+    return sizes["m"] == DYNAMIC or sizes["m"] >= tiles.least_rows
+
+
+@cache
+def _generators() -> dict[type, Callable[[Any, CpuTarget], tirx.PrimFunc]]:
+    """Which generator solves which problem; they load when the first kernel is written."""
+    from ..tir.attention.attention import attention_kernel
+    from ..tir.attention.cached.cached_attention import cached_attention_kernel
+    from ..tir.conv.convolution import conv_kernel
+    from ..tir.elementwise.elementwise import elementwise_kernel
+    from ..tir.matmul.block_product import block_product_kernel
+    from ..tir.matmul.block_rows import block_rows_kernel
+    from ..tir.matmul.matmul import matmul_kernel
+    from ..tir.rows.rows import rows_kernel
+
+    return {
+        MatmulProblem: matmul_kernel,
+        ConvProblem: conv_kernel,
+        BlockProductProblem: block_product_kernel,
+        BlockRowsProblem: block_rows_kernel,
+        AttentionProblem: attention_kernel,
+        CachedAttentionProblem: cached_attention_kernel,
+        RowsProblem: rows_kernel,
+        ElementwiseProblem: elementwise_kernel,
+    }

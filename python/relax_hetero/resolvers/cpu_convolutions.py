@@ -34,12 +34,14 @@ FEW_CHANNELS = 4
 WINOGRAD = ("avx512", "avx2")
 """Instruction sets for which Winograd's form was measured to be faster: 1.4 to 2 times from 32 channels on."""
 LEAST_GAIN = 1.15
-"""By how much it has to be faster as estimated: its weights are larger, and the estimates are not exact."""
+"""Minimum estimated speed-up: its weights are larger, and the estimates are not exact."""
 
 
 def conv_layout(encoding: Encoding, cpu: CpuTarget) -> PackedLayout | None:
-    """The layout of an operand of a convolution; None for types without a kernel, and for symbolic images of types that
-    are not multiplied one channel at a time."""
+    """The layout of an operand of a convolution.
+
+    None for types without a kernel, and for symbolic images of types that are not multiplied one channel at a time.
+    """
     sizes, moves = encoding.sizes, encoding.moves
     assert moves is not None
     dot = dot_instruction_for(cpu, *encoding.element_types)
@@ -77,7 +79,7 @@ def form_of(encoding: Encoding, cpu: CpuTarget, weight: PackedLayout) -> str:
 
 
 def _is_symbolic(encoding: Encoding) -> bool:
-    """Whether a call says how large images are."""
+    """Return whether a call says how large images are."""
     return any(size == DYNAMIC and name != "b" for name, size in encoding.iteration_sizes)
 
 

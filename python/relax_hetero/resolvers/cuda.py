@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..encoding.block_weights import BlockLayout, Fragments
 from ..encoding.encoding import DYNAMIC, RHS, Encoding
-from ..encoding.packed_layout import SWIZZLED_BYTES, PackedLayout
+from ..encoding.packed_layout import SWIZZLED_BYTES, PackedLayout, tiled
 from ..encoding.problem import (
     AttentionProblem,
     BlockProductProblem,
@@ -32,11 +32,11 @@ from ..encoding.problem import (
     Problem,
     RowsProblem,
 )
+from ..encoding.resolver import EncodingResolver
 from ..errors import EncodingError
 from ..target.element_types import HALVES, TF32, bytes_of
 from ..target.gpu_target import GpuTarget, gpu_target_of
 from .cuda_convolutions import COLUMNS, conv_layout
-from .resolver_base import ResolverBase, tiled
 
 if TYPE_CHECKING:
     import tvm
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 UNPACKED_ROWS = 128
 """Rows from which on weights of few bits are unpacked once, before a product of 16-bit floats."""
 WIDEST_HEAD = 256
-"""Of attention by tensor cores: sums of values stay in registers."""
+"""Maximum width of heads for attention by tensor cores: sums of values stay in registers."""
 WIDEST_TF32_HEAD = 128
 """The same of float32: tiles are in shared memory."""
 
 
-class CudaResolver(ResolverBase):
+class CudaResolver(EncodingResolver):
     """Packed constant right operands of tensor cores, channels-last feature maps, everything else row-major."""
 
     name = "cuda"

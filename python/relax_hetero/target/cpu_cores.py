@@ -41,7 +41,7 @@ def cpus_of_cores() -> list[list[int]]:
 
 @cache
 def cpus_of_nodes() -> dict[int, list[list[int]]]:
-    """By NUMA node the CPUs of it that this process may use, those of one physical core together.
+    """CPUs of each NUMA node that this process may use, those of one physical core together.
 
     Nodes without any are left out. Where the system tells of no nodes, all CPUs are node 0's.
     """

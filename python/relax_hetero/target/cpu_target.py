@@ -14,7 +14,7 @@ from tvm.target import codegen
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """What one level of an architecture's vector instructions offers.
+    """Vector instructions of one level of an architecture.
 
     Attributes
     ----------

@@ -53,8 +53,8 @@ class DotInstruction:
     flip : bool
         The top bit of every byte of the left operand is flipped.
     compensation : int
-        What the layout's compensation block is multiplied by before it starts the accumulators: 1, -1, or 0 where the
-        layout has none. K=0 has a block of zeros.
+        Factor of the layout's compensation block before it starts the accumulators: 1, -1, or 0 where the layout has
+        none. K=0 has a block of zeros.
     temporaries : int
         Vector registers that a step needs beside the accumulators, the right factors and one left factor, with two
         vectors of columns; a CPU with few registers takes fewer rows for them.

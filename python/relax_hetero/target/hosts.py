@@ -91,7 +91,7 @@ def on_host(target: Target, host: str | None, native: bool = False) -> Target:
 
 
 def is_native(target: Target) -> bool:
-    """Whether the target stands for whatever hardware its host has."""
+    """Return whether the target stands for whatever hardware its host has."""
     return _NATIVE in target.keys
 
 

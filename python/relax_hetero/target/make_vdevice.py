@@ -15,6 +15,7 @@ import tvm_ffi
 from tvm.target import Target, list_tags
 
 from ..errors import VDeviceError
+from .backend import backend_of
 from .device_words import device_hint
 from .hosts import check_host, host_of, hosts_of, on_host, split_host
 from .native_target import check_cpu_names, default_target, device_kinds, native
@@ -37,7 +38,7 @@ def VDevice(
     Parameters
     ----------
     target : str, dict, Target or Device
-        As TVM takes it. One that says no more than its kind (``"llvm"``, ``"cuda"``) is compiled for the hardware of
+        As TVM takes it. One that says no more than its kind (``llvm``, ``cuda``) is compiled for the hardware of
         this machine; ``{"kind": "llvm", "mcpu": "generic"}`` is the oldest CPU of its architecture.
     vdevice_id : int
         The device's number at run time, e.g. 1 for ``cuda(1)``.
@@ -50,6 +51,7 @@ def VDevice(
     Returns
     -------
     vdevice : tvm.relax.VDevice
+        Entry for the list of vdevices of a module.
 
     Raises
     ------
@@ -83,7 +85,7 @@ def parse_vdevices(specs: VDeviceEntry | Iterable[VDeviceEntry]) -> list[tvm.rel
     Parameters
     ----------
     specs : str, dict, Target, VDevice, or an iterable of them
-        Strings are a target kind ("llvm" and "cuda" mean the hardware of this machine), a kind with the physical id
+        Strings are a target kind (``llvm`` and ``cuda`` mean the hardware of this machine), a kind with the physical id
         it has at run time ("cuda:1" is ``vdevice_id`` 1), a TVM target tag ("nvidia/nvidia-h100"), or a target in
         JSON, each after its host where there are several ("b/cuda:1"): then the name of a kind means the hardware of
         that host. Dicts and targets are taken as they are, except that a CUDA dict without "arch" gets this machine's.
@@ -145,7 +147,7 @@ def _parse_entry(spec: VDeviceEntry, taken: dict[tuple[str | None, int], set[int
 
 
 def _is_tag(spec: str) -> bool:
-    """Whether a name with a "/" is one of TVM's tags ("nvidia/nvidia-h100"), and names no host."""
+    """Return whether a name with a "/" is one of TVM's tags ("nvidia/nvidia-h100"), and names no host."""
     return "/" in spec and spec.partition(":")[0] in list_tags()
 
 
@@ -179,9 +181,9 @@ def _from_json(spec: str | dict[str, Any] | Target) -> dict[str, Any] | Target:
 
 
 def _with_arch(target: str | dict[str, Any] | Target) -> str | dict[str, Any] | Target:
-    if isinstance(target, dict) and target.get("kind") == "cuda" and "arch" not in target:
-        return {**native("cuda").export(), **target}
-    return target
+    if not isinstance(target, dict) or not isinstance(target.get("kind"), str):
+        return target
+    return backend_of(target["kind"]).completed_config(target)
 
 
 def _target(target: str | dict[str, Any] | Target | tvm.runtime.Device, spelled: str | None = None) -> Target:
@@ -192,7 +194,7 @@ def _target(target: str | dict[str, Any] | Target | tvm.runtime.Device, spelled:
         if isinstance(target, tvm_ffi.core.Device):
             return Target.from_device(target)
         if isinstance(target, (str, dict)):
-            return default_target(target) if target == "cuda" else Target(target)
+            return default_target(target) if target in device_kinds() else Target(target)
     except (ValueError, TypeError, RuntimeError) as error:
         kind = target.get("kind") if isinstance(target, dict) else target
         if isinstance(kind, str) and kind not in Target.list_kinds():

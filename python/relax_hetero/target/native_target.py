@@ -7,7 +7,6 @@ target without ``arch`` is sm_50. The functions here ask LLVM, the CUDA driver a
 from __future__ import annotations
 
 import difflib
-import logging
 import re
 from functools import cache
 
@@ -16,21 +15,13 @@ import tvm_ffi
 from tvm.target import Target, codegen
 
 from ..errors import VDeviceError
-from .backends import load_backend
+from .backend import backend_of
 from .cpu_cores import NUMA_NODE, cpus_of_nodes, num_cores
 from .device_words import device_hint
-from .gpu_target import arch_of
 from .hosts import host_of
-
-_log = logging.getLogger("relax_hetero")
-
-# The GPU generation assumed for CUDA code that is compiled where no GPU can be asked (H100, H200).
-DEFAULT_CUDA_ARCH = "sm_90a"
 
 # Names of architectures in triples that LLVM lists under another name.
 _ARCH_ALIAS = re.compile(r"amd64|arm64\w*|i[4-9]86|x86_64h|(arm|thumb)v\w+|ppc\w*|(riscv|mips|sparc)\w+")
-
-_ROCM_EXAMPLE = '{"kind": "rocm", "mcpu": "gfx90a"}'
 
 # Kinds that TVM lists but that name no device a tensor can live on.
 _NOT_DEVICES = frozenset({"composite", "cuda_host", "test"})
@@ -43,17 +34,18 @@ def native(kind: str = "llvm", index: int = 0, numa: int | None = None) -> Targe
     ----------
     kind : str
         A target kind. "llvm" gives this CPU's name, its features beyond (or short of) what the name implies, and
-        its core count; "cuda" the architecture and limits of a GPU (sm_90a on Hopper, which is also assumed where none
-        is present); other kinds what TVM detects, or its defaults where the device is absent.
+        its core count; ``cuda`` the architecture and limits of a GPU (sm_90a on Hopper, which is also assumed where
+        none is present); other kinds what TVM detects, or its defaults where the device is absent.
     index : int
         Which device of the kind is asked; meaningless for CPUs.
     numa : int, optional
-        Of "llvm": a NUMA node. The target is then the CPUs of that node: its cores are counted, work runs on them, and
+        NUMA node for "llvm". The target is then the CPUs of that node: its cores are counted, work runs on them, and
         the device's memory comes from there.
 
     Returns
     -------
     target : tvm.target.Target
+        Target with the attributes of the hardware here.
 
     Raises
     ------
@@ -68,19 +60,7 @@ def native(kind: str = "llvm", index: int = 0, numa: int | None = None) -> Targe
         raise VDeviceError(f"{kind!r} is not a target kind of a device{hint}; kinds are {', '.join(device_kinds())}")
     if numa is not None:
         return Target(_of_node(kind, numa))
-    if kind == "llvm":
-        return Target(_native_llvm())
-    if kind == "c":
-        return Target("c")
-    if kind == "cuda":
-        return Target(_native_cuda(index))
-    device = tvm.runtime.device(kind, index)
-    if kind == "rocm" and not device.exist:  # TVM would warn thirty times, and assume a GPU of 2017
-        raise VDeviceError(
-            f"'rocm': there is no such device on this machine whose architecture could be asked: "
-            f"expected a target that says it, such as {_ROCM_EXAMPLE}, or another device ('llvm' is this CPU)"
-        )
-    return Target.from_device(device) if device.exist else Target(kind)
+    return backend_of(kind).native_target(index)
 
 
 def with_hardware(vdevice: tvm.relax.VDevice) -> tvm.relax.VDevice:
@@ -90,28 +70,27 @@ def with_hardware(vdevice: tvm.relax.VDevice) -> tvm.relax.VDevice:
     CPU's target is complete with ``mcpu`` or ``mattr`` (``{"kind": "llvm", "mcpu": "generic"}`` is the oldest), or with
     another triple than this machine's; a CUDA one where anything in it differs from what TVM guesses.
     """
-    target = vdevice.target
-    kind, attrs = str(target.kind.name), target.attrs
-    if host_of(target) is not None:
-        return vdevice
-    if (
-        kind == "llvm"
-        and not attrs.keys() & {"mcpu", "mattr"}
-        and attrs.get("mtriple") == default_target("llvm").attrs["mtriple"]
-    ):
-        own = {name: value for name, value in target.export().items() if name not in ("mtriple", "host")}
-        made = Target({**_native_llvm(), **own})
-    elif kind == "cuda" and tvm_ffi.structural_equal(target, default_target("cuda")):
-        made = native("cuda", int(vdevice.vdevice_id))
-    else:
+    target, index = vdevice.target, int(vdevice.vdevice_id)
+    made = None if host_of(target) is not None else backend_of(target).completed(target, index)
+    if made is None:
         return vdevice
     made = made.with_host(target.host) if target.host is not None else made
-    return tvm.relax.VDevice(made, int(vdevice.vdevice_id), str(vdevice.memory_scope))
+    return tvm.relax.VDevice(made, index, str(vdevice.memory_scope))
+
+
+def completed_llvm(target: Target) -> Target | None:
+    """Target of this CPU with the attributes of a given one that has neither CPU nor features; else None."""
+    attrs = target.attrs
+    if attrs.keys() & {"mcpu", "mattr"} or attrs.get("mtriple") != default_target("llvm").attrs["mtriple"]:
+        return None
+    own = {name: value for name, value in target.export().items() if name not in ("mtriple", "host")}
+    return Target({**_native_llvm(), **own})
 
 
 def check_cpu_names(target: Target) -> None:
-    """Refuse an ``mtriple`` or ``mcpu`` that LLVM does not know: TVM crashes for the first, and for the second compiles
-    for the oldest CPU after a line on the error stream.
+    """Refuse an ``mtriple`` or ``mcpu`` that LLVM does not know.
+
+    TVM crashes for the first, and for the second compiles for the oldest CPU after a line on the error stream.
 
     Raises
     ------
@@ -135,7 +114,7 @@ def check_cpu_names(target: Target) -> None:
 
 
 def _is_alias(cpu: str, triple: str) -> bool:
-    """Whether LLVM knows a CPU that its list lacks, such as ``apple-m1``: it has more features than the generic one."""
+    """True if LLVM knows a CPU that its list lacks, such as ``apple-m1``: it has more features than the generic one."""
     if cpu == str(codegen.llvm_get_system_cpu()):
         return True
     found, least = (
@@ -153,15 +132,18 @@ def _cpus_of(triple: str) -> tuple[str, ...]:
 @cache
 def default_target(kind: str) -> Target:
     """TVM's target for a kind alone, without the warning that it guesses where there is no GPU."""
-    if kind == "cuda" and not (load_backend("cuda") and tvm.cuda(0).exist):
-        return Target({"kind": "cuda", "arch": "sm_50"})
-    return Target(kind)
+    return backend_of(kind).default_target()
 
 
 @cache
 def device_kinds() -> tuple[str, ...]:
     """The target kinds a vdevice can have, in alphabetical order."""
     return tuple(sorted(str(kind) for kind in Target.list_kinds() if str(kind) not in _NOT_DEVICES))
+
+
+def native_llvm() -> Target:
+    """Target for this CPU."""
+    return Target(_native_llvm())
 
 
 @cache
@@ -194,28 +176,3 @@ def _of_node(kind: str, node: int) -> dict[str, object]:
         )
     # TVM keeps the text in "model" and does nothing with it.
     return {**_native_llvm(), "num-cores": min(num_cores(), len(nodes[node])), "model": f"{NUMA_NODE}{node}"}
-
-
-@cache
-def _native_cuda(index: int) -> dict[str, object]:
-    load_backend("cuda")
-    device = tvm.cuda(index)
-    if not device.exist:
-        _say_assumed_arch()
-        return {"kind": "cuda", "arch": DEFAULT_CUDA_ARCH}
-    return {
-        "kind": "cuda",
-        "arch": arch_of(str(device.compute_version)),
-        "max_threads_per_block": int(device.max_threads_per_block),
-        "max_shared_memory_per_block": int(device.max_shared_memory_per_block),
-        "thread_warp_size": int(device.warp_size),
-    }
-
-
-@cache
-def _say_assumed_arch() -> None:
-    _log.warning(
-        "cuda: there is no GPU here to ask, so code is compiled for %s (H100, H200); for another one give its target, "
-        'such as {"kind": "cuda", "arch": "sm_80"}',
-        DEFAULT_CUDA_ARCH,
-    )

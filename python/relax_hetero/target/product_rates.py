@@ -1,4 +1,4 @@
-"""What a type costs: how fast each device multiplies it, against float32 on the same device; a table.
+"""Costs of types: how fast each device multiplies one, against float32 on the same device; a table.
 
 Rates are of whole products and convolutions of many rows, whose operands are rounded in the kernels before: half the
 bytes of few rows, which memory bounds, are worth more than any of them.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tvm
 
+from .backend import backend_of
 from .cpu_target import cpu_target_of
 from .dot_instructions import dot_instruction_for
 from .element_types import HALVES, TF32
@@ -36,10 +37,18 @@ def product_rate(target: tvm.target.Target, dtype: str) -> float:
     """
     if dtype == "float32":
         return 1.0
-    if target.kind.name == "cuda":
-        gpu = gpu_target_of(target)
-        return _TENSOR_RATES.get(dtype, 1.0) if gpu.multiplies(dtype, dtype, "float32") else 1.0
-    if dtype == TF32 or "cpu" not in target.keys:
+    return backend_of(target).product_rate(target, dtype)
+
+
+def gpu_product_rate(target: tvm.target.Target, dtype: str) -> float:
+    """The rate of an NVIDIA GPU's tensor cores."""
+    is_known = gpu_target_of(target).multiplies(dtype, dtype, "float32")
+    return _TENSOR_RATES.get(dtype, 1.0) if is_known else 1.0
+
+
+def cpu_product_rate(target: tvm.target.Target, dtype: str) -> float:
+    """The rate of a CPU's instructions for `dtype`."""
+    if dtype == TF32:
         return 1.0
     cpu = cpu_target_of(target)
     tiles = tile_instruction_for(cpu, dtype, dtype, "float32")

@@ -16,7 +16,7 @@ TILE_ROWS = 16
 """Rows of a tile register at most."""
 
 TILE_BYTES = 64
-"""Of a row of a tile register."""
+"""Bytes of a row of a tile register."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ MOST_PLACES = 14
 
 @dataclass(frozen=True)
 class TileSizes:
-    """Of one instruction set.
+    """Tile sizes of one instruction set.
 
     Attributes
     ----------
@@ -74,12 +74,12 @@ MOST_VECTORS = 6
 def conv_columns(
     cpu: CpuTarget, dtype: str, out_channels_per_group: int, in_channels_per_group: int, groups: int
 ) -> int:
-    """By how many output channels the weight of a convolution is packed.
+    """Number of output channels by which the weight of a convolution is packed.
 
     Parameters
     ----------
     dtype : str
-        Of the accumulators.
+        Element type of the accumulators.
 
     Returns
     -------

@@ -52,24 +52,24 @@ _NAME = re.compile(
 
 
 def same_object(a: tvm.relax.VDevice, b: tvm.relax.VDevice) -> bool:
-    """Whether both are one object (``VDevice.same_as`` of TVM 0.27 recurses without end)."""
+    """Return whether both are one object (``VDevice.same_as`` of TVM 0.27 recurses without end)."""
     return bool(tvm_ffi.Object.same_as(a, b))
 
 
 def same_vdevice(a: tvm.relax.VDevice | None, b: tvm.relax.VDevice | None) -> bool:
-    """Whether both describe one vdevice: equal target, ``vdevice_id`` and ``memory_scope``; two Nones are the same."""
+    """True if both describe one vdevice: equal target, ``vdevice_id`` and ``memory_scope``; two Nones are the same."""
     if a is None or b is None:
         return a is b
     return same_object(a, b) or bool(tvm_ffi.structural_equal(a, b))
 
 
 def on_one_device(a: tvm.relax.VDevice, b: tvm.relax.VDevice) -> bool:
-    """Whether both are one physical device by default: of one host, type and number."""
+    """Return whether both are one physical device by default: of one host, type and number."""
     return host_of(a) == host_of(b) and physical(a) == physical(b)
 
 
 def is_cpu(vdevice: tvm.relax.VDevice) -> bool:
-    """Whether it lives in host memory and runs on the CPU."""
+    """Return whether it lives in host memory and runs on the CPU."""
     return physical(vdevice)[0] == _CPU
 
 

@@ -43,7 +43,7 @@ values, int64, must be from 0 to the size of the axis plus the offset; to the of
 _CHUNK = LEAST_WORK["elements"]
 
 _THREADS = 256
-"""Of a block on a GPU."""
+"""Number of threads of a block on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class CheckProblem:
     shape : tuple of int or str
         Symbolic extents are names.
     dtype : str
-        Of what is read.
+        Element type of the data.
     columns : tuple of bool
         Along the last axis, which places are checked; a place may have a range of its own. One entry for all values
         where the last axis means nothing.

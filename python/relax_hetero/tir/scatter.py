@@ -28,7 +28,7 @@ REDUCTIONS: dict[str, Callable[[Expr, Expr], Expr]] = {
     "min": minimum,
     "max": maximum,
 }
-"""What becomes of an element that an update is for."""
+"""Functions of an element and its update."""
 
 _CHUNK = LEAST["elements"]
 """Elements that one task copies."""

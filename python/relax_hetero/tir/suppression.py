@@ -53,7 +53,7 @@ class Suppression:
 
     @classmethod
     def of(cls, func: tirx.PrimFunc) -> Suppression:
-        """What a PrimFunc with the attribute computes."""
+        """Problem of a PrimFunc with the attribute."""
         return cls(**json.loads(str(func.attrs[SUPPRESSION])))
 
 
@@ -111,7 +111,7 @@ def corners_of(given: list[Expr], is_center: bool) -> list[Expr]:
 
 
 def overlaps(one: list[Expr], other: list[Expr], most: Expr, zero: Expr) -> Expr:
-    """Whether two boxes, corners and area each, share more of their union than `most`; `zero` is of their type."""
+    """True if two boxes, corners and area each, share more of their union than `most`; `zero` is of their type."""
     high = T.min(one[2], other[2]) - T.max(one[0], other[0])
     wide = T.min(one[3], other[3]) - T.max(one[1], other[1])
     share = high * wide / (one[4] + other[4] - high * wide)
@@ -226,7 +226,7 @@ class _Kernel:
                 goes_on[0] = 2 * place[0] + 1 < count
 
     def _is_better(self, one: Expr, other: Expr) -> Expr:
-        """Whether a box has the higher score; of equal ones the first is better."""
+        """Return whether a box has the higher score; of equal ones the first is better."""
         mine, yours = (self._score[self._first_score + tirx.Cast("int64", box)] for box in (one, other))
         return T.bitwise_or(mine > yours, T.bitwise_and(tirx.EQ(mine, yours), one < other))
 
@@ -245,7 +245,7 @@ class _Kernel:
             T.buffer_store(self._taken, value, [begin])
 
     def _is_dropped(self, corners: list[Expr], most: Expr, count: Expr) -> Expr:
-        """Whether one of the boxes taken overlaps a box."""
+        """Return whether one of the boxes taken overlaps a box."""
         met = Registers(1, "int32", _LANES)
         zero = T.broadcast(tirx.const(0, "float32"), _LANES)
         met[0] = T.broadcast(tirx.const(0, "int32"), _LANES)
@@ -262,7 +262,7 @@ class _Kernel:
         return tirx.NE(found[0], tirx.const(0, "int32"))
 
     def move_together(self) -> None:
-        """What the classes took without gaps, and its number."""
+        """Move the results of the classes together without gaps, and store their number."""
         m = self._memory
         (number,) = m.open("number")
         counts, selected = self._counts, self._selected

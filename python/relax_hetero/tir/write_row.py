@@ -18,13 +18,13 @@ def write_row_kernel(rank: int, dtype: str) -> tirx.PrimFunc:
     Parameters
     ----------
     rank : int
-        Of a row.
+        Rank of a row.
     dtype : str
 
     Returns
     -------
     kernel : PrimFunc
-        Of rows, row and trip, a vector of one int64.
+        PrimFunc of rows, row and trip, a vector of one int64.
     """
     function = Function("write_row")
     with function:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..display.console import console, print_json, print_table
 from ..errors import HeteroError
 from .command import cache_option, command, json_option, refuse_overwriting
-from .console import console, print_json, print_table
 from .placing import Placing, placing_options
 
 if TYPE_CHECKING:
@@ -91,11 +91,11 @@ def bench_command(
     # Read once, when TVM starts its threads: before anything below imports it.
     os.environ["TVM_NUM_THREADS"] = str(threads)
     os.environ.setdefault("TVM_BIND_THREADS", "0")
+    from ..report.text.call_tables import memory_line, use_with
+    from ..report.text.kernel_tables import precisions_text, product_precisions
     from .arrays import random_arrays
     from .bench_timing import trace_calls
-    from .call_tables import memory_line, use_with
     from .engines import onnx_runtime, ours, stock_tvm
-    from .kernel_tables import precisions_text, product_precisions
     from .models import obtain
 
     if trace is not None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .console import console, plural
+from ..display.console import console
+from ..display.text import plural
 
 if TYPE_CHECKING:
     import numpy as np

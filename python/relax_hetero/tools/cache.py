@@ -10,9 +10,11 @@ from click.shell_completion import CompletionItem
 
 from ..artifact.cache_folder import CacheFolder, Entry, folder_of
 from ..artifact.kernel_cache import kept_code
+from ..display.console import console, print_json, print_table
+from ..display.text import bytes_text, plural
 from ..errors import BuildError
+from ..report.text.target_text import target_text
 from .command import command, json_option
-from .console import bytes_text, console, plural, print_json, print_table, target_text
 
 # How many digits of a key people see; as many as tell keys apart.
 _SHOWN = 12

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
+from ..display.console import console
 from ..errors import HeteroError, printable
 from .command import command, refuse_overwriting
-from .console import console
 from .language_model import Chosen, language_model_options
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _write_page(path: Path, title: str, answers: list[tuple[Request, list[Piece]
 
 
 class Conversation:
-    """What was said so far.
+    """Messages so far.
 
     Parameters
     ----------
@@ -106,9 +106,9 @@ class Conversation:
     template : ChatTemplate or None
         None where texts are gone on with as they are.
     params : SamplingParams
-        Of each answer.
+        Parameters of each answer.
     system : str or None
-        What the model is told before.
+        Text for the model before the conversation.
 
     Attributes
     ----------

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
+from ..display.console import console, print_json, show
 from .command import command, json_option
-from .console import console, print_json
 from .models import input_names
 from .placing import Placing, placing_options
 
@@ -28,8 +28,6 @@ def check_command(model: Path, placing: Placing, as_json: bool) -> None:
     """
     import relax_hetero as rh
 
-    from .onnx_report_tables import show_onnx_report
-
     if placing.rules or placing.auto or placing.optional:
         raise click.UsageError(
             "check tries every node on every --vdevice: --place, --place-auto and --optional do not go with it"
@@ -40,6 +38,6 @@ def check_command(model: Path, placing: Placing, as_json: bool) -> None:
     if as_json:
         print_json(report.to_json())
     else:
-        show_onnx_report(report)
+        show(report.tables())
     if not report:
         sys.exit(1)

@@ -9,9 +9,11 @@ from typing import Any
 
 import click
 
+from ..display.console import console, print_json
+from ..display.text import bytes_text
 from ..errors import BuildError
+from ..report.text.target_text import target_text
 from .command import accuracy_option, cache_option, checks_option, command, json_option, key_option, refuse_overwriting
-from .console import bytes_text, console, print_json, target_text
 from .models import compile_onnx
 from .placing import Placing, placing_options
 

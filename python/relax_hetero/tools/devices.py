@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..display.console import console, print_json, print_table
+from ..display.text import bytes_text
+from ..report.text.target_text import target_text
 from .command import command, json_option
-from .console import bytes_text, console, print_json, print_table, target_text
 
 if TYPE_CHECKING:
     from tvm import relax
 
     from ..frontend.auto.measure_devices import Figures
-
-_MOST_GPUS = 64
 
 
 @command("devices")
@@ -54,19 +54,10 @@ def devices_here() -> list[dict[str, Any]]:
 
 
 def _vdevices_here() -> list[relax.VDevice]:
+    from ..target.backend import backends
     from ..target.vdevice import parse_vdevices
 
-    return parse_vdevices(["llvm", *(f"cuda:{index}" for index in range(_count_gpus()))])
-
-
-def _count_gpus() -> int:
-    import tvm
-
-    from ..target.backends import load_backend
-
-    if not load_backend("cuda"):
-        return 0
-    return next(index for index in range(_MOST_GPUS + 1) if index == _MOST_GPUS or not tvm.cuda(index).exist)
+    return parse_vdevices(["llvm", *(f"{kind.kind}:{index}" for kind in backends() for index in range(kind.count()))])
 
 
 def _about(vdevice: relax.VDevice) -> dict[str, Any]:
@@ -92,7 +83,8 @@ def _about(vdevice: relax.VDevice) -> dict[str, Any]:
             "memory": memory,
         }
     else:
-        device, gpu = tvm.cuda(int(vdevice.vdevice_id)), gpu_target_of(vdevice.target)
+        device = tvm.runtime.device(vdevice.target.kind.name, int(vdevice.vdevice_id))
+        gpu = gpu_target_of(vdevice.target)
         about = {
             "model": str(device.device_name),
             "cores": int(device.multi_processor_count or 0),

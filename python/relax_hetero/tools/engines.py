@@ -34,7 +34,7 @@ class Engine:
 
 
 def ours(model: Model) -> Engine:
-    """This library, with the executable that the options asked for."""
+    """Our engine, with the executable that the options asked for."""
 
     def make() -> Call:
         import relax_hetero as rh

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .call_tables import Schedules
+from ..display.console import console, print_json, show
+from ..report.text.call_tables import Schedules
+from ..report.text.command_tables import CommandBuffers
+from ..report.text.explanation import ALL, SECTIONS, Explanation, explanation_of
 from .command import accuracy_option, command, json_option, refuse_overwriting, verify_option
-from .command_tables import CommandBuffers
-from .console import console, print_json, show
-from .explanation import ALL, SECTIONS, Explanation, explanation_of
 from .models import gguf_options, is_gguf, is_onnx, load_library, obtain, placed_module, refuse_compiled
 from .placing import Placing, placing_options
 
@@ -171,7 +171,7 @@ def _measured(executable: Executable, placing: Placing) -> dict[str, Any]:
 
 
 def _profiled(path: Path, placing: Placing) -> Explanation:
-    """Of a language model, compiled and measured."""
+    """Explanation of a language model, compiled and measured."""
     import relax_hetero.llm as llm
 
     if not (path.is_dir() or is_gguf(path)):
@@ -183,7 +183,7 @@ def _profiled(path: Path, placing: Placing) -> Explanation:
 
 
 def _token_cost_of(path: Path, vdevices: Sequence[VDevice], found: Explanation) -> TokenCost | None:
-    """What a token of a GGUF file's model is expected to cost."""
+    """Expected cost of a token of a GGUF file's model."""
     from ..frontend.auto.cost_model import CostModel
     from ..frontend.from_gguf import hyperparameters_of
     from ..frontend.gguf.file import read_gguf
@@ -214,10 +214,10 @@ def _of_onnx(path: Path, placing: Placing, accuracy: str) -> Explanation:
     from ..driver.compile import memory_plan_of
     from ..driver.compile_cache import look_up
     from ..driver.optional_devices import optional_indices
-    from ..driver.pipeline import pipeline_steps
     from ..target.vdevice import device_name, vdevices_of
     from ..transform.encode.accuracies import with_accuracy
     from ..transform.ir.findings import findings_of
+    from ..transform.pipeline import pipeline_steps
     from ..transform.record.region_attrs import kernels_of
 
     module = with_accuracy(placed_module(path, placing), accuracy, "explain")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
+from ..display.console import console
 from ..errors import HeteroError
-from .console import console
 from .placing import PairParam, VDeviceParam
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..artifact.regular_files import open_regular
-from .console import console
+from ..display.console import console
 from .placing import Placing
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Model:
 
 
 def is_onnx(path: Path) -> bool:
-    """Whether a path names an ONNX file rather than a compiled library."""
+    """Return whether a path names an ONNX file rather than a compiled library."""
     if path.suffix.lower() in (".so", ".dylib", ".dll", ".tar"):
         return False
     try:
@@ -65,7 +65,7 @@ def obtain(
     cache : bool
         Whether compiled models are kept and found again.
     key : bytes, optional
-        What a library has to be signed with.
+        Key that a library has to be signed with.
     checks, accuracy : str
         As `rh.compile` takes them.
 
@@ -83,7 +83,7 @@ def obtain(
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path names a language model's GGUF file."""
+    """Return whether a path names a language model's GGUF file."""
     return path.suffix.lower() == ".gguf"
 
 

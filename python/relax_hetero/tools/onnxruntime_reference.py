@@ -25,7 +25,7 @@ class Comparison:
     wrong, total : int
         How many elements are outside the tolerance, and of how many.
     problem : str
-        What makes the two incomparable (shapes, element types), or an empty string.
+        Reason why the two are not comparable (shapes, element types), or an empty string.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether every element is within tolerance."""
+        """True if every element is within tolerance."""
         return self.wrong == 0 and not self.problem
 
 

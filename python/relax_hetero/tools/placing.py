@@ -135,7 +135,7 @@ class Placing:
 
     @property
     def given(self) -> bool:
-        """Whether any option was used that only an ONNX file can take."""
+        """True if any option was used that only an ONNX file can take."""
         return bool(self.vdevices or self.rules or self.auto or self.optional)
 
     def import_options(self, inputs: Collection[str] = ()) -> dict[str, Any]:

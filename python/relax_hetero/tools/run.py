@@ -11,6 +11,7 @@ from typing import Any
 import click
 import numpy as np
 
+from ..display.console import console, print_json, print_table
 from ..errors import BindingError, HeteroError
 from .arrays import random_arrays, read_arrays, write_arrays
 from .command import (
@@ -22,7 +23,6 @@ from .command import (
     refuse_overwriting,
     verify_option,
 )
-from .console import console, print_json, print_table
 from .models import Model, is_onnx, obtain
 from .onnxruntime_reference import Comparison, compare, reference
 from .placing import Placing, placing_options

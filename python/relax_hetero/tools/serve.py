@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..display.console import console
 from ..errors import HeteroError
 from ..llm.server.limits import Limits
 from .command import command
-from .console import console
 from .language_model import Chosen, language_model_options
 from .placing import BytesParam
 

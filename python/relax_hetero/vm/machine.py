@@ -57,7 +57,7 @@ class VirtualMachine:
     Parameters
     ----------
     executable : Executable
-        What to run; where optional devices are absent, the version of it that does without them.
+        Executable to run; where optional devices are absent, the version of it that does without them.
     devices : None, sequence or mapping
         None: the manifest's. A sequence: one device per manifest entry. A mapping from entries (``"llvm:1"``,
         ``"llvm"``, ``"vdevice:1"``, an index, a VDevice, a ``tvm.Device``) to devices (``tvm.Device`` or text such as
@@ -65,8 +65,8 @@ class VirtualMachine:
     max_in_flight : int
         How many submitted calls may be under way at once; `submit` and `submit_async` wait for room.
     memory_limit : None, int, str or mapping
-        What weights, results and transient tensors may take on each device, by the executable's `memory_plan`: bytes or
-        text (``"512MB"``), or a mapping from entries to these. Symbolic sizes are checked by each call.
+        Maximum memory of weights, results and transient tensors on each device, by the executable's `memory_plan`:
+        bytes or text (``"512MB"``), or a mapping from entries to these. Symbolic sizes are checked by each call.
 
     Attributes
     ----------
@@ -137,7 +137,13 @@ class VirtualMachine:
         return list(self._devices[:-1])
 
     def kernel(self, name: str) -> Kernel:
-        """The kernel `name`, for `CommandBuffer.dispatch`; BindingError where the executable has none to call so."""
+        """The kernel `name`, for `CommandBuffer.dispatch`; BindingError where the executable has none to call so.
+
+        Parameters
+        ----------
+        name : str
+            Name of a kernel in `Metadata.kernels`.
+        """
         return load_kernel(self.executable, name)
 
     def __getitem__(self, name: str) -> BoundFunction:
@@ -167,7 +173,17 @@ class VirtualMachine:
     def call(
         self, name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, out: Any = None
     ) -> Any:
-        """Run function `name`; ``vm[name](*args, **kwargs, out=out)``, also for an input that is called "out"."""
+        """Run function `name`; ``vm[name](*args, **kwargs, out=out)``, also for an input that is called "out".
+
+        Parameters
+        ----------
+        name : str
+            Name of the function.
+        args, kwargs
+            Arguments by position and by name.
+        out : object
+            Buffers that results are written to; None: new ones.
+        """
         if type(name) is not str:
             self.executable.signature(name)
         with self._lock.held:
@@ -191,6 +207,7 @@ class VirtualMachine:
         Parameters
         ----------
         name : str
+            Name of the function.
         tensors : sequence of tvm.runtime.Tensor
             All arguments, in order, on their parameters' devices; they are kept. Donated ones stay the caller's, who
             must not use their memory for anything else.
@@ -236,15 +253,19 @@ class VirtualMachine:
 
         Parameters
         ----------
+        name : str
+            Name of the function.
         copy : bool
             Whether arrays of numpy and of other libraries are copied, where the call would read the caller's memory.
             With False they are lent, and must not change until the fence is done. Tensors of TVM, such as results, are
             always lent, and so are donated arguments. (An input that is called "copy" is given by position.)
+        *args, **kwargs : object
+            Arguments by position and by name.
 
         Returns
         -------
         Fence
-            Of the result that ``vm[name](*args, **kwargs)`` would return; awaitable.
+            Fence of the result that ``vm[name](*args, **kwargs)`` would return; awaitable.
 
         Raises
         ------
@@ -261,17 +282,40 @@ class VirtualMachine:
         ``fence = await vm.submit_async("main", x)`` returns once the call is under way, so that a loop over inputs
         never has more than `max_in_flight` of them at work; ``await fence`` gives the result. Arguments are read when
         there is room, before this returns. A task that is cancelled while it waits leaves the line.
+
+        Parameters
+        ----------
+        name, args, copy, kwargs
+            As `submit` takes them.
         """
         return await self._submitter.submit_async(None, name, args, kwargs, copy)
 
     def submit_into(
         self, out: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], copy: bool = True
     ) -> Fence:
-        """`submit` that fills the buffers `out`, unless that is None: ``vm[name].submit(*args, **kwargs, out=out)``."""
+        """`submit` that fills the buffers `out`, unless that is None: ``vm[name].submit(*args, **kwargs, out=out)``.
+
+        Parameters
+        ----------
+        out : object
+            Buffers that results are written to; None: new ones.
+        name : str
+            Name of the function.
+        args, kwargs
+            Arguments by position and by name.
+        copy : bool
+            As `submit` takes it.
+        """
         return self._submitter.submit(out, name, args, kwargs, copy)
 
     def synchronize(self, timeout: float | None = None) -> bool:
-        """Wait until all calls that were submitted have ended; False if they have not after `timeout` seconds."""
+        """Wait until all calls that were submitted have ended; False if they have not after `timeout` seconds.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Maximum wait in seconds; None: without limit.
+        """
         return self._submitter.calls.wait(timeout)
 
     def trace(self, limit: int = 1000) -> AbstractContextManager[Trace]:
@@ -280,6 +324,11 @@ class VirtualMachine:
         Plain calls go through the queues meanwhile. The end of the block waits for the calls that were recorded, at
         most `limit`; `Trace.left_out` counts the others. BindingError for a `limit` that is no positive integer;
         HeteroError, in the ``with``, while another trace is taken of this machine.
+
+        Parameters
+        ----------
+        limit : int
+            Maximum number of calls to record.
         """
         return self._submitter.calls.traced(Trace(self.executable.metadata, limit))
 
@@ -289,7 +338,7 @@ class VirtualMachine:
         Parameters
         ----------
         params : mapping or sequence
-            By name, then some may be given now and others later; or all of them in order.
+            Parameters by name, then some may be given now and others later; or all of them in order.
         function : str, optional
             Which function takes them. Without it, every function that has parameters of these names, such as the
             ``prefill`` and ``decode`` of a language model: they share one copy on each device.
@@ -309,26 +358,54 @@ class VirtualMachine:
                 self._arguments.set_params({each: values[at] for each, at in signature.defaults.items()}, name)
 
     def set_input(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """Place the arguments of function `name` for `invoke_stateful`; checked as in a call."""
+        """Place the arguments of function `name` for `invoke_stateful`; checked as in a call.
+
+        Parameters
+        ----------
+        name : str
+            Name of the function.
+        *args, **kwargs : object
+            Arguments by position and by name.
+        """
         signature = self.executable.signature(name)
         with self._lock.held:
             self._stateful.set_inputs(signature, self._arguments.bind(signature, args, kwargs, keep=True))
 
     def invoke_stateful(self, name: str) -> None:
-        """Run function `name` on what `set_input` was given; BindingError without it."""
+        """Run function `name` on what `set_input` was given; BindingError without it.
+
+        Parameters
+        ----------
+        name : str
+            Name of the function.
+        """
         signature = self.executable.signature(name)
         with self._submitter.apart():
             bound = self._stateful.inputs_of_run(signature)
             self._stateful.set_outputs(name, self._run(signature, bound, None))
 
     def get_outputs(self, name: str) -> Any:
-        """The result of the last `invoke_stateful` of function `name`."""
+        """The result of the last `invoke_stateful` of function `name`.
+
+        Parameters
+        ----------
+        name : str
+            Name of the function.
+        """
         self.executable.signature(name)
         with self._lock.held:
             return self._stateful.outputs(name)
 
     def get_output(self, name: str, index: int = 0) -> Any:
-        """One result of the last `invoke_stateful`: field `index` of a tuple, or the result itself for 0."""
+        """One result of the last `invoke_stateful`: field `index` of a tuple, or the result itself for 0.
+
+        Parameters
+        ----------
+        name : str
+            Name of the function.
+        index : int
+            Position in the tuple.
+        """
         outputs = self.get_outputs(name)
         fields = outputs if isinstance(outputs, tuple) else (outputs,)
         if not 0 <= index < len(fields):
@@ -339,6 +416,13 @@ class VirtualMachine:
         """Run function `name` once and measure every kernel and transfer; see `Profile`.
 
         Devices other than CPUs are synchronised around each kernel, so a profile shows less overlap than a call.
+
+        Parameters
+        ----------
+        name : str
+            Name of the function.
+        *args, **kwargs : object
+            Arguments by position and by name.
         """
         signature = self.executable.signature(name)
         with self._submitter.alone():
@@ -438,7 +522,7 @@ class VirtualMachine:
         return self._run_function(name, function, (*values, *constants))
 
     def _shared_by(self, name: str, values: Sequence[Any]) -> tuple[Any, ...]:
-        """What calls with arguments that look like these share."""
+        """Facts that calls with arguments that look like these share."""
         symbol = self._shares[name]
         if not symbol:
             return ()
@@ -467,7 +551,9 @@ class BoundFunction:
     Attributes
     ----------
     machine : VirtualMachine
+        Machine that runs the function.
     name : str
+        Name of the function.
     """
 
     __slots__ = ("machine", "name")
@@ -489,11 +575,24 @@ class BoundFunction:
         """Have the function run, without waiting for it; see `VirtualMachine.submit`.
 
         Buffers given as `out` are not to be used until the fence is done.
+
+        Parameters
+        ----------
+        args, kwargs : object
+            Arguments by position and by name.
+        out, copy
+            As `VirtualMachine.submit_into` takes them.
         """
         return self.machine.submit_into(out, self.name, args, kwargs, copy)
 
     async def submit_async(self, *args: Any, out: Any = None, copy: bool = True, **kwargs: Any) -> Fence:
-        """`submit` that waits for room without holding the event loop up; see `VirtualMachine.submit_async`."""
+        """`submit` that waits for room without holding the event loop up; see `VirtualMachine.submit_async`.
+
+        Parameters
+        ----------
+        args, out, copy, kwargs
+            As `submit` takes them.
+        """
         return await self.machine._submitter.submit_async(out, self.name, args, kwargs, copy)
 
     def __repr__(self) -> str:

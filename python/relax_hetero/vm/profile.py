@@ -11,16 +11,20 @@ from typing import Any
 from tvm import runtime
 
 from ..artifact.commands import Dispatch, RegionSpec
-from ..artifact.messages import text_table
 from ..artifact.metadata import CPU, Metadata, device_names
-from ..providers import provided
+from ..display.html import Column, bar, device_html, folded, table, view
+from ..display.text import text_table
 from .region.profile_regions import RegionCalls
 from .region.walk_commands import raise_kernel_error
 
 _TRANSFER = "relax_hetero.to_device"
 _BUILTIN = ("vm.builtin.", "relax_hetero.pinned_storage", "runtime.TVMTensorCreateView")
-MACHINE = "(machine)"
-"""The row of what is neither kernel nor transfer."""
+MACHINE = "(allocation, shapes, bytecode)"
+"""Row of the virtual machine's own work: all that is neither kernel nor transfer."""
+TO_DEVICE = "to_device"
+"""Row of the transfers to a device."""
+_MOST_ROWS = 40
+"""Rows that a notebook shows at once; the others are folded."""
 _RUN, _SKIP_RUN = 0, 1
 """Answers of an instrument to TVM (VMInstrumentReturnKind)."""
 
@@ -32,8 +36,8 @@ class ProfileRow:
     Attributes
     ----------
     symbol : str
-        The kernel's name, or the command buffer's; ``to_device`` for transfers; ``(machine)`` for allocation, shapes
-        and bytecode.
+        The kernel's name, or the command buffer's; ``to_device`` for transfers; for the virtual machine's own work
+        ``(allocation, shapes, bytecode)``.
     device : str
         ``kind:i``, the destination for transfers; ``host`` for the implicit one and the machine.
     ops : tuple of str
@@ -43,9 +47,9 @@ class ProfileRow:
     microseconds : float
         All calls together.
     share : float
-        Of the whole call, 0 to 1.
+        Share of the whole call, 0 to 1.
     operations, bytes : int
-        Of each call, as `DispatchSpec` has them; 0 where they are not known.
+        Operations and bytes of each call, as `DispatchSpec` has them; 0 where they are not known.
     precision : str
         Element types of its products, else of its arguments, as `DispatchSpec` has them.
     """
@@ -85,11 +89,13 @@ class Profile:
     Attributes
     ----------
     function : str
+        Name of the function.
     rows : tuple of ProfileRow
+        Kernels, transfers and the machine's own work, longest first.
     microseconds : float
         The whole call, measuring included.
     commands : tuple of CommandTime
-        Of command buffers whose kernels were measured one by one, in order.
+        Commands of command buffers whose kernels were measured one by one, in order.
     """
 
     function: str
@@ -98,7 +104,7 @@ class Profile:
     commands: tuple[CommandTime, ...] = ()
 
     def to_json(self) -> str:
-        """This profile as JSON text."""
+        """JSON text of the profile."""
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
@@ -113,7 +119,27 @@ class Profile:
         return text_table(head, [*body, ("total", "", "", "", "", f"{self.microseconds:.1f}", "100.0%")], left=4)
 
     def _repr_html_(self) -> str:
-        return str(provided("profile_html")(self))
+        columns = [
+            *(Column("kernel"), Column("device"), Column("precision"), Column("ops"), Column("calls", True)),
+            *(Column("µs", True), Column("share"), Column("GFLOP/s", True)),
+        ]
+        names = sorted({row.device for row in self.rows} - {"host"})
+        rows = [
+            (
+                *(row.symbol, device_html(row.device, names), row.precision, ", ".join(row.ops), row.calls),
+                *(f"{row.microseconds:,.1f}", bar(row.share), _rate(row.operations * row.calls, row.microseconds)),
+            )
+            for row in self.rows
+        ]
+        caption = f"Profile of {self.function!r}: {self.microseconds:,.1f} µs"
+        parts = [table(caption, columns, rows[:_MOST_ROWS])]
+        if len(rows) > _MOST_ROWS:
+            parts.append(folded(f"{len(rows) - _MOST_ROWS} more rows", table("", columns, rows[_MOST_ROWS:])))
+        return view(*parts)
+
+
+def _rate(operations: int, microseconds: float) -> str:
+    return f"{operations / microseconds / 1e3:,.1f}" if operations and microseconds else ""
 
 
 def _shorten(ops: Sequence[str], limit: int = 48) -> str:
@@ -211,7 +237,7 @@ class ProfileRecorder:
             microseconds = sum(times) * 1e6
             share = microseconds / total if total else 0.0
             if symbol == _TRANSFER:
-                rows.append(ProfileRow("to_device", names[index], (), len(times), microseconds, share))
+                rows.append(ProfileRow(TO_DEVICE, names[index], (), len(times), microseconds, share))
             elif symbol in metadata.dispatches:
                 dispatch = metadata.dispatches[symbol]
                 work = dispatch.operations, dispatch.bytes, dispatch.precision
@@ -251,7 +277,7 @@ class BufferClock:
     seconds : float
         Inside, over all calls so far.
     own : float
-        That the clock itself took.
+        Time that the clock itself took.
     """
 
     def __init__(self, metadata: Metadata, devices: Sequence[runtime.Device]) -> None:

@@ -35,7 +35,7 @@ def test_a_trace_becomes_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
     common = {"pid": 1, "tid": 0}
     events = [
-        {"name": "thread_name", "ph": "M", "args": {"name": "queue of cpu:0"}, **common},
+        {"name": "thread_name", "ph": "M", "args": {"name": "queue of llvm:0"}, **common},
         {"name": "stage", "cat": "step", "ph": "X", "ts": 5.0, "dur": 7.0, "args": {"call": 1}, **common},
         {"name": "bytes between steps", "ph": "C", "ts": 6.0, "args": {"llvm:0": 4096}, **common},
     ]
@@ -43,4 +43,4 @@ def test_a_trace_becomes_a_picture(tmp_path):
     command = [sys.executable, BENCH / "queue_bench" / "trace_picture.py", tmp_path / "out.json", tmp_path / "out.svg"]
     subprocess.run([*command, "--title", "one step"], check=True, timeout=120)
     drawn = (tmp_path / "out.svg").read_text()
-    assert "one step" in drawn and "queue of cpu:0" in drawn and "stage, 1" in drawn
+    assert "one step" in drawn and "queue of llvm:0" in drawn and "stage, 1" in drawn

@@ -16,7 +16,7 @@ import relax_hetero as rh
 from driver.cached_models import Linear, W, bound, check, compiled
 from relax_hetero.artifact.metadata import HIT, MISS, UNUSED
 from relax_hetero.driver import compile_cache
-from relax_hetero.driver.pipeline import pipeline_steps
+from relax_hetero.transform.pipeline import pipeline_steps
 from relax_hetero.vm.file import export
 
 

@@ -11,6 +11,8 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from modules import ir_module
+from relax_hetero.encoding.expression import Expression
+from relax_hetero.op.functions import apply_function
 from relax_hetero.target.vdevice import with_vdevices
 
 pytestmark = pytest.mark.sampled(4)
@@ -77,6 +79,29 @@ def test_a_linear_layer(target, bound):
         y = gelu(x @ w.T + bias) + r
         got = vm["main"](x, r) if bound else vm["main"](x, w, bias, r)
         check(got.numpy(), y)
+
+
+@pytest.mark.parametrize("name", ["mish", "softsign"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_function_with_a_formula(name, dtype):
+    """Of a product in its kernel, and alone as the formula's ops, which are one kernel."""
+    x = relax.Var("x", relax.TensorType((5, 40), dtype))
+    w = relax.Var("w", relax.TensorType((40, 33), dtype))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x, w]):
+        with builder.dataflow():
+            product = builder.emit(apply_function(name, relax.op.matmul(x, w)))
+            result = builder.emit_output(relax.Tuple([product, builder.emit(apply_function(name, x))]))
+        builder.emit_func_output(result)
+    exe = rh.compile(on(builder.finalize(), V4))
+    fused, alone = sorted((ops for ops in ops_of(exe) if ops != ("pack",)), key=len)
+    assert fused[0] == "matmul" and fused[-1] == name and name not in alone
+    rng = np.random.default_rng(5)
+    arrays = [(rng.standard_normal(shape) * 4).astype(dtype) for shape in ((5, 40), (40, 33))]
+    wide = [array.astype("float64") for array in arrays]
+    for got, operand in zip(rh.vm.VirtualMachine(exe)["main"](*arrays), (wide[0] @ wide[1], wide[0]), strict=True):
+        want = Expression.parse(f"{name}(x0)").evaluate([operand])
+        np.testing.assert_allclose(got.numpy(), want, rtol=2e-3 if dtype == "float16" else 1e-5, atol=1e-5)
 
 
 @ir_module()

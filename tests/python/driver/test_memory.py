@@ -12,8 +12,8 @@ from tvm import relax
 
 import relax_hetero as rh
 from relax_hetero.driver.compile import memory_plan_of
-from relax_hetero.driver.pipeline import pipeline_steps
 from relax_hetero.target.vdevice import with_vdevices
+from relax_hetero.transform.pipeline import pipeline_steps
 
 MEMORY = Path(__file__).resolve().parents[3] / "apps" / "bench" / "memory.py"
 # What code, threads and the runtime's own data take beside the weights of any model.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from relax_hetero.encoding import Expression
@@ -63,8 +64,22 @@ def test_equal_terms_are_evaluated_once():
         calls.append(op)
         return params[0] if op == "number" else sum(args) if op == "add" else math.prod(args)
 
-    assert Expression.parse("multiply(add(x0, 1), add(x0, 1))").evaluate([3], apply) == 16
+    assert Expression.parse("multiply(add(x0, 1), add(x0, 1))").fold([3], apply) == 16
     assert calls == ["number", "add", "multiply"]
+
+
+def test_evaluation_computes_in_the_type_of_its_operands():
+    x = np.array([-3.0, 0.5, 2.0], "float32")
+    found = Expression.parse("where(cast(x1, 'int8'), clip(multiply(x0, 3), -1.5, 2.5), leaky_relu(x0, 0.5))").evaluate(
+        [x, np.array([1.0, 2.0, 0.5], "float32")]
+    )
+    assert found.dtype == "float32" and found.tolist() == [-1.5, 1.5, 2.0]
+    assert Expression.parse("divide(x0, 2)").evaluate([np.array([-7, 7], "int8")]).tolist() == [-3, 3]
+
+
+def test_gelu_far_below_zero_loses_no_digits():
+    (found,) = Expression.parse("gelu(x0)").evaluate([np.array([-10.0])])
+    assert found == pytest.approx(-7.61985302416e-23, rel=1e-9)
 
 
 def test_substitution():

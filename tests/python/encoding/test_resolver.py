@@ -17,12 +17,13 @@ from relax_hetero.encoding import (
     register_resolver,
     resolver_for,
 )
+from relax_hetero.encoding.resolver import answers_of
 from relax_hetero.errors import EncodingError
 
 X86 = {"kind": "llvm", "mtriple": "x86_64-linux-gnu"}
 
 
-class Transposing:
+class Transposing(EncodingResolver):
     """A third party's: the right operand transposed, the others as they are, a kernel of dot products."""
 
     name = "transposing"
@@ -35,10 +36,6 @@ class Transposing:
         if encoding.operand_index != 1:
             return PackedLayout.identity(rank)
         return PackedLayout((encoding.index_map.index("n"), encoding.index_map.index("k")))
-
-    def storage_size(self, encoding, shape, target):
-        """Nothing is padded."""
-        return PackedLayout.identity(len(shape)).storage_bytes(shape, encoding.element_type)
 
     def kernel(self, problem, target):
         """Three loops."""
@@ -125,15 +122,36 @@ def test_taking_back(registered):
     take_back()  # harmless a second time
 
 
-def test_what_is_no_resolver_is_refused():
-    class Half:
-        name = "half"
+def test_an_object_of_another_class_is_refused():
+    with pytest.raises(EncodingError, match="expected an object of a class of EncodingResolver"):
+        register_resolver(object(), "llvm")
 
-        def resolve(self, encoding, target):
-            """Only this."""
 
-    with pytest.raises(EncodingError, match="no method 'storage_size'"):
-        register_resolver(Half(), "llvm")
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("resolve_activations", "did you mean 'resolve_activation'"),
+        ("cachekey", "did you mean 'cache_key'"),
+        ("tuning", "names of your own begin with '_'"),
+    ],
+)
+def test_a_name_that_resolvers_do_not_have_is_refused(name, hint):
+    misspelt = type("Misspelt", (Transposing,), {name: ""})()
+    with pytest.raises(EncodingError, match=f"'transposing' has '{name}', expected.*{hint}"):
+        register_resolver(misspelt, "llvm")
+    plain = Named("plain")
+    setattr(plain, name, "")
+    with pytest.raises(EncodingError, match=hint):
+        register_resolver(plain, "llvm")
+
+
+def test_defaults_decline_and_store_by_layout():
+    encoding = Encoding.parse("matmul[1]<float32 * float32 -> float32; (m, k) * (k, n) -> (m, n); m=3, n=5, k=7>")
+    resolver, target = Transposing(), tvm.target.Target(X86)
+    assert resolver.storage_size(encoding, (7, 5), target) == 7 * 5 * 4
+    assert resolver.resolve_activation(encoding, target) == resolver.resolve(encoding, target)
+    assert resolver.block_layout(target) is None
+    assert answers_of(tvm.target.Target("vulkan")).resolve(encoding, target) is None
 
 
 def test_a_third_party_answers_and_its_kernel_computes(registered):

@@ -13,14 +13,14 @@ from tvm import relax
 import relax_hetero as rh
 from relax_hetero.target.cpu_cores import num_cores
 from relax_hetero.target.vdevice import with_vdevices
-from relax_hetero.vm.device import cuda_copies, tensors
+from relax_hetero.vm.device import cuda_copies
 from relax_hetero.vm.device.builtins import running_on, to_device
-from relax_hetero.vm.device.cuda_copies import enable_peer_access
+from relax_hetero.vm.device.cuda_copies import begin_copy, enable_peer_access
 from relax_hetero.vm.device.cuda_library import CUDA_HOST, cuda_library
 from relax_hetero.vm.device.cuda_streams import Stream
 from relax_hetero.vm.device.memory_pools import PINNED_BYTES, PinnedPool
 from relax_hetero.vm.device.pinned_staging import FIRST_PART_BYTES, PART_BYTES, STAGED_BYTES
-from relax_hetero.vm.device.tensors import alias, begin_copy, copy_into, copy_to, empty, from_array, from_numpy
+from relax_hetero.vm.device.tensors import alias, copy_into, copy_to, empty, from_array, from_numpy
 from seeds import fresh_rng
 
 GPUS = sum(tvm.cuda(i).exist for i in range(8)) if tvm.runtime.enabled("cuda") else 0
@@ -168,7 +168,7 @@ def sent(monkeypatch):
     def refuse(*_):
         raise AssertionError("a copy was staged")
 
-    monkeypatch.setattr(tensors, "issue_copy", watched)
+    monkeypatch.setattr(cuda_copies, "issue_copy", watched)
     monkeypatch.setattr(cuda_copies, "staging", staging)  # put back at the end
     return found
 

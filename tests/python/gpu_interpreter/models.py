@@ -10,7 +10,7 @@ import tvm
 from tvm import relax, tirx
 
 from relax_hetero.driver.link.llvm_kernels import build_llvm
-from relax_hetero.driver.pipeline import pipeline_steps
+from relax_hetero.transform.pipeline import pipeline_steps
 from relax_hetero.vm.device.tensor_arrays import host_array
 from relax_hetero.vm.device.tensors import bytes_of, from_numpy, view_bytes
 

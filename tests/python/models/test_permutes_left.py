@@ -19,7 +19,7 @@ from models.running import (
     outputs_of,
 )
 from modules import ops_of
-from relax_hetero.driver.pipeline import get_pipeline
+from relax_hetero import get_pipeline
 
 _BENCH = str(Path(__file__).resolve().parents[3] / "apps" / "bench")
 if _BENCH not in sys.path:

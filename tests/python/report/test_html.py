@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import relax_hetero as rh
-from relax_hetero.report.html_elements import Column, bytes_text, page, table, view
+from relax_hetero.display.html import Column, page, table, view
+from relax_hetero.display.text import bytes_text
 from relax_hetero.vm.profile import Profile, ProfileRow
 from report.toy_model import ARGUMENTS, Model
 
@@ -102,9 +103,3 @@ def test_names_of_a_model_are_text_and_not_html():
     assert "<img" not in html and "<b>" not in html
     assert cells(html)[1][0] == "<img src=x onerror=1>"
     assert "<title>a &amp; b</title>" in page("a & b", view(table("t", [Column("c")], [["\x1b[31m"]])))
-
-
-def test_bytes_are_written_for_people():
-    assert [bytes_text(count) for count in (None, 3, 2048, 3 << 20, 5 << 30)] == [
-        *("?", "3 B", "2.0 KiB", "3.0 MiB", "5.0 GiB"),
-    ]

@@ -6,8 +6,8 @@ import pytest
 import tvm
 from tvm.target import codegen
 
+from relax_hetero.report.text.target_text import target_text
 from relax_hetero.target.instruction_names import instruction_names
-from relax_hetero.tools.console import target_text
 
 XEON = ("AVX-512", "VNNI", "BF16", "FP16", "AMX")
 # What LLVM 20 says of an Emerald Rapids whose hypervisor reports model 167.

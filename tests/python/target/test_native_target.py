@@ -13,6 +13,7 @@ from tvm import te
 from tvm.target import codegen
 
 import relax_hetero as rh
+from relax_hetero.backends import cuda
 from relax_hetero.errors import VDeviceError
 from relax_hetero.target import native_target
 from relax_hetero.target.vdevice import parse_vdevices
@@ -67,8 +68,8 @@ def test_an_assumed_architecture_is_said_once(caplog, monkeypatch):
     absent = FakeGPU()
     absent.exist = False
     monkeypatch.setattr(tvm, "cuda", lambda index: absent)
-    monkeypatch.setattr(native_target, "_native_cuda", native_target._native_cuda.__wrapped__)  # without its cache
-    native_target._say_assumed_arch.cache_clear()
+    monkeypatch.setattr(cuda, "_native_config", cuda._native_config.__wrapped__)  # without its cache
+    cuda._say_assumed_arch.cache_clear()
     assert [entry.target.arch for entry in parse_vdevices(["cuda:0", "cuda:1"])] == ["sm_90a", "sm_90a"]
     assert [record.levelname for record in caplog.records] == ["WARNING"] and "sm_90a" in caplog.text
 
@@ -102,7 +103,7 @@ def test_cuda_asks_the_driver(monkeypatch):
     other = FakeGPU()
     other.compute_version = "8.0"
     monkeypatch.setattr(tvm, "cuda", lambda index: [FakeGPU(), other][index])
-    monkeypatch.setattr(native_target, "_native_cuda", native_target._native_cuda.__wrapped__)  # without its cache
+    monkeypatch.setattr(cuda, "_native_config", cuda._native_config.__wrapped__)  # without its cache
     assert rh.native("cuda").arch == "sm_100"
     assert rh.native("cuda", 1).arch == "sm_80"
     assert rh.native("cuda").attrs["thread_warp_size"] == 32
@@ -113,7 +114,7 @@ def test_hopper_gets_the_instructions_that_only_hopper_has(monkeypatch):
     hopper = FakeGPU()
     hopper.compute_version = "9.0"
     monkeypatch.setattr(tvm, "cuda", lambda index: hopper)
-    monkeypatch.setattr(native_target, "_native_cuda", native_target._native_cuda.__wrapped__)  # without its cache
+    monkeypatch.setattr(cuda, "_native_config", cuda._native_config.__wrapped__)  # without its cache
     assert rh.native("cuda").arch == "sm_90a"
     assert parse_vdevices([{"kind": "cuda"}])[0].target.arch == "sm_90a"
 

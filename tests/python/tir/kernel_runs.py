@@ -13,6 +13,7 @@ import tvm_ffi
 from tvm import tirx
 
 from relax_hetero.encoding import PackedLayout
+from relax_hetero.encoding.expression import Expression, Term
 from relax_hetero.encoding.winograd import positions
 from relax_hetero.target.cpu_target import CpuTarget, cpu_target_of
 from relax_hetero.target.element_types import numpy_dtype
@@ -103,3 +104,13 @@ def stored(array: np.ndarray, layout: PackedLayout, padding: int = 0xFF) -> np.n
 
 def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
     return left.shape == right.shape and left.dtype == right.dtype and left.tobytes() == right.tobytes()
+
+
+def in_double(expression: Expression, values: Sequence[np.ndarray]) -> np.ndarray:
+    """The value of an expression in float64, which no cast rounds."""
+
+    def apply(op: str, args: list[Term], params: tuple[Any, ...]) -> Term:
+        return args[0] if op == "cast" else Term(op, tuple(args), params)
+
+    operands = [Expression.operand(index).term for index in range(len(values))]
+    return Expression(expression.fold(operands, apply)).evaluate([value.astype("float64") for value in values])

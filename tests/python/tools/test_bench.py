@@ -49,14 +49,14 @@ def test_a_trace_of_submitted_calls(invoke: Invoke, model: Path, tmp_path: Path)
     options = ["--place", "/upper/*=llvm:1", "--rounds", 1, "--no-stock", "--trace", out, "--calls", 5]
     data = parsed(invoke("bench", model, *TWO, *options, "--json"))["trace"]
     assert (data["path"], data["calls"]) == (str(out), 5) and data["calls_per_second"] > 0
-    assert set(data["busy"]) == {"queue of cpu:0", "queue of cpu:1"}
+    assert set(data["busy"]) == {"queue of llvm:0", "queue of llvm:1"}
     assert all(0 < share <= 1 for share in data["busy"].values())
     written = json.loads(out.read_text())
     assert written["otherData"] == {"calls": 5, "calls_left_out": 0}
     names = [event["name"] for event in written["traceEvents"] if event["ph"] == "X"]
     assert names.count("main") == 5 and names.count("llvm:0 to llvm:1") == 5
     shown = invoke("bench", model, *TWO, *options)
-    assert "5 calls submitted" in shown.stdout and "queue of cpu:1" in shown.stdout and out.name in shown.stdout
+    assert "5 calls submitted" in shown.stdout and "queue of llvm:1" in shown.stdout and out.name in shown.stdout
 
 
 def test_a_trace_never_overwrites_the_model(invoke: Invoke, model: Path):

@@ -7,8 +7,9 @@ import json
 import numpy as np
 import pytest
 
+from relax_hetero.display.console import print_json
+from relax_hetero.display.text import bytes_text
 from relax_hetero.tools.bench_timing import AT_LEAST, interleave
-from relax_hetero.tools.console import bytes_text, print_json
 from relax_hetero.tools.onnxruntime_reference import compare
 
 

@@ -5,7 +5,6 @@ Layouts are ignored: encoded values are their logical tensors. Products are summ
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -15,16 +14,11 @@ from tvm_ffi import structural_map
 
 from relax_hetero.encoding.encoding import Encoding
 from relax_hetero.encoding.expression import Expression
+from relax_hetero.encoding.functions import FUNCTIONS
 from relax_hetero.op.encoded import CONV, ELEMENTWISE, MATMUL, SET, UNSET
 from relax_hetero.transform.encode.encoded_convolutions import CONV_OPS
 from relax_hetero.transform.ir.rewriting import op_name
 from transform.numpy_convolution import convolve
-
-_erf = np.vectorize(math.erf, otypes=["float64"])
-
-
-def _sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
 
 
 def _softmax(x: np.ndarray, axis: int) -> np.ndarray:
@@ -32,19 +26,9 @@ def _softmax(x: np.ndarray, axis: int) -> np.ndarray:
     return grown / grown.sum(axis=axis, keepdims=True)
 
 
-_UNARY = {
-    "relu": lambda x: np.maximum(x, 0),
-    "gelu": lambda x: x * 0.5 * (1 + _erf(x / np.sqrt(2))),
-    "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
-    "silu": lambda x: x * _sigmoid(x),
-    "sigmoid": _sigmoid,
-    "erf": _erf,
-    "rsqrt": lambda x: 1 / np.sqrt(x),
-    "tanh": np.tanh, "exp": np.exp, "log": np.log, "sqrt": np.sqrt, "square": np.square, "abs": np.abs,
-    "negative": np.negative, "round": np.round, "floor": np.floor, "ceil": np.ceil,
-}  # fmt: skip
-_BINARY = {
-    name: getattr(np, name) for name in ("add", "subtract", "multiply", "divide", "maximum", "minimum", "power", "less")
+_FUNCTIONS = {f"relax.{function.op}": function.evaluate for function in FUNCTIONS.values()} | {
+    "relax.power": np.power,
+    "relax.less": np.less,
 }
 
 
@@ -75,7 +59,6 @@ def run(mod: tvm.IRModule, *arguments: np.ndarray) -> Any:
 
 def _call(call: relax.Call, args: list[np.ndarray], sizes: dict[str, int]) -> np.ndarray:
     name = op_name(call) or ""
-    short = name.rpartition(".")[2]
     dtype = str(call.ty.dtype)
     if name in (SET, UNSET, "relax.to_vdevice"):
         return args[0]
@@ -87,12 +70,10 @@ def _call(call: relax.Call, args: list[np.ndarray], sizes: dict[str, int]) -> np
     if name in CONV_OPS:
         return _stock_convolution(call.attrs, CONV_OPS[name], *args).astype(dtype)
     if name == ELEMENTWISE:
-        return _expression(Expression.parse(call.attrs.expression), args).astype(dtype)
+        return Expression.parse(call.attrs.expression).evaluate(args).astype(dtype)
     if name == "relax.matmul":
         wide = "int64" if "int" in dtype else "float64"
         return np.matmul(args[0].astype(wide), args[1].astype(wide)).astype(dtype)
-    if name == "relax.astype":
-        return args[0].astype(dtype)
     if name == "relax.permute_dims":
         return args[0].transpose(None if call.attrs.axes is None else [int(axis) for axis in call.attrs.axes])
     if name == "relax.reshape":
@@ -100,16 +81,16 @@ def _call(call: relax.Call, args: list[np.ndarray], sizes: dict[str, int]) -> np
     if name == "relax.sum":
         axes = None if call.attrs.axis is None else tuple(int(axis) for axis in call.attrs.axis)
         return args[0].sum(axis=axes, keepdims=bool(call.attrs.keepdims), dtype=dtype)
-    if name == "relax.clip":
-        return np.clip(args[0], call.args[1].value, call.args[2].value).astype(dtype)
-    if name == "relax.nn.leakyrelu":
-        return np.where(args[0] > 0, args[0], args[0] * np.float32(call.attrs.alpha)).astype(dtype)
     if name == "relax.nn.softmax":
         return _softmax(args[0], int(call.attrs.axis))
-    if name == "relax.where":
-        return np.where(*args)
-    result = (_UNARY.get(short) or _BINARY[short])(*args)
-    return result if dtype == "bool" else result.astype(dtype)
+    params: list[Any] = []
+    if name == "relax.astype":
+        params = [dtype]
+    elif name == "relax.clip":
+        params = [bound.value for bound in call.args[1:]]
+    elif name == "relax.nn.leakyrelu":
+        params = [call.attrs.alpha]
+    return _FUNCTIONS[name](*args, *params).astype(dtype)
 
 
 def _stock_convolution(attrs: Any, spatial: int, data: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -156,20 +137,3 @@ def _product(encoding: Encoding, lhs: np.ndarray, rhs: np.ndarray, init: np.ndar
     out = "".join(letters[name] for name in result)
     product = np.einsum(f"{','.join(subscripts)}->{out}", *operands)
     return (product if init is None else product + init).astype(accumulator)
-
-
-def _expression(expression: Expression, operands: list[np.ndarray]) -> np.ndarray:
-    def apply(op: str, args: list[Any], params: tuple[Any, ...]) -> Any:
-        if op == "number":
-            return params[0]
-        if op == "cast":
-            return args[0].astype(params[0])
-        if op == "clip":
-            return np.clip(args[0], *params).astype(args[0].dtype)
-        if op == "leaky_relu":
-            return np.where(args[0] > 0, args[0], args[0] * np.float32(params[0])).astype(args[0].dtype)
-        dtype = next(arg.dtype for arg in args if isinstance(arg, np.ndarray))
-        typed = [arg if isinstance(arg, np.ndarray) else np.asarray(arg, dtype) for arg in args]
-        return (_UNARY.get(op) or _BINARY[op])(*typed).astype(dtype)
-
-    return expression.evaluate(operands, apply)

@@ -10,7 +10,7 @@ import tvm
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from relax_hetero.encoding import ConvProblem, Encoding, PackedLayout, register_resolver
+from relax_hetero.encoding import ConvProblem, Encoding, EncodingResolver, PackedLayout, register_resolver
 from relax_hetero.encoding.problem import ElementwiseProblem, MatmulProblem, Operand
 from relax_hetero.resolvers import CpuResolver
 from relax_hetero.target.cpu_target import cpu_target_of
@@ -23,28 +23,24 @@ NHWC = PackedLayout((0, 2, 3, 1))
 OHWI16O = PackedLayout((0, 2, 3, 1), (0,), (16,))
 
 
-class Reference:
+class Reference(EncodingResolver):
     """Answers for conv2d with the layouts given; products are the CPU resolver's."""
 
     name = "reference"
 
     def __init__(self, data: PackedLayout, weight: PackedLayout, result: PackedLayout) -> None:
-        self.layouts = (data, weight, result)
-        self.problems: list[Any] = []
+        self._layouts = (data, weight, result)
+        self._solved: list[Any] = []
 
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         if encoding.op_type == "conv2d":
-            return self.layouts[encoding.operand_index]
+            return self._layouts[encoding.operand_index]
         return None if encoding.moves is not None else CpuResolver().resolve(encoding, target)
-
-    def storage_size(self, encoding: Encoding, shape: Sequence[Any], target: tvm.target.Target) -> Any:
-        layout = self.resolve(encoding, target) or PackedLayout.identity(len(shape))
-        return layout.storage_bytes(shape, encoding.element_type)
 
     def kernel(
         self, problem: ConvProblem | MatmulProblem | ElementwiseProblem, target: tvm.target.Target
     ) -> tirx.PrimFunc:
-        self.problems.append(problem)
+        self._solved.append(problem)
         if isinstance(problem, ConvProblem):
             return convolution(problem)
         if isinstance(problem, ElementwiseProblem):
@@ -119,7 +115,7 @@ def _body(problem: ConvProblem, operands: Sequence[Operand], stores: Sequence[Pa
         values = [total[0]]
         for operand, store in zip(operands[2:-1], others, strict=True):
             values.append(load(store, [0 if n == "1" else at[names.index(n)] for n in operand.index_map]))
-        value = total[0] if problem.epilogue is None else problem.epilogue.expression.evaluate(values, _apply)
+        value = total[0] if problem.epilogue is None else problem.epilogue.expression.fold(values, _apply)
         T.buffer_store(result.data, value, [position(result, at)])
 
     T.evaluate(0)

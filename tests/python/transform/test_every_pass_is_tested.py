@@ -10,7 +10,7 @@ import pytest
 from relax_hetero import transform
 
 HERE = Path(__file__).parent
-PASSES = {name: module.strip(".").split(".") for name, module in transform._PASSES.items()}
+PASSES = {name: each.constructor.__module__.split(".")[2:] for name, each in transform.passes().items()}
 # The second is of `outlines`, for regions: it compares functions of Relax.
 COMPARES = {"assert_structural_equal", "check"}
 # These check or note, and change no function: there is no module to expect.

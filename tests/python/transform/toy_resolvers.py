@@ -9,29 +9,37 @@ from typing import Any
 import tvm
 from tvm import tirx
 
-from relax_hetero.encoding import ElementwiseProblem, Encoding, MatmulProblem, Operand, PackedLayout, register_resolver
+from relax_hetero.encoding import (
+    ElementwiseProblem,
+    Encoding,
+    EncodingResolver,
+    MatmulProblem,
+    Operand,
+    PackedLayout,
+    register_resolver,
+)
 from relax_hetero.tir.core.builder import Function
 
 PANELS = PackedLayout((1, 0), (1,), (4,))
 TILES = (PackedLayout((0, 1), (0,), (2,)), PackedLayout((1, 0), (1,), (2,)), PackedLayout((0, 1), (0, 1), (2, 2)))
 
 
-class Toy:
+class Toy(EncodingResolver):
     """Answers with the given layouts for matmul, and writes kernels that do nothing."""
 
     def __init__(self, name: str, layouts: Sequence[PackedLayout | None]) -> None:
         self.name = name
-        self.layouts = layouts
-        self.problems: list[MatmulProblem | ElementwiseProblem] = []
+        self._layouts = layouts
+        self._solved: list[MatmulProblem | ElementwiseProblem] = []
 
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
-        return self.layouts[encoding.operand_index] if encoding.op_type == "matmul" else None
+        return self._layouts[encoding.operand_index] if encoding.op_type == "matmul" else None
 
     def storage_size(self, encoding: Encoding, shape: Sequence[Any], target: tvm.target.Target) -> Any:
-        return self.layouts[encoding.operand_index].storage_bytes(shape, encoding.element_type)
+        return self._layouts[encoding.operand_index].storage_bytes(shape, encoding.element_type)
 
     def kernel(self, problem: MatmulProblem | ElementwiseProblem, target: tvm.target.Target) -> tirx.PrimFunc:
-        self.problems.append(problem)
+        self._solved.append(problem)
         return empty_kernel(problem.parameters)
 
 

@@ -28,7 +28,7 @@ _FILE = "program.json"
 _FORMAT = 1
 
 
-def compile_program(
+def compile(
     mod: tvm.IRModule,
     folder: str | os.PathLike[str],
     params: Mapping[str, Any] | None = None,
@@ -47,7 +47,7 @@ def compile_program(
     Returns
     -------
     Program
-        Of the libraries in the folder.
+        Program of the libraries in the folder.
 
     Raises
     ------
@@ -68,13 +68,18 @@ def compile_program(
     plans = {name: _plan_to_json(plan) for name, plan in program.functions.items()}
     text = json.dumps({"format": _FORMAT, "hosts": names, "functions": plans}, indent=1)
     (folder / _FILE).write_text(text, "utf-8")
-    return load_program(folder)
+    return load(folder)
 
 
-def load_program(folder: str | os.PathLike[str]) -> Program:
-    """The program in a folder that `compile_program` wrote.
+def load(folder: str | os.PathLike[str]) -> Program:
+    """The program in a folder that `compile` wrote.
 
     Running it runs the libraries' code, so a folder must be trusted as a program is.
+
+    Parameters
+    ----------
+    folder : str or PathLike of str
+        Folder with the program's description and a library for each part.
 
     Raises
     ------

@@ -19,7 +19,6 @@ from ...artifact.signature import FunctionSignature
 from ...driver.bind_params import bind_defaults
 from ...driver.compile import prepared, run_steps
 from ...driver.link.parallel_codegen import Progress
-from ...driver.pipeline import steps_before_hosts
 from ...driver.signatures import signatures_before_lowering
 from ...errors import BuildError
 from ...target.hosts import host_of, hosts_of, is_native, on_host
@@ -28,6 +27,7 @@ from ...target.vdevice import vdevices_of
 from ...transform.ir.rewriting import global_vars_in, relax_functions, typed
 from ...transform.partition.host_needs import leaves_of
 from ...transform.partition.partition_by_host import HOST, PART_OF, SIZES_FIRST, partition_by_host
+from ...transform.pipeline import steps_before_hosts
 from ...transform.placement.update_vdevice import succeed_vdevices
 from ...transform.record.donated import without_donated
 from ..call_plan import CallPlan, Program
@@ -40,7 +40,7 @@ Hardware: TypeAlias = "tuple[str, int]"
 
 
 def native_hardware(mod: tvm.IRModule) -> dict[str, list[Hardware]]:
-    """By host, the devices of a module that stand for whatever hardware is there."""
+    """Devices of a module that stand for whatever hardware is there, by host."""
     found: dict[str, list[Hardware]] = {}
     for vdevice in vdevices_of(mod):
         host = host_of(vdevice)
@@ -63,7 +63,7 @@ def cut_module(
     mod, params, accuracy, progress
         As `rh.compile` takes them; every vdevice is on a host.
     natives : mapping of str to mapping of Hardware to Target, optional
-        By host, kind and number, the target of the hardware there, for vdevices that name a kind alone.
+        Targets of the hardware there by host, kind and number, for vdevices that name a kind alone.
 
     Raises
     ------
@@ -87,7 +87,7 @@ def program_of_parts(mod: tvm.IRModule, hosts: Sequence[str], signatures: Mappin
     Parameters
     ----------
     signatures : mapping of str to FunctionSignature
-        Of the functions that can be called, as they were before.
+        Signatures of the functions that can be called, as they were before.
     """
     functions: dict[str, dict[str, relax.Function]] = {host: {} for host in hosts}
     plans = {}

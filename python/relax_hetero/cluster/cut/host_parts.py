@@ -20,7 +20,7 @@ from ...transform.partition.partition_by_host import RECEIVE, SEND, SIZES_FIRST
 
 @dataclass
 class HostPart:
-    """What one host does for a function. Every variable is a tensor, a shape, a number or an object.
+    """Work of one host for a function. Every variable is a tensor, a shape, a number or an object.
 
     Attributes
     ----------
@@ -29,9 +29,9 @@ class HostPart:
     bindings : list of relax.Binding
         In order. `free` ones only name sizes by others, and every step that needs them repeats them.
     receives : dict of relax.Var to int
-        By variable, the channel that brings it.
+        Channels that bring variables.
     sends : dict of int to relax.Var
-        By channel, the variable that goes.
+        Variables that channels take.
     finds : dict of relax.Var to relax.Var
         Symbolic sizes that a binding finds, with the variable of a shape that holds them.
     result : relax.Expr
@@ -77,7 +77,7 @@ class HostPart:
         return var in self.params or var in self.receives or any(b.var.same_as(var) for b in self.bindings)
 
     def keep(self, var: relax.Var, made: relax.Var) -> None:
-        """What arrives as `var` is the host's own `made`, or a copy of it on another device of the host."""
+        """Use the host's own `made`, or a copy on another device of the host, in place of what arrives as `var`."""
         del self.receives[var]
         device = getattr(var.ty, "vdevice", None)
         if same_vdevice(device, getattr(made.ty, "vdevice", None)):
@@ -100,7 +100,7 @@ def read_part(mod: tvm.IRModule, host: str, func: relax.Function) -> HostPart:
 
 
 def talks_inside(mod: tvm.IRModule, func: relax.Function) -> bool:
-    """Whether a part sends or receives inside of a branch, or in a function that it calls."""
+    """Return whether a part sends or receives inside of a branch, or in a function that it calls."""
     outer = {binding.var for binding in walk_bindings(func.body, nested=False)}
     if any(_talk(b.value) is not None and b.var not in outer for b in walk_bindings(func.body)):
         return True

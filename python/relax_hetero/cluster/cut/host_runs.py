@@ -21,7 +21,7 @@ def plan_of_runs(
     Parameters
     ----------
     inputs : int
-        Of the function, tuples opened.
+        Number of inputs of the function, tuples opened.
     """
     runs: list[HostRun] = []
     sizes: list[tuple[str, ...]] = []
@@ -53,5 +53,5 @@ def _result(types: Sequence[tvm.ir.Type], numbers: Iterator[int]) -> Any:
 
 
 def _is_nothing(ty: tvm.ir.Type) -> bool:
-    """Whether a type is what stands for values of other hosts."""
+    """Return whether a type is what stands for values of other hosts."""
     return isinstance(ty, relax.ShapeType) and int(ty.ndim) == 0

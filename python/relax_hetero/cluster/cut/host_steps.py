@@ -50,7 +50,7 @@ class CutFunction:
     result : object
         As in `CallPlan`; an empty tuple stands for an empty shape.
     functions : dict of str to dict of str to relax.Function
-        By host and name, those of the steps.
+        Functions of the steps, by host and name.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -199,7 +199,7 @@ class _Cutter:
         return bindings, sorted(outside, key=order.__getitem__)
 
     def _wanted(self) -> set[Place]:
-        """What steps have to return: for other steps, and for the caller."""
+        """Values that steps have to return: for other steps, and for the caller."""
         wanted = {self._origin(host, var) for host, var in self._leaves(self._result)}
         for key in self._keys:
             wanted |= {self._origin(key[1], var) for var in self._closed(key)[1]}

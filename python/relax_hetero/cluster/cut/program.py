@@ -58,7 +58,7 @@ def program_of(
     HostError
         A host that nothing can take in time.
     HeteroError
-        What `cut_module` raises.
+        An error of `cut_module`.
     """
     if isinstance(found, Program):
         found.check()
@@ -74,7 +74,7 @@ def program_of(
 def _natives(
     ray: Any, bindings: Mapping[str, HostBinding], wanted: Mapping[str, Sequence[Hardware]], timeout: float
 ) -> dict[str, dict[Hardware, Target]]:
-    """By host, the targets of its hardware, asked there by a task that runs as the host's process will."""
+    """Targets of each host's hardware, asked there by a task that runs as the host's process will."""
     asked = {
         host: ray.remote(hardware_here)
         .options(max_retries=3, **binding.options(ray))

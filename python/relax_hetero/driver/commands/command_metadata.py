@@ -9,8 +9,8 @@ import tvm
 from tvm import relax
 
 from ...artifact.commands import KernelSpec, RegionSpec, SlotSpec
-from ...artifact.metadata import CPU, DEVICE_TYPES, DeviceSpec, DispatchSpec
-from ...target.vdevice import vdevices_of
+from ...artifact.metadata import DeviceSpec, DispatchSpec
+from ...target.vdevice import is_cpu, vdevices_of
 from ...tir.core.raw_kernel import raw_signature
 from ...transform.ir.kernels import operations_of, precision_of, tensor_bytes
 from ...transform.ir.module_attrs import COMMANDS, public_kernels
@@ -58,7 +58,7 @@ def linked_regions(lifted: LiftedConstants) -> tuple[RegionSpec, ...]:
 def regions_as_linked(mod: tvm.IRModule) -> list[RegionSpec]:
     """The regions of a module with what the code that `link` makes of them asks of a slot's address."""
     alignment = argument_alignment(mod)
-    on_cpu = [DEVICE_TYPES.get(vdevice.target.kind.name) == CPU for vdevice in vdevices_of(mod)]
+    on_cpu = [is_cpu(vdevice) for vdevice in vdevices_of(mod)]
 
     def linked(slot: SlotSpec) -> SlotSpec:
         return replace(slot, alignment=min(slot.alignment, alignment)) if on_cpu[slot.device] else slot

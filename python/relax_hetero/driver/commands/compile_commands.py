@@ -36,7 +36,7 @@ from ..link.llvm_kernels import build_llvm
 _NAME = "relax_hetero.commands"
 
 HostFunction = Callable[..., int]
-"""Of the address of slots' addresses and sizes, that of directs' and kernels' addresses, and the parameters."""
+"""Function of the addresses of three tables: slots (addresses, sizes), directs and kernels, and parameters."""
 
 
 @functools.lru_cache(maxsize=64)

@@ -37,6 +37,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm_ffi import structural_map
 
 from ...artifact.kernel_addresses import address_function
+from ...target.backend import backend_of
 from ...target.vdevice import vdevices_of
 from ...tir.core.builder import Function
 from ...tir.core.raw_kernel import raw_kernel, raw_signature
@@ -64,7 +65,7 @@ class AddressTable:
     Attributes
     ----------
     tensor : tvm.ir.GenericConst
-        What lowered code names.
+        Constant that lowered code names.
     region : str
         The command buffer whose state it is (`form_cuda_graphs`); ``""`` for a table alone.
     """
@@ -123,13 +124,14 @@ def by_address(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[AddressTable]]:
 
 
 def is_llvm_buffer(func: tvm.ir.BaseFunc) -> bool:
-    """Whether a function is a command buffer of an llvm device."""
+    """Return whether a function is a command buffer of an llvm device."""
     return isinstance(func, tirx.PrimFunc) and COMMANDS in func.attrs and func.attrs["target"].kind.name == "llvm"
 
 
 def callable_by_hand(mod: tvm.IRModule, kernels: Sequence[str]) -> tuple[tvm.IRModule, dict[str, str]]:
-    """A lowered module with kernels also as functions of pointers: of llvm devices, plain ones that are called by
-    address; of cuda devices, packed ones that launch.
+    """A lowered module with kernels also as functions of pointers.
+
+    For llvm devices these are plain functions, called by address; for cuda devices packed ones that launch.
 
     Parameters
     ----------
@@ -148,7 +150,7 @@ def callable_by_hand(mod: tvm.IRModule, kernels: Sequence[str]) -> tuple[tvm.IRM
         if gv.name_hint not in kernels or not isinstance(func, tirx.PrimFunc):
             continue
         kind, signature = func.attrs["target"].kind.name, raw_signature(func)
-        if signature is None or kind not in ("llvm", "cuda"):
+        if signature is None or not backend_of(kind).callable_by_hand:
             continue
         # Kernels of a GPU get names of C++ from that of the function.
         name = gv.name_hint if kind == "llvm" else re.sub(r"\W", "_", gv.name_hint)

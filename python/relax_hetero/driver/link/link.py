@@ -7,7 +7,9 @@ given. Here kernels are grouped by their own target, and no module is of two.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import tvm
 from tvm import relax, tirx
@@ -18,16 +20,14 @@ from tvm_ffi.registry import list_global_func_names
 
 from ...artifact.cache_folder import CacheFolder
 from ...errors import BuildError
+from ...target.backend import backend_of
 from ...target.native_target import native
 from ...target.vdevice import host_vdevice, vdevices_of
 from ...transform.ir.module_attrs import COMMANDS
 from ...transform.ir.reasons import reason
 from ...vm.device.tensors import ALIGNMENT
 from .address_table import with_address_functions
-from .c_literals import with_c_literals
-from .cuda.kernel_sources import CudaPart, generate
-from .cuda.machine_code import compile_kernels, imported
-from .llvm_kernels import ARGUMENT_ALIGNMENT, build_llvm, loosen_alignment
+from .llvm_kernels import ARGUMENT_ALIGNMENT, build_llvm
 from .parallel_codegen import Progress, build_in_parallel, cut
 from .tail_calls import emit, with_trips
 from .threads.worker_threads import with_launch_setters, worker_threads
@@ -42,9 +42,9 @@ class Linked:
     Attributes
     ----------
     module : tvm.runtime.Module
-        Of kind ``relax.VMExecutable``.
+        Module of kind ``relax.VMExecutable``.
     machine_code : dict of str to bytes
-        Of CUDA kernels that the module holds as source, because TVM's CUDA runtime is not here; by
+        Machine code of CUDA kernels that the module holds as source, because TVM's CUDA runtime is not here; by
         `vm.file.cuda_modules.source_key`.
     """
 
@@ -62,7 +62,7 @@ def link(mod: tvm.IRModule, progress: Progress | None = None, folder: CacheFolde
     progress : Progress, optional
         Told how many kernels are compiled.
     folder : CacheFolder, optional
-        Of the compile cache, where machine code of CUDA kernels is kept.
+        Folder of the compile cache, where machine code of CUDA kernels is kept.
 
     Raises
     ------
@@ -88,8 +88,7 @@ def link(mod: tvm.IRModule, progress: Progress | None = None, folder: CacheFolde
     if not external:  # which would run on TVM's threads, beside the others
         parts = with_launch_setters(parts)
     built = build_in_parallel(parts, lambda target, part: _built(target, part, host_target), progress)
-    machine_code = _with_machine_code(built, progress, folder)
-    libraries = [part.host if isinstance(part, CudaPart) else part for part in built]
+    libraries, machine_code = _finished([target for target, _ in parts], built, progress, folder)
     libraries += worker_threads(parts, host_target)
     if not libraries and not external and host_target.kind.name == "llvm":
         # TVM would put an empty module of C there, which a compiler of C would have to link.
@@ -106,25 +105,22 @@ def any_host() -> tvm.target.Target:
     return tvm.target.Target({"kind": "llvm", "mtriple": str(native("llvm").attrs["mtriple"])})
 
 
-def _with_machine_code(
-    built: list[tvm.runtime.Module | CudaPart], progress: Progress | None = None, folder: CacheFolder | None = None
-) -> dict[str, bytes]:
-    """Compile the CUDA kernels of all parts together, and let the parts' host code import them."""
-    parts = [part for part in built if isinstance(part, CudaPart)]
-    sources = [source for part in parts for source in part.sources]
-    count = 0
-
-    def on_done(more: int) -> None:
-        nonlocal count
-        count += more
-        if progress is not None:
-            progress("CUDA kernels", count, len(sources))
-
-    codes = iter(compile_kernels(sources, folder, on_done))
-    kept: dict[str, bytes] = {}
-    for part in parts:
-        kept.update(imported(part, [next(codes) for _ in part.sources]))
-    return kept
+def _finished(
+    targets: Sequence[tvm.target.Target],
+    built: Sequence[Any],
+    progress: Progress | None = None,
+    folder: CacheFolder | None = None,
+) -> tuple[list[tvm.runtime.Module], dict[str, bytes]]:
+    """Modules of each target, finished by the targets' back ends; and machine code apart (`Backend.link`)."""
+    modules, machine_code = list(built), dict[str, bytes]()
+    kinds = [target.kind.name for target in targets]
+    for kind in dict.fromkeys(kinds):
+        own = [index for index, other in enumerate(kinds) if other == kind]
+        finished, codes = backend_of(kind).link([built[index] for index in own], progress, folder)
+        for index, module in zip(own, finished, strict=True):
+            modules[index] = module
+        machine_code.update(codes)
+    return modules, machine_code
 
 
 def external_modules(mod: tvm.IRModule) -> list[tvm.runtime.Module]:
@@ -196,13 +192,11 @@ def group_by_target(mod: tvm.IRModule, host: tvm.target.Target) -> list[tuple[tv
 
 def build_group(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target) -> tvm.runtime.Module:
     """Compile kernels of one target; BuildError names the first that does not compile."""
-    built = _built(target, group, host)
-    _with_machine_code([built])
-    return built.host if isinstance(built, CudaPart) else built
+    return _finished([target], [_built(target, group, host)])[0][0]
 
 
-def _built(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target) -> tvm.runtime.Module | CudaPart:
-    """Compile kernels of one target, those of CUDA up to their source."""
+def _built(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target) -> Any:
+    """Compile kernels of one target, as far as `Backend.build` does."""
     kind = target.kind.name
     if tvm.get_global_func(f"target.build.{kind}", allow_missing=True) is None:
         names = ", ".join(sorted(gv.name_hint for gv in group.get_global_vars())[:3])
@@ -221,13 +215,13 @@ def _built(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Targ
 
 
 def runs_commands(func: tirx.PrimFunc) -> bool:
-    """Whether a function is host code for a device: a command buffer, or a function that calls others."""
+    """Return whether a function is host code for a device: a command buffer, or a function that calls others."""
     on_global = (tvm.ir.GlobalVar, VisitInterrupt)
     return COMMANDS in func.attrs or structural_walk(func.body, on_global) is not None
 
 
 def binds_threads(func: tirx.PrimFunc) -> bool:
-    """Whether any loop of a kernel is bound to a GPU thread axis."""
+    """Return whether any loop of a kernel is bound to a GPU thread axis."""
 
     def on_loop(loop: tirx.For) -> VisitInterrupt | None:
         return VisitInterrupt(loop) if loop.kind == tirx.ForKind.THREAD_BINDING else None
@@ -235,15 +229,9 @@ def binds_threads(func: tirx.PrimFunc) -> bool:
     return structural_walk(func.body, (tirx.For, on_loop)) is not None
 
 
-def _build(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target) -> tvm.runtime.Module | CudaPart:
+def _build(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target) -> Any:
     full = target if target.host is not None else target.with_host(host if _is_gpu(target) else target)
-    if target.kind.name == "llvm":
-        return build_llvm(full, group)
-    if target.kind.name == "cuda":
-        return generate(group, full)
-    if not _is_gpu(target):
-        group = tvm.IRModule({gv: with_c_literals(loosen_alignment(func)) for gv, func in group.functions.items()})
-    return tirx.build(group, target=full)
+    return backend_of(target).build(group, full)
 
 
 def _is_gpu(target: tvm.target.Target) -> bool:

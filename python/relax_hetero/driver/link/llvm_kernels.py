@@ -29,14 +29,14 @@ def build_llvm(target: tvm.target.Target, group: tvm.IRModule) -> tvm.runtime.Mo
     Parameters
     ----------
     target : tvm.target.Target
-        Of the kind llvm.
+        Target of the kind llvm.
     group : tvm.IRModule
         PrimFuncs only, of this target or none.
 
     Returns
     -------
     tvm.runtime.Module
-        Of kind ``llvm``. What TVM raises for code that does not compile has no common class.
+        Module of kind ``llvm``. Errors of TVM for code that does not compile have no common class.
     """
     full = target if target.host is not None else target.with_host(target)
     pipeline, finalize, _ = tirx.get_default_tir_pipeline(full)
@@ -79,7 +79,7 @@ def _loosened(buffer: tvm.ir.Var) -> tvm.ir.Var:
 
 
 def types_are_true(mod: tvm.IRModule) -> bool:
-    """Whether every tensor in a module's Relax functions is what its type says, if the arguments of calls are.
+    """Return whether every tensor in a module's Relax functions is what its type says, if the arguments of calls are.
 
     The machine has checked the arguments of a call; all else was allocated, or is a constant. Only the results of other
     packed functions may be anything.

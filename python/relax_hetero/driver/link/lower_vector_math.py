@@ -121,7 +121,7 @@ def _symbol(name: str, lanes: int) -> str:
 
 
 def _rounds_to_bfloat16(func: tirx.PrimFunc) -> bool:
-    """Whether a kernel's machine has an instruction for it; for others LLVM calls a library, lane by lane."""
+    """Return whether a kernel's machine has an instruction for it; for others LLVM calls a library, lane by lane."""
     target = func.attrs.get("target")
     return target is not None and target.kind.name == "llvm" and "avx512bf16" in cpu_target_of(target).features
 

@@ -46,7 +46,7 @@ def build_in_parallel(
     Raises
     ------
     Exception
-        Of the first part, in order, that `build` raises one for.
+        The error that `build` raises for the first part, in order, that fails.
     """
     counter = _Counter(progress, sum(len(part.functions) for _, part in parts))
     context = tvm.transform.PassContext.current()

@@ -147,14 +147,14 @@ def _parts_of(func: relax.Function, mod: tvm.IRModule) -> _Parts | None:
 
 
 def _is_of_sizes(value: relax.Expr, mod: tvm.IRModule, shared: set[relax.Var], heaps: set[relax.Var]) -> bool:
-    """Whether an expression calls a kernel of numbers, or of the memory of extents, which computes or checks some."""
+    """True if an expression calls a kernel of numbers, or of the memory of extents, which computes or checks some."""
     if not isinstance(value, relax.Call) or not isinstance(mod.functions.get(value.op), tirx.PrimFunc):
         return False
     return all(arg in heaps or (arg in shared and isinstance(arg.ty, tvm.ir.PrimType)) for arg in value.args)
 
 
 def _stores(match: relax.Call) -> bool:
-    """Whether a call of `_MATCH` keeps an extent: its operands are tensor, memory, rank, and codes with numbers."""
+    """True if a call of `_MATCH` keeps an extent: its operands are tensor, memory, rank, and codes with numbers."""
     rank = int(match.args[2].value)
     return any(int(code.value) == _STORE for code in match.args[3 : 3 + 2 * rank : 2])
 

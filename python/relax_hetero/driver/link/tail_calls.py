@@ -52,7 +52,7 @@ class Loop:
     Attributes
     ----------
     name : str
-        Of the function.
+        Name of the function.
     trip : str
         Name of the function of one trip.
     params : tuple of str
@@ -140,7 +140,7 @@ def _last(body: relax.Expr) -> relax.Binding | None:
 
 
 def _is_idle(value: relax.Expr) -> bool:
-    """Whether something only frees memory or checks types: the last trip does that for the result."""
+    """Return whether something only frees memory or checks types: the last trip does that for the result."""
     if op_name(value) == "relax.vm.kill_object" or isinstance(value, (relax.Var, relax.TupleGetItem)):
         return True
     if not isinstance(value, relax.Call) or not isinstance(value.op, relax.ExternFunc):

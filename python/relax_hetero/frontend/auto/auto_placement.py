@@ -57,7 +57,7 @@ class AutoPlacement:
     vdevices : mapping
         The same as vdevices.
     estimate_seconds : float
-        By the cost model: the time of one call for latency, the time between calls for throughput.
+        Estimate by the cost model: the time of one call for latency, the time between calls for throughput.
     single_device_estimates : mapping
         Device -> the same with everything on it; none is below `estimate_seconds`.
     objective : str
@@ -110,7 +110,8 @@ def auto_placement(
     ----------
     mod_or_model : IRModule, or what `from_onnx` takes
         A module is planned by its function "main", per binding; an ONNX model per node.
-    vdevices : as for `from_onnx`
+    vdevices : VDeviceEntry or iterable of VDeviceEntry
+        Devices as `from_onnx` takes them.
     cost_model : CostModel, optional
         Default ``CostModel.measured(vdevices, objective)``.
     objective : str, optional

@@ -15,7 +15,7 @@ import tvm
 from tvm.target import Target, codegen
 
 from ...errors import PlacementError, VDeviceError
-from ...target.gpu_target import gpu_target_of
+from ...target.backend import backend_of
 from ...target.hosts import NETWORK_LATENCY, NETWORK_RATE, host_of, hosts_of
 from ...target.native_target import num_cores, with_hardware
 from ...target.vdevice import host_vdevice, is_cpu, physical, vdevice_index
@@ -43,20 +43,6 @@ _CPU_BANDWIDTH = 200e9  # bytes/s of a socket, however many cores
 # LLVM feature -> float32 lanes, widest first.
 _LANES = {"avx512f": 16, "avx": 8, "sse2": 4, "neon": 4, "v": 4}
 
-# Compute capability -> (peak float32 flop/s outside tensor cores, bytes/s), newest first.
-_CUDA = {
-    100: (75e12, 8.0e12),
-    90: (67e12, 4.0e12),
-    89: (60e12, 0.9e12),
-    86: (30e12, 0.8e12),
-    80: (19e12, 1.9e12),
-    70: (14e12, 0.9e12),
-    0: (5e12, 0.3e12),
-}
-_OTHER_GPU = (5e12, 0.3e12)
-
-# Times of float32 arithmetic that tensor cores multiply elements of two bytes in, by their instruction.
-_TENSOR_CORES = {"wgmma": 12.0, "mma": 6.0}
 _TWO_BYTES = ("float16", "bfloat16")
 
 _GPU_LAUNCH = 2.5e-6  # seconds per kernel of a graph
@@ -97,7 +83,15 @@ class DeviceCost:
 
 @dataclass(frozen=True)
 class LinkCost:
-    """How fast tensors go from one device to another: seconds = latency + bytes / bandwidth."""
+    """How fast tensors go from one device to another: seconds = latency + bytes / bandwidth.
+
+    Attributes
+    ----------
+    bandwidth : float
+        Bytes per second.
+    latency : float
+        Seconds that a transfer takes besides.
+    """
 
     bandwidth: float
     latency: float
@@ -149,6 +143,13 @@ class CostModel:
         several calls in flight they work side by side, each with an equal share at most. (A device that has more by
         itself is another machine's, and its word is taken; so is that of devices on hosts.) Vdevices of one physical
         device always take turns.
+
+        Parameters
+        ----------
+        vdevices : sequence of tvm.relax.VDevice
+            Devices in the order of the module's list.
+        objective : Objective
+            "latency" or "throughput", as `auto_placement` takes it.
         """
         vdevices = list(map(with_hardware, vdevices))
         host = host_vdevice(vdevices)
@@ -184,6 +185,13 @@ class CostModel:
         """`for_vdevices`, with measured figures where the devices are a CPU and a GPU, or several GPUs, that are here.
 
         Measuring takes some seconds, once per machine (`measure_devices`).
+
+        Parameters
+        ----------
+        vdevices : sequence of tvm.relax.VDevice
+            Devices in the order of the module's list.
+        objective : Objective
+            "latency" or "throughput", as `auto_placement` takes it.
         """
         vdevices = list(map(with_hardware, vdevices))
         model = cls.for_vdevices(vdevices, objective)
@@ -198,6 +206,7 @@ class CostModel:
         Parameters
         ----------
         work : Work
+            Floating-point operations and bytes of the op.
         device : int
             Position in the list of vdevices.
         """
@@ -206,14 +215,28 @@ class CostModel:
         return (cost.launch if work.is_kernel else 0.0) + max(work.flops / rate, work.moved / cost.bandwidth)
 
     def transfer_seconds(self, size: float, source: int, destination: int) -> float:
-        """Seconds until `size` bytes have gone from one device to another; 0 to where they are."""
+        """Seconds until `size` bytes have gone from one device to another; 0 to where they are.
+
+        Parameters
+        ----------
+        size : float
+            Number of bytes.
+        source, destination : int
+            Positions in the list of vdevices.
+        """
         if source == destination:
             return 0.0
         link = self.links[source, destination]
         return link.latency + size / link.bandwidth
 
     def check(self, num_devices: int) -> None:
-        """Raise a VDeviceError if the model does not cover that many vdevices."""
+        """Raise a VDeviceError if the model does not cover that many vdevices.
+
+        Parameters
+        ----------
+        num_devices : int
+            Number of vdevices.
+        """
         if len(self.devices) != num_devices:
             raise VDeviceError(f"the cost model has {len(self.devices)} devices for {num_devices} vdevices")
         if self.host != IMPLICIT_HOST and not 0 <= self.host < num_devices:
@@ -278,14 +301,8 @@ def _default_cpu(target: Target, cores: int, socket: int) -> DeviceCost:
 
 
 def _default_gpu(target: Target) -> DeviceCost:
-    peak, bandwidth = _OTHER_GPU
-    products: dict[str, float] = {}
-    if target.kind.name == "cuda":
-        arch = str(target.attrs.get("arch", ""))
-        number = int("".join(filter(str.isdigit, arch)) or 0)
-        peak, bandwidth = next(figures for capability, figures in _CUDA.items() if number >= capability)
-        faster = _TENSOR_CORES.get(gpu_target_of(target).tensor, 1.0)
-        products = {dtype: peak * faster * _ATTAINED_GPU_FLOPS for dtype in _TWO_BYTES}
+    peak, bandwidth, faster = backend_of(target).peaks(target)
+    products = {dtype: peak * faster * _ATTAINED_GPU_FLOPS for dtype in _TWO_BYTES}
     return DeviceCost(peak * _ATTAINED_GPU_FLOPS, bandwidth * _ATTAINED_BANDWIDTH, _GPU_LAUNCH, products)
 
 

@@ -25,10 +25,9 @@ from tvm import relax
 from ... import __version__
 from ...artifact.cache_folder import folder_of
 from ...artifact.kept_figures import find_figures, keep_figures
-from ...artifact.metadata import TYPE_NAMES
 from ...driver.compile import compile as compile_module
 from ...errors import HeteroError
-from ...target.backends import load_backend
+from ...target.backend import backend_of
 from ...target.cpu_cores import num_cores
 from ...target.cpu_watch import CpuWatch
 from ...target.element_types import numpy_dtype
@@ -103,12 +102,12 @@ class Figures:
 
 
 def are_here(vdevices: Sequence[relax.VDevice]) -> bool:
-    """Whether all these devices are on this machine: CPU code has to be for this very CPU."""
+    """Return whether all these devices are on this machine: CPU code has to be for this very CPU."""
     return all(host_of(vdevice) is None and _is_here(vdevice) for vdevice in vdevices)
 
 
 def figures_of(vdevices: Sequence[relax.VDevice], again: bool = False) -> Figures | None:
-    """What was measured of these devices, on this machine; measured now where nothing is kept.
+    """Measurements of these devices, on this machine; taken now where nothing is kept.
 
     Kept in the folder of the compile cache, and in this process where there is none. What was measured while other work
     took much of the CPUs is kept for some minutes in this process alone, and measured again later.
@@ -192,8 +191,8 @@ def _is_here(vdevice: relax.VDevice) -> bool:
     kind = vdevice.target.kind.name
     if is_cpu(vdevice):
         return kind == "llvm" and str(vdevice.target.attrs.get("mcpu", "")) == _native_cpu()
-    name = TYPE_NAMES[int(vdevice.target.get_target_device_type())]
-    return load_backend(name) and bool(tvm.runtime.device(name, int(vdevice.vdevice_id)).exist)
+    backend = backend_of(vdevice.target)
+    return backend.load() and bool(tvm.runtime.device(backend.type_name, int(vdevice.vdevice_id)).exist)
 
 
 @cache

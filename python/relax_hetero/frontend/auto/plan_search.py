@@ -85,7 +85,7 @@ def _levels(costs: PlanCosts, most_plans: int) -> list[Clusters]:
 
 
 def _best_cut(costs: PlanCosts, start: list[int]) -> list[int]:
-    """Of the plans that put the program up to a unit on one device and the rest on another, the best for throughput."""
+    """The best plan for throughput of those that put the program up to a unit on one device and the rest on another."""
     best, best_key = start, BusiestQueue(costs, start).key
     for first, second in itertools.permutations(range(costs.devices), 2):
         measure = BusiestQueue(costs, [second] * len(start))
@@ -175,7 +175,7 @@ def cluster_levels(costs: PlanCosts, fewest: int) -> list[Clusters]:
 
 
 def _edges(costs: PlanCosts) -> defaultdict[tuple[int, int], float]:
-    """What it costs to divide two units, by pairs in order; of a value that many read, a share."""
+    """Cost of dividing two units, by pairs in order; of a value that many read, a share."""
     edges: defaultdict[tuple[int, int], float] = defaultdict(float)
     for value in costs.graph.values:
         if value.maker == OUTSIDE:

@@ -11,42 +11,10 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
+from ...op.traits import Traits, traits_of
+
 # The caller, which makes the inputs and reads the outputs.
 OUTSIDE = -1
-
-# Arithmetic per element of ops that are more than one instruction each.
-_FLOPS_PER_ELEMENT = {
-    "relax.exp": 10,
-    "relax.log": 10,
-    "relax.erf": 20,
-    "relax.tanh": 20,
-    "relax.sigmoid": 15,
-    "relax.power": 30,
-    "relax.nn.gelu": 25,
-    "relax.nn.gelu_tanh": 25,
-    "relax.nn.silu": 15,
-    "relax.nn.softmax": 20,
-    "relax.nn.log_softmax": 20,
-    "relax.nn.layer_norm": 10,
-    "relax.nn.batch_norm": 4,
-}
-
-# Views and renamings: nothing runs.
-_FREE = frozenset({"relax.reshape", "relax.expand_dims", "relax.squeeze", "relax.flatten", "relax.shape_of"})
-
-_POOLS = frozenset({"relax.nn.max_pool1d", "relax.nn.max_pool2d", "relax.nn.max_pool3d"}) | frozenset(
-    {"relax.nn.avg_pool1d", "relax.nn.avg_pool2d", "relax.nn.avg_pool3d"}
-)
-
-# Ops that join the kernel which makes an operand of theirs.
-_JOINING = frozenset(
-    "relax." + name
-    for name in (
-        "add", "subtract", "multiply", "divide", "maximum", "minimum", "power", "where", "astype", "clip", "negative",
-        "abs", "exp", "log", "erf", "tanh", "sigmoid", "sqrt", "rsqrt", "square", "nn.relu", "nn.leakyrelu", "nn.prelu",
-        "nn.gelu", "nn.gelu_tanh", "nn.silu", "nn.batch_norm", "nn.dropout",
-    )
-)  # fmt: skip
 
 NamesOf = Callable[[relax.Var], str]
 Loops: TypeAlias = "Mapping[tvm.ir.GlobalVar, Sequence[relax.Binding]]"
@@ -136,7 +104,7 @@ def work_graph(
     Parameters
     ----------
     params, bindings, outputs
-        Of the function; bindings in program order.
+        Parts of the function; bindings in program order.
     name_of : NamesOf
         Variable -> name; consecutive bindings of one name are one unit, whatever stands between them.
     symbolic_extent : int
@@ -173,7 +141,7 @@ class _Measure:
                 self._read(var, unit)
             self._values[binding.var] = WorkValue(self._size(binding.var.ty), unit, [])
             self._made.add(binding.var)
-            if isinstance(binding.value, relax.Call) and _op_name(binding.value).startswith("relax.nn.conv"):
+            if isinstance(binding.value, relax.Call) and _traits(binding.value).kind.startswith("conv"):
                 self._map_ranks.add(binding.var.ty.ndim)
         for output in outputs:
             for var in relax.analysis.free_vars(output):
@@ -227,7 +195,7 @@ class _Measure:
 
     def _windows(self, value: relax.Expr) -> float:
         """Bytes of a convolution's windows, where Winograd's form may take them; in branches none are."""
-        if not isinstance(value, relax.Call) or _op_name(value) not in ("relax.nn.conv2d", "relax.nn.conv3d"):
+        if not isinstance(value, relax.Call) or _traits(value).kind != "conv" or len(value.attrs.strides) < 2:
             return 0
         weight, steps = value.args[1], {*map(int, value.attrs.strides[-2:]), *map(int, value.attrs.dilation[-2:])}
         is_window = self._dims(weight.ty)[-2:] == [3, 3] and steps == {1} and str(weight.ty.dtype) == "float32"
@@ -243,34 +211,34 @@ class _Measure:
             return max(branches, key=lambda ops: (sum(op.flops for op in ops), sum(op.moved for op in ops)))
         if isinstance(value, relax.Call) and self._body(value):
             return self._loop_work(value, self._body(value))
-        name = _op_name(value) if isinstance(value, relax.Call) else ""
-        if not isinstance(value, relax.Call) or self._size(value.ty) == 0 or name in _FREE:
+        if not isinstance(value, relax.Call) or self._size(value.ty) == 0 or not _traits(value).flops:
             return []
+        traits = _traits(value)
         sizes = [self._size(arg.ty) for arg in _tensor_args(value)]
         made = self._size(value.ty)
-        if name in _JOINING and any(isinstance(arg, relax.Var) and arg in self._made for arg in _tensor_args(value)):
+        if traits.joins_operand and any(arg in self._made for arg in _tensor_args(value) if isinstance(arg, relax.Var)):
             # The operand's kernel keeps it in registers, and writes the result instead.
             return [Work(self._flops(value), sum(sizes) - max(sizes), is_kernel=False)]
-        is_product = name == "relax.matmul" or name.startswith("relax.nn.conv")
+        is_product = traits.kind in ("product", "conv", "conv_transpose")
         return [Work(self._flops(value), made + sum(sizes), str(value.args[0].ty.dtype) if is_product else "")]
 
     def _flops(self, call: relax.Call) -> float:
-        name, made = _op_name(call), self._elements(call.ty)
-        if name == "relax.matmul":
+        kind, made = _traits(call).kind, self._elements(call.ty)
+        if kind == "product":
             return 2 * made * self._dims(call.args[0].ty)[-1]
-        if name.startswith("relax.nn.conv") and name.endswith("_transpose"):
+        if kind == "conv_transpose":
             return 2 * self._elements(call.args[0].ty) * math.prod(self._dims(call.args[1].ty)[1:])
-        if name.startswith("relax.nn.conv"):
+        if kind == "conv":
             return 2 * made * math.prod(self._dims(call.args[1].ty)[1:])
-        if name.startswith("relax.nn.attention"):
+        if kind == "attention":
             keys = self._dims(call.args[1].ty)
             return 4 * self._elements(call.args[0].ty) * (keys[1] if len(keys) > 1 else 1)
-        if name == "relax.einsum":
+        if kind == "einsum":
             return 2 * math.prod(self._elements(arg.ty) for arg in _tensor_args(call)) / max(made, 1)
-        if name in _POOLS:
+        if kind in ("max_pool", "avg_pool"):
             return made * math.prod(int(size) for size in call.attrs.pool_size)
         largest = max([made, *(self._elements(arg.ty) for arg in _tensor_args(call))])
-        return largest * _FLOPS_PER_ELEMENT.get(name, 1)
+        return largest * _traits(call).flops
 
     def _dims(self, ty: tvm.ir.Type) -> list[int]:
         if not isinstance(ty, relax.TensorType):
@@ -297,8 +265,8 @@ def _itemsize(ty: relax.TensorType) -> float:
     return bits / 8 if bits != 1 else 1
 
 
-def _op_name(call: relax.Call) -> str:
-    return str(call.op.name) if isinstance(call.op, tvm.ir.Op) else ""
+def _traits(call: relax.Call) -> Traits:
+    return traits_of(str(call.op.name) if isinstance(call.op, tvm.ir.Op) else None)
 
 
 def _tensor_args(call: relax.Call) -> Iterator[relax.Expr]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import tvm
 
-from ...encoding.resolver import block_layout
+from ...encoding.resolver import answers_of
 from ...errors import FrontendError
 from ...target.vdevice import default_vdevice, lookup
 from ..onnx.node_names import NodeInfo
@@ -65,7 +65,7 @@ class ActivationTypes:
         return self._devices[self._pattern(name, self._rules)]
 
     def are_alike(self, names: Sequence[str]) -> bool:
-        """Whether no rule of the placement tells the variables apart."""
+        """Return whether no rule of the placement tells the variables apart."""
         return all(len({self._pattern(name, [rule]) for name in names}) == 1 for rule in self._rules)
 
     def _pattern(self, name: str, rules: PlacementRules) -> str | None:
@@ -77,5 +77,5 @@ class ActivationTypes:
 
 
 def _type_on(vdevice: tvm.relax.VDevice, trained: str) -> str:
-    layout = block_layout(vdevice.target)
+    layout = answers_of(vdevice.target).block_layout(vdevice.target)
     return trained if layout is not None and trained in layout.lhs_types else "float32"

@@ -11,21 +11,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the files of an architecture leave unsaid.
+    """Facts that the files of an architecture leave unsaid.
 
     Attributes
     ----------
     rotary : str
         Which elements of a head turn together: "pairs" (2i and 2i + 1) or "halves" (i and i + r/2).
     activation : str
-        Of the feed-forward part's gate: "silu" or "gelu_tanh".
+        Activation of the feed-forward part's gate: "silu" or "gelu_tanh".
     scaled_embedding : bool
         Whether embeddings are multiplied by the square root of their width.
     post_norms : bool
         Whether what attention and feed-forward part give is normalized before it is added.
     pattern : int
-        Of so many layers the last sees all keys, the others those in their window, where the file does not say which;
-        0: a window is ignored.
+        Number of layers of which the last sees all keys, the others those in their window, where the file does not say
+        which; 0: a window is ignored.
     window : int
         Positions that layers with a window see, where the file does not say so.
     window_base : float or None
@@ -81,4 +81,4 @@ ARCHITECTURES = {
         required=_QK_NORMS,
     ),
 }
-"""By the file's ``general.architecture``."""
+"""Architectures by the file's ``general.architecture``."""

@@ -40,7 +40,7 @@ class FileTensor:
     type : str
         Name of its type, such as "Q4_K".
     data : array
-        Of `shape` for F32, F16 and others that numpy has; of bytes, ``(..., bytes of a row)``, for all others.
+        Numbers of `shape` for F32, F16 and others that numpy has; bytes, ``(..., bytes of a row)``, for all others.
     """
 
     name: str
@@ -59,7 +59,7 @@ class GgufFile:
     fields : dict
         Metadata by key.
     tensors : dict
-        By name.
+        Tensors by name.
     """
 
     path: Path

@@ -14,7 +14,7 @@ import tvm
 from ...encoding.block_formats import FILE_FORMATS, BlockFormat
 from ...encoding.block_panels import Panels
 from ...encoding.block_weights import BlockLayout, Fragments
-from ...encoding.resolver import block_layout
+from ...encoding.resolver import answers_of
 from .file import FileTensor
 from .weights import is_plain
 
@@ -24,7 +24,7 @@ COPIED_EXPERTS = 3
 
 def layouts_of(vdevices: Sequence[tvm.relax.VDevice]) -> list[BlockLayout | None]:
     """How each device keeps weights in blocks; None where it takes numbers."""
-    return [block_layout(vdevice.target) for vdevice in vdevices]
+    return [answers_of(vdevice.target).block_layout(vdevice.target) for vdevice in vdevices]
 
 
 def bytes_held(tensor: FileTensor, layout: BlockLayout | None) -> float:

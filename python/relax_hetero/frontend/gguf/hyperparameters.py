@@ -1,4 +1,4 @@
-"""What a GGUF file's metadata says of a language model: sizes, norms, rotation, windows, experts."""
+"""Hyperparameters of a language model from a GGUF file's metadata: sizes, norms, rotation, windows, experts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Hyperparameters:
     Attributes
     ----------
     name : str
-        Of the architecture.
+        Name of the architecture.
     architecture : Architecture
     layers, width, vocabulary, context : int
         Context: the positions that the model was trained for.
@@ -33,9 +33,9 @@ class Hyperparameters:
     feed_forward : int
         Width of the feed-forward part, or of each expert.
     eps : float
-        Of the norms.
+        Epsilon of the norms.
     base, base_scale : float
-        Of rotation: frequencies are ``base_scale * base ** (-2i / rotated)``.
+        Base and scale of rotation: frequencies are ``base_scale * base ** (-2i / rotated)``.
     rotated : int
         Elements of a head that are rotated.
     window_base : float
@@ -47,7 +47,7 @@ class Hyperparameters:
     experts, experts_used : int
         0 where the feed-forward part is one.
     expert_scale : float
-        What the weights of experts are multiplied by.
+        Factor of the experts' weights.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Hyperparameters:
 
     @property
     def scale(self) -> float:
-        """What scores are multiplied by."""
+        """Factor of the scores."""
         is_wide = self.layers == self.architecture.wide_layers
         return 1.0 / math.sqrt(self.width / self.heads if is_wide else self.size)
 
@@ -163,7 +163,7 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
 
 
 def _windows(read: _Fields, architecture: Architecture, layers: int) -> tuple[int, ...]:
-    """What each layer sees: the file says which have a window, or of how many layers the last has none."""
+    """Window of each layer: the file says which have one, or of how many layers the last has none."""
     window = read.count("attention.sliding_window", architecture.window) if architecture.pattern else 0
     pattern = read.pattern("attention.sliding_window_pattern", architecture.pattern)
     if isinstance(pattern, list):

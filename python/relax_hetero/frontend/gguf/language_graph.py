@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import tvm
@@ -18,6 +19,7 @@ from tvm import relax
 from ...encoding.pages import TABLES
 from ...op.block_products import dequantize_blocks
 from ...op.cached_attention import cached_attention
+from ...op.functions import apply_function
 from ..paged_cache import DECODE, PagedCache
 from .activations import ActivationTypes
 from .hyperparameters import Hyperparameters
@@ -101,7 +103,7 @@ class _Function:
         return x
 
     def _layer(self, x: relax.Expr, layer: int) -> tuple[relax.Expr, relax.Expr]:
-        """What a layer adds to, and its pages."""
+        """Tensor that a layer adds to, and its pages."""
         name, model = f"blk.{layer}", self.model
         attended, pages = self._attention(self._norm(x, f"{name}.attn_norm"), layer)
         projected = self._product(attended, f"{name}.attn_output", model.width, model.heads * model.size)
@@ -147,7 +149,7 @@ class _Function:
         return attended, self.emit(relax.TupleGetItem(both, 1), f"{name}.attn.pages", is_output=True)
 
     def _joins(self, name: str, tensors: dict[str, int]) -> bool:
-        """Whether products of one operand by matrices of so many rows are one product, on a GPU: a launch less each."""
+        """True if products of one operand by matrices of so many rows are one product, on a GPU: a launch less each."""
         if not self.types.are_alike([name, *tensors]) or self.types.of(name) == "float32":
             return False
         weights, biases = self.weights, [(f"{part}.bias", rows) for part, rows in tensors.items()]
@@ -289,4 +291,4 @@ def _number(value: float) -> relax.Expr:
 
 
 def _activation(model: Hyperparameters) -> Callable[[relax.Expr], relax.Expr]:
-    return {"silu": relax.op.nn.silu, "gelu_tanh": relax.op.nn.gelu_tanh}[model.architecture.activation]
+    return partial(apply_function, model.architecture.activation)

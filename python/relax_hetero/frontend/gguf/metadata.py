@@ -1,5 +1,6 @@
-"""The metadata of a GGUF file, read as llama.cpp reads it (`gguf_init_from_file` in `ggml/src/gguf.cpp`): bytes that
-contradict each other or the file's size are an error before memory is taken for what they announce.
+"""The metadata of a GGUF file, read as llama.cpp reads it (`gguf_init_from_file` in `ggml/src/gguf.cpp`).
+
+Bytes that contradict each other or the file's size are an error before memory is taken for what they announce.
 
 The reader of the package ``gguf`` checks little, and makes an object for each string of a list. A tokenizer has
 hundreds of thousands of them, which takes seconds and some 60 bytes each; here a list is one object, and a text is read

@@ -49,7 +49,7 @@ class Part:
     held, read : tuple of float
         Bytes that it keeps in memory, and that it reads for a token, on each device.
     shared : tuple of bool
-        Of a table of tokens: on which devices the output product reads the very same bytes; none where it is another.
+        Devices on which the output product reads the very bytes of a table of tokens; none where it is another.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Part:
     shared: tuple[bool, ...] = ()
 
     def patterns(self, model: Hyperparameters, cache: PagedCache) -> list[str]:
-        """Of the names of its variables, each of which some variable has."""
+        """Patterns of the names of its variables, each of which some variable has."""
         if self.name == "embd":
             return ["token_embd*"]
         if self.name == "output":
@@ -79,7 +79,7 @@ class LayerPlan:
     devices : tuple of int
         For each part its position in the list of vdevices.
     seconds : float
-        Of a decoded token.
+        Time of a decoded token.
     held : mapping from int to float
         Bytes on each device.
     """
@@ -104,7 +104,7 @@ def place_layers(
     file, model, cache : GgufFile, Hyperparameters, PagedCache
     vdevices : list of VDevice
     costs : CostModel
-        Of these devices.
+        Cost model of these devices.
     limits : mapping from int to int
         Bytes that a device may hold, by its position; others may hold any.
 
@@ -207,12 +207,12 @@ def parts_of(
 
 
 def bytes_on(parts: Sequence[Part], device: int) -> float:
-    """What a device would hold of all parts."""
+    """Bytes of all parts that a device would hold."""
     return _plan_bytes(parts, (device,) * len(parts))[device]
 
 
 def _plan_bytes(parts: Sequence[Part], devices: tuple[int, ...]) -> dict[int, float]:
-    """What each device holds under a plan; a table that it shares with the output product counts once."""
+    """Bytes that each device holds under a plan; a table that it shares with the output product counts once."""
     held = dict.fromkeys(devices, 0.0)
     for part, device in zip(parts, devices, strict=True):
         if not (part.shared and part.shared[device] and devices[-1] == device):

@@ -38,7 +38,7 @@ class Weights:
         self._joined: dict[str, FileTensor] = {}
 
     def __contains__(self, name: str) -> bool:
-        """Whether the architecture has a tensor that others lack; in a file, all layers have it or none."""
+        """Return whether the architecture has a tensor that others lack; in a file, all layers have it or none."""
         return name in self._joined or _kind(name) in self._has
 
     def check_all_read(self) -> None:
@@ -130,7 +130,7 @@ def _kind(name: str) -> str:
 
 
 def is_plain(type_name: str) -> bool:
-    """Whether weights of a type of files are 16-bit floats by themselves."""
+    """Return whether weights of a type of files are 16-bit floats by themselves."""
     form = FILE_FORMATS.get(type_name.lower())
     return form is not None and form.is_plain
 
@@ -142,7 +142,7 @@ def _plain(tensor: FileTensor) -> np.ndarray:
 
 
 def _numbers(tensor: FileTensor, file: GgufFile) -> np.ndarray:
-    """Of a tensor that is no matrix of products: F32, or F16."""
+    """Numbers of a tensor that is not a matrix of products: F32, or F16."""
     if tensor.type not in ("F32", "F16"):
         raise FrontendError(f"{file.path}: {tensor.name!r} is of type {tensor.type}, expected F32 or F16")
     return np.ascontiguousarray(tensor.data, "float32").reshape(tensor.shape)

@@ -37,12 +37,12 @@ _LABELS = {
     "TreeEnsembleClassifier": "classlabels_int64s",
 }
 _DEFAULT = "_Unused"
-"""What ONNX has in the place of strings that tables lack."""
+"""Default that ONNX has in the place of strings that tables lack."""
 
 
 @dataclass(frozen=True)
 class Strings:
-    """What the caller of a function of coded strings has to know.
+    """Facts that the caller of a function of coded strings has to know.
 
     Attributes
     ----------
@@ -92,7 +92,7 @@ class _Coder:
 
     @property
     def is_needed(self) -> bool:
-        """Whether the graph has any strings."""
+        """True if the graph has any strings."""
         return bool(self._values or self._nodes)
 
     def read(self, graph: onnx.GraphProto) -> None:
@@ -141,7 +141,7 @@ class _Coder:
         )
 
     def _node(self, node: onnx.NodeProto) -> onnx.NodeProto | None:
-        """What a node becomes; None where it stays."""
+        """Replacement of a node; None where it stays."""
         reads = [name in self._values for name in node.input]
         is_standard = node.domain in STANDARD_DOMAINS
         write = _WRITERS.get((CLASSICAL if node.domain == CLASSICAL else "", node.op_type))

@@ -177,7 +177,7 @@ def make_const(array: np.ndarray) -> tvm.ir.GenericConst:
 
 
 def _is_lendable(array: np.ndarray) -> bool:
-    """Whether kernels may read an array where it is: views of mapped files are writable, and begin anywhere."""
+    """Return whether kernels may read an array where it is: views of mapped files are writable, and begin anywhere."""
     is_plain = array.flags.c_contiguous and array.flags.writeable and array.dtype != np.bool_
     return array.nbytes >= _LENT_BYTES and not array.flags.owndata and is_plain and _address(array) % ALIGNMENT == 0
 

@@ -30,7 +30,7 @@ _MOST_EXTENTS = 100_000
 
 
 def is_external(tensor: onnx.TensorProto) -> bool:
-    """Whether a tensor's data lies in another file."""
+    """Return whether a tensor's data lies in another file."""
     return bool(external_data_helper.uses_external_data(tensor))
 
 
@@ -40,7 +40,7 @@ class ExternalData:
     Parameters
     ----------
     source : str
-        What messages call the model.
+        Name of the model in messages.
     path : Path or None
         The model's file; None for a model in memory.
     """

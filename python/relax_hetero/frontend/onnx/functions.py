@@ -15,11 +15,11 @@ class Callee(Protocol):
     """The fields that a call is looked up by, of a `NodeProto` or of its `NodeInfo`."""
 
     @property
-    def domain(self) -> str: ...
+    def domain(self) -> str: ...  # noqa: D102
     @property
-    def op_type(self) -> str: ...
+    def op_type(self) -> str: ...  # noqa: D102
     @property
-    def overload(self) -> str: ...
+    def overload(self) -> str: ...  # noqa: D102
 
 
 def function_table(proto: onnx.ModelProto) -> dict[tuple[str, str, str], onnx.FunctionProto]:

@@ -263,7 +263,7 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
                 budget().take_bytes(static_bytes(binding.var.ty), f"node {info}")
 
     def _stays_packed(self, value: relax.Expr) -> bool:
-        """Whether nobody computes the numbers of a value: weights of 4 bits, transposed or not."""
+        """Return whether nobody computes the numbers of a value: weights of 4 bits, transposed or not."""
         if not isinstance(value, relax.Call) or not isinstance(value.op, tvm.ir.Op):
             return False
         return value.op.name == DEQUANTIZE_BLOCKS or (

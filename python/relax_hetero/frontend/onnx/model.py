@@ -40,7 +40,7 @@ class OnnxModel:
     proto : onnx.ModelProto
         With its nodes in order; the user's own object if that is what was given and in order: read-only.
     source : str
-        What messages call it: the file, or "the model".
+        Name in messages: the file, or "the model".
     opset : int
         Version of the standard operator set.
     tensors : Tensors

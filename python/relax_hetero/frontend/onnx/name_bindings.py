@@ -164,7 +164,7 @@ def _known_sizes_first(imported: ImportedGraph) -> list[relax.Binding]:
 
 
 def _stands_alone(binding: relax.Binding) -> bool:
-    """Whether a binding is kept out of dataflow blocks.
+    """Return whether a binding is kept out of dataflow blocks.
 
     An `If` cannot be in one. A match_cast makes sizes, and FuseOps would move kernels that need them before it; a
     requirement makes none.
@@ -217,7 +217,7 @@ def annotated_function(
     chosen : mapping of NodeInfo to tvm.relax.VDevice
         Devices of nodes; they replace those that types name.
     otherwise : tvm.relax.VDevice or None
-        Of other bindings whose types name none, if any.
+        Device of other bindings whose types name none, if any.
     """
     return _Annotate(graph, chosen, otherwise).annotated(func)
 

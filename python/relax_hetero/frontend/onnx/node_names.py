@@ -27,8 +27,8 @@ class NodeInfo:
         a function that the model defines ``<call>/<its name there>``. Where two nodes would share a name, the later
         ones get ``_1``, ``_2`` ….
     aliases : tuple of str
-        What patterns match besides: its own name (which others may share), its op type, and those of the calls it is
-        in.
+        Other names that patterns match: its own name (which others may share), its op type, and those of the calls it
+        is in.
     subgraphs : dict of str to list of NodeInfo
         Attribute name (``"body"`` for a call of a function) -> the nodes of that subgraph, in order.
     """

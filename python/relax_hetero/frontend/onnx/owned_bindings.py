@@ -1,4 +1,4 @@
-"""What an importer emits, and which node owns each binding: what loops and branches need of an importer."""
+"""Bindings that an importer emits, and the node that owns each: what loops and branches need of an importer."""
 
 from __future__ import annotations
 

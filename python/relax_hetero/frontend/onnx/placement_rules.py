@@ -40,7 +40,7 @@ def assign_devices(
         matches a node's name, its op type, and those of the call of a model's own function that the node is in. A name
         that happens to contain ``[`` matches itself.
     vdevices : list of tvm.relax.VDevice
-        What device strings are looked up in.
+        Devices that device strings are looked up in.
 
     Returns
     -------

@@ -52,7 +52,7 @@ def opset_of(domain: str, model: OnnxModel) -> int | None:
 
 
 def has_converter(node: NodeInfo, functions: FunctionTable) -> bool:
-    """Whether a node is an op that can be imported in some form, or calls a function of the model."""
+    """Return whether a node is an op that can be imported in some form, or calls a function of the model."""
     if function_of(node, functions) is not None:
         return True
     is_own = node.domain in STANDARD_DOMAINS and node.op_type in _OWN_OPS

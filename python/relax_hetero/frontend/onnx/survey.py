@@ -28,7 +28,7 @@ NO_CONVERTER = "no converter takes this op"
 
 @dataclass
 class Survey:
-    """What a survey found.
+    """Result of a survey.
 
     Attributes
     ----------
@@ -39,7 +39,7 @@ class Survey:
     problems : list of str
         Reasons that belong to no node.
     graph : ImportedGraph or None
-        What was imported, with a further parameter for each value that a refused node would make.
+        Graph that was imported, with a further parameter for each value that a refused node would make.
     """
 
     refused: dict[NodeInfo, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What of a decoder's graph is left when its cache is one of pages: found on the model, before anything is imported."""
+"""Rest of a decoder's graph when its cache is one of pages: found on the model, before anything is imported."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DecoderPlan:
     layers : dict of int to int
         Place of a node of attention -> its layer.
     kv_heads, windows : tuple of int
-        Of every layer; a window of 0 sees all positions.
+        Heads of keys and values of every layer, and windows; 0 sees all positions.
     head : int or None
         Place of the product that makes logits of hidden states, where there is one.
     """
@@ -50,7 +50,7 @@ class DecoderPlan:
 
 
 def plan_decoder(model: OnnxModel) -> DecoderPlan:
-    """What a decoder's functions are made of.
+    """Plan of a decoder's functions.
 
     Raises
     ------

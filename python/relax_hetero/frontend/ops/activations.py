@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tvm import relax
 
+from ...encoding.functions import FUNCTIONS
+from ...op.functions import apply_function
 from .elementwise import cast, widened
 from .node import Node, const, dtype_of
 from .required_sizes import stretched
@@ -84,18 +86,13 @@ def hard_sigmoid(node: Node) -> relax.Expr:
     return node.emit(relax.op.clip(relax.op.add(scaled, const(node.attribute("beta", 0.5), dtype)), 0, 1))
 
 
-@converts("Mish")
-def mish(node: Node) -> relax.Expr:
-    """x * tanh(log(1 + exp(x))), which with e = exp(x) is x * (e^2 + 2e) / (e^2 + 2e + 2), without cancellation."""
-    data = node.tensor(0)
-    wide = widened(node, data)
-    compute = dtype_of(wide)
-    # Beyond 20 the factor is 1 to the last bit, and exp would overflow.
-    exponential = node.emit(relax.op.exp(relax.op.minimum(wide, const(20, compute))))
-    two = const(2, compute)
-    grown = node.emit(relax.op.multiply(exponential, relax.op.add(exponential, two)))
-    factor = node.emit(relax.op.divide(grown, relax.op.add(grown, two)))
-    return cast(node, node.emit(relax.op.multiply(wide, factor)), dtype_of(data))
+_FUNCTIONS = {function.onnx: name for name, function in FUNCTIONS.items() if function.onnx}
+
+
+@converts(*_FUNCTIONS)
+def function(node: Node) -> relax.Expr:
+    """A function of one operand by the row that names the ONNX op."""
+    return node.emit(apply_function(_FUNCTIONS[node.op_type], node.tensor(0)))
 
 
 @converts("Softplus")

@@ -19,7 +19,7 @@ ConvertNode = Callable[[Node], Any]
 
 
 def has_body(op_type: str, opset: int) -> bool:
-    """Whether ONNX defines the op, in this opset, by a function over other ops."""
+    """Return whether ONNX defines the op, in this opset, by a function over other ops."""
     schema = _schema(op_type, opset)
     return schema is not None and (schema.has_function or schema.has_context_dependent_function)
 

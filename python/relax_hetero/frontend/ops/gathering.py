@@ -34,7 +34,7 @@ def _inside(node: Node, indices: relax.Expr, sizes: Sequence[Dim | None]) -> rel
     Parameters
     ----------
     sizes : sequence
-        Of the axis of each place along the last one, or of a single axis; None where it is unknown.
+        Extents of the axis of each place along the last one, or of a single axis; None where it is unknown.
 
     Raises
     ------

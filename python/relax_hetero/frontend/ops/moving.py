@@ -179,7 +179,7 @@ def _pad_at_run_time(node: Node, data: relax.Expr, mode: str) -> relax.Expr:
 
 
 def _is_exact(value: float, dtype: str) -> bool:
-    """Whether a number survives as an attribute of `nn.pad`, which is a float, in any type."""
+    """Return whether a number survives as an attribute of `nn.pad`, which is a float, in any type."""
     if is_float(dtype):
         return dtype != "bfloat16" and (abs(value) < 2.0**31 or value == float("-inf"))
     return dtype in ("int8", "uint8", "int32") and abs(value) < 2.0**31

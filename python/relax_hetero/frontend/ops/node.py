@@ -47,7 +47,7 @@ class Node:
     num_outputs : int
         How many outputs the node names.
     domain : str
-        Of the op; `opset` is the version of the standard domain whatever this is.
+        Domain of the op; `opset` is the version of the standard domain whatever this is.
     """
 
     op_type: str
@@ -83,7 +83,7 @@ class Node:
         budget().check_nodes(int(ops), self.title)
 
     def has(self, index: int) -> bool:
-        """Whether input `index` is given."""
+        """Return whether input `index` is given."""
         return index < len(self.inputs) and self.inputs[index] is not None
 
     def tensor(self, index: int) -> relax.Expr:
@@ -302,7 +302,7 @@ def const(value: Any, dtype: str | None = None) -> relax.Expr:
 
 
 def _identity(array: np.ndarray) -> object:
-    """What equal arrays share: of a weight that nobody writes its memory, which the table keeps; else its contents."""
+    """Key that equal arrays share: the memory, kept by the table, of a weight that nobody writes; else the contents."""
     if not array.flags.writeable:
         return array.__array_interface__["data"][0], array.strides
     return hashlib.blake2b(array.tobytes()).digest()
@@ -332,7 +332,7 @@ def dtype_of(value: relax.Expr) -> str:
 
 
 def is_float(dtype: str) -> bool:
-    """Whether a dtype is a floating-point one."""
+    """Return whether a dtype is a floating-point one."""
     return dtype.startswith(("float", "bfloat"))
 
 

@@ -150,7 +150,7 @@ def instance_normalization(node: Node) -> relax.Expr:
 
 @converts("BatchNormalization")
 def batch_normalization(node: Node) -> relax.Expr:
-    """By the statistics given; in training mode by the batch's, which are mixed into the running ones."""
+    """Batch normalization by given statistics; in training mode by the batch's, which are mixed into running ones."""
     if not node.attribute("is_test", 1):
         raise node.refusal("is_test=0 asks for training, expected 1")
     if not node.attribute("spatial", 1):

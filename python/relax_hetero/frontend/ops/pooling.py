@@ -55,8 +55,9 @@ class Windows:
         ]
 
     def pads(self) -> list[int] | None:
-        """Padding before and after the image with which every window is inside, also windows that reach beyond the
-        node's. None where only a call knows it, or where it is negative.
+        """Padding before and after the image that contains every window, also those that reach beyond the node's.
+
+        None where only a call knows it, or where it is negative.
         """
         after = []
         for a, (size, count) in enumerate(zip(self.image, self.output, strict=True)):
@@ -73,7 +74,7 @@ class Windows:
         return pads if len(pads) == 2 * len(after) and min(pads[len(after) :]) >= 0 else None
 
     def inside(self, places: Sequence[tirx.Expr]) -> tirx.Expr:
-        """Whether a place is in the image."""
+        """Return whether a place is in the image."""
         checks = [tirx.all(place >= 0, place < self.image[a]) for a, place in enumerate(places)]
         return tirx.all(*checks)
 
@@ -178,7 +179,6 @@ def _max_pool_with_indices(node: Node, data: relax.Expr, windows: Windows) -> re
 
 def _window_sum(node: Node, data: relax.Expr, windows: Windows, term: Any) -> relax.Expr:
     """Sum of `term(element)` over the elements of every window that are in the image."""
-
     steps = windows.steps()
 
     def element(i: Position, x: te.Tensor) -> tirx.Expr:

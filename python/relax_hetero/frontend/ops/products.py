@@ -126,7 +126,7 @@ def einsum(node: Node) -> relax.Expr:
 
 @converts("Attention")
 def attention(node: Node) -> relax.Expr:
-    """By its definition over other ops (stock TVM's converter of this name is of onnxruntime's contrib op)."""
+    """Attention by its definition over other ops (stock TVM's converter of this name is of ONNX Runtime's op)."""
     dims, keys, values = (node.shape(node.tensor(i)) for i in range(3))
     if not len(dims) == len(keys) == len(values) or len(dims) not in (3, 4):
         raise node.refusal(f"found queries, keys and values of shapes {shown(dims)}, {shown(keys)} and {shown(values)}")

@@ -59,7 +59,7 @@ def check_zero_point(node: Node, scale: int, point: int) -> None:
 
 
 def is_zero(parameter: relax.Expr) -> bool:
-    """Whether it is known to be zero everywhere."""
+    """Return whether it is known to be zero everywhere."""
     array = as_constant(parameter)
     return array is not None and not array.any()
 

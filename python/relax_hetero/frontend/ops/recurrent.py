@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 from tvm import relax
 
+from ...op.functions import apply_function
 from .elementwise import cast
 from .node import Dim, Node, const, dtype_of
 from .quantization import quantized_and_back
@@ -107,16 +108,13 @@ def _activation(node: Node, name: str, alpha: float | None, beta: float | None, 
     def hard_sigmoid(value: relax.Expr) -> relax.Expr:
         return node.emit(relax.op.clip(moved(scaled(value, of(alpha, 0.2)), of(beta, 0.5)), 0, 1))
 
-    def softsign(value: relax.Expr) -> relax.Expr:
-        return node.emit(relax.op.divide(value, moved(node.emit(relax.op.abs(value)), 1.0)))
-
     known: dict[str, Activation] = {
         "sigmoid": lambda value: node.emit(relax.op.sigmoid(value)),
         "tanh": lambda value: node.emit(relax.op.tanh(value)),
         "relu": lambda value: node.emit(relax.op.nn.relu(value)),
         "leakyrelu": leaky,
         "hardsigmoid": hard_sigmoid,
-        "softsign": softsign,
+        "softsign": lambda value: node.emit(apply_function("softsign", value)),
         "affine": lambda value: moved(scaled(value, of(alpha, 1.0)), of(beta, 0.0)),
     }
     if name.lower() not in known:
@@ -209,7 +207,7 @@ class Direction:
     states : list of relax.Expr
         Before the first step, each [batch, hidden].
     lengths : relax.Expr or None
-        Of the sequences, [batch, 1], or None.
+        Lengths of the sequences, [batch, 1], or None.
     is_backwards : bool
         Whether it goes from the last step to the first.
     """
@@ -233,7 +231,7 @@ class Direction:
 
 
 RunDirection = Callable[[Callable[[], Direction]], tuple[relax.Expr, list[relax.Expr]]]
-"""Of a direction that it makes: outputs of all steps in time order, [steps, batch, hidden], and the last states."""
+"""Function that runs the direction it makes: outputs of all steps, [steps, batch, hidden], and the last states."""
 
 
 def _direction(node: Node, data: relax.Expr, direction: int, count: int, is_backwards: bool) -> Direction:

@@ -38,7 +38,7 @@ _FEW_TAPS = 16
 
 
 def form_of(node: Node, mode: str, transformation: str, has_scales: bool = False) -> ResizeForm:
-    """What the attributes of a node say."""
+    """Form that the attributes of a node describe."""
     return ResizeForm(
         mode,
         transformation,

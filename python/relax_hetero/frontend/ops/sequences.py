@@ -281,7 +281,7 @@ def _equal_parts(node: Node, size: Dim, part: int) -> list[int]:
 
 
 def _has_single_parts(node: Node, size: Any) -> bool:
-    """Whether the parts of an axis of symbolic size are one element each: a number 1, or a vector filled with it."""
+    """True if the parts of an axis of symbolic size are one element each: a number 1, or a vector filled with it."""
     known = node.constant(1)
     if known is not None:
         return known.ndim == 0 and int(known) == 1
@@ -298,6 +298,6 @@ def _has_single_parts(node: Node, size: Any) -> bool:
 
 @converts("OptionalHasElement")
 def optional_has_element(node: Node) -> relax.Expr:
-    """Whether there is a value: known at import, as an empty optional is never made when the model runs."""
+    """Return whether there is a value: known at import, as an empty optional is never made when the model runs."""
     kinds = (relax.Expr, LongSequence, GrowingSequence, JoinedSequence)
     return const(node.has(0) and isinstance(node.inputs[0], kinds))

@@ -461,7 +461,7 @@ def _whole_length(start: tirx.Expr, limit: tirx.Expr, delta: tirx.Expr) -> tirx.
 
 @converts("HannWindow", "HammingWindow", "BlackmanWindow")
 def window(node: Node) -> relax.Expr:
-    """By its definition over other ops, of a length that is not negative."""
+    """Window function by its definition over other ops, of a length that is not negative."""
     known = node.constant(0)
     if known is not None:
         node.require(int(known.reshape(())) >= 0, f"its size is {known.reshape(())}")

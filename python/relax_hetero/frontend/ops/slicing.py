@@ -56,7 +56,7 @@ def _optional_numbers(node: Node, index: int) -> np.ndarray | None:
 
 
 def _has_sign(position: Dim) -> bool:
-    """Whether it is known from which end of an axis a position counts."""
+    """Return whether it is known from which end of an axis a position counts."""
     return isinstance(position, int) or _is_from_front(position) or analyzer_for(position).can_prove(position < 0)
 
 

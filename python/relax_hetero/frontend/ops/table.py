@@ -57,7 +57,7 @@ _SHAPED_AS_INPUT = frozenset({"Hardmax", "LogSoftmax", "Softmax"})
 
 
 def takes_size(op_type: str, place: int) -> bool:
-    """Whether ops of a type read sizes, axes or a number of elements from their input at `place`."""
+    """Return whether ops of a type read sizes, axes or a number of elements from their input at `place`."""
     return op_type in _TAKE_NUMBERS and place >= (op_type != "ConstantOfShape") and (op_type, place) != ("OneHot", 2)
 
 

@@ -70,21 +70,21 @@ def _rule(*names: str) -> Callable[[Converter], Converter]:
 
 
 def is_complex(fake: Any) -> bool:
-    """Whether torch found a complex tensor, or a list with one."""
+    """Return whether torch found a complex tensor, or a list with one."""
     if isinstance(fake, (list, tuple)):
         return any(map(is_complex, fake))
     return isinstance(fake, torch_package().Tensor) and bool(fake.dtype.is_complex)
 
 
 def has_complex(arguments: Any) -> bool:
-    """Whether a value, or one in a list, is complex."""
+    """Return whether a value, or one in a list, is complex."""
     if isinstance(arguments, (list, tuple)):
         return any(map(has_complex, arguments))
     return isinstance(arguments, Complex)
 
 
 def part_of(fake: Any) -> Any:
-    """What torch would tell of the real part of a result."""
+    """Metadata of the real part of a result, as torch would have it."""
     if isinstance(fake, (list, tuple)):
         return [part_of(entry) for entry in fake]
     torch = torch_package()
@@ -93,7 +93,7 @@ def part_of(fake: Any) -> Any:
 
 
 def converts_complex(op: str) -> bool:
-    """Whether an op, by its name without overload, has a rule for complex values."""
+    """Return whether an op, by its name without overload, has a rule for complex values."""
     return op in _RULES or op in _ALIKE
 
 
@@ -150,7 +150,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def _product(node: TorchNode, a: Any, b: Any, times: Callable[..., Any]) -> Complex:
-    """By a bilinear operation of real tensors."""
+    """Product by a bilinear operation of real tensors."""
     if not _is_pair(a) or not _is_pair(b):  # a real factor
         scale, value = (a, b) if _is_pair(b) else (b, a)
         factor = node.tensor(scale, node.of(part_of(node.value)).dtype)
@@ -292,7 +292,7 @@ def _transformed(node: TorchNode, x: Any, axis: int, length: Any, **attributes: 
 
 
 def _scaled(node: TorchNode, x: Any, mode: int, count: int) -> Any:
-    """By torch's numbers of norms: none, the root of the number of elements, or that number."""
+    """Tensor scaled by torch's numbers of norms: none, the root of the number of elements, or that number."""
     if mode == 0:
         return x
     factor = 1 / (math.sqrt(count) if mode == 1 else count)

@@ -107,7 +107,7 @@ def _calls(program: Any) -> list[Any]:
 
 
 def _is_projected(node: Any) -> bool:
-    """Whether an op is an LSTM with projections, which ONNX lacks: torch unrolls it."""
+    """Return whether an op is an LSTM with projections, which ONNX lacks: torch unrolls it."""
     if not str(node.target).startswith("aten.lstm.input"):
         return False
     layers, directions = _argument(node, "num_layers"), 2 if _argument(node, "bidirectional") else 1
@@ -125,7 +125,7 @@ def _argument(node: Any, *names: str) -> Any:
 
 
 def _is_random(node: Any) -> bool:
-    """Whether a node draws random numbers, given its arguments."""
+    """Return whether a node draws random numbers, given its arguments."""
     if torch_package().Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     return not any(_argument(node, name) == value for name, value in _DRAWS_NONE.items())
@@ -191,7 +191,7 @@ def _numbers(module: Any) -> _Numbers:
 
 
 def _differs(module: Any, program: Any, export: Callable[[], Any], before: _Numbers, changed: _Numbers) -> bool:
-    """Whether a module exports to another program after its numbers have changed; with caches that fill once, not."""
+    """True if a module exports to another program after its numbers have changed; with caches that fill once, not."""
 
     def assign(numbers: _Numbers) -> None:
         for path, name in changed:

@@ -238,7 +238,7 @@ class _Importer(OwnedBindings):
         self._results[info] = [part for part in results if isinstance(part, relax.Var)]
 
     def _is_open(self, node: Any) -> bool:
-        """Whether a node asserts a condition over sizes that nobody names."""
+        """Return whether a node asserts a condition over sizes that nobody names."""
         if _op_name(node) not in ("_assert_scalar", "_functional_assert_scalar"):
             return False
         value = node.args[0].meta.get("val") if isinstance(node.args[0], self._torch.fx.Node) else None
@@ -268,7 +268,7 @@ class _Importer(OwnedBindings):
         return self._checked(torch_node, result, value)
 
     def _is_empty(self, fake: Any) -> bool:
-        """Whether a result, or every one of several, has no elements."""
+        """Return whether a result, or every one of several, has no elements."""
         if isinstance(fake, (list, tuple)):
             return bool(fake) and all(map(self._is_empty, fake))
         return isinstance(fake, self._torch.Tensor) and any(isinstance(dim, int) and dim == 0 for dim in fake.shape)
@@ -413,7 +413,7 @@ def _converter_of(node: Any) -> Converter | None:
 
 
 def _is_read(node: Any) -> bool:
-    """Whether a number is read from a tensor when the model runs, or comes from a graph in the node."""
+    """Return whether a number is read from a tensor when the model runs, or comes from a graph in the node."""
     return _op_name(node) in ("_local_scalar_dense", "item")
 
 

@@ -97,7 +97,7 @@ class TorchNode:
 
     @property
     def name(self) -> str:
-        """Of the bindings made of it."""
+        """Name of the bindings made of it."""
         return self.info.name
 
     @property
@@ -178,7 +178,7 @@ class TorchNode:
         return size
 
     def of(self, value: Any) -> TorchNode:
-        """This op, with another result."""
+        """The op with another result."""
         return replace(self, value=value)
 
     def cast(self, value: relax.Expr, dtype: str) -> relax.Expr:
@@ -229,7 +229,7 @@ class TorchNode:
         return axis % rank if rank else 0
 
     def sizes_equal(self, a: Any, b: Any) -> bool:
-        """Whether two sizes are known to be the same."""
+        """Return whether two sizes are known to be the same."""
         return _same(a, b)
 
     def static(self, dims: Sequence[Any], what: str) -> list[int]:

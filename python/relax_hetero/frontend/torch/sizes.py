@@ -59,7 +59,7 @@ class Sizes:
         return self._variables[key]
 
     def is_new(self, size: Any) -> bool:
-        """Whether a size of torch is a symbol that has no meaning yet."""
+        """Return whether a size of torch is a symbol that has no meaning yet."""
         expr = getattr(getattr(size, "node", None), "expr", None)
         return expr is not None and bool(expr.is_Symbol) and str(expr) not in self.known
 
@@ -71,7 +71,7 @@ class Sizes:
             self.known.add(key)
 
     def may_be_negative(self, value: Any) -> bool:
-        """Whether an expression contains a number that the model reads and that torch allows to be negative."""
+        """Return whether an expression contains a number that the model reads and that torch allows to be negative."""
         signed = [size for symbol, (size, _) in self.read.items() if symbol in self._signed and size is not None]
         used = tirx.analysis.undefined_vars(value)
         return any(size.same_as(variable) for size in signed for variable in used)
@@ -174,7 +174,7 @@ class Sizes:
         return as_condition(self.expr(expr))
 
     def ranges(self, constraints: Mapping[Any, Any]) -> list[tuple[Any, str]]:
-        """What calls have to meet of the ranges of an exported program: conditions, and their texts.
+        """Conditions on calls from the ranges of an exported program, and their texts.
 
         Torch traces with sizes of 2 and more and checks no lower bound up to 2; neither do we.
         """

@@ -44,6 +44,7 @@ class _Answers:
         }
 
     def usage(self, usage: Usage) -> dict[str, Any]:
+        """The last event, with the number of tokens."""
         return {**self._answer([], True), "usage": usage_json(usage)}
 
     def _text(self, token: int) -> str:
@@ -51,20 +52,23 @@ class _Answers:
 
 
 class CompletionAnswers(_Answers):
-    """Of ``/v1/completions``."""
+    """Answers of ``/v1/completions``."""
 
     def __init__(self, codec: TextCodec, model: str, logprobs: bool, choices: int) -> None:
         super().__init__(codec, model, "text_completion", "cmpl", logprobs)
         self._offsets = [0] * choices
 
     def whole(self, texts: Sequence[tuple[str, list[TokenLogprob], str]], usage: Usage) -> dict[str, Any]:
+        """The answer that is not streamed."""
         choices = [self._choice(index, *text) for index, text in enumerate(texts)]
         return {**self._answer(choices), "usage": usage_json(usage)}
 
     def begin(self, index: int, text: str) -> dict[str, Any] | None:
+        """The first event of a choice; None where there is nothing to say."""
         return self.part(index, text, (), None) if text else None
 
     def part(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
+        """One event of a choice; the last one has a reason."""
         return self._answer([self._choice(index, text, logprobs, reason)], True)
 
     def _choice(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
@@ -86,12 +90,13 @@ class CompletionAnswers(_Answers):
 
 
 class ChatAnswers(_Answers):
-    """Of ``/v1/chat/completions``."""
+    """Answers of ``/v1/chat/completions``."""
 
     def __init__(self, codec: TextCodec, model: str, logprobs: bool) -> None:
         super().__init__(codec, model, "chat.completion", "chatcmpl", logprobs)
 
     def whole(self, texts: Sequence[tuple[str, list[TokenLogprob], str]], usage: Usage) -> dict[str, Any]:
+        """The answer that is not streamed."""
         choices = [
             {
                 "index": index,
@@ -104,10 +109,12 @@ class ChatAnswers(_Answers):
         return {**self._answer(choices), "usage": usage_json(usage)}
 
     def begin(self, index: int, text: str) -> dict[str, Any] | None:
+        """The first event of a choice; None where there is nothing to say."""
         delta = {"role": "assistant", "content": text}
         return self._answer([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], True)
 
     def part(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
+        """One event of a choice; the last one has a reason."""
         delta = {"content": text} if text else {}
         told = self._told(logprobs) if logprobs else None
         return self._answer([{"index": index, "delta": delta, "logprobs": told, "finish_reason": reason}], True)

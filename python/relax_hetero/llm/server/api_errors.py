@@ -30,7 +30,7 @@ class ApiError(Exception):
     Attributes
     ----------
     status : int
-        Of HTTP.
+        Status of HTTP.
     body : dict of str to object
         As JSON.
     """

@@ -135,7 +135,7 @@ class _Server:
         return self._card()
 
     async def health(self) -> Response:
-        """Whether requests are taken."""
+        """Return whether requests are taken."""
         healthy = self._engine.healthy
         return JSONResponse({"status": "ok" if healthy else "closed"}, 200 if healthy else 503)
 

@@ -1,4 +1,4 @@
-"""What callers may ask for, checked."""
+"""Requests of callers, checked."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Body(BaseModel):
 
     @property
     def tells_usage(self) -> bool:
-        """Whether a stream ends with the number of tokens."""
+        """True if a stream ends with the number of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def params(self, choice: int, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
@@ -148,7 +148,7 @@ class ChatBody(Body):
 
     @property
     def template_values(self) -> dict[str, Any]:
-        """What the template gets beside the conversation.
+        """Values for the template besides the conversation.
 
         Raises
         ------
@@ -163,7 +163,7 @@ class ChatBody(Body):
 
     @property
     def most_tokens(self) -> int | None:
-        """Of the text."""
+        """Maximum number of tokens of the text."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property

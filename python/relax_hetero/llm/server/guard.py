@@ -1,4 +1,4 @@
-"""What is looked at before a request is read: its key, the size of its body; and how it was answered."""
+"""Checks before a request is read: its key, the size of its body; and a log of how it was answered."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Guard:
     ----------
     app : ASGIApp
     api_key : str or None
-        That callers of ``/v1`` must have; None for none.
+        Key that callers of ``/v1`` must have; None for none.
     body_bytes : int
         The most of a body.
     body_seconds : float
-        That a body may take to come.
+        Maximum time for a body to come.
     on_answer : callable
         Told the path and status of each answer.
     """

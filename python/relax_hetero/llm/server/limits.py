@@ -1,4 +1,4 @@
-"""What a server takes at most."""
+"""Limits of a server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MIN_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server takes at most; a request beyond is refused with a message that says what was found.
+    """Limits of a server; a request beyond is refused with a message that says what was found.
 
     Attributes
     ----------

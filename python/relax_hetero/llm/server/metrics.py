@@ -32,7 +32,7 @@ _COUNTERS = {
 
 
 class Metrics:
-    """Of one server.
+    """Metrics of one server.
 
     Parameters
     ----------

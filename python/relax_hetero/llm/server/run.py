@@ -59,7 +59,7 @@ def serve(
         Closed by its owner.
     settings : Settings
     template : ChatTemplate, optional
-        Of conversations.
+        Template of conversations.
     host, port
         Where it listens; port 0 for any that is free.
     on_ready : callable, optional

@@ -15,7 +15,7 @@ from .api_errors import ApiError
 
 @dataclass(frozen=True)
 class Grown:
-    """What one of the texts grew by; without a `delta` it has ended."""
+    """Growth of one of the texts; without a `delta` it has ended."""
 
     index: int
     delta: Delta | None
@@ -29,9 +29,9 @@ class Texts:
     requests : sequence of Request
         One for each choice.
     begins : sequence of str
-        What each text begins with, before the model's.
+        Begin of each text, before the model's.
     seconds : float
-        That all of them may take.
+        Maximum time of all of them.
 
     Attributes
     ----------
@@ -46,7 +46,7 @@ class Texts:
 
     @property
     def usage(self) -> Usage:
-        """Of all texts; prompts of several choices count once each."""
+        """Usage of all texts; prompts of several choices count once each."""
         each = [request.usage for request in self.requests]
         return Usage(
             sum(usage.prompt_tokens for usage in each),
@@ -61,7 +61,7 @@ class Texts:
             request.cancel()
 
     async def grow(self) -> AsyncIterator[Grown]:
-        """What texts grow by, in the order in which it comes.
+        """Iterate over growth of texts, in the order in which it comes.
 
         Raises
         ------

@@ -10,6 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from ...errors import printable
 from .embedding import compressed, data_of, embedded
 
 __all__ = ["data_of", "fragment_of", "page_of"]
@@ -17,7 +18,7 @@ __all__ = ["data_of", "fragment_of", "page_of"]
 _HERE = Path(__file__).parent
 # In this order: each adds to the object that the first makes.
 _SCRIPTS = (
-    *("base", "tiles", "layers", "model", "picture", "view", "graph", "panel", "search", "overview"),
+    *("base", "words", "tiles", "layers", "model", "picture", "view", "graph", "panel", "search", "overview"),
     *("charts", "timeline", "memory", "roofline", "tables", "passes", "timings", "token", "compare", "start"),
 )
 # What a notebook shows of an executable: the rest is in its report.
@@ -55,7 +56,7 @@ def page_of(data: dict[str, Any], previous: dict[str, Any] | None = None) -> str
     """
     inside = embedded("report-data", data)
     parts = {
-        "title": escape(str(data.get("title") or "report")),
+        "title": escape(printable(str(data.get("title") or "report"))),
         "style": _asset("style.css"),
         "libraries": "\n".join(_library(name) for name in _libraries(data, previous)),
         "data": inside,

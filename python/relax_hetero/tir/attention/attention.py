@@ -46,7 +46,8 @@ def attention_kernel(problem: AttentionProblem, cpu: CpuTarget) -> tirx.PrimFunc
     Parameters
     ----------
     problem : AttentionProblem
-        Of float32, bfloat16 or float16 operands, whose scores are of float32; batch, queries and keys may be symbolic.
+        Attention of float32, bfloat16 or float16 operands, whose scores are of float32; batch, queries and keys may be
+        symbolic.
     cpu : CpuTarget
         One with vectors.
 
@@ -110,7 +111,7 @@ def attention_kernel(problem: AttentionProblem, cpu: CpuTarget) -> tirx.PrimFunc
 
 
 def _imported(text: str) -> AbstractContextManager[Any]:
-    """What stands inside may call the functions of LLVM IR."""
+    """Let the code inside call the functions of LLVM IR."""
     return T.attr(0, "pragma_import_llvm", text) if text else nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""What the two products of an attention read: keys and values packed in scratch, and the left factors.
+"""Operands of the two products of an attention: keys and values packed in scratch, and the left factors.
 
 Scores are queries times keys; results are powers of e, which weigh values, times values. Right factors are packed, a
 block of keys at a time; left factors are queries, widened where they are of 16 bits, and the powers of e.
@@ -122,7 +122,7 @@ def widen_queries(spec: AttentionSpec, at: dict[str, Expr], row: Expr, rows: int
 
 
 Factor = Callable[[int, Expr], Expr]
-"""Of a row of the tile and a step: one number, or a pair as an int32."""
+"""Function of a row of the tile and a step: one number, or a pair as an int32."""
 
 
 def accumulate(

@@ -1,4 +1,4 @@
-"""What the parts of an attention kernel share: views of the heads, block sizes, and where in scratch things are."""
+"""Views of the heads, block sizes, and offsets in scratch, which the parts of an attention kernel share."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class HeadsView(View):
     starts : sequence of int
         Where it begins in each dimension.
     sizes : mapping of str to PrimExpr
-        Of every iteration dimension.
+        Extents of every iteration dimension.
     """
 
     _held = staticmethod(opaque)
-    """What keeps a stride at hand."""
+    """Function that keeps a stride at hand."""
 
     def __init__(
         self, function: Function, name: str, operand: Operand, starts: Sequence[int], sizes: Mapping[str, Expr]
@@ -96,7 +96,7 @@ class HeadsView(View):
         self._start = self._held(self._start)
 
     def runs_along(self, name: str) -> bool:
-        """Whether the tensor has the iteration dimension (else it is broadcast along it)."""
+        """Return whether the tensor has the iteration dimension (else it is broadcast along it)."""
         return name in self._strides
 
     def stride(self, name: str) -> Expr:
@@ -171,15 +171,15 @@ class Blocks:
     Attributes
     ----------
     queries, keys : int
-        Of a block; multiples of `rows` and `columns`.
+        Numbers of a block; multiples of `rows` and `columns`.
     is_single : bool
         One block holds all keys.
     rows, vectors, lanes : int
-        Of a tile of scores: queries, vectors of keys, and keys of a vector.
+        Tile of scores: number of queries, of vectors of keys, and of keys of a vector.
     value_panels : int
         Panels of `columns` that the width of a value fills.
     width : int
-        Of query and key, with the zeros behind them that tile registers multiply.
+        Width of query and key, with the zeros behind them that tile registers multiply.
     is_decode : bool
         Keys and values are read as they lie.
     is_paired : bool
@@ -329,7 +329,7 @@ def accumulation(problem: AttentionProblem, cpu: CpuTarget) -> DotInstruction:
 
 
 def _lies_in_pairs(problem: AttentionProblem, dtype: str) -> bool:
-    """Whether operands are of a type of which an even number lies together, and queries enough to pack keys for."""
+    """True if operands are of a type of which an even number lies together, and queries enough to pack keys for."""
     operands = (problem.query, problem.key, problem.value)
     if any(operand.dtype != dtype for operand in operands) or _is_decode(problem):
         return False
@@ -365,7 +365,7 @@ class AttentionSpec:
     Attributes
     ----------
     sizes : mapping of str to PrimExpr or int
-        Of every iteration dimension.
+        Extents of every iteration dimension.
     operands : tuple of HeadsView
         Query, key and value.
     masks : tuple of HeadsView
@@ -412,7 +412,7 @@ class AttentionSpec:
 
     @property
     def value_masks(self) -> list[Expr | None]:
-        """Of the vectors of a value: which lanes exist, None where all do."""
+        """Masks of the vectors of a value: the lanes that exist, None where all do."""
         lanes, width = self.blocks.lanes, self.sizes["e"]
         return [lane_mask(width - first, lanes) for first in range(0, width, lanes)]
 

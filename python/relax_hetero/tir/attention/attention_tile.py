@@ -47,7 +47,7 @@ def emit_tile(spec: AttentionSpec, at: dict[str, Expr], row: Expr, within: Expr,
 
 
 class QueryRows:
-    """What is known of some queries against a block of keys, and the arithmetic of one score and of softmax.
+    """Queries against a block of keys, and the arithmetic of one score and of softmax.
 
     Parameters
     ----------
@@ -109,7 +109,7 @@ class QueryRows:
         return lane_indices(start + column, self.lanes)
 
     def _greatest(self, i: Expr, maxima: Expr) -> Expr:
-        """What is taken from the scores of a row, whose greatest of each lane are given."""
+        """Number that is subtracted from the scores of a row, given the maximum of each lane."""
         greatest = broadcast(let(over_lanes(maxima, T.max, self.lanes)), self.lanes)
         if self.online:
             before = self._state("maxima", i)
@@ -170,7 +170,7 @@ class _QueryTile(QueryRows):
         super().__init__(spec, at, row, within, rows, span)
         self.maxima = Registers(rows, "float32", self.lanes)
         self.factors = Registers(rows, "float32", self.lanes)
-        """What sums so far are multiplied by, or, with one block of keys, what makes sums averages."""
+        """Factors of earlier sums, or, with one block of keys, of all sums to make them averages."""
 
     # -- scores
 

@@ -46,7 +46,7 @@ _LEFT, _RIGHT = (4, 5), (6, 7)  # tiles of factors; those of sums are 0 to 3, tw
 
 
 def begin_tiles(spec: AttentionSpec) -> None:
-    """What a task does first: tiles get their shapes, and what no key writes is zero."""
+    """Begin a task: tiles get their shapes, and elements that no key writes become zero."""
     low, high = _heights(spec)
     second = high or 1
     tile_registers.configure([low, low, second, second, low, second, TILE_ROWS, TILE_ROWS])
@@ -258,6 +258,6 @@ class _QueryTiles(QueryRows):
         return let(T.broadcast(self.spec.room[self._factor_at(r)], self.lanes))
 
     def _sums_at(self, r: Expr, j: int) -> Expr:
-        """Of vector j of the sums of row r."""
+        """Sums of vector j of row r."""
         panel, within = divmod(j, self.vectors)
         return self._partial_at(r, within, tirx.const(panel, "int64"))

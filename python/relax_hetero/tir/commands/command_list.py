@@ -136,9 +136,9 @@ def host_function(
     params : sequence of Tensor or tirx.Var
         In order; variables are scalars.
     calls : sequence of Call
-        Of private PrimFuncs in the same module that return an int32.
+        Calls of private PrimFuncs in the same module that return an int32.
     target : tvm.target.Target
-        Of the kernels. Those of GPUs have no status: a launch that fails ends the host function by itself.
+        Target of the kernels. Those of GPUs have no status: a launch that fails ends the host function by itself.
     """
     is_gpu = "gpu" in target.keys
     with Function(name) as function:

@@ -29,7 +29,7 @@ def dim_value(dim: Dim, parameters: Mapping[str, tirx.Var]) -> Expr:
     Parameters
     ----------
     parameters : mapping of str to Var
-        By the names in the text.
+        Variables by the names in the text.
     """
     if isinstance(dim, int):
         return tirx.IntImm("int64", dim)

@@ -33,13 +33,13 @@ from tvm_ffi import structural_map, structural_walk
 from ..cuda.core.ptx import is_let_next_begin, is_wait_for_launches
 
 MOST_ENTRIES = 4096
-"""Of a table; its extent in the code, which nothing checks."""
+"""Maximum number of entries of a table; its extent in the code, which nothing checks."""
 
 _TABLE_TYPE = tvm.ir.PointerType(tvm.ir.PrimType("int64"), "global")
 
 
 def is_one_launch(kernel: tirx.PrimFunc) -> bool:
-    """Whether all that a kernel does, raw or not, is one nest of loops of which the outermost is bound to GPU threads.
+    """True if all that a kernel does, raw or not, is one nest of loops of which the outermost is bound to GPU threads.
 
     Only such a one can be called by another function: TVM then takes its body for code of the device.
     """
@@ -47,7 +47,7 @@ def is_one_launch(kernel: tirx.PrimFunc) -> bool:
 
 
 def waits_before_use(raw: tirx.PrimFunc, entries: Collection[int]) -> bool:
-    """Whether a raw kernel of one launch waits for the launches before it, and uses these tensors behind that only.
+    """True if a raw kernel of one launch waits for the launches before it, and uses these tensors behind that only.
 
     It has to wait, and to let the next launch begin, in statements of the block that no other ones are around.
     """

@@ -45,7 +45,7 @@ class PanelTiles:
     Attributes
     ----------
     tiles : int or PrimExpr
-        Of a row.
+        Number of tiles of a row.
     """
 
     rows: Expr

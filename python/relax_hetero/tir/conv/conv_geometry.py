@@ -1,4 +1,5 @@
-"""Which elements of the data the tiles of a convolution touch along one spatial dimension: plain integers, no code.
+"""Elements of the data that the tiles of a convolution touch along one spatial dimension: plain integers, no code.
+
 Rows whose length only a call knows have expressions in these places (`unknown_rows`).
 
 A tile is a run of neighbouring places of the result. Where padding reaches into it, some places of the window find no
@@ -22,7 +23,7 @@ class Taps:
     Attributes
     ----------
     first, count : int or PrimExpr
-        Of the window's places.
+        First tap of the window, and number of taps.
     begin, end : int
         The places of the tile, counted from its first.
     """
@@ -61,9 +62,9 @@ def segments_of(window: Window, extent: int, places: int, widest: int) -> list[S
     Parameters
     ----------
     extent : int
-        Of the data.
+        Extent of the data.
     places : int
-        Of the result.
+        Extent of the result.
     widest : int
         The most places of a tile.
     """

@@ -14,7 +14,7 @@ from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import ConvProblem, Dim, MatmulProblem, Operand
 
 IMAGE_CHANNELS = 4
-"""Of a pixel of an image as GPUs store it, of which the last may not exist."""
+"""Channels of a pixel of an image as GPUs store it, of which the last may not exist."""
 
 
 def as_product(problem: ConvProblem) -> MatmulProblem | None:

@@ -1,4 +1,4 @@
-"""What the kernels of convolutions share: operands, rows of the result, how tiles are stored and work is split."""
+"""Operands, rows of the result, storing of tiles and splitting of work, which kernels of convolutions share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Convolution:
     dot : DotInstruction
         How the CPU multiplies the element types.
     lanes : int
-        Of an accumulator.
+        Lanes of an accumulator.
     """
 
     problem: ConvProblem

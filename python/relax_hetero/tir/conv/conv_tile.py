@@ -54,7 +54,7 @@ class Panel:
     column : PrimExpr
         Its first channel.
     vectors : int
-        That hold channels that exist.
+        Number of vectors that hold channels that exist.
     masks : tuple of (PrimExpr or None)
         Lanes that exist of each vector.
     channel : PrimExpr
@@ -72,7 +72,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Ahead:
-    """What a tile prefetches of the next panel: a part for each of its steps.
+    """Prefetches of the next panel during a tile: a part for each of its steps.
 
     Attributes
     ----------
@@ -110,9 +110,9 @@ class TileRegisters:
     Attributes
     ----------
     sums : Registers
-        Of the places, a vector of output channels after the other.
+        Sums of the positions, a vector of output channels after the other.
     compensation : Registers or None
-        What makes up for flipped signs, of each run of the window's places; None where no sign is flipped.
+        Terms that make up for flipped signs, for each run of the window's taps; None where no sign is flipped.
     """
 
     sums: Registers

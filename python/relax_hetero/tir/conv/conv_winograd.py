@@ -100,7 +100,7 @@ class _Work:
         return len(self.conv.windows) - 2, len(self.conv.windows) - 1
 
     def tile_counts(self) -> list[Expr]:
-        """Of batch, outer places, rows and columns of tiles."""
+        """Number of tiles along batch, outer dimensions, rows and columns."""
         images, _, *places = self.conv.result.extents
         return [images, *places[:-2], *(opaque(ceil_div(extent, self.m)) for extent in places[-2:])]
 

@@ -136,6 +136,6 @@ def _check_winograd(problem: ConvProblem, dot: DotInstruction) -> None:
 
 
 def _is_channelwise(problem: ConvProblem) -> bool:
-    """Whether a vector of output channels holds several groups."""
+    """Return whether a vector of output channels holds several groups."""
     channels = int(problem.weight.shape[0]) // problem.groups
     return not problem.weight.layout.inner_dims or (problem.groups > 1 and problem.weight.layout.tile(0) > channels)

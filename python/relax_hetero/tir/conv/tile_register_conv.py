@@ -60,12 +60,12 @@ class TileConvolution:
 
     @property
     def windows(self) -> tuple[Window, ...]:
-        """Of all dimensions but the innermost."""
+        """Windows of all dimensions but the innermost."""
         return self.conv.windows[:-1]
 
     @property
     def steps(self) -> int:
-        """Of a pair."""
+        """Number of steps of a pair."""
         return prod(window.size for window in self.windows) * self.plan.run.count
 
     @property
@@ -112,7 +112,7 @@ def tile_convolution(conv: Convolution, instruction: TileInstruction | None) -> 
 
 
 class _Task:
-    """What a task works in: copied rows, sums, and where the sums that wait are to go."""
+    """Buffers of a task: copied rows, sums, and where the sums that wait are to go."""
 
     def __init__(self, tiles: TileConvolution) -> None:
         self.tiles, self.conv, plan = tiles, tiles.conv, tiles.plan
@@ -224,7 +224,7 @@ class _Block:
         )
 
     def _is_inside(self, outer_taps: Sequence[Expr], row: Expr) -> Expr | None:
-        """Whether the image has a row; None: each that is asked for."""
+        """Return whether the image has a row; None: each that is asked for."""
         conv, checks = self.conv, []
         positions = [self._outer_position(d, tap) for d, tap in enumerate(outer_taps)]
         positions += [row] if len(conv.windows) > 1 else []
@@ -342,7 +342,7 @@ class _Pair:
     Parameters
     ----------
     number : PrimExpr
-        Of the pair, in its block.
+        Number of the pair in its block.
     weight : PrimExpr
         Where the stretch begins in storage.
     """

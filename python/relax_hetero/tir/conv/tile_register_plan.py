@@ -41,11 +41,11 @@ class RunSteps:
     Attributes
     ----------
     runs : int
-        Of an innermost row of the window: its places, or one of all of them.
+        Number of runs of an innermost row of the window: its taps, or one run of all of them.
     steps : int
-        Of a run.
+        Number of steps of a run.
     groups : int
-        Of k0 neighbouring channels, in a step.
+        Number of groups of k0 neighbouring channels in a step.
     shared : int
         Groups of the weight that the last step reads as well as the one before; they meet zeros.
     """
@@ -90,7 +90,7 @@ class Copy:
 
     @property
     def row_bytes(self) -> int:
-        """Of a row."""
+        """Number of bytes of a row."""
         return self.distance * self.width
 
 
@@ -106,9 +106,9 @@ class TilePlan:
         Tiles of a row of the result.
     run : RunSteps
     rows : int
-        Of the result, along the last but one dimension, of a block.
+        Rows of the result in a block, along the last but one dimension.
     blocks : int
-        Of that dimension.
+        Number of blocks along that dimension.
     copy : Copy or None
         None: data are read where they lie.
     panel : int

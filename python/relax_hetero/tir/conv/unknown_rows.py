@@ -21,7 +21,7 @@ NARROW = 4
 
 
 def can_be_unknown(dot: DotInstruction) -> bool:
-    """Whether images of any size can be multiplied so: their channels one at a time, sums in one type."""
+    """Return whether images of any size can be multiplied so: their channels one at a time, sums in one type."""
     return dot.k0 == 1 and dot.compensation == 0 and not dot.short
 
 
@@ -31,7 +31,7 @@ def row_segments(window: Window, extent: Expr, places: Expr, widest: int) -> lis
     Parameters
     ----------
     extent, places : int or PrimExpr
-        Of the data and of the result, along the innermost dimension.
+        Extents of the data and of the result, along the innermost dimension.
     widest : int
         The most places of a tile.
     """

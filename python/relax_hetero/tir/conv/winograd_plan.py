@@ -17,17 +17,17 @@ from ..core.work_split import tasks_for
 
 BLOCK_TILES = 24
 BLOCK_BYTES = 7 << 17
-"""What the transformed data of a block take at most."""
+"""Maximum bytes of the transformed data of a block."""
 MOST_ROWS = 14
 UNKNOWN_TILES = 196
 """A guess where a call says how many there are: an image of 28 x 28 places."""
 
 TRANSFORM = {2: 140, 4: 700}
-"""By m, what transforming a vector of a tile takes, there or back, in multiply-adds of vectors."""
+"""Cost of transforming a vector of a tile, there or back, by m, in multiply-adds of vectors."""
 WEIGHT_ROWS = 12
-"""What reading a panel takes from the third-level cache, in rows of a product, for each block."""
+"""Cost of reading a panel from L3, in rows of a product, for each block."""
 COLD_BYTE = 0.12
-"""What is left of reading a byte of the weights for the first time, beside computing, in multiply-adds of vectors."""
+"""Extra cost of reading a byte of the weights for the first time, in multiply-adds of vectors."""
 DIRECT = 0.93
 """Which part of the peak of multiply-adds the direct kernel reaches."""
 # Measured on a Zen 4 of AVX-512 with one and two threads, weights not in the caches: the estimates are within 25 % of
@@ -36,7 +36,7 @@ DIRECT = 0.93
 
 @dataclass(frozen=True)
 class Shape:
-    """What is computed: plain sizes.
+    """Plain sizes of the problem.
 
     Attributes
     ----------
@@ -58,12 +58,12 @@ class Shape:
 
     @property
     def panels(self) -> int:
-        """Of a group."""
+        """Number of panels of a group."""
         return ceil_div(self.columns, self.width)
 
     @property
     def tiles(self) -> int:
-        """Of all images, 0 where a call says how many."""
+        """Number of tiles of all images, 0 where a call says how many."""
         return self.images * prod(ceil_div(extent, self.m) for extent in self.places)
 
     @property
@@ -86,13 +86,13 @@ class Plan:
     tile_parts, panel_parts : int
         Into how many parts tiles, and panels of a group, are cut; a task is one of each.
     blocks : int
-        Of a task; 0 where a call says how many tiles there are.
+        Number of blocks of a task; 0 where a call says how many tiles there are.
     tiles : int
         The most of a block.
     rows : int
         Tiles that a product in registers takes at once.
     cost : float
-        Of the longest task, in multiply-adds of vectors.
+        Cost of the longest task, in multiply-adds of vectors.
     """
 
     tile_parts: int

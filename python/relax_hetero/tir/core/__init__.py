@@ -1,1 +1,1 @@
-"""What every generator of kernels is written with: the builder, views of parameters, ties, and sharing of work."""
+"""Builder, views of parameters, ties, and sharing of work, which every generator of kernels is written with."""

@@ -23,7 +23,7 @@ def clamped(index: Expr, extent: Expr) -> Expr:
 
 
 def inside(index: Expr, extent: Expr) -> Expr:
-    """Whether an axis has an index, which is counted from the front."""
+    """Return whether an axis has an index, which is counted from the front."""
     index, end = _common(index, extent)
     is_positive = index >= tirx.const(0, _type(index))
     return is_positive if end is None else tirx.all(is_positive, index < end)

@@ -16,7 +16,7 @@ from tvm.script.ir_builder import tirx as T
 from ...encoding.problem import Dim
 
 CACHE_LINE_BYTES = 64
-"""What one prefetch asks for."""
+"""Bytes that one prefetch asks for."""
 
 Expr = Any
 """A PrimExpr, or a number where TVM takes one."""
@@ -38,7 +38,7 @@ class Function:
     Attributes
     ----------
     result : tirx.PrimFunc
-        What was built.
+        Function that was built.
     """
 
     def __init__(self, name: str, registers: str = "global") -> None:

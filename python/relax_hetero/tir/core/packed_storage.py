@@ -110,7 +110,7 @@ def extents_of(storages: Sequence[PackedStorage]) -> list[Expr]:
 
 
 def whole(extent: Expr, tile: int) -> bool:
-    """Whether an extent is known to be a multiple of a tile."""
+    """Return whether an extent is known to be a multiple of a tile."""
     return tile == 1 or (isinstance(extent, int) and extent % tile == 0)
 
 

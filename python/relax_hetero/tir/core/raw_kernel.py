@@ -47,9 +47,9 @@ class RawSignature:
     numbers : tuple of tirx.Var
         The parameters that are numbers, in order.
     extents : tuple of tuple
-        Of each tensor: ints, or expressions over the scalars.
+        Extents of each tensor: ints, or expressions over the scalars.
     dtypes : tuple of str
-        Of each tensor.
+        Element type of each tensor.
     """
 
     buffers: tuple[tirx.Var, ...]
@@ -110,7 +110,7 @@ def _with_launch_bounds(raw: tirx.PrimFunc) -> tirx.PrimFunc:
     out of anything; without the attribute its threads get other registers, and do not give them to each other.
     """
     target = raw.attrs.get("target")
-    if target is None or target.kind.name != "cuda":
+    if target is None or "gpu" not in target.keys:
         return raw
 
     def on_attr(statement: tirx.AttrStmt) -> VisitInterrupt | None:
@@ -145,7 +145,7 @@ def _is_zero(value: Expr) -> bool:
 
 
 def has_temporaries(kernel: tirx.PrimFunc) -> bool:
-    """Whether a kernel may have temporaries that TVM takes from a workspace: those of a kilobyte and more."""
+    """Return whether a kernel may have temporaries that TVM takes from a workspace: those of a kilobyte and more."""
 
     def large(buffer: tirx.Var) -> bool:
         ty = buffer.ty

@@ -51,7 +51,7 @@ def tied_to(func: tirx.PrimFunc, operands: Sequence[Operand], first: int, result
 
 
 def ties_of(func: tirx.PrimFunc) -> list[Tie]:
-    """What is noted as tied on a kernel."""
+    """Ties that are noted on a kernel."""
     return [(int(operand), int(result)) for operand, result in func.attrs.get(TIED, ())]
 
 

@@ -28,7 +28,7 @@ class View:
     nominal : str
         The tensor's element type.
     dtype : str
-        Of what is loaded and stored: `nominal`, or the type of its bits if opened raw.
+        Element type of loads and stores: `nominal`, or the type of its bits if opened raw.
     data : Buffer
         After `open`: the elements in one dimension.
     """
@@ -53,7 +53,7 @@ class View:
         return flat(self._buffer, self.physical, dtype)
 
     def typed(self, value: Expr) -> Expr:
-        """What was loaded, as what it is; conditions stay bytes, because TVM's analyzer fails on vectors of bool."""
+        """Value of a load in its type; conditions stay bytes, because TVM's analyzer fails on vectors of bool."""
         if self.nominal in (self.dtype, "bool"):
             return value
         return T.reinterpret(vector_type(self.nominal, value.ty.dtype.lanes), value)
@@ -131,7 +131,7 @@ class OperandView(View):
         self._strides = row_major(self.layout.packed_shape(self.extents), lambda a, b: opaque(a * b))
 
     def runs_along(self, name: str) -> bool:
-        """Whether the operand has the iteration dimension (else it is broadcast along it)."""
+        """Return whether the operand has the iteration dimension (else it is broadcast along it)."""
         return name in self.index_map
 
     def exact_extent(self, name: str) -> Expr | None:
@@ -141,7 +141,7 @@ class OperandView(View):
         return self.extents[d] if known else None
 
     def is_padded(self, name: str, unit: int) -> bool:
-        """Whether storage goes on to the next multiple of `unit` along an iteration dimension."""
+        """Return whether storage goes on to the next multiple of `unit` along an iteration dimension."""
         return self.runs_along(name) and self.layout.tile(self.index_map.index(name)) % unit == 0
 
     def merge(self, first: str, second: str) -> None:
@@ -191,7 +191,7 @@ class OperandView(View):
         Parameters
         ----------
         at : Coordinates
-            Of the first element. Where the dimension is tiled, the lanes do not leave the tile.
+            Coordinates of the first element. Where the dimension is tiled, the lanes do not leave the tile.
         mask : PrimExpr, optional
             Which lanes may be read (the others are zero), a vector of bool.
         """

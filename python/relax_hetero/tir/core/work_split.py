@@ -19,7 +19,7 @@ from ...target.cpu_target import CpuTarget
 from .builder import Expr, ceil_div, int64, loop, opaque
 
 Unit = Literal["nanoseconds", "multiply-adds", "bytes", "vector instructions a task", "elements"]
-"""What the work of a kernel is counted in."""
+"""Unit in which the work of a kernel is counted."""
 
 LEAST: dict[Unit, int] = {
     # Loops of stock kernels. In a chain of kernels on two cores of a Zen 5, a kernel of 1.8 us took as long on one as
@@ -38,7 +38,7 @@ LEAST: dict[Unit, int] = {
 
 
 def is_worth_tasks(unit: Unit, work: Any) -> bool:
-    """Whether to share work among cores; work that only the run knows (a PrimExpr, None) is shared."""
+    """Return whether to share work among cores; work that only the run knows (a PrimExpr, None) is shared."""
     return not isinstance(work, (int, float)) or work >= LEAST[unit]
 
 
@@ -177,8 +177,8 @@ def unravel(
     extents : sequence of int or PrimExpr
         The first is not needed: whatever is left is the place along it.
     place, rest : callable
-        What is done to each place, and to what is left for the dimensions before it: `opaque` where they are used
-        more than once.
+        Functions that are applied to each coordinate, and to the rest for the dimensions before it: `opaque` where they
+        are used more than once.
     """
     found: list[Expr] = []
     for extent in reversed(extents[1:]):

@@ -16,9 +16,9 @@ class ElementwiseStorages:
     operands : list of PackedStorage
     result : PackedStorage
     alike : list of bool
-        Of each operand, whether it lies exactly as the result does.
+        Whether each operand lies exactly as the result does.
     extents : list of (int or PrimExpr)
-        Of the result's dimensions: whole tiles where no parameter shows where the last one ends.
+        Extents of the result's dimensions: whole tiles where no parameter shows where the last one ends.
 
     Raises
     ------

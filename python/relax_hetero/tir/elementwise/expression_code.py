@@ -20,6 +20,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...encoding.expression import Expression
+from ...encoding.functions import FUNCTIONS
 from ...encoding.problem import Epilogue
 from ...errors import EncodingError
 from ...target.element_types import HALVES
@@ -39,7 +40,7 @@ class _Value:
 
 
 Ops = Mapping[str, Callable[..., tirx.Expr]]
-"""What writes the ops of an expression, for operands of one type."""
+"""Functions that write the ops of an expression, for operands of one type."""
 
 
 def ops_for(dtype: str) -> Ops:
@@ -70,7 +71,7 @@ def emit(
     Returns
     -------
     PrimExpr
-        Of `expression.dtype(dtypes)`, and `lanes` lanes.
+        Value of `expression.dtype(dtypes)`, and `lanes` lanes.
 
     Raises
     ------
@@ -102,6 +103,8 @@ def emit(
         like = known[0]
         terms = [arg.value if isinstance(arg, _Value) else vector_math.constant(like.value, arg) for arg in args]
         function = ops(like.dtype).get(op)
+        if function is None and _is_float(like.dtype) and FUNCTIONS[op].formula:
+            return Expression.parse(FUNCTIONS[op].formula).fold(args, apply)
         if function is None:
             raise EncodingError(f"{op} in expression {expression} does not exist for {like.dtype}")
         return _Value(like.dtype, vector_math.once(function(*terms, *params)))
@@ -109,9 +112,9 @@ def emit(
     whole = with_quantize(expression, dtypes)
     if whole.term.op == "cast" and whole.term.params[0] in HALVES:
         # Rounded once, to what is stored, not to a float32 first.
-        inner = _known(expression, Expression(whole.term.args[0]).evaluate(operands, apply))
+        inner = _known(expression, Expression(whole.term.args[0]).fold(operands, apply))
         return cast(inner.value, whole.term.params[0])
-    result = _known(expression, whole.evaluate(operands, apply))
+    result = _known(expression, whole.fold(operands, apply))
     return cast(result.value, result.dtype)
 
 
@@ -153,18 +156,18 @@ def _cast(value: _Value, dtype: str) -> _Value:
 
 @dataclass(frozen=True)
 class EpilogueCode:
-    """What is done to the accumulators of a product before they are stored; its operands are parameters of a kernel.
+    """Epilogue of the accumulators of a product before they are stored; its operands are parameters of a kernel.
 
     Attributes
     ----------
     expression : Expression
         ``x0`` is the accumulator.
     views : tuple of OperandView
-        Of ``x1``, ``x2``, ...
+        Views of ``x1``, ``x2``, ...
     acc_dtype, dtype : str
         Element types of the accumulators and of the kernel's result.
     lanes : int
-        Of an accumulator.
+        Lanes of an accumulator.
     """
 
     expression: Expression
@@ -199,7 +202,7 @@ class EpilogueCode:
                         prefetch(view.data, view.address(at(view, i, j)))
 
     def result(self, acc: Expr, load: Callable[[OperandView], Expr]) -> Expr:
-        """What is stored for a vector of accumulators; `load` reads an operand where the vector lies."""
+        """Value to store for a vector of accumulators; `load` reads an operand where the vector lies."""
         dtypes = [self.acc_dtype, *(view.dtype for view in self.views)]
         value = emit(self.expression, [acc, *map(load, self.views)], dtypes, self.lanes)
         if self.expression.dtype(dtypes) == self.dtype:
@@ -207,5 +210,5 @@ class EpilogueCode:
         return tirx.Cast(vector_type(self.dtype, self.lanes), value)
 
     def result_at(self, acc: Expr, at: Coordinates, mask: Expr | None) -> Expr:
-        """What is stored for a vector of accumulators along "n"; `mask` says which of its lanes exist (None: all)."""
+        """Value to store for a vector of accumulators along "n"; `mask` says which of its lanes exist (None: all)."""
         return self.result(acc, lambda view: view.load(at, "n", self.lanes, mask if view.runs_along("n") else None))

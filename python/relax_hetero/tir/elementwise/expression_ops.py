@@ -16,6 +16,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...encoding.expression import Expression, Term, split_sum
+from ...encoding.functions import FUNCTIONS
 from ..math import vector_math
 from ..math.extremes import maximum, minimum
 
@@ -60,13 +61,8 @@ _ARITHMETIC: dict[str, Callable[..., tirx.Expr]] = {
     "leaky_relu": _leaky_relu,
     "clip": _clip,
 }
-# `exp_nonpositive` is no op of an expression's text: plans of kernels put it where they know the argument.
-FLOAT32_OPS: dict[str, Callable[..., tirx.Expr]] = {
-    name: getattr(vector_math, name) for name in "exp exp_nonpositive log tanh erf sigmoid silu gelu gelu_tanh".split()
-}
-FLOAT_OPS: dict[str, Callable[..., tirx.Expr]] = {
+FLOAT64_OPS: dict[str, Callable[..., tirx.Expr]] = {
     **_ARITHMETIC,
-    **FLOAT32_OPS,
     "divide": lambda a, b: a / b,
     "maximum": maximum,
     "minimum": minimum,
@@ -78,7 +74,14 @@ FLOAT_OPS: dict[str, Callable[..., tirx.Expr]] = {
     "floor": T.floor,
     "ceil": T.ceil,
 }
-FLOAT64_OPS = {name: function for name, function in FLOAT_OPS.items() if name not in FLOAT32_OPS}
+FLOAT_OPS = {
+    **FLOAT64_OPS,
+    **{
+        name: getattr(vector_math, name)
+        for name, function in FUNCTIONS.items()
+        if function.is_approximated and not function.formula
+    },
+}
 INT_OPS: dict[str, Callable[..., tirx.Expr]] = {
     **_ARITHMETIC,
     "divide": _divide_int,
@@ -113,7 +116,7 @@ def with_quantize(expression: Expression, dtypes: Sequence[str]) -> Expression:
 
 
 def _quantize(term: Term, dtypes: Sequence[str]) -> tuple[Term, tuple[Any, ...]] | None:
-    """What is quantized by a term, and how; None for a term that is no requantization to bytes."""
+    """Operand and parameters of a term that quantizes; None for a term that is not a requantization to bytes."""
     if term.op != "cast" or term.params[0] not in ("int8", "uint8") or term.args[0].op != "clip":
         return None
     dtype, bounds = str(term.params[0]), term.args[0].params

@@ -25,7 +25,7 @@ def schedule(func: tirx.PrimFunc, cpu: CpuTarget) -> tirx.PrimFunc:
     Parameters
     ----------
     func : PrimFunc
-        Of te.compute form, as legalization and FuseTIR make them.
+        PrimFunc of te.compute form, as legalization and FuseTIR make them.
 
     Raises
     ------

@@ -112,7 +112,7 @@ class Box:
     nest : Nest
         Its expressions as they are inside.
     bounds : tuple of (begin, end)
-        Of each axis.
+        Bounds of each axis.
     """
 
     nest: Nest
@@ -120,7 +120,7 @@ class Box:
 
 
 def is_choice(node: Expr) -> bool:
-    """Whether a call evaluates one of two values only."""
+    """Return whether a call evaluates one of two values only."""
     return isinstance(node, tvm.ir.Call) and node.op.name == "prim.if_then_else"
 
 

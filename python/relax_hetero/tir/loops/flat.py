@@ -32,7 +32,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class FlatBox:
-    """What a box computes, over loops.
+    """Work of a box, over loops.
 
     Attributes
     ----------
@@ -63,7 +63,7 @@ class FlatBox:
         return replace(self, nest=nest, places={b: replaced(place, values) for b, place in self.places.items()})
 
     def strides(self, expr: Expr, var: tirx.Var) -> list[Expr | None]:
-        """By how much each read in `expr` that is not of the nest's own values advances with a variable.
+        """Stride in a variable of each read in `expr` that is not of the nest's own values.
 
         None where that is not constant.
         """
@@ -72,7 +72,7 @@ class FlatBox:
 
 
 def stride(offset: Expr, var: tirx.Var) -> Expr | None:
-    """By how much an offset advances with a variable: an int where it is known, None where that is not constant."""
+    """Stride of an offset in a variable: an int where it is known, None where that is not constant."""
     terms = detect_linear_equation(offset, [var])
     if not terms or var in variables(terms[1]):
         return None
@@ -80,7 +80,7 @@ def stride(offset: Expr, var: tirx.Var) -> Expr | None:
 
 
 def is_step(step: Expr | None, number: int) -> bool:
-    """Whether a stride is known to be a number."""
+    """Return whether a stride is known to be a number."""
     return isinstance(step, int) and step == number
 
 

@@ -39,7 +39,7 @@ def spread(box: FlatBox, tasks: int, unit: int, write: Callable[[FlatBox], None]
     Parameters
     ----------
     tasks : int
-        Of one, no parallel loop is written.
+        Number of tasks; for one, no parallel loop is written.
     unit : int
         Elements of the innermost loop that stay together where it is that loop which is shared.
     write : callable

@@ -65,7 +65,7 @@ def write_map(box: FlatBox, cpu: CpuTarget, tasks: int) -> None:
 
 
 def computes_once(box: FlatBox, cpu: CpuTarget, tasks: int) -> bool:
-    """Whether computing every element once, and by itself, takes no more than `write_map` does otherwise."""
+    """Return whether computing every element once, and by itself, takes no more than `write_map` does otherwise."""
     if len(box.spatial) < 2:
         return True  # what is left of one loop is little, even element by element
     lanes, count = _lanes(box, cpu), box.spatial[-1].count
@@ -79,7 +79,7 @@ def _lanes(box: FlatBox, cpu: CpuTarget) -> int:
 
 
 def _is_free(box: FlatBox, lanes: int) -> bool:
-    """Whether vectors of reads may be taken together: no value is one of two."""
+    """Return whether vectors of reads may be taken together: no value is one of two."""
     return lanes > 1 and not any(map(chooses, box.nest.expressions()))
 
 
@@ -137,7 +137,7 @@ def interleaved(box: FlatBox, lanes: int, tasks: int) -> Interleaved | None:
 
 
 def _is_run(offset: Expr, outer: Loop, last: Loop) -> bool:
-    """Whether an offset advances alike through both loops, as if they were one."""
+    """Return whether an offset advances alike through both loops, as if they were one."""
     wide, narrow = stride(offset, outer.var), stride(offset, last.var)
     return isinstance(wide, int) and isinstance(narrow, int) and wide == narrow * last.count
 

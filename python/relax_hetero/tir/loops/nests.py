@@ -51,13 +51,13 @@ class Nest:
     Attributes
     ----------
     indices : tuple of Var
-        What is stored at: the variables of the axes, before any was split.
+        Indices of the stores: the variables of the axes, before any was split.
     sums : list of Sum
         Computed together, first.
     steps : list of (Buffer, PrimExpr)
         Computed in order at every point; they read sums and earlier steps where they stand, at the same point.
     stored : list of Buffer
-        Of sums and steps, what other nests or the caller read.
+        Buffers of sums and steps that other nests or the caller read.
     in_place : bool
         A stored buffer is read too, or what is stored may lie over what is read, so no element may be computed twice.
     split : dict of Var to PrimExpr
@@ -180,7 +180,7 @@ def _reads(computed: Stage | Nest, buffer: tirx.Buffer) -> list[Load]:
 
 
 def _readers(stages: Sequence[Stage]) -> dict[tirx.Buffer, list[tuple[int, Load]]]:
-    """By buffer, who reads it and how, in order; a reduction's reads of its own result are left out."""
+    """Readers of each buffer and their loads, in order; a reduction's reads of its own result are left out."""
     found: dict[tirx.Buffer, list[tuple[int, Load]]] = {}
     for number, stage in enumerate(stages):
         for value in stage.values:
@@ -241,7 +241,7 @@ def _size(stage: Stage) -> float:
 
 
 def is_at(load: Load, computed: Stage | Nest) -> bool:
-    """Whether a stage or nest reads at the place that it computes."""
+    """Return whether a stage or nest reads at the place that it computes."""
     axes = _axes(computed)
     return len(load.indices) == len(axes) and all(
         axis.extent == 1 or index.same_as(axis.var) for index, axis in zip(load.indices, axes, strict=True)
@@ -317,7 +317,7 @@ def tied_in(nests: Sequence[Nest], params: Sequence[tirx.Buffer]) -> list[tuple[
     nests : sequence of Nest
         As `form_nests` gives them.
     params : sequence of Buffer
-        Of the function.
+        Buffers of the function's parameters.
     """
     made = [buffer for nest in nests for buffer in nest.made]
     # In order of appearance, so that a kernel's attributes are the same in every process.

@@ -72,7 +72,7 @@ class Combined:
 
 
 def combined(s: Sum) -> Combined | None:
-    """What a reduction combines, if that is one value with what is there so far."""
+    """Combination of a reduction, if it joins one value with the result so far."""
     kind = type(s.value)
     of_floats = is_maximum(s.value)
     if kind not in _COMBINERS and of_floats is None:
@@ -90,18 +90,18 @@ def combined(s: Sum) -> Combined | None:
 
 
 def value_of(s: Sum) -> Expr:
-    """What a reduction stores, the operands of max and min in the order that leaves NaN out."""
+    """Value that a reduction stores, the operands of max and min in the order that leaves NaN out."""
     parts = combined(s) if isinstance(s.value, (tirx.Max, tirx.Min)) else None
     return s.value if parts is None else parts.combine(parts.own, parts.term)
 
 
 def parts_of(box: FlatBox) -> list[Combined]:
-    """What each reduction of a box combines, where all of them do."""
+    """Combination of each reduction of a box, if all have one."""
     return [c for c in (combined(s) for s in box.nest.sums) if c is not None]
 
 
 def is_number(value: Expr, number: Expr) -> bool:
-    """Whether an expression is a certain constant."""
+    """Return whether an expression is a certain constant."""
     numbers = (tirx.IntImm, tirx.FloatImm)
     return isinstance(value, numbers) and isinstance(number, numbers) and float(value) == float(number)
 
@@ -123,6 +123,8 @@ class AlongReduced:
         self.together = _PARTS if not isinstance(count, int) else max(1, min(_PARTS, count // self.lanes))
 
     def write(self, tasks: int) -> None:
+        """Write the loops over all rows, in `tasks` parallel parts."""
+
         def write(part: FlatBox) -> None:
             with nested(part.spatial) as position:
                 self._row(part.at(position))

@@ -36,7 +36,7 @@ class Stage:
     values : tuple of PrimExpr
         One for each buffer. Those of a reduction read the buffers at the same place: what is there so far.
     initial : tuple of PrimExpr
-        What a reduction starts from, one for each buffer; empty where nothing is reduced.
+        Values that a reduction starts from, one for each buffer; empty where nothing is reduced.
     """
 
     buffers: tuple[tirx.Buffer, ...]
@@ -51,7 +51,7 @@ class NotStages(Exception):
 
 
 def is_written(func: tirx.PrimFunc) -> bool:
-    """Whether a PrimFunc has no blocks but the one around everything: a generator wrote its loops, or this package."""
+    """True if a PrimFunc has no blocks but the one around everything: a generator wrote its loops, or this package."""
     found: list[SBlockRealize] = []
     structural_walk(func.body, (SBlockRealize, found.append))
     return len(found) < 2

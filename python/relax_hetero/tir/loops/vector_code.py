@@ -17,7 +17,7 @@ from .nests import Nest
 from .stages import Load, loads, node_count, replaced, sources, variables, with_loads
 
 Slots = Mapping[tirx.Buffer, tirx.Buffer]
-"""By what it holds values of: a slot of memory with an element for each lane, which becomes a register."""
+"""Memory by the buffer that it holds values of: an element for each lane, which becomes a register."""
 
 LANE = tirx.Var("lane", "int64")
 """Stands in expressions for the number of a lane."""
@@ -159,10 +159,10 @@ def lanes_of(nest: Nest, cpu: CpuTarget) -> int:
 
 
 def varies_inside(box: FlatBox, var: tirx.Var) -> bool:
-    """Whether a choice of one of two values hangs on a variable: the lanes of a vector cannot choose alone."""
+    """Return whether a choice of one of two values hangs on a variable: the lanes of a vector cannot choose alone."""
     return any(var in variables(c) for value in box.nest.expressions() for c in choices_of(value))
 
 
 def chooses(value: tirx.Expr) -> bool:
-    """Whether an expression has choices."""
+    """Return whether an expression has choices."""
     return bool(choices_of(value))

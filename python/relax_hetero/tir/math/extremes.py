@@ -29,7 +29,7 @@ def minimum(a: Expr, b: Expr) -> Expr:
 
 
 def is_nan(x: Expr) -> Expr:
-    """Whether a floating-point expression is NaN, by its bits.
+    """Return whether a floating-point expression is NaN, by its bits.
 
     TVM would simplify ``x != x`` to false, and generates a call for each lane of ``isnan`` of a vector.
     """
@@ -46,11 +46,11 @@ _BITS = {
     "float32": ("int32", 0x7F800000),
     "float64": ("int64", 0x7FF0000000000000),
 }
-"""Of an element type: the integer of its size, and the bits of infinity."""
+"""Bits of an element type: the integer of its size, and the bits of infinity."""
 
 
 def index_wins(one: Sequence[Expr], other: Sequence[Expr], largest: bool, last: bool) -> Expr:
-    """Whether the first of two pairs of index and value is the one that is looked for; NaN comes before all numbers."""
+    """True if the first of two pairs of index and value is the one that is looked for; NaN comes before all numbers."""
     is_more = one[1] > other[1] if largest else one[1] < other[1]
     is_before = one[0] > other[0] if last else one[0] < other[0]
     of_numbers = tirx.any(is_more, tirx.all(tirx.EQ(one[1], other[1]), is_before))
@@ -75,7 +75,7 @@ def _is_number(x: Expr) -> bool:
 
 
 def is_maximum(value: Expr) -> bool | None:
-    """Of what `maximum` and `minimum` make of two variables, which of them it is; None of other expressions."""
+    """True for what `maximum` makes of two variables, False for `minimum`; None of other expressions."""
     inner = value.false_value if isinstance(value, tirx.Select) else None
     if not isinstance(inner, tirx.Select) or not isinstance(inner.condition, (tirx.GT, tirx.LT)):
         return None

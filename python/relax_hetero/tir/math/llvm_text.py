@@ -31,8 +31,8 @@ def llvm_function(name: str, params: Sequence[tirx.Var], result: tirx.Expr) -> s
     params : sequence of tirx.Var
         Vectors, which `result` is an expression of.
     result : tirx.Expr
-        Of arithmetic, comparisons, choices, conversions, ``Let``, sqrt, the C library's sin, cos and tan, and
-        `vector_math.rarely`.
+        Expression of arithmetic, comparisons, choices, conversions, ``Let``, sqrt, the C library's sin, cos and tan,
+        and `vector_math.rarely`.
 
     Returns
     -------
@@ -62,7 +62,7 @@ class _Writer:
         self._variables = {param: f"%x{i}" for i, param in enumerate(params)}
 
     def value(self, e: tirx.Expr) -> str:
-        """What stands for an expression as an operand."""
+        """Operand that stands for an expression."""
         while isinstance(e, tirx.Let):
             self._variables[e.var] = self.value(e.value)
             e = e.body

@@ -76,7 +76,7 @@ _named: ContextVar[list[tuple[tirx.Var, tirx.Expr]] | None] = ContextVar("_named
 
 
 def as_expression(function: Callable[..., tirx.Expr], *operands: tirx.Expr) -> tirx.Expr:
-    """What a function of this module gives as one expression, for where no statements can be written.
+    """Value of a function of this module as one expression, for where no statements can be written.
 
     Values used more than once are bound by ``Let``, which TVM's simplifier must not see: it substitutes them.
     """

@@ -87,7 +87,7 @@ def acos(x: tirx.Expr) -> tirx.Expr:
 
 
 def _asin_parts(x: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
-    """Whether |x| > 1/2, and asin(sqrt((1 - |x|) / 2)) where it is, asin(|x|) where it is not."""
+    """Return whether |x| > 1/2, and asin(sqrt((1 - |x|) / 2)) where it is, asin(|x|) where it is not."""
     a = once(absolute(x))
     near_one = a > constant(x, 0.5)
     z = once(T.Select(near_one, (constant(x, 1.0) - a) * constant(x, 0.5), a * a))

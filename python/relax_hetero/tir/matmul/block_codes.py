@@ -40,11 +40,11 @@ class Codes:
     scales : Buffer
         float32, by row and chain.
     sums : Buffer or None
-        By row and chain: of the row's integers, times `low` as int32, or times their scale as float32.
+        Sums of the row's integers by row and chain, times `low` as int32, or times their scale as float32.
     chain, chains : int
         Numbers of a chain, and chains of a row.
     low : int
-        What the sums of integers are multiplied by; 0 where that is their scale.
+        Factor of the sums of integers; 0 where that is their scale.
     order : sequence of int
         Positions of numbers in a run of them, in the order of their bytes.
     """
@@ -78,11 +78,11 @@ class Codes:
         row, at : PrimExpr
             The row, and its number among those of the block.
         number : PrimExpr
-            Of the chain.
+            Number of the chain.
         size : int
             How many of its numbers exist.
         lanes : int
-            Of a vector.
+            Lanes of a vector.
         """
         first = opaque(number * self.chain)
         values = [
@@ -113,7 +113,7 @@ class Codes:
                 T.buffer_store(self.words, packed, [lane_indices(start, lanes // 4)])
 
     def _scale(self, values: list[Expr], lanes: int) -> tuple[Expr, Expr]:
-        """What integers are multiplied by, and what numbers are; not a number where one of them is none."""
+        """Factors of integers and of numbers; not a number where one of them is none."""
         largest = None
         for value in values:
             bits = tirx.bitwise_and(

@@ -28,7 +28,7 @@ from .matmul_tile import IN_FLIGHT
 from .row_sums import emit_row_sums
 
 TOKENS_OF_A_BLOCK = 512
-"""That are sorted at once: more find more rows of each expert, and take more memory."""
+"""Number of tokens that are sorted at once: more find more rows of each expert, and take more memory."""
 
 
 def emit_expert_loops(kernel: BlockSpec, cpu: CpuTarget, index: OperandView) -> None:
@@ -132,7 +132,7 @@ class _Loops:
         return opaque(tirx.Cast("int64", found[experts]))
 
     def _expert(self, pair: Expr) -> Expr:
-        """Of a pair; the nearest that there is."""
+        """Expert of a pair; the nearest that there is."""
         asked = tirx.Cast("int64", self.index.data[pair])
         return opaque(T.max(T.min(asked, int64(self.experts - 1)), int64(0)))
 

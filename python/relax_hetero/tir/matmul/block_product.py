@@ -79,7 +79,7 @@ def block_product_kernel(problem: BlockProductProblem, cpu: CpuTarget) -> tirx.P
 
 
 def _emit_vectors(kernel: BlockSpec, cpu: CpuTarget) -> None:
-    """By dot products of bytes where the CPU has them, else by numbers."""
+    """Write the product by dot products of bytes where the CPU has them, else by numbers."""
     dot = dot_of_bytes(kernel, cpu)
     if dot is None:
         _emit_loops(kernel, cpu)

@@ -1,4 +1,4 @@
-"""What the code of a product with weights in blocks shares, and how its results are stored."""
+"""Facts that the code of a product with weights in blocks shares, and stores of its results."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ MAX_CHAIN = 256
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """What every tile of a kernel shares.
+    """Facts that every tile of a kernel shares.
 
     Attributes
     ----------
     reader : PanelReader
-        Of the weights.
+        Reader of the weights.
     lanes, vectors : int
-        Of a panel.
+        Lanes and vectors of a panel.
     free : int
         Registers for accumulators, beside what unpacking takes and what is broadcast.
     """
@@ -58,7 +58,7 @@ class BlockSpec:
 
     @property
     def chains(self) -> int:
-        """Of a row."""
+        """Number of chains of a row."""
         return ceil_div(self.problem.depth, self.chain)
 
 

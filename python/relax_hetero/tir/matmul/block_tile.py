@@ -27,7 +27,7 @@ class BlockTile:
     Attributes
     ----------
     panel : PrimExpr
-        Of the result's columns.
+        Panel of the result's columns.
     first : PrimExpr
         The first row of the left operand whose sums are known.
     lefts, results : tuple of PrimExpr
@@ -48,7 +48,7 @@ class BlockTile:
 
 @dataclass(frozen=True)
 class BlockSums:
-    """What a task adds up: of a chain, of a tile, and of the left factors (None where nobody asks for them)."""
+    """Sums of a task: of a chain, of a tile, and of the left factors (None where nobody asks for them)."""
 
     accs: Registers
     totals: Registers

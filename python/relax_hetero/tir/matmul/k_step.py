@@ -123,7 +123,7 @@ def add_step(dot: DotInstruction, accs: Registers, numbers: Sequence[int], lhs: 
     Parameters
     ----------
     numbers : sequence of int
-        Of the accumulators of `DotInstruction.rows` rows, which meet the same columns.
+        Numbers of the accumulators of `DotInstruction.rows` rows, which meet the same columns.
     lhs, rhs : PrimExpr
         From `rows_group` and `rhs_groups`.
     """
@@ -209,8 +209,11 @@ def _fma(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Ex
 
 
 def _f16_fma(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
-    """One k a step. The left factor is converted in every lane: twice as fast as converting it alone, since the
-    instruction that loads one float16 keeps the rest of its register and so waits for it."""
+    """One k a step.
+
+    The left factor is converted in every lane: twice as fast as converting it alone, since the instruction that loads
+    one float16 keeps the rest of its register and so waits for it.
+    """
     return acc + cast(tirx.Broadcast(lhs, lanes), dot.types[2]) * rhs
 
 

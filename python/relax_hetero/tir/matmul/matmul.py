@@ -92,7 +92,7 @@ def matmul_kernel(problem: MatmulProblem, cpu: CpuTarget) -> tirx.PrimFunc:
 def _emit_ways(
     spec: MatmulSpec, cpu: CpuTarget, batch: list[str], rows: RowSpec | None, tiles: TileInstruction | None
 ) -> None:
-    """By tile registers where the CPU has them, the process may use them, and rows are not few; else by vectors."""
+    """Emit tile registers where the CPU has them, the process may use them, and rows are not few; else vectors."""
     if tiles is None:
         _emit_loops(spec, cpu, batch, rows)
         return
@@ -104,7 +104,7 @@ def _emit_ways(
 
 
 def _tied(func: tirx.PrimFunc, problem: MatmulProblem, spec: MatmulSpec) -> tirx.PrimFunc:
-    """What a tile starts from and what its epilogue reads may be its result, unless partial sums wait there.
+    """Tie the result to tensors that a tile starts from or its epilogue reads, unless partial sums wait there.
 
     Operands of work on rows may not: the rows of the product are there by then.
     """
@@ -216,7 +216,7 @@ def _tiles_per_block(tiles: Expr, split: Split, rows: int) -> int:
 
 
 def _is_prefetched(spec: MatmulSpec, cpu: CpuTarget, split: Split) -> bool:
-    """Whether the tiles that go over a panel prefetch the next one.
+    """Return whether the tiles that go over a panel prefetch the next one.
 
     Worth it where a packed right operand comes from memory or the last-level cache, unless hardly a row goes over it.
     """

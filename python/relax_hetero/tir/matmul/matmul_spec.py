@@ -1,4 +1,4 @@
-"""What the tiles of a matrix product share, and of one tile: its rows and columns that exist, its range of k."""
+"""Facts that the tiles of a matrix product share, and those of one tile: its rows and columns, its range of k."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ RUN_TIME_TURN = 2
 
 @dataclass(frozen=True)
 class MatmulSpec:
-    """What every tile of a kernel shares.
+    """Facts that every tile of a kernel shares.
 
     Attributes
     ----------
     lanes : int
-        Of an accumulator.
+        Lanes of an accumulator.
     registers : int
-        That are left for accumulators and the right operand's vectors.
+        Number of registers that are left for accumulators and the right operand's vectors.
     m, n, k : PrimExpr or int
         Iteration sizes; m and n rounded up where no operand needs them exact.
     """
@@ -53,7 +53,7 @@ class Sweep:
     Attributes
     ----------
     number : PrimExpr
-        Of the tile.
+        Number of the tile.
     tiles : PrimExpr or int
         How many there are.
     panel : PrimExpr
@@ -85,9 +85,9 @@ class Tile:
     Attributes
     ----------
     batch : Coordinates
-        Of the batch dimensions.
+        Coordinates of the batch dimensions.
     row, column : PrimExpr
-        Of its first element.
+        Coordinates of its first element.
     rows, vectors : int
         Its size.
     existing_rows : tuple of PrimExpr or None
@@ -156,7 +156,7 @@ class KRange:
 
     @property
     def whole(self) -> bool:
-        """Whether this is all of k."""
+        """True if this is all of k."""
         return self.first is True and self.last is True
 
     @property

@@ -172,7 +172,7 @@ def _load(spec: MatmulSpec, tile: Tile, view: OperandView, i: int, j: int) -> Ex
 
 
 def _compensation(spec: MatmulSpec, tile: Tile, j: int) -> Expr | None:
-    """What makes up for the flipped sign of the left operand in vector j, None where nothing was flipped."""
+    """Term that makes up for the flipped sign of the left operand in vector j, None where nothing was flipped."""
     sign = spec.dot.compensation
     if sign == 0:
         return None

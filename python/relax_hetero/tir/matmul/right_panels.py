@@ -27,7 +27,7 @@ PANEL_BYTES = 1 << 19
 
 
 def is_row_major(rhs: OperandView) -> bool:
-    """Whether the right operand lies as rows of n, which tiles cannot read."""
+    """Return whether the right operand lies as rows of n, which tiles cannot read."""
     return rhs.layout.is_identity and tuple(rhs.index_map[-2:]) == ("k", "n")
 
 
@@ -48,7 +48,7 @@ class RightPanels:
     k0 : int
         Neighbouring k of a column that lie together; zeros stand for those behind the end of k.
     columns : int
-        Of a panel.
+        Number of columns of a panel.
     count : int
         Panels that are packed at once.
     """
@@ -73,7 +73,7 @@ class RightPanels:
 
     @property
     def elements(self) -> int:
-        """Of a panel."""
+        """Number of elements of a panel."""
         return ceil_div(self.spec.k, self.k0) * self.k0 * self.columns
 
     def pack(self, at: Coordinates, begin: Expr, end: Expr) -> None:

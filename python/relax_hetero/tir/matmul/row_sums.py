@@ -30,10 +30,10 @@ def emit_row_sums(
     depth, chain : int
         Elements of the row, and how many of them are added up.
     lanes : int
-        Of a vector.
+        Lanes of a vector.
     target : tuple of Buffer and PrimExpr
     rounded : callable
-        What the product makes of a vector of elements: its error then meets weights, smaller than fields.
+        Function that the product applies to a vector of elements: its error then meets weights, smaller than fields.
     """
     buffer, start = target
 

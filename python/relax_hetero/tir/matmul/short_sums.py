@@ -59,7 +59,7 @@ class ShortSums:
     sums : Registers
         The accumulators, the first `count` of them.
     lanes : int
-        Of an accumulator.
+        Lanes of an accumulator.
     banks : int
         Registers of each accumulator, used in turn: where accumulators are too few to keep instructions in flight.
     """
@@ -143,7 +143,7 @@ class ShortSums:
 
 
 def is_out_of_range(values: Sequence[Expr], terms: Expr, lanes: int, least_square: float = LEAST_SQUARE) -> Expr:
-    """Whether short sums left the range of their type, by the accumulators that they made.
+    """Return whether short sums left the range of their type, by the accumulators that they made.
 
     Parameters
     ----------

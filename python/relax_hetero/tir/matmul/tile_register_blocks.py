@@ -122,7 +122,7 @@ class _Loops:
             tile_registers.release()
 
     def _make_scratch_of_blocks(self) -> None:
-        """What a panel's blocks are scaled by, what is added for them, and what the latter is multiplied by."""
+        """Make scratch for factors of a panel's blocks, for terms that are added, and for factors of the latter."""
         spec, form = self.spec, self.spec.plan.form
         count = spec.chains * spec.problem.panel
         self.scales = T.alloc_buffer((count,), "float32", scope="global") if form.scale else None

@@ -58,7 +58,7 @@ _LEFT, _RIGHT = (4, 5), (6, 7)  # tiles of factors; those of sums are 0 to 3, tw
 
 
 def takes_tiles(spec: MatmulSpec, instruction: TileInstruction) -> bool:
-    """Whether tiles can read the operands as they are stored, and there are rows enough."""
+    """Return whether tiles can read the operands as they are stored, and there are rows enough."""
     lhs, rhs = spec.lhs, spec.rhs
     if not isinstance(spec.k, int) or not isinstance(spec.n, int) or 0 in (spec.k, spec.n):
         return False
@@ -77,7 +77,7 @@ def takes_tiles(spec: MatmulSpec, instruction: TileInstruction) -> bool:
 
 @dataclass(frozen=True)
 class _Product:
-    """What all tasks share.
+    """Facts that all tasks share.
 
     Attributes
     ----------
@@ -140,7 +140,7 @@ class _Product:
 
 
 class _Task:
-    """What a task works in: copies, sums, and where the sums that wait are to go."""
+    """Buffers of a task: copies, sums, and where the sums that wait are to go."""
 
     def __init__(self, product: _Product) -> None:
         self.product = product
@@ -253,7 +253,7 @@ def _product(
 
 
 def _first_row(product: _Product, pair: Expr) -> Expr:
-    """Of a pair; the last one ends with the last row."""
+    """First row of a pair; the last one ends with the last row."""
     return opaque(T.min(int64(pair * product.height), product.spec.m - product.height))
 
 
@@ -322,7 +322,7 @@ class _Pair:
     pair, number : PrimExpr
         In the matrix, and in the block of rows.
     column, start : PrimExpr
-        Of the panel, and where its storage begins.
+        Column of the panel, and where its storage begins.
     """
 
     def __init__(self, task: _Task, at: Coordinates, pair: Expr, number: Expr, column: Expr, start: Expr) -> None:
@@ -423,7 +423,7 @@ class _Pair:
 
 
 def _is_direct(product: _Product) -> bool:
-    """Whether tiles of sums are stored to the result as they are."""
+    """Return whether tiles of sums are stored to the result as they are."""
     spec = product.spec
     is_plain = spec.epilogue.expression == Expression.operand(0) and spec.result.dtype == spec.dot.types[2]
     is_whole = isinstance(spec.m, int) and spec.m % product.height == 0 and spec.n % (product.vectors * _LANES) == 0

@@ -54,7 +54,7 @@ define void @{_COPY}(ptr %source, ptr %target, i64 %mask) {{
 
 
 def may_use_tiles() -> Expr:
-    """Whether the operating system lets the process use tiles; asks at first."""
+    """Return whether the operating system lets the process use tiles; asks at first."""
     return tirx.EQ(tirx.call_extern("int32", _ASK), tirx.const(1, "int32"))
 
 
@@ -69,7 +69,7 @@ def _emit(name: str, *args: Expr) -> None:
 
 
 def configure(rows: list[Expr], widths: list[int] | None = None) -> None:
-    """Give each of the eight tiles its rows, and the bytes of a row (None: 64). (Intel SDM, LDTILECFG, palette 1.)"""
+    """Give each of the eight tiles its rows, and the bytes of a row (None: 64); Intel SDM, LDTILECFG, palette 1."""
     words = T.alloc_buffer((16,), "int32", scope="global")
     counts = [tirx.Cast("int32", r) if isinstance(r, tirx.Expr) else tirx.const(r, "int32") for r in rows]
 
@@ -120,8 +120,10 @@ def fetch(address: Expr) -> None:
 
 
 def copy_line(source: Expr, target: Expr, count: int = TILE_BYTES) -> None:
-    """Copy `count` bytes between addresses; the others of the target's 64 become zero, those of the source are not
-    touched."""
+    """Copy `count` bytes between addresses.
+
+    The others of the target's 64 become zero, those of the source are not touched.
+    """
     mask = -1 if count >= TILE_BYTES else (1 << count) - 1
     T.evaluate(tirx.call_extern("void", _COPY, source, target, T.int64(mask)))
 
@@ -138,7 +140,7 @@ def scratch(size: int, dtype: str) -> Any:
 
 
 def address(memory: Any, at: Expr) -> Expr:
-    """Of an element of a buffer in one dimension."""
+    """Address of an element of a buffer in one dimension."""
     return T.address_of(memory[at])
 
 

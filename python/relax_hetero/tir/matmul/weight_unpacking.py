@@ -51,13 +51,13 @@ Numbers = Callable[[int], Expr]
 
 @dataclass(frozen=True)
 class PanelReader:
-    """What a kernel reads of panels; places are in words of 32 bits.
+    """Reads of panels; offsets are in words of 32 bits.
 
     Attributes
     ----------
     plan : RecordPlan
     lanes : int
-        Of a vector.
+        Lanes of a vector.
     elements : dict
         The operand's bytes as elements of each type that it has.
     tables : list of PrimExpr
@@ -88,7 +88,7 @@ class PanelReader:
 
     @staticmethod
     def of_columns(cpu: CpuTarget, view: View, plan: RecordPlan) -> PanelReader:
-        """Of single columns, whose numbers in their panel stand in the place of vectors'."""
+        """Reader of single columns, whose numbers in their panel stand in the place of vectors'."""
         whole = PanelReader.of(cpu, view, plan)
         return PanelReader(plan, 1, whole.elements, [], whole.has_halves)
 
@@ -113,18 +113,18 @@ class PanelReader:
             prefetch(memory, start + line * CACHE_LINE_BYTES)
 
     def outer(self, record: Expr, vector: Expr) -> list[Expr]:
-        """What scales the scales and the minimums of a record's blocks, for a vector of columns; none for most."""
+        """Factors of the scales and the minimums of a record's blocks, for a vector of columns; none for most."""
         kinds = ((self.plan.form.scale, "outer_scales"), (self.plan.form.minimum, "outer_minimums"))
         return [self._vector(record, part, "float16", vector * self.lanes) for kind, part in kinds if kind == "int8"]
 
     def scale(self, record: Expr, block: Expr, outer: list[Expr], vector: Expr) -> Expr | None:
-        """What a block's sums of codes are multiplied by."""
+        """Factor of a block's sums of codes."""
         if not self.plan.form.scale:
             return None
         return self._of_block(record, block, "scales", self.plan.form.scale, outer[:1], vector)
 
     def minimum(self, record: Expr, block: Expr, outer: list[Expr], vector: Expr) -> Expr | None:
-        """What the sum of a block's left factors is multiplied by; None where the format has no minimums."""
+        """Factor of the sum of a block's left factors; None where the format has no minimums."""
         kind = self.plan.form.minimum
         if not kind:
             return None

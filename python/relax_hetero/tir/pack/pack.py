@@ -38,7 +38,7 @@ def pack_kernel(shape: Sequence[Dim], dtype: str, layout: PackedLayout, cpu: Cpu
     shape : sequence of int or str
         Logical extents; a symbolic one is a name.
     layout : PackedLayout
-        Of the destination.
+        Layout of the destination.
 
     Raises
     ------

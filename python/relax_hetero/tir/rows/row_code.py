@@ -26,7 +26,7 @@ CHAINS = 4
 
 @dataclass(frozen=True)
 class RowSpec:
-    """What all rows of a kernel share.
+    """Facts that all rows of a kernel share.
 
     Attributes
     ----------
@@ -221,7 +221,7 @@ def value_types(program: RowProgram, plan: RowPlan, operands: list[str], kept: s
 
 
 def carries_nan(program: RowProgram, number: int) -> bool:
-    """Whether the greatest or least number of a row with NaN must be NaN.
+    """Return whether the greatest or least number of a row with NaN must be NaN.
 
     Not where it is only subtracted from the very values before they are added up, as a softmax does: the sum is NaN
     then.
@@ -260,7 +260,7 @@ def _combine(kind: str, dtype: str, carries_nan: bool) -> Callable[[Expr, Expr],
 
 
 def neutral_of(kind: str, dtype: str, lanes: int) -> Expr:
-    """What a reduction of nothing is, in every lane."""
+    """Result of reducing nothing, in every lane."""
     if kind in ("sum", "mean", "prod"):
         return constant(1 if kind == "prod" else 0, dtype, lanes)
     if "float" in dtype:
@@ -270,7 +270,7 @@ def neutral_of(kind: str, dtype: str, lanes: int) -> Expr:
 
 
 def _infinity(value: float, dtype: str) -> Expr:
-    """By its bits: TVM's C code generator has no way to write it."""
+    """Infinity by its bits: TVM's C code generator has no way to write it."""
     if dtype == "float32":
         return vector_math.constant(tirx.const(0, dtype), value)
     # As there: a literal has no address to reinterpret.

@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...encoding.expression import Expression, Term
+from ...encoding.functions import FUNCTIONS
 from ...encoding.row_program import RowProgram, operands_of, replaced
 
-# Instructions of an op on one vector, roughly; 1 for others. A load is one, a store one and a half.
-_COSTS = {
-    "exp": 14, "exp_nonpositive": 10, "log": 18, "tanh": 24, "erf": 24, "sigmoid": 18, "silu": 18, "gelu": 24,
-    "gelu_tanh": 24, "divide": 5, "sqrt": 6, "rsqrt": 10,
-}  # fmt: skip
+# Instructions; a load is one.
 _STORE = 1.5
 
 
@@ -25,11 +22,11 @@ class RowPass:
     Attributes
     ----------
     kind : str
-        Of the reduction; empty for the pass that makes the result.
+        Kind of the reduction; empty for the pass that makes the result.
     per_row : tuple of (int, Expression)
         Terms to compute before the pass, and their operand numbers.
     keep : Expression or None
-        What is stored in the result's row for later passes.
+        Expression that is stored in the result's row for later passes.
     """
 
     kind: str
@@ -83,7 +80,7 @@ def plan_rows(
 
 
 def is_read_after_keeping(plan: RowPlan, operand: int) -> bool:
-    """Whether an element of an operand is read once something waits for a later pass in the result's row."""
+    """Return whether an element of an operand is read once something waits for a later pass in the result's row."""
     keeps = False
     for step in plan.passes:
         if keeps and step.keep is not None and operand in operands_of(step.keep):
@@ -160,7 +157,7 @@ class _Planner:
         return reduction.kind == "max" and reduction.expression.term == term.args[0]
 
     def _is_softmax_sum(self, term: Term) -> bool:
-        """Whether a term is a sum of exponentials of which one is 1, so that it has a finite reciprocal."""
+        """Return whether a term is a sum of exponentials of which one is 1, so that it has a finite reciprocal."""
         number = term.params[0] - self.program.num_operands if term.op == "operand" else -1
         if not 0 <= number < len(self.program.reductions) or self.program.reductions[number].kind != "sum":
             return False
@@ -197,7 +194,7 @@ class _Planner:
             done.add(part)
             if part.op == "operand":
                 return 1
-            return _COSTS.get(part.op, 1) + sum(map(visit, part.args))
+            return FUNCTIONS[part.op].cost + sum(map(visit, part.args))
 
         return visit(term)
 

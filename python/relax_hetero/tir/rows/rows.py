@@ -87,12 +87,12 @@ def phase_code(phase: RowPhase, others: list[OperandView], result: OperandView, 
 
 
 def _lanes(views: list[OperandView], cpu: CpuTarget) -> int:
-    """Of vectors in which everything, bytes included, is computed in floats."""
+    """Lanes of vectors in which everything, bytes included, is computed in floats."""
     return min(cpu.lanes(dtype) for dtype in ("float32", *(computed_in(view.dtype) for view in views)))
 
 
 def _holds_floats(dtype: str) -> bool:
-    """Whether rows of a type can hold what is computed, unrounded."""
+    """Return whether rows of a type can hold what is computed, unrounded."""
     return dtype in ("float32", "float64")
 
 
@@ -109,7 +109,7 @@ def in_single(program: RowProgram) -> RowProgram:
 
     def widened(expression: Expression) -> Expression:
         operands = [Expression.operand(index).term for index in range(expression.num_operands)]
-        return Expression(expression.evaluate(operands, apply))
+        return Expression(expression.fold(operands, apply))
 
     reductions = tuple(Reduction(r.kind, widened(r.expression)) for r in program.reductions)
     last = program.result.term

@@ -1,1 +1,1 @@
-"""What is installed here, whether it works, and how a shell completes commands."""
+"""Checks of the installation, and completion of commands by a shell."""

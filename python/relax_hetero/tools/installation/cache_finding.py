@@ -7,15 +7,15 @@ from pathlib import Path
 
 from ...artifact.cache_folder import CacheFolder, folder_of
 from ...artifact.regular_files import why_foreign
+from ...display.text import bytes_text, plural
 from ...errors import HeteroError
-from ..console import bytes_text, plural
 from .findings import Finding, State
 
 _VARIABLE = "RELAX_HETERO_CACHE"
 
 
 def cache_finding() -> Finding:
-    """What there is to say of the folder that the environment names."""
+    """Finding about the folder that the environment names."""
     try:
         folder = folder_of()
     except HeteroError as error:

@@ -7,8 +7,9 @@ from dataclasses import asdict
 
 import click
 
+from ...display.console import console, print_json, print_table
+from ...display.text import plural
 from ..command import command, json_option
-from ..console import console, plural, print_json, print_table
 from .cache_finding import cache_finding
 from .findings import Finding, broken
 from .packages import extra_findings, package_findings, versions

@@ -1,4 +1,4 @@
-"""What ``relax-hetero doctor`` finds: a line each, with what to do. Nothing here needs a package."""
+"""Findings of ``relax-hetero doctor``: a line each, with what to do. Nothing here needs a package."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Finding:
     section : str
         ``packages``, ``extras``, ``devices``, ``tools`` or ``self-test``.
     name : str
-        What was looked at.
+        Subject of the check.
     about : str
-        What was found.
+        Result of the check.
     fix : str
-        What to do about it; empty where nothing has to be done.
+        Remedy; empty where nothing has to be done.
     """
 
     section: str

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING
 
+from ...backends.cuda import CudaBackend
 from .findings import Finding, broken
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 DISTRIBUTION = "relax-hetero"
 
 EXTRAS = {
-    "cuda": "compiling for NVIDIA GPUs without a CUDA toolkit",
+    CudaBackend.KIND: "compiling for NVIDIA GPUs without a CUDA toolkit",
     "torch": "rh.from_torch",
     "llm": "GGUF files, tokenizers and chat templates: rh.llm, relax-hetero chat",
     "serve": "the endpoints of OpenAI: relax-hetero serve",
@@ -38,9 +39,9 @@ class Need:
     requirement : str
         As pip takes it: a name and versions.
     version : str or None
-        What is installed; None for nothing.
+        Version that is installed; None for nothing.
     fits : bool
-        Whether that is a version that was asked for.
+        Whether the version is one that was asked for.
     """
 
     requirement: str
@@ -78,7 +79,7 @@ def repairs() -> list[str]:
 
 
 def extra_findings() -> list[Finding]:
-    """What users may add, whether it is there, and what it is for."""
+    """Findings about optional packages: whether each is there, and its use."""
     found = []
     for extra, purpose in EXTRAS.items():
         try:
@@ -91,7 +92,7 @@ def extra_findings() -> list[Finding]:
 
 
 def needs_of(extra: str) -> list[Need]:
-    """What an extra asks for on this machine; what every installation does for an empty name.
+    """Packages that an extra asks for on this machine; those of every installation for an empty name.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What this machine is and can do, as a process of its own finds out."""
+"""Description of this machine that a process of its own finds out."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def probe_findings(
 
 
 def _told(command: list[str], seconds: float) -> tuple[dict[str, Any], str]:
-    """What the process printed, and why it did not come to its end."""
+    """Output of the process, and why it did not come to its end."""
     told: dict[str, Any] = {"tests": []}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
@@ -75,7 +75,7 @@ def _text(output: bytes | str | None) -> str:
 
 
 def _devices(devices: list[dict[str, Any]]) -> Iterator[Finding]:
-    from ..console import bytes_text, plural
+    from ...display.text import bytes_text, plural
 
     version = driver() if len(devices) > 1 else ""
     for device in devices:

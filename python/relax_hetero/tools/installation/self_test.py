@@ -83,16 +83,16 @@ def _compiler() -> dict[str, Any]:
 
 
 def _why_no_gpu() -> dict[str, str]:
+    from ...backends.cuda import CudaBackend
     from ...driver.link.cuda.compilers import find_compiler
     from ...errors import HeteroError
-    from ...target.backends import why_not_loaded
 
     try:
         compiler = type(find_compiler()).__name__.removesuffix("Compiler")
         missing = ""
     except HeteroError as error:
         compiler, missing = "", str(error)
-    return {"runtime": why_not_loaded("cuda"), "compiler": compiler, "no_compiler": missing}
+    return {"runtime": CudaBackend().why_not_loaded(), "compiler": compiler, "no_compiler": missing}
 
 
 def _tell(kind: str, what: Any) -> None:

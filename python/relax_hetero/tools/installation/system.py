@@ -1,4 +1,4 @@
-"""What the operating system says of GPUs, without TVM and at once."""
+"""Description of GPUs by the operating system, without TVM and at once."""
 
 from __future__ import annotations
 

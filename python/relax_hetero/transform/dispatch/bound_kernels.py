@@ -88,7 +88,7 @@ def _binds_threads(body: tirx.Stmt) -> bool:
 
 
 class _Data:
-    """What in a kernel depends on data, and how it is bounded.
+    """Indices of a kernel that depend on data, and their bounds.
 
     Attributes
     ----------
@@ -116,7 +116,7 @@ class _Data:
             self._variables.add(bound.var)
 
     def depends(self, expr: Any, on_numbers: bool = False) -> bool:
-        """Whether an expression depends on data, or on numbers that the kernel is called with."""
+        """Return whether an expression depends on data, or on numbers that the kernel is called with."""
 
         def of_cast(cast: tirx.Cast) -> VisitInterrupt | None:
             return VisitInterrupt(cast) if _type(cast.value).startswith(("float", "bfloat")) else None
@@ -129,7 +129,7 @@ class _Data:
         return isinstance(expr, tirx.Expr) and structural_walk(expr, seen) is not None
 
     def matters(self, body: tirx.Stmt) -> bool:
-        """Whether a body has an index or a divisor that depends on data."""
+        """Return whether a body has an index or a divisor that depends on data."""
 
         def indices(access: Any) -> VisitInterrupt | None:
             return VisitInterrupt(access) if any(map(self.depends, access.indices)) else None
@@ -170,7 +170,7 @@ class _Data:
         return tirx.IfThenElse(tirx.all(*(inside(index, extent) for index, extent in open_)), store, None)
 
     def region(self, region: TensorRegion) -> TensorRegion:
-        """What a block says to access: along an axis whose index depends on data, all of it."""
+        """Region that a block declares to access: along an axis whose index depends on data, all of it."""
         if not any(self.depends(place.min) for place in region.region):
             return region
         shape = region.source.ty.shape
@@ -223,7 +223,7 @@ class _Data:
         return _is_integer(division) and self.depends(division.b, on_numbers=True)
 
     def _open(self, index: Any, extent: Any) -> bool:
-        """Whether an index may be outside of an axis that has an element."""
+        """Return whether an index may be outside of an axis that has an element."""
         is_data = self.depends(index) and _lanes(index) == 1
         return is_data and not self._analyzer.can_prove(inside(index, extent))
 

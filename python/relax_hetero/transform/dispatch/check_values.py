@@ -40,6 +40,7 @@ from tvm_ffi import StructuralKey
 
 from ...artifact.checks import RECORD, CheckSpec
 from ...errors import BuildError
+from ...target.backend import backend_of
 from ...tir.checks import CHECKED, RANGE, CheckProblem, check_kernel, reporting_kernel
 from ...tir.core.bounds import BOUNDED, from_front
 from ..ir.blocks import Block, Emitter, rewrite_function, shape_of
@@ -62,7 +63,7 @@ class _Operand:
     Attributes
     ----------
     number : int
-        Of the operand.
+        Number of the operand.
     ends : tuple
         The end of the range of each place along the last axis, None where any value will do; a single one for all
         values. None: these are divisors.
@@ -117,7 +118,7 @@ class _Checker:
         self._records: dict[Any, tvm.ir.GenericConst] = {}
 
     def in_function(self, name: str) -> Callable[[Block], list[relax.Binding] | None]:
-        """What rewrites the blocks of a function."""
+        """Function that rewrites the blocks of a function."""
 
         def rewrite(block: Block) -> list[relax.Binding] | None:
             if not any(op_name(binding.value) in _CHECKED for binding in block.bindings):
@@ -192,7 +193,7 @@ class _Checker:
         is_cpu = vdevice is not None and _is_cpu(vdevice)
         if not is_cpu and (vdevice is None or not self._is_strict):
             return value if ends is None or not operand.wraps else _counted(value, ends, name, emitter, self._add)
-        if not is_cpu and vdevice.target.kind.name != "cuda":
+        if not backend_of(vdevice.target).checks_values:
             kind = vdevice.target.kind.name
             raise BuildError(f"{where} is on a device of kind {kind!r}: strict checks need a CPU or a CUDA device")
         symbols = Symbols()
@@ -213,7 +214,7 @@ class _Checker:
         return emitter.emit(call, result, f"{name}_checked")
 
     def _record(self, vdevice: relax.VDevice) -> tvm.ir.GenericConst:
-        """What stands for the error record of a GPU."""
+        """Constant that stands for the error record of a GPU."""
         key = StructuralKey(vdevice)
         if key not in self._records:
             words = np.frombuffer(RECORD, "int32")
@@ -389,4 +390,4 @@ _CHECKED: dict[str | None, Operands] = {
     "relax.vision.roi_pool": _regions,
     **dict.fromkeys(("relax.divide", "relax.floor_divide", "relax.mod", "relax.floor_mod"), _divisor),
 }
-"""By op, which of its operands have to be in range."""
+"""Operands of each op that have to be in range."""

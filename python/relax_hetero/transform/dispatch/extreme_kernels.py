@@ -21,7 +21,7 @@ _OPS = {"relax.max": True, "relax.min": False, "relax.argmax": True, "relax.argm
 
 
 def legalizations() -> dict[str, Legalize]:
-    """By op, for `relax.transform.LegalizeOps`; integers, and bfloat16, are left to stock."""
+    """Legalizations by op, for `relax.transform.LegalizeOps`; integers, and bfloat16, are left to stock."""
     return {name: _legalization(name, largest) for name, largest in _OPS.items()}
 
 

@@ -32,7 +32,7 @@ def fold_constants(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def _is_foreign(kernel: tvm.tirx.PrimFunc) -> bool:
-    """Whether a kernel does not run on this CPU: it says so, or binds the threads of a GPU."""
+    """Return whether a kernel does not run on this CPU: it says so, or binds the threads of a GPU."""
     if "target" in kernel.attrs:
         return bool(kernel.attrs["target"].kind.name != "llvm")
     return is_one_launch(kernel)
@@ -99,7 +99,7 @@ def _show(block: Block) -> list[relax.Binding] | None:
 
 
 def _bytes(ty: tvm.ir.Type) -> int:
-    """Of tensors whose extents are all known; 0 for others, which FoldConstant leaves alone."""
+    """Bytes of tensors whose extents are all known; 0 for others, which FoldConstant leaves alone."""
     total = 0
     for tensor in tensor_types(ty):
         if not isinstance(tensor.shape, relax.ShapeExpr) or tensor.dtype is None:

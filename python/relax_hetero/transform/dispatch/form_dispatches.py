@@ -104,7 +104,7 @@ def _for_their_devices(mod: tvm.IRModule, inside: Inside | None = None) -> tvm.I
 
 
 def is_formed(mod: tvm.IRModule) -> bool:
-    """Whether nothing is left to legalize and every kernel has its target: fusing again would change the kernels."""
+    """True if nothing is left to legalize and every kernel has its target: fusing again would change the kernels."""
     for _, func in relax_functions(mod):
         for binding in walk_bindings(func):
             kernel = called_prim_func(mod, binding.value)

@@ -13,6 +13,7 @@ from tvm import relax, tirx
 from tvm_ffi import structural_map
 
 from ...errors import BuildError
+from ...op.traits import traits_of
 from ..ir.blocks import shape_of, tensor_type
 from ..ir.op_names import CONCAT, RESHAPE
 from ..ir.operand_text import operand_text
@@ -26,18 +27,10 @@ from ..ir.rewriting import (
     walk_bindings,
     with_functions,
 )
-from . import narrow_types, sort_kernels, truth_kernels
+from . import formula_kernels, narrow_types, sort_kernels, truth_kernels
 from .keep_devices import keep_devices
 from .nan_kernels import legalizations
 
-# Relax ops that later passes or the VM itself carry out; anything else left after legalizing has no kernel.
-_KEPT_OPS = frozenset(
-    """relax.call_tir relax.call_tir_inplace relax.call_tir_with_grad relax.call_dps_packed relax.call_pure_packed
-    relax.call_inplace_packed relax.call_builtin_with_ctx relax.call_py_func relax.to_vdevice relax.hint_on_device
-    relax.shape_of relax.tensor_to_shape
-    relax.make_closure relax.invoke_closure relax.invoke_pure_closure relax.null_value relax.reshape
-    relax.memory.view relax.memory.ensure_zero_offset""".split()
-)
 _SORTS_AND_SCANS = frozenset(f"relax.{name}" for name in ("bucketize", "sort", "argsort", "topk", "cumsum", "cumprod"))
 # Their stock kernels compute with halves in float32, and give that back.
 _OF_ANOTHER_TYPE = ("relax.nn.batch_norm",)
@@ -69,6 +62,7 @@ def legalize(mod: tvm.IRModule) -> tvm.IRModule:
 def _with_kernels(mod: tvm.IRModule) -> tvm.IRModule:
     kernels = legalizations() | sort_kernels.legalizations()
     kernels |= truth_kernels.legalizations(kernels)
+    kernels |= formula_kernels.legalizations(kernels)
     kernels |= narrow_types.legalizations(kernels)
     legalized = relax.transform.LegalizeOps(kernels | {name: _of_its_type(name) for name in _OF_ANOTHER_TYPE})
     mod = _unconverted(legalized, mod)
@@ -123,8 +117,9 @@ def _of_its_type(name: str) -> Callable[[relax.BlockBuilder, relax.Call], relax.
 
 
 def is_kept(name: str) -> bool:
-    """Whether an op is carried out as it is, not by a kernel."""
-    return name in _KEPT_OPS or name.startswith(_KEPT_PREFIXES)
+    """Return whether an op is carried out as it is, not by a kernel."""
+    traits = traits_of(name)
+    return traits.is_kept or (name.startswith(_KEPT_PREFIXES) and not traits.is_elementwise)
 
 
 def _simplified(mod: tvm.IRModule) -> tvm.IRModule:

@@ -129,7 +129,7 @@ def _of_floats(stock: Legalize, kernel: Callable[..., te.Tensor], name: str) -> 
 
 
 def legalizations() -> dict[str, Legalize]:
-    """By op, for `relax.transform.LegalizeOps`."""
+    """Legalizations by op, for `relax.transform.LegalizeOps`."""
     return {
         "relax.nn.relu": _of_floats(_STOCK["nn.relu"], _relu, "relu"),
         "relax.clip": _of_floats(_STOCK["clip"], _clip, "tir_clip"),

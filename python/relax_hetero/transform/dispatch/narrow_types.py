@@ -23,10 +23,11 @@ from collections.abc import Callable, Iterator
 import tvm
 from tvm import relax, te, tirx
 
+from ...op.traits import ELEMENTWISE, ops_where, relax_ops
 from ...target.vdevice import is_cpu
 from ...tir.math.narrow_floats import FLOAT8, FLOATS, code_of, number_of
 from ...vm.device.tensor_arrays import host_array
-from ..ir.op_names import CAST, ELEMENTWISE, PERMUTE, relax_ops
+from ..ir.op_names import CAST
 from ..ir.rewriting import is_tensor_constant, op_name
 
 Legalize = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
@@ -34,13 +35,8 @@ _Convert = Callable[[relax.Expr], relax.Expr]
 
 _BYTE = {name for name in FLOATS if name.startswith("float8")}
 """Floats of a byte."""
-_MOVES = frozenset(
-    relax_ops(
-        """broadcast_to concat expand_dims flatten flip gather_elements gather_nd layout_transform repeat
-        split squeeze stack strided_slice take tile where"""
-    )
-) | {PERMUTE}
-_COMPUTES = (ELEMENTWISE - _MOVES) | frozenset(relax_ops("sum prod max min mean argmax argmin matmul"))
+_MOVES = ops_where(lambda op: op.ignores_numbers and (op.moves or op.is_elementwise) and not op.is_kept)
+_COMPUTES = (ELEMENTWISE - _MOVES) | ops_where(lambda op: op.kind == "reduction") | {*relax_ops("argmax argmin matmul")}
 _NOT_OF_TRUTH = frozenset(
     relax_ops(
         """subtract divide floor_divide mod floor_mod power sum prod mean cumsum cumprod matmul nn.relu clip negative
@@ -68,7 +64,7 @@ def refused_type(call: relax.Call) -> str | None:
 
 
 def legalizations(others: dict[str, Legalize]) -> dict[str, Legalize]:
-    """By op, for `relax.transform.LegalizeOps`; operands of other types are left to `others`, or to stock."""
+    """Legalizations by op, for `relax.transform.LegalizeOps`; other types are left to `others`, or to stock."""
     found = {}
     for name in _MOVES | _COMPUTES:
         otherwise = others.get(name) or tvm.ir.Op.get(name).get_attr("FLegalize")

@@ -21,12 +21,11 @@ from operator import mul
 import tvm
 from tvm import relax, tirx
 
+from ...op.traits import traits_of
 from ..ir.blocks import Block, rewrite_function, same_extent
 from ..ir.kernels import called_prim_func
-from ..ir.op_names import CALL_TIR, RESHAPE
+from ..ir.op_names import CALL_TIR
 from ..ir.rewriting import copy_module, global_vars_in, is_on_gpu, map_bindings, op_name, relax_functions, typed
-
-_SAME_ORDER = (RESHAPE, "relax.expand_dims", "relax.squeeze", "relax.flatten")
 
 
 def with_merged_reshapes(mod: tvm.IRModule) -> tvm.IRModule:
@@ -40,7 +39,7 @@ def with_merged_reshapes(mod: tvm.IRModule) -> tvm.IRModule:
 
 def _merged(sources: dict[relax.Var, relax.Expr], binding: relax.Binding) -> relax.Binding:
     value, ty = binding.value, binding.var.ty
-    if op_name(value) not in _SAME_ORDER or not isinstance(binding, relax.VarBinding) or not is_on_gpu(ty):
+    if not traits_of(op_name(value)).keeps_order or not isinstance(binding, relax.VarBinding) or not is_on_gpu(ty):
         return binding
     source = sources.get(value.args[0], value.args[0])
     if isinstance(source, relax.DataflowVar) and not isinstance(value.args[0], relax.DataflowVar):
@@ -105,14 +104,14 @@ class _Viewer:
         return relax.VarBinding(binding.var, typed(view, binding.var.ty), binding.span)
 
     def _is_handed_on(self, block: Block, operand: relax.Expr) -> bool:
-        """Whether a tensor is a kernel's result of this block that nothing else reads: its memory may be another's."""
+        """True if a tensor is a kernel's result of this block that nothing else reads: its memory may be another's."""
         if not isinstance(operand, relax.DataflowVar) or block.sole_user(operand) is None:
             return False
         return called_prim_func(self._mod, block.definition(operand)) is not None
 
 
 def _same_size(one: tvm.ir.Type, other: relax.TensorType) -> bool:
-    """Whether two tensors provably have as many elements: a slice that begins at the beginning stores them in order."""
+    """True if two tensors provably have as many elements: a slice that begins at the beginning stores them in order."""
     shapes = [ty.shape.values for ty in (one, other) if isinstance(getattr(ty, "shape", None), relax.ShapeExpr)]
     return len(shapes) == 2 and same_extent(*(reduce(mul, shape, tirx.const(1, "int64")) for shape in shapes))
 

@@ -17,6 +17,7 @@ from functools import partial
 import tvm
 from tvm import relax, tirx
 
+from ...target.backend import backend_of
 from ...tir.cuda.loops.scatter import GpuScatter, scatter_in_order, scatter_sorted, scatter_targets
 from ...tir.cuda.loops.sort import SortProblem
 from ...tir.scatter import REDUCTIONS, ScatterProblem, scatter_elements_kernel, scatter_nd_kernel
@@ -31,7 +32,7 @@ _OPAQUE = 8
 
 
 def legalizations() -> dict[str, Legalize]:
-    """By op, for `relax.transform.LegalizeOps`."""
+    """Legalizations by op, for `relax.transform.LegalizeOps`."""
     return {name: partial(_legalize, tvm.ir.Op.get(name).get_attr("FLegalize")) for name in (_ELEMENTS, _ND)}
 
 
@@ -43,7 +44,7 @@ def _legalize(stock: Legalize, builder: relax.BlockBuilder, call: relax.Call) ->
     vdevice = call.ty.vdevice
     if problem is None or vdevice is None:
         return stock(builder, call)
-    if vdevice.target.kind.name == "cuda":
+    if backend_of(vdevice.target).has_sorts:
         return _of_gpus(builder, call, problem)
     if "cpu" not in vdevice.target.keys or not _is_exact(problem):
         return stock(builder, call)
@@ -78,12 +79,12 @@ def _of_gpus(builder: relax.BlockBuilder, call: relax.Call, problem: ScatterProb
 
 
 def _is_exact(problem: ScatterProblem) -> bool:
-    """Whether reductions of a CPU's kernel are those of stock TVM's, which computes with wider numbers."""
+    """Return whether reductions of a CPU's kernel are those of stock TVM's, which computes with wider numbers."""
     return problem.reduction == "update" or problem.dtype in ("float32", "float64", "int32", "int64")
 
 
 def _problem(call: relax.Call) -> ScatterProblem | None:
-    """What a scatter computes; None where only the stock kernel can."""
+    """Problem of a scatter; None where only the stock kernel can solve it."""
     data, indices, updates = (arg.ty for arg in call.args)
     if any(known_extents(ty) is None for ty in (data, indices, updates)):
         return None

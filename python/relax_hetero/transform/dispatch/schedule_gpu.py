@@ -13,9 +13,9 @@ After::
             for lane in T.unroll(4): y_vector[lane] = T.exp(x_vector[lane])
             y[block * 256 + thread * 4 : ...] = y_vector[0:4]
 
-The rules stand in `relax_hetero.tir.cuda.loops`. Kernels that bind threads already are left as written. A kernel of a
-form that no rule reads runs statement by statement, in one thread where nothing shows that iterations are independent:
-slower, still correct.
+The device's back end schedules; the rules for GPUs are in `relax_hetero.tir.cuda.loops`. Kernels that bind threads
+already are left as written. A kernel of a form that no rule reads runs statement by statement, in one thread where
+nothing shows that iterations are independent: slower, still correct.
 
 Assumes BindTargets. A second run changes nothing.
 """
@@ -26,8 +26,7 @@ import tvm
 from tvm import tirx
 from tvm_ffi import StructuralKey, VisitInterrupt, structural_walk
 
-from ...target.gpu_target import gpu_target_of
-from ...tir.cuda.loops import schedule
+from ...target.backend import backend_of
 from ...tir.cuda.loops.scatter import SEVERAL_LAUNCHES
 from ..ir.declare import declare_pass
 from ..ir.rewriting import copy_module
@@ -49,7 +48,7 @@ def schedule_gpu(mod: tvm.IRModule) -> tvm.IRModule:
             continue
         key = StructuralKey(func)
         if key not in done:
-            done[key] = schedule(func, gpu_target_of(func.attrs["target"]))
+            done[key] = backend_of(func.attrs["target"]).schedule(func)
         functions[gv] = done[key]
         scheduled.add(gv)
     changed = copy_module(mod, functions) if done else mod

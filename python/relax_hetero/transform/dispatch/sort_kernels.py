@@ -15,6 +15,7 @@ from typing import Any
 import tvm
 from tvm import relax, te, tirx, topi
 
+from ...target.backend import backend_of
 from ...target.vdevice import is_cpu
 from ...tir.core.builder import plain_extent
 from ...tir.cuda.loops.scan import ScanProblem, scan_kernel, tiles_kernel, tiles_of, totals_kernel, totals_problem
@@ -29,7 +30,7 @@ _OPAQUE = 8
 
 
 def legalizations() -> dict[str, Legalize]:
-    """By op, for `relax.transform.LegalizeOps`."""
+    """Legalizations by op, for `relax.transform.LegalizeOps`."""
     return {
         "relax.sort": _of_gpus(_sort),
         "relax.argsort": _of_gpus(_argsort),
@@ -46,7 +47,7 @@ def _of_gpus(legalize: Legalize, of_cpus: Legalize | None = None) -> Legalize:
             return call
         if of_cpus is not None and is_cpu(vdevice):
             return of_cpus(builder, call)
-        return legalize(builder, call) if vdevice.target.kind.name == "cuda" else call
+        return legalize(builder, call) if backend_of(vdevice.target).has_sorts else call
 
     return of_gpus
 
@@ -103,9 +104,9 @@ def sorted_lines(
     Parameters
     ----------
     ty : Type
-        Of the result, or results.
+        Type of the result, or results.
     name : str
-        Of the kernels.
+        Name of the kernels.
     """
     others = [extent for dimension, extent in enumerate(data.ty.shape.values) if dimension != problem.axis]
     pairs: list[relax.Expr] = []

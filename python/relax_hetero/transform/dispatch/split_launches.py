@@ -137,7 +137,7 @@ class _Splitter:
 
 
 def _extents(func: tirx.PrimFunc, args: list[relax.Expr], types: list[relax.TensorType]) -> dict[tirx.Var, Any]:
-    """What the extents of a kernel are where it is called."""
+    """Extents of a kernel where it is called."""
     found: dict[tirx.Var, Any] = {}
     shapes = [shape_of(arg) if is_buffer_var(p) else None for p, arg in zip(func.params, args, strict=False)]
     shapes += [list(ty.shape.values) if isinstance(ty.shape, relax.ShapeExpr) else None for ty in types]

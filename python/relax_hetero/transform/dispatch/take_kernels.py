@@ -17,7 +17,7 @@ _INJECTIVE = 2
 
 
 def legalizations() -> dict[str, Legalize]:
-    """By op, for `relax.transform.LegalizeOps`."""
+    """Legalizations by op, for `relax.transform.LegalizeOps`."""
     stock = tvm.ir.Op.get("relax.take").get_attr("FLegalize")
 
     def legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:

@@ -16,11 +16,11 @@ Legalize = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
 
 _COMPARISONS = ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal")
 _EXTREMES = {"maximum": "maximum", "minimum": "minimum", "add": "maximum", "multiply": "minimum"}
-"""By op, what it is on numbers 0 and 1."""
+"""Equivalent of an op on numbers 0 and 1."""
 
 
 def legalizations(others: dict[str, Legalize]) -> dict[str, Legalize]:
-    """By op, for `relax.transform.LegalizeOps`; operands of other types are left to `others`, or to stock."""
+    """Legalizations by op, for `relax.transform.LegalizeOps`; other types are left to `others`, or to stock."""
     found = {}
     for name in (*_COMPARISONS, *_EXTREMES):
         op = f"relax.{name}"

@@ -25,12 +25,12 @@ from .encoded_products import ProductWriter
 
 @dataclass(frozen=True)
 class Change:
-    """What becomes of one matrix product.
+    """Change of one matrix product.
 
     Attributes
     ----------
     encoding : Encoding
-        Of the result, with the new index maps.
+        Encoding of the result, with the new index maps.
     operands : tuple of relax.Expr
         The plain left and right operand, without their permutations.
     chain : tuple of int
@@ -75,7 +75,7 @@ def absorb_permutes(block: Block) -> list[relax.Binding] | None:
 
 
 def _change(block: Block, binding: relax.Binding, earlier: Container[int]) -> Change | None:
-    """What becomes of a product; permutations at `earlier` indices are absorbed by the product before them."""
+    """Change of a product; permutations at `earlier` indices are absorbed by the product before them."""
     call = binding.value
     encoding = Encoding.parse(call.attrs.encoding)
     if call.attrs.layout or len(call.args) > 2 and not _is_plain(block, call.args[2]):

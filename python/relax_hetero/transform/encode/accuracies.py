@@ -29,7 +29,8 @@ def with_accuracy(mod: tvm.IRModule, accuracy: Any, user: str) -> tvm.IRModule:
     Parameters
     ----------
     accuracy : str or mapping of str to str
-        Of all convolutions, or by names of variables, in which ``*`` stands for any letters; the last that fits holds.
+        Accuracy of all convolutions, or by names of variables, in which ``*`` stands for any letters; the last that
+        fits holds.
     user : str
         Whose argument it is, for messages.
 

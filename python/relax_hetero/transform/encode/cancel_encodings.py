@@ -30,7 +30,7 @@ def stock_matmul(encoding: Encoding, operands: Sequence[relax.Expr], out: Replac
     Parameters
     ----------
     encoding : Encoding
-        Of the op.
+        Encoding of the op.
     operands : sequence of relax.Expr
         lhs, rhs and, where given, the initial accumulator.
     out : Replacement

@@ -50,7 +50,7 @@ def absorb_elementwise(block: Block) -> list[relax.Binding] | None:
 
 
 def is_root(binding: relax.Binding, block: Block) -> bool:
-    """Whether a region may start here: at the plain form of what this block computed encoded."""
+    """Return whether a region may start here: at the plain form of what this block computed encoded."""
     value = binding.value
     if op_name(value) != op.UNSET or value.attrs.layout or shape_of(binding.var) is None:
         return False
@@ -141,7 +141,7 @@ class RegionOperand:
     ----------
     value : relax.Expr
     shape : list, optional
-        What it is reshaped to first: where the region works behind a reshape.
+        Shape that it is reshaped to first: where the region works behind a reshape.
     is_full : bool
         Whether it has the result's shape, and will be encoded alike; others broadcast and stay plain.
     axes : tuple of int, optional
@@ -227,14 +227,14 @@ class Growth:
         return best
 
     def _only_widens(self, best: Region | None, binding: relax.Binding) -> bool:
-        """Whether a value is but the bytes at which a region may end as floats: whoever reads them dequantizes them."""
+        """True if a value is but the bytes at which a region may end as floats: whoever reads them dequantizes them."""
         if best is None or str(binding.var.ty.dtype) in ("int8", "uint8"):
             return False
         found = dequantized(binding.var, self.block)
         return found is not None and found[1].same_as(self.block.bindings[best.end].var)
 
     def _is_stored_narrow(self, best: Region, binding: relax.Binding) -> bool:
-        """Whether a value is but the 16 bits at which a region may end, widened, and its reader takes the cast in.
+        """True if a value is but the 16 bits at which a region may end, widened, and its reader takes the cast in.
 
         On GPUs, whose kernels wait for memory. TVM fuses nothing into the reading side of a pooling.
         """
@@ -339,7 +339,7 @@ class Growth:
         return _cast(Expression.operand(len(self.operands)), dtype)
 
     def _before_cast(self, tensor: relax.Expr) -> tuple[relax.Expr, str | None]:
-        """What a tensor is a cast of, and the type; itself where reading that would not save a kernel and memory."""
+        """Operand of a cast, and the type; the tensor itself where reading that would not save a kernel and memory."""
         call = self.block.definition(tensor)
         if op_name(call) != CAST or to_expression(call) is None:
             return tensor, None
@@ -387,7 +387,7 @@ def _cast(operand: Expression, dtype: str | None) -> Expression:
 
 
 def _is_permuted(block: Block, tensor: relax.Expr, order: tuple[int, ...], depth: int = 3) -> bool:
-    """Whether a tensor is, or is computed elementwise of, something that has just been permuted in this way.
+    """Return whether a tensor is, or is computed elementwise of, something that has just been permuted in this way.
 
     Then its permutation back meets that one, or moves up to it (MovePermutes), and costs nothing. The result of a
     convolution is stored channels-last, as if it were so permuted.
@@ -416,4 +416,4 @@ def _terms(block: Block, value: relax.Expr) -> int:
 
 
 def _written_size(expression: Expression, operands: list[int]) -> int:
-    return expression.evaluate(operands, lambda _op, args, _params: 1 + sum(args))
+    return expression.fold(operands, lambda _op, args, _params: 1 + sum(args))

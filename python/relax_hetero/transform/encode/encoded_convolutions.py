@@ -121,7 +121,7 @@ def _emit(writer: ProductWriter, binding: relax.VarBinding, spatial: int, tf32: 
 
 
 def _encoding(shapes: Sequence[Sequence[Any]], attrs: Any, dtypes: tuple[str, str, str]) -> Encoding:
-    """Of the result."""
+    """Encoding of the result."""
     maps = conv_maps(len(shapes[0]) - 2)
     sizes: dict[str, int] = {}
     for names, shape in zip(maps, shapes, strict=True):

@@ -123,7 +123,7 @@ def product_encoding(
     lhs, rhs : sequence of PrimExpr
         Shapes of at least two dimensions; leading ones broadcast.
     element_types : tuple of str
-        Of left operand, right operand, accumulator.
+        Element types of left operand, right operand, accumulator.
     index : int
         Which operand the encoding is of.
 

@@ -21,7 +21,7 @@ from ..ir.rewriting import op_name, walk_bindings
 
 @dataclass(frozen=True)
 class EncodedValue:
-    """What is known of an encoded tensor.
+    """Encoding, layout and type of an encoded tensor.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ def encoded_values(func: relax.Function) -> dict[relax.Var, EncodedValue]:
 
 
 def encoded_value(expr: relax.Expr, known: dict[relax.Var, EncodedValue]) -> EncodedValue | None:
-    """What `expr` is as an encoded tensor, None if it is none; `known` are the variables before it."""
+    """Encoded tensor that `expr` is, None if it is none; `known` are the variables before it."""
     if isinstance(expr, relax.Var):
         return known.get(expr)
     name = encoded_op(expr)

@@ -14,7 +14,7 @@ from tvm import relax
 from ...encoding.encoding import CONVOLUTIONS, LHS, RHS, Encoding
 from ...encoding.expression import Expression
 from ...encoding.packed_layout import PackedLayout
-from ...encoding.resolver import convolution_form
+from ...encoding.resolver import answers_of
 from ...op.encoded import CONV, ELEMENTWISE, PREPACKED, PRODUCTS, RELAYOUT, SET, UNSET, encoded_op
 from ...target.vdevice import device_name, vdevices_of
 from ..ir.op_names import TRANSFER
@@ -25,14 +25,14 @@ from .epilogues import Chain, fused_variables
 
 
 def describe_encodings(mod: tvm.IRModule, cancelled: Sequence[CancelledEntry] = ()) -> EncodingReport:
-    """What is encoded in a module, at any stage between SetEncoding and MaterializeEncodings.
+    """Report of the encodings of a module, at any stage between SetEncoding and MaterializeEncodings.
 
     Parameters
     ----------
     mod : tvm.IRModule
         A placed module.
     cancelled : sequence of CancelledEntry
-        What SpecializeEncodings took back; a module does not remember that.
+        Encodings that SpecializeEncodings cancelled; a module does not remember them.
 
     Returns
     -------
@@ -57,7 +57,7 @@ def name_in_model(var: relax.Var) -> str:
 
 
 def product_name(call: relax.Call) -> str:
-    """What reports call an encoded product: "matmul", batched or not, or "conv2d"."""
+    """Name of an encoded product in reports: "matmul", batched or not, or "conv2d"."""
     op_type = Encoding.parse(str(call.attrs.encoding)).op_type
     return op_type if op_type in CONVOLUTIONS else "matmul"
 
@@ -124,8 +124,11 @@ class _Reader:
         if not call.attrs.kernel:
             return ""
         stored = self.encoded.get(call.args[RHS])
-        layout = PackedLayout.parse(stored.layout) if stored is not None and stored.layout else None
-        return convolution_form(target_of(call.ty.vdevice), Encoding.parse(str(call.attrs.encoding)), layout)
+        if stored is None or not stored.layout:
+            return ""
+        encoding, layout = Encoding.parse(str(call.attrs.encoding)), PackedLayout.parse(stored.layout)
+        target = target_of(call.ty.vdevice)
+        return answers_of(target).convolution_form(encoding, target, layout)
 
     def transfer(self, binding: relax.Binding) -> EncodedTransferEntry:
         """The entry of a transfer of an encoded tensor."""

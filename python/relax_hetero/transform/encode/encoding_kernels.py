@@ -29,7 +29,7 @@ from ...encoding.problem import (
     Operand,
     Problem,
 )
-from ...encoding.resolver import appends_apart, page_order, resolver_for, unpacked_layout
+from ...encoding.resolver import answers_of
 from ...encoding.row_program import RowProgram
 from ...errors import EncodingError
 from ...op.encoded import PRODUCTS, encoded_op
@@ -148,12 +148,12 @@ class KernelTable:
         Parameters
         ----------
         key : hashable
-            What it computes, entirely.
+            Complete description of the computation.
         target : tvm.target.Target
         name : str
-            What it is called if it is new, with a number where that is taken.
+            Name if it is new, with a number where that is taken.
         ops : sequence of str
-            What profiles say it computes.
+            Ops that it computes, for profiles.
         make : Callable
             Writes the PrimFunc.
         """
@@ -248,7 +248,7 @@ class EncodingKernels:
     ) -> tuple[tvm.ir.GlobalVar, relax.TensorType | None]:
         """As `attention`, of an attention with a cache, which is its operand number `PAGES`."""
         target = target_of(out.vdevice)
-        problem = cached_attention_problem(call, out, page_order(target))
+        problem = cached_attention_problem(call, out, answers_of(target).page_order(target))
         rows, heads = problem.out.shape[0], [problem.heads, problem.kv_heads, problem.size]
         name = f"{problem.rows}_attention_{shape_text([rows, *heads])}_{self._names.device(target)}"
         ops = ["rms_norm"] * bool(problem.norms) + ["rotary"] * bool(problem.rotary)
@@ -256,11 +256,11 @@ class EncodingKernels:
         return self._with_scratch(problem, target, name, ops, where, out.vdevice)
 
     def append(self, call: relax.Call, out: relax.TensorType, where: str) -> tvm.ir.GlobalVar | None:
-        """What writes keys and values of a chunk into their pages before `cached_attention`; None: that does."""
+        """Kernel that writes keys and values of a chunk into their pages before `cached_attention`; None: that does."""
         target = target_of(out.vdevice)
-        if str(call.attrs.rows) != "chunk" or not appends_apart(target):
+        if str(call.attrs.rows) != "chunk" or not answers_of(target).appends_apart:
             return None
-        problem = replace(cached_attention_problem(call, out, page_order(target)), rows=APPEND)
+        problem = replace(cached_attention_problem(call, out, answers_of(target).page_order(target)), rows=APPEND)
         sizes = [problem.out.shape[0], problem.kv_heads, problem.size]
         ops = ["rms_norm"] * ("k" in problem.norms) + ["rotary"] * bool(problem.rotary) + ["append"]
         return self._solve(problem, target, f"append_{shape_text(sizes)}_{self._names.device(target)}", ops, where)
@@ -293,13 +293,13 @@ class EncodingKernels:
     def unpacked_product(
         self, call: relax.Call, result: relax.TensorType, where: str
     ) -> tuple[tvm.ir.GlobalVar, relax.TensorType, tvm.ir.GlobalVar, int] | None:
-        """What unpacks the weights of a product of many rows, what it makes, and what multiplies; the weights' number.
+        """Kernel that unpacks the weights of a product of many rows, its result, and the product; the weights' number.
 
         None where the target multiplies as many rows by the weights' bits.
         """
         target = target_of(result.vdevice)
         problem = block_product_problem(call, result)
-        layout = unpacked_layout(target, problem)
+        layout = answers_of(target).unpacked_layout(problem, target)
         if layout is None:
             return None
         numbers = Operand((problem.depth, problem.columns), problem.lhs.dtype, ("k", "n"), layout)
@@ -350,9 +350,7 @@ class EncodingKernels:
         where: str,
     ) -> tvm.ir.GlobalVar:
         def make() -> tirx.PrimFunc:
-            resolver = resolver_for(target)
-            if resolver is None:
-                raise EncodingError(f"{where}: no resolver for target {target}")
+            resolver = answers_of(target)
             try:
                 func = resolver.kernel(problem, target)
             except EncodingError as error:

@@ -1,4 +1,4 @@
-"""What the resolver of a device says about encodings, asked once, its answers checked."""
+"""Answers of a device's resolver about encodings, asked once and checked."""
 
 from __future__ import annotations
 
@@ -50,12 +50,11 @@ class Layouts:
         """As `layout`, of an operand that is no constant."""
         layout = self.layout(encoding, target, where)
         resolver = self.resolver(target)
-        resolve = getattr(resolver, "resolve_activation", None)
-        if resolver is None or layout is None or resolve is None:
+        if resolver is None or layout is None:
             return layout
         key = (encoding, str(target))
         if key not in self._activations:
-            self._activations[key] = _answer(resolver, resolve, encoding, target, where)
+            self._activations[key] = _answer(resolver, resolver.resolve_activation, encoding, target, where)
         return self._activations[key]
 
     def why_not(self, encoding: Encoding, target: tvm.target.Target) -> str:
@@ -91,7 +90,7 @@ def _answer(
     target: tvm.target.Target,
     where: str,
 ) -> PackedLayout | None:
-    """What a resolver's method says about an operand, checked."""
+    """Answer of a resolver's method about an operand, checked."""
     asked = f"resolver {resolver.name!r}, asked how target {target} stores {operand} for {where}"
     try:
         layout = resolve(operand, target)

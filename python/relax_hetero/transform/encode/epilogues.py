@@ -15,7 +15,7 @@ from ...encoding.encoding import Encoding
 from ...encoding.expression import Expression
 from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import RowPhase
-from ...encoding.resolver import solves
+from ...encoding.resolver import answers_of
 from ...op.encoded import ELEMENTWISE, MATMUL, PRODUCTS, UNSET, encoded_op
 from ...op.rows import ROWS
 from ..ir.blocks import same_shape
@@ -34,7 +34,7 @@ class Chain:
     product : relax.Call
         The matmul or conv.
     expression : Expression
-        Of all ops together, ``x0`` the product; an operand alone where there are none.
+        Expression of all ops together, ``x0`` the product; an operand alone where there are none.
     others : tuple of relax.Expr
         Operands x1, x2, ...
     """
@@ -85,7 +85,7 @@ def fused_variables(func: relax.Function) -> set[relax.Var]:
 
 
 def may_write(value: relax.Expr) -> bool:
-    """Whether this may change a tensor in place: by its op, or by code that is not Relax's."""
+    """Return whether this may change a tensor in place: by its op, or by code that is not Relax's."""
     if not isinstance(value, relax.Call):
         return False
     name = op_name(value)
@@ -145,7 +145,7 @@ def find_row_phases(func: relax.Function, fused: set[relax.Var]) -> RowPhases:
     func : relax.Function
         With layouts.
     fused : set of relax.Var
-        What the kernels of products take in already (`fused_variables`).
+        Variables that the kernels of products compute already (`fused_variables`).
     """
     phases = RowPhases({}, set(), set())
     users = user_counts(func)
@@ -187,5 +187,5 @@ def _joins(
         and all(dtype in _TYPES for dtype in types)
         and names[-1] == "n"
         and same_shape(extents_of(arg.ty), extents_of(result))
-        and solves(target_of(result.vdevice), RowPhase)
+        and RowPhase in answers_of(target_of(result.vdevice)).problems
     )

@@ -103,7 +103,7 @@ def _without_sources(block: Block) -> list[relax.Binding] | None:
 
 
 class _Packer:
-    """What variables are constants, plain and encoded, and what has been packed of them."""
+    """Constants among variables, plain and encoded, and those that have been packed."""
 
     def __init__(self) -> None:
         self.sources: dict[relax.Var, _Source] = {}
@@ -129,7 +129,7 @@ class _Packer:
         return relax.VarBinding(var, typed(call, var.ty), binding.span)
 
     def _encoded(self, value: relax.Expr) -> _Encoded | None:
-        """What `value` is as an encoded constant, specialized; None if it is none."""
+        """Encoded, specialized constant that `value` is; None if it is none."""
         name = encoded_op(value)
         if name == SET and value.attrs.layout:
             source = self._source(value.args[0])
@@ -140,7 +140,7 @@ class _Packer:
         return _Encoded(known.source, str(value.attrs.encoding), str(value.attrs.layout))
 
     def _source(self, value: relax.Expr) -> _Source | None:
-        """What `value` is as a plain constant, None if it is none."""
+        """Plain constant that `value` is, None if it is none."""
         if isinstance(value, relax.Var):
             return self.sources.get(value)
         if isinstance(value, tvm.ir.GenericConst):

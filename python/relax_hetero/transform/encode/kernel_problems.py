@@ -76,7 +76,7 @@ def matmul_problem(
     Parameters
     ----------
     encoding : Encoding
-        Of the op.
+        Encoding of the op.
     lhs, rhs, result : Stored
     init : Stored, optional
         Initial accumulator: broadcast against the result.
@@ -186,7 +186,7 @@ def _operand(symbols: Symbols, stored: Stored, rank: int, single: bool) -> Opera
 
 
 def attention_problem(call: relax.Call, result: relax.TensorType) -> AttentionProblem:
-    """What a call of `R.hetero.attention` asks of a kernel."""
+    """Problem of a call of `R.hetero.attention`."""
     heads, sizes = Heads.parse(call.attrs.heads), attention_sizes(call)
     symbols = Symbols()
 
@@ -233,7 +233,7 @@ _CACHED_MAPS = {
 
 
 def cached_attention_problem(call: relax.Call, out: relax.TensorType, order: str) -> CachedAttentionProblem:
-    """What a call of `R.hetero.cached_attention` asks of a kernel on a device with pages of an order."""
+    """Problem of a call of `R.hetero.cached_attention` on a device with pages of an order."""
     symbols, attrs = Symbols(), call.attrs
     names = ["qkv", "pages", "table", "sequences", "positions", *other_operands(attrs)]
     operands = (
@@ -258,7 +258,7 @@ def cached_attention_problem(call: relax.Call, out: relax.TensorType, order: str
 
 
 def block_product_problem(call: relax.Call, result: relax.TensorType) -> BlockProductProblem:
-    """What a call of `R.hetero.block_matmul` asks of a kernel."""
+    """Problem of a call of `R.hetero.block_matmul`."""
     symbols = Symbols()
     names = (*(f"b{axis}" for axis in range(len(extents_of(result)) - 2)), "m", "n")
     stored = [Stored.plain(arg.ty) for arg in call.args]
@@ -298,7 +298,7 @@ def block_product_problem(call: relax.Call, result: relax.TensorType) -> BlockPr
 
 
 def block_rows_problem(call: relax.Call, result: relax.TensorType) -> BlockRowsProblem:
-    """What a call of `R.hetero.block_rows` asks of a kernel."""
+    """Problem of a call of `R.hetero.block_rows`."""
     symbols = Symbols()
     weight, index = (Stored.plain(arg.ty) for arg in call.args)
     return BlockRowsProblem(

@@ -101,7 +101,7 @@ def unset_below_transfers(block: Block) -> list[relax.Binding] | None:
 
 
 def _all_set(users: list[relax.Expr], source: relax.Call) -> bool:
-    """Whether there are users and all set the encoding that `source` unsets.
+    """Return whether there are users and all set the encoding that `source` unsets.
 
     For another one it would be laid out on one side, undone on the other, and laid out again.
     """

@@ -120,7 +120,7 @@ class _Writer:
         self.spatial = CONV_OPS[op_name(binding.value) or ""]
 
     def write(self) -> bool:
-        """Whether the convolution could be encoded; else what has been written is to be removed."""
+        """Return whether the convolution could be encoded; else what has been written is to be removed."""
         writer, var = self.writer, self.binding.var
         data, weight = self._plain(self.data, "data"), self._plain(self.weight, "weight")
         if any(self.padding) and self.data.zero is not None:

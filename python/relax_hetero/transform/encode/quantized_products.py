@@ -39,7 +39,7 @@ def emit_quantized_product(
     ----------
     writer : ProductWriter
     binding : relax.VarBinding
-        Of an R.matmul.
+        Binding of an R.matmul.
     block : Block
         The block it stands in.
     constants : dict

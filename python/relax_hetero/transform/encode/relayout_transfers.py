@@ -26,7 +26,7 @@ VECTOR_RATE = 20e9
 SCALAR_RATE = 1e9
 WIRE_RATE = 20e9
 _SYMBOLIC_EXTENT = 128
-"""What a symbolic extent counts as, where the bytes of two layouts are compared."""
+"""Assumed extent of a symbolic dimension, where the bytes of two layouts are compared."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Crossing:
 
     @property
     def before(self) -> bool:
-        """Whether the source lays it out again: that and its transfer cost no more than the other way round.
+        """True if the source lays it out again: that and its transfer cost no more than the other way round.
 
         Compensation and transformed windows are left to the CPU whose layout has them: GPUs never compute either.
         """

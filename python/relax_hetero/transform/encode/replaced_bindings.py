@@ -77,7 +77,7 @@ def dataflow_variables(func: relax.Function) -> set[relax.Var]:
 
 
 class Merges:
-    """What a pass found out about the variables of one function while it rewrote it."""
+    """Replacements of variables of one function, which a pass notes while it rewrites it."""
 
     def __init__(self) -> None:
         self._gone: dict[relax.Var, relax.Expr] = {}
@@ -100,7 +100,7 @@ class Merges:
         return relax.VarBinding(var, self.resolve(value))
 
     def resolve(self, expr: relax.Expr) -> relax.Expr:
-        """What an operand is now."""
+        """Present form of an operand."""
         return self._gone.get(expr, expr) if isinstance(expr, relax.Var) else expr
 
     def apply(self, func: relax.Function) -> relax.Function:

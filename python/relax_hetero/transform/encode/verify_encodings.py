@@ -35,6 +35,11 @@ from .encoded_values import EncodedValue, encoded_values, layout_of
 def verify_encodings(mod: tvm.IRModule) -> None:
     """Raise for the first encoded value that something plain consumes.
 
+    Parameters
+    ----------
+    mod : tvm.IRModule
+        Module whose tensors may be encoded.
+
     Raises
     ------
     EncodingError
@@ -69,7 +74,7 @@ VerifyEncodings = declare_pass("VerifyEncodings", _verified)
 
 
 def _results(func: relax.Function) -> Iterator[relax.Expr]:
-    """What the function, its branches and local functions evaluate to."""
+    """Values that the function, its branches and local functions evaluate to."""
     pending: list[relax.Expr] = [func.body]
     while pending:
         expr = pending.pop()
@@ -120,7 +125,7 @@ def _check_encoded_op(name: str, binding: relax.Binding, known: dict[relax.Var, 
 
 
 def _expected(name: str, call: relax.Call, index: int) -> tuple[EncodedValue | None, bool]:
-    """What operand `index` has to be, None for plain; and whether it may be plain as well."""
+    """Encoding that operand `index` has to have, None for plain; and whether it may be plain as well."""
     own = EncodedValue(Encoding.parse(call.attrs.encoding), layout_of(call))
     if name in (SET, PREPACKED):
         return None, True

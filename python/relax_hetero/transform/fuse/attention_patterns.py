@@ -29,16 +29,16 @@ _SOFTMAX, _MATMUL = "relax.nn.softmax", "relax.matmul"
 ATTENTION_OPS = ("relax.nn.attention", "relax.nn.attention_bias")
 _CAUSAL = {None: "", "TopLeft": "top_left", "BottomRight": "bottom_right"}
 TYPES = ("float32", *HALVES)
-"""Of operands and result; scores are of float32."""
+"""Element types of operands and result; scores are of float32."""
 
 
 class NoAttention(Exception):
-    """What was found in place of attention; the message is for `decline`."""
+    """Pattern that is not attention; the message is for `decline`."""
 
 
 @dataclass
 class Attention:
-    """What one `R.hetero.attention` will do.
+    """Parts of one `R.hetero.attention`.
 
     Attributes
     ----------
@@ -163,7 +163,7 @@ def in_float32(expression: Expression, masks: Sequence[str]) -> Expression:
         return term
 
     widened = [_known(Term("cast", (one,), ("float32",))) if one in narrow else one for one in operands]
-    return Expression(expression.evaluate(widened, apply))
+    return Expression(expression.fold(widened, apply))
 
 
 def _batch(block: Block, shape: list[Any], operands: tuple[relax.Expr, ...], result: relax.Var) -> dict[str, Any]:
@@ -272,7 +272,7 @@ def check_known(views: list[HeadsTrace], sizes: dict[str, Any]) -> None:
 
 @dataclass
 class Scores:
-    """What stands before softmax: the product, the bindings between, and what they compute."""
+    """Computation before softmax: the product, the bindings between, and their expression."""
 
     product: relax.Call
     inside: list[int]
@@ -282,7 +282,7 @@ class Scores:
 
 @dataclass
 class Weighted:
-    """What stands after softmax: the product with values."""
+    """Computation after softmax: the product with values."""
 
     index: int
     inside: list[int]

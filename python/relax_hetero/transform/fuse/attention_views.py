@@ -35,7 +35,7 @@ class HeadsTrace:
     dims, starts
         See `HeadsMap`.
     factor : float
-        What its elements are multiplied by.
+        Factor of its elements.
     """
 
     value: relax.Expr
@@ -312,6 +312,6 @@ def followed(block: Block, view: HeadsTrace, sizes: Mapping[str, Any]) -> tuple[
 
 
 def rounds(value: relax.Expr) -> bool:
-    """Whether this is a cast from float32 to half precision."""
+    """Return whether this is a cast from float32 to half precision."""
     is_cast = op_name(value) == CAST and str(value.args[0].ty.dtype) == "float32"
     return is_cast and str(value.attrs.dtype) in HALVES

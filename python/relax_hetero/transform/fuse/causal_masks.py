@@ -35,7 +35,7 @@ def without_triangle(
     Parameters
     ----------
     expression : Expression
-        Of the scores: ``x0`` is the product, ``x1``, ... are the masks.
+        Expression of the scores: ``x0`` is the product, ``x1``, ... are the masks.
     masks : sequence of relax.Expr
     queries, keys : int
         How many there are.
@@ -60,7 +60,7 @@ def without_triangle(
 
 
 def _is_triangle(mask: relax.Expr, queries: int, keys: int) -> bool:
-    """Whether a constant hides from query i the keys behind i + keys - queries, and nothing else."""
+    """Return whether a constant hides from query i the keys behind i + keys - queries, and nothing else."""
     if not isinstance(mask, tvm.ir.GenericConst) or not 1 < queries <= keys:
         return False
     array = mask.value.numpy()
@@ -74,7 +74,7 @@ def _is_triangle(mask: relax.Expr, queries: int, keys: int) -> bool:
 
 
 def _hides_nothing(mask: relax.Expr) -> bool:
-    """Whether a constant lets every query see every key."""
+    """Return whether a constant lets every query see every key."""
     if not isinstance(mask, tvm.ir.GenericConst):
         return False
     array = mask.value.numpy()

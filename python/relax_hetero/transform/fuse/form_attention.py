@@ -27,7 +27,7 @@ import tvm
 from tvm import relax
 
 from ...encoding.problem import AttentionProblem
-from ...encoding.resolver import attention_types, solves
+from ...encoding.resolver import answers_of
 from ...op.attention import attention
 from ...target.element_types import TF32
 from ..ir.blocks import Block, rewrite_function, without_unused
@@ -67,7 +67,7 @@ def _form(block: Block, function: str, exact: frozenset[str] | None) -> list[rel
         if name not in ("relax.nn.softmax", *ATTENTION_OPS):
             continue
         target = target_of(binding.var.ty.vdevice)
-        if not solves(target, AttentionProblem):
+        if AttentionProblem not in answers_of(target).problems:
             continue
         try:
             is_op = name in ATTENTION_OPS
@@ -100,11 +100,11 @@ def _width(found: Attention) -> int:
 
 
 def _may_round(block: Block, found: Attention, exact: frozenset[str] | None, target: tvm.target.Target) -> bool:
-    """Whether an attention of float32 tensors is one of products that round them, where its device has such a one."""
+    """True if an attention of float32 tensors is one of products that round them, where its device has such a one."""
     if exact is None or str(found.operands[0].ty.dtype) != "float32":
         return False
     names = {block.bindings[index].var.name for index in (*found.inside, found.end)}
-    return not names & exact and TF32 in attention_types(target, _width(found))
+    return not names & exact and TF32 in answers_of(target).attention_types(target, _width(found))
 
 
 def _unfit(found: Attention, target: tvm.target.Target, tf32: bool) -> str:
@@ -112,7 +112,7 @@ def _unfit(found: Attention, target: tvm.target.Target, tf32: bool) -> str:
     if "gpu" in target.keys and 0 in found.heads.sizes:
         return "an extent is 0"
     width = _width(found)
-    types, dtype = attention_types(target, width), str(found.operands[0].ty.dtype)
+    types, dtype = answers_of(target).attention_types(target, width), str(found.operands[0].ty.dtype)
     if tf32 or dtype in types:
         return ""
     return f"found {dtype}, heads of {width}; expected one of {sorted(types)}, which its device has in one kernel"
@@ -136,7 +136,7 @@ def _formed(binding: relax.Binding, found: Attention, tf32: bool) -> relax.Bindi
 
 
 def _is_view(value: relax.Expr) -> bool:
-    """Whether a value that nobody uses any more is one that attention looks through."""
+    """Return whether a value that nobody uses any more is one that attention looks through."""
     name = op_name(value)
     return isinstance(value, relax.TupleGetItem) or name in _VIEWS
 

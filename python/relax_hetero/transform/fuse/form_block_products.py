@@ -41,7 +41,7 @@ from ...encoding.block_panels import BlockSource, Panels
 from ...encoding.block_weights import BlockLayout
 from ...encoding.expression import Expression, Term
 from ...encoding.problem import BlockRowsProblem
-from ...encoding.resolver import block_layout, solves
+from ...encoding.resolver import answers_of
 from ...op.block_products import DEQUANTIZE_BLOCKS, block_matmul, block_rows, form_of
 from ..encode.epilogues import may_write
 from ..ir.axes import permutation
@@ -65,7 +65,7 @@ from ..ir.targets import target_of
 from .plain_blocks import write_plain
 
 _MOST_OPS = 32
-"""That a product takes along."""
+"""Maximum number of ops that a product takes along."""
 
 
 @dataclass
@@ -76,7 +76,7 @@ class _Product:
     ----------
     lhs : relax.Expr
     weight : relax.Call
-        Of dequantize_blocks.
+        Call of dequantize_blocks.
     layout : BlockLayout
         How the device's kernel reads the weight.
     inside : list of int
@@ -88,7 +88,7 @@ class _Product:
     experts : int
         How many matrices the weight is; 0: one, for all rows.
     index : relax.Expr or None
-        Of experts: which of them each row is multiplied by.
+        Numbers of the experts that each row is multiplied by.
     """
 
     lhs: relax.Expr
@@ -103,7 +103,7 @@ class _Product:
 
     @property
     def columns(self) -> int:
-        """Of one matrix."""
+        """Number of columns of one matrix."""
         return int(self.weight.ty.shape.values[0]) // max(1, self.experts)
 
 
@@ -158,7 +158,7 @@ def _write_rows(emitter: Emitter, weight: relax.Call, binding: relax.Binding, pa
     """The numbers of some rows, by the device's kernel or by plain ops on these rows' bytes."""
     var, index = binding.var, binding.value.args[1]
     target, depth = target_of(var.ty.vdevice), int(weight.attrs.depth)
-    layout, extents = block_layout(target), shape_of(index) or []
+    layout, extents = answers_of(target).block_layout(target), shape_of(index) or []
     is_known = all(is_tensor_constant(arg) for arg in weight.args)
     rows = prod(extents) if len(extents) != 1 else extents[0]
     flat = index
@@ -169,7 +169,7 @@ def _write_rows(emitter: Emitter, weight: relax.Call, binding: relax.Binding, pa
     numbers = type(var)(f"{var.name}_rows", ty) if len(extents) != 1 else var
     if (
         isinstance(layout, Panels)
-        and solves(target, BlockRowsProblem)
+        and BlockRowsProblem in answers_of(target).problems
         and is_known
         and layout.fits(form_of(weight), depth)
     ):
@@ -216,7 +216,7 @@ def _product_at(block: Block, index: int) -> _Product | None:
         return None
     is_known = all(is_tensor_constant(block.definition(arg)) for arg in weight.args)
     dtypes = (str(lhs.ty.dtype), str(binding.var.ty.dtype))
-    layout = block_layout(target_of(binding.var.ty.vdevice))
+    layout = _block_layout(binding.var)
     if not is_known or "float64" in dtypes or layout is None or not _fits(layout, weight):
         return None
     if op_name(block.definition(lhs)) == CAST and str(block.definition(lhs).args[0].ty.dtype) in layout.lhs_types:
@@ -230,6 +230,11 @@ def _product_at(block: Block, index: int) -> _Product | None:
     return _Product(lhs, weight, layout, [], index, sums)
 
 
+def _block_layout(result: relax.Var) -> BlockLayout | None:
+    target = target_of(result.ty.vdevice)
+    return answers_of(target).block_layout(target)
+
+
 def _product_of_experts(block: Block, index: int) -> _Product | None:
     """A product of rows by matrices that are taken of a table of them; None for any other."""
     var, (lhs, rhs) = block.bindings[index].var, block.bindings[index].value.args
@@ -241,7 +246,7 @@ def _product_of_experts(block: Block, index: int) -> _Product | None:
         return None
     table, chosen = block.definition(taken.args[0]), taken.args[1]
     weight = block.definition(table.args[0]) if op_name(table) == RESHAPE else table
-    layout, sizes = block_layout(target_of(var.ty.vdevice)), shape_of(table) or []
+    layout, sizes = _block_layout(var), shape_of(table) or []
     if op_name(weight) != DEQUANTIZE_BLOCKS or not isinstance(layout, Panels) or not _fits(layout, weight):
         return None
     if len(sizes) != 3 or int(sizes[2]) != int(weight.attrs.depth):
@@ -299,7 +304,7 @@ def _take_elementwise(block: Block, product: _Product, taken: set[int], kept: li
 
 
 def _is_readable(tensor: relax.Expr, result: relax.Var) -> bool:
-    """Whether an operand has the result's shape, or one number for a column or for all."""
+    """Return whether an operand has the result's shape, or one number for a column or for all."""
     shape, whole = shape_of(tensor), shape_of(result) or []
     if shape is None:
         return False

@@ -29,7 +29,7 @@ from tvm import relax, tirx
 
 from ...encoding.encoding import Encoding
 from ...encoding.problem import RowsProblem
-from ...encoding.resolver import solves
+from ...encoding.resolver import answers_of
 from ...op.encoded import UNSET
 from ...op.rows import rows
 from ..ir.blocks import Block, Emitter, is_one, rewrite_function, same_shape, shape_of, tensor_type, with_regions
@@ -38,7 +38,7 @@ from ..ir.findings import decline
 from ..ir.rewriting import op_name, relax_functions, with_functions
 from ..ir.targets import target_of
 from .row_regions import RowGrowth, RowRegion
-from .row_terms import WIDE, RowOp, row_op
+from .row_terms import RowOp, is_wide, row_op
 
 MIN_COLUMNS = 4
 """Shorter rows would fill a vector with little but padding."""
@@ -91,7 +91,7 @@ class _Former:
         return region
 
     def _decline(self, binding: relax.Binding) -> None:
-        if op_name(binding.value) in WIDE:
+        if is_wide(binding.value):
             self._say(binding.var, binding.value.op.name, "its axes are not the last ones, or its type has no kernel")
 
     def _say(self, var: relax.Var, op: str, reason: str) -> None:
@@ -100,7 +100,7 @@ class _Former:
 
 def _why_not(op: RowOp, var: relax.Var) -> str | None:
     """Why no region starts at an op; empty where one may, None where the device makes that clear."""
-    if not solves(target_of(var.ty.vdevice), RowsProblem):
+    if RowsProblem not in answers_of(target_of(var.ty.vdevice)).problems:
         return None
     shape = shape_of(op.call.args[0])
     if shape is None or shape_of(var) is None:
@@ -116,7 +116,7 @@ def _why_not(op: RowOp, var: relax.Var) -> str | None:
 
 
 def _is_image(block: Block, op: RowOp) -> bool:
-    """Whether the rows come from a convolution, which stores them otherwise."""
+    """Return whether the rows come from a convolution, which stores them otherwise."""
     value = block.definition(op.call.args[0])
     return op_name(value) == UNSET and Encoding.parse(value.attrs.encoding).moves is not None
 

@@ -47,7 +47,7 @@ class _Product:
     bias : GenericConst or None
         (n,)
     types : tuple of str
-        Of the product, and of what it is cast to in the end.
+        Types of the product, and of the cast at its end.
     inside : list of int
         Its bindings.
     """

@@ -1,4 +1,4 @@
-"""What weights in blocks mean, in plain ops: for devices without a kernel, and for weights that only a call knows."""
+"""Plain ops for weights in blocks, for devices without a kernel, and for weights that only a call knows."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class RowOperand:
     ----------
     value : relax.Expr
     shape : tuple or None
-        What it is reshaped to first.
+        Shape that it is reshaped to first.
     """
 
     value: relax.Expr
@@ -51,7 +51,7 @@ class RowRegion:
     program : RowProgram
     operands : tuple of RowOperand
     shape : list
-        Of the result of `rows`.
+        Shape of the result of `rows`.
     ops : tuple of str
         Names of what it is made of.
     """
@@ -71,7 +71,7 @@ _VIEWS = (RESHAPE, "relax.expand_dims", "relax.squeeze", "relax.broadcast_to")
 _REDUCED = 1 << 20
 """Operands of terms from here on are reductions."""
 _MAX_TERMS = 400
-"""Of the text of a program, in which a term stands as often as it is used."""
+"""Maximum number of terms in the text of a program, in which a term stands as often as it is used."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class RowGrowth:
         return _operand(len(self.operands) - 1)
 
     def _value(self, var: relax.Var) -> Term:
-        """What is read of a value of the region."""
+        """Term that reads a value of the region."""
         return rounded(self.terms[var], self.block.definition(var))
 
     def _operand(self, tensor: relax.Expr, form: str) -> RowOperand | None:

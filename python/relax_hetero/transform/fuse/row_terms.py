@@ -8,24 +8,15 @@ from dataclasses import dataclass
 from tvm import relax
 
 from ...encoding.expression import Term
+from ...op.traits import traits_of
 from ...target.element_types import HALVES
 from ..ir.rewriting import op_name
 
 Reduce = Callable[[str, Term], Term]
 """Adds a reduction of a kind over a term, and gives the term that stands for it."""
 
-REDUCTIONS = {f"relax.{kind}": kind for kind in ("sum", "mean", "max", "min", "prod")}
-MOMENTS = ("relax.variance", "relax.std")
-WIDE = ("relax.nn.softmax", "relax.nn.log_softmax", "relax.nn.layer_norm", "relax.nn.rms_norm")
-"""Ops whose result has all of the row."""
-
-# Ops whose result is one of the values that they read, or of the same precision: nothing to round.
-_EXACT = {
-    *(f"relax.{op}" for op in ("max", "min", "maximum", "minimum", "where", "abs", "negative", "astype")),
-    *(f"relax.{op}" for op in ("round", "floor", "ceil", "reshape", "expand_dims", "squeeze", "broadcast_to")),
-    "relax.nn.relu",
-}
-_EXPONENTIAL = ("relax.nn.softmax", "relax.nn.log_softmax")
+_WHOLE_ROWS = ("softmax", "row_norm")
+_ROWS = (*_WHOLE_ROWS, "reduction", "moment")
 
 
 @dataclass(frozen=True)
@@ -49,60 +40,65 @@ class RowOp:
 
     @property
     def is_wide(self) -> bool:
-        """Whether the result has all of the row."""
-        return self.call.op.name in WIDE
+        """True if the result has all of the row."""
+        return is_wide(self.call)
+
+
+def is_wide(call: relax.Expr) -> bool:
+    """Return whether a call computes all of a row from all of a row, as softmax and norms do."""
+    return traits_of(op_name(call)).kind in _WHOLE_ROWS
 
 
 def rounded(term: Term, value: relax.Expr) -> Term:
-    """What users of a value read, where its op computes `term` of values that are rounded.
+    """Term that users of a value read, where its op computes `term` of values that are rounded.
 
     Rows are computed in single precision, but every op on half precision rounds its result; softmax and norms only
     that, not what they compute on the way. A later op may be sensitive to that: a difference of what is nearly equal.
     """
     dtype = str(value.ty.dtype)
-    return term if dtype not in HALVES or op_name(value) in _EXACT else Term("cast", (term,), (dtype,))
+    return term if dtype not in HALVES or traits_of(op_name(value)).is_exact else Term("cast", (term,), (dtype,))
 
 
 def row_op(call: relax.Expr) -> RowOp | None:
     """`call` as an op on rows; None for others, for axes that are not the last ones, and element types without."""
-    name = call.op.name if isinstance(call, relax.Call) and hasattr(call.op, "name") else ""
-    if name not in (*REDUCTIONS, *MOMENTS, *WIDE):
+    kind = traits_of(op_name(call)).kind
+    if kind not in _ROWS:
         return None
     ty = call.args[0].ty
     if not isinstance(ty, relax.TensorType) or ty.shape is None or ty.ndim < 1:
         return None
     dtype = str(ty.dtype)
-    if dtype not in ("float16", "bfloat16", "float32", "float64") or (dtype == "float64" and name in _EXPONENTIAL):
+    if dtype not in ("float16", "bfloat16", "float32", "float64") or (dtype == "float64" and kind == "softmax"):
         return None
-    axes = _axes(call, name, int(ty.ndim))
+    axes = _axes(call, kind, int(ty.ndim))
     return RowOp(call, axes) if axes else None
 
 
-def _axes(call: relax.Call, name: str, rank: int) -> int:
+def _axes(call: relax.Call, kind: str, rank: int) -> int:
     """How many axes from the last on are reduced, 0 where it is not just those."""
-    given = [call.attrs.axis] if name in _EXPONENTIAL else getattr(call.attrs, "axes" if name in WIDE else "axis")
+    given = call.attrs.axes if kind == "row_norm" else [call.attrs.axis] if kind == "softmax" else call.attrs.axis
     axes = range(rank) if given is None else sorted(int(axis) % rank for axis in given)
     return len(axes) if list(axes) == list(range(rank - len(axes), rank)) else 0
 
 
 def row_term(op: RowOp, x: Term, vectors: list[Term], reduce: Reduce) -> Term:
-    """What an op computes of the rows `x`; the variance is that of the centred row, in a pass of its own."""
-    call, name = op.call, op.call.op.name
-    if name in REDUCTIONS:
-        return reduce(REDUCTIONS[name], x)
-    if name == "relax.nn.softmax":
+    """Term of an op over the rows `x`; the variance is that of the centred row, in a pass of its own."""
+    call, name = op.call, op.call.op.name.rpartition(".")[2]
+    if traits_of(call.op.name).kind == "reduction":
+        return reduce(name, x)
+    if name == "softmax":
         exponential = _call("exp", _call("subtract", x, reduce("max", x)))
         return _call("multiply", exponential, _call("divide", _number(1.0), reduce("sum", exponential)))
-    if name == "relax.nn.log_softmax":
+    if name == "log_softmax":
         moved = _call("subtract", x, reduce("max", x))
         return _call("subtract", moved, _call("log", reduce("sum", _call("exp", moved))))
-    if name == "relax.nn.rms_norm":
+    if name == "rms_norm":
         square = reduce("mean", _call("multiply", x, x))
         return _call("multiply", _call("multiply", x, _inverse_root(square, call.attrs.epsilon)), vectors[0])
     centred = _call("subtract", x, reduce("mean", x))
     variance = reduce("mean", _call("multiply", centred, centred))
-    if name in MOMENTS:
-        return variance if name == "relax.variance" else _call("sqrt", variance)
+    if name in ("variance", "std"):
+        return variance if name == "variance" else _call("sqrt", variance)
     result = _call("multiply", centred, _inverse_root(variance, call.attrs.epsilon))
     if call.attrs.scale:
         result = _call("multiply", result, vectors[0])

@@ -1,1 +1,1 @@
-"""What passes share: walking and rewriting functions, block by block; axes, names, constants, reports."""
+"""Tools of passes: walking and rewriting functions, block by block; axes, names, constants, reports."""

@@ -36,12 +36,12 @@ def then(first: Axes, second: Axes) -> Axes:
 
 
 def lying(values: Sequence[Any], axes: Axes) -> list[Any]:
-    """What belongs to each dimension of v, in the order of the dimensions of u."""
+    """Values that belong to each dimension of v, in the order of the dimensions of u."""
     return [values[axis] for axis in inverse(axes)]
 
 
 def moves_nothing(shape: Sequence[Any], axes: Axes) -> bool:
-    """Whether a permutation of a tensor of `shape` moves no element: only extents of 1 change places."""
+    """Return whether a permutation of a tensor of `shape` moves no element: only extents of 1 change places."""
     moved = [axis for axis in axes if not is_one(shape[axis])]
     return moved == sorted(moved)
 
@@ -55,7 +55,7 @@ class Reshaped:
     operand : Axes
         The order in which v must lie: dimensions that are merged must be neighbours.
     shape : list of PrimExpr
-        What is made of it.
+        Shape of the result.
     result : Axes
         The order in which the reshape's result then lies.
     """

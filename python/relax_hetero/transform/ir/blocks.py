@@ -58,7 +58,7 @@ class Block:
         return users[0] if len(users) == 1 and self.stays(var) else None
 
     def stays(self, var: relax.Var) -> bool:
-        """Whether nothing after the block uses `var`."""
+        """Return whether nothing after the block uses `var`."""
         return var not in self.used_later and (not self.is_dataflow or isinstance(var, relax.DataflowVar))
 
 
@@ -104,7 +104,7 @@ def with_regions(
     ----------
     block : Block
     regions : mapping
-        By the index of their last binding.
+        Regions by the index of their last binding.
     write : Callable
         Emits what a region becomes; the last binding is of the variable given.
     """
@@ -226,19 +226,19 @@ def shape_of(expr: relax.Expr) -> list[Any] | None:
 
 
 def same_extent(a: Any, b: Any) -> bool:
-    """Whether two extents are provably one."""
+    """Return whether two extents are provably one."""
     if isinstance(a, tvm.tirx.IntImm) and isinstance(b, tvm.tirx.IntImm):
         return int(a) == int(b)
     return bool(a is b or tvm_ffi.structural_equal(a, b) or tvm.sym.Analyzer().can_prove_equal(a, b))
 
 
 def is_one(extent: Any) -> bool:
-    """Whether an extent is the number 1."""
+    """Return whether an extent is the number 1."""
     return isinstance(extent, (int, tvm.tirx.IntImm)) and int(extent) == 1
 
 
 def same_shape(a: Iterable[Any], b: Iterable[Any]) -> bool:
-    """Whether two shapes are provably one."""
+    """Return whether two shapes are provably one."""
     first, second = list(a), list(b)
     return len(first) == len(second) and all(same_extent(x, y) for x, y in zip(first, second, strict=True))
 

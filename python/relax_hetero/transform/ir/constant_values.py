@@ -1,4 +1,4 @@
-"""What can be computed at compile time: values of variables that come from constants alone."""
+"""Constants that can be computed at compile time: values of variables that come from constants alone."""
 
 from __future__ import annotations
 
@@ -8,46 +8,34 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from ...encoding.functions import FUNCTIONS
+from ...op.traits import traits_of
 from ...target.element_types import numpy_dtype
 from .axes import permutation
 from .blocks import Block, renamed, shape_of
 from .kernels import tensor_bytes
-from .op_names import CAST, PERMUTE, RESHAPE
+from .op_names import CAST, PERMUTE
 from .rewriting import op_name
 
 _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
-    "relax.add": np.add,
-    "relax.subtract": np.subtract,
-    "relax.multiply": np.multiply,
-    "relax.divide": np.divide,
-    "relax.maximum": np.maximum,
-    "relax.minimum": np.minimum,
-    "relax.power": np.power,
-    "relax.negative": np.negative,
-    "relax.abs": np.abs,
-    "relax.exp": np.exp,
-    "relax.sqrt": np.sqrt,
-    "relax.rsqrt": lambda x: np.reciprocal(np.sqrt(x)),
-    "relax.square": np.square,
-}
-"""Of floats; what else means the same in numpy is below."""
+    f"relax.{function.op}": function.evaluate
+    for function in FUNCTIONS.values()
+    if function.op and not function.num_params
+} | {"relax.power": np.power}
+"""Arithmetic of floats, which numpy computes; ops that mean the same for other types are below."""
 _OF_INTEGERS = ("relax.add", "relax.subtract", "relax.multiply")
-"""Of those, what int32 is computed with: biases of quantized models, which become floats."""
+"""Ops of those that int32 is computed with: biases of quantized models, which become floats."""
 
 _FLOATS = ("float32", "float64")
 _HALVES = ("float16", "bfloat16")
-_RESHAPING = (RESHAPE, "relax.expand_dims", "relax.squeeze", "relax.flatten")
 _SMALL = 1 << 16
 """Elements up to which every constant expression is computed; of larger ones, those that a convolution weighs with."""
-
-_WEIGHING = frozenset(f"relax.nn.conv{n}d{kind}" for n in (1, 2, 3) for kind in ("", "_transpose"))
-
 
 _GROWTH, _GROWN = 64, 16 << 20
 
 
 def grows_too_much(nbytes: int, origin: int) -> bool:
-    """Whether `nbytes` of a result are too many to be kept in place of `origin` bytes of constants that it comes from.
+    """True if `nbytes` of a result are too many to be kept in place of `origin` bytes of constants that it comes from.
 
     Weights of 4 bits that become float32 grow eight times. A kernel fills a tensor with a scalar faster.
     """
@@ -98,7 +86,7 @@ def _computation(call: relax.Call, shape: list[int]) -> Callable[..., np.ndarray
     name = op_name(call)
     if name in _ARITHMETIC:
         return _ARITHMETIC[name]
-    if name in _RESHAPING:
+    if traits_of(name).keeps_order:
         return lambda x: x.reshape(shape)
     if name == PERMUTE:
         return lambda x: x.transpose(permutation(call))
@@ -110,7 +98,7 @@ def _computation(call: relax.Call, shape: list[int]) -> Callable[..., np.ndarray
 
 
 def _is_folded_cast(value: relax.Expr, dtype: str) -> bool:
-    """Whether a cast is computed now: not of bytes that may be quantized weights, which products read as they are."""
+    """True if a cast is computed now: not of bytes that may be quantized weights, which products read as they are."""
     source = str(value.ty.dtype)
     if {source, dtype} <= {*_FLOATS, *_HALVES}:
         return True
@@ -147,7 +135,9 @@ def fold_constants(block: Block) -> list[relax.Binding] | None:
     """
     values = ConstantValues(block)
     folded: dict[relax.Var, relax.Expr] = {}
-    weights = {b.value.args[1] for b in block.bindings if op_name(b.value) in _WEIGHING}
+    weights = {
+        b.value.args[1] for b in block.bindings if traits_of(op_name(b.value)).kind in ("conv", "conv_transpose")
+    }
     bindings: list[relax.Binding] = []
     for binding in block.bindings:
         var = binding.var

@@ -42,7 +42,7 @@ class PassDeclaration:
     summary : str
         One sentence: the first line of the text.
     text : str
-        What the pass does, what it assumes, a program before and after; then its options.
+        Description: what the pass does, what it assumes, a program before and after; then its options.
     options : mapping of str to object
         Each option's default; ``inspect.Parameter.empty`` for an option that has none.
     constructor : callable

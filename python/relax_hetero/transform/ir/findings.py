@@ -1,4 +1,4 @@
-"""What the passes find out about a module besides its text: one typed record, which travels with the module.
+"""Findings of the passes about a module besides its text: one typed record, which travels with the module.
 
 Each field of the record is a module attribute, as JSON text, written when it is found and read once. A global info
 would be the natural home, but TVMScript writes one that Python defines as a reference to metadata, and a module's text
@@ -36,24 +36,24 @@ Aliases: TypeAlias = "dict[str, dict[str, list[str]]]"
 
 @dataclass(frozen=True)
 class Findings:
-    """What is known about a module besides its text; None for what no pass has found.
+    """Findings about a module besides its text; None for what no pass has found.
 
     Attributes
     ----------
     placement : PlacementReport, optional
         Why each value is where it is, by the import or the first RealizeVDevice.
     placement_estimate : object
-        What the cost model that placed the module expects of it, as JSON data.
+        Estimate by the cost model that placed the module, as JSON data.
     encodings : EncodingReport, optional
-        What encodings became on each device, by SpecializeEncodings.
+        Layouts of encodings on each device, by SpecializeEncodings.
     fusions : FusionReport, optional
         Which kernel computes what, by FormDispatches, and what stayed out of a kernel and why, by any pass.
     single_calls : tuple of SingleCall, optional
         The kernel calls that no command buffer makes, by FormCommandBuffers.
     schedules : tuple of Schedule, optional
-        By which steps functions go through queues, by FormSchedules.
+        Steps in which functions go through queues, by FormSchedules.
     checks : tuple of CheckSpec, optional
-        By number, the checks of values that kernels make, by CheckValues.
+        Checks of values that kernels make, by number, by CheckValues.
     origins : dict of str to str, optional
         Variable to the name of the node in the model's file that it is a result of, by the import.
     graph : ModelGraph, optional
@@ -116,7 +116,7 @@ def _read(name: str, text: str) -> Any:
 
 
 def findings_of(mod: tvm.IRModule) -> Findings:
-    """What is known about a module. Each text is parsed once; the reports are shared, so they are not to be changed."""
+    """Findings about a module. Each text is parsed once; the reports are shared, so they are not to be changed."""
     attrs = mod.attrs or {}
     names = [each.name for each in fields(Findings)]
     return Findings(**{name: _read(name, str(attrs[_attribute(name)])) for name in names if _attribute(name) in attrs})
@@ -133,13 +133,13 @@ def with_findings(mod: tvm.IRModule, **found: Any) -> tvm.IRModule:
 
 
 def keeps_findings(mod: tvm.IRModule) -> bool:
-    """Whether passes add to the module's record."""
+    """Return whether passes add to the module's record."""
     return bool(mod.attrs and _attribute("fusions") in mod.attrs)
 
 
 @dataclass
 class Notes:
-    """What passes have found while this was open."""
+    """Findings of passes while this was open."""
 
     placements: list[PlacementReport] = field(default_factory=list)
     encodings: list[EncodingReport] = field(default_factory=list)
@@ -192,7 +192,7 @@ def _open() -> Iterator[Notes]:
 
 
 def noting(work: Callable[[tvm.IRModule], tvm.IRModule], mod: tvm.IRModule) -> tvm.IRModule:
-    """What a pass makes of a module, with what it found in the record of a module that keeps one."""
+    """Run a pass, and add its findings to the record of a module that keeps one."""
     if not keeps_findings(mod):
         return work(mod)
     with _open() as notes:
@@ -222,7 +222,7 @@ def collect_fusions() -> Iterator[FusionReport]:
 
 
 def is_collecting() -> bool:
-    """Whether anyone wants to know what passes find: a pass skips what only a report needs."""
+    """Return whether anyone wants to know what passes find: a pass skips what only a report needs."""
     return bool(_OPEN.get())
 
 

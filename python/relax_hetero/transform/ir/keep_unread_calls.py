@@ -121,7 +121,7 @@ class _UnreadCalls:
         return var
 
     def _is_opaque(self, binding: relax.Binding) -> bool:
-        """Whether a value comes from code that the module lacks, by a call that says it is pure."""
+        """Return whether a value comes from code that the module lacks, by a call that says it is pure."""
         value = binding.value
         if isinstance(value, relax.If):
             return any(self._is_opaque(each) for each in _inside(value))
@@ -139,7 +139,7 @@ class _UnreadCalls:
         return isinstance(callee, relax.ExternFunc) and not is_own_function(callee.global_symbol)
 
     def _has_effect(self, binding: relax.Binding) -> bool:
-        """Whether a value is impure, or becomes so."""
+        """Return whether a value is impure, or becomes so."""
         value = binding.value
         if isinstance(value, relax.If):
             return any(map(self._has_effect, _inside(value)))

@@ -44,7 +44,7 @@ def kernel_nodes(
     named : tuple of str and relax.Function
         A function with its name.
     graph : ModelGraph or None
-        Of the placed module.
+        Graph of the placed module.
     aliases : mapping of str to sequence of str
         Variable to the values that it is, or holds side by side.
     inside : mapping of str to sequence of str
@@ -53,8 +53,8 @@ def kernel_nodes(
     Returns
     -------
     dict of relax.Var to tuple of int
-        By the variable of each kernel call; a node belongs to one kernel at most, those that only rearrange or check
-        have none.
+        Nodes by the variable of each kernel call; a node belongs to one kernel at most, those that only rearrange or
+        check have none.
     """
     for function in graph.functions if graph is not None else ():
         if graph is not None and function.name == named[0]:

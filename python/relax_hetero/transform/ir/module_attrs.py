@@ -1,4 +1,4 @@
-"""What has been done to a module, where its text does not say: attributes that passes leave."""
+"""Attributes that passes leave on a module, for changes that its text does not show."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def mark_lowered(mod: tvm.IRModule, vdevices: int, public: list[str], kernels: l
 
 
 def is_lowered(mod: tvm.IRModule) -> bool:
-    """Whether LowerToVM has been applied."""
+    """Return whether LowerToVM has been applied."""
     return bool(mod.attrs and LOWERED in mod.attrs)
 
 

@@ -83,7 +83,7 @@ def _names_one_of(binding: relax.Binding, symbols: Container[tirx.Var]) -> bool:
 
 
 def is_long(size: Any) -> bool:
-    """Whether an expression has more than `MAX_TERMS` terms; a quotient by a size counts as half as many."""
+    """Return whether an expression has more than `MAX_TERMS` terms; a quotient by a size counts as half as many."""
     count, pending = 0, [size]
     while pending and count <= MAX_TERMS:
         expr = pending.pop()

@@ -14,30 +14,20 @@ import numpy as np
 import tvm
 from tvm import relax, tirx
 
-from ...encoding.expression import OPS, Expression, Term
+from ...encoding.expression import Expression, Term
+from ...encoding.functions import FUNCTIONS
 from ...errors import EncodingError
+from ...op.functions import apply_function
 from .blocks import broadcast, is_one, shape_of
-from .op_names import CAST
 from .rewriting import op_name
 
 Emit = Callable[[relax.Expr, relax.TensorType], relax.Expr]
 """Binds a value of a type to a variable, and returns that."""
 
-_IN_NN = ("relu", "gelu", "gelu_tanh", "silu")
-_OP_OF_TERM = {
-    **{name: f"relax.{name}" for name in OPS},
-    **{name: f"relax.nn.{name}" for name in _IN_NN},
-    "leaky_relu": "relax.nn.leakyrelu",
-    "cast": CAST,
-}
-_TERM_OF_OP = {op: term for term, op in _OP_OF_TERM.items()}
+_TERM_OF_OP = {f"relax.{function.op}": name for name, function in FUNCTIONS.items() if function.op}
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _INTEGERS = ("int8", "uint8", "int16", "uint16", "int32")
-# Of integers these mean one thing in every language; a quotient or a root does not.
-_FOR_INTEGERS = ("add", "subtract", "multiply", "maximum", "minimum", "clip", "cast", "relu", "negative", "abs")
-# Kernels compute these as polynomials fit for single precision.
-_NOT_IN_DOUBLE = ("exp", "log", "tanh", "erf", "sigmoid", "silu", "gelu", "gelu_tanh")
 # x**2 and x**3 are products: exact powers of the same value, which every exporter's tanh-gelu is written with.
 _MAX_POWER = 3
 
@@ -97,7 +87,7 @@ def from_expression(
     Returns
     -------
     relax.Expr
-        What `emit` returned for the last op, or an operand where the expression is one.
+        Result of `emit` for the last op, or an operand where the expression is one.
     """
     vdevice = operands[0].ty.vdevice if vdevice is None and operands else vdevice
 
@@ -107,9 +97,9 @@ def from_expression(
         dtype = next((str(arg.ty.dtype) for arg in args if not isinstance(arg, (int, float))), "float32")
         tensors = [_number(arg, dtype, vdevice) if isinstance(arg, (int, float)) else arg for arg in args]
         result = str(params[0]) if op == "cast" else dtype
-        return emit(_relax_call(op, tensors, params), _broadcast_type(op, tensors, result, vdevice))
+        return emit(apply_function(op, *tensors, *params), _broadcast_type(op, tensors, result, vdevice))
 
-    return expression.evaluate(list(operands), apply)
+    return expression.fold(list(operands), apply)
 
 
 def scalar_of(expr: relax.Expr) -> int | float | None:
@@ -126,10 +116,11 @@ def scalar_of(expr: relax.Expr) -> int | float | None:
 
 
 def is_supported(op: str, dtype: str) -> bool:
-    """Whether expressions compute an op of an element type."""
+    """Return whether expressions compute an op of an element type."""
+    function = FUNCTIONS.get(op)
     if dtype == "float64":
-        return op not in _NOT_IN_DOUBLE
-    return dtype in _FLOATS or (dtype in _INTEGERS and op in _FOR_INTEGERS)
+        return function is None or not function.is_approximated
+    return dtype in _FLOATS or (dtype in _INTEGERS and function is not None and function.takes_integers)
 
 
 def _argument(arg: relax.Expr, operands: list[relax.Expr]) -> Term:
@@ -165,16 +156,6 @@ def _bound(arg: relax.Expr, dtype: str) -> int | float | None:
 def _number(value: int | float, dtype: str, vdevice: relax.VDevice | None) -> tvm.ir.GenericConst:
     constant = relax.const(np.asarray(value).item(), dtype)
     return constant if vdevice is None else tvm.ir.GenericConst(constant.value, relax.TensorType([], dtype, vdevice))
-
-
-def _relax_call(op: str, args: list[relax.Expr], params: tuple[Any, ...]) -> relax.Call:
-    if op == "cast":
-        return relax.op.astype(args[0], str(params[0]))
-    if op == "leaky_relu":
-        return relax.op.nn.leakyrelu(args[0], params[0])
-    if op == "clip":
-        return relax.op.clip(args[0], *params)
-    return getattr(relax.op.nn if op in _IN_NN else relax.op, op)(*args)
 
 
 def _broadcast_type(op: str, args: list[relax.Expr], dtype: str, vdevice: relax.VDevice | None) -> relax.TensorType:

@@ -1,4 +1,4 @@
-"""What passes find, as plain data: where values are and why, how they are stored, what became one kernel.
+"""Findings of passes as plain data: where values are and why, how they are stored, what became one kernel.
 
 The records that ``relax-hetero explain`` prints and an executable's metadata holds.
 """
@@ -18,6 +18,7 @@ class PlacementEntry:
     Attributes
     ----------
     function : str
+        Function of the module.
     variable : str
         The variable that is bound; for a constant the one whose binding uses it first.
     op : str
@@ -46,7 +47,13 @@ class PlacementEntry:
 
 @dataclass(slots=True)
 class PlacementReport:
-    """The entries of one `RealizeVDevice` run, in program order."""
+    """The entries of one `RealizeVDevice` run, in program order.
+
+    Attributes
+    ----------
+    entries : list of PlacementEntry
+        Ops, transfers, parameters and constants in program order.
+    """
 
     entries: list[PlacementEntry] = field(default_factory=list)
 
@@ -60,12 +67,24 @@ class PlacementReport:
 
     @staticmethod
     def from_json(text: str) -> PlacementReport:
-        """Read what `to_json` wrote."""
+        """Read what `to_json` wrote.
+
+        Parameters
+        ----------
+        text : str
+            JSON text.
+        """
         return PlacementReport.from_data(json.loads(text))
 
     @staticmethod
     def from_data(data: Iterable[Mapping[str, Any]]) -> PlacementReport:
-        """Read what `to_data` made."""
+        """Read what `to_data` made.
+
+        Parameters
+        ----------
+        data : iterable of mapping of str to object
+            List of entries as JSON data.
+        """
         return PlacementReport([PlacementEntry(**entry) for entry in data])
 
 
@@ -82,11 +101,11 @@ class DispatchEntry:
     device : str
         ``kind:i``; empty for what computes shapes on the host.
     ops : tuple of str
-        What it computes, in order: more than one op where ops were fused.
+        Ops that it computes, in order: more than one where ops were fused.
     precision : str
         The element types of its products, else those of its arguments (`kernels.precision_of`).
     nodes : tuple of int
-        What it computes of the model's graph, by position in the graph's function (`kernel_nodes`).
+        Nodes of the model's graph that it computes, by position in the graph's function (`kernel_nodes`).
     """
 
     function: str
@@ -109,7 +128,7 @@ class Declined:
     op : str
         The op that stayed out, or whose kernel did not take another in.
     reason : str
-        What was found and what would have been needed.
+        Pattern that was found, and what would have been needed.
     """
 
     function: str
@@ -120,7 +139,15 @@ class Declined:
 
 @dataclass(slots=True)
 class FusionReport:
-    """The kernel calls of a module, and what was not fused, in program order."""
+    """The kernel calls of a module, and what was not fused, in program order.
+
+    Attributes
+    ----------
+    dispatches : list of DispatchEntry
+        Kernel calls and the ops that each computes.
+    declined : list of Declined
+        Ops that were not fused, with the reason.
+    """
 
     dispatches: list[DispatchEntry] = field(default_factory=list)
     declined: list[Declined] = field(default_factory=list)
@@ -131,7 +158,13 @@ class FusionReport:
 
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> FusionReport:
-        """Read what `to_data` made."""
+        """Read what `to_data` made.
+
+        Parameters
+        ----------
+        data : mapping of str to object
+            Report as JSON data.
+        """
         dispatches = [
             DispatchEntry(**{**entry, "ops": tuple(entry["ops"]), "nodes": tuple(entry.get("nodes", ()))})
             for entry in data["dispatches"]
@@ -236,7 +269,7 @@ class EncodedTransferEntry:
     layout : str
         How it is stored on the way.
     bytes : int or str
-        What goes over the wire.
+        Bytes that go over the wire.
     relayout : str
         Where it is laid out anew, and from which layout to which; empty where both sides agree.
     """
@@ -252,7 +285,17 @@ class EncodedTransferEntry:
 
 @dataclass(slots=True)
 class EncodingReport:
-    """The encoded ops of a module, its encoded transfers and what was cancelled, in program order."""
+    """The encoded ops of a module, its encoded transfers and what was cancelled, in program order.
+
+    Attributes
+    ----------
+    ops : list of EncodedOpEntry
+        Ops with encoded operands, and the layouts of these.
+    transfers : list of EncodedTransferEntry
+        Transfers of encoded tensors.
+    cancelled : list of CancelledEntry
+        Ops whose encoding was cancelled, with the reason.
+    """
 
     ops: list[EncodedOpEntry] = field(default_factory=list)
     transfers: list[EncodedTransferEntry] = field(default_factory=list)
@@ -268,12 +311,24 @@ class EncodingReport:
 
     @staticmethod
     def from_json(text: str) -> EncodingReport:
-        """Read what `to_json` wrote."""
+        """Read what `to_json` wrote.
+
+        Parameters
+        ----------
+        text : str
+            JSON text.
+        """
         return EncodingReport.from_data(json.loads(text))
 
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> EncodingReport:
-        """Read what `to_data` made."""
+        """Read what `to_data` made.
+
+        Parameters
+        ----------
+        data : mapping of str to object
+            Report as JSON data.
+        """
         return EncodingReport(
             [
                 EncodedOpEntry(**{**entry, "operands": tuple(OperandEntry(**operand) for operand in entry["operands"])})

@@ -30,7 +30,7 @@ class Requirement:
 
     @classmethod
     def of(cls, call: relax.Call) -> Requirement:
-        """What the value of a ``require`` statement says."""
+        """Requirement of the value of a ``require`` statement."""
         return cls(call.args[0], str(call.attrs.message))
 
     @property

@@ -68,7 +68,7 @@ def walk_scopes(func: relax.Function) -> Iterator[list[relax.Binding]]:
 
 
 def is_on_gpu(ty: tvm.ir.Type) -> bool:
-    """Whether a type is that of a tensor on a GPU; false before placement."""
+    """Return whether a type is that of a tensor on a GPU; false before placement."""
     return isinstance(ty, relax.TensorType) and ty.vdevice is not None and "gpu" in ty.vdevice.target.keys
 
 
@@ -175,7 +175,7 @@ def fresh_name(base: str, taken: set[str]) -> str:
 
 
 def is_tensor_constant(expr: relax.Expr) -> bool:
-    """Whether an expression is a constant tensor (and not a string, a type or another literal)."""
+    """Return whether an expression is a constant tensor (and not a string, a type or another literal)."""
     return isinstance(expr, tvm.ir.GenericConst) and isinstance(expr.value, tvm.runtime.Tensor)
 
 

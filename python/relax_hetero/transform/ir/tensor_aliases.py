@@ -19,12 +19,12 @@ _VIEWS = (RESHAPE, "relax.memory.view", "relax.memory.ensure_zero_offset")
 
 
 def is_view(value: relax.Expr) -> bool:
-    """Whether this shows the memory of its first operand."""
+    """Return whether this shows the memory of its first operand."""
     return op_name(value) in _VIEWS
 
 
 class TensorAliases:
-    """What the variables of a function show, filled in as it is read."""
+    """Tensors that the variables of a function alias, filled in as it is read."""
 
     def __init__(self) -> None:
         self._shown: dict[relax.Var, Shown] = {}
@@ -34,7 +34,7 @@ class TensorAliases:
         self._shown[var] = shown
 
     def of(self, expr: relax.Expr) -> Shown:
-        """What a variable, a tuple, a field of one or a view shows; nothing for anything else."""
+        """Aliases of a variable, a tuple, a field of one or a view; nothing for anything else."""
         if isinstance(expr, relax.Var):
             return self._shown.get(expr, NOTHING)
         if isinstance(expr, relax.Tuple):
@@ -55,7 +55,7 @@ def flat(shown: Shown) -> Iterator[int]:
 
 
 def either(shown: Iterable[Shown]) -> Shown:
-    """What something shows that is one of these."""
+    """Aliases of something that is one of these."""
     left, *rest = shown
     for right in rest:
         if isinstance(left, tuple) and isinstance(right, tuple):

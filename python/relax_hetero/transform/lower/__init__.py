@@ -1,1 +1,1 @@
-"""What the virtual machine runs: transfers, memory plans, packed results."""
+"""Lowering to the virtual machine: transfers, memory plans, packed results."""

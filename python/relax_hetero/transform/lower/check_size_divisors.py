@@ -67,7 +67,7 @@ def _is_gpu(func: tirx.PrimFunc) -> bool:
 
 
 def _is_raw(func: tirx.PrimFunc) -> bool:
-    """Whether other functions call a kernel, which check for it: its last statement returns a status."""
+    """Return whether other functions call a kernel, which check for it: its last statement returns a status."""
     return isinstance(func.ret_type, tvm.ir.PrimType)
 
 
@@ -97,7 +97,7 @@ def _guarded(mod: tvm.IRModule, func: tirx.PrimFunc, name: str, checks: list[Che
 
 
 def _divisors(func: tirx.PrimFunc) -> list[StructuralKey]:
-    """By what a kernel divides its sizes, each once."""
+    """Divisors of a kernel's sizes, each once."""
     sizes = _sizes(func)
     found: dict[StructuralKey, None] = {}
 
@@ -154,7 +154,7 @@ def _sizes(func: tirx.PrimFunc) -> set[tirx.Var]:
 
 
 def _is_of(division: Any, sizes: set[tirx.Var]) -> bool:
-    """Whether a division is one of sizes alone, by what is no constant."""
+    """Return whether a division is one of sizes alone, by what is no constant."""
     if isinstance(division.b, tirx.IntImm) or not str(division.ty.dtype).startswith("int"):
         return False
 

@@ -234,7 +234,7 @@ def _on_hosts(binding: relax.Binding) -> list[relax.TensorType]:
 
 
 def allocations(bindings: Iterable[relax.Binding]) -> list[Allocation]:
-    """What calls have allocated and may be large: of the same symbolic factors the largest."""
+    """Allocations of calls that may be large: of the same symbolic factors the largest."""
     largest: dict[Monomial, tuple[int, Allocation]] = {}
     for binding in bindings:
         for ty in _on_hosts(binding) if op_name(binding.value) in _CALLS else ():
@@ -251,7 +251,7 @@ def allocations(bindings: Iterable[relax.Binding]) -> list[Allocation]:
 
 
 def _chooses(expr: Any) -> bool:
-    """Whether an expression is one of some sizes and numbers, the least or greatest."""
+    """Return whether an expression is one of some sizes and numbers, the least or greatest."""
     if isinstance(expr, (tirx.Min, tirx.Max)):
         return _chooses(expr.a) and _chooses(expr.b)
     return isinstance(expr, (tirx.Var, tirx.IntImm))

@@ -102,7 +102,7 @@ def lowering_steps(must_copy: bool) -> list[tvm.transform.Pass]:
     Parameters
     ----------
     must_copy : bool
-        Of LowerTransfers.
+        Option of LowerTransfers.
     """
     return [
         # A kernel that moves nothing would become an alias, which a kernel in place may not overwrite.

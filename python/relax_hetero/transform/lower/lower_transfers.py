@@ -82,17 +82,17 @@ def _room(result: relax.Var, index: int) -> list[relax.VarBinding]:
 
 
 def _is_on_cpu(ty: tvm.ir.Type) -> bool:
-    """Whether this is a tensor in a CPU's plain memory."""
+    """Return whether this is a tensor in a CPU's plain memory."""
     vdevice = ty.vdevice if isinstance(ty, relax.TensorType) else None
     return vdevice is not None and vdevice.memory_scope == "global" and is_cpu(vdevice)
 
 
 def is_lowered_transfer(value: relax.Expr) -> bool:
-    """Whether this is what a transfer became."""
+    """Return whether this is what a transfer became."""
     is_packed = isinstance(value, relax.Call) and isinstance(value.op, relax.ExternFunc)
     return is_packed and value.op.global_symbol == TO_DEVICE
 
 
 def writes_in_place(mod: tvm.IRModule) -> bool:
-    """Whether any op writes into an operand. Views, aliases and calls can carry a transfer's result to each of them."""
+    """True if any op writes into an operand. Views, aliases and calls can carry a transfer's result to each of them."""
     return any(op_name(b.value) in IN_PLACE for _, func in relax_functions(mod) for b in walk_bindings(func))

@@ -71,7 +71,7 @@ NoteMemory = declare_pass("NoteMemory", note_memory)
 
 
 def memory_of(mod: tvm.IRModule) -> tuple[FunctionMemory, ...]:
-    """What the functions of a module allocate, as `NoteMemory` left it."""
+    """Memory that the functions of a module allocate, as `NoteMemory` left it."""
     texts = [func.attrs[MEMORY] for _, func in relax_functions(mod) if MEMORY in func.attrs]
     return tuple(memory_from_json(json.loads(str(text))) for text in texts)
 
@@ -79,13 +79,13 @@ def memory_of(mod: tvm.IRModule) -> tuple[FunctionMemory, ...]:
 def function_memory(
     name: str, func: relax.Function, mod: tvm.IRModule, regions: dict[str, RegionSpec]
 ) -> FunctionMemory:
-    """What one function allocates.
+    """Memory that one function allocates.
 
     Parameters
     ----------
     name : str
     func : relax.Function
-        Of `mod`.
+        Function of `mod`.
     mod : tvm.IRModule
     regions : dict of str to RegionSpec
         The module's command buffers.

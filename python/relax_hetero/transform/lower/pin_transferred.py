@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import tvm
 from tvm import relax
 
-from ...artifact.metadata import DEVICE_TYPES
+from ...target.backend import backend_of
 from ...target.vdevice import is_cpu, vdevices_of
 from ...vm.device.memory_pools import PINNED_BYTES
 from ..ir.declare import declare_pass
@@ -38,12 +38,10 @@ from .storage_sizes import ALLOC, size_of, upper_bounds
 PINNED = "pinned"
 """The memory scope of allocations on CPUs that are to be pinned."""
 
-_CUDA = DEVICE_TYPES["cuda"]
-
 
 def pin_transferred(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
-    if not any(map(_is_gpu, vdevices_of(mod))):
+    if not any(map(_copies_pinned, vdevices_of(mod))):
         return mod
     sent = _results_sent(mod)
     functions = dict(mod.functions.items())
@@ -54,12 +52,12 @@ def pin_transferred(mod: tvm.IRModule) -> tvm.IRModule:
 PinTransferred = declare_pass("PinTransferred", pin_transferred)
 
 
-def _is_gpu(vdevice: relax.VDevice) -> bool:
-    return DEVICE_TYPES.get(vdevice.target.kind.name) == _CUDA
+def _copies_pinned(vdevice: relax.VDevice) -> bool:
+    return backend_of(vdevice.target).pins_memory
 
 
 def _results_sent(mod: tvm.IRModule) -> dict[str, tuple[int, ...]]:
-    """Of functions that are steps of schedules, the results that transfers take to a GPU, by position."""
+    """Results that transfers take to a GPU, by position, of functions that are steps of schedules."""
     vdevices = vdevices_of(mod)
     found: dict[str, tuple[int, ...]] = {}
     for schedule in schedules_of(mod):
@@ -67,7 +65,7 @@ def _results_sent(mod: tvm.IRModule) -> dict[str, tuple[int, ...]]:
         for step in reversed(schedule.steps):
             if not step.is_transfer:
                 found[step.function] = tuple(place for place, value in enumerate(step.makes) if value in sent)
-            elif _is_gpu(vdevices[step.device]) or step.makes[0] in sent:
+            elif _copies_pinned(vdevices[step.device]) or step.makes[0] in sent:
                 sent.add(step.reads[0])
     return found
 
@@ -105,7 +103,7 @@ class _Reader:
     allocated : list of Binding
         Those that allocate on a CPU, in its plain memory.
     sent : set of int
-        Of these, what transfers take to a GPU, by number.
+        Numbers of those that transfers take to a GPU.
     """
 
     vdevices: list[relax.VDevice]
@@ -131,7 +129,7 @@ class _Reader:
             return frozenset((len(self.allocated) - 1,))
         if is_lowered_transfer(value):
             source, device, _, *room = value.args
-            if _is_gpu(self.vdevices[int(device.value)]):
+            if _copies_pinned(self.vdevices[int(device.value)]):
                 self.sent.update(flat(self._shown.of(source)))
                 return NOTHING
             return either([self._shown.of(operand) for operand in (source, *room)])

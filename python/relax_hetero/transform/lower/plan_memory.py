@@ -36,7 +36,8 @@ from typing import Any
 import tvm
 from tvm import relax, tirx
 
-from ...artifact.metadata import CPU, DEVICE_TYPES
+from ...artifact.metadata import CPU
+from ...target.backend import backend_of
 from ...target.vdevice import vdevices_of
 from ..ir.blocks import used_vars
 from ..ir.declare import declare_pass
@@ -178,16 +179,16 @@ class _Reader:
             return self._shown.of(room)
         return either([shown, self._shown.of(room)])
 
-    def _kind(self, device: int) -> int | None:
+    def _kind(self, device: int) -> int:
         vdevices = vdevices_of(self.mod)
-        return CPU if device < 0 else DEVICE_TYPES.get(vdevices[device].target.kind.name)
+        return CPU if device < 0 else backend_of(vdevices[device].target).device_type
 
     def _branch(self, body: relax.SeqExpr) -> Shown:
         self.branches += 1
         return self.body(body, self.branches)
 
     def _lets_go(self, call: relax.Call) -> bool:
-        """Whether nothing keeps or returns the operands of a call."""
+        """Return whether nothing keeps or returns the operands of a call."""
         if isinstance(call.op, tvm.ir.GlobalVar):
             return isinstance(self.mod.functions.get(call.op), tirx.PrimFunc)
         return op_name(call) in _ONLY_READ

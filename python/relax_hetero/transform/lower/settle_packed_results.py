@@ -33,7 +33,7 @@ CHECK_RETURNED = "relax_hetero.check_returned"
 
 
 def is_foreign(value: relax.Expr) -> bool:
-    """Whether this calls a packed function that neither the virtual machine nor TVM or this library brings."""
+    """Return whether this calls a packed function that neither the virtual machine nor TVM or this library brings."""
     is_call = isinstance(value, relax.Call) and isinstance(value.op, relax.ExternFunc)
     return is_call and not is_own_function(value.op.global_symbol)
 

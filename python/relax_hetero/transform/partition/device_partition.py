@@ -30,7 +30,7 @@ SMALL = 64 << 10
 """Work whose tensors hold fewer bytes takes some 10 us, less than a queue needs to hand over a part."""
 
 TYPICAL = 64
-"""What a symbolic size is taken for."""
+"""Assumed value of a symbolic size."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Part:
     Attributes
     ----------
     devices : tuple of int
-        What it uses, that of its queue first.
+        Devices that it uses, that of its queue first.
     members : list of int
         Indices of its bindings, in order.
     is_apart : bool
@@ -60,14 +60,14 @@ class DevicePartition:
     bindings : sequence of relax.Binding
         In order.
     places : BindingDevices
-        Of their module.
+        Devices of their module.
 
     Attributes
     ----------
     bindings : list of relax.Binding
         As given.
     parts : dict of int to Part
-        By number.
+        Parts by number.
     part_of : dict of int to int
         From the index of a binding to the number of its part; what belongs to nobody is missing.
     """
@@ -148,7 +148,7 @@ class DevicePartition:
                 self._join(source, index)
 
     def _makers(self, index: int) -> set[int]:
-        """What a binding reads that belongs to a part, through what belongs to nobody."""
+        """Parts whose results a binding reads, through what belongs to nobody."""
         found: set[int] = set()
         for read in self._reads.direct[index]:
             found |= {read} if read in self.part_of else self._makers(read)
@@ -185,7 +185,7 @@ class DevicePartition:
         self.part_of |= dict.fromkeys(part.members, into)
 
     def _nbytes(self, part: Part) -> int:
-        """Of the tensors that its work reads and makes."""
+        """Bytes of the tensors that its work reads and makes."""
         total = 0
         for index in part.members:
             binding = self.bindings[index]
@@ -217,7 +217,7 @@ def _reversed(sources: Mapping[int, set[int]]) -> dict[int, set[int]]:
 
 
 def _nbytes(ty: relax.TensorType) -> int:
-    """Of a tensor; more than `SMALL` where its type does not say."""
+    """Bytes of a tensor; more than `SMALL` where its type does not say."""
     if not isinstance(ty.shape, relax.ShapeExpr) or ty.dtype is None:
         return SMALL + 1
     extents = [
@@ -253,7 +253,7 @@ CALLS = (
 
 @dataclass
 class _Uses:
-    """What code uses itself: devices, functions of the module, and whether it writes in place."""
+    """Devices and functions of the module that code uses itself, and whether it writes in place."""
 
     devices: set[int] = field(default_factory=set)
     functions: set[tvm.ir.GlobalVar] = field(default_factory=set)
@@ -277,7 +277,7 @@ class BindingDevices:
         self._of_functions: dict[tvm.ir.GlobalVar, _Uses] = {}
 
     def is_free(self, binding: relax.Binding) -> bool:
-        """Whether a binding costs nothing: it names, groups or views others, is a shape or a number, or requires."""
+        """True if a binding costs nothing: it names, groups or views others, is a shape or a number, or requires."""
         value = binding.value
         return (
             is_requirement(value)
@@ -313,7 +313,7 @@ class BindingDevices:
                     yield vdevice_index(ty.vdevice, self._vdevices)
 
     def writes_what_others_see(self, function: relax.Function) -> bool:
-        """Whether a function may overwrite a tensor that something else of it reads.
+        """Return whether a function may overwrite a tensor that something else of it reads.
 
         It does not where the tensor is a parameter, which is the call's own then, or comes out of a kernel, and nothing
         but the work that overwrites it uses it.
@@ -333,7 +333,7 @@ class BindingDevices:
         return {device for uses in self._reached(self._uses(inside)) for device in uses.devices}
 
     def _reached(self, own: _Uses) -> Iterator[_Uses]:
-        """What code and each function that it calls use."""
+        """Uses of code and of each function that it calls."""
         yield own
         seen: set[tvm.ir.GlobalVar] = set()
         pending = list(own.functions)

@@ -187,7 +187,7 @@ class _Cutter:
         )
 
     def _is_computed(self, var: relax.Var) -> bool:
-        """Whether a step that is no mere transfer has made a variable."""
+        """Return whether a step that is no mere transfer has made a variable."""
         index = self._position.get(var)
         return index is not None and not is_transfer(self._bindings[index])
 
@@ -220,7 +220,7 @@ class _Cutter:
 
 
 def _callees(value: relax.Expr) -> Iterator[str]:
-    """What a value calls, by name: functions of the module, and packed functions."""
+    """Callees of a value by name: functions of the module, and packed functions."""
     for gv in global_vars_in(value):
         yield gv.name_hint
     if isinstance(value, relax.Call):
@@ -247,7 +247,7 @@ def step_function(
     bindings : sequence of relax.Binding
         In order; without effects, if `is_pure`.
     reads, makes : sequence of relax.Var
-        What becomes its parameters and its results: a tuple unless it is one.
+        Variables that become its parameters and its results: a tuple unless it is one.
 
     Returns
     -------

@@ -48,7 +48,7 @@ class Evaluation:
 
 @dataclass
 class HostNeeds:
-    """What the hosts of a module need, function by function.
+    """Needs of the hosts of a module, function by function.
 
     Attributes
     ----------
@@ -57,7 +57,7 @@ class HostNeeds:
     participants : mapping of tvm.ir.GlobalVar to Hosts
         The hosts of each Relax function.
     evaluations : dict of relax.Var to Evaluation
-        By the variable of a binding.
+        Evaluations by the variable of a binding.
     """
 
     hosts: Hosts
@@ -237,7 +237,7 @@ def leaves_of(ty: tvm.ir.Type) -> Iterator[tvm.ir.Type]:
 
 
 def _is_size_like(var: relax.Var) -> bool:
-    """Whether a variable, or a part of it, has no device."""
+    """Return whether a variable, or a part of it, has no device."""
     return any(not isinstance(ty, (relax.TensorType, relax.FuncType)) for ty in leaves_of(var.ty))
 
 
@@ -249,7 +249,7 @@ def _calls_closure(value: relax.Expr) -> bool:
 
 
 def has_effect(value: relax.Call) -> bool:
-    """Whether a call, of no function of the module, does something besides what it returns; writes are not meant."""
+    """True if a call, of no function of the module, does something besides what it returns; writes are not meant."""
     if isinstance(value.op, relax.ExternFunc):
         return True
     return isinstance(value.op, tvm.ir.Op) and value.op.name in ("relax.print", "relax.assert_op")

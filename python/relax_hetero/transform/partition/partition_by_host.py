@@ -326,7 +326,7 @@ def _is_elsewhere(ty: tvm.ir.Type, host: str) -> bool:
 
 
 def _nothing(ty: tvm.ir.Type) -> relax.Expr:
-    """What stands for a value of another host: the empty shape, and a tuple of them for a tuple."""
+    """Stand-in for a value of another host: the empty shape, and a tuple of them for a tuple."""
     if isinstance(ty, tvm.ir.TupleType):
         return relax.Tuple([_nothing(field) for field in ty.fields])
     return relax.ShapeExpr([])
@@ -346,7 +346,7 @@ def _plain_extents(ty: tvm.ir.Type) -> list[relax.Var]:
 
 
 def _sizes_at(callee: relax.Function, call: relax.Call) -> dict[relax.Var, relax.Expr]:
-    """What the symbolic sizes of a function are where it is called."""
+    """Values of the symbolic sizes of a function where it is called."""
     found: dict[relax.Var, relax.Expr] = {}
     pending = [(param.ty, arg.ty) for param, arg in zip(callee.params, call.args, strict=True)]
     while pending:

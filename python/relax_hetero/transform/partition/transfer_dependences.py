@@ -28,12 +28,12 @@ Around: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class Reads:
-    """What each of some bindings reads of the others.
+    """Reads among some bindings.
 
     Attributes
     ----------
     direct : list of list of int
-        By index.
+        Bindings that each reads, by index.
     makers : list of list of int
         The same without what costs nothing: instead, what that shows.
     """
@@ -43,7 +43,7 @@ class Reads:
 
     @staticmethod
     def of(bindings: Sequence[relax.Binding], is_free: Callable[[relax.Binding], bool]) -> Reads:
-        """Of bindings in order; `is_free` says what costs nothing."""
+        """Reads of bindings in order; `is_free` says which bindings cost nothing."""
         position = {binding.var: index for index, binding in enumerate(bindings)}
         free = [is_free(binding) for binding in bindings]
         direct = [[position[var] for var in used_vars(binding.value) if var in position] for binding in bindings]
@@ -64,7 +64,7 @@ def transfer_dependences(
     bindings : sequence of relax.Binding
         In order.
     reads : Reads
-        Of them.
+        Reads among them.
     devices : sequence of (int or None)
         Where each does its work; None for what costs nothing.
     apart : sequence of bool
@@ -111,7 +111,7 @@ def transfer_dependences(
 
 
 def is_transfer(binding: relax.Binding) -> bool:
-    """Whether a binding takes a value to another device."""
+    """Return whether a binding takes a value to another device."""
     return op_name(binding.value) == TRANSFER
 
 
@@ -125,7 +125,7 @@ def _numbered(chosen: Sequence[bool], first: int = 0) -> list[int]:
 
 
 def _enters(index: int, makers: list[list[int]], devices: Sequence[int | None], apart: Sequence[bool]) -> bool:
-    """Whether work reads what other work made on another device."""
+    """Return whether work reads what other work made on another device."""
     if apart[index] or devices[index] is None:
         return False
     return any(devices[maker] != devices[index] for maker in makers[index] if not apart[maker])

@@ -34,7 +34,7 @@ def note_written(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def written_arguments(mod: tvm.IRModule) -> dict[str, list[int]]:
-    """By function, the numbers of the parameters that it may write to."""
+    """Numbers of the parameters that each function may write to."""
     functions = {gv.name_hint: func for gv, func in relax_functions(mod)}
     found: dict[str, list[int]] = {name: [] for name in functions}
     while True:

@@ -136,7 +136,7 @@ class _Mover:
         return 0 if moves_nothing(lying(shape, axes), moved) else size_of(var.ty)
 
     def _is_possible(self, var: relax.Var, plan: Plan) -> bool:
-        """Whether the types of the results can be written, and a tuple is only taken apart."""
+        """Return whether the types of the results can be written, and a tuple is only taken apart."""
         if not isinstance(var.ty, tvm.ir.TupleType):
             return shape_of(var) is not None
         users = [self.block.bindings[index].value for index in self.block.users.get(var, [])]

@@ -1,4 +1,4 @@
-"""What becomes of an op whose operand is permuted: one table from op to rule.
+"""Rules for ops whose operand is permuted, which `op.traits` names.
 
 A rule says how the op is done on operands that lie in another order (`transform.ir.axes`): in which order it needs each
 operand, with which attributes it is called, and in which order its results then lie. Ops that are not in the table need
@@ -14,9 +14,9 @@ from typing import Any
 import tvm
 from tvm import relax
 
+from ...op.traits import ELEMENTWISE, TRAITS
 from ..ir.axes import Axes, lying, reshaped
 from ..ir.blocks import shape_of
-from ..ir.op_names import ELEMENTWISE, relax_ops
 from ..ir.rewriting import changed, op_name
 
 
@@ -96,7 +96,7 @@ def _axes_of(given: Any, rank: int) -> list[int]:
 
 
 def _leaves_last(dims: Sequence[int], axes: Axes) -> bool:
-    """Whether an op along `dims`, the innermost among them, would no longer go along what is innermost in memory.
+    """True if an op along `dims`, the innermost among them, would no longer go along what is innermost in memory.
 
     Kernels go along rows that lie together; a permutation is cheaper than what they would lose.
     """
@@ -248,30 +248,9 @@ def _quantize(call: relax.Call, axes: Axes) -> Plan:
     return _on_data(call, axes, (axes,), axis=axes[int(call.attrs.axis) % len(axes)])
 
 
-_BY_RULE: dict[Rule, str] = {
-    _same: "to_vdevice nn.dropout zeros_like ones_like full_like",
-    _concat: "concat",
-    _pool: """nn.max_pool1d nn.max_pool2d nn.max_pool3d nn.avg_pool1d nn.avg_pool2d nn.avg_pool3d
-        nn.adaptive_avg_pool1d nn.adaptive_avg_pool2d nn.adaptive_avg_pool3d""",
-    _resize: "image.resize2d image.resize3d",
-    _reduction: "sum mean max min prod std variance",
-    _extreme: "argmax argmin",
-    _along: "flip repeat cumsum cumprod nn.prelu",
-    _along_rows: "nn.softmax nn.log_softmax",
-    _take: "take",
-    _split: "split",
-    _batch_norm: "nn.batch_norm",
-    _rows_norm: "nn.layer_norm nn.rms_norm",
-    _channels_norm: "nn.group_norm nn.instance_norm",
-    _pad: "nn.pad",
-    _strided_slice: "strided_slice",
-    _tile: "tile",
-    _broadcast_to: "broadcast_to",
-    _reshape: "reshape squeeze expand_dims flatten nn.batch_flatten",
-    _quantize: "quantize dequantize",
-}
-
-RULES: dict[str, Rule] = {
-    **dict.fromkeys(ELEMENTWISE, _elementwise),
-    **{op: rule for rule, names in _BY_RULE.items() for op in relax_ops(names)},
-}
+_RULES: tuple[Rule, ...] = (
+    _elementwise, _same, _concat, _pool, _resize, _reduction, _extreme, _along, _along_rows, _take, _split, _batch_norm,
+    _rows_norm, _channels_norm, _pad, _strided_slice, _tile, _broadcast_to, _reshape, _quantize,
+)  # fmt: skip
+BY_NAME = {rule.__name__[1:]: rule for rule in _RULES}
+RULES = {op: BY_NAME[traits.permute] for op, traits in TRAITS.items() if traits.permute}

@@ -18,7 +18,7 @@ from ..ir.axes import Axes, identity, inverse, moves_nothing, then
 from ..ir.blocks import Block, Emitter, is_one, shape_of, tensor_type
 
 _NOMINAL_EXTENT = 64
-"""What a symbolic extent counts as where bytes are compared."""
+"""Assumed extent of a symbolic dimension where bytes are compared."""
 
 
 @dataclass
@@ -28,9 +28,9 @@ class PermutedValue:
     Attributes
     ----------
     shape : list of PrimExpr
-        Of the root, which is the order identity; it need not be at hand.
+        Shape of the root, which is the order identity; it need not be at hand.
     ty : relax.TensorType
-        Of the variable it was found as: its element type, size and device.
+        Type of the variable it was found as: its element type, size and device.
     """
 
     shape: list[Any]
@@ -43,7 +43,7 @@ class PermutedValue:
         return size_of(self.ty)
 
     def source(self, key: Axes) -> tuple[relax.Expr, Axes, bool]:
-        """What to make an order from: the tensor, how it is permuted for that, and whether nothing moves then."""
+        """Source to make an order from: the tensor, how it is permuted for that, and whether nothing moves then."""
         found: list[tuple[relax.Expr, Axes, bool]] = []
         for have, expr in self.at_hand.items():
             axes = then(inverse(have), key)

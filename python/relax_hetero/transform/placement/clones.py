@@ -20,9 +20,9 @@ class Clone:
     ----------
     group : RecursionGroup
     devices : list of int
-        Of every node of the group's graph.
+        Devices of every node of the group's graph.
     names : dict
-        Of its functions: name in the source module -> name in the result.
+        Names of its functions: name in the source module -> name in the result.
     first : bool
         Whether it keeps the names; others are private clones.
     caller : str
@@ -49,7 +49,7 @@ def make_clones(program: Program, groups: Sequence[RecursionGroup], insert_copie
     Returns
     -------
     clones : list of list of Clone
-        By group index.
+        Clones by group index.
 
     Raises
     ------
@@ -95,7 +95,7 @@ def clone_for(clones: Sequence[Clone], caller: Clone, classes: dict[int, int]) -
 
 
 def _callers(groups: Sequence[RecursionGroup]) -> list[list[tuple[Unit, list[CallRef]]]]:
-    """By group, the units of other groups that mention it, in module order, with their mentions in program order."""
+    """Units of other groups that mention each group, in module order, with their mentions in program order."""
     found: list[dict[int, tuple[Unit, list[CallRef]]]] = [{} for _ in groups]
     for group in groups:
         for unit in group.units:
@@ -153,7 +153,7 @@ def mention(graph: Graph, callee: Unit, group: RecursionGroup, spot: Spot) -> tu
     Parameters
     ----------
     graph : Graph
-        Of the caller; sites are added.
+        Graph of the caller; sites are added.
     callee : Unit
     group : RecursionGroup
         The group of the callee.

@@ -1,5 +1,6 @@
-"""Read the functions of one recursion group into a graph: their bindings and scopes (`_Collector`), and what calls add
-(`CallReader`).
+"""Read the functions of one recursion group into a graph.
+
+`_Collector` reads their bindings and scopes, `CallReader` what calls add.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ PLAIN = (relax.Var, relax.DataflowVar)
 
 
 class CallReader:
-    """What is known of a recursion group while its functions are read, and how calls add to it.
+    """State of a recursion group while its functions are read, and the sites that calls add to it.
 
     Attributes
     ----------
     unit, name
         The function of the module that is being read.
     callees : list of CallRef
-        Of the binding that is being read.
+        Callees of the binding that is being read.
     spot : Spot
-        That binding.
+        Place of that binding.
     makers : dict
         Values of unknown kind -> the site that makes them: a match_cast to a tensor ties them.
     callbacks : set
@@ -301,14 +302,14 @@ class CallReader:
 
 
 def names_tensor(ty: tvm.ir.Type) -> bool:
-    """Whether an op with a result of this type makes something that may be a tensor."""
+    """Return whether an op with a result of this type makes something that may be a tensor."""
     if isinstance(ty, tvm.ir.TupleType):
         return any(names_tensor(field) for field in ty.fields)
     return isinstance(ty, (relax.TensorType, relax.AnyType))
 
 
 def names_device_in(types: Sequence[tvm.ir.Type]) -> bool:
-    """Whether any of the types names a vdevice."""
+    """Return whether any of the types names a vdevice."""
     return any(names_device(ty) for ty in types)
 
 
@@ -353,7 +354,7 @@ class _Collector(CallReader):
         self.graph.interface.update(nodes_of(unit.tree))
 
     def _is_called(self, name: str) -> bool:
-        """Whether a function of the module refers to one of that name."""
+        """Return whether a function of the module refers to one of that name."""
         bodies = (unit.func.body for unit in self.program.units.values())
         return any(name == gvar.name_hint for body in bodies for gvar in global_vars_in(body))
 
@@ -434,7 +435,7 @@ class _Collector(CallReader):
         return None
 
     def _after(self, record: Record) -> None:
-        """What remains of an `If` or a local function once the scopes inside are read."""
+        """Rest of an `If` or a local function once the scopes inside are read."""
         if record.kind == "function":
             assert record.func is not None
             self._result(record.scopes[0], record.value.ret_ty, record.func.ret, record.var.name)

@@ -95,7 +95,7 @@ _SENTENCES = {
 
 
 class Spot(NamedTuple):
-    """What a node is, for messages.
+    """Description of a node, for messages.
 
     Attributes
     ----------
@@ -104,7 +104,7 @@ class Spot(NamedTuple):
     var : tvm.ir.Var, optional
         The variable; None for the result of a function.
     op : str
-        Of a site: the op, e.g. "relax.add", "call of 'f'", "return". Empty for a value.
+        Op of a site, e.g. "relax.add", "call of 'f'", "return". Empty for a value.
     path : tuple of int
         Position inside the variable's tuple.
     """
@@ -133,7 +133,7 @@ class Graph:
     Attributes
     ----------
     sources, targets : list of list of int
-        Of a site its operands and results, of a value the sites that make it and those that use it, in program order.
+        Operands and results of a site; of a value the sites that make it and those that use it, in program order.
     spots : list of Spot
     fixed : dict
         Node to its fixed device (index) and the origin of that.
@@ -178,7 +178,7 @@ class Graph:
         self.sources[target].append(source)
 
     def is_site(self, node: int) -> bool:
-        """Whether the node is a site, not a value."""
+        """Return whether the node is a site, not a value."""
         return bool(self.spots[node].op)
 
     def neighbours(self, node: int) -> Iterator[int]:

@@ -193,7 +193,7 @@ class _Function:
             self._reads[var] = self._of(value)
 
     def _of(self, expr: Any) -> list[_Read]:
-        """What an expression reads; shapes and attributes read nothing."""
+        """Reads of an expression; shapes and attributes read nothing."""
         if isinstance(expr, relax.Var):
             return self._reads.get(expr, [])
         if isinstance(expr, tvm.ir.Constant):

@@ -53,13 +53,13 @@ class Operands:
     Attributes
     ----------
     out : list of Binding
-        Of the block that is being written.
+        Bindings of the block that is being written.
     dataflow : bool
-        Whether that is a dataflow block.
+        Whether the block is a dataflow block.
     mentions : iterator of CallRef
         The Relax functions that the current binding mentions, in order.
     notes : list of Note
-        What was written, for the report.
+        Notes of transfers and copies that were written, for the report.
     current : str
         The variable whose binding is being written.
     """

@@ -1,4 +1,4 @@
-"""What placement knows about single ops. An op that stands in no table here ties all its tensors together."""
+"""Placement of single ops. An op that stands in no table here ties all its tensors together."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import tvm
 from tvm import relax
 
 from ...op.cached_attention import CACHED_ATTENTION, PAGES
+from ...op.traits import ops_where
 from ..ir.op_names import IN_PLACE
 
 # Their tensors are read by the host while the machine runs: shapes, messages, assertions.
@@ -27,21 +28,7 @@ HOST_MADE = frozenset({"relax.shape_to_tensor", "relax.run.shape_to_tensor"})
 # Packed functions that copy to the device their result is annotated with.
 CROSSING = frozenset({"relax_hetero.to_device", "vm.builtin.to_device"})
 
-# The callee is their first argument; they are known by its name.
-CALLS_OF_FIRST_ARGUMENT = frozenset(
-    {
-        "relax.call_tir",
-        "relax.call_tir_inplace",
-        "relax.call_tir_with_grad",
-        "relax.call_dps_packed",
-        "relax.call_pure_packed",
-        "relax.call_inplace_packed",
-        "relax.call_builtin_with_ctx",
-        "relax.call_py_func",
-        "relax.vm.call_tir_dyn",
-        "relax.dist.call_tir_local_view",
-    }
-)
+CALLS_OF_FIRST_ARGUMENT = ops_where(lambda traits: traits.takes_callee)
 
 MAKE_CLOSURE = "relax.make_closure"
 INVOKE_CLOSURE = frozenset({"relax.invoke_closure", "relax.invoke_pure_closure"})

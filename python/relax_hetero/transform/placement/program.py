@@ -32,7 +32,7 @@ class Record:
     args : list of Expr
         The expressions that may hold tensors: of a call its arguments, of an ``If`` its condition.
     trees : list of Tree
-        Of those.
+        Trees of those.
     wants : int, or list of Tree
         The node (HOST, ANY) whose device they are wanted on: one for all, or one tree for each.
     home : Tree
@@ -42,11 +42,11 @@ class Record:
     scopes : list of Scope
         Branches of an ``If``; body of a local function.
     device : int
-        Of a hint or `to_vdevice`: where to.
+        Target device of a hint or `to_vdevice`.
     callee : list of CallRef
         Clones of Relax functions that the value refers to.
     func : FuncTree
-        Of a local function: its parameters and result.
+        Parameters and result of a local function.
     written : sequence of int
         Operands that the op may write to: transfers of them made before it are not reused after it.
     host_read : bool
@@ -84,7 +84,7 @@ class Scope:
     blocks : list
         (block, index of its first record, index past its last).
     body_tree, body_want : Tree
-        Of the value of the sequence, and where it is wanted.
+        Trees of the value of the sequence, and of where it is wanted.
     parent, parent_index
         The scope and record it is nested in; None for the body of a module's function.
     is_function : bool

@@ -2,12 +2,12 @@
 
 Before::
 
-    I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("cuda", 1)]})
+    I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("c", 1)]})
 
-After, on a machine with such a CPU and GPUs::
+After, on a machine with such a CPU::
 
     I.module_global_infos({"vdevice": [I.vdevice({"kind": "llvm", "mcpu": "znver5", "num-cores": 16}),
-                                       I.vdevice({"kind": "cuda", "arch": "sm_90a"}, 1)]})
+                                       I.vdevice("c", 1)]})
 
 Thus ``I.vdevice("llvm")`` means what ``vdevices=["llvm"]`` means; TVM's own default is the oldest CPU of this
 architecture, which ``{"kind": "llvm", "mcpu": "generic"}`` names. All references to the vdevices are updated.

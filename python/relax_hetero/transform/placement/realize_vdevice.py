@@ -53,7 +53,7 @@ __all__ = [
 
 
 def realize_vdevice(mod: tvm.IRModule, insert_copies: bool = False) -> tuple[tvm.IRModule, PlacementReport]:
-    """What `RealizeVDevice` does, as a function, and its report.
+    """Run `RealizeVDevice` as a function, with its report.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""What was placed where, and why, in words."""
+"""Placement of each value, and its reason, in words."""
 
 from __future__ import annotations
 

@@ -103,11 +103,11 @@ class CallWriter(Operands):
         return _everywhere(home, record.site)
 
     def all_on(self, tree: Tree, device: int) -> bool:
-        """Whether all tensors of a tree live on this device; an ``R.Object`` lives on none."""
+        """Return whether all tensors of a tree live on this device; an ``R.Object`` lives on none."""
         return all(self.device(leaf) == device or leaf in self.opaque for leaf in tensors_of(tree))
 
     def _brought_home(self, value: relax.Expr, home: Tree, made: Tree) -> relax.Expr:
-        """What was made elsewhere, transferred tensor by tensor."""
+        """Value that was made elsewhere, transferred tensor by tensor."""
         if isinstance(home, tuple) and isinstance(made, tuple):
             fields = []
             for index, (sub, sub_made) in enumerate(zip(home, made, strict=True)):

@@ -32,9 +32,9 @@ class Solution:
     Attributes
     ----------
     devices : list of int
-        Of every node the device (index), or -1 where its class is open.
+        Device (index) of every node, or -1 where its class is open.
     class_of : dict
-        Of the open nodes: the class.
+        Classes of the open nodes.
     classes : list of list of int
         The nodes of every open class.
     """
@@ -93,7 +93,7 @@ def place_part(
 
 
 def _hinted(graph: Graph, part: Iterable[int], names: list[str], insert_copies: bool) -> Seeds:
-    """What round two fixes: the first hint of every hinted node."""
+    """Seeds of round two: the first hint of every hinted node."""
     seeds: Seeds = {}
     for node in part:
         hints = graph.hints.get(node, ())
@@ -165,7 +165,7 @@ def shortest_paths(graph: Graph, seeds: Seeds) -> tuple[dict[int, Path], tuple[i
 
 
 def nearest_origin(graph: Graph, node: int) -> Origin | None:
-    """What fixes a placed node: the origin of the nearest fixed node."""
+    """Origin of the nearest fixed node, which fixes a placed node."""
     seen = {node}
     queue = deque(seen)
     while queue:
@@ -222,5 +222,5 @@ def check_rigid(graph: Graph, devices: list[int], names: list[str]) -> None:
 
 
 def is_mixed(graph: Graph, devices: list[int]) -> bool:
-    """Whether an edge joins two devices, so that a value is used on another device than its own."""
+    """Return whether an edge joins two devices, so that a value is used on another device than its own."""
     return any(devices[node] != devices[near] for node, targets in enumerate(graph.targets) for near in targets)

@@ -65,7 +65,7 @@ class Transfer:
         self.last = max(self.last, index)
 
     def is_local(self) -> bool:
-        """Whether all uses are in one dataflow block, so that the copy can be a dataflow variable."""
+        """Return whether all uses are in one dataflow block, so that the copy can be a dataflow variable."""
         blocks = self.scope.blocks
         at = bisect.bisect_right(blocks, self.first, key=lambda entry: entry[2])
         if at == len(blocks) or self.captured:  # the result of the scope stands in no block
@@ -177,7 +177,7 @@ class _Planner:
                 self._uses(scope, index, sub, sub_want, name)
 
     def _at_hand(self, node: int, device: int) -> bool:
-        """Whether no transfer is due: an object without a device, a constant, what the host made."""
+        """Return whether no transfer is due: an object without a device, a constant, what the host made."""
         if node in self.made_on_host and device == self.program.host:
             return True
         return node in self.opaque or node in self.constants
@@ -200,7 +200,7 @@ class _Planner:
 
 
 def _outer(stack: list[tuple[Scope, Iterator[Record], set[int]]], scope: Scope) -> set[int]:
-    """What the scope around `scope` has written so far; sibling branches stand between them on the stack."""
+    """Values that the scope around `scope` has written so far; sibling branches stand between them on the stack."""
     for other, _, written in reversed(stack):
         if other is scope.parent:
             return written

@@ -188,14 +188,14 @@ def _field(tree: Tree, index: int) -> Tree:
 
 
 def holds_tensors(ty: tvm.ir.Type) -> bool:
-    """Whether a value of this type is, or contains, a tensor."""
+    """Return whether a value of this type is, or contains, a tensor."""
     if isinstance(ty, TupleType):
         return any(holds_tensors(field) for field in ty.fields)
     return isinstance(ty, (relax.TensorType, relax.FuncType))
 
 
 def names_device(ty: tvm.ir.Type) -> bool:
-    """Whether a tensor of this type names a vdevice."""
+    """Return whether a tensor of this type names a vdevice."""
     if isinstance(ty, relax.TensorType):
         return ty.vdevice is not None
     if isinstance(ty, TupleType):
@@ -206,7 +206,7 @@ def names_device(ty: tvm.ir.Type) -> bool:
 
 
 def fits(tree: Tree, ty: tvm.ir.Type) -> bool:
-    """Whether a tree has the structure of a type, so that a variable of this type can share it."""
+    """Return whether a tree has the structure of a type, so that a variable of this type can share it."""
     if isinstance(ty, TupleType):
         return (
             isinstance(tree, tuple)
@@ -230,7 +230,7 @@ def run(walk: Generator[Any, Any, Any]) -> Any:
     Returns
     -------
     result
-        What `walk` returns. An exception ends all of them.
+        Result of `walk`. An exception ends all of them.
     """
     stack = [walk]
     result: Any = None

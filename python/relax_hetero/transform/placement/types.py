@@ -54,7 +54,7 @@ def on_devices(ty: tvm.ir.Type, tree: Tree, resolve: Resolve) -> tvm.ir.Type:
 
 
 def same_devices(ty: tvm.ir.Type, other: tvm.ir.Type) -> bool:
-    """Whether two types of one structure name the same vdevice objects; a missing type has none."""
+    """Return whether two types of one structure name the same vdevice objects; a missing type has none."""
     if isinstance(ty, relax.TensorType) and isinstance(other, relax.TensorType):
         here, there = ty.vdevice, other.vdevice
         if here is None or there is None:

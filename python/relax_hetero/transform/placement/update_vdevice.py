@@ -5,9 +5,9 @@ Before::
     I.module_global_infos({"vdevice": [I.vdevice("llvm")]})
     y: R.Tensor((4,), "float32", "llvm:0") = R.exp(x)
 
-After ``UpdateVDevice(VDevice("cuda"), index=0)``::
+After ``UpdateVDevice(VDevice("vulkan"), index=0)``::
 
-    I.module_global_infos({"vdevice": [I.vdevice("cuda")]})
+    I.module_global_infos({"vdevice": [I.vdevice("vulkan")]})
     y: R.Tensor((4,), "float32", "cuda:0") = R.exp(x)
 
 With an `index` the vdevice there is replaced, without one `new_vdevice` is appended, and a list takes the place of the
@@ -51,7 +51,9 @@ def update_vdevices(
     Parameters
     ----------
     mod : tvm.IRModule
+        Module with vdevices.
     new_vdevice : VDevice, or sequence of VDevice
+        Entry to append or to put at `index`, or the new list.
     index : int, optional
         Position in the module's list of the vdevice to replace.
 
@@ -292,7 +294,7 @@ def _positions_called_on(mod: tvm.IRModule, vdevices: Sequence[relax.VDevice]) -
 
 
 def _same_target(a: Target, b: Target) -> bool:
-    """Whether both generate the same device code, whatever their host."""
+    """Return whether both generate the same device code, whatever their host."""
     return bool(tvm_ffi.structural_equal(_without_host(a), _without_host(b)))
 
 

@@ -14,8 +14,9 @@ from functools import cache
 import tvm
 from tvm import relax
 
+from ...op.traits import ELEMENTWISE
 from ..ir.blocks import used_vars
-from ..ir.op_names import CAST, ELEMENTWISE
+from ..ir.op_names import CAST
 from ..ir.relax_expressions import to_expression
 from ..ir.rewriting import handle, is_tensor_constant, op_name
 from .name_filter import NameFilter, kept_call
@@ -56,7 +57,7 @@ class LowPrecisionValues:
     products : set of relax.Var
         Results of products in low precision.
     ends : set of relax.Var
-        What the function, its branches and local functions end with: it keeps its type.
+        Variables that the function, its branches and local functions end with: they keep their types.
     """
 
     def __init__(self, func: relax.Function, dtype: str, kept: NameFilter, where: PrecisionDevices) -> None:
@@ -84,7 +85,7 @@ class LowPrecisionValues:
         return self._rounded(key)
 
     def is_moved(self, var: relax.Var) -> bool:
-        """Whether a value is elements of others, so that it can be made of these in low precision."""
+        """Return whether a value is elements of others, so that it can be made of these in low precision."""
         value = self._definitions.get(var)
         if value is None or not is_wide(var.ty) or kept_call(self._kept, var, value):
             return False
@@ -95,7 +96,7 @@ class LowPrecisionValues:
         return isinstance(value, relax.Tuple) or op_name(value) in MOVING
 
     def is_rounded(self, var: relax.Var) -> bool:
-        """Whether all that reads a value reads it rounded: one that is carried, made here, and not exactly read."""
+        """True if all that reads a value reads it rounded: one that is carried, made here, and not exactly read."""
         if var not in self.carried or var not in self._definitions:
             return False
         if op_name(self._definitions[var]) not in READ_EXACTLY:
@@ -117,14 +118,14 @@ class LowPrecisionValues:
                     self.products.add(var)
 
     def _is_meant(self, var: relax.Var, value: relax.Expr) -> bool:
-        """Whether the pass may change a call: its device is among those asked for, and nobody keeps it."""
+        """Return whether the pass may change a call: its device is among those asked for, and nobody keeps it."""
         return self._where.has(var) and not kept_call(self._kept, var, value)
 
     def _is_beyond(self, expr: relax.Expr) -> bool:
         return is_tensor_constant(expr) and is_wide(expr.ty) and self.constant(expr) is None
 
     def _is_of_bytes(self, expr: relax.Expr) -> bool:
-        """Whether an operand is dequantized: its product is one of integers, or of weights that stay narrow."""
+        """Return whether an operand is dequantized: its product is one of integers, or of weights that stay narrow."""
         value = self._definitions.get(expr, expr) if isinstance(expr, relax.Var) else expr
         while op_name(value) in MOVING or op_name(value) in _DEQUANTIZING:
             if str(getattr(value.args[0].ty, "dtype", "")) in _BYTES:
@@ -150,7 +151,7 @@ class LowPrecisionValues:
             self._carry([arg for arg in value.args if isinstance(arg, relax.Var) and self.is_moved(arg)])
 
     def _stored_sums(self, var: relax.Var, value: relax.Expr) -> list[relax.Expr]:
-        """Of the products that elementwise work joins, all but the last, which does that work: they are stored for it.
+        """Products that elementwise work joins, all but the last, which does that work: they are stored for it.
 
         In the types of `ROUNDED_ON_GPUS`, on GPUs, if nothing else reads them.
         """
@@ -161,13 +162,13 @@ class LowPrecisionValues:
         return [arg for arg in first if self._readers[arg] == 1]
 
     def _is_read_once(self, operand: relax.Expr) -> bool:
-        """Whether a norm may have its operand rounded, on a GPU: nothing else reads that."""
+        """Return whether a norm may have its operand rounded, on a GPU: nothing else reads that."""
         if self._dtype not in ROUNDED_ON_GPUS or not isinstance(operand, relax.Var) or not self._where.is_gpu(operand):
             return False
         return self._readers[operand] == 1 and operand not in self.ends and self._is_behind_product(operand)
 
     def _is_behind_product(self, var: relax.Expr) -> bool:
-        """Whether a value is what the kernel of a product stores: other elementwise work is done where it is read."""
+        """True if a value is what the kernel of a product stores: other elementwise work is done where it is read."""
         value = self._definitions.get(var)
         if value is None or var in self.products:
             return value is not None
@@ -210,7 +211,7 @@ def _inner(value: relax.Expr) -> list[relax.SeqExpr]:
 
 
 def _tensors(value: relax.Expr) -> list[relax.Expr]:
-    """What a value is made of, tuples flattened."""
+    """Tensors of a value, tuples flattened."""
     if isinstance(value, relax.Call):
         return [tensor for arg in value.args for tensor in _tensors(arg)]
     if isinstance(value, relax.Tuple):

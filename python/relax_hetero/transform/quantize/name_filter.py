@@ -15,7 +15,7 @@ _NEAR_MISSES = 3
 
 
 class NameFilter:
-    """What of a module is kept as it is.
+    """Functions and variables of a module that are kept as they are.
 
     Parameters
     ----------
@@ -53,12 +53,12 @@ class NameFilter:
             self._kept.update(known[name] for name in matching)
 
     def has(self, name: str | None) -> bool:
-        """Whether an op, a variable or a function of this name is kept."""
+        """Return whether an op, a variable or a function of this name is kept."""
         return name in self._kept
 
 
 def _names(mod: tvm.IRModule) -> list[str]:
-    """Of functions and variables, in order."""
+    """Names of functions and variables, in order."""
     names: dict[str, None] = {}
     for gv, func in relax_functions(mod):
         names.update(dict.fromkeys([gv.name_hint, *(param.name for param in func.params)]))
@@ -67,5 +67,5 @@ def _names(mod: tvm.IRModule) -> list[str]:
 
 
 def kept_call(kept: NameFilter, var: tvm.ir.Var, value: tvm.ir.Expr) -> bool:
-    """Whether a binding is kept: by the name of its variable, or of its op."""
+    """Return whether a binding is kept: by the name of its variable, or of its op."""
     return kept.has(var.name) or kept.has(op_name(value))

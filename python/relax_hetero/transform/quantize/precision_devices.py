@@ -37,8 +37,9 @@ class TypeChoice:
 def choose_types(
     mod: tvm.IRModule, dtype: str, devices: Sequence[VDeviceSpec] | VDeviceSpec | None, accuracy: float
 ) -> list[TypeChoice]:
-    """What is rounded to which type: as asked, or to the fastest type of each device; never to bfloat16 on a device
-    that multiplies it more slowly than float32.
+    """Choose the type that each device rounds to: the one asked for, or the fastest of the device.
+
+    It is never bfloat16 on a device that multiplies it more slowly than float32.
 
     Devices are those of the module; this machine's CPU where it has none, as `rh.compile` has it.
 
@@ -97,14 +98,14 @@ class PrecisionDevices:
         self._only_gpus = bool(self._all) and all("gpu" in vdevice.target.keys for vdevice in self._all)
 
     def has(self, var: relax.Var) -> bool:
-        """Whether a product with this result is meant."""
+        """Return whether a product with this result is meant."""
         if self._meant is None:
             return True
         vdevice = _vdevice(var)
         return vdevice is not None and vdevice_index(vdevice, self._all) in self._meant
 
     def is_gpu(self, var: relax.Var) -> bool:
-        """Whether a value is on a GPU: by its type, before placement where no other device is there."""
+        """Return whether a value is on a GPU: by its type, before placement where no other device is there."""
         vdevice = _vdevice(var)
         return self._only_gpus if vdevice is None else "gpu" in vdevice.target.keys
 

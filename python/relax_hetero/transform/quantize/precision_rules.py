@@ -1,4 +1,4 @@
-"""What each Relax op does with operands of low precision: the table of `ToMixedPrecision`."""
+"""Roles of Relax ops in `ToMixedPrecision`, from `op.traits`, and how a product is rounded."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import tvm
 from tvm import relax, tirx
 
+from ...op.traits import TRAITS, ops_where, traits_of
 from ...target.element_types import numpy_dtype
 from ..ir.blocks import shape_of
 from ..ir.rewriting import op_name, tensor_types
@@ -19,27 +20,18 @@ MIN_TERMS = 8
 """A product that adds up fewer terms is elementwise work: nothing is gained, and what it multiplies may be positions,
 as in a rotary embedding, which eight bits do not hold."""
 
-_CONVOLUTIONS = ("relax.nn.conv1d", "relax.nn.conv2d", "relax.nn.conv3d")
 _CONVOLUTION_ATTRS = ("strides", "padding", "dilation", "groups", "data_layout", "kernel_layout", "out_layout")
-_ATTENTION = ("relax.nn.attention", "relax.nn.attention_bias")
 
-PRODUCTS = {"relax.matmul": 2, **dict.fromkeys(_CONVOLUTIONS, 2), **dict.fromkeys(_ATTENTION, 3)}
+PRODUCTS = {op: 3 if row.kind == "attention" else 2 for op, row in TRAITS.items() if row.precision == "product"}
 """Ops that are computed in low precision, and how many of their operands are rounded: the first ones."""
 
-_MOVING = """permute_dims reshape expand_dims squeeze flatten strided_slice dynamic_strided_slice split concat stack
-    take broadcast_to repeat tile flip gather_elements gather_nd to_vdevice hint_on_device nn.pad nn.batch_flatten
-    nn.max_pool1d nn.max_pool2d nn.max_pool3d nn.pixel_shuffle"""
-MOVING = frozenset(f"relax.{name}" for name in _MOVING.split())
+MOVING = ops_where(lambda traits: traits.precision == "moved")
 """Ops whose results are elements of their operands: the same after rounding as before it."""
 
-_STORED = """nn.avg_pool1d nn.avg_pool2d nn.avg_pool3d nn.adaptive_avg_pool1d nn.adaptive_avg_pool2d
-    nn.adaptive_avg_pool3d image.resize2d image.resize3d"""
-STORED_ANYWAY = frozenset(f"relax.{name}" for name in _STORED.split())
+STORED_ANYWAY = ops_where(lambda traits: traits.precision == "stored")
 """Ops in float32 whose operand is in memory, whatever makes it: kernels of their own, not sensitive to rounding."""
 
-_EXACT = """nn.layer_norm nn.rms_norm nn.group_norm nn.instance_norm nn.softmax nn.log_softmax sum mean variance std
-    prod max min"""
-READ_EXACTLY = frozenset(f"relax.{name}" for name in _EXACT.split())
+READ_EXACTLY = ops_where(lambda traits: traits.precision == "exact")
 """Norms, softmax and reductions: what works in float32 reads their results as they are, if products read them too.
 
 Of a residual stream between norms this halves the error (BERT-base in bfloat16: 0.4 % of the result, not 0.9 %), for
@@ -49,13 +41,13 @@ ROUNDED_ON_GPUS = ("float16",)
 """Types in which GPUs read even these rounded. Exactly read, a norm between two layers takes a second kernel there,
 which stores it rounded: 24 of BERT-base's kernels. Eight bits of fraction lose too much for that, eleven do not."""
 
-NORMS = frozenset(f"relax.nn.{name}" for name in ("layer_norm", "rms_norm", "group_norm", "instance_norm"))
+NORMS = ops_where(lambda traits: traits.kind in ("row_norm", "channel_norm"))
 """Norms whose operand, in the types of `ROUNDED_ON_GPUS`, is stored rounded on GPUs if nothing else reads it: a sum
 that goes on to other layers, as in networks that norm before their products, stays as it is."""
 
 
 def is_wide(ty: tvm.ir.Type) -> bool:
-    """Whether a type is one of float32 tensors only, and has at least one."""
+    """Return whether a type is one of float32 tensors only, and has at least one."""
     found = list(tensor_types(ty))
     if not found or not all(t.dtype is not None and str(t.dtype) == WIDE_TYPE for t in found):
         return False
@@ -70,12 +62,12 @@ def with_dtype(ty: tvm.ir.Type, dtype: str) -> tvm.ir.Type:
 
 
 def is_product(call: relax.Expr) -> bool:
-    """Whether this is a product of float32 tensors whose sums have enough terms to gain from low precision."""
+    """Return whether this is a product of float32 tensors whose sums have enough terms to gain from low precision."""
     name = op_name(call)
     if name not in PRODUCTS or not is_wide(call.ty) or not all(is_wide(arg.ty) for arg in call.args):
         return False
     shape = shape_of(call.args[1])
-    if shape is None or name in _ATTENTION:
+    if shape is None or traits_of(name).kind == "attention":
         return True
     summed = shape[-2:][:1] if name == "relax.matmul" else _window(shape, str(call.attrs.kernel_layout))
     terms = 1
@@ -93,7 +85,7 @@ def low_product(call: relax.Call, operands: list[relax.Expr], dtype: str) -> tup
     name = op_name(call) or ""
     if name == "relax.matmul":
         return relax.op.matmul(*operands, out_dtype=WIDE_TYPE), call.ty
-    if name in _CONVOLUTIONS:
+    if traits_of(name).kind == "conv":
         make: Callable[..., relax.Expr] = getattr(relax.op.nn, name.rpartition(".")[2])
         attrs = {key: _plain(getattr(call.attrs, key)) for key in _CONVOLUTION_ATTRS}
         return make(*operands, **attrs, out_dtype=WIDE_TYPE), call.ty

@@ -19,7 +19,7 @@ from ..ir.relax_expressions import to_expression
 from ..ir.rewriting import handle, op_name
 
 LONGEST_SUM = (1 << 31) // (255 * 255)
-"""Of products of two differences of 8-bit integers: as many as int32 certainly holds."""
+"""Maximum number of products of two differences of 8-bit integers in a sum: as many as int32 certainly holds."""
 
 _NARROW = ("int8", "uint8")
 _DEQUANTIZING = (CAST, "relax.subtract", "relax.multiply")
@@ -42,7 +42,7 @@ class Parameter:
     value : np.ndarray, optional
         The numbers, in `shape`, where it is constant.
     is_narrow : bool
-        Of a zero point: whether every number certainly is one of the data's own 8-bit type, as ONNX has it.
+        Whether every number of a zero point certainly is one of the data's own 8-bit type, as ONNX has it.
     """
 
     expr: relax.Expr
@@ -52,7 +52,7 @@ class Parameter:
 
     @property
     def is_scalar(self) -> bool:
-        """Whether it is one number for the whole operand."""
+        """True if it is one number for the whole operand."""
         return not self.shape
 
 
@@ -63,7 +63,7 @@ class Quantized:
     Attributes
     ----------
     data : relax.Expr
-        Of uint8 or int8.
+        Tensor of uint8 or int8.
     perm : tuple of int
     zero, scale : Parameter, optional
     is_float : bool
@@ -249,5 +249,5 @@ def _shared(key: Any, array: np.ndarray, rhs: Quantized, constants: dict[Any, An
 
 
 def is_part_of_quantized(value: relax.Expr) -> bool:
-    """Whether a value that nobody uses any more may be dropped: reading has seen through it."""
+    """Return whether a value that nobody uses any more may be dropped: reading has seen through it."""
     return op_name(value) in _SEEN_THROUGH

@@ -30,6 +30,7 @@ import tvm
 from tvm import relax
 
 from ...encoding.expression import Expression, Term
+from ...op.traits import MOVES, ops_where, relax_ops
 from ..ir.blocks import Block, Emitter, renamed, rewrite_blocks, shape_of, tensor_type, used_vars, without_unused
 from ..ir.declare import declare_pass
 from ..ir.op_names import CAST
@@ -37,12 +38,9 @@ from ..ir.relax_expressions import from_expression, to_expression
 from ..ir.rewriting import op_name
 from .quantized_operands import dequantized, is_part_of_quantized
 
-_MOVING = frozenset(
-    [f"relax.{name}" for name in ("reshape", "permute_dims", "squeeze", "expand_dims", "flatten", "strided_slice")]
-    + [f"relax.{name}" for name in ("take", "repeat", "tile", "flip", "to_vdevice")]
-)
+_MOVING = MOVES - {*relax_ops("concat split stack hint_on_device")}
 """Ops of their first operand whose result has no other elements than that."""
-_GREATEST = frozenset(f"relax.nn.max_pool{n}d" for n in (1, 2, 3))
+_GREATEST = ops_where(lambda traits: traits.kind == "max_pool")
 """Moving ops where the greatest byte stands for the greatest number."""
 _CONCAT = "relax.concat"
 _LONGEST_CHAIN = 6
@@ -64,7 +62,7 @@ class _Bytes:
     ----------
     data : relax.Expr
     expression : Expression
-        Of the tensor, ``x0`` the bytes.
+        Expression of the tensor, ``x0`` the bytes.
     floats : relax.Var, optional
         The tensor where it is computed already, and nobody reads it yet.
     """
@@ -131,7 +129,7 @@ class _Sinker:
         return from_expression(source.expression, [source.data], emit, var.ty.vdevice)
 
     def _moves(self, var: relax.Var, value: relax.Expr) -> bool:
-        """Whether a moving op could be done on bytes."""
+        """Return whether a moving op could be done on bytes."""
         name = op_name(value)
         if name == _CONCAT and isinstance(value.args[0], relax.Tuple):
             fields = list(value.args[0].fields)
@@ -152,7 +150,7 @@ class _Sinker:
         return True
 
     def _requantizes(self, var: relax.Var) -> bool:
-        """Whether a variable is the quantized form of dequantized bytes; those, then."""
+        """Return whether a variable is the quantized form of dequantized bytes; those, then."""
         if op_name(self.block.definition(var)) != CAST:
             return False
         chain: list[Expression] = []
@@ -174,7 +172,7 @@ class _Sinker:
 
 
 def is_inverse(quantize: Expression, dequantize: Expression, dtype: str) -> bool:
-    """Whether quantizing to `dtype` gives back the very bytes that were dequantized.
+    """Return whether quantizing to `dtype` gives back the very bytes that were dequantized.
 
     Parameters
     ----------
@@ -202,12 +200,12 @@ def _number(term: Term, op: str) -> float | None:
 
 
 def _uncast(term: Term, dtype: str) -> Term | None:
-    """What is cast to a type, None where nothing is."""
+    """Operand of a cast to a type, None where there is none."""
     return term.args[0] if term.op == "cast" and term.params == (dtype,) else None
 
 
 def _is_increasing(term: Term) -> bool:
-    """Whether a greater byte certainly stands for a greater number."""
+    """Return whether a greater byte certainly stands for a greater number."""
     if term.op == "cast":
         return _is_increasing(term.args[0])
     if term.op in ("subtract", "multiply"):

@@ -95,14 +95,14 @@ def to_mixed_precision(
     dtype : str
         "bfloat16", "float16", "tfloat32", or "auto": the fastest of bfloat16, tfloat32 and float32 for each device.
     keep : sequence of str
-        What stays in float32: names of ops (``"relax.matmul"``, or ``"matmul"``) and of variables, which are computed
-        in float32 and not rounded but for products that read them, and names of functions, which stay as they are.
-        ``*`` stands for any letters.
+        Names of ops (``"relax.matmul"``, or ``"matmul"``) and of variables that stay in float32: they are computed in
+        float32 and not rounded but for products that read them; and names of functions, which stay as they are. ``*``
+        stands for any letters.
     devices : sequence of str, tvm.runtime.Device or VDevice, optional
         Where products are rounded: ``["cuda:0"]``. All devices by default.
     accuracy : float
-        Of "auto": the largest error allowed, relative to the largest number of a result. bfloat16 is taken from 1e-2
-        on, tfloat32 from 2e-3 on: what whole models were measured to lose, doubled.
+        Maximum error for "auto", relative to the largest number of a result. bfloat16 is taken from 1e-2 on, tfloat32
+        from 2e-3 on: what whole models were measured to lose, doubled.
 
     Raises
     ------
@@ -171,7 +171,7 @@ class _Writer:
     def __init__(self, low: LowPrecisionValues, dtype: str) -> None:
         self._low, self._dtype = low, dtype
         self._instead: dict[relax.Var, relax.Var] = {}
-        """What is in the place of variables that exist in low precision only."""
+        """Replacements of variables that exist in low precision only."""
         self._rounded: dict[relax.Var, relax.Var] = {}
         """Variables rounded beside, those of this block and of sequences around it."""
         self._out = Emitter(is_dataflow=False)

@@ -126,12 +126,12 @@ class _Cut:
         self._join(number, index).calls[index] = call
 
     def may_work(self, index: int, call: KernelCall, part: int) -> bool:
-        """Whether a kernel may join a run: what it overwrites, if anything, is no one's but the run's until then."""
+        """True if a kernel may join a run: what it overwrites, if anything, is no one's but the run's until then."""
         made = 2 * self._open[part] + 1 if part in self._open else -1
         return all(self._is_own(call.reads[operand], index, made) for _, operand in call.over)
 
     def _is_own(self, var: relax.Var, index: int, made: int) -> bool:
-        """Whether all that binding `index` would overwrite is made in one place or free, and used there alone."""
+        """True if all that binding `index` would overwrite is made in one place or free, and used there alone."""
         root = var
         while root in self._block.positions and is_view(self._block.bindings[self._block.positions[root]]):
             value = self._block.definitions[root]
@@ -158,7 +158,7 @@ class _Cut:
         return True
 
     def other(self, index: int) -> None:
-        """What is no work goes before the open runs if it may, else to the end."""
+        """Move a binding that is not work before the open runs if it may go there, else to the end."""
         binding = self._block.bindings[index]
         first = min(self._open.values(), default=len(self.sections) - 1)
         goes_before = self._read(index) <= 2 * first
@@ -199,7 +199,7 @@ class _Cut:
 
 
 def is_view(binding: relax.Binding) -> bool:
-    """Whether a binding gives the memory of a variable another shape or name, or names one of several results."""
+    """True if a binding gives the memory of a variable another shape or name, or names one of several results."""
     value = binding.value
     if not isinstance(binding, relax.VarBinding):
         return False
@@ -209,7 +209,7 @@ def is_view(binding: relax.Binding) -> bool:
 
 
 def may_move(binding: relax.Binding) -> bool:
-    """Whether a binding may run where what it reads is there: it has no effect and no function of its own.
+    """Return whether a binding may run where what it reads is there: it has no effect and no function of its own.
 
     A match_cast may, as long as what uses the sizes that it names comes later; work in place may not.
     """

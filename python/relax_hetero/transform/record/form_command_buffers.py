@@ -87,7 +87,7 @@ class _Former:
         self._taken = self._finder.calls.taken
 
     def in_function(self, name: str, func: relax.Function) -> Rewrite:
-        """What rewrites the blocks of a function."""
+        """Function that rewrites the blocks of a function."""
         variables = DonatedVariables(func)
 
         def rewrite(block: Block) -> list[relax.Binding] | None:

@@ -55,6 +55,7 @@ from ...artifact.commands import (
 )
 from ...artifact.dims import parse_dim
 from ...artifact.graph_layout import ENTRIES, ROWS, TABLE, Layout
+from ...target.backend import backend_of
 from ...target.gpu_target import gpu_target_of
 from ...target.vdevice import vdevices_of
 from ...tir.commands.command_list import Tensor
@@ -102,8 +103,8 @@ FormCudaGraphs = declare_pass("FormCudaGraphs", form_cuda_graphs)
 
 
 def _can_be_graph(func: tirx.PrimFunc, region: RegionSpec) -> bool:
-    is_cuda = func.attrs["target"].kind.name == "cuda" and region.runs != GRAPH
-    return is_cuda and all(str(p.ty.dtype) == "int64" for p in _numbers(func)) and _says_all(region)
+    is_new = backend_of(func.attrs["target"]).records_graphs and region.runs != GRAPH
+    return is_new and all(str(p.ty.dtype) == "int64" for p in _numbers(func)) and _says_all(region)
 
 
 def _numbers(func: tirx.PrimFunc) -> list[tirx.Var]:
@@ -112,7 +113,7 @@ def _numbers(func: tirx.PrimFunc) -> list[tirx.Var]:
 
 
 def _says_all(region: RegionSpec) -> bool:
-    """Whether all extents, offsets and numbers of a region are written over its parameters."""
+    """Return whether all extents, offsets and numbers of a region are written over its parameters."""
     dims: list[Any] = [region.arena, *(dim for slot in region.slots for dim in slot.shape or ())]
     for command in region.commands:
         if isinstance(command, Dispatch):
@@ -301,7 +302,7 @@ class _Calls:
     Attributes
     ----------
     constants : dict of str to list of tvm.ir.GenericConst
-        What each command buffer took as arguments, and its graph keeps.
+        Constants that each command buffer took as arguments, and its graph keeps.
     """
 
     def __init__(

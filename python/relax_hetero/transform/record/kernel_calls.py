@@ -42,7 +42,7 @@ class KernelCall:
     scalars : tuple of tvm.ir.PrimExpr
         One for each of the kernel's `RawSignature`.
     over : tuple of (int, int)
-        Of a kernel that works in place, which result (of `makes`) is which operand (of `reads`).
+        Result (of `makes`) and operand (of `reads`) that share memory, of a kernel that works in place.
     """
 
     kernel: tvm.ir.GlobalVar
@@ -79,7 +79,7 @@ class KernelCalls:
         self.functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
 
     def ties(self, kernel: tvm.ir.GlobalVar) -> list[Tie]:
-        """What a kernel ties; none of one that takes numbers, whose parameters and tensors are counted differently."""
+        """Ties of a kernel; none of one that takes numbers, whose parameters and tensors are counted differently."""
         func = self._mod.functions.get(kernel)
         is_plain = isinstance(func, tirx.PrimFunc) and all(map(is_buffer_var, func.params))
         return ties_of(func) if is_plain else []
@@ -107,7 +107,7 @@ class KernelCalls:
         return self._signatures[kernel]
 
     def _can_be_called(self, kernel: tirx.PrimFunc) -> bool:
-        """Whether another function can call a kernel, as far as its device goes: those of GPUs must be one launch.
+        """True if another function can call a kernel, as far as its device goes: those of GPUs must be one launch.
 
         Those of CPUs must have no temporaries in a workspace, which only this library's code for llvm allows.
         """
@@ -180,7 +180,7 @@ def _matched(
 
 
 def _is_same(expected: Any, found: Any, values: Mapping[tirx.Var, Any]) -> bool:
-    """Whether an extent that a kernel writes, over its own variables, is provably the one of its operand."""
+    """Return whether an extent that a kernel writes, over its own variables, is provably the one of its operand."""
     if expected is found:
         return True
     if isinstance(expected, int):

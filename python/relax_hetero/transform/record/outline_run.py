@@ -26,7 +26,7 @@ class RunOutliner:
     ----------
     block : Block
     run : Run
-        Of the block.
+        Run of the block.
     stay : set of relax.Var
         The variables of the block that are bound outside of any run.
     kernels : KernelCalls
@@ -92,7 +92,7 @@ class RunOutliner:
         return arena.nbytes
 
     def _is_mine(self, var: relax.Var) -> bool:
-        """Whether what uses a variable is in the run, or shows it to the run alone."""
+        """Return whether what uses a variable is in the run, or shows it to the run alone."""
         pending = [var]
         while pending:
             for user in self._block.users.get(pending.pop(), []):

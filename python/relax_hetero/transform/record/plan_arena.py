@@ -107,7 +107,7 @@ def _factors(nbytes: Any) -> Iterator[Any]:
 
 
 def _same_factors(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    """Whether two products are of the same factors, in any order."""
+    """Return whether two products are of the same factors, in any order."""
     rest = list(right)
     for factor in left:
         found = next((i for i, other in enumerate(rest) if factor is other or structural_equal(factor, other)), None)

@@ -1,4 +1,4 @@
-"""What command buffers do, as data (`artifact.commands`) on functions; and which tensors a kernel reads or writes.
+"""Command buffers as data (`artifact.commands`) on functions; and the tensors that a kernel reads or writes.
 
 Each host function of a command buffer carries its `RegionSpec`, each kernel that one calls its `KernelSpec`, as JSON
 text, so that both last until the executable is made.
@@ -37,9 +37,8 @@ from ...artifact.commands import (
     region_from_json,
     region_to_json,
 )
-from ...artifact.metadata import CPU, DEVICE_TYPES
 from ...errors import BuildError
-from ...target.vdevice import vdevice_index
+from ...target.vdevice import is_cpu, vdevice_index
 from ...tir.core.raw_kernel import RawSignature
 from ..ir.extents import NoTextError, dim_text
 from ..ir.kernels import ops_of
@@ -50,7 +49,7 @@ WORKGROUPS = "relax_hetero.workgroups"
 """On a PrimFunc: how many of its last parameters are workgroup numbers (x, y, z)."""
 
 _ALLOCATED = 64
-"""What TVM's allocations are aligned to, and its code expects unless it is told otherwise."""
+"""Alignment of TVM's allocations, which its code expects unless it is told otherwise."""
 
 
 class _Texts:
@@ -78,7 +77,7 @@ class _Texts:
 
 
 def region_spec(outlined: OutlinedRegion, vdevices: list[relax.VDevice]) -> RegionSpec:
-    """What a command buffer does; its `directs` count the constants it reads."""
+    """Description of a command buffer; its `directs` count the constants it reads."""
     texts = _Texts(outlined.symbols())
     device = vdevice_index(outlined.vdevice, vdevices)
     places = {value.home: (SLOT, i) for i, value in enumerate((*outlined.inputs, *outlined.results))}
@@ -99,7 +98,7 @@ def region_spec(outlined: OutlinedRegion, vdevices: list[relax.VDevice]) -> Regi
         shape = tuple(map(texts.of, value.shape))
         return SlotSpec(value.name, device, texts.of(value.nbytes), _ALLOCATED, access, value.dtype, shape)
 
-    is_host = DEVICE_TYPES.get(outlined.vdevice.target.kind.name) == CPU
+    is_host = is_cpu(outlined.vdevice)
     return RegionSpec(
         name=outlined.gv.name_hint,
         function=outlined.function,
@@ -147,7 +146,7 @@ def kernel_spec(
     device : int
         Manifest index.
     access : sequence of str, optional
-        Of each tensor; taken from the body where it is not given.
+        Access to each tensor; taken from the body where it is not given.
 
     Raises
     ------
@@ -172,7 +171,7 @@ def kernel_spec(
 
 
 def is_llvm(func: tirx.PrimFunc) -> bool:
-    """Whether a function with a target is one of LLVM's."""
+    """Return whether a function with a target is one of LLVM's."""
     return bool(func.attrs["target"].kind.name == "llvm")
 
 
@@ -228,7 +227,7 @@ def _in_order(name: str) -> list[Any]:
 
 
 def buffer_access(func: tirx.PrimFunc) -> dict[tirx.Var, str]:
-    """Whether each tensor parameter is read, written or both, by the elements that the body names.
+    """Return whether each tensor parameter is read, written or both, by the elements that the body names.
 
     The body may name the same memory by other buffers. Memory that is handed on otherwise (its address, another
     function) counts as read and written; memory that nothing names counts as read.

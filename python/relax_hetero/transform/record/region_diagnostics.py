@@ -16,7 +16,7 @@ _CALL_PACKED = ("relax.call_packed", "relax.call_pure_packed", "relax.invoke_clo
 
 
 def why_ended(block: Block, run: Run) -> str:
-    """What came after a run and could not join it, nor be moved out of its way: ``a transfer (lv3)``."""
+    """Description of the binding that ended a run, since it could neither join nor move: ``a transfer (lv3)``."""
     if run.ended_by is None:
         return "end of block"
     if len(run.calls) >= MOST_CALLS:

@@ -30,7 +30,7 @@ class RegionValue:
     over : RegionValue, optional
         The one whose memory it takes.
     offset : int or tirx.Expr
-        Of its first byte in the arena, if it lies there and has memory of its own.
+        Offset of its first byte in the arena, if it lies there and has memory of its own.
     shape : list of (int or tirx.Expr)
     """
 
@@ -90,7 +90,7 @@ class RegionStep:
     operands : tuple of RegionValue
         Its tensors.
     access : tuple of str
-        What it does to each: ``"read"``, ``"write"`` or ``"read-write"``.
+        Access to each: ``"read"``, ``"write"`` or ``"read-write"``.
     scalars : tuple
         Those of its `RawSignature`.
     variable : str
@@ -123,7 +123,7 @@ class OutlinedRegion:
         Bytes; 0 for none.
     steps : list of RegionStep
     ended : str
-        What came after the run and could not join it.
+        Description of the binding that came after the run and could not join it.
     """
 
     gv: tvm.ir.GlobalVar
@@ -144,7 +144,7 @@ class OutlinedRegion:
 
     @property
     def has_arena(self) -> bool:
-        """Whether any value is transient."""
+        """True if any value is transient."""
         return not (isinstance(self.arena, int) and self.arena == 0)
 
     def symbols(self) -> list[tirx.Var]:

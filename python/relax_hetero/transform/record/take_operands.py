@@ -65,9 +65,9 @@ def take_operands(
     drafts : sequence of Draft
         In order; `RegionValue.end` and `RegionValue.is_result` are final.
     ties : callable
-        What a kernel ties: numbers of its tensors, operands first.
+        Function that gives the ties of a kernel: numbers of its tensors, operands first.
     made : collection of RegionValue
-        By the run.
+        Values that the run makes.
     free : collection of RegionValue
         Those that the run is given and may overwrite.
     """
@@ -91,14 +91,14 @@ def take_operands(
 
 
 def _is_last_reader(draft: Draft, operand: int, result: int, now: int, pairs: Sequence[Tie]) -> bool:
-    """Whether nothing else reads an operand from a kernel on, the kernel's other operands included."""
+    """Return whether nothing else reads an operand from a kernel on, the kernel's other operands included."""
     value = draft.reads[operand]
     others = [i for i, other in enumerate(draft.reads) if other.home is value.home]
     return value.end == now and not value.is_result and all((other, result) in pairs for other in others)
 
 
 def _same_form(one: RegionValue, other: RegionValue) -> bool:
-    """Whether two values have one shape: an operand may be shown in another than it has."""
+    """Return whether two values have one shape: an operand may be shown in another than it has."""
     return same_shape(one.ty.shape.values, other.ty.shape.values)
 
 

@@ -69,7 +69,7 @@ def _in_place(binding: relax.Binding, block: Block, free: frozenset[relax.Var], 
 def _is_sole_use(
     value: relax.Expr, args: relax.Tuple, result: relax.TensorType, block: Block, free: frozenset[relax.Var]
 ) -> bool:
-    """Whether a call is all that uses a parameter, as one operand, and the parameter has the form of the result."""
+    """True if a call is all that uses a parameter, as one operand, and the parameter has the form of the result."""
     if value not in free or len(block.users[value]) > 1 or list(args.fields).count(value) > 1:
         return False
     shapes = [ty.shape for ty in (value.ty, result)]

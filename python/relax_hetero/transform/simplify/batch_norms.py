@@ -49,7 +49,7 @@ def expand_batch_norms(block: Block) -> list[relax.Binding] | None:
 
 
 def _field(value: relax.Expr, fields: dict[relax.Var, list[relax.Expr]]) -> relax.Expr | None:
-    """What a field of a tuple is, of a batch norm's results or of a tuple that is written out."""
+    """Field of a tuple, of a batch norm's results or of a tuple that is written out."""
     if not isinstance(value, relax.TupleGetItem):
         return None
     if isinstance(value.tuple_value, relax.Tuple):

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 from tvm import relax, tirx
 
+from ...op.traits import traits_of
 from ..ir.blocks import Block, Emitter, shape_of, with_replaced
 from ..ir.constant_values import ConstantValues, constant_like
 from ..ir.rewriting import op_name, typed
@@ -103,7 +104,7 @@ def _is_float(var: relax.Var) -> bool:
 def _weights(values: ConstantValues, call: relax.Expr) -> _Weights | None:
     """The weights of an op that multiplies its operand with constants, channel by channel of the result."""
     name = op_name(call) or ""
-    if name != "relax.matmul" and not name.startswith("relax.nn.conv"):
+    if traits_of(name).kind not in ("product", "conv", "conv_transpose"):
         return None
     array = values.of(call.args[1])
     if array is None or str(array.dtype) != str(call.ty.dtype):
@@ -235,7 +236,7 @@ def _per_channel(array: np.ndarray, affine: _Affine, rank: int) -> np.ndarray | 
 
 
 def _data(values: ConstantValues, call: relax.Expr) -> relax.Expr | None:
-    """What a first step is applied to."""
+    """Operand of a first step."""
     if op_name(call) not in _STEPS:
         return None
     known = [values.of(arg) is not None for arg in call.args]

@@ -16,13 +16,11 @@ from typing import Any
 
 from tvm import relax
 
+from ...op.traits import traits_of
 from ..ir.blocks import Block, without_unused
 from ..ir.rewriting import changed, op_name
 
 PAD = "relax.nn.pad"
-_CONVOLUTIONS = tuple(f"relax.nn.conv{n}d" for n in (1, 2, 3))
-_MAXIMA = tuple(f"relax.nn.max_pool{n}d" for n in (1, 2, 3))
-_MEANS = tuple(f"relax.nn.avg_pool{n}d" for n in (1, 2, 3))
 
 
 def fold_pads(block: Block) -> list[relax.Binding] | None:
@@ -35,19 +33,19 @@ def fold_pads(block: Block) -> list[relax.Binding] | None:
 
 def _folded(block: Block, binding: relax.Binding) -> relax.Binding:
     call = binding.value
-    name = op_name(call)
-    if name not in _CONVOLUTIONS + _MAXIMA + _MEANS or not isinstance(call.args[0], relax.Var):
+    kind = traits_of(op_name(call)).kind
+    if kind not in ("conv", "max_pool", "avg_pool") or not isinstance(call.args[0], relax.Var):
         return binding
     pad = block.definition(call.args[0])
-    layout = str(call.attrs.data_layout if name in _CONVOLUTIONS else call.attrs.layout)
-    widths = _widths(pad, layout, float("-inf") if name in _MAXIMA else 0.0)
+    layout = str(call.attrs.data_layout if kind == "conv" else call.attrs.layout)
+    widths = _widths(pad, layout, float("-inf") if kind == "max_pool" else 0.0)
     if widths is None:
         return binding
     own = [int(width) for width in call.attrs.padding]
     fields: dict[str, Any] = {"padding": [a + b for a, b in zip(own, widths, strict=True)]}
-    if name in _MAXIMA and call.attrs.ceil_mode:
+    if kind == "max_pool" and call.attrs.ceil_mode:
         return binding
-    if name in _MEANS:
+    if kind == "avg_pool":
         if any(own) and not call.attrs.count_include_pad or call.attrs.ceil_mode:
             return binding
         fields["count_include_pad"] = True

@@ -40,12 +40,13 @@ from tvm import relax
 
 from ...op.cached_attention import CACHED_ATTENTION
 from ...op.copies import COPY, copy
+from ...op.traits import ops_where
 from ..dispatch.form_dispatches import is_formed
 from ..ir.blocks import used_vars
 from ..ir.cut_blocks import with_cuts
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import is_lowered
-from ..ir.op_names import CALL_TIR_INPLACE, CAST, IN_PLACE, PERMUTE, RESHAPE, relax_ops
+from ..ir.op_names import CALL_TIR_INPLACE, IN_PLACE
 from ..ir.rewriting import (
     is_tensor_constant,
     map_bindings,
@@ -75,19 +76,7 @@ def isolate_writes(mod: tvm.IRModule) -> tvm.IRModule:
 
 IsolateWrites = declare_pass("IsolateWrites", isolate_writes)
 
-_MOVERS = frozenset(
-    [
-        CAST,
-        PERMUTE,
-        RESHAPE,
-        *relax_ops(
-            """hint_on_device expand_dims squeeze flatten broadcast_to strided_slice dynamic_strided_slice concat split
-            stack tile repeat flip take gather_elements gather_nd layout_transform collapse_sum_like collapse_sum_to
-            nn.dropout nn.pad nn.batch_flatten where scatter_elements scatter_nd slice_scatter index_put
-            hetero.set_encoding hetero.unset_encoding hetero.relayout wrap_param stop_lift_params"""
-        ),
-    ]
-)
+_MAY_RETURN_OPERAND = ops_where(lambda traits: traits.may_return_operand)
 """Ops whose result may be their operand, where they turn out to move nothing."""
 _CALLEES = ("relax.call_pure_packed", "relax.call_builtin_with_ctx", "relax.call_py_func", "relax.invoke_pure_closure")
 """Ops of functions that may return an argument."""
@@ -217,14 +206,14 @@ class _Isolated:
             return self._candidate(binding.var, shares=operands)
         known = all(self.tensors[number].is_constant for number in operands)
         is_constant = known and name not in _SOLID and not str(name).startswith(("relax.builtin.", "relax.vm."))
-        if name in _MOVERS:
+        if name in _MAY_RETURN_OPERAND:
             return self._candidate(binding.var, shares=operands, is_constant=is_constant)
         return self._candidate(binding.var, is_constant=is_constant)
 
     def _overwritten(
         self, binding: relax.Binding, call: relax.Call, name: str | None, overwrites: list[relax.Var]
     ) -> Shown:
-        """What a call that writes shows: the operands that it writes to, wherever these may be in its result."""
+        """Aliases of a call that writes: the operands that it writes to, wherever these may be in its result."""
         if name not in (CALL_TIR_INPLACE, CACHED_ATTENTION) or not isinstance(binding.var.ty, tvm.ir.TupleType):
             either_of = frozenset(number for var in overwrites for number in flat(self.aliases.of(var)))
             fresh = NOTHING if name in IN_PLACE else frozenset(flat(self._new(binding.var.ty)))
@@ -256,7 +245,7 @@ class _Isolated:
     # What has to change.
 
     def _needs_copy(self, number: int) -> bool:
-        """Whether a tensor and those whose memory it may have are overwritten, one while the other is needed."""
+        """Return whether a tensor and those whose memory it may have are overwritten, one while the other is needed."""
         tensor = self.tensors[number]
         below = self._reached([number], downwards=True)
         if tensor.is_constant and any(write.tensors & below for write in self.writes):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 from tvm import relax
 
-from ...encoding.resolver import group_columns
+from ...encoding.resolver import answers_of
 from ..ir.blocks import Block, shape_of
 from ..ir.constant_values import ConstantValues, constant_like
 from ..ir.rewriting import op_name, typed
@@ -50,7 +50,8 @@ def _joined(binding: relax.VarBinding, values: ConstantValues) -> relax.VarBindi
         return None
     data, weight = call.args
     shape, groups, dtype = shape_of(weight), int(call.attrs.groups), str(weight.ty.dtype)
-    wanted = group_columns(target_of(binding.var.ty.vdevice), dtype) if str(data.ty.dtype) == dtype else 0
+    target = target_of(binding.var.ty.vdevice)
+    wanted = answers_of(target).group_columns(target, dtype) if str(data.ty.dtype) == dtype else 0
     if not wanted or shape is None:
         return None
     columns, channels = int(shape[0]) // groups, int(shape[1])

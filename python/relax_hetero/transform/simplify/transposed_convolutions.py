@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 from tvm import relax, sym, tirx
 
+from ...op.traits import ELEMENTWISE
 from ..ir.blocks import Block, Emitter, is_one, shape_of, tensor_type, with_replaced
 from ..ir.constant_values import ConstantValues, constant_like
-from ..ir.op_names import ELEMENTWISE
 from ..ir.rewriting import op_name, typed
 
 _CONVOLUTION = {1: relax.op.nn.conv1d, 2: relax.op.nn.conv2d, 3: relax.op.nn.conv3d}
@@ -60,11 +60,11 @@ class _Phase:
 
     @property
     def window(self) -> tuple[int, int, int]:
-        """What decides which inputs are read."""
+        """Parameters that decide which inputs are read."""
         return len(self.taps), self.first, self.dilation
 
     def is_cut(self, behind: int) -> bool:
-        """Whether inputs at an end are not read: `behind` is how far behind the data the last window ends."""
+        """Return whether inputs at an end are not read: `behind` is how far behind the data the last window ends."""
         return self.first > 0 or behind < 0
 
 
@@ -116,7 +116,7 @@ class _Expansion:
         return found if found._is_whole() else None
 
     def _is_whole(self) -> bool:
-        """Whether nothing has to be cut off along the axes of symbolic sizes."""
+        """Return whether nothing has to be cut off along the axes of symbolic sizes."""
         for axis, (read, made) in enumerate(
             zip(*(shape_of(x) or [] for x in (self.call.args[0], self.var)), strict=True)
         ):
@@ -131,7 +131,7 @@ class _Expansion:
         return True
 
     def bindings(self) -> list[relax.Binding]:
-        """What is written in its place."""
+        """Bindings that replace it."""
         strides = [int(stride) for stride in self.call.attrs.strides]
         shape = shape_of(self.var) or []
         sizes = [_plain(extent) for extent in shape[2:]]

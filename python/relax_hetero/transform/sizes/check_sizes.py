@@ -80,7 +80,7 @@ CheckSizes = declare_pass("CheckSizes", check_sizes)
 
 @dataclass
 class _Scope:
-    """What is known where a scope begins: sizes, and what is required already."""
+    """Facts that hold where a scope begins: sizes, and requirements."""
 
     known: Set[tirx.Var]
     required: set[StructuralKey]
@@ -96,7 +96,7 @@ class _Function:
     analyzer : tvm.sym.Analyzer
         Knows that extents of tensors which exist are not negative.
     given : dict
-        By the symbolic extents of parameters, the bytes for each element of them: these tensors fit, as they exist.
+        Bytes per element of parameters, by their symbolic extents: these tensors fit, as they exist.
     equal : dict
         Symbolic size -> the expression that it is required to equal.
     """
@@ -267,7 +267,7 @@ class _Function:
 
 
 def _is_given(binding: relax.Binding) -> bool:
-    """Whether a variable names what is there already: an alias, a field, a tuple."""
+    """Return whether a variable names what is there already: an alias, a field, a tuple."""
     return isinstance(binding, relax.MatchCast) or isinstance(
         binding.value, (relax.Var, relax.Tuple, relax.TupleGetItem, relax.Function, relax.If)
     )

@@ -1,8 +1,8 @@
-"""What each op needs of the sizes of its operands, beyond what TVM's type inference proves.
+"""Requirements of each op on the sizes of its operands, beyond what TVM's type inference proves.
 
 Inference accepts a call unless its sizes provably contradict each other: ``(n, a)`` times ``(b, 2)`` is ``(n, 2)``. The
-kernel then reads ``a`` elements of a column that has ``b``. `conditions` lists what has to hold; a table leads from
-each op to the function that knows.
+kernel then reads ``a`` elements of a column that has ``b``. `conditions` lists what has to hold, by the rule that
+`op.traits` names for the op.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from tvm.tirx.buffer import is_buffer_var
 from tvm_ffi import structural_map
 
 from ...encoding.heads import Heads
-from ...op.attention import ATTENTION, attention_sizes
+from ...op.attention import attention_sizes
+from ...op.traits import traits_of
 from ..ir.blocks import is_one
 from ..ir.op_names import CALL_TIR_OPS
 from ..ir.requirements import Monomial, factors_of, monomial, symbols_in
@@ -28,16 +29,16 @@ Conditions: TypeAlias = "Iterator[Any]"
 
 
 def conditions(mod: tvm.IRModule, value: relax.Expr, ty: tvm.ir.Type) -> list[Any]:
-    """What must hold for a call: boolean expressions over sizes, some of which may be proven already.
+    """Conditions of a call: boolean expressions over sizes, some of which may be proven already.
 
     Parameters
     ----------
     mod : tvm.IRModule
-        Of the function in which the call stands.
+        Module of the function in which the call stands.
     value : relax.Expr
-        What a variable is bound to.
+        Value that a variable is bound to.
     ty : tvm.ir.Type
-        Of the variable.
+        Type of the variable.
     """
     if not isinstance(value, relax.Call):
         return []
@@ -48,7 +49,7 @@ def conditions(mod: tvm.IRModule, value: relax.Expr, ty: tvm.ir.Type) -> list[An
         return list(_function(function, value.args)) if isinstance(function, relax.Function) else []
     if name in CALL_TIR_OPS:
         return list(_call_tir(mod, value))
-    rule = _RULES.get(name)
+    rule = RULES.get(traits_of(name).sizes)
     if rule is None:
         return []
     shapes = [(*_shapes_in(arg.ty), None)[0] for arg in value.args]
@@ -360,33 +361,11 @@ def _as_int64(extent: Extent) -> Extent:
     return extent if str(extent.ty) == "int64" else tirx.Cast("int64", extent)
 
 
-_RULES: dict[str, Rule] = {
-    "relax.matmul": _matmul,
-    **{f"relax.nn.conv{rank}d{kind}": _convolution for rank in (1, 2, 3) for kind in ("", "_transpose")},
-    "relax.nn.batch_norm": _channel_norm,
-    "relax.nn.group_norm": _channel_norm,
-    "relax.nn.instance_norm": _channel_norm,
-    "relax.nn.layer_norm": _last_norm,
-    "relax.nn.rms_norm": _last_norm,
-    "relax.nn.attention": _attention,
-    "relax.nn.attention_bias": _attention,
-    ATTENTION: _own_attention,
-    "relax.einsum": _einsum,
-    "relax.reshape": _reshape,
-    "relax.broadcast_to": _broadcast_to,
-    "relax.gather_elements": _gather_elements,
-    "relax.gather_nd": _gather_nd,
-    "relax.scatter_elements": _scatter_elements,
-    "relax.scatter_nd": _scatter_nd,
-    "relax.topk": _topk,
-    "relax.nn.pad": _pad,
-    "relax.nn.pixel_shuffle": _pixel_shuffle,
-    "relax.nn.prelu": _per_axis,
-    "relax.quantize": _per_axis,
-    "relax.dequantize": _per_axis,
-    "relax.reverse_sequence": _reverse_sequence,
-    "relax.ewise_fma": _equal_shapes,
-    "relax.nn.cross_entropy_with_logits": _equal_shapes,
-    "relax.nn.nll_loss": _nll_loss,
-    "relax.image.grid_sample": _batch_only,
-}
+RULES: dict[str, Rule] = {
+    rule.__name__[1:]: rule
+    for rule in (
+        _matmul, _convolution, _channel_norm, _last_norm, _attention, _own_attention, _einsum, _reshape, _broadcast_to,
+        _gather_elements, _gather_nd, _scatter_elements, _scatter_nd, _topk, _pad, _pixel_shuffle, _per_axis,
+        _reverse_sequence, _equal_shapes, _nll_loss, _batch_only,
+    )
+}  # fmt: skip

@@ -1,1 +1,1 @@
-"""What passes do to a module, step by step: the module after each, the differences, the times."""
+"""Traces of passes: the module after each, the differences, the times."""

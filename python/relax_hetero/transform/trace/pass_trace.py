@@ -14,11 +14,14 @@ from typing import Any, TextIO
 
 import tvm
 
-from ...artifact.messages import text_table
 from ...artifact.what_reads import found
+from ...display.html import Markup, escaped, folded, page, paragraph, view
+from ...display.text import text_table
 from ...errors import HeteroError
-from ...providers import provided
 from .snapshot import FunctionChange, Snapshot
+
+_IN_NOTEBOOK, _ON_PAGE = 40, 200
+"""Lines of a function that a notebook keeps, in its file, and a page."""
 
 
 @dataclass
@@ -50,7 +53,7 @@ class TracedPass:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the module was kept before and after the pass: not where it failed, or saw kernels alone."""
+        """True if the module was kept before and after the pass: not where it failed, or saw kernels alone."""
         return self._before is not None and self._after is not None
 
     @property
@@ -65,12 +68,12 @@ class TracedPass:
 
     @property
     def changed(self) -> bool:
-        """Whether the text of any function, or an attribute of the module, is another one after the pass."""
+        """True if the text of any function, or an attribute of the module, is another one after the pass."""
         return bool(self.changes)
 
     @property
     def changes(self) -> tuple[FunctionChange, ...]:
-        """What the pass did, function by function; made when it is first asked for."""
+        """Changes by the pass, function by function; made when it is first asked for."""
         if self._changes is None:
             if self._before is None or self._after is None or self._before is self._after:
                 self._changes = ()
@@ -89,12 +92,17 @@ def _kept(one: TracedPass, snapshot: Snapshot | None) -> Snapshot:
 class PassTrace(AbstractContextManager["PassTrace"]):
     """The passes that ran while this was open; `trace_passes` makes one. Printing it gives a table.
 
+    Parameters
+    ----------
+    kernels : bool
+        As `trace_passes` takes it.
+
     Attributes
     ----------
     passes : list of TracedPass
         In the order in which they began.
     result : tvm.IRModule or None
-        What the passes made of the module that `trace_passes` was given; None without one.
+        Module after the passes that `trace_passes` was given; None without one.
     """
 
     def __init__(self, kernels: bool = False) -> None:
@@ -204,12 +212,17 @@ class PassTrace(AbstractContextManager["PassTrace"]):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a page of HTML with the passes, their times and what each changed; it needs no network.
 
+        Parameters
+        ----------
+        path : str or PathLike of str
+            File to write; one that is there is replaced.
+
         Raises
         ------
         HeteroError
             The file cannot be written.
         """
-        text = provided("pass_trace_page")(self)
+        text = page("What each pass changed", *self._html(_ON_PAGE))
         try:
             Path(path).write_text(text, encoding="utf-8")
         except OSError as error:
@@ -244,7 +257,15 @@ class PassTrace(AbstractContextManager["PassTrace"]):
         return f"<PassTrace of {len(self.passes)} passes>"
 
     def _repr_html_(self) -> str:
-        return str(provided("pass_trace_html")(self))
+        return view(*self._html(_IN_NOTEBOOK))
+
+    def _html(self, most: int) -> list[str]:
+        shown = self.shown()
+        outer = sum(one.seconds for one in self.passes if one.depth == 0)
+        hidden = len(self.passes) - len(shown)
+        note = f"; {hidden} inside of others that changed nothing are left out" if hidden else ""
+        head = paragraph(f"{len(self.passes)} passes, {outer * 1e3:,.1f} ms{note}.")
+        return [head, *(_pass_html(one, most) for one in shown)]
 
     def _begin(self, mod: tvm.IRModule, name: str) -> None:
         begin = time.perf_counter()
@@ -353,7 +374,9 @@ def trace_passes(
         return trace
     if not isinstance(mod, tvm.IRModule):
         raise HeteroError(f"trace_passes: {found(mod)}; expected a tvm.IRModule")
-    run = _checked(provided("pipeline_passes")() if passes is None else passes)
+    from ..pipeline import pipeline_steps  # which imports every pass
+
+    run = _checked([step.run for step in pipeline_steps()] if passes is None else passes)
     with trace:
         for each in run:
             mod = each(mod)
@@ -397,3 +420,33 @@ def pass_summary(one: TracedPass) -> str:
 def _change_name(change: FunctionChange) -> str:
     sign = "+" if not change.before else "-" if not change.after else ""
     return sign + change.function
+
+
+def _pass_html(one: TracedPass, most: int) -> str:
+    lines, indent = pass_lines(one), f"margin-left:{1.4 * one.depth:.1f}em"
+    quiet = "" if one.changes or one.outcome == "failed" else ' class="rh-quiet"'
+    title = Markup(
+        f"<b>{escaped(one.name)}</b> <span>{one.seconds * 1e3:,.2f} ms</span> {escaped(lines)} "
+        f'<span class="rh-quiet">{escaped(pass_summary(one))}</span>'
+    )
+    if not one.changes:
+        return f'<div{quiet} style="{indent}">{one.number}. {title}</div>'
+    inside = [folded(_change_title(change), _diff(change, most)) for change in one.changes]
+    return f'<div style="{indent}">{folded(Markup(f"{one.number}. {title}"), *inside)}</div>'
+
+
+def _change_title(change: FunctionChange) -> str:
+    state = "" if change.before and change.after else ", new" if change.after else ", gone"
+    return f"{change.function}{state}: +{change.added} -{change.removed}"
+
+
+def _diff(change: FunctionChange, most: int) -> Markup:
+    lines = change.diff.splitlines()[2:]
+    drawn = [f'<span class="rh-pair{_class(line)}">{escaped(line)}</span>' for line in lines[:most]]
+    more = len(lines) - most
+    rest = paragraph(f"{more:,} more lines: trace.show(...) prints them.") if more > 0 else ""
+    return Markup(f"<pre>{''.join(drawn)}</pre>{rest}")
+
+
+def _class(line: str) -> str:
+    return {"+": " rh-plus", "-": " rh-minus"}.get(line[:1], "")

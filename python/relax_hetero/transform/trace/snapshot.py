@@ -26,7 +26,7 @@ _ABBREVIATED = 120
 
 @dataclass(frozen=True)
 class FunctionChange:
-    """What a pass did to one function.
+    """Change of one function by a pass.
 
     Attributes
     ----------
@@ -82,11 +82,11 @@ class Snapshot:
 
     @property
     def has_relax(self) -> bool:
-        """Whether any function is one of Relax."""
+        """True if any function is one of Relax."""
         return any(isinstance(func, tvm.relax.Function) for _, func in self._functions.values())
 
     def same_as(self, other: Snapshot) -> bool:
-        """Whether both hold the very same functions and attributes."""
+        """Return whether both hold the very same functions and attributes."""
         return (
             self._functions.keys() == other._functions.keys()
             and all(func.same_as(other._functions[name][1]) for name, (_, func) in self._functions.items())

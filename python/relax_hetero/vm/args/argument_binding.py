@@ -26,7 +26,7 @@ class BoundArguments(NamedTuple):
     Attributes
     ----------
     values : sequence of object
-        What the function takes.
+        Arguments as the function takes them.
     dims : DimValues
         The values of its symbolic dimensions.
     lent : list of AddressRange
@@ -44,16 +44,16 @@ class ArgumentBinder:
     Parameters
     ----------
     devices : sequence of runtime.Device
-        By manifest index; the last is the host.
+        Devices by manifest index; the last is the host.
     scopes : sequence of str
         The memory scope of each.
     limits : MemoryLimits, optional
-        What a call with symbolic sizes may need.
+        Limits for calls with symbolic sizes.
 
     Attributes
     ----------
     caches : dict of str to CallCache
-        By function, the calls that were found to fit.
+        Calls of each function that were found to fit.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ def match_names(
     signature : FunctionSignature
         The function's.
     args, kwargs
-        What this call gives.
+        Arguments of this call.
     given : mapping of int to object
         Parameters that were placed before, by input index.
 

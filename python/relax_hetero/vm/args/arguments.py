@@ -22,6 +22,7 @@ from ...artifact.dims import DimValues
 from ...artifact.metadata import CPU
 from ...artifact.signature import PrimSpec, ShapeSpec, TensorSpec, TupleSpec, ValueSpec, describe
 from ...errors import BindingError, HeteroError
+from ...target.backend import backend_of_type
 from ...target.element_types import bits_of, numpy_dtype
 from ..device.cuda_library import CUDA_HOST
 from ..device.tensors import (
@@ -54,7 +55,7 @@ class Placement:
     Attributes
     ----------
     devices : sequence of runtime.Device
-        By manifest index; the last is the host.
+        Devices by manifest index; the last is the host.
     scopes : sequence of str
         Memory scope by manifest index; the last is the host's.
     dims : DimValues
@@ -62,7 +63,7 @@ class Placement:
     keep : bool
         Whether foreign memory must be copied even where it could be lent: the values outlive the call.
     alignment : int
-        What kernels need of a tensor's address, in bytes.
+        Alignment in bytes that kernels need of a tensor's address.
     lends_arrays : bool
         Whether numpy arrays may be lent: no kernel writes to an argument.
     lent : list of AddressRange
@@ -190,11 +191,9 @@ def from_dlpack(value: Any) -> runtime.Tensor:
     """A tvm tensor over the memory of an object with ``__dlpack__``."""
     if hasattr(value, "is_neg"):
         value = _plain_torch(value)
-    device_type = int(value.__dlpack_device__()[0])
-    if device_type == 2:
-        # Work that the producer queued on its own stream comes before ours on the legacy default stream (1).
-        return tvm_ffi.from_dlpack(value.__dlpack__(stream=1))
-    return tvm_ffi.from_dlpack(value)
+    stream = backend_of_type(int(value.__dlpack_device__()[0])).dlpack_stream
+    # Work that the producer queued on its own stream comes before ours.
+    return tvm_ffi.from_dlpack(value if stream is None else value.__dlpack__(stream=stream))
 
 
 def _plain_torch(value: Any) -> Any:

@@ -57,7 +57,7 @@ class CachedCall:
     outs : set of Look
         Looks of ``out=`` that were found to fit.
     shared : tuple of object or None
-        What the machine found out about these looks once (`driver.link.repeated_calls`); None before.
+        Facts that the machine found out about these looks once (`driver.link.repeated_calls`); None before.
     round : int
         When the machine's buffer pool was told of its extents, in rounds of the pool; -1 before.
     """
@@ -73,7 +73,7 @@ class CachedCall:
     round: int = -1
 
     def settles(self, signature: FunctionSignature) -> bool:
-        """Whether the arguments alone decide the shape of the function's one result."""
+        """Return whether the arguments alone decide the shape of the function's one result."""
         if signature.output_is_tuple:
             return False
         (spec,) = signature.outputs
@@ -99,7 +99,7 @@ class CachedCall:
         return [(begin, begin + size) for begin, size in zip(begins, self.nbytes, strict=True)] + self.rest_lent
 
     def shares(self, address: int, tensors: Sequence[runtime.Tensor]) -> bool:
-        """Whether an address is in memory of these arguments (or may be in that of parameters)."""
+        """Return whether an address is in memory of these arguments (or may be in that of parameters)."""
         for tensor, size in zip(tensors, self.nbytes):  # noqa: B905 (strict takes as long as the rest)
             if 0 <= address - tensor.data_ptr() < size:
                 return True
@@ -112,7 +112,7 @@ class CallCache:
     Parameters
     ----------
     alignment : int
-        Of tensors in bytes, a power of two, as kernels need it.
+        Alignment of tensors in bytes, a power of two, as kernels need it.
     takes_arrays : bool
         Whether numpy arrays may be lent to kernels.
     names : tuple of str
@@ -163,7 +163,7 @@ class CallCache:
         return call, tensors
 
     def _may_consume(self, args: Sequence[Any], tensors: Sequence[runtime.Tensor], call: CachedCall) -> bool:
-        """Whether each donated argument may be written and has memory of its own."""
+        """Return whether each donated argument may be written and has memory of its own."""
         for index in self._donated:
             if isinstance(args[index], np.ndarray) and not args[index].flags.writeable:
                 return False
@@ -190,9 +190,9 @@ class CallCache:
         Parameters
         ----------
         args : sequence of object
-            What the caller gave, all by position.
+            Arguments of the caller, all by position.
         values : sequence of object
-            What the function takes for it; parameters that were placed before follow.
+            Arguments as the function takes them; parameters that were placed before follow.
         dims : DimValues
             The values of symbolic dimensions.
         lent : list of AddressRange

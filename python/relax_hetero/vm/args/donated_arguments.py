@@ -23,7 +23,7 @@ def check_donated(signature: FunctionSignature, values: Sequence[Any]) -> None:
     Parameters
     ----------
     values : sequence of object
-        What the function takes, in the order of its inputs.
+        Arguments as the function takes them, in the order of its inputs.
     """
     ranges = [(spec.name, address_ranges(value)) for spec, value in zip(signature.inputs, values, strict=True)]
     for name, mine in ranges:
@@ -57,7 +57,7 @@ class LentMemory(NamedTuple):
     owner: Any = None
 
     def is_kept(self) -> bool:
-        """Whether the caller has the memory still, so that nothing else can have been given it."""
+        """Return whether the caller has the memory still, so that nothing else can have been given it."""
         return (self.owner() if isinstance(self.owner, weakref.ref) else self.owner) is not None
 
 

@@ -29,7 +29,7 @@ def own_arguments(
     Parameters
     ----------
     devices : sequence of runtime.Device
-        By manifest index.
+        Devices by manifest index.
     is_late : bool
         Whether arguments are placed later; else those for other devices than the host are copied there anyway.
     """

@@ -89,7 +89,7 @@ def _check_buffer(out: Any, spec: ValueSpec, where: str, dims: DimValues) -> Non
 
 
 def _elements_are_apart(array: np.ndarray) -> bool:
-    """Whether each element has bytes of its own, for sure: each axis steps over all that the smaller steps reach."""
+    """True if each element has bytes of its own, for sure: each axis steps over all that the smaller steps reach."""
     reach = array.itemsize
     for stride, extent in sorted((abs(s), n) for s, n in zip(array.strides, array.shape, strict=True) if n > 1):
         if stride < reach:

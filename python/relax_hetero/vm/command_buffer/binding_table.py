@@ -20,10 +20,19 @@ from .recorder import Recording
 class BindingTable:
     """The memory of each slot of a command buffer; made by `CommandBuffer.bind`, for any number of submissions.
 
+    Parameters
+    ----------
+    recording : Recording
+        Commands that the table is for.
+    lent : sequence of LentMemory or None
+        Memory of each slot; None for an empty one.
+
     Attributes
     ----------
+    recording : Recording
+        Commands that the table is for.
     addresses, sizes : tuple of int
-        By slot; 0 for one that is empty.
+        Addresses and sizes by slot; 0 for one that is empty.
     values : dict of str to int
         The sizes by the names that texts use.
     pointer : int

@@ -59,12 +59,15 @@ class CommandBuffer:
     Attributes
     ----------
     machine : VirtualMachine
+        Machine whose kernels it runs.
     device : Device
+        Device that runs the commands.
     index : int
-        Of the device in the manifest.
+        Index of the device in the manifest.
     device_name : str
         As messages call it.
     mode : str
+        ``"reusable"`` or ``"one-shot"``.
     state : str
         ``"new"``, ``"recording"``, ``"ready"``, or ``"submitted"`` for a one-shot buffer that was.
 
@@ -111,6 +114,7 @@ class CommandBuffer:
         Parameters
         ----------
         index : int
+            Slot of the binding table.
         offset, length : int or a number made of parameters
             Bytes, counted from where the binding begins; None: what the command needs, else all there is.
         """
@@ -139,6 +143,11 @@ class CommandBuffer:
 
         It stands for an int where an int is expected (extents, offsets, lengths, workgroup counts, integer scalars), as
         such or in arithmetic with ints and other parameters, and for a float as a kernel's floating-point scalar.
+
+        Parameters
+        ----------
+        index : int
+            Position among the numbers of a submission.
         """
         if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < self._parameters:
             raise BindingError(f"parameter {index!r} is not among the {self._parameters} parameters of {self!r}")
@@ -157,6 +166,7 @@ class CommandBuffer:
         Parameters
         ----------
         target : MemoryRange
+            Range to write.
         pattern : bytes, number or numpy scalar
             The bytes of one element; a Python number other than 0 needs `dtype`.
         dtype : str, optional
@@ -166,7 +176,13 @@ class CommandBuffer:
         self._recorder.fill(self._own(target, "the target of fill"), as_pattern(pattern, dtype))
 
     def copy(self, source: MemoryRange, target: MemoryRange) -> None:
-        """Copy bytes: as many as either range says, else all that `source` has."""
+        """Copy bytes: as many as either range says, else all that `source` has.
+
+        Parameters
+        ----------
+        source, target : MemoryRange
+            Ranges to read and to write.
+        """
         self.require("recorded into", RECORDING)
         self._recorder.copy(self._own(source, "the source of copy"), self._own(target, "the target of copy"))
 
@@ -197,14 +213,14 @@ class CommandBuffer:
         operands : sequence of MemoryRange
             One for each tensor parameter, in order.
         scalars : sequence or mapping by name
-            Of symbolic extents, then of scalar parameters, without workgroup numbers.
+            Values of symbolic extents, then of scalar parameters, without workgroup numbers.
         when, unless : MemoryRange, optional
             An int32 that is read when the command runs: it is skipped where `when` is zero, or `unless` is not.
 
         Raises
         ------
         BindingError
-            What does not fit the kernel, as far as it is known now; the rest is asked of bindings and parameters.
+            An operand does not fit the kernel, as far as it is known now; the rest is asked of bindings and parameters.
         """
         self._dispatch(self._kernel(kernel), as_grid(grid), None, operands, scalars, when, unless)
 
@@ -313,7 +329,15 @@ class CommandBuffer:
         return self._runner(table, numbers)
 
     def require(self, what: str, *states: str) -> None:
-        """HeteroError unless the recording is in one of these states."""
+        """HeteroError unless the recording is in one of these states.
+
+        Parameters
+        ----------
+        what : str
+            Participle for the message, such as "recorded into".
+        *states : str
+            Permitted values of `state`.
+        """
         if self.state not in states:
             raise HeteroError(f"a command buffer is {what} that is {self.state}, expected {' or '.join(states)}")
 

@@ -20,18 +20,22 @@ import tvm_ffi
 from tvm import runtime
 
 from ...artifact.commands import GRAPH, Command, Copy, Dispatch, Fill, Reference
-from ..device.cuda_driver import CudaDriver
-from ..device.cuda_library import CudaLibrary
+from ...artifact.messages import explain_failure
+from ...errors import BindingError, HeteroError
+from ..device.cuda_driver import CudaDriver, cuda_driver
+from ..device.cuda_library import CudaLibrary, cuda_library
 from ..device.cuda_streams import Event, Stream
+from ..machine import VirtualMachine
 from ..region.walk_commands import Kernel, Memory, Values, converted_scalars, value_of
 from .binding_table import BindingTable
 from .operands import parameter_name
 from .recorder import Recording
+from .runners import Submission
 
 _log = logging.getLogger("relax_hetero")
 
 MOST_GRAPHS = 16
-"""Of a command buffer."""
+"""Maximum number of graphs of a command buffer."""
 
 _Numbers = tuple[int | float, ...]
 _Key = tuple[int, _Numbers]
@@ -54,7 +58,7 @@ class CudaWork:
         self._event.synchronize()
 
     def done(self) -> bool:
-        """Whether the work has ended; CudaError where the GPU has failed."""
+        """Return whether the work has ended; CudaError where the GPU has failed."""
         return self._event.done()
 
 
@@ -149,7 +153,7 @@ class CudaCommands:
 
 
 def _asks_memory(commands: Sequence[Command]) -> bool:
-    """Whether any command runs as often as memory says."""
+    """Return whether any command runs as often as memory says."""
     dispatches = [command for command in commands if isinstance(command, Dispatch)]
     return any(d.count is not None or d.when is not None or d.unless is not None for d in dispatches)
 
@@ -222,3 +226,28 @@ class _Walker:
         )
         self._stream.synchronize()
         return list(found)
+
+
+class CudaRunner:
+    """Runs a recording on a GPU; the work outlasts the call."""
+
+    def __init__(self, machine: VirtualMachine, recording: Recording) -> None:
+        library = cuda_library()
+        if library is None:
+            raise BindingError("command buffers by hand: the CUDA driver does not work, expected one that does")
+        self._metadata = machine.executable.metadata
+        self._commands = CudaCommands(machine.devices[recording.device], recording, library, cuda_driver())
+
+    @property
+    def runs(self) -> str:
+        """How, as `RegionSpec.runs` says it."""
+        return self._commands.runs
+
+    def __call__(self, table: BindingTable, numbers: tuple[int | float, ...]) -> Submission:
+        """Run the commands with a binding table and numbers."""
+        try:
+            return Submission(self._commands.submit(table, numbers))
+        except HeteroError:
+            raise
+        except Exception as error:  # a kernel may raise anything
+            raise explain_failure("a command buffer", error, self._metadata) from error

@@ -10,8 +10,9 @@ import numpy as np
 import tvm_ffi
 from tvm import runtime
 
-from ...artifact.metadata import CPU, TYPE_NAMES
+from ...artifact.metadata import CPU
 from ...errors import BindingError
+from ...target.backend import backend_of_type
 from ..args.arguments import from_dlpack
 from ..device.cuda_library import CUDA_HOST
 from ..device.tensors import alias, capsule_pointer, dtype_name, has_offset, nbytes_of
@@ -80,8 +81,8 @@ def check_device(lent: LentMemory, device: runtime.Device, name: str, where: str
     if lent.device == wanted or lent.device == (wanted[0], -1):
         return
     kind, index = lent.device
-    found = f"{TYPE_NAMES.get(kind, f'device type {kind}')}{f':{index}' if index >= 0 else ''}"
-    expected = f"{TYPE_NAMES[wanted[0]]}:{wanted[1]} ({name})"
+    found = f"{backend_of_type(kind).type_name}{f':{index}' if index >= 0 else ''}"
+    expected = f"{backend_of_type(wanted[0]).type_name}:{wanted[1]} ({name})"
     raise BindingError(f"{where} is on the device {found}, expected {expected}")
 
 
@@ -124,7 +125,7 @@ _READ_ONLY = 1
 
 
 def _is_read_only(value: Any) -> bool:
-    """Whether an object says that its memory must not be written to, which DLPack can from version 1 on."""
+    """Return whether an object says that its memory must not be written to, which DLPack can from version 1 on."""
     try:
         capsule = value.__dlpack__(max_version=(1, 0))  # the head lies in memory that goes with it
         return bool(_VersionedHead.from_address(capsule_pointer(capsule, b"dltensor_versioned")).flags & _READ_ONLY)

@@ -196,13 +196,13 @@ class Limit:
     Attributes
     ----------
     what : str
-        What messages call it.
+        Name in messages.
     value : str
         Arithmetic of parameters and sizes of bindings.
     low, high : int or None
         The least and greatest value.
     multiple : int
-        Of what it must be a multiple.
+        Number that it must be a multiple of.
     """
 
     what: str

@@ -71,7 +71,7 @@ class Requirement:
 
     @property
     def is_written(self) -> bool:
-        """Whether any command writes it."""
+        """True if any command writes it."""
         return self.access in (WRITE, READ_WRITE)
 
     @property
@@ -183,7 +183,7 @@ def _extents(tensor: TensorParam, values: dict[str, Integer], what: str) -> tupl
 
 
 COUNT_BYTES = 4
-"""Of a workgroup count or a predicate in memory, an int32."""
+"""Bytes of a workgroup count or a predicate in memory, an int32."""
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,13 @@ from typing import Any, Protocol
 from tvm import base
 
 from ...artifact.messages import explain_failure
-from ...artifact.metadata import CPU
 from ...errors import BindingError, HeteroError
 from ...providers import provided
-from ..device.cuda_driver import cuda_driver
-from ..device.cuda_library import CUDA, cuda_library
+from ...target.backend import backends
 from ..device.threads import enter_call, leave_call
 from ..machine import VirtualMachine
 from ..region.walk_commands import Memory, raise_kernel_error, walk
 from .binding_table import BindingTable
-from .cuda_runner import CudaCommands
 from .operands import parameter_name
 from .recorder import Recording
 
@@ -46,12 +43,12 @@ class Submission:
             self._fence.wait()
 
     def done(self) -> bool:
-        """Whether the work has ended."""
+        """Return whether the work has ended."""
         return self._fence is None or bool(self._fence.done())
 
 
 ENDED = Submission()
-"""Of devices whose work has ended when `submit` returns."""
+"""Submission to devices whose work has ended when `submit` returns."""
 
 
 class Runner(Protocol):
@@ -85,20 +82,20 @@ def runner_for(machine: VirtualMachine, recording: Recording, compiled: bool) ->
         A kind of device that command buffers cannot be recorded for by hand.
     """
     check_device_kind(machine, recording.device)
-    if machine.executable.devices[recording.device].device_type == CUDA:
-        return _CudaRunner(machine, recording)
-    return _HostRunner(machine, recording, compiled and not base._RUNTIME_ONLY)
+    backend = machine.executable.devices[recording.device].backend
+    runner: Runner = backend.runner(machine, recording, compiled and not base._RUNTIME_ONLY)
+    return runner
 
 
 def check_device_kind(machine: VirtualMachine, device: int) -> None:
     """BindingError for a kind of device without a runner."""
     spec = machine.executable.devices[device]
-    if spec.device_type not in (CPU, CUDA):
-        expected = f"expected a device of kind 'llvm', 'c' or 'cuda', found {spec.kind!r}"
-        raise BindingError(f"command buffers by hand: {expected}")
+    if not spec.backend.records_by_hand:
+        known = ", ".join(repr(backend.kind) for backend in backends() if backend.records_by_hand)
+        raise BindingError(f"command buffers by hand: expected a device of a kind of {known}, found {spec.kind!r}")
 
 
-class _HostRunner:
+class HostRunner:
     """Runs a recording on a CPU, in the calling thread."""
 
     def __init__(self, machine: VirtualMachine, recording: Recording, compiled: bool) -> None:
@@ -112,6 +109,7 @@ class _HostRunner:
         return self._runs
 
     def __call__(self, table: BindingTable, numbers: tuple[int | float, ...]) -> Submission:
+        """Run the commands with a binding table and numbers."""
         pool = enter_call(self._threads)
         try:
             self._run(table, numbers)
@@ -122,30 +120,6 @@ class _HostRunner:
         finally:
             leave_call(pool)
         return ENDED
-
-
-class _CudaRunner:
-    """Runs a recording on a GPU; the work outlasts the call."""
-
-    def __init__(self, machine: VirtualMachine, recording: Recording) -> None:
-        library = cuda_library()
-        if library is None:
-            raise BindingError("command buffers by hand: the CUDA driver does not work, expected one that does")
-        self._metadata = machine.executable.metadata
-        self._commands = CudaCommands(machine.devices[recording.device], recording, library, cuda_driver())
-
-    @property
-    def runs(self) -> str:
-        """How, as `RegionSpec.runs` says it."""
-        return self._commands.runs
-
-    def __call__(self, table: BindingTable, numbers: tuple[int | float, ...]) -> Submission:
-        try:
-            return Submission(self._commands.submit(table, numbers))
-        except HeteroError:
-            raise
-        except Exception as error:  # a kernel may raise anything
-            raise explain_failure("a command buffer", error, self._metadata) from error
 
 
 _Run = Callable[[BindingTable, tuple[int | float, ...]], None]

@@ -21,8 +21,8 @@ from tvm import runtime
 
 from ...artifact.checks import refusal
 from ...errors import HeteroError, MemoryLimitError
+from ...target.backend import backend_of_device
 from . import loop_rows  # noqa: F401 - registers its functions
-from .cuda_library import CUDA
 from .host_memory import host_memory
 from .memory_pools import arrival, departure
 from .tensors import alias, copy_into, empty, from_numpy, is_host
@@ -97,7 +97,7 @@ def pinned_storage(size: Sequence[int], index: int) -> runtime.Tensor:
     """
     devices, _ = _machine("pinned_storage", index)
     device, nbytes = devices[index], int(size[0])
-    gpu = next((other.index for other in devices if other.dlpack_device_type() == CUDA), None)
+    gpu = next((other.index for other in devices if backend_of_device(other).pins_memory), None)
     pinned = None if gpu is None else departure(nbytes, device, gpu)
     return empty((nbytes,), "uint8", device) if pinned is None else pinned
 

@@ -10,8 +10,7 @@ import tvm_ffi
 from tvm import runtime
 
 from ...artifact.metadata import ConstantSpec
-from .cuda_library import CUDA
-from .error_records import error_record
+from ...target.backend import backend_of_device
 from .tensors import (
     MemoryRanges,
     address_range,
@@ -64,8 +63,7 @@ def _table(addresses: Sequence[int], device: runtime.Device) -> runtime.Tensor:
 
 def _placed(tensor: runtime.Tensor, spec: ConstantSpec, device: runtime.Device) -> runtime.Tensor:
     """A constant on `device`; for one that stands for the error record of a GPU, that record as its kernels see it."""
-    is_on_gpu = device.dlpack_device_type() == CUDA
-    record = error_record(device.index) if spec.is_record and is_on_gpu else None
+    record = backend_of_device(device).error_record(device.index) if spec.is_record else None
     if record is None:
         return place_constant(tensor, device)
     return alias(from_array(np.ctypeslib.as_array(record.words)), device)

@@ -12,6 +12,8 @@ from ctypes import POINTER, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64
 from functools import cache
 from typing import Any
 
+from tvm import runtime
+
 from .cuda_driver import CudaError
 
 CUDA = 2  # kDLCUDA
@@ -122,7 +124,7 @@ class CudaLibrary:
         return self.made("cuMemHostAlloc", nbytes, _PORTABLE | _DEVICEMAP)
 
     def is_pinned(self, address: int) -> bool:
-        """Whether host memory is pinned, whoever has done it."""
+        """Return whether host memory is pinned, whoever has done it."""
         kind = c_uint(0)
         failed = self.status("cuPointerGetAttribute", ctypes.byref(kind), _MEMORY_TYPE, address)
         return not failed and kind.value == _HOST
@@ -143,3 +145,8 @@ def cuda_library() -> CudaLibrary | None:
         return CudaLibrary(ctypes.CDLL("libcuda.so.1"), ctypes.PyDLL("libcuda.so.1"))
     except (OSError, AttributeError, CudaError):  # none, older than what is used of it, or no GPU
         return None
+
+
+def cuda_device(index: int) -> runtime.Device:
+    """A GPU as TVM names it."""
+    return runtime.device("cuda", index)

@@ -64,12 +64,14 @@ def pinned_array(shape: int | tuple[int, ...], dtype: str | np.dtype[Any] = "flo
     Parameters
     ----------
     shape : int or tuple of int
+        Extents.
     dtype : str or numpy.dtype
-        By name also those that numpy lacks (``"bfloat16"``).
+        Element type; by name also those that numpy lacks (``"bfloat16"``).
 
     Returns
     -------
     numpy.ndarray
+        Array of these extents.
 
     Raises
     ------

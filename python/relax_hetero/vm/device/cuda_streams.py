@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from functools import cache
 
 import tvm_ffi
 from tvm import runtime
 
-from .cuda_library import NOT_READY, CudaLibrary
+from .cuda_library import NOT_READY, CudaLibrary, cuda_device
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _BLOCKING_SYNC, _DISABLE_TIMING = 1, 2  # CU_EVENT_*
@@ -43,7 +44,7 @@ class Event:
         self.library.quick("cuEventRecord", self.handle, stream.handle)
 
     def done(self) -> bool:
-        """Whether it has been reached; CudaError where the GPU has failed."""
+        """Return whether it has been reached; CudaError where the GPU has failed."""
         return _has_ended(self.library, "cuEventQuery", self.handle)
 
     def synchronize(self) -> None:
@@ -77,6 +78,10 @@ class Stream:
         else:
             self.handle = handle
 
+    def chosen(self) -> Stream:
+        """The stream that this thread has chosen on the same GPU."""
+        return Stream.current(self.library, cuda_device(self.gpu))
+
     @staticmethod
     def current(library: CudaLibrary, device: runtime.Device) -> Stream:
         """The stream that TVM launches kernels on, from this thread, on a CUDA device."""
@@ -94,7 +99,7 @@ class Stream:
         self.library.quick("cuStreamWaitEvent", self.handle, event.handle, 0)
 
     def done(self) -> bool:
-        """Whether all its work has ended; CudaError where the GPU has failed."""
+        """Return whether all its work has ended; CudaError where the GPU has failed."""
         self.library.use(self.gpu)
         return _has_ended(self.library, "cuStreamQuery", self.handle)
 
@@ -114,3 +119,13 @@ def _has_ended(library: CudaLibrary, query: str, handle: int) -> bool:
 def _destroy_with(owner: Event | Stream, library: CudaLibrary, function: str) -> None:
     # When the process ends the driver may have ended before, and frees everything.
     weakref.finalize(owner, library.status, function, owner.handle).atexit = False
+
+
+@cache
+def shared_stream(library: CudaLibrary, gpu: int, purpose: str) -> Stream:
+    """A stream of a GPU that all machines use for the same purpose.
+
+    It is ordered with CUDA's default stream, and never destroyed.
+    """
+    library.use(gpu)
+    return Stream(library, gpu, library.made("cuStreamCreate", 0))

@@ -10,14 +10,11 @@ from typing import Any
 from tvm import runtime
 
 from ...artifact.messages import unknown_name
-from ...artifact.metadata import CPU, TYPE_NAMES, DeviceSpec, Metadata, device_names
+from ...artifact.metadata import DeviceSpec, Metadata, device_names
 from ...errors import BindingError
-from ...target.backends import load_backend
+from ...target.backend import backend_of_device, backends
 from ...target.device_words import device_hint
 from .cpu_features import check_cpu
-from .cuda_copies import enable_peer_access
-from .cuda_library import CUDA
-from .gpu_check import check_gpu, why_no_gpu
 from .numa import check_node, check_one_node
 
 
@@ -54,12 +51,13 @@ def bind_devices(metadata: Metadata, devices: object = None) -> list[runtime.Dev
     names = device_names(specs)
     bound = [check_device(name, spec, device) for name, spec, device in zip(names, specs, chosen, strict=True)]
     check_one_node(names, specs, bound)
-    enable_peer_access(bound)
+    for backend in {id(backend): backend for backend in map(backend_of_device, bound)}.values():
+        backend.connect([device for device in bound if device.dlpack_device_type() == backend.device_type])
     return bound
 
 
 def chosen_devices(metadata: Metadata, devices: object = None) -> list[runtime.Device]:
-    """What `bind_devices` checks: the device of every manifest entry, here or not."""
+    """Device of every manifest entry, here or not, for `bind_devices` to check."""
     specs = metadata.devices
     chosen: list[Any] = [runtime.device(spec.type_name, spec.vdevice_id) for spec in specs]
     if isinstance(devices, Mapping):
@@ -91,7 +89,7 @@ def to_device(device: object) -> runtime.Device:
         try:
             return runtime.device(device)
         except ValueError as error:
-            hint = device_hint(device, tuple(TYPE_NAMES.values()))
+            hint = device_hint(device, tuple(dict.fromkeys(backend.type_name for backend in backends())))
             raise BindingError(
                 f"{device!r} is no device ({error}){hint}; expected text like 'cpu:1' or 'cuda:0'"
             ) from None
@@ -161,12 +159,10 @@ def check_device(name: str, spec: DeviceSpec, device: runtime.Device) -> runtime
         raise BindingError(f"{name} was compiled for a {spec.type_name} device (kind {spec.kind!r}), found {device}")
     check_cpu(name, spec)
     check_node(name, spec)
-    if device.dlpack_device_type() != CPU:
-        load_backend(spec.type_name)
-    is_cuda = device.dlpack_device_type() == CUDA
+    backend = backend_of_device(device)
+    backend.load()
     if device.index < 0 or not device.exist:
-        why = f": {why_no_gpu()}" if is_cuda else ""
-        raise BindingError(f"{name} is to run on {device}, which this machine does not have{why}")
-    if is_cuda:
-        check_gpu(name, spec, device)
+        why = backend.why_absent()
+        raise BindingError(f"{name} is to run on {device}, which this machine does not have{why and f': {why}'}")
+    backend.check_device(name, spec, device)
     return device

@@ -26,7 +26,7 @@ class ErrorRecord:
     Parameters
     ----------
     address : int
-        Of so many words as a record has, which stay as long as the record.
+        Address of the record's words, which stay as long as the record.
     owner : object
         Keeps the memory.
 
@@ -42,7 +42,7 @@ class ErrorRecord:
         ctypes.memset(address, 0, ctypes.sizeof(self.words))
 
     def take(self) -> tuple[int, int, int, int] | None:
-        """What was reported, once: the key of the check, the value, the least and one past the last; None if nothing.
+        """Report, once: the key of the check, the value, the least and one past the last; None if nothing.
 
         The record is free for another report then.
         """

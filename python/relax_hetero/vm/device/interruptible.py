@@ -28,14 +28,14 @@ def run_in_threads(
     workers : int
         How many threads, at most as many as there are tasks.
     name : str
-        Of the threads.
+        Name of the threads.
     on_done : callable, optional
         Called in this thread with the number of each task that has ended.
 
     Raises
     ------
     Exception
-        Of the first task, in order, that raised one; all others have ended then.
+        The exception of the first task, in order, that raised one; all others have ended then.
     """
     if not tasks:
         return []

@@ -41,7 +41,7 @@ class MachineLock:
             _all.add(self)
 
     def is_free(self) -> bool:
-        """Whether this thread could hold the lock now, and another one does not."""
+        """Return whether this thread could hold the lock now, and another one does not."""
         if isinstance(self.held, _RefusingLock) or not self.held.acquire(blocking=False):
             return False
         self.held.release()

@@ -13,8 +13,9 @@ from typing import Protocol
 import numpy as np
 from tvm import runtime
 
+from ...target.backend import backend_of_device
 from ...target.element_types import bytes_for
-from .cuda_library import CUDA, CudaLibrary, cuda_library
+from .cuda_library import CudaLibrary, cuda_library
 from .cuda_memory import PinnedBlock
 from .tensors import alias, empty, is_host, nbytes_of, view_bytes
 
@@ -112,7 +113,7 @@ PINNED_BYTES = 128 << 10
 """Smaller tensors arrive as soon in memory that is not pinned, and leave as soon from there."""
 
 TRANSFER_BYTES = 2 << 30
-"""Of host memory that is pinned for each GPU: for what plain calls bring from it, and for what is made to go to it."""
+"""Bytes of host memory pinned for each GPU: for transfers of plain calls from it, and for tensors that go to it."""
 
 
 class PinnedPool(BlockPool):
@@ -140,7 +141,8 @@ def arrival(
     That is `room`, if its memory is pinned. None for other devices, and where any memory will do or the limit is
     reached.
     """
-    if source.device.dlpack_device_type() != CUDA or not is_host(device) or nbytes_of(source) < PINNED_BYTES:
+    is_fast = backend_of_device(source.device).pins_memory
+    if not is_fast or not is_host(device) or nbytes_of(source) < PINNED_BYTES:
         return None
     library = cuda_library()
     if library is not None and room is not None and library.is_pinned(room.data_ptr()):

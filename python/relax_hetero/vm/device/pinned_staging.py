@@ -51,7 +51,7 @@ _DESK_WORDS = 16
 """Words of 8 bytes at which a caller and its helpers meet."""
 
 _BUFFERS = 2
-"""Of each thread: one is copied by the host, one by the GPU."""
+"""Number of buffers of each thread: one is copied by the host, one by the GPU."""
 
 Part: TypeAlias = tuple[int, int]
 """Offset and bytes."""

@@ -18,11 +18,9 @@ import tvm_ffi
 from tvm import runtime
 
 from ...artifact.metadata import CPU
+from ...target.backend import backend_of_type
 from ...target.element_types import bits_of, numpy_dtype
-from .cuda_copies import Location, issue_copy
-from .cuda_library import CUDA, CUDA_HOST, cuda_library
-from .cuda_streams import Event, Stream
-from .error_records import raise_reported
+from .cuda_library import CUDA_HOST
 
 # TVM's allocations have this alignment in bytes (kAllocAlignment) and its kernels rely on it unless told otherwise.
 ALIGNMENT = 64
@@ -85,12 +83,12 @@ def address_ranges(values: Any) -> list[AddressRange]:
 
 
 def same_device(a: runtime.Device, b: runtime.Device) -> bool:
-    """Whether two devices are the same physical one."""
+    """Return whether two devices are the same physical one."""
     return bool(a.dlpack_device_type() == b.dlpack_device_type() and a.index == b.index)
 
 
 def is_host(device: runtime.Device) -> bool:
-    """Whether a device is a CPU, whatever its id; or DLPack's name for pinned memory, which CPUs use as any other."""
+    """True if a device is a CPU, whatever its id; or DLPack's name for pinned memory, which CPUs use as any other."""
     return device.dlpack_device_type() in (CPU, CUDA_HOST)
 
 
@@ -110,7 +108,7 @@ def alias(tensor: runtime.Tensor, device: runtime.Device) -> runtime.Tensor:
 
 
 def has_offset(tensor: runtime.Tensor) -> bool:
-    """Whether a tensor starts inside its allocation by a byte offset, which kernels do not accept."""
+    """Return whether a tensor starts inside its allocation by a byte offset, which kernels do not accept."""
     capsule = tensor._to_dlpack()  # the head lies in memory that goes with it
     return bool(_head(capsule).byte_offset)
 
@@ -124,8 +122,10 @@ def on_host(tensor: runtime.Tensor) -> runtime.Tensor:
 
 
 def view_bytes(data: np.ndarray, shape: tuple[int, ...], dtype: str) -> runtime.Tensor:
-    """A tensor over the bytes of `data` (one-dimensional ``uint8``), which it keeps alive; not to be written to where
-    `data` is read-only."""
+    """A tensor over the bytes of `data` (one-dimensional ``uint8``), which it keeps alive.
+
+    It is not to be written to where `data` is read-only.
+    """
     flat = from_array(data)
     return _view(flat, tvm_ffi.Shape(shape), dtype, 0)
 
@@ -206,10 +206,6 @@ def empty(shape: tuple[int, ...], dtype: str, device: runtime.Device, scope: str
     return _empty(shape, dtype, device, scope)
 
 
-SENT_BYTES = 64 << 10
-"""Tensors of at most so many bytes, in memory that is not pinned, the driver reads before a copy to a GPU returns."""
-
-
 def copy_into(source: runtime.Tensor, target: runtime.Tensor, wait: bool = True) -> None:
     """Copy between contiguous tensors of equal size on any two devices; the copy has ended on return.
 
@@ -224,21 +220,9 @@ def copy_into(source: runtime.Tensor, target: runtime.Tensor, wait: bool = True)
     source, target = _on_plain_device(source), _on_plain_device(target)
     from_device, to_device = source.device, target.device
     from_type, to_type = from_device.dlpack_device_type(), to_device.dlpack_device_type()
-    if CUDA in (from_type, to_type) and from_type in (CPU, CUDA) and to_type in (CPU, CUDA):
-        library = cuda_library()
-        if library is not None:
-            stream = Stream.current(library, from_device if from_type == CUDA else to_device)
-            if from_type == to_type and from_device.index != to_device.index:
-                other = Stream.current(library, to_device)
-                if not other.done():  # it may use the target
-                    stream.wait(other.record())
-            place, nbytes = _place_of(source), nbytes_of(source)
-            issue_copy(library, place, _place_of(target), nbytes, stream)
-            if not wait and from_type == CPU and nbytes <= SENT_BYTES and not library.is_pinned(place.address):
-                return
-            stream.synchronize()
-            if from_type == CUDA and to_type == CPU:
-                raise_reported(from_device.index)
+    if from_type != CPU or to_type != CPU:
+        backend = backend_of_type(to_type if from_type == CPU else from_type)
+        if to_type in (CPU, backend.device_type) and backend.copy(source, target, wait):
             return
     if from_type != to_type and CPU not in (from_type, to_type):
         source = copy_to(source, runtime.device("cpu", 0))
@@ -255,33 +239,6 @@ def _on_plain_device(tensor: runtime.Tensor) -> runtime.Tensor:
     """A tensor in pinned memory that says so as one of a CPU: TVM knows such memory only where it knows CUDA."""
     is_pinned = tensor.device.dlpack_device_type() == CUDA_HOST
     return alias(tensor, runtime.device("cpu", 0)) if is_pinned else tensor
-
-
-def begin_copy(source: runtime.Tensor, target: runtime.Tensor, stream: Stream) -> Event:
-    """Copy between contiguous tensors of equal size, of which at least one is on a GPU, in order with `stream`.
-
-    From memory of the host that is not pinned, it returns when that has been read; to such memory, when the copy has
-    ended. Otherwise it returns at once, and the caller keeps both tensors until the copy has ended.
-
-    Parameters
-    ----------
-    source, target : runtime.Tensor
-        On the stream's GPU, another GPU, or a CPU.
-    stream : Stream
-        Of the GPU; of either, where there are two.
-
-    Returns
-    -------
-    Event
-        The end of the copy.
-    """
-    issue_copy(stream.library, _place_of(source), _place_of(target), nbytes_of(source), stream)
-    return stream.record()
-
-
-def _place_of(tensor: runtime.Tensor) -> Location:
-    device = tensor.device
-    return Location(tensor.data_ptr(), device.index if device.dlpack_device_type() == CUDA else None)
 
 
 def copy_to(tensor: runtime.Tensor, device: runtime.Device, scope: str | None = None) -> runtime.Tensor:
@@ -308,6 +265,6 @@ class MemoryRanges:
         self._ends = list(itertools.accumulate([end for _, end in ordered], max))
 
     def hold(self, address: int) -> bool:
-        """Whether an address is inside one of the ranges."""
+        """Return whether an address is inside one of the ranges."""
         position = bisect_right(self._starts, address)
         return position > 0 and address < self._ends[position - 1]

@@ -78,7 +78,7 @@ _calling: set[Pool] = set()
 
 
 def has_lost_threads(threads: Threads) -> bool:
-    """Whether this thread's pool stayed behind in the process that this one was forked from: kernels would wait.
+    """Return whether this thread's pool stayed behind in the process that this one was forked from: kernels would wait.
 
     Workers can be begun anew, TVM's pool of a thread cannot.
     """

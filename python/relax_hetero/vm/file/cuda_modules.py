@@ -36,9 +36,9 @@ class CudaModule:
     format : str
         "cuda" for source, "cubin" for machine code.
     kernels : bytes
-        Of each kernel what a launch needs to know, as TVM writes it.
+        Launch description of each kernel, as TVM writes it.
     names : tuple of str
-        Of the kernels.
+        Names of the kernels.
     code : bytes
         Source or machine code.
     """
@@ -88,7 +88,7 @@ def read_only_module(block: bytes) -> CudaModule:
 
 
 def source_key(source: bytes) -> str:
-    """By what the machine code of a source is found."""
+    """Key of the machine code of a source."""
     return hashlib.blake2b(source, digest_size=20).hexdigest()
 
 
@@ -166,7 +166,7 @@ class _Reader:
         self._take(count)
 
     def is_at_end(self) -> bool:
-        """Whether all was read."""
+        """Return whether all was read."""
         return self.at == len(self._data)
 
     def check_end(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,12 +21,17 @@ from ...artifact.messages import unknown_name
 from ...artifact.metadata import DeviceSpec, Metadata, device_names
 from ...artifact.signature import FunctionSignature
 from ...artifact.signing import checked_key
+from ...display.html import Column, device_html, paragraph, table, view
+from ...display.text import bytes_text
 from ...errors import BuildError
 from ...providers import provided
 from ..device.constants import PlacedConstants
 from ..device.numa import settle_on_nodes
 from .export import checked_path, link_library, needs_linking, write_copy, write_executable
 from .load_code import load_code
+
+_MOST_FUNCTIONS = 12
+"""Functions whose signatures a notebook shows."""
 
 
 class Executable:
@@ -43,7 +49,8 @@ class Executable:
     container : Container, optional
         The file it was loaded from.
     machine_code : mapping of str to bytes, optional
-        Of CUDA kernels that the module holds as source, by `cuda_modules.source_key`; files get the machine code.
+        Machine code of CUDA kernels that the module holds as source, by `cuda_modules.source_key`; files get the
+        machine code.
     versions : sequence of Executable, optional
         The same model without some of the devices in ``metadata.optional``, for machines that lack them: each does
         without more of them than the one before, the last without any.
@@ -53,6 +60,7 @@ class Executable:
     metadata, constants
         As given.
     versions : tuple of Executable
+        As given, from the one that lacks the fewest devices to the one that lacks most.
     """
 
     def __init__(
@@ -83,7 +91,29 @@ class Executable:
         return f"<Executable of {', '.join(self.function_names)} for {devices or 'the host'}>"
 
     def _repr_html_(self) -> str:
-        return str(provided("executable_html")(self))
+        about = self.metadata
+        names = device_names(about.devices)
+        plan = self.memory_plan
+        functions = [(str(about.signatures[name]),) for name in self.function_names]
+        placed = [entry for entry in about.placement or () if entry["kind"] in ("op", "transfer")]
+        ops = Counter(entry["device"] for entry in placed if entry["kind"] == "op")
+        moved = Counter(entry["device"] for entry in placed if entry["kind"] == "transfer")
+        kernels = Counter(names[i] for dispatch in about.dispatches.values() for i in dispatch.devices if i >= 0)
+        rows = [
+            (device_html(name, names), spec.kind, ops[name], kernels[name], moved[name], bytes_text(weights))
+            for name, spec, weights in zip(names, about.devices, map(plan.weights, range(len(names))), strict=True)
+        ]
+        columns = [
+            *(Column("device"), Column("kind"), Column("ops", True), Column("kernels", True)),
+            *(Column("transfers in", True), Column("weights", True)),
+        ]
+        more = len(functions) - _MOST_FUNCTIONS
+        return view(
+            table("Functions", [Column("signature")], functions[:_MOST_FUNCTIONS]),
+            *([paragraph(f"and {more} more functions")] if more > 0 else []),
+            table("Devices", columns, rows),
+            paragraph("explain() prints why each op is where it is; memory_plan is the memory of a call."),
+        )
 
     def __reduce__(self) -> NoReturn:
         raise BuildError("an Executable cannot be pickled or copied: use export_library, and relax_hetero.load")
@@ -113,7 +143,13 @@ class Executable:
         return MemoryPlan(self.metadata)
 
     def signature(self, name: str = "main") -> FunctionSignature:
-        """The inputs and results of function `name`; BindingError where there is none."""
+        """The inputs and results of function `name`; BindingError where there is none.
+
+        Parameters
+        ----------
+        name : str
+            Name of the function.
+        """
         signature = self.metadata.signatures.get(name) if isinstance(name, str) else None
         if signature is None:
             raise unknown_name("function", name, self.function_names, "the executable")
@@ -168,10 +204,10 @@ class Executable:
         path : str or path
             The file, usually ``.html``; it is written over.
         profile : Profile or sequence of Profile, optional
-            What `VirtualMachine.profile` gave, of a function each: times of the kernels. Devices that were not measured
-            on this machine are, for some seconds, to say what kernels reached.
+            Measurements of `VirtualMachine.profile`, of a function each: times of the kernels. Devices that were not
+            measured on this machine are, for some seconds, to say what kernels reached.
         trace : Trace, optional
-            What `VirtualMachine.trace` followed: the timeline of the queues.
+            Calls that `VirtualMachine.trace` followed: the timeline of the queues.
         compare : str or path, optional
             A report that was written before, to show what changed.
         title : str
@@ -215,7 +251,13 @@ class Executable:
         )
 
     def export_private(self, path: Path) -> None:
-        """As `export_library`, to a file that only this user may read or write."""
+        """As `export_library`, to a file that only this user may read or write.
+
+        Parameters
+        ----------
+        path : Path
+            File to write.
+        """
         self._export(path, None, 0o600)
 
     def _export(self, path: Path, key: bytes | None, mode: int) -> None:
@@ -226,7 +268,15 @@ class Executable:
             write_executable(path, [self, *self.versions], key, mode)
 
     def write_library(self, path: Path, what: str) -> None:
-        """Write the linked code to `path`; BuildError, beginning with `what`, where it cannot be linked."""
+        """Write the linked code to `path`; BuildError, beginning with `what`, where it cannot be linked.
+
+        Parameters
+        ----------
+        path : Path
+            File to write.
+        what : str
+            Subject of error messages.
+        """
         if self._container is not None:
             self._container.code.tofile(path)
         else:
@@ -257,7 +307,7 @@ class Executable:
         Parameters
         ----------
         devices : sequence of Device
-            By manifest index, the host last.
+            Devices by manifest index, the host last.
         """
         key = tuple((device.dlpack_device_type(), device.index) for device in devices)
         address_of = partial(kernel_address, self.runnable())

@@ -46,7 +46,7 @@ _C_OPTIONS = ("-O2", "-fno-strict-aliasing", "-Dhalf=_Float16")
 
 
 def needs_linking(module: runtime.Module) -> bool:
-    """Whether a module or one it imports cannot run in the process as it is."""
+    """Return whether a module or one it imports cannot run in the process as it is."""
     return any(part.kind in _NEEDS_LINKING for part in _modules(module))
 
 

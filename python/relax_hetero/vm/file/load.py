@@ -10,11 +10,11 @@ from tvm import runtime
 
 from ...artifact.check_metadata import read_metadata
 from ...artifact.container import Container, open_container
-from ...artifact.metadata import CPU, ConstantSpec, Metadata
+from ...artifact.metadata import ConstantSpec, Metadata
 from ...artifact.signing import checked_key
 from ...errors import BuildError
-from ...target.backends import load_backend
 from ...target.element_types import bytes_for
+from ...target.runtime_libraries import load_library
 from ..device.tensors import view_bytes
 from .executable import Executable
 from .export import checked_path
@@ -42,12 +42,13 @@ def load(
     copy : bool
         Read the whole file into memory, of this process alone, and load code and weights from there.
     key : bytes, optional
-        What the file was signed with, ``export_library(path, key=key)``, of at least 16 bytes. The file is copied, and
-        the copy verified before any of its code is loaded.
+        Key that the file was signed with, ``export_library(path, key=key)``, of at least 16 bytes. The file is copied,
+        and the copy verified before any of its code is loaded.
 
     Returns
     -------
     Executable
+        Executable that a `VirtualMachine` runs.
 
     Raises
     ------
@@ -69,8 +70,8 @@ def load_container(container: Container, verify: bool = False) -> Executable:
     except ValueError as error:
         raise BuildError(f"{container.path}: the metadata cannot be read: {error}") from error
     metadata, constants = _read(whole)
-    load_backend("extra")
-    here = [load_backend(device.type_name) for device in metadata.devices if device.device_type != CPU]
+    load_library("tvm_runtime_extra")
+    here = [device.backend.load() for device in metadata.devices]
     # Code of a device that this process knows nothing of cannot be loaded; making the machine says so.
     module = load_code(container.path, container) if all(here) else None
     # Code of a version is loaded when a machine runs it.

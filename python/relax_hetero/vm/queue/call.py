@@ -4,7 +4,7 @@ A call's schedule is a graph of steps. A step enters the queue of its device whe
 made the last of it puts it there. Each call has values of its own, dropped after their last reader, so calls do not
 meet, and what they give does not depend on what runs beside them.
 
-What work on a GPU makes is there twice: issued, for what reads it on a GPU, and made, for all others (`cuda_queue`).
+What work on a GPU makes is there twice: issued, for what reads it on a GPU, and made, for all others (`stream_queue`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..args.donated_arguments import ArgumentMemory
-from .cuda_queue import CudaQueue, Point
 from .fence import Fence
 from .plan import QueuePlan
+from .stream_queue import Point, StreamQueue
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Prepared:
     Attributes
     ----------
     values : sequence of object
-        What the function takes.
+        Arguments as the function takes them.
     sizes : mapping of str to int
         The values of its symbolic dimensions.
     finish : callable
@@ -65,9 +65,9 @@ class QueuedCall:
     Attributes
     ----------
     values : list of object
-        By number, those that are made, or issued, and still wanted.
+        Values by number, those that are made, or issued, and still wanted.
     points : dict of int to Point
-        By number, where the values that are issued and not made yet will be.
+        Points by number, where the values that are issued and not made yet will be.
     sizes
         The values of symbolic dimensions.
     """
@@ -109,7 +109,7 @@ class QueuedCall:
             return
         self._issued(index, made, point)
         queue = self._plan.queues[index]
-        if point is not None and isinstance(queue, CudaQueue):
+        if point is not None and isinstance(queue, StreamQueue):
             queue.at_end(_StepEnd(self, index, point))
         else:
             self._ended(index)
@@ -193,7 +193,7 @@ class QueuedCall:
             self._push(ready)
 
     def _is_over(self) -> bool:
-        """Whether nothing of the call runs or will run; under the lock."""
+        """Return whether nothing of the call runs or will run; under the lock."""
         return not self._running and (self._left == 0 or self._error is not None)
 
     def _released(self, readers: Sequence[int]) -> list[int]:

@@ -40,11 +40,11 @@ class DeviceQueue:
     Parameters
     ----------
     name : str
-        Of the thread, and in messages.
+        Name of the thread, also in messages.
     cores : sequence of int
         The CPUs of a CPU device's thread and its helpers; empty for none of its own.
     threads : Threads, optional
-        That its kernels run on; None where it runs none.
+        Threads that its kernels run on; None where it runs none.
     node : int, optional
         The NUMA node that its threads get memory from; None for the system's choice.
 

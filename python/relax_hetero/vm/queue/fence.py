@@ -15,7 +15,7 @@ from ...errors import HeteroError
 
 
 class _Here(threading.local):
-    """Whether this thread runs work of queues, and so must never wait for it."""
+    """State of this thread: it must never wait for queues while it runs their work."""
 
     is_worker = False
 
@@ -62,11 +62,16 @@ class Fence(Future[Any]):
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the result.
 
+        Parameters
+        ----------
+        timeout : float, optional
+            Maximum wait in seconds; None: without limit.
+
         Raises
         ------
         HeteroError
-            What failed in the call or in one that it waited for; or a wait in a thread that runs queues (in a callback
-            of another fence), which would wait for itself.
+            The call failed, or one that it waited for; or a wait in a thread that runs queues (in a callback of another
+            fence), which would wait for itself.
         TimeoutError
             After `timeout` seconds.
         concurrent.futures.CancelledError
@@ -79,7 +84,13 @@ class Fence(Future[Any]):
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait, and return what `result` would raise, None for a result."""
+        """Wait, and return what `result` would raise, None for a result.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Maximum wait in seconds; None: without limit.
+        """
         if self._lost is not None:
             return self._lost
         if here.is_worker and not self.done():
@@ -87,14 +98,20 @@ class Fence(Future[Any]):
         return super().exception(timeout)
 
     def done(self) -> bool:
-        """Whether the call has ended, or was cancelled."""
+        """Return whether the call has ended, or was cancelled."""
         return self._lost is not None or super().done()
 
     def __await__(self) -> Generator[Any, None, Any]:
         return asyncio.wrap_future(self).__await__()
 
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
-        """Have `fn` called with this fence once it is done, in a queue's thread whatever other callbacks raise."""
+        """Have `fn` called with this fence once it is done, in a queue's thread whatever other callbacks raise.
+
+        Parameters
+        ----------
+        fn : callable
+            Function of the fence; its errors are logged.
+        """
         super().add_done_callback(partial(_call, fn))
 
     def cancel(self) -> bool:
@@ -105,7 +122,7 @@ class Fence(Future[Any]):
         return is_cancelled
 
     def begin(self) -> bool:
-        """Whether the call may run; it can no longer be cancelled then."""
+        """Return whether the call may run; it can no longer be cancelled then."""
         with self._lock:
             if not self._has_begun:
                 self.set_running_or_notify_cancel()
@@ -113,14 +130,28 @@ class Fence(Future[Any]):
             return self.running()
 
     def settle(self, result: Any, error: BaseException | None = None) -> None:
-        """Give the fence a result or an error, unless it has one or was cancelled."""
+        """Give the fence a result or an error, unless it has one or was cancelled.
+
+        Parameters
+        ----------
+        result : object
+            Result of the call.
+        error : BaseException, optional
+            Error instead of a result.
+        """
         if not self._has_begun:
             self.begin()
         with suppress(InvalidStateError):
             self.set_result(result) if error is None else self.set_exception(error)
 
     def lose(self, error: HeteroError) -> None:
-        """Give the fence an error in a process that was forked, where nobody else knows of it and locks may be held."""
+        """Give the fence an error in a process that was forked, where nobody else knows of it and locks may be held.
+
+        Parameters
+        ----------
+        error : HeteroError
+            Error that `result` raises from now on.
+        """
         self._lost = error
 
 

@@ -9,8 +9,8 @@ from ...artifact.schedule import Results, Schedule, Step
 from ...artifact.signature import FunctionSignature
 from ...errors import HeteroError
 from ..device.error_records import raise_reported
-from .cuda_queue import Point
 from .queues import CallState, Queues
+from .stream_queue import Point
 
 
 class QueuePlan:
@@ -21,7 +21,7 @@ class QueuePlan:
     function
         Its name.
     queues : list
-        Of each step; None for one that runs where what it reads was made.
+        Queue of each step; None for one that runs where what it reads was made.
     values
         How many there are.
     missing : list

@@ -41,7 +41,7 @@ class CallsInFlight:
     Attributes
     ----------
     fences : set of Fence
-        Of the calls under way, and of some that have just ended.
+        Fences of the calls under way, and of some that have just ended.
     """
 
     def __init__(self, limit: int) -> None:
@@ -56,7 +56,7 @@ class CallsInFlight:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call is under way."""
+        """True if no call is under way."""
         return not self.fences or all(fence.done() for fence in tuple(self.fences))
 
     def enter(self) -> Fence | None:
@@ -138,7 +138,7 @@ class QueuedCalls:
     Attributes
     ----------
     trace : Trace or None
-        What follows the calls that come.
+        Trace that follows the calls that come.
 
     Raises
     ------
@@ -160,12 +160,12 @@ class QueuedCalls:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call is under way, and nobody watches for any."""
+        """True if no call is under way, and nobody watches for any."""
         return self.trace is None and (not self._fences or self._calls.is_idle)
 
     @property
     def has_queues(self) -> bool:
-        """Whether any call has been submitted."""
+        """True if any call has been submitted."""
         return self._queues is not None
 
     def wait(self, timeout: float | None) -> bool:
@@ -206,7 +206,7 @@ class QueuedCalls:
         Parameters
         ----------
         signature : FunctionSignature
-            Of the function.
+            Signature of the function.
         plan : callable
             Gives the function's plan.
         prepare : Prepare
@@ -216,7 +216,7 @@ class QueuedCalls:
         own : Own, optional
             Copies what the caller may change while the call is under way; None where that is left to the caller.
         fence : Fence, optional
-            Of `room`; None to wait for room here.
+            Fence of `room`; None to wait for room here.
         """
         with self._lock.held:
             queues = self._started()

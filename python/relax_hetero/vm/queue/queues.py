@@ -15,19 +15,18 @@ from tvm import runtime
 
 from ...artifact.commands import Dispatch, RegionSpec
 from ...artifact.messages import explain_failure
-from ...artifact.metadata import CPU, Metadata
+from ...artifact.metadata import CPU, Metadata, device_names
 from ...artifact.schedule import Step
 from ...errors import HeteroError
+from ...target.backend import backend_of_device, backend_of_type
 from ...target.cpu_cores import cpus_of_cores, cpus_of_nodes, num_cores
 from ..device.builtins import running
 from ..device.cuda_driver import CudaError
-from ..device.cuda_library import CUDA, cuda_library
 from ..device.machine_lock import hold_all
 from ..device.tensors import alias, is_host, map_tensors, same_device
 from ..device.threads import Threads, threads_of_queues
-from .copy_queues import CopyQueues
-from .cuda_queue import CudaQueue, Point, follow_callers_streams, shared_stream
 from .device_queue import DeviceQueue
+from .stream_queue import Point, StreamQueue, follow_callers_streams
 
 # A process that ends waits so long for what still runs.
 CLOSE_SECONDS = 5.0
@@ -52,7 +51,7 @@ class Queues:
     Parameters
     ----------
     devices, scopes
-        By manifest index; the last is the host.
+        Devices and memory scopes by manifest index; the last is the host.
     constants : object
         As functions take them.
     load : callable
@@ -82,16 +81,20 @@ class Queues:
             cores[keys[-1]] = 0
         threads = dict(zip(cores, threads_of_queues(list(cores.values())), strict=True))
         cpus = cpus_of_queues(threads, nodes)
-        gpus = {index for kind, index in keys if kind == CUDA}
-        cuda = cuda_library() if gpus else None
-        self._copies = CopyQueues(cuda, gpus) if cuda is not None else None
+        names: dict[tuple[int, int], list[str]] = {}
+        for key, name in zip(keys, device_names(metadata.devices), strict=False):
+            names.setdefault(key, []).append(name)
+        names.setdefault(keys[-1], ["host"])
         queues: dict[tuple[int, int], DeviceQueue] = {}
         for key, device in zip(keys, devices, strict=True):
-            if key not in queues and key[0] == CUDA and cuda is not None:
-                queues[key] = CudaQueue(f"queue of {device}", shared_stream(cuda, key[1], "kernels"))
-            elif key not in queues:
-                own = Threads(threads.get(key, 1), are_threads_stock)
-                queues[key] = DeviceQueue(f"queue of {device}", cpus.get(key, ()), own, nodes.get(key))
+            if key not in queues:
+                name = f"queue of {', '.join(names[key])}"
+                own = backend_of_device(device).queue(device, name)
+                if own is None:
+                    pool = Threads(threads.get(key, 1), are_threads_stock)
+                    own = DeviceQueue(name, cpus.get(key, ()), pool, nodes.get(key))
+                queues[key] = own
+        self._copies = _copy_queues(keys)
         self.by_entry = [queues[key] for key in keys]
         self.all = list(queues.values())
         self._machines: dict[DeviceQueue, tuple[runtime.Module, dict[str, Any]]] = {}
@@ -119,16 +122,15 @@ class Queues:
         source, target = self._devices[step.source], self._devices[step.device]
         if same_device(source, target) or (is_host(source) and is_host(target)):
             return None
-        found = self._copies.between(source, target) if self._copies is not None else None
-        return own if found is None else found
+        return next(filter(None, (copies.between(source, target) for copies in self._copies)), own)
 
     def is_issued(self, step: Step, queue: DeviceQueue | None) -> bool:
-        """Whether a step is only issued when it has run: one of a single GPU, or a copy from or to it."""
-        return isinstance(queue, CudaQueue) and not step.also and (not step.is_transfer or queue not in self.all)
+        """Return whether a step is only issued when it has run: one of a single GPU, or a copy from or to it."""
+        return isinstance(queue, StreamQueue) and not step.also and (not step.is_transfer or queue not in self.all)
 
     def follow_caller(self) -> None:
         """Have work that is issued from now on come after the work on streams that this thread has chosen itself."""
-        follow_callers_streams(queue for queue in (*self.all, *self._copying()) if isinstance(queue, CudaQueue))
+        follow_callers_streams(queue for queue in (*self.all, *self._copying()) if isinstance(queue, StreamQueue))
 
     def run(self, step: Step, queue: DeviceQueue | None, leaves: bool, call: CallState) -> tuple[Any, Point | None]:
         """Run a step in this thread, which is that of its queue.
@@ -143,7 +145,7 @@ class Queues:
         Returns
         -------
         tuple
-            What the step makes; and the point at which that is made, where it is only issued.
+            Results of the step; and the point at which they are made, where they are only issued.
         """
         reads = [call.values[number] for number in step.reads]
 
@@ -152,7 +154,7 @@ class Queues:
                 return self._moved(reads[0], step, queue, leaves)
             return self._computed(step, reads, call.sizes)
 
-        if isinstance(queue, CudaQueue) and self.is_issued(step, queue):
+        if isinstance(queue, StreamQueue) and self.is_issued(step, queue):
             return queue.issue(work, [call.points[number] for number in step.reads if number in call.points])
         return work(), None
 
@@ -160,8 +162,9 @@ class Queues:
         device = self._devices[step.device]
         if queue is None:
             return map_tensors(value, lambda tensor: alias(tensor, device))
-        if isinstance(queue, CudaQueue) and queue not in self.all and self._copies is not None:
-            return self._copies.copy(value, device, queue.stream, leaves)
+        for copies in self._copies:
+            if isinstance(queue, StreamQueue) and queue in copies.queues:
+                return copies.copy(value, device, queue.stream, leaves)
         running.machine = self._devices, self._scopes
         return _to_device(value, step.device, 0)
 
@@ -186,7 +189,7 @@ class Queues:
         with ExitStack() as held:
             for entry in step.devices:
                 device, queue = self._devices[entry], self.by_entry[entry]
-                if isinstance(queue, CudaQueue):
+                if isinstance(queue, StreamQueue):
                     held.enter_context(tvm_ffi.use_raw_stream(device, queue.stream.handle))
                     if step.also:
                         held.callback(queue.stream.synchronize)
@@ -200,8 +203,8 @@ class Queues:
             return error
         return explain_failure(what, error, self._metadata)
 
-    def _copying(self) -> list[CudaQueue]:
-        return self._copies.queues if self._copies is not None else []
+    def _copying(self) -> list[StreamQueue]:
+        return [queue for copies in self._copies for queue in copies.queues]
 
     def _function(self, queue: DeviceQueue, name: str) -> Any:
         found = self._machines.get(queue)
@@ -212,6 +215,16 @@ class Queues:
         if function is None:
             function = functions[name] = module[name]
         return function
+
+
+def _copy_queues(keys: Sequence[tuple[int, int]]) -> list[Any]:
+    """Queues for copies from and to devices, by (device type, index); an object for each type that has some."""
+    found = []
+    for kind in dict.fromkeys(kind for kind, _ in keys):
+        copies = backend_of_type(kind).copy_queues([index for other, index in keys if other == kind])
+        if copies is not None:
+            found.append(copies)
+    return found
 
 
 def overlapping(metadata: Metadata) -> set[str]:
@@ -233,7 +246,7 @@ def overlapping(metadata: Metadata) -> set[str]:
 
 
 def _is_large(metadata: Metadata, regions: Mapping[str, RegionSpec], step: Step) -> bool:
-    """Whether a step takes longer than a queue's thread takes to begin it; True where its work is not known."""
+    """Return whether a step takes longer than a queue's thread takes to begin it; True where its work is not known."""
     nbytes = operations = 0
     for name in step.calls:
         region = regions.get(name)

@@ -36,7 +36,7 @@ class Submitter:
     machine : object
         Whose queues end with it. Calls under way keep it alive; the submitter does not.
     devices : sequence of runtime.Device
-        By manifest index; the last is the host.
+        Devices by manifest index; the last is the host.
     lock : MachineLock
         Held while arguments are bound.
     max_in_flight : int

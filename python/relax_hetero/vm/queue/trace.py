@@ -20,13 +20,13 @@ import tvm_ffi
 
 from ...artifact.metadata import Metadata
 from ...errors import BindingError
-from ...providers import provided
 from ..device.tensors import nbytes_of
 from .call import Prepare, Prepared
-from .cuda_queue import Point
 from .fence import Fence
 from .plan import QueuePlan
 from .queues import CallState, Queues
+from .stream_queue import Point
+from .timeline_html import timeline_html
 from .traced_calls import RESULT, TracedCall, chrome_events, in_line
 
 
@@ -36,13 +36,14 @@ class Trace:
     Parameters
     ----------
     metadata : Metadata
-        Of the machine's executable.
+        Metadata of the machine's executable.
     limit : int
         How many calls are followed; later ones are only counted.
 
     Attributes
     ----------
     calls : list of TracedCall
+        Calls in the order in which they were submitted.
     left_out : int
         How many calls came after the limit.
 
@@ -63,7 +64,17 @@ class Trace:
     def follow(
         self, fence: Fence, plan: Callable[[Queues], QueuePlan], prepare: Prepare
     ) -> tuple[Callable[[Queues], QueuePlan], Prepare]:
-        """A plan and a `prepare` that note when steps run, for the next call; beyond the limit those given."""
+        """A plan and a `prepare` that note when steps run, for the next call; beyond the limit those given.
+
+        Parameters
+        ----------
+        fence : Fence
+            Fence of the call.
+        plan : callable
+            Function that gives the call's queue plan.
+        prepare : Prepare
+            Function that binds the call's arguments.
+        """
         with self._changed:
             if len(self.calls) == self._limit:
                 self.left_out += 1
@@ -113,10 +124,16 @@ class Trace:
         return {track: spent[track] / total for track in sorted(spent)}
 
     def _repr_html_(self) -> str:
-        return str(provided("trace_html")(self))
+        return timeline_html(len(self.ended), self.left_out, self.events(), self.busy())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the trace as JSON; ``otherData`` says how many calls it holds and how many came after the limit."""
+        """Write the trace as JSON; ``otherData`` says how many calls it holds and how many came after the limit.
+
+        Parameters
+        ----------
+        path : str or PathLike of str
+            File to write; one that is there is replaced.
+        """
         events = self.events()
         about = {"calls": len(self.ended), "calls_left_out": self.left_out}
         data = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}

@@ -43,7 +43,7 @@ class RanStep:
     begin, end : int
         In nanoseconds of ``time.perf_counter_ns``. Work of a GPU begins when it is issued.
     error : str
-        What it raised, if it did.
+        Error that it raised, if it did.
     """
 
     step: int
@@ -70,7 +70,7 @@ class TracedCall:
     ran : list of RanStep
         In the order in which they ended.
     nbytes : dict of int to int
-        Of each value that a step made and somebody reads.
+        Bytes of each value that a step made and somebody reads.
     """
 
     number: int
@@ -93,7 +93,7 @@ def chrome_events(calls: Sequence[TracedCall], metadata: Metadata) -> list[Event
     Parameters
     ----------
     metadata : Metadata
-        Of the executable whose functions were called.
+        Metadata of the executable whose functions were called.
     """
     calls = in_line(calls)
     lanes = _lanes(calls)

@@ -38,7 +38,7 @@ _WAIT_SECONDS = 20e-6
 """Between looks at whether the oldest submission has begun."""
 
 MOST_GRAPHS = 64
-"""Of a command buffer with symbolic extents."""
+"""Maximum number of graphs of a command buffer with symbolic extents."""
 
 _SEEN = 1024
 """Values of parameters that are remembered to have come once."""
@@ -54,7 +54,7 @@ class CudaGraph:
     Parameters
     ----------
     region : RegionSpec
-        What it does.
+        Description of the commands.
     device : runtime.Device
         A CUDA device.
     constants : sequence of int
@@ -72,7 +72,7 @@ class CudaGraph:
     state
         For the function that submits.
     submit_function : callable
-        That function.
+        Function that submits it.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ def with_graphs(
     Parameters
     ----------
     devices : sequence of runtime.Device
-        By manifest index.
+        Devices by manifest index.
     constants : object
         `PlacedConstants.values`.
     module : runtime.Module

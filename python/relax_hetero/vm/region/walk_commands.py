@@ -49,8 +49,8 @@ class Kernel:
     Attributes
     ----------
     address : int
-        Of its code: a function of pointers and scalars that returns an int32, 0 unless it failed. 0 for kernels of
-        GPUs, whose code launches them.
+        Address of its code: a function of pointers and scalars that returns an int32, 0 unless it failed. 0 for kernels
+        of GPUs, whose code launches them.
     code : object
         Whose it is; loaded as long as this lives.
     """
@@ -79,8 +79,9 @@ def load_kernel(executable: Executable, name: str) -> Kernel:
     if spec is None:
         raise unknown_name("kernel", name, executable.metadata.kernels, "the executable")
     if not spec.symbol:
-        kind = executable.devices[spec.device].kind
-        expected = "a PrimFunc that the module makes public" if kind == "cuda" else "one that has an address: 'llvm'"
+        backend = executable.devices[spec.device].backend
+        kind = backend.kind
+        expected = "a PrimFunc that the module makes public" if backend.is_gpu else "one that has an address: 'llvm'"
         raise BindingError(f"kernel {name!r} is code of the kind {kind!r}, expected {expected}")
     code = executable.runnable()
     is_host = executable.devices[spec.device].device_type == CPU

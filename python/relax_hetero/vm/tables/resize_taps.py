@@ -111,7 +111,7 @@ def source_coordinates(axis: ResizedAxis, transformation: str) -> np.ndarray:
 
 
 def _nearest(distance: np.ndarray, mode: str, scale: float) -> np.ndarray:
-    """Whether the right neighbour is taken; `distance` from the left one is in (0, 1], whole coordinates having 1."""
+    """True if the right neighbour is taken; `distance` from the left one is in (0, 1], whole coordinates having 1."""
     is_whole = distance == 1.0
     if mode == BELOW_OR_ABOVE:
         mode = "ceil" if scale < 1 else "floor"
@@ -175,7 +175,7 @@ def taps(axis: ResizedAxis, form: ResizeForm) -> ResizeTaps:
 
 
 def not_whole(axis: ResizedAxis, form: ResizeForm) -> str | None:
-    """What to say where a scale makes no whole number of elements and implementations differ on what that means."""
+    """Message where a scale makes no whole number of elements and implementations differ on what that means."""
     if not form.has_scales or form.transformation not in WHOLE or axis.scale * axis.before == axis.after:
         return None
     return (
@@ -194,7 +194,7 @@ def sizes_by_policy(dims: Sequence[int], sizes: Sequence[int], policy: str) -> t
 
 
 def check_numbers(dims: Sequence[int], numbers: Sequence[float], name: str) -> str | None:
-    """What is wrong with scales or sizes ("scale", "size") of axes, if anything."""
+    """Fault of scales or sizes ("scale", "size") of axes, if any."""
     for dim, number in zip(dims, numbers, strict=True):
         if not math.isfinite(number) or number < 0 or (name == "scale" and number == 0):
             return f"has a {name} of {number:g}, expected a positive number"
@@ -236,7 +236,7 @@ def resize_places(sizes: Sequence[int], settings: runtime.Tensor, number: int, t
     Parameters
     ----------
     sizes : sequence of int
-        Of the axis, before and after.
+        Extent of the axis, before and after.
     settings : runtime.Tensor
         float64, of all axes: scales (NaN for the quotient of the sizes), then begins of regions, then ends.
     number : int

@@ -54,11 +54,11 @@ def test_bit_cast(target):
     check("BitCast", data, opset=26, reference="onnx", to=helper.np_dtype_to_tensor_dtype(np.dtype(target)))
 
 
-def test_mish_and_softplus_keep_small_values():
+def test_mish_softplus_and_softsign_keep_small_values():
     data = np.linspace(-30, 30, 601, dtype="float32")
     x = data.astype("float64")
-    for op, want in (("Softplus", np.log1p(np.exp(-np.abs(x))) + np.maximum(x, 0)), ("Mish", None)):
-        want = x * np.tanh(np.log1p(np.exp(-np.abs(x))) + np.maximum(x, 0)) if want is None else want
+    softplus = np.log1p(np.exp(-np.abs(x))) + np.maximum(x, 0)
+    for op, want in (("Softplus", softplus), ("Mish", x * np.tanh(softplus)), ("Softsign", x / (1 + np.abs(x)))):
         (got,) = run(*node_model(op, [data], 18))
         np.testing.assert_allclose(got, want, rtol=1e-5)
 

@@ -278,6 +278,42 @@ def test_the_panel_and_the_roofline_say_what_the_share_is_of(opened, tmp_path):
     page.close()
 
 
+def test_boxes_have_the_name_of_the_models_file_first(page):
+    labels = page.evaluate("report.cy.nodes(':childless').map((node) => node.data('label'))")
+    assert any(label.startswith("/layer0/layer_norm\n") for label in labels)
+    of_kernel = next(label for label in labels if "⊞2" in label)
+    assert of_kernel.startswith("/layer") and of_kernel.splitlines()[1].startswith("matmul_add")
+
+
+def test_where_the_time_goes_what_to_change_and_why_points_lie_above_their_roof(opened, tmp_path):
+    # Marks that turn the text around them are written out.
+    data = report_data(1) | {"title": "a\u202eb", "suggestions": ["\u2066c", "\\u202e", "\\\u200fd"]}
+    for group in data["groups"]:
+        group |= {"share_of_peak": 1.5, "bound": "memory"}
+    path = tmp_path / "first.html"
+    path.write_text(page_of(data))
+    page = opened(where=path.as_uri())
+    assert page.title() == page.locator("#title").inner_text() == "a\\u202eb"
+    assert page.locator("#overview .pair .notes li").all_inner_texts() == ["\\u2066c", "\\u202e", "\\\\u200fd"]
+    shares = page.locator("#overview .shares li").all_inner_texts()
+    assert len(shares) == 6 and "18.0 %" in shares[0] and "others" in shares[-1]
+    transfers = page.locator("#overview .cards abbr", has_text="transfers")
+    assert "from one device to another" in transfers.get_attribute("title")
+    hint = page.locator("#roofline .hint").inner_text()
+    assert "lie above the roof of memory, at up to 1.5 times of it: tensors lie in a cache" in hint
+    page.close()
+
+
+def test_paper_has_every_section(opened):
+    page = opened()
+    page.wait_for_function("document.querySelector('script[data-library]') === null")  # what a browser prints is ready
+    page.pdf(prefer_css_page_size=True)
+    assert page.locator("main > section:not([data-drawn]) > .body:empty").count() == 0
+    assert page.locator("#tables .printed tr").count() == 4
+    assert page.locator("#profile .printed tbody tr").count() == len(report_data(3)["profile"]["rows"])
+    page.close()
+
+
 def test_a_phone_needs_no_scrolling_aside(opened):
     page = opened(width=375, height=740)
     for section in page.locator("main > section").all():

@@ -8,8 +8,8 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from modules import ir_module
-from relax_hetero.driver.pipeline import pipeline_steps
 from relax_hetero.target.vdevice import with_vdevices
+from relax_hetero.transform.pipeline import pipeline_steps
 
 
 def test_no_constant_is_folded_that_would_fill_the_memory():

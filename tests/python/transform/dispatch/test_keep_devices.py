@@ -9,7 +9,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 from modules import ir_module
-from relax_hetero.driver.pipeline import get_pipeline
+from relax_hetero import get_pipeline
 from relax_hetero.target.vdevice import same_vdevice, vdevices_of
 from relax_hetero.transform import collect_placement
 from relax_hetero.transform.dispatch.keep_devices import keep_devices

@@ -142,7 +142,7 @@ def test_permutations_are_plain_ops_and_the_rest_one_kernel():
     assert pack.args[0].name_hint == "pack_8x8x3x3_llvm_0"
     assert call.args[0].name_hint == "conv2d_1x8x5x7_8x3x3_llvm_0_add_relu"
     assert list(mod[call.args[0]].attrs["relax_hetero.ops"]) == ["conv2d", "add", "relu"]
-    (problem,) = resolver.problems
+    (problem,) = resolver._solved
     assert [operand.index_map for operand in problem.epilogue.operands] == [
         ("b", "n", "1", "1"),
         ("b", "n", "y0", "y1"),

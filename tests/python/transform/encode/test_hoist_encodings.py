@@ -199,7 +199,7 @@ class Mod:
 @pytest.mark.parametrize(("dtype", "accumulator"), [("int8", "int32"), ("bfloat16", "float32"), ("float64", "float64")])
 def test_element_types(toys, dtype, accumulator):
     layout = PackedLayout((1, 0), (1, 0), (4, 4), compensation=dtype == "int8")
-    toys["c"].layouts = (PackedLayout.identity(2), layout, PackedLayout.identity(2))
+    toys["c"]._layouts = (PackedLayout.identity(2), layout, PackedLayout.identity(2))
     sizes = _SIZES.replace("float32 * float32 -> float32", f"{dtype} * {dtype} -> {accumulator}")
     mod = tvm.script.from_source(_TYPED.format(dtype=dtype, sizes=sizes))
     weight = np.arange(-10, 11).reshape(3, 7).astype(getattr(ml_dtypes, dtype, dtype))

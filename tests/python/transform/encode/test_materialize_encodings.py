@@ -106,7 +106,7 @@ def test_one_device(toys):
             return y
 
     check(Before, Expected)
-    (problem,) = toys["llvm"].problems
+    (problem,) = toys["llvm"]._solved
     assert problem.epilogue.expression == Expression.parse("relu(add(x0, x1))")
     assert [(o.shape, o.index_map, o.layout.is_identity) for o in problem.epilogue.operands] == [((7,), ("n",), True)]
     assert (problem.lhs.shape, problem.rhs.shape, problem.result.shape) == ((5, 3), (3, 7), (5, 7))
@@ -294,7 +294,7 @@ def epilogues(toys):
     """(epilogue, its operands' index maps) of every product that was asked for."""
     return [
         (str(p.epilogue.expression), [o.index_map for o in p.epilogue.operands]) if p.epilogue else None
-        for p in toys["llvm"].problems
+        for p in toys["llvm"]._solved
         if isinstance(p, MatmulProblem)
     ]
 
@@ -327,7 +327,7 @@ def test_a_chain_becomes_one_epilogue(toys):
     assert epilogues(toys) == [
         ("maximum(add(multiply(add(x0, x1), x2), x1), x3)", [("1", "n"), ("m", "n"), ("m", "1")]),
     ]
-    assert toys["llvm"].problems[0].init.index_map == ("1", "n")
+    assert toys["llvm"]._solved[0].init.index_map == ("1", "n")
     (block,) = after["main"].body.blocks
     assert [b.var.name for b in block.bindings] == ["e", "y"]  # after the residual is computed
     assert block.bindings[1].value.args[0].name_hint == "product_add_multiply_maximum"

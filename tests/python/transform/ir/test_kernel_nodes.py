@@ -6,8 +6,8 @@ import tvm
 from tvm import relax
 
 import relax_hetero as rh
-from relax_hetero.driver.pipeline import pipeline_steps
 from relax_hetero.transform.ir.findings import findings_of
+from relax_hetero.transform.pipeline import pipeline_steps
 
 
 def kernels_of(mod):

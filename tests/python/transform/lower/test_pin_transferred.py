@@ -214,7 +214,7 @@ def test_a_machine_without_gpus_takes_plain_memory(doubled):
             assert str(result.device) == "cpu:2"
             np.testing.assert_array_equal(result.numpy(), 4 * x)
     symbols = {row.symbol for row in vm.profile("main", np.ones((3, 4), "float32")).rows}
-    assert symbols == {"double", "shape_func", "(machine)"}
+    assert symbols == {"double", "shape_func", "(allocation, shapes, bytecode)"}
 
 
 def test_with_a_gpu_it_is_pinned_and_given_back(doubled, monkeypatch):

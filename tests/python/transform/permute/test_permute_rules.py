@@ -10,8 +10,8 @@ from tvm import relax
 from tvm.relax import op
 
 from modules import ops_of
+from relax_hetero.op.traits import ELEMENTWISE
 from relax_hetero.transform import MovePermutes
-from relax_hetero.transform.ir.op_names import ELEMENTWISE
 from relax_hetero.transform.ir.rewriting import relax_functions
 from relax_hetero.transform.permute.permute_rules import RULES
 from seeds import fresh_rng

@@ -8,11 +8,12 @@ import pytest
 import tvm
 
 from relax_hetero.vm.device import cuda_copies, pinned_staging, tensors
+from relax_hetero.vm.device.cuda_copies import SENT_BYTES, begin_copy
 from relax_hetero.vm.device.cuda_driver import CudaError
 from relax_hetero.vm.device.cuda_streams import Event, Stream
 from relax_hetero.vm.device.memory_pools import PinnedPool
 from relax_hetero.vm.device.pinned_staging import Staging
-from relax_hetero.vm.device.tensors import SENT_BYTES, alias, begin_copy, copy_into, copy_to, from_numpy
+from relax_hetero.vm.device.tensors import alias, copy_into, copy_to, from_numpy
 from seeds import fresh_rng
 from vm.fake_cuda import LOST, FakeCuda, FakeLibrary, staging_loop
 
@@ -27,7 +28,7 @@ def cuda():
 @pytest.fixture
 def library(cuda, monkeypatch):
     library = FakeLibrary(cuda)
-    monkeypatch.setattr(tensors, "cuda_library", lambda: library)
+    monkeypatch.setattr(cuda_copies, "cuda_library", lambda: library)
     monkeypatch.setattr(cuda_copies, "cuda_library", lambda: library)
     monkeypatch.setattr(cuda_copies, "STAGED_BYTES", STAGED_BYTES)
     monkeypatch.setattr(

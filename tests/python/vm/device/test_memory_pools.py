@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tvm
 
-from relax_hetero.vm.device import memory_pools, tensors
+from relax_hetero.vm.device import cuda_copies, memory_pools
 from relax_hetero.vm.device.builtins import running_on, to_device
 from relax_hetero.vm.device.cuda_library import CudaLibrary
 from relax_hetero.vm.device.memory_pools import BlockPool, PinnedPool, release_pinned
@@ -118,7 +118,7 @@ def test_many_threads(cuda, library):
 
 def test_what_comes_from_a_gpu_arrives_in_pinned_memory(cuda, library, monkeypatch):
     monkeypatch.setattr(memory_pools, "cuda_library", lambda: library)
-    monkeypatch.setattr(tensors, "cuda_library", lambda: library)
+    monkeypatch.setattr(cuda_copies, "cuda_library", lambda: library)
     monkeypatch.setattr(memory_pools, "_pools", {})
     monkeypatch.setattr(memory_pools, "TRANSFER_BYTES", 3 * memory_pools.PINNED_BYTES)
     for rows, pinned in ((1, False), (2, True), (8, False)):  # too small, fits, beyond the limit

@@ -389,7 +389,7 @@ def test_with_tvms_runtime_only(exported, tmp_path, compiler):
         [sys.executable, script, exported, tmp_path / "again.so"], env=env, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert "(machine)" in done.stdout
+    assert "(allocation, shapes, bytecode)" in done.stdout
 
 
 def runtime_only_tvm(folder):

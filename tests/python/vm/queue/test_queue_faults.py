@@ -176,7 +176,7 @@ def test_a_queue_that_gets_no_thread(exe, monkeypatch):
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(rh.HeteroError, match=r"queue of cpu:0 has no thread \(can't start new thread\)"):
+    with pytest.raises(rh.HeteroError, match=r"queue of llvm:0 has no thread \(can't start new thread\)"):
         vm.submit("main", x).result(30)
     monkeypatch.undo()
     np.testing.assert_array_equal(vm.submit("main", x).result(30).numpy(), expected(x))

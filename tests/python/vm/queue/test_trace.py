@@ -168,9 +168,9 @@ def test_a_pipeline_shows_its_steps_transfers_and_calls(pipeline, tmp_path):
     flights = [event["args"]["calls"] for event in events if event["name"] == "calls in flight"]
     assert 1 <= max(flights) <= 3
     titles = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
-    assert {"queue of cpu:0", "queue of cpu:1"} <= set(titles)
-    assert {event["tid"] for event in named(events, "main_step")} == {titles["queue of cpu:0"]}
-    assert {event["tid"] for event in named(events, "main_step_1")} == {titles["queue of cpu:1"]}
+    assert {"queue of llvm:0", "queue of llvm:1"} <= set(titles)
+    assert {event["tid"] for event in named(events, "main_step")} == {titles["queue of llvm:0"]}
+    assert {event["tid"] for event in named(events, "main_step_1")} == {titles["queue of llvm:1"]}
 
 
 def test_flows_follow_what_each_call_reads(pipeline):
@@ -202,7 +202,7 @@ def test_busy_shares_are_of_the_time_of_all_calls(pipeline):
         for x in inputs(6):
             vm.submit("main", x).result()
     busy = trace.busy()
-    assert set(busy) == {"queue of cpu:0", "queue of cpu:1"}
+    assert set(busy) == {"queue of llvm:0", "queue of llvm:1"}
     assert all(0 < share < 1 for share in busy.values()) and sum(busy.values()) <= 1  # one call at a time
 
 

@@ -153,6 +153,7 @@ class NvrtcCompiler(CudaCompiler):
         self._closed = False
 
     def compile(self, source: str, arch: str) -> Compiled:
+        """Compile CUDA C++ to machine code of one architecture, ``sm_90``."""
         request = {"source": _PRELUDE + source, **self._request(source, arch)}
         worker = self._take()
         code, log = worker.compile(request)
@@ -163,6 +164,7 @@ class NvrtcCompiler(CudaCompiler):
         return Compiled(code, log)
 
     def settings(self, source: str, arch: str) -> str:
+        """Everything besides the source that the machine code depends on."""
         return _PRELUDE + json.dumps(self._request(source, arch))
 
     def _request(self, source: str, arch: str) -> dict[str, Any]:
@@ -274,6 +276,7 @@ class NvccCompiler(CudaCompiler):
         self.identity = f"nvcc {_stamp(path)} {_version(path)}"
 
     def compile(self, source: str, arch: str) -> Compiled:
+        """Compile CUDA C++ to machine code of one architecture, ``sm_90``."""
         with tempfile.TemporaryDirectory(prefix="relax_hetero_") as folder:
             text, code = Path(folder, "kernels.cu"), Path(folder, "kernels.cubin")
             text.write_text(_PRELUDE + source)
@@ -286,6 +289,7 @@ class NvccCompiler(CudaCompiler):
             return Compiled(code.read_bytes(), log)
 
     def settings(self, source: str, arch: str) -> str:
+        """Everything besides the source that the machine code depends on."""
         return _PRELUDE + json.dumps(self._options(arch))
 
     def _options(self, arch: str) -> list[str]:

@@ -126,7 +126,7 @@ def packed(module: runtime.Module) -> CudaModule:
 
 
 def is_source(data: CudaModule) -> bool:
-    """Whether TVM could only keep the source, as its CUDA runtime is not here."""
+    """Return whether TVM could only keep the source, as its CUDA runtime is not here."""
     return data.format == SOURCE
 
 
@@ -136,7 +136,7 @@ _stock_compile = tvm.get_global_func(_COMPILE, allow_missing=True)
 
 @tvm_ffi.register_global_func(_COMPILE, override=True)
 def _compile(code: Any) -> Any:
-    """What TVM's CUDA runtime calls with source; ours is compiled later, apart from TVM."""
+    """Take source from TVM's CUDA runtime, which calls this; it is compiled later, apart from TVM."""
     if getattr(_state, "generating", False):
         return _GENERATED
     if _stock_compile is None:

@@ -85,6 +85,26 @@ def _key(compiler: CudaCompiler, source: KernelSource) -> str:
     return found.hexdigest()
 
 
+def link_parts(
+    parts: Sequence[CudaPart], progress: Callable[[str, int, int], None] | None, folder: CacheFolder | None
+) -> tuple[list[runtime.Module], dict[str, bytes]]:
+    """Compile the kernels of all parts, and let the parts' host code import them; see `Backend.link`."""
+    sources = [source for part in parts for source in part.sources]
+    count = 0
+
+    def on_done(more: int) -> None:
+        nonlocal count
+        count += more
+        if progress is not None:
+            progress("CUDA kernels", count, len(sources))
+
+    codes = iter(compile_kernels(sources, folder, on_done))
+    kept: dict[str, bytes] = {}
+    for part in parts:
+        kept.update(imported(part, [next(codes) for _ in part.sources]))
+    return [part.host for part in parts], kept
+
+
 def imported(part: CudaPart, codes: Sequence[bytes]) -> dict[str, bytes]:
     """Let the host code of a part import its kernels.
 

@@ -30,6 +30,7 @@ from tvm.target import codegen
 from tvm_ffi import VisitInterrupt, structural_walk
 
 from ....artifact import worker_threads as names
+from ....target.backend import backend_of
 from ....tir.core.builder import Function
 from ..llvm_kernels import TRUSTED, build_llvm
 from .generate import ARCHITECTURES, ir_path
@@ -82,7 +83,7 @@ def worker_threads(parts: Sequence[Part], host: tvm.target.Target) -> list[tvm.r
     """
     first = names.launch_setter(0)
     targets = [target for target, part in parts if any(gv.name_hint == first for gv in part.get_global_vars())]
-    if not targets and any(target.kind.name == "cuda" for target, _ in parts):
+    if not targets and any(backend_of(target).needs_workers for target, _ in parts):
         targets = [host]
     return [_compiled(_triple(target)) for target in targets if llvm_ir(_triple(target)) is not None]
 

@@ -36,7 +36,7 @@ class Loop:
     trip : callable
         Converts the body, from the number of the trip (or a scalar of int64), the condition and the state.
     joins : list of int or None
-        Of each value of the state: the axis along which all that read the last one join it, if it is a sequence.
+        Axes along which all that read the last value of the state join it, if it is a sequence.
     """
 
     info: NodeInfo

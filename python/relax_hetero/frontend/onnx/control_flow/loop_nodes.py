@@ -33,7 +33,7 @@ _UNROLLED_TRIPS = 4
 
 
 class Results(NamedTuple):
-    """What a loop leaves: its last state, and the rows of all trips, laid along a new first axis."""
+    """Results of a loop: its last state, and the rows of all trips, laid along a new first axis."""
 
     state: list[Any]
     rows: list[relax.Expr]
@@ -155,11 +155,11 @@ class _Scan:
     Attributes
     ----------
     inputs : list of object
-        What it goes along, a slice a trip.
+        Tensors that it goes along, a slice a trip.
     axes, backwards
-        Of each input: along which axis, and whether from its end.
+        Axis of each input along which it goes, and whether from its end.
     row_axes, rows_backwards
-        Of each output of rows.
+        The same for each output of rows.
     """
 
     node: onnx.NodeProto

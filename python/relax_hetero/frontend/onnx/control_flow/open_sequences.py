@@ -23,7 +23,7 @@ Finish = Callable[[list[Any], list[relax.Expr]], tuple[list[Any], list[relax.Exp
 
 
 def is_sequence(value: Any) -> bool:
-    """Whether a value is a sequence, of known length or not."""
+    """Return whether a value is a sequence, of known length or not."""
     if isinstance(value, (LongSequence, JoinedSequence)):
         return True
     return isinstance(value, relax.Expr) and isinstance(value.ty, tvm.ir.TupleType)

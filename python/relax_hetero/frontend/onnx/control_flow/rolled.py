@@ -97,7 +97,7 @@ class _Made:
     outer : set of tirx.Var
         The symbolic sizes in these that mean something around the loop.
     has_room : list of bool
-        Of each, whether it is written to a tensor with room for all trips, not to one that grows.
+        Whether each is written to a tensor with room for all trips, not to one that grows.
     """
 
     loop: ImportedLoop
@@ -113,7 +113,7 @@ class _Attempt:
     Attributes
     ----------
     types : list of relax.TensorType
-        Of the state, in each trip.
+        Types of the state in each trip.
     has_condition : bool
         Whether trips compute if there is another one.
     open : set of tirx.Var
@@ -221,7 +221,7 @@ class _Attempt:
         return _Made(made, [row.ty for row in rows], outer, has_room)
 
     def _has_room(self, row: relax.TensorType, outer: set[tirx.Var]) -> bool:
-        """Whether the trips' rows have a shape that is known before them, and not too many come to nothing."""
+        """Return whether the trips' rows have a shape that is known before them, and not too many come to nothing."""
         if not isinstance(row.shape, relax.ShapeExpr) or not sizes_in([row]) <= outer or self.loop.trips is None:
             return False
         if not self.has_condition:
@@ -247,7 +247,7 @@ def _free_name(importer: Importer, name: str) -> str:
 def _captured(
     importer: Importer, body: list[relax.Binding], results: list[relax.Expr], own: set[relax.Var]
 ) -> tuple[list[relax.Binding], list[relax.Var]]:
-    """What a body reads from around the loop: bindings computed from constants, which it repeats, and variables."""
+    """Values that a body reads from around the loop: bindings computed from constants, to repeat, and variables."""
     inside = relax.SeqExpr([relax.BindingBlock(body)], relax.Tuple(results))
     # Symbolic sizes, which kernels take as numbers, come as a shape.
     free = [v for v in relax.analysis.free_vars(inside) if v not in own and not isinstance(v.ty, tvm.ir.PrimType)]
@@ -273,7 +273,7 @@ def _title(loop: Loop, index: int) -> str:
 
 
 def _is_one(a: Any, b: Any) -> bool:
-    """Whether two sizes are one expression, or one number."""
+    """Return whether two sizes are one expression, or one number."""
     return bool(a.same_as(b)) or (isinstance(a, tirx.IntImm) and isinstance(b, tirx.IntImm) and int(a) == int(b))
 
 
@@ -306,7 +306,7 @@ def _length(loop: Loop, has_condition: bool) -> Any:
 
 
 def _no_rows(importer: Importer, row: relax.TensorType, outer: set[tirx.Var]) -> relax.Expr:
-    """What the first trip appends to: no rows, of the shape that is the result where there is no trip."""
+    """Tensor that the first trip appends to: no rows, of the shape that is the result where there is no trip."""
     sizes = [0 if isinstance(size, tirx.Var) and size not in outer else size for size in _sizes_of(row, outer)]
     return importer.bb.emit(relax.op.zeros(relax.ShapeExpr([0, *sizes]), row.dtype.dtype))
 

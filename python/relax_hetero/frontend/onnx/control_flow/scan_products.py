@@ -57,7 +57,7 @@ def with_products_in_front(
     Parameters
     ----------
     inputs : list of relax.Expr
-        What the body scans, its axis first.
+        Tensors that the body scans, their axis first.
     """
     left_out = {product.position for product in products}
     rest = onnx.GraphProto()

@@ -1,4 +1,4 @@
-"""What control flow needs of the importer: the graphs inside a node, converted where the builder stands."""
+"""Conversion of the graphs inside a node, where the builder stands: what control flow needs of the importer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ImportedLoop:
     Attributes
     ----------
     gv : tvm.ir.GlobalVar
-        By which it is called.
+        Variable by which it is called.
     params : list of relax.Var
         Its own parameters.
     captured : list of relax.Var

@@ -15,7 +15,7 @@ from ..node import Node, const
 
 LEAF = "LEAF"
 _MODES = ("BRANCH_LEQ", "BRANCH_LT", "BRANCH_GTE", "BRANCH_GT", "BRANCH_EQ", "BRANCH_NEQ", "BRANCH_MEMBER")
-"""What nodes ask, in the order in which `TreeEnsemble` counts them."""
+"""Modes of nodes, in the order in which `TreeEnsemble` counts them."""
 
 _ROWS = 16
 """Rows that a task walks at least."""
@@ -28,7 +28,7 @@ Ten rows down 50 trees of a random forest (12 to 25 steps) take 80 µs so and 46
 """
 
 Weights = Mapping[int, Sequence[tuple[int, float]]]
-"""By leaf: targets, and what the leaf adds to each."""
+"""Targets of each leaf, and what it adds to each."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Trees:
     Attributes
     ----------
     members : mapping of int to sequence of float
-        By node of mode BRANCH_MEMBER, the numbers that it takes the true branch for.
+        Numbers for which a node of mode BRANCH_MEMBER takes the true branch.
     """
 
     modes: Sequence[str]
@@ -64,7 +64,7 @@ class Forest:
     missing : np.ndarray
         1 where a feature that is NaN counts as at most the split.
     roots, depths : np.ndarray
-        By tree; steps from the root to the deepest leaf.
+        Root of each tree; steps from the root to the deepest leaf.
     """
 
     leaves: list[int]
@@ -124,7 +124,7 @@ class _Table:
     def _ask_equal(
         self, at: int, feature: int, values: Sequence[np.floating], missing: bool, true: int, false: int
     ) -> None:
-        """Whether the feature is one of `values`: at most the least and not below it, else of the greater ones."""
+        """True if the feature is one of `values`: at most the least and not below it, else of the greater ones."""
         ordered = sorted({value for value in values if not np.isnan(value)})
         if not ordered:
             self._ask(at, feature, self._type(np.nan), missing, true, false)
@@ -367,7 +367,7 @@ def labels_of_leaves(node: Node, leaves: relax.Expr, labels: np.ndarray) -> rela
 
 
 def _merged(entries: Sequence[tuple[int, float]], targets: int, none: float, how: str, dtype: str) -> np.ndarray:
-    """What a leaf gives each target, several entries for one combined."""
+    """Values that a leaf gives each target, several entries for one combined."""
     combine = {"MIN": np.minimum, "MAX": np.maximum}.get(how, np.add)
     result = np.full(targets, none, dtype)
     for target, weight in entries:

@@ -326,7 +326,7 @@ def _apart_trees(node: Node) -> Trees:
 
 
 def _members(node: Node, modes: list[str]) -> dict[int, list[float]]:
-    """By node that asks for membership, its set: each ends with a NaN, in the order of the nodes."""
+    """Sets of nodes that ask for membership: each ends with a NaN, in the order of the nodes."""
     sets: list[list[float]] = [[]]
     for value in _numbers(node, "membership_values"):
         if np.isnan(value):

@@ -146,7 +146,7 @@ def bias_softmax(node: Node) -> relax.Expr:
 
 @converts("IsAllFinite", domain=MICROSOFT)
 def is_all_finite(node: Node) -> relax.Expr:
-    """Whether no element of any input is NaN or infinite, or is one of both."""
+    """Return whether no element of any input is NaN or infinite, or is one of both."""
     ops = {"isnan_only": relax.op.isnan, "isinf_only": relax.op.isinf}
     asked = [op for name, op in ops.items() if node.attribute(name, 0)] or list(ops.values())
     found: relax.Expr | None = None

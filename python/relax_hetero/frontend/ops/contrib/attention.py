@@ -60,7 +60,7 @@ def _attended(node: Node, heads: Heads, mask: int, bias: int) -> relax.Expr:
 
 
 def _mask(node: Node, index: int, dims: list[Dim], dtype: str) -> relax.Expr:
-    """What is added to scores of shape `dims`: 0 for keys that count, `mask_filter_value` for others."""
+    """Mask for scores of shape `dims`: 0 for keys that count, `mask_filter_value` for others."""
     batch, _, length, total = dims
     given = node.tensor(index)
     shape = node.shape(given)
@@ -84,7 +84,7 @@ def _mask(node: Node, index: int, dims: list[Dim], dtype: str) -> relax.Expr:
 
 
 def _within(node: Node, ends: relax.Expr, batch: int, total: Dim, has_starts: bool) -> relax.Expr:
-    """Whether positions are before the end of their sequence, and not before its start where starts follow the ends."""
+    """True if positions are before the end of their sequence, and not before its start where starts follow the ends."""
     positions = node.emit(relax.op.arange(0, total, 1, "int64"))
     ends = cast(node, ends, "int64")
 

@@ -187,7 +187,7 @@ def _mixture(node: Node, first: _Layer, second: _Layer, third: _Layer | None, mi
         return cast(node, node.emit(relax.op.reshape(total, dims)), dtype_of(data))
 
     def product(layer: _Layer, expert: int, x: relax.Expr) -> relax.Expr:
-        """Of one expert, or of all of them where its number is -1."""
+        """Product of one expert, or of all of them where its number is -1."""
         found = matmul(node, x, layer.weights[expert])
         if layer.bias is None:
             return found
@@ -197,7 +197,7 @@ def _mixture(node: Node, first: _Layer, second: _Layer, third: _Layer | None, mi
         return node.emit(relax.op.add(found, bias))
 
     def made(expert: int) -> relax.Expr:
-        """What an expert makes of all rows."""
+        """Output of an expert for all rows."""
         gate = product(first, expert, flat)
         linear = None if third is None else product(third, expert, flat)
         return product(second, expert, _activated(node, gate, linear))
@@ -222,7 +222,7 @@ def _gathered(
     chosen, ids = (node.emit(relax.TupleGetItem(best, index)) for index in (0, 1))
 
     def product(layer: _Layer, x: relax.Expr) -> relax.Expr:
-        """(rows, used, 1, columns)"""
+        """Multiply the rows by the matrices of their experts: (rows, used, 1, columns)."""
         taken = node.emit(relax.op.take(layer.table, ids, axis=0))
         found = node.emit(relax.op.matmul(x, node.emit(relax.op.permute_dims(taken, [0, 1, 3, 2]))))
         if layer.bias is None:
@@ -247,7 +247,7 @@ def _require_width(node: Node, layer: _Layer, width: Dim) -> None:
 
 
 def _activated(node: Node, gate: relax.Expr, linear: relax.Expr | None) -> relax.Expr:
-    """What goes from an expert's first layer, and its third, into its second."""
+    """Input of an expert's second layer, computed from its first and its third."""
     name = node.attribute("activation_type", "relu")
     if name in ("swiglu", "geglu"):
         if linear is None:
@@ -330,7 +330,7 @@ def _shares(node: Node, rows: Dim, experts: int, mixing: int) -> relax.Expr:
 
 
 def _chosen(node: Node, logits: relax.Expr, count: int) -> relax.Expr:
-    """Whether an expert is among the `count` with the highest logits, the first of equal ones before the others."""
+    """True if an expert is among the `count` with the highest logits, the first of equal ones before the others."""
     experts = node.shape(logits)[1]
     other = te.reduce_axis((0, experts), "other")
 

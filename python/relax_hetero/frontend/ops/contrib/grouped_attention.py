@@ -227,7 +227,7 @@ class _Places:
         return self.node.kernel("seen_rows", element, cache, self.lengths, shape=dims)
 
     def mask(self) -> relax.Expr:
-        """Whether a query sees a key, (batch, 1, rows, total)."""
+        """Return whether a query sees a key, (batch, 1, rows, total)."""
         node, sizes = self.node, self.sizes
         window, is_causal = int(node.attribute("local_window_size", -1)), bool(node.attribute("causal", 1))
 

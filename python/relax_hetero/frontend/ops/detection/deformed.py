@@ -14,7 +14,7 @@ from ..table import converts
 
 @converts("DeformConv")
 def deformed_convolution(node: Node) -> relax.Expr:
-    """Of images with two axes: bilinear samples at moved places, perhaps weighted by a mask, times the weights."""
+    """Deformable convolution of images with two axes: bilinear samples at moved places, perhaps weighted by a mask."""
     data, weight = node.tensor(0), node.tensor(1)
     if node.rank(data) != 4:
         raise node.refusal(f"its input has {node.rank(data)} axes, expected 4")

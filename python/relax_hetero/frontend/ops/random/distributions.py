@@ -53,7 +53,7 @@ def _uniform(words: Words) -> tirx.Expr:
 
 
 def _normal(words: Words) -> tirx.Expr:
-    """By Box and Muller's transform."""
+    """Normal distribution by Box and Muller's transform."""
     radius = tirx.sqrt(tirx.const(-2.0, "float64") * tirx.log(_fraction(words[0])))
     return radius * tirx.cos(tirx.const(2 * np.pi, "float64") * _fraction(words[1]))
 

@@ -26,7 +26,7 @@ def from_front(axes: te.Tensor, place: int, rank: int) -> tirx.Expr:
 
 
 def _is_named(axes: te.Tensor, count: int, rank: int, axis: Any) -> tirx.Expr:
-    """Whether an axis is among those that a vector names."""
+    """Return whether an axis is among those that a vector names."""
     return tirx.any(tirx.const(False, "bool"), *(from_front(axes, k, rank) == axis for k in range(count)))
 
 

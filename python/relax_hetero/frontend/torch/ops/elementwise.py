@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from tvm import relax, topi
 
+from ....encoding.functions import FUNCTIONS
+from ....op.functions import apply_function
 from ...ops.node import const, is_float
 from ..complex_values import Complex, magnitude
 from ..exporting import torch_package
@@ -24,7 +27,11 @@ _UNARY: dict[str, Any] = {
     "sigmoid trunc negative".split()
 }
 _UNARY["neg"] = _UNARY["_neg_view"] = _UNARY.pop("negative")
-_UNARY |= {"relu": relax.op.nn.relu, "silu": relax.op.nn.silu, "square": relax.op.square}
+_UNARY |= {
+    name: partial(apply_function, name)
+    for name, function in FUNCTIONS.items()
+    if function.onnx or name in ("relu", "silu", "square")
+}
 
 _IDENTITIES = "clone alias detach detach_ contiguous lift_fresh_copy lift_fresh to_dense _to_dense".split()
 
@@ -197,7 +204,7 @@ def shift(node: TorchNode, a: Any, b: Any) -> relax.Expr:
 
 @converts("isnan", "isinf", "isfinite")
 def classify(node: TorchNode, x: relax.Expr) -> relax.Expr:
-    """Whether an element is NaN, infinite, or neither."""
+    """Return whether an element is NaN, infinite, or neither."""
     if not is_float(str(x.ty.dtype)):
         return node.filled(node.op.startswith("isfinite"))
     nan = None if node.op.startswith("isinf") else node.emit(relax.op.isnan(x))
@@ -256,7 +263,7 @@ def round_(node: TorchNode, x: Any, decimals: int = 0) -> relax.Expr:
 
 
 def _is_negative(node: TorchNode, x: relax.Expr) -> relax.Expr:
-    """Whether numbers have the sign bit set, as -0.0 has."""
+    """Return whether numbers have the sign bit set, as -0.0 has."""
     dtype = str(x.ty.dtype)
     if not is_float(dtype):
         return node.emit(relax.op.less(node.cast(x, "int64"), const(0, "int64")))
@@ -370,11 +377,11 @@ def masked_fill(node: TorchNode, x: relax.Expr, mask: relax.Expr, value: Any) ->
 
 @converts("gelu")
 def gelu(node: TorchNode, x: relax.Expr, approximate: str = "none") -> relax.Expr:
-    """By the error function or the hyperbolic tangent."""
+    """Gelu by the error function or the hyperbolic tangent."""
     return node.emit((relax.op.nn.gelu if approximate == "none" else relax.op.nn.gelu_tanh)(x))
 
 
-@converts("leaky_relu", "elu", "hardswish", "hardsigmoid", "mish", "prelu", "softplus")
+@converts("leaky_relu", "elu", "hardswish", "hardsigmoid", "prelu", "softplus")
 def activation(node: TorchNode, x: relax.Expr, *given: Any) -> relax.Expr:
     """Activations that ONNX has too."""
     name = node.op.partition(".")[0]
@@ -385,8 +392,6 @@ def activation(node: TorchNode, x: relax.Expr, *given: Any) -> relax.Expr:
         return node.emit(relax.op.multiply(x, inner))
     if name == "leaky_relu":
         return node.onnx("LeakyRelu", x, alpha=float(given[0]) if given else 0.01)
-    if name == "mish":
-        return node.onnx("Mish", x)
     if name == "prelu":
         (slope,) = given
         if node.dims(slope) != [1]:

@@ -13,7 +13,7 @@ from ..node import TorchNode, converts
 
 
 def _reduced(node: TorchNode, kind: str, x: relax.Expr, axes: Any, keepdim: bool) -> relax.Expr:
-    """By ONNX's reduction; no axes are all of them."""
+    """Reduction by ONNX's converter; no axes are all of them."""
     rank = len(node.dims(x))
     if rank == 0:
         return x
@@ -80,7 +80,7 @@ def arg_extreme(node: TorchNode, x: relax.Expr, dim: Any = None, keepdim: bool =
 
 @converts("any", "all", "_is_any_true", "_is_all_true")
 def quantifier(node: TorchNode, x: relax.Expr, axes: Any = None, keepdim: bool = False) -> relax.Expr:
-    """Whether any, or every, element is not 0."""
+    """Return whether any, or every, element is not 0."""
     flags = node.cast(node.cast(x, "bool"), "int32")
     found = _extreme(node, "any" in node.op, flags, axes, keepdim)
     return node.tensor(node.emit(relax.op.greater(found, const(0, "int32"))))  # of nothing: the ends of int32

@@ -1,5 +1,5 @@
 // What all parts of the page use: elements, numbers as text, colours of devices, sections, libraries.
-const report = { sections: [], onTheme: [], data: null, previous: null };
+const report = { sections: [], onTheme: [], beforePrint: [], onPrint: [], data: null, previous: null };
 
 (function () {
   "use strict";
@@ -45,11 +45,13 @@ const report = { sections: [], onTheme: [], data: null, previous: null };
     return sign + (size < 1 ? digits(size * 1e3) + " ms" : digits(size) + " s");
   };
   report.as = function (kind, value) {
-    const text = { bytes: report.bytes, seconds: report.seconds, share: report.share, number: report.number }[kind];
+    const text = { operations: (count) => (count ? report.rate(count, "op") : "–"), bytes: report.bytes, seconds: report.seconds, share: report.share, number: report.number }[kind];
     return value === null || value === undefined ? "–" : text && typeof value === "number" ? text(value) : String(value);
   };
   report.shape = (value) => (value.shape ? value.shape.join(" × ") || "scalar" : "?") + " " + (value.dtype || "");
   report.shorter = (text, most) => (text.length > most ? text.slice(0, most - 9) + "…" + text.slice(-8) : text);
+  // The end of a path says more than its beginning.
+  report.tail = (text, most) => (text.length > most ? "…" + text.slice(1 - most) : text);
   report.say = (text) => (document.getElementById("said").textContent = text);
 
   // Colours that stay apart for the colour-blind (Okabe and Ito), by the order of devices.
@@ -76,14 +78,17 @@ const report = { sections: [], onTheme: [], data: null, previous: null };
     document.getElementById("content").append(section);
     report.sections.push({ id, title });
     if (now) return draw(body);
+    let drawn = null;
+    const drawOnce = () => (drawn = drawn || Promise.resolve(draw(body)).then(() => section.setAttribute("data-drawn", "")));
     const seen = new IntersectionObserver(
       (entries) => {
         if (!entries.some((entry) => entry.isIntersecting)) return;
         seen.disconnect();
-        Promise.resolve(draw(body)).then(() => section.setAttribute("data-drawn", ""));
+        drawOnce();
       },
       { rootMargin: "300px" },
     );
+    report.beforePrint.push(drawOnce);
     seen.observe(section);
     return undefined;
   };
@@ -112,6 +117,17 @@ const report = { sections: [], onTheme: [], data: null, previous: null };
       loads.set(name, load);
     }
     return Promise.all(names.map((name) => loads.get(name)));
+  };
+
+  // Paper holds what nobody scrolled to. Browsers do not wait for more than what is ready: libraries are, some time after
+  // the page is drawn.
+  report.startPrinting = function () {
+    (window.requestIdleCallback || setTimeout)(() => report.library(...[...document.querySelectorAll("script[data-library]")].map((one) => one.dataset.library)));
+    addEventListener("beforeprint", async () => {
+      // What is drawn may hold more to draw.
+      for (let at = 0; at < report.beforePrint.length; at += 1) await report.beforePrint[at]();
+      report.onPrint.forEach((change) => change());
+    });
   };
 
   // Light, dark, or as the system; kept for the next page where the browser lets us.

@@ -7,7 +7,7 @@
     return [
       { selector: "core", style: { "active-bg-opacity": 0 } }, // no disc beneath the pointer that drags
       { selector: "node", style: {
-        shape: "round-rectangle", width: 186, height: 36, label: "data(label)", "font-size": 12.5, "font-family": "system-ui, sans-serif",
+        shape: "round-rectangle", width: 186, height: 42, label: "data(label)", "text-wrap": "wrap", "line-height": 1.25, "font-size": 11.5, "font-family": "system-ui, sans-serif",
         "text-valign": "center", "text-halign": "center", "background-color": "data(colour)", color: "data(ink)", "min-zoomed-font-size": 6 } },
       { selector: "node[kind = 'input'], node[kind = 'output']", style: {
         shape: "round-tag", "background-color": ground, color: ink, "border-width": 2, "border-color": "data(colour)" } },
@@ -35,7 +35,7 @@
   }
 
   report.drawGraph = function () {
-    const hint = "Colours are devices. Double borders are kernels of several ops: press one twice, or Enter, to open it. Arrow keys walk along values.";
+    const hint = "Colours are devices. A box has the name of the model's file first, then its op or kernel. Double borders are kernels of several ops: press one twice, or Enter, to open it. Arrow keys walk along values.";
     const far = report.data.nodes.length > 600 ? " Where a graph is too large for the view, bars stand for rows of its nodes: press one to go there." : "";
     report.section("graph", "Graph", hint + far, draw, true);
   };

@@ -2,6 +2,23 @@
 (function () {
   "use strict";
 
+  // What several names have in common, up to a separator; else the first and the last.
+  function shared(names) {
+    const [first, last] = [names[0], names[names.length - 1]];
+    if (names.every((name) => name === first)) return first;
+    let end = 0;
+    while (end < first.length && names.every((name) => name[end] === first[end])) end += 1;
+    const prefix = first.slice(0, end).replace(/[^/.]*$/, "").replace(/[/.]$/, "");
+    return prefix || `${report.tail(first, 12)} … ${report.tail(last, 12)}`;
+  }
+
+  // A box: the model's own name first, then the op or the kernel, and of how many ops.
+  function titled(names, made, count) {
+    const more = count ? `  ⊞${count}` : "";
+    const second = report.shorter(made, 25 - more.length) + more;
+    return names && names.length ? `${report.tail(shared(names), 25)}\n${second}` : second;
+  }
+
   report.GraphModel = class {
     constructor(data, name) {
       this.data = data;
@@ -53,7 +70,7 @@
     nodeItem(node) {
       const op = (node.op || "").replace(/^relax\./, "");
       const words = { transfer: `→ ${node.device}`, constant: `const ${node.name}`, input: node.name, output: node.name };
-      const label = words[node.kind] || op || node.name;
+      const label = words[node.kind] ? report.shorter(words[node.kind], 24) : titled(node.onnx, op || node.name);
       const group = this.groups.get(node.group);
       return { id: `n${node.id}`, node, group, kind: node.kind, device: node.device, label, parent: this.opened.has(node.group) ? `p${node.group}` : null };
     }
@@ -61,7 +78,7 @@
     groupItem(group) {
       const ops = this.members.get(group.id);
       const name = (group.kernel || ops.map((node) => (node.op || "").split(".").pop()).join("+")).replace(/^fused_/, "");
-      return { id: `g${group.id}`, group, kind: "group", device: group.device, label: `${name}  ⊞${ops.length}`, parent: null };
+      return { id: `g${group.id}`, group, kind: "group", device: group.device, label: titled(ops.flatMap((node) => node.onnx || []), name, ops.length), parent: null };
     }
 
     // The text by which search finds a node.

@@ -13,6 +13,26 @@
     }
   }
 
+  const LONGEST = 5;
+
+  // The rows of the profile that take most, and the others together.
+  function whereTimeGoes() {
+    const { data: { profile }, make } = report;
+    if (!profile) return null;
+    const rows = [...profile.rows].sort((a, b) => b.share - a.share);
+    const rest = rows.slice(LONGEST).reduce((sum, row) => sum + row.share, 0);
+    const lines = [...rows.slice(0, LONGEST), ...(rest > 0 ? [{ symbol: `${rows.length - LONGEST} others`, share: rest }] : [])];
+    const bar = ({ device, share }) => make("span", { class: "track" }, make("span", { style: `width:${100 * share}%;background:${device ? report.colour(device) : "var(--line-strong)"}` }));
+    return make("div", {}, make("h3", {}, "Where the time goes"),
+      make("ul", { class: "shares" }, lines.map((row) => make("li", {}, bar(row), make("b", {}, report.share(row.share)), make("span", { title: row.symbol }, row.device ? make("span", { class: "quiet" }, `${row.device} `) : null, row.symbol === "to_device" ? "transfers to it" : row.symbol)))));
+  }
+
+  function whatToChange() {
+    const { data: { suggestions }, make } = report;
+    if (!(suggestions || []).length) return null;
+    return make("div", {}, make("h3", {}, "What to change"), make("ul", { class: "notes" }, suggestions.map((text) => make("li", {}, text))));
+  }
+
   report.drawOverview = function () {
     report.section("overview", "Overview", null, (body) => {
       const { make, data } = report;
@@ -30,14 +50,15 @@
         ["a call", data.profile ? report.seconds(data.profile.seconds) : null],
       ];
       const known = cards.filter(([, value]) => value !== null);
-      if (known.length) body.append(make("ul", { class: "cards" }, known.map(([name, value]) => make("li", {}, make("b", {}, value), name))));
+      if (known.length) body.append(make("ul", { class: "cards" }, known.map(([name, value]) => make("li", {}, make("b", {}, value), report.word(name)))));
+      if (data.profile || (data.suggestions || []).length) body.append(make("div", { class: "pair" }, whereTimeGoes(), whatToChange()));
       if (devices.length) {
         const most = Math.max(1, ...devices.map((device) => device.ops || 0));
         const head = ["Device", "Target", "Ops", "Weights", "Transfers in", "Memory speed"];
         const rows = devices.map((device) => [make("span", { class: "named" }, report.dot(device.name), device.name), make("code", { class: "target", title: device.target }, briefly(device.target || "")),
           make("span", { class: "barred" }, make("i", { style: `width:${(60 * (device.ops || 0)) / most}px;background:${report.colour(device.name)}` }), report.number(device.ops)), report.bytes(weightsOf(device)),
           `${report.number(device.transfers_in)} (${report.bytes(device.transfer_bytes)})`, device.peak && report.known(device.peak.bytes_per_second) ? report.rate(device.peak.bytes_per_second, "B/s") : "–"]);
-        body.append(make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Devices" }, make("table", { class: "plain" }, make("thead", {}, make("tr", {}, head.map((name) => make("th", { scope: "col" }, name)))),
+        body.append(make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Devices" }, make("table", { class: "plain" }, make("thead", {}, make("tr", {}, head.map((name) => make("th", { scope: "col" }, report.word(name))))),
           make("tbody", {}, rows.map((row) => make("tr", {}, row.map((cell) => make("td", {}, cell))))))));
       }
       if ((data.notes || []).length) body.append(make("ul", { class: "notes" }, data.notes.map((note) => make("li", {}, note))));

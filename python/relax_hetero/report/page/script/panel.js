@@ -29,7 +29,7 @@
       : null;
     return make("div", { class: "measure" }, make("div", { class: "large" }, report.seconds(group.seconds)),
       make("div", { class: "quiet" }, group.calls ? `${group.calls} call${group.calls > 1 ? "s" : ""}${group.bound ? `, bound by ${group.bound}` : ""}` : null),
-      bar("of the run", group.share), bar(`of ${report.peakOf(group)}`, group.share_of_peak));
+      bar("of the run", group.share), bar(`of ${report.peakOf(group)}`, group.share_of_peak), make("div", { class: "quiet" }, report.whyAbove(group)));
   }
 
   report.fillPanel = function (panel, item, model, act) {

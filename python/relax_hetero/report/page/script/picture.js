@@ -2,7 +2,7 @@
 // From far away rows of nodes become bars, so that there is never more to draw than a screen can show.
 (function () {
   "use strict";
-  const HALF = { x: 93, y: 18 };
+  const HALF = { x: 93, y: 21 };
   // Up to so many elements the whole picture is drawn at any zoom.
   const FEW = 1200;
   // With more nodes than this in view there are bars, and so many of them at most.
@@ -142,7 +142,7 @@
     element(id) {
       const item = this.items.get(id);
       const colour = report.colour(item.device);
-      const data = { id, label: report.shorter(item.label, 24), kind: item.kind, colour, ink: report.inkOn(colour), item };
+      const data = { id, label: item.label, kind: item.kind, colour, ink: report.inkOn(colour), item };
       if (item.parent) data.parent = item.parent;
       return { group: "nodes", data, position: { ...this.at.get(id) } };
     }

@@ -19,6 +19,22 @@
     return found;
   }
 
+  // Why points lie above their roofs.
+  const ABOVE = {
+    memory: "tensors lie in a cache, which is faster than the memory that was measured",
+    arithmetic: "fewer operations are needed than are counted, or the peak was measured too low, while other work ran (relax-hetero devices --again measures anew)",
+  };
+  const isAbove = (group) => group.share_of_peak > 1.05;
+  report.whyAbove = (group) => (isAbove(group) ? `Above its roof: ${ABOVE[group.bound]}.` : "");
+  function aboveRoofs(points) {
+    const above = points.map((point) => point.group).filter(isAbove);
+    return Object.entries(ABOVE).flatMap(([bound, why]) => {
+      const here = above.filter((group) => group.bound === bound);
+      const most = Math.max(...here.map((group) => group.share_of_peak));
+      return here.length ? [`${here.length} of ${points.length} kernels lie above the roof of ${bound === "memory" ? "memory" : "arithmetic"}, at up to ${most.toFixed(1)} times of it: ${why}.`] : [];
+    });
+  }
+
   // What a kernel's share is of.
   report.peakOf = (group) => (group.bound === "memory" ? "the memory rate" : "the peak");
 
@@ -30,7 +46,7 @@
     });
     if (points.length === 0) return;
     const hint = "To the right: more operations for each byte. Up: faster. A kernel near a slope is bound by memory, near a flat line by arithmetic. Larger points take more time.";
-    report.section("roofline", "Roofline", hint, (body) => report.chart(body, HIGH, `Roofline of ${points.length} kernels.`, () => {
+    report.section("roofline", "Roofline", [hint, ...aboveRoofs(points)].join(" "), (body) => report.chart(body, HIGH, `Roofline of ${points.length} kernels.`, () => {
       const peaks = (data.devices || []).filter((device) => device.peak && device.peak.bytes_per_second && points.some((point) => point.group.device === device.name)).map((device) => [device.peak.bytes_per_second, device.peak.operations_per_second || {}]);
       // Also where the slope of a roof ends, so that both parts of it are seen.
       const ridges = peaks.flatMap(([speed, rates]) => Object.values(rates).map((most) => most / speed));
@@ -60,7 +76,7 @@
       return {
         grid: { left: 14, right: 20, top: 24, bottom: 42, containLabel: true }, legend: { show: false },
         tooltip: { confine: true, backgroundColor: report.style("--ground"), borderColor: report.style("--line-strong"), textStyle: { color: report.style("--ink"), fontSize: 12 },
-          formatter: ({ data: { group, value } }) => `<b>${report.safe(report.shorter(group.kernel || "kernel", 60))}</b><br>${report.safe(group.device)} ${report.safe(group.precision || "")}<br>${report.rate(value[1], "op/s")} at ${report.number(value[0])} op/B<br>${report.seconds(group.seconds)}, ${report.share(group.share)} of the run${report.known(group.share_of_peak) ? `, ${report.share(group.share_of_peak)} of ${report.peakOf(group)}` : ""}` },
+          formatter: ({ data: { group, value } }) => `<b>${report.safe(report.shorter(group.kernel || "kernel", 60))}</b><br>${report.safe(group.device)} ${report.safe(group.precision || "")}<br>${report.rate(value[1], "op/s")} at ${report.number(value[0])} op/B<br>${report.seconds(group.seconds)}, ${report.share(group.share)} of the run${report.known(group.share_of_peak) ? `, ${report.share(group.share_of_peak)} of ${report.peakOf(group)}` : ""}<br>${report.safe(report.whyAbove(group))}` },
         xAxis: report.axis("operations per byte", { type: "log", min: low, max: high, nameGap: 26, axisLabel: { color: report.style("--quiet"), formatter: (value) => String(Number(value.toPrecision(3))) } }),
         yAxis: report.axis("", { type: "log", min: least, max: most, axisLabel: { color: report.style("--quiet"), formatter: (value) => report.rate(value, "op/s") } }),
         series: [...[...used].map((device) => ({ type: "scatter", name: device, data: points.filter((point) => point.group.device === device), itemStyle: { color: report.colour(device), opacity: 0.8, borderColor: report.style("--ground"), borderWidth: 1 } })), ...lines],

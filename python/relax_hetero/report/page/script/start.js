@@ -3,7 +3,10 @@
   "use strict";
   const read = async (id) => {
     const element = document.getElementById(id);
-    return element ? JSON.parse(await report.unpacked(element)) : null;
+    if (!element) return null;
+    // Marks in names that would turn the text around them are written out. JSON has them as escapes already.
+    const text = await report.unpacked(element);
+    return JSON.parse(text.replace(/\\(?:\\|u(061c|200[ef]|202[a-e]|206[6-9]))/g, (found, mark) => (mark ? `\\\\u${mark}` : found)));
   };
   report.data = await read("report-data");
   report.previous = await read("report-previous");
@@ -30,5 +33,6 @@
   for (const { id, title } of report.sections) {
     document.getElementById("sections").append(report.make("a", { href: `#${id}` }, title));
   }
+  report.startPrinting();
   document.documentElement.setAttribute("data-ready", "");
 })();

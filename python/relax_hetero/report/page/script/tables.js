@@ -2,8 +2,10 @@
 (function () {
   "use strict";
 
-  // Columns: {name, kind}; rows: lists. Numbers keep their value for sorting and are shown with their unit.
-  report.table = async function (body, id, columns, rows, sort) {
+  const PRINTED = 60;
+
+  // Columns: {name, kind}; rows: lists; widths: the most that the first column and others take. Numbers keep their value for sorting and are shown with their unit.
+  report.table = async function (body, id, columns, rows, sort, widths = [460, 280]) {
     await report.library("tabulator.min.css", "tabulator.min.js");
     const { make } = report;
     const place = make("div", { id: `table-${id}` });
@@ -16,15 +18,17 @@
       index: "row", layout: "fitDataFill", maxHeight: 460, placeholder: "No row has these words", headerSortTristate: false, columnDefaults: { headerWordWrap: false },
       initialSort: sort === undefined ? [] : [{ column: `c${sort}`, dir: "desc" }],
       columns: columns.map(({ name, kind }, index) => ({
-        title: name, field: `c${index}`, sorter: kind === "text" ? "alphanum" : "number", hozAlign: kind === "text" ? "left" : "right", headerHozAlign: kind === "text" ? "left" : "right", maxWidth: index === 0 ? 460 : 280,
+        title: name, field: `c${index}`, sorter: kind === "text" ? "alphanum" : "number", headerTooltip: report.about(name) || false, hozAlign: kind === "text" ? "left" : "right", headerHozAlign: kind === "text" ? "left" : "right", maxWidth: index === 0 ? widths[0] : widths[1],
         headerSortStartingDir: kind === "text" ? "asc" : "desc", tooltip: kind === "text",
         formatter: (cell) => document.createTextNode(report.as(kind, cell.getValue())),
       })),
     });
+    let isBuilt = false;
     const tell = (active) => (count.textContent = `${active} of ${rows.length} rows`);
     table.on("dataFiltered", (filters, active) => tell(active.length));
     table.on("tableBuilt", () => {
       tell(rows.length);
+      isBuilt = true;
       for (const heading of place.querySelectorAll(".tabulator-col")) {
         heading.setAttribute("tabindex", "0");
         heading.addEventListener("keydown", (event) => {
@@ -33,6 +37,15 @@
           heading.click();
         });
       }
+    });
+    report.onPrint.push(() => {
+      // What the screen scrolls through does not print: the first rows, as they are sorted and searched, do.
+      place.nextElementSibling?.remove();
+      const cells = (cell, values) => make("tr", {}, values.map((value) => make(cell, {}, value)));
+      const active = isBuilt ? table.getData("active").map(({ row }) => rows[row]) : sort === undefined ? rows : [...rows].sort((a, b) => b[sort] - a[sort]);
+      const shown = active.slice(0, PRINTED).map((row) => cells("td", row.map((value, index) => report.as(columns[index].kind, value))));
+      const caption = active.length > shown.length ? make("caption", {}, `The first ${shown.length} of ${active.length} rows`) : null;
+      place.after(make("table", { class: "plain printed" }, caption, make("thead", {}, cells("th", columns.map(({ name }) => name))), make("tbody", {}, shown)));
     });
     box.addEventListener("input", () => {
       const words = box.value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -45,11 +58,11 @@
     const { make } = report;
     report.section("profile", "Time of kernels", null, async (body) => {
       const profiles = [report.data.profile, ...(report.data.more_profiles || [])];
-      const columns = [["kernel", "text"], ["device", "text"], ["ops", "text"], ["calls", "number"], ["time", "seconds"], ["share", "share"], ["operations", "number"], ["bytes", "bytes"], ["precision", "text"], ["of the peak", "share"], ["bound by", "text"]];
+      const columns = [["kernel", "text"], ["device", "text"], ["ops", "text"], ["calls", "number"], ["time", "seconds"], ["share", "share"], ["work", "operations"], ["bytes", "bytes"], ["precision", "text"], ["of peak", "share"], ["bound by", "text"]];
       for (const [index, { function: name, rows, seconds }] of profiles.entries()) {
         body.append(make("p", { class: "hint" }, `${report.seconds(seconds)} in all, of function ${name}.`));
         await report.table(body, index ? `profile-${index}` : "profile", columns.map(([title, kind]) => ({ name: title, kind })),
-          rows.map((row) => [row.symbol, row.device, (row.ops || []).join(", "), row.calls, row.seconds, row.share, row.operations, row.bytes, row.precision, row.share_of_peak, row.bound]), 4);
+          rows.map((row) => [row.symbol, row.device, (row.ops || []).join(", "), row.calls, row.seconds, row.share, row.operations, row.bytes, row.precision, row.share_of_peak, row.bound]), 4, [255, 175]);
       }
     });
   };
@@ -66,6 +79,7 @@
           }
         };
         details.addEventListener("toggle", draw);
+        report.beforePrint.push(() => ((details.open = true), draw()));
         if (one === report.data.tables[0]) details.open = true;
       }
     });

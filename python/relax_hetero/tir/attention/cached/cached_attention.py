@@ -241,8 +241,10 @@ class _Kernel:
         start_blocks(place, opaque(count * problem.group))
 
     def _attend(self, place: Unit, pages: _Pages, blocks: tuple[Expr, Expr], end_block: Callable[[Expr], None]) -> None:
-        """The unit's rows to its pages in the blocks from the first to before the second; `end_block` takes the sums
-        of each."""
+        """Attend from the unit's rows to its pages, in the blocks from the first to before the second.
+
+        `end_block` takes the sums of each block.
+        """
         rows, (first_block, last_block) = opaque(pages.queries * self.problem.group), blocks
         with loop(opaque(T.max(last_block - first_block, int64(0)))) as number:
             block = opaque(first_block + number)

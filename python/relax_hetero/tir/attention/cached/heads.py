@@ -24,9 +24,9 @@ def emit_head(
     Parameters
     ----------
     lanes : int
-        Of vectors, a divisor of the head's size.
+        Lanes of vectors, a divisor of the head's size.
     row : PrimExpr
-        Of the rotation.
+        Row of the rotation.
     start : PrimExpr
         Where the head begins in `qkv`, in elements.
     norm : str

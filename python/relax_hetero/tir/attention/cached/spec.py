@@ -1,4 +1,4 @@
-"""What the parts of a kernel of cached attention share: tensors, sizes, and where in scratch things are."""
+"""Tensors, sizes, and offsets in scratch that the parts of a kernel of cached attention share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCK_PAGES = 2
 """Pages of a block, the granularity at which several units share a row; smaller blocks take longer to merge."""
 
 LEAST_SCORE = -1e30
-"""What hidden keys score: its power of e is 0 beside any other's."""
+"""Score of hidden keys: its power of e is 0 beside any other's."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Plan:
     Attributes
     ----------
     lanes : int
-        Of vectors along tokens.
+        Lanes of vectors along tokens.
     width_lanes : int
-        Of vectors along a head's numbers: a divisor of its size.
+        Lanes of vectors along a head's numbers: a divisor of its size.
     tile_rows, tile_vectors : int
-        Of a tile of sums.
+        Rows and vectors of a tile of sums.
     queries : int
         Positions of a unit's rows: 1 of "decode".
     rows : int

@@ -38,7 +38,7 @@ _WRITTEN_OUT = 4
 
 @dataclass(frozen=True)
 class Span:
-    """What a unit's rows see of a page.
+    """Tokens of a page that a unit's rows see.
 
     Attributes
     ----------
@@ -162,7 +162,7 @@ def _products(
 
 
 def _fetching(unit: Unit, page: Page, start: Expr, each: int) -> Callable[[Expr], None] | None:
-    """What asks for the lines of so many elements in each step, from `start` on; None where rows are many.
+    """Function that prefetches `each` elements in each step, from `start` on; None where rows are many.
 
     Few rows compute no longer than memory takes to give them a page.
     """

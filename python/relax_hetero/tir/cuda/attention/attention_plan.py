@@ -12,25 +12,20 @@ from ...core.builder import ceil_div
 
 WIDTH = SWIZZLED_BYTES // 2
 """Elements of a swizzled row."""
-EARLY_CAPABILITY = 90
-"""From this compute capability on a launch may begin before the one before it has ended."""
 KEYS = 128
-"""Of a tile."""
+"""Number of keys of a tile."""
 FEW_KEYS = 64
-"""Of a tile where registers hold more for each key, or for wide values."""
+"""Number of keys of a tile where registers hold more for each key, or for wide values."""
 KEYS_OF_WIDE = 80
-"""Of a tile of keys and values wider than 128 for several warpgroups: what shared memory holds twice."""
+"""Number of keys of a tile wider than 128 for several warpgroups: shared memory holds it twice."""
 MOST_STAGES = {1: 3, 2: 2, 3: 2}
-"""By warpgroups of consumers. Measured (H200, 64 heads, 4,096 keys of width 128): a third stage takes 4 % longer."""
+"""Maximum number of stages by warpgroups of consumers: a third takes 4 % longer (H200, 64 heads, 4,096 keys of 128)."""
 FEW_ROWS = 64
 """Rows of a block that shares its keys with others."""
 MANY_KEYS = 512
 """From here on a block gains by several warpgroups, and sharing out the keys costs less than it saves."""
 SYMBOLIC = 1024
-"""What stands for an extent that only a call knows."""
-RUNNING = {1: 132, 2: 132, 3: 117, 4: 120, 5: 90, 6: 96, 7: 84, 8: 96}
-"""Blocks that run at the same time, by those of a cluster. Measured on an H200 (8 queries, 8,192 keys of width 128): 16
-heads in six parts take 21 us, in seven parts 34; 32 heads in three parts 39 us, in four parts 49."""
+"""Assumed extent where only a call knows it."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +37,9 @@ class AttentionPlan:
     consumers : int
         Warpgroups that compute, each with 64 rows: 1, 2 or 3.
     keys : int
-        Of a tile; a multiple of 16.
+        Number of keys of a tile; a multiple of 16.
     stages : int
-        Of the ring of tiles.
+        Number of stages of the ring of tiles.
     split : int
         Blocks of a cluster that share the keys: 1 to 8.
     together : int
@@ -87,7 +82,7 @@ def choose_plan(problem: AttentionProblem, gpu: GpuTarget) -> AttentionPlan:
     blocks = ceil_div(rows, 64 * consumers) * groups
     split = 1
     if n >= MANY_KEYS and consumers == 1:
-        fitting = [s for s, most in RUNNING.items() if blocks * s <= most and n >= s * 2 * most_keys]
+        fitting = [s for s, most in gpu.model.resident_blocks.items() if blocks * s <= most and n >= s * 2 * most_keys]
         split = max(fitting, default=1)
     each = ceil_div(n, split)
     keys = most_keys

@@ -17,7 +17,7 @@ from .attention_plan import AttentionPlan
 from .heads import GpuHeads, Rows
 
 MOST_WIDE = 256
-"""Of heads that tensor cores compute."""
+"""Maximum width of heads that tensor cores compute."""
 MOST_WIDE_TF32 = 128
 """The same of float32: what shared memory holds."""
 
@@ -44,7 +44,7 @@ class AttentionTensors:
     query, key, value, result : GpuHeads
     masks : tuple of GpuHeads
     sizes : dict of str to PrimExpr or int
-        Of iteration dimensions.
+        Extents of iteration dimensions.
     """
 
     def __init__(

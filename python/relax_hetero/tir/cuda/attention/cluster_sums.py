@@ -29,7 +29,7 @@ class ClusterSums:
     ----------
     tensors : AttentionTensors
     tile : ScoreTile
-        Of a warp, after its last keys.
+        Scores of a warp, after its last keys.
     shared : SharedMemory
         Its first `size` bytes are free by then.
     width : int
@@ -61,9 +61,9 @@ class ClusterSums:
                 ptx.store_shared(target, [_bits(tile.greatest[h]), _bits(tile.sums[h])])
 
     def put_together(self, thread: Expr, rank: Expr, first: Expr, at: Coordinates) -> None:
-        """This block's share of the rows from `first` on: averages over the keys of all blocks; all threads take part.
+        """Write the block's share of the rows from `first` on: averages over the keys of all blocks.
 
-        Barriers of the cluster stand before and after it.
+        All threads take part. Barriers of the cluster stand before and after it.
         """
         plan, result, problem = self.tensors.plan, self.tensors.result, self.tensors.problem
         height, width = self.height, int(self.tensors.sizes["e"])

@@ -25,9 +25,9 @@ class GpuHeads(HeadsView):
     Parameters
     ----------
     depth : str
-        What "k" is: "d" of query and key, "e" of value and result.
+        Name of "k": "d" of query and key, "e" of value and result.
     rows : Rows, optional
-        What "row" is, of the query.
+        Meaning of "row" in the query.
     """
 
     _held = staticmethod(lambda value: value)
@@ -65,7 +65,7 @@ class GpuHeads(HeadsView):
         return super().address(places)
 
     def is_contiguous(self, name: str) -> bool:
-        """Whether neighbours along an iteration dimension lie side by side, known to."""
+        """Return whether neighbours along an iteration dimension lie side by side, known to."""
         if name == "row":
             return self._rows is not None and self._rows.together == 1 and self.is_contiguous("m")
         stride = self.stride(self._depth if name == "k" else name)

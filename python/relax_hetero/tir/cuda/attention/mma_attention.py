@@ -19,7 +19,7 @@ from ...core.builder import Expr, Function, ceil_div, when
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, local, may_begin_early, unrolled
 from ..matmul.operand_tiles import OperandTile
-from .attention_plan import EARLY_CAPABILITY, FEW_ROWS, AttentionPlan
+from .attention_plan import FEW_ROWS, AttentionPlan
 from .attention_tensors import AttentionTensors, tensor_core_misfit, tiles_of
 from .row_store import RowStore
 from .score_tile import ScoreTile
@@ -55,7 +55,7 @@ def mma_attention_kernel(problem: AttentionProblem, gpu: GpuTarget) -> tirx.Prim
     together = h // g if isinstance(m, int) and m * (h // g) <= FEW_ROWS else 1
     widest = max(int(sizes["d"]), int(sizes["e"]))
     keys = KEYS if widest * bytes_of(problem.query.dtype) <= 256 else FEW_KEYS
-    begins_early = gpu.capability >= EARLY_CAPABILITY
+    begins_early = gpu.overlaps_launches
     function = Function("attention", registers="local")
     with function:
         tensors = AttentionTensors.of(function, problem, AttentionPlan(1, keys, 1, 1, together))
@@ -66,7 +66,7 @@ def mma_attention_kernel(problem: AttentionProblem, gpu: GpuTarget) -> tirx.Prim
 
 
 class _Kernel:
-    """What the parts of a kernel share while it is written."""
+    """State that the parts of a kernel share while it is written."""
 
     def __init__(self, tensors: AttentionTensors, keys: int, begins_early: bool) -> None:
         self.begins_early = begins_early

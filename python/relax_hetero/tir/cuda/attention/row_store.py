@@ -46,7 +46,7 @@ class RowStore:
         row : PrimExpr
             int32: the warp's first.
         place : PrimExpr
-            Of 16 lines of 128 bytes in shared memory that are the warp's own, in each stripe of 64 columns.
+            Offset of 16 lines of 128 bytes in shared memory that are the warp's own, in each stripe of 64 columns.
         stripe : int
             Bytes between stripes.
         """
@@ -73,7 +73,7 @@ class RowStore:
         T.buffer_store(self.result.data, T.Cast(self.result.nominal, value), [self.result.address(at)])
 
     def _chunks(self, sums: Any, first: Expr, place: Expr, stripe: int) -> None:
-        """By way of shared memory: rows leave in pieces of 16 bytes."""
+        """Store rows by way of shared memory, in pieces of 16 bytes."""
         result, lane, chunks = self.result, self.tile.lane, self.width // 8
         pair = local(1, "uint32")
         own_row, within = T.bind(tirx.floordiv(lane, 4)), T.bind(tirx.floormod(lane, 4) * 4)

@@ -59,7 +59,7 @@ class ScoreTile:
     masks : sequence of GpuHeads
         Operands of the scores' expression, opened.
     keys : int
-        Of a tile, a multiple of 16.
+        Number of keys of a tile, a multiple of 16.
     is_masked : bool
         Whether some tile has keys that a row does not see.
 
@@ -70,7 +70,7 @@ class ScoreTile:
     weights : Buffer
         ``keys / 4`` pairs, of `pack`.
     shrink : Buffer
-        Of both rows: what earlier sums are to be multiplied by.
+        Factors of both rows for earlier sums.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ScoreTile:
 
         self.problem, self.masks, self.rows, self.keys, self.is_masked = problem, masks, rows, keys, is_masked
         self.scale = plain_scale(problem.scores.expression)
-        """Of the exponent; None where the expression is computed, score by score."""
+        """Scale of the exponent; None where the expression is computed, score by score."""
         self.held: list[Any] = []
 
     def declare(self, thread: Expr) -> None:
@@ -206,7 +206,7 @@ class ScoreTile:
             T.buffer_store(sums, sums[i] * self.shrink[half], [i])
 
     def _base_of(self, greatest: Expr) -> Expr:
-        """What is subtracted from exponents: never -inf, for -inf less -inf is no number."""
+        """Number that is subtracted from exponents: never -inf, since -inf less -inf is not a number."""
         if self.scale is None:
             return T.max(greatest, T.float32(LOWEST))
         is_none = greatest == T.float32(-math.inf)
@@ -237,13 +237,13 @@ class ScoreTile:
             self._over_lanes(self.sums, h, lambda a, b: a + b)
 
     def factors(self) -> None:
-        """What makes sums averages, into `shrink`, after `add_lanes`."""
+        """Compute the factors that make sums averages, into `shrink`, after `add_lanes`."""
         for h in range(2):
             T.buffer_store(self.shrink, average(self.sums[h], self.problem.nan_to_zero), [h])
 
 
 def average(total: Expr, nan_to_zero: bool) -> Expr:
-    """What a sum of weighted values is multiplied by; of a row without scores NaN comes out, or zero."""
+    """Factor that makes a sum of weighted values an average; of a row without scores NaN comes out, or zero."""
     inverse = T.float32(1) / total
     return T.if_then_else(total > T.float32(0), inverse, T.float32(0)) if nan_to_zero else inverse
 

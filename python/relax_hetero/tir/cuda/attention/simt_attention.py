@@ -24,7 +24,7 @@ from ...core.view import Coordinates
 from ..core import ptx
 from ..core.expression import emit
 from ..core.launch import SharedMemory, local, may_begin_early, unrolled
-from .attention_plan import EARLY_CAPABILITY, AttentionPlan
+from .attention_plan import AttentionPlan
 from .attention_tensors import AttentionTensors, tiles_of, to_int32
 from .heads import GpuHeads
 from .score_tile import average, averaged
@@ -44,7 +44,7 @@ class SimtPlan:
     rows : int
         Queries of a block.
     keys : int
-        Of a tile, a multiple of 16.
+        Number of keys of a tile, a multiple of 16.
     each : int
         Rows of a thread.
     """
@@ -55,7 +55,7 @@ class SimtPlan:
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Number of threads of a block."""
         return self.rows // self.each * SHARING
 
 
@@ -106,7 +106,7 @@ def simt_attention_kernel(problem: AttentionProblem, gpu: GpuTarget, plan: SimtP
     shared = sizes["h"] // sizes["g"]
     together = shared if isinstance(sizes["m"], int) and sizes["m"] * shared <= 2 * SHARING else 1
     plan = plan or choose_simt_plan(problem, gpu, together)
-    begins_early = gpu.capability >= EARLY_CAPABILITY
+    begins_early = gpu.overlaps_launches
     function = Function("attention", registers="local")
     with function:
         found = AttentionTensors.of(function, problem, AttentionPlan(1, plan.keys, 1, 1, together))
@@ -117,7 +117,7 @@ def simt_attention_kernel(problem: AttentionProblem, gpu: GpuTarget, plan: SimtP
 
 
 class _Kernel:
-    """What the parts of a kernel share while it is written."""
+    """State that the parts of a kernel share while it is written."""
 
     def __init__(self, tensors: AttentionTensors, plan: SimtPlan, begins_early: bool) -> None:
         self.begins_early = begins_early

@@ -30,8 +30,8 @@ from .row_store import RowStore
 from .score_tile import ScoreTile
 
 REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160)}
-"""Of producers and consumers, by warpgroups of consumers: no more in all than a launch gives, 168 a thread to three
-warpgroups, 128 to four. For more, consumers would wait for ever."""
+"""Registers of producers and consumers, by warpgroups of consumers: no more in all than a launch gives, 168 a thread
+to three warpgroups, 128 to four. For more, consumers would wait for ever."""
 
 
 def misfit(problem: AttentionProblem, gpu: GpuTarget) -> str:
@@ -69,7 +69,7 @@ def wgmma_attention_kernel(
 
 
 class _Kernel:
-    """What the parts of a kernel share while it is written."""
+    """State that the parts of a kernel share while it is written."""
 
     def __init__(self, tensors: AttentionTensors) -> None:
         self.tensors, self.plan, self.problem = tensors, tensors.plan, tensors.problem
@@ -150,7 +150,7 @@ class _Kernel:
             self.end = T.bind(self.end)
 
     def _barrier(self, kind: int, stage: Expr) -> Expr:
-        """Of keys that are there (0), places of keys that are free (1), the same of values (2, 3)."""
+        """Barrier of keys that are there (0), places of keys that are free (1), the same of values (2, 3)."""
         return self.shared.at(self.barriers + 8 * (1 + kind * self.plan.stages + stage))
 
     @property

@@ -40,15 +40,15 @@ _LITTLE, _MOST_ROWS = 8, 3
 """Results of a thread that reads without branches, for few threads wait for few loads; and rows of a window whose loops
 are written out then: more, and a launch waits for its own code, of which each multiprocessor reads all once."""
 _BLOCKS = 4
-"""Of a multiprocessor, at least. Without a bound, however low, the compiler would make room for 16, and threads would
-read little of a row at a time."""
+"""Minimum number of blocks of a multiprocessor. Without a bound, however low, the compiler would make room for 16, and
+threads would read little of a row at a time."""
 _HELD_WEIGHTS = 64
 """Registers for the weights of one row of the window."""
 
 
 @dataclass(frozen=True)
 class ChannelPlan:
-    """What a thread makes.
+    """Work of a thread.
 
     Attributes
     ----------
@@ -102,7 +102,7 @@ def channelwise_conv_kernel(problem: ConvProblem, gpu: GpuTarget, plan: ChannelP
     Parameters
     ----------
     plan : ChannelPlan, optional
-        By default as `choose_plan` finds it.
+        Plan; by default that of `choose_plan`.
 
     Raises
     ------
@@ -194,7 +194,7 @@ class _Kernel:
         return isinstance(self.places, int) and self.places % self.plan.pixels == 0
 
     def _find_columns(self, at: Coordinates) -> list[tuple[Expr, Expr, list[tuple[int, int]]]]:
-        """What all rows of the window have in common: columns of the map that the thread's pixels see.
+        """Columns of the map that the thread's pixels see, which all rows of the window share.
 
         Of each how far it is from the first of the map, counted in what is read at a time; whether it exists, None
         where all do; and which pixels see it by which taps.
@@ -286,7 +286,7 @@ class _Kernel:
     def _multiply_uses(
         self, sums: Any, found: list[tuple[VectorRegisters, list[tuple[int, int]]]], weights: Any
     ) -> None:
-        """What was read, by the weights of all pixels and taps that see it."""
+        """Multiply loaded columns by the weights of all pixels and taps that see them."""
         for read, uses in found:
             for pixel, tap in uses:
                 self._multiply(sums, pixel, read, weights(tap))
@@ -302,7 +302,7 @@ class _Kernel:
         return T.bind(let(T.Cast(self.kind, value)))
 
     def _weights(self, at: Coordinates, taps: list[Expr], k: Expr) -> Any:
-        """What gives the weights of a tap of the row, read before where they are few."""
+        """Function that gives the weights of a tap of the row, read before where they are few."""
         plan, window = self.plan, self.axes[self.last][0]
         vectors = 1 if self.is_depthwise else self.taken
 
@@ -334,7 +334,7 @@ class _Kernel:
 
 
 def _is_depthwise(problem: ConvProblem) -> bool:
-    """Whether each output channel has an input channel of its own."""
+    """Return whether each output channel has an input channel of its own."""
     return problem.weight.shape[1] == 1 and problem.weight.shape[0] == problem.groups
 
 

@@ -74,7 +74,7 @@ def tensor_core_conv_kernel(
     Parameters
     ----------
     tiling : Tiling or MmaTiling, optional
-        Of products of the GPU's instruction; by default as `choose_tiling` or `choose_mma_tiling` finds it.
+        Tiling of products of the GPU's instruction; by default as `choose_tiling` or `choose_mma_tiling` finds it.
 
     Raises
     ------

@@ -41,7 +41,7 @@ def axes_of(problem: ConvProblem) -> list[tuple[Window, int]]:
 
 
 def is_padded(window: Window, extent: int) -> bool:
-    """Whether some place of the window is outside of the map for some place of the result."""
+    """Return whether some place of the window is outside of the map for some place of the result."""
     last = (window.places(extent) - 1) * window.stride + window.reach - 1 - window.before
     return window.before > 0 or last >= extent
 
@@ -56,7 +56,7 @@ class WindowPlaces:
         The map, opened: dimensions "b", "c", "x0", ...
     problem : ConvProblem
     extents : dict of str to (PrimExpr or int)
-        Of the result's "b", "y0", "y1", ..., outermost first.
+        Extents of the result's "b", "y0", "y1", ..., outermost first.
     batches : int
         How many of them, from the outermost on, are batch dimensions "b0", "b1", ... of the product; the others are
         its rows.
@@ -76,23 +76,23 @@ class WindowPlaces:
 
     @property
     def channels(self) -> int:
-        """Of the map in a group."""
+        """Number of channels of the map in a group."""
         channels = self.problem.weight.shape[1]
         assert isinstance(channels, int)
         return channels
 
     @property
     def has_padding(self) -> bool:
-        """Whether taps may see no map."""
+        """True if taps may see no map."""
         return any(is_padded(window, extent) for window, extent in axes_of(self.problem))
 
     def pixel(self, at: Coordinates, row: Expr) -> tuple[Expr, Expr]:
-        """Of a row of the product: the element that its first tap sees, and bits of the taps that see the map.
+        """Offset of the element that the first tap of a row of the product sees, and bits of the taps that see the map.
 
         Parameters
         ----------
         at : Coordinates
-            Of the batch, and of the group "g" where there are several.
+            Coordinates of the batch, and of the group "g" where there are several.
         row : PrimExpr
             One that exists.
         """
@@ -120,7 +120,7 @@ class WindowPlaces:
         return begin, seen
 
     def tap(self, number: Expr) -> tuple[Expr, Expr]:
-        """Of a tap: how far what it sees is from what the first one sees, and the bits that say so; None for none."""
+        """Distance of a tap's element from that of the first tap, and the bits that say so; None for none."""
         return self.tap_at(unravel(number, [window.size for window in self.problem.windows], place=T.bind))
 
     def tap_at(self, taps: Sequence[Expr]) -> tuple[Expr, Expr]:

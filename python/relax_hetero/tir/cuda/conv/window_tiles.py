@@ -58,7 +58,7 @@ class WindowTile(SwizzledLines):
     Attributes
     ----------
     places : WindowPlaces
-        Of the map, opened raw.
+        Addresses of the map, opened raw.
     rows : int
         Pixels of a tile.
     extent : PrimExpr or int
@@ -68,7 +68,7 @@ class WindowTile(SwizzledLines):
     in_chunks : bool
         Whether a step has taps of their own for each 16 bytes.
     threads : int
-        That load it together.
+        Number of threads that load it together.
     """
 
     places: WindowPlaces
@@ -163,7 +163,7 @@ class WindowTile(SwizzledLines):
             self._copy_lines(shared, target + copy * width, width, under_tap)
 
     def _has_channel(self, channel: Expr) -> Expr | None:
-        """Whether a channel exists; None: all that are copied do."""
+        """Return whether a channel exists; None: all that are copied do."""
         channels = self.places.channels
         return None if channels % self.step == 0 else T.bind(channel < channels)
 

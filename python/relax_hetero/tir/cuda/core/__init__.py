@@ -1,1 +1,1 @@
-"""What all kernels of GPUs are written with."""
+"""Instructions, launches and epilogues, which all kernels of GPUs are written with."""

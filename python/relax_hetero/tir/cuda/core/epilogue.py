@@ -1,4 +1,4 @@
-"""What is done to the sums of a product before they are stored, for a few neighbouring elements of a thread.
+"""Epilogue of the sums of a product, for a few neighbouring elements of a thread.
 
 Tensor cores, multiply-adds and few rows leave their sums in registers in different places; this writer is told where
 elements are and how their sums are read, and writes the loads of operands, the expression, masks and the store.
@@ -31,9 +31,9 @@ class EpilogueWriter:
     expression : Expression
         ``x0`` is the sum, after `init`.
     init : GpuOperand or None
-        What the sums start from.
+        Tensor that the sums start from.
     views : tuple of GpuOperand
-        Of ``x1``, ``x2``, ...
+        Views of ``x1``, ``x2``, ...
     result : GpuOperand
     acc_dtype : str
         Element type of ``x0``; sums are cast to it.
@@ -61,7 +61,7 @@ class EpilogueWriter:
         return [*([self.init] if self.init else []), *self.views, self.result]
 
     def reads_in_vectors(self, width: int, along: str) -> bool:
-        """Whether it reads an operand as large as the result, and `width` neighbours are a vector of the result."""
+        """True if it reads an operand as large as the result, and `width` neighbours are a vector of the result."""
         is_large = any({"m", "n"} <= set(view.index_map) for view in self._read)
         return is_large and width > 1 and self.result.vector(along) % width == 0
 
@@ -101,9 +101,9 @@ class EpilogueWriter:
         Parameters
         ----------
         sums : sequence of callable
-            What reads the sum of each; at most 16 bytes of them.
+            Functions that read the sum of each; at most 16 bytes of them.
         at : Coordinates
-            Of the first element; along `along`, a multiple of their number.
+            Coordinates of the first element; along `along`, a multiple of their number.
         along : str
             The dimension that they are neighbours in, "n" or "m".
         exists : sequence of PrimExpr or None

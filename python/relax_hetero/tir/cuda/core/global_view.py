@@ -21,7 +21,7 @@ class GlobalView(OperandView):
         self._strides: list[Expr] = row_major(self.layout.packed_shape(self.extents), lambda a, b: a * b)
 
     def is_contiguous(self, name: str) -> bool:
-        """Whether neighbours along an iteration dimension lie side by side, known to."""
+        """Return whether neighbours along an iteration dimension lie side by side, known to."""
         if not self.runs_along(name) or self.index_map.index(name) in self.layout.inner_dims:
             return False
         stride = self.stride(name)
@@ -41,7 +41,7 @@ class GlobalView(OperandView):
 
 
 def is_multiple(value: Expr, of: int) -> bool:
-    """Whether an expression is known to be a multiple of a number."""
+    """Return whether an expression is known to be a multiple of a number."""
     if isinstance(value, int):
         return value % of == 0
     return bool(sym.Analyzer().can_prove_equal(tirx.floormod(value, tirx.const(of, str(value.ty.dtype))), 0))

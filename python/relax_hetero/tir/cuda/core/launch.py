@@ -14,7 +14,7 @@ from ...core.builder import Expr, int64
 from ...core.raw_kernel import LAUNCH_BOUNDS
 
 SWIZZLED_ALIGN = 1024
-"""Of tiles with swizzled rows: the swizzle is of address bits, and repeats every eight rows of 128 bytes."""
+"""Alignment of tiles with swizzled rows: the swizzle is of address bits, and repeats every eight rows of 128 bytes."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 EXTENTS = (64, 256, 1024, 4096)
-"""What a symbolic extent is taken for."""
+"""Extents that stand for a symbolic one."""
 
 Choice = TypeVar("Choice")
 

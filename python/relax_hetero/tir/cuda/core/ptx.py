@@ -34,7 +34,7 @@ PTX_TYPES = {
     "int8": "s8",
     "uint8": "u8",
 }
-"""What wgmma and mma.sync call element types of operands; float32 is read as tf32, its lowest 13 bits ignored."""
+"""Names of element types of operands in wgmma and mma.sync; float32 is read as tf32, its lowest 13 bits ignored."""
 
 
 def _emit(instruction: str, *operands: Expr) -> None:
@@ -164,7 +164,7 @@ def prefetch_bulk(source: Expr, size: Expr) -> None:
 
 
 def async_proxy_fence() -> None:
-    """What this thread wrote to shared memory by plain stores or `copy_async` is seen by wgmma and by bulk stores."""
+    """Make plain stores and `copy_async` of this thread to shared memory visible to wgmma and to bulk stores."""
     _emit("fence.proxy.async.shared::cta")
 
 
@@ -243,7 +243,7 @@ def pack_pair(register: Expr, low: Expr, high: Expr, dtype: str, is_clamped: boo
 
 
 def cluster_arrive() -> None:
-    """This thread has come to the cluster's barrier; what it wrote is seen by those that `cluster_wait`."""
+    """Arrive at the cluster's barrier; what this thread wrote is seen by those that `cluster_wait`."""
     _emit("barrier.cluster.arrive.release.aligned")
 
 
@@ -275,7 +275,7 @@ def store_remote(address: Expr, values: Sequence[Expr], dtype: str = "u32") -> N
 # Tensor cores of Hopper: one warpgroup multiplies tiles that lie in shared memory.
 
 CONTRACTION_BYTES = 32
-"""Of a row of k that one wgmma multiplies: 16 values of 16 bits."""
+"""Bytes of a row of k that one wgmma multiplies: 16 values of 16 bits."""
 
 
 def matrix_descriptor(
@@ -413,12 +413,12 @@ def wait_for_launches_before() -> None:
 
 
 def is_wait_for_launches(statement: tirx.Stmt) -> bool:
-    """Whether a statement is that of `wait_for_launches_before`."""
+    """Return whether a statement is that of `wait_for_launches_before`."""
     return _is_evaluated(statement, "griddepcontrol.wait")
 
 
 def is_let_next_begin(statement: tirx.Stmt) -> bool:
-    """Whether a statement is that of `let_next_launch_begin`."""
+    """Return whether a statement is that of `let_next_launch_begin`."""
     return _is_evaluated(statement, "griddepcontrol.launch_dependents")
 
 

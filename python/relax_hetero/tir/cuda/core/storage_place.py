@@ -65,7 +65,7 @@ def place_of(storage: PackedStorage, vector: Expr, lanes: int) -> list[Expr]:
 
 
 def is_inside(layout: PackedLayout, extents: Sequence[Expr], place: Sequence[Expr]) -> Expr | None:
-    """Whether a position in storage of `layout` is no padding; None where there is none."""
+    """Return whether a position in storage of `layout` is no padding; None where there is none."""
     condition: Expr | None = None
     for d, extent in enumerate(extents):
         if not whole(extent, layout.tile(d)):

@@ -24,7 +24,7 @@ from ..core.storage_place import THREADS, common_lanes, innermost, nothing, plac
 from ..core.vectors import MOST_LANES, VectorRegisters
 
 VECTORS = 2
-"""Of a thread, where there are enough to occupy the GPU with."""
+"""Number of vectors of a thread, where there are enough to occupy the GPU with."""
 RESIDENT = 2048
 """Threads that a multiprocessor holds."""
 _ZERO = tirx.const(0, "int64")
@@ -126,7 +126,7 @@ class _Kernel:
         return register
 
     def _runs_along(self, index: int) -> bool:
-        """Whether neighbours in the result are neighbours in a row-major operand, vectors aligned."""
+        """Return whether neighbours in the result are neighbours in a row-major operand, vectors aligned."""
         layout, shape = self.result.layout, self.problem.result.shape
         d = innermost(layout, shape)
         return (

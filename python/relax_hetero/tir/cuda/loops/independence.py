@@ -1,4 +1,4 @@
-"""Whether the iterations of a loop are independent: what one writes, no other reads or writes.
+"""Loops with independent iterations: what one writes, no other reads or writes.
 
 That is so where every access of a buffer that the loop writes has, in one and the same dimension, an index that only
 this iteration has: ``step * i + rest`` with a rest that is never negative and less than the step.
@@ -24,7 +24,7 @@ _OPAQUE_CALLS = tuple(
 
 
 def is_independent(loop: tirx.For) -> bool:
-    """Whether the iterations of a loop may run in any order, and at once."""
+    """Return whether the iterations of a loop may run in any order, and at once."""
     if loop.kind == tirx.ForKind.THREAD_BINDING or loop.step is not None:
         return False
     if loop.kind == tirx.ForKind.PARALLEL:
@@ -64,7 +64,7 @@ def _allocated(body: tirx.Stmt) -> set[tirx.Var]:
 
 
 class _Inner:
-    """What is known inside of a loop."""
+    """Facts that hold inside of a loop."""
 
     def __init__(self, loop: tirx.For) -> None:
         self.var = loop.loop_var
@@ -82,7 +82,7 @@ class _Inner:
         self._inside.add(bound.var)
 
     def are_apart(self, accesses: Sequence[Sequence[Expr]]) -> bool:
-        """Whether accesses of one buffer are at places of one iteration each."""
+        """Return whether accesses of one buffer are at places of one iteration each."""
         ranks = {len(indices) for indices in accesses}
         return len(ranks) == 1 and any(self._apart_in([a[d] for a in accesses]) for d in range(ranks.pop()))
 
@@ -111,7 +111,7 @@ class _Inner:
         return step is not None
 
     def _split(self, rest: Expr) -> tuple[Expr | None, Expr]:
-        """What is the same in every iteration, and what loops inside add to it."""
+        """Split into a term that is the same in every iteration, and one that loops inside add to it."""
         names = [var for var in variables(rest) if var in self._inside]
         zero = tirx.const(0, rest.ty.dtype)
         if not names:

@@ -39,7 +39,7 @@ _MOST_NODES = 64
 _LONG = 4
 
 Registers = Mapping[tirx.Buffer, tirx.Buffer]
-"""By what it holds values of: registers of a thread, one a lane."""
+"""Registers of a thread, one a lane, by the buffer that they hold values of."""
 
 
 def register(dtype: str, lanes: int) -> tirx.Buffer:
@@ -54,9 +54,9 @@ class VectorRead:
     Attributes
     ----------
     stand_in : Buffer
-        What expressions read in its place, at `LANE`.
+        Buffer that expressions read in its place, at `LANE`.
     offset : PrimExpr
-        Of the first element, an expression over the loops in which the vectorized one counts elements.
+        Offset of the first element, an expression over the loops in which the vectorized one counts elements.
     condition : PrimExpr or None
         When they may be read.
     """
@@ -144,12 +144,12 @@ def vectorized(box: FlatBox, loop: Loop, lanes: int, along_results: bool) -> Lan
 
 
 def is_vector(offset: Expr, buffer: tirx.Buffer, var: tirx.Var, units: Mapping[tirx.Var, Expr], lanes: int) -> bool:
-    """Whether lanes along a loop are neighbours in memory, whole words, and begin where vectors may.
+    """Return whether lanes along a loop are neighbours in memory, whole words, and begin where vectors may.
 
     Parameters
     ----------
     units : mapping
-        What stands for the loop's variable where it counts vectors.
+        Expressions for the loop's variable where it counts vectors.
     """
     if bytes_of(str(buffer.dtype)) * lanes % WORD or not is_step(stride(offset, var), 1):
         return False
@@ -158,7 +158,7 @@ def is_vector(offset: Expr, buffer: tirx.Buffer, var: tirx.Var, units: Mapping[t
 
 
 def load_key(load: Load) -> Any:
-    """What reads of the same element have in common."""
+    """Key that reads of the same element share."""
     return load.source, StructuralKey(load.indices[0])
 
 
@@ -170,6 +170,8 @@ class Guards:
         self.of: dict[Any, tuple[Expr, ...]] = {}
 
     def visit(self, expr: Expr, conditions: tuple[Expr, ...]) -> None:
+        """Note where an expression loads elements of the buffers, given the conditions that hold there."""
+
         def on_load(load: Load) -> None:
             if any(load.source.same_as(buffer) for buffer in self._made):
                 return
@@ -282,7 +284,7 @@ def compute_steps(
     Parameters
     ----------
     position : mapping
-        What stands for the variables of the loops; `LANE` in it is the lane.
+        Expressions for the variables of the loops; `LANE` in them is the lane.
     held : mapping
         Registers of reduced values and of vectors that were read.
     """
@@ -374,7 +376,7 @@ def store_lanes(
 
 
 def element_types(box: FlatBox) -> list[str]:
-    """Of everything that a box reads and stores."""
+    """Element types of everything that a box reads and stores."""
     made = box.nest.made
     read = [load for value in box.nest.expressions() for load in loads(value) if load.source not in made]
     return sorted({str(load.ty.dtype) for load in read} | {str(buffer.dtype) for buffer in box.places})

@@ -16,7 +16,7 @@ from ...loops.flat import Loop
 from ..core.launch import at_least_one
 
 _THREADS = 256
-"""Of a block, where nothing asks for another number: four to eight blocks are on a multiprocessor then."""
+"""Number of threads of a block where nothing asks for another: four to eight blocks are on a multiprocessor then."""
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def count_of(loops: Sequence[Loop]) -> Expr:
 
 
 def place_in(number: Expr, loops: Sequence[Loop], counts: Sequence[Expr] | None = None) -> dict[tirx.Var, Expr]:
-    """What stands for the variables of a nest of loops at a point, by its number in row-major order.
+    """Values of the variables of a nest of loops at a point, by its number in row-major order.
 
     Parameters
     ----------

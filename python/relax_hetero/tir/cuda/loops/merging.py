@@ -28,13 +28,13 @@ class Merge:
     Attributes
     ----------
     types : tuple of str
-        What parts are kept in.
+        Types that partial results are kept in.
     starts : tuple of PrimExpr
-        What a part starts from.
+        Values that a partial result starts from.
     terms : tuple of PrimExpr
-        Of a point, what joins a part.
+        Values of a point that join a partial result.
     finals : tuple of PrimExpr or None
-        What the whole starts from, where that is not what parts start from.
+        Values that the whole starts from, where they are not those of partial results.
     """
 
     sums: tuple[Sum, ...]
@@ -72,8 +72,9 @@ def merge_of(sums: Sequence[Sum]) -> Merge | None:
 
 
 def _with_narrow_bits(value: Expr) -> Expr:
-    """`value` with masks of a number's bits as `math.extremes.is_nan` writes them: TVM widens them where it makes
-    PrimFuncs of expressions with 64-bit extents.
+    """`value` with masks of a number's bits as `math.extremes.is_nan` writes them.
+
+    TVM widens them where it makes PrimFuncs of expressions with 64-bit extents.
     """
 
     def change(node: tirx.GT) -> Expr:

@@ -132,7 +132,7 @@ def plan_of(box: FlatBox, merge: Merge | None, gpu: GpuTarget) -> Plan:
 
 
 def _threads(together: int, neighbours: bool) -> int:
-    """Of a block in which so many compute parts of the same results; others lie along neighbouring ones, a warp."""
+    """Number of threads of a block in which so many compute parts of the same results; others compute neighbours."""
     return together * max(_BLOCK // together, 1 if neighbours else WARP)
 
 

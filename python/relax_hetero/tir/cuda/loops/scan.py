@@ -29,7 +29,7 @@ COMBINE: dict[str, tuple[float, Callable[[Expr, Expr], Expr]]] = {
     "sum": (0, lambda a, b: a + b),
     "prod": (1, lambda a, b: a * b),
 }
-"""Of a scan, what it starts from and what it does."""
+"""Initial value and function of each kind of scan."""
 
 _THREADS, _LANES = 256, 4
 # Lines up to so long are one thread's.
@@ -85,7 +85,7 @@ def totals_problem(problem: ScanProblem) -> ScanProblem:
 
 
 def totals_kernel(problem: ScanProblem) -> tirx.PrimFunc:
-    """What each tile comes to; parameters are the data and the totals ``(lines, tiles)``."""
+    """Kernel of the totals of each tile; parameters are the data and the totals ``(lines, tiles)``."""
     return _tiles_kernel(problem, False)
 
 

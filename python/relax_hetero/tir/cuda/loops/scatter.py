@@ -64,7 +64,7 @@ class GpuScatter:
 
     @property
     def is_sorted(self) -> bool:
-        """Whether updates are sorted by what they are for."""
+        """True if updates are sorted by what they are for."""
         meet = self.problem.updates[self.axis] if self.axis is not None else self.targets
         return self.targets is not None and isinstance(meet, int) and meet > MOST_IN_ORDER and self.targets < 2**31
 
@@ -163,7 +163,7 @@ class _Kernel:
     Attributes
     ----------
     extents : dict
-        Of each part.
+        Extents of each part.
     result : PrimFunc
         When it is written.
     """
@@ -236,7 +236,7 @@ class _Kernel:
         Parameters
         ----------
         number : PrimExpr
-            Of the update.
+            Number of the update.
         place : sequence of PrimExpr, optional
             Where an element is in the updates.
         """

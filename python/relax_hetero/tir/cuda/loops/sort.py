@@ -333,7 +333,7 @@ class _Sort:
 
 
 def _is_before(one: Sequence[Expr], other: Sequence[Expr]) -> Expr:
-    """Whether a pair comes before another one."""
+    """Return whether a pair comes before another one."""
     if len(one) == 1:
         return one[0] < other[0]
     return tirx.any(one[0] < other[0], tirx.all(tirx.EQ(one[0], other[0]), one[1] < other[1]))

@@ -29,7 +29,7 @@ _BLOCKS = 4
 """Blocks for each multiprocessor that a reduction should have."""
 
 _LEAST_TERMS = 2048
-"""Of a part: fewer are not worth a launch more."""
+"""Minimum number of terms of a part: fewer are not worth a launch more."""
 
 _FEW_PARTS = 8
 """Fewer parts are left to one launch."""
@@ -42,7 +42,7 @@ class Halves:
     Attributes
     ----------
     parts : tuple of Buffer
-        What the first stores and the second reads.
+        Partial results, which the first stores and the second reads.
     """
 
     first: FlatBox

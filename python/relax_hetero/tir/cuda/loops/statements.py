@@ -114,7 +114,7 @@ def _launched(statement: tirx.Stmt, gpu: GpuTarget) -> tuple[tirx.Stmt, list[tir
 
 
 def _is_counted(loop: tirx.For, outer: list[tuple[tirx.Var, Expr, Expr]]) -> bool:
-    """Whether the host knows a loop's iterations: none depend on loops around it, or on what lies in memory."""
+    """Return whether the host knows a loop's iterations: none depend on loops around it, or on what lies in memory."""
     bounds = [loop.min, loop.extent]
     found = {var for bound in bounds for var in variables(bound)}
     return not any(loads(bound) for bound in bounds) and not found & {var for var, _, _ in outer}

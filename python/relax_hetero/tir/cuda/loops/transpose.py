@@ -189,7 +189,7 @@ def _side(count: Expr) -> int:
 
 
 def _inside(tiles: Tiles, position: Mapping[tirx.Var, Expr], unit: Expr, units: int) -> Expr:
-    """Whether a position is one of the box, and its unit one of the tile."""
+    """Return whether a position is one of the box, and its unit one of the tile."""
     return tirx.all(
         position[tiles.across.var] < int64(tiles.across.count),
         position[tiles.last.var] < int64(tiles.last.count),

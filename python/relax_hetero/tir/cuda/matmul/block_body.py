@@ -1,4 +1,4 @@
-"""What a block of a product with weights of 4 or 8 bits does: columns in turns, k cut among warps, sums added up."""
+"""Block of a product with weights of 4 or 8 bits: columns in turns, k cut among warps, sums added up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .block_rows import LeftRows
 
 
 class BlockBody:
-    """What a block does, while it is written."""
+    """Code of a block, while it is written."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class BlockBody:
         return int64(index) * self.work.plan.warps + self.warp
 
     def _exists(self, index: Expr) -> Expr | None:
-        """Whether a warp's chunk is one; None where it is known to."""
+        """Return whether a warp's chunk is one; None where it is known to."""
         plan, chunks = self.work.plan, self.work.chunks
         # A warp's last round asks for as many chunks as its others, also where fewer are left.
         last = index if isinstance(index, int) else -(-self.work.own // plan.ahead) * plan.ahead - 1
@@ -205,7 +205,7 @@ class BlockBody:
                     T.buffer_store(self.totals, self.totals[total] + scale * value, [total])
 
     def _may_be_row(self, group: int, i: int) -> bool:
-        """Whether a lane's sum i of a group may be that of a row, or part of one, that exists."""
+        """Return whether a lane's sum i of a group may be that of a row, or part of one, that exists."""
         m, parts = self.work.m, self.work.parts
         if not isinstance(m, int):
             return True

@@ -55,13 +55,13 @@ class WeightFragments:
 
     @property
     def has_minimums(self) -> bool:
-        """Whether a block's minimum is added to its weights, times their scale."""
+        """True if a block's minimum is added to its weights, times their scale."""
         form = self.work.problem.form
         return form is not None and bool(form.minimum)
 
     @property
     def has_any_points(self) -> bool:
-        """Whether zero points, or minimums, are any numbers: they are multiplied by the sums of the left operand."""
+        """True if zero points, or minimums, are any numbers: they are multiplied by the sums of the left operand."""
         return self.zeros is not None and str(self.zeros.dtype) != "uint8"
 
     @property
@@ -96,12 +96,12 @@ class WeightFragments:
         return T.bind(T.cast(self._scale(self._place(slot, fragment, number) + half), "float32"))
 
     def point(self, slot: int, fragment: int, number: int, half: int) -> Expr:
-        """What is left of a zero point that is any number, once `unpack` has taken the middle from the weights."""
+        """Rest of a zero point that is any number, once `unpack` has taken the middle from the weights."""
         point = self._point(self._place(slot, fragment, number) + half)
         return point - T.float32(middle_of(self.work.problem.bits))
 
     def minimum(self, slot: int, fragment: int, number: int, half: int, scale: Expr) -> Expr:
-        """What every weight of a block has beside its scaled code, which `unpack` counts from the middle on."""
+        """Minimum that every weight of a block has beside its scaled code, which `unpack` counts from the middle on."""
         form, bits = self.work.problem.form, self.work.problem.bits
         assert form is not None, "only formats of files have minimums"
         value = T.cast(self._point(self._place(slot, fragment, number) + half), "float32")

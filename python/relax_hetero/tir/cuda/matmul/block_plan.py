@@ -20,7 +20,7 @@ PARTS = {"float16": 1, "bfloat16": 1, "float32": 3}
 """Rows of 16-bit floats that make one row of the left operand."""
 
 MOST_WARPS = 8
-"""Of a block; `FEW_ROWS_WARPS` of one that has a multiprocessor for itself."""
+"""Maximum number of warps of a block; `FEW_ROWS_WARPS` of one that has a multiprocessor for itself."""
 
 MAX_CHUNKS_AHEAD = {1: 4, 2: 4, 4: 2}
 """Chunks of 512 bytes a fragment that a warp has asked for, by the fragments of a block.
@@ -30,7 +30,7 @@ A row by 4,096 columns of depth 14,336 takes 9.5 us of a decode step on an H200 
 """
 
 WARPS_PER_MULTIPROCESSOR = 32
-"""Of persistent blocks."""
+"""Warps of persistent blocks on a multiprocessor."""
 
 FEW_ROWS_WARPS = 16
 """The same of few rows: a thread has 128 registers. One row by 4,096 columns of 4 bits takes 3.9 us on an H200, with
@@ -39,12 +39,12 @@ have equally many tiles where each has many. Zero points take more registers: by
 takes 13.3 us, and two, which spill, 15.1."""
 
 HELD_BYTES = 72 << 10
-"""Of the left operand in shared memory, at most."""
+"""Maximum bytes of the left operand in shared memory."""
 
 _PAD = 16  # words between held rows: neighbours begin in other banks
 SUMS_BYTES = 64 << 10
-"""Of sums that wait in shared memory until those of several tiles are added up: warps go on without meeting. Eight
-layers of 4,096 take 484 us with one row where tiles wait for each other so, 509 where each is added up by itself."""
+"""Bytes of sums that wait in shared memory until those of several tiles are added up: warps go on without meeting.
+Eight layers of 4,096 take 484 us with one row where tiles wait for each other, 509 where each is added up by itself."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class BlockPlan:
     Attributes
     ----------
     fragments : int
-        Of 16 columns, of a block.
+        Number of fragments of 16 columns of a block.
     groups : int
-        Of `GROUP_COLUMNS` rows (or parts of rows), of a block.
+        Number of groups of `GROUP_COLUMNS` rows (or parts of rows) of a block.
     warps : int
-        That cut k.
+        Number of warps that cut k.
     ahead : int
         Chunks of k that a warp asks for at once.
     """
@@ -70,7 +70,7 @@ class BlockPlan:
 
     @property
     def columns(self) -> int:
-        """Of a block."""
+        """Number of columns of a block."""
         return self.fragments * FRAGMENT_COLUMNS
 
 
@@ -118,17 +118,17 @@ class BlockWork:
     steps : int
         Instructions that share a scale, within a chunk, which has `scaled` times as many.
     words : int
-        Of weights, of a lane, for an instruction.
+        Words of weights of a lane for an instruction.
     tiles : int
         Fragments of columns.
     rows : int
-        Of the left operand, of a block.
+        Rows of the left operand of a block.
     batch : int
         Tiles of columns of a block whose sums are added up together.
     sum_rows : int
         Rows, or parts of them, whose sums the warps of a block bring together.
     held_rows : int
-        Of 16-bit floats in shared memory, `pitch` words each; 0 where they are read from memory.
+        Rows of 16-bit floats in shared memory, `pitch` words each; 0 where they are read from memory.
     """
 
     def __init__(self, problem: BlockProductProblem, plan: BlockPlan, m: Expr) -> None:
@@ -179,7 +179,7 @@ class BlockWork:
 
     @property
     def is_persistent(self) -> bool:
-        """Whether a block has several tiles of columns."""
+        """True if a block has several tiles of columns."""
         return self.stride < self.column_tiles
 
     def _batch(self, room: int) -> int:

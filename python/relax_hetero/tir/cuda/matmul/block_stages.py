@@ -32,7 +32,7 @@ from .block_plan import GROUP_COLUMNS, PARTS, STEP, BlockPlan, BlockWork
 from .block_rows import LeftRows
 
 _CHUNK_BYTES = 512
-"""Of weights, of 16 columns."""
+"""Bytes of weights of 16 columns."""
 _PIECE = 16
 """Bytes of an asynchronous copy."""
 _WARPS, _MOST_ROWS, _FRAGMENTS, _MOST_PERSISTENT = 8, 32, (7, 4, 3, 2), 4
@@ -52,11 +52,11 @@ class StagedPlan(BlockPlan):
     run : int
         Chunks of k of a stage.
     stages : int
-        Of a warp.
+        Number of stages of a warp.
     together : int
         Blocks, of this launch and of the next, that share a multiprocessor's registers.
     blocks : int
-        Of this launch, of a multiprocessor.
+        Number of blocks of this launch on a multiprocessor.
     holds_rows : bool
         Whether the left operand waits in shared memory, whole.
     """
@@ -185,7 +185,7 @@ class _StagedRows(LeftRows):
 
     @property
     def _flip(self) -> int:
-        """What odd rows' pieces are swapped by, so that a quarter of a warp reads all banks."""
+        """Bits by which odd rows' pieces are swapped, so that a quarter of a warp reads all banks."""
         if self.work.row_bytes < 128:
             return 0
         return 4 if self.work.steps <= 2 else 1
@@ -239,7 +239,7 @@ class _StagedRows(LeftRows):
 
 
 class StagedBody(BlockBody):
-    """What a block does, while it is written."""
+    """Code of a block, while it is written."""
 
     work: StagedWork
     weights: _StagedFragments

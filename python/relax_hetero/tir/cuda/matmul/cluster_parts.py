@@ -32,7 +32,8 @@ class ClusterParts:
     ----------
     shared : SharedMemory
     offset : int
-        Of memory for the sums of a whole tile, which nothing of the cluster uses any more when all its threads meet.
+        Offset of memory for the sums of a whole tile, which nothing of the cluster uses any more when all its threads
+        meet.
     split : int
         Blocks of the cluster.
     rank : PrimExpr
@@ -48,7 +49,7 @@ class ClusterParts:
     groups: int
 
     def add(self, sums: Any, extents: tuple[int, int], kind: str, group: Expr, member: Expr) -> Any:
-        """This block's part, added in the order of the blocks; threads without sums meet the others twice.
+        """Add the block's part, in the order of the blocks; threads without sums meet the others twice.
 
         Parameters
         ----------

@@ -41,10 +41,10 @@ from . import wgmma_matmul
 from .operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source
 
 MOST_ROWS = 64
-"""Of the left operand, that one tile has."""
+"""Maximum number of rows of the left operand, which one tile has."""
 
 WEIGHT_BYTES = PACKED_ROWS * SWIZZLED_BYTES
-"""Of a tile of weights."""
+"""Bytes of a tile of weights."""
 
 _LOADED_ROWS = 16  # of the left operand, that the producers copy at a time
 _PAD = 4  # floats from a row of sums to the next: rows of a warp's fragment begin in other banks
@@ -79,11 +79,11 @@ class FewPlan:
     split : int
         Blocks of a cluster, each with a part of k: 1, 2, 4 or 8.
     stages : int
-        Of weights, 8 KB each for 64 columns, that a block asks for before it needs the first: at most.
+        Maximum stages of weights, 8 KB each for 64 columns, that a block asks for before it needs the first.
     row_stages : int
-        Of the left operand.
+        Number of stages of the left operand.
     groups : int
-        Of 64 columns, of a block, with a warpgroup each.
+        Number of groups of 64 columns of a block, with a warpgroup each.
     evicts_first : bool
         Whether weights are the first that make room in the second-level cache, which then keeps what else is read.
     """

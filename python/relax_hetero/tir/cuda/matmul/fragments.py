@@ -1,4 +1,4 @@
-"""What becomes of a product's sums: the epilogue, in the registers where tensor cores left them, and the result's rows.
+"""Epilogue of a product's sums in the registers where tensor cores left them, and stores of the result's rows.
 
 A warp holds 16 rows. Lane l has, of every 8 columns, the pair ``2 * (l % 4)`` of rows ``l // 4`` and ``l // 4 + 8``:
 written as they lie, they would fill eighths of memory transactions. So values go through shared memory, a part of its
@@ -166,9 +166,9 @@ class FragmentStore:
         Parameters
         ----------
         sums : Buffer
-            Of `columns` / 2 registers.
+            Buffer of `columns` / 2 registers.
         at : Coordinates
-            Of the batch.
+            Coordinates of the batch.
         first : tuple of PrimExpr
             int64: row and column of the warp's first element.
         warp : PrimExpr
@@ -203,7 +203,7 @@ class FragmentStore:
             ptx.warp_barrier()
 
     def _fixed_operands(self, at: Coordinates, rows: list[Expr]) -> dict[tuple[int, int], Expr]:
-        """What of the operands does not change along a row, read once."""
+        """Elements of the operands that do not change along a row, read once."""
         fixed: dict[tuple[int, int], Expr] = {}
         for number, view in enumerate(self.views):
             if view.runs_along("n"):
@@ -221,7 +221,7 @@ class FragmentStore:
         return _value_of(view, view.data[view.address(place)])
 
     def _has_pairs(self, view: GpuOperand) -> bool:
-        """Whether two neighbouring columns of an operand without rows, the first even, are one access."""
+        """Return whether two neighbouring columns of an operand without rows, the first even, are one access."""
         size = bytes_of(view.nominal)
         is_aligned = size in (2, 4) and isinstance(self._n, int) and self._n % 2 == 0
         return is_aligned and view.is_contiguous("n") and view.alignment("n", 2 * size) == 2 * size
@@ -307,12 +307,12 @@ class FragmentStore:
 
     @property
     def in_rows(self) -> bool:
-        """Whether the epilogue is computed where rows are whole."""
+        """True if the epilogue is computed where rows are whole."""
         return self._rows is not None
 
     @property
     def is_packed(self) -> bool:
-        """Whether a pair of results is one register."""
+        """True if a pair of results is one register."""
         return not self._rows and self.element == 2
 
     def _write_pair(self, address: Expr, values: _Pair) -> None:
@@ -441,9 +441,9 @@ class Staging:
     Attributes
     ----------
     offset : int
-        Of the first warp's part.
+        Offset of the first warp's part.
     columns : int
-        Of a row that are staged at a time.
+        Number of columns of a row that are staged at a time.
     pitch : int
         Bytes from a row to the next.
     """
@@ -459,7 +459,7 @@ def _bits(value: Expr, dtype: str) -> Expr:
 
 
 def _value_of(view: GpuOperand, loaded: Expr) -> Expr:
-    """What was loaded, halves by their bits, as a value; bfloat16 as float32."""
+    """Value of a load, halves by their bits; bfloat16 as float32."""
     if view.nominal == "bfloat16":
         return tirx.reinterpret("float32", T.shift_left(T.Cast("uint32", loaded), T.uint32(16)))
     return view.typed(loaded)

@@ -26,7 +26,7 @@ def cuda_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget) -> tirx.PrimFunc:
 
 
 def _has_few_rows(problem: MatmulProblem) -> bool:
-    """Whether the rows that share a right operand are few: batch dimensions that it lacks count as rows."""
+    """Return whether the rows that share a right operand are few: batch dimensions that it lacks count as rows."""
     lhs, shared = problem.lhs, problem.rhs.index_map
     rows = 1
     for name, size in zip(lhs.index_map, lhs.shape, strict=True):

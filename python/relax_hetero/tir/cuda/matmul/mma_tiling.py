@@ -24,11 +24,11 @@ class MmaTiling:
     Attributes
     ----------
     rows, columns : int
-        Of a block's tile, multiples of 64.
+        Rows and columns of a block's tile, multiples of 64.
     warp_rows, warp_columns : int
-        Of a warp's part of it, multiples of 16.
+        Rows and columns of a warp's part of it, multiples of 16.
     stages : int
-        Of the ring of tiles in shared memory, at least 2.
+        Number of stages of the ring of tiles in shared memory, at least 2.
     staged : int
         Columns of the result that a warp turns from fragments to rows at a time.
     """
@@ -42,7 +42,7 @@ class MmaTiling:
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Number of threads of a block."""
         return (self.rows // self.warp_rows) * (self.columns // self.warp_columns) * WARP
 
 

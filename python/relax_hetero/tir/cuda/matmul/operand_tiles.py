@@ -24,7 +24,7 @@ from ..core.launch import SharedMemory, local, unrolled
 PRODUCERS = 128
 """Threads that load tiles."""
 PACKED_ROWS = 64
-"""Of a tile of a packed operand."""
+"""Rows of a tile of a packed operand."""
 _CHUNKS = SWIZZLED_BYTES // CHUNK_BYTES
 _GATHERED = 4  # chunks that a thread reads before it stores them
 
@@ -40,7 +40,7 @@ class TileView(Protocol):
         """Position of an element in `data`."""
 
     def is_contiguous(self, name: str) -> bool:
-        """Whether neighbours along an iteration dimension lie side by side, known to."""
+        """Return whether neighbours along an iteration dimension lie side by side, known to."""
 
     def alignment(self, along: str, most: int) -> int:
         """The largest power of two, up to `most` bytes, at multiples of which runs along a dimension begin."""
@@ -92,7 +92,7 @@ class Source(Enum):
 
 
 class LeftTile(Protocol):
-    """What a product asks of its left operand: an `OperandTile`, or the tile of an implicit product."""
+    """Interface of a product's left operand: an `OperandTile`, or the tile of an implicit product."""
 
     @property
     def view(self) -> TileView:
@@ -120,7 +120,7 @@ class LeftTile(Protocol):
 
     @property
     def is_transposed(self) -> bool:
-        """Whether tensor cores read it transposed."""
+        """True if tensor cores read it transposed."""
 
     @property
     def leading(self) -> int:
@@ -148,14 +148,14 @@ class OperandTile(SwizzledLines):
     side : str
         "m" or "n".
     rows : int
-        Of a tile, along `side`.
+        Number of rows of a tile, along `side`.
     extent, depth : PrimExpr or int
-        Of `side` and of k.
+        Extents of `side` and of k.
     source : Source
     width : int
         Bytes of an asynchronous copy.
     threads : int
-        That load it together.
+        Number of threads that load it together.
     evicts_first : bool
         Whether bulk copies leave its bytes as the first to go from the second-level cache.
     """
@@ -195,24 +195,24 @@ class OperandTile(SwizzledLines):
 
     @property
     def is_transposed(self) -> bool:
-        """Whether tensor cores read it transposed."""
+        """True if tensor cores read it transposed."""
         return self.source is Source.COLUMNS
 
     @property
     def is_swizzled(self) -> bool:
-        """Whether lines hold 128 bytes of k, swizzled; else there are 16 bytes of k of all rows after each other."""
+        """True if lines hold 128 bytes of k, swizzled; else there are 16 bytes of k of all rows after each other."""
         return not self.view.layout.inner_dims or self.view.layout.swizzle
 
     @property
     def leading(self) -> int:
-        """Of its matrix descriptor: 16-byte units from 64 rows to the next, without swizzle from 16 bytes of k on."""
+        """Leading offset of its matrix descriptor: 16-byte units from 64 rows (or 16 bytes of k) to the next."""
         if not self.is_swizzled:
             return PACKED_ROWS
         return PACKED_ROWS * SWIZZLED_BYTES // 16 if self.is_transposed else 1
 
     @property
     def stride(self) -> int:
-        """Of its matrix descriptor: 16-byte units from 8 rows to the next."""
+        """Stride of its matrix descriptor: 16-byte units from 8 rows to the next."""
         return 8 * (SWIZZLED_BYTES if self.is_swizzled else CHUNK_BYTES) // 16
 
     @property
@@ -229,7 +229,7 @@ class OperandTile(SwizzledLines):
         return self.rows // PACKED_ROWS
 
     def begin(self, at: Coordinates, first: Expr, thread: Expr) -> None:
-        """What producers find out once for all steps of a tile; nothing, where addresses follow from the step."""
+        """Compute values that producers need in all steps of a tile; nothing, where addresses follow from the step."""
 
     def load_bulk(
         self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, barrier: Expr
@@ -301,15 +301,15 @@ class OperandTile(SwizzledLines):
         Parameters
         ----------
         offset : PrimExpr
-            Of the tile in shared memory.
+            Offset of the tile in shared memory.
         at : Coordinates
-            Of the batch.
+            Coordinates of the batch.
         first : PrimExpr
             int64: the first row.
         step : PrimExpr
             int32: which step of k.
         thread : PrimExpr
-            Of the producers.
+            Number of the thread among the producers.
         """
         if self.source is Source.LINES:
             self._copy(shared, offset, at, first, step, thread)

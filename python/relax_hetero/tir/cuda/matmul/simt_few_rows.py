@@ -41,7 +41,7 @@ class FewRows:
     rows : int
     columns, k : PrimExpr or int
     dtype : str
-        Of the sums.
+        Element type of the sums.
     """
 
     few: GpuOperand
@@ -80,7 +80,7 @@ class _Plan:
     column_lanes : int
         Lanes of a warp that lie side by side along the columns; the others along k.
     warps : int
-        Of a block; they share k.
+        Number of warps of a block; they share k.
     """
 
     along_k: bool

@@ -1,4 +1,4 @@
-"""What products without tensor cores share: batches, extents that may be empty, the barrier."""
+"""Batches, extents that may be empty, and the barrier, which products without tensor cores share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Batches:
     Attributes
     ----------
     extents : dict of str to (PrimExpr or int)
-        By name, outermost first.
+        Extents by name, outermost first.
     """
 
     extents: dict[str, Expr]
@@ -40,7 +40,7 @@ class Batches:
 
     @property
     def exists(self) -> Expr | None:
-        """Whether there is any product; None where that is known."""
+        """True if there is any product; None where that is known."""
         return None if isinstance(self.count, int) and self.count > 0 else int64(self.count) > 0
 
     def place(self, number: Expr) -> Coordinates:
@@ -77,5 +77,5 @@ def known(extent: Expr) -> int | None:
 
 
 def divides(extent: Expr, size: int) -> bool:
-    """Whether tiles of a size are known to be whole, and that there are any."""
+    """Return whether tiles of a size are known to be whole, and that there are any."""
     return isinstance(extent, int) and extent > 0 and extent % size == 0

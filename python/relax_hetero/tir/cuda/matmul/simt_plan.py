@@ -17,13 +17,13 @@ class SimtPlan:
     Attributes
     ----------
     rows, columns : int
-        Of a block's tile.
+        Rows and columns of a block's tile.
     thread_rows, thread_columns : int
-        Of a thread's, multiples of `group`.
+        Rows and columns of a thread, multiples of `group`.
     group : int
         Neighbouring elements that a thread reads from shared memory at once.
     depth : int
-        Of k in one step of a slice.
+        Extent of k in one step of a slice.
     slices : int
         Groups of threads that share k; their sums are added at the end.
     cluster : int
@@ -46,7 +46,7 @@ class SimtPlan:
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Number of threads of a block."""
         return self.slice_threads * self.slices
 
     @property
@@ -56,7 +56,7 @@ class SimtPlan:
 
     @property
     def shared_elements(self) -> int:
-        """Of a block: tiles, in whose place sums come that are added at the end."""
+        """Elements of a block: tiles, which sums replace that are added at the end."""
         tiles = self.left_elements + 2 * self.depth * self.slices * (self.columns + self.group)
         sums = self.slices * self.rows * self.columns if self.slices * self.cluster > 1 else 0
         return max(tiles, sums)
@@ -96,7 +96,7 @@ def simt_plan(
         Rows and columns of the result, and k; None where symbolic.
     batch : int or None
     dtype : str
-        Of the sums.
+        Element type of the sums.
     """
     size = bytes_of(dtype)
     group = max(1, 16 // size)
@@ -136,6 +136,6 @@ def _cycles(plan: SimtPlan, sizes: Sequence[int], count: int, rates: tuple[int, 
 
 
 def _is_possible(plan: SimtPlan, size: int, gpu: GpuTarget) -> bool:
-    """Whether a block has room for a plan, and every thread a part of the sums to add."""
+    """Return whether a block has room for a plan, and every thread a part of the sums to add."""
     groups = plan.thread_rows * plan.thread_columns // plan.group
     return plan.shared_elements * size <= gpu.shared_bytes // 2 and groups % (plan.slices * plan.cluster) == 0

@@ -42,10 +42,10 @@ class Places(Protocol):
         """Neighbours along k that lie side by side, aligned."""
 
     def pixel(self, at: Coordinates, row: Expr) -> tuple[Expr, Expr]:
-        """Of an existing row: its part of the place, and bits."""
+        """Offset part and bits of an existing row."""
 
     def element(self, k: Expr, inner: Expr = 0, depth: int = 0) -> tuple[Expr, Expr]:
-        """Of an existing ``k + inner``: its part of the place, and which bits of the row say that it is not zero.
+        """Offset part of an existing ``k + inner``, and the bits of the row that say that it is not zero.
 
         None for no bits. `inner` is less than `depth`, of which k is a multiple.
         """
@@ -81,7 +81,7 @@ class TiledProduct:
     Parameters
     ----------
     left, right : Side
-        What the rows and the columns of a tile run along; the columns lie side by side in the result.
+        Sides that the rows and the columns of a tile run along; the columns lie side by side in the result.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class TiledProduct:
 
     @contextmanager
     def _existing(self, place: Coordinates, row: Expr | None, end: Expr | None) -> Iterator[None]:
-        """What is done where a group of neighbours exists."""
+        """Guard code that needs a group of neighbours to exist."""
         conditions = [self.batches.exists, row, None if end is None else place[self.right.along] < end]
         with when(tirx.all(tirx.const(True, "bool"), *[each for each in conditions if each is not None])):
             yield
@@ -357,7 +357,7 @@ class _Brought:
             self._find_rows(places)
 
     def _find_rows(self, places: Places) -> None:
-        """What is known of the rows that the thread brings, for all steps."""
+        """Compute facts about the rows that the thread loads, for all steps."""
         self.rows, self.seen = local(self.turns, places.kind), local(self.turns, "uint32")
         with unrolled(self.turns) as turn:
             _, row, _ = self._unit(turn)
@@ -372,7 +372,7 @@ class _Brought:
         return self.begin + (buffer * self.depth + k) * self.pitch + at
 
     def _unit(self, turn: Expr) -> tuple[Expr, Expr, Expr]:
-        """What a thread brings in a turn: its number, and the row and k of its first element within the tile."""
+        """Load of a thread in a turn: its number, and the row and k of its first element within the tile."""
         number = turn * self.threads + self.thread
         if self.along_k:
             across = self.depth // self.vector

@@ -1,4 +1,4 @@
-"""What becomes of sums whose fragments have the result's columns as rows: the epilogue, and the result's rows.
+"""Epilogue of sums whose fragments have the result's columns as rows, and stores of the result's rows.
 
 Where the operands of tensor cores are swapped, warp w of a warpgroup holds 16 of 64 columns of the result, and rows of
 the result lie across its registers: lane l has, of every 8 rows, the pair ``2 * (l % 4)`` of columns ``l // 4`` and
@@ -22,7 +22,7 @@ from ..core.launch import SharedMemory, unrolled
 from .fragments import WARP_ROWS, FragmentStore, Staging, Team
 
 COLUMNS = 64
-"""Of the result, that a warpgroup has at a time: the rows of one instruction."""
+"""Number of columns of the result that a warpgroup has at a time: the rows of one instruction."""
 
 
 def staged_pitch(element: int) -> int:
@@ -41,9 +41,9 @@ class SwappedFragments:
     groups : int
         Warpgroups that store.
     rows : int
-        Of the tile, that the block stores: a multiple of 8.
+        Number of rows of the tile that the block stores: a multiple of 8.
     staged : int
-        Of them, that are staged at a time: all, or a divisor that is a multiple of 8.
+        Number of them that are staged at a time: all, or a divisor that is a multiple of 8.
     is_repeated : bool
         Whether the block stores several tiles.
     """
@@ -73,9 +73,9 @@ class SwappedFragments:
         Parameters
         ----------
         sums : Buffer
-            Of ``blocks * rows / 2`` registers.
+            Buffer of ``blocks * rows / 2`` registers.
         at : Coordinates
-            Of the batch.
+            Coordinates of the batch.
         first : tuple of PrimExpr
             int64: first row of the tile, first column of the warpgroup.
         group, member : PrimExpr
@@ -147,7 +147,7 @@ class SwappedFragments:
                 ptx.store_matrices(self.staging.shared.at(place), packed, transposed=True)
 
     def _row(self, j: Expr, lane: Expr) -> Expr:
-        """Of a lane's pair of rows of matrix j the first, in the part that is staged."""
+        """First row of a lane's pair of rows of matrix j, in the part that is staged."""
         return T.Cast("int64", j * 8 + lane % 4 * 2)
 
     def _pair(

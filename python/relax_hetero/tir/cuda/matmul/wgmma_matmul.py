@@ -124,9 +124,9 @@ class WgmmaProduct:
         Opened.
     tiling : Tiling
     sizes : tuple of PrimExpr or int
-        Of m, n and k.
+        Extents of m, n and k.
     counts : dict of str to (PrimExpr or int)
-        Of the batch dimensions, outermost first.
+        Extents of the batch dimensions, outermost first.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class WgmmaProduct:
 
     @property
     def asks_ahead(self) -> bool:
-        """Whether all weights of a tile are asked for then, and not only those of the first steps.
+        """True if all weights of a tile are asked for then, and not only those of the first steps.
 
         With many rows the tensor cores need longer than memory, and what the launch before reads would have to wait.
         """
@@ -180,7 +180,7 @@ class WgmmaProduct:
 
     @property
     def has_one_tile(self) -> bool:
-        """Whether every block has one tile, which it knows before it waits for the launches before."""
+        """True if every block has one tile, which it knows before it waits for the launches before."""
         return isinstance(self.tiles, int) and self.tiles == self.tiling.blocks // self.tiling.split
 
     def emit(self) -> None:
@@ -322,7 +322,7 @@ class WgmmaProduct:
         return ring
 
     def _begin(self) -> None:
-        """What can be done before the launches before have ended: weights of the first steps are asked for."""
+        """Load weights of the first steps, which need not wait for the launches before."""
         self.first = self._begin_of(self._own_tile())
         at, row, column = self.first
         if self.has_one_tile:
@@ -394,7 +394,7 @@ class WgmmaProduct:
         self._each_tile(tile)
 
     def _descriptors(self, group: Expr) -> tuple[list[Expr], list[Expr]]:
-        """Of a warpgroup's two operands in the first stage: the low words, which tiles move, and the rest."""
+        """Descriptors of a warpgroup's operands in the first stage: the low words, which tiles move, and the rest."""
         base, left, right = local(2, "uint64"), self.left, self.right
         rows_at = group * (self.blocks * _BLOCK)
         left_begin = self.left_at + (0 if self.swapped else rows_at)

@@ -10,14 +10,14 @@ from math import inf, prod
 from ....encoding.packed_layout import SWIZZLED_BYTES
 from ....encoding.problem import MatmulProblem
 from ....target.element_types import bytes_of
-from ....target.gpu_target import GpuTarget
+from ....target.gpu_target import GpuModel, GpuTarget
 from ...core.builder import Expr, ceil_div
 from ..core.least_loss import cases_of, least_loss
 
 GROUP = 16
 """Rows of tiles that go over the columns together."""
 STAGED_BYTES = 512
-"""Of a row of the result, that a warp stages at a time: rows with more are stored in several turns."""
+"""Bytes of a row of the result that a warp stages at a time: rows with more are stored in several turns."""
 _STAGED = (STAGED_BYTES, 256, 128)  # the most that leaves room for so many stages:
 _SHORT_RUN = 64  # columns
 MANY_STAGES = 4
@@ -25,42 +25,12 @@ MANY_STAGES = 4
 STAGING_PAD = 32
 """Bytes between staged rows, at most."""
 
-
-# Cycles of a step of k, 128 bytes of it, by rows and columns of the tile, where loads do not take longer: fitted to
-# convolutions and products of 100 to 50,000 rows on an H200.
-STEP_CYCLES = {
-    (64, 64): 370,
-    (64, 128): 415,
-    (64, 192): 600,
-    (64, 256): 690,
-    (128, 64): 540,
-    (128, 128): 780,
-    (128, 192): 1150,
-    (128, 256): 1195,
-}
 SWAPPED_ROWS = {64: (160, 192), 128: (48, 64, 80, 96, 112), 256: (64, 80, 96, 112)}
 """Rows of tiles whose operands are swapped, by their columns."""
-LOADED = 7000
-"""Bytes of tiles that all multiprocessors load in a cycle, from the second-level cache."""
 SHARING = (64, 128, False), (96, 64, True), (48, 128, True), (64, 128, True), (96, 128, True)
 """Rows and columns of tiles of which two blocks may share a multiprocessor, and whether operands are swapped."""
-BESIDE = 0.7
-"""Of a step, that a block beside it on the multiprocessor adds: one multiplies while the other waits."""
-GATHERED = 4
-"""Times as long a step takes where operands come through registers."""
-
-# Blocks that run at the same time, by the blocks of a cluster: those of one cluster share one of the GPU's parts, whose
-# multiprocessors are no multiple of 4 or 8.
-RUNNING = {1: 132, 2: 132, 4: 120, 8: 96}
-START_CYCLES = 1600
-"""Of a launch and its first loads."""
-STORED = 12
-"""Elements of the result that a block stores in a cycle, behind `STORE_CYCLES`."""
-STORE_CYCLES = 250
-EXCHANGE_CYCLES = (950, 300)
-"""Of a cluster's start, and of meeting each further block."""
-EXCHANGED = 18
-"""Bytes of sums that a block takes from others in a cycle."""
+SPLITS = (1, 2, 4, 8)
+"""Blocks of a cluster that share a tile."""
 MOST_SPLIT = 128 * 128
 """Elements of a tile whose k is split: larger ones give each other too much."""
 
@@ -76,11 +46,13 @@ class Tiling:
     Attributes
     ----------
     rows, columns : int
-        Of a tile: 64 or 128 rows, where operands are swapped any multiple of 16; columns a multiple of 64, up to 256.
+        Rows and columns of a tile: 64 or 128 rows, where operands are swapped any multiple of 16; columns a multiple of
+        64, up to 256.
     stages : int
-        Of the ring of tiles in shared memory.
+        Number of stages of the ring of tiles in shared memory.
     blocks : int
-        That are launched, a multiple of `split`; 0: those of a cluster for each tile, which only a launch knows.
+        Number of blocks that are launched, a multiple of `split`; 0: those of a cluster for each tile, which only a
+        launch knows.
     split : int
         Blocks of a cluster that share a tile, each with a part of k: 1, 2, 4 or 8.
     together : int
@@ -139,18 +111,20 @@ def choose_tiling(
     batches = prod(count if isinstance(count, int) else 1 for count in counts)
     is_known = all(isinstance(size, int) for size in (*sizes, *counts))
     cases = cases_of(sizes, is_known)
-    slowness, per_step = GATHERED if gathers else 1, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype)
+    model = gpu.model
+    slowness, per_step = model.gathered_step_factor if gathers else 1, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype)
     # Single bytes would be staged one by one.
     may_swap = may_swap and is_known and not gathers and staged_element(problem) > 1
     most_split = ceil_div(cases[0][2], per_step) if isinstance(sizes[2], int) else 1
-    choices = [cut for cut in _cuts(may_swap, is_known and not gathers) if cut.split <= most_split]
+    choices = [cut for cut in _cuts(model, may_swap, is_known and not gathers) if cut.split <= most_split]
 
     def cost(cut: Cut, case: Sequence[int]) -> float:
         tiles = ceil_div(case[0], cut.rows) * ceil_div(case[1], cut.columns) * batches
-        if cut.together > 1 and not RUNNING[1] < tiles <= (cut.together * RUNNING[1] if cut.swapped else tiles):
+        resident = model.resident_blocks[1]
+        if cut.together > 1 and not resident < tiles <= (cut.together * resident if cut.swapped else tiles):
             # Nothing shares, or blocks have several tiles, for which half the registers are too few.
             return inf
-        return cycles(cut, tiles, ceil_div(case[2], per_step), slowness)
+        return cycles(cut, model, tiles, ceil_div(case[2], per_step), slowness)
 
     cut = least_loss(choices, cases, cost)
     steps = ceil_div(cases[-1][2], per_step)
@@ -178,7 +152,7 @@ def choose_tiling(
 
 @dataclass(frozen=True)
 class Cut:
-    """What `cycles` are estimated of; attributes as of `Tiling`."""
+    """Problem and tiling that `cycles` are estimated of; attributes as in `Tiling`."""
 
     rows: int
     columns: int
@@ -186,25 +160,25 @@ class Cut:
     together: int = 1
     swapped: bool = False
 
-    @property
-    def step(self) -> float:
-        """Cycles of a step of k, where loads from the second-level cache do not take longer."""
+    def step_cycles(self, model: GpuModel) -> float:
+        """Cycles of a step of k, where loads from L2 do not take longer."""
         if not self.swapped:
-            return STEP_CYCLES[self.rows, self.columns]
+            return model.step_cycles[self.rows, self.columns]
+        start, per_tile, per_line, per_shared_line = model.swapped_step_cycles
         lines = self.rows + self.columns
-        both = 0.4 * lines if consumers_of(self.rows, self.columns, True, self.together) > 1 else 0
-        return 90 + 0.67 * self.rows * self.columns / 32 + 0.74 * lines + both
+        shared = per_shared_line * lines if consumers_of(self.rows, self.columns, True, self.together) > 1 else 0
+        return start + per_tile * self.rows * self.columns / 32 + per_line * lines + shared
 
 
 @cache
-def _cuts(may_swap: bool, may_share: bool) -> tuple[Cut, ...]:
+def _cuts(model: GpuModel, may_swap: bool, may_share: bool) -> tuple[Cut, ...]:
     """All that there are to choose from."""
-    tiles = [(*tile, False) for tile in STEP_CYCLES]
+    tiles = [(*tile, False) for tile in model.step_cycles]
     tiles += [(rows, columns, True) for columns in SWAPPED_ROWS for rows in SWAPPED_ROWS[columns] if may_swap]
     cuts = [
         Cut(rows, columns, split, 1, swapped)
         for rows, columns, swapped in tiles
-        for split in RUNNING
+        for split in SPLITS
         if split == 1 or (not swapped and rows * columns <= MOST_SPLIT and columns // split % 8 == 0)
     ]
     cuts += [Cut(*tile[:2], 1, 2, tile[2]) for tile in SHARING if may_share and tile[2] <= may_swap]
@@ -212,7 +186,7 @@ def _cuts(may_swap: bool, may_share: bool) -> tuple[Cut, ...]:
 
 
 def reads_rows(problem: MatmulProblem) -> bool:
-    """Whether the epilogue reads operands as large as the result, or makes numbers wider than sums: by whole rows."""
+    """True if the epilogue reads operands as large as the result, or makes numbers wider than sums: by whole rows."""
     operands = problem.epilogue.operands if problem.epilogue else ()
     reads = problem.init is not None or any({"m", "n"} <= set(operand.index_map) for operand in operands)
     return reads or bytes_of(problem.result.dtype) > bytes_of("float32")
@@ -223,25 +197,25 @@ def staged_element(problem: MatmulProblem) -> int:
     return 4 if reads_rows(problem) else bytes_of(problem.result.dtype)
 
 
-def cycles(cut: Cut, tiles: int, steps: int, slowness: int = 1) -> float:
+def cycles(cut: Cut, model: GpuModel, tiles: int, steps: int, slowness: float = 1) -> float:
     """About how many cycles a product of `tiles` tiles takes.
 
     Parameters
     ----------
-    slowness : int
-        Times as long that a step takes.
+    slowness : float
+        How many times as long a step takes.
     """
     blocks, sums = tiles * cut.split, cut.rows * cut.columns
-    turns = ceil_div(blocks, RUNNING[cut.split] * cut.together)
-    beside = min(cut.together, ceil_div(blocks, RUNNING[1]))
-    loads = (cut.rows + cut.columns) * SWIZZLED_BYTES * (blocks / turns) / LOADED
-    step = max(cut.step * (1 + BESIDE * (beside - 1)), loads) * slowness
-    stored = STORE_CYCLES + sums / cut.split / STORED
+    turns = ceil_div(blocks, model.resident_blocks[cut.split] * cut.together)
+    beside = min(cut.together, ceil_div(blocks, model.resident_blocks[1]))
+    loads = (cut.rows + cut.columns) * SWIZZLED_BYTES * (blocks / turns) / model.l2_bytes_per_cycle
+    step = max(cut.step_cycles(model) * (1 + model.second_block_step_fraction * (beside - 1)), loads) * slowness
+    stored = model.store_cycles + sums / cut.split / model.stored_elements_per_cycle
     if cut.split > 1:
-        begin, meeting = EXCHANGE_CYCLES
-        stored += begin + meeting * (cut.split - 1) + sums * 4 * (1 - 1 / cut.split) / EXCHANGED
+        meeting = model.cluster_cycles + model.cluster_block_cycles * (cut.split - 1)
+        stored += meeting + sums * 4 * (1 - 1 / cut.split) / model.exchanged_bytes_per_cycle
     stores = turns if cut.together == 1 else 1 + 0.3 * (turns - 1)
-    return START_CYCLES + turns * ceil_div(steps, cut.split) * step + stores * stored
+    return model.launch_cycles + turns * ceil_div(steps, cut.split) * step + stores * stored
 
 
 def tiling_of(
@@ -262,8 +236,8 @@ def tiling_of(
     Parameters
     ----------
     staged_bytes : int
-        Of a row of the result, that a warp stages at a time; where operands are swapped, `STAGED_BYTES` for all rows
-        of a tile at a time, and fewer for a part of them.
+        Bytes of a row of the result that a warp stages at a time; where operands are swapped, `STAGED_BYTES` for all
+        rows of a tile at a time, and fewer for a part of them.
     """
     m, n, k = sizes
     rows, columns = tile

@@ -113,7 +113,7 @@ def _copy_vectors(source: PackedStorage, destination: PackedStorage) -> None:
 
 
 def _has_short_runs(destination: PackedStorage) -> bool:
-    """Whether the destination's innermost dimension is a small part of a square, as the channels of an image are."""
+    """True if the destination's innermost dimension is a small part of a square, as the channels of an image are."""
     run = run_length(destination.layout, destination.shape, destination.nominal)
     count = prod(map(plain_extent, destination.physical))
     return not destination.layout.swizzle and 1 < run <= SHORT and isinstance(count, int) and count < 1 << 31
@@ -223,5 +223,5 @@ def _lanes(side: PackedStorage, extents: Sequence[Expr]) -> int:
 
 
 def _has_blocks(total: Expr, block: Expr) -> list[Expr]:
-    """Whether a block has work, where there may be none at all."""
+    """Return whether a block has work, where there may be none at all."""
     return [] if isinstance(total, int) else [block < total]

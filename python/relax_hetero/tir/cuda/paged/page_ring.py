@@ -31,7 +31,7 @@ class PageRing:
         self.full = shared.take(8 * stages, 8)
 
     def init(self) -> None:
-        """By one thread, before a barrier of the block."""
+        """Initialize the barriers, in one thread, before a barrier of the block."""
         for stage in range(self.stages):
             ptx.barrier_init(self.shared.at(self.full + 8 * stage), 1)
         ptx.barrier_init_fence()

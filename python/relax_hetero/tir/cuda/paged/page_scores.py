@@ -32,7 +32,7 @@ class PageScores:
     ----------
     work : PagedWork
     keys : int
-        That the warp takes of a page: a multiple of 16.
+        Number of keys of a page that the warp takes: a multiple of 16.
     shared : SharedMemory
     lane : PrimExpr
     query : PrimExpr
@@ -45,7 +45,7 @@ class PageScores:
     sums : Buffer
         ``size / 2`` float32 of a thread: weighted values of 16 rows.
     greatest, totals : Buffer
-        Of both rows of a lane: the greatest score, and the sum of powers of its lane.
+        Greatest score of both rows of a lane, and the sum of powers of its lane.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class PageScores:
         self._shrink, self._new, self._base = (local(2, "float32") for _ in range(3))
         self._left, self._right = local(4, "uint32"), local(4, "uint32")
         self.factor = LOG2_E * (1.0 if work.softcap else work.scale)
-        """What makes a score an exponent of two."""
+        """Factor that makes a score an exponent of two."""
 
     def begin(self) -> None:
         """No keys so far."""

@@ -34,7 +34,7 @@ class ChunkPlan:
     Attributes
     ----------
     warps : int
-        Of a block, with 16 rows each: 2, 4 or 8.
+        Number of warps of a block, with 16 rows each: 2, 4 or 8.
     stages : int
         Pages that a block asks for at once.
     """
@@ -72,7 +72,7 @@ def paged_chunk_kernel(work: PagedWork, gpu: GpuTarget, plan: ChunkPlan | None =
 
 
 class ChunkKernel:
-    """What the parts of the kernel share while it is written."""
+    """State that the parts of the kernel share while it is written."""
 
     def __init__(self, tensors: PagedTensors, plan: ChunkPlan) -> None:
         self.tensors, self.work, self.plan = tensors, tensors.work, plan
@@ -105,7 +105,7 @@ class ChunkKernel:
         self.ring.init()
 
     def _position(self, row: Expr) -> Expr:
-        """Of a row of the chunk; -1 of one that is of no sequence."""
+        """Position of a row of the chunk; -1 of one that is of no sequence."""
         tensors, last = self.tensors, self.work.rows - 1
         at = T.min(row, last)
         exists = tirx.all(row <= last, tensors.sequences[at] >= 0)

@@ -32,7 +32,7 @@ _WARPS = 4
 _THREADS = _WARPS * WARP
 _ROWS = MOST_TOGETHER
 _KEYS = PAGE // _WARPS
-"""Of a page, for each warp."""
+"""Number of keys of a page for each warp."""
 _PAD = 4
 """Floats between the rows of sums: rows begin in different banks."""
 _READ_EARLY = ("pages", "table", "sequences", "positions")
@@ -95,7 +95,7 @@ def paged_decode_kernel(work: PagedWork, gpu: GpuTarget, plan: DecodePlan | None
 
 
 class _Kernel:
-    """What the parts of the kernel share while it is written."""
+    """State that the parts of the kernel share while it is written."""
 
     def __init__(self, tensors: PagedTensors, plan: DecodePlan) -> None:
         self.tensors, self.work, self.plan = tensors, tensors.work, plan

@@ -1,4 +1,4 @@
-"""What the kernels of an attention over pages share: sizes, parameters, and where a page has a token.
+"""Sizes, parameters, and offsets of tokens in pages, which kernels of attention over pages share.
 
 The order of a page (`encoding.pages`) is "chunks" here: keys are ``(size / 8, 64, 8)``, and so are values. Eight
 neighbouring elements of a head, 16 bytes, are a row of what tensor cores read as one matrix, and the rows of 64 tokens
@@ -23,7 +23,7 @@ from ...core.builder import Expr, Function, flat
 CHUNK = 8
 """Elements of a head that lie together: 16 bytes."""
 WIDEST = 256
-"""Of a head: sums of values stay in registers."""
+"""Maximum width of a head: sums of values stay in registers."""
 MOST_TOGETHER = 16
 """Heads of queries that read one head of keys: rows of a tile."""
 
@@ -35,15 +35,15 @@ class PagedWork:
     Attributes
     ----------
     rows : int
-        Of the joined projection, ``(rows, (heads + 2 * kv_heads) * size)``.
+        Number of rows of the joined projection, ``(rows, (heads + 2 * kv_heads) * size)``.
     heads, kv_heads, size : int
         Heads of queries and of keys, and the elements of each.
     scale : float
-        Of scores.
+        Factor of scores.
     slots, most_pages : int
-        Of the table: sequences, and pages of each.
+        Extents of the table: sequences, and pages of each.
     pages : int or str
-        Of the cache of the layer; the name of a symbolic extent.
+        Number of pages of the cache of the layer; the name of a symbolic extent.
     window : int
         Keys that a row sees, its own among them; 0: all before it.
     softcap : float
@@ -51,11 +51,11 @@ class PagedWork:
     rotary : str
         Which elements are rotated together: "halves", "pairs" or "" for none; `rotated` of them.
     eps : float
-        Of the norms.
+        Epsilon of the norms.
     has_q_norm, has_k_norm : bool
         Whether heads of queries and keys are normalized first.
     dtype, page_dtype : str
-        Of the projection and of the result; of keys and values in pages.
+        Element types of the projection and of the result; of keys and values in pages.
     is_chunk : bool
         Whether all rows are of one sequence, at consecutive positions.
     """
@@ -91,7 +91,7 @@ class PagedWork:
 
     @property
     def tile_bytes(self) -> int:
-        """Of the keys, or the values, of a head in a page."""
+        """Bytes of the keys, or the values, of a head in a page."""
         return PAGE * self.size * 2
 
 

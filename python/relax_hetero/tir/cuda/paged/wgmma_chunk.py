@@ -44,7 +44,7 @@ def wgmma_chunk_plan(work: PagedWork, gpu: GpuTarget) -> ChunkPlan | None:
 
 
 FEWEST_ROWS = 128
-"""Of a chunk: two warpgroups have so many."""
+"""Minimum number of rows of a chunk: two warpgroups have so many."""
 
 
 def wgmma_chunk_kernel(work: PagedWork, gpu: GpuTarget, plan: ChunkPlan) -> tirx.PrimFunc:
@@ -83,7 +83,7 @@ class _Scores(PageScores):
             ptx.matrix_descriptor(self.base[i], at(address), leading // _UNIT, stride // _UNIT, is_swizzled=False)
 
     def issue_scores(self, tile: Expr) -> None:
-        """Of the keys at an offset of shared memory."""
+        """Issue the product with the keys at an offset of shared memory."""
         keys = T.bind(self.base[1] + T.Cast("uint64", tirx.floordiv(tile, _UNIT)))
         ptx.wgmma_fence()
         for step in range(self.work.size // _STEP):
@@ -98,7 +98,7 @@ class _Scores(PageScores):
         ptx.wgmma_commit()
 
     def issue_values(self, tile: Expr) -> None:
-        """Of the weights, and the page whose keys lie at an offset."""
+        """Issue the product of the weights and the page whose keys lie at an offset."""
         values = T.bind(self.base[2] + T.Cast("uint64", tirx.floordiv(tile + self.work.tile_bytes, _UNIT)))
         ptx.wgmma_fence()
         for step in range(self.keys // _STEP):
@@ -114,7 +114,7 @@ class _Scores(PageScores):
 
 
 class _Kernel(ChunkKernel):
-    """What the parts of the kernel share while it is written."""
+    """State that the parts of the kernel share while it is written."""
 
     def __init__(self, tensors: PagedTensors, plan: ChunkPlan) -> None:
         super().__init__(tensors, plan)

@@ -27,7 +27,7 @@ from .row_shape import BATCH, RowShape
 CHAINS = 4
 """Accumulators of a thread: additions that are in flight."""
 _PARTIAL_BYTES = 8
-"""What a warp's number takes in shared memory, whatever its type."""
+"""Bytes of a warp's number in shared memory, whatever its type."""
 _ZERO = tirx.const(0, "int64")
 
 
@@ -38,9 +38,9 @@ class Threads:
     Attributes
     ----------
     number : PrimExpr
-        Of the row's threads, int32.
+        Number of the thread among the row's, int32.
     row : PrimExpr or int
-        Of the block's rows.
+        Number of the row among the block's.
     is_row : PrimExpr or None
         Whether the thread's row exists; None: it does. Threads whose row does not exist compute another once more.
     """
@@ -135,7 +135,7 @@ class RowWriter:
         return vector * self.shape.threads + self.threads.number
 
     def _inside(self, vector: int, place: Expr) -> Expr | None:
-        """Whether one of the thread's vectors is in the row; None where all threads' are."""
+        """Return whether one of the thread's vectors is in the row; None where all threads' are."""
         assert isinstance(self.n, int), "rows whose length only the run knows are read again by every pass"
         count = self.n // self.shape.lanes
         return None if (vector + 1) * self.shape.threads <= count else place < count

@@ -1,4 +1,4 @@
-"""What of a row has to wait in registers: the operands that passes read again, and the value that they hand on."""
+"""Registers for a row: the operands that passes read again, and the value that they hand on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def live_bytes(plan: RowPlan, sizes: Mapping[int, int], kept: int) -> int:
     sizes : mapping of int to int
         Bytes of an element of each operand that waits.
     kept : int
-        Of the value that waits for later passes.
+        Bytes of the value that waits for later passes.
     """
     made = [step for step, of in enumerate(plan.passes) if of.keep is not None]
     needed = _uses(plan, plan.kept)

@@ -12,7 +12,7 @@ from ...core.builder import Expr
 from ..core.vectors import MOST_LANES
 
 ELEMENTS = 32
-"""Of a row that one thread holds, at most: the code of all is written out."""
+"""Maximum elements of a row that one thread holds: the code of all is written out."""
 WORDS = 16
 """Registers for the elements of a row that one thread holds, where a row may have more threads, up to `BLOCK`. Measured
 on an H200, a layer norm of 8192x1024 in float32 takes 19.0 us with 128 threads of 32 registers a row, 20.3 with 64 of
@@ -22,7 +22,7 @@ LATE = 0.5
 MOST_WORDS = 48
 """Registers for all elements of all operands of a thread, where there are few rows."""
 MOST_BLOCKS = 8
-"""Of a cluster, on every GPU that has clusters."""
+"""Maximum number of blocks of a cluster, on every GPU that has clusters."""
 LEAST_OF_BLOCK = 8192
 """Elements of a row that one block of a cluster has: the blocks wait for each other in every reduction."""
 BLOCK = 128
@@ -32,7 +32,7 @@ LONG_BLOCK = 512
 BATCH = 4
 """Vectors of such a row that a thread has in flight."""
 LEAST_ELEMENTS = 8
-"""Of a row that one thread has, where there are too few rows to occupy the GPU otherwise."""
+"""Minimum elements of a row for one thread, where there are too few rows to occupy the GPU otherwise."""
 OCCUPIED = 512
 """Threads of a multiprocessor that hide most of the latency of memory."""
 
@@ -46,13 +46,14 @@ class RowShape:
     Attributes
     ----------
     threads : int
-        Of a row: a power of two, of one warp, of the whole block or of all blocks of the cluster.
+        Number of threads of a row: a power of two, of one warp, of the whole block or of all blocks of the cluster.
     rows : int
         Rows of a block.
     lanes : int
         Elements of a vector, which every row is a multiple of.
     vectors : int
-        Of a thread, the last of which may be beyond the row; 0 where a loop reads them anew in every pass.
+        Number of vectors of a thread, the last of which may be beyond the row; 0 where a loop reads them anew in every
+        pass.
     cluster : int
         Blocks that share a row.
     """
@@ -127,7 +128,7 @@ def held_shape(n: int, lanes: int, total: Expr, words: float, gpu: GpuTarget) ->
 
 
 def is_idle(shape: RowShape, total: Expr, gpu: GpuTarget) -> bool:
-    """Whether there are too few rows to occupy the GPU with."""
+    """Return whether there are too few rows to occupy the GPU with."""
     return isinstance(total, int) and total * shape.threads < gpu.multiprocessors * OCCUPIED
 
 

@@ -1,0 +1,31 @@
+from . import cluster as cluster
+from . import encoding as encoding
+from . import llm as llm
+from . import op as op
+from . import transform as transform
+from . import vm as vm
+from .driver.compile import compile as compile
+from .driver.get_pipeline import get_pipeline as get_pipeline
+from .errors import BindingError as BindingError
+from .errors import BuildError as BuildError
+from .errors import CacheError as CacheError
+from .errors import EncodingError as EncodingError
+from .errors import FrontendError as FrontendError
+from .errors import HeteroError as HeteroError
+from .errors import HostError as HostError
+from .errors import MemoryLimitError as MemoryLimitError
+from .errors import PlacementError as PlacementError
+from .errors import VDeviceError as VDeviceError
+from .frontend.from_gguf import from_gguf as from_gguf
+from .frontend.from_onnx import from_onnx as from_onnx
+from .frontend.from_torch import from_torch as from_torch
+from .frontend.import_limits import ImportLimits as ImportLimits
+from .frontend.onnx_report import onnx_report as onnx_report
+from .frontend.paged_cache import PagedCache as PagedCache
+from .frontend.place import place as place
+from .report.shown_module import show as show
+from .target.native_target import native as native
+from .target.vdevice import VDevice as VDevice
+from .vm.file.load import load as load
+
+__version__: str

@@ -1,0 +1,37 @@
+"""Text for people: numbers of things and of bytes, tables of aligned columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import printable
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 op``, ``2 ops``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def bytes_text(count: int | None) -> str:
+    """A number of bytes as people read it; ``?`` where it depends on a symbolic shape."""
+    if count is None:
+        return "?"
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
+    """Lines of aligned columns: the first `left` hold text, the rest numbers. Rows may end early."""
+    lines = [[printable(cell) for cell in line] for line in (head, *rows)]
+    widths = [max((len(line[i]) for line in lines if len(line) == len(head)), default=0) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=False))
+        ).rstrip()
+        for line in lines
+    )

@@ -1,0 +1,9 @@
+from .auto.auto_placement import AutoPlacement as AutoPlacement
+from .auto.auto_placement import auto_placement as auto_placement
+from .auto.cost_model import CostModel as CostModel
+from .auto.cost_model import DeviceCost as DeviceCost
+from .auto.cost_model import LinkCost as LinkCost
+from .import_limits import ImportLimits as ImportLimits
+from .onnx_report import NodeReport as NodeReport
+from .onnx_report import OnnxReport as OnnxReport
+from .paged_cache import PagedCache as PagedCache

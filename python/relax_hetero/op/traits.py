@@ -1,0 +1,197 @@
+"""Traits of Relax ops: one row for each op, with all facts that passes, placement and reports read.
+
+Functions of expressions have their rows in `encoding.functions`, and become rows here. Where a fact is the name of a
+rule (`permute`, `sizes`), the package that applies the rule has a function of that name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..encoding.functions import FUNCTIONS
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Facts about one op; the defaults are those of an op without a row.
+
+    Attributes
+    ----------
+    kind : str
+        Family whose members passes treat alike: "product" (of matrices), "conv", "conv_transpose", "attention",
+        "einsum", "max_pool", "avg_pool", "row_norm", "channel_norm", "softmax", "reduction", "moment".
+    is_elementwise : bool
+        Whether an element of the result is made of the operands' elements at its place, which may broadcast.
+    moves : bool
+        Whether all elements of the result are elements of the operands.
+    keeps_order : bool
+        Whether it moves nothing in memory: a new shape for the same elements.
+    ignores_numbers : bool
+        Whether it computes nothing with elements, so that bytes can stand for numbers; all that moves does so.
+    may_return_operand : bool
+        Whether the result may be the operand, where it turns out to change nothing; all that moves does so.
+    is_exact : bool
+        Whether the result is one of the values read or has their precision: nothing to round.
+    joins_operand : bool
+        Whether it is computed in the kernel that makes an operand; all elementwise ops are.
+    flops : int
+        Arithmetic for one element, in instructions; 0 where nothing runs.
+    precision : str
+        Role in `ToMixedPrecision`: "product", "moved", "stored" or "exact"; see `transform.quantize.precision_rules`.
+    permute, sizes : str
+        Names of the rules in `transform.permute.permute_rules` and `transform.sizes.op_sizes`; empty without one.
+    takes_callee : bool
+        Whether the first argument is a function, which the op calls.
+    writes : bool
+        Whether it writes to an operand.
+    is_kept : bool
+        Whether later passes or the virtual machine carry it out: it needs no kernel.
+    """
+
+    kind: str = ""
+    is_elementwise: bool = False
+    moves: bool = False
+    keeps_order: bool = False
+    ignores_numbers: bool = False
+    may_return_operand: bool = False
+    is_exact: bool = False
+    joins_operand: bool = False
+    flops: int = 1
+    precision: str = ""
+    permute: str = ""
+    sizes: str = ""
+    takes_callee: bool = False
+    writes: bool = False
+    is_kept: bool = False
+
+
+_DEFAULT = Traits()
+
+
+def _rows(names: str, **facts: Any) -> dict[str, Traits]:
+    return dict.fromkeys(relax_ops(names), Traits(**facts))
+
+
+def _elementwise(names: str, **facts: Any) -> dict[str, Traits]:
+    return _rows(names, is_elementwise=True, joins_operand=True, permute="elementwise", **facts)
+
+
+def _moving(names: str, precision: str = "moved", **facts: Any) -> dict[str, Traits]:
+    moving = Traits(moves=True, ignores_numbers=True, may_return_operand=True, is_exact=True, precision=precision)
+    return dict.fromkeys(relax_ops(names), replace(moving, **facts))
+
+
+def relax_ops(names: str) -> list[str]:
+    """Names of ops, separated by blanks, with ``relax.`` before each."""
+    return [f"relax.{name}" for name in names.split()]
+
+
+TRAITS: dict[str, Traits] = {
+    # Elementwise work.
+    **{
+        name: traits
+        for function in FUNCTIONS.values()
+        for name, traits in _elementwise(function.op, is_exact=function.is_exact, flops=function.cost).items()
+    },
+    **_elementwise("power", flops=30),
+    **_elementwise(
+        """acos acosh asin asinh atan atanh bitwise_not cos cosh isfinite isinf isnan logical_not sign sin sinh tan
+        trunc nn.softplus nn.selu floor_divide mod floor_mod atan2 log_add_exp equal not_equal greater greater_equal
+        less less_equal logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor left_shift right_shift"""
+    ),
+    **_elementwise("where", is_exact=True, ignores_numbers=True, may_return_operand=True),
+    **_elementwise("astype", is_exact=True, may_return_operand=True),
+    **_rows("nn.dropout", joins_operand=True, may_return_operand=True, permute="same"),
+    **_rows("nn.prelu", joins_operand=True, permute="along", sizes="per_axis"),
+    **_rows("quantize dequantize", permute="quantize", sizes="per_axis"),
+    **_rows("zeros_like", ignores_numbers=True, permute="same"),
+    **_rows("ones_like full_like", permute="same"),
+    **_rows("ewise_fma nn.cross_entropy_with_logits", sizes="equal_shapes"),
+    **_rows("nn.nll_loss", sizes="nll_loss"),
+    # Elements moved.
+    **_moving("reshape", keeps_order=True, flops=0, permute="reshape", sizes="reshape", is_kept=True),
+    **_moving("expand_dims squeeze flatten", keeps_order=True, flops=0, permute="reshape"),
+    **_moving("nn.batch_flatten", keeps_order=True, permute="reshape"),
+    **_moving("permute_dims stack dynamic_strided_slice"),
+    **_moving("layout_transform", precision=""),
+    **_moving("concat", permute="concat"),
+    **_moving("split", permute="split"),
+    **_moving("strided_slice", permute="strided_slice"),
+    **_moving("take", permute="take"),
+    **_moving("broadcast_to", permute="broadcast_to", sizes="broadcast_to"),
+    **_moving("repeat flip", permute="along"),
+    **_moving("tile", permute="tile"),
+    **_moving("gather_elements", sizes="gather_elements"),
+    **_moving("gather_nd", sizes="gather_nd"),
+    **_moving("nn.pixel_shuffle", sizes="pixel_shuffle"),
+    **_moving("to_vdevice", may_return_operand=False, permute="same", is_kept=True),
+    **_moving("hint_on_device", is_kept=True),
+    **_rows("scatter_elements", ignores_numbers=True, may_return_operand=True, sizes="scatter_elements"),
+    **_rows("scatter_nd", ignores_numbers=True, may_return_operand=True, sizes="scatter_nd"),
+    **_rows(
+        """slice_scatter index_put collapse_sum_like collapse_sum_to wrap_param stop_lift_params hetero.set_encoding
+        hetero.unset_encoding hetero.relayout""",
+        may_return_operand=True,
+    ),
+    **_rows("nn.pad", may_return_operand=True, precision="moved", permute="pad", sizes="pad"),
+    **_rows("reverse_sequence", sizes="reverse_sequence"),
+    # Products.
+    **_rows("matmul", kind="product", precision="product", sizes="matmul"),
+    **_rows("nn.conv1d nn.conv2d nn.conv3d", kind="conv", precision="product", sizes="convolution"),
+    **_rows("nn.conv1d_transpose nn.conv2d_transpose nn.conv3d_transpose", kind="conv_transpose", sizes="convolution"),
+    **_rows("nn.attention nn.attention_bias", kind="attention", precision="product", sizes="attention"),
+    **_rows("nn.attention_var_len", kind="attention"),
+    **_rows("hetero.attention", sizes="own_attention"),
+    **_rows("einsum", kind="einsum", sizes="einsum"),
+    # Pools and images.
+    **_rows("nn.max_pool1d nn.max_pool2d nn.max_pool3d", kind="max_pool", precision="moved", permute="pool"),
+    **_rows("nn.avg_pool1d nn.avg_pool2d nn.avg_pool3d", kind="avg_pool", precision="stored", permute="pool"),
+    **_rows("nn.adaptive_avg_pool1d nn.adaptive_avg_pool2d nn.adaptive_avg_pool3d", precision="stored", permute="pool"),
+    **_rows("image.resize2d image.resize3d", precision="stored", permute="resize"),
+    **_rows("image.grid_sample", sizes="batch_only"),
+    # Rows and channels.
+    **_rows("nn.softmax nn.log_softmax", kind="softmax", flops=20, precision="exact", permute="along_rows"),
+    **_rows("nn.layer_norm", kind="row_norm", flops=10, precision="exact", permute="rows_norm", sizes="last_norm"),
+    **_rows("nn.rms_norm", kind="row_norm", precision="exact", permute="rows_norm", sizes="last_norm"),
+    **_rows(
+        "nn.group_norm nn.instance_norm",
+        kind="channel_norm",
+        precision="exact",
+        permute="channels_norm",
+        sizes="channel_norm",
+    ),
+    **_rows("nn.batch_norm", flops=4, joins_operand=True, permute="batch_norm", sizes="channel_norm"),
+    **_rows("sum mean prod", kind="reduction", precision="exact", permute="reduction"),
+    **_rows("max min", kind="reduction", is_exact=True, precision="exact", permute="reduction"),
+    **_rows("variance std", kind="moment", precision="exact", permute="reduction"),
+    **_rows("argmax argmin", permute="extreme"),
+    **_rows("cumsum cumprod", permute="along"),
+    **_rows("topk", sizes="topk"),
+    # Shapes and calls.
+    **_rows("shape_of", flops=0, ignores_numbers=True, is_kept=True),
+    **_rows("tensor_to_shape memory.view", ignores_numbers=True, is_kept=True),
+    **_rows("inspect.tensor_shape_i", ignores_numbers=True),
+    **_rows("memory.ensure_zero_offset null_value make_closure invoke_closure invoke_pure_closure", is_kept=True),
+    **_rows("call_tir call_tir_with_grad", takes_callee=True, is_kept=True),
+    **_rows("call_tir_inplace call_inplace_packed", takes_callee=True, writes=True, is_kept=True),
+    **_rows("call_dps_packed call_builtin_with_ctx call_py_func", takes_callee=True, is_kept=True),
+    **_rows("call_pure_packed", takes_callee=True, ignores_numbers=True, is_kept=True),
+    **_rows("vm.call_tir_dyn dist.call_tir_local_view", takes_callee=True),
+    **_rows("hetero.cached_attention", writes=True),
+}
+
+
+def traits_of(name: str | None) -> Traits:
+    """The facts about an op by its name; None, of what is no op, has those of an op without a row."""
+    return TRAITS.get(name or "", _DEFAULT)
+
+
+def ops_where(holds: Callable[[Traits], bool]) -> frozenset[str]:
+    """Names of the ops with a row for which something holds."""
+    return frozenset(name for name, traits in TRAITS.items() if holds(traits))
+
+
+ELEMENTWISE = ops_where(lambda traits: traits.is_elementwise)
+MOVES = ops_where(lambda traits: traits.moves)

@@ -1,0 +1,1 @@
+"""Explanations as text: what ``Executable.explain`` and ``relax-hetero explain`` print."""

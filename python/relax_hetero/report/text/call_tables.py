@@ -1,0 +1,126 @@
+"""A call as tables: the steps by which it goes through queues, and the memory that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...artifact.dims import DimValues
+from ...artifact.memory_plan import FunctionUse, MemoryPlan
+from ...artifact.schedule import Schedule, Step
+from ...artifact.signature import FunctionSignature, TensorSpec
+from ...display.console import Shown, table
+from ...display.text import bytes_text, plural
+
+_COLUMNS = ("weights", "transient", "arenas", "transfers", "results", "least")
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """How functions go through queues.
+
+    Attributes
+    ----------
+    devices : sequence of str
+        Device names, in manifest order.
+    """
+
+    devices: Sequence[str]
+    schedules: Sequence[Schedule]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """As JSON data, with whether steps can overlap."""
+        return [{**schedule.to_json(), "overlaps": schedule.overlaps()} for schedule in self.schedules]
+
+    def tables(self) -> Iterator[Shown]:
+        """A table and a line for each function of more than one step."""
+        for schedule in self.schedules:
+            if len(schedule.steps) > 1:
+                columns = ["step", "device", "runs", "waits for"]
+                yield table(f"Steps of {schedule.function}", columns, self._rows(schedule), right=["step"])
+                yield _steps_line(schedule)
+
+    def lines(self) -> list[str]:
+        """How many steps each function of more than one step has, and whether they can overlap."""
+        return [_steps_line(schedule) for schedule in self.schedules if len(schedule.steps) > 1]
+
+    def _rows(self, schedule: Schedule) -> list[list[str]]:
+        makers = {value: number for number, step in enumerate(schedule.steps) for value in step.makes}
+        rows = []
+        for number, step in enumerate(schedule.steps):
+            devices = ", ".join(map(self._name, step.devices))
+            waits = dict.fromkeys(makers[value] for value in step.reads if value in makers)
+            rows.append([str(number), devices, self._work(step), ", ".join(map(str, waits)) or "-"])
+        return rows
+
+    def _work(self, step: Step) -> str:
+        return (
+            f"transfer from {self._name(step.source)}" if step.is_transfer else ", ".join(step.calls) or step.function
+        )
+
+    def _name(self, device: int) -> str:
+        return self.devices[device] if device >= 0 else "host"
+
+
+def _steps_line(schedule: Schedule) -> str:
+    transfers = sum(step.is_transfer for step in schedule.steps)
+    overlap = "some can overlap" if schedule.overlaps() else "none can overlap"
+    return (
+        f"{plural(len(schedule.steps) - transfers, 'step')} of work and {plural(transfers, 'transfer')}; "
+        f"within one call {overlap}."
+    )
+
+
+def memory_tables(plan: MemoryPlan) -> Iterator[Shown]:
+    """The memory that calls take on each device, by use; functions whose sizes only a call gives are named."""
+    uses = [plan.at(name) for name in plan.functions if not plan.names(name)]
+    if uses:
+        columns = ["function", "device", *_COLUMNS, "ratio"]
+        yield table("Memory of a call", columns, _rows(uses), right=columns[2:])
+    yield from _symbolic_lines(plan)
+
+
+def memory_lines(plan: MemoryPlan) -> list[str]:
+    """The memory that a call of each function takes, all devices together."""
+    lines = {name: memory_line(plan.at(name)) for name in plan.functions if not plan.names(name)}
+    if len(plan.functions) > 1:
+        lines = {name: f"{name}: {line}" for name, line in lines.items()}
+    return [*lines.values(), *_symbolic_lines(plan)]
+
+
+def _symbolic_lines(plan: MemoryPlan) -> list[str]:
+    symbolic = {name: plan.names(name) for name in plan.functions if plan.names(name)}
+    return [f"Memory of {name} depends on {', '.join(missing)}." for name, missing in symbolic.items()]
+
+
+def _rows(uses: list[FunctionUse]) -> list[list[str]]:
+    return [
+        [
+            use.function,
+            memory.device,
+            *(bytes_text(getattr(memory, column)) for column in _COLUMNS),
+            f"{memory.ratio:.3f}" if memory.least else "",
+        ]
+        for use in uses
+        for memory in use.devices
+    ]
+
+
+def use_with(plan: MemoryPlan, signature: FunctionSignature, inputs: Mapping[str, Any]) -> FunctionUse | None:
+    """Memory of a call with these arrays; None where that depends on more than their shapes."""
+    dims = DimValues()
+    for spec in signature.inputs:
+        if isinstance(spec, TensorSpec) and spec.name in inputs:
+            for dim, extent in zip(spec.shape or (), inputs[spec.name].shape, strict=False):
+                dims.match(dim, extent, spec.name)
+    dims.settle()
+    missing = set(plan.names(signature.name)) - dims.values.keys()
+    return None if missing else plan.at(signature.name, **dims.values)
+
+
+def memory_line(use: FunctionUse) -> str:
+    """Memory of a call, all devices together, in one line."""
+    weights = sum(memory.weights for memory in use.devices)
+    ratio = f", {use.transient / use.least:.3f} times the least" if use.least else ""
+    return f"Memory: weights {bytes_text(weights)}, transient {bytes_text(use.transient)} a call{ratio}."

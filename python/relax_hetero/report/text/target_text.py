@@ -1,0 +1,33 @@
+"""Targets as people read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from ...artifact.metadata import DeviceSpec
+
+
+def target_text(target: str, features: Sequence[str] | None = None) -> str:
+    """A target's kind, and a CPU's instructions or the architecture of a GPU: ``llvm AVX2``, ``cuda sm_90``.
+
+    Parameters
+    ----------
+    target : str
+        JSON text; a name, or text that is not a target, stays as it is.
+    features : sequence of str, optional
+        LLVM's names of a CPU's features, where they are known; else LLVM is asked, if it is here.
+    """
+    from ...target.instruction_names import instruction_names
+    from ...vm.device.cpu_features import with_features  # imports TVM, which the help of commands does without
+
+    try:
+        fields = json.loads(target)
+        kind, processor = fields["kind"], fields.get("mcpu", fields.get("arch", ""))
+        spec = with_features(DeviceSpec(target, cpu_features=None if features is None else tuple(features)))
+        names = instruction_names(spec.cpu_features or ())
+        if names and spec.numa_node is not None:
+            names = (*names, f"NUMA node {spec.numa_node}")
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return target
+    return f"{kind} {', '.join(names) or processor}".strip()

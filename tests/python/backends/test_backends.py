@@ -1,0 +1,99 @@
+"""The registry of back ends: a kind of device is a class and a line, and no other code compares its name."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import tvm
+
+import relax_hetero as rh
+from relax_hetero.backends import BACKENDS, CudaBackend, GpuBackend
+from relax_hetero.encoding import EncodingResolver, PackedLayout, resolver_for
+from relax_hetero.errors import VDeviceError
+from relax_hetero.target import backend
+from relax_hetero.target.backend import Backend, backend_of, backend_of_device, register_backend
+from relax_hetero.target.product_rates import product_rate
+
+PACKAGE = Path(rh.__file__).parent
+
+
+class ChipResolver(EncodingResolver):
+    name = "chip"
+
+    def resolve(self, encoding, target):
+        return PackedLayout.identity(2)
+
+    def kernel(self, problem, target):
+        raise NotImplementedError
+
+
+class Chip(Backend):
+    """A device of another vendor."""
+
+    def native_target(self, index):
+        return tvm.target.Target({"kind": self.kind, "tag": f"chip{index}"})
+
+    def product_rate(self, target, dtype):
+        return 3.0
+
+    def resolvers(self):
+        return ((ChipResolver(), ()),)
+
+
+@pytest.fixture
+def chip():
+    before = backend_of("ext_dev")
+    register_backend(Chip("ext_dev", 12, "", "the chip", "chippy"))
+    yield backend_of("ext_dev")
+    register_backend(before)
+
+
+def test_a_kind_is_one_class_and_one_registration(chip):
+    target = tvm.target.Target("ext_dev")
+    assert resolver_for(target).name == "chip"
+    assert product_rate(target, "bfloat16") == 3.0
+    assert str(rh.native("ext_dev", 4).tag) == "chip4"
+    with pytest.raises(VDeviceError, match="the chip is called 'ext_dev'"):
+        rh.VDevice("chippy")
+
+
+def test_registrations_end_with_their_test():
+    assert resolver_for("ext_dev") is None
+
+
+def test_the_first_of_a_device_type_runs_its_devices():
+    assert isinstance(backend_of_device(tvm.runtime.device("cuda", 0)), CudaBackend)
+    assert backend_of_device(tvm.cpu(3)).kind == "llvm"
+
+
+def test_an_unknown_kind_has_the_defaults():
+    unknown = backend_of("unknown")
+    assert unknown.device_type < 0 and not unknown.records_graphs and not unknown.resolvers()
+
+
+def test_gpus_of_all_kinds_have_a_scheduler():
+    gpus = {"cuda", "rocm", "metal", "vulkan", "opencl", "webgpu"}
+    assert gpus <= {each.kind for each in BACKENDS if isinstance(each, GpuBackend)}
+
+
+def test_subclasses_override_methods_that_exist():
+    known = set(dir(Backend))
+    for kind in {type(each) for each in BACKENDS}:
+        own = {name for name in vars(kind) if not name.startswith("_") and name.islower()}
+        assert own - known <= {"why_not_loaded"}, kind
+
+
+def _compares_a_kind(path):
+    """Lines with the name of CUDA's kind as a text."""
+    tree = ast.parse(path.read_text())
+    return [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value == "cuda"]
+
+
+def test_the_name_of_a_gpu_stands_in_its_back_end_only():
+    files = [path for path in PACKAGE.rglob("*.py") if "cuda" not in str(path.relative_to(PACKAGE))]
+    assert len(files) > 500
+    assert {str(path): lines for path in files if (lines := _compares_a_kind(path))} == {}
+
+
+def test_the_registry_asks_for_the_packages_table():
+    assert backend.backends()[: len(BACKENDS)] == list(BACKENDS)
