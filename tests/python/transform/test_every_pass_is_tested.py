@@ -11,8 +11,8 @@ from relax_hetero import transform
 
 HERE = Path(__file__).parent
 PASSES = {name: each.constructor.__module__.split(".")[2:] for name, each in transform.passes().items()}
-# The second is of `outlines`, for regions: it compares functions of Relax.
-COMPARES = {"assert_structural_equal", "check"}
+# The last is of `outlines`, for regions: it compares functions of Relax.
+COMPARES = {"assert_structural_equal", "check_pass", "check"}
 # These check or note, and change no function: there is no module to expect.
 ONLY_CHECKS = {"NoteGraph", "VerifyEncodings"}
 
