@@ -53,7 +53,7 @@ def compiled(model: Path, library: Path, dims: Mapping[str, int]) -> dict[str, A
     plan = exe.memory_plan
     use = plan.at("main", **{name: dims.get(name, 1) for name in plan.names()})
     results = sum(memory.results for memory in use.devices)
-    return {"least": use.least, "planned": use.transient, "results": results}
+    return {"least": use.lower_bound, "planned": use.transient, "results": results}
 
 
 def ours(library: Path, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,13 +35,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from smoke import smoke  # noqa: E402
 
 import relax_hetero as rh  # noqa: E402
-from relax_hetero.cluster import CALL, CallPlan, Cluster, Program, Source, Step  # noqa: E402
+from relax_hetero.cluster import CALL, CallPlan, Cluster, Program, Source, HostStep  # noqa: E402
 
 console = Console()
 
 HOSTS = {"a": {"resources": {"a": 1}, "num_cpus": 1}, "b": {"resources": {"b": 1}, "num_cpus": 1}}
 STAGES = CallPlan(
-    (Step("a", "main", (Source(CALL, 0),), 1), Step("b", "main", (Source(0, 0),), 1)), Source(1, 0), ("x",)
+    (HostStep("a", "main", (Source(CALL, 0),), 1), HostStep("b", "main", (Source(0, 0),), 1)), Source(1, 0), ("x",)
 )
 PARTS = ("calls", "nodes", "pipeline", "replicas")
 
@@ -210,7 +210,7 @@ def replicas_part(seconds: float, megabytes: int, size: int) -> None:
     """Two replicas of a host against two processes."""
     x = np.random.default_rng(0).random((size, size), dtype="float32") / size
     part = module((size, size), stage_of(size))
-    plan = CallPlan((Step("a", "main", (Source(CALL, 0),), 1),), Source(0, 0), ("x",))
+    plan = CallPlan((HostStep("a", "main", (Source(CALL, 0),), 1),), Source(0, 0), ("x",))
     with (
         ray_of(1),
         Cluster(Program({"a": part}, {"main": plan}), {"a": HOSTS["a"]}, replicas=2, in_flight=4) as cluster,

@@ -41,7 +41,7 @@ from smoke import smoke  # noqa: E402
 import relax_hetero as rh  # noqa: E402
 from relax_hetero.cluster import wire  # noqa: E402
 from relax_hetero.cluster.gpu_link import RECEIVER, SENDER, GpuLink  # noqa: E402
-from relax_hetero.cluster.nccl import nccl_here, require_nccl  # noqa: E402
+from relax_hetero.cluster.nccl import load_nccl, require_nccl  # noqa: E402
 from relax_hetero.target.vdevice import with_vdevices  # noqa: E402
 from relax_hetero.vm.device.cuda_streams import Stream  # noqa: E402
 from relax_hetero.vm.device.memory_pools import departure  # noqa: E402
@@ -393,7 +393,7 @@ def main(with_torch: bool, sizes: str, rounds: int, calls: int, milliseconds: fl
         return
     loaded()
     print_rates("host: between a GPU and arrays of the host", host_rows(counts, rounds))
-    nccl = nccl_here()
+    nccl = load_nccl()
     if isinstance(nccl, str):
         console.print(f"not run: link, pipeline, loop: {nccl}", markup=False)
         return

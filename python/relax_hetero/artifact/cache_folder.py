@@ -33,11 +33,11 @@ from .typed_data import read_json
 
 _log = logging.getLogger("relax_hetero")
 
-FOLDER = "RELAX_HETERO_CACHE"
+FOLDER_VARIABLE = "RELAX_HETERO_CACHE"
 """The environment variable that names the folder of what this library keeps, or is ``off``."""
-LIMIT = "RELAX_HETERO_CACHE_SIZE"
+LIMIT_VARIABLE = "RELAX_HETERO_CACHE_SIZE"
 """The environment variable of the most that a folder may hold: bytes, or ``500M``, ``20G``."""
-DEFAULT_LIMIT = 10 << 30
+DEFAULT_LIMIT_BYTES = 10 << 30
 
 _OFF = ("off", "0", "no", "false", "none")
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
@@ -46,11 +46,11 @@ _KEY = re.compile(r"[0-9a-f]{40}")
 _DRAFT = r"\.[0-9a-f]{40}\.(so|json|cubin)\.[0-9a-f]{32}"
 _SUFFIXES = ("so", "json", "hits")
 # Of what is written for people, in bytes.
-_LARGEST_ABOUT = 1 << 20
+_MAX_DESCRIPTION_BYTES = 1 << 20
 # Folders that were warned of.
 _refused: set[Path] = set()
 # Seconds after which what is half-written belongs to a process that was killed.
-_STALE = 3600.0
+_STALE_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Entry:
         When it was stored and last used, in seconds since 1970.
     hits : int
         How often it was used instead of compiling.
-    about : dict of str to object
+    description : dict of str to object
         Data given to `CacheFolder.add`; empty where that is lost.
     """
 
@@ -72,7 +72,7 @@ class Entry:
     created: float
     used: float
     hits: int
-    about: dict[str, Any] = field(default_factory=dict)
+    description: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -88,20 +88,20 @@ class CacheFolder:
     """
 
     path: Path
-    limit: int = DEFAULT_LIMIT
+    limit: int = DEFAULT_LIMIT_BYTES
 
     def file(self, key: str) -> Path:
         """The path of the executable of a key, there or not."""
         return self.path / f"{key}.so"
 
-    def add(self, key: str, write: Callable[[Path], None], about: dict[str, Any]) -> None:
+    def add(self, key: str, write: Callable[[Path], None], description: dict[str, Any]) -> None:
         """Store an executable and drop what is then too much.
 
         Parameters
         ----------
         write : callable
             Writes the file it is given, so that it appears complete or not at all.
-        about : dict of str to object
+        description : dict of str to object
             JSON data, for people.
 
         Raises
@@ -116,7 +116,7 @@ class CacheFolder:
             write(self.file(key))
             draft = f".{key}.json.{uuid.uuid4().hex}"
             with open(draft, "x", opener=partial(private_opener, folder)) as file:
-                file.write(json.dumps({"key": key, **about}))
+                file.write(json.dumps({"key": key, **description}))
             os.replace(draft, f"{key}.json", src_dir_fd=folder, dst_dir_fd=folder)
         self.trim()
 
@@ -175,7 +175,7 @@ class CacheFolder:
                 self.drop(entry.key)
             else:
                 total += entry.bytes
-        before = time.time() - _STALE
+        before = time.time() - _STALE_SECONDS
         with self.opened() as folder:
             for draft in files_in(folder, _DRAFT):
                 status = status_of(folder, draft)
@@ -204,15 +204,15 @@ def _entry(folder: int | None, key: str) -> Entry | None:
         return None
     uses = status_of(folder, f"{key}.hits")
     hits, used = (uses.st_size, uses.st_mtime) if uses is not None else (0, status.st_mtime)
-    return Entry(key, status.st_size, status.st_mtime, max(used, status.st_mtime), hits, _about(folder, key))
+    return Entry(key, status.st_size, status.st_mtime, max(used, status.st_mtime), hits, _description(folder, key))
 
 
-def _about(folder: int, key: str) -> dict[str, Any]:
+def _description(folder: int, key: str) -> dict[str, Any]:
     """Description of a key that `CacheFolder.add` wrote for people; only parts of the kinds that it writes."""
     try:
-        file, status = open_regular(f"{key}.json", follow=False, folder=folder, own=True)
+        file, status = open_regular(f"{key}.json", follow=False, folder=folder, is_private=True)
         with file:
-            found = read_json(file.read()) if status.st_size <= _LARGEST_ABOUT else None
+            found = read_json(file.read()) if status.st_size <= _MAX_DESCRIPTION_BYTES else None
     except (OSError, ValueError):
         return {}
     if not isinstance(found, dict) or found.get("key") != key:
@@ -243,7 +243,7 @@ def folder_of(cache: bool | str | os.PathLike[str] | None = None) -> CacheFolder
     BuildError
         The name is not that of a folder, or a limit in the environment is not a size.
     """
-    named = os.environ.get(FOLDER, "").strip()
+    named = os.environ.get(FOLDER_VARIABLE, "").strip()
     if cache is False or named.lower() in _OFF:
         return None
     if cache is None or cache is True:
@@ -269,12 +269,12 @@ def _user_caches() -> str:
 
 
 def _limit() -> int:
-    text = os.environ.get(LIMIT, "").strip()
+    text = os.environ.get(LIMIT_VARIABLE, "").strip()
     if not text:
-        return DEFAULT_LIMIT
+        return DEFAULT_LIMIT_BYTES
     size = parse_size(text)
     if size is None:
-        raise BuildError(f"{LIMIT}={text[:100]!r}: expected a number of bytes, or one such as 500M or 20G")
+        raise BuildError(f"{LIMIT_VARIABLE}={text[:100]!r}: expected a number of bytes, or one such as 500M or 20G")
     return size
 
 

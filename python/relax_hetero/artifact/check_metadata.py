@@ -8,7 +8,7 @@ from typing import Any
 from .commands import ARENA, DIRECT, SLOT, Copy, Dispatch, Fill, Reference, RegionSpec
 from .metadata import DeviceSpec, Metadata
 from .model_graph import check_graph
-from .report_forms import FORMS, misfit
+from .report_forms import FORMS, mismatch
 from .schedule import Schedule
 from .signature import FunctionSignature, TensorSpec, tensors_of
 from .typed_data import check_types, read_json
@@ -34,7 +34,7 @@ def check_metadata(metadata: Metadata) -> None:
     """
     check_types(metadata)
     for name, form in FORMS.items():
-        wrong = misfit(getattr(metadata, name), form, name)
+        wrong = mismatch(getattr(metadata, name), form, name)
         if wrong:
             raise ValueError(wrong)
     for device in metadata.devices:

@@ -13,7 +13,7 @@ _REFUSED = re.compile(rf"{REFUSED} check (\d+), found (-?\d+), expected (-?\d+) 
 WORDS = 16
 """Number of int32 words in the record that a GPU's kernels report a value in."""
 
-CLAIMED, READY, KEY, FOUND, LEAST, END = 0, 1, 2, 4, 6, 8
+CLAIMED, READY, KEY, FOUND, FIRST, END = 0, 1, 2, 4, 6, 8
 """Where in it stands whether a thread has claimed it, whether that has filled it, and then, in two words each, the low
 one first, the key of the check, the value, and the range that was expected."""
 
@@ -42,19 +42,19 @@ class CheckSpec:
         digest = hashlib.blake2b(f"{self.subject}\0{self.where}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 2
 
-    def message(self, found: int, least: int, end: int) -> str:
+    def message(self, found: int, first: int, end: int) -> str:
         """Text of the error for a value that was refused."""
         if self.subject == "size":
             return f"{self.where} is divided by a size that is 0"
         if self.subject == "divisor":
             return f"{self.where}: an integer is divided by 0"
-        expected = f"{least} to {end - 1}" if least < end else "none, as the axis is empty"
+        expected = f"{first} to {end - 1}" if first < end else "none, as the axis is empty"
         return f"{self.where}: {self.subject} {found} is out of range, expected {expected}"
 
 
-def refusal(check: int, found: int, least: int, end: int) -> str:
+def refusal(check: int, found: int, first: int, end: int) -> str:
     """The text that a kernel's error carries, for `refused_by` to read."""
-    return f"{REFUSED} check {check}, found {found}, expected {least} to {end}"
+    return f"{REFUSED} check {check}, found {found}, expected {first} to {end}"
 
 
 def refused_by(text: str, checks: tuple[CheckSpec, ...]) -> str | None:
@@ -62,5 +62,5 @@ def refused_by(text: str, checks: tuple[CheckSpec, ...]) -> str | None:
     match = _REFUSED.search(text)
     if match is None:
         return None
-    number, found, least, end = map(int, match.groups())
-    return checks[number].message(found, least, end) if number < len(checks) else None
+    number, found, first, end = map(int, match.groups())
+    return checks[number].message(found, first, end) if number < len(checks) else None

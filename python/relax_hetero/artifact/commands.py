@@ -203,7 +203,7 @@ class RegionSpec:
         In order.
     runs : str
         ``"host function"``, ``"CUDA graph"`` or ``"stream"``; ``"walked commands"`` without the compiler.
-    ended : str
+    ended_by : str
         Reason for its end: the next binding, which could not be a command of it.
     """
 
@@ -216,7 +216,7 @@ class RegionSpec:
     arena: Dim
     commands: tuple[Command, ...]
     runs: str = "host function"
-    ended: str = ""
+    ended_by: str = ""
 
     @property
     def kernels(self) -> tuple[str, ...]:

@@ -34,9 +34,9 @@ from ..errors import BuildError
 from .regular_files import open_regular
 from .signing import TRAILER_BYTES, changed, check_signed, verify, without_trailer
 from .typed_data import read_json
-from .what_reads import hint_of, near_file
+from .file_hints import hint_of, near_file
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 # What kernels rely on (TVM's kAllocAlignment).
 WEIGHT_ALIGNMENT = 64
 _MAGIC = b"rlxheter"
@@ -242,7 +242,7 @@ def open_container(path: Path, *, copy: bool = False, key: bytes | None = None, 
     """
     try:
         name, is_ours = (path, False) if folder is None else (Path(path.name), True)
-        file, status = open_regular(name, follow=not is_ours, folder=folder, own=is_ours)
+        file, status = open_regular(name, follow=not is_ours, folder=folder, is_private=is_ours)
         with file:
             if status.st_size < _FOOTER_BYTES:
                 raise BuildError(_foreign(path, f"{status.st_size} bytes"))
@@ -329,7 +329,7 @@ def _read_container(path: Path, descriptor: int, key: bytes | None) -> Container
     return container
 
 
-def _weights_of(header: Any, places: range) -> tuple[Weight, ...]:
+def _weights_of(header: Any, entries: range) -> tuple[Weight, ...]:
     """The weights of a header, which is otherwise an object with texts; ValueError for any other form."""
     if not isinstance(header, dict) or not isinstance(header.get("weights"), list):
         raise ValueError("expected an object with a list of weights")
@@ -340,15 +340,15 @@ def _weights_of(header: Any, places: range) -> tuple[Weight, ...]:
         is_place = (
             isinstance(place, list) and len(place) == 3 and all(type(part) is int and part >= 0 for part in place)
         )
-        if not is_place or place[0] not in places or place[0] + place[1] not in places:
+        if not is_place or place[0] not in entries or place[0] + place[1] not in entries:
             raise ValueError(f"weight {number} is at {str(place)[:100]}, outside of the file's weights")
         if place[1] and place[0] % WEIGHT_ALIGNMENT:
             raise ValueError(f"weight {number} begins at byte {place[0]}, expected a multiple of {WEIGHT_ALIGNMENT}")
     return tuple(Weight(*place) for place in header["weights"])
 
 
-def _foreign(path: Path, found: str) -> str:
-    return f"{path}: found {found}{hint_of(path, 'rh.load')}; expected a whole file of Executable.export_library"
+def _foreign(path: Path, magic: str) -> str:
+    return f"{path}: found {magic}{hint_of(path, 'rh.load')}; expected a whole file of Executable.export_library"
 
 
 def _kind_of(data: np.ndarray) -> str:

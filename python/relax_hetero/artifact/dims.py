@@ -20,7 +20,7 @@ _BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Mod: operator.mod,
 }
 # Levels of operators in a dimension.
-_DEEPEST = 200
+_MAX_DEPTH = 200
 _CALLS: dict[str, Callable[..., int]] = {"min": min, "max": max}
 
 
@@ -41,7 +41,7 @@ def parse_dim(text: str) -> DimExpression:
     """Parse a dimension text; never fails (see `DimExpression.evaluate`)."""
     try:
         tree = ast.parse(text, mode="eval").body
-        evaluate = _compile(tree, _DEEPEST)
+        evaluate = _compile(tree, _MAX_DEPTH)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return DimExpression(text, frozenset({text}), None)
     names = frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)) - _CALLS.keys()
@@ -71,11 +71,11 @@ def _compile(node: ast.expr, depth: int) -> Callable[[Mapping[str, int]], int]:
 
 
 # An argument, and which of its dimensions (None: the value itself). Joined only for a message: calls are many.
-Place: TypeAlias = tuple[str, int | None]
+Origin: TypeAlias = tuple[str, int | None]
 
 
-def _text(place: Place) -> str:
-    where, axis = place
+def _text(origin: Origin) -> str:
+    where, axis = origin
     return where if axis is None else f"{where} dimension {axis}"
 
 
@@ -87,8 +87,8 @@ class DimValues:
     """
 
     values: dict[str, int] = field(default_factory=dict)
-    origins: dict[str, Place] = field(default_factory=dict)
-    _waiting: list[tuple[DimExpression, int, Place]] = field(default_factory=list)
+    origins: dict[str, Origin] = field(default_factory=dict)
+    _waiting: list[tuple[DimExpression, int, Origin]] = field(default_factory=list)
 
     def copy(self) -> DimValues:
         """An independent copy with the same values, for a further call."""
@@ -104,14 +104,14 @@ class DimValues:
         else:
             self._waiting.append((parse_dim(dim), found, (where, axis)))
 
-    def _bind(self, name: str, found: int, place: Place) -> None:
+    def _bind(self, name: str, found: int, origin: Origin) -> None:
         known = self.values.get(name)
         if known is None:
             self.values[name] = found
-            self.origins[name] = place
+            self.origins[name] = origin
         elif known != found:
             raise BindingError(
-                f"{_text(place)} is {found}, expected {known}: {name} is {known} by {_text(self.origins[name])}"
+                f"{_text(origin)} is {found}, expected {known}: {name} is {known} by {_text(self.origins[name])}"
             )
 
     def check_bounds(self, bounds: Mapping[str, int]) -> None:

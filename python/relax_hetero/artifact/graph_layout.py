@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ROWS, TOLD_EVERY = 16, 4
+ROWS, REPORT_INTERVAL = 16, 4
 """A submission's row is free again when the device has begun with a later one, of which it tells the host about every
 fourth: that write takes a microsecond. Where no row is free, a submission waits."""
 

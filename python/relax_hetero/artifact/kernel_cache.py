@@ -21,17 +21,17 @@ _log = logging.getLogger("relax_hetero")
 _SUFFIX = ".cubin"
 _FILES = r"[0-9a-f]{40}\.cubin"
 _DIGEST_BYTES = 20
-_SHARE = 8
+_KERNEL_FRACTION = 8
 
 
-def find_code(folder: CacheFolder, key: str) -> bytes | None:
+def load_code(folder: CacheFolder, key: str) -> bytes | None:
     """The code of a key; None where there is none that is whole and this user's own."""
     with folder.opened() as descriptor:
         if descriptor is None:
             return None
         name = key + _SUFFIX
         try:
-            file, _ = open_regular(name, follow=False, folder=descriptor, own=True)
+            file, _ = open_regular(name, follow=False, folder=descriptor, is_private=True)
             with file:
                 data = file.read()
             digest, code = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
@@ -44,7 +44,7 @@ def find_code(folder: CacheFolder, key: str) -> bytes | None:
         return code
 
 
-def keep_code(folder: CacheFolder, codes: Mapping[str, bytes]) -> None:
+def store_code(folder: CacheFolder, codes: Mapping[str, bytes]) -> None:
     """Store code by key; a folder that cannot be written keeps nothing."""
     try:
         folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -56,12 +56,12 @@ def keep_code(folder: CacheFolder, codes: Mapping[str, bytes]) -> None:
                 with open(draft, "xb", opener=partial(private_opener, descriptor)) as file:
                     file.write(_digest(key, code) + code)
                 os.replace(draft, key + _SUFFIX, src_dir_fd=descriptor, dst_dir_fd=descriptor)
-            _trim(descriptor, folder.limit // _SHARE)
+            _trim(descriptor, folder.limit // _KERNEL_FRACTION)
     except OSError as error:
         _log.debug("the compile cache keeps no kernels: %s", error)
 
 
-def kept_code(folder: CacheFolder) -> list[int]:
+def cached_code(folder: CacheFolder) -> list[int]:
     """The bytes of each kernel's file in the folder."""
     with folder.opened() as descriptor:
         found = [status_of(descriptor, name) for name in files_in(descriptor, _FILES)]

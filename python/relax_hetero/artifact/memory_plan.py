@@ -12,7 +12,7 @@ from ..errors import BindingError
 from ..target.element_types import bytes_for
 from .commands import GRAPH
 from .memory_spec import ARENA, RESULT, TRANSFER
-from .memory_use import Need, UnknownSizeError, Walk, call_needs, evaluate, most_alive, pool_bytes, queued_needs
+from .memory_use import Need, UnknownSizeError, Walk, call_needs, evaluate, max_alive, pool_bytes, queued_needs
 from .messages import unknown_name
 from .metadata import Metadata, device_names
 from .schedule import Schedule, Step
@@ -36,7 +36,7 @@ class DeviceMemory:
         Parts of these: the arenas of command buffers, and tensors that arrive from other devices.
     results : int
         Bytes that the call returns.
-    least : int
+    lower_bound : int
         The most bytes of transient tensors that are alive at one kernel: no plan for this order takes fewer.
     largest : tuple of (str, int)
         Tensors with the most transient bytes, largest first.
@@ -48,13 +48,13 @@ class DeviceMemory:
     arenas: int
     transfers: int
     results: int
-    least: int
+    lower_bound: int
     largest: tuple[tuple[str, int], ...] = ()
 
     @property
     def ratio(self) -> float:
-        """`transient` over `least`; 1 where both are nothing."""
-        return self.transient / self.least if self.least else 1.0
+        """`transient` over `lower_bound`; 1 where both are nothing."""
+        return self.transient / self.lower_bound if self.lower_bound else 1.0
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ class FunctionUse:
         return sum(memory.transient for memory in self.devices)
 
     @property
-    def least(self) -> int:
+    def lower_bound(self) -> int:
         """The least on each device, together."""
-        return sum(memory.least for memory in self.devices)
+        return sum(memory.lower_bound for memory in self.devices)
 
     def to_json(self) -> dict[str, Any]:
         """The use as JSON data."""
@@ -99,7 +99,7 @@ class FunctionUse:
             (
                 device_html(memory.device, names),
                 *(bytes_text(getattr(memory, column)) for column in _NUMBERS),
-                f"{memory.ratio:.3f}" if memory.least else "",
+                f"{memory.ratio:.3f}" if memory.lower_bound else "",
             )
             for memory in self.devices
         ]
@@ -123,16 +123,16 @@ class FunctionUse:
                 name,
                 memory.device,
                 *(f"{getattr(memory, column):,}" for column in _NUMBERS),
-                f"{memory.ratio:.3f}" if memory.least else "",
+                f"{memory.ratio:.3f}" if memory.lower_bound else "",
             )
             for memory in self.devices
         ]
 
 
-_NUMBERS = ("weights", "transient", "arenas", "transfers", "results", "least")
+_NUMBERS = ("weights", "transient", "arenas", "transfers", "results", "lower_bound")
 _COLUMNS = [
     *(Column("device"), Column("weights", True), Column("transient", True), Column("of it arenas", True)),
-    *(Column("of it transfers", True), Column("results", True), Column("least", True), Column("over least", True)),
+    *(Column("of it transfers", True), Column("results", True), Column("lower_bound", True), Column("over least", True)),
 ]
 _LARGEST = 12
 
@@ -293,7 +293,7 @@ class MemoryPlan:
             of(ARENA),
             of(TRANSFER),
             sum(a.nbytes for a in results if a.device == device),
-            most_alive(walk.tensors, device),
+            max_alive(walk.tensors, device),
             tuple(sorted(buffers, key=lambda buffer: -buffer[1])),
         )
 

@@ -170,13 +170,13 @@ def _in_commands(region: RegionSpec, kernels: Mapping[str, KernelSpec]) -> list[
     return found
 
 
-def most_alive(uses: Iterable[Use], device: int) -> int:
+def max_alive(uses: Iterable[Use], device: int) -> int:
     """The most bytes that are there at one time on a device."""
-    now = most = 0
+    now = peak = 0
     for use, begins in _in_order(use for use in uses if use.device == device):
         now += use.nbytes if begins else -use.nbytes
-        most = max(most, now)
-    return most
+        peak = max(peak, now)
+    return peak
 
 
 def pool_bytes(allocations: Iterable[Allocation], device: int) -> list[tuple[str, int]]:

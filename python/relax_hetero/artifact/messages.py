@@ -17,12 +17,12 @@ AUTO = "auto, "
 def unknown_name(what: str, name: object, known: Iterable[str], where: str, hint: str = "") -> BindingError:
     """An error for a name that `where` lacks, with the nearest one that it has (or `hint`)."""
     names = list(known)
-    hint = hint or near(str(name), names)
+    hint = hint or near_misses(str(name), names)
     shown = repr(name) if isinstance(name, str) else str(name)
     return BindingError(f"{where} has no {what} {shown}; it has {', '.join(map(repr, names)) or 'none'}{hint}")
 
 
-def near(name: str, known: Iterable[str]) -> str:
+def near_misses(name: str, known: Iterable[str]) -> str:
     """End of an error about an unknown name: the nearest known one as a question, or empty."""
     by_lower = {known_name.lower(): known_name for known_name in known}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1)

@@ -162,7 +162,7 @@ class DispatchSpec:
         Bytes of its arguments, each once; 0 where an extent is symbolic.
     precision : str
         The element types of its products (``"u8*s8->s32"``, ``"bf16"``, ``"int4*f32"``), else those of its arguments.
-    also : tuple of int
+    other_devices : tuple of int
         Further devices that it runs on; their targets equal that of `device`.
     """
 
@@ -171,16 +171,16 @@ class DispatchSpec:
     operations: int = 0
     bytes: int = 0
     precision: str = ""
-    also: tuple[int, ...] = ()
+    other_devices: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("ops", "also"):  # JSON has lists
+        for name in ("ops", "other_devices"):  # JSON has lists
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @property
     def devices(self) -> tuple[int, ...]:
         """All devices it runs on."""
-        return self.device, *self.also
+        return self.device, *self.other_devices
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ _KINDS = {
 
 
 def open_regular(
-    path: str | os.PathLike[str], *, follow: bool = True, folder: int | None = None, own: bool = False
+    path: str | os.PathLike[str], *, follow: bool = True, folder: int | None = None, is_private: bool = False
 ) -> tuple[BinaryIO, os.stat_result]:
     """Open a regular file for reading.
 
@@ -32,7 +32,7 @@ def open_regular(
         Whether the last part of `path` may be a link.
     folder : int, optional
         The descriptor of an open folder that `path` is relative to.
-    own : bool
+    is_private : bool
         Refuse a file of another user, or that others may write.
 
     Returns
@@ -54,7 +54,7 @@ def open_regular(
     try:
         status = os.fstat(descriptor)
         _refuse_special(path, status)
-        why = why_foreign(status) if own else ""
+        why = why_foreign(status) if is_private else ""
         if why:
             raise OSError(errno.EPERM, why, os.fspath(path))
         return os.fdopen(descriptor, "rb"), status
@@ -72,12 +72,12 @@ def why_foreign(status: os.stat_result) -> str:
     return ""
 
 
-def read_regular(path: str | os.PathLike[str], most: int | None = None) -> bytes:
-    """The bytes of a regular file; OSError as `open_regular`, and for one of more than `most` bytes."""
+def read_regular(path: str | os.PathLike[str], max_bytes: int | None = None) -> bytes:
+    """The bytes of a regular file; OSError as `open_regular`, and for one of more than `max_bytes` bytes."""
     file, status = open_regular(path)
     with file:
-        if most is not None and status.st_size > most:
-            raise OSError(errno.EFBIG, f"it has {status.st_size:,} bytes, expected at most {most:,}")
+        if max_bytes is not None and status.st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"it has {status.st_size:,} bytes, expected at most {max_bytes:,}")
         return file.read()
 
 

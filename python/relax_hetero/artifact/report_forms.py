@@ -38,23 +38,23 @@ FORMS = {
 with at least these keys, ``"*"`` standing for every key."""
 
 
-def misfit(data: Any, form: Any, where: str) -> str:
+def mismatch(data: Any, form: Any, where: str) -> str:
     """Where data differs from its form, as a message; empty where it does not."""
     if isinstance(form, tuple):
-        found = [misfit(data, option, where) for option in form]
+        found = [mismatch(data, option, where) for option in form]
         # The finding of the list or object that it is meant to be says most.
         return "" if "" in found else next((f for f, o in zip(found, form, strict=True) if _is_like(data, o)), found[0])
     if isinstance(form, list):
         if not isinstance(data, list):
             return _wrong(where, data, "a list")
-        return next(filter(None, (misfit(entry, form[0], f"{where}[{i}]") for i, entry in enumerate(data))), "")
+        return next(filter(None, (mismatch(entry, form[0], f"{where}[{i}]") for i, entry in enumerate(data))), "")
     if isinstance(form, dict):
         if not isinstance(data, dict):
             return _wrong(where, data, "an object")
         keys = data.keys() if "*" in form else form.keys()
         if not keys <= data.keys():
             return f"{where} lacks {', '.join(sorted(keys - data.keys()))}"
-        return next(filter(None, (misfit(data[k], form.get(k, form.get("*")), f"{where}.{k}") for k in keys)), "")
+        return next(filter(None, (mismatch(data[k], form.get(k, form.get("*")), f"{where}.{k}") for k in keys)), "")
     if form is None:
         return "" if data is None else _wrong(where, data, "null")
     is_number = form in (int, float) and type(data) is form and abs(data) < 2**63

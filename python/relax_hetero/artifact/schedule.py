@@ -32,7 +32,7 @@ class Step:
         Device where the value of a transfer is.
     sizes : tuple of str
         Symbolic dimensions whose values the function takes last but for the constants, as a shape.
-    also : tuple of int
+    other_devices : tuple of int
         Further devices that the function uses.
     takes_constants : bool
         Whether the function takes the module's constants as its last parameter.
@@ -46,12 +46,12 @@ class Step:
     function: str = ""
     source: int = -1
     sizes: tuple[str, ...] = ()
-    also: tuple[int, ...] = ()
+    other_devices: tuple[int, ...] = ()
     takes_constants: bool = False
     calls: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("reads", "makes", "sizes", "also", "calls"):  # JSON has lists
+        for name in ("reads", "makes", "sizes", "other_devices", "calls"):  # JSON has lists
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @property
@@ -62,7 +62,7 @@ class Step:
     @property
     def devices(self) -> tuple[int, ...]:
         """All devices it uses, that of its queue first."""
-        return self.device, *self.also
+        return self.device, *self.other_devices
 
 
 @dataclass(frozen=True)
@@ -101,18 +101,18 @@ class Schedule:
         return replace(self, steps=steps)
 
     def overlaps(
-        self, places: Mapping[int, Hashable] | None = None, is_large: Callable[[Step], bool] = lambda step: True
+        self, queues: Mapping[int, Hashable] | None = None, is_large: Callable[[Step], bool] = lambda step: True
     ) -> bool:
         """Return whether two large steps that compute can run at the same time within one call.
 
         Parameters
         ----------
-        places : mapping, optional
+        queues : mapping, optional
             Manifest index to what says which entries are one device; by itself each is one of its own.
         is_large : callable, optional
             Whether a step's work is worth overlapping; by default every step's is.
         """
-        known = places or {}
+        known = queues or {}
         used = [{known.get(device, device) for device in step.devices} for step in self.steps]
         after = self._predecessors()
         work = [index for index, step in enumerate(self.steps) if not step.is_transfer and is_large(step)]

@@ -17,7 +17,7 @@ from ..errors import BuildError
 _MAGIC = b"rlxhsign"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 TRAILER_BYTES = _DIGEST_BYTES + len(_MAGIC)
-SHORTEST_KEY = 16
+MIN_KEY_BYTES = 16
 """Bytes; shorter keys can be guessed."""
 
 # What is signed, lest a digest of the same key for something else is one for a file.
@@ -29,8 +29,8 @@ def checked_key(key: object) -> bytes:
     """A key as bytes; BuildError for what is none, or too short."""
     if not isinstance(key, (bytes, bytearray, memoryview)):
         raise BuildError(f"a key is bytes, got {type(key).__name__}")
-    if len(bytes(key)) < SHORTEST_KEY:
-        raise BuildError(f"a key has at least {SHORTEST_KEY} bytes, got {len(bytes(key))}")
+    if len(bytes(key)) < MIN_KEY_BYTES:
+        raise BuildError(f"a key has at least {MIN_KEY_BYTES} bytes, got {len(bytes(key))}")
     return bytes(key)
 
 

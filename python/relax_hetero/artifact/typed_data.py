@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Union, get_args, get_origin
 
-_LARGEST = 2**63 - 1
+_MAX_INT64 = 2**63 - 1
 
 # Says what is wrong with a value, or None.
 _Check = Callable[[Any], "str | None"]
@@ -50,7 +50,7 @@ def _check_of(annotation: Any) -> _Check:
     if origin in (dict, Mapping):
         return _mapping_check(args[0], args[1])
     if annotation is int:
-        return lambda x: None if type(x) is int and abs(x) <= _LARGEST else f"{_shown(x)}, expected a 64-bit integer"
+        return lambda x: None if type(x) is int and abs(x) <= _MAX_INT64 else f"{_shown(x)}, expected a 64-bit integer"
     if annotation is float:
         return lambda x: None if type(x) in (int, float) else f"{_shown(x)}, expected a number"
     if annotation in (str, bool):
@@ -117,5 +117,5 @@ def _mapping_check(key: Any, item: Any) -> _Check:
 
 
 def _shown(value: Any) -> str:
-    text = f"an integer of {value.bit_length():,} bits" if type(value) is int and abs(value) > _LARGEST else repr(value)
+    text = f"an integer of {value.bit_length():,} bits" if type(value) is int and abs(value) > _MAX_INT64 else repr(value)
     return f"found {text[:100]}"

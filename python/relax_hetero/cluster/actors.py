@@ -9,17 +9,17 @@ from typing import Any
 
 from ..errors import HeteroError, HostError
 from .bindings import HostBinding
-from .facts import check_versions, versions_here
+from .node_info import check_versions, installed_versions
 from .host_machine import HostMachine
-from .parts import PackedPart
+from .payloads import Payload
 from .wire import Failure
 
 # Seconds between looks at whether the cluster is being closed.
-_LOOK = 0.1
+_POLL_SECONDS = 0.1
 # Seconds within which a living actor answers.
-_ANSWER = 5.0
+_ANSWER_SECONDS = 5.0
 # Threads of an actor besides its graph's: steps by actor calls, and questions whether it lives.
-_CONCURRENCY = 4
+_EXTRA_THREADS = 4
 
 
 @dataclass
@@ -32,7 +32,7 @@ class HostState:
         ``"starting"``, ``"loading"``, ``"ready"`` or ``"dead"``.
     actor : object
         Its process; None where there is none.
-    facts : mapping of str to object
+    info : mapping of str to object
         Description that the process gave of itself.
     sizes : mapping of str to (list of int or None, list of int or None)
         Extents of the functions' inputs and results, as `facts.sizes_of` gives them.
@@ -42,10 +42,10 @@ class HostState:
 
     state: str = "dead"
     actor: Any = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    info: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, tuple[list[int | None], list[int | None]]] = field(default_factory=dict)
     starts: int = 0
-    told: Any = None
+    pending: Any = None
 
 
 class Actors:
@@ -57,7 +57,7 @@ class Actors:
         The module.
     bindings : mapping of str to HostBinding
         Bindings by host.
-    parts : mapping of str to PackedPart
+    parts : mapping of str to Payload
         Parts that run, by host.
     timeout : float
         Seconds that a host may take to be started by Ray.
@@ -74,7 +74,7 @@ class Actors:
         self,
         ray: Any,
         bindings: Mapping[str, HostBinding],
-        parts: Mapping[str, PackedPart],
+        parts: Mapping[str, Payload],
         timeout: float,
         pause: Callable[[float], None],
     ) -> None:
@@ -105,23 +105,23 @@ class Actors:
         for host in missing:
             state = self.states[host]
             if state.state == "starting":
-                state.facts = self._answer(host, end)
-                check_versions(host, state.facts, versions_here())
-                state.state, state.told = "loading", state.actor.load.remote(self._parts[host])
+                state.info = self._answer(host, end)
+                check_versions(host, state.info, installed_versions())
+                state.state, state.pending = "loading", state.actor.load.remote(self._parts[host])
         for host in missing:
             state = self.states[host]
             sizes = self._answer(host, None)
             if isinstance(sizes, Failure):
                 self._drop(host)
                 raise sizes.kind(sizes.message)
-            state.sizes, state.state, state.told = sizes, "ready", None
+            state.sizes, state.state, state.pending = sizes, "ready", None
 
     def find_dead(self) -> list[str]:
         """The hosts whose processes do not answer; they count as dead from then on."""
         ready = [host for host, state in self.states.items() if state.state == "ready"]
         asked = {host: self.states[host].actor.alive.remote() for host in ready}
         if asked:
-            self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ANSWER)
+            self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ANSWER_SECONDS)
         for host, reference in asked.items():
             try:
                 self._ray.get(reference, timeout=0)
@@ -140,15 +140,15 @@ class Actors:
             return
         remote = self._ray.remote(HostMachine)
         options = binding.options(self._ray)
-        state.actor = remote.options(max_concurrency=_CONCURRENCY, **options).remote(host, binding.threads)
-        state.told = state.actor.facts.remote()
+        state.actor = remote.options(max_concurrency=_EXTRA_THREADS, **options).remote(host, binding.threads)
+        state.pending = state.actor.info.remote()
         state.state, state.starts = "starting", state.starts + 1
 
     def _answer(self, host: str, end: float | None) -> Any:
         """Answer of a host's process; HostError where it dies, or Ray has not started it by `end`."""
         state = self.states[host]
         while True:
-            ready, _ = self._ray.wait([state.told], timeout=_LOOK)
+            ready, _ = self._ray.wait([state.pending], timeout=_POLL_SECONDS)
             if ready:
                 break
             self._pause(0)
@@ -158,7 +158,7 @@ class Actors:
                     f"{self._bindings[host]}, found {_resources(self._ray)}"
                 )
         try:
-            return self._ray.get(state.told)
+            return self._ray.get(state.pending)
         except HeteroError:
             self._drop(host)
             raise
@@ -168,7 +168,7 @@ class Actors:
 
     def _drop(self, host: str) -> None:
         state = self.states[host]
-        actor, state.actor, state.told, state.state = state.actor, None, None, "dead"
+        actor, state.actor, state.pending, state.state = state.actor, None, None, "dead"
         if actor is not None:
             self._ray.kill(actor)
 

@@ -33,7 +33,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Step:
+class HostStep:
     """An uninterrupted piece of work of one host: one function of the host's executable, called once.
 
     Attributes
@@ -57,7 +57,7 @@ class Step:
 
 @dataclass(frozen=True)
 class HostRun:
-    """Work of one host in a function whose hosts talk while it runs (`cluster.talk`): all of its part.
+    """Work of one host in a function whose hosts talk while it runs (`cluster.mailbox`): all of its part.
 
     Attributes
     ----------
@@ -80,7 +80,7 @@ class CallPlan:
 
     Attributes
     ----------
-    steps : tuple of Step
+    steps : tuple of HostStep
         In an order in which they can run; none where there are `runs`.
     result : object
         A `Source`, or nested tuples of them, as the function returns its results. With `runs`, the step of a source is
@@ -96,7 +96,7 @@ class CallPlan:
         The parts of a function whose hosts talk while it runs.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[HostStep, ...]
     result: Any
     input_names: tuple[str, ...] = ()
     signature: FunctionSignature | None = None

@@ -15,7 +15,7 @@ from ..vm.args.arguments import Placement, place
 from ..vm.queue.fence import Fence
 from .call_plan import CallPlan, Source, filled, opened
 from .route import Route
-from .wire import Failure, Message, copied, decode_own, encode, fetched
+from .wire import Failure, Message, copied, decode_copy, encode, fetched
 
 _HOST = runtime.device("cpu", 0)
 
@@ -44,10 +44,10 @@ class ClusterCall:
 
     def __init__(self, name: str, plan: CallPlan, values: Sequence[Any], fence: Fence, retries: int) -> None:
         self.name, self.plan, self.values, self.fence, self.retries = name, plan, list(values), fence, retries
-        self.since = self.begun = time.monotonic()
+        self.since = self.sent_at = time.monotonic()
         self.sent: list[Any] = []
 
-    def own(self) -> None:
+    def copy_values(self) -> None:
         """Copy inputs that lie in the caller's memory, which it may write to before they are sent."""
         self.values = [copied(value) for value in self.values]
 
@@ -99,7 +99,7 @@ def result_of(call: ClusterCall, route: Route, messages: Sequence[Message], get:
 
     def value_of(source: Source) -> Any:
         slot, index = places[source]
-        return decode_own(arrived[slot][index] if slot in arrived else call.values[index])
+        return decode_copy(arrived[slot][index] if slot in arrived else call.values[index])
 
     return filled(call.plan.result, value_of)
 

@@ -26,11 +26,11 @@ from .bindings import bind_hosts
 from .calls import ClusterCall, bind, named_only, result_of
 from .cut.compiled_program import load
 from .cut.program import hosts_needed, program_of
-from .parts import pack
-from .ray_here import ray_here
-from .replica import Replica, Told
+from .payloads import pack
+from .connected_ray import connected_ray
+from .replica import Replica, Listener
 from .route import routes_of
-from .talk_calls import result_of_talk
+from .mailbox_calls import result_of_runs
 from .wire import Message
 
 IN_FLIGHT_PER_HOST = 2
@@ -98,7 +98,7 @@ class Cluster:
         if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
             raise BindingError(f"retries is {retries!r}, expected an integer from 0 on")
         count = _positive("replicas", replicas)
-        self._ray = ray = ray_here()
+        self._ray = ray = connected_ray()
         if not ray.is_initialized():
             ray.init()
         self._program = program_of(program, ray, bindings, timeout, params, accuracy, progress)
@@ -112,12 +112,12 @@ class Cluster:
         self._route_of = {name: route for route in self._routes for name in route.sent}
         parts = {host: pack(part, host, ray.put) for host, part in self._program.parts.items()}
         me = weakref.ref(self)  # threads of replicas do not keep a cluster that was dropped
-        told = Told(partial(_on_end, me), partial(_on_lost, me), partial(_on_ready, me), partial(_on_wait, me))
+        listener = Listener(partial(_on_end, me), partial(_on_lost, me), partial(_on_ready, me), partial(_on_wait, me))
 
         def actors(pause: Callable[[float], None]) -> Actors:
             return Actors(ray, bindings, parts, timeout, pause)
 
-        self._replicas = [Replica(ray, number, actors, self._routes, limit, told) for number in range(count)]
+        self._replicas = [Replica(ray, number, actors, self._routes, limit, listener) for number in range(count)]
         self._finalizer = weakref.finalize(self, _close, self._replicas, self._sender)
         atexit.register(self._finalizer)  # before Ray's own, which would wait for loops of graphs
         try:
@@ -196,17 +196,17 @@ class Cluster:
                 call = ClusterCall(name, plan, bind(name, plan, args, kwargs), fence, self._retries)
                 is_sent_now = is_admitted and events._get_running_loop() is None
                 if copy and (self._retries or not is_sent_now or plan.reads_inputs_late):
-                    call.own()
+                    call.copy_values()
                     copy = False
                 if is_sent_now:
                     self._dispatch(call, copy, waits)
                     return fence
-                start = partial(self._later, partial(self._dispatch, call, False), fence)
+                start = partial(self._start_after, partial(self._dispatch, call, False), fence)
             else:
                 if copy:
                     signature = plan.signature or named_only(name, plan.input_names)
                     args, kwargs = own_arguments(signature, (), args, kwargs, is_late=True)
-                start = partial(self._later, partial(self._start_late, name, plan, args, kwargs, fence), fence)
+                start = partial(self._start_after, partial(self._start_late, name, plan, args, kwargs, fence), fence)
             then = start if is_admitted else partial(self._calls.line_up, fence, start)
             when_all_done(awaited, then)
         except BaseException:
@@ -261,7 +261,7 @@ class Cluster:
         named = {key: _settled(value, name) for key, value in kwargs.items()}
         self._dispatch(ClusterCall(name, plan, bind(name, plan, given, named), fence, self._retries), False)
 
-    def _later(self, begin: Callable[[], None], fence: Fence) -> None:
+    def _start_after(self, begin: Callable[[], None], fence: Fence) -> None:
         """Begin a call in the thread that sends; what goes wrong goes to the fence."""
 
         def run() -> None:
@@ -289,7 +289,7 @@ class Cluster:
                 return
             self._release(replica)
         if copy:
-            call.own()
+            call.copy_values()
         call.since = time.monotonic()
         with self._lock:
             self._waiting.append(call)
@@ -299,29 +299,29 @@ class Cluster:
 
     def _reserve(self) -> Replica | None:
         with self._lock:
-            free = [one for one in self._replicas if one.has_room]
-            replica = min(free, key=lambda one: one.under_way, default=None)
+            free = [one for one in self._replicas if one.has_capacity]
+            replica = min(free, key=lambda one: one.in_flight, default=None)
             if replica is not None:
-                replica.under_way += 1
+                replica.in_flight += 1
             return replica
 
     def _release(self, replica: Replica) -> None:
         with self._lock:
-            replica.under_way -= 1
+            replica.in_flight -= 1
 
     def _pump(self) -> None:
         """Have calls that wait sent, in the thread for it, as a channel may have no room for a while."""
         with self._lock:
-            has_room = not self._is_closed and any(replica.has_room for replica in self._replicas)
+            has_room = not self._is_closed and any(replica.has_capacity for replica in self._replicas)
             call = self._waiting.popleft() if has_room and self._waiting else None
         if call is not None:
-            self._later(partial(self._dispatch, call, False), call.fence)
+            self._start_after(partial(self._dispatch, call, False), call.fence)
 
     def _ended(self, replica: Replica, call: ClusterCall, messages: Sequence[Message]) -> None:
         result, error = None, None
         try:
             if call.plan.runs:
-                result = result_of_talk(call.plan, messages)
+                result = result_of_runs(call.plan, messages)
             else:
                 result = result_of(call, self._route_of[call.name], messages, self._ray.get)
         except HeteroError as raised:
@@ -340,7 +340,7 @@ class Cluster:
             call.sent.clear()
             if call.retries > 0 and not self._is_closed:
                 call.retries -= 1
-                self._later(partial(self._dispatch, call, False), call.fence)
+                self._start_after(partial(self._dispatch, call, False), call.fence)
             else:
                 call.fence.settle(None, error)
 

@@ -35,17 +35,17 @@ from ..vm.device.memory_pools import BlockPool
 from ..vm.device.tensors import nbytes_of
 from .nccl import Nccl, require_nccl
 
-LIMIT = 30.0
+TIMEOUT_SECONDS = 30.0
 """Seconds within which the other process has to be there."""
 
-ROOM_BYTES = 4 << 30
+POOL_BYTES = 4 << 30
 """Maximum bytes of a GPU's memory for tensors that arrive there."""
 
 SENDER, RECEIVER = 0, 1
 """The ranks of a link."""
 
 # Seconds. NCCL ends its kernels within milliseconds when it is told to; its helpers' threads may take longer.
-_ABORT = 10.0
+_ABORT_SECONDS = 10.0
 # Seconds for which a wait spins before it looks every now and then, and between these looks.
 _SPIN, _PAUSE = 0.002, 0.0002
 # Bytes of the first operations.
@@ -73,7 +73,7 @@ class GpuLink:
     """
 
     def __init__(
-        self, gpu: int, limit: float = LIMIT, nccl: Nccl | None = None, library: CudaLibrary | None = None
+        self, gpu: int, limit: float = TIMEOUT_SECONDS, nccl: Nccl | None = None, library: CudaLibrary | None = None
     ) -> None:
         found = library or cuda_library()
         if found is None:
@@ -83,14 +83,14 @@ class GpuLink:
         self._device = cuda_device(gpu)
         self._stream = Stream(found, gpu)
         self._before = Event(found, gpu)
-        self._ends: list[Event] = []  # that can be recorded again
+        self._free_events: list[Event] = []  # that can be recorded again
         self._communicator: Any = None
         self._peer = SENDER
         self._is_over, self._problem = False, ""
         self._closing = threading.Lock()
         # Ends of operations, and what they read and write. TVM's pool and ours give memory again when nothing on the
         # host refers to it.
-        self._under_way: deque[tuple[Event, list[runtime.Tensor]]] = deque()
+        self._in_flight: deque[tuple[Event, list[runtime.Tensor]]] = deque()
 
     def create_id(self) -> Any:
         """Identifier that both processes give to `connect`; this one has to live until then."""
@@ -154,12 +154,12 @@ class GpuLink:
 
     def receive_all(self, kinds: Sequence[tuple[tuple[int, ...], str]]) -> list[runtime.Tensor]:
         """The next tensors, which were sent at once, of these shapes and element types; see `receive`."""
-        rooms = _rooms(self._library, self.gpu)
+        rooms = _receive_pool(self._library, self.gpu)
         tensors = [rooms.tensor(shape, dtype, self._device) for shape, dtype in kinds]
         self.exchange((), tensors)
         return tensors
 
-    def exchange(self, sent: Sequence[runtime.Tensor], rooms: Sequence[runtime.Tensor]) -> None:
+    def exchange(self, sent: Sequence[runtime.Tensor], received: Sequence[runtime.Tensor]) -> None:
         """Send tensors and fill others with what arrives, at once; what has no elements does not travel.
 
         Raises
@@ -174,21 +174,21 @@ class GpuLink:
             current = Stream.current(self._library, self._device)
             self._before.record(current)
             self._stream.wait(self._before)
-            self._issue(communicator, sent, rooms)
-            end = self._ends.pop() if self._ends else Event(self._library, self.gpu)
+            self._issue(communicator, sent, received)
+            end = self._free_events.pop() if self._free_events else Event(self._library, self.gpu)
             end.record(self._stream)
-            if rooms:
+            if received:
                 current.wait(end)
         except Exception as error:
             # Not aborted: what was under way before must not come to an end that nobody knows to be none.
             self._problem = f"{error}"
             raise HostError(f"the link of GPU {self.gpu} failed: {error}") from error
-        self._under_way.append((end, [*sent, *rooms]))
+        self._in_flight.append((end, [*sent, *received]))
 
     def finish(self) -> None:
         """Have later work of the machine's stream run after all operations; returns at once."""
-        if self._under_way and not self._is_over:
-            Stream.current(self._library, self._device).wait(self._under_way[-1][0])
+        if self._in_flight and not self._is_over:
+            Stream.current(self._library, self._device).wait(self._in_flight[-1][0])
 
     def synchronize(self, limit: float | None = None) -> None:
         """Return when all operations have ended.
@@ -205,10 +205,10 @@ class GpuLink:
         """
         begin = time.monotonic()
         end = begin + (self._limit if limit is None else limit)
-        while self._under_way:
+        while self._in_flight:
             communicator = self._ready()
-            if self._under_way[-1][0].done():
-                self._under_way.clear()
+            if self._in_flight[-1][0].done():
+                self._in_flight.clear()
                 break
             now = time.monotonic()
             if now > end:
@@ -226,14 +226,14 @@ class GpuLink:
             return self.abort()
         with self._closing:
             communicator, self._communicator, self._is_over = self._communicator, None, True
-        if communicator is not None and not _within(_ABORT, communicator.destroy):
+        if communicator is not None and not _within(_ABORT_SECONDS, communicator.destroy):
             _abandoned.append(communicator)
 
     def abort(self) -> None:
         """End the link now: operations under way end, and what they should have brought is anything."""
         with self._closing:
             communicator, self._communicator, self._is_over = self._communicator, None, True
-        if communicator is not None and not _within(_ABORT, communicator.abort):
+        if communicator is not None and not _within(_ABORT_SECONDS, communicator.abort):
             _abandoned.append(communicator)
 
     def _meet(self, rank: int, link_id: Any, ranks: int) -> None:
@@ -250,9 +250,9 @@ class GpuLink:
                 operation(block.address, nbytes, self._nccl.byte, self._peer, self._stream.handle)
                 self._stream.synchronize()
 
-    def _issue(self, communicator: Any, sent: Sequence[runtime.Tensor], rooms: Sequence[runtime.Tensor]) -> None:
+    def _issue(self, communicator: Any, sent: Sequence[runtime.Tensor], received: Sequence[runtime.Tensor]) -> None:
         operations = [(communicator.send, tensor, nbytes_of(tensor)) for tensor in sent]
-        operations += [(communicator.recv, tensor, nbytes_of(tensor)) for tensor in rooms]
+        operations += [(communicator.recv, tensor, nbytes_of(tensor)) for tensor in received]
         operations = [operation for operation in operations if operation[2]]
         is_group = len(operations) > 1
         if is_group:
@@ -284,8 +284,8 @@ class GpuLink:
         return HostError(f"the link of GPU {self.gpu} failed: {why}")
 
     def _forget_ended(self) -> None:
-        while self._under_way and self._under_way[0][0].done():
-            self._ends.append(self._under_way.popleft()[0])
+        while self._in_flight and self._in_flight[0][0].done():
+            self._free_events.append(self._in_flight.popleft()[0])
 
 
 _abandoned: list[Any] = []
@@ -306,6 +306,6 @@ def _quiet(work: Callable[[], None]) -> None:
 
 
 @cache
-def _rooms(library: CudaLibrary, gpu: int) -> BlockPool:
+def _receive_pool(library: CudaLibrary, gpu: int) -> BlockPool:
     """Memory for what arrives. A block is given again once the machine's stream has had its last reader."""
-    return BlockPool(partial(DeviceBlock, library, gpu), ROOM_BYTES)
+    return BlockPool(partial(DeviceBlock, library, gpu), POOL_BYTES)

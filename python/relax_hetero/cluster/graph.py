@@ -15,11 +15,11 @@ from typing import Any
 
 from .call_plan import CALL
 from .route import END, Route
-from .semaphores import own_semaphores, remove
+from .semaphores import process_semaphores, remove
 from .wire import PROBE, Message
 
 # Seconds. Ray waits for the loops of a graph that is torn down, and for some of them in vain.
-_TEARDOWN = 3.0
+_TEARDOWN_SECONDS = 3.0
 
 # Ray takes the size of channels from a setting of the process, whatever `experimental_compile` is asked for.
 _compiling = threading.Lock()
@@ -39,24 +39,24 @@ class Graph:
         Actors by host.
     route, number
         The route, and its number among the program's.
-    room : int
+    channel_bytes : int
         Size of each channel, in bytes.
     in_flight : int
         How many calls are under way at most.
     """
 
     def __init__(
-        self, ray: Any, actors: Mapping[str, Any], route: Route, number: int, room: int, in_flight: int
+        self, ray: Any, actors: Mapping[str, Any], route: Route, number: int, channel_bytes: int, in_flight: int
     ) -> None:
         # That an actor died is told by the errors of calls; Ray would print it with all its frames.
-        logging.getLogger("ray.dag.compiled_dag_node").addFilter(_is_news)
-        self._ray, self._actors = ray, [actors[host] for host in {slot.host: None for slot in route.slots}]
+        logging.getLogger("ray.dag.compiled_dag_node").addFilter(_is_unexpected)
+        self._ray, self._actors = ray, [actors[host] for host in {slot.host: None for slot in route.tasks}]
         self._entries = route.entries
         with _compiling:
-            known, before = own_semaphores(), set_room(room)
+            known, before = process_semaphores(), set_channel_bytes(channel_bytes)
             try:
                 self._dag = _bound(actors, route, number).experimental_compile(
-                    _buffer_size_bytes=room,
+                    _buffer_size_bytes=channel_bytes,
                     # Also the buffers of channels within a node. With fewer, whoever waits to write would hold
                     # Python's lock, and the thread that could make room would not run.
                     _max_inflight_executions=in_flight,
@@ -64,10 +64,10 @@ class Graph:
                     _submit_timeout=-1,
                 )
             finally:
-                set_room(before)
+                set_channel_bytes(before)
             self._loops = list(self._dag.worker_task_refs.values())
             self._probe()
-            self._semaphores = own_semaphores() - known
+            self._semaphores = process_semaphores() - known
         self._settle()
 
     def execute(self, messages: Mapping[int, Any]) -> list[Any]:
@@ -99,11 +99,11 @@ class Graph:
 
     def close(self) -> bool:
         """End the loops in the actors; False where they did not end in time, and the actors have to be killed."""
-        is_over = self._end(_TEARDOWN)
+        is_over = self._end(_TEARDOWN_SECONDS)
         if not is_over:
             for actor in self._actors:
                 self._ray.kill(actor)
-            if not self._end(_TEARDOWN):
+            if not self._end(_TEARDOWN_SECONDS):
                 _abandoned.append(self._dag)
         self._settle()
         return is_over
@@ -111,8 +111,8 @@ class Graph:
     def _settle(self) -> None:
         """Remove the names of the channels' semaphores, here and on the hosts that live."""
         remove(self._semaphores)
-        told = [actor.settle.remote() for actor in self._actors]
-        self._ray.wait(told, num_returns=len(told), timeout=_TEARDOWN)
+        replies = [actor.settle.remote() for actor in self._actors]
+        self._ray.wait(replies, num_returns=len(replies), timeout=_TEARDOWN_SECONDS)
 
     def _end(self, seconds: float) -> bool:
         thread = threading.Thread(target=self._dag.teardown, name="teardown of a graph", daemon=True)
@@ -121,16 +121,16 @@ class Graph:
         return not thread.is_alive()
 
 
-def set_room(room: int) -> int:
+def set_channel_bytes(nbytes: int) -> int:
     """Set the bytes of channels that this process makes; returns what it was before."""
     from ray.dag import DAGContext
 
     context = DAGContext.get_current()
-    before, context.buffer_size_bytes = context.buffer_size_bytes, room
+    before, context.buffer_size_bytes = context.buffer_size_bytes, nbytes
     return int(before)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_unexpected(record: logging.LogRecord) -> bool:
     return record.levelno != logging.INFO and "Error cancelling worker task" not in str(record.msg)
 
 
@@ -143,7 +143,7 @@ def _bound(actors: Mapping[str, Any], route: Route, number: int) -> Any:
         entries = route.entries
         for entry in entries:
             made[CALL, entry] = given if len(entries) == 1 else given[entries.index(entry)]
-        for index, slot in enumerate(route.slots):
+        for index, slot in enumerate(route.tasks):
             method = actors[slot.host].step
             inputs = [made[source, index] for source in slot.inputs]
             if len(slot.targets) == 1:

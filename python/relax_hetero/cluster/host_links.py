@@ -19,8 +19,8 @@ from ..vm.device.error_records import raise_reported
 from ..vm.device.tensors import nbytes_of
 from ..vm.machine import VirtualMachine
 from .gpu_link import RECEIVER, SENDER, GpuLink
-from .links import CONNECT_SECONDS, GpuFacts, Link, OnLink, check_sequence
-from .nccl import nccl_here
+from .links import CONNECT_SECONDS, GpuInfo, Link, LinkTensor, check_sequence
+from .nccl import load_nccl
 from .wire import Failure
 
 _Tensor = tvm_ffi.core.Tensor
@@ -45,34 +45,34 @@ class HostLinks:
     def __init__(self, host: str, machine: VirtualMachine, make: Callable[[int], Any] | None = None) -> None:
         self._host, self._machine = host, machine
         self._make = make or (lambda gpu: GpuLink(gpu, CONNECT_SECONDS))
-        self._ends: dict[int, Any] = {}
+        self._links: dict[int, Any] = {}
         self._leaving: dict[tuple[int, int], list[Link]] = {}
         self._sequence: dict[int, int] = {}
         self._pending: dict[int, list[Any]] = {}
         self._is_in_doubt = False
 
-    def facts(self) -> GpuFacts:
+    def info(self) -> GpuInfo:
         """Description of the machine's GPUs, and the reason why they can have no links, if so."""
         machine = self._machine
         gpu_of = [device.index if backend_of_device(device).has_links else None for device in machine.devices]
         gpus = {gpu for gpu in gpu_of if gpu is not None}
         if not gpus:
-            return GpuFacts()
+            return GpuInfo()
         scopes = [spec.memory_scope for spec in machine.executable.devices]
         plain = [gpu if scope == "global" else None for gpu, scope in zip(gpu_of, scopes, strict=True)]
         plain.append(None)  # the host, which is number -1
         signatures = machine.executable.metadata.signatures
         inputs = {name: _places(found.inputs, plain) for name, found in signatures.items()}
         outputs = {name: _places(found.outputs, plain) for name, found in signatures.items()}
-        nccl = nccl_here()
+        nccl = load_nccl()
         if isinstance(nccl, str):
-            return GpuFacts(nccl, {}, inputs, outputs)
-        return GpuFacts("", {gpu: _identity(gpu) for gpu in gpus}, inputs, outputs)
+            return GpuInfo(nccl, {}, inputs, outputs)
+        return GpuInfo("", {gpu: _identity(gpu) for gpu in gpus}, inputs, outputs)
 
     def create_id(self, link: Link) -> tuple[Any, str]:
         """Identifier that both ends of a link share, and an empty text; or nothing, and why there can be no link."""
         try:
-            return self._end(link).create_id(), ""
+            return self._link(link).create_id(), ""
         except Exception as error:  # NCCL's and the driver's; its tensors go through host memory
             return None, f"{error}"
 
@@ -81,18 +81,18 @@ class HostLinks:
         failures = {}
         for link, link_id in links:
             try:
-                self._end(link).connect(SENDER if link.hosts[0] == self._host else RECEIVER, link_id)
+                self._link(link).connect(SENDER if link.hosts[0] == self._host else RECEIVER, link_id)
             except Exception as error:  # its tensors go through host memory
                 failures[link.number] = f"{error}"
                 continue
             if link.hosts[0] == self._host:
-                self._leaving.setdefault(link.slots, []).append(link)
+                self._leaving.setdefault(link.tasks, []).append(link)
         return failures
 
     def keep(self, numbers: Sequence[int]) -> None:
         """Drop all links but those that both ends have connected."""
-        for number in [number for number in self._ends if number not in numbers]:
-            self._ends.pop(number).abort()
+        for number in [number for number in self._links if number not in numbers]:
+            self._links.pop(number).abort()
         self._leaving = {
             slots: [link for link in found if link.number in numbers] for slots, found in self._leaving.items()
         }
@@ -104,13 +104,13 @@ class HostLinks:
 
     def cut(self) -> None:
         """End all links, from any thread, after `doubt` on all hosts: what waits for them goes on with any numbers."""
-        for end in list(self._ends.values()):
+        for end in list(self._links.values()):
             end.abort()
 
     def drop(self) -> None:
         """End all links and forget them, before others are made."""
         self.cut()
-        self._ends, self._leaving, self._sequence, self._pending = {}, {}, {}, {}
+        self._links, self._leaving, self._sequence, self._pending = {}, {}, {}, {}
         self._is_in_doubt = False
 
     def leaving(self, slots: tuple[int, int], function: str, values: Sequence[Any]) -> list[Any]:
@@ -120,7 +120,7 @@ class HostLinks:
             for place in link.values.get(function, ()):
                 tensor = found[place]
                 if _is_on(tensor, link.gpus[0]):
-                    found[place] = OnLink(link.number, self._next(link.number), str(tensor.dtype), tuple(tensor.shape))
+                    found[place] = LinkTensor(link.number, self._next(link.number), str(tensor.dtype), tuple(tensor.shape))
                     self._pending.setdefault(link.number, []).append(tensor)
         return found
 
@@ -130,7 +130,7 @@ class HostLinks:
             raise HostError(f"host {self._host!r}: another host died, whose tensors may not have come")
         pending, self._pending = self._pending, {}
         for number, tensors in pending.items():
-            self._ends[number].send(*tensors)
+            self._links[number].send(*tensors)
 
     def arrived(self, values: tuple[Any, ...] | Failure) -> tuple[Any, ...] | Failure:
         """The values of a message, with the tensors that it announces; a failure as it is.
@@ -146,7 +146,7 @@ class HostLinks:
             return values
         announced: dict[int, list[int]] = {}
         for place, value in enumerate(values):
-            if isinstance(value, OnLink):
+            if isinstance(value, LinkTensor):
                 announced.setdefault(value.link, []).append(place)
         if not announced:
             return values
@@ -167,7 +167,7 @@ class HostLinks:
 
     def finish(self) -> None:
         """Have what is written from now on be written after all that was sent; for steps that write to arguments."""
-        for end in self._ends.values():
+        for end in self._links.values():
             end.finish()
 
     def _machine_stream(self, gpu: int) -> Stream:
@@ -175,8 +175,8 @@ class HostLinks:
         assert library is not None  # there are links
         return Stream.current(library, cuda_device(gpu))
 
-    def _received(self, number: int, announced: Sequence[OnLink]) -> list[Any]:
-        end = self._ends.get(number)
+    def _received(self, number: int, announced: Sequence[LinkTensor]) -> list[Any]:
+        end = self._links.get(number)
         if end is None:
             raise HostError(f"a tensor is announced on link {number}, which this host does not have")
         for value in announced:
@@ -189,10 +189,10 @@ class HostLinks:
         self._sequence[number] = sequence + 1
         return sequence
 
-    def _end(self, link: Link) -> Any:
-        if link.number not in self._ends:
-            self._ends[link.number] = self._make(link.gpus[0 if link.hosts[0] == self._host else 1])
-        return self._ends[link.number]
+    def _link(self, link: Link) -> Any:
+        if link.number not in self._links:
+            self._links[link.number] = self._make(link.gpus[0 if link.hosts[0] == self._host else 1])
+        return self._links[link.number]
 
 
 def _is_on(value: Any, gpu: int) -> bool:

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
     from .call_plan import HostRun
     from .host_links import HostLinks
-    from .links import GpuFacts
-    from .parts import PackedPart
-    from .route import Route, Slot, Visit
+    from .links import GpuInfo
+    from .payloads import Payload
+    from .route import Route, Task, TaskWork
     from .wire import Failure, Message
 
 
@@ -38,29 +38,29 @@ class HostMachine:
         self._machine: Any = None
         self._wire: Any = None
         self._get: Any = None
-        self._put: Any = None
+        self._store: Any = None
         self._links: HostLinks | None = None
         self._routes: tuple[Route, ...] = ()
-        self._rooms: tuple[int, ...] = ()
+        self._channel_bytes: tuple[int, ...] = ()
         self._in_flight = 1
         # By call, and by slot, what later slots of this host read.
-        self._kept: dict[int, dict[int, Any]] = {}
-        self._conversations: Any = None
+        self._later_values: dict[int, dict[int, Any]] = {}
+        self._mailboxes: Any = None
         # By call, references to what was sent through the object store: until the receivers have read it.
         self._sent: dict[int, list[Any]] = {}
         self._lock = threading.Lock()
 
-    def facts(self) -> dict[str, Any]:
+    def info(self) -> dict[str, Any]:
         """Description of this process: versions, its node, and free memory."""
-        from .facts import facts_here
+        from .node_info import node_info
 
-        return facts_here()
+        return node_info()
 
     def alive(self) -> bool:
         """Answers for as long as the process lives."""
         return True
 
-    def load(self, part: PackedPart) -> Any:
+    def load(self, part: Payload) -> Any:
         """Load or compile what this host runs, and make the machine.
 
         Returns
@@ -72,12 +72,12 @@ class HostMachine:
 
         try:
             from ..vm.machine import VirtualMachine
-            from .conversations import Conversations
-            from .facts import check_memory, sizes_of
+            from .mailboxes import Mailboxes
+            from .node_info import check_memory, sizes_of
             from .host_links import HostLinks
-            from .parts import unpack
+            from .payloads import unpack
 
-            self._conversations = Conversations()
+            self._mailboxes = Mailboxes()
             executable = unpack(part, ray.get)
             check_memory(executable)
             self._machine = VirtualMachine(executable)
@@ -86,12 +86,12 @@ class HostMachine:
         except Exception as error:
             return self._failure(error)
 
-    def connect(self, routes: tuple[Route, ...], rooms: tuple[int, ...], in_flight: int) -> GpuFacts:
+    def connect(self, routes: tuple[Route, ...], channel_bytes: tuple[int, ...], in_flight: int) -> GpuInfo:
         """Learn the routes, and forget the calls that were under way.
 
         Parameters
         ----------
-        rooms : tuple of int
+        channel_bytes : tuple of int
             Sizes of the channels of each route, in bytes; 0 where messages are arguments of actor calls.
         in_flight : int
             How many calls are under way at most.
@@ -104,18 +104,18 @@ class HostMachine:
         import ray
 
         from . import wire
-        from .graph import set_room
+        from .graph import set_channel_bytes
 
         # Looked up once: an import inside of a function takes a microsecond each time.
-        self._wire, self._get, self._put = wire, ray.get, ray.put
+        self._wire, self._get, self._store = wire, ray.get, ray.put
         with self._lock:
-            self._routes, self._rooms, self._in_flight = routes, rooms, in_flight
-            self._kept.clear()
+            self._routes, self._channel_bytes, self._in_flight = routes, channel_bytes, in_flight
+            self._later_values.clear()
             self._sent.clear()
         self.on_links("drop")
-        set_room(max(rooms))
-        facts: GpuFacts = self.on_links("facts")
-        return facts
+        set_channel_bytes(max(channel_bytes))
+        info: GpuInfo = self.on_links("info")
+        return info
 
     def on_links(self, request: str, *given: Any) -> Any:
         """Have the links of this host do what a method of `HostLinks` does; nothing before its part is loaded."""
@@ -123,9 +123,9 @@ class HostMachine:
 
     def settle(self) -> bool:
         """Remove the names of this process's semaphores, which all that share them have opened by now."""
-        from .semaphores import own_semaphores, remove
+        from .semaphores import process_semaphores, remove
 
-        remove(own_semaphores())
+        remove(process_semaphores())
         return True
 
     def step(self, route: int, number: int, *messages: Message) -> Any:
@@ -140,30 +140,30 @@ class HostMachine:
         """
         wire = self._wire
         function, call = messages[0].function, messages[0].call
-        slot = self._routes[route].slots[number]
+        slot = self._routes[route].tasks[number]
         if function == wire.PROBE:
             return messages[0] if len(slot.targets) == 1 else (messages[0],) * len(slot.targets)
         messages = tuple(message._replace(values=self.on_links("arrived", message.values)) for message in messages)
-        kept = self._kept.get(call, {})
+        kept = self._later_values.get(call, {})
         made: list[Any] | Failure
         try:
-            made = self._made(slot, slot.visits[function], messages, kept)
+            made = self._results(slot, slot.work[function], messages, kept)
         except Exception as error:
             made = self._failure(error)
-        self._keep(slot, number, call, slot.visits[function], made)
+        self._keep(slot, number, call, slot.work[function], made)
         if isinstance(made, wire.Failure):
             sent = [wire.Message(function, call, made)] * len(slot.targets)
         else:
             sent = []
-            for target, chosen in zip(slot.targets, slot.visits[function].sends, strict=True):
+            for target, chosen in zip(slot.targets, slot.work[function].sends, strict=True):
                 leaving = self._leaving(route, number, target, function, [made[index] for index in chosen])
                 sent.append(wire.Message(function, call, self._fit(route, call, leaving)))
         self.on_links("post")
         return sent[0] if len(sent) == 1 else tuple(sent)
 
-    def meet(self, peers: dict[str, Any]) -> bool:
+    def set_peers(self, peers: dict[str, Any]) -> bool:
         """Learn the actors of the other hosts, for functions whose hosts talk while they run; forget calls."""
-        self._conversations.meet(peers)
+        self._mailboxes.set_peers(peers)
         return True
 
     def run(self, call: int, run: HostRun, values: Sequence[Any]) -> Any:
@@ -175,19 +175,19 @@ class HostMachine:
             The leaves of its result, encoded.
         """
         try:
-            return self._conversations.run(self._machine, call, run, values)
+            return self._mailboxes.run(self._machine, call, run, values)
         except Exception as error:
             return self._failure(error)
 
     def deliver(self, call: int, channel: int, number: int, value: Any) -> None:
         """A value of another host arrives."""
-        self._conversations.deliver(call, channel, number, value)
+        self._mailboxes.deliver(call, channel, number, value)
 
     def end(self, call: int, reason: str) -> None:
         """The call has ended on another host, so that nothing more of it will come."""
-        self._conversations.end(call, reason)
+        self._mailboxes.end(call, reason)
 
-    def _made(self, slot: Slot, visit: Visit, messages: tuple[Message, ...], kept: dict[int, Any]) -> Any:
+    def _results(self, slot: Task, visit: TaskWork, messages: tuple[Message, ...], kept: dict[int, Any]) -> Any:
         """Results of the step's function, or the failure of a step before that it depends on."""
         wire = self._wire
         arrived: dict[int, Any] = {}
@@ -213,14 +213,14 @@ class HostMachine:
         self.on_links("check")
         return list(result) if signature.output_is_tuple else [result]
 
-    def _keep(self, slot: Slot, number: int, call: int, visit: Visit, made: Any) -> None:
+    def _keep(self, slot: Task, number: int, call: int, visit: TaskWork, made: Any) -> None:
         wire = self._wire
         if slot.is_last:
-            self._kept.pop(call, None)
+            self._later_values.pop(call, None)
         elif isinstance(made, wire.Failure):
-            self._kept.setdefault(call, {})[number] = made
+            self._later_values.setdefault(call, {})[number] = made
         elif visit.keeps:
-            self._kept.setdefault(call, {})[number] = {index: made[index] for index in visit.keeps}
+            self._later_values.setdefault(call, {})[number] = {index: made[index] for index in visit.keeps}
 
     def _leaving(self, route: int, number: int, target: int, function: str, values: list[Any]) -> list[Any]:
         """Results for a target, with those that go by links announced only; these are for graphs alone."""
@@ -230,10 +230,10 @@ class HostMachine:
     def _fit(self, route: int, call: int, values: list[Any]) -> tuple[Any, ...]:
         wire = self._wire
         encoded = [wire.encode(value) for value in values]
-        room = self._rooms[route]
+        room = self._channel_bytes[route]
         if not room:
             return tuple(encoded)
-        fitting, references = wire.fit(encoded, room, self._put)
+        fitting, references = wire.fit(encoded, room, self._store)
         if references or self._sent:
             with self._lock:
                 self._sent.setdefault(call, []).extend(references)

@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import HostError
-from .route import Route, Slot
+from .route import Route, Task
 
 CONNECT_SECONDS = 30.0
 """For one link; hosts that do not find each other within them exchange tensors through host memory."""
 
 # Seconds within which a living host ends its links.
-_CUT = 15.0
+_CUT_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
-class GpuFacts:
+class GpuInfo:
     """Description of a host that is needed before links are planned.
 
     Attributes
@@ -53,7 +53,7 @@ class Link:
     ----------
     number : int
         Among the links of the route.
-    slots : (int, int)
+    tasks : (int, int)
         The one that sends, and the one that receives.
     hosts : (str, str)
         Logical names of both hosts.
@@ -64,14 +64,14 @@ class Link:
     """
 
     number: int
-    slots: tuple[int, int]
+    tasks: tuple[int, int]
     hosts: tuple[str, str]
     gpus: tuple[int, int]
     values: Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class OnLink:
+class LinkTensor:
     """A tensor that arrives by a link; what a message holds in its place.
 
     Attributes
@@ -90,29 +90,29 @@ class OnLink:
     shape: tuple[int, ...]
 
 
-Roads = dict[str, dict[str, str]]
+LinkTexts = dict[str, dict[str, str]]
 """Description in words of how tensors go, by host that has them on GPUs to send and by host whose GPUs take them."""
 
 
-def plan_links(route: Route, facts: Mapping[str, GpuFacts]) -> tuple[list[Link], Roads]:
+def plan_links(route: Route, infos: Mapping[str, GpuInfo]) -> tuple[list[Link], LinkTexts]:
     """The links of a route, and what is to be said of each two hosts.
 
     Parameters
     ----------
-    facts : mapping of str to GpuFacts
+    infos : mapping of str to GpuInfo
         Descriptions by host.
     """
     links: list[Link] = []
-    roads: Roads = {}
-    for source, slot in enumerate(route.slots):
+    roads: LinkTexts = {}
+    for source, slot in enumerate(route.tasks):
         for target in slot.targets:
-            if target >= len(route.slots):
+            if target >= len(route.tasks):
                 continue
-            between = _between(route, source, target, facts)
+            between = _between(route, source, target, infos)
             if not between:
                 continue
-            hosts = slot.host, route.slots[target].host
-            problem = _problem(route.slots, source, target, between, facts)
+            hosts = slot.host, route.tasks[target].host
+            problem = _problem(route.tasks, source, target, between, infos)
             said = roads.setdefault(hosts[0], {})
             if problem:
                 said[hosts[1]] = f"host memory: {problem}"
@@ -123,14 +123,14 @@ def plan_links(route: Route, facts: Mapping[str, GpuFacts]) -> tuple[list[Link],
     return links, roads
 
 
-def connect_links(ray: Any, actors: Mapping[str, Any], facts: Mapping[str, GpuFacts], route: Route) -> Roads:
+def connect_links(ray: Any, actors: Mapping[str, Any], infos: Mapping[str, GpuInfo], route: Route) -> LinkTexts:
     """Have hosts connect the links of a route; what cannot be connected goes through host memory.
 
     Parameters
     ----------
     actors : mapping of str to object
         Actors by host; see `HostMachine.on_links`.
-    facts : mapping of str to GpuFacts
+    infos : mapping of str to GpuInfo
         Results of `HostMachine.connect` by host.
 
     Returns
@@ -138,7 +138,7 @@ def connect_links(ray: Any, actors: Mapping[str, Any], facts: Mapping[str, GpuFa
     Roads
         How tensors go from GPU to GPU.
     """
-    links, roads = plan_links(route, facts)
+    links, roads = plan_links(route, infos)
     if not links:
         return roads
     made = ray.get([actors[link.hosts[0]].on_links.remote("create_id", link) for link in links])
@@ -146,13 +146,13 @@ def connect_links(ray: Any, actors: Mapping[str, Any], facts: Mapping[str, GpuFa
     failures = {
         link.number: f"host {link.hosts[0]!r}: {why}" for link, (_, why) in zip(links, made, strict=True) if why
     }
-    told = {
+    replies = {
         host: actor.on_links.remote(
             "connect", [(link, ids[link.number]) for link in links if host in link.hosts and link.number in ids]
         )
         for host, actor in actors.items()
     }
-    for host, reference in told.items():
+    for host, reference in replies.items():
         for number, reason in ray.get(reference).items():
             failures.setdefault(number, f"host {host!r}: {reason}")
     for link in links:
@@ -171,13 +171,13 @@ def cut_links(ray: Any, actors: Mapping[str, Any]) -> None:
     """
     living = [actor for actor in actors.values() if actor is not None]
     for request in ("doubt", "cut"):
-        told = [actor.on_links.remote(request) for actor in living]
-        ready, _ = ray.wait(told, num_returns=len(told), timeout=_CUT) if told else ([], [])
-        if len(ready) < len(told):
+        replies = [actor.on_links.remote(request) for actor in living]
+        ready, _ = ray.wait(replies, num_returns=len(replies), timeout=_CUT_SECONDS) if replies else ([], [])
+        if len(ready) < len(replies):
             return
 
 
-def check_sequence(announced: OnLink, expected: int) -> None:
+def check_sequence(announced: LinkTensor, expected: int) -> None:
     """Require the next tensor of a link; HostError names both."""
     if announced.sequence != expected:
         raise HostError(
@@ -186,17 +186,17 @@ def check_sequence(announced: OnLink, expected: int) -> None:
 
 
 def _between(
-    route: Route, source: int, target: int, facts: Mapping[str, GpuFacts]
+    route: Route, source: int, target: int, infos: Mapping[str, GpuInfo]
 ) -> dict[tuple[int, int], dict[str, tuple[int, ...]]]:
     """Places in the message, by GPUs of both ends and function, of values that both have on these GPUs."""
-    sender, receiver = route.slots[source], route.slots[target]
-    if not facts[sender.host].outputs or not facts[receiver.host].inputs:
+    sender, receiver = route.tasks[source], route.tasks[target]
+    if not infos[sender.host].outputs or not infos[receiver.host].inputs:
         return {}  # a host without GPUs has nothing to say
     found: dict[tuple[int, int], dict[str, tuple[int, ...]]] = {}
-    for function, visit in sender.visits.items():
-        outputs = facts[sender.host].outputs[visit.function]
-        taken = receiver.visits[function]
-        inputs = facts[receiver.host].inputs[taken.function]
+    for function, visit in sender.work.items():
+        outputs = infos[sender.host].outputs[visit.function]
+        taken = receiver.work[function]
+        inputs = infos[receiver.host].inputs[taken.function]
         for place, index in enumerate(visit.sends[sender.targets.index(target)]):
             readers = {inputs[i] for i, wanted in enumerate(taken.arguments) if wanted == (source, place)}
             gpus = outputs[index], next(iter(readers), None)
@@ -207,20 +207,20 @@ def _between(
 
 
 def _problem(
-    slots: Sequence[Slot],
+    slots: Sequence[Task],
     source: int,
     target: int,
     between: Mapping[tuple[int, int], Any],
-    facts: Mapping[str, GpuFacts],
+    infos: Mapping[str, GpuInfo],
 ) -> str:
     """Why a link cannot be; empty where it can."""
     hosts = slots[source].host, slots[target].host
     for host in hosts:
-        if facts[host].problem:
-            return f"host {host!r}: {facts[host].problem}"
+        if infos[host].problem:
+            return f"host {host!r}: {infos[host].problem}"
     if any(slot.host == hosts[0] for slot in slots[source + 1 : target]):
         return f"host {hosts[0]!r} has other work before host {hosts[1]!r} takes them"
     for gpus in between:
-        if facts[hosts[0]].gpus[gpus[0]] == facts[hosts[1]].gpus[gpus[1]]:
+        if infos[hosts[0]].gpus[gpus[0]] == infos[hosts[1]].gpus[gpus[1]]:
             return "both use the same GPU, which NCCL does not connect with itself"
     return ""

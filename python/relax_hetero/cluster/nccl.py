@@ -38,7 +38,7 @@ class Nccl:
 
 
 @cache
-def nccl_here() -> Nccl | str:
+def load_nccl() -> Nccl | str:
     """NCCL, or why this process has none."""
     try:
         with warnings.catch_warnings():
@@ -55,7 +55,7 @@ def nccl_here() -> Nccl | str:
 
 def require_nccl() -> Nccl:
     """NCCL; HostError says what to install where there is none."""
-    found = nccl_here()
+    found = load_nccl()
     if isinstance(found, str):
         raise HostError(f"tensors cannot go from GPU to GPU by NCCL: {found}")
     return found

@@ -16,22 +16,22 @@ from .actor_calls import ActorCalls
 from .actors import Actors, first_line
 from .call_plan import CALL
 from .calls import ClusterCall
-from .doze import Doze
+from .backoff import Backoff
 from .graph import Graph
-from .links import Roads, connect_links, cut_links
+from .links import LinkTexts, connect_links, cut_links
 from .route import END, Route
-from .talk_calls import run_talk
-from .wire import CHANNEL_BYTES, HEAD_BYTES, Message, fit, room_for
+from .mailbox_calls import run_on_all_hosts
+from .wire import CHANNEL_BYTES, HEAD_BYTES, Message, fit, channel_bytes_for
 
 # Seconds between looks at a graph that has no calls, and between tries to start hosts.
-_LOOK = 0.5
+_POLL_SECONDS = 0.5
 # Bytes of a node's object store. Ray 2.60 keeps the memory of a channel for as long as a process that had it lives, so
 # that every graph costs the memory of its channels. Beyond this much, a replica's messages go through the store.
-_TAKEN_BYTES = 512 << 20
-_LITTLE_ROOM = 4 * HEAD_BYTES
+_MAX_CHANNELS_BYTES = 512 << 20
+_MIN_CHANNEL_BYTES = 4 * HEAD_BYTES
 
 
-TALKS = -1
+WITH_MAILBOXES = -1
 """In the place of a route's number: hosts talk while the function runs."""
 
 
@@ -40,7 +40,7 @@ class ClosedError(HeteroError):
 
 
 @dataclass(frozen=True)
-class Told:
+class Listener:
     """Whom a replica tells: of a call that ended, of lost calls, that it is ready, and that it still waits."""
 
     on_end: Callable[[Any, ClusterCall, Sequence[Message]], None]
@@ -49,7 +49,7 @@ class Told:
     on_wait: Callable[[], None]
 
 
-class _Raised:
+class _FailedRead:
     """In the place of a reference whose reading failed in another thread."""
 
     def __init__(self, error: BaseException) -> None:
@@ -73,12 +73,12 @@ class Replica:
         Routes of the program. The first has the graph; calls of others are actor calls.
     in_flight : int
         How many calls are under way at most.
-    told : Told
+    listener : Listener
         Whom to tell.
 
     Attributes
     ----------
-    under_way : int
+    in_flight : int
         Calls, counted by whoever hands them out.
     limit : int
         How many it takes at once.
@@ -93,21 +93,21 @@ class Replica:
         actors: Callable[[Callable[[float], None]], Actors],
         routes: Sequence[Route],
         in_flight: int,
-        told: Told,
+        listener: Listener,
     ) -> None:
-        self.number, self.under_way, self.limit = number, 0, in_flight
+        self.number, self.in_flight, self.limit = number, 0, in_flight
         self.problem: HeteroError | None = None
         self.is_ready = False
-        self._ray, self._routes, self._in_flight, self._told = ray, tuple(routes), in_flight, told
+        self._ray, self._routes, self._in_flight, self._listener = ray, tuple(routes), in_flight, listener
         self._number_of = {name: index for index, route in enumerate(routes) for name in route.sent}
         self._closing = threading.Event()
-        self._sending, self._talking, self._reading = threading.Lock(), threading.Lock(), threading.Lock()
-        self._calls = self._talks = 0
-        self._doze = Doze(self._closing.wait)
+        self._sending, self._exchanging, self._reading = threading.Lock(), threading.Lock(), threading.Lock()
+        self._calls = self._mailbox_calls = 0
+        self._backoff = Backoff(self._closing.wait)
         self._graph: Graph | None = None
-        self._room = 0
-        self._roads: Roads = {}
-        self._taken = 0
+        self._channel_bytes = 0
+        self._link_texts: LinkTexts = {}
+        self._allocated_bytes = 0
         self._is_suspect = False
         self._results: queue.SimpleQueue[tuple[ClusterCall, list[Any]] | None] = queue.SimpleQueue()
         self._actor_calls = ActorCalls()
@@ -121,18 +121,18 @@ class Replica:
         self._collector.start()
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         """True if it can take another call now."""
-        return self.is_ready and self.under_way < self.limit
+        return self.is_ready and self.in_flight < self.limit
 
     @property
     def hosts(self) -> dict[str, dict[str, Any]]:
         """The state of each host, as data."""
-        kept = ("address", "node", "pid", "cores", "threads")
+        names = ("address", "node", "pid", "cores", "threads")
         return {
             host: {"state": state.state, "starts": state.starts}
-            | {name: state.facts[name] for name in kept if name in state.facts}
-            | ({"to_gpus": self._roads[host]} if host in self._roads else {})
+            | {name: state.info[name] for name in names if name in state.info}
+            | ({"to_gpus": self._link_texts[host]} if host in self._link_texts else {})
             for host, state in self._actors.states.items()
         }
 
@@ -142,23 +142,23 @@ class Replica:
         Where the caller waits for the result anyway and no other call is under way, its thread reads it: that saves two
         changes of threads, half of what a call costs besides Ray.
         """
-        number, reads = self._number_of.get(call.name, TALKS), False
+        number, reads = self._number_of.get(call.name, WITH_MAILBOXES), False
         references: list[Any] = []
         try:
             with self._sending:
                 graph = self._graph
-                if not self.is_ready or (graph is None and number != TALKS):
+                if not self.is_ready or (graph is None and number != WITH_MAILBOXES):
                     return False
                 self._calls += 1
-                if graph is None or number == TALKS:
+                if graph is None or number == WITH_MAILBOXES:
                     self._actor_calls.add(call, self._calls)
-                    self._waiters.submit(self._await_talk, call, self._calls)
+                    self._waiters.submit(self._await_mailbox_call, call, self._calls)
                     return True
                 messages = self._messages(call, number)
                 if number == 0:
-                    call.begun = time.monotonic()
+                    call.sent_at = time.monotonic()
                     references = graph.execute(messages)
-                    reads = waits and self.under_way == 1 and self._reading.acquire(blocking=False)
+                    reads = waits and self.in_flight == 1 and self._reading.acquire(blocking=False)
                     if not reads:
                         self._results.put((call, references))
                 else:
@@ -169,28 +169,28 @@ class Replica:
             self._results.put(None)
             return False
         if reads:
-            self._read_here(call, references)
+            self._read_now(call, references)
         return True
 
     def _read(self, call: ClusterCall, references: list[Any]) -> list[Message]:
         """The messages of a call, once they have come; whoever reads holds the lock for it."""
-        self._doze.sleep(call.name, call.begun, is_alone=self.under_way <= 1)
+        self._backoff.sleep(call.name, call.sent_at, is_alone=self.in_flight <= 1)
         messages = [reference.get(timeout=-1) for reference in references]
-        self._doze.note(call.name, call.begun)
+        self._backoff.note(call.name, call.sent_at)
         return messages
 
-    def _read_here(self, call: ClusterCall, references: list[Any]) -> None:
+    def _read_now(self, call: ClusterCall, references: list[Any]) -> None:
         """Read a call's result, holding the lock for it; what goes wrong is for the collector."""
         try:
             messages = self._read(call, references)
         except BaseException as error:
-            self._results.put((call, [_Raised(error)]))
+            self._results.put((call, [_FailedRead(error)]))
             if not isinstance(error, Exception):  # Ctrl-C
                 raise
             return
         finally:
             self._reading.release()
-        self._told.on_end(self, call, messages)
+        self._listener.on_end(self, call, messages)
 
     def close(self) -> None:
         """End all processes; calls under way are lost."""
@@ -210,7 +210,7 @@ class Replica:
         for slot, inputs in self._routes[number].sent[call.name].items():
             values: Sequence[Any] = [call.values[index] for index in inputs]
             if number == 0:
-                values, references = fit(values, self._room, self._ray.put)
+                values, references = fit(values, self._channel_bytes, self._ray.put)
                 call.sent.extend(references)
             found[slot] = Message(call.name, self._calls, tuple(values))
         return found
@@ -219,7 +219,7 @@ class Replica:
         """Begin a call as actor calls; Ray hands each the messages of those before it. The references of the ends."""
         route, handles = self._routes[number], self._actors.handles
         made: dict[tuple[int, int], Any] = {(CALL, slot): message for slot, message in messages.items()}
-        for index, slot in enumerate(route.slots):
+        for index, slot in enumerate(route.tasks):
             step = handles[slot.host].step.options(num_returns=len(slot.targets))
             # Slots of one host run in order: each also waits for a message of those whose values it reads.
             after = [next(made[key] for key in made if key[0] == before) for before in slot.follows]
@@ -236,22 +236,22 @@ class Replica:
             self._suspect(call, number)
         else:
             if self._actor_calls.take(call, number):
-                self._told.on_end(self, call, messages)
+                self._listener.on_end(self, call, messages)
 
-    def _await_talk(self, call: ClusterCall, number: int) -> None:
+    def _await_mailbox_call(self, call: ClusterCall, number: int) -> None:
         """Have all hosts run their parts of a function, and wait, in a thread for it; such calls take turns."""
         here.is_worker = True
         try:
-            with self._talking:
+            with self._exchanging:
                 if not self._actor_calls.has(call, number):
                     return  # it was lost while another had its turn
-                self._talks += 1
-                found = run_talk(self._ray, self._actors.handles, call.plan.runs, self._talks, call.values)
+                self._mailbox_calls += 1
+                found = run_on_all_hosts(self._ray, self._actors.handles, call.plan.runs, self._mailbox_calls, call.values)
         except Exception:
             self._suspect(call, number)
         else:
             if self._actor_calls.take(call, number):
-                self._told.on_end(self, call, found)
+                self._listener.on_end(self, call, found)
 
     def _suspect(self, call: ClusterCall, number: int) -> None:
         """Have the collector find out who died, and this call among those that are lost; nothing if it was told."""
@@ -264,7 +264,7 @@ class Replica:
         here.is_worker = True
         while not self._closing.is_set():
             try:
-                item = self._results.get(timeout=_LOOK)
+                item = self._results.get(timeout=_POLL_SECONDS)
             except queue.Empty:
                 item = None
             if item is None:
@@ -279,9 +279,9 @@ class Replica:
                 if not self._closing.is_set():
                     self._repair([item], error)
                 else:
-                    self._told.on_lost(self, [call], HostError("the cluster was closed"))
+                    self._listener.on_lost(self, [call], HostError("the cluster was closed"))
                 continue
-            self._told.on_end(self, call, messages)
+            self._listener.on_end(self, call, messages)
             del item, call, references, messages  # what lies in channels
 
     def _is_broken(self) -> bool:
@@ -293,7 +293,7 @@ class Replica:
         """Tell of the calls that were under way, start what died again, and compile the graph anew."""
         self.is_ready = self._is_suspect = False
         dead = self._actors.find_dead()
-        if self._roads:
+        if self._link_texts:
             cut_links(self._ray, self._actors.handles)
         self._close_graph()  # before the lock: a thread that sends may wait for room in a channel
         with self._sending:
@@ -306,7 +306,7 @@ class Replica:
         names = " and ".join(f"host {host!r}" for host in dead) or "a host of replica " + str(self.number)
         why = "" if error is None else f": {first_line(error)}"
         self.problem = HostError(f"{names} died while calls were under way{why}")
-        self._told.on_lost(self, [*(call for call, _ in lost), *others], self.problem)
+        self._listener.on_lost(self, [*(call for call, _ in lost), *others], self.problem)
         while not self._closing.is_set():
             try:
                 self._connect()
@@ -314,32 +314,32 @@ class Replica:
                 return
             except Exception as raised:
                 self.problem = raised if isinstance(raised, HeteroError) else HostError(first_line(raised))
-                self._told.on_wait()
+                self._listener.on_wait()
                 self._actors.find_dead()
-                self._closing.wait(_LOOK)
+                self._closing.wait(_POLL_SECONDS)
             else:
-                self._told.on_ready(self)
+                self._listener.on_ready(self)
                 return
 
     def _connect(self) -> None:
         """Start the hosts that are not ready, and compile the graph over all of them."""
         self._actors.start()
         handles = self._actors.handles
-        self._ray.get([actor.meet.remote(handles) for actor in handles.values()])
+        self._ray.get([actor.set_peers.remote(handles) for actor in handles.values()])
         if not self._routes:
             self.problem, self.is_ready = None, True
             return
-        self._room = self._affordable(self._routes[0])
-        rooms = (self._room, *(0 for _ in self._routes[1:]))
-        told = [actor.connect.remote(self._routes, rooms, self._in_flight) for actor in handles.values()]
-        facts = dict(zip(handles, self._ray.get(told), strict=True))
-        self._roads = connect_links(self._ray, handles, facts, self._routes[0])
+        self._channel_bytes = self._affordable(self._routes[0])
+        channel_bytes = (self._channel_bytes, *(0 for _ in self._routes[1:]))
+        replies = [actor.connect.remote(self._routes, channel_bytes, self._in_flight) for actor in handles.values()]
+        facts = dict(zip(handles, self._ray.get(replies), strict=True))
+        self._link_texts = connect_links(self._ray, handles, facts, self._routes[0])
         here = self._ray.get_runtime_context().get_node_id()
-        if any(state.facts["node"] != here for state in self._actors.states.values()):
+        if any(state.info["node"] != here for state in self._actors.states.values()):
             # A channel to another node holds one message, and a thread that waits to write holds Python's lock. So many
             # find room in channels and hosts though nobody reads the results.
-            self.limit = min(self._in_flight, 2 * len(self._routes[0].slots) + 1)
-        self._graph = Graph(self._ray, handles, self._routes[0], 0, self._room, self._in_flight)
+            self.limit = min(self._in_flight, 2 * len(self._routes[0].tasks) + 1)
+        self._graph = Graph(self._ray, handles, self._routes[0], 0, self._channel_bytes, self._in_flight)
         self.problem, self.is_ready = None, True
 
     def _close_graph(self) -> None:
@@ -349,27 +349,27 @@ class Replica:
 
     def _affordable(self, route: Route) -> int:
         """The room of channels: what messages need, or little, where earlier graphs have taken much."""
-        channels = sum(len(slot.targets) for slot in route.slots) + len(route.entries)
-        room = self._room_of(route)
-        if self._taken + channels * self._in_flight * room > _TAKEN_BYTES:
-            room = _LITTLE_ROOM
-        self._taken += channels * self._in_flight * room
-        return room
+        channels = sum(len(slot.targets) for slot in route.tasks) + len(route.entries)
+        channel_bytes = self._channel_bytes_of(route)
+        if self._allocated_bytes + channels * self._in_flight * channel_bytes > _MAX_CHANNELS_BYTES:
+            channel_bytes = _MIN_CHANNEL_BYTES
+        self._allocated_bytes += channels * self._in_flight * channel_bytes
+        return channel_bytes
 
-    def _room_of(self, route: Route) -> int:
+    def _channel_bytes_of(self, route: Route) -> int:
         """Room for the largest message between slots, where all sizes are known."""
         found = [HEAD_BYTES]
         states = self._actors.states
-        for slot in route.slots:
-            for visit in slot.visits.values():
+        for slot in route.tasks:
+            for visit in slot.work.values():
                 inputs, outputs = states[slot.host].sizes.get(visit.function, ((), ()))
                 if None in (*inputs, *outputs):
                     found.append(CHANNEL_BYTES)
-                found.append(room_for(size or 0 for size in inputs))
-                found += [room_for(outputs[index] or 0 for index in sent) for sent in visit.sends]
+                found.append(channel_bytes_for(size or 0 for size in inputs))
+                found += [channel_bytes_for(outputs[index] or 0 for index in sent) for sent in visit.sends]
         return max(found)
 
     def _pause(self, seconds: float) -> None:
         if self._closing.wait(seconds):
             raise ClosedError("the cluster was closed")
-        self._told.on_wait()
+        self._listener.on_wait()

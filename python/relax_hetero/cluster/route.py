@@ -17,7 +17,7 @@ END = 1 << 30
 
 
 @dataclass(frozen=True)
-class Visit:
+class TaskWork:
     """Work of a slot for one function.
 
     Attributes
@@ -40,7 +40,7 @@ class Visit:
 
 
 @dataclass(frozen=True)
-class Slot:
+class Task:
     """A place in a graph: a task of one host.
 
     Attributes
@@ -55,7 +55,7 @@ class Slot:
         The slots of this host whose kept values it reads. They come before it.
     is_last : bool
         Whether no later slot of a route is on this host, so that nothing of a call needs to be kept.
-    visits : mapping of str to Visit
+    work : mapping of str to TaskWork
         Visits by function.
     """
 
@@ -64,7 +64,7 @@ class Slot:
     targets: tuple[int, ...]
     follows: tuple[int, ...]
     is_last: bool
-    visits: Mapping[str, Visit]
+    work: Mapping[str, TaskWork]
 
 
 @dataclass(frozen=True)
@@ -80,25 +80,25 @@ class Route:
         `CALL` for an input that is returned as it is.
     """
 
-    slots: tuple[Slot, ...]
+    tasks: tuple[Task, ...]
     sent: Mapping[str, Mapping[int, tuple[int, ...]]]
     gets: Mapping[str, Mapping[Source, tuple[int, int]]]
 
     @property
     def is_chain(self) -> bool:
         """True if no host is visited twice: calls in flight then overlap in a graph."""
-        hosts = [slot.host for slot in self.slots]
+        hosts = [slot.host for slot in self.tasks]
         return len(set(hosts)) == len(hosts)
 
     @property
     def entries(self) -> list[int]:
         """The slots that take a message of the caller."""
-        return [number for number, slot in enumerate(self.slots) if CALL in slot.inputs]
+        return [number for number, slot in enumerate(self.tasks) if CALL in slot.inputs]
 
     @property
     def exits(self) -> list[int]:
         """The slots that send a message to the caller."""
-        return [number for number, slot in enumerate(self.slots) if END in slot.targets]
+        return [number for number, slot in enumerate(self.tasks) if END in slot.targets]
 
 
 def routes_of(plans: Mapping[str, CallPlan]) -> list[Route]:
@@ -110,14 +110,14 @@ def routes_of(plans: Mapping[str, CallPlan]) -> list[Route]:
 
 
 def _route(hosts: Sequence[str], plans: Mapping[str, CallPlan]) -> Route:
-    wanted = {name: _wanted(plan) for name, plan in plans.items()}
+    wanted = {name: _messages(plan) for name, plan in plans.items()}
     edges = {edge for of_function in wanted.values() for edge in of_function}
     for number, host in enumerate(hosts):  # a task needs a message to begin by, and one that shows its end
         if not any(target == number and (source == CALL or hosts[source] != host) for source, target in edges):
             edges.add((CALL, number))
         if not any(source == number and (target == END or hosts[target] != host) for source, target in edges):
             edges.add((number, END))
-    slots = tuple(_slot(number, hosts, edges, plans, wanted) for number in range(len(hosts)))
+    slots = tuple(_task(number, hosts, edges, plans, wanted) for number in range(len(hosts)))
     sent = {
         name: {slot: values.get((CALL, slot), ()) for source, slot in sorted(edges) if source == CALL}
         for name, values in wanted.items()
@@ -125,7 +125,7 @@ def _route(hosts: Sequence[str], plans: Mapping[str, CallPlan]) -> Route:
     return Route(slots, sent, {name: _gets(plan, wanted[name]) for name, plan in plans.items()})
 
 
-def _wanted(plan: CallPlan) -> dict[tuple[int, int], tuple[int, ...]]:
+def _messages(plan: CallPlan) -> dict[tuple[int, int], tuple[int, ...]]:
     """Indices of the values that go along each edge of the plan, from slot to slot."""
     found: dict[tuple[int, int], dict[int, None]] = {}
     for number, step in enumerate(plan.steps):
@@ -137,13 +137,13 @@ def _wanted(plan: CallPlan) -> dict[tuple[int, int], tuple[int, ...]]:
     return {edge: tuple(indices) for edge, indices in found.items()}
 
 
-def _slot(
+def _task(
     number: int,
     hosts: Sequence[str],
     edges: set[tuple[int, int]],
     plans: Mapping[str, CallPlan],
-    wanted: Mapping[str, Mapping[tuple[int, int], tuple[int, ...]]],
-) -> Slot:
+    messages: Mapping[str, Mapping[tuple[int, int], tuple[int, ...]]],
+) -> Task:
     host = hosts[number]
 
     def is_own(other: int) -> bool:
@@ -154,7 +154,7 @@ def _slot(
     follows = tuple(sorted(source for source, target in edges if target == number and is_own(source)))
     visits = {}
     for name, plan in plans.items():
-        step, values = plan.steps[number], wanted[name]
+        step, values = plan.steps[number], messages[name]
         arguments = tuple(
             (source.step, source.index if is_own(source.step) else values[source.step, number].index(source.index))
             for source in step.arguments
@@ -166,14 +166,14 @@ def _slot(
             for index in found
         }
         sends = tuple(values.get((number, target), ()) for target in targets)
-        visits[name] = Visit(step.function, arguments, tuple(sorted(kept)), sends)
-    return Slot(host, inputs, targets, follows, host not in hosts[number + 1 :], visits)
+        visits[name] = TaskWork(step.function, arguments, tuple(sorted(kept)), sends)
+    return Task(host, inputs, targets, follows, host not in hosts[number + 1 :], visits)
 
 
-def _gets(plan: CallPlan, wanted: Mapping[tuple[int, int], tuple[int, ...]]) -> dict[Source, tuple[int, int]]:
+def _gets(plan: CallPlan, messages: Mapping[tuple[int, int], tuple[int, ...]]) -> dict[Source, tuple[int, int]]:
     return {
         source: (CALL, source.index)
         if source.step == CALL
-        else (source.step, wanted[source.step, END].index(source.index))
+        else (source.step, messages[source.step, END].index(source.index))
         for source in sources_of(plan.result)
     }

@@ -14,7 +14,7 @@ from contextlib import suppress
 _PREFIXES = ("/dev/shm/sem.hdr", "/dev/shm/sem.obj")
 
 
-def own_semaphores() -> set[str]:
+def process_semaphores() -> set[str]:
     """The files of the channels' semaphores that this process has open."""
     with open("/proc/self/maps") as file:
         paths = {line.removesuffix("\n").removesuffix(" (deleted)").split(maxsplit=5)[-1] for line in file}

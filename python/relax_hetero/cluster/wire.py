@@ -100,7 +100,7 @@ def decode(value: Any) -> Any:
     return value
 
 
-def decode_own(value: Any) -> Any:
+def decode_copy(value: Any) -> Any:
     """A value that arrived, for good: tensors of TVM on the host, in memory of their own."""
     if isinstance(value, np.ndarray):
         return from_numpy(value, _HOST)
@@ -123,12 +123,12 @@ def nbytes(value: Any) -> int:
     return int(value.nbytes) if isinstance(value, np.ndarray) else 0
 
 
-def fit(values: Sequence[Any], room: int, put: Callable[[Any], Any]) -> tuple[tuple[Any, ...], list[Any]]:
+def fit(values: Sequence[Any], channel_bytes: int, put: Callable[[Any], Any]) -> tuple[tuple[Any, ...], list[Any]]:
     """Values with the large ones, and those that have no room in the channel, put into the object store.
 
     Parameters
     ----------
-    room : int
+    channel_bytes : int
         Size of the channel, in bytes.
     put : callable
         Puts a value into the store and returns a reference.
@@ -139,7 +139,7 @@ def fit(values: Sequence[Any], room: int, put: Callable[[Any], Any]) -> tuple[tu
         The values; and the references, which the sender keeps until the receiver has read.
     """
     sizes = [nbytes(value) for value in values]
-    left = room - HEAD_BYTES - _VALUE_BYTES * len(values)
+    left = channel_bytes - HEAD_BYTES - _VALUE_BYTES * len(values)
     if sum(sizes) <= left and max(sizes, default=0) < STORED_BYTES:
         return tuple(values), []
     sent, references = list(values), []
@@ -158,7 +158,7 @@ def fetched(values: Iterable[Any], get: Callable[[Any], Any]) -> list[Any]:
     return [get(value.reference) if isinstance(value, Stored) else value for value in values]
 
 
-def room_for(sizes: Iterable[int]) -> int:
+def channel_bytes_for(sizes: Iterable[int]) -> int:
     """The room of a channel for a message of values of these sizes in bytes; what goes through the store takes none."""
     found = list(sizes)
     return HEAD_BYTES + _VALUE_BYTES * len(found) + sum(size for size in found if size < STORED_BYTES)

@@ -11,7 +11,7 @@ import tvm
 from tvm import relax, tirx
 from tvm.relax.analysis import BaseCheckResult, type_base_check
 
-from ..artifact.messages import near
+from ..artifact.messages import near_misses
 from ..errors import BuildError
 from ..transform.dispatch.legalize import is_kept
 from ..transform.ir.module_attrs import is_lowered
@@ -37,7 +37,7 @@ def check_module(mod: tvm.IRModule) -> None:
     for gv, func in functions:
         for callee in relax.analysis.all_global_vars(func):
             if callee not in mod.functions:
-                hint = near(callee.name_hint, names)
+                hint = near_misses(callee.name_hint, names)
                 raise BuildError(
                     f"function {gv.name_hint!r} refers to {callee.name_hint!r}, which the module lacks{hint}"
                 )

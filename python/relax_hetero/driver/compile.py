@@ -22,7 +22,7 @@ from tvm import relax, tirx
 from ..artifact.cache_folder import CacheFolder
 from ..artifact.memory_plan import MemoryPlan
 from ..artifact.metadata import DeviceSpec, DispatchSpec, Metadata
-from ..artifact.what_reads import found
+from ..artifact.file_hints import describe_value
 from ..errors import BuildError
 from ..target.hosts import hosts_of, is_native
 from ..target.native_target import native
@@ -159,7 +159,7 @@ def prepared(
         As `compile` does; the message begins with `caller`.
     """
     if not isinstance(mod, tvm.IRModule):
-        raise BuildError(f"{caller}: {found(mod, caller)}; expected a tvm.IRModule")
+        raise BuildError(f"{caller}: {describe_value(mod, caller)}; expected a tvm.IRModule")
     if checks not in CHECKS:
         raise BuildError(f"{caller}: checks is {checks!r}, expected one of {', '.join(map(repr, CHECKS))}")
     check_nesting(mod)
@@ -316,7 +316,7 @@ def _dispatches(mod: tvm.IRModule, vdevices: list[relax.VDevice]) -> dict[str, D
             work = (operations_of(kernel), bytes_of(kernel), precision_of(kernel))
             known = dispatches.setdefault(gv.name_hint, DispatchSpec(device, ops_of(kernel), *work))
             if device not in known.devices:
-                dispatches[gv.name_hint] = replace(known, also=(*known.also, device))
+                dispatches[gv.name_hint] = replace(known, other_devices=(*known.other_devices, device))
     return dispatches
 
 

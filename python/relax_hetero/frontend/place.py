@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import tvm
 from tvm import relax
 
-from ..artifact.what_reads import found
+from ..artifact.file_hints import describe_value
 from ..errors import FrontendError, PlacementError
 from ..op.placement import is_hint
 from ..target.vdevice import default_vdevice, parse_vdevices, vdevices_of, with_vdevices
@@ -67,7 +67,7 @@ def place(
         If the module has no Relax function (for "auto": no "main"), or no placement fits `memory_limit`.
     """
     if not isinstance(mod, tvm.IRModule):
-        raise FrontendError(f"rh.place: {found(mod)}; expected a tvm.IRModule")
+        raise FrontendError(f"rh.place: {describe_value(mod)}; expected a tvm.IRModule")
     given = vdevices if vdevices is not None else (vdevices_of(mod) or None)
     check_placement(given, placement, cost_model, objective, memory_limit)
     devices = list(vdevices_of(mod)) if vdevices is None else parse_vdevices(given)

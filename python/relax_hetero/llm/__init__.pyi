@@ -13,7 +13,7 @@ from .loaded_model import load as load
 from .loaded_model import save as save
 from .model import Cache as Cache
 from .model import Model as Model
-from .model import TextCodec as TextCodec
+from .model import TokenizerProtocol as TokenizerProtocol
 from .onnx_decoder import load_onnx as load_onnx
 from .params import SamplingParams as SamplingParams
 from .request import Request as Request

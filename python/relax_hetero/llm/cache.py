@@ -101,7 +101,7 @@ class KVCache:
         self._columns = -(-length // PAGE)
         window = windows[0] if windows else 0
         per_slot = min(self._columns, pages_of_window(window, chunk))
-        self._most = {FULL: slots * self._columns, WINDOW: slots * per_slot}
+        self._max_pages = {FULL: slots * self._columns, WINDOW: slots * per_slot}
         counts = self._counts(pages, memory)
         self._groups = {
             name: PageGroup(window if name == WINDOW else 0, counts[name], slots, self._columns)
@@ -177,7 +177,7 @@ class KVCache:
         taken, self._arrays = self._arrays, None
         return taken
 
-    def give_back(self, pages: Sequence[runtime.Tensor]) -> None:
+    def release(self, pages: Sequence[runtime.Tensor]) -> None:
         """Take the pages of each layer back: those that a call returned, or that `take` gave.
 
         Parameters
@@ -230,10 +230,10 @@ class KVCache:
             If there are no such tokens, or no pages for them; nothing has changed then.
         """
         length = self.length(slot)
-        most = self._columns * PAGE
-        if count < 0 or length + count > most:
+        max_length = self._columns * PAGE
+        if count < 0 or length + count > max_length:
             raise CacheError(
-                f"sequence {slot} of {length} tokens asks for {count} more, expected at most {most} tokens in all"
+                f"sequence {slot} of {length} tokens asks for {count} more, expected at most {max_length} tokens in all"
             )
         plans = {name: group.plan(slot, length, count) for name, group in self._groups.items()}
         for name, plan in plans.items():
@@ -317,11 +317,11 @@ class KVCache:
         if pages is not None and memory is not None:
             raise CacheError("found pages= and memory=, expected one of both")
         if isinstance(pages, Mapping):
-            return {**self._most, **pages}
-        most = self._most[FULL] if pages is None else pages
+            return {**self._max_pages, **pages}
+        max_pages = self._max_pages[FULL] if pages is None else pages
         if memory is None:
-            return self._bounded(most)
-        count = next((count for count in range(most, 0, -1) if self._fits(count, memory)), 0)
+            return self._bounded(max_pages)
+        count = next((count for count in range(max_pages, 0, -1) if self._fits(count, memory)), 0)
         if not count:
             raise CacheError(
                 f"memory={memory}: expected room for a page of each layer, {self._bytes(self._bounded(1))}"
@@ -330,7 +330,7 @@ class KVCache:
 
     def _bounded(self, count: int) -> dict[str, int]:
         """As many pages for both groups, if all slots together may need them."""
-        return {name: max(1, min(count, most)) for name, most in self._most.items()}
+        return {name: max(1, min(count, pages)) for name, pages in self._max_pages.items()}
 
     def _fits(self, count: int, memory: int | Mapping[str, int]) -> bool:
         for device, size in self._bytes(self._bounded(count)).items():

@@ -67,7 +67,7 @@ _MAX_CHARACTERS = 1 << 18
 usual."""
 CPU_SECONDS, WALL_SECONDS = 2.0, 5.0
 """Limits of one prompt, and of reading the template."""
-_END_SECONDS = 1.0
+_EXIT_SECONDS = 1.0
 """Time until a process that is told to end is killed."""
 _WHY_ENDED = {
     -signal.SIGPROF: f"takes more than {CPU_SECONDS:g} s of processor time",
@@ -253,7 +253,7 @@ class _Marks:
         self._markers = [marker for marker in NONCHARACTERS if marker not in used]
         self._firsts, self._lasts = {name[0] for name in names}, {name[-1] for name in names}
         self._words = [name for name in names if name.isidentifier()]
-        self._kept: list[str] = []
+        self._originals: list[str] = []
         if sum(map(len, names)) > _MAX_CHARACTERS:
             return
         begins = {name[:end] for name in names for end in range(1, min(len(name), MAX_LITERAL) + 1)}
@@ -262,7 +262,7 @@ class _Marks:
             touches = any(text[at:] in begins or text[: at + 1] in ends for at in range(len(text)))
             if self._broken(text, "\0") != text and not touches:
                 if not any(name in text or text in name for name in names):
-                    self._kept.append(text)
+                    self._originals.append(text)
 
     def marked(self, values: Any) -> tuple[Any, str]:
         """Values in which all texts have marks, and the mark.
@@ -284,7 +284,7 @@ class _Marks:
             if marker in value:
                 raise _MarkerIsUsed
             broken = self._broken(value, marker)
-            for text in self._kept if broken != value else ():
+            for text in self._originals if broken != value else ():
                 broken = broken.replace(self._broken(text, marker), text)
             return broken
         if isinstance(value, Mapping):
@@ -387,7 +387,7 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
         with suppress(OSError):
             pipe.close()  # type: ignore[union-attr]
     try:
-        process.wait(_END_SECONDS)
+        process.wait(_EXIT_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

@@ -25,7 +25,7 @@ from ..vm.profile import Profile
 from .cache import KVCache
 from .description import ModelDescription
 from .sent_integers import SentIntegers
-from .token_cost import ModelFacts, StepTime, TokenCost, times_of, token_cost, with_times
+from .token_cost import ModelInfo, StepTime, TokenCost, times_of, token_cost, with_times
 
 _NO_SEQUENCE = -1
 
@@ -141,9 +141,9 @@ class CompiledModel:
                     self.cache.cut(slots[done], lengths[done])
                 raise
         parts = []
-        most = self._batches[-1]
-        for first in range(0, len(slots), most):
-            part = slice(first, min(first + most, len(slots)))
+        max_batch = self._batches[-1]
+        for first in range(0, len(slots), max_batch):
+            part = slice(first, min(first + max_batch, len(slots)))
             count = part.stop - part.start
             rows = next(rows for rows in self._batches if rows >= count)
             positions = lengths[part] if count == rows else [*lengths[part], *[0] * (rows - count)]
@@ -185,7 +185,7 @@ class CompiledModel:
             about.placement or (),
             about.single_calls,
             cached,
-            ModelFacts(described.windows, share, described.vocabulary),
+            ModelInfo(described.windows, share, described.vocabulary),
         )
         if found is None:
             raise BindingError(f"found no command buffer of decode_{self._batches[0]}, expected one to look at")
@@ -267,7 +267,7 @@ class CompiledModel:
         try:
             return self.machine.profile(function, *given, *pages)
         finally:
-            self.cache.give_back(pages)
+            self.cache.release(pages)
 
     def _inputs(
         self, name: str, tokens: _Integers, positions: _Integers, slots: _Integers, last: int
@@ -306,7 +306,7 @@ class CompiledModel:
             else:
                 logits = self._steps[name]()
         finally:
-            self.cache.give_back(pages)  # a call that failed wrote into them at most behind the sequences' ends
+            self.cache.release(pages)  # a call that failed wrote into them at most behind the sequences' ends
         return self._on_host(name, logits)
 
     def _on_host(self, name: str, logits: runtime.Tensor) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import HeteroError
 from .errors import EngineClosedError, EngineFullError, RequestError
-from .model import Model, TextCodec
+from .model import Model, TokenizerProtocol
 from .params import SamplingParams
 from .request import Request
 from .scheduler import Load, Scheduler
@@ -21,7 +21,7 @@ from .statistics import Speed, Statistics
 TOO_LONG = "context_length_exceeded"
 """The code of errors about prompts that do not fit."""
 # Requests whose time to the first token is remembered.
-_REMEMBERED = 100
+_MAX_TIMES = 100
 
 
 class Engine:
@@ -34,9 +34,9 @@ class Engine:
     ----------
     model : Model
         `Model`, used by this engine alone.
-    tokenizer : TextCodec
-        `TextCodec`, such as a `Tokenizer`.
-    most_waiting : int
+    tokenizer : TokenizerProtocol
+        `TokenizerProtocol`, such as a `Tokenizer`.
+    max_waiting : int
         Requests that may wait for a slot.
     prefixes : int
         How many sequences of finished requests are kept for requests that begin alike; 0 for none.
@@ -48,20 +48,20 @@ class Engine:
     ...         print(delta.text, end="")
     """
 
-    def __init__(self, model: Model, tokenizer: TextCodec, *, most_waiting: int = 256, prefixes: int = 8) -> None:
-        if most_waiting < 0 or prefixes < 0:
-            raise HeteroError(f"expected no negative numbers, found most_waiting={most_waiting}, prefixes={prefixes}")
+    def __init__(self, model: Model, tokenizer: TokenizerProtocol, *, max_waiting: int = 256, prefixes: int = 8) -> None:
+        if max_waiting < 0 or prefixes < 0:
+            raise HeteroError(f"expected no negative numbers, found max_waiting={max_waiting}, prefixes={prefixes}")
         self.model, self.tokenizer = model, tokenizer
-        self._most_waiting = most_waiting
+        self._max_waiting = max_waiting
         self._scheduler = Scheduler(model, prefixes)
         self._speed = Speed()
         self._changed = threading.Condition()
         self._inbox: deque[Sequence] = deque()
         self._arrivals = 0
         self._load = Load()
-        self._first_tokens: deque[float] = deque(maxlen=_REMEMBERED)
+        self._first_tokens: deque[float] = deque(maxlen=_MAX_TIMES)
         self._unanswered: list[Request] = []
-        self._news = False
+        self._has_changes = False
         self._closed = False
         self._fault: HeteroError | None = None
         self._thread = threading.Thread(target=self._work, name="relax_hetero.llm.Engine", daemon=True)
@@ -101,11 +101,11 @@ class Engine:
             if self._closed:
                 raise self._fault or EngineClosedError("the engine was closed")
             waiting = len(self._inbox) + self._load.waiting
-            if waiting >= self._most_waiting + max(0, self.model.slots - self._load.active):
-                raise EngineFullError(f"found {waiting} requests that wait, expected at most {self._most_waiting}")
+            if waiting >= self._max_waiting + max(0, self.model.slots - self._load.active):
+                raise EngineFullError(f"found {waiting} requests that wait, expected at most {self._max_waiting}")
             self._arrivals += 1
             self._inbox.append(Sequence(request, self._arrivals, self.tokenizer, self.model.context))
-            self._tell_thread()
+            self._notify_thread()
         return request
 
     def tokens_of(self, text: str) -> list[int]:
@@ -141,10 +141,10 @@ class Engine:
             Size in bytes where the caller knows it.
         """
         size = len(text.encode("utf-8", "surrogatepass")) if size is None else size
-        longest = getattr(self.tokenizer, "longest", None)
-        if longest and size > longest * self.model.context:
+        token_bytes = getattr(self.tokenizer, "max_token_bytes", None)
+        if token_bytes and size > token_bytes * self.model.context:
             raise RequestError(
-                f"prompt: found {size:,} bytes, which are more than {size // longest:,} tokens, expected at most "
+                f"prompt: found {size:,} bytes, which are more than {size // token_bytes:,} tokens, expected at most "
                 f"{self.model.context - 1:,}",
                 TOO_LONG,
             )
@@ -181,10 +181,10 @@ class Engine:
             prompt_tokens=counts.prompt_tokens,
             reused_tokens=counts.reused_tokens,
             tokens=counts.tokens,
-            put_back=counts.put_back,
+            preempted=counts.preempted,
             cached_tokens=load.cached_tokens,
             tokens_per_second=self._speed.mean(counts.tokens),
-            seconds_to_first_token=sum(first) / len(first) if first else 0.0,
+            ttft_seconds=sum(first) / len(first) if first else 0.0,
         )
 
     @property
@@ -196,7 +196,7 @@ class Engine:
         """End all requests as cancelled, and the thread; nothing if that was done before."""
         with self._changed:
             self._closed = True
-            self._tell_thread()
+            self._notify_thread()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -210,34 +210,34 @@ class Engine:
 
     def _wake(self) -> None:
         with self._changed:
-            self._tell_thread()
+            self._notify_thread()
 
-    def _tell_thread(self) -> None:
-        self._news = True
+    def _notify_thread(self) -> None:
+        self._has_changes = True
         self._changed.notify_all()
 
     def _work(self) -> None:
         """Work of the thread."""
         try:
-            while self._take_news():
+            while self._take_changes():
                 while self._scheduler.step():
-                    self._look()
-                    if not self._take_news(wait=False):
+                    self._update_load()
+                    if not self._take_changes(wait=False):
                         break
-                self._look()
+                self._update_load()
             self._end_all(None)
         except BaseException as error:  # a defect: nobody may wait for it forever
             fault = EngineClosedError(f"the engine ended by {type(error).__name__}: {error}")
             fault.__cause__ = error
             self._end_all(fault)
 
-    def _take_news(self, wait: bool = True) -> bool:
+    def _take_changes(self, wait: bool = True) -> bool:
         """Take the requests that came; False if the engine was closed."""
         with self._changed:
             self._load = self._scheduler.load()
             if wait:
-                self._changed.wait_for(lambda: self._news or self._closed)
-            self._news = False
+                self._changed.wait_for(lambda: self._has_changes or self._closed)
+            self._has_changes = False
             while self._inbox:
                 sequence = self._inbox.popleft()
                 self._scheduler.add(sequence)
@@ -245,7 +245,7 @@ class Engine:
             self._load = self._scheduler.load()
             return not self._closed
 
-    def _look(self) -> None:
+    def _update_load(self) -> None:
         """Remember how fast it goes."""
         self._speed.see(self._scheduler.counts.tokens)
         answered = [request for request in self._unanswered if request.times.first_token or request.finish_reason]

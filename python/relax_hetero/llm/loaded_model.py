@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..artifact.metadata import CPU
 from ..artifact.regular_files import open_regular
-from ..artifact.what_reads import found, hint_of
+from ..artifact.file_hints import describe_value, hint_of
 from ..errors import BuildError
 from ..target.cpu_target import cpu_target_of
 from ..target.make_vdevice import parse_vdevices
-from ..target.tile_instructions import tile_instruction_for
+from ..target.amx_instructions import amx_instruction_for
 from ..target.vdevice import is_cpu
 from .compiled_model import CompiledModel
 from .description import ModelDescription, context_warning
@@ -96,7 +96,7 @@ def load(
         already.
     """
     if not isinstance(path, (str, os.PathLike)):
-        raise BuildError(f"rh.llm.load: {found(path)}; expected the path of a GGUF file, or of a folder that was saved")
+        raise BuildError(f"rh.llm.load: {describe_value(path)}; expected the path of a GGUF file, or of a folder that was saved")
     options = {
         "batches": tuple(batches),
         "chunks": tuple(chunks),
@@ -144,7 +144,7 @@ def _load_file(
     names = [f"decode_{rows}" for rows in batches] + [f"prefill_{rows}" for rows in chunks]
     executable = compile_module(mod, donate=dict.fromkeys(names, pages), progress=progress)
     del mod
-    _give_memory_back()
+    _release_memory()
     description = ModelDescription(
         name=str(file.fields.get("general.name", path.stem)),
         vocabulary=model.vocabulary,
@@ -157,19 +157,19 @@ def _load_file(
         experts=model.experts,
         experts_used=model.experts_used,
         trained_context=model.context,
-        decodes_like_prefill=all(adds_up_alike(device.target) for device in devices),
+        decodes_like_prefill=all(is_batch_invariant(device.target) for device in devices),
     )
     return CompiledModel(executable, description), tokenizer
 
 
-def adds_up_alike(target: Target) -> bool:
+def is_batch_invariant(target: Target) -> bool:
     """Return whether a device's kernels sum a row's products in one order for any number of rows.
 
     CPUs do, except those with AMX, which multiply many rows by tiles and few by vectors.
     """
     if int(target.get_target_device_type()) != CPU:
         return False
-    return tile_instruction_for(cpu_target_of(target), "bfloat16", "bfloat16", "float32") is None
+    return amx_instruction_for(cpu_target_of(target), "bfloat16", "bfloat16", "float32") is None
 
 
 def save(model: CompiledModel, source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
@@ -199,7 +199,7 @@ def _warned(model: CompiledModel, tokenizer: Tokenizer) -> tuple[CompiledModel, 
     return model, tokenizer
 
 
-def _give_memory_back() -> None:
+def _release_memory() -> None:
     """Have glibc give the system what compiling has freed: it keeps some 100 MB, for a process that runs for long."""
     with suppress(OSError, AttributeError):  # of another C library
         ctypes.CDLL(None).malloc_trim(0)

@@ -157,7 +157,7 @@ class Model(Protocol):
 
 
 @runtime_checkable
-class TextCodec(Protocol):
+class TokenizerProtocol(Protocol):
     """Text as tokens and back; `Tokenizer` is the one that files describe.
 
     Two more attributes are optional. With `longest`, the maximum number of bytes of a text that one token stands for

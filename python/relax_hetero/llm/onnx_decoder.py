@@ -12,7 +12,7 @@ from ..errors import BuildError
 from ..target.make_vdevice import parse_vdevices
 from .compiled_model import CompiledModel
 from .description import ModelDescription
-from .loaded_model import BATCHES, CHUNKS, CONTEXT, adds_up_alike
+from .loaded_model import BATCHES, CHUNKS, CONTEXT, is_batch_invariant
 
 if TYPE_CHECKING:
     from ..frontend.onnx.model import ModelSource
@@ -66,7 +66,7 @@ def load_onnx(
         source = _file_in(Path(source))
     devices = parse_vdevices(["llvm"] if vdevices is None else vdevices)
     slots = PagedCache(tuple(batches), tuple(chunks), slots, context, page_type).sequences
-    if batch_invariant and not all(adds_up_alike(device.target) for device in devices):
+    if batch_invariant and not all(is_batch_invariant(device.target) for device in devices):
         batches, chunks = (max(batches),), (max(chunks),)
     cache = PagedCache(tuple(batches), tuple(chunks), slots, context, page_type)
     mod = from_onnx(source, devices, placement, cache=cache)
@@ -87,7 +87,7 @@ def load_onnx(
         size=int(facts["size"]),
         windows=tuple(int(window) for window in facts["windows"]),
         page_type=page_type,
-        decodes_like_prefill=all(adds_up_alike(device.target) for device in devices),
+        decodes_like_prefill=all(is_batch_invariant(device.target) for device in devices),
     )
     return CompiledModel(executable, description)
 

@@ -15,12 +15,12 @@ NO_PAGE = -1
 
 
 @dataclass(frozen=True)
-class Extension:
+class PageExtension:
     """Pages that an extension of a sequence takes from a group.
 
     Attributes
     ----------
-    behind : tuple of int
+    out_of_window : tuple of int
         Columns whose pages the window cannot reach any more.
     copied : int or None
         The column of a page that is shared, and will be written to.
@@ -30,7 +30,7 @@ class Extension:
         Pages that it needs, less those that it gives back.
     """
 
-    behind: tuple[int, ...]
+    out_of_window: tuple[int, ...]
     copied: int | None
     missing: tuple[int, ...]
     pages: int
@@ -68,21 +68,21 @@ class PageGroup:
         """The first column that the token behind `length` others sees."""
         return max(0, length - self.window + 1) // PAGE if self.window else 0
 
-    def plan(self, slot: int, length: int, count: int) -> Extension:
+    def plan(self, slot: int, length: int, count: int) -> PageExtension:
         """Plan pages for `count` tokens after the first `length` of a slot; changes nothing."""
         row, first = self.table[slot], self.first_needed(length)
         # Columns with pages follow each other, so that most often a look at one of them tells.
         held = first > 0 and row[first - 1] != NO_PAGE
         behind = tuple(int(column) for column in np.flatnonzero(row[:first] != NO_PAGE)) if held else ()
         if not count:
-            return Extension(behind, None, (), 0)
+            return PageExtension(behind, None, (), 0)
         begin, end = length // PAGE, -(-(length + count) // PAGE)
         missing = tuple(column for column in range(begin, end) if row[column] == NO_PAGE)
         shared = length % PAGE != 0 and row[begin] != NO_PAGE and self.users[row[begin]] > 1
         given_back = sum(self.users[row[column]] == 1 for column in behind)
-        return Extension(behind, begin if shared else None, missing, len(missing) + shared - int(given_back))
+        return PageExtension(behind, begin if shared else None, missing, len(missing) + shared - int(given_back))
 
-    def extend(self, slot: int, extension: Extension) -> tuple[int, int] | None:
+    def extend(self, slot: int, extension: PageExtension) -> tuple[int, int] | None:
         """Carry out a plan for which there are pages.
 
         Returns
@@ -91,12 +91,12 @@ class PageGroup:
             The page to copy, and the one to copy it to.
         """
         row = self.table[slot]
-        for column in extension.behind:
-            self._give_back(row, column)
+        for column in extension.out_of_window:
+            self._release(row, column)
         copy = None
         if extension.copied is not None:
             source = int(row[extension.copied])
-            self._give_back(row, extension.copied)
+            self._release(row, extension.copied)
             self._take(row, extension.copied)
             copy = source, int(row[extension.copied])
         for column in extension.missing:
@@ -119,14 +119,14 @@ class PageGroup:
         row = self.table[slot]
         for column in range(-(-length // PAGE), len(row)):
             if row[column] != NO_PAGE:
-                self._give_back(row, column)
+                self._release(row, column)
 
     def _take(self, row: np.ndarray, column: int) -> None:
         page = self._free.pop()
         self.users[page] = 1
         row[column] = page
 
-    def _give_back(self, row: np.ndarray, column: int) -> None:
+    def _release(self, row: np.ndarray, column: int) -> None:
         page = int(row[column])
         row[column] = NO_PAGE
         self.users[page] -= 1

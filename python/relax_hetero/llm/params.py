@@ -9,10 +9,10 @@ from typing import Any
 
 from .errors import RequestError
 
-MOST_LOGPROBS = 20
+MAX_LOGPROBS = 20
 """As many alternatives as the OpenAI endpoints give for a token."""
-MOST_STOPS = 16
-LONGEST_STOP = 1024
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1024
 """Characters of a stop string; as much text may be held back while it may be the begin of one."""
 
 
@@ -76,27 +76,27 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _number("temperature", self.temperature, 0, 100)
-        _whole("top_k", self.top_k, 0)
-        _number("top_p", self.top_p, 0, 1)
-        _number("min_p", self.min_p, 0, 1)
-        _number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
-        _number("frequency_penalty", self.frequency_penalty, -2, 2)
-        _number("presence_penalty", self.presence_penalty, -2, 2)
+        _check_number("temperature", self.temperature, 0, 100)
+        _check_integer("top_k", self.top_k, 0)
+        _check_number("top_p", self.top_p, 0, 1)
+        _check_number("min_p", self.min_p, 0, 1)
+        _check_number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
+        _check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        _check_number("presence_penalty", self.presence_penalty, -2, 2)
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError(f"logit_bias: found {self.logit_bias!r}, expected a mapping of tokens to numbers")
         for token, bias in self.logit_bias.items():
-            _whole("logit_bias", token, 0)
-            _number(f"logit_bias of token {token}", bias, -100, 100)
+            _check_integer("logit_bias", token, 0)
+            _check_number(f"logit_bias of token {token}", bias, -100, 100)
         if self.seed is not None:
-            _whole("seed", self.seed, -(1 << 63), (1 << 64) - 1)
+            _check_integer("seed", self.seed, -(1 << 63), (1 << 64) - 1)
         _check_stops(self.stop)
         for token in self.stop_token_ids:
-            _whole("stop_token_ids", token, 0)
+            _check_integer("stop_token_ids", token, 0)
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1)
+            _check_integer("max_tokens", self.max_tokens, 1)
         if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0, MOST_LOGPROBS)
+            _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
 
     @property
     def greedy(self) -> bool:
@@ -118,27 +118,27 @@ class SamplingParams:
         """
         for name, tokens in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             for token in tokens:
-                _whole(name, token, 0, vocabulary - 1)
+                _check_integer(name, token, 0, vocabulary - 1)
 
 
 def _check_stops(stops: Any) -> None:
     if not isinstance(stops, tuple) or not all(isinstance(stop, str) for stop in stops):
         raise RequestError(f"stop: found {stops!r}, expected a tuple of strings")
-    if len(stops) > MOST_STOPS:
-        raise RequestError(f"stop: found {len(stops)} strings, expected at most {MOST_STOPS}")
+    if len(stops) > MAX_STOPS:
+        raise RequestError(f"stop: found {len(stops)} strings, expected at most {MAX_STOPS}")
     for stop in stops:
-        if not 1 <= len(stop) <= LONGEST_STOP:
-            raise RequestError(f"stop: found a string of {len(stop)} characters, expected 1 to {LONGEST_STOP}")
+        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
+            raise RequestError(f"stop: found a string of {len(stop)} characters, expected 1 to {MAX_STOP_CHARACTERS}")
 
 
-def _number(name: str, value: Any, least: float, most: float) -> None:
+def _check_number(name: str, value: Any, minimum: float, maximum: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise RequestError(f"{name}: found {value!r}, expected a number from {least:g} to {most:g}")
-    if not least <= value <= most:
-        raise RequestError(f"{name}: found {value:g}, expected {least:g} to {most:g}")
+        raise RequestError(f"{name}: found {value!r}, expected a number from {minimum:g} to {maximum:g}")
+    if not minimum <= value <= maximum:
+        raise RequestError(f"{name}: found {value:g}, expected {minimum:g} to {maximum:g}")
 
 
-def _whole(name: str, value: Any, least: int, most: int | None = None) -> None:
-    expected = f"a whole number from {least}" + ("" if most is None else f" to {most}")
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+def _check_integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:
+    expected = f"a whole number from {minimum}" + ("" if maximum is None else f" to {maximum}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum or (maximum is not None and value > maximum):
         raise RequestError(f"{name}: found {value!r}, expected {expected}")

@@ -35,39 +35,39 @@ class Prefixes:
     ----------
     cache : Cache
         Their keys and values.
-    most : int
+    max_prefixes : int
         How many are kept; the one that was not used for the longest time goes first.
-    least : int
+    min_tokens : int
         A beginning of fewer tokens is not worth a copy of a page.
     """
 
-    def __init__(self, cache: Cache, most: int, least: int = 16) -> None:
-        self._cache, self._most, self._least = cache, most, least
-        self._kept: deque[Prefix] = deque()  # the last was used last
+    def __init__(self, cache: Cache, max_prefixes: int, min_tokens: int = 16) -> None:
+        self._cache, self._max_prefixes, self._min_tokens = cache, max_prefixes, min_tokens
+        self._entries: deque[Prefix] = deque()  # the last was used last
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
     @property
     def tokens(self) -> int:
         """Tokens of all sequences that are kept."""
-        return sum(prefix.tokens.size for prefix in self._kept)
+        return sum(prefix.tokens.size for prefix in self._entries)
 
     def keep(self, slot: int, tokens: Sequence[int]) -> None:
         """Keep the first `tokens` of a sequence, or free it if they are of no use; free others that it continues."""
         mine = np.asarray(tokens, np.int32)
-        if self._most == 0 or mine.size < self._least or not self._cut(slot, mine.size):
+        if self._max_prefixes == 0 or mine.size < self._min_tokens or not self._cut(slot, mine.size):
             self._cache.free(slot)
             return
-        for prefix in [old for old in self._kept if alike(old.tokens, mine) == old.tokens.size]:
+        for prefix in [old for old in self._entries if common_length(old.tokens, mine) == old.tokens.size]:
             self._drop(prefix)
-        while len(self._kept) >= self._most:
+        while len(self._entries) >= self._max_prefixes:
             self.drop_oldest()
-        self._kept.append(Prefix(slot, mine))
+        self._entries.append(Prefix(slot, mine))
 
-    def drop_oldest(self, but: Prefix | None = None) -> bool:
-        """Free the sequence that was not used for the longest time, other than `but`; False if there is none."""
-        oldest = next((prefix for prefix in self._kept if prefix is not but), None)
+    def drop_oldest(self, excluded: Prefix | None = None) -> bool:
+        """Free the sequence that was not used for the longest time, other than `excluded`; False if there is none."""
+        oldest = next((prefix for prefix in self._entries if prefix is not excluded), None)
         if oldest is None:
             return False
         self._drop(oldest)
@@ -84,9 +84,9 @@ class Prefixes:
             Sequences of requests that still run.
         """
         best = max(
-            ((prefix, alike(prefix.tokens, tokens)) for prefix in (*self._kept, *others)), key=_length, default=None
+            ((prefix, common_length(prefix.tokens, tokens)) for prefix in (*self._entries, *others)), key=_length, default=None
         )
-        if best is None or best[1] < self._least:
+        if best is None or best[1] < self._min_tokens:
             return None
         return best
 
@@ -111,23 +111,23 @@ class Prefixes:
                 slot = self._cache.fork(prefix.slot)
                 break
             except CacheError:
-                if self.drop_oldest(but=prefix):
+                if self.drop_oldest(excluded=prefix):
                     continue
-                if prefix not in self._kept:
+                if prefix not in self._entries:
                     raise
-                return self._taken(prefix, length)
+                return self._borrowed(prefix, length)
         if not self._cut(slot, length):
             self._cache.free(slot)
             return None
-        if prefix in self._kept:
-            self._kept.remove(prefix)
-            self._kept.append(prefix)
+        if prefix in self._entries:
+            self._entries.remove(prefix)
+            self._entries.append(prefix)
         return slot
 
-    def _taken(self, prefix: Prefix, length: int) -> int | None:
+    def _borrowed(self, prefix: Prefix, length: int) -> int | None:
         if not self._cut(prefix.slot, length):
             return None
-        self._kept.remove(prefix)
+        self._entries.remove(prefix)
         return prefix.slot
 
     def _cut(self, slot: int, length: int) -> bool:
@@ -140,11 +140,11 @@ class Prefixes:
         return True
 
     def _drop(self, prefix: Prefix) -> None:
-        self._kept.remove(prefix)
+        self._entries.remove(prefix)
         self._cache.free(prefix.slot)
 
 
-def alike(one: np.ndarray, other: np.ndarray) -> int:
+def common_length(one: np.ndarray, other: np.ndarray) -> int:
     """With how many equal tokens two texts begin."""
     length = min(one.size, other.size)
     different = one[:length] != other[:length]

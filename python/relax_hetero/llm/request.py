@@ -155,7 +155,7 @@ class Request:
 
     # What follows is called by the engine.
 
-    def tell(self, delta: Delta) -> None:
+    def append(self, delta: Delta) -> None:
         """Hand a part of the text to the reader.
 
         Parameters

@@ -155,11 +155,11 @@ def _chosen(logits: np.ndarray, params: SamplingParams, generator: np.random.Gen
 
 def _filtered(logits: np.ndarray, params: SamplingParams, peak: float) -> np.ndarray:
     """The tokens that `min_p` and `top_k` leave, by token; both are bounds of logits, so that any order will do."""
-    least = peak + params.temperature * math.log(params.min_p) if params.min_p else -math.inf
+    threshold = peak + params.temperature * math.log(params.min_p) if params.min_p else -math.inf
     if not params.top_k:
-        return np.flatnonzero(logits >= least)
+        return np.flatnonzero(logits >= threshold)
     tokens = largest(logits, params.top_k)
-    return tokens[logits[tokens] >= least]
+    return tokens[logits[tokens] >= threshold]
 
 
 def _top_p(tokens: np.ndarray, weights: np.ndarray, top_p: float) -> tuple[np.ndarray, np.ndarray]:
@@ -167,7 +167,7 @@ def _top_p(tokens: np.ndarray, weights: np.ndarray, top_p: float) -> tuple[np.nd
     if top_p >= 1:
         return tokens, weights
     order = np.argsort(-weights, kind="stable")
-    count = _reaching(weights[order], top_p * float(weights.sum()))
+    count = _prefix_reaching(weights[order], top_p * float(weights.sum()))
     return tokens[order[:count]], weights[order[:count]]
 
 
@@ -182,31 +182,31 @@ def _top_p_of_all(logits: np.ndarray, weights: np.ndarray, top_p: float) -> tupl
             break
         count *= _MORE
     order = np.argsort(-some, kind="stable")
-    kept = order[: _reaching(some[order], wanted)]
+    kept = order[: _prefix_reaching(some[order], wanted)]
     return tokens[kept], some[kept]
 
 
-def _reaching(weights: np.ndarray, wanted: float) -> int:
+def _prefix_reaching(weights: np.ndarray, target: float) -> int:
     """How many of the first weights it takes to reach a sum; at least one."""
-    return min(int(np.searchsorted(np.cumsum(weights), wanted)) + 1, weights.size)
+    return min(int(np.searchsorted(np.cumsum(weights), target)) + 1, weights.size)
 
 
 def _drawn(tokens: np.ndarray, weights: np.ndarray, draw: float) -> int:
-    return int(tokens[_place(np.cumsum(weights), draw)])
+    return int(tokens[_search(np.cumsum(weights), draw)])
 
 
 def _drawn_of_all(weights: np.ndarray, draw: float) -> int:
     """A token by its weight; sums of blocks first, so that only one block is summed up token by token."""
     starts = np.arange(0, weights.size, _BLOCK)
     sums = np.cumsum(np.add.reduceat(weights, starts, dtype=np.float64))
-    block = _place(sums, draw)
+    block = _search(sums, draw)
     before = float(sums[block - 1]) if block else 0.0
     of_block = np.cumsum(weights[starts[block] : starts[block] + _BLOCK], dtype=np.float64)
     inside = _index(of_block, max(0.0, draw * float(sums[-1]) - before))
     return int(starts[block]) + inside
 
 
-def _place(sums: np.ndarray, draw: float) -> int:
+def _search(sums: np.ndarray, draw: float) -> int:
     """The index whose share of the last sum a number of [0, 1) falls into."""
     return _index(sums, draw * float(sums[-1]))
 

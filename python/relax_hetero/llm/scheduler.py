@@ -28,7 +28,7 @@ class Counts:
         Tokens whose keys and values were found in the cache instead.
     tokens : int
         Tokens that were written.
-    put_back : int
+    preempted : int
         How often a request had to give its pages to an older one, and begin again later.
     finished
         Requests that ended, by reason.
@@ -38,7 +38,7 @@ class Counts:
     prompt_tokens: int = 0
     reused_tokens: int = 0
     tokens: int = 0
-    put_back: int = 0
+    preempted: int = 0
 
     def __post_init__(self) -> None:
         self.finished: dict[FinishReason, int] = dict.fromkeys(("stop", "length", "cancelled", "error"), 0)
@@ -187,7 +187,7 @@ class Scheduler:
             if chunk.size:
                 logits = self._model.prefill(sequence.slot, chunk)
         except CacheError as error:
-            self._make_room([sequence], error)
+            self._reserve_pages([sequence], error)
             return
         except Exception as error:
             self._end(sequence, "error", _as_hetero(error))
@@ -206,7 +206,7 @@ class Scheduler:
             try:
                 logits = self._decoded(batch)
             except CacheError as error:
-                self._make_room(batch, error)
+                self._reserve_pages(batch, error)
                 continue
             except Exception:
                 self._restore(batch)
@@ -247,10 +247,10 @@ class Scheduler:
         if reason is not None:
             self._end(sequence, reason)
 
-    def _make_room(self, sequences: list[Sequence], error: CacheError) -> None:
+    def _reserve_pages(self, sequences: list[Sequence], error: CacheError) -> None:
         """After a call for which the cache had no room: take back what it did, and free some pages."""
         if not self._restore(sequences):
-            self._relieve(error)
+            self._free_pages(error)
 
     def _restore(self, sequences: list[Sequence]) -> bool:
         """Take back what a call that failed may have appended for some of its sequences; whether that freed some."""
@@ -261,11 +261,11 @@ class Scheduler:
             try:
                 self._cache.cut(sequence.slot, sequence.cached)
             except CacheError:  # its window has moved on
-                self._put_back(sequence)
+                self._preempt(sequence)
                 freed = True
         return freed
 
-    def _relieve(self, error: CacheError) -> None:
+    def _free_pages(self, error: CacheError) -> None:
         """Make room in the cache: a kept sequence goes, else the youngest request waits again.
 
         A request that has the cache to itself ends: with the text that it has, or with the error if it has none.
@@ -275,24 +275,24 @@ class Scheduler:
         holders = self._holders()
         youngest = max(holders, key=lambda sequence: sequence.arrival)
         if len(holders) > 1:
-            self._put_back(youngest)
+            self._preempt(youngest)
         else:
             self._end(youngest, "length" if youngest.written else "error", None if youngest.written else error)
 
-    def _put_back(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence) -> None:
         """A request waits again, and gives its pages to others."""
         self._remove(sequence)
-        self._cache.free(sequence.give_up_slot())
+        self._cache.free(sequence.release())
         place = sum(other.arrival < sequence.arrival for other in self._waiting)
         self._waiting.insert(place, sequence)
-        self.counts.put_back += 1
+        self.counts.preempted += 1
         self._full = True
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: HeteroError | None = None) -> None:
         self._remove(sequence)
         if sequence.slot is not None:
             kept = sequence.tokens[: min(sequence.cached, self._prefilled(sequence))]
-            slot = sequence.give_up_slot()
+            slot = sequence.release()
             if reason in ("stop", "length"):
                 self._prefixes.keep(slot, kept)
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..errors import HeteroError
-from .model import TextCodec
+from .model import TokenizerProtocol
 from .request import FinishReason, Request
 from .sampling import History, sample
 from .text_stream import Delta, TextStream
@@ -20,7 +20,7 @@ class Sequence:
         Whose text is written.
     arrival : int
         Its number; smaller ones came earlier.
-    codec : TextCodec
+    codec : TokenizerProtocol
         Makes text of tokens.
     context : int
         The most tokens of prompt and text together.
@@ -35,14 +35,14 @@ class Sequence:
         How many of the tokens the cache has, the first ones.
     """
 
-    def __init__(self, request: Request, arrival: int, codec: TextCodec, context: int) -> None:
+    def __init__(self, request: Request, arrival: int, codec: TokenizerProtocol, context: int) -> None:
         params = request.params
         self.request, self.arrival = request, arrival
         self.tokens = list(request.prompt)
         self.slot: int | None = None
         self.cached = 0
         self._reused = 0
-        self._most = min(context, len(self.tokens) + (params.max_tokens or context))
+        self._max_tokens = min(context, len(self.tokens) + (params.max_tokens or context))
         self._stops = set(params.stop_token_ids) | (set() if params.ignore_eos else codec.stop_ids)
         self._generator = np.random.Generator(np.random.PCG64(_seed(params.seed)))
         self._history = History(self.tokens)
@@ -59,7 +59,7 @@ class Sequence:
             self._reused = cached
         self.slot, self.cached = slot, cached
 
-    def give_up_slot(self) -> int:
+    def release(self) -> int:
         """Go back to waiting; the slot that was used."""
         assert self.slot is not None
         slot, self.slot, self.cached = self.slot, None, 0
@@ -83,20 +83,20 @@ class Sequence:
         self._history.add(token)
         self.request.count(self.written, self._reused)
         ends = token in self._stops
-        self._tell(self._stream.add(token, logprob, silent=ends))
+        self._send(self._stream.add(token, logprob, silent=ends))
         if ends or self._stream.stopped:
             return "stop"
-        return "length" if len(self.tokens) >= self._most else None
+        return "length" if len(self.tokens) >= self._max_tokens else None
 
     def finish(self, reason: FinishReason, error: HeteroError | None = None) -> None:
         """Tell the reader what was held back, and that nothing more comes."""
         if reason != "cancelled":
-            self._tell(self._stream.finish())
+            self._send(self._stream.finish())
         self.request.end(reason, error)
 
-    def _tell(self, delta: Delta) -> None:
+    def _send(self, delta: Delta) -> None:
         if delta.text or delta.tokens:
-            self.request.tell(delta)
+            self.request.append(delta)
 
 
 def _seed(seed: int | None) -> int | None:

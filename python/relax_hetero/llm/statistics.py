@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 # Seconds over which speeds are means.
-WINDOW = 10.0
+WINDOW_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Statistics:
         Tokens of prompts that were in the cache already.
     tokens : int
         Tokens that were written.
-    put_back : int
+    preempted : int
         How often a request gave its pages to an older one.
     cached_tokens : int
         Tokens in the cache now.
     tokens_per_second : float
         Written, over the last ten seconds.
-    seconds_to_first_token : float
+    ttft_seconds : float
         The mean of the last hundred requests that got one; 0 before there is any.
     """
 
@@ -43,10 +43,10 @@ class Statistics:
     prompt_tokens: int
     reused_tokens: int
     tokens: int
-    put_back: int
+    preempted: int
     cached_tokens: int
     tokens_per_second: float
-    seconds_to_first_token: float
+    ttft_seconds: float
 
 
 class Speed:
@@ -65,14 +65,14 @@ class Speed:
     def see(self, total: int) -> None:
         """So many tokens were written in all by now."""
         now = self._clock()
-        if now - self._seen[-1][0] < WINDOW / 100:  # a hundred points are enough
+        if now - self._seen[-1][0] < WINDOW_SECONDS / 100:  # a hundred points are enough
             return
         self._seen.append((now, total))
-        while len(self._seen) > 2 and now - self._seen[1][0] >= WINDOW:
+        while len(self._seen) > 2 and now - self._seen[1][0] >= WINDOW_SECONDS:
             self._seen.popleft()
 
     def mean(self, total: int) -> float:
         """Tokens per second, if `total` are written by now."""
         seen, now = list(self._seen), self._clock()
-        begin, before = next((point for point in reversed(seen) if now - point[0] >= WINDOW), seen[0])
+        begin, before = next((point for point in reversed(seen) if now - point[0] >= WINDOW_SECONDS), seen[0])
         return (total - before) / (now - begin) if now > begin else 0.0

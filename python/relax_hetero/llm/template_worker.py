@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-MEMORY = 512 << 20
+MAX_MEMORY_BYTES = 512 << 20
 """Bytes of the process's address space."""
 MAX_PROMPT = 16 << 20
 """Characters of a prompt at which a template is stopped."""
@@ -57,8 +57,8 @@ def main() -> None:
     seconds = list(map(float, sys.argv[1:]))  # of processor time and of any time, for a request
     parent = os.getppid()
     while (request := _read(parent)) is not None:
-        for timer, most in zip(_TIMERS, seconds, strict=True):
-            signal.setitimer(timer, most)
+        for timer, limit in zip(_TIMERS, seconds, strict=True):
+            signal.setitimer(timer, limit)
         status, answer = DONE, ""
         try:
             values = json.loads(request)
@@ -70,7 +70,7 @@ def main() -> None:
         except Refusal as error:
             status, answer = REFUSED, str(error)[:MAX_ERROR]
         except MemoryError:
-            status, answer = BEYOND_LIMITS, f"takes more than {MEMORY >> 20} MiB of memory"
+            status, answer = BEYOND_LIMITS, f"takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"
         except BeyondLimits as error:
             status, answer = BEYOND_LIMITS, str(error)
         except Exception as error:
@@ -99,10 +99,10 @@ def _compiled(setup: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], str], l
     import jinja2.nodes
     import jinja2.sandbox
 
-    for limit, most in ((resource.RLIMIT_AS, MEMORY), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
+    for limit, value in ((resource.RLIMIT_AS, MAX_MEMORY_BYTES), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
         hard = resource.getrlimit(limit)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(limit, (most, most))
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(limit, (value, value))
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation()]
     )

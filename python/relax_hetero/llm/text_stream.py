@@ -48,14 +48,14 @@ class TextStream:
         self._piece, self._stops = piece, stops
         # Bytes that are no UTF-8 become U+FFFD, as models may write anything.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held = ""
+        self._pending = ""
         self._begin = 0  # characters before `_held`
         self._waiting: list[tuple[int, int, TokenLogprob | None]] = []  # where a token's text begins, and the token
         self.stopped = False
 
     def add(self, token: int, logprob: TokenLogprob | None = None, silent: bool = False) -> Delta:
         """The text goes on with `token`, whose own characters do not show where it is `silent`."""
-        self._waiting.append((self._begin + len(self._held), token, logprob))
+        self._waiting.append((self._begin + len(self._pending), token, logprob))
         return self._grow("" if silent else self._decoder.decode(self._piece(token)))
 
     def finish(self) -> Delta:
@@ -63,31 +63,31 @@ class TextStream:
         delta = self._grow(self._decoder.decode(b"", True))
         if self.stopped:
             return delta
-        return _joined(delta, self._tell(len(self._held), everything=True))
+        return _joined(delta, self._take(len(self._pending), everything=True))
 
     def _grow(self, text: str) -> Delta:
         if self.stopped:
             return Delta("", ())
-        self._held += text
-        found = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
+        self._pending += text
+        found = [at for at in (self._pending.find(stop) for stop in self._stops) if at >= 0]
         if found:
             self.stopped = True
-            return self._tell(min(found))
-        return self._tell(len(self._held) - self._may_be_stop())
+            return self._take(min(found))
+        return self._take(len(self._pending) - self._may_be_stop())
 
     def _may_be_stop(self) -> int:
         """How many of the last characters may be the begin of a stop string."""
         longest = 0
         for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
-                if self._held.endswith(stop[:length]):
+            for length in range(min(len(stop) - 1, len(self._pending)), longest, -1):
+                if self._pending.endswith(stop[:length]):
                     longest = length
                     break
         return longest
 
-    def _tell(self, count: int, everything: bool = False) -> Delta:
+    def _take(self, count: int, everything: bool = False) -> Delta:
         """The first `count` characters that are held, and the tokens that begin before their end."""
-        text, self._held = self._held[:count], self._held[count:]
+        text, self._pending = self._pending[:count], self._pending[count:]
         self._begin += count
         told = [entry for entry in self._waiting if everything or entry[0] < self._begin]
         self._waiting = self._waiting[len(told) :]

@@ -43,7 +43,7 @@ class PartCost:
     device : str
     calls : int
         Number of calls of kernels, or of transfers.
-    weights, cache, moved : int
+    weights, cache, transferred : int
         Bytes of weights and of the cache that are read, and bytes that are brought from other devices.
     seconds : float or None
         Measured or estimated; None where that is not known of the part alone.
@@ -54,7 +54,7 @@ class PartCost:
     calls: int = 0
     weights: int = 0
     cache: int = 0
-    moved: int = 0
+    transferred: int = 0
     seconds: float | None = None
 
 
@@ -117,13 +117,13 @@ class TokenCost:
         mine = [part for part in self.parts if part.device == device]
         times = [part.seconds for part in mine]
         known = None if None in times else sum(time for time in times if time is not None)
-        sums = {name: sum(getattr(part, name) for part in mine) for name in ("calls", "weights", "cache", "moved")}
+        sums = {name: sum(getattr(part, name) for part in mine) for name in ("calls", "weights", "cache", "transferred")}
         return PartCost("all", device, seconds=known, **sums)
 
     @property
     def head(self) -> tuple[str, ...]:
         """The columns of `body`."""
-        return "part", "device", "calls", "weights", "cache", "moved", "estimated" if self.is_estimate else "time"
+        return "part", "device", "calls", "weights", "cache", "transferred", "estimated" if self.is_estimate else "time"
 
     def body(self) -> list[tuple[str, ...]]:
         """The parts as a table, each device's sum behind its parts."""
@@ -165,7 +165,7 @@ class TokenCost:
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class ModelInfo:
     """Facts of a language model that command buffers do not tell.
 
     Attributes
@@ -201,7 +201,7 @@ def token_cost(
     entries: Iterable[Mapping[str, Any]],
     single_calls: Iterable[SingleCall] = (),
     cached: int = 512,
-    facts: ModelFacts | None = None,
+    info: ModelInfo | None = None,
 ) -> TokenCost | None:
     """The cost of a decode step, without times.
 
@@ -214,7 +214,7 @@ def token_cost(
         The placement report's, of which transfers are read.
     cached : int
         Tokens of each text that the cache holds.
-    facts : ModelFacts, optional
+    info : ModelInfo, optional
 
     Returns
     -------
@@ -231,7 +231,7 @@ def token_cost(
         return None
     rows = int(function.removeprefix("decode_"))
     mine = [region for region in regions if region.function == function]
-    reader = _Reader(kernels, rows, cached, facts or ModelFacts())
+    reader = _Reader(kernels, rows, cached, info or ModelInfo())
     parts: dict[tuple[str, str], PartCost] = {}
     for region in mine:
         device = devices[region.device]
@@ -239,7 +239,7 @@ def token_cost(
             _add(parts, replace(cost, part=part, device=device))
     for entry in entries:
         if entry["kind"] == "transfer" and entry["function"] == function:
-            _add(parts, PartCost(TRANSFERS, str(entry["device"]), 1, moved=int(entry["bytes"] or 0)))
+            _add(parts, PartCost(TRANSFERS, str(entry["device"]), 1, transferred=int(entry["bytes"] or 0)))
     names = list(dict.fromkeys([*devices, *(device for device, _ in parts)]))
     order = (EMBEDDING, ATTENTION, FEED_FORWARD, LOGITS, OTHER, TRANSFERS)
     in_order = sorted(parts.values(), key=lambda cost: (names.index(cost.device), order.index(cost.part)))
@@ -277,7 +277,7 @@ def times_of(
 
 
 def _row(part: PartCost) -> tuple[str, ...]:
-    sizes = (_size(size) if size else "-" for size in (part.weights, part.cache, part.moved))
+    sizes = (_size(size) if size else "-" for size in (part.weights, part.cache, part.transferred))
     seconds = "-" if part.seconds is None else f"{part.seconds * 1e3:.3g} ms"
     return part.part, part.device, str(part.calls), *sizes, seconds
 
@@ -300,7 +300,7 @@ def _add(parts: dict[tuple[str, str], PartCost], cost: PartCost) -> None:
     key = cost.device, cost.part
     old = parts.get(key)
     if old is not None:
-        sums = {name: getattr(old, name) + getattr(cost, name) for name in ("calls", "weights", "cache", "moved")}
+        sums = {name: getattr(old, name) + getattr(cost, name) for name in ("calls", "weights", "cache", "transferred")}
         cost = replace(cost, **sums)
     parts[key] = cost
 
@@ -308,8 +308,8 @@ def _add(parts: dict[tuple[str, str], PartCost], cost: PartCost) -> None:
 class _Reader:
     """Reads of weights and cache by the kernels of a region."""
 
-    def __init__(self, kernels: Mapping[str, KernelSpec], rows: int, cached: int, facts: ModelFacts) -> None:
-        self._kernels, self._rows, self._cached, self._facts = kernels, rows, cached, facts
+    def __init__(self, kernels: Mapping[str, KernelSpec], rows: int, cached: int, info: ModelInfo) -> None:
+        self._kernels, self._rows, self._cached, self._info = kernels, rows, cached, info
 
     def costs(self, region: RegionSpec) -> Iterable[tuple[str, PartCost]]:
         """The part and the bytes of each kernel call."""
@@ -327,9 +327,9 @@ class _Reader:
     def _weights(self, command: Dispatch, kernel: KernelSpec, index: int) -> int:
         size, shape = int(command.operands[index].length), kernel.tensors[index].shape
         if _EXPERTS.search(command.variable):
-            return int(size * min(1.0, self._rows * self._facts.expert_share))
+            return int(size * min(1.0, self._rows * self._info.expert_share))
         if _GATHERS & set(kernel.ops) and shape and isinstance(shape[0], int) and shape[0] > self._rows:
-            return size * self._rows // (self._facts.vocabulary or shape[0])
+            return size * self._rows // (self._info.vocabulary or shape[0])
         return size
 
     def _pages(self, region: RegionSpec, operands: Iterable[Reference]) -> int:
@@ -346,8 +346,8 @@ class _Reader:
                 total += int(slot.nbytes) // (count * PAGE) * seen * self._rows
         return total
 
-    def _window(self, pages: str, is_window: bool, held: int) -> int:
+    def _window(self, pages: str, is_window: bool, tokens: int) -> int:
         """The most tokens that a layer sees."""
         layer = int(pages.removeprefix("pages_"))
-        windows = self._facts.windows
-        return windows[layer] or self._cached + 1 if layer < len(windows) else held if is_window else self._cached + 1
+        windows = self._info.windows
+        return windows[layer] or self._cached + 1 if layer < len(windows) else tokens if is_window else self._cached + 1

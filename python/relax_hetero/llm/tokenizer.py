@@ -124,7 +124,7 @@ class Tokenizer:
         self.stop_ids = self._find_stops()
         # Without bytes as tokens, sentencepiece makes one of all characters in a row that it has none for.
         has_bytes = model != "llama" or BYTE in self._kinds
-        self.longest = max((len(name.encode()) for name in self.names), default=None) if has_bytes else None
+        self.max_token_bytes = max((len(name.encode()) for name in self.names), default=None) if has_bytes else None
 
     @classmethod
     def from_gguf(cls, file: str | os.PathLike[str] | GgufFile) -> Tokenizer:
@@ -306,11 +306,11 @@ def _checked_kinds(kinds: np.ndarray) -> bytes:
     return kinds.astype("uint8").tobytes()
 
 
-_Made = tuple[Callable[[str], list[int]], Callable[[int], bytes]]
+_Tokenizers = tuple[Callable[[str], list[int]], Callable[[int], bytes]]
 """Tokens of a text without special ones, and bytes of a token."""
 
 
-def _sentencepiece(tokenizer: Tokenizer) -> _Made:
+def _sentencepiece(tokenizer: Tokenizer) -> _Tokenizers:
     """Pieces with scores, of which the best pair is joined first; characters without a piece become bytes."""
     try:
         from sentencepiece import SentencePieceProcessor
@@ -338,7 +338,7 @@ def _sentencepiece(tokenizer: Tokenizer) -> _Made:
     return processor.encode, piece
 
 
-def _byte_level(tokenizer: Tokenizer) -> _Made:
+def _byte_level(tokenizer: Tokenizer) -> _Tokenizers:
     """Bytes of words, which merges join in their order."""
     try:
         from tokenizers import Regex, models, pre_tokenizers
@@ -396,4 +396,4 @@ def byte_of_character() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
 
 
-_MODELS: dict[str, Callable[[Tokenizer], _Made]] = {"llama": _sentencepiece, "gpt2": _byte_level}
+_MODELS: dict[str, Callable[[Tokenizer], _Tokenizers]] = {"llama": _sentencepiece, "gpt2": _byte_level}

@@ -28,7 +28,7 @@ def memory_of(executable: Executable) -> list[dict[str, Any]]:
         walk = Walk(executable.metadata)
         walk.function(name, use.sizes)
         for memory in use.devices:
-            keys = ("device", "weights", "transient", "arenas", "transfers", "results", "least")
+            keys = ("device", "weights", "transient", "arenas", "transfers", "results", "lower_bound")
             row = {key: getattr(memory, key) for key in keys}
             steps = _steps(executable.metadata, name, walk, memory.device)
             found.append({"function": name, "sizes": dict(use.sizes), **row, **steps})

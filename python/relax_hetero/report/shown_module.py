@@ -7,7 +7,7 @@ from typing import Any
 
 import tvm
 
-from ..artifact.what_reads import found
+from ..artifact.file_hints import describe_value
 from ..display.html import Column, Markup, device_html, escaped, folded, paragraph, table, view
 from ..display.text import bytes_text, text_table
 from ..errors import HeteroError
@@ -136,7 +136,7 @@ def show(mod: tvm.IRModule, title: str = "") -> ShownModule:
     """
     if not isinstance(mod, tvm.IRModule):
         hint = "; an executable shows itself, and explain() prints its tables" if hasattr(mod, "explain") else ""
-        raise HeteroError(f"rh.show: {found(mod)}; expected a tvm.IRModule{hint}")
+        raise HeteroError(f"rh.show: {describe_value(mod)}; expected a tvm.IRModule{hint}")
     data = module_data(mod, title)
     if not data["functions"]:
         raise HeteroError(f"show: found no Relax function in a module of {len(mod.functions)} functions")

@@ -32,8 +32,8 @@ from ..encoding.problem import (
 from ..encoding.resolver import EncodingResolver
 from ..target.cpu_target import CpuTarget, cpu_target_of
 from ..target.dot_instructions import DotInstruction, dot_instruction_for
-from ..target.element_types import HALVES, bytes_of
-from ..target.tile_instructions import tile_instruction_for
+from ..target.element_types import HALF_TYPES, bytes_of
+from ..target.amx_instructions import amx_instruction_for
 from ..target.tiles import tile_columns
 from .cpu_convolutions import conv_layout, form_of
 
@@ -113,7 +113,7 @@ class CpuResolver(CpuKernels):
 
     def attention_types(self, target: tvm.target.Target, width: int) -> frozenset[str]:
         """Those of whole vectors, of heads of any width."""
-        return frozenset(("float32", *HALVES))
+        return frozenset(("float32", *HALF_TYPES))
 
     def convolution_form(self, encoding: Encoding, target: tvm.target.Target, weight: PackedLayout) -> str:
         """Which form of a convolution a layout of the weight is for, and why; for `explain`."""
@@ -172,12 +172,12 @@ def _is_packed_in_kernel(encoding: Encoding, cpu: CpuTarget) -> bool:
     """
     if encoding.moves is not None or encoding.operand_index != RHS or encoding.index_map[-2:] != ("k", "n"):
         return False
-    tiles = tile_instruction_for(cpu, *encoding.element_types)
+    tiles = amx_instruction_for(cpu, *encoding.element_types)
     dot = dot_instruction_for(cpu, *encoding.element_types)
     sizes = encoding.sizes
     if tiles is None or dot is None or dot.compensation or DYNAMIC in (sizes["k"], sizes["n"]):
         return False
-    return sizes["m"] == DYNAMIC or sizes["m"] >= tiles.least_rows
+    return sizes["m"] == DYNAMIC or sizes["m"] >= tiles.min_rows
 
 
 @cache

@@ -34,7 +34,7 @@ from ..encoding.problem import (
 )
 from ..encoding.resolver import EncodingResolver
 from ..errors import EncodingError
-from ..target.element_types import HALVES, TF32, bytes_of
+from ..target.element_types import HALF_TYPES, TF32, bytes_of
 from ..target.gpu_target import GpuTarget, gpu_target_of
 from .cuda_convolutions import COLUMNS, conv_layout
 
@@ -89,18 +89,18 @@ class CudaResolver(EncodingResolver):
         gpu, dtype, extents = gpu_target_of(target), problem.lhs.dtype, problem.lhs.shape[:-1]
         rows = prod(extent if isinstance(extent, int) else 0 for extent in extents)
         tile = SWIZZLED_BYTES // 2
-        is_known = dtype in HALVES and gpu.tensor == "wgmma" and problem.depth % tile == 0 and problem.block % 16 == 0
+        is_known = dtype in HALF_TYPES and gpu.tensor == "wgmma" and problem.depth % tile == 0 and problem.block % 16 == 0
         if rows < UNPACKED_ROWS or not is_known:
             return None
         return tiled(("k", "n"), ("n", "k"), {"n": COLUMNS, "k": tile}, swizzle=True)
 
     def group_columns(self, target: tvm.target.Target, dtype: str) -> int:
         """A packed tile's, of halves that tensor cores multiply."""
-        return COLUMNS if dtype in HALVES and gpu_target_of(target).multiplies(dtype, dtype, "float32") else 0
+        return COLUMNS if dtype in HALF_TYPES and gpu_target_of(target).multiplies(dtype, dtype, "float32") else 0
 
     def attention_types(self, target: tvm.target.Target, width: int) -> frozenset[str]:
         """Those that tensor cores multiply, of heads that registers hold; products and rows are for all others."""
-        types = {*HALVES, TF32} if width <= WIDEST_TF32_HEAD else set(HALVES) if width <= WIDEST_HEAD else set()
+        types = {*HALF_TYPES, TF32} if width <= WIDEST_TF32_HEAD else set(HALF_TYPES) if width <= WIDEST_HEAD else set()
         return frozenset(types & gpu_target_of(target).mma_types)
 
     def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:

@@ -60,7 +60,7 @@ class DotInstruction:
         vectors of columns; a CPU with few registers takes fewer rows for them.
     short : int
         Steps whose products are added in the operands' own type before their sums join the accumulators; 0: every step
-        adds to the accumulators. `wide_instruction` is the same step without such sums.
+        adds to the accumulators. `widened_instruction` is the same step without such sums.
     rows : int
         Rows of the left operand that a step multiplies at once: 1, or 2 by a matrix instruction, whose accumulators
         hold blocks of two rows and two columns while a tile adds up.
@@ -172,6 +172,6 @@ def dot_instruction_for(
     return None
 
 
-def wide_instruction(dot: DotInstruction) -> DotInstruction:
+def widened_instruction(dot: DotInstruction) -> DotInstruction:
     """The step of a row with short sums, of operands that are stored alike, with every product in the accumulators."""
     return replace(dot, name="cvtph", form="f16_pairs", short=0, temporaries=6)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tvm_ffi
 
-HALVES = ("bfloat16", "float16")
+HALF_TYPES = ("bfloat16", "float16")
 """Floats of two bytes: kernels read and write them, and compute in float32."""
 
 TF32 = "tfloat32"

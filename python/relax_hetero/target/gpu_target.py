@@ -13,7 +13,7 @@ from functools import cache
 
 import tvm
 
-from .element_types import HALVES, TF32
+from .element_types import HALF_TYPES, TF32
 
 WARP = 32
 """Threads that run in step."""
@@ -21,7 +21,7 @@ WARP = 32
 WARPGROUP = 128
 """Threads, four warps, that issue one wgmma together."""
 
-MOST_THREADS = 1024
+MAX_BLOCK_THREADS = 1024
 """Maximum number of threads of a block, on every GPU."""
 
 VECTOR_BYTES = 16
@@ -160,7 +160,7 @@ class GpuTarget:
         """
         families = (_BYTES, _FP8)
         alike = lhs == rhs or any(lhs in family and rhs in family for family in families)
-        sums = {"int32"} if lhs in _BYTES else {"float32"} if lhs == TF32 else {"float32", *HALVES}
+        sums = {"int32"} if lhs in _BYTES else {"float32"} if lhs == TF32 else {"float32", *HALF_TYPES}
         return bool(self.tensor) and alike and {lhs, rhs} <= self.mma_types and acc in sums
 
 

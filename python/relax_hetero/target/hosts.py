@@ -23,8 +23,8 @@ from ..errors import VDeviceError
 
 # What is assumed of a link between two hosts that nobody measured: 10 Gb/s Ethernet, and half of what a call over two
 # actors of Ray costs (apps/bench/cluster_bench).
-NETWORK_RATE = 1.25e9
-NETWORK_LATENCY = 1e-3
+NETWORK_BYTES_PER_SECOND = 1.25e9
+NETWORK_LATENCY_SECONDS = 1e-3
 
 _KEY = "host:"
 _NATIVE = "native"

@@ -121,7 +121,7 @@ def parse_vdevices(specs: VDeviceEntry | Iterable[VDeviceEntry]) -> list[tvm.rel
     return vdevices
 
 
-def _parse_entry(spec: VDeviceEntry, taken: dict[tuple[str | None, int], set[int]]) -> tvm.relax.VDevice:
+def _parse_entry(spec: VDeviceEntry, used_ids: dict[tuple[str | None, int], set[int]]) -> tvm.relax.VDevice:
     if isinstance(spec, tvm.relax.VDevice):
         VDevice(spec.target, int(spec.vdevice_id), str(spec.memory_scope))  # only for its checks
         return spec
@@ -137,7 +137,7 @@ def _parse_entry(spec: VDeviceEntry, taken: dict[tuple[str | None, int], set[int
     else:
         target = _target(_with_arch(_from_json(spec) if kind is None else kind), str(spec))
     if number is None:
-        used = taken.get((host or host_of(target), int(target.get_target_device_type())), set())
+        used = used_ids.get((host or host_of(target), int(target.get_target_device_type())), set())
         number = next(candidate for candidate in range(len(used) + 1) if candidate not in used)
         if kind is not None and kind in device_kinds() and host is None:
             target = native(kind, number)  # the second GPU of a machine may be another model

@@ -117,11 +117,11 @@ def _is_alias(cpu: str, triple: str) -> bool:
     """True if LLVM knows a CPU that its list lacks, such as ``apple-m1``: it has more features than the generic one."""
     if cpu == str(codegen.llvm_get_system_cpu()):
         return True
-    found, least = (
+    found, features = (
         {str(name) for name in codegen.llvm_get_cpu_features(Target({"kind": "llvm", "mtriple": triple, "mcpu": name}))}
         for name in (cpu, "generic")
     )
-    return not found <= least
+    return not found <= features
 
 
 @cache

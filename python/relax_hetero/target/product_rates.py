@@ -11,9 +11,9 @@ import tvm
 from .backend import backend_of
 from .cpu_target import cpu_target_of
 from .dot_instructions import dot_instruction_for
-from .element_types import HALVES, TF32
+from .element_types import HALF_TYPES, TF32
 from .gpu_target import gpu_target_of
-from .tile_instructions import tile_instruction_for
+from .amx_instructions import amx_instruction_for
 
 # By instruction set and `DotInstruction.name`. Measured on AVX-512: "dpbf16" on a Zen 5, "bf16" and "fmaph" on a Xeon,
 # whose own instruction for pairs of bfloat16 is slower still. "bfmmla" multiplies four times the numbers of an "fma"
@@ -27,7 +27,7 @@ _CPU_RATES = {
 }
 
 # Dense products by tensor cores and by the other units (data sheets of A100, L40, H100): at least so many times.
-_TENSOR_RATES = {**dict.fromkeys(HALVES, 8.0), TF32: 4.0}
+_TENSOR_RATES = {**dict.fromkeys(HALF_TYPES, 8.0), TF32: 4.0}
 
 
 def product_rate(target: tvm.target.Target, dtype: str) -> float:
@@ -51,7 +51,7 @@ def cpu_product_rate(target: tvm.target.Target, dtype: str) -> float:
     if dtype == TF32:
         return 1.0
     cpu = cpu_target_of(target)
-    tiles = tile_instruction_for(cpu, dtype, dtype, "float32")
+    tiles = amx_instruction_for(cpu, dtype, dtype, "float32")
     if tiles is not None:
         return float(tiles.rate)
     dot = dot_instruction_for(cpu, dtype, dtype, "float32")

@@ -12,7 +12,7 @@ from .cpu_target import CpuTarget
 from .dot_instructions import DotInstruction
 
 # More places of a convolution's tile gain nothing: with two vectors each, this many fill the registers of AVX-512.
-MOST_PLACES = 14
+MAX_PIXELS = 14
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class TileSizes:
 
     rows: int
     vectors: int
-    groups: int = MOST_PLACES
+    groups: int = MAX_PIXELS
 
 
 # Measured for AVX-512 (8x32 is within 3 % of the best for nearly every shape); elsewhere the largest that fits the
 # registers with room for the operands.
-TILES: dict[str, TileSizes] = {
+TILE_SIZES: dict[str, TileSizes] = {
     "avx512": TileSizes(8, 2),
     "avx2": TileSizes(6, 2),
     "sse": TileSizes(4, 2),
@@ -48,7 +48,7 @@ TILES: dict[str, TileSizes] = {
 
 def tile_sizes(cpu: CpuTarget) -> TileSizes:
     """The tile of a CPU's main loop."""
-    return TILES[cpu.isa.name]
+    return TILE_SIZES[cpu.isa.name]
 
 
 def tile_columns(cpu: CpuTarget, acc_dtype: str) -> int:
@@ -56,19 +56,19 @@ def tile_columns(cpu: CpuTarget, acc_dtype: str) -> int:
     return tile_sizes(cpu).vectors * cpu.lanes(acc_dtype)
 
 
-def conv_places(cpu: CpuTarget, dot: DotInstruction, vectors: int) -> int:
+def conv_pixels(cpu: CpuTarget, dot: DotInstruction, vectors: int) -> int:
     """The most places of a convolution's tile of so many vectors of output channels.
 
     Accumulators, a vector of weights each, one register for the data and what a step needs besides fit the registers.
     """
     registers = cpu.isa.registers - 1 - dot.temporaries
-    most = tile_sizes(cpu).groups if dot.k0 > 1 else MOST_PLACES
-    places = max(1, min(most, (registers - vectors) // vectors))
-    return max(dot.rows, places // dot.rows * dot.rows)
+    max_pixels = tile_sizes(cpu).groups if dot.k0 > 1 else MAX_PIXELS
+    pixels = max(1, min(max_pixels, (registers - vectors) // vectors))
+    return max(dot.rows, pixels // dot.rows * dot.rows)
 
 
 # A tile of a convolution may be wider than that of a matrix product, where this keeps all channels of a group together.
-MOST_VECTORS = 6
+MAX_VECTORS = 6
 
 
 def conv_columns(
@@ -103,7 +103,7 @@ def conv_columns(
         return min(preferred, -(-channels // lanes) * lanes)
     if channels < lanes and lanes % channels == 0 and channels == in_channels_per_group:
         return lanes
-    divisors = [size for size in range(1, MOST_VECTORS * lanes + 1) if channels % size == 0]
+    divisors = [size for size in range(1, MAX_VECTORS * lanes + 1) if channels % size == 0]
 
     def cost(size: int) -> tuple[int, int]:
         # Lanes that compute nothing, then the distance from the tile that is best where all sizes fit.

@@ -22,7 +22,7 @@ import tvm
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ..artifact.checks import CLAIMED, END, FOUND, KEY, LEAST, READY, WORDS
+from ..artifact.checks import CLAIMED, END, FOUND, KEY, FIRST, READY, WORDS
 from ..encoding.problem import Dim
 from .core.bounds import BOUNDED, from_front
 from .core.builder import Expr, Function, ceil_div, loop, when
@@ -201,7 +201,7 @@ class _Check:
         with T.If(tirx.Not(self._is_good(value, column))), T.Then(), T.If(tirx.EQ(claim, _ZERO)), T.Then():
             least, end = self._range(column)
             found = _word(0) if self.problem.is_divisor else value
-            for at, number in ((KEY, self._number), (FOUND, found), (LEAST, least), (END, end)):
+            for at, number in ((KEY, self._number), (FOUND, found), (FIRST, least), (END, end)):
                 for i, half in enumerate(_halves(number)):
                     T.buffer_store(record, half, [_word(at + i)])
             T.evaluate(tirx.call_extern("void", "__threadfence_system"))

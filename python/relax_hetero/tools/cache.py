@@ -9,7 +9,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from ..artifact.cache_folder import CacheFolder, Entry, folder_of
-from ..artifact.kernel_cache import kept_code
+from ..artifact.kernel_cache import cached_code
 from ..display.console import console, print_json, print_table
 from ..display.text import bytes_text, plural
 from ..errors import BuildError
@@ -31,7 +31,7 @@ def cache_group() -> None:
 def ls_command(as_json: bool) -> None:
     """List compiled models, the last used first."""
     folder = _folder()
-    entries, kernels = folder.entries(), kept_code(folder)
+    entries, kernels = folder.entries(), cached_code(folder)
     if as_json:
         shown = {"folder": str(folder.path), "limit": folder.limit, "entries": [asdict(entry) for entry in entries]}
         print_json({**shown, "kernels": {"count": len(kernels), "bytes": sum(kernels)}})
@@ -49,7 +49,7 @@ def ls_command(as_json: bool) -> None:
 
 def _complete_keys(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     folder = folder_of()
-    found = [] if folder is None else [(entry.key[:_SHOWN], entry.about) for entry in folder.entries()]
+    found = [] if folder is None else [(entry.key[:_SHOWN], entry.description) for entry in folder.entries()]
     return [
         CompletionItem(key, help="; ".join(about.get("functions", ())))
         for key, about in found
@@ -90,7 +90,7 @@ def _folder() -> CacheFolder:
 
 
 def _row(entry: Entry) -> list[str]:
-    about, now = entry.about, time.time()
+    about, now = entry.description, time.time()
     return [
         entry.key[:_SHOWN],
         _ago(now - entry.created),

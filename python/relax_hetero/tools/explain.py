@@ -187,15 +187,15 @@ def _token_cost_of(path: Path, vdevices: Sequence[VDevice], found: Explanation) 
     from ..frontend.auto.cost_model import CostModel
     from ..frontend.from_gguf import hyperparameters_of
     from ..frontend.gguf.file import read_gguf
-    from ..llm.token_cost import TRANSFERS, ModelFacts, PartCost, token_cost, with_estimate
+    from ..llm.token_cost import TRANSFERS, ModelInfo, PartCost, token_cost, with_estimate
 
     if not is_gguf(path) or found.commands is None:
         return None
     model = hyperparameters_of(read_gguf(path))
     buffers, names = found.commands, list(found.targets)
     share = model.experts_used / model.experts if model.experts else 1.0
-    facts = ModelFacts(model.windows, share, model.vocabulary)
-    cost = token_cost(buffers.regions, buffers.kernels, names, found.entries, buffers.single_calls, facts=facts)
+    facts = ModelInfo(model.windows, share, model.vocabulary)
+    cost = token_cost(buffers.regions, buffers.kernels, names, found.entries, buffers.single_calls, info=facts)
     costs = CostModel.for_vdevices(vdevices)
 
     def seconds(part: PartCost) -> float:
@@ -204,7 +204,7 @@ def _token_cost_of(path: Path, vdevices: Sequence[VDevice], found: Explanation) 
             device = costs.devices[index]
             return part.calls * device.launch + (part.weights + part.cache) / device.bandwidth
         links = [link for (_, target), link in costs.links.items() if target == index]
-        return max(part.calls * link.latency + part.moved / link.bandwidth for link in links)
+        return max(part.calls * link.latency + part.transferred / link.bandwidth for link in links)
 
     return None if cost is None else with_estimate(cost, seconds)
 

@@ -179,7 +179,7 @@ class _Loader:
         template = _template(self._chosen, tokenizer)
         # Each request that is taken may wait, with all its texts.
         most = 16 * self._waiting
-        engine = Engine(model, tokenizer, most_waiting=most, prefixes=self._prefixes)
+        engine = Engine(model, tokenizer, max_waiting=most, prefixes=self._prefixes)
         return {"engine": engine, "template": template}
 
 

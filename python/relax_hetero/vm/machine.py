@@ -12,7 +12,7 @@ from tvm import runtime
 
 from ..artifact.messages import explain_failure
 from ..artifact.signature import FunctionSignature
-from ..artifact.what_reads import found
+from ..artifact.file_hints import describe_value
 from ..errors import BindingError, HeteroError
 from .args.argument_binding import ArgumentBinder, BoundArguments
 from .args.call_cache import CachedCall, CallCache
@@ -93,7 +93,7 @@ class VirtualMachine:
         memory_limit: object = None,
     ) -> None:
         if not isinstance(executable, Executable):
-            raise BindingError(f"VirtualMachine: {found(executable)}; expected an Executable, of rh.compile or rh.load")
+            raise BindingError(f"VirtualMachine: {describe_value(executable)}; expected an Executable, of rh.compile or rh.load")
         executable, devices, memory_limit = version_here(executable, devices, memory_limit)
         about = executable.metadata
         bound = bind_devices(about, devices)

@@ -220,7 +220,7 @@ class ProfileRecorder:
         if symbol == _TRANSFER:
             return int(args[1])
         dispatch = self._metadata.dispatches.get(symbol)
-        if dispatch is None or not dispatch.also:
+        if dispatch is None or not dispatch.other_devices:
             return -1 if dispatch is None else dispatch.device
         devices = (arg.device for arg in args if isinstance(arg, runtime.Tensor))
         used = {(device.dlpack_device_type(), device.index) for device in devices}

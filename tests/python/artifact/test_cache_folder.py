@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import relax_hetero as rh
-from relax_hetero.artifact.cache_folder import DEFAULT_LIMIT, CacheFolder, folder_of
+from relax_hetero.artifact.cache_folder import DEFAULT_LIMIT_BYTES, CacheFolder, folder_of
 
 KEYS = [f"{i:040x}" for i in range(5)]
 
@@ -26,7 +26,7 @@ def keys(folder):
 
 def test_the_environment_names_the_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("RELAX_HETERO_CACHE", str(tmp_path / "mine"))
-    assert folder_of() == folder_of(True) == CacheFolder(tmp_path / "mine" / "executables", DEFAULT_LIMIT)
+    assert folder_of() == folder_of(True) == CacheFolder(tmp_path / "mine" / "executables", DEFAULT_LIMIT_BYTES)
     assert folder_of(tmp_path).path == tmp_path
     assert folder_of(False) is None
 
@@ -77,7 +77,7 @@ def test_entries_say_what_they_are_and_count_uses(tmp_path):
     folder.note_hit(KEYS[0])
     folder.note_hit(KEYS[0])
     first, second = folder.entries()
-    assert (first.key, first.hits, first.bytes, first.about) == (KEYS[0], 2, 10, {"seconds": 1.5})
+    assert (first.key, first.hits, first.bytes, first.description) == (KEYS[0], 2, 10, {"seconds": 1.5})
     assert first.used > second.used > first.created and second.hits == 0
     assert (tmp_path / "deep" / "er").stat().st_mode & 0o777 == 0o700
 
@@ -113,7 +113,7 @@ def test_an_entry_whose_description_is_lost_is_still_one(tmp_path, text):
     folder = CacheFolder(tmp_path)
     add(folder, KEYS[0], 10)
     Path(tmp_path, f"{KEYS[0]}.json").write_text(text)
-    assert [(entry.key, entry.about) for entry in folder.entries()] == [(KEYS[0], {})]
+    assert [(entry.key, entry.description) for entry in folder.entries()] == [(KEYS[0], {})]
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def test_links_and_special_files_are_not_followed(kept, tmp_path):
     assert keys(kept) == [KEYS[0]] and outside.read_text() == "{}"
     (kept.path / f"{KEYS[0]}.json").unlink()
     (kept.path / f"{KEYS[0]}.json").symlink_to(outside)
-    assert kept.entry(KEYS[0]).about == {}
+    assert kept.entry(KEYS[0]).description == {}
     kept.clear()
     assert outside.read_text() == "{}"
 
@@ -196,4 +196,4 @@ def test_links_and_special_files_are_not_followed(kept, tmp_path):
 )
 def test_odd_descriptions_are_left_out(kept, text):
     (kept.path / f"{KEYS[0]}.json").write_text(text, "latin-1")
-    assert kept.entry(KEYS[0]).about == {}
+    assert kept.entry(KEYS[0]).description == {}

@@ -10,7 +10,7 @@ import relax_hetero as rh
 from relax_hetero.artifact.commands import ARENA, SLOT, Dispatch, KernelSpec, Reference, RegionSpec, TensorParam
 from relax_hetero.artifact.memory_plan import MemoryPlan
 from relax_hetero.artifact.memory_spec import CallStep, FunctionMemory, Live, RegionStep, StorageSpec
-from relax_hetero.artifact.memory_use import PAGE, Allocation, Use, most_alive, pool_bytes
+from relax_hetero.artifact.memory_use import PAGE, Allocation, Use, max_alive, pool_bytes
 from relax_hetero.artifact.metadata import ConstantSpec, DeviceSpec, Metadata
 from vm.conftest import Chain
 
@@ -43,10 +43,10 @@ def test_static_storage_shared_and_not():
     weights = (ConstantSpec("w", (16, 16), "float16", 0), ConstantSpec("v", (3,), "int64", 1))
     use = MemoryPlan(metadata(main, constants=weights)).at("main")
     first, second = use.devices
-    assert (first.weights, first.transient, first.least, first.results) == (512, 7 * MiB, 7 * MiB, 0)
+    assert (first.weights, first.transient, first.lower_bound, first.results) == (512, 7 * MiB, 7 * MiB, 0)
     assert first.largest == (("a", 4 * MiB), ("b", 3 * MiB))
     assert (second.weights, second.transient, second.transfers, second.results) == (24, 2 * MiB, 2 * MiB, MiB)
-    assert (use.transient, use.least) == (9 * MiB, 9 * MiB)
+    assert (use.transient, use.lower_bound) == (9 * MiB, 9 * MiB)
 
 
 def test_what_lies_in_an_arena_is_counted_by_its_commands():
@@ -76,7 +76,7 @@ def test_what_lies_in_an_arena_is_counted_by_its_commands():
     plan = MemoryPlan(metadata(main, regions=(region,), kernels={"k": kernel}))
     (memory, _) = plan.at("main", n=10000).devices
     # x and the first; both in the arena; the second and y.
-    assert (memory.transient, memory.arenas, memory.least) == (3_300_000, 2_000_000, 2_000_000)
+    assert (memory.transient, memory.arenas, memory.lower_bound) == (3_300_000, 2_000_000, 2_000_000)
     graph = MemoryPlan(metadata(main, regions=(replace(region, arena=64, runs="CUDA graph"),), kernels={"k": kernel}))
     assert graph.at("main", n=10000).devices[0].weights == 64
 
@@ -92,7 +92,7 @@ def test_the_arena_of_a_graph_of_symbolic_extents_counts_with_its_calls():
     steps = (RegionStep(0, "main_commands", (-1, -1)),)
     plan = MemoryPlan(metadata(FunctionMemory("main", (), (), steps), regions=(region,), kernels={"k": kernel}))
     memory = plan.at("main", n=10).devices[0]
-    assert (memory.weights, memory.transient, memory.arenas, memory.least) == (0, 1000, 1000, 1000)
+    assert (memory.weights, memory.transient, memory.arenas, memory.lower_bound) == (0, 1000, 1000, 1000)
 
 
 def test_called_functions_and_one_that_calls_itself():
@@ -110,7 +110,7 @@ def test_called_functions_and_one_that_calls_itself():
     )
     memory = MemoryPlan(metadata(inner, main)).at("main", n=PAGE).devices[0]
     assert memory.transient == PAGE + 16 * PAGE + 2 * PAGE
-    assert memory.least == PAGE + 16 * PAGE
+    assert memory.lower_bound == PAGE + 16 * PAGE
     assert memory.results == 0
 
 
@@ -139,7 +139,7 @@ def test_most_alive_counts_every_moment(uses):
     listed = [Use(device, nbytes, (begin,), (begin + length, float("inf"))) for device, nbytes, begin, length in uses]
     for device in (0, 1):
         alive = [sum(n for d, n, b, length in uses if d == device and b <= now <= b + length) for now in range(20)]
-        assert most_alive(listed, device) == max(alive)
+        assert max_alive(listed, device) == max(alive)
 
 
 @given(_uses)
@@ -171,7 +171,7 @@ def test_a_compiled_chain(chain):
     assert chain.memory_plan.names("main") == ("n",)
     assert "main      depends on n: at(...)" in str(chain.memory_plan)
     assert str(use).splitlines()[0].split() == [
-        *("function", "device", "weights", "transient", "arenas", "transfers", "results", "least", "ratio")
+        *("function", "device", "weights", "transient", "arenas", "transfers", "results", "lower_bound", "ratio")
     ]
 
 

@@ -12,7 +12,7 @@ import relax_hetero as rh
 from relax_hetero.cluster.call_plan import CALL, Program, filled
 from relax_hetero.cluster.calls import bind
 from relax_hetero.cluster.cut.cut_module import cut_module
-from relax_hetero.cluster.wire import decode_own
+from relax_hetero.cluster.wire import decode_copy
 from relax_hetero.target.hosts import on_host
 from relax_hetero.target.vdevice import vdevices_of
 
@@ -37,7 +37,7 @@ class StepByStep:
         """What a call gives: arrays, and tuples of integers for shapes."""
         plan = self.program.functions[name]
         assert not plan.runs, f"{name} is not cut into steps"
-        values = {(CALL, i): decode_own(value) for i, value in enumerate(bind(name, plan, args, {}))}
+        values = {(CALL, i): decode_copy(value) for i, value in enumerate(bind(name, plan, args, {}))}
         for number, step in enumerate(plan.steps):
             found = self.machines[step.host][step.function](*(values[s.step, s.index] for s in step.arguments))
             results = [found] if step.results == 1 else list(found)

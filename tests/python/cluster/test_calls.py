@@ -24,10 +24,10 @@ from relax_hetero.artifact.signature import (
     TupleSpec,
     ValueSpec,
 )
-from relax_hetero.cluster import CALL, CallPlan, Source, Step
+from relax_hetero.cluster import CALL, CallPlan, Source, HostStep
 from relax_hetero.cluster.calls import ClusterCall, bind
 from relax_hetero.cluster.cluster import Cluster
-from relax_hetero.cluster.wire import decode_own
+from relax_hetero.cluster.wire import decode_copy
 from relax_hetero.vm.queue.fence import Fence
 from relax_hetero.vm.queue.queued_calls import CallsInFlight
 
@@ -36,7 +36,7 @@ FIRST = Source(0, 0)
 
 def _plan(*inputs: ValueSpec, result: Any = FIRST, outputs: Sequence[ValueSpec] = ()) -> CallPlan:
     return CallPlan(
-        (Step("a", "main_0", (Source(CALL, 0),), 1),), result, signature=FunctionSignature("main", inputs, outputs)
+        (HostStep("a", "main_0", (Source(CALL, 0),), 1),), result, signature=FunctionSignature("main", inputs, outputs)
     )
 
 
@@ -76,17 +76,17 @@ def test_arguments_of_all_kinds_travel() -> None:
     np.testing.assert_array_equal(encoded[0], x)
     assert encoded[1].shape == () and encoded[1].dtype == np.float32 and encoded[1] == 0.5
     assert dims == (3,) and number == 7
-    np.testing.assert_array_equal(decode_own(packed).numpy(), b)
+    np.testing.assert_array_equal(decode_copy(packed).numpy(), b)
 
 
 def test_a_call_that_owns_its_inputs_does_not_see_later_changes() -> None:
     plan = _plan(X, TensorSpec("b", (2,), "bfloat16", -1))
     x, b = np.ones((1, 4), "float32"), np.array([1, 2], ml_dtypes.bfloat16)
     call = ClusterCall("main", plan, bind("main", plan, (x, b), {}), Fence(lambda fence: None), 0)
-    call.own()
+    call.copy_values()
     x[:], b[:] = 0, 0
     assert (call.values[0] == 1).all()
-    np.testing.assert_array_equal(decode_own(call.values[1]).numpy().astype("float32"), [1, 2])
+    np.testing.assert_array_equal(decode_copy(call.values[1]).numpy().astype("float32"), [1, 2])
 
 
 def test_objects_cannot_be_sent() -> None:
@@ -107,14 +107,14 @@ class _Replica:
     """A replica that takes one call at a time and keeps it."""
 
     def __init__(self) -> None:
-        self.under_way, self.taken, self.asked = 0, [], 0
+        self.in_flight, self.taken, self.asked = 0, [], 0
         self.came = threading.Semaphore(0)
         self.is_ready = True
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         self.asked += 1
-        return self.under_way < 1
+        return self.in_flight < 1
 
     def submit(self, call: ClusterCall, waits: bool) -> bool:
         self.taken.append(call)

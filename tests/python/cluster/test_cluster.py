@@ -14,7 +14,7 @@ from tvm.script import relax as R
 import relax_hetero as rh
 from cluster.two_hosts import First, Second, expected, program
 from modules import ir_module
-from relax_hetero.cluster import CALL, CallPlan, Program, Source, Step
+from relax_hetero.cluster import CALL, CallPlan, Program, Source, HostStep
 
 Make = Callable[..., Any]
 
@@ -120,7 +120,7 @@ def test_a_host_that_nothing_can_take_is_refused(clusters: Make) -> None:
 
 @pytest.mark.slow
 def test_other_versions_are_refused(clusters: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relax_hetero.cluster.actors.versions_here", lambda: {"tvm": "0.1"})
+    monkeypatch.setattr("relax_hetero.cluster.actors.installed_versions", lambda: {"tvm": "0.1"})
     with pytest.raises(rh.HostError, match=r"host 'a' \(.*\) has version .* of tvm, expected 0\.1"):
         clusters(program())
 
@@ -141,11 +141,11 @@ def test_results_in_tuples_and_inputs_returned(clusters: Make) -> None:
 @pytest.mark.slow
 def test_three_hosts_of_which_two_work_side_by_side(clusters: Make) -> None:
     steps = (
-        Step("a", "main_0", (Source(CALL, 0),), 2),
-        Step("b", "main_1", (Source(0, 0),), 1),
-        Step("c", "main_1", (Source(0, 1),), 1),
-        Step("a", "main_2", (Source(1, 0), Source(2, 0)), 1),
-        Step("b", "main_1", (Source(3, 0),), 1),
+        HostStep("a", "main_0", (Source(CALL, 0),), 2),
+        HostStep("b", "main_1", (Source(0, 0),), 1),
+        HostStep("c", "main_1", (Source(0, 1),), 1),
+        HostStep("a", "main_2", (Source(1, 0), Source(2, 0)), 1),
+        HostStep("b", "main_1", (Source(3, 0),), 1),
     )
     plan = CallPlan(steps, Source(4, 0), ("x",))
     hosts = {host: {"resources": {host: 1}} for host in "abc"}

@@ -174,9 +174,9 @@ def test_links_have_to_be_connected() -> None:
 
 def test_without_nccl_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
-    nccl.nccl_here.cache_clear()
+    nccl.load_nccl.cache_clear()
     try:
         with pytest.raises(rh.HostError, match=r"cupy-cuda13x .*pip install 'relax-hetero\[nccl\]'"):
             nccl.require_nccl()
     finally:
-        nccl.nccl_here.cache_clear()
+        nccl.load_nccl.cache_clear()

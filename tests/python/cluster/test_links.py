@@ -13,10 +13,10 @@ import tvm
 
 import relax_hetero as rh
 from cluster.two_hosts import First, Second, program
-from relax_hetero.cluster import CALL, CallPlan, Source, Step, host_links
+from relax_hetero.cluster import CALL, CallPlan, Source, HostStep, host_links
 from relax_hetero.cluster.host_links import HostLinks
 from relax_hetero.cluster.host_machine import HostMachine
-from relax_hetero.cluster.links import GpuFacts, Link, OnLink, Roads, connect_links, cut_links, plan_links
+from relax_hetero.cluster.links import GpuInfo, Link, LinkTensor, LinkTexts, connect_links, cut_links, plan_links
 from relax_hetero.cluster.route import END, Route, routes_of
 from relax_hetero.cluster.wire import Failure, Message, encode, fit
 from relax_hetero.vm.device.tensors import from_numpy
@@ -24,26 +24,26 @@ from relax_hetero.vm.device.tensors import from_numpy
 HOST = tvm.runtime.device("cpu", 0)
 
 
-def _route(*steps: Step, result: Any) -> Route:
+def _route(*steps: HostStep, result: Any) -> Route:
     (route,) = routes_of({"main": CallPlan(steps, result, ("x",))})
     return route
 
 
-CHAIN = _route(Step("a", "f", (Source(CALL, 0),), 3), Step("b", "g", (Source(0, 0), Source(0, 2), Source(0, 1)), 1),
+CHAIN = _route(HostStep("a", "f", (Source(CALL, 0),), 3), HostStep("b", "g", (Source(0, 0), Source(0, 2), Source(0, 1)), 1),
                result=Source(1, 0))  # fmt: skip
 """a makes three values, of which b takes the first, the third and the second."""
 
 
-def _facts(outputs: tuple[int | None, ...], inputs: tuple[int | None, ...], **options: Any) -> dict[str, GpuFacts]:
+def _facts(outputs: tuple[int | None, ...], inputs: tuple[int | None, ...], **options: Any) -> dict[str, GpuInfo]:
     gpus = {0: "here 0", 1: "here 1"}
-    sender = GpuFacts(gpus=gpus, inputs={"f": (None,)}, outputs={"f": outputs})
+    sender = GpuInfo(gpus=gpus, inputs={"f": (None,)}, outputs={"f": outputs})
     receiver = {"gpus": {0: "there 0", 1: "there 1"}, "inputs": {"g": inputs}, "outputs": {"g": (0,)}, **options}
-    return {"a": sender, "b": GpuFacts(**receiver)}
+    return {"a": sender, "b": GpuInfo(**receiver)}
 
 
 def test_tensors_on_gpus_of_both_hosts_go_by_links() -> None:
     links, roads = plan_links(CHAIN, _facts((0, None, 0), (0, 0, 0)))
-    message = CHAIN.slots[0].visits["main"].sends[0]
+    message = CHAIN.tasks[0].work["main"].sends[0]
     places = tuple(place for place, index in enumerate(message) if index in (0, 2))
     assert links == [Link(0, (0, 1), ("a", "b"), (0, 0), {"main": places})]
     assert roads == {"a": {"b": "NCCL"}}
@@ -61,13 +61,13 @@ def test_what_is_on_a_cpu_at_one_end_goes_through_host_memory(outputs: Any, inpu
 
 
 def test_hosts_without_gpus_have_no_links() -> None:
-    assert plan_links(CHAIN, {"a": GpuFacts(), "b": GpuFacts()}) == ([], {})
+    assert plan_links(CHAIN, {"a": GpuInfo(), "b": GpuInfo()}) == ([], {})
     facts = _facts((0, 0, 0), (0, 0, 0))
-    assert plan_links(CHAIN, {**facts, "a": GpuFacts()}) == plan_links(CHAIN, {**facts, "b": GpuFacts()}) == ([], {})
+    assert plan_links(CHAIN, {**facts, "a": GpuInfo()}) == plan_links(CHAIN, {**facts, "b": GpuInfo()}) == ([], {})
 
 
 def test_readers_on_several_devices_get_a_tensor_through_host_memory() -> None:
-    route = _route(Step("a", "f", (Source(CALL, 0),), 1), Step("b", "g", (Source(0, 0), Source(0, 0)), 1),
+    route = _route(HostStep("a", "f", (Source(CALL, 0),), 1), HostStep("b", "g", (Source(0, 0), Source(0, 0)), 1),
                    result=Source(1, 0))  # fmt: skip
     assert plan_links(route, _facts((0,), (0, 1)))[0] == []
     assert plan_links(route, _facts((0,), (0, None)))[0] == []
@@ -86,20 +86,20 @@ def test_it_is_said_why_there_is_no_link() -> None:
 def test_no_link_over_other_work_of_its_sender() -> None:
     """b takes what a's first step made only after a's second: a may have to wait for what b has not taken."""
     route = _route(
-        Step("a", "f", (Source(CALL, 0),), 2),
-        Step("c", "h", (Source(0, 1),), 1),
-        Step("a", "f2", (Source(1, 0),), 1),
-        Step("b", "g", (Source(0, 0), Source(2, 0)), 1),
+        HostStep("a", "f", (Source(CALL, 0),), 2),
+        HostStep("c", "h", (Source(0, 1),), 1),
+        HostStep("a", "f2", (Source(1, 0),), 1),
+        HostStep("b", "g", (Source(0, 0), Source(2, 0)), 1),
         result=Source(3, 0),
     )
-    on_gpu = GpuFacts(
+    on_gpu = GpuInfo(
         gpus={0: "here 0"}, inputs={"f": (0,), "f2": (0,)}, outputs={"f": (0, 0), "f2": (0,)}
     )  # fmt: skip
     others = {
-        name: GpuFacts(gpus={0: name}, inputs={"g": (0, 0), "h": (0,)}, outputs={"g": (0,), "h": (0,)}) for name in "bc"
+        name: GpuInfo(gpus={0: name}, inputs={"g": (0, 0), "h": (0,)}, outputs={"g": (0,), "h": (0,)}) for name in "bc"
     }
     links, roads = plan_links(route, {"a": on_gpu, **others})
-    assert [link.slots for link in links] == [(0, 1), (1, 2), (2, 3)]
+    assert [link.tasks for link in links] == [(0, 1), (1, 2), (2, 3)]
     assert "other work" in roads["a"]["b"]
     assert roads["c"]["a"] == roads["a"]["c"] == "NCCL"
 
@@ -175,7 +175,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> tuple[Wires, dict[str, HostLinks]]
     return wires, links
 
 
-def _connect(links: dict[str, HostLinks]) -> Roads:
+def _connect(links: dict[str, HostLinks]) -> LinkTexts:
     """Both hosts' links for `CHAIN`."""
     facts = _facts((0, None, 0), (0, 0, 0))
     return connect_links(_Ray, {host: _actor(found) for host, found in links.items()}, facts, CHAIN)
@@ -188,13 +188,13 @@ def _tensors() -> list[tvm.runtime.Tensor]:
 def test_messages_announce_what_links_bring(hosts: Any) -> None:
     _, links = hosts
     assert _connect(links) == {"a": {"b": "NCCL"}}
-    order = CHAIN.slots[0].visits["main"].sends[0]
+    order = CHAIN.tasks[0].work["main"].sends[0]
     for call in range(3):
         values = [_tensors()[index] for index in order]
         leaving = links["a"].leaving((0, 1), "main", values)
-        announced = [value for value in leaving if isinstance(value, OnLink)]
+        announced = [value for value in leaving if isinstance(value, LinkTensor)]
         assert [value.sequence for value in announced] == [2 * call, 2 * call + 1]
-        assert not isinstance(leaving[order.index(1)], OnLink)
+        assert not isinstance(leaving[order.index(1)], LinkTensor)
         message, references = fit([encode(value) for value in leaving], 1 << 20, lambda value: None)
         assert not references
         links["a"].post()
@@ -207,7 +207,7 @@ def test_messages_announce_what_links_bring(hosts: Any) -> None:
 def test_a_tensor_that_was_left_out_is_noticed(hosts: Any) -> None:
     _, links = hosts
     _connect(links)
-    order = CHAIN.slots[0].visits["main"].sends[0]
+    order = CHAIN.tasks[0].work["main"].sends[0]
     sent = []
     for _ in range(2):
         sent.append(tuple(links["a"].leaving((0, 1), "main", [_tensors()[index] for index in order])))
@@ -222,7 +222,7 @@ def test_failures_and_plain_values_arrive_as_they_are(hosts: Any) -> None:
     assert links["b"].arrived(failure) is failure
     assert links["b"].arrived(plain) is plain
     with pytest.raises(rh.HostError, match="which this host does not have"):
-        links["b"].arrived((OnLink(7, 0, "float32", (1,)),))
+        links["b"].arrived((LinkTensor(7, 0, "float32", (1,)),))
 
 
 @pytest.mark.parametrize("refusing", ["a", "b"])
@@ -267,13 +267,13 @@ def test_links_are_made_anew_after_a_host_died(hosts: Any) -> None:
     actors = {host: _actor(found) for host, found in links.items()}
     _connect(links)
     links["a"].leaving((0, 1), "main", _tensors())  # announced, and never sent
-    ends = [end for found in links.values() for end in found._ends.values()]
+    ends = [end for found in links.values() for end in found._links.values()]
     cut_links(_Ray, {**actors, "c": None})
     assert [end.state for end in ends] == ["over", "over"]
     for found in links.values():
         found.drop()
     _connect(links)
-    order = CHAIN.slots[0].visits["main"].sends[0]
+    order = CHAIN.tasks[0].work["main"].sends[0]
     message = tuple(links["a"].leaving((0, 1), "main", [_tensors()[index] for index in order]))
     links["a"].post()
     assert len(links["b"].arrived(message)) == 3
@@ -286,8 +286,8 @@ def machines(hosts: Any) -> tuple[Wires, dict[str, HostMachine], Route]:
     wires, _ = hosts
     route = next(route for route in routes_of(program().functions) if "main" in route.sent)
     facts = {
-        "a": GpuFacts(gpus={0: "here"}, inputs={"main_0": (0,)}, outputs={"main_0": (0, 0)}),
-        "b": GpuFacts(gpus={0: "there"}, inputs={"main_1": (0,)}, outputs={"main_1": (0,)}),
+        "a": GpuInfo(gpus={0: "here"}, inputs={"main_0": (0,)}, outputs={"main_0": (0, 0)}),
+        "b": GpuInfo(gpus={0: "there"}, inputs={"main_1": (0,)}, outputs={"main_1": (0,)}),
     }
     found = {}
     for host, module in (("a", First), ("b", Second)):
@@ -309,8 +309,8 @@ def test_steps_announce_what_they_send_and_take_what_is_announced(machines: Any)
     for call in range(4):
         x = np.full((2, 4), call, "float32")
         sent = found["a"].step(0, 0, _message(call, x))
-        along, to_caller = (sent[route.slots[0].targets.index(target)] for target in (1, END))
-        assert [type(value) for value in along.values] == [OnLink]
+        along, to_caller = (sent[route.tasks[0].targets.index(target)] for target in (1, END))
+        assert [type(value) for value in along.values] == [LinkTensor]
         assert along.values[0].sequence == call
         np.testing.assert_array_equal(to_caller.values[0], x + 1)  # the caller has no GPU
         result = found["b"].step(0, 1, pickle.loads(pickle.dumps(along)))
@@ -336,6 +336,6 @@ def test_a_step_that_fails_takes_what_is_announced_all_the_same(machines: Any, m
 def test_actor_calls_use_no_links(machines: Any) -> None:
     """Their order is not that of a link."""
     _, found, route = machines
-    found["a"]._routes, found["a"]._rooms = (route, route), (1 << 20, 0)
+    found["a"]._routes, found["a"]._channel_bytes = (route, route), (1 << 20, 0)
     sent = found["a"].step(1, 0, _message(0, np.ones((2, 4), "float32")))
     assert isinstance(sent[0].values[0], np.ndarray)

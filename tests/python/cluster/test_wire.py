@@ -33,7 +33,7 @@ def test_tensors_arrive_as_they_are(dtype: str, shape: tuple[int, ...]) -> None:
     array = numbers.astype(getattr(ml_dtypes, dtype, None) or np.dtype(dtype))
     tensor = from_numpy(np.asarray(array), HOST)
     for value in (tensor, array):
-        arrived = wire.decode_own(_sent(value))
+        arrived = wire.decode_copy(_sent(value))
         assert isinstance(arrived, tvm_ffi.core.Tensor)
         assert (str(arrived.dtype), tuple(arrived.shape)) == (dtype, shape)
         assert np.array_equal(bytes_of(arrived), bytes_of(tensor))
@@ -59,10 +59,10 @@ def test_what_has_no_room_goes_through_the_store() -> None:
         return len(store) - 1
 
     small, large = np.ones(100, "uint8"), np.ones(5000, "uint8")
-    room = wire.room_for([100, 5000, 0])
+    room = wire.channel_bytes_for([100, 5000, 0])
     sent, references = wire.fit([small, large, 3], room, put)
     assert sent[0] is small and sent[1] is large and not references and not store
-    sent, references = wire.fit([small, large, 3], wire.room_for([100, 0, 0]) + 2000, put)
+    sent, references = wire.fit([small, large, 3], wire.channel_bytes_for([100, 0, 0]) + 2000, put)
     assert references == [0] and sent[1] == wire.Stored(0) and sent[0] is small and store == [large]
     assert [id(value) for value in wire.fetched(sent, store.__getitem__)] == [id(small), id(large), id(3)]
     huge = np.empty(wire.STORED_BYTES, "uint8")

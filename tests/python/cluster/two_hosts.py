@@ -6,7 +6,7 @@ import numpy as np
 from tvm.script import ir as I
 from tvm.script import relax as R
 
-from relax_hetero.cluster import CALL, CallPlan, Program, Source, Step
+from relax_hetero.cluster import CALL, CallPlan, Program, Source, HostStep
 
 
 @I.ir_module
@@ -39,15 +39,15 @@ class Second:
 
 CHAIN = CallPlan(
     steps=(
-        Step("a", "main_0", (Source(CALL, 0),), 2),
-        Step("b", "main_1", (Source(0, 1),), 1),
+        HostStep("a", "main_0", (Source(CALL, 0),), 2),
+        HostStep("b", "main_1", (Source(0, 1),), 1),
     ),
     result=(Source(1, 0), Source(0, 0)),
     input_names=("x",),
 )
 
 ROUND_TRIP = CallPlan(
-    steps=(*CHAIN.steps, Step("a", "main_2", (Source(0, 0), Source(1, 0)), 1)),
+    steps=(*CHAIN.steps, HostStep("a", "main_2", (Source(0, 0), Source(1, 0)), 1)),
     result=Source(2, 0),
     input_names=("x",),
 )

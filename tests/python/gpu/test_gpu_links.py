@@ -20,15 +20,15 @@ from gpu.link_process import DTYPES, LIMIT, content, made
 from relax_hetero.cluster import wire
 from relax_hetero.cluster.gpu_link import SENDER, GpuLink
 from relax_hetero.cluster.host_links import HostLinks
-from relax_hetero.cluster.links import GpuFacts
-from relax_hetero.cluster.nccl import nccl_here
+from relax_hetero.cluster.links import GpuInfo
+from relax_hetero.cluster.nccl import load_nccl
 from relax_hetero.target.vdevice import with_vdevices
 from relax_hetero.vm.device.cuda_library import cuda_library
 from relax_hetero.vm.device.memory_pools import PINNED_BYTES
 from relax_hetero.vm.device.tensors import bytes_of, copy_to, view_bytes
 
 GPUS = sum(tvm.cuda(i).exist for i in range(8)) if tvm.runtime.enabled("cuda") else 0
-NO_NCCL = nccl_here() if GPUS else ""
+NO_NCCL = load_nccl() if GPUS else ""
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no NVIDIA GPU")]
 with_nccl = pytest.mark.skipif(isinstance(NO_NCCL, str), reason=f"no NCCL: {NO_NCCL}")
 IS_SHARED = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
@@ -137,8 +137,8 @@ def test_nobody_at_the_other_end_is_bounded():
 
 
 def test_a_host_says_what_is_on_its_gpus():
-    facts = HostLinks("a", doubling(16)).facts()
-    assert isinstance(facts, GpuFacts)
+    facts = HostLinks("a", doubling(16)).info()
+    assert isinstance(facts, GpuInfo)
     assert (facts.inputs, facts.outputs) == ({"main": (0,)}, {"main": (0,)})
     assert bool(facts.problem) == isinstance(NO_NCCL, str)
     assert facts.problem or list(facts.gpus) == [0]

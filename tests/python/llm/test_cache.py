@@ -28,7 +28,7 @@ class Writer:
 
     def arrays(self):
         pages = self.cache.take()
-        self.cache.give_back(pages)
+        self.cache.release(pages)
         return [np.from_dlpack(array) for array in pages]
 
     def table(self, layer):
@@ -189,6 +189,6 @@ def test_pages_are_taken_once():
     with pytest.raises(CacheError, match="taken already"):
         cache.take()
     with pytest.raises(CacheError, match="found 1 layers' pages, expected 3"):
-        cache.give_back(pages[:1])
-    cache.give_back(pages)
+        cache.release(pages[:1])
+    cache.release(pages)
     assert rh.llm.KVCache is KVCache

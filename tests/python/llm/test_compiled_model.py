@@ -142,7 +142,7 @@ def test_the_bytes_of_a_token(by_layers, tmp_path):
         assert of["attention", device].cache == 2 * seen[layer] * 2 * SIZES.kv_heads * SIZES.size * 4
     assert of["embedding", "llvm:0"].weights < 3 * 2 * sizes["token_embd.weight"] / SIZES.vocabulary
     assert of["logits", "llvm:1"].weights >= sizes["token_embd.weight"]
-    assert 2 * 4 * SIZES.width <= of["transfers", "llvm:1"].moved < 5000
+    assert 2 * 4 * SIZES.width <= of["transfers", "llvm:1"].transferred < 5000
     assert cost.of_device("llvm:0").weights == sum(p.weights for p in cost.parts if p.device == "llvm:0")
     assert cost.buffers == {"llvm:0": ("decode_2_commands",), "llvm:1": ("decode_2_commands_1",)} and not cost.outside
     assert "1 command buffer on llvm:0 (decode_2_commands) and 1 command buffer on llvm:1" in str(cost)

@@ -49,10 +49,10 @@ def test_requests_together_get_what_each_gets_alone(limits):
     with Engine(model, CODEC) as engine:
         requests = [engine.submit(prompt, params) for prompt in asked]
         found = [(request.result(60), request.finish_reason) for request in requests]
-        put_back = engine.statistics().put_back
+        preempted = engine.statistics().preempted
     assert found == [text_alone(model, prompt, 60) for prompt in asked]
     assert model.cache.used == 0 and not model.cache.tokens
-    assert (put_back > 0) == ("pages" in limits)
+    assert (preempted > 0) == ("pages" in limits)
 
 
 def test_seeds_decide_whatever_else_runs():
@@ -212,7 +212,7 @@ def test_refused_requests_say_what_was_found_and_expected():
 
 def test_a_prompt_that_cannot_fit_is_refused_before_it_becomes_tokens():
     class Codec(ToyCodec):
-        longest = 3
+        max_token_bytes = 3
 
         def encode(self, text, *, special=True, begin=True):
             assert len(text) <= 300
@@ -232,7 +232,7 @@ def test_the_queue_is_bounded():
         entered.set()
         leave.wait(60)
 
-    with Engine(ToyModel(slots=1, ends=False, on_step=hold), CODEC, most_waiting=2) as engine:
+    with Engine(ToyModel(slots=1, ends=False, on_step=hold), CODEC, max_waiting=2) as engine:
         requests = [engine.submit("a", SamplingParams(temperature=0, max_tokens=1))]
         entered.wait(60)
         with pytest.raises(EngineFullError, match="expected at most 2"):
@@ -307,4 +307,4 @@ def test_statistics_count_tokens():
         engine.close()
         found = engine.statistics()
     assert (found.tokens, found.prompt_tokens, found.finished["length"]) == (30, 24, 3)
-    assert found.tokens_per_second > 0 and found.seconds_to_first_token > 0
+    assert found.tokens_per_second > 0 and found.ttft_seconds > 0

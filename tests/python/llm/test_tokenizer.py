@@ -101,7 +101,7 @@ def test_any_text_comes_back(text):
     for fields in (spm_fields(), spm_fields(add_space_prefix=False), byte_level_fields("qwen2")):
         tokenizer = Tokenizer(fields)
         tokens = tokenizer.encode(text, special=False, begin=False)
-        assert len(text.encode()) <= len(tokens) * tokenizer.longest
+        assert len(text.encode()) <= len(tokens) * tokenizer.max_token_bytes
         # Where a space comes first it does so behind special tokens, too, as in llama.cpp.
         prefixed = fields["tokenizer.ggml.model"] == "llama" and fields.get("tokenizer.ggml.add_space_prefix", True)
         shown = text.replace("\n\n", "\n\n ") if prefixed else text

@@ -177,6 +177,6 @@ def test_the_most_that_is_alive_is_the_least_of_the_plan():
             result = builder.emit_output(relax.op.matmul(relax.op.nn.softmax(product), w))
         builder.emit_func_output(result)
     (row,) = report_of(rh.compile(builder.get(), cache=False))["memory"]
-    assert max(row["over_time"]) == row["least"] > 0
+    assert max(row["over_time"]) == row["lower_bound"] > 0
     assert len(row["steps"]) == len(row["over_time"])
     assert all(0 <= value["first"] <= value["last"] < len(row["steps"]) for value in row["values"])

@@ -34,7 +34,7 @@ def test_a_kernel_that_two_devices_share_has_the_times_of_each():
     entries = [{**ENTRY, "function": f, "variable": v, "device": f"llvm:{i}"} for f, v, i in calls]
     devices = (DeviceSpec('{"kind": "llvm"}', 0, "global"), DeviceSpec('{"kind": "llvm"}', 1, "global"))
     steps = tuple(Step(i, (0,), (1,), f"main_step_{v}", calls=("k",)) for f, v, i in calls[:3])
-    spec = DispatchSpec(0, ("exp",), also=(1,))
+    spec = DispatchSpec(0, ("exp",), other_devices=(1,))
     about = Metadata(
         devices, -1, {"main": None, "other": None}, fusions={"dispatches": entries, "declined": []},
         dispatches={"k": spec}, schedules=(Schedule("main", 1, 2, steps, 1),),

@@ -7,7 +7,7 @@ import pytest
 from click.testing import Result
 
 from relax_hetero.artifact.cache_folder import CacheFolder
-from relax_hetero.artifact.kernel_cache import keep_code
+from relax_hetero.artifact.kernel_cache import store_code
 
 from .conftest import TWO, parsed
 
@@ -62,7 +62,7 @@ def test_ls_shows_what_is_kept(invoke: Invoke, model: Path, folder: Path):
 
 
 def test_kernels_of_gpus_are_listed_and_removed(invoke: Invoke, folder: Path):
-    keep_code(CacheFolder(folder), {f"{i:040x}": bytes(1000) for i in range(3)})
+    store_code(CacheFolder(folder), {f"{i:040x}": bytes(1000) for i in range(3)})
     assert "; 3 kernels of GPUs, 3.0 KiB" in invoke("cache", "ls").stdout
     assert parsed(invoke("cache", "ls", "--json"))["kernels"] == {"count": 3, "bytes": 3060}
     invoke("cache", "clear")

@@ -16,12 +16,12 @@ from typing import Any
 import tvm
 
 from ...artifact.signature import FunctionSignature
-from ...artifact.what_reads import found
+from ...artifact.file_hints import describe_value
 from ...driver.compile import compile as compile_module
 from ...driver.link.parallel_codegen import Progress
 from ...errors import BuildError, HeteroError
 from ...target.native_target import native
-from ..call_plan import CallPlan, HostRun, Program, Source, Step
+from ..call_plan import CallPlan, HostRun, Program, Source, HostStep
 from .cut_module import cut_module, native_hardware
 
 _FILE = "program.json"
@@ -55,7 +55,7 @@ def compile(
         As `rh.compile`, and where there is no C compiler, which exporting libraries needs.
     """
     if not isinstance(mod, tvm.IRModule):
-        raise BuildError(f"rh.cluster.compile: {found(mod)}; expected a tvm.IRModule")
+        raise BuildError(f"rh.cluster.compile: {describe_value(mod)}; expected a tvm.IRModule")
     natives = {host: {one: native(*one) for one in hardware} for host, hardware in native_hardware(mod).items()}
     program = cut_module(mod, params, accuracy, natives, progress)
     program.check()
@@ -116,7 +116,7 @@ def _plan_from_json(data: dict[str, Any]) -> CallPlan:
         return each | {"arguments": _tree_from_json(each["arguments"])}
 
     return CallPlan(
-        tuple(Step(**with_arguments(step)) for step in data["steps"]),
+        tuple(HostStep(**with_arguments(step)) for step in data["steps"]),
         _tree_from_json(data["result"]),
         signature=FunctionSignature.from_json(data["signature"]),
         sizes=tuple(map(tuple, data["sizes"])),

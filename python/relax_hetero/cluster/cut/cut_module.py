@@ -31,7 +31,7 @@ from ...transform.pipeline import steps_before_hosts
 from ...transform.placement.update_vdevice import succeed_vdevices
 from ...transform.record.donated import without_donated
 from ..call_plan import CallPlan, Program
-from .host_parts import read_part, talks_inside
+from .host_parts import read_part, exchanges_inside
 from .host_runs import plan_of_runs
 from .host_steps import cut_steps
 
@@ -99,7 +99,7 @@ def program_of_parts(mod: tvm.IRModule, hosts: Sequence[str], signatures: Mappin
         first = next(iter(parts.values()))[1]
         given = list(first.params)[1 if SIZES_FIRST in first.attrs else 0 :]
         inputs = sum(1 for param in given for _ in leaves_of(param.ty))
-        if any(talks_inside(mod, func) for _, func in parts.values()):
+        if any(exchanges_inside(mod, func) for _, func in parts.values()):
             plans[name] = plan_of_runs(signature, parts, inputs)
             for host, (gv, func) in parts.items():
                 functions[host][gv.name_hint] = func

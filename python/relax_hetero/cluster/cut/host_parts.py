@@ -55,7 +55,7 @@ class HostPart:
         yield from used_vars(binding.value)
         for symbol in (*symbols_in(binding.value), *symbols_in(binding.var.ty)):
             held = self.finds.get(symbol)
-            if held is not None and not held.same_as(binding.var) and symbol not in self._found_by(binding):
+            if held is not None and not held.same_as(binding.var) and symbol not in self._available_before(binding):
                 yield held
             elif symbol in self.free:
                 yield symbol
@@ -66,7 +66,7 @@ class HostPart:
         self.bindings.append(relax.VarBinding(var, value))
         return var
 
-    def shown(self, value: relax.Expr) -> relax.Var:
+    def variable_of(self, value: relax.Expr) -> relax.Var:
         """The variable of a result: one that is work, or that enters the part; a size gets one."""
         if not isinstance(value, relax.Var) or not self._has(value):
             return self.add(value, "result")
@@ -76,21 +76,21 @@ class HostPart:
     def _has(self, var: relax.Var) -> bool:
         return var in self.params or var in self.receives or any(b.var.same_as(var) for b in self.bindings)
 
-    def keep(self, var: relax.Var, made: relax.Var) -> None:
-        """Use the host's own `made`, or a copy on another device of the host, in place of what arrives as `var`."""
+    def keep(self, var: relax.Var, own: relax.Var) -> None:
+        """Use the host's own `own`, or a copy on another device of the host, in place of what arrives as `var`."""
         del self.receives[var]
         device = getattr(var.ty, "vdevice", None)
-        if same_vdevice(device, getattr(made.ty, "vdevice", None)):
-            names: dict[relax.Var, relax.Expr] = {var: made}
+        if same_vdevice(device, getattr(own.ty, "vdevice", None)):
+            names: dict[relax.Var, relax.Expr] = {var: own}
             self.bindings = [renamed(binding, names) for binding in self.bindings]
-            self.sends = {channel: made if sent.same_as(var) else sent for channel, sent in self.sends.items()}
+            self.sends = {channel: own if sent.same_as(var) else sent for channel, sent in self.sends.items()}
             self.result = structural_map(self.result, (relax.Var, lambda each: names.get(each, each)))
         else:
-            before = [index for index, binding in enumerate(self.bindings, 1) if binding.var.same_as(made)]
-            copy = typed(relax.op.to_vdevice(made, device), var.ty)
+            before = [index for index, binding in enumerate(self.bindings, 1) if binding.var.same_as(own)]
+            copy = typed(relax.op.to_vdevice(own, device), var.ty)
             self.bindings.insert(max(before, default=0), relax.VarBinding(var, copy))
 
-    def _found_by(self, binding: relax.Binding) -> Sequence[relax.Var]:
+    def _available_before(self, binding: relax.Binding) -> Sequence[relax.Var]:
         return symbols_in(binding.ty) if isinstance(binding, relax.MatchCast) else ()
 
 
@@ -99,10 +99,10 @@ def read_part(mod: tvm.IRModule, host: str, func: relax.Function) -> HostPart:
     return _Reader(mod, host).read(func)
 
 
-def talks_inside(mod: tvm.IRModule, func: relax.Function) -> bool:
+def exchanges_inside(mod: tvm.IRModule, func: relax.Function) -> bool:
     """Return whether a part sends or receives inside of a branch, or in a function that it calls."""
     outer = {binding.var for binding in walk_bindings(func.body, nested=False)}
-    if any(_talk(b.value) is not None and b.var not in outer for b in walk_bindings(func.body)):
+    if any(_exchange(b.value) is not None and b.var not in outer for b in walk_bindings(func.body)):
         return True
     seen: set[tvm.ir.GlobalVar] = set()
     pending = [func]
@@ -112,7 +112,7 @@ def talks_inside(mod: tvm.IRModule, func: relax.Function) -> bool:
                 callee = mod.functions.get(gv)
                 if gv in seen or not isinstance(callee, relax.Function):
                     continue
-                if any(_talk(inner.value) is not None for inner in walk_bindings(callee.body)):
+                if any(_exchange(inner.value) is not None for inner in walk_bindings(callee.body)):
                     return True  # also where the part calls itself
                 seen.add(gv)
                 pending.append(callee)
@@ -139,7 +139,7 @@ class _Reader:
 
     def _read(self, binding: relax.Binding, is_required: bool) -> None:
         part, var, value = self._part, binding.var, binding.value
-        talk = _talk(value)
+        talk = _exchange(value)
         if talk == SEND:
             value = value.args[0]
             part.sends[int(_number(binding.value.args[2]))] = (
@@ -202,7 +202,7 @@ class _Reader:
         return self._names.get(expr, expr) if isinstance(expr, relax.Var) else expr
 
 
-def _talk(value: relax.Expr) -> str | None:
+def _exchange(value: relax.Expr) -> str | None:
     """`SEND` or `RECEIVE` where a value is one of them."""
     if isinstance(value, relax.Call) and isinstance(value.op, relax.ExternFunc):
         name = str(value.op.global_symbol)

@@ -22,11 +22,11 @@ from tvm import relax
 
 from ...errors import BuildError
 from ...transform.partition.form_schedules import step_function
-from ..call_plan import CALL, Source, Step
+from ..call_plan import CALL, Source, HostStep
 from .host_parts import HostPart
 
 
-class Place(NamedTuple):
+class HostVar(NamedTuple):
     """A variable of a host."""
 
     host: str
@@ -43,7 +43,7 @@ class CutFunction:
 
     Attributes
     ----------
-    steps : list of Step
+    steps : list of HostStep
         In an order in which they can run.
     sizes : list of tuple of str
         Inputs behind the call's own: shapes of these symbolic sizes.
@@ -53,7 +53,7 @@ class CutFunction:
         Functions of the steps, by host and name.
     """
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[HostStep] = field(default_factory=list)
     sizes: list[tuple[str, ...]] = field(default_factory=list)
     result: Any = ()
     functions: dict[str, dict[str, relax.Function]] = field(default_factory=dict)
@@ -74,25 +74,25 @@ class _Cutter:
     def __init__(self, name: str, parts: Mapping[str, HostPart], inputs: int) -> None:
         self._name, self._parts, self._inputs = name, parts, inputs
         self._senders = {channel: (host, var) for host, part in parts.items() for channel, var in part.sends.items()}
-        self._bring_home()
+        self._bring_to_first_host()
         self._result = self._result_places([part.result for part in parts.values()])
-        self._bound = {Place(host, b.var) for host, part in parts.items() for b in part.bindings}
-        self._levels: dict[Place, int] = {}
+        self._bound = {HostVar(host, b.var) for host, part in parts.items() for b in part.bindings}
+        self._levels: dict[HostVar, int] = {}
         self._cut = CutFunction(functions={host: {} for host in parts})
 
     def cut(self) -> CutFunction:
         self._find_levels()
         self._join_silent()
         hosts = list(self._parts)
-        keys = sorted({(self._levels[Place(host, b.var)], hosts.index(host)) for host, b in self._work()})
+        keys = sorted({(self._levels[HostVar(host, b.var)], hosts.index(host)) for host, b in self._work()})
         # A function that does nothing, as it returns inputs alone, has one step that does nothing.
         self._keys: list[Key] = [(level, hosts[rank]) for level, rank in keys or [(0, 0)]]
-        wanted = self._wanted()
+        wanted = self._needed()
         self._makes = {
             key: [
                 b.var
                 for b in self._parts[key[1]].bindings
-                if Place(key[1], b.var) in wanted and self._key(key[1], b.var) == key
+                if HostVar(key[1], b.var) in wanted and self._key(key[1], b.var) == key
             ]
             for key in self._keys
         }
@@ -104,13 +104,13 @@ class _Cutter:
     def _work(self) -> list[tuple[str, relax.Binding]]:
         return [(host, b) for host, part in self._parts.items() for b in part.bindings if b.var not in part.free]
 
-    def _origin(self, host: str, var: relax.Var) -> Place:
+    def _origin(self, host: str, var: relax.Var) -> HostVar:
         """Where a value that arrived was made: another host's variable that did not arrive there itself."""
         while var in self._parts[host].receives:
             host, var = self._senders[self._parts[host].receives[var]]
-        return Place(host, var)
+        return HostVar(host, var)
 
-    def _bring_home(self) -> None:
+    def _bring_to_first_host(self) -> None:
         """Values that come back to the host that made them never left it."""
         for host, part in self._parts.items():
             for var in list(part.receives):
@@ -134,7 +134,7 @@ class _Cutter:
                         break
                     if self._parts[host].in_order and binding.var not in self._parts[host].free:
                         level = last[host] = max(level, last[host])
-                    self._levels[Place(host, binding.var)] = level
+                    self._levels[HostVar(host, binding.var)] = level
                     done += 1
                 moved = moved or done > 0
                 waiting[host] = bindings[done:]
@@ -147,9 +147,9 @@ class _Cutter:
         level = 0
         for var in self._parts[host].reads(binding):
             source, made = self._origin(host, var)
-            if made in self._parts[source].params or Place(source, made) not in self._bound:
+            if made in self._parts[source].params or HostVar(source, made) not in self._bound:
                 continue
-            found = self._levels.get(Place(source, made))
+            found = self._levels.get(HostVar(source, made))
             if found is None:
                 return None
             level = max(level, found + (source != host))
@@ -158,24 +158,24 @@ class _Cutter:
     def _join_silent(self) -> None:
         """Steps that send nothing join the next one of their host."""
         loud = {
-            (source, self._levels[Place(source, made)])
+            (source, self._levels[HostVar(source, made)])
             for host, part in self._parts.items()
             for source, made in (self._origin(host, var) for binding in part.bindings for var in part.reads(binding))
-            if source != host and Place(source, made) in self._levels
+            if source != host and HostVar(source, made) in self._levels
         }
         for host, part in self._parts.items():
-            levels = sorted({self._levels[Place(host, b.var)] for b in part.bindings if b.var not in part.free})
+            levels = sorted({self._levels[HostVar(host, b.var)] for b in part.bindings if b.var not in part.free})
             new: dict[int, int] = {}
             following = None
             for level in reversed(levels):
                 is_silent = following is not None and (host, level) not in loud
                 following = new[level] = following if is_silent and following is not None else level
             for binding in part.bindings:
-                at = self._levels[Place(host, binding.var)]
-                self._levels[Place(host, binding.var)] = new.get(at, at)
+                at = self._levels[HostVar(host, binding.var)]
+                self._levels[HostVar(host, binding.var)] = new.get(at, at)
 
     def _key(self, host: str, var: relax.Var) -> Key:
-        return self._levels[Place(host, var)], host
+        return self._levels[HostVar(host, var)], host
 
     def _closed(self, key: Key) -> tuple[list[relax.Binding], list[relax.Var]]:
         """The bindings of a step, with the free ones that they need, and the variables that they take from outside."""
@@ -198,7 +198,7 @@ class _Cutter:
         order = {var: index for index, var in enumerate((*part.params, *part.receives, *by_var))}
         return bindings, sorted(outside, key=order.__getitem__)
 
-    def _wanted(self) -> set[Place]:
+    def _needed(self) -> set[HostVar]:
         """Values that steps have to return: for other steps, and for the caller."""
         wanted = {self._origin(host, var) for host, var in self._leaves(self._result)}
         for key in self._keys:
@@ -214,7 +214,7 @@ class _Cutter:
         if sizes:
             arguments.append(self._size_input(sizes))
         self._cut.functions[host][function] = func.with_attr("global_symbol", function)
-        self._cut.steps.append(Step(host, function, tuple(arguments), len(self._makes[key])))
+        self._cut.steps.append(HostStep(host, function, tuple(arguments), len(self._makes[key])))
 
     def _size_input(self, sizes: tuple[str, ...]) -> Source:
         if sizes not in self._cut.sizes:
@@ -238,15 +238,15 @@ class _Cutter:
         for (host, part), value in zip(self._parts.items(), results, strict=True):
             if isinstance(value.ty, relax.ShapeType) and int(value.ty.ndim) == 0:
                 continue  # it is elsewhere
-            return Place(host, part.shown(value))
+            return HostVar(host, part.variable_of(value))
         return ()
 
-    def _leaves(self, result: Any) -> list[Place]:
-        if isinstance(result, Place):
+    def _leaves(self, result: Any) -> list[HostVar]:
+        if isinstance(result, HostVar):
             return [result]
         return [place for each in result for place in self._leaves(each)]
 
     def _sources(self, result: Any) -> Any:
-        if isinstance(result, Place):
+        if isinstance(result, HostVar):
             return self._source(*result)
         return tuple(map(self._sources, result))

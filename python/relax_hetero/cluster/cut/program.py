@@ -18,13 +18,13 @@ from ..call_plan import Program
 from .cut_module import Hardware, cut_module, native_hardware
 
 
-def hosts_needed(found: object) -> list[str]:
+def hosts_needed(program: object) -> list[str]:
     """The hosts of a program, or of a module's vdevices; HeteroError for what is neither, or names none."""
-    if isinstance(found, Program):
-        return list(found.parts)
-    if not isinstance(found, tvm.IRModule):
-        raise HeteroError(f"a cluster runs a module or a program, found {type(found).__name__}")
-    hosts = hosts_of(vdevices_of(found))
+    if isinstance(program, Program):
+        return list(program.parts)
+    if not isinstance(program, tvm.IRModule):
+        raise HeteroError(f"a cluster runs a module or a program, found {type(program).__name__}")
+    hosts = hosts_of(vdevices_of(program))
     if not hosts:
         raise BuildError(
             "rh.cluster: the module's vdevices name no hosts; expected one for each, as in "
@@ -34,7 +34,7 @@ def hosts_needed(found: object) -> list[str]:
 
 
 def program_of(
-    found: object,
+    source: object,
     ray: Any,
     bindings: Mapping[str, HostBinding],
     timeout: float,
@@ -46,7 +46,7 @@ def program_of(
 
     Parameters
     ----------
-    found : object
+    source : object
         As `hosts_needed` takes it.
     timeout : float
         Seconds that a host may take to say what hardware it has.
@@ -60,25 +60,25 @@ def program_of(
     HeteroError
         An error of `cut_module`.
     """
-    if isinstance(found, Program):
-        found.check()
-        return found
-    assert isinstance(found, tvm.IRModule)
-    wanted = native_hardware(found)
+    if isinstance(source, Program):
+        source.check()
+        return source
+    assert isinstance(source, tvm.IRModule)
+    wanted = native_hardware(source)
     natives = _natives(ray, {host: bindings[host] for host in wanted}, wanted, timeout)
-    program = cut_module(found, params, accuracy, natives, progress)
+    program = cut_module(source, params, accuracy, natives, progress)
     program.check()
     return program
 
 
 def _natives(
-    ray: Any, bindings: Mapping[str, HostBinding], wanted: Mapping[str, Sequence[Hardware]], timeout: float
+    ray: Any, bindings: Mapping[str, HostBinding], hardware: Mapping[str, Sequence[Hardware]], timeout: float
 ) -> dict[str, dict[Hardware, Target]]:
     """Targets of each host's hardware, asked there by a task that runs as the host's process will."""
     asked = {
-        host: ray.remote(hardware_here)
+        host: ray.remote(local_hardware)
         .options(max_retries=3, **binding.options(ray))
-        .remote(list(wanted[host]), binding.threads)
+        .remote(list(hardware[host]), binding.threads)
         for host, binding in bindings.items()
     }
     end = time.monotonic() + timeout
@@ -93,7 +93,7 @@ def _natives(
     return found
 
 
-def hardware_here(wanted: Sequence[Hardware], threads: int) -> dict[Hardware, dict[str, Any]]:
+def local_hardware(hardware: Sequence[Hardware], threads: int) -> dict[Hardware, dict[str, Any]]:
     """The targets of devices of this machine, as data; those that are absent are left out.
 
     Parameters
@@ -106,7 +106,7 @@ def hardware_here(wanted: Sequence[Hardware], threads: int) -> dict[Hardware, di
     from ...target.native_target import native
 
     found = {}
-    for kind, number in wanted:
+    for kind, number in hardware:
         if kind not in ("llvm", "c") and not tvm.runtime.device(kind, number).exist:
             continue
         config = {key: value for key, value in native(kind, number).export().items() if key != "tag"}

@@ -16,7 +16,7 @@ from tvm.target import Target, codegen
 
 from ...errors import PlacementError, VDeviceError
 from ...target.backend import backend_of
-from ...target.hosts import NETWORK_LATENCY, NETWORK_RATE, host_of, hosts_of
+from ...target.hosts import NETWORK_LATENCY_SECONDS, NETWORK_BYTES_PER_SECOND, host_of, hosts_of
 from ...target.native_target import num_cores, with_hardware
 from ...target.vdevice import host_vdevice, is_cpu, physical, vdevice_index
 from .measure_devices import Figures, are_here, figures_of
@@ -267,7 +267,7 @@ def _with_figures(model: CostModel, figures: Figures) -> CostModel:
 def _default_link(source: tvm.relax.VDevice | None, target: tvm.relax.VDevice | None, take_turns: bool) -> LinkCost:
     """None is the implicit host."""
     if source is not None and target is not None and host_of(source) != host_of(target):
-        return LinkCost(NETWORK_RATE, NETWORK_LATENCY)
+        return LinkCost(NETWORK_BYTES_PER_SECOND, NETWORK_LATENCY_SECONDS)
     places = [(None, 1, 0) if end is None else _place(end) for end in (source, target)]
     on_cpu = [end is None or is_cpu(end) for end in (source, target)]
     if places[0] == places[1]:

@@ -24,7 +24,7 @@ from tvm import relax
 
 from ... import __version__
 from ...artifact.cache_folder import folder_of
-from ...artifact.kept_figures import find_figures, keep_figures
+from ...artifact.figure_cache import load_figures, store_figures
 from ...driver.compile import compile as compile_module
 from ...errors import HeteroError
 from ...target.backend import backend_of
@@ -156,7 +156,7 @@ def _kept(kind: _Kind[F], vdevices: Sequence[relax.VDevice], again: bool, keys: 
     folder = folder_of()
     if not again and folder is not None:
         try:
-            found = kind.read(find_figures(folder, key))
+            found = kind.read(load_figures(folder, key))
             _measured[key] = found
             return found
         except (TypeError, ValueError) as error:
@@ -178,7 +178,7 @@ def _kept(kind: _Kind[F], vdevices: Sequence[relax.VDevice], again: bool, keys: 
         )
     elif folder is not None:
         data = [asdict(part) for part in found] if isinstance(found, tuple) else asdict(found)  # type: ignore[call-overload]
-        keep_figures(folder, key, data)
+        store_figures(folder, key, data)
     return found
 
 

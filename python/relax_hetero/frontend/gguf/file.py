@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from ...artifact.regular_files import open_regular
-from ...artifact.what_reads import found as found_text
-from ...artifact.what_reads import hint_of, near_file
+from ...artifact.file_hints import describe_value as found_text
+from ...artifact.file_hints import hint_of, near_file
 from ...errors import FrontendError
 from .metadata import MAX_ENTRIES, Reader, read_metadata
 

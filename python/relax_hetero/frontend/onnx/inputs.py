@@ -12,7 +12,7 @@ import onnx
 import tvm
 from tvm import relax, tirx
 
-from ...artifact.messages import near
+from ...artifact.messages import near_misses
 from ...errors import FrontendError
 from ..import_limits import MAX_RANK
 from .node_names import variable_name
@@ -287,7 +287,7 @@ def _bad_key(key: object, value: object, inputs: list[str], names: list[str]) ->
             "other named dimensions"
         )
     known = f"inputs: {', '.join(inputs) or 'none'}; named dimensions: {', '.join(names) or 'none'}"
-    hint = near(str(key), [*inputs, *names])
+    hint = near_misses(str(key), [*inputs, *names])
     return f"shapes names {key!r}, which is neither an input nor a named dimension of the model{hint}; {known}"
 
 

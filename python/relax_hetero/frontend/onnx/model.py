@@ -13,7 +13,7 @@ from typing import TypeAlias
 import onnx
 
 from ...artifact.regular_files import read_regular
-from ...artifact.what_reads import found, hint_of, near_file
+from ...artifact.file_hints import describe_value, hint_of, near_file
 from ...errors import FrontendError, HeteroError
 from ..import_limits import Budget, ImportLimits
 from .check_model import STANDARD_DOMAINS, all_tensors, check_by_onnx, check_form, check_size
@@ -142,7 +142,7 @@ def read_model(model: ModelSource) -> tuple[onnx.ModelProto, str, Path | None, i
         return _parse(data, "the model's bytes"), "the model", None, len(data)
     if not isinstance(model, (str, os.PathLike)):
         expected = "expected a path, the bytes of an ONNX file or an onnx.ModelProto"
-        raise FrontendError(f"rh.from_onnx: {found(model, 'rh.from_onnx')}; {expected}")
+        raise FrontendError(f"rh.from_onnx: {describe_value(model, 'rh.from_onnx')}; {expected}")
     path = Path(os.fsdecode(model))
     try:
         data = read_regular(path, _LARGEST_FILE)

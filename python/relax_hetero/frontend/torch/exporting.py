@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ...artifact.what_reads import found
+from ...artifact.file_hints import describe_value
 from ...errors import FrontendError
 from .torch_names import NodeNames
 
@@ -76,7 +76,7 @@ def exported_program(
         program = _export(torch, source, args, kwargs, dynamic_shapes)
     else:
         raise FrontendError(
-            f"rh.from_torch: {found(source, 'rh.from_torch')}; expected a torch.nn.Module or ExportedProgram"
+            f"rh.from_torch: {describe_value(source, 'rh.from_torch')}; expected a torch.nn.Module or ExportedProgram"
         )
     _refuse_random(program, lambda node: _argument(node, "train", "training") is not None)
     table = torch.export.default_decompositions()

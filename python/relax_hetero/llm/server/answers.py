@@ -7,21 +7,21 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ..model import TextCodec
+from ..model import TokenizerProtocol
 from ..request import Usage
 from ..sampling import TokenLogprob
 
 
-class Form(Protocol):
+class ResponseFormat(Protocol):
     """How an endpoint's answers look."""
 
-    def whole(self, texts: Sequence[tuple[str, list[TokenLogprob], str]], usage: Usage) -> dict[str, Any]:
+    def response(self, texts: Sequence[tuple[str, list[TokenLogprob], str]], usage: Usage) -> dict[str, Any]:
         """An answer of texts with their log-probabilities and the reasons of their ends."""
 
     def begin(self, index: int, text: str) -> dict[str, Any] | None:
         """The first part of a stream's text, which begins with `text`; None if there is none."""
 
-    def part(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
+    def chunk(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
         """A part of a stream."""
 
     def usage(self, usage: Usage) -> dict[str, Any]:
@@ -29,7 +29,7 @@ class Form(Protocol):
 
 
 class _Answers:
-    def __init__(self, codec: TextCodec, model: str, kind: str, prefix: str, logprobs: bool) -> None:
+    def __init__(self, codec: TokenizerProtocol, model: str, kind: str, prefix: str, logprobs: bool) -> None:
         self._codec, self._model, self._kind, self._logprobs = codec, model, kind, logprobs
         self._id, self._created = f"{prefix}-{uuid.uuid4().hex}", int(time.time())
 
@@ -54,28 +54,28 @@ class _Answers:
 class CompletionAnswers(_Answers):
     """Answers of ``/v1/completions``."""
 
-    def __init__(self, codec: TextCodec, model: str, logprobs: bool, choices: int) -> None:
+    def __init__(self, codec: TokenizerProtocol, model: str, logprobs: bool, choices: int) -> None:
         super().__init__(codec, model, "text_completion", "cmpl", logprobs)
         self._offsets = [0] * choices
 
-    def whole(self, texts: Sequence[tuple[str, list[TokenLogprob], str]], usage: Usage) -> dict[str, Any]:
+    def response(self, texts: Sequence[tuple[str, list[TokenLogprob], str]], usage: Usage) -> dict[str, Any]:
         """The answer that is not streamed."""
         choices = [self._choice(index, *text) for index, text in enumerate(texts)]
         return {**self._answer(choices), "usage": usage_json(usage)}
 
     def begin(self, index: int, text: str) -> dict[str, Any] | None:
         """The first event of a choice; None where there is nothing to say."""
-        return self.part(index, text, (), None) if text else None
+        return self.chunk(index, text, (), None) if text else None
 
-    def part(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
+    def chunk(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
         """One event of a choice; the last one has a reason."""
         return self._answer([self._choice(index, text, logprobs, reason)], True)
 
     def _choice(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
-        told = self._told(index, logprobs) if self._logprobs and logprobs else None
+        told = self._logprobs_json(index, logprobs) if self._logprobs and logprobs else None
         return {"index": index, "text": text, "logprobs": told, "finish_reason": reason}
 
-    def _told(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def _logprobs_json(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         tokens = [self._text(entry.token) for entry in logprobs]
         offsets = []
         for text in tokens:
@@ -92,16 +92,16 @@ class CompletionAnswers(_Answers):
 class ChatAnswers(_Answers):
     """Answers of ``/v1/chat/completions``."""
 
-    def __init__(self, codec: TextCodec, model: str, logprobs: bool) -> None:
+    def __init__(self, codec: TokenizerProtocol, model: str, logprobs: bool) -> None:
         super().__init__(codec, model, "chat.completion", "chatcmpl", logprobs)
 
-    def whole(self, texts: Sequence[tuple[str, list[TokenLogprob], str]], usage: Usage) -> dict[str, Any]:
+    def response(self, texts: Sequence[tuple[str, list[TokenLogprob], str]], usage: Usage) -> dict[str, Any]:
         """The answer that is not streamed."""
         choices = [
             {
                 "index": index,
                 "message": {"role": "assistant", "content": text},
-                "logprobs": self._told(logprobs),
+                "logprobs": self._logprobs_json(logprobs),
                 "finish_reason": reason,
             }
             for index, (text, logprobs, reason) in enumerate(texts)
@@ -113,13 +113,13 @@ class ChatAnswers(_Answers):
         delta = {"role": "assistant", "content": text}
         return self._answer([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], True)
 
-    def part(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
+    def chunk(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
         """One event of a choice; the last one has a reason."""
         delta = {"content": text} if text else {}
-        told = self._told(logprobs) if logprobs else None
+        told = self._logprobs_json(logprobs) if logprobs else None
         return self._answer([{"index": index, "delta": delta, "logprobs": told, "finish_reason": reason}], True)
 
-    def _told(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    def _logprobs_json(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
         content = [

@@ -20,7 +20,7 @@ _KINDS = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-_LONGEST = 2000
+_MAX_CHARACTERS = 2000
 """Characters of a message; parts of a request may stand in it."""
 
 
@@ -39,7 +39,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         kind = _KINDS.get(status, "server_error")
-        message = printable(message)[:_LONGEST]
+        message = printable(message)[:_MAX_CHARACTERS]
         self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     def response(self) -> JSONResponse:

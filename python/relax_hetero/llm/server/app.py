@@ -25,10 +25,10 @@ from ..description import context_warning
 from ..engine import TOO_LONG, Engine
 from ..params import SamplingParams
 from ..request import Request
-from .answers import ChatAnswers, CompletionAnswers, Form
+from .answers import ChatAnswers, CompletionAnswers, ResponseFormat
 from .api_errors import ApiError, api_error
 from .bodies import Body, ChatBody, CompletionBody
-from .calls import StreamedAnswer, logged, whole_answer
+from .calls import StreamedAnswer, logged, complete_answer
 from .guard import Guard
 from .limits import Limits
 from .messages import rendered
@@ -148,13 +148,13 @@ class _Server:
         self._check_model(body.model)
         body.refuse_unsupported()
         prompts = body.prompts()
-        most = self._most_tokens(body.max_tokens)
+        max_tokens = self._max_tokens(body.max_tokens)
         codec = self._engine.tokenizer
 
         def begin() -> tuple[list[Request], list[str]]:
             tokens = [self._engine.tokens_of(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-            shown = [self._shown(prompt) if body.echo else "" for prompt in prompts]
-            requests = self._submit(tokens, body, lambda n: body.params(n, most, body.logprobs))
+            shown = [self._decoded(prompt) if body.echo else "" for prompt in prompts]
+            requests = self._submit(tokens, body, lambda n: body.params(n, max_tokens, body.logprobs))
             return requests, [text for text in shown for _ in range(body.n)]
 
         self._check_choices(len(prompts) * body.n)
@@ -169,13 +169,13 @@ class _Server:
         if template is None:
             raise ApiError(400, "messages: the model's file has no chat template; use /v1/completions", "messages")
         messages = [message.plain(f"messages.{index}") for index, message in enumerate(body.messages)]
-        most = self._most_tokens(body.most_tokens)
+        max_tokens = self._max_tokens(body.max_answer_tokens)
 
         def begin() -> tuple[list[Request], list[str]]:
             # Templates take time, and all conversations wait for one: what is too long without it is refused before.
             self._engine.check_length("\n".join(message["content"] for message in messages))
             tokens = self._engine.tokens_of(rendered(template, messages, body.template_values))
-            requests = self._submit([tokens], body, lambda n: body.params(n, most, body.alternatives))
+            requests = self._submit([tokens], body, lambda n: body.params(n, max_tokens, body.alternatives))
             return requests, [""] * body.n
 
         self._check_choices(body.n)
@@ -186,7 +186,7 @@ class _Server:
         self,
         body: Body,
         http: HttpRequest,
-        form: Form,
+        form: ResponseFormat,
         begin: Callable[[], tuple[list[Request], list[str]]],
     ) -> Response:
         if self._in_flight >= self._limits.in_flight:
@@ -203,7 +203,7 @@ class _Server:
                 answer = StreamedAnswer(texts, form, body.tells_usage, lambda: self._end(texts))
                 streams = True  # and ends the texts when it has been written
                 return answer
-            return await whole_answer(texts, form, http)
+            return await complete_answer(texts, form, http)
         except ApiError:
             raise
         except Exception as error:
@@ -223,10 +223,10 @@ class _Server:
         self, prompts: Sequence[Sequence[int]], body: Body, params: Callable[[int], SamplingParams]
     ) -> list[Request]:
         """All texts, or none."""
-        most = self._limits.prompt_tokens
+        max_prompt_tokens = self._limits.prompt_tokens
         for tokens in prompts:
-            if most and len(tokens) > most:
-                message = f"prompt: found {len(tokens):,} tokens, expected at most {most:,}"
+            if max_prompt_tokens and len(tokens) > max_prompt_tokens:
+                message = f"prompt: found {len(tokens):,} tokens, expected at most {max_prompt_tokens:,}"
                 raise ApiError(400, message, "prompt", TOO_LONG)
             self._engine.check_prompt(tokens)
         requests: list[Request] = []
@@ -239,15 +239,15 @@ class _Server:
             raise
         return requests
 
-    def _most_tokens(self, asked: int | None) -> int | None:
-        most = self._limits.max_tokens
-        if not most:
+    def _max_tokens(self, asked: int | None) -> int | None:
+        limit = self._limits.max_tokens
+        if not limit:
             return asked
-        if asked is not None and asked > most:
-            raise ApiError(400, f"max_tokens: found {asked}, expected at most {most}", "max_tokens")
-        return most if asked is None else asked
+        if asked is not None and asked > limit:
+            raise ApiError(400, f"max_tokens: found {asked}, expected at most {limit}", "max_tokens")
+        return limit if asked is None else asked
 
-    def _shown(self, prompt: str | list[int]) -> str:
+    def _decoded(self, prompt: str | list[int]) -> str:
         if isinstance(prompt, str):
             return prompt
         return b"".join(self._engine.tokenizer.piece(token) for token in prompt).decode("utf-8", "replace")

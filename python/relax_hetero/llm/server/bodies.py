@@ -162,7 +162,7 @@ class ChatBody(Body):
         return values
 
     @property
-    def most_tokens(self) -> int | None:
+    def max_answer_tokens(self) -> int | None:
         """Maximum number of tokens of the text."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
@@ -176,8 +176,8 @@ class ChatBody(Body):
         super().refuse_unsupported()
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs: found it without logprobs, expected logprobs: true", "top_logprobs")
-        if self.max_tokens is not None and self.max_tokens != self.most_tokens:
-            found = f"found {self.max_tokens} and {self.most_tokens} as max_completion_tokens"
+        if self.max_tokens is not None and self.max_tokens != self.max_answer_tokens:
+            found = f"found {self.max_tokens} and {self.max_answer_tokens} as max_completion_tokens"
             raise ApiError(400, f"max_tokens: {found}, expected one of both", "max_tokens")
 
 

@@ -15,24 +15,24 @@ from starlette.types import Receive, Scope, Send
 
 from ..request import Request
 from ..sampling import TokenLogprob
-from .answers import Form
+from .answers import ResponseFormat
 from .api_errors import ApiError, api_error
-from .texts import Texts, gone
+from .texts import Texts, wait_for_disconnect
 
 LOG = logging.getLogger(__name__)
-GRACE = 10.0
+GRACE_SECONDS = 10.0
 """Seconds that a caller gets to read the rest of a stream whose time is over."""
 
 
-async def whole_answer(texts: Texts, form: Form, http: HttpRequest) -> Response:
+async def complete_answer(texts: Texts, form: ResponseFormat, http: HttpRequest) -> Response:
     """The answer when all texts have ended; they are cancelled when the caller goes away."""
     collecting = asyncio.ensure_future(_collected(texts))
-    left = asyncio.ensure_future(gone(http.receive))
+    left = asyncio.ensure_future(wait_for_disconnect(http.receive))
     try:
         await asyncio.wait({collecting, left}, return_when=asyncio.FIRST_COMPLETED)
         if not collecting.done():
             return Response(status_code=499)  # nobody reads it; what proxies log for a caller that went away
-        return JSONResponse(form.whole(collecting.result(), texts.usage))
+        return JSONResponse(form.response(collecting.result(), texts.usage))
     finally:
         for task in (collecting, left):
             await _cancelled(task)
@@ -63,7 +63,7 @@ class StreamedAnswer(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, texts: Texts, form: Form, tells_usage: bool, on_end: Callable[[], None]) -> None:
+    def __init__(self, texts: Texts, form: ResponseFormat, tells_usage: bool, on_end: Callable[[], None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._texts, self._form, self._tells_usage, self._on_end = texts, form, tells_usage, on_end
@@ -71,10 +71,10 @@ class StreamedAnswer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Write the answer; stop when the caller goes away, or stays but does not read."""
         writing = asyncio.ensure_future(self._write(send))
-        left = asyncio.ensure_future(gone(receive))
+        left = asyncio.ensure_future(wait_for_disconnect(receive))
         try:
-            most = self._texts.seconds + GRACE
-            await asyncio.wait({writing, left}, timeout=most, return_when=asyncio.FIRST_COMPLETED)
+            timeout = self._texts.seconds + GRACE_SECONDS
+            await asyncio.wait({writing, left}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
                 writing.result()
         except OSError:  # gone while something was sent
@@ -100,9 +100,9 @@ class StreamedAnswer(Response):
         try:
             async for grown in self._texts.grow():
                 if grown.delta is None:
-                    yield self._form.part(grown.index, "", (), reason_of(self._texts.requests[grown.index]))
+                    yield self._form.chunk(grown.index, "", (), reason_of(self._texts.requests[grown.index]))
                 elif grown.delta.text or grown.delta.logprobs:
-                    yield self._form.part(grown.index, grown.delta.text, grown.delta.logprobs, None)
+                    yield self._form.chunk(grown.index, grown.delta.text, grown.delta.logprobs, None)
         except Exception as error:
             yield logged(error).body
         else:

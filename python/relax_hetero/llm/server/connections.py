@@ -29,8 +29,8 @@ class Connections:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self._most = min(limits.connections or max(1024, 4 * limits.in_flight), _file_limit())
-        self._most_of_address = limits.address_connections or max(256, 2 * limits.in_flight)
+        self._max_connections = min(limits.connections or max(1024, 4 * limits.in_flight), _file_limit())
+        self._max_address_connections = limits.address_connections or max(256, 2 * limits.in_flight)
         self._all: dict[Connection, None] = {}
         self._of_address: dict[str, dict[Connection, None]] = {}
 
@@ -38,11 +38,11 @@ class Connections:
         """Count a connection; where there are too many, close one without a request, or return an error."""
         of_address = self._of_address.setdefault(connection.address, {})
         self._all[connection] = of_address[connection] = None
-        for some, most in ((of_address, self._most_of_address), (self._all, self._most)):
-            if len(some) > most:
+        for some, limit in ((of_address, self._max_address_connections), (self._all, self._max_connections)):
+            if len(some) > limit:
                 idle = next(each for each in some if each.waits)  # the new one waits, too
                 if idle is connection:
-                    return ApiError(503, f"found {most} connections with requests, expected at most so many")
+                    return ApiError(503, f"found {limit} connections with requests, expected at most so many")
                 self.remove(idle)
                 idle.transport.abort()
         return None

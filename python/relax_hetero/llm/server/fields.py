@@ -136,21 +136,21 @@ def is_neutral(name: str, value: Any, changes: Mapping[str, tuple[Any, ...]]) ->
     return value is None or name not in changes or value in changes[name]
 
 
-def refuse_changes(given: Mapping[str, Any], changes: Mapping[str, tuple[Any, ...]], place: str = "") -> None:
+def refuse_changes(fields: Mapping[str, Any], changes: Mapping[str, tuple[Any, ...]], where: str = "") -> None:
     """ApiError for the first field that would change the answer and is not supported.
 
     Parameters
     ----------
-    given : mapping of str to object
+    fields : mapping of str to object
         Fields that the endpoint does not take, by name.
     changes : mapping of str to tuple of object
         Rows of this file.
-    place : str
+    where : str
         Where the fields stand in the body, such as ``stream_options.``.
     """
-    for name, value in given.items():
+    for name, value in fields.items():
         if not is_neutral(name, value, changes):
             neutral = "".join(f" or {json.dumps(each)}" for each in changes[name])
             instead = f"; use {_INSTEAD[name]}" if name in _INSTEAD else ""
             found = f"found {json.dumps(value):.80}, which this server does not support"
-            raise ApiError(400, f"{place}{name}: {found}, expected null{neutral}{instead}", place + name)
+            raise ApiError(400, f"{where}{name}: {found}, expected null{neutral}{instead}", where + name)

@@ -39,7 +39,7 @@ class Guard:
         on_answer: Callable[[str, int], None],
         body_seconds: float = 30.0,
     ) -> None:
-        self._app, self._key, self._most, self._on_answer = app, api_key, body_bytes, on_answer
+        self._app, self._key, self._max_body_bytes, self._on_answer = app, api_key, body_bytes, on_answer
         self._seconds = body_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,9 +79,9 @@ class Guard:
                 message = "found no valid API key, expected it as Authorization: Bearer or x-api-key"
                 raise ApiError(401, message, code="invalid_api_key")
         length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > self._most:
+        if not length.isdigit() or int(length) > self._max_body_bytes:
             found = length.decode("latin-1")
-            raise ApiError(413, f"body: found {found} bytes, expected at most {self._most:,}")
+            raise ApiError(413, f"body: found {found} bytes, expected at most {self._max_body_bytes:,}")
 
     def _bounded(self, receive: Receive) -> Receive:
         """Bodies without a length in their header are counted as they come; slow ones are given up."""
@@ -96,9 +96,9 @@ class Guard:
                 raise HTTPException(408, f"body: found no end of it within {self._seconds:g} s") from None
             is_whole = not message.get("more_body", False)
             seen += len(message.get("body", b""))
-            if seen > self._most:
+            if seen > self._max_body_bytes:
                 # Of the kind that FastAPI lets through where it reads a body.
-                raise HTTPException(413, f"body: found more than {self._most:,} bytes, expected at most so many")
+                raise HTTPException(413, f"body: found more than {self._max_body_bytes:,} bytes, expected at most so many")
             return message
 
         return counted

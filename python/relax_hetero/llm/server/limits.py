@@ -60,6 +60,6 @@ class Limits:
         for field in fields(self):
             value = getattr(self, field.name)
             # A count of 0 is allowed where it is the default, which stands for a limit that follows from others.
-            least = _MIN_SECONDS if field.name.endswith("seconds") else int(field.default != 0)
-            if not value >= least:
-                raise HeteroError(f"{field.name}: found {value}, expected at least {least}")
+            minimum = _MIN_SECONDS if field.name.endswith("seconds") else int(field.default != 0)
+            if not value >= minimum:
+                raise HeteroError(f"{field.name}: found {value}, expected at least {minimum}")

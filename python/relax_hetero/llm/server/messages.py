@@ -28,12 +28,12 @@ class Message(BaseModel):
     role: str = Field(min_length=1, max_length=64)
     content: str | list[Part] | None = None
 
-    def plain(self, place: str) -> dict[str, Any]:
+    def plain(self, where: str) -> dict[str, Any]:
         """The message with its text as one string.
 
         Parameters
         ----------
-        place : str
+        where : str
             Where the message stands in the body, for errors.
         """
         content = self.content
@@ -41,7 +41,7 @@ class Message(BaseModel):
             for index, part in enumerate(content):
                 if part.type != "text" or part.text is None:
                     found = f"found a part of type {part.type!r}" + (" without text" if part.type == "text" else "")
-                    raise ApiError(400, f"{place}.content.{index}: {found}, expected text", f"{place}.content.{index}")
+                    raise ApiError(400, f"{where}.content.{index}: {found}, expected text", f"{where}.content.{index}")
             content = "".join(part.text or "" for part in content)
         # Clients send messages back as they got them: templates take fields that say nothing for tool calls.
         said = {

@@ -27,7 +27,7 @@ _COUNTERS = {
     "prompt_tokens": "Tokens of prompts that were computed",
     "reused_tokens": "Tokens of prompts that were in the cache already",
     "tokens": "Tokens that were written",
-    "put_back": "Requests that gave their pages to an older one",
+    "preempted": "Requests that were preempted: an older one took their pages",
 }
 
 
@@ -44,11 +44,11 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(_OfEngine(engine))
         self._answers = Counter(f"{_PREFIX}answers", "Answers of HTTP", ["path", "status"], registry=self._registry)
-        self._first = self._histogram("seconds_to_first_token", "From the request to its first token", _SECONDS)
+        self._first = self._histogram("time_to_first_token_seconds", "From the request to its first token", _SECONDS)
         self._token = self._histogram(
-            "seconds_per_token", "Of tokens behind the first, a request's mean", _TOKEN_SECONDS
+            "time_per_output_token_seconds", "Of tokens behind the first, a request's mean", _TOKEN_SECONDS
         )
-        self._whole = self._histogram("request_seconds", "From the request to its end", _SECONDS)
+        self._duration = self._histogram("request_seconds", "From the request to its end", _SECONDS)
 
     def answered(self, path: str, status: int) -> None:
         """An answer was given, whose `path` is one of the server's own."""
@@ -58,7 +58,7 @@ class Metrics:
         """A text has ended."""
         times, tokens = request.times, request.usage.completion_tokens
         if times.finished:
-            self._whole.observe(times.finished - times.submitted)
+            self._duration.observe(times.finished - times.submitted)
         if times.first_token:
             self._first.observe(times.first_token - times.submitted)
             if times.finished and tokens > 1:

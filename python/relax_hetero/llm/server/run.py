@@ -14,7 +14,7 @@ from ..engine import Engine
 from .app import Settings, make_app
 from .connections import Connection, Connections
 
-GRACE = 10
+GRACE_SECONDS = 10
 """Seconds that answers get to end when the server is told to stop."""
 
 
@@ -33,7 +33,7 @@ def make_server(
         port=port,
         log_level=log_level,
         access_log=False,  # metrics count answers
-        timeout_graceful_shutdown=GRACE,
+        timeout_graceful_shutdown=GRACE_SECONDS,
         http=partial(Connection, Connections(settings.limits)),  # type: ignore[arg-type]  # it takes any callable
         timeout_keep_alive=settings.limits.idle_seconds,  # type: ignore[arg-type]  # nor need it be whole
         server_header=False,

@@ -14,7 +14,7 @@ from .api_errors import ApiError
 
 
 @dataclass(frozen=True)
-class Grown:
+class TextDelta:
     """Growth of one of the texts; without a `delta` it has ended."""
 
     index: int
@@ -60,7 +60,7 @@ class Texts:
         for request in self.requests:
             request.cancel()
 
-    async def grow(self) -> AsyncIterator[Grown]:
+    async def grow(self) -> AsyncIterator[TextDelta]:
         """Iterate over growth of texts, in the order in which it comes.
 
         Raises
@@ -72,9 +72,9 @@ class Texts:
         """
         if len(self.requests) == 1:
             async for delta in self.requests[0]:
-                yield Grown(0, delta)
+                yield TextDelta(0, delta)
             self._check()
-            yield Grown(0, None)
+            yield TextDelta(0, None)
             return
         async for grown in self._together():
             if grown.delta is None:
@@ -91,17 +91,17 @@ class Texts:
         if self._expired:
             raise ApiError(504, f"the request took more than {self.seconds:g} s")
 
-    async def _together(self) -> AsyncIterator[Grown]:
-        news: asyncio.Queue[Grown | Exception] = asyncio.Queue()
+    async def _together(self) -> AsyncIterator[TextDelta]:
+        news: asyncio.Queue[TextDelta | Exception] = asyncio.Queue()
 
         async def read(index: int, request: Request) -> None:
             try:
                 async for delta in request:
-                    news.put_nowait(Grown(index, delta))
+                    news.put_nowait(TextDelta(index, delta))
             except Exception as error:
                 news.put_nowait(error)
             else:
-                news.put_nowait(Grown(index, None))
+                news.put_nowait(TextDelta(index, None))
 
         readers = [asyncio.ensure_future(read(index, request)) for index, request in enumerate(self.requests)]
         left = len(readers)
@@ -117,7 +117,7 @@ class Texts:
                 reader.cancel()
 
 
-async def gone(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
     """Wait until the caller has gone away; its request must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -13,7 +13,7 @@ from ...artifact.signature import FunctionSignature, TensorSpec
 from ...display.console import Shown, table
 from ...display.text import bytes_text, plural
 
-_COLUMNS = ("weights", "transient", "arenas", "transfers", "results", "least")
+_COLUMNS = ("weights", "transient", "arenas", "transfers", "results", "lower_bound")
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _rows(uses: list[FunctionUse]) -> list[list[str]]:
             use.function,
             memory.device,
             *(bytes_text(getattr(memory, column)) for column in _COLUMNS),
-            f"{memory.ratio:.3f}" if memory.least else "",
+            f"{memory.ratio:.3f}" if memory.lower_bound else "",
         ]
         for use in uses
         for memory in use.devices
@@ -122,5 +122,5 @@ def use_with(plan: MemoryPlan, signature: FunctionSignature, inputs: Mapping[str
 def memory_line(use: FunctionUse) -> str:
     """Memory of a call, all devices together, in one line."""
     weights = sum(memory.weights for memory in use.devices)
-    ratio = f", {use.transient / use.least:.3f} times the least" if use.least else ""
+    ratio = f", {use.transient / use.lower_bound:.3f} times the least" if use.lower_bound else ""
     return f"Memory: weights {bytes_text(weights)}, transient {bytes_text(use.transient)} a call{ratio}."

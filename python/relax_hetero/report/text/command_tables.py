@@ -95,7 +95,7 @@ class CommandBuffers:
             ", ".join(region.parameters) or "-",
             constants,
             _size(region.arena),
-            region.ended,
+            region.ended_by,
         ]
 
     def _region_tables(self, region: RegionSpec) -> Iterator[Shown]:

@@ -18,8 +18,8 @@ from tvm.script.ir_builder import tirx as T
 from ...encoding.problem import AttentionProblem
 from ...errors import EncodingError
 from ...target.cpu_target import CpuTarget
-from ...target.element_types import HALVES
-from ...target.tile_instructions import TileInstruction, tile_instruction_for
+from ...target.element_types import HALF_TYPES
+from ...target.amx_instructions import AmxInstruction, amx_instruction_for
 from ..core.builder import Expr, Function, Registers, ceil_div, either, loop, minimum, opaque, when
 from ..core.work_split import part
 from ..matmul import tile_registers
@@ -64,10 +64,10 @@ def attention_kernel(problem: AttentionProblem, cpu: CpuTarget) -> tirx.PrimFunc
     """
     tensors = [problem.query, problem.key, problem.value, problem.result]
     types = {tensor.dtype for tensor in tensors}
-    if cpu.lanes("float32") < 2 or len(types) > 1 or not types <= {"float32", *HALVES}:
+    if cpu.lanes("float32") < 2 or len(types) > 1 or not types <= {"float32", *HALF_TYPES}:
         raise EncodingError(
             f"attention of {[tensor.dtype for tensor in tensors]} on {cpu.isa.name}: expected operands of one of "
-            f"float32, {', '.join(HALVES)}, and a machine with vectors"
+            f"float32, {', '.join(HALF_TYPES)}, and a machine with vectors"
         )
     function = Function("attention")
     with function:
@@ -127,7 +127,7 @@ def _emit_forms(spec: AttentionSpec, cpu: CpuTarget, task: Expr) -> None:
 
 def _emit_task(spec: AttentionSpec, cpu: CpuTarget, task: Expr) -> None:
     blocks, sizes = spec.blocks, spec.sizes
-    instruction = tile_instruction_for(cpu, "bfloat16", "bfloat16", "float32") if blocks.by_tiles else None
+    instruction = amx_instruction_for(cpu, "bfloat16", "bfloat16", "float32") if blocks.by_tiles else None
     if instruction is not None:
         begin_tiles(spec)
     parts = opaque(ceil_div(sizes["m"], blocks.queries))
@@ -145,7 +145,7 @@ def _emit_task(spec: AttentionSpec, cpu: CpuTarget, task: Expr) -> None:
 
 
 def _emit_queries(
-    spec: AttentionSpec, instruction: TileInstruction | None, at: dict[str, Expr], queries: tuple[Expr, Expr]
+    spec: AttentionSpec, instruction: AmxInstruction | None, at: dict[str, Expr], queries: tuple[Expr, Expr]
 ) -> None:
     """A block of queries of one head against every block of keys."""
     begin, end = queries

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from tvm.script.ir_builder import tirx as T
 
-from ...target.dot_instructions import DotInstruction, wide_instruction
+from ...target.dot_instructions import DotInstruction, widened_instruction
 from ..core.builder import (
     Expr,
     Registers,
@@ -169,7 +169,7 @@ def accumulate(
         existing.append(accs[number] if mask is None else T.Select(mask, accs[number], nothing))
     with when(is_out_of_range(existing, steps * spec.dot.k0, lanes, least)):
         clear()
-        emit(wide_instruction(spec.dot), 0, steps, accs)
+        emit(widened_instruction(spec.dot), 0, steps, accs)
 
 
 def factors_of_scores(spec: AttentionSpec, at: dict[str, Expr], row: Expr) -> Factor:

@@ -12,8 +12,8 @@ from tvm.script.ir_builder import tirx as T
 from ...encoding.problem import AttentionProblem, Operand
 from ...target.cpu_target import CpuTarget
 from ...target.dot_instructions import DotInstruction, dot_instruction_for
-from ...target.element_types import HALVES
-from ...target.tile_instructions import TILE_ROWS, tile_instruction_for
+from ...target.element_types import HALF_TYPES
+from ...target.amx_instructions import TILE_ROWS, amx_instruction_for
 from ...target.tiles import tile_sizes
 from ..core.builder import (
     Expr,
@@ -127,7 +127,7 @@ class HeadsView(View):
         return self._computed(self.load_bits(start, along, lanes, mask))
 
     def _computed(self, value: Expr) -> Expr:
-        return cast(self.typed(value), "float32") if self.nominal in HALVES else value
+        return cast(self.typed(value), "float32") if self.nominal in HALF_TYPES else value
 
     def store(self, start: Expr, value: Expr, lanes: int, mask: Expr | None) -> None:
         """Write neighbours, those of the mask where there is one."""
@@ -283,14 +283,14 @@ def block_sizes(problem: AttentionProblem, cpu: CpuTarget) -> Blocks:
         width=int(sizes["d"]),
         is_decode=is_decode,
         is_paired=is_paired,
-        is_widened=problem.query.dtype in HALVES and not is_decode and not is_paired,
+        is_widened=problem.query.dtype in HALF_TYPES and not is_decode and not is_paired,
     )
 
 
 def tile_register_blocks(problem: AttentionProblem, cpu: CpuTarget) -> Blocks | None:
     """The blocks where tile registers multiply; None where the CPU has none, or operands do not lie in pairs."""
     sizes: dict[str, Any] = dict(problem.sizes)
-    if tile_instruction_for(cpu, "bfloat16", "bfloat16", "float32") is None or not _lies_in_pairs(problem, "bfloat16"):
+    if amx_instruction_for(cpu, "bfloat16", "bfloat16", "float32") is None or not _lies_in_pairs(problem, "bfloat16"):
         return None
     lanes, columns, queries, keys = cpu.lanes("float32"), 2 * TILE_ROWS, sizes["m"], sizes["n"]
     most = 2 * TILE_ROWS
@@ -324,7 +324,7 @@ def accumulation(problem: AttentionProblem, cpu: CpuTarget) -> DotInstruction:
     single = dot_instruction_for(cpu, *("float32",) * 3)
     assert single is not None, "every machine multiplies float32"
     dtype = problem.query.dtype
-    dot = dot_instruction_for(cpu, dtype, dtype, "float32", by_rows=True) if dtype in HALVES else None
+    dot = dot_instruction_for(cpu, dtype, dtype, "float32", by_rows=True) if dtype in HALF_TYPES else None
     return dot if dot is not None and dot.form in _PAIRED and _lies_in_pairs(problem, dtype) else single
 
 

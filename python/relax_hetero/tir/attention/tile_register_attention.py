@@ -15,7 +15,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...target.element_types import bytes_of
-from ...target.tile_instructions import TILE_BYTES, TILE_ROWS, TileInstruction
+from ...target.amx_instructions import TILE_BYTES, TILE_ROWS, AmxInstruction
 from ..core.builder import (
     Expr,
     Registers,
@@ -74,7 +74,7 @@ def pad_values(spec: AttentionSpec, size: Expr) -> None:
 
 
 def emit_query_tiles(
-    spec: AttentionSpec, instruction: TileInstruction, at: dict[str, Expr], queries: tuple[Expr, Expr], span: Span
+    spec: AttentionSpec, instruction: AmxInstruction, at: dict[str, Expr], queries: tuple[Expr, Expr], span: Span
 ) -> None:
     """The work of a block of queries, from the first to the last, for a block of keys."""
     begin, end = queries
@@ -100,7 +100,7 @@ class _QueryTiles(QueryRows):
     def __init__(
         self,
         spec: AttentionSpec,
-        instruction: TileInstruction,
+        instruction: AmxInstruction,
         at: dict[str, Expr],
         row: Expr,
         within: Expr,

@@ -15,8 +15,8 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...artifact import graph_layout as state
-from ...artifact.graph_layout import FILLED_AT_ONCE, ROWS, TOLD_EVERY, WAYS, Layout
-from ...target.gpu_target import MOST_THREADS, gpu_target_of
+from ...artifact.graph_layout import FILLED_AT_ONCE, ROWS, REPORT_INTERVAL, WAYS, Layout
+from ...target.gpu_target import MAX_BLOCK_THREADS, gpu_target_of
 from ..core.builder import Expr, Function
 from ..cuda.core.ptx import let_next_launch_begin
 from .command_list import Tensor
@@ -181,7 +181,7 @@ def fetch_kernel(name: str, slots: int, target: tvm.target.Target, extent: tirx.
     `extent` counts the threads of a kernel that it becomes the beginning of. TVM makes one variable of all loops over
     the same threads, so both count in the same type.
     """
-    extent = _word(min(ROWS * slots, MOST_THREADS)) if extent is None else extent
+    extent = _word(min(ROWS * slots, MAX_BLOCK_THREADS)) if extent is None else extent
     threads = int(extent.value)
     rounds = -(-ROWS * slots // threads)
     with Function(name) as function:
@@ -202,7 +202,7 @@ def fetch_kernel(name: str, slots: int, target: tvm.target.Target, extent: tirx.
             T.evaluate(T.tvm_storage_sync("shared"))
             with T.If(thread == 0), T.Then():
                 T.buffer_store(table, ticket[_word(0)] + 1, [_word(state.TICKET)])
-                with T.If(tirx.truncmod(ticket[_word(0)], _word(TOLD_EVERY)) == 0), T.Then():
+                with T.If(tirx.truncmod(ticket[_word(0)], _word(REPORT_INTERVAL)) == 0), T.Then():
                     T.buffer_store(consumed, ticket[_word(0)], [_word(0)])
             for number, place in enumerate(here):
                 is_meant = tirx.floordiv(place, slots) == tirx.truncmod(ticket[_word(0)], _word(ROWS))

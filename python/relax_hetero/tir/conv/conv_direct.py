@@ -18,8 +18,8 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...target.element_types import bytes_of
-from ...target.tile_instructions import tile_instruction_for
-from ...target.tiles import MOST_PLACES, conv_places
+from ...target.amx_instructions import amx_instruction_for
+from ...target.tiles import MAX_PIXELS, conv_pixels
 from ..core.builder import Expr, ceil_div, either, loop, minimum, opaque
 from ..core.work_split import part
 from ..matmul.tile_registers import LLVM_TEXT, tiles_or_vectors
@@ -55,10 +55,10 @@ class PanelTiles:
 def emit_direct(conv: Convolution) -> None:
     """Write the body of the kernel: by tile registers where they pay and the process may use them, else by vectors."""
     problem = conv.problem
-    instruction = tile_instruction_for(conv.cpu, problem.data.dtype, problem.weight.dtype, problem.acc_dtype)
+    instruction = amx_instruction_for(conv.cpu, problem.data.dtype, problem.weight.dtype, problem.acc_dtype)
     tiles = tile_convolution(conv, instruction)
     if tiles is None:
-        _emit_by_vectors(conv, MOST_PLACES)
+        _emit_by_vectors(conv, MAX_PIXELS)
         return
     with T.attr(0, "pragma_import_llvm", LLVM_TEXT):
         tiles_or_vectors(lambda: emit_tiles(tiles), lambda: _emit_by_vectors(conv, FEW_PLACES))
@@ -103,7 +103,7 @@ def _panel_elements(conv: Convolution) -> int:
 
 def _most_places(conv: Convolution, vectors: int) -> int:
     """The widest tile: as the registers allow, less where places would put one another out of the cache."""
-    most = conv_places(conv.cpu, conv.dot, vectors)
+    most = conv_pixels(conv.cpu, conv.dot, vectors)
     apart = conv.data.stride(f"x{len(conv.windows) - 1}") * conv.windows[-1].stride * bytes_of(conv.data.dtype)
     return min(most, PLACES_IN_ONE_SET) if apart % CACHE_WAY_BYTES == 0 else most
 

@@ -16,7 +16,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...target.dot_instructions import wide_instruction
+from ...target.dot_instructions import widened_instruction
 from ...target.element_types import bytes_of
 from ..core.builder import (
     CACHE_LINE_BYTES,
@@ -199,7 +199,7 @@ def _accumulate_short(conv: Convolution, tile: ConvTile, accs: Registers) -> Non
         short.finish()
     with when(is_out_of_range([accs[number] for number in range(count)], window * conv.depth, conv.lanes)):
         _clear(conv, accs, count)
-        wide = replace(conv, dot=wide_instruction(conv.dot))
+        wide = replace(conv, dot=widened_instruction(conv.dot))
         alone = replace(tile, ahead=None)
         over_taps(tile.row, lambda taps: _accumulate_row(wide, alone, taps, _Sums(accs)))
 

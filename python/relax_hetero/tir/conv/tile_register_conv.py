@@ -18,7 +18,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.problem import Window
 from ...target.element_types import bytes_of
-from ...target.tile_instructions import TILE_BYTES, TILE_ROWS, TileInstruction
+from ...target.amx_instructions import TILE_BYTES, TILE_ROWS, AmxInstruction
 from ..core.builder import (
     Expr,
     ceil_div,
@@ -44,7 +44,7 @@ class TileConvolution:
     """A convolution that tiles compute; see `tile_convolution`."""
 
     conv: Convolution
-    instruction: TileInstruction
+    instruction: AmxInstruction
     plan: TilePlan
     split: Split
 
@@ -96,7 +96,7 @@ class TileConvolution:
         return [self.conv.result.extents[0], *self.conv.result.extents[2:-2]]
 
 
-def tile_convolution(conv: Convolution, instruction: TileInstruction | None) -> TileConvolution | None:
+def tile_convolution(conv: Convolution, instruction: AmxInstruction | None) -> TileConvolution | None:
     """How tiles compute a convolution, None if they do not."""
     if instruction is None or conv.lanes != COLUMNS:
         return None

@@ -15,7 +15,7 @@ from math import gcd, prod
 
 from ...encoding.problem import ConvProblem, Window
 from ...target.element_types import bytes_of
-from ...target.tile_instructions import TILE_BYTES, TILE_ROWS, TileInstruction
+from ...target.amx_instructions import TILE_BYTES, TILE_ROWS, AmxInstruction
 from ..core.builder import ceil_div
 
 GROUP_BYTES = 4  # of k0 neighbouring input channels, whatever their type
@@ -140,7 +140,7 @@ class TilePlan:
         return min(2, self.rows * self.across)
 
 
-def plan_tiles(problem: ConvProblem, instruction: TileInstruction, parts: int) -> TilePlan | None:
+def plan_tiles(problem: ConvProblem, instruction: AmxInstruction, parts: int) -> TilePlan | None:
     """How tiles go over a convolution; None where vectors are better, or tiles cannot read the operands.
 
     Parameters
@@ -159,7 +159,7 @@ def plan_tiles(problem: ConvProblem, instruction: TileInstruction, parts: int) -
         return None
     across = ceil_div(places[-1], TILE_ROWS)
     height = ceil_div(places[-1], across)
-    if height < instruction.least_rows:
+    if height < instruction.min_rows:
         return None
     copied = _steps_of(problem, instruction.k0, may_join=True, may_share=True)
     in_place = _steps_in_place(problem, instruction.k0)

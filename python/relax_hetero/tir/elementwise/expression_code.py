@@ -23,7 +23,7 @@ from ...encoding.expression import Expression
 from ...encoding.functions import FUNCTIONS
 from ...encoding.problem import Epilogue
 from ...errors import EncodingError
-from ...target.element_types import HALVES
+from ...target.element_types import HALF_TYPES
 from ..core.builder import Expr, Function, prefetch, vector_type
 from ..core.view import Coordinates, OperandView
 from ..math import vector_math
@@ -110,7 +110,7 @@ def emit(
         return _Value(like.dtype, vector_math.once(function(*terms, *params)))
 
     whole = with_quantize(expression, dtypes)
-    if whole.term.op == "cast" and whole.term.params[0] in HALVES:
+    if whole.term.op == "cast" and whole.term.params[0] in HALF_TYPES:
         # Rounded once, to what is stored, not to a float32 first.
         inner = _known(expression, Expression(whole.term.args[0]).fold(operands, apply))
         return cast(inner.value, whole.term.params[0])

@@ -11,7 +11,7 @@ import tvm
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...target.element_types import HALVES
+from ...target.element_types import HALF_TYPES
 from ..core.builder import vector_type
 from . import vector_math
 
@@ -81,7 +81,7 @@ def _least(x: tirx.Expr, dtype: str) -> tirx.Expr:
 
 def computed_in(dtype: str) -> str:
     """The element type that arithmetic on `dtype` is done in."""
-    return "float32" if dtype in HALVES else dtype
+    return "float32" if dtype in HALF_TYPES else dtype
 
 
 def cast(value: tirx.Expr, dtype: str) -> tirx.Expr:

@@ -19,7 +19,7 @@ from ...errors import EncodingError
 from ...target.cpu_target import CpuTarget
 from ...target.dot_instructions import dot_instruction_for
 from ...target.element_types import bytes_of
-from ...target.tile_instructions import TileInstruction, tile_instruction_for
+from ...target.amx_instructions import AmxInstruction, amx_instruction_for
 from ...target.tiles import tile_sizes
 from ..core.builder import Expr, Function, Registers, ceil_div, loop, minimum, opaque
 from ..core.ties import tied_to
@@ -80,7 +80,7 @@ def matmul_kernel(problem: MatmulProblem, cpu: CpuTarget) -> tirx.PrimFunc:
             for view in views:
                 view.open()
             rows = phase_code(problem.rows, in_rows, result, cpu, n) if problem.rows else None
-            tiles = tile_instruction_for(cpu, *types)
+            tiles = amx_instruction_for(cpu, *types)
             if tiles is not None and not takes_tiles(spec, tiles):
                 tiles = None
             texts = [text for text in (llvm_import(dot, lanes), LLVM_TEXT if tiles else None) if text is not None]
@@ -90,7 +90,7 @@ def matmul_kernel(problem: MatmulProblem, cpu: CpuTarget) -> tirx.PrimFunc:
 
 
 def _emit_ways(
-    spec: MatmulSpec, cpu: CpuTarget, batch: list[str], rows: RowSpec | None, tiles: TileInstruction | None
+    spec: MatmulSpec, cpu: CpuTarget, batch: list[str], rows: RowSpec | None, tiles: AmxInstruction | None
 ) -> None:
     """Emit tile registers where the CPU has them, the process may use them, and rows are not few; else vectors."""
     if tiles is None:
@@ -99,7 +99,7 @@ def _emit_ways(
     tiles_or_vectors(
         lambda: emit_tile_products(spec, cpu, batch, rows, tiles),
         lambda: _emit_loops(spec, cpu, batch, rows),
-        True if isinstance(spec.m, int) else spec.m >= tiles.least_rows,
+        True if isinstance(spec.m, int) else spec.m >= tiles.min_rows,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...target.dot_instructions import DotInstruction, wide_instruction
+from ...target.dot_instructions import DotInstruction, widened_instruction
 from ...target.element_types import bytes_of
 from ..core.builder import (
     CACHE_LINE_BYTES,
@@ -145,7 +145,7 @@ def _accumulate_short(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, 
 
     with when(is_out_of_range([existing(number) for number in range(count)], k.size, spec.lanes)):
         _clear(spec, accs, range(count))
-        wide = replace(spec, dot=wide_instruction(spec.dot))
+        wide = replace(spec, dot=widened_instruction(spec.dot))
         _accumulate(wide, replace(tile, sweep=None), accs, k, 1)
 
 

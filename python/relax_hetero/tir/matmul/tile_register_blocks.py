@@ -18,7 +18,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...target.cpu_target import CpuTarget
-from ...target.tile_instructions import TILE_BYTES, TILE_ROWS, TileInstruction, tile_instruction_for
+from ...target.amx_instructions import TILE_BYTES, TILE_ROWS, AmxInstruction, amx_instruction_for
 from ..core.builder import Expr, ceil_div, constant, lane_indices, lane_mask, let, loop, minimum, opaque, zeros
 from ..core.work_split import part, split_work
 from ..math.casts import bfloat16_bits
@@ -43,7 +43,7 @@ _STEP = 2 * TILE_ROWS  # k of a step, or half of it
 _LEFT, _RIGHT = (4, 5), (6, 7)  # tiles of factors; those of sums are 0 to 3, two for each of the left ones
 
 
-def block_tiles(spec: BlockSpec, cpu: CpuTarget) -> TileInstruction | None:
+def block_tiles(spec: BlockSpec, cpu: CpuTarget) -> AmxInstruction | None:
     """The product of tiles for weights in panels; None where tiles cannot multiply them, or vectors are to."""
     problem = spec.problem
     is_whole = spec.chain % TILE_ROWS == 0 or spec.chains == 1
@@ -51,10 +51,10 @@ def block_tiles(spec: BlockSpec, cpu: CpuTarget) -> TileInstruction | None:
     by_vectors = problem.rows == "decode" or (is_few and not problem.rows)
     if not is_whole or by_vectors or problem.panel != 2 * _LANES or 0 in (problem.depth, problem.columns):
         return None
-    return tile_instruction_for(cpu, "bfloat16", "bfloat16", "float32")
+    return amx_instruction_for(cpu, "bfloat16", "bfloat16", "float32")
 
 
-def emit_block_tiles(spec: BlockSpec, cpu: CpuTarget, instruction: TileInstruction) -> None:
+def emit_block_tiles(spec: BlockSpec, cpu: CpuTarget, instruction: AmxInstruction) -> None:
     """Write the loops, where the process may use tiles and rows are not few."""
     _Loops(spec, instruction).write(cpu)
 
@@ -62,7 +62,7 @@ def emit_block_tiles(spec: BlockSpec, cpu: CpuTarget, instruction: TileInstructi
 class _Loops:
     """Sizes, and the code of each loop."""
 
-    def __init__(self, spec: BlockSpec, instruction: TileInstruction) -> None:
+    def __init__(self, spec: BlockSpec, instruction: AmxInstruction) -> None:
         self.spec, self.instruction = spec, instruction
         self.terms = _TERMS[16 if spec.plan.form.is_plain else spec.problem.activation_bits]
         depth, columns = spec.problem.depth, spec.problem.panel

@@ -23,7 +23,7 @@ from tvm.script.ir_builder import tirx as T
 from ...encoding.expression import Expression
 from ...target.cpu_target import CpuTarget
 from ...target.element_types import bytes_of
-from ...target.tile_instructions import TILE_BYTES, TILE_ROWS, TileInstruction
+from ...target.amx_instructions import TILE_BYTES, TILE_ROWS, AmxInstruction
 from ..core.builder import Expr, ceil_div, either, int64, lane_indices, lane_mask, let, loop, minimum, opaque
 from ..core.view import Coordinates, OperandView, extent_of
 from ..core.work_split import Split, part, split_work, unravel
@@ -57,12 +57,12 @@ _LANES = 16  # columns of a tile
 _LEFT, _RIGHT = (4, 5), (6, 7)  # tiles of factors; those of sums are 0 to 3, two for each of the left ones
 
 
-def takes_tiles(spec: MatmulSpec, instruction: TileInstruction) -> bool:
+def takes_tiles(spec: MatmulSpec, instruction: AmxInstruction) -> bool:
     """Return whether tiles can read the operands as they are stored, and there are rows enough."""
     lhs, rhs = spec.lhs, spec.rhs
     if not isinstance(spec.k, int) or not isinstance(spec.n, int) or 0 in (spec.k, spec.n):
         return False
-    if isinstance(spec.m, int) and spec.m < instruction.least_rows:
+    if isinstance(spec.m, int) and spec.m < instruction.min_rows:
         return False
     rows_are_plain = lhs.layout.is_identity and lhs.runs_along("m") and lhs.index_map[-1] == "k"
     if not rows_are_plain or is_row_major(rhs):
@@ -100,7 +100,7 @@ class _Product:
     """
 
     spec: MatmulSpec
-    instruction: TileInstruction
+    instruction: AmxInstruction
     batch: tuple[str, ...]
     heights: tuple[Expr, Expr]
     vectors: int
@@ -167,7 +167,7 @@ class _Task:
 
 
 def emit_tile_products(
-    spec: MatmulSpec, cpu: CpuTarget, batch: list[str], rows_code: RowSpec | None, instruction: TileInstruction
+    spec: MatmulSpec, cpu: CpuTarget, batch: list[str], rows_code: RowSpec | None, instruction: AmxInstruction
 ) -> None:
     """Write the loops of a product that `takes_tiles`, where the process may use them and `m` is not too small."""
     height, heights = _heights(spec.m)
@@ -222,7 +222,7 @@ def _heights(m: Expr) -> tuple[Expr, tuple[Expr, Expr]]:
 
 def _product(
     spec: MatmulSpec,
-    instruction: TileInstruction,
+    instruction: AmxInstruction,
     batch: tuple[str, ...],
     heights: tuple[Expr, Expr],
     panel: int,

@@ -16,7 +16,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...target.tile_instructions import TILE_BYTES, TileInstruction
+from ...target.amx_instructions import TILE_BYTES, AmxInstruction
 from ..core.builder import Expr, either, int64, loop, opaque
 
 _ASK, _COPY = "relax_hetero_may_use_tiles", "relax_hetero_copy_64"
@@ -108,7 +108,7 @@ def store(tile: int, address: Expr, stride: Expr) -> None:
     _emit("llvm.x86.tilestored64", T.int8(tile), address, int64(stride))
 
 
-def multiply(instruction: TileInstruction, sums: int, left: int, right: int) -> None:
+def multiply(instruction: AmxInstruction, sums: int, left: int, right: int) -> None:
     """Add the product of two tiles to a third."""
     _emit(instruction.instruction, T.int8(sums), T.int8(left), T.int8(right))
 

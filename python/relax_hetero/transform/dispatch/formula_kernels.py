@@ -21,7 +21,7 @@ from tvm import relax
 
 from ...encoding.expression import Expression, Term
 from ...encoding.functions import FUNCTIONS
-from ...target.element_types import HALVES
+from ...target.element_types import HALF_TYPES
 from ..ir.relax_expressions import from_expression
 
 Legalize = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
@@ -39,7 +39,7 @@ def _legalize(formula: str, others: dict[str, Legalize], builder: relax.BlockBui
         return builder.emit(legalize(builder, part))
 
     expression, dtype = Expression.parse(formula), str(call.ty.dtype)
-    if dtype in HALVES:
+    if dtype in HALF_TYPES:
         single = Expression(Term("cast", (Expression.operand(0).term,), ("float32",)))
         expression = Expression(Term("cast", (expression.substitute([single]).term,), (dtype,)))
     return from_expression(expression, list(call.args), emit)

@@ -25,7 +25,7 @@ from ...encoding.expression import Expression, Term
 from ...encoding.requantization import numbers_as_operands, simplify_requantization
 from ...encoding.row_program import operands_of
 from ...op import encoded as op
-from ...target.element_types import HALVES
+from ...target.element_types import HALF_TYPES
 from ...target.vdevice import same_object
 from ..ir.axes import permutation
 from ..ir.blocks import Block, Emitter, broadcast, is_one, same_extent, same_shape, shape_of, tensor_type, with_regions
@@ -243,7 +243,7 @@ class Growth:
             return False
         narrow = value.args[0]
         is_end = narrow in self.values and self.values[narrow] == best.expression
-        is_wider = str(narrow.ty.dtype) in HALVES and str(binding.var.ty.dtype) == "float32"
+        is_wider = str(narrow.ty.dtype) in HALF_TYPES and str(binding.var.ty.dtype) == "float32"
         return is_end and is_wider and "pool" not in reader
 
     def _reader(self, var: relax.Var) -> str | None:

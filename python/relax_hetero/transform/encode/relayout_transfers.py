@@ -12,7 +12,7 @@ from ...encoding.encoding import Encoding
 from ...encoding.packed_layout import PackedLayout
 from ...op import encoded as ops
 from ...target.cpu_target import cpu_target_of
-from ...target.hosts import NETWORK_RATE, host_of
+from ...target.hosts import NETWORK_BYTES_PER_SECOND, host_of
 from ...target.vdevice import on_one_device
 from ..ir.rewriting import with_vdevice
 from .encoded_values import extents_of
@@ -66,7 +66,7 @@ class Crossing:
     def _wire(self, size: int) -> float:
         if on_one_device(self.source, self.destination):
             return 0.0
-        return size / (WIRE_RATE if host_of(self.source) == host_of(self.destination) else NETWORK_RATE)
+        return size / (WIRE_RATE if host_of(self.source) == host_of(self.destination) else NETWORK_BYTES_PER_SECOND)
 
     def _bytes(self, layout: PackedLayout) -> int:
         extents = [int(e) if isinstance(e, tvm.tirx.IntImm) else _SYMBOLIC_EXTENT for e in extents_of(self.ty)]

@@ -17,7 +17,7 @@ from tvm import relax, tirx
 from ...encoding.encoding import DYNAMIC
 from ...encoding.expression import Expression, Term
 from ...encoding.heads import NAMES, STATIC, Heads
-from ...target.element_types import HALVES
+from ...target.element_types import HALF_TYPES
 from ..ir.blocks import Block, broadcast, is_one, same_shape, shape_of
 from ..ir.op_names import PERMUTE, RESHAPE
 from ..ir.relax_expressions import scalar_of, to_expression
@@ -28,7 +28,7 @@ from .causal_masks import without_triangle
 _SOFTMAX, _MATMUL = "relax.nn.softmax", "relax.matmul"
 ATTENTION_OPS = ("relax.nn.attention", "relax.nn.attention_bias")
 _CAUSAL = {None: "", "TopLeft": "top_left", "BottomRight": "bottom_right"}
-TYPES = ("float32", *HALVES)
+TYPES = ("float32", *HALF_TYPES)
 """Element types of operands and result; scores are of float32."""
 
 
@@ -150,7 +150,7 @@ def in_float32(expression: Expression, masks: Sequence[str]) -> Expression:
         Element types of ``x1``, ``x2``, ...
     """
     operands = [Term("operand", (), (index,)) for index in range(len(masks) + 1)]
-    narrow = {operands[index + 1] for index, dtype in enumerate(masks) if dtype in HALVES}
+    narrow = {operands[index + 1] for index, dtype in enumerate(masks) if dtype in HALF_TYPES}
     known = {operands[0], *(operands[index + 1] for index, dtype in enumerate(masks) if dtype == "float32")}
 
     def apply(op: str, args: list[Term], params: tuple[Any, ...]) -> Term:

@@ -15,7 +15,7 @@ import tvm
 from tvm import relax, tirx
 
 from ...encoding.heads import HeadsMap
-from ...target.element_types import HALVES
+from ...target.element_types import HALF_TYPES
 from ..ir.axes import permutation
 from ..ir.blocks import Block, is_one, same_extent, shape_of
 from ..ir.op_names import CAST, PERMUTE, RESHAPE
@@ -173,7 +173,7 @@ def _scaled(view: HeadsTrace, call: relax.Call, _sizes: Mapping[str, Any]) -> He
 
 def _recast(view: HeadsTrace, call: relax.Call, _sizes: Mapping[str, Any]) -> HeadsTrace | None:
     types = {str(call.attrs.dtype), str(call.args[0].ty.dtype)}
-    return replace(view, value=call.args[0]) if types <= {*HALVES, "float32"} else None
+    return replace(view, value=call.args[0]) if types <= {*HALF_TYPES, "float32"} else None
 
 
 def _repeated(view: HeadsTrace, call: relax.Call, _sizes: Mapping[str, Any]) -> HeadsTrace | None:
@@ -314,4 +314,4 @@ def followed(block: Block, view: HeadsTrace, sizes: Mapping[str, Any]) -> tuple[
 def rounds(value: relax.Expr) -> bool:
     """Return whether this is a cast from float32 to half precision."""
     is_cast = op_name(value) == CAST and str(value.args[0].ty.dtype) == "float32"
-    return is_cast and str(value.attrs.dtype) in HALVES
+    return is_cast and str(value.attrs.dtype) in HALF_TYPES

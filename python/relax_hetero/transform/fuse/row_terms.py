@@ -9,7 +9,7 @@ from tvm import relax
 
 from ...encoding.expression import Term
 from ...op.traits import traits_of
-from ...target.element_types import HALVES
+from ...target.element_types import HALF_TYPES
 from ..ir.rewriting import op_name
 
 Reduce = Callable[[str, Term], Term]
@@ -56,7 +56,7 @@ def rounded(term: Term, value: relax.Expr) -> Term:
     that, not what they compute on the way. A later op may be sensitive to that: a difference of what is nearly equal.
     """
     dtype = str(value.ty.dtype)
-    return term if dtype not in HALVES or traits_of(op_name(value)).is_exact else Term("cast", (term,), (dtype,))
+    return term if dtype not in HALF_TYPES or traits_of(op_name(value)).is_exact else Term("cast", (term,), (dtype,))
 
 
 def row_op(call: relax.Expr) -> RowOp | None:

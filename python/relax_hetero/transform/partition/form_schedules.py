@@ -182,7 +182,7 @@ class _Cutter:
             self._number_each(makes),
             function=gv.name_hint,
             sizes=sizes,
-            also=part.devices[1:],
+            other_devices=part.devices[1:],
             calls=tuple(name for binding in bindings for name in _callees(binding.value)),
         )
 

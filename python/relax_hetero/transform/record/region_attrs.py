@@ -112,7 +112,7 @@ def region_spec(outlined: OutlinedRegion, vdevices: list[relax.VDevice]) -> Regi
         arena=texts.of(outlined.arena),
         commands=tuple(map(command, outlined.steps)),
         runs="host function" if is_host else "stream",
-        ended=outlined.ended,
+        ended_by=outlined.ended,
     )
 
 

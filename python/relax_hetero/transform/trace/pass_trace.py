@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 import tvm
 
-from ...artifact.what_reads import found
+from ...artifact.file_hints import describe_value
 from ...display.html import Markup, escaped, folded, page, paragraph, view
 from ...display.text import text_table
 from ...errors import HeteroError
@@ -373,7 +373,7 @@ def trace_passes(
             raise HeteroError("trace_passes: found passes without a module, expected trace_passes(mod, passes)")
         return trace
     if not isinstance(mod, tvm.IRModule):
-        raise HeteroError(f"trace_passes: {found(mod)}; expected a tvm.IRModule")
+        raise HeteroError(f"trace_passes: {describe_value(mod)}; expected a tvm.IRModule")
     from ..pipeline import pipeline_steps  # which imports every pass
 
     run = _checked([step.run for step in pipeline_steps()] if passes is None else passes)

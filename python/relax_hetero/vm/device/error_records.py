@@ -14,7 +14,7 @@ import ctypes
 import threading
 from collections.abc import Iterable
 
-from ...artifact.checks import CLAIMED, END, FOUND, KEY, LEAST, READY, WORDS, CheckSpec
+from ...artifact.checks import CLAIMED, END, FOUND, KEY, FIRST, READY, WORDS, CheckSpec
 from ...errors import HeteroError
 from .cuda_library import cuda_library
 from .cuda_memory import PinnedBlock
@@ -51,7 +51,7 @@ class ErrorRecord:
         with self._lock:
             if not self.words[READY]:
                 return None
-            key, found, least, end = map(self._number, (KEY, FOUND, LEAST, END))
+            key, found, least, end = map(self._number, (KEY, FOUND, FIRST, END))
             self.words[READY] = 0
             self.words[CLAIMED] = 0  # last: from here on a thread of the GPU may fill it
             return key, found, least, end

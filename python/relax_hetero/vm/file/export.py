@@ -24,7 +24,7 @@ from tvm.base import _RUNTIME_ONLY
 from ...artifact.container import Version, write_container
 from ...artifact.metadata import Metadata
 from ...artifact.signing import trailer_of
-from ...artifact.what_reads import found
+from ...artifact.file_hints import describe_value
 from ...errors import BuildError
 from ...target.cpu_cores import num_cores
 from ..device.cpu_features import with_features
@@ -142,7 +142,7 @@ def checked_path(path: object, what: str) -> str:
     try:
         text = os.fsdecode(path)  # type: ignore[arg-type]
     except TypeError:
-        raise BuildError(f"{what}: {found(path)}; expected a path") from None
+        raise BuildError(f"{what}: {describe_value(path)}; expected a path") from None
     if not text or "\0" in text:
         raise BuildError(f"{what}: {text!r} is no path")
     return text

@@ -90,7 +90,7 @@ def whole(signature: FunctionSignature, entries: Sequence[int]) -> Schedule:
     inputs = len(signature.inputs)
     first, *also = entries or (-1,)
     reads, takes = tuple(range(inputs)), signature.takes_constants
-    step = Step(first, reads, (inputs,), signature.name, also=tuple(also), takes_constants=takes)
+    step = Step(first, reads, (inputs,), signature.name, other_devices=tuple(also), takes_constants=takes)
     return Schedule(signature.name, inputs, inputs + 1, (step,), inputs)
 
 

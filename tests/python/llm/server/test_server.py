@@ -300,7 +300,7 @@ def test_a_prompt_that_does_not_fit_has_the_code_of_openai(http, server):
 
 def test_a_caller_that_does_not_read_is_given_up(monkeypatch):
     """It would be one of the requests in flight for ever."""
-    monkeypatch.setattr(calls, "GRACE", 0.05)
+    monkeypatch.setattr(calls, "GRACE_SECONDS", 0.05)
     ended = []
 
     async def answer() -> None:
@@ -355,7 +355,7 @@ def test_health_and_metrics(http):
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(values["relax_hetero_llm_tokens_total"]) >= 5
     assert float(values['relax_hetero_llm_answers_total{path="/v1/completions",status="200"}']) >= 1
-    assert float(values["relax_hetero_llm_seconds_to_first_token_count"]) >= 1
+    assert float(values["relax_hetero_llm_time_to_first_token_seconds_count"]) >= 1
 
 
 def idle(server: Server) -> None:

@@ -76,7 +76,7 @@ SCHEDULE = Schedule(
     (
         Step(0, (0,), (1,), "main_step", calls=("main_commands",)),
         Step(1, (1,), (2,), source=0),
-        Step(1, (2,), (3,), "main_step_1", also=(-1,)),
+        Step(1, (2,), (3,), "main_step_1", other_devices=(-1,)),
         Step(0, (1,), (4,), "main_step_2", calls=("exp", "tanh")),
     ),
     (3, 4),

@@ -51,7 +51,7 @@ REGION = RegionSpec(
         Dispatch("scale", (ARENA, Reference("direct", 1, 0, 64), OUT), (256,), count=Reference("slot", 0, 12, 4)),
         Copy(ARENA, OUT),
     ),
-    ended="transfer (moved)",
+    ended_by="transfer (moved)",
 )
 BUFFERS = CommandBuffers(["llvm:0", "c:0"], [REGION], {"scale": SCALE}, [SingleCall("main", "z", "add", "alone")])
 

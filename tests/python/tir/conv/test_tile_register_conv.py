@@ -16,7 +16,7 @@ from relax_hetero.encoding import PackedLayout
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.problem import ConvProblem, Epilogue, Window
 from relax_hetero.target.cpu_target import cpu_target_of
-from relax_hetero.target.tile_instructions import tile_instruction_for
+from relax_hetero.target.amx_instructions import amx_instruction_for
 from relax_hetero.tir.conv import conv_direct, tile_register_plan
 from relax_hetero.tir.conv.convolution import conv_kernel
 from seeds import fresh_rng
@@ -125,7 +125,7 @@ def test_any_convolution(groups, ins, outs, sides, types, batch):
 def test_first_layer(types):
     """Three channels, padded to whole groups: the places of a row of the window are one step."""
     window = Window(7, 2, 1, 3, 3)
-    layout = PackedLayout((0, 2, 3, 1), (1,), (tile_instruction_for(CPU, *types).k0,))
+    layout = PackedLayout((0, 2, 3, 1), (1,), (amx_instruction_for(CPU, *types).k0,))
     _check(conv_problem(CPU, (3, 64), (29, 45), (window, window), 1, 2, types, layout), 2)
 
 
@@ -193,7 +193,7 @@ def test_main_loop_multiplies_all_tiles_that_it_loads(types, shape):
     problem = conv_problem(CPU, (ins, outs), (size, size), (window, window), dtype=types)
     kernel = conv_kernel(problem, CPU).with_attr("global_symbol", "kernel")
     assembly = tvm.compile(tvm.IRModule({"kernel": kernel}), target=XEON).mod.inspect_source("asm")
-    name = tile_instruction_for(CPU, *types).instruction.split(".")[-1]
+    name = amx_instruction_for(CPU, *types).instruction.split(".")[-1]
     found = [sum(word in line for line in assembly.splitlines()) for word in (name, "tileload", "tilestored")]
     products, loads, stores = found
     # Of a pair of tiles, and of one that is left.

@@ -10,7 +10,7 @@ import tvm
 from relax_hetero.encoding import PackedLayout
 from relax_hetero.encoding.problem import ConvProblem, Window
 from relax_hetero.target.cpu_target import cpu_target_of
-from relax_hetero.target.tile_instructions import tile_instruction_for
+from relax_hetero.target.amx_instructions import amx_instruction_for
 from relax_hetero.tir.conv.tile_register_plan import BLOCK_BYTES, Copy, RunSteps, TilePlan, even_steps, plan_tiles
 from tir.convolutions_of import conv_problem
 
@@ -21,7 +21,7 @@ SAME = Window(3, before=1, after=1)
 
 def _plan(problem: ConvProblem, parts: int = 1) -> TilePlan | None:
     types = problem.data.dtype, problem.weight.dtype, problem.acc_dtype
-    return plan_tiles(problem, tile_instruction_for(CPU, *types), parts)
+    return plan_tiles(problem, amx_instruction_for(CPU, *types), parts)
 
 
 def _square(channels: tuple[int, int], size: int, window: Window, types=BF16, **options) -> ConvProblem:

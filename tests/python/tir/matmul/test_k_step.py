@@ -13,7 +13,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from relax_hetero.target.cpu_target import cpu_target_of
-from relax_hetero.target.dot_instructions import DOT_INSTRUCTIONS, DotInstruction, dot_instruction_for, wide_instruction
+from relax_hetero.target.dot_instructions import DOT_INSTRUCTIONS, DotInstruction, dot_instruction_for, widened_instruction
 from relax_hetero.tir.core.builder import Function, Registers, lane_indices, loop
 from relax_hetero.tir.matmul.k_step import FORMS, emit_step, lhs_group, llvm_import, rhs_groups, zero
 
@@ -238,6 +238,6 @@ def test_unknown_types_have_no_product():
 
 
 def test_every_row_names_a_form():
-    wide = [wide_instruction(dot) for dot in DOT_INSTRUCTIONS if dot.short]
+    wide = [widened_instruction(dot) for dot in DOT_INSTRUCTIONS if dot.short]
     assert {dot.form for dot in (*DOT_INSTRUCTIONS, *wide)} == set(FORMS)
     assert all((dot.compensation != 0) == dot.flip for dot in DOT_INSTRUCTIONS)

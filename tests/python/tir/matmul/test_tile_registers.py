@@ -16,7 +16,7 @@ from relax_hetero.encoding.packed_layout import PackedLayout
 from relax_hetero.encoding.problem import Epilogue, MatmulProblem, RowPhase
 from relax_hetero.encoding.row_program import RowProgram
 from relax_hetero.target.cpu_target import cpu_target_of
-from relax_hetero.target.tile_instructions import TILE_INSTRUCTIONS, tile_instruction_for
+from relax_hetero.target.amx_instructions import AMX_INSTRUCTIONS, amx_instruction_for
 from relax_hetero.tir.core.builder import Function
 from relax_hetero.tir.matmul.matmul import matmul_kernel
 from relax_hetero.tir.matmul.tile_registers import LLVM_TEXT, may_use_tiles
@@ -29,7 +29,7 @@ from tir.test_assembly import innermost_loops
 pytestmark = pytest.mark.skipif(not runs_here("avx512"), reason="emulated tiles stand beside vectors of AVX-512")
 
 XEON = tvm.target.Target({"kind": "llvm", "mcpu": "sapphirerapids", "num-cores": 2})
-TYPES = sorted(instruction.types for instruction in TILE_INSTRUCTIONS)
+TYPES = sorted(instruction.types for instruction in AMX_INSTRUCTIONS)
 BF16, U8S8, S8S8 = ("bfloat16", "bfloat16", "float32"), ("uint8", "int8", "int32"), ("int8", "int8", "int32")
 
 
@@ -207,7 +207,7 @@ def test_left_operand_with_rows_among_other_dimensions():
 def test_main_loop_multiplies_all_tiles_that_it_loads(types):
     kernel = matmul_kernel(plain_problem(XEON, (256, 1280 if types == BF16 else 2560, 512), types), cpu_target_of(XEON))
     assembly = tvm.compile(tvm.IRModule({"matmul": kernel}), target=XEON).mod.inspect_source("asm")
-    name = tile_instruction_for(cpu_target_of(XEON), *types).instruction.split(".")[-1]
+    name = amx_instruction_for(cpu_target_of(XEON), *types).instruction.split(".")[-1]
     loops = [loop for loop in innermost_loops(assembly) if any(name in line for line in loop)]
     assert loops
     for loop in loops:

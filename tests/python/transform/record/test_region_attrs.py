@@ -75,7 +75,7 @@ def test_regions_say_what_their_commands_touch():
     )
     assert (first.directs, first.parameters, first.arena) == ((0,), (), 128)
     assert second.device == 1 and [slot.access for slot in second.slots] == ["read", "write"]
-    assert first.ended == "transfer (moved)" and second.ended == "control flow (g)"
+    assert first.ended_by == "transfer (moved)" and second.ended_by == "control flow (g)"
     kernels = kernels_of(mod)
     assert [tensor.access for tensor in kernels["both"].tensors] == ["read", "write", "write"]
     assert [tensor.alignment for tensor in kernels["both"].tensors] == [2, 2, 1]

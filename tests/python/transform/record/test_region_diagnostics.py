@@ -60,7 +60,7 @@ class Ends:
 
 def test_what_came_after_a_run():
     mod = form_command_buffers(rh.transform.FormDispatches()(rh.transform.RealizeVDevice()(Ends)))
-    assert {region.function: region.ended for region in regions_of(mod)} == {
+    assert {region.function: region.ended_by for region in regions_of(mod)} == {
         "packed": "call of f (c)",
         "calls": "call of packed (c)",
         "checked": "kernel every_other (c)",

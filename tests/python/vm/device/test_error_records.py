@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tvm
 
-from relax_hetero.artifact.checks import CLAIMED, END, FOUND, KEY, LEAST, READY, WORDS, CheckSpec
+from relax_hetero.artifact.checks import CLAIMED, END, FOUND, KEY, FIRST, READY, WORDS, CheckSpec
 from relax_hetero.artifact.metadata import ConstantSpec
 from relax_hetero.errors import HeteroError
 from relax_hetero.vm.device import error_records
@@ -30,7 +30,7 @@ def record(monkeypatch):
 def report(record, *numbers, is_ready=True):
     """What the first thread of a kernel writes that finds a value out of range."""
     record.words[CLAIMED] = 1
-    for at, number in zip((KEY, FOUND, LEAST, END), numbers, strict=True):
+    for at, number in zip((KEY, FOUND, FIRST, END), numbers, strict=True):
         record.words[at], record.words[at + 1] = (ctypes.c_int32(number >> shift).value for shift in (0, 32))
     record.words[READY] = is_ready
 

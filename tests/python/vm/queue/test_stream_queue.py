@@ -159,7 +159,7 @@ def random_schedule(chance, length):
         reads = tuple(chance.choice(here) for _ in range(chance.randint(1, 3)))
         makes = tuple(range(len(where), len(where) + chance.randint(1, 2)))
         also = tuple(other for other in range(4) if other != device) if chance.random() < 0.1 else ()
-        steps.append(Step(device, reads, makes, f"step_{number}", also=also))
+        steps.append(Step(device, reads, makes, f"step_{number}", other_devices=also))
         where += [device] * len(makes)
     results = chance.sample(range(len(where)), min(len(where), 4))
     return schedule_of(steps, results)

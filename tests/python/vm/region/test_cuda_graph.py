@@ -16,7 +16,7 @@ import relax_hetero as rh
 from relax_hetero.artifact import graph_layout
 from relax_hetero.artifact.commands import GRAPH as RUNS_AS_GRAPH
 from relax_hetero.artifact.commands import RegionSpec, SlotSpec
-from relax_hetero.artifact.graph_layout import ROWS, TOLD_EVERY, Layout
+from relax_hetero.artifact.graph_layout import ROWS, REPORT_INTERVAL, Layout
 from relax_hetero.artifact.memory_plan import MemoryPlan
 from relax_hetero.artifact.metadata import ConstantSpec, DeviceSpec, Metadata
 from relax_hetero.tir.commands.command_list import Tensor
@@ -84,7 +84,7 @@ class Device:
     def proceed(self):
         """Begin, and end, one of the launches that wait."""
         self.waiting.pop(0)
-        words_at(self.consumed, 1)[0] = self.done // TOLD_EVERY * TOLD_EVERY  # rows of those before it are free
+        words_at(self.consumed, 1)[0] = self.done // REPORT_INTERVAL * REPORT_INTERVAL  # rows of those before it are free
         self._run(words_at(self.ring + 16 * (self.done % ROWS), 2))
         self.done += 1
 
@@ -170,7 +170,7 @@ def test_submissions_in_flight_keep_their_bindings(submit):
     call(graph, 0.0)
     device.is_lazy = True
     calls = [call(graph, turn) for turn in range(3 * ROWS)]  # the device begins with one when a row is needed
-    assert ROWS - TOLD_EVERY <= len(device.waiting) < ROWS and device.launches == 3 * ROWS
+    assert ROWS - REPORT_INTERVAL <= len(device.waiting) < ROWS and device.launches == 3 * ROWS
     while device.waiting:
         device.proceed()
     for turn, (_, y) in enumerate(calls):

@@ -14,7 +14,7 @@ import tvm
 from tvm import runtime
 
 from ....artifact.cache_folder import CacheFolder
-from ....artifact.kernel_cache import find_code, keep_code
+from ....artifact.kernel_cache import load_code, store_code
 from ....errors import BuildError
 from ....target.cpu_cores import num_cores
 from ....transform.ir.reasons import reason
@@ -47,7 +47,7 @@ def compile_kernels(
         return []
     compiler = find_compiler()
     keys = [_key(compiler, source) for source in sources]
-    found = {key: code for key in dict.fromkeys(keys) if folder is not None and (code := find_code(folder, key))}
+    found = {key: code for key in dict.fromkeys(keys) if folder is not None and (code := load_code(folder, key))}
     missing = {key: source for key, source in zip(keys, sources, strict=True) if key not in found}
     if on_done is not None and found:
         on_done(sum(key in found for key in keys))
@@ -62,7 +62,7 @@ def compile_kernels(
         codes = run_in_threads(tasks, min(num_cores(), _MOST_PROCESSES), "relax_hetero.cuda", done)
     made = dict(zip(missing, codes, strict=True))
     if folder is not None and made:
-        keep_code(folder, made)
+        store_code(folder, made)
     found.update(made)
     return [found[key] for key in keys]
 

@@ -15,7 +15,7 @@
       if (entries.length) await show(entries[0]);
 
       async function show(entry) {
-        const parts = ["weights", "transient", "arenas", "transfers", "results", "least"].filter((part) => report.known(entry[part]));
+        const parts = ["weights", "transient", "arenas", "transfers", "results", "lower_bound"].filter((part) => report.known(entry[part]));
         place.replaceChildren(make("ul", { class: "cards small" }, parts.map((part) => make("li", {}, make("b", {}, report.bytes(entry[part])), part))));
         const steps = entry.steps || [];
         const colour = report.colour(entry.device);

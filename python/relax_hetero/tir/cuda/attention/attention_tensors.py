@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.problem import AttentionProblem
-from ....target.element_types import HALVES, TF32
+from ....target.element_types import HALF_TYPES, TF32
 from ....target.gpu_target import GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, when
 from ...core.view import Coordinates
@@ -25,7 +25,7 @@ MOST_WIDE_TF32 = 128
 def tensor_core_misfit(problem: AttentionProblem, gpu: GpuTarget, with_tf32: bool = False) -> str:
     """Why no kernel of tensor cores solves a problem; empty where they do, by tf32 only one that takes it."""
     types = {operand.dtype for operand in (problem.query, problem.key, problem.value, problem.result)}
-    known = gpu.mma_types & set(HALVES)
+    known = gpu.mma_types & set(HALF_TYPES)
     if with_tf32 and problem.tf32 and TF32 in gpu.mma_types:
         known = known | {"float32"}
     if len(types) > 1 or not types <= known:

@@ -16,7 +16,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ....encoding.problem import AttentionProblem
 from ....errors import EncodingError
-from ....target.element_types import HALVES
+from ....target.element_types import HALF_TYPES
 from ....target.gpu_target import WARP, GpuTarget
 from ...attention.attention_tile import LOWEST
 from ...core.builder import Expr, Function, ceil_div, int64, when
@@ -98,8 +98,8 @@ def simt_attention_kernel(problem: AttentionProblem, gpu: GpuTarget, plan: SimtP
     """
     tensors = (problem.query, problem.key, problem.value, problem.result)
     types = {operand.dtype for operand in tensors}
-    if not types <= {"float32", *HALVES}:
-        raise EncodingError(f"attention on {gpu.arch}: element types {sorted(types)}, expected float32 or {HALVES}")
+    if not types <= {"float32", *HALF_TYPES}:
+        raise EncodingError(f"attention on {gpu.arch}: element types {sorted(types)}, expected float32 or {HALF_TYPES}")
     sizes: dict[str, Any] = dict(problem.sizes)
     if 0 in sizes.values():
         raise EncodingError(f"attention on {gpu.arch}: an extent is 0 in {sizes}")

@@ -18,7 +18,7 @@ from ....encoding.expression import Expression
 from ....encoding.packed_layout import PackedLayout
 from ....encoding.problem import ConvProblem
 from ....errors import EncodingError
-from ....target.element_types import HALVES, bytes_of
+from ....target.element_types import HALF_TYPES, bytes_of
 from ....target.gpu_target import VECTOR_BYTES, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, let
 from ...core.ties import tied_to
@@ -137,7 +137,7 @@ class _Kernel:
         self, problem: ConvProblem, data: GpuOperand, weight: GpuOperand, writer: EpilogueWriter, plan: ChannelPlan
     ) -> None:
         self.problem, self.data, self.weight, self.writer, self.plan = problem, data, weight, writer, plan
-        self.dtype = "float32" if problem.acc_dtype in HALVES else problem.acc_dtype
+        self.dtype = "float32" if problem.acc_dtype in HALF_TYPES else problem.acc_dtype
         self.outs, self.depth = _static(problem.weight.shape[0]), _static(problem.weight.shape[1])
         self.is_depthwise = _is_depthwise(problem)
         self.axes = axes_of(problem)

@@ -10,7 +10,7 @@ from tvm import tirx
 from ....encoding.packed_layout import PackedLayout
 from ....encoding.problem import ConvProblem
 from ....errors import EncodingError
-from ....target.element_types import HALVES
+from ....target.element_types import HALF_TYPES
 from ....target.gpu_target import GpuTarget
 from ...conv.conv_products import implicit_product
 from ...core.builder import Expr, Function
@@ -55,7 +55,7 @@ def simt_conv_kernel(problem: ConvProblem, gpu: GpuTarget, plan: SimtPlan | None
         raise EncodingError(f"convolution on {gpu.arch}: {reason}")
     product = implicit_product(problem)
     acc = problem.acc_dtype
-    dtype = "float32" if acc in HALVES else acc
+    dtype = "float32" if acc in HALF_TYPES else acc
     function = Function("conv", registers="local")
     with function:
         data = GpuOperand(function, "data", problem.data)

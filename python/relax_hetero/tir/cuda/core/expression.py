@@ -19,7 +19,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.expression import Expression
-from ....target.element_types import HALVES
+from ....target.element_types import HALF_TYPES
 from ...core.builder import Expr
 from ...elementwise import expression_code
 from ...elementwise.expression_code import Ops
@@ -49,15 +49,15 @@ def emit(expression: Expression, values: Sequence[Expr], dtypes: Sequence[str], 
         If two operands of an op differ in type, or an op does not exist for a type.
     """
     last = expression.term
-    if last.op == "cast" and last.params[0] in HALVES:
+    if last.op == "cast" and last.params[0] in HALF_TYPES:
         last, rounded = last.args[0], last.params[0]
-    is_rounded_gelu = last.op == "gelu" and rounded in HALVES
+    is_rounded_gelu = last.op == "gelu" and rounded in HALF_TYPES
     return expression_code.emit(expression, values, dtypes, 1, _ops_of_halves if is_rounded_gelu else ops_for)
 
 
 def ops_for(dtype: str) -> Ops:
     """The ops of GPUs for an element type; floating-point ones of float64, too."""
-    if dtype in HALVES:
+    if dtype in HALF_TYPES:
         return _HALF_OPS
     return _FLOAT_OPS if "float" in dtype else INT_OPS
 

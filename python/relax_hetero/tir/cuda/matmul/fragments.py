@@ -21,7 +21,7 @@ from tvm.script.ir_builder import tirx as T
 from ....encoding.expression import Expression, Term
 from ....encoding.packed_layout import CHUNK_BYTES
 from ....encoding.problem import Epilogue
-from ....target.element_types import HALVES, bytes_of
+from ....target.element_types import HALF_TYPES, bytes_of
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, Function, int64, when
 from ...core.view import Coordinates
@@ -114,7 +114,7 @@ class FragmentStore:
             return
         for view in self.views:
             # Halves are read by their bits: TVM's own loads of bfloat16 cannot be held in variables.
-            if view.nominal in HALVES:
+            if view.nominal in HALF_TYPES:
                 view.open(raw=True)
             else:
                 view.open_for_gpu()
@@ -334,7 +334,7 @@ class FragmentStore:
     def packed(self, values: _Pair) -> Expr:
         """Two results of 16 bits."""
         dtype, expression = self._result.nominal, self._expression
-        if dtype in HALVES:
+        if dtype in HALF_TYPES:
             dtypes = [self._acc_dtype, *(view.nominal for view in self.views)]
             # Rounded in pairs, from what they are computed in.
             if expression.term.op == "cast" and expression.term.params[0] == dtype:

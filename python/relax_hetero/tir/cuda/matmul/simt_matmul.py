@@ -9,7 +9,7 @@ from tvm import tirx
 
 from ....encoding.problem import MatmulProblem
 from ....errors import EncodingError
-from ....target.element_types import HALVES
+from ....target.element_types import HALF_TYPES
 from ....target.gpu_target import GpuTarget
 from ...core.builder import Function
 from ...core.ties import tied_to
@@ -74,7 +74,7 @@ def _emit(
     batches = Batches({name: extent_of([result], name) for name in names})
     # 16-bit sums are made in float32, as the numbers that they are sums of.
     acc = writer.acc_dtype
-    dtype = "float32" if acc in HALVES or acc.startswith("float8") else acc
+    dtype = "float32" if acc in HALF_TYPES or acc.startswith("float8") else acc
     sides = [(known(m), "m", "n", lhs, rhs, n), (known(n), "n", "m", rhs, lhs, m)]
     for rows, row, column, few, weight, columns in sides:
         if plan is None and rows is not None and 0 < rows <= FEW_ROWS:

@@ -16,7 +16,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ....encoding.pages import PAGE, page_shape
 from ....encoding.problem import Dim
-from ....target.element_types import HALVES
+from ....target.element_types import HALF_TYPES
 from ....target.gpu_target import GpuTarget
 from ...core.builder import Expr, Function, flat
 
@@ -99,7 +99,7 @@ def misfit(work: PagedWork, gpu: GpuTarget) -> str:
     """Why no kernel of tensor cores solves this; empty where they do."""
     if not gpu.bulk_copies:
         return f"{gpu.arch} has no bulk copies"
-    if work.page_dtype not in HALVES or work.dtype not in (*HALVES, "float32"):
+    if work.page_dtype not in HALF_TYPES or work.dtype not in (*HALF_TYPES, "float32"):
         return f"pages of {work.page_dtype} and rows of {work.dtype}, expected pages of 16-bit floats"
     if work.size % 16 or work.size > WIDEST:
         return f"heads of {work.size}, expected a multiple of 16, at most {WIDEST}"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ....target.element_types import bytes_of
-from ....target.gpu_target import MOST_THREADS, VECTOR_BYTES, WARP, GpuTarget
+from ....target.gpu_target import MAX_BLOCK_THREADS, VECTOR_BYTES, WARP, GpuTarget
 from ...core.builder import Expr
 from ..core.vectors import MOST_LANES
 
@@ -99,20 +99,20 @@ def held_shape(n: int, lanes: int, total: Expr, words: float, gpu: GpuTarget) ->
     def own(threads: int) -> int:
         return -(-vectors // threads) * lanes
 
-    while own(threads) > LEAST_ELEMENTS and threads < MOST_THREADS:
+    while own(threads) > LEAST_ELEMENTS and threads < MAX_BLOCK_THREADS:
         if own(threads) <= ELEMENTS and (threads >= BLOCK or own(threads) * words <= WORDS):
             break
         threads *= 2
     cluster = 1
     if own(threads) > ELEMENTS:
         # Many small blocks: while some of a multiprocessor load their parts of rows, others compute.
-        if not gpu.bulk_copies or own(MOST_BLOCKS * MOST_THREADS) > ELEMENTS:
+        if not gpu.bulk_copies or own(MOST_BLOCKS * MAX_BLOCK_THREADS) > ELEMENTS:
             return None
         cluster = MOST_BLOCKS
         while own(threads) > ELEMENTS:
             threads *= 2
     if isinstance(total, int):
-        while threads < MOST_THREADS and own(threads) > max(lanes, LEAST_ELEMENTS):
+        while threads < MAX_BLOCK_THREADS and own(threads) > max(lanes, LEAST_ELEMENTS):
             if not is_idle(RowShape(threads, 1, lanes, 0), total, gpu):
                 break
             threads *= 2
@@ -138,7 +138,7 @@ def looped_shape(n: Expr, lanes: int, total: Expr, gpu: GpuTarget) -> RowShape:
         return RowShape(BLOCK, 1, lanes, 0)
     cluster = _cluster(n, total, gpu) if isinstance(total, int) else 1
     # Where rows leave multiprocessors idle, those that work have all the threads that they can.
-    block = MOST_THREADS if cluster == MOST_BLOCKS else LONG_BLOCK
+    block = MAX_BLOCK_THREADS if cluster == MOST_BLOCKS else LONG_BLOCK
     return RowShape(block * cluster, 1, lanes, 0, cluster)
 
 

@@ -15,7 +15,7 @@ from cuda_reports import reports_of
 from gpu_interpreter import run
 from relax_hetero.errors import EncodingError
 from relax_hetero.target.element_types import numpy_dtype
-from relax_hetero.target.gpu_target import MOST_THREADS, gpu_target_of
+from relax_hetero.target.gpu_target import MAX_BLOCK_THREADS, gpu_target_of
 from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.core.ties import ties_of
 from relax_hetero.tir.cuda.rows.row_shape import RowShape, held_shape, lanes_for, looped_shape
@@ -189,7 +189,7 @@ def _stored_words(func: tirx.PrimFunc) -> list[int]:
 def test_threads_of_a_row(n, total):
     shape = held_shape(n, lanes_for(n, ["float32"]), total, 2, GPU)
     assert shape is not None
-    assert shape.threads & (shape.threads - 1) == 0 and 32 <= shape.block <= MOST_THREADS
+    assert shape.threads & (shape.threads - 1) == 0 and 32 <= shape.block <= MAX_BLOCK_THREADS
     assert shape.rows == 1 or shape.threads <= 64
     assert shape.vectors * shape.threads * shape.lanes >= n > (shape.vectors - 1) * shape.threads * shape.lanes
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from ..vm.machine import VirtualMachine
 from .call_plan import HostRun, Source, opened
-from .talk import Mailbox, Talk, register
-from .wire import decode_own, encode
+from .mailbox import Mailbox, CallMessages, register
+from .wire import decode_copy, encode
 
 
-class Conversations:
+class Mailboxes:
     """One call at a time runs; values of the next may arrive before it does."""
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Conversations:
         self._done = -1
         self._lock = threading.Lock()
 
-    def meet(self, peers: Mapping[str, Any]) -> None:
+    def set_peers(self, peers: Mapping[str, Any]) -> None:
         """Learn the actors of the other hosts; calls that were under way are over."""
         with self._lock:
             self._peers, known, self._mailboxes = dict(peers), list(self._mailboxes.values()), {}
@@ -34,7 +34,7 @@ class Conversations:
 
         def argument(place: Any) -> Any:
             if isinstance(place, Source):
-                return decode_own(values[place.index])
+                return decode_copy(values[place.index])
             return () if place is None else tuple(map(argument, place))
 
         def deliver(host: str, channel: int, number: int, value: Any) -> None:
@@ -45,7 +45,7 @@ class Conversations:
         try:
             if mailbox is None:
                 raise AssertionError("calls have numbers that grow")
-            with Talk(mailbox, deliver, encode, decode_own).open():
+            with CallMessages(mailbox, deliver, encode, decode_copy).open():
                 result = machine.call(run.function, tuple(map(argument, run.arguments)))
         finally:
             with self._lock:

@@ -5,7 +5,7 @@ import pytest
 import tvm
 
 import relax_hetero as rh
-from relax_hetero.artifact.what_reads import found, near_file
+from relax_hetero.artifact.file_hints import describe_value, near_file
 
 
 class Module:
@@ -32,19 +32,19 @@ class Net(Module):
     ],
 )
 def test_values(value, text):
-    assert text in found(value)
+    assert text in describe_value(value)
 
 
 def test_files_are_known_by_their_first_bytes(tmp_path):
     for name, content in {"a.onnx": b"GGUF", "b.bin": b"\x7fELF", "c.pt": bytes(8) + b'{"x"'}.items():
         (tmp_path / name).write_bytes(content)
-    assert "a GGUF file" in found(tmp_path / "a.onnx") and "a shared library" in found(tmp_path / "b.bin")
-    assert "weights without a model" in found(tmp_path / "c.pt")
-    assert "," not in found(tmp_path / "a.onnx", "rh.from_gguf").partition("(")[2]
+    assert "a GGUF file" in describe_value(tmp_path / "a.onnx") and "a shared library" in describe_value(tmp_path / "b.bin")
+    assert "weights without a model" in describe_value(tmp_path / "c.pt")
+    assert "," not in describe_value(tmp_path / "a.onnx", "rh.from_gguf").partition("(")[2]
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").touch()
-    assert "a folder of Hugging Face" in found(folder)
+    assert "a folder of Hugging Face" in describe_value(folder)
     assert near_file(tmp_path / "aa.onnx").endswith("a.onnx'?") and near_file(tmp_path / "other") == ""
 
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .call_plan import CallPlan, HostRun, Source, filled
-from .talk import TalkEndedError
-from .wire import Failure, decode_own
+from .mailbox import CallEndedError
+from .wire import Failure, decode_copy
 
 
-def run_talk(
+def run_on_all_hosts(
     ray: Any, actors: Mapping[str, Any], runs: Sequence[HostRun], number: int, values: Sequence[Any]
 ) -> list[Any]:
     """Results of each run, or a `Failure`; raises Ray's error where an actor died."""
@@ -25,7 +25,7 @@ def run_talk(
             found[run] = ray.get(reference)
         except Exception as raised:
             error = raised
-            found[run] = Failure(TalkEndedError, f"host {run.host!r} died")
+            found[run] = Failure(CallEndedError, f"host {run.host!r} died")
         if isinstance(found[run], Failure):
             for other in waiting:
                 actors[references[other].host].end.remote(number, found[run].message)
@@ -34,14 +34,14 @@ def run_talk(
     return [found[run] for run in runs]
 
 
-def result_of_talk(plan: CallPlan, found: Sequence[Any]) -> Any:
+def result_of_runs(plan: CallPlan, found: Sequence[Any]) -> Any:
     """A call's result, in memory of its own; raises what failed first, not what failed because of it."""
-    failures = sorted((each for each in found if isinstance(each, Failure)), key=lambda f: f.kind is TalkEndedError)
+    failures = sorted((each for each in found if isinstance(each, Failure)), key=lambda f: f.kind is CallEndedError)
     if failures:
         raise failures[0].kind(failures[0].message)
 
     def value_of(source: Source) -> Any:
-        return decode_own(found[source.step][source.index])
+        return decode_copy(found[source.step][source.index])
 
     return filled(plan.result, value_of)
 

@@ -7,7 +7,7 @@ from typing import Any
 from ..errors import HeteroError
 
 
-def ray_here() -> Any:
+def connected_ray() -> Any:
     """The module ``ray``; HeteroError that says what to install where there is none."""
     try:
         import ray

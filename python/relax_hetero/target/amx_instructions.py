@@ -20,7 +20,7 @@ TILE_BYTES = 64
 
 
 @dataclass(frozen=True)
-class TileInstruction:
+class AmxInstruction:
     """A product of two tile registers, added to a third.
 
     Attributes
@@ -33,7 +33,7 @@ class TileInstruction:
         LLVM intrinsic: numbers of the tiles of sums, left and right factors.
     k0 : int
         k values of a group.
-    least_rows : int
+    min_rows : int
         Products of fewer rows are left to vectors, which read the right operand as fast: measured with 768x768 on one
         core of an Emerald Rapids.
     rate : int
@@ -44,28 +44,28 @@ class TileInstruction:
     types: tuple[str, str, str]
     instruction: str
     k0: int
-    least_rows: int
+    min_rows: int
     rate: int
 
 
 _BYTES = ("amx-tile", "amx-int8")
 
 # Source: Intel SDM vol. 2 (TDPBF16PS, TDPBUSD, TDPBSSD, TDPBSUD, TDPBUUD).
-TILE_INSTRUCTIONS: tuple[TileInstruction, ...] = (
-    TileInstruction(
-        ("amx-tile", "amx-bf16"), ("bfloat16", "bfloat16", "float32"), "llvm.x86.tdpbf16ps", k0=2, least_rows=2, rate=6
+AMX_INSTRUCTIONS: tuple[AmxInstruction, ...] = (
+    AmxInstruction(
+        ("amx-tile", "amx-bf16"), ("bfloat16", "bfloat16", "float32"), "llvm.x86.tdpbf16ps", k0=2, min_rows=2, rate=6
     ),
-    TileInstruction(_BYTES, ("uint8", "int8", "int32"), "llvm.x86.tdpbusd", k0=4, least_rows=4, rate=12),
-    TileInstruction(_BYTES, ("int8", "int8", "int32"), "llvm.x86.tdpbssd", k0=4, least_rows=4, rate=12),
-    TileInstruction(_BYTES, ("int8", "uint8", "int32"), "llvm.x86.tdpbsud", k0=4, least_rows=4, rate=12),
-    TileInstruction(_BYTES, ("uint8", "uint8", "int32"), "llvm.x86.tdpbuud", k0=4, least_rows=4, rate=12),
+    AmxInstruction(_BYTES, ("uint8", "int8", "int32"), "llvm.x86.tdpbusd", k0=4, min_rows=4, rate=12),
+    AmxInstruction(_BYTES, ("int8", "int8", "int32"), "llvm.x86.tdpbssd", k0=4, min_rows=4, rate=12),
+    AmxInstruction(_BYTES, ("int8", "uint8", "int32"), "llvm.x86.tdpbsud", k0=4, min_rows=4, rate=12),
+    AmxInstruction(_BYTES, ("uint8", "uint8", "int32"), "llvm.x86.tdpbuud", k0=4, min_rows=4, rate=12),
 )
 
 
-def tile_instruction_for(cpu: CpuTarget, lhs_dtype: str, rhs_dtype: str, acc_dtype: str) -> TileInstruction | None:
+def amx_instruction_for(cpu: CpuTarget, lhs_dtype: str, rhs_dtype: str, acc_dtype: str) -> AmxInstruction | None:
     """The CPU's product of tiles of these types, None if there is none."""
     types = (stored_type(lhs_dtype), stored_type(rhs_dtype), acc_dtype)
-    for instruction in TILE_INSTRUCTIONS:
+    for instruction in AMX_INSTRUCTIONS:
         if instruction.types == types and cpu.features.issuperset(instruction.features):
             return instruction
     return None

@@ -21,7 +21,7 @@ Deliver = Callable[[str, int, int, Any], None]
 """Takes a host, a channel, the number of the message in it, and the value: brings it to that host's mailbox."""
 
 
-class TalkEndedError(HostError):
+class CallEndedError(HostError):
     """The call ended elsewhere, so that no value will come."""
 
 
@@ -45,7 +45,7 @@ class Mailbox:
             self._changed.wait_for(lambda: (channel, number) in self._arrived or self._ended)
             if (channel, number) in self._arrived:
                 return self._arrived.pop((channel, number))
-            raise TalkEndedError(self._ended)
+            raise CallEndedError(self._ended)
 
     def end(self, reason: str) -> None:
         """Have all that wait, now or later, fail."""
@@ -54,7 +54,7 @@ class Mailbox:
             self._changed.notify_all()
 
 
-class Talk:
+class CallMessages:
     """One host's side of a call.
 
     Parameters
@@ -91,24 +91,24 @@ class Talk:
     @contextmanager
     def open(self) -> Iterator[None]:
         """While this is open, sends and receives of functions that this thread runs are of this call."""
-        before = getattr(_here, "talk", None)
-        _here.talk = self
+        before = getattr(_thread, "messages", None)
+        _thread.messages = self
         try:
             yield
         finally:
-            _here.talk = before
+            _thread.messages = before
 
 
-_here = threading.local()
+_thread = threading.local()
 
 
-def _current() -> Talk:
-    talk = getattr(_here, "talk", None)
-    if talk is None:
+def _current() -> CallMessages:
+    messages = getattr(_thread, "messages", None)
+    if messages is None:
         raise HeteroError(
             "this function exchanges values with other hosts while it runs; expected a call by rh.cluster.Cluster"
         )
-    return talk
+    return messages
 
 
 def _send(value: Any, host: str, channel: int) -> None:

@@ -19,18 +19,18 @@ from .typed_data import read_json
 _log = logging.getLogger("relax_hetero")
 
 SUFFIX = ".figures"
-_LARGEST = 1 << 20
+_MAX_BYTES = 1 << 20
 
 
-def find_figures(folder: CacheFolder, key: str) -> Any:
-    """Data that `keep_figures` wrote under a key; None where there is nothing that is whole and this user's own."""
+def load_figures(folder: CacheFolder, key: str) -> Any:
+    """Data that `store_figures` wrote under a key; None where there is nothing that is whole and this user's own."""
     with folder.opened() as descriptor:
         if descriptor is None:
             return None
         try:
-            file, status = open_regular(key + SUFFIX, follow=False, folder=descriptor, own=True)
+            file, status = open_regular(key + SUFFIX, follow=False, folder=descriptor, is_private=True)
             with file:
-                kept = read_json(file.read()) if status.st_size <= _LARGEST else None
+                kept = read_json(file.read()) if status.st_size <= _MAX_BYTES else None
         except (OSError, ValueError):
             return None
     if not isinstance(kept, dict) or kept.get("key") != key:
@@ -39,7 +39,7 @@ def find_figures(folder: CacheFolder, key: str) -> Any:
     return kept.get("figures")
 
 
-def keep_figures(folder: CacheFolder, key: str, data: Any) -> None:
+def store_figures(folder: CacheFolder, key: str, data: Any) -> None:
     """Store JSON data; a folder that cannot be written keeps nothing."""
     try:
         folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)

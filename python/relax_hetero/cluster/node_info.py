@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..vm.file.executable import Executable
 
 
-def facts_here() -> dict[str, Any]:
+def node_info() -> dict[str, Any]:
     """Versions, CPU, node and free memory (bytes) of this process."""
     import os
 
@@ -24,7 +24,7 @@ def facts_here() -> dict[str, Any]:
 
     context = ray.get_runtime_context()
     return {
-        "versions": versions_here(),
+        "versions": installed_versions(),
         "processor": platform.machine(),
         "cpu_features": sorted(linux_features()),
         "cores": len(os.sched_getaffinity(0)),
@@ -36,7 +36,7 @@ def facts_here() -> dict[str, Any]:
     }
 
 
-def versions_here() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
     """The versions that all processes of a cluster share."""
     import tvm
     import tvm_ffi

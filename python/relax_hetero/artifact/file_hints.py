@@ -70,7 +70,7 @@ _ENDINGS = {
 _MAX_CHARACTERS = 200
 
 
-def found(value: Any, reader: str = "") -> str:
+def describe_value(value: Any, reader: str = "") -> str:
     """Text on what a value is, and what takes it: ``"found 'm.onnx' (str), an ONNX model: rh.from_onnx imports it"``.
 
     Parameters

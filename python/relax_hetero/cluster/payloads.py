@@ -15,29 +15,29 @@ import numpy as np
 from ..errors import HeteroError
 
 
-class FilePart(NamedTuple):
+class FilePayload(NamedTuple):
     """A library's path, as the host knows it."""
 
     path: str
 
 
-class BytesPart(NamedTuple):
+class BytesPayload(NamedTuple):
     """A library's bytes, as ``uint8`` in the object store."""
 
     reference: Any
 
 
-class ModulePart(NamedTuple):
+class ModulePayload(NamedTuple):
     """A module's JSON, and its constants in the object store: their element types, shapes and bytes."""
 
     text: Any
     constants: tuple[tuple[str, tuple[int, ...], Any], ...]
 
 
-PackedPart = FilePart | BytesPart | ModulePart
+Payload = FilePayload | BytesPayload | ModulePayload
 
 
-def pack(part: Any, host: str, put: Callable[[Any], Any]) -> PackedPart:
+def pack(part: Any, host: str, put: Callable[[Any], Any]) -> Payload:
     """A part of a program as it travels.
 
     Parameters
@@ -53,22 +53,22 @@ def pack(part: Any, host: str, put: Callable[[Any], Any]) -> PackedPart:
     import tvm
 
     if isinstance(part, str | os.PathLike):
-        return FilePart(os.path.abspath(part))
+        return FilePayload(os.path.abspath(part))
     if isinstance(part, bytes | bytearray | memoryview):
-        return BytesPart(put(np.frombuffer(part, "uint8")))
+        return BytesPayload(put(np.frombuffer(part, "uint8")))
     if isinstance(part, tvm.IRModule):
         return _packed_module(part, put)
     kind = type(part).__name__
     raise HeteroError(f"host {host!r} runs a {kind}, expected an IRModule, or the path or the bytes of a library")
 
 
-def unpack(part: PackedPart, get: Callable[[Any], Any]) -> Any:
+def unpack(part: Payload, get: Callable[[Any], Any]) -> Any:
     """The executable of a part, loaded or compiled here."""
-    if isinstance(part, FilePart):
+    if isinstance(part, FilePayload):
         from ..vm.file.load import load
 
         return load(part.path)
-    if isinstance(part, BytesPart):
+    if isinstance(part, BytesPayload):
         return _loaded(get(part.reference))
     from ..driver.compile import compile as compile_module
 
@@ -87,7 +87,7 @@ def _loaded(data: np.ndarray) -> Any:
     return load(f"/proc/self/fd/{file}")
 
 
-def _packed_module(mod: Any, put: Callable[[Any], Any]) -> ModulePart:
+def _packed_module(mod: Any, put: Callable[[Any], Any]) -> ModulePayload:
     import tvm
     from tvm import relax, tirx
     from tvm_ffi import structural_map
@@ -110,10 +110,10 @@ def _packed_module(mod: Any, put: Callable[[Any], Any]) -> ModulePart:
     ]
     attributes = [list(pair) for pair in mod.attrs.items()] if mod.attrs else []
     infos = [list(pair) for pair in mod.global_infos.items()]
-    return ModulePart(put(tvm.ir.save_json([functions, attributes, infos])), tuple(constants))
+    return ModulePayload(put(tvm.ir.save_json([functions, attributes, infos])), tuple(constants))
 
 
-def _module(part: ModulePart, get: Callable[[Any], Any]) -> Any:
+def _module(part: ModulePayload, get: Callable[[Any], Any]) -> Any:
     import tvm
     from tvm import runtime, tirx
     from tvm_ffi import structural_map
