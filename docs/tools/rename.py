@@ -468,7 +468,9 @@ class Renamer:
         if scope in self.names.classes:
             return any(new in self.names.classes[c].members for c in self.names.mro(scope))
         if scope in self.names.functions:
-            return new in self.names.bound(self.names.functions[scope])
+            function = self.names.functions[scope]
+            is_read = any(isinstance(node, ast.Name) and node.id == new for node in ast.walk(function))
+            return is_read or new in self.names.bound(function)
         return new in self.names.tops.get(scope, set())
 
     def run(self) -> None:
@@ -639,6 +641,11 @@ class Renamer:
         if name in ("replace", "_replace") and named:
             first = node.args[0] if name == "replace" and node.args else getattr(node.func, "value", None)
             callees = callees | (self.names.owners(first, file) if first is not None else set())
+        takes_any = any(getattr(getattr(self.names.functions.get(c), "args", None), "kwarg", None) for c in callees)
+        for keyword in named.values() if takes_any or not callees else ():
+            if self._renames_member(keyword.arg or ""):
+                where = f"{file.path.relative_to(self.root)}:{keyword.lineno}"
+                self.messages.append(f"look: {where}: the keyword {keyword.arg}")
         for callee in callees:
             for keyword in named.values():
                 for full in self._parameter(callee, keyword.arg or ""):
@@ -757,6 +764,8 @@ class Renamer:
 
         data = re.sub(rb"(?<![\w./])((?:rh|%s)(?:\.\w+)+)(?:(:|\", \")(\w+))?" % PACKAGE.encode(), dotted, data)
         data = re.sub(rb"(?<![\w.])\w+(?:/\w+)+(?=\.py\b)", file, data)
+        for old, new in self._phrases.items():  # names of two words in capitals, such as those of passes, are no prose
+            data = re.sub(rb"(?<![\w.])%s(?!\w)" % old.encode(), new.encode(), data)
         for row in self.options:
             data = re.sub(rb"(?<![\w-])%s(?![\w-])" % re.escape(row.old.encode()), row.new.encode(), data)
 
@@ -769,6 +778,15 @@ class Renamer:
             return match[0][:begin] + new.encode() + match[0][begin + len(last.encode()) :]
 
         return re.sub(code, span, data) if self._spans else data
+
+    @cached_property
+    def _phrases(self) -> dict[str, str]:
+        defined: dict[str, set[str | None]] = defaultdict(set)
+        for module, tops in self.names.tops.items():
+            for name in tops - set(self.names.modules[module].imports):
+                defined[name].add(self.renamed.get(f"{module}.{name}", (None,))[0])
+        is_camel = re.compile(r"(?:[A-Z][a-z0-9]+){2,}").fullmatch
+        return {old: new for old, (new, *more) in defined.items() if new is not None and not more and is_camel(old)}
 
     def _new_name(self, full: str, written: str) -> str:
         """The new last part of a full name, also of one that a package exports from elsewhere."""

@@ -30,7 +30,7 @@ def test_notebook_runs(path, tmp_path, monkeypatch):
     assert "project" in shown["The same as text"] and "<b>CheckSizes</b>" in shown["Follow the passes"]
     assert "+++ main after" in shown["What one pass changed"] and "<svg" in shown["The module after a pass"]
     assert "FormRows" in shown["Passes of your own"] and "transfers in" in shown["Compile"]
-    assert "llvm:1" in shown["Where each op runs, and why"] and "over least" in shown["Memory of a call"]
+    assert "llvm:1" in shown["Where each op runs, and why"] and "lower bound" in shown["Memory of a call"]
     assert "GFLOP/s" in shown["Profile a call"] and "microseconds" in shown["Rows for pandas"]
     assert "Trace of 4 calls" in shown["Trace some calls"]
     assert {path.name for path in tmp_path.glob("*.html")} == {"classifier.html", "passes.html"}

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from smoke import smoke  # noqa: E402
 
 import relax_hetero as rh  # noqa: E402
-from relax_hetero.cluster import CALL, CallPlan, Cluster, Program, Source, HostStep  # noqa: E402
+from relax_hetero.cluster import CALL, CallPlan, Cluster, HostStep, Program, Source  # noqa: E402
 
 console = Console()
 

@@ -44,7 +44,7 @@ from relax_hetero.cluster.gpu_link import RECEIVER, SENDER, GpuLink  # noqa: E40
 from relax_hetero.cluster.nccl import load_nccl, require_nccl  # noqa: E402
 from relax_hetero.target.vdevice import with_vdevices  # noqa: E402
 from relax_hetero.vm.device.cuda_streams import Stream  # noqa: E402
-from relax_hetero.vm.device.memory_pools import departure  # noqa: E402
+from relax_hetero.vm.device.memory_pools import send_buffer  # noqa: E402
 from relax_hetero.vm.device.tensors import bytes_of, copy_into, copy_to, empty, from_array, on_host  # noqa: E402
 
 console = Console(highlight=False, width=120)
@@ -315,7 +315,7 @@ def host_rows(sizes: tuple[int, ...], rounds: int) -> list[tuple[int, dict[str, 
         room = empty((nbytes,), "uint8", gpu)
 
         def detour(array: Any = array, room: Any = room, nbytes: int = nbytes) -> None:
-            staged = departure(nbytes, host, 0)
+            staged = send_buffer(nbytes, host, 0)
             if staged is None:
                 return copy_into(from_array(array), room)
             np.copyto(bytes_of(staged), array)

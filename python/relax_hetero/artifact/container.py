@@ -31,10 +31,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ..errors import BuildError
+from .file_hints import hint_of, near_file
 from .regular_files import open_regular
 from .signing import TRAILER_BYTES, changed, check_signed, verify, without_trailer
 from .typed_data import read_json
-from .file_hints import hint_of, near_file
 
 FORMAT_VERSION = 2
 # What kernels rely on (TVM's kAllocAlignment).

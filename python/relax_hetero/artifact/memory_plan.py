@@ -132,7 +132,12 @@ class FunctionUse:
 _NUMBERS = ("weights", "transient", "arenas", "transfers", "results", "lower_bound")
 _COLUMNS = [
     *(Column("device"), Column("weights", True), Column("transient", True), Column("of it arenas", True)),
-    *(Column("of it transfers", True), Column("results", True), Column("lower_bound", True), Column("over least", True)),
+    *(
+        Column("of it transfers", True),
+        Column("results", True),
+        Column("lower_bound", True),
+        Column("over least", True),
+    ),
 ]
 _LARGEST = 12
 

@@ -12,7 +12,7 @@ _PLACEMENT = [
 ]
 _FUSIONS = {
     "dispatches": [{**_PLACE, "kernel": str, "device": str, "ops": [str], "precision": str}],
-    "declined": [{**_PLACE, "op": str, "reason": str}],
+    "missed": [{**_PLACE, "op": str, "reason": str}],
 }
 _OPERAND = {
     **dict.fromkeys(("role", "variable", "shape", "dtype", "encoding", "layout", "packed"), str),

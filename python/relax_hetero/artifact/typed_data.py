@@ -117,5 +117,7 @@ def _mapping_check(key: Any, item: Any) -> _Check:
 
 
 def _shown(value: Any) -> str:
-    text = f"an integer of {value.bit_length():,} bits" if type(value) is int and abs(value) > _MAX_INT64 else repr(value)
+    text = (
+        f"an integer of {value.bit_length():,} bits" if type(value) is int and abs(value) > _MAX_INT64 else repr(value)
+    )
     return f"found {text[:100]}"

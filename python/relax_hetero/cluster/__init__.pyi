@@ -1,8 +1,8 @@
 from .call_plan import CALL as CALL
 from .call_plan import CallPlan as CallPlan
+from .call_plan import HostStep as HostStep
 from .call_plan import Program as Program
 from .call_plan import Source as Source
-from .call_plan import HostStep as HostStep
 from .cluster import Cluster as Cluster
 from .cut.compiled_program import compile as compile
 from .cut.compiled_program import load as load

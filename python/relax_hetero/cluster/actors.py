@@ -9,8 +9,8 @@ from typing import Any
 
 from ..errors import HeteroError, HostError
 from .bindings import HostBinding
-from .node_info import check_versions, installed_versions
 from .host_machine import HostMachine
+from .node_info import check_versions, installed_versions
 from .payloads import Payload
 from .wire import Failure
 
@@ -35,7 +35,7 @@ class HostState:
     info : mapping of str to object
         Description that the process gave of itself.
     sizes : mapping of str to (list of int or None, list of int or None)
-        Extents of the functions' inputs and results, as `facts.sizes_of` gives them.
+        Extents of the functions' inputs and results, as `node_info.sizes_of` gives them.
     starts : int
         How often it was started.
     """

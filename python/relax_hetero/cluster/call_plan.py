@@ -57,7 +57,7 @@ class HostStep:
 
 @dataclass(frozen=True)
 class HostRun:
-    """Work of one host in a function whose hosts talk while it runs (`cluster.mailbox`): all of its part.
+    """One host's whole part of a function whose hosts exchange messages while it runs (`cluster.mailbox`).
 
     Attributes
     ----------
@@ -93,7 +93,7 @@ class CallPlan:
     sizes : tuple of tuple of str
         Inputs behind those of the caller: for each, the names of symbolic sizes, whose values are a shape.
     runs : tuple of HostRun
-        The parts of a function whose hosts talk while it runs.
+        The parts of a function whose hosts exchange messages while it runs.
     """
 
     steps: tuple[HostStep, ...]
@@ -115,7 +115,7 @@ class CallPlan:
 
     @property
     def reads_inputs_late(self) -> bool:
-        """True if inputs are read after the call was sent: by hosts that talk, or as results."""
+        """True if inputs are read after the call was sent: by hosts that exchange messages, or as results."""
         return bool(self.runs) or any(source.step == CALL for source in sources_of(self.result))
 
     @property

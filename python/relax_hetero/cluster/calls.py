@@ -63,7 +63,7 @@ def bind(name: str, plan: CallPlan, args: Sequence[Any], kwargs: Mapping[str, An
     signature = plan.signature or named_only(name, plan.input_names)
     placed = [tensor.device for spec in signature.inputs for tensor in tensors_of(spec)]
     devices = max(placed, default=0) + 2  # and the implicit host behind them; values travel from here, wherever to
-    to = Placement((_HOST,) * devices, ("global",) * devices, alignment=1, lends_arrays=True)
+    to = Placement((_HOST,) * devices, ("global",) * devices, alignment=1, borrows_arrays=True)
     encoded: list[Any] = []
     for (value, _), spec in zip(match_names(signature, args, kwargs, {}), signature.inputs, strict=True):
         where = f"argument {spec.name!r} of {name!r}"

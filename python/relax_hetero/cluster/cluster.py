@@ -18,19 +18,19 @@ from typing import Any
 from ..artifact.messages import unknown_name
 from ..driver.link.parallel_codegen import Progress
 from ..errors import BindingError, HeteroError, HostError
-from ..vm.args.owned_arguments import own_arguments
-from ..vm.queue.fence import Fence, here, when_all_done
+from ..vm.args.argument_copies import copy_arguments
+from ..vm.queue.fence import Fence, thread_state, when_all_done
 from ..vm.queue.queued_calls import CallsInFlight
 from .actors import Actors
 from .bindings import bind_hosts
 from .calls import ClusterCall, bind, named_only, result_of
+from .connected_ray import connected_ray
 from .cut.compiled_program import load
 from .cut.program import hosts_needed, program_of
-from .payloads import pack
-from .connected_ray import connected_ray
-from .replica import Replica, Listener
-from .route import routes_of
 from .mailbox_calls import result_of_runs
+from .payloads import pack
+from .replica import Listener, Replica
+from .route import routes_of
 from .wire import Message
 
 IN_FLIGHT_PER_HOST = 2
@@ -205,7 +205,7 @@ class Cluster:
             else:
                 if copy:
                     signature = plan.signature or named_only(name, plan.input_names)
-                    args, kwargs = own_arguments(signature, (), args, kwargs, is_late=True)
+                    args, kwargs = copy_arguments(signature, (), args, kwargs, is_late=True)
                 start = partial(self._start_after, partial(self._start_late, name, plan, args, kwargs, fence), fence)
             then = start if is_admitted else partial(self._calls.line_up, fence, start)
             when_all_done(awaited, then)
@@ -399,7 +399,7 @@ def _settled(value: Any, name: str) -> Any:
 
 
 def _mark_worker() -> None:
-    here.is_worker = True
+    thread_state.is_worker = True
 
 
 def _close(replicas: list[Replica], sender: ThreadPoolExecutor) -> None:

@@ -120,7 +120,9 @@ class HostLinks:
             for place in link.values.get(function, ()):
                 tensor = found[place]
                 if _is_on(tensor, link.gpus[0]):
-                    found[place] = LinkTensor(link.number, self._next(link.number), str(tensor.dtype), tuple(tensor.shape))
+                    found[place] = LinkTensor(
+                        link.number, self._next(link.number), str(tensor.dtype), tuple(tensor.shape)
+                    )
                     self._pending.setdefault(link.number, []).append(tensor)
         return found
 

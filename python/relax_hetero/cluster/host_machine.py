@@ -72,9 +72,9 @@ class HostMachine:
 
         try:
             from ..vm.machine import VirtualMachine
+            from .host_links import HostLinks
             from .mailboxes import Mailboxes
             from .node_info import check_memory, sizes_of
-            from .host_links import HostLinks
             from .payloads import unpack
 
             self._mailboxes = Mailboxes()
@@ -98,7 +98,7 @@ class HostMachine:
 
         Returns
         -------
-        GpuFacts
+        GpuInfo
             Description of this host's GPUs.
         """
         import ray
@@ -162,12 +162,12 @@ class HostMachine:
         return sent[0] if len(sent) == 1 else tuple(sent)
 
     def set_peers(self, peers: dict[str, Any]) -> bool:
-        """Learn the actors of the other hosts, for functions whose hosts talk while they run; forget calls."""
+        """Learn the actors of the other hosts, for functions whose hosts exchange messages; forget calls."""
         self._mailboxes.set_peers(peers)
         return True
 
     def run(self, call: int, run: HostRun, values: Sequence[Any]) -> Any:
-        """Run this host's part of a function whose hosts talk meanwhile.
+        """Run this host's part of a function whose hosts exchange messages meanwhile.
 
         Returns
         -------

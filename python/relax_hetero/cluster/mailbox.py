@@ -1,4 +1,4 @@
-"""Calls in which hosts talk while they run: what functions do that cannot be cut into steps.
+"""Messages between hosts during a call of a function that cannot be cut into steps.
 
 Where values cross hosts inside of a branch, or in a function that is called, which values cross depends on the values.
 There every host runs its whole part of the function, and ``relax_hetero.host.send`` and ``receive`` in it deliver to
@@ -40,7 +40,7 @@ class Mailbox:
             self._changed.notify_all()
 
     def take(self, channel: int, number: int) -> Any:
-        """The value, once it has arrived; TalkEndedError where the call ended before."""
+        """The value, once it has arrived; CallEndedError where the call ended before."""
         with self._changed:
             self._changed.wait_for(lambda: (channel, number) in self._arrived or self._ended)
             if (channel, number) in self._arrived:

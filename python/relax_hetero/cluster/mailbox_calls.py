@@ -1,4 +1,4 @@
-"""The caller's side of calls in which hosts talk: all hosts are begun, and where one fails the others are told."""
+"""Calls in which hosts exchange messages, at the caller: all hosts start, and if one fails the others end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The calls of one host's process in which hosts talk: their mailboxes, and the other hosts' actors."""
+"""Mailboxes of the calls of one host's process, and the actors of the other hosts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ..vm.machine import VirtualMachine
 from .call_plan import HostRun, Source, opened
-from .mailbox import Mailbox, CallMessages, register
+from .mailbox import CallMessages, Mailbox, register
 from .wire import decode_copy, encode
 
 

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import HeteroError, HostError
-from ..vm.queue.fence import here
+from ..vm.queue.fence import thread_state
 from .actor_calls import ActorCalls
 from .actors import Actors, first_line
+from .backoff import Backoff
 from .call_plan import CALL
 from .calls import ClusterCall
-from .backoff import Backoff
 from .graph import Graph
 from .links import LinkTexts, connect_links, cut_links
-from .route import END, Route
 from .mailbox_calls import run_on_all_hosts
-from .wire import CHANNEL_BYTES, HEAD_BYTES, Message, fit, channel_bytes_for
+from .route import END, Route
+from .wire import CHANNEL_BYTES, HEAD_BYTES, Message, channel_bytes_for, fit
 
 # Seconds between looks at a graph that has no calls, and between tries to start hosts.
 _POLL_SECONDS = 0.5
@@ -32,7 +32,7 @@ _MIN_CHANNEL_BYTES = 4 * HEAD_BYTES
 
 
 WITH_MAILBOXES = -1
-"""In the place of a route's number: hosts talk while the function runs."""
+"""Number of the route of a function whose hosts exchange messages while it runs."""
 
 
 class ClosedError(HeteroError):
@@ -229,7 +229,7 @@ class Replica:
 
     def _await(self, call: ClusterCall, number: int, references: list[Any]) -> None:
         """Wait for actor calls, in a thread of their own."""
-        here.is_worker = True
+        thread_state.is_worker = True
         try:
             messages = self._ray.get(references)
         except Exception:
@@ -240,13 +240,15 @@ class Replica:
 
     def _await_mailbox_call(self, call: ClusterCall, number: int) -> None:
         """Have all hosts run their parts of a function, and wait, in a thread for it; such calls take turns."""
-        here.is_worker = True
+        thread_state.is_worker = True
         try:
             with self._exchanging:
                 if not self._actor_calls.has(call, number):
                     return  # it was lost while another had its turn
                 self._mailbox_calls += 1
-                found = run_on_all_hosts(self._ray, self._actors.handles, call.plan.runs, self._mailbox_calls, call.values)
+                found = run_on_all_hosts(
+                    self._ray, self._actors.handles, call.plan.runs, self._mailbox_calls, call.values
+                )
         except Exception:
             self._suspect(call, number)
         else:
@@ -261,7 +263,7 @@ class Replica:
 
     def _collect(self) -> None:
         """Give results to their fences, in order; and repair what died."""
-        here.is_worker = True
+        thread_state.is_worker = True
         while not self._closing.is_set():
             try:
                 item = self._results.get(timeout=_POLL_SECONDS)
@@ -332,8 +334,8 @@ class Replica:
         self._channel_bytes = self._affordable(self._routes[0])
         channel_bytes = (self._channel_bytes, *(0 for _ in self._routes[1:]))
         replies = [actor.connect.remote(self._routes, channel_bytes, self._in_flight) for actor in handles.values()]
-        facts = dict(zip(handles, self._ray.get(replies), strict=True))
-        self._link_texts = connect_links(self._ray, handles, facts, self._routes[0])
+        infos = dict(zip(handles, self._ray.get(replies), strict=True))
+        self._link_texts = connect_links(self._ray, handles, infos, self._routes[0])
         here = self._ray.get_runtime_context().get_node_id()
         if any(state.info["node"] != here for state in self._actors.states.values()):
             # A channel to another node holds one message, and a thread that waits to write holds Python's lock. So many

@@ -17,7 +17,7 @@ import tvm_ffi
 from tvm import runtime
 
 from ..target.element_types import numpy_dtype
-from ..vm.device.memory_pools import arrival
+from ..vm.device.memory_pools import receive_buffer
 from ..vm.device.tensors import bytes_of, copy_into, copy_to, dtype_name, from_numpy, on_host, view_bytes
 
 CHANNEL_BYTES = 1 << 19
@@ -166,7 +166,7 @@ def channel_bytes_for(sizes: Iterable[int]) -> int:
 
 def _pinned(tensor: runtime.Tensor) -> runtime.Tensor:
     """A tensor of a GPU in pinned memory of this host, to which the GPU copies at full rate; small ones stay there."""
-    room = arrival(tensor, _HOST)
+    room = receive_buffer(tensor, _HOST)
     if room is None:
         return tensor
     copy_into(tensor, room)

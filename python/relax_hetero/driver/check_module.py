@@ -175,11 +175,11 @@ class _Function:
                 )
 
     @staticmethod
-    def _cannot_be(declared: tvm.ir.Type, found: tvm.ir.Type) -> bool:
-        """Return whether the types exclude each other: no value of type `found` is of type `declared`."""
-        if tvm.ir.Type in (type(declared), type(found)):  # not inferred yet
+    def _cannot_be(declared: tvm.ir.Type, value: tvm.ir.Type) -> bool:
+        """Return whether the types exclude each other: no value of type `value` is of type `declared`."""
+        if tvm.ir.Type in (type(declared), type(value)):  # not inferred yet
             return False
-        return bool(type_base_check(declared, found) == BaseCheckResult.FAIL_L0)
+        return bool(type_base_check(declared, value) == BaseCheckResult.FAIL_L0)
 
     def _error(self, binding: relax.Binding, what: str) -> BuildError:
         value = binding.value

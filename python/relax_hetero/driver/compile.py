@@ -20,21 +20,21 @@ import tvm
 from tvm import relax, tirx
 
 from ..artifact.cache_folder import CacheFolder
+from ..artifact.file_hints import describe_value
 from ..artifact.memory_plan import MemoryPlan
 from ..artifact.metadata import DeviceSpec, DispatchSpec, Metadata
-from ..artifact.file_hints import describe_value
 from ..errors import BuildError
 from ..target.hosts import hosts_of, is_native
 from ..target.native_target import native
 from ..target.vdevice import VDevice, VDeviceSpec, device_name, host_vdevice, vdevice_index, vdevices_of, with_vdevices
 from ..transform.encode.accuracies import with_accuracy
-from ..transform.ir.findings import findings_of
 from ..transform.ir.kernels import bytes_of, call_vdevice, called_prim_func, operations_of, ops_of, precision_of
 from ..transform.ir.module_attrs import COMMANDS, STRICT, is_lowered
 from ..transform.ir.nesting import check_nesting
+from ..transform.ir.remarks import remarks_of
 from ..transform.ir.rewriting import op_name, relax_functions, walk_bindings, with_distinct_sizes
+from ..transform.lower.annotate_memory import memory_of
 from ..transform.lower.lower_to_vm import LowerToVM
-from ..transform.lower.note_memory import memory_of
 from ..transform.partition.form_schedules import schedules_of
 from ..transform.pipeline import PipelineStep, pipeline_steps
 from ..transform.placement.realize_targets import realize_targets
@@ -192,7 +192,7 @@ def _compile(
     writes = may_write_arguments(mod)
     # The passes: ops become calls of kernels, calls become what the virtual machine runs.
     mod = _lower(mod, command_buffers, progress)
-    found = findings_of(mod)
+    found = remarks_of(mod)
     reports = found.to_data()
     devices = tuple(device_spec(vdevice, default=i == 0) for i, vdevice in enumerate(vdevices))
     # Kernels that command buffers recorded by hand may use can be called by address too.

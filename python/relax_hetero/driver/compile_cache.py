@@ -25,7 +25,7 @@ from .compile_key import compile_key, why_uncached
 _log = logging.getLogger("relax_hetero")
 _unwritable: set[Path] = set()
 
-LEAST_SECONDS = 1.0
+MIN_SECONDS = 1.0
 """Minimum compile time of a module that is kept, unless the caller asks for a cache: less is not worth the cost."""
 
 
@@ -42,7 +42,7 @@ def through_cache(
     mod : tvm.IRModule
         With vdevices, weights bound.
     cache : bool or str or PathLike of str or None
-        As `folder_of` takes it; None keeps only what took `LEAST_SECONDS`.
+        As `folder_of` takes it; None keeps only what took `MIN_SECONDS`.
     command_buffers : bool
         An option that `build` depends on besides.
     build : callable
@@ -71,12 +71,12 @@ def through_cache(
     executable = build(folder)
     use = CacheUse(MISS, key, round(time.perf_counter() - start, 3))
     executable = _with_use(executable, use)
-    if cache is None and use.seconds < LEAST_SECONDS:
-        return _with_use(executable, replace(use, why=f"not kept, as compiling took less than {LEAST_SECONDS:g} s"))
+    if cache is None and use.seconds < MIN_SECONDS:
+        return _with_use(executable, replace(use, why=f"not kept, as compiling took less than {MIN_SECONDS:g} s"))
     return _store(folder, executable, use)
 
 
-def look_up(mod: tvm.IRModule) -> CacheUse:
+def find_cached(mod: tvm.IRModule) -> CacheUse:
     """Return whether ``rh.compile(mod, cache=True)`` would find the module (with vdevices), which stays unused."""
     folder = folder_of()
     key, why = ("", "it is switched off") if folder is None else _key(mod, command_buffers=True)
@@ -174,7 +174,7 @@ def _why_not_linked() -> str:
 def _write(folder: CacheFolder, executable: Executable, use: CacheUse) -> str:
     """Write an executable's file; gives the reason where it cannot be, and warns of it once."""
     try:
-        folder.add(use.key, executable.export_private, _about(executable, use))
+        folder.add(use.key, executable.export_private, _description(executable, use))
     except (BuildError, OSError) as error:
         if folder.path not in _unwritable:
             _unwritable.add(folder.path)
@@ -183,7 +183,7 @@ def _write(folder: CacheFolder, executable: Executable, use: CacheUse) -> str:
     return ""
 
 
-def _about(executable: Executable, use: CacheUse) -> dict[str, object]:
+def _description(executable: Executable, use: CacheUse) -> dict[str, object]:
     """Data that ``relax-hetero cache ls`` shows."""
     return {
         "functions": [str(signature) for signature in executable.metadata.signatures.values()],

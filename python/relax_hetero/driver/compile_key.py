@@ -27,8 +27,8 @@ from ..target.backend import backend_of
 from ..target.cpu_cores import num_cores
 from ..target.native_target import native
 from ..target.vdevice import vdevices_of
-from ..transform.ir.findings import is_collecting
 from ..transform.ir.module_attrs import DEFAULTS
+from ..transform.ir.remarks import is_collecting
 from ..transform.ir.rewriting import is_tensor_constant
 from ..vm.device.tensors import bytes_of
 from .link.link import external_calls, external_modules

@@ -116,5 +116,5 @@ def _under_tanh(term: Term) -> Term | None:
     return None
 
 
-def _close(found: float, wanted: float) -> bool:
-    return math.isclose(found, wanted, rel_tol=_TOLERANCE)
+def _close(actual: float, expected: float) -> bool:
+    return math.isclose(actual, expected, rel_tol=_TOLERANCE)

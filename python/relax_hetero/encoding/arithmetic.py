@@ -10,14 +10,14 @@ from ..target.element_types import short_name
 from .problem import (
     APPEND,
     AttentionProblem,
-    BlockProductProblem,
     CachedAttentionProblem,
     ConvProblem,
     Dim,
     MatmulProblem,
+    QuantizedMatmulProblem,
 )
 
-SHORT_SUMS = "relax_hetero.short_sums"
+FP16_PARTIAL_SUMS = "relax_hetero.short_sums"
 """On a PrimFunc: the operands' type in which its products are added a few at a time, before float32."""
 
 
@@ -31,7 +31,7 @@ def operations(problem: Any) -> int:
         return 2 * _count(*problem.result.shape, problem.lhs.size("k"))
     if isinstance(problem, ConvProblem):
         return 2 * _count(*problem.result.shape, *problem.weight.shape[1:])
-    if isinstance(problem, BlockProductProblem):
+    if isinstance(problem, QuantizedMatmulProblem):
         return 2 * _count(*problem.result.shape, problem.depth)
     if isinstance(problem, AttentionProblem):
         sizes = dict(problem.sizes)
@@ -56,7 +56,7 @@ def precision(problem: Any) -> str:
         return _product(problem.lhs.dtype, problem.rhs.dtype, problem.acc_dtype)
     if isinstance(problem, ConvProblem):
         return _product(problem.data.dtype, problem.weight.dtype, problem.acc_dtype)
-    if isinstance(problem, BlockProductProblem):
+    if isinstance(problem, QuantizedMatmulProblem):
         form = problem.form
         weight = form.name if form is not None and form.record_bytes else f"int{problem.bits}"
         return f"{weight}*{short_name(problem.lhs.dtype)}"
@@ -67,7 +67,7 @@ def precision(problem: Any) -> str:
     return ""
 
 
-def with_short_sums(text: str, dtype: str) -> str:
+def with_fp16_partial_sums(text: str, dtype: str) -> str:
     """A precision, as `precision` writes it, of a kernel with short sums: ``f16*f16->f16+f32``."""
     short = short_name(dtype)
     return f"{short}*{short}->{short}+f32" if text == short else text

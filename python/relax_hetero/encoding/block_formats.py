@@ -129,7 +129,7 @@ class Arrays(Protocol):
     def half(self, x: Any) -> Any:
         """Pairs of bytes of the last axis, of one float16, as float32; the axis goes."""
 
-    def brain(self, x: Any) -> Any:
+    def bf16(self, x: Any) -> Any:
         """Pairs of bytes of the last axis, of one bfloat16, as float32; the axis goes."""
 
 
@@ -142,16 +142,16 @@ class Parts:
     fields : array of uint8, (n, depth)
         Quants; of plain formats the numbers themselves, float32.
     scales, minimums : array, (n, blocks) or None
-        float32; or, where the format says so, the integers that `outer_scales` and `outer_minimums` scale, as bytes
-        (of int8).
-    outer_scales, outer_minimums : array of float32, (n, records) or None
+        float32; or, where the format says so, the integers that `superblock_scales` and `outer_minimums` scale, as
+        bytes (of int8).
+    superblock_scales, outer_minimums : array of float32, (n, records) or None
         The value of a block's minimum is ``-outer_minimum * minimum``.
     """
 
     fields: Any
     scales: Any = None
     minimums: Any = None
-    outer_scales: Any = None
+    superblock_scales: Any = None
     outer_minimums: Any = None
 
 
@@ -192,7 +192,7 @@ def _read_q8_0(record: Any, rows: _Rows) -> Parts:
     return Parts(rows.flat(rows.arrays.flip(rows.arrays.part(record, 2, 34), 7)), rows.half(record, 0))
 
 
-def _read_fours(minimum: bool) -> Callable[[Any, _Rows], Parts]:
+def _read_q4(minimum: bool) -> Callable[[Any, _Rows], Parts]:
     def read(record: Any, rows: _Rows) -> Parts:
         first = 4 if minimum else 2
         fields = rows.flat(rows.nibbles(rows.arrays.part(record, first, first + 16), 16))
@@ -243,7 +243,7 @@ def _read_q6_k(record: Any, rows: _Rows) -> Parts:
     data = rows.cut(arrays.part(record, 128, 192), 2, 32)
     high = rows.flat(arrays.stack([arrays.bits(data, first, 2) for first in (0, 2, 4, 6)], 3))
     scales = rows.flat(arrays.part(record, 192, 208))
-    return Parts(arrays.join(low, high, 4), scales, outer_scales=rows.half(record, 208))
+    return Parts(arrays.join(low, high, 4), scales, superblock_scales=rows.half(record, 208))
 
 
 def _read_f16(record: Any, rows: _Rows) -> Parts:
@@ -251,13 +251,13 @@ def _read_f16(record: Any, rows: _Rows) -> Parts:
 
 
 def _read_bf16(record: Any, rows: _Rows) -> Parts:
-    return Parts(rows.arrays.brain(record))
+    return Parts(rows.arrays.bf16(record))
 
 
 _READERS: dict[str, Callable[[Any, _Rows], Parts]] = {
     "q8_0": _read_q8_0,
-    "q4_0": _read_fours(False),
-    "q4_1": _read_fours(True),
+    "q4_0": _read_q4(False),
+    "q4_1": _read_q4(True),
     "q5_0": _read_fives(False),
     "q5_1": _read_fives(True),
     "q4_k": _read_q4_k,
@@ -299,7 +299,7 @@ class NumpyArrays:
         """See `Arrays`."""
         return np.ascontiguousarray(x).view("<f2")[..., 0].astype(np.float32)
 
-    def brain(self, x: np.ndarray) -> np.ndarray:
+    def bf16(self, x: np.ndarray) -> np.ndarray:
         """See `Arrays`."""
         return (np.ascontiguousarray(x).view("<u2")[..., 0].astype(np.uint32) << 16).view(np.float32)
 
@@ -334,7 +334,7 @@ def weights_of_rows(raw: np.ndarray, form: BlockFormat, depth: int) -> BlockWeig
     codes = (parts.fields + np.uint8(form.low & 255)).view(np.int8)  # modulo 256, as which codes fit
     scales, minimums = parts.scales, parts.minimums
     if form.scale == "int8":
-        scales = _times_outer(scales, parts.outer_scales)
+        scales = _times_outer(scales, parts.superblock_scales)
     if form.minimum == "int8":
         minimums = -_times_outer(minimums, parts.outer_minimums)
     return BlockWeights(codes, scales, minimums)

@@ -205,7 +205,7 @@ def _pack_parts(parts: Parts, plan: RecordPlan, target: np.ndarray) -> None:
             lanes = rows.reshape(target.shape[0], plan.columns, plan.records, count).transpose(0, 2, 3, 1)
             target[:, :, places[name] : ends[name]] = _bytes(lanes, target.shape[:2])
 
-    write("outer_scales", parts.outer_scales, "float16", 1)
+    write("outer_scales", parts.superblock_scales, "float16", 1)
     write("outer_minimums", parts.outer_minimums, "float16", 1)
     write("scales", parts.scales, "uint8" if form.scale == "int8" else form.scale, plan.blocks)
     write("minimums", parts.minimums, "uint8" if form.minimum == "int8" else form.minimum, plan.blocks)

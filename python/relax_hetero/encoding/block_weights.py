@@ -93,7 +93,7 @@ def pack_fragment_blocks(values: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(padded.reshape(tiles, 2, 8, blocks).transpose(0, 3, 2, 1))
 
 
-_MOST_POINT = 127
+_MAX_ZERO_POINT = 127
 """The highest zero point that kernels take from weights of 4 bits before they multiply."""
 
 
@@ -120,7 +120,7 @@ class Fragments:
         if source.form.record_bytes:
             return _packed_records(source)
         data, scales, *zeros = source.arrays
-        is_high = source.form.bits == 4 and any(one.max(initial=0) > _MOST_POINT for one in zeros)
+        is_high = source.form.bits == 4 and any(one.max(initial=0) > _MAX_ZERO_POINT for one in zeros)
         points = [one.astype("float32") if is_high else one for one in zeros]
         weights = pack_fragments(data, source.depth, source.form.block, source.form.bits)
         return [weights, *map(pack_fragment_blocks, [_halved(scales), *points])]

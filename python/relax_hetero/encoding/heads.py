@@ -54,7 +54,7 @@ class HeadsMap:
         """As problems have it: ``("b", "m", "h*d")``."""
         return tuple("*".join(names) or "1" for names in self.dims)
 
-    def moved(self, by: int) -> HeadsMap:
+    def permuted(self, by: int) -> HeadsMap:
         """The same map of a tensor that has `by` more elements in front in its last dimension."""
         return HeadsMap(self.dims, (*self.starts[:-1], self.starts[-1] + by))
 

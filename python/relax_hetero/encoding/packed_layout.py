@@ -320,7 +320,7 @@ def _swizzled(tiles: np.ndarray) -> np.ndarray:
     return moved.reshape(*tiles.shape[:-1], SWIZZLED_BYTES).view(tiles.dtype)
 
 
-def misfit(layout: PackedLayout, encoding: Encoding) -> str:
+def unsupported_reason(layout: PackedLayout, encoding: Encoding) -> str:
     """Why a layout cannot store the operand that an encoding is of; empty where it can."""
     rank = len(encoding.index_map)
     if len(layout.outer_perm) != rank:
@@ -334,11 +334,11 @@ def misfit(layout: PackedLayout, encoding: Encoding) -> str:
     if layout.swizzle and layout.inner_tiles[-1] * bytes_of(encoding.element_type) != SWIZZLED_BYTES:
         return f"{layout} has rows of {layout.inner_tiles[-1]} {encoding.element_type}, a swizzle needs 128 bytes"
     if layout.winograd:
-        return _winograd_misfit(layout, encoding)
+        return _winograd_unsupported_reason(layout, encoding)
     return ""
 
 
-def _winograd_misfit(layout: PackedLayout, encoding: Encoding) -> str:
+def _winograd_unsupported_reason(layout: PackedLayout, encoding: Encoding) -> str:
     names = tuple(encoding.index_map[d] for d in layout.window_dims)
     if encoding.operand_index != RHS or names != encoding.index_map[-2:] or len(encoding.index_map) < len(names) + 2:
         return f"{layout} has transformed windows, which weights of convolutions have in their two inner dimensions"

@@ -148,7 +148,7 @@ class Window:
     after: int = 0
 
     @property
-    def reach(self) -> int:
+    def dilated_extent(self) -> int:
         """Elements from the first to the last that a window touches."""
         return (self.size - 1) * self.dilation + 1
 
@@ -160,7 +160,7 @@ class Window:
         extent : int
             Number of elements without padding.
         """
-        return (extent + self.before + self.after - self.reach) // self.stride + 1
+        return (extent + self.before + self.after - self.dilated_extent) // self.stride + 1
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ class RowsProblem:
 
 
 @dataclass(frozen=True)
-class BlockProductProblem:
+class QuantizedMatmulProblem:
     """A product with weights in blocks of few bits: ``epilogue(sum over k of lhs * weight)``.
 
     Parameters of its kernel, in order: lhs, weights, index if there is one, operands of the epilogue, result. Left
@@ -383,13 +383,13 @@ class BlockUnpackProblem:
 
     Attributes
     ----------
-    product : BlockProductProblem
+    product : QuantizedMatmulProblem
         Whose weights they are; its left operand says the element type.
     result : Operand
         Over "k" and "n".
     """
 
-    product: BlockProductProblem
+    product: QuantizedMatmulProblem
     result: Operand
 
     @property
@@ -518,7 +518,7 @@ Problem = (
     | ElementwiseProblem
     | RowsProblem
     | AttentionProblem
-    | BlockProductProblem
+    | QuantizedMatmulProblem
     | BlockRowsProblem
     | BlockUnpackProblem
     | CachedAttentionProblem

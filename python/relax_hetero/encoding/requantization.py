@@ -109,10 +109,10 @@ class _Simplifier:
     def _scaled_through(self, term: Term) -> Term:
         """A product with a known factor, which goes into what can take it in."""
         factor = self._known(term.args[1]) if term.op == "multiply" else None
-        taken = None if factor is None else self._taken_in(term.args[0], factor)
+        taken = None if factor is None else self._absorbed(term.args[0], factor)
         return term if taken is None else taken
 
-    def _taken_in(self, term: Term, factor: np.ndarray) -> Term | None:
+    def _absorbed(self, term: Term, factor: np.ndarray) -> Term | None:
         """``term * factor`` with no op more than `term`, None where that needs one."""
         known = self._known(term)
         if known is not None:
@@ -121,10 +121,10 @@ class _Simplifier:
             own = self._known(term.args[1])
             return None if own is None else Term("multiply", (term.args[0], self._constant(own * factor)))
         if term.op in ("add", "subtract"):
-            args = [self._taken_in(arg, factor) for arg in term.args]
+            args = [self._absorbed(arg, factor) for arg in term.args]
             return None if None in args else Term(term.op, tuple(arg for arg in args if arg is not None))
         if term.op == "relu" and np.all(factor > 0):
-            inner = self._taken_in(term.args[0], factor)
+            inner = self._absorbed(term.args[0], factor)
             return None if inner is None else Term("relu", (inner,))
         return None
 
@@ -192,7 +192,7 @@ def _without_relu(term: Term) -> Term:
     return Term("clip", (moved,), (max(float(low), offset), high))
 
 
-_TAKEN_FROM = ("add", "subtract", "multiply")
+_ABSORBED_BY = ("add", "subtract", "multiply")
 _OF_FORMULAS = (-1.0, 0.0, 0.5, 1.0, 2.0)
 """Numbers that an op is written with, not measured of a model's data: they are alike in all its layers."""
 _STEPS = 255.0
@@ -228,11 +228,11 @@ class _Rewriter:
     def rewritten(self, term: Term) -> Term:
         if term not in self.done:
             args = tuple(self.rewritten(arg) for arg in term.args)
-            dtype = Expression(term).dtype(self.dtypes) if term.op in _TAKEN_FROM else ""
+            dtype = Expression(term).dtype(self.dtypes) if term.op in _ABSORBED_BY else ""
             if dtype in ("float32", "int32"):
                 args = tuple(self._operand(arg, dtype) for arg in args)
             new = Term(term.op, args, term.params)
-            self.done[term] = self._between_bytes(new) if _is_moved_clip(term) else new
+            self.done[term] = self._between_bytes(new) if _is_reordered_clip(term) else new
         return self.done[term]
 
     def _operand(self, term: Term, dtype: str) -> Term:
@@ -249,7 +249,7 @@ class _Rewriter:
         return Term("subtract", (clipped, zero))
 
 
-def _is_moved_clip(term: Term) -> bool:
+def _is_reordered_clip(term: Term) -> bool:
     """Return whether a term holds what has been quantized between bounds that depend on a zero point."""
     if term.op != "clip" or term.args[0].op != "round":
         return False

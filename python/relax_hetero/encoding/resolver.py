@@ -25,7 +25,7 @@ from ..target.cpu_target import cpu_target_of
 from .block_weights import BlockLayout
 from .encoding import Encoding
 from .packed_layout import PackedLayout
-from .problem import BlockProductProblem, Problem
+from .problem import Problem, QuantizedMatmulProblem
 
 
 class EncodingResolver(ABC):
@@ -37,7 +37,7 @@ class EncodingResolver(ABC):
         Name in messages and reports.
     problems : tuple of type
         Classes of problems that `kernel` solves, besides products, convolutions and elementwise ones.
-    appends_apart : bool
+    appends_in_own_kernel : bool
         Whether keys and values of a chunk are written into their pages by a kernel of its own.
     cache_key : str, optional
         Text that changes whenever the answers do. Without it no module for devices of a third party's resolver is kept
@@ -46,7 +46,7 @@ class EncodingResolver(ABC):
 
     name = ""
     problems: tuple[type, ...] = ()
-    appends_apart = False
+    appends_in_own_kernel = False
     cache_key: str | None = None
 
     @abstractmethod
@@ -149,12 +149,12 @@ class EncodingResolver(ABC):
         """
         return None
 
-    def unpacked_layout(self, problem: BlockProductProblem, target: tvm.target.Target) -> PackedLayout | None:
+    def unpacked_layout(self, problem: QuantizedMatmulProblem, target: tvm.target.Target) -> PackedLayout | None:
         """Layout of the dequantized ``(k, n)`` weights for a product of many rows; None: it reads the bits.
 
         Parameters
         ----------
-        problem : BlockProductProblem
+        problem : QuantizedMatmulProblem
             Product with block-quantized weights.
         target : tvm.target.Target
             Target of the device that computes it.

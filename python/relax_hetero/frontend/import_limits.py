@@ -62,20 +62,20 @@ class Budget:
 
     def __init__(self, limits: ImportLimits, model_bytes: int = 0) -> None:
         self.limits = limits
-        self._most_bytes = limits.computed_bytes + _OWN_BYTES * model_bytes
+        self._max_bytes = limits.computed_bytes + _OWN_BYTES * model_bytes
         self._bytes = 0
         self._ops = 0
 
     def has_bytes(self, nbytes: int) -> bool:
         """Return whether constants of that many bytes may be made besides all that were."""
-        return self._bytes + nbytes <= self._most_bytes
+        return self._bytes + nbytes <= self._max_bytes
 
     def check_bytes(self, nbytes: int, what: str) -> None:
         """Refuse to make that many bytes; FrontendError, beginning with `what` ("OneHot node 'a'")."""
         if not self.has_bytes(nbytes):
             raise FrontendError(
                 f"{what} computes a constant of {_bytes_text(nbytes)} at import, besides {_bytes_text(self._bytes)} "
-                f"before it; this model may take {_bytes_text(self._most_bytes)}. If you trust the model, raise it "
+                f"before it; this model may take {_bytes_text(self._max_bytes)}. If you trust the model, raise it "
                 "with limits=rh.ImportLimits(computed_bytes=...)"
             )
 

@@ -79,16 +79,16 @@ class JoinedSizes:
             return self.bounds[size]
         return self._facts.get(StructuralKey(size))
 
-    def bound_by(self, least: Any, size: Any) -> int | None:
-        """A number that bounds `size` if it broadcasts with `least`, which is the minimum of the two.
+    def bound_by(self, minimum: Any, size: Any) -> int | None:
+        """A number that bounds `size` if it broadcasts with `minimum`, which is the minimum of the two.
 
         Exporters slice a table of positions by the sequence they are given, ``table[:sequence]``, which has
         ``min(sequence, 512)`` rows, and add it to something of ``sequence`` rows. That works for at most 512 only: more
         are as many as neither. One row, or none, goes with any number of them.
         """
-        if not isinstance(least, tirx.Min):
+        if not isinstance(minimum, tirx.Min):
             return None
-        for bound, other in ((least.a, least.b), (least.b, least.a)):
+        for bound, other in ((minimum.a, minimum.b), (minimum.b, minimum.a)):
             if isinstance(bound, tirx.IntImm) and int(bound) > 1 and _is_same(other, size):
                 return int(bound)
         return None
@@ -180,14 +180,14 @@ def known_sizes() -> JoinedSizes:
     return _SIZES.get() or JoinedSizes()
 
 
-def analyzer_for(*values: Any, least: int = 0) -> sym.Analyzer:
-    """An analyzer that knows sizes are at least `least`, and their bounds."""
+def analyzer_for(*values: Any, minimum: int = 0) -> sym.Analyzer:
+    """An analyzer that knows sizes are at least `minimum`, and their bounds."""
     analyzer, sizes = sym.Analyzer(), known_sizes()
     for value in values:
         if not isinstance(value, int):
             for var in tirx.analysis.undefined_vars(value):
                 bound = sizes.bound_of(var)
-                analyzer.update(var, sym.ConstIntBound(least, sym.ConstIntBound.POS_INF if bound is None else bound))
+                analyzer.update(var, sym.ConstIntBound(minimum, sym.ConstIntBound.POS_INF if bound is None else bound))
     return analyzer
 
 

@@ -12,7 +12,7 @@ from ..display.console import Shown, show, table
 from ..display.text import plural
 from ..errors import FrontendError, HeteroError
 from ..target.vdevice import device_name, parse_vdevices
-from ..transform.ir.findings import findings_of
+from ..transform.ir.remarks import remarks_of
 from .import_limits import ImportLimits
 from .onnx.coded_strings import with_coded_strings
 from .onnx.default_inputs import default_inputs
@@ -185,7 +185,7 @@ def onnx_report(
         nodes = name_nodes(model.proto)
         found = _survey(model, nodes, shapes)
         problems = [*found.problems, *refused]
-        places = _places(found, nodes, devices, problems)
+        places = _node_devices(found, nodes, devices, problems)
         rows = _rows(model, nodes, found, places)
     names = tuple(device_name(device, devices) for device in devices)
     return OnnxReport(model.source, names, tuple(rows), tuple(dict.fromkeys(problems)))
@@ -201,63 +201,67 @@ def _survey(model: OnnxModel, nodes: list[NodeInfo], shapes: Shapes | None) -> S
             raise
         return Survey(problems=[str(error)])
     found = survey_nodes(model, nodes, inputs)
-    is_whole = not defaults or not (found.refused or found.unknown or found.problems)
+    is_whole = not defaults or not (found.rejected or found.unknown or found.problems)
     return found if is_whole else survey_nodes(model, nodes, fewer)  # as `import_nodes` does
 
 
 @dataclass(frozen=True)
-class _Place:
+class _NodeDevice:
     """A device that the whole model was put on, and the names of nodes whose sizes the host reads there."""
 
     device: str
     on_host: frozenset[str]
 
 
-def _places(found: Survey, nodes: list[NodeInfo], devices: list[relax.VDevice], problems: list[str]) -> list[_Place]:
+def _node_devices(
+    survey: Survey, nodes: list[NodeInfo], devices: list[relax.VDevice], problems: list[str]
+) -> list[_NodeDevice]:
     """The devices that take the whole model; the reasons of others are added to `problems`."""
-    if found.graph is None:
+    if survey.graph is None:
         return []
-    outputs = [f"output_{index}" for index in range(len(found.graph.outputs))]
+    outputs = [f"output_{index}" for index in range(len(survey.graph.outputs))]
     names = {variable_name(node.name): node.name for node in walk_nodes(nodes)}
     places = []
     for device in devices:
         name = device_name(device, devices)
         rules = [("*", device)] if nodes else []
         try:
-            source = ImportSource(found.graph, nodes, outputs)
+            source = ImportSource(survey.graph, nodes, outputs)
             placed = placed_module(source, devices, rules, None, "latency", None)
         except HeteroError as error:
             problems.append(f"on {name}: {error}")
             continue
-        entries = findings_of(placed).to_data()["placement"] or []
+        entries = remarks_of(placed).to_data()["placement"] or []
         hosts = (entry["variable"] for entry in entries if entry["kind"] == "op" and "host" in entry["reason"])
         owners = (node_of_variable(variable, names) for variable in hosts)
-        places.append(_Place(name, frozenset(names[owner] for owner in owners if owner is not None)))
+        places.append(_NodeDevice(name, frozenset(names[owner] for owner in owners if owner is not None)))
     return places
 
 
-def _rows(model: OnnxModel, nodes: list[NodeInfo], found: Survey, places: list[_Place]) -> Iterator[NodeReport]:
-    devices = tuple(place.device for place in places)
-    on_host = frozenset().union(*(place.on_host for place in places))
+def _rows(
+    model: OnnxModel, nodes: list[NodeInfo], survey: Survey, node_devices: list[_NodeDevice]
+) -> Iterator[NodeReport]:
+    devices = tuple(place.device for place in node_devices)
+    on_host = frozenset().union(*(place.on_host for place in node_devices))
     functions = function_table(model.proto)
     for node in nodes:
         for inner in walk_nodes([node]):
-            status, reason = _judgement(inner, node, found, has_converter(inner, functions))
+            status, reason = _status(inner, node, survey, has_converter(inner, functions))
             taken = devices if status == "supported" else ()
             domain, opset = inner.domain or "ai.onnx", opset_of(inner.domain, model)
             yield NodeReport(inner.name, inner.op_type, domain, opset, status, reason, taken, inner.name in on_host)
 
 
-def _judgement(node: NodeInfo, holder: NodeInfo, found: Survey, has_one: bool) -> tuple[Status, str]:
+def _status(node: NodeInfo, holder: NodeInfo, survey: Survey, has_one: bool) -> tuple[Status, str]:
     """The status and its reason, of a node that `holder` of the model's own graph is or holds."""
     if not has_one:
         return "refused", NO_CONVERTER
-    if found.graph is None and holder not in found.refused and holder not in found.unknown:
+    if survey.graph is None and holder not in survey.rejected and holder not in survey.unknown:
         return "not looked at", "the import ends before it"
     if node is holder:
-        if node in found.refused:
-            return "refused", found.refused[node]
-        return ("not looked at", found.unknown[node]) if node in found.unknown else ("supported", "")
-    if holder in found.refused or holder in found.unknown:
+        if node in survey.rejected:
+            return "refused", survey.rejected[node]
+        return ("not looked at", survey.unknown[node]) if node in survey.unknown else ("supported", "")
+    if holder in survey.rejected or holder in survey.unknown:
         return "not looked at", f"node {holder.name!r}, which holds it, is not supported"
     return "supported", ""

@@ -65,7 +65,7 @@ class PagedCache:
         return max(self.batches) if self.slots is None else self.slots
 
     @property
-    def most_pages(self) -> int:
+    def max_pages(self) -> int:
         """Pages of the longest sequence."""
         return -(-self.context // PAGE)
 
@@ -78,7 +78,7 @@ class PagedCache:
             Number of latest positions that the layer sees; 0: all.
         """
         touched = pages_of_window(window, max(self.chunks))
-        return self.sequences * (min(self.most_pages, touched) if window else self.most_pages)
+        return self.sequences * (min(self.max_pages, touched) if window else self.max_pages)
 
     @property
     def functions(self) -> list[tuple[str, int, str]]:
@@ -106,7 +106,7 @@ class PagedCache:
         if kind == CHUNK and not self.all_logits:
             shapes["last"] = [1]
         for is_window in dict.fromkeys(map(bool, windows)):
-            shapes[TABLES[is_window]] = [self.sequences, self.most_pages]
+            shapes[TABLES[is_window]] = [self.sequences, self.max_pages]
         found = {name: relax.Var(name, relax.TensorType(shape, "int32")) for name, shape in shapes.items()}
         for layer, (heads, window) in enumerate(zip(kv_heads, windows, strict=True)):
             pages = page_shape(self.pages(window), heads, size, self.page_type)

@@ -12,13 +12,13 @@ import tvm
 from ..artifact.messages import AUTO
 from ..errors import FrontendError
 from ..target.vdevice import parse_vdevices, with_vdevices
-from ..transform.ir.findings import findings_of, with_findings
 from ..transform.ir.module_attrs import DEFAULTS
+from ..transform.ir.remarks import remarks_of, with_remarks
 from ..transform.ir.reports import PlacementEntry, PlacementReport
 from ..transform.placement.realize_vdevice import realize_vdevice
 from .auto.auto_placement import AutoPlacement, place_graph
 from .auto.cost_model import check_objective
-from .carry_narrow import carried
+from .narrow_storage import with_narrow_storage
 from .onnx.coded_strings import Strings
 from .onnx.importer import ImportedGraph
 from .onnx.name_bindings import DeviceOf, build_function, build_loops, origins_of
@@ -95,7 +95,7 @@ def placed_module(
     memory_limit: MemoryLimit | None,
 ) -> tvm.IRModule:
     """The module of an imported graph; arguments as `check_placement` took and returned them."""
-    source = replace(source, graph=carried(source.graph))
+    source = replace(source, graph=with_narrow_storage(source.graph))
     graph, nodes = source.graph, source.nodes
     if devices is None:
         return _module(source)
@@ -132,7 +132,7 @@ def _module(source: ImportSource, device_of: DeviceOf | None = None) -> tvm.IRMo
     mod["main"] = func.with_attrs(names)
     for gv, loop in build_loops(graph, device_of).items():
         mod[gv] = loop
-    return with_findings(mod, origins=origins_of(graph))
+    return with_remarks(mod, origins=origins_of(graph))
 
 
 def with_reasons(
@@ -147,7 +147,7 @@ def with_reasons(
         reasons = {variable_name(node): reason for node, reason in placement.reasons.items()}
         times = {(variable_name(node), device): text for (node, device), text in placement.transfers.items()}
         entries = [replace(entry, reason=_auto_reason(entry, reasons, times)) for entry in report.entries]
-        return with_findings(mod, placement=PlacementReport(entries), placement_estimate=placement.to_json())
+        return with_remarks(mod, placement=PlacementReport(entries), placement_estimate=placement.to_json())
     rules = matching_patterns(nodes, placement)
     otherwise = "no rule matches: default device" if rules else "default device"
     reasons = {
@@ -155,15 +155,15 @@ def with_reasons(
         for node in walk_nodes(nodes)
     }
     entries = [replace(entry, reason=_reason_of(entry, reasons)) for entry in report.entries]
-    return with_findings(mod, placement=PlacementReport(entries))
+    return with_remarks(mod, placement=PlacementReport(entries))
 
 
 def with_auto_reasons(mod: tvm.IRModule, reasons: Mapping[str, str], estimate: Mapping[str, Any]) -> tvm.IRModule:
     """A module placed by rules that a cost model wrote, with the reason for each pattern, and the estimate."""
-    report = findings_of(mod).placement or PlacementReport()
+    report = remarks_of(mod).placement or PlacementReport()
     texts = {f"rule {pattern!r}": reason for pattern, reason in reasons.items()}
     entries = [replace(entry, reason=texts.get(entry.reason, entry.reason)) for entry in report.entries]
-    return with_findings(mod, placement=PlacementReport(entries), placement_estimate=dict(estimate))
+    return with_remarks(mod, placement=PlacementReport(entries), placement_estimate=dict(estimate))
 
 
 def _reason_of(entry: PlacementEntry, reasons: Mapping[str, str]) -> str:

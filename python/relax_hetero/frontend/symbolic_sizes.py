@@ -221,7 +221,7 @@ def is_size_where_not_empty(a: Any, b: Any) -> bool:
     """
     if isinstance(a, int) or not isinstance(b, int) or b <= 0:
         return False
-    return not analyzer_for(a).can_prove(a >= 0) and analyzer_for(a, least=1).can_prove(a >= 0)
+    return not analyzer_for(a).can_prove(a >= 0) and analyzer_for(a, minimum=1).can_prove(a >= 0)
 
 
 def _modulo(a: Any, b: Any) -> Any:

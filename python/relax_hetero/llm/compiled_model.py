@@ -18,7 +18,7 @@ from ..artifact.metadata import device_names
 from ..artifact.signature import TensorSpec
 from ..errors import BindingError
 from ..vm import VirtualMachine
-from ..vm.device.memory_pools import arrival
+from ..vm.device.memory_pools import receive_buffer
 from ..vm.device.tensors import copy_into, empty, is_host
 from ..vm.file.executable import Executable
 from ..vm.profile import Profile
@@ -316,7 +316,7 @@ class CompiledModel:
         kept = self._logits.get(name)
         if kept is None:
             shape, dtype, host = tuple(map(int, logits.shape)), str(logits.dtype), runtime.device("cpu", 0)
-            pinned = arrival(logits, host)
+            pinned = receive_buffer(logits, host)
             tensor = empty(shape, dtype, host) if pinned is None else pinned
             kept = self._logits[name] = tensor, np.from_dlpack(tensor)
         copy_into(logits, kept[0])

@@ -48,7 +48,9 @@ class Engine:
     ...         print(delta.text, end="")
     """
 
-    def __init__(self, model: Model, tokenizer: TokenizerProtocol, *, max_waiting: int = 256, prefixes: int = 8) -> None:
+    def __init__(
+        self, model: Model, tokenizer: TokenizerProtocol, *, max_waiting: int = 256, prefixes: int = 8
+    ) -> None:
         if max_waiting < 0 or prefixes < 0:
             raise HeteroError(f"expected no negative numbers, found max_waiting={max_waiting}, prefixes={prefixes}")
         self.model, self.tokenizer = model, tokenizer

@@ -13,13 +13,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..artifact.file_hints import describe_value, hint_of
 from ..artifact.metadata import CPU
 from ..artifact.regular_files import open_regular
-from ..artifact.file_hints import describe_value, hint_of
 from ..errors import BuildError
+from ..target.amx_instructions import amx_instruction_for
 from ..target.cpu_target import cpu_target_of
 from ..target.make_vdevice import parse_vdevices
-from ..target.amx_instructions import amx_instruction_for
 from ..target.vdevice import is_cpu
 from .compiled_model import CompiledModel
 from .description import ModelDescription, context_warning
@@ -96,7 +96,9 @@ def load(
         already.
     """
     if not isinstance(path, (str, os.PathLike)):
-        raise BuildError(f"rh.llm.load: {describe_value(path)}; expected the path of a GGUF file, or of a folder that was saved")
+        raise BuildError(
+            f"rh.llm.load: {describe_value(path)}; expected the path of a GGUF file, or of a folder that was saved"
+        )
     options = {
         "batches": tuple(batches),
         "chunks": tuple(chunks),

@@ -140,5 +140,10 @@ def _check_number(name: str, value: Any, minimum: float, maximum: float) -> None
 
 def _check_integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:
     expected = f"a whole number from {minimum}" + ("" if maximum is None else f" to {maximum}")
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum or (maximum is not None and value > maximum):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or value < minimum
+        or (maximum is not None and value > maximum)
+    ):
         raise RequestError(f"{name}: found {value!r}, expected {expected}")

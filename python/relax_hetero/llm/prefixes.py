@@ -84,7 +84,9 @@ class Prefixes:
             Sequences of requests that still run.
         """
         best = max(
-            ((prefix, common_length(prefix.tokens, tokens)) for prefix in (*self._entries, *others)), key=_length, default=None
+            ((prefix, common_length(prefix.tokens, tokens)) for prefix in (*self._entries, *others)),
+            key=_length,
+            default=None,
         )
         if best is None or best[1] < self._min_tokens:
             return None

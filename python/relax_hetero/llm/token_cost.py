@@ -117,7 +117,9 @@ class TokenCost:
         mine = [part for part in self.parts if part.device == device]
         times = [part.seconds for part in mine]
         known = None if None in times else sum(time for time in times if time is not None)
-        sums = {name: sum(getattr(part, name) for part in mine) for name in ("calls", "weights", "cache", "transferred")}
+        sums = {
+            name: sum(getattr(part, name) for part in mine) for name in ("calls", "weights", "cache", "transferred")
+        }
         return PartCost("all", device, seconds=known, **sums)
 
     @property

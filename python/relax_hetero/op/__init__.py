@@ -11,12 +11,12 @@ TVMScript's look-up of vdevices strict (see `strict_tvmscript`).
 from __future__ import annotations
 
 from .attention import attention
-from .block_products import block_matmul, block_rows, dequantize_blocks
 from .cached_attention import cached_attention
 from .copies import copy
 from .encoded import elementwise, matmul, prepacked, relayout, set_encoding, unset_encoding
 from .functions import apply_function
 from .placement import encode_hint, hint_on_device, hinted_vdevice, is_hint, to_vdevice
+from .quantized_matmul import block_matmul, block_rows, dequantize_blocks
 from .require import require, requirement
 from .rows import rows
 from .strict_tvmscript import make_tvmscript_strict

@@ -26,7 +26,7 @@ from tvm import relax
 
 from ..encoding.encoding import LHS, RESULT, RHS, Encoding
 from ..encoding.expression import Expression
-from ..encoding.packed_layout import PackedLayout, misfit
+from ..encoding.packed_layout import PackedLayout, unsupported_reason
 from ..errors import EncodingError
 from ..target.element_types import stored_type
 from .definition import Infer, check_attrs, differ, is_one, make_call, number, register_op
@@ -255,7 +255,7 @@ def _check_encoded(call: relax.Call, ty: relax.TensorType, encoding: Encoding, w
 
 def _check_layout(call: relax.Call, encoding: Encoding) -> None:
     for text in (call.attrs.layout, getattr(call.attrs, "from_layout", "")):
-        wrong = misfit(PackedLayout.parse(text), encoding) if text else ""
+        wrong = unsupported_reason(PackedLayout.parse(text), encoding) if text else ""
         if wrong:
             raise EncodingError(f"{call.op.name}: layout {wrong}: encoding {encoding}")
 

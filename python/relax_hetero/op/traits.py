@@ -46,7 +46,7 @@ class Traits:
         Whether the first argument is a function, which the op calls.
     writes : bool
         Whether it writes to an operand.
-    is_kept : bool
+    needs_no_kernel : bool
         Whether later passes or the virtual machine carry it out: it needs no kernel.
     """
 
@@ -64,7 +64,7 @@ class Traits:
     sizes: str = ""
     takes_callee: bool = False
     writes: bool = False
-    is_kept: bool = False
+    needs_no_kernel: bool = False
 
 
 _DEFAULT = Traits()
@@ -111,7 +111,7 @@ TRAITS: dict[str, Traits] = {
     **_rows("ewise_fma nn.cross_entropy_with_logits", sizes="equal_shapes"),
     **_rows("nn.nll_loss", sizes="nll_loss"),
     # Elements moved.
-    **_moving("reshape", keeps_order=True, flops=0, permute="reshape", sizes="reshape", is_kept=True),
+    **_moving("reshape", keeps_order=True, flops=0, permute="reshape", sizes="reshape", needs_no_kernel=True),
     **_moving("expand_dims squeeze flatten", keeps_order=True, flops=0, permute="reshape"),
     **_moving("nn.batch_flatten", keeps_order=True, permute="reshape"),
     **_moving("permute_dims stack dynamic_strided_slice"),
@@ -126,8 +126,8 @@ TRAITS: dict[str, Traits] = {
     **_moving("gather_elements", sizes="gather_elements"),
     **_moving("gather_nd", sizes="gather_nd"),
     **_moving("nn.pixel_shuffle", sizes="pixel_shuffle"),
-    **_moving("to_vdevice", may_return_operand=False, permute="same", is_kept=True),
-    **_moving("hint_on_device", is_kept=True),
+    **_moving("to_vdevice", may_return_operand=False, permute="same", needs_no_kernel=True),
+    **_moving("hint_on_device", needs_no_kernel=True),
     **_rows("scatter_elements", ignores_numbers=True, may_return_operand=True, sizes="scatter_elements"),
     **_rows("scatter_nd", ignores_numbers=True, may_return_operand=True, sizes="scatter_nd"),
     **_rows(
@@ -170,14 +170,16 @@ TRAITS: dict[str, Traits] = {
     **_rows("cumsum cumprod", permute="along"),
     **_rows("topk", sizes="topk"),
     # Shapes and calls.
-    **_rows("shape_of", flops=0, ignores_numbers=True, is_kept=True),
-    **_rows("tensor_to_shape memory.view", ignores_numbers=True, is_kept=True),
+    **_rows("shape_of", flops=0, ignores_numbers=True, needs_no_kernel=True),
+    **_rows("tensor_to_shape memory.view", ignores_numbers=True, needs_no_kernel=True),
     **_rows("inspect.tensor_shape_i", ignores_numbers=True),
-    **_rows("memory.ensure_zero_offset null_value make_closure invoke_closure invoke_pure_closure", is_kept=True),
-    **_rows("call_tir call_tir_with_grad", takes_callee=True, is_kept=True),
-    **_rows("call_tir_inplace call_inplace_packed", takes_callee=True, writes=True, is_kept=True),
-    **_rows("call_dps_packed call_builtin_with_ctx call_py_func", takes_callee=True, is_kept=True),
-    **_rows("call_pure_packed", takes_callee=True, ignores_numbers=True, is_kept=True),
+    **_rows(
+        "memory.ensure_zero_offset null_value make_closure invoke_closure invoke_pure_closure", needs_no_kernel=True
+    ),
+    **_rows("call_tir call_tir_with_grad", takes_callee=True, needs_no_kernel=True),
+    **_rows("call_tir_inplace call_inplace_packed", takes_callee=True, writes=True, needs_no_kernel=True),
+    **_rows("call_dps_packed call_builtin_with_ctx call_py_func", takes_callee=True, needs_no_kernel=True),
+    **_rows("call_pure_packed", takes_callee=True, ignores_numbers=True, needs_no_kernel=True),
     **_rows("vm.call_tir_dyn dist.call_tir_local_view", takes_callee=True),
     **_rows("hetero.cached_attention", writes=True),
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 import tvm
 
-from .this_machine import machine_here
+from .this_machine import describe_machine
 
 
 def bench_of(threads: int, seconds: Mapping[str, Sequence[float]], failures: Mapping[str, str]) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def chat_report(title: str, answers: Iterable[Answer]) -> dict[str, Any]:
         "title": title,
         "made": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "versions": {"relax_hetero": __version__, "tvm": str(tvm.__version__)},
-        "machine": machine_here(),
+        "machine": describe_machine(),
         "chat": {"answers": [_answer(answer) for answer in answers]},
     }
 

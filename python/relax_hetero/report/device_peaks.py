@@ -14,7 +14,7 @@ import tvm
 from tvm import relax
 
 from ..artifact.metadata import DeviceSpec, device_names
-from ..frontend.auto.measure_devices import are_here, figures_of
+from ..frontend.auto.measure_devices import are_present, figures_of
 from ..target.element_types import short_name
 
 COMPUTE, MEMORY = "arithmetic", "memory"
@@ -28,7 +28,7 @@ def peaks_of(devices: Sequence[DeviceSpec]) -> dict[str, dict[str, Any]]:
     found = {}
     for name, spec in zip(device_names(tuple(devices)), devices, strict=True):
         vdevice = relax.VDevice(tvm.target.Target(spec.target), spec.vdevice_id, spec.memory_scope)
-        figures = figures_of([vdevice]) if are_here([vdevice]) else None
+        figures = figures_of([vdevice]) if are_present([vdevice]) else None
         if figures is not None:
             (about,) = figures.devices
             found[name] = {

@@ -20,7 +20,7 @@ from .report_tables import tables_of
 from .stored_layouts import layouts_of
 from .suggestions import suggestions
 from .text.explanation import explanation_of
-from .this_machine import machine_here
+from .this_machine import describe_machine
 from .trace_timeline import timeline_of
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def report_of(
         "title": title,
         "made": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "versions": {"relax_hetero": __version__, "tvm": str(tvm.__version__)},
-        "machine": machine_here() if profiles or trace is not None or bench is not None else None,
+        "machine": describe_machine() if profiles or trace is not None or bench is not None else None,
         "notes": [line for line in explanation.tables() if isinstance(line, str) and not line.startswith("Ask for")],
         "devices": [
             {
@@ -125,16 +125,16 @@ def report_of(
 
 
 def _graph(
-    about: Metadata, groups: Iterable[Data], layouts: Iterable[Data]
+    metadata: Metadata, groups: Iterable[Data], layouts: Iterable[Data]
 ) -> tuple[list[Data], list[Data], list[Data]]:
     """Functions, nodes and edges; nodes are numbered through all functions."""
-    graph = about.graph
+    graph = metadata.graph
     functions: list[Data] = []
     nodes: list[Data] = []
     edges: list[Data] = []
     if graph is None:
         return functions, nodes, edges
-    reasons = {(e["function"], e["variable"]): e["reason"] for e in about.placement or ()}
+    reasons = {(e["function"], e["variable"]): e["reason"] for e in metadata.placement or ()}
     of_node = {node: group["id"] for group in groups for node in group["nodes"]}
     for function in graph.functions:
         base = len(nodes)

@@ -11,7 +11,7 @@ from ..display.text import bytes_text
 from .layers import Layers, layers_of
 
 _BOX, _GAP, _HEIGHT, _ROW, _PASS = 148, 16, 36, 66, 18
-MOST_NODES = 250
+MAX_NODES = 250
 """Larger functions are not drawn: nobody could read the picture."""
 
 
@@ -23,10 +23,10 @@ def function_picture(data: Mapping[str, Any], function: str) -> Markup | None:
     Returns
     -------
     Markup or None
-        None where the function has more than `MOST_NODES` nodes.
+        None where the function has more than `MAX_NODES` nodes.
     """
     nodes = {n["id"]: n for n in data["nodes"] if n["function"] == function and n["kind"] != "constant"}
-    if not nodes or len(nodes) > MOST_NODES:
+    if not nodes or len(nodes) > MAX_NODES:
         return None
     constants = {n["id"] for n in data["nodes"] if n["kind"] == "constant"}
     reads = Counter(edge["to"] for edge in data["edges"] if edge["from"] in constants)

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def groups_of(
-    about: Metadata, profiles: Sequence[Profile] = (), peaks: Mapping[str, Mapping[str, Any]] | None = None
+    metadata: Metadata, profiles: Sequence[Profile] = (), peaks: Mapping[str, Mapping[str, Any]] | None = None
 ) -> list[dict[str, Any]]:
     """A group for each kernel call of an executable, in program order.
 
     Parameters
     ----------
-    about : Metadata
+    metadata : Metadata
         Metadata of the executable.
     profiles : sequence of Profile
         Times of kernels, a function each. A kernel that is called at several places, and that was not measured at each,
@@ -30,27 +30,27 @@ def groups_of(
     peaks : mapping of str to mapping of str to object, optional
         Peaks of devices, by name, as `device_peaks.peaks_of` measures them.
     """
-    entries = (about.fusions or {}).get("dispatches", [])
-    declined = _declined(about.fusions or {})
+    entries = (metadata.fusions or {}).get("dispatches", [])
+    missed = _missed_fusions(metadata.fusions or {})
     # In command buffers: kernels have other names where they write over what they read.
     inside = {
         (region.function, command.variable): (command.kernel, region.name)
-        for region in about.regions
+        for region in metadata.regions
         for command in region.commands
         if isinstance(command, Dispatch)
     }
     kernels = [(*inside.get((e["function"], e["variable"]), (e["kernel"], None)), e["device"]) for e in entries]
     measured = {profile.function: profile for profile in profiles}
     # What no caller can name is called by the function that was measured.
-    called = [entry["function"] if entry["function"] in about.signatures else "" for entry in entries]
+    called = [entry["function"] if entry["function"] in metadata.signatures else "" for entry in entries]
     places = Counter((name, kernel, device) for name, (kernel, _, device) in zip(called, kernels, strict=True))
     rows = {(profile.function, row.symbol, row.device): row for profile in profiles for row in profile.rows}
-    bases = _bases(about.graph)
+    bases = _bases(metadata.graph)
     groups: list[dict[str, Any]] = []
-    callers = _callers(about)
+    callers = _callers(metadata)
     for index, entry in enumerate(entries):
         (kernel, region, device), function = kernels[index], entry["function"]
-        spec = about.dispatches.get(kernel)
+        spec = metadata.dispatches.get(kernel)
         caller = called[index] or (profiles[0].function if profiles else "")
         steps = callers.get((function, region or kernel, device), [None])
         # The calls stand in the order of the steps; all kernels of a command buffer are called at once.
@@ -71,7 +71,7 @@ def groups_of(
                 **_times(measured.get(caller), row, region, entry["variable"], places[called[index], kernel, device]),
                 "share_of_peak": None,
                 "bound": None,
-                "notes": declined.get((function, entry["variable"]), []),
+                "notes": missed.get((function, entry["variable"]), []),
             }
         )
         group = groups[-1]
@@ -98,19 +98,19 @@ def _bases(graph: ModelGraph | None) -> dict[str, int]:
     return found
 
 
-def _declined(fusions: Mapping[str, Any]) -> dict[tuple[str, str], list[str]]:
+def _missed_fusions(fusions: Mapping[str, Any]) -> dict[tuple[str, str], list[str]]:
     found: dict[tuple[str, str], list[str]] = {}
-    for entry in fusions.get("declined", ()):
+    for entry in fusions.get("missed", ()):
         text = f"not fused with {entry['op']}: {entry['reason']}"
         found.setdefault((entry["function"], entry["variable"]), []).append(text)
     return found
 
 
-def _callers(about: Metadata) -> dict[tuple[str, str, str], list[str | None]]:
+def _callers(metadata: Metadata) -> dict[tuple[str, str, str], list[str | None]]:
     """The steps that call a kernel or command buffer, as often as they do: by function, callee and device."""
-    names = [*device_names(about.devices), ""]
+    names = [*device_names(metadata.devices), ""]
     found: dict[tuple[str, str, str], list[str | None]] = {}
-    for schedule in about.schedules:
+    for schedule in metadata.schedules:
         for step in schedule.steps:
             for name in step.calls:
                 for index in step.devices:

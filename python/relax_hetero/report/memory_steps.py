@@ -35,8 +35,8 @@ def memory_of(executable: Executable) -> list[dict[str, Any]]:
     return found
 
 
-def _steps(about: Metadata, function: str, walk: Walk, device: str) -> Mapping[str, Any]:
-    names = device_names(about.devices)
+def _steps(metadata: Metadata, function: str, walk: Walk, device: str) -> Mapping[str, Any]:
+    names = device_names(metadata.devices)
     number = names.index(device) if device in names else -1
     tensors = [use for use in walk.tensors if use.device == number]
     storages = [storage for storage in walk.allocations if storage.device == number]
@@ -46,7 +46,7 @@ def _steps(about: Metadata, function: str, walk: Walk, device: str) -> Mapping[s
         changes[bisect_left(moments, use.begin)] += use.nbytes
         changes[bisect_right(moments, use.end)] -= use.nbytes
     said = {storage.begin: storage.name for storage in reversed(storages)}
-    kernels = _kernels(about, function)
+    kernels = _kernels(metadata, function)
     return {
         "steps": [kernels.get(now) or said.get(now) or f"step {now[0]:.0f}" for now in moments],
         "over_time": list(accumulate(changes[:-1])),
@@ -64,10 +64,10 @@ def _steps(about: Metadata, function: str, walk: Walk, device: str) -> Mapping[s
     }
 
 
-def _kernels(about: Metadata, function: str) -> dict[tuple[float, ...], str]:
+def _kernels(metadata: Metadata, function: str) -> dict[tuple[float, ...], str]:
     """The kernels of a function's command buffers, by when they run."""
-    regions = {region.name: region for region in about.regions}
-    memory = next((memory for memory in about.memory if memory.name == function), None)
+    regions = {region.name: region for region in metadata.regions}
+    memory = next((memory for memory in metadata.memory if memory.name == function), None)
     return {
         (float(step.step), float(index)): command.kernel
         for step in (memory.regions if memory is not None else ())

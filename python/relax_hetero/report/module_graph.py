@@ -18,9 +18,9 @@ from ..errors import VDeviceError
 from ..target.element_types import bytes_for
 from ..target.vdevice import device_name, vdevices_of
 from ..transform.ir.extents import NoTextError, dim_text, known_extents
-from ..transform.ir.findings import findings_of
 from ..transform.ir.kernels import call_vdevice, called_prim_func, operations_of, ops_of, precision_of
 from ..transform.ir.op_names import TRANSFER
+from ..transform.ir.remarks import remarks_of
 from ..transform.ir.rewriting import handle, is_tensor_constant, op_name, relax_functions, tensor_types
 from ..transform.record.region_attrs import regions_of
 
@@ -90,7 +90,7 @@ class _Graph:
         self._names = [device_name(vdevice, self._vdevices) for vdevice in self._vdevices]
         self._edges: dict[tuple[int, int, str], int | None] = {}
         self._function, self._group = "", -1
-        placement = findings_of(mod).placement
+        placement = remarks_of(mod).placement
         entries = placement.entries if placement is not None else ()
         self._reasons = {(entry.function, entry.variable): entry.reason for entry in entries}
         self._constants: dict[int, int] = {}
@@ -277,10 +277,11 @@ class _Graph:
         targets = {name: str(vdevice.target) for name, vdevice in zip(self._names, self._vdevices, strict=True)}
         kinds = {name: str(v.target.kind.name) for name, v in zip(self._names, self._vdevices, strict=True)}
         return [
-            self._about(name, targets.get(name, ""), kinds.get(name, "")) for name in (*targets, *_rest(used, targets))
+            self._describe(name, targets.get(name, ""), kinds.get(name, ""))
+            for name in (*targets, *_rest(used, targets))
         ]
 
-    def _about(self, name: str, target: str, kind: str) -> dict[str, Any]:
+    def _describe(self, name: str, target: str, kind: str) -> dict[str, Any]:
         mine = [node for node in self.nodes if node["device"] == name]
         ops = [node for node in mine if node["kind"] == "op"]
         moved = [node for node in mine if node["kind"] == "transfer"]

@@ -20,13 +20,13 @@ _NARROW = {"f16": "float16", "bf16": "bfloat16"}
 
 
 def suggestions(
-    about: Metadata, rows: Sequence[Mapping[str, Any]], peaks: Mapping[str, Mapping[str, Any]]
+    metadata: Metadata, rows: Sequence[Mapping[str, Any]], peaks: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
     """Sentences, those about most of a call first.
 
     Parameters
     ----------
-    about : Metadata
+    metadata : Metadata
         Metadata of the executable.
     rows : sequence of mapping
         Rows of a profile as a report holds them; none where nothing was measured.
@@ -35,13 +35,15 @@ def suggestions(
     """
     if not rows:
         return ["Nothing was measured: explain --profile, or profile= of Executable.report, says where the time goes."]
-    found = sorted([*_around(about, rows), *_kernels(rows, peaks), *_turns(about)], key=lambda one: -one[0])
+    found = sorted(
+        [*_around(metadata, rows), *_kernels(rows, peaks), *_serial_transfers(metadata)], key=lambda one: -one[0]
+    )
     return [text for _, text in found] or [
         "Nothing stands out: kernels take the time, near what was measured as peaks."
     ]
 
 
-def _around(about: Metadata, rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, str]]:
+def _around(metadata: Metadata, rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, str]]:
     moved, machine = (sum(row["share"] for row in rows if row["symbol"] == name) for name in (TO_DEVICE, MACHINE))
     if moved >= _AROUND:
         yield (
@@ -50,9 +52,9 @@ def _around(about: Metadata, rows: Sequence[Mapping[str, Any]]) -> Iterator[tupl
         )
     if machine >= _AROUND:
         text = f"{100 * machine:.0f} % of a call is spent around kernels, on allocation, shapes and bytecode"
-        if about.single_calls:
-            ((why, _),) = Counter(call.why for call in about.single_calls).most_common(1)
-            text += f": {len(about.single_calls)} kernel calls are outside of command buffers, most because {why}"
+        if metadata.single_calls:
+            ((why, _),) = Counter(call.why for call in metadata.single_calls).most_common(1)
+            text += f": {len(metadata.single_calls)} kernel calls are outside of command buffers, most because {why}"
         yield machine, f"{text}."
 
 
@@ -82,9 +84,9 @@ def _kernels(rows: Sequence[Mapping[str, Any]], peaks: Mapping[str, Mapping[str,
             yield share, f'{here} in {name}: rh.transform.ToMixedPrecision("{_NARROW[name]}").'
 
 
-def _turns(about: Metadata) -> Iterator[tuple[float, str]]:
-    names = device_names(about.devices)
-    for schedule in about.schedules:
+def _serial_transfers(metadata: Metadata) -> Iterator[tuple[float, str]]:
+    names = device_names(metadata.devices)
+    for schedule in metadata.schedules:
         working = [step.devices for step in schedule.steps if not step.is_transfer]
         devices = sorted({index for indices in working for index in indices if index >= 0})
         if len(devices) > 1 and not schedule.overlaps():

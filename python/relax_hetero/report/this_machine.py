@@ -11,7 +11,7 @@ from typing import Any
 import tvm
 
 
-def machine_here() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     """The machine that this process runs on."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {"cpu": _cpu_name(), "cores": cores, "gpus": _gpu_names()}

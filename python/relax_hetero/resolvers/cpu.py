@@ -19,21 +19,21 @@ from ..encoding.encoding import DYNAMIC, EXACT, LHS, RHS, Encoding
 from ..encoding.packed_layout import PackedLayout, tiled
 from ..encoding.problem import (
     AttentionProblem,
-    BlockProductProblem,
     BlockRowsProblem,
     CachedAttentionProblem,
     ConvProblem,
     ElementwiseProblem,
     MatmulProblem,
     Problem,
+    QuantizedMatmulProblem,
     RowPhase,
     RowsProblem,
 )
 from ..encoding.resolver import EncodingResolver
+from ..target.amx_instructions import amx_instruction_for
 from ..target.cpu_target import CpuTarget, cpu_target_of
 from ..target.dot_instructions import DotInstruction, dot_instruction_for
 from ..target.element_types import HALF_TYPES, bytes_of
-from ..target.amx_instructions import amx_instruction_for
 from ..target.tiles import tile_columns
 from .cpu_convolutions import conv_layout, form_of
 
@@ -46,7 +46,7 @@ IN_PLACE_BYTES = 256 * 1024
 product costs more than it saves. Measured (AVX-512, float32, M=128): 3 to 8 % faster in place up to here, level at
 1 MiB, a third slower at 4 MiB."""
 
-FEW_ROWS = 8
+MAX_SKINNY_ROWS = 8
 """For no more rows of the left operand than this, laying a right operand out costs more than it saves. Measured
 (AVX-512, float32, 4096x4096): 8 rows take a third of the time in place, one row a tenth."""
 
@@ -76,7 +76,7 @@ class CpuResolver(CpuKernels):
     name = "cpu"
     problems = (
         AttentionProblem,
-        BlockProductProblem,
+        QuantizedMatmulProblem,
         BlockRowsProblem,
         CachedAttentionProblem,
         RowsProblem,
@@ -104,7 +104,7 @@ class CpuResolver(CpuKernels):
             cpu = cpu_target_of(target)
             return conv_layout(replace(encoding, accuracy=EXACT), cpu) or conv_layout(encoding, cpu)
         dot = dot_instruction_for(cpu_target_of(target), *encoding.element_types)
-        few = 0 <= encoding.sizes["m"] <= FEW_ROWS
+        few = 0 <= encoding.sizes["m"] <= MAX_SKINNY_ROWS
         if dot is not None and encoding.operand_index == RHS and few and _is_readable(encoding, dot, by_few=True):
             return PackedLayout.identity(len(encoding.index_map))
         if _is_packed_in_kernel(encoding, cpu_target_of(target)):
@@ -127,7 +127,7 @@ class GenericResolver(CpuKernels):
     """
 
     name = "generic"
-    problems = (BlockProductProblem, BlockRowsProblem, CachedAttentionProblem)
+    problems = (QuantizedMatmulProblem, BlockRowsProblem, CachedAttentionProblem)
 
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """``[m/8, k, 8]``, ``[n/8, k, 8]`` and ``[m/8, n/8, 8, 8]``; convolutions stay stock ops."""
@@ -187,15 +187,15 @@ def _generators() -> dict[type, Callable[[Any, CpuTarget], tirx.PrimFunc]]:
     from ..tir.attention.cached.cached_attention import cached_attention_kernel
     from ..tir.conv.convolution import conv_kernel
     from ..tir.elementwise.elementwise import elementwise_kernel
-    from ..tir.matmul.block_product import block_product_kernel
     from ..tir.matmul.block_rows import block_rows_kernel
     from ..tir.matmul.matmul import matmul_kernel
+    from ..tir.matmul.quantized_matmul import quantized_matmul_kernel
     from ..tir.rows.rows import rows_kernel
 
     return {
         MatmulProblem: matmul_kernel,
         ConvProblem: conv_kernel,
-        BlockProductProblem: block_product_kernel,
+        QuantizedMatmulProblem: quantized_matmul_kernel,
         BlockRowsProblem: block_rows_kernel,
         AttentionProblem: attention_kernel,
         CachedAttentionProblem: cached_attention_kernel,

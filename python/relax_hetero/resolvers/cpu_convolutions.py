@@ -25,7 +25,7 @@ from ..target.cpu_target import CpuTarget
 from ..target.dot_instructions import dot_instruction_for
 from ..target.element_types import stored_type
 from ..target.tiles import conv_columns
-from ..tir.conv.unknown_rows import can_be_unknown
+from ..tir.conv.dynamic_height import can_have_dynamic_height
 from ..tir.conv.winograd_plan import Shape, gain
 
 FEW_CHANNELS = 4
@@ -33,7 +33,7 @@ FEW_CHANNELS = 4
 
 WINOGRAD = ("avx512", "avx2")
 """Instruction sets for which Winograd's form was measured to be faster: 1.4 to 2 times from 32 channels on."""
-LEAST_GAIN = 1.15
+MIN_GAIN = 1.15
 """Minimum estimated speed-up: its weights are larger, and the estimates are not exact."""
 
 
@@ -46,7 +46,7 @@ def conv_layout(encoding: Encoding, cpu: CpuTarget) -> PackedLayout | None:
     assert moves is not None
     dot = dot_instruction_for(cpu, *encoding.element_types)
     places, _ = _choose(encoding, cpu)
-    if dot is None or (_is_symbolic(encoding) and not places and not can_be_unknown(dot)):
+    if dot is None or (_is_symbolic(encoding) and not places and not can_have_dynamic_height(dot)):
         return None
     spatial = tuple(range(2, len(encoding.index_map)))
     channels_last = PackedLayout((0, *spatial, 1))
@@ -129,6 +129,6 @@ def _choose(encoding: Encoding, cpu: CpuTarget) -> tuple[int, str]:
     best = max(found, key=lambda m: found[m])
     if _is_symbolic(encoding):
         return best, "images of any size, whose times cannot be estimated"
-    if found[best] < LEAST_GAIN:
+    if found[best] < MIN_GAIN:
         return 0, f"F({best}x{best}, 3x3) is estimated to take {1 / found[best]:.2f} of the time, with larger weights"
     return best, f"estimated to take {1 / found[best]:.2f} of the direct form's time"

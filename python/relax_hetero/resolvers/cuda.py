@@ -23,13 +23,13 @@ from ..encoding.encoding import DYNAMIC, RHS, Encoding
 from ..encoding.packed_layout import SWIZZLED_BYTES, PackedLayout, tiled
 from ..encoding.problem import (
     AttentionProblem,
-    BlockProductProblem,
     BlockUnpackProblem,
     CachedAttentionProblem,
     ConvProblem,
     ElementwiseProblem,
     MatmulProblem,
     Problem,
+    QuantizedMatmulProblem,
     RowsProblem,
 )
 from ..encoding.resolver import EncodingResolver
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 
 UNPACKED_ROWS = 128
 """Rows from which on weights of few bits are unpacked once, before a product of 16-bit floats."""
-WIDEST_HEAD = 256
+MAX_HEAD = 256
 """Maximum width of heads for attention by tensor cores: sums of values stay in registers."""
-WIDEST_TF32_HEAD = 128
+MAX_TF32_HEAD = 128
 """The same of float32: tiles are in shared memory."""
 
 
@@ -55,8 +55,8 @@ class CudaResolver(EncodingResolver):
     """Packed constant right operands of tensor cores, channels-last feature maps, everything else row-major."""
 
     name = "cuda"
-    problems = (AttentionProblem, RowsProblem, BlockProductProblem, CachedAttentionProblem)
-    appends_apart = True
+    problems = (AttentionProblem, RowsProblem, QuantizedMatmulProblem, CachedAttentionProblem)
+    appends_in_own_kernel = True
     """Blocks of a launch do not wait for each other, and all rows of a chunk read what its rows write."""
 
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
@@ -84,12 +84,14 @@ class CudaResolver(EncodingResolver):
         """Eight numbers of a token lie together, as tensor cores read keys and values."""
         return "chunks"
 
-    def unpacked_layout(self, problem: BlockProductProblem, target: tvm.target.Target) -> PackedLayout | None:
+    def unpacked_layout(self, problem: QuantizedMatmulProblem, target: tvm.target.Target) -> PackedLayout | None:
         """Swizzled tiles, of products of `UNPACKED_ROWS` or more of 16-bit floats on Hopper's tensor cores."""
         gpu, dtype, extents = gpu_target_of(target), problem.lhs.dtype, problem.lhs.shape[:-1]
         rows = prod(extent if isinstance(extent, int) else 0 for extent in extents)
         tile = SWIZZLED_BYTES // 2
-        is_known = dtype in HALF_TYPES and gpu.tensor == "wgmma" and problem.depth % tile == 0 and problem.block % 16 == 0
+        is_known = (
+            dtype in HALF_TYPES and gpu.tensor == "wgmma" and problem.depth % tile == 0 and problem.block % 16 == 0
+        )
         if rows < UNPACKED_ROWS or not is_known:
             return None
         return tiled(("k", "n"), ("n", "k"), {"n": COLUMNS, "k": tile}, swizzle=True)
@@ -100,7 +102,7 @@ class CudaResolver(EncodingResolver):
 
     def attention_types(self, target: tvm.target.Target, width: int) -> frozenset[str]:
         """Those that tensor cores multiply, of heads that registers hold; products and rows are for all others."""
-        types = {*HALF_TYPES, TF32} if width <= WIDEST_TF32_HEAD else set(HALF_TYPES) if width <= WIDEST_HEAD else set()
+        types = {*HALF_TYPES, TF32} if width <= MAX_TF32_HEAD else set(HALF_TYPES) if width <= MAX_HEAD else set()
         return frozenset(types & gpu_target_of(target).mma_types)
 
     def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
@@ -117,16 +119,16 @@ def _generators() -> dict[type, Callable[[Any, GpuTarget], tirx.PrimFunc]]:
     from ..tir.cuda.attention.attention import cuda_attention_kernel
     from ..tir.cuda.conv.convolution import cuda_conv_kernel
     from ..tir.cuda.elementwise.elementwise import elementwise_kernel
-    from ..tir.cuda.matmul.block_product import block_product_kernel
     from ..tir.cuda.matmul.block_unpack import block_unpack_kernel
     from ..tir.cuda.matmul.matmul import cuda_matmul_kernel
+    from ..tir.cuda.matmul.quantized_matmul import quantized_matmul_kernel
     from ..tir.cuda.paged.cached_attention import cuda_cached_attention_kernel
     from ..tir.cuda.rows.rows import rows_kernel
 
     return {
         MatmulProblem: cuda_matmul_kernel,
         ConvProblem: cuda_conv_kernel,
-        BlockProductProblem: block_product_kernel,
+        QuantizedMatmulProblem: quantized_matmul_kernel,
         BlockUnpackProblem: block_unpack_kernel,
         AttentionProblem: cuda_attention_kernel,
         CachedAttentionProblem: cuda_cached_attention_kernel,

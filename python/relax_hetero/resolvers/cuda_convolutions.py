@@ -20,9 +20,9 @@ from ..tir.conv.conv_products import IMAGE_CHANNELS
 COLUMNS = 64
 """Columns of a packed tile: the rows of one wgmma where operands are swapped, and a divisor of every tile's width."""
 
-MOST_PADDING = 1.25
+MAX_PADDING = 1.25
 """Times as many products as there are: more, and tiles of 16 bytes are used."""
-_MOST_PADDING_OF_MMA = 4
+_MAX_MMA_PADDING = 4
 
 
 def conv_layout(encoding: Encoding, gpu: GpuTarget) -> PackedLayout | None:
@@ -61,12 +61,12 @@ def _tile(encoding: Encoding, gpu: GpuTarget) -> tuple[int, ...]:
     padded = -(-channels * element // SWIZZLED_BYTES) * SWIZZLED_BYTES / (channels * element)
     if gpu.tensor != "wgmma":
         # Tensor cores make up for that many zeros.
-        return in_lines if channels * element % 4 == 0 and (taps == 1 or padded <= _MOST_PADDING_OF_MMA) else ()
+        return in_lines if channels * element % 4 == 0 and (taps == 1 or padded <= _MAX_MMA_PADDING) else ()
     if taps > 1 and channels <= IMAGE_CHANNELS:
         together = chunk // IMAGE_CHANNELS
         chunks = -(-window[-1] // together) * (taps // window[-1])
         tile = (COLUMNS, together, IMAGE_CHANNELS) if together > 1 else (COLUMNS, IMAGE_CHANNELS)
         return tile if chunks * CHUNK_BYTES >= SWIZZLED_BYTES else ()
-    if taps > 1 and padded > MOST_PADDING and channels % chunk == 0 and taps * channels * element >= SWIZZLED_BYTES:
+    if taps > 1 and padded > MAX_PADDING and channels % chunk == 0 and taps * channels * element >= SWIZZLED_BYTES:
         return COLUMNS, chunk
     return in_lines if channels * element % 4 == 0 else ()

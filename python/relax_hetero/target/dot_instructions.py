@@ -12,8 +12,8 @@ carries -128 times every column's sum (`PackedLayout.compensation`), which start
 
 AVX512-FP16 multiplies and adds float16 twice as fast as AVX-512 float32, but also adds in float16. Such a row adds the
 products of a few steps so (`DotInstruction.short`), and these short sums in float32
-(`relax_hetero.tir.matmul.short_sums`). A step takes a pair of k in a lane each, not one k: pairs are broadcast from
-memory as words of 32 bits, which costs nothing, where an element of 16 bits costs a shuffle.
+(`relax_hetero.tir.matmul.fp16_partial_sums`). A step takes a pair of k in a lane each, not one k: pairs are broadcast
+from memory as words of 32 bits, which costs nothing, where an element of 16 bits costs a shuffle.
 
 Matrix instructions of AArch64 (`DotInstruction.rows`) multiply two rows of the left operand by two columns of the right
 one, eight bytes each, and so do twice the work of a dot product. They take all four pairs of signs. A product of one

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import tvm
 
+from .amx_instructions import amx_instruction_for
 from .backend import backend_of
 from .cpu_target import cpu_target_of
 from .dot_instructions import dot_instruction_for
 from .element_types import HALF_TYPES, TF32
 from .gpu_target import gpu_target_of
-from .amx_instructions import amx_instruction_for
 
 # By instruction set and `DotInstruction.name`. Measured on AVX-512: "dpbf16" on a Zen 5, "bf16" and "fmaph" on a Xeon,
 # whose own instruction for pairs of bfloat16 is slower still. "bfmmla" multiplies four times the numbers of an "fma"

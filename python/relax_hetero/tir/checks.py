@@ -22,7 +22,7 @@ import tvm
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ..artifact.checks import CLAIMED, END, FOUND, KEY, FIRST, READY, WORDS
+from ..artifact.checks import CLAIMED, END, FIRST, FOUND, KEY, READY, WORDS
 from ..encoding.problem import Dim
 from .core.bounds import BOUNDED, from_front
 from .core.builder import Expr, Function, ceil_div, loop, when

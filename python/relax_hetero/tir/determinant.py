@@ -6,7 +6,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..encoding.problem import Dim
-from .core.builder import Expr, Function, Registers, int64, loop, opaque, when
+from .core.builder import Expr, Function, Registers, int64, loop, materialize, when
 from .core.view import View
 
 _EXACT = "float64"
@@ -24,7 +24,7 @@ def determinant_kernel(batch: Dim, size: Dim, dtype: str) -> tirx.PrimFunc:
             results.open()
             space = T.alloc_buffer([int64(count * order * order)], _EXACT, scope="global")
             with loop(count, parallel=not isinstance(count, int) or count > 1) as number:
-                first = opaque(number * order * order)
+                first = materialize(number * order * order)
                 with loop(order * order) as i:
                     T.buffer_store(space, tirx.Cast(_EXACT, matrices.data[first + i]), [first + i])
                 found = Registers(1, _EXACT, 1)
@@ -54,10 +54,10 @@ def _eliminate(space: tirx.Buffer, first: Expr, order: Expr, k: Expr, found: Reg
         found[0] = -found[0]
     found[0] = found[0] * space[at(k, k)]
     with when(tirx.NE(space[at(k, k)], tirx.const(0, _EXACT))), loop(order - k - 1) as below:
-        row = opaque(k + 1 + below)
+        row = materialize(k + 1 + below)
         held[0] = space[at(row, k)] / space[at(k, k)]
         with loop(order - k - 1) as right:
-            column = opaque(k + 1 + right)
+            column = materialize(k + 1 + right)
             T.buffer_store(space, space[at(row, column)] - held[0] * space[at(k, column)], [at(row, column)])
 
 

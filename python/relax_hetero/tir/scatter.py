@@ -15,7 +15,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ..encoding.problem import Dim
 from .core.bounds import BOUNDED
-from .core.builder import Expr, Function, ceil_div, loop, opaque, when
+from .core.builder import Expr, Function, ceil_div, loop, materialize, when
 from .core.ties import with_ties
 from .core.view import View
 from .core.work_split import LEAST, is_worth_tasks, ravel
@@ -75,7 +75,7 @@ def scatter_elements_kernel(problem: ScatterProblem, axis: int) -> tirx.PrimFunc
                 return
             places = [position[d] for d in range(len(extents))]
             index = at.index(ravel(places, at.indices_extents))
-            index = opaque(tirx.Select(index < 0, index + at.data_extents[axis], index))
+            index = materialize(tirx.Select(index < 0, index + at.data_extents[axis], index))
             target = [index if d == axis else place for d, place in enumerate(places)]
             with when(_is_inside(index, at.data_extents[axis])):
                 at.update(ravel(target, at.data_extents), ravel(places, extents))
@@ -93,8 +93,8 @@ def scatter_nd_kernel(problem: ScatterProblem) -> tirx.PrimFunc:
         count = prod(rows)
         size = prod(at.data_extents[depth:])
         with loop(count) as row:
-            place = [opaque(at.index(row * depth + d)) for d in range(depth)]
-            start = opaque(ravel(place, at.data_extents[:depth]) * size)
+            place = [materialize(at.index(row * depth + d)) for d in range(depth)]
+            start = materialize(ravel(place, at.data_extents[:depth]) * size)
             is_inside = [_is_inside(index, extent) for index, extent in zip(place, at.data_extents, strict=False)]
             # Rows may be for the same elements; those of a slice are not.
             with when(tirx.all(*is_inside) if is_inside else True):

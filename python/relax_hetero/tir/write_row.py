@@ -8,7 +8,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from .core.builder import Function, loop, opaque, when
+from .core.builder import Function, loop, materialize, when
 from .core.view import View
 
 
@@ -36,7 +36,7 @@ def write_row_kernel(rank: int, dtype: str) -> tirx.PrimFunc:
         with function.body():
             for view in (rows, row, trip):
                 view.open()
-            number = opaque(trip.data[0])
+            number = materialize(trip.data[0])
             size = prod(dims) if dims else tirx.IntImm("int64", 1)
             with when(tirx.all(number >= 0, number < room)), loop(size) as i:
                 T.buffer_store(rows.data, row.data[i], [number * size + i])

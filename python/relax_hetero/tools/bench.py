@@ -239,14 +239,14 @@ def _bound(call: Call, inputs: Mapping[str, np.ndarray]) -> Callable[[], object]
     return lambda: call(inputs)
 
 
-def _largest_difference(found: list[np.ndarray], expected: list[np.ndarray] | None) -> float | None:
+def _largest_difference(outputs: list[np.ndarray], expected: list[np.ndarray] | None) -> float | None:
     import numpy as np
 
-    if expected is None or [array.shape for array in found] != [array.shape for array in expected]:
+    if expected is None or [array.shape for array in outputs] != [array.shape for array in expected]:
         return None
     differences = [
         np.max(np.abs(a.astype("float64") - b.astype("float64")), initial=0.0)
-        for a, b in zip(found, expected, strict=True)
+        for a, b in zip(outputs, expected, strict=True)
     ]
     return float(max(differences, default=0.0))
 

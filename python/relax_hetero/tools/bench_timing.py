@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # A program that takes longer than this per call gets no untimed call before each timed one.
 WARM_BELOW_SECONDS = 1.0
 # Timed calls of every program, however slow.
-AT_LEAST = 2
+MIN_SECONDS = 2
 
 
 @dataclass
@@ -56,7 +56,7 @@ def interleave(
     rounds : int
         How many timed calls each gets.
     budget : float
-        Seconds after which a program sits out the remaining rounds, once it has `AT_LEAST` timed calls.
+        Seconds after which a program sits out the remaining rounds, once it has `MIN_SECONDS` timed calls.
     advance : callable
         Told the program's name after each of its turns, taken or sat out.
     """
@@ -64,13 +64,13 @@ def interleave(
     for _ in range(rounds):
         for name, call in calls.items():
             timing = timings[name]
-            if timing.spent < budget or len(timing.seconds) < AT_LEAST:
-                _take_turn(call, timing)
+            if timing.spent < budget or len(timing.seconds) < MIN_SECONDS:
+                _time_call(call, timing)
             advance(name)
     return timings
 
 
-def _take_turn(call: Callable[[], object], timing: Timing) -> None:
+def _time_call(call: Callable[[], object], timing: Timing) -> None:
     begun = time.perf_counter()
     # The untimed call brings back the caches and threads that the other programs' turns took away.
     if not timing.seconds or timing.fastest < WARM_BELOW_SECONDS:

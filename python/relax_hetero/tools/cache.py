@@ -17,7 +17,7 @@ from ..report.text.target_text import target_text
 from .command import command, json_option
 
 # How many digits of a key people see; as many as tell keys apart.
-_SHOWN = 12
+_MAX_KEY_CHARACTERS = 12
 _AGES = ((86400.0, "day"), (3600.0, "hour"), (60.0, "minute"))
 
 
@@ -49,7 +49,9 @@ def ls_command(as_json: bool) -> None:
 
 def _complete_keys(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     folder = folder_of()
-    found = [] if folder is None else [(entry.key[:_SHOWN], entry.description) for entry in folder.entries()]
+    found = (
+        [] if folder is None else [(entry.key[:_MAX_KEY_CHARACTERS], entry.description) for entry in folder.entries()]
+    )
     return [
         CompletionItem(key, help="; ".join(about.get("functions", ())))
         for key, about in found
@@ -92,7 +94,7 @@ def _folder() -> CacheFolder:
 def _row(entry: Entry) -> list[str]:
     about, now = entry.description, time.time()
     return [
-        entry.key[:_SHOWN],
+        entry.key[:_MAX_KEY_CHARACTERS],
         _ago(now - entry.created),
         _ago(now - entry.used),
         f"{entry.hits:,}",

@@ -76,7 +76,7 @@ def chat_command(
             if prompt is None:
                 converse(conversation)
             else:
-                conversation.say(prompt)
+                conversation.reply(prompt)
         finally:
             if html is not None and conversation.answers:
                 _write_page(html, chosen.path.stem, conversation.answers)
@@ -128,7 +128,7 @@ class Conversation:
         """Begin anew."""
         self._messages = [] if self._system is None else [{"role": "system", "content": self._system}]
 
-    def say(self, text: str) -> None:
+    def reply(self, text: str) -> None:
         """Say something, and print the answer as it comes; Ctrl-C ends it.
 
         What was said is forgotten if the model cannot answer it.
@@ -164,7 +164,7 @@ def converse(conversation: Conversation) -> None:
             screen.print(_HELP, style="dim", markup=False)
         elif text:
             try:
-                conversation.say(text)
+                conversation.reply(text)
             except HeteroError as error:
                 screen.print(f"error: {error}", style="red", markup=False)
 

@@ -29,7 +29,7 @@ def devices_command(measure: bool, again: bool, as_json: bool) -> None:
 
     Measuring takes some seconds for each device and pair, once per machine; automatic placement uses the figures.
     """
-    vdevices = _vdevices_here()
+    vdevices = _local_vdevices()
     found = [_about(v) for v in vdevices]
     figures = _measured(vdevices, again) if measure else None
     if as_json:
@@ -48,12 +48,12 @@ def devices_command(measure: bool, again: bool, as_json: bool) -> None:
         _print_figures(figures, [d["name"] for d in found])
 
 
-def devices_here() -> list[dict[str, Any]]:
+def local_devices() -> list[dict[str, Any]]:
     """The CPU and the GPUs of this machine, described as JSON data; imports TVM."""
-    return [_about(vdevice) for vdevice in _vdevices_here()]
+    return [_about(vdevice) for vdevice in _local_vdevices()]
 
 
-def _vdevices_here() -> list[relax.VDevice]:
+def _local_vdevices() -> list[relax.VDevice]:
     from ..target.backend import backends
     from ..target.vdevice import parse_vdevices
 

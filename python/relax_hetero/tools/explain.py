@@ -212,25 +212,25 @@ def _token_cost_of(path: Path, vdevices: Sequence[VDevice], found: Explanation) 
 def _of_onnx(path: Path, placing: Placing, accuracy: str) -> Explanation:
     from ..driver.commands.command_metadata import regions_as_linked
     from ..driver.compile import memory_plan_of
-    from ..driver.compile_cache import look_up
+    from ..driver.compile_cache import find_cached
     from ..driver.optional_devices import optional_indices
     from ..target.vdevice import device_name, vdevices_of
     from ..transform.encode.accuracies import with_accuracy
-    from ..transform.ir.findings import findings_of
+    from ..transform.ir.remarks import remarks_of
     from ..transform.pipeline import pipeline_steps
     from ..transform.record.region_attrs import kernels_of
 
     module = with_accuracy(placed_module(path, placing), accuracy, "explain")
-    cache = look_up(module)
+    cache = find_cached(module)
     vdevices = vdevices_of(module)
     targets = {device_name(v, vdevices): str(v.target) for v in vdevices}
     optional = [list(targets)[index] for index in optional_indices(module, placing.optional)]
     with console(stderr=True).status(f"Lowering {path.name}"):
         for step in pipeline_steps():
             module = step.run(module)
-    found = findings_of(module).to_data()
+    found = remarks_of(module).to_data()
     regions = regions_as_linked(module)
-    commands = CommandBuffers(list(targets), regions, kernels_of(module), findings_of(module).single_calls or ())
+    commands = CommandBuffers(list(targets), regions, kernels_of(module), remarks_of(module).single_calls or ())
     explanation = Explanation(
         path.name,
         targets,
@@ -240,7 +240,7 @@ def _of_onnx(path: Path, placing: Placing, accuracy: str) -> Explanation:
         commands,
         found["placement_estimate"],
         memory_plan_of(module),
-        Schedules(list(targets), findings_of(module).schedules or ()),
+        Schedules(list(targets), remarks_of(module).schedules or ()),
         cache,
         optional,
     )

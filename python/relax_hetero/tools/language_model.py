@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 AUTO: Literal["auto"] = "auto"
 # A template is a page of text; a file that is none may be any size.
-_LONGEST_TEMPLATE = 1 << 20
+_MAX_TEMPLATE_CHARACTERS = 1 << 20
 
 
 class PlacementParam(PairParam):
@@ -91,7 +91,7 @@ class Chosen:
                 console(stderr=True).print(f"{text}--chat-template FILE gives another.", markup=False, soft_wrap=True)
             return found
         try:
-            source = read_regular(self.template, _LONGEST_TEMPLATE).decode()
+            source = read_regular(self.template, _MAX_TEMPLATE_CHARACTERS).decode()
         except UnicodeDecodeError as error:
             raise HeteroError(f"{self.template}: is no text: {error}") from error
         return ChatTemplate.of(tokenizer, source)

@@ -71,17 +71,17 @@ def reference(model: Path, threads: int = 0) -> Callable[[Mapping[str, np.ndarra
     return run
 
 
-def compare(name: str, found: np.ndarray, expected: np.ndarray, rtol: float, atol: float) -> Comparison:
+def compare(name: str, outputs: np.ndarray, expected: np.ndarray, rtol: float, atol: float) -> Comparison:
     """Compare as `numpy.isclose` does, NaN equal to NaN."""
     if not isinstance(expected, np.ndarray):
         return Comparison(name, np.nan, np.nan, 0, 0, f"the reference gives a {type(expected).__name__}")
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        got, wanted = f"{found.dtype}{list(found.shape)}", f"{expected.dtype}{list(expected.shape)}"
+    if outputs.shape != expected.shape or outputs.dtype != expected.dtype:
+        got, wanted = f"{outputs.dtype}{list(outputs.shape)}", f"{expected.dtype}{list(expected.shape)}"
         return Comparison(name, np.nan, np.nan, 0, expected.size, f"is {got}, expected {wanted}")
-    if found.dtype.kind not in "fiub":
-        wrong = int((found != expected).sum())
+    if outputs.dtype.kind not in "fiub":
+        wrong = int((outputs != expected).sum())
         return Comparison(name, float(wrong > 0), float(wrong > 0), wrong, expected.size)
-    a, b = found.astype("float64"), expected.astype("float64")
+    a, b = outputs.astype("float64"), expected.astype("float64")
     with np.errstate(invalid="ignore"):
         # Equal infinities differ by NaN; they agree.
         difference = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))

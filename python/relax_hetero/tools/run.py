@@ -171,13 +171,15 @@ def flatten(result: Any) -> list[Any]:
 
 
 def _compare_all(
-    found: dict[str, np.ndarray], expected: dict[str, np.ndarray], rtol: float, atol: float
+    outputs: dict[str, np.ndarray], expected: dict[str, np.ndarray], rtol: float, atol: float
 ) -> list[Comparison]:
-    if len(found) != len(expected):
-        raise HeteroError(f"ONNX Runtime gives {len(expected)} outputs ({', '.join(expected)}), here are {len(found)}")
+    if len(outputs) != len(expected):
+        raise HeteroError(
+            f"ONNX Runtime gives {len(expected)} outputs ({', '.join(expected)}), here are {len(outputs)}"
+        )
     # By name where the names agree, by position otherwise.
-    pairs = zip(found, expected, strict=True) if set(found) != set(expected) else ((name, name) for name in found)
-    return [compare(there, found[here], expected[there], rtol, atol) for here, there in pairs]
+    pairs = zip(outputs, expected, strict=True) if set(outputs) != set(expected) else ((name, name) for name in outputs)
+    return [compare(there, outputs[here], expected[there], rtol, atol) for here, there in pairs]
 
 
 @dataclass(frozen=True)

@@ -178,8 +178,8 @@ class _Loader:
         model, tokenizer = self._chosen.load()
         template = _template(self._chosen, tokenizer)
         # Each request that is taken may wait, with all its texts.
-        most = 16 * self._waiting
-        engine = Engine(model, tokenizer, max_waiting=most, prefixes=self._prefixes)
+        max_waiting = 16 * self._waiting
+        engine = Engine(model, tokenizer, max_waiting=max_waiting, prefixes=self._prefixes)
         return {"engine": engine, "template": template}
 
 

@@ -22,14 +22,14 @@ from .encode.propagate_encodings import PropagateEncodings
 from .encode.set_encoding import SetEncoding
 from .encode.specialize_encodings import SpecializeEncodings
 from .fuse.form_attention import FormAttention
-from .fuse.form_block_products import FormBlockProducts
+from .fuse.form_quantized_matmuls import FormQuantizedMatmuls
 from .fuse.form_rows import FormRows
-from .ir.keep_findings import KeepFindings
 from .ir.keep_unread_calls import KeepUnreadCalls
+from .ir.record_remarks import RecordRemarks
 from .lower.lower_to_vm import LowerToVM
 from .partition.form_schedules import FormSchedules
 from .permute.move_permutes import MovePermutes
-from .placement.note_graph import NoteGraph
+from .placement.annotate_graph import AnnotateGraph
 from .placement.realize_targets import RealizeTargets
 from .placement.realize_vdevice import RealizeVDevice
 from .quantize.sink_dequantize import SinkDequantize
@@ -83,20 +83,24 @@ def pipeline_steps(command_buffers: bool = True, stock: bool = False) -> list[Pi
     """
     step = PipelineStep
     record = [
-        step("record", FormCommandBuffers(apart=not stock), "runs of kernels on one device become one host function"),
+        step(
+            "record",
+            FormCommandBuffers(separate_kernels=not stock),
+            "runs of kernels on one device become one host function",
+        ),
         step("record", FormCudaGraphs(), "on GPUs, that function becomes a CUDA graph", only_ours=True),
     ]
     steps = [
-        step("ir", KeepFindings(), "what the passes find from here on stays with the module"),
+        step("ir", RecordRemarks(), "what the passes find from here on stays with the module"),
         step("ir", KeepUnreadCalls(), "code that the module only calls runs, even if nobody reads its results"),
         step("simplify", IsolateWrites(), "kernels in place overwrite nothing that others read"),
         step("placement", RealizeTargets(), "a target that names a kind alone becomes this machine's CPU or GPU"),
         step("placement", RealizeVDevice(), "every value and op gets its device, transfers are written out"),
-        step("placement", NoteGraph(), "which op reads what stays with the module, for reports"),
+        step("placement", AnnotateGraph(), "which op reads what stays with the module, for reports"),
         step("sizes", CheckSizes(), "what ops need of sizes that only a call knows is checked when a call begins"),
         step("quantize", SinkDequantize(), "bytes stay bytes up to the op that computes with their numbers"),
         step("simplify", SimplifyConvolutions(), "norms and padding join convolutions"),
-        step("fuse", FormBlockProducts(), "products with weights of 4 or 8 bits become one op"),
+        step("fuse", FormQuantizedMatmuls(), "products with weights of 4 or 8 bits become one op"),
         step("fuse", FormAttention(), "scores, mask, softmax and values become one op"),
         step("encode", SetEncoding(), "products and convolutions say what their operands are for"),
         step("encode", PropagateEncodings(), "work around products is done on their encoded operands and results"),

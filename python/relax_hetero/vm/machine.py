@@ -10,13 +10,13 @@ from typing import Any, NoReturn
 import tvm_ffi
 from tvm import runtime
 
+from ..artifact.file_hints import describe_value
 from ..artifact.messages import explain_failure
 from ..artifact.signature import FunctionSignature
-from ..artifact.file_hints import describe_value
 from ..errors import BindingError, HeteroError
 from .args.argument_binding import ArgumentBinder, BoundArguments
 from .args.call_cache import CachedCall, CallCache
-from .args.donated_arguments import argument_memory, calls_apart
+from .args.donated_arguments import argument_memory, exclusive_calls
 from .args.results import check_out, fill, to_python
 from .args.strings import decoded, encoded
 from .device.builtins import running
@@ -29,9 +29,9 @@ from .device.tensors import copy_into
 from .device.threads import enter_call, leave_call, threads_of
 from .file.executable import Executable
 from .file.export import generate_code
-from .file.versions import version_here
+from .file.versions import usable_version
 from .profile import BufferClock, Profile, ProfileRecorder
-from .queue.fence import Fence, here
+from .queue.fence import Fence, thread_state
 from .queue.queued_calls import MAX_IN_FLIGHT
 from .queue.queues import Queues
 from .queue.submitter import Submitter
@@ -93,8 +93,10 @@ class VirtualMachine:
         memory_limit: object = None,
     ) -> None:
         if not isinstance(executable, Executable):
-            raise BindingError(f"VirtualMachine: {describe_value(executable)}; expected an Executable, of rh.compile or rh.load")
-        executable, devices, memory_limit = version_here(executable, devices, memory_limit)
+            raise BindingError(
+                f"VirtualMachine: {describe_value(executable)}; expected an Executable, of rh.compile or rh.load"
+            )
+        executable, devices, memory_limit = usable_version(executable, devices, memory_limit)
         about = executable.metadata
         bound = bind_devices(about, devices)
         limits = None if memory_limit is None else MemoryLimits(about, memory_limit, max_in_flight)
@@ -190,7 +192,7 @@ class VirtualMachine:
             submitter = self._submitter
             is_free = submitter.calls.is_idle and name not in submitter.queued_functions
             # A kernel or a callback that calls its machine in a queue's thread must not wait for that queue.
-            if is_free or (here.is_worker and submitter.is_host_alone):
+            if is_free or (thread_state.is_worker and submitter.is_host_alone):
                 cache, ordered, call, tensors = self._arguments.recall(name, args, kwargs)
                 if call is not None:
                     return self._run_cached(name, cache, call, tensors, out)
@@ -380,7 +382,7 @@ class VirtualMachine:
             Name of the function.
         """
         signature = self.executable.signature(name)
-        with self._submitter.apart():
+        with self._submitter.without_queues():
             bound = self._stateful.inputs_of_run(signature)
             self._stateful.set_outputs(name, self._run(signature, bound, None))
 
@@ -463,7 +465,7 @@ class VirtualMachine:
         buffer = None
         if out is not None:
             signature = self.executable.signature(name)
-            met = cache.look_of_out(out)
+            met = cache.out_fingerprint(out)
             if met is not None and met[0] in call.outs:
                 buffer = met[1]
             else:
@@ -490,7 +492,7 @@ class VirtualMachine:
                 address = result.data_ptr()
                 if not call.shares(address, tensors) and not ranges.hold(address):
                     return result
-            return to_python(result, ranges, call.lent(tensors))
+            return to_python(result, ranges, call.borrowed(tensors))
         if buffer is None:
             return fill(out, result)
         copy_into(result, buffer)
@@ -510,8 +512,8 @@ class VirtualMachine:
 
     def _check_apart(self, name: str, values: Sequence[Any]) -> None:
         """Refuse arguments that calls of other machines, under way, consume; callbacks belong to such a call."""
-        if calls_apart and not here.is_worker:
-            calls_apart.check(argument_memory(self.executable.signature(name), values))
+        if exclusive_calls and not thread_state.is_worker:
+            exclusive_calls.check(argument_memory(self.executable.signature(name), values))
 
     def _invoke(self, name: str, values: Sequence[Any]) -> Any:
         closure = self._closures.get(name)

@@ -23,7 +23,7 @@ MACHINE = "(allocation, shapes, bytecode)"
 """Row of the virtual machine's own work: all that is neither kernel nor transfer."""
 TO_DEVICE = "to_device"
 """Row of the transfers to a device."""
-_MOST_ROWS = 40
+_MAX_ROWS = 40
 """Rows that a notebook shows at once; the others are folded."""
 _RUN, _SKIP_RUN = 0, 1
 """Answers of an instrument to TVM (VMInstrumentReturnKind)."""
@@ -132,9 +132,9 @@ class Profile:
             for row in self.rows
         ]
         caption = f"Profile of {self.function!r}: {self.microseconds:,.1f} µs"
-        parts = [table(caption, columns, rows[:_MOST_ROWS])]
-        if len(rows) > _MOST_ROWS:
-            parts.append(folded(f"{len(rows) - _MOST_ROWS} more rows", table("", columns, rows[_MOST_ROWS:])))
+        parts = [table(caption, columns, rows[:_MAX_ROWS])]
+        if len(rows) > _MAX_ROWS:
+            parts.append(folded(f"{len(rows) - _MAX_ROWS} more rows", table("", columns, rows[_MAX_ROWS:])))
         return view(*parts)
 
 

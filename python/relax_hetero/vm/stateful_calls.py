@@ -7,7 +7,7 @@ from typing import Any
 from ..artifact.signature import FunctionSignature
 from ..errors import BindingError
 from .args.argument_binding import BoundArguments
-from .args.donated_arguments import for_one_run, kept_ranges
+from .args.donated_arguments import for_one_run, retained_ranges
 
 
 class StatefulCalls:
@@ -19,7 +19,7 @@ class StatefulCalls:
 
     def set_inputs(self, signature: FunctionSignature, bound: BoundArguments) -> None:
         """Keep the arguments of a function for its runs."""
-        self._inputs[signature.name] = bound._replace(lent=kept_ranges(signature, bound.values))
+        self._inputs[signature.name] = bound._replace(borrowed=retained_ranges(signature, bound.values))
 
     def inputs_of_run(self, signature: FunctionSignature) -> BoundArguments:
         """The arguments of one run; BindingError where none are set, or a run has consumed them."""

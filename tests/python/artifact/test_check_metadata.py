@@ -45,7 +45,7 @@ def with_constant(**changes):
 
 def with_nodes(nodes):
     entry = {"function": "main", "variable": "y", "kernel": "k", "device": "llvm:0", "ops": [], "precision": ""}
-    return dataclasses.replace(GOOD, fusions={"dispatches": [{**entry, "nodes": nodes}], "declined": []})
+    return dataclasses.replace(GOOD, fusions={"dispatches": [{**entry, "nodes": nodes}], "missed": []})
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,9 @@ def test_values(value, text):
 def test_files_are_known_by_their_first_bytes(tmp_path):
     for name, content in {"a.onnx": b"GGUF", "b.bin": b"\x7fELF", "c.pt": bytes(8) + b'{"x"'}.items():
         (tmp_path / name).write_bytes(content)
-    assert "a GGUF file" in describe_value(tmp_path / "a.onnx") and "a shared library" in describe_value(tmp_path / "b.bin")
+    assert "a GGUF file" in describe_value(tmp_path / "a.onnx") and "a shared library" in describe_value(
+        tmp_path / "b.bin"
+    )
     assert "weights without a model" in describe_value(tmp_path / "c.pt")
     assert "," not in describe_value(tmp_path / "a.onnx", "rh.from_gguf").partition("(")[2]
     folder = tmp_path / "model"

@@ -24,7 +24,7 @@ from relax_hetero.artifact.signature import (
     TupleSpec,
     ValueSpec,
 )
-from relax_hetero.cluster import CALL, CallPlan, Source, HostStep
+from relax_hetero.cluster import CALL, CallPlan, HostStep, Source
 from relax_hetero.cluster.calls import ClusterCall, bind
 from relax_hetero.cluster.cluster import Cluster
 from relax_hetero.cluster.wire import decode_copy

@@ -14,7 +14,7 @@ from tvm.script import relax as R
 import relax_hetero as rh
 from cluster.two_hosts import First, Second, expected, program
 from modules import ir_module
-from relax_hetero.cluster import CALL, CallPlan, Program, Source, HostStep
+from relax_hetero.cluster import CALL, CallPlan, HostStep, Program, Source
 
 Make = Callable[..., Any]
 

@@ -13,7 +13,7 @@ import tvm
 
 import relax_hetero as rh
 from cluster.two_hosts import First, Second, program
-from relax_hetero.cluster import CALL, CallPlan, Source, HostStep, host_links
+from relax_hetero.cluster import CALL, CallPlan, HostStep, Source, host_links
 from relax_hetero.cluster.host_links import HostLinks
 from relax_hetero.cluster.host_machine import HostMachine
 from relax_hetero.cluster.links import GpuInfo, Link, LinkTensor, LinkTexts, connect_links, cut_links, plan_links
@@ -29,8 +29,11 @@ def _route(*steps: HostStep, result: Any) -> Route:
     return route
 
 
-CHAIN = _route(HostStep("a", "f", (Source(CALL, 0),), 3), HostStep("b", "g", (Source(0, 0), Source(0, 2), Source(0, 1)), 1),
-               result=Source(1, 0))  # fmt: skip
+CHAIN = _route(
+    HostStep("a", "f", (Source(CALL, 0),), 3),
+    HostStep("b", "g", (Source(0, 0), Source(0, 2), Source(0, 1)), 1),
+    result=Source(1, 0),
+)
 """a makes three values, of which b takes the first, the third and the second."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from relax_hetero.cluster import CALL, CallPlan, Program, Source, HostStep
+from relax_hetero.cluster import CALL, CallPlan, HostStep, Program, Source
 from relax_hetero.cluster.route import END, routes_of
 from relax_hetero.errors import HeteroError
 

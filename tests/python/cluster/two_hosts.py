@@ -6,7 +6,7 @@ import numpy as np
 from tvm.script import ir as I
 from tvm.script import relax as R
 
-from relax_hetero.cluster import CALL, CallPlan, Program, Source, HostStep
+from relax_hetero.cluster import CALL, CallPlan, HostStep, Program, Source
 
 
 @I.ir_module

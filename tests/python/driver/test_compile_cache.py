@@ -147,7 +147,7 @@ def test_the_entry_of_another_key_is_not_taken(folder, caplog, renamed):
     else:
         paths[1].unlink()
         shutil.copy(*paths)
-    assert compile_cache.look_up(bound(W * 2)).state == MISS
+    assert compile_cache.find_cached(bound(W * 2)).state == MISS
     with caplog.at_level(logging.WARNING, "relax_hetero"):
         again = compiled(weight=W * 2)
     assert again.metadata.cache.state == MISS and str(paths[1]) in caplog.text
@@ -227,7 +227,7 @@ def test_what_is_larger_than_the_folder_may_be_is_not_kept(folder, monkeypatch):
 
 def test_by_default_only_what_takes_long_is_kept(folder, monkeypatch):
     assert "less than 1 s" in compiled(cache=None).metadata.cache.why and not folder.exists()
-    monkeypatch.setattr(compile_cache, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(compile_cache, "MIN_SECONDS", 0.0)
     assert compiled(cache=None).metadata.cache.why == ""
     assert compiled(cache=None).metadata.cache.state == HIT
 

@@ -8,7 +8,7 @@ from tvm.relax.op import nn
 
 import relax_hetero as rh
 from relax_hetero import BuildError
-from relax_hetero.transform.dispatch.form_dispatches import MOST_FUSED
+from relax_hetero.transform.dispatch.form_dispatches import MAX_FUSED
 from relax_hetero.transform.record import command_regions, region_diagnostics
 
 TYPE = relax.TensorType((4, 8), "float32")
@@ -40,11 +40,11 @@ def numbers():
 def test_long_chains_are_kernels_of_bounded_length():
     ops = [(nn.relu, lambda x: np.maximum(x, 0)), (relax.op.negative, np.negative), (relax.op.abs, np.abs)]
     x = numbers()
-    exe, found = run(chain(lambda _b, value, i: ops[i % 3][0](value), 3 * MOST_FUSED), x)
-    for number in range(3 * MOST_FUSED):
+    exe, found = run(chain(lambda _b, value, i: ops[i % 3][0](value), 3 * MAX_FUSED), x)
+    for number in range(3 * MAX_FUSED):
         x = ops[number % 3][1](x)
     np.testing.assert_array_equal(found.numpy(), x)
-    assert max(len(dispatch.ops) for dispatch in exe.metadata.dispatches.values()) <= MOST_FUSED
+    assert max(len(dispatch.ops) for dispatch in exe.metadata.dispatches.values()) <= MAX_FUSED
 
 
 def test_values_read_twice_do_not_double_a_kernel():

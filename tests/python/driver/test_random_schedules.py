@@ -25,7 +25,7 @@ GRAPHS = st.integers(1, 3).flatmap(lambda count: modules(DEVICES[:count]))
 @settings(max_examples=18, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_same_bits(graph, seed, buffers, join_small):
     mod, shapes = graph
-    with mock.patch.object(device_partition, "SMALL", device_partition.SMALL if join_small else -1):
+    with mock.patch.object(device_partition, "SMALL", device_partition.SMALL_PART_BYTES if join_small else -1):
         vm = rh.vm.VirtualMachine(rh.compile(mod, command_buffers=buffers))
     calls = random_calls(shapes, seed)
     wanted = [vm["main"](*args) for args in calls]

@@ -10,13 +10,13 @@ from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.packed_layout import PackedLayout
 from relax_hetero.encoding.problem import (
     AttentionProblem,
-    BlockProductProblem,
     ConvProblem,
     Dim,
     ElementwiseProblem,
     Epilogue,
     MatmulProblem,
     Operand,
+    QuantizedMatmulProblem,
     Window,
 )
 
@@ -83,7 +83,7 @@ def test_products_and_convolutions(lhs, rhs, sums, text):
 
 def test_weights_of_4_bits():
     weights = (of_type("uint8", "n", "k"), of_type("float32", "n"))
-    problem = BlockProductProblem(of_type("float32", "m", "k"), weights, of_type("float32", "m", "n"), 32)
+    problem = QuantizedMatmulProblem(of_type("float32", "m", "k"), weights, of_type("float32", "m", "n"), 32)
     assert precision(problem) == "int4*f32"
 
 

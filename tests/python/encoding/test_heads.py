@@ -29,7 +29,7 @@ def test_one_place_of_a_dimension() -> None:
 
 
 def test_a_map_moves_in_its_last_dimension() -> None:
-    assert str(Heads.parse(TEXT).key.moved(4)) == "b, n, g*d+100"
+    assert str(Heads.parse(TEXT).key.permuted(4)) == "b, n, g*d+100"
 
 
 @given(st.permutations(["b", "m", "h", "d"]), st.lists(st.integers(0, 9), min_size=4, max_size=4))

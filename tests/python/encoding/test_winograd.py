@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from relax_hetero.encoding import Encoding, PackedLayout
-from relax_hetero.encoding.packed_layout import misfit
+from relax_hetero.encoding.packed_layout import unsupported_reason
 from relax_hetero.encoding.winograd import POINTS, positions, restore_windows, transform_windows, window_matrix
 from relax_hetero.errors import EncodingError
 from seeds import fresh_rng
@@ -92,14 +92,14 @@ def test_no_layout(arguments: tuple, message: str) -> None:
 )
 def test_what_has_no_transformed_windows(change: tuple[str, str], message: str) -> None:
     encoding = Encoding.parse(CONV)
-    assert misfit(LAYOUT, encoding) == ""
+    assert unsupported_reason(LAYOUT, encoding) == ""
     # Of sizes that the change contradicts: only what the layout needs is asked.
     text = CONV.replace(*change)
     changed = {
         "strides=1x2": text.replace("y1=9", "y1=5"),
         "w1=2": text.replace("y1=9", "y1=10"),
     }.get(change[1], text)
-    assert message in misfit(LAYOUT, Encoding.parse(changed))
+    assert message in unsupported_reason(LAYOUT, Encoding.parse(changed))
 
 
 def test_accuracy_of_an_encoding() -> None:

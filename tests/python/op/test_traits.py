@@ -27,5 +27,5 @@ def test_what_moves_elements_ignores_numbers() -> None:
 
 
 def test_an_unknown_op_has_no_traits() -> None:
-    assert traits_of(None) == traits_of("relax.nothing") and not traits_of(None).is_kept
+    assert traits_of(None) == traits_of("relax.nothing") and not traits_of(None).needs_no_kernel
     assert "relax.hetero.mish" in TRAITS and traits_of("relax.hetero.mish").is_elementwise

@@ -31,7 +31,7 @@ def test_another_machines_devices_have_no_figure(figures):
 
 def test_a_measurement_that_fails_gives_no_figure(monkeypatch):
     monkeypatch.setattr("relax_hetero.report.device_peaks.figures_of", lambda vdevices: None)
-    assert measure_devices.are_here([rh.VDevice(rh.native("llvm"))])
+    assert measure_devices.are_present([rh.VDevice(rh.native("llvm"))])
     assert peaks_of([device_spec(rh.VDevice(rh.native("llvm")), default=True)]) == {}
 
 

@@ -15,7 +15,7 @@ def nodes_of_groups(*entries):
     node = GraphNode(2, 0, 0, 0, 0, (), ())
     graph = ModelGraph(("",), (), (FunctionGraph("first", (node,) * 3), FunctionGraph("second", (node,) * 2)))
     dispatches = [{**ENTRY, **entry} for entry in entries]
-    about = Metadata((), -1, {}, fusions={"dispatches": dispatches, "declined": []}, graph=graph)
+    about = Metadata((), -1, {}, fusions={"dispatches": dispatches, "missed": []}, graph=graph)
     return [group["nodes"] for group in groups_of(about)]
 
 
@@ -36,7 +36,7 @@ def test_a_kernel_that_two_devices_share_has_the_times_of_each():
     steps = tuple(Step(i, (0,), (1,), f"main_step_{v}", calls=("k",)) for f, v, i in calls[:3])
     spec = DispatchSpec(0, ("exp",), other_devices=(1,))
     about = Metadata(
-        devices, -1, {"main": None, "other": None}, fusions={"dispatches": entries, "declined": []},
+        devices, -1, {"main": None, "other": None}, fusions={"dispatches": entries, "missed": []},
         dispatches={"k": spec}, schedules=(Schedule("main", 1, 2, steps, 1),),
     )  # fmt: skip
     rows = tuple(ProfileRow("k", f"llvm:{i}", ("exp",), 2 - i, 100.0 * (1 + i), 0.1) for i in (0, 1))
@@ -46,7 +46,7 @@ def test_a_kernel_that_two_devices_share_has_the_times_of_each():
 
 
 def test_times_and_shares_of_the_peak_are_those_of_a_call():
-    fusions = {"dispatches": [{**ENTRY, "function": "main"}] * 2, "declined": []}
+    fusions = {"dispatches": [{**ENTRY, "function": "main"}] * 2, "missed": []}
     about = Metadata((), -1, {}, fusions=fusions, dispatches={"k": DispatchSpec(0, ("exp",), 10**6, 10**3, "f32")})
     row = ProfileRow("k", "llvm:0", ("exp",), 4, 800.0, 0.8, 10**6, 10**3, "f32")
     peak = {"operations_per_second": {"f32": 1e10}, "bytes_per_second": 1e10}

@@ -55,7 +55,7 @@ def test_a_page_is_saved(tmp_path):
 
 
 def test_a_function_that_is_too_large_for_a_picture_is_a_table(monkeypatch):
-    monkeypatch.setattr(graph_picture, "MOST_NODES", 5)
+    monkeypatch.setattr(graph_picture, "MAX_NODES", 5)
     html = rh.show(Model)._repr_html_()
     assert "<svg" not in html and "too large for a picture" in html and "nn.softmax" in html
 

@@ -21,7 +21,15 @@ from relax_hetero.artifact.metadata import device_names
 from relax_hetero.driver.compile import device_spec
 from relax_hetero.errors import BuildError, HeteroError, PlacementError, VDeviceError
 from relax_hetero.frontend import CostModel
-from relax_hetero.target.hosts import NETWORK_LATENCY_SECONDS, NETWORK_BYTES_PER_SECOND, host_of, hosts_of, is_native, on_host, vdevices_on
+from relax_hetero.target.hosts import (
+    NETWORK_BYTES_PER_SECOND,
+    NETWORK_LATENCY_SECONDS,
+    host_of,
+    hosts_of,
+    is_native,
+    on_host,
+    vdevices_on,
+)
 from relax_hetero.target.vdevice import (
     device_identifier,
     device_name,
@@ -240,7 +248,10 @@ class TestPlacement:
     def test_links_between_hosts_are_a_network(self):
         costs = CostModel.for_vdevices(parse_vdevices(["a/llvm", "b/llvm", "b/c", "b/nvidia/nvidia-h100"]))
         for ends in [(0, 1), (1, 0), (0, 3), (3, 0)]:
-            assert (costs.links[ends].bandwidth, costs.links[ends].latency) == (NETWORK_BYTES_PER_SECOND, NETWORK_LATENCY_SECONDS)
+            assert (costs.links[ends].bandwidth, costs.links[ends].latency) == (
+                NETWORK_BYTES_PER_SECOND,
+                NETWORK_LATENCY_SECONDS,
+            )
         for ends in [(1, 2), (1, 3)]:
             assert costs.links[ends].latency < NETWORK_LATENCY_SECONDS
 

@@ -14,7 +14,7 @@ PASSES = {name: each.constructor.__module__.split(".")[2:] for name, each in tra
 # The last is of `outlines`, for regions: it compares functions of Relax.
 COMPARES = {"assert_structural_equal", "check_pass", "check"}
 # These check or note, and change no function: there is no module to expect.
-ONLY_CHECKS = {"NoteGraph", "VerifyEncodings"}
+ONLY_CHECKS = {"AnnotateGraph", "VerifyEncodings"}
 
 
 def names_in(file: Path) -> set[str]:

@@ -54,7 +54,7 @@ def test_passes_that_are_declared_are_exported_and_the_other_way_round():
 
 def test_a_pass_is_found_by_name():
     found = rh.transform.find_pass("FormCommandBuffers")
-    assert isinstance(found, PassDeclaration) and found.options == {"apart": False}
+    assert isinstance(found, PassDeclaration) and found.options == {"separate_kernels": False}
     with pytest.raises(KeyError, match="'FormRow'; near names: FormRows"):
         rh.transform.find_pass("FormRow")
 

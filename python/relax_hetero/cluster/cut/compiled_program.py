@@ -15,13 +15,13 @@ from typing import Any
 
 import tvm
 
-from ...artifact.signature import FunctionSignature
 from ...artifact.file_hints import describe_value
+from ...artifact.signature import FunctionSignature
 from ...driver.compile import compile as compile_module
 from ...driver.link.parallel_codegen import Progress
 from ...errors import BuildError, HeteroError
 from ...target.native_target import native
-from ..call_plan import CallPlan, HostRun, Program, Source, HostStep
+from ..call_plan import CallPlan, HostRun, HostStep, Program, Source
 from .cut_module import cut_module, native_hardware
 
 _FILE = "program.json"

@@ -31,7 +31,7 @@ from ...transform.pipeline import steps_before_hosts
 from ...transform.placement.update_vdevice import succeed_vdevices
 from ...transform.record.donated import without_donated
 from ..call_plan import CallPlan, Program
-from .host_parts import read_part, exchanges_inside
+from .host_parts import exchanges_inside, read_part
 from .host_runs import plan_of_runs
 from .host_steps import cut_steps
 

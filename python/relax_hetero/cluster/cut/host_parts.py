@@ -139,13 +139,13 @@ class _Reader:
 
     def _read(self, binding: relax.Binding, is_required: bool) -> None:
         part, var, value = self._part, binding.var, binding.value
-        talk = _exchange(value)
-        if talk == SEND:
+        exchange = _exchange(value)
+        if exchange == SEND:
             value = value.args[0]
             part.sends[int(_number(binding.value.args[2]))] = (
                 value if isinstance(value, relax.Var) else part.add(value, "sent")
             )
-        elif talk == RECEIVE:
+        elif exchange == RECEIVE:
             part.receives[var] = int(_number(value.args[1]))
         elif is_required:
             part.bindings.append(binding)

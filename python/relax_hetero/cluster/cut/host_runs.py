@@ -1,4 +1,4 @@
-"""Plans of functions that cannot be cut into steps: every host runs its whole part, and the hosts talk meanwhile."""
+"""Plans of functions that cannot be cut into steps: hosts run their whole parts and exchange messages."""
 
 from __future__ import annotations
 

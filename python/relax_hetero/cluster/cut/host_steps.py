@@ -9,7 +9,8 @@ return what is sent, and a `CallPlan` says which value goes where:
   there are no more steps than crossings in a row demand.
 - A step from which nothing goes to another host joins the next one of its host.
 
-Parts that talk inside of a branch, or in a function that they call, cannot be cut: what they send depends on values.
+Parts that exchange messages inside of a branch, or in a function that they call, cannot be cut: what they send
+depends on values.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tvm import relax
 
 from ...errors import BuildError
 from ...transform.partition.form_schedules import step_function
-from ..call_plan import CALL, Source, HostStep
+from ..call_plan import CALL, HostStep, Source
 from .host_parts import HostPart
 
 

@@ -17,7 +17,7 @@ from ...transform.ir.module_attrs import COMMANDS, public_kernels
 from ...transform.ir.rewriting import copy_module, is_tensor_constant, relax_functions, walk_bindings
 from ...transform.record.form_cuda_graphs import GRAPH_CONSTANTS
 from ...transform.record.region_attrs import kernel_functions, kernel_spec, kernels_of, regions_of
-from ..link.address_table import AddressTable, callable_by_hand
+from ..link.address_table import AddressTable, with_pointer_functions
 from ..link.lift_constants import LiftedConstants
 from ..link.link import argument_alignment
 
@@ -43,7 +43,7 @@ def with_public_kernels(mod: tvm.IRModule, devices: Sequence[DeviceSpec]) -> tup
         signature = raw_signature(func)
         if name not in kernels and signature is not None and str(func.attrs["target"]) in targets:
             found[name] = kernel_spec(name, func, signature, targets.index(str(func.attrs["target"])))
-    mod, symbols = callable_by_hand(mod, list(found))
+    mod, symbols = with_pointer_functions(mod, list(found))
     kernels.update({name: replace(spec, symbol=symbols.get(name, "")) for name, spec in found.items()})
     return mod, kernels
 

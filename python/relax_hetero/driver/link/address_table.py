@@ -128,7 +128,7 @@ def is_llvm_buffer(func: tvm.ir.BaseFunc) -> bool:
     return isinstance(func, tirx.PrimFunc) and COMMANDS in func.attrs and func.attrs["target"].kind.name == "llvm"
 
 
-def callable_by_hand(mod: tvm.IRModule, kernels: Sequence[str]) -> tuple[tvm.IRModule, dict[str, str]]:
+def with_pointer_functions(mod: tvm.IRModule, kernels: Sequence[str]) -> tuple[tvm.IRModule, dict[str, str]]:
     """A lowered module with kernels also as functions of pointers.
 
     For llvm devices these are plain functions, called by address; for cuda devices packed ones that launch.

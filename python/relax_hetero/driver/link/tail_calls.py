@@ -57,14 +57,14 @@ class Loop:
         Name of the function of one trip.
     params : tuple of str
         Names of the parameters of both.
-    carried : tuple of int
+    state : tuple of int
         Positions of the parameters that a trip gives anew.
     """
 
     name: str
     trip: str
     params: tuple[str, ...]
-    carried: tuple[int, ...]
+    state: tuple[int, ...]
 
 
 def with_trips(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[Loop]]:
@@ -102,11 +102,11 @@ def emit(builder: relax.ExecBuilder, loops: Sequence[Loop]) -> None:
             builder.emit_call(loop.trip, params, trip)
             builder.emit_call("vm.builtin.tuple_getitem", [builder.r(trip), builder.imm(0)], is_again)
             # The instructions of another trip: one for each carried value, the release of the tuple, the jump.
-            builder.emit_if(builder.r(is_again), len(loop.carried) + 3)
-            for field, index in enumerate(loop.carried, 1):
+            builder.emit_if(builder.r(is_again), len(loop.state) + 3)
+            for field, index in enumerate(loop.state, 1):
                 builder.emit_call("vm.builtin.tuple_getitem", [builder.r(trip), builder.imm(field)], index)
             builder.emit_call("vm.builtin.null_value", [], trip)
-            builder.emit_goto(-(len(loop.carried) + 4))
+            builder.emit_goto(-(len(loop.state) + 4))
             builder.emit_call("vm.builtin.tuple_getitem", [builder.r(trip), builder.imm(1)], result)
             builder.emit_ret(builder.r(result))
 
@@ -157,7 +157,7 @@ class _Trip:
     """Writes the body of one trip."""
 
     own: tvm.ir.GlobalVar
-    carried: tuple[int, ...]
+    state: tuple[int, ...]
 
     def sequence(self, body: relax.Expr, rest: list[relax.Binding], result: relax.Expr) -> relax.SeqExpr:
         """A body, what follows it in the bodies around it, and the function's result, as one body of a trip."""
@@ -178,7 +178,7 @@ class _Trip:
         if calls:
             position = next(i for i, binding in enumerate(before) if binding.same_as(last))
             answer = relax.Var(last.var.name, relax.AnyType())
-            again = relax.VarBinding(answer, _tuple(1, [last.value.args[i] for i in self.carried]), last.span)
+            again = relax.VarBinding(answer, _tuple(1, [last.value.args[i] for i in self.state]), last.span)
             return _ending([*before[:position], again], answer)
         answer = relax.Var("result", relax.AnyType())
         return _ending([*before, *rest, relax.VarBinding(answer, _tuple(0, [result]))], answer)

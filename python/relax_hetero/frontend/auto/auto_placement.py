@@ -22,7 +22,7 @@ from ...vm.device.memory_limit import bytes_of_text
 from ..onnx.importer import import_onnx
 from .best_window import best_window
 from .cost_model import CostModel, Objective, check_objective
-from .measure_devices import are_here
+from .measure_devices import are_present
 from .placement_reasons import plan_reasons, transfer_times
 from .plan_costs import TICKS, PlanCosts, call_ticks
 from .plan_search import best_plan
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 # Several devices have to take a call down to this share of the time on one: the model knows nothing of kernels that are
 # fused only where their nodes are on one device, nor of all that steps and transfers cost.
-_BELIEVED = 0.9
+_MIN_GAIN = 0.9
 
 # Percent of the memory of a GPU that a model may take where nobody says a limit: the driver, kernels and other calls in
 # flight take some.
-_SHARE_OF_GPU = 85
+_GPU_MEMORY_FRACTION = 85
 
 MemoryLimit: TypeAlias = int | str | Mapping[str, int | str]
 """As `auto_placement` takes it."""
@@ -180,7 +180,7 @@ def _plan(
         return call_ticks(costs, plan) if objective == "latency" else max(costs.busy_queues(plan))
 
     def order(plan: Sequence[int]) -> tuple[int, ...]:
-        return (*costs.beyond(plan), ticks(plan))
+        return (*costs.excess_bytes(plan), ticks(plan))
 
     singles = [[device] * len(graph.units) for device in range(len(vdevices))]
     start = min(singles, key=order)
@@ -190,11 +190,11 @@ def _plan(
         # From plans with few transfers to those with many.
         plans, chosen = [*window, chosen], start
         for plan in plans:
-            if costs.beyond(plan) < costs.beyond(chosen) or (
-                costs.beyond(plan) == costs.beyond(chosen) and ticks(plan) <= _BELIEVED * ticks(chosen)
+            if costs.excess_bytes(plan) < costs.excess_bytes(chosen) or (
+                costs.excess_bytes(plan) == costs.excess_bytes(chosen) and ticks(plan) <= _MIN_GAIN * ticks(chosen)
             ):
                 chosen = plan
-    if any(costs.beyond(chosen)):
+    if any(costs.excess_bytes(chosen)):
         raise PlacementError(_too_large(costs, chosen, vdevices))
     names = [device_name(vdevice, vdevices) for vdevice in vdevices]
     placed = [(name, device) for unit, device in zip(graph.units, chosen, strict=True) for name in unit.names]
@@ -215,7 +215,9 @@ def _plan(
 def memory_limits(memory_limit: MemoryLimit | None, vdevices: Sequence[tvm.relax.VDevice]) -> dict[int, int]:
     """The limits by position in the list; by default most of the memory of GPUs that are here."""
     if memory_limit is None:
-        return {index: _SHARE_OF_GPU * total // 100 for index, total in enumerate(map(_memory_of, vdevices)) if total}
+        return {
+            index: _GPU_MEMORY_FRACTION * total // 100 for index, total in enumerate(map(_memory_of, vdevices)) if total
+        }
     if not isinstance(memory_limit, Mapping):
         return dict.fromkeys(range(len(vdevices)), bytes_of_text(memory_limit, "memory_limit"))
     return {
@@ -226,7 +228,7 @@ def memory_limits(memory_limit: MemoryLimit | None, vdevices: Sequence[tvm.relax
 
 def _memory_of(vdevice: tvm.relax.VDevice) -> int:
     """Bytes of memory of a GPU that is here, 0 of other devices."""
-    if is_cpu(vdevice) or not are_here([vdevice]):
+    if is_cpu(vdevice) or not are_present([vdevice]):
         return 0
     return int(tvm.runtime.device(vdevice.target.kind.name, int(vdevice.vdevice_id)).total_global_memory or 0)
 

@@ -11,7 +11,7 @@ from collections import Counter
 
 from .plan_costs import PADDING, PlanCosts, call_ticks
 
-_MOST_TRIED = 50
+_MAX_WINDOWS = 50
 
 
 def best_window(costs: PlanCosts) -> list[list[int]]:
@@ -21,7 +21,7 @@ def best_window(costs: PlanCosts) -> list[list[int]]:
         for other in range(costs.devices):
             if other != limited:
                 found += _windows(costs, limited, other)
-    return sorted(found, key=lambda plan: (costs.beyond(plan), call_ticks(costs, plan)))[:1]
+    return sorted(found, key=lambda plan: (costs.excess_bytes(plan), call_ticks(costs, plan)))[:1]
 
 
 def _windows(costs: PlanCosts, limited: int, other: int) -> list[list[int]]:
@@ -45,7 +45,7 @@ def _windows(costs: PlanCosts, limited: int, other: int) -> list[list[int]]:
             begin += 1
         windows.append((gain, begin, end + 1))
     plans = []
-    for gain, begin, end in sorted(windows, reverse=True)[:_MOST_TRIED]:
+    for gain, begin, end in sorted(windows, reverse=True)[:_MAX_WINDOWS]:
         if gain > 0:
             plans.append([limited if begin <= unit < end else other for unit in range(len(units))])
     return plans

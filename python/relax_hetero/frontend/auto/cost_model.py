@@ -16,10 +16,10 @@ from tvm.target import Target, codegen
 
 from ...errors import PlacementError, VDeviceError
 from ...target.backend import backend_of
-from ...target.hosts import NETWORK_LATENCY_SECONDS, NETWORK_BYTES_PER_SECOND, host_of, hosts_of
+from ...target.hosts import NETWORK_BYTES_PER_SECOND, NETWORK_LATENCY_SECONDS, host_of, hosts_of
 from ...target.native_target import num_cores, with_hardware
 from ...target.vdevice import host_vdevice, is_cpu, physical, vdevice_index
-from .measure_devices import Figures, are_here, figures_of
+from .measure_devices import Figures, are_present, figures_of
 from .work_graph import Work
 
 Objective: TypeAlias = Literal["latency", "throughput"]
@@ -195,7 +195,7 @@ class CostModel:
         """
         vdevices = list(map(with_hardware, vdevices))
         model = cls.for_vdevices(vdevices, objective)
-        if len(vdevices) < 2 or all(map(is_cpu, vdevices)) or not are_here(vdevices):
+        if len(vdevices) < 2 or all(map(is_cpu, vdevices)) or not are_present(vdevices):
             return model
         figures = figures_of(vdevices)
         return model if figures is None else _with_figures(model, figures)
@@ -212,7 +212,7 @@ class CostModel:
         """
         cost = self.devices[device]
         rate = cost.products.get(work.product, cost.flops)
-        return (cost.launch if work.is_kernel else 0.0) + max(work.flops / rate, work.moved / cost.bandwidth)
+        return (cost.launch if work.is_kernel else 0.0) + max(work.flops / rate, work.bytes / cost.bandwidth)
 
     def transfer_seconds(self, size: float, source: int, destination: int) -> float:
         """Seconds until `size` bytes have gone from one device to another; 0 to where they are.

@@ -101,12 +101,12 @@ class Figures:
     others: float = 0.0
 
 
-def are_here(vdevices: Sequence[relax.VDevice]) -> bool:
+def are_present(vdevices: Sequence[relax.VDevice]) -> bool:
     """Return whether all these devices are on this machine: CPU code has to be for this very CPU."""
-    return all(host_of(vdevice) is None and _is_here(vdevice) for vdevice in vdevices)
+    return all(host_of(vdevice) is None and _is_present(vdevice) for vdevice in vdevices)
 
 
-def figures_of(vdevices: Sequence[relax.VDevice], again: bool = False) -> Figures | None:
+def figures_of(vdevices: Sequence[relax.VDevice], remeasure: bool = False) -> Figures | None:
     """Measurements of these devices, on this machine; taken now where nothing is kept.
 
     Kept in the folder of the compile cache, and in this process where there is none. What was measured while other work
@@ -116,7 +116,7 @@ def figures_of(vdevices: Sequence[relax.VDevice], again: bool = False) -> Figure
     ----------
     vdevices : sequence of relax.VDevice
         The devices, all of them here.
-    again : bool
+    remeasure : bool
         Measure anew.
 
     Returns
@@ -126,11 +126,11 @@ def figures_of(vdevices: Sequence[relax.VDevice], again: bool = False) -> Figure
     """
     keys: list[str] = []
     try:
-        devices = tuple(_kept(_DEVICE, [vdevice], again, keys) for vdevice in vdevices)
+        devices = tuple(_cached(_DEVICE, [vdevice], remeasure, keys) for vdevice in vdevices)
         links = {}
         for a, b in itertools.combinations(range(len(vdevices)), 2):
             if not (is_cpu(vdevices[a]) and is_cpu(vdevices[b])):
-                links[a, b], links[b, a] = _kept(_LINKS, [vdevices[a], vdevices[b]], again, keys)
+                links[a, b], links[b, a] = _cached(_LINKS, [vdevices[a], vdevices[b]], remeasure, keys)
     except HeteroError as error:
         _log.warning("the devices cannot be measured, so that placement goes by tables: %s", error)
         return None
@@ -144,17 +144,17 @@ class _Kind(Generic[F]):
         self.name, self.measure, self.read = name, measure, read
 
 
-def _kept(kind: _Kind[F], vdevices: Sequence[relax.VDevice], again: bool, keys: list[str]) -> F:
-    """Figures as they are kept, or measured now; `keys` gets their key, and `again` measures each key once."""
+def _cached(kind: _Kind[F], vdevices: Sequence[relax.VDevice], remeasure: bool, keys: list[str]) -> F:
+    """Figures as they are kept, or measured now; `keys` gets their key, and `remeasure` measures each key once."""
     key = _key(kind.name, vdevices)
-    again = again and key not in keys
+    remeasure = remeasure and key not in keys
     keys.append(key)
     if key in _rough and time.monotonic() > _rough[key][1]:
         del _rough[key], _measured[key]
-    if key in _measured and not again:
+    if key in _measured and not remeasure:
         return cast("F", _measured[key])
     folder = folder_of()
-    if not again and folder is not None:
+    if not remeasure and folder is not None:
         try:
             found = kind.read(load_figures(folder, key))
             _measured[key] = found
@@ -187,7 +187,7 @@ _rough: dict[str, tuple[float, float]] = {}
 """Figures of a busy machine: the share of the CPUs that other work took, and when they are to be measured again."""
 
 
-def _is_here(vdevice: relax.VDevice) -> bool:
+def _is_present(vdevice: relax.VDevice) -> bool:
     kind = vdevice.target.kind.name
     if is_cpu(vdevice):
         return kind == "llvm" and str(vdevice.target.attrs.get("mcpu", "")) == _native_cpu()

@@ -16,7 +16,7 @@ def choice(decided: str, seconds: Sequence[float], device: int, names: Sequence[
     return f"{AUTO}{decided}: {', '.join(times)}{more}"
 
 
-def kept_away(name: str, limit: int, free: float, needed: float) -> str:
+def memory_limited(name: str, limit: int, free: float, needed: float) -> str:
     """The figures of a limit of memory; `free` bytes are what other work leaves of it."""
     leaves = f"other work leaves {max(0, round(free)):,}, and {needed:,.0f} are needed"
     return f"; of the limit of {limit:,} bytes on {name} {leaves}"
@@ -63,7 +63,7 @@ def _reason(
     for other in faster:
         needed = _bytes_of(costs, unit)
         if other in free and needed > free[other]:
-            limit = kept_away(names[other], costs.limits[other], free[other], needed)
+            limit = memory_limited(names[other], costs.limits[other], free[other], needed)
             return choice(f"the memory of {names[other]} is too small", seconds, device, names, limit)
     other = min(faster, key=seconds.__getitem__)
     moved = list(plan)

@@ -70,7 +70,7 @@ class PlanCosts:
         for index, value in enumerate(graph.values):
             for unit in {value.maker, *value.readers} - {OUTSIDE}:
                 self.around[unit].append(index)
-        self._kept = _kept_in_registers(graph)
+        self._kept = _elementwise_chains(graph)
         self._model = model
         readers = Counter(constant for unit in graph.units for constant in unit.weights)
         self._shared = {constant for constant, count in readers.items() if count > 1}
@@ -102,7 +102,7 @@ class PlanCosts:
             ticks[queue] += amount
         return ticks
 
-    def beyond(self, plan: Sequence[int]) -> tuple[int, ...]:
+    def excess_bytes(self, plan: Sequence[int]) -> tuple[int, ...]:
         """Bytes of a plan beyond the limits, of all devices together; nothing where there are no limits."""
         if not self.limits:
             return ()
@@ -180,7 +180,7 @@ class PlanCosts:
         return range(self.devices)
 
 
-def _kept_in_registers(graph: WorkGraph) -> dict[int, None]:
+def _elementwise_chains(graph: WorkGraph) -> dict[int, None]:
     """The values that only a unit reads which joins their maker's kernel: of its operands the one that is made last.
 
     In the order of the program.
@@ -324,7 +324,7 @@ class CallTime:
         """Put units on devices."""
         self._put(units, devices)
         costs = self._costs
-        self.key = (*costs.beyond(self.plan), call_ticks(costs, self.plan), costs.total(self.plan))
+        self.key = (*costs.excess_bytes(self.plan), call_ticks(costs, self.plan), costs.total(self.plan))
         self.effort += (len(self.plan) + len(costs.graph.values)) * (1 + len(costs.limits))
 
     def improve(self, units: Sequence[int], devices: Sequence[int]) -> None:
@@ -380,4 +380,4 @@ class BusiestQueue:
                 self._busy[costs.queue_of[device]] += sign * amount
 
     def _sorted(self) -> tuple[int, ...]:
-        return (*self._costs.beyond(self.plan), *sorted(self._busy, reverse=True))
+        return (*self._costs.excess_bytes(self.plan), *sorted(self._busy, reverse=True))

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from .cost_model import Objective
 from .heft import heft
-from .least_work import least_work
+from .min_work import min_work
 from .plan_costs import BusiestQueue, CallTime, Measure, PlanCosts, call_ticks
 from .work_graph import OUTSIDE
 
@@ -23,21 +23,21 @@ Clusters = list[list[int]]
 """Every unit in one of them; those of a cluster in program order."""
 
 # Units and values looked at from one starting point: about a second.
-_MOST_EFFORT = 300_000
+_MAX_EFFORT = 300_000
 
 # Plans of clusters that are all tried.
-MOST_PLANS = 4096
+MAX_PLANS = 4096
 
 # Rounds over the clusters of a level, and how many there may be for pairs of them to be exchanged.
 _MAX_ROUNDS = 4
-_MOST_EXCHANGED = 24
+_MAX_EXCHANGED = 24
 
 
 def best_plan(
     costs: PlanCosts,
     start: list[int],
     objective: Objective,
-    most_plans: int = MOST_PLANS,
+    max_plans: int = MAX_PLANS,
     others: Sequence[list[int]] = (),
 ) -> list[int]:
     """The best plan that the search finds.
@@ -50,25 +50,25 @@ def best_plan(
     objective : Objective
         "latency": the time of one call, of equal ones the least work. "throughput": the time of the busiest queue, then
         of the second, and so on; of equal ones the quickest call.
-    most_plans : int
+    max_plans : int
         How many plans of clusters are all tried.
     others : sequence of list of int
         Further starting points.
     """
     if costs.devices == 1:
         return start
-    starts = [start, least_work(costs, start), *others]
+    starts = [start, min_work(costs, start), *others]
     if costs.queues == 1 and not costs.limits:
         return starts[1]
     if objective == "throughput":
         starts.append(_best_cut(costs, start))
-        levels = _levels(costs, most_plans)
+        levels = _levels(costs, max_plans)
         found: list[Measure] = [BusiestQueue(costs, plan) for plan in starts]
     else:
-        levels = _levels(costs, min(most_plans, _MOST_EFFORT // (len(start) + len(costs.graph.values) + 1)))
+        levels = _levels(costs, min(max_plans, _MAX_EFFORT // (len(start) + len(costs.graph.values) + 1)))
         starts += [] if costs.limits else [heft(costs)]
         found = [CallTime(costs, plan) for plan in starts]
-    _try_all(found[0], levels[0], costs.devices, most_plans)
+    _try_all(found[0], levels[0], costs.devices, max_plans)
     for measure in found:
         measure.effort = 0
         for clusters in levels:
@@ -76,12 +76,12 @@ def best_plan(
     return min(found, key=lambda measure: (measure.key, call_ticks(costs, measure.plan))).plan
 
 
-def _levels(costs: PlanCosts, most_plans: int) -> list[Clusters]:
+def _levels(costs: PlanCosts, max_plans: int) -> list[Clusters]:
     """Partitions, the coarsest of as many clusters as so many plans can be made of."""
-    fewest = 1
-    while costs.devices ** (fewest + 1) <= most_plans:
-        fewest += 1
-    return cluster_levels(costs, fewest)
+    min_clusters = 1
+    while costs.devices ** (min_clusters + 1) <= max_plans:
+        min_clusters += 1
+    return cluster_levels(costs, min_clusters)
 
 
 def _best_cut(costs: PlanCosts, start: list[int]) -> list[int]:
@@ -96,9 +96,9 @@ def _best_cut(costs: PlanCosts, start: list[int]) -> list[int]:
     return best
 
 
-def _try_all(measure: Measure, clusters: Clusters, devices: int, most_plans: int) -> None:
+def _try_all(measure: Measure, clusters: Clusters, devices: int, max_plans: int) -> None:
     """Make it the best of all plans that keep each cluster together, if they are few and one is better."""
-    if devices ** len(clusters) > most_plans:
+    if devices ** len(clusters) > max_plans:
         return
     best, best_key = list(measure.plan), measure.key
     everything = range(len(best))
@@ -123,7 +123,7 @@ def _refine(measure: Measure, clusters: Clusters, devices: int) -> None:
         for units in clusters:
             for device in range(devices):
                 _try(measure, units, [device] * len(units))
-        if len(clusters) <= _MOST_EXCHANGED:
+        if len(clusters) <= _MAX_EXCHANGED:
             for first, second in itertools.combinations(clusters, 2):
                 places = [measure.plan[second[0]]] * len(first) + [measure.plan[first[0]]] * len(second)
                 _try(measure, first + second, places)
@@ -133,11 +133,11 @@ def _refine(measure: Measure, clusters: Clusters, devices: int) -> None:
 
 def _try(measure: Measure, units: Sequence[int], devices: Sequence[int]) -> None:
     """Move units if that makes it better, and the search may go on."""
-    if measure.effort < _MOST_EFFORT and [measure.plan[unit] for unit in units] != devices:
+    if measure.effort < _MAX_EFFORT and [measure.plan[unit] for unit in units] != devices:
         measure.improve(units, devices)
 
 
-def cluster_levels(costs: PlanCosts, fewest: int) -> list[Clusters]:
+def cluster_levels(costs: PlanCosts, min_clusters: int) -> list[Clusters]:
     """Partitions of the units, the coarsest first; the last has a cluster for each unit.
 
     Heavy-edge matching, as multilevel graph partitioning has it: clusters are joined in pairs, those first between
@@ -145,17 +145,17 @@ def cluster_levels(costs: PlanCosts, fewest: int) -> list[Clusters]:
 
     Parameters
     ----------
-    fewest : int
+    min_clusters : int
         Joining stops at so many clusters. It may stop before: no cluster gets to be more than twice the average of so
         many, and clusters that nothing passes between are not joined.
     """
     clusters: Clusters = [[unit] for unit in range(len(costs.ops))]
     work = [min(ticks) + 1 for ticks in costs.ops]
-    largest = 2 * sum(work) / max(fewest, 1)
+    largest = 2 * sum(work) / max(min_clusters, 1)
     edges = _edges(costs)
     levels = [clusters]
-    while len(clusters) > fewest:
-        joined = _match(work, edges, largest, len(clusters) - fewest)
+    while len(clusters) > min_clusters:
+        joined = _match(work, edges, largest, len(clusters) - min_clusters)
         count = max(joined, default=-1) + 1
         if count == len(clusters):
             break
@@ -187,14 +187,14 @@ def _edges(costs: PlanCosts) -> defaultdict[tuple[int, int], float]:
     return edges
 
 
-def _match(work: list[int], edges: dict[tuple[int, int], float], largest: float, most: int) -> list[int]:
-    """For each cluster the one that it becomes part of: at most `most` pairs are joined."""
+def _match(work: list[int], edges: dict[tuple[int, int], float], largest: float, max_pairs: int) -> list[int]:
+    """For each cluster the one that it becomes part of: at most `max_pairs` pairs are joined."""
     partner = list(range(len(work)))
     rated = sorted(edges.items(), key=lambda edge: (-(edge[1] ** 2) / (work[edge[0][0]] * work[edge[0][1]]), edge[0]))
     for (a, b), _ in rated:
-        if most > 0 and partner[a] == a and partner[b] == b and work[a] + work[b] <= largest:
+        if max_pairs > 0 and partner[a] == a and partner[b] == b and work[a] + work[b] <= largest:
             partner[b] = a
             partner[a] = b
-            most -= 1
+            max_pairs -= 1
     numbers: dict[int, int] = {}
     return [numbers.setdefault(min(cluster, other), len(numbers)) for cluster, other in enumerate(partner)]

@@ -19,7 +19,7 @@ OUTSIDE = -1
 NamesOf = Callable[[relax.Var], str]
 Loops: TypeAlias = "Mapping[tvm.ir.GlobalVar, Sequence[relax.Binding]]"
 
-_MOST_TRIPS = 2**32
+_MAX_TRIPS = 2**32
 """More are no limit: exporters write the largest number for loops that a condition ends."""
 
 
@@ -30,7 +30,7 @@ class Work(NamedTuple):
     ----------
     flops : float
         Arithmetic operations.
-    moved : float
+    bytes : float
         Bytes read and written.
     product : str
         The element type of the operands, of a product or convolution; else "".
@@ -39,7 +39,7 @@ class Work(NamedTuple):
     """
 
     flops: float
-    moved: float
+    bytes: float
     product: str = ""
     is_kernel: bool = True
 
@@ -133,7 +133,7 @@ class _Measure:
         for param in params:
             self._values[param] = WorkValue(self._size(param.ty), OUTSIDE, [])
         for binding in bindings:
-            unit = self._place(binding)
+            unit = self._device(binding)
             self._units[unit].ops += self._work(binding.value)
             self._units[unit].weights |= self._weights(binding.value)
             self._units[unit].windows += self._windows(binding.value)
@@ -152,7 +152,7 @@ class _Measure:
             value.is_map = isinstance(var.ty, relax.TensorType) and var.ty.ndim in self._map_ranks
         return WorkGraph(self._units, list(crossing.values()), dict.fromkeys(sorted(self._assumed), self._extent))
 
-    def _place(self, binding: relax.Binding) -> int:
+    def _device(self, binding: relax.Binding) -> int:
         name = self._name_of(binding.var)
         if name not in self._unit_of:
             self._unit_of[name] = len(self._units)
@@ -187,11 +187,11 @@ class _Measure:
     def _loop_work(self, call: relax.Call, body: Sequence[relax.Binding]) -> list[Work]:
         """The work of all trips, as if each kernel did that of its trips at once."""
         limit = call.args[1]
-        known = isinstance(limit, tvm.ir.GenericConst) and int(limit.value.numpy()) < _MOST_TRIPS
+        known = isinstance(limit, tvm.ir.GenericConst) and int(limit.value.numpy()) < _MAX_TRIPS
         trips = int(limit.value.numpy()) if known else self._extent
         once = _Measure(self._name_of, self._extent, {gv: own for gv, own in self._loops.items() if gv != call.op})
         ops = [work for binding in body for work in once._work(binding.value)]
-        return [op._replace(flops=op.flops * trips, moved=op.moved * trips) for op in ops]
+        return [op._replace(flops=op.flops * trips, bytes=op.bytes * trips) for op in ops]
 
     def _windows(self, value: relax.Expr) -> float:
         """Bytes of a convolution's windows, where Winograd's form may take them; in branches none are."""
@@ -208,7 +208,7 @@ class _Measure:
                 [work for binding in _bindings(branch) for work in self._work(binding.value)]
                 for branch in (value.true_branch, value.false_branch)
             ]
-            return max(branches, key=lambda ops: (sum(op.flops for op in ops), sum(op.moved for op in ops)))
+            return max(branches, key=lambda ops: (sum(op.flops for op in ops), sum(op.bytes for op in ops)))
         if isinstance(value, relax.Call) and self._body(value):
             return self._loop_work(value, self._body(value))
         if not isinstance(value, relax.Call) or self._size(value.ty) == 0 or not _traits(value).flops:

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from ...artifact.regular_files import open_regular
 from ...artifact.file_hints import describe_value as found_text
 from ...artifact.file_hints import hint_of, near_file
+from ...artifact.regular_files import open_regular
 from ...errors import FrontendError
 from .metadata import MAX_ENTRIES, Reader, read_metadata
 

@@ -13,7 +13,7 @@ from .architectures import ARCHITECTURES, Architecture
 _SCALINGS = ("none", "linear")
 _MAX_COUNT = (1 << 31) - 1
 """Positions, tokens and sizes are int32."""
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 """More are a damaged file's, not a model's."""
 
 
@@ -180,8 +180,8 @@ class _Fields:
     def __init__(self, fields: Mapping[str, Any], name: str, file: str) -> None:
         self.fields, self.name, self.file, self.layers = fields, name, file, 1
         self.layers = self.count("block_count")
-        if self.layers > MOST_LAYERS:
-            raise FrontendError(f"{file}: {name}.block_count is {self.layers:,}, expected {MOST_LAYERS:,} at most")
+        if self.layers > MAX_LAYERS:
+            raise FrontendError(f"{file}: {name}.block_count is {self.layers:,}, expected {MAX_LAYERS:,} at most")
 
     def has(self, key: str) -> bool:
         return f"{self.name}.{key}" in self.fields
@@ -211,8 +211,8 @@ class _Fields:
         value = self._get(key, default)
         is_number = type(value) in (int, float) and math.isfinite(value)
         if not is_number or value < 0 or (above is not None and value <= above):
-            least = "" if above is None else f" above {above:g}"
-            raise FrontendError(f"{self.file}: {self.name}.{key} is {value!r}, expected a number{least}")
+            bound = "" if above is None else f" above {above:g}"
+            raise FrontendError(f"{self.file}: {self.name}.{key} is {value!r}, expected a number{bound}")
         return float(value)
 
     def pattern(self, key: str, default: int) -> int | list[bool]:

@@ -17,9 +17,9 @@ import tvm
 from tvm import relax
 
 from ...encoding.pages import TABLES
-from ...op.block_products import dequantize_blocks
 from ...op.cached_attention import cached_attention
 from ...op.functions import apply_function
+from ...op.quantized_matmul import dequantize_blocks
 from ..paged_cache import DECODE, PagedCache
 from .activations import ActivationTypes
 from .hyperparameters import Hyperparameters
@@ -119,7 +119,7 @@ class _Function:
     def _attention(self, x: relax.Expr, layer: int) -> tuple[relax.Expr, relax.Expr]:
         name, model = f"blk.{layer}", self.model
         widths = {"q": model.heads * model.size, "k": model.kv_heads * model.size, "v": model.kv_heads * model.size}
-        if self._joins(f"{name}.attn_qkv", {f"{name}.attn_{part}": width for part, width in widths.items()}):
+        if self._is_joined(f"{name}.attn_qkv", {f"{name}.attn_{part}": width for part, width in widths.items()}):
             joined = self._product(x, f"{name}.attn_qkv", sum(widths.values()), model.width)
         else:
             parts = [self._product(x, f"{name}.attn_{part}", width, model.width) for part, width in widths.items()]
@@ -148,7 +148,7 @@ class _Function:
         attended = self.emit(relax.TupleGetItem(both, 0), f"{name}.attn.kqv")
         return attended, self.emit(relax.TupleGetItem(both, 1), f"{name}.attn.pages", is_output=True)
 
-    def _joins(self, name: str, tensors: dict[str, int]) -> bool:
+    def _is_joined(self, name: str, tensors: dict[str, int]) -> bool:
         """True if products of one operand by matrices of so many rows are one product, on a GPU: a launch less each."""
         if not self.types.are_alike([name, *tensors]) or self.types.of(name) == "float32":
             return False
@@ -277,7 +277,7 @@ class _Function:
         matrix = self.weights.plain_matrix(f"{tensor}.weight", [columns, depth], dtype)
         if matrix is None:
             matrix = self._matrix(tensor, [columns, depth], name)
-            x = self._narrowed(x, "float32")  # FormBlockProducts multiplies what was widened
+            x = self._narrowed(x, "float32")  # FormQuantizedMatmuls multiplies what was widened
         turned = self.emit(relax.op.permute_dims(matrix, [1, 0]), f"{name}.turned")
         result = self.emit(relax.op.matmul(x, turned, out_dtype="float32"), name)
         if f"{tensor}.bias" in self.weights:

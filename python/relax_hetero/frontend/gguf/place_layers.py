@@ -24,16 +24,16 @@ from ...encoding.pages import page_bytes
 from ...errors import PlacementError
 from ...target.vdevice import device_name
 from ..auto.cost_model import CostModel
-from ..auto.placement_reasons import choice, kept_away
+from ..auto.placement_reasons import choice, memory_limited
 from ..paged_cache import PagedCache
 from .file import FileTensor, GgufFile
-from .held_bytes import bytes_held, bytes_read, layouts_of
 from .hyperparameters import Hyperparameters
+from .weight_bytes import bytes_read, layouts_of, resident_bytes
 
 _KERNELS = {"attn": 5, "ffn": 4, "embd": 1, "output": 2}
 """Kernels of a part, about."""
 
-_MOST_ORDERED = 5
+_MAX_ORDERED_DEVICES = 5
 """Devices whose orders are all tried; of more, the order of the list and its reverse."""
 
 
@@ -46,7 +46,7 @@ class Part:
     name : str
         "embd", "attn", "ffn" or "output".
     layer : int
-    held, read : tuple of float
+    resident_bytes, read : tuple of float
         Bytes that it keeps in memory, and that it reads for a token, on each device.
     shared : tuple of bool
         Devices on which the output product reads the very bytes of a table of tokens; none where it is another.
@@ -54,7 +54,7 @@ class Part:
 
     name: str
     layer: int
-    held: tuple[float, ...]
+    resident_bytes: tuple[float, ...]
     read: tuple[float, ...]
     shared: tuple[bool, ...] = ()
 
@@ -80,13 +80,13 @@ class LayerPlan:
         For each part its position in the list of vdevices.
     seconds : float
         Time of a decoded token.
-    held : mapping from int to float
+    resident_bytes : mapping from int to float
         Bytes on each device.
     """
 
     devices: tuple[int, ...]
     seconds: float
-    held: Mapping[int, float]
+    resident_bytes: Mapping[int, float]
 
 
 def place_layers(
@@ -152,9 +152,9 @@ def _reason(
     if not faster:
         return choice("no device is faster", seconds, device, names)
     for other in faster:
-        free = limits.get(other, math.inf) - plan.held.get(other, 0.0)
-        if part.held[other] > free:
-            limit = kept_away(names[other], limits[other], free, part.held[other])
+        free = limits.get(other, math.inf) - plan.resident_bytes.get(other, 0.0)
+        if part.resident_bytes[other] > free:
+            limit = memory_limited(names[other], limits[other], free, part.resident_bytes[other])
             return choice(f"the memory of {names[other]} is too small", seconds, device, names, limit)
     return choice("staying saves transfers of activations", seconds, device, names)
 
@@ -182,7 +182,7 @@ def parts_of(
     """The parts of a model in the order of a token's way; a layout for each device."""
 
     def of_each(tensors: Sequence[FileTensor], plus: float = 0.0) -> tuple[float, ...]:
-        return tuple(plus + sum(bytes_held(tensor, layout) for tensor in tensors) for layout in layouts)
+        return tuple(plus + sum(resident_bytes(tensor, layout) for tensor in tensors) for layout in layouts)
 
     def read(tensors: Sequence[FileTensor], plus: float = 0.0) -> tuple[float, ...]:
         share = model.experts_used / model.experts if model.experts else 1.0
@@ -216,7 +216,7 @@ def _plan_bytes(parts: Sequence[Part], devices: tuple[int, ...]) -> dict[int, fl
     held = dict.fromkeys(devices, 0.0)
     for part, device in zip(parts, devices, strict=True):
         if not (part.shared and part.shared[device] and devices[-1] == device):
-            held[device] += part.held[device]
+            held[device] += part.resident_bytes[device]
     return held
 
 
@@ -225,7 +225,7 @@ def best_plan(parts: Sequence[Part], costs: CostModel, limits: Mapping[int, int]
     found = None
     for devices in _candidates(parts, costs, limits):
         plan = _plan(parts, devices, costs, row_bytes)
-        if all(plan.held.get(index, 0.0) <= limit for index, limit in limits.items()) and (
+        if all(plan.resident_bytes.get(index, 0.0) <= limit for index, limit in limits.items()) and (
             found is None or plan.seconds < found.seconds
         ):
             found = plan
@@ -236,17 +236,19 @@ def _candidates(parts: Sequence[Part], costs: CostModel, limits: Mapping[int, in
     """Devices of all parts: layers in a row on each device, and feed-forward parts apart from attention."""
     count = len(costs.devices)
     every = range(count)
-    orders = list(permutations(every)) if count <= _MOST_ORDERED else [tuple(every), tuple(reversed(every))]
+    orders = list(permutations(every)) if count <= _MAX_ORDERED_DEVICES else [tuple(every), tuple(reversed(every))]
     for order in orders:
         for used in range(1, count + 1):
-            yield from _in_a_row(parts, order[:used], limits)
+            yield from _contiguous_plans(parts, order[:used], limits)
     layers = [part for part in parts if part.name == "ffn"]
     for first, second in permutations(every, 2):
         for kept in range(len(layers)):
             yield tuple(second if part.name == "ffn" and part.layer >= kept else first for part in parts)
 
 
-def _in_a_row(parts: Sequence[Part], order: Sequence[int], limits: Mapping[int, int]) -> Iterator[tuple[int, ...]]:
+def _contiguous_plans(
+    parts: Sequence[Part], order: Sequence[int], limits: Mapping[int, int]
+) -> Iterator[tuple[int, ...]]:
     """Each device but the last takes as many whole layers as fit; of two devices, every cut."""
     if len(order) == 2:
         cuts = [index for index, part in enumerate(parts) if part.name in ("attn", "output")]
@@ -256,10 +258,10 @@ def _in_a_row(parts: Sequence[Part], order: Sequence[int], limits: Mapping[int, 
     devices, place, held = [], 0, 0.0
     for index, part in enumerate(parts):
         device = order[place]
-        whole = part.held[device] + (parts[index + 1].held[device] if part.name == "attn" else 0.0)
+        whole = part.resident_bytes[device] + (parts[index + 1].resident_bytes[device] if part.name == "attn" else 0.0)
         if part.name != "ffn" and held + whole > limits.get(device, math.inf) and place + 1 < len(order):
             place, held = place + 1, 0.0
-        held += part.held[order[place]]
+        held += part.resident_bytes[order[place]]
         devices.append(order[place])
     yield tuple(devices)
 

@@ -32,7 +32,7 @@ _HIDDEN = "relax_hetero.unchecked"
 _LONG_LIST_OPS = ("Constant", "TfIdfVectorizer")
 """Ops whose attributes may be as long as the file, besides those of classical models, such as trees."""
 
-_LARGEST = 2**63 - 1
+_MAX_BYTES = 2**63 - 1
 _GRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
 _TENSORS = (
     onnx.AttributeProto.TENSOR,
@@ -291,7 +291,7 @@ def _check_dims(dims: Iterable[int], what: str) -> None:
         raise FrontendError(f"{what} has {len(sizes):,} dimensions, expected at most {MAX_RANK}")
     if any(size < 0 for size in sizes):
         raise FrontendError(f"{what} has the shape {sizes}; expected sizes >= 0")
-    if math.prod(max(size, 1) for size in sizes) > _LARGEST:
+    if math.prod(max(size, 1) for size in sizes) > _MAX_BYTES:
         raise FrontendError(f"{what} has the shape {sizes}, of more elements than 64 bits can count")
 
 

@@ -20,13 +20,13 @@ from ...artifact.regular_files import open_regular
 from ...errors import FrontendError
 
 # Longer than any path may be (Linux: PATH_MAX).
-_LONGEST_LOCATION = 4096
+_MAX_LOCATION_CHARACTERS = 4096
 
 # Private and writable, as DLPack has no read-only memory; without room in memory for all that could be written.
 _PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 # Stretches of data that are counted in a file.
-_MOST_EXTENTS = 100_000
+_MAX_EXTENTS = 100_000
 
 
 def is_external(tensor: onnx.TensorProto) -> bool:
@@ -100,7 +100,7 @@ class ExternalData:
     def _resolved(self, location: str, where: str) -> str:
         assert self._path is not None
         parts = location.replace("\\", "/").split("/")
-        is_name = 0 < len(location) <= _LONGEST_LOCATION and "\0" not in location
+        is_name = 0 < len(location) <= _MAX_LOCATION_CHARACTERS and "\0" not in location
         if not is_name or os.path.isabs(location) or ".." in parts:
             raise FrontendError(
                 f"{where} is refused: expected a path relative to the model's folder, and inside it, without '..'"
@@ -135,7 +135,7 @@ def _written_bytes(descriptor: int, size: int) -> int:
     """Bytes of a file that are no holes; all of them where the system cannot say."""
     found, at = 0, 0
     try:
-        for _ in range(_MOST_EXTENTS):
+        for _ in range(_MAX_EXTENTS):
             begin = os.lseek(descriptor, at, os.SEEK_DATA)
             at = os.lseek(descriptor, begin, os.SEEK_HOLE)
             found += at - begin

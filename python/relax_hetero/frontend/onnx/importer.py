@@ -16,7 +16,7 @@ from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend as stock
 
 from ...errors import FrontendError
-from ...op.block_products import DEQUANTIZE_BLOCKS
+from ...op.quantized_matmul import DEQUANTIZE_BLOCKS
 from ...target.element_types import bytes_for, numpy_dtype
 from ...transform.ir.reasons import reason
 from ..import_limits import MAX_RANK, Budget, ImportLimits, budget, spending
@@ -43,7 +43,7 @@ from .support import SEQUENCE_OPS, check_supported, find_converter
 _log = logging.getLogger("relax_hetero")
 
 # Times that an import starts again because a symbolic size turned out to be bounded, or bounded further.
-_MOST_BOUNDS = 64
+_MAX_BOUNDS = 64
 
 
 @dataclass(frozen=True)
@@ -138,21 +138,19 @@ def import_graph(
     """
     bounds: dict[tvm.tirx.Var, int] = {}
     sizes = sizes_in(param.ty for param in inputs.values())
-    for _ in range(_MOST_BOUNDS):
+    for _ in range(_MAX_BOUNDS):
         try:
             with joining_sizes(JoinedSizes(bounds, sizes)), spending(Budget(model.limits, model.nbytes)):
                 return (make_importer or GraphImporter)(model).run(nodes, inputs, bounds)
         except SizeIsBounded as found:  # all that was made of the size before is made anew
             bounds[found.size] = found.bound
-    raise FrontendError(
-        f"{model.source} bounds its symbolic sizes more than {_MOST_BOUNDS} times; give them in shapes="
-    )
+    raise FrontendError(f"{model.source} bounds its symbolic sizes more than {_MAX_BOUNDS} times; give them in shapes=")
 
 
-def require_outputs(node: onnx.NodeProto, info: NodeInfo, found: int) -> None:
+def require_outputs(node: onnx.NodeProto, info: NodeInfo, count: int) -> None:
     """FrontendError if a node has more outputs than there are values for."""
-    if len(node.output) > found:
-        raise FrontendError(f"node {info} has {len(node.output)} outputs, but makes {found}")
+    if len(node.output) > count:
+        raise FrontendError(f"node {info} has {len(node.output)} outputs, but makes {count}")
 
 
 def _variables_in(value: Any) -> list[relax.Var]:
@@ -211,10 +209,10 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
                 outputs = [self._graph_output(output.name) for output in graph.output]
         finally:
             self.bb.end_scope()
-        most = {size.name: bound for size, bound in bounds.items()}
+        upper_bounds = {size.name: bound for size, bound in bounds.items()}
         return ImportedGraph(
-            self.bb.get(), list(inputs), params, bindings, outputs, self._owners, self._results, most, self.loops,
-            defaults,
+            self.bb.get(), list(inputs), params, bindings, outputs, self._owners, self._results, upper_bounds,
+            self.loops, defaults,
         )  # fmt: skip
 
     def _add_initializers(self, graph: onnx.GraphProto) -> None:

@@ -21,10 +21,10 @@ from .node_names import variable_name
 Shapes: TypeAlias = "Mapping[str, Sequence[int | str | None] | int | str | Sequence[Sequence[int | str | None]] | None]"
 _Dim: TypeAlias = "int | str | None"
 
-_LARGEST_SIZE = 2**63 - 1
-_LONGEST_EXPRESSION = 256
+_MAX_SIZE = 2**63 - 1
+_MAX_EXPRESSION_CHARACTERS = 256
 """Letters; a longer text is a name of its own."""
-_LONGEST_NAME = 4096
+_MAX_NAME_CHARACTERS = 4096
 _ANY_SIZE = frozenset({"?", "*", "-1", "None"})
 
 _OPERATORS: dict[type[ast.operator], Callable[..., object]] = {
@@ -168,10 +168,10 @@ def _declared_dims(info: onnx.ValueInfoProto) -> list[_Dim] | None:
             # Exporters write -1, which means nothing in ONNX, where they mean "any".
             dims.append(int(dim.dim_value) if dim.dim_value >= 0 else None)
         else:
-            if len(dim.dim_param) > _LONGEST_NAME:
+            if len(dim.dim_param) > _MAX_NAME_CHARACTERS:
                 raise FrontendError(
                     f"input {info.name!r} has a dimension whose name has {len(dim.dim_param):,} letters, expected at "
-                    f"most {_LONGEST_NAME:,}"
+                    f"most {_MAX_NAME_CHARACTERS:,}"
                 )
             dims.append(dim_name(dim) or None)
     return dims
@@ -273,7 +273,7 @@ def _size(value: object, where: str) -> int:
     if isinstance(value, bool) or not _is_int(value) or operator.index(value) < 0:  # type: ignore[arg-type]
         raise FrontendError(f"{where} must be a whole number >= 0, got {value!r}")
     size = operator.index(value)  # type: ignore[arg-type]
-    if size > _LARGEST_SIZE:
+    if size > _MAX_SIZE:
         raise FrontendError(f"{where} is {size}, which no 64-bit size can be")
     return size
 
@@ -339,7 +339,7 @@ class _Symbols:
         left, right = self._evaluate(tree.left), self._evaluate(tree.right)
         try:
             value = _OPERATORS[type(tree.op)](left, right)
-            if isinstance(value, int) and abs(value) > _LARGEST_SIZE:
+            if isinstance(value, int) and abs(value) > _MAX_SIZE:
                 raise FrontendError(f"dimension {ast.unparse(tree)!r} comes to {value}, which no 64-bit size can be")
             return value
         except ZeroDivisionError as error:
@@ -348,7 +348,7 @@ class _Symbols:
 
 def _parse(name: str) -> ast.expr | None:
     """The name as arithmetic on whole numbers and names, or None if it is just a name of another kind."""
-    if len(name) > _LONGEST_EXPRESSION:  # parsing and evaluating recurse
+    if len(name) > _MAX_EXPRESSION_CHARACTERS:  # parsing and evaluating recurse
         return None
     try:
         tree = ast.parse(name, mode="eval").body
@@ -361,7 +361,7 @@ def _is_arithmetic(tree: ast.expr) -> bool:
     if isinstance(tree, ast.BinOp):
         return type(tree.op) in _OPERATORS and _is_arithmetic(tree.left) and _is_arithmetic(tree.right)
     return isinstance(tree, ast.Name) or (
-        isinstance(tree, ast.Constant) and type(tree.value) is int and tree.value <= _LARGEST_SIZE
+        isinstance(tree, ast.Constant) and type(tree.value) is int and tree.value <= _MAX_SIZE
     )
 
 

@@ -17,7 +17,7 @@ from .external_data import is_external
 from .inputs import dim_name
 
 # Elements of a constant whose numbers may be sizes, axes or pads.
-_MOST_SIZES = 1024
+_MAX_SIZES = 1024
 
 
 def known_types(proto: onnx.ModelProto, inputs: Mapping[str, relax.Var]) -> dict[str, onnx.TypeProto]:
@@ -84,7 +84,7 @@ def _is_small(tensor: onnx.TensorProto) -> bool:
     elements = 1
     for dim in tensor.dims:
         elements *= dim
-    return elements <= _MOST_SIZES and not is_external(tensor)
+    return elements <= _MAX_SIZES and not is_external(tensor)
 
 
 def _like(name: str, tensor: onnx.TensorProto) -> onnx.ValueInfoProto:

@@ -12,8 +12,8 @@ from typing import TypeAlias
 
 import onnx
 
-from ...artifact.regular_files import read_regular
 from ...artifact.file_hints import describe_value, hint_of, near_file
+from ...artifact.regular_files import read_regular
 from ...errors import FrontendError, HeteroError
 from ..import_limits import Budget, ImportLimits
 from .check_model import STANDARD_DOMAINS, all_tensors, check_by_onnx, check_form, check_size
@@ -28,7 +28,7 @@ ModelSource: TypeAlias = "str | os.PathLike[str] | bytes | onnx.ModelProto"
 _ORT_FORMAT = b"ORTM"
 
 # Protobuf reads no more.
-_LARGEST_FILE = 2**31
+_MAX_FILE_BYTES = 2**31
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def read_model(model: ModelSource) -> tuple[onnx.ModelProto, str, Path | None, i
         raise FrontendError(f"rh.from_onnx: {describe_value(model, 'rh.from_onnx')}; {expected}")
     path = Path(os.fsdecode(model))
     try:
-        data = read_regular(path, _LARGEST_FILE)
+        data = read_regular(path, _MAX_FILE_BYTES)
     except OSError as error:
         hint = "; save it with its weights as external data" if error.errno == errno.EFBIG else ""
         hint = hint or hint_of(path, "rh.from_onnx") + near_file(path)

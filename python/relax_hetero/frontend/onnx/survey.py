@@ -32,7 +32,7 @@ class Survey:
 
     Attributes
     ----------
-    refused : dict of NodeInfo to str
+    rejected : dict of NodeInfo to str
         Node of the model's own graph -> the reason.
     unknown : dict of NodeInfo to str
         Node that was not looked at -> the reason.
@@ -42,7 +42,7 @@ class Survey:
         Graph that was imported, with a further parameter for each value that a refused node would make.
     """
 
-    refused: dict[NodeInfo, str] = field(default_factory=dict)
+    rejected: dict[NodeInfo, str] = field(default_factory=dict)
     unknown: dict[NodeInfo, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     graph: ImportedGraph | None = None
@@ -105,7 +105,7 @@ class _Surveyor(GraphImporter):
                 self._vague.update(dict.fromkeys(node.output, vague))
             why = self._missing_in(node, info) or self._why_refused(node, info, vague)
             if why:
-                self._found.refused[info] = why
+                self._found.rejected[info] = why
                 self._stand_for(node, info)
 
     def _missing_in(self, node: onnx.NodeProto, info: NodeInfo) -> str:

@@ -74,9 +74,17 @@ class CachedImporter(GraphImporter):
                 outputs = [self._logits(), *(self._written[layer] for layer in sorted(self._written))]
         finally:
             self.bb.end_scope()
-        most = {size.name: bound for size, bound in bounds.items()}
+        upper_bounds = {size.name: bound for size, bound in bounds.items()}
         return ImportedGraph(
-            self.bb.get(), list(inputs), params, bindings, outputs, self._owners, self._results, most, self.loops
+            self.bb.get(),
+            list(inputs),
+            params,
+            bindings,
+            outputs,
+            self._owners,
+            self._results,
+            upper_bounds,
+            self.loops,
         )
 
     def _add_initializers(self, graph: onnx.GraphProto) -> None:

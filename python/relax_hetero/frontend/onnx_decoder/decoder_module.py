@@ -5,7 +5,7 @@ from __future__ import annotations
 import tvm
 
 from ...errors import FrontendError
-from ..carry_narrow import carried
+from ..narrow_storage import with_narrow_storage
 from ..onnx.functions import function_table
 from ..onnx.importer import import_graph
 from ..onnx.model import OnnxModel
@@ -54,7 +54,7 @@ def _add_function(mod: tvm.IRModule, decoder: Decoder, nodes: list[NodeInfo], na
     plan = decoder.plan
     params = decoder.cache.parameters(rows, kind, plan.windows, plan.kv_heads, decoder.size)
     imported = import_graph(decoder.model, nodes, params, lambda _: CachedImporter(decoder, rows, kind))
-    graph = carried(imported)
+    graph = with_narrow_storage(imported)
     func = build_function(graph)
     attributes: dict[str, object] = {
         "global_symbol": name,

@@ -6,7 +6,7 @@ import numpy as np
 import tvm
 from tvm import relax, topi
 
-from .narrow_types.carriers import CARRIERS, bytes_of, wrapped
+from .narrow_types.storage_types import STORAGE_TYPES, bytes_of, wrapped
 from .node import Node, const, dtype_of, is_float, onnx_dtype
 from .table import converts
 
@@ -89,7 +89,7 @@ def bit_cast(node: Node) -> relax.Expr:
     if target == "bool":
         raise node.refusal("bits cannot be written as a bool, which has two values in a byte")
     data = cast(node, data, "uint8") if source == "bool" else bytes_of(node, data)
-    if target in CARRIERS:
+    if target in STORAGE_TYPES:
         return wrapped(node, data, target)
     if dtype_of(data) == target:
         return data

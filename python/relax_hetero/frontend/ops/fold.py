@@ -106,8 +106,8 @@ def fold(node: Node) -> relax.Expr | None:
     elements = result_elements(node.op_type, arrays, node.attributes)
     # Whoever computes it: converters make tables of their own, and the compiler folds constants.
     budget().check_bytes(elements * max(array.dtype.itemsize for array in known), node.title)
-    most = MAX_ELEMENTS if node.op_type in _LARGE_OF_SMALL else _MAX_RESULT
-    if node.op_type in _STOCK_FOLDS or elements > most:
+    max_elements = MAX_ELEMENTS if node.op_type in _LARGE_OF_SMALL else _MAX_RESULT
+    if node.op_type in _STOCK_FOLDS or elements > max_elements:
         return None
     if any(array.size > MAX_ELEMENTS or str(array.dtype) not in _DTYPES for array in known):
         return None

@@ -12,7 +12,7 @@ from tvm import relax, te, tirx, topi
 from ...tir.math.extremes import is_nan
 from .elementwise import cast, widened
 from .node import Dim, Node, Position, as_constant, const, dtype_of, is_float, onnx_dtype
-from .required_sizes import MOST_ELEMENTS, as_expr, renamed, require_equal, require_shape, shown
+from .required_sizes import MAX_ELEMENTS, as_expr, renamed, require_equal, require_shape, shown
 from .run_time.axes import axes_input, with_named_axis_second
 from .run_time.numbers import dims_at_run_time
 from .slicing import cut
@@ -315,7 +315,7 @@ def tensor_scatter(node: Node) -> relax.Expr:
         return topi.floor_mod(step, cache.shape[axis]) if is_circular else step
 
     # Around the end, any place is one; else the scatter refuses those beyond the axis.
-    ranges = (1, -1, 0, MOST_ELEMENTS) if is_circular else (1, 0, axis, 1)
+    ranges = (1, -1, 0, MAX_ELEMENTS) if is_circular else (1, 0, axis, 1)
     index = node.kernel("places", place, data, starts, shape=node.shape(update), ranges=ranges)
     return node.emit(relax.op.scatter_elements(data, index, update, axis))
 

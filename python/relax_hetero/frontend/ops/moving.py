@@ -12,7 +12,7 @@ from tvm import relax, te, tirx, topi
 from .elementwise import cast
 from .node import Dim, Node, Position, as_dim, const, dtype_of, is_float
 from .required_sizes import (
-    MOST_ELEMENTS,
+    MAX_ELEMENTS,
     any_of,
     as_expr,
     equal,
@@ -26,7 +26,7 @@ from .run_time.numbers import dims_at_run_time, numbers_of, sizes_of
 from .run_time.pads import centered_pads, pads_behind, pads_of_named_axes
 from .table import converts
 
-_MOST_TAKEN = 2**20
+_MAX_GATHERED = 2**20
 """Places of a padded axis that are worked out at import; those of longer ones are computed by the kernel."""
 
 
@@ -77,7 +77,7 @@ def _require_kept(node: Node, dims: list[Dim], before: list[Dim], after: list[Di
         if isinstance(first, int) and isinstance(last, int) and first == last == 0:
             continue
         for amount in (first, last):
-            held = tirx.all(as_expr(amount) <= MOST_ELEMENTS, as_expr(amount) >= -MOST_ELEMENTS)
+            held = tirx.all(as_expr(amount) <= MAX_ELEMENTS, as_expr(amount) >= -MAX_ELEMENTS)
             node.require(held, f"a pad of axis {axis} is {amount}")
         text = f"its pads, {first} and {last}, leave too little of axis {axis}, of {dim} elements, for mode {mode!r}"
         if mode == "constant":
@@ -108,7 +108,7 @@ def pad(node: Node) -> relax.Expr:
     sizes: list[Dim] = [dim + before[i] + after[i] for i, dim in enumerate(dims)]
     known = [amount for amount in [*before, *after] if isinstance(amount, int)]
     if len(known) == 2 * len(dims):
-        is_short = all(isinstance(sizes[axis], int) and int(sizes[axis]) <= _MOST_TAKEN for axis in moved)
+        is_short = all(isinstance(sizes[axis], int) and int(sizes[axis]) <= _MAX_GATHERED for axis in moved)
         if mode != "constant" and is_short:
             return _taken(node, data, known[: len(dims)], known[len(dims) :], mode)
         constant = node.constant(2) if node.has(2) else np.array(node.attribute("value", 0))
@@ -312,7 +312,7 @@ def col2im(node: Node) -> relax.Expr:
     if len(block) != count:
         raise node.refusal(f"has blocks of {len(block)} axes for an image of {count}")
     for size in [*image, *block]:
-        node.require(tirx.all(as_expr(size) >= 1, as_expr(size) <= MOST_ELEMENTS), f"has a size of {size}")
+        node.require(tirx.all(as_expr(size) >= 1, as_expr(size) <= MAX_ELEMENTS), f"has a size of {size}")
     spans = [image[a] + pads[a] + pads[count + a] - dilations[a] * (block[a] - 1) - 1 for a in range(count)]
     for span in spans:
         node.require(as_expr(span) >= 0, f"an image of {shown(image)} is smaller than blocks of {shown(block)}")

@@ -26,7 +26,7 @@ Dim: TypeAlias = "int | tirx.Expr"
 Position: TypeAlias = "tuple[tirx.Expr, ...]"
 """The indices of an element of a tensor that a kernel computes."""
 
-OPAQUE = 8
+WITHOUT_PATTERN = 8
 """TVM's number, the attribute ``op_pattern``, for a kernel that is fused with no other."""
 
 STANDARD = ""

@@ -41,13 +41,13 @@ class Windows:
     before: list[Dim]
     after: list[Dim]
     output: list[Dim]
-    reaches_beyond: bool
+    exceeds_input: bool
 
     def steps(self) -> list[tirx.IterVar]:
         """The axes of a reduction over the elements of a window."""
         return [te.reduce_axis((0, size), name=f"k{a}") for a, size in enumerate(self.kernel)]
 
-    def places(self, windows: Sequence[Any], steps: Sequence[Any]) -> list[tirx.Expr]:
+    def indices(self, windows: Sequence[Any], steps: Sequence[Any]) -> list[tirx.Expr]:
         """The element of the image (or of its padding) that step `steps` of window `windows` is at."""
         return [
             window * self.strides[a] + step * self.dilations[a] - self.before[a]
@@ -62,9 +62,9 @@ class Windows:
         after = []
         for a, (size, count) in enumerate(zip(self.image, self.output, strict=True)):
             extent = (self.kernel[a] - 1) * self.dilations[a] + 1
-            if self.reaches_beyond and not isinstance(size, int):
+            if self.exceeds_input and not isinstance(size, int):
                 return None
-            if self.reaches_beyond and isinstance(count, int):
+            if self.exceeds_input and isinstance(count, int):
                 whole = (size + self.before[a] + self.after[a] - extent) // self.strides[a] + 1
                 needed = (count - 1) * self.strides[a] + extent - size - self.before[a]
                 after.append(self.after[a] if whole == count else needed)
@@ -73,9 +73,9 @@ class Windows:
         pads = [pad for pad in (*self.before, *after) if isinstance(pad, int)]
         return pads if len(pads) == 2 * len(after) and min(pads[len(after) :]) >= 0 else None
 
-    def inside(self, places: Sequence[tirx.Expr]) -> tirx.Expr:
+    def inside(self, indices: Sequence[tirx.Expr]) -> tirx.Expr:
         """Return whether a place is in the image."""
-        checks = [tirx.all(place >= 0, place < self.image[a]) for a, place in enumerate(places)]
+        checks = [tirx.all(place >= 0, place < self.image[a]) for a, place in enumerate(indices)]
         return tirx.all(*checks)
 
 
@@ -134,7 +134,7 @@ def _max_pool(node: Node, data: relax.Expr, windows: Windows) -> relax.Expr:
     reducer = te.comm_reducer(lambda one, other: tirx.max(one, other), lambda dtype: lowest(str(dtype)))
 
     def element(i: Position, x: te.Tensor) -> tirx.Expr:
-        places = windows.places(i[2:], steps)
+        places = windows.indices(i[2:], steps)
         value = tirx.if_then_else(windows.inside(places), x(*i[:2], *places), lowest(str(x.dtype)))
         return reducer(value, axis=steps)
 
@@ -160,7 +160,7 @@ def _max_pool_with_indices(node: Node, data: relax.Expr, windows: Windows) -> re
         reducer = te.comm_reducer(better, worst, name="largest_at")
 
         def pair(n: tirx.Expr, c: tirx.Expr, *window: tirx.Expr) -> Any:
-            places = windows.places(window, steps)
+            places = windows.indices(window, steps)
             index = tirx.Cast("int64", n * x.shape[1] + c)
             for a in range(count):
                 index = index * windows.image[a]
@@ -182,7 +182,7 @@ def _window_sum(node: Node, data: relax.Expr, windows: Windows, term: Any) -> re
     steps = windows.steps()
 
     def element(i: Position, x: te.Tensor) -> tirx.Expr:
-        places = windows.places(i[2:], steps)
+        places = windows.indices(i[2:], steps)
         value = tirx.if_then_else(windows.inside(places), term(x(*i[:2], *places)), tirx.const(0, str(x.dtype)))
         return te.sum(value, axis=steps)
 
@@ -216,14 +216,16 @@ def _window_sizes_at_run_time(node: Node, windows: Windows, counts_padding: bool
     def element(i: Position, image: list[tirx.Expr]) -> tirx.Expr:
         counts = as_expr(1)
         for a, size in enumerate(image):
-            start, step, most = (
+            start, step, max_taps = (
                 i[2 + a] * windows.strides[a] - windows.before[a],
                 windows.dilations[a],
                 windows.kernel[a],
             )
             first = -windows.before[a] if counts_padding else 0
             bound = size + (windows.after[a] if counts_padding else 0)
-            skipped, reached = (tirx.max(tirx.min(tirx.ceildiv(end - start, step), most), 0) for end in (first, bound))
+            skipped, reached = (
+                tirx.max(tirx.min(tirx.ceildiv(end - start, step), max_taps), 0) for end in (first, bound)
+            )
             counts = counts * (reached - skipped)
         return counts.astype(dtype)
 

@@ -9,7 +9,7 @@ from tvm import relax, te, tirx
 from ...tir.determinant import determinant_kernel
 from ...transform.ir.extents import Symbols
 from .elementwise import HALF
-from .node import OPAQUE, Dim, Node, Position, as_dim, const, dtype_of
+from .node import WITHOUT_PATTERN, Dim, Node, Position, as_dim, const, dtype_of
 from .quantization_parameters import as_type, is_zero, reshaped
 from .required_sizes import as_expr, require_broadcast, require_equal, shown, stretched
 from .table import convert_by_body, convert_by_stock, converts
@@ -150,6 +150,8 @@ def determinant(node: Node) -> relax.Expr:
     data = node.emit(relax.op.reshape(data, [batch, rows, rows]))
     symbols = Symbols()
     kernel = determinant_kernel(symbols.dim(as_expr(batch)), symbols.dim(as_expr(rows)), dtype_of(data))
-    symbol = node.builder.add_func(kernel.without_attr("global_symbol").with_attr("op_pattern", OPAQUE), "determinant")
+    symbol = node.builder.add_func(
+        kernel.without_attr("global_symbol").with_attr("op_pattern", WITHOUT_PATTERN), "determinant"
+    )
     found = node.emit(relax.op.call_tir(symbol, [data], relax.TensorType([batch], dtype_of(data))))
     return node.emit(relax.op.reshape(found, front))

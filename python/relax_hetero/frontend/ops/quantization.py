@@ -11,8 +11,8 @@ from ...tir.math.narrow_floats import FLOATS, POWERS
 from .block_weights import dequantized_blocks
 from .convolution import integer_convolution
 from .elementwise import cast
-from .narrow_types.carriers import CARRIERS, INTEGERS, bytes_of, of_bytes, with_bytes, wrapped
 from .narrow_types.float8 import from_float32, to_float32
+from .narrow_types.storage_types import INTEGERS, STORAGE_TYPES, bytes_of, of_bytes, with_bytes, wrapped
 from .node import Node, as_constant, const, dtype_of, is_float, onnx_dtype
 from .products import shifted
 from .quantization_parameters import INTEGER_RANGES, along, as_type, check_zero_point, is_zero, reshaped
@@ -30,13 +30,17 @@ def convert_cast(node: Node) -> relax.Expr:
     if isinstance(value, relax.ShapeExpr) or tvm.ir.is_prim_expr(value):
         if target == "int64":
             return value
-        return cast(node, node.tensor(0), target) if target not in CARRIERS else _narrowed(node, node.tensor(0), target)
+        return (
+            cast(node, node.tensor(0), target)
+            if target not in STORAGE_TYPES
+            else _narrowed(node, node.tensor(0), target)
+        )
     data = node.tensor(0)
     if dtype_of(data) == target:
         return data
-    if dtype_of(data) in CARRIERS:
+    if dtype_of(data) in STORAGE_TYPES:
         data = to_float32(node, data) if dtype_of(data) in FLOATS else bytes_of(node, data)
-    if target in CARRIERS:
+    if target in STORAGE_TYPES:
         return _narrowed(node, data, target)
     if dtype_of(data) == target:
         return data
@@ -86,8 +90,8 @@ def quantize(node: Node, scaled: relax.Expr, zero_point: relax.Expr | None, dtyp
     if zero_point is not None and not is_zero(zero_point):
         value = node.emit(relax.op.add(value, as_type(node, zero_point, compute)))
     low, high = INTEGER_RANGES[dtype] if dtype in INTEGER_RANGES else INTEGERS[dtype]
-    held = cast(node, node.emit(relax.op.clip(value, low, high)), CARRIERS.get(dtype, dtype))
-    return of_bytes(node, held, dtype) if dtype in CARRIERS else held
+    held = cast(node, node.emit(relax.op.clip(value, low, high)), STORAGE_TYPES.get(dtype, dtype))
+    return of_bytes(node, held, dtype) if dtype in STORAGE_TYPES else held
 
 
 @converts("QuantizeLinear")
@@ -103,7 +107,7 @@ def quantize_linear(node: Node) -> relax.Expr:
     dtype = dtype_of(zero_point) if zero_point is not None else "uint8"
     if node.attribute("output_dtype", 0):
         dtype = onnx_dtype(node.attribute("output_dtype"))
-    kinds = [*INTEGER_RANGES, *CARRIERS]
+    kinds = [*INTEGER_RANGES, *STORAGE_TYPES]
     if dtype not in kinds or dtype == POWERS:
         raise node.refusal(f"to {dtype} cannot be imported; expected one of {', '.join(kinds)}")
     scale = node.tensor(1)

@@ -25,7 +25,7 @@ from ..joined_sizes import analyzer_for, known_sizes
 from ..symbolic_sizes import compute_sizes, is_size_where_not_empty, sizes_of
 from .node import Dim, Node, Position, as_dim, const
 
-MOST_ELEMENTS = 2**47
+MAX_ELEMENTS = 2**47
 """As many bytes as a process of 64 bits can address."""
 
 
@@ -143,8 +143,8 @@ def shown(dims: Sequence[Dim]) -> str:
 def joined(node: Node, own: Dim, wanted: Dim) -> Dim:
     """One dimension of a tensor of size `own` broadcast with `wanted`, either of which may turn out to be 1."""
     is_open, sizes = not (isinstance(own, int) or isinstance(wanted, int)), known_sizes()
-    for least, size in ((own, wanted), (wanted, own)) if is_open else ():
-        bound = sizes.bound_by(least, size)
+    for minimum, size in ((own, wanted), (wanted, own)) if is_open else ():
+        bound = sizes.bound_by(minimum, size)
         if bound is not None:
             sizes.note_bound(size, bound)
             node.require(as_expr(size) <= bound, f"size {text_of(size)} is at most {bound}")

@@ -52,8 +52,8 @@ def form_of(node: Node, mode: str, transformation: str, has_scales: bool = False
 
 def _apply(node: Node, data: relax.Expr, axis: int, table: ResizeTaps) -> relax.Expr:
     dtype = dtype_of(data)
-    if table.places.shape[1] == 1:
-        result = node.emit(relax.op.take(data, const(table.places[:, 0], "int64"), axis, "fast"))
+    if table.indices.shape[1] == 1:
+        result = node.emit(relax.op.take(data, const(table.indices[:, 0], "int64"), axis, "fast"))
     else:
         result = _weighted_sum(node, data, axis, table)
     if table.outside is None or not table.outside.any():
@@ -63,13 +63,13 @@ def _apply(node: Node, data: relax.Expr, axis: int, table: ResizeTaps) -> relax.
 
 
 def _weighted_sum(node: Node, data: relax.Expr, axis: int, table: ResizeTaps) -> relax.Expr:
-    tap = te.reduce_axis((0, table.places.shape[1]), name="tap")
+    tap = te.reduce_axis((0, table.indices.shape[1]), name="tap")
 
     def element(i: Position, x: te.Tensor, places: te.Tensor, weights: te.Tensor) -> tirx.Expr:
         return te.sum(weights(i[axis], tap) * x(*i[:axis], places(i[axis], tap), *i[axis + 1 :]), axis=tap)
 
-    shape = [table.places.shape[0] if i == axis else size for i, size in enumerate(node.shape(data))]
-    places, weights = const(table.places, "int32"), const(table.weights, dtype_of(data))
+    shape = [table.indices.shape[0] if i == axis else size for i, size in enumerate(node.shape(data))]
+    places, weights = const(table.indices, "int32"), const(table.weights, dtype_of(data))
     return node.kernel("resize", element, data, places, weights, shape=shape)
 
 
@@ -79,7 +79,7 @@ def _weighted_sum_at_once(node: Node, data: relax.Expr, tables: dict[int, Resize
     for number, combination in enumerate(itertools.product(*(range(len(t.weights[0])) for t in tables.values()))):
         part, weights = data, np.ones((), "float64")
         for (axis, table), tap in zip(tables.items(), combination, strict=True):
-            part = node.emit(relax.op.take(part, const(table.places[:, tap], "int64"), axis, "fast"))
+            part = node.emit(relax.op.take(part, const(table.indices[:, tap], "int64"), axis, "fast"))
             shape = [-1 if i == axis else 1 for i in range(node.rank(data))]
             weights = weights * table.weights[:, tap].reshape(shape)
         part = node.emit(relax.op.multiply(part, const(weights, dtype_of(data))))
@@ -309,8 +309,8 @@ def _affine_grid_at_run_time(node: Node) -> relax.Expr:
         raise node.refusal(f"has {len(size)} sizes, expected 4 or 5")
     is_aligned = bool(node.attribute("align_corners", 0))
     for dim in size[2:]:
-        least = 2 if is_aligned else 1
-        node.require(as_expr(dim) >= least, f"has a size of {dim}, expected at least {least}")
+        min_size = 2 if is_aligned else 1
+        node.require(as_expr(dim) >= min_size, f"has a size of {dim}, expected at least {min_size}")
     node.require(as_expr(size[0]) >= 0, f"has a size of {size[0]}")
     matrices = require_shape(node, node.tensor(0), [size[0], count, count + 1], "its matrices")
 

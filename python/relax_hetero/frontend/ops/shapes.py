@@ -15,7 +15,7 @@ from ..joined_sizes import simplified
 from ..symbolic_sizes import with_safe_divisions
 from .elementwise import cast
 from .node import Dim, Node, Position, as_constant, as_dim, const, dtype_of, is_float
-from .required_sizes import MOST_ELEMENTS, any_of, as_expr, broadcast, equal, joined, shown
+from .required_sizes import MAX_ELEMENTS, any_of, as_expr, broadcast, equal, joined, shown
 from .run_time.axes import axes_input, new_axes_input, with_new_axes, without_named_axes
 from .run_time.numbers import dims_at_run_time, numbers_of, sizes_of, written_numbers
 from .table import convert_by_body, converts
@@ -189,10 +189,10 @@ def _require_product(node: Node, found: list[tirx.Expr], dims: list[Dim]) -> Non
     elements = math.prod(map(as_expr, dims), start=as_expr(1))
     message = f"its target has another number of elements than its input, of shape {shown(dims)}"
     # Without elements, other sizes may be anything that an array can have.
-    most = tirx.Select(tirx.EQ(elements, as_expr(0)), as_expr(MOST_ELEMENTS), elements)
+    max_elements = tirx.Select(tirx.EQ(elements, as_expr(0)), as_expr(MAX_ELEMENTS), elements)
     product = largest = as_expr(1)
     for dim in found:
-        node.require(tirx.LE(dim, tirx.floordiv(most, largest)), message)
+        node.require(tirx.LE(dim, tirx.floordiv(max_elements, largest)), message)
         product, largest = product * dim, largest * tirx.max(dim, as_expr(1))
     none = any_of([equal(dim, 0) for dim in found])
     node.require(any_of([tirx.NE(elements, as_expr(0)), none]), message)
@@ -261,8 +261,8 @@ def tile(node: Node) -> relax.Expr:
         raise node.refusal(f"has {len(repeats)} numbers of repeats for {len(dims)} axes")
     for size, count in zip(dims, repeats, strict=True):
         node.require(as_expr(count) >= 0, f"repeats {count} times")
-        most = tirx.floordiv(as_expr(MOST_ELEMENTS), tirx.max(as_expr(size), as_expr(1)))
-        node.require(as_expr(count) <= most, f"repeats an axis of {size} elements {count} times")
+        max_count = tirx.floordiv(as_expr(MAX_ELEMENTS), tirx.max(as_expr(size), as_expr(1)))
+        node.require(as_expr(count) <= max_count, f"repeats an axis of {size} elements {count} times")
     if all(isinstance(count, int) and count == 1 for count in repeats):
         return data
 
@@ -381,7 +381,7 @@ def _known_length(node: Node, numbers: list[relax.Expr]) -> Dim | None:
         if isinstance(start, int):
             return len(range(start, limit, step))
         quotient = _quotient(*(number for number in known if number is not None))
-        if not math.isfinite(quotient) or quotient > MOST_ELEMENTS:
+        if not math.isfinite(quotient) or quotient > MAX_ELEMENTS:
             raise node.refusal(f"from {start} to {limit} by {step} has no length that memory can hold")
         return max(math.ceil(quotient), 0)
     sizes = [_size(node, index, value) for index, value in enumerate(known)]
@@ -403,7 +403,7 @@ def _size(node: Node, index: int, known: np.ndarray | None) -> Dim | None:
     """An input as a size, where it is a known number or an expression of the sizes of the model's inputs."""
     if known is not None:
         number = int(known)
-        return number if abs(number) <= MOST_ELEMENTS else None
+        return number if abs(number) <= MAX_ELEMENTS else None
     value = node.inputs[index]
     if isinstance(value, relax.ShapeExpr) and len(value.values) == 1:
         return as_dim(value.values[0])
@@ -427,10 +427,10 @@ def _length_at_run_time(node: Node, numbers: list[relax.Expr], dtype: str) -> Di
 
 
 def _real_length(start: tirx.Expr, limit: tirx.Expr, delta: tirx.Expr) -> tirx.Expr:
-    zero, most = tirx.const(0, "float64"), tirx.const(float(MOST_ELEMENTS), "float64")
+    zero, max_length = tirx.const(0, "float64"), tirx.const(float(MAX_ELEMENTS), "float64")
     quotient = (limit - start).astype("float64") / delta.astype("float64")
     is_finite = tirx.all(quotient >= -tirx.const(1e300, "float64"), quotient <= tirx.const(1e300, "float64"))
-    held = tirx.Select(is_finite, tirx.max(tirx.min(quotient, most), zero), zero)
+    held = tirx.Select(is_finite, tirx.max(tirx.min(quotient, max_length), zero), zero)
     count = tirx.Cast("int64", tirx.ceil(held))
     found = tirx.Select(is_finite, count, as_expr(_NOT_FINITE))
     return tirx.Select(delta == tirx.const(0, str(delta.ty)), as_expr(_NO_STEP), found)
@@ -438,7 +438,7 @@ def _real_length(start: tirx.Expr, limit: tirx.Expr, delta: tirx.Expr) -> tirx.E
 
 def _whole_length(start: tirx.Expr, limit: tirx.Expr, delta: tirx.Expr) -> tirx.Expr:
     """In unsigned numbers, in which the distance of two integers always fits; none of them may wrap around."""
-    zero, one, most = as_expr(0), tirx.const(1, "uint64"), tirx.const(MOST_ELEMENTS, "uint64")
+    zero, one, max_length = as_expr(0), tirx.const(1, "uint64"), tirx.const(MAX_ELEMENTS, "uint64")
 
     def unsigned(value: tirx.Expr) -> tirx.Expr:
         return tirx.Cast("uint64", value)
@@ -455,7 +455,7 @@ def _whole_length(start: tirx.Expr, limit: tirx.Expr, delta: tirx.Expr) -> tirx.
     width = tirx.Select(is_up, unsigned(delta), size_of_negative(tirx.Select(is_up, as_expr(-1), delta)))
     count = tirx.div(tirx.Select(whole > tirx.const(0, "uint64"), whole - one, whole), width) + one
     has_any = tirx.any(tirx.all(is_up, start < limit), tirx.all(delta < zero, start > limit))
-    found = tirx.Select(has_any, tirx.Cast("int64", tirx.Select(count > most, most, count)), zero)
+    found = tirx.Select(has_any, tirx.Cast("int64", tirx.Select(count > max_length, max_length, count)), zero)
     return tirx.Select(delta == zero, as_expr(_NO_STEP), found)
 
 

@@ -16,7 +16,7 @@ from .run_time.numbers import dims_at_run_time, numbers_of, require_axes, sizes_
 from .table import converts
 
 _UNBOUNDED = 2**31 - 1  # what exporters write for "to the end"
-_LONGEST_STEP = 2**48  # beyond every axis: a longer step takes one element too, and must not overflow
+_MAX_STEP = 2**48  # beyond every axis: a longer step takes one element too, and must not overflow
 
 
 @converts("Slice")
@@ -33,9 +33,7 @@ def slice_(node: Node) -> relax.Expr:
     if starts is None or ends is None or axes is None or steps is None or not all(map(_has_sign, [*starts, *ends])):
         return _slice_at_run_time(node, data)
     which = [node.axis(int(axis), rank) for axis in axes] if axes.size else list(range(len(starts)))
-    strides = (
-        [max(min(int(step), _LONGEST_STEP), -_LONGEST_STEP) for step in steps] if steps.size else [1] * len(starts)
-    )
+    strides = [max(min(int(step), _MAX_STEP), -_MAX_STEP) for step in steps] if steps.size else [1] * len(starts)
     if not len(which) == len(strides) == len(starts) == len(ends):
         raise node.refusal(f"has {len(starts)} starts, {len(ends)} ends, {len(which)} axes and {len(strides)} steps")
     if 0 in strides:
@@ -139,8 +137,8 @@ def _slice_at_run_time(node: Node, data: relax.Expr) -> relax.Expr:
     require_axes(node, axes, rank)
     for step in numbers_of(node, steps, "step"):
         node.require(step != 0 if isinstance(step, int) else tirx.NE(step, as_expr(0)), "a step is 0")
-    zero, one, longest = const(0, "int64"), const(1, "int64"), const(_LONGEST_STEP, "int64")
-    steps = node.emit(relax.op.maximum(relax.op.minimum(steps, longest), const(-_LONGEST_STEP, "int64")))
+    zero, one, max_step = const(0, "int64"), const(1, "int64"), const(_MAX_STEP, "int64")
+    steps = node.emit(relax.op.maximum(relax.op.minimum(steps, max_step), const(-_MAX_STEP, "int64")))
 
     emit = node.emit
 

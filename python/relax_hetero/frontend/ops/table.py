@@ -16,7 +16,7 @@ from ..import_limits import MAX_RANK
 from .fold import fold
 from .function_body import body_with_graphs, expand, has_body
 from .node import STANDARD, Dim, Node, as_dim
-from .required_sizes import MOST_ELEMENTS, laid_by_axis, shown, with_one_shape, with_short_sizes
+from .required_sizes import MAX_ELEMENTS, laid_by_axis, shown, with_one_shape, with_short_sizes
 
 Convert = Callable[[Node], Any]
 """A converter of ours: from a node to its output, or to a `relax.Tuple` of its outputs."""
@@ -116,7 +116,7 @@ def _check_extents(node: Node, ty: tvm.ir.Type) -> None:
     known = [int(dim) for dim in shape.values if isinstance(dim, tirx.IntImm)]
     if any(size < 0 for size in known):
         raise node.refusal(f"its result would have the shape {shown(shape.values)}, expected sizes of 0 and more")
-    if math.prod(max(size, 1) for size in known) > MOST_ELEMENTS:
+    if math.prod(max(size, 1) for size in known) > MAX_ELEMENTS:
         raise node.refusal(f"its result would have the shape {shown(shape.values)}, more elements than memory can hold")
 
 

@@ -215,7 +215,7 @@ def _check_storage(torch: Any, module: Any, args: Any, kwargs: Any) -> None:
     for is_input, (name, value) in [*((True, pair) for pair in inputs), *((False, pair) for pair in weights)]:
         if not isinstance(value, torch.Tensor):
             continue
-        kind = unreadable(value)
+        kind = unreadable_reason(value)
         if is_input and not kind.startswith(("nested", "quantized")):  # example arguments are read for shapes alone
             kind = "" if value.layout == torch.strided else f"sparse or packed tensor ({value.layout})"
         if kind:
@@ -224,7 +224,7 @@ def _check_storage(torch: Any, module: Any, args: Any, kwargs: Any) -> None:
             )
 
 
-def unreadable(tensor: Any) -> str:
+def unreadable_reason(tensor: Any) -> str:
     """Name of the kind of a tensor whose elements cannot be read as a dense array; empty for others."""
     if tensor.is_nested:
         return "nested tensor"

@@ -23,7 +23,7 @@ from ..onnx.owned_bindings import OwnedBindings
 from ..ops.required_sizes import equal, renamed
 from . import ops  # noqa: F401 - registers the converters
 from .complex_values import Complex, convert_complex, converts_complex, has_complex, is_complex, part_of
-from .exporting import torch_package, unreadable
+from .exporting import torch_package, unreadable_reason
 from .folding import Folding
 from .node import TABLE, Converter, TorchNode, dtype_name
 from .scalars import float_scalar
@@ -186,7 +186,7 @@ class _Importer(OwnedBindings):
     def _constant(self, tensor: Any, name: str) -> Any:
         """A weight, over torch's own memory where kernels can read it; a weight that is shared is one constant."""
         torch = self._torch
-        kind = unreadable(tensor)
+        kind = unreadable_reason(tensor)
         if kind:
             raise FrontendError(f"the weight {name!r} is a {kind}, expected a dense tensor")
         tensor = tensor.detach()

@@ -28,7 +28,7 @@ from ..request import Request
 from .answers import ChatAnswers, CompletionAnswers, ResponseFormat
 from .api_errors import ApiError, api_error
 from .bodies import Body, ChatBody, CompletionBody
-from .calls import StreamedAnswer, logged, complete_answer
+from .calls import StreamedAnswer, complete_answer, logged
 from .guard import Guard
 from .limits import Limits
 from .messages import rendered

@@ -98,7 +98,9 @@ class Guard:
             seen += len(message.get("body", b""))
             if seen > self._max_body_bytes:
                 # Of the kind that FastAPI lets through where it reads a body.
-                raise HTTPException(413, f"body: found more than {self._max_body_bytes:,} bytes, expected at most so many")
+                raise HTTPException(
+                    413, f"body: found more than {self._max_body_bytes:,} bytes, expected at most so many"
+                )
             return message
 
         return counted

@@ -15,7 +15,7 @@ from .embedding import compressed, data_of, embedded
 
 __all__ = ["data_of", "fragment_of", "page_of"]
 
-_HERE = Path(__file__).parent
+_FOLDER = Path(__file__).parent
 # In this order: each adds to the object that the first makes.
 _SCRIPTS = (
     *("base", "words", "tiles", "layers", "model", "picture", "view", "graph", "panel", "search", "overview"),
@@ -116,7 +116,7 @@ def _libraries(data: dict[str, Any], previous: dict[str, Any] | None) -> list[st
 
 
 def _library(name: str) -> str:
-    folder = _HERE / "vendor"
+    folder = _FOLDER / "vendor"
     licences = [folder / f"{name.split('.')[0]}.{part}" for part in ("LICENSE", "NOTICE")]
     notice = "\n".join(path.read_text(encoding="utf-8") for path in licences if path.exists()).replace("*/", "* /")
     text = compressed(f"/*\n{notice}\n*/\n".encode() + (folder / name).read_bytes())
@@ -124,4 +124,4 @@ def _library(name: str) -> str:
 
 
 def _asset(name: str) -> str:
-    return (_HERE / name).read_text(encoding="utf-8")
+    return (_FOLDER / name).read_text(encoding="utf-8")

@@ -76,7 +76,7 @@ def memory_tables(plan: MemoryPlan) -> Iterator[Shown]:
     """The memory that calls take on each device, by use; functions whose sizes only a call gives are named."""
     uses = [plan.at(name) for name in plan.functions if not plan.names(name)]
     if uses:
-        columns = ["function", "device", *_COLUMNS, "ratio"]
+        columns = ["function", "device", *(column.replace("_", " ") for column in _COLUMNS), "ratio"]
         yield table("Memory of a call", columns, _rows(uses), right=columns[2:])
     yield from _symbolic_lines(plan)
 

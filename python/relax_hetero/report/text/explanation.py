@@ -28,7 +28,7 @@ SECTIONS = ("ops", "transfers", "encodings", "kernels", "commands", "steps", "me
 ALL = "all"
 
 # An overview lists so many ops, or reasons, one by one; more are counted.
-_FEW = 12
+_MAX_ROWS = 12
 _KINDS_SHOWN = 5
 
 # The fields of an entry that programs get: those of `relax_hetero.transform.PlacementEntry`.
@@ -197,12 +197,12 @@ class Explanation:
 
     def _overview(self) -> Iterator[Shown]:
         yield self._device_table()
-        if len(self.of_kind("op")) <= _FEW:
+        if len(self.of_kind("op")) <= _MAX_ROWS:
             yield self._op_table()
         else:
             yield table("Placement", ["device", "ops", "which", "why"], self._placement_rows(), right=["ops"])
-        if declined := self._declined_rows():
-            yield table("Declined", ["declined", "times", "why"], declined, right=["times"])
+        if missed := self._missed_rows():
+            yield table("Missed", ["missed", "times", "why"], missed, right=["times"])
         yield self._placement_line()
         if self.encodings is not None:
             yield encodings_line(self.encodings)
@@ -253,13 +253,13 @@ class Explanation:
         ]
         return _shortened(rows, "reasons")
 
-    def _declined_rows(self) -> list[list[str]]:
+    def _missed_rows(self) -> list[list[str]]:
         """Why ops are not encoded, not fused and not in a command buffer, the most frequent reasons first."""
         found: Counter[tuple[str, str]] = Counter()
         if self.encodings is not None:
             found.update(("encoding", entry["reason"]) for entry in self.encodings["cancelled"])
         if self.fusions is not None:
-            found.update(("fusion", entry["reason"]) for entry in self.fusions["declined"])
+            found.update(("fusion", entry["reason"]) for entry in self.fusions["missed"])
         if self.commands is not None:
             found.update(("command buffer", call.why) for call in self.commands.single_calls)
         return _shortened([[what, f"{count:,}", why] for (what, why), count in found.most_common()], "reasons")
@@ -348,9 +348,9 @@ def _counted(kinds: Counter[str]) -> str:
 
 def _shortened(rows: list[list[str]], noun: str) -> list[list[str]]:
     """The first rows, and how many more there are."""
-    if len(rows) <= _FEW:
+    if len(rows) <= _MAX_ROWS:
         return rows
-    return [*rows[: _FEW - 1], [*[""] * (len(rows[0]) - 1), f"and {len(rows) - _FEW + 1:,} more {noun}"]]
+    return [*rows[: _MAX_ROWS - 1], [*[""] * (len(rows[0]) - 1), f"and {len(rows) - _MAX_ROWS + 1:,} more {noun}"]]
 
 
 def _rows(entries: Sequence[Mapping[str, Any]], *fields: str) -> list[list[str]]:

@@ -142,7 +142,7 @@ def _operand_rows(op: Mapping[str, Any]) -> Iterator[list[str]]:
 
 def fusion_tables(fusions: Mapping[str, Any]) -> Iterator[Shown]:
     """Every kernel call with the ops that it computes, and the ops that were not fused."""
-    dispatches, declined = fusions["dispatches"], fusions["declined"]
+    dispatches, missed = fusions["dispatches"], fusions["missed"]
     if dispatches:
         rows = [
             [
@@ -156,8 +156,8 @@ def fusion_tables(fusions: Mapping[str, Any]) -> Iterator[Shown]:
             for entry in dispatches
         ]
         yield table("Dispatches", ["variable", "kernel", "device", "precision", "computes"], rows)
-    if declined:
-        rows = [[entry["variable"], entry["op"], entry["reason"]] for entry in declined]
+    if missed:
+        rows = [[entry["variable"], entry["op"], entry["reason"]] for entry in missed]
         yield table("Not fused", ["variable", "op", "why"], rows)
     yield fusions_line(fusions)
 
@@ -169,7 +169,7 @@ def fusions_line(fusions: Mapping[str, Any]) -> str:
     kernels = len({entry["kernel"] for entry in dispatches})
     return (
         f"{plural(ops, 'op')} in {plural(len(dispatches), 'kernel call')} of {plural(kernels, 'kernel')}, "
-        f"{len(fusions['declined']):,} not fused. {precisions_text(product_precisions(fusions))}"
+        f"{len(fusions['missed']):,} not fused. {precisions_text(product_precisions(fusions))}"
     )
 
 

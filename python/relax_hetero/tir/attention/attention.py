@@ -17,14 +17,15 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.problem import AttentionProblem
 from ...errors import EncodingError
+from ...target.amx_instructions import AmxInstruction, amx_instruction_for
 from ...target.cpu_target import CpuTarget
 from ...target.element_types import HALF_TYPES
-from ...target.amx_instructions import AmxInstruction, amx_instruction_for
-from ..core.builder import Expr, Function, Registers, ceil_div, either, loop, minimum, opaque, when
+from ..core.builder import Expr, Function, Registers, ceil_div, either, loop, materialize, minimum, when
 from ..core.work_split import part
-from ..matmul import tile_registers
+from ..matmul import amx
+from ..matmul.fp16_partial_sums import marked
 from ..matmul.k_step import llvm_import
-from ..matmul.short_sums import marked
+from .amx_attention import begin_tiles, emit_query_tiles, pad_values
 from .attention_operands import pack_keys, pack_values
 from .attention_spec import (
     DECODE_QUERIES,
@@ -32,12 +33,11 @@ from .attention_spec import (
     Blocks,
     HeadsView,
     accumulation,
+    amx_blocks,
     block_sizes,
     for_decode,
-    tile_register_blocks,
 )
 from .attention_tile import emit_tile
-from .tile_register_attention import begin_tiles, emit_query_tiles, pad_values
 
 
 def attention_kernel(problem: AttentionProblem, cpu: CpuTarget) -> tirx.PrimFunc:
@@ -72,7 +72,7 @@ def attention_kernel(problem: AttentionProblem, cpu: CpuTarget) -> tirx.PrimFunc
     function = Function("attention")
     with function:
         sizes = {name: size if isinstance(size, int) else function.symbol(size) for name, size in problem.sizes}
-        blocks, in_tiles = block_sizes(problem, cpu), tile_register_blocks(problem, cpu)
+        blocks, in_tiles = block_sizes(problem, cpu), amx_blocks(problem, cpu)
         size = max(form.scratch for form in (blocks, in_tiles) if form is not None)
         query, key, value = (
             HeadsView(function, name, operand, start, sizes)
@@ -93,17 +93,17 @@ def attention_kernel(problem: AttentionProblem, cpu: CpuTarget) -> tirx.PrimFunc
             def tasks(form: Blocks) -> None:
                 with loop(form.tasks, parallel=form.tasks > 1) as task:
                     registers = Registers(0 if form.by_tiles else form.rows * form.vectors, "float32", form.lanes)
-                    start = opaque(task * size)
+                    start = materialize(task * size)
                     operands = (query, key, value)
                     spec = AttentionSpec(problem, sizes, form, operands, masks, result, room, start, registers, dot)
                     (_emit_task if form.by_tiles else _emit_forms)(spec, cpu, task)
 
-            texts = [llvm_import(dot, blocks.lanes), tile_registers.LLVM_TEXT if in_tiles else None]
+            texts = [llvm_import(dot, blocks.lanes), amx.LLVM_TEXT if in_tiles else None]
             with _imported("".join(text for text in texts if text)):
                 if in_tiles is None:
                     tasks(blocks)
                 else:
-                    allowed = tile_registers.may_use_tiles()
+                    allowed = amx.may_use_tiles()
                     if not isinstance(sizes["m"], int):
                         allowed = tirx.And(sizes["m"] > DECODE_QUERIES, allowed)
                     either(allowed, lambda: tasks(in_tiles), lambda: tasks(blocks))
@@ -130,18 +130,18 @@ def _emit_task(spec: AttentionSpec, cpu: CpuTarget, task: Expr) -> None:
     instruction = amx_instruction_for(cpu, "bfloat16", "bfloat16", "float32") if blocks.by_tiles else None
     if instruction is not None:
         begin_tiles(spec)
-    parts = opaque(ceil_div(sizes["m"], blocks.queries))
-    units = opaque(sizes["b"] * sizes["h"] * parts)
+    parts = materialize(ceil_div(sizes["m"], blocks.queries))
+    units = materialize(sizes["b"] * sizes["h"] * parts)
     begin, end = part(units, blocks.tasks, task)
-    with loop(opaque(end - begin)) as number:
-        unit = opaque(begin + number)
-        head = opaque(unit // parts)
-        at = {"b": opaque(head // sizes["h"]), "h": opaque(head % sizes["h"])}
-        at["g"] = opaque(at["h"] // (sizes["h"] // sizes["g"]))
-        first = opaque(unit % parts * blocks.queries)
-        _emit_queries(spec, instruction, at, (first, opaque(minimum(first + blocks.queries, sizes["m"]))))
+    with loop(materialize(end - begin)) as number:
+        unit = materialize(begin + number)
+        head = materialize(unit // parts)
+        at = {"b": materialize(head // sizes["h"]), "h": materialize(head % sizes["h"])}
+        at["g"] = materialize(at["h"] // (sizes["h"] // sizes["g"]))
+        first = materialize(unit % parts * blocks.queries)
+        _emit_queries(spec, instruction, at, (first, materialize(minimum(first + blocks.queries, sizes["m"]))))
     if instruction is not None:
-        tile_registers.release()
+        amx.release()
 
 
 def _emit_queries(
@@ -150,10 +150,10 @@ def _emit_queries(
     """A block of queries of one head against every block of keys."""
     begin, end = queries
     blocks, keys = spec.blocks, spec.sizes["n"]
-    count = 1 if blocks.is_single else opaque(ceil_div(keys, blocks.keys))
+    count = 1 if blocks.is_single else materialize(ceil_div(keys, blocks.keys))
     with loop(count) as number:
-        first = opaque(number * blocks.keys)
-        size = keys if blocks.is_single else opaque(minimum(keys - first, blocks.keys))
+        first = materialize(number * blocks.keys)
+        size = keys if blocks.is_single else materialize(minimum(keys - first, blocks.keys))
         if not blocks.is_decode:
             pack_keys(spec, at, first, size)
             pack_values(spec, at, first, size)
@@ -162,9 +162,9 @@ def _emit_queries(
             pad_values(spec, size)
             emit_query_tiles(spec, instruction, at, queries, span)
         else:
-            whole = opaque((end - begin) // blocks.rows)
+            whole = materialize((end - begin) // blocks.rows)
             with loop(whole) as tile:
-                emit_tile(spec, at, opaque(begin + tile * blocks.rows), tile * blocks.rows, blocks.rows, span)
+                emit_tile(spec, at, materialize(begin + tile * blocks.rows), tile * blocks.rows, blocks.rows, span)
             _emit_rest(spec, at, begin, end, whole, span)
 
 
@@ -173,14 +173,14 @@ def _emit_rest(
 ) -> None:
     """The queries that fill no tile."""
     rows, queries = spec.blocks.rows, spec.sizes["m"]
-    done = opaque(whole * rows)
+    done = materialize(whole * rows)
     if isinstance(queries, int):
         if queries % rows:
             with when(begin + done < end):
-                emit_tile(spec, at, opaque(begin + done), done, queries % rows, span)
+                emit_tile(spec, at, materialize(begin + done), done, queries % rows, span)
         return
     for form in dict.fromkeys((max(1, rows // 2), 1)):
-        left = opaque(end - begin - done)
-        with loop(opaque(left // form)) as tile:
-            emit_tile(spec, at, opaque(begin + done + tile * form), done + tile * form, form, span)
-        done = opaque(done + left // form * form)
+        left = materialize(end - begin - done)
+        with loop(materialize(left // form)) as tile:
+            emit_tile(spec, at, materialize(begin + done + tile * form), done + tile * form, form, span)
+        done = materialize(done + left // form * form)

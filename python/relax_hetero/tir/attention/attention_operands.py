@@ -19,15 +19,15 @@ from ..core.builder import (
     lane_indices,
     let,
     loop,
+    materialize,
     minimum,
-    opaque,
     vector_type,
     when,
     zeros,
 )
 from ..math.casts import cast
+from ..matmul.fp16_partial_sums import Fp16PartialSums, is_out_of_range
 from ..matmul.k_step import emit_step
-from ..matmul.short_sums import ShortSums, is_out_of_range
 from ..pack.tile_transpose import riffle
 from .attention_spec import AttentionSpec
 
@@ -40,7 +40,7 @@ def pack_keys(spec: AttentionSpec, at: dict[str, Expr], first: Expr, size: Expr)
     blocks, view = spec.blocks, spec.key
     lanes, columns, together = blocks.lanes, blocks.columns, blocks.together
     width, depth = spec.sizes["d"] // together, blocks.width // together
-    base = opaque(view.address({**at, "n": first}) // together)
+    base = materialize(view.address({**at, "n": first}) // together)
     along, across = view.stride("n") // together, view.stride("d")
     words = view.pairs() if blocks.is_paired else None
 
@@ -53,7 +53,7 @@ def pack_keys(spec: AttentionSpec, at: dict[str, Expr], first: Expr, size: Expr)
     def transposed(column: Expr, rows: list[Expr]) -> None:
         with loop(ceil_div(width, lanes)) as number:
             # The last vector ends with the row: what it has in common with the one before is copied twice.
-            k = opaque(minimum(number * lanes, width - lanes))
+            k = materialize(minimum(number * lanes, width - lanes))
             loaded = [T.bind(vector(base + row * along + k)) for row in rows]
             for i, values in enumerate(riffle(loaded, lanes)):
                 T.buffer_store(spec.room, values, [lane_indices(there(column, k + i), lanes)])
@@ -64,9 +64,9 @@ def pack_keys(spec: AttentionSpec, at: dict[str, Expr], first: Expr, size: Expr)
             values = T.Shuffle([one(base + row * along + k * across) for row in rows], list(range(lanes)))
             T.buffer_store(spec.room, values, [lane_indices(there(column, k), lanes)])
 
-    with loop(opaque(ceil_div(size, lanes))) as number:
-        column = opaque(number * lanes)
-        rows = [opaque(minimum(column + lane, size - 1)) for lane in range(lanes)]
+    with loop(materialize(ceil_div(size, lanes))) as number:
+        column = materialize(number * lanes)
+        rows = [materialize(minimum(column + lane, size - 1)) for lane in range(lanes)]
         (transposed if isinstance(across, int) and across == 1 and width >= lanes else copied)(column, rows)
 
 
@@ -77,7 +77,7 @@ def pack_values(spec: AttentionSpec, at: dict[str, Expr], first: Expr, size: Exp
     """
     blocks, view = spec.blocks, spec.value
     lanes = blocks.lanes
-    base = opaque(view.address({**at, "n": first}))
+    base = materialize(view.address({**at, "n": first}))
 
     def each(row: Expr, load: Callable[[Expr, Expr | None], Expr]) -> None:
         for number, mask in enumerate(spec.value_masks):
@@ -105,15 +105,15 @@ def pack_values(spec: AttentionSpec, at: dict[str, Expr], first: Expr, size: Exp
 
         each(row, load)
 
-    with loop(opaque(size // 2)) as row:
+    with loop(materialize(size // 2)) as row:
         pair(row, True)
-    either(size % 2 > 0, lambda: pair(opaque(size // 2), False), lambda: None)
+    either(size % 2 > 0, lambda: pair(materialize(size // 2), False), lambda: None)
 
 
 def widen_queries(spec: AttentionSpec, at: dict[str, Expr], row: Expr, rows: int) -> None:
     """The queries of a tile as float32, ``[rows, d]``."""
     view, width, lanes = spec.query, int(spec.sizes["d"]), spec.blocks.lanes
-    base = opaque(view.address({**at, "m": row}))
+    base = materialize(view.address({**at, "m": row}))
     for i in range(rows):
         for k in range(0, width, lanes):
             count = min(lanes, width - k)
@@ -159,7 +159,7 @@ def accumulate(
     if not spec.dot.short:
         emit(spec.dot, 0, steps, accs)
         return
-    short = ShortSums(spec.dot, accs, count, lanes)
+    short = Fp16PartialSums(spec.dot, accs, count, lanes)
     short.add(steps, short.length, lambda first, size, registers: emit(spec.dot, first, size, registers))
     masks, least = exact
     nothing = zeros("float32", lanes)
@@ -176,9 +176,9 @@ def factors_of_scores(spec: AttentionSpec, at: dict[str, Expr], row: Expr) -> Fa
     """The queries of a tile from `row` on."""
     blocks, view, width = spec.blocks, spec.query, spec.sizes["d"]
     if blocks.is_widened:
-        queries = opaque(spec.at("queries"))
+        queries = materialize(spec.at("queries"))
         return lambda i, k: spec.room[queries + i * width + k]
-    start = opaque(view.address({**at, "m": row}) // blocks.together)
+    start = materialize(view.address({**at, "m": row}) // blocks.together)
     along, across = view.stride("m") // blocks.together, view.stride("d")
     if blocks.is_paired:
         words = view.pairs()
@@ -190,9 +190,9 @@ def factors_of_values(spec: AttentionSpec) -> Factor:
     """The powers of e of a tile."""
     blocks = spec.blocks
     if blocks.is_paired:
-        weights = opaque(spec.at("weights"))
+        weights = materialize(spec.at("weights"))
         return lambda i, k: T.reinterpret("int32", spec.room[weights + i * blocks.weight_distance + k])
-    scores = opaque(spec.at("scores"))
+    scores = materialize(spec.at("scores"))
     return lambda i, k: spec.room[scores + i * blocks.score_distance + k]
 
 

@@ -10,10 +10,10 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...encoding.problem import AttentionProblem, Operand
+from ...target.amx_instructions import TILE_ROWS, amx_instruction_for
 from ...target.cpu_target import CpuTarget
 from ...target.dot_instructions import DotInstruction, dot_instruction_for
 from ...target.element_types import HALF_TYPES
-from ...target.amx_instructions import TILE_ROWS, amx_instruction_for
 from ...target.tiles import tile_sizes
 from ..core.builder import (
     Expr,
@@ -25,7 +25,7 @@ from ..core.builder import (
     lane_mask,
     let,
     masked_store,
-    opaque,
+    materialize,
     plain_extent,
     vector_type,
     zeros,
@@ -65,7 +65,7 @@ class HeadsView(View):
         Extents of every iteration dimension.
     """
 
-    _held = staticmethod(opaque)
+    _held = staticmethod(materialize)
     """Function that keeps a stride at hand."""
 
     def __init__(
@@ -266,8 +266,8 @@ def block_sizes(problem: AttentionProblem, cpu: CpuTarget) -> Blocks:
     columns = tile.vectors * lanes
     queries, keys = sizes["m"], sizes["n"]
     rows = min(tile.rows, queries) if isinstance(queries, int) else tile.rows
-    most_keys = KEYS // columns * columns
-    block_keys = min(most_keys, ceil_div(keys, columns) * columns) if isinstance(keys, int) else most_keys
+    max_keys = KEYS // columns * columns
+    block_keys = min(max_keys, ceil_div(keys, columns) * columns) if isinstance(keys, int) else max_keys
     tasks, block_queries = _share(sizes, cpu.cores, rows)
     is_decode = _is_decode(problem)
     is_paired = accumulation(problem, cpu).k0 == 2
@@ -287,7 +287,7 @@ def block_sizes(problem: AttentionProblem, cpu: CpuTarget) -> Blocks:
     )
 
 
-def tile_register_blocks(problem: AttentionProblem, cpu: CpuTarget) -> Blocks | None:
+def amx_blocks(problem: AttentionProblem, cpu: CpuTarget) -> Blocks | None:
     """The blocks where tile registers multiply; None where the CPU has none, or operands do not lie in pairs."""
     sizes: dict[str, Any] = dict(problem.sizes)
     if amx_instruction_for(cpu, "bfloat16", "bfloat16", "float32") is None or not _lies_in_pairs(problem, "bfloat16"):

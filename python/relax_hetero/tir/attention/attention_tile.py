@@ -15,8 +15,8 @@ from ..core.builder import (
     lane_mask,
     let,
     loop,
+    materialize,
     minimum,
-    opaque,
     over_lanes,
     when,
     zeros,
@@ -24,7 +24,7 @@ from ..core.builder import (
 from ..elementwise import expression_code
 from ..math import vector_math
 from ..math.vector_math import exp_nonpositive, once
-from ..matmul.short_sums import LEAST_SQUARE
+from ..matmul.fp16_partial_sums import MIN_SQUARE
 from ..pack.tile_transpose import riffle_orders
 from .attention_operands import accumulate, factors_of_scores, factors_of_values, store_weights, widen_queries
 from .attention_spec import AttentionSpec
@@ -60,7 +60,7 @@ class QueryRows:
     def __init__(
         self, spec: AttentionSpec, at: dict[str, Expr], row: Expr, within: Expr, rows: Expr, span: Span
     ) -> None:
-        self.spec, self.at, self.row, self.within, self.rows = spec, at, row, opaque(within), rows
+        self.spec, self.at, self.row, self.within, self.rows = spec, at, row, materialize(within), rows
         self.first, self.size, self.is_first, self.is_last = span
         self.lanes, self.vectors = spec.blocks.lanes, spec.blocks.vectors
         self.online = not spec.blocks.is_single
@@ -71,7 +71,7 @@ class QueryRows:
         if not self.spec.problem.causal:
             return self.size
         seen = self.row + (rows + self._ahead() - self.first)
-        return opaque(T.max(minimum(seen, self.size), tirx.const(0, "int64")))
+        return materialize(T.max(minimum(seen, self.size), tirx.const(0, "int64")))
 
     def _ahead(self) -> Expr:
         """Keys that query 0 sees, less one."""
@@ -101,37 +101,37 @@ class QueryRows:
         """Which keys of a vector query i sees, of those that exist; None: all."""
         if not self.spec.problem.causal:
             return exists
-        seen = opaque(self.row + (i + 1 + self._ahead()) - self.first - column)
+        seen = materialize(self.row + (i + 1 + self._ahead()) - self.first - column)
         return lane_mask(minimum(seen, self.size - column), self.lanes)
 
     def _score_at(self, i: Expr, column: Expr) -> Expr:
         start = self.spec.at("scores") + i * self.spec.blocks.score_distance
         return lane_indices(start + column, self.lanes)
 
-    def _greatest(self, i: Expr, maxima: Expr) -> Expr:
+    def _row_max(self, i: Expr, maxima: Expr) -> Expr:
         """Number that is subtracted from the scores of a row, given the maximum of each lane."""
-        greatest = broadcast(let(over_lanes(maxima, T.max, self.lanes)), self.lanes)
+        row_max = broadcast(let(over_lanes(maxima, T.max, self.lanes)), self.lanes)
         if self.online:
             before = self._state("maxima", i)
-            greatest = let(T.Select(broadcast(self.is_first, self.lanes), greatest, T.max(greatest, before)))
+            row_max = let(T.Select(broadcast(self.is_first, self.lanes), row_max, T.max(row_max, before)))
         # NaN among the scores need not reach the maximum: it makes the sum NaN.
-        return let(T.max(greatest, vector_math.constant(greatest, LOWEST)))
+        return let(T.max(row_max, vector_math.constant(row_max, LOWEST)))
 
     def _total(self, powers: Expr) -> Expr:
         return broadcast(let(over_lanes(powers, lambda a, b: a + b, self.lanes)), self.lanes)
 
-    def _factor(self, i: Expr, greatest: Expr, total: Expr) -> Expr:
+    def _factor(self, i: Expr, row_max: Expr, total: Expr) -> Expr:
         if not self.online:
             return self._average(total)
         before = self._state("maxima", i)
         shrunk = T.Select(
-            broadcast(self.is_first, self.lanes), zeros("float32", self.lanes), exp_nonpositive(before - greatest)
+            broadcast(self.is_first, self.lanes), zeros("float32", self.lanes), exp_nonpositive(before - row_max)
         )
         shrunk = let(shrunk)
         kept = T.Select(
             broadcast(self.is_first, self.lanes), zeros("float32", self.lanes), self._state("sums", i) * shrunk
         )
-        for name, value in (("sums", let(kept + total)), ("maxima", greatest)):
+        for name, value in (("sums", let(kept + total)), ("maxima", row_max)):
             T.buffer_store(self.spec.room, T.Shuffle([value], [0]), [self._state_at(name, i)])
         return shrunk
 
@@ -185,10 +185,10 @@ class _QueryTile(QueryRows):
             if self.count % columns:
                 self._panel(tirx.const(self.count // columns, "int64"), self.count % columns)
             return
-        whole = opaque(self.count // columns)
+        whole = materialize(self.count // columns)
         with loop(whole) as panel:
             self._panel(panel, None)
-        left = opaque(self.count - whole * columns)
+        left = materialize(self.count - whole * columns)
         with when(left > 0):
             self._panel(whole, left)
 
@@ -200,11 +200,11 @@ class _QueryTile(QueryRows):
         if blocks.is_decode:
             for number in range(self.rows * vectors):
                 i, j = divmod(number, vectors)
-                column = opaque(panel * columns + j * self.lanes)
+                column = materialize(panel * columns + j * self.lanes)
                 size = None if left is None else self.size
                 accs[number] = products_of_keys(spec, self.at, self.row + i, self.first, column, size)
         else:
-            keys = opaque(spec.at("keys") + panel * (blocks.width // blocks.together * columns))
+            keys = materialize(spec.at("keys") + panel * (blocks.width // blocks.together * columns))
             factor = factors_of_scores(spec, self.at, self.row)
             accumulate(
                 spec,
@@ -217,7 +217,7 @@ class _QueryTile(QueryRows):
             )
         for j in range(vectors):
             loaded: dict[tuple[int, Expr], Expr] = {}
-            column = opaque(panel * columns + j * self.lanes)
+            column = materialize(panel * columns + j * self.lanes)
             exists = None if left is None else lane_mask(left - j * self.lanes, self.lanes)
             for i in range(self.rows):
                 value = self._score(accs[i * vectors + j], i, column, exists, loaded)
@@ -234,18 +234,18 @@ class _QueryTile(QueryRows):
         """Scores in scratch become powers of e, not divided by their sum yet."""
         spec = self.spec
         for i in range(self.rows):
-            greatest = self._greatest(i, self.maxima[i])
+            row_max = self._row_max(i, self.maxima[i])
             total = Registers(1, "float32", self.lanes)
             total[0] = zeros("float32", self.lanes)
-            with loop(opaque(ceil_div(self.count, self.lanes))) as vector:
+            with loop(materialize(ceil_div(self.count, self.lanes))) as vector:
                 where = self._score_at(i, vector * self.lanes)
-                power = exp_nonpositive(spec.room[where] - greatest)
+                power = exp_nonpositive(spec.room[where] - row_max)
                 if spec.blocks.is_paired:
-                    store_weights(spec, i, opaque(vector), power)
+                    store_weights(spec, i, materialize(vector), power)
                 else:
                     T.buffer_store(spec.room, power, [where])
                 total[0] = total[0] + power
-            self.factors[i] = self._factor(i, greatest, self._total(total[0]))
+            self.factors[i] = self._factor(i, row_max, self._total(total[0]))
 
     # -- values
 
@@ -261,11 +261,11 @@ class _QueryTile(QueryRows):
 
     def _value_panel(self, panel: Expr, masks: list[Expr | None]) -> None:
         spec, blocks = self.spec, self.spec.blocks
-        panel = opaque(panel)
+        panel = materialize(panel)
         factor = factors_of_values(spec)
         if blocks.is_decode:
             view = spec.value
-            start = opaque(view.address({**self.at, "n": self.first, "e": opaque(panel * blocks.columns)}))
+            start = materialize(view.address({**self.at, "n": self.first, "e": materialize(panel * blocks.columns)}))
             steps = view.stride("n"), view.stride("e") * self.lanes
             accumulate(
                 spec,
@@ -275,22 +275,22 @@ class _QueryTile(QueryRows):
                 lambda k, j: view.load(start + k * steps[0] + j * steps[1], "e", self.lanes, masks[j]),
             )
         else:
-            values = opaque(spec.at("values") + panel * (blocks.keys // blocks.together * blocks.columns))
-            steps = opaque(ceil_div(self.count, blocks.together))
+            values = materialize(spec.at("values") + panel * (blocks.keys // blocks.together * blocks.columns))
+            steps = materialize(ceil_div(self.count, blocks.together))
             accumulate(
                 spec,
                 (self.rows, len(masks)),
                 steps,
                 factor,
                 lambda k, j: self._in_room(values + k * blocks.columns + j * self.lanes),
-                ([None] * len(masks), LEAST_SQUARE),
+                ([None] * len(masks), MIN_SQUARE),
             )
 
         def finish() -> None:
             for i in range(self.rows):
                 average = self.factors[i] if not self.online else let(self._average(self._state("sums", i)))
                 for j, mask in enumerate(masks):
-                    column = opaque(panel * blocks.columns) + j * self.lanes
+                    column = materialize(panel * blocks.columns) + j * self.lanes
                     self._write(i, column, self._sum(i, j, panel, len(masks)), average, mask)
 
         def keep() -> None:
@@ -331,14 +331,14 @@ def products_of_keys(
         How many keys the block has: for what is beyond the last, the last is taken. None: all of the vector's exist.
     """
     lanes, width = spec.blocks.lanes, spec.sizes["d"]
-    keys = opaque(spec.key.address({**at, "n": first}))
-    start = opaque(spec.query.address({**at, "m": query}))
+    keys = materialize(spec.key.address({**at, "n": first}))
+    start = materialize(spec.query.address({**at, "m": query}))
     step = spec.key.stride("n")
     if size is None:
-        begin = opaque(keys + column * step)
+        begin = materialize(keys + column * step)
         rows = [begin + step * lane for lane in range(lanes)]
     else:
-        rows = [opaque(keys + minimum(column + lane, size - 1) * step) for lane in range(lanes)]
+        rows = [materialize(keys + minimum(column + lane, size - 1) * step) for lane in range(lanes)]
     sums: list[Expr] = []
     for chunk in range(0, width, lanes):
         mask = lane_mask(width - chunk, lanes)

@@ -12,7 +12,7 @@ After::
         griddepcontrol.wait                              # until the launch before is complete
         for thread in T.thread_binding(64, "threadIdx.x"): ...
 
-A kernel that a generator wrote with a wait of its own (`tir.cuda.core.launch.may_begin_early`) waits later than that,
+A kernel that a generator wrote with a wait of its own (`tir.cuda.core.launch.enable_pdl`) waits later than that,
 behind work that depends on no other launch. Every kernel of a chain waits: so one whose wait is over knows that all
 launches before it are complete, not only the last; several launches may have begun that wait for each other, and the
 weights of the last are on their way. Kernels behind one that waits first begin when the launches before that are

@@ -15,10 +15,10 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...artifact import graph_layout as state
-from ...artifact.graph_layout import FILLED_AT_ONCE, ROWS, REPORT_INTERVAL, WAYS, Layout
+from ...artifact.graph_layout import FILLED_AT_ONCE, REPORT_INTERVAL, ROWS, WAYS, Layout
 from ...target.gpu_target import MAX_BLOCK_THREADS, gpu_target_of
 from ..core.builder import Expr, Function
-from ..cuda.core.ptx import let_next_launch_begin
+from ..cuda.core.ptx import launch_dependents
 from .command_list import Tensor
 
 _WORD = "int64"
@@ -191,7 +191,7 @@ def fetch_kernel(name: str, slots: int, target: tvm.target.Target, extent: tirx.
             thread = tirx.Cast(_WORD, number_of_thread)
             ring, table, consumed = map(_declared, parts)
             if gpu_target_of(target).overlaps_launches:
-                let_next_launch_begin()
+                launch_dependents()
             ticket = T.alloc_buffer((1,), _WORD, scope="local")
             read = T.alloc_buffer((rounds,), _WORD, scope="local")
             here = [_word(round_ * threads) + thread for round_ in range(rounds)]

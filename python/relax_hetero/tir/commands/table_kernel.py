@@ -17,7 +17,7 @@ After, where the first tensor is found in the table::
 
 A graph of recorded launches keeps the arguments of each, so an argument that changes with every submission must be
 memory that the kernel reads. It is the code inside the thread-bound loops that runs on the device. A kernel that waits
-for the launches before it (`tir.cuda.core.ptx.wait_for_launches_before`) may read the table before it waits, or
+for the launches before it (`tir.cuda.core.ptx.griddepcontrol_wait`) may read the table before it waits, or
 behind that where the launch before writes the table.
 """
 
@@ -30,9 +30,9 @@ import tvm
 from tvm import s_tir, tirx
 from tvm_ffi import structural_map, structural_walk
 
-from ..cuda.core.ptx import is_let_next_begin, is_wait_for_launches
+from ..cuda.core.ptx import is_griddepcontrol_wait, is_launch_dependents
 
-MOST_ENTRIES = 4096
+MAX_ENTRIES = 4096
 """Maximum number of entries of a table; its extent in the code, which nothing checks."""
 
 _TABLE_TYPE = tvm.ir.PointerType(tvm.ir.PrimType("int64"), "global")
@@ -61,11 +61,11 @@ def waits_before_use(raw: tirx.PrimFunc, entries: Collection[int]) -> bool:
         found.extend([sequence] * _waits(sequence))
 
     def on_statement(statement: tirx.Evaluate) -> None:
-        others.extend([statement] * is_let_next_begin(statement))
+        others.extend([statement] * is_launch_dependents(statement))
 
     structural_walk(nest, (tirx.SeqStmt, on_sequence))
     structural_walk(nest, (tirx.Evaluate, on_statement))
-    if len(found) != 1 or len(others) != sum(is_let_next_begin(statement) for statement in found[0]):
+    if len(found) != 1 or len(others) != sum(is_launch_dependents(statement) for statement in found[0]):
         return False
 
     def on_found(sequence: tirx.SeqStmt) -> tirx.Stmt:
@@ -147,7 +147,7 @@ def _with_table(
 ) -> tirx.PrimFunc:
     nest = nest_of(raw)
     assert nest is not None, "a kernel of one launch is expected"
-    words = tirx.decl_buffer((tirx.const(MOST_ENTRIES, "int64"),), "int64", "words")
+    words = tirx.decl_buffer((tirx.const(MAX_ENTRIES, "int64"),), "int64", "words")
     pointers = [raw.params[i] for i in entries]
     numbers = {p: tirx.Var(f"{p.name.removesuffix('_data')}_entry", tvm.ir.PrimType("int32")) for p in pointers}
     inside: list[tirx.Stmt] = [*before, tirx.DeclBuffer(words, data=table)]
@@ -171,8 +171,8 @@ def _with_table(
         if not _waits(sequence):
             return sequence
         first, then = _up_to_wait(sequence)
-        moved = [statement for statement in first if is_let_next_begin(statement)]
-        kept = [statement for statement in first if not is_let_next_begin(statement)]
+        moved = [statement for statement in first if is_launch_dependents(statement)]
+        kept = [statement for statement in first if not is_launch_dependents(statement)]
         return _in_order([*kept, *inside, *moved, *then])
 
     def on_loop(loop: tirx.For) -> tirx.For:
@@ -210,13 +210,13 @@ def _in_table(raw: tirx.PrimFunc, entries: Collection[int]) -> set[Any]:
 
 
 def _waits(sequence: tirx.SeqStmt) -> bool:
-    return any(is_wait_for_launches(statement) for statement in sequence)
+    return any(is_griddepcontrol_wait(statement) for statement in sequence)
 
 
 def _up_to_wait(sequence: tirx.SeqStmt) -> tuple[list[tirx.Stmt], list[tirx.Stmt]]:
     """The statements up to the wait for the launches before, and those behind it."""
     statements = list(sequence)
-    end = next((i + 1 for i, statement in enumerate(statements) if is_wait_for_launches(statement)), len(statements))
+    end = next((i + 1 for i, statement in enumerate(statements) if is_griddepcontrol_wait(statement)), len(statements))
     return statements[:end], statements[end:]
 
 

@@ -9,11 +9,11 @@ from math import prod
 from ...encoding.problem import ConvProblem, Window
 from ...target.cpu_target import CpuTarget
 from ...target.dot_instructions import DotInstruction
-from ..core.builder import Expr, Function, ceil_div, lane_mask, loop, opaque
+from ..core.builder import Expr, Function, ceil_div, lane_mask, loop, materialize
 from ..core.view import Coordinates, OperandView
 from ..core.work_split import Split, tasks_for, unravel
 from ..elementwise.expression_code import EpilogueCode
-from .unknown_rows import taps_at
+from .dynamic_height import taps_at
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Convolution:
 
     def row_count(self) -> Expr:
         """How many rows the result has."""
-        return opaque(prod(self.rows))
+        return materialize(prod(self.rows))
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class ConvRow:
 def make_conv_row(conv: Convolution, number: Expr) -> ConvRow:
     """The row of a number."""
     names = ["b", *(f"y{d}" for d in range(len(conv.windows) - 1))]
-    at = dict(zip(names, unravel(number, conv.rows, place=opaque), strict=True))
+    at = dict(zip(names, unravel(number, conv.rows, place=materialize), strict=True))
     taps = tuple(
         _outer_taps(conv.windows[d], conv.data.extents[2 + d], conv.result.extents[2 + d], at[f"y{d}"])
         for d in range(len(conv.windows) - 1)
@@ -106,7 +106,7 @@ def make_conv_row(conv: Convolution, number: Expr) -> ConvRow:
 
 def _outer_taps(window: Window, extent: Expr, places: Expr, place: Expr) -> tuple[Expr, Expr]:
     if isinstance(extent, int) and isinstance(places, int):
-        last = (places - 1) * window.stride + window.reach - 1 - window.before
+        last = (places - 1) * window.stride + window.dilated_extent - 1 - window.before
         if window.before == 0 and last < extent:
             return 0, window.size
     return taps_at(window, extent, place)
@@ -131,7 +131,7 @@ def over_taps(row: ConvRow, visit: Callable[[Sequence[Expr]], None], taps: Seque
         return
     first, count = row.taps[len(taps)]
     with loop(count) as tap:
-        over_taps(row, visit, [*taps, opaque(first + tap)])
+        over_taps(row, visit, [*taps, materialize(first + tap)])
 
 
 def channel_masks(conv: Convolution, vectors: int, existing: int) -> tuple[Expr | None, ...]:

@@ -27,14 +27,14 @@ from ..core.builder import (
     lane_mask,
     let,
     loop,
-    opaque,
+    materialize,
     prefetch,
     vector_type,
     when,
     zeros,
 )
+from ..matmul.fp16_partial_sums import Fp16PartialSums, is_out_of_range
 from ..matmul.k_step import add_step, lhs_group, put_rows_in_order, rhs_groups, rows_group, zero
-from ..matmul.short_sums import ShortSums, is_out_of_range
 from .conv_geometry import Segment, Taps
 from .conv_spec import Convolution, ConvRow, data_position, over_taps, result_position, store_places
 
@@ -42,7 +42,7 @@ from .conv_spec import Convolution, ConvRow, data_position, over_taps, result_po
 FEW_STEPS = 4
 
 # Of so many chains, the sum stays in the operands' type until the tile ends: each row of the window has few of them.
-MOST_HELD_CHAINS = 12
+MAX_HELD_CHAINS = 12
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class ConvTile:
 
 
 @dataclass(frozen=True)
-class TileRegisters:
+class AmxTiles:
     """Where a tile adds up.
 
     Attributes
@@ -119,18 +119,18 @@ class TileRegisters:
     compensation: Registers | None
 
     @staticmethod
-    def of(conv: Convolution, segments: Sequence[Segment], vectors: int) -> TileRegisters:
+    def of(conv: Convolution, segments: Sequence[Segment], vectors: int) -> AmxTiles:
         """Registers for the tiles of some segments, of so many vectors."""
         dtype = conv.problem.acc_dtype
         places = max(conv.dot.whole_rows(segment.width) for segment in segments)
         sums = Registers(places * vectors, dtype, conv.lanes)
         if conv.dot.compensation == 0:
-            return TileRegisters(sums, None)
+            return AmxTiles(sums, None)
         runs = max(len(segment.taps) for segment in segments)
-        return TileRegisters(sums, Registers(runs * vectors, dtype, conv.lanes))
+        return AmxTiles(sums, Registers(runs * vectors, dtype, conv.lanes))
 
 
-def emit_tile(conv: Convolution, tile: ConvTile, registers: TileRegisters) -> None:
+def emit_tile(conv: Convolution, tile: ConvTile, registers: AmxTiles) -> None:
     """Write the code of a tile."""
     panel, width, accs = tile.panel, tile.segment.width, registers.sums
     size = (width, panel.vectors)
@@ -162,7 +162,7 @@ class _Sums:
     """
 
     accs: Registers
-    short: ShortSums | None = None
+    short: Fp16PartialSums | None = None
     is_held: bool = False
 
     @property
@@ -187,10 +187,10 @@ def _accumulate_short(conv: Convolution, tile: ConvTile, accs: Registers) -> Non
     """Accumulate by short sums, and once more without where these left their range."""
     count = tile.segment.width * tile.panel.vectors
     window = prod(window.size for window in conv.windows)
-    short = ShortSums(conv.dot, accs, count, conv.lanes)
+    short = Fp16PartialSums(conv.dot, accs, count, conv.lanes)
     rows = window // conv.windows[-1].size
     runs = sum(ceil_div(run.count * ceil_div(conv.depth, conv.dot.k0), short.length) for run in tile.segment.taps)
-    is_held = rows * runs <= MOST_HELD_CHAINS
+    is_held = rows * runs <= MAX_HELD_CHAINS
     _clear(conv, accs, count)
     if is_held:
         short.begin()
@@ -212,7 +212,7 @@ def _start_compensated(conv: Convolution, tile: ConvTile, compensation: Register
 
     def visit(taps: Sequence[Expr]) -> None:
         at = _weight_position(conv, tile.panel, taps)
-        start = opaque(conv.weight.address(at, skip_compensation=False))
+        start = materialize(conv.weight.address(at, skip_compensation=False))
         for index, run in enumerate(runs):
             with loop(run.count) as tap:
                 block = start + (run.first + tap) * _tap_stride(conv)
@@ -248,14 +248,14 @@ def _accumulate_row(conv: Convolution, tile: ConvTile, taps: Sequence[Expr], sum
     """Multiply and add what one row of the data gives."""
     window = conv.windows[-1]
     at = data_position(conv, tile.row, taps, tile.panel.channel, tile.first * window.stride - window.before)
-    data = opaque(conv.data.address(at))
+    data = materialize(conv.data.address(at))
     weight_at = _weight_position(conv, tile.panel, taps)
-    weight = opaque(conv.weight.address(weight_at))
+    weight = materialize(conv.weight.address(weight_at))
     ahead = None
     if tile.ahead is not None:
         done = conv.weight.address({**weight_at, "n": tirx.const(0, "int64")})
         steps = tirx.floordiv(done, conv.weight.layout.tile(0) * conv.dot.k0)
-        ahead = Ahead(opaque(tile.ahead.start + steps * tile.ahead.step), tile.ahead.step)
+        ahead = Ahead(materialize(tile.ahead.start + steps * tile.ahead.step), tile.ahead.step)
     for run in tile.segment.taps:
         _accumulate(conv, tile.panel.vectors, run, (data, weight), ahead, sums)
 
@@ -302,7 +302,7 @@ def _accumulate(
 
     def channels_of(tap: Expr, first: Expr, count: int, accs: Registers) -> None:
         number, rest = divmod(count, dot.k0)
-        begin = opaque(first // dot.k0)
+        begin = materialize(first // dot.k0)
         if number <= FEW_STEPS:
             for s in range(number):
                 step(accs, tap, begin + s)

@@ -35,8 +35,8 @@ from ..core.builder import (
     lane_numbers,
     let,
     loop,
+    materialize,
     minimum,
-    opaque,
     prefetch,
     vector_type,
     zeros,
@@ -102,7 +102,7 @@ class _Work:
     def tile_counts(self) -> list[Expr]:
         """Number of tiles along batch, outer dimensions, rows and columns."""
         images, _, *places = self.conv.result.extents
-        return [images, *places[:-2], *(opaque(ceil_div(extent, self.m)) for extent in places[-2:])]
+        return [images, *places[:-2], *(materialize(ceil_div(extent, self.m)) for extent in places[-2:])]
 
 
 def shape_of(conv: Convolution) -> Shape:
@@ -133,23 +133,23 @@ def emit_winograd(conv: Convolution) -> None:
         work = _Work(conv, plan, m, size, shape.depth, distance, *planes, data, sums)
         registers = Registers(plan.rows * work.vectors, dtype, conv.lanes)
         counts = work.tile_counts()
-        tiles = opaque(prod(counts))
+        tiles = materialize(prod(counts))
         first_tile, last_tile = part(tiles, plan.tile_parts, task // plan.panel_parts)
         first_panel, last_panel = part(shape.panels, plan.panel_parts, task % plan.panel_parts)
-        own = opaque(last_tile - first_tile)
-        blocks = plan.blocks or opaque(ceil_div(own, plan.tiles))
+        own = materialize(last_tile - first_tile)
+        blocks = plan.blocks or materialize(ceil_div(own, plan.tiles))
         with loop(shape.groups) as group:
             with loop(blocks) as block:
                 # The blocks of a task differ by one tile at most.
-                begin = opaque(first_tile + own * block // blocks)
-                count = opaque(first_tile + own * (block + 1) // blocks - begin)
+                begin = materialize(first_tile + own * block // blocks)
+                count = materialize(first_tile + own * (block + 1) // blocks - begin)
                 with loop(count) as tile:
-                    _transform_data(work, opaque(group * conv.depth), tile, _tile_at(work, counts, begin + tile))
+                    _transform_data(work, materialize(group * conv.depth), tile, _tile_at(work, counts, begin + tile))
                 with loop(last_panel - first_panel) as number:
-                    panel = opaque(group * shape.panels + first_panel + number)
+                    panel = materialize(group * shape.panels + first_panel + number)
                     with loop(size * size) as position:
                         _multiply(work, registers, panel, position, count)
-                    _finish_panel(work, shape, panel, opaque(first_panel + number), counts, (begin, count))
+                    _finish_panel(work, shape, panel, materialize(first_panel + number), counts, (begin, count))
 
 
 def _odd_lines(elements: int) -> int:
@@ -171,23 +171,23 @@ def _memory(elements: int, dtype: str) -> Any:
 
 def _tile_at(work: _Work, counts: Sequence[Expr], number: Expr) -> Coordinates:
     """The image of a tile and the first place of it in the result."""
-    image, *outer, row, column = unravel(number, counts, place=opaque)
-    places = [*outer, opaque(row * work.m), opaque(column * work.m)]
+    image, *outer, row, column = unravel(number, counts, place=materialize)
+    places = [*outer, materialize(row * work.m), materialize(column * work.m)]
     return {"b": image, **{f"y{d}": place for d, place in enumerate(places)}}
 
 
 def _transform_data(work: _Work, channel: Expr, tile: Expr, at: Coordinates) -> None:
     """The transformed data of a tile, all channels of a group."""
     conv = work.conv
-    starts = {f"x{d}": opaque(at[f"y{d}"] - conv.windows[d].before) for d in work.inner}
+    starts = {f"x{d}": materialize(at[f"y{d}"] - conv.windows[d].before) for d in work.inner}
     place = {"b": at["b"], "c": channel, **starts}
     if len(conv.windows) == 2:
-        _transform_image(work, place, opaque(tile * work.distance))
+        _transform_image(work, place, materialize(tile * work.distance))
         return
     window, extent = conv.windows[0], conv.data.extents[2]
     with loop(window.size) as tap:
-        image = opaque(at["y0"] * window.stride + tap * window.dilation - window.before)
-        to = opaque(tile * work.distance + tap * conv.depth)
+        image = materialize(at["y0"] * window.stride + tap * window.dilation - window.before)
+        to = materialize(tile * work.distance + tap * conv.depth)
         either(
             tirx.all(image >= 0, image < extent),
             lambda: _transform_image(work, {**place, "x0": image}, to),
@@ -207,7 +207,7 @@ def _transform_image(work: _Work, place: Coordinates, to: Expr) -> None:
     conv, size, lanes = work.conv, work.size, work.lanes
     starts = [place[f"x{d}"] for d in work.inner]
     extents = conv.data.extents[-2:]
-    base = opaque(conv.data.address(place))
+    base = materialize(conv.data.address(place))
     strides = [conv.data.stride(f"x{d}") for d in work.inner]
 
     def all_channels(is_inside: bool) -> None:
@@ -228,7 +228,7 @@ def _transform_image(work: _Work, place: Coordinates, to: Expr) -> None:
 
             square = [[load(i, j) for j in range(size)] for i in range(size)]
             values = _both_dimensions(square, lambda line: _forward(line, work.m, lanes))
-            begin = opaque(to + first)
+            begin = materialize(to + first)
             for i, j in product(range(size), repeat=2):
                 T.buffer_store(work.data, values[i][j], [lane_indices(begin + (i * size + j) * work.data_plane, lanes)])
 
@@ -260,17 +260,17 @@ def _multiply(work: _Work, registers: Registers, panel: Expr, position: Expr, co
     outer, inner = tirx.floordiv(position, work.size), tirx.floormod(position, work.size)
     taps = {f"w{d}": zero for d in range(work.inner[0])}
     taps |= {f"w{d}": place for d, place in zip(work.inner, (outer, inner), strict=True)}
-    start = opaque(weight.address({"n": panel * tile, "k": zero, **taps}))
-    plane = opaque(position * work.data_plane)
-    line = opaque(position * work.sums_plane)
+    start = materialize(weight.address({"n": panel * tile, "k": zero, **taps}))
+    plane = materialize(position * work.data_plane)
+    line = materialize(position * work.sums_plane)
     usual = max(1, work.plan.tiles // rows)
     unrolled = next(u for u in range(min(UNROLLED, work.depth), 0, -1) if work.depth % u == 0)
     lines = ceil_div(unrolled * tile * 4, CACHE_LINE_BYTES * usual)
-    with loop(opaque(ceil_div(count, rows))) as group:
+    with loop(materialize(ceil_div(count, rows))) as group:
         # The last rows overlap those before where the block is no multiple of them.
-        first = opaque(T.max(zero, minimum(group * rows, count - rows)))
-        data = opaque(plane + first * work.distance)
-        following = opaque(start + work.depth * tile + group * (work.depth // unrolled * lines * LINE))
+        first = materialize(T.max(zero, minimum(group * rows, count - rows)))
+        data = materialize(plane + first * work.distance)
+        following = materialize(start + work.depth * tile + group * (work.depth // unrolled * lines * LINE))
         for number in range(rows * vectors):
             registers[number] = zeros(conv.problem.acc_dtype, lanes)
         with loop(work.depth // unrolled) as step:
@@ -307,9 +307,9 @@ def _finish_panel(
     """Transform the sums of a panel back, and store what the epilogue makes of them."""
     conv, (begin, count) = work.conv, block
     width = shape.width
-    column = opaque(panel * width)
+    column = materialize(panel * width)
     if shape.groups > 1:
-        column = opaque(panel // shape.panels * (shape.columns) + number * width)
+        column = materialize(panel // shape.panels * (shape.columns) + number * width)
 
     def tiles_of(existing: int) -> None:
         vectors = ceil_div(existing, work.lanes)
@@ -332,7 +332,7 @@ def _transform_sums(work: _Work, tile: Expr, at: Coordinates, column: Expr, mask
     names = [f"y{d}" for d in work.inner]
     places = [at[name] for name in names]
 
-    start = opaque(tile * work.width)
+    start = materialize(tile * work.width)
 
     def slot(number: Expr, j: int) -> Expr:
         """Where a vector of sums of a position lies."""
@@ -358,7 +358,7 @@ def _transform_sums(work: _Work, tile: Expr, at: Coordinates, column: Expr, mask
             values = transformed(j)
             for a, b in product(range(m), repeat=2):
                 T.buffer_store(work.sums, values[a][b], [slot(a * m + b, j)])
-            rows, columns = (opaque(minimum(e - p, m)) for e, p in zip(extents, places, strict=True))
+            rows, columns = (materialize(minimum(e - p, m)) for e, p in zip(extents, places, strict=True))
             with loop(rows) as row, loop(columns) as place:
                 finish(row, place, j, let(work.sums[slot(row * m + place, j)]))
 

@@ -13,15 +13,15 @@ from ...target.cpu_target import CpuTarget
 from ...target.dot_instructions import DotInstruction, dot_instruction_for
 from ..core.builder import Function
 from ..core.ties import tied_to
+from ..matmul.fp16_partial_sums import marked
 from ..matmul.k_step import llvm_import
 from ..matmul.matmul import matmul_kernel
-from ..matmul.short_sums import marked
-from .conv_channelwise import emit_channelwise
 from .conv_direct import emit_direct
 from .conv_products import as_product
 from .conv_spec import Convolution
 from .conv_winograd import emit_winograd
-from .unknown_rows import can_be_unknown
+from .depthwise_conv import emit_depthwise
+from .dynamic_height import can_have_dynamic_height
 
 
 def conv_kernel(problem: ConvProblem, cpu: CpuTarget) -> tirx.PrimFunc:
@@ -43,7 +43,7 @@ def conv_kernel(problem: ConvProblem, cpu: CpuTarget) -> tirx.PrimFunc:
     ------
     EncodingError
         If no kernel computes these element types, stores, or symbolic extents (the batch may be symbolic, and where the
-        weight's windows are transformed or `can_be_unknown`, the image).
+        weight's windows are transformed or `can_have_dynamic_height`, the image).
     """
     dot = _checked(problem, cpu)
     matmul = as_product(problem)
@@ -57,15 +57,15 @@ def conv_kernel(problem: ConvProblem, cpu: CpuTarget) -> tirx.PrimFunc:
             text = llvm_import(dot, conv.lanes)
             if problem.weight.layout.winograd:
                 emit_winograd(conv)
-            elif _is_channelwise(problem):
-                emit_channelwise(conv)
+            elif _is_depthwise(problem):
+                emit_depthwise(conv)
             elif text is None:
                 emit_direct(conv)
             else:
                 with T.attr(0, "pragma_import_llvm", text):
                     emit_direct(conv)
     tied = tied_to(function.result, problem.epilogue.operands if problem.epilogue else (), 2, problem.result)
-    return tied if _is_channelwise(problem) else marked(tied, dot)
+    return tied if _is_depthwise(problem) else marked(tied, dot)
 
 
 def _checked(problem: ConvProblem, cpu: CpuTarget) -> DotInstruction:
@@ -78,7 +78,7 @@ def _checked(problem: ConvProblem, cpu: CpuTarget) -> DotInstruction:
                 *types, cpu.isa.name
             )
         )
-    takes_images = bool(problem.weight.layout.winograd) or can_be_unknown(dot)
+    takes_images = bool(problem.weight.layout.winograd) or can_have_dynamic_height(dot)
     last, but = (2, "images") if takes_images else (None, "the batch")
     fixed = (*problem.data.shape[1:last], *problem.weight.shape, *problem.result.shape[1:last])
     if not all(isinstance(extent, int) for extent in fixed):
@@ -106,7 +106,7 @@ def _check_layouts(problem: ConvProblem, dot: DotInstruction) -> None:
     # Transformed windows lie before what products add over: places along outer dimensions, input channels.
     order = (0, *perm[-3:-1], *perm[1:-3], 1) if weight.winograd else perm
     expected = PackedLayout(order, (0,), (weight.tile(0),), winograd=weight.winograd)
-    if dot.k0 > 1 and not (weight.inner_dims and _is_channelwise(problem)):
+    if dot.k0 > 1 and not (weight.inner_dims and _is_depthwise(problem)):
         expected = PackedLayout(perm, (0, 1), (weight.tile(0), dot.k0), dot.compensation != 0)
     if weight.winograd:
         _check_winograd(problem, dot)
@@ -135,7 +135,7 @@ def _check_winograd(problem: ConvProblem, dot: DotInstruction) -> None:
         )
 
 
-def _is_channelwise(problem: ConvProblem) -> bool:
+def _is_depthwise(problem: ConvProblem) -> bool:
     """Return whether a vector of output channels holds several groups."""
     channels = int(problem.weight.shape[0]) // problem.groups
     return not problem.weight.layout.inner_dims or (problem.groups > 1 and problem.weight.layout.tile(0) > channels)

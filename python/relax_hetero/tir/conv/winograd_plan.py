@@ -18,7 +18,7 @@ from ..core.work_split import tasks_for
 BLOCK_TILES = 24
 BLOCK_BYTES = 7 << 17
 """Maximum bytes of the transformed data of a block."""
-MOST_ROWS = 14
+MAX_ROWS = 14
 UNKNOWN_TILES = 196
 """A guess where a call says how many there are: an image of 28 x 28 places."""
 
@@ -131,8 +131,8 @@ def gain(shape: Shape, cpu: CpuTarget, dtype: str = "float32") -> float:
 
 
 def _plan(shape: Shape, cpu: CpuTarget, vectors: int, tile_parts: int, panel_parts: int) -> Plan:
-    most_rows = max(1, min(MOST_ROWS, (cpu.isa.registers - 1 - vectors) // vectors))
-    most_tiles = max(4, min(BLOCK_TILES, BLOCK_BYTES // (shape.products * shape.depth * 4)))
+    max_rows = max(1, min(MAX_ROWS, (cpu.isa.registers - 1 - vectors) // vectors))
+    max_tiles = max(4, min(BLOCK_TILES, BLOCK_BYTES // (shape.products * shape.depth * 4)))
     known = shape.usual_tiles
     own, least = ceil_div(known, tile_parts), known // tile_parts
     panels = ceil_div(shape.panels, panel_parts)
@@ -142,12 +142,12 @@ def _plan(shape: Shape, cpu: CpuTarget, vectors: int, tile_parts: int, panel_par
         # Each product reads its weights, about as much work as a row.
         return blocks * max(ceil_div(ceil_div(own, blocks), rows) * (rows + 1), WEIGHT_ROWS)
 
-    near = {max(1, own // most_tiles), ceil_div(own, most_tiles)}
+    near = {max(1, own // max_tiles), ceil_div(own, max_tiles)}
     cuts = [
         (blocks, rows)
         for blocks in sorted(near)
-        if ceil_div(own, blocks) <= most_tiles + most_tiles // 3
-        for rows in range(1, min(most_rows, max(1, least // blocks)) + 1)
+        if ceil_div(own, blocks) <= max_tiles + max_tiles // 3
+        for rows in range(1, min(max_rows, max(1, least // blocks)) + 1)
     ]
     blocks, rows = best = min(cuts, key=rows_computed)
     row = shape.products * shape.depth * vectors

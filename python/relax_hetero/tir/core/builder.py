@@ -154,7 +154,7 @@ class Registers:
         return len(self._slots)
 
 
-def opaque(value: Expr) -> Expr:
+def materialize(value: Expr) -> Expr:
     """An int64 whose making later passes do not look into.
 
     TVM's simplifier substitutes bound integers wherever they are used, and takes minutes over the nested minima of a

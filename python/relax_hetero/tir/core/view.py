@@ -15,7 +15,18 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import Operand
-from .builder import Expr, Function, broadcast, flat, int64, lane_indices, lane_of, masked_store, opaque, vector_type
+from .builder import (
+    Expr,
+    Function,
+    broadcast,
+    flat,
+    int64,
+    lane_indices,
+    lane_of,
+    masked_store,
+    materialize,
+    vector_type,
+)
 
 
 class View:
@@ -128,7 +139,7 @@ class OperandView(View):
     def open_as(self, dtype: str) -> None:
         """As of any view; after merging."""
         super().open_as(dtype)
-        self._strides = row_major(self.layout.packed_shape(self.extents), lambda a, b: opaque(a * b))
+        self._strides = row_major(self.layout.packed_shape(self.extents), lambda a, b: materialize(a * b))
 
     def runs_along(self, name: str) -> bool:
         """Return whether the operand has the iteration dimension (else it is broadcast along it)."""

@@ -16,7 +16,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...target.cpu_target import CpuTarget
-from .builder import Expr, ceil_div, int64, loop, opaque
+from .builder import Expr, ceil_div, int64, loop, materialize
 
 Unit = Literal["nanoseconds", "multiply-adds", "bytes", "vector instructions a task", "elements"]
 """Unit in which the work of a kernel is counted."""
@@ -75,7 +75,7 @@ def part(units: Expr, parts: Expr, number: Expr) -> tuple[Expr, Expr]:
     """Begin and end of one of `parts` parts, of sizes that differ by one at most."""
     if isinstance(parts, int) and parts == 1:
         return 0, units
-    return opaque(number * units // parts), opaque((number + 1) * units // parts)
+    return materialize(number * units // parts), materialize((number + 1) * units // parts)
 
 
 def split_work(cores: int, batch: Expr, rows: Expr, columns: Expr, tile: tuple[int, int], k: Expr) -> Split:
@@ -94,7 +94,7 @@ def split_work(cores: int, batch: Expr, rows: Expr, columns: Expr, tile: tuple[i
         return Split(1, 1, 1, 1)
     if not isinstance(rows, int) and not isinstance(columns, int):
         wide = columns * tile[1] >= rows * tile[0]
-        return Split(1, opaque(_either(wide, 1, cores)), opaque(_either(wide, cores, 1)), cores)
+        return Split(1, materialize(_either(wide, 1, cores)), materialize(_either(wide, cores, 1)), cores)
     # Unknown: batches may be one, rows may be few, columns are many.
     guess = [size if isinstance(size, int) else unknown for size, unknown in ((batch, 1), (rows, 2), (columns, 256))]
     few = guess[1] * tile[0] <= FEW_ROWS

@@ -13,10 +13,10 @@ from tvm import tirx
 
 from ...target.cpu_target import CpuTarget
 from .nests import form_nests
-from .stages import NotStages, is_written, read_stages
+from .stages import NotStages, has_schedule, read_stages
 from .write import write_function
 
-__all__ = ["NotStages", "is_written", "schedule"]
+__all__ = ["NotStages", "has_schedule", "schedule"]
 
 
 def schedule(func: tirx.PrimFunc, cpu: CpuTarget) -> tirx.PrimFunc:

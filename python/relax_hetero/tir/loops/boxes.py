@@ -36,7 +36,7 @@ from .nests import Nest
 from .stages import Axis, replaced, variables
 
 # More pieces of code than this cost more to compile than they save; those of reductions are larger.
-_MOST_BOXES, _MOST_REDUCTIONS = 40, 9
+_MAX_BOXES, _MAX_REDUCTIONS = 40, 9
 
 # So many rows are a border.
 _THIN = 2
@@ -139,7 +139,7 @@ def cut(nest: Nest) -> list[Box]:
                     points[d].add(point)
     for d in range(len(points)):  # the innermost is what vectors need
         count = prod(len(found) + 1 for found in points)
-        if count > (_MOST_REDUCTIONS if nest.sums else _MOST_BOXES):
+        if count > (_MAX_REDUCTIONS if nest.sums else _MAX_BOXES):
             points[d] = set()
     pieces = []
     for axis, found in zip(nest.axes, points, strict=True):

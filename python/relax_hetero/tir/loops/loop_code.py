@@ -9,7 +9,7 @@ from dataclasses import replace
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ..core.builder import Expr, int64, opaque
+from ..core.builder import Expr, int64, materialize
 from ..core.work_split import part
 from .flat import FlatBox, Loop
 
@@ -62,7 +62,7 @@ def spread(box: FlatBox, tasks: int, unit: int, write: Callable[[FlatBox], None]
     if units >= tasks:
         with T.parallel(int64(tasks)) as task:
             begin, end = part(units, tasks, task)
-            write(replace(box, spatial=(Loop(last.var, opaque(begin * unit), opaque(end * unit), unit),)))
+            write(replace(box, spatial=(Loop(last.var, materialize(begin * unit), materialize(end * unit), unit),)))
     rest = Loop(last.var, units * unit if units >= tasks else 0, last.count)
     if rest.count:
         write(replace(box, spatial=(rest,)))
@@ -106,15 +106,15 @@ def _unknown_run(loop: Loop, lanes: int, unit: int, together: int, visit: Visit)
         with T.serial(tirx.floordiv(loop.count, unit)) as i:
             visit(i * unit + loop.begin, lanes, together)
         return
-    units = opaque(tirx.floordiv(loop.count, unit)) if unit > 1 else loop.count
+    units = materialize(tirx.floordiv(loop.count, unit)) if unit > 1 else loop.count
     with T.serial(units) as i:
         visit(i * unit + loop.begin, lanes, together)
     done = units * unit
     if together > 1 and lanes > 1:
-        vectors = opaque(tirx.floordiv(loop.count - done, lanes))
+        vectors = materialize(tirx.floordiv(loop.count - done, lanes))
         with T.serial(vectors) as i:
             visit(done + i * lanes + loop.begin, lanes, 1)
-        done = opaque(done + vectors * lanes)
+        done = materialize(done + vectors * lanes)
     if unit > 1:
         with T.serial(loop.count - done) as i:
             visit(done + i + loop.begin, 1, 1)

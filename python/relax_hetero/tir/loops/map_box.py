@@ -21,7 +21,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...target.cpu_target import CpuTarget
-from ..core.builder import Expr, ceil_div, int64, lane_indices, opaque
+from ..core.builder import Expr, ceil_div, int64, lane_indices, materialize
 from ..pack.tile_transpose import riffle
 from .flat import FlatBox, Loop, is_step, stride
 from .loop_code import nested, run, spread
@@ -33,7 +33,7 @@ _TOGETHER = 2
 # Tiles are no larger: sixteen vectors and their successors are what registers hold.
 _LARGEST = 16
 # Shuffles of more vectors cost more than the reads that they save.
-_MOST_PLACES = 8
+_MAX_PLACES = 8
 
 
 def write_map(box: FlatBox, cpu: CpuTarget, tasks: int) -> None:
@@ -112,7 +112,7 @@ def interleaved(box: FlatBox, lanes: int, tasks: int) -> Interleaved | None:
     if len(box.spatial) < 2 or box.nest.in_place:
         return None
     outer, last = box.spatial[-2:]
-    if not isinstance(last.count, int) or not isinstance(outer.count, int) or last.count > _MOST_PLACES:
+    if not isinstance(last.count, int) or not isinstance(outer.count, int) or last.count > _MAX_PLACES:
         return None
     while lanes > outer.count // tasks:  # a task's part of this loop holds a whole vector
         lanes //= 2
@@ -237,7 +237,7 @@ def _start(loop: Loop, number: Expr, size: int) -> Expr:
     """Where a run or tile starts: the last ends with the loop, and does again what it shares with the one before."""
     if isinstance(loop.count, int) and loop.count % size == 0:
         return number * size + loop.begin
-    return opaque(T.min(number * size + loop.begin, int64(loop.end) - size))
+    return materialize(T.min(number * size + loop.begin, int64(loop.end) - size))
 
 
 def _tile(tiles: TransposedReads, part: FlatBox, position: dict[tirx.Var, Expr], first: Expr, start: Expr) -> None:

@@ -50,7 +50,7 @@ class NotStages(Exception):
     """Why a PrimFunc cannot be read as stages."""
 
 
-def is_written(func: tirx.PrimFunc) -> bool:
+def has_schedule(func: tirx.PrimFunc) -> bool:
     """True if a PrimFunc has no blocks but the one around everything: a generator wrote its loops, or this package."""
     found: list[SBlockRealize] = []
     structural_walk(func.body, (SBlockRealize, found.append))

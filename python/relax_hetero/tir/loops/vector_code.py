@@ -26,7 +26,7 @@ LANE = tirx.Var("lane", "int64")
 _OF_VECTORS = frozenset(f"tirx.{name}" for name in "erf log1p asin acos atan asinh acosh atanh nearbyint".split())
 # An expression of more nodes is computed before it is used. TVM's simplifier takes time that doubles with each maximum
 # of a minimum inside of another, and its walks recurse.
-_MOST_NODES = 64
+_MAX_NODES = 64
 # Reads of every second, third or fourth element are contiguous reads and a shuffle.
 _FURTHEST = 4
 
@@ -139,7 +139,7 @@ def write_point(box: FlatBox, var: tirx.Var | None, start: Expr, lanes: int, sum
         inline.pop(buffer, None)
         uses = sum(source.same_as(buffer) for _, later in steps[n + 1 :] for source in sources(later))
         is_stored = buffer in here.places and last[buffer] == n
-        is_large = uses > 0 and node_count(value) > _MOST_NODES
+        is_large = uses > 0 and node_count(value) > _MAX_NODES
         if is_large or (uses + is_stored > 1 and buffer.dtype != "bool"):
             held[buffer] = slot("uint8" if buffer.dtype == "bool" else buffer.dtype, lanes)
             store(held[buffer], value.astype(held[buffer].dtype), LANE, lanes)

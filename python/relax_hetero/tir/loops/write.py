@@ -15,7 +15,7 @@ from tvm_ffi import structural_walk
 from ...target.cpu_target import CpuTarget
 from ...target.element_types import bytes_of
 from ..core import work_split
-from ..core.builder import flat, int64, opaque, plain_extent
+from ..core.builder import flat, int64, materialize, plain_extent
 from ..core.ties import with_ties
 from ..core.work_split import part
 from .boxes import cut, split_axes
@@ -78,9 +78,9 @@ def _write_nest(nest: Nest, cpu: CpuTarget, views: dict[tirx.Buffer, tirx.Buffer
         begin, end = part(nest.axes[d].extent, tasks, task)
         for box in boxes:
             low, high = box.bounds[d]
-            low = opaque(T.max(begin, low)) if low != 0 else begin
+            low = materialize(T.max(begin, low)) if low != 0 else begin
             # A task whose part lies outside of the box has nothing to do there: no loop runs backwards.
-            high = opaque(T.max(T.min(end, high), low))
+            high = materialize(T.max(T.min(end, high), low))
             _write_box(flatten(box, (d, low, high), view), cpu, 1)
     return False
 

@@ -14,7 +14,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ..core.builder import Expr, broadcast, constant, lane_indices, lane_mask, let, opaque, over_lanes, vector_type
+from ..core.builder import Expr, broadcast, constant, lane_indices, lane_mask, let, materialize, over_lanes, vector_type
 from ..core.view import OperandView
 
 _LARGEST = {1: 127, 2: 127 * 256}
@@ -84,14 +84,14 @@ class Codes:
         lanes : int
             Lanes of a vector.
         """
-        first = opaque(number * self.chain)
+        first = materialize(number * self.chain)
         values = [
             let(lhs.load({"m": row, "k": first + start}, "k", lanes, lane_mask(size - start, lanes)))
             for start in range(0, size, lanes)
         ]
         while len(values) * lanes < self.chain:
             values.append(constant(0.0, "float32", lanes))
-        place = opaque(at * self.chains + number)
+        place = materialize(at * self.chains + number)
         scale, factor = self._scale(values, lanes)
         T.buffer_store(self.scales, scale, [place])
         integers = [let(_nearest(value * broadcast(factor, lanes), lanes)) for value in self._ordered(values, lanes)]
@@ -100,7 +100,7 @@ class Codes:
             total = _total(integers, lanes)
             low = tirx.const(self.low, "int32")
             T.buffer_store(self.sums, total * low if self.low else tirx.Cast("float32", total) * scale, [place])
-        words = opaque(at * self.row_words + number * self.chain_words)
+        words = materialize(at * self.row_words + number * self.chain_words)
         eight = constant(8, "int32", lanes)
         for vector, integer in enumerate(integers):
             parts = [integer]

@@ -34,8 +34,8 @@ from ..core.builder import (
     lane_indices,
     let,
     loop,
+    materialize,
     minimum,
-    opaque,
     prefetch,
     when,
     zeros,
@@ -53,7 +53,7 @@ from .weight_bytes import ByteReader, byte_order
 # Bytes of the left operand that all panels go over before the next rows: half of a second-level cache.
 ROW_BLOCK_BYTES = 1 << 19
 
-MOST_CHAIN = {1: 32, 2: 128}
+MAX_CHAIN = {1: 32, 2: 128}
 """The most weights that are added up as integers, by bytes of a number: what that may lose is a share of the largest
 number beside it. (The formats of files have scales for 16 or 32.)"""
 
@@ -83,7 +83,7 @@ def dot_of_bytes(spec: BlockSpec, cpu: CpuTarget) -> DotInstruction | None:
 
 
 def _chain(spec: BlockSpec) -> int:
-    block, most = spec.plan.block, MOST_CHAIN[_terms(spec)]
+    block, most = spec.plan.block, MAX_CHAIN[_terms(spec)]
     return block if block <= most else gcd(block, most)
 
 
@@ -125,7 +125,7 @@ class _Loops:
 
     def write(self) -> None:
         spec, problem, form = self.spec, self.spec.problem, self.spec.plan.form
-        tiles, panels = opaque(ceil_div(spec.m, self.rows)), ceil_div(problem.columns, problem.panel)
+        tiles, panels = materialize(ceil_div(spec.m, self.rows)), ceil_div(problem.columns, problem.panel)
         split = split_work(self.cpu.cores, 1, tiles, panels, (self.rows, problem.panel), problem.depth)
         row_bytes = self.terms * self.chains * self.chain
         tiles_per_block = max(1, ROW_BLOCK_BYTES // (row_bytes * self.rows))
@@ -153,17 +153,17 @@ class _Loops:
             _, row_part, column_part = split.place(task)
             first_m, last_m = part(tiles, split.rows, row_part)
             first_n, last_n = part(panels, split.columns, column_part)
-            with loop(opaque(ceil_div(last_m - first_m, tiles_per_block))) as block:
-                begin = opaque(first_m + block * tiles_per_block)
-                end = opaque(minimum(begin + tiles_per_block, last_m))
-                first_row = opaque(begin * self.rows)
-                self._write_codes(first_row, opaque(minimum(end * self.rows, spec.m)))
+            with loop(materialize(ceil_div(last_m - first_m, tiles_per_block))) as block:
+                begin = materialize(first_m + block * tiles_per_block)
+                end = materialize(minimum(begin + tiles_per_block, last_m))
+                first_row = materialize(begin * self.rows)
+                self._write_codes(first_row, materialize(minimum(end * self.rows, spec.m)))
                 with loop(last_n - first_n) as number:
-                    panel = opaque(first_n + number)
+                    panel = materialize(first_n + number)
                     if self.unpacked is not None:
                         self.unpacked.fill(panel)
                     with loop(end - begin) as tile:
-                        row = opaque(opaque(begin + tile) * self.rows)
+                        row = materialize(materialize(begin + tile) * self.rows)
                         self._write_rows(_Tile(row, self.rows, None, panel, first_row))
 
     def _sums(self, count: int) -> Expr:
@@ -177,7 +177,7 @@ class _Loops:
         whole, rest = divmod(self.spec.problem.depth, self.chain)
 
         with loop(end - begin) as r:
-            row = opaque(begin + r)
+            row = materialize(begin + r)
 
             def chain(number: Expr, size: int) -> None:
                 self.codes.write_chain(self.spec.lhs, row, r, number, size, self.spec.lanes)
@@ -251,10 +251,10 @@ class _Loops:
 
     def _write_chain(self, tile: _Tile, chain: Expr, vectors: list[Expr]) -> None:
         """Add the products of a chain of weights."""
-        first = opaque(chain * self.chain)
-        rows = [opaque(row - tile.first) for row in self._rows_of(tile)]
-        codes = [opaque(row * self.codes.row_words + chain * self.codes.chain_words) for row in rows]
-        places = [opaque(row * self.chains + chain) for row in rows]
+        first = materialize(chain * self.chain)
+        rows = [materialize(row - tile.first) for row in self._rows_of(tile)]
+        codes = [materialize(row * self.codes.row_words + chain * self.codes.chain_words) for row in rows]
+        places = [materialize(row * self.chains + chain) for row in rows]
         if self.unpacked is not None:
             unpacked = self.unpacked
             words = [unpacked.word(j, chain) for j in vectors]
@@ -263,15 +263,15 @@ class _Loops:
                 self._scale(tile, at, len(vectors), *unpacked.scale_and_minimum(j, first), places)
             return
         spec, plan, reader = self.spec, self.spec.plan, self.spec.reader
-        in_record = opaque(first % plan.span) if plan.records > 1 else first
-        record = opaque(reader.record(tile.panel, first // plan.span if plan.records > 1 else 0))
-        block = opaque(in_record // plan.block) if plan.blocks > 1 else 0
+        in_record = materialize(first % plan.span) if plan.records > 1 else first
+        record = materialize(reader.record(tile.panel, first // plan.span if plan.records > 1 else 0))
+        block = materialize(in_record // plan.block) if plan.blocks > 1 else 0
         if isinstance(spec.m, int) and spec.m <= _FEW and plan.form.bits < 8:
             reader.fetch_ahead(tile.panel, first, self.chain)
-        group = opaque(in_record // plan.group)
+        group = materialize(in_record // plan.group)
 
         def fours(first: Expr) -> Iterator[Sequence[Expr]]:
-            return self._fours(vectors, record, opaque(group + first // plan.group))
+            return self._fours(vectors, record, materialize(group + first // plan.group))
 
         self._add_up(tile, len(vectors), fours, codes, places)
         for at, j in enumerate(vectors):
@@ -320,8 +320,8 @@ class _Loops:
             add_stretch(0, codes)
             return
         with loop(count) as part_of_chain:
-            first = opaque(part_of_chain * self.stretch)
-            add_stretch(first, [opaque(code + first // 4) for code in codes])
+            first = materialize(part_of_chain * self.stretch)
+            add_stretch(first, [materialize(code + first // 4) for code in codes])
 
     def _scale(
         self, tile: _Tile, at: int, at_once: int, scale: Expr | None, least: Expr | None, places: list[Expr]

@@ -18,7 +18,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...target.cpu_target import CpuTarget
-from ..core.builder import Expr, Registers, ceil_div, int64, loop, minimum, opaque
+from ..core.builder import Expr, Registers, ceil_div, int64, loop, materialize, minimum
 from ..core.view import OperandView
 from ..core.work_split import part, tasks_for
 from .block_spec import BlockSpec
@@ -88,23 +88,23 @@ class _Loops:
             ends = T.alloc_buffer((self.experts + 1,), "int32", scope="global")
             chosen = T.alloc_buffer((self.experts,), "int32", scope="global")
             with loop(ceil_div(self.tokens, self.block)) as block:
-                begin = opaque(block * self.block)
-                end = opaque(minimum(begin + self.block, self.tokens))
+                begin = materialize(block * self.block)
+                end = materialize(minimum(begin + self.block, self.tokens))
                 if row_sums is not None:
-                    self._emit_sums(row_sums, opaque(begin * self.lefts), opaque(end * self.lefts))
-                first_pair = opaque(begin * self.used)
-                count = self._emit_sort(order, ends, chosen, first_pair, opaque(end * self.used - first_pair))
+                    self._emit_sums(row_sums, materialize(begin * self.lefts), materialize(end * self.lefts))
+                first_pair = materialize(begin * self.used)
+                count = self._emit_sort(order, ends, chosen, first_pair, materialize(end * self.used - first_pair))
                 pairs = _Sorted(order, ends, chosen, count)
-                first, last = part(opaque(count * self.panels), self.tasks, task)
+                first, last = part(materialize(count * self.panels), self.tasks, task)
                 with loop(last - first) as number:
-                    self._emit_panel(pairs, opaque(first + number), begin, BlockSums(accs, totals, row_sums))
+                    self._emit_panel(pairs, materialize(first + number), begin, BlockSums(accs, totals, row_sums))
 
     def _emit_sums(self, target: Any, begin: Expr, end: Expr) -> None:
         """The sums of the left factors of some rows."""
         kernel = self.kernel
         with loop(end - begin) as r:
-            place = (target, opaque(r * kernel.chains))
-            emit_row_sums(kernel.lhs, opaque(begin + r), kernel.problem.depth, kernel.chain, kernel.lanes, place)
+            place = (target, materialize(r * kernel.chains))
+            emit_row_sums(kernel.lhs, materialize(begin + r), kernel.problem.depth, kernel.chain, kernel.lanes, place)
 
     def _emit_sort(self, order: Any, ends: Any, chosen: Any, first: Expr, count: Expr) -> Expr:
         """Sort `count` pairs from one on by counting; how many experts they have."""
@@ -116,41 +116,41 @@ class _Loops:
         with loop(self.experts + 1) as e:
             T.buffer_store(ends, zero, [e])
         with loop(count) as p:
-            e = self._expert(opaque(first + p))
+            e = self._expert(materialize(first + p))
             T.buffer_store(ends, ends[e + 1] + one, [e + 1])
         with loop(self.experts) as e:
             # Written past the last one that was found, and kept where the expert has pairs.
             T.buffer_store(chosen, tirx.Cast("int32", e), [tirx.Cast("int64", found[experts])])
-            size = opaque(tirx.Cast("int64", ends[e + 1]))
+            size = materialize(tirx.Cast("int64", ends[e + 1]))
             T.buffer_store(ends, found[begin], [e + 1])
             T.buffer_store(found, found[begin] + tirx.Cast("int32", size), [begin])
             T.buffer_store(found, found[experts] + tirx.Cast("int32", T.min(size, int64(1))), [experts])
         with loop(count) as p:
-            e = self._expert(opaque(first + p))
+            e = self._expert(materialize(first + p))
             T.buffer_store(order, tirx.Cast("int32", p), [tirx.Cast("int64", ends[e + 1])])
             T.buffer_store(ends, ends[e + 1] + one, [e + 1])
-        return opaque(tirx.Cast("int64", found[experts]))
+        return materialize(tirx.Cast("int64", found[experts]))
 
     def _expert(self, pair: Expr) -> Expr:
         """Expert of a pair; the nearest that there is."""
         asked = tirx.Cast("int64", self.index.data[pair])
-        return opaque(T.max(T.min(asked, int64(self.experts - 1)), int64(0)))
+        return materialize(T.max(T.min(asked, int64(self.experts - 1)), int64(0)))
 
     def _emit_panel(self, pairs: _Sorted, number: Expr, begin: Expr, sums: BlockSums) -> None:
         """All rows of an expert by one of its panels."""
-        panel = opaque(number // pairs.count)
-        expert = opaque(tirx.Cast("int64", pairs.chosen[number % pairs.count]))
-        first, end = (opaque(tirx.Cast("int64", pairs.ends[expert + i])) for i in (0, 1))
-        packed = opaque(expert * self.panels + panel)
+        panel = materialize(number // pairs.count)
+        expert = materialize(tirx.Cast("int64", pairs.chosen[number % pairs.count]))
+        first, end = (materialize(tirx.Cast("int64", pairs.ends[expert + i])) for i in (0, 1))
+        packed = materialize(expert * self.panels + panel)
         with loop(ceil_div(end - first, self.rows)) as tile:
-            row = opaque(first + tile * self.rows)
+            row = materialize(first + tile * self.rows)
 
             def emit(count: int, stop: Expr, row: Expr = row) -> None:
                 places = [row + i if stop is None or i == 0 else T.min(row + i, stop - 1) for i in range(count)]
-                within = [opaque(tirx.Cast("int64", pairs.order[place])) for place in places]
-                results = [opaque(begin * self.used + pair) for pair in within]
-                lefts = results if self.lefts == self.used else [opaque(pair // self.used) for pair in results]
-                first_left = opaque(begin * self.lefts)
+                within = [materialize(tirx.Cast("int64", pairs.order[place])) for place in places]
+                results = [materialize(begin * self.used + pair) for pair in within]
+                lefts = results if self.lefts == self.used else [materialize(pair // self.used) for pair in results]
+                first_left = materialize(begin * self.lefts)
                 emit_tile(
                     self.kernel,
                     BlockTile(row, count, stop, panel, first_left, tuple(lefts), tuple(results), packed),

@@ -7,7 +7,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.problem import BlockRowsProblem
 from ...target.cpu_target import CpuTarget
-from ..core.builder import Expr, Function, int64, let, loop, opaque
+from ..core.builder import Expr, Function, int64, let, loop, materialize
 from ..core.view import OperandView
 from ..core.work_split import part, tasks_for
 from .weight_unpacking import PanelReader
@@ -33,7 +33,7 @@ def block_rows_kernel(problem: BlockRowsProblem, cpu: CpuTarget) -> tirx.PrimFun
             with loop(tasks, parallel=tasks > 1) as task:
                 first, last = part(count, tasks, task)
                 with loop(last - first) as i:
-                    _emit_row(problem, reader, index, result, opaque(first + i))
+                    _emit_row(problem, reader, index, result, materialize(first + i))
     return function.result
 
 
@@ -42,21 +42,21 @@ def _emit_row(
 ) -> None:
     plan = problem.plan
     asked = tirx.Cast("int64", index.data[number])
-    row = opaque(T.max(T.min(asked, int64(problem.rows - 1)), int64(0)))
-    panel, column = opaque(row // plan.columns), opaque(row % plan.columns)
-    start = opaque(number * plan.depth)
+    row = materialize(T.max(T.min(asked, int64(problem.rows - 1)), int64(0)))
+    panel, column = materialize(row // plan.columns), materialize(row % plan.columns)
+    start = materialize(number * plan.depth)
 
     def block(chain: Expr, size: int) -> None:
-        first = opaque(chain * plan.block)
-        in_record = opaque(first % plan.span)
-        record = opaque(reader.record(panel, first // plan.span))
+        first = materialize(chain * plan.block)
+        in_record = materialize(first % plan.span)
+        record = materialize(reader.record(panel, first // plan.span))
         outer = reader.outer(record, column)
-        inner = opaque(in_record // plan.block)
+        inner = materialize(in_record // plan.block)
         scale = reader.scale(record, inner, outer, column)
         least = reader.minimum(record, inner, outer, column)
 
         def group(place: Expr, steps: int) -> None:
-            numbers = reader.group(record, opaque(in_record // plan.group + place), column)
+            numbers = reader.group(record, materialize(in_record // plan.group + place), column)
             for step in range(steps):
                 value = let(numbers(step))
                 value = value if scale is None else value * scale

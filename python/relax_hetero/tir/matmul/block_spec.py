@@ -8,7 +8,7 @@ from functools import cached_property
 from math import gcd
 
 from ...encoding.block_panels import RecordPlan
-from ...encoding.problem import BlockProductProblem
+from ...encoding.problem import QuantizedMatmulProblem
 from ..core.builder import Expr, ceil_div, either, lane_mask
 from ..core.view import OperandView
 from ..elementwise.expression_code import EpilogueCode
@@ -33,7 +33,7 @@ class BlockSpec:
         Registers for accumulators, beside what unpacking takes and what is broadcast.
     """
 
-    problem: BlockProductProblem
+    problem: QuantizedMatmulProblem
     lhs: OperandView
     result: OperandView
     epilogue: EpilogueCode

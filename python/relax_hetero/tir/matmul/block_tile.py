@@ -9,7 +9,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ...target.cpu_target import CpuTarget
 from ...target.tiles import tile_sizes
-from ..core.builder import Expr, Registers, broadcast, let, loop, opaque, when, zeros
+from ..core.builder import Expr, Registers, broadcast, let, loop, materialize, when, zeros
 from .block_spec import BlockSpec, for_columns, store_row
 from .matmul_tile import IN_FLIGHT
 
@@ -73,11 +73,11 @@ def emit_tile(kernel: BlockSpec, tile: BlockTile, sums: BlockSums) -> None:
         sums.totals[number] = zeros("float32", kernel.lanes)
 
     def chains(first: Expr, together: int, size: int) -> None:
-        _emit_chains(kernel, tile, sums, [opaque(first + number) for number in range(together)], size)
+        _emit_chains(kernel, tile, sums, [materialize(first + number) for number in range(together)], size)
 
     if whole >= together:
         with loop(whole // together) as number:
-            chains(opaque(number * together), together, kernel.chain)
+            chains(materialize(number * together), together, kernel.chain)
     if whole % together:
         chains(tirx.const(whole // together * together, "int64"), whole % together, kernel.chain)
     if rest:
@@ -95,10 +95,10 @@ def _emit_chains(kernel: BlockSpec, tile: BlockTile, sums: BlockSums, chains: li
     lanes, plan, reader, accs = kernel.lanes, kernel.plan, kernel.reader, sums.accs
     count = tile.rows * kernel.vectors
     lefts, packed = tile.lefts or row_numbers(tile), tile.panel if tile.packed is None else tile.packed
-    firsts = [opaque(chain * kernel.chain) for chain in chains]
-    in_records = [opaque(first % plan.span) if plan.records > 1 else first for first in firsts]
-    records = [opaque(reader.record(packed, first // plan.span if plan.records > 1 else 0)) for first in firsts]
-    rows = [[opaque(kernel.lhs.address({"m": row, "k": first})) for row in lefts] for first in firsts]
+    firsts = [materialize(chain * kernel.chain) for chain in chains]
+    in_records = [materialize(first % plan.span) if plan.records > 1 else first for first in firsts]
+    records = [materialize(reader.record(packed, first // plan.span if plan.records > 1 else 0)) for first in firsts]
+    rows = [[materialize(kernel.lhs.address({"m": row, "k": first})) for row in lefts] for first in firsts]
     # Vectors are of LLVM, as prefetching is: portable C has neither. Bytes are unpacked faster than they arrive, and
     # asking for them takes the CPU's line buffers from its own prefetching: a table of 178 MB was read in 15.8 ms
     # without, in 18.5 with it (Xeon), while 4 to 6 bits took two thirds of the time with it.
@@ -115,7 +115,7 @@ def _emit_chains(kernel: BlockSpec, tile: BlockTile, sums: BlockSums, chains: li
     def group(number: Expr, steps: int) -> None:
         numbers = []
         for first, in_record, record in zip(firsts, in_records, records, strict=True):
-            place = opaque(in_record // plan.group + number)
+            place = materialize(in_record // plan.group + number)
             if fetches and not fetches_by_chain:
                 reader.fetch_ahead(packed, first + number * plan.group, plan.group)
             numbers.append([reader.group(record, place, j) for j in range(kernel.vectors)])
@@ -135,7 +135,7 @@ def _emit_chains(kernel: BlockSpec, tile: BlockTile, sums: BlockSums, chains: li
     if rest:
         group(tirx.const(whole, "int64"), rest)
     for c, chain in enumerate(chains):
-        block = opaque(in_records[c] // plan.block) if plan.blocks > 1 else 0
+        block = materialize(in_records[c] // plan.block) if plan.blocks > 1 else 0
         for j in range(kernel.vectors):
             outer = reader.outer(records[c], j)
             scale, least = reader.scale(records[c], block, outer, j), reader.minimum(records[c], block, outer, j)
@@ -145,7 +145,7 @@ def _emit_chains(kernel: BlockSpec, tile: BlockTile, sums: BlockSums, chains: li
                 added = total if scale is None else total * scale
                 sums.totals[number] = sums.totals[number] + added
                 if least is not None:
-                    of_row = sums.rows[opaque((row - tile.first) * kernel.chains + chain)]
+                    of_row = sums.rows[materialize((row - tile.first) * kernel.chains + chain)]
                     sums.totals[number] = sums.totals[number] + least * broadcast(of_row, lanes)
 
 

@@ -16,24 +16,24 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.problem import MatmulProblem
 from ...errors import EncodingError
+from ...target.amx_instructions import AmxInstruction, amx_instruction_for
 from ...target.cpu_target import CpuTarget
 from ...target.dot_instructions import dot_instruction_for
 from ...target.element_types import bytes_of
-from ...target.amx_instructions import AmxInstruction, amx_instruction_for
 from ...target.tiles import tile_sizes
-from ..core.builder import Expr, Function, Registers, ceil_div, loop, minimum, opaque
+from ..core.builder import Expr, Function, Registers, ceil_div, loop, materialize, minimum
 from ..core.ties import tied_to
 from ..core.view import Coordinates, OperandView, extent_of
 from ..core.work_split import Split, part, split_work, tasks_for, unravel
 from ..elementwise.expression_code import EpilogueCode
 from ..rows.row_code import RowSpec, RowWriter
 from ..rows.rows import emit_rows, phase_code
+from .amx import LLVM_TEXT, tiles_or_vectors
+from .amx_matmul import emit_tile_products, takes_tiles
+from .fp16_partial_sums import marked
 from .k_step import llvm_import
 from .matmul_spec import Case, KRange, MatmulSpec, Sweep, choose, make_tile, row_cases
 from .matmul_tile import IN_FLIGHT, accumulators, emit_tile, k_blocks
-from .short_sums import marked
-from .tile_register_product import emit_tile_products, takes_tiles
-from .tile_registers import LLVM_TEXT, tiles_or_vectors
 
 # Rows of a block, about: of one block of k, they fill half of the second-level cache. Blocks are of equal size, because
 # each reads the right operand anew (measured for 128 rows of weights that come from memory: one block is 3 % faster
@@ -145,7 +145,7 @@ def _emit_loops(spec: MatmulSpec, cpu: CpuTarget, batch: list[str], rows_code: R
     for extent in extents.values():
         count = count * extent
     blocks_k, block_k = _k_blocks(spec)
-    count, tiles, panels, blocks_k = (opaque(value) for value in (count, tiles, panels, blocks_k))
+    count, tiles, panels, blocks_k = (materialize(value) for value in (count, tiles, panels, blocks_k))
     split = split_work(cpu.cores, count, tiles, panels, (rows, vectors * spec.lanes), spec.k)
     prefetches = _is_prefetched(spec, cpu, split)
     in_task = isinstance(split.columns, int) and split.columns == 1  # a task makes whole rows
@@ -157,20 +157,23 @@ def _emit_loops(spec: MatmulSpec, cpu: CpuTarget, batch: list[str], rows_code: R
         first_n, last_n = part(panels, split.columns, place[2])
         block_m = _tiles_per_block(tiles, split, rows)
         row = RowWriter(rows_code) if rows_code is not None and in_task else None
-        with loop(last_b - first_b) as b, loop(opaque(ceil_div(last_m - first_m, block_m))) as block:
-            at = dict(zip(extents, unravel(first_b + b, list(extents.values()), place=opaque), strict=True))
-            begin_m = opaque(first_m + block * block_m)
-            end_m = opaque(minimum(begin_m + block_m, last_m))
+        with loop(last_b - first_b) as b, loop(materialize(ceil_div(last_m - first_m, block_m))) as block:
+            at = dict(zip(extents, unravel(first_b + b, list(extents.values()), place=materialize), strict=True))
+            begin_m = materialize(first_m + block * block_m)
+            end_m = materialize(minimum(begin_m + block_m, last_m))
             sweep_tiles = min(ceil_div(tiles, split.rows), block_m) if isinstance(tiles, int) else end_m - begin_m
             with loop(blocks_k) as kb, loop(last_n - first_n) as panel, loop(end_m - begin_m) as tile:
                 step = KRange.of(spec.k, blocks_k, block_k, kb)
-                first_row, column = opaque(begin_m + tile) * rows, opaque(first_n + panel) * (vectors * spec.lanes)
+                first_row, column = (
+                    materialize(begin_m + tile) * rows,
+                    materialize(first_n + panel) * (vectors * spec.lanes),
+                )
                 sweep = Sweep(tile, sweep_tiles, column + vectors * spec.lanes) if prefetches else None
                 _emit_tile_at(spec, at, (first_row, column), (rows, vectors), step, accs, sweep)
             if row is not None:
-                first_row = opaque(begin_m * rows)
-                with loop(opaque(minimum(end_m * rows, spec.m)) - first_row) as number:
-                    row.emit({**at, "m": opaque(first_row + number)})
+                first_row = materialize(begin_m * rows)
+                with loop(materialize(minimum(end_m * rows, spec.m)) - first_row) as number:
+                    row.emit({**at, "m": materialize(first_row + number)})
     if rows_code is not None and not in_task:
         emit_rows(rows_code, [*batch, "m"], cpu)
 

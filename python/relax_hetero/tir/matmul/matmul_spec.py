@@ -9,7 +9,7 @@ from tvm import sym, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...target.dot_instructions import DotInstruction
-from ..core.builder import Expr, either, lane_mask, minimum, opaque, plain_extent
+from ..core.builder import Expr, either, lane_mask, materialize, minimum, plain_extent
 from ..core.view import Coordinates, OperandView
 from ..elementwise.expression_code import EpilogueCode
 
@@ -75,7 +75,7 @@ class Sweep:
         """Cache lines that a tile prefetches at once, so that all tiles do the panel's."""
         if isinstance(self.tiles, int):
             return max(1, turn * vectors // self.tiles)
-        return opaque(tirx.floordiv(self.tiles + (turn * vectors - 1), self.tiles))
+        return materialize(tirx.floordiv(self.tiles + (turn * vectors - 1), self.tiles))
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,9 @@ def make_tile(
     rows_end, columns_end = ends
     rows = None
     if rows_end is not None:
-        rows = tuple(opaque(T.min(row + i, rows_end - 1)) for i in range(size[0]))
+        rows = tuple(materialize(T.min(row + i, rows_end - 1)) for i in range(size[0]))
     if not isinstance(columns_end, int) and columns_end is not None:
-        columns_end = opaque(columns_end - column)
+        columns_end = materialize(columns_end - column)
     masks = tuple(
         None if columns_end is None else lane_mask(columns_end - j * spec.lanes, spec.lanes) for j in range(size[1])
     )
@@ -170,8 +170,8 @@ class KRange:
         """Range `number` of `count`, each of `block` but the last."""
         if isinstance(count, int) and count == 1:
             return KRange(0, k, True, True)
-        begin = opaque(number) * block
-        return KRange(begin, opaque(minimum(begin + block, k)), number < 1, number >= count - 1)
+        begin = materialize(number) * block
+        return KRange(begin, materialize(minimum(begin + block, k)), number < 1, number >= count - 1)
 
 
 def row_in(tile: Tile, view: OperandView, i: int) -> Expr:

@@ -19,17 +19,17 @@ from ..core.builder import (
     either,
     let,
     loop,
+    materialize,
     minimum,
-    opaque,
     prefetch,
     vector_type,
     when,
     zeros,
 )
 from ..core.view import Coordinates, OperandView
+from .fp16_partial_sums import Fp16PartialSums, is_out_of_range
 from .k_step import add_step, lhs_group, put_rows_in_order, rhs_groups, rows_group, zero
 from .matmul_spec import KRange, MatmulSpec, Sweep, Tile, mask_in, position_in, row_in
-from .short_sums import ShortSums, is_out_of_range
 
 # Multiply-adds that must be in flight: 4 cycles of latency times 2 a cycle on every core of the table.
 IN_FLIGHT = 8
@@ -108,9 +108,9 @@ def _accumulate_blocks(spec: MatmulSpec, k: KRange, accs: Registers, count: int,
     totals = Registers(count, spec.dot.types[2], spec.lanes)
     for number in range(count):
         totals[number] = zero(spec.dot, spec.lanes)
-    with loop(opaque(blocks)) as number:
-        begin = opaque(number) * block
-        add(KRange(begin, opaque(minimum(begin + block, k.end)), True, True))
+    with loop(materialize(blocks)) as number:
+        begin = materialize(number) * block
+        add(KRange(begin, materialize(minimum(begin + block, k.end)), True, True))
         for acc in range(count):
             totals[acc] = totals[acc] + accs[acc]
         _clear(spec, accs, range(count))
@@ -136,7 +136,7 @@ def _accumulate_short(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, 
         begin = k.begin + first
         _accumulate(spec, tile, registers, KRange(begin, begin + size, True, True), unroll)
 
-    short = ShortSums(spec.dot, accs, count, spec.lanes, unroll)
+    short = Fp16PartialSums(spec.dot, accs, count, spec.lanes, unroll)
     short.add(k.size, short.length * spec.dot.k0, steps)
 
     def existing(number: int) -> Expr:
@@ -198,19 +198,19 @@ def _accumulate(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, unroll
                 add_step(dot, accs, numbers, group, right[j], spec.lanes)
 
     size = k.size
-    steps = opaque(size // k0)
+    steps = materialize(size // k0)
     turn = unroll if tile.sweep is None else tile.sweep.turn(unroll, tile.vectors, spec.dot.short > 0)
-    turns = opaque(steps // turn)
+    turns = materialize(steps // turn)
     with loop(turns) as s:
         if tile.sweep is not None:
             _prefetch_panel(spec, tile, tile.sweep, k, turns, s, turn)
         for number in range(turn):
             step(k.begin + s * (k0 * turn) + number * k0, number % unroll)
     if turn > 1 and not (isinstance(steps, int) and steps % turn == 0):
-        with loop(opaque(steps % turn)) as s:
+        with loop(materialize(steps % turn)) as s:
             step(k.begin + (turns * turn + s) * k0, 0)
     if k0 > 1 and not (isinstance(size, int) and size % k0 == 0):
-        left = opaque(size % k0)
+        left = materialize(size % k0)
         with when(True if isinstance(left, int) else left > 0):
             step(k.begin + steps * k0, 0, left)
 
@@ -221,8 +221,8 @@ def _prefetch_panel(
     """Ask for the part of the next panel that one turn of `turn` steps of the loop over k has to."""
     lines = sweep.lines(turn, tile.vectors)
     start = spec.rhs.address({**tile.batch, "k": tirx.const(0, "int64") + k.begin, "n": sweep.panel})
-    share = sweep.number if isinstance(sweep.tiles, int) else opaque(sweep.number % (turn * tile.vectors))
-    first = opaque(share * turns + number) * lines
+    share = sweep.number if isinstance(sweep.tiles, int) else materialize(sweep.number % (turn * tile.vectors))
+    first = materialize(share * turns + number) * lines
 
     def line(position: Expr) -> None:
         prefetch(spec.rhs.data, start + (first + position) * (CACHE_LINE_BYTES // bytes_of(spec.rhs.dtype)))

@@ -13,16 +13,16 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...target.element_types import bytes_of
-from ..core.builder import Expr, ceil_div, either, lane_indices, lane_mask, let, loop, opaque, vector_type, zeros
+from ..core.builder import Expr, ceil_div, either, lane_indices, lane_mask, let, loop, materialize, vector_type, zeros
 from ..core.view import Coordinates, OperandView, raw_type
-from . import tile_registers
+from . import amx
 from .matmul_spec import MatmulSpec
 
 LANES = 16
 """Columns of a tile."""
 
 # Panels that are packed at once, so that whole stretches of a row are read: as many as fit so many bytes.
-MOST_PANELS = 4
+MAX_PANELS = 4
 PANEL_BYTES = 1 << 19
 
 
@@ -66,10 +66,8 @@ class RightPanels:
         elements = ceil_div(spec.k, k0) * k0 * columns
         panels = ceil_div(spec.n, columns)
         fitting = PANEL_BYTES // (elements * bytes_of(spec.rhs.dtype))
-        count = max(1, min(MOST_PANELS, panels, fitting))
-        return RightPanels(
-            spec, k0, columns, count, tile_registers.scratch(count * elements, raw_type(spec.rhs.nominal))
-        )
+        count = max(1, min(MAX_PANELS, panels, fitting))
+        return RightPanels(spec, k0, columns, count, amx.scratch(count * elements, raw_type(spec.rhs.nominal)))
 
     @property
     def elements(self) -> int:
@@ -81,7 +79,7 @@ class RightPanels:
         whole, left = divmod(self.spec.k, self.k0)
         if whole:
             with loop(whole) as group:
-                self._pack_group(at, (begin, end), opaque(group), self.k0)
+                self._pack_group(at, (begin, end), materialize(group), self.k0)
         if left:
             self._pack_group(at, (begin, end), tirx.const(whole, "int64"), left)
 
@@ -89,13 +87,15 @@ class RightPanels:
         """`rows` neighbouring k of every column, zeros after them."""
         begin, end = panels
         left = self.spec.n % self.columns
-        with loop(opaque(end - begin)) as number:
-            column = opaque((begin + number) * self.columns)
-            target = opaque(number * self.elements + group * (self.columns * self.k0))
+        with loop(materialize(end - begin)) as number:
+            column = materialize((begin + number) * self.columns)
+            target = materialize(number * self.elements + group * (self.columns * self.k0))
 
             def pack(masks: list[Expr | None], column: Expr = column, target: Expr = target) -> None:
                 for j, mask in enumerate(masks):
-                    self._pack_tile(at, (group, opaque(column + j * LANES)), rows, mask, target + j * (LANES * self.k0))
+                    self._pack_tile(
+                        at, (group, materialize(column + j * LANES)), rows, mask, target + j * (LANES * self.k0)
+                    )
 
             whole: list[Expr | None] = [None] * (self.columns // LANES)
             last = [lane_mask(left - first, LANES) for first in range(0, left, LANES)]

@@ -8,7 +8,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ..core.builder import Expr, lane_mask, let, loop, opaque, over_lanes
+from ..core.builder import Expr, lane_mask, let, loop, materialize, over_lanes
 from ..core.view import OperandView
 
 
@@ -47,7 +47,7 @@ def emit_row_sums(
 
     whole, rest = divmod(depth, chain)
     with loop(whole) as number:
-        first = opaque(number * chain)
+        first = materialize(number * chain)
         T.buffer_store(buffer, sum_of(first, chain), [start + number])
     if rest:
         T.buffer_store(buffer, sum_of(tirx.const(whole * chain, "int64"), rest), [start + whole])

@@ -13,7 +13,7 @@ from typing import Any
 
 from tvm.script.ir_builder import tirx as T
 
-from ..core.builder import Expr, ceil_div, lane_indices, loop, opaque
+from ..core.builder import Expr, ceil_div, lane_indices, loop, materialize
 from .weight_bytes import ByteReader
 
 
@@ -57,13 +57,13 @@ class UnpackedPanel:
         reader, plan = self.reader.panel, self.reader.panel.plan
         with loop(plan.columns // reader.lanes) as vector:
             with loop(ceil_div(plan.depth, plan.block)) as block:
-                first = opaque(block * plan.block)
-                record = opaque(reader.record(panel, first // plan.span))
-                self._fill_scales(record, vector, block, opaque(first % plan.span // plan.block))
+                first = materialize(block * plan.block)
+                record = materialize(reader.record(panel, first // plan.span))
+                self._fill_scales(record, vector, block, materialize(first % plan.span // plan.block))
             with loop(ceil_div(plan.depth, self.chain)) as chain:
-                first = opaque(chain * self.chain)
-                record = opaque(reader.record(panel, first // plan.span))
-                group = opaque(first % plan.span // plan.group)
+                first = materialize(chain * self.chain)
+                record = materialize(reader.record(panel, first // plan.span))
+                group = materialize(first % plan.span // plan.group)
                 place, quad = self.word(vector, chain), 0
                 for number in range(self.chain // plan.group):
                     for four in self.reader.group(record, group + number, vector):
@@ -88,7 +88,7 @@ class UnpackedPanel:
 
     def scale_and_minimum(self, vector: Expr, first: Expr) -> tuple[Expr | None, Expr | None]:
         """Those of the block of the chain that begins at some k; None for what the format lacks."""
-        at = self._of_block(vector, opaque(first // self.reader.panel.plan.block))
+        at = self._of_block(vector, materialize(first // self.reader.panel.plan.block))
         return (
             None if self.scales is None else self.scales[at],
             None if self.minimums is None else self.minimums[at],
@@ -97,7 +97,7 @@ class UnpackedPanel:
     def word(self, vector: Expr, chain: Expr) -> Expr:
         """Where the weights of a vector of columns and a chain begin."""
         plan, lanes = self.reader.panel.plan, self.reader.panel.lanes
-        return opaque((vector * ceil_div(plan.depth, self.chain) + chain) * (self.chain // 4 * lanes))
+        return materialize((vector * ceil_div(plan.depth, self.chain) + chain) * (self.chain // 4 * lanes))
 
     def _of_block(self, vector: Expr, block: Expr) -> Expr:
         plan, lanes = self.reader.panel.plan, self.reader.panel.lanes

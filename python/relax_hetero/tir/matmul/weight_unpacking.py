@@ -24,14 +24,14 @@ from ..core.builder import (
     lane_indices,
     lane_numbers,
     let,
-    opaque,
+    materialize,
     prefetch,
     vector_type,
 )
 from ..core.view import View
 from ..math.casts import cast
 
-MOST_PLACES = 3
+MAX_PLACES = 3
 """Fields of a lane that are told apart without a shift, at most."""
 
 AHEAD = 2048
@@ -95,7 +95,7 @@ class PanelReader:
     @property
     def shape(self) -> tuple[int, int]:
         """Registers that unpacking takes for every vector of a panel, and for the whole kernel."""
-        return 2 + MOST_PLACES, len(self.tables)
+        return 2 + MAX_PLACES, len(self.tables)
 
     def record(self, panel: Expr, number: Expr) -> Expr:
         """Where a record begins."""
@@ -108,7 +108,7 @@ class PanelReader:
         """
         plan, memory = self.plan, self.elements["int8"]
         end = plan.places["end"]
-        start = opaque(panel * plan.panel_bytes + tirx.floordiv(k * end, plan.span) + AHEAD)
+        start = materialize(panel * plan.panel_bytes + tirx.floordiv(k * end, plan.span) + AHEAD)
         for line in range(ceil_div(count * end, plan.span * CACHE_LINE_BYTES)):
             prefetch(memory, start + line * CACHE_LINE_BYTES)
 
@@ -212,7 +212,7 @@ class PanelReader:
     def _fields(self, lane: Expr) -> Numbers:
         """The fields of a lane, by their position from the lowest bits on."""
         bits = self.plan.form.bits
-        places = 2 if self.tables or bits < 5 else MOST_PLACES
+        places = 2 if self.tables or bits < 5 else MAX_PLACES
         moved: dict[int, Expr] = {0: lane}
 
         def number(position: int) -> Expr:

@@ -10,7 +10,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.expression import Expression
 from ...encoding.row_program import RowProgram, operands_of
-from ..core.builder import Expr, Registers, broadcast, constant, lane_mask, lane_of, loop, minimum, opaque, when
+from ..core.builder import Expr, Registers, broadcast, constant, lane_mask, lane_of, loop, materialize, minimum, when
 from ..core.view import Coordinates, OperandView
 from ..elementwise import expression_code
 from ..elementwise.expression_ops import FLOAT_OPS, INT_OPS
@@ -142,14 +142,14 @@ class RowWriter:
             if tail:
                 one(tirx.const(count * lanes, "int64"), lane_mask(tail, lanes), count % CHAINS)
             return
-        groups = opaque(tirx.floordiv(n, lanes * CHAINS))
+        groups = materialize(tirx.floordiv(n, lanes * CHAINS))
         with loop(groups) as group:
             for chain in range(CHAINS):
                 one((group * CHAINS + chain) * lanes, None, chain)
-        done = opaque(groups * (lanes * CHAINS))
-        with loop(opaque(tirx.floordiv(n - done + (lanes - 1), lanes))) as number:
-            column = opaque(done + number * lanes)
-            left = opaque(minimum(n - column, tirx.const(lanes, "int64")))
+        done = materialize(groups * (lanes * CHAINS))
+        with loop(materialize(tirx.floordiv(n - done + (lanes - 1), lanes))) as number:
+            column = materialize(done + number * lanes)
+            left = materialize(minimum(n - column, tirx.const(lanes, "int64")))
             one(column, lane_mask(left, lanes) if lanes > 1 else None, 0)
 
     def _keep(self, step: RowPass, at: Coordinates, column: Expr, mask: Expr | None) -> dict[int, Expr]:

@@ -17,7 +17,7 @@ from ...encoding.problem import RowPhase, RowsProblem
 from ...encoding.row_program import Reduction, RowProgram
 from ...errors import EncodingError
 from ...target.cpu_target import CpuTarget
-from ..core.builder import Expr, Function, ceil_div, loop, opaque
+from ..core.builder import Expr, Function, ceil_div, loop, materialize
 from ..core.ties import with_ties
 from ..core.view import OperandView, extent_of
 from ..core.work_split import is_worth_tasks, part, unravel
@@ -137,19 +137,19 @@ def _together(view: OperandView, first: str, second: str) -> bool:
 
 def emit_rows(code: RowSpec, names: list[str], cpu: CpuTarget) -> None:
     """The loops over all rows, whose positions run along the dimensions `names`, shared by the CPU's cores."""
-    extents = {name: opaque(extent_of([*code.operands, code.result], name)) for name in names}
+    extents = {name: materialize(extent_of([*code.operands, code.result], name)) for name in names}
     total: Expr = prod(extents.values())
     if any(isinstance(extent, int) and extent == 0 for extent in (*extents.values(), code.n)):
         # Without columns, what a reduction is of none is not worth code of its own: shapes are checked before.
         T.evaluate(0)
         return
-    total = opaque(total)
+    total = materialize(total)
     tasks = _tasks(code, total, cpu.cores)
     with loop(tasks, parallel=tasks > 1) as task:
         row = RowWriter(code)
         first, last = part(total, tasks, task)
-        with loop(opaque(last - first)) as number:
-            places = unravel(opaque(first + number), list(extents.values()), place=opaque, rest=opaque)
+        with loop(materialize(last - first)) as number:
+            places = unravel(materialize(first + number), list(extents.values()), place=materialize, rest=materialize)
             row.emit(dict(zip(extents, places, strict=True)))
 
 

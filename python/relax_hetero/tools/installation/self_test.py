@@ -19,10 +19,10 @@ def main() -> None:
     _tell("start", None)
     import tvm  # noqa: F401 (the first of what may fail)
 
-    from ..devices import devices_here
+    from ..devices import local_devices
 
     _tell("compiler", _compiler())
-    devices = devices_here()
+    devices = local_devices()
     _tell("gpus", _why_no_gpu())
     _tell("devices", devices)
     for device in devices:

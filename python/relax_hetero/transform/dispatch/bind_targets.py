@@ -71,7 +71,7 @@ class _Binder:
         self.vdevices = vdevices
         self.functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
         self.made: dict[tuple[tvm.ir.GlobalVar, str], tvm.ir.GlobalVar] = {}
-        self.taken = {gv.name_hint for gv in mod.get_global_vars()}
+        self.used_names = {gv.name_hint for gv in mod.get_global_vars()}
 
     def retarget(self, function: str, binding: relax.Binding) -> relax.Binding:
         value = binding.value
@@ -115,7 +115,7 @@ class _Binder:
 
     def fresh(self, gv: tvm.ir.GlobalVar, vdevice: relax.VDevice) -> tvm.ir.GlobalVar:
         base = f"{gv.name_hint}_{device_identifier(vdevice, self.vdevices)}"
-        return fresh_global_var(base, gv.ty, self.taken)
+        return fresh_global_var(base, gv.ty, self.used_names)
 
 
 def _callees(mod: tvm.IRModule, func: tirx.PrimFunc) -> list[tvm.ir.GlobalVar]:

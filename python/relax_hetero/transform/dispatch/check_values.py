@@ -14,7 +14,7 @@ what the kernel writes, so that it cannot run before. The number of the check, h
 variable to name. Integer divisions read their divisors in the same way.
 
 Indices that are known now are checked now, and need no kernel. On GPUs, where a kernel cannot end a call, negative
-indices are counted from the front, and no more: BoundKernels has them hold to the nearest element. In a module that is
+indices are counted from the front, and no more: ClampIndices has them hold to the nearest element. In a module that is
 marked strict (``rh.compile(checks="strict")``) a kernel of the GPU checks them, and reports a wrong one in the GPU's
 error record, which is one more operand, a constant (`artifact.checks.RECORD`) that the machine replaces::
 
@@ -44,16 +44,16 @@ from ...target.backend import backend_of
 from ...tir.checks import CHECKED, RANGE, CheckProblem, check_kernel, reporting_kernel
 from ...tir.core.bounds import BOUNDED, from_front
 from ..ir.blocks import Block, Emitter, rewrite_function, shape_of
-from ..ir.constant_values import ConstantValues, constant_near
+from ..ir.constant_values import ConstantValues, constant_on_device_of
 from ..ir.declare import declare_pass
 from ..ir.extents import Symbols
-from ..ir.findings import findings_of, with_findings
 from ..ir.kernels import called_prim_func
 from ..ir.module_attrs import STRICT, is_lowered
 from ..ir.op_names import TRANSFER
+from ..ir.remarks import remarks_of, with_remarks
 from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions
 
-_OPAQUE = 8
+_WITHOUT_PATTERN = 8
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,11 @@ class _Checker:
 
     def __init__(self, mod: tvm.IRModule) -> None:
         self._mod = mod
-        self._specs = list(findings_of(mod).checks or ())
+        self._specs = list(remarks_of(mod).checks or ())
         self._known = len(self._specs)
         self._kernels: dict[Any, tvm.ir.GlobalVar] = {}
         self._functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
-        self._taken = {gv.name_hint for gv in mod.get_global_vars()}
+        self._used_names = {gv.name_hint for gv in mod.get_global_vars()}
         self._has_changed = False
         self._is_strict = bool(mod.attrs and STRICT in mod.attrs)
         self._records: dict[Any, tvm.ir.GenericConst] = {}
@@ -137,7 +137,7 @@ class _Checker:
         if not self._has_changed:
             return self._mod
         mod = copy_module(self._mod, {**dict(self._mod.functions.items()), **functions, **self._functions})
-        return with_findings(mod, checks=tuple(self._specs)) if len(self._specs) > self._known else mod
+        return with_remarks(mod, checks=tuple(self._specs)) if len(self._specs) > self._known else mod
 
     def _checked(
         self, function: str, binding: relax.Binding, block: Block, emitter: Emitter, constants: ConstantValues
@@ -226,14 +226,14 @@ class _Checker:
         key = problem, is_cpu
         if key not in self._kernels:
             kernel = check_kernel(problem) if is_cpu else reporting_kernel(problem)
-            kernel = kernel.without_attr("global_symbol").with_attr("op_pattern", _OPAQUE)
+            kernel = kernel.without_attr("global_symbol").with_attr("op_pattern", _WITHOUT_PATTERN)
             self._kernels[key] = self._add(kernel, "check_values")
         return self._kernels[key]
 
     def _add(self, kernel: tirx.PrimFunc, name: str) -> tvm.ir.GlobalVar:
         key = StructuralKey(kernel)
         if key not in self._kernels:
-            gv = fresh_global_var(name, kernel.ty, self._taken)
+            gv = fresh_global_var(name, kernel.ty, self._used_names)
             self._kernels[key] = gv
             self._functions[gv] = kernel
         return self._kernels[key]
@@ -259,15 +259,15 @@ def _known(array: np.ndarray, value: relax.Expr, operand: _Operand, spec: CheckS
     for column, end in enumerate(operand.ends):
         if end is None:
             continue
-        least = -end if operand.wraps else 0
+        first = -end if operand.wraps else 0
         found = used[:, column]
-        bad = found[~((found >= least) & (found < end))]
+        bad = found[~((found >= first) & (found < end))]
         if bad.size:
-            raise BuildError(spec.message(int(bad[0]), least, end))
+            raise BuildError(spec.message(int(bad[0]), first, end))
         if operand.wraps:
             used[:, column] = np.where(found < 0, found + end, found) if found.dtype.kind == "i" else found
     same = used.reshape(array.shape)
-    return value if np.array_equal(same, array) else constant_near(same, value)
+    return value if np.array_equal(same, array) else constant_on_device_of(same, value)
 
 
 def _counted(

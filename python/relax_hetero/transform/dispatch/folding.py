@@ -13,12 +13,12 @@ from tvm import relax
 
 from ...tir.commands.table_kernel import is_one_launch
 from ..ir.blocks import Block, renamed, rewrite_blocks
-from ..ir.constant_values import grows_too_much
+from ..ir.constant_values import exceeds_growth_limit
 from ..ir.kernels import tensor_bytes
 from ..ir.op_names import CALL_TIR_OPS
 from ..ir.rewriting import is_tensor_constant, op_name, tensor_types, typed
 
-_OPAQUE = "relax.builtin.stop_lift_params"
+_WITHOUT_PATTERN = "relax.builtin.stop_lift_params"
 
 
 def fold_constants(mod: tvm.IRModule) -> tvm.IRModule:
@@ -47,7 +47,7 @@ def _hide(block: Block, foreign: Collection[str]) -> list[relax.Binding] | None:
         value = binding.value
         root = _root(value, origin)
         is_foreign = root is not None and value.args[0].name_hint in foreign
-        if root is not None and (is_foreign or grows_too_much(_bytes(binding.var.ty), root)):
+        if root is not None and (is_foreign or exceeds_growth_limit(_bytes(binding.var.ty), root)):
             args = [_opaque(arg, binding.var.name, block, bindings) for arg in value.args[1].fields]
             call = relax.Call(
                 value.op, [value.args[0], relax.Tuple(args), *value.args[2:]], value.attrs, value.ty_args, value.span
@@ -80,7 +80,7 @@ def _opaque(arg: relax.Expr, name: str, block: Block, bindings: list[relax.Bindi
     if not is_tensor_constant(arg):
         return arg
     var = (relax.DataflowVar if block.is_dataflow else relax.Var)(f"{name}_constant", arg.ty)
-    call = typed(relax.Call(tvm.ir.Op.get(_OPAQUE), [arg]), arg.ty)
+    call = typed(relax.Call(tvm.ir.Op.get(_WITHOUT_PATTERN), [arg]), arg.ty)
     bindings.append(relax.VarBinding(var, call))
     return var
 
@@ -91,7 +91,7 @@ def _show(block: Block) -> list[relax.Binding] | None:
     bindings: list[relax.Binding] = []
     for binding in block.bindings:
         value = binding.value
-        if op_name(value) == _OPAQUE and is_tensor_constant(value.args[0]):
+        if op_name(value) == _WITHOUT_PATTERN and is_tensor_constant(value.args[0]):
             shown[binding.var] = value.args[0]
         else:
             bindings.append(renamed(binding, shown))

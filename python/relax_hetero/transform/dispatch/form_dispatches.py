@@ -27,17 +27,17 @@ from tvm_ffi import StructuralKey, structural_map
 from ...target.vdevice import vdevices_of
 from ..ir.callee_devices import with_callee_devices, without_callee_devices
 from ..ir.declare import declare_pass
-from ..ir.findings import record_dispatches
 from ..ir.fused_names import Inside, with_fused_names
 from ..ir.keep_unread_calls import keep_unread_calls
 from ..ir.kernels import called_prim_func, fused_ops, with_ops
 from ..ir.module_attrs import is_lowered
 from ..ir.named_sizes import with_values
+from ..ir.remarks import record_dispatches
 from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, walk_bindings
 from ..ir.root_blocks import with_root_blocks
 from .bind_targets import bind_targets
-from .bound_kernels import bound_kernels
 from .canonical_extents import canonical_extents
+from .clamp_indices import clamp_indices
 from .folding import fold_constants
 from .keep_devices import keep_devices
 from .legalize import is_kept, legalize
@@ -47,11 +47,11 @@ from .reshaped_views import with_merged_reshapes, with_views
 from .scalars_as_sizes import scalars_as_sizes
 from .schedule_cpu import schedule_cpu
 from .schedule_gpu import schedule_gpu
-from .tied_operands import note_ties
+from .tied_operands import annotate_ties
 from .wide_extents import widen_extents
 
 _FUSED = "relax.FuseOps.max_depth"
-MOST_FUSED = 64
+MAX_FUSED = 64
 """Ops in one kernel. Reading, scheduling and compiling a kernel takes time that grows faster than its length, and LLVM
 recurses into it, so TVM's own bound of 256 is too high for chains that are long enough; what work repeats in real
 models, gates of recurrent cells and gelu among it, is shorter than 32."""
@@ -73,7 +73,7 @@ def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
         mod = keep_unread_calls(relax.transform.LambdaLift()(mod))
     written = {gv.name_hint for gv in mod.get_global_vars()}
     mod = without_callee_devices(mod)  # legalizing and folding make values without a device, which functions are given
-    mod = bound_kernels(legalize(widen_extents(with_root_blocks(with_merged_reshapes(mod)))))
+    mod = clamp_indices(legalize(widen_extents(with_root_blocks(with_merged_reshapes(mod)))))
     mod = forget_targets(canonical_extents(mod), written)
     stock = relax.transform
     mod, inside = _with_fused_ops(fold_constants(stock.AnnotateTIROpPattern()(mod)))
@@ -90,7 +90,7 @@ FormDispatches = declare_pass("FormDispatches", form_dispatches)
 def _with_fused_ops(mod: tvm.IRModule) -> tuple[tvm.IRModule, Inside]:
     """Stock FuseOps with our bound on a kernel's ops, unless the caller's context has one."""
     context = tvm.transform.PassContext.current()
-    config = {_FUSED: MOST_FUSED, **dict(context.config)}
+    config = {_FUSED: MAX_FUSED, **dict(context.config)}
     with tvm.transform.PassContext(context.opt_level, context.required_pass, context.disabled_pass, config=config):
         mod = with_matches_apart(mod)
         return with_fused_names(mod, relax.transform.FuseOps()(mod))
@@ -98,7 +98,7 @@ def _with_fused_ops(mod: tvm.IRModule) -> tuple[tvm.IRModule, Inside]:
 
 def _for_their_devices(mod: tvm.IRModule, inside: Inside | None = None) -> tvm.IRModule:
     mod = with_views(bind_targets(name_kernel_variables(mod)))
-    mod = schedule_cpu(schedule_gpu(note_ties(mod)))
+    mod = schedule_cpu(schedule_gpu(annotate_ties(mod)))
     record_dispatches(mod, inside or {})
     return mod
 

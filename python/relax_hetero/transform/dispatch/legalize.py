@@ -34,9 +34,9 @@ from .nan_kernels import legalizations
 _SORTS_AND_SCANS = frozenset(f"relax.{name}" for name in ("bucketize", "sort", "argsort", "topk", "cumsum", "cumprod"))
 # Their stock kernels compute with halves in float32, and give that back.
 _OF_ANOTHER_TYPE = ("relax.nn.batch_norm",)
-MOST_OPERANDS = 32
+MAX_OPERANDS = 32
 """Tensors that one concatenation takes. Its kernel is a choice in a choice for each of them, in which TVM recurses."""
-_OPAQUE = 8  # TVM's number for a kernel that is fused with no other
+_WITHOUT_PATTERN = 8  # TVM's number for a kernel that is fused with no other
 _KEPT_PREFIXES = ("relax.builtin.", "relax.memory.", "relax.vm.", "relax.inspect.", "relax.hetero.")
 
 
@@ -119,7 +119,7 @@ def _of_its_type(name: str) -> Callable[[relax.BlockBuilder, relax.Call], relax.
 def is_kept(name: str) -> bool:
     """Return whether an op is carried out as it is, not by a kernel."""
     traits = traits_of(name)
-    return traits.is_kept or (name.startswith(_KEPT_PREFIXES) and not traits.is_elementwise)
+    return traits.needs_no_kernel or (name.startswith(_KEPT_PREFIXES) and not traits.is_elementwise)
 
 
 def _simplified(mod: tvm.IRModule) -> tvm.IRModule:
@@ -154,11 +154,11 @@ def _few_at_a_time(binding: relax.Binding) -> list[relax.Binding]:
     value, ty = binding.value, binding.var.ty
     operands = list(value.args[0].fields) if isinstance(value.args[0], relax.Tuple) else []
     axis = int(value.attrs.axis) if value.attrs.axis is not None else 0
-    if len(operands) <= MOST_OPERANDS or any(shape_of(operand) is None for operand in operands):
+    if len(operands) <= MAX_OPERANDS or any(shape_of(operand) is None for operand in operands):
         return [binding]
     axis += int(ty.ndim) if axis < 0 else 0
-    while len(operands) > MOST_OPERANDS:
-        groups = [operands[at : at + MOST_OPERANDS] for at in range(0, len(operands), MOST_OPERANDS)]
+    while len(operands) > MAX_OPERANDS:
+        groups = [operands[at : at + MAX_OPERANDS] for at in range(0, len(operands), MAX_OPERANDS)]
         operands = []
         for group in groups:
             shapes = [shape_of(one) or [] for one in group]
@@ -173,9 +173,9 @@ def _few_at_a_time(binding: relax.Binding) -> list[relax.Binding]:
 def _with_wide_kernels_apart(mod: tvm.IRModule) -> tvm.IRModule:
     """Kernels of very many tensors marked as fused with nothing, which would make them wider yet."""
     wide = {
-        gv: func.with_attr("op_pattern", _OPAQUE)
+        gv: func.with_attr("op_pattern", _WITHOUT_PATTERN)
         for gv, func in mod.functions.items()
-        if isinstance(func, tirx.PrimFunc) and len(func.params) > MOST_OPERANDS and "op_pattern" not in func.attrs
+        if isinstance(func, tirx.PrimFunc) and len(func.params) > MAX_OPERANDS and "op_pattern" not in func.attrs
     }
     return with_functions(mod, wide)
 

@@ -26,8 +26,8 @@ from __future__ import annotations
 import tvm
 from tvm import relax
 
-from ..ir.cut_blocks import cut_block, with_shared_variables
 from ..ir.rewriting import relax_functions, typed, with_body, with_functions
+from ..ir.split_blocks import split_block, with_shared_variables
 
 
 def with_matches_apart(mod: tvm.IRModule) -> tvm.IRModule:
@@ -49,7 +49,7 @@ def _sequence(expr: relax.Expr, is_branch: bool) -> relax.Expr:
         bindings = list(block.bindings) if is_dataflow else [_nested(binding) for binding in block.bindings]
         matches = {binding.var for binding in bindings if isinstance(binding, relax.MatchCast)}
         if is_branch and is_dataflow and matches:
-            blocks += cut_block(bindings, matches, is_dataflow)
+            blocks += split_block(bindings, matches, is_dataflow)
         elif all(new.same_as(old) for new, old in zip(bindings, block.bindings, strict=True)):
             blocks.append(block)
         else:

@@ -36,9 +36,9 @@ def _relu(x: te.Tensor) -> te.Tensor:
 
 def _clip(x: te.Tensor, low: tirx.PrimExpr, high: tirx.PrimExpr) -> te.Tensor:
     def held(*i: tirx.Var) -> tirx.PrimExpr:
-        value, least, most = x(*i), low.astype(x.dtype), high.astype(x.dtype)
-        below = tirx.Select(value > most, most, value)
-        return tirx.Select(below < least, least, below)
+        value, minimum, maximum = x(*i), low.astype(x.dtype), high.astype(x.dtype)
+        below = tirx.Select(value > maximum, maximum, value)
+        return tirx.Select(below < minimum, minimum, below)
 
     return te.compute(x.shape, held, name="compute")
 

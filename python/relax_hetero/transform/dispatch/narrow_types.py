@@ -35,7 +35,7 @@ _Convert = Callable[[relax.Expr], relax.Expr]
 
 _BYTE = {name for name in FLOATS if name.startswith("float8")}
 """Floats of a byte."""
-_MOVES = ops_where(lambda op: op.ignores_numbers and (op.moves or op.is_elementwise) and not op.is_kept)
+_MOVES = ops_where(lambda op: op.ignores_numbers and (op.moves or op.is_elementwise) and not op.needs_no_kernel)
 _COMPUTES = (ELEMENTWISE - _MOVES) | ops_where(lambda op: op.kind == "reduction") | {*relax_ops("argmax argmin matmul")}
 _NOT_OF_TRUTH = frozenset(
     relax_ops(

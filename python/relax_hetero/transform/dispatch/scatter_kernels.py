@@ -28,7 +28,7 @@ from .sort_kernels import sorted_lines
 
 Legalize = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
 
-_OPAQUE = 8
+_WITHOUT_PATTERN = 8
 
 
 def legalizations() -> dict[str, Legalize]:
@@ -52,7 +52,7 @@ def _legalize(stock: Legalize, builder: relax.BlockBuilder, call: relax.Call) ->
         kernel = scatter_nd_kernel(problem)
     else:
         kernel = scatter_elements_kernel(problem, int(call.attrs.axis) % len(problem.data))
-    plain = kernel.without_attr("global_symbol").with_attr("op_pattern", _OPAQUE)
+    plain = kernel.without_attr("global_symbol").with_attr("op_pattern", _WITHOUT_PATTERN)
     gv = builder.add_func(plain, call.op.name.removeprefix("relax."))
     return typed(relax.call_tir(gv, relax.Tuple(list(call.args)), call.ty), call.ty)
 
@@ -63,7 +63,9 @@ def _of_gpus(builder: relax.BlockBuilder, call: relax.Call, problem: ScatterProb
     name = call.op.name.removeprefix("relax.")
 
     def called(kernel: tirx.PrimFunc, operands: list[relax.Expr], ty: relax.TensorType, suffix: str) -> relax.Call:
-        gv = builder.add_func(kernel.without_attr("global_symbol").with_attr("op_pattern", _OPAQUE), f"{name}{suffix}")
+        gv = builder.add_func(
+            kernel.without_attr("global_symbol").with_attr("op_pattern", _WITHOUT_PATTERN), f"{name}{suffix}"
+        )
         return typed(relax.call_tir(gv, relax.Tuple(operands), ty), ty)
 
     if not scatter.is_sorted:

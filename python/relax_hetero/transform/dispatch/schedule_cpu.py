@@ -30,10 +30,10 @@ from tvm import tirx
 from tvm_ffi import StructuralKey
 
 from ...target.cpu_target import cpu_target_of
-from ...tir.loops import NotStages, is_written, schedule
+from ...tir.loops import NotStages, has_schedule, schedule
 from ..ir.declare import declare_pass
-from ..ir.findings import decline
 from ..ir.kernels import ops_of
+from ..ir.remarks import record_missed
 from ..ir.rewriting import copy_module
 
 _log = logging.getLogger("relax_hetero")
@@ -44,7 +44,7 @@ def schedule_cpu(mod: tvm.IRModule) -> tvm.IRModule:
     done: dict[StructuralKey, tirx.PrimFunc] = {}
     functions = dict(mod.functions.items())
     for gv, func in mod.functions.items():
-        if not isinstance(func, tirx.PrimFunc) or not _is_cpu(func.attrs.get("target")) or is_written(func):
+        if not isinstance(func, tirx.PrimFunc) or not _is_cpu(func.attrs.get("target")) or has_schedule(func):
             continue
         key = StructuralKey(func)
         if key not in done:
@@ -68,5 +68,5 @@ def _scheduled(name: str, func: tirx.PrimFunc) -> tirx.PrimFunc:
     except Exception as error:  # a rule that fails must not cost the model: the stock loops are right
         why = f"{type(error).__name__}: {error}"
         _log.debug("kernel %s stays unscheduled", name, exc_info=True)
-    decline(name, name, ", ".join(ops_of(func)) or name, f"no schedule for its loops: {why}")
+    record_missed(name, name, ", ".join(ops_of(func)) or name, f"no schedule for its loops: {why}")
     return func

@@ -26,7 +26,7 @@ from ..ir.rewriting import tensor_types, typed
 
 Legalize = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
 
-_OPAQUE = 8
+_WITHOUT_PATTERN = 8
 
 
 def legalizations() -> dict[str, Legalize]:
@@ -111,7 +111,7 @@ def sorted_lines(
     others = [extent for dimension, extent in enumerate(data.ty.shape.values) if dimension != problem.axis]
     pairs: list[relax.Expr] = []
     for step in sort_steps(problem):
-        kernel = sort_kernel(problem, step).without_attr("global_symbol").with_attr("op_pattern", _OPAQUE)
+        kernel = sort_kernel(problem, step).without_attr("global_symbol").with_attr("op_pattern", _WITHOUT_PATTERN)
         operands = [data] * (step.is_first or step.is_last and problem.values) + pairs
         gv = builder.add_func(kernel, name)
         if step.is_last:
@@ -144,7 +144,7 @@ def _scan(kind: str, builder: relax.BlockBuilder, call: relax.Call) -> relax.Exp
     name, ty = f"cum{kind}", call.ty
 
     def called(kernel: tirx.PrimFunc, operands: list[relax.Expr], ty: relax.TensorType) -> relax.Call:
-        gv = builder.add_func(kernel.without_attr("global_symbol").with_attr("op_pattern", _OPAQUE), name)
+        gv = builder.add_func(kernel.without_attr("global_symbol").with_attr("op_pattern", _WITHOUT_PATTERN), name)
         return typed(relax.call_tir(gv, relax.Tuple(operands), ty), ty)
 
     if tiles_of(problem) == 1:

@@ -60,7 +60,7 @@ class _Splitter:
         self.functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
         self._names: dict[tvm.ir.GlobalVar, list[tvm.ir.GlobalVar]] = {}
         self._is_dataflow = False
-        self._taken = {gv.name_hint for gv in mod.get_global_vars()}
+        self._used_names = {gv.name_hint for gv in mod.get_global_vars()}
 
     def rewrite(self, block: Block) -> list[relax.Binding] | None:
         """The bindings of a block with the calls that do the work of one; None where nothing is split."""
@@ -130,7 +130,7 @@ class _Splitter:
         if gv not in self._names:
             self._names[gv] = []
             for number, launch in enumerate(self.launches[gv], 1):
-                name = fresh_global_var(f"{gv.name_hint}_{number}", launch.func.ty, self._taken)
+                name = fresh_global_var(f"{gv.name_hint}_{number}", launch.func.ty, self._used_names)
                 self.functions[name] = launch.func
                 self._names[gv].append(name)
         return self._names[gv]

@@ -13,16 +13,16 @@ from tvm import tirx
 
 from ...tir.core.ties import TIED, with_ties
 from ...tir.loops.nests import form_nests, tied_in
-from ...tir.loops.stages import NotStages, is_written, read_stages
+from ...tir.loops.stages import NotStages, has_schedule, read_stages
 from ..ir.rewriting import copy_module
 
 
-def note_ties(mod: tvm.IRModule) -> tvm.IRModule:
+def annotate_ties(mod: tvm.IRModule) -> tvm.IRModule:
     """The module with what kernels without a schedule tie noted on them; those that say so already keep it."""
     functions = dict(mod.functions.items())
     for gv, func in mod.functions.items():
-        if isinstance(func, tirx.PrimFunc) and TIED not in func.attrs and _is_cpu(func) and not is_written(func):
-            functions[gv] = _noted(func)
+        if isinstance(func, tirx.PrimFunc) and TIED not in func.attrs and _is_cpu(func) and not has_schedule(func):
+            functions[gv] = _annotated(func)
     return copy_module(mod, functions)
 
 
@@ -31,7 +31,7 @@ def _is_cpu(func: tirx.PrimFunc) -> bool:
     return "target" not in func.attrs or "gpu" not in func.attrs["target"].keys
 
 
-def _noted(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
+def _annotated(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
     try:
         nests = form_nests(read_stages(kernel), list(kernel.params))
     except NotStages:

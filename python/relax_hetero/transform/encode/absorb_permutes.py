@@ -35,7 +35,7 @@ class Change:
         The plain left and right operand, without their permutations.
     chain : tuple of int
         Other bindings that name the encoding: elementwise, unset_encoding, set_encoding of their operands.
-    moved : tuple of int, optional
+    permuted : tuple of int, optional
         How the result's dimensions move, where a permutation of the result is absorbed.
     permute : int
         The binding of that permutation.
@@ -44,7 +44,7 @@ class Change:
     encoding: Encoding
     operands: tuple[relax.Expr, relax.Expr]
     chain: tuple[int, ...]
-    moved: tuple[int, ...] | None
+    permuted: tuple[int, ...] | None
     permute: int
 
 
@@ -57,7 +57,7 @@ def absorb_permutes(block: Block) -> list[relax.Binding] | None:
         if change is not None:
             products[index] = change
             roles.update(dict.fromkeys(change.chain, change))
-            if change.moved is not None:
+            if change.permuted is not None:
                 roles[change.permute] = change
     if not products:
         return None
@@ -120,7 +120,7 @@ def _chain(block: Block, var: relax.Var, encoding: str) -> tuple[int, ...] | Non
     pending = [var]
     while pending:
         encoded = pending.pop()
-        if not block.stays(encoded):
+        if not block.is_used_later(encoded):
             return None
         for index in block.users.get(encoded, []):
             value, name = block.bindings[index].value, op_name(block.bindings[index].value)
@@ -159,7 +159,7 @@ def _moved_result(
         return None, -1
     permute = block.bindings[user]
     users = [op_name(block.bindings[index].value) for index in block.users.get(permute.var, [])]
-    if block.stays(permute.var) and set(users) == {op.SET}:
+    if block.is_used_later(permute.var) and set(users) == {op.SET}:
         return None, -1  # the product that reads it takes the permutation
     axes = permutation(permute.value)
     others = [*product.args[2:], *(arg for index in chain for arg in block.bindings[index].value.args[1:])]
@@ -193,13 +193,13 @@ def _write_result(
     writer: ProductWriter, change: Change, binding: relax.VarBinding, call: relax.Call, names: dict[relax.Var, Any]
 ) -> None:
     var = binding.var
-    if change.moved is None:
+    if change.permuted is None:
         writer.bind(var, _with_type(call, var.ty))
         return
     shape = shape_of(var)
     ty = var.ty
     if shape is not None:
-        ty = tensor_type([shape[axis] for axis in change.moved], str(ty.dtype), ty)
+        ty = tensor_type([shape[axis] for axis in change.permuted], str(ty.dtype), ty)
     names[var] = writer.emit(call, ty, var.name)
 
 
@@ -212,9 +212,9 @@ def _write_follower(
 ) -> None:
     call, var = binding.value, binding.var
     attrs: tvm.ir.Attrs = op.EncodingAttrs(str(change.encoding), "")
-    if change.moved is not None and op_name(call) == op.UNSET:
+    if change.permuted is not None and op_name(call) == op.UNSET:
         names[var] = call.args[0]  # the permutation's binding is what becomes the unset
-    elif index == change.permute and change.moved is not None:
+    elif index == change.permute and change.permuted is not None:
         writer.bind(var, _with_type(relax.Call(tvm.ir.Op.get(op.UNSET), [call.args[0]], attrs), var.ty))
     elif op_name(call) == op.ELEMENTWISE:
         attrs = op.EncodedElementwiseAttrs(call.attrs.expression, str(change.encoding), "")

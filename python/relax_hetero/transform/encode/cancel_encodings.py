@@ -59,16 +59,16 @@ def stock_elementwise(expression: Expression, operands: Sequence[relax.Expr], ou
     return out.finish(from_expression(expression, operands, emit, out.var.ty.vdevice))
 
 
-def _operand(encoding: Encoding, value: relax.Expr, wanted: tuple[str, ...], out: Replacement) -> relax.Expr:
+def _operand(encoding: Encoding, value: relax.Expr, dims: tuple[str, ...], out: Replacement) -> relax.Expr:
     """An operand as stock matmul wants it: named dimensions in order, batch dimensions aligned at the end."""
     names = encoding.index_map
     which = "lhs" if encoding.operand_index == LHS else "rhs"
-    ordered = [name for name in wanted if name in names]
+    ordered = [name for name in dims if name in names]
     if ordered != [name for name in names if name != "1"]:
         order = [i for i, name in enumerate(names) if name == "1"] + [names.index(name) for name in ordered]
         value = out.stock(relax.op.permute_dims(value, order), out.var.ty.vdevice, f"{which}_permuted")
         names = tuple(names[i] for i in order)
-    aligned = [name if name in names else "1" for name in wanted]
+    aligned = [name if name in names else "1" for name in dims]
     if _without_leading_ones(names) == _without_leading_ones(aligned):
         return value
     extents = dict(zip(names, extents_of(value.ty), strict=True))
@@ -87,12 +87,14 @@ def _cast(value: relax.Expr, dtype: str, which: str, out: Replacement) -> relax.
     return out.stock(relax.op.astype(value, dtype), out.var.ty.vdevice, f"{which}_{dtype}")
 
 
-def _as_result(value: relax.Expr, names: tuple[str, ...], wanted: tuple[str, ...], out: Replacement) -> relax.Expr:
+def _as_result(
+    value: relax.Expr, names: tuple[str, ...], result_names: tuple[str, ...], out: Replacement
+) -> relax.Expr:
     """The product, whose dimensions are `names`, with those of the op's result."""
-    ordered = [name for name in wanted if name != "1"]
+    ordered = [name for name in result_names if name != "1"]
     if list(names) != ordered:
         call = relax.op.permute_dims(value, [names.index(name) for name in ordered])
         value = out.stock(call, out.var.ty.vdevice, "permuted")
-    if len(extents_of(value.ty)) != len(wanted):
+    if len(extents_of(value.ty)) != len(result_names):
         value = out.stock(relax.op.reshape(value, extents_of(out.var.ty)), out.var.ty.vdevice, "reshaped")
     return value

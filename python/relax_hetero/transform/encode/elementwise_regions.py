@@ -29,7 +29,7 @@ from ...target.element_types import HALF_TYPES
 from ...target.vdevice import same_object
 from ..ir.axes import permutation
 from ..ir.blocks import Block, Emitter, broadcast, is_one, same_extent, same_shape, shape_of, tensor_type, with_regions
-from ..ir.constant_values import constant_near
+from ..ir.constant_values import constant_on_device_of
 from ..ir.op_names import CAST, PERMUTE, RESHAPE
 from ..ir.relax_expressions import scalar_of, to_expression
 from ..ir.rewriting import is_on_gpu, op_name
@@ -95,7 +95,10 @@ def _simplified(region: Region) -> tuple[Expression, list[RegionOperand]]:
     if expression != region.expression:
         expression, numbers = numbers_as_operands(expression, [*dtypes, *["float32"] * len(arrays)])
         arrays += numbers
-    operands = [*region.operands, *(RegionOperand(constant_near(array, region.root), None, False) for array in arrays)]
+    operands = [
+        *region.operands,
+        *(RegionOperand(constant_on_device_of(array, region.root), None, False) for array in arrays),
+    ]
     used = [index for index in operands_of(expression) if index]
     places = [Expression.operand(used.index(i) + 1 if i in used else 0) for i in range(len(operands) + 1)]
     return expression.substitute(places), [operands[index - 1] for index in used]
@@ -185,8 +188,8 @@ class Region:
 class Growth:
     """A region while it grows."""
 
-    def __init__(self, block: Block, root: relax.Var, taken: set[int]) -> None:
-        self.block, self.root, self.taken = block, root, taken
+    def __init__(self, block: Block, root: relax.Var, claimed: set[int]) -> None:
+        self.block, self.root, self.claimed = block, root, claimed
         self.shape = shape_of(root) or []
         self.values = {root: Expression.operand(0)}
         self.sizes = {root: _terms(block, block.definition(root))}
@@ -200,14 +203,14 @@ class Growth:
         block = self.block
         best: Region | None = None
         inside: list[int] = []
-        pending = list(block.users.get(self.root, [])) if block.stays(self.root) else []
+        pending = list(block.users.get(self.root, [])) if block.is_used_later(self.root) else []
         heapq.heapify(pending)
         while pending:
             index = heapq.heappop(pending)
             if inside and inside[-1] == index:
                 continue
             binding = block.bindings[index]
-            if index in self.taken or not self._take(binding):
+            if index in self.claimed or not self._take(binding):
                 break
             if best is not None and self._is_stored_narrow(best, binding):
                 if not self.block.bindings[best.end].var.same_as(binding.value.args[0]):  # permuted in between
@@ -220,7 +223,7 @@ class Growth:
                 var = binding.var
                 best = Region(self.root, index, list(inside), self.values[var], list(self.operands), self.orders[var])
             inside.append(index)
-            if not block.stays(binding.var):
+            if not block.is_used_later(binding.var):
                 break
             for user in block.users.get(binding.var, []):
                 heapq.heappush(pending, user)

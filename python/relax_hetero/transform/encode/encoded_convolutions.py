@@ -26,7 +26,7 @@ from ...encoding.encoding import CONVOLUTIONS, DEFAULT, DYNAMIC, LHS, RESULT, RH
 from ...op import encoded as op
 from ...target.element_types import TF32
 from ..ir.blocks import shape_of, tensor_type
-from ..ir.findings import decline
+from ..ir.remarks import record_missed
 from ..ir.rewriting import op_name
 from .encoded_products import ProductWriter
 from .replaced_bindings import Replacement
@@ -80,7 +80,7 @@ def emit_convolution(
     try:
         _emit(writer, binding, spatial, tf32, accuracy)
     except _Refused as refused:
-        decline(function, binding.var.name, CONVOLUTIONS[spatial - 1], str(refused))
+        record_missed(function, binding.var.name, CONVOLUTIONS[spatial - 1], str(refused))
         return False
     return True
 

@@ -44,11 +44,11 @@ from ..ir.targets import target_of
 from .encoded_values import Stored, StoredRows
 from .kernel_problems import (
     attention_problem,
-    block_product_problem,
     block_rows_problem,
     cached_attention_problem,
     elementwise_problem,
     product_problem,
+    quantized_matmul_problem,
     rows_problem,
 )
 
@@ -57,7 +57,7 @@ class VariantNames:
     """Names by (problem, target), for one module."""
 
     def __init__(self, mod: tvm.IRModule, vdevices: Sequence[relax.VDevice]) -> None:
-        self._taken = {gv.name_hint for gv in mod.get_global_vars()} | _named_already(mod)
+        self._used_names = {gv.name_hint for gv in mod.get_global_vars()} | _named_already(mod)
         self._names: dict[tuple[MatmulProblem | ConvProblem, str], str] = {}
         self._devices: dict[str, str] = {}
         for vdevice in vdevices:
@@ -76,10 +76,10 @@ class VariantNames:
 
     def _fresh(self, base: str) -> str:
         name, count = base, 0
-        while name in self._taken:
+        while name in self._used_names:
             count += 1
             name = f"{base}_v{count}"
-        self._taken.add(name)
+        self._used_names.add(name)
         return name
 
 
@@ -122,7 +122,7 @@ def _named_already(mod: tvm.IRModule) -> set[str]:
     return {str(call.attrs.kernel) for call in values if encoded_op(call) in PRODUCTS} - {""}
 
 
-_OPAQUE = 8  # TVM's kOpaque: stock fusion leaves such a kernel alone
+_WITHOUT_PATTERN = 8  # TVM's kOpaque: stock fusion leaves such a kernel alone
 _NAMED_OPS = 3
 """Ops of an epilogue that a kernel's name tells."""
 
@@ -131,7 +131,7 @@ _NAMED_OPS = 3
 class KernelTable:
     """The PrimFuncs of one module: one per distinct key and target, made on first request."""
 
-    taken: set[str]
+    used_names: set[str]
     functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = field(default_factory=dict)
     _known: dict[tuple[Any, str], tvm.ir.GlobalVar] = field(default_factory=dict)
 
@@ -159,10 +159,12 @@ class KernelTable:
         """
         full_key = (key, str(target))
         if full_key not in self._known:
-            func = make().with_attr({"target": target, "op_pattern": _OPAQUE, OPS: list(ops), **work_attributes(key)})
+            func = make().with_attr(
+                {"target": target, "op_pattern": _WITHOUT_PATTERN, OPS: list(ops), **work_attributes(key)}
+            )
             if "global_symbol" in func.attrs:
                 func = func.without_attr("global_symbol")
-            gvar = fresh_global_var(name, func.ty, self.taken)
+            gvar = fresh_global_var(name, func.ty, self.used_names)
             self.functions[gvar] = func
             self._known[full_key] = gvar
         return self._known[full_key]
@@ -258,7 +260,7 @@ class EncodingKernels:
     def append(self, call: relax.Call, out: relax.TensorType, where: str) -> tvm.ir.GlobalVar | None:
         """Kernel that writes keys and values of a chunk into their pages before `cached_attention`; None: that does."""
         target = target_of(out.vdevice)
-        if str(call.attrs.rows) != "chunk" or not answers_of(target).appends_apart:
+        if str(call.attrs.rows) != "chunk" or not answers_of(target).appends_in_own_kernel:
             return None
         problem = replace(cached_attention_problem(call, out, answers_of(target).page_order(target)), rows=APPEND)
         sizes = [problem.out.shape[0], problem.kv_heads, problem.size]
@@ -281,16 +283,16 @@ class EncodingKernels:
         scratch = params[-1]
         return kernel, relax.TensorType(list(scratch.shape), str(scratch.dtype), vdevice)
 
-    def block_product(self, call: relax.Call, result: relax.TensorType, where: str) -> tvm.ir.GlobalVar:
+    def quantized_matmul(self, call: relax.Call, result: relax.TensorType, where: str) -> tvm.ir.GlobalVar:
         """The kernel of a product with weights in blocks."""
         target = target_of(result.vdevice)
-        problem = block_product_problem(call, result)
+        problem = quantized_matmul_problem(call, result)
         epilogue = _op_names(problem.epilogue.expression if problem.epilogue else None)
         sizes = [*problem.result.shape, problem.depth]
         name = "_".join(["block_matmul", shape_text(sizes), self._names.device(target), *epilogue[:_NAMED_OPS]])
         return self._solve(problem, target, name, ["block_matmul", *epilogue], where)
 
-    def unpacked_product(
+    def unpacked_matmul(
         self, call: relax.Call, result: relax.TensorType, where: str
     ) -> tuple[tvm.ir.GlobalVar, relax.TensorType, tvm.ir.GlobalVar, int] | None:
         """Kernel that unpacks the weights of a product of many rows, its result, and the product; the weights' number.
@@ -298,7 +300,7 @@ class EncodingKernels:
         None where the target multiplies as many rows by the weights' bits.
         """
         target = target_of(result.vdevice)
-        problem = block_product_problem(call, result)
+        problem = quantized_matmul_problem(call, result)
         layout = answers_of(target).unpacked_layout(problem, target)
         if layout is None:
             return None

@@ -8,7 +8,7 @@ import tvm
 from tvm import tirx
 
 from ...encoding.encoding import DYNAMIC, LHS, RESULT, RHS, Encoding
-from ...encoding.packed_layout import PackedLayout, misfit
+from ...encoding.packed_layout import PackedLayout, unsupported_reason
 from ...encoding.resolver import EncodingResolver, resolver_for
 from ...errors import EncodingError
 
@@ -101,7 +101,7 @@ def _answer(
     rank = len(operand.index_map)
     if layout is not None and (not isinstance(layout, PackedLayout) or len(layout.outer_perm) != rank):
         raise EncodingError(f"{asked}: found {layout!r}, expected a PackedLayout of {rank} dimensions, or None")
-    wrong = "" if layout is None else misfit(layout, operand)
+    wrong = "" if layout is None else unsupported_reason(layout, operand)
     if wrong:
         raise EncodingError(f"{asked}: {wrong}")
     return layout

@@ -20,7 +20,6 @@ from ...encoding.heads import NAMES, Heads
 from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import (
     AttentionProblem,
-    BlockProductProblem,
     BlockRowsProblem,
     CachedAttentionProblem,
     ConvProblem,
@@ -28,6 +27,7 @@ from ...encoding.problem import (
     Epilogue,
     MatmulProblem,
     Operand,
+    QuantizedMatmulProblem,
     RowPhase,
     RowsProblem,
     Window,
@@ -35,8 +35,8 @@ from ...encoding.problem import (
 from ...encoding.row_program import RowProgram
 from ...errors import EncodingError
 from ...op.attention import attention_sizes
-from ...op.block_products import form_of, weight_operands
 from ...op.cached_attention import other_operands
+from ...op.quantized_matmul import form_of, weight_operands
 from ...target.element_types import TF32
 from ..ir.blocks import is_one, same_shape
 from ..ir.extents import Symbols
@@ -257,7 +257,7 @@ def cached_attention_problem(call: relax.Call, out: relax.TensorType, order: str
     )
 
 
-def block_product_problem(call: relax.Call, result: relax.TensorType) -> BlockProductProblem:
+def quantized_matmul_problem(call: relax.Call, result: relax.TensorType) -> QuantizedMatmulProblem:
     """Problem of a call of `R.hetero.block_matmul`."""
     symbols = Symbols()
     names = (*(f"b{axis}" for axis in range(len(extents_of(result)) - 2)), "m", "n")
@@ -282,7 +282,7 @@ def block_product_problem(call: relax.Call, result: relax.TensorType) -> BlockPr
     in_panels = isinstance(layout, Panels)
     bits = form.bits if in_panels else stored_bits(form)
     known = form if in_panels or form.record_bytes else None
-    return BlockProductProblem(
+    return QuantizedMatmulProblem(
         lhs,
         weights,
         out,

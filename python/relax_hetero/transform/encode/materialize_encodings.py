@@ -36,9 +36,9 @@ from ...encoding.packed_layout import PackedLayout
 from ...encoding.row_program import RowProgram
 from ...errors import EncodingError
 from ...op.attention import ATTENTION
-from ...op.block_products import BLOCK_MATMUL, BLOCK_ROWS
 from ...op.cached_attention import CACHED_ATTENTION, PAGES
 from ...op.encoded import PREPACKED, PRODUCTS, RELAYOUT, SET, UNSET, encoded_op
+from ...op.quantized_matmul import BLOCK_MATMUL, BLOCK_ROWS
 from ...op.rows import ROWS
 from ...target.vdevice import vdevices_of
 from ..ir.declare import declare_pass
@@ -101,7 +101,7 @@ class _Function:
         if op_name(value) == CACHED_ATTENTION:
             return self._cached_attention(binding)
         if op_name(value) in (BLOCK_MATMUL, BLOCK_ROWS):
-            return self._of_blocks(binding)
+            return self._quantized_op(binding)
         if isinstance(value, relax.TupleGetItem) and value.tuple_value in self.fields:
             field = relax.TupleGetItem(self.fields[value.tuple_value], value.index)
             return relax.VarBinding(binding.var, field, binding.span)
@@ -267,19 +267,19 @@ class _Function:
         bound = [relax.VarBinding(part, relax.TupleGetItem(whole, index)) for index, part in enumerate(parts)]
         return [*bound, relax.VarBinding(var, relax.Tuple(parts), binding.span)]
 
-    def _of_blocks(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
+    def _quantized_op(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
         """The call of a kernel on the weights' bits, or of one that unpacks them, and of a product."""
         var, call = binding.var, binding.value
         where = f"{op_name(call)} of variable {var.name!r} in function {self.name!r}"
         is_product = op_name(call) == BLOCK_MATMUL
-        parts = self.kernels.unpacked_product(call, var.ty, where) if is_product else None
+        parts = self.kernels.unpacked_matmul(call, var.ty, where) if is_product else None
         if parts is not None:
             unpack, ty, multiply, count = parts
             numbers = type(var)(f"{var.name}_numbers", ty)
             made = relax.VarBinding(numbers, self._call(unpack, call.args[1 : 1 + count], ty), binding.span)
             product = self._call(multiply, [call.args[0], numbers, *call.args[1 + count :]], var.ty)
             return [made, relax.VarBinding(var, product, binding.span)]
-        write = self.kernels.block_product if is_product else self.kernels.block_rows
+        write = self.kernels.quantized_matmul if is_product else self.kernels.block_rows
         kernel = write(call, var.ty, where)
         return relax.VarBinding(var, self._call(kernel, call.args, var.ty), binding.span)
 

@@ -30,9 +30,9 @@ from tvm import relax, tirx
 
 from ...encoding.encoding import LHS, RHS
 from ..ir.blocks import Block, shape_of, tensor_type
-from ..ir.constant_values import constant_near
+from ..ir.constant_values import constant_on_device_of
 from ..ir.rewriting import op_name, typed
-from ..quantize.quantized_operands import LONGEST_SUM, Parameter, Quantized, read_along, signed_constant
+from ..quantize.quantized_operands import MAX_INT32_TERMS, Parameter, Quantized, read_along, signed_constant
 from .encoded_convolutions import CONV_OPS, emit_convolution
 from .encoded_products import ProductWriter
 from .quantized_products import binary, emitted_parameter
@@ -99,7 +99,7 @@ def _read(
             return None
         taps *= int(extent)
     # In int32 sums wrap by definition, but not in float32.
-    fits = taps <= LONGEST_SUM and all(side.zero is None or side.zero.is_narrow for side in (data, weight))
+    fits = taps <= MAX_INT32_TERMS and all(side.zero is None or side.zero.is_narrow for side in (data, weight))
     if data.is_float and not fits:
         return None
     if weight.data_value is not None:
@@ -158,7 +158,7 @@ class _Writer:
             return self.writer.emit(relax.op.nn.pad(data, widths, pad_value=value), ty, f"{self.name}_padded")
         padded = self.writer.emit(relax.op.nn.pad(data, widths), ty, f"{self.name}_zeros")
         image = tuple(int(extent) for extent in (shape_of(data) or [])[2:])
-        inside = constant_near(np.pad(np.ones((1, 1, *image), "bool"), pairs), data)
+        inside = constant_on_device_of(np.pad(np.ones((1, 1, *image), "bool"), pairs), data)
         point = self.writer.cast(emitted_parameter(self.writer, zero, f"{self.name}_point"), dtype, f"{self.name}_fill")
         return self.writer.emit(relax.op.where(inside, padded, point), ty, f"{self.name}_padded")
 
@@ -191,7 +191,7 @@ class _Writer:
             sums = array.sum(axis=tuple(axes), dtype=_ACCUMULATOR)
             if zero is not None and zero.value is not None:
                 sums = sums - np.int32(array[0].size) * zero.value
-            return constant_near(sums.reshape([int(extent) for extent in shape]), weight)
+            return constant_on_device_of(sums.reshape([int(extent) for extent in shape]), weight)
         wide = self.writer.cast(weight, _ACCUMULATOR, f"{self.name}_weight_wide")
         if zero is not None:
             ones = [1] * (1 + self.spatial)
@@ -205,7 +205,7 @@ class _Writer:
     def _window_sums(self, data: relax.Expr) -> relax.Expr | None:
         """``sum(x)`` over every window: (b, 1, ...), or one for each channel where there are several groups."""
         groups, shape = int(self.attrs.groups), [int(extent) for extent in shape_of(self.binding.value.args[RHS]) or []]
-        ones = constant_near(np.ones((groups, *shape[1:]), "int8"), data)
+        ones = constant_on_device_of(np.ones((groups, *shape[1:]), "int8"), data)
         windows = self._convolved(data, ones, groups, f"{self.name}_windows")
         if windows is None or groups in (1, shape[0]):
             return windows
@@ -219,13 +219,13 @@ class _Writer:
             return expr
         shape = [*parameter.shape, *[1] * self.spatial]
         if parameter.value is not None:
-            return constant_near(parameter.value.reshape([int(extent) for extent in shape]), expr)
+            return constant_on_device_of(parameter.value.reshape([int(extent) for extent in shape]), expr)
         return self.writer.reshape(expr, shape, f"{self.name}_{which}_along")
 
     def _times(self, a: relax.Expr, b: relax.Expr, which: str) -> relax.Expr:
         if isinstance(a, relax.Var) or isinstance(b, relax.Var):
             return binary(self.writer, relax.op.multiply, a, b, f"{self.name}_{which}")
-        return constant_near(a.value.numpy() * b.value.numpy(), a)
+        return constant_on_device_of(a.value.numpy() * b.value.numpy(), a)
 
     def _less(self, total: relax.Var, correction: relax.Expr, which: str) -> relax.Var:
         return binary(self.writer, relax.op.subtract, total, correction, f"{self.name}_{which}")

@@ -22,9 +22,9 @@ from tvm import relax
 from ...encoding.encoding import LHS, RESULT, RHS, Encoding
 from ...op import encoded as op
 from ..ir.blocks import Block, broadcast, shape_of, tensor_type
-from ..ir.constant_values import constant_near
+from ..ir.constant_values import constant_on_device_of
 from ..ir.relax_expressions import scalar_of
-from ..quantize.quantized_operands import LONGEST_SUM, Parameter, Quantized, read_quantized, signed_constant
+from ..quantize.quantized_operands import MAX_INT32_TERMS, Parameter, Quantized, read_quantized, signed_constant
 from .encoded_products import ProductWriter, as_matrix, product_encoding, with_one_k
 
 _ACCUMULATOR = "int32"
@@ -67,7 +67,7 @@ def emit_quantized_product(
 
 
 def _fits_int32(lhs: Quantized, rhs: Quantized, encoding: Encoding) -> bool:
-    is_short = 0 <= encoding.sizes["k"] <= LONGEST_SUM
+    is_short = 0 <= encoding.sizes["k"] <= MAX_INT32_TERMS
     return is_short and all(side.zero is None or side.zero.is_narrow for side in (lhs, rhs))
 
 
@@ -111,18 +111,22 @@ def _signed(writer: ProductWriter, rhs: Quantized, constants: dict[Any, relax.Ex
     if str(rhs.data.ty.dtype) == "int8":
         return rhs
     wide = writer.cast(rhs.data, "int16", f"{name}_rhs_int16")
-    moved = binary(writer, relax.op.subtract, wide, constant_near(np.array(128, "int16"), wide), f"{name}_rhs_moved")
+    moved = binary(
+        writer, relax.op.subtract, wide, constant_on_device_of(np.array(128, "int16"), wide), f"{name}_rhs_moved"
+    )
     data = writer.cast(moved, "int8", f"{name}_rhs_int8")
-    zero = rhs.zero or Parameter(constant_near(np.array(0, "int32"), data), (), np.array(0, "int32"))
+    zero = rhs.zero or Parameter(constant_on_device_of(np.array(0, "int32"), data), (), np.array(0, "int32"))
     return replace(rhs, data=data, zero=_moved(writer, zero, f"{name}_rhs_zero"))
 
 
 def _moved(writer: ProductWriter, zero: Parameter, name: str) -> Parameter:
     if zero.value is not None:
         value = zero.value - np.int32(128)
-        return Parameter(constant_near(value, zero.expr), zero.shape, value)
+        return Parameter(constant_on_device_of(value, zero.expr), zero.shape, value)
     expr = emitted_parameter(writer, zero, name)
-    moved = binary(writer, relax.op.subtract, expr, constant_near(np.array(128, "int32"), expr), f"{name}_moved")
+    moved = binary(
+        writer, relax.op.subtract, expr, constant_on_device_of(np.array(128, "int32"), expr), f"{name}_moved"
+    )
     return Parameter(moved, zero.shape)
 
 
@@ -140,7 +144,7 @@ def _column_sums(writer: ProductWriter, rhs: Quantized, b: relax.Expr, name: str
     sums = array.sum(axis=-2, keepdims=True, dtype=_ACCUMULATOR)
     if zero is not None and zero.value is not None:
         sums = sums - np.int32(array.shape[-2]) * zero.value
-    return constant_near(sums.reshape(-1) if array.ndim == 2 else sums, b)
+    return constant_on_device_of(sums.reshape(-1) if array.ndim == 2 else sums, b)
 
 
 def as_array(array: np.ndarray) -> np.ndarray:
@@ -150,7 +154,7 @@ def as_array(array: np.ndarray) -> np.ndarray:
 
 def _times_negated(writer: ProductWriter, columns: relax.Expr, zero: Parameter, name: str) -> relax.Expr:
     if zero.value is not None and not isinstance(columns, relax.Var):
-        return constant_near(columns.value.numpy() * -zero.value, columns)
+        return constant_on_device_of(columns.value.numpy() * -zero.value, columns)
     expr = emitted_parameter(writer, zero, f"{name}_zero")
     negated = writer.emit(relax.op.negative(expr), expr.ty, f"{name}_negated")
     return binary(writer, relax.op.multiply, columns, negated, name)
@@ -169,7 +173,7 @@ def _scaled(writer: ProductWriter, plain: relax.Var, lhs: Quantized, rhs: Quanti
     value = writer.cast(plain, "float32", f"{name}_float")
     if lhs.scale is not None and rhs.scale is not None and lhs.scale.is_scalar:
         if lhs.scale.value is not None and rhs.scale.value is not None:
-            scale = constant_near(lhs.scale.value * rhs.scale.value, plain)
+            scale = constant_on_device_of(lhs.scale.value * rhs.scale.value, plain)
         else:
             first, second = (
                 emitted_parameter(writer, p, f"{name}_scale_{i}") for i, p in enumerate((lhs.scale, rhs.scale))
@@ -196,7 +200,7 @@ def _permuted(writer: ProductWriter, side: Quantized, name: str) -> relax.Expr:
 def emitted_parameter(writer: ProductWriter, parameter: Parameter, name: str) -> relax.Expr:
     """A zero point or scale in its own shape: () or (size,)."""
     if parameter.value is not None:
-        return constant_near(parameter.value, parameter.expr)
+        return constant_on_device_of(parameter.value, parameter.expr)
     if len(shape_of(parameter.expr) or []) == len(parameter.shape):
         return parameter.expr
     return writer.reshape(parameter.expr, parameter.shape, name)

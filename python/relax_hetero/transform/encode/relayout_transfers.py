@@ -21,10 +21,10 @@ from .replaced_bindings import Replacement
 # Bytes a second: of a GPU that lays data out, of one core with vectors and without, and of a copy between two memories.
 # Only their ratios matter. (Sources: memory of GPUs since 2020 gives 0.7 to 5 TB/s; packing kernels measured at 10 to
 # 40 GB/s a core from memory, scalar loops at about 1; host memory copied at 20 GB/s, PCIe 4 x16 at 25.)
-GPU_RATE = 1000e9
-VECTOR_RATE = 20e9
-SCALAR_RATE = 1e9
-WIRE_RATE = 20e9
+GPU_BYTES_PER_SECOND = 1000e9
+VECTOR_BYTES_PER_SECOND = 20e9
+SCALAR_BYTES_PER_SECOND = 1e9
+LINK_BYTES_PER_SECOND = 20e9
 _SYMBOLIC_EXTENT = 128
 """Assumed extent of a symbolic dimension, where the bytes of two layouts are compared."""
 
@@ -66,7 +66,9 @@ class Crossing:
     def _wire(self, size: int) -> float:
         if on_one_device(self.source, self.destination):
             return 0.0
-        return size / (WIRE_RATE if host_of(self.source) == host_of(self.destination) else NETWORK_BYTES_PER_SECOND)
+        return size / (
+            LINK_BYTES_PER_SECOND if host_of(self.source) == host_of(self.destination) else NETWORK_BYTES_PER_SECOND
+        )
 
     def _bytes(self, layout: PackedLayout) -> int:
         extents = [int(e) if isinstance(e, tvm.tirx.IntImm) else _SYMBOLIC_EXTENT for e in extents_of(self.ty)]
@@ -75,16 +77,16 @@ class Crossing:
 
 def _rate(vdevice: relax.VDevice) -> float:
     if _is_gpu(vdevice):
-        return GPU_RATE
+        return GPU_BYTES_PER_SECOND
     machine = cpu_target_of(vdevice.target)
-    return machine.cores * (VECTOR_RATE if machine.isa.vector_bytes else SCALAR_RATE)
+    return machine.cores * (VECTOR_BYTES_PER_SECOND if machine.isa.vector_bytes else SCALAR_BYTES_PER_SECOND)
 
 
 def _is_gpu(vdevice: relax.VDevice) -> bool:
     return "gpu" in vdevice.target.keys
 
 
-def moved(value: relax.Expr, crossing: Crossing, out: Replacement) -> list[relax.Binding]:
+def transferred(value: relax.Expr, crossing: Crossing, out: Replacement) -> list[relax.Binding]:
     """Bindings that make `out.var`, on the destination and in its layout, of an encoded `value` at the source."""
     there = with_vdevice(crossing.ty, crossing.destination)
     again = (crossing.encoding, crossing.to_layout, crossing.from_layout)

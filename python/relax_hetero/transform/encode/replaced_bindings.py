@@ -80,8 +80,8 @@ class Merges:
     """Replacements of variables of one function, which a pass notes while it rewrites it."""
 
     def __init__(self) -> None:
-        self._gone: dict[relax.Var, relax.Expr] = {}
-        self._wanted: list[relax.Var] = []
+        self._removed: dict[relax.Var, relax.Expr] = {}
+        self._replacements: list[relax.Var] = []
 
     def drop(self, var: relax.Var, value: relax.Expr) -> list[relax.Binding]:
         """`var`, which no function returns, is `value`: its binding goes. Call `resolve` on operands from now on.
@@ -91,30 +91,30 @@ class Merges:
         value = self.resolve(value)
         if isinstance(value, relax.DataflowVar) and not isinstance(var, relax.DataflowVar):
             return [relax.VarBinding(var, value)]
-        self._gone[var] = value
+        self._removed[var] = value
         return []
 
     def alias(self, var: relax.Var, value: relax.Expr) -> relax.Binding:
         """`var` is `value`; `apply` decides which of the two stays."""
-        self._wanted.append(var)
+        self._replacements.append(var)
         return relax.VarBinding(var, self.resolve(value))
 
     def resolve(self, expr: relax.Expr) -> relax.Expr:
         """Present form of an operand."""
-        return self._gone.get(expr, expr) if isinstance(expr, relax.Var) else expr
+        return self._removed.get(expr, expr) if isinstance(expr, relax.Var) else expr
 
     def apply(self, func: relax.Function) -> relax.Function:
         """`func`, rewritten by the pass, with dropped variables replaced and aliases merged."""
-        if not self._gone and not self._wanted:
+        if not self._removed and not self._replacements:
             return func
-        replaced = dict(self._gone)
+        replaced = dict(self._removed)
 
         def now(expr: relax.Expr) -> relax.Expr:
             while isinstance(expr, relax.Var) and expr in replaced:
                 expr = replaced[expr]
             return expr
 
-        wanted = set(self._wanted)
+        wanted = set(self._replacements)
         scopes = _scopes(func)
         kept: set[relax.Var] = set()
         for binding in walk_bindings(func):

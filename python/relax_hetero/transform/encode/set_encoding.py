@@ -35,7 +35,7 @@ from ...encoding.encoding import LHS, RHS
 from ...target.element_types import TF32
 from ..ir.blocks import Block, rewrite_function, shape_of, without_unused
 from ..ir.declare import declare_pass
-from ..ir.module_attrs import TF32_KEPT
+from ..ir.module_attrs import WITHOUT_TF32
 from ..ir.rewriting import op_name, relax_functions, with_functions
 from ..quantize.quantized_operands import is_part_of_quantized
 from .accuracies import Accuracies
@@ -58,7 +58,7 @@ def set_encoding(mod: tvm.IRModule) -> tvm.IRModule:
     functions = {}
     accuracies = Accuracies(mod)
     for gv, func in relax_functions(mod):
-        exact = frozenset(map(str, func.attrs[TF32_KEPT])) if TF32_KEPT in func.attrs else None
+        exact = frozenset(map(str, func.attrs[WITHOUT_TF32])) if WITHOUT_TF32 in func.attrs else None
         rewrite = partial(_encode_block, function=gv.name_hint, constants=constants, exact=exact, accuracies=accuracies)
         functions[gv] = rewrite_function(func, rewrite)
     return with_functions(mod, functions)

@@ -37,8 +37,8 @@ from ...op.encoded import CONV, ELEMENTWISE, PRODUCTS, SET, UNSET, encoded_op
 from ...target.vdevice import device_name, vdevices_of
 from ..ir.blocks import Block, rewrite_blocks, without_unused
 from ..ir.declare import declare_pass
-from ..ir.findings import is_collecting, publish
 from ..ir.op_names import CAST, PERMUTE, RESHAPE, TRANSFER
+from ..ir.remarks import is_collecting, publish
 from ..ir.reports import CancelledEntry
 from ..ir.rewriting import map_bindings, op_name, relax_functions, typed, with_functions
 from ..ir.targets import target_of
@@ -48,7 +48,7 @@ from .encoding_description import describe_encodings, name_in_model, product_nam
 from .encoding_kernels import VariantNames
 from .encoding_layouts import Layouts
 from .kernel_problems import product_problem
-from .relayout_transfers import Crossing, moved
+from .relayout_transfers import Crossing, transferred
 from .replaced_bindings import Merges, Replacement, dataflow_variables, error_context
 from .verify_encodings import verify_encodings
 
@@ -198,7 +198,7 @@ class _Function:
             if old == new:
                 return binding
             crossing = Crossing(encoding, source.ty, source.ty.vdevice, var.ty.vdevice, old, new)
-            return moved(value, crossing, out)
+            return transferred(value, crossing, out)
         if source in self.plain:
             value = self.plain[source]
         elif old is not None:

@@ -137,10 +137,10 @@ def _expected(name: str, call: relax.Call, index: int) -> tuple[EncodedValue | N
     return own, index > 0  # unset_encoding; elementwise and init, where what is plain broadcasts
 
 
-def _fits(found: EncodedValue, expected: EncodedValue) -> bool:
-    if found.encoding != expected.encoding:
+def _fits(layout: EncodedValue, expected: EncodedValue) -> bool:
+    if layout.encoding != expected.encoding:
         return False
-    return found.layout is None or expected.layout is None or found.layout == expected.layout
+    return layout.layout is None or expected.layout is None or layout.layout == expected.layout
 
 
 def _of(var: relax.Var, value: EncodedValue) -> str:

@@ -200,8 +200,8 @@ def _outer(shape: list[Any], sizes: dict[str, Any]) -> list[tuple[str, ...]] | N
     return [("h",)] if is_one(sizes["b"]) else [("b", "h")]
 
 
-def _same_batch(found: list[Any], shape: list[Any]) -> bool:
-    return same_shape(found[:-2], shape[:-2])
+def _same_batch(batch: list[Any], shape: list[Any]) -> bool:
+    return same_shape(batch[:-2], shape[:-2])
 
 
 def _shared_heads(
@@ -377,7 +377,7 @@ def weighted_after(block: Block, index: int) -> Weighted | None:
 def _zero_for_nan(block: Block, var: relax.Var) -> list[int] | None:
     """The bindings of ``where(isnan(x), 0, x)`` where they are all that use x."""
     users = block.users.get(var, [])
-    if len(users) != 2 or not block.stays(var):
+    if len(users) != 2 or not block.is_used_later(var):
         return None
     test, choice = (block.bindings[user] for user in users)
     if op_name(test.value) != "relax.isnan" or op_name(choice.value) != "relax.where":

@@ -32,8 +32,8 @@ from ...op.attention import attention
 from ...target.element_types import TF32
 from ..ir.blocks import Block, rewrite_function, without_unused
 from ..ir.declare import declare_pass
-from ..ir.findings import decline
-from ..ir.module_attrs import TF32_KEPT
+from ..ir.module_attrs import WITHOUT_TF32
+from ..ir.remarks import record_missed
 from ..ir.rewriting import op_name, relax_functions, with_functions
 from ..ir.targets import target_of
 from .attention_patterns import ATTENTION_OPS, Attention, NoAttention, find_attention, find_attention_op
@@ -50,7 +50,7 @@ FormAttention = declare_pass("FormAttention", form_attention)
 
 def _formed_function(func: relax.Function, name: str) -> relax.Function:
     while True:
-        exact = frozenset(map(str, func.attrs[TF32_KEPT])) if TF32_KEPT in func.attrs else None
+        exact = frozenset(map(str, func.attrs[WITHOUT_TF32])) if WITHOUT_TF32 in func.attrs else None
         formed = rewrite_function(func, lambda block, exact=exact: _form(block, name, exact))  # type: ignore[misc]
         if formed is func:
             return rewrite_function(func, merge_products)
@@ -73,12 +73,12 @@ def _form(block: Block, function: str, exact: frozenset[str] | None) -> list[rel
             is_op = name in ATTENTION_OPS
             one = find_attention_op(block, index) if is_op else find_attention(block, index, "gpu" in target.keys)
         except NoAttention as reason:
-            decline(function, binding.var.name, "attention", str(reason))
+            record_missed(function, binding.var.name, "attention", str(reason))
             continue
         tf32 = one is not None and _may_round(block, one, exact, target)
-        unfit = "" if one is None else _unfit(one, target, tf32)
+        unfit = "" if one is None else _unsupported_reason(one, target, tf32)
         if unfit:
-            decline(function, binding.var.name, "attention", unfit)
+            record_missed(function, binding.var.name, "attention", unfit)
             continue
         # What reads the inside of another one, through views, is formed next time, when that is a value.
         if one is not None and not any(block.positions.get(x, -1) in gone - found.keys() for x in _variables(one)):
@@ -95,40 +95,40 @@ def _form(block: Block, function: str, exact: frozenset[str] | None) -> list[rel
     return without_unused(bindings, block, _is_view)
 
 
-def _width(found: Attention) -> int:
-    return max(found.heads.size("d"), found.heads.size("e"))
+def _width(attention: Attention) -> int:
+    return max(attention.heads.size("d"), attention.heads.size("e"))
 
 
-def _may_round(block: Block, found: Attention, exact: frozenset[str] | None, target: tvm.target.Target) -> bool:
+def _may_round(block: Block, attention: Attention, exact: frozenset[str] | None, target: tvm.target.Target) -> bool:
     """True if an attention of float32 tensors is one of products that round them, where its device has such a one."""
-    if exact is None or str(found.operands[0].ty.dtype) != "float32":
+    if exact is None or str(attention.operands[0].ty.dtype) != "float32":
         return False
-    names = {block.bindings[index].var.name for index in (*found.inside, found.end)}
-    return not names & exact and TF32 in answers_of(target).attention_types(target, _width(found))
+    names = {block.bindings[index].var.name for index in (*attention.inside, attention.end)}
+    return not names & exact and TF32 in answers_of(target).attention_types(target, _width(attention))
 
 
-def _unfit(found: Attention, target: tvm.target.Target, tf32: bool) -> str:
+def _unsupported_reason(attention: Attention, target: tvm.target.Target, tf32: bool) -> str:
     """Why a device had better compute an attention by its parts; empty where it had not."""
-    if "gpu" in target.keys and 0 in found.heads.sizes:
+    if "gpu" in target.keys and 0 in attention.heads.sizes:
         return "an extent is 0"
-    width = _width(found)
-    types, dtype = answers_of(target).attention_types(target, width), str(found.operands[0].ty.dtype)
+    width = _width(attention)
+    types, dtype = answers_of(target).attention_types(target, width), str(attention.operands[0].ty.dtype)
     if tf32 or dtype in types:
         return ""
     return f"found {dtype}, heads of {width}; expected one of {sorted(types)}, which its device has in one kernel"
 
 
-def _variables(found: Attention) -> list[relax.Var]:
-    return [operand for operand in found.operands if isinstance(operand, relax.Var)]
+def _variables(attention: Attention) -> list[relax.Var]:
+    return [operand for operand in attention.operands if isinstance(operand, relax.Var)]
 
 
-def _formed(binding: relax.Binding, found: Attention, tf32: bool) -> relax.Binding:
+def _formed(binding: relax.Binding, matched: Attention, tf32: bool) -> relax.Binding:
     call = attention(
-        *found.operands,
-        heads=found.heads,
-        scores=found.scores,
-        causal=found.causal,
-        nan_to_zero=found.nan_to_zero,
+        *matched.operands,
+        heads=matched.heads,
+        scores=matched.scores,
+        causal=matched.causal,
+        nan_to_zero=matched.nan_to_zero,
         tf32=tf32,
     )
     call = relax.Call(call.op, call.args, call.attrs, ret_ty=binding.var.ty)

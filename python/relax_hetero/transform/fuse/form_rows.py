@@ -34,7 +34,7 @@ from ...op.encoded import UNSET
 from ...op.rows import rows
 from ..ir.blocks import Block, Emitter, is_one, rewrite_function, same_shape, shape_of, tensor_type, with_regions
 from ..ir.declare import declare_pass
-from ..ir.findings import decline
+from ..ir.remarks import record_missed
 from ..ir.rewriting import op_name, relax_functions, with_functions
 from ..ir.targets import target_of
 from .row_regions import RowGrowth, RowRegion
@@ -66,7 +66,7 @@ class _Former:
         for index, binding in enumerate(block.bindings):
             op = row_op(binding.value) if index not in taken else None
             if op is None:
-                self._decline(binding)
+                self._missed(binding)
                 continue
             region = self._region(block, index, op, taken)
             if region is not None:
@@ -74,28 +74,30 @@ class _Former:
                 taken.update([*region.inside, region.end])
         return with_regions(block, regions, _write)
 
-    def _region(self, block: Block, index: int, op: RowOp, taken: set[int]) -> RowRegion | None:
+    def _region(self, block: Block, index: int, op: RowOp, claimed: set[int]) -> RowRegion | None:
         var = block.bindings[index].var
         reason = _why_not(op, var)
         if reason:
-            self._say(var, op.call.op.name, reason)
+            self._remark(var, op.call.op.name, reason)
             return None
         if reason is None:
             return None
-        region = RowGrowth(block, index, op, taken).region()
+        region = RowGrowth(block, index, op, claimed).region()
         if region is None:
-            self._say(var, op.call.op.name, "its operands do not broadcast along the rows")
+            self._remark(var, op.call.op.name, "its operands do not broadcast along the rows")
         elif op.axes > 1 and (is_one(region.shape[-1]) or _is_image(block, op)):
-            self._say(var, op.call.op.name, f"reduces {op.axes} axes, expected one, or a norm of what is no image")
+            self._remark(var, op.call.op.name, f"reduces {op.axes} axes, expected one, or a norm of what is no image")
             return None
         return region
 
-    def _decline(self, binding: relax.Binding) -> None:
+    def _missed(self, binding: relax.Binding) -> None:
         if is_wide(binding.value):
-            self._say(binding.var, binding.value.op.name, "its axes are not the last ones, or its type has no kernel")
+            self._remark(
+                binding.var, binding.value.op.name, "its axes are not the last ones, or its type has no kernel"
+            )
 
-    def _say(self, var: relax.Var, op: str, reason: str) -> None:
-        decline(self.function, var.name, op.removeprefix("relax."), reason)
+    def _remark(self, var: relax.Var, op: str, reason: str) -> None:
+        record_missed(self.function, var.name, op.removeprefix("relax."), reason)
 
 
 def _why_not(op: RowOp, var: relax.Var) -> str | None:

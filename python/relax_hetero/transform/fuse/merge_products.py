@@ -28,8 +28,8 @@ from tvm import relax
 from ...encoding.heads import Heads
 from ...op.attention import ATTENTION
 from ..ir.blocks import Block, Emitter, same_shape, shape_of, tensor_type
-from ..ir.findings import note_joined
 from ..ir.op_names import CAST
+from ..ir.remarks import record_merged
 from ..ir.rewriting import op_name
 
 
@@ -136,7 +136,7 @@ def _write(emitter: Emitter, binding: relax.Binding, products: Sequence[_Product
     for product in products:
         starts[product.var], width = width, width + int((shape_of(product.weight) or [])[1])
     name = f"{first.var.name}_merged"
-    note_joined(name, [product.var.name for product in products])
+    record_merged(name, [product.var.name for product in products])
     weight = _concatenated([product.weight for product in products], 1)
     shape = [*(shape_of(first.x) or [])[:-1], width]
     wide, narrow = (tensor_type(shape, dtype, first.var.ty) for dtype in first.types)
@@ -152,7 +152,7 @@ def _write(emitter: Emitter, binding: relax.Binding, products: Sequence[_Product
         result = emitter.emit(relax.op.astype(result, first.types[1]), narrow, name)
     heads = Heads.parse(call.attrs.heads)
     maps = [
-        found.moved(starts[arg]) if arg in starts else found
+        found.permuted(starts[arg]) if arg in starts else found
         for arg, found in zip(call.args[:3], heads.operands, strict=True)
     ]
     args = [result if arg in starts else arg for arg in call.args]

@@ -97,7 +97,7 @@ class _RelaxArrays:
         """See `Arrays`."""
         return self._of_pairs(x, _HALVES.astype(np.float32))
 
-    def brain(self, x: relax.Expr) -> relax.Expr:
+    def bf16(self, x: relax.Expr) -> relax.Expr:
         """See `Arrays`."""
         return self._of_pairs(x, (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32))
 
@@ -149,7 +149,7 @@ def _write_rows(emitter: Emitter, raw: relax.Expr, form: BlockFormat, depth: int
     if form.low:
         shape = shape_of(fields) or []
         fields = arrays.emit(relax.op.add(fields, arrays.number(form.low, "float32")), shape, "float32")
-    scales = by_weight(parts.scales, parts.outer_scales)
+    scales = by_weight(parts.scales, parts.superblock_scales)
     value = relax.op.multiply(fields, scales)
     if parts.minimums is not None:
         scaled = arrays.times(fields, scales)

@@ -75,7 +75,7 @@ _MAX_TERMS = 400
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Candidate:
     """A region so far: its last value, and the bindings before it."""
 
     end: int
@@ -87,8 +87,8 @@ class _Found:
 class RowGrowth:
     """A region while it grows from the binding of an op on rows."""
 
-    def __init__(self, block: Block, start: int, op: RowOp, taken: set[int]) -> None:
-        self.block, self.start, self.op, self.taken = block, start, op, taken
+    def __init__(self, block: Block, start: int, op: RowOp, claimed: set[int]) -> None:
+        self.block, self.start, self.op, self.claimed = block, start, op, claimed
         self.device = block.bindings[start].var.ty.vdevice
         self.shape = shape_of(op.call.args[0]) or []
         self.outer = self.shape[: len(self.shape) - op.axes]
@@ -102,7 +102,7 @@ class RowGrowth:
         block = self.block
         if not self._take(block.bindings[self.start]):
             return None
-        found = self._found(self.start, ())
+        found = self._candidate(self.start, ())
         inside: list[int] = [self.start]
         pending = self._users(block.bindings[self.start].var)
         heapq.heapify(pending)
@@ -110,10 +110,10 @@ class RowGrowth:
             index = heapq.heappop(pending)
             if inside[-1] == index:
                 continue
-            if index in self.taken or not self._take(block.bindings[index]):
+            if index in self.claimed or not self._take(block.bindings[index]):
                 break
             if set(pending) <= {index} and op_name(block.bindings[index].value) not in _VIEWS:
-                found = self._found(index, tuple(inside))
+                found = self._candidate(index, tuple(inside))
             inside.append(index)
             users = self._users(block.bindings[index].var)
             if not users:
@@ -122,12 +122,12 @@ class RowGrowth:
                 heapq.heappush(pending, user)
         return self._finish(self._with_prologue(found))
 
-    def _found(self, index: int, inside: tuple[int, ...]) -> _Found:
+    def _candidate(self, index: int, inside: tuple[int, ...]) -> _Candidate:
         var = self.block.bindings[index].var
-        return _Found(index, inside, self.terms[var], self.forms[var])
+        return _Candidate(index, inside, self.terms[var], self.forms[var])
 
     def _users(self, var: relax.Var) -> list[int]:
-        return list(self.block.users.get(var, [])) if self.block.stays(var) else []
+        return list(self.block.users.get(var, [])) if self.block.is_used_later(var) else []
 
     def _take(self, binding: relax.Binding) -> bool:
         var, value = binding.var, binding.value
@@ -265,15 +265,15 @@ class RowGrowth:
 
         return size(term) + sum(size(part) for _, part in self.reductions)
 
-    def _with_prologue(self, found: _Found) -> _Found:
+    def _with_prologue(self, candidate: _Candidate) -> _Candidate:
         """With elementwise ops that only the region uses; operands are replaced by what computes them."""
         block = self.block
         index = 0
         while index < len(self.operands):
             operand = self.operands[index]
             position = block.positions.get(operand.value) if isinstance(operand.value, relax.Var) else None
-            region = {*found.inside, found.end}
-            if position is None or position in self.taken or not block.stays(operand.value):
+            region = {*candidate.inside, candidate.end}
+            if position is None or position in self.claimed or not block.is_used_later(operand.value):
                 index += 1
                 continue
             form = self._form(shape_of(operand.value) or [])
@@ -282,14 +282,16 @@ class RowGrowth:
             known = len(self.operands)
             term = self._term_of(value, form or "") if joins and row_op(value) is None else None
             table = {_operand(index): rounded(term, value)} if term is not None else {}
-            if term is None or self._size_with(found.term, table) > _MAX_TERMS or op_name(value) in _VIEWS:
+            if term is None or self._size_with(candidate.term, table) > _MAX_TERMS or op_name(value) in _VIEWS:
                 del self.operands[known:]
                 index += 1
                 continue
             self.reductions = [(kind, replaced(part, table)) for kind, part in self.reductions]
-            found = replace(found, term=replaced(found.term, table), inside=tuple(sorted((*found.inside, position))))
+            candidate = replace(
+                candidate, term=replaced(candidate.term, table), inside=tuple(sorted((*candidate.inside, position)))
+            )
             index += 1
-        return found
+        return candidate
 
     def _size_with(self, term: Term, table: dict[Term, Term]) -> int:
         before, self.reductions = self.reductions, [(kind, replaced(part, table)) for kind, part in self.reductions]
@@ -297,21 +299,21 @@ class RowGrowth:
         self.reductions = before
         return size
 
-    def _finish(self, found: _Found) -> RowRegion:
+    def _finish(self, candidate: _Candidate) -> RowRegion:
         """Operands and reductions that are used, numbered anew."""
-        reductions = self._used_reductions(found.term)
-        terms = [*(self.reductions[number][1] for number in reductions), found.term]
+        reductions = self._used_reductions(candidate.term)
+        terms = [*(self.reductions[number][1] for number in reductions), candidate.term]
         used = [i for i in sorted({i for term in terms for i in operands_of(Expression(term))}) if i < _REDUCED]
         table = {_operand(old): _operand(new) for new, old in enumerate(used)}
         table.update({_operand(_REDUCED + old): _operand(len(used) + new) for new, old in enumerate(reductions)})
         renamed = [Expression(replaced(term, table)) for term in terms]
         kinds = [self.reductions[number][0] for number in reductions]
         program = RowProgram(len(used), tuple(map(Reduction, kinds, renamed)), renamed[-1])
-        last = self._length() if found.form == FULL else tirx.IntImm("int64", 1)
-        names = [op_name(self.block.bindings[index].value) or "" for index in (*found.inside, found.end)]
+        last = self._length() if candidate.form == FULL else tirx.IntImm("int64", 1)
+        names = [op_name(self.block.bindings[index].value) or "" for index in (*candidate.inside, candidate.end)]
         ops = tuple(name.removeprefix("relax.").removeprefix("nn.") for name in names if name not in _VIEWS)
         operands = tuple(self.operands[number] for number in used)
-        return RowRegion(found.end, found.inside, program, operands, [*self.outer, last], ops)
+        return RowRegion(candidate.end, candidate.inside, program, operands, [*self.outer, last], ops)
 
     def _used_reductions(self, result: Term) -> list[int]:
         used: set[int] = set()

@@ -35,12 +35,12 @@ def then(first: Axes, second: Axes) -> Axes:
     return tuple(first[axis] for axis in second)
 
 
-def lying(values: Sequence[Any], axes: Axes) -> list[Any]:
+def permuted(values: Sequence[Any], axes: Axes) -> list[Any]:
     """Values that belong to each dimension of v, in the order of the dimensions of u."""
     return [values[axis] for axis in inverse(axes)]
 
 
-def moves_nothing(shape: Sequence[Any], axes: Axes) -> bool:
+def is_order_preserving(shape: Sequence[Any], axes: Axes) -> bool:
     """Return whether a permutation of a tensor of `shape` moves no element: only extents of 1 change places."""
     moved = [axis for axis in axes if not is_one(shape[axis])]
     return moved == sorted(moved)

@@ -55,9 +55,9 @@ class Block:
     def sole_user(self, var: relax.Var) -> int | None:
         """Index of the only binding that uses `var`, None if there are others, or uses after the block."""
         users = self.users.get(var, [])
-        return users[0] if len(users) == 1 and self.stays(var) else None
+        return users[0] if len(users) == 1 and self.is_used_later(var) else None
 
-    def stays(self, var: relax.Var) -> bool:
+    def is_used_later(self, var: relax.Var) -> bool:
         """Return whether nothing after the block uses `var`."""
         return var not in self.used_later and (not self.is_dataflow or isinstance(var, relax.DataflowVar))
 
@@ -121,14 +121,14 @@ def with_regions(
 
 
 def with_replaced(
-    block: Block, made: Mapping[int, list[relax.Binding]], gone: Container[int]
+    block: Block, replacements: Mapping[int, list[relax.Binding]], removed: Container[int]
 ) -> list[relax.Binding] | None:
     """The bindings of a block, some of them replaced and some left out, by position; None where none is replaced."""
-    if not made:
+    if not replacements:
         return None
     bindings: list[relax.Binding] = []
     for index, binding in enumerate(block.bindings):
-        bindings += made.get(index, [] if index in gone else [binding])
+        bindings += replacements.get(index, [] if index in removed else [binding])
     return bindings
 
 

@@ -31,15 +31,15 @@ _HALVES = ("float16", "bfloat16")
 _SMALL = 1 << 16
 """Elements up to which every constant expression is computed; of larger ones, those that a convolution weighs with."""
 
-_GROWTH, _GROWN = 64, 16 << 20
+_GROWTH, _GROWTH_LIMIT_BYTES = 64, 16 << 20
 
 
-def grows_too_much(nbytes: int, origin: int) -> bool:
+def exceeds_growth_limit(nbytes: int, origin: int) -> bool:
     """True if `nbytes` of a result are too many to be kept in place of `origin` bytes of constants that it comes from.
 
     Weights of 4 bits that become float32 grow eight times. A kernel fills a tensor with a scalar faster.
     """
-    return nbytes > _GROWN and nbytes > _GROWTH * origin
+    return nbytes > _GROWTH_LIMIT_BYTES and nbytes > _GROWTH * origin
 
 
 class ConstantValues:
@@ -72,7 +72,7 @@ class ConstantValues:
         types = (*_FLOATS, "int32") if name in _OF_INTEGERS else _FLOATS
         if len(arrays) < len(tensors) or (name in _ARITHMETIC and any(str(a.dtype) not in types for a in arrays)):
             return None
-        if grows_too_much(tensor_bytes([int(extent) for extent in shape], call.ty.dtype.dtype), _nbytes(arrays)):
+        if exceeds_growth_limit(tensor_bytes([int(extent) for extent in shape], call.ty.dtype.dtype), _nbytes(arrays)):
             return None
         with np.errstate(all="ignore"):
             return compute(*arrays)
@@ -115,7 +115,7 @@ def constant_like(array: np.ndarray, like: relax.TensorType) -> tvm.ir.GenericCo
     return _constant(array.astype(numpy_dtype(str(like.dtype)), copy=False), str(like.dtype), like)
 
 
-def constant_near(array: np.ndarray, other: relax.Expr) -> tvm.ir.GenericConst:
+def constant_on_device_of(array: np.ndarray, other: relax.Expr) -> tvm.ir.GenericConst:
     """A constant of the array's own element type, on the device of another tensor."""
     return _constant(array, str(array.dtype), other.ty)
 
@@ -142,7 +142,7 @@ def fold_constants(block: Block) -> list[relax.Binding] | None:
     for binding in block.bindings:
         var = binding.var
         is_computed = isinstance(binding, relax.VarBinding) and isinstance(binding.value, relax.Call)
-        array = values.of(var) if is_computed and block.stays(var) else None
+        array = values.of(var) if is_computed and block.is_used_later(var) else None
         if array is not None and (array.size <= _SMALL or var in weights or _is_rounding(binding.value)):
             folded[var] = constant_like(array, var.ty)
         else:

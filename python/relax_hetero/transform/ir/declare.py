@@ -23,8 +23,8 @@ from typing import Any, Concatenate, ParamSpec
 import tvm
 
 from ...errors import BuildError, HeteroError
-from .findings import noting
-from .reasons import place_of, reason
+from .reasons import location_of, reason
+from .remarks import recording
 
 _Options = ParamSpec("_Options")
 _HEADING = re.compile(r"^(\w+)\n-{3,}$", re.MULTILINE)
@@ -94,12 +94,12 @@ def declare_pass(
 
         def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
             try:
-                return noting(lambda mod: work(mod, *args, **kwargs), mod)
+                return recording(lambda mod: work(mod, *args, **kwargs), mod)
             except HeteroError:
                 raise
             except Exception as error:  # passes of TVM, and what they call, raise what has no common class
                 raise BuildError(
-                    f"this module cannot be lowered by {name}: {place_of(error)}{reason(error)}"
+                    f"this module cannot be lowered by {name}: {location_of(error)}{reason(error)}"
                 ) from error
 
         return tvm.transform.module_pass(run, opt_level=0, name=name)

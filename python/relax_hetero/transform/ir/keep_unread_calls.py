@@ -34,11 +34,11 @@ from tvm_ffi import structural_map
 
 from .blocks import used_vars
 from .callee_devices import with_callee_devices
-from .cut_blocks import with_cuts
 from .declare import declare_pass
 from .module_attrs import is_lowered
 from .op_names import is_own_function
 from .rewriting import copy_module, map_bindings, op_name, relax_functions, walk_bindings, with_body
+from .split_blocks import with_split_blocks
 
 _PURE_PACKED = ("relax.call_pure_packed", "relax.call_inplace_packed")
 _PURE_CLOSURE = "relax.invoke_pure_closure"
@@ -211,7 +211,7 @@ class _UnreadCalls:
             return func
         func = map_bindings(func, self._written)
         cut = {binding.var for binding in walk_bindings(func) if self._has_effect(binding)}
-        func = with_body(func, with_cuts(func.body, cut - self.into_results))
+        func = with_body(func, with_split_blocks(func.body, cut - self.into_results))
         new = {var: type(var)(var.name, _impure(var.ty)) for var in impure}
         func = structural_map(func, (relax.Var, lambda var: new.get(var, var)))
         is_pure = func.is_pure and gv.name_hint not in self.functions

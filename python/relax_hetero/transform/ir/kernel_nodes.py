@@ -1,8 +1,8 @@
 """Which nodes of the model's graph each kernel call computes.
 
 Values keep their names through the passes, and a pass that stores a value in another form adds an ending: "n2_encoded"
-is the value "n2". So the results of most kernels name a node of the graph (`NoteGraph`). A kernel computes that node,
-and all before it that lie behind no result of another kernel.
+is the value "n2". So the results of most kernels name a node of the graph (`AnnotateGraph`). A kernel computes that
+node, and all before it that lie behind no result of another kernel.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tvm
 from tvm import relax
 
 from ...artifact.model_graph import CONSTANT, INPUT, KINDS, OP, OUTPUT, FunctionGraph, ModelGraph
-from ...op.block_products import DEQUANTIZE_BLOCKS
+from ...op.quantized_matmul import DEQUANTIZE_BLOCKS
 from .blocks import used_vars
 from .kernels import called_prim_func
 from .op_names import HINT, TRANSFER

@@ -15,7 +15,13 @@ import tvm
 from tvm import relax, tirx
 from tvm.tirx.buffer import is_buffer_var
 
-from ...encoding.arithmetic import SHORT_SUMS, operations, precision, precision_of_arguments, with_short_sums
+from ...encoding.arithmetic import (
+    FP16_PARTIAL_SUMS,
+    operations,
+    precision,
+    precision_of_arguments,
+    with_fp16_partial_sums,
+)
 from .op_names import CALL_TIR_OPS
 from .rewriting import copy_module, op_name, tensor_types, walk_bindings
 
@@ -100,7 +106,7 @@ def precision_of(func: tirx.PrimFunc, arguments: Iterable[str] | None = None) ->
     if arguments is None:
         arguments = (str(param.dtype) for param in func.params if is_buffer_var(param))
     text = str(func.attrs.get(PRECISION, "")) or precision_of_arguments(arguments)
-    return with_short_sums(text, str(func.attrs[SHORT_SUMS])) if SHORT_SUMS in func.attrs else text
+    return with_fp16_partial_sums(text, str(func.attrs[FP16_PARTIAL_SUMS])) if FP16_PARTIAL_SUMS in func.attrs else text
 
 
 def bytes_of(func: tirx.PrimFunc) -> int:

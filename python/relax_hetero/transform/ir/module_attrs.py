@@ -15,14 +15,14 @@ STRICT = "relax_hetero.strict"
 """On a module: GPUs report values that are out of range, too, in a record that the host reads (`CheckValues`)."""
 DIVISORS_CHECKED = "relax_hetero.divisors_checked"
 """On a PrimFunc: by what sizes are divided has been checked (`CheckSizeDivisors`), or cannot be 0."""
-TF32_KEPT = "relax_hetero.tf32_kept"
+WITHOUT_TF32 = "relax_hetero.tf32_kept"
 """On a Relax function: its products of float32 may round their operands to tfloat32, but for variables named here."""
 ACCURACY = "relax_hetero.accuracy"
 """On a module: pairs of a pattern of names and how exact the convolutions of those names are (`SetEncoding`)."""
 DEFAULTS = "defaults"
 """On a Relax function: parameter after `num_input` -> its tensor where a caller gives none."""
 MEMORY = "relax_hetero.memory"
-"""On a Relax function: what it allocates (`note_memory`)."""
+"""On a Relax function: what it allocates (`annotate_memory`)."""
 
 
 def mark_lowered(mod: tvm.IRModule, vdevices: int, public: list[str], kernels: list[str]) -> tvm.IRModule:

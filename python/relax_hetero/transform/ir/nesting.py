@@ -15,10 +15,10 @@ from tvm import relax, tirx
 from ...errors import BuildError
 from .rewriting import handle, relax_functions, walk_scopes
 
-MOST_NESTED = 64
+MAX_NESTED = 64
 """Branches, functions, tuples, or calls written as operands, in each other. ONNX files nest less deep: their reader
 refuses a hundred messages in each other, and a branch is three of them."""
-MOST_NESTED_EXTENT = 1000
+MAX_NESTED_EXTENT = 1000
 """Sums and products in each other in one extent."""
 
 
@@ -44,9 +44,9 @@ def _check_branches(function: str, func: relax.Function) -> None:
     pending: list[tuple[Any, int, str]] = [(func, 0, "")]
     while pending:
         expr, depth, name = pending.pop()
-        if depth > MOST_NESTED:
+        if depth > MAX_NESTED:
             raise BuildError(
-                f"function {function!r}: {name!r} nests branches, functions, tuples or calls deeper than {MOST_NESTED} "
+                f"function {function!r}: {name!r} nests branches, functions, tuples or calls deeper than {MAX_NESTED} "
                 "levels: expected a shallower module, such as one that binds inner values to variables, or calls "
                 "functions for inner branches"
             )
@@ -71,19 +71,19 @@ def _check_type(function: str, var: relax.Var, depths: dict[int, int]) -> None:
     pending = [(var.ty, 0)]
     while pending:
         ty, depth = pending.pop()
-        if depth > MOST_NESTED:
+        if depth > MAX_NESTED:
             raise BuildError(
-                f"function {function!r}: variable {var.name!r} is of tuples in each other, deeper than {MOST_NESTED} "
+                f"function {function!r}: variable {var.name!r} is of tuples in each other, deeper than {MAX_NESTED} "
                 "levels: expected a shallower one"
             )
         if isinstance(ty, tvm.ir.TupleType):
             pending += [(field, depth + 1) for field in ty.fields]
         elif isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr):
             for extent in ty.shape.values:
-                if not isinstance(extent, (tirx.IntImm, tirx.Var)) and _depth(extent, depths) > MOST_NESTED_EXTENT:
+                if not isinstance(extent, (tirx.IntImm, tirx.Var)) and _depth(extent, depths) > MAX_NESTED_EXTENT:
                     raise BuildError(
                         f"function {function!r}: an extent of variable {var.name!r} has more than "
-                        f"{MOST_NESTED_EXTENT} sums or products in each other: expected a shorter expression, such as "
+                        f"{MAX_NESTED_EXTENT} sums or products in each other: expected a shorter expression, such as "
                         "n + 1000 for n + 1 + 1 + ..., or a new symbol (match_cast)"
                     )
 

@@ -28,7 +28,7 @@ def reason(error: BaseException) -> str:
     return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]} …"
 
 
-def place_of(error: BaseException) -> str:
+def location_of(error: BaseException) -> str:
     """Prefix with the binding that TVM's message underlines: ``"variable 'y' in function 'main': "``; or empty."""
     text = str(error).partition(_DIAGNOSTIC)[2]
     underlined = _UNDERLINED.search(text)

@@ -118,7 +118,7 @@ class DispatchEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Declined:
+class MissedFusion:
     """Work that stayed out of a kernel.
 
     Attributes
@@ -145,12 +145,12 @@ class FusionReport:
     ----------
     dispatches : list of DispatchEntry
         Kernel calls and the ops that each computes.
-    declined : list of Declined
+    missed : list of MissedFusion
         Ops that were not fused, with the reason.
     """
 
     dispatches: list[DispatchEntry] = field(default_factory=list)
-    declined: list[Declined] = field(default_factory=list)
+    missed: list[MissedFusion] = field(default_factory=list)
 
     def to_data(self) -> dict[str, Any]:
         """As JSON data."""
@@ -169,7 +169,7 @@ class FusionReport:
             DispatchEntry(**{**entry, "ops": tuple(entry["ops"]), "nodes": tuple(entry.get("nodes", ()))})
             for entry in data["dispatches"]
         ]
-        return FusionReport(dispatches, [Declined(**entry) for entry in data["declined"]])
+        return FusionReport(dispatches, [MissedFusion(**entry) for entry in data["missed"]])
 
 
 Size = int | str

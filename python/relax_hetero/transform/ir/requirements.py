@@ -14,7 +14,7 @@ from tvm_ffi import StructuralKey, structural_walk
 from ...op.require import is_requirement
 from .rewriting import tensor_types
 
-MOST = 2**62
+MAX_EXTENT = 2**62
 """More than any extent of a tensor: what analyzers are told that sizes stay below."""
 
 DIVISIONS = (tirx.FloorDiv, tirx.Div, tirx.FloorMod, tirx.Mod)
@@ -133,7 +133,7 @@ def bind_extents(analyzer: tvm.sym.Analyzer, ty: tvm.ir.Type) -> None:
         if isinstance(tensor.shape, relax.ShapeExpr):
             for extent in tensor.shape.values:
                 if isinstance(extent, tvm.ir.Var):
-                    analyzer.bind(extent, tvm.ir.Range(0, MOST), allow_override=True)
+                    analyzer.bind(extent, tvm.ir.Range(0, MAX_EXTENT), allow_override=True)
 
 
 _Found = TypeVar("_Found", bound=Requirement)

@@ -159,18 +159,18 @@ def typed(expr: relax.Expr, ty: tvm.ir.Type) -> relax.Expr:
     return expr
 
 
-def fresh_global_var(base: str, ty: tvm.ir.Type, taken: set[str]) -> tvm.ir.GlobalVar:
-    """A new global variable named `base`, with a number where that is taken; its name is added to `taken`."""
-    return typed(tvm.ir.GlobalVar(fresh_name(base, taken)), ty)
+def fresh_global_var(base: str, ty: tvm.ir.Type, used: set[str]) -> tvm.ir.GlobalVar:
+    """A new global variable named `base`, with a number where that is taken; its name is added to `used`."""
+    return typed(tvm.ir.GlobalVar(fresh_name(base, used)), ty)
 
 
-def fresh_name(base: str, taken: set[str]) -> str:
-    """`base`, with a number where that is taken; it is added to `taken`."""
+def fresh_name(base: str, used: set[str]) -> str:
+    """`base`, with a number where that is taken; it is added to `used`."""
     name, count = base, 0
-    while name in taken:
+    while name in used:
         count += 1
         name = f"{base}_{count}"
-    taken.add(name)
+    used.add(name)
     return name
 
 

@@ -10,7 +10,7 @@ from tvm import relax
 from .op_names import RESHAPE
 from .rewriting import op_name
 
-Shown: TypeAlias = "frozenset[int] | tuple[Shown, ...]"
+Roots: TypeAlias = "frozenset[int] | tuple[Roots, ...]"
 """The tensors that an expression may be, by number; of a tuple field by field."""
 
 NOTHING: frozenset[int] = frozenset()
@@ -27,16 +27,16 @@ class TensorAliases:
     """Tensors that the variables of a function alias, filled in as it is read."""
 
     def __init__(self) -> None:
-        self._shown: dict[relax.Var, Shown] = {}
+        self._roots: dict[relax.Var, Roots] = {}
 
-    def bind(self, var: relax.Var, shown: Shown) -> None:
+    def bind(self, var: relax.Var, roots: Roots) -> None:
         """`var` is bound to what shows these."""
-        self._shown[var] = shown
+        self._roots[var] = roots
 
-    def of(self, expr: relax.Expr) -> Shown:
+    def of(self, expr: relax.Expr) -> Roots:
         """Aliases of a variable, a tuple, a field of one or a view; nothing for anything else."""
         if isinstance(expr, relax.Var):
-            return self._shown.get(expr, NOTHING)
+            return self._roots.get(expr, NOTHING)
         if isinstance(expr, relax.Tuple):
             return tuple(self.of(part) for part in expr.fields)
         if isinstance(expr, relax.TupleGetItem):
@@ -45,21 +45,21 @@ class TensorAliases:
         return self.of(expr.args[0]) if is_view(expr) else NOTHING
 
 
-def flat(shown: Shown) -> Iterator[int]:
+def flattened(roots: Roots) -> Iterator[int]:
     """The numbers, in the order of a tuple's fields."""
-    if isinstance(shown, tuple):
-        for part in shown:
-            yield from flat(part)
+    if isinstance(roots, tuple):
+        for part in roots:
+            yield from flattened(part)
     else:
-        yield from sorted(shown)
+        yield from sorted(roots)
 
 
-def either(shown: Iterable[Shown]) -> Shown:
+def merged(roots: Iterable[Roots]) -> Roots:
     """Aliases of something that is one of these."""
-    left, *rest = shown
+    left, *rest = roots
     for right in rest:
         if isinstance(left, tuple) and isinstance(right, tuple):
-            left = tuple(either(pair) for pair in zip(left, right, strict=True))
+            left = tuple(merged(pair) for pair in zip(left, right, strict=True))
         else:
-            left = frozenset((*flat(left), *flat(right)))
+            left = frozenset((*flattened(left), *flattened(right)))
     return left

@@ -34,15 +34,15 @@ from tvm_ffi import StructuralKey, VisitInterrupt, structural_map, structural_wa
 from ...artifact.checks import CheckSpec
 from ...tir.checks import REFUSE
 from ..ir.declare import declare_pass
-from ..ir.findings import findings_of, with_findings
 from ..ir.module_attrs import COMMANDS, DIVISORS_CHECKED
+from ..ir.remarks import remarks_of, with_remarks
 from ..ir.requirements import DIVISIONS
 from ..ir.rewriting import copy_module
 
 
 def check_size_divisors(mod: tvm.IRModule) -> tvm.IRModule:
     """The module itself where no size is divided by another."""
-    checks = list(findings_of(mod).checks or ())
+    checks = list(remarks_of(mod).checks or ())
     functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
     for gv, func in sorted(mod.functions.items(), key=lambda pair: pair[0].name_hint):
         if (
@@ -55,7 +55,7 @@ def check_size_divisors(mod: tvm.IRModule) -> tvm.IRModule:
                 functions[gv] = guarded.with_attr(DIVISORS_CHECKED, True)
     if not functions:
         return mod
-    return with_findings(copy_module(mod, {**dict(mod.functions.items()), **functions}), checks=tuple(checks))
+    return with_remarks(copy_module(mod, {**dict(mod.functions.items()), **functions}), checks=tuple(checks))
 
 
 CheckSizeDivisors = declare_pass("CheckSizeDivisors", check_size_divisors)

@@ -128,7 +128,7 @@ class _Writer:
 
     name: str
     is_public: bool
-    taken: set[str]
+    used_names: set[str]
     guards: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = field(default_factory=dict)
     analyzer: tvm.sym.Analyzer = field(default_factory=tvm.sym.Analyzer)
     origins: dict[tirx.Var, str] = field(default_factory=dict)
@@ -207,7 +207,7 @@ class _Writer:
         guard = guard_function(self.name, required, sizes, self.origins)
         nothing = tvm.ir.TupleType([])
         ty = relax.FuncType([tvm.ir.PrimType(str(size.ty)) for size in sizes], nothing, False)
-        gv = fresh_global_var(f"{self.name}_sizes", ty, self.taken)
+        gv = fresh_global_var(f"{self.name}_sizes", ty, self.used_names)
         # It divides by no 0, and refuses in its own words (`guard_function`).
         self.guards[gv] = guard.with_attr({"global_symbol": gv.name_hint, DIVISORS_CHECKED: True})
         return relax.VarBinding(relax.Var("_", nothing), typed(relax.Call(gv, list(sizes)), nothing))

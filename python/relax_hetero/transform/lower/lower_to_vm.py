@@ -45,13 +45,13 @@ from ..ir.rewriting import (
     with_functions,
 )
 from ..ir.root_blocks import with_root_blocks
-from ..partition.written_arguments import note_written
+from ..partition.written_arguments import annotate_written
+from .annotate_memory import AnnotateMemory
 from .check_size_divisors import check_size_divisors
 from .lower_loop_rows import LowerLoopRows
 from .lower_pinned_storage import LowerPinnedStorage
 from .lower_requirements import LowerRequirements
 from .lower_transfers import LowerTransfers, writes_in_place
-from .note_memory import NoteMemory
 from .pin_transferred import PinTransferred
 from .plan_memory import PlanMemoryPerDevice
 from .settle_packed_results import SettlePackedResults, is_foreign
@@ -72,7 +72,7 @@ def lower_to_vm(mod: tvm.IRModule) -> tvm.IRModule:
     named = {gv.name_hint: func for gv, func in mod.functions.items() if "global_symbol" in func.attrs}
     public = [name for name, func in named.items() if isinstance(func, relax.Function)]
     kernels = [name for name, func in named.items() if isinstance(func, tirx.PrimFunc)]
-    mod = note_written(with_root_blocks(without_callee_devices(with_written_results(mod))))
+    mod = annotate_written(with_root_blocks(without_callee_devices(with_written_results(mod))))
     lowered = tvm.transform.Sequential(lowering_steps(writes_in_place(mod)))(mod)
     lowered = check_size_divisors(with_registers(keep_private_kernels(lowered)))
     return mark_lowered(lowered, len(vdevices_of(mod)), public, kernels)
@@ -118,7 +118,7 @@ def lowering_steps(must_copy: bool) -> list[tvm.transform.Pass]:
         PlanMemoryPerDevice(),
         relax.transform.LowerAllocTensor(),
         relax.transform.KillAfterLastUse(),
-        NoteMemory(),
+        AnnotateMemory(),
         LowerPinnedStorage(),
         relax.transform.LowerRuntimeBuiltin(),
         relax.transform.ComputePrimValue(),

@@ -56,7 +56,7 @@ def lower_transfers(mod: tvm.IRModule, must_copy: bool | None = None) -> tvm.IRM
         index = 0 if destination is None else vdevice_index(destination, vdevices)
         must_be_new = must_copy or is_copy
         is_alias = not must_be_new and all(_is_on_cpu(ty) for ty in (value.args[0].ty, binding.var.ty))
-        room = [] if is_alias else _room(binding.var, index)
+        room = [] if is_alias else _receive_buffer(binding.var, index)
         operands = [value.args[0], relax.prim_value(index), relax.prim_value(int(must_be_new)), *(r.var for r in room)]
         ty = binding.var.ty
         call = relax.Call(relax.ExternFunc(TO_DEVICE), operands, None, [ty], value.span, ret_ty=ty)
@@ -70,7 +70,7 @@ def lower_transfers(mod: tvm.IRModule, must_copy: bool | None = None) -> tvm.IRM
 LowerTransfers = declare_pass("LowerTransfers", lower_transfers)
 
 
-def _room(result: relax.Var, index: int) -> list[relax.VarBinding]:
+def _receive_buffer(result: relax.Var, index: int) -> list[relax.VarBinding]:
     """A binding that allocates the result of a transfer; none where its shape or memory is not plain."""
     ty = result.ty
     plain = isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr) and ty.dtype is not None

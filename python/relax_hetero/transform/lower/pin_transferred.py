@@ -30,7 +30,7 @@ from ...target.vdevice import is_cpu, vdevices_of
 from ...vm.device.memory_pools import PINNED_BYTES
 from ..ir.declare import declare_pass
 from ..ir.rewriting import copy_module, map_bindings, op_name, relax_functions
-from ..ir.tensor_aliases import NOTHING, Shown, TensorAliases, either, flat, is_view
+from ..ir.tensor_aliases import NOTHING, Roots, TensorAliases, flattened, is_view, merged
 from ..partition.form_schedules import schedules_of
 from .lower_transfers import is_lowered_transfer
 from .storage_sizes import ALLOC, size_of, upper_bounds
@@ -75,7 +75,7 @@ def _pinned(func: relax.Function, mod: tvm.IRModule, results: tuple[int, ...]) -
     shown = reader.body(func.body)
     fields = shown if isinstance(shown, tuple) else (shown,)
     for place in results:
-        reader.sent.update(flat(fields[place]))
+        reader.sent.update(flattened(fields[place]))
     bounds = upper_bounds(func)
     chosen = {reader.allocated[number].var for number in reader.sent if _is_large(reader.allocated[number], bounds)}
 
@@ -109,19 +109,19 @@ class _Reader:
     vdevices: list[relax.VDevice]
     allocated: list[relax.Binding] = field(default_factory=list)
     sent: set[int] = field(default_factory=set)
-    _shown: TensorAliases = field(default_factory=TensorAliases)
+    _aliases: TensorAliases = field(default_factory=TensorAliases)
 
-    def body(self, body: relax.SeqExpr) -> Shown:
+    def body(self, body: relax.SeqExpr) -> Roots:
         """Read the bindings of a body, and what it shows."""
         for block in body.blocks:
             for binding in block.bindings:
-                self._shown.bind(binding.var, self._binding(binding))
-        return self._shown.of(body.body)
+                self._aliases.bind(binding.var, self._binding(binding))
+        return self._aliases.of(body.body)
 
-    def _binding(self, binding: relax.Binding) -> Shown:
+    def _binding(self, binding: relax.Binding) -> Roots:
         value = binding.value
         if isinstance(value, relax.If):
-            return either([self.body(branch) for branch in (value.true_branch, value.false_branch)])
+            return merged([self.body(branch) for branch in (value.true_branch, value.false_branch)])
         if op_name(value) == ALLOC:
             if not self._is_plain(value):
                 return NOTHING
@@ -130,10 +130,10 @@ class _Reader:
         if is_lowered_transfer(value):
             source, device, _, *room = value.args
             if _copies_pinned(self.vdevices[int(device.value)]):
-                self.sent.update(flat(self._shown.of(source)))
+                self.sent.update(flattened(self._aliases.of(source)))
                 return NOTHING
-            return either([self._shown.of(operand) for operand in (source, *room)])
-        return self._shown.of(value) if not isinstance(value, relax.Call) or is_view(value) else NOTHING
+            return merged([self._aliases.of(operand) for operand in (source, *room)])
+        return self._aliases.of(value) if not isinstance(value, relax.Call) or is_view(value) else NOTHING
 
     def _is_plain(self, alloc: relax.Call) -> bool:
         device = int(alloc.args[2].value)

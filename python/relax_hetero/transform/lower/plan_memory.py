@@ -42,7 +42,7 @@ from ...target.vdevice import vdevices_of
 from ..ir.blocks import used_vars
 from ..ir.declare import declare_pass
 from ..ir.rewriting import copy_module, map_bindings, op_name, relax_functions
-from ..ir.tensor_aliases import NOTHING, Shown, TensorAliases, either, flat, is_view
+from ..ir.tensor_aliases import NOTHING, Roots, TensorAliases, flattened, is_view, merged
 from ..record.plan_arena import Lifetime, groups_by_unit, meetings_of
 from .lower_transfers import is_lowered_transfer
 from .storage_sizes import ALLOC, size_of, upper_bounds
@@ -68,11 +68,11 @@ def _planned(func: relax.Function, mod: tvm.IRModule) -> relax.Function:
     for tensor in reader.tensors:
         if not tensor.leaves:
             apart.setdefault(tensor.pool, []).append(tensor)
-    places: dict[relax.Var, _Place] = {}
+    places: dict[relax.Var, _Allocation] = {}
     for tensors in apart.values():
         sizes = [size_of(tensor.alloc, bounds) for tensor in tensors]
         plan = plan_storages([Lifetime(n, t.begin, t.end) for n, t in zip(sizes, tensors, strict=True)])
-        made = [_Place(relax.Var("storage", relax.AnyType()), nbytes) for nbytes in plan.nbytes]
+        made = [_Allocation(relax.Var("storage", relax.AnyType()), nbytes) for nbytes in plan.nbytes]
         places.update({tensor.var: made[number] for tensor, number in zip(tensors, plan.of, strict=True)})
 
     def change(binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
@@ -83,7 +83,7 @@ def _planned(func: relax.Function, mod: tvm.IRModule) -> relax.Function:
 
 
 @dataclass
-class _Place:
+class _Allocation:
     """A storage; it is allocated before the first tensor in it."""
 
     var: relax.Var
@@ -133,68 +133,70 @@ class _Reader:
     tensors: list[_Tensor] = field(default_factory=list)
     now: int = 0
     branches: int = 0
-    _shown: TensorAliases = field(default_factory=TensorAliases)
+    _aliases: TensorAliases = field(default_factory=TensorAliases)
 
-    def body(self, body: relax.SeqExpr, branch: int) -> Shown:
+    def body(self, body: relax.SeqExpr, branch: int) -> Roots:
         """Read the bindings of a body, and what it shows."""
         for block in body.blocks:
             for binding in block.bindings:
                 self.now += 1
-                self._shown.bind(binding.var, self._binding(binding.var, binding.value, branch))
-        return self._shown.of(body.body)
+                self._aliases.bind(binding.var, self._binding(binding.var, binding.value, branch))
+        return self._aliases.of(body.body)
 
-    def leave(self, shown: Shown) -> None:
+    def leave(self, roots: Roots) -> None:
         """These may be used by somebody else, who knows how long."""
-        for number in flat(shown):
+        for number in flattened(roots):
             self.tensors[number].leaves = True
 
-    def _binding(self, var: relax.Var, value: relax.Expr, branch: int) -> Shown:
+    def _binding(self, var: relax.Var, value: relax.Expr, branch: int) -> Roots:
         if isinstance(value, relax.If):
             self._use(value.cond)
-            return either([self._branch(body) for body in (value.true_branch, value.false_branch)])
+            return merged([self._branch(body) for body in (value.true_branch, value.false_branch)])
         if op_name(value) == ALLOC:
             self.tensors.append(_Tensor(var, value, branch))
             return frozenset((len(self.tensors) - 1,))
         if not isinstance(value, relax.Call) or is_view(value):
-            return self._shown.of(value)
+            return self._aliases.of(value)
         for operand in used_vars(value):
             self._use(operand)
         if is_lowered_transfer(value):
-            return self._moved(*value.args)
-        if not self._lets_go(value):
+            return self._transferred(*value.args)
+        if not self._is_released_by(value):
             for operand in used_vars(value):
-                self.leave(self._shown.of(operand))
+                self.leave(self._aliases.of(operand))
         return NOTHING
 
-    def _moved(
-        self, source: relax.Expr, device: relax.Expr, must_copy: relax.Expr, room: relax.Expr | None = None
-    ) -> Shown:
+    def _transferred(
+        self, source: relax.Expr, device: relax.Expr, must_copy: relax.Expr, buffer: relax.Expr | None = None
+    ) -> Roots:
         """The room that is given to a transfer, or its operand, if two CPUs or two GPUs may be one."""
-        shown = self._shown.of(source)
-        if room is None:
+        shown = self._aliases.of(source)
+        if buffer is None:
             return shown
         kind = self._kind(int(device.value))
-        away = [number for number in flat(shown) if self._kind(int(self.tensors[number].alloc.args[2].value)) != kind]
+        away = [
+            number for number in flattened(shown) if self._kind(int(self.tensors[number].alloc.args[2].value)) != kind
+        ]
         if int(must_copy.value) or away:
-            return self._shown.of(room)
-        return either([shown, self._shown.of(room)])
+            return self._aliases.of(buffer)
+        return merged([shown, self._aliases.of(buffer)])
 
     def _kind(self, device: int) -> int:
         vdevices = vdevices_of(self.mod)
         return CPU if device < 0 else backend_of(vdevices[device].target).device_type
 
-    def _branch(self, body: relax.SeqExpr) -> Shown:
+    def _branch(self, body: relax.SeqExpr) -> Roots:
         self.branches += 1
         return self.body(body, self.branches)
 
-    def _lets_go(self, call: relax.Call) -> bool:
+    def _is_released_by(self, call: relax.Call) -> bool:
         """Return whether nothing keeps or returns the operands of a call."""
         if isinstance(call.op, tvm.ir.GlobalVar):
             return isinstance(self.mod.functions.get(call.op), tirx.PrimFunc)
         return op_name(call) in _ONLY_READ
 
     def _use(self, expr: relax.Expr) -> None:
-        for number in flat(self._shown.of(expr)):
+        for number in flattened(self._aliases.of(expr)):
             tensor = self.tensors[number]
             tensor.begin, tensor.end = tensor.begin or self.now, self.now
 

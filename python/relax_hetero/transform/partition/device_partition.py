@@ -26,10 +26,10 @@ from ..ir.rewriting import global_vars_in, op_name, tensor_types, walk_bindings
 from .transfer_dependences import Around, Reads, is_transfer, transfer_dependences
 from .written_arguments import overwritten
 
-SMALL = 64 << 10
+SMALL_PART_BYTES = 64 << 10
 """Work whose tensors hold fewer bytes takes some 10 us, less than a queue needs to hand over a part."""
 
-TYPICAL = 64
+TYPICAL_EXTENT = 64
 """Assumed value of a symbolic size."""
 
 
@@ -43,13 +43,13 @@ class Part:
         Devices that it uses, that of its queue first.
     members : list of int
         Indices of its bindings, in order.
-    is_apart : bool
+    is_isolated : bool
         Whether it is one binding that stands apart.
     """
 
     devices: tuple[int, ...]
     members: list[int] = field(default_factory=list)
-    is_apart: bool = False
+    is_isolated: bool = False
 
 
 class DevicePartition:
@@ -59,7 +59,7 @@ class DevicePartition:
     ----------
     bindings : sequence of relax.Binding
         In order.
-    places : BindingDevices
+    devices : BindingDevices
         Devices of their module.
 
     Attributes
@@ -72,11 +72,11 @@ class DevicePartition:
         From the index of a binding to the number of its part; what belongs to nobody is missing.
     """
 
-    def __init__(self, bindings: Sequence[relax.Binding], places: BindingDevices) -> None:
+    def __init__(self, bindings: Sequence[relax.Binding], devices: BindingDevices) -> None:
         self.parts: dict[int, Part] = {}
         self.part_of: dict[int, int] = {}
-        self.bindings, self._places = list(bindings), places
-        self._reads = Reads.of(bindings, places.is_free)
+        self.bindings, self._devices = list(bindings), devices
+        self._reads = Reads.of(bindings, devices.is_free)
         self._form()
         self._merge_small()
 
@@ -86,7 +86,7 @@ class DevicePartition:
         readers, left = _reversed(sources), {number: len(read) for number, read in sources.items()}
         rank: dict[int, int] = {}
         for number in reversed(_sorted(readers, left)):
-            rank[number] = max((rank[r] + self.parts[r].is_apart for r in readers[number]), default=0)
+            rank[number] = max((rank[r] + self.parts[r].is_isolated for r in readers[number]), default=0)
         ready = [(-rank[number], number) for number, count in left.items() if not count]
         heapq.heapify(ready)
         order: list[int] = []
@@ -101,7 +101,7 @@ class DevicePartition:
 
     def add(self, index: int) -> None:
         """A part of a binding that belongs to nobody."""
-        self._join(self._open((self._places.device(self.bindings[index].value),), False), index)
+        self._join(self._open((self._devices.device(self.bindings[index].value),), False), index)
 
     def bind(self, var: relax.Var, constant: relax.Expr) -> None:
         """Another binding, in a part of its own."""
@@ -111,7 +111,7 @@ class DevicePartition:
         self.add(len(self.bindings) - 1)
 
     def _form(self) -> None:
-        places, bindings = self._places, self.bindings
+        places, bindings = self._devices, self.bindings
         devices = [() if places.is_free(binding) else places.devices(binding) for binding in bindings]
         apart = [len(used) > 1 or is_transfer(binding) for binding, used in zip(bindings, devices, strict=True)]
         works_on = [used[0] if used and not alone else None for used, alone in zip(devices, apart, strict=True)]
@@ -128,9 +128,9 @@ class DevicePartition:
                     opened[kind] = self._open((device,), False)
                 self._join(opened[kind], index)
 
-    def _open(self, devices: tuple[int, ...], is_apart: bool) -> int:
+    def _open(self, devices: tuple[int, ...], is_isolated: bool) -> int:
         number = max(self.parts, default=-1) + 1
-        self.parts[number] = Part(devices, is_apart=is_apart)
+        self.parts[number] = Part(devices, is_isolated=is_isolated)
         return number
 
     def _join(self, number: int, index: int) -> None:
@@ -165,12 +165,12 @@ class DevicePartition:
     def _merge_small(self) -> None:
         sources = self._sources()
         readers = _reversed(sources)
-        sizes = {number: self._nbytes(part) for number, part in self.parts.items() if not part.is_apart}
+        sizes = {number: self._nbytes(part) for number, part in self.parts.items() if not part.is_isolated}
         found = True
         while found:
             found = False
-            for number in [number for number, size in sizes.items() if size <= SMALL]:
-                for near in (readers[number], sources[number]) if sizes[number] <= SMALL else ():
+            for number in [number for number, size in sizes.items() if size <= SMALL_PART_BYTES]:
+                for near in (readers[number], sources[number]) if sizes[number] <= SMALL_PART_BYTES else ():
                     into = next(iter(near)) if len(near) == 1 else -1
                     if into in sizes and self.parts[into].devices == self.parts[number].devices:
                         self._merge(number, into)
@@ -189,9 +189,9 @@ class DevicePartition:
         total = 0
         for index in part.members:
             binding = self.bindings[index]
-            if not self._places.is_free(binding):
+            if not self._devices.is_free(binding):
                 if op_name(binding.value) in (None, *CALLS):
-                    return SMALL + 1  # nobody knows
+                    return SMALL_PART_BYTES + 1  # nobody knows
                 args = binding.value.args
                 total += sum(_nbytes(ty) for value in (binding.var, *args) for ty in tensor_types(value.ty))
         return total
@@ -219,9 +219,9 @@ def _reversed(sources: Mapping[int, set[int]]) -> dict[int, set[int]]:
 def _nbytes(ty: relax.TensorType) -> int:
     """Bytes of a tensor; more than `SMALL` where its type does not say."""
     if not isinstance(ty.shape, relax.ShapeExpr) or ty.dtype is None:
-        return SMALL + 1
+        return SMALL_PART_BYTES + 1
     extents = [
-        structural_map(extent, (tirx.Var, lambda var: tirx.IntImm(var.ty.dtype, TYPICAL))) for extent in ty.shape
+        structural_map(extent, (tirx.Var, lambda var: tirx.IntImm(var.ty.dtype, TYPICAL_EXTENT))) for extent in ty.shape
     ]
     return tensor_bytes([int(tvm.sym.Analyzer().simplify(extent)) for extent in extents], ty.dtype.dtype)
 

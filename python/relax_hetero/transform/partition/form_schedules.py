@@ -43,8 +43,8 @@ from ...artifact.schedule import Results, Schedule, Step
 from ...target.vdevice import vdevices_of
 from ..ir.blocks import renamed, used_vars
 from ..ir.declare import declare_pass
-from ..ir.findings import findings_of, with_findings
 from ..ir.module_attrs import is_lowered
+from ..ir.remarks import remarks_of, with_remarks
 from ..ir.requirements import in_requirements
 from ..ir.rewriting import (
     copy_module,
@@ -61,7 +61,7 @@ from .transfer_dependences import is_transfer
 
 def form_schedules(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
-    if is_lowered(mod) or len(vdevices_of(mod)) <= 1 or findings_of(mod).schedules is not None:
+    if is_lowered(mod) or len(vdevices_of(mod)) <= 1 or remarks_of(mod).schedules is not None:
         return mod
     places = BindingDevices(mod)
     taken = {gv.name_hint for gv in mod.get_global_vars()}
@@ -74,7 +74,7 @@ def form_schedules(mod: tvm.IRModule) -> tvm.IRModule:
             functions.update(cutter.functions)
     if not schedules:
         return mod
-    return with_findings(copy_module(mod, functions), schedules=schedules)
+    return with_remarks(copy_module(mod, functions), schedules=schedules)
 
 
 FormSchedules = declare_pass("FormSchedules", form_schedules)
@@ -82,7 +82,7 @@ FormSchedules = declare_pass("FormSchedules", form_schedules)
 
 def schedules_of(mod: tvm.IRModule) -> list[Schedule]:
     """The schedules of a module that FormSchedules was applied to, or of what became of it."""
-    return list(findings_of(mod).schedules or ())
+    return list(remarks_of(mod).schedules or ())
 
 
 def _can_be_cut(func: relax.Function) -> bool:
@@ -102,14 +102,14 @@ class _Cutter:
         Those of the steps, once the schedule is made.
     """
 
-    def __init__(self, name: str, func: relax.Function, places: BindingDevices, taken: set[str]) -> None:
+    def __init__(self, name: str, func: relax.Function, devices: BindingDevices, used_names: set[str]) -> None:
         self.functions: dict[tvm.ir.GlobalVar, relax.Function] = {}
-        self._name, self._func, self._places, self._taken = name, func, places, taken
+        self._name, self._func, self._devices, self._used_names = name, func, devices, used_names
         bindings = list(walk_bindings(func.body, nested=False))
         required = in_requirements(bindings)
         self._required = [binding for position, binding in enumerate(bindings) if position in required]
         rest = [binding for position, binding in enumerate(bindings) if position not in required]
-        self._parts = DevicePartition(rest, places)
+        self._parts = DevicePartition(rest, devices)
         self._bindings = self._parts.bindings
         self._position = {binding.var: index for index, binding in enumerate(self._bindings)}
         self._inputs: dict[relax.Var, int] = {param: index for index, param in enumerate(func.params)}
@@ -120,7 +120,7 @@ class _Cutter:
         inputs = len(self._func.params)
         used = {device for part in self._parts.parts.values() for device in part.devices}
         if len(used) <= 1:
-            device = min(used, default=self._places.device(self._func.body.body))
+            device = min(used, default=self._devices.device(self._func.body.body))
             bindings = walk_bindings(self._func.body, nested=False)
             names = tuple(name for binding in bindings for name in _callees(binding.value))
             step = Step(device, tuple(range(inputs)), (inputs,), self._name, calls=names)
@@ -168,10 +168,10 @@ class _Cutter:
         bindings = [self._bindings[index] for index in self._closed(part)]
         first, reads = bindings[0], self._reads(part)
         if len(bindings) == 1 and is_transfer(first) and isinstance(first.value.args[0], relax.Var):
-            source = self._places.device(first.value.args[0])
+            source = self._devices.device(first.value.args[0])
             return Step(part.devices[0], self._number_each(reads), self._number_each([first.var]), source=source)
         makes = [self._bindings[index].var for index in part.members if self._bindings[index].var in wanted]
-        gv = fresh_global_var(f"{self._name}_step", tvm.ir.Type.missing(), self._taken)
+        gv = fresh_global_var(f"{self._name}_step", tvm.ir.Type.missing(), self._used_names)
         # What a call requires of its sizes, the steps check before which no other step can have done so.
         required = [] if any(self._is_computed(var) for var in reads) else self._required
         func, sizes = step_function([*required, *bindings], reads, makes)

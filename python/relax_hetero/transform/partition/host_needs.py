@@ -70,7 +70,7 @@ class HostNeeds:
     def add(self, gv: tvm.ir.GlobalVar, func: relax.Function) -> None:
         """Note the evaluations of a function's bindings."""
         self._name, self._working = gv.name_hint, set()
-        given = set(sizes_given(func))
+        given = set(sizes_of_parameters(func))
         self._find_sizes(func.body, set(given))
         hosts = self.participants[gv]
         result = set(filter(_is_size_like, used_vars(func.body.body))) | (set(symbols_in(func.ret_ty)) - given)
@@ -115,7 +115,7 @@ class HostNeeds:
                 self._find_sizes(binding.value.true_branch, set(known))
                 self._find_sizes(binding.value.false_branch, set(known))
 
-    def _scan(self, bindings: Sequence[relax.Binding], needs: Needs, given: set[relax.Var]) -> None:
+    def _scan(self, bindings: Sequence[relax.Binding], needs: Needs, known_sizes: set[relax.Var]) -> None:
         """From the last binding to the first: `needs` is what comes after, and becomes what comes before."""
         for binding in reversed(bindings):
             var, value = binding.var, binding.value
@@ -124,12 +124,12 @@ class HostNeeds:
             ends = crossing(binding)
             if ends is not None:
                 self.evaluations[var] = Evaluation(ends)
-                self._need(needs, ends, binding, given)
+                self._need(needs, ends, binding, known_sizes)
                 continue
             hosts = self.where(binding)
             wanting = tuple(host for host in needs if needs[host] & made)
             if is_requirement(value):
-                hosts = self._checked_on(value, needs, given)
+                hosts = self._checked_on(value, needs, known_sizes)
             elif not hosts:
                 hosts, wanting = wanting, ()
             elif isinstance(value, (relax.Call, relax.If)):
@@ -143,21 +143,21 @@ class HostNeeds:
                 )
             for host in (*hosts, *sent_to):
                 needs[host] -= made
-            self._need(needs, sent_to, binding, given, only_type=True)
+            self._need(needs, sent_to, binding, known_sizes, only_type=True)
             if isinstance(value, relax.If):
-                self._scan_branches(value, hosts, needs, given)
-            self._need(needs, hosts, binding, given)
+                self._scan_branches(value, hosts, needs, known_sizes)
+            self._need(needs, hosts, binding, known_sizes)
 
-    def _scan_branches(self, value: relax.If, hosts: Hosts, needs: Needs, given: set[relax.Var]) -> None:
+    def _scan_branches(self, value: relax.If, hosts: Hosts, needs: Needs, known_sizes: set[relax.Var]) -> None:
         for branch in (value.true_branch, value.false_branch):
             result = set(filter(_is_size_like, used_vars(branch.body)))
             inside: Needs = {host: set(result) for host in hosts}
-            self._scan(list(walk_bindings(branch, nested=False)), inside, given)
+            self._scan(list(walk_bindings(branch, nested=False)), inside, known_sizes)
             for host in hosts:
                 needs[host] |= inside[host]
 
     def _need(
-        self, needs: Needs, hosts: Hosts, binding: relax.Binding, given: set[relax.Var], only_type: bool = False
+        self, needs: Needs, hosts: Hosts, binding: relax.Binding, known_sizes: set[relax.Var], only_type: bool = False
     ) -> None:
         """Hosts that evaluate a binding, or have its result, need the sizes that stand in it."""
         value = binding.value
@@ -167,16 +167,16 @@ class HostNeeds:
             sizes |= {symbol for var in used_vars(value) for symbol in symbols_in(var.ty)}
         elif isinstance(value, relax.If):
             sizes |= set(filter(_is_size_like, used_vars(value.cond)))
-        sizes -= given | {binding.var, *self._found.get(binding.var, ())}
+        sizes -= known_sizes | {binding.var, *self._found.get(binding.var, ())}
         for host in hosts:
             needs[host] |= sizes
 
-    def _checked_on(self, value: relax.Call, needs: Needs, given: set[relax.Var]) -> Hosts:
+    def _checked_on(self, value: relax.Call, needs: Needs, known_sizes: set[relax.Var]) -> Hosts:
         """The hosts that check a requirement: those that know its sizes and work behind it, each before its own work.
 
         One that knows them where none of these works, and the first where none knows them.
         """
-        sizes = set(symbols_in(value)) - given
+        sizes = set(symbols_in(value)) - known_sizes
         knowing = tuple(host for host in needs if sizes <= needs[host])
         return tuple(host for host in knowing if host in self._working) or knowing[:1] or (next(iter(needs)),)
 
@@ -222,7 +222,7 @@ def hosts_in(ty: tvm.ir.Type) -> Iterator[str]:
             yield host
 
 
-def sizes_given(func: relax.Function) -> list[relax.Var]:
+def sizes_of_parameters(func: relax.Function) -> list[relax.Var]:
     """The symbolic sizes that the parameters of a function give, in order."""
     return list(dict.fromkeys(symbol for param in func.params for symbol in symbols_in(param.ty)))
 

@@ -57,7 +57,7 @@ from ..ir.rewriting import (
     walk_bindings,
     with_own_sizes,
 )
-from .host_needs import HostNeeds, Hosts, crossing, hosts_in, participants_of, sizes_given
+from .host_needs import HostNeeds, Hosts, crossing, hosts_in, participants_of, sizes_of_parameters
 
 SEND = "relax_hetero.host.send"
 """Packed function (value, host, channel): gives a value to another host."""
@@ -124,7 +124,7 @@ class _Partition:
         own = {
             extent for param in callee.params for ty in ([projected(param.ty, host)]) for extent in _plain_extents(ty)
         }
-        return [symbol for symbol in sizes_given(callee) if symbol not in own]
+        return [symbol for symbol in sizes_of_parameters(callee) if symbol not in own]
 
 
 class _Function:
@@ -359,7 +359,7 @@ def _sizes_at(callee: relax.Function, call: relax.Call) -> dict[relax.Var, relax
             for symbol, value in zip(*extents, strict=False):
                 if isinstance(symbol, relax.Var):
                     found.setdefault(symbol, value)
-    missing = [symbol.name for symbol in sizes_given(callee) if symbol not in found]
+    missing = [symbol.name for symbol in sizes_of_parameters(callee) if symbol not in found]
     if missing:
         raise BuildError(f"call of {call.op.name_hint!r}: its size {missing[0]!r} is not in the types of its arguments")
     return found

@@ -23,7 +23,7 @@ WRITTEN = "relax_hetero.written"
 _KERNELS = ("relax.call_tir", "relax.call_dps_packed", "relax.call_tir_with_grad")
 
 
-def note_written(mod: tvm.IRModule) -> tvm.IRModule:
+def annotate_written(mod: tvm.IRModule) -> tvm.IRModule:
     """The module with the parameters that functions may write to noted on them: lowering hides which they are."""
     functions = dict(mod.functions.items())
     written = written_arguments(mod)

@@ -29,11 +29,11 @@ from __future__ import annotations
 import tvm
 from tvm import relax
 
-from ..ir.axes import Axes, identity, inverse, lying, moves_nothing, permutation, then
+from ..ir.axes import Axes, identity, inverse, is_order_preserving, permutation, permuted, then
 from ..ir.blocks import Block, Emitter, Rewrite, renamed, rewrite_function, shape_of, tensor_type, used_vars
 from ..ir.declare import declare_pass
-from ..ir.findings import decline
 from ..ir.op_names import PERMUTE
+from ..ir.remarks import record_missed
 from ..ir.rewriting import op_name, relax_functions, typed, with_functions
 from .permute_preferences import preferences_of
 from .permute_rules import Plan, data_operands, order_for, plan_for
@@ -54,16 +54,16 @@ def _in_function(name: str) -> Rewrite:
 
 
 def _rewrite(block: Block, function: str) -> list[relax.Binding] | None:
-    best, least = None, _moved(block.bindings)
-    while least:
+    best, min_moved = None, _moved(block.bindings)
+    while min_moved:
         mover = _Mover(block, function)
         for binding in block.bindings:
             mover.visit(binding)
         moved = _moved(mover.emitter.bindings)
-        if moved >= least:
+        if moved >= min_moved:
             mover.report()
             break
-        best, least = mover.emitter.bindings, moved
+        best, min_moved = mover.emitter.bindings, moved
         block = Block(best, block.is_dataflow, block.used_later)
     return best
 
@@ -82,7 +82,7 @@ class _Mover:
         self.emitter = Emitter(block.is_dataflow)
         self.values = PermutedValues(block, self.emitter)
         self.preferences = preferences_of(block)
-        self.declined: list[tuple[str, str, str]] = []
+        self.missed: list[tuple[str, str, str]] = []
         self.tuples: dict[relax.Var, tuple[relax.Var, tuple[Axes, ...]]] = {}
 
     def visit(self, binding: relax.Binding) -> None:
@@ -113,27 +113,27 @@ class _Mover:
         preferred = None if preference is None else order_for(call, preference)
         orders = at_hand if preferred is None else [*at_hand, preferred]
         is_lazy = any(plain not in self.values.orders(operand) for operand in data)
-        cost = sum(self.values.cost(operand, plain) for operand in data) + self._cost_beyond(binding.var, None)
+        cost = sum(self.values.cost(operand, plain) for operand in data) + self._cost_after(binding.var, None)
         best: tuple[int, int, Plan | None] = (cost, 1, None)
         for axes in orders:
             plan = plan_for(call, axes) if axes != plain else None
             if plan is None or not self._is_possible(binding.var, plan):
                 continue
             cost = sum(self.values.cost(*operand) for operand in plan.operands)
-            cost += self._cost_beyond(binding.var, plan.results[0])
+            cost += self._cost_after(binding.var, plan.results[0])
             # What costs the same goes on permuted, if it is: what comes may be cheaper that way.
             candidate = (cost, 0 if is_lazy and axes in at_hand else 2, plan)
             best = min(best, candidate, key=lambda each: each[:2])
         return best[2]
 
-    def _cost_beyond(self, var: relax.Var, axes: Axes | None) -> int:
+    def _cost_after(self, var: relax.Var, axes: Axes | None) -> int:
         """Bytes that users of `var` have to move where it lies in the order `axes`, as the program says if None."""
         shape, preference = shape_of(var), self.preferences.get(var)
         if shape is None or preference is None:
             return 0
         axes = identity(len(shape)) if axes is None else axes
         moved = then(axes, inverse(preference))
-        return 0 if moves_nothing(lying(shape, axes), moved) else size_of(var.ty)
+        return 0 if is_order_preserving(permuted(shape, axes), moved) else size_of(var.ty)
 
     def _is_possible(self, var: relax.Var, plan: Plan) -> bool:
         """Return whether the types of the results can be written, and a tuple is only taken apart."""
@@ -141,7 +141,11 @@ class _Mover:
             return shape_of(var) is not None
         users = [self.block.bindings[index].value for index in self.block.users.get(var, [])]
         fields_known = all(isinstance(field, relax.TensorType) and field.shape is not None for field in var.ty.fields)
-        return fields_known and self.block.stays(var) and all(isinstance(user, relax.TupleGetItem) for user in users)
+        return (
+            fields_known
+            and self.block.is_used_later(var)
+            and all(isinstance(user, relax.TupleGetItem) for user in users)
+        )
 
     def _keep(self, binding: relax.Binding) -> None:
         name = op_name(binding.value)
@@ -159,22 +163,22 @@ class _Mover:
             if size:
                 known = "in this order only" if data_operands(binding.value) else "in the order of its dimensions"
                 reason = f"takes {operand.name} {known}: {size} bytes are permuted for it"
-                self.declined.append((binding.var.name, op.removeprefix("relax."), reason))
+                self.missed.append((binding.var.name, op.removeprefix("relax."), reason))
 
     def report(self) -> None:
         """Say what was noted; to be called when nothing moves any more."""
-        for variable, op, reason in self.declined:
-            decline(self.function, variable, op, reason)
+        for variable, op, reason in self.missed:
+            record_missed(self.function, variable, op, reason)
 
     def _move(self, var: relax.Var, plan: Plan) -> None:
         call = plan.build([self.values.at(operand, axes) for operand, axes in plan.operands])
         if isinstance(var.ty, tvm.ir.TupleType):
-            fields = [_lying_type(ty, axes) for ty, axes in zip(var.ty.fields, plan.results, strict=True)]
+            fields = [_permuted_type(ty, axes) for ty, axes in zip(var.ty.fields, plan.results, strict=True)]
             made = self.emitter.emit(call, tvm.ir.TupleType(fields), var.name)
             self.tuples[var] = made, plan.results
             return
         axes = plan.results[0]
-        ty = _lying_type(var.ty, axes)
+        ty = _permuted_type(var.ty, axes)
         if axes == identity(len(axes)):
             self.emitter.bind(var, typed(call, ty))
             return
@@ -185,12 +189,12 @@ class _Mover:
         made, orders = self.tuples[item.tuple_value]
         axes = orders[item.index]
         kind = relax.DataflowVar if self.block.is_dataflow else relax.Var
-        field = kind(var.name, _lying_type(var.ty, axes))
+        field = kind(var.name, _permuted_type(var.ty, axes))
         self.emitter.bind(field, relax.TupleGetItem(made, item.index))
         self._define(var, field, axes)
 
-    def _define(self, var: relax.Var, made: relax.Var, axes: Axes) -> None:
-        self.values.define(var, PermutedValue(shape_of(made) or [], made.ty, {identity(len(axes)): made}), axes)
+    def _define(self, var: relax.Var, value: relax.Var, axes: Axes) -> None:
+        self.values.define(var, PermutedValue(shape_of(value) or [], value.ty, {identity(len(axes)): value}), axes)
 
 
 def _simple(value: relax.Expr) -> relax.Expr:
@@ -200,5 +204,5 @@ def _simple(value: relax.Expr) -> relax.Expr:
     return value
 
 
-def _lying_type(ty: relax.TensorType, axes: Axes) -> relax.TensorType:
-    return tensor_type(lying(list(ty.shape.values), axes), str(ty.dtype), ty)
+def _permuted_type(ty: relax.TensorType, axes: Axes) -> relax.TensorType:
+    return tensor_type(permuted(list(ty.shape.values), axes), str(ty.dtype), ty)

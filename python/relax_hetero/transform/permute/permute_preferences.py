@@ -28,7 +28,7 @@ def preferences_of(block: Block) -> dict[relax.Var, Axes]:
         if shape is None:
             continue
         plain = identity(len(shape))
-        if not block.stays(binding.var):
+        if not block.is_used_later(binding.var):
             votes[plain] += 1
         for index in block.users.get(binding.var, []):
             user = block.bindings[index]

@@ -15,7 +15,7 @@ import tvm
 from tvm import relax
 
 from ...op.traits import ELEMENTWISE, TRAITS
-from ..ir.axes import Axes, lying, reshaped
+from ..ir.axes import Axes, permuted, reshaped
 from ..ir.blocks import shape_of
 from ..ir.rewriting import changed, op_name
 
@@ -141,7 +141,7 @@ def _resize(call: relax.Call, axes: Axes) -> Plan | None:
 
 def _layout(layout: str, axes: Axes) -> str | None:
     """A layout's letters in the order of memory, None for a tiled one, as ``NCHW16c`` is."""
-    return "".join(lying(layout, axes)) if len(layout) == len(axes) and layout.isupper() else None
+    return "".join(permuted(layout, axes)) if len(layout) == len(axes) and layout.isupper() else None
 
 
 def _reduction(call: relax.Call, axes: Axes) -> Plan:
@@ -207,7 +207,7 @@ def _channels_norm(call: relax.Call, axes: Axes) -> Plan | None:
 
 def _pad(call: relax.Call, axes: Axes) -> Plan:
     widths = [int(width) for width in call.attrs.pad_width]
-    pairs = lying([widths[2 * dim : 2 * dim + 2] for dim in range(len(axes))], axes)
+    pairs = permuted([widths[2 * dim : 2 * dim + 2] for dim in range(len(axes))], axes)
     return _on_data(call, axes, (axes,), pad_width=[width for pair in pairs for width in pair])
 
 
@@ -224,14 +224,14 @@ def _tile(call: relax.Call, axes: Axes) -> Plan | None:
     if len(repeats) > len(axes):
         return None
     repeats = [1] * (len(axes) - len(repeats)) + repeats
-    return _on_data(call, axes, (axes,), repeats=lying(repeats, axes))
+    return _on_data(call, axes, (axes,), repeats=permuted(repeats, axes))
 
 
 def _broadcast_to(call: relax.Call, axes: Axes) -> Plan | None:
     shape = shape_of(call)
     if shape is None or len(shape) != len(axes):
         return None
-    target = relax.ShapeExpr(lying(shape, axes))
+    target = relax.ShapeExpr(permuted(shape, axes))
     return Plan([(call.args[0], axes)], (axes,), lambda new: _called(call, [new[0], target]))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import tvm
 from tvm import relax, tirx
 
-from ..ir.axes import Axes, identity, inverse, moves_nothing, then
+from ..ir.axes import Axes, identity, inverse, is_order_preserving, then
 from ..ir.blocks import Block, Emitter, is_one, shape_of, tensor_type
 
 _NOMINAL_EXTENT = 64
@@ -35,7 +35,7 @@ class PermutedValue:
 
     shape: list[Any]
     ty: relax.TensorType
-    at_hand: dict[Axes, relax.Expr] = field(default_factory=dict)
+    is_available: dict[Axes, relax.Expr] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -45,10 +45,10 @@ class PermutedValue:
     def source(self, key: Axes) -> tuple[relax.Expr, Axes, bool]:
         """Source to make an order from: the tensor, how it is permuted for that, and whether nothing moves then."""
         found: list[tuple[relax.Expr, Axes, bool]] = []
-        for have, expr in self.at_hand.items():
+        for have, expr in self.is_available.items():
             axes = then(inverse(have), key)
             shape = [self.shape[axis] for axis in have]
-            found.append((expr, axes, moves_nothing(shape, axes)))
+            found.append((expr, axes, is_order_preserving(shape, axes)))
         return next((each for each in found if each[2]), found[0])
 
 
@@ -86,16 +86,16 @@ class PermutedValues:
     def define(self, var: relax.Var, value: PermutedValue, axes: Axes) -> tuple[PermutedValue, Axes]:
         """`var` is `value` in the order `axes`; written where it is needed, at once if it leaves the block."""
         self._known[var] = value, axes
-        if not self.block.stays(var) and not self._is_at_hand(var, value):
+        if not self.block.is_used_later(var) and not self._is_at_hand(var, value):
             self._write_as(var, value, axes)
         return value, axes
 
     def _is_at_hand(self, var: relax.Var, value: PermutedValue) -> bool:
-        return any(isinstance(have, relax.Var) and have.same_as(var) for have in value.at_hand.values())
+        return any(isinstance(have, relax.Var) and have.same_as(var) for have in value.is_available.values())
 
     def _write_as(self, var: relax.Var, value: PermutedValue, axes: Axes) -> None:
-        if axes in value.at_hand:
-            self.emitter.bind(var, value.at_hand[axes])
+        if axes in value.is_available:
+            self.emitter.bind(var, value.is_available[axes])
         else:
             self._write(value, axes, var)
 
@@ -104,7 +104,7 @@ class PermutedValues:
         found = self.find(expr)
         if found is None:
             return []
-        return [then(inverse(have), found[1]) for have in found[0].at_hand]
+        return [then(inverse(have), found[1]) for have in found[0].is_available]
 
     def cost(self, expr: relax.Expr, axes: Axes) -> int:
         """Bytes to move for a tensor in the order `axes`, to which it broadcasts where it has fewer dimensions."""
@@ -114,9 +114,9 @@ class PermutedValues:
         value, order = found
         if len(order) < len(axes):
             shape = _widened([value.shape[axis] for axis in order], len(axes))
-            return 0 if moves_nothing(shape, inverse(axes)) else value.size
+            return 0 if is_order_preserving(shape, inverse(axes)) else value.size
         key = then(order, inverse(axes))
-        return 0 if key in value.at_hand or value.source(key)[2] else value.size
+        return 0 if key in value.is_available or value.source(key)[2] else value.size
 
     def at(self, expr: relax.Expr, axes: Axes | None = None) -> relax.Expr:
         """A tensor in an order (as the program says where it is None), written where it is not at hand."""
@@ -128,9 +128,9 @@ class PermutedValues:
         if len(order) < len(axes):
             return self._widened_at(expr, axes)
         key = then(order, inverse(axes))
-        if key not in value.at_hand:
+        if key not in value.is_available:
             self._write(value, key, expr if isinstance(expr, relax.Var) and key == order else None)
-        return value.at_hand[key]
+        return value.is_available[key]
 
     def _write(self, value: PermutedValue, key: Axes, var: relax.Var | None) -> None:
         source, axes, is_free = value.source(key)
@@ -150,7 +150,7 @@ class PermutedValues:
             else:
                 self.emitter.bind(var, relax.Call(call.op, list(call.args), call.attrs, ret_ty=ty))
                 made = var
-        value.at_hand[key] = made
+        value.is_available[key] = made
 
     def _widened_at(self, expr: relax.Expr, axes: Axes) -> relax.Expr:
         plain = self.at(expr)

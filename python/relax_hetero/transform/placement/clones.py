@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...target.vdevice import device_identifier
 from ..ir.rewriting import fresh_name
-from .graph import FuncTree, Graph, Origin, Spot, Tree
+from .graph import FuncTree, Graph, Location, Origin, Tree
 from .program import CallRef, Program, Unit
 from .solve import Solution, check_rigid, is_mixed, nearest_origin, place_part
 
@@ -144,7 +144,7 @@ class RecursionGroup:
     solution: Solution
 
 
-def mention(graph: Graph, callee: Unit, group: RecursionGroup, spot: Spot) -> tuple[Tree, CallRef]:
+def mention(graph: Graph, callee: Unit, group: RecursionGroup, location: Location) -> tuple[Tree, CallRef]:
     """Nodes in the caller's graph for one call (or other mention) of a function.
 
     Every mention gets its own, so that a function may be called on several devices. A parameter or result that the
@@ -157,7 +157,7 @@ def mention(graph: Graph, callee: Unit, group: RecursionGroup, spot: Spot) -> tu
     callee : Unit
     group : RecursionGroup
         The group of the callee.
-    spot : Spot
+    location : Location
         The call.
 
     Returns
@@ -179,15 +179,15 @@ def mention(graph: Graph, callee: Unit, group: RecursionGroup, spot: Spot) -> tu
     def _site(node: int) -> int:
         device = group.solution.devices[node]
         if device >= 0:
-            site = graph.add(spot)
-            graph.fixed[site] = (device, Origin("callee", callee.name, spot.function, _because(group, node)))
-            if node in group.graph.hearsay:
-                graph.hearsay[site] = group.graph.hearsay[node]
+            site = graph.add(location)
+            graph.fixed[site] = (device, Origin("callee", callee.name, location.function, _because(group, node)))
+            if node in group.graph.inferred:
+                graph.inferred[site] = group.graph.inferred[node]
         else:
             class_index = group.solution.class_of[node]
             known = sites.get(class_index)
             if known is None:
-                known = sites[class_index] = graph.add(spot)
+                known = sites[class_index] = graph.add(location)
                 _pass_hints(graph, known, group, class_index)
             site = known
         if node in group.graph.opaque:

@@ -17,7 +17,7 @@ from ..ir.op_names import HINT, TRANSFER
 from ..ir.rewriting import global_vars_in, handle
 from . import ops
 from .clones import RecursionGroup, mention
-from .graph import ANY, HOST, ConstLeaf, FuncTree, Graph, Origin, Spot, Tree, nodes_of, place_text, tensors_of
+from .graph import ANY, HOST, ConstLeaf, FuncTree, Graph, Location, Origin, Tree, location_text, nodes_of, tensors_of
 from .program import CallRef, Program, Record, Scope, Unit
 from .trees import Trees, fits, names_device, run
 
@@ -33,7 +33,7 @@ class CallReader:
         The function of the module that is being read.
     callees : list of CallRef
         Callees of the binding that is being read.
-    spot : Spot
+    location : Location
         Place of that binding.
     makers : dict
         Values of unknown kind -> the site that makes them: a match_cast to a tensor ties them.
@@ -51,7 +51,7 @@ class CallReader:
         self.unit: Unit
         self.name = ""
         self.callees: list[CallRef] = []
-        self.spot = Spot("", None)
+        self.location = Location("", None)
         self.makers: dict[int, int] = {}
         self.callbacks: set[int] = set()
 
@@ -70,19 +70,19 @@ class CallReader:
         callee = self.program.units.get(name)
         if callee is None:
             return None
-        spot = Spot(self.name, self.spot.var, f"call of '{name}'")
+        spot = Location(self.name, self.location.var, f"call of '{name}'")
         tree, ref = mention(self.graph, callee, self.groups[callee.group], spot)
         self.callees.append(ref)
         self.unit.calls.append(ref)
         return tree
 
-    def _spot(self, record: Record) -> Spot:
-        return Spot(self.name, record.var, record.op)
+    def _location(self, record: Record) -> Location:
+        return Location(self.name, record.var, record.op)
 
     def _host_read(self, record: Record, args: list[relax.Expr]) -> None:
         record.args = args
         record.trees = [self._of(arg) for arg in args]
-        record.wants, record.host_read = HOST, True
+        record.operand_devices, record.host_read = HOST, True
         for tree in record.trees:
             for leaf in tensors_of(tree):
                 if isinstance(leaf, ConstLeaf):
@@ -136,7 +136,7 @@ class CallReader:
         if isinstance(func, FuncTree) and not names_device(record.var.ty):
             for first in list(nodes_of(func.params))[:1]:
                 for node in nodes_of(func.ret):
-                    self.trees.tie(first, node, self._spot(record))
+                    self.trees.tie(first, node, self._location(record))
         return func
 
     def _op(self, record: Record, call: relax.Call, args: list[relax.Expr], name: str) -> None:
@@ -162,22 +162,22 @@ class CallReader:
         ties = not (record.host_read or name in ops.CROSSING)
         site = ANY
         if ties and (operands or constants or names_tensor(var.ty)):
-            site = graph.add(self._spot(record))
+            site = graph.add(self._location(record))
             opaque = graph.opaque
             for node in operands:
                 if node not in opaque:
                     graph.connect(node, site)
             for leaf in constants:
                 leaf.use(site)
-            record.wants = site
+            record.operand_devices = site
         record.site = site
         record.written = () if record.host_read else ops.written_operands(call, len(args))
-        home = record.home = self.trees.make(var.ty, var, self.name)
+        home = record.result_device = self.trees.make(var.ty, var, self.name)
         record.produced = home
         self.trees.declare(var.ty, home, Origin("variable", var.name, self.name), operands)
         if len(call.ty_args) and names_device_in(call.ty_args):
             self._declare_ty_args(record, call)
-        made_on_host = name in ops.HOST_MADE and self.program.host >= 0
+        made_on_host = name in ops.MADE_ON_HOST and self.program.host >= 0
         for node in nodes_of(home):
             if made_on_host:
                 graph.made_on_host.add(node)
@@ -194,7 +194,7 @@ class CallReader:
         types = list(call.ty_args)
         ty = types[0] if len(types) == 1 else tvm.ir.TupleType(types)
         origin = Origin("out_ty", record.var.name, self.name)
-        self._declare_out(ty, record.home, record.site, origin)
+        self._declare_out(ty, record.result_device, record.site, origin)
 
     def _declare_out(self, ty: tvm.ir.Type, tree: Tree, site: int, origin: Origin) -> None:
         if isinstance(ty, relax.TensorType) and ty.vdevice is not None and isinstance(tree, int):
@@ -216,7 +216,7 @@ class CallReader:
         device = self.program.index_of(vdevice, record.op)
         record.kind, record.device = ("hint" if is_hint else "to_vdevice"), device
         record.args, record.trees = args, [self._of(args[0])]
-        home = record.home = record.produced = self.trees.make(var.ty, var, self.name)
+        home = record.result_device = record.produced = self.trees.make(var.ty, var, self.name)
         origin = Origin(record.kind, var.name, self.name)
         constant = self.constant_of(record.trees[0])
         if constant is not None and isinstance(home, int):
@@ -250,10 +250,10 @@ class CallReader:
             inherits = isinstance(source, relax.TensorType) and source.vdevice is not None
             if not inherits or self.program.index_of(source.vdevice, record.op) != declared:
                 raise PlacementError(
-                    f"{place_text(record.op, record.var.name, self.name)} is to {names[record.device]}, but its "
+                    f"{location_text(record.op, record.var.name, self.name)} is to {names[record.device]}, but its "
                     f"annotation says {names[declared]}"
                 )
-            self.graph.hearsay[tree] = declared
+            self.graph.inferred[tree] = declared
 
     def _make_closure(self, record: Record, args: list[relax.Expr]) -> None:
         """The function with its last parameters bound."""
@@ -262,11 +262,11 @@ class CallReader:
         record.trees = [func, bound]
         if not isinstance(func, FuncTree) or not isinstance(bound, tuple):
             self._unknown_callee(record)
-            record.home = record.produced = self.trees.make(record.var.ty, record.var, self.name)
+            record.result_device = record.produced = self.trees.make(record.var.ty, record.var, self.name)
             return
         free = len(func.params) - len(bound)
-        record.wants = [None, self.trees.tie(bound, func.params[free:], self._spot(record))]
-        record.home = record.produced = FuncTree(func.params[:free], func.ret)
+        record.operand_devices = [None, self.trees.tie(bound, func.params[free:], self._location(record))]
+        record.result_device = record.produced = FuncTree(func.params[:free], func.ret)
 
     def _invoke(self, record: Record, call: relax.Call, func: Tree, args: list[relax.Expr], first: int = 0) -> None:
         """A call of a Relax function, a local function or a closure: arguments are passed, results received."""
@@ -276,27 +276,29 @@ class CallReader:
             return
         record.kind, record.args = "call", args
         record.written = ops.written_operands(call, len(args))
-        spot = self._spot(record)
+        spot = self._location(record)
         record.trees = [None] * first + [self._of(arg) for arg in args[first:]]
         if first:
             passed = record.trees[1]
-            record.wants = [None, self.trees.tie(passed, func.params, spot)]
+            record.operand_devices = [None, self.trees.tie(passed, func.params, spot)]
         else:
-            record.wants = [
+            record.operand_devices = [
                 self.trees.tie(tree, param, spot) for tree, param in zip(record.trees, func.params, strict=False)
             ]
         var = record.var
-        record.home = self.trees.make(var.ty, var, self.name) if not isinstance(func.ret, FuncTree) else func.ret
+        record.result_device = (
+            self.trees.make(var.ty, var, self.name) if not isinstance(func.ret, FuncTree) else func.ret
+        )
         record.produced = func.ret
-        if record.home is not func.ret:
-            self.trees.tie(func.ret, record.home, spot)
+        if record.result_device is not func.ret:
+            self.trees.tie(func.ret, record.result_device, spot)
             origin = Origin("variable", var.name, self.name)
-            self.trees.declare(var.ty, record.home, origin, (func.ret,), fieldwise=True)
+            self.trees.declare(var.ty, record.result_device, origin, (func.ret,), fieldwise=True)
 
     def _unknown_callee(self, record: Record) -> None:
         if len(self.program.vdevices) > 1:
             raise PlacementError(
-                f"{place_text(record.op, record.var.name, self.name)}: the function it calls is not known here, so "
+                f"{location_text(record.op, record.var.name, self.name)}: the function it calls is not known here, so "
                 "neither are the devices it takes its arguments on; call it by name, or as a local function"
             )
 
@@ -371,7 +373,7 @@ class _Collector(CallReader):
         self._result(unit.scope, unit.func.ret_ty, unit.tree.ret, unit.name)
 
     def _result(self, scope: Scope, ret_ty: tvm.ir.Type, ret: Tree, name: str) -> None:
-        scope.body_want = self.trees.tie(scope.body_tree, ret, Spot(self.name, None, "return"))
+        scope.body_device = self.trees.tie(scope.body_tree, ret, Location(self.name, None, "return"))
         self.trees.declare(ret_ty, ret, Origin("return", name, self.name), [scope.body_tree], fieldwise=True)
 
     def _scope(self, seq: relax.Expr, parent: Scope | None, index: int) -> Generator[Any, Any, Scope]:
@@ -385,7 +387,7 @@ class _Collector(CallReader):
                 value = binding.value
                 record = Record(binding, binding.var, value, len(records))
                 self.callees = record.callees
-                self.spot = Spot(self.name, record.var)
+                self.location = Location(self.name, record.var)
                 try:
                     nested = self._binding(record)
                 except HeteroError as error:
@@ -397,16 +399,16 @@ class _Collector(CallReader):
                         scopes[-1].is_function = record.func is not None
                     record.scopes = scopes
                     self._after(record)
-                self.trees.env[handle(record.var)] = record.home
+                self.trees.env[handle(record.var)] = record.result_device
                 records.append(record)
             scope.blocks.append((block, start, len(records)))
         self.callees = scope.callees
-        self.spot = Spot(self.name, None)
+        self.location = Location(self.name, None)
         scope.body = seq.body
         try:
             scope.body_tree = self._of(scope.body)
         except HeteroError as error:
-            raise type(error)(f"{place_text('return', '', self.name)}: {error}") from error
+            raise type(error)(f"{location_text('return', '', self.name)}: {error}") from error
         return scope
 
     def _binding(self, record: Record) -> Sequence[relax.Expr] | None:
@@ -422,8 +424,8 @@ class _Collector(CallReader):
         elif kind is relax.Function:
             record.kind, record.op = "function", "function"
             params = tuple(self._parameter(param, self.name) for param in value.params)
-            record.home = record.func = FuncTree(params, self.trees.make(value.ret_ty, None, self.name))
-            self.trees.env[handle(var)] = record.home
+            record.result_device = record.func = FuncTree(params, self.trees.make(value.ret_ty, None, self.name))
+            self.trees.env[handle(var)] = record.result_device
             return (value.body,)
         elif kind is relax.SeqExpr:
             raise PlacementError("found a nested SeqExpr; run relax.transform.Normalize() first")
@@ -440,13 +442,13 @@ class _Collector(CallReader):
             assert record.func is not None
             self._result(record.scopes[0], record.value.ret_ty, record.func.ret, record.var.name)
             return
-        spot = self._spot(record)
-        record.home = self.trees.make(record.var.ty, record.var, self.name)
+        spot = self._location(record)
+        record.result_device = self.trees.make(record.var.ty, record.var, self.name)
         operands = [branch.body_tree for branch in record.scopes]
         for branch in record.scopes:
-            branch.body_want = self.trees.tie(branch.body_tree, record.home, spot)
+            branch.body_device = self.trees.tie(branch.body_tree, record.result_device, spot)
         origin = Origin("variable", record.var.name, self.name)
-        self.trees.declare(record.var.ty, record.home, origin, operands, fieldwise=True)
+        self.trees.declare(record.var.ty, record.result_device, origin, operands, fieldwise=True)
 
     def _alias(self, record: Record, tree: Tree) -> None:
         """A variable that is another value, a tuple of values, a field, a constant or a checked view of one."""
@@ -459,18 +461,18 @@ class _Collector(CallReader):
             return
         declared = names_device(ty)
         if fits(tree, ty) and not declared:
-            record.home = tree
+            record.result_device = tree
             record.produced = tree
-            record.wants = ANY
+            record.operand_devices = ANY
             if isinstance(tree, int) and tree not in self.access:
                 self.access[tree] = (var, ())
             return
-        spot = self._spot(record)
+        spot = self._location(record)
         home = self.trees.make(ty, var, self.name)
-        record.home = record.produced = home
+        record.result_device = record.produced = home
         origin = Origin("match_cast" if is_cast else "variable", var.name, self.name)
         operands = () if is_cast else (tree,)
-        record.wants = [self.trees.tie(tree, home, spot)]
+        record.operand_devices = [self.trees.tie(tree, home, spot)]
         self.trees.declare(ty, home, origin, operands, fieldwise=True)
         constant = self.constant_of(tree)
         if constant is not None and isinstance(home, int):
@@ -483,10 +485,10 @@ class _Collector(CallReader):
             self.graph.connect(self.makers.pop(node), node)
         home = self.trees.make(ty, var, self.name)
         assert isinstance(home, int)
-        site = self.graph.add(self._spot(record))
+        site = self.graph.add(self._location(record))
         self.graph.connect(node, site)
         self.graph.connect(site, home)
-        record.home, record.produced = home, node
+        record.result_device, record.produced = home, node
         self.trees.declare(ty, home, Origin("match_cast", var.name, self.name))
 
 
@@ -504,4 +506,4 @@ def _located(error: HeteroError, record: Record, function: str) -> HeteroError:
     text = str(error)
     if f"function '{function}'" in text:
         return error
-    return type(error)(f"{place_text(record.op or 'value', record.var.name, function)}: {text}")
+    return type(error)(f"{location_text(record.op or 'value', record.var.name, function)}: {text}")

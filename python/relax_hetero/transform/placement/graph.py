@@ -94,7 +94,7 @@ _SENTENCES = {
 }
 
 
-class Spot(NamedTuple):
+class Location(NamedTuple):
     """Description of a node, for messages.
 
     Attributes
@@ -123,7 +123,7 @@ class Spot(NamedTuple):
     @property
     def where(self) -> str:
         """The place in words: op, variable, function."""
-        return place_text(self.op, "" if self.var is None else str(self.var.name), self.function)
+        return location_text(self.op, "" if self.var is None else str(self.var.name), self.function)
 
 
 @dataclass(slots=True)
@@ -134,7 +134,7 @@ class Graph:
     ----------
     sources, targets : list of list of int
         Operands and results of a site; of a value the sites that make it and those that use it, in program order.
-    spots : list of Spot
+    locations : list of Location
     fixed : dict
         Node to its fixed device (index) and the origin of that.
     hints : dict
@@ -147,7 +147,7 @@ class Graph:
         Values that the host makes, and copies to their device.
     constants : dict
         Value nodes of annotated variables that are bound to a constant.
-    hearsay : dict
+    inferred : dict
         Node to a device that its type names only because TVM's inference took it over from the operand of a hint.
     rigid : list
         Pairs that cannot be joined by a transfer: (node, node, site that joins them).
@@ -155,22 +155,22 @@ class Graph:
 
     sources: list[list[int]] = field(default_factory=list)
     targets: list[list[int]] = field(default_factory=list)
-    spots: list[Spot] = field(default_factory=list)
+    locations: list[Location] = field(default_factory=list)
     fixed: dict[int, tuple[int, Origin]] = field(default_factory=dict)
     hints: dict[int, list[tuple[int, Origin]]] = field(default_factory=dict)
     opaque: set[int] = field(default_factory=set)
     interface: set[int] = field(default_factory=set)
     made_on_host: set[int] = field(default_factory=set)
     constants: dict[int, relax.Expr] = field(default_factory=dict)
-    hearsay: dict[int, int] = field(default_factory=dict)
+    inferred: dict[int, int] = field(default_factory=dict)
     rigid: list[tuple[int, int, int]] = field(default_factory=list)
 
-    def add(self, spot: Spot) -> int:
+    def add(self, location: Location) -> int:
         """A new node without edges."""
-        self.spots.append(spot)
+        self.locations.append(location)
         self.sources.append([])
         self.targets.append([])
-        return len(self.spots) - 1
+        return len(self.locations) - 1
 
     def connect(self, source: int, target: int) -> None:
         """An edge from operand to site, or from site to result."""
@@ -179,7 +179,7 @@ class Graph:
 
     def is_site(self, node: int) -> bool:
         """Return whether the node is a site, not a value."""
-        return bool(self.spots[node].op)
+        return bool(self.locations[node].op)
 
     def neighbours(self, node: int) -> Iterator[int]:
         """All nodes that share its device."""
@@ -209,7 +209,7 @@ def tensors_of(tree: Tree) -> Iterator[int | ConstLeaf]:
             yield from tensors_of(sub)
 
 
-def place_text(op: str, variable: str, function: str) -> str:
+def location_text(op: str, variable: str, function: str) -> str:
     """Where something is, as messages say it; no variable is the result of the function."""
     if not variable:
         return f"{op} of function '{function}'"

@@ -18,7 +18,7 @@ from .types import on_devices, same_devices, tensor_on
 _VARS = (relax.Var, relax.DataflowVar)
 
 
-class Note(NamedTuple):
+class PlacementNote(NamedTuple):
     """One thing the report tells about.
 
     Attributes
@@ -58,7 +58,7 @@ class Operands:
         Whether the block is a dataflow block.
     mentions : iterator of CallRef
         The Relax functions that the current binding mentions, in order.
-    notes : list of Note
+    notes : list of PlacementNote
         Notes of transfers and copies that were written, for the report.
     current : str
         The variable whose binding is being written.
@@ -77,7 +77,7 @@ class Operands:
         self.out: list[relax.Binding] = []
         self.dataflow = False
         self.mentions: Iterator[CallRef] = iter(())
-        self.notes: list[Note] = []
+        self.notes: list[PlacementNote] = []
         self.current = "result"
         # Values that the host made and that live elsewhere: the variable on the host.
         self.on_host: dict[int, relax.Var] = {}
@@ -142,7 +142,7 @@ class Operands:
             known = expr if ty is old else relax.expr._ffi_api.MakeTensorConst(expr.value, ty, expr.span)
             self._constants[key] = known
             why = f"constant: used by '{self.current}' on {self.program.names[device]}"
-            self.notes.append(Note("constant", self.current, ty, "constant", device, ANY, why))
+            self.notes.append(PlacementNote("constant", self.current, ty, "constant", device, ANY, why))
         return expr if handle(known) == key[0] else known
 
     def mapped(self, expr: relax.Expr) -> relax.Expr:

@@ -23,7 +23,7 @@ HOST_READS = frozenset(
 )
 
 # Their result is made by the host.
-HOST_MADE = frozenset({"relax.shape_to_tensor", "relax.run.shape_to_tensor"})
+MADE_ON_HOST = frozenset({"relax.shape_to_tensor", "relax.run.shape_to_tensor"})
 
 # Packed functions that copy to the device their result is annotated with.
 CROSSING = frozenset({"relax_hetero.to_device", "vm.builtin.to_device"})

@@ -33,12 +33,12 @@ class Record:
         The expressions that may hold tensors: of a call its arguments, of an ``If`` its condition.
     trees : list of Tree
         Trees of those.
-    wants : int, or list of Tree
+    operand_devices : int, or list of Tree
         The node (HOST, ANY) whose device they are wanted on: one for all, or one tree for each.
-    home : Tree
+    result_device : Tree
         Where the variable's tensors live.
     produced : Tree
-        Where the value makes them; differs from `home` only where a transfer follows.
+        Where the value makes them; differs from `result_device` only where a transfer follows.
     scopes : list of Scope
         Branches of an ``If``; body of a local function.
     device : int
@@ -61,8 +61,8 @@ class Record:
     op: str = ""
     args: list[relax.Expr] = field(default_factory=list)
     trees: list[Tree] = field(default_factory=list)
-    wants: Any = ANY
-    home: Tree = None
+    operand_devices: Any = ANY
+    result_device: Tree = None
     produced: Tree = None
     site: int = ANY
     device: int = ANY
@@ -83,7 +83,7 @@ class Scope:
         The value of the sequence.
     blocks : list
         (block, index of its first record, index past its last).
-    body_tree, body_want : Tree
+    body_tree, body_device : Tree
         Trees of the value of the sequence, and of where it is wanted.
     parent, parent_index
         The scope and record it is nested in; None for the body of a module's function.
@@ -99,7 +99,7 @@ class Scope:
     records: list[Record] = field(default_factory=list)
     blocks: list[tuple[relax.BindingBlock, int, int]] = field(default_factory=list)
     body_tree: Tree = None
-    body_want: Tree = None
+    body_device: Tree = None
     callees: list[CallRef] = field(default_factory=list)
     is_function: bool = False
 

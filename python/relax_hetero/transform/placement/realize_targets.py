@@ -24,8 +24,8 @@ from tvm import relax
 from ...target.native_target import check_cpu_names, with_hardware
 from ...target.vdevice import same_vdevice, vdevices_of
 from ..ir.declare import declare_pass
-from ..ir.findings import findings_of, with_findings
 from ..ir.module_attrs import is_lowered
+from ..ir.remarks import remarks_of, with_remarks
 from .update_vdevice import succeed_vdevices
 
 
@@ -45,8 +45,8 @@ def realize_targets(mod: tvm.IRModule) -> tvm.IRModule:
         new.append(vdevice if any(same_vdevice(made, other) for other in (*old, *new)) else made)
     if is_lowered(mod) or all(same_vdevice(*pair) for pair in zip(old, new, strict=True)):
         return mod
-    placement = findings_of(mod).placement  # the names of the devices are the same
-    return with_findings(succeed_vdevices(mod, new, new), placement=placement)
+    placement = remarks_of(mod).placement  # the names of the devices are the same
+    return with_remarks(succeed_vdevices(mod, new, new), placement=placement)
 
 
 RealizeTargets = declare_pass("RealizeTargets", realize_targets)

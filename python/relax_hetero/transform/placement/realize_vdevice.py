@@ -29,12 +29,12 @@ from tvm import relax
 from tvm.relax.utils import copy_with_new_vars
 
 from ..ir.declare import declare_pass
-from ..ir.findings import collect_placement, publish
 from ..ir.module_attrs import is_lowered
+from ..ir.remarks import collect_placement, publish
 from ..ir.reports import PlacementEntry, PlacementReport
 from .clones import Clone, RecursionGroup, clone_for, make_clones
 from .collect import collect
-from .operands import Note
+from .operands import PlacementNote
 from .program import CallRef, Program, Unit, recursion_groups
 from .report import entries_of
 from .rewrite import rewrite
@@ -143,7 +143,7 @@ def _write_function(
     gvars: dict[str, tvm.ir.GlobalVar],
     unit: Unit,
     clone: Clone,
-) -> tuple[relax.Function, list[Note]]:
+) -> tuple[relax.Function, list[PlacementNote]]:
     def callee(ref: CallRef) -> tvm.ir.GlobalVar:
         if ref.callee.group == unit.group:
             return gvars[clone.names[ref.callee.name]]

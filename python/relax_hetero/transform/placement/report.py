@@ -11,11 +11,11 @@ from tvm import relax
 from ..ir.reports import PlacementEntry
 from .clones import Clone
 from .graph import HOST, Graph
-from .operands import Note
+from .operands import PlacementNote
 from .solve import Path, shortest_paths
 
 
-def entries_of(function: str, notes: Sequence[Note], clone: Clone, names: list[str]) -> list[PlacementEntry]:
+def entries_of(function: str, notes: Sequence[PlacementNote], clone: Clone, names: list[str]) -> list[PlacementEntry]:
     """Put the notes of one written function into words."""
     reasons = _Reasons(clone, names)
     return [
@@ -35,7 +35,7 @@ class _Reasons:
         hints = {node: found[0] for node, found in self.graph.hints.items() if node not in self.fixed}
         self.hinted: dict[int, Path] = shortest_paths(self.graph, hints)[0] if hints else {}
 
-    def __call__(self, note: Note) -> str:
+    def __call__(self, note: PlacementNote) -> str:
         device = self.names[note.device]
         if note.reason:
             return note.reason
@@ -55,11 +55,11 @@ class _Reasons:
 
     def _follows(self, node: int, path: Path, paths: dict[int, Path]) -> str:
         """The nearest fixed value, and the first op on the way to it."""
-        start = self.graph.spots[path.start]
+        start = self.graph.locations[path.start]
         if path.start == node or (self.graph.is_site(node) and path.start in self.graph.targets[node]):
             return f"fixed by {path.origin}"
         via = node if self.graph.is_site(node) else path.before
-        op = f" through {self.graph.spots[via].op}" if via >= 0 and self.graph.spots[via].op else ""
+        op = f" through {self.graph.locations[via].op}" if via >= 0 and self.graph.locations[via].op else ""
         what = f"'{start.variable}'" if not start.op else f"the {start.op}"
         return f"follows {what}{op}, which is on {self.names[path.device]} by {path.origin}"
 

@@ -16,7 +16,7 @@ from ..ir.op_names import TRANSFER
 from ..ir.rewriting import handle, op_name, typed
 from .clones import Clone
 from .graph import ANY, HOST, ConstLeaf, Tree, tensors_of
-from .operands import Note, Operands
+from .operands import Operands, PlacementNote
 from .program import CallRef, Program, Record, Scope, Unit
 from .transfers import Transfer, plan_transfers
 from .trees import run
@@ -33,11 +33,11 @@ class CallWriter(Operands):
         """Write a binding of the program with its new value; the very binding where nothing changed."""
         binding = record.binding
         if var is None:
-            var = self.define(record.var, record.home)
+            var = self.define(record.var, record.result_device)
         same = value is record.value and var is record.var
         if isinstance(binding, relax.MatchCast):
             old_ty = binding.ty
-            ty = self.retyped(old_ty, record.home)
+            ty = self.retyped(old_ty, record.result_device)
             if not same or ty is not old_ty:
                 binding = relax.MatchCast(var, value, ty, binding.span)
         elif not same:
@@ -50,7 +50,7 @@ class CallWriter(Operands):
         call = record.value
         old_op, old_ty, old_ty_args = call.op, call.ty, list(call.ty_args)
         op = old_op if type(old_op) is tvm.ir.Op else self.mapped(old_op)
-        wants = record.wants
+        wants = record.operand_devices
         args = []
         for position, (arg, tree) in enumerate(zip(record.args, record.trees, strict=True)):
             want = wants if isinstance(wants, int) else wants[position]
@@ -61,35 +61,35 @@ class CallWriter(Operands):
         parts = zip([op, ty, *args, *ty_args], [old_op, old_ty, *record.args, *old_ty_args], strict=True)
         changed = any(new is not old for new, old in parts)
         value = relax.Call(op, args, call.attrs, ty_args, call.span, ty) if changed else call
-        if made is record.home:
+        if made is record.result_device:
             self._note_op(record, self.rebind(record, value), made)
             return
         raw = self.bind(f"{record.var.name}_made", value, isinstance(record.var, relax.DataflowVar))
         self._note_op(record, raw, made)
-        if made == HOST and isinstance(record.home, int):
-            self.on_host[record.home] = raw
-        var = self.rebind(record, self._brought_home(raw, record.home, made))
-        self.note_brought_home(record, var, made)
+        if made == HOST and isinstance(record.result_device, int):
+            self.on_host[record.result_device] = raw
+        var = self.rebind(record, self._transferred(raw, record.result_device, made))
+        self.record_transferred(record, var, made)
 
-    def note_brought_home(self, record: Record, var: relax.Var, made: Tree) -> None:
+    def record_transferred(self, record: Record, var: relax.Var, value: Tree) -> None:
         """Report what a result needed to get from where it was made to where its variable lives."""
-        for here, there in zip(tensors_of(record.home), tensors_of(made), strict=True):
+        for here, there in zip(tensors_of(record.result_device), tensors_of(value), strict=True):
             device, names = self.device(here), self.program.names
             if device != self.device(there) and here not in self.opaque:
                 why = f"transfer: made on {names[self.device(there)]}, belongs on {names[device]}"
-                self.notes.append(Note("transfer", var.name, var.ty, TRANSFER, device, ANY, why))
+                self.notes.append(PlacementNote("transfer", var.name, var.ty, TRANSFER, device, ANY, why))
 
-    def _note_op(self, record: Record, var: relax.Var, made: Tree) -> None:
+    def _note_op(self, record: Record, var: relax.Var, value: Tree) -> None:
         if record.host_read or record.produced == HOST:
             device = max(0, self.program.host)
-            self.notes.append(Note("op", var.name, var.ty, record.op, device, HOST, ""))
+            self.notes.append(PlacementNote("op", var.name, var.ty, record.op, device, HOST, ""))
         elif record.kind == "op" and record.site >= 0 and not isinstance(var.ty, (relax.ShapeType, tvm.ir.PrimType)):
             site = record.site
-            self.notes.append(Note("op", var.name, var.ty, record.op, self.devices[site], site, ""))
+            self.notes.append(PlacementNote("op", var.name, var.ty, record.op, self.devices[site], site, ""))
 
     def _made(self, record: Record) -> Tree:
         """Where a call makes its result: a tree, `record.home` itself if the variable stays there."""
-        home = record.home
+        home = record.result_device
         if record.produced == HOST:
             return home if self.all_on(home, self.program.host) else _everywhere(home, HOST)
         if not self.mixed:
@@ -106,28 +106,32 @@ class CallWriter(Operands):
         """Return whether all tensors of a tree live on this device; an ``R.Object`` lives on none."""
         return all(self.device(leaf) == device or leaf in self.opaque for leaf in tensors_of(tree))
 
-    def _brought_home(self, value: relax.Expr, home: Tree, made: Tree) -> relax.Expr:
+    def _transferred(self, value: relax.Expr, device: Tree, written: Tree) -> relax.Expr:
         """Value that was made elsewhere, transferred tensor by tensor."""
-        if isinstance(home, tuple) and isinstance(made, tuple):
+        if isinstance(device, tuple) and isinstance(written, tuple):
             fields = []
-            for index, (sub, sub_made) in enumerate(zip(home, made, strict=True)):
+            for index, (sub, sub_made) in enumerate(zip(device, written, strict=True)):
                 item = self.bind(f"{value.name}_{index}", relax.TupleGetItem(value, index), self.dataflow)
-                moved = self._brought_home(item, sub, sub_made)
+                moved = self._transferred(item, sub, sub_made)
                 fields.append(moved if moved is item else self._named(f"{item.name}_moved", moved))
             return relax.Tuple(fields)
-        if not isinstance(home, (int, ConstLeaf)) or not isinstance(made, (int, ConstLeaf)) or home in self.opaque:
+        if (
+            not isinstance(device, (int, ConstLeaf))
+            or not isinstance(written, (int, ConstLeaf))
+            or device in self.opaque
+        ):
             return value
-        return value if self.device(home) == self.device(made) else self.transferred(value, self.device(home))
+        return value if self.device(device) == self.device(written) else self.transferred(value, self.device(device))
 
     def _named(self, name: str, value: relax.Expr) -> relax.Expr:
         return value if isinstance(value, relax.Tuple) else self.bind(name, value, self.dataflow)
 
-    def _ty_args(self, ty_args: list[tvm.ir.Type], made: Tree) -> list[tvm.ir.Type]:
+    def _ty_args(self, ty_args: list[tvm.ir.Type], value: Tree) -> list[tvm.ir.Type]:
         """The explicit result types of ``call_tir`` and its kin; several of them are the fields of a tuple."""
         if len(ty_args) == 1:
-            return [self.retyped(ty_args[0], made)]
-        if isinstance(made, tuple) and len(made) == len(ty_args):
-            return [self.retyped(ty, sub) for ty, sub in zip(ty_args, made, strict=True)]
+            return [self.retyped(ty_args[0], value)]
+        if isinstance(value, tuple) and len(value) == len(ty_args):
+            return [self.retyped(ty, sub) for ty, sub in zip(ty_args, value, strict=True)]
         return ty_args
 
     def write_crossing(self, record: Record, place: Place) -> None:
@@ -146,7 +150,7 @@ class CallWriter(Operands):
             transfer.var = var
         if op_name(value) == TRANSFER:
             why = f"transfer: {record.op} to {self.program.names[device]}"
-            self.notes.append(Note("transfer", var.name, var.ty, TRANSFER, device, ANY, why))
+            self.notes.append(PlacementNote("transfer", var.name, var.ty, TRANSFER, device, ANY, why))
 
     def _crossed(self, record: Record, value: relax.Expr, tree: Tree) -> relax.Expr:
         device = record.device
@@ -163,7 +167,7 @@ class CallWriter(Operands):
             if record.kind == "to_vdevice" and value is record.args[0]:
                 if handle(call.attrs.dst_vdevice) == handle(self.vdevices[device]):
                     ty = call.ty
-                    if self.retyped(ty, record.home) is ty:
+                    if self.retyped(ty, record.result_device) is ty:
                         return call
             return self.transferred(value, device)
         if not isinstance(tree, tuple):
@@ -186,7 +190,7 @@ def _everywhere(tree: Tree, node: int) -> Tree:
 Callee = Callable[[CallRef], tvm.ir.GlobalVar]
 
 
-def rewrite(program: Program, unit: Unit, clone: Clone, callee: Callee) -> tuple[relax.Function, list[Note]]:
+def rewrite(program: Program, unit: Unit, clone: Clone, callee: Callee) -> tuple[relax.Function, list[PlacementNote]]:
     """The function on the clone's devices, and what is to report about it.
 
     Returns
@@ -217,7 +221,7 @@ class _Writer(CallWriter):
         for var, tree in zip(new_params, params, strict=True):
             first = next((leaf for leaf in tensors_of(tree) if isinstance(leaf, int)), None)
             if first is not None and not isinstance(var.ty, relax.AnyType):
-                self.notes.append(Note("param", var.name, var.ty, "parameter", self.devices[first], first, ""))
+                self.notes.append(PlacementNote("param", var.name, var.ty, "parameter", self.devices[first], first, ""))
         body = yield self._scope(scope)
         old_ret_ty = func.ret_ty
         ret_ty = self.retyped(old_ret_ty, ret)
@@ -253,7 +257,7 @@ class _Writer(CallWriter):
         for transfer in before.get(place, ()):
             self._insert(transfer)
         self.mentions = iter(scope.callees)
-        body = self.coerce(scope.body, scope.body_tree, scope.body_want, place)
+        body = self.coerce(scope.body, scope.body_tree, scope.body_device, place)
         if self.out:
             blocks.append(relax.BindingBlock(self.out))
         if not changed and not self.out and body is scope.body and same_devices(scope.seq.ty, body.ty):
@@ -268,7 +272,7 @@ class _Writer(CallWriter):
     def _nested(self, record: Record, scope: Scope) -> Generator[Any, Any, Any]:
         if record.func is None:
             return self._scope(scope)
-        self.define(record.var, record.home)  # a local function may call itself
+        self.define(record.var, record.result_device)  # a local function may call itself
         return self.function(record.value, scope, record.func.params, record.func.ret)
 
     def _insert(self, transfer: Transfer) -> None:
@@ -285,7 +289,7 @@ class _Writer(CallWriter):
         copy = self.bind(name, self.transferred(value, device), local)
         transfer.var = copy
         why = f"transfer: needed by '{transfer.needed_by}' on {self.program.names[device]}"
-        self.notes.append(Note("transfer", name, copy.ty, TRANSFER, device, ANY, why))
+        self.notes.append(PlacementNote("transfer", name, copy.ty, TRANSFER, device, ANY, why))
 
     def _write(self, record: Record, inner: list[Any], place: Place) -> None:
         self.current = record.var.name
@@ -301,11 +305,11 @@ class _Writer(CallWriter):
         elif self._is_revealed_elsewhere(record):
             self._write_revealed(record)
         else:
-            want = None if isinstance(record.wants, int) else record.wants[0]
+            want = None if isinstance(record.operand_devices, int) else record.operand_devices[0]
             self.rebind(record, self.coerce(record.value, record.trees[0], want, place))
 
     def _is_revealed_elsewhere(self, record: Record) -> bool:
-        here, there = record.home, record.produced
+        here, there = record.result_device, record.produced
         if not self.mixed or here is there or not isinstance(there, int):
             return False
         return not self.all_on(here, self.device(there))
@@ -316,16 +320,16 @@ class _Writer(CallWriter):
         ty = self.retyped(binding.ty, record.produced)
         raw = (relax.DataflowVar if self.dataflow else relax.Var)(f"{record.var.name}_made", ty)
         self.out.append(relax.MatchCast(raw, self.mapped(record.value), ty, binding.span))
-        var = self.define(record.var, record.home)
-        assert isinstance(record.home, int)
-        self.out.append(relax.VarBinding(var, self.transferred(raw, self.device(record.home)), binding.span))
-        self.note_brought_home(record, var, record.produced)
+        var = self.define(record.var, record.result_device)
+        assert isinstance(record.result_device, int)
+        self.out.append(relax.VarBinding(var, self.transferred(raw, self.device(record.result_device)), binding.span))
+        self.record_transferred(record, var, record.produced)
 
     def _write_if(self, record: Record, inner: list[Any], place: Place) -> None:
         value = record.value
         cond = self.coerce(record.args[0], record.trees[0], HOST, place)
         old_ty = value.ty
-        ty = self.retyped(old_ty, record.home)
+        ty = self.retyped(old_ty, record.result_device)
         same = all(new is nested.seq for new, nested in zip(inner, record.scopes, strict=True))
         if not same or cond is not record.args[0] or ty is not old_ty:
             value = relax.If(cond, inner[0], inner[1], value.span)

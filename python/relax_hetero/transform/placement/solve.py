@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ...errors import PlacementError
-from .graph import Graph, Origin, Spot, place_text
+from .graph import Graph, Location, Origin, location_text
 from .propagate import propagate
 
 # Node to its fixed device (index), and where that comes from.
@@ -62,7 +62,7 @@ def solve(graph: Graph, names: list[str], host: int, insert_copies: bool) -> Sol
     PlacementError
         If two fixed devices, or two hints where nothing is fixed, meet and copies are not allowed.
     """
-    solution = Solution([-1] * len(graph.spots))
+    solution = Solution([-1] * len(graph.locations))
     for part in _connected_parts(graph):
         fixed = {node: graph.fixed[node] for node in part if node in graph.fixed}
         if not fixed and not graph.interface.isdisjoint(part):
@@ -102,21 +102,23 @@ def _hinted(graph: Graph, part: Iterable[int], names: list[str], insert_copies: 
         device, origin = seeds[node] = hints[0]
         for other, other_origin in hints:
             if other != device and not insert_copies:
-                raise PlacementError(_two_hints(graph.spots[node], names[device], origin, names[other], other_origin))
+                raise PlacementError(
+                    _two_hints(graph.locations[node], names[device], origin, names[other], other_origin)
+                )
     return seeds
 
 
-def _two_hints(spot: Spot, first: str, first_origin: Origin, second: str, second_origin: Origin) -> str:
+def _two_hints(location: Location, first: str, first_origin: Origin, second: str, second_origin: Origin) -> str:
     return (
-        f"{place_text('relax.hint_on_device', second_origin.name, spot.function)}: two devices meet: "
-        f"'{spot.variable}' is hinted for {first} (from {first_origin}), but also for {second} (from {second_origin}), "
-        f"and nothing else places it. {ADVICE}"
+        f"{location_text('relax.hint_on_device', second_origin.name, location.function)}: two devices meet: "
+        f"'{location.variable}' is hinted for {first} (from {first_origin}), but also for {second} "
+        f"(from {second_origin}), and nothing else places it. {ADVICE}"
     )
 
 
 def _connected_parts(graph: Graph) -> Iterable[list[int]]:
     """The nodes of every connected part, ascending; parts in order of their first node."""
-    seen = bytearray(len(graph.spots))
+    seen = bytearray(len(graph.locations))
     sources, targets = graph.sources, graph.targets
     for start in range(len(seen)):
         if seen[start]:
@@ -184,12 +186,12 @@ def explain_conflict(graph: Graph, seeds: Seeds, names: list[str], hinted: bool)
     paths, meeting = shortest_paths(graph, seeds)
     assert meeting is not None, "a connected part with two devices has an edge where they meet"
     site, value = meeting if graph.is_site(meeting[0]) else (meeting[1], meeting[0])
-    spot = graph.spots[site]
+    spot = graph.locations[site]
     sides = []
     for here in (site, value):
         path = paths[here]
         shown = here if not graph.is_site(here) else path.before
-        name = f"'{graph.spots[shown].variable}'" if shown >= 0 else f"the {spot.op}"
+        name = f"'{graph.locations[shown].variable}'" if shown >= 0 else f"the {spot.op}"
         needs = "is hinted for" if hinted else "is on"
         sides.append(f"{name} {needs} {names[path.device]} (from {_root(graph, path)})")
     return f"{spot.where}: two devices meet: {sides[0]}, but {sides[1]}. {ADVICE}"
@@ -214,7 +216,7 @@ def check_rigid(graph: Graph, devices: list[int], names: list[str]) -> None:
     """Refuse function values and ``R.Object`` whose two ends are apart: no transfer can join them."""
     for left, right, site in graph.rigid:
         if devices[left] != devices[right] and devices[left] >= 0 and devices[right] >= 0:
-            spot, name = graph.spots[site], graph.spots[left].variable
+            spot, name = graph.locations[site], graph.locations[left].variable
             raise PlacementError(
                 f"{spot.where}: '{name}' is on {names[devices[left]]} but is needed on {names[devices[right]]}, "
                 "and an object or a function value cannot be transferred"

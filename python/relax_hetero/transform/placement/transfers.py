@@ -129,7 +129,7 @@ class _Planner:
             if descended:
                 continue
             if self.mixed:
-                self._uses(scope, len(scope.records), scope.body_tree, scope.body_want, "result")
+                self._uses(scope, len(scope.records), scope.body_tree, scope.body_device, "result")
             stack.pop()
             self._forget(written)
             if stack:
@@ -145,7 +145,7 @@ class _Planner:
         if not (self.mixed or record.host_read):
             return
         name = record.var.name
-        wants = record.wants
+        wants = record.operand_devices
         for position, tree in enumerate(record.trees):
             if tree is None:
                 continue

@@ -13,7 +13,7 @@ from tvm import relax
 
 from ...errors import PlacementError
 from ..ir.rewriting import handle
-from .graph import ConstLeaf, FuncTree, Graph, Origin, Spot, Tree, nodes_of
+from .graph import ConstLeaf, FuncTree, Graph, Location, Origin, Tree, nodes_of
 from .program import Program
 
 TupleType = tvm.ir.TupleType
@@ -39,7 +39,7 @@ class Trees:
     def make(self, ty: tvm.ir.Type, var: relax.Var | None, function: str, path: tuple[int, ...] = ()) -> Tree:
         """New value nodes for a variable of this type; for its result where `var` is None."""
         if isinstance(ty, relax.TensorType) or isinstance(ty, relax.AnyType):
-            node = self.graph.add(Spot(function, var, "", path))
+            node = self.graph.add(Location(function, var, "", path))
             if var is not None:
                 self.access[node] = (var, path)
             if isinstance(ty, relax.AnyType):
@@ -66,8 +66,8 @@ class Trees:
             if vdevice is None or not isinstance(tree, int):
                 return
             device = self.program.index_of(vdevice, f"'{origin.name}' in function '{origin.function}'")
-            if self.graph.hearsay and self._is_hearsay(device, [node for sub in operands for node in nodes_of(sub)]):
-                self.graph.hearsay[tree] = device
+            if self.graph.inferred and self._is_inferred(device, [node for sub in operands for node in nodes_of(sub)]):
+                self.graph.inferred[tree] = device
             else:
                 self.graph.fixed[tree] = (device, origin)
         elif isinstance(ty, TupleType) and isinstance(tree, tuple):
@@ -79,15 +79,15 @@ class Trees:
                 self.declare(sub_ty, sub_tree, origin)
             self.declare(ty.ret, tree.ret, origin)
 
-    def _is_hearsay(self, device: int, operands: list[int]) -> bool:
+    def _is_inferred(self, device: int, operands: list[int]) -> bool:
         told = False
         for node in operands:
-            told = told or self.graph.hearsay.get(node) == device
-            if self.graph.fixed.get(node, (-1,))[0] == device and self.graph.hearsay.get(node) is None:
+            told = told or self.graph.inferred.get(node) == device
+            if self.graph.fixed.get(node, (-1,))[0] == device and self.graph.inferred.get(node) is None:
                 return False
         return told
 
-    def tie(self, source: Tree, target: Tree, spot: Spot) -> Tree:
+    def tie(self, source: Tree, target: Tree, location: Location) -> Tree:
         """Let one value become the other: an alias, an argument, the result of a branch.
 
         Returns
@@ -99,43 +99,43 @@ class Trees:
             return None
         if isinstance(target, int):
             if isinstance(source, int):
-                return self._join(source, target, spot)
+                return self._join(source, target, location)
             if isinstance(source, ConstLeaf):
-                site = target if self.graph.is_site(target) else self.graph.add(spot)
+                site = target if self.graph.is_site(target) else self.graph.add(location)
                 if site != target:
                     self.graph.connect(site, target)
                 source.use(site)
                 return site
             for node in nodes_of(source):
-                self._join(node, target, spot, rigid=True)
+                self._join(node, target, location, rigid=True)
             return None
         if isinstance(source, tuple) and isinstance(target, tuple):
-            return tuple(self.tie(sub, other, spot) for sub, other in zip(source, target, strict=False))
+            return tuple(self.tie(sub, other, location) for sub, other in zip(source, target, strict=False))
         if isinstance(source, FuncTree) and isinstance(target, FuncTree):
             for sub, other in zip(source.params, target.params, strict=False):
-                self._tie_rigidly(other, sub, spot)
-            self._tie_rigidly(source.ret, target.ret, spot)
+                self._tie_rigidly(other, sub, location)
+            self._tie_rigidly(source.ret, target.ret, location)
         elif isinstance(source, int):
             for node in nodes_of(target):
-                self._join(source, node, spot, rigid=True)
+                self._join(source, node, location, rigid=True)
         return None
 
-    def _tie_rigidly(self, source: Tree, target: Tree, spot: Spot) -> None:
+    def _tie_rigidly(self, source: Tree, target: Tree, location: Location) -> None:
         if isinstance(source, int) and isinstance(target, int):
-            self._join(source, target, spot, rigid=True)
+            self._join(source, target, location, rigid=True)
         elif isinstance(source, tuple) and isinstance(target, tuple):
             for sub, other in zip(source, target, strict=False):
-                self._tie_rigidly(sub, other, spot)
+                self._tie_rigidly(sub, other, location)
         elif isinstance(source, FuncTree) and isinstance(target, FuncTree):
-            self.tie(source, target, spot)
+            self.tie(source, target, location)
 
-    def _join(self, source: int, target: int, spot: Spot, rigid: bool = False) -> int:
+    def _join(self, source: int, target: int, location: Location, rigid: bool = False) -> int:
         graph = self.graph
         if graph.is_site(source) and not graph.is_site(target) or graph.is_site(target) and not graph.is_site(source):
             graph.connect(source, target)
             site = source if graph.is_site(source) else target
         else:
-            site = graph.add(spot)
+            site = graph.add(location)
             graph.connect(source, site)
             graph.connect(site, target)
         if rigid or source in graph.opaque or target in graph.opaque:

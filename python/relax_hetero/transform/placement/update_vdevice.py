@@ -36,7 +36,7 @@ from ...errors import VDeviceError
 from ...op.placement import decode_hint, encode_hint
 from ...target.vdevice import device_name, vdevice_index, vdevices_of, with_vdevices
 from ..ir.declare import declare_pass
-from ..ir.findings import with_findings
+from ..ir.remarks import with_remarks
 from ..ir.rewriting import copy_module, relax_functions, tensor_types, walk_bindings
 
 # An old vdevice to the new one; None where it has no successor.
@@ -94,7 +94,7 @@ def succeed_vdevices(mod: tvm.IRModule, successors: Sequence[VDevice], new: Sequ
         copied = _position(vdevice, new)
         return None if copied is None else new[copied]
 
-    mod = with_findings(mod, placement=None)  # it names the old devices
+    mod = with_remarks(mod, placement=None)  # it names the old devices
     updated = _map_references(mod, successor, old, new)
     return with_vdevices(follow_targets(updated, mod, old, successors), new)
 

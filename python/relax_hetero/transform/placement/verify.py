@@ -13,7 +13,7 @@ from ...target.vdevice import vdevices_of
 from ..ir.op_names import HINT, TRANSFER
 from ..ir.rewriting import handle
 from . import ops
-from .graph import place_text
+from .graph import location_text
 from .program import Program
 
 
@@ -135,7 +135,7 @@ class _Verifier:
                 self._alike(param, arg.ty, "the parameter", f"the argument {_short(arg)}")
             self._alike(ty, callee.ret, "the variable", "what it returns")
         elif name not in ops.INVOKE_CLOSURE and name != ops.MAKE_CLOSURE:
-            self._one_device(ty, call, name in ops.HOST_MADE or called in ops.HOST_MADE)
+            self._one_device(ty, call, name in ops.MADE_ON_HOST or called in ops.MADE_ON_HOST)
 
     def _one_device(self, ty: tvm.ir.Type, call: relax.Call, made_on_host: bool) -> None:
         where: int | None = None
@@ -204,7 +204,7 @@ class _Verifier:
 
     def where(self) -> str:
         """Op, variable and function, for messages."""
-        return place_text(self.op, self.variable, self.function_name)
+        return location_text(self.op, self.variable, self.function_name)
 
     def fail(self, message: str) -> NoReturn:
         """Raise a PlacementError about the current binding."""

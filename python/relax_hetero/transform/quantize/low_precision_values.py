@@ -19,7 +19,7 @@ from ..ir.blocks import used_vars
 from ..ir.op_names import CAST
 from ..ir.relax_expressions import to_expression
 from ..ir.rewriting import handle, is_tensor_constant, op_name
-from .name_filter import NameFilter, kept_call
+from .name_filter import NameFilter, excluded_call
 from .precision_devices import PrecisionDevices
 from .precision_rules import (
     MOVING,
@@ -46,13 +46,13 @@ class LowPrecisionValues:
     func : relax.Function
     dtype : str
         The low type.
-    kept : NameFilter
+    excluded : NameFilter
     where : PrecisionDevices
         Devices whose products are rounded.
 
     Attributes
     ----------
-    carried : set of relax.Var
+    stored_low : set of relax.Var
         Values that exist in low precision; all that reads them reads them so, but for results of norms and their kin.
     products : set of relax.Var
         Results of products in low precision.
@@ -60,13 +60,13 @@ class LowPrecisionValues:
         Variables that the function, its branches and local functions end with: they keep their types.
     """
 
-    def __init__(self, func: relax.Function, dtype: str, kept: NameFilter, where: PrecisionDevices) -> None:
-        self.carried: set[relax.Var] = set()
+    def __init__(self, func: relax.Function, dtype: str, excluded: NameFilter, where: PrecisionDevices) -> None:
+        self.stored_low: set[relax.Var] = set()
         self.products: set[relax.Var] = set()
         rounded = cache(lambda key: low_constant(self._constants[key], dtype))
         self._constants: dict[int, tvm.ir.GenericConst] = {}
         self._rounded: Callable[[int], tvm.ir.GenericConst | None] = rounded
-        self._kept, self._where, self._dtype = kept, where, dtype
+        self._excluded, self._where, self._dtype = excluded, where, dtype
         self._bindings = list(_in_order(func.body))
         self._definitions = {binding.var: binding.value for binding in self._bindings}
         self._positions = {binding.var: position for position, binding in enumerate(self._bindings)}
@@ -87,7 +87,7 @@ class LowPrecisionValues:
     def is_moved(self, var: relax.Var) -> bool:
         """Return whether a value is elements of others, so that it can be made of these in low precision."""
         value = self._definitions.get(var)
-        if value is None or not is_wide(var.ty) or kept_call(self._kept, var, value):
+        if value is None or not is_wide(var.ty) or excluded_call(self._excluded, var, value):
             return False
         if isinstance(value, relax.TupleGetItem):
             return isinstance(value.tuple_value, relax.Var) and self.is_moved(value.tuple_value)
@@ -97,7 +97,7 @@ class LowPrecisionValues:
 
     def is_rounded(self, var: relax.Var) -> bool:
         """True if all that reads a value reads it rounded: one that is carried, made here, and not exactly read."""
-        if var not in self.carried or var not in self._definitions:
+        if var not in self.stored_low or var not in self._definitions:
             return False
         if op_name(self._definitions[var]) not in READ_EXACTLY:
             return True
@@ -119,7 +119,7 @@ class LowPrecisionValues:
 
     def _is_meant(self, var: relax.Var, value: relax.Expr) -> bool:
         """Return whether the pass may change a call: its device is among those asked for, and nobody keeps it."""
-        return self._where.has(var) and not kept_call(self._kept, var, value)
+        return self._where.has(var) and not excluded_call(self._excluded, var, value)
 
     def _is_beyond(self, expr: relax.Expr) -> bool:
         return is_tensor_constant(expr) and is_wide(expr.ty) and self.constant(expr) is None
@@ -136,19 +136,19 @@ class LowPrecisionValues:
     def _ask(self, binding: relax.Binding) -> None:
         """Backward: what a binding reads becomes carried where its result, or its op, wants that."""
         var, value = binding.var, binding.value
-        self._carry(self._stored_sums(var, value))
+        self._store_low(self._stored_sums(var, value))
         if var in self.products:
-            self._carry(value.args[: PRODUCTS[op_name(value)]])  # type: ignore[index]
-        elif var not in self.carried:
+            self._store_low(value.args[: PRODUCTS[op_name(value)]])  # type: ignore[index]
+        elif var not in self.stored_low:
             return
         elif self.is_moved(var):
-            self._carry(_tensors(value))
-        elif kept_call(self._kept, var, value):
+            self._store_low(_tensors(value))
+        elif excluded_call(self._excluded, var, value):
             return
         elif op_name(value) in STORED_ANYWAY or (op_name(value) in NORMS and self._is_read_once(value.args[0])):
-            self._carry(value.args[:1])
+            self._store_low(value.args[:1])
         elif isinstance(value, relax.Call) and to_expression(value) is not None:
-            self._carry([arg for arg in value.args if isinstance(arg, relax.Var) and self.is_moved(arg)])
+            self._store_low([arg for arg in value.args if isinstance(arg, relax.Var) and self.is_moved(arg)])
 
     def _stored_sums(self, var: relax.Var, value: relax.Expr) -> list[relax.Expr]:
         """Products that elementwise work joins, all but the last, which does that work: they are stored for it.
@@ -157,7 +157,7 @@ class LowPrecisionValues:
         """
         if self._dtype not in ROUNDED_ON_GPUS or op_name(value) not in ELEMENTWISE or not self._where.is_gpu(var):
             return []
-        found = {arg: None for arg in value.args if isinstance(arg, relax.Var) and self._is_behind_product(arg)}
+        found = {arg: None for arg in value.args if isinstance(arg, relax.Var) and self._follows_product(arg)}
         first = sorted(found, key=lambda arg: self._positions[arg])[:-1]
         return [arg for arg in first if self._readers[arg] == 1]
 
@@ -165,27 +165,27 @@ class LowPrecisionValues:
         """Return whether a norm may have its operand rounded, on a GPU: nothing else reads that."""
         if self._dtype not in ROUNDED_ON_GPUS or not isinstance(operand, relax.Var) or not self._where.is_gpu(operand):
             return False
-        return self._readers[operand] == 1 and operand not in self.ends and self._is_behind_product(operand)
+        return self._readers[operand] == 1 and operand not in self.ends and self._follows_product(operand)
 
-    def _is_behind_product(self, var: relax.Expr) -> bool:
+    def _follows_product(self, var: relax.Expr) -> bool:
         """True if a value is what the kernel of a product stores: other elementwise work is done where it is read."""
         value = self._definitions.get(var)
         if value is None or var in self.products:
             return value is not None
         if self._readers[var] > 1 or not (op_name(value) in MOVING or to_expression(value) is not None):
             return False
-        return any(self._is_behind_product(arg) for arg in value.args if isinstance(arg, relax.Var))
+        return any(self._follows_product(arg) for arg in value.args if isinstance(arg, relax.Var))
 
     def _follow(self, binding: relax.Binding) -> None:
         """Forward: what is moved of values that all are carried is carried, unless something ends with it."""
         var = binding.var
         if var not in self.ends and self.is_moved(var) and all(map(self.is_rounded, _tensors(binding.value))):
-            self._carry([var])
+            self._store_low([var])
 
-    def _carry(self, operands: list[relax.Expr]) -> None:
+    def _store_low(self, operands: list[relax.Expr]) -> None:
         for operand in operands:
-            if isinstance(operand, relax.Var) and is_wide(operand.ty) and not self._kept.has(operand.name):
-                self.carried.add(operand)
+            if isinstance(operand, relax.Var) and is_wide(operand.ty) and not self._excluded.has(operand.name):
+                self.stored_low.add(operand)
 
 
 def _in_order(expr: relax.Expr) -> Iterator[relax.Binding]:

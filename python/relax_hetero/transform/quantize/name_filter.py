@@ -33,7 +33,7 @@ class NameFilter:
     """
 
     def __init__(self, mod: tvm.IRModule, patterns: Sequence[str], user: str) -> None:
-        self._kept: set[str] = set()
+        self._matching: set[str] = set()
         if not isinstance(patterns, Iterable):
             raise BuildError(f"{user}: keep is {patterns!r}, expected names of ops, variables and functions")
         found = [patterns] if isinstance(patterns, str) else list(patterns)
@@ -50,11 +50,11 @@ class NameFilter:
                 near = difflib.get_close_matches(pattern, known, n=_NEAR_MISSES)
                 hint = f"near names: {', '.join(map(repr, near))}" if near else "and no name is near it"
                 raise BuildError(f"{user}: keep has {pattern!r}, which names no op, variable or function; {hint}")
-            self._kept.update(known[name] for name in matching)
+            self._matching.update(known[name] for name in matching)
 
     def has(self, name: str | None) -> bool:
         """Return whether an op, a variable or a function of this name is kept."""
-        return name in self._kept
+        return name in self._matching
 
 
 def _names(mod: tvm.IRModule) -> list[str]:
@@ -66,6 +66,6 @@ def _names(mod: tvm.IRModule) -> list[str]:
     return list(names)
 
 
-def kept_call(kept: NameFilter, var: tvm.ir.Var, value: tvm.ir.Expr) -> bool:
+def excluded_call(excluded: NameFilter, var: tvm.ir.Var, value: tvm.ir.Expr) -> bool:
     """Return whether a binding is kept: by the name of its variable, or of its op."""
-    return kept.has(var.name) or kept.has(op_name(value))
+    return excluded.has(var.name) or excluded.has(op_name(value))

@@ -13,12 +13,12 @@ from ...encoding.encoding import LHS
 from ...encoding.expression import Expression
 from ..ir.axes import permutation
 from ..ir.blocks import Block, is_one, same_shape, shape_of
-from ..ir.constant_values import constant_near
+from ..ir.constant_values import constant_on_device_of
 from ..ir.op_names import CAST, PERMUTE, RESHAPE
 from ..ir.relax_expressions import to_expression
 from ..ir.rewriting import handle, op_name
 
-LONGEST_SUM = (1 << 31) // (255 * 255)
+MAX_INT32_TERMS = (1 << 31) // (255 * 255)
 """Maximum number of products of two differences of 8-bit integers in a sum: as many as int32 certainly holds."""
 
 _NARROW = ("int8", "uint8")
@@ -239,12 +239,12 @@ def signed_constant(rhs: Quantized, constants: dict[Any, relax.Expr], axis: int 
     moved = points - np.int32(128)
     key = (handle(rhs.data), b"", 128)
     data = _shared(key, (array ^ 0x80).view("int8"), rhs, constants)
-    return replace(rhs, data=data, zero=Parameter(constant_near(moved, data), moved.shape, moved))
+    return replace(rhs, data=data, zero=Parameter(constant_on_device_of(moved, data), moved.shape, moved))
 
 
 def _shared(key: Any, array: np.ndarray, rhs: Quantized, constants: dict[Any, Any]) -> relax.Expr:
     if key not in constants:
-        constants[key] = (constant_near(array, rhs.data), rhs.data)  # the old one too: its identity is the key
+        constants[key] = (constant_on_device_of(array, rhs.data), rhs.data)  # the old one too: its identity is the key
     return constants[key][0]
 
 

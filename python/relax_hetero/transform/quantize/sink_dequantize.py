@@ -40,10 +40,10 @@ from .quantized_operands import dequantized, is_part_of_quantized
 
 _MOVING = MOVES - {*relax_ops("concat split stack hint_on_device")}
 """Ops of their first operand whose result has no other elements than that."""
-_GREATEST = ops_where(lambda traits: traits.kind == "max_pool")
+_MAXIMUM_OPS = ops_where(lambda traits: traits.kind == "max_pool")
 """Moving ops where the greatest byte stands for the greatest number."""
 _CONCAT = "relax.concat"
-_LONGEST_CHAIN = 6
+_MAX_CHAIN = 6
 
 
 def sink_dequantize(mod: tvm.IRModule) -> tvm.IRModule:
@@ -85,7 +85,7 @@ def _is_droppable(value: relax.Expr) -> bool:
         "relax.clip",
         "relax.add",
         *_MOVING,
-        *_GREATEST,
+        *_MAXIMUM_OPS,
     )
 
 
@@ -102,7 +102,7 @@ class _Sinker:
     def take(self, binding: relax.Binding) -> None:
         """Write a binding, or remember what it stands for."""
         var, value = binding.var, binding.value
-        is_local = isinstance(binding, relax.VarBinding) and self.block.stays(var) and shape_of(var) is not None
+        is_local = isinstance(binding, relax.VarBinding) and self.block.is_used_later(var) and shape_of(var) is not None
         if is_local and (self._moves(var, value) or self._requantizes(var)):
             self.changed = True
             return
@@ -133,14 +133,14 @@ class _Sinker:
         name = op_name(value)
         if name == _CONCAT and isinstance(value.args[0], relax.Tuple):
             fields = list(value.args[0].fields)
-        elif name in _MOVING or name in _GREATEST:
+        elif name in _MOVING or name in _MAXIMUM_OPS:
             fields = [value.args[0]]
         else:
             return False
         known = [self.bytes[field] for field in fields if isinstance(field, relax.Var) and field in self.bytes]
         if len(known) < len(fields) or len({(str(part.expression), str(part.data.ty.dtype)) for part in known}) > 1:
             return False
-        if name in _GREATEST and not _is_increasing(known[0].expression.term):
+        if name in _MAXIMUM_OPS and not _is_increasing(known[0].expression.term):
             return False
         first: relax.Expr = relax.Tuple([part.data for part in known]) if name == _CONCAT else known[0].data
         others = [self.names.get(arg, arg) if isinstance(arg, relax.Var) else arg for arg in value.args[1:]]
@@ -157,7 +157,7 @@ class _Sinker:
         value: relax.Expr = var
         while value not in self.bytes:
             found = to_expression(self.block.definition(value)) if isinstance(value, relax.Var) else None
-            if found is None or len(found[1]) != 1 or len(chain) == _LONGEST_CHAIN:
+            if found is None or len(found[1]) != 1 or len(chain) == _MAX_CHAIN:
                 return False
             chain.append(found[0])
             value = found[1][0]

@@ -34,7 +34,7 @@ batch norms are folded in single precision.
 
 Activations beyond 65,504 are infinite in float16: keep the ops that make them, or take bfloat16.
 
-With "tfloat32" no type changes: the functions are marked (`module_attrs.TF32_KEPT`), and products, attention
+With "tfloat32" no type changes: the functions are marked (`module_attrs.WITHOUT_TF32`), and products, attention
 and convolutions of float32 tensors on GPUs may then round their operands to 10 bits of fraction, which tensor cores
 multiply at several times the rate. CPUs compute as before.
 
@@ -62,7 +62,7 @@ from ...target.element_types import TF32
 from ...target.vdevice import VDeviceSpec
 from ..ir.blocks import Emitter, renamed, used_vars
 from ..ir.declare import declare_pass
-from ..ir.module_attrs import TF32_KEPT
+from ..ir.module_attrs import WITHOUT_TF32
 from ..ir.rewriting import (
     is_tensor_constant,
     op_name,
@@ -75,7 +75,7 @@ from ..ir.rewriting import (
 from ..placement.realize_vdevice import realize_vdevice
 from ..simplify.simplify_convolutions import simplify_convolutions
 from .low_precision_values import LowPrecisionValues
-from .name_filter import NameFilter, kept_call
+from .name_filter import NameFilter, excluded_call
 from .precision_devices import AUTO, ERRORS, PrecisionDevices, TypeChoice, choose_types
 from .precision_rules import LOW_TYPES, PRODUCTS, WIDE_TYPE, is_wide, low_product, with_dtype
 
@@ -123,14 +123,14 @@ def to_mixed_precision(
     return mod
 
 
-def _with_type(mod: tvm.IRModule, choice: TypeChoice, kept: NameFilter) -> tvm.IRModule:
+def _with_type(mod: tvm.IRModule, choice: TypeChoice, excluded: NameFilter) -> tvm.IRModule:
     """The module with the products of some devices rounded to a type."""
     where = PrecisionDevices(mod, choice.devices)
     mod = simplify_convolutions(mod)
     if choice.dtype == TF32:
-        return _with_tf32(mod, kept, where)
-    functions = {gv: func for gv, func in relax_functions(mod) if not kept.has(gv.name_hint)}
-    return with_functions(mod, {gv: _rewritten(func, choice.dtype, kept, where) for gv, func in functions.items()})
+        return _with_tf32(mod, excluded, where)
+    functions = {gv: func for gv, func in relax_functions(mod) if not excluded.has(gv.name_hint)}
+    return with_functions(mod, {gv: _rewritten(func, choice.dtype, excluded, where) for gv, func in functions.items()})
 
 
 def _check_type(
@@ -149,19 +149,19 @@ def _check_type(
 ToMixedPrecision = declare_pass("ToMixedPrecision", to_mixed_precision, _check_type)
 
 
-def _with_tf32(mod: tvm.IRModule, kept: NameFilter, where: PrecisionDevices) -> tvm.IRModule:
+def _with_tf32(mod: tvm.IRModule, excluded: NameFilter, where: PrecisionDevices) -> tvm.IRModule:
     """The functions marked with the variables whose products stay exact; those marked already as they are."""
     functions = {}
     for gv, func in relax_functions(mod):
-        if not kept.has(gv.name_hint) and TF32_KEPT not in func.attrs:
+        if not excluded.has(gv.name_hint) and WITHOUT_TF32 not in func.attrs:
             products = [b for b in walk_bindings(func) if op_name(b.value) in PRODUCTS]
-            exact = [b.var.name for b in products if kept_call(kept, b.var, b.value) or not where.has(b.var)]
-            functions[gv] = func.with_attr(TF32_KEPT, list(dict.fromkeys(exact)))
+            exact = [b.var.name for b in products if excluded_call(excluded, b.var, b.value) or not where.has(b.var)]
+            functions[gv] = func.with_attr(WITHOUT_TF32, list(dict.fromkeys(exact)))
     return with_functions(mod, functions)
 
 
-def _rewritten(func: relax.Function, dtype: str, kept: NameFilter, where: PrecisionDevices) -> relax.Function:
-    low = LowPrecisionValues(func, dtype, kept, where)
+def _rewritten(func: relax.Function, dtype: str, excluded: NameFilter, where: PrecisionDevices) -> relax.Function:
+    low = LowPrecisionValues(func, dtype, excluded, where)
     return with_body(func, _Writer(low, dtype).sequence(func.body)) if low.products else func
 
 
@@ -192,13 +192,13 @@ class _Writer:
         var, value = binding.var, binding.value
         if var in self._low.products:
             self._write_product(var, value)
-        elif var in self._low.carried and self._low.is_moved(var):
+        elif var in self._low.stored_low and self._low.is_moved(var):
             self._write_moved(binding)
         elif isinstance(value, (relax.If, relax.Function)):
             self._out.bindings.append(relax.VarBinding(var, self._nested(value), binding.span))
         else:
             self._out.bindings.append(renamed(binding, self._widened(value)))
-            if var in self._low.carried and isinstance(var.ty, relax.TensorType):
+            if var in self._low.stored_low and isinstance(var.ty, relax.TensorType):
                 self._narrow(var)
 
     def _nested(self, value: relax.If | relax.Function) -> relax.Expr:
@@ -216,7 +216,7 @@ class _Writer:
             self._define_low(var, product, ty)
             return
         self._out.bind(var, typed(product, ty))
-        if var in self._low.carried:
+        if var in self._low.stored_low:
             self._narrow(var)
 
     def _write_moved(self, binding: relax.Binding) -> None:

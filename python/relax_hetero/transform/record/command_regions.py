@@ -22,10 +22,10 @@ from ..ir.rewriting import op_name
 from ..partition.device_partition import BindingDevices, DevicePartition
 from .kernel_calls import KernelCall, KernelCalls
 
-WORTH_A_BUFFER = 2
+MIN_RUN_CALLS = 2
 """A run of fewer kernels gains nothing: one call of a buffer stands for one call of a kernel."""
 
-MOST_CALLS = 256
+MAX_CALLS = 256
 """Kernels in one run. LLVM takes time that grows faster than the length of a host function, most of all than the number
 of its tensors; another call for each so many kernels costs nothing that shows."""
 
@@ -62,7 +62,7 @@ class _Section:
     def in_order(self) -> list[int | Run]:
         if self.run is None:
             return [*self.before]
-        is_small = len(self.run.calls) < WORTH_A_BUFFER
+        is_small = len(self.run.calls) < MIN_RUN_CALLS
         return [*self.before, *(self.run.members if is_small else [self.run])]
 
 
@@ -73,12 +73,12 @@ class RunFinder:
     ----------
     mod : tvm.IRModule
         Placed, of dispatches (FormDispatches).
-    apart : bool
+    separate_kernels : bool
         As `KernelCalls` has it.
     """
 
-    def __init__(self, mod: tvm.IRModule, apart: bool = False) -> None:
-        self.calls = KernelCalls(mod, apart)
+    def __init__(self, mod: tvm.IRModule, separate_kernels: bool = False) -> None:
+        self.calls = KernelCalls(mod, separate_kernels)
         self._places = BindingDevices(mod)
 
     def cut(self, block: Block, free: Set[relax.Var] = frozenset()) -> list[int | Run]:
@@ -90,7 +90,7 @@ class RunFinder:
         free : set of relax.Var
             Those that kernels may overwrite though the block does not make them: nothing outside of it uses them.
         """
-        cut = _Cut(block, free)
+        cut = _Split(block, free)
         parts = DevicePartition(block.bindings, self._places).part_of
         for index, binding in enumerate(block.bindings):
             call = self.calls.of(binding)
@@ -101,7 +101,7 @@ class RunFinder:
         return [item for section in cut.sections for item in section.in_order()]
 
 
-class _Cut:
+class _Split:
     """A block while it is cut: sections in order, the last without a run.
 
     A variable's place is twice the number of its section, and one more if the section's run makes it.
@@ -117,7 +117,7 @@ class _Cut:
         """A kernel joins the open run of its part, unless it reads something that is made later."""
         number = self._open.get(part)
         run = None if number is None else self.sections[number].run
-        is_full = run is not None and len(run.calls) >= MOST_CALLS
+        is_full = run is not None and len(run.calls) >= MAX_CALLS
         if number is None or is_full or self._read(index) > 2 * number + 1:
             self._end(part, index)
             number = self._open[part] = len(self.sections) - 1
@@ -141,7 +141,7 @@ class _Cut:
             shown = pending.pop()
             users = [user for user in self._block.users.get(shown, []) if user != index]
             views = {user for user in users if is_view(self._block.bindings[user])}
-            if not (shown in self._free or self._block.stays(shown)) or max(users, default=-1) > index:
+            if not (shown in self._free or self._block.is_used_later(shown)) or max(users, default=-1) > index:
                 return False
             if any(self._places[self._block.bindings[user].var] != made for user in users if user not in views):
                 return False

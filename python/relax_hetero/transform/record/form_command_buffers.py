@@ -37,9 +37,9 @@ from ..dispatch.bind_targets import bind_targets
 from ..dispatch.form_dispatches import is_formed
 from ..ir.blocks import Block, Rewrite, rewrite_function, without_unused
 from ..ir.declare import declare_pass
-from ..ir.findings import with_findings
 from ..ir.module_attrs import COMMANDS, is_lowered
 from ..ir.op_names import RESHAPE
+from ..ir.remarks import with_remarks
 from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, typed
 from ..ir.root_blocks import with_root_blocks
 from .command_regions import Run, RunFinder
@@ -50,13 +50,13 @@ from .region_diagnostics import single_calls, why_ended
 from .region_ir import OutlinedRegion
 
 
-def form_command_buffers(mod: tvm.IRModule, apart: bool = False) -> tvm.IRModule:
+def form_command_buffers(mod: tvm.IRModule, separate_kernels: bool = False) -> tvm.IRModule:
     """See the module's docstring.
 
     Parameters
     ----------
     mod : tvm.IRModule
-    apart : bool
+    separate_kernels : bool
         Whether kernels of llvm devices will be compiled apart from the host function, as ``rh.compile`` does. Only
         then kernels with temporaries in TVM's workspace join, which stock TVM cannot build.
     """
@@ -66,7 +66,7 @@ def form_command_buffers(mod: tvm.IRModule, apart: bool = False) -> tvm.IRModule
     if not is_formed(bound):  # FormDispatches would fuse buffers with what it has yet to make kernels of
         return mod
     # Views must be seen as such: a reshape that is a kernel copies.
-    former = _Former(relax.transform.RewriteDataflowReshape()(with_root_blocks(bound)), apart)
+    former = _Former(relax.transform.RewriteDataflowReshape()(with_root_blocks(bound)), separate_kernels)
     functions = {
         gv: rewrite_function(func, former.in_function(gv.name_hint, func)) for gv, func in relax_functions(former.mod)
     }
@@ -79,12 +79,12 @@ FormCommandBuffers = declare_pass("FormCommandBuffers", form_command_buffers)
 class _Former:
     """Collects the command buffers of a module."""
 
-    def __init__(self, mod: tvm.IRModule, apart: bool) -> None:
+    def __init__(self, mod: tvm.IRModule, separate_kernels: bool) -> None:
         self.mod = mod
         self.outlined: list[OutlinedRegion] = []
         self.single: list[SingleCall] = []
-        self._finder = RunFinder(mod, apart)
-        self._taken = self._finder.calls.taken
+        self._finder = RunFinder(mod, separate_kernels)
+        self._used_names = self._finder.calls.used_names
 
     def in_function(self, name: str, func: relax.Function) -> Rewrite:
         """Function that rewrites the blocks of a function."""
@@ -110,7 +110,7 @@ class _Former:
         return rewrite
 
     def _outlined(self, function: str, outliner: RunOutliner, ended: str) -> list[relax.Binding]:
-        gv = fresh_global_var(f"{function}_commands", tvm.ir.Type.missing(), self._taken)
+        gv = fresh_global_var(f"{function}_commands", tvm.ir.Type.missing(), self._used_names)
         outlined, bindings = outliner.record(function, gv)
         outlined.ended = ended
         if bindings:
@@ -127,7 +127,7 @@ class _Former:
         for kernel in dict.fromkeys(gv for outlined in self.outlined for gv in outlined.kernels):
             func = kernels[kernel]
             stays = kernel.name_hint in called or "global_symbol" in func.attrs
-            raw = fresh_global_var(f"{kernel.name_hint}_raw", kernel.ty, self._taken) if stays else kernel
+            raw = fresh_global_var(f"{kernel.name_hint}_raw", kernel.ty, self._used_names) if stays else kernel
             replaced[kernel] = raw
             signature = self._finder.calls.signature(kernel)
             assert signature is not None, f"{kernel.name_hint} is no kernel of a run"
@@ -144,7 +144,7 @@ class _Former:
             for kernel, spec in kernel_specs(outlined, kernels, signatures, vdevices).items():
                 raw = replaced[kernel]
                 result[raw] = with_kernel(result[raw], spec, raw.name_hint)
-        return with_findings(copy_module(self.mod, result), single_calls=self.single)
+        return with_remarks(copy_module(self.mod, result), single_calls=self.single)
 
 
 def _has_target(func: tvm.ir.BaseFunc) -> bool:

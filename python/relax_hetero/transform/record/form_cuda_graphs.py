@@ -14,7 +14,7 @@ in a table in device memory (`tir.commands.table_kernel`). `state` is a constant
 of its own (`vm.region.cuda_graph`), and which constants the graph reads stands on `main_commands` (`GRAPH_CONSTANTS`).
 
 From compute capability 9.0 on, every kernel but the first begins while the kernel before it ends, and waits for that:
-where it was written to (`tir.cuda.core.launch.may_begin_early`), behind set-up and requests for constants, and else at
+where it was written to (`tir.cuda.core.launch.enable_pdl`), behind set-up and requests for constants, and else at
 once (`tir.commands.early_launch`). The one behind the kernel that brings the table reads it when it has waited.
 
 Extents that are symbolic decide how many blocks a launch has, which a graph keeps: such a command buffer has a graph
@@ -71,7 +71,7 @@ from ..ir.op_names import CALL_TIR, CALL_TIR_INPLACE
 from ..ir.rewriting import copy_module, fresh_global_var, map_bindings, op_name, relax_functions, typed
 from .region_attrs import regions_of, with_region
 
-_MOST_ROUNDS = 8
+_MAX_ROUNDS = 8
 """In which one block of few threads fetches a table; more are left to a kernel of its own."""
 
 
@@ -104,7 +104,7 @@ FormCudaGraphs = declare_pass("FormCudaGraphs", form_cuda_graphs)
 
 def _can_be_graph(func: tirx.PrimFunc, region: RegionSpec) -> bool:
     is_new = backend_of(func.attrs["target"]).records_graphs and region.runs != GRAPH
-    return is_new and all(str(p.ty.dtype) == "int64" for p in _numbers(func)) and _says_all(region)
+    return is_new and all(str(p.ty.dtype) == "int64" for p in _numbers(func)) and _is_complete(region)
 
 
 def _numbers(func: tirx.PrimFunc) -> list[tirx.Var]:
@@ -112,7 +112,7 @@ def _numbers(func: tirx.PrimFunc) -> list[tirx.Var]:
     return [param for param in func.params if not is_buffer_var(param)]
 
 
-def _says_all(region: RegionSpec) -> bool:
+def _is_complete(region: RegionSpec) -> bool:
     """Return whether all extents, offsets and numbers of a region are written over its parameters."""
     dims: list[Any] = [region.arena, *(dim for slot in region.slots for dim in slot.shape or ())]
     for command in region.commands:
@@ -133,7 +133,7 @@ class _Writer:
 
     def __init__(self, mod: tvm.IRModule) -> None:
         self.functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = dict(mod.functions.items())
-        self._taken = {gv.name_hint for gv in self.functions}
+        self._used_names = {gv.name_hint for gv in self.functions}
         self._kernels: dict[str, tvm.ir.GlobalVar] = {}
         self._specs: dict[str, KernelSpec] = {}
         for gv, func in mod.functions.items():
@@ -162,7 +162,7 @@ class _Writer:
                     launches[i] = self._early(launches[i], command, i == behind_table, written)
                 written |= self._written(command)
         fill = self._once(("fill", str(target)), lambda name: fill_kernel(name, target))
-        record = fresh_global_var(f"{gv.name_hint}_record", tvm.ir.Type.missing(), self._taken)
+        record = fresh_global_var(f"{gv.name_hint}_record", tvm.ir.Type.missing(), self._used_names)
         self._add(
             record, record_function(record.name_hint, count, launches, fetch, fill, target, list(values.values()))
         )
@@ -249,7 +249,7 @@ class _Writer:
         kernel, entries = self._kernels[command.kernel], _entries(command)
         raw = self.functions[kernel]
         threads = threads_of_one_block(raw)
-        if threads is None or threads.value * _MOST_ROUNDS < ROWS * slots:
+        if threads is None or threads.value * _MAX_ROUNDS < ROWS * slots:
             return launch
         fetch = fetch_kernel("fetch", slots, raw.attrs["target"], threads)
         key = (kernel.name_hint, entries, slots)
@@ -258,7 +258,7 @@ class _Writer:
     def _once(self, key: tuple[Any, ...], make: Any) -> tvm.ir.GlobalVar:
         if key not in self._variants:
             suffix = "early" if key[1:2] == ("early",) else "table"
-            gv = fresh_global_var(f"{key[0]}_{suffix}", tvm.ir.Type.missing(), self._taken)
+            gv = fresh_global_var(f"{key[0]}_{suffix}", tvm.ir.Type.missing(), self._used_names)
             self._variants[key] = self._add(gv, make(gv.name_hint))
         return self._variants[key]
 

@@ -60,22 +60,22 @@ class KernelCalls:
     ----------
     mod : tvm.IRModule
         Placed, of dispatches.
-    apart : bool
+    separate_kernels : bool
         As `FormCommandBuffers` has it: whether kernels of llvm devices may have temporaries in a workspace.
 
     Attributes
     ----------
-    taken : set of str
+    used_names : set of str
         Names of functions.
     functions : dict of tvm.ir.GlobalVar to tirx.PrimFunc
         Kernels made for calls in place.
     """
 
-    def __init__(self, mod: tvm.IRModule, apart: bool = False) -> None:
-        self._mod, self._apart = mod, apart
+    def __init__(self, mod: tvm.IRModule, separate_kernels: bool = False) -> None:
+        self._mod, self._separate_kernels = mod, separate_kernels
         self._signatures: dict[tvm.ir.GlobalVar, RawSignature | None] = {}
         self._in_place: dict[tuple[tvm.ir.GlobalVar, Tie], tvm.ir.GlobalVar] = {}
-        self.taken = {gv.name_hint for gv in mod.get_global_vars()}
+        self.used_names = {gv.name_hint for gv in mod.get_global_vars()}
         self.functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
 
     def ties(self, kernel: tvm.ir.GlobalVar) -> list[Tie]:
@@ -88,7 +88,7 @@ class KernelCalls:
         """The kernel that writes a tied result over its operand; one of `functions`, made on first request."""
         if (kernel, tie) not in self._in_place:
             func = in_place(self._mod.functions[kernel], tie)
-            gv = fresh_global_var(f"{kernel.name_hint}_in_place", func.ty, self.taken)
+            gv = fresh_global_var(f"{kernel.name_hint}_in_place", func.ty, self.used_names)
             self.functions[gv] = func
             self._in_place[kernel, tie] = gv
         return self._in_place[kernel, tie]
@@ -114,7 +114,7 @@ class KernelCalls:
         target = kernel.attrs.get("target")
         if target is not None and "gpu" in target.keys:
             return is_one_launch(kernel)
-        allowed = self._apart and target is not None and target.kind.name == "llvm"
+        allowed = self._separate_kernels and target is not None and target.kind.name == "llvm"
         return allowed or not has_temporaries(kernel)
 
     def of(self, binding: relax.Binding) -> KernelCall | None:

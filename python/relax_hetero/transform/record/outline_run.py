@@ -27,7 +27,7 @@ class RunOutliner:
     block : Block
     run : Run
         Run of the block.
-    stay : set of relax.Var
+    outside : set of relax.Var
         The variables of the block that are bound outside of any run.
     kernels : KernelCalls
     free : set of relax.Var
@@ -35,11 +35,11 @@ class RunOutliner:
     """
 
     def __init__(
-        self, block: Block, run: Run, stay: Set[relax.Var], kernels: KernelCalls, free: Set[relax.Var] = frozenset()
+        self, block: Block, run: Run, outside: Set[relax.Var], kernels: KernelCalls, free: Set[relax.Var] = frozenset()
     ) -> None:
-        self._block, self._run, self._stay, self._kernels, self._free = block, run, stay, kernels, free
+        self._block, self._run, self._outside, self._kernels, self._free = block, run, outside, kernels, free
         self._members = set(run.members)
-        self._made: dict[relax.Var, list[RegionValue]] = {}
+        self._results: dict[relax.Var, list[RegionValue]] = {}
         self._values: list[RegionValue] = []
         self._inputs: dict[relax.Var, RegionValue] = {}
         self._constants: dict[tvm.ir.GenericConst, RegionValue] = {}
@@ -50,9 +50,9 @@ class RunOutliner:
         for index in self._run.members:
             var = self._block.bindings[index].var
             call = self._run.calls.get(index)
-            self._made[var] = self._viewed(self._block.definitions[var]) if call is None else self._step(var, call)
-            if self._is_wanted(var):
-                for value in self._made[var]:
+            self._results[var] = self._viewed(self._block.definitions[var]) if call is None else self._step(var, call)
+            if self._is_needed(var):
+                for value in self._results[var]:
                     value.is_result = True
         steps = self._steps()
         arena = self._placed()
@@ -66,7 +66,7 @@ class RunOutliner:
 
     def _steps(self) -> list[RegionStep]:
         """The calls as they will be made, results over operands where they may be."""
-        free = [value for var, value in self._inputs.items() if var in self._free and self._is_mine(var)]
+        free = [value for var, value in self._inputs.items() if var in self._free and self._is_inside(var)]
         taken = take_operands(self._drafts, self._kernels.ties, self._values, free)
         for draft in taken:
             ((number, operand),) = draft.over.items()
@@ -91,7 +91,7 @@ class RunOutliner:
             value.offset = offset
         return arena.nbytes
 
-    def _is_mine(self, var: relax.Var) -> bool:
+    def _is_inside(self, var: relax.Var) -> bool:
         """Return whether what uses a variable is in the run, or shows it to the run alone."""
         pending = [var]
         while pending:
@@ -99,15 +99,15 @@ class RunOutliner:
                 binding = self._block.bindings[user]
                 if user in self._members:
                     continue
-                if not (binding.var in self._stay and is_view(binding) and self._block.stays(binding.var)):
+                if not (binding.var in self._outside and is_view(binding) and self._block.is_used_later(binding.var)):
                     return False
                 pending.append(binding.var)
         return True
 
     def _viewed(self, view: relax.Expr) -> list[RegionValue]:
         if isinstance(view, relax.TupleGetItem):
-            return [self._made[view.tuple_value][view.index]]
-        return self._made[view if isinstance(view, relax.Var) else view.args[0]]
+            return [self._results[view.tuple_value][view.index]]
+        return self._results[view if isinstance(view, relax.Var) else view.args[0]]
 
     def _step(self, var: relax.Var, call: KernelCall) -> list[RegionValue]:
         now = len(self._drafts)
@@ -124,18 +124,18 @@ class RunOutliner:
     def _operand(self, arg: relax.Expr, now: int) -> RegionValue:
         if isinstance(arg, tvm.ir.GenericConst):
             return self._constants.setdefault(arg, RegionValue(arg.ty, f"constant_{len(self._constants)}"))
-        if arg in self._made:
-            (value,) = self._made[arg]
+        if arg in self._results:
+            (value,) = self._results[arg]
             value.end = now
             return value
-        shown = self._shown(arg)
+        shown = self._aliased(arg)
         value = self._inputs.setdefault(shown, RegionValue(shown.ty, shown.name))
         value.end = now
         return value
 
-    def _shown(self, var: relax.Var) -> relax.Var:
+    def _aliased(self, var: relax.Var) -> relax.Var:
         """The tensor that a view shows, if no run made it: kernels take it as it is, by its address."""
-        while var in self._stay and is_view(self._block.bindings[self._block.positions[var]]):
+        while var in self._outside and is_view(self._block.bindings[self._block.positions[var]]):
             view = self._block.definitions[var]
             if isinstance(view, relax.TupleGetItem):
                 break
@@ -145,9 +145,9 @@ class RunOutliner:
             var = source
         return var
 
-    def _is_wanted(self, var: relax.Var) -> bool:
+    def _is_needed(self, var: relax.Var) -> bool:
         users = self._block.users.get(var, [])
-        return not self._block.stays(var) or any(user not in self._members for user in users)
+        return not self._block.is_used_later(var) or any(user not in self._members for user in users)
 
     def _bindings(self, outlined: OutlinedRegion) -> list[relax.Binding]:
         positions = {value: number for number, value in enumerate(outlined.inputs)}
@@ -170,13 +170,13 @@ class RunOutliner:
         fields = {value: buffer if len(types) == 1 else relax.TupleGetItem(buffer, i) for i, value in numbers}
         for index in self._run.members:
             var = self._block.bindings[index].var
-            if self._is_wanted(var):
+            if self._is_needed(var):
                 bindings += self._result(var, fields)
         return bindings
 
     def _result(self, var: relax.Var, fields: Mapping[RegionValue, relax.Expr]) -> list[relax.Binding]:
         """Bindings of a variable of the run that something after it reads."""
-        values = self._made[var]
+        values = self._results[var]
         if isinstance(var.ty, tvm.ir.TupleType):
             parts = [self._local(value.name, value.ty) for value in values]
             bindings = [relax.VarBinding(part, fields[v]) for part, v in zip(parts, values, strict=True)]

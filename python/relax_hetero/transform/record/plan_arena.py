@@ -57,9 +57,9 @@ def plan_arena(values: Sequence[Lifetime]) -> Arena:
     return Arena(offsets, base)
 
 
-def least_bytes(values: Sequence[Lifetime]) -> int:
+def min_bytes(values: Sequence[Lifetime]) -> int:
     """The bytes of the values of known size that are there at the worst time: no plan takes fewer."""
-    return _least([(_rounded(value.nbytes), value) for value in values if isinstance(value.nbytes, int)])
+    return _lower_bound([(_rounded(value.nbytes), value) for value in values if isinstance(value.nbytes, int)])
 
 
 @dataclass
@@ -130,14 +130,14 @@ _Sized = Sequence[tuple[int, Lifetime]]
 
 def _best_plan(values: _Sized) -> list[int]:
     """Offsets by the first order of placing that needs no more than the least, else by the one that needs fewest."""
-    least, counts = _least(values), [count for count, _ in values]
+    lower_bound, counts = _lower_bound(values), [count for count, _ in values]
     meetings = meetings_of(values)
     best: list[int] = []
     for order in _ORDERS:
         plan = _placed(counts, meetings, sorted(range(len(values)), key=lambda i: order(*values[i])))
         if not best or _total(plan, counts) < _total(best, counts):
             best = plan
-        if _total(best, counts) == least:
+        if _total(best, counts) == lower_bound:
             break
     return best
 
@@ -177,7 +177,7 @@ def meetings_of(values: _Sized) -> list[list[int]]:
     return meetings
 
 
-def _least(values: _Sized) -> int:
+def _lower_bound(values: _Sized) -> int:
     changes = sorted([(v.begin, 1, count) for count, v in values] + [(v.end, 2, -count) for count, v in values])
     now = worst = 0
     for _, _, change in changes:

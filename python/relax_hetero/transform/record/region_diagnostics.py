@@ -9,7 +9,7 @@ from ...artifact.commands import SingleCall
 from ..ir.blocks import Block
 from ..ir.op_names import CALL_TIR_OPS, TRANSFER
 from ..ir.rewriting import op_name
-from .command_regions import MOST_CALLS, Run
+from .command_regions import MAX_CALLS, Run
 from .kernel_calls import KernelCalls
 
 _CALL_PACKED = ("relax.call_packed", "relax.call_pure_packed", "relax.invoke_closure")
@@ -19,8 +19,8 @@ def why_ended(block: Block, run: Run) -> str:
     """Description of the binding that ended a run, since it could neither join nor move: ``a transfer (lv3)``."""
     if run.ended_by is None:
         return "end of block"
-    if len(run.calls) >= MOST_CALLS:
-        return f"length ({MOST_CALLS} kernels)"
+    if len(run.calls) >= MAX_CALLS:
+        return f"length ({MAX_CALLS} kernels)"
     binding = block.bindings[run.ended_by]
     return f"{_what(binding)} ({binding.var.name})"
 

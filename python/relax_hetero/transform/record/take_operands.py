@@ -84,7 +84,7 @@ def take_operands(
                 draft.take(number, operand)
                 taken.append(draft)
                 break
-    kept = _without_dead_ends(taken, free)
+    kept = _without_unused(taken, free)
     if len(kept) < len(taken):
         RegionValue.forget_homes(made)
     return kept
@@ -102,7 +102,7 @@ def _same_form(one: RegionValue, other: RegionValue) -> bool:
     return same_shape(one.ty.shape.values, other.ty.shape.values)
 
 
-def _without_dead_ends(taken: list[Draft], free: Collection[RegionValue]) -> list[Draft]:
+def _without_unused(taken: list[Draft], free: Collection[RegionValue]) -> list[Draft]:
     """Less those at the end of a chain that overwrites what the run was given for nothing that is read after it."""
     kept: list[Draft] = []
     needed: set[RegionValue] = set()

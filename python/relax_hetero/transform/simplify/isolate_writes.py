@@ -43,7 +43,6 @@ from ...op.copies import COPY, copy
 from ...op.traits import ops_where
 from ..dispatch.form_dispatches import is_formed
 from ..ir.blocks import used_vars
-from ..ir.cut_blocks import with_cuts
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import is_lowered
 from ..ir.op_names import CALL_TIR_INPLACE, IN_PLACE
@@ -57,7 +56,8 @@ from ..ir.rewriting import (
     with_body,
     with_functions,
 )
-from ..ir.tensor_aliases import NOTHING, Shown, TensorAliases, either, flat
+from ..ir.split_blocks import with_split_blocks
+from ..ir.tensor_aliases import NOTHING, Roots, TensorAliases, flattened, merged
 from ..partition.written_arguments import overwritten, write_places, written_arguments
 from ..record.donated import donated
 
@@ -158,11 +158,11 @@ class _Isolated:
         if not (copied or cut or inline):
             return self.func
         func = map_bindings(self.func, _Writer(copied, inline).binding)
-        return with_body(func, with_cuts(func.body, cut))
+        return with_body(func, with_split_blocks(func.body, cut))
 
     # What the function does.
 
-    def _sequence(self, expr: relax.Expr) -> Shown:
+    def _sequence(self, expr: relax.Expr) -> Roots:
         if not isinstance(expr, relax.SeqExpr):
             return self.aliases.of(expr)
         for each in expr.blocks:
@@ -174,10 +174,10 @@ class _Isolated:
                 self.around.pop()
         return self.aliases.of(expr.body)
 
-    def _binding(self, binding: relax.Binding) -> Shown:
+    def _binding(self, binding: relax.Binding) -> Roots:
         value = binding.value
         if isinstance(value, relax.If):
-            return either([self._sequence(value.true_branch), self._sequence(value.false_branch)])
+            return merged([self._sequence(value.true_branch), self._sequence(value.false_branch)])
         if isinstance(value, relax.Function):
             for param in value.params:
                 self.aliases.bind(param, self._new(param.ty, is_given=True))
@@ -190,8 +190,8 @@ class _Isolated:
             return self.aliases.of(value.args[0] if isinstance(value, relax.Call) else value)
         return self._call(binding, value, name)
 
-    def _call(self, binding: relax.Binding, call: relax.Call, name: str | None) -> Shown:
-        operands = frozenset(number for var in used_vars(call) for number in flat(self.aliases.of(var)))
+    def _call(self, binding: relax.Binding, call: relax.Call, name: str | None) -> Roots:
+        operands = frozenset(number for var in used_vars(call) for number in flattened(self.aliases.of(var)))
         position = self.position
         for number in operands:
             self.tensors[number].read.append(position)
@@ -199,7 +199,7 @@ class _Isolated:
             self.movable[position] = self.around[-1][0], name != "relax.call_tir"
         overwrites = overwritten(call, self.writers)
         if overwrites or _inline_constants(call):
-            written = frozenset(number for var in overwrites for number in flat(self.aliases.of(var)))
+            written = frozenset(number for var in overwrites for number in flattened(self.aliases.of(var)))
             self.writes.append(_Write(position, binding, written, list(self.around)))
             return self._overwritten(binding, call, name, overwrites)
         if name in _CALLEES or not isinstance(call.op, tvm.ir.Op):
@@ -212,11 +212,11 @@ class _Isolated:
 
     def _overwritten(
         self, binding: relax.Binding, call: relax.Call, name: str | None, overwrites: list[relax.Var]
-    ) -> Shown:
+    ) -> Roots:
         """Aliases of a call that writes: the operands that it writes to, wherever these may be in its result."""
         if name not in (CALL_TIR_INPLACE, CACHED_ATTENTION) or not isinstance(binding.var.ty, tvm.ir.TupleType):
-            either_of = frozenset(number for var in overwrites for number in flat(self.aliases.of(var)))
-            fresh = NOTHING if name in IN_PLACE else frozenset(flat(self._new(binding.var.ty)))
+            either_of = frozenset(number for var in overwrites for number in flattened(self.aliases.of(var)))
+            fresh = NOTHING if name in IN_PLACE else frozenset(flattened(self._new(binding.var.ty)))
             return either_of | fresh
         operands, places = write_places(call)
         types = binding.var.ty.fields
@@ -225,21 +225,21 @@ class _Isolated:
             for ty, place in zip(types, places, strict=True)
         )
 
-    def _candidate(self, var: relax.Var, shares: frozenset[int] = NOTHING, is_constant: bool = False) -> Shown:
+    def _candidate(self, var: relax.Var, shares: frozenset[int] = NOTHING, is_constant: bool = False) -> Roots:
         shown = self._new(var.ty, shares=shares, is_constant=is_constant)
-        self.made[var] = list(flat(shown))
+        self.made[var] = list(flattened(shown))
         return shown
 
     def _new(
         self, ty: tvm.ir.Type, is_given: bool = False, shares: frozenset[int] = NOTHING, is_constant: bool = False
-    ) -> Shown:
+    ) -> Roots:
         if isinstance(ty, tvm.ir.TupleType):
             return tuple(self._new(part, is_given, shares, is_constant) for part in ty.fields)
         self.tensors.append(_Tensor(is_given, is_constant, shares, self.position))
         return frozenset([len(self.tensors) - 1])
 
-    def _read(self, position: float, shown: Shown) -> None:
-        for number in flat(shown):
+    def _read(self, position: float, shown: Roots) -> None:
+        for number in flattened(shown):
             self.tensors[number].read.append(position)
 
     # What has to change.

@@ -30,12 +30,12 @@ import tvm
 from ..ir.blocks import rewrite_blocks
 from ..ir.constant_values import fold_constants
 from ..ir.declare import declare_pass
-from ..ir.findings import decline
+from ..ir.remarks import record_missed
 from ..ir.rewriting import op_name, relax_functions, walk_bindings
 from .batch_norms import expand_batch_norms
 from .channel_scales import fold_channel_scales
 from .fold_pads import fold_pads
-from .joined_groups import join_groups
+from .merged_group_convolutions import join_groups
 from .transposed_convolutions import TRANSPOSED, expand_transposed_convolutions
 
 _STEPS = (
@@ -57,7 +57,7 @@ def simplify_convolutions(mod: tvm.IRModule) -> tvm.IRModule:
             name = op_name(binding.value) or ""
             if name in TRANSPOSED:
                 reason = "stays transposed: its weights or the size of its image are not known at compile time"
-                decline(gv.name_hint, binding.var.name, name.removeprefix("relax."), reason)
+                record_missed(gv.name_hint, binding.var.name, name.removeprefix("relax."), reason)
     return mod
 
 

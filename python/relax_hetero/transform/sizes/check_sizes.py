@@ -51,7 +51,7 @@ from ..ir.requirements import (
 from ..ir.rewriting import copy_module, op_name, relax_functions, tensor_types, typed, walk_bindings, with_body
 from .op_sizes import conditions
 
-MOST_BYTES = 2**47
+MAX_BYTES = 2**47
 """More than a process can address: 128 TiB."""
 
 
@@ -253,7 +253,7 @@ class _Function:
     ) -> None:
         """Note that a tensor has to fit into memory, unless a larger one of these symbolic extents has to."""
         number, symbolic = factors_of(ty)
-        if not symbolic and (number <= MOST_BYTES or not (is_top and self.is_public)):
+        if not symbolic and (number <= MAX_BYTES or not (is_top and self.is_public)):
             return
         expected = f"{title}: expected a result of 2**47 bytes at most, {text_of(ty.shape)} of {ty.dtype.dtype}"
         if not symbolic:
@@ -263,7 +263,7 @@ class _Function:
             size: Any = tirx.FloatImm("float64", float(number))
             for extent in symbolic:
                 size = size * _at_least_one(extent, len(symbolic))
-            bounds[key] = number, Requirement(size <= tirx.FloatImm("float64", float(MOST_BYTES)), expected)
+            bounds[key] = number, Requirement(size <= tirx.FloatImm("float64", float(MAX_BYTES)), expected)
 
 
 def _is_given(binding: relax.Binding) -> bool:

@@ -236,10 +236,10 @@ def _pad(call: relax.Call, shapes: list[Any], result: Shape | None) -> Condition
         return
     widths = [int(width) for width in call.attrs.pad_width]
     for axis, extent in enumerate(shapes[0]):
-        most = max(widths[2 * axis : 2 * axis + 2])
-        if most > 0:
+        max_width = max(widths[2 * axis : 2 * axis + 2])
+        if max_width > 0:
             spare = margin[mode]
-            yield extent >= (1 if spare is None else most + spare)
+            yield extent >= (1 if spare is None else max_width + spare)
 
 
 def _pixel_shuffle(call: relax.Call, shapes: list[Any], result: Shape | None) -> Conditions:

@@ -259,13 +259,13 @@ class PassTrace(AbstractContextManager["PassTrace"]):
     def _repr_html_(self) -> str:
         return view(*self._html(_IN_NOTEBOOK))
 
-    def _html(self, most: int) -> list[str]:
+    def _html(self, max_lines: int) -> list[str]:
         shown = self.shown()
         outer = sum(one.seconds for one in self.passes if one.depth == 0)
         hidden = len(self.passes) - len(shown)
         note = f"; {hidden} inside of others that changed nothing are left out" if hidden else ""
         head = paragraph(f"{len(self.passes)} passes, {outer * 1e3:,.1f} ms{note}.")
-        return [head, *(_pass_html(one, most) for one in shown)]
+        return [head, *(_pass_html(one, max_lines) for one in shown)]
 
     def _begin(self, mod: tvm.IRModule, name: str) -> None:
         begin = time.perf_counter()
@@ -422,7 +422,7 @@ def _change_name(change: FunctionChange) -> str:
     return sign + change.function
 
 
-def _pass_html(one: TracedPass, most: int) -> str:
+def _pass_html(one: TracedPass, max_lines: int) -> str:
     lines, indent = pass_lines(one), f"margin-left:{1.4 * one.depth:.1f}em"
     quiet = "" if one.changes or one.outcome == "failed" else ' class="rh-quiet"'
     title = Markup(
@@ -431,7 +431,7 @@ def _pass_html(one: TracedPass, most: int) -> str:
     )
     if not one.changes:
         return f'<div{quiet} style="{indent}">{one.number}. {title}</div>'
-    inside = [folded(_change_title(change), _diff(change, most)) for change in one.changes]
+    inside = [folded(_change_title(change), _diff(change, max_lines)) for change in one.changes]
     return f'<div style="{indent}">{folded(Markup(f"{one.number}. {title}"), *inside)}</div>'
 
 
@@ -440,10 +440,10 @@ def _change_title(change: FunctionChange) -> str:
     return f"{change.function}{state}: +{change.added} -{change.removed}"
 
 
-def _diff(change: FunctionChange, most: int) -> Markup:
+def _diff(change: FunctionChange, max_lines: int) -> Markup:
     lines = change.diff.splitlines()[2:]
-    drawn = [f'<span class="rh-pair{_class(line)}">{escaped(line)}</span>' for line in lines[:most]]
-    more = len(lines) - most
+    drawn = [f'<span class="rh-pair{_class(line)}">{escaped(line)}</span>' for line in lines[:max_lines]]
+    more = len(lines) - max_lines
     rest = paragraph(f"{more:,} more lines: trace.show(...) prints them.") if more > 0 else ""
     return Markup(f"<pre>{''.join(drawn)}</pre>{rest}")
 

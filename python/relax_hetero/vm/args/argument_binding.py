@@ -29,13 +29,13 @@ class BoundArguments(NamedTuple):
         Arguments as the function takes them.
     dims : DimValues
         The values of its symbolic dimensions.
-    lent : list of AddressRange
+    borrowed : list of AddressRange
         Address ranges of the caller's memory that results must not share.
     """
 
     values: Sequence[Any]
     dims: DimValues
-    lent: list[AddressRange]
+    borrowed: list[AddressRange]
 
 
 class ArgumentBinder:
@@ -185,7 +185,7 @@ class ArgumentBinder:
             self._limits.admit(signature.name, to.dims.values)
         if signature.donated:
             check_donated(signature, values)
-        return BoundArguments(values, to.dims, to.lent)
+        return BoundArguments(values, to.dims, to.borrowed)
 
 
 def _check_call(name: str, args: object, kwargs: object) -> None:

@@ -64,14 +64,14 @@ class Placement:
         Whether foreign memory must be copied even where it could be lent: the values outlive the call.
     alignment : int
         Alignment in bytes that kernels need of a tensor's address.
-    lends_arrays : bool
+    borrows_arrays : bool
         Whether numpy arrays may be lent: no kernel writes to an argument.
-    lent : list of AddressRange
+    borrowed : list of AddressRange
         Address ranges of the caller's tensors that were taken as they are.
     copies : bool
         Whether the values must be new memory: they will be written.
     donates : bool
-        Whether the caller's memory may be written: it is taken as it is where that can be, and is not among `lent`.
+        Whether the caller's memory may be written: it is taken as it is where that can be, and is not among `borrowed`.
     """
 
     devices: Sequence[runtime.Device]
@@ -79,8 +79,8 @@ class Placement:
     dims: DimValues = field(default_factory=DimValues)
     keep: bool = False
     alignment: int = ALIGNMENT
-    lends_arrays: bool = False
-    lent: list[AddressRange] = field(default_factory=list)
+    borrows_arrays: bool = False
+    borrowed: list[AddressRange] = field(default_factory=list)
     copies: bool = False
     donates: bool = False
 
@@ -123,7 +123,7 @@ def place_tensor(value: Any, spec: TensorSpec, where: str, to: Placement) -> run
         check_tensor(_array_dtype(array, spec, where), array.shape, spec, where, to.dims)
         if to.donates and not array.flags.writeable:
             raise BindingError(f"{where} is donated, found a read-only numpy array, expected one that may be written")
-        lends = (to.lends_arrays or to.donates) and not to.copies and array.flags.c_contiguous
+        lends = (to.borrows_arrays or to.donates) and not to.copies and array.flags.c_contiguous
         lent = from_array(array) if lends else None
         return from_numpy(array, device, scope) if lent is None else _move(lent, device, scope, True, where, to)
     if isinstance(value, bool | int | float):
@@ -247,7 +247,7 @@ def _move(
     if not reachable or scope is not None or tensor.data_ptr() % to.alignment or (foreign and to.keep) or to.copies:
         return copy_to(tensor, device, scope)
     if not to.donates:
-        to.lent.append(address_range(tensor))
+        to.borrowed.append(address_range(tensor))
     return tensor if here and not has_offset(tensor) else alias(tensor, device)
 
 

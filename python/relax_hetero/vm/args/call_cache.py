@@ -22,7 +22,7 @@ from ...artifact.signature import FunctionSignature, TensorSpec
 from ..device.tensors import AddressRange, alias, from_array, nbytes_of
 from .arguments import from_dlpack
 
-Look: TypeAlias = tuple[bytes, tuple[int, ...]]
+Fingerprint: TypeAlias = tuple[bytes, tuple[int, ...]]
 
 # So many different extents are remembered for each function; a model with more takes them as it meets them.
 MANY_CALLS = 256
@@ -50,11 +50,11 @@ class CachedCall:
         Arguments that kernels must see from another device id.
     rest : tuple of object
         Parameters that follow, placed before.
-    rest_lent : list of AddressRange
+    rest_borrowed : list of AddressRange
         Their address ranges.
     dims : DimValues
         The values of its symbolic dimensions.
-    outs : set of Look
+    outs : set of Fingerprint
         Looks of ``out=`` that were found to fit.
     shared : tuple of object or None
         Facts that the machine found out about these looks once (`driver.link.repeated_calls`); None before.
@@ -66,9 +66,9 @@ class CachedCall:
     sizes: tuple[int, ...]
     moves: tuple[tuple[int, runtime.Device], ...]
     rest: tuple[Any, ...]
-    rest_lent: list[AddressRange]
+    rest_borrowed: list[AddressRange]
     dims: DimValues
-    outs: set[Look] = field(default_factory=set)
+    outs: set[Fingerprint] = field(default_factory=set)
     shared: tuple[Any, ...] | None = None
     round: int = -1
 
@@ -93,17 +93,17 @@ class CachedCall:
             values[index] = alias(values[index], device)
         return values
 
-    def lent(self, tensors: Sequence[runtime.Tensor]) -> list[AddressRange]:
+    def borrowed(self, tensors: Sequence[runtime.Tensor]) -> list[AddressRange]:
         """The memory that results must not share with the caller."""
         begins = [tensor.data_ptr() for tensor in tensors]
-        return [(begin, begin + size) for begin, size in zip(begins, self.nbytes, strict=True)] + self.rest_lent
+        return [(begin, begin + size) for begin, size in zip(begins, self.nbytes, strict=True)] + self.rest_borrowed
 
     def shares(self, address: int, tensors: Sequence[runtime.Tensor]) -> bool:
         """Return whether an address is in memory of these arguments (or may be in that of parameters)."""
         for tensor, size in zip(tensors, self.nbytes):  # noqa: B905 (strict takes as long as the rest)
             if 0 <= address - tensor.data_ptr() < size:
                 return True
-        return bool(self.rest_lent)
+        return bool(self.rest_borrowed)
 
 
 class CallCache:
@@ -126,7 +126,7 @@ class CallCache:
     def __init__(
         self, alignment: int, takes_arrays: bool, names: tuple[str, ...] = (), donated: tuple[str, ...] = ()
     ) -> None:
-        self._calls: dict[tuple[Look, ...], CachedCall] = {}
+        self._calls: dict[tuple[Fingerprint, ...], CachedCall] = {}
         self._mask = alignment - 1
         self._takes_arrays = takes_arrays
         self._names = names
@@ -148,7 +148,7 @@ class CallCache:
         Then the tensors are those of the first arguments, None for one that gives none.
         """
         tensors: list[Any] = []
-        looks: list[Look] = []
+        looks: list[Fingerprint] = []
         for value in args:
             tensor: Any = value if isinstance(value, _Tensor) else self._tensor(value)
             tensors.append(tensor)
@@ -172,7 +172,7 @@ class CallCache:
         ranges = [
             (begin, begin + size, not lent) for begin, size, lent in zip(begins, call.sizes, call.nbytes, strict=True)
         ]
-        ranges += [(begin, end, False) for begin, end in call.rest_lent]
+        ranges += [(begin, end, False) for begin, end in call.rest_borrowed]
         ranges.sort()
         reached = reached_donated = 0
         for begin, end, is_donated in ranges:
@@ -184,7 +184,9 @@ class CallCache:
                 reached_donated = end
         return True
 
-    def remember(self, args: Sequence[Any], values: Sequence[Any], dims: DimValues, lent: list[AddressRange]) -> None:
+    def remember(
+        self, args: Sequence[Any], values: Sequence[Any], dims: DimValues, borrowed: list[AddressRange]
+    ) -> None:
         """Keep a call that fits, if its arguments were taken where they are.
 
         Parameters
@@ -195,15 +197,15 @@ class CallCache:
             Arguments as the function takes them; parameters that were placed before follow.
         dims : DimValues
             The values of symbolic dimensions.
-        lent : list of AddressRange
+        borrowed : list of AddressRange
             Address ranges of those parameters.
         """
-        looks: list[Look] = []
+        looks: list[Fingerprint] = []
         moves: list[tuple[int, runtime.Device]] = []
         sizes: list[int] = []
         for index, (arg, value) in enumerate(zip(args, values, strict=False)):
             tensor: Any = arg if isinstance(arg, _Tensor) else self._tensor(arg)
-            look = None if tensor is None else self._look(tensor)
+            look = None if tensor is None else self._fingerprint(tensor)
             if look is None or not isinstance(value, _Tensor) or value.data_ptr() != tensor.data_ptr():
                 return
             if tensor.numel() == 0:
@@ -217,20 +219,20 @@ class CallCache:
             self._calls.clear()
         nbytes = tuple(0 if index in self._donated else size for index, size in enumerate(sizes))
         rest = tuple(values[len(args) :])
-        self._calls[tuple(looks)] = CachedCall(nbytes, tuple(sizes), tuple(moves), rest, lent, dims)
+        self._calls[tuple(looks)] = CachedCall(nbytes, tuple(sizes), tuple(moves), rest, borrowed, dims)
 
-    def look_of_out(self, out: Any) -> tuple[Look, runtime.Tensor] | None:
+    def out_fingerprint(self, out: Any) -> tuple[Fingerprint, runtime.Tensor] | None:
         """A result buffer's look, and the buffer as a tensor; None for what is no single writable one."""
         if type(out) is np.ndarray and not out.flags.writeable:
             return None
         tensor = out if isinstance(out, _Tensor) else _as_tensor(out)
-        look = None if tensor is None else self._look(tensor)
+        look = None if tensor is None else self._fingerprint(tensor)
         return None if look is None else (look, tensor)
 
     def _tensor(self, value: Any) -> runtime.Tensor | None:
         return None if isinstance(value, np.ndarray) and not self._takes_arrays else _as_tensor(value)
 
-    def _look(self, tensor: runtime.Tensor) -> Look | None:
+    def _fingerprint(self, tensor: runtime.Tensor) -> Fingerprint | None:
         head: bytes = _read(tensor.__chandle__() + _HEADER_BYTES).raw
         if head[0] & self._mask or head[40:] != _NO_OFFSET or not tensor.is_contiguous():
             return None

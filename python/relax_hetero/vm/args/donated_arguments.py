@@ -38,7 +38,7 @@ def check_donated(signature: FunctionSignature, values: Sequence[Any]) -> None:
                 )
 
 
-class LentMemory(NamedTuple):
+class BorrowedRange(NamedTuple):
     """The memory of an argument of a call under way.
 
     Attributes
@@ -56,7 +56,7 @@ class LentMemory(NamedTuple):
     range: AddressRange
     owner: Any = None
 
-    def is_kept(self) -> bool:
+    def is_retained(self) -> bool:
         """Return whether the caller has the memory still, so that nothing else can have been given it."""
         return (self.owner() if isinstance(self.owner, weakref.ref) else self.owner) is not None
 
@@ -67,25 +67,25 @@ class ArgumentMemory:
 
     Attributes
     ----------
-    read, consumed : tuple of LentMemory
+    read, consumed : tuple of BorrowedRange
         Memory that it leaves as it is, and memory that it may overwrite.
     """
 
     function: str
-    read: tuple[LentMemory, ...]
-    consumed: tuple[LentMemory, ...]
+    read: tuple[BorrowedRange, ...]
+    consumed: tuple[BorrowedRange, ...]
 
 
 def argument_memory(
     signature: FunctionSignature, values: Sequence[Any], given: Mapping[str, Any] | None = None
 ) -> ArgumentMemory:
     """The memory of a function's `values`, in the order of its inputs; its owners are the arguments `given` by name."""
-    read: list[LentMemory] = []
-    consumed: list[LentMemory] = []
+    read: list[BorrowedRange] = []
+    consumed: list[BorrowedRange] = []
     for spec, value in zip(signature.inputs, values, strict=True):
         found = consumed if spec.name in signature.donated else read
         source = None if given is None else given.get(spec.name)
-        found += [LentMemory(spec.name, where, _owner(source, where[0])) for where in address_ranges(value)]
+        found += [BorrowedRange(spec.name, where, _owner(source, where[0])) for where in address_ranges(value)]
     return ArgumentMemory(signature.name, tuple(read), tuple(consumed))
 
 
@@ -105,7 +105,7 @@ def _owner(given: Any, address: int) -> Any:
         return given if isinstance(given, tvm_ffi.core.Tensor) else None
 
 
-class CallsApart:
+class ExclusiveCalls:
     """The memory of all calls under way in this process, in which no call overwrites what another one takes.
 
     A call drops an argument after its last reader: an address may be another array's then. What counts is what the
@@ -125,32 +125,32 @@ class CallsApart:
     def __bool__(self) -> bool:
         return bool(self._calls)
 
-    def add(self, key: object, mine: ArgumentMemory, values: Callable[[], Iterable[Any]]) -> None:
+    def add(self, key: object, ranges: ArgumentMemory, values: Callable[[], Iterable[Any]]) -> None:
         """Add a call, unless `check` refuses it; `values` gives what it holds at a time."""
         with self._lock:
-            self.check(mine)
-            self._calls[key] = mine, values
+            self.check(ranges)
+            self._calls[key] = ranges, values
 
     def drop(self, key: object) -> None:
         """Forget a call that has ended."""
         self._calls.pop(key, None)
 
-    def check(self, mine: ArgumentMemory) -> None:
+    def check(self, ranges: ArgumentMemory) -> None:
         """BindingError where the call would overwrite what one under way takes, or take what that one overwrites."""
         for other, values in list(self._calls.values()):
-            pairs = [(a, b) for a in mine.consumed for b in (*other.consumed, *other.read)]
-            pairs += [(a, b) for a in mine.read for b in other.consumed]
+            pairs = [(a, b) for a in ranges.consumed for b in (*other.consumed, *other.read)]
+            pairs += [(a, b) for a in ranges.read for b in other.consumed]
             for a, b in pairs:
-                if _overlap(a.range, b.range) and (b.is_kept() or _holds(values(), a.range)):
-                    gives_away = "this call" if a in mine.consumed else "that one"
+                if _overlap(a.range, b.range) and (b.is_retained() or _holds(values(), a.range)):
+                    gives_away = "this call" if a in ranges.consumed else "that one"
                     raise BindingError(
-                        f"argument {a.name!r} of {mine.function!r} shares memory with argument {b.name!r} of a call of "
-                        f"{other.function!r} that is under way, and {gives_away} consumes it; expected memory of its "
-                        "own, or that call's fence, or its result, in its place"
+                        f"argument {a.name!r} of {ranges.function!r} shares memory with argument {b.name!r} of a call "
+                        f"of {other.function!r} that is under way, and {gives_away} consumes it; expected memory of "
+                        "its own, or that call's fence, or its result, in its place"
                     )
 
 
-calls_apart = CallsApart()
+exclusive_calls = ExclusiveCalls()
 
 
 def _overlap(one: AddressRange, other: AddressRange) -> bool:
@@ -161,7 +161,7 @@ def _holds(values: Iterable[Any], memory: AddressRange) -> bool:
     return any(_overlap(found, memory) for value in values for found in address_ranges(value))
 
 
-def kept_ranges(signature: FunctionSignature, values: Sequence[Any]) -> list[AddressRange]:
+def retained_ranges(signature: FunctionSignature, values: Sequence[Any]) -> list[AddressRange]:
     """The memory of the arguments that a call does not overwrite."""
     kept = [value for spec, value in zip(signature.inputs, values, strict=True) if spec.name not in signature.donated]
     return address_ranges(kept)

@@ -30,25 +30,25 @@ from .arguments import as_tensor, check_tensor, from_dlpack
 _Tensor = tvm_ffi.core.Tensor
 
 
-def to_python(value: Any, constants: MemoryRanges, lent: Sequence[AddressRange]) -> Any:
+def to_python(value: Any, constants: MemoryRanges, borrowed: Sequence[AddressRange]) -> Any:
     """A result with tuples as Python tuples, each tensor in memory of its own.
 
     Tensors in the memory of constants, of the caller or of an earlier tensor of the result are copied.
     """
-    return _to_python(value, constants, MemoryRanges(lent), set())
+    return _to_python(value, constants, MemoryRanges(borrowed), set())
 
 
-def _to_python(value: Any, constants: MemoryRanges, lent: MemoryRanges, given: set[int]) -> Any:
+def _to_python(value: Any, constants: MemoryRanges, borrowed: MemoryRanges, given: set[int]) -> Any:
     if isinstance(value, _Tensor):
         address = value.data_ptr()
-        if address in given or lent.hold(address) or constants.hold(address):
+        if address in given or borrowed.hold(address) or constants.hold(address):
             return copy_to(value, value.device)
         given.add(address)
         return value
     if isinstance(value, tvm_ffi.Array):
         value = value[:]  # a list: iterating over the array asks for its length again at every element
     if isinstance(value, (tuple, list)):  # steps of a schedule give their results one by one
-        return tuple([_to_python(part, constants, lent, given) for part in value])
+        return tuple([_to_python(part, constants, borrowed, given) for part in value])
     return value
 
 

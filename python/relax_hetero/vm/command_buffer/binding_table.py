@@ -12,7 +12,7 @@ from tvm import runtime
 from ...artifact.commands import READ, SlotSpec
 from ...artifact.dims import parse_dim
 from ...errors import BindingError
-from .lent_memory import BYTES, LentMemory, check_device, lend
+from .borrowed_buffer import BYTES, BorrowedBuffer, borrow, check_device
 from .operands import size_name
 from .recorder import Recording
 
@@ -24,7 +24,7 @@ class BindingTable:
     ----------
     recording : Recording
         Commands that the table is for.
-    lent : sequence of LentMemory or None
+    borrowed : sequence of BorrowedBuffer or None
         Memory of each slot; None for an empty one.
 
     Attributes
@@ -39,31 +39,31 @@ class BindingTable:
         Where the addresses lie as int64, then the sizes.
     """
 
-    __slots__ = ("_lent", "_memory", "addresses", "pointer", "recording", "sizes", "values")
+    __slots__ = ("_borrowed", "_memory", "addresses", "pointer", "recording", "sizes", "values")
 
-    def __init__(self, recording: Recording, lent: Sequence[LentMemory | None]) -> None:
+    def __init__(self, recording: Recording, borrowed: Sequence[BorrowedBuffer | None]) -> None:
         self.recording = recording
-        self._lent = tuple(lent)  # kept alive
-        self.addresses = tuple(part.address if part else 0 for part in lent)
-        self.sizes = tuple(part.nbytes if part else 0 for part in lent)
+        self._borrowed = tuple(borrowed)  # kept alive
+        self.addresses = tuple(part.address if part else 0 for part in borrowed)
+        self.sizes = tuple(part.nbytes if part else 0 for part in borrowed)
         self.values = {size_name(slot): size for slot, size in enumerate(self.sizes)}
-        self._memory = (ctypes.c_int64 * max(1, 2 * len(lent)))(*self.addresses, *self.sizes)
+        self._memory = (ctypes.c_int64 * max(1, 2 * len(borrowed)))(*self.addresses, *self.sizes)
         self.pointer = ctypes.addressof(self._memory)
 
     def __reduce__(self) -> NoReturn:
         raise BindingError("a BindingTable cannot be pickled or copied: it stands for memory of this process")
 
     def __repr__(self) -> str:
-        parts = (f"{slot}: {part.nbytes} bytes of {part.dtype}" for slot, part in enumerate(self._lent) if part)
+        parts = (f"{slot}: {part.nbytes} bytes of {part.dtype}" for slot, part in enumerate(self._borrowed) if part)
         return f"<BindingTable {{{', '.join(parts)}}}>"
 
 
 def bind(recording: Recording, bindings: object, device: runtime.Device, device_name: str) -> BindingTable:
     """A table of bindings; see `CommandBuffer.bind`."""
     given = _by_slot(bindings, len(recording.slots))
-    lent: list[LentMemory | None] = [None] * len(recording.slots)
+    lent: list[BorrowedBuffer | None] = [None] * len(recording.slots)
     for slot, binding in given.items():
-        lent[slot] = part = _lend(binding, f"slot {slot}")
+        lent[slot] = part = _borrow(binding, f"slot {slot}")
         check_device(part, device, device_name, f"slot {slot}")
     for slot, spec in enumerate(recording.slots):
         if spec.access:
@@ -105,14 +105,14 @@ def _by_slot(bindings: object, slots: int) -> dict[int, object]:
     return {slot: binding for slot, binding in given.items() if binding is not None}
 
 
-def _lend(binding: object, where: str) -> LentMemory:
+def _borrow(binding: object, where: str) -> BorrowedBuffer:
     if not isinstance(binding, tuple):
-        return lend(binding, where)
+        return borrow(binding, where)
     if len(binding) not in (2, 3):
         raise BindingError(f"{where} is bound to {len(binding)} things, expected a buffer or (buffer, offset, length)")
     buffer, *numbers = binding
     offset, length = (_bytes(number, where) for number in [*numbers, None][:2])
-    return lend(buffer, where).part(offset or 0, length, where)
+    return borrow(buffer, where).part(offset or 0, length, where)
 
 
 def _bytes(number: Any, where: str) -> int | None:
@@ -125,25 +125,25 @@ def _bytes(number: Any, where: str) -> int | None:
         raise BindingError(f"{where} is bound to a part by {number!r} ({type(number).__name__}), {expected}") from None
 
 
-def _check(lent: LentMemory | None, spec: SlotSpec) -> None:
-    if lent is None:
+def _check(borrowed: BorrowedBuffer | None, spec: SlotSpec) -> None:
+    if borrowed is None:
         raise BindingError(f"{spec.name} is empty, expected a buffer: commands {spec.access} it")
-    if spec.dtype and lent.dtype not in (spec.dtype, BYTES):
-        raise BindingError(f"{spec.name} has dtype {lent.dtype}, expected {spec.dtype}, or {BYTES} for mere bytes")
-    if spec.access != READ and not lent.writable:
+    if spec.dtype and borrowed.dtype not in (spec.dtype, BYTES):
+        raise BindingError(f"{spec.name} has dtype {borrowed.dtype}, expected {spec.dtype}, or {BYTES} for mere bytes")
+    if spec.access != READ and not borrowed.writable:
         raise BindingError(f"{spec.name} is bound to read-only memory, expected writable: commands {spec.access} it")
-    if lent.nbytes and lent.address % spec.alignment:
+    if borrowed.nbytes and borrowed.address % spec.alignment:
         raise BindingError(
-            f"{spec.name} has the address {lent.address:#x}, expected an alignment of {spec.alignment} bytes "
-            f"(it is off by {lent.address % spec.alignment})"
+            f"{spec.name} has the address {borrowed.address:#x}, expected an alignment of {spec.alignment} bytes "
+            f"(it is off by {borrowed.address % spec.alignment})"
         )
 
 
-def _refuse_overlap(recording: Recording, lent: Sequence[LentMemory | None]) -> None:
+def _refuse_overlap(recording: Recording, borrowed: Sequence[BorrowedBuffer | None]) -> None:
     """Refuse memory that is bound twice and written, other than where the buffer says that it may be."""
     places = [
         (part.address, part.address + part.nbytes, slot, recording.slots[slot].access != READ)
-        for slot, part in enumerate(lent)
+        for slot, part in enumerate(borrowed)
         if part is not None and part.nbytes and recording.slots[slot].access
     ]
     # Buffers that the recording keeps count as slots before the first.

@@ -14,7 +14,7 @@ from ..device.devices import find_entry
 from ..machine import VirtualMachine
 from ..region.walk_commands import Kernel
 from .binding_table import BindingTable, bind, check_size
-from .lent_memory import check_device, lend
+from .borrowed_buffer import borrow, check_device
 from .operands import (
     Integer,
     MemoryRange,
@@ -133,7 +133,7 @@ class CommandBuffer:
             Bytes; see `slot`.
         """
         self.require("recorded into", NEW, RECORDING)
-        lent = lend(tensor, "the buffer")
+        lent = borrow(tensor, "the buffer")
         check_device(lent, self.device, self.device_name, "the buffer")
         index = self._recorder.keep(lent)
         return self._range(DIRECT, index, offset, length, f"buffer {index}")

@@ -34,7 +34,7 @@ from .runners import Submission
 
 _log = logging.getLogger("relax_hetero")
 
-MOST_GRAPHS = 16
+MAX_GRAPHS = 16
 """Maximum number of graphs of a command buffer."""
 
 _Numbers = tuple[int | float, ...]
@@ -117,7 +117,7 @@ class CudaCommands:
         graph = None if known is None else known[1] or self._recorded(table, numbers)
         if self._driver is not None:
             self._graphs[key] = table, graph
-            while len(self._graphs) > MOST_GRAPHS:
+            while len(self._graphs) > MAX_GRAPHS:
                 _, (_, oldest) = self._graphs.popitem(last=False)
                 if oldest:
                     self._driver.destroy(oldest)

@@ -18,7 +18,7 @@ from ...artifact.signature import Dim
 from ...errors import BindingError
 from ...target.element_types import numpy_dtype
 
-MOST_CHARACTERS = 1000
+MAX_CHARACTERS = 1000
 INT64 = -(1 << 63), (1 << 63) - 1
 """The least and greatest number that commands count with."""
 
@@ -30,7 +30,7 @@ class Number:
     Attributes
     ----------
     text : str
-        In the grammar of `dims.parse_dim`, of at most `MOST_CHARACTERS`: what nests deeper cannot be parsed.
+        In the grammar of `dims.parse_dim`, of at most `MAX_CHARACTERS`: what nests deeper cannot be parsed.
     """
 
     text: str
@@ -178,8 +178,8 @@ def _joined(left: Integer, sign: str, right: Integer) -> Number:
         if isinstance(side, int):
             within_int64(side, "an int in arithmetic of parameters")
     text = f"({dim(left)} {sign} {dim(right)})"
-    if len(text) > MOST_CHARACTERS:
-        raise BindingError(f"arithmetic of parameters takes {len(text)} characters, expected at most {MOST_CHARACTERS}")
+    if len(text) > MAX_CHARACTERS:
+        raise BindingError(f"arithmetic of parameters takes {len(text)} characters, expected at most {MAX_CHARACTERS}")
     return Number(text)
 
 
@@ -236,7 +236,7 @@ class Limits:
     """
 
     def __init__(self) -> None:
-        self._found: dict[tuple[object, ...], Limit] = {}
+        self._limits: dict[tuple[object, ...], Limit] = {}
         self._asked: list[Limit] = []
 
     def ask(self, what: str, value: Integer, low: int | None = 0, high: int | None = None, multiple: int = 1) -> None:
@@ -254,12 +254,12 @@ class Limits:
     def settle(self) -> None:
         """Keep what was asked."""
         for limit in self._asked:
-            self._found.setdefault((limit.value, limit.low, limit.high, limit.multiple), limit)
+            self._limits.setdefault((limit.value, limit.low, limit.high, limit.multiple), limit)
         self._asked.clear()
 
     def all(self) -> tuple[Limit, ...]:
         """The limits that each submission is checked against."""
-        return tuple(self._found.values())
+        return tuple(self._limits.values())
 
 
 def as_count(value: object, what: str) -> int:

@@ -29,7 +29,7 @@ from ...artifact.commands import (
 from ...artifact.signature import Dim
 from ...errors import BindingError
 from ..region.walk_commands import SCALARS, Kernel
-from .lent_memory import BYTES, LentMemory
+from .borrowed_buffer import BYTES, BorrowedBuffer
 from .operands import (
     INT64,
     Integer,
@@ -206,7 +206,7 @@ class Recording:
     commands: tuple[Command, ...]
     slots: tuple[SlotSpec, ...]
     parameters: tuple[str, ...]
-    directs: tuple[LentMemory, ...]
+    directs: tuple[BorrowedBuffer, ...]
     written_directs: frozenset[int]
     kernels: Mapping[str, Kernel]
     limits: tuple[Limit, ...]
@@ -230,16 +230,16 @@ class Recorder:
         self._device, self._parameters, self._may_overlap = device, parameters, may_overlap
         self._commands: list[Command] = []
         self._slots = [Requirement() for _ in range(slots)]
-        self._directs: list[LentMemory] = []
+        self._directs: list[BorrowedBuffer] = []
         self._direct_uses: list[Requirement] = []
         self._kernels: dict[str, Kernel] = {}
         self._limits = Limits()
         self._uses: list[tuple[Requirement, Integer, int, str, str]] = []
         self._integers: set[str] = set()
 
-    def keep(self, lent: LentMemory) -> int:
+    def keep(self, borrowed: BorrowedBuffer) -> int:
         """A buffer for as long as the recording lives; its index."""
-        self._directs.append(lent)
+        self._directs.append(borrowed)
         self._direct_uses.append(Requirement())
         return len(self._directs) - 1
 

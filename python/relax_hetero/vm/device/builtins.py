@@ -24,7 +24,7 @@ from ...errors import HeteroError, MemoryLimitError
 from ...target.backend import backend_of_device
 from . import loop_rows  # noqa: F401 - registers its functions
 from .host_memory import host_memory
-from .memory_pools import arrival, departure
+from .memory_pools import receive_buffer, send_buffer
 from .tensors import alias, copy_into, empty, from_numpy, is_host
 
 
@@ -57,19 +57,19 @@ def running_host() -> runtime.Device:
 
 
 @tvm_ffi.register_global_func("relax_hetero.refuse", override=True)
-def refuse(check: int, found: int, least: int, end: int) -> None:
+def refuse(check: int, found: int, first: int, end: int) -> None:
     """Raise for a value that a kernel was given; the machine, which knows what the check is for, says so."""
-    raise ValueError(refusal(check, found, least, end))
+    raise ValueError(refusal(check, found, first, end))
 
 
 @tvm_ffi.register_global_func("relax_hetero.to_device", override=True)
-def to_device(value: Any, index: int, must_copy: int = 0, room: Any = None) -> Any:
+def to_device(value: Any, index: int, must_copy: int = 0, buffer: Any = None) -> Any:
     """`value` on the device of manifest entry `index` (-1: the host): itself if it is there, else a copy.
 
     Works between any two devices, and through nested tuples. Between two CPUs the copy is an alias. With `must_copy`
     always a copy: the module writes in place, and the value may have other readers (LowerTransfers). A copy goes into
-    `room`, a tensor of the machine's pool, where the compiler could allocate one; else into new memory. What comes from
-    a GPU goes into pinned memory, if it is large.
+    `buffer`, a tensor of the machine's pool, where the compiler could allocate one; else into new memory. What comes
+    from a GPU goes into pinned memory, if it is large.
     """
     devices, scopes = _machine("to_device", index)
     if not isinstance(value, tvm_ffi.core.Tensor):
@@ -81,8 +81,8 @@ def to_device(value: Any, index: int, must_copy: int = 0, room: Any = None) -> A
             return value
         if is_host(device) and is_host(value.device):
             return alias(value, device)
-    pinned = arrival(value, device, room) if scope == "global" else None
-    target = room if pinned is None else pinned
+    pinned = receive_buffer(value, device, buffer) if scope == "global" else None
+    target = buffer if pinned is None else pinned
     if target is None:
         target = empty(value.shape, value.dtype, device, None if scope == "global" else scope)
     copy_into(value, target, wait=False)
@@ -98,7 +98,7 @@ def pinned_storage(size: Sequence[int], index: int) -> runtime.Tensor:
     devices, _ = _machine("pinned_storage", index)
     device, nbytes = devices[index], int(size[0])
     gpu = next((other.index for other in devices if backend_of_device(other).pins_memory), None)
-    pinned = None if gpu is None else departure(nbytes, device, gpu)
+    pinned = None if gpu is None else send_buffer(nbytes, device, gpu)
     return empty((nbytes,), "uint8", device) if pinned is None else pinned
 
 
@@ -148,10 +148,11 @@ def check_returned(value: Any, what: str, fields: int, ndim: int = -1, dtype: st
 @tvm_ffi.register_global_func("relax_hetero.refuse_bytes", override=True)
 def refuse_bytes(function: str, tensor: str, nbytes: float, *sizes: Any) -> None:
     """MemoryLimitError if a tensor takes more than the memory of the host; `sizes` as in `refuse_sizes`."""
-    most = host_memory()
-    if nbytes > most:
+    available = host_memory()
+    if nbytes > available:
         raise MemoryLimitError(
-            f"function {function!r}: {tensor} takes {nbytes:,.0f} bytes, found {most:,} bytes of memory{_values(sizes)}"
+            f"function {function!r}: {tensor} takes {nbytes:,.0f} bytes, found {available:,} bytes of memory"
+            + _values(sizes)
         )
 
 

@@ -102,7 +102,7 @@ class CudaLibrary:
         self._functions["cuGetErrorName"](status, ctypes.byref(text))
         return CudaError(f"{name} failed: {text.value.decode() if text.value else status}")
 
-    def made(self, name: str, *args: Any) -> int:
+    def create(self, name: str, *args: Any) -> int:
         """The handle or address that a function stores through its first argument."""
         result = c_void_p()
         self.call(name, ctypes.byref(result), *args)
@@ -112,7 +112,7 @@ class CudaLibrary:
         """The primary context of a GPU, kept for the life of the process."""
         context = self._contexts.get(gpu)
         if context is None:
-            context = self._contexts[gpu] = self.made("cuDevicePrimaryCtxRetain", gpu)
+            context = self._contexts[gpu] = self.create("cuDevicePrimaryCtxRetain", gpu)
         return context
 
     def use(self, gpu: int) -> None:
@@ -121,7 +121,7 @@ class CudaLibrary:
 
     def pinned(self, nbytes: int) -> int:
         """The address of host memory that every GPU copies from and to without the driver's help; needs a context."""
-        return self.made("cuMemHostAlloc", nbytes, _PORTABLE | _DEVICEMAP)
+        return self.create("cuMemHostAlloc", nbytes, _PORTABLE | _DEVICEMAP)
 
     def is_pinned(self, address: int) -> bool:
         """Return whether host memory is pinned, whoever has done it."""

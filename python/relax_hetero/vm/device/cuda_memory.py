@@ -31,7 +31,7 @@ class PinnedBlock:
         library.use(gpu)
         self.address, self.nbytes = library.pinned(nbytes), nbytes
         # When the process ends the driver may have ended before, and frees everything.
-        weakref.finalize(self, _give_back, library, gpu, "cuMemFreeHost", self.address).atexit = False
+        weakref.finalize(self, _free, library, gpu, "cuMemFreeHost", self.address).atexit = False
 
 
 class DeviceBlock:
@@ -45,12 +45,12 @@ class DeviceBlock:
 
     def __init__(self, library: CudaLibrary, gpu: int, nbytes: int) -> None:
         library.use(gpu)
-        self.address, self.nbytes = library.made("cuMemAlloc_v2", nbytes), nbytes
+        self.address, self.nbytes = library.create("cuMemAlloc_v2", nbytes), nbytes
         # When the process ends the driver may have ended before, and frees everything.
-        weakref.finalize(self, _give_back, library, gpu, "cuMemFree_v2", self.address).atexit = False
+        weakref.finalize(self, _free, library, gpu, "cuMemFree_v2", self.address).atexit = False
 
 
-def _give_back(library: CudaLibrary, gpu: int, function: str, address: int) -> None:
+def _free(library: CudaLibrary, gpu: int, function: str, address: int) -> None:
     library.use(gpu)
     library.call(function, address)
 

@@ -35,7 +35,7 @@ class Event:
         self.library, self.gpu = library, gpu
         library.use(gpu)
         flags = (_BLOCKING_SYNC if sleeps else 0) | (0 if timed else _DISABLE_TIMING)
-        self.handle = library.made("cuEventCreate", flags)
+        self.handle = library.create("cuEventCreate", flags)
         _destroy_with(self, library, "cuEventDestroy_v2")
 
     def record(self, stream: Stream) -> None:
@@ -73,7 +73,7 @@ class Stream:
         self.library, self.gpu = library, gpu
         if handle is None:
             library.use(gpu)
-            self.handle = library.made("cuStreamCreate", _NON_BLOCKING)
+            self.handle = library.create("cuStreamCreate", _NON_BLOCKING)
             _destroy_with(self, library, "cuStreamDestroy_v2")
         else:
             self.handle = handle
@@ -128,4 +128,4 @@ def shared_stream(library: CudaLibrary, gpu: int, purpose: str) -> Stream:
     It is ordered with CUDA's default stream, and never destroyed.
     """
     library.use(gpu)
-    return Stream(library, gpu, library.made("cuStreamCreate", 0))
+    return Stream(library, gpu, library.create("cuStreamCreate", 0))

@@ -14,7 +14,7 @@ import ctypes
 import threading
 from collections.abc import Iterable
 
-from ...artifact.checks import CLAIMED, END, FOUND, KEY, FIRST, READY, WORDS, CheckSpec
+from ...artifact.checks import CLAIMED, END, FIRST, FOUND, KEY, READY, WORDS, CheckSpec
 from ...errors import HeteroError
 from .cuda_library import cuda_library
 from .cuda_memory import PinnedBlock
@@ -51,10 +51,10 @@ class ErrorRecord:
         with self._lock:
             if not self.words[READY]:
                 return None
-            key, found, least, end = map(self._number, (KEY, FOUND, FIRST, END))
+            key, found, first, end = map(self._number, (KEY, FOUND, FIRST, END))
             self.words[READY] = 0
             self.words[CLAIMED] = 0  # last: from here on a thread of the GPU may fill it
-            return key, found, least, end
+            return key, found, first, end
 
     def _number(self, at: int) -> int:
         return self.words[at + 1] << 32 | self.words[at] & 0xFFFFFFFF
@@ -83,11 +83,11 @@ def raise_reported(gpu: int) -> None:
     reported = None if record is None else record.take()
     if reported is None:
         return
-    key, found, least, end = reported
+    key, found, first, end = reported
     check = _checks.get(key)
     if check is None:
-        raise HeteroError(f"a check on cuda:{gpu} refused the value {found}, expected {least} to {end - 1}")
-    raise HeteroError(f"{check.message(found, least, end)} (found on cuda:{gpu})")
+        raise HeteroError(f"a check on cuda:{gpu} refused the value {found}, expected {first} to {end - 1}")
+    raise HeteroError(f"{check.message(found, first, end)} (found on cuda:{gpu})")
 
 
 _making = threading.Lock()

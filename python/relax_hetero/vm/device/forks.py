@@ -22,20 +22,20 @@ class Forked(Protocol):
         """Called in the new process, by its only thread."""
 
 
-_told: weakref.WeakSet[Forked] = weakref.WeakSet()
+_machines: weakref.WeakSet[Forked] = weakref.WeakSet()
 
 
-def tell_of_forks(machine: Forked) -> None:
+def watch_forks(machine: Forked) -> None:
     """Have `machine.after_fork` called in processes that are forked from this one, as long as it lives."""
-    _told.add(machine)
+    _machines.add(machine)
 
 
-def _tell() -> None:
+def _after_fork() -> None:
     release_after_fork()
     threads.after_fork()  # first: machines ask whether helpers were lost
-    for machine in list(_told):
+    for machine in list(_machines):
         machine.after_fork()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(before=hold_to_fork, after_in_parent=release_after_fork, after_in_child=_tell)
+    os.register_at_fork(before=hold_to_fork, after_in_parent=release_after_fork, after_in_child=_after_fork)

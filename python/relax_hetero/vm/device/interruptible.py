@@ -12,7 +12,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 # A signal that the system gives to another thread interrupts no wait of this one: it looks by itself.
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 
 
 def run_in_threads(
@@ -44,7 +44,7 @@ def run_in_threads(
         futures = {pool.submit(task): number for number, task in enumerate(tasks)}
         waiting = set(futures)
         while waiting:
-            done, waiting = wait(waiting, _LOOK_SECONDS, FIRST_COMPLETED)
+            done, waiting = wait(waiting, _POLL_SECONDS, FIRST_COMPLETED)
             for future in done:
                 if on_done is not None:
                     on_done(futures[future])

@@ -15,7 +15,7 @@ from tvm import runtime
 from ...errors import HeteroError
 from .tensors import copy_into, empty, is_host, nbytes_of, on_host
 
-_ROOM = 64 << 20
+_MAX_FIRST_BYTES = 64 << 20
 """Bytes up to which room is made for all the rows that a loop may collect, be they many fewer in the end."""
 _FIRST_ROWS = 16
 
@@ -37,7 +37,7 @@ def append_row(
     """
     count, shape = _number(trip), tuple(row.shape)
     if count == 0:
-        rows = empty((_room(_number(trips), nbytes_of(row)), *shape), str(row.dtype), row.device)
+        rows = empty((_first_capacity(_number(trips), nbytes_of(row)), *shape), str(row.dtype), row.device)
     elif tuple(rows.shape)[1:] != shape:
         found, before = ([int(extent) for extent in one] for one in (shape, rows.shape[1:]))
         raise HeteroError(
@@ -84,9 +84,13 @@ def _number(scalar: runtime.Tensor) -> int:
     return int(ctypes.c_int64.from_address(on_host(scalar).data_ptr()).value)
 
 
-def _room(most: int, nbytes: int) -> int:
+def _first_capacity(max_rows: int, nbytes: int) -> int:
     """How many rows to make room for before the first one."""
-    return max(1, most) if max(1, most) * max(1, nbytes) <= _ROOM else max(1, min(most, _FIRST_ROWS))
+    return (
+        max(1, max_rows)
+        if max(1, max_rows) * max(1, nbytes) <= _MAX_FIRST_BYTES
+        else max(1, min(max_rows, _FIRST_ROWS))
+    )
 
 
 def _first(rows: runtime.Tensor, count: int) -> runtime.Tensor:

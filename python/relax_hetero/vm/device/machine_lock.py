@@ -21,7 +21,7 @@ FORK_SECONDS = 0.2
 
 _all: weakref.WeakSet[MachineLock] = weakref.WeakSet()
 _listed = threading.Lock()
-_held_to_fork: list[MachineLock] = []
+_fork_locks: list[MachineLock] = []
 
 
 class MachineLock:
@@ -119,12 +119,12 @@ def hold_to_fork() -> None:
     """Hold all locks that are free soon, until `release_after_fork`, here and in the new process."""
     until = time.monotonic() + FORK_SECONDS
     _listed.acquire()
-    _held_to_fork.extend(lock for lock in list(_all) if lock.acquire(until))
+    _fork_locks.extend(lock for lock in list(_all) if lock.acquire(until))
 
 
 def release_after_fork() -> None:
     """Release what `hold_to_fork` held."""
-    while _held_to_fork:
-        _held_to_fork.pop().held.release()
+    while _fork_locks:
+        _fork_locks.pop().held.release()
     if _listed.locked():  # not where Ctrl-C came before
         _listed.release()

@@ -89,10 +89,10 @@ class MemoryLimits:
             if limit is None or need.total <= limit:
                 continue
             given = ", ".join(f"{name} = {size}" for name, size in sizes.items())
-            most = ", ".join(f"{nbytes:,} for {what}" for what, nbytes in need.largest()[:3])
+            largest = ", ".join(f"{nbytes:,} for {what}" for what, nbytes in need.largest()[:3])
             raise MemoryLimitError(
                 f"function {function!r}{f' with {given}' if given else ''} needs {need.total:,} bytes on "
-                f"{self._names[device]}, found a limit of {limit:,}: {most}"
+                f"{self._names[device]}, found a limit of {limit:,}: {largest}"
             )
 
 

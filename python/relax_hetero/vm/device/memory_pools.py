@@ -19,7 +19,7 @@ from .cuda_library import CudaLibrary, cuda_library
 from .cuda_memory import PinnedBlock
 from .tensors import alias, empty, is_host, nbytes_of, view_bytes
 
-_SMALLEST = 4096
+_MIN_BLOCK_BYTES = 4096
 """Bytes of the smallest block."""
 
 
@@ -51,7 +51,7 @@ class BlockPool:
     def __init__(self, make: Callable[[int], MemoryBlock], limit: int) -> None:
         self._make, self._limit = make, limit
         self._lock = threading.Lock()
-        self._kept: dict[int, list[MemoryBlock]] = {}
+        self._reserved: dict[int, list[MemoryBlock]] = {}
         self._returned: deque[MemoryBlock] = deque()
         self.nbytes = 0
 
@@ -61,10 +61,10 @@ class BlockPool:
         Its memory is reused as soon as no tensor or array over it is left: who lets a GPU copy from or to it keeps it
         until the copy has ended. Beyond the limit it has memory of its own, as `tensors.empty` gives it.
         """
-        tensor = self.kept_tensor(shape, dtype, device)
+        tensor = self.reserved_tensor(shape, dtype, device)
         return empty(shape, dtype, device) if tensor is None else tensor
 
-    def kept_tensor(self, shape: tuple[int, ...], dtype: str, device: runtime.Device) -> runtime.Tensor | None:
+    def reserved_tensor(self, shape: tuple[int, ...], dtype: str, device: runtime.Device) -> runtime.Tensor | None:
         """A tensor as `tensor` gives it; None beyond the limit, and where there are no elements."""
         nbytes = bytes_for(shape, dtype)
         block = self._take(_rounded(nbytes)) if nbytes else None
@@ -78,15 +78,15 @@ class BlockPool:
         """Give back the blocks that no tensor uses."""
         with self._lock:
             self._collect()
-            self._drop_kept()
+            self._drop_reserved()
 
     def _take(self, nbytes: int) -> MemoryBlock | None:
         with self._lock:
             self._collect()
-            if self._kept.get(nbytes):
-                return self._kept[nbytes].pop()
+            if self._reserved.get(nbytes):
+                return self._reserved[nbytes].pop()
             if self.nbytes + nbytes > self._limit:
-                self._drop_kept()
+                self._drop_reserved()
             if self.nbytes + nbytes > self._limit:
                 return None
             block = self._make(nbytes)
@@ -96,16 +96,16 @@ class BlockPool:
     def _collect(self) -> None:
         while self._returned:  # filled by finalizers, which run anywhere and so take no lock
             block = self._returned.popleft()
-            self._kept.setdefault(block.nbytes, []).append(block)
+            self._reserved.setdefault(block.nbytes, []).append(block)
 
-    def _drop_kept(self) -> None:
-        self.nbytes -= sum(block.nbytes for blocks in self._kept.values() for block in blocks)
-        self._kept.clear()
+    def _drop_reserved(self) -> None:
+        self.nbytes -= sum(block.nbytes for blocks in self._reserved.values() for block in blocks)
+        self._reserved.clear()
 
 
 def _rounded(nbytes: int) -> int:
     """At most a quarter more than `nbytes`, so that similar tensors share blocks."""
-    step = max(_SMALLEST, 1 << max(0, nbytes.bit_length() - 3))
+    step = max(_MIN_BLOCK_BYTES, 1 << max(0, nbytes.bit_length() - 3))
     return -(-nbytes // step) * step
 
 
@@ -133,29 +133,29 @@ class PinnedPool(BlockPool):
         super().__init__(partial(PinnedBlock, library, gpu), limit)
 
 
-def arrival(
-    source: runtime.Tensor, device: runtime.Device, room: runtime.Tensor | None = None
+def receive_buffer(
+    source: runtime.Tensor, device: runtime.Device, buffer: runtime.Tensor | None = None
 ) -> runtime.Tensor | None:
     """The tensor in which a copy of `source`, on a GPU, should arrive on a CPU: pinned, to be written at full rate.
 
-    That is `room`, if its memory is pinned. None for other devices, and where any memory will do or the limit is
+    That is `buffer`, if its memory is pinned. None for other devices, and where any memory will do or the limit is
     reached.
     """
     is_fast = backend_of_device(source.device).pins_memory
     if not is_fast or not is_host(device) or nbytes_of(source) < PINNED_BYTES:
         return None
     library = cuda_library()
-    if library is not None and room is not None and library.is_pinned(room.data_ptr()):
-        return room
-    return _kept(tuple(source.shape), str(source.dtype), device, source.device.index)
+    if library is not None and buffer is not None and library.is_pinned(buffer.data_ptr()):
+        return buffer
+    return _reserved(tuple(source.shape), str(source.dtype), device, source.device.index)
 
 
-def departure(nbytes: int, device: runtime.Device, gpu: int) -> runtime.Tensor | None:
+def send_buffer(nbytes: int, device: runtime.Device, gpu: int) -> runtime.Tensor | None:
     """Bytes on a CPU for what is to go to a GPU: pinned memory, which the GPU reads at full rate.
 
     None where any memory will do or the limit is reached.
     """
-    return None if nbytes < PINNED_BYTES else _kept((nbytes,), "uint8", device, gpu)
+    return None if nbytes < PINNED_BYTES else _reserved((nbytes,), "uint8", device, gpu)
 
 
 def release_pinned() -> None:
@@ -164,13 +164,13 @@ def release_pinned() -> None:
         pool.release()
 
 
-def _kept(shape: tuple[int, ...], dtype: str, device: runtime.Device, gpu: int) -> runtime.Tensor | None:
+def _reserved(shape: tuple[int, ...], dtype: str, device: runtime.Device, gpu: int) -> runtime.Tensor | None:
     library = cuda_library()
     if library is None:
         return None
     if gpu not in _pools:
         _pools.setdefault(gpu, PinnedPool(library, gpu, TRANSFER_BYTES))
-    return _pools[gpu].kept_tensor(shape, dtype, device)
+    return _pools[gpu].reserved_tensor(shape, dtype, device)
 
 
 _pools: dict[int, PinnedPool] = {}

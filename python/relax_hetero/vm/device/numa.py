@@ -28,7 +28,7 @@ _CALLS = {"x86_64": (237, 239, 238), "aarch64": (235, 236, 237)}
 _PREFERRED = 1  # MPOL_PREFERRED
 _MOVE = 2  # MPOL_MF_MOVE: pages that this process alone has mapped
 _OF_ADDRESS = 3  # MPOL_F_NODE | MPOL_F_ADDR
-_MOST_NODES = 1024
+_MAX_NODES = 1024
 
 
 def check_node(name: str, spec: DeviceSpec) -> None:
@@ -53,7 +53,7 @@ def check_one_node(names: Sequence[str], specs: Sequence[DeviceSpec], devices: S
 
 def prefer_node(node: int) -> bool:
     """Have the calling thread, and threads that it begins, get new memory from a node; False where Linux refuses."""
-    return _call(2, ctypes.c_int(_PREFERRED), _set_of(node), ctypes.c_ulong(_MOST_NODES)) == 0
+    return _call(2, ctypes.c_int(_PREFERRED), _set_of(node), ctypes.c_ulong(_MAX_NODES)) == 0
 
 
 def move_to_node(ranges: Iterable[AddressRange], node: int) -> None:
@@ -63,7 +63,7 @@ def move_to_node(ranges: Iterable[AddressRange], node: int) -> None:
         first, last = -(-begin // page) * page, end // page * page
         if first < last:
             size = ctypes.c_ulong(last - first)
-            count, flags = ctypes.c_ulong(_MOST_NODES), ctypes.c_uint(_MOVE)
+            count, flags = ctypes.c_ulong(_MAX_NODES), ctypes.c_uint(_MOVE)
             _call(0, ctypes.c_void_p(first), size, ctypes.c_int(_PREFERRED), _set_of(node), count, flags)
 
 
@@ -90,7 +90,7 @@ def node_of(address: int) -> int | None:
 
 
 def _set_of(node: int) -> ctypes.Array[ctypes.c_ulong]:
-    nodes = (ctypes.c_ulong * (_MOST_NODES // 64))()
+    nodes = (ctypes.c_ulong * (_MAX_NODES // 64))()
     nodes[node // 64] = 1 << node % 64
     return nodes
 

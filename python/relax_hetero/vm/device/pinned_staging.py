@@ -41,7 +41,7 @@ FIRST_PART_BYTES = 256 << 10
 THREADS = 8
 """At most; beyond this many the link, or the host's memory, is what limits."""
 
-_FEWEST_THREADS = 4
+_MIN_THREADS = 4
 """With fewer the driver is as fast."""
 
 _CALLERS = 2
@@ -236,7 +236,7 @@ def loop_of(module: runtime.Module) -> Loop | None:
 def staging(library: CudaLibrary, gpu: int) -> Staging | None:
     """The buffers of a GPU; None where no loop is known yet, or too few cores are there for it to be of use."""
     with _making:  # the GPU may read from buffers after a copy has returned: there must not be some that nobody keeps
-        return _staging(library, gpu) if _loops and _threads() >= _FEWEST_THREADS else None
+        return _staging(library, gpu) if _loops and _threads() >= _MIN_THREADS else None
 
 
 _making = threading.Lock()

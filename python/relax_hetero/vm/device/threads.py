@@ -68,12 +68,12 @@ class Pool:
         self.width = self.used = self.alone = 0
 
 
-class _Mine(threading.local):
+class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.pool, self.stock = Pool(False), Pool(True)
 
 
-_mine = _Mine()
+_thread = _ThreadState()
 _calling: set[Pool] = set()
 
 
@@ -82,17 +82,17 @@ def has_lost_threads(threads: Threads) -> bool:
 
     Workers can be begun anew, TVM's pool of a thread cannot.
     """
-    return threads.are_stock and _mine.stock.used < 0
+    return threads.are_stock and _thread.stock.used < 0
 
 
 def after_fork() -> None:
     """In a process that was forked: no other thread is in a call, and this one's helpers are gone (see `forks`)."""
     _calling.clear()
-    _mine.pool = Pool(False)
+    _thread.pool = Pool(False)
     workers.after_fork()
-    if _mine.stock.used > 1:
-        _mine.stock = Pool(True)
-        _mine.stock.used = -1
+    if _thread.stock.used > 1:
+        _thread.stock = Pool(True)
+        _thread.stock.used = -1
 
 
 def threads_of(devices: Sequence[DeviceSpec], module: runtime.Module) -> Threads:
@@ -134,17 +134,17 @@ def keep_threads(threads: Threads) -> None:
         _configure(threads.width, threads.width, are_stock)
 
 
-def _configure(room: int, used: int, are_stock: bool) -> None:
+def _configure(limit: int, used: int, are_stock: bool) -> None:
     if are_stock:
         # TVM takes the length of the list for the width; the numbers in it are not used in this mode.
-        _configure_stock(_FASTEST_CORES, used, ["0"] * room)
+        _configure_stock(_FASTEST_CORES, used, ["0"] * limit)
     else:
-        workers.configure(room, used)
+        workers.configure(limit, used)
 
 
 def enter_call(threads: Threads) -> Pool | None:
     """Settle this thread's helpers for a call on `threads`; `leave_call` follows unless it is None."""
-    pool = _mine.stock if threads.are_stock else _mine.pool
+    pool = _thread.stock if threads.are_stock else _thread.pool
     width = threads.width
     if pool in _calling:  # a kernel written in Python calls a machine
         return None

@@ -49,17 +49,17 @@ def use_workers(module: runtime.Module, has_accelerators: bool = False) -> bool:
         _functions[names.SPIN](SPIN_WITH_ACCELERATORS)
     address = _functions[names.LAUNCH]()
     number = 0
-    while (setter := _found(module, names.launch_setter(number))) is not None:
+    while (setter := _routine(module, names.launch_setter(number))) is not None:
         setter(address)
         number += 1
     return number > 0
 
 
-def configure(room: int, used: int) -> None:
-    """Have the calling thread's loops use `used` threads, itself included; up to `room` of them stay ready."""
+def configure(limit: int, used: int) -> None:
+    """Have the calling thread's loops use `used` threads, itself included; up to `limit` of them stay ready."""
     if _functions:
-        room = max(1, min(room, names.MAX_THREADS))
-        _functions[names.CONFIGURE](room, max(1, min(used, room)))
+        limit = max(1, min(limit, names.MAX_THREADS))
+        _functions[names.CONFIGURE](limit, max(1, min(used, limit)))
 
 
 def width() -> int:
@@ -90,7 +90,7 @@ def core_numbers(cores: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _start(module: runtime.Module) -> bool:
-    found = {name: _found(module, name) for name in (*_ROUTINES, names.LAUNCH)}
+    found = {name: _routine(module, name) for name in (*_ROUTINES, names.LAUNCH)}
     if None in found.values():
         return False
     library = ctypes.CDLL(libinfo.find_libtvm_ffi())
@@ -111,7 +111,7 @@ def _start(module: runtime.Module) -> bool:
 _ROUTINES = (names.START, names.CONFIGURE, names.SPIN, names.FORGET, names.WIDTH)
 
 
-def _found(module: runtime.Module, name: str) -> Any:
+def _routine(module: runtime.Module, name: str) -> Any:
     try:
         return module.get_function(name, True)
     except AttributeError:

@@ -30,7 +30,7 @@ from ..device.numa import settle_on_nodes
 from .export import checked_path, link_library, needs_linking, write_copy, write_executable
 from .load_code import load_code
 
-_MOST_FUNCTIONS = 12
+_MAX_FUNCTIONS = 12
 """Functions whose signatures a notebook shows."""
 
 
@@ -107,9 +107,9 @@ class Executable:
             *(Column("device"), Column("kind"), Column("ops", True), Column("kernels", True)),
             *(Column("transfers in", True), Column("weights", True)),
         ]
-        more = len(functions) - _MOST_FUNCTIONS
+        more = len(functions) - _MAX_FUNCTIONS
         return view(
-            table("Functions", [Column("signature")], functions[:_MOST_FUNCTIONS]),
+            table("Functions", [Column("signature")], functions[:_MAX_FUNCTIONS]),
             *([paragraph(f"and {more} more functions")] if more > 0 else []),
             table("Devices", columns, rows),
             paragraph("explain() prints why each op is where it is; memory_plan is the memory of a call."),

@@ -22,9 +22,9 @@ from tvm import runtime
 from tvm.base import _RUNTIME_ONLY
 
 from ...artifact.container import Version, write_container
+from ...artifact.file_hints import describe_value
 from ...artifact.metadata import Metadata
 from ...artifact.signing import trailer_of
-from ...artifact.file_hints import describe_value
 from ...errors import BuildError
 from ...target.cpu_cores import num_cores
 from ..device.cpu_features import with_features

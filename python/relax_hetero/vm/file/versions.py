@@ -13,7 +13,7 @@ from .executable import Executable
 _log = logging.getLogger("relax_hetero")
 
 
-def version_here(
+def usable_version(
     executable: Executable, devices: object, memory_limit: object = None
 ) -> tuple[Executable, object, object]:
     """The version of an executable whose devices are here, and what was said of devices and limits, in its terms.
@@ -59,13 +59,13 @@ def _absent(metadata: Metadata, devices: object) -> dict[int, str]:
     return found
 
 
-def _without(metadata: Metadata, left_out: Collection[int], given: object) -> object:
+def _without(metadata: Metadata, left_out: Collection[int], present: object) -> object:
     """A mapping from manifest entries, or a list with one for each, by the entries of a version; others as they are."""
-    if isinstance(given, Mapping):
-        by_index = {find_entry(key, metadata.devices): value for key, value in given.items()}
-    elif isinstance(given, Sequence) and not isinstance(given, str):
-        by_index = dict(enumerate(given))
+    if isinstance(present, Mapping):
+        by_index = {find_entry(key, metadata.devices): value for key, value in present.items()}
+    elif isinstance(present, Sequence) and not isinstance(present, str):
+        by_index = dict(enumerate(present))
     else:
-        return given
+        return present
     kept = [index for index in range(len(metadata.devices)) if index not in left_out]
     return {position: by_index[index] for position, index in enumerate(kept) if index in by_index}

@@ -19,7 +19,7 @@ from typing import Protocol
 from ...errors import HeteroError
 from ..device.numa import prefer_node
 from ..device.threads import Threads, keep_threads
-from .fence import here
+from .fence import thread_state
 
 _log = logging.getLogger(__name__)
 
@@ -125,4 +125,4 @@ class DeviceQueue:
             prefer_node(self._node)
         if self._threads is not None:
             keep_threads(self._threads)
-        here.is_worker = True
+        thread_state.is_worker = True

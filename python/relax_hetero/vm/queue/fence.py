@@ -14,20 +14,20 @@ from typing import Any
 from ...errors import HeteroError
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     """State of this thread: it must never wait for queues while it runs their work."""
 
     is_worker = False
 
 
-here = _Here()
+thread_state = _ThreadState()
 
 _log = logging.getLogger(__name__)
 
 
 def check_may_wait(what: str) -> None:
     """Refuse, with HeteroError, to wait in a thread that runs queues."""
-    if here.is_worker:
+    if thread_state.is_worker:
         raise HeteroError(
             f"a kernel or a callback waits for {what} in a thread that runs queues, and could wait for itself; "
             "expected it to hand the waiting to another thread, or to give the fence to a later call as an argument"
@@ -79,7 +79,7 @@ class Fence(Future[Any]):
         """
         if self._lost is not None:
             raise self._lost
-        if here.is_worker and not self.done():
+        if thread_state.is_worker and not self.done():
             check_may_wait("a fence")
         return super().result(timeout)
 
@@ -93,7 +93,7 @@ class Fence(Future[Any]):
         """
         if self._lost is not None:
             return self._lost
-        if here.is_worker and not self.done():
+        if thread_state.is_worker and not self.done():
             check_may_wait("a fence")
         return super().exception(timeout)
 
@@ -161,7 +161,7 @@ def _call(fn: Callable[[Any], object], fence: Future[Any]) -> None:
     except Exception:
         raise  # futures log it
     except BaseException:
-        if not here.is_worker:  # Ctrl-C, in a thread of the caller's
+        if not thread_state.is_worker:  # Ctrl-C, in a thread of the caller's
             raise
         _log.exception("exception calling callback for %r", fence)
 

@@ -85,7 +85,7 @@ class QueuePlan:
         return _gather(self._results, values)
 
 
-def whole(signature: FunctionSignature, entries: Sequence[int]) -> Schedule:
+def single_step_schedule(signature: FunctionSignature, entries: Sequence[int]) -> Schedule:
     """The schedule of a function that has none: one step, on all devices."""
     inputs = len(signature.inputs)
     first, *also = entries or (-1,)

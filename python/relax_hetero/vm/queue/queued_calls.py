@@ -14,15 +14,15 @@ from typing import Any, TypeAlias
 
 from ...artifact.signature import FunctionSignature
 from ...errors import BindingError, HeteroError
-from ..args.donated_arguments import calls_apart
+from ..args.donated_arguments import exclusive_calls
 from ..device.machine_lock import MachineLock
 from .call import Prepare, QueuedCall
-from .fence import Fence, check_may_wait, here, when_all_done
+from .fence import Fence, check_may_wait, thread_state, when_all_done
 from .plan import QueuePlan
 from .queues import Queues
 from .trace import Trace
 
-Own: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any], bool], tuple[Sequence[Any], Mapping[str, Any]]]
+CopyArguments: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any], bool], tuple[Sequence[Any], Mapping[str, Any]]]
 """Copies arguments, by position and by name; all that are not tensors of TVM, where they are read after it returns."""
 
 MAX_IN_FLIGHT = 4
@@ -66,7 +66,7 @@ class CallsInFlight:
         """
         fence = Fence(self.leave)
         with self._lock:
-            if (len(self.fences) >= self._limit or self._line) and not here.is_worker:
+            if (len(self.fences) >= self._limit or self._line) and not thread_state.is_worker:
                 if events._get_running_loop() is not None:
                     return None
                 try:
@@ -90,7 +90,7 @@ class CallsInFlight:
             self._line.pop(fence, None)
             self._room.notify()
             self._changed.notify_all()
-        calls_apart.drop(fence)
+        exclusive_calls.drop(fence)
         if self._line:
             self._admit()
 
@@ -198,7 +198,7 @@ class QueuedCalls:
         prepare: Prepare,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        own: Own | None = None,
+        copy_arguments: CopyArguments | None = None,
         fence: Fence | None = None,
     ) -> Fence:
         """Take a call, once there is room for it.
@@ -213,7 +213,7 @@ class QueuedCalls:
             Checks and places arguments; called under the machine's lock.
         args, kwargs
             The caller's. A `Fence` among them stands for its result.
-        own : Own, optional
+        copy_arguments : CopyArguments, optional
             Copies what the caller may change while the call is under way; None where that is left to the caller.
         fence : Fence, optional
             Fence of `room`; None to wait for room here.
@@ -230,8 +230,8 @@ class QueuedCalls:
         start = partial(self._start, plan, prepare, number, fence, self._owner())
         try:
             awaited = [value for value in (*args, *kwargs.values()) if isinstance(value, Fence)]
-            if own is not None:
-                args, kwargs = own(args, kwargs, bool(awaited) or not is_admitted)
+            if copy_arguments is not None:
+                args, kwargs = copy_arguments(args, kwargs, bool(awaited) or not is_admitted)
             if awaited or not is_admitted:
                 late = _LateStart(start, signature, args, kwargs, fence)
                 begin = partial(queues.host.push, (number, -1), late)
@@ -246,7 +246,7 @@ class QueuedCalls:
         return fence
 
     async def room(self) -> Fence:
-        """Wait, without holding the event loop up, until another call may be under way; for `submit`, or `give_up`."""
+        """Wait, without holding the event loop up, until another call may be under way; for `submit`, or `abandon`."""
         fence, loop = Fence(self._calls.leave), asyncio.get_running_loop()
         granted: asyncio.Future[None] = loop.create_future()
 
@@ -269,7 +269,7 @@ class QueuedCalls:
             raise
         return fence
 
-    def give_up(self, fence: Fence) -> None:
+    def abandon(self, fence: Fence) -> None:
         """Leave the room that `room` gave, where there is no call."""
         self._calls.leave(fence)
 
@@ -294,7 +294,7 @@ class QueuedCalls:
             prepared = prepare(args, kwargs)
             call = QueuedCall(plan(queues), number, prepared, fence, owner)
             if prepared.memory is not None:
-                calls_apart.add(fence, prepared.memory, call.held)
+                exclusive_calls.add(fence, prepared.memory, call.held)
             queues.follow_caller()
         call.begin()
 

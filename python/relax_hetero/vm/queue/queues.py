@@ -126,7 +126,11 @@ class Queues:
 
     def is_issued(self, step: Step, queue: DeviceQueue | None) -> bool:
         """Return whether a step is only issued when it has run: one of a single GPU, or a copy from or to it."""
-        return isinstance(queue, StreamQueue) and not step.other_devices and (not step.is_transfer or queue not in self.all)
+        return (
+            isinstance(queue, StreamQueue)
+            and not step.other_devices
+            and (not step.is_transfer or queue not in self.all)
+        )
 
     def follow_caller(self) -> None:
         """Have work that is issued from now on come after the work on streams that this thread has chosen itself."""

@@ -11,11 +11,11 @@ from tvm import runtime
 
 from ...errors import HeteroError
 from ..args.argument_binding import ArgumentBinder, BoundArguments
-from ..args.donated_arguments import argument_memory, calls_apart
-from ..args.owned_arguments import own_arguments
+from ..args.argument_copies import copy_arguments
+from ..args.donated_arguments import argument_memory, exclusive_calls
 from ..args.results import check_out, fill, to_python
 from ..device.constants import PlacedConstants
-from ..device.forks import tell_of_forks
+from ..device.forks import watch_forks
 from ..device.machine_lock import MachineLock
 from ..device.memory_limit import PoolWatch
 from ..device.tensors import AddressRange, is_host
@@ -23,7 +23,7 @@ from ..device.threads import Threads, has_lost_threads
 from ..file.executable import Executable
 from .call import Prepared
 from .fence import Fence
-from .plan import QueuePlan, whole
+from .plan import QueuePlan, single_step_schedule
 from .queued_calls import QueuedCalls
 from .queues import Queues, overlapping
 
@@ -80,8 +80,8 @@ class Submitter:
         self._entries = range(len(devices) - 1)
         self._schedules = {schedule.function: schedule for schedule in about.schedules}
         self._plans: dict[str, QueuePlan] = {}
-        calls_apart.is_needed |= any(signature.donated for signature in about.signatures.values())
-        tell_of_forks(self)
+        exclusive_calls.is_needed |= any(signature.donated for signature in about.signatures.values())
+        watch_forks(self)
 
     def submit(
         self,
@@ -95,7 +95,7 @@ class Submitter:
         """Have function `name` run; see `VirtualMachine.submit_into`."""
         signature = self._executable.signature(name)
         plan, prepare = partial(self._plan, name), partial(self._prepare, name, out)
-        own = partial(own_arguments, signature, self._devices) if copy else None
+        own = partial(copy_arguments, signature, self._devices) if copy else None
         return self.calls.submit(signature, plan, prepare, args, kwargs, own, fence)
 
     async def submit_async(
@@ -107,7 +107,7 @@ class Submitter:
         try:
             return self.submit(out, name, args, kwargs, copy, fence)
         except BaseException:
-            self.calls.give_up(fence)
+            self.calls.abandon(fence)
             raise
 
     @contextmanager
@@ -121,7 +121,7 @@ class Submitter:
                     return
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def without_queues(self) -> Iterator[None]:
         """Hold the lock; where GPUs are at work, whose graphs have arenas of their own, when no call is under way."""
         with self._lock.held if self.is_host_alone else self.alone():
             yield
@@ -129,14 +129,16 @@ class Submitter:
     def _plan(self, name: str, queues: Queues) -> QueuePlan:
         plan = self._plans.get(name)
         if plan is None:
-            schedule = self._schedules.get(name) or whole(self._executable.signature(name), self._entries)
+            schedule = self._schedules.get(name) or single_step_schedule(
+                self._executable.signature(name), self._entries
+            )
             plan = self._plans[name] = QueuePlan(schedule, queues)
         return plan
 
     def _prepare(self, name: str, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prepared:
         cache, ordered, call, tensors = self._arguments.recall(name, args, kwargs)
         if call is not None:
-            bound = BoundArguments(call.values(tensors), call.dims, call.lent(tensors))
+            bound = BoundArguments(call.values(tensors), call.dims, call.borrowed(tensors))
         else:
             bound = self._arguments.bind_new(name, cache, ordered, args, kwargs)
         values, dims, lent = bound
@@ -144,7 +146,7 @@ class Submitter:
             check_out(out, self._executable.signature(name), dims.copy())
         extents = (name, *dims.values.values()) if dims.values else None
         memory = None
-        if calls_apart.is_needed:
+        if exclusive_calls.is_needed:
             signature = self._executable.signature(name)
             given = {**dict(zip(signature.input_names, args, strict=False)), **kwargs}
             memory = argument_memory(signature, values, given)

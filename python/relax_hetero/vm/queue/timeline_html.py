@@ -7,7 +7,7 @@ from typing import Any
 
 from ...display.html import Column, Markup, bar, colour, escaped, paragraph, table, view
 
-_MOST_SLICES = 2000
+_MAX_SLICES = 2000
 _WIDTH, _LABEL, _ROW = 900, 130, 22
 
 
@@ -21,7 +21,7 @@ def timeline_html(calls: int, left_out: int, events: Sequence[Mapping[str, Any]]
     if not slices:
         return view(paragraph(about, "; nothing ran."))
     rows = [(name, bar(busy.get(name, 0.0))) for name in tracks.values() if name in busy]
-    shown = slices[:_MOST_SLICES]
+    shown = slices[:_MAX_SLICES]
     note = f"The picture shows the first {len(shown):,} of {len(slices):,} steps." if len(shown) < len(slices) else ""
     return view(
         paragraph(about, "."),

@@ -116,7 +116,7 @@ class Trace:
     def busy(self) -> dict[str, float]:
         """How much of the time each queue worked, of that from the first call's submission to the last one's end."""
         calls = self.ended
-        total = max((call.ended for call in calls), default=0) - min((call.asked for call in calls), default=0)
+        total = max((call.ended for call in calls), default=0) - min((call.submitted for call in calls), default=0)
         spent: Counter[str] = Counter()
         for call in in_line(calls):
             for ran in call.ran:

@@ -61,7 +61,7 @@ class TracedCall:
     ----------
     number : int
         Calls are counted from 1, in the order in which they were submitted.
-    asked, ended : int
+    submitted, ended : int
         When `submit` was called and when the fence was done, as `RanStep` has times; 0 where that is yet to come.
     outcome : str
         ``"done"``, ``"cancelled"``, or the error.
@@ -74,7 +74,7 @@ class TracedCall:
     """
 
     number: int
-    asked: int
+    submitted: int
     ended: int = 0
     outcome: str = ""
     plan: QueuePlan | None = None
@@ -149,8 +149,8 @@ def _lanes(calls: Sequence[TracedCall]) -> dict[int, int]:
     """A track for each call, by its number: the first one that is free when it is submitted."""
     free_at: list[int] = []
     found: dict[int, int] = {}
-    for call in sorted(calls, key=lambda call: call.asked):
-        lane = next((index for index, end in enumerate(free_at) if end <= call.asked), len(free_at))
+    for call in sorted(calls, key=lambda call: call.submitted):
+        lane = next((index for index, end in enumerate(free_at) if end <= call.submitted), len(free_at))
         free_at[lane : lane + 1] = [call.ended]
         found[call.number] = lane
     return found
@@ -197,12 +197,12 @@ class _Steps:
         return _slice(name, category, track, (ran.begin, ran.end), args)
 
 
-def _slices(call: TracedCall, lane: int, tracks: Mapping[str, int], told: _Steps) -> Iterator[Event]:
+def _slices(call: TracedCall, lane: int, tracks: Mapping[str, int], with_errors: _Steps) -> Iterator[Event]:
     name = call.plan.function if call.plan is not None else "call"
     args = {"call": call.number, "outcome": call.outcome}
-    yield _slice(name, "call", lane, (call.asked, call.ended), args)
+    yield _slice(name, "call", lane, (call.submitted, call.ended), args)
     for ran in call.ran:
-        yield told.slice_of(ran, call, tracks[ran.track])
+        yield with_errors.slice_of(ran, call, tracks[ran.track])
 
 
 def _flows(call: TracedCall, lane: int, tracks: Mapping[str, int], identities: Iterator[int]) -> Iterator[Event]:
@@ -211,7 +211,7 @@ def _flows(call: TracedCall, lane: int, tracks: Mapping[str, int], identities: I
     for step, one in ran.items():
         makers = _makers(call, step)
         if not makers:
-            yield from _flow(next(identities), "submit", (lane, call.asked), (tracks[one.track], one.begin))
+            yield from _flow(next(identities), "submit", (lane, call.submitted), (tracks[one.track], one.begin))
         for source in [ran[maker] for maker in sorted(makers & ran.keys())]:
             if source.track != one.track:
                 sent = max(source.begin, min(source.end, one.begin) - 1)
@@ -239,7 +239,7 @@ def _makers(call: TracedCall, step: int) -> set[int]:
 
 
 def _in_flight(calls: Sequence[TracedCall]) -> list[Event]:
-    changes = [(call.asked, 1) for call in calls] + [(call.ended, -1) for call in calls]
+    changes = [(call.submitted, 1) for call in calls] + [(call.ended, -1) for call in calls]
     return _counter("calls in flight", {"calls": changes})
 
 

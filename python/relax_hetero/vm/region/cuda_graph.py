@@ -7,7 +7,7 @@ launches kernel by kernel.
 
 A graph keeps how many blocks its launches have, and the numbers that they take. A command buffer with symbolic extents
 has one for each of their values: recorded when these come for the second time, so that lengths which grow call by call
-leave no graphs behind, and dropped when `MOST_GRAPHS` others were used since.
+leave no graphs behind, and dropped when `MAX_GRAPHS` others were used since.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _log = logging.getLogger("relax_hetero")
 _WAIT_SECONDS = 20e-6
 """Between looks at whether the oldest submission has begun."""
 
-MOST_GRAPHS = 64
+MAX_GRAPHS = 64
 """Maximum number of graphs of a command buffer with symbolic extents."""
 
 _SEEN = 1024
@@ -191,7 +191,7 @@ class CudaGraph:
             self._driver = None
             self._warn(str(error).strip().splitlines()[-1])
             return
-        if len(self._recorded) == MOST_GRAPHS:
+        if len(self._recorded) == MAX_GRAPHS:
             self._drop(next(iter(self._recorded)))
         self._recorded[values] = graph
         self._words[state.LAUNCH] = self._driver.graph_launch
@@ -271,11 +271,11 @@ def with_graphs(
 
 def _shared_arenas(graphs: Sequence[tuple[RegionSpec, runtime.Device]]) -> dict[runtime.Device, runtime.Tensor]:
     """The memory of each device for transient values: a machine's graphs there run one after the other."""
-    most: dict[runtime.Device, int] = {}
+    arena_bytes: dict[runtime.Device, int] = {}
     for region, device in graphs:
         if not isinstance(region.arena, str):
-            most[device] = max(most.get(device, 0), _arena_bytes(region))
-    return {device: empty((nbytes,), "uint8", device) for device, nbytes in most.items()}
+            arena_bytes[device] = max(arena_bytes.get(device, 0), _arena_bytes(region))
+    return {device: empty((nbytes,), "uint8", device) for device, nbytes in arena_bytes.items()}
 
 
 def _arena_bytes(region: RegionSpec) -> int:

@@ -20,7 +20,7 @@ from ...errors import HeteroError, MemoryLimitError
 from ..device.host_memory import host_memory
 from ..device.tensors import from_numpy
 
-PLACES, WEIGHTS = "relax_hetero.resize_places", "relax_hetero.resize_weights"
+INDICES, WEIGHTS = "relax_hetero.resize_places", "relax_hetero.resize_weights"
 SIZES, SCALES = "relax_hetero.resize_sizes", "relax_hetero.resize_scales"
 
 WHOLE = ("align_corners", "pytorch_half_pixel", "tf_crop_and_resize")
@@ -75,7 +75,7 @@ class ResizedAxis:
 class ResizeTaps:
     """Input elements and their weights, a row per output element; `outside` marks outputs that are extrapolated."""
 
-    places: np.ndarray
+    indices: np.ndarray
     weights: np.ndarray
     outside: np.ndarray | None
 
@@ -223,14 +223,16 @@ def _found(sizes: Sequence[int], settings: runtime.Tensor, number: int, text: st
     problem = not_whole(axis, form)
     if problem is not None:
         raise HeteroError(f"{title}: {problem}")
-    most, nbytes = host_memory(), 48 * after * tap_count(axis, form)
-    if nbytes > most:
-        raise MemoryLimitError(f"{title}: its tables take {nbytes:,} bytes, found {most:,} bytes of memory")
+    available, nbytes = host_memory(), 48 * after * tap_count(axis, form)
+    if nbytes > available:
+        raise MemoryLimitError(f"{title}: its tables take {nbytes:,} bytes, found {available:,} bytes of memory")
     return _taps(axis, form)
 
 
-@tvm_ffi.register_global_func(PLACES, override=True)
-def resize_places(sizes: Sequence[int], settings: runtime.Tensor, number: int, text: str, title: str) -> runtime.Tensor:
+@tvm_ffi.register_global_func(INDICES, override=True)
+def resize_indices(
+    sizes: Sequence[int], settings: runtime.Tensor, number: int, text: str, title: str
+) -> runtime.Tensor:
     """The input elements along an axis: ``int64[after, taps]``, OUTSIDE in the rows that are extrapolated.
 
     Parameters
@@ -245,7 +247,7 @@ def resize_places(sizes: Sequence[int], settings: runtime.Tensor, number: int, t
         The node's attributes, and its name in errors.
     """
     found = _found(sizes, settings, number, text, title)
-    places = found.places if found.outside is None else np.where(found.outside[:, None], OUTSIDE, found.places)
+    places = found.indices if found.outside is None else np.where(found.outside[:, None], OUTSIDE, found.indices)
     return from_numpy(np.array(places, "int64"), settings.device)
 
 
@@ -253,7 +255,7 @@ def resize_places(sizes: Sequence[int], settings: runtime.Tensor, number: int, t
 def resize_weights(
     sizes: Sequence[int], settings: runtime.Tensor, number: int, text: str, title: str, dtype: str
 ) -> runtime.Tensor:
-    """The weights of `resize_places`: ``[after, taps]``."""
+    """The weights of `resize_indices`: ``[after, taps]``."""
     found = _found(sizes, settings, number, text, title)
     return from_numpy(np.array(found.weights, dtype), settings.device)
 

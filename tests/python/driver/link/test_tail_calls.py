@@ -124,7 +124,7 @@ def test_one_trip_stands_in_the_place_of_the_function():
     """What every trip gets alike is not handed on, and no call of itself is left."""
     mod, (loop,) = with_trips(LowerToVM()(rh.get_pipeline()(Counted)))
     assert (loop.name, loop.trip, loop.params) == ("loop", "loop_trip", ("i", "n", "v"))
-    assert loop.carried == (0, 2)
+    assert loop.state == (0, 2)
     trip = mod["loop"]
     assert trip.attrs["global_symbol"] == "loop_trip"
     assert not any(

@@ -46,7 +46,7 @@ def test_figures_are_measured_once_on_a_machine(counted, pair, monkeypatch):
     monkeypatch.setattr(measure_devices, "_measured", {})  # another process
     assert figures_of(pair[:1]).devices == (SLOW,) and figures_of(pair) == found
     assert len(counted) == 3
-    figures_of(pair, again=True)
+    figures_of(pair, remeasure=True)
     assert len(counted) == 6
     measure_devices._measured.clear()
     folder_of().clear()
@@ -110,13 +110,13 @@ def test_a_kernel_that_fails_leaves_tables(counted, pair, monkeypatch, caplog):
 
     monkeypatch.setattr(measure_devices._LINKS, "measure", fail)
     assert figures_of(pair) is None and "placement goes by tables: no kernel" in caplog.text
-    monkeypatch.setattr(cost_model, "are_here", lambda vdevices: True)
+    monkeypatch.setattr(cost_model, "are_present", lambda vdevices: True)
     assert CostModel.measured(pair) == CostModel.for_vdevices(pair)
 
 
 def test_the_cost_model_has_what_was_measured(pair, monkeypatch):
     figures = Figures((SLOW, FAST), {(0, 1): LINK, (1, 0): dataclasses.replace(LINK, bandwidth=1e10)})
-    monkeypatch.setattr(cost_model, "are_here", lambda vdevices: True)
+    monkeypatch.setattr(cost_model, "are_present", lambda vdevices: True)
     monkeypatch.setattr(cost_model, "figures_of", lambda vdevices: figures)
     model = CostModel.measured(pair)
     assert model.transfer_seconds(1e9, 1, 0) == pytest.approx(0.1 + 4.5e-5)
@@ -133,9 +133,9 @@ def test_tables_say_what_is_not_here_or_of_one_kind(counted):
 
 
 def test_this_cpu_is_here_and_others_are_not():
-    assert measure_devices.are_here(parse_vdevices(["llvm"]))
-    assert not measure_devices.are_here(parse_vdevices([{"kind": "llvm", "mcpu": "x86-64-v2"}]))
-    assert not measure_devices.are_here(parse_vdevices(["llvm", "c"]))
+    assert measure_devices.are_present(parse_vdevices(["llvm"]))
+    assert not measure_devices.are_present(parse_vdevices([{"kind": "llvm", "mcpu": "x86-64-v2"}]))
+    assert not measure_devices.are_present(parse_vdevices(["llvm", "c"]))
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ def chain(work, weights, size=1.0, limit=None):
 
 def best_of_all(costs):
     plans = (list(plan) for plan in itertools.product(range(2), repeat=len(costs.ops)))
-    return min(call_ticks(costs, plan) for plan in plans if not any(costs.beyond(plan)))
+    return min(call_ticks(costs, plan) for plan in plans if not any(costs.excess_bytes(plan)))
 
 
 @given(
@@ -49,7 +49,7 @@ def test_of_few_units_the_plan_is_the_best_that_fits(units, share):
     limit = int(share * sum(weights) * PADDING) + 3
     costs = chain(work, weights, limit=limit)
     plan = best_plan(costs, [0] * len(work), "latency")
-    assert not any(costs.beyond(plan))
+    assert not any(costs.excess_bytes(plan))
     assert call_ticks(costs, plan) == best_of_all(costs)
 
 
@@ -57,7 +57,7 @@ def test_of_few_units_the_plan_is_the_best_that_fits(units, share):
 def test_of_many_units_most_of_the_limit_is_used(objective):
     costs = chain([1e7] * 90, [1000.0] * 90, limit=int(60 * 1000 * PADDING) + 10)
     plan = best_plan(costs, [0] * 90, objective, others=best_window(costs))
-    assert costs.beyond(plan) == (0,)
+    assert costs.excess_bytes(plan) == (0,)
     if objective == "latency":
         assert sum(plan) == 60
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from frontend.plan_problems import SECOND, all_plans, chain, costs_of, links, problems, single_plans
 from relax_hetero.frontend import CostModel, DeviceCost
 from relax_hetero.frontend.auto import plan_search
-from relax_hetero.frontend.auto.least_work import least_work
+from relax_hetero.frontend.auto.min_work import min_work
 from relax_hetero.frontend.auto.plan_costs import PlanCosts, call_ticks
 from relax_hetero.frontend.auto.plan_search import best_plan, cluster_levels
 from relax_hetero.frontend.auto.work_graph import OUTSIDE, Work, WorkGraph, WorkUnit, WorkValue
@@ -36,9 +36,9 @@ def test_of_few_units_the_plan_is_the_best_there_is(costs, objective):
 @settings(max_examples=25)
 def test_no_plan_is_worse_than_one_device_or_least_work(costs, objective):
     start = min(single_plans(costs), key=lambda plan: worth(costs, plan, objective))
-    found = worth(costs, best_plan(costs, start, objective, most_plans=30), objective)
+    found = worth(costs, best_plan(costs, start, objective, max_plans=30), objective)
     assert found <= worth(costs, start, objective)
-    assert found <= worth(costs, least_work(costs, start), objective)
+    assert found <= worth(costs, min_work(costs, start), objective)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -47,7 +47,7 @@ def test_of_more_units_the_plan_is_nearly_the_best(objective):
     ratios = []
     for seed in range(20):
         costs = random_costs(random.Random(seed), 9)
-        plan = best_plan(costs, [0] * 9, objective, most_plans=8)
+        plan = best_plan(costs, [0] * 9, objective, max_plans=8)
         ratios.append(worth(costs, plan, objective) / min(worth(costs, p, objective) for p in all_plans(costs)))
     assert max(ratios) < 1.05 and np.mean(ratios) < 1.005
 
@@ -131,7 +131,7 @@ def test_many_units_are_planned_with_bounded_effort(objective, monkeypatch):
     # The last step may begin just below the limit, and a step looks at everything at most three times.
     last_step = 3 * (len(costs.graph.units) + len(costs.graph.values))
     assert len(measures) < 10
-    assert 0 < max(measure.effort for measure in measures) <= plan_search._MOST_EFFORT + last_step
+    assert 0 < max(measure.effort for measure in measures) <= plan_search._MAX_EFFORT + last_step
     best = min(worth(costs, single, objective) for single in single_plans(costs))
     assert worth(costs, plan, objective) < (0.9 if objective == "latency" else 0.7) * best
 

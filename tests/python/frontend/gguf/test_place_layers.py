@@ -17,10 +17,10 @@ from relax_hetero.encoding.block_weights import Fragments
 from relax_hetero.frontend import CostModel, DeviceCost
 from relax_hetero.frontend.from_gguf import hyperparameters_of
 from relax_hetero.frontend.gguf.file import read_gguf
-from relax_hetero.frontend.gguf.held_bytes import bytes_held
 from relax_hetero.frontend.gguf.place_layers import Part, best_plan, bytes_on, parts_of
+from relax_hetero.frontend.gguf.weight_bytes import resident_bytes
 from relax_hetero.frontend.paged_cache import PagedCache
-from relax_hetero.transform.ir.findings import findings_of
+from relax_hetero.transform.ir.remarks import remarks_of
 from relax_hetero.transform.ir.rewriting import walk_bindings
 
 # The second device is ten times as fast, the third a little faster than the first.
@@ -64,10 +64,10 @@ def test_plans_fit_and_no_device_alone_is_faster(count, data):
         return
     assert len(plan.devices) == len(parts)
     for device in set(plan.devices):
-        held = sum(part.held[device] for part, own in zip(parts, plan.devices, strict=True) if own == device)
+        held = sum(part.resident_bytes[device] for part, own in zip(parts, plan.devices, strict=True) if own == device)
         shared = parts[0].shared[device] and plan.devices[0] == plan.devices[-1] == device
-        assert plan.held[device] == pytest.approx(held - shared * parts[0].held[device])
-        assert plan.held[device] <= limits.get(device, math.inf)
+        assert plan.resident_bytes[device] == pytest.approx(held - shared * parts[0].resident_bytes[device])
+        assert plan.resident_bytes[device] <= limits.get(device, math.inf)
     for device in alone:
         seconds = sum(part.read[device] / costs.devices[device].bandwidth for part in parts)
         assert plan.seconds <= seconds + 4e-6
@@ -83,7 +83,7 @@ def test_of_two_devices_a_cut_that_fits_is_found(data):
     for order, cut in itertools.product([(0, 1), (1, 0)], cuts):
         devices = [order[index >= cut] for index in range(len(parts))]
         held = [
-            sum(part.held[device] for part, own in zip(parts, devices, strict=True) if own == device)
+            sum(part.resident_bytes[device] for part, own in zip(parts, devices, strict=True) if own == device)
             for device in (0, 1)
         ]
         if all(held[device] <= limits[device] for device in (0, 1)):
@@ -100,23 +100,23 @@ def test_bytes_are_those_that_devices_hold(kind, tmp_path):
     file = read_gguf(write_gguf(tmp_path / "model.gguf", MODELS["qwen3moe"], {"*": kind}))
     matrix, experts = file.tensors["blk.0.attn_q.weight"], file.tensors["blk.0.ffn_up_exps.weight"]
     if kind == "F32":
-        assert bytes_held(matrix, Panels(32)) == 4 * np.prod(matrix.shape)
-        assert bytes_held(matrix, Fragments()) == 2 * np.prod(matrix.shape)
+        assert resident_bytes(matrix, Panels(32)) == 4 * np.prod(matrix.shape)
+        assert resident_bytes(matrix, Fragments()) == 2 * np.prod(matrix.shape)
         return
     form = block_format(kind.lower())
     for tensor in (matrix, experts):
         rows = np.ascontiguousarray(tensor.data).view("uint8").reshape(int(np.prod(tensor.shape[:-1])), -1)
         source = BlockSource((rows,), form, tensor.shape[-1])
         packed = Panels(32).pack(source, int(np.prod(tensor.shape[:-2])))
-        assert bytes_held(tensor, Panels(32)) == sum(array.nbytes for array in packed)
-        assert bytes_held(tensor, None) == 4 * np.prod(tensor.shape)
+        assert resident_bytes(tensor, Panels(32)) == sum(array.nbytes for array in packed)
+        assert resident_bytes(tensor, None) == 4 * np.prod(tensor.shape)
         if kind == "F16" and tensor is matrix:
-            assert bytes_held(tensor, Fragments()) == 2 * np.prod(tensor.shape)
+            assert resident_bytes(tensor, Fragments()) == 2 * np.prod(tensor.shape)
         elif tensor is experts or not Fragments().fits(form, source.depth):
-            assert bytes_held(tensor, Fragments()) == 4 * np.prod(tensor.shape)
+            assert resident_bytes(tensor, Fragments()) == 4 * np.prod(tensor.shape)
         else:
             held = sum(array.nbytes for array in Fragments().pack(source))
-            assert bytes_held(tensor, Fragments()) == pytest.approx(held, rel=0.01)
+            assert resident_bytes(tensor, Fragments()) == pytest.approx(held, rel=0.01)
 
 
 GPU = {"kind": "cuda", "arch": "sm_90a"}
@@ -151,7 +151,7 @@ def test_every_architecture_is_placed(name, all_logits, tmp_path):
     )
     for function in ("decode_1", "prefill_16"):
         assert set(devices_of(mod[function]).values()) == {"llvm", "cuda"}
-    reasons = [entry.reason for entry in findings_of(mod).placement.entries]
+    reasons = [entry.reason for entry in remarks_of(mod).placement.entries]
     faster = "cuda" if any("the memory of cuda:0 is too small" in reason for reason in reasons) else "llvm"
     assert any(f"of the limit of {limits[faster]:,} bytes on {faster}:0 other work leaves" in text for text in reasons)
 
@@ -161,7 +161,7 @@ def test_experts_stay_on_the_cpu_where_they_do_not_fit_the_gpu(experts):
     file = read_gguf(experts)
     model, cache = hyperparameters_of(file), PagedCache(context=256)
     parts = parts_of(file, model, cache, [Panels(32), Fragments()])
-    limit = sum(part.held[1] for part in parts if part.name != "ffn")
+    limit = sum(part.resident_bytes[1] for part in parts if part.name != "ffn")
     plan = best_plan(parts, costs_of(2), {1: int(limit) + 1}, model.width * 4)
     assert [device for part, device in zip(parts, plan.devices, strict=True) if part.name == "ffn"] == [0, 0]
     assert {device for part, device in zip(parts, plan.devices, strict=True) if part.name == "attn"} == {1}
@@ -172,7 +172,7 @@ def test_experts_stay_on_the_cpu_where_they_do_not_fit_the_gpu(experts):
     found = devices_of(mod["decode_1"])
     assert {found[f"blk.{layer}.ffn_{part}_exps"] for layer in (0, 1) for part in ("gate", "up", "down")} == {"llvm"}
     assert {found["blk.0.attn_qkv"], found["blk.1.attn_output"], found["output"]} == {"cuda"}
-    findings = findings_of(mod)
+    findings = remarks_of(mod)
     reasons = {entry.variable: entry.reason for entry in findings.placement.entries if entry.kind == "op"}
     assert reasons["blk.0.attn_qkv"].startswith("auto, no device is faster: ")
     assert reasons["blk.1.ffn_up_exps"].startswith("auto, no device is faster: ")  # in bits, not as numbers

@@ -16,7 +16,7 @@ from frontend.ops.checking import expected
 from gpu_interpreter.models import InterpretedModel
 from marks import in_turns
 from modules import calls_of
-from relax_hetero.op.block_products import DEQUANTIZE_BLOCKS
+from relax_hetero.op.quantized_matmul import DEQUANTIZE_BLOCKS
 from seeds import fresh_rng
 
 COLUMNS = 37

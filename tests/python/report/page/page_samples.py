@@ -71,7 +71,14 @@ def report_data(blocks: int = 3) -> dict[str, Any]:
     ]
     needs = {"weights": 5_000_000, "transient": 900_000, "arenas": 800_000, "transfers": 98_304, "results": 98_304}
     memory = [
-        {"function": "main", "device": name, "sizes": {"n": 64}, "lower_bound": 600_000, "steps": steps, "values": values}
+        {
+            "function": "main",
+            "device": name,
+            "sizes": {"n": 64},
+            "lower_bound": 600_000,
+            "steps": steps,
+            "values": values,
+        }
         | {"over_time": alive}
         | needs
         for name in (CPU, OTHER)
@@ -142,7 +149,15 @@ def timed_data() -> dict[str, Any]:
     """A report with what only some have: a benchmark, a token's cost, and several profiles."""
     data = report_data(1)
     parts = [
-        {"part": part, "device": device, "calls": 3, "weights": 10**6, "cache": 10**5, "transferred": 0, "seconds": seconds}
+        {
+            "part": part,
+            "device": device,
+            "calls": 3,
+            "weights": 10**6,
+            "cache": 10**5,
+            "transferred": 0,
+            "seconds": seconds,
+        }
         for part, device, seconds in (("attention", CPU, 0.001), ("attention", OTHER, 0.002), ("logits", OTHER, None))
     ]
     token = {"function": "decode_1", "rows": 1, "cached": 512, "parts": parts, "buffers": {}, "outside": 0}

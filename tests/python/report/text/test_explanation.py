@@ -88,7 +88,7 @@ def test_an_overview_stays_short():
 
 def test_an_overview_says_what_was_declined_and_why():
     encodings = {"ops": [], "transfers": [], "cancelled": [{"reason": "no layout of [x]", "device": "cuda:0"}]}
-    fusions = {"dispatches": [], "declined": [{"reason": "an output"}] * 2}
+    fusions = {"dispatches": [], "missed": [{"reason": "an output"}] * 2}
     calls = [SingleCall("main", str(i), "add", "alone") for i in range(3)]
     explanation = replace(
         EXPLANATION, encodings=encodings, fusions=fusions, commands=CommandBuffers(["llvm:0"], [], {}, calls)

@@ -79,7 +79,7 @@ FUSIONS = {
         dispatch("e", "int4*f32", "block_matmul"),
         dispatch("f", "f32, s64", "take", "relu"),
     ],
-    "declined": [],
+    "missed": [],
 }
 
 
@@ -99,5 +99,5 @@ def test_every_dispatch_is_printed_with_its_precision(capsys: pytest.CaptureFixt
 
 def test_libraries_without_precisions_are_printed(capsys: pytest.CaptureFixture[str]):
     old = {key: value for key, value in dispatch("a", "", "matmul").items() if key != "precision"}
-    show(fusion_tables({"dispatches": [old], "declined": []}))
+    show(fusion_tables({"dispatches": [old], "missed": []}))
     assert "Products: 1 in what is not known." in capsys.readouterr().out

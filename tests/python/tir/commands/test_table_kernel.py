@@ -106,9 +106,9 @@ def waiting():
             views = [B.decl_buffer((32,), "float32", data=x.data) for x in (a, d)]
             with launch(1, 32) as place:
                 held = B.alloc_buffer((1,), "float32", scope="local")
-                ptx.let_next_launch_begin()
+                ptx.launch_dependents()
                 B.buffer_store(held, c[place.thread], [0])
-                ptx.wait_for_launches_before()
+                ptx.griddepcontrol_wait()
                 B.buffer_store(views[1], held[0] + views[0][place.thread], [place.thread])
     return raw(function.result)
 

@@ -129,7 +129,7 @@ def test_any_convolution(
     groups: int, ins: int, outs: int, sides: list[tuple], types: tuple[str, str, str], name: str, tmp_path: Path
 ) -> None:
     windows = tuple(Window(size, stride, dilation, pad, 1) for _, size, stride, dilation, pad in sides)
-    extents = tuple(max(extent, window.reach) for (extent, *_), window in zip(sides, windows, strict=True))
+    extents = tuple(max(extent, window.dilated_extent) for (extent, *_), window in zip(sides, windows, strict=True))
     outs = min(outs, 70 // groups)
     problem = conv_problem(name, (groups * ins, groups * outs), extents, windows, groups, dtype=types)
     check(problem, name, tmp_path)

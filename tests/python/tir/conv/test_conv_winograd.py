@@ -146,7 +146,7 @@ def _check_any(
     windows = [Window(3, before=before, after=after) for _, before, after in sides]
     extents = [max(extent, 3) for extent, *_ in sides]
     if outer is not None:  # a volume
-        windows, extents = [outer[0], *windows], [max(outer[1], outer[0].reach), *extents]
+        windows, extents = [outer[0], *windows], [max(outer[1], outer[0].dilated_extent), *extents]
     check(winograd(conv_problem(name, channels, extents, windows, batch=batch), m), name, tmp_path)
 
 

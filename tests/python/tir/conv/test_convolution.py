@@ -130,7 +130,7 @@ def test_any_convolution(
     ins: int, outs: int, sides: list[tuple], after: int, batch: int, name: str, tmp_path: Path
 ) -> None:
     windows = tuple(Window(size, stride, dilation, pad, after) for _, size, stride, dilation, pad in sides)
-    extents = tuple(max(extent, window.reach) for (extent, *_), window in zip(sides, windows, strict=True))
+    extents = tuple(max(extent, window.dilated_extent) for (extent, *_), window in zip(sides, windows, strict=True))
     check(conv_problem(name, (ins, outs), extents, windows, batch=batch), name, tmp_path)
 
 

@@ -12,7 +12,7 @@ from encoding.random_blocks import random_rows
 from relax_hetero.encoding.block_formats import BlockFormat, block_format, numbers_of_rows, of_integers
 from relax_hetero.encoding.block_panels import BlockSource, Panels
 from relax_hetero.encoding.packed_layout import PackedLayout
-from relax_hetero.encoding.problem import BlockProductProblem, Operand
+from relax_hetero.encoding.problem import Operand, QuantizedMatmulProblem
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,13 @@ def plain(shape: tuple[int | str, ...], dtype: str, index_map: tuple[str, ...]) 
     return Operand(shape, dtype, index_map, PackedLayout.identity(len(shape)))
 
 
-def problem_of(weights: Weights, rows: int | str, panel: int, activation_bits: int = 16) -> BlockProductProblem:
+def problem_of(weights: Weights, rows: int | str, panel: int, activation_bits: int = 16) -> QuantizedMatmulProblem:
     packed = tuple(plain(array.shape, str(array.dtype), Panels.index_map) for array in weights.packed(panel))
     depth, form = weights.source.depth, weights.form
     lhs, result = plain((rows, depth), "float32", ("m", "k")), plain((rows, weights.columns), "float32", ("m", "n"))
-    return BlockProductProblem(lhs, packed, result, form.block, None, form.bits, form, activation_bits=activation_bits)
+    return QuantizedMatmulProblem(
+        lhs, packed, result, form.block, None, form.bits, form, activation_bits=activation_bits
+    )
 
 
 def as_bytes(x: np.ndarray, chain: int) -> np.ndarray:

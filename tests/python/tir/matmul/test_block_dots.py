@@ -8,8 +8,8 @@ import pytest
 from relax_hetero.encoding.block_formats import FILE_FORMATS
 from relax_hetero.encoding.block_panels import RecordPlan
 from relax_hetero.encoding.block_weights import panel_columns
-from relax_hetero.tir.matmul.block_dots import MOST_CHAIN, UNPACKED_ROWS
-from relax_hetero.tir.matmul.block_product import block_product_kernel
+from relax_hetero.tir.matmul.block_dots import MAX_CHAIN, UNPACKED_ROWS
+from relax_hetero.tir.matmul.quantized_matmul import quantized_matmul_kernel
 from relax_hetero.tir.matmul.weight_bytes import byte_order
 from seeds import fresh_rng
 from tir.kernel_runs import assembly, cpu_named, kernel, runs_here
@@ -26,7 +26,7 @@ ROUNDING = 3e-5
 def product(weights: Weights, x: np.ndarray, name: str, folder, bits: int = 16) -> np.ndarray:
     cpu = cpu_named(name)
     panel = panel_columns(cpu)
-    function = kernel(block_product_kernel(problem_of(weights, len(x), panel, bits), cpu), name, folder)
+    function = kernel(quantized_matmul_kernel(problem_of(weights, len(x), panel, bits), cpu), name, folder)
     return call(function, x, weights.packed(panel), weights.columns)
 
 
@@ -37,7 +37,7 @@ def check(weights: Weights, rows: int, name: str, folder, bits: int = 16) -> Non
         assert_close(got, x, weights.numbers, ROUNDING)
     else:  # the same bytes in numpy leave but the rounding of float32
         block = RecordPlan(weights.form, weights.source.depth, panel_columns(cpu_named(name))).block
-        chain = block if block <= MOST_CHAIN[1] else np.gcd(block, MOST_CHAIN[1])
+        chain = block if block <= MAX_CHAIN[1] else np.gcd(block, MAX_CHAIN[1])
         assert_close(got, as_bytes(x, int(chain)), weights.numbers, 2e-6)
 
 
@@ -82,7 +82,7 @@ def test_one_symbolic_kernel_serves_all_rows(name, tmp_path):
     cpu, rng = cpu_named(name), fresh_rng()
     weights = integers(rng, 70, 96, 32, "uint8")
     packed = weights.packed(panel_columns(cpu))
-    function = kernel(block_product_kernel(problem_of(weights, "s0", panel_columns(cpu)), cpu), name, tmp_path)
+    function = kernel(quantized_matmul_kernel(problem_of(weights, "s0", panel_columns(cpu)), cpu), name, tmp_path)
     for rows in (0, 1, 3, UNPACKED_ROWS[2] - 1, UNPACKED_ROWS[2], 9, 31):
         x = rng.standard_normal((rows, 96), "float32")
         assert_close(call(function, x, packed, 70), x, weights.numbers, ROUNDING)
@@ -127,8 +127,8 @@ def test_machine_code(name):
     """A chain of 32 weights: for each row eight steps, for each byte of a number and each vector of columns."""
     cpu = cpu_named(name)
     weights = of_file("q5_0", 64, 512)
-    text = assembly(block_product_kernel(problem_of(weights, 1, panel_columns(cpu)), cpu), name)
+    text = assembly(quantized_matmul_kernel(problem_of(weights, 1, panel_columns(cpu)), cpu), name)
     assert text.count("vpdpbusd") == 8 * 2 * 2
-    bytes_alone = assembly(block_product_kernel(problem_of(weights, 1, panel_columns(cpu), 8), cpu), name)
+    bytes_alone = assembly(quantized_matmul_kernel(problem_of(weights, 1, panel_columns(cpu), 8), cpu), name)
     assert bytes_alone.count("vpdpbusd") == 8 * 2
     assert ("vpmultishiftqb" in text) == (name == "vnni")

@@ -14,8 +14,8 @@ from relax_hetero.encoding.block_formats import FILE_FORMATS
 from relax_hetero.encoding.block_panels import Panels
 from relax_hetero.encoding.block_weights import panel_columns
 from relax_hetero.encoding.expression import Expression
-from relax_hetero.encoding.problem import BlockProductProblem, Epilogue
-from relax_hetero.tir.matmul.block_product import block_product_kernel
+from relax_hetero.encoding.problem import Epilogue, QuantizedMatmulProblem
+from relax_hetero.tir.matmul.quantized_matmul import quantized_matmul_kernel
 from seeds import fresh_rng
 from tir.kernel_runs import NAMES, cpu_named, kernel
 from tir.matmul.block_problems import Weights, integers, of_file, plain
@@ -27,7 +27,7 @@ MAPS = ("b0", "b1", "m")
 
 def problem_of(
     weights: Weights, experts: int, tokens: int | str, used: int, panel: int, shared: bool = True
-) -> BlockProductProblem:
+) -> QuantizedMatmulProblem:
     """`weights` are rows of all experts."""
     depth, columns, form = weights.source.depth, weights.columns // experts, weights.form
     (packed,) = Panels(panel).pack(weights.source, experts)
@@ -35,7 +35,7 @@ def problem_of(
     result = plain((tokens, used, 1, columns), "float32", (*MAPS, "n"))
     index = plain((tokens, used), "int32", MAPS[:2])
     weight = plain(packed.shape, "uint8", Panels.index_map)
-    return BlockProductProblem(lhs, (weight,), result, form.block, None, form.bits, form, experts, index)
+    return QuantizedMatmulProblem(lhs, (weight,), result, form.block, None, form.bits, form, experts, index)
 
 
 def call(function, x, weights, experts, panel, index, *others):
@@ -56,7 +56,7 @@ def expected(x, weights, experts, index):
 def check(weights, experts, tokens, used, shared, name, folder):
     rng, panel, cpu = fresh_rng(), panel_columns(cpu_named(name)), cpu_named(name)
     problem = problem_of(weights, experts, tokens, used, panel, shared)
-    function = kernel(block_product_kernel(problem, cpu), name, folder)
+    function = kernel(quantized_matmul_kernel(problem, cpu), name, folder)
     x = rng.standard_normal((tokens, 1 if shared else used, 1, weights.source.depth), "float32")
     # Some experts have no rows, and one may have nearly all.
     index = rng.choice(rng.permutation(experts)[: experts - 1], (tokens, used)).astype("int32")
@@ -89,7 +89,7 @@ def test_one_symbolic_kernel_serves_all_tokens(name, tmp_path):
     """Fewer and more than are sorted at once; experts that do not exist are the nearest that do."""
     rng, panel = fresh_rng(), panel_columns(cpu_named(name))
     weights = of_file("q4_1", 3 * 40, 32)
-    function = kernel(block_product_kernel(problem_of(weights, 3, "s0", 2, panel), cpu_named(name)), name, tmp_path)
+    function = kernel(quantized_matmul_kernel(problem_of(weights, 3, "s0", 2, panel), cpu_named(name)), name, tmp_path)
     for tokens in (0, 1, 9, 1100):
         x = rng.standard_normal((tokens, 1, 1, 32), "float32")
         index = rng.integers(-2, 6, (tokens, 2)).astype("int32")
@@ -109,7 +109,7 @@ def test_what_is_done_to_sums(tmp_path):
         plain((), "float32", ()),
     )
     problem = replace(problem_of(weights, 4, 6, 2, panel), epilogue=Epilogue(expression, others))
-    function = kernel(block_product_kernel(problem, cpu_named(name)), name, tmp_path)
+    function = kernel(quantized_matmul_kernel(problem, cpu_named(name)), name, tmp_path)
     x, more, column = (rng.standard_normal(shape, "float32") for shape in ((6, 1, 1, 64), (6, 2, 1, 45), (45,)))
     index = rng.integers(0, 4, (6, 2)).astype("int32")
     found = call(function, x, weights, 4, panel, index, more, column, np.array(0.5, "float32"))

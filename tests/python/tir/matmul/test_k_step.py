@@ -13,7 +13,12 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from relax_hetero.target.cpu_target import cpu_target_of
-from relax_hetero.target.dot_instructions import DOT_INSTRUCTIONS, DotInstruction, dot_instruction_for, widened_instruction
+from relax_hetero.target.dot_instructions import (
+    DOT_INSTRUCTIONS,
+    DotInstruction,
+    dot_instruction_for,
+    widened_instruction,
+)
 from relax_hetero.tir.core.builder import Function, Registers, lane_indices, loop
 from relax_hetero.tir.matmul.k_step import FORMS, emit_step, lhs_group, llvm_import, rhs_groups, zero
 

@@ -12,9 +12,9 @@ from modules import ir_module
 from relax_hetero.artifact.checks import RECORD, WORDS, CheckSpec
 from relax_hetero.errors import BuildError
 from relax_hetero.tir.checks import CheckProblem, check_kernel, reporting_kernel
-from relax_hetero.transform import CheckValues, KeepFindings
-from relax_hetero.transform.ir.findings import findings_of
+from relax_hetero.transform import CheckValues, RecordRemarks
 from relax_hetero.transform.ir.module_attrs import STRICT
+from relax_hetero.transform.ir.remarks import remarks_of
 
 CUDA = {"kind": "cuda", "arch": "sm_90"}
 
@@ -71,7 +71,7 @@ def test_indices_and_divisors_are_read_through_a_check():
     Expected = expected(named["check_values"], named["check_values_1"])
     tvm.ir.assert_structural_equal(after["main"].body, Expected["main"].body, map_free_vars=True)
     where = "of variable {!r} in function 'main'"
-    assert findings_of(after).checks == (
+    assert remarks_of(after).checks == (
         CheckSpec("index", f"op relax.take {where.format('y')}"),
         CheckSpec("divisor", f"op relax.floor_divide {where.format('z')}"),
     )
@@ -140,7 +140,7 @@ def test_on_a_gpu_negative_indices_are_counted_from_the_front():
     after = CheckValues()(OnGpu)
     counted, taken = after["main"].body.blocks[0].bindings
     assert counted.value.args[0].name_hint == "from_front" and taken.value.args[1].same_as(counted.var)
-    assert findings_of(after).checks is None
+    assert remarks_of(after).checks is None
     assert CheckValues()(after).same_as(after)
 
 
@@ -167,7 +167,7 @@ def test_strict_checks_of_a_gpu_report_to_its_record():
     (named,) = [gv for gv in after.get_global_vars() if gv.name_hint == "check_values"]
     kernel = reporting_kernel(CheckProblem((3,), "int64")).without_attr("global_symbol").with_attr("op_pattern", 8)
     tvm.ir.assert_structural_equal(after[named], kernel)
-    (check,) = findings_of(after).checks
+    (check,) = remarks_of(after).checks
     assert check == CheckSpec("index", "op relax.take of variable 'y' in function 'main'")
     device = after.global_infos["vdevice"][0]
     record = tvm.ir.GenericConst(
@@ -180,7 +180,7 @@ def test_strict_checks_of_a_gpu_report_to_its_record():
 
 def test_checks_of_a_gpu_share_one_record():
     both = CheckValues()(module_of(CUDA, [0]).with_attr(STRICT, True))
-    assert findings_of(both).checks is None  # what is known needs none
+    assert remarks_of(both).checks is None  # what is known needs none
     device = relax.VDevice(CUDA)
     x, i = (relax.Var(name, relax.TensorType((4,), "int64", device)) for name in "xi")
     builder = relax.BlockBuilder()
@@ -192,7 +192,7 @@ def test_checks_of_a_gpu_share_one_record():
     after = CheckValues()(mod.with_attr(STRICT, True))
     calls = [b.value for b in after["main"].body.blocks[0].bindings if b.value.op.name == "relax.call_tir"]
     assert len(calls) == 2 and calls[0].args[1].fields[1].same_as(calls[1].args[1].fields[1])
-    assert len(findings_of(after).checks) == 2
+    assert len(remarks_of(after).checks) == 2
 
 
 def test_strict_checks_need_a_device_that_can_report():
@@ -209,9 +209,9 @@ def test_strict_checks_need_a_device_that_can_report():
 
 
 def test_checks_are_numbered_on_from_those_that_there_are():
-    first = CheckValues()(KeepFindings()(Before))
+    first = CheckValues()(RecordRemarks()(Before))
     main = Before["main"].with_attr("global_symbol", "other")
     both = tvm.IRModule({**dict(first.functions.items()), tvm.ir.GlobalVar("other"): main}, attrs=first.attrs)
     both = tvm.IRModule(dict(both.functions.items()), attrs=first.attrs, global_infos=first.global_infos)
-    checks = findings_of(CheckValues()(both)).checks
+    checks = remarks_of(CheckValues()(both)).checks
     assert len(checks) == 4 and all("'other'" in check.where for check in checks[2:])

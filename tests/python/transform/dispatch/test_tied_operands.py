@@ -11,7 +11,7 @@ from marks import slow_but_for
 from relax_hetero.driver.link.llvm_kernels import build_llvm
 from relax_hetero.tir.core.ties import in_place, ties_of
 from relax_hetero.transform.dispatch.schedule_cpu import schedule_cpu
-from relax_hetero.transform.dispatch.tied_operands import note_ties
+from relax_hetero.transform.dispatch.tied_operands import annotate_ties
 from relax_hetero.transform.ir.kernels import called_prim_func
 from relax_hetero.transform.ir.rewriting import walk_bindings
 from seeds import fresh_rng
@@ -113,5 +113,5 @@ def test_only_reads_at_the_place_of_the_store_are_tied():
                         C[vi, vj] = T.float32(0)
                     C[vi, vj] = C[vi, vj] + A[vi, vk]
 
-    found = {gv.name_hint: ties_of(func) for gv, func in note_ties(Before).functions.items()}
+    found = {gv.name_hint: ties_of(func) for gv, func in annotate_ties(Before).functions.items()}
     assert found == {"here_and_there": [(0, 3)], "twice": [], "two_results": [(0, 2)], "total": []}

@@ -218,7 +218,7 @@ def test_what_stays_a_stock_op(data, weight, attrs, reason):
     mod = convolution(data, weight, **attrs)
     with collect_fusions() as report:
         assert set_encoding(mod) is mod
-    (declined,) = report.declined
+    (declined,) = report.missed
     assert (declined.function, declined.op) == ("main", "conv2d") and declined.reason.startswith(reason)
 
 

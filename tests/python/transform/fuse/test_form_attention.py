@@ -139,7 +139,7 @@ def test_reasons_are_told():
 
     with collect_fusions() as found:
         FormAttention()(placed(relax.transform.Normalize()(Before)))
-    (entry,) = found.declined
+    (entry,) = found.missed
     assert "found element types ['float16', 'float16', 'float16', 'float16', 'float16']" in entry.reason
 
 
@@ -168,7 +168,7 @@ def test_gpus_form_what_their_tensor_cores_multiply(dtype: str, arch: str, width
     with collect_fusions() as found:
         formed = FormAttention()(placed(builder.get(), {"kind": "cuda", "arch": arch}))
     assert (ATTENTION in ops_of(formed["main"])) == (types is None)
-    reasons = [entry.reason for entry in found.declined]
+    reasons = [entry.reason for entry in found.missed]
     wanted = f"found {dtype}, heads of {width}; expected one of {types}, which its device has in one kernel"
     assert reasons == ([] if types is None else [wanted])
 

@@ -1,4 +1,4 @@
-"""FormBlockProducts: rows that choose their matrices keep these in blocks; what does not fit takes numbers."""
+"""FormQuantizedMatmuls: rows that choose their matrices keep these in blocks; what does not fit takes numbers."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from encoding.random_blocks import random_rows
 from modules import check_pass, ir_module, ops_of
 from relax_hetero.encoding.block_formats import block_format, numbers_of_rows
 from relax_hetero.encoding.block_panels import BlockSource, Panels
-from relax_hetero.transform import FormBlockProducts, RealizeVDevice
+from relax_hetero.transform import FormQuantizedMatmuls, RealizeVDevice
 from seeds import fresh_rng
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
@@ -66,7 +66,7 @@ def test_rows_by_the_matrices_that_they_choose():
 
     packed = Panels(32).pack(BlockSource((RAW,), block_format("q5_0"), K), EXPERTS)[0]
     placed = RealizeVDevice()(bound(Chosen, raw=RAW))
-    check_pass(FormBlockProducts(), placed, RealizeVDevice()(bound(Expected, weight=packed)), map_free_vars=True)
+    check_pass(FormQuantizedMatmuls(), placed, RealizeVDevice()(bound(Expected, weight=packed)), map_free_vars=True)
 
 
 @pytest.mark.parametrize("is_constant", [True, False])
@@ -105,6 +105,6 @@ def Others(
 
 
 def test_what_does_not_fit_takes_numbers():
-    after = FormBlockProducts()(RealizeVDevice()(bound(Others, raw=RAW)))
+    after = FormQuantizedMatmuls()(RealizeVDevice()(bound(Others, raw=RAW)))
     found = set(ops_of(after))
     assert not any(name and "hetero" in name for name in found)

@@ -187,7 +187,7 @@ def test_what_stays(request):
         with collect_fusions() as report:
             after = formed(mod)
         assert programs(after) == []
-        found = [entry.reason for entry in report.declined]
+        found = [entry.reason for entry in report.missed]
         assert [reason in text for text in found] == ([True] if reason else []), found
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tvm import tirx
 
-from relax_hetero.transform.ir.axes import identity, inverse, lying, moves_nothing, reshaped, then
+from relax_hetero.transform.ir.axes import identity, inverse, is_order_preserving, permuted, reshaped, then
 
 extents = st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=5)
 
@@ -27,7 +27,7 @@ def test_permutations_compose_as_in_numpy(given_order, data):
     array = np.arange(np.prod(shape)).reshape(shape)
     np.testing.assert_array_equal(array.transpose(first).transpose(second), array.transpose(then(first, second)))
     assert then(first, inverse(first)) == then(inverse(first), first) == identity(len(shape))
-    assert list(array.shape) == lying(array.transpose(first).shape, first)
+    assert list(array.shape) == permuted(array.transpose(first).shape, first)
 
 
 @given(shape_and_order())
@@ -35,7 +35,7 @@ def test_what_moves_nothing_is_a_reshape(given_order):
     shape, axes = given_order
     array = np.arange(np.prod(shape)).reshape(shape)
     moved = array.transpose(axes)
-    if moves_nothing(integers(shape), axes):
+    if is_order_preserving(integers(shape), axes):
         np.testing.assert_array_equal(moved, array.reshape(moved.shape))
     elif array.size > 1:
         assert not np.array_equal(moved, array.reshape(moved.shape)) or len(set(array.shape)) == 1

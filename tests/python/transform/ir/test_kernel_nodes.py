@@ -6,7 +6,7 @@ import tvm
 from tvm import relax
 
 import relax_hetero as rh
-from relax_hetero.transform.ir.findings import findings_of
+from relax_hetero.transform.ir.remarks import remarks_of
 from relax_hetero.transform.pipeline import pipeline_steps
 
 
@@ -16,7 +16,7 @@ def kernels_of(mod):
         mod = step.run(mod)
         if step.name == "FormDispatches":
             break
-    found = findings_of(mod)
+    found = remarks_of(mod)
     texts = found.graph.texts
     nodes = {function.name: function.nodes for function in found.graph.functions}
     return [

@@ -2,7 +2,7 @@
 
 import pytest
 
-from relax_hetero.transform.ir.reasons import place_of, reason
+from relax_hetero.transform.ir.reasons import location_of, reason
 
 OP = 'ir.Op(span=None, name="relax.add", arguments=(ir.ArgumentInfo(name="x1"),), num_inputs=2, support_level=10)'
 UNDERLINED = """The shapes do not fit.
@@ -39,5 +39,5 @@ def test_reasons(message, shown):
 
 
 def test_the_variable_that_is_underlined():
-    assert place_of(Exception(UNDERLINED)) == "variable 'y' in function 'main': "
-    assert place_of(Exception("nothing")) == ""
+    assert location_of(Exception(UNDERLINED)) == "variable 'y' in function 'main': "
+    assert location_of(Exception("nothing")) == ""

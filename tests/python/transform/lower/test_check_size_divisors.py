@@ -10,7 +10,7 @@ from tvm.script import tirx as T
 import relax_hetero as rh
 from modules import ir_module
 from relax_hetero.transform import CheckSizeDivisors
-from relax_hetero.transform.ir.findings import findings_of
+from relax_hetero.transform.ir.remarks import remarks_of
 
 
 @I.ir_module
@@ -37,7 +37,7 @@ class Expected:
 def test_functions_that_compute_shapes_say_so_before_each_store():
     after = CheckSizeDivisors()(Before)
     tvm.ir.assert_structural_equal(after["shape_func"], Expected["shape_func"])
-    assert [check.subject for check in findings_of(after).checks] == ["size"]
+    assert [check.subject for check in remarks_of(after).checks] == ["size"]
     assert CheckSizeDivisors()(after).same_as(after)
 
 

@@ -12,7 +12,7 @@ from modules import ir_module
 from relax_hetero import BuildError
 from relax_hetero.artifact.memory_spec import FunctionMemory, Live, StorageSpec
 from relax_hetero.transform import LowerToVM
-from relax_hetero.transform.lower.note_memory import memory_of
+from relax_hetero.transform.lower.annotate_memory import memory_of
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}

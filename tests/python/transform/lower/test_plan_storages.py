@@ -9,7 +9,7 @@ from tvm import tirx
 from tvm_ffi import structural_map
 
 from relax_hetero.transform.lower.plan_memory import plan_storages
-from relax_hetero.transform.record.plan_arena import Lifetime, least_bytes
+from relax_hetero.transform.record.plan_arena import Lifetime, min_bytes
 
 N, S = tirx.Var("n", "int64"), tirx.Var("s", "int64")
 SIZES = {
@@ -59,7 +59,7 @@ def test_storages_are_no_larger_than_what_was_there_at_one_time_of_one_size(valu
     """Never more than a pool takes that hands memory on by exact size."""
     plan = plan_storages([Lifetime(size, begin, begin + length) for size, begin, length in values])
     by_size = [
-        least_bytes([Lifetime(size, begin, begin + length) for size, begin, length in values if size == only])
+        min_bytes([Lifetime(size, begin, begin + length) for size, begin, length in values if size == only])
         for only in (64, 128, 640, 4096)
     ]
     assert sum(plan.nbytes) <= sum(by_size)

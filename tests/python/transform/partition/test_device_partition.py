@@ -137,7 +137,7 @@ def test_work_with_the_same_transfers_around_it_is_one_part(mod):
     for number, part in parts.parts.items():
         for index in part.members:
             binding = parts.bindings[index]
-            if not part.is_apart and not places.is_free(binding):
+            if not part.is_isolated and not places.is_free(binding):
                 around = dependence.transfers_before(index), dependence.transfers_after(index)
                 kind = (places.device(binding.value), *map(frozenset, around))
                 assert found.setdefault(kind, number) == number

@@ -110,8 +110,8 @@ def test_a_kernel_gets_the_order_of_the_program_and_others_do_not():
 
     with collect_fusions() as report:
         check(Before, Expected)
-    assert [(each.function, each.variable, each.op) for each in report.declined] == [("main", "c", "call_tir")]
-    assert "24 bytes are permuted" in report.declined[0].reason
+    assert [(each.function, each.variable, each.op) for each in report.missed] == [("main", "c", "call_tir")]
+    assert "24 bytes are permuted" in report.missed[0].reason
 
 
 def test_what_grows_is_permuted_before_it_grows():

@@ -13,7 +13,7 @@ import relax_hetero as rh
 from gpu_interpreter.models import InterpretedModel
 from modules import calls_of, ir_module
 from relax_hetero.transform import ToMixedPrecision
-from relax_hetero.transform.ir.module_attrs import TF32_KEPT
+from relax_hetero.transform.ir.module_attrs import WITHOUT_TF32
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from relax_hetero.transform.quantize.to_mixed_precision import to_mixed_precision
 from seeds import fresh_rng
@@ -304,7 +304,7 @@ def test_numbers_of_a_module_whose_devices_differ_in_precision():
 
 def test_devices_for_tfloat32_keep_the_products_of_others():
     low = ToMixedPrecision("tfloat32", devices=["cuda:0"])(PostNorm)
-    assert list(low["main"].attrs[TF32_KEPT]) == ["y"]
+    assert list(low["main"].attrs[WITHOUT_TF32]) == ["y"]
 
 
 def test_a_device_that_is_not_there():
@@ -399,10 +399,10 @@ def test_auto_takes_the_fastest_type_whose_error_is_allowed():
     assert dtypes(ToMixedPrecision("auto")(_on(HOPPER)), "relax.matmul") == ["bfloat16"] * 2
     exact = ToMixedPrecision("auto", accuracy=5e-3)(_on(HOPPER))
     assert dtypes(exact, "relax.matmul") == ["float32"] * 2
-    assert TF32_KEPT in exact["main"].attrs
+    assert WITHOUT_TF32 in exact["main"].attrs
     mod = _on(HOPPER)
     assert to_mixed_precision(mod, "auto", accuracy=1e-3) is mod
-    assert to_mixed_precision(_on(ZEN), "auto", accuracy=5e-3)["main"].attrs.get(TF32_KEPT) is None
+    assert to_mixed_precision(_on(ZEN), "auto", accuracy=5e-3)["main"].attrs.get(WITHOUT_TF32) is None
     for wrong in (-1, float("nan"), None, "1e-2", True):
         with pytest.raises(rh.BuildError, match=rf"found accuracy {wrong!r}.*not negative"):
             ToMixedPrecision("auto", accuracy=wrong)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tvm import tirx
 from tvm_ffi import structural_map
 
-from relax_hetero.transform.record.plan_arena import ARENA_ALIGNMENT, Lifetime, least_bytes, plan_arena
+from relax_hetero.transform.record.plan_arena import ARENA_ALIGNMENT, Lifetime, min_bytes, plan_arena
 
 
 @st.composite
@@ -38,7 +38,7 @@ def test_values_of_known_sizes(values):
     arena = plan_arena(values)
     sizes = [value.nbytes for value in values]
     check(values, arena.offsets, sizes, arena.nbytes)
-    assert least_bytes(values) <= arena.nbytes <= 2 * least_bytes(values)
+    assert min_bytes(values) <= arena.nbytes <= 2 * min_bytes(values)
 
 
 N, S = tirx.Var("n", "int64"), tirx.Var("s", "int64")

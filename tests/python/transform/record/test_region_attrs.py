@@ -11,7 +11,7 @@ import relax_hetero as rh
 from modules import ir_module
 from relax_hetero.artifact.commands import Dispatch, Reference, ScalarParam, SlotSpec, TensorParam
 from relax_hetero.tir.core.raw_kernel import raw_signature
-from relax_hetero.transform.ir.findings import findings_of
+from relax_hetero.transform.ir.remarks import remarks_of
 from relax_hetero.transform.record.form_command_buffers import form_command_buffers
 from relax_hetero.transform.record.region_attrs import (
     kernel_spec,
@@ -79,7 +79,7 @@ def test_regions_say_what_their_commands_touch():
     kernels = kernels_of(mod)
     assert [tensor.access for tensor in kernels["both"].tensors] == ["read", "write", "write"]
     assert [tensor.alignment for tensor in kernels["both"].tensors] == [2, 2, 1]
-    (alone,) = findings_of(mod).single_calls
+    (alone,) = remarks_of(mod).single_calls
     assert (alone.function, alone.variable, alone.why) == ("main", "f", "no other kernel to run with")
 
 

@@ -5,7 +5,7 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from modules import ir_module
-from relax_hetero.transform.ir.findings import findings_of
+from relax_hetero.transform.ir.remarks import remarks_of
 from relax_hetero.transform.record.form_command_buffers import form_command_buffers
 from relax_hetero.transform.record.region_attrs import regions_of
 
@@ -66,7 +66,7 @@ def test_what_came_after_a_run():
         "checked": "kernel every_other (c)",
         "whole": "end of block",
     }
-    (alone,) = findings_of(mod).single_calls
+    (alone,) = remarks_of(mod).single_calls
     assert (alone.function, alone.kernel, alone.why) == (
         "checked",
         "every_other",

@@ -288,7 +288,7 @@ def test_weights_that_are_not_known_stay_transposed():
 
     with collect_fusions() as report:
         assert SimplifyConvolutions()(Module).same_as(Module)
-    assert [(each.variable, each.op) for each in report.declined] == [("y", "nn.conv2d_transpose")]
+    assert [(each.variable, each.op) for each in report.missed] == [("y", "nn.conv2d_transpose")]
 
 
 def test_images_of_symbolic_sizes():

@@ -130,7 +130,7 @@ def test_the_instrument_serves_a_context_of_ones_own():
 def test_the_default_passes_are_those_of_compile():
     trace = rh.transform.trace_passes(Model)
     outer = [one.name for one in trace.passes if one.depth == 0]
-    assert outer[0] == "KeepFindings" and outer[-1] == "LowerToVM" and "FormSchedules" in outer
+    assert outer[0] == "RecordRemarks" and outer[-1] == "LowerToVM" and "FormSchedules" in outer
     assert len(str(trace).splitlines()) < len(trace.passes), "passes inside of others that change nothing are left out"
     assert str(trace).endswith("more inside of these changed nothing")
 

@@ -176,7 +176,7 @@ def test_few_calls_are_remembered(plumber):
 def test_a_look_tells_device_element_type_and_shape_apart():
     cache = CallCache(64, True)
     looks = [
-        cache._look(tensor)
+        cache._fingerprint(tensor)
         for tensor in (
             tvm.runtime.tensor(np.zeros((2, 3), "float32")),
             tvm.runtime.tensor(np.zeros((3, 2), "float32")),
@@ -188,6 +188,6 @@ def test_a_look_tells_device_element_type_and_shape_apart():
     ]
     assert None not in looks and len(set(looks)) == len(looks)
     whole = tvm.runtime.tensor(np.zeros(64, "float32"))
-    assert cache._look(whole._create_view((3,), "float32", 64)) is None  # kernels refuse offsets
-    assert cache._look(from_array(array_at(4, X))) is None
-    assert cache._look(from_array(np.zeros((4, 4), "float32")[:, :2])) is None
+    assert cache._fingerprint(whole._create_view((3,), "float32", 64)) is None  # kernels refuse offsets
+    assert cache._fingerprint(from_array(array_at(4, X))) is None
+    assert cache._fingerprint(from_array(np.zeros((4, 4), "float32")[:, :2])) is None

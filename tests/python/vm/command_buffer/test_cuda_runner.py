@@ -189,7 +189,7 @@ def test_a_table_that_comes_again_is_a_graph():
 
 
 def test_graphs_that_were_not_used_are_given_back(monkeypatch):
-    monkeypatch.setattr(cuda_runner, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(cuda_runner, "MAX_GRAPHS", 2)
     bench = Bench(2, 1)
     bench.dispatch("scale", [bench.slot(0), bench.slot(1)], {"n": Number(parameter_name(0)), "factor": 1.0})
     commands = bench.commands()

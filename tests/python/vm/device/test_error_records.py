@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tvm
 
-from relax_hetero.artifact.checks import CLAIMED, END, FOUND, KEY, FIRST, READY, WORDS, CheckSpec
+from relax_hetero.artifact.checks import CLAIMED, END, FIRST, FOUND, KEY, READY, WORDS, CheckSpec
 from relax_hetero.artifact.metadata import ConstantSpec
 from relax_hetero.errors import HeteroError
 from relax_hetero.vm.device import error_records

@@ -127,7 +127,9 @@ def test_upper_bounds_plan_storage_and_arenas_and_are_kept_to(command_buffers):
     (memory,) = exe.metadata.memory
     assert memory.storages and all(isinstance(storage.nbytes, int) for storage in memory.storages)
     assert ("arena" in {storage.use for storage in memory.storages}) == command_buffers
-    assert exe.memory_plan.at().sizes == {"n": 100} and exe.memory_plan.at().lower_bound <= exe.memory_plan.at().transient
+    assert (
+        exe.memory_plan.at().sizes == {"n": 100} and exe.memory_plan.at().lower_bound <= exe.memory_plan.at().transient
+    )
     vm = rh.vm.VirtualMachine(exe)
     for n in (100, 1, 37):
         x = np.random.default_rng(n).random((n, 64), "float32") / 64

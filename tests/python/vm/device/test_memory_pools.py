@@ -142,7 +142,7 @@ def test_what_comes_from_a_gpu_arrives_in_pinned_memory(cuda, library, monkeypat
 def test_what_no_tensor_uses_can_be_given_back(cuda, library, monkeypatch):
     monkeypatch.setattr(memory_pools, "cuda_library", lambda: library)
     monkeypatch.setattr(memory_pools, "_pools", {})
-    kept, used = (memory_pools.departure(nbytes * memory_pools.PINNED_BYTES, CPU, 0) for nbytes in (1, 2))
+    kept, used = (memory_pools.send_buffer(nbytes * memory_pools.PINNED_BYTES, CPU, 0) for nbytes in (1, 2))
     assert len(cuda.pinned) == 2
     del kept
     release_pinned()

@@ -16,7 +16,7 @@ import relax_hetero as rh
 from relax_hetero.artifact import graph_layout
 from relax_hetero.artifact.commands import GRAPH as RUNS_AS_GRAPH
 from relax_hetero.artifact.commands import RegionSpec, SlotSpec
-from relax_hetero.artifact.graph_layout import ROWS, REPORT_INTERVAL, Layout
+from relax_hetero.artifact.graph_layout import REPORT_INTERVAL, ROWS, Layout
 from relax_hetero.artifact.memory_plan import MemoryPlan
 from relax_hetero.artifact.metadata import ConstantSpec, DeviceSpec, Metadata
 from relax_hetero.tir.commands.command_list import Tensor
@@ -84,7 +84,9 @@ class Device:
     def proceed(self):
         """Begin, and end, one of the launches that wait."""
         self.waiting.pop(0)
-        words_at(self.consumed, 1)[0] = self.done // REPORT_INTERVAL * REPORT_INTERVAL  # rows of those before it are free
+        words_at(self.consumed, 1)[0] = (
+            self.done // REPORT_INTERVAL * REPORT_INTERVAL
+        )  # rows of those before it are free
         self._run(words_at(self.ring + 16 * (self.done % ROWS), 2))
         self.done += 1
 
@@ -369,7 +371,7 @@ def test_graphs_go_where_the_arena_must_grow(submit_symbolic):
 
 
 def test_more_graphs_than_the_code_looks_at_and_than_are_kept(submit_symbolic, monkeypatch):
-    monkeypatch.setattr(cuda_graph, "MOST_GRAPHS", 12)
+    monkeypatch.setattr(cuda_graph, "MAX_GRAPHS", 12)
     device = SymbolicDevice()
     graph = made_symbolic(submit_symbolic, device)
     extents = [200, *range(1, 12)]

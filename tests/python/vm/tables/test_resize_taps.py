@@ -44,4 +44,4 @@ def test_sums_of_taps_are_the_reference(mode, data):
     )
     x = np.random.default_rng(before).random(before).astype("float32")
     found = taps(ResizedAxis(before, after, after / before), form)
-    np.testing.assert_allclose((x[found.places] * found.weights).sum(1), reference(x, after, form), 1e-5, 1e-5)
+    np.testing.assert_allclose((x[found.indices] * found.weights).sum(1), reference(x, after, form), 1e-5, 1e-5)

@@ -308,7 +308,7 @@ def find_compiler() -> CudaCompiler:
     BuildError
         There is none; says what was looked for and how to get one.
     """
-    found = _found_compiler(os.environ.get(CHOICE, ""))
+    found = _find_compiler(os.environ.get(CHOICE, ""))
     if found is None:
         raise BuildError(
             "code for CUDA devices needs a compiler: found neither NVRTC with its headers (pip's nvidia-cuda-nvrtc and "
@@ -320,7 +320,7 @@ def find_compiler() -> CudaCompiler:
 
 
 @functools.cache
-def _found_compiler(first: str) -> tuple[Path, tuple[Path, ...]] | Path | None:
+def _find_compiler(first: str) -> tuple[Path, tuple[Path, ...]] | Path | None:
     libraries, includes = cuda_libraries("libnvrtc.so.*[0-9]"), cuda_includes(_HEADER)
     nvcc = nvcc_path()
     if libraries and includes and not (nvcc is not None and first.lower() == "nvcc"):

@@ -23,7 +23,7 @@ from ....vm.file.cuda_modules import KIND, source_key
 from .compilers import CompileError, CudaCompiler, find_compiler
 from .kernel_sources import CudaPart, KernelSource, is_source
 
-_MOST_PROCESSES = 32
+_MAX_PROCESSES = 32
 
 
 def compile_kernels(
@@ -59,7 +59,7 @@ def compile_kernels(
             if on_done is not None:
                 on_done(counts[number])
 
-        codes = run_in_threads(tasks, min(num_cores(), _MOST_PROCESSES), "relax_hetero.cuda", done)
+        codes = run_in_threads(tasks, min(num_cores(), _MAX_PROCESSES), "relax_hetero.cuda", done)
     made = dict(zip(missing, codes, strict=True))
     if folder is not None and made:
         store_code(folder, made)

@@ -58,7 +58,7 @@ class Nvrtc:
             getattr(library, f"nvrtcGet{name}Size").argtypes = [c_void_p, POINTER(c_size_t)]
             getattr(library, f"nvrtcGet{name}").argtypes = [c_void_p, c_char_p]
 
-    def about(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
         """The version, and the architectures that code can be made for (80 for sm_80)."""
         major, minor, count = c_int(), c_int(), c_int()
         self._check(self._library.nvrtcVersion(byref(major), byref(minor)))
@@ -105,7 +105,7 @@ def main(path: str) -> None:
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no reply
     nvrtc = Nvrtc(path)
-    write_message(replies, nvrtc.about())
+    write_message(replies, nvrtc.description())
     while (request := read_message(sys.stdin.buffer)) is not None:
         code, log = nvrtc.compile(request["source"], request["options"], request["headers"])
         write_message(replies, {"log": log, "bytes": -1 if code is None else len(code)}, code or b"")

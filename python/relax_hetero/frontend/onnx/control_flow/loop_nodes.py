@@ -168,7 +168,7 @@ class _Scan:
     state: list[Any]
     inputs: list[Any]
     axes: list[int]
-    backwards: list[bool]
+    reversed_inputs: list[bool]
     row_axes: list[int]
     rows_backwards: list[bool]
 
@@ -213,7 +213,7 @@ class _Scan:
             length = min(trips, length) if isinstance(length, int) else trips
         body, nodes, added = self._with_products_in_front(importer)
         names = [value.name for value in body.input]
-        scanned = [*zip(self.inputs, self.axes, self.backwards, strict=True), *added]
+        scanned = [*zip(self.inputs, self.axes, self.reversed_inputs, strict=True), *added]
 
         def trip(index: Any, going_on: Any, values: list[Any]) -> Trip:
             slices = [slice_at(importer, value, axis, index, is_backwards) for value, axis, is_backwards in scanned]
@@ -239,7 +239,9 @@ class _Scan:
             for i, (value, axis) in enumerate(zip(self.inputs, self.axes, strict=True))
         ]
         body, nodes, made = with_products_in_front(importer, self.body, nodes, products, inputs)
-        added = [(value, 0, self.backwards[product.scanned]) for value, product in zip(made, products, strict=True)]
+        added = [
+            (value, 0, self.reversed_inputs[product.scanned]) for value, product in zip(made, products, strict=True)
+        ]
         return body, nodes, added
 
     def _turned(self, importer: Importer, rows: relax.Expr, index: int, title: str) -> relax.Expr:

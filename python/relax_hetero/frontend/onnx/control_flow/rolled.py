@@ -36,11 +36,11 @@ from .subgraphs import ImportedLoop, Importer, known_number, number, scalar, siz
 
 _NEW, _WRITE = "relax_hetero.new_rows", "relax_hetero.write_row"
 _APPEND, _TAKE = "relax_hetero.append_row", "relax_hetero.taken_rows"
-_ROOM = 64 << 20
+_FIRST_CAPACITY = 64 << 20
 """Bytes of rows up to which room is made for all trips of a loop that its body may end earlier."""
 
 _ENDLESS = 2**63 - 1
-_MOST_ATTEMPTS = 8
+_MAX_ATTEMPTS = 8
 """Times that a body is converted again because a trip changes a size that was taken for fixed."""
 
 
@@ -54,21 +54,21 @@ def roll(importer: Importer, loop: Loop) -> tuple[list[Any], list[relax.Expr]]:
     """
     bb = importer.bb
     initial = [tensor_of(importer, value, loop.title) for value in loop.state]
-    most = _ENDLESS if loop.trips is None else loop.trips
-    limit = number(most, "int64") if isinstance(most, int) else importer.as_tensor(most)
+    max_trips = _ENDLESS if loop.trips is None else loop.trips
+    limit = number(max_trips, "int64") if isinstance(max_trips, int) else importer.as_tensor(max_trips)
     attempt = _Attempt(importer, loop, [_known_type(loop, i, value) for i, value in enumerate(initial)])
-    for _ in range(_MOST_ATTEMPTS):
+    for _ in range(_MAX_ATTEMPTS):
         made = attempt.function()
-        if isinstance(made, _Made):
+        if isinstance(made, _LoopFunction):
             break
         attempt = made
     else:
-        raise FrontendError(f"{loop.title} changes the sizes of its values in more than {_MOST_ATTEMPTS} steps")
+        raise FrontendError(f"{loop.title} changes the sizes of its values in more than {_MAX_ATTEMPTS} steps")
     importer.loops.append(made.loop)
     start = [] if not attempt.has_condition else [number(True, "bool") if loop.condition is None else loop.condition]
     rows = [
-        _room(importer, ty, limit, number) if has_room else _no_rows(importer, ty, made.outer)
-        for number, (ty, has_room) in enumerate(zip(made.rows, made.has_room, strict=True))
+        _first_rows(importer, ty, limit, number) if has_room else _no_rows(importer, ty, made.outer)
+        for number, (ty, has_room) in enumerate(zip(made.rows, made.has_capacity, strict=True))
     ]
     sizes = [relax.ShapeExpr(made.loop.sizes)] if made.loop.sizes else []
     arguments = [number(0, "int64"), limit, *start, *initial, *rows, *made.loop.captured, *sizes]
@@ -80,14 +80,14 @@ def roll(importer: Importer, loop: Loop) -> tuple[list[Any], list[relax.Expr]]:
     ]
     length = _length(loop, attempt.has_condition)
     collected = [
-        _with_sizes(importer, _taken(importer, value, count), ty.dtype, [length, *_sizes_of(ty, made.outer)])
+        _with_sizes(importer, _used_rows(importer, value, count), ty.dtype, [length, *_sizes_of(ty, made.outer)])
         for value, ty in zip(left[len(initial) :], made.rows, strict=True)
     ]
     return state, collected
 
 
 @dataclass
-class _Made:
+class _LoopFunction:
     """A function, and what is around the loop.
 
     Attributes
@@ -96,14 +96,14 @@ class _Made:
         The types of the tensors that a trip collects.
     outer : set of tirx.Var
         The symbolic sizes in these that mean something around the loop.
-    has_room : list of bool
+    has_capacity : list of bool
         Whether each is written to a tensor with room for all trips, not to one that grows.
     """
 
     loop: ImportedLoop
     rows: list[relax.TensorType]
     outer: set[tirx.Var]
-    has_room: list[bool]
+    has_capacity: list[bool]
 
 
 @dataclass
@@ -126,7 +126,7 @@ class _Attempt:
     has_condition: bool = False
     open: set[tirx.Var] = field(default_factory=set)
 
-    def function(self) -> _Made | _Attempt:
+    def function(self) -> _LoopFunction | _Attempt:
         """The function, or the attempt to make next where a trip does not give what it takes."""
         importer, loop, bb = self.importer, self.loop, self.importer.bb
         has_condition = self.has_condition or loop.condition is not None
@@ -179,7 +179,7 @@ class _Attempt:
 
     def _written(
         self, own: list[relax.Var], body: list[relax.Binding], values: list[relax.Expr], rows: list[relax.Expr]
-    ) -> _Made:
+    ) -> _LoopFunction:
         importer, loop, bb = self.importer, self.loop, self.importer.bb
         trip, limit = own[:2]
         state = own[len(own) - len(self.types) :]
@@ -195,7 +195,7 @@ class _Attempt:
         inner = set(relax.analysis.defined_symbolic_vars(whole)) - around
         ret = tvm.ir.TupleType([trip.ty, *(_result_type(ty, inner) for ty in self.types), *(row.ty for row in kept)])
         outer = sizes_in(row.ty for row in rows) - inner
-        has_room = [self._has_room(row.ty, outer) for row in rows]
+        has_room = [self._has_capacity(row.ty, outer) for row in rows]
         name = _free_name(importer, f"loop_{variable_name(loop.info.name)}")
         gv = typed(tvm.ir.GlobalVar(name), relax.FuncType([var.ty for var in (*params, *passed)], ret, True))
         bb.begin_scope(kept)
@@ -218,16 +218,18 @@ class _Attempt:
         finally:
             bb.end_scope()
         made = ImportedLoop(gv, params, captured, sizes, [*known, *bindings], choice)
-        return _Made(made, [row.ty for row in rows], outer, has_room)
+        return _LoopFunction(made, [row.ty for row in rows], outer, has_room)
 
-    def _has_room(self, row: relax.TensorType, outer: set[tirx.Var]) -> bool:
+    def _has_capacity(self, row: relax.TensorType, outer: set[tirx.Var]) -> bool:
         """Return whether the trips' rows have a shape that is known before them, and not too many come to nothing."""
         if not isinstance(row.shape, relax.ShapeExpr) or not sizes_in([row]) <= outer or self.loop.trips is None:
             return False
         if not self.has_condition:
             return True
         sizes = [self.loop.trips, *(int(dim) if isinstance(dim, tirx.IntImm) else dim for dim in row.shape.values)]
-        return all(isinstance(size, int) for size in sizes) and bytes_for(tuple(sizes), str(row.dtype)) <= _ROOM
+        return (
+            all(isinstance(size, int) for size in sizes) and bytes_for(tuple(sizes), str(row.dtype)) <= _FIRST_CAPACITY
+        )
 
     def _appended(
         self, rows: relax.Var, row: relax.Expr, trip: relax.Var, limit: relax.Var, has_room: bool
@@ -311,14 +313,14 @@ def _no_rows(importer: Importer, row: relax.TensorType, outer: set[tirx.Var]) ->
     return importer.bb.emit(relax.op.zeros(relax.ShapeExpr([0, *sizes]), row.dtype.dtype))
 
 
-def _room(importer: Importer, row: relax.TensorType, limit: relax.Expr, index: int) -> relax.Expr:
+def _first_rows(importer: Importer, row: relax.TensorType, limit: relax.Expr, index: int) -> relax.Expr:
     """A tensor that trips write their rows to."""
     arguments = [row.shape, tvm.ir.StringImm(str(row.dtype)), limit, relax.prim_value(index)]
     call = relax.op.call_pure_packed(_NEW, *arguments, ty_args=[_of_rank(row, row.ndim + 1)])
     return importer.bb.emit(call)
 
 
-def _taken(importer: Importer, rows: relax.Expr, count: relax.Expr) -> relax.Expr:
+def _used_rows(importer: Importer, rows: relax.Expr, count: relax.Expr) -> relax.Expr:
     return importer.bb.emit(relax.op.call_pure_packed(_TAKE, rows, count, ty_args=[_of_rank(rows.ty, rows.ty.ndim)]))
 
 

@@ -272,15 +272,15 @@ def combined(
         for tree, found in enumerate(served):
             for k in found:
                 of_target[k].append(tree)
-        most = max(1, *map(len, of_target))
-        order = np.array([[*of_k, *[0] * (most - len(of_k))] for of_k in of_target], "int32")
+        max_members = max(1, *map(len, of_target))
+        order = np.array([[*of_k, *[0] * (max_members - len(of_k))] for of_k in of_target], "int32")
         sizes = np.array([len(of_k) for of_k in of_target], "int32")
         table = np.full(count, none, dtype)
         for leaf, entries in weights.items():
             table[leaf] = _merged(entries, targets, none, how, dtype).take(entries[0][0]) if entries else none
 
         def of_own(leaf: te.Tensor, weight: te.Tensor, order: te.Tensor, size: te.Tensor) -> te.Tensor:
-            tree = te.reduce_axis((0, most), "tree")
+            tree = te.reduce_axis((0, max_members), "tree")
             absent = tirx.const(none, dtype) if not none else (tirx.min_value if none < 0 else tirx.max_value)(dtype)
 
             def element(i, k):
@@ -307,8 +307,8 @@ def combined(
         result = node.builder.emit_te(of_all, leaves, const(dense), primfunc_name_hint="tree_scores")
     if not none:
         return result
-    most = const(np.finfo(dtype).max, dtype)  # where a least or greatest begins
-    is_found = node.emit(relax.op.less(node.emit(relax.op.abs(result)), most))
+    highest = const(np.finfo(dtype).max, dtype)  # where a minimum or maximum begins
+    is_found = node.emit(relax.op.less(node.emit(relax.op.abs(result)), highest))
     return node.emit(relax.op.where(is_found, result, const(0, dtype)))
 
 

@@ -35,13 +35,13 @@ def _pool(node: Node) -> list[np.ndarray]:
 @converts("TfIdfVectorizer")
 def tfidf_vectorizer(node: Node) -> relax.Expr:
     """How often each n-gram of a pool occurs in a row, with up to `max_skip_count` left out between its elements."""
-    least, most, skips = (
+    min_length, max_length, skips = (
         int(node.attribute(name)) for name in ("min_gram_length", "max_gram_length", "max_skip_count")
     )
     mode, weights = node.attribute("mode"), np.array(node.attribute("weights", ()), "float32")
     pool, indexes = _pool(node), np.array(node.attribute("ngram_indexes", ()), "int64")
-    if mode not in _MODES or not 1 <= least <= most or skips < 0:
-        raise node.refusal(f"found mode {mode!r}, lengths {least} to {most} and {skips} skips")
+    if mode not in _MODES or not 1 <= min_length <= max_length or skips < 0:
+        raise node.refusal(f"found mode {mode!r}, lengths {min_length} to {max_length} and {skips} skips")
     size, count = int(indexes.max(initial=-1)) + 1, sum(len(ngrams) for ngrams in pool)
     if indexes.size != count or len(set(indexes.tolist())) < indexes.size or indexes.min(initial=0) < 0:
         raise node.refusal(f"ngram_indexes has {indexes.size} entries for {count} n-grams, or repeats one")
@@ -53,12 +53,12 @@ def tfidf_vectorizer(node: Node) -> relax.Expr:
             f"found rank {node.rank(data)} and type {dtype_of(data)}, expected 1 or 2, of int32 or int64"
         )
     rows = data if node.rank(data) == 2 else node.emit(relax.op.expand_dims(data, [0]))
-    node.check_table(size, most)
+    node.check_table(size, max_length)
     parts: list[relax.Expr] = []
     total, place = 0, np.full(size, indexes.size, "int64")
     for length, ngrams in enumerate(pool, 1):
         start = sum(len(shorter) for shorter in pool[: length - 1])
-        if least <= length <= most and len(ngrams):
+        if min_length <= length <= max_length and len(ngrams):
             place[indexes[start : start + len(ngrams)]] = sum(
                 int(part.ty.shape.values[1]) for part in parts
             ) + np.arange(len(ngrams))

@@ -37,11 +37,11 @@ def transformed(node: Node, scores: relax.Expr, name: str | None = None) -> rela
 def _softmax_of_others(node: Node, scores: relax.Expr) -> relax.Expr:
     """Softmax of the scores that are not 0; those stay next to it."""
     dtype = dtype_of(scores)
-    most = node.emit(relax.op.max(scores, [-1], keepdims=True))
+    maximum = node.emit(relax.op.max(scores, [-1], keepdims=True))
     is_scored = node.emit(relax.op.greater(node.emit(relax.op.abs(scores)), const(_TINY, dtype)))
-    power = node.emit(relax.op.exp(node.emit(relax.op.subtract(scores, most))))
+    power = node.emit(relax.op.exp(node.emit(relax.op.subtract(scores, maximum))))
     total = node.emit(relax.op.sum(relax.op.where(is_scored, power, const(0, dtype)), [-1], keepdims=True))
-    small = node.emit(relax.op.multiply(scores, node.emit(relax.op.exp(node.emit(relax.op.negative(most))))))
+    small = node.emit(relax.op.multiply(scores, node.emit(relax.op.exp(node.emit(relax.op.negative(maximum))))))
     return node.emit(relax.op.divide(node.emit(relax.op.where(is_scored, power, small)), total))
 
 

@@ -19,7 +19,7 @@ from .scores import labels_from, labels_of, transformed
 _KERNELS = ("POLY", "RBF", "SIGMOID")
 _STEPS = 100
 """Steps of the search for probabilities of classes, as LIBSVM and ONNX Runtime have it."""
-_LEAST = 1e-7
+_MIN_PROBABILITY = 1e-7
 """The least probability of a pair."""
 
 
@@ -155,9 +155,9 @@ def _by_linear_scores(node: Node, labels: np.ndarray) -> relax.Expr:
     index = _largest(node, scores)
     if labels.size == 2 and not node.attribute("prob_a"):
         are_positive = bool((_floats(node, "coefficients") >= 0).all())
-        most = node.emit(relax.op.max(scores, [1]))
+        maximum = node.emit(relax.op.max(scores, [1]))
         test = relax.op.greater_equal if are_positive else relax.op.greater
-        is_second = node.emit(test(most, const(0.5 if are_positive else 0, "float32")))
+        is_second = node.emit(test(maximum, const(0.5 if are_positive else 0, "float32")))
         index = node.emit(relax.op.where(is_second, const(1, "int64"), index))
     return node.outputs([labels_from(node, index, labels), transformed(node, scores)])
 
@@ -190,7 +190,7 @@ def _probabilities(node: Node, scores: relax.Expr, pairs: list[tuple[int, int]],
         raise node.refusal(f"has {slopes.size} prob_a and {offsets.size} prob_b, expected {len(pairs)} of each")
     scaled = relax.op.multiply(scores, const(slopes[: len(pairs)]))
     place = node.emit(relax.op.negative(relax.op.add(scaled, const(offsets[: len(pairs)]))))
-    first = node.emit(relax.op.clip(relax.op.sigmoid(place), _LEAST, 1 - _LEAST))
+    first = node.emit(relax.op.clip(relax.op.sigmoid(place), _MIN_PROBABILITY, 1 - _MIN_PROBABILITY))
     pair_of = np.zeros((classes, classes), "int32")
     for at, (one, other) in enumerate(pairs):
         pair_of[one, other] = pair_of[other, one] = at

@@ -153,8 +153,8 @@ def is_all_finite(node: Node) -> relax.Expr:
     for index in range(len(node.inputs)):
         for op in asked:
             odd = cast(node, node.emit(op(widened(node, node.tensor(index)))), "int32")
-            most = node.emit(relax.op.max(relax.op.reshape(odd, (-1,))))
-            found = most if found is None else node.emit(relax.op.maximum(found, most))
+            maximum = node.emit(relax.op.max(relax.op.reshape(odd, (-1,))))
+            found = maximum if found is None else node.emit(relax.op.maximum(found, maximum))
     if found is None:
         raise node.refusal("has no inputs")
     return node.emit(relax.op.equal(found, const(0, "int32")))

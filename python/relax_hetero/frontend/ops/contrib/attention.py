@@ -99,15 +99,15 @@ def _within(node: Node, ends: relax.Expr, batch: int, total: Dim, has_starts: bo
 
 def _causal(node: Node, length: Dim, total: Dim, dtype: str) -> relax.Expr:
     """The least number where a key is behind its query, the last query being at the last key; 0 elsewhere."""
-    least = float(np.finfo("float32" if dtype == "bfloat16" else dtype).min)
+    lowest = float(np.finfo("float32" if dtype == "bfloat16" else dtype).min)
     if isinstance(length, int) and isinstance(total, int):
         node.check_table(length, total)
         places = np.arange(length)[:, None] + (total - length)
-        return const(np.where(np.arange(total) <= places, 0.0, least), dtype)
+        return const(np.where(np.arange(total) <= places, 0.0, lowest), dtype)
     queries = node.emit(relax.op.arange(total - length, total, 1, "int64"))
     keys = node.emit(relax.op.arange(0, total, 1, "int64"))
     counts = node.emit(relax.op.less_equal(keys, relax.op.expand_dims(queries, [1])))
-    return node.emit(relax.op.where(counts, const(0, dtype), const(least, dtype)))
+    return node.emit(relax.op.where(counts, const(0, dtype), const(lowest, dtype)))
 
 
 def _refuse_decoding(node: Node, *inputs: int) -> None:

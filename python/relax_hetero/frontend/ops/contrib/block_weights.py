@@ -6,7 +6,7 @@ import numpy as np
 from tvm import relax, te, tirx
 
 from ..elementwise import cast
-from ..narrow_types.carriers import with_bytes
+from ..narrow_types.storage_types import with_bytes
 from ..node import Dim, Node, Position, const, dtype_of
 from ..products import matmul
 from ..table import MICROSOFT, convert_node, converts

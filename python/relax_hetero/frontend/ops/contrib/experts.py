@@ -345,18 +345,18 @@ def _chosen(node: Node, logits: relax.Expr, count: int) -> relax.Expr:
 
 def _sparse_mixer(node: Node, logits: relax.Expr) -> relax.Expr:
     """The two best experts, each weighed among those whose logits come near its own: the first's, then the rest's."""
-    least = const(-math.inf, "float32")
+    lowest = const(-math.inf, "float32")
     rest, total = logits, None
     for _ in range(2):
         best = node.emit(relax.op.max(rest, [1], keepdims=True))
         factor = node.emit(relax.op.maximum(relax.op.abs(logits), best))
         distance = node.emit(relax.op.divide(relax.op.subtract(best, logits), factor))
         is_far = node.emit(relax.op.greater(distance, const(2 * _JITTER, "float32")))
-        near = node.emit(relax.op.where(is_far, least, rest))
+        near = node.emit(relax.op.where(is_far, lowest, rest))
         shares = node.emit(relax.op.nn.softmax(near, axis=-1))
         chosen = _chosen(node, rest, 1)
         share = node.emit(relax.op.where(chosen, shares, const(0, "float32")))
         total = share if total is None else node.emit(relax.op.add(total, share))
-        rest = node.emit(relax.op.where(chosen, least, rest))
+        rest = node.emit(relax.op.where(chosen, lowest, rest))
     assert total is not None
     return total

@@ -21,7 +21,7 @@ from ...symbolic_sizes import sizes_of
 from ..elementwise import cast, widened
 from ..node import Dim, Node, Position, as_dim, const, dtype_of
 from ..products import matmul
-from ..required_sizes import MOST_ELEMENTS, as_expr, require_broadcast, require_shape
+from ..required_sizes import MAX_ELEMENTS, as_expr, require_broadcast, require_shape
 from ..run_time.numbers import numbers_of
 from ..slicing import cut
 from ..table import MICROSOFT, convert_node, converts
@@ -59,18 +59,18 @@ def group_query_attention(node: Node) -> relax.Expr:
     _refuse_forms(node)
     parts, sizes = _projections(node)
     lengths = cast(node, node.emit(relax.op.reshape(node.tensor(_LENGTHS), [sizes.batch])), "int64")
-    most = sizes.cache if isinstance(sizes.cache, int) else MOST_ELEMENTS
-    lengths = node.kernel("lengths", lambda i, length: length(*i), lengths, ranges=(0, -1, 0, most))
-    places = _Places(node, sizes, lengths, _first_places(node, sizes, lengths))
+    max_length = sizes.cache if isinstance(sizes.cache, int) else MAX_ELEMENTS
+    lengths = node.kernel("lengths", lambda i, length: length(*i), lengths, ranges=(0, -1, 0, max_length))
+    places = _Positions(node, sizes, lengths, _first_positions(node, sizes, lengths))
     query, key, value = parts
     tables = places.rotations()
     query = _rotated(node, _normalized(node, query, sizes, _Q_NORM), sizes.heads, tables)
     key = _rotated(node, _normalized(node, key, sizes, _K_NORM), sizes.kv_heads, tables)
     caches = [
-        places.written(index, _by_head(node, new, sizes.kv_heads, sizes))
+        places.updated_cache(index, _by_head(node, new, sizes.kv_heads, sizes))
         for index, new in ((_PAST_KEY, key), (_PAST_VALUE, value))
     ]
-    seen = [_repeated(node, places.seen(cache), sizes) for cache in caches]
+    seen = [_repeated(node, places.visible(cache), sizes) for cache in caches]
     result = _attended(node, _by_head(node, query, sizes.heads, sizes), seen, places)
     return node.outputs([result, *caches])
 
@@ -140,7 +140,7 @@ def _positions(node: Node, rows: Dim, past: Dim) -> tuple[Dim, Dim]:
     return total, simplified(tirx.max(as_expr(total), past))
 
 
-def _first_places(node: Node, sizes: Sizes, lengths: relax.Expr) -> relax.Expr:
+def _first_positions(node: Node, sizes: Sizes, lengths: relax.Expr) -> relax.Expr:
     """`_Places.first`."""
     if node.has(_ROWS):
         given = node.emit(relax.op.reshape(cast(node, node.tensor(_ROWS), "int64"), [sizes.batch]))
@@ -153,7 +153,7 @@ def _first_places(node: Node, sizes: Sizes, lengths: relax.Expr) -> relax.Expr:
 
 
 @dataclass(frozen=True)
-class _Places:
+class _Positions:
     """Where the new positions of each sequence are in the cache.
 
     Attributes
@@ -186,7 +186,7 @@ class _Places:
         positions = node.kernel("positions", element, self.first, shape=[sizes.batch, sizes.rows])
         return [node.emit(relax.op.take(table, positions, axis=0, mode="clip")) for table in tables]
 
-    def written(self, index: int, new: relax.Expr) -> relax.Expr:
+    def updated_cache(self, index: int, new: relax.Expr) -> relax.Expr:
         """A cache with new rows [batch, heads, rows, size] at each sequence's place."""
         node, sizes = self.node, self.sizes
         if not node.has(index):
@@ -214,7 +214,7 @@ class _Places:
         dims = [sizes.batch, sizes.kv_heads, sizes.cache, sizes.size]
         return node.kernel("with_new_rows", element, past, new, self.first, shape=dims)
 
-    def seen(self, cache: relax.Expr) -> relax.Expr:
+    def visible(self, cache: relax.Expr) -> relax.Expr:
         """The positions of a cache that a query may see; zeros for those that a shorter sequence does not have."""
         sizes = self.sizes
         if not self.node.has(_PAST_KEY) or sizes.cache is sizes.total:
@@ -286,9 +286,9 @@ def _repeated(node: Node, data: relax.Expr, sizes: Sizes) -> relax.Expr:
     return data if group == 1 else node.emit(relax.op.repeat(data, group, axis=1))
 
 
-def _attended(node: Node, query: relax.Expr, cache: list[relax.Expr], places: _Places) -> relax.Expr:
+def _attended(node: Node, query: relax.Expr, cache: list[relax.Expr], positions: _Positions) -> relax.Expr:
     """softmax(scores) V, [batch, rows, heads * size]."""
-    sizes, dtype = places.sizes, dtype_of(query)
+    sizes, dtype = positions.sizes, dtype_of(query)
     scale = node.attribute("scale", 0.0) or 1 / math.sqrt(sizes.size)
     scores = matmul(node, query, node.emit(relax.op.permute_dims(cache[0], [0, 1, 3, 2])))
     scores = node.emit(relax.op.multiply(scores, const(scale, dtype)))
@@ -299,8 +299,8 @@ def _attended(node: Node, query: relax.Expr, cache: list[relax.Expr], places: _P
     if node.has(_BIAS):
         dims: list[Dim] = [sizes.batch, sizes.heads, sizes.rows, sizes.total]
         scores = node.emit(relax.op.add(scores, require_broadcast(node, node.tensor(_BIAS), dims, "its bias")))
-    least = float(np.finfo("float32" if dtype == "bfloat16" else dtype).min)
-    scores = node.emit(relax.op.where(places.mask(), scores, const(least, dtype)))
+    lowest = float(np.finfo("float32" if dtype == "bfloat16" else dtype).min)
+    scores = node.emit(relax.op.where(positions.mask(), scores, const(lowest, dtype)))
     result = matmul(node, _weights(node, scores, sizes.heads), cache[1])
     ordered = node.emit(relax.op.permute_dims(result, [0, 2, 1, 3]))
     return node.emit(relax.op.reshape(ordered, [sizes.batch, sizes.rows, sizes.heads * sizes.size]))

@@ -40,13 +40,13 @@ def rotary_embedding(node: Node) -> relax.Expr:
     return convert_node(node.as_op("RotaryEmbedding", [data, cos, node.tensor(3), positions], 23, **attributes))
 
 
-def _buckets(count: int, most: int, is_bidirectional: bool) -> np.ndarray:
-    """The bucket of each distance up to `most`: one each while they are short, then by their logarithm."""
+def _buckets(count: int, max_distance: int, is_bidirectional: bool) -> np.ndarray:
+    """The bucket of each distance up to `max_distance`: one each while they are short, then by their logarithm."""
     count = count // 2 if is_bidirectional else count
-    distances = np.arange(most + 1)
+    distances = np.arange(max_distance + 1)
     exact = count // 2
     with np.errstate(divide="ignore"):
-        share = np.log(distances.astype("float32") / np.float32(exact)) / np.float32(np.log(most / exact))
+        share = np.log(distances.astype("float32") / np.float32(exact)) / np.float32(np.log(max_distance / exact))
     far = exact + np.where(distances < exact, 0, share * (count - exact)).astype("int32")
     return np.where(distances < exact, distances, np.minimum(far, count - 1)).astype("int32")
 
@@ -57,22 +57,24 @@ def relative_position_bias(node: Node) -> relax.Expr:
     table = node.tensor(0)
     buckets, heads = node.static_shape(table)
     (queries,), (keys,) = node.known_dims(1, "its query_length is"), node.known_dims(2, "its key_length is")
-    most, is_bidirectional = int(node.attribute("max_distance")), bool(node.attribute("is_bidirectional", 0))
-    least = 4 if is_bidirectional else 2
-    if buckets < least or most <= buckets // least:
-        raise node.refusal(f"found {buckets} buckets for distances up to {most}, expected fewer, and {least} at least")
-    node.check_table(most + 1)
+    max_distance, is_bidirectional = int(node.attribute("max_distance")), bool(node.attribute("is_bidirectional", 0))
+    min_buckets = 4 if is_bidirectional else 2
+    if buckets < min_buckets or max_distance <= buckets // min_buckets:
+        raise node.refusal(
+            f"found {buckets} buckets for distances up to {max_distance}, expected fewer, and {min_buckets} at least"
+        )
+    node.check_table(max_distance + 1)
     by_head = node.emit(relax.op.reshape(table, [heads, buckets]))  # the op lays the table out by columns
 
     def element(i: Position, weights: te.Tensor, bucket: te.Tensor) -> tirx.Expr:
         ahead = tirx.Cast("int32", i[3] - i[2])
         distance = tirx.Select(ahead < 0, -ahead, ahead if is_bidirectional else tirx.const(0, "int32"))
-        found = bucket(tirx.min(distance, most))
+        found = bucket(tirx.min(distance, max_distance))
         if is_bidirectional:
             found = found + tirx.Select(ahead > 0, tirx.const(buckets // 2, "int32"), tirx.const(0, "int32"))
         return weights(i[1], found)
 
-    known = const(_buckets(buckets, most, is_bidirectional))
+    known = const(_buckets(buckets, max_distance, is_bidirectional))
     return node.kernel("position_bias", element, by_head, known, shape=[1, heads, queries, keys])
 
 

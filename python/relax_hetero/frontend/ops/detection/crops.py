@@ -41,7 +41,7 @@ def crop_and_resize(node: Node) -> relax.Expr:
             place = tirx.Select(size > 1, begin * last + tirx.Cast(dtype, at) * step, middle)
             outside = tirx.any(outside, place < 0, place > last)
             places.append(place)
-        value = (_nearest if mode == "nearest" else _between)(x, (image(i[0]), i[1]), places)
+        value = (_nearest if mode == "nearest" else _interpolated)(x, (image(i[0]), i[1]), places)
         return tirx.Select(outside, tirx.const(beyond, dtype), value)
 
     extents = [as_expr(size) for size in sizes]
@@ -49,20 +49,20 @@ def crop_and_resize(node: Node) -> relax.Expr:
     return node.kernel("crop_and_resize", element, data, regions, images, extents, shape=shape)
 
 
-def _held(index: tirx.Expr, size: tirx.Expr) -> tirx.Expr:
+def _clamped(index: tirx.Expr, size: tirx.Expr) -> tirx.Expr:
     return tirx.max(tirx.min(index.astype("int64"), size - 1), 0)
 
 
 def _nearest(x: te.Tensor, front: Position, places: list[tirx.Expr]) -> tirx.Expr:
     # Halves away from zero; places are not negative.
-    rounded = [_held(tirx.floor(place + 0.5), size) for place, size in zip(places, x.shape[2:], strict=True)]
+    rounded = [_clamped(tirx.floor(place + 0.5), size) for place, size in zip(places, x.shape[2:], strict=True)]
     return x(*front, *rounded)
 
 
-def _between(x: te.Tensor, front: Position, places: list[tirx.Expr]) -> tirx.Expr:
+def _interpolated(x: te.Tensor, front: Position, places: list[tirx.Expr]) -> tirx.Expr:
     sizes = x.shape[2:]
     (top, left), (bottom, right) = (
-        [_held(of(place), size) for place, size in zip(places, sizes, strict=True)] for of in (tirx.floor, tirx.ceil)
+        [_clamped(of(place), size) for place, size in zip(places, sizes, strict=True)] for of in (tirx.floor, tirx.ceil)
     )
     down, along = (place - tirx.floor(place) for place in places)
 

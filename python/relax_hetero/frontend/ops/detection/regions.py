@@ -12,7 +12,7 @@ from ..node import Dim, Node, Position, const, dtype_of
 from ..required_sizes import as_expr, require_shape
 from ..table import converts
 
-_LONGEST = 2.0**15
+_MAX_REGION_EXTENT = 2.0**15
 """Pixels of the side of a region whose samples are counted: their number grows with the square."""
 
 
@@ -62,15 +62,15 @@ def _with_samples(
     dtype = dtype_of(regions)
 
     def of_all(condition: relax.Expr) -> relax.Expr:
-        least = node.emit(relax.op.min(cast(node, node.emit(condition), "int32"), axis=1, keepdims=True))
-        return node.emit(relax.op.greater(least, const(0, "int32")))
+        minimum = node.emit(relax.op.min(cast(node, node.emit(condition), "int32"), axis=1, keepdims=True))
+        return node.emit(relax.op.greater(minimum, const(0, "int32")))
 
     is_finite = of_all(relax.op.isfinite(regions))
     has_samples = is_finite
     if ratio <= 0:
         first, last = (node.emit(relax.op.strided_slice(regions, [1], [i], [i + 2])) for i in (0, 2))
         lengths = node.emit(relax.op.subtract(last, first))
-        has_samples = of_all(relax.op.less(node.emit(relax.op.abs(lengths)), const(_LONGEST, dtype)))
+        has_samples = of_all(relax.op.less(node.emit(relax.op.abs(lengths)), const(_MAX_REGION_EXTENT, dtype)))
         if is_half_pixel:  # otherwise a region is a pixel long at least
             is_long = of_all(relax.op.greater(lengths, const(0.0, dtype)))
             has_samples = node.emit(relax.op.logical_and(has_samples, is_long))
@@ -105,14 +105,14 @@ def _maxima(
             sample = te.reduce_axis((0, samples), name=f"sample{d}")
             share = (sample.var.astype(dtype) + tirx.const(0.5, dtype)) * step / samples.astype(dtype)
             along.append((sample, begin + at.astype(dtype) * step + share))
-        greatest = _greatest_product(x, (image(number), channel), [place for _, place in along])
-        return te.max(greatest, axis=[sample for sample, _ in along])
+        maximum = _max_product(x, (image(number), channel), [place for _, place in along])
+        return te.max(maximum, axis=[sample for sample, _ in along])
 
     shape = [node.shape(rows)[0], node.shape(data)[1], *size]
     return node.kernel("roi_max", element, data, rows, image, shape=shape)
 
 
-def _greatest_product(x: te.Tensor, front: Position, where: list[tirx.Expr]) -> tirx.Expr:
+def _max_product(x: te.Tensor, front: Position, where: list[tirx.Expr]) -> tirx.Expr:
     dtype = x.dtype
     outside, corners = tirx.const(False, "bool"), []
     for place, extent in zip(where, x.shape[2:], strict=True):

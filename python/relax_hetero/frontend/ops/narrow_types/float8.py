@@ -6,7 +6,7 @@ from tvm import relax, te, tirx
 
 from ....tir.math.narrow_floats import code_of, number_of
 from ..node import Node, Position, dtype_of
-from .carriers import bytes_of, of_bytes
+from .storage_types import bytes_of, of_bytes
 
 
 def to_float32(node: Node, data: relax.Expr) -> relax.Expr:

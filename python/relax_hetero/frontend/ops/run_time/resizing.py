@@ -13,7 +13,7 @@ import tvm
 from tvm import relax, te, tirx
 
 from ....vm.tables.resize_taps import (
-    PLACES,
+    INDICES,
     SCALES,
     SIZES,
     WEIGHTS,
@@ -137,7 +137,7 @@ def _resized_axis(
     if has_filter:
         raise node.refusal("has an antialiasing filter, whose width follows from sizes; give them with shapes=")
     count = tap_count(ResizedAxis(1, 1, 1.0), form)
-    places = _packed(node, PLACES, arguments, [after, count], "int64")
+    places = _packed(node, INDICES, arguments, [after, count], "int64")
     tables = [places]
     if form.mode != "nearest":
         tables.append(_packed(node, WEIGHTS, [*arguments, _text(dtype)], [after, count], dtype))

@@ -111,7 +111,7 @@ def attention(
     rank = len(keys)
     turned = node.emit(relax.op.permute_dims(k, [*range(rank - 2), rank - 1, rank - 2]))
     scores = node.emit(relax.op.multiply(relax.op.matmul(q, turned), const(factor, dtype)))
-    least = const(-np.inf, dtype)
+    lowest = const(-np.inf, dtype)
     if is_causal:
         rows, columns = queries[-2], keys[-2]
         if isinstance(rows, int) and isinstance(columns, int):
@@ -120,10 +120,10 @@ def attention(
         else:
             ones = node.filled(1, [rows, columns], "int32")
             below = node.cast(node.onnx("Trilu", ones, upper=0), "bool")
-            scores = node.emit(relax.op.where(below, scores, least))
+            scores = node.emit(relax.op.where(below, scores, lowest))
     if mask is not None:
         if str(mask.ty.dtype) == "bool":
-            scores = node.emit(relax.op.where(mask, scores, least))
+            scores = node.emit(relax.op.where(mask, scores, lowest))
         else:
             scores = node.emit(relax.op.add(scores, node.tensor(mask)))
     shares = node.emit(relax.op.nn.softmax(scores, -1))
@@ -133,7 +133,7 @@ def attention(
     if str(mask.ty.dtype) == "bool":
         sees_none = relax.op.equal(relax.op.max(node.cast(mask, "int32"), -1, True), const(0, "int32"))
     else:
-        sees_none = relax.op.equal(relax.op.max(node.tensor(mask), -1, True), least)
+        sees_none = relax.op.equal(relax.op.max(node.tensor(mask), -1, True), lowest)
     return node.emit(relax.op.where(node.emit(sees_none), const(0, dtype), out))  # as torch has it
 
 
@@ -308,8 +308,8 @@ def adaptive_max_pool(node: TorchNode, x: relax.Expr, sizes: list[int]) -> list[
     extents = node.static(node.dims(x)[-rank:], "cuts into parts axes of")
     for axis, (extent, size) in enumerate(zip(extents, sizes, strict=True), len(node.dims(x)) - rank):
         ends = [(part * extent // size, -(-(part + 1) * extent // size)) for part in range(size)]
-        longest = max(last - first for first, last in ends)
-        places = [[min(first + i, last - 1) for i in range(longest)] for first, last in ends]
+        max_taps = max(last - first for first, last in ends)
+        places = [[min(first + i, last - 1) for i in range(max_taps)] for first, last in ends]
         parts = node.onnx("Gather", x, const(places, "int64"), axis=axis)
         x = node.onnx("ReduceMax", parts, const([axis + 1], "int64"), keepdims=0)
     return [x]

@@ -68,11 +68,11 @@ def choose_qparams(node: TorchNode, x: relax.Expr, low: int, high: int, eps: flo
     dtype_name(dtype)
     x = node.cast(x, "float32")
     zero = const(0.0, "float32")
-    least = node.emit(relax.op.minimum(relax.op.min(x), zero))
-    most = node.emit(relax.op.maximum(relax.op.max(x), zero))
-    step = relax.op.divide(relax.op.subtract(most, least), const(float(high - low), "float32"))
+    minimum = node.emit(relax.op.minimum(relax.op.min(x), zero))
+    maximum = node.emit(relax.op.maximum(relax.op.max(x), zero))
+    step = relax.op.divide(relax.op.subtract(maximum, minimum), const(float(high - low), "float32"))
     scale = node.emit(relax.op.maximum(step, const(np.float32(eps), "float32")))
-    point = relax.op.subtract(const(float(low), "float32"), relax.op.round(relax.op.divide(least, scale)))
+    point = relax.op.subtract(const(float(low), "float32"), relax.op.round(relax.op.divide(minimum, scale)))
     held = relax.op.minimum(relax.op.maximum(point, const(float(low), "float32")), const(float(high), "float32"))
     kinds = [dtype_name(fake.dtype) for fake in node.value]
     dims = [node.sizes.shape(fake.shape) for fake in node.value]

@@ -67,17 +67,17 @@ def repeat_interleave(node: TorchNode, repeats: relax.Expr, *_: Any) -> relax.Ex
         raise node.refusal("expected the form that only takes counts")
     (count,) = node.dims(repeats)
     ends = node.emit(relax.op.cumsum(node.cast(repeats, "int64"), 0, "int64"))
-    least = node.onnx_node("Min", [])
+    minimum = node.onnx_node("Min", [])
     total = node.read_size(node.emit(relax.op.sum(node.cast(repeats, "int64"))))
     if not isinstance(total, int):
-        least.require(as_expr(total) >= 0, "repeats less than 0 times")
+        minimum.require(as_expr(total) >= 0, "repeats less than 0 times")
     along = te.reduce_axis((0, as_expr(count)), name="along")
 
     def element(i: Position, ends: te.Tensor) -> tirx.Expr:
         is_before = tirx.Select(ends(along) <= i[0].astype("int64"), as_expr(1), as_expr(0))
         return te.sum(is_before, axis=along)
 
-    places = least.kernel("repeated", element, ends, shape=[total])
+    places = minimum.kernel("repeated", element, ends, shape=[total])
     return node.cast(places, node.dtype)
 
 

@@ -157,11 +157,13 @@ def _log_of_sum(node: TorchNode, a: relax.Expr, b: relax.Expr) -> relax.Expr:
 
 
 @converts("bincount")
-def bincount(node: TorchNode, x: relax.Expr, weights: relax.Expr | None = None, least: int = 0) -> relax.Expr:
+def bincount(node: TorchNode, x: relax.Expr, weights: relax.Expr | None = None, min_length: int = 0) -> relax.Expr:
     """Count of each number from 0 on, or the sum of its weights."""
     values = node.cast(x, "int64")
     size = node.read_size(node.emit(relax.op.add(relax.op.max(values), const(1, "int64"))))
-    size = max(size, least) if isinstance(size, int) else tirx.max(size, as_expr(least)) if least else size
+    size = (
+        max(size, min_length) if isinstance(size, int) else tirx.max(size, as_expr(min_length)) if min_length else size
+    )
     added = node.filled(1, node.dims(x)) if weights is None else node.tensor(weights)
     return node.onnx(
         "ScatterElements", node.filled(0, [size]), node.from_zero(values, size), added, axis=0, reduction="add"

@@ -34,8 +34,8 @@ from ...core.builder import (
     lane_indices,
     let,
     loop,
+    materialize,
     minimum,
-    opaque,
     when,
 )
 from ...core.work_split import part, tasks_for
@@ -86,7 +86,7 @@ class _Kernel:
         self.plan: Plan = plan_for(problem, cpu)
         self.tensors = Tensors(function, problem)
         # Blocks of pages whose sums are kept, where several units have those of a row.
-        self.kept = self.tensors.rows * problem.heads * self.plan.most_blocks if self.plan.splits > 1 else 0
+        self.kept = self.tensors.rows * problem.heads * self.plan.max_blocks if self.plan.splits > 1 else 0
         self.room_size = self.plan.tasks * self.plan.offsets["end"]
         total = self.room_size + self.kept * (problem.size + 2)
         self._scratch = function.argument("scratch", (int64(total),), "float32")
@@ -118,9 +118,9 @@ class _Kernel:
         sequence = self.tensors.integer("sequences", int64(0)) if problem.rows == "chunk" else None
         with loop(tasks, parallel=tasks > 1) as task:
             begin, end = part(units, tasks, task)
-            with loop(opaque(end - begin)) as number:
-                unit = opaque(begin + number)
-                row, head = opaque(unit // problem.kv_heads), opaque(unit % problem.kv_heads)
+            with loop(materialize(end - begin)) as number:
+                unit = materialize(begin + number)
+                row, head = materialize(unit // problem.kv_heads), materialize(unit % problem.kv_heads)
                 self._append(row, head, *self._place(row, sequence))
 
     def _append(self, row: Expr, head: Expr, slot: Expr, position: Expr) -> None:
@@ -130,31 +130,31 @@ class _Kernel:
         """Slot and position of a row; no position where it is not of the chunk's sequence."""
         own = self.tensors.integer("sequences", row)
         if sequence is not None:
-            own = opaque(tirx.Select(own.equal(sequence), own, int64(-1)))
+            own = materialize(tirx.Select(own.equal(sequence), own, int64(-1)))
         return slot_position(self.tensors, row, own)
 
     # -- one token of each sequence
 
     def _decode(self) -> None:
         problem, plan = self.problem, self.plan
-        units = opaque(self.tensors.rows * (problem.kv_heads * plan.splits))
+        units = materialize(self.tensors.rows * (problem.kv_heads * plan.splits))
         with loop(plan.tasks, parallel=plan.tasks > 1) as task:
             place = self._unit(task)
             begin, end = part(units, plan.tasks, task)
-            with loop(opaque(end - begin)) as number:
-                self._decode_unit(place, opaque(begin + number))
+            with loop(materialize(end - begin)) as number:
+                self._decode_unit(place, materialize(begin + number))
 
     def _decode_unit(self, place: Unit, number: Expr) -> None:
         problem, plan = self.problem, self.plan
-        split = opaque(number % plan.splits)
-        pair = opaque(number // plan.splits)
-        row, head = opaque(pair // problem.kv_heads), opaque(pair % problem.kv_heads)
+        split = materialize(number % plan.splits)
+        pair = materialize(number // plan.splits)
+        row, head = materialize(pair // problem.kv_heads), materialize(pair % problem.kv_heads)
         slot, position = self._place(row, None)
         if plan.splits == 1:
             self._append(row, head, slot, position)
         self._prepare(place, row, head, int64(1))
         least = self._least_seen(position)
-        first, end = opaque(least // PAGE), opaque((position + PAGE) // PAGE)
+        first, end = materialize(least // PAGE), materialize((position + PAGE) // PAGE)
         bounds = (least, position)
         pages = _Pages(slot, head, first, end, position, int64(1), lambda _: bounds, bounds)
         first_block, last_block = _blocks(first, end)
@@ -162,32 +162,32 @@ class _Kernel:
             self._attend(place, pages, (first_block, last_block), lambda _: self._add(place, int64(1)))
             self._finish(place, row, head, int64(1))
             return
-        begin_part, end_part = part(opaque(last_block - first_block), plan.splits, split)
-        first_head = opaque(row * problem.heads + head * problem.group)
+        begin_part, end_part = part(materialize(last_block - first_block), plan.splits, split)
+        first_head = materialize(row * problem.heads + head * problem.group)
         self._attend(
             place,
             pages,
-            (opaque(first_block + begin_part), opaque(first_block + end_part)),
-            lambda block: self._keep(place, first_head, opaque(block - first_block)),
+            (materialize(first_block + begin_part), materialize(first_block + end_part)),
+            lambda block: self._keep(place, first_head, materialize(block - first_block)),
         )
 
     # -- a run of tokens of one sequence
 
     def _chunk(self) -> None:
         problem, plan, tensors = self.problem, self.plan, self.tensors
-        tiles = opaque(ceil_div(tensors.rows, plan.queries))
-        units = opaque(tiles * problem.kv_heads)
+        tiles = materialize(ceil_div(tensors.rows, plan.queries))
+        units = materialize(tiles * problem.kv_heads)
         sequence = tensors.integer("sequences", int64(0))
         with loop(plan.tasks, parallel=plan.tasks > 1) as task:
             place = self._unit(task)
             # Late queries see more keys: neighbours go to different tasks.
-            with loop(opaque((units - task + (plan.tasks - 1)) // plan.tasks)) as number:
-                unit = opaque(task + number * plan.tasks)
-                self._chunk_unit(place, opaque(unit // tiles), opaque(unit % tiles * plan.queries), sequence)
+            with loop(materialize((units - task + (plan.tasks - 1)) // plan.tasks)) as number:
+                unit = materialize(task + number * plan.tasks)
+                self._chunk_unit(place, materialize(unit // tiles), materialize(unit % tiles * plan.queries), sequence)
 
     def _chunk_unit(self, place: Unit, head: Expr, first: Expr, sequence: Expr) -> None:
         plan, tensors = self.plan, self.tensors
-        count = opaque(minimum(tensors.rows - first, int64(plan.queries)))
+        count = materialize(minimum(tensors.rows - first, int64(plan.queries)))
         self._prepare(place, first, head, count)
         slot, _ = slot_position(tensors, int64(0), sequence)
         ends = [T.alloc_buffer((1,), "int64", scope="global") for _ in range(2)]
@@ -195,16 +195,16 @@ class _Kernel:
         T.buffer_store(ends[0], tensors.extent("table", 1) * PAGE, [zero])
         T.buffer_store(ends[1], int64(-1), [zero])
         with loop(count) as query:
-            _, position = self._place(opaque(first + query), sequence)
+            _, position = self._place(materialize(first + query), sequence)
             with when(position >= 0):
                 T.buffer_store(ends[0], T.min(ends[0][zero], self._least_seen(position)), [zero])
                 T.buffer_store(ends[1], T.max(ends[1][zero], position), [zero])
-        last = opaque(ends[1][zero] + 0)
-        begin = opaque(ends[0][zero] // PAGE)
-        end = opaque((last + PAGE) // PAGE)
+        last = materialize(ends[1][zero] + 0)
+        begin = materialize(ends[0][zero] // PAGE)
+        end = materialize((last + PAGE) // PAGE)
 
         def limits(query: Expr) -> tuple[Expr, Expr]:
-            _, position = self._place(opaque(first + query), sequence)
+            _, position = self._place(materialize(first + query), sequence)
             return self._least_seen(position), position
 
         _, earliest = self._place(first, sequence)
@@ -215,52 +215,52 @@ class _Kernel:
     # -- both
 
     def _unit(self, task: Expr) -> Unit:
-        start = opaque(task * self.plan.offsets["end"])
+        start = materialize(task * self.plan.offsets["end"])
         return Unit(self.problem, self.plan, self.tensors, self.room, start)
 
     def _least_seen(self, position: Expr) -> Expr:
         """The first position that a query at a position sees."""
         if not self.problem.window:
             return int64(0)
-        return opaque(T.max(position - (self.problem.window - 1), int64(0)))
+        return materialize(T.max(position - (self.problem.window - 1), int64(0)))
 
     def _prepare(self, place: Unit, first: Expr, head: Expr, count: Expr) -> None:
         """Queries of a unit, normalized, rotated and scaled, into scratch; nothing seen yet."""
         problem, plan = self.problem, self.plan
         width = (problem.heads + 2 * problem.kv_heads) * problem.size
         with loop(count) as query, loop(problem.group) as number:
-            row = opaque(first + query)
-            start = opaque(row * width + (head * problem.group + number) * problem.size)
-            target = opaque((query * problem.group + number) * problem.size)
+            row = materialize(first + query)
+            start = materialize(row * width + (head * problem.group + number) * problem.size)
+            target = materialize((query * problem.group + number) * problem.size)
 
             def store(index: Expr, value: Expr, lanes: int, target: Expr = target) -> None:
                 scale = broadcast(tirx.const(problem.scale, "float32"), lanes)
-                place.store("queries", opaque(target + index), value * scale, lanes)
+                place.store("queries", materialize(target + index), value * scale, lanes)
 
             emit_head(problem, self.tensors, plan.width_lanes, row, start, "q_norm", store)
-        start_blocks(place, opaque(count * problem.group))
+        start_blocks(place, materialize(count * problem.group))
 
     def _attend(self, place: Unit, pages: _Pages, blocks: tuple[Expr, Expr], end_block: Callable[[Expr], None]) -> None:
         """Attend from the unit's rows to its pages, in the blocks from the first to before the second.
 
         `end_block` takes the sums of each block.
         """
-        rows, (first_block, last_block) = opaque(pages.queries * self.problem.group), blocks
-        with loop(opaque(T.max(last_block - first_block, int64(0)))) as number:
-            block = opaque(first_block + number)
+        rows, (first_block, last_block) = materialize(pages.queries * self.problem.group), blocks
+        with loop(materialize(T.max(last_block - first_block, int64(0)))) as number:
+            block = materialize(first_block + number)
             emit_start(place, rows)
-            begin = opaque(T.max(pages.begin, block * BLOCK_PAGES))
-            end = opaque(T.min(pages.end, block * BLOCK_PAGES + BLOCK_PAGES))
-            with loop(opaque(end - begin)) as page:
-                self._attend_page(place, pages, opaque(begin + page))
+            begin = materialize(T.max(pages.begin, block * BLOCK_PAGES))
+            end = materialize(T.min(pages.end, block * BLOCK_PAGES + BLOCK_PAGES))
+            with loop(materialize(end - begin)) as page:
+                self._attend_page(place, pages, materialize(begin + page))
             end_block(block)
 
     def _attend_page(self, place: Unit, pages: _Pages, index: Expr) -> None:
         entry = table_entry(self.tensors, pages.slot, index)
         with when(entry >= 0):
             page = page_of(self.tensors, self.problem, entry, pages.head)
-            first = opaque(index * PAGE)
-            count = opaque(T.min(pages.last - first + 1, int64(PAGE)))
+            first = materialize(index * PAGE)
+            count = materialize(T.min(pages.last - first + 1, int64(PAGE)))
             is_whole = tirx.all(first >= pages.bounds[0], first + (PAGE - 1) <= pages.bounds[1])
             # Any where there is none behind it.
             number = table_entry(self.tensors, pages.slot, T.min(index + 1, pages.end - 1))
@@ -270,10 +270,10 @@ class _Kernel:
 
     def _add(self, place: Unit, queries: Expr) -> None:
         """The sums of a block, added to those of the blocks before."""
-        with loop(opaque(queries * self.problem.group)) as row:
+        with loop(materialize(queries * self.problem.group)) as row:
             add_block(
                 place,
-                opaque(row + 0),
+                materialize(row + 0),
                 (place.load("maxima", row), place.load("totals", row)),
                 lambda body: each_sum(place, row, body),
             )
@@ -282,17 +282,17 @@ class _Kernel:
         """The rows' averages into the result."""
         problem = self.problem
         with loop(count) as query, loop(problem.group) as number:
-            row = opaque(query * problem.group + number)
-            self._finish_row(place, row, opaque((first + query) * problem.heads + head * problem.group + number))
+            row = materialize(query * problem.group + number)
+            self._finish_row(place, row, materialize((first + query) * problem.heads + head * problem.group + number))
 
     def _finish_row(self, place: Unit, row: Expr, number: Expr) -> None:
         """A row's average into one of the result's."""
         size, lanes = self.problem.size, self.plan.width_lanes
         average = let(tirx.const(1.0, "float32") / T.max(place.load("all_totals", row), tirx.const(1e-30, "float32")))
         with loop(size // lanes) as vector:
-            column = opaque(vector * lanes)
+            column = materialize(vector * lanes)
             value = place.load("all_sums", row * size + column, lanes)
-            self._write(opaque(number * size + column), let(value * broadcast(average, lanes)), lanes)
+            self._write(materialize(number * size + column), let(value * broadcast(average, lanes)), lanes)
 
     def _write(self, index: Expr, value: Expr, lanes: int) -> None:
         where = T.ramp(index, tirx.const(1, "int64"), lanes) if lanes > 1 else index
@@ -302,15 +302,15 @@ class _Kernel:
 
     def _kept(self, head: Expr, block: Expr) -> tuple[Expr, Expr]:
         """Where the sums of a block are kept, and its maximum and total behind all sums."""
-        number = opaque(head * self.plan.most_blocks + block)
+        number = materialize(head * self.plan.max_blocks + block)
         return (
-            opaque(self.room_size + number * self.problem.size),
-            opaque(self.room_size + self.kept * self.problem.size + number * 2),
+            materialize(self.room_size + number * self.problem.size),
+            materialize(self.room_size + self.kept * self.problem.size + number * 2),
         )
 
     def _keep(self, place: Unit, first_head: Expr, block: Expr) -> None:
         with loop(self.problem.group) as number:
-            sums, state = self._kept(opaque(first_head + number), block)
+            sums, state = self._kept(materialize(first_head + number), block)
             T.buffer_store(self.room, place.load("maxima", number), [state])
             T.buffer_store(self.room, place.load("totals", number), [state + 1])
 
@@ -321,24 +321,24 @@ class _Kernel:
 
     def _merge(self) -> None:
         """The blocks of each row and head, in their order, into the result."""
-        plan, units = self.plan, opaque(self.tensors.rows * self.problem.heads)
+        plan, units = self.plan, materialize(self.tensors.rows * self.problem.heads)
         with loop(plan.tasks, parallel=plan.tasks > 1) as task:
             place = self._unit(task)
             begin, end = part(units, plan.tasks, task)
-            with loop(opaque(end - begin)) as number:
-                self._merge_unit(place, opaque(begin + number))
+            with loop(materialize(end - begin)) as number:
+                self._merge_unit(place, materialize(begin + number))
 
     def _merge_unit(self, place: Unit, head: Expr) -> None:
         size, lanes, row = self.problem.size, self.plan.width_lanes, int64(0)
         start_blocks(place, int64(1))
-        _, position = self._place(opaque(head // self.problem.heads), None)
-        first, last = _blocks(opaque(self._least_seen(position) // PAGE), opaque((position + PAGE) // PAGE))
-        with loop(opaque(T.max(last - first, int64(0)))) as block:
+        _, position = self._place(materialize(head // self.problem.heads), None)
+        first, last = _blocks(materialize(self._least_seen(position) // PAGE), materialize((position + PAGE) // PAGE))
+        with loop(materialize(T.max(last - first, int64(0)))) as block:
             sums, state = self._kept(head, block)
 
             def each(body: Callable[[Expr, Expr, int], None], sums: Expr = sums) -> None:
                 with loop(size // lanes) as vector:
-                    column = opaque(vector * lanes)
+                    column = materialize(vector * lanes)
                     body(column, let(self.room[lane_indices(sums + column, lanes)]), lanes)
 
             add_block(place, row, (self.room[state], self.room[state + 1]), each)
@@ -373,4 +373,4 @@ class _Pages:
 
 def _blocks(begin: Expr, end: Expr) -> tuple[Expr, Expr]:
     """The first block of some pages, and the one behind their last."""
-    return opaque(begin // BLOCK_PAGES), opaque((end + (BLOCK_PAGES - 1)) // BLOCK_PAGES)
+    return materialize(begin // BLOCK_PAGES), materialize((end + (BLOCK_PAGES - 1)) // BLOCK_PAGES)

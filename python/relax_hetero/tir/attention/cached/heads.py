@@ -9,7 +9,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.problem import CachedAttentionProblem
-from ...core.builder import Expr, Registers, broadcast, lane_of, let, loop, opaque, over_lanes, zeros
+from ...core.builder import Expr, Registers, broadcast, lane_of, let, loop, materialize, over_lanes, zeros
 from .spec import Tensors
 
 Sink = Callable[[Expr, Expr, int], None]
@@ -45,11 +45,11 @@ def emit_head(
     if turned:
         half = turned // 2
         emit = _emit_halves if problem.rotary == "halves" else _emit_pairs
-        emit(tensors, gcd(half, lanes), half, opaque(row * turned), element, sink)
+        emit(tensors, gcd(half, lanes), half, materialize(row * turned), element, sink)
     step = gcd(problem.size - turned, lanes) if turned else lanes
     if turned < problem.size:
         with loop((problem.size - turned) // step) as vector:
-            index = opaque(vector * step + turned)
+            index = materialize(vector * step + turned)
             sink(index, element(index, step), step)
 
 
@@ -69,25 +69,25 @@ def _emit_halves(
     tensors: Tensors, lanes: int, half: int, row: Expr, element: Callable[[Expr, int], Expr], sink: Sink
 ) -> None:
     with loop(half // lanes) as vector:
-        index = opaque(vector * lanes)
+        index = materialize(vector * lanes)
         cosine, sine = _angles(tensors, row, index, half, lanes)
         left, right = element(index, lanes), element(index + half, lanes)
         sink(index, let(left * cosine - right * sine), lanes)
-        sink(opaque(index + half), let(right * cosine + left * sine), lanes)
+        sink(materialize(index + half), let(right * cosine + left * sine), lanes)
 
 
 def _emit_pairs(
     tensors: Tensors, lanes: int, half: int, row: Expr, element: Callable[[Expr, int], Expr], sink: Sink
 ) -> None:
     with loop(half // lanes) as vector:
-        index = opaque(vector * lanes)
+        index = materialize(vector * lanes)
         cosine, sine = _angles(tensors, row, index, half, lanes)
-        both = element(opaque(index * 2), 2 * lanes)
+        both = element(materialize(index * 2), 2 * lanes)
         left = let(_lanes(both, list(range(0, 2 * lanes, 2))))
         right = let(_lanes(both, list(range(1, 2 * lanes, 2))))
         turned = [let(left * cosine - right * sine), let(right * cosine + left * sine)]
         order = [lane + which * lanes for lane in range(lanes) for which in (0, 1)]
-        sink(opaque(index * 2), let(T.Shuffle(turned, order)), 2 * lanes)
+        sink(materialize(index * 2), let(T.Shuffle(turned, order)), 2 * lanes)
 
 
 def _lanes(vector: Expr, numbers: list[int]) -> Expr:

@@ -13,7 +13,7 @@ from ....encoding.pages import PAGE
 from ....encoding.problem import CachedAttentionProblem
 from ....target.cpu_target import CpuTarget
 from ....target.tiles import tile_sizes
-from ...core.builder import Expr, Function, ceil_div, flat, int64, lane_indices, let, opaque, vector_type
+from ...core.builder import Expr, Function, ceil_div, flat, int64, lane_indices, let, materialize, vector_type
 from ...math.casts import cast
 
 # Rows (a query of one head each) that share a widened page where there are many. Measured (AVX-512, one core, 512
@@ -22,7 +22,7 @@ CHUNK_ROWS = 64
 BLOCK_PAGES = 2
 """Pages of a block, the granularity at which several units share a row; smaller blocks take longer to merge."""
 
-LEAST_SCORE = -1e30
+MIN_SCORE = -1e30
 """Score of hidden keys: its power of e is 0 beside any other's."""
 
 
@@ -45,7 +45,7 @@ class Plan:
     tasks : int
     splits : int
         Units that share the blocks of a row's pages; 1: one unit reads them all.
-    most_blocks : int
+    max_blocks : int
         Blocks that a row sees at most.
     """
 
@@ -58,7 +58,7 @@ class Plan:
     size: int
     tasks: int
     splits: int
-    most_blocks: int
+    max_blocks: int
     is_widened: bool
 
     @property
@@ -113,10 +113,10 @@ def plan_for(problem: CachedAttentionProblem, cpu: CpuTarget) -> Plan:
     splits = 1
     units = rows * problem.kv_heads if isinstance(rows, int) else 0
     columns = problem.operands[2].shape[1]
-    most_blocks = ceil_div(int(columns), BLOCK_PAGES) if isinstance(columns, int) else 0
+    max_blocks = ceil_div(int(columns), BLOCK_PAGES) if isinstance(columns, int) else 0
     if problem.window:
-        most_blocks = min(most_blocks, (problem.window - 2) // (PAGE * BLOCK_PAGES) + 2)
-    if not is_chunk and 0 < units < 2 * cpu.cores and most_blocks > 1:
+        max_blocks = min(max_blocks, (problem.window - 2) // (PAGE * BLOCK_PAGES) + 2)
+    if not is_chunk and 0 < units < 2 * cpu.cores and max_blocks > 1:
         splits = next(s for s in range(1, cpu.cores + 1) if units * s >= cpu.cores and units * s % cpu.cores == 0)
     most = units * splits if not is_chunk and units else cpu.cores
     return Plan(
@@ -129,7 +129,7 @@ def plan_for(problem: CachedAttentionProblem, cpu: CpuTarget) -> Plan:
         size=problem.size,
         tasks=max(1, min(cpu.cores, most)),
         splits=splits,
-        most_blocks=most_blocks,
+        max_blocks=max_blocks,
         is_widened=is_chunk and count > 2 * tile_rows,
     )
 
@@ -181,7 +181,7 @@ class Tensors:
 
     def integer(self, name: str, index: Expr) -> Expr:
         """An element of one of the tensors of int32, int64."""
-        return opaque(tirx.Cast("int64", self.data[name][index]))
+        return materialize(tirx.Cast("int64", self.data[name][index]))
 
     def number(self, name: str, index: Expr, lanes: int) -> Expr:
         """Elements of one of the tensors of floats from an index on, as float32."""
@@ -250,7 +250,7 @@ class Page:
 
 def page_of(tensors: Tensors, problem: CachedAttentionProblem, number: Expr, head: Expr) -> Page:
     """A head of the page with a number."""
-    start = opaque((number * problem.kv_heads + head) * tensors.page_elements)
+    start = materialize((number * problem.kv_heads + head) * tensors.page_elements)
     return Page(tensors, start, problem.size, problem.page_type)
 
 
@@ -261,12 +261,12 @@ def slot_position(tensors: Tensors, row: Expr, sequence: Expr) -> tuple[Expr, Ex
     known = [sequence >= 0, sequence < slots, position >= 0, position < most * PAGE]
     is_there = tirx.all(*known)
     return (
-        opaque(tirx.Select(is_there, sequence, int64(0))),
-        opaque(tirx.Select(is_there, position, int64(-1))),
+        materialize(tirx.Select(is_there, sequence, int64(0))),
+        materialize(tirx.Select(is_there, position, int64(-1))),
     )
 
 
 def table_entry(tensors: Tensors, slot: Expr, number: Expr) -> Expr:
     """The page of a slot's tokens from 64 * number on; -1 where there is none, or the number is none of a page."""
     page = tensors.integer("table", slot * tensors.extent("table", 1) + number)
-    return opaque(tirx.Select(page < tensors.extent("pages", 0), page, int64(-1)))
+    return materialize(tirx.Select(page < tensors.extent("pages", 0), page, int64(-1)))

@@ -24,13 +24,13 @@ from ...core.builder import (
     either,
     let,
     loop,
-    opaque,
+    materialize,
     over_lanes,
     zeros,
 )
 from ...math.vector_math import exp_nonpositive, tanh
-from ...matmul import tile_registers
-from .spec import LEAST_SCORE, Page, Unit
+from ...matmul import amx
+from .spec import MIN_SCORE, Page, Unit
 
 _WRITTEN_OUT = 4
 """Vectors of a page's scores that are kept in registers; more are read again."""
@@ -75,13 +75,13 @@ def emit_start(unit: Unit, rows: Expr) -> None:
 
 def start_blocks(unit: Unit, rows: Expr) -> None:
     """The state of rows that have seen no block."""
-    _emit_empty(unit, "all_", rows, opaque(rows * (unit.problem.size // unit.plan.width_lanes)))
+    _emit_empty(unit, "all_", rows, materialize(rows * (unit.problem.size // unit.plan.width_lanes)))
 
 
 def _emit_empty(unit: Unit, prefix: str, rows: Expr, vectors: Expr) -> None:
     """The state of rows that have seen nothing, in the parts of the scratch whose names have a prefix."""
     with loop(rows) as row:
-        unit.store(f"{prefix}maxima", row, tirx.const(LEAST_SCORE, "float32"))
+        unit.store(f"{prefix}maxima", row, tirx.const(MIN_SCORE, "float32"))
         unit.store(f"{prefix}totals", row, tirx.const(0.0, "float32"))
     lanes = unit.plan.width_lanes
     with loop(vectors) as vector:
@@ -95,14 +95,14 @@ def add_block(
     each: Callable[[Callable[[Expr, Expr, int], None]], None],
 ) -> None:
     """Add a block to a row's state of the blocks before: its maximum and total, and the sums that `each` gives."""
-    before, greatest = let(unit.load("all_maxima", row)), let(state[0])
-    now = let(T.Select(before > greatest, before, greatest))
-    old, new = let(exp_nonpositive(before - now)), let(exp_nonpositive(greatest - now))
+    before, row_max = let(unit.load("all_maxima", row)), let(state[0])
+    now = let(T.Select(before > row_max, before, row_max))
+    old, new = let(exp_nonpositive(before - now)), let(exp_nonpositive(row_max - now))
     unit.store("all_totals", row, unit.load("all_totals", row) * old + state[1] * new)
     unit.store("all_maxima", row, now)
 
     def add(column: Expr, value: Expr, lanes: int) -> None:
-        index = opaque(row * unit.problem.size + column)
+        index = materialize(row * unit.problem.size + column)
         factors = [broadcast(factor, lanes) for factor in (old, new)]
         unit.store("all_sums", index, unit.load("all_sums", index, lanes) * factors[0] + value * factors[1], lanes)
 
@@ -124,14 +124,14 @@ def _widen(unit: Unit, span: Span) -> None:
     with loop(plan.key_panels) as panel, loop(size) as row:
         for vector in range(plan.tile_vectors):
             column = panel * plan.columns + vector * plan.lanes
-            value = page.load(opaque(page.start + row * PAGE + column), plan.lanes)
+            value = page.load(materialize(page.start + row * PAGE + column), plan.lanes)
             unit.store("keys", (panel * size + row) * plan.columns + vector * plan.lanes, value, plan.lanes)
     for first, vectors in plan.value_panels:
         width = vectors * plan.width_lanes
         with loop(span.count) as token:
             for vector in range(vectors):
                 column = first + vector * plan.width_lanes
-                value = page.load(opaque(page.values + token * size + column), plan.width_lanes)
+                value = page.load(materialize(page.values + token * size + column), plan.width_lanes)
                 place = first * PAGE + token * width + vector * plan.width_lanes
                 unit.store("values", place, value, plan.width_lanes)
 
@@ -170,18 +170,18 @@ def _fetching(unit: Unit, page: Page, start: Expr, each: int) -> Callable[[Expr]
     is_few = not unit.plan.is_widened and unit.plan.rows == unit.plan.tile_rows
     if unit.plan.lanes == 1 or not is_few or each < line:
         return None
-    start, data = opaque(start), unit.tensors.data["pages"]
+    start, data = materialize(start), unit.tensors.data["pages"]
 
     def fetch(k: Expr) -> None:
         for number in range(each // line):
-            tile_registers.fetch(T.address_of(data[start + k * each + number * line]))
+            amx.fetch(T.address_of(data[start + k * each + number * line]))
 
     return fetch
 
 
 def _emit_scores(unit: Unit, span: Span) -> None:
     plan = unit.plan
-    panels = opaque(ceil_div(span.count, plan.columns))
+    panels = materialize(ceil_div(span.count, plan.columns))
     # A panel of keys stays in the first-level cache for all tiles.
     with loop(panels) as panel, loop(span.tiles) as tile:
         _emit_score_tile(unit, span, panel, tile)
@@ -189,9 +189,9 @@ def _emit_scores(unit: Unit, span: Span) -> None:
 
 def _emit_score_tile(unit: Unit, span: Span, panel: Expr, tile: Expr) -> None:
     plan, problem, page = unit.plan, unit.problem, span.page
-    column = opaque(panel * plan.columns)
-    rows = opaque(unit.at("queries", tile * (plan.tile_rows * problem.size)))
-    keys = opaque(unit.at("keys", column * problem.size) if plan.is_widened else page.start + column)
+    column = materialize(panel * plan.columns)
+    rows = materialize(unit.at("queries", tile * (plan.tile_rows * problem.size)))
+    keys = materialize(unit.at("keys", column * problem.size) if plan.is_widened else page.start + column)
 
     def key(k: Expr, vector: int) -> Expr:
         if plan.is_widened:
@@ -225,9 +225,11 @@ def _emit_softmax(unit: Unit, span: Span) -> None:
 
     def rows(hides: bool) -> None:
         with loop(span.queries) as query:
-            low, high = (opaque(position - span.first) for position in span.limits(query)) if hides else (0, 0)
+            low, high = (materialize(position - span.first) for position in span.limits(query)) if hides else (0, 0)
             with loop(unit.problem.group) as head:
-                _emit_softmax_row(unit, span, opaque(query * unit.problem.group + head), (low, high) if hides else None)
+                _emit_softmax_row(
+                    unit, span, materialize(query * unit.problem.group + head), (low, high) if hides else None
+                )
 
     either(span.is_whole, lambda: rows(False), lambda: rows(True))
 
@@ -243,7 +245,7 @@ def _emit_softmax_row(unit: Unit, span: Span, row: Expr, seen: tuple[Expr, Expr]
                 body(tirx.const(column, "int64"), number)
             return
         with loop(PAGE // lanes) as vector:
-            body(opaque(vector * lanes), 0)
+            body(materialize(vector * lanes), 0)
 
     kept: dict[int, Expr] = {}
 
@@ -255,14 +257,14 @@ def _emit_softmax_row(unit: Unit, span: Span, row: Expr, seen: tuple[Expr, Expr]
         return kept[number]
 
     before = let(unit.load("maxima", row))
-    greatest = Registers(1, "float32", lanes)
-    greatest[0] = broadcast(before, lanes)
+    row_max = Registers(1, "float32", lanes)
+    row_max[0] = broadcast(before, lanes)
 
     def look(column: Expr, number: int) -> None:
-        greatest[0] = T.max(greatest[0], score_at(column, number))
+        row_max[0] = T.max(row_max[0], score_at(column, number))
 
     each(look)
-    now = let(over_lanes(greatest[0], T.max, lanes))
+    now = let(over_lanes(row_max[0], T.max, lanes))
     factor = let(exp_nonpositive(before - now))
     total = Registers(1, "float32", lanes)
     total[0] = zeros("float32", lanes)
@@ -291,7 +293,7 @@ def _is_seen(column: Expr, low: Expr, high: Expr, lanes: int) -> Expr:
 
 def _hidden(score: Expr, column: Expr, low: Expr, high: Expr, lanes: int) -> Expr:
     """Scores, the least of all where a key is not seen."""
-    least = broadcast(tirx.const(LEAST_SCORE, "float32"), lanes)
+    least = broadcast(tirx.const(MIN_SCORE, "float32"), lanes)
     return let(T.Select(_is_seen(column, low, high, lanes), score, least))
 
 
@@ -302,7 +304,7 @@ def _emit_values(unit: Unit, span: Span) -> None:
     if whole:
         with loop(len(whole)) as panel, loop(span.tiles) as tile:
             _emit_value_tile(
-                unit, span, opaque(panel * (plan.tile_vectors * plan.width_lanes)), plan.tile_vectors, tile
+                unit, span, materialize(panel * (plan.tile_vectors * plan.width_lanes)), plan.tile_vectors, tile
             )
     for first, vectors in plan.value_panels[len(whole) :]:
         with loop(span.tiles) as tile:
@@ -312,8 +314,8 @@ def _emit_values(unit: Unit, span: Span) -> None:
 def _emit_value_tile(unit: Unit, span: Span, column: Expr, vectors: int, tile: Expr) -> None:
     plan, page, size = unit.plan, span.page, unit.problem.size
     lanes, width = plan.width_lanes, vectors * plan.width_lanes
-    values = opaque(unit.at("values", column * PAGE) if plan.is_widened else page.values + column)
-    weights = opaque(unit.at("scores", tile * (plan.tile_rows * PAGE)))
+    values = materialize(unit.at("values", column * PAGE) if plan.is_widened else page.values + column)
+    weights = materialize(unit.at("scores", tile * (plan.tile_rows * PAGE)))
 
     def value(k: Expr, vector: int) -> Expr:
         if plan.is_widened:
@@ -345,4 +347,4 @@ def each_sum(unit: Unit, row: Expr, body: Callable[[Expr, Expr, int], None]) -> 
 
 def tiles_of(unit: Unit, queries: Expr) -> Expr:
     """How many tiles the rows of some queries fill."""
-    return opaque(ceil_div(queries * unit.problem.group, unit.plan.tile_rows))
+    return materialize(ceil_div(queries * unit.problem.group, unit.plan.tile_rows))

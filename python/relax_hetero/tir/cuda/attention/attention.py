@@ -20,8 +20,8 @@ def cuda_attention_kernel(problem: AttentionProblem, gpu: GpuTarget) -> tirx.Pri
     EncodingError
         If an operand is of a type that GPUs do not multiply.
     """
-    if not wgmma_attention.misfit(problem, gpu):
+    if not wgmma_attention.unsupported_reason(problem, gpu):
         return wgmma_attention_kernel(problem, gpu)
-    if not mma_attention.misfit(problem, gpu):
+    if not mma_attention.unsupported_reason(problem, gpu):
         return mma_attention_kernel(problem, gpu)
     return simt_attention_kernel(problem, gpu)

@@ -18,7 +18,7 @@ FEW_KEYS = 64
 """Number of keys of a tile where registers hold more for each key, or for wide values."""
 KEYS_OF_WIDE = 80
 """Number of keys of a tile wider than 128 for several warpgroups: shared memory holds it twice."""
-MOST_STAGES = {1: 3, 2: 2, 3: 2}
+MAX_STAGES = {1: 3, 2: 2, 3: 2}
 """Maximum number of stages by warpgroups of consumers: a third takes 4 % longer (H200, 64 heads, 4,096 keys of 128)."""
 FEW_ROWS = 64
 """Rows of a block that shares its keys with others."""
@@ -78,19 +78,19 @@ def choose_plan(problem: AttentionProblem, gpu: GpuTarget) -> AttentionPlan:
         crowded = (c for c in most if c > 1 and ceil_div(rows, 64 * (c - 1)) * groups > gpu.multiprocessors)
         consumers = next(crowded, 1)
     wide_keys = KEYS_OF_WIDE if consumers > 1 else FEW_KEYS
-    most_keys = FEW_KEYS if is_crowded else wide_keys if widest > 128 else KEYS
+    max_keys = FEW_KEYS if is_crowded else wide_keys if widest > 128 else KEYS
     blocks = ceil_div(rows, 64 * consumers) * groups
     split = 1
     if n >= MANY_KEYS and consumers == 1:
-        fitting = [s for s, most in gpu.model.resident_blocks.items() if blocks * s <= most and n >= s * 2 * most_keys]
+        fitting = [s for s, most in gpu.model.resident_blocks.items() if blocks * s <= most and n >= s * 2 * max_keys]
         split = max(fitting, default=1)
     each = ceil_div(n, split)
-    keys = most_keys
+    keys = max_keys
     if isinstance(sizes["n"], int) and split == 1 and consumers == 1:
-        keys = ceil_div(ceil_div(each, ceil_div(each, most_keys)), 16) * 16
+        keys = ceil_div(ceil_div(each, ceil_div(each, max_keys)), 16) * 16
     tile = (ceil_div(d, WIDTH) + ceil_div(e, WIDTH)) * SWIZZLED_BYTES * max(keys, 64)
     room = gpu.shared_bytes - consumers * 64 * widest // WIDTH * SWIZZLED_BYTES - 2048
-    stages = max(1, min(MOST_STAGES[consumers], room // tile))
+    stages = max(1, min(MAX_STAGES[consumers], room // tile))
     if isinstance(sizes["n"], int):
         stages = min(stages, max(1, ceil_div(each, keys)))
     # Measured on an H200: powers beside the own product take 5 % longer with heads of 128, less with 64 and 256.

@@ -16,13 +16,13 @@ from ..core.launch import SharedMemory, at_least_one, launch
 from .attention_plan import AttentionPlan
 from .heads import GpuHeads, Rows
 
-MOST_WIDE = 256
+MAX_WIDE = 256
 """Maximum width of heads that tensor cores compute."""
-MOST_WIDE_TF32 = 128
+MAX_WIDE_TF32 = 128
 """The same of float32: what shared memory holds."""
 
 
-def tensor_core_misfit(problem: AttentionProblem, gpu: GpuTarget, with_tf32: bool = False) -> str:
+def tensor_core_unsupported_reason(problem: AttentionProblem, gpu: GpuTarget, with_tf32: bool = False) -> str:
     """Why no kernel of tensor cores solves a problem; empty where they do, by tf32 only one that takes it."""
     types = {operand.dtype for operand in (problem.query, problem.key, problem.value, problem.result)}
     known = gpu.mma_types & set(HALF_TYPES)
@@ -30,7 +30,7 @@ def tensor_core_misfit(problem: AttentionProblem, gpu: GpuTarget, with_tf32: boo
         known = known | {"float32"}
     if len(types) > 1 or not types <= known:
         return f"element types {sorted(types)}, expected one of {sorted(known)}"
-    sizes, most = dict(problem.sizes), MOST_WIDE_TF32 if "float32" in types else MOST_WIDE
+    sizes, most = dict(problem.sizes), MAX_WIDE_TF32 if "float32" in types else MAX_WIDE
     if int(sizes["d"]) > most or int(sizes["e"]) > most:
         return f"heads of {sizes['d']} and {sizes['e']}, expected at most {most}"
     return "an extent is 0" if 0 in sizes.values() else ""
@@ -113,8 +113,8 @@ class AttentionTensors:
         with launch(self.blocks(height), threads) as place:
             shared.open()
             if begins_early:
-                ptx.wait_for_launches_before()
-                ptx.let_next_launch_begin()
+                ptx.griddepcontrol_wait()
+                ptx.launch_dependents()
             block = T.bind(T.Cast("int32", place.block))
             if isinstance(tiles, int):
                 body(place.thread, block)

@@ -58,7 +58,7 @@ class ClusterSums:
         with when(tirx.floormod(tile.lane, 4) == 0):
             for h in range(2):
                 target = self.shared.at((height * self.pitch + (own + 8 * h) * 2) * 4)
-                ptx.store_shared(target, [_bits(tile.greatest[h]), _bits(tile.sums[h])])
+                ptx.store_shared(target, [_bits(tile.row_max[h]), _bits(tile.sums[h])])
 
     def put_together(self, thread: Expr, rank: Expr, first: Expr, at: Coordinates) -> None:
         """Write the block's share of the rows from `first` on: averages over the keys of all blocks.
@@ -88,10 +88,10 @@ class ClusterSums:
                     ptx.load_remote([facts[2 * other + i] for i in range(2)], remote[0])
                     ptx.remote_address(remote[0], sums_at, other)
                     ptx.load_remote([part[4 * other + i] for i in range(4)], remote[0])
-                greatest: Expr = T.float32(LOWEST)
+                row_max: Expr = T.float32(LOWEST)
                 for other in range(plan.split):
-                    greatest = T.max(greatest, _float(facts[2 * other]))
-                T.buffer_store(state, greatest, [0])
+                    row_max = T.max(row_max, _float(facts[2 * other]))
+                T.buffer_store(state, row_max, [0])
                 T.buffer_store(state, T.float32(0), [1])
                 for i in range(4):
                     T.buffer_store(total, T.float32(0), [i])

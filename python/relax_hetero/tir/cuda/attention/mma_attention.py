@@ -17,10 +17,10 @@ from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, when
 from ..core import ptx
-from ..core.launch import SWIZZLED_ALIGN, SharedMemory, local, may_begin_early, unrolled
+from ..core.launch import SWIZZLED_ALIGN, SharedMemory, enable_pdl, local, unrolled
 from ..matmul.operand_tiles import OperandTile
 from .attention_plan import FEW_ROWS, AttentionPlan
-from .attention_tensors import AttentionTensors, tensor_core_misfit, tiles_of
+from .attention_tensors import AttentionTensors, tensor_core_unsupported_reason, tiles_of
 from .row_store import RowStore
 from .score_tile import ScoreTile
 
@@ -34,9 +34,9 @@ _HALF_OF_TF32 = 1 << 12
 """Added to the bits of a float32, which tensor cores cut off after 10 of its fraction, rounds it."""
 
 
-def misfit(problem: AttentionProblem, gpu: GpuTarget) -> str:
+def unsupported_reason(problem: AttentionProblem, gpu: GpuTarget) -> str:
     """Why `mma_attention_kernel` cannot solve a problem; empty where it can."""
-    return tensor_core_misfit(problem, gpu, with_tf32=True)
+    return tensor_core_unsupported_reason(problem, gpu, with_tf32=True)
 
 
 def mma_attention_kernel(problem: AttentionProblem, gpu: GpuTarget) -> tirx.PrimFunc:
@@ -47,7 +47,7 @@ def mma_attention_kernel(problem: AttentionProblem, gpu: GpuTarget) -> tirx.Prim
     EncodingError
         If `misfit` says why the problem is not one for this kernel.
     """
-    reason = misfit(problem, gpu)
+    reason = unsupported_reason(problem, gpu)
     if reason:
         raise EncodingError(f"attention on {gpu.arch}: {reason}")
     sizes = dict(problem.sizes)
@@ -62,7 +62,7 @@ def mma_attention_kernel(problem: AttentionProblem, gpu: GpuTarget) -> tirx.Prim
         with function.body():
             tensors.open(raw=True)
             _Kernel(tensors, keys, begins_early).emit()
-    return may_begin_early(function.result) if begins_early else function.result
+    return enable_pdl(function.result) if begins_early else function.result
 
 
 class _Kernel:
@@ -131,7 +131,7 @@ class _Kernel:
             tile.softmax(first)
             if self.element == 2:
                 tile.pack(self.dtype)
-            tile.shrink_sums(self.sums, self.width // 2)
+            tile.rescale_sums(self.sums, self.width // 2)
             if self.element == 2:
                 self._values()
             else:

@@ -91,7 +91,7 @@ class ScoreTile:
         """Registers of a thread; within the launch."""
         self.lane = T.bind(tirx.floormod(thread, WARP))
         self.scores, self.weights = local(self.keys // 2, "float32"), local(self.keys // 4, "uint32")
-        self.greatest, self.shrink, self.sums = (local(2, "float32") for _ in range(3))
+        self.row_max, self.shrink, self.sums = (local(2, "float32") for _ in range(3))
         self._new, self._base, self._value = local(2, "float32"), local(2, "float32"), local(1, "float32")
         self.held = [local(self._held_count(view), view.dtype) for view in self.masks]
 
@@ -111,7 +111,7 @@ class ScoreTile:
         """
         self.at, self.row, self.seen, self.least = at, row, seen, least
         for h in range(2):
-            T.buffer_store(self.greatest, T.float32(-math.inf), [h])
+            T.buffer_store(self.row_max, T.float32(-math.inf), [h])
             T.buffer_store(self.sums, T.float32(0), [h])
 
     # -- masks
@@ -182,35 +182,35 @@ class ScoreTile:
                     limit = T.Select(tirx.floormod(tirx.floordiv(i, 2), 2) == 0, left[0], left[1])
                     T.buffer_store(scores, T.if_then_else(column < limit, scores[i], T.float32(-math.inf)), [i])
         for h in range(2):
-            T.buffer_store(self._new, self.greatest[h], [h])
+            T.buffer_store(self._new, self.row_max[h], [h])
         with unrolled(count) as i:
             half = tirx.floormod(tirx.floordiv(i, 2), 2)
             T.buffer_store(self._new, T.max(self._new[half], scores[i]), [half])
         for h in range(2):
             self._over_lanes(self._new, h, T.max)
             T.buffer_store(self._base, self._base_of(self._new[h]), [h])
-            self._power(self.greatest[h], h)
+            self._power(self.row_max[h], h)
             T.buffer_store(self.shrink, self._value[0], [h])
             T.buffer_store(self.sums, self.sums[h] * self.shrink[h], [h])
-            T.buffer_store(self.greatest, self._new[h], [h])
+            T.buffer_store(self.row_max, self._new[h], [h])
         with unrolled(count) as i:
             half = tirx.floormod(tirx.floordiv(i, 2), 2)
             self._power(scores[i], half)
             T.buffer_store(scores, self._value[0], [i])
             T.buffer_store(self.sums, self.sums[half] + scores[i], [half])
 
-    def shrink_sums(self, sums: Any, count: int) -> None:
+    def rescale_sums(self, sums: Any, count: int) -> None:
         """Earlier sums of values become those that the row's new maximum wants."""
         with unrolled(count) as i:
             half = tirx.floormod(tirx.floordiv(i, 2), 2)
             T.buffer_store(sums, sums[i] * self.shrink[half], [i])
 
-    def _base_of(self, greatest: Expr) -> Expr:
+    def _base_of(self, row_max: Expr) -> Expr:
         """Number that is subtracted from exponents: never -inf, since -inf less -inf is not a number."""
         if self.scale is None:
-            return T.max(greatest, T.float32(LOWEST))
-        is_none = greatest == T.float32(-math.inf)
-        return T.Select(is_none, T.float32(0), greatest * T.float32(self.scale * LOG2_E))
+            return T.max(row_max, T.float32(LOWEST))
+        is_none = row_max == T.float32(-math.inf)
+        return T.Select(is_none, T.float32(0), row_max * T.float32(self.scale * LOG2_E))
 
     def _power(self, score: Expr, half: Expr) -> None:
         """``e ** (score - greatest)`` of a row into `_value`."""

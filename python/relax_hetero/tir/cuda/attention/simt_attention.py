@@ -23,7 +23,7 @@ from ...core.builder import Expr, Function, ceil_div, int64, when
 from ...core.view import Coordinates
 from ..core import ptx
 from ..core.expression import emit
-from ..core.launch import SharedMemory, local, may_begin_early, unrolled
+from ..core.launch import SharedMemory, enable_pdl, local, unrolled
 from .attention_plan import AttentionPlan
 from .attention_tensors import AttentionTensors, tiles_of, to_int32
 from .heads import GpuHeads
@@ -113,7 +113,7 @@ def simt_attention_kernel(problem: AttentionProblem, gpu: GpuTarget, plan: SimtP
         with function.body():
             found.open(raw=False)
             _Kernel(found, plan, begins_early).emit()
-    return may_begin_early(function.result) if begins_early else function.result
+    return enable_pdl(function.result) if begins_early else function.result
 
 
 class _Kernel:
@@ -145,10 +145,10 @@ class _Kernel:
         count, keys = plan.each, plan.keys // SHARING
         self.scores = local(count * keys, "float32")
         self.sums = local(count * self.columns * _QUAD, "float32")
-        self.greatest, self.totals, self.new, self.shrink = (local(count, "float32") for _ in range(4))
+        self.row_max, self.totals, self.new, self.shrink = (local(count, "float32") for _ in range(4))
         self.left, self.right = local(count * _QUAD, "float32"), local(_QUAD * max(keys, _QUAD), "float32")
         for i in range(count):
-            T.buffer_store(self.greatest, T.float32(-math.inf), [i])
+            T.buffer_store(self.row_max, T.float32(-math.inf), [i])
             T.buffer_store(self.totals, T.float32(0), [i])
         with unrolled(count * self.columns * _QUAD) as i:
             T.buffer_store(self.sums, T.float32(0), [i])
@@ -242,7 +242,7 @@ class _Kernel:
             if tensors.masks:
                 held = T.min(T.Cast("int64", own), int64(rows.count - 1))
                 place = {**place, **rows.place(held, self.at["group"])}
-            T.buffer_store(self.new, self.greatest[i], [i])
+            T.buffer_store(self.new, self.row_max[i], [i])
             for j in range(keys):
                 column = T.bind(first + (j * SHARING) + self.part)
                 key = T.min(T.Cast("int64", column), int64(sizes["n"] - 1))
@@ -255,8 +255,8 @@ class _Kernel:
             self._over_threads(self.new, i, T.max)
             # -inf less -inf is no number.
             T.buffer_store(self.new, T.max(self.new[i], T.float32(LOWEST)), [i])
-            T.buffer_store(self.shrink, T.exp(self.greatest[i] - self.new[i]), [i])
-            T.buffer_store(self.greatest, self.new[i], [i])
+            T.buffer_store(self.shrink, T.exp(self.row_max[i] - self.new[i]), [i])
+            T.buffer_store(self.row_max, self.new[i], [i])
             T.buffer_store(self.totals, self.totals[i] * self.shrink[i], [i])
             target = self.p_at + (self.own + i) * (_pitch(self.plan.keys) * 4)
             for j in range(keys):

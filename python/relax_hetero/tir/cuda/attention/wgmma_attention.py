@@ -21,10 +21,10 @@ from ....errors import EncodingError
 from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, when
 from ..core import ptx
-from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local, may_begin_early, unrolled
+from ..core.launch import SWIZZLED_ALIGN, SharedMemory, enable_pdl, launch, local, unrolled
 from ..matmul.operand_tiles import PRODUCERS, OperandTile, Source, source_of
 from .attention_plan import WIDTH, AttentionPlan, choose_plan
-from .attention_tensors import AttentionTensors, tensor_core_misfit, tiles_of
+from .attention_tensors import AttentionTensors, tensor_core_unsupported_reason, tiles_of
 from .cluster_sums import ClusterSums
 from .row_store import RowStore
 from .score_tile import ScoreTile
@@ -34,11 +34,11 @@ REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160)}
 to three warpgroups, 128 to four. For more, consumers would wait for ever."""
 
 
-def misfit(problem: AttentionProblem, gpu: GpuTarget) -> str:
+def unsupported_reason(problem: AttentionProblem, gpu: GpuTarget) -> str:
     """Why `wgmma_attention_kernel` cannot solve a problem; empty where it can."""
     if gpu.tensor != "wgmma":
         return f"{gpu.arch} has no wgmma"
-    return tensor_core_misfit(problem, gpu)
+    return tensor_core_unsupported_reason(problem, gpu)
 
 
 def wgmma_attention_kernel(
@@ -56,7 +56,7 @@ def wgmma_attention_kernel(
     EncodingError
         If `misfit` says why the problem is not one for this kernel.
     """
-    reason = misfit(problem, gpu)
+    reason = unsupported_reason(problem, gpu)
     if reason:
         raise EncodingError(f"attention on {gpu.arch}: {reason}")
     function = Function("attention", registers="local")
@@ -65,7 +65,7 @@ def wgmma_attention_kernel(
         with function.body():
             tensors.open(raw=True)
             _Kernel(tensors).emit()
-    return may_begin_early(function.result)
+    return enable_pdl(function.result)
 
 
 class _Kernel:
@@ -167,8 +167,8 @@ class _Kernel:
                     ptx.barrier_init(self._barrier(kind, stage), arrivals)
             ptx.barrier_init_fence()
         ptx.block_barrier()
-        ptx.wait_for_launches_before()
-        ptx.let_next_launch_begin()
+        ptx.griddepcontrol_wait()
+        ptx.launch_dependents()
 
     def _first_key(self, step: Expr) -> Expr:
         """The first key of the tile of a step, int32: from the last tile to the first."""
@@ -272,7 +272,7 @@ class _Kernel:
                 if not self.plan.beside:
                     tile.softmax(first)
                 tile.pack(self.dtype)
-                tile.shrink_sums(self.sums, self.width // 2)
+                tile.rescale_sums(self.sums, self.width // 2)
         last = count - 1 if isinstance(count, int) else T.bind(count - 1)
         self._wait_for((2, last))
         self._values(last)

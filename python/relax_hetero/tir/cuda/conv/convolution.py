@@ -8,7 +8,7 @@ from ....encoding.problem import ConvProblem
 from ....target.gpu_target import GpuTarget
 from ...conv.conv_products import as_product
 from ..matmul.matmul import cuda_matmul_kernel
-from . import channelwise_conv, simt_conv, tensor_core_conv
+from . import depthwise_conv, simt_conv, tensor_core_conv
 
 
 def cuda_conv_kernel(problem: ConvProblem, gpu: GpuTarget) -> tirx.PrimFunc:
@@ -16,10 +16,10 @@ def cuda_conv_kernel(problem: ConvProblem, gpu: GpuTarget) -> tirx.PrimFunc:
     product = as_product(problem)
     if product is not None:
         return cuda_matmul_kernel(product, gpu)
-    if not tensor_core_conv.misfit(problem, gpu):
+    if not tensor_core_conv.unsupported_reason(problem, gpu):
         return tensor_core_conv.tensor_core_conv_kernel(problem, gpu)
     columns = int(problem.weight.shape[0]) // problem.groups
-    is_narrow = problem.groups > 1 and columns < channelwise_conv.MOST_COLUMNS
-    if (is_narrow or simt_conv.misfit(problem)) and not channelwise_conv.misfit(problem):
-        return channelwise_conv.channelwise_conv_kernel(problem, gpu)
+    is_narrow = problem.groups > 1 and columns < depthwise_conv.MAX_COLUMNS
+    if (is_narrow or simt_conv.unsupported_reason(problem)) and not depthwise_conv.unsupported_reason(problem):
+        return depthwise_conv.depthwise_conv_kernel(problem, gpu)
     return simt_conv.simt_conv_kernel(problem, gpu)

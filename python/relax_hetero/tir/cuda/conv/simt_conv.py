@@ -26,7 +26,7 @@ from . import window_places
 from .window_places import WindowPlaces
 
 
-def misfit(problem: ConvProblem) -> str:
+def unsupported_reason(problem: ConvProblem) -> str:
     """Why `simt_conv_kernel` cannot solve a problem; empty where it can."""
     spatial = range(2, len(problem.windows) + 2)
     expected = PackedLayout((*spatial, 1, 0))
@@ -34,7 +34,7 @@ def misfit(problem: ConvProblem) -> str:
         return f"the weight is stored as {problem.weight.layout}, expected {expected}"
     if problem.data.layout.inner_dims:
         return f"the map is stored as {problem.data.layout}, expected no tiles"
-    return window_places.misfit(problem)
+    return window_places.unsupported_reason(problem)
 
 
 def simt_conv_kernel(problem: ConvProblem, gpu: GpuTarget, plan: SimtPlan | None = None) -> tirx.PrimFunc:
@@ -50,7 +50,7 @@ def simt_conv_kernel(problem: ConvProblem, gpu: GpuTarget, plan: SimtPlan | None
     EncodingError
         If `misfit` says why the problem is not one for this kernel.
     """
-    reason = misfit(problem)
+    reason = unsupported_reason(problem)
     if reason:
         raise EncodingError(f"convolution on {gpu.arch}: {reason}")
     product = implicit_product(problem)

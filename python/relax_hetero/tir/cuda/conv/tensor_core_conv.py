@@ -17,7 +17,7 @@ from ...core.ties import tied_to
 from ...core.view import extent_of
 from ...matmul.matmul import merge_batches
 from ..core.global_view import GlobalView
-from ..core.launch import may_begin_early
+from ..core.launch import enable_pdl
 from ..core.operand import GpuOperand
 from ..matmul import mma_matmul, wgmma_matmul
 from ..matmul.fragments import FragmentStore
@@ -32,7 +32,7 @@ from .window_places import WindowPlaces
 from .window_tiles import WindowTile
 
 
-def misfit(problem: ConvProblem, gpu: GpuTarget) -> str:
+def unsupported_reason(problem: ConvProblem, gpu: GpuTarget) -> str:
     """Why `tensor_core_conv_kernel` cannot solve a problem; empty where it can."""
     columns = problem.weight.shape[0]
     if problem.groups > 1 and (not isinstance(columns, int) or columns // problem.groups % PACKED_ROWS):
@@ -52,7 +52,7 @@ def misfit(problem: ConvProblem, gpu: GpuTarget) -> str:
         swizzled = PackedLayout((0, 1), (0, 1), tiles, swizzle=True)
         product = replace(product, rhs=replace(product.rhs, layout=swizzled))
     instruction = wgmma_matmul if gpu.tensor == "wgmma" else mma_matmul
-    return instruction.misfit(product, gpu) or window_tiles.misfit(problem)
+    return instruction.misfit(product, gpu) or window_tiles.unsupported_reason(problem)
 
 
 def _chunks(problem: ConvProblem) -> PackedLayout:
@@ -81,7 +81,7 @@ def tensor_core_conv_kernel(
     EncodingError
         If `misfit` says why the problem is not one for this kernel.
     """
-    reason = misfit(problem, gpu)
+    reason = unsupported_reason(problem, gpu)
     if reason:
         raise EncodingError(f"convolution on {gpu.arch}: {reason}")
     product = implicit_product(problem)
@@ -124,7 +124,7 @@ def tensor_core_conv_kernel(
                 right = OperandTile.of(weight, "n", tiling.columns, n, k, tiling.threads)
                 MmaProduct(left, right, store, tiling, Batches(counts)).emit()
     tied = tied_to(function.result, problem.epilogue.operands if problem.epilogue else (), 2, problem.result)
-    return may_begin_early(tied, read_early) if gpu.tensor == "wgmma" else tied
+    return enable_pdl(tied, read_early) if gpu.tensor == "wgmma" else tied
 
 
 def _restate_weight(weight: GlobalView, problem: ConvProblem, product: MatmulProblem) -> None:

@@ -21,17 +21,17 @@ from ...core.view import Coordinates
 from ...core.work_split import unravel
 from ..core.global_view import GlobalView
 
-MOST_BITS = 32
+MAX_BITS = 32
 """Places along all padded dimensions of a window: bits of a register."""
 
 
-def misfit(problem: ConvProblem, most_bits: int | None = MOST_BITS) -> str:
+def unsupported_reason(problem: ConvProblem, max_bits: int | None = MAX_BITS) -> str:
     """Why pixels cannot be found so, with so many bits of padded windows; empty where they can."""
     if any(not isinstance(extent, int) for extent in problem.data.shape[1:]):
         return f"the map has symbolic extents: {problem.data.shape}"
     padded = [window.size for window, extent in axes_of(problem) if is_padded(window, extent)]
-    if most_bits is not None and sum(padded) > most_bits:
-        return f"the places of a padded window, {padded}, are more than {most_bits}"
+    if max_bits is not None and sum(padded) > max_bits:
+        return f"the places of a padded window, {padded}, are more than {max_bits}"
     return ""
 
 
@@ -42,7 +42,7 @@ def axes_of(problem: ConvProblem) -> list[tuple[Window, int]]:
 
 def is_padded(window: Window, extent: int) -> bool:
     """Return whether some place of the window is outside of the map for some place of the result."""
-    last = (window.places(extent) - 1) * window.stride + window.reach - 1 - window.before
+    last = (window.places(extent) - 1) * window.stride + window.dilated_extent - 1 - window.before
     return window.before > 0 or last >= extent
 
 

@@ -33,7 +33,7 @@ from .window_places import WindowPlaces
 _CHUNKS = SWIZZLED_BYTES // CHUNK_BYTES
 
 
-def misfit(problem: ConvProblem) -> str:
+def unsupported_reason(problem: ConvProblem) -> str:
     """Why tiles of a problem's map cannot be copied; empty where they can."""
     channels, layout, element = problem.weight.shape[1], problem.data.layout, bytes_of(problem.data.dtype)
     spatial = tuple(range(2, len(problem.windows) + 2))
@@ -48,7 +48,7 @@ def misfit(problem: ConvProblem) -> str:
         stored = IMAGE_CHANNELS
     if stored * element % 4:
         return f"pixels of {channels} channels of {problem.data.dtype} do not begin at multiples of 4 bytes"
-    return window_places.misfit(problem)
+    return window_places.unsupported_reason(problem)
 
 
 @dataclass

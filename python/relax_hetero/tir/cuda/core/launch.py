@@ -130,12 +130,12 @@ READS_EARLY = "relax_hetero.reads_early"
 """On a kernel that may begin before the launch before it has ended: the operands that it reads before it waits."""
 
 
-def may_begin_early(kernel: tirx.PrimFunc, operands: Sequence[int] = ()) -> tirx.PrimFunc:
+def enable_pdl(kernel: tirx.PrimFunc, operands: Sequence[int] = ()) -> tirx.PrimFunc:
     """The kernel with a note that it may begin before the launch before it in the stream has ended.
 
-    Every thread waits (`ptx.wait_for_launches_before`) before it writes, or reads anything but `operands`: who launches
+    Every thread waits (`ptx.griddepcontrol_wait`) before it writes, or reads anything but `operands`: who launches
     it early makes sure that these are constants, or that no launch before it in the graph writes them. It may let the
-    next launch begin (`ptx.let_next_launch_begin`) at once: that one waits for this one, which ends no sooner than
+    next launch begin (`ptx.launch_dependents`) at once: that one waits for this one, which ends no sooner than
     those before.
     """
     return kernel.with_attr(READS_EARLY, list(operands))

@@ -25,7 +25,7 @@ class GpuOperand(GlobalView):
         """Declare the elements, as bytes where CUDA has no arithmetic for them."""
         self.open(raw=self.nominal == "bool" or self.nominal.startswith("float8"))
 
-    def vector(self, name: str, most_bytes: int = VECTOR_BYTES) -> int:
+    def vector(self, name: str, max_bytes: int = VECTOR_BYTES) -> int:
         """Elements of the widest aligned access along an iteration dimension, 1 where there is none.
 
         The dimension's extent is a multiple of it, so that no access crosses its end.
@@ -34,7 +34,7 @@ class GpuOperand(GlobalView):
             return 1
         d = self.index_map.index(name)
         others = [stride for stride in self._strides if not (isinstance(stride, int) and stride == 1)]
-        lanes = max(1, most_bytes // bytes_of(self.nominal))
+        lanes = max(1, max_bytes // bytes_of(self.nominal))
         while lanes > 1 and not all(is_multiple(value, lanes) for value in (self.extents[d], *others)):
             lanes //= 2
         return lanes

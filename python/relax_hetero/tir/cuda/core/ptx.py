@@ -185,7 +185,7 @@ def load_global(registers: Sequence[Expr], address: Expr, dtype: str = "u32", is
     ----------
     is_constant : bool
         Whether nothing writes them while the kernel runs, nor did the launch before it where that may still run: the
-        compiler may move such a load ahead of `wait_for_launches_before`.
+        compiler may move such a load ahead of `griddepcontrol_wait`.
     """
     _emit(f"ld.global.{'nc.' if is_constant else ''}{_vector(len(registers))}{dtype}", *registers, address)
 
@@ -404,7 +404,7 @@ def multiply_fragments(
 # Launches that follow each other.
 
 
-def wait_for_launches_before() -> None:
+def griddepcontrol_wait() -> None:
     """Wait until the launches before this one are complete and their writes visible.
 
     Nothing where this launch does not begin before they end.
@@ -412,13 +412,13 @@ def wait_for_launches_before() -> None:
     _emit("griddepcontrol.wait")
 
 
-def is_wait_for_launches(statement: tirx.Stmt) -> bool:
-    """Return whether a statement is that of `wait_for_launches_before`."""
+def is_griddepcontrol_wait(statement: tirx.Stmt) -> bool:
+    """Return whether a statement is that of `griddepcontrol_wait`."""
     return _is_evaluated(statement, "griddepcontrol.wait")
 
 
-def is_let_next_begin(statement: tirx.Stmt) -> bool:
-    """Return whether a statement is that of `let_next_launch_begin`."""
+def is_launch_dependents(statement: tirx.Stmt) -> bool:
+    """Return whether a statement is that of `launch_dependents`."""
     return _is_evaluated(statement, "griddepcontrol.launch_dependents")
 
 
@@ -428,12 +428,12 @@ def _is_evaluated(statement: tirx.Stmt, instruction: str) -> bool:
 
 
 def waiting_statements() -> list[tirx.Stmt]:
-    """Those of `wait_for_launches_before` and `let_next_launch_begin`, for a kernel that is written already."""
+    """Those of `griddepcontrol_wait` and `launch_dependents`, for a kernel that is written already."""
     return [tirx.Evaluate(_PTX[f"griddepcontrol.{name}"]()) for name in ("wait", "launch_dependents")]
 
 
-def let_next_launch_begin() -> None:
-    """The launch after this one may begin, up to its `wait_for_launches_before`, once all blocks of this one say so."""
+def launch_dependents() -> None:
+    """The launch after this one may begin, up to its `griddepcontrol_wait`, once all blocks of this one say so."""
     _emit("griddepcontrol.launch_dependents")
 
 

@@ -10,7 +10,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ....encoding.packed_layout import CHUNK_BYTES, PackedLayout
 from ....target.element_types import bytes_of
-from ...core.builder import Expr, ceil_div, int64, opaque, plain_extent
+from ...core.builder import Expr, ceil_div, int64, materialize, plain_extent
 from ...core.packed_storage import PackedStorage, whole
 from ...core.work_split import unravel
 from .launch import at_least_one
@@ -53,12 +53,12 @@ def place_of(storage: PackedStorage, vector: Expr, lanes: int) -> list[Expr]:
     while axis and lanes > 1 and extents[axis] == 1:
         axis -= 1
     extents[axis] = extents[axis] // lanes
-    positions = unravel(vector, extents, place=opaque, rest=opaque)
+    positions = unravel(vector, extents, place=materialize, rest=materialize)
     positions[axis] = positions[axis] * lanes
     rank = len(layout.outer_perm)
     inner = positions[rank:]
     if layout.swizzle:
-        inner[1] = opaque(layout.swizzled_column(inner[0], inner[1], storage.nominal))
+        inner[1] = materialize(layout.swizzled_column(inner[0], inner[1], storage.nominal))
     within = dict(zip(layout.inner_dims, inner, strict=True))
     outer = dict(zip(layout.outer_perm, positions[:rank], strict=True))
     return [outer[d] * layout.tile(d) + within.get(d, 0) for d in range(rank)]

@@ -9,11 +9,11 @@ from tvm.script.ir_builder import tirx as T
 
 from ....target.element_types import bytes_of
 from ....target.gpu_target import VECTOR_BYTES
-from ...core.builder import Expr, lane_indices, opaque
+from ...core.builder import Expr, lane_indices, materialize
 from ...core.view import Coordinates, OperandView, View
 
 _UNITS = {1: "uint8", 2: "uint16"}
-MOST_LANES = 8
+MAX_LANES = 8
 """Elements of a vector where types meet: bytes meet floats of which so many take two accesses."""
 
 
@@ -40,7 +40,7 @@ class VectorRegisters:
         self._memory = view.elements(self._unit)
         # Counted in accesses: TVM reads as one vector only what it can prove to be aligned.
         elements = bytes_of(self._unit) * self._width // bytes_of(view.nominal)
-        self._first = opaque(first if elements == 1 else tirx.floordiv(first, elements))
+        self._first = materialize(first if elements == 1 else tirx.floordiv(first, elements))
         self._units = T.alloc_buffer((count * per_vector,), self._unit, scope="local")
         self._elements = T.decl_buffer((count * lanes,), view.dtype, data=self._units.data, scope="local")
 

@@ -14,14 +14,14 @@ from tvm.script.ir_builder import tirx as T
 from ....encoding.problem import ElementwiseProblem
 from ....target.element_types import bytes_of
 from ....target.gpu_target import VECTOR_BYTES, GpuTarget
-from ...core.builder import Expr, Function, ceil_div, int64, opaque, plain_extent
+from ...core.builder import Expr, Function, ceil_div, int64, materialize, plain_extent
 from ...core.packed_storage import whole
 from ...core.ties import tied_to
 from ...elementwise.elementwise_storages import ElementwiseStorages
 from ..core.expression import emit
 from ..core.launch import at_least_one
 from ..core.storage_place import THREADS, common_lanes, innermost, nothing, place_of, run_length
-from ..core.vectors import MOST_LANES, VectorRegisters
+from ..core.vectors import MAX_LANES, VectorRegisters
 
 VECTORS = 2
 """Number of vectors of a thread, where there are enough to occupy the GPU with."""
@@ -61,7 +61,7 @@ class _Kernel:
             alike or all(name == "1" for name in operand.index_map)
             for alike, operand in zip(self.alike, problem.operands, strict=True)
         )
-        widest = min(MOST_LANES, VECTOR_BYTES // min(map(bytes_of, [*self.dtypes, problem.result.dtype])))
+        widest = min(MAX_LANES, VECTOR_BYTES // min(map(bytes_of, [*self.dtypes, problem.result.dtype])))
         run = run_length(problem.result.layout, problem.result.shape, problem.result.dtype)
         self.lanes = widest if self.is_flat else common_lanes(widest, [run])
         self.total = prod(map(plain_extent, self.result.physical))
@@ -82,8 +82,8 @@ class _Kernel:
         ):
             for storage in (*self.operands, self.result):
                 storage.open(raw=storage.nominal in ("bfloat16", "bool"))
-            first = opaque(block * (THREADS * each) + tirx.Cast("int64", thread))
-            numbers = [first if i == 0 else opaque(first + i * THREADS) for i in range(each)]
+            first = materialize(block * (THREADS * each) + tirx.Cast("int64", thread))
+            numbers = [first if i == 0 else materialize(first + i * THREADS) for i in range(each)]
             full = self.total // self.lanes
             is_whole = isinstance(self.total, int) and self.total % (self.lanes * THREADS * each) == 0
             if is_whole and full:
@@ -94,7 +94,7 @@ class _Kernel:
                     self._vectors([number])
             if self.lanes > 1 and not (isinstance(self.total, int) and self.total % self.lanes == 0):
                 rest = self.total - full * self.lanes
-                number = opaque(full * self.lanes + first)
+                number = materialize(full * self.lanes + first)
                 with T.If(first < rest), T.Then():
                     values = [self._single(i, number) for i in range(len(self.operands))]
                     T.buffer_store(self.result.data, self._value(values), [number])
@@ -102,7 +102,7 @@ class _Kernel:
     def _vectors(self, numbers: list[Expr]) -> None:
         """All loads before the first computation, so that they are in flight together."""
         places = [
-            None if self.is_flat else [opaque(at) for at in place_of(self.result, number, self.lanes)]
+            None if self.is_flat else [materialize(at) for at in place_of(self.result, number, self.lanes)]
             for number in numbers
         ]
         registers = [

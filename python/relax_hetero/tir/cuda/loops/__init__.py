@@ -13,10 +13,10 @@ from tvm import tirx
 from ....target.gpu_target import GpuTarget
 from ...loops.nests import form_nests
 from ...loops.stages import NotStages, read_stages
-from ...suppression import SUPPRESSION
+from ...nms import NMS
 from .launches import Launch, launches_of
+from .nms import nms_kernel
 from .statements import write_statements
-from .suppression import suppression_kernel
 from .wide_axes import with_wide_axes
 from .write import write_function
 
@@ -31,8 +31,8 @@ def schedule(func: tirx.PrimFunc, gpu: GpuTarget) -> tirx.PrimFunc:
     func : PrimFunc
         Without thread bindings. What its launches hand on lies in buffers that its root block allocates.
     """
-    if SUPPRESSION in func.attrs:
-        return suppression_kernel(func)
+    if NMS in func.attrs:
+        return nms_kernel(func)
     try:
         nests = form_nests(with_wide_axes(read_stages(func)), list(func.params), shares_storage=False)
     except NotStages:

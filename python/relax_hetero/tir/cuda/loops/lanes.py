@@ -33,7 +33,7 @@ _WIDEST = 16
 """Bytes that one instruction loads or stores."""
 
 # An expression of more nodes is computed before it is used: TVM's simplifier and its walks are slow on large ones.
-_MOST_NODES = 64
+_MAX_NODES = 64
 
 # A value of a choice of so many nodes is more than a number that is there.
 _LONG = 4
@@ -300,7 +300,7 @@ def compute_steps(
         inline.pop(buffer, None)
         uses = sum(source.same_as(buffer) for _, later in steps[n + 1 :] for source in sources(later))
         is_stored = buffer in here.places and last[buffer] == n
-        if is_stored or uses > 1 or (uses and node_count(value) > _MOST_NODES):
+        if is_stored or uses > 1 or (uses and node_count(value) > _MAX_NODES):
             registers = register(str(buffer.dtype), lanes)
             set_lanes(registers, lanes, value)
             known[buffer] = registers

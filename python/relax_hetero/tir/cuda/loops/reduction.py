@@ -45,7 +45,7 @@ Parts = list[tirx.Buffer]
 _BLOCK = 256
 """Threads of a block that join parts."""
 
-_MOST_SHARED = 48 << 10
+_MAX_SHARED = 48 << 10
 """Bytes of shared memory that a block has without asking for more."""
 
 _FEW_TERMS = 32
@@ -115,7 +115,7 @@ def plan_of(box: FlatBox, merge: Merge | None, gpu: GpuTarget) -> Plan:
                 together *= 2
         if threads is None and not few and not isinstance(terms, int):
             together = 8
-        while together > 1 and _threads(together, False) * lanes * sum(map(bytes_of, merge.types)) > _MOST_SHARED:
+        while together > 1 and _threads(together, False) * lanes * sum(map(bytes_of, merge.types)) > _MAX_SHARED:
             together //= 2
         return Plan(together, False, lanes, 1)
     vector = 1

@@ -30,7 +30,7 @@ from .launch import inside, launch
 SEVERAL_LAUNCHES = "relax_hetero.several_launches"
 """On a kernel that binds its own threads, in several launches that become kernels of their own."""
 
-MOST_IN_ORDER = 64
+MAX_IN_ORDER = 64
 """Updates that a thread goes through one after another, where sorting them is the other way."""
 
 _THREADS, _VECTOR_BYTES = 256, 16
@@ -66,7 +66,7 @@ class GpuScatter:
     def is_sorted(self) -> bool:
         """True if updates are sorted by what they are for."""
         meet = self.problem.updates[self.axis] if self.axis is not None else self.targets
-        return self.targets is not None and isinstance(meet, int) and meet > MOST_IN_ORDER and self.targets < 2**31
+        return self.targets is not None and isinstance(meet, int) and meet > MAX_IN_ORDER and self.targets < 2**31
 
 
 def scatter_in_order(scatter: GpuScatter) -> tirx.PrimFunc:

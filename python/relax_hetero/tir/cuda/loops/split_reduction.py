@@ -28,7 +28,7 @@ from .merging import Merge, merge_of
 _BLOCKS = 4
 """Blocks for each multiprocessor that a reduction should have."""
 
-_LEAST_TERMS = 2048
+_MIN_TERMS = 2048
 """Minimum number of terms of a part: fewer are not worth a launch more."""
 
 _FEW_PARTS = 8
@@ -58,8 +58,8 @@ def halves_of(box: FlatBox, gpu: GpuTarget) -> Halves | None:
         return None
     wanted = gpu.multiprocessors * _BLOCKS
     # As `reduction.plan_of` has it, a block for each result, or for 32 vectors of neighbouring ones.
-    blocks = results if terms >= _LEAST_TERMS else 0
-    most = terms // _LEAST_TERMS
+    blocks = results if terms >= _MIN_TERMS else 0
+    most = terms // _MIN_TERMS
     if blocks == 0 or blocks * 4 > wanted or most < _FEW_PARTS:
         return None
     most = min(most, -(-wanted // blocks))

@@ -31,7 +31,7 @@ from .arithmetic import for_cuda
 from .independence import is_independent
 from .launch import threads_for
 
-_MOST_LOCAL = 2048
+_MAX_LOCAL = 2048
 """Bytes of a thread's own memory for one temporary; larger ones are memory of the device."""
 
 
@@ -165,7 +165,7 @@ def _bytes(buffer: tirx.Buffer) -> int | None:
 
 def _is_small(buffer: tirx.Buffer) -> bool:
     size = _bytes(buffer)
-    return size is not None and size <= _MOST_LOCAL
+    return size is not None and size <= _MAX_LOCAL
 
 
 def _all_small(body: tirx.Stmt) -> bool:

@@ -48,7 +48,7 @@ _LEAST = 8
 """Loops that are shorter are read across their direction: the lines of the cache hold what neighbours need."""
 
 _THREADS = 256
-_MOST_SHARED = 48 << 10
+_MAX_SHARED = 48 << 10
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def tiles_of(box: FlatBox) -> Tiles | None:
     if not reads or not isinstance(across[0].count, int) or across[0].count < _LEAST:
         return None
     sizes = [bytes_of(str(load.ty.dtype)) for load in reads.values()]
-    if sum(_SIDE * (_SIDE * size + WORD) for size in sizes) > _MOST_SHARED:
+    if sum(_SIDE * (_SIDE * size + WORD) for size in sizes) > _MAX_SHARED:
         return None
     wanted = max(2, min(8, 16 // max(sizes)))
     tiled = replace(box, nest=replace(box.nest, steps=steps))

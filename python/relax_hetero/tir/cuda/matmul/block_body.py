@@ -10,7 +10,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.block_weights import FRAGMENT_COLUMNS
-from ....encoding.problem import BlockProductProblem
+from ....encoding.problem import QuantizedMatmulProblem
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, int64, minimum
 from ...core.view import extent_of
@@ -28,7 +28,7 @@ class BlockBody:
 
     def __init__(
         self,
-        problem: BlockProductProblem,
+        problem: QuantizedMatmulProblem,
         gpu: GpuTarget,
         plan: BlockPlan,
         lhs: GpuOperand,
@@ -38,7 +38,7 @@ class BlockBody:
         self.gpu, self.lhs, self.packed, self.writer = gpu, lhs, packed, writer
         self.work = self._work_of(problem, plan, extent_of([writer.result], "m"))
 
-    def _work_of(self, problem: BlockProductProblem, plan: BlockPlan, m: Expr) -> BlockWork:
+    def _work_of(self, problem: QuantizedMatmulProblem, plan: BlockPlan, m: Expr) -> BlockWork:
         return BlockWork(problem, plan, m)
 
     def prepare(self, row_tiles: Expr, together: int) -> None:
@@ -79,7 +79,7 @@ class BlockBody:
         work, plan = self.work, self.work.plan
         if self.gpu.overlaps_launches:
             # At once: these kernels are so short that the weights of the next launch are else not there in time.
-            ptx.let_next_launch_begin()
+            ptx.launch_dependents()
         turns: Expr = 1
         if work.is_persistent:
             turns = T.bind(tirx.floordiv(work.column_tiles - 1 - self.first_block, work.stride) + 1)
@@ -89,7 +89,7 @@ class BlockBody:
         if self.left.copies:
             ptx.block_barrier()
         if self.gpu.overlaps_launches:
-            ptx.wait_for_launches_before()
+            ptx.griddepcontrol_wait()
         if work.held_rows:
             self.left.hold()
             if not self.left.copies:

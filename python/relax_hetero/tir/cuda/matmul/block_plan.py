@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 
 from ....encoding.block_weights import FRAGMENT_COLUMNS, chunk_of
-from ....encoding.problem import BlockProductProblem
+from ....encoding.problem import QuantizedMatmulProblem
 from ....target.gpu_target import GpuTarget
 from ...core.builder import Expr
 
@@ -19,7 +19,7 @@ GROUP_COLUMNS = 8
 PARTS = {"float16": 1, "bfloat16": 1, "float32": 3}
 """Rows of 16-bit floats that make one row of the left operand."""
 
-MOST_WARPS = 8
+MAX_WARPS = 8
 """Maximum number of warps of a block; `FEW_ROWS_WARPS` of one that has a multiprocessor for itself."""
 
 MAX_CHUNKS_AHEAD = {1: 4, 2: 4, 4: 2}
@@ -74,7 +74,7 @@ class BlockPlan:
         return self.fragments * FRAGMENT_COLUMNS
 
 
-def block_plans(problem: BlockProductProblem, gpu: GpuTarget) -> list[BlockPlan]:
+def block_plans(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> list[BlockPlan]:
     """The plan of a problem; of one with a symbolic number of rows, that for few and that for more."""
     extents = problem.result.shape[:-1]
     in_group = GROUP_COLUMNS // PARTS[problem.lhs.dtype]
@@ -89,13 +89,13 @@ def block_plans(problem: BlockProductProblem, gpu: GpuTarget) -> list[BlockPlan]
     return [_plan_of(problem, 1), replace(_plan_of(problem, 4 * in_group), fragments=2, ahead=1)]
 
 
-def _plan_of(problem: BlockProductProblem, rows: int, most_warps: int = MOST_WARPS) -> BlockPlan:
+def _plan_of(problem: QuantizedMatmulProblem, rows: int, max_warps: int = MAX_WARPS) -> BlockPlan:
     in_group = GROUP_COLUMNS // PARTS[problem.lhs.dtype]
     groups = min(4, max(1, -(-rows // in_group)))
     # Fragments share what is read of the left operand.
     fragments = {1: 1, 2: 2}.get(groups, 4)
     chunks = -(-problem.depth // chunk_of(problem.bits))
-    own = -(-chunks // min(most_warps, chunks))
+    own = -(-chunks // min(max_warps, chunks))
     warps = -(-chunks // own)
     most = MAX_CHUNKS_AHEAD[fragments]
     # Rounds of equal length: chunks that are not there cost as much as others.
@@ -131,7 +131,7 @@ class BlockWork:
         Rows of 16-bit floats in shared memory, `pitch` words each; 0 where they are read from memory.
     """
 
-    def __init__(self, problem: BlockProductProblem, plan: BlockPlan, m: Expr) -> None:
+    def __init__(self, problem: QuantizedMatmulProblem, plan: BlockPlan, m: Expr) -> None:
         self.problem, self.plan, self.m = problem, plan, m
         self.parts = PARTS[problem.lhs.dtype]
         self.type = "float16" if problem.lhs.dtype == "float16" else "bfloat16"

@@ -20,7 +20,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.block_weights import FRAGMENT_COLUMNS, chunk_of
-from ....encoding.problem import BlockProductProblem
+from ....encoding.problem import QuantizedMatmulProblem
 from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, int64, minimum
@@ -35,9 +35,9 @@ _CHUNK_BYTES = 512
 """Bytes of weights of 16 columns."""
 _PIECE = 16
 """Bytes of an asynchronous copy."""
-_WARPS, _MOST_ROWS, _FRAGMENTS, _MOST_PERSISTENT = 8, 32, (7, 4, 3, 2), 4
+_WARPS, _MAX_ROWS, _FRAGMENTS, _MAX_PERSISTENT = 8, 32, (7, 4, 3, 2), 4
 
-FEWEST_ROWS = 17
+MIN_ROWS = 17
 """From so many rows on registers are short of room for weights on their way. A decode step of 32 rows through eight
 layers of 4,096 (4 bits) takes 929 us on an H200, 967 with four fragments at most, 1,447 with weights in registers; one
 row takes 590 to 800 us and not 478, because stages are waited for, and eight rows 547 to 830 instead of 582."""
@@ -68,11 +68,11 @@ class StagedPlan(BlockPlan):
     holds_rows: bool = True
 
 
-def staged_plan(problem: BlockProductProblem, gpu: GpuTarget) -> StagedPlan | None:
-    """The plan of a problem of `FEWEST_ROWS` rows or more that fit one block; None where another kernel is for it."""
+def staged_plan(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> StagedPlan | None:
+    """The plan of a problem of `MIN_ROWS` rows or more that fit one block; None where another kernel is for it."""
     extents = [extent for extent in problem.result.shape[:-1] if isinstance(extent, int)]
     rows, chunk = prod(extents), chunk_of(problem.bits)
-    is_known = len(extents) == len(problem.result.shape) - 1 and FEWEST_ROWS <= rows <= _MOST_ROWS
+    is_known = len(extents) == len(problem.result.shape) - 1 and MIN_ROWS <= rows <= _MAX_ROWS
     fits = gpu.overlaps_launches and PARTS[problem.lhs.dtype] == 1 and chunk % problem.block == 0
     if not (is_known and fits) or problem.depth % (chunk * _WARPS):
         return None
@@ -84,7 +84,7 @@ def staged_plan(problem: BlockProductProblem, gpu: GpuTarget) -> StagedPlan | No
 
     # Fragments share the rows, which every block reads from the second-level cache. The most have sums that take all
     # registers, and lie where stages were.
-    choices = [each for each in _FRAGMENTS if each <= _MOST_PERSISTENT or tiles <= each * gpu.multiprocessors]
+    choices = [each for each in _FRAGMENTS if each <= _MAX_PERSISTENT or tiles <= each * gpu.multiprocessors]
     for fragments in sorted(choices, key=bytes_read):
         for stages in (3, 2):
             plan = StagedPlan(fragments, groups, _WARPS, 1, run=1, stages=stages, holds_rows=False)
@@ -98,7 +98,7 @@ def staged_plan(problem: BlockProductProblem, gpu: GpuTarget) -> StagedPlan | No
 class StagedWork(BlockWork):
     """The same units, and the bytes of a stage: first weights, then scales, zero points, and rows."""
 
-    def __init__(self, problem: BlockProductProblem, plan: StagedPlan, m: int) -> None:
+    def __init__(self, problem: QuantizedMatmulProblem, plan: StagedPlan, m: int) -> None:
         super().__init__(problem, plan, m)
         self.staged = plan
         self.held_rows = min(m, self.rows) * self.parts if plan.holds_rows else 0
@@ -245,7 +245,7 @@ class StagedBody(BlockBody):
     weights: _StagedFragments
     left: _StagedRows
 
-    def _work_of(self, problem: BlockProductProblem, plan: BlockPlan, m: Expr) -> BlockWork:
+    def _work_of(self, problem: QuantizedMatmulProblem, plan: BlockPlan, m: Expr) -> BlockWork:
         assert isinstance(plan, StagedPlan) and isinstance(m, int), "stages are for known numbers of rows"
         return StagedWork(problem, plan, m)
 
@@ -265,8 +265,8 @@ class StagedBody(BlockBody):
             if work.held_rows:
                 ptx.copy_commit()
         if self.gpu.overlaps_launches:
-            ptx.let_next_launch_begin()
-            ptx.wait_for_launches_before()
+            ptx.launch_dependents()
+            ptx.griddepcontrol_wait()
         if work.held_rows:
             self.left.hold()
             ptx.block_barrier()

@@ -12,12 +12,12 @@ from tvm.script.ir_builder import tirx as T
 
 from ....encoding.block_weights import FRAGMENT_COLUMNS
 from ....encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES
-from ....encoding.problem import BlockProductProblem, BlockUnpackProblem
+from ....encoding.problem import BlockUnpackProblem, QuantizedMatmulProblem
 from ....errors import EncodingError
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, when
 from ..core import ptx
-from ..core.launch import launch, local, may_begin_early
+from ..core.launch import enable_pdl, launch, local
 from ..core.operand import GpuOperand
 from .block_fragments import WeightFragments
 from .block_plan import STEP, BlockPlan, BlockWork
@@ -56,13 +56,13 @@ def block_unpack_kernel(problem: BlockUnpackProblem, gpu: GpuTarget) -> tirx.Pri
                 view.open()
             tiles.open(raw=True)
             _Kernel(product, packed, tiles).emit(gpu)
-    return may_begin_early(function.result) if gpu.overlaps_launches else function.result
+    return enable_pdl(function.result) if gpu.overlaps_launches else function.result
 
 
 class _Kernel:
     """The launch."""
 
-    def __init__(self, product: BlockProductProblem, packed: list[GpuOperand], tiles: GpuOperand) -> None:
+    def __init__(self, product: QuantizedMatmulProblem, packed: list[GpuOperand], tiles: GpuOperand) -> None:
         self.work = BlockWork(product, _ALONE, 1)
         self.packed, self.tiles = packed, tiles
         self.column_tiles, self.depth_tiles = ceil_div(product.columns, PACKED_ROWS), product.depth // TILE_DEPTH
@@ -78,8 +78,8 @@ class _Kernel:
             self.pieces = local(work.steps * 2, "uint32")
             self.values = local(2, "float32")
             if gpu.overlaps_launches:
-                ptx.wait_for_launches_before()
-                ptx.let_next_launch_begin()
+                ptx.griddepcontrol_wait()
+                ptx.launch_dependents()
             item = T.bind(T.Cast("int64", place.block) * _WARPS + tirx.floordiv(place.thread, WARP))
             with when(True if items % _WARPS == 0 else item < int64(items)):
                 tile, chunk = T.bind(tirx.floordiv(item, work.chunks)), T.bind(tirx.floormod(item, work.chunks))

@@ -51,7 +51,7 @@ class Team:
 
 _A_WARP = Team(WARP_ROWS, WARP)
 _Pair = list[tuple[Expr, list[Expr]]]  # sums of two neighbouring columns, and what the epilogue reads beside each
-_MOST_SUMS = 8  # neighbours that a lane computes together where rows are whole
+_MAX_SUMS = 8  # neighbours that a lane computes together where rows are whole
 
 
 class FragmentStore:
@@ -110,7 +110,7 @@ class FragmentStore:
             self._rows = EpilogueWriter(self._expression, self._init, tuple(self.views), result, self._acc_dtype)
             for view in self._rows.operands:
                 view.open_for_gpu()
-            self._result, self.element, self._width = result, 4, 4 * min(result.vector("n"), _MOST_SUMS)
+            self._result, self.element, self._width = result, 4, 4 * min(result.vector("n"), _MAX_SUMS)
             return
         for view in self.views:
             # Halves are read by their bits: TVM's own loads of bfloat16 cannot be held in variables.

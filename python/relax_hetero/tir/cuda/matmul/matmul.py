@@ -10,22 +10,22 @@ from tvm import tirx
 
 from ....encoding.problem import MatmulProblem
 from ....target.gpu_target import GpuTarget
-from . import few_rows, mma_matmul, wgmma_matmul
+from . import mma_matmul, skinny_gemm, wgmma_matmul
 from .simt_matmul import simt_matmul_kernel
 
 
 def cuda_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget) -> tirx.PrimFunc:
     """The kernel of a matrix product for a GPU, one launch; `MatmulProblem` says what its parameters are."""
-    if _has_few_rows(problem) and not few_rows.misfit(problem, gpu):
-        return few_rows.few_rows_kernel(problem, gpu)
-    if not wgmma_matmul.misfit(problem, gpu):
+    if _is_skinny(problem) and not skinny_gemm.unsupported_reason(problem, gpu):
+        return skinny_gemm.skinny_gemm_kernel(problem, gpu)
+    if not wgmma_matmul.unsupported_reason(problem, gpu):
         return wgmma_matmul.wgmma_matmul_kernel(problem, gpu)
-    if gpu.tensor == "mma" and not mma_matmul.misfit(problem, gpu):
+    if gpu.tensor == "mma" and not mma_matmul.unsupported_reason(problem, gpu):
         return mma_matmul.mma_matmul_kernel(problem, gpu)
     return simt_matmul_kernel(problem, gpu)
 
 
-def _has_few_rows(problem: MatmulProblem) -> bool:
+def _is_skinny(problem: MatmulProblem) -> bool:
     """Return whether the rows that share a right operand are few: batch dimensions that it lacks count as rows."""
     lhs, shared = problem.lhs, problem.rhs.index_map
     rows = 1
@@ -34,4 +34,4 @@ def _has_few_rows(problem: MatmulProblem) -> bool:
             if not isinstance(size, int):
                 return False
             rows *= size
-    return rows <= few_rows.MOST_ROWS
+    return rows <= skinny_gemm.MAX_ROWS

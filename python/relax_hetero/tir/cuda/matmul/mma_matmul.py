@@ -23,16 +23,16 @@ from .mma_tiling import MmaTiling, choose_mma_tiling
 from .operand_tiles import PACKED_ROWS, LeftTile, OperandTile, Source
 from .product_parameters import ProductParameters
 from .simt_parts import Batches
-from .wgmma_matmul import tensor_core_misfit
+from .wgmma_matmul import tensor_core_unsupported_reason
 
 _BYTES = ("int8", "uint8")
 
 
-def misfit(problem: MatmulProblem, gpu: GpuTarget) -> str:
+def unsupported_reason(problem: MatmulProblem, gpu: GpuTarget) -> str:
     """Why `mma_matmul_kernel` cannot solve a problem; empty where it can."""
     if not gpu.tensor or not gpu.async_copies:
         return f"{gpu.arch} has no tensor cores that are used"
-    return tensor_core_misfit(problem, gpu)
+    return tensor_core_unsupported_reason(problem, gpu)
 
 
 def mma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: MmaTiling | None = None) -> tirx.PrimFunc:
@@ -48,7 +48,7 @@ def mma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: MmaTiling 
     EncodingError
         If `misfit` says why the problem is not one for this kernel.
     """
-    reason = misfit(problem, gpu)
+    reason = unsupported_reason(problem, gpu)
     if reason:
         raise EncodingError(f"matmul on {gpu.arch}: {reason}")
     function = Function("matmul", registers="local")

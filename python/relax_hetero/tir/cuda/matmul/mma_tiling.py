@@ -11,10 +11,10 @@ from ....encoding.problem import MatmulProblem
 from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, ceil_div
-from ..core.least_loss import cases_of, least_loss
+from ..core.minimax_regret import cases_of, minimax_regret
 from .wgmma_tiling import STAGED_BYTES, STAGING_PAD, staged_element
 
-MOST_STAGES = 4
+MAX_STAGES = 4
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def choose_mma_tiling(
         each = elements / share * ceil_div(case[2], per_step) + 20000 + 30 * elements // 64
         return ceil_div(tiles, gpu.multiprocessors) * each
 
-    return least_loss(choices, cases, cost)[0]
+    return minimax_regret(choices, cases, cost)[0]
 
 
 def mma_tiling_of(
@@ -102,5 +102,5 @@ def mma_tiling_of(
     stages = (room - staging - SWIZZLED_BYTES * 8) // stage
     if stages < 2:
         stages = (gpu.shared_bytes - staging - SWIZZLED_BYTES * 8) // stage
-    stages = min(stages, MOST_STAGES, max(2, steps))
+    stages = min(stages, MAX_STAGES, max(2, steps))
     return None if stages < 2 else MmaTiling(rows, columns, *warp, stages, staged)

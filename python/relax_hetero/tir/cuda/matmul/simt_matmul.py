@@ -17,7 +17,7 @@ from ...core.view import extent_of
 from ...matmul.matmul import merge_batches
 from ..core.epilogue import EpilogueWriter
 from ..core.operand import GpuOperand
-from .simt_few_rows import FEW_ROWS, FewRows
+from .gemv import FEW_ROWS, Gemv
 from .simt_parts import Batches, known
 from .simt_plan import SimtPlan, simt_plan
 from .simt_tiles import Side, TiledProduct
@@ -78,7 +78,7 @@ def _emit(
     sides = [(known(m), "m", "n", lhs, rhs, n), (known(n), "n", "m", rhs, lhs, m)]
     for rows, row, column, few, weight, columns in sides:
         if plan is None and rows is not None and 0 < rows <= FEW_ROWS:
-            FewRows(few, weight, row, column, rows, columns, k, dtype, writer, batches).emit(gpu)
+            Gemv(few, weight, row, column, rows, columns, k, dtype, writer, batches).emit(gpu)
             return
     down, across = ("m", m, lhs), ("n", n, rhs)
     if result.is_contiguous("m") and not result.is_contiguous("n"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ....target.element_types import bytes_of
 from ....target.gpu_target import GpuTarget
-from ..core.least_loss import cases_of, least_loss
+from ..core.minimax_regret import cases_of, minimax_regret
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def simt_plan(
     def cost(one: tuple[SimtPlan, tuple[int, int]], case: Sequence[int]) -> float:
         return _cycles(one[0], case, count, one[1], gpu)
 
-    return least_loss(found, cases, cost)[0]
+    return minimax_regret(found, cases, cost)[0]
 
 
 def _tiles(plan: SimtPlan, sizes: Sequence[int], count: int) -> int:

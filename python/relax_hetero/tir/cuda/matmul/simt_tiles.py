@@ -27,7 +27,7 @@ from ..core.operand import GpuOperand
 from .simt_parts import SHARED, Batches, barrier, divides
 from .simt_plan import SimtPlan
 
-_MOST_READ = 32  # elements of an operand that a thread has asked for before it stores a result
+_MAX_READ = 32  # elements of an operand that a thread has asked for before it stores a result
 
 
 class Places(Protocol):
@@ -240,7 +240,7 @@ class TiledProduct:
     def _write(self, count: int, group_of: Callable[[Expr], _Group], at: Coordinates) -> None:
         """Store groups of neighbours; of operands as large as the result, those of several groups are read at once."""
         left, right, writer, width = self.left, self.right, self.writer, self.plan.group
-        most = max(1, _MOST_READ // width) if writer.reads_in_vectors(width, right.along) else 1
+        most = max(1, _MAX_READ // width) if writer.reads_in_vectors(width, right.along) else 1
         together = next(each for each in range(min(count, most), 0, -1) if count % each == 0)
         held = writer.registers(together, width, right.along) if together > 1 else []
         end = None if divides(right.extent, right.size) else right.extent

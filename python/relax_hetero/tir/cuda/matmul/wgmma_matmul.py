@@ -23,11 +23,11 @@ from ....encoding.problem import MatmulProblem
 from ....errors import EncodingError
 from ....target.element_types import TF32, bytes_of
 from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
-from ...core.builder import Expr, Function, ceil_div, int64, opaque, when
+from ...core.builder import Expr, Function, ceil_div, int64, materialize, when
 from ...core.view import Coordinates
 from ...core.work_split import unravel
 from ..core import ptx
-from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, launch, local, may_begin_early, unrolled
+from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, enable_pdl, launch, local, unrolled
 from .cluster_parts import ClusterParts, cluster_barrier
 from .fragments import FragmentStore, Staging
 from .operand_tiles import PACKED_ROWS, PRODUCERS, LeftTile, OperandTile, Source, source_of
@@ -37,22 +37,22 @@ from .wgmma_tiling import Tiling, choose_tiling
 
 _BYTES = ("int8", "uint8")
 _FEW_REGISTERS, _MANY_REGISTERS = 40, 232  # of producers and of consumers: 128 * 40 + 256 * 232 <= 65,536
-_MOST_ROWS_AHEAD = 256
-_MOST_BYTES_AHEAD = 6 << 20
+_MAX_ROWS_AHEAD = 256
+_MAX_BYTES_AHEAD = 6 << 20
 """Weights that a launch asks for before it waits: an eighth of the second-level cache. On an H200, BERT-base of 128
 tokens in float16 takes 254 us with that, 264 without, and 286 where launches do not overlap."""
 _BLOCK = PACKED_ROWS * SWIZZLED_BYTES  # bytes of the rows of an instruction
 _UNROLLED_SUMS = 128  # registers of sums from which consumers need those of the producers
 
 
-def misfit(problem: MatmulProblem, gpu: GpuTarget) -> str:
+def unsupported_reason(problem: MatmulProblem, gpu: GpuTarget) -> str:
     """Why `wgmma_matmul_kernel` cannot solve a problem; empty where it can."""
     if gpu.tensor != "wgmma":
         return f"{gpu.arch} has no wgmma"
-    return tensor_core_misfit(problem, gpu)
+    return tensor_core_unsupported_reason(problem, gpu)
 
 
-def tensor_core_misfit(problem: MatmulProblem, gpu: GpuTarget) -> str:
+def tensor_core_unsupported_reason(problem: MatmulProblem, gpu: GpuTarget) -> str:
     """Why no kernel of tensor cores solves a problem; empty where they do."""
     left, right, acc = problem.lhs.dtype, problem.rhs.dtype, problem.acc_dtype
     rounded = {"float32": TF32} if problem.tf32 else {}
@@ -91,7 +91,7 @@ def wgmma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: Tiling |
     EncodingError
         If `misfit` says why the problem is not one for this kernel.
     """
-    reason = misfit(problem, gpu)
+    reason = unsupported_reason(problem, gpu)
     if reason:
         raise EncodingError(f"matmul on {gpu.arch}: {reason}")
     function = Function("matmul", registers="local")
@@ -110,7 +110,7 @@ def wgmma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: Tiling |
             right = OperandTile.of(rhs, "n", tiling.columns, sizes[1], sizes[2])
             product = WgmmaProduct(left, right, store, tiling, sizes, counts)
             product.emit()
-    return may_begin_early(parameters.tied(function.result), product.read_early)
+    return enable_pdl(parameters.tied(function.result), product.read_early)
 
 
 class WgmmaProduct:
@@ -176,7 +176,7 @@ class WgmmaProduct:
         With many rows the tensor cores need longer than memory, and what the launch before reads would have to wait.
         """
         rows = self.row_tiles * self.tiling.rows
-        return bool(self.read_early) and self.right.is_swizzled and rows <= _MOST_ROWS_AHEAD
+        return bool(self.read_early) and self.right.is_swizzled and rows <= _MAX_ROWS_AHEAD
 
     @property
     def has_one_tile(self) -> bool:
@@ -220,8 +220,8 @@ class WgmmaProduct:
             if self.read_early:
                 self._begin()
             # Operands, and what the result takes the place of, belong to launches before this one until here.
-            ptx.wait_for_launches_before()
-            ptx.let_next_launch_begin()
+            ptx.griddepcontrol_wait()
+            ptx.launch_dependents()
             with T.If(place.thread < PRODUCERS):
                 with T.Then():
                     self._produce()
@@ -255,8 +255,8 @@ class WgmmaProduct:
         """Batch, first row and first column of a tile."""
         at, row, column = self._place(T.bind(tile))
         # Not simply bound: TVM would write these divisions out wherever the place is used, in each step of k.
-        at = {name: opaque(value) for name, value in at.items()}
-        row, column = opaque(T.Cast("int64", row)), opaque(T.Cast("int64", column))
+        at = {name: materialize(value) for name, value in at.items()}
+        row, column = materialize(T.Cast("int64", row)), materialize(T.Cast("int64", column))
         # A product with the tile's size, so that accesses are known to be aligned.
         return at, row * self.tiling.rows, column * self.tiling.columns
 
@@ -353,7 +353,7 @@ class WgmmaProduct:
         with when(tirx.all(*conditions)):
             block = T.Cast("int64", column * tiling.columns + self.thread * PACKED_ROWS)
             each = self.column_tiles * right.size  # bytes of a step of k
-            most = max(1, _MOST_BYTES_AHEAD // each // tiling.split)
+            most = max(1, _MAX_BYTES_AHEAD // each // tiling.split)
             right.prefetch(at, block, self._own_steps()[1], min(self.steps // tiling.split, most))
 
     def _produce(self) -> None:

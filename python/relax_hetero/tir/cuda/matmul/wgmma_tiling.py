@@ -12,7 +12,7 @@ from ....encoding.problem import MatmulProblem
 from ....target.element_types import bytes_of
 from ....target.gpu_target import GpuModel, GpuTarget
 from ...core.builder import Expr, ceil_div
-from ..core.least_loss import cases_of, least_loss
+from ..core.minimax_regret import cases_of, minimax_regret
 
 GROUP = 16
 """Rows of tiles that go over the columns together."""
@@ -31,7 +31,7 @@ SHARING = (64, 128, False), (96, 64, True), (48, 128, True), (64, 128, True), (9
 """Rows and columns of tiles of which two blocks may share a multiprocessor, and whether operands are swapped."""
 SPLITS = (1, 2, 4, 8)
 """Blocks of a cluster that share a tile."""
-MOST_SPLIT = 128 * 128
+MAX_SPLIT = 128 * 128
 """Elements of a tile whose k is split: larger ones give each other too much."""
 
 
@@ -115,8 +115,8 @@ def choose_tiling(
     slowness, per_step = model.gathered_step_factor if gathers else 1, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype)
     # Single bytes would be staged one by one.
     may_swap = may_swap and is_known and not gathers and staged_element(problem) > 1
-    most_split = ceil_div(cases[0][2], per_step) if isinstance(sizes[2], int) else 1
-    choices = [cut for cut in _cuts(model, may_swap, is_known and not gathers) if cut.split <= most_split]
+    max_split = ceil_div(cases[0][2], per_step) if isinstance(sizes[2], int) else 1
+    choices = [cut for cut in _cuts(model, may_swap, is_known and not gathers) if cut.split <= max_split]
 
     def cost(cut: Cut, case: Sequence[int]) -> float:
         tiles = ceil_div(case[0], cut.rows) * ceil_div(case[1], cut.columns) * batches
@@ -126,7 +126,7 @@ def choose_tiling(
             return inf
         return cycles(cut, model, tiles, ceil_div(case[2], per_step), slowness)
 
-    cut = least_loss(choices, cases, cost)
+    cut = minimax_regret(choices, cases, cost)
     steps = ceil_div(cases[-1][2], per_step)
     # Of few steps, most of the work is to store: warps take turns in runs of 128 bytes of the result, which takes 16 %
     # less time for 50,176 x 64 x 256.
@@ -179,7 +179,7 @@ def _cuts(model: GpuModel, may_swap: bool, may_share: bool) -> tuple[Cut, ...]:
         Cut(rows, columns, split, 1, swapped)
         for rows, columns, swapped in tiles
         for split in SPLITS
-        if split == 1 or (not swapped and rows * columns <= MOST_SPLIT and columns // split % 8 == 0)
+        if split == 1 or (not swapped and rows * columns <= MAX_SPLIT and columns // split % 8 == 0)
     ]
     cuts += [Cut(*tile[:2], 1, 2, tile[2]) for tile in SHARING if may_share and tile[2] <= may_swap]
     return tuple(cuts)
@@ -225,7 +225,7 @@ def tiling_of(
     counts: Sequence[Expr],
     tile: tuple[int, int],
     split: int = 1,
-    most_stages: int = 8,
+    max_stages: int = 8,
     staged_bytes: int = STAGED_BYTES,
     group: int = GROUP,
     together: int = 1,
@@ -265,5 +265,5 @@ def tiling_of(
     elif split > 1:
         clusters = 0
     blocks = clusters * split
-    stages = max(1, min(stages, most_stages))
+    stages = max(1, min(stages, max_stages))
     return Tiling(rows, columns, stages, blocks, split, group, staged, together, swapped)

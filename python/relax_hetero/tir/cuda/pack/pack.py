@@ -21,7 +21,7 @@ from ....encoding.problem import Dim
 from ....errors import EncodingError
 from ....target.element_types import bytes_of
 from ....target.gpu_target import VECTOR_BYTES, WARP, GpuTarget
-from ...core.builder import Expr, Function, ceil_div, int64, opaque, plain_extent
+from ...core.builder import Expr, Function, ceil_div, int64, materialize, plain_extent
 from ...core.packed_storage import PackedStorage, extents_of
 from ...core.view import split_position
 from ...core.work_split import unravel
@@ -102,9 +102,9 @@ def _copy_vectors(source: PackedStorage, destination: PackedStorage) -> None:
     ):
         for side in (source, destination):
             side.open(raw=True)
-        number = opaque(block * THREADS + tirx.Cast("int64", thread))
+        number = materialize(block * THREADS + tirx.Cast("int64", thread))
         with T.If(number < total), T.Then():
-            place = [opaque(at) for at in place_of(destination, number, lanes)]
+            place = [materialize(at) for at in place_of(destination, number, lanes)]
             inside = is_inside(destination.layout, extents, place)
             first = source.offset(*split_position(source.layout, place))
             vector = VectorRegisters(source, first, lanes, 1)
@@ -164,12 +164,12 @@ def _copy_squares(source: PackedStorage, destination: PackedStorage) -> None:
         raw = str(source.data.dtype)
         # A word more: a column of the square then lies in different banks.
         square = T.alloc_buffer((edge, edge + max(1, 4 // size)), raw, scope="shared")
-        corner = unravel(opaque(T.min(block, int64(total) - 1)), counts, place=opaque, rest=opaque)
+        corner = unravel(materialize(T.min(block, int64(total) - 1)), counts, place=materialize, rest=materialize)
 
         def place(across_by: Expr, along_by: Expr) -> list[Expr]:
             found = list(corner)
-            found[across] = opaque(corner[across] * edge + tirx.Cast("int64", across_by))
-            found[along] = opaque(corner[along] * edge + tirx.Cast("int64", along_by))
+            found[across] = materialize(corner[across] * edge + tirx.Cast("int64", across_by))
+            found[along] = materialize(corner[along] * edge + tirx.Cast("int64", along_by))
             return found
 
         def each(lanes: int, visit: Callable[[Expr, Expr], None]) -> None:
@@ -177,7 +177,7 @@ def _copy_squares(source: PackedStorage, destination: PackedStorage) -> None:
             per_row = edge // lanes
             assert edge * per_row % THREADS == 0, "every thread has as many vectors"
             for first in range(0, edge * per_row, THREADS):
-                visit(*_row_and_column(opaque(first + thread), per_row, lanes))
+                visit(*_row_and_column(materialize(first + thread), per_row, lanes))
 
         def load(row: Expr, column: Expr) -> None:
             at = place(row, column)

@@ -42,7 +42,7 @@ def _work(problem: CachedAttentionProblem) -> PagedWork:
         size=problem.size,
         scale=problem.scale,
         slots=_known(table.shape[0], "slots of the table"),
-        most_pages=_known(table.shape[1], "pages of a slot"),
+        max_pages=_known(table.shape[1], "pages of a slot"),
         pages=pages.shape[0],
         window=problem.window,
         softcap=problem.softcap,

@@ -10,9 +10,9 @@ from ....errors import EncodingError
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, when
 from ..core import ptx
-from ..core.launch import launch, may_begin_early
+from ..core.launch import enable_pdl, launch
 from .head_vector import HeadVector
-from .paged_work import PagedTensors, PagedWork, in_tile, misfit
+from .paged_work import PagedTensors, PagedWork, in_tile, unsupported_reason
 
 _WARPS = 4
 
@@ -24,7 +24,7 @@ def page_append_kernel(work: PagedWork, gpu: GpuTarget) -> tirx.PrimFunc:
 
     Raises EncodingError if `misfit` says why the work is not for this kernel.
     """
-    reason = misfit(work, gpu)
+    reason = unsupported_reason(work, gpu)
     if reason:
         raise EncodingError(f"cached_attention on {gpu.arch}: {reason}")
     function = Function("page_append", registers="local")
@@ -33,15 +33,15 @@ def page_append_kernel(work: PagedWork, gpu: GpuTarget) -> tirx.PrimFunc:
         with function.body():
             tensors.open()
             _emit(tensors)
-    return may_begin_early(function.result)
+    return enable_pdl(function.result)
 
 
 def _emit(tensors: PagedTensors) -> None:
     work = tensors.work
     items = work.rows * 2 * work.kv_heads
     with launch(ceil_div(items, _WARPS), _WARPS * WARP) as place:
-        ptx.wait_for_launches_before()
-        ptx.let_next_launch_begin()
+        ptx.griddepcontrol_wait()
+        ptx.launch_dependents()
         lane, warp = T.bind(tirx.floormod(place.thread, WARP)), T.bind(tirx.floordiv(place.thread, WARP))
         vector = HeadVector(tensors, lane)
         item = T.bind(T.Cast("int32", place.block) * _WARPS + warp)

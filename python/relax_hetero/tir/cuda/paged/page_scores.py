@@ -44,7 +44,7 @@ class PageScores:
     ----------
     sums : Buffer
         ``size / 2`` float32 of a thread: weighted values of 16 rows.
-    greatest, totals : Buffer
+    row_max, totals : Buffer
         Greatest score of both rows of a lane, and the sum of powers of its lane.
     """
 
@@ -56,7 +56,7 @@ class PageScores:
         self.types = (work.page_dtype, work.page_dtype)
         self.scores, self.weights = local(keys // 2, "float32"), local(keys // 4, "uint32")
         self.sums = local(work.size // 2, "float32")
-        self.greatest, self.totals = local(2, "float32"), local(2, "float32")
+        self.row_max, self.totals = local(2, "float32"), local(2, "float32")
         self._shrink, self._new, self._base = (local(2, "float32") for _ in range(3))
         self._left, self._right = local(4, "uint32"), local(4, "uint32")
         self.factor = LOG2_E * (1.0 if work.softcap else work.scale)
@@ -65,7 +65,7 @@ class PageScores:
     def begin(self) -> None:
         """No keys so far."""
         for h in range(2):
-            T.buffer_store(self.greatest, T.float32(-math.inf), [h])
+            T.buffer_store(self.row_max, T.float32(-math.inf), [h])
             T.buffer_store(self.totals, T.float32(0), [h])
         with unrolled(self.work.size // 2) as i:
             T.buffer_store(self.sums, T.float32(0), [i])
@@ -141,7 +141,7 @@ class PageScores:
     def _powers(self) -> None:
         count, scores = self.keys // 2, self.scores
         for h in range(2):
-            T.buffer_store(self._new, self.greatest[h], [h])
+            T.buffer_store(self._new, self.row_max[h], [h])
         with unrolled(count) as i:
             T.buffer_store(self._new, T.max(self._new[_half(i)], scores[i]), [_half(i)])
         factor = T.float32(self.factor)
@@ -151,9 +151,9 @@ class PageScores:
                 T.buffer_store(self._new, T.max(self._new[h], other), [h])
             is_none = self._new[h] == T.float32(-math.inf)
             T.buffer_store(self._base, T.Select(is_none, T.float32(0), self._new[h] * factor), [h])
-            ptx.power_of_two(self._shrink[h], self.greatest[h] * factor - self._base[h])
+            ptx.power_of_two(self._shrink[h], self.row_max[h] * factor - self._base[h])
             T.buffer_store(self.totals, self.totals[h] * self._shrink[h], [h])
-            T.buffer_store(self.greatest, self._new[h], [h])
+            T.buffer_store(self.row_max, self._new[h], [h])
         with unrolled(count) as i:
             ptx.power_of_two(scores[i], scores[i] * factor - self._base[_half(i)])
             T.buffer_store(self.totals, self.totals[_half(i)] + scores[i], [_half(i)])

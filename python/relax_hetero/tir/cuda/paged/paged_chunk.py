@@ -16,11 +16,11 @@ from ....errors import EncodingError
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, when
 from ..core import ptx
-from ..core.launch import SharedMemory, launch, local, may_begin_early, unrolled
+from ..core.launch import SharedMemory, enable_pdl, launch, local, unrolled
 from .head_vector import HeadVector
 from .page_ring import PageRing
 from .page_scores import PageScores
-from .paged_work import CHUNK, PagedTensors, PagedWork, misfit
+from .paged_work import CHUNK, PagedTensors, PagedWork, unsupported_reason
 
 _EVERYONE = 0xFFFFFFFF
 TOGETHER = 4
@@ -59,7 +59,7 @@ def paged_chunk_kernel(work: PagedWork, gpu: GpuTarget, plan: ChunkPlan | None =
 
     Raises EncodingError if `misfit` says why the work is not for this kernel.
     """
-    reason = misfit(work, gpu)
+    reason = unsupported_reason(work, gpu)
     if reason:
         raise EncodingError(f"cached_attention on {gpu.arch}: {reason}")
     function = Function("paged_chunk", registers="local")
@@ -68,7 +68,7 @@ def paged_chunk_kernel(work: PagedWork, gpu: GpuTarget, plan: ChunkPlan | None =
         with function.body():
             tensors.open()
             ChunkKernel(tensors, plan or chunk_plan(work, gpu)).emit()
-    return may_begin_early(function.result)
+    return enable_pdl(function.result)
 
 
 class ChunkKernel:
@@ -90,8 +90,8 @@ class ChunkKernel:
             self.thread = place.thread
             with when(self.thread == 0):
                 self._begin()
-            ptx.wait_for_launches_before()
-            ptx.let_next_launch_begin()
+            ptx.griddepcontrol_wait()
+            ptx.launch_dependents()
             block = T.bind(T.Cast("int32", place.block))
             # Long rows first; heads that share keys are neighbours.
             self.head = T.bind(T.truncmod(block, work.heads))

@@ -22,15 +22,15 @@ from ....target.gpu_target import WARP, GpuTarget
 from ...attention.attention_tile import LOWEST
 from ...core.builder import Expr, Function, ceil_div, when
 from ..core import ptx
-from ..core.launch import SharedMemory, launch, local, may_begin_early
+from ..core.launch import SharedMemory, enable_pdl, launch, local
 from .head_vector import HeadVector
 from .page_ring import PageRing
 from .page_scores import PageScores
-from .paged_work import CHUNK, MOST_TOGETHER, PagedTensors, PagedWork, in_tile, misfit
+from .paged_work import CHUNK, MAX_BLOCKS_PER_SM, PagedTensors, PagedWork, in_tile, unsupported_reason
 
 _WARPS = 4
 _THREADS = _WARPS * WARP
-_ROWS = MOST_TOGETHER
+_ROWS = MAX_BLOCKS_PER_SM
 _KEYS = PAGE // _WARPS
 """Number of keys of a page for each warp."""
 _PAD = 4
@@ -39,9 +39,9 @@ _READ_EARLY = ("pages", "table", "sequences", "positions")
 """Before the launches before have ended: all keys and values but the token's own were written by earlier steps."""
 _ITEM = 32
 """Bytes that a block gets of each part of four sums: the sums, the greatest score and the sum of powers."""
-MOST_SPLIT = 8
+MAX_SPLIT = 8
 BLOCKS_PER_MULTIPROCESSOR = 2
-MOST_STAGES = 3
+MAX_STAGES = 3
 _RESERVED = 2 << 10
 """Bytes of shared memory: barriers, what begins at a multiple of 128, and what the system takes of each block."""
 
@@ -66,15 +66,15 @@ def decode_plan(work: PagedWork, gpu: GpuTarget) -> DecodePlan:
     """As many blocks as run at the same time, if sequences may have as many pages."""
     blocks = work.rows * work.kv_heads
     most = gpu.multiprocessors * BLOCKS_PER_MULTIPROCESSOR
-    reach = min(work.most_pages, ceil_div(work.window, PAGE) + 1) if work.window else work.most_pages
+    reach = min(work.max_pages, ceil_div(work.window, PAGE) + 1) if work.window else work.max_pages
     split = 1
-    while split < MOST_SPLIT and blocks * split * 2 <= most and split < reach:
+    while split < MAX_SPLIT and blocks * split * 2 <= most and split < reach:
         split *= 2
     others = _ROWS * work.size * 2 + work.group * work.size // 4 * _ITEM + _RESERVED
     room = gpu.shared_bytes_sm // BLOCKS_PER_MULTIPROCESSOR - others
     # No more than a block has: what is left over lets a block of the launch before share the multiprocessor.
-    most_stages = min(MOST_STAGES, -(-reach // split))
-    return DecodePlan(split, max(2, min(most_stages, room // (2 * work.tile_bytes))))
+    max_stages = min(MAX_STAGES, -(-reach // split))
+    return DecodePlan(split, max(2, min(max_stages, room // (2 * work.tile_bytes))))
 
 
 def paged_decode_kernel(work: PagedWork, gpu: GpuTarget, plan: DecodePlan | None = None) -> tirx.PrimFunc:
@@ -82,7 +82,7 @@ def paged_decode_kernel(work: PagedWork, gpu: GpuTarget, plan: DecodePlan | None
 
     Raises EncodingError if `misfit` says why the work is not for this kernel.
     """
-    reason = misfit(work, gpu)
+    reason = unsupported_reason(work, gpu)
     if reason:
         raise EncodingError(f"cached_attention on {gpu.arch}: {reason}")
     function = Function("paged_decode", registers="local")
@@ -91,7 +91,7 @@ def paged_decode_kernel(work: PagedWork, gpu: GpuTarget, plan: DecodePlan | None
         with function.body():
             tensors.open()
             _Kernel(tensors, plan or decode_plan(work, gpu)).emit()
-    return may_begin_early(function.result, [tensors.order.index(name) for name in _READ_EARLY])
+    return enable_pdl(function.result, [tensors.order.index(name) for name in _READ_EARLY])
 
 
 class _Kernel:
@@ -125,11 +125,11 @@ class _Kernel:
             self.row = T.bind(tirx.floordiv(item, work.kv_heads))
             self.lane, self.warp = T.bind(tirx.floormod(self.thread, WARP)), T.bind(tirx.floordiv(self.thread, WARP))
             self.first_head = T.bind(self.kv_head * work.group)
-            ptx.let_next_launch_begin()
+            ptx.launch_dependents()
             self._find()
             with when(self.thread == 0), T.serial(T.min(self.turns, self.plan.stages)) as turn:
                 self._ask(turn)
-            ptx.wait_for_launches_before()
+            ptx.griddepcontrol_wait()
             if split > 1:
                 ptx.cluster_arrive()
             self._block()
@@ -246,7 +246,7 @@ class _Kernel:
                     values = [_bits(scores.sums[block * 4 + 2 * h + c]) for c in range(2)]
                     ptx.store_shared(self.shared.at(at), values)
                 with when(tirx.floormod(self.lane, 4) == 0):
-                    facts = [_bits(scores.greatest[h]), _bits(scores.totals[h])]
+                    facts = [_bits(scores.row_max[h]), _bits(scores.totals[h])]
                     ptx.store_shared(self.shared.at(ring + facts_at + line * 8), facts)
         ptx.block_barrier()
         if split > 1:
@@ -286,10 +286,10 @@ class _Kernel:
         for part in range(count):
             ptx.load_shared([found[2 * part + i] for i in range(2)], self.shared.at(facts[part]))
             ptx.load_shared([held[4 * part + i] for i in range(4)], self.shared.at(sums[part]))
-        greatest: Expr = T.float32(LOWEST)
+        row_max: Expr = T.float32(LOWEST)
         for part in range(count):
-            greatest = T.max(greatest, _float(found[2 * part]))
-        T.buffer_store(self._state, greatest, [0])
+            row_max = T.max(row_max, _float(found[2 * part]))
+        T.buffer_store(self._state, row_max, [0])
         T.buffer_store(self._state, T.float32(0), [1])
         for i in range(4):
             T.buffer_store(self._total, T.float32(0), [i])

@@ -24,7 +24,7 @@ CHUNK = 8
 """Elements of a head that lie together: 16 bytes."""
 WIDEST = 256
 """Maximum width of a head: sums of values stay in registers."""
-MOST_TOGETHER = 16
+MAX_BLOCKS_PER_SM = 16
 """Heads of queries that read one head of keys: rows of a tile."""
 
 
@@ -40,7 +40,7 @@ class PagedWork:
         Heads of queries and of keys, and the elements of each.
     scale : float
         Factor of scores.
-    slots, most_pages : int
+    slots, max_pages : int
         Extents of the table: sequences, and pages of each.
     pages : int or str
         Number of pages of the cache of the layer; the name of a symbolic extent.
@@ -66,7 +66,7 @@ class PagedWork:
     size: int
     scale: float
     slots: int
-    most_pages: int
+    max_pages: int
     pages: Dim
     window: int = 0
     softcap: float = 0.0
@@ -95,7 +95,7 @@ class PagedWork:
         return PAGE * self.size * 2
 
 
-def misfit(work: PagedWork, gpu: GpuTarget) -> str:
+def unsupported_reason(work: PagedWork, gpu: GpuTarget) -> str:
     """Why no kernel of tensor cores solves this; empty where they do."""
     if not gpu.bulk_copies:
         return f"{gpu.arch} has no bulk copies"
@@ -103,9 +103,9 @@ def misfit(work: PagedWork, gpu: GpuTarget) -> str:
         return f"pages of {work.page_dtype} and rows of {work.dtype}, expected pages of 16-bit floats"
     if work.size % 16 or work.size > WIDEST:
         return f"heads of {work.size}, expected a multiple of 16, at most {WIDEST}"
-    if not work.is_chunk and work.group > MOST_TOGETHER:
-        return f"{work.group} heads of queries for one of keys, expected at most {MOST_TOGETHER}"
-    return "an extent is 0" if 0 in (work.rows, work.slots, work.most_pages, work.pages) else ""
+    if not work.is_chunk and work.group > MAX_BLOCKS_PER_SM:
+        return f"{work.group} heads of queries for one of keys, expected at most {MAX_BLOCKS_PER_SM}"
+    return "an extent is 0" if 0 in (work.rows, work.slots, work.max_pages, work.pages) else ""
 
 
 class PagedTensors:
@@ -140,7 +140,7 @@ class PagedTensors:
         take("qkv", [work.rows, work.width], work.dtype)
         pages = list(page_shape(function.extent(work.pages), work.kv_heads, work.size, work.page_dtype))
         take("pages", pages, work.page_dtype, "uint16")
-        take("table", [work.slots, work.most_pages], ints)
+        take("table", [work.slots, work.max_pages], ints)
         take("sequences", rows, ints)
         take("positions", rows, ints)
         if work.rotary:
@@ -170,7 +170,7 @@ class PagedTensors:
 
     def page_of(self, sequence: Expr, number: Expr) -> Expr:
         """The page with the tokens from ``64 * number`` on of a sequence; -1 where there is none."""
-        return self.table[T.Cast("int64", sequence) * self.work.most_pages + T.Cast("int64", number)]
+        return self.table[T.Cast("int64", sequence) * self.work.max_pages + T.Cast("int64", number)]
 
     def tile(self, page: Expr, kv_head: Expr, is_value: Expr) -> Expr:
         """The first element of keys or values of a head in a page."""

@@ -16,13 +16,13 @@ from ....errors import EncodingError
 from ....target.gpu_target import WARPGROUP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, when
 from ..core import ptx
-from ..core.launch import local, may_begin_early
+from ..core.launch import enable_pdl, local
 from .head_vector import HeadVector
 from .page_scores import PageScores
 from .paged_chunk import TOGETHER, ChunkKernel, ChunkPlan
-from .paged_work import CHUNK, PagedTensors, PagedWork, misfit
+from .paged_work import CHUNK, PagedTensors, PagedWork, unsupported_reason
 
-WIDEST_HEAD = 128
+MAX_HEAD = 128
 """Sums of a row of wider heads would leave no registers for scores."""
 
 _UNIT = 16
@@ -36,14 +36,14 @@ def wgmma_chunk_plan(work: PagedWork, gpu: GpuTarget) -> ChunkPlan | None:
 
     A prefill of 2,048 tokens through eight layers (32 heads of 128) takes 12.9 ms on an H200 with three, 13.2 with two.
     """
-    if gpu.tensor != "wgmma" or work.size > WIDEST_HEAD or work.rows < FEWEST_ROWS:
+    if gpu.tensor != "wgmma" or work.size > MAX_HEAD or work.rows < MIN_ROWS:
         return None
     if ceil_div(work.rows, 192) * work.heads >= gpu.multiprocessors:
         return ChunkPlan(12, 3)
     return ChunkPlan(8, max(2, min(4, (gpu.shared_bytes - 128 * work.size * 2 - 1024) // (2 * work.tile_bytes))))
 
 
-FEWEST_ROWS = 128
+MIN_ROWS = 128
 """Minimum number of rows of a chunk: two warpgroups have so many."""
 
 
@@ -52,7 +52,7 @@ def wgmma_chunk_kernel(work: PagedWork, gpu: GpuTarget, plan: ChunkPlan) -> tirx
 
     Raises EncodingError if `misfit` says why the work is not for this kernel.
     """
-    reason = misfit(work, gpu)
+    reason = unsupported_reason(work, gpu)
     if reason or gpu.tensor != "wgmma":
         raise EncodingError(f"cached_attention on {gpu.arch}: {reason or 'it has no wgmma'}")
     function = Function("paged_chunk", registers="local")
@@ -61,7 +61,7 @@ def wgmma_chunk_kernel(work: PagedWork, gpu: GpuTarget, plan: ChunkPlan) -> tirx
         with function.body():
             tensors.open()
             _Kernel(tensors, plan).emit()
-    return may_begin_early(function.result)
+    return enable_pdl(function.result)
 
 
 class _Scores(PageScores):

@@ -13,7 +13,7 @@ from ....encoding.expression import Expression
 from ....encoding.row_program import RowProgram, operands_of
 from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP
-from ...core.builder import Expr, Registers, loop, opaque
+from ...core.builder import Expr, Registers, loop, materialize
 from ...core.view import Coordinates, OperandView
 from ...math.casts import cast, computed_in
 from ...rows.row_code import carries_nan, count_of, neutral_of, value_types
@@ -274,9 +274,11 @@ class RowWriter:
                 for lane in range(lanes):
                     one(vector, vector * lanes + lane, place, inside)
             return
-        count = self.n // lanes if isinstance(self.n, int) else opaque(tirx.floordiv(self.n, lanes))
+        count = self.n // lanes if isinstance(self.n, int) else materialize(tirx.floordiv(self.n, lanes))
         threads = self.shape.threads
-        whole = count // (threads * BATCH) if isinstance(count, int) else opaque(tirx.floordiv(count, threads * BATCH))
+        whole = (
+            count // (threads * BATCH) if isinstance(count, int) else materialize(tirx.floordiv(count, threads * BATCH))
+        )
 
         def several(first: Expr, many: int, guarded: bool) -> None:
             places = [first + slot * threads for slot in range(many)]
@@ -290,14 +292,16 @@ class RowWriter:
 
         number = tirx.Cast("int64", self.threads.number)
         with loop(whole) as batch:
-            several(opaque(batch * (threads * BATCH) + number), BATCH, False)
+            several(materialize(batch * (threads * BATCH) + number), BATCH, False)
         done = whole * (threads * BATCH)
         left = count - done
         if isinstance(left, int) and left == 0:
             return
-        rest = -(-left // threads) if isinstance(left, int) else opaque(tirx.floordiv(left + (threads - 1), threads))
+        rest = (
+            -(-left // threads) if isinstance(left, int) else materialize(tirx.floordiv(left + (threads - 1), threads))
+        )
         with loop(rest) as batch:
-            several(opaque(done + batch * threads + number), 1, True)
+            several(materialize(done + batch * threads + number), 1, True)
 
     def _read_by(self, step: RowPass) -> list[int]:
         expressions = [step.expression] if step.keep is None else [step.expression, step.keep]

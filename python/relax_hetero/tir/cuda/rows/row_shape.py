@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ....target.element_types import bytes_of
 from ....target.gpu_target import MAX_BLOCK_THREADS, VECTOR_BYTES, WARP, GpuTarget
 from ...core.builder import Expr
-from ..core.vectors import MOST_LANES
+from ..core.vectors import MAX_LANES
 
 ELEMENTS = 32
 """Maximum elements of a row that one thread holds: the code of all is written out."""
@@ -19,11 +19,11 @@ on an H200, a layer norm of 8192x1024 in float32 takes 19.0 us with 128 threads 
 44; of 4096x4096 in float16 20.1 us with 128 threads, 22.5 with 512 that hold 8 elements each."""
 LATE = 0.5
 """Registers of an operand that is loaded late count so much: the compiler loads some of it ahead."""
-MOST_WORDS = 48
+MAX_WORDS = 48
 """Registers for all elements of all operands of a thread, where there are few rows."""
-MOST_BLOCKS = 8
+MAX_BLOCKS = 8
 """Maximum number of blocks of a cluster, on every GPU that has clusters."""
-LEAST_OF_BLOCK = 8192
+MIN_BLOCK_ELEMENTS = 8192
 """Elements of a row that one block of a cluster has: the blocks wait for each other in every reduction."""
 BLOCK = 128
 """Threads of a block of several rows, and of a row whose length only the run knows."""
@@ -31,7 +31,7 @@ LONG_BLOCK = 512
 """Threads of a row that is too long for registers."""
 BATCH = 4
 """Vectors of such a row that a thread has in flight."""
-LEAST_ELEMENTS = 8
+MIN_ELEMENTS = 8
 """Minimum elements of a row for one thread, where there are too few rows to occupy the GPU otherwise."""
 OCCUPIED = 512
 """Threads of a multiprocessor that hide most of the latency of memory."""
@@ -77,7 +77,7 @@ class RowShape:
 
 def lanes_for(n: Expr, dtypes: Sequence[str]) -> int:
     """Elements of a vector of tensors of these types: as many as rows of `n` elements can be cut into."""
-    widest = min(MOST_LANES, VECTOR_BYTES // min(map(bytes_of, dtypes)))
+    widest = min(MAX_LANES, VECTOR_BYTES // min(map(bytes_of, dtypes)))
     return math.gcd(n, widest) if isinstance(n, int) else widest
 
 
@@ -99,20 +99,20 @@ def held_shape(n: int, lanes: int, total: Expr, words: float, gpu: GpuTarget) ->
     def own(threads: int) -> int:
         return -(-vectors // threads) * lanes
 
-    while own(threads) > LEAST_ELEMENTS and threads < MAX_BLOCK_THREADS:
+    while own(threads) > MIN_ELEMENTS and threads < MAX_BLOCK_THREADS:
         if own(threads) <= ELEMENTS and (threads >= BLOCK or own(threads) * words <= WORDS):
             break
         threads *= 2
     cluster = 1
     if own(threads) > ELEMENTS:
         # Many small blocks: while some of a multiprocessor load their parts of rows, others compute.
-        if not gpu.bulk_copies or own(MOST_BLOCKS * MAX_BLOCK_THREADS) > ELEMENTS:
+        if not gpu.bulk_copies or own(MAX_BLOCKS * MAX_BLOCK_THREADS) > ELEMENTS:
             return None
-        cluster = MOST_BLOCKS
+        cluster = MAX_BLOCKS
         while own(threads) > ELEMENTS:
             threads *= 2
     if isinstance(total, int):
-        while threads < MAX_BLOCK_THREADS and own(threads) > max(lanes, LEAST_ELEMENTS):
+        while threads < MAX_BLOCK_THREADS and own(threads) > max(lanes, MIN_ELEMENTS):
             if not is_idle(RowShape(threads, 1, lanes, 0), total, gpu):
                 break
             threads *= 2
@@ -138,15 +138,15 @@ def looped_shape(n: Expr, lanes: int, total: Expr, gpu: GpuTarget) -> RowShape:
         return RowShape(BLOCK, 1, lanes, 0)
     cluster = _cluster(n, total, gpu) if isinstance(total, int) else 1
     # Where rows leave multiprocessors idle, those that work have all the threads that they can.
-    block = MAX_BLOCK_THREADS if cluster == MOST_BLOCKS else LONG_BLOCK
+    block = MAX_BLOCK_THREADS if cluster == MAX_BLOCKS else LONG_BLOCK
     return RowShape(block * cluster, 1, lanes, 0, cluster)
 
 
 def _cluster(n: int, total: int, gpu: GpuTarget) -> int:
     """The blocks of a row where rows are long and too few for the multiprocessors."""
     blocks = 1
-    while gpu.bulk_copies and 2 * blocks <= MOST_BLOCKS and 2 * blocks * total <= gpu.multiprocessors:
-        if n < 2 * blocks * LEAST_OF_BLOCK:
+    while gpu.bulk_copies and 2 * blocks <= MAX_BLOCKS and 2 * blocks * total <= gpu.multiprocessors:
+        if n < 2 * blocks * MIN_BLOCK_ELEMENTS:
             break
         blocks *= 2
     return blocks

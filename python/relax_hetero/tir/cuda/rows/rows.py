@@ -17,7 +17,7 @@ from ....encoding.problem import RowsProblem
 from ....errors import EncodingError
 from ....target.element_types import bytes_of
 from ....target.gpu_target import GpuTarget
-from ...core.builder import Expr, Function, ceil_div, either, int64, opaque
+from ...core.builder import Expr, Function, ceil_div, either, int64, materialize
 from ...core.ties import tied_to
 from ...core.view import OperandView, extent_of
 from ...core.work_split import unravel
@@ -27,7 +27,7 @@ from ..core.launch import at_least_one, launch
 from ..core.storage_place import nothing
 from .row_code import RowWriter, Threads, kept_type
 from .row_registers import live_bytes, needed_late
-from .row_shape import LATE, MOST_WORDS, RowShape, held_shape, is_idle, lanes_for, looped_shape
+from .row_shape import LATE, MAX_WORDS, RowShape, held_shape, is_idle, lanes_for, looped_shape
 
 
 def rows_kernel(problem: RowsProblem, gpu: GpuTarget, shape: RowShape | None = None) -> tirx.PrimFunc:
@@ -92,10 +92,10 @@ class _Kernel:
             for view in (*self.operands, self.result):
                 view.open(raw=view.nominal in ("bfloat16", "bool"))
             if shape.cluster > 1:
-                first = opaque(tirx.floordiv(place.block, shape.cluster))
+                first = materialize(tirx.floordiv(place.block, shape.cluster))
                 thread = place.rank * shape.block + place.thread
             else:
-                first, thread = opaque(place.block * shape.rows), place.thread
+                first, thread = materialize(place.block * shape.rows), place.thread
             if isinstance(self.total, int):
                 self._rows(plan, kept, late, shape, first, thread)
             else:
@@ -105,12 +105,12 @@ class _Kernel:
     def _rows(self, plan: RowPlan, kept: str, late: frozenset[int], shape: RowShape, first: Expr, thread: Expr) -> None:
         row, is_row = first, None
         if shape.rows > 1:
-            row = opaque(first + tirx.Cast("int64", thread // shape.threads))
+            row = materialize(first + tirx.Cast("int64", thread // shape.threads))
             if not isinstance(self.total, int) or self.total % shape.rows:
                 is_row = row < self.total
-                row = opaque(T.min(row, int64(self.total - 1)))
+                row = materialize(T.min(row, int64(self.total - 1)))
         number = thread if shape.rows == 1 else thread % shape.threads
-        places = unravel(row, list(self.extents.values()), place=opaque, rest=opaque)
+        places = unravel(row, list(self.extents.values()), place=materialize, rest=materialize)
         at = dict(zip(self.extents, places, strict=True))
 
         where = Threads(number, 0 if shape.rows == 1 else thread // shape.threads, is_row)
@@ -161,5 +161,5 @@ class _Kernel:
         if shape is not None and is_idle(shape, self.total, self.gpu):
             # There is nothing else to do while a late load is under way.
             own = shape.vectors * shape.lanes
-            late = late if own * (words + more) > MOST_WORDS else frozenset()
+            late = late if own * (words + more) > MAX_WORDS else frozenset()
         return plan, kept, shape, late

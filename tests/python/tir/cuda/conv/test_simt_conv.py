@@ -11,8 +11,8 @@ from gpu_interpreter import run
 from relax_hetero.encoding.problem import ConvProblem, Window
 from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.commands.table_kernel import is_one_launch
-from relax_hetero.tir.cuda.conv.channelwise_conv import ChannelPlan, channelwise_conv_kernel
 from relax_hetero.tir.cuda.conv.convolution import cuda_conv_kernel
+from relax_hetero.tir.cuda.conv.depthwise_conv import ChannelPlan, depthwise_conv_kernel
 from seeds import fresh_rng
 from tir.cuda.conv.convolutions_on_gpus import GPU, TARGET, assert_near, conv_problem, operands_of
 from tir.kernel_runs import poisoned
@@ -86,9 +86,9 @@ def test_small_groups(how):
 
 def test_a_thread_makes_several_pixels():
     problem = conv_problem((8, 8), (6, 7), SAME, 1, 8, "float16", gpu=VOLTA)
-    check_kernel(problem, channelwise_conv_kernel(problem, VOLTA, ChannelPlan(4, 8)))
+    check_kernel(problem, depthwise_conv_kernel(problem, VOLTA, ChannelPlan(4, 8)))
     problem = conv_problem((8, 16), (6, 9), Window(3, 2, 1, 1, 1), 1, 2, gpu=VOLTA)
-    check_kernel(problem, channelwise_conv_kernel(problem, VOLTA, ChannelPlan(2, 4)))
+    check_kernel(problem, depthwise_conv_kernel(problem, VOLTA, ChannelPlan(2, 4)))
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def scattered(data, indices, updates, axis, reduction):
     ],
 )
 def test_scatters(data, indices, updates, dtype, axis, reduction, symbolic, kernels, monkeypatch):
-    monkeypatch.setattr(scatter, "MOST_IN_ORDER", 16)
+    monkeypatch.setattr(scatter, "MAX_IN_ORDER", 16)
     rng = fresh_rng()
     x, new = rng.integers(-5, 5, data).astype(dtype), rng.integers(-3, 4, updates).astype(dtype)
     if axis is None:

@@ -14,7 +14,7 @@ from relax_hetero.encoding import PackedLayout
 from relax_hetero.encoding.block_formats import of_integers
 from relax_hetero.encoding.block_weights import Fragments, pack_fragment_blocks, pack_fragments
 from relax_hetero.encoding.expression import Expression
-from relax_hetero.encoding.problem import BlockProductProblem, Epilogue, Operand
+from relax_hetero.encoding.problem import Epilogue, Operand, QuantizedMatmulProblem
 from relax_hetero.errors import EncodingError
 from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
@@ -22,7 +22,7 @@ from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.cuda.core.launch import READS_EARLY
 from relax_hetero.tir.cuda.matmul import block_plan
 from relax_hetero.tir.cuda.matmul.block_plan import BlockPlan, block_plans
-from relax_hetero.tir.cuda.matmul.block_product import block_product_kernel
+from relax_hetero.tir.cuda.matmul.quantized_matmul import quantized_matmul_kernel
 from seeds import fresh_rng
 from tir.cuda.gpu_runs import needs_gpu, run_on_gpu
 
@@ -38,7 +38,7 @@ def problem_of(m, n, k, dtype, block, scales="float16", zeros="", epilogue="", b
     shapes = [weights, blocks, blocks]
     packed = [Operand(tuple(s), d, Fragments.index_map, plain(4)) for s, d in zip(shapes, dtypes, strict=False)]
     operands = (Operand((n,), "float32", ("n",), plain(1)),) if epilogue else ()
-    return BlockProductProblem(
+    return QuantizedMatmulProblem(
         Operand((m, k), dtype, ("m", "k"), plain(2)),
         tuple(packed),
         Operand((m, n), dtype if epilogue else "float32", ("m", "n"), plain(2)),
@@ -51,7 +51,7 @@ def problem_of(m, n, k, dtype, block, scales="float16", zeros="", epilogue="", b
 def check(problem, m, plan=None, tolerance=1e-6, gpu=GPU, is_on_gpu=False):
     """The kernel's result against numpy's, of a kernel that is one launch; by the interpreter, or on a GPU."""
     rng = fresh_rng()
-    func = block_product_kernel(problem, gpu, plan)
+    func = quantized_matmul_kernel(problem, gpu, plan)
     assert is_one_launch(func)
     n, k, block = problem.columns, problem.depth, problem.block
     x = rng.standard_normal((m, k)).astype(numpy_dtype(problem.lhs.dtype))
@@ -136,7 +136,7 @@ def test_a_gate_of_half_precision():
     gate = np.linspace(-14, 14, 80).reshape(2, 40).astype("float16")
     out = np.full((2, 40), np.nan, "float16")
     packed = pack_fragments(codes[:, 0::2] | codes[:, 1::2] << 4, 128, 32), pack_fragment_blocks(scales)
-    run(block_product_kernel(gated, GPU), x, *packed, gate, out)
+    run(quantized_matmul_kernel(gated, GPU), x, *packed, gate, out)
     wide = gate.astype("float64")
     want = x.astype("float64") @ ((codes.astype("float64") - 8) * float(scales[0, 0])).T * wide / (1 + np.exp(-wide))
     np.testing.assert_allclose(out.astype("float64"), want, rtol=2e-3, atol=1e-3)
@@ -181,33 +181,33 @@ def test_infinities_of_float32_stay():
     result = np.zeros((1, 16), "float32")
     scales = np.ones((16, 2), "float16")
     packed = pack_fragments(codes[:, 0::2] | codes[:, 1::2] << 4, 64, 32), pack_fragment_blocks(scales)
-    run(block_product_kernel(problem, GPU), x, *packed, result)
+    run(quantized_matmul_kernel(problem, GPU), x, *packed, result)
     assert (result == np.inf).all()
 
 
 def test_one_row_of_a_large_weight_fits_into_registers():
-    (report,) = reports_of(block_product_kernel(problem_of(1, 14336, 4096, "float16", 32), GPU), TARGET)
+    (report,) = reports_of(quantized_matmul_kernel(problem_of(1, 14336, 4096, "float16", 32), GPU), TARGET)
     assert report.spill_stores == 0, "a spilled weight is waited for where it should be on its way"
     assert report.registers <= 128, "two blocks share a multiprocessor"
 
 
 def test_what_is_refused():
     with pytest.raises(EncodingError, match="multiple of 16"):
-        block_product_kernel(problem_of(1, 16, 64, "float16", 24), GPU)
+        quantized_matmul_kernel(problem_of(1, 16, 64, "float16", 24), GPU)
     with pytest.raises(EncodingError, match="sm_75"):
-        block_product_kernel(problem_of(1, 16, 64, "float16", 32), OLD_GPU)
+        quantized_matmul_kernel(problem_of(1, 16, 64, "float16", 32), OLD_GPU)
 
 
 def test_weights_of_8_bits_compile():
     problem = problem_of(1, 256, 256, "bfloat16", 32, zeros="uint8", bits=8)
-    (report,) = reports_of(block_product_kernel(problem, GPU), TARGET)
+    (report,) = reports_of(quantized_matmul_kernel(problem, GPU), TARGET)
     assert report.spill_stores == 0
 
 
 def test_a_gpu_without_overlapping_launches():
     """An instruction of compute capability 9.0 is in no kernel for 8.0."""
     target = Target({"kind": "cuda", "arch": "sm_80"})
-    kernel = block_product_kernel(problem_of(1, 256, 256, "float16", 32), gpu_target_of(target))
+    kernel = quantized_matmul_kernel(problem_of(1, 256, 256, "float16", 32), gpu_target_of(target))
     assert READS_EARLY not in kernel.attrs
     (report,) = reports_of(kernel, target)
     assert report.registers > 0

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from cuda_reports import reports_of
-from relax_hetero.tir.cuda.matmul.block_product import block_product_kernel
 from relax_hetero.tir.cuda.matmul.block_stages import StagedPlan, staged_plan
+from relax_hetero.tir.cuda.matmul.quantized_matmul import quantized_matmul_kernel
 from tir.cuda.gpu_runs import needs_gpu
 from tir.cuda.matmul.test_block_product_on_gpus import GPU, TARGET, check, problem_of
 
@@ -56,7 +56,7 @@ def test_which_products_have_stages():
 
 
 def test_weights_on_their_way_take_no_registers():
-    (report,) = reports_of(block_product_kernel(problem_of(32, 14336, 4096, "float16", 32), GPU), TARGET)
+    (report,) = reports_of(quantized_matmul_kernel(problem_of(32, 14336, 4096, "float16", 32), GPU), TARGET)
     assert report.spill_stores == 0
 
 

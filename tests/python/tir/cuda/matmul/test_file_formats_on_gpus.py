@@ -12,10 +12,10 @@ from relax_hetero.encoding import PackedLayout
 from relax_hetero.encoding.block_formats import FILE_FORMATS, numbers_of_rows
 from relax_hetero.encoding.block_panels import BlockSource
 from relax_hetero.encoding.block_weights import Fragments, stored_bits
-from relax_hetero.encoding.problem import BlockProductProblem, Operand
+from relax_hetero.encoding.problem import Operand, QuantizedMatmulProblem
 from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
-from relax_hetero.tir.cuda.matmul.block_product import block_product_kernel
+from relax_hetero.tir.cuda.matmul.quantized_matmul import quantized_matmul_kernel
 from seeds import fresh_rng
 from tir.cuda.gpu_runs import needs_gpu, run_on_gpu
 
@@ -33,7 +33,7 @@ def case(name, m, n, depth, dtype):
     packed = layout.pack(BlockSource((raw,), form, depth))
     assert [list(array.shape) for array in packed] == layout.shapes(n, form, depth)
     x = rng.standard_normal((m, depth)).astype(numpy_dtype(dtype))
-    problem = BlockProductProblem(
+    problem = QuantizedMatmulProblem(
         Operand((m, depth), dtype, ("m", "k"), plain(2)),
         tuple(Operand(array.shape, str(array.dtype), Fragments.index_map, plain(4)) for array in packed),
         Operand((m, n), "float32", ("m", "n"), plain(2)),
@@ -56,7 +56,7 @@ def check(found, want, x):
 def test_formats(name, m, n, dtype):
     problem, arguments, want = case(name, m, n, 512, dtype)
     result = np.full((m, n), np.nan, "float32")
-    run(block_product_kernel(problem, GPU), *arguments, result)
+    run(quantized_matmul_kernel(problem, GPU), *arguments, result)
     check(result, want, arguments[0])
 
 
@@ -71,7 +71,7 @@ def check_index_bounds(name, depth, m, dtype):
     """Run a product of few columns: the interpreter checks every index, and depths decide what warps ask for."""
     problem, arguments, want = case(name, m, 16, depth, dtype)
     result = np.full((m, 16), np.nan, "float32")
-    run(block_product_kernel(problem, GPU), *arguments, result)
+    run(quantized_matmul_kernel(problem, GPU), *arguments, result)
     check(result, want, arguments[0])
 
 
@@ -98,7 +98,7 @@ def test_real_depths(name, depth, m, dtype):
 @pytest.mark.parametrize(("m", "dtype"), [(1, "float16"), (33, "bfloat16")])
 def test_on_a_gpu(name, m, dtype):
     problem, arguments, want = case(name, m, 300, 2048, dtype)
-    found = run_on_gpu(block_product_kernel(problem, GPU), arguments, (m, 300), "float32")
+    found = run_on_gpu(quantized_matmul_kernel(problem, GPU), arguments, (m, 300), "float32")
     check(found, want, arguments[0])
 
 

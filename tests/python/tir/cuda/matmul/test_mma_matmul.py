@@ -12,7 +12,7 @@ from relax_hetero.errors import EncodingError
 from relax_hetero.target.element_types import bytes_of
 from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.cuda.matmul.matmul import cuda_matmul_kernel
-from relax_hetero.tir.cuda.matmul.mma_matmul import misfit, mma_matmul_kernel
+from relax_hetero.tir.cuda.matmul.mma_matmul import mma_matmul_kernel, unsupported_reason
 from relax_hetero.tir.cuda.matmul.mma_tiling import MmaTiling, choose_mma_tiling
 from seeds import fresh_rng
 from tir.cuda.matmul.products_on_gpus import check, product
@@ -114,10 +114,10 @@ def test_a_tiling_fits_into_the_gpu():
 def test_what_is_no_problem_for_it():
     sizes = {"m": 64, "n": 64, "k": 64}
     ampere = gpu_target_of(TARGETS["sm_80"])
-    assert misfit(product(sizes, HALF), ampere) == ""
-    assert "no tensor cores" in misfit(product(sizes, HALF), gpu_target_of(TARGETS["sm_61"]))
+    assert unsupported_reason(product(sizes, HALF), ampere) == ""
+    assert "no tensor cores" in unsupported_reason(product(sizes, HALF), gpu_target_of(TARGETS["sm_61"]))
     exact = dataclasses.replace(product(sizes), tf32=False)
-    assert "element types float32" in misfit(exact, ampere)
+    assert "element types float32" in unsupported_reason(exact, ampere)
     float8 = product(sizes, ("float8_e4m3fn", "float8_e4m3fn", "float32"))
     with pytest.raises(EncodingError, match="float8_e4m3fn -> float32 are not multiplied by the tensor cores of sm_80"):
         mma_matmul_kernel(float8, ampere)

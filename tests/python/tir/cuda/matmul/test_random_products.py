@@ -20,16 +20,16 @@ from relax_hetero.errors import EncodingError
 from relax_hetero.target.element_types import bytes_of, numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.commands.table_kernel import is_one_launch
-from relax_hetero.tir.cuda.matmul.few_rows import few_rows_kernel
 from relax_hetero.tir.cuda.matmul.mma_matmul import mma_matmul_kernel
 from relax_hetero.tir.cuda.matmul.simt_matmul import simt_matmul_kernel
+from relax_hetero.tir.cuda.matmul.skinny_gemm import skinny_gemm_kernel
 from relax_hetero.tir.cuda.matmul.wgmma_matmul import wgmma_matmul_kernel
 
 HOPPER, ADA, OLDER = (gpu_target_of(Target({"kind": "cuda", "arch": arch})) for arch in ("sm_90a", "sm_89", "sm_75"))
 GENERATORS: dict[str, Callable[..., tirx.PrimFunc]] = {
     "wgmma": wgmma_matmul_kernel,
     "mma": mma_matmul_kernel,
-    "few": few_rows_kernel,
+    "few": skinny_gemm_kernel,
     "simt": simt_matmul_kernel,
 }
 SYMBOLS = {"b0": "s0", "b1": "s1", "m": "s2", "n": "s3", "k": "s4"}

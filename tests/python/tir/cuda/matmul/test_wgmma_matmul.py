@@ -21,7 +21,7 @@ from relax_hetero.target.element_types import bytes_of, numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.cuda.core.launch import READS_EARLY
-from relax_hetero.tir.cuda.matmul.wgmma_matmul import misfit, wgmma_matmul_kernel
+from relax_hetero.tir.cuda.matmul.wgmma_matmul import unsupported_reason, wgmma_matmul_kernel
 from relax_hetero.tir.cuda.matmul.wgmma_tiling import choose_tiling, tiling_of
 from seeds import fresh_rng
 from tir.kernel_runs import in_double, poisoned
@@ -384,11 +384,11 @@ def test_on_a_gpu(sizes, how):
 def test_what_is_no_problem_for_it():
     sizes = {"m": 64, "n": 64, "k": 64}
     problem = problem_of(sizes)
-    assert misfit(problem, GPU) == ""
-    assert "no wgmma" in misfit(problem, gpu_target_of(Target({"kind": "cuda", "arch": "sm_80"})))
+    assert unsupported_reason(problem, GPU) == ""
+    assert "no wgmma" in unsupported_reason(problem, gpu_target_of(Target({"kind": "cuda", "arch": "sm_80"})))
     exact = dataclasses.replace(problem_of(sizes, "float32"), tf32=False)
-    assert "element types float32 * float32 -> float32" in misfit(exact, GPU)
-    assert "0" in misfit(problem_of({**sizes, "k": 0}), GPU)
+    assert "element types float32 * float32 -> float32" in unsupported_reason(exact, GPU)
+    assert "0" in unsupported_reason(problem_of({**sizes, "k": 0}), GPU)
     rows = Operand((64, 64), "float16", ("k", "n"), PackedLayout((1, 0), (1,), (16,)))
     with pytest.raises(EncodingError, match="expected tiles n:64, k:64, swizzled"):
         wgmma_matmul_kernel(dataclasses.replace(problem, rhs=rows), GPU)

@@ -34,7 +34,7 @@ def case(lengths, heads=4, kv_heads=2, size=32, padded=0, chunk=0, **others) -> 
     """A case with as few pages as sequences need, and some that are nobody's."""
     rows = (chunk or len(lengths)) + padded
     most = max((length + (chunk or 1) - 1) // PAGE + 1 for length in lengths) + 1
-    defaults = {"scale": size**-0.5, "slots": len(lengths) + 1, "most_pages": most, "is_chunk": bool(chunk)}
+    defaults = {"scale": size**-0.5, "slots": len(lengths) + 1, "max_pages": most, "is_chunk": bool(chunk)}
     pages = 2 + most * len(lengths)
     return Case(PagedWork(rows, heads, kv_heads, size, pages=pages, **{**defaults, **others}), lengths, padded)
 
@@ -48,7 +48,7 @@ class Call:
         self.valid = count
         one, page_type = numpy_dtype(work.dtype), numpy_dtype(work.page_dtype)
         self.qkv = rng.standard_normal((work.rows, work.width)).astype(one)
-        self.table = np.full((work.slots, work.most_pages), -1, "int32")
+        self.table = np.full((work.slots, work.max_pages), -1, "int32")
         self.sequences = np.full(work.rows, -1, "int32")
         self.positions = rng.integers(0, 1000, work.rows).astype("int32")
         own = np.arange(count)

@@ -74,7 +74,7 @@ def test_pages_that_are_not_there_are_left_out():
 def test_a_block_asks_for_no_more_pages_than_it_has():
     def plan(rows):
         work = Call(case((500,), 32, 8, 128), fresh_rng()).work
-        return decode_plan(dataclasses.replace(work, rows=rows, most_pages=8), GPU)
+        return decode_plan(dataclasses.replace(work, rows=rows, max_pages=8), GPU)
 
     assert (plan(8), plan(32)) == (DecodePlan(4, 2), DecodePlan(1, 3))
 

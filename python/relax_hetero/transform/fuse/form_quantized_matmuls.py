@@ -1,0 +1,371 @@
+"""FormQuantizedMatmuls: products with weights in blocks become one op where the device has a kernel for it.
+
+Before::
+
+    w = R.hetero.dequantize_blocks(data, scales, depth=4096, block=32)     # constants
+    y = R.add(R.matmul(x, R.permute_dims(w, axes=[1, 0])), bias)
+
+After::
+
+    y = R.hetero.block_matmul(x, packed, bias, columns=4096, block=32, expression="add(x0, x1)")
+
+(On a GPU, the scales are an operand of their own.) Rows that a ``take`` reads of weights become
+``R.hetero.block_rows`` of the same packed constant: a table of tokens that is the last product's weight, too, is one
+in memory.
+
+A product of each row by matrices that an index chooses, as those of a mixture of experts, becomes one op as well, where
+the device reads weights in panels::
+
+    table = R.reshape(R.hetero.dequantize_blocks(data, depth=2048, format="q4_k"), (128, 768, 2048))
+    y = R.matmul(x, R.permute_dims(R.take(table, index, axis=0), axes=[0, 1, 3, 2]))    # x: (m, 1, 1, 2048)
+
+becomes ``R.hetero.block_matmul(x, packed, index, columns=768, experts=128, format="q4_k")``: no matrix is taken.
+
+The constants are packed as the device's kernel reads them. Elementwise work of which each is the only user of the one
+before becomes part of the op. Where there is no kernel, or the weights are no constants or used by something else,
+what they mean is computed by plain ops: of constants at compile time, of parameters in every call.
+
+Assumes a placed module (RealizeVDevice). A second run changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import tvm
+from tvm import relax
+
+from ...encoding.block_panels import BlockSource, Panels
+from ...encoding.block_weights import BlockLayout
+from ...encoding.expression import Expression, Term
+from ...encoding.problem import BlockRowsProblem
+from ...encoding.resolver import answers_of
+from ...op.quantized_matmul import DEQUANTIZE_BLOCKS, block_matmul, block_rows, form_of
+from ..encode.epilogues import may_write
+from ..ir.axes import permutation
+from ..ir.blocks import (
+    Block,
+    Emitter,
+    broadcast,
+    is_one,
+    rewrite_blocks,
+    same_shape,
+    shape_of,
+    tensor_type,
+    with_regions,
+    without_unused,
+)
+from ..ir.declare import declare_pass
+from ..ir.op_names import CAST, PERMUTE, RESHAPE
+from ..ir.relax_expressions import to_expression
+from ..ir.rewriting import is_tensor_constant, op_name
+from ..ir.targets import target_of
+from .plain_blocks import write_plain
+
+_MAX_OPS = 32
+"""Maximum number of ops that a product takes along."""
+
+
+@dataclass
+class _Product:
+    """A product with weights in blocks, and the elementwise work behind it.
+
+    Attributes
+    ----------
+    lhs : relax.Expr
+    weight : relax.Call
+        Call of dequantize_blocks.
+    layout : BlockLayout
+        How the device's kernel reads the weight.
+    inside : list of int
+        Indices of the bindings before the last one.
+    end : int
+    expression : Expression
+    operands : list of relax.Expr
+        ``x1``, ``x2``, ...
+    experts : int
+        How many matrices the weight is; 0: one, for all rows.
+    index : relax.Expr or None
+        Numbers of the experts that each row is multiplied by.
+    """
+
+    lhs: relax.Expr
+    weight: relax.Call
+    layout: BlockLayout
+    inside: list[int]
+    end: int
+    expression: Expression
+    operands: list[relax.Expr] = field(default_factory=list)
+    experts: int = 0
+    index: relax.Expr | None = None
+
+    @property
+    def columns(self) -> int:
+        """Number of columns of one matrix."""
+        return int(self.weight.ty.shape.values[0]) // max(1, self.experts)
+
+
+def form_quantized_matmuls(mod: tvm.IRModule) -> tvm.IRModule:
+    """See the module's docstring; the very module where there is nothing to do."""
+    packer = _Packer()
+    return rewrite_blocks(mod, lambda block: _form(block, packer))
+
+
+FormQuantizedMatmuls = declare_pass("FormQuantizedMatmuls", form_quantized_matmuls)
+
+
+def _form(block: Block, packer: _Packer) -> list[relax.Binding] | None:
+    if not any(op_name(binding.value) == DEQUANTIZE_BLOCKS for binding in block.bindings):
+        return None
+    block = _with_rows_taken(block, packer)
+    products: dict[int, _Product] = {}
+    taken: set[int] = set()
+    for index in reversed(range(len(block.bindings))):
+        product = _product_at(block, index)
+        if product is not None and index not in taken:
+            _take_elementwise(block, product, taken, [other.lhs for other in products.values()])
+            products[product.end] = product
+            taken.update([*product.inside, product.end])
+    formed = with_regions(block, products, lambda emitter, product, var: _write(emitter, product, var, packer))
+    kept = without_unused(formed or block.bindings, block, _is_weight)
+    emitter = Emitter(block.is_dataflow)
+    for binding in kept:
+        if op_name(binding.value) == DEQUANTIZE_BLOCKS:
+            write_plain(emitter, _with_definitions(block, binding.value), binding.var)
+        else:
+            emitter.bindings.append(binding)
+    return emitter.bindings
+
+
+def _with_rows_taken(block: Block, packer: _Packer) -> Block:
+    """Takes of rows of weights are takes of what the weights are stored in."""
+    emitter, found = Emitter(block.is_dataflow), False
+    for binding in block.bindings:
+        value = binding.value
+        is_take = op_name(value) == "relax.take" and value.attrs.axis is not None and int(value.attrs.axis) == 0
+        weight = block.definition(value.args[0]) if is_take else None
+        if weight is None or op_name(weight) != DEQUANTIZE_BLOCKS or shape_of(value.args[1]) is None:
+            emitter.bindings.append(binding)
+            continue
+        found = True
+        _write_rows(emitter, _with_definitions(block, weight), binding, packer)
+    return Block(emitter.bindings, block.is_dataflow, block.used_later) if found else block
+
+
+def _write_rows(emitter: Emitter, weight: relax.Call, binding: relax.Binding, packer: _Packer) -> None:
+    """The numbers of some rows, by the device's kernel or by plain ops on these rows' bytes."""
+    var, index = binding.var, binding.value.args[1]
+    target, depth = target_of(var.ty.vdevice), int(weight.attrs.depth)
+    layout, extents = answers_of(target).block_layout(target), shape_of(index) or []
+    is_known = all(is_tensor_constant(arg) for arg in weight.args)
+    rows = prod(extents) if len(extents) != 1 else extents[0]
+    flat = index
+    if len(extents) != 1:
+        ty = tensor_type([rows], str(index.ty.dtype), index.ty)
+        flat = emitter.emit(relax.op.reshape(index, [rows]), ty, f"{var.name}_index")
+    ty = tensor_type([rows, depth], "float32", var.ty)
+    numbers = type(var)(f"{var.name}_rows", ty) if len(extents) != 1 else var
+    if (
+        isinstance(layout, Panels)
+        and BlockRowsProblem in answers_of(target).problems
+        and is_known
+        and layout.fits(form_of(weight), depth)
+    ):
+        (packed,) = packer.pack(weight, layout, var.ty.vdevice)
+        count = int(weight.ty.shape.values[0])
+        call = block_rows(packed, flat, rows=count, depth=depth, format=form_of(weight).name)
+        emitter.bind(numbers, relax.Call(call.op, list(call.args), call.attrs, ret_ty=ty))
+    else:
+        taken = [_rows_of(emitter, arg, flat, rows, var) for arg in weight.args]
+        write_plain(emitter, relax.Call(weight.op, taken, weight.attrs, ret_ty=ty), numbers)
+    if numbers is not var:
+        value = relax.op.reshape(numbers, shape_of(var))
+        emitter.bind(var, relax.Call(value.op, list(value.args), value.attrs, ret_ty=var.ty))
+
+
+def _rows_of(emitter: Emitter, data: relax.Expr, index: relax.Expr, rows: Any, var: relax.Var) -> relax.Expr:
+    ty = tensor_type([rows, *(shape_of(data) or [])[1:]], str(data.ty.dtype), var.ty)
+    return emitter.emit(relax.op.take(data, index, axis=0), ty, f"{var.name}_taken")
+
+
+def _is_weight(value: relax.Expr) -> bool:
+    return op_name(value) in (DEQUANTIZE_BLOCKS, PERMUTE, CAST, RESHAPE, "relax.take")
+
+
+def _product_at(block: Block, index: int) -> _Product | None:
+    """The product of a binding, None where it is none with such weights, or the device has no kernel for it."""
+    binding = block.bindings[index]
+    if op_name(binding.value) != "relax.matmul" or shape_of(binding.var) is None:
+        return None
+    lhs, rhs = binding.value.args
+    if len(shape_of(rhs) or []) == 4:
+        return _product_of_experts(block, index)
+    if len(shape_of(rhs) or []) != 2:  # of several heads, as in attention
+        return None
+    weight = block.definition(rhs)
+    order = [0, 1]
+    while op_name(weight) in (PERMUTE, CAST):
+        if op_name(weight) == PERMUTE:
+            order = [order[axis] for axis in permutation(weight)]
+        elif "float" not in str(weight.ty.dtype):
+            return None
+        weight = block.definition(weight.args[0])
+    if op_name(weight) != DEQUANTIZE_BLOCKS or order != [1, 0] or len(shape_of(lhs) or []) < 2:
+        return None
+    is_known = all(is_tensor_constant(block.definition(arg)) for arg in weight.args)
+    dtypes = (str(lhs.ty.dtype), str(binding.var.ty.dtype))
+    layout = _block_layout(binding.var)
+    if not is_known or "float64" in dtypes or layout is None or not _fits(layout, weight):
+        return None
+    if op_name(block.definition(lhs)) == CAST and str(block.definition(lhs).args[0].ty.dtype) in layout.lhs_types:
+        # Its numbers are the same as before the cast to a wider type.
+        narrow = block.definition(lhs).args[0]
+        lhs = narrow if dtypes[0] == "float32" else lhs
+    weight = _with_definitions(block, weight)
+    sums = Expression.operand(0)
+    if dtypes[1] != "float32":
+        sums = Expression(Term("cast", (sums.term,), (dtypes[1],)))
+    return _Product(lhs, weight, layout, [], index, sums)
+
+
+def _block_layout(result: relax.Var) -> BlockLayout | None:
+    target = target_of(result.ty.vdevice)
+    return answers_of(target).block_layout(target)
+
+
+def _product_of_experts(block: Block, index: int) -> _Product | None:
+    """A product of rows by matrices that are taken of a table of them; None for any other."""
+    var, (lhs, rhs) = block.bindings[index].var, block.bindings[index].value.args
+    turned = block.definition(rhs)
+    if op_name(turned) != PERMUTE or list(permutation(turned)) != [0, 1, 3, 2]:
+        return None
+    taken = block.definition(turned.args[0])
+    if op_name(taken) != "relax.take" or taken.attrs.axis is None or int(taken.attrs.axis) != 0:
+        return None
+    table, chosen = block.definition(taken.args[0]), taken.args[1]
+    weight = block.definition(table.args[0]) if op_name(table) == RESHAPE else table
+    layout, sizes = _block_layout(var), shape_of(table) or []
+    if op_name(weight) != DEQUANTIZE_BLOCKS or not isinstance(layout, Panels) or not _fits(layout, weight):
+        return None
+    if len(sizes) != 3 or int(sizes[2]) != int(weight.attrs.depth):
+        return None
+    rows, of_index = shape_of(lhs) or [], shape_of(chosen) or []
+    if len(rows) != 4 or len(of_index) != 2 or not is_one(rows[2]) or not isinstance(of_index[1], tvm.tirx.IntImm):
+        return None
+    fits = same_shape(rows[:1], of_index[:1]) and (is_one(rows[1]) or same_shape(rows[1:2], of_index[1:]))
+    is_known = all(is_tensor_constant(block.definition(arg)) for arg in weight.args)
+    is_float = str(lhs.ty.dtype) == str(var.ty.dtype) == "float32" and str(chosen.ty.dtype) in ("int32", "int64")
+    if not (fits and is_known and is_float):
+        return None
+    weight, sums = _with_definitions(block, weight), Expression.operand(0)
+    return _Product(lhs, weight, layout, [], index, sums, experts=int(sizes[0]), index=chosen)
+
+
+def _fits(layout: BlockLayout, weight: relax.Call) -> bool:
+    return layout.fits(form_of(weight), int(weight.attrs.depth))
+
+
+def _with_definitions(block: Block, weight: relax.Call) -> relax.Call:
+    """A call of dequantize_blocks that names constants in the place of variables that are bound to them."""
+    return relax.Call(weight.op, [block.definition(arg) for arg in weight.args], weight.attrs, ret_ty=weight.ty)
+
+
+def _take_elementwise(block: Block, product: _Product, claimed: set[int], kept: list[relax.Expr]) -> None:
+    """Take along elementwise work, as long as each op is the only user of the one before.
+
+    Values of `kept` stay: products behind this one read them, past a cast that is their user in the block.
+    """
+    for _ in range(_MAX_OPS):
+        last = block.bindings[product.end].var
+        index = None if any(last.same_as(value) for value in kept) else block.sole_user(last)
+        if (
+            index is None
+            or index in claimed
+            or any(may_write(b.value) for b in block.bindings[product.end + 1 : index])
+        ):
+            return
+        binding = block.bindings[index]
+        found = to_expression(binding.value) if isinstance(binding, relax.VarBinding) else None
+        if found is None or not same_shape(shape_of(binding.var) or [], shape_of(last) or []):
+            return
+        expression, tensors = found
+        operands = list(product.operands)
+        terms = []
+        for tensor in tensors:
+            if tensor.same_as(last):
+                terms.append(product.expression)
+                continue
+            if not _is_readable(tensor, last):
+                return
+            known = next((i for i, other in enumerate(operands) if other.same_as(tensor)), len(operands))
+            operands[known:] = operands[known:] or [tensor]
+            terms.append(Expression.operand(1 + known))
+        product.expression, product.operands = expression.substitute(terms), operands
+        product.inside.append(product.end)
+        product.end = index
+
+
+def _is_readable(tensor: relax.Expr, result: relax.Var) -> bool:
+    """Return whether an operand has the result's shape, or one number for a column or for all."""
+    shape, whole = shape_of(tensor), shape_of(result) or []
+    if shape is None:
+        return False
+    return same_shape(shape, whole) or (
+        all(map(is_one, shape[:-1])) and same_shape(broadcast(shape[-1:], whole[-1:]) or [], whole[-1:])
+    )
+
+
+def _write(emitter: Emitter, product: _Product, var: relax.Var, packer: _Packer) -> None:
+    lhs = product.lhs
+    if str(lhs.ty.dtype) not in product.layout.lhs_types:
+        ty = tensor_type(shape_of(lhs) or [], "float32", lhs.ty)
+        lhs = emitter.emit(relax.op.astype(lhs, "float32"), ty, f"{var.name}_lhs")
+    operands = []
+    for number, operand in enumerate(product.operands, 1):
+        shape = shape_of(operand) or []
+        if len(shape) > 1 and not same_shape(shape, shape_of(var) or []):
+            ty = tensor_type(shape[-1:], str(operand.ty.dtype), operand.ty)
+            operand = emitter.emit(relax.op.reshape(operand, shape[-1:]), ty, f"{var.name}_x{number}")
+        operands.append(operand)
+    weights = packer.pack(product.weight, product.layout, var.ty.vdevice, product.experts)
+    call = block_matmul(
+        lhs,
+        *weights,
+        *([] if product.index is None else [product.index]),
+        *operands,
+        columns=product.columns,
+        block=int(product.weight.attrs.block),
+        bits=int(product.weight.attrs.bits),
+        zeros=len(product.weight.args) > 2,
+        expression=product.expression,
+        format=str(product.weight.attrs.format),
+        experts=product.experts,
+        activation_bits=int(product.weight.attrs.activation_bits),
+        rows=str(product.weight.attrs.rows),
+    )
+    emitter.bind(var, relax.Call(call.op, list(call.args), call.attrs, ret_ty=var.ty))
+
+
+class _Packer:
+    """The weights packed so far, of which there is one for each operands of dequantize_blocks and layout."""
+
+    def __init__(self) -> None:
+        self._packed: dict[tuple[Any, ...], list[tvm.runtime.Tensor]] = {}
+
+    def pack(
+        self, weight: relax.Call, layout: BlockLayout, vdevice: relax.VDevice | None, experts: int = 0
+    ) -> list[relax.Expr]:
+        """The operands of a call of dequantize_blocks as the kernel of a device reads them."""
+        form, depth = form_of(weight), int(weight.attrs.depth)
+        # The module keeps the constants alive, so their identities will do.
+        key = (*(hash(arg.value) for arg in weight.args), form, depth, layout, experts)
+        if key not in self._packed:
+            source = BlockSource(tuple(arg.value.numpy() for arg in weight.args), form, depth)
+            arrays = layout.pack(source, experts) if experts and isinstance(layout, Panels) else layout.pack(source)
+            self._packed[key] = [tvm.runtime.tensor(array) for array in arrays]
+        return [
+            tvm.ir.GenericConst(data, relax.TensorType(list(data.shape), str(data.dtype), vdevice))
+            for data in self._packed[key]
+        ]

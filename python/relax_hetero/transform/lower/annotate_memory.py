@@ -1,0 +1,296 @@
+"""AnnotateMemory: what each function allocates, and from when to when, stands on it as data (`artifact.memory_spec`).
+
+Before::
+
+    @R.function
+    def main(x: R.Tensor((4,), "float32", "llvm:0")):
+        storage = R.memory.alloc_storage(R.shape([64]), 0, "global", "uint8")
+        alloc = R.memory.alloc_tensor(storage, 0, R.shape([4]), "float32", 0)
+        cls.kernel(x, alloc)
+        return alloc
+
+After, the same with::
+
+    R.func_attr({"relax_hetero.memory": '{"name": "main", "storages": [{"nbytes": 64, ...}], ...}'})
+
+Assumes that allocations are explicit and freed after their last use (KillAfterLastUse), and that shapes are not lowered
+yet (VMShapeLower). A second run changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import tvm
+from tvm import relax, tirx
+
+from ...artifact.commands import GRAPH, WRITE, RegionSpec
+from ...artifact.memory_spec import (
+    ARENA,
+    RESULT,
+    TRANSFER,
+    VALUE,
+    CallStep,
+    FunctionMemory,
+    Live,
+    RegionStep,
+    StorageSpec,
+    memory_from_json,
+    memory_to_json,
+)
+from ...artifact.signature import Dim
+from ...target.vdevice import vdevice_index, vdevices_of
+from ..ir.declare import declare_pass
+from ..ir.extents import NoTextError, dim_text
+from ..ir.kernels import tensor_bytes
+from ..ir.module_attrs import MEMORY
+from ..ir.rewriting import copy_module, op_name, relax_functions, tensor_types
+from ..ir.tensor_aliases import NOTHING, Roots, TensorAliases, flattened, is_view, merged
+from ..record.region_attrs import regions_of
+from .lower_transfers import is_lowered_transfer
+from .storage_sizes import upper_bounds
+
+_KILLS = ("relax.memory.kill_storage", "relax.memory.kill_tensor", "relax.vm.kill_object")
+_OPEN = -1
+
+
+def annotate_memory(mod: tvm.IRModule) -> tvm.IRModule:
+    """See the module's docstring."""
+    regions = {region.name: region for region in regions_of(mod)}
+    functions = dict(mod.functions.items())
+    for gv, func in relax_functions(mod):
+        memory = function_memory(gv.name_hint, func, mod, regions)
+        functions[gv] = func.with_attr(MEMORY, json.dumps(memory_to_json(memory)))
+    return copy_module(mod, functions)
+
+
+AnnotateMemory = declare_pass("AnnotateMemory", annotate_memory)
+
+
+def memory_of(mod: tvm.IRModule) -> tuple[FunctionMemory, ...]:
+    """Memory that the functions of a module allocate, as `AnnotateMemory` left it."""
+    texts = [func.attrs[MEMORY] for _, func in relax_functions(mod) if MEMORY in func.attrs]
+    return tuple(memory_from_json(json.loads(str(text))) for text in texts)
+
+
+def function_memory(
+    name: str, func: relax.Function, mod: tvm.IRModule, regions: dict[str, RegionSpec]
+) -> FunctionMemory:
+    """Memory that one function allocates.
+
+    Parameters
+    ----------
+    name : str
+    func : relax.Function
+        Function of `mod`.
+    mod : tvm.IRModule
+    regions : dict of str to RegionSpec
+        The module's command buffers.
+    """
+    reader = _Reader(mod, regions)
+    result = reader.body(func.body)
+    storages = reader.finished(set(flattened(result)))
+    return FunctionMemory(
+        name,
+        storages,
+        tuple(Live(t.storage, t.nbytes, t.begin, t.end) for t in reader.tensors),
+        tuple(reader.regions),
+        tuple(reader.calls),
+        upper_bounds(func),
+        _result_sizes(func.ret_ty),
+    )
+
+
+@dataclass
+class _Storage:
+    device: int
+    nbytes: Dim
+    begin: int
+    end: int = _OPEN
+    use: str = VALUE
+
+
+@dataclass
+class _Tensor:
+    storage: int
+    nbytes: Dim
+    begin: int = _OPEN
+    end: int = _OPEN
+    name: str = ""
+
+
+@dataclass
+class _Reader:
+    """Goes through a function in order; `now` is the number of the next step."""
+
+    mod: tvm.IRModule
+    specs: dict[str, RegionSpec]
+    now: int = 0
+    storages: list[_Storage] = field(default_factory=list)
+    tensors: list[_Tensor] = field(default_factory=list)
+    regions: list[RegionStep] = field(default_factory=list)
+    calls: list[CallStep] = field(default_factory=list)
+    _receive_buffers: dict[relax.Var, int] = field(default_factory=dict)
+    _aliases: TensorAliases = field(default_factory=TensorAliases)
+
+    def body(self, body: relax.SeqExpr) -> Roots:
+        """Read the bindings of a body; the tensors it gives."""
+        for block in body.blocks:
+            for binding in block.bindings:
+                self._binding(binding.var, binding.value)
+        return self._aliases.of(body.body)
+
+    def finished(self, results: set[int]) -> tuple[StorageSpec, ...]:
+        """The storages, once everything is read; `results` are the tensors that leave the call."""
+        names: dict[int, str] = {}
+        for tensor in self.tensors:
+            names.setdefault(tensor.storage, tensor.name)
+        for number in results:
+            place = self.storages[self.tensors[number].storage]
+            place.use, place.end = RESULT, _OPEN
+        return tuple(
+            StorageSpec(place.device, place.nbytes, place.begin, place.end, place.use, names.get(number, ""))
+            for number, place in enumerate(self.storages)
+        )
+
+    def _binding(self, var: relax.Var, value: relax.Expr) -> None:
+        if isinstance(value, relax.If):
+            self._touch(self._aliases.of(value.cond))
+            self._aliases.bind(var, merged((self.body(value.true_branch), self.body(value.false_branch))))
+        elif not isinstance(value, relax.Call) or is_view(value):
+            self._aliases.bind(var, self._aliases.of(value))
+        elif op_name(value) == "relax.memory.alloc_storage":
+            self._receive_buffers[var] = len(self.storages)
+            device = int(value.args[1].value)
+            self.storages.append(_Storage(device, _product(value.args[0].values), self.now))
+        elif op_name(value) == "relax.memory.alloc_tensor":
+            self._aliases.bind(
+                var, self._tensor(self._receive_buffers[value.args[0]], value.args[2].values, value.args[3].value)
+            )
+        elif op_name(value) in _KILLS:
+            self._kill(value.args[0])
+        else:
+            self._aliases.bind(var, self._step(var, value))
+
+    def _tensor(self, storage: int, shape: Any, dtype: Any) -> Roots:
+        self.tensors.append(_Tensor(storage, _product(shape, tensor_bytes((), tvm.DataType(str(dtype))))))
+        return frozenset((len(self.tensors) - 1,))
+
+    def _kill(self, var: relax.Var) -> None:
+        """A register lets go of what it shows; the last one that does so gives the storage back."""
+        for number in flattened(self._aliases.of(var)):
+            place = self.storages[self.tensors[number].storage]
+            place.end = max(self.now - 1, place.begin)  # what a function gave and nothing reads
+
+    def _step(self, var: relax.Var, call: relax.Call) -> Roots:
+        callee = call.op.name_hint if isinstance(call.op, tvm.ir.GlobalVar) else ""
+        spec = self.specs.get(callee)
+        operands = [self._aliases.of(arg) for arg in call.args]
+        name = callee or (
+            "a transfer" if is_lowered_transfer(call) else str(getattr(call.op, "global_symbol", call.op))
+        )
+        for shown in operands:
+            self._touch(shown, name)
+        if spec is not None:
+            self._region(call, spec, operands)
+        made: Roots = NOTHING
+        if is_lowered_transfer(call):
+            # It arrives in the room it is given, else it is its operand by another name.
+            made = operands[-1] if len(call.args) == 4 else operands[0]
+            if len(call.args) == 4:
+                self.storages[self.tensors[next(flattened(made))].storage].use = TRANSFER
+        elif callee and isinstance(self.mod[callee], relax.Function):
+            self.calls.append(CallStep(self.now, callee, _sizes(self.mod[callee].params, call.args)))
+            made = self._made(var.ty, name)
+        elif isinstance(call.op, relax.ExternFunc | relax.Var):
+            made = self._made(var.ty, name)
+        self.now += 1
+        return made
+
+    def _made(self, ty: tvm.ir.Type, name: str) -> Roots:
+        """Tensors that another function allocates and gives, which are here from the next step on."""
+        if isinstance(ty, tvm.ir.TupleType):
+            return tuple(self._made(part, name) for part in ty.fields)
+        if not (isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr) and ty.dtype):
+            return NOTHING
+        vdevices = vdevices_of(self.mod)
+        device = vdevice_index(ty.vdevice, vdevices) if ty.vdevice is not None else 0
+        shown = self._tensor(len(self.storages), ty.shape.values, ty.dtype.dtype)
+        (made,) = (self.tensors[number] for number in flattened(shown))
+        made.begin = made.end = self.now + 1
+        made.name = name
+        self.storages.append(_Storage(device, made.nbytes, self.now + 1))
+        return shown
+
+    def _region(self, call: relax.Call, spec: RegionSpec, operands: list[Roots]) -> None:
+        """Inputs, of which some may be constants by now, its own constants, results, and the arena."""
+        given = [shown for arg, shown in zip(call.args, operands, strict=True) if isinstance(arg.ty, relax.TensorType)]
+        read = sum(slot.access != WRITE for slot in spec.slots)
+        # A graph has the addresses of its constants in one, its state.
+        del given[read : read + (1 if spec.runs == GRAPH else len(spec.directs))]
+        slots = [next(flattened(shown), -1) for shown in given]
+        if len(slots) > len(spec.slots):
+            arena = self.tensors[slots.pop()]
+            arena.name, arena.nbytes = f"the arena of {spec.name}", 0  # what lies in it is counted instead
+            self.storages[arena.storage].use = ARENA
+        for number, slot in zip(slots, spec.slots, strict=True):
+            if number >= 0 and self.tensors[number].begin == self.now:
+                self.tensors[number].name = slot.name
+        self.regions.append(RegionStep(self.now, spec.name, tuple(slots)))
+
+    def _touch(self, roots: Roots, name: str = "If") -> None:
+        for number in flattened(roots):
+            tensor = self.tensors[number]
+            if tensor.begin == _OPEN:
+                tensor.begin, tensor.name = self.now, name
+            tensor.end = self.now
+
+
+def _result_sizes(ty: tvm.ir.Type) -> tuple[Dim, ...]:
+    """Bytes of the tensors in a type, of a tuple field by field; 0 for what has no known shape."""
+    fields = ty.fields if isinstance(ty, tvm.ir.TupleType) else [ty]
+    return tuple(_sum(map(_tensor_size, tensor_types(field))) for field in fields)
+
+
+def _tensor_size(ty: relax.TensorType) -> Dim:
+    known = isinstance(ty.shape, relax.ShapeExpr) and ty.dtype is not None
+    return _product(ty.shape.values, tensor_bytes((), ty.dtype.dtype)) if known else 0
+
+
+def _sum(sizes: Iterable[Dim]) -> Dim:
+    parts = list(sizes)
+    if all(isinstance(part, int) for part in parts):
+        return sum(part for part in parts if isinstance(part, int))
+    return " + ".join(map(str, parts))
+
+
+def _product(extents: Any, count: int = 1) -> Dim:
+    """`count` times some extents: a number or text, which nobody can evaluate where an extent is beyond its grammar."""
+    symbolic: list[str] = []
+    for extent in extents:
+        try:
+            text = dim_text(extent)
+        except NoTextError:
+            text = str(extent)
+        if isinstance(text, int):
+            count *= text
+        else:
+            symbolic.append(text)
+    if not symbolic:
+        return count
+    return "*".join([str(count), *symbolic] if count != 1 else symbolic)
+
+
+def _sizes(params: Any, args: Any) -> dict[str, Dim]:
+    """The symbolic dimensions that a function's parameters name, by what a caller gives."""
+    found: dict[str, Dim] = {}
+    for param, arg in zip(params, args, strict=False):
+        for wanted, given in zip(tensor_types(param.ty), tensor_types(arg.ty), strict=False):
+            if isinstance(wanted.shape, relax.ShapeExpr) and isinstance(given.shape, relax.ShapeExpr):
+                for dim, extent in zip(wanted.shape.values, given.shape.values, strict=True):
+                    if isinstance(dim, tirx.Var):
+                        found.setdefault(str(dim.name), _product([extent]))
+    return found

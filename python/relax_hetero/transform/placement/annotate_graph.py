@@ -1,0 +1,223 @@
+"""AnnotateGraph: the graph of the placed model stays with the module, as data, for reports.
+
+Before::
+
+    y: R.Tensor((4,), "float32", "llvm:0") = R.exp(x)
+
+After, the same with::
+
+    I.module_attrs({"relax_hetero.graph": '{"texts": ["", "y", "relax.exp", ...], ...}'})
+
+The passes that follow fuse, encode and lower the ops, and what remains are kernels. The record says which op reads what
+which other op makes, with shapes, devices and the names that the model's file has. Variables keep their names, by which
+FormDispatches notes the ops that each kernel computes (`transform.ir.kernel_nodes`).
+
+Assumes a placed module in A-normal form that keeps findings (`RecordRemarks`). A second run changes nothing; a
+lowered module stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tvm
+from tvm import relax
+
+from ...artifact.model_graph import (
+    CONSTANT,
+    INPUT,
+    KINDS,
+    OP,
+    OUTPUT,
+    TRANSFER,
+    FunctionGraph,
+    GraphNode,
+    GraphValue,
+    ModelGraph,
+)
+from ...target.vdevice import device_name, vdevices_of
+from ..ir.declare import declare_pass
+from ..ir.extents import NoTextError, dim_text
+from ..ir.kernels import tensor_bytes
+from ..ir.module_attrs import is_lowered
+from ..ir.remarks import Aliases, records_remarks, remarks_of, with_remarks
+from ..ir.rewriting import relax_functions, walk_bindings
+
+# A node of the function, and a position in what it makes; -1 for all of it.
+_Read = tuple[int, int]
+
+_TRANSFERS = ("relax.to_vdevice", "relax.hint_on_device", "relax_hetero.to_device")
+
+
+def annotate_graph(mod: tvm.IRModule) -> tvm.IRModule:
+    """See the module's docstring."""
+    if not records_remarks(mod) or is_lowered(mod) or remarks_of(mod).graph is not None:
+        return mod
+    return with_remarks(mod, graph=graph_of(mod), aliases=_aliases(mod) or None)
+
+
+def graph_of(mod: tvm.IRModule) -> ModelGraph:
+    """The graph of a module in A-normal form; devices are those that its types name."""
+    tables = _Tables(mod)
+    functions = tuple(_Function(tables, func).graph(str(gv.name_hint)) for gv, func in relax_functions(mod))
+    return ModelGraph(tuple(tables.texts), tuple(tables.values), functions)
+
+
+def _aliases(mod: tvm.IRModule) -> Aliases:
+    """The variables that are bound to others: later passes keep one of the names."""
+    found: Aliases = {}
+    for gv, func in relax_functions(mod):
+        of: dict[relax.Var, relax.Var] = {}
+        for binding in walk_bindings(func):
+            if isinstance(binding.value, relax.Var):
+                of[binding.var] = of.get(binding.value, binding.value)
+        if of:
+            found[str(gv.name_hint)] = {var.name: [value.name] for var, value in of.items()}
+    return found
+
+
+AnnotateGraph = declare_pass("AnnotateGraph", annotate_graph)
+
+
+class _Tables:
+    """Texts and values, each once."""
+
+    def __init__(self, mod: tvm.IRModule) -> None:
+        self.texts: dict[str, int] = {"": 0}
+        self.values: dict[GraphValue, int] = {}
+        self.origins = remarks_of(mod).origins or {}
+        self._vdevices = vdevices_of(mod)
+        self._devices: dict[Any, int] = {}
+
+    def text(self, text: str) -> int:
+        return self.texts.setdefault(text, len(self.texts))
+
+    def device(self, ty: tvm.ir.Type) -> int:
+        """The name of the device of the first tensor of a type."""
+        vdevice = next((t.vdevice for t in _tensors(ty) if t.vdevice is not None), None)
+        if vdevice is None:
+            return 0
+        if vdevice not in self._devices:
+            self._devices[vdevice] = self.text(device_name(vdevice, self._vdevices))
+        return self._devices[vdevice]
+
+    def values_of(self, ty: tvm.ir.Type) -> tuple[int, ...]:
+        """The values of a type: of each field, where it is a tuple of tensors."""
+        return tuple(self._value(tensor) for tensor in _tensors(ty))
+
+    def _value(self, ty: relax.TensorType) -> int:
+        dtype = "" if ty.dtype is None else str(ty.dtype.dtype if isinstance(ty.dtype, tvm.ir.PrimType) else ty.dtype)
+        shape: tuple[int | str, ...] | None = None
+        if isinstance(ty.shape, relax.ShapeExpr):
+            shape = tuple(_extent(extent) for extent in ty.shape.values)
+        numbers = [extent for extent in shape or () if isinstance(extent, int)]
+        is_known = shape is not None and dtype != "" and len(numbers) == len(shape)
+        value = GraphValue(shape, self.text(dtype), int(tensor_bytes(numbers, tvm.DataType(dtype))) if is_known else -1)
+        return self.values.setdefault(value, len(self.values))
+
+
+def _tensors(ty: tvm.ir.Type) -> Iterator[relax.TensorType]:
+    if isinstance(ty, relax.TensorType):
+        yield ty
+    elif isinstance(ty, tvm.ir.TupleType):
+        for field in ty.fields:
+            yield from _tensors(field)
+
+
+def _extent(extent: Any) -> int | str:
+    try:
+        return dim_text(extent)
+    except NoTextError:
+        return str(extent)
+
+
+class _Function:
+    """Collects the nodes of one function."""
+
+    def __init__(self, tables: _Tables, func: relax.Function) -> None:
+        self._tables, self._func = tables, func
+        self._nodes: list[GraphNode] = []
+        # What a variable stands for: one read for each field of a tuple that is written out.
+        self._reads: dict[relax.Var, list[_Read]] = {}
+        self._constants: dict[tvm.ir.Constant, int] = {}
+
+    def graph(self, name: str) -> FunctionGraph:
+        for param in self._func.params:
+            self._reads[param] = [(self._add(INPUT, param.name, "", param.ty, []), -1)]
+        for read in self._sequence(self._func.body):
+            self._add(OUTPUT, f"result {self._outputs()}", "", self._type_of(read), [read])
+        return FunctionGraph(name, tuple(self._nodes))
+
+    def _outputs(self) -> int:
+        return sum(KINDS[node.kind] == OUTPUT for node in self._nodes)
+
+    def _add(self, kind: str, name: str, op: str, ty: Any, reads: Sequence[_Read]) -> int:
+        tables = self._tables
+        values = ty if isinstance(ty, tuple) else tables.values_of(ty)
+        device = 0 if isinstance(ty, tuple) else tables.device(ty)
+        if isinstance(ty, tuple) and reads:
+            device = self._nodes[reads[0][0]].device
+        source = tables.text(tables.origins.get(name, ""))
+        flat = tuple(number for read in dict.fromkeys(reads) for number in read)
+        self._nodes.append(
+            GraphNode(KINDS.index(kind), tables.text(name), tables.text(op), source, device, values, flat)
+        )
+        return len(self._nodes) - 1
+
+    def _type_of(self, read: _Read) -> tuple[int, ...]:
+        values = self._nodes[read[0]].values
+        return values if read[1] < 0 else (values[read[1]],)
+
+    def _sequence(self, body: relax.Expr) -> list[_Read]:
+        if not isinstance(body, relax.SeqExpr):
+            return self._of(body)
+        for block in body.blocks:
+            for binding in block.bindings:
+                self._bind(binding)
+        return self._of(body.body)
+
+    def _bind(self, binding: relax.Binding) -> None:
+        var, value = binding.var, binding.value
+        if isinstance(value, relax.Function):
+            return  # a local function; its calls read what they are given
+        if isinstance(value, relax.If):
+            reads = [*self._of(value.cond), *self._sequence(value.true_branch), *self._sequence(value.false_branch)]
+            self._reads[var] = [(self._add(OP, var.name, "if", var.ty, reads), -1)]
+        elif isinstance(value, relax.Call) and not tvm.ir.is_prim_expr(value):
+            reads = [read for arg in value.args for read in self._of(arg)]
+            op = _op_text(value)
+            kind = TRANSFER if op in _TRANSFERS else OP
+            self._reads[var] = [(self._add(kind, var.name, op, var.ty, reads), -1)]
+        else:
+            self._reads[var] = self._of(value)
+
+    def _of(self, expr: Any) -> list[_Read]:
+        """Reads of an expression; shapes and attributes read nothing."""
+        if isinstance(expr, relax.Var):
+            return self._reads.get(expr, [])
+        if isinstance(expr, tvm.ir.Constant):
+            if expr not in self._constants:
+                self._constants[expr] = self._add(CONSTANT, f"constant {len(self._constants)}", "", expr.ty, [])
+            return [(self._constants[expr], -1)]
+        if isinstance(expr, relax.Tuple):
+            return [read for field in expr.fields for read in self._of(field)]
+        if isinstance(expr, relax.TupleGetItem):
+            return self._field(expr)
+        return []
+
+    def _field(self, expr: relax.TupleGetItem) -> list[_Read]:
+        reads, index = self._of(expr.tuple_value), int(expr.index)
+        if len(reads) == 1 and reads[0][1] < 0 and index < len(self._nodes[reads[0][0]].values):
+            return [(reads[0][0], index)]
+        return [reads[index]] if 1 < len(reads) > index else reads
+
+
+def _op_text(call: relax.Call) -> str:
+    op = call.op
+    if isinstance(op, tvm.ir.Op):
+        first = call.args[0] if call.args else None
+        callee = getattr(first, "global_symbol", None) or getattr(first, "name_hint", None)
+        is_call = op.name.startswith(("relax.call_", "relax.vm.call_"))
+        return f"{op.name} {callee}" if is_call and callee else str(op.name)
+    return str(getattr(op, "name_hint", None) or getattr(op, "global_symbol", None) or getattr(op, "name", "call"))

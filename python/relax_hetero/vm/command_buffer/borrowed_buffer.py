@@ -1,0 +1,135 @@
+"""Memory of a caller that command buffers use where it lies: numpy arrays, tvm tensors, objects with ``__dlpack__``."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tvm_ffi
+from tvm import runtime
+
+from ...artifact.metadata import CPU
+from ...errors import BindingError
+from ...target.backend import backend_of_type
+from ..args.arguments import from_dlpack
+from ..device.cuda_library import CUDA_HOST
+from ..device.tensors import alias, capsule_pointer, dtype_name, has_offset, nbytes_of
+
+BYTES = "uint8"
+"""The element type of memory that may hold any other."""
+
+_Tensor = tvm_ffi.core.Tensor
+
+
+@dataclass(frozen=True)
+class BorrowedBuffer:
+    """Contiguous memory, alive as long as this is.
+
+    Attributes
+    ----------
+    dtype : str
+        The element type its owner gives it.
+    device : (int, int)
+        DLPack's device type and id; the id is -1 where the owner knows one host only.
+    """
+
+    address: int
+    nbytes: int
+    dtype: str
+    writable: bool
+    device: tuple[int, int]
+    owner: Any = field(repr=False, compare=False)
+
+    def part(self, offset: int, length: int | None, where: str) -> BorrowedBuffer:
+        """`length` bytes from `offset` on, all there are for None; BindingError where it has not so many."""
+        end = self.nbytes if length is None else offset + length
+        if offset < 0 or not offset <= end <= self.nbytes:
+            asked = f"{'the rest' if length is None else length} from byte {offset} on"
+            raise BindingError(f"{where} takes {asked} of {self.nbytes} bytes, expected a part of them")
+        return BorrowedBuffer(self.address + offset, end - offset, self.dtype, self.writable, self.device, self.owner)
+
+
+def borrow(value: object, where: str) -> BorrowedBuffer:
+    """The memory of a tensor.
+
+    Raises
+    ------
+    BindingError
+        No tensor, or one that is not contiguous or of a foreign byte order; the message begins with `where`.
+    """
+    if isinstance(value, _Tensor):
+        return _borrow_tensor(value, value, _device(value), True, where)
+    if isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
+        return _borrow_array(value, where)
+    if hasattr(value, "__dlpack__") and not isinstance(value, np.generic | np.ma.MaskedArray):
+        try:
+            tensor = from_dlpack(value)
+        except Exception as error:  # each library raises its own
+            raise BindingError(f"{where} ({type(value).__name__}) gives no DLPack tensor: {error}") from error
+        kind, index = _device(tensor)
+        device = kind, -1 if kind == CPU else index
+        return _borrow_tensor(tensor, (value, tensor), device, not _is_read_only(value), where)
+    expected = "expected memory: a numpy array, a tvm tensor or an object with __dlpack__"
+    raise BindingError(f"{where} is a {type(value).__name__}, {expected}")
+
+
+def check_device(borrowed: BorrowedBuffer, device: runtime.Device, name: str, where: str) -> None:
+    """Require memory to be on `device`, which messages call `name`; host memory without an id is on every CPU."""
+    wanted = device.dlpack_device_type(), device.index
+    if borrowed.device == wanted or borrowed.device == (wanted[0], -1):
+        return
+    kind, index = borrowed.device
+    found = f"{backend_of_type(kind).type_name}{f':{index}' if index >= 0 else ''}"
+    expected = f"{backend_of_type(wanted[0]).type_name}:{wanted[1]} ({name})"
+    raise BindingError(f"{where} is on the device {found}, expected {expected}")
+
+
+def _borrow_array(array: np.ndarray, where: str) -> BorrowedBuffer:
+    if array.dtype.kind in "OSUMm" or array.dtype.names is not None or not array.dtype.isnative:
+        raise BindingError(f"{where} has numpy dtype {array.dtype}, expected numbers in this machine's byte order")
+    if not array.flags.c_contiguous:
+        raise BindingError(f"{where} has strides {array.strides} for shape {array.shape}, expected contiguous memory")
+    address = array.__array_interface__["data"][0]
+    return BorrowedBuffer(address, array.nbytes, dtype_name(array.dtype), array.flags.writeable, (CPU, -1), array)
+
+
+def _borrow_tensor(
+    tensor: runtime.Tensor, owner: Any, device: tuple[int, int], writable: bool, where: str
+) -> BorrowedBuffer:
+    if tensor.numel() and not tensor.is_contiguous():
+        raise BindingError(
+            f"{where} has strides {tensor.strides} for shape {tuple(tensor.shape)}, expected contiguous memory"
+        )
+    start = alias(tensor, tensor.device) if has_offset(tensor) else tensor
+    return BorrowedBuffer(start.data_ptr(), nbytes_of(tensor), str(tensor.dtype), writable, device, owner)
+
+
+def _device(tensor: runtime.Tensor) -> tuple[int, int]:
+    device = tensor.device
+    return (CPU, -1) if device.dlpack_device_type() == CUDA_HOST else (device.dlpack_device_type(), device.index)
+
+
+class _VersionedHead(ctypes.Structure):
+    """The head of a DLPack capsule of the versioned kind (dlpack.h, DLManagedTensorVersioned)."""
+
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+    ]
+
+
+_READ_ONLY = 1
+
+
+def _is_read_only(value: Any) -> bool:
+    """Return whether an object says that its memory must not be written to, which DLPack can from version 1 on."""
+    try:
+        capsule = value.__dlpack__(max_version=(1, 0))  # the head lies in memory that goes with it
+        return bool(_VersionedHead.from_address(capsule_pointer(capsule, b"dltensor_versioned")).flags & _READ_ONLY)
+    except (TypeError, ValueError, BufferError):  # an older producer
+        return False

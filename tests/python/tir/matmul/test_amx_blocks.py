@@ -1,0 +1,126 @@
+"""Products with weights in blocks by tile registers (Intel AMX), emulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tvm
+
+from relax_hetero.encoding.block_formats import FILE_FORMATS
+from relax_hetero.encoding.expression import Expression
+from relax_hetero.encoding.problem import Epilogue, QuantizedMatmulProblem
+from relax_hetero.target.cpu_target import cpu_target_of
+from relax_hetero.tir.matmul.quantized_matmul import quantized_matmul_kernel
+from seeds import fresh_rng
+from tir.kernel_runs import runs_here
+from tir.matmul.block_problems import assert_close, call, integers, of_file, plain, problem_of
+from tir.matmul.tile_emulator import emulated, emulator, products_so_far
+from tir.products_of import AVX512
+
+pytestmark = pytest.mark.skipif(not runs_here("avx512"), reason="emulated tiles stand beside vectors of AVX-512")
+
+XEON = tvm.target.Target({"kind": "llvm", "mcpu": "sapphirerapids", "num-cores": 2})
+PANEL = 32
+
+
+def _kernel(problem: QuantizedMatmulProblem) -> Callable[..., None]:
+    emulator()
+    kernel = emulated(quantized_matmul_kernel(problem, cpu_target_of(XEON)))
+    return tvm.compile(tvm.IRModule({"block_product": kernel}), target=AVX512)["block_product"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "depth", "block", "zeros"),
+    [
+        (33, 70, 100, 32, "uint8"),
+        (16, 32, 2300, 1536, ""),
+        (70, 37, 77, 128, ""),
+        (600, 40, 1056, 96, "uint8"),
+        (40, 33, 80, 16, "float32"),
+    ],
+)
+def test_sizes(rows, columns, depth, block, zeros):
+    """Ragged ends, blocks longer than what is added up at once, and more rows than a block of them has."""
+    rng = fresh_rng()
+    weights = integers(rng, columns, depth, block, zeros)
+    x = rng.standard_normal((rows, depth), "float32")
+    function, before = _kernel(problem_of(weights, rows, PANEL)), products_so_far()
+    assert_close(call(function, x, weights.packed(PANEL), columns), x, weights.numbers)
+    assert products_so_far() > before
+
+
+@pytest.mark.parametrize(("rows", "columns", "records"), [(16, 70, 1), (37, 33, 3)])
+@pytest.mark.parametrize("form", FILE_FORMATS)
+@pytest.mark.sampled(3)
+def test_formats_of_files(form, rows, columns, records):
+    """Steps of half the size where 16 weights share a scale, a second term of float16."""
+    depth = records * FILE_FORMATS[form].span if FILE_FORMATS[form].span > 1 else (67, 0, 1100)[records - 1]
+    weights, x = of_file(form, columns, depth), fresh_rng().standard_normal((rows, depth), "float32")
+    function, before = _kernel(problem_of(weights, rows, PANEL)), products_so_far()
+    assert_close(call(function, x, weights.packed(PANEL), columns), x, weights.numbers)
+    assert products_so_far() > before
+
+
+@pytest.mark.parametrize("form", ["q4_k", "q5_0", "q8_0", "f16"])
+def test_activations_of_few_bits(form):
+    """Numbers are rounded to bfloat16, and so are the sums that minimums meet; beside plain weights they are not."""
+    depth = 2 * max(64, FILE_FORMATS[form].span)
+    weights, x = of_file(form, 37, depth), 3 + fresh_rng().standard_normal((33, depth), "float32")
+    function, before = _kernel(problem_of(weights, 33, PANEL, activation_bits=8)), products_so_far()
+    read = x if form == "f16" else x.astype(ml_dtypes.bfloat16).astype("float32")
+    assert_close(call(function, x, weights.packed(PANEL), 37), read, weights.numbers, 2e-6)
+    assert products_so_far() > before
+
+
+@pytest.mark.parametrize(("block", "zeros"), [(40, ""), (8, "float32")])
+def test_what_tiles_cannot_multiply_is_left_to_vectors(block, zeros):
+    rng = fresh_rng()
+    weights = integers(rng, 40, 96, block, zeros)
+    x = rng.standard_normal((20, 96), "float32")
+    function, before = _kernel(problem_of(weights, 20, PANEL)), products_so_far()
+    assert_close(call(function, x, weights.packed(PANEL), 40), x, weights.numbers)
+    assert products_so_far() == before
+
+
+def test_symbolic_rows_choose_when_they_are_known():
+    rng = fresh_rng()
+    weights = integers(rng, 70, 96, 32, "uint8")
+    function = _kernel(problem_of(weights, "s0", PANEL))
+    for rows in (0, 1, 15, 16, 45):
+        x, before = rng.standard_normal((rows, 96), "float32"), products_so_far()
+        rounding = 1e-6 if rows > 15 else 3e-5  # few rows are multiplied as numbers of 16 bits
+        assert_close(call(function, x, weights.packed(PANEL), 70), x, weights.numbers, rounding)
+        assert (products_so_far() > before) == (rows > 15)
+
+
+@pytest.mark.slow
+def test_rows_of_a_kind_have_the_same_bits():
+    """Chunks take tiles, and decode steps vectors, however many rows they have."""
+    weights, found = of_file("q4_0", 40, 64), {}
+    x = fresh_rng().standard_normal((20, 64), "float32")
+    for kind, rows in (("decode", 20), ("chunk", 5), ("chunk", 20)):
+        problem, before = replace(problem_of(weights, rows, PANEL), rows=kind), products_so_far()
+        found[kind, rows] = call(_kernel(problem), x[:rows], weights.packed(PANEL), 40)
+        assert (products_so_far() > before) == (kind == "chunk")
+        assert_close(found[kind, rows], x[:rows], weights.numbers, 1e-6 if kind == "chunk" else 3e-5)
+    np.testing.assert_array_equal(found["chunk", 5], found["chunk", 20][:5])
+
+
+def test_what_is_done_to_sums_and_numbers_without_end():
+    rng = fresh_rng()
+    weights = integers(rng, 45, 64, 32)
+    others = (plain((45,), "float32", ("n",)), plain((20, 45), "float32", ("m", "n")))
+    problem = replace(
+        problem_of(weights, 20, PANEL), epilogue=Epilogue(Expression.parse("add(relu(add(x0, x1)), x2)"), others)
+    )
+    x, bias, more = (rng.standard_normal(shape, "float32") for shape in ((20, 64), (45,), (20, 45)))
+    x[3, 5], x[7, 0] = np.inf, np.nan
+    got = call(_kernel(problem), x, [*weights.packed(PANEL), bias, more], 45)
+    with np.errstate(invalid="ignore"):
+        sums = x.astype("float64") @ weights.numbers.T
+        want = np.maximum(sums + bias, 0) + more
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
