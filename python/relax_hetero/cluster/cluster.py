@@ -24,7 +24,6 @@ from ..vm.queue.queued_calls import CallsInFlight
 from .actors import Actors
 from .bindings import bind_hosts
 from .calls import ClusterCall, bind, named_only, result_of
-from .connected_ray import connected_ray
 from .cut.compiled_program import load
 from .cut.program import hosts_needed, program_of
 from .mailbox_calls import result_of_runs
@@ -32,6 +31,20 @@ from .payloads import pack
 from .replica import Listener, Replica
 from .route import routes_of
 from .wire import Message
+
+# Ray, where it is installed: imported when a cluster is made, and never by importing this library.
+
+
+def connected_ray() -> Any:
+    """The module ``ray``; HeteroError that says what to install where there is none."""
+    try:
+        import ray
+    except ImportError as error:
+        raise HeteroError(
+            "clusters of hosts run on Ray, which is not installed here: pip install 'relax-hetero[cluster]'"
+        ) from error
+    return ray
+
 
 IN_FLIGHT_PER_HOST = 2
 """Calls under way for each host of a replica, so that no stage waits for its next call."""

@@ -3,30 +3,294 @@
 from __future__ import annotations
 
 import datetime
+import re
+import sys
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import tvm
 
+from ..artifact.commands import Dispatch
+from ..artifact.memory_use import Walk
 from ..artifact.metadata import Metadata, device_names
-from ..artifact.model_graph import KINDS
+from ..artifact.model_graph import KINDS, ModelGraph
 from ..artifact.model_graph import TRANSFER as TRANSFERS
 from ..vm.profile import Profile
-from .device_peaks import peaks_of
-from .kernel_groups import groups_of, reached
-from .memory_steps import memory_of
+from .device_peaks import peaks_of, share_of_peak
 from .report_tables import tables_of
-from .stored_layouts import layouts_of
 from .suggestions import suggestions
 from .text.explanation import explanation_of
 from .this_machine import describe_machine
 from .trace_timeline import timeline_of
 
 if TYPE_CHECKING:
+    from ..vm.file.executable import Executable
+if TYPE_CHECKING:
+    from ..vm.profile import Profile, ProfileRow
+if TYPE_CHECKING:
     from ..llm.token_cost import TokenCost
     from ..vm.file.executable import Executable
     from ..vm.queue.trace import Trace
+
+
+# How encoded tensors are stored, tile by tile: the layouts of a report.
+
+_POSITIONS = {"lhs": 0, "rhs": 1, "data": 0, "weight": 1}
+_PACK = re.compile(r"pack<outer=\[([\d, ]*)\] inner=\[([\d:, ]*)\]>")
+
+
+def layouts_of(encodings: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """A layout for each tensor that is not stored row by row.
+
+    Parameters
+    ----------
+    encodings : mapping of str to object or None
+        The report of encodings as JSON data.
+
+    Returns
+    -------
+    list of dict
+        Each with what it is of, as ``of``: a function, an op's variable, and a position in what that reads, -1 for
+        what it makes.
+    """
+    found: list[dict[str, Any]] = []
+    for op in (encodings or {}).get("ops", ()):
+        for operand in op["operands"]:
+            if not (packed := _PACK.fullmatch(operand["layout"])):
+                continue
+            order = [int(number) for number in packed[1].replace(" ", "").split(",") if number]
+            pairs = [pair.split(":") for pair in packed[2].replace(" ", "").split(",") if pair]
+            tiles = [{"dim": int(dim), "size": int(size)} for dim, size in pairs]
+            found.append(
+                {
+                    "id": len(found),
+                    "of": _place(op, operand),
+                    "encoding": f"{operand['role']} of {op['op']} {op['variable']}: {operand['encoding']}",
+                    "device": op["device"],
+                    "text": operand["layout"],
+                    **_stored(operand["shape"], order, tiles),
+                    "tiles": tiles,
+                    "order": order,
+                    "cost": f"packed {operand['packed']}" if operand.get("packed") else None,
+                }
+            )
+    return found
+
+
+def _place(op: Mapping[str, Any], operand: Mapping[str, Any]) -> tuple[str, str, int]:
+    """Function, variable of an op, and which of what it reads; -1 for its result, whose variable has an ending."""
+    if operand["role"] == "result":
+        return op["function"], str(operand["variable"]).removesuffix("_encoded"), -1
+    return op["function"], op["variable"], _POSITIONS.get(operand["role"], sys.maxsize)
+
+
+def _stored(text: str, order: list[int], tiles: list[dict[str, int]]) -> dict[str, Any]:
+    """The logical shape, the stored one and the padding of each dimension; extents may be symbolic."""
+    shape: list[int | str] = [int(extent) if extent.isdecimal() else extent for extent in text.split("x")]
+    sizes = dict.fromkeys(order, 1)
+    for tile in tiles:
+        sizes[tile["dim"]] = sizes.get(tile["dim"], 1) * tile["size"]
+    counts: list[int | str] = []
+    padding = [0] * len(shape)
+    for dim in order:
+        extent = shape[dim] if dim < len(shape) else 1
+        if isinstance(extent, int):
+            counts.append(-(-extent // sizes[dim]))
+            if dim < len(shape):
+                padding[dim] = -extent % sizes[dim]
+        else:
+            counts.append(extent if sizes[dim] == 1 else f"ceil({extent} / {sizes[dim]})")
+    return {"shape": shape, "stored": [*counts, *(tile["size"] for tile in tiles)], "padding": padding}
+
+
+# The memory of a call step by step: what is alive after each, and from when to when each storage is needed.
+
+_KINDS = ("arena", "result", "transfer")
+
+
+def memory_of(executable: Executable) -> list[dict[str, Any]]:
+    """A row for each function and device; functions whose memory depends on sizes have none."""
+    plan = executable.memory_plan
+    found: list[dict[str, Any]] = []
+    for name in plan.functions:
+        if plan.names(name):
+            continue
+        use = plan.at(name)
+        walk = Walk(executable.metadata)
+        walk.function(name, use.sizes)
+        for memory in use.devices:
+            keys = ("device", "weights", "transient", "arenas", "transfers", "results", "lower_bound")
+            row = {key: getattr(memory, key) for key in keys}
+            steps = _steps(executable.metadata, name, walk, memory.device)
+            found.append({"function": name, "sizes": dict(use.sizes), **row, **steps})
+    return found
+
+
+def _steps(metadata: Metadata, function: str, walk: Walk, device: str) -> Mapping[str, Any]:
+    names = device_names(metadata.devices)
+    number = names.index(device) if device in names else -1
+    tensors = [use for use in walk.tensors if use.device == number]
+    storages = [storage for storage in walk.allocations if storage.device == number]
+    moments = sorted({use.begin for use in tensors} | {storage.begin for storage in storages})
+    changes = [0] * (len(moments) + 1)
+    for use in tensors:
+        changes[bisect_left(moments, use.begin)] += use.nbytes
+        changes[bisect_right(moments, use.end)] -= use.nbytes
+    said = {storage.begin: storage.name for storage in reversed(storages)}
+    kernels = _kernels(metadata, function)
+    return {
+        "steps": [kernels.get(now) or said.get(now) or f"step {now[0]:.0f}" for now in moments],
+        "over_time": list(accumulate(changes[:-1])),
+        "values": [
+            {
+                "name": storage.name,
+                "kind": storage.use if storage.use in _KINDS else "storage",
+                "bytes": storage.nbytes,
+                "offset": None,
+                "first": bisect_left(moments, storage.begin),
+                "last": bisect_right(moments, storage.end) - 1,
+            }
+            for storage in storages
+        ],
+    }
+
+
+def _kernels(metadata: Metadata, function: str) -> dict[tuple[float, ...], str]:
+    """The kernels of a function's command buffers, by when they run."""
+    regions = {region.name: region for region in metadata.regions}
+    memory = next((memory for memory in metadata.memory if memory.name == function), None)
+    return {
+        (float(step.step), float(index)): command.kernel
+        for step in (memory.regions if memory is not None else ())
+        for index, command in enumerate(regions[step.region].commands)
+        if isinstance(command, Dispatch)
+    }
+
+
+# Which nodes of a model's graph each kernel call computes, and what that took: the groups of a report.
+
+
+def groups_of(
+    metadata: Metadata, profiles: Sequence[Profile] = (), peaks: Mapping[str, Mapping[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """A group for each kernel call of an executable, in program order.
+
+    Parameters
+    ----------
+    metadata : Metadata
+        Metadata of the executable.
+    profiles : sequence of Profile
+        Times of kernels, a function each. A kernel that is called at several places, and that was not measured at each,
+        has its time divided among them.
+    peaks : mapping of str to mapping of str to object, optional
+        Peaks of devices, by name, as `device_peaks.peaks_of` measures them.
+    """
+    entries = (metadata.fusions or {}).get("dispatches", [])
+    missed = _missed_fusions(metadata.fusions or {})
+    # In command buffers: kernels have other names where they write over what they read.
+    inside = {
+        (region.function, command.variable): (command.kernel, region.name)
+        for region in metadata.regions
+        for command in region.commands
+        if isinstance(command, Dispatch)
+    }
+    kernels = [(*inside.get((e["function"], e["variable"]), (e["kernel"], None)), e["device"]) for e in entries]
+    measured = {profile.function: profile for profile in profiles}
+    # What no caller can name is called by the function that was measured.
+    called = [entry["function"] if entry["function"] in metadata.signatures else "" for entry in entries]
+    places = Counter((name, kernel, device) for name, (kernel, _, device) in zip(called, kernels, strict=True))
+    rows = {(profile.function, row.symbol, row.device): row for profile in profiles for row in profile.rows}
+    bases = _bases(metadata.graph)
+    groups: list[dict[str, Any]] = []
+    callers = _callers(metadata)
+    for index, entry in enumerate(entries):
+        (kernel, region, device), function = kernels[index], entry["function"]
+        spec = metadata.dispatches.get(kernel)
+        caller = called[index] or (profiles[0].function if profiles else "")
+        steps = callers.get((function, region or kernel, device), [None])
+        # The calls stand in the order of the steps; all kernels of a command buffer are called at once.
+        step = steps.pop(0) if len(steps) > 1 else steps[0]
+        row = rows.get((caller, kernel, device or "host"))
+        groups.append(
+            {
+                "id": index,
+                "function": function,
+                "kernel": kernel,
+                "device": device,
+                "nodes": [bases[function] + node for node in entry.get("nodes", ()) if function in bases],
+                "region": region,
+                "step": step,
+                "precision": entry["precision"] or None,
+                "operations": spec.operations or None if spec is not None else None,
+                "bytes": spec.bytes or None if spec is not None else None,
+                **_times(measured.get(caller), row, region, entry["variable"], places[called[index], kernel, device]),
+                "share_of_peak": None,
+                "bound": None,
+                "notes": missed.get((function, entry["variable"]), []),
+            }
+        )
+        group = groups[-1]
+        if group["calls"] and group["seconds"]:
+            seconds = group["seconds"] / group["calls"]
+            work = group["precision"], group["operations"], group["bytes"]
+            group["share_of_peak"], group["bound"] = share_of_peak((peaks or {}).get(group["device"]), *work, seconds)
+    return groups
+
+
+def reached(row: ProfileRow, peak: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Share of its device's peak that a row of a profile reached, and what bounds it."""
+    seconds = row.microseconds / 1e6 / max(row.calls, 1)
+    share, bound = share_of_peak(peak, row.precision, row.operations, row.bytes, seconds)
+    return {"share_of_peak": share, "bound": bound}
+
+
+def _bases(graph: ModelGraph | None) -> dict[str, int]:
+    """The number of the first node of each function, where nodes are numbered through all functions."""
+    found, base = {}, 0
+    for function in graph.functions if graph is not None else ():
+        found[function.name] = base
+        base += len(function.nodes)
+    return found
+
+
+def _missed_fusions(fusions: Mapping[str, Any]) -> dict[tuple[str, str], list[str]]:
+    found: dict[tuple[str, str], list[str]] = {}
+    for entry in fusions.get("missed", ()):
+        text = f"not fused with {entry['op']}: {entry['reason']}"
+        found.setdefault((entry["function"], entry["variable"]), []).append(text)
+    return found
+
+
+def _callers(metadata: Metadata) -> dict[tuple[str, str, str], list[str | None]]:
+    """The steps that call a kernel or command buffer, as often as they do: by function, callee and device."""
+    names = [*device_names(metadata.devices), ""]
+    found: dict[tuple[str, str, str], list[str | None]] = {}
+    for schedule in metadata.schedules:
+        for step in schedule.steps:
+            for name in step.calls:
+                for index in step.devices:
+                    found.setdefault((schedule.function, name, names[index]), []).append(step.function)
+    return found
+
+
+def _times(
+    profile: Profile | None, row: ProfileRow | None, region: str | None, variable: str, places: int
+) -> dict[str, Any]:
+    """Calls, seconds and share of the call; all None where nobody measured."""
+    if profile is None or row is None:
+        return {"calls": None, "seconds": None, "share": None}
+    call = (region, row.symbol, variable)
+    here = [c.microseconds for c in profile.commands if (c.region, c.kernel, c.variable) == call]
+    if here:
+        seconds = sum(here) / 1e6
+        return {"calls": len(here), "seconds": seconds, "share": seconds * 1e6 / profile.microseconds}
+    calls = row.calls // places if row.calls % places == 0 else None
+    return {"calls": calls, "seconds": row.microseconds / 1e6 / places, "share": row.share / places}
+
 
 SCHEMA = 1
 Data = dict[str, Any]

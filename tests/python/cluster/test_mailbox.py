@@ -13,9 +13,9 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from modules import ir_module
-from relax_hetero.cluster.actor_calls import ActorCalls
 from relax_hetero.cluster.call_plan import CallPlan
 from relax_hetero.cluster.calls import ClusterCall
+from relax_hetero.cluster.replica import ActorCalls
 from relax_hetero.vm.queue.fence import Fence
 
 Make = Callable[..., Any]

@@ -9,7 +9,7 @@ from tvm.relax.op import nn
 import relax_hetero as rh
 from relax_hetero import BuildError
 from relax_hetero.transform.dispatch.form_dispatches import MAX_FUSED
-from relax_hetero.transform.record import command_regions, region_diagnostics
+from relax_hetero.transform.record import command_regions, form_command_buffers
 
 TYPE = relax.TensorType((4, 8), "float32")
 
@@ -104,7 +104,7 @@ def test_a_concatenation_of_many(count, axis):
 
 
 def test_command_buffers_are_of_bounded_length(monkeypatch):
-    for module in (command_regions, region_diagnostics):
+    for module in (command_regions, form_command_buffers):
         monkeypatch.setattr(module, "MOST_CALLS", 3)
     weight = relax.const(np.eye(8, dtype="float32")[::-1].copy())
     x = numbers()

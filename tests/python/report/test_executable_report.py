@@ -8,9 +8,8 @@ import tvm
 from tvm import relax
 
 import relax_hetero as rh
-from relax_hetero.report.executable_report import report_of
+from relax_hetero.report.executable_report import layouts_of, report_of
 from relax_hetero.report.page import data_of
-from relax_hetero.report.stored_layouts import layouts_of
 from report.toy_model import ARGUMENTS, Model
 
 

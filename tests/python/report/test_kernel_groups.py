@@ -5,7 +5,7 @@ import pytest
 from relax_hetero.artifact.metadata import DeviceSpec, DispatchSpec, Metadata
 from relax_hetero.artifact.model_graph import FunctionGraph, GraphNode, ModelGraph
 from relax_hetero.artifact.schedule import Schedule, Step
-from relax_hetero.report.kernel_groups import groups_of
+from relax_hetero.report.executable_report import groups_of
 from relax_hetero.vm.profile import Profile, ProfileRow
 
 ENTRY = {"variable": "y", "kernel": "k", "device": "llvm:0", "ops": ["exp"], "precision": "f32"}

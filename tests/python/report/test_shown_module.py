@@ -7,7 +7,7 @@ import tvm
 
 import relax_hetero as rh
 from relax_hetero.report import graph_picture
-from relax_hetero.report.layers import layers_of
+from relax_hetero.report.graph_picture import layers_of
 from relax_hetero.report.page import data_of
 from report.toy_model import Model
 

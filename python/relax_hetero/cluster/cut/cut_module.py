@@ -8,7 +8,7 @@ buffers on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import tvm
@@ -30,10 +30,56 @@ from ...transform.partition.partition_by_host import HOST, PART_OF, SIZES_FIRST,
 from ...transform.pipeline import steps_before_hosts
 from ...transform.placement.update_vdevice import succeed_vdevices
 from ...transform.record.donated import without_donated
-from ..call_plan import CallPlan, Program
+from ..call_plan import CALL, CallPlan, HostRun, Program, Source
 from .host_parts import exchanges_inside, read_part
-from .host_runs import plan_of_runs
 from .host_steps import cut_steps
+
+# Plans of functions that cannot be cut into steps: hosts run their whole parts and exchange messages.
+
+
+def plan_of_runs(
+    signature: FunctionSignature, parts: Mapping[str, tuple[tvm.ir.GlobalVar, relax.Function]], inputs: int
+) -> CallPlan:
+    """The plan of a function by its part for each host.
+
+    Parameters
+    ----------
+    inputs : int
+        Number of inputs of the function, tuples opened.
+    """
+    runs: list[HostRun] = []
+    sizes: list[tuple[str, ...]] = []
+    for host, (gv, func) in parts.items():
+        params, arguments = list(func.params), []
+        if SIZES_FIRST in func.attrs:
+            arguments.append(Source(CALL, inputs + len(sizes)))
+            sizes.append(tuple(str(symbol.name) for symbol in params.pop(0).ty.values))
+        numbers = iter(range(inputs))
+        arguments += [_argument(param.ty, numbers) for param in params]
+        runs.append(HostRun(host, gv.name_hint, tuple(arguments)))
+    result = _result([func.ret_ty for _, func in parts.values()], iter(range(1 << 30)))
+    return CallPlan((), result, signature=signature, sizes=tuple(sizes), runs=tuple(runs))
+
+
+def _argument(ty: tvm.ir.Type, numbers: Iterator[int]) -> Any:
+    if isinstance(ty, tvm.ir.TupleType):
+        return tuple(_argument(field, numbers) for field in ty.fields)
+    number = next(numbers)
+    return None if _is_nothing(ty) else Source(CALL, number)
+
+
+def _result(types: Sequence[tvm.ir.Type], numbers: Iterator[int]) -> Any:
+    """The result, each leaf from the first run that has it."""
+    if isinstance(types[0], tvm.ir.TupleType):
+        return tuple(_result([ty.fields[index] for ty in types], numbers) for index in range(len(types[0].fields)))
+    number = next(numbers)
+    return next((Source(run, number) for run, ty in enumerate(types) if not _is_nothing(ty)), ())
+
+
+def _is_nothing(ty: tvm.ir.Type) -> bool:
+    """Return whether a type is what stands for values of other hosts."""
+    return isinstance(ty, relax.ShapeType) and int(ty.ndim) == 0
+
 
 Hardware: TypeAlias = "tuple[str, int]"
 """A kind of device, and its number on its host."""

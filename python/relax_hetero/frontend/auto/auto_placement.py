@@ -9,6 +9,7 @@ the plan of least work, and never ends with a worse one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -20,11 +21,10 @@ from ...errors import PlacementError
 from ...target.vdevice import device_name, is_cpu, lookup, parse_vdevices, vdevice_index
 from ...vm.device.memory_limit import bytes_of_text
 from ..onnx.importer import import_onnx
-from .best_window import best_window
 from .cost_model import CostModel, Objective, check_objective
 from .measure_devices import are_present
 from .placement_reasons import plan_reasons, transfer_times
-from .plan_costs import TICKS, PlanCosts, call_ticks
+from .plan_costs import PADDING, TICKS, PlanCosts, call_ticks
 from .plan_search import best_plan
 from .work_graph import WorkGraph, work_graph
 
@@ -32,6 +32,52 @@ if TYPE_CHECKING:
     from ...target.make_vdevice import VDeviceEntry
     from ..onnx.importer import ImportedGraph
     from ..onnx.model import ModelSource
+
+
+# Plans within limits of memory: as much of the program in a row as fits on a device, the rest on another.
+#
+# Where a model does not fit on its fastest device, what matters is which part of it runs there. Transfers are paid at
+# the two ends of the part alone. Of all parts that fit and cannot be longer, those that spare most time are starting
+# points of the search, which moves single units on.
+
+_MAX_WINDOWS = 50
+
+
+def best_window(costs: PlanCosts) -> list[list[int]]:
+    """The best plan of this kind, in a list; none where no device has a limit, or no part fits."""
+    found: list[list[int]] = []
+    for limited in costs.limits:
+        for other in range(costs.devices):
+            if other != limited:
+                found += _windows(costs, limited, other)
+    return sorted(found, key=lambda plan: (costs.excess_bytes(plan), call_ticks(costs, plan)))[:1]
+
+
+def _windows(costs: PlanCosts, limited: int, other: int) -> list[list[int]]:
+    """Plans with a window on the limited device, those first that take most work from the other."""
+    units = costs.graph.units
+    room = costs.limits[limited] - costs.values_on(limited, [limited] * len(units))
+    spared = [ticks[other] - ticks[limited] for ticks in costs.ops]
+    readers: Counter[int] = Counter()  # of each constant, in the window
+    begin, nbytes, gain = 0, 0.0, 0
+    windows: list[tuple[int, int, int]] = []
+    for end, unit in enumerate(units):
+        gain += spared[end]
+        for constant, size in unit.weights.items():
+            readers[constant] += 1
+            nbytes += size * PADDING if readers[constant] == 1 else 0.0
+        while nbytes > room and begin <= end:
+            gain -= spared[begin]
+            for constant, size in units[begin].weights.items():
+                readers[constant] -= 1
+                nbytes -= size * PADDING if readers[constant] == 0 else 0.0
+            begin += 1
+        windows.append((gain, begin, end + 1))
+    plans = []
+    for gain, begin, end in sorted(windows, reverse=True)[:_MAX_WINDOWS]:
+        if gain > 0:
+            plans.append([limited if begin <= unit < end else other for unit in range(len(units))])
+    return plans
 
 
 # Several devices have to take a call down to this share of the time on one: the model knows nothing of kernels that are

@@ -38,16 +38,66 @@ from ..dispatch.form_dispatches import is_formed
 from ..ir.blocks import Block, Rewrite, rewrite_function, without_unused
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import COMMANDS, is_lowered
-from ..ir.op_names import RESHAPE
+from ..ir.op_names import CALL_TIR_OPS, RESHAPE, TRANSFER
 from ..ir.remarks import with_remarks
 from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, typed
 from ..ir.root_blocks import with_root_blocks
-from .command_regions import Run, RunFinder
+from .command_regions import MAX_CALLS, Run, RunFinder
 from .donated import DonatedVariables
+from .kernel_calls import KernelCalls
 from .outline_run import RunOutliner
 from .region_attrs import kernel_specs, region_spec, with_kernel, with_region
-from .region_diagnostics import single_calls, why_ended
 from .region_ir import OutlinedRegion
+
+# Why runs of kernels end where they do, and kernels stay outside of runs, in words.
+
+_CALL_PACKED = ("relax.call_packed", "relax.call_pure_packed", "relax.invoke_closure")
+
+
+def why_ended(block: Block, run: Run) -> str:
+    """Description of the binding that ended a run, since it could neither join nor move: ``a transfer (lv3)``."""
+    if run.ended_by is None:
+        return "end of block"
+    if len(run.calls) >= MAX_CALLS:
+        return f"length ({MAX_CALLS} kernels)"
+    binding = block.bindings[run.ended_by]
+    return f"{_what(binding)} ({binding.var.name})"
+
+
+def single_calls(function: str, block: Block, order: list[int | Run], calls: KernelCalls) -> list[SingleCall]:
+    """The kernels of a block that no run took."""
+    found: list[SingleCall] = []
+    for item in order:
+        binding = None if isinstance(item, Run) else block.bindings[item]
+        if binding is not None and op_name(binding.value) in CALL_TIR_OPS:
+            call = calls.of(binding)
+            why = "no other kernel to run with" if call is not None else "it cannot be called as a plain function"
+            if call is not None and call.over:
+                why = "it works in place"
+            found.append(SingleCall(function, binding.var.name, binding.value.args[0].name_hint, why))
+    return found
+
+
+def _what(binding: relax.Binding) -> str:
+    value = binding.value
+    if isinstance(binding, relax.MatchCast):
+        return "check of shapes"
+    if isinstance(value, (relax.If, relax.Function)):
+        return "control flow" if isinstance(value, relax.If) else "function"
+    if not isinstance(value, relax.Call):
+        return type(value).__name__
+    name = op_name(value)
+    if name == TRANSFER:
+        return "transfer"
+    in_args = name in CALL_TIR_OPS or name in _CALL_PACKED
+    callee = value.args[0] if in_args else value.op
+    if name in CALL_TIR_OPS:
+        return f"kernel {callee.name_hint}"
+    if isinstance(callee, tvm.ir.GlobalVar):
+        return f"call of {callee.name_hint}"
+    if isinstance(callee, relax.ExternFunc):
+        return f"call of {callee.global_symbol}"
+    return str(name or "call of a closure")
 
 
 def form_command_buffers(mod: tvm.IRModule, separate_kernels: bool = False) -> tvm.IRModule:

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 
 from frontend.plan_problems import chain, costs_of, problems
-from relax_hetero.frontend.auto.heft import heft
+from relax_hetero.frontend.auto.plan_search import heft
 
 
 @given(problems(3, in_order=False))

@@ -14,7 +14,7 @@ import relax_hetero as rh
 from frontend.plan_problems import links
 from relax_hetero.frontend import CostModel, DeviceCost, auto_placement
 from relax_hetero.frontend.auto import auto_placement as placing
-from relax_hetero.frontend.auto.best_window import best_window
+from relax_hetero.frontend.auto.auto_placement import best_window
 from relax_hetero.frontend.auto.plan_costs import PADDING, PlanCosts, call_ticks
 from relax_hetero.frontend.auto.plan_search import best_plan
 from relax_hetero.frontend.auto.work_graph import OUTSIDE, Work, WorkGraph, WorkUnit, WorkValue

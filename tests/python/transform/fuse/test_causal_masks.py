@@ -9,7 +9,7 @@ import pytest
 from tvm import relax
 
 from relax_hetero.encoding.expression import Expression
-from relax_hetero.transform.fuse.causal_masks import without_triangle
+from relax_hetero.transform.fuse.attention_patterns import without_triangle
 
 LOWEST = float(np.finfo("float32").min)
 

@@ -18,13 +18,126 @@ from ....errors import FrontendError
 from ...import_limits import budget
 from ...joined_sizes import analyzer_for
 from ...ops.node import Node
+from ..check_model import STANDARD_DOMAINS
 from ..node_names import NodeInfo
 from .loop import Loop, Trip
 from .open_sequences import is_sequence, with_rows_for_sequences
 from .rolled import roll
-from .scan_products import products_of_slices, with_products_in_front
-from .subgraphs import Importer, OnnxImporter, attribute_of, inner_graph, known_number, scalar
-from .unrolled import NotUnrolledError, unroll
+from .subgraphs import Importer, OnnxImporter, attribute_of, inner_graph, known_number, number, scalar, tensor_of
+
+# Loops whose trips are known at import and few: their bodies one after the other.
+
+
+class NotUnrolledError(Exception):
+    """The body computes its condition when the model runs."""
+
+
+def unroll(importer: Importer, loop: Loop, count: int) -> tuple[list[Any], list[relax.Expr]]:
+    """The last state and the rows of a loop of at most `count` trips.
+
+    Raises
+    ------
+    NotUnrolledError
+        Whether there is another trip is computed when the model runs.
+    """
+    if loop.condition is not None and known_number(loop.condition) is None:
+        raise NotUnrolledError
+    state = list(loop.state)
+    rows: list[list[relax.Expr]] = [[] for _ in range(loop.rows)]
+    with importer.trial() as keep, importer.block(loop.info) as bindings:
+        for index in range(count):
+            trip = loop.trip(number(index, "int64"), number(True, "bool"), state)
+            state = trip.state
+            for row, one in zip(rows, trip.rows, strict=True):
+                row.append(tensor_of(importer, one, loop.title))
+            goes_on = 1 if trip.condition is None else known_number(trip.condition)
+            if goes_on is None and index < count - 1:
+                raise NotUnrolledError
+            if not goes_on:
+                break
+        made = [
+            _stacked(importer, own) if own else _no_rows(importer, loop, position) for position, own in enumerate(rows)
+        ]
+        keep()
+    importer.adopt(bindings, loop.info)
+    return state, made
+
+
+def _stacked(importer: Importer, rows: list[relax.Expr]) -> relax.Expr:
+    return importer.bb.emit(relax.op.stack(rows, 0))
+
+
+def _no_rows(importer: Importer, loop: Loop, position: int) -> relax.Expr:
+    """The rows of no trip: none, of the shape that a trip would have given."""
+    with importer.trial(), importer.block(loop.info):
+        trip = loop.trip(number(0, "int64"), number(True, "bool"), list(loop.state))
+        ty = tensor_of(importer, trip.rows[position], loop.title).ty
+    shape = ty.shape.values if isinstance(ty.shape, relax.ShapeExpr) else [0] * max(ty.ndim, 0)
+    sizes = [0, *(int(dim) if isinstance(dim, tvm.tirx.IntImm) else 0 for dim in shape)]
+    return relax.op.zeros(relax.ShapeExpr(sizes), ty.dtype.dtype)
+
+
+# Products of a `Scan`'s slices with weights: computed for all trips at once, in front of the loop.
+#
+# ``xt @ W`` of each slice is a slice of ``x @ W``. One product of many rows takes less time than many products of a
+# row, and recurrent layers spend half of theirs on these.
+
+
+@dataclass(frozen=True)
+class Product:
+    """A node ``xt @ W`` of a body, by its position; `scanned` is the number of the input that it reads a slice of."""
+
+    position: int
+    scanned: int
+    weight: relax.Expr
+    result: str
+
+
+def products_of_slices(importer: OnnxImporter, body: onnx.GraphProto, names: list[str]) -> list[Product]:
+    """The products of slices, called `names`, with matrices that are known around the loop."""
+    own = {value.name for value in body.input} | {name for node in body.node for name in node.output}
+    own |= {tensor.name for tensor in body.initializer}
+    found = []
+    for position, node in enumerate(body.node):
+        if node.op_type != "MatMul" or node.domain not in STANDARD_DOMAINS or node.input[0] not in names:
+            continue
+        weight: Any = None if node.input[1] in own else importer.value(node.input[1])
+        is_computed = isinstance(weight, relax.Var) and weight in importer.known
+        if not is_computed and not isinstance(weight, tvm.ir.GenericConst):
+            continue
+        if isinstance(weight.ty, relax.TensorType) and weight.ty.ndim == 2:
+            found.append(Product(position, names.index(node.input[0]), weight, node.output[0]))
+    return found
+
+
+def with_products_in_front(
+    importer: OnnxImporter,
+    body: onnx.GraphProto,
+    infos: list[NodeInfo],
+    products: list[Product],
+    inputs: list[relax.Expr],
+) -> tuple[onnx.GraphProto, list[NodeInfo], list[relax.Expr]]:
+    """A body without products, its nodes' names, and the products: what it scans besides, along the first axis.
+
+    Parameters
+    ----------
+    inputs : list of relax.Expr
+        Tensors that the body scans, their axis first.
+    """
+    left_out = {product.position for product in products}
+    rest = onnx.GraphProto()
+    rest.CopyFrom(body)
+    del rest.node[:]
+    rest.node.extend(node for position, node in enumerate(body.node) if position not in left_out)
+    made = []
+    for product in products:
+        rest.input.add(name=product.result)
+        with importer.block(infos[product.position]) as bindings:
+            result = importer.bb.emit(relax.op.matmul(inputs[product.scanned], product.weight))
+        importer.adopt(bindings, infos[product.position])
+        made.append(result)
+    return rest, [info for position, info in enumerate(infos) if position not in left_out], made
+
 
 _UNROLLED_NODES = 256
 """Nodes that an unrolled loop becomes: about as many as take a second to compile."""
