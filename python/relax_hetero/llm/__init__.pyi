@@ -4,6 +4,7 @@ from .chat_template import ChatTemplate as ChatTemplate
 from .compiled_model import CompiledModel as CompiledModel
 from .description import ModelDescription as ModelDescription
 from .engine import Engine as Engine
+from .engine import Statistics as Statistics
 from .errors import EngineClosedError as EngineClosedError
 from .errors import EngineFullError as EngineFullError
 from .errors import RequestError as RequestError
@@ -21,6 +22,5 @@ from .request import Usage as Usage
 from .sampling import TokenLogprob as TokenLogprob
 from .sampling import sample as sample
 from .special_tokens import Prompt as Prompt
-from .statistics import Statistics as Statistics
 from .text_stream import Delta as Delta
 from .tokenizer import Tokenizer as Tokenizer
