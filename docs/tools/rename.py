@@ -423,13 +423,14 @@ class Renamer:
             scope = f"{PACKAGE}.{where}".rstrip(".") if where or row.kind != "module" else PACKAGE
             full = f"{scope}.{row.old}"
             if row.kind == "module":
-                if full in self.names.modules:
-                    new = f"{scope}.{row.new}"
-                    if new in self.names.modules or row.new in self.names.tops.get(scope, ()):
-                        self.messages.append(f"collision: {row}: there is a module of this name")
-                    else:
-                        self.modules[full] = (new, row)
-                        self.renamed[full] = (row.new, row)
+                tests = ".".join(filter(None, [where, f"test_{row.old}"]))  # its tests go with it
+                for old, base in ((full, row.new), (tests, f"test_{row.new}")):
+                    new = f"{old.rpartition('.')[0]}.{base}".lstrip(".")
+                    if old in self.names.modules and new in self.names.modules:
+                        self.messages.append(f"collision: {row}: there is a module {new}")
+                    elif old in self.names.modules:
+                        self.modules[old] = (new, row)
+                        self.renamed[old] = (base, row)
             elif row.kind in ("class", "function", "constant"):
                 if scope in self.names.tops and row.old in self.names.tops[scope]:
                     self.rows.setdefault(row, {})[full] = row.new
@@ -650,7 +651,7 @@ class Renamer:
             for keyword in named.values():
                 for full in self._parameter(callee, keyword.arg or ""):
                     self._use(file, keyword, full, keyword.lineno, keyword.col_offset, keyword.arg or "")
-        if name in ("setattr", "getattr", "hasattr", "delattr", "object_setattr") and len(node.args) > 1:
+        if name in ("setattr", "getattr", "hasattr", "delattr", "object") and len(node.args) > 1:
             key = node.args[1]
             if isinstance(key, ast.Constant) and isinstance(key.value, str):
                 base = self.names.meaning(node.args[0], file)
@@ -819,13 +820,10 @@ class Renamer:
         for path, data in self.texts.items():
             path.write_bytes(data)
         for old, (new, _) in self.modules.items():
-            source, target = (self.root / "python" / Path(*name.split(".")) for name in (old, new))
-            tests = self.root / "tests/python" / Path(*old.split(".")[1:-1])
-            moves = [(source, target), (source.with_suffix(".py"), target.with_suffix(".py"))]
-            moves.append((tests / f"test_{source.name}.py", tests / f"test_{target.name}.py"))
-            for before, after in moves:
-                if before.exists():
-                    subprocess.run(["git", "-C", str(self.root), "mv", str(before), str(after)], check=True)
+            source = self.names.modules[old].path
+            source = source.parent if source.stem == "__init__" else source
+            target = source.with_name(new.rpartition(".")[2] + source.suffix)
+            subprocess.run(["git", "-C", str(self.root), "mv", str(source), str(target)], check=True)
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -36,7 +36,7 @@ def suggestions(
     if not rows:
         return ["Nothing was measured: explain --profile, or profile= of Executable.report, says where the time goes."]
     found = sorted(
-        [*_around(metadata, rows), *_kernels(rows, peaks), *_serial_transfers(metadata)], key=lambda one: -one[0]
+        [*_around(metadata, rows), *_kernels(rows, peaks), *_serialized_devices(metadata)], key=lambda one: -one[0]
     )
     return [text for _, text in found] or [
         "Nothing stands out: kernels take the time, near what was measured as peaks."
@@ -84,7 +84,7 @@ def _kernels(rows: Sequence[Mapping[str, Any]], peaks: Mapping[str, Mapping[str,
             yield share, f'{here} in {name}: rh.transform.ToMixedPrecision("{_NARROW[name]}").'
 
 
-def _serial_transfers(metadata: Metadata) -> Iterator[tuple[float, str]]:
+def _serialized_devices(metadata: Metadata) -> Iterator[tuple[float, str]]:
     names = device_names(metadata.devices)
     for schedule in metadata.schedules:
         working = [step.devices for step in schedule.steps if not step.is_transfer]

@@ -28,29 +28,37 @@ OURS = "relax-hetero"
 
 @command("bench")
 @click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True, help="Timed calls of each.")
-@click.option("--threads", type=click.IntRange(min=1), help="Threads of each; default: the cores of this machine.")
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=20, show_default=True, help="Number of timed calls of each engine."
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    help="Number of threads of each engine; the default is the number of cores.",
+)
 @click.option(
     "--budget",
     type=click.FloatRange(min=0),
     default=30.0,
     show_default=True,
-    help="Seconds after which a slow one sits out the remaining rounds.",
+    help="Number of seconds after which a slow engine sits out the remaining rounds.",
 )
-@click.option("--stock/--no-stock", default=True, show_default=True, help="Whether stock TVM takes part.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random inputs.")
+@click.option("--stock/--no-stock", default=True, show_default=True, help="Time stock TVM, too, or leave it out.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random inputs.")
 @click.option(
     "--trace",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="OUT.json",
-    help="Also submit calls, and write when each queue did which work: a trace for Perfetto and Chrome.",
+    help="Also submit calls, and write which work each queue did when, as a trace for Perfetto and Chrome.",
 )
-@click.option("--calls", type=click.IntRange(min=1), default=16, show_default=True, help="Of the trace.")
+@click.option(
+    "--calls", type=click.IntRange(min=1), default=16, show_default=True, help="Number of submitted calls in the trace."
+)
 @click.option(
     "--onnx",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="MODEL.onnx",
-    help="The model that a library was compiled from, for the other engines.",
+    help="ONNX file that a library was compiled from; the other engines run it.",
 )
 @click.option(
     "--html",

@@ -25,16 +25,48 @@ _HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C ends an answer"
 
 @command("chat")
 @language_model_options
-@click.option("--system", metavar="TEXT", help="What the model is told before the conversation.")
-@click.option("--prompt", "-p", metavar="TEXT", help="Say this, print the answer on stdout, and end.")
-@click.option("--raw", is_flag=True, help="Go on with the text as it is, without a template of conversations.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=1024, show_default=True, help="Of one answer.")
-@click.option("--temperature", type=float, default=0.8, show_default=True, help="0 takes the likeliest token always.")
-@click.option("--top-k", type=int, default=40, show_default=True, help="Only the k likeliest tokens; 0 for all.")
-@click.option("--top-p", type=float, default=0.95, show_default=True, help="Only the likeliest that reach this sum.")
-@click.option("--min-p", type=float, default=0.05, show_default=True, help="Only those as likely as this fraction.")
-@click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="1 for none.")
-@click.option("--seed", type=int, help="The same seed gives the same answers.")
+@click.option("--system", metavar="TEXT", help="System prompt: instructions that come before the conversation.")
+@click.option("--prompt", "-p", metavar="TEXT", help="Send this text, print the answer on stdout, and exit.")
+@click.option("--raw", is_flag=True, help="Continue the text as it is, without a chat template.")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    default=1024,
+    show_default=True,
+    help="Maximum number of tokens of one answer.",
+)
+@click.option(
+    "--temperature",
+    type=float,
+    default=0.8,
+    show_default=True,
+    help="Sampling temperature; 0 always takes the most likely token.",
+)
+@click.option(
+    "--top-k", type=int, default=40, show_default=True, help="Sample from the k most likely tokens; 0 means all."
+)
+@click.option(
+    "--top-p",
+    type=float,
+    default=0.95,
+    show_default=True,
+    help="Sample from the most likely tokens whose probabilities add up to this.",
+)
+@click.option(
+    "--min-p",
+    type=float,
+    default=0.05,
+    show_default=True,
+    help="Sample from tokens at least this fraction as likely as the most likely one.",
+)
+@click.option(
+    "--repetition-penalty",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Divide the logits of tokens that occurred by this; 1 means no penalty.",
+)
+@click.option("--seed", type=int, help="Seed of the sampling; the same seed gives the same answers.")
 @click.option(
     "--html",
     type=click.Path(path_type=Path),

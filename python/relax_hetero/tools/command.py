@@ -81,7 +81,7 @@ cache_option = click.option(
     "--cache/--no-cache",
     default=True,
     show_default=True,
-    help="Whether a model that was compiled before is taken from the compile cache.",
+    help="Take a model that was compiled before from the compile cache, or compile it anew.",
 )
 
 checks_option = click.option(
@@ -89,7 +89,7 @@ checks_option = click.option(
     type=click.Choice(["default", "strict"]),
     default="default",
     show_default=True,
-    help="Which wrong indices and divisors are errors: those on CPUs, or (strict) those on every device.",
+    help="Report wrong indices and divisors as errors: on CPUs, or (strict) on every device.",
 )
 
 accuracy_option = click.option(

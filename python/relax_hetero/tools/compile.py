@@ -26,7 +26,7 @@ from .placing import Placing, placing_options
     required=True,
     metavar="OUT.so",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The library to write; it holds code and weights.",
+    help="Library to write, with code and weights.",
 )
 @placing_options
 @key_option("Sign the library with the key in this file, of at least 16 bytes.")

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 @command("devices")
-@click.option("--measure/--no-measure", default=True, show_default=True, help="Whether figures are measured.")
-@click.option("--again", is_flag=True, help="Measure anew what was measured before.")
+@click.option("--measure/--no-measure", default=True, show_default=True, help="Measure the devices, or list them only.")
+@click.option("--again", is_flag=True, help="Measure again what was measured before.")
 @json_option
 def devices_command(measure: bool, again: bool, as_json: bool) -> None:
     """List the CPU and the GPUs of this machine: cores, instructions, memory, measured peaks and links.
@@ -101,8 +101,8 @@ def _measured(vdevices: list[relax.VDevice], again: bool) -> Figures | None:
         return figures_of(vdevices, again)
 
 
-def _figures_json(figures: Figures, found: list[dict[str, Any]]) -> dict[str, Any]:
-    names = [about["name"] for about in found]
+def _figures_json(figures: Figures, measured: list[dict[str, Any]]) -> dict[str, Any]:
+    names = [about["name"] for about in measured]
     links = [{"from": names[a], "to": names[b], **asdict(link)} for (a, b), link in figures.links.items()]
     devices = dict(zip(names, map(asdict, figures.devices), strict=True))
     return {"devices": devices, "links": links, "other_work": figures.others}

@@ -182,20 +182,20 @@ def _profiled(path: Path, placing: Placing) -> Explanation:
         return replace(explanation_of(model.executable, path.name), token=model.token_cost(profile=True))
 
 
-def _token_cost_of(path: Path, vdevices: Sequence[VDevice], found: Explanation) -> TokenCost | None:
+def _token_cost_of(path: Path, vdevices: Sequence[VDevice], compiled: Explanation) -> TokenCost | None:
     """Expected cost of a token of a GGUF file's model."""
     from ..frontend.auto.cost_model import CostModel
     from ..frontend.from_gguf import hyperparameters_of
     from ..frontend.gguf.file import read_gguf
     from ..llm.token_cost import TRANSFERS, ModelInfo, PartCost, token_cost, with_estimate
 
-    if not is_gguf(path) or found.commands is None:
+    if not is_gguf(path) or compiled.commands is None:
         return None
     model = hyperparameters_of(read_gguf(path))
-    buffers, names = found.commands, list(found.targets)
+    buffers, names = compiled.commands, list(compiled.targets)
     share = model.experts_used / model.experts if model.experts else 1.0
     facts = ModelInfo(model.windows, share, model.vocabulary)
-    cost = token_cost(buffers.regions, buffers.kernels, names, found.entries, buffers.single_calls, info=facts)
+    cost = token_cost(buffers.regions, buffers.kernels, names, compiled.entries, buffers.single_calls, info=facts)
     costs = CostModel.for_vdevices(vdevices)
 
     def seconds(part: PartCost) -> float:

@@ -103,21 +103,21 @@ _OPTIONS = (
         "template",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         metavar="FILE",
-        help="Make prompts of conversations by the template in this file, in place of the model's own.",
+        help="Use the chat template in this file instead of the model's own.",
     ),
-    click.option("--slots", type=click.IntRange(min=1), help="Write at most this many texts at once."),
+    click.option("--slots", type=click.IntRange(min=1), help="Maximum number of sequences that run at once."),
     click.option(
         "--context",
         type=click.IntRange(min=2),
         metavar="TOKENS",
-        help="Keep at most this many tokens of a conversation, its answers included. The default is 4,096, "
+        help="Maximum number of tokens of a conversation, including its answers. The default is 4,096, "
         "or as many as the model was trained for if these are fewer.",
     ),
     click.option(
         "--batch-invariant",
         is_flag=True,
-        help="Give a text the same bits whatever runs beside it on GPUs, too, as on CPUs: each step then takes as long "
-        "as one of the largest batch.",
+        help="Compute the same bits for a text whatever else is in its batch, on GPUs as on CPUs; each step then takes "
+        "as long as one of the largest batch.",
     ),
     click.option(
         "--placement",

@@ -37,8 +37,8 @@ from .placing import Placing, placing_options
     metavar="[NAME=]FILE",
     help="An .npy file for one input, or an .npz file with several. Repeatable; inputs not given are random.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random inputs.")
-@click.option("--function", "function_name", default="main", show_default=True, help="Which function to call.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random inputs.")
+@click.option("--function", "function_name", default="main", show_default=True, help="Name of the function to call.")
 @click.option(
     "--device",
     "remap",
@@ -47,14 +47,14 @@ from .placing import Placing, placing_options
     help="Run a device of the model on another one, such as cuda:1=cuda:0. Repeatable.",
 )
 @click.option(
-    "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="OUT.npz", help="Where to keep the outputs."
+    "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="OUT.npz", help="File to write the outputs to."
 )
 @click.option("--check", is_flag=True, help="Compare with ONNX Runtime; exit with 1 where they differ.")
 @click.option(
     "--onnx",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="MODEL.onnx",
-    help="The model that a library was compiled from, for --check.",
+    help="ONNX file that a library was compiled from, for --check.",
 )
 @click.option(
     "--rtol", type=click.FloatRange(min=0), default=1e-3, show_default=True, help="Relative tolerance of --check."

@@ -35,16 +35,16 @@ def _limit(option: str, field: str, kind: click.ParamType, text: str) -> Callabl
     "--host",
     default="127.0.0.1",
     show_default=True,
-    help="Listen at this address; 0.0.0.0 is every one of the machine.",
+    help="Address to listen at; 0.0.0.0 means every address of the machine.",
 )
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
     default=8000,
     show_default=True,
-    help="Listen at this port; 0 is a free one.",
+    help="Port to listen at; 0 means a free one.",
 )
-@click.option("--name", help="Call the model this in answers and in requests; by default as its file.")
+@click.option("--name", help="Name of the model in requests and answers; the default is the name of its file.")
 @click.option(
     "--api-key",
     envvar="RELAX_HETERO_API_KEY",
@@ -119,9 +119,11 @@ def _limit(option: str, field: str, kind: click.ParamType, text: str) -> Callabl
     type=click.IntRange(min=0),
     default=8,
     show_default=True,
-    help="Keep this many texts in the cache, for prompts that begin alike.",
+    help="Number of texts to keep in the cache, for prompts with a common prefix.",
 )
-@click.option("--replicas", type=click.IntRange(min=1), help="Run this many processes with a model each, by Ray Serve.")
+@click.option(
+    "--replicas", type=click.IntRange(min=1), help="Run this many processes with a model each, using Ray Serve."
+)
 def serve_command(
     chosen: Chosen,
     host: str,

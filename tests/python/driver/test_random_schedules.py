@@ -25,7 +25,9 @@ GRAPHS = st.integers(1, 3).flatmap(lambda count: modules(DEVICES[:count]))
 @settings(max_examples=18, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_same_bits(graph, seed, buffers, join_small):
     mod, shapes = graph
-    with mock.patch.object(device_partition, "SMALL", device_partition.SMALL_PART_BYTES if join_small else -1):
+    with mock.patch.object(
+        device_partition, "SMALL_PART_BYTES", device_partition.SMALL_PART_BYTES if join_small else -1
+    ):
         vm = rh.vm.VirtualMachine(rh.compile(mod, command_buffers=buffers))
     calls = random_calls(shapes, seed)
     wanted = [vm["main"](*args) for args in calls]
@@ -37,7 +39,7 @@ def test_same_bits(graph, seed, buffers, join_small):
 def test_same_bits_whatever_comes_late(graph, seed):
     """Threads that sleep before and after whatever they share, and take turns all the time; three of them submit."""
     mod, shapes = graph
-    with mock.patch.object(device_partition, "SMALL", -1):  # as many steps as there can be
+    with mock.patch.object(device_partition, "SMALL_PART_BYTES", -1):  # as many steps as there can be
         vm = rh.vm.VirtualMachine(rh.compile(mod), max_in_flight=5)
     calls = random_calls(shapes, seed, count=9)
     wanted = [vm["main"](*args) for args in calls]

@@ -70,7 +70,7 @@ class PlanCosts:
         for index, value in enumerate(graph.values):
             for unit in {value.maker, *value.readers} - {OUTSIDE}:
                 self.around[unit].append(index)
-        self._kept = _elementwise_chains(graph)
+        self._kept = _fused_values(graph)
         self._model = model
         readers = Counter(constant for unit in graph.units for constant in unit.weights)
         self._shared = {constant for constant, count in readers.items() if count > 1}
@@ -180,7 +180,7 @@ class PlanCosts:
         return range(self.devices)
 
 
-def _elementwise_chains(graph: WorkGraph) -> dict[int, None]:
+def _fused_values(graph: WorkGraph) -> dict[int, None]:
     """The values that only a unit reads which joins their maker's kernel: of its operands the one that is made last.
 
     In the order of the program.

@@ -186,7 +186,12 @@ _SIGNS = {"ok": "ok", "absent": "-", "warning": "warning", "error": "ERROR"}
 
 
 @command("doctor")
-@click.option("--self-test/--no-self-test", default=True, show_default=True, help="Whether the devices are tried.")
+@click.option(
+    "--self-test/--no-self-test",
+    default=True,
+    show_default=True,
+    help="Run a small model on each device, or list only what is installed.",
+)
 @json_option
 def doctor_command(self_test: bool, as_json: bool) -> None:
     """Say what is installed, which devices there are, whether a model runs on them, and what to mend.

@@ -120,7 +120,7 @@ def _chain(block: Block, var: relax.Var, encoding: str) -> tuple[int, ...] | Non
     pending = [var]
     while pending:
         encoded = pending.pop()
-        if not block.is_used_later(encoded):
+        if not block.is_local(encoded):
             return None
         for index in block.users.get(encoded, []):
             value, name = block.bindings[index].value, op_name(block.bindings[index].value)
@@ -159,7 +159,7 @@ def _moved_result(
         return None, -1
     permute = block.bindings[user]
     users = [op_name(block.bindings[index].value) for index in block.users.get(permute.var, [])]
-    if block.is_used_later(permute.var) and set(users) == {op.SET}:
+    if block.is_local(permute.var) and set(users) == {op.SET}:
         return None, -1  # the product that reads it takes the permutation
     axes = permutation(permute.value)
     others = [*product.args[2:], *(arg for index in chain for arg in block.bindings[index].value.args[1:])]

@@ -203,7 +203,7 @@ class Growth:
         block = self.block
         best: Region | None = None
         inside: list[int] = []
-        pending = list(block.users.get(self.root, [])) if block.is_used_later(self.root) else []
+        pending = list(block.users.get(self.root, [])) if block.is_local(self.root) else []
         heapq.heapify(pending)
         while pending:
             index = heapq.heappop(pending)
@@ -223,7 +223,7 @@ class Growth:
                 var = binding.var
                 best = Region(self.root, index, list(inside), self.values[var], list(self.operands), self.orders[var])
             inside.append(index)
-            if not block.is_used_later(binding.var):
+            if not block.is_local(binding.var):
                 break
             for user in block.users.get(binding.var, []):
                 heapq.heappush(pending, user)

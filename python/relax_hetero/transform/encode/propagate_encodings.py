@@ -86,7 +86,7 @@ def unset_below_transfers(block: Block) -> list[relax.Binding] | None:
         var, value = binding.var, binding.value
         source = definitions.get(value.args[0]) if op_name(value) == TRANSFER else None
         users = [block.bindings[index].value for index in block.users.get(var, [])]
-        if source is None or op_name(source) != op.UNSET or not _all_set(users, source) or not block.is_used_later(var):
+        if source is None or op_name(source) != op.UNSET or not _all_set(users, source) or not block.is_local(var):
             emitter.bindings.append(binding)
             continue
         encoded = source.args[0]
@@ -121,7 +121,7 @@ def cancel_pairs(block: Block) -> list[relax.Binding] | None:
             continue
         original = source.args[0]
         same[binding.var] = same.get(original, original) if isinstance(original, relax.Var) else original
-        if not block.is_used_later(binding.var):
+        if not block.is_local(binding.var):
             kept.append(relax.VarBinding(binding.var, original))
     return [renamed(binding, same) for binding in kept] if same else None
 

@@ -471,7 +471,7 @@ def weighted_after(block: Block, index: int) -> Weighted | None:
 def _zero_for_nan(block: Block, var: relax.Var) -> list[int] | None:
     """The bindings of ``where(isnan(x), 0, x)`` where they are all that use x."""
     users = block.users.get(var, [])
-    if len(users) != 2 or not block.is_used_later(var):
+    if len(users) != 2 or not block.is_local(var):
         return None
     test, choice = (block.bindings[user] for user in users)
     if op_name(test.value) != "relax.isnan" or op_name(choice.value) != "relax.where":

@@ -127,7 +127,7 @@ class RowGrowth:
         return _Candidate(index, inside, self.terms[var], self.forms[var])
 
     def _users(self, var: relax.Var) -> list[int]:
-        return list(self.block.users.get(var, [])) if self.block.is_used_later(var) else []
+        return list(self.block.users.get(var, [])) if self.block.is_local(var) else []
 
     def _take(self, binding: relax.Binding) -> bool:
         var, value = binding.var, binding.value
@@ -273,7 +273,7 @@ class RowGrowth:
             operand = self.operands[index]
             position = block.positions.get(operand.value) if isinstance(operand.value, relax.Var) else None
             region = {*candidate.inside, candidate.end}
-            if position is None or position in self.claimed or not block.is_used_later(operand.value):
+            if position is None or position in self.claimed or not block.is_local(operand.value):
                 index += 1
                 continue
             form = self._form(shape_of(operand.value) or [])

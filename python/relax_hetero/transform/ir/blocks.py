@@ -55,9 +55,9 @@ class Block:
     def sole_user(self, var: relax.Var) -> int | None:
         """Index of the only binding that uses `var`, None if there are others, or uses after the block."""
         users = self.users.get(var, [])
-        return users[0] if len(users) == 1 and self.is_used_later(var) else None
+        return users[0] if len(users) == 1 and self.is_local(var) else None
 
-    def is_used_later(self, var: relax.Var) -> bool:
+    def is_local(self, var: relax.Var) -> bool:
         """Return whether nothing after the block uses `var`."""
         return var not in self.used_later and (not self.is_dataflow or isinstance(var, relax.DataflowVar))
 

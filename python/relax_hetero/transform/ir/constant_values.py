@@ -142,7 +142,7 @@ def fold_constants(block: Block) -> list[relax.Binding] | None:
     for binding in block.bindings:
         var = binding.var
         is_computed = isinstance(binding, relax.VarBinding) and isinstance(binding.value, relax.Call)
-        array = values.of(var) if is_computed and block.is_used_later(var) else None
+        array = values.of(var) if is_computed and block.is_local(var) else None
         if array is not None and (array.size <= _SMALL or var in weights or _is_rounding(binding.value)):
             folded[var] = constant_like(array, var.ty)
         else:

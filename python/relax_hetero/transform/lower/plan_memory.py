@@ -161,7 +161,7 @@ class _Reader:
             self._use(operand)
         if is_lowered_transfer(value):
             return self._transferred(*value.args)
-        if not self._is_released_by(value):
+        if not self._releases_operands(value):
             for operand in used_vars(value):
                 self.leave(self._aliases.of(operand))
         return NOTHING
@@ -189,7 +189,7 @@ class _Reader:
         self.branches += 1
         return self.body(body, self.branches)
 
-    def _is_released_by(self, call: relax.Call) -> bool:
+    def _releases_operands(self, call: relax.Call) -> bool:
         """Return whether nothing keeps or returns the operands of a call."""
         if isinstance(call.op, tvm.ir.GlobalVar):
             return isinstance(self.mod.functions.get(call.op), tirx.PrimFunc)

@@ -57,7 +57,7 @@ def preferences_of(block: Block) -> dict[relax.Var, Axes]:
         if shape is None:
             continue
         plain = identity(len(shape))
-        if not block.is_used_later(binding.var):
+        if not block.is_local(binding.var):
             votes[plain] += 1
         for index in block.users.get(binding.var, []):
             user = block.bindings[index]
@@ -186,11 +186,7 @@ class _Mover:
             return shape_of(var) is not None
         users = [self.block.bindings[index].value for index in self.block.users.get(var, [])]
         fields_known = all(isinstance(field, relax.TensorType) and field.shape is not None for field in var.ty.fields)
-        return (
-            fields_known
-            and self.block.is_used_later(var)
-            and all(isinstance(user, relax.TupleGetItem) for user in users)
-        )
+        return fields_known and self.block.is_local(var) and all(isinstance(user, relax.TupleGetItem) for user in users)
 
     def _keep(self, binding: relax.Binding) -> None:
         name = op_name(binding.value)

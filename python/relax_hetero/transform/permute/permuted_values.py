@@ -86,7 +86,7 @@ class PermutedValues:
     def define(self, var: relax.Var, value: PermutedValue, axes: Axes) -> tuple[PermutedValue, Axes]:
         """`var` is `value` in the order `axes`; written where it is needed, at once if it leaves the block."""
         self._known[var] = value, axes
-        if not self.block.is_used_later(var) and not self._is_at_hand(var, value):
+        if not self.block.is_local(var) and not self._is_at_hand(var, value):
             self._write_as(var, value, axes)
         return value, axes
 

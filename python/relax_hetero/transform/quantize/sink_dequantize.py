@@ -102,7 +102,7 @@ class _Sinker:
     def take(self, binding: relax.Binding) -> None:
         """Write a binding, or remember what it stands for."""
         var, value = binding.var, binding.value
-        is_local = isinstance(binding, relax.VarBinding) and self.block.is_used_later(var) and shape_of(var) is not None
+        is_local = isinstance(binding, relax.VarBinding) and self.block.is_local(var) and shape_of(var) is not None
         if is_local and (self._moves(var, value) or self._requantizes(var)):
             self.changed = True
             return

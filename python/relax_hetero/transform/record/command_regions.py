@@ -141,7 +141,7 @@ class _Split:
             shown = pending.pop()
             users = [user for user in self._block.users.get(shown, []) if user != index]
             views = {user for user in users if is_view(self._block.bindings[user])}
-            if not (shown in self._free or self._block.is_used_later(shown)) or max(users, default=-1) > index:
+            if not (shown in self._free or self._block.is_local(shown)) or max(users, default=-1) > index:
                 return False
             if any(self._places[self._block.bindings[user].var] != made for user in users if user not in views):
                 return False

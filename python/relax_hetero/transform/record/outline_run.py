@@ -206,7 +206,7 @@ class RunOutliner:
                 binding = self._block.bindings[user]
                 if user in self._members:
                     continue
-                if not (binding.var in self._outside and is_view(binding) and self._block.is_used_later(binding.var)):
+                if not (binding.var in self._outside and is_view(binding) and self._block.is_local(binding.var)):
                     return False
                 pending.append(binding.var)
         return True
@@ -254,7 +254,7 @@ class RunOutliner:
 
     def _is_needed(self, var: relax.Var) -> bool:
         users = self._block.users.get(var, [])
-        return not self._block.is_used_later(var) or any(user not in self._members for user in users)
+        return not self._block.is_local(var) or any(user not in self._members for user in users)
 
     def _bindings(self, outlined: OutlinedRegion) -> list[relax.Binding]:
         positions = {value: number for number, value in enumerate(outlined.inputs)}

@@ -41,7 +41,7 @@ def expand_batch_norms(block: Block) -> list[relax.Binding] | None:
         field = _field(now.value, fields)
         if field is None:
             emitter.bindings.append(now)
-        elif block.is_used_later(binding.var):
+        elif block.is_local(binding.var):
             names[binding.var] = field
         else:
             emitter.bind(binding.var, field)
@@ -64,7 +64,7 @@ def _affine(block: Block, values: ConstantValues, binding: relax.Binding) -> tup
     if op_name(call) != BATCH_NORM or call.attrs.training or str(call.args[0].ty.dtype) not in _FLOATS:
         return None
     users = [block.bindings[index].value for index in block.users.get(binding.var, [])]
-    if not block.is_used_later(binding.var) or not all(isinstance(user, relax.TupleGetItem) for user in users):
+    if not block.is_local(binding.var) or not all(isinstance(user, relax.TupleGetItem) for user in users):
         return None
     found = [values.of(arg) for arg in call.args[1:]]
     arrays = [array.astype("float64") for array in found if array is not None]

@@ -68,7 +68,7 @@ def roll(importer: Importer, loop: Loop) -> tuple[list[Any], list[relax.Expr]]:
     start = [] if not attempt.has_condition else [number(True, "bool") if loop.condition is None else loop.condition]
     rows = [
         _first_rows(importer, ty, limit, number) if has_room else _no_rows(importer, ty, made.outer)
-        for number, (ty, has_room) in enumerate(zip(made.rows, made.has_capacity, strict=True))
+        for number, (ty, has_room) in enumerate(zip(made.rows, made.is_preallocated, strict=True))
     ]
     sizes = [relax.ShapeExpr(made.loop.sizes)] if made.loop.sizes else []
     arguments = [number(0, "int64"), limit, *start, *initial, *rows, *made.loop.captured, *sizes]
@@ -96,14 +96,14 @@ class _LoopFunction:
         The types of the tensors that a trip collects.
     outer : set of tirx.Var
         The symbolic sizes in these that mean something around the loop.
-    has_capacity : list of bool
+    is_preallocated : list of bool
         Whether each is written to a tensor with room for all trips, not to one that grows.
     """
 
     loop: ImportedLoop
     rows: list[relax.TensorType]
     outer: set[tirx.Var]
-    has_capacity: list[bool]
+    is_preallocated: list[bool]
 
 
 @dataclass
@@ -195,7 +195,7 @@ class _Attempt:
         inner = set(relax.analysis.defined_symbolic_vars(whole)) - around
         ret = tvm.ir.TupleType([trip.ty, *(_result_type(ty, inner) for ty in self.types), *(row.ty for row in kept)])
         outer = sizes_in(row.ty for row in rows) - inner
-        has_room = [self._has_capacity(row.ty, outer) for row in rows]
+        has_room = [self._can_preallocate(row.ty, outer) for row in rows]
         name = _free_name(importer, f"loop_{variable_name(loop.info.name)}")
         gv = typed(tvm.ir.GlobalVar(name), relax.FuncType([var.ty for var in (*params, *passed)], ret, True))
         bb.begin_scope(kept)
@@ -220,7 +220,7 @@ class _Attempt:
         made = ImportedLoop(gv, params, captured, sizes, [*known, *bindings], choice)
         return _LoopFunction(made, [row.ty for row in rows], outer, has_room)
 
-    def _has_capacity(self, row: relax.TensorType, outer: set[tirx.Var]) -> bool:
+    def _can_preallocate(self, row: relax.TensorType, outer: set[tirx.Var]) -> bool:
         """Return whether the trips' rows have a shape that is known before them, and not too many come to nothing."""
         if not isinstance(row.shape, relax.ShapeExpr) or not sizes_in([row]) <= outer or self.loop.trips is None:
             return False
