@@ -135,8 +135,8 @@ _COLUMNS = [
     *(
         Column("of it transfers", True),
         Column("results", True),
-        Column("lower_bound", True),
-        Column("over least", True),
+        Column("lower bound", True),
+        Column("over lower bound", True),
     ),
 ]
 _LARGEST = 12
@@ -319,4 +319,5 @@ def _tensor_bytes(spec: TensorSpec, sizes: Mapping[str, int]) -> int:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    return text_table(("function", "device", *_NUMBERS, "ratio"), rows, left=2)
+    numbers = (name.replace("_", " ") for name in _NUMBERS)
+    return text_table(("function", "device", *numbers, "ratio"), rows, left=2)

@@ -156,7 +156,7 @@ class Tokenizer:
         Whether the model wants tokens for the begin and end of a text.
     chat_template : str or None
         Chat template of the file, in the language of jinja2; None if it has none.
-    longest
+    max_token_bytes : int or None
         No token stands for more bytes of a text; None if one may stand for any number of them.
 
     Raises

@@ -171,7 +171,7 @@ def test_a_compiled_chain(chain):
     assert chain.memory_plan.names("main") == ("n",)
     assert "main      depends on n: at(...)" in str(chain.memory_plan)
     assert str(use).splitlines()[0].split() == [
-        *("function", "device", "weights", "transient", "arenas", "transfers", "results", "lower_bound", "ratio")
+        *("function", "device", "weights", "transient", "arenas", "transfers", "results", "lower", "bound", "ratio")
     ]
 
 

@@ -32,7 +32,7 @@ class FakeDriver:
     def use(self, gpu: int) -> None:
         pass
 
-    def made(self, name: str, *args: Any) -> int:
+    def create(self, name: str, *args: Any) -> int:
         if name != "cuMemAlloc_v2":
             return next(self._handles)
         memory = ctypes.create_string_buffer(args[0] + 256)

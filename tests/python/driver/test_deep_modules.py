@@ -105,13 +105,13 @@ def test_a_concatenation_of_many(count, axis):
 
 def test_command_buffers_are_of_bounded_length(monkeypatch):
     for module in (command_regions, form_command_buffers):
-        monkeypatch.setattr(module, "MOST_CALLS", 3)
+        monkeypatch.setattr(module, "MAX_CALLS", 3)
     weight = relax.const(np.eye(8, dtype="float32")[::-1].copy())
     x = numbers()
     exe, found = run(chain(lambda _b, value, _i: relax.op.matmul(value, weight), 7), x)
     np.testing.assert_array_equal(found.numpy(), x[:, ::-1])
     assert [len(region.commands) for region in exe.metadata.regions] == [3, 3]
-    assert exe.metadata.regions[0].ended == "length (3 kernels)"
+    assert exe.metadata.regions[0].ended_by == "length (3 kernels)"
 
 
 def nested_branches(depth):

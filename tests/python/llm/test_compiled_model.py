@@ -122,7 +122,7 @@ def test_two_devices_write_the_tokens_of_one(model, by_layers):
     # A step is one command buffer on each device, and no cache goes from one to the other.
     about = by_layers[0].executable.metadata
     regions = [region for region in about.regions if region.function == "decode_2"]
-    assert [region.device for region in regions] == [0, 1], [region.ended for region in regions]
+    assert [region.device for region in regions] == [0, 1], [region.ended_by for region in regions]
     assert not [call for call in about.single_calls if call.function == "decode_2"]
     moved = [entry["variable"] for entry in about.placement if entry["kind"] == "transfer"]
     assert "blk.0.ffn_sum_llvm_1" in moved and not any("pages" in name for name in moved)

@@ -1,16 +1,16 @@
-"""Attention with short sums in float16; see `tir.matmul.test_short_sums`."""
+"""Attention with short sums in float16; see `tir.matmul.test_fp16_partial_sums`."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import tvm
-from tir.matmul.test_short_sums import needs_avx512, short_sums_cpu
 
 from relax_hetero.tir.attention.attention import attention_kernel
 from seeds import fresh_rng
 from tir.attention_runs import Case, case, nan_tensor, problem_of, reference, stored
 from tir.kernel_runs import target_of
+from tir.matmul.test_fp16_partial_sums import needs_avx512, short_sums_cpu
 
 pytestmark = [needs_avx512, pytest.mark.sampled(4)]
 

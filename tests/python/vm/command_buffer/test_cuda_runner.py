@@ -31,7 +31,7 @@ class Library:
     def use(self, gpu):
         assert gpu == 0
 
-    def made(self, name, *_args):
+    def create(self, name, *_args):
         return len(self.calls) + 1
 
     def status(self, name, *_args):

@@ -265,7 +265,7 @@ def test_flipped_weights_are_found_on_request(exported, copy):
 
 def test_other_format_version(copy):
     rewrite_footer(copy, version=container_format.FORMAT_VERSION + 1)
-    refused(copy, "found format version 2, expected 1")
+    refused(copy, "found format version 3, expected 2")
 
 
 def rewrite_footer(path, version):

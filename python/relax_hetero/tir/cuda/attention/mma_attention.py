@@ -45,7 +45,7 @@ def mma_attention_kernel(problem: AttentionProblem, gpu: GpuTarget) -> tirx.Prim
     Raises
     ------
     EncodingError
-        If `misfit` says why the problem is not one for this kernel.
+        If `unsupported_reason` says why the problem is not one for this kernel.
     """
     reason = unsupported_reason(problem, gpu)
     if reason:

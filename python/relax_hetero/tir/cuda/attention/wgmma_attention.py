@@ -54,7 +54,7 @@ def wgmma_attention_kernel(
     Raises
     ------
     EncodingError
-        If `misfit` says why the problem is not one for this kernel.
+        If `unsupported_reason` says why the problem is not one for this kernel.
     """
     reason = unsupported_reason(problem, gpu)
     if reason:

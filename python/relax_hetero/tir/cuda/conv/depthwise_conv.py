@@ -107,7 +107,7 @@ def depthwise_conv_kernel(problem: ConvProblem, gpu: GpuTarget, plan: ChannelPla
     Raises
     ------
     EncodingError
-        If `misfit` says why the problem is not one for this kernel.
+        If `unsupported_reason` says why the problem is not one for this kernel.
     """
     reason = unsupported_reason(problem)
     if reason:

@@ -48,7 +48,7 @@ def simt_conv_kernel(problem: ConvProblem, gpu: GpuTarget, plan: SimtPlan | None
     Raises
     ------
     EncodingError
-        If `misfit` says why the problem is not one for this kernel.
+        If `unsupported_reason` says why the problem is not one for this kernel.
     """
     reason = unsupported_reason(problem)
     if reason:

@@ -52,7 +52,7 @@ def unsupported_reason(problem: ConvProblem, gpu: GpuTarget) -> str:
         swizzled = PackedLayout((0, 1), (0, 1), tiles, swizzle=True)
         product = replace(product, rhs=replace(product.rhs, layout=swizzled))
     instruction = wgmma_matmul if gpu.tensor == "wgmma" else mma_matmul
-    return instruction.misfit(product, gpu) or window_tiles.unsupported_reason(problem)
+    return instruction.unsupported_reason(product, gpu) or window_tiles.unsupported_reason(problem)
 
 
 def _chunks(problem: ConvProblem) -> PackedLayout:
@@ -79,7 +79,7 @@ def tensor_core_conv_kernel(
     Raises
     ------
     EncodingError
-        If `misfit` says why the problem is not one for this kernel.
+        If `unsupported_reason` says why the problem is not one for this kernel.
     """
     reason = unsupported_reason(problem, gpu)
     if reason:

@@ -46,7 +46,7 @@ def mma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: MmaTiling 
     Raises
     ------
     EncodingError
-        If `misfit` says why the problem is not one for this kernel.
+        If `unsupported_reason` says why the problem is not one for this kernel.
     """
     reason = unsupported_reason(problem, gpu)
     if reason:

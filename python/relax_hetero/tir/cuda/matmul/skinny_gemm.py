@@ -140,7 +140,7 @@ def skinny_gemm_kernel(problem: MatmulProblem, gpu: GpuTarget, plan: SkinnyPlan 
 
     It may begin before the launch before it has ended, if the right operand is a constant.
 
-    Raises EncodingError if `misfit` says why the problem is not one for this kernel.
+    Raises EncodingError if `unsupported_reason` says why the problem is not one for this kernel.
     """
     reason = unsupported_reason(problem, gpu)
     if reason:

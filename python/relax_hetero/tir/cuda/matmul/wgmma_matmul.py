@@ -89,7 +89,7 @@ def wgmma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: Tiling |
     Raises
     ------
     EncodingError
-        If `misfit` says why the problem is not one for this kernel.
+        If `unsupported_reason` says why the problem is not one for this kernel.
     """
     reason = unsupported_reason(problem, gpu)
     if reason:

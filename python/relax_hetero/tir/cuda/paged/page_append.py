@@ -22,7 +22,7 @@ def page_append_kernel(work: PagedWork, gpu: GpuTarget) -> tirx.PrimFunc:
 
     Rows of no sequence, and those whose page is not there, write nothing. `PagedTensors` says the parameters.
 
-    Raises EncodingError if `misfit` says why the work is not for this kernel.
+    Raises EncodingError if `unsupported_reason` says why the work is not for this kernel.
     """
     reason = unsupported_reason(work, gpu)
     if reason:

@@ -57,7 +57,7 @@ WIDE = 128
 def paged_chunk_kernel(work: PagedWork, gpu: GpuTarget, plan: ChunkPlan | None = None) -> tirx.PrimFunc:
     """The kernel of an attention whose rows are of one sequence; `PagedTensors` says its parameters.
 
-    Raises EncodingError if `misfit` says why the work is not for this kernel.
+    Raises EncodingError if `unsupported_reason` says why the work is not for this kernel.
     """
     reason = unsupported_reason(work, gpu)
     if reason:

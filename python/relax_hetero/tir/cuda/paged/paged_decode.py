@@ -80,7 +80,7 @@ def decode_plan(work: PagedWork, gpu: GpuTarget) -> DecodePlan:
 def paged_decode_kernel(work: PagedWork, gpu: GpuTarget, plan: DecodePlan | None = None) -> tirx.PrimFunc:
     """The kernel of an attention whose rows are of different sequences; `PagedTensors` says its parameters.
 
-    Raises EncodingError if `misfit` says why the work is not for this kernel.
+    Raises EncodingError if `unsupported_reason` says why the work is not for this kernel.
     """
     reason = unsupported_reason(work, gpu)
     if reason:

@@ -50,7 +50,7 @@ MIN_ROWS = 128
 def wgmma_chunk_kernel(work: PagedWork, gpu: GpuTarget, plan: ChunkPlan) -> tirx.PrimFunc:
     """The kernel of an attention whose rows are of one sequence; `PagedTensors` says its parameters.
 
-    Raises EncodingError if `misfit` says why the work is not for this kernel.
+    Raises EncodingError if `unsupported_reason` says why the work is not for this kernel.
     """
     reason = unsupported_reason(work, gpu)
     if reason or gpu.tensor != "wgmma":
