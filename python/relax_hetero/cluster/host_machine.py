@@ -202,7 +202,7 @@ class HostMachine:
         executable = self._machine.executable
         signature = executable.signature(visit.function)
         owns = executable.metadata.writes_arguments or bool(signature.donated)
-        take = wire.decode_own if owns else wire.decode
+        take = wire.decode_copy if owns else wire.decode
         arguments = [
             take(arrived[source][index]) if source in arrived else kept[source][index]
             for source, index in visit.arguments
