@@ -27,14 +27,11 @@ from .cache import KVCache
 from .description import ModelDescription
 from .token_cost import ModelInfo, StepTime, TokenCost, times_of, token_cost, with_times
 
-# The integers that a model's functions are given at each call: tokens, positions and tables of pages.
-#
-# They lie one after the other in one tensor on each device, whose values each call overwrites: a copy to a GPU takes
-# the host some 50 us however small it is, and a decode step has five such inputs.
-
 
 class SentIntegers:
-    """Inputs of one function.
+    """Integer inputs of one function: tokens, positions and tables of pages, written anew for each call.
+
+    They are adjacent in one tensor on each device, so that a call with five such inputs makes one copy to a GPU.
 
     Parameters
     ----------

@@ -208,8 +208,7 @@ def without_unused(
     kept: list[relax.Binding] = []
     for binding in reversed(bindings):
         var, value = binding.var, binding.value
-        is_local = isinstance(var, relax.DataflowVar) if block.is_dataflow else var not in block.used_later
-        if is_local and var not in used and isinstance(binding, relax.VarBinding) and is_droppable(value):
+        if block.is_local(var) and var not in used and isinstance(binding, relax.VarBinding) and is_droppable(value):
             continue
         used.update(used_vars(value))
         kept.append(binding)

@@ -32,7 +32,7 @@ from .stream_queue import Point, StreamQueue, follow_callers_streams
 CLOSE_SECONDS = 5.0
 
 LARGE_BYTES, LARGE_OPERATIONS = 1 << 20, 10_000_000
-"""Work that takes some 100 us of a CPU core: a queued step costs 50 to 100 us more than a plain one."""
+"""Work that takes some 100 us of a CPU core, which is more than a queue's thread takes to begin a step."""
 
 
 class CallState(Protocol):
