@@ -7,12 +7,12 @@ from .dispatch.form_dispatches import FormDispatches as FormDispatches
 from .dispatch.name_kernel_variables import NameKernelVariables as NameKernelVariables
 from .dispatch.schedule_cpu import ScheduleCPU as ScheduleCPU
 from .dispatch.schedule_gpu import ScheduleGPU as ScheduleGPU
-from .encode.encoding_description import describe_encodings as describe_encodings
 from .encode.hoist_encodings import HoistEncodings as HoistEncodings
 from .encode.materialize_encodings import MaterializeEncodings as MaterializeEncodings
 from .encode.propagate_encodings import PropagateEncodings as PropagateEncodings
 from .encode.set_encoding import SetEncoding as SetEncoding
 from .encode.specialize_encodings import SpecializeEncodings as SpecializeEncodings
+from .encode.specialize_encodings import describe_encodings as describe_encodings
 from .encode.verify_encodings import VerifyEncodings as VerifyEncodings
 from .encode.verify_encodings import verify_encodings as verify_encodings
 from .fuse.form_attention import FormAttention as FormAttention
