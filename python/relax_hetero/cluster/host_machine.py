@@ -192,7 +192,7 @@ class HostMachine:
 
     def settle(self) -> bool:
         """Remove the names of this process's semaphores, which all that share them have opened by now."""
-        from .semaphores import process_semaphores, remove
+        from .graph import process_semaphores, remove
 
         remove(process_semaphores())
         return True

@@ -35,9 +35,8 @@ from ..transform.ir.kernels import bytes_of, call_vdevice, called_prim_func, ope
 from ..transform.ir.module_attrs import COMMANDS, STRICT, is_lowered
 from ..transform.ir.nesting import check_nesting
 from ..transform.ir.op_names import CALL_TIR_INPLACE, CALL_TIR_OPS
-from ..transform.ir.operand_text import operand_text, type_text
 from ..transform.ir.reasons import reason
-from ..transform.ir.remarks import remarks_of
+from ..transform.ir.remarks import operand_text, remarks_of, type_text
 from ..transform.ir.requirements import text_of
 from ..transform.ir.rewriting import op_name, relax_functions, tensor_types, walk_bindings, with_distinct_sizes
 from ..transform.lower.annotate_memory import memory_of
@@ -543,3 +542,23 @@ def _device_of(
         target = str(kernel.attrs.get("target"))
         return targets.index(target) if target in targets else -1
     return device if device < len(vdevices) else -1
+
+
+# `rh.get_pipeline`: the pipeline for ``tvm.compile``, whose guard this package installs.
+
+
+def get_pipeline(command_buffers: bool = True) -> tvm.transform.Pass:
+    """The passes of ``rh.compile`` as one pass, for ``tvm.compile`` and for looking at stages.
+
+    Parameters
+    ----------
+    command_buffers : bool
+        Whether runs of kernels on one device become command buffers.
+
+    Returns
+    -------
+    tvm.transform.Sequential
+        Each pass can be run alone, and does nothing to a module that has been through it.
+    """
+    steps = pipeline_steps(command_buffers, stock=True)
+    return tvm.transform.Sequential([step.run for step in steps], name="relax_hetero")

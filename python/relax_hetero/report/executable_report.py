@@ -20,9 +20,8 @@ from ..artifact.metadata import Metadata, device_names
 from ..artifact.model_graph import KINDS, ModelGraph
 from ..artifact.model_graph import TRANSFER as TRANSFERS
 from ..vm.profile import MACHINE, TO_DEVICE, Profile
-from .device_peaks import COMPUTE, MEMORY, peaks_of, share_of_peak
+from .device_peaks import COMPUTE, MEMORY, describe_machine, peaks_of, share_of_peak
 from .text.explanation import explanation_of
-from .this_machine import describe_machine
 
 if TYPE_CHECKING:
     from ..vm.queue.trace import Trace

@@ -15,10 +15,10 @@ from ..artifact.messages import explain_failure
 from ..artifact.signature import FunctionSignature
 from ..errors import BindingError, HeteroError
 from .args.argument_binding import ArgumentBinder, BoundArguments
+from .args.argument_copies import decoded, encoded
 from .args.call_cache import CachedCall, CallCache
 from .args.donated_arguments import argument_memory, exclusive_calls, for_one_run, retained_ranges
 from .args.results import check_out, fill, to_python
-from .args.strings import decoded, encoded
 from .device.builtins import running
 from .device.devices import bind_devices, host_device
 from .device.error_records import know_checks

@@ -31,13 +31,11 @@ from ..engine import TOO_LONG, Engine
 from ..params import SamplingParams
 from ..request import Request
 from ..sampling import TokenLogprob
-from .answers import ChatAnswers, CompletionAnswers, ResponseFormat
 from .api_errors import ApiError, api_error
 from .bodies import Body, ChatBody, CompletionBody
-from .guard import Guard
-from .limits import Limits
+from .guard import Guard, Limits
 from .messages import rendered
-from .texts import Texts, wait_for_disconnect
+from .texts import ChatAnswers, CompletionAnswers, ResponseFormat, Texts, wait_for_disconnect
 
 # A call of an endpoint: its texts are asked for, and written as one answer or as a stream.
 

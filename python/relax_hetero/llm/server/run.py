@@ -20,7 +20,7 @@ from ..chat_template import ChatTemplate
 from ..engine import Engine
 from .api_errors import ApiError
 from .app import Settings, make_app
-from .limits import Limits
+from .guard import Limits
 
 # Connections of clients: their deadlines and how many there may be, both of which uvicorn lacks.
 

@@ -27,11 +27,10 @@ from ..elementwise.expression_code import EpilogueCode
 from . import amx
 from .amx_blocks import MIN_ROWS, block_tiles, emit_block_tiles
 from .block_dots import dot_of_bytes, emit_block_dots
-from .block_spec import BlockSpec
+from .block_spec import BlockSpec, emit_row_sums
 from .block_tile import BlockSums, BlockTile, emit_tile, rows_of_a_tile
 from .matmul_spec import choose, row_cases
 from .matmul_tile import IN_FLIGHT
-from .row_sums import emit_row_sums
 from .weight_unpacking import PanelReader
 
 # Products of rows by one of many matrices each: the experts that the tokens of a language model choose.

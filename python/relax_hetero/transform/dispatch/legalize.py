@@ -16,8 +16,8 @@ from ...errors import BuildError
 from ...op.traits import traits_of
 from ..ir.blocks import shape_of, tensor_type
 from ..ir.op_names import CONCAT, RESHAPE
-from ..ir.operand_text import operand_text
 from ..ir.reasons import reason
+from ..ir.remarks import operand_text
 from ..ir.rewriting import (
     copy_module,
     map_bindings,

@@ -44,12 +44,12 @@ from ...op import encoded as ops
 from ...op.encoded import CONV, ELEMENTWISE, PREPACKED, PRODUCTS, RELAYOUT, SET, UNSET, encoded_op
 from ...target.vdevice import device_name, vdevices_of
 from ..ir.blocks import Block, rewrite_blocks, without_unused
+from ..ir.callee_devices import target_of
 from ..ir.declare import declare_pass
 from ..ir.op_names import CAST, PERMUTE, RESHAPE, TRANSFER
 from ..ir.remarks import is_collecting, publish
 from ..ir.reports import CancelledEntry, EncodedOpEntry, EncodedTransferEntry, EncodingReport, OperandEntry, Size
 from ..ir.rewriting import map_bindings, op_name, relax_functions, typed, walk_bindings, with_functions
-from ..ir.targets import target_of
 from .cancel_encodings import stock_elementwise, stock_product
 from .encoded_values import Stored, layout_of
 from .encoding_kernels import VariantNames

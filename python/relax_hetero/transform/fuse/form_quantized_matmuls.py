@@ -60,11 +60,11 @@ from ..ir.blocks import (
     with_regions,
     without_unused,
 )
+from ..ir.callee_devices import target_of
 from ..ir.declare import declare_pass
 from ..ir.op_names import CAST, PERMUTE, RESHAPE
 from ..ir.relax_expressions import to_expression
 from ..ir.rewriting import is_tensor_constant, op_name
-from ..ir.targets import target_of
 
 # Plain ops for weights in blocks, for devices without a kernel, and for weights that only a call knows.
 

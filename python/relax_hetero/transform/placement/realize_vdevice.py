@@ -38,11 +38,10 @@ from ..ir.reports import PlacementEntry, PlacementReport
 from .clones import Clone, RecursionGroup, clone_for, make_clones
 from .collect import collect
 from .graph import HOST, Graph
-from .operands import PlacementNote
+from .operands import PlacementNote, on_devices
 from .program import CallRef, Program, Unit, recursion_groups
 from .rewrite import rewrite
 from .solve import Path, shortest_paths, solve
-from .types import on_devices
 from .verify import verify_placement
 
 # Placement of each value, and its reason, in words.

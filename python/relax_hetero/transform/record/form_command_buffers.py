@@ -38,14 +38,13 @@ from ...tir.core.raw_kernel import RawSignature, raw_kernel
 from ...tir.core.ties import Tie
 from ..dispatch.bind_targets import bind_targets
 from ..dispatch.form_dispatches import is_formed
-from ..ir.blocks import Block, Rewrite, rewrite_function, same_shape, without_unused
+from ..ir.blocks import Block, Rewrite, rewrite_function, same_shape, with_root_blocks, without_unused
 from ..ir.declare import declare_pass
 from ..ir.extents import known_extents
 from ..ir.module_attrs import COMMANDS, is_lowered
 from ..ir.op_names import CALL_TIR_OPS, RESHAPE, TRANSFER
 from ..ir.remarks import with_remarks
 from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, typed
-from ..ir.root_blocks import with_root_blocks
 from .command_regions import MAX_CALLS, Run, RunFinder, is_view
 from .donated import DonatedVariables
 from .kernel_calls import KernelCall, KernelCalls

@@ -34,11 +34,11 @@ from tvm import relax
 from ...encoding.resolver import answers_of
 from ...op.traits import traits_of
 from ..ir.blocks import Block, Emitter, renamed, rewrite_blocks, shape_of, without_unused
+from ..ir.callee_devices import target_of
 from ..ir.constant_values import ConstantValues, constant_like, fold_constants
 from ..ir.declare import declare_pass
 from ..ir.remarks import record_missed
 from ..ir.rewriting import changed, op_name, relax_functions, typed, walk_bindings
-from ..ir.targets import target_of
 from .channel_scales import fold_channel_scales
 from .transposed_convolutions import TRANSPOSED, expand_transposed_convolutions
 

@@ -19,13 +19,12 @@ from llm.toy_model import EOS, ToyCodec, ToyModel, alone  # noqa: E402
 from relax_hetero.errors import HeteroError  # noqa: E402
 from relax_hetero.llm import ChatTemplate, Engine, SamplingParams  # noqa: E402
 from relax_hetero.llm.server import app, run  # noqa: E402
-from relax_hetero.llm.server.answers import CompletionAnswers  # noqa: E402
 from relax_hetero.llm.server.api_errors import ApiError  # noqa: E402
 from relax_hetero.llm.server.app import Settings  # noqa: E402
 from relax_hetero.llm.server.bodies import ChatBody, CompletionBody  # noqa: E402
-from relax_hetero.llm.server.limits import Limits  # noqa: E402
+from relax_hetero.llm.server.guard import Limits  # noqa: E402
 from relax_hetero.llm.server.messages import Message, rendered  # noqa: E402
-from relax_hetero.llm.server.texts import Texts  # noqa: E402
+from relax_hetero.llm.server.texts import CompletionAnswers, Texts  # noqa: E402
 
 CODEC = ToyCodec()
 LIMITS = Limits(prompt_tokens=300, max_tokens=400, in_flight=80, choices=6, body_bytes=20_000, seconds=60)

@@ -14,7 +14,7 @@ import pytest
 from click.testing import Result
 
 from relax_hetero.tools.installation import doctor, packages
-from relax_hetero.tools.installation.findings import Finding
+from relax_hetero.tools.installation.packages import Finding
 
 from ..conftest import parsed
 

@@ -20,15 +20,14 @@ from ...core.ties import tied_to
 from ...core.view import Coordinates, extent_of
 from ...matmul.matmul import merge_batches
 from ..core import ptx
-from ..core.global_view import GlobalView
 from ..core.launch import SharedMemory, enable_pdl, local, unrolled
-from ..core.operand import GpuOperand
+from ..core.operand import GlobalView, GpuOperand
 from ..matmul import mma_matmul, wgmma_matmul
 from ..matmul.fragments import FragmentStore
 from ..matmul.mma_matmul import MmaProduct
 from ..matmul.mma_tiling import MmaTiling, choose_mma_tiling
 from ..matmul.operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source, SwizzledLines
-from ..matmul.simt_parts import Batches
+from ..matmul.simt_tiles import Batches
 from ..matmul.wgmma_matmul import WgmmaProduct
 from ..matmul.wgmma_tiling import Tiling, choose_tiling, reads_rows
 from . import window_places

@@ -17,7 +17,7 @@ from ....target.gpu_target import VECTOR_BYTES, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, materialize, plain_extent
 from ...core.packed_storage import whole
 from ...core.ties import tied_to
-from ...elementwise.elementwise_storages import ElementwiseStorages
+from ...elementwise.elementwise import ElementwiseStorages
 from ..core.expression import emit
 from ..core.launch import at_least_one
 from ..core.storage_place import THREADS, common_lanes, innermost, nothing, place_of, run_length

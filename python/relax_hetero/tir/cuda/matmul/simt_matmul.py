@@ -21,9 +21,8 @@ from ...matmul.matmul import merge_batches
 from ..core.epilogue import EpilogueWriter
 from ..core.launch import at_least_one, launch, local, unrolled
 from ..core.operand import GpuOperand
-from .simt_parts import SHARED, Batches, barrier, divides, known
 from .simt_plan import SimtPlan, simt_plan
-from .simt_tiles import Side, TiledProduct
+from .simt_tiles import SHARED, Batches, Side, TiledProduct, barrier, divides, known
 
 # Products of few rows without tensor cores: the other operand, the weight, is read once, at memory's rate.
 #
