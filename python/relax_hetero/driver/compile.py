@@ -25,10 +25,20 @@ from ..artifact.file_hints import describe_value
 from ..artifact.memory_plan import MemoryPlan
 from ..artifact.messages import near_misses
 from ..artifact.metadata import DeviceSpec, DispatchSpec, Metadata
-from ..errors import BuildError
+from ..errors import BuildError, VDeviceError
 from ..target.hosts import hosts_of, is_native
 from ..target.native_target import native
-from ..target.vdevice import VDevice, VDeviceSpec, device_name, host_vdevice, vdevice_index, vdevices_of, with_vdevices
+from ..target.vdevice import (
+    VDevice,
+    VDeviceSpec,
+    device_name,
+    host_vdevice,
+    is_cpu,
+    lookup,
+    vdevice_index,
+    vdevices_of,
+    with_vdevices,
+)
 from ..transform.dispatch.legalize import is_kept
 from ..transform.encode.accuracies import with_accuracy
 from ..transform.ir.kernels import bytes_of, call_vdevice, called_prim_func, operations_of, ops_of, precision_of
@@ -43,7 +53,8 @@ from ..transform.lower.annotate_memory import memory_of
 from ..transform.lower.lower_to_vm import LowerToVM
 from ..transform.partition.form_schedules import schedules_of
 from ..transform.pipeline import PipelineStep, pipeline_steps
-from ..transform.placement.realize_targets import realize_targets
+from ..transform.placement.realize_vdevice import realize_targets
+from ..transform.placement.update_vdevice import succeed_vdevices
 from ..transform.record.donated import with_donated
 from ..transform.record.region_attrs import kernels_of
 from ..vm.file.executable import Executable
@@ -61,8 +72,63 @@ from .link.lift_constants import lift_constants
 from .link.link import argument_alignment, link
 from .link.parallel_codegen import Progress
 from .link.repeated_calls import with_repeated_calls
-from .optional_devices import optional_indices, without_devices
 from .signatures import function_signatures
+
+# Versions of a module that do without optional devices: their work is the fallback device's.
+#
+# Of the optional devices, given in order of their importance, each version lacks one more than the one before, the last
+# named first. The work of a missing device goes to the module's host, its last CPU device, or to this CPU where the
+# module has none. A version is compiled by itself, so that its layouts and kernels are those of the devices it has.
+
+
+def optional_indices(mod: tvm.IRModule, optional: VDeviceSpec | Iterable[VDeviceSpec] | None) -> tuple[int, ...]:
+    """Positions of the optional devices in the module's list.
+
+    Raises
+    ------
+    VDeviceError
+        One that the module has not, one given twice, or a CPU.
+    BuildError
+        The module is lowered, and names devices in code.
+    """
+    if optional is None:
+        return ()
+    given = list(optional) if isinstance(optional, Iterable) and not isinstance(optional, str) else [optional]
+    vdevices = vdevices_of(mod)
+    found: list[int] = []
+    for spec in given:
+        try:
+            vdevice = lookup(spec, vdevices)  # type: ignore[arg-type]
+        except VDeviceError as error:
+            raise VDeviceError(f"rh.compile: optional: {error}") from error
+        name, index = device_name(vdevice, vdevices), vdevice_index(vdevice, vdevices)
+        if is_cpu(vdevice):
+            raise VDeviceError(f"rh.compile: optional: {name} is a CPU, which every machine has; expected a GPU")
+        if index in found:
+            raise VDeviceError(f"rh.compile: optional: {name} is given twice")
+        found.append(index)
+    if found and is_lowered(mod):
+        raise BuildError("rh.compile: optional devices need a module before LowerToVM, found one that is lowered")
+    return tuple(found)
+
+
+def without_devices(mod: tvm.IRModule, left_out: Sequence[int]) -> tvm.IRModule:
+    """The module with the work of some devices on the fallback device.
+
+    Parameters
+    ----------
+    left_out : sequence of int
+        Positions in the module's list.
+    """
+    vdevices = vdevices_of(mod)
+    kept = [vdevice for index, vdevice in enumerate(vdevices) if index not in left_out]
+    fallback = host_vdevice(kept)
+    if fallback is None:
+        fallback = VDevice(native("llvm"))
+        kept.append(fallback)
+    successors = [fallback if index in left_out else vdevice for index, vdevice in enumerate(vdevices)]
+    return succeed_vdevices(mod, successors, kept)
+
 
 # Checks of a module before its passes run, so that a wrong one is refused in terms of its own names.
 #

@@ -14,6 +14,7 @@ from ..artifact.file_hints import describe_value
 from ..artifact.messages import explain_failure
 from ..artifact.signature import FunctionSignature
 from ..errors import BindingError, HeteroError
+from . import resize_taps  # noqa: F401 - registers its functions
 from .args.argument_binding import ArgumentBinder, BoundArguments
 from .args.argument_copies import decoded, encoded
 from .args.call_cache import CachedCall, CallCache
@@ -39,7 +40,6 @@ from .queue.trace import Trace
 from .region.cuda_graph import with_graphs
 from .region.profile_regions import RegionCalls
 from .region.walk_commands import Kernel, load_kernel
-from .tables import resize_taps  # noqa: F401 - registers its functions
 
 # Calls in steps, as code written for TVM's own machine makes them: inputs first, then the run, then the outputs.
 

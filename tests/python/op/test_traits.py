@@ -5,8 +5,7 @@ from __future__ import annotations
 import tvm
 
 from relax_hetero.op.traits import TRAITS, traits_of
-from relax_hetero.transform.permute import move_permutes
-from relax_hetero.transform.sizes import check_sizes
+from relax_hetero.transform import check_sizes, move_permutes
 
 
 def test_rows_are_of_ops_that_exist() -> None:

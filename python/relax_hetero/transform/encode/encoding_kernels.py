@@ -373,7 +373,7 @@ def _relayout_kernel(
 ) -> tirx.PrimFunc:
     """The kernel that stores a tensor anew; compiler parts load when they are needed."""
     if "gpu" in target.keys:
-        from ...tir.cuda.pack.pack import relayout_kernel
+        from ...tir.cuda.pack import relayout_kernel
 
         return relayout_kernel(shape, dtype, source, result, gpu_target_of(target))
     from ...tir.pack import pack

@@ -31,9 +31,11 @@ import tvm
 from tvm import relax
 from tvm.relax.utils import copy_with_new_vars
 
+from ...target.native_target import check_cpu_names, with_hardware
+from ...target.vdevice import same_vdevice, vdevices_of
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import is_lowered
-from ..ir.remarks import collect_placement, publish
+from ..ir.remarks import collect_placement, publish, remarks_of, with_remarks
 from ..ir.reports import PlacementEntry, PlacementReport
 from .clones import Clone, RecursionGroup, clone_for, make_clones
 from .collect import collect
@@ -42,6 +44,7 @@ from .operands import PlacementNote, on_devices
 from .program import CallRef, Program, Unit, recursion_groups
 from .rewrite import rewrite
 from .solve import Path, shortest_paths, solve
+from .update_vdevice import succeed_vdevices
 from .verify import verify_placement
 
 # Placement of each value, and its reason, in words.
@@ -232,3 +235,44 @@ def _write_function(
     if not clone.first:
         func = func.without_attr("global_symbol")
     return func, notes
+
+
+# RealizeTargets: vdevices whose target names only a kind get this machine's CPU or GPU.
+#
+# Before::
+#
+#     I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("c", 1)]})
+#
+# After, on a machine with such a CPU::
+#
+#     I.module_global_infos({"vdevice": [I.vdevice({"kind": "llvm", "mcpu": "znver5", "num-cores": 16}),
+#                                        I.vdevice("c", 1)]})
+#
+# Thus ``I.vdevice("llvm")`` means what ``vdevices=["llvm"]`` means; TVM's own default is the oldest CPU of this
+# architecture, which ``{"kind": "llvm", "mcpu": "generic"}`` names. All references to the vdevices are updated.
+#
+# Assumes nothing. A lowered module is returned as it is, and so is one whose targets say more; a second run changes
+# nothing. A vdevice stays as it is where it would be like another one of the list.
+
+
+def realize_targets(mod: tvm.IRModule) -> tvm.IRModule:
+    """See the module's docstring.
+
+    Raises
+    ------
+    VDeviceError
+        When it runs: a CPU or an architecture that LLVM does not know.
+    """
+    old = vdevices_of(mod)
+    new: list[relax.VDevice] = []
+    for vdevice in old:
+        check_cpu_names(vdevice.target)
+        made = with_hardware(vdevice)
+        new.append(vdevice if any(same_vdevice(made, other) for other in (*old, *new)) else made)
+    if is_lowered(mod) or all(same_vdevice(*pair) for pair in zip(old, new, strict=True)):
+        return mod
+    placement = remarks_of(mod).placement  # the names of the devices are the same
+    return with_remarks(succeed_vdevices(mod, new, new), placement=placement)
+
+
+RealizeTargets = declare_pass("RealizeTargets", realize_targets)

@@ -16,9 +16,9 @@ import numpy as np
 import tvm_ffi
 from tvm import runtime
 
-from ...errors import HeteroError, MemoryLimitError
-from ..device.host_memory import host_memory
-from ..device.tensors import from_numpy
+from ..errors import HeteroError, MemoryLimitError
+from .device.host_memory import host_memory
+from .device.tensors import from_numpy
 
 INDICES, WEIGHTS = "relax_hetero.resize_places", "relax_hetero.resize_weights"
 SIZES, SCALES = "relax_hetero.resize_sizes", "relax_hetero.resize_scales"

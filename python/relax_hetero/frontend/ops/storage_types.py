@@ -10,9 +10,9 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx
 
-from ....tir.math.narrow_floats import code_of, number_of
-from ....vm.device.tensor_arrays import host_array
-from ..node import Node, Position, const, dtype_of
+from ...tir.math.narrow_floats import code_of, number_of
+from ...vm.device.tensor_arrays import host_array
+from .node import Node, Position, const, dtype_of
 
 INTEGERS = {"int4": (-8, 7), "uint4": (0, 15), "int2": (-2, 1), "uint2": (0, 3)}
 """Least and greatest numbers of the integers below a byte."""

@@ -35,13 +35,13 @@ from typing import Any
 import tvm
 from tvm import relax, tirx
 
-from ...op.traits import ELEMENTWISE, TRAITS
-from ..ir.axes import Axes, identity, inverse, is_order_preserving, permutation, permuted, reshaped, then
-from ..ir.blocks import Block, Emitter, Rewrite, is_one, renamed, rewrite_function, shape_of, tensor_type, used_vars
-from ..ir.declare import declare_pass
-from ..ir.op_names import PERMUTE
-from ..ir.remarks import record_missed
-from ..ir.rewriting import changed, op_name, relax_functions, typed, with_functions
+from ..op.traits import ELEMENTWISE, TRAITS
+from .ir.axes import Axes, identity, inverse, is_order_preserving, permutation, permuted, reshaped, then
+from .ir.blocks import Block, Emitter, Rewrite, is_one, renamed, rewrite_function, shape_of, tensor_type, used_vars
+from .ir.declare import declare_pass
+from .ir.op_names import PERMUTE
+from .ir.remarks import record_missed
+from .ir.rewriting import changed, op_name, relax_functions, typed, with_functions
 
 # Values and the orders in which they are at hand, while permutations move.
 #

@@ -13,10 +13,10 @@ from collections.abc import Callable
 import numpy as np
 from tvm import relax, te, tirx
 
-from ..elementwise import cast
-from ..node import Dim, Node, Position, const, dtype_of, is_float, onnx_dtype
-from ..required_sizes import as_expr
-from ..table import converts
+from .elementwise import cast
+from .node import Dim, Node, Position, const, dtype_of, is_float, onnx_dtype
+from .required_sizes import as_expr
+from .table import converts
 
 _MULTIPLIER = 0xD256D193
 _KEY_STEP = 0x9E3779B9

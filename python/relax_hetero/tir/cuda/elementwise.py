@@ -11,17 +11,17 @@ from math import prod
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ....encoding.problem import ElementwiseProblem
-from ....target.element_types import bytes_of
-from ....target.gpu_target import VECTOR_BYTES, GpuTarget
-from ...core.builder import Expr, Function, ceil_div, int64, materialize, plain_extent
-from ...core.packed_storage import whole
-from ...core.ties import tied_to
-from ...elementwise.elementwise import ElementwiseStorages
-from ..core.expression import emit
-from ..core.launch import at_least_one
-from ..core.storage_place import THREADS, common_lanes, innermost, nothing, place_of, run_length
-from ..core.vectors import MAX_LANES, VectorRegisters
+from ...encoding.problem import ElementwiseProblem
+from ...target.element_types import bytes_of
+from ...target.gpu_target import VECTOR_BYTES, GpuTarget
+from ..core.builder import Expr, Function, ceil_div, int64, materialize, plain_extent
+from ..core.packed_storage import whole
+from ..core.ties import tied_to
+from ..elementwise.elementwise import ElementwiseStorages
+from .core.expression import emit
+from .core.launch import at_least_one
+from .core.storage_place import THREADS, common_lanes, innermost, nothing, place_of, run_length
+from .core.vectors import MAX_LANES, VectorRegisters
 
 VECTORS = 2
 """Number of vectors of a thread, where there are enough to occupy the GPU with."""

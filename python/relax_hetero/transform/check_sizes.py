@@ -31,16 +31,16 @@ from tvm import relax, tirx
 from tvm.tirx.buffer import is_buffer_var
 from tvm_ffi import StructuralKey, structural_map
 
-from ...encoding.heads import Heads
-from ...errors import BuildError
-from ...op.attention import attention_sizes
-from ...op.require import as_condition, is_requirement, require_binding
-from ...op.traits import traits_of
-from ..ir.blocks import is_one
-from ..ir.declare import declare_pass
-from ..ir.module_attrs import is_lowered
-from ..ir.op_names import CALL_TIR_OPS
-from ..ir.requirements import (
+from ..encoding.heads import Heads
+from ..errors import BuildError
+from ..op.attention import attention_sizes
+from ..op.require import as_condition, is_requirement, require_binding
+from ..op.traits import traits_of
+from .ir.blocks import is_one
+from .ir.declare import declare_pass
+from .ir.module_attrs import is_lowered
+from .ir.op_names import CALL_TIR_OPS
+from .ir.requirements import (
     Monomial,
     Requirement,
     bind_extents,
@@ -54,7 +54,7 @@ from ..ir.requirements import (
     symbols_in,
     text_of,
 )
-from ..ir.rewriting import copy_module, op_name, relax_functions, tensor_types, typed, walk_bindings, with_body
+from .ir.rewriting import copy_module, op_name, relax_functions, tensor_types, typed, walk_bindings, with_body
 
 # Requirements of each op on the sizes of its operands, beyond what TVM's type inference proves.
 #

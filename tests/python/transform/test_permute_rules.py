@@ -13,7 +13,7 @@ from modules import ops_of
 from relax_hetero.op.traits import ELEMENTWISE
 from relax_hetero.transform import MovePermutes
 from relax_hetero.transform.ir.rewriting import relax_functions
-from relax_hetero.transform.permute.move_permutes import RULES
+from relax_hetero.transform.move_permutes import RULES
 from seeds import fresh_rng
 
 _SHAPE = (2, 6, 5, 7)

@@ -16,27 +16,18 @@ from math import prod
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ....encoding.packed_layout import PackedLayout
-from ....encoding.problem import Dim
-from ....errors import EncodingError
-from ....target.element_types import bytes_of
-from ....target.gpu_target import VECTOR_BYTES, WARP, GpuTarget
-from ...core.builder import Expr, Function, ceil_div, int64, materialize, plain_extent
-from ...core.packed_storage import PackedStorage, extents_of
-from ...core.view import split_position
-from ...core.work_split import unravel
-from ..core.launch import at_least_one
-from ..core.storage_place import (
-    THREADS,
-    blocks_for,
-    common_lanes,
-    innermost,
-    is_inside,
-    nothing,
-    place_of,
-    run_length,
-)
-from ..core.vectors import VectorRegisters
+from ...encoding.packed_layout import PackedLayout
+from ...encoding.problem import Dim
+from ...errors import EncodingError
+from ...target.element_types import bytes_of
+from ...target.gpu_target import VECTOR_BYTES, WARP, GpuTarget
+from ..core.builder import Expr, Function, ceil_div, int64, materialize, plain_extent
+from ..core.packed_storage import PackedStorage, extents_of
+from ..core.view import split_position
+from ..core.work_split import unravel
+from .core.launch import at_least_one
+from .core.storage_place import THREADS, blocks_for, common_lanes, innermost, is_inside, nothing, place_of, run_length
+from .core.vectors import VectorRegisters
 
 SQUARE = 64
 """Rows and columns of what goes through shared memory at once; half of it for elements of 8 bytes."""

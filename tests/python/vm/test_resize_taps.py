@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
 
-from relax_hetero.vm.tables.resize_taps import ResizedAxis, ResizeForm, taps
+from relax_hetero.vm.resize_taps import ResizedAxis, ResizeForm, taps
 
 TRANSFORMATIONS = ("half_pixel", "asymmetric", "align_corners", "pytorch_half_pixel", "half_pixel_symmetric")
 

@@ -16,11 +16,11 @@ from typing import Any, TextIO
 
 import tvm
 
-from ...artifact.file_hints import describe_value
-from ...display.html import Markup, escaped, folded, page, paragraph, view
-from ...display.text import text_table
-from ...errors import HeteroError
-from ..ir.rewriting import handle
+from ..artifact.file_hints import describe_value
+from ..display.html import Markup, escaped, folded, page, paragraph, view
+from ..display.text import text_table
+from ..errors import HeteroError
+from .ir.rewriting import handle
 
 # Modules as they were at one moment, and the differences of two: functions are shared, texts are made when asked for.
 #
@@ -517,7 +517,7 @@ def trace_passes(
         return trace
     if not isinstance(mod, tvm.IRModule):
         raise HeteroError(f"trace_passes: {describe_value(mod)}; expected a tvm.IRModule")
-    from ..pipeline import pipeline_steps  # which imports every pass
+    from .pipeline import pipeline_steps  # which imports every pass
 
     run = _checked([step.run for step in pipeline_steps()] if passes is None else passes)
     with trace:
