@@ -89,14 +89,14 @@ def test_an_architecture_that_the_compiler_does_not_know():
 
 
 def test_no_compiler_at_all(monkeypatch):
-    compilers._find_compiler.cache_clear()
+    compilers._find_paths.cache_clear()
     monkeypatch.setattr(compilers, "cuda_libraries", lambda pattern: [])
     monkeypatch.setattr(compilers, "nvcc_path", lambda: None)
     try:
         with pytest.raises(BuildError, match=r"found neither NVRTC.*nor nvcc; expected.*relax-hetero\[cuda\]"):
             compile_kernels(sources("one"))
     finally:
-        compilers._find_compiler.cache_clear()
+        compilers._find_paths.cache_clear()
 
 
 def test_a_compiler_that_dies_is_told(compiler, tmp_path):
