@@ -41,7 +41,7 @@ from ...vm.file.export import SYMBOL_PREFIX
 #
 # Rounding of vectors to bfloat16 (`tir.math.casts`) becomes an instruction if the CPU has one. Vectors of float16 and
 # bfloat16 are computed in float32. Scalars and float64 use the C library, vectors of float64 lane by lane where LLVM
-# does not split them itself. The pass assumes vectorized loops and kernels of the kind llvm; it runs before LowerIntrin.
+# does not split them itself. The pass assumes vectorized loops and kernels of the kind llvm, before LowerIntrin.
 
 _MODULES: dict[Any, str] = {
     vector_math: "exp log tanh erf sigmoid",

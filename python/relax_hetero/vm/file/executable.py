@@ -201,8 +201,8 @@ class Executable:
         path : str or path
             File to write or replace, usually ``.html``.
         profile : Profile or sequence of Profile, optional
-            Results of `VirtualMachine.profile` for different functions, for the times of kernels. The peak rates of this
-            computer's devices are measured if they are unknown, which takes some seconds.
+            Results of `VirtualMachine.profile` for different functions, for the times of kernels. The peak rates of
+            this computer's devices are measured if they are unknown, which takes some seconds.
         trace : Trace, optional
             Result of `VirtualMachine.trace`, for the timeline of the queues.
         compare : str or path, optional
@@ -234,8 +234,8 @@ class Executable:
         path : str or path
             File to write, usually ``.so``; any name can be loaded.
         key : bytes, optional
-            Secret of at least 16 bytes to sign the file with: ``rh.load(path, key=key)`` refuses files that were changed
-            without the key.
+            Secret of at least 16 bytes that signs the file: ``rh.load(path, key=key)`` refuses files that were changed
+            without it.
 
         Raises
         ------

@@ -104,7 +104,7 @@ def test_a_compiler_that_dies_is_told(compiler, tmp_path):
         pytest.skip("NVRTC is not here")
     (source,) = sources("one")
     with compiler:
-        worker = compiler._take()
+        worker = compiler._idle_worker()
         worker._process.kill()
         compiler._idle.append(worker)
         with pytest.raises(BuildError, match="its process ended with -9"):
@@ -131,7 +131,7 @@ def test_a_reply_that_breaks_off_is_no_code(compiler):
     if not isinstance(compiler, NvrtcCompiler):
         pytest.skip("NVRTC is not here")
     with compiler:
-        worker = compiler._take()
+        worker = compiler._idle_worker()
         worker._process.kill()
         whole = io.BytesIO()
         nvrtc_worker.write_message(whole, {"log": "", "bytes": 8}, b"half")
