@@ -106,7 +106,7 @@ def test_a_compiler_that_dies_is_told(compiler, tmp_path):
     with compiler:
         worker = compiler._idle_worker()
         worker._process.kill()
-        compiler._idle.append(worker)
+        compiler._idle_workers.append(worker)
         with pytest.raises(BuildError, match="its process ended with -9"):
             compiler.compile(source.text, "sm_90a")
     with pytest.raises(BuildError, match="has ended"):  # and no process is left behind
