@@ -1,4 +1,4 @@
-"""What the matmul benchmark says: ratios to the best peer of each shape, geometric means, and the bars for them."""
+"""Results of the matmul benchmark: ratios to the best peer of each shape, geometric means, and their bars."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 OURS = "relax-hetero"
-# Geometric mean, least of any shape and least at M = 1, of our speed over the best peer's.
+# Our speed over the best peer's: geometric mean, minimum over all shapes, minimum at M = 1.
 BARS: dict[str, tuple[float, float, float]] = {
     "f32": (1.02, 0.94, 0.90),
     "u8s8": (1.05, 0.0, 0.0),
@@ -16,15 +16,15 @@ BARS: dict[str, tuple[float, float, float]] = {
     "bf16": (1.05, 0.0, 0.0),
 }
 NO_WEIGHT_BAR = 0.95
-FOUR_BITS_BAR = 3.0  # weights of 4 bits over our own float32, of one row
-# Of the peak, on one thread; and over stock TVM.
+FOUR_BITS_BAR = 3.0  # speed of weights of 4 bits over our own float32, one row
+# Share of the peak on one thread; speed over stock TVM; the shape that both are for.
 PEAK_BAR, STOCK_BAR, LARGE = 0.95, 100.0, "1024x1024x1024"
 COMPILE_BAR = 1.0  # seconds for a product, at most
 
 
 @dataclass(frozen=True)
 class Check:
-    """A number and the least, or the most, it should be."""
+    """A number and its bar, a minimum or a maximum."""
 
     what: str
     found: float
@@ -33,7 +33,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether the bar is reached."""
+        """True if the bar is reached."""
         return self.found <= self.bar if self.at_most else self.found >= self.bar
 
     def __str__(self) -> str:
@@ -59,12 +59,12 @@ def ratio(result: dict[str, Any]) -> float | None:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Of positive numbers; NaN of none."""
+    """The geometric mean of positive numbers; NaN of none."""
     return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
 
 
 def checks(results: Sequence[dict[str, Any]]) -> list[Check]:
-    """What the results have to reach, for each type and thread count; a right number missing is not reached."""
+    """The bars for each type and thread count; one without a correct result is missed."""
     found = []
     for (kind, threads), group in grouped(results).items():
         title = f"{kind}, {threads} thread{'s' if threads > 1 else ''}"
@@ -156,7 +156,7 @@ def tables(results: Sequence[dict[str, Any]]) -> list[tuple[str, list[str], list
 
 
 def remarks(results: Sequence[dict[str, Any]]) -> list[str]:
-    """What contestants compute where that is not plain, what they cannot, and what went wrong; each once."""
+    """Notes on what contestants compute, what they do not support, and failures; each once."""
     found: dict[str, None] = {}
     for result in results:
         for name, row in result["rows"].items():

@@ -1,4 +1,4 @@
-"""What a call costs apart from its kernel: one addition over 16 floats, by kind of argument.
+"""The cost of a call besides its kernel: one addition over 16 floats, by kind of argument.
 
 python apps/bench/call_overhead.py
 """
@@ -45,7 +45,7 @@ class Symbolic:
 
 
 def programs() -> dict[str, Callable[[], object]]:
-    """What is timed, by name."""
+    """The timed calls, by name."""
     found: dict[str, Callable[[], object]] = {}
     for mod, shape in ((Static, (16,)), (Symbolic, (1, 16))):
         name = "static" if mod is Static else "symbolic"
@@ -68,7 +68,7 @@ def programs() -> dict[str, Callable[[], object]]:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @smoke(rounds=1)
 def main(rounds: int, as_json: bool) -> None:
-    """Take turns, so that all meet the same machine; the median turn counts."""
+    """Time all calls in turns, so that the machine is alike for all; the median turn counts."""
     found = programs()
     times: dict[str, list[float]] = {name: [] for name in found}
     for _ in range(rounds):

@@ -1,10 +1,10 @@
-"""Calls over hosts against what Ray alone does, on one machine.
+"""Calls over hosts compared with Ray alone, on one machine.
 
 python apps/bench/cluster_bench/cluster_calls.py               # all parts; two cores
 python apps/bench/cluster_bench/cluster_calls.py --part nodes  # one of them
 
-- ``calls``: tensors of 200 KB through two hosts and back, against a bare compiled graph of two actors that hand on what
-  they get, and one of two that compute the same with numpy.
+- ``calls``: tensors of 200 KB through two hosts and back, against a bare compiled graph of two actors that forward
+  their input, and one of two that compute the same with numpy.
 - ``nodes``: 64 MB from one host to another on a second node, against bare actors by compiled graph and by actor calls.
 - ``pipeline``: products in two stages with 16 calls in flight, against the same stages on two devices of one process.
 - ``replicas``: two replicas of one host against two processes that run the same calls.
@@ -59,12 +59,12 @@ def module(shape: tuple[int, ...], compute: Callable[[relax.Expr], relax.Expr]) 
 
 @contextmanager
 def ray_of(nodes: int) -> Iterator[Any]:
-    """Ray with a node for both hosts, or one for each."""
+    """Ray with one node for both hosts, or one for each."""
     import ray
     from ray.cluster_utils import Cluster as Nodes
 
     here = os.pathsep.join([str(Path(rh.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
-    os.environ["PYTHONPATH"] = here  # what Ray starts finds this library
+    os.environ["PYTHONPATH"] = here  # processes of Ray find this library
     store = 2 << 30
     options = {"object_store_memory": store, "include_dashboard": False}
     started = Nodes(
@@ -119,7 +119,7 @@ def bare_graph(ray: Any, methods: tuple[str, str], count: int, room: int) -> tup
 
 
 def in_turns(calls: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """The median time of each call, in milliseconds, turn and turn about."""
+    """The median time of each call in milliseconds; calls take turns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         for _ in range(3):
@@ -130,7 +130,7 @@ def in_turns(calls: dict[str, Callable[[], object]], seconds: float) -> dict[str
             for repeat in range(10):
                 begin = time.perf_counter()
                 call()
-                if repeat:  # the first one after another contestant's finds cold caches
+                if repeat:  # the first call of a turn has cold caches
                     times[name].append(time.perf_counter() - begin)
                 if time.perf_counter() - begin > 0.05 and repeat:
                     break
@@ -266,17 +266,17 @@ def _report(what: str, found: dict[str, float], unit: str, kept: list[Any]) -> N
         import ray
 
         for actor in kept[1:]:
-            ray.kill(actor)  # a graph whose actors live may not let go
+            ray.kill(actor)  # a graph may not end while its actors live
 
 
 @click.command()
-@click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="Default: all of them.")
-@click.option("--seconds", default=10.0, show_default=True, help="Of each part.")
-@click.option("--megabytes", default=64, show_default=True, help="Of the tensor between nodes.")
-@click.option("--size", default=384, show_default=True, help="Of the matrices of a stage.")
+@click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="What to measure; all by default.")
+@click.option("--seconds", default=10.0, show_default=True, help="Seconds of each part.")
+@click.option("--megabytes", default=64, show_default=True, help="Size of the tensor between nodes.")
+@click.option("--size", default=384, show_default=True, help="Rows of the square matrices of a stage.")
 @smoke(seconds=0.5, megabytes=1, size=32, parts=("calls",))
 def main(parts: tuple[str, ...], seconds: float, megabytes: int, size: int) -> None:
-    """Calls over hosts against what Ray alone does."""
+    """Compare calls over hosts with Ray alone."""
     for part in parts or PARTS:
         globals()[f"{part}_part"](seconds, megabytes, size)
 

@@ -1,4 +1,4 @@
-"""What a kernel, and what a call, costs to submit: chains of small kernels in command buffers, and without."""
+"""The cost of submitting a kernel, and of a call: chains of small kernels with and without command buffers."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from command_buffer_bench.chains import Chain, whole_numbers
 
 WITH, WITHOUT, HAND, BOUND, STOCK = "command buffers", "without", "by hand", "by hand, bound", "stock TVM"
 NAMES = (WITH, WITHOUT, STOCK, HAND, BOUND)
-KERNEL_BAR, CALL_BAR = 10.0, 5.0  # nanoseconds a kernel, microseconds a call of few
+KERNEL_BAR, CALL_BAR = 10.0, 5.0  # nanoseconds per kernel, microseconds per call of few kernels
 
 
 class WrongResult(Exception):
-    """A contestant that computes something else, and so gets no time."""
+    """A contestant has a wrong result, and is not timed."""
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """A way to run a chain on one argument.
+    """A program that runs a chain on one argument.
 
     Attributes
     ----------
     call : Callable
-        Runs it once; what is timed.
+        Runs the chain once; this is timed.
     result : Callable
-        Runs it once, for what it computes.
+        Runs the chain once, and returns its result.
     """
 
     call: Callable[[], object]
@@ -41,7 +41,7 @@ class Contestant:
 
 
 def contestants(chain: Chain, argument: tvm.runtime.Tensor) -> tuple[dict[str, Contestant], dict[str, int]]:
-    """Those of a chain, and how many regions and commands it has in command buffers."""
+    """The contestants of a chain, and the numbers of its regions and commands."""
     module = chain.module()
     recorded = rh.vm.VirtualMachine(rh.compile(module, command_buffers=True))
     mains = {
@@ -56,7 +56,7 @@ def contestants(chain: Chain, argument: tvm.runtime.Tensor) -> tuple[dict[str, C
 
 
 def _by_hand(machine: rh.vm.VirtualMachine, chain: Chain, argument: tvm.runtime.Tensor) -> dict[str, Contestant]:
-    """The same kernels recorded by hand, submitted with memory that is bound each time, and with a table of it."""
+    """The same kernels recorded by hand, submitted with memory bound each time, and with a bound table."""
     buffer = chain.record(machine, argument.shape[0])
     made = tvm.runtime.empty(argument.shape, "float32")
     found = {}
@@ -67,25 +67,25 @@ def _by_hand(machine: rh.vm.VirtualMachine, chain: Chain, argument: tvm.runtime.
 
 
 def check_result(name: str, chain: Chain, contestant: Contestant, array: np.ndarray) -> None:
-    """WrongResult unless it computes the chain, exactly."""
+    """Raise WrongResult unless the contestant computes the chain exactly."""
     found, wanted = contestant.result().numpy(), chain.result(array)
     if not np.array_equal(found, wanted):
         raise WrongResult(f"{name}, {chain.kernels} kernels: found {found}, expected {wanted}")
 
 
 def measure_elementwise(counts: Sequence[int], distinct: int, symbolic: bool, rounds: int, seed: int) -> dict[str, Any]:
-    """Times of chains, all contestants and all lengths in turns.
+    """Time chains; all contestants and all lengths take turns.
 
     Parameters
     ----------
     counts : sequence of int
-        How many kernels the chains have.
+        Numbers of kernels of the chains.
     distinct : int
-        How many different kernels take turns in them.
+        Number of different kernels, which are called in turn.
     symbolic : bool
-        Whether their extent is symbolic.
+        If true, their extent is symbolic.
     rounds, seed : int
-        Of the turns.
+        Number of turns, and seed of their order.
 
     Returns
     -------
@@ -110,7 +110,7 @@ def measure_elementwise(counts: Sequence[int], distinct: int, symbolic: bool, ro
 
 
 def kernel_nanoseconds(chains: dict[int, dict[str, Any]]) -> dict[str, float]:
-    """By contestant: the longest chain's time above the shortest one's, for each kernel that it has more."""
+    """By contestant: the difference in time of the longest and the shortest chain, per kernel of difference."""
     short, long = min(chains), max(chains)
     if short == long:
         return {}
@@ -119,7 +119,7 @@ def kernel_nanoseconds(chains: dict[int, dict[str, Any]]) -> dict[str, float]:
 
 
 def elementwise_checks(found: dict[str, Any]) -> list[Check]:
-    """What the figures have to reach."""
+    """The bars of the figures."""
     checks = []
     for name in (WITH, HAND):
         if name in found["kernel_ns"]:
