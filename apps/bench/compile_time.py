@@ -1,4 +1,4 @@
-"""Where compile time goes: this library's passes, TVM's, code generation; how placement and deep models scale.
+"""Parts of compile time: this library's passes, TVM's, code generation; scaling of placement and of deep models.
 
 python apps/bench/compile_time.py                          # ResNet-50 from the onnx package, cut over two CPU targets
 python apps/bench/compile_time.py model.onnx --bindings 1000 --bindings 10000

@@ -32,14 +32,14 @@ SHAPES = (
     "6x197x64",
     "12x128x64c",
 )
-"""Heads x queries (/ keys) x width, "c": causal. Judged are the long ones and those of few queries."""
-MEAN_BAR, LEAST_BAR, LONG = 1.00, 0.93, 4096
+"""Heads x queries (/ keys) x width, "c": causal. The bars are for long sequences and for few queries."""
+MEAN_BAR, MIN_BAR, LONG = 1.00, 0.93, 4096
 _BUDGET = 3e11
-"""Operations of one launch of a program, about."""
+"""Approximate operations of one launch of a program."""
 
 
 def workload(text: str, dtype: str) -> Attentions:
-    """What a text of `SHAPES` stands for."""
+    """The workload of a text of `SHAPES`."""
     found = re.fullmatch(r"(\d+)x(\d+)(?:/(\d+))?x(\d+)(c?)", text)
     if found is None:
         raise click.BadParameter(f"{text!r}: expected HEADSxQUERIESxWIDTH, HEADSxQUERIES/KEYSxWIDTH, c for causal")
@@ -50,7 +50,7 @@ def workload(text: str, dtype: str) -> Attentions:
 
 
 def wanted(work: Attentions) -> list[np.ndarray]:
-    """By numpy, where there is no PyTorch."""
+    """Right results by numpy, used without PyTorch."""
     found = []
     arrays = [array.astype("float32") for array in work.inputs()]
     for i in range(0, len(arrays), 3):
@@ -64,14 +64,14 @@ def wanted(work: Attentions) -> list[np.ndarray]:
 
 
 def checks(rows: Sequence[Row], lengths: dict[str, int]) -> list[Check]:
-    """The bars, for the long sequences that are there."""
+    """The bars of the measured long sequences."""
     found = []
     for kind in dict.fromkeys(row["kind"] for row in rows):
         of_kind = [row for row in rows if row["kind"] == kind and lengths[row["title"]] >= LONG]
         ratios = {row["title"]: value for row in of_kind if (value := ratio(row))}
         if ratios:
             found.append(Check(f"{kind}: geometric mean over PyTorch", geometric_mean(list(ratios.values())), MEAN_BAR))
-            found += [Check(f"{kind}, {title} over PyTorch", value, LEAST_BAR) for title, value in ratios.items()]
+            found += [Check(f"{kind}, {title} over PyTorch", value, MIN_BAR) for title, value in ratios.items()]
     return found
 
 

@@ -1,4 +1,4 @@
-"""Kernels that memory bounds, on an NVIDIA GPU, against the device's copy bandwidth and torch.compile.
+"""Memory-bound kernels on an NVIDIA GPU, against the device's copy bandwidth and torch.compile.
 
 python apps/bench/gpu_memory_bound.py                                # float32 and float16
 python apps/bench/gpu_memory_bound.py --names softmax,transpose --types float16
@@ -33,7 +33,7 @@ COPY_BAR, PEER_BAR = 0.85, 1.0
 
 
 def wanted(work: Rows) -> list[np.ndarray]:
-    """By numpy."""
+    """Right results by numpy."""
     arrays = [array.astype("float32") for array in work.inputs()]
     found = []
     for x, other in zip(arrays[: work.count], arrays[-work.count :], strict=True):
@@ -51,7 +51,7 @@ def wanted(work: Rows) -> list[np.ndarray]:
 
 
 def checks(rows: Sequence[Row], sizes: dict[tuple[str, str], int], copied: float | None) -> list[Check]:
-    """Over the copy bandwidth, in bytes a microsecond, and over torch.compile."""
+    """The bars over the copy bandwidth, in bytes per microsecond, and over torch.compile."""
     found = []
     for row in rows:
         name = f"{row['title']} {row['kind']}"
@@ -82,7 +82,7 @@ def main(
     workers: int,
     json_file: Path | None,
 ) -> None:
-    """Time kernels that memory bounds on a GPU, here and in PyTorch."""
+    """Time memory-bound kernels on a GPU, here and in PyTorch."""
     unknown = [name for name in names if name not in SIZES]
     if unknown:
         raise click.BadParameter(f"{', '.join(unknown)}: names are {', '.join(SIZES)}")

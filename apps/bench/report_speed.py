@@ -1,4 +1,4 @@
-"""How fast the page of a report opens and pans in a headless Chromium, by the size of its graph.
+"""Speed of opening and panning a report's page in headless Chromium, by the size of its graph.
 
 python apps/bench/report_speed.py
 """
@@ -20,8 +20,8 @@ from smoke import smoke
 from relax_hetero.report.page import page_of
 
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-# Drags the graph up and down with the mouse, so many milliseconds and pixels, a step a frame; answers with
-# the milliseconds of each frame, or null if the graph did not move.
+# Drags the graph up and down with the mouse for some milliseconds and pixels, a step per frame; returns the
+# milliseconds of each frame, or null if the graph did not move.
 PAN = """([length, pixels]) => new Promise((done) => {
   const canvas = document.querySelector("#graph .canvas canvas:last-of-type");
   const box = canvas.getBoundingClientRect();
@@ -90,12 +90,12 @@ def layered_model(nodes: int, fused: bool) -> dict[str, Any]:
 
 
 @click.command()
-@click.option("--nodes", default=5000, show_default=True, help="Nodes of the graph.")
-@click.option("--runs", default=5, show_default=True, help="How often each page is opened.")
-@click.option("--pan-seconds", default=3.0, show_default=True, help="How long it is panned.")
+@click.option("--nodes", default=5000, show_default=True, help="Number of nodes of the graph.")
+@click.option("--runs", default=5, show_default=True, help="Number of times each page is opened.")
+@click.option("--pan-seconds", default=3.0, show_default=True, help="Seconds of panning.")
 @smoke(nodes=100, runs=1, pan_seconds=0.2)
 def main(nodes: int, runs: int, pan_seconds: float) -> None:
-    """How fast the page of a report opens and pans in a headless Chromium, by the size of its graph."""
+    """Time opening and panning a report's page in headless Chromium, by the size of its graph."""
     try:
         from playwright.sync_api import sync_playwright
     except ImportError as error:
@@ -119,7 +119,7 @@ def main(nodes: int, runs: int, pan_seconds: float) -> None:
                 begin = time.perf_counter()
                 page.goto(path.as_uri())
                 page.wait_for_selector("html[data-ready]", timeout=120_000)
-                # Until it is also painted.
+                # Waits until it is painted.
                 page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done())))")
                 times.append(time.perf_counter() - begin)
                 if len(times) < runs:

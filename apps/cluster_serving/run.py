@@ -116,7 +116,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--replicas", type=int, default=2, help="replicas of the model, one thread each (default 2)")
     parser.add_argument("--gateways", type=int, default=2, help="processes that read and write HTTP (default 2)")
     parser.add_argument("--batch", type=int, default=16, help="sentences of a full batch (default 16)")
-    parser.add_argument("--wait-ms", type=float, default=2, help="how long a batch waits for more (default 2)")
+    parser.add_argument("--wait-ms", type=float, default=2, help="waiting time of a batch (default 2)")
     parser.add_argument("--max-sentences", type=int, default=64, help="sentences of a request (default 64)")
     parser.add_argument("--queued", type=int, default=256, help="waiting requests of a gateway (default 256)")
     parser.add_argument("--seconds", type=float, default=30, help="time limit of a request (default 30)")

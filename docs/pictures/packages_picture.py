@@ -1,7 +1,7 @@
 """The picture of design.md: the packages of the code, layer by layer.
 
 python docs/pictures/packages_picture.py --write    # writes packages.svg
-python docs/pictures/packages_picture.py --check    # fails where it is out of date
+python docs/pictures/packages_picture.py --check    # fails if it is out of date
 
 Layers are those of the contract in pyproject.toml. The background is white, so that dark pages can show the picture.
 """
@@ -36,11 +36,11 @@ PACKAGES = {
     "watch_tvmscript": "strict look-up of devices",
     "errors": "exceptions",
 }
-"""What each package of the contract holds."""
+"""Contents of each package of the contract."""
 
 
 def draw() -> str:
-    """Packages from top to bottom, as the contract on imports orders them."""
+    """Draw packages from top to bottom, in the order of the import contract."""
     parts, y, width = [], 14, 660
     for layer in _layers():
         height = 34

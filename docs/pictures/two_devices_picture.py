@@ -1,4 +1,4 @@
-"""The picture in README.md: its model over two devices, as placement leaves it.
+"""The picture in README.md: its model after placement on two devices.
 
 python docs/pictures/two_devices_picture.py                       # writes docs/pictures/two-devices.svg
 python docs/pictures/two_devices_picture.py /tmp/picture.png      # another file, of any format that matplotlib writes
@@ -102,7 +102,7 @@ def draw(picture: Path) -> None:
 
 
 def _places(params: list[Node], steps: list[Node]) -> dict[str, tuple[float, float]]:
-    """The middle of each box: ops on a line, a column each, parameters beside or below their first reader."""
+    """The middle of each box: ops in one line, a column each, parameters next to or below their first reader."""
     found: dict[str, tuple[float, float]] = {}
     column = 1
     for step in steps:
@@ -174,7 +174,7 @@ def _transfer(axes: Any, transfer: Node, source: tuple[float, float], end: tuple
 
 
 def main() -> None:
-    """Draw the picture where the command line says."""
+    """Draw the picture to the path of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("picture", nargs="?", type=Path, default=PICTURE)
     draw(parser.parse_args().picture)

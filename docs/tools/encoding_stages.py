@@ -1,8 +1,8 @@
-"""The IR that encodings.md shows: one small model after each pass, and one of images after the last ones.
+"""The IR on encodings.md: a small model after each pass, and one with convolutions after the last passes.
 
 python docs/tools/encoding_stages.py            # prints every stage
 python docs/tools/encoding_stages.py --write    # puts them into encodings.md
-python docs/tools/encoding_stages.py --check    # fails where encodings.md shows others
+python docs/tools/encoding_stages.py --check    # fails if encodings.md differs
 
 The model's targets are fixed, so that every machine prints the same.
 """
@@ -34,7 +34,7 @@ STAGES = (
     "MaterializeEncodings",
 )
 IMAGE_STAGES = ("MaterializeEncodings", "MovePermutes")
-# A block of the page that belongs to a stage: <!-- SetEncoding --> and the fenced block after it.
+# The block of a stage on the page: <!-- SetEncoding --> and the fenced block after it.
 BLOCK = re.compile(r"(<!-- (\w+) -->\n```text\n).*?(^```\n)", re.DOTALL | re.MULTILINE)
 ENCODING = re.compile(r'"(\w+\[\d\]<[^"]*>)"')
 
@@ -100,12 +100,12 @@ class Image:
 
 
 def stages() -> dict[str, str]:
-    """Text of ``main`` after each pass, and of that of `Image` under the names of passes with ``Image`` before."""
+    """Text of ``main`` of `Model` after each pass, and of `Image` under names with the prefix ``Image``."""
     return {**model_stages(), **image_stages()}
 
 
 def image_stages() -> dict[str, str]:
-    """Of `Image`, after the passes that decide where permutations stay."""
+    """Modules of `Image` after the passes that decide where permutations stay."""
     generator = np.random.default_rng(0)
     shapes = {param.name: [int(extent) for extent in param.ty.shape.values] for param in Image["main"].params[1:]}
     weights = {name: generator.standard_normal(shape).astype("float32") for name, shape in shapes.items()}
@@ -118,7 +118,7 @@ def image_stages() -> dict[str, str]:
 
 
 def model_stages() -> dict[str, str]:
-    """Of `Model`."""
+    """Modules of `Model` after each pass."""
     generator = np.random.default_rng(0)
     weights = {
         "w": generator.standard_normal((40, 64)).astype("float32"),
@@ -133,7 +133,7 @@ def model_stages() -> dict[str, str]:
 
 
 def shown(module: tvm.IRModule) -> str:
-    """``main`` with encodings as aliases that are listed before it, as MLIR prints its attributes."""
+    """``main`` with encodings as aliases listed before it, as MLIR prints attributes."""
     lines = module.script(show_meta=False).splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("    def main("))
     end = next(i for i, line in enumerate(lines[start:], start) if line.startswith("        return"))

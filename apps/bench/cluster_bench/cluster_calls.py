@@ -270,7 +270,7 @@ def _report(what: str, found: dict[str, float], unit: str, kept: list[Any]) -> N
 
 
 @click.command()
-@click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="What to measure; all by default.")
+@click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="Parts to measure; all by default.")
 @click.option("--seconds", default=10.0, show_default=True, help="Seconds of each part.")
 @click.option("--megabytes", default=64, show_default=True, help="Size of the tensor between nodes.")
 @click.option("--size", default=384, show_default=True, help="Rows of the square matrices of a stage.")

@@ -110,7 +110,7 @@ def measure_elementwise(counts: Sequence[int], distinct: int, symbolic: bool, ro
 
 
 def kernel_nanoseconds(chains: dict[int, dict[str, Any]]) -> dict[str, float]:
-    """By contestant: the difference in time of the longest and the shortest chain, per kernel of difference."""
+    """The time per kernel of each contestant, from the difference of the longest and the shortest chain."""
     short, long = min(chains), max(chains)
     if short == long:
         return {}

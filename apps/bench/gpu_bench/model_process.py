@@ -1,7 +1,7 @@
 """One process of `gpu_models.py`: a model on a GPU, cut over a CPU and the GPU, compared with a CPU, and timed.
 
-Arguments come as JSON in ``argv``. Each finding leaves as a line of JSON on what was standard output, everything that
-libraries print goes to standard error. After the findings the process waits for a line on standard input and times the
+Arguments come as JSON in ``argv``. Each result is a line of JSON on the original standard output, and everything that
+libraries print goes to standard error. Then the process waits for a line on standard input and times the
 model, so that models are compiled side by side and timed one after the other.
 """
 
@@ -24,26 +24,26 @@ import onnx
 
 BENCH = Path(__file__).resolve().parents[1]
 CALLS = 20
-"""Calls of one round, and rounds, of the timing."""
+"""Timed calls of one round."""
 ROUNDS = 3
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a process does with one model.
+    """The work of a process on one model.
 
     Attributes
     ----------
     name, file : str
-        The model, and its ONNX file or skeleton.
+        Name of the model, and its ONNX file or skeleton.
     precision : str
-        Of float products: float32, float16, bfloat16, tfloat32.
+        Precision of float products: float32, float16, bfloat16, tfloat32.
     gpu : str
         Target of the GPU: a kind, or JSON.
     reference : str
-        What results are compared with: "onnxruntime", or "ours" on the native CPU.
+        Reference of the results: "onnxruntime", or "ours" on the native CPU.
     cuts : int
-        In how many parts, in turn on the GPU and on the other device, the nodes are cut for a second run; 0 for none.
+        Number of parts of a second run, alternating between the GPU and the other device; 0 for none.
     other : str
         Target of the other device: a kind, or JSON; "cuda:1" is a second GPU.
     build_only : bool
@@ -53,9 +53,9 @@ class Job:
     compiled : str
         Also time ``torch.compile`` in this mode ("default", "max-autotune-no-cudagraphs"), captured likewise.
     batch : int
-        Images or sentences at a time.
+        Number of images or sentences.
     slowest : int
-        So many of the slowest kernels are reported.
+        Number of slowest kernels to report.
     """
 
     name: str
@@ -72,18 +72,18 @@ class Job:
     slowest: int = 0
 
     def command(self) -> list[str]:
-        """What runs it."""
+        """The command line that runs it."""
         return [sys.executable, "-m", "gpu_bench.model_process", json.dumps(asdict(self))]
 
     def environment(self) -> dict[str, str]:
-        """The environment it has to start in."""
+        """The environment of its process."""
         path = os.pathsep.join([str(BENCH), *filter(None, [os.environ.get("PYTHONPATH", "")])])
         few = {"TVM_NUM_THREADS": "2", "TVM_BIND_THREADS": "0", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
         return {**few, **os.environ, "PYTHONPATH": path}
 
     @property
     def about(self) -> dict[str, Any]:
-        """The fields of every line that tell which job it is of."""
+        """The fields that identify the job in every line."""
         return {"model": self.name, "precision": self.precision, "batch": self.batch}
 
     @property
@@ -93,7 +93,7 @@ class Job:
 
 
 class Work:
-    """The steps of a job; each gives the fields of its line."""
+    """The steps of a job; each returns the fields of its line."""
 
     def __init__(self, job: Job) -> None:
         from model_zoo import random_arrays
@@ -139,17 +139,17 @@ class Work:
             self.machine = rh.vm.VirtualMachine(executable)
             found["error"] = self._error(self._run(self.machine))
             found["error_of_a_second_call"] = self._error(self._run(self.machine))
-        if self.job.slowest and not self.job.build_only:  # a CUDA graph is measured as a whole
+        if self.job.slowest and not self.job.build_only:  # without CUDA graphs, which are measured as a whole
             plain = self._compiled([self.job.target], None, self.job.precision, command_buffers=False)
             self.by_kernel = rh.vm.VirtualMachine(plain)
             found["error_by_kernel"] = self._error(self._run(self.by_kernel))
         return found
 
     def cut(self) -> dict[str, Any]:
-        """Parts of the model in turn on the GPU and on the other device; both have to hold ops."""
+        """The model in parts, alternating between the GPU and the other device; both must have ops."""
         names = [node.name for node in self.model.graph.node]
         size = max(1, -(-len(names) // self.job.cuts))
-        # A second CPU where a CPU stands for the GPU: two devices need two targets.
+        # A second CPU target if a CPU stands for the GPU: two devices need two targets.
         gpu = {"kind": "llvm", "mcpu": "x86-64-v3"} if self.job.gpu == "llvm" else self.job.target
         placement = {glob.escape(name): f"vdevice:{1 - index // size % 2}" for index, name in enumerate(names)}
         begin = time.perf_counter()
@@ -162,7 +162,7 @@ class Work:
         return found
 
     def times(self) -> dict[str, Any]:
-        """Milliseconds of a call: from numpy to numpy, and of many calls in a row on tensors that are on the GPU."""
+        """Milliseconds of a call from numpy to numpy, and of consecutive calls on tensors of the GPU."""
         import tvm
 
         main, kind = self.machine["main"], self.machine.executable.devices[0].kind
@@ -179,9 +179,9 @@ class Work:
         }
 
     def slowest(self) -> dict[str, Any]:
-        """The kernels that take longest, each measured alone, with the time that its launch takes; the device's peaks.
+        """The slowest kernels, each measured alone and including its launch, and the device's peaks.
 
-        Peaks are what the library's own large products and sums reach on the device, by element type.
+        Peaks are the rates of the library's own large products and sums on the device, by element type.
         """
         from dataclasses import asdict
 
@@ -223,14 +223,14 @@ class Work:
         return {**found, "seconds": time.perf_counter() - begin}
 
     def peer_times(self, name: str) -> dict[str, Any]:
-        """Milliseconds of what was captured, launched as often as ours."""
+        """Milliseconds of a captured program, launched as often as ours."""
         import torch
 
         graph, found, *_ = self.peers[name]
         return {**found, "device_ms": _median_ms(graph.replay, torch.cuda.synchronize)}
 
     def _runner(self) -> tuple[Any, list[Any]]:
-        """The nodes as a module of PyTorch on the GPU, and its operands."""
+        """The nodes as a PyTorch module on the GPU, and its operands."""
         import torch
         from model_peers.torch_graph import Runner
 
@@ -242,7 +242,7 @@ class Work:
         return Runner(self.model, lower).eval().cuda(), operands
 
     def _captured(self, name: str, program: Callable[..., Any], operands: Sequence[Any]) -> dict[str, Any]:
-        """Keep a program of PyTorch as a CUDA graph, under the peer's name; the error of its results."""
+        """Store a PyTorch program as a CUDA graph under the peer's name; the error of its results."""
         import torch
 
         side = torch.cuda.Stream()
@@ -257,7 +257,7 @@ class Work:
         torch.cuda.synchronize()
         results = results if isinstance(results, tuple) else (results,)
         found = {"error": self._error([result.float().cpu().numpy() for result in results])}
-        # A CUDA graph reads operands and weights where they were: neither may be freed.
+        # A CUDA graph reads operands and weights by address: neither may be freed.
         self.peers[name] = graph, found, program, operands
         return found
 
@@ -308,7 +308,7 @@ def _median_ms(call: Callable[[], object], wait: Callable[[], object]) -> float:
 
 
 def main(job: Job) -> None:
-    """Do the steps of a job; a step that fails is a line with its failure, and the others go on."""
+    """Run the steps of a job; a step that fails writes a line with its failure, and the other steps continue."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
@@ -316,7 +316,7 @@ def main(job: Job) -> None:
         answers.write(json.dumps({"begins": name}) + "\n")
         try:
             found = work()
-        except Exception as error:  # every failure is a finding
+        except Exception as error:  # every failure is a result
             at = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{os.path.basename(at.filename)}:{at.lineno} {at.name}"
             found = {"failure": f"{type(error).__name__}: {error}"[:3000], "where": where}

@@ -1,4 +1,4 @@
-"""PyTorch's side of the benchmarks of GPUs: the same pieces of work, captured as one CUDA graph."""
+"""PyTorch's side of the benchmarks of GPUs: the same work, captured as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .workloads import Array, Attentions, Products, Rows
 
 Tensor = Any
 Peer = tuple[Launch, Callable[[], list[Tensor]]]
-"""A launch, and a function that gives its results."""
+"""A launch, and a function that returns its results."""
 
 
 def tensor_of(array: Array) -> Tensor:
-    """An array on the GPU; types that PyTorch cannot take from numpy go by their bytes."""
+    """An array on the GPU; types that PyTorch cannot read from numpy are passed as bytes."""
     torch = torch_on_gpu()
     name = array.dtype.name
     if name in ("bfloat16", "float8_e4m3fn"):
@@ -38,7 +38,7 @@ def captured(clock: Clock, work: Callable[[], Sequence[Tensor]]) -> Peer:
         results = work()
 
     def tensors(held: object = work) -> list[Tensor]:
-        # The graph reads the operands where they lie: as long as it is there, what refers to them has to be.
+        # The graph reads operands by address, so it keeps alive what refers to them.
         graph.replay()
         torch.cuda.synchronize()
         return list(results)
@@ -47,7 +47,7 @@ def captured(clock: Clock, work: Callable[[], Sequence[Tensor]]) -> Peer:
 
 
 def products(clock: Clock, work: Products, autotune: bool = False) -> dict[str, Peer]:
-    """cuBLAS on right operands as they lie, and transposed; with an epilogue, what torch.compile makes of it."""
+    """cuBLAS on right operands by rows and by columns; with an epilogue, torch.compile of the same."""
     torch = torch_on_gpu()
     torch.backends.cuda.matmul.allow_tf32 = work.kind == "tf32"
     arrays, count = [tensor_of(array) for array in work.inputs()], work.count
@@ -71,7 +71,7 @@ def products(clock: Clock, work: Products, autotune: bool = False) -> dict[str, 
     for name, weights in (("cuBLAS", right), ("cuBLAS, transposed", turned)):
         try:
             found[name] = captured(clock, lambda w=weights: [multiply(*each) for each in zip(left, w, strict=True)])
-        except RuntimeError as error:  # some take the right operand one way only, as _scaled_mm does
+        except RuntimeError as error:  # some accept one order of the right operand only, such as _scaled_mm
             failures.append(f"{name}: {error}")
     if not found:
         raise RuntimeError("; ".join(failures))
@@ -88,7 +88,7 @@ def _one() -> Tensor:
 
 
 def rows(clock: Clock, work: Rows) -> dict[str, Peer]:
-    """What torch.compile makes of the same work."""
+    """The same work by torch.compile."""
     torch = torch_on_gpu()
     arrays = [tensor_of(array) for array in work.inputs()]
     others = arrays[-work.count :]
@@ -112,7 +112,7 @@ def rows(clock: Clock, work: Rows) -> dict[str, Peer]:
 
 
 def copy_bandwidth(clock: Clock, megabytes: int = 1024) -> tuple[Launch, int]:
-    """A launch that copies so many megabytes on the device, and the bytes that it reads and writes."""
+    """A launch that copies some megabytes on the device, and the bytes that it reads and writes."""
     torch = torch_on_gpu()
     source = torch.empty(megabytes << 20, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
@@ -120,7 +120,7 @@ def copy_bandwidth(clock: Clock, megabytes: int = 1024) -> tuple[Launch, int]:
 
 
 def attentions(clock: Clock, work: Attentions) -> dict[str, Peer]:
-    """By each kernel of PyTorch's ``scaled_dot_product_attention`` that can do the work."""
+    """The same work by each suitable kernel of PyTorch's ``scaled_dot_product_attention``."""
     torch = torch_on_gpu()
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

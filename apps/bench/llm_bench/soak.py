@@ -1,10 +1,10 @@
-"""A server of a language model under many clients for minutes, some of which vanish or send nonsense.
+"""A server of a language model under load for minutes, with clients that vanish or send nonsense.
 
     python apps/bench/llm_bench/soak.py MODEL.gguf --clients 64 --minutes 10
     python apps/bench/llm_bench/soak.py toy --minutes 1        a model that computes nothing, for the server alone
 
-Says how many answers were lost, the time to the first token and per token, how even the clients' shares are, and how
-the memory of the server's process grew. Ends with 1 if an answer was lost or wrong.
+Prints the number of lost answers, the time to the first token and per token, the clients' shares, and the growth of
+the server's memory. Exits with 1 if an answer was lost or wrong.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BAD_BODIES = (
 
 @dataclass
 class Seen:
-    """What the clients saw; times in seconds."""
+    """Observations of the clients; times in seconds."""
 
     answers: Counter[str] = field(default_factory=Counter)
     lost: list[str] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Load:
-    """How clients behave: `vanish` and `bad` are shares of their requests."""
+    """Behaviour of clients: `vanish` and `bad` are shares of their requests."""
 
     clients: int
     seconds: float
@@ -64,7 +64,7 @@ class Load:
 
 
 async def soak(url: str, process: int, load: Load) -> Seen:
-    """Let all clients work until the time is over."""
+    """Run all clients until the time is over."""
     seen = Seen()
     end = time.monotonic() + load.seconds
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -77,7 +77,7 @@ async def soak(url: str, process: int, load: Load) -> Seen:
 
 
 async def client(number: int, http: httpx.AsyncClient, load: Load, end: float, seen: Seen) -> None:
-    """One request after the other."""
+    """Send one request after the other."""
     draw = random.Random(number)
     while time.monotonic() < end:
         kind = draw.random()
@@ -92,7 +92,7 @@ async def client(number: int, http: httpx.AsyncClient, load: Load, end: float, s
 
 
 async def send_nonsense(http: httpx.AsyncClient, draw: random.Random, seen: Seen) -> None:
-    """A body that is no request, which must be answered with what is wrong."""
+    """Send a body that is not a request; the answer must say what is wrong."""
     headers = {"Content-Type": "application/json"}
     answer = await http.post("/v1/completions", content=draw.choice(BAD_BODIES), headers=headers)
     if answer.status_code == 400 and "message" in answer.json()["error"]:
@@ -104,7 +104,7 @@ async def send_nonsense(http: httpx.AsyncClient, draw: random.Random, seen: Seen
 async def read_answer(
     number: int, http: httpx.AsyncClient, draw: random.Random, tokens: int, stays: int, seen: Seen
 ) -> None:
-    """A stream, which its client leaves after `stays` events if that is before its end."""
+    """Read a stream, or leave it after `stays` events."""
     prompt = f"Client {number} asks: " + " ".join(
         draw.choices(("why", "who", "when", "what", "where"), k=draw.randint(1, 40))
     )
@@ -146,7 +146,7 @@ async def events(answer: httpx.Response) -> AsyncIterator[str]:
 
 
 async def watch(process: int, seen: Seen, seconds: float) -> None:
-    """Look at the server's memory now and then; the first looks show how it warms up."""
+    """Sample the server's memory; the first samples show its warm-up."""
     begin = time.monotonic()
     while True:
         seen.memory.append((time.monotonic() - begin, resident(process)))
@@ -160,7 +160,7 @@ def resident(process: int) -> float:
 
 
 def start(model: str, arguments: list[str]) -> tuple[subprocess.Popen[str], str]:
-    """A server in a process of its own, and where it listens."""
+    """A server in a process of its own, and its URL."""
     command = [sys.executable, __file__, "--serve-toy"]
     if model != TOY:
         command = [sys.executable, "-m", "relax_hetero", "serve", model, "--port", "0", *arguments]
@@ -176,7 +176,7 @@ def start(model: str, arguments: list[str]) -> tuple[subprocess.Popen[str], str]
 
 
 def serve_toy() -> None:
-    """A server over the model of the tests."""
+    """Serve the model of the tests."""
     from llm.toy_model import ToyCodec, ToyModel
     from relax_hetero.llm import Engine
     from relax_hetero.llm.server.app import Settings
@@ -188,7 +188,7 @@ def serve_toy() -> None:
 
 
 def report(seen: Seen, seconds: float) -> bool:
-    """Print what was seen; False if something was lost."""
+    """Print the observations; False if an answer was lost."""
     print(f"answers: {dict(seen.answers)}; lost: {len(seen.lost)}")
     for line in seen.lost[:5]:
         print(f"  {line}")
@@ -210,9 +210,9 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--vanish", type=float, default=0.1, help="share of requests whose client leaves")
-    parser.add_argument("--bad", type=float, default=0.05, help="share of requests that are none")
-    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
-    parser.add_argument("--smoke", action="store_true", help="two seconds of eight clients")
+    parser.add_argument("--bad", type=float, default=0.05, help="share of invalid requests")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer")
+    parser.add_argument("--smoke", action="store_true", help="eight clients for two seconds")
     parser.add_argument("--serve-toy", action="store_true", help=argparse.SUPPRESS)
     options, rest = parser.parse_known_args()
     if options.serve_toy:

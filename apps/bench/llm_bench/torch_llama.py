@@ -1,4 +1,4 @@
-"""The same llama-shaped model in PyTorch: f16 weights made on the GPU, sdpa over a cache, a step as one CUDA graph."""
+"""A llama-shaped model in PyTorch: random f16 weights, sdpa over a cache, a step as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tensor = Any
 
 
 class TorchLlama:
-    """Weights and functions of a model; projections of queries, keys and values are joined, and so are gate and up.
+    """A model with merged projections of queries, keys and values, and merged gate and up projections.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class TorchLlama:
         return self._captured(clock, work)
 
     def prefill(self, clock: Clock, rows: int) -> Callable[[], Tensor]:
-        """A launch of a prefill of one sequence, which gives the last row's logits."""
+        """A launch of a prefill of one sequence, which returns the last row's logits."""
         torch = self.torch
         tokens, at = torch.randint(0, self.shape.vocabulary, (rows,), device="cuda"), torch.arange(rows, device="cuda")
 
@@ -71,7 +71,7 @@ class TorchLlama:
         return weights + batch * context * 4.0 * self.shape.layers * self.shape.kv_heads * self.shape.size
 
     def _captured(self, clock: Clock, work: Callable[[], list[Tensor]]) -> Callable[[], Tensor]:
-        """The work as a CUDA graph, and its logits to the host; a graph's tensors stay as long as the model."""
+        """A launch of the work as a CUDA graph that copies its logits to the host; `self` keeps its tensors."""
         _, tensors = captured(clock, work)
         self._held.append(tensors)
         return lambda: tensors()[0].cpu()

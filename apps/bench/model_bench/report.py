@@ -1,4 +1,4 @@
-"""What the model benchmark says: times, ratios to the best peer of each model, geometric means."""
+"""The report of the model benchmark: times, ratios to the best peer of each model, geometric means."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from model_bench.dispatches import COLUMNS, Dispatch, Roof, dispatch_cells
 Result = dict[str, Any]
 Table = tuple[str, list[str], list[list[str]]]
 LEFT = ("model", "best peer", "dispatch", "bound by")
-"""Columns of words."""
+"""Columns of text."""
 
 
 def best_peer(result: Result) -> tuple[str, float] | None:
@@ -114,7 +114,7 @@ def summary(results: Sequence[Result]) -> list[str]:
 
 
 def remarks(results: Sequence[Result]) -> list[str]:
-    """What contestants could not do, or did wrong; each once."""
+    """Failures of contestants, each once, and the precisions of their products."""
     found: dict[str, None] = {}
     for result in results:
         for key, row in result["rows"].items():
@@ -139,7 +139,7 @@ def markdown(results: Sequence[Result], dispatches: int = 0) -> str:
 
 
 def _slower_by_any_size(result: Result) -> float | None:
-    """The time of the executable for any size over that of the one for these."""
+    """The time of the executable for any size over that of the one for this size."""
     static, symbolic = (result["rows"].get(key, {}).get("median_ms") for key in (OURS, SYMBOLIC))
     return symbolic / static if static and symbolic else None
 

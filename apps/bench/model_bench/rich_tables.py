@@ -10,12 +10,12 @@ from rich.table import Table
 
 
 def terminal() -> Console:
-    """Where results are printed: as wide as the terminal, 200 columns where there is none."""
+    """A console for results: as wide as the terminal, or 200 columns without one."""
     return Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 200)
 
 
 def rich_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str]) -> Table:
-    """A table of texts, those of the columns in `left` at the left and numbers at the right."""
+    """A table with the columns in `left` aligned left and all others right."""
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right")

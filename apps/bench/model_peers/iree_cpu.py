@@ -13,10 +13,10 @@ import numpy as np
 
 from . import Inputs, Session, Setting
 
-_OPSET = 17  # what its importer knows best; models of older opsets are raised to it
+_OPSET = 17  # best supported by its importer; models of older opsets are converted to it
 _FLAGS = ["--iree-llvmcpu-target-cpu=host", "--iree-opt-data-tiling", "--iree-llvmcpu-enable-ukernels=all"]
 _FLAGS.append("--iree-opt-level=O3")
-# Convolutions of NCHW images take five times as long.
+# Without it, convolutions of NCHW images take five times as long.
 _CHANNELS_LAST = "builtin.module(util.func(iree-preprocessing-convert-conv-to-channels-last))"
 _FLAGS.append(f"--iree-preprocessing-pass-pipeline={_CHANNELS_LAST}")
 
@@ -37,7 +37,7 @@ def compile_model(model: str, file: str, inputs: Inputs, setting: Setting) -> No
 
 def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:
     """The module's function on device buffers; it allocates its results."""
-    if setting.threads > 1:  # flags hold for the process, before its first device
+    if setting.threads > 1:  # flags apply to the process, before its first device
         iree.runtime.flags.parse_flags(f"--task_topology_group_count={setting.threads}")
     config = iree.runtime.Config("local-sync" if setting.threads == 1 else "local-task")
     context = iree.runtime.SystemContext(config=config)

@@ -13,12 +13,12 @@ from . import FLOAT32, Inputs, Session, Setting
 
 
 def native_target(threads: int) -> tvm.target.Target:
-    """This CPU, for so many threads."""
+    """This CPU with `threads` threads."""
     return tvm.target.Target({**dict(rh.native("llvm").export()), "num-cores": threads})
 
 
 def import_model(model: str, inputs: Inputs, setting: Setting) -> tvm.IRModule:
-    """The model for this CPU, of the sizes of these inputs."""
+    """The model for this CPU, with the sizes of the inputs."""
     shapes = {name: list(array.shape) for name, array in inputs.items()}
     return in_precision(rh.from_onnx(model, [native_target(setting.threads)], shapes=shapes), setting.precision)
 
@@ -34,7 +34,7 @@ def compile_model(model: str, file: str, inputs: Inputs, setting: Setting) -> No
 
 
 def products_of(executable: rh.vm.Executable) -> dict[str, int]:
-    """How many products and convolutions have operands of which types; those without a kernel are *stock*."""
+    """The number of products and convolutions by types of operands; *stock* are those without a kernel."""
     encodings = executable.metadata.encodings
     types = [re.search(r"<(\w+ \* \w+) ", entry["operands"][0]["encoding"]) for entry in encodings["ops"]]
     found = Counter(match[1] for match in types if match)
@@ -43,12 +43,12 @@ def products_of(executable: rh.vm.Executable) -> dict[str, int]:
 
 
 def tensors_of(inputs: Inputs) -> list[tvm.runtime.Tensor]:
-    """Arguments, copied to where they are aligned."""
+    """Arguments, copied to aligned memory."""
     return [tvm.runtime.tensor(array) for array in inputs.values()]
 
 
 def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:
-    """``vm["main"]`` on tensors; the machine allocates its results, as some of the peers do."""
+    """``vm["main"]`` on tensors; the machine allocates its results, like some of the peers."""
     executable = rh.load(file)
     main, operands = rh.vm.VirtualMachine(executable)["main"], tensors_of(inputs)
     outputs: list[object] = []

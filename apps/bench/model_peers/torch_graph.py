@@ -1,8 +1,8 @@
-"""An ONNX model as one graph of PyTorch's ops, without protobufs and without numbers read from tensors.
+"""An ONNX model as one graph of PyTorch's ops, which does not use protobufs or read numbers from tensors.
 
-``torch.compile`` leaves its graph where Python does what it cannot follow, and a CUDA graph cannot be captured where a
-program reads a tensor's numbers. Shapes, axes and bounds are therefore found on the host, once, and are numbers of the
-graph.
+``torch.compile`` breaks its graph at Python code that it cannot follow, and a program that reads a tensor's numbers
+cannot be captured in a CUDA graph. Shapes, axes and bounds are therefore computed once, on the host, and are constants
+of the graph.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Runner(torch.nn.Module):
     ----------
     model : onnx.ModelProto
     dtype : torch.dtype
-        Of weights, and of what the model casts to float32. Numbers that it cannot hold become its largest.
+        Type of weights, and of casts to float32 in the model. Numbers beyond its range become its largest.
     """
 
     def __init__(self, model: onnx.ModelProto, dtype: torch.dtype = torch.float32) -> None:
@@ -68,7 +68,7 @@ class Runner(torch.nn.Module):
         return tuple(self._value(name, values, known) for name in self._outputs)
 
     def _folded(self, node: onnx.NodeProto, values: Mapping[str, Tensor], known: dict[str, Any]) -> list[Any] | None:
-        """The results of a node that computes shapes: integers of which the host knows every operand."""
+        """The results of a node that computes shapes: one on integers whose operands the host knows."""
         if node.op_type == "Shape" and node.input[0] in values:
             shape = np.array(values[node.input[0]].shape, "int64")
             start, end = (_attribute(node, name, value) for name, value in (("start", 0), ("end", None)))
@@ -93,7 +93,7 @@ class Runner(torch.nn.Module):
         return OPS[node.op_type](operands, {"opset": self._opset, "float": self._dtype, **more})
 
     def _value(self, name: str, values: dict[str, Tensor], known: dict[str, Any]) -> Tensor:
-        if name not in values:  # what the host computed, and an op reads as a tensor
+        if name not in values:  # computed by the host, and read as a tensor
             device = next((tensor.device for tensor in values.values()), None)
             values[name] = self._tensor(known[name]).to(device)
         return values[name]
@@ -107,7 +107,7 @@ class Runner(torch.nn.Module):
 
 
 def graph_of(runner: Runner, operands: Sequence[Tensor]) -> GraphModule:
-    """The ops that a runner computes for operands like these, on their device; weights are the graph's."""
+    """The graph of a runner's ops for such operands, on their device; the graph holds the weights."""
     with torch.no_grad():
         return make_fx(runner, pre_dispatch=True)(*operands)
 
@@ -123,7 +123,7 @@ def _attribute(node: onnx.NodeProto, name: str, otherwise: Any) -> Any:
 
 
 def _is_number(node: onnx.NodeProto, place: int, known: Mapping[str, Any]) -> bool:
-    """Whether an operand is read on the host; so is an index of one element that the model fixes."""
+    """True if an operand is read on the host, as is a constant index of one element."""
     if node.op_type == "Gather":
         return place == 1 and node.input[1] in known and np.ndim(known[node.input[1]]) == 0
     return place in NUMBERS.get(node.op_type, ())

@@ -1,4 +1,4 @@
-"""ONNX nodes as torch functions: those of the models that the benchmark makes, and their near relatives."""
+"""ONNX ops of the benchmark's models, and similar ones, as torch functions."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ NUMBERS: dict[str, tuple[int, ...]] = {
     "Resize": (1, 2, 3),
     "Slice": (1, 2, 3, 4),
 }
-"""Operands that are arrays of the host, not tensors: by op, their places."""
+"""Positions of operands that are arrays of the host, not tensors, by op."""
 
 
 def _spatial(attributes: Attributes) -> tuple[list[int], list[int]]:
-    """Strides and symmetric padding of a window; `Unsupported` where the padding differs at both ends."""
+    """Strides and symmetric padding of a window; `Unsupported` if the padding differs at both ends."""
     rank = len(attributes["kernel_shape"])
     pads = list(attributes.get("pads", [0] * 2 * rank))
     if attributes.get("auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID"):
@@ -52,7 +52,7 @@ def _conv_transpose(x: list[Any], a: Attributes) -> Tensor:
 
 
 def _padded(x: Tensor, a: Attributes, value: float) -> tuple[Tensor, Attributes]:
-    """What a pooling reads, where its padding differs at both ends."""
+    """The operand of a pooling, padded explicitly if the padding differs at both ends."""
     rank = len(a["kernel_shape"])
     pads = list(a.get("pads", [0] * 2 * rank))
     if pads[:rank] == pads[rank:]:
@@ -75,7 +75,7 @@ def _average_pool(x: list[Any], a: Attributes) -> Tensor:
     mean = functional.avg_pool2d(data, size, strides, pads, bool(a.get("ceil_mode")), counted)
     if data is x[0] or counted:
         return mean
-    # A mean over what is there: that over the zeros, by the share that is there.
+    # The mean without padding: the mean with zeros, divided by the share of the elements that are not padding.
     there, _ = _padded(torch.ones_like(x[0][:, :1]), a, 0.0)
     return mean / functional.avg_pool2d(there, size, strides)
 

@@ -8,10 +8,10 @@ from onnx import numpy_helper
 
 
 def with_batch(model: onnx.ModelProto, batch: int) -> onnx.ModelProto:
-    """The model for a batch of another size, where it was made for one.
+    """A model for batch size one, converted to another batch size.
 
-    Inputs have the batch first. Shapes that reshape or expand to a batch of one, and initializers that are
-    concatenated with a batch of one, follow.
+    The batch is the first dimension of inputs. Shapes that reshape or expand to a batch of one, and initializers that
+    are concatenated with a batch of one, are converted, too.
     """
     found = onnx.ModelProto()
     found.CopyFrom(model)

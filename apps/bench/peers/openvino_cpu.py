@@ -15,7 +15,7 @@ from .product import BF16, Contestant, Product, aligned, empty
 def matmul(product: Product, threads: int) -> Contestant:
     """``InferRequest.infer`` with tensors set once; integers as a quantized graph with a float32 result.
 
-    The plugin makes an int8 product of two FakeQuantize whose steps are 1, as its own quantizer writes them; a
+    The plugin makes an int8 product of two FakeQuantize with steps of 1, as its own quantizer writes them; a
     MatMul of integers would be computed in float32.
     """
     model, held = _model(product)
@@ -24,7 +24,7 @@ def matmul(product: Product, threads: int) -> Contestant:
         "NUM_STREAMS": 1,
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_PRECISION_HINT": "bf16" if product.kind == "bf16" else "f32",
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # else activations of products with weights of 4 bits become 8 bits
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # otherwise activations are rounded to 8 bits for weights of 4 bits
     }
     core = ov.Core()
     compiled = core.compile_model(model, "CPU", settings)
@@ -37,7 +37,7 @@ def matmul(product: Product, threads: int) -> Contestant:
     output = _tensor(y)
     request.set_output_tensor(0, output)
     note = "FakeQuantize graph, float32 result" if product.kind in ("u8s8", "s8s8") else ""
-    # The request keeps none of these alive, and writes to freed memory where nobody does.
+    # The request does not keep these alive, and would write to freed memory.
     alive = (core, model, compiled, held, operands, output, y)
     return Contestant(lambda alive=alive: request.infer(share_outputs=True), lambda: y, note)
 
@@ -61,7 +61,7 @@ def _model(product: Product) -> tuple[ov.Model, object]:
 
 
 def _dequantized(product: Product) -> tuple[Any, object]:
-    """The weight (n, k) out of codes of 4 bits, as its weight compression writes it, and what has to stay alive."""
+    """The weight (n, k) from codes of 4 bits, as OpenVINO compresses weights, and an object to keep alive."""
     weights, shape = product.blocks, product.shape
     blocks = [shape.n, shape.k // BLOCK, BLOCK]
     packed = weights.packed().reshape(-1)

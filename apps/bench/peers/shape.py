@@ -1,4 +1,4 @@
-"""The extents of a product, and the reason why somebody cannot compute it."""
+"""The extents of a product, and the error of a contestant that cannot compute it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Unsupported(Exception):
-    """What a contestant cannot compute, and why; its row says so."""
+    """A contestant cannot compute a product; its row shows the reason."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the benchmark of queues measures, and with what it compares."""
+"""Measurements of the benchmark of queues."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from turns import wait_until_idle
 import relax_hetero as rh
 from queue_bench.models import MIDDLE, addition, half, halves, one_core_devices, pipeline
 
-# A round counts if other programs took less than this share of the cores meanwhile.
+# A round counts if other programs used less than this share of the cores meanwhile.
 QUIET = 0.05
-# So many times as many rounds as were asked for, at most, while they are not quiet.
+# Maximum number of rounds while they are not quiet, in multiples of the requested number.
 PATIENCE = 3
 
 
 @dataclass
 class Rounds:
-    """Seconds of every program, round by round.
+    """Seconds of every program in each round.
 
     Attributes
     ----------
     seconds : dict of str to list of float
-        Of one call, by program.
+        Seconds of one call, by program.
     others : list of float
-        The share of the cores that other programs took, by round.
+        Share of the cores that other programs used, by round.
     """
 
     seconds: dict[str, list[float]]
@@ -42,7 +42,7 @@ class Rounds:
 
     @property
     def quiet(self) -> list[int]:
-        """The rounds that count: the quiet ones, or all where there are none."""
+        """The rounds that count: the quiet ones, or all if there are none."""
         found = [index for index, share in enumerate(self.others) if share < QUIET]
         return found or list(range(len(self.others)))
 
@@ -51,28 +51,28 @@ class Rounds:
         return statistics.median(self.seconds[name][index] for index in self.quiet)
 
     def ratio(self, slow: str, fast: str) -> float:
-        """The median of the rounds' ratios: how many times as fast `fast` is."""
+        """The median of the rounds' ratios: the speed of `fast` over that of `slow`."""
         return statistics.median(self.seconds[slow][index] / self.seconds[fast][index] for index in self.quiet)
 
     def to_json(self) -> dict[str, Any]:
-        """Medians in microseconds, and how quiet it was."""
+        """Medians in microseconds, and the numbers of rounds and of quiet rounds."""
         medians = {name: self.median(name) * 1e6 for name in self.seconds}
         rounds = {"rounds": len(self.others), "quiet": sum(share < QUIET for share in self.others)}
         return {"microseconds": medians, **rounds, "others": statistics.median(self.others)}
 
 
 def take_rounds(programs: Mapping[str, Callable[[], object]], calls: int, rounds: int, seed: int = 0) -> Rounds:
-    """Time programs in an order shuffled anew each round, each after an untimed run and when the process is idle.
+    """Time programs, in a new random order each round, each after an untimed run and when the process is idle.
 
     Parameters
     ----------
     programs : mapping of str to callable
-        Each makes `kernels` calls and waits for their results.
+        Programs that make `calls` calls and wait for their results.
     calls : int
     rounds : int
-        How many quiet ones are wanted.
+        Requested number of quiet rounds.
     seed : int
-        Of the orders.
+        Seed of the orders.
     """
     found = Rounds({name: [] for name in programs})
     order, shuffle = list(programs), random.Random(seed)
@@ -93,7 +93,7 @@ def take_rounds(programs: Mapping[str, Callable[[], object]], calls: int, rounds
 
 
 class _OthersShare:
-    """How much of the cores other programs, and the host of this machine, have taken since this was made."""
+    """The share of the cores that other programs, and the virtualization host, have used since construction."""
 
     def __init__(self) -> None:
         self._begin = self._state()
@@ -176,7 +176,7 @@ def measure_halves(width: int, depth: int, rounds: int) -> dict[str, Any]:
 
 
 def measure_latency(rounds: int) -> dict[str, Any]:
-    """What submitting one call and waiting for it takes beyond a plain call, one device, one small kernel."""
+    """The time that submitting one call and waiting for it takes beyond a plain call: one device, one small kernel."""
     vm = rh.vm.VirtualMachine(rh.compile(addition()))
     x = tvm.runtime.tensor(np.ones(16, "float32"))
     main, calls = vm["main"], 200

@@ -1,4 +1,4 @@
-"""A process that builds one network, exports it to ONNX, and writes its inputs beside.
+"""A process that builds one network, exports it to ONNX, and writes its inputs to a second file.
 
 python -m torch_bench.exporting NAME FILE ARRAYS new|old
 """
@@ -16,7 +16,7 @@ from .networks import build
 
 
 def export(name: str, file: str, arrays: str, dynamo: bool) -> None:
-    """Write the ONNX file, and its inputs under ``in:NAME`` as `model_bench` reads them."""
+    """Write the ONNX file, and its inputs under ``in:NAME``, as `model_bench` reads them."""
     import torch
 
     module, arguments = build(name)

@@ -18,7 +18,7 @@ TITLES = {
     "e": "(e) relax_hetero, a GPU and a CPU",
 }
 YARDSTICKS = {"b": "a", "c": "a", "d": "b", "e": "b"}
-"""By configuration, another whose passed cases it must pass, too: stock TVM, or one CPU device for GPUs."""
+"""The configuration whose passed cases each one must pass, too: stock TVM, or one CPU device for GPUs."""
 _EXPLAINED = {
     PASSED: "outputs have the expected types and shapes, and values within the case's tolerances",
     WRONG: "outputs differ",
