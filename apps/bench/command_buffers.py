@@ -30,12 +30,12 @@ _seed = click.option("--seed", default=0, show_default=True, help="Seed of input
 
 def _numbers(_context: click.Context, parameter: click.Parameter, text: str) -> tuple[int, ...]:
     try:
-        found = tuple(int(item) for item in text.split(","))
+        numbers = tuple(int(item) for item in text.split(","))
     except ValueError as error:
         raise click.BadParameter(f"{text!r}: expected numbers, as in 1,2", param=parameter) from error
-    if min(found) < 1:
+    if min(numbers) < 1:
         raise click.BadParameter(f"{text!r}: expected numbers from 1 on", param=parameter)
-    return found
+    return numbers
 
 
 def _model(name: str) -> tuple[str, Path]:
@@ -70,10 +70,10 @@ def elementwise(counts: tuple[int, ...], distinct: int, symbolic: bool, rounds: 
     )
 
     try:
-        found = measure_elementwise(counts, distinct, symbolic, rounds, seed)
+        figures = measure_elementwise(counts, distinct, symbolic, rounds, seed)
     except WrongResult as error:
         raise click.ClickException(str(error)) from error
-    _say(found, elementwise_table(found), elementwise_checks(found), as_json)
+    _say(figures, elementwise_table(figures), elementwise_checks(figures), as_json)
 
 
 @main.command()
@@ -121,9 +121,9 @@ def compile_time(names: Sequence[str], rounds: int, as_json: bool) -> None:
 
     rows = []
     for name in names or COMPILED:
-        known, path = (name, name) if name.startswith(CHAIN) else _model(name)
+        label, path = (name, name) if name.startswith(CHAIN) else _model(name)
         try:
-            rows.append(measure_compile(known, str(path), rounds))
+            rows.append(measure_compile(label, str(path), rounds))
         except RuntimeError as error:
             raise click.ClickException(str(error)) from error
     _say(rows, compile_table(rows), compile_checks(rows), as_json)
@@ -155,13 +155,13 @@ def memory(kernels: int, submissions: int, as_json: bool) -> None:
     _say(rows, memory_table(rows), memory_checks(rows), as_json)
 
 
-def _say(found: Any, table: tuple[str, list[str], list[list[str]]], checks: Sequence[Check], as_json: bool) -> None:
+def _say(figures: Any, table: tuple[str, list[str], list[list[str]]], checks: Sequence[Check], as_json: bool) -> None:
     """Print the measurements, and whether they reach their bars."""
     if as_json:
         bars = [
             {"what": check.what, "found": check.found, "bar": check.bar, "passed": check.passed} for check in checks
         ]
-        click.echo(json.dumps({"found": found, "checks": bars}, indent=1))
+        click.echo(json.dumps({"found": figures, "checks": bars}, indent=1))
         return
     title, columns, rows = table
     console = terminal()

@@ -42,9 +42,9 @@ def in_its_own_process(model: str, folder: str, vdevice: str) -> dict[str, objec
     """Run `compile_once` in a fresh process."""
     command = [sys.executable, __file__, "--once", folder, "--vdevice", vdevice, model]
     environment = {name: value for name, value in os.environ.items() if name != "RELAX_HETERO_CACHE"}  # may be "off"
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    result: dict[str, object] = json.loads(process.stdout.splitlines()[-1])
+    return result
 
 
 def measure(model: str, rounds: int, vdevice: str) -> dict[str, float]:
@@ -53,10 +53,10 @@ def measure(model: str, rounds: int, vdevice: str) -> dict[str, float]:
     for _ in track(range(rounds), pathlib.Path(model).name, console=Console(stderr=True), transient=True):
         with tempfile.TemporaryDirectory() as folder:
             for step in STEPS:
-                found = in_its_own_process(model, "" if step == "without" else folder, vdevice)
-                assert found["state"] == (step if step != "without" else "unused"), found
-                times["import"].append(float(str(found["import"])))
-                times[step].append(float(str(found["compile"])))
+                result = in_its_own_process(model, "" if step == "without" else folder, vdevice)
+                assert result["state"] == (step if step != "without" else "unused"), result
+                times["import"].append(float(str(result["import"])))
+                times[step].append(float(str(result["compile"])))
     return {step: statistics.median(seconds) for step, seconds in times.items()}
 
 

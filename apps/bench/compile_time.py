@@ -104,14 +104,14 @@ def chain_in_a_process(kind: str, nodes: int, limit: float) -> dict[str, object]
     """Run `measure_chain` in a process of its own; ``{"fails": reason}`` if it crashes, raises or takes too long."""
     command = [sys.executable, __file__, "--one", kind, "--nodes", str(nodes)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired:
         return {"fails": f"over {limit:g} s"}
-    if done.returncode:
-        said = done.stderr.strip().splitlines()
-        return {"fails": said[-1] if said and done.returncode > 0 else f"status {done.returncode}"}
-    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    if process.returncode:
+        stderr = process.stderr.strip().splitlines()
+        return {"fails": stderr[-1] if stderr and process.returncode > 0 else f"status {process.returncode}"}
+    seconds: dict[str, object] = json.loads(process.stdout.splitlines()[-1])
+    return seconds
 
 
 def growth_exponent(first: tuple[int, float], last: tuple[int, float]) -> float:
@@ -126,12 +126,12 @@ def chain_table(kinds: Sequence[str], sizes: Sequence[int], limit: float) -> tup
         table.add_column(f"{size:,} nodes: s", justify="right")
         table.add_column("ms a node", justify="right")
     table.add_column("exponent", justify="right")
-    found: dict[str, dict[int, object]] = {}
+    results: dict[str, dict[int, object]] = {}
     for kind in track(kinds, "compiling", console=Console(stderr=True), transient=True):
         row, times = [kind], []
-        found[kind] = {}
+        results[kind] = {}
         for size in sizes:
-            result = found[kind][size] = chain_in_a_process(kind, size, limit)
+            result = results[kind][size] = chain_in_a_process(kind, size, limit)
             if "fails" in result:
                 row += [str(result["fails"])[:60], ""]
                 continue
@@ -139,7 +139,7 @@ def chain_table(kinds: Sequence[str], sizes: Sequence[int], limit: float) -> tup
             times.append((size, seconds))
             row += [f"{seconds:.2f}", f"{seconds / size * 1e3:.2f}"]
         table.add_row(*row, f"{growth_exponent(*times[-2:]):.2f}" if len(times) > 1 else "")
-    return table, found
+    return table, results
 
 
 @click.command()
@@ -169,9 +169,9 @@ def main(
         click.echo(json.dumps(measure_chain(one, nodes[0])))
         return
     if chains:
-        table, found = chain_table(kinds or KINDS, nodes, limit)
+        table, results = chain_table(kinds or KINDS, nodes, limit)
         if as_json:
-            click.echo(json.dumps(found))
+            click.echo(json.dumps(results))
         else:
             Console(width=200).print(table)
         return

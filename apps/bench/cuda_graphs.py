@@ -154,8 +154,8 @@ def measure_growth(count: int, replays: int, device: rh.VDevice) -> dict[str, An
 
     def used() -> tuple[float, float]:
         contest.stream.synchronize()
-        free, whole = torch.cuda.mem_get_info()
-        return resident("VmRSS") / 1024, (whole - free) / 1024
+        free, total = torch.cuda.mem_get_info()
+        return resident("VmRSS") / 1024, (total - free) / 1024
 
     with tvm_ffi.use_raw_stream(tvm.cuda(0), contest.stream.cuda_stream):
         for _ in range(replays // 10):
@@ -172,13 +172,13 @@ def checks(rows: Sequence[dict[str, Any]]) -> list[Check]:
     """The bars of ours over the replay of the same kernels."""
     return [
         Check(
-            f"{row['kernels']} kernels: {what} against torch's replay",
+            f"{row['kernels']} kernels: {figure} against torch's replay",
             row["contestants"][OURS][key] / row["contestants"][REPLAY][key],
             BAR,
             at_most=True,
         )
         for row in rows
-        for what, key in (("host time", "host_us"), ("total time", "total_us"))
+        for figure, key in (("host time", "host_us"), ("total time", "total_us"))
     ]
 
 
@@ -211,9 +211,9 @@ def main(counts: list[int], rounds: int, replays: int, arch: str, as_json: bool)
     console.print(table)
     for check in checks(rows):
         console.print(f"{verdict(check)}: {check}", markup=False)
-    for found in growth:
+    for leak in growth:
         console.print(
-            "{replays:,} submissions of {kernels} kernels: {host_kb:+.0f} KB, GPU {gpu_kb:+.0f} KB".format(**found)
+            "{replays:,} submissions of {kernels} kernels: {host_kb:+.0f} KB, GPU {gpu_kb:+.0f} KB".format(**leak)
         )
 
 

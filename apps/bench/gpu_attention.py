@@ -40,18 +40,18 @@ _BUDGET = 3e11
 
 def workload(text: str, dtype: str) -> Attentions:
     """The workload of a text of `SHAPES`."""
-    found = re.fullmatch(r"(\d+)x(\d+)(?:/(\d+))?x(\d+)(c?)", text)
-    if found is None:
+    match = re.fullmatch(r"(\d+)x(\d+)(?:/(\d+))?x(\d+)(c?)", text)
+    if match is None:
         raise click.BadParameter(f"{text!r}: expected HEADSxQUERIESxWIDTH, HEADSxQUERIES/KEYSxWIDTH, c for causal")
-    heads, queries, keys, width = (int(number) for number in (*found.groups(found[2])[:4],))
-    one = Attentions(heads, queries, keys, width, bool(found[5]), dtype, 1)
+    heads, queries, keys, width = (int(number) for number in (*match.groups(match[2])[:4],))
+    one = Attentions(heads, queries, keys, width, bool(match[5]), dtype, 1)
     count = int(min(16, max(1, _BUDGET / one.operations)))
-    return Attentions(heads, queries, keys, width, bool(found[5]), dtype, count)
+    return Attentions(heads, queries, keys, width, bool(match[5]), dtype, count)
 
 
 def wanted(work: Attentions) -> list[np.ndarray]:
     """Right results by numpy, used without PyTorch."""
-    found = []
+    results = []
     arrays = [array.astype("float32") for array in work.inputs()]
     for i in range(0, len(arrays), 3):
         q, k, v = arrays[i : i + 3]
@@ -59,20 +59,20 @@ def wanted(work: Attentions) -> list[np.ndarray]:
         if work.causal:
             scores = np.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -np.inf)
         powers = np.exp(scores - scores.max(-1, keepdims=True))
-        found.append(powers / powers.sum(-1, keepdims=True) @ v)
-    return found
+        results.append(powers / powers.sum(-1, keepdims=True) @ v)
+    return results
 
 
 def checks(rows: Sequence[Row], lengths: dict[str, int]) -> list[Check]:
     """The bars of the measured long sequences."""
-    found = []
+    bars = []
     for kind in dict.fromkeys(row["kind"] for row in rows):
         of_kind = [row for row in rows if row["kind"] == kind and lengths[row["title"]] >= LONG]
         ratios = {row["title"]: value for row in of_kind if (value := ratio(row))}
         if ratios:
-            found.append(Check(f"{kind}: geometric mean over PyTorch", geometric_mean(list(ratios.values())), MEAN_BAR))
-            found += [Check(f"{kind}, {title} over PyTorch", value, MIN_BAR) for title, value in ratios.items()]
-    return found
+            bars.append(Check(f"{kind}: geometric mean over PyTorch", geometric_mean(list(ratios.values())), MEAN_BAR))
+            bars += [Check(f"{kind}, {title} over PyTorch", value, MIN_BAR) for title, value in ratios.items()]
+    return bars
 
 
 def _listed(_context: click.Context, _parameter: click.Parameter, text: str) -> tuple[str, ...]:

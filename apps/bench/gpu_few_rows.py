@@ -41,11 +41,11 @@ def peers(clock: object, work: Products) -> object:
 def checks(rows: Sequence[Row]) -> list[Check]:
     """The bars over cuBLAS, and of 4-bit weights over our f16."""
     ratios = {row["title"]: value for row in rows if (value := ratio(row))}
-    found = [Check(f"{title} over cuBLAS", value, MIN_BAR) for title, value in ratios.items()]
+    bars = [Check(f"{title} over cuBLAS", value, MIN_BAR) for title, value in ratios.items()]
     if ratios:
-        found.insert(0, Check("geometric mean over cuBLAS", geometric_mean(list(ratios.values())), MEAN_BAR))
+        bars.insert(0, Check("geometric mean over cuBLAS", geometric_mean(list(ratios.values())), MEAN_BAR))
     own = {(row["title"], row["kind"]): row["us"][OURS] for row in rows if OURS in row["us"]}
-    return found + [
+    return bars + [
         Check(f"4-bit weights, {title} over our f16", own[title, "f16"] / us, FOUR_BITS_BAR)
         for (title, kind), us in own.items()
         if kind == "q4" and title.startswith("1x") and (title, "f16") in own

@@ -259,8 +259,8 @@ def _print(lines: Sequence[Line]) -> None:
 def _kernels(line: Line) -> Table:
     """The slowest kernels of a model, with shares of the device's measured peaks."""
     peaks, bandwidth = line["peaks"], line["bandwidth"] or float("inf")
-    known = ", ".join(f"{dtype} {peak / 1e12:.1f}" for dtype, peak in peaks.items())
-    title = f"{_title(line)}, with launches; peaks: {known} TFLOP/s, {bandwidth / 1e9:.0f} GB/s"
+    peak_texts = ", ".join(f"{dtype} {peak / 1e12:.1f}" for dtype, peak in peaks.items())
+    title = f"{_title(line)}, with launches; peaks: {peak_texts} TFLOP/s, {bandwidth / 1e9:.0f} GB/s"
     table = Table(title=title, title_justify="left")
     for column in COLUMNS:
         table.add_column(column, justify="left" if column in ("dispatch", "precision", "bound by") else "right")

@@ -44,19 +44,19 @@ def count_of(shape: Shape) -> int:
 
 def workloads(types: Sequence[str], shapes: Sequence[str], gelu: bool) -> list[Products]:
     """The products to time; types other than f16 and bf16 in large shapes only, unless `shapes` are given."""
-    found = []
+    products = []
     for kind in types:
         default = GELU_SHAPES if gelu else SHAPES if kind in ALL_SHAPES else LARGE
         for text in shapes or default:
             shape = Shape.parse(text)
             if not (shape.batch and (gelu or kind in ("e4m3", "s8"))):
-                found.append(Products(shape, kind, gelu, count_of(shape)))
-    return found
+                products.append(Products(shape, kind, gelu, count_of(shape)))
+    return products
 
 
 def wanted(work: Products) -> list[np.ndarray]:
     """Right results by numpy, used without PyTorch."""
-    found = []
+    results = []
     arrays, count = work.inputs(), work.count
     right = arrays[count:] if work.shape.batch else work.weights()
     for index, (x, w) in enumerate(zip(arrays[:count], right, strict=True)):
@@ -64,25 +64,25 @@ def wanted(work: Products) -> list[np.ndarray]:
         if work.gelu:
             y = y + work.biases()[index].astype("float32")
             y = y * (1 + np.vectorize(math.erf)(y / 2**0.5)) / 2
-        found.append(y)
-    return found
+        results.append(y)
+    return results
 
 
 def checks(rows: Sequence[Row], gelu: bool) -> list[Check]:
     """The bars of the measured rows."""
-    found = []
+    bars = []
     for kind in dict.fromkeys(row["kind"] for row in rows):
         ratios = {row["title"]: value for row in rows if row["kind"] == kind and (value := ratio(row))}
         if not ratios:
             continue
         if gelu:
-            found += [Check(f"{kind}, {title} over torch.compile", value, GELU_BAR) for title, value in ratios.items()]
+            bars += [Check(f"{kind}, {title} over torch.compile", value, GELU_BAR) for title, value in ratios.items()]
         elif kind in ALL_SHAPES:
-            found.append(Check(f"{kind}: geometric mean over cuBLAS", geometric_mean(list(ratios.values())), MEAN_BAR))
-            found += [Check(f"{kind}, {title} over cuBLAS", value, MIN_BAR) for title, value in ratios.items()]
+            bars.append(Check(f"{kind}: geometric mean over cuBLAS", geometric_mean(list(ratios.values())), MEAN_BAR))
+            bars += [Check(f"{kind}, {title} over cuBLAS", value, MIN_BAR) for title, value in ratios.items()]
         else:
-            found += [Check(f"{kind}, {title} over cuBLAS", value, LARGE_BAR) for title, value in ratios.items()]
-    return found
+            bars += [Check(f"{kind}, {title} over cuBLAS", value, LARGE_BAR) for title, value in ratios.items()]
+    return bars
 
 
 def _listed(_context: click.Context, _parameter: click.Parameter, text: str) -> tuple[str, ...]:

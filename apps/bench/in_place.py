@@ -66,18 +66,18 @@ def measure(name: str, rows: int, seconds: float) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     cache, row = (rng.standard_normal((count, COLUMNS)).astype("float32") for count in (rows, 1))
     place = tvm.runtime.tensor(np.array([rows // 2]))
-    found: dict[str, Any] = {"update": name, "MB": rows * COLUMNS * 4 / 2**20}
+    row_of_table: dict[str, Any] = {"update": name, "MB": rows * COLUMNS * 4 / 2**20}
     results = []
     for kind, donate in (("kept", None), ("donated", ["cache"])):
         call = rh.vm.VirtualMachine(rh.compile(module(UPDATES[name], rows), donate=donate))["main"]
-        given = tvm.runtime.tensor(cache)
-        now = call(given, tvm.runtime.tensor(row), place)
+        argument = tvm.runtime.tensor(cache)
+        now = call(argument, tvm.runtime.tensor(row), place)
         results.append(now.numpy())
-        found[f"{kind} in place"] = now.data_ptr() == given.data_ptr()
-        found[f"{kind} us"] = round(_microseconds(call, now, tvm.runtime.tensor(row * 0), place, seconds), 1)
+        row_of_table[f"{kind} in place"] = now.data_ptr() == argument.data_ptr()
+        row_of_table[f"{kind} us"] = round(_microseconds(call, now, tvm.runtime.tensor(row * 0), place, seconds), 1)
     if not np.array_equal(*results):
         raise RuntimeError(f"{name}: results differ")
-    return found
+    return row_of_table
 
 
 def _microseconds(

@@ -45,12 +45,12 @@ def run(job: Job, describe: Callable[[str], None]) -> Iterator[dict[str, Any]]:
         raise click.ClickException(f"the process for {job.threads} threads ended with status {process.returncode}")
 
 
-def _listed(known: tuple[str, ...]) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
+def _listed(choices: tuple[str, ...]) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
     def parse(_context: click.Context, parameter: click.Parameter, text: str) -> tuple[str, ...]:
         items = tuple(item.strip() for item in text.split(",") if item.strip())
         for item in items:
-            if known and item not in known:
-                raise click.BadParameter(f"{item!r} is none of {', '.join(known)}", param=parameter)
+            if choices and item not in choices:
+                raise click.BadParameter(f"{item!r} is none of {', '.join(choices)}", param=parameter)
         return items
 
     return parse

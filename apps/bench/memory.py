@@ -75,16 +75,16 @@ def weight_bytes(mod: Any) -> int:
     import tvm
     from tvm_ffi import structural_walk
 
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
 
     def on_constant(constant: tvm.ir.GenericConst) -> None:
         if isinstance(constant.value, tvm.runtime.Tensor):
             data = constant.value
-            found[data.data_ptr()] = int(data.numel()) * int(data.dtype.bits) // 8
+            sizes[data.data_ptr()] = int(data.numel()) * int(data.dtype.bits) // 8
 
     for func in mod.functions.values():
         structural_walk(func, (tvm.ir.GenericConst, on_constant))
-    return sum(found.values())
+    return sum(sizes.values())
 
 
 def inputs_of(mod: Any) -> list[tuple[list[int], str]]:
@@ -146,8 +146,8 @@ def run_here(engine: str, inputs: list[tuple[list[int], str]], file: str) -> dic
 def child(function: str, *args: Any) -> dict[str, Any]:
     """Run a function of this file in a process of its own."""
     command = [sys.executable, __file__, "--child", json.dumps([function, *args])]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return result
 
 

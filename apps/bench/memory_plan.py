@@ -85,30 +85,30 @@ def onnxruntime(model: Path, inputs: Mapping[str, Any], arena: bool) -> dict[str
 def alone(*words: object) -> dict[str, Any]:
     """Run `work` in a process of its own."""
     command = [sys.executable, __file__, "--alone", json.dumps([str(word) for word in words])]
-    done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True)
-    if done.returncode:
-        raise click.ClickException(f"{words[0]} failed:\n{done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    process = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True)
+    if process.returncode:
+        raise click.ClickException(f"{words[0]} failed:\n{process.stderr}")
+    figures: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return figures
 
 
-def work(what: str, model: str, library: str, dims: str) -> dict[str, Any]:
+def work(contestant: str, model: str, library: str, dims: str) -> dict[str, Any]:
     """Measure one part of a row; `alone` runs this in a process."""
-    if what == "compile":
+    if contestant == "compile":
         return compiled(Path(model), Path(library), json.loads(dims))
     inputs = random_inputs(Path(model), json.loads(dims), 0)
-    if what == "ours":
+    if contestant == "ours":
         return ours(Path(library), inputs)
-    return onnxruntime(Path(model), inputs, arena=what == "arena")
+    return onnxruntime(Path(model), inputs, arena=contestant == "arena")
 
 
 def measured(model: Path, dims: Mapping[str, int]) -> dict[str, Any]:
     """The row of a model."""
     with tempfile.TemporaryDirectory() as folder:
-        given = (model, Path(folder) / "model.so", json.dumps(dict(dims)))
-        row = alone("compile", *given)
-        taken = {key: alone(what, *given)["taken"] for key, what in _TAKEN.items()}
-        return {"model": model.stem, **row, **taken}
+        arguments = (model, Path(folder) / "model.so", json.dumps(dict(dims)))
+        row = alone("compile", *arguments)
+        peaks = {key: alone(contestant, *arguments)["taken"] for key, contestant in _TAKEN.items()}
+        return {"model": model.stem, **row, **peaks}
 
 
 def _dims(_context: click.Context, _parameter: click.Parameter, text: str) -> dict[str, int]:

@@ -75,14 +75,14 @@ class Case:
             executable.export_library(path)
         except rh.HeteroError as error:
             return {"name": self.name, "fails": str(error)[:300]}
-        found = {"name": self.name, "path": path, "seconds": time.perf_counter() - begin}
+        line = {"name": self.name, "path": path, "seconds": time.perf_counter() - begin}
         if self.rules is None:
             expected = executable.metadata.placement_estimate
             places = [op["device_index"] for op in executable.metadata.placement if op["kind"] == "op"]
-            found["ops"] = {device: places.count(index) for index, device in enumerate(self.vdevices)}
-            found["expected_ms"] = expected["seconds"] * 1e3
-            found["alone_ms"] = {device: 1e3 * s for device, s in expected["single_device_seconds"].items()}
-        return found
+            line["ops"] = {device: places.count(index) for index, device in enumerate(self.vdevices)}
+            line["expected_ms"] = expected["seconds"] * 1e3
+            line["alone_ms"] = {device: 1e3 * s for device, s in expected["single_device_seconds"].items()}
+        return line
 
 
 class Builders:
@@ -147,13 +147,13 @@ def cases_of(
         return Case(model, name, vdevices, rules, limit, precision)
 
     nodes = [node.name for node in named(model).graph.node]
-    found = [case(f"{device} alone", (("*", device),)) for device in vdevices]
-    found.append(case(AUTO, None))
-    for at in cut_positions(named(model), limit, cuts, True, whole):
-        found.append(case(f"{second} to node {at}", (*((name, second) for name in nodes[:at]), ("*", first))))
-    for at in cut_positions(named(model), limit, cuts, False, whole):
-        found.append(case(f"{second} from node {at}", (*((name, first) for name in nodes[:at]), ("*", second))))
-    return found
+    cases = [case(f"{device} alone", (("*", device),)) for device in vdevices]
+    cases.append(case(AUTO, None))
+    for cut in cut_positions(named(model), limit, cuts, True, whole):
+        cases.append(case(f"{second} to node {cut}", (*((name, second) for name in nodes[:cut]), ("*", first))))
+    for cut in cut_positions(named(model), limit, cuts, False, whole):
+        cases.append(case(f"{second} from node {cut}", (*((name, first) for name in nodes[:cut]), ("*", second))))
+    return cases
 
 
 def cut_positions(model: onnx.ModelProto, limit: int | None, cuts: int, before: bool, whole: int) -> list[int]:
@@ -166,9 +166,9 @@ def cut_positions(model: onnx.ModelProto, limit: int | None, cuts: int, before: 
         return [max(1, count * part // (cuts + 1)) for part in range(1, cuts + 1)]
     sizes = {tensor.name: onnx.numpy_helper.to_array(tensor).nbytes for tensor in model.graph.initializer}
     weights = [sum(sizes.get(name, 0) for name in node.input) for node in model.graph.node]
-    held = list(itertools.accumulate(weights if before else weights[::-1]))
+    sums = list(itertools.accumulate(weights if before else weights[::-1]))
     room = limit - max(0, whole - sum(weights)) if before else limit
-    counts = [sum(nbytes <= room * share for nbytes in held) for share in SHARES[-cuts:]]
+    counts = [sum(nbytes <= room * share for nbytes in sums) for share in SHARES[-cuts:]]
     return [max(1, number if before else count - number) for number in counts]
 
 
@@ -196,14 +196,14 @@ def timed(built: list[dict[str, Any]], inputs: dict[str, np.ndarray], limits: An
         result = machine["main"](**inputs)
         return [np.asarray(part) for part in (result if isinstance(result, tuple) else (result,))]
 
-    wanted: list[np.ndarray] | None = None
+    reference: list[np.ndarray] | None = None
     rounds: dict[str, list[float]] = {}
     for entry, machine in machines:
-        found = call(machine)
-        wanted = wanted or found
+        outputs = call(machine)
+        reference = reference or outputs
         entry["error"] = max(
             float(np.max(np.abs(a.astype("float64") - b)) / max(float(np.max(np.abs(b))), 1e-9))
-            for a, b in zip(found, wanted, strict=True)
+            for a, b in zip(outputs, reference, strict=True)
             if a.size
         )
         call(machine)

@@ -43,45 +43,45 @@ def main(parts: tuple[str, ...], rounds: int, calls: int, width: int, depth: int
     os.environ.setdefault("TVM_BIND_THREADS", "0")
     from queue_bench import measures
 
-    found: dict[str, dict[str, Any]] = {}
+    figures_of_part: dict[str, dict[str, Any]] = {}
     for part in parts or PARTS:
         if part == "pipeline":
-            found[part] = measures.measure_pipeline(width, depth, calls, rounds)
+            figures_of_part[part] = measures.measure_pipeline(width, depth, calls, rounds)
         elif part == "halves":
-            found[part] = measures.measure_halves(width, depth, rounds)
+            figures_of_part[part] = measures.measure_halves(width, depth, rounds)
         elif part == "latency":
-            found[part] = measures.measure_latency(rounds)
+            figures_of_part[part] = measures.measure_latency(rounds)
         else:
             from model_zoo import model_path
 
-            found[part] = measures.measure_minilm(model_path("minilm"), calls, rounds)
-    reached = checks(found)
+            figures_of_part[part] = measures.measure_minilm(model_path("minilm"), calls, rounds)
+    reached = checks(figures_of_part)
     if as_json:
         rows = [
             {"what": check.what, "found": check.found, "bar": check.bar, "passed": check.passed} for check in reached
         ]
-        click.echo(json.dumps({**found, "checks": rows}))
+        click.echo(json.dumps({**figures_of_part, "checks": rows}))
     else:
-        show(found, reached)
+        show(figures_of_part, reached)
     sys.exit(0 if all(check.passed for check in reached) else 1)
 
 
-def checks(found: dict[str, dict[str, Any]]) -> list[Check]:
+def checks(figures: dict[str, dict[str, Any]]) -> list[Check]:
     """The bars of the figures."""
-    made = []
-    if "pipeline" in found:
-        made.append(Check("pipeline of two stages over plain calls", found["pipeline"]["speedup"], PIPELINE_BAR))
-    for name, speedup in found.get("halves", {}).get("speedup", {}).items():
-        made.append(Check(f"independent halves over one after the other, {name}", speedup, HALVES_BAR))
-    if "latency" in found:
-        made.append(Check("submit over a plain call, µs", found["latency"]["added"], LATENCY_BAR, at_most=True))
-    return made
+    bars = []
+    if "pipeline" in figures:
+        bars.append(Check("pipeline of two stages over plain calls", figures["pipeline"]["speedup"], PIPELINE_BAR))
+    for name, speedup in figures.get("halves", {}).get("speedup", {}).items():
+        bars.append(Check(f"independent halves over one after the other, {name}", speedup, HALVES_BAR))
+    if "latency" in figures:
+        bars.append(Check("submit over a plain call, µs", figures["latency"]["added"], LATENCY_BAR, at_most=True))
+    return bars
 
 
-def show(found: dict[str, dict[str, Any]], reached: list[Check]) -> None:
+def show(figures_of_part: dict[str, dict[str, Any]], reached: list[Check]) -> None:
     """Print a table of every part, and the bars."""
     screen = Console()
-    for part, figures in found.items():
+    for part, figures in figures_of_part.items():
         quiet = f"{figures['quiet']} of {figures['rounds']} rounds quiet"
         table = Table(title=f"{part}: a call, median ({quiet})", title_justify="left")
         table.add_column("")

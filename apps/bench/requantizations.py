@@ -103,8 +103,8 @@ def differences(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray], target
     shapes = {name: list(array.shape) for name, array in inputs.items()}
     machine = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(cut, [target], shapes=shapes)))
     operands = {**inputs, **{name + _CUT: array for name, array in expected.items()}}
-    found = machine["main"](**operands)
-    fields = dict(zip((value.name for value in cut.graph.output), _fields(found), strict=True))
+    results = machine["main"](**operands)
+    fields = dict(zip((value.name for value in cut.graph.output), _fields(results), strict=True))
     units = [np.abs(fields[name].astype("int32") - array.astype("int32")) for name, array in expected.items()]
     return Differences(
         tensors=len(units),
@@ -114,8 +114,8 @@ def differences(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray], target
     )
 
 
-def _fields(found: object) -> Sequence[np.ndarray]:
-    return [tensor.numpy() for tensor in (found if isinstance(found, (tuple, list)) else [found])]
+def _fields(results: object) -> Sequence[np.ndarray]:
+    return [tensor.numpy() for tensor in (results if isinstance(results, (tuple, list)) else [results])]
 
 
 @click.command()
@@ -130,10 +130,10 @@ def main(models: tuple[str, ...], seed: int) -> None:
     wrong = False
     for name in models:
         path = model_path(name)
-        found = differences(onnx.load(str(path)), random_inputs(path, {}, seed))
-        share = f"{found.off_by_one} ({found.off_by_one / found.elements:.2e})"
-        table.add_row(name, str(found.tensors), str(found.elements), share, str(found.largest))
-        wrong |= found.largest > 1
+        result = differences(onnx.load(str(path)), random_inputs(path, {}, seed))
+        share = f"{result.off_by_one} ({result.off_by_one / result.elements:.2e})"
+        table.add_row(name, str(result.tensors), str(result.elements), share, str(result.largest))
+        wrong |= result.largest > 1
     Console(highlight=False).print(table)
     sys.exit(wrong)
 

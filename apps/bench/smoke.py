@@ -45,11 +45,11 @@ def smoke(**smallest: Any) -> Callable[[Callable[..., None]], Callable[..., None
     def decorate(work: Callable[..., None]) -> Callable[..., None]:
         @click.option("--smoke", "is_smoke", is_flag=True, help="Everything at its smallest: does the command work?")
         @functools.wraps(work)
-        def main(*args: Any, is_smoke: bool, **given: Any) -> None:
+        def main(*args: Any, is_smoke: bool, **options: Any) -> None:
             if is_smoke:
-                given.update({key: new(given[key]) if callable(new) else new for key, new in smallest.items()})
+                options.update({key: new(options[key]) if callable(new) else new for key, new in smallest.items()})
             try:
-                work(*args, **given)
+                work(*args, **options)
             except SystemExit as end:
                 # Missed bars exit with 1, and mean nothing at this size; wrong numbers exit with a text or True.
                 if not is_smoke or isinstance(end.code, bool) or end.code != 1:

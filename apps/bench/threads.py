@@ -56,17 +56,17 @@ def main(parts: tuple[str, ...], threads: int, processes: int, steps: int, secon
     while other processes compute, one, and as many as cores. quota: in control groups with CPU time for all threads,
     and for half of them, if this process may make control groups.
     """
-    found: dict[str, list[dict[str, Any]]] = {}
+    results_of_part: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for part in parts or PARTS:
             for name, results in _part(part, Path(folder), threads, processes, steps, seconds):
-                found[name] = results
-    reached = checks(found)
+                results_of_part[name] = results
+    reached = checks(results_of_part)
     if as_json:
         rows = [{"what": c.what, "found": c.found, "bar": c.bar, "passed": c.passed} for c in reached]
-        click.echo(json.dumps({"processes": found, "checks": rows}))
+        click.echo(json.dumps({"processes": results_of_part, "checks": rows}))
     else:
-        show(found, reached)
+        show(results_of_part, reached)
     sys.exit(0 if all(check.passed for check in reached) else 1)
 
 
@@ -124,8 +124,8 @@ def _loop(rows: int, steps: int) -> Any:
         @R.function
         def main(x: R.Tensor((64,), "float32")):
             cls = Loop
-            found = R.call_tir(cls.work, (x,), out_ty=[R.Tensor((rows, 64), "float32"), R.Tensor((rows,), "int32")])
-            return found
+            result = R.call_tir(cls.work, (x,), out_ty=[R.Tensor((rows, 64), "float32"), R.Tensor((rows,), "int32")])
+            return result
 
     return Loop
 
@@ -196,7 +196,7 @@ def child(one: str, all_: str, threads: int, seconds: float) -> dict[str, Any]:
     calls = [rh.vm.VirtualMachine(rh.load(path))["main"] for path in (one, all_)]
     x = np.ones(64, "float32")
     times: list[list[float]] = [[], []]
-    apart = 0
+    on_cores = 0
     turns = 5
     for _ in range(turns):
         for call, own in zip(calls, times, strict=True):
@@ -206,40 +206,40 @@ def child(one: str, all_: str, threads: int, seconds: float) -> dict[str, Any]:
                 cpus = call(x)[1]
                 own.append(time.perf_counter() - start)
                 if own is times[1]:
-                    apart += len({core_of[cpu] for cpu in cpus.numpy()[:: len(cpus.numpy()) // threads]}) == threads
+                    on_cores += len({core_of[cpu] for cpu in cpus.numpy()[:: len(cpus.numpy()) // threads]}) == threads
     means = [statistics.fmean(own) for own in times]
     middle = statistics.median(times[1])
     return {
         "threads": threads,
         "microseconds": middle * 1e6,
         "speed": means[0] / means[1],
-        "cores": apart / len(times[1]),
+        "cores": on_cores / len(times[1]),
         "late": sum(took > 2 * middle for took in times[1]) / len(times[1]),
         "mask": os.sched_getaffinity(0) == before,
     }
 
 
-def checks(found: dict[str, list[dict[str, Any]]]) -> list[Check]:
+def checks(results_of_part: dict[str, list[dict[str, Any]]]) -> list[Check]:
     """The bars of the figures."""
-    every = [result for results in found.values() for result in results]
-    made = [Check("processes whose calling thread kept its CPUs", statistics.fmean(r["mask"] for r in every), 1)]
-    alone = found.get("one process", [])
-    if alone:
-        good = [r["cores"] >= CORES_BAR and r["speed"] >= SPEED_BAR * r["threads"] for r in alone]
-        made.append(
+    every = [result for results in results_of_part.values() for result in results]
+    bars = [Check("processes whose calling thread kept its CPUs", statistics.fmean(r["mask"] for r in every), 1)]
+    single = results_of_part.get("one process", [])
+    if single:
+        good = [r["cores"] >= CORES_BAR and r["speed"] >= SPEED_BAR * r["threads"] for r in single]
+        bars.append(
             Check("processes with threads apart and as fast as they are many", statistics.fmean(good), PROCESSES_BAR)
         )
-    return made
+    return bars
 
 
-def show(found: dict[str, list[dict[str, Any]]], reached: Sequence[Check]) -> None:
+def show(results_of_part: dict[str, list[dict[str, Any]]], reached: Sequence[Check]) -> None:
     """Print a table and the bars."""
     screen = Console()
     table = Table(title="median and worst process", title_justify="left")
     names = ("", "processes", "threads", "call, µs", "speed over one thread", "cores of their own", "late calls")
     for name in names:
         table.add_column(name, justify="right" if name else "left")
-    for name, results in found.items():
+    for name, results in results_of_part.items():
         cells = [
             f"{statistics.median(values):{form}}, {worst(values):{form}}"
             for key, worst, form in (("speed", min, ".2f"), ("cores", min, ".1%"), ("late", max, ".1%"))

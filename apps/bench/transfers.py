@@ -148,13 +148,13 @@ def rows_between(vdevices: list[relax.VDevice], source: int, target: int, elemen
     """Measurements between two devices, by the kind of tensor sent."""
     vm = machine(vdevices, source, target, elements)
     devices = [vm.devices[source], vm.devices[target]]
-    found = {"an argument": seconds_per_call(vm, devices, plain_input(vm, source, elements), rounds)}
+    seconds_of = {"an argument": seconds_per_call(vm, devices, plain_input(vm, source, elements), rounds)}
     if vdevices[target].target.kind.name == "cuda" and vdevices[source].target.kind.name != "cuda":
-        found["a pinned argument"] = seconds_per_call(vm, devices, pinned_input(elements), rounds)
+        seconds_of["a pinned argument"] = seconds_per_call(vm, devices, pinned_input(elements), rounds)
         making = machine(vdevices, source, target, elements, True)
         x = plain_input(making, source, elements)
-        found["what a kernel made"] = seconds_of_transfer(making, x, rounds)
-        found["what a kernel made, submitted"] = seconds_of_step(making, x, rounds)
+        seconds_of["what a kernel made"] = seconds_of_transfer(making, x, rounds)
+        seconds_of["what a kernel made, submitted"] = seconds_of_step(making, x, rounds)
     names = [device_name(v, vdevices) for v in vdevices]
     rows = [
         {
@@ -164,7 +164,7 @@ def rows_between(vdevices: list[relax.VDevice], source: int, target: int, elemen
             "GB/s": elements * 4 / seconds / 1e9,
             "milliseconds": seconds * 1e3,
         }
-        for sent, seconds in found.items()
+        for sent, seconds in seconds_of.items()
     ]
     small = machine(vdevices, source, target, 16)
     rows[0]["latency_us"] = seconds_per_call(small, devices, plain_input(small, source, 16), 101) * 1e6
@@ -186,10 +186,10 @@ def main(specs: tuple[str, ...], megabytes: int, rounds: int, with_torch: bool, 
     rows: list[dict] = []
     pairs = list(itertools.permutations(range(len(vdevices)), 2))
     for source, target in track(pairs, "transfers", console=Console(stderr=True), transient=True):
-        found = rows_between(vdevices, source, target, elements, rounds)
+        device_rows = rows_between(vdevices, source, target, elements, rounds)
         if with_torch:
-            found[0].update(torch_figures(vdevices[source], vdevices[target], elements * 4, rounds))
-        rows += found
+            device_rows[0].update(torch_figures(vdevices[source], vdevices[target], elements * 4, rounds))
+        rows += device_rows
     if as_json:
         click.echo(json.dumps(rows))
         return

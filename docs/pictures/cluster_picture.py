@@ -80,12 +80,12 @@ def draw(picture: Path) -> None:
 
 def _arrows(plan: CallPlan) -> dict[int, dict[int, str]]:
     """For each step, the steps whose values it reads, and the names of these values."""
-    found: dict[int, dict[int, list[str]]] = {}
+    arrows: dict[int, dict[int, list[str]]] = {}
     for number, step in enumerate(plan.steps):
         for source in step.arguments:
             name = plan.input_names[source.index] if source.step == CALL else "value"
-            found.setdefault(number, {}).setdefault(source.step, []).append(name)
-    return {number: {step: ", ".join(names) for step, names in each.items()} for number, each in found.items()}
+            arrows.setdefault(number, {}).setdefault(source.step, []).append(name)
+    return {number: {step: ", ".join(names) for step, names in each.items()} for number, each in arrows.items()}
 
 
 def _line(index: int) -> float:

@@ -103,21 +103,21 @@ def draw(picture: Path) -> None:
 
 def _places(params: list[Node], steps: list[Node]) -> dict[str, tuple[float, float]]:
     """The middle of each box: ops in one line, a column each, parameters next to or below their first reader."""
-    found: dict[str, tuple[float, float]] = {}
+    places: dict[str, tuple[float, float]] = {}
     column = 1
     for step in steps:
         if step.op == "to_vdevice":
             continue
-        found[step.name] = (column * 2.0, _line(step.device))
+        places[step.name] = (column * 2.0, _line(step.device))
         for read in step.reads:
             param = next((param for param in params if param.name == read), None)
-            if param is not None and read not in found:
-                beside = not any(step_before in found for step_before in step.reads) and column == 1
+            if param is not None and read not in places:
+                in_line = not any(step_before in places for step_before in step.reads) and column == 1
                 outwards = 1 if step.device == 0 else -1
-                at = (0.0, _line(step.device)) if beside else (column * 2.0, _line(step.device) + outwards * 0.95)
-                found[read] = at
+                middle = (0.0, _line(step.device)) if in_line else (column * 2.0, _line(step.device) + outwards * 0.95)
+                places[read] = middle
         column += 1
-    return found
+    return places
 
 
 def _line(device: int) -> float:

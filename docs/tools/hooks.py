@@ -32,12 +32,12 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     pending = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
-    seen = set(pending)
+    pages = set(pending)
     while pending:
         page = pending.pop()
         for target in links_of(page):
-            if target not in seen and target.endswith(".md") and (ROOT / target).is_file():
-                seen.add(target)
+            if target not in pages and target.endswith(".md") and (ROOT / target).is_file():
+                pages.add(target)
                 pending.append(target)
                 if not target.startswith("docs/"):
                     files.append(File.generated(config, OUTSIDE + target, content=(ROOT / target).read_text()))
@@ -80,8 +80,8 @@ def on_page_content(html: str, page: Any, files: Any, **_: Any) -> str:
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
     """The unchanged page; warns if it would load anything from another host, which ``--strict`` makes an error."""
-    for found in LOADS.findall(output):
-        logging.getLogger("mkdocs.hooks").warning("%s loads from another host: %s", page.file.src_uri, found)
+    for url in LOADS.findall(output):
+        logging.getLogger("mkdocs.hooks").warning("%s loads from another host: %s", page.file.src_uri, url)
     return output
 
 

@@ -127,9 +127,9 @@ def main() -> int:
         parser.error(f"no pictures {', '.join(sorted(unknown))}; there are {', '.join(TABLE)}")
     from playwright.sync_api import sync_playwright
 
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    browser_path = next(filter(None, map(shutil.which, BROWSERS)), None)
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
+        browser = driver.chromium.launch(executable_path=browser_path, args=["--no-sandbox", "--disable-gpu"])
         for name in options.names or TABLE:
             report, target = Path(folder) / f"{name}.html", options.folder / f"report_{name}.png"
             report_of(TABLE[name], report)

@@ -90,13 +90,13 @@ def compare(name: str, calls: int, in_flight: int, rounds: int) -> None:
         for ours, theirs in zip(_flat(cluster["main"](**inputs)), _flat(machine["main"](**inputs)), strict=True):
             np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
         contestants: dict[str, Callable[..., Any]] = {"two hosts": cluster.submit, "one process": machine.submit}
-        seconds: dict[str, list[float]] = {what: [] for what in contestants}
+        seconds: dict[str, list[float]] = {peer: [] for peer in contestants}
         for turn in range(rounds):
-            for what in sorted(contestants, key=lambda what: (what == "one process") != bool(turn % 2)):
-                seconds[what].append(timed(contestants[what], inputs, calls))
-        rates = {what: calls / statistics.median(found) for what, found in seconds.items()}
+            for peer in sorted(contestants, key=lambda peer: (peer == "one process") != bool(turn % 2)):
+                seconds[peer].append(timed(contestants[peer], inputs, calls))
+        rates = {peer: calls / statistics.median(turn_seconds) for peer, turn_seconds in seconds.items()}
         ratio = rates["two hosts"] / rates["one process"]
-        text = ", ".join(f"{what} {rate:.1f}/s" for what, rate in rates.items())
+        text = ", ".join(f"{peer} {rate:.1f}/s" for peer, rate in rates.items())
         console.print(f"{name}, {in_flight} calls in flight: {text}; {ratio:.2f} of the process's throughput")
 
 

@@ -95,14 +95,14 @@ def run_end(rank: int, barrier: Any, ids: Any, results: Any, options: Report) ->
         if rank == SENDER:
             ids.put(link_id)
         link.connect(rank, link_id)
-        found: Report = {}
+        report: Report = {}
         if options["torch"]:
             _join_torch(rank, link.gpu, options["folder"])
         for nbytes in options["sizes"]:
-            found[f"{nbytes}"] = link_seconds(link, rank, barrier, nbytes, options)
-        found["pipeline"] = pipeline_seconds(link, rank, barrier, options)
+            report[f"{nbytes}"] = link_seconds(link, rank, barrier, nbytes, options)
+        report["pipeline"] = pipeline_seconds(link, rank, barrier, options)
         link.close()
-        results.put((rank, found))
+        results.put((rank, report))
     except Exception:
         results.put((rank, traceback.format_exc()))
         barrier.abort()
@@ -126,7 +126,7 @@ def link_seconds(link: GpuLink, rank: int, barrier: Any, nbytes: int, options: R
         for name, exchange in contestants.items():
             barrier.wait(_WAIT)
             times[name].append(timed(exchange) / tensors_of(nbytes))
-    return {name: statistics.median(found[1:]) for name, found in times.items()}
+    return {name: statistics.median(seconds[1:]) for name, seconds in times.items()}
 
 
 def _by_link(link: GpuLink, rank: int, nbytes: int) -> Callable[[], None]:
@@ -230,17 +230,17 @@ def pipeline_seconds(link: GpuLink, rank: int, barrier: Any, options: Report) ->
         first.devices[0].sync()
         link.synchronize(_WAIT)
 
-    found: dict[str, list[float]] = {"one": [], "two": []}
+    seconds: dict[str, list[float]] = {"one": [], "two": []}
     for _ in range(options["rounds"] + 1):
         barrier.wait(_WAIT)
         if rank == SENDER:
-            found["one"].append(timed(alone) / calls)
+            seconds["one"].append(timed(alone) / calls)
         barrier.wait(_WAIT)
-        found["two"].append(timed(half) / calls)
+        seconds["two"].append(timed(half) / calls)
     if rank == RECEIVER:
         expected = first["main"](first["main"](x)).numpy()
         np.testing.assert_array_equal(last[0].numpy(), expected)
-    return {name: min(times[1:]) for name, times in found.items() if times}
+    return {name: min(times[1:]) for name, times in seconds.items() if times}
 
 
 def two_processes(options: Report) -> dict[int, Report]:
@@ -255,15 +255,15 @@ def two_processes(options: Report) -> dict[int, Report]:
         for end in ends:
             end.start()
         try:
-            found = dict(results.get(timeout=2 * _WAIT) for _ in ends)
+            reports = dict(results.get(timeout=2 * _WAIT) for _ in ends)
         finally:
             for end in ends:
                 end.join(10)
                 end.kill()
-    for rank, report in found.items():
+    for rank, report in reports.items():
         if isinstance(report, str):
             raise RuntimeError(f"the process of GPU {rank} failed:\n{report}")
-    return found
+    return reports
 
 
 # One GPU.
@@ -295,8 +295,8 @@ def loop_rows(sizes: tuple[int, ...], rounds: int) -> list[tuple[int, dict[str, 
                 bare.end()
             stream.synchronize()
 
-        ways = {"link": by_link, "NCCL's calls": by_nccl}
-        medians = {name: median_of(lambda way=way: timed(way), rounds) / count for name, way in ways.items()}
+        contestants = {"link": by_link, "NCCL's calls": by_nccl}
+        medians = {name: median_of(lambda call=call: timed(call), rounds) / count for name, call in contestants.items()}
         rows.append((nbytes, medians))
         np.testing.assert_array_equal(bytes_of(room), numbers(nbytes))
     link.close()
@@ -321,13 +321,13 @@ def host_rows(sizes: tuple[int, ...], rounds: int) -> list[tuple[int, dict[str, 
             np.copyto(bytes_of(staged), array)
             return copy_into(staged, room)
 
-        ways: dict[str, Callable[[], object]] = {
+        copies: dict[str, Callable[[], object]] = {
             "leaves, pinned": lambda result=result: wire.encode(result),
             "leaves, plain": lambda result=result: bytes_of(on_host(result)),
             "arrives, as machines take it": lambda array=array: copy_to(from_array(array), gpu),
             "arrives, over pinned": detour,
         }
-        rows.append((nbytes, {name: median_of(lambda way=way: timed(way), rounds) for name, way in ways.items()}))
+        rows.append((nbytes, {name: median_of(lambda copy=copy: timed(copy), rounds) for name, copy in copies.items()}))
     return rows
 
 
@@ -349,15 +349,15 @@ def print_rates(title: str, rows: list[tuple[int, dict[str, float]]]) -> None:
     for name in names:
         table.add_column(f"{name}, µs", justify="right")
         table.add_column("GB/s", justify="right")
-    for nbytes, found in rows:
-        cells = [cell for name in names for cell in (f"{found[name] * 1e6:.1f}", f"{nbytes / found[name] / 1e9:.1f}")]
+    for nbytes, times in rows:
+        cells = [cell for name in names for cell in (f"{times[name] * 1e6:.1f}", f"{nbytes / times[name] / 1e9:.1f}")]
         table.add_row(size_text(nbytes), *cells)
     console.print(table)
 
 
-def print_pairs(found: dict[int, Report], sizes: tuple[int, ...], with_torch: bool) -> None:
+def print_pairs(reports: dict[int, Report], sizes: tuple[int, ...], with_torch: bool) -> None:
     """Print results of two processes and their bars; times are the receiver's."""
-    rows = [(nbytes, found[RECEIVER][f"{nbytes}"]) for nbytes in sizes]
+    rows = [(nbytes, reports[RECEIVER][f"{nbytes}"]) for nbytes in sizes]
     print_rates("link: from GPU to GPU, two processes", rows)
     checks = []
     if with_torch:
@@ -368,7 +368,7 @@ def print_pairs(found: dict[int, Report], sizes: tuple[int, ...], with_torch: bo
         large = [ratio for nbytes, ratio in ratios.items() if nbytes >= MIN_RATE_BYTES]
         if large:
             checks.append(Check("link: least rate over torch.distributed's, from 1 MiB on", min(large), LINK_BAR))
-    one, two = found[SENDER]["pipeline"]["one"], found[RECEIVER]["pipeline"]["two"]
+    one, two = reports[SENDER]["pipeline"]["one"], reports[RECEIVER]["pipeline"]["two"]
     console.print(f"pipeline: {one * 1e3:.2f} ms a call on one GPU, {two * 1e3:.2f} ms on two")
     checks.append(Check("pipeline: calls per second over one GPU's", one / two, PIPELINE_BAR))
     for check in checks:

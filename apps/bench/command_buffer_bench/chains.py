@@ -54,8 +54,8 @@ class Chain:
         with builder.function("main", [x]):
             with builder.dataflow():
                 value = x
-                for index, made in enumerate(types[1:]):
-                    value = builder.emit(relax.op.call_tir(steps[index % self.distinct], [value], made))
+                for index, out_type in enumerate(types[1:]):
+                    value = builder.emit(relax.op.call_tir(steps[index % self.distinct], [value], out_type))
                 value = builder.emit_output(value)
             builder.emit_func_output(value)
         return builder.get()
@@ -80,16 +80,16 @@ class Chain:
         buffer.end()
         return buffer
 
-    def _kernel(self, index: int, taken: int, made: int) -> tirx.PrimFunc:
+    def _kernel(self, index: int, in_extent: int, out_extent: int) -> tirx.PrimFunc:
         add, negate = step(index)
-        extent = te.var("n", "int64") if self.symbolic else tirx.const(taken, "int64")
+        extent = te.var("n", "int64") if self.symbolic else tirx.const(in_extent, "int64")
         x = te.placeholder((extent,), "float32", "x")
 
         def element(i: tirx.Var) -> tirx.PrimExpr:
             value, constant = x[te.min(i, extent - 1) if self.grows else i], tirx.const(add, "float32")
             return constant - value if negate else value + constant
 
-        y = te.compute((tirx.const(made, "int64") if self.grows else extent,), element, "y")
+        y = te.compute((tirx.const(out_extent, "int64") if self.grows else extent,), element, "y")
         return te.create_prim_func([x, y]).with_attr({"op_pattern": _OPAQUE, "global_symbol": f"step_{index}"})
 
 

@@ -54,11 +54,11 @@ def compile_here(model: str, command_buffers: bool) -> dict[str, Any]:
 def compile_apart(model: str, command_buffers: bool) -> dict[str, Any]:
     """Run `compile_here` in a process of its own; RuntimeError with its output if it fails."""
     command = [sys.executable, str(PROGRAM), "compile-here", model, *([] if command_buffers else ["--without"])]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{model}: status {done.returncode}: {done.stderr.strip()[-500:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        raise RuntimeError(f"{model}: status {process.returncode}: {process.stderr.strip()[-500:]}")
+    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return result
 
 
 def measure_compile(name: str, model: str, rounds: int) -> dict[str, Any]:

@@ -49,28 +49,28 @@ def contestants(chain: Chain, argument: tvm.runtime.Tensor) -> tuple[dict[str, C
         WITHOUT: rh.vm.VirtualMachine(rh.compile(module, command_buffers=False))["main"],
         STOCK: tvm.relax.VirtualMachine(tvm.compile(module, rh.native("llvm")), tvm.cpu())["main"],
     }
-    found = {name: Contestant(call := functools.partial(main, argument), call) for name, main in mains.items()}
+    plain = {name: Contestant(call := functools.partial(main, argument), call) for name, main in mains.items()}
     regions = recorded.executable.metadata.regions
     facts = {"regions": len(regions), "commands": sum(len(region.commands) for region in regions)}
-    return {**found, **_by_hand(recorded, chain, argument)}, facts
+    return {**plain, **_by_hand(recorded, chain, argument)}, facts
 
 
 def _by_hand(machine: rh.vm.VirtualMachine, chain: Chain, argument: tvm.runtime.Tensor) -> dict[str, Contestant]:
     """The same kernels recorded by hand, submitted with memory bound each time, and with a bound table."""
     buffer = chain.record(machine, argument.shape[0])
-    made = tvm.runtime.empty(argument.shape, "float32")
-    found = {}
-    for name, bindings in ((HAND, [argument, made]), (BOUND, buffer.bind([argument, made]))):
+    result = tvm.runtime.empty(argument.shape, "float32")
+    contestants = {}
+    for name, bindings in ((HAND, [argument, result]), (BOUND, buffer.bind([argument, result]))):
         call = functools.partial(buffer.submit, bindings)
-        found[name] = Contestant(call, lambda call=call: (call(), made)[1])
-    return found
+        contestants[name] = Contestant(call, lambda call=call: (call(), result)[1])
+    return contestants
 
 
 def check_result(name: str, chain: Chain, contestant: Contestant, array: np.ndarray) -> None:
     """Raise WrongResult unless the contestant computes the chain exactly."""
-    found, wanted = contestant.result().numpy(), chain.result(array)
-    if not np.array_equal(found, wanted):
-        raise WrongResult(f"{name}, {chain.kernels} kernels: found {found}, expected {wanted}")
+    result, expected = contestant.result().numpy(), chain.result(array)
+    if not np.array_equal(result, expected):
+        raise WrongResult(f"{name}, {chain.kernels} kernels: found {result}, expected {expected}")
 
 
 def measure_elementwise(counts: Sequence[int], distinct: int, symbolic: bool, rounds: int, seed: int) -> dict[str, Any]:
@@ -99,8 +99,8 @@ def measure_elementwise(counts: Sequence[int], distinct: int, symbolic: bool, ro
     calls: dict[str, Callable[[], object]] = {}
     for count in sorted(counts):
         chain = Chain(count, distinct, symbolic=symbolic)
-        found, chains[count] = contestants(chain, argument)
-        for name, contestant in found.items():
+        runners, chains[count] = contestants(chain, argument)
+        for name, contestant in runners.items():
             check_result(name, chain, contestant, array)
             calls[_key(name, count)] = contestant.call
     times = take_turns(calls, rounds, seed)
@@ -114,23 +114,23 @@ def kernel_nanoseconds(chains: dict[int, dict[str, Any]]) -> dict[str, float]:
     short, long = min(chains), max(chains)
     if short == long:
         return {}
-    least, most = chains[short]["us"], chains[long]["us"]
-    return {name: (most[name]["median"] - least[name]["median"]) * 1e3 / (long - short) for name in most}
+    shortest, longest = chains[short]["us"], chains[long]["us"]
+    return {name: (longest[name]["median"] - shortest[name]["median"]) * 1e3 / (long - short) for name in longest}
 
 
-def elementwise_checks(found: dict[str, Any]) -> list[Check]:
+def elementwise_checks(figures: dict[str, Any]) -> list[Check]:
     """The bars of the figures."""
     checks = []
     for name in (WITH, HAND):
-        if name in found["kernel_ns"]:
-            checks.append(Check(f"ns a kernel, {name}", found["kernel_ns"][name], KERNEL_BAR, at_most=True))
-        count = min(found["chains"])
-        call = found["chains"][count]["us"][name]["median"]
+        if name in figures["kernel_ns"]:
+            checks.append(Check(f"ns a kernel, {name}", figures["kernel_ns"][name], KERNEL_BAR, at_most=True))
+        count = min(figures["chains"])
+        call = figures["chains"][count]["us"][name]["median"]
         checks.append(Check(f"µs a call of {count} kernel{'s' * (count > 1)}, {name}", call, CALL_BAR, at_most=True))
     return checks
 
 
-def elementwise_table(found: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
+def elementwise_table(figures: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
     """Title, columns and cells."""
     rows = [
         [
@@ -139,12 +139,12 @@ def elementwise_table(found: dict[str, Any]) -> tuple[str, list[str], list[list[
             str(facts["commands"]),
             *(f"{facts['us'][name]['median']:.2f} ({facts['us'][name]['fastest']:.2f})" for name in facts["us"]),
         ]
-        for count, facts in found["chains"].items()
+        for count, facts in figures["chains"].items()
     ]
-    if found["kernel_ns"]:
-        rows.append(["ns a kernel", "", "", *(f"{value:.1f}" for value in found["kernel_ns"].values())])
-    extent = "any number of" if found["symbolic"] else "16"
-    title = f"{found['distinct']} elementwise kernels on {extent} floats taking turns: µs a call, median (fastest)"
+    if figures["kernel_ns"]:
+        rows.append(["ns a kernel", "", "", *(f"{value:.1f}" for value in figures["kernel_ns"].values())])
+    extent = "any number of" if figures["symbolic"] else "16"
+    title = f"{figures['distinct']} elementwise kernels on {extent} floats taking turns: µs a call, median (fastest)"
     return title, ["kernels", "regions", "commands", *NAMES], rows
 
 

@@ -72,9 +72,9 @@ def measure_memory(kernels: int, submissions: int) -> list[dict[str, Any]]:
 
 def _submission(buffer: rh.vm.CommandBuffer) -> Callable[[tvm.runtime.Tensor], tvm.runtime.Tensor]:
     def submit(argument: tvm.runtime.Tensor) -> tvm.runtime.Tensor:
-        made = tvm.runtime.empty(argument.shape, "float32")
-        buffer.submit([argument, made])
-        return made
+        result = tvm.runtime.empty(argument.shape, "float32")
+        buffer.submit([argument, result])
+        return result
 
     return submit
 
@@ -86,18 +86,18 @@ def _measure(
     arrays: Sequence[np.ndarray],
     submissions: int,
 ) -> dict[str, Any]:
-    wanted = [chain.result(array) for array in arrays]
-    held: deque[tvm.runtime.Tensor] = deque(maxlen=2 * HELD)
+    expected = [chain.result(array) for array in arrays]
+    live: deque[tvm.runtime.Tensor] = deque(maxlen=2 * HELD)
     addresses: set[tuple[int, int]] = set()
 
     def submit(index: int) -> None:
         case = index % len(arrays)
         argument = tvm.runtime.tensor(arrays[case])
         result = run(argument)
-        held.extend((argument, result))
+        live.extend((argument, result))
         if len(addresses) < HELD:
             addresses.add((argument.data_ptr(), result.data_ptr()))
-        if not np.array_equal(result.numpy(), wanted[case]):
+        if not np.array_equal(result.numpy(), expected[case]):
             raise RuntimeError(f"submission {index} of {name}: wrong numbers")
 
     grown = growth(submit, submissions)

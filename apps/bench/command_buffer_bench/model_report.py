@@ -23,11 +23,11 @@ def model_checks(results: Sequence[dict[str, Any]]) -> list[Check]:
     """The bars of the ratios, and of their geometric mean by thread count."""
     checks = []
     for threads in dict.fromkeys(result["threads"] for result in results):
-        known = {r["model"]: value for r in results if r["threads"] == threads and (value := ratio(r))}
-        for model, value in known.items():
+        ratios = {r["model"]: value for r in results if r["threads"] == threads and (value := ratio(r))}
+        for model, value in ratios.items():
             checks.append(Check(f"{model}, {threads} threads", value, 1.0 if model in MANY_SMALL else NOISE))
-        if known:
-            checks.append(Check(f"geometric mean, {threads} threads", geometric_mean(list(known.values())), 1.0))
+        if ratios:
+            checks.append(Check(f"geometric mean, {threads} threads", geometric_mean(list(ratios.values())), 1.0))
     return checks
 
 

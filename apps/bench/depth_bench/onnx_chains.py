@@ -119,13 +119,13 @@ def onnx_folded(count: int) -> onnx.ModelProto:
 
 def onnx_functions(count: int) -> onnx.ModelProto:
     """Functions, each calling the one before."""
-    found = []
+    functions = []
     for index in range(count // 2):
         inner = helper.make_node(f"F{index - 1}", ["h"], ["y"], domain="local") if index else None
         nodes = [helper.make_node("Relu", ["x"], ["h"]), inner or helper.make_node("Neg", ["h"], ["y"])]
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("local", 1)]
-        found.append(helper.make_function("local", f"F{index}", ["x"], ["y"], nodes, opsets))
-    return _model([helper.make_node(f"F{count // 2 - 1}", ["x"], ["y"], domain="local")], "y", functions=found)
+        functions.append(helper.make_function("local", f"F{index}", ["x"], ["y"], nodes, opsets))
+    return _model([helper.make_node(f"F{count // 2 - 1}", ["x"], ["y"], domain="local")], "y", functions=functions)
 
 
 def onnx_calls(count: int) -> onnx.ModelProto:

@@ -63,23 +63,23 @@ def contest(
     list of dict
         ``title``, ``kind``, ``us`` (microseconds of one piece by contestant), ``error``, ``failure`` and others.
     """
-    found = []
+    rows = []
     clock = Clock.of(device_of(gpu))
     with tempfile.TemporaryDirectory(dir=_memory_folder()) as folder:
-        made: dict[int, tuple[Peers, str]] = {}
+        peers_of_work: dict[int, tuple[Peers, str]] = {}
 
         def beside() -> None:
             if rehearsed and torch_on_gpu() and workers > 1:
                 _rehearse(workloads, gpu, peers, workers)
-            made.update((index, _peers(clock, work, peers)) for index, work in enumerate(workloads))
+            peers_of_work.update((index, _peers(clock, work, peers)) for index, work in enumerate(workloads))
 
         programs = compiled(workloads, gpu, Path(folder), workers, beside if together else None)
         for index, program in enumerate(programs):
-            others = made.pop(index, None) or _peers(clock, program.workload, peers)
-            row = _measured(program.load(gpu), gpu, clock, others, wanted, rounds)
-            found.append(row)
+            peers_and_failure = peers_of_work.pop(index, None) or _peers(clock, program.workload, peers)
+            row = _measured(program.load(gpu), gpu, clock, peers_and_failure, wanted, rounds)
+            rows.append(row)
             say(row)
-    return found
+    return rows
 
 
 def _memory_folder() -> str | None:
@@ -113,21 +113,21 @@ def _measured(
     program: Program,
     gpu: Any,
     clock: Clock,
-    made: tuple[Peers, str],
+    peers_and_failure: tuple[Peers, str],
     wanted: Callable[[Workload], list[Array]],
     rounds: int,
 ) -> Row:
     work = program.workload
     row: Row = {"title": work.title, "kind": getattr(work, "kind", getattr(work, "dtype", ""))}
-    others, failure = made
+    launches_of_peers, failure = peers_and_failure
     if failure:
         row["peer_failure"] = failure
-    launches = {name: launch for name, (launch, _) in others.items()}
+    launches = {name: launch for name, (launch, _) in launches_of_peers.items()}
     if program.failure:
         row["failure"] = program.failure
     else:
         launches[OURS] = program.launch
-        first = next(iter(others.values()), None)
+        first = next(iter(launches_of_peers.values()), None)
         right = first[1]() if first else wanted(work)
         row["error"] = max(error_of(ours, theirs) for ours, theirs in zip(program.results(), right, strict=True))
         row |= {"compile_seconds": round(program.seconds, 2), "graphs": 1 if gpu == "llvm" else program.graphs}

@@ -44,8 +44,8 @@ def checks(rows: Sequence[Row]) -> list[Check]:
     ratios = {title: value for title, value in ratios.items() if not title.startswith("1x")}
     if not ratios:
         return []
-    found = [Check("f16: geometric mean over cuDNN alone", geometric_mean(list(ratios.values())), MEAN_BAR)]
-    return found + [Check(f"f16, {title} over cuDNN alone", value, MIN_BAR) for title, value in ratios.items()]
+    bars = [Check("f16: geometric mean over cuDNN alone", geometric_mean(list(ratios.values())), MEAN_BAR)]
+    return bars + [Check(f"f16, {title} over cuDNN alone", value, MIN_BAR) for title, value in ratios.items()]
 
 
 def _listed(_context: click.Context, _parameter: click.Parameter, text: str) -> tuple[str, ...]:
@@ -72,7 +72,7 @@ def main(
     if unknown:
         raise click.BadParameter(f"{', '.join(unknown)}: types are {', '.join(TYPES)}")
     sizes = [[int(size) for size in layer.split("x")] for layer in layers or LAYERS]
-    wrong = [layer for layer, found in zip(layers, sizes, strict=False) if len(found) != 5]
+    wrong = [layer for layer, fields in zip(layers, sizes, strict=False) if len(fields) != 5]
     if wrong:
         raise click.BadParameter(f"{', '.join(wrong)}: a layer has five sizes, as {LAYERS[0]}")
     chosen = [Convolutions(*layer, int(batch), kind) for kind in types for batch in batches for layer in sizes]

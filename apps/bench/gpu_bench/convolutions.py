@@ -101,14 +101,14 @@ class Convolutions:
 
 def wanted(work: Convolutions) -> list[Array]:
     """Right results by numpy, used without PyTorch."""
-    found = []
+    results = []
     half, stride, window = work.window // 2, work.stride, work.window
     for x, weight in zip(work.inputs(), work.weights(), strict=True):
         padded = np.pad(x.astype("float32"), [(0, 0), (half, half), (half, half), (0, 0)])
         views = np.lib.stride_tricks.sliding_window_view(padded, (window, window), (1, 2))[:, ::stride, ::stride]
         sums = np.einsum("bhwcij,ncij->bhwn", views, weight.astype("float32"), optimize=True)
-        found.append(np.maximum(sums + work.bias().astype("float32"), 0))
-    return found
+        results.append(np.maximum(sums + work.bias().astype("float32"), 0))
+    return results
 
 
 def cudnn(clock: Clock, work: Convolutions) -> dict[str, Peer]:

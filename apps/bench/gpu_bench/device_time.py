@@ -109,28 +109,28 @@ def microseconds(clock: Clock, contestants: Mapping[str, Launch], rounds: int, s
     times: dict[str, list[float]] = {name: [] for name in contestants}
     order, shuffle = list(contestants), random.Random(seed)
     with clock.current():
-        launches, held = {}, {}
+        launches, hold_ms = {}, {}
         for name, launch in contestants.items():
             clock.milliseconds(launch, 3)
             each = min(clock.milliseconds(launch, 2) / 2 for _ in range(2))
             launches[name] = max(1, min(MAX_LAUNCHES, math.ceil(SLICE_MS / max(each, 1e-3))))
-            held[name] = 2 * launches[name] * _host_milliseconds(clock, launch)
+            hold_ms[name] = 2 * launches[name] * _host_milliseconds(clock, launch)
         for _ in range(rounds):
             shuffle.shuffle(order)
             for name in order:
                 contestants[name]()
-                elapsed = clock.milliseconds(contestants[name], launches[name], held[name])
+                elapsed = clock.milliseconds(contestants[name], launches[name], hold_ms[name])
                 times[name].append(elapsed / launches[name] * 1e3)
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: statistics.median(turn_times) for name, turn_times in times.items()}
 
 
 def _host_milliseconds(clock: Clock, launch: Launch) -> float:
     """The host's longest time for one of a few launches."""
-    found = []
+    milliseconds = []
     for _ in range(5):
         clock.device.sync()
         begin = time.perf_counter()
         launch()
-        found.append((time.perf_counter() - begin) * 1e3)
+        milliseconds.append((time.perf_counter() - begin) * 1e3)
     clock.device.sync()
-    return max(found)
+    return max(milliseconds)

@@ -134,16 +134,16 @@ class Work:
 
         begin = time.perf_counter()
         executable = self._compiled([self.job.target], None, self.job.precision)
-        found = {"compile_seconds": time.perf_counter() - begin}
+        fields = {"compile_seconds": time.perf_counter() - begin}
         if not self.job.build_only:
             self.machine = rh.vm.VirtualMachine(executable)
-            found["error"] = self._error(self._run(self.machine))
-            found["error_of_a_second_call"] = self._error(self._run(self.machine))
+            fields["error"] = self._error(self._run(self.machine))
+            fields["error_of_a_second_call"] = self._error(self._run(self.machine))
         if self.job.slowest and not self.job.build_only:  # without CUDA graphs, which are measured as a whole
             plain = self._compiled([self.job.target], None, self.job.precision, command_buffers=False)
             self.by_kernel = rh.vm.VirtualMachine(plain)
-            found["error_by_kernel"] = self._error(self._run(self.by_kernel))
-        return found
+            fields["error_by_kernel"] = self._error(self._run(self.by_kernel))
+        return fields
 
     def cut(self) -> dict[str, Any]:
         """The model in parts, alternating between the GPU and the other device; both must have ops."""
@@ -154,12 +154,12 @@ class Work:
         placement = {glob.escape(name): f"vdevice:{1 - index // size % 2}" for index, name in enumerate(names)}
         begin = time.perf_counter()
         executable = self._compiled([self.job.other, gpu], placement, self.job.precision)
-        found: dict[str, Any] = {"compile_seconds": time.perf_counter() - begin}
-        held = [entry["device_index"] for entry in executable.metadata.placement if entry["kind"] == "op"]
-        found["ops"] = [held.count(0), held.count(1)]
+        fields: dict[str, Any] = {"compile_seconds": time.perf_counter() - begin}
+        devices_of_ops = [entry["device_index"] for entry in executable.metadata.placement if entry["kind"] == "op"]
+        fields["ops"] = [devices_of_ops.count(0), devices_of_ops.count(1)]
         if not self.job.build_only:
-            found["error"] = self._error(self._results(executable))
-        return found
+            fields["error"] = self._error(self._results(executable))
+        return fields
 
     def times(self) -> dict[str, Any]:
         """Milliseconds of a call from numpy to numpy, and of consecutive calls on tensors of the GPU."""
@@ -168,12 +168,12 @@ class Work:
         main, kind = self.machine["main"], self.machine.executable.devices[0].kind
         gpu = tvm.cpu() if kind == "llvm" else tvm.runtime.device(kind, 0)
         tensors = [tvm.runtime.tensor(array, gpu) for array in self.inputs.values()]
-        found = {
+        fields = {
             "call_ms": _median_ms(lambda: self._run(self.machine), lambda: None),
             "device_ms": _median_ms(lambda: main(*tensors), gpu.sync),
         }
         return {
-            **found,
+            **fields,
             "graphs": len(self.machine.graphs),
             "kernels": len(self.machine.executable.metadata.dispatches),
         }
@@ -193,9 +193,9 @@ class Work:
         target = self.job.target
         figures = figures_of([rh.VDevice(rh.native(target) if isinstance(target, str) else target)])
         device = figures.devices[0] if figures else None
-        found = dispatches_of(self.by_kernel, list(self.inputs.values()))[: self.job.slowest]
+        dispatches = dispatches_of(self.by_kernel, list(self.inputs.values()))[: self.job.slowest]
         return {
-            "dispatches": [asdict(dispatch) for dispatch in found],
+            "dispatches": [asdict(dispatch) for dispatch in dispatches],
             "peaks": device.products if device else {},
             "bandwidth": device.bandwidth if device else 0.0,
         }
@@ -219,15 +219,15 @@ class Work:
         with torch.inference_mode():
             graph = graph_of(runner, operands)
             compiled = torch.compile(graph, mode=self.job.compiled, dynamic=False, fullgraph=True)
-            found = self._captured("torch.compile", compiled, operands)
-        return {**found, "seconds": time.perf_counter() - begin}
+            fields = self._captured("torch.compile", compiled, operands)
+        return {**fields, "seconds": time.perf_counter() - begin}
 
     def peer_times(self, name: str) -> dict[str, Any]:
         """Milliseconds of a captured program, launched as often as ours."""
         import torch
 
-        graph, found, *_ = self.peers[name]
-        return {**found, "device_ms": _median_ms(graph.replay, torch.cuda.synchronize)}
+        graph, fields, *_ = self.peers[name]
+        return {**fields, "device_ms": _median_ms(graph.replay, torch.cuda.synchronize)}
 
     def _runner(self) -> tuple[Any, list[Any]]:
         """The nodes as a PyTorch module on the GPU, and its operands."""
@@ -256,10 +256,10 @@ class Work:
         graph.replay()
         torch.cuda.synchronize()
         results = results if isinstance(results, tuple) else (results,)
-        found = {"error": self._error([result.float().cpu().numpy() for result in results])}
+        fields = {"error": self._error([result.float().cpu().numpy() for result in results])}
         # A CUDA graph reads operands and weights by address: neither may be freed.
-        self.peers[name] = graph, found, program, operands
-        return found
+        self.peers[name] = graph, fields, program, operands
+        return fields
 
     def _compiled(
         self, devices: Sequence[Any], placement: dict[str, str] | None, precision: str, command_buffers: bool = True
@@ -280,16 +280,16 @@ class Work:
         result = machine["main"](**self.inputs)
         return [tensor.numpy() for tensor in (result if isinstance(result, tuple) else (result,))]
 
-    def _error(self, found: Sequence[np.ndarray]) -> float:
+    def _error(self, results: Sequence[np.ndarray]) -> float:
         """The largest difference of any output over that output's largest number; infinity for other shapes or NaN."""
         worst = 0.0
-        for ours, wanted in zip(found, self.wanted, strict=True):
-            if ours.shape != wanted.shape or not np.array_equal(np.isfinite(ours), np.isfinite(wanted)):
+        for ours, expected in zip(results, self.wanted, strict=True):
+            if ours.shape != expected.shape or not np.array_equal(np.isfinite(ours), np.isfinite(expected)):
                 return float("inf")
-            kept = np.isfinite(wanted)
-            if kept.any():
-                difference = np.abs(ours[kept].astype("float64") - wanted[kept].astype("float64")).max()
-                worst = max(worst, float(difference / max(np.abs(wanted[kept]).max(), 1e-30)))
+            finite = np.isfinite(expected)
+            if finite.any():
+                difference = np.abs(ours[finite].astype("float64") - expected[finite].astype("float64")).max()
+                worst = max(worst, float(difference / max(np.abs(expected[finite]).max(), 1e-30)))
         return worst
 
 
@@ -315,13 +315,13 @@ def main(job: Job) -> None:
     def step(name: str, work: Callable[[], dict[str, Any]]) -> bool:
         answers.write(json.dumps({"begins": name}) + "\n")
         try:
-            found = work()
+            fields = work()
         except Exception as error:  # every failure is a result
-            at = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{os.path.basename(at.filename)}:{at.lineno} {at.name}"
-            found = {"failure": f"{type(error).__name__}: {error}"[:3000], "where": where}
-        answers.write(json.dumps({"step": name, **job.about, **found}) + "\n")
-        return "failure" not in found
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}"
+            fields = {"failure": f"{type(error).__name__}: {error}"[:3000], "where": where}
+        answers.write(json.dumps({"step": name, **job.about, **fields}) + "\n")
+        return "failure" not in fields
 
     work = Work(job)
     if job.build_only or step("reference", work.reference):

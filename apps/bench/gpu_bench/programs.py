@@ -72,12 +72,12 @@ class Program:
 
     def results(self) -> list[Any]:
         """Results of the last call: PyTorch tensors if PyTorch has their GPU, else arrays."""
-        found = self._results if isinstance(self._results, tuple) else (self._results,)
+        tensors = self._results if isinstance(self._results, tuple) else (self._results,)
         torch = torch_on_gpu()
-        if torch is None or device_of("llvm") == found[0].device:
-            return [tensor.numpy() for tensor in found]
-        found[0].device.sync()
-        return [torch.from_dlpack(tensor) for tensor in found]
+        if torch is None or device_of("llvm") == tensors[0].device:
+            return [tensor.numpy() for tensor in tensors]
+        tensors[0].device.sync()
+        return [torch.from_dlpack(tensor) for tensor in tensors]
 
 
 def compiled(
@@ -90,15 +90,15 @@ def compiled(
     files = [folder / f"program{index}.so" for index in range(len(workloads))]
     beside = beside or (lambda: None)
     if workers == 1 or len(workloads) == 1:
-        found = [_compile(one, gpu, file) for one, file in zip(workloads, files, strict=True)]
+        outcomes = [_compile(one, gpu, file) for one, file in zip(workloads, files, strict=True)]
         beside()
     else:
         context = multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(min(workers, len(workloads)), mp_context=context) as pool:
             answers = pool.map(_compile, workloads, [gpu] * len(files), files)
             beside()
-            found = list(answers)
-    return [Program(one, *said, file) for one, said, file in zip(workloads, found, files, strict=True)]
+            outcomes = list(answers)
+    return [Program(one, *outcome, file) for one, outcome, file in zip(workloads, outcomes, files, strict=True)]
 
 
 def _compile(workload: Workload, gpu: Any, file: Path) -> tuple[float, str]:
@@ -113,18 +113,18 @@ def _compile(workload: Workload, gpu: Any, file: Path) -> tuple[float, str]:
     return seconds, ""
 
 
-def error_of(found: Any, wanted: Any) -> float:
+def error_of(result: Any, expected: Any) -> float:
     """The largest difference over the largest expected number; infinity for other shapes or NaN.
 
     Each is an array or a PyTorch tensor; two tensors are compared on their device.
     """
-    if tuple(found.shape) != tuple(wanted.shape):
+    if tuple(result.shape) != tuple(expected.shape):
         return float("inf")
-    if isinstance(wanted, np.ndarray) and not isinstance(found, np.ndarray):
-        found = found.float().cpu().numpy()
-    if isinstance(found, np.ndarray):
-        ours, theirs = found.astype("float32"), wanted.astype("float32")
+    if isinstance(expected, np.ndarray) and not isinstance(result, np.ndarray):
+        result = result.float().cpu().numpy()
+    if isinstance(result, np.ndarray):
+        ours, theirs = result.astype("float32"), expected.astype("float32")
     else:
-        ours, theirs = found.float(), wanted.float()
+        ours, theirs = result.float(), expected.float()
     error = float(abs(ours - theirs).max()) / max(float(abs(theirs).max()), 1e-30)
     return error if np.isfinite(error) else float("inf")

@@ -51,7 +51,7 @@ def products(clock: Clock, work: Products, autotune: bool = False) -> dict[str, 
     torch = torch_on_gpu()
     torch.backends.cuda.matmul.allow_tf32 = work.kind == "tf32"
     arrays, count = [tensor_of(array) for array in work.inputs()], work.count
-    left = arrays[:count]
+    lhs = arrays[:count]
     right = arrays[count:] if work.shape.batch else [tensor_of(array) for array in work.weights()]
     turned = [w.transpose(-1, -2).contiguous().transpose(-1, -2) for w in right]
     if work.gelu:
@@ -63,19 +63,19 @@ def products(clock: Clock, work: Products, autotune: bool = False) -> dict[str, 
         mode = "max-autotune-no-cudagraphs" if autotune else None
         fused = torch.compile(piece, dynamic=False, mode=mode)
         return {
-            name: captured(clock, lambda w=weights: [fused(*each) for each in zip(left, w, biases, strict=True)])
+            name: captured(clock, lambda w=weights: [fused(*each) for each in zip(lhs, w, biases, strict=True)])
             for name, weights in (("torch.compile", right), ("torch.compile, transposed", turned))
         }
     multiply = {"e4m3": _scaled, "s8": torch._int_mm}.get(work.kind, torch.bmm if work.shape.batch else torch.mm)
-    found, failures = {}, []
+    peers, failures = {}, []
     for name, weights in (("cuBLAS", right), ("cuBLAS, transposed", turned)):
         try:
-            found[name] = captured(clock, lambda w=weights: [multiply(*each) for each in zip(left, w, strict=True)])
+            peers[name] = captured(clock, lambda w=weights: [multiply(*each) for each in zip(lhs, w, strict=True)])
         except RuntimeError as error:  # some accept one order of the right operand only, such as _scaled_mm
             failures.append(f"{name}: {error}")
-    if not found:
+    if not peers:
         raise RuntimeError("; ".join(failures))
-    return found
+    return peers
 
 
 def _scaled(x: Tensor, w: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def rows(clock: Clock, work: Rows) -> dict[str, Peer]:
     """The same work by torch.compile."""
     torch = torch_on_gpu()
     arrays = [tensor_of(array) for array in work.inputs()]
-    others = arrays[-work.count :]
+    second_operands = arrays[-work.count :]
     functional = torch.nn.functional
     gamma, beta = (torch.full((work.width,), value, device="cuda", dtype=arrays[0].dtype) for value in (1.5, 0.25))
 
@@ -99,15 +99,15 @@ def rows(clock: Clock, work: Rows) -> dict[str, Peer]:
         y = x * 1.5 + other
         return torch.where(x > 0, y * torch.sigmoid(y), torch.tanh(other))
 
-    pieces: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    functions: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "chain": chain,
         "softmax": lambda x, _: torch.softmax(x, -1),
         "layer norm": lambda x, _: functional.layer_norm(x, (work.width,), gamma, beta),
         "transpose": lambda x, _: x.t().contiguous(),
         "reduction": lambda x, _: x.sum(-1),
     }
-    fused = torch.compile(pieces[work.name], dynamic=False)
-    pairs = list(zip(arrays[: work.count], others, strict=True))
+    fused = torch.compile(functions[work.name], dynamic=False)
+    pairs = list(zip(arrays[: work.count], second_operands, strict=True))
     return {"torch.compile": captured(clock, lambda: [fused(x, other) for x, other in pairs])}
 
 
@@ -127,14 +127,14 @@ def attentions(clock: Clock, work: Attentions) -> dict[str, Peer]:
     arrays = [tensor_of(array) for array in work.inputs()]
     pieces = [arrays[i : i + 3] for i in range(0, len(arrays), 3)]
     attend = torch.nn.functional.scaled_dot_product_attention
-    found, failures = {}, []
+    peers, failures = {}, []
     backends = {"cuDNN": "CUDNN_ATTENTION", "FlashAttention 2": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
     for name, backend in backends.items():
         try:
             with sdpa_kernel(getattr(SDPBackend, backend)):
-                found[name] = captured(clock, lambda: [attend(*piece, is_causal=work.causal) for piece in pieces])
+                peers[name] = captured(clock, lambda: [attend(*piece, is_causal=work.causal) for piece in pieces])
         except RuntimeError as error:
             failures.append(f"{name}: {error}")
-    if not found:
+    if not peers:
         raise RuntimeError("; ".join(failures))
-    return found
+    return peers

@@ -170,8 +170,8 @@ class Products:
         """The dequantized 4-bit weights, float32 (k, n)."""
         from peers.four_bits import Weights, numbers_of
 
-        found = self._blocks()
-        return [numbers_of(Weights(one.codes, one.scales.astype("float16").astype("float32"))) for one in found]
+        blocks = self._blocks()
+        return [numbers_of(Weights(one.codes, one.scales.astype("float16").astype("float32"))) for one in blocks]
 
     def _blocks(self) -> list[Any]:
         from peers.four_bits import Weights, weights_of
@@ -294,10 +294,10 @@ class Attentions:
     def inputs(self) -> list[Array]:
         """Query, key and value of each piece, (1, heads, positions, width)."""
         lengths = enumerate((self.queries, self.keys, self.keys))
-        found = [
+        operands = [
             _moved_on((1, self.heads, length, self.width), self.count, self.dtype, seed) for seed, length in lengths
         ]
-        return [array for piece in zip(*found, strict=True) for array in piece]
+        return [array for piece in zip(*operands, strict=True) for array in piece]
 
     def module(self, gpu: Any) -> tvm.IRModule:
         """``main(q0, k0, v0, ...)``, a tuple of results."""

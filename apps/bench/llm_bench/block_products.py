@@ -40,10 +40,10 @@ def random_rows(name: str, rows: int, depth: int) -> np.ndarray:
     form, rng = FILE_FORMATS[name], np.random.default_rng(3)
     raw = rng.integers(0, 256, (rows, depth // form.span, form.record_bytes), dtype=np.uint8)
     places = [208] if name == "q6_k" else [0, 2] if form.minimum else [0]
-    for at in places:
+    for offset in places:
         small = rng.uniform(0.01, 0.02, raw.shape[:2])
         words = (small.astype("<f4").view("<u4") >> 16) if name == "bf16" else small.astype("<f2").view("<u2")
-        raw[:, :, at : at + 2] = words.astype("<u2")[..., None].view(np.uint8)
+        raw[:, :, offset : offset + 2] = words.astype("<u2")[..., None].view(np.uint8)
     return raw.reshape(rows, -1)
 
 
@@ -97,9 +97,9 @@ def main(
     print(f"threads: {os.environ.get('TVM_NUM_THREADS', 'all')}; products of (rows, {depth}) by ({depth}, {columns})")
     cases = list(itertools.product(formats or FILE_FORMATS, rows, activations))
     random.Random(1).shuffle(cases)
-    found = {case: measure(*case, columns, depth, rounds) for case in cases}
+    figures = {case: measure(*case, columns, depth, rounds) for case in cases}
     print(f"{'format':8}{'rows':>6}{'bits':>6}{'us':>12}{'GB/s':>8}{'Gop/s':>8}")
-    for (name, count, bits), (seconds, size) in sorted(found.items()):
+    for (name, count, bits), (seconds, size) in sorted(figures.items()):
         work = 2 * count * columns * depth / seconds / 1e9
         print(f"{name:8}{count:6}{bits:6}{seconds * 1e6:12.1f}{size / seconds / 1e9:8.1f}{work:8.1f}")
 

@@ -50,10 +50,10 @@ class Process:
         )
         self._read()
 
-    def __call__(self, command: str, **given: Any) -> tuple[Any, float]:
+    def __call__(self, command: str, **arguments: Any) -> tuple[Any, float]:
         """Run a command; returns its result and seconds."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": command, **given}) + "\n")
+        self._process.stdin.write(json.dumps({"do": command, **arguments}) + "\n")
         self._process.stdin.flush()
         return self._read()
 
@@ -74,28 +74,28 @@ class Process:
 
 def speed(processes: Sequence[Process], tokens: list[int], rounds: int) -> dict[str, dict[str, float]]:
     """Tokens a second by library and kind of work; medians over rounds, in turns."""
-    found: dict[str, dict[str, list[float]]] = {each.library: {"prefill": [], "decode": []} for each in processes}
-    for at in range(rounds + 1):
-        for process in processes if at % 2 else reversed(processes):
+    rates: dict[str, dict[str, list[float]]] = {each.library: {"prefill": [], "decode": []} for each in processes}
+    for turn in range(rounds + 1):
+        for process in processes if turn % 2 else reversed(processes):
             prefill = process("prefill", tokens=tokens[:PREFILLED])[1]
             process("prefill", tokens=tokens[:PROMPT])
             decode = process("decode", count=DECODED)[1]
-            if at:
-                found[process.library]["prefill"].append(min(len(tokens), PREFILLED) / prefill)
-                found[process.library]["decode"].append(DECODED / decode)
-    return {name: {kind: statistics.median(rates) for kind, rates in of.items()} for name, of in found.items()}
+            if turn:
+                rates[process.library]["prefill"].append(min(len(tokens), PREFILLED) / prefill)
+                rates[process.library]["decode"].append(DECODED / decode)
+    return {name: {kind: statistics.median(kinds) for kind, kinds in of.items()} for name, of in rates.items()}
 
 
-def show_speed(found: dict[str, dict[str, float]], threads: int, bars: dict[str, float]) -> bool:
+def show_speed(speeds: dict[str, dict[str, float]], threads: int, bars: dict[str, float]) -> bool:
     """Print a table; true if all bars are reached."""
     table = Table(title=f"tokens a second, {threads} thread{'s' * (threads > 1)}")
-    for column in ("", *found, *(["ratio", "bar"] if len(found) > 1 else [])):
+    for column in ("", *speeds, *(["ratio", "bar"] if len(speeds) > 1 else [])):
         table.add_column(column, justify="right")
     met = True
     for kind in ("prefill", "decode"):
-        row = [kind, *(f"{of[kind]:.1f}" for of in found.values())]
-        if len(found) > 1:
-            ratio = found["ours"][kind] / found["llama.cpp"][kind]
+        row = [kind, *(f"{of[kind]:.1f}" for of in speeds.values())]
+        if len(speeds) > 1:
+            ratio = speeds["ours"][kind] / speeds["llama.cpp"][kind]
             met &= ratio >= bars.get(kind, 0)
             row += [f"{ratio:.2f}", f"{bars[kind]:.2f}" if kind in bars else ""]
         table.add_row(*row)
@@ -111,8 +111,8 @@ def show_memory(processes: Sequence[Process], tokens: list[int], threads: int) -
     for process in processes:
         process("prefill", tokens=tokens[:PREFILLED])
         process("decode", count=DECODED)
-        used = process("memory")[0]
-        table.add_row(process.library, *(f"{used[name] / 1e6:.0f}" for name in ("resident", "anonymous", "peak")))
+        figures = process("memory")[0]
+        table.add_row(process.library, *(f"{figures[name] / 1e6:.0f}" for name in ("resident", "anonymous", "peak")))
     SAYS.print(table)
 
 
@@ -141,13 +141,13 @@ def compare_texts(processes: Sequence[Process], prompt: list[int]) -> bool:
 
 def compare_perplexity(processes: Sequence[Process], tokens: list[int], exact: float | None) -> bool:
     """Compare perplexities on the novels; true if ours is within 0.5 % of the exact one, or else of the peer's."""
-    found = {process.library: math.exp(process("surprise", tokens=tokens)[0]) for process in processes}
-    found |= {"float64": exact} if exact else {}
-    wanted = exact or found.get("llama.cpp")
-    for name, perplexity in found.items():
-        beside = f", {perplexity / wanted - 1:+.4%}" if wanted else ""
-        SAYS.print(f"perplexity on {len(tokens)} tokens: {name} {perplexity:.4f}{beside}")
-    return "ours" not in found or not wanted or abs(found["ours"] / wanted - 1) < 0.005
+    perplexities = {process.library: math.exp(process("surprise", tokens=tokens)[0]) for process in processes}
+    perplexities |= {"float64": exact} if exact else {}
+    reference = exact or perplexities.get("llama.cpp")
+    for name, perplexity in perplexities.items():
+        difference = f", {perplexity / reference - 1:+.4%}" if reference else ""
+        SAYS.print(f"perplexity on {len(tokens)} tokens: {name} {perplexity:.4f}{difference}")
+    return "ours" not in perplexities or not reference or abs(perplexities["ours"] / reference - 1) < 0.005
 
 
 def model_path(name: str, cache: Path) -> Path:
@@ -182,11 +182,11 @@ def compiled(path: Path, cache: Path, context: int) -> Path:
 
 def contestants(names: Sequence[str], path: Path, cache: Path) -> dict[str, str]:
     """The path that each library loads, by the library's name."""
-    made: dict[str, Callable[[int], str]] = {
+    paths: dict[str, Callable[[int], str]] = {
         "ours": lambda context: str(compiled(path, cache, context)),
         "llama.cpp": lambda context: str(path),
     }
-    return {name: made[name](CONTEXT) for name in names}
+    return {name: paths[name](CONTEXT) for name in names}
 
 
 CONTEXT = 3072

@@ -59,7 +59,7 @@ class Ours:
         if len(tokens) == 1:
             return self._model.decode([self._slot], tokens)[0]
         chunk = self._model.chunk
-        parts = [tokens[at : at + chunk] for at in range(0, len(tokens), chunk)]
+        parts = [tokens[begin : begin + chunk] for begin in range(0, len(tokens), chunk)]
         return [self._model.prefill(self._slot, np.array(part, "int32")) for part in parts][-1]
 
 
@@ -109,21 +109,21 @@ class Work:
 
     def decode(self, count: int) -> list[int]:
         """Continue greedily by `count` tokens; returns them."""
-        found = []
+        tokens = []
         for _ in range(count):
-            found.append(self._next)
+            tokens.append(self._next)
             self._next = int(self._model.append([self._next]).argmax())
-        return found
+        return tokens
 
     def gaps(self, tokens: list[int], start: int) -> list[float]:
         """For each token from `start` on, the difference of the largest logit and its own, given all before it."""
         self._model.reset()
         logits = self._model.append(tokens[:start])
-        found = []
+        differences = []
         for token in tokens[start:]:
-            found.append(float(logits.max() - logits[token]))
+            differences.append(float(logits.max() - logits[token]))
             logits = self._model.append([token])
-        return found
+        return differences
 
     def surprise(self, tokens: list[int]) -> float:
         """The mean of -log p over all tokens but the first; each takes a decode step."""

@@ -146,7 +146,7 @@ def main(
             calls[f"decode {batch}"]["torch"] = peer.step(clock, batch, context)
             read[f"decode {batch}", "torch"] = peer.bytes_read(batch, context)
         calls[f"prefill {chunk}"]["torch"] = peer.prefill(clock, chunk)
-    known = references(rounds)
+    limits = references(rounds)
     times = {}
     for work, each in calls.items():
         for name, call in each.items():
@@ -159,11 +159,11 @@ def main(
     for (work, name), ms in times.items():
         kind, rows = work.split()[0], int(work.split()[1])
         is_blocks = name in BLOCK_QUANTIZED
-        done = read[work, name] if kind == "decode" else operations(sizes, rows)
-        limit = known.get("read" if kind == "decode" else "peak")
-        share = done / ms / limit if limit else None
+        amount = read[work, name] if kind == "decode" else operations(sizes, rows)
+        limit = limits.get("read" if kind == "decode" else "peak")
+        share = amount / ms / limit if limit else None
         over = times[work, "torch"] / ms if (work, "torch") in times and name != "torch" else None
-        cells = [f"{ms:.3f}", f"{rows / ms * 1e3:,.0f}", f"{done / ms / 1e9:.2f}"]
+        cells = [f"{ms:.3f}", f"{rows / ms * 1e3:,.0f}", f"{amount / ms / 1e9:.2f}"]
         table.add_row(work, name, *cells, f"{share:.2f}" if share else "", f"{over:.2f}" if over else "")
         if share and name != "torch" and (kind == "prefill" or rows == 1):
             bar = PEAK_BAR if kind == "prefill" else BANDWIDTH_BARS[is_blocks]
@@ -175,8 +175,8 @@ def main(
             with json_file.open("a") as lines:
                 lines.write(json.dumps({"work": work, "by": name, "ms": ms, "share": share, "ratio": over}) + "\n")
     console.print(table)
-    if known:
-        console.print(f"read {known['read'] / 1e9:.2f} TB/s, peak {known['peak'] / 1e9:.0f} TFLOP/s")
+    if limits:
+        console.print(f"read {limits['read'] / 1e9:.2f} TB/s, peak {limits['peak'] / 1e9:.0f} TFLOP/s")
     for check in checks:
         console.print(f"{verdict(check)}: {check}", markup=False)
 

@@ -93,9 +93,9 @@ class LlamaCppModel:
         self.reset()
         batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
         batch.n_tokens = len(tokens)
-        for at, token in enumerate(tokens):
-            batch.token[at], batch.pos[at], batch.n_seq_id[at], batch.logits[at] = token, at, 1, True
-            batch.seq_id[at][0] = 0
+        for i, token in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, i, 1, True
+            batch.seq_id[i][0] = 0
         status = llama_cpp.llama_decode(self._context, batch)
         llama_cpp.llama_batch_free(batch)
         if status:

@@ -146,11 +146,11 @@ def _set_scales(blocks: np.ndarray, kind: BlockType, scales: np.ndarray) -> None
 def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """Shapes of a model's tensors by their names, in numpy's order: the innermost dimension last."""
     width, feed_forward = sizes.width, sizes.feed_forward
-    found: dict[str, tuple[int, ...]] = {"token_embd.weight": (sizes.vocabulary, width), "output_norm.weight": (width,)}
+    table: dict[str, tuple[int, ...]] = {"token_embd.weight": (sizes.vocabulary, width), "output_norm.weight": (width,)}
     if not (sizes.tied or sizes.architecture in GEMMAS):
-        found["output.weight"] = (sizes.vocabulary, width)
+        table["output.weight"] = (sizes.vocabulary, width)
     if sizes.rope_factors:
-        found["rope_freqs.weight"] = (sizes.size // 2,)
+        table["rope_freqs.weight"] = (sizes.size // 2,)
     for layer in range(sizes.layers):
         tensors: dict[str, tuple[int, ...]] = {"attn_norm.weight": (width,), "ffn_norm.weight": (width,)}
         for name, heads in (("q", sizes.heads), ("k", sizes.kv_heads), ("v", sizes.kv_heads)):
@@ -169,8 +169,8 @@ def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
         else:
             tensors |= {"ffn_gate.weight": (feed_forward, width), "ffn_up.weight": (feed_forward, width)}
             tensors["ffn_down.weight"] = (width, feed_forward)
-        found |= {f"blk.{layer}.{name}": shape for name, shape in tensors.items()}
-    return found
+        table |= {f"blk.{layer}.{name}": shape for name, shape in tensors.items()}
+    return table
 
 
 def write_gguf(
@@ -277,7 +277,7 @@ def _add_vocabulary(writer: GGUFWriter, size: int) -> None:
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens[:size])
-    writer.add_token_scores([-float(at) for at in range(size)])
+    writer.add_token_scores([-float(token) for token in range(size)])
     writer.add_token_types(kinds[:size])
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)

@@ -48,11 +48,11 @@ class Contestant:
         """Greedy tokens after a prompt."""
         self._model.cache.cut(self._slot, 0)
         following = int(self._model.prefill(self._slot, np.arange(1, PROMPT + 1, dtype="int32")).argmax())
-        found = []
+        new_tokens = []
         for _ in range(count):
-            found.append(following)
+            new_tokens.append(following)
             following = int(self._model.decode([self._slot], [following])[0].argmax())
-        return found
+        return new_tokens
 
     def milliseconds(self, count: int) -> float:
         """Mean milliseconds of `count` tokens after a prompt."""
@@ -77,17 +77,17 @@ def shares(path: Path, first: int) -> tuple[float, float]:
 
 def contestants(path: Path, vdevices: tuple[str, ...], first: int) -> dict[str, Contestant]:
     """The model on each device alone, and split."""
-    names = [f"{name}:{vdevices[:at].count(name)}" for at, name in enumerate(vdevices)]
+    names = [f"{name}:{vdevices[:index].count(name)}" for index, name in enumerate(vdevices)]
     placement = {"token_embd*": names[0], **{f"blk.{layer}.*": names[0] for layer in range(first)}, "*": names[1]}
-    found: dict[str, Any] = {}
+    models: dict[str, Any] = {}
     for name, devices, rules in [
         *((name, [device], None) for name, device in zip(names, vdevices, strict=True)),
         ("split", list(vdevices), placement),
     ]:
         begin = time.perf_counter()
-        found[name] = Contestant(path, devices, rules)
+        models[name] = Contestant(path, devices, rules)
         SAYS.print(f"{name}: compiled in {time.perf_counter() - begin:.0f} s")
-    return found
+    return models
 
 
 @click.command(help=__doc__)
@@ -113,7 +113,7 @@ def main(vdevices: tuple[str, ...], layers: int, first: int | None, tokens: int,
     for _ in range(rounds):
         for name, model in models.items():
             times[name].append(model.milliseconds(tokens))
-    show(texts, {name: statistics.median(found) for name, found in times.items()}, parts)
+    show(texts, {name: statistics.median(turn_times) for name, turn_times in times.items()}, parts)
 
 
 def show(texts: dict[str, list[int]], times: dict[str, float], parts: tuple[float, float]) -> None:
@@ -121,11 +121,11 @@ def show(texts: dict[str, list[int]], times: dict[str, float], parts: tuple[floa
     table = Table(title="milliseconds of a decoded token")
     for column in ("", "ms", "share of the split model", "tokens as when split"):
         table.add_column(column, justify="right")
-    *alone, split = times
-    for name, share in zip(alone, parts, strict=True):
+    *single_devices, split = times
+    for name, share in zip(single_devices, parts, strict=True):
         same = sum(a == b for a, b in zip(texts[name], texts[split], strict=True))
         table.add_row(name, f"{times[name]:.2f}", f"{share:.2f}", f"{same} of {len(texts[split])}")
-    expected = sum(times[name] * share for name, share in zip(alone, parts, strict=True))
+    expected = sum(times[name] * share for name, share in zip(single_devices, parts, strict=True))
     table.add_row(split, f"{times[split]:.2f}", "", "")
     SAYS.print(table)
     check = Check("a split token over the sum of its parts", times[split] / expected, BAR, at_most=True)

@@ -76,12 +76,12 @@ def cases_of(names: Sequence[str], precision: str, dims: Mapping[str, Sequence[i
     ValueError
         If there is no such model.
     """
-    found = []
+    cases = []
     precisions = {short: long for long, short in PRECISIONS.items()}
     for name in names:
         model, _, short = name.rpartition(":")
         model, chosen = (model, precisions[short]) if model and short in precisions else (name, precision)
         path = model_path(model)
         for sizes in itertools.product(*dims.values()):
-            found.append(Case(path.name.removesuffix(".onnx"), path, chosen, dict(zip(dims, sizes, strict=True))))
-    return found
+            cases.append(Case(path.name.removesuffix(".onnx"), path, chosen, dict(zip(dims, sizes, strict=True))))
+    return cases

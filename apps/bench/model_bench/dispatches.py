@@ -85,14 +85,14 @@ def dispatches_of(machine: Any, operands: Sequence[Any]) -> list[Dispatch]:
                 continue
             times.setdefault(row.symbol, []).append(row.microseconds / row.calls)
             rows[row.symbol] = row
-    medians = {symbol: statistics.median(found) for symbol, found in times.items()}
+    medians = {symbol: statistics.median(dispatches) for symbol, dispatches in times.items()}
     total = sum(medians[symbol] * row.calls for symbol, row in rows.items())
-    found = [
+    dispatches = [
         Dispatch(symbol, tuple(row.ops), row.calls, medians[symbol], row.operations, row.bytes, 0.0, row.precision)
         for symbol, row in rows.items()
     ]
-    found = [Dispatch(**{**asdict(one), "share": one.microseconds * one.calls / total}) for one in found]
-    return sorted(found, key=lambda one: -one.share)
+    dispatches = [Dispatch(**{**asdict(one), "share": one.microseconds * one.calls / total}) for one in dispatches]
+    return sorted(dispatches, key=lambda one: -one.share)
 
 
 COLUMNS = [

@@ -64,8 +64,8 @@ class Job:
         """The environment of its process."""
         threads = dict.fromkeys(ENVIRONMENT, str(self.threads))
         benchmarks = str(pathlib.Path(__file__).resolve().parents[1])
-        found = os.pathsep.join(filter(None, (benchmarks, os.environ.get("PYTHONPATH"))))
-        return {**os.environ, **threads, "TVM_BIND_THREADS": "0", "PYTHONPATH": found}
+        python_path = os.pathsep.join(filter(None, (benchmarks, os.environ.get("PYTHONPATH"))))
+        return {**os.environ, **threads, "TVM_BIND_THREADS": "0", "PYTHONPATH": python_path}
 
 
 def _setting(job: Job) -> Any:
@@ -85,17 +85,17 @@ def compile_models(job: Job) -> dict[str, Any]:
     """Let each peer write its file; seconds without imports of libraries."""
     from model_peers import PEERS, Unsupported
 
-    found: dict[str, Any] = {}
+    rows: dict[str, Any] = {}
     for key in job.peers:
         peer = PEERS[key].load_module()
         begin = time.perf_counter()
         try:
             peer.compile_model(job.model, job.files[key], _arrays(job.arrays, "in"), _setting(job))
         except Unsupported as reason:
-            found[key] = {"unsupported": str(reason)}
+            rows[key] = {"unsupported": str(reason)}
         else:
-            found[key] = {"compile_seconds": time.perf_counter() - begin}
-    return found
+            rows[key] = {"compile_seconds": time.perf_counter() - begin}
+    return rows
 
 
 def add_reference(job: Job) -> dict[str, Any]:
@@ -117,14 +117,14 @@ def error_of(results: list[Any], expected: dict[str, Any], bounds: tuple[float, 
     worst = 0.0
     if len(results) != len(expected):
         return float("inf")
-    for index, found in enumerate(results):
-        wanted = expected[str(index)].astype("float64")
-        if found.shape != wanted.shape:
+    for index, result in enumerate(results):
+        right = expected[str(index)].astype("float64")
+        if result.shape != right.shape:
             return float("inf")
-        if not found.size:
+        if not result.size:
             continue
-        difference = np.abs(found.astype("float64") - wanted)
-        allowed = bounds[0] * np.abs(wanted) + bounds[1] * float(np.max(np.abs(wanted))) + np.finfo("float32").tiny
+        difference = np.abs(result.astype("float64") - right)
+        allowed = bounds[0] * np.abs(right) + bounds[1] * float(np.max(np.abs(right))) + np.finfo("float32").tiny
         largest = float(np.max(difference / allowed))
         worst = max(worst, largest if np.isfinite(largest) else float("inf"))
     return worst
@@ -166,15 +166,15 @@ def count_regions(job: Job) -> dict[str, Any]:
     import relax_hetero as rh
 
     inputs = _arrays(job.arrays, "in")
-    found: dict[str, Any] = {}
+    counts: dict[str, Any] = {}
     bits = set()
     for key in job.peers:
         regions = rh.load(job.files[key]).metadata.regions
-        found[key] = {"regions": len(regions), "commands": sum(len(region.commands) for region in regions)}
+        counts[key] = {"regions": len(regions), "commands": sum(len(region.commands) for region in regions)}
         session = load(job.model, job.files[key], inputs, _setting(job))
         session.call()
         bits.add(b"".join(result.tobytes() for result in session.results()))
-    return {"peers": found, "equal": len(bits) == 1}
+    return {"peers": counts, "equal": len(bits) == 1}
 
 
 def serve(job: Job, answer: Callable[[Any], None]) -> None:

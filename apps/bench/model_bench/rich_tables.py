@@ -14,11 +14,11 @@ def terminal() -> Console:
     return Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 200)
 
 
-def rich_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str]) -> Table:
-    """A table with the columns in `left` aligned left and all others right."""
+def rich_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], texts: Collection[str]) -> Table:
+    """A table with the columns of texts aligned left and all others right."""
     table = Table(title=title, title_justify="left")
     for column in columns:
-        table.add_column(column, justify="left" if column in left else "right")
+        table.add_column(column, justify="left" if column in texts else "right")
     for row in rows:
         table.add_row(*row)
     return table

@@ -40,8 +40,8 @@ class Worker:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(key) + "\n")
         self._process.stdin.flush()
-        found: list[float] = self.answer()
-        return found
+        seconds: list[float] = self.answer()
+        return seconds
 
     def close(self) -> None:
         """End the process."""
@@ -57,14 +57,14 @@ def file_stem(text: str) -> str:
 def at_once(job: Job, limit: float | None = None) -> dict[str, Any]:
     """Run a job with one answer; a failure is under ``failure``."""
     try:
-        done = subprocess.run(job.command(), env=job.environment(), capture_output=True, text=True, timeout=limit)
+        process = subprocess.run(job.command(), env=job.environment(), capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired:
         return {"failure": f"not done after {limit:.0f} s"}
-    if done.returncode or not done.stdout:
-        said = next((line.strip() for line in reversed(done.stderr.splitlines()) if line.strip()), "")
-        return {"failure": f"status {done.returncode}: {shortened(said)}"}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    if process.returncode or not process.stdout:
+        stderr = next((line.strip() for line in reversed(process.stderr.splitlines()) if line.strip()), "")
+        return {"failure": f"status {process.returncode}: {shortened(stderr)}"}
+    answer: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return answer
 
 
 def prepare(
@@ -101,8 +101,8 @@ def prepare(
         files[key] = str(file)
         if not (file.exists() and facts.exists()):
             compiling = replace(job, action="compile", peers=(key,), files=files)
-            found = at_once(compiling, limit)
-            facts.write_text(json.dumps(found.get(key, found)))
+            answer = at_once(compiling, limit)
+            facts.write_text(json.dumps(answer.get(key, answer)))
         rows[key] = json.loads(facts.read_text())
         if rows[key].keys() & {"failure", "unsupported"}:
             facts.unlink()
@@ -138,11 +138,11 @@ def time_models(job: Job, rows: dict[str, dict[str, Any]], rounds: int, cap: flo
             for key in order:
                 if workers[key] is not None:
                     seconds[key] += workers[key].turn(key)
-    for key, found in seconds.items():
-        if found:
-            milliseconds = np.array(found) * 1e3
+    for key, seconds_of_peer in seconds.items():
+        if seconds_of_peer:
+            milliseconds = np.array(seconds_of_peer) * 1e3
             rows[key].update(median_ms=float(np.median(milliseconds)), fastest_ms=float(milliseconds.min()))
-            rows[key].update(calls=len(found))
+            rows[key].update(calls=len(seconds_of_peer))
 
 
 def add_memory(job: Job, rows: dict[str, dict[str, Any]]) -> None:

@@ -35,7 +35,7 @@ def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:
         outputs[:] = [main(*arguments)]
 
     def results() -> list[np.ndarray]:
-        (found,) = outputs
-        return [torch.from_dlpack(field).numpy() for field in (found if isinstance(found, tuple) else (found,))]
+        (output,) = outputs
+        return [torch.from_dlpack(field).numpy() for field in (output if isinstance(output, tuple) else (output,))]
 
     return Session(call, results)

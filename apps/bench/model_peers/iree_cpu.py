@@ -27,9 +27,9 @@ def compile_model(model: str, file: str, inputs: Inputs, setting: Setting) -> No
     with tempfile.TemporaryDirectory() as folder:
         text = str(Path(folder) / "model.mlir")
         command = [sys.executable, "-m", "iree.compiler.tools.import_onnx", model, "-o", text]
-        done = subprocess.run([*command, "--opset-version", str(_OPSET)], capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"its importer failed: {done.stderr.strip().splitlines()[-1]}")
+        importer = subprocess.run([*command, "--opset-version", str(_OPSET)], capture_output=True, text=True)
+        if importer.returncode:
+            raise RuntimeError(f"its importer failed: {importer.stderr.strip().splitlines()[-1]}")
         iree.compiler.compile_file(
             text, input_type="onnx", target_backends=["llvm-cpu"], extra_args=_FLAGS, output_file=file
         )
@@ -54,8 +54,8 @@ def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:
         outputs[:] = [main(*operands)]
 
     def results() -> list[np.ndarray]:
-        (found,) = outputs
-        fields = found if isinstance(found, (tuple, list)) else [found]
+        (output,) = outputs
+        fields = output if isinstance(output, (tuple, list)) else [output]
         return [np.array(field.to_host()) for field in fields]
 
     return Session(call, results)

@@ -37,9 +37,9 @@ def products_of(executable: rh.vm.Executable) -> dict[str, int]:
     """The number of products and convolutions by types of operands; *stock* are those without a kernel."""
     encodings = executable.metadata.encodings
     types = [re.search(r"<(\w+ \* \w+) ", entry["operands"][0]["encoding"]) for entry in encodings["ops"]]
-    found = Counter(match[1] for match in types if match)
-    found.update(stock=len(encodings["cancelled"]))
-    return {name: count for name, count in found.items() if count}
+    counts = Counter(match[1] for match in types if match)
+    counts.update(stock=len(encodings["cancelled"]))
+    return {name: count for name, count in counts.items() if count}
 
 
 def tensors_of(inputs: Inputs) -> list[tvm.runtime.Tensor]:
@@ -57,8 +57,8 @@ def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:
         outputs[:] = [main(*operands)]
 
     def results() -> list[object]:
-        (found,) = outputs
-        fields = [found] if isinstance(found, tvm.runtime.Tensor) else list(found)
+        (output,) = outputs
+        fields = [output] if isinstance(output, tvm.runtime.Tensor) else list(output)
         return [field.numpy() for field in fields]
 
     return Session(call, results, products=products_of(executable))

@@ -69,15 +69,15 @@ def _max_pool(x: list[Any], a: Attributes) -> Tensor:
 
 def _average_pool(x: list[Any], a: Attributes) -> Tensor:
     size, strides = list(a["kernel_shape"]), list(a.get("strides", [1, 1]))
-    counted = bool(a.get("count_include_pad", 0))
+    counts_padding = bool(a.get("count_include_pad", 0))
     data, padded = _padded(x[0], a, 0.0)
     _, pads = _spatial(padded)
-    mean = functional.avg_pool2d(data, size, strides, pads, bool(a.get("ceil_mode")), counted)
-    if data is x[0] or counted:
+    mean = functional.avg_pool2d(data, size, strides, pads, bool(a.get("ceil_mode")), counts_padding)
+    if data is x[0] or counts_padding:
         return mean
     # The mean without padding: the mean with zeros, divided by the share of the elements that are not padding.
-    there, _ = _padded(torch.ones_like(x[0][:, :1]), a, 0.0)
-    return mean / functional.avg_pool2d(there, size, strides)
+    inside, _ = _padded(torch.ones_like(x[0][:, :1]), a, 0.0)
+    return mean / functional.avg_pool2d(inside, size, strides)
 
 
 def _gemm(x: list[Any], a: Attributes) -> Tensor:
@@ -148,8 +148,8 @@ def _layer_norm(x: list[Any], a: Attributes) -> Tensor:
 
 
 def _clip(x: list[Any], a: Attributes) -> Tensor:
-    least, most = (a.get(name) if x[place] is None else x[place] for place, name in ((1, "min"), (2, "max")))
-    return torch.clamp(x[0], None if least is None else float(least), None if most is None else float(most))
+    low, high = (a.get(name) if x[index] is None else x[index] for index, name in ((1, "min"), (2, "max")))
+    return torch.clamp(x[0], None if low is None else float(low), None if high is None else float(high))
 
 
 def _slice(x: list[Any], a: Attributes) -> Tensor:

@@ -84,15 +84,15 @@ def random_arrays(graph: onnx.GraphProto, dims: Mapping[str, int], seed: int) ->
     """Arrays for the inputs of a graph, as in `random_inputs`."""
     weights = {initializer.name for initializer in graph.initializer}
     generator = np.random.default_rng(seed)
-    found = {}
+    arrays = {}
     for value in graph.input:
         if value.name in weights:
             continue
         tensor = value.type.tensor_type
         shape = [d.dim_value if d.HasField("dim_value") else dims.get(d.dim_param, 1) for d in tensor.shape.dim]
         dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
-        found[value.name] = _random(value.name.lower(), shape, dtype, generator)
-    return found
+        arrays[value.name] = _random(value.name.lower(), shape, dtype, generator)
+    return arrays
 
 
 def _random(name: str, shape: list[int], dtype: np.dtype, generator: np.random.Generator) -> np.ndarray:

@@ -87,12 +87,12 @@ def _calm(model: onnx.ModelProto, generator: np.random.Generator) -> None:
     (image,) = model.graph.input
     shape = [extent.dim_value for extent in image.type.tensor_type.shape.dim]
     session = onnxruntime.InferenceSession(probe.SerializeToString(), providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {image.name: generator.standard_normal(shape, "float32")})
-    factor = np.float32(min(1.0, 2.0 / float(found.std())))
-    made = {name: node for node in model.graph.node for name in node.output}
+    (output,) = session.run(None, {image.name: generator.standard_normal(shape, "float32")})
+    factor = np.float32(min(1.0, 2.0 / float(output.std())))
+    producers = {name: node for node in model.graph.node for name in node.output}
     for name in last.input[1:]:
         while name not in weights:  # newer onnx packages reshape a weight before its layer
-            name = made[name].input[0]
+            name = producers[name].input[0]
         weights[name].CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weights[name]) * factor, name))
 
 

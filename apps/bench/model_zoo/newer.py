@@ -108,11 +108,11 @@ def mamba(steps: int = 16) -> onnx.ModelProto:
         memory = graph.constant(np.zeros((1, inner, state)))
         outputs = []
         for step in range(steps):
-            at = [_slice(graph, value, 1, step, step + 1) for value in (delta, u, sources, sinks)]
-            change, value = (graph.node("Reshape", each, graph.shape(1, inner, 1)) for each in at[:2])
-            kept = graph.node("Mul", memory, graph.node("Exp", graph.node("Mul", change, decay)))
-            memory = graph.node("Add", kept, graph.node("Mul", graph.node("Mul", change, at[2]), value))
-            outputs.append(graph.node("ReduceSum", graph.node("Mul", memory, at[3]), graph.shape(2), keepdims=0))
+            operands = [_slice(graph, value, 1, step, step + 1) for value in (delta, u, sources, sinks)]
+            change, value = (graph.node("Reshape", each, graph.shape(1, inner, 1)) for each in operands[:2])
+            decayed = graph.node("Mul", memory, graph.node("Exp", graph.node("Mul", change, decay)))
+            memory = graph.node("Add", decayed, graph.node("Mul", graph.node("Mul", change, operands[2]), value))
+            outputs.append(graph.node("ReduceSum", graph.node("Mul", memory, operands[3]), graph.shape(2), keepdims=0))
         y = graph.node("Concat", *(graph.node("Unsqueeze", y, graph.shape(1)) for y in outputs), axis=1)
         y = graph.node("Add", y, graph.node("Mul", u, graph.weight(inner, deviation=1.0)))
         y = graph.node("Mul", y, _silu(graph, gate))

@@ -47,9 +47,9 @@ def expanded(file: Path, seed: int = 0) -> onnx.ModelProto:
     generator = np.random.default_rng(seed)
     for weight in model.graph.initializer:
         if weight.doc_string:
-            mean, deviation, least, greatest = json.loads(weight.doc_string)
+            mean, deviation, low, high = json.loads(weight.doc_string)
             numbers = generator.standard_normal(tuple(weight.dims), "float32") * np.float32(deviation)
-            numbers = np.clip(numbers + np.float32(mean), least, greatest)
+            numbers = np.clip(numbers + np.float32(mean), low, high)
             dtype = onnx.helper.tensor_dtype_to_np_dtype(weight.data_type)
             weight.CopyFrom(numpy_helper.from_array(numbers.astype(dtype), weight.name))
     return model

@@ -19,8 +19,8 @@ def _heads(graph: Graph, x: str, sequence: Extent, heads: int, size: int, perm: 
 
 
 def _merged(graph: Graph, x: str, sequence: Extent, width: int, batch: Extent = 1) -> str:
-    together = graph.node("Transpose", x, perm=[0, 2, 1, 3])
-    return graph.node("Reshape", together, _shape(graph, batch, sequence, width))
+    heads_last = graph.node("Transpose", x, perm=[0, 2, 1, 3])
+    return graph.node("Reshape", heads_last, _shape(graph, batch, sequence, width))
 
 
 def _shape(graph: Graph, *extents: Extent) -> str:

@@ -48,10 +48,10 @@ class Peer:
             raise Unsupported("no weights of 4 bits")
         if product.kind == "f16" and not self.float16:
             raise Unsupported("no products of float16")
-        made: Contestant = getattr(importlib.import_module(f".{self.module}", __name__), self.function)(
+        contestant: Contestant = getattr(importlib.import_module(f".{self.module}", __name__), self.function)(
             product, threads
         )
-        return made
+        return contestant
 
 
 OURS = Peer("relax-hetero", "relax_hetero", "ours", four_bits=True, float16=True)

@@ -47,8 +47,8 @@ class Job:
         """The environment of its process."""
         threads = dict.fromkeys(ENVIRONMENT, str(self.threads))
         benchmarks = str(pathlib.Path(__file__).resolve().parents[1])
-        found = os.pathsep.join(filter(None, (benchmarks, os.environ.get("PYTHONPATH"))))
-        return {**os.environ, **threads, "TVM_BIND_THREADS": "0", "PYTHONPATH": found}
+        python_path = os.pathsep.join(filter(None, (benchmarks, os.environ.get("PYTHONPATH"))))
+        return {**os.environ, **threads, "TVM_BIND_THREADS": "0", "PYTHONPATH": python_path}
 
 
 def measure(job: Job, kind: str, shape_text: str) -> dict[str, Any]:

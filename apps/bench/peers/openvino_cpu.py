@@ -18,7 +18,7 @@ def matmul(product: Product, threads: int) -> Contestant:
     The plugin makes an int8 product of two FakeQuantize with steps of 1, as its own quantizer writes them; a
     MatMul of integers would be computed in float32.
     """
-    model, held = _model(product)
+    model, weight_memory = _model(product)
     settings: dict[str, Any] = {
         "INFERENCE_NUM_THREADS": threads,
         "NUM_STREAMS": 1,
@@ -38,26 +38,26 @@ def matmul(product: Product, threads: int) -> Contestant:
     request.set_output_tensor(0, output)
     note = "FakeQuantize graph, float32 result" if product.kind in ("u8s8", "s8s8") else ""
     # The request does not keep these alive, and would write to freed memory.
-    alive = (core, model, compiled, held, operands, output, y)
+    alive = (core, model, compiled, weight_memory, operands, output, y)
     return Contestant(lambda alive=alive: request.infer(share_outputs=True), lambda: y, note)
 
 
 def _model(product: Product) -> tuple[ov.Model, object]:
     x = op.parameter(product.lhs.shape, _element(product.lhs.dtype))
     if product.kind == "q4":
-        weight, held = _dequantized(product)
-        return ov.Model([op.matmul(x, weight, False, True)], [x]), held
-    parameters, held = [x], None
+        weight, memory = _dequantized(product)
+        return ov.Model([op.matmul(x, weight, False, True)], [x]), memory
+    parameters, memory = [x], None
     if product.weight:
-        held = aligned(product.rhs)
-        w = op.constant(_tensor(held), shared_memory=True)
+        memory = aligned(product.rhs)
+        w = op.constant(_tensor(memory), shared_memory=True)
     else:
         w = op.parameter(product.rhs.shape, _element(product.rhs.dtype))
         parameters.append(w)
     left, right = x, w
     if product.kind in ("u8s8", "s8s8"):
         left, right = _quantized(x, product.lhs.dtype), _quantized(w, product.rhs.dtype)
-    return ov.Model([op.matmul(left, right, False, False)], parameters), held
+    return ov.Model([op.matmul(left, right, False, False)], parameters), memory
 
 
 def _dequantized(product: Product) -> tuple[Any, object]:

@@ -79,19 +79,19 @@ class Product:
         """The product in float64, which is exact for integers."""
         return np.matmul(self.lhs.astype("float64"), self.rhs.astype("float64"))
 
-    def error(self, found: np.ndarray) -> float:
+    def error(self, result: np.ndarray) -> float:
         """Largest difference of a result over the allowed one: up to 1 is right.
 
         Integers must be exact. Floats may differ by 1e-5 sqrt(K) and one rounding of the result's type; float16, where
         a few terms may be added in float16, by six thousandths of the root mean square; weights of 4 bits by ten times
         as much as other floats, since data may be integers of 16 bits.
         """
-        if tuple(found.shape) != self.result_shape:
+        if tuple(result.shape) != self.result_shape:
             return float("inf")
-        difference = np.abs(found.astype("float64") - self.reference)
+        difference = np.abs(result.astype("float64") - self.reference)
         if self.kind in ("u8s8", "s8s8"):
             return 0.0 if not difference.any() else float("inf")
-        rounding = {"bfloat16": 2.0**-8, "float16": 2.0**-11}.get(found.dtype.name, 2.0**-23)
+        rounding = {"bfloat16": 2.0**-8, "float16": 2.0**-11}.get(result.dtype.name, 2.0**-23)
         sums = 1e-5 * np.sqrt(self.shape.k)
         if self.kind == "q4":
             sums *= 10

@@ -43,8 +43,8 @@ class Rounds:
     @property
     def quiet(self) -> list[int]:
         """The rounds that count: the quiet ones, or all if there are none."""
-        found = [index for index, share in enumerate(self.others) if share < QUIET]
-        return found or list(range(len(self.others)))
+        indices = [index for index, share in enumerate(self.others) if share < QUIET]
+        return indices or list(range(len(self.others)))
 
     def median(self, name: str) -> float:
         """The median call of a program, in seconds."""
@@ -74,7 +74,7 @@ def take_rounds(programs: Mapping[str, Callable[[], object]], calls: int, rounds
     seed : int
         Seed of the orders.
     """
-    found = Rounds({name: [] for name in programs})
+    timed = Rounds({name: [] for name in programs})
     order, shuffle = list(programs), random.Random(seed)
     for _ in range(rounds * PATIENCE):
         shuffle.shuffle(order)
@@ -84,12 +84,12 @@ def take_rounds(programs: Mapping[str, Callable[[], object]], calls: int, rounds
             wait_until_idle()
             begin = time.perf_counter()
             programs[name]()
-            found.seconds[name].append((time.perf_counter() - begin) / calls)
+            timed.seconds[name].append((time.perf_counter() - begin) / calls)
             wait_until_idle()
-        found.others.append(share.now())
-        if sum(other < QUIET for other in found.others) == rounds:
+        timed.others.append(share.now())
+        if sum(other < QUIET for other in timed.others) == rounds:
             break
-    return found
+    return timed
 
 
 class _OthersShare:
@@ -114,8 +114,8 @@ def _inputs(count: int, width: int) -> list[tvm.runtime.Tensor]:
     return [tvm.runtime.tensor(generator.standard_normal((width, width)).astype("float32")) for _ in range(count)]
 
 
-def _same(found: Any, expected: Any) -> None:
-    pairs = zip(_arrays(found), _arrays(expected), strict=True)
+def _same(result: Any, expected: Any) -> None:
+    pairs = zip(_arrays(result), _arrays(expected), strict=True)
     if not all(np.array_equal(a, b) for a, b in pairs):
         raise SystemExit("a submitted call gives other numbers than a plain one")
 
@@ -148,31 +148,31 @@ def measure_pipeline(width: int, depth: int, calls: int, rounds: int) -> dict[st
     inputs = _inputs(calls, width)
     for x in inputs[:3]:
         _same(vm.submit("main", x).result(), vm["main"](x))
-    found = take_rounds({"plain": _plain(vm, inputs), "submit": _submitted(vm, inputs)}, calls, rounds)
-    return {**found.to_json(), "speedup": found.ratio("plain", "submit"), "possible": 2 * calls / (calls + 1)}
+    timed = take_rounds({"plain": _plain(vm, inputs), "submit": _submitted(vm, inputs)}, calls, rounds)
+    return {**timed.to_json(), "speedup": timed.ratio("plain", "submit"), "possible": 2 * calls / (calls + 1)}
 
 
 def measure_halves(width: int, depth: int, rounds: int) -> dict[str, Any]:
     """One call of two independent halves on one core each, over the halves one after the other."""
     both = rh.vm.VirtualMachine(rh.compile(halves(width, depth)))
-    alone = rh.vm.VirtualMachine(rh.compile(half(width, depth)))
+    one_core = rh.vm.VirtualMachine(rh.compile(half(width, depth)))
     (x,) = _inputs(1, width)
-    expected = alone["main"](x)
+    expected = one_core["main"](x)
     for result in (both["main"](x), both.submit("main", x).result()):
         _same(result, (expected, expected))
 
     def in_turn() -> None:
-        alone["main"](x)
-        alone["main"](x)
+        one_core["main"](x)
+        one_core["main"](x)
 
     programs = {
         "in turn": in_turn,
         "plain call": lambda: both["main"](x),
         "submit": lambda: both.submit("main", x).result(),
     }
-    found = take_rounds(programs, 1, rounds)
-    speedups = {name: found.ratio("in turn", name) for name in ("plain call", "submit")}
-    return {**found.to_json(), "speedup": speedups}
+    timed = take_rounds(programs, 1, rounds)
+    speedups = {name: timed.ratio("in turn", name) for name in ("plain call", "submit")}
+    return {**timed.to_json(), "speedup": speedups}
 
 
 def measure_latency(rounds: int) -> dict[str, Any]:
@@ -191,13 +191,13 @@ def measure_latency(rounds: int) -> dict[str, Any]:
             times.append(time.perf_counter() - begin)
         return statistics.median(times)
 
-    found = Rounds({"plain": [], "submit": []})
+    timed = Rounds({"plain": [], "submit": []})
     for _ in range(rounds):
         share = _OthersShare()
-        found.seconds["plain"].append(median_of(lambda: main(x)))
-        found.seconds["submit"].append(median_of(lambda: vm.submit("main", x).result()))
-        found.others.append(share.now())
-    return {**found.to_json(), "added": (found.median("submit") - found.median("plain")) * 1e6}
+        timed.seconds["plain"].append(median_of(lambda: main(x)))
+        timed.seconds["submit"].append(median_of(lambda: vm.submit("main", x).result()))
+        timed.others.append(share.now())
+    return {**timed.to_json(), "added": (timed.median("submit") - timed.median("plain")) * 1e6}
 
 
 def measure_minilm(path: Path, calls: int, rounds: int) -> dict[str, Any]:
@@ -240,9 +240,9 @@ def measure_minilm(path: Path, calls: int, rounds: int) -> dict[str, Any]:
         "ONNX Runtime, all cores": lambda: [whole.run(None, batch) for batch in batches],
         "ONNX Runtime, a session per core": side_by_side,
     }
-    found = take_rounds(programs, calls, rounds)
-    speedups = {name: found.ratio("two devices, plain", name) for name in programs}
-    return {**found.to_json(), "speedup": speedups}
+    timed = take_rounds(programs, calls, rounds)
+    speedups = {name: timed.ratio("two devices, plain", name) for name in programs}
+    return {**timed.to_json(), "speedup": speedups}
 
 
 def _session(path: Path, threads: int) -> Any:

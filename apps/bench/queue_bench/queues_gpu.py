@@ -129,14 +129,14 @@ def cpu_gpu_cpu(cuda: dict[str, str], seconds: float, calls: int, rounds: int) -
     cores = max(1, min(8, num_cores() // 4))
     cpus = [rh.VDevice({**rh.native("llvm").export(), "num-cores": cores}, number) for number in range(2)]
     devices = [cpus[0], rh.VDevice(cuda), cpus[1]]
-    products = [products_for(work, devices[at], seconds) for at in (0, 1)]
+    products = [products_for(work, devices[index], seconds) for index in (0, 1)]
     stages = [(0, products[0]), (1, products[1]), (2, products[0])]
-    alone = [seconds_alone(work, devices[device], count, 15) for device, count in stages[:2]]
+    stage_seconds = [seconds_alone(work, devices[device], count, 15) for device, count in stages[:2]]
     vm = machine(work, devices, stages, in_flight=8)
     return {
         "cores": cores,
         "products": [count for _, count in stages],
-        "stages_ms": [alone[0] * 1e3, alone[1] * 1e3, alone[0] * 1e3],
+        "stages_ms": [stage_seconds[0] * 1e3, stage_seconds[1] * 1e3, stage_seconds[0] * 1e3],
         "one_call_ms": seconds_per_call(work, vm, 1, 3 * rounds) * 1e3,
         "per_call_ms": seconds_per_call(work, vm, calls, rounds) * 1e3,
     }
@@ -158,16 +158,16 @@ def two_gpus(cuda: dict[str, str], seconds: float, calls: int, rounds: int) -> d
 
 def checks(result: dict[str, Any]) -> list[Check]:
     """The bars of the pipelines."""
-    found = []
+    bars = []
     if "cpu_gpu_cpu" in result:
         row = result["cpu_gpu_cpu"]
         ratio = row["per_call_ms"] / max(row["stages_ms"])
-        found.append(Check("CPU to GPU to CPU: time per call over the slowest stage's", ratio, PIPELINE_BAR, True))
+        bars.append(Check("CPU to GPU to CPU: time per call over the slowest stage's", ratio, PIPELINE_BAR, True))
     if "two_gpus" in result:
         row = result["two_gpus"]
         ratio = row["one_gpu_ms"] / row["two_gpus_ms"]
-        found.append(Check("two GPUs: calls per second over one GPU's", ratio, TWO_GPUS_BAR))
-    return found
+        bars.append(Check("two GPUs: calls per second over one GPU's", ratio, TWO_GPUS_BAR))
+    return bars
 
 
 @click.command()

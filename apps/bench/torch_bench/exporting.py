@@ -29,9 +29,9 @@ def export(name: str, file: str, arrays: str, dynamo: bool) -> None:
             program.save(unfinished, external_data=False)
         else:
             torch.onnx.export(module, arguments, unfinished, input_names=names, opset_version=17, dynamo=False)
-    used = {value.name for value in onnx.load(unfinished).graph.input}
-    given = dict(zip(names, arguments, strict=True))
-    np.savez(arrays, **{f"in:{name}": tensor.numpy() for name, tensor in given.items() if name in used})
+    input_names = {value.name for value in onnx.load(unfinished).graph.input}
+    inputs = dict(zip(names, arguments, strict=True))
+    np.savez(arrays, **{f"in:{name}": tensor.numpy() for name, tensor in inputs.items() if name in input_names})
     os.replace(unfinished, file)
 
 

@@ -145,9 +145,9 @@ def _cache(tensors: tuple[Any, ...]) -> Any:
 
 def _step(network: Any, token: Any, *past: Any) -> tuple[Any, ...]:
     """Logits of one more token, and keys and values with it."""
-    found = network(input_ids=token, past_key_values=_cache(past), use_cache=True)
-    layers = found.past_key_values.layers
-    return (found.logits, *(tensor for layer in layers for tensor in (layer.keys, layer.values)))
+    output = network(input_ids=token, past_key_values=_cache(past), use_cache=True)
+    layers = output.past_key_values.layers
+    return (output.logits, *(tensor for layer in layers for tensor in (layer.keys, layer.values)))
 
 
 def _last_hidden(network: Any, tokens: Any, mask: Any) -> Any:

@@ -15,8 +15,8 @@ Result = dict[str, Any]
 
 def median(result: Result, key: str) -> float | None:
     """Milliseconds of a contestant, None if it has none."""
-    found: float | None = result["rows"].get(key, {}).get("median_ms")
-    return found
+    milliseconds: float | None = result["rows"].get(key, {}).get("median_ms")
+    return milliseconds
 
 
 def ratio(result: Result, pair: tuple[str, str]) -> float | None:
@@ -43,11 +43,11 @@ def summary(results: Sequence[Result]) -> list[str]:
     """Geometric mean and lowest ratio of each of `PAIRS`."""
     lines = []
     for pair in PAIRS:
-        found = {result["model"]: value for result in results if (value := ratio(result, pair))}
-        if found:
-            lowest = min(found, key=lambda model: found[model])
-            mean = geometric_mean(list(found.values()))
-            lines.append(f"{_heading(pair)}: {mean:.3f}, lowest {found[lowest]:.3f} of {lowest} ({len(found)})")
+        ratios = {result["model"]: value for result in results if (value := ratio(result, pair))}
+        if ratios:
+            lowest = min(ratios, key=lambda model: ratios[model])
+            mean = geometric_mean(list(ratios.values()))
+            lines.append(f"{_heading(pair)}: {mean:.3f}, lowest {ratios[lowest]:.3f} of {lowest} ({len(ratios)})")
     return lines
 
 

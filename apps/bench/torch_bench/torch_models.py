@@ -119,20 +119,20 @@ def _exported(
     if not file.exists():
         command = [sys.executable, "-m", "torch_bench.exporting", name, str(file), str(arrays), exporter]
         _run(command, job.environment(), limit)
-        found = at_once(job, limit)
-        if "failure" in found:
+        answer = at_once(job, limit)
+        if "failure" in answer:
             file.unlink()
-            raise RuntimeError(f"no reference by ONNX Runtime: {found['failure']}")
+            raise RuntimeError(f"no reference by ONNX Runtime: {answer['failure']}")
     return Job("turns", str(file), keys, {}, threads, str(arrays), seconds, allowed=ALLOWED)
 
 
 def _run(command: list[str], environment: dict[str, str], limit: float) -> None:
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
+        process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"not exported after {limit:.0f} s") from error
-    if done.returncode:
-        raise RuntimeError(f"not exported: {shortened(done.stderr.strip().splitlines()[-1])}")
+    if process.returncode:
+        raise RuntimeError(f"not exported: {shortened(process.stderr.strip().splitlines()[-1])}")
 
 
 def _print(results: list[dict[str, Any]], as_markdown: bool) -> None:
