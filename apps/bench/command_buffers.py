@@ -1,6 +1,6 @@
 """Command buffers against the same library without them: kernels, calls, whole models, compile time, memory.
 
-python apps/bench/command_buffers.py elementwise            # 2 to 1,000 kernels on 16 floats, stock TVM beside them
+python apps/bench/command_buffers.py elementwise            # 2 to 1,000 kernels on 16 floats, also in stock TVM
 python apps/bench/command_buffers.py models shufflenet minilm --threads 1 --executables .cache/executables
 python apps/bench/command_buffers.py compile kernels:300 densenet121
 python apps/bench/command_buffers.py memory

@@ -3,7 +3,7 @@
 python apps/bench/matmul.py                                        # every shape and type, 1 and 2 threads: an hour
 python apps/bench/matmul.py --types f32 --shapes 1024,1x4096x4096 --threads 1 --peers torch,openvino
 python apps/bench/matmul.py --no-weight --types f32 --markdown
-python apps/bench/matmul.py --types f32,q4 --shapes 1x4096x4096    # weights of 4 bits beside those of float32
+python apps/bench/matmul.py --types f32,q4 --shapes 1x4096x4096    # weights of 4 bits and of float32
 python apps/bench/matmul.py --types f32,f16 --shapes 1024          # float16, which AVX512-FP16 multiplies
 """
 

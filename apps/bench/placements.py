@@ -159,7 +159,7 @@ def cases_of(
 def cut_positions(model: onnx.ModelProto, limit: int | None, cuts: int, before: bool, whole: int) -> list[int]:
     """Positions of cuts by hand: fifths of the nodes, or as many nodes as have weights that fit within the limit.
 
-    Besides the weights of the first nodes, all other values must fit, of which the last nodes have few.
+    Besides the weights of the first nodes, all other values must fit; the last nodes have few of these.
     """
     count = len(model.graph.node)
     if limit is None:

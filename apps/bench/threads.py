@@ -83,7 +83,7 @@ def _part(
         for busy in dict.fromkeys((1, num_cores())):
             with busy_processes(busy):
                 results = [_wait(_begin(folder, threads, steps, seconds)) for _ in range(few)]
-            yield f"beside {busy} busy", results
+            yield f"{busy} busy processes", results
     elif part == "quota":
         for quota in (threads, threads / 2):
             with control_group(quota) as join:

@@ -23,7 +23,7 @@ def items_of(requests: Sequence[Sequence[Any]]) -> int:
 
 
 class Replica:
-    """One copy of a model behind a queue.
+    """One copy of a model with a queue of requests.
 
     The model runs in a thread of its own: meanwhile the event loop takes requests, which become the next batch, and
     answers health checks.

@@ -68,12 +68,12 @@ def contest(
     with tempfile.TemporaryDirectory(dir=_memory_folder()) as folder:
         peers_of_work: dict[int, tuple[Peers, str]] = {}
 
-        def beside() -> None:
+        def meanwhile() -> None:
             if rehearsed and torch_on_gpu() and workers > 1:
                 _rehearse(workloads, gpu, peers, workers)
             peers_of_work.update((index, _peers(clock, work, peers)) for index, work in enumerate(workloads))
 
-        programs = compiled(workloads, gpu, Path(folder), workers, beside if together else None)
+        programs = compiled(workloads, gpu, Path(folder), workers, meanwhile if together else None)
         for index, program in enumerate(programs):
             peers_and_failure = peers_of_work.pop(index, None) or _peers(clock, program.workload, peers)
             row = _measured(program.load(gpu), gpu, clock, peers_and_failure, wanted, rounds)

@@ -81,22 +81,22 @@ class Program:
 
 
 def compiled(
-    workloads: Sequence[Workload], gpu: Any, folder: Path, workers: int, beside: Callable[[], None] | None = None
+    workloads: Sequence[Workload], gpu: Any, folder: Path, workers: int, meanwhile: Callable[[], None] | None = None
 ) -> list[Program]:
-    """Compile and export all workloads in `workers` processes, and meanwhile call `beside` in this one.
+    """Compile and export all workloads in `workers` processes, and call `meanwhile` in this one at the same time.
 
     Processes are spawned: CUDA does not survive a fork.
     """
     files = [folder / f"program{index}.so" for index in range(len(workloads))]
-    beside = beside or (lambda: None)
+    meanwhile = meanwhile or (lambda: None)
     if workers == 1 or len(workloads) == 1:
         outcomes = [_compile(one, gpu, file) for one, file in zip(workloads, files, strict=True)]
-        beside()
+        meanwhile()
     else:
         context = multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(min(workers, len(workloads)), mp_context=context) as pool:
             answers = pool.map(_compile, workloads, [gpu] * len(files), files)
-            beside()
+            meanwhile()
             outcomes = list(answers)
     return [Program(one, *outcome, file) for one, outcome, file in zip(workloads, outcomes, files, strict=True)]
 

@@ -322,7 +322,7 @@ class Attentions:
 
 
 def _moved_on(shape: tuple[int, ...], count: int, dtype: str, seed: int) -> list[Array]:
-    """Arrays of which no two are equal: views of the same normal numbers at different offsets."""
+    """Arrays that all differ: views of the same normal numbers at different offsets."""
     size, step = int(np.prod(shape)), 997
     numbers = _normal(size + step * count, dtype, seed)
     return [numbers[step * index :][:size].reshape(shape) for index in range(count)]

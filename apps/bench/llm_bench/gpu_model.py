@@ -1,4 +1,4 @@
-"""A random llama of 8 billion weights from a GGUF file on an NVIDIA GPU: decode and prefill, beside PyTorch in f16.
+"""A random llama of 8 billion weights from a GGUF file on an NVIDIA GPU: decode and prefill, against PyTorch in f16.
 
 python apps/bench/llm_bench/gpu_model.py                                    # Q4_0 and F16: 21 GB of files, 80 GB of GPU
 python apps/bench/llm_bench/gpu_model.py --layers 8 --types Q4_0,Q4_K,F16   # shorter

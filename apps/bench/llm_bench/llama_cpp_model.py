@@ -1,4 +1,4 @@
-"""llama.cpp behind the few functions that benchmarks and tests call.
+"""llama.cpp with the few functions that benchmarks and tests call.
 
 python apps/bench/llm_bench/llama_cpp_model.py MODEL.gguf TOKENS.npy LOGITS.npy [--exact-cache]
 

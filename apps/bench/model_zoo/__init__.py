@@ -42,7 +42,7 @@ def model_path(name: str) -> Path:
     Raises
     ------
     ValueError
-        If there is no such file and no such maker.
+        If neither a file nor a maker has the name.
     """
     if name.endswith(".onnx"):
         if not Path(name).is_file():

@@ -113,7 +113,7 @@ class OneDeviceBackend(Backend):
 
 
 class TwoDeviceBackend(Backend):
-    """relax_hetero with the nodes of the graph dealt out in turn over two CPU devices with different targets."""
+    """relax_hetero with the nodes of the graph alternating between two CPU devices with different targets."""
 
     @classmethod
     def prepare(cls, model: onnx.ModelProto, device: str = "CPU", **kwargs: Any) -> HeteroRep:
@@ -138,7 +138,7 @@ class GpuBackend(Backend):
 
 
 class CpuAndGpuBackend(Backend):
-    """relax_hetero with the nodes of the graph dealt out in turn over a GPU and the native CPU."""
+    """relax_hetero with the nodes of the graph alternating between a GPU and the native CPU."""
 
     @classmethod
     def prepare(cls, model: onnx.ModelProto, device: str = "CUDA", **kwargs: Any) -> HeteroRep:

@@ -47,13 +47,13 @@ def markdown(results: dict[str, dict[str, Outcome]]) -> str:
 
 def _head(results: dict[str, dict[str, Outcome]]) -> str:
     count = max(map(len, results.values()), default=0)
-    dealt = "; in (e) to a GPU and a CPU" if "e" in results else ""
+    gpu = "; in (e) between a GPU and a CPU" if "e" in results else ""
     return f"""# Conformance
 
 This page shows the results of ONNX's own backend suite: {count:,} cases of the kinds node, simple and pytorch-\\*, \
 as the `onnx` package {onnx.__version__} holds them.
-In (c) the nodes of each model are dealt out in turn to two CPU devices with different targets, \
-and transfers are inserted{dealt}.
+In (c) the nodes of each model alternate between two CPU devices with different targets, \
+and transfers are inserted{gpu}.
 This command writes the page:
 
 ```

@@ -1,4 +1,4 @@
-"""Outcomes on disk, so that a run can be resumed: a JSON line per run of a case, of which the last counts."""
+"""Outcomes on disk, so that a run can be resumed: a JSON line per run of a case; a case's last line counts."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _LOST_GPU = re.compile("CUDA|illegal memory access|unspecified launch failure")
 def main(configuration: str, memory_bytes: int) -> None:
     """Serve until stdin closes, or until a GPU is lost. Output of libraries goes to stderr, not to the outcomes.
 
-    The address space has no limit where a GPU is used: CUDA reserves more of it than the machine has memory.
+    The address space is not limited if a GPU is used: CUDA reserves more of it than the machine has memory.
     """
     results = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
