@@ -71,7 +71,7 @@ def on_page_content(html: str, page: Any, files: Any, **_: Any) -> str:
         there = posixpath.normpath(posixpath.join(posixpath.dirname(page.file.src_uri), match[1]))
         file = files.get_file_from_path(there)
         if file is None:
-            logging.getLogger("mkdocs.hooks").warning("%s links to %s, which is not a page", page.file.src_uri, match[1])
+            logging.getLogger("mkdocs.hooks").warning("%s links to %s, not a page", page.file.src_uri, match[1])
             return match[0]
         return f'href="{file.url_relative_to(page.file)}{match[2] or ""}"'
 
