@@ -47,12 +47,12 @@ from ..ir.requirements import (
     Monomial,
     Requirement,
     bind_extents,
-    by_place,
+    by_position,
+    defined_sizes,
     divisors_in,
     factors_of,
-    in_requirements,
     monomial,
-    sizes_made,
+    requirement_positions,
     sizes_of_parameters,
     text_of,
 )
@@ -145,12 +145,12 @@ class _Writer:
     def _sequence(self, expr: relax.Expr, known: Set[tirx.Var], is_top: bool = False) -> relax.Expr:
         if not isinstance(expr, relax.SeqExpr):
             return expr
-        inside = known | set(sizes_made(list(walk_bindings(expr, nested=False)), known))
+        inside = known | set(defined_sizes(list(walk_bindings(expr, nested=False)), known))
         blocks = [(type(block), *self._without(block, inside)) for block in expr.blocks]
         bindings = [binding for _, bindings, _ in blocks for binding in bindings]
         required = [requirement for _, _, found in blocks for requirement in found]
         required += allocations(bindings)
-        places = by_place(required, bindings, known)
+        places = by_position(required, bindings, known)
         due = {place: self._checks(found, is_top) for place, found in places.items()}
         position, new = 0, []
         first = due.get(-1, [])
@@ -171,7 +171,7 @@ class _Writer:
         """The bindings of a block less its requirements, and these."""
         kept: list[relax.Binding] = []
         found: list[Requirement] = []
-        required = in_requirements(block.bindings)
+        required = requirement_positions(block.bindings)
         for position, binding in enumerate(block.bindings):
             if is_requirement(binding.value):
                 found.append(Requirement.of(binding.value))

@@ -45,7 +45,7 @@ from ..ir.blocks import renamed, used_vars
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import is_lowered
 from ..ir.remarks import remarks_of, with_remarks
-from ..ir.requirements import in_requirements
+from ..ir.requirements import requirement_positions
 from ..ir.rewriting import (
     copy_module,
     fresh_global_var,
@@ -53,7 +53,7 @@ from ..ir.rewriting import (
     relax_functions,
     typed,
     walk_bindings,
-    with_own_sizes,
+    with_fresh_sizes,
 )
 from .device_partition import BindingDevices, DevicePartition, Part
 from .transfer_dependences import is_transfer
@@ -87,7 +87,7 @@ def schedules_of(mod: tvm.IRModule) -> list[Schedule]:
 
 def _can_be_cut(func: relax.Function) -> bool:
     bindings = list(walk_bindings(func.body, nested=False))
-    required = in_requirements(bindings)
+    required = requirement_positions(bindings)
     bindings = [binding for position, binding in enumerate(bindings) if position not in required]
     plain = all(isinstance(b, relax.VarBinding) and not isinstance(b.value, relax.Function) for b in bindings)
     return bool(func.is_pure) and plain and isinstance(func.body, relax.SeqExpr)
@@ -106,7 +106,7 @@ class _Cutter:
         self.functions: dict[tvm.ir.GlobalVar, relax.Function] = {}
         self._name, self._func, self._devices, self._used_names = name, func, devices, used_names
         bindings = list(walk_bindings(func.body, nested=False))
-        required = in_requirements(bindings)
+        required = requirement_positions(bindings)
         self._required = [binding for position, binding in enumerate(bindings) if position in required]
         rest = [binding for position, binding in enumerate(bindings) if position not in required]
         self._parts = DevicePartition(rest, devices)
@@ -277,4 +277,4 @@ def step_function(
     sizes = sorted(relax.analysis.free_symbolic_vars(func), key=lambda var: str(var.name))
     if sizes:
         func = relax.Function([*params, relax.Var("sizes", relax.ShapeType(sizes))], body, value.ty, is_pure)
-    return with_own_sizes(func), tuple(str(var.name) for var in sizes)
+    return with_fresh_sizes(func), tuple(str(var.name) for var in sizes)

@@ -55,7 +55,7 @@ from ..ir.rewriting import (
     tensor_types,
     typed,
     walk_bindings,
-    with_own_sizes,
+    with_fresh_sizes,
 )
 from .host_needs import HostNeeds, Hosts, crossing, hosts_in, participants_of, sizes_of_parameters
 
@@ -155,7 +155,7 @@ class _Function:
                 made = made.with_attr(SIZES_FIRST, True)
                 if "num_input" in self.func.attrs:
                     made = made.with_attr("num_input", int(self.func.attrs["num_input"]) + 1)
-            found[host] = with_own_sizes(made)
+            found[host] = with_fresh_sizes(made)
         return found
 
     def _params(self, host: str) -> list[relax.Var]:
