@@ -308,9 +308,9 @@ def _reverse_sequence(call: relax.Call, shapes: list[Any], result: Shape | None)
 
 
 def _equal_shapes(call: relax.Call, shapes: list[Any], result: Shape | None) -> Conditions:
-    for other in shapes[1:]:
-        if shapes[0] is not None and other is not None:
-            yield from _all_same(shapes[0], other)
+    for shape in shapes[1:]:
+        if shapes[0] is not None and shape is not None:
+            yield from _all_same(shapes[0], shape)
 
 
 def _nll_loss(call: relax.Call, shapes: list[Any], result: Shape | None) -> Conditions:

@@ -220,10 +220,10 @@ class TracedPass:
         return self._changes
 
 
-def _required_snapshot(one: TracedPass, snapshot: Snapshot | None) -> Snapshot:
+def _required_snapshot(run: TracedPass, snapshot: Snapshot | None) -> Snapshot:
     if snapshot is None:
-        why = "the pass failed" if one.outcome == "failed" else "it holds kernels only: use trace_passes(kernels=True)"
-        raise HeteroError(f"pass {one.number}, {one.name}: its module was not kept, as {why}")
+        why = "the pass failed" if run.outcome == "failed" else "it holds kernels only: use trace_passes(kernels=True)"
+        raise HeteroError(f"pass {run.number}, {run.name}: its module was not kept, as {why}")
     return snapshot
 
 
@@ -296,9 +296,9 @@ class PassTrace(AbstractContextManager["PassTrace"]):
         HeteroError
             No such pass ran.
         """
-        runs = [one for one in self.passes if name in (one.number, one.name)]
+        runs = [run for run in self.passes if name in (run.number, run.name)]
         if not runs:
-            names = list(dict.fromkeys(one.name for one in self.passes))
+            names = list(dict.fromkeys(run.name for run in self.passes))
             near = ", ".join(difflib.get_close_matches(str(name), names) or names[:8]) or "none"
             raise HeteroError(f"no pass {name!r} ran; passes that did: {near}")
         return runs
@@ -329,24 +329,24 @@ class PassTrace(AbstractContextManager["PassTrace"]):
         from rich.syntax import Syntax
 
         screen = Console(file=file, highlight=False, emoji=False, markup=False, soft_wrap=True)
-        for one in self.find(name):
-            _required_snapshot(one, one._before), _required_snapshot(one, one._after)
-            changes = [change for change in one.changes if function in (None, change.function)]
+        for run in self.find(name):
+            _required_snapshot(run, run._before), _required_snapshot(run, run._after)
+            changes = [change for change in run.changes if function in (None, change.function)]
             if function is not None and not changes:
-                self._refuse_unknown(one, function)
-            screen.print(f"{one.number} {one.name}: {pass_summary(one)}")
+                self._refuse_unknown(run, function)
+            screen.print(f"{run.number} {run.name}: {pass_summary(run)}")
             for change in changes:
                 if screen.is_terminal:
                     screen.print(Syntax(change.diff, "diff", background_color="default"))
                 else:
                     screen.print(change.diff)
 
-    def _refuse_unknown(self, one: TracedPass, function: str) -> None:
-        names = [gv.name_hint for mod in (one.before, one.after) for gv in mod.functions]
+    def _refuse_unknown(self, run: TracedPass, function: str) -> None:
+        names = [gv.name_hint for mod in (run.before, run.after) for gv in mod.functions]
         if function not in names:
             examples = ", ".join(dict.fromkeys(names[:8]))
             raise HeteroError(
-                f"pass {one.number}, {one.name}: the module has no function {function!r}; it has {examples}"
+                f"pass {run.number}, {run.name}: the module has no function {function!r}; it has {examples}"
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -372,23 +372,23 @@ class PassTrace(AbstractContextManager["PassTrace"]):
         """The passes as JSON data: names, times, and a unified diff for each function that changed."""
         return [
             {
-                **{"number": one.number, "name": one.name, "depth": one.depth, "seconds": one.seconds},
-                **{"outcome": one.outcome, "changed": one.changed},
-                "functions": {change.function: _change_data(change) for change in one.changes},
+                **{"number": run.number, "name": run.name, "depth": run.depth, "seconds": run.seconds},
+                **{"outcome": run.outcome, "changed": run.changed},
+                "functions": {change.function: _change_data(change) for change in run.changes},
             }
-            for one in self.passes
+            for run in self.passes
         ]
 
     def shown(self) -> list[TracedPass]:
         """The passes that tables show: those inside other passes only where they changed something."""
-        return [one for one in self.passes if one.depth <= 1 or one.changed]
+        return [run for run in self.passes if run.depth <= 1 or run.changed]
 
     def __str__(self) -> str:
         head = ("pass", "what changed", "no", "ms", "lines")
         rows = []
-        for one in self.shown():
-            name = "  " * one.depth + one.name
-            rows.append((name, pass_summary(one), str(one.number), f"{one.seconds * 1e3:.2f}", pass_lines(one)))
+        for run in self.shown():
+            name = "  " * run.depth + run.name
+            rows.append((name, pass_summary(run), str(run.number), f"{run.seconds * 1e3:.2f}", pass_lines(run)))
         hidden = len(self.passes) - len(rows)
         note = f"\n{hidden} more inside of these changed nothing" if hidden else ""
         return text_table(head, rows, left=2) + note
@@ -401,19 +401,19 @@ class PassTrace(AbstractContextManager["PassTrace"]):
 
     def _html(self, max_lines: int) -> list[str]:
         shown = self.shown()
-        outer = sum(one.seconds for one in self.passes if one.depth == 0)
+        outer = sum(run.seconds for run in self.passes if run.depth == 0)
         hidden = len(self.passes) - len(shown)
         note = f"; {hidden} inside of others that changed nothing are left out" if hidden else ""
         head = paragraph(f"{len(self.passes)} passes, {outer * 1e3:,.1f} ms{note}.")
-        return [head, *(_pass_html(one, max_lines) for one in shown)]
+        return [head, *(_pass_html(run, max_lines) for run in shown)]
 
     def _begin(self, mod: tvm.IRModule, name: str) -> None:
         begin = time.perf_counter()
-        one = TracedPass(len(self.passes) + 1, name, len(self._open))
-        self.passes.append(one)
-        one._before = self._snapshot(mod)
+        run = TracedPass(len(self.passes) + 1, name, len(self._open))
+        self.passes.append(run)
+        run._before = self._snapshot(mod)
         now = time.perf_counter()
-        self._open.append(_Running(one, now, now - begin))
+        self._open.append(_Running(run, now, now - begin))
 
     def _end(self, mod: tvm.IRModule, name: str) -> None:
         now = time.perf_counter()
@@ -422,9 +422,9 @@ class PassTrace(AbstractContextManager["PassTrace"]):
         if not self._open:
             return
         running = self._open.pop()
-        one = running.traced
-        one.seconds, one.outcome = now - running.begin - running.inner_overhead, "done"
-        one._after = self._snapshot(mod)
+        run = running.traced
+        run.seconds, run.outcome = now - running.begin - running.inner_overhead, "done"
+        run._after = self._snapshot(mod)
         if self._open:
             own = running.overhead + time.perf_counter() - now
             self._open[-1].inner_overhead += running.inner_overhead + own
@@ -516,10 +516,10 @@ def trace_passes(
         raise HeteroError(f"trace_passes: {describe_value(mod)}; expected a tvm.IRModule")
     from .pipeline import pipeline_steps  # imports every pass
 
-    run = _checked([step.run for step in pipeline_steps()] if passes is None else passes)
+    sequence = _checked([step.run for step in pipeline_steps()] if passes is None else passes)
     with trace:
-        for each in run:
-            mod = each(mod)
+        for traced in sequence:
+            mod = traced(mod)
     trace.result = mod
     return trace
 
@@ -528,10 +528,10 @@ def _checked(passes: Any) -> list[tvm.transform.Pass]:
     run = [passes] if isinstance(passes, tvm.transform.Pass) else passes
     if not isinstance(run, (list, tuple)):
         raise HeteroError(f"trace_passes: found {type(passes).__name__}, expected a pass, or a list of passes")
-    for each in run:
-        if not isinstance(each, tvm.transform.Pass):
-            call = f": did you mean {each.__name__}()?" if callable(each) and hasattr(each, "__name__") else ""
-            raise HeteroError(f"trace_passes: found {type(each).__name__} among the passes, expected a pass{call}")
+    for item in run:
+        if not isinstance(item, tvm.transform.Pass):
+            call = f": did you mean {item.__name__}()?" if callable(item) and hasattr(item, "__name__") else ""
+            raise HeteroError(f"trace_passes: found {type(item).__name__} among the passes, expected a pass{call}")
     return list(run)
 
 
@@ -540,20 +540,20 @@ def _change_data(change: FunctionChange) -> dict[str, Any]:
     return {**lines, "diff": change.diff}
 
 
-def pass_lines(one: TracedPass) -> str:
+def pass_lines(run: TracedPass) -> str:
     """Numbers of added and removed lines of text."""
-    if not one.changed:
+    if not run.changed:
         return ""
-    return f"+{sum(c.added for c in one.changes)} -{sum(c.removed for c in one.changes)}"
+    return f"+{sum(c.added for c in run.changes)} -{sum(c.removed for c in run.changes)}"
 
 
-def pass_summary(one: TracedPass) -> str:
+def pass_summary(run: TracedPass) -> str:
     """The functions that a pass changed, in a line: new ones with a plus, removed ones with a minus."""
-    if one.outcome == "failed":
+    if run.outcome == "failed":
         return "failed"
-    if not one.is_kept:
+    if not run.is_kept:
         return "not kept (kernels only)"
-    names = [_change_name(change) for change in one.changes]
+    names = [_change_name(change) for change in run.changes]
     return ", ".join([*names[:3], f"{len(names) - 3} more"] if len(names) > 4 else names) or "nothing"
 
 
@@ -562,17 +562,17 @@ def _change_name(change: FunctionChange) -> str:
     return sign + change.function
 
 
-def _pass_html(one: TracedPass, max_lines: int) -> str:
-    lines, indent = pass_lines(one), f"margin-left:{1.4 * one.depth:.1f}em"
-    quiet = "" if one.changes or one.outcome == "failed" else ' class="rh-quiet"'
+def _pass_html(run: TracedPass, max_lines: int) -> str:
+    lines, indent = pass_lines(run), f"margin-left:{1.4 * run.depth:.1f}em"
+    quiet = "" if run.changes or run.outcome == "failed" else ' class="rh-quiet"'
     title = Markup(
-        f"<b>{escaped(one.name)}</b> <span>{one.seconds * 1e3:,.2f} ms</span> {escaped(lines)} "
-        f'<span class="rh-quiet">{escaped(pass_summary(one))}</span>'
+        f"<b>{escaped(run.name)}</b> <span>{run.seconds * 1e3:,.2f} ms</span> {escaped(lines)} "
+        f'<span class="rh-quiet">{escaped(pass_summary(run))}</span>'
     )
-    if not one.changes:
-        return f'<div{quiet} style="{indent}">{one.number}. {title}</div>'
-    details = [folded(_change_title(change), _diff(change, max_lines)) for change in one.changes]
-    return f'<div style="{indent}">{folded(Markup(f"{one.number}. {title}"), *details)}</div>'
+    if not run.changes:
+        return f'<div{quiet} style="{indent}">{run.number}. {title}</div>'
+    details = [folded(_change_title(change), _diff(change, max_lines)) for change in run.changes]
+    return f'<div style="{indent}">{folded(Markup(f"{run.number}. {title}"), *details)}</div>'
 
 
 def _change_title(change: FunctionChange) -> str:

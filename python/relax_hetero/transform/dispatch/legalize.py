@@ -192,7 +192,7 @@ def _check_types(mod: tvm.IRModule, variables: dict[str, dict[str, relax.Var]]) 
             if dtype is not None:
                 var = variables.get(gv.name_hint, {}).get(binding.var.name, binding.var)
                 raise BuildError(
-                    f"op {name} of variable {var.name!r} in function {gv.name_hint!r} has no kernel of CPUs for "
+                    f"op {name} of variable {var.name!r} in function {gv.name_hint!r} has no CPU kernel for "
                     f"elements of type {dtype}: expected a type that they compute with, such as int32 or float32"
                 )
 

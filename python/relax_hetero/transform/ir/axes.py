@@ -1,4 +1,4 @@
-"""Orders of dimensions: permutations as tuples, and what a reshape does to one.
+"""Orders of dimensions: permutations as tuples, and the effect of a reshape on them.
 
 `axes` always means ``v = permute_dims(u, axes)`` here: dimension i of v is dimension ``axes[i]`` of u. The pair
 (u, axes) is "v in the order `axes`": u is the tensor in memory, and `axes` tells how to read v from it.
@@ -90,24 +90,24 @@ def reshaped(source: Sequence[Any], target: Sequence[Any], axes: Axes) -> Reshap
 
 def _groups(source: Sequence[Any], target: Sequence[Any]) -> list[tuple[list[int], list[int]]] | None:
     """Minimal groups of dimensions of the two shapes with the same elements; dimensions of extent 1 are left out."""
-    left = [dim for dim in range(len(source)) if not is_one(source[dim])]
-    right = [dim for dim in range(len(target)) if not is_one(target[dim])]
+    source_dims = [dim for dim in range(len(source)) if not is_one(source[dim])]
+    target_dims = [dim for dim in range(len(target)) if not is_one(target[dim])]
     groups = []
-    while left and right:
-        if same_extent(source[left[0]], target[right[0]]):
-            groups.append(([left.pop(0)], [right.pop(0)]))
+    while source_dims and target_dims:
+        if same_extent(source[source_dims[0]], target[target_dims[0]]):
+            groups.append(([source_dims.pop(0)], [target_dims.pop(0)]))
             continue
         group: tuple[list[int], list[int]] = ([], [])
         sizes = [1, 1]
         while not group[0] or sizes[0] != sizes[1]:
             shorter = 0 if sizes[0] <= sizes[1] else 1
-            shape, rest = ((source, left), (target, right))[shorter]
+            shape, rest = ((source, source_dims), (target, target_dims))[shorter]
             if not rest or not isinstance(shape[rest[0]], tirx.IntImm) or int(shape[rest[0]]) == 0:
                 return None
             sizes[shorter] *= int(shape[rest[0]])
             group[shorter].append(rest.pop(0))
         groups.append(group)
-    return None if left or right else groups
+    return None if source_dims or target_dims else groups
 
 
 def permutation(call: relax.Call) -> Sequence[int]:

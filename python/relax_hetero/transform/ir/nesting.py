@@ -93,11 +93,11 @@ def _depth(expr: Any, depths: dict[int, int]) -> int:
     pending = [expr]
     while pending:
         current = pending[-1]
-        parts = [part for name in ("a", "b") if isinstance(part := getattr(current, name, None), tirx.Expr)]
-        pending_parts = [part for part in parts if handle(part) not in depths]
+        operands = [operand for name in ("a", "b") if isinstance(operand := getattr(current, name, None), tirx.Expr)]
+        pending_parts = [operand for operand in operands if handle(operand) not in depths]
         if pending_parts:
             pending += pending_parts
         else:
-            depths[handle(current)] = 1 + max((depths[handle(part)] for part in parts), default=0)
+            depths[handle(current)] = 1 + max((depths[handle(operand)] for operand in operands), default=0)
             pending.pop()
     return depths[handle(expr)]

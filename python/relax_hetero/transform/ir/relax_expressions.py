@@ -127,8 +127,8 @@ def _argument(arg: relax.Expr, operands: list[relax.Expr]) -> Term:
     number = scalar_of(arg)
     if number is not None:
         return Term("number", (), (number,))
-    for index, known in enumerate(operands):
-        if known.same_as(arg):
+    for index, operand in enumerate(operands):
+        if operand.same_as(arg):
             return Term("operand", (), (index,))
     operands.append(arg)
     return Term("operand", (), (len(operands) - 1,))

@@ -139,7 +139,7 @@ class MissedFusion:
 
 @dataclass(slots=True)
 class FusionReport:
-    """The kernel calls of a module, and what was not fused, in program order.
+    """The kernel calls of a module, and its missed fusions, in program order.
 
     Attributes
     ----------
@@ -285,7 +285,7 @@ class EncodedTransferEntry:
 
 @dataclass(slots=True)
 class EncodingReport:
-    """The encoded ops of a module, its encoded transfers and what was cancelled, in program order.
+    """The encoded ops of a module, its encoded transfers and its cancelled encodings, in program order.
 
     Attributes
     ----------

@@ -66,8 +66,8 @@ def monomial(symbolic: Iterable[Any]) -> Monomial:
 def text_of(expr: Any) -> str:
     """A condition or a shape in Python's notation, for messages."""
     if isinstance(expr, relax.ShapeExpr):
-        shown = ", ".join(map(text_of, expr.values))
-        return f"({shown},)" if len(expr.values) == 1 else f"({shown})"
+        extents = ", ".join(map(text_of, expr.values))
+        return f"({extents},)" if len(expr.values) == 1 else f"({extents})"
     return re.sub(r"T\.(int64|float64|bool)\((-?[^()]*)\)", r"\2", str(expr)).replace("T.", "")
 
 

@@ -48,18 +48,18 @@ class TensorAliases:
 def flattened(roots: Roots) -> Iterator[int]:
     """The numbers, in the order of a tuple's fields."""
     if isinstance(roots, tuple):
-        for part in roots:
-            yield from flattened(part)
+        for field in roots:
+            yield from flattened(field)
     else:
         yield from sorted(roots)
 
 
 def merged(roots: Iterable[Roots]) -> Roots:
     """Aliases of a value that is one of several, as after an `If`."""
-    left, *rest = roots
-    for right in rest:
-        if isinstance(left, tuple) and isinstance(right, tuple):
-            left = tuple(merged(pair) for pair in zip(left, right, strict=True))
+    result, *rest = roots
+    for other in rest:
+        if isinstance(result, tuple) and isinstance(other, tuple):
+            result = tuple(merged(pair) for pair in zip(result, other, strict=True))
         else:
-            left = frozenset((*flattened(left), *flattened(right)))
-    return left
+            result = frozenset((*flattened(result), *flattened(other)))
+    return result

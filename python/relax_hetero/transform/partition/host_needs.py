@@ -70,7 +70,7 @@ class HostNeeds:
     def add(self, gv: tvm.ir.GlobalVar, func: relax.Function) -> None:
         """Add the evaluations of a function's bindings."""
         self._name, self._working = gv.name_hint, set()
-        parameter_sizes = set(sizes_of_parameters(func))
+        parameter_sizes = set(parameter_symbols(func))
         self._find_sizes(func.body, set(parameter_sizes))
         hosts = self.participants[gv]
         result = set(filter(_is_size_like, used_vars(func.body.body))) | (
@@ -224,7 +224,7 @@ def hosts_in(ty: tvm.ir.Type) -> Iterator[str]:
             yield host
 
 
-def sizes_of_parameters(func: relax.Function) -> list[relax.Var]:
+def parameter_symbols(func: relax.Function) -> list[relax.Var]:
     """The symbolic sizes that the parameters of a function define, in order."""
     return list(dict.fromkeys(symbol for param in func.params for symbol in symbols_in(param.ty)))
 

@@ -57,7 +57,7 @@ from ..ir.rewriting import (
     walk_bindings,
     with_fresh_sizes,
 )
-from .host_needs import HostNeeds, Hosts, crossing, hosts_in, participants_of, sizes_of_parameters
+from .host_needs import HostNeeds, Hosts, crossing, hosts_in, parameter_symbols, participants_of
 
 SEND = "relax_hetero.host.send"
 """Packed function (value, host, channel): sends a value to another host."""
@@ -127,7 +127,7 @@ class _Partition:
             for ty in ([projected(param.ty, host)])
             for extent in _symbols_defined_by(ty)
         }
-        return [symbol for symbol in sizes_of_parameters(callee) if symbol not in defined]
+        return [symbol for symbol in parameter_symbols(callee) if symbol not in defined]
 
 
 class _Function:
@@ -366,7 +366,7 @@ def _sizes_at(callee: relax.Function, call: relax.Call) -> dict[relax.Var, relax
             for symbol, value in zip(*extents, strict=False):
                 if isinstance(symbol, relax.Var):
                     sizes.setdefault(symbol, value)
-    missing = [symbol.name for symbol in sizes_of_parameters(callee) if symbol not in sizes]
+    missing = [symbol.name for symbol in parameter_symbols(callee) if symbol not in sizes]
     if missing:
         raise BuildError(f"call of {call.op.name_hint!r}: its size {missing[0]!r} is not in the types of its arguments")
     return sizes

@@ -143,7 +143,7 @@ def _covered(makers: list[list[int]], needs: list[int], bits: list[int], moves: 
         common = -1
         for reader in all_readers:
             common &= needs[reader]
-        for bit, other in owner.items():
+        for bit, waited_for in owner.items():
             if common & bit:
-                covered[other] |= bits[index]
+                covered[waited_for] |= bits[index]
     return covered

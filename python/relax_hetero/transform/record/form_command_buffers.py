@@ -451,7 +451,7 @@ class _Former:
             raw = fresh_global_var(f"{kernel.name_hint}_raw", kernel.ty, self._used_names) if is_referenced else kernel
             replaced[kernel] = raw
             signature = self._finder.calls.signature(kernel)
-            assert signature is not None, f"{kernel.name_hint} is no kernel of a run"
+            assert signature is not None, f"{kernel.name_hint} is not a kernel of a run"
             result[raw] = raw_kernel(func, signature)
             signatures[kernel] = signature
         for kernel in self._finder.calls.replaced:

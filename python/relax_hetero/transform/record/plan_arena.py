@@ -108,13 +108,16 @@ def _factors(nbytes: Any) -> Iterator[Any]:
 
 def _same_factors(left: Sequence[Any], right: Sequence[Any]) -> bool:
     """Return whether two products have the same factors, in any order."""
-    rest = list(right)
+    remaining = list(right)
     for factor in left:
-        match = next((i for i, other in enumerate(rest) if factor is other or structural_equal(factor, other)), None)
+        match = next(
+            (i for i, candidate in enumerate(remaining) if factor is candidate or structural_equal(factor, candidate)),
+            None,
+        )
         if match is None:
             return False
-        del rest[match]
-    return not rest
+        del remaining[match]
+    return not remaining
 
 
 def _product(factors: Sequence[Any]) -> Any:
