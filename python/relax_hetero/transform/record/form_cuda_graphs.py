@@ -240,8 +240,10 @@ class _Writer:
             # Otherwise the next launch might begin at once, and read the table too early.
             waits_itself = bool(entries) and waits_before_use(raw, entries)
             if waits_itself:
-                key = (kernel.name_hint, entries, "behind wait")
-                launch = replace(launch, kernel=self._once(key, lambda _: table_kernel(raw, entries, behind_wait=True)))
+                variant = (kernel.name_hint, entries, "after wait")
+                launch = replace(
+                    launch, kernel=self._once(variant, lambda _: table_kernel(raw, entries, behind_wait=True))
+                )
         func = self.functions[launch.kernel]
         key = (launch.kernel.name_hint, "early", waits_itself, is_after_table)
         early = self._once(key, lambda _: launched_early(func if waits_itself else waiting_first(func, is_after_table)))
