@@ -141,7 +141,7 @@ def test_modules_of_kernels_alone_are_timed_and_kept_only_when_asked():
     simplify = tvm.tirx.transform.StmtSimplify()
     (timed,) = rh.transform.trace_passes(kernels, simplify).passes
     assert timed.seconds > 0 and not timed.is_kept and not timed.changes
-    with pytest.raises(rh.HeteroError, match=r"kernels alone: use trace_passes\(kernels=True\)"):
+    with pytest.raises(rh.HeteroError, match=r"kernels only: use trace_passes\(kernels=True\)"):
         _ = timed.before
     (kept,) = rh.transform.trace_passes(kernels, simplify, kernels=True).passes
     assert kept.is_kept

@@ -3,7 +3,7 @@
 import tvm
 from tvm import relax, tirx
 
-from relax_hetero.transform.dispatch.canonical_extents import with_matches_apart
+from relax_hetero.transform.dispatch.canonical_extents import isolate_match_casts
 
 
 def _module(is_nested):
@@ -27,7 +27,7 @@ def _module(is_nested):
 
 
 def test_a_match_of_a_branch_stands_between_dataflow_blocks():
-    branch = with_matches_apart(_module(is_nested=True))["main"].body.blocks[0].bindings[0].value.true_branch
+    branch = isolate_match_casts(_module(is_nested=True))["main"].body.blocks[0].bindings[0].value.true_branch
     kinds = [isinstance(block, relax.DataflowBlock) for block in branch.blocks]
     assert kinds == [True, False, True]
     assert isinstance(branch.blocks[1].bindings[0], relax.MatchCast)
@@ -37,4 +37,4 @@ def test_a_match_of_a_branch_stands_between_dataflow_blocks():
 
 def test_matches_of_a_function_itself_stay():
     mod = _module(is_nested=False)
-    assert with_matches_apart(mod) is mod
+    assert isolate_match_casts(mod) is mod

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tvm import tirx
 
-from relax_hetero.transform.ir.axes import identity, inverse, is_order_preserving, permuted, reshaped, then
+from relax_hetero.transform.ir.axes import compose, identity, inverse, is_order_preserving, permuted, reshaped
 
 extents = st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=5)
 
@@ -25,8 +25,8 @@ def test_permutations_compose_as_in_numpy(given_order, data):
     shape, first = given_order
     second = tuple(data.draw(st.permutations(range(len(shape)))))
     array = np.arange(np.prod(shape)).reshape(shape)
-    np.testing.assert_array_equal(array.transpose(first).transpose(second), array.transpose(then(first, second)))
-    assert then(first, inverse(first)) == then(inverse(first), first) == identity(len(shape))
+    np.testing.assert_array_equal(array.transpose(first).transpose(second), array.transpose(compose(first, second)))
+    assert compose(first, inverse(first)) == compose(inverse(first), first) == identity(len(shape))
     assert list(array.shape) == permuted(array.transpose(first).shape, first)
 
 

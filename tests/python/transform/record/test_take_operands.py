@@ -158,16 +158,16 @@ def test_every_kernel_finds_what_was_made(program):
     taken = take_operands(drafts, ties.__getitem__, made, free)
     memory = {value: value for value in inputs}
     for draft in drafts:
-        assert all(memory[value.home] is value for value in draft.reads)
+        assert all(memory[value.root] is value for value in draft.reads)
         result = draft.makes[0]
-        assert (draft in taken) == bool(draft.over) == (result.home is not result)
+        assert (draft in taken) == bool(draft.stored_over) == (result.root is not result)
         if draft in taken:
-            ((_, operand),) = draft.over.items()
+            ((_, operand),) = draft.stored_over.items()
             tied = [number for number, _ in ties[draft.kernel]]
             assert operand in tied
-            assert all(i in tied for i, value in enumerate(draft.reads) if value.home is result.home)
-        memory[result.home] = result
-    assert all(memory[value.home] is value for value in made if value.is_result)
+            assert all(i in tied for i, value in enumerate(draft.reads) if value.root is result.root)
+        memory[result.root] = result
+    assert all(memory[value.root] is value for value in made if value.is_result)
     overwritten = [value for value in inputs if memory[value] is not value]
     assert all(value in free and memory[value].is_result for value in overwritten)
 
@@ -178,4 +178,4 @@ def test_the_last_reader_is_always_taken():
     x.end, a.begin, a.end, b.begin, b.end, b.is_result = 0, 0, 1, 1, 1, True
     first, second = Draft(tvm.ir.GlobalVar("f"), [x], [a], (), "a"), Draft(tvm.ir.GlobalVar("g"), [a], [b], (), "b")
     assert take_operands([first, second], lambda _: [(0, 1)], [a, b], [x]) == [first, second]
-    assert b.home is x
+    assert b.root is x

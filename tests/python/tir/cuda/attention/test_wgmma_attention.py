@@ -169,7 +169,7 @@ def test_plans_keep_the_gpu_busy():
     assert plan(1, 64, 64, 4096, 4096, 64, 64, causal="top_left").heads_per_group == 16  # a third of the cache
     assert plan(1, 6, 6, 197, 197, 64, 64).keys == 112  # two tiles of about as many
     few = plan(1, 32, 32, 8, 8192, 128, 128)
-    assert few.split == 3 and few.heads_per_tile == 1
+    assert few.split_keys == 3 and few.heads_per_tile == 1
     assert plan(1, 32, 8, 8, 8192, 128, 128).heads_per_tile == 4
 
 
