@@ -48,8 +48,8 @@ settings.load_profile("relax_hetero")
 
 OPTIONAL = ("slow", "timing")
 
-# Of the variants of a test one of so many runs by default, where no test says it itself: kernels are compiled for
-# each, those of GPUs run here by an interpreter, and `-m slow` and `-m gpu` run the rest.
+# One in so many variants of a test runs by default, unless the test has a number of its own: kernels are compiled
+# for each, an interpreter runs those of GPUs here, and `-m slow` and `-m gpu` run the rest.
 ONE_OF = {
     "tests/python/tir/cuda/": 5,
     "tests/python/tir/": 4,

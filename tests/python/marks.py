@@ -11,7 +11,7 @@ import pytest
 def slow_but_for(values: Iterable[str], kept: Collection[str]) -> list[Any]:
     """Parameters of a test, all of them slow except a few that stand for the others."""
     values = list(values)
-    assert set(kept) <= set(values), f"{set(kept) - set(values)} are no parameters"
+    assert set(kept) <= set(values), f"{set(kept) - set(values)} are not parameters"
     return [value if value in kept else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 

@@ -29,7 +29,7 @@ DOCUMENTS = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT /
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`(python apps/[^`]+)`")
 QUICK = ("python apps/bench/command_buffers.py elementwise", "python apps/data_tiling_two_devices/run.py")
-"""What runs by default; all else takes seconds each, and is slow."""
+"""Commands that run by default; all others take seconds each, and are slow."""
 PACKAGES = {
     "--torch": "torch",
     "--png": "matplotlib",
@@ -129,7 +129,7 @@ def serve(words, folder):
 
 
 def healthy():
-    """Whether a server answers at the port of the documents."""
+    """True if a server answers at the port of the documents."""
     try:
         with urlopen("http://127.0.0.1:8000/health", timeout=5) as answer:
             return answer.status == 200

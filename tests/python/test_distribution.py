@@ -1,4 +1,4 @@
-"""What the project is handed on by: workflows, the extras that pip installs, and how the library is cited."""
+"""Distribution of the project: workflows, the extras that pip installs, and how the library is cited."""
 
 import os
 import re
@@ -23,7 +23,7 @@ def jobs_of(workflow):
 
 
 def exists(command):
-    """Whether a command of a workflow is a file, a target of make or a command of the library that is there."""
+    """True if a command of a workflow is an existing file, target of make or command of the library."""
     program, *arguments = shlex.split(command)
     if program == "make":
         return all(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE) for target in arguments)

@@ -32,7 +32,7 @@ MODEL = """
         [softmax] p = Softmax(s)
         [choose] best = ArgMax <axis = 1, keepdims = 0> (p)
     }"""
-"""What README.md and index.md read as `model.onnx`: the model of their picture."""
+"""Model that README.md and index.md read as `model.onnx`: that of their picture."""
 
 
 def write_model(path):

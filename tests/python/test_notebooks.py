@@ -37,7 +37,7 @@ def test_notebook_runs(path, tmp_path, monkeypatch):
 
 
 def _shown(outputs) -> str:
-    """What a notebook shows of a cell's outputs: HTML before text."""
+    """Texts that a notebook shows for a cell's outputs: HTML before text."""
     found = []
     for output in outputs:
         data = output.get("data", {})

@@ -58,14 +58,14 @@ def test_each_page_begins_with_a_title_and_a_sentence():
 
 
 def errors_in_code():
-    """What errors of the package say: sources with texts over several lines joined, and three dots for names."""
+    """Sources of the package with string literals joined across lines and placeholders replaced by three dots."""
     sources = (path.read_text() for path in (ROOT / "python" / "relax_hetero").rglob("*.py"))
     joined = re.sub(r"""["']\s*\n\s*f?["']""", "", "\n".join(sources))
     return re.sub(r"\{[^{}\n]*\}", "...", joined)
 
 
 def test_errors_that_the_page_on_limits_quotes_exist():
-    """As rows have them: the class, and words of its text."""
+    """A row of the page names the error's class and quotes words of its message."""
     named = re.findall(r'`rh\.(\w+)`: "([^"]+)"', (DOCS / "reference" / "limits.md").read_text())
     texts = errors_in_code()
     assert len(named) > 30
@@ -116,7 +116,7 @@ def test_figures_of_first_pages_are_on_the_page_of_all_figures(page):
 
 
 def test_the_site_loads_nothing_from_elsewhere():
-    """As far as its settings say; the hooks look at each page that was built."""
+    """Checks the settings only; the hooks check each page that was built."""
     settings = (ROOT / "mkdocs.yml").read_text()
     assert "\n  font: false\n" in settings
     assert "http" not in settings

@@ -64,7 +64,7 @@ def test_contestants_are_compiled_checked_and_timed(small: Path, tmp_path: Path)
         assert conv["operations"] == 2 * 20 * 4 * 5 * 27 and conv["bytes"] > 0
         assert row["rows"]["onnxruntime"]["median_ms"] > 0
     assert "geometric mean" in text and "relax-hetero" in text
-    # What was compiled is taken again.
+    # A compiled model is used again.
     before = {path.name: path.stat().st_mtime_ns for path in kept.glob("*.so")}
     assert len(before) == 1
     run(str(small), "--peers", "ours", "--rounds", "0", "--threads", "2", "--isolate", "--executables", str(kept))
@@ -155,7 +155,7 @@ def test_wrong_options_are_refused_by_name(
 ) -> None:
     from click.testing import CliRunner
 
-    # By its path: a package of tests is called `models` too.
+    # Loaded by its path: a package of tests is called `models` too.
     spec = importlib.util.spec_from_file_location("bench_models", BENCH / "models.py")
     assert spec is not None and spec.loader is not None
     models = importlib.util.module_from_spec(spec)

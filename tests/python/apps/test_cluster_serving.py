@@ -75,7 +75,7 @@ class Doubling:
 
 
 class Handle:
-    """What Ray Serve gives for a deployment, with endings that are told beforehand."""
+    """Handle of a deployment as Ray Serve gives it, with scripted endings."""
 
     def __init__(self, *endings):
         self.endings = list(endings)

@@ -34,7 +34,7 @@ class StepByStep:
         self.machines = {host: rh.vm.VirtualMachine(each) for host, each in self.executables.items()}
 
     def __call__(self, name: str, *args: Any) -> Any:
-        """What a call gives: arrays, and tuples of integers for shapes."""
+        """Results of a call: arrays, and tuples of integers for shapes."""
         plan = self.program.functions[name]
         assert not plan.runs, f"{name} is not cut into steps"
         values = {(CALL, i): decode_copy(value) for i, value in enumerate(bind(name, plan, args, {}))}

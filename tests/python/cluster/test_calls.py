@@ -1,4 +1,4 @@
-"""What a caller gives to a cluster: checked as a machine checks it, before anything travels, and safe from changes."""
+"""Arguments of a cluster's calls: checked as a machine checks them, before anything travels, and safe from changes."""
 
 from __future__ import annotations
 

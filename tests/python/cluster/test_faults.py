@@ -129,7 +129,7 @@ def test_kills_at_random_times_under_load(clusters: Make) -> None:
 
 
 def _semaphores(pids: Iterable[int]) -> set[str]:
-    """Of channels that processes have open, by name; another Ray on this machine may make its own meanwhile."""
+    """Names of channels that processes have open; another Ray on this machine may make its own meanwhile."""
     maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
     return set(re.findall(r"/dev/shm/sem\.(?:hdr|obj)\S*", maps))
 

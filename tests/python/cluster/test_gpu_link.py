@@ -42,7 +42,7 @@ def _pair(limit: float = 20.0) -> tuple[GpuLink, GpuLink, FakeDriver, FakeDriver
 
 
 def _bytes_at(tensor: tvm.runtime.Tensor) -> bytes:
-    """What is in a tensor that believes to be on a GPU."""
+    """Bytes of a tensor that claims to be on a GPU."""
     return ctypes.string_at(tensor.data_ptr(), nbytes_of(tensor))
 
 

@@ -147,7 +147,7 @@ class End:
 
 
 class _Ray:
-    """As much of Ray as `connect_links` uses; actors answer at once."""
+    """Functions of Ray that `connect_links` uses; actors answer at once."""
 
     @staticmethod
     def get(found: Any) -> Any:
@@ -239,7 +239,7 @@ def test_where_one_end_cannot_connect_both_use_host_memory(hosts: Any, refusing:
 
 
 def test_no_step_counts_while_links_are_cut(machines: Any) -> None:
-    """What an aborted link leaves in memory must not reach a caller: all hosts know before any link is cut."""
+    """Memory of an aborted link must not reach a caller: all hosts know before any link is cut."""
     _, found, _ = machines
     x = np.ones((2, 4), "float32")
     sent = found["a"].step(0, 0, _message(0, x))
@@ -315,7 +315,7 @@ def test_steps_announce_what_they_send_and_take_what_is_announced(machines: Any)
         along, to_caller = (sent[route.tasks[0].targets.index(target)] for target in (1, END))
         assert [type(value) for value in along.values] == [LinkTensor]
         assert along.values[0].sequence == call
-        np.testing.assert_array_equal(to_caller.values[0], x + 1)  # the caller has no GPU
+        np.testing.assert_array_equal(to_caller.values[0], x + 1)  # the caller lacks a GPU
         result = found["b"].step(0, 1, pickle.loads(pickle.dumps(along)))
         np.testing.assert_array_equal(result.values[0], 4 * x * x)
     assert all(sent.empty() for sent in wires.queues.values())

@@ -150,7 +150,7 @@ def test_an_op_without_kernel_is_named():
     ],
 )
 def test_a_cpu_that_is_not_described_is_this_one(target, mcpu, cores, caplog):
-    """As in ``vdevices=["llvm"]``; where code is for the oldest CPU by chance, it is said to be slow."""
+    """Same target as ``vdevices=["llvm"]``; a warning says that code for the oldest CPU is slow."""
     vdevice = tvm.relax.VDevice(tvm.target.Target(target), 0, "global")
     bb = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType((4,), "float32", vdevice))

@@ -61,7 +61,7 @@ def on(mod, *targets):
 
 
 def ops_of(exe):
-    """What each dispatch computes, in order of names; those of shapes left out."""
+    """Ops of each dispatch, sorted; shape functions left out."""
     return sorted(dispatch.ops for dispatch in exe.metadata.dispatches.values() if dispatch.ops)
 
 
@@ -176,7 +176,7 @@ def test_low_precision(name, types):
     assert exe.metadata.encodings["cancelled"] == []
 
 
-# What the test needs and no more: a model of CPU has instructions that others lack.
+# Only the instructions that the test needs: a CPU model has some that others lack.
 VNNI = {"kind": "llvm", "mcpu": "x86-64-v4", "mattr": ["+avx512vnni"], "num-cores": 2}
 
 

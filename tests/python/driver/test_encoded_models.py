@@ -32,7 +32,7 @@ def run(exe, *args):
 
 
 def ops_of(exe):
-    """What each dispatch computes, those of shapes left out."""
+    """Ops of each dispatch, sorted; shape functions left out."""
     return sorted(dispatch.ops for dispatch in exe.metadata.dispatches.values() if dispatch.ops)
 
 
@@ -84,7 +84,7 @@ def test_a_linear_layer(target, bound):
 @pytest.mark.parametrize("name", ["mish", "softsign"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_function_with_a_formula(name, dtype):
-    """Of a product in its kernel, and alone as the formula's ops, which are one kernel."""
+    """Computed in the kernel of its product, or alone as the formula's ops in one kernel."""
     x = relax.Var("x", relax.TensorType((5, 40), dtype))
     w = relax.Var("w", relax.TensorType((40, 33), dtype))
     builder = relax.BlockBuilder()

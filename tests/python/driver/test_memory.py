@@ -16,7 +16,7 @@ from relax_hetero.target.vdevice import with_vdevices
 from relax_hetero.transform.pipeline import pipeline_steps
 
 MEMORY = Path(__file__).resolve().parents[3] / "apps" / "bench" / "memory.py"
-# What code, threads and the runtime's own data take beside the weights of any model.
+# Bytes of code, threads and the runtime's own data, besides a model's weights.
 FIXED = 12 << 20
 
 

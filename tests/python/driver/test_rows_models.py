@@ -32,7 +32,7 @@ def run(exe, *args):
 
 
 def ops_of(exe):
-    """What each dispatch computes, those of shapes left out."""
+    """Ops of each dispatch; shape functions left out."""
     return [dispatch.ops for dispatch in exe.metadata.dispatches.values() if dispatch.ops]
 
 
@@ -46,7 +46,7 @@ def softmax(x):
     return e / e.sum(-1, keepdims=True)
 
 
-# A product with bias and residual before a norm; its result has no other user.
+# A product with bias and residual before a norm, the only user of its result.
 @ir_module()
 def Layer(
     x: R.Tensor((1, "s", 40), "float32"),
@@ -123,7 +123,7 @@ def test_two_devices():
     np.testing.assert_allclose(run(exe, *operands)[0], want, rtol=1e-4, atol=1e-5)
 
 
-# What an exporter makes of a group norm, and statistics of rows as results of their own.
+# A group norm as exporters write it, and statistics of rows as results of their own.
 @ir_module()
 def Groups(x: R.Tensor((2, 8, 5, 7), "float32"), scale: R.Tensor((8, 1, 1), "float32")):
     with R.dataflow():
@@ -211,7 +211,7 @@ def rounded_softmax(dtype, large, small, product):
 @pytest.mark.parametrize("product", [False, True], ids=["rows", "product"])
 @pytest.mark.parametrize(("dtype", "large", "small"), [("float16", 1024.0, 16.0), ("bfloat16", 128.0, 2.0)])
 def test_half_precision_is_rounded_by_every_op(target, product, dtype, large, small):
-    """As numpy rounds, to the last bit: what the exponential is taken of, and what is added up, are few numbers."""
+    """Equal to numpy's to the last bit: the exponential and the sum take few distinct numbers."""
     half = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16
     exe = compiled(rounded_softmax(dtype, large, small, product), TARGETS[target])
     assert any({"max", "exp", "sum", "divide"} <= set(ops) for ops in ops_of(exe))

@@ -159,7 +159,7 @@ def test_windows_of_volumes_are_transformed_in_their_inner_dimensions():
     data, weight, result = layouts(volume("8"), "avx512")
     assert data == result == PackedLayout((0, 2, 3, 4, 1))
     assert weight == PackedLayout((0, 3, 4, 2, 1), (0,), (32,), winograd=2)
-    # Of one image, two thirds of the windows are padding, which the direct form skips.
+    # With one image, two thirds of the windows are padding, which the direct form skips.
     assert layouts(volume("1"), "avx512")[1].winograd == 0
     assert layouts(volume("8", "strides=1x1x2, padding=1x1x1x1x1x1, dilation=1x1x1", 7), "avx512")[1].winograd == 0
     assert layouts(volume("?"), "avx512")[1].winograd == 0

@@ -93,7 +93,7 @@ def test_no_layout(arguments: tuple, message: str) -> None:
 def test_what_has_no_transformed_windows(change: tuple[str, str], message: str) -> None:
     encoding = Encoding.parse(CONV)
     assert unsupported_reason(LAYOUT, encoding) == ""
-    # Of sizes that the change contradicts: only what the layout needs is asked.
+    # Sizes may contradict the change: only what the layout needs is checked.
     text = CONV.replace(*change)
     changed = {
         "strides=1x2": text.replace("y1=9", "y1=5"),

@@ -1,4 +1,4 @@
-"""What an ONNX graph becomes: names, structure, constants, functions, branches."""
+"""Modules imported from ONNX graphs: names, structure, constants, functions, branches."""
 
 import warnings
 
@@ -44,7 +44,7 @@ def test_bindings_carry_the_names_of_their_nodes():
     names = [name for name, _ in bindings(rh.from_onnx(model))]
     assert names[:2] == ["/encoder/layer.0/Relu", "Neg_1"]
     assert names[-1] == "/encoder/layer.0/Softplus"
-    # What else a node becomes has its name and a number.
+    # Further bindings of a node have its name and a number.
     assert all(name.startswith("/encoder/layer.0/Softplus_") for name in names[2:-1])
     assert len(set(names)) == len(names)
 

@@ -1,4 +1,4 @@
-"""What models that cannot be imported get."""
+"""Errors for models that cannot be imported."""
 
 import numpy as np
 import onnx

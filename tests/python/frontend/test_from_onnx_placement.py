@@ -165,7 +165,7 @@ def test_auto_for_throughput_uses_both_devices():
         <ir_version: 8, opset_import: ["" : 17]>
         g (float[64, 64] x) => (float[64, 64] y) { [first] p = MatMul(x, x) [second] y = MatMul(p, p) }"""
     found = devices_of(imported(text, CPU_AND_C, placement="auto", cost_model=costs, objective="throughput"))
-    # What comes from the host and goes there is on it.
+    # Inputs and outputs are on the host.
     assert {found["first"], found["second"]} == {"llvm:0", "c:0"}
     assert len(set(devices_of(imported(text, CPU_AND_C, placement="auto", cost_model=costs)).values())) == 1
 

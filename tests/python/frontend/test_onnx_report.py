@@ -1,4 +1,4 @@
-"""What a report says of a model before anything is compiled: every node, and all that is missing at once."""
+"""Reports on a model before anything is compiled: every node, and everything missing at once."""
 
 import json
 

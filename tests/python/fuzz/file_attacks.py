@@ -129,7 +129,7 @@ def with_header(seed: bytes, header: bytes) -> bytes:
 
 
 def _forged(text: bytes, rng: random.Random) -> Iterator[bytes]:
-    """JSON text with one value replaced, removed or moved; or text that is no JSON at all."""
+    """JSON text with one value replaced, removed or moved; or text that is not JSON at all."""
     whole = json.loads(text)
     broken = (
         b"",
@@ -181,7 +181,7 @@ _ANY_FILE: tuple[Attack, ...] = (flipped_bits, truncated, spliced, extreme_words
 ATTACKS: dict[str, tuple[Attack, ...]] = {
     "onnx": (*_ANY_FILE, extreme_varints),
     "container": (*_ANY_FILE, forged_headers, forged_metadata, forged_footers),
-    # Of these the code stays as it was, so that whoever runs what is accepted runs no forged code.
+    # The code in these files stays intact, so that running an accepted one runs no forged code.
     "container header": (forged_headers, forged_metadata, forged_footers, truncated),
     "text": _ANY_FILE,
 }

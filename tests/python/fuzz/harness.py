@@ -33,7 +33,7 @@ _say: Callable[[str], object] = len
 
 @contextmanager
 def reference() -> Iterator[None]:
-    """Within the block the reference computes: what ends the process there is no finding of ours."""
+    """Mark the block as the reference's work: a crash there is not a finding."""
     _say(json.dumps({"event": "reference"}))
     yield
     _say(json.dumps({"event": "ours"}))
@@ -64,8 +64,8 @@ class Outcome:
     ----------
     kind : str
         "right" (the reference's result), "refused" (an error of this library), "declined" (an error where the reference
-        has a result, which is allowed, but of interest), or a finding: "wrong" numbers, "foreign" (an error that is no
-        HeteroError), "accepted" (a result where the reference refuses).
+        has a result, which is allowed, but of interest), or a finding: "wrong" numbers, "foreign" (an error other
+        than HeteroError), "accepted" (a result where the reference refuses).
     detail : str
         For a finding what to look at.
     counts : mapping of str to int
@@ -93,7 +93,7 @@ HARMLESS = ("right", "refused", "declined", "skipped", "batch")
 
 @dataclass
 class Report:
-    """What a run found: cases tried by outcome, and findings with their seeds; also harmless outcomes to be shown."""
+    """Result of a run: cases tried by outcome, findings with their seeds, and harmless outcomes to be shown."""
 
     tried: Counter[str] = field(default_factory=Counter)
     findings: list[tuple[str, int, str, str]] = field(default_factory=list)
@@ -200,7 +200,7 @@ def _line(stdout: IO[bytes], stderr: IO[bytes], noise: str, patience: float, end
 
 
 def _waiting(stream: IO[bytes]) -> str:
-    """What can be read now."""
+    """Text that can be read from a stream without waiting."""
     parts = []
     while select.select([stream], [], [], 0)[0]:
         part = os.read(stream.fileno(), 1 << 16)
@@ -212,7 +212,7 @@ def _waiting(stream: IO[bytes]) -> str:
 
 def be_child(attack: Attack, seed: int, most_cases: int, limit_memory: bool) -> None:
     """In the child: run cases from `seed` on, and say so on the standard output."""
-    # What models and TVM print goes elsewhere.
+    # The output of models and TVM goes to the standard error.
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     global _say

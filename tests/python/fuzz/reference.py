@@ -1,4 +1,4 @@
-"""What ONNX Runtime makes of a model, and whether this library makes the same of it."""
+"""Results of ONNX Runtime for a model, and comparison with this library's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RefusedByReference(Exception):
 
 
 class Unsupported(RefusedByReference):
-    """ONNX Runtime has no kernel for a combination of types: it says nothing about sizes."""
+    """ONNX Runtime lacks a kernel for a combination of types: it says nothing about sizes."""
 
 
 def session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
@@ -89,7 +89,7 @@ def _call(vm: rh.vm.VirtualMachine, model: onnx.ModelProto, inputs: Mapping[str,
 
 
 def _refused(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray], error: Exception) -> Outcome:
-    """What it means that this library refuses: nothing, if ONNX Runtime does so, too."""
+    """Outcome where this library refuses a model: harmless if ONNX Runtime refuses it, too."""
     try:
         run_reference(model, inputs)
     except RefusedByReference:

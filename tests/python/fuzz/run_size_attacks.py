@@ -41,12 +41,12 @@ _MORE_THAN_ONNXRUNTIME = {
 _OTHER_THAN_ONNXRUNTIME = {
     r"Slice: ": "an end of 2**63 - 1 and a negative step: ONNX holds the end at the last element",
     r"MatMulInteger: ": "a product of no elements is 0, where onnxruntime leaves memory as it was",
-    r"ReduceMean: ": "the mean of nothing is no number",
+    r"ReduceMean: ": "the mean of no elements is not a number",
 }
 
 
 def check(attack: Attack) -> Iterator[dict[str, Any]]:
-    """What is wrong with the calls of an attack."""
+    """Findings in the calls of an attack."""
     try:
         machine = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(attack.model)))
     except rh.HeteroError:

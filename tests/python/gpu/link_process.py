@@ -39,7 +39,7 @@ LIMIT = 5.0
 """Seconds that a process waits for one that has died."""
 
 KINDS = [(dtype, (37, 5)) for dtype in DTYPES] + [("uint8", (size,)) for size in SIZES] + [("float32", (0, 3))]
-"""What goes along, in order."""
+"""Types and shapes of the tensors sent, in order."""
 
 
 def content(number: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""On a machine with NVIDIA GPUs: command buffers as CUDA graphs, against numpy; bindings, memory, what is no graph."""
+"""Command buffers as CUDA graphs on NVIDIA GPUs, against numpy; bindings, memory, runs without a graph."""
 
 import gc
 import logging

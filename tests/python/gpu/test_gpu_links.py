@@ -103,7 +103,7 @@ def test_many_at_once_stay_in_order(loop):
 
 @with_nccl
 def test_what_a_machine_makes_is_sent_and_what_arrives_is_read(loop):
-    """Kernels before and after have no other order than the link's events."""
+    """Only the link's events order the kernels before and after."""
     elements = 8 << 20
     vm = doubling(elements)
     values = np.random.default_rng(0).standard_normal(elements).astype("float32")
@@ -156,7 +156,7 @@ def test_results_leave_through_pinned_memory(nbytes):
 
 
 def _both(task: str, folder: Path) -> list[dict[str, Any] | None]:
-    """What two processes print; None of one that was killed."""
+    """Output of two processes; None for one that was killed."""
     script = Path(__file__).with_name("link_process.py")
     ends = [
         subprocess.Popen(

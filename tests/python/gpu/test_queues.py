@@ -117,7 +117,7 @@ def test_many_threads_and_machines(pipeline):
 
 
 def test_results_are_complete():
-    """What a fence gives can be read on any stream at once."""
+    """Results of a fence can be read on any stream at once."""
     torch = pytest.importorskip("torch")
     vm = rh.vm.VirtualMachine(stages([(CPU, 0), (CUDA, 0)], (0, 1)), max_in_flight=4)
     x = random(4000)

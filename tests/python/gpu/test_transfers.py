@@ -155,7 +155,7 @@ def test_transfers_arrive_in_pinned_memory():
 
 @pytest.fixture
 def sent(monkeypatch):
-    """Of the copies from a CPU to a GPU: whether the memory was pinned, by bytes; staging of these is an error."""
+    """Copies from a CPU to a GPU, by bytes: True for each from pinned memory; staging of these is an error."""
     found, issue, staging = {}, cuda_copies.issue_copy, cuda_copies.staging
 
     def watched(library, source, target, nbytes, stream):

@@ -52,7 +52,7 @@ ATTENTION = {
 
 
 def programs() -> dict[str, Callable[[str], float]]:
-    """By name, what computes it for a target and gives the error, over what is allowed."""
+    """Programs by name: each runs for a target and returns its error divided by the allowed one."""
     from gpu.test_models import MAKERS
 
     sys.path.append(str(ROOT / "apps" / "bench"))  # its `models` is another one than that of the tests
@@ -117,7 +117,7 @@ def programs() -> dict[str, Callable[[str], float]]:
 
 
 def has_gpu() -> bool:
-    """Whether programs for a GPU can run."""
+    """True if programs for a GPU can run."""
     import tvm
 
     return bool(tvm.cuda(0).exist)

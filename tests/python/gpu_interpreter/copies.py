@@ -324,7 +324,7 @@ def _bulk_wait(expressions: Any, one: Instruction) -> Any:
 
 
 def check_end(lanes: Any) -> None:
-    """What has to be complete when threads end.
+    """Check that the bulk stores of threads that end are complete.
 
     Raises
     ------

@@ -40,7 +40,7 @@ def both(mask: Any, condition: Any) -> Any:
 
 
 def _truncated_quotient(left: Any, right: Any) -> Any:
-    """As in C, towards zero; nothing of it leaves the operands' type, whose least number has no absolute value."""
+    """Quotient towards zero, as in C, in the operands' type, in which the least number lacks an absolute value."""
     divisor = np.where(np.asarray(right) == 0, 1, right).astype(np.asarray(right).dtype)
     return (left - np.fmod(left, divisor)) // divisor
 
@@ -135,7 +135,7 @@ class Expressions:
             self.names.written.add(self.names.slot(expr.source))
             cell = self.names.cell
             view, index = self.place(expr)
-            self.names.cell = cell  # an address is no access
+            self.names.cell = cell  # taking an address is not an access
 
             def of_element(lanes: Any, mask: Any) -> Any:
                 place = view(lanes)

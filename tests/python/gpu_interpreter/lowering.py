@@ -18,7 +18,7 @@ def cuda_target(arch: str) -> tvm.target.Target:
 def lowered(
     func: tirx.PrimFunc, arch: str = "sm_90a", style: str | None = None, leave_out: tuple[str, ...] = ()
 ) -> tirx.PrimFunc:
-    """What TVM makes of the function before it separates the kernel: flat buffers, barriers, merged shared memory.
+    """Function as TVM lowers it before it separates the kernel: flat buffers, barriers, merged shared memory.
 
     Parameters
     ----------

@@ -17,7 +17,7 @@ ADDRESS_BITS = 40
 """A generic address is the memory's number and, in the lower bits, a byte offset."""
 
 RANK_BITS = 24
-"""Of an address of shared memory: the bits of the offset; above them the rank of a block in its cluster and 1, 0: the
+"""Bits of the offset in an address of shared memory; above them a block's rank in its cluster plus 1, or 0 for the
 own block."""
 
 SHARED = 1
@@ -122,7 +122,7 @@ class Local:
         written[where, at] = _WRITTEN[view.dtype.itemsize]
 
     def forget(self, mask: Any) -> None:
-        """What the active lanes wrote is undefined from here on."""
+        """Mark what the active lanes wrote as undefined."""
         if mask is None:
             self.written[:] = 0
         else:

@@ -85,7 +85,7 @@ def compiled(expressions: Any, call: Any) -> Callable[[Any, Any], Any]:
 
 
 def waiting(call: Any) -> Any:
-    """What compiles an instruction in which threads may wait; None for others."""
+    """Compiler of an instruction in which threads may wait; None for others."""
     one = instruction_of(call)
     handler = _found(PTX_WAITS, one.text)
     return None if handler is None else lambda expressions, _: handler(expressions, one)
@@ -248,7 +248,7 @@ def _convert_pair(expressions: Any, one: Instruction) -> Any:
 
 
 def _pairwise(function: Callable[..., Any]) -> Any:
-    """What compiles arithmetic on pairs of 16-bit floats, computed in float64 and rounded once."""
+    """Compiler of arithmetic on pairs of 16-bit floats, computed in float64 and rounded once."""
 
     def handler(expressions: Any, one: Instruction) -> Any:
         name = next(part for part in one.parts if part.endswith("x2"))

@@ -36,7 +36,7 @@ class Clocks:
         self.fenced = np.zeros_like(self.known)
 
     def release(self, cluster: int, threads: np.ndarray) -> np.ndarray:
-        """What these threads know, (2, width); what they do from now on is after it."""
+        """Return what these threads know, (2, width); their later work is ordered after it."""
         given = np.stack([table[cluster, threads].max(axis=0) for table in (self.known, self.fenced)])
         self.tick(cluster, threads)
         return given
@@ -47,7 +47,7 @@ class Clocks:
             table[cluster, threads] = np.maximum(table[cluster, threads], one)
 
     def fence(self, cluster: int, threads: np.ndarray) -> None:
-        """What these threads know is visible to asynchronous copies and tensor cores."""
+        """Make what these threads know visible to asynchronous copies and tensor cores."""
         self.fenced[cluster, threads] = np.maximum(self.fenced[cluster, threads], self.known[cluster, threads])
         self.tick(cluster, threads)
 
@@ -58,7 +58,7 @@ class Clocks:
         self.tick(cluster, threads)
 
     def tick(self, cluster: int, threads: np.ndarray) -> None:
-        """What these threads do from now on is after what they released."""
+        """Order later work of these threads after what they released."""
         self.known[cluster, threads, threads] += 1
 
     def name(self, uid: int) -> str:

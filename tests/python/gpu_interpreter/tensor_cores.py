@@ -24,7 +24,7 @@ def _encode(expressions: Any, call: Any) -> Any:
     def evaluate(lanes: Any, mask: Any) -> None:
         _, offset = shared_place(lanes, address(lanes, mask))
         if (offset[lanes.active(mask)] % 16).any():
-            raise KernelFault("a matrix descriptor of an address that is no multiple of 16")
+            raise KernelFault("a matrix descriptor of an address that is not a multiple of 16")
         value = (offset >> 4).astype(np.uint64)
         value |= np.uint64(int(np.max(leading(lanes, mask))) & 0x3FFF) << np.uint64(16)
         value |= np.uint64(int(np.max(stride(lanes, mask))) & 0x3FFF) << np.uint64(32)

@@ -16,12 +16,12 @@ from .faults import KernelFault
 from .warps import WARP
 
 WAITING: dict[str, Callable[[Any, Any], Callable[[Any, Any], Iterator[Any]]]] = {}
-"""What compiles calls in which threads may wait, by the operator's name."""
+"""Compilers of calls in which threads may wait, by the operator's name."""
 
 
 @dataclass
 class Wait:
-    """What threads wait for.
+    """Condition that threads wait for.
 
     Attributes
     ----------

@@ -16,7 +16,7 @@ RECORDED = Path(__file__).with_suffix(".npz")
 _PROGRAM = Path(__file__).parents[3] / "apps" / "bench" / "llm_bench" / "llama_cpp_model.py"
 
 TOKENS = np.random.default_rng(0).integers(0, 320, 100).tolist()
-"""Of the recorded logits."""
+"""Tokens of the recorded logits."""
 
 
 def fresh(path, tokens) -> np.ndarray:

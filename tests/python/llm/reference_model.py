@@ -1,4 +1,4 @@
-"""What a language model in a GGUF file computes, in float64 and by the book: whole sequences, no cache, no fusion."""
+"""Reference results of a language model in a GGUF file, in float64: whole sequences, no cache, no fusion."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ReferenceModel:
         return default if field is None else field.contents()
 
     def weight(self, name: str, rows=slice(None)) -> np.ndarray | None:
-        """Some rows of a tensor in float64; None if there is no such tensor."""
+        """Some rows of a tensor in float64; None if the file lacks it."""
         tensor = self._tensors.get(name)
         if tensor is None:
             return None
@@ -83,7 +83,7 @@ class ReferenceModel:
         return self.weight("token_embd.weight") if output is None else output
 
     def hidden(self, tokens) -> np.ndarray:
-        """What the last norm leaves of each token: shape (tokens, width)."""
+        """Output of the last norm for each token: shape (tokens, width)."""
         x = self.weight("token_embd.weight", np.asarray(tokens))
         if self.is_gemma:
             x = x * self.width**0.5
@@ -94,7 +94,7 @@ class ReferenceModel:
         return rms_norm(x, self.weight("output_norm.weight"), self.eps)
 
     def _branch(self, layer, x, before, work, after):
-        """What a layer adds to its input; Gemma norms that once more."""
+        """Output of a layer, added to its input; Gemma normalizes it once more."""
         y = work(layer, rms_norm(x, self._of(layer, before), self.eps))
         return rms_norm(y, self._of(layer, after), self.eps) if self.is_gemma else y
 
@@ -124,7 +124,7 @@ class ReferenceModel:
 
     @property
     def _in_pairs(self) -> bool:
-        """Whether rotation pairs element 2i with 2i + 1, not i with i + half."""
+        """True if rotation pairs element 2i with 2i + 1, not i with i + half."""
         return self.architecture == "llama"
 
     @property

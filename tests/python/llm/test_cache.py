@@ -164,7 +164,7 @@ def test_refused_by_name():
 
 
 def test_memory():
-    """As many pages as fit, and bytes by device."""
+    """Pages that fit into a memory limit, and bytes by device."""
     sizes = [page_bytes(layer.kv_heads, layer.size, "float32") for layer in (WINDOWED, FULL)]
     cache = make(memory=10 * sizes[1] + 100 * sizes[0])
     (found,) = cache.bytes.values()

@@ -43,7 +43,7 @@ def fill(model, tokens) -> int:
 
 
 def logits_alone(model, tokens) -> np.ndarray:
-    """Of the token behind some others, by themselves in the cache."""
+    """Logits of the last of `tokens`, which are alone in the cache."""
     slot = fill(model, tokens[:-1])
     try:
         return model.decode([slot], tokens[-1:])[0].copy()

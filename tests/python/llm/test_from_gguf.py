@@ -99,7 +99,7 @@ def test_types_of_activations(name, types, options, narrow, tmp_path):
 
 
 def test_products_of_one_operand_are_joined_on_gpus(tmp_path):
-    """Where their types are alike, and no rule of the placement tells them apart."""
+    """Joined if their types are equal and no rule of the placement separates them."""
 
     def names(types, rules):
         path = write_gguf(tmp_path / "model.gguf", MODELS["qwen2"], types)

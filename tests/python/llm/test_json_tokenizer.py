@@ -12,7 +12,7 @@ TEXTS = ["A mouse ran away, quickly.", "Gr\u00fc\u00dfe \u2014 \U0001f600 na\u00
 
 
 def byte_level():
-    """As GPT-2, Llama 3 and Qwen have it, trained on few words."""
+    """Byte-level tokenizer as in GPT-2, Llama 3 and Qwen, trained on few words."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -22,7 +22,7 @@ def byte_level():
 
 
 def with_spaces():
-    """As Llama 2 and Gemma have it: spaces are a character, and bytes that no token has are tokens."""
+    """Tokenizer as in Llama 2 and Gemma: spaces are a character, and other bytes fall back to byte tokens."""
     names = [f"<0x{byte:02X}>" for byte in range(256)] + ["\u2581", *"Amouseranway,quickl."] + ["\u2581ran", "</s>"]
     vocabulary = {name: number for number, name in enumerate(dict.fromkeys(names))}
     merges = [("\u2581", "r"), ("\u2581r", "a"), ("\u2581ra", "n")]

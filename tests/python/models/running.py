@@ -29,13 +29,13 @@ needs_gpu = pytest.mark.skipif(not (STAND_IN or tvm.cuda(0).exist), reason="no N
 
 
 def expected_outputs(model: onnx.ModelProto, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """What ONNX Runtime gives."""
+    """Outputs of ONNX Runtime."""
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     return session.run(None, inputs)
 
 
 def outputs_of(executable: rh.vm.Executable, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """What a machine made of `executable` gives."""
+    """Outputs of a machine made from `executable`."""
     result = rh.vm.VirtualMachine(executable)["main"](**inputs)
     return [tensor.numpy() for tensor in (result if isinstance(result, tuple) else (result,))]
 

@@ -1,4 +1,4 @@
-"""What was tried to break command buffers with: numbers, names, kernels and memory that nobody should give."""
+"""Attempts to break command buffers: numbers, names, kernels and memory that nobody should pass."""
 
 import copy
 import gc
@@ -46,7 +46,7 @@ def recording(machine, **options):
 
 
 def test_kernels_of_another_executable(machine):
-    """Of the same name as one of its own, and gone from memory unless the kernel keeps them there."""
+    """They have the name of one of its own, and would leave memory if the kernel objects did not keep them there."""
     other = rh.vm.VirtualMachine(rh.compile(added(10.0)))
     kernel, own = other.kernel("step"), machine.kernel("step")
     buffer = recording(machine)
@@ -184,7 +184,7 @@ def half(x):
 
 @ir_module({"kind": "llvm", "mcpu": "x86-64-v3"}, "llvm:1")
 class Everything:
-    """What ends runs: recursion, a branch, work in place, an unknown function, a transfer, another function."""
+    """Ends of runs: recursion, a branch, work in place, an unknown function, a transfer, another function."""
 
     @T.prim_func(s_tir=True)
     def next(a: T.handle, b: T.handle):

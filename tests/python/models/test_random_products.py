@@ -23,7 +23,7 @@ TARGETS = [rh.native("llvm"), {"kind": "llvm", "mcpu": "x86-64-v3"}, {"kind": "l
 
 @dataclass(frozen=True)
 class Extent:
-    """Of a dimension: `size` when it runs; `dim` is a variable where it is symbolic. Equal extents are one object."""
+    """Extent of a dimension: `size` at run time; `dim` is a variable if symbolic. Equal extents are one object."""
 
     dim: Any
     size: int
@@ -81,7 +81,7 @@ class Graph:
             return value
         return self.add(relax.op.to_vdevice(value.expr, self.vdevices[device]), value.array, value.extents, device)
 
-    # What may happen next; each takes a value and may find nothing to do.
+    # Random steps: each takes a value and may find nothing to do.
 
     def product(self, lhs: Value) -> None:
         k, batch = lhs.extents[-1], lhs.extents[:-2]

@@ -63,7 +63,7 @@ def test_a_device_means_the_first_that_matches(vdevices, number):
 
 
 def test_stock_attributes():
-    """Where they can, hints are exactly the stock ones."""
+    """Hints are exactly the stock ones wherever these suffice."""
     vdevices = [rh.VDevice("llvm"), rh.VDevice(SM90, 1), rh.VDevice("llvm", 0, "shared")]
     tvm.ir.assert_structural_equal(encode_hint(X, "cuda", vdevices), relax.op.hint_on_device(X, tvm.cuda(1)))
     tvm.ir.assert_structural_equal(encode_hint(X, "llvm", vdevices), relax.op.hint_on_device(X, tvm.cpu(0)))

@@ -1,4 +1,4 @@
-"""What devices can reach, and the share that kernels reach of it."""
+"""Peaks of devices, and the share of a peak that kernels reach."""
 
 import pytest
 

@@ -10,7 +10,7 @@ from relax_hetero.report.text.target_text import target_text
 from relax_hetero.target.instruction_names import instruction_names
 
 XEON = ("AVX-512", "VNNI", "BF16", "FP16", "AMX")
-# What LLVM 20 says of an Emerald Rapids whose hypervisor reports model 167.
+# LLVM 20's description of an Emerald Rapids whose hypervisor reports model 167.
 REPORTED = {"mcpu": "rocketlake", "mattr": ["+amx-tile", "+amx-int8", "+amx-bf16", "+avx512bf16", "+avx512fp16"]}
 X86, ARM = "x86_64-linux-gnu", "aarch64-linux-gnu"
 

@@ -89,7 +89,7 @@ def test_a_gpu_that_is_not_described_is_that_of_a_list(capfd):
 
 
 class FakeGPU:
-    """What the driver would say about one GPU."""
+    """Properties that the driver would report for one GPU."""
 
     exist = True
     compute_version = "10.0"

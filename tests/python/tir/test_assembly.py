@@ -41,7 +41,7 @@ MULTIPLY = {
 
 
 def innermost_loops(assembly: str) -> list[list[str]]:
-    """Instructions of every loop that has no other label in it."""
+    """Instructions of every loop without another label in it."""
     loops, body, label = [], [], ""
     for line in assembly.splitlines():
         text = re.split("# |//", line)[0].strip()

@@ -18,7 +18,7 @@ from relax_hetero.tools.cli import cli
 
 
 class Codec(ToyCodec):
-    """As a tokenizer of a file."""
+    """Tokenizer like that of a file."""
 
     names = tuple(f"<{token}>" for token in range(300))
     begin_id = None

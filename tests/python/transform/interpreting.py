@@ -33,7 +33,7 @@ _FUNCTIONS = {f"relax.{function.op}": function.evaluate for function in FUNCTION
 
 
 def run(mod: tvm.IRModule, *arguments: np.ndarray) -> Any:
-    """What ``main`` of a module with one dataflow block returns, arrays or tuples of them."""
+    """Results of ``main`` of a module with one dataflow block, arrays or tuples of them."""
     func = mod["main"]
     sizes = _sizes(func, arguments)
     values: dict[relax.Var, Any] = dict(zip(func.params, arguments, strict=True))

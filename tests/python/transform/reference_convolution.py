@@ -135,7 +135,7 @@ def _zero(result: PackedStorage, tiles: Sequence[Any]) -> None:
 
 
 def position(store: PackedStorage, at: Sequence[Any]) -> Any:
-    """Where the element `at` lies."""
+    """Offset of the element `at` in storage."""
     outer, inner = {}, {}
     for d, index in enumerate(at):
         tile = store.layout.tile(d)

@@ -25,7 +25,7 @@ Operands = Sequence[Operand]
 F32, I64, I32 = "float32", "int64", "int32"
 N = tirx.Var("n", "int64")
 LENGTH = 19
-"""What the symbolic extent is when a kernel runs."""
+"""Value of the symbolic extent when a kernel runs."""
 
 
 def const(value: float, dtype: str = F32) -> relax.Expr:

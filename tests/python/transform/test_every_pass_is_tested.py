@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 PASSES = {name: each.constructor.__module__.split(".")[2:] for name, each in transform.passes().items()}
 # The last is of `outlines`, for regions: it compares functions of Relax.
 COMPARES = {"assert_structural_equal", "check_pass", "check"}
-# These check or note, and change no function: there is no module to expect.
+# These check or annotate and change no function, so tests have nothing to compare.
 ONLY_CHECKS = {"AnnotateGraph", "VerifyEncodings"}
 
 

@@ -1,4 +1,4 @@
-"""What every pass says about itself: its name, what it does, what it assumes, a program before and after."""
+"""Documentation of every pass: its name, what it does, what it assumes, a program before and after."""
 
 import inspect
 import re

@@ -48,7 +48,7 @@ def copy(source: tvm.runtime.Tensor, target: tvm.runtime.Tensor) -> None:
 
 
 def expected(x):
-    """What ``Pipeline.main`` gives where its kernels copy."""
+    """Result of ``Pipeline.main`` if its kernels copy."""
     return x * 4
 
 
@@ -103,7 +103,7 @@ def _second(source: tvm.runtime.Tensor, target: tvm.runtime.Tensor) -> None:
 
 @contextmanager
 def kernels(first: Callable[..., None] = copy, second: Callable[..., None] = copy) -> Iterator[None]:
-    """What the kernels of `Pipeline` do within the block."""
+    """Set what the kernels of `Pipeline` do within the block."""
     before = dict(_now)
     _now.update(first=first, second=second)
     try:

@@ -13,7 +13,7 @@ W = np.array([1, 2, 3, 4], "float32")
 
 
 class OnlyDLPack:
-    """What another library's tensor looks like: DLPack and nothing else."""
+    """Tensor of another library: DLPack and nothing else."""
 
     def __init__(self, array):
         self.array = array

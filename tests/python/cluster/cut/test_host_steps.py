@@ -24,7 +24,7 @@ def floats(*shape: int) -> np.ndarray:
 
 
 def steps(program: Program, name: str = "main") -> list[tuple[str, int]]:
-    """By step, its host and how many results it has."""
+    """Host and number of results of each step."""
     return [(step.host, step.results) for step in program.functions[name].steps]
 
 

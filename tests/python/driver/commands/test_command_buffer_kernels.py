@@ -100,7 +100,7 @@ def growing(count, target):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("target", [V4, "c"])
 def test_no_kernel_is_inlined_where_it_could_be_reordered(target):
-    """What one kernel stores the next one loads, through variables that TVM tells LLVM are different memory."""
+    """A kernel loads what the one before stored, through variables that TVM tells LLVM are different memory."""
     mod, x = growing(90, target), np.arange(16, dtype="float32")
     want = np.concatenate([x, np.full(90, 15, "float32")]) + np.float32(90)
     on = rh.vm.VirtualMachine(rh.compile(mod))

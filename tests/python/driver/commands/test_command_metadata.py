@@ -1,4 +1,4 @@
-"""What executables say about command buffers: constants by index, kernels by address, what each kernel costs."""
+"""Metadata of command buffers in executables: constants by index, kernels by address, costs of kernels."""
 
 import ctypes
 

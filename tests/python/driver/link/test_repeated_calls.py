@@ -15,7 +15,7 @@ WEIGHT = np.arange(4, dtype="float32")
 
 @I.ir_module
 class Lowered:
-    """As the passes leave it, constants lifted."""
+    """A module as the passes leave it, constants lifted."""
 
     @T.prim_func
     def shape_func(heap: T.Buffer((3,), "int64")):

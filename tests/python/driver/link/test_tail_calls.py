@@ -121,7 +121,7 @@ def test_recursion_stays():
 
 
 def test_one_trip_stands_in_the_place_of_the_function():
-    """What every trip gets alike is not handed on, and no call of itself is left."""
+    """Loop-invariant arguments are not passed on, and no recursive call is left."""
     mod, (loop,) = with_trips(LowerToVM()(rh.get_pipeline()(Counted)))
     assert (loop.name, loop.trip, loop.params) == ("loop", "loop_trip", ("i", "n", "v"))
     assert loop.state == (0, 2)

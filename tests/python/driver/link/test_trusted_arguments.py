@@ -48,7 +48,7 @@ class Anything:
 
 
 def is_trusted(mod):
-    """Whether each command buffer of a compiled module drops its checks."""
+    """Flags of a compiled module's command buffers: True for one without checks."""
     lowered, _ = by_address(rh.get_pipeline()(mod))
     found = [TRUSTED in func.attrs for gv, func in lowered.functions.items() if "main_commands" in gv.name_hint]
     assert found

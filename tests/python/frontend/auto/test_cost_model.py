@@ -1,4 +1,4 @@
-"""What the cost model knows of devices by their targets."""
+"""Device figures that the cost model derives from targets."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What plans cost: the time of one call in which independent work overlaps, and measures that follow moving units."""
+"""Costs of plans: the time of one call in which independent work overlaps, and measures that follow moving units."""
 
 import random
 

@@ -23,7 +23,7 @@ def llama(tmp_path_factory):
 
 
 def after(file: bytes, key: str) -> int:
-    """Where the value of a key begins, behind the key's name and its type."""
+    """Offset of a key's value, after the key's name and its type."""
     return file.index(key.encode()) + len(key) + 4
 
 

@@ -157,7 +157,7 @@ def test_every_architecture_is_placed(name, all_logits, tmp_path):
 
 
 def test_experts_stay_on_the_cpu_where_they_do_not_fit_the_gpu(experts):
-    """Of which a token reads a few, and which the GPU would hold as numbers."""
+    """A token reads few of the experts, and the GPU would hold them as numbers."""
     file = read_gguf(experts)
     model, cache = hyperparameters_of(file), PagedCache(context=256)
     parts = parts_of(file, model, cache, [Panels(32), Fragments()])

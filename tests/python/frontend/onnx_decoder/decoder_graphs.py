@@ -79,11 +79,11 @@ def caches(shape: Shape, past: str, present: str, kind: int = 1) -> tuple[dict[s
 
 @dataclass(frozen=True)
 class GenAI:
-    """What differs between models that onnxruntime-genai's builder writes.
+    """Differences between models that onnxruntime-genai's builder writes.
 
     Attributes
     ----------
-    bits : Of weights; 0 for products of floats.
+    bits : Bits of weights; 0 for products of floats.
     is_packed : Whether one product gives queries, keys and values.
     norms_heads : Whether queries and keys are normalized before they are rotated, by a node of its own, as in Qwen 3.
     window : 0 for none.

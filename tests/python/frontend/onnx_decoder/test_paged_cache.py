@@ -115,7 +115,7 @@ def test_weights_are_shared_by_all_functions():
 
 
 def constant_bytes(mod: tvm.IRModule) -> int:
-    """Of all constants of matrices, each once."""
+    """Bytes of all constant matrices, each counted once."""
     found = {}
 
     def visit(expr: object) -> None:

@@ -15,11 +15,11 @@ _END = 2**63 - 1
 
 @dataclass(frozen=True)
 class Torch:
-    """What differs between architectures.
+    """Differences between architectures.
 
     Attributes
     ----------
-    rotated : Numbers of a head that are rotated.
+    rotated : Number of elements of a head that are rotated.
     is_parallel : Whether attention and feed-forward read one norm and are added together, as in Phi and GPT-NeoX.
     joins_heads : Whether one product gives queries, keys and values of every head together, as in GPT-NeoX.
     """

@@ -122,7 +122,7 @@ def outputs_of(
     types: list[int],
     **options: object,
 ) -> list[np.ndarray]:
-    """What nodes of opset 20 give, each one output of a type; inputs by name, and constants."""
+    """Outputs of nodes of opset 20, one for each, of these types; inputs by name, and constants."""
     infos = [helper.make_tensor_value_info(name, 1, value.shape) for name, value in feeds.items()]
     outputs = [
         helper.make_tensor_value_info(node.output[0], kind, None) for node, kind in zip(nodes, types, strict=True)

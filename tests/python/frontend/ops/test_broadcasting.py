@@ -86,7 +86,7 @@ def test_a_mask_of_other_dimensions_joins_scores_and_softmax():
 
 
 def test_sizes_that_are_equal_as_none_is_negative():
-    """What a slice takes and what it leaves are as many as there were; a kernel reads one expression of both."""
+    """A slice and its rest have as many elements as the whole; a kernel reads one expression of both."""
     model = parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17]>
         f (bool[b,t] x) => (bool[b,u] y, bool[b,t] z)

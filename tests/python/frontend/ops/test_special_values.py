@@ -31,7 +31,7 @@ ROUGH = {"float16": 4e-3, "float32": 5e-6, "float64": 1e-6}
 
 
 def special_values(dtype: str) -> np.ndarray:
-    """As many as fill vectors, and a rest."""
+    """Special values that fill vectors, and a rest."""
     limits = np.finfo(dtype)
     numbers = [
         NAN,
@@ -89,10 +89,10 @@ def reference(op: str, attributes: dict, x: np.ndarray) -> np.ndarray:
             continue
         with np.errstate(all="ignore"):
             return session.run(None, {"x": x.astype(dtype)})[0]
-    raise AssertionError(f"ONNX Runtime has no {op}")
+    raise AssertionError(f"ONNX Runtime lacks {op}")
 
 
-# What stands before an op, and the shapes of the input and of the op's.
+# Preceding op, its weight, and the input's shape.
 CONTEXTS = {
     "alone": (None, None, lambda x: x),
     "fused": ("Mul", np.ones(1), lambda x: x),

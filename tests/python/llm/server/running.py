@@ -20,7 +20,7 @@ TEMPLATE = (
 
 @dataclass
 class Server:
-    """Where it listens, and what works behind it."""
+    """Address of a running server, and its engine."""
 
     url: str
     engine: Engine

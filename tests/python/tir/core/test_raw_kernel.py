@@ -84,7 +84,7 @@ def pointer(a: T.handle("float32"), b: T.handle):
 
 @pytest.mark.parametrize("kernel", [strided, part, hidden, pointer])
 def test_what_pointers_and_extents_do_not_say(kernel):
-    """Strides, parts of tensors, extents in expressions only, and memory that is no tensor."""
+    """Strides, parts of tensors, extents in expressions only, and memory that is not a tensor."""
     assert raw_signature(kernel) is None
 
 

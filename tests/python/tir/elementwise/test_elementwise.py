@@ -223,7 +223,7 @@ def test_a_cast_rounds_also_where_it_is_cast_back(dtype, tmp_path):
 def test_16_bit_floats_are_rounded_once(tmp_path):
     x = np.full(40, 256.0, ml_dtypes.bfloat16)
     found = _flat("subtract(add(x0, 1.0), x0)", [x], NAMES[0], tmp_path)
-    assert (found.astype("float32") == 1.0).all()  # op by op it is 0: bfloat16 has no 257
+    assert (found.astype("float32") == 1.0).all()  # op by op it is 0: 257 is not a bfloat16
 
 
 def test_quantization(tmp_path):

@@ -26,7 +26,7 @@ def nests_of(build: Build, operands: Operands) -> list[Nest]:
 
 
 def counts(nest: Nest) -> list[list[int]]:
-    """Of each box, how often its spatial loops run."""
+    """Trip counts of each box's spatial loops."""
     views: dict[tirx.Buffer, tirx.Buffer] = {}
 
     def view(buffer: tirx.Buffer) -> tirx.Buffer:

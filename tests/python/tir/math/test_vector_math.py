@@ -84,7 +84,7 @@ def _inputs() -> np.ndarray:
 
 @pytest.fixture(scope="module", params=NAMES)
 def results(request, tmp_path_factory):
-    """What every function gives on a target, by name."""
+    """Results of every function on a target, by name."""
     names = [*REFERENCES, *LOOSE_REFERENCES]
     lanes = cpu_named(request.param).lanes("float32")
     module = built({n: _function(n, lanes) for n in names}, request.param, tmp_path_factory.mktemp("kernels"))
@@ -115,7 +115,7 @@ def test_within_units_in_the_last_place(results, name):
         wanted = reference(_inputs().astype("float64"))
         wanted_single = wanted.astype("float32")
         unit = np.spacing(np.where(np.isfinite(wanted_single), np.abs(wanted_single), 1)).astype("float64")
-    if name == "silu":  # the reference has no limit for it: -inf * 0
+    if name == "silu":  # the reference computes -inf * 0
         wanted[_inputs() < -1e30] = -0.0
         wanted[np.isneginf(_inputs())] = np.nan
     _check(results[name], wanted, unit, limit)

@@ -58,7 +58,7 @@ def check(weights, experts, tokens, used, shared, name, folder):
     problem = problem_of(weights, experts, tokens, used, panel, shared)
     function = kernel(quantized_matmul_kernel(problem, cpu), name, folder)
     x = rng.standard_normal((tokens, 1 if shared else used, 1, weights.source.depth), "float32")
-    # Some experts have no rows, and one may have nearly all.
+    # Some experts get zero rows, and one may get nearly all.
     index = rng.choice(rng.permutation(experts)[: experts - 1], (tokens, used)).astype("int32")
     want, size = expected(x, weights, experts, index)
     found = call(function, x, weights, experts, panel, index)

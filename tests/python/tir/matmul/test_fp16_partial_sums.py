@@ -61,7 +61,7 @@ def _random(sizes: tuple[int, int, int], scale: float = 1.0) -> list[np.ndarray]
 
 
 def _error(got: np.ndarray, arrays: list[np.ndarray]) -> float:
-    """Of root mean squares."""
+    """Root mean square of the error, relative to that of the exact product."""
     want = arrays[0].astype("float64") @ arrays[1].astype("float64")
     return float(np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)))
 
@@ -89,7 +89,7 @@ def test_the_error_is_small_in_range_and_that_of_float32_out_of_it(sizes, symbol
 
 @needs_avx512
 def test_a_right_operand_as_it_lies():
-    """Of few rows, with a k that is no pair and columns that are no vector; in range and out of it."""
+    """Few rows, an odd k, and columns that do not fill a vector; in the range of fp16 and out of it."""
     sizes = (3, 301, 33)
     packed = _problem(sizes)
     problem = replace(packed, rhs=replace(packed.rhs, layout=PackedLayout.identity(2)))

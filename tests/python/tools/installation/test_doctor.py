@@ -182,7 +182,7 @@ def test_wrong_numbers(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
 def test_a_process_that_fails(
     lines: int, last: str, name: str, about: str, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ):
-    """What it said before is not lost."""
+    """Its output before the failure is not lost."""
     tries(monkeypatch, LINES[:lines], last)
     result = invoke("doctor", "--json")
     report = parsed(result)

@@ -21,7 +21,7 @@ V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
 
 
 def devices_of(mod):
-    """Of each binding of main: the devices of its tensors."""
+    """Devices of the tensors of each binding of main."""
     vdevices = vdevices_of(mod)
     return {
         binding.var.name: {device_name(tensor.vdevice, vdevices) for tensor in tensor_types(binding.var.ty)}

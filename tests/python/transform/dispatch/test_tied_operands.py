@@ -19,11 +19,11 @@ from tir.kernel_runs import VECTOR_NAMES, poisoned, same_bits, target_of
 from transform.dispatch.test_schedule_cpu_maps import CASES
 from transform.scheduled_ops import formed, inputs
 
-# What some kernels tie on AVX-512, by the numbers of their parameters.
+# Operands that some kernels tie on AVX-512, by the numbers of their parameters.
 EXPECTED = {
     "a row": [(0, 1)],
     "a chain": [(0, 2), (1, 2)],
-    "expensive and broadcast": [],  # rows of 40 elements are no whole vectors, so the last are computed twice
+    "expensive and broadcast": [],  # rows of 40 elements are not whole vectors, so the last are computed twice
     "integers": [(0, 2), (1, 2)],
     "cast": [],
     "concat of a row": [],

@@ -1,4 +1,4 @@
-"""What a report says about encoded modules at several stages."""
+"""Reports on encoded modules at several stages."""
 
 from __future__ import annotations
 

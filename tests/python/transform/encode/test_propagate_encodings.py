@@ -487,7 +487,7 @@ def test_modules_without_products_are_the_very_same():
 
 
 def test_a_permutation_between_products_is_absorbed_once():
-    """By the first product, since not only the second one reads what it makes."""
+    """The first product absorbs it, since the second one is not the only reader of its result."""
 
     @ir_module()
     def Before(x: R.Tensor((3, 2, 4), "float32"), w: R.Tensor((4, 5), "float32"), v: R.Tensor((5, 6), "float32")):

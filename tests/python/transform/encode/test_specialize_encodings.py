@@ -184,7 +184,7 @@ def test_equal_layouts_travel_as_they_are():
 
 
 def test_without_a_resolver_ops_are_stock_again():
-    """The CUDA side has no layouts: permuted operands, initial accumulator and elementwise work are stock ops again."""
+    """Vulkan lacks layouts: permuted operands, initial accumulator and elementwise work are stock ops again."""
 
     @ir_module("vulkan")
     def Before(
@@ -419,7 +419,7 @@ def test_a_module_without_encodings_stays():
 
 
 def test_a_resolver_may_store_activations_differently(toys):
-    """Asked for what is no constant, also behind ops that HoistEncodings computes."""
+    """It is asked for values that are not constants, also after ops that HoistEncodings computes."""
     toys["llvm"].resolve_activation = lambda encoding, target: PackedLayout.identity(2)
 
     @ir_module(V4)

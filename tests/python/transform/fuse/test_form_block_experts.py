@@ -71,7 +71,7 @@ def test_rows_by_the_matrices_that_they_choose():
 
 @pytest.mark.parametrize("is_constant", [True, False])
 def test_numbers_of_both_forms(is_constant):
-    """By a kernel, and by plain ops where the weights are a parameter."""
+    """Constant weights get a kernel; weights that are a parameter get plain ops."""
     rng = fresh_rng()
     x, factor = rng.standard_normal((5, 1, 1, K), "float32"), rng.standard_normal((5, 2, 1, N), "float32")
     index = rng.integers(0, EXPERTS, (5, 2)).astype("int32")

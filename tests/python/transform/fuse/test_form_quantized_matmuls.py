@@ -299,7 +299,7 @@ def test_a_table_that_is_a_weight_too_is_one_constant():
 
 
 def test_rows_of_a_table_on_two_kinds_of_devices():
-    """By a kernel, and of the rows' bytes by plain ops where the weights are a parameter."""
+    """Constant weights get a kernel; plain ops compute rows from bytes where the weights are a parameter."""
     tokens = np.array([[0, 39], [17, 17], [32, 31]], "int32")
     numbers = numbers_of_rows(RAW, block_format("q5_0"), K).astype("float64")
     want = np.maximum(numbers[tokens], 0) @ numbers.T

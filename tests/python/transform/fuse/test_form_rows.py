@@ -25,7 +25,7 @@ def formed(mod):
 
 
 def programs(mod):
-    """Of every `rows`, in order, with the names of its operands' variables or their shapes."""
+    """Programs of every `rows`, in order, with the names of its operands' variables or their shapes."""
     found = []
     for _, func in relax_functions(mod):
         for binding in walk_bindings(func):

@@ -24,7 +24,7 @@ CUDA = {"kind": "cuda", "arch": "sm_90"}
 
 
 def test_what_a_gpu_gets_is_pinned_if_it_is_large():
-    """Of 128 KB: what is sent and a view of what is sent, but not what stays; nothing that is smaller."""
+    """Sent values of 128 KB and views of them are pinned; values that stay and smaller ones are not."""
 
     @ir_module("llvm", CUDA)
     class Before:
@@ -168,7 +168,7 @@ def test_results_of_steps_that_a_later_step_sends():
 
 
 def test_the_memory_plan_counts_it():
-    """Of a call that runs alone; pinned memory is the CPU's, and `stays` is a result."""
+    """Plan of a call that runs alone; pinned memory is the CPU's, and `stays` is a result."""
     mod = formed(Pipeline)
     cpu, _ = memory_plan_of(mod).at("main").devices
     assert (cpu.transient, cpu.results) == ((256 + 512) * 512 * 4, 256 * 512 * 4)

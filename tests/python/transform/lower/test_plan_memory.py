@@ -61,7 +61,7 @@ def test_storage_is_reused_within_a_device_only():
             return R.tuple()
 
     assert_structural_equal(PlanMemoryPerDevice()(Before), Expected)
-    # What stock does with the same module: c lives in storage that a had on device 0.
+    # Stock TVM puts c into storage that a had on device 0.
     assert sorted(_storages(relax.transform.StaticPlanBlockMemory()(Before))) == [(0, "global"), (0, "global")]
 
 

@@ -68,7 +68,7 @@ class Dependence:
             self.before[index] = read.union(*(self.before[other] for other in read))
 
     def makers(self, index):
-        """What a binding reads, without what costs nothing."""
+        """Bindings that a binding reads, looking through those that cost nothing."""
         found = set()
         for read in self.reads[index]:
             found |= self.makers(read) if self.places.is_free(self.bindings[read]) else {read}
@@ -85,7 +85,7 @@ class Dependence:
         return [reader for reader in work if index in self.makers(reader)]
 
     def comes_no_later(self, transfer, others):
-        """Whether the source of a transfer is there when that of one of the others is."""
+        """True if the source of a transfer is ready when that of one of the others is."""
         needed = self.makers(transfer)
         return not needed or any(needed <= self.makers(o) | self.before[o] for o in others)
 

@@ -146,7 +146,7 @@ def test_a_constant_is_on_its_host_alone():
 
     result = PartitionByHost()(rh.transform.RealizeVDevice()(Before))
     relax.analysis.well_formed(result)  # raises
-    # What nothing places is on the first device.
+    # Values that nothing places are on the first device.
     assert held(result["main_a"]) == [1.0, 3.0] and held(result["main_b"]) == [2.0]
 
 

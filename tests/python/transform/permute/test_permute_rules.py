@@ -32,7 +32,7 @@ def field(builder, call, index=0):
     return builder.emit(relax.TupleGetItem(builder.emit(call), index))
 
 
-# What is done to x of (2, 6, 5, 7), channels first; the result has four dimensions and is permuted back.
+# Ops on x of (2, 6, 5, 7), channels first; the result has four dimensions and is permuted back.
 SAME_RANK = {
     "relu": lambda b, x: op.nn.relu(x),
     "clip": lambda b, x: op.clip(x, -0.5, 0.5),

@@ -1,4 +1,4 @@
-"""What a placement report says."""
+"""Contents of placement reports."""
 
 import json
 

@@ -46,7 +46,7 @@ def test_rfc_return_annotation():
 
 
 def test_rfc_hint_on_result():
-    """What precedes s3 has the same vdevice: the hint disappears."""
+    """Values before s3 have the same vdevice: the hint disappears."""
 
     @ir_module("cuda", "llvm")
     class ModBefore:
@@ -362,7 +362,7 @@ def test_match_cast():
 
 
 def test_match_cast_of_a_packed_result_is_on_its_call():
-    """An R.Object result has no device; once it is known to be a tensor, it is where the call's tensors are."""
+    """An R.Object result lacks a device; once it is known to be a tensor, it is where the call's tensors are."""
 
     @ir_module("llvm", "llvm:1")
     def Before(x: R.Tensor((2,), "float32", "llvm:1")):

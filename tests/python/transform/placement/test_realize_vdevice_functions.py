@@ -398,7 +398,7 @@ def test_function_as_an_argument():
 
 
 def test_closures():
-    """What make_closure binds are the last parameters."""
+    """Arguments that make_closure binds are the last parameters."""
 
     @ir_module("llvm", "llvm:1")
     class Before:

@@ -74,7 +74,7 @@ def test_programs_without_copies(mod):
 @settings(max_examples=60)
 @given(modules())
 def test_one_transfer_per_value_and_destination(mod):
-    """What the pass inserts is named after the value and the device; a value has one copy per device."""
+    """Inserted copies are named after the value and the device; a value has one copy per device."""
     placed, _ = realize_vdevice(mod, insert_copies=True)
     for _, func in placed.functions.items():
         made = [(binding.value.args[0], binding.var.name) for binding in transfers(func)]

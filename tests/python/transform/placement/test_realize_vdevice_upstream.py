@@ -1,4 +1,4 @@
-"""What stock TVM 0.27 does wrong about placement, and what happens here (rows 6, 7, 10 and 15 of the known defects).
+"""Defects of stock TVM 0.27's placement, and the behaviour here (rows 6, 7, 10 and 15 of the known defects).
 
 Where stock behaviour is asserted, a newer TVM that mends it fails the test, so that the workaround can go.
 """

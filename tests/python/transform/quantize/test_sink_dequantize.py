@@ -185,7 +185,7 @@ def test_numbers_that_went_through_more_are_other_bytes(dequantize, moved):
 
 
 def test_every_byte_comes_back():
-    """What `is_inverse` relies on: (q - z) * s / s rounds to q - z in single precision, whatever the scale."""
+    """Assumption of `is_inverse`: (q - z) * s / s rounds to q - z in single precision, whatever the scale."""
     random = fresh_rng()
     codes = np.arange(-255, 256, dtype="float32")
     for scale in np.exp(random.uniform(-20, 20, 2000)).astype("float32"):

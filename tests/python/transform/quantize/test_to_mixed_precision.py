@@ -285,7 +285,7 @@ def test_each_device_has_its_own_precision():
     assert products_of(low) == {"a": "float16", "c": "float16", "y": "float32"}
     both = ToMixedPrecision("bfloat16", devices="llvm:0")(low)
     assert products_of(both) == {"a": "float16", "c": "float16", "y": "bfloat16"}
-    # What only the CPU reads rounded crosses rounded.
+    # A value that only the CPU reads, rounded, is rounded before it crosses.
     (transfer,) = calls_of("relax.to_vdevice", both["main"])
     assert str(transfer.ty.dtype) == "bfloat16"
     assert to_mixed_precision(both, "bfloat16", devices=["llvm:0"]).same_as(both)

@@ -1,4 +1,4 @@
-"""What ends a command buffer: control flow, effects, work in place, and calls that must be checked as they run."""
+"""Ends of command buffers: control flow, effects, work in place, and calls that must be checked as they run."""
 
 from tvm.script import relax as R
 from tvm.script import tirx as T

@@ -1,4 +1,4 @@
-"""What joins a command buffer: the order of a function's bindings after FormCommandBuffers."""
+"""Bindings that join a command buffer: their order in a function after FormCommandBuffers."""
 
 import tvm
 from tvm import relax

@@ -79,7 +79,7 @@ def host_code(module):
     return "".join([*found, *(host_code(part) for part in module.imports)])
 
 
-# What each machine replaces by memory of its own.
+# Placeholder that each machine replaces by memory of its own.
 STATE = tvm.ir.GenericConst(
     tvm.runtime.tensor(np.zeros(Layout(4).state, "int64")),
     relax.TensorType((Layout(4).state,), "int64", Steps.global_infos["vdevice"][0]),
@@ -182,7 +182,7 @@ def test_every_kernel_but_the_first_begins_early_and_waits():
 
 
 def test_kernels_wait_where_they_were_written_to_if_nothing_they_read_is_fresh():
-    """What comes before their wait: addresses in the table, which the first launch brings, constants and inputs."""
+    """Reads before the wait: addresses in the table, which the first launch brings, constants and inputs."""
     mod = recorded(Steps)
     found = early(functions(form_cuda_graphs(marked(mod, join=[1]))))
     assert found == dict(zip(EARLY, (True, True, False, False), strict=True)), "operand 1 is an input, or a constant"
@@ -286,7 +286,7 @@ def symbolic():
 
 
 def test_symbolic_extents_are_parameters_of_graphs():
-    """What is submitted finds a graph by them; what is recorded takes them."""
+    """Submitting finds a graph by its extents; recording takes them."""
     mod = form_cuda_graphs(recorded(symbolic()))
     (region,) = regions_of(mod)
     assert region.runs == "CUDA graph" and region.parameters == ("n",) and isinstance(region.arena, str)

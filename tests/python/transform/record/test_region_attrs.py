@@ -1,4 +1,4 @@
-"""What command buffers say of themselves: references, requirements, kernels, and where runs ended."""
+"""Attributes of command buffers: references, requirements, kernels, and where runs ended."""
 
 import pytest
 import tvm

@@ -1,4 +1,4 @@
-"""What a kernel in place overwrites is its own: random programs of names, copies and writes against numpy."""
+"""Memory that a kernel overwrites in place is its own: random programs of names, copies and writes against numpy."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ class Program:
         )
 
     def meaning(self, x: np.ndarray, y: np.ndarray, condition: bool) -> list[np.ndarray]:
-        """What the program returns; `x` and `y` are overwritten where it writes to its arguments."""
+        """Results of the program; `x` and `y` are overwritten where it writes to its arguments."""
         known = [x, y]
         for kind, number, other in self.steps:
             value = known[number]

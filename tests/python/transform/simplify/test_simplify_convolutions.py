@@ -315,7 +315,7 @@ def test_images_of_symbolic_sizes():
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-# A fifth of the combinations by default; five has no factor in common with any of their counts.
+# A fifth of the combinations by default; five shares no factor with any of their counts.
 @pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_small_transposed_convolution_of_one_axis(step):
     """All of the combinations in one module: a function each."""

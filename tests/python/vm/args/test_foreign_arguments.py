@@ -185,7 +185,7 @@ def test_capsules_that_are_given_once(vm):
 
 
 class Torch(Producer):
-    """As a tensor of PyTorch that is a view with the other sign, which its memory does not show."""
+    """Tensor like PyTorch's negated views, whose memory does not show the sign."""
 
     layout = "torch.strided"
 

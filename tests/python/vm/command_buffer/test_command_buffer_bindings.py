@@ -1,4 +1,4 @@
-"""What command buffers refuse: bindings that do not fit what commands require, and recordings that cannot be right."""
+"""Refusals of command buffers: bindings that do not fit what commands require, and recordings that cannot be right."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What a command buffer refuses while it is recorded: commands that cannot be right, and calls out of turn."""
+"""Refusals while a command buffer is recorded: commands that cannot be right, and calls out of turn."""
 
 import numpy as np
 import pytest

@@ -44,7 +44,7 @@ def test_a_copy_can_be_demanded():
 def test_special_memory_scopes_are_always_copied():
     x = tvm.runtime.tensor(DATA)
     with running_on((tvm.cpu(0), tvm.cpu(0)), ("global.texture", "global")):
-        with pytest.raises(Exception, match="texture"):  # the CPU has no such memory; it was asked for
+        with pytest.raises(Exception, match="texture"):  # the CPU lacks such memory; it was asked for
             to_device(x, 0)
 
 

@@ -12,7 +12,7 @@ from relax_hetero.vm.device import cuda_check, devices
 
 
 class Gpu:
-    """What TVM says of a GPU."""
+    """Properties of a GPU as TVM reports them."""
 
     device_name = "NVIDIA A100"
     compute_version = "8.0"

@@ -16,7 +16,7 @@ def scalar(value):
 @pytest.mark.parametrize("dtype", ["float32", "bool", "float64"])
 @pytest.mark.parametrize("limit", [100, 2**62])
 def test_rows_grow(dtype, limit):
-    """Where the limit is no bound for memory, room doubles; what the first trip is given is not written to."""
+    """Capacity doubles if the limit does not bound memory; the first trip's rows are not written to."""
     rng = np.random.default_rng(0)
     expected = rng.integers(0, 2, (37, 3)).astype(dtype)
     given = tensor(np.ones((1, 3), dtype))

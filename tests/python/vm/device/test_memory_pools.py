@@ -85,7 +85,7 @@ def test_tensors_outlive_the_pool(cuda, library):
 
 
 def test_tensors_are_made_without_touching_their_memory():
-    """A GPU's memory is no memory of the host: reading it there ends the process."""
+    """A GPU's memory is not the CPU's: reading it there ends the process."""
     libc = ctypes.CDLL(None)
     libc.mmap.restype, libc.mmap.argtypes = ctypes.c_size_t, [ctypes.c_size_t] * 6
     address = libc.mmap(0, 1 << 16, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, ctypes.c_size_t(-1).value, 0)

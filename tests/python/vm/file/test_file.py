@@ -106,7 +106,7 @@ def test_loading_leaves_weights_out_of_memory(heavy):
 
 
 def bytes_read():
-    """What this process has read from files so far; pages of mapped files do not count."""
+    """Bytes that this process has read from files so far; pages of mapped files do not count."""
     with open("/proc/self/io") as counters:
         return int(counters.readline().removeprefix("rchar: "))
 
@@ -184,7 +184,7 @@ def test_code_for_absent_devices_can_be_loaded_and_looked_at(tmp_path, monkeypat
     exe.export_library(tmp_path / "again.so")
 
 
-# What is no executable.
+# Files that are not executables.
 
 
 def refused(path, message):
@@ -316,7 +316,7 @@ def test_code_for_another_machine(exported, tmp_path):
     refused(path, "its code cannot be loaded")
 
 
-# What cannot be exported.
+# Exports that fail.
 
 
 def test_a_link_keeps_leading_to_its_file(exported, copy, tmp_path):

@@ -1,4 +1,4 @@
-"""What goes wrong in a queue: errors arrive at the right fences, and the queue goes on."""
+"""Faults in a queue: errors arrive at the right fences, and the queue goes on."""
 
 import os
 import signal

@@ -222,7 +222,7 @@ print(total(vm["main"](x)))
 
 @pytest.mark.parametrize("threads", ["workers", "stock"])
 def test_plain_calls_after_a_fork(folder, monkeypatch, threads):
-    """Where TVM's helper threads stayed behind, kernels that several threads share would wait for them for ever."""
+    """A fork leaves TVM's helper threads behind; kernels shared by several threads would wait for them for ever."""
     if threads == "stock":
         monkeypatch.setenv("TVM_BIND_THREADS", "1")
     script = """

@@ -47,7 +47,7 @@ def memory_of(address):
 
 
 def combined(number, output, *arrays):
-    """What the kernel of a step makes of its operands."""
+    """Result of a step's kernel for its operands."""
     return sum((position + 2) * array for position, array in enumerate(arrays)) * 3 + 10 * number + output
 
 
@@ -193,7 +193,7 @@ def test_random_schedules(monkeypatch, seed):
 
 @pytest.mark.parametrize("seed", range(100, 115))
 def test_calls_that_fail_leave_the_others(monkeypatch, seed):
-    """What a failed call has launched writes to nobody's memory."""
+    """Kernels that a failed call has launched write to nobody's memory."""
     chance = random.Random(seed)
     machine = Machine(monkeypatch, random_schedule(chance, 20), seed, 4)
     machine.failures = 0.04
@@ -248,7 +248,7 @@ def wait_until(condition):
 
 
 def test_work_on_gpus_is_issued_before_it_ends(monkeypatch):
-    """Of two calls all kernels and copies up to the CPU's step are in streams while nothing has ended."""
+    """Kernels and copies of two calls up to the CPU's step are in streams while nothing has ended."""
     machine = Machine(monkeypatch, THERE_AND_BACK)
     gate = hold_ends(machine)
     inputs = [numbers() for _ in range(2)]
@@ -323,7 +323,7 @@ def test_a_failed_call_keeps_its_memory_until_gpus_are_done_with_it(monkeypatch)
 
 
 def test_a_gpu_that_fails(monkeypatch):
-    """What the driver says when work ends reaches every call that is under way, by the function's name."""
+    """An error that the driver reports when work ends reaches every call under way, by the function's name."""
     machine = Machine(monkeypatch, THERE_AND_BACK)
     gate = hold_ends(machine)
     fences = [machine.submit(*numbers()) for _ in range(3)]

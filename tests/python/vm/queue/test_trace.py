@@ -123,7 +123,7 @@ def arrows(events):
 
 
 def check(events):
-    """What every trace must satisfy."""
+    """Check the rules that every trace follows."""
     assert json.loads(json.dumps(events)) == events
     assert {event["ph"] for event in events} <= set("MXsfC")
     assert len({event["pid"] for event in events}) == 1
@@ -215,7 +215,7 @@ def test_plain_calls_are_seen_and_give_the_same(pipeline, plumbing):
     assert len(trace.calls) == 1
     np.testing.assert_array_equal(vm["main"](x).numpy(), expected)
     assert len(trace.calls) == 1  # the trace is over
-    one = rh.vm.VirtualMachine(plumbing)  # has no schedule
+    one = rh.vm.VirtualMachine(plumbing)  # without a schedule
     with one.trace() as trace:
         one["same_extent"](x[0], x[1])
     check(trace.events())

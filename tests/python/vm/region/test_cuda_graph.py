@@ -70,7 +70,7 @@ class Device:
         )
 
     def record(self, plan):
-        """What the compiled function that launches all kernels would do."""
+        """Stand-in for the compiled function that launches all kernels."""
         words = words_at(plan.value, LAYOUT.directs + 2)
         self.constant = floats_at(words[LAYOUT.directs])
         if words[graph_layout.RING]:
@@ -254,7 +254,7 @@ def test_memory_is_given_back(submit):
 
 
 def test_graphs_of_a_device_share_their_arena(submit, monkeypatch):
-    """Of the machine's four regions on two devices, one has symbolic extents."""
+    """One of the machine's four regions on two devices has symbolic extents."""
     device = Device()
     plans = {}
 

@@ -261,7 +261,7 @@ def test_rows_of_different_shapes_are_refused_when_the_model_runs():
 
 
 def test_weights_of_a_body_are_constants_of_its_function():
-    """What is computed from constants around a loop is computed in it again, and so when it is compiled."""
+    """Values computed from constants around a loop are computed again in its body, and so fold at compile time."""
     mod = rh.from_onnx(
         parsed("""
         g (int64 m, float[n, 2] x) => (float[n, 2] y) <float[2, 2] w = {1.0, 2.0, 3.0, 4.0}> {

@@ -230,7 +230,7 @@ def _one_tree(depth: int, entries: int) -> dict[str, Any]:
 
 
 def test_a_node_for_each_tree_makes_no_kernels_for_each():
-    """As sklearn's forests of several outputs are exported: compiling takes as long as the trees are large."""
+    """Forests of several outputs as sklearn exports them: compile time follows the size of the trees."""
     specs = [("TreeEnsembleClassifier", 2, _one_tree(depth, 1)) for depth in (2, 3, 4)]
     specs.append(("TreeEnsembleClassifier", 2, _one_tree(3, 3)))
     model = _model(specs, "rows")

@@ -52,7 +52,7 @@ def test_forms(vdevices):
 
 
 def decoder(rotates: bool = True) -> onnx.ModelProto:
-    """A node of symbolic sizes, whose total length is that of a mask; its present key and value have no shapes."""
+    """A node of symbolic sizes, whose total length is that of a mask; its present key and value lack shapes."""
     inputs = {
         "query": (1, ["batch", "rows", (HEADS + 2 * KV_HEADS) * SIZE]),
         "past_key": (1, ["batch", KV_HEADS, "past", SIZE]),

@@ -146,7 +146,7 @@ def _softmax(x: np.ndarray) -> np.ndarray:
 
 
 def _buckets(queries: int, keys: int, count: int, most: int, is_bidirectional: bool) -> np.ndarray:
-    """As T5 counts them."""
+    """Buckets of relative positions as T5 counts them."""
     found = np.zeros((queries, keys), int)
     count = count // 2 if is_bidirectional else count
     for query, key in np.ndindex(queries, keys):

@@ -70,7 +70,7 @@ def test_every_code_is_read_moved_and_given_back(types):
         np.testing.assert_array_equal(column.numpy().reshape(-1).astype("float32"), value.astype("float32"))
         np.testing.assert_array_equal(number.numpy().reshape(-1), value.astype("float32"))
         expected = value
-        if name == "float8_e8m0fnu":  # the least number is no normal one, and ONNX's reference rounds that up
+        if name == "float8_e8m0fnu":  # the least number is not a normal one, and ONNX's reference rounds it up
             expected = onnx.numpy_helper.to_float8e8m0(value.astype("float32"))
         if name == "float8_e5m2":  # a cast saturates unless told otherwise: infinities become the largest number
             largest = ml_dtypes.finfo(value.dtype).max

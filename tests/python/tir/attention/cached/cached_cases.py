@@ -14,7 +14,7 @@ from relax_hetero.encoding.resolver import answers_of
 from relax_hetero.target.make_vdevice import parse_vdevices
 
 POISON = {"float16": np.float16(np.nan), "float32": np.float32(np.nan), "int8": np.int8(-1)}
-"""What lies in pages where nothing was written: not a number, and of bytes an odd one, whose scales are NaN, too."""
+"""Contents of pages where nothing was written: NaN, or for int8 an odd byte, whose scales are NaN, too."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Case:
 
 @dataclass
 class Inputs:
-    """What one call is given, and the float64 keys and values of every sequence before it (by slot)."""
+    """Inputs of one call, and the float64 keys and values of every sequence before it (by slot)."""
 
     qkv: np.ndarray
     table: np.ndarray
@@ -63,7 +63,7 @@ def vdevice_of(text: str) -> relax.VDevice:
 
 
 def module(case: Case, rows: int, pages: int | None, slots: int, most: int, vdevice: str) -> tvm.IRModule:
-    """A function `main` that is one call of the op; a symbolic number of pages where there is no number."""
+    """A function `main` with one call of the op; the number of pages is symbolic if `pages` is None."""
     where = vdevice_of(vdevice)
     count = pages if pages is not None else tvm.tirx.Var("page_count", "int64")
     types = [
@@ -193,7 +193,7 @@ class Cache:
                 steps = np.abs(new[row]).max(-1, keepdims=True) / 127 if case.pages == "int8" else np.abs(new[row])
                 limit = {"float32": 4e-6, "float16": 6e-4, "int8": 0.51}[case.pages]
                 assert (np.abs(page - new[row]) < limit * steps + 3e-6).all()
-                # What is read from here on is what was stored: its rounding is not the attention's.
+                # Later calls read the stored values: their rounding is not the attention's.
                 known[slot] = np.concatenate([known[slot], page[None].astype("float64")])
         scale = {"float32": 2e-5, "float16": 2e-3}[case.dtype] if tolerance is None else tolerance
         for row, (slot, position) in enumerate(zip(inputs.sequences, inputs.positions, strict=True)):

@@ -13,7 +13,7 @@ TARGETS = [
 
 
 def random_case(rng):
-    """Attributes of any kind; half of the sizes are no multiple of a vector."""
+    """Attributes of any kind; half of the sizes are not multiples of a vector."""
     kv_heads, group = int(rng.integers(1, 4)), int(rng.integers(1, 6))
     size = int(rng.choice([8, 24, 40, 64, 96, 128, 200]))
     rotary = str(rng.choice(["", "halves", "pairs"]))

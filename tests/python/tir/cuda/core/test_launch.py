@@ -1,4 +1,4 @@
-"""What kernels of GPUs are written with: parts of shared memory, launches, aligned runs of parameters."""
+"""Building blocks of GPU kernels: shared memory, launches, aligned runs of parameters."""
 
 from __future__ import annotations
 

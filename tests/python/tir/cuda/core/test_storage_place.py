@@ -36,7 +36,7 @@ def test_neighbours_in_storage():
 @pytest.mark.parametrize("lanes", [1, 8])
 @pytest.mark.parametrize("layout", [SWIZZLED, PackedLayout((1, 0)), PackedLayout((0, 1), (0, 1), (4, 8))], ids=str)
 def test_a_thread_finds_the_position_of_its_vector(layout, lanes):
-    """Of each place in storage the number of its element in row-major order, as numpy lays it out."""
+    """Each storage position gets the row-major number of its element, as numpy lays it out."""
     shape = (64, 64)
     numbers = np.arange(64 * 64, dtype="int32").reshape(shape)
     function = Function("numbers", registers="local")

@@ -26,7 +26,7 @@ GPU = gpu_target_of(Target({"kind": "cuda", "arch": "sm_90a"}))
 
 
 def solved(text, arrays, shape, maps=None, layout=None, symbols=None, how=None):
-    """What the kernel of an expression makes of arrays; operands of the whole shape are stored as the result."""
+    """Result of an expression's kernel for arrays; operands of the whole shape are stored like the result."""
     names = tuple(f"d{i}" for i in range(len(shape)))
     layout = layout or PackedLayout.identity(len(shape))
     maps = maps or [names] * len(arrays)
@@ -63,7 +63,7 @@ def pair(dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_ops_of_floats(dtype):
-    """As on CPUs: NaN goes through, halves are rounded to even, and what is half precision is computed in single."""
+    """Same results as on CPUs: NaN propagates, halves round to even, half precision is computed in single."""
     a, b = pair(dtype)
     for text, reference in list(FLOAT_OPS.items())[:: 1 if dtype == "float32" else 3]:
         found = solved(text, [a, b][: Expression.parse(text).num_operands], a.shape)

@@ -230,7 +230,7 @@ def test_parts_of_several_reductions_fit_shared_memory():
     ],
 )
 def test_extremes_of_floats_are_computed_in_parts(shape, axes, dtype):
-    """As `relax.max` is lowered, whose masks of bits TVM widens."""
+    """Lowered `relax.max`, whose bit masks TVM widens."""
     builder = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType(shape, dtype))
     with builder.function("main", [x]):

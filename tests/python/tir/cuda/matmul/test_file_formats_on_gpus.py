@@ -79,7 +79,7 @@ def check_index_bounds(name, depth, m, dtype):
     ("name", "depth", "m", "dtype"), [("q4_k", 5632, 2, "float16"), ("q8_0", 2816, 40, "bfloat16")]
 )
 def test_more_chunks_than_are_left(name, depth, m, dtype):
-    """Warps have equally many chunks of k, which are no whole rounds."""
+    """Warps have equally many chunks of k, which are not whole rounds."""
     check_index_bounds(name, depth, m, dtype)
 
 
@@ -103,7 +103,7 @@ def test_on_a_gpu(name, m, dtype):
 
 
 def test_bytes_of_weights():
-    """What a weight takes in memory: as in the file, or a little more, but for K formats, whose scales are wider."""
+    """Bits per weight: as in the file, or a little more, except for K formats, whose scales are wider."""
     bits = {}
     for name in FORMATS:
         problem, arguments, _ = case(name, 1, 16, 512, "float16")

@@ -173,7 +173,7 @@ def test_random_products(seed: int, kind: str) -> None:
 
 @pytest.mark.parametrize("seed", [74, 28, pytest.param(160, marks=pytest.mark.slow)])
 def test_transposed_left_operands_of_few_rows(seed: int) -> None:
-    """Tiles of fewer than 64 rows have no stripe of 64 columns, and those of 64 are not read transposed."""
+    """Tiles of fewer than 64 rows lack a stripe of 64 columns, and tiles of 64 are not read transposed."""
     assert Drawn(seed, "few").left[-1] == "m"
     check(seed, "few")
 

@@ -80,7 +80,7 @@ def check(problem, m, plan=None, tolerance=1e-3):
         (problem_of("s0", 70, 130), 70, SkinnyPlan(1, 5, 3)),  # two tiles of rows
         (problem_of(9, 64, 700), 9, SkinnyPlan(2, 2, 4)),  # fewer stages of weights
         (problem_of(2, 66, 70, batch=(3,)), 2, None),
-        (problem_of(9, 190, 300, epilogue=BIAS_RELU), 9, SkinnyPlan(2, 2, 2, 2)),  # the last group has no columns
+        (problem_of(9, 190, 300, epilogue=BIAS_RELU), 9, SkinnyPlan(2, 2, 2, 2)),  # the last group is without columns
     ],
 )
 def test_products(problem, m, plan):

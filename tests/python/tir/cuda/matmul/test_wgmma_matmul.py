@@ -395,7 +395,7 @@ def test_what_is_no_problem_for_it():
 
 
 def test_weights_are_asked_for_before_the_wait():
-    """Of tiles that are known to exist."""
+    """Only with static sizes: with a symbolic m, a block may be without a tile."""
     for symbolic, asks in (((), [1]), (("m",), [])):
         func = wgmma_matmul_kernel(problem_of({"m": 200, "n": 136, "k": 300}, symbolic=symbolic), GPU)
         assert list(func.attrs[READS_EARLY]) == asks

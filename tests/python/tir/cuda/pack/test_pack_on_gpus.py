@@ -38,7 +38,7 @@ CASES = [
 
 
 def moved(shape, dtype, source, destination, array, padding=0xFF, dynamic=False):
-    """What the kernel makes of an array that is stored under one layout."""
+    """Result of the relayout kernel for an array in the source layout."""
     dims = [f"s{i}" for i in range(len(shape))] if dynamic else list(shape)
     kernel = relayout_kernel(dims, dtype, source, destination, GPU)
     assert is_one_launch(kernel)

@@ -78,7 +78,7 @@ class Call:
         tiles[page, :, :, :, position % PAGE] = both.transpose(1, 0, 2).reshape(self.work.kv_heads, 2, -1, 8)
 
     def arguments(self) -> list[np.ndarray]:
-        """As kernels take them, without the result."""
+        """Arguments of the kernels, without the result."""
         work = self.work
         found = [self.qkv, self.pages, self.table, self.sequences, self.positions]
         found += [self.rotation] if work.rotary else []

@@ -29,7 +29,7 @@ GPU = gpu_target_of(TARGET)
 
 
 def solved(case, arrays, shape=None, how=None) -> np.ndarray:
-    """What a problem's kernel makes of arrays."""
+    """Result of a problem's kernel for these arrays."""
     kernel = rows_kernel(case, GPU, how)
     assert is_one_launch(kernel)
     dtype = {"bfloat16": ml_dtypes.bfloat16}.get(case.result.dtype, case.result.dtype)
