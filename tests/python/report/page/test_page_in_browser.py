@@ -72,7 +72,7 @@ def click_item(page, choice, times=1):
 
 
 def wait_until(page, condition):
-    """Wait until an expression holds; Playwright's `wait_for_function` evaluates in the page, which its policy forbids."""
+    """Wait until an expression holds: Playwright's `wait_for_function` evaluates in the page, against its policy."""
     deadline = time.monotonic() + 30
     while not page.evaluate(condition):
         assert time.monotonic() < deadline, condition
