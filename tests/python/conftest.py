@@ -91,11 +91,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if any("::" in argument for argument in config.args):
         return
     optional = [name for name in OPTIONAL if not chosen or (name == "timing" and name not in chosen)]
-    kept, left_out = [], []
+    selected, left_out = [], []
     for item in items:
-        (left_out if any(item.get_closest_marker(name) for name in optional) else kept).append(item)
+        (left_out if any(item.get_closest_marker(name) for name in optional) else selected).append(item)
     if left_out:
-        items[:] = kept
+        items[:] = selected
         config.hook.pytest_deselected(items=left_out)
 
 

@@ -53,12 +53,12 @@ class Report:
 
 def reports_of(kernel: tvm.tirx.PrimFunc, target: tvm.target.Target) -> list[Report]:
     """Reports of the launches of a PrimFunc, in order of their names."""
-    found = []
+    reports = []
     for source in sources_of(kernel, target):
         compiled = compile_source(source)
         touched = touched_too_early(disassembled(compiled.code)) if nvdisasm() and "wgmma" in source.text else []
-        found += [replace(report, touched=tuple(touched)) for report in parse_reports(compiled.log)]
-    return found
+        reports += [replace(report, touched=tuple(touched)) for report in parse_reports(compiled.log)]
+    return reports
 
 
 def sources_of(kernel: tvm.tirx.PrimFunc, target: tvm.target.Target) -> tuple[KernelSource, ...]:

@@ -38,8 +38,8 @@ def test_notebook_runs(path, tmp_path, monkeypatch):
 
 def _shown(outputs) -> str:
     """Texts that a notebook shows for a cell's outputs: HTML before text."""
-    found = []
+    texts = []
     for output in outputs:
         data = output.get("data", {})
-        found.append(output.get("text") or data.get("text/html") or data.get("text/plain", ""))
-    return "\n".join(found)
+        texts.append(output.get("text") or data.get("text/html") or data.get("text/plain", ""))
+    return "\n".join(texts)

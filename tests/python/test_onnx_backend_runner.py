@@ -49,8 +49,8 @@ for line in sys.stdin:
     ],
 )
 def test_outputs_are_compared_as_onnx_does(got, problem):
-    found = mismatch([np.float32([1, np.nan, np.inf])], got, 1e-3, 1e-7)
-    assert found is None if problem is None else problem in str(found)
+    message = mismatch([np.float32([1, np.nan, np.inf])], got, 1e-3, 1e-7)
+    assert message is None if problem is None else problem in str(message)
 
 
 def test_bfloat16_has_its_own_tolerance():

@@ -40,13 +40,13 @@ def text_of(page):
 @pytest.mark.parametrize("place", range(len(pages())), ids=pages())
 def test_each_page_leads_to_the_next(place):
     """The last line of a page; the last page leads home. Notebooks end as they like, and may be passed over."""
-    page, *others = [*pages()[place:], *pages()[:place]]
+    page, *following = [*pages()[place:], *pages()[:place]]
     if not page.endswith(".md"):
         return
     assert text_of(page).rstrip().splitlines()[-1].startswith("**Next:**"), f"docs/{page} needs a last line **Next:**"
     (link,) = NEXT.findall(text_of(page))
     leads_to = os.path.relpath((DOCS / page).parent / link, DOCS)
-    assert leads_to in {others[0], next(other for other in others if other.endswith(".md"))}
+    assert leads_to in {following[0], next(other for other in following if other.endswith(".md"))}
 
 
 def test_each_page_begins_with_a_title_and_a_sentence():
@@ -88,12 +88,12 @@ def test_what_scripts_wrote_is_current(script, monkeypatch, capsys):
 
 
 def test_pictures_of_reports_are_made_by_their_script_and_shown():
-    made = {f"report_{name}.png" for name in runpy.run_path(str(DOCS / "tools" / "report_images.py"))["TABLE"]}
+    names = {f"report_{name}.png" for name in runpy.run_path(str(DOCS / "tools" / "report_images.py"))["TABLE"]}
     files = list((DOCS / "images").iterdir())
-    assert {path.name for path in files} == made
+    assert {path.name for path in files} == names
     assert max(path.stat().st_size for path in files) < 300_000
     page = (DOCS / "guides" / "reports.md").read_text()
-    assert {name for name in made if f"](../images/{name})" not in page} == set()
+    assert {name for name in names if f"](../images/{name})" not in page} == set()
 
 
 def test_the_home_page_has_the_version_and_the_repository(monkeypatch):

@@ -47,9 +47,9 @@ def interpreter(version):
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     folders = [*os.get_exec_path(), *(str(folder / "bin") for folder in sorted(pyenv.glob(f"{version}.*")))]
     for folder in folders:
-        found = shutil.which(f"python{version}", path=folder)
-        if found and subprocess.run([found, "-c", "import venv, ensurepip"], capture_output=True).returncode == 0:
-            return found
+        path = shutil.which(f"python{version}", path=folder)
+        if path and subprocess.run([path, "-c", "import venv, ensurepip"], capture_output=True).returncode == 0:
+            return path
     pytest.skip(f"Python {version} is not installed")
 
 

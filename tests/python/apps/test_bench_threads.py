@@ -21,9 +21,9 @@ def process(cores=1.0, speed=1.95, mask=True):
 
 
 def test_a_process_counts_if_its_threads_are_apart_and_fast(threads):
-    alone = [process(), process(cores=0.98), process(speed=1.79), process(cores=0.99, speed=1.8)]
-    kept, good = threads.checks({"one process": alone, "beside 1 busy": [process(mask=False)]})
-    assert (kept.found, kept.passed) == (0.8, False)
+    processes = [process(), process(cores=0.98), process(speed=1.79), process(cores=0.99, speed=1.8)]
+    placed, good = threads.checks({"one process": processes, "beside 1 busy": [process(mask=False)]})
+    assert (placed.found, placed.passed) == (0.8, False)
     assert (good.found, good.passed) == (0.5, False)
     assert all(check.passed for check in threads.checks({"one process": [process()] * 48 + [process(cores=0)] * 2}))
     assert len(threads.checks({"beside 1 busy": [process()]})) == 1

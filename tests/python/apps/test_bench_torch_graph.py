@@ -63,15 +63,15 @@ def test_a_model_is_one_graph(dtype, allowed):
         "x": np.random.default_rng(1).standard_normal((3, 16), "float32"),
         "mask": np.ones((3, 16), "int64"),
     }
-    (wanted,) = ReferenceEvaluator(model).run(None, arrays)
+    (expected,) = ReferenceEvaluator(model).run(None, arrays)
     operands = [torch.from_numpy(array) for array in arrays.values()]
     operands = [value.to(lower) if value.is_floating_point() else value for value in operands]
     graph = graph_of(Runner(model, lower).eval(), operands)
     assert not any("item" in str(node.target) or "_local_scalar" in str(node.target) for node in graph.graph.nodes)
     compiled = torch.compile(graph, backend="aot_eager", fullgraph=True, dynamic=False)
     for program in (graph, compiled):
-        (found,) = program(*operands)
-        assert found.dtype == lower and np.abs(found.float().numpy() - wanted).max() <= allowed
+        (actual,) = program(*operands)
+        assert actual.dtype == lower and np.abs(actual.float().numpy() - expected).max() <= allowed
 
 
 def test_a_shape_of_numbers_is_refused():

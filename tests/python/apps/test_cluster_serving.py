@@ -157,8 +157,8 @@ def test_a_full_queue_and_a_late_answer():
     ],
 )
 def test_what_the_gateway_refuses(path, body, method, status, message):
-    found, answer, _ = ask(gateway(bytes=100 if len(body) < 1000 else 10_000)[0], path, body, method)
-    assert found == status and message in answer["error"]
+    actual, answer, _ = ask(gateway(bytes=100 if len(body) < 1000 else 10_000)[0], path, body, method)
+    assert actual == status and message in answer["error"]
 
 
 @pytest.mark.parametrize(
@@ -211,16 +211,16 @@ def test_requests_that_come_together_share_a_batch(new_replica):
     engine = Doubling()
 
     async def ask_replica():
-        held = new_replica(engine, wait_s=0.001)
+        replica = new_replica(engine, wait_s=0.001)
         engine.held = True
         requests = [[1], [2], [3, 4], [5, 6], [7]]
-        first = asyncio.create_task(held.answer(requests[0]))
+        first = asyncio.create_task(replica.answer(requests[0]))
         assert await asyncio.to_thread(engine.begun.acquire, timeout=60)
-        others = [asyncio.create_task(held.answer(request)) for request in requests[1:]]
+        tasks = [asyncio.create_task(replica.answer(request)) for request in requests[1:]]
         await asyncio.sleep(0)  # they enter the queue
         engine.held = False
         engine.go_on.release()
-        return await asyncio.gather(first, *others)
+        return await asyncio.gather(first, *tasks)
 
     assert asyncio.run(ask_replica()) == [[2], [4], [6, 8], [10, 12], [14]]
     assert engine.batches[0] == [1]
@@ -238,10 +238,10 @@ def test_a_request_larger_than_a_batch_is_cut():
 
 def test_a_replica_refuses_more_than_a_batch(new_replica):
     async def ask_replica():
-        held = new_replica(Doubling())
+        replica = new_replica(Doubling())
         with pytest.raises(ValueError, match="found 5 items, expected at most 4"):
-            await held.answer([1] * 5)
-        return await held.answer([1] * 4)
+            await replica.answer([1] * 5)
+        return await replica.answer([1] * 4)
 
     assert asyncio.run(ask_replica()) == [2] * 4
 
@@ -250,11 +250,11 @@ def test_a_replica_is_healthy_as_long_as_its_model_is(new_replica):
     engine = Doubling()
 
     async def check():
-        held = new_replica(engine)
-        await held.check_health()
+        replica = new_replica(engine)
+        await replica.check_health()
         engine.check = lambda: 1 / 0
         with pytest.raises(ZeroDivisionError):
-            await held.check_health()
+            await replica.check_health()
 
     asyncio.run(check())
 

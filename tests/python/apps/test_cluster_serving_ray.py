@@ -134,6 +134,6 @@ def test_nothing_is_lost_while_a_replica_is_killed():
     environment |= {"RAY_SERVE_HAPROXY_METRICS_PORT": "9121", "RAY_SERVE_HAPROXY_STATS_PORT": "8424"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["kills"]["killed"] == 1 and found["kills"]["lost"] == 0
-    assert found["kills"]["requests"] > 4
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["kills"]["killed"] == 1 and report["kills"]["lost"] == 0
+    assert report["kills"]["requests"] > 4

@@ -97,15 +97,15 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path):
 def test_drafts_of_dead_writers_go_and_files_of_others_stay(tmp_path):
     folder = CacheFolder(tmp_path)
     drafts = [tmp_path / f".{key}.so.{'a' * 32}" for key in KEYS[:2]]
-    others = [tmp_path / name for name in ("notes.txt", ".hidden", "libm.so", f"{KEYS[2]}.txt")]
-    for file in (*drafts, *others):
+    foreign = [tmp_path / name for name in ("notes.txt", ".hidden", "libm.so", f"{KEYS[2]}.txt")]
+    for file in (*drafts, *foreign):
         file.write_bytes(b"")
         os.utime(file, (0, 0))
     os.utime(drafts[0])
     add(folder, KEYS[3], 10)
     assert drafts[0].exists() and not drafts[1].exists()
     folder.clear()
-    assert sorted(tmp_path.iterdir()) == sorted([drafts[0], *others])
+    assert sorted(tmp_path.iterdir()) == sorted([drafts[0], *foreign])
 
 
 @pytest.mark.parametrize("text", ["{", "3", "[1]", "null"])

@@ -65,9 +65,9 @@ def test_files_are_known_by_their_first_bytes(tmp_path):
 def test_a_model_given_to_what_does_not_read_it(function, names, tmp_path):
     path = tmp_path / "model.onnx"
     path.write_bytes(bytes(100))
-    for given in (str(path), onnx.ModelProto()):
+    for argument in (str(path), onnx.ModelProto()):
         with pytest.raises(rh.HeteroError, match=names):
-            function(given)
+            function(argument)
 
 
 def test_other_models_given_to_from_onnx(tmp_path):

@@ -150,13 +150,13 @@ def test_the_pool_hands_on_by_pages(uses):
         Allocation(device, nbytes, (begin,), (begin + length, float("inf")), "value", str(number))
         for number, (device, nbytes, begin, length) in enumerate(uses)
     ]
-    made = pool_bytes(listed, 0)
+    buffers = pool_bytes(listed, 0)
     expected = 0
     for pages in range(6):
         of_size = [(b, b + length) for d, n, b, length in uses if d == 0 and -(-n // PAGE) == pages]
         expected += max(sum(begin <= now <= end for begin, end in of_size) for now in range(20))
-    assert len(made) == expected
-    assert sum(n for _, n in made) <= sum(n for d, n, _, _ in uses if d == 0)
+    assert len(buffers) == expected
+    assert sum(n for _, n in buffers) <= sum(n for d, n, _, _ in uses if d == 0)
 
 
 @pytest.fixture(scope="module")

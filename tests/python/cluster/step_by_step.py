@@ -39,8 +39,8 @@ class StepByStep:
         assert not plan.runs, f"{name} is not cut into steps"
         values = {(CALL, i): decode_copy(value) for i, value in enumerate(bind(name, plan, args, {}))}
         for number, step in enumerate(plan.steps):
-            found = self.machines[step.host][step.function](*(values[s.step, s.index] for s in step.arguments))
-            results = [found] if step.results == 1 else list(found)
+            output = self.machines[step.host][step.function](*(values[s.step, s.index] for s in step.arguments))
+            results = [output] if step.results == 1 else list(output)
             assert len(results) == step.results
             values |= {(number, i): as_sent(value) for i, value in enumerate(results)}
         return plain(filled(plan.result, lambda source: values[source.step, source.index]))
@@ -87,9 +87,9 @@ def cut(mod: tvm.IRModule, params: Mapping[str, Any] | None = None) -> Program:
 def check_same(mod: tvm.IRModule, calls: Sequence[Sequence[Any]], name: str = "main") -> Program:
     """Cut a module by hosts, and compare its steps with the same cut in one process; the program."""
     program = cut(mod)
-    steps, whole = StepByStep(program), in_one_process(mod)
+    steps, reference = StepByStep(program), in_one_process(mod)
     for args in calls:
-        assert_same_bits(steps(name, *args), plain(whole[name](*args)))
+        assert_same_bits(steps(name, *args), plain(reference[name](*args)))
     return program
 
 

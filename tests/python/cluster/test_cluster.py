@@ -24,8 +24,8 @@ def _arrays(result: Any) -> Any:
 
 
 def _check(result: Any, x: np.ndarray) -> None:
-    for found, wanted in zip(_arrays(result), expected(x), strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for actual, want in zip(_arrays(result), expected(x), strict=True):
+        np.testing.assert_array_equal(actual, want)
 
 
 def _random(rows: int, seed: int = 0) -> np.ndarray:

@@ -68,11 +68,11 @@ def test_operations_are_between_what_made_and_what_reads() -> None:
     tensors = [from_numpy(np.ones(shape, "float32"), HOST) for shape in ((3,), (0,), (4,))]
     sender.send(*tensors)
     machine, own = (note[-1] for note in left.notes if note[0] == "cuEventRecord")
-    made, after = (note[1] for note in left.notes if note[0] == "cuEventRecord")
+    before, after = (note[1] for note in left.notes if note[0] == "cuEventRecord")
     assert machine != own
     assert left.notes == [
-        ("cuEventRecord", made, machine),
-        ("cuStreamWaitEvent", own, made, 0),
+        ("cuEventRecord", before, machine),
+        ("cuStreamWaitEvent", own, before, 0),
         ("start",),
         ("send", 12, own),
         ("send", 16, own),

@@ -98,10 +98,10 @@ def test_no_link_over_other_work_of_its_sender() -> None:
     on_gpu = GpuInfo(
         gpus={0: "here 0"}, inputs={"f": (0,), "f2": (0,)}, outputs={"f": (0, 0), "f2": (0,)}
     )  # fmt: skip
-    others = {
+    cpu_hosts = {
         name: GpuInfo(gpus={0: name}, inputs={"g": (0, 0), "h": (0,)}, outputs={"g": (0,), "h": (0,)}) for name in "bc"
     }
-    links, roads = plan_links(route, {"a": on_gpu, **others})
+    links, roads = plan_links(route, {"a": on_gpu, **cpu_hosts})
     assert [link.tasks for link in links] == [(0, 1), (1, 2), (2, 3)]
     assert "other work" in roads["a"]["b"]
     assert roads["c"]["a"] == roads["a"]["c"] == "NCCL"
@@ -240,29 +240,29 @@ def test_where_one_end_cannot_connect_both_use_host_memory(hosts: Any, refusing:
 
 def test_no_step_counts_while_links_are_cut(machines: Any) -> None:
     """Memory of an aborted link must not reach a caller: all hosts know before any link is cut."""
-    _, found, _ = machines
+    _, by_host, _ = machines
     x = np.ones((2, 4), "float32")
-    sent = found["a"].step(0, 0, _message(0, x))
-    told: list[str] = []
+    sent = by_host["a"].step(0, 0, _message(0, x))
+    calls: list[str] = []
 
     class Actor:
         def __init__(self, machine: HostMachine) -> None:
-            self.on_links = SimpleNamespace(remote=lambda request: told.append(request) or machine.on_links(request))
+            self.on_links = SimpleNamespace(remote=lambda request: calls.append(request) or machine.on_links(request))
 
-    cut_links(_Ray, {host: Actor(machine) for host, machine in found.items()})
-    assert told == ["doubt", "doubt", "cut", "cut"]
+    cut_links(_Ray, {host: Actor(machine) for host, machine in by_host.items()})
+    assert calls == ["doubt", "doubt", "cut", "cut"]
     with pytest.raises(rh.HostError, match="host 'b': another host died"):
-        found["b"].step(0, 1, sent[0])
-    for machine in found.values():
+        by_host["b"].step(0, 1, sent[0])
+    for machine in by_host.values():
         machine.on_links("drop")
-    np.testing.assert_array_equal(found["b"].step(0, 1, _message(1, x)).values[0], x)
+    np.testing.assert_array_equal(by_host["b"].step(0, 1, _message(1, x)).values[0], x)
 
 
 def test_nothing_is_cut_where_a_host_does_not_answer() -> None:
-    told: list[str] = []
-    actor = SimpleNamespace(on_links=SimpleNamespace(remote=told.append))
+    calls: list[str] = []
+    actor = SimpleNamespace(on_links=SimpleNamespace(remote=calls.append))
     cut_links(SimpleNamespace(wait=lambda found, **options: ([], found)), {"a": actor, "b": None})
-    assert told == ["doubt"]
+    assert calls == ["doubt"]
 
 
 def test_links_are_made_anew_after_a_host_died(hosts: Any) -> None:
@@ -273,8 +273,8 @@ def test_links_are_made_anew_after_a_host_died(hosts: Any) -> None:
     ends = [end for found in links.values() for end in found._links.values()]
     cut_links(_Ray, {**actors, "c": None})
     assert [end.state for end in ends] == ["over", "over"]
-    for found in links.values():
-        found.drop()
+    for end in links.values():
+        end.drop()
     _connect(links)
     order = CHAIN.tasks[0].work["main"].sends[0]
     message = tuple(links["a"].leaving((0, 1), "main", [_tensors()[index] for index in order]))
@@ -292,15 +292,15 @@ def machines(hosts: Any) -> tuple[Wires, dict[str, HostMachine], Route]:
         "a": GpuInfo(gpus={0: "here"}, inputs={"main_0": (0,)}, outputs={"main_0": (0, 0)}),
         "b": GpuInfo(gpus={0: "there"}, inputs={"main_1": (0,)}, outputs={"main_1": (0,)}),
     }
-    found = {}
+    by_host = {}
     for host, module in (("a", First), ("b", Second)):
-        machine = found[host] = HostMachine(host, 0)
+        machine = by_host[host] = HostMachine(host, 0)
         machine._machine = rh.vm.VirtualMachine(rh.compile(module))
         machine._links = HostLinks(host, machine._machine, lambda gpu, host=host: wires.end(host))  # type: ignore[misc]
         machine.connect((route,), (1 << 20,), 1)
-    actors = {host: _actor(machine._links) for host, machine in found.items()}
+    actors = {host: _actor(machine._links) for host, machine in by_host.items()}
     assert connect_links(_Ray, actors, facts, route) == {"a": {"b": "NCCL"}}
-    return wires, found, route
+    return wires, by_host, route
 
 
 def _message(call: int, value: Any) -> Message:
@@ -308,37 +308,37 @@ def _message(call: int, value: Any) -> Message:
 
 
 def test_steps_announce_what_they_send_and_take_what_is_announced(machines: Any) -> None:
-    wires, found, route = machines
+    wires, by_host, route = machines
     for call in range(4):
         x = np.full((2, 4), call, "float32")
-        sent = found["a"].step(0, 0, _message(call, x))
+        sent = by_host["a"].step(0, 0, _message(call, x))
         along, to_caller = (sent[route.tasks[0].targets.index(target)] for target in (1, END))
         assert [type(value) for value in along.values] == [LinkTensor]
         assert along.values[0].sequence == call
         np.testing.assert_array_equal(to_caller.values[0], x + 1)  # the caller lacks a GPU
-        result = found["b"].step(0, 1, pickle.loads(pickle.dumps(along)))
+        result = by_host["b"].step(0, 1, pickle.loads(pickle.dumps(along)))
         np.testing.assert_array_equal(result.values[0], 4 * x * x)
     assert all(sent.empty() for sent in wires.queues.values())
 
 
 def test_a_step_that_fails_takes_what_is_announced_all_the_same(machines: Any, monkeypatch: Any) -> None:
-    wires, found, _ = machines
-    machine = found["b"]._machine
+    wires, by_host, _ = machines
+    machine = by_host["b"]._machine
     call = machine.call
     monkeypatch.setattr(machine, "call", lambda *given: (_ for _ in ()).throw(rh.HeteroError("a kernel refuses")))
     x = np.ones((2, 4), "float32")
-    result = found["b"].step(0, 1, found["a"].step(0, 0, _message(0, x))[0])
+    result = by_host["b"].step(0, 1, by_host["a"].step(0, 0, _message(0, x))[0])
     assert isinstance(result.values, Failure)
     assert "a kernel refuses" in result.values.message
     monkeypatch.setattr(machine, "call", call)
-    result = found["b"].step(0, 1, found["a"].step(0, 0, _message(1, x))[0])
+    result = by_host["b"].step(0, 1, by_host["a"].step(0, 0, _message(1, x))[0])
     np.testing.assert_array_equal(result.values[0], 4 * x)
     assert all(sent.empty() for sent in wires.queues.values())
 
 
 def test_actor_calls_use_no_links(machines: Any) -> None:
     """Their order is not that of a link."""
-    _, found, route = machines
-    found["a"]._routes, found["a"]._channel_bytes = (route, route), (1 << 20, 0)
-    sent = found["a"].step(1, 0, _message(0, np.ones((2, 4), "float32")))
+    _, by_host, route = machines
+    by_host["a"]._routes, by_host["a"]._channel_bytes = (route, route), (1 << 20, 0)
+    sent = by_host["a"].step(1, 0, _message(0, np.ones((2, 4), "float32")))
     assert isinstance(sent[0].values[0], np.ndarray)

@@ -99,10 +99,10 @@ def test_explain_says_which_form_and_why(capsys) -> None:
 
 
 def test_weights_of_a_call_and_other_cpus_keep_the_direct_form() -> None:
-    found = [op["form"] for op in compiled("fast", weights={}).metadata.encodings["ops"]]
-    assert found == ["direct: the weights are not known when the model is compiled"] * 2
-    found = [op["form"] for op in compiled("fast", V2).metadata.encodings["ops"]]
-    assert found == ["direct: not measured to be faster with sse"] * 2
+    forms = [op["form"] for op in compiled("fast", weights={}).metadata.encodings["ops"]]
+    assert forms == ["direct: the weights are not known when the model is compiled"] * 2
+    forms = [op["form"] for op in compiled("fast", V2).metadata.encodings["ops"]]
+    assert forms == ["direct: not measured to be faster with sse"] * 2
 
 
 @pytest.mark.parametrize(

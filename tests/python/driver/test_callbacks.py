@@ -88,28 +88,28 @@ def call(executable, request):
 
 
 def test_results_come_to_where_they_are_read(call):
-    made = call(
+    result = call(
         "results", (X, lambda y: (y.numpy() - 1, tvm_ffi.Shape((2, 2))), lambda a: tvm.runtime.tensor(a.numpy() * 10))
     )
-    np.testing.assert_allclose(made.numpy(), ((2 * X - 1) * 10 + 2 * X).reshape(2, 2))
-    assert made.device == tvm.cpu(1)
+    np.testing.assert_allclose(result.numpy(), ((2 * X - 1) * 10 + 2 * X).reshape(2, 2))
+    assert result.device == tvm.cpu(1)
 
 
 def test_tensors_come_from_where_they_are(call):
     devices = []
-    made = call("both_devices", (X, lambda y: devices.append(y.device) or y))
+    results = call("both_devices", (X, lambda y: devices.append(y.device) or y))
     assert sorted(map(str, devices)) == ["cpu:0", "cpu:1"]
-    assert [part.device for part in made] == [tvm.cpu(0), tvm.cpu(1)]
-    for part in made:
+    assert [part.device for part in results] == [tvm.cpu(0), tvm.cpu(1)]
+    for part in results:
         np.testing.assert_allclose(part.numpy(), np.exp(-X), rtol=1e-6)
 
 
 @pytest.mark.parametrize("condition", [True, False])
 def test_each_branch_calls(call, condition):
     heard = []
-    made = call("branches", (X, lambda x: heard.append(x.numpy().tolist()), np.array(condition)))
+    result = call("branches", (X, lambda x: heard.append(x.numpy().tolist()), np.array(condition)))
     assert heard == [X.tolist()]
-    np.testing.assert_array_equal(made.numpy(), X * (1 + condition))
+    np.testing.assert_array_equal(result.numpy(), X * (1 + condition))
 
 
 def test_a_callback_may_call_the_machine(executable):

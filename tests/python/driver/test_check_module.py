@@ -22,10 +22,10 @@ def tensor(*shape, dtype="float32"):
 
 def main(value, result, *params, **others):
     """A module whose one binding is `y = value(*params)`, declared to be `result`; TVM checks nothing of it."""
-    made = [relax.Var(name, ty) for name, ty in zip("xw", params, strict=False)]
+    variables = [relax.Var(name, ty) for name, ty in zip("xw", params, strict=False)]
     y = relax.Var("y", result)
-    body = relax.SeqExpr([relax.BindingBlock([relax.VarBinding(y, value(*made))])], y)
-    func = relax.Function(made, body, result).with_attr("global_symbol", "main")
+    body = relax.SeqExpr([relax.BindingBlock([relax.VarBinding(y, value(*variables))])], y)
+    func = relax.Function(variables, body, result).with_attr("global_symbol", "main")
     return tvm.IRModule({"main": func, **others})
 
 

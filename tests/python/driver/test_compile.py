@@ -160,10 +160,10 @@ def test_a_cpu_that_is_not_described_is_this_one(target, mcpu, cores, caplog):
     mod.update_global_info("vdevice", [vdevice])
     with caplog.at_level(logging.WARNING, "relax_hetero"):
         exe = rh.compile(mod)
-    (found,) = (tvm.target.Target(device.target).attrs for device in exe.devices)
+    (attributes,) = (tvm.target.Target(device.target).attrs for device in exe.devices)
     own = rh.native("llvm").attrs
-    assert found.get("mcpu") == (own["mcpu"] if mcpu == "native" else mcpu)
-    assert found.get("num-cores") == (own["num-cores"] if cores == "native" else cores)
+    assert attributes.get("mcpu") == (own["mcpu"] if mcpu == "native" else mcpu)
+    assert attributes.get("num-cores") == (own["num-cores"] if cores == "native" else cores)
     assert ("rh.native" in caplog.text) == (mcpu is None)
     vm = rh.vm.VirtualMachine(exe, {vdevice: "cpu:0"})
     np.testing.assert_allclose(vm["main"](np.zeros(4, "float32")).numpy(), 1)

@@ -106,8 +106,8 @@ def test_threads_share_a_folder(caplog):
     """Some find what others write, while they replace each other's files."""
     weights = [W * (1 + index // 4) for index in range(8)]
     with caplog.at_level(logging.WARNING, "relax_hetero"), ThreadPoolExecutor(len(weights)) as threads:
-        made = list(threads.map(lambda weight: compiled(weight=weight), weights))
-    for exe, weight in zip(made, weights, strict=True):
+        executables = list(threads.map(lambda weight: compiled(weight=weight), weights))
+    for exe, weight in zip(executables, weights, strict=True):
         assert exe.metadata.cache.why == ""
         check(exe, weight)
     assert not caplog.records

@@ -94,8 +94,8 @@ def test_a_function_with_a_formula(name, dtype):
             result = builder.emit_output(relax.Tuple([product, builder.emit(apply_function(name, x))]))
         builder.emit_func_output(result)
     exe = rh.compile(on(builder.finalize(), V4))
-    fused, alone = sorted((ops for ops in ops_of(exe) if ops != ("pack",)), key=len)
-    assert fused[0] == "matmul" and fused[-1] == name and name not in alone
+    fused, unfused = sorted((ops for ops in ops_of(exe) if ops != ("pack",)), key=len)
+    assert fused[0] == "matmul" and fused[-1] == name and name not in unfused
     rng = np.random.default_rng(5)
     arrays = [(rng.standard_normal(shape) * 4).astype(dtype) for shape in ((5, 40), (40, 33))]
     wide = [array.astype("float64") for array in arrays]
@@ -163,8 +163,8 @@ def test_all_symbolic(target):
     for m, k, n in ((1, 1, 1), (7, 33, 17), (33, 4, 1), (1, 70, 40), (3, 0, 2), (0, 3, 2)):
         x, y = rng.standard_normal((m, k), "float32"), rng.standard_normal((k, n), "float32")
         v = rng.standard_normal(k, "float32")
-        wanted = (x @ y, x @ v, v @ y, v @ v, np.maximum(x @ y @ y.T - x, 0))
-        for got, want in zip(vm["main"](x, y, v), wanted, strict=True):
+        expected = (x @ y, x @ v, v @ y, v @ v, np.maximum(x @ y @ y.T - x, 0))
+        for got, want in zip(vm["main"](x, y, v), expected, strict=True):
             check(got.numpy(), want)
 
 

@@ -27,9 +27,9 @@ def conv_encodings(draw):
     one = st.integers(1, 3)
     strides, dilation = (tuple(draw(one) for _ in range(spatial)) for _ in range(2))
     padding = tuple(draw(st.integers(0, 3)) for _ in range(2 * spatial))
-    groups, each, made = draw(one), draw(st.integers(1, 40)), draw(st.integers(1, 40))
+    groups, each, outputs = draw(one), draw(st.integers(1, 40)), draw(st.integers(1, 40))
     maps = conv_maps(spatial)
-    sizes = {"b": draw(st.integers(1, 9) | st.just(DYNAMIC)), "c": groups * each, "n": groups * made, "k": each}
+    sizes = {"b": draw(st.integers(1, 9) | st.just(DYNAMIC)), "c": groups * each, "n": groups * outputs, "k": each}
     for d in range(spatial):
         window = draw(st.integers(1, 5))
         reach = (window - 1) * dilation[d] + 1

@@ -22,8 +22,8 @@ def encodings(draw):
     sides = [draw(st.sampled_from(["l", "r", "lr"])) for _ in batch]
     maps = []
     for side, last_two in (("l", "mk"), ("r", "kn"), ("", "mn")):
-        kept = [name if side in of else "1" for name, of in zip(batch, sides, strict=True)]
-        some = [name for name in kept if name != "1" or draw(st.booleans())]
+        extents = [name if side in of else "1" for name, of in zip(batch, sides, strict=True)]
+        some = [name for name in extents if name != "1" or draw(st.booleans())]
         maps.append(tuple(draw(st.permutations([*some, *last_two]))))
     sizes = tuple((name, draw(st.integers(0, 5000) | st.just(DYNAMIC))) for name in (*batch, "m", "n", "k"))
     types = draw(st.sampled_from([("float32",) * 3, ("uint8", "int8", "int32"), ("bfloat16", "bfloat16", "float32")]))

@@ -60,11 +60,11 @@ def test_other_text_is_refused(text, found):
 
 
 def test_the_outermost_term_is_replaced():
-    whole = Expression.parse("add(exp(x0), exp(x0))").term
+    outer = Expression.parse("add(exp(x0), exp(x0))").term
     inner = Expression.parse("exp(x0)").term
-    assert replaced(whole, {inner: Expression.operand(1).term}) == Expression.parse("add(x1, x1)").term
-    both = {whole: Expression.operand(2).term, inner: Expression.operand(1).term}
-    assert replaced(whole, both) == Expression.operand(2).term
+    assert replaced(outer, {inner: Expression.operand(1).term}) == Expression.parse("add(x1, x1)").term
+    both = {outer: Expression.operand(2).term, inner: Expression.operand(1).term}
+    assert replaced(outer, both) == Expression.operand(2).term
 
 
 def test_kinds_are_named():

@@ -31,8 +31,8 @@ def test_transforms_of_windows_data_and_sums_give_the_convolution(m: int) -> Non
     back = np.vstack([at[:, :m], [0.0] * (m - 1) + [1.0]]).T
     # The transform of data is the transpose of interpolation by a polynomial of degree m + 1.
     scale = np.array([np.prod([p - q for q in points if q != p]) for p in points])
-    whole = np.vstack([at, [0.0] * (size - 1) + [1.0]])
-    forward = np.linalg.inv(whole).T * np.append(scale, 1.0)[:, None]
+    matrix = np.vstack([at, [0.0] * (size - 1) + [1.0]])
+    forward = np.linalg.inv(matrix).T * np.append(scale, 1.0)[:, None]
     window, data = fresh_rng().standard_normal(3), fresh_rng().standard_normal(size)
     sums = back @ ((window_matrix(m) @ window) * (forward @ data))
     np.testing.assert_allclose(sums, np.correlate(data, window, "valid"), rtol=0, atol=1e-12)

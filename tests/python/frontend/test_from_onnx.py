@@ -20,19 +20,19 @@ def imported(text, **options):
 
 def bindings(mod):
     """Names and op names of all bindings of main, branches included."""
-    found = []
+    pairs = []
 
     def visit(expr):
         for block in expr.blocks:
             for binding in block.bindings:
                 value = binding.value
-                found.append((binding.var.name, value.op.name if isinstance(value, relax.Call) else None))
+                pairs.append((binding.var.name, value.op.name if isinstance(value, relax.Call) else None))
                 if isinstance(value, relax.If):
                     visit(value.true_branch)
                     visit(value.false_branch)
 
     visit(mod["main"].body)
-    return found
+    return pairs
 
 
 def test_bindings_carry_the_names_of_their_nodes():

@@ -156,8 +156,8 @@ def test_bounds_of_sums_of_branches_and_of_sizes_that_are_found():
     calls = [(x[:2], True), (x[:2], False), (x, True), (x, False)]
     feeds = [{"x": part, "is_short": np.array(is_short), "table": table[:3]} for part, is_short in calls]
     assert "size n is at most 3" in compare(branch, feeds)[0]
-    found = parser.parse_model(f"""{HEAD} g (float[n] x, float[3] table) => (float[m] y) <{NUMBERS}> {{
+    lookup = parser.parse_model(f"""{HEAD} g (float[n] x, float[3] table) => (float[m] y) <{NUMBERS}> {{
         places = NonZero(x)  flat = Squeeze(places, zero)  s = Shape(flat)  rows = Slice(table, zero, s)
         real = Cast<to = 1>(flat)  y = Add(real, rows) }}""")
     feeds = [{"x": np.array(values, "float32"), "table": table[:3]} for values in ([0, 1, 1], [1], [1, 1, 0, 1, 1])]
-    assert "is at most 3" in compare(found, feeds)[0]
+    assert "is at most 3" in compare(lookup, feeds)[0]

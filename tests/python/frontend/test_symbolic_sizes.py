@@ -70,9 +70,9 @@ def test_sizes_are_those_of_the_reference(name, sizes):
     analyzer = sym.Analyzer()
     for dim, value in zip(func.params[0].ty.shape, sizes, strict=False):
         analyzer.bind(dim, tirx.IntImm("int64", value))
-    found = [int(analyzer.simplify(dim)) for dim in func.ret_ty.shape]
+    actual = [int(analyzer.simplify(dim)) for dim in func.ret_ty.shape]
     (expected,) = ReferenceEvaluator(model).run(None, {"x": np.zeros((*sizes, 6), "float32")})
-    assert found == list(expected.shape)
+    assert actual == list(expected.shape)
 
 
 def test_what_is_not_a_size_is_computed_when_the_model_runs():

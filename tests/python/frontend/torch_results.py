@@ -26,9 +26,9 @@ def check(module, args, kwargs=None, atol=1e-5, **options):
     module = module.eval()
     mod = rh.from_torch(module, args, kwargs, **options)
     main = rh.vm.VirtualMachine(rh.compile(mod))["main"]
-    found = main(*tensors((args, kwargs or {})))
+    actual = main(*tensors((args, kwargs or {})))
     with torch.no_grad():
-        compare(found, module(*args, **(kwargs or {})), atol)
+        compare(actual, module(*args, **(kwargs or {})), atol)
     return main, mod
 
 

@@ -128,7 +128,7 @@ def attack(rng: np.random.Generator) -> Outcome:
     dtype = str(rng.choice(DTYPES))
     vm = _machine(dtype, int(rng.integers(1, 3)))
     shape = tuple(int(size) for size in rng.choice([0, 1, 2, 3, 8, 17, 64], 2))
-    given: list[Any] = []
+    arguments: list[Any] = []
     texts = []
     for _ in range(2):
         own_dtype = str(rng.choice(DTYPES)) if rng.random() < 0.1 else dtype
@@ -140,26 +140,26 @@ def attack(rng: np.random.Generator) -> Outcome:
         value = layout(rng, value)
         if rng.random() < 0.05:
             value = NOT_ARRAYS[rng.integers(len(NOT_ARRAYS))]
-        given.append(value)
+        arguments.append(value)
         texts.append(
             f"{layout.__name__} {own_dtype} {own_shape}" if isinstance(value, np.ndarray) else repr(value)[:80]
         )
     if rng.random() < 0.1:
-        given[1] = given[0]
+        arguments[1] = arguments[0]
     if rng.random() < 0.05:
-        given = given[: rng.integers(0, 2)] if rng.random() < 0.5 else [*given, given[0]]
+        arguments = arguments[: rng.integers(0, 2)] if rng.random() < 0.5 else [*arguments, arguments[0]]
     how = int(rng.integers(4))
-    text = f"{dtype} {texts} {len(given)} given, way {how}"
+    text = f"{dtype} {texts} {len(arguments)} given, way {how}"
     try:
-        result = _called(vm, given, how)
+        result = _called(vm, arguments, how)
     except rh.HeteroError:
         return REFUSED
-    plain = [np.asarray(value.numpy() if isinstance(value, tvm.runtime.Tensor) else value) for value in given]
+    plain = [np.asarray(value.numpy() if isinstance(value, tvm.runtime.Tensor) else value) for value in arguments]
     if len(plain) != 2 or plain[0].shape != plain[1].shape:
         return Outcome("accepted", text)
     a, b = (value.astype(value.dtype.newbyteorder("=")) for value in plain)
-    wanted = (a ^ b) if dtype == "bool" else np.subtract(a.astype(dtype), b.astype(dtype))
-    complaint = difference(result, wanted.astype(dtype))
+    expected = (a ^ b) if dtype == "bool" else np.subtract(a.astype(dtype), b.astype(dtype))
+    complaint = difference(result, expected.astype(dtype))
     return Outcome("wrong", f"{text}: {complaint}") if complaint else RIGHT
 
 

@@ -24,10 +24,10 @@ def _known() -> tuple[Attack, ...]:
 
 def attack(rng: np.random.Generator) -> Outcome:
     """Three calls of the model of an attack."""
-    known = _known()[rng.integers(len(_known()))]
-    calls = [_changed(known.calls[rng.integers(len(known.calls))], rng) for _ in range(3)]
-    found = list(check(dataclasses.replace(known, calls=calls)))
-    return Outcome("wrong", str(found[0])) if found else RIGHT
+    base = _known()[rng.integers(len(_known()))]
+    calls = [_changed(base.calls[rng.integers(len(base.calls))], rng) for _ in range(3)]
+    findings = list(check(dataclasses.replace(base, calls=calls)))
+    return Outcome("wrong", str(findings[0])) if findings else RIGHT
 
 
 def _changed(call: Call, rng: np.random.Generator) -> Call:

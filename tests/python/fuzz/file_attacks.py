@@ -68,11 +68,11 @@ def extreme_varints(seed: bytes, rng: random.Random) -> Iterator[bytes]:
 
 def _varint(number: int) -> bytes:
     number %= 1 << 64
-    made = bytearray()
+    encoded = bytearray()
     while number >= 0x80:
-        made.append(number & 0x7F | 0x80)
+        encoded.append(number & 0x7F | 0x80)
         number >>= 7
-    return bytes([*made, number])
+    return bytes([*encoded, number])
 
 
 def broken_text(seed: bytes, rng: random.Random) -> Iterator[bytes]:
@@ -130,7 +130,7 @@ def with_header(seed: bytes, header: bytes) -> bytes:
 
 def _forged(text: bytes, rng: random.Random) -> Iterator[bytes]:
     """JSON text with one value replaced, removed or moved; or text that is not JSON at all."""
-    whole = json.loads(text)
+    document = json.loads(text)
     broken = (
         b"",
         b"{",
@@ -154,7 +154,7 @@ def _forged(text: bytes, rng: random.Random) -> Iterator[bytes]:
         elif rng.random() < 0.2:
             del holder[key]
         elif rng.random() < 0.2:
-            other, where = rng.choice(_places(whole))
+            other, where = rng.choice(_places(document))
             holder[key] = other[where]
         elif isinstance(holder[key], int) and rng.random() < 0.5:
             holder[key] = rng.choice((holder[key] + 1, holder[key] - 1, *_EXTREMES))
@@ -165,15 +165,15 @@ def _forged(text: bytes, rng: random.Random) -> Iterator[bytes]:
 
 def _places(data: Any) -> list[tuple[Any, Any]]:
     """Every list or object inside of data, with each of its indices or keys."""
-    found, waiting = [], [data]
+    places, waiting = [], [data]
     while waiting:
         holder = waiting.pop()
         keys = (
             list(holder) if isinstance(holder, dict) else list(range(len(holder))) if isinstance(holder, list) else []
         )
-        found.extend((holder, key) for key in keys)
+        places.extend((holder, key) for key in keys)
         waiting.extend(holder[key] for key in keys)
-    return found
+    return places
 
 
 _ANY_FILE: tuple[Attack, ...] = (flipped_bits, truncated, spliced, extreme_words, broken_text)

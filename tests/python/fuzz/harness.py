@@ -83,8 +83,8 @@ RIGHT, REFUSED = Outcome("right"), Outcome("refused")
 def worst(outcomes: Sequence[Outcome]) -> Outcome:
     """A batch as one outcome: its first finding if it has one, and the counts of all."""
     counts = Counter(outcome.kind for outcome in outcomes)
-    told = [outcome for outcome in outcomes if outcome.detail]
-    finding = next((outcome for outcome in told if outcome.kind not in HARMLESS), told[0] if told else Outcome("batch"))
+    texts = [outcome for outcome in outcomes if outcome.detail]
+    finding = next((one for one in texts if one.kind not in HARMLESS), texts[0] if texts else Outcome("batch"))
     return replace(finding, counts=counts)
 
 

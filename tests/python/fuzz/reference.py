@@ -67,21 +67,21 @@ def compared(
 def _call(vm: rh.vm.VirtualMachine, model: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> Outcome:
     shapes = {name: (str(value.dtype), value.shape) for name, value in inputs.items()}
     try:
-        wanted: list[np.ndarray] | Exception = run_reference(model, inputs)
+        expected: list[np.ndarray] | Exception = run_reference(model, inputs)
     except RefusedByReference as error:
-        wanted = error
+        expected = error
     try:
         result = vm["main"](**guarded(inputs))
     except rh.HeteroError as error:
-        return _refused(model, inputs, error) if isinstance(wanted, list) else REFUSED
+        return _refused(model, inputs, error) if isinstance(expected, list) else REFUSED
     except Exception:
         return Outcome("foreign", f"{_text(model)}\n{shapes}\n{traceback.format_exc()[-2500:]}")
-    if isinstance(wanted, Unsupported):
+    if isinstance(expected, Unsupported):
         return Outcome("skipped")
-    if isinstance(wanted, Exception):
-        return Outcome("accepted", f"{_text(model)}\n{shapes}\nONNX Runtime: {str(wanted)[:600]}")
+    if isinstance(expected, Exception):
+        return Outcome("accepted", f"{_text(model)}\n{shapes}\nONNX Runtime: {str(expected)[:600]}")
     results = [np.asarray(part.numpy()) for part in (result if isinstance(result, tuple) else (result,))]
-    for number, (mine, its) in enumerate(zip(results, wanted, strict=True)):
+    for number, (mine, its) in enumerate(zip(results, expected, strict=True)):
         complaint = difference(mine, its)
         if complaint:
             return Outcome("wrong", f"{_text(model)}\n{shapes}\nresult {number}: {complaint}")

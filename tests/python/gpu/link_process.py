@@ -125,9 +125,9 @@ def main(role: str, task: str, folder: str) -> None:
         path.with_suffix(".part").write_bytes(pickle.dumps(link.create_id()))
         path.with_suffix(".part").rename(path)
     link.connect(rank, pickle.loads(next(_appeared(path)).read_bytes()))
-    found = TASKS[task](link, rank)
+    result = TASKS[task](link, rank)
     link.close()
-    print(json.dumps(found), flush=True)
+    print(json.dumps(result), flush=True)
 
 
 def _appeared(path: Path) -> Iterator[Path]:

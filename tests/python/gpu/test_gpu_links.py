@@ -77,13 +77,13 @@ def test_every_type_arrives(loop, dtype):
 @with_nccl
 @pytest.mark.parametrize("nbytes", [1, 2, 15, 16, 17, 4095, 65_537, (1 << 20) + 1, (64 << 20) + 3, 256 << 20])
 def test_every_size_arrives_and_nothing_more(loop, nbytes):
-    whole = poisoned((nbytes + 256,), "uint8")
-    room = _part(whole, nbytes)
+    buffer = poisoned((nbytes + 256,), "uint8")
+    room = _part(buffer, nbytes)
     loop.exchange([made(nbytes, "uint8", (nbytes,), GPU)], [room])
     loop.synchronize()
-    found = bytes_of(whole)
-    np.testing.assert_array_equal(found[:nbytes], content(nbytes, "uint8", (nbytes,)))
-    assert (found[nbytes:] == POISON).all()
+    actual = bytes_of(buffer)
+    np.testing.assert_array_equal(actual[:nbytes], content(nbytes, "uint8", (nbytes,)))
+    assert (actual[nbytes:] == POISON).all()
 
 
 def _part(whole: tvm.runtime.Tensor, nbytes: int) -> Any:
@@ -149,10 +149,10 @@ def test_results_leave_through_pinned_memory(nbytes):
     vm = doubling(nbytes // 4)
     values = np.random.default_rng(1).standard_normal(nbytes // 4).astype("float32")
     for _ in range(3):
-        found = wire.encode(vm["main"](tvm.runtime.tensor(values, GPU)))
-        assert isinstance(found, np.ndarray)
-        np.testing.assert_array_equal(found, values + values)
-        assert cuda_library().is_pinned(found.ctypes.data) == (nbytes >= PINNED_BYTES)
+        actual = wire.encode(vm["main"](tvm.runtime.tensor(values, GPU)))
+        assert isinstance(actual, np.ndarray)
+        np.testing.assert_array_equal(actual, values + values)
+        assert cuda_library().is_pinned(actual.ctypes.data) == (nbytes >= PINNED_BYTES)
 
 
 def _both(task: str, folder: Path) -> list[dict[str, Any] | None]:

@@ -156,12 +156,12 @@ def test_transfers_arrive_in_pinned_memory():
 @pytest.fixture
 def sent(monkeypatch):
     """Copies from a CPU to a GPU, by bytes: True for each from pinned memory; staging of these is an error."""
-    found, issue, staging = {}, cuda_copies.issue_copy, cuda_copies.staging
+    pinned, issue, staging = {}, cuda_copies.issue_copy, cuda_copies.staging
 
     def watched(library, source, target, nbytes, stream):
         cuda_copies.staging = staging
         if source.gpu is None:
-            found.setdefault(nbytes, []).append(library.is_pinned(source.address))
+            pinned.setdefault(nbytes, []).append(library.is_pinned(source.address))
             cuda_copies.staging = refuse
         issue(library, source, target, nbytes, stream)
 
@@ -170,7 +170,7 @@ def sent(monkeypatch):
 
     monkeypatch.setattr(cuda_copies, "issue_copy", watched)
     monkeypatch.setattr(cuda_copies, "staging", staging)  # put back at the end
-    return found
+    return pinned
 
 
 def sending(rows, is_made):
@@ -180,10 +180,10 @@ def sending(rows, is_made):
     x = relax.Var("x", relax.TensorType((rows, 1024), "float32", cpu))
     with builder.function("main", [x]):
         with builder.dataflow():
-            made = [builder.emit_output(relax.op.exp(x))] if is_made else []
-            there = builder.emit(relax.op.to_vdevice(made[0] if is_made else x, gpu))
+            results = [builder.emit_output(relax.op.exp(x))] if is_made else []
+            there = builder.emit(relax.op.to_vdevice(results[0] if is_made else x, gpu))
             doubled = builder.emit_output(relax.op.add(there, there))
-        builder.emit_func_output(relax.Tuple([*made, doubled]))
+        builder.emit_func_output(relax.Tuple([*results, doubled]))
     return rh.vm.VirtualMachine(rh.compile(with_vdevices(builder.get(), [cpu, gpu])))
 
 

@@ -135,10 +135,10 @@ def _wait_group(expressions: Any, one: Instruction) -> Any:
         if "wait_all" in one.text:
             for copy in pending["open"]:
                 copy.complete(active)
-        kept = [(who, [copy for copy in copies if copy.mask.any()]) for who, copies in pending["groups"]]
-        while kept and not kept[0][1]:
-            kept.pop(0)
-        pending["groups"] = kept
+        remaining = [(who, [copy for copy in copies if copy.mask.any()]) for who, copies in pending["groups"]]
+        while remaining and not remaining[0][1]:
+            remaining.pop(0)
+        pending["groups"] = remaining
 
     return evaluate
 
@@ -230,21 +230,21 @@ def _issue_load(lanes: Any, lane: int, target: tuple[int, int], source: int, siz
         origin.accesses.read(clocks, np.full(len(read), lanes.uid[lane]), read)
     memory.accesses.write(clocks, np.full(len(cells), lanes.uid[lane]), cells, begins=True, asynchronous=True)
     memory.written[target[0], target[1] : target[1] + size] = 0
-    known = np.stack([clocks.known[cluster, member], clocks.fenced[cluster, member]]).copy()
+    snapshot = np.stack([clocks.known[cluster, member], clocks.fenced[cluster, member]]).copy()
     machine = clocks.width - 1
     uid = lanes.uid[lane] - member + machine
 
     def deliver() -> None:
         now = int(clocks.known[cluster, machine, machine]) + 1
-        for table, one in zip((clocks.known, clocks.fenced), known, strict=True):
+        for table, one in zip((clocks.known, clocks.fenced), snapshot, strict=True):
             table[cluster, machine] = one
             table[cluster, machine, machine] = now
         memory.accesses.write(clocks, np.full(len(cells), uid), cells, asynchronous=True)
         memory.bytes[target[0], target[1] : target[1] + size] = origin.bytes[0, start : start + size]
         memory.written[target[0], target[1] : target[1] + size] = 1
-        seen = np.zeros((2, clocks.width), np.int32)
-        seen[:, machine] = now
-        barrier.add(seen)
+        clock = np.zeros((2, clocks.width), np.int32)
+        clock[:, machine] = now
+        barrier.add(clock)
 
     barrier.copies.append((deliver, 0, size))
 

@@ -175,10 +175,10 @@ class Expressions:
             return lambda lanes, mask: lanes.slots[slot].address
 
         def value(lanes: Any, mask: Any) -> Any:
-            found = lanes.slots[slot]
-            if found is None:
+            current = lanes.slots[slot]
+            if current is None:
                 raise KernelFault(f"variable {name} has no value")
-            return found
+            return current
 
         return value
 

@@ -37,8 +37,8 @@ def lowered(
 
     def up_to_the_split(passes: list[tvm.transform.Pass], *rest: object) -> tvm.transform.Pass:
         names = [one.info.name for one in passes]
-        kept = passes[: names.index("tirx.SplitHostDevice")]
-        return sequential([one for one in kept if one.info.name not in leave_out], *rest)
+        prefix = passes[: names.index("tirx.SplitHostDevice")]
+        return sequential([one for one in prefix if one.info.name not in leave_out], *rest)
 
     with target, mock.patch.object(tvm.ir.transform, "Sequential", up_to_the_split):
         mod = pipeline(mod)

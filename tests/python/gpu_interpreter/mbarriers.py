@@ -229,9 +229,9 @@ def _wait(expressions: Any, call: Any) -> Any:
         if (parities[lanes.active(mask)] >> 1).any():
             raise KernelFault("the parity of a wait is neither 0 nor 1")
         for barrier, chosen in list(_by_barrier(lanes, mask, address(lanes, mask))):
-            for wanted in np.unique(parities[chosen]):
-                threads = chosen[parities[chosen] == wanted]
-                yield from _until(lanes, barrier, int(wanted), threads)
+            for phase in np.unique(parities[chosen]):
+                threads = chosen[parities[chosen] == phase]
+                yield from _until(lanes, barrier, int(phase), threads)
 
     return run
 

@@ -111,9 +111,9 @@ class _Frame:
         shape = getattr(shape, "values", shape)
         if shape is None or not isinstance(extents, tuple):
             return
-        for wanted, extent in zip(shape, extents, strict=True):
-            if isinstance(wanted, tirx.Var):
-                self._slots[self._names.slot(wanted)] = np.int64(extent)
+        for dim, extent in zip(shape, extents, strict=True):
+            if isinstance(dim, tirx.Var):
+                self._slots[self._names.slot(dim)] = np.int64(extent)
 
     def _number(self, expr: Any) -> Any:
         compiled: Callable[..., Any] = Expressions(self._names).compiled(expr)

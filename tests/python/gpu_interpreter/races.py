@@ -37,9 +37,9 @@ class Clocks:
 
     def release(self, cluster: int, threads: np.ndarray) -> np.ndarray:
         """Return what these threads know, (2, width); their later work is ordered after it."""
-        given = np.stack([table[cluster, threads].max(axis=0) for table in (self.known, self.fenced)])
+        released = np.stack([table[cluster, threads].max(axis=0) for table in (self.known, self.fenced)])
         self.tick(cluster, threads)
-        return given
+        return released
 
     def acquire(self, cluster: int, threads: np.ndarray, given: np.ndarray) -> None:
         """These threads come to know what others released."""
@@ -195,8 +195,8 @@ class Accesses:
         if asynchronous:
             cluster = uids // clocks.width - clocks.first
             by_threads = others % clocks.width != clocks.width - 1
-            known = clocks.fenced[cluster, uids % clocks.width, others % clocks.width] >= when
-            bad = by_threads & ~known
+            ordered = clocks.fenced[cluster, uids % clocks.width, others % clocks.width] >= when
+            bad = by_threads & ~ordered
             if bad.any():
                 at = int(np.flatnonzero(bad)[0])
                 raise KernelFault(

@@ -271,8 +271,8 @@ def _wgmma(expressions: Any, one: Instruction) -> Any:
         in_flight = {(id(p.sums.memory), r) for p in pending for r in p.registers}
         if adding[0]:
             for index in registers:
-                known = local.written[:, index * size : (index + 1) * size].all()
-                if not known and (id(local), index) not in in_flight:
+                defined = local.written[:, index * size : (index + 1) * size].all()
+                if not defined and (id(local), index) not in in_flight:
                     raise KernelFault(f"wgmma adds to register {index} of {place.name}, which was never written")
         memory, instance = lanes.blocks.shared, int(lanes.instance[0])
         if from_registers:

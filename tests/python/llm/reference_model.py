@@ -68,14 +68,14 @@ class ReferenceModel:
         hidden = self.hidden(tokens)[:-1]
         table = self._table().T
         following = np.asarray(tokens)[1:]
-        found = []
+        parts = []
         for at in range(0, len(hidden), rows):
             logits = softcapped(hidden[at : at + rows] @ table, self.key("final_logit_softcapping", 0.0))
-            wanted = following[at : at + rows]
+            targets = following[at : at + rows]
             top = logits.max(axis=1)
             total = top + np.log(np.exp(logits - top[:, None]).sum(axis=1))
-            found.append(total - logits[np.arange(len(wanted)), wanted])
-        return np.concatenate(found)
+            parts.append(total - logits[np.arange(len(targets)), targets])
+        return np.concatenate(parts)
 
     def _table(self) -> np.ndarray:
         """The matrix of logits: (vocabulary, width)."""

@@ -111,13 +111,13 @@ def test_the_process_ends_with_the_template_and_with_its_parent():
         "import os, signal; from relax_hetero.llm.chat_template import ChatTemplate; t = ChatTemplate('a');"
         "print(t._worker._process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    found = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": ":".join(sys.path)}
     )
-    assert found.returncode == -signal.SIGKILL
+    assert done.returncode == -signal.SIGKILL
     for _ in range(100):
         try:
-            os.kill(int(found.stdout), 0)
+            os.kill(int(done.stdout), 0)
         except ProcessLookupError:
             return
         time.sleep(0.05)
@@ -169,10 +169,10 @@ def test_where_a_template_comes_from(soon):
     assert ChatTemplate.find(tokenizer).origin == "file" and ChatTemplate.of(tokenizer, "b").origin == "given"
     for source in ("{% if %}", ENDLESS, 7):
         tokenizer.chat_template = source
-        found = ChatTemplate.find(tokenizer)
-        assert found.origin.startswith("unusable: ") and found.fault is not None and found.guessed_from is None
+        template = ChatTemplate.find(tokenizer)
+        assert template.origin.startswith("unusable: ") and template.fault is not None and template.guessed_from is None
         with pytest.raises(TokenizerError):
-            found.render(HI)
+            template.render(HI)
 
 
 def json_tokenizer(made, tmp_path) -> JsonTokenizer:
@@ -265,8 +265,8 @@ def test_templates_find_what_they_look_for():
         "{{ '<' in c }}{{ c | replace('<tool>', '[') }}"
     )
     template = ChatTemplate(source, control_names=["<s>", "<|im_end|>", "</tool>"])
-    found = template.render([{"role": "user", "content": "<tool><s></think>b</tool>"}])
-    assert found == "b</tool>TrueFalseTrue[<s></think>b</tool>"
+    text = template.render([{"role": "user", "content": "<tool><s></think>b</tool>"}])
+    assert text == "b</tool>TrueFalseTrue[<s></think>b</tool>"
     escaped = ChatTemplate("{{ messages[0].content | tojson(ensure_ascii=True) }}", control_names=["<s>"])
     assert escaped.render([{"role": "user", "content": "<\u00e9\U0001f600>"}]) == '"<\\u00e9\\ud83d\\ude00>"'
 
@@ -291,10 +291,10 @@ def test_prompts_of_hands_and_tokens_of_one_character():
 
 
 def test_normalized_text_that_is_a_control_token(tmp_path):
-    made = byte_level()
-    made.normalizer = tokenizers.normalizers.NFKC()
-    made.add_special_tokens([tokenizers.AddedToken("<end_of_turn>", special=True, normalized=True)])
-    made.save(str(tmp_path / "tokenizer.json"))
+    base = byte_level()
+    base.normalizer = tokenizers.normalizers.NFKC()
+    base.add_special_tokens([tokenizers.AddedToken("<end_of_turn>", special=True, normalized=True)])
+    base.save(str(tmp_path / "tokenizer.json"))
     tokenizer = JsonTokenizer(tmp_path)
     template = ChatTemplate.of(tokenizer, "{{ messages[0].content }}<end_of_turn>")
     tokens = tokenizer.encode(template.render([{"role": "user", "content": "\uff1cend_of_turn>"}]), begin=False)

@@ -46,12 +46,12 @@ def chi_square(counts: np.ndarray, chances: np.ndarray) -> float:
     """How far counts are from chances, in standard deviations of the statistic; rare tokens are taken together."""
     expected = chances * counts.sum()
     often = expected >= 10
-    found = np.append(counts[often], counts[~often].sum())
-    wanted = np.append(expected[often], expected[~often].sum())
-    kept = wanted > 0
-    assert found[~kept].sum() == 0
-    freedom = kept.sum() - 1
-    statistic = ((found[kept] - wanted[kept]) ** 2 / wanted[kept]).sum()
+    observed = np.append(counts[often], counts[~often].sum())
+    binned = np.append(expected[often], expected[~often].sum())
+    possible = binned > 0
+    assert observed[~possible].sum() == 0
+    freedom = possible.sum() - 1
+    statistic = ((observed[possible] - binned[possible]) ** 2 / binned[possible]).sum()
     return (statistic - freedom) / np.sqrt(2 * max(freedom, 1))
 
 
@@ -115,8 +115,8 @@ def test_exactly_the_tokens_that_filters_leave(seed):
             return (self.at + 0.5) / 3000
 
     even = Even()
-    found = {sample(logits, params, even, History())[0] for _ in range(3000)}
-    assert sorted(found) == np.flatnonzero(distribution(logits, params)).tolist()
+    tokens = {sample(logits, params, even, History())[0] for _ in range(3000)}
+    assert sorted(tokens) == np.flatnonzero(distribution(logits, params)).tolist()
 
 
 @pytest.mark.parametrize("vocabulary", [3, 255, 256, 257, 10_000])
@@ -165,8 +165,8 @@ def test_extreme_random_numbers_choose_tokens_that_are_possible():
     logits = np.full(1000, -np.inf, np.float32)
     logits[[300, 700]] = 1
     for options in ({}, {"top_p": 0.9}, {"top_k": 2}, {"min_p": 0.1}):
-        found = [sample(logits, SamplingParams(**options), Last(u), History())[0] for u in (0.0, 1 - 2**-53)]
-        assert found == [300, 700]
+        tokens = [sample(logits, SamplingParams(**options), Last(u), History())[0] for u in (0.0, 1 - 2**-53)]
+        assert tokens == [300, 700]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -52,16 +52,16 @@ def test_text_ends_before_the_first_stop_string(text, stops):
 @given(st.text(max_size=30), st.lists(st.text("aβ", min_size=1, max_size=3), max_size=2))
 def test_each_token_is_told_once_and_in_order(text, stops):
     stream = TextStream(piece, tuple(stops))
-    told: list[int] = []
+    tokens: list[int] = []
     data = text.encode(errors="replace")
     for byte in data:
-        told += stream.add(byte).tokens
+        tokens += stream.add(byte).tokens
         if stream.stopped:
             break
-    told += stream.finish().tokens
-    assert told == list(data[: len(told)])
+    tokens += stream.finish().tokens
+    assert tokens == list(data[: len(tokens)])
     if not stream.stopped:
-        assert len(told) == len(data)
+        assert len(tokens) == len(data)
 
 
 def test_tokens_without_text_are_told_at_the_end():

@@ -244,9 +244,9 @@ def written(fields: dict, path: Path) -> Path:
 def test_files_are_read(tmp_path):
     for fields in (spm_fields(add_space_prefix=False), byte_level_fields("llama-bpe")):
         read = Tokenizer.from_gguf(written(fields, tmp_path / "model.gguf"))
-        given = Tokenizer(fields)
-        assert list(read.names) == given.names and read.kinds == given.kinds
-        assert [read.encode(text) for text in TEXTS] == [given.encode(text) for text in TEXTS]
+        original = Tokenizer(fields)
+        assert list(read.names) == original.names and read.kinds == original.kinds
+        assert [read.encode(text) for text in TEXTS] == [original.encode(text) for text in TEXTS]
 
 
 def random_texts(count: int) -> list[str]:

@@ -40,10 +40,10 @@ class ToyCache:
         return free[0]
 
     def extend(self, slot: int, count: int) -> None:
-        wanted = -(-(len(self.tokens[slot]) + count) // self.page) - len(self.room[slot])
-        if wanted > self.pages - self.used:
-            raise CacheError(f"found {self.pages - self.used} free pages, expected {wanted}")
-        for _ in range(wanted):
+        needed = -(-(len(self.tokens[slot]) + count) // self.page) - len(self.room[slot])
+        if needed > self.pages - self.used:
+            raise CacheError(f"found {self.pages - self.used} free pages, expected {needed}")
+        for _ in range(needed):
             self.room[slot].append(self.next_page)
             self.users[self.next_page] = 1
             self.next_page += 1
@@ -55,17 +55,17 @@ class ToyCache:
             self.first[slot] = max(self.first[slot], len(self.tokens[slot]) - self.window)
 
     def fork(self, slot: int) -> int:
-        whole = len(self.tokens[slot]) // self.page
-        tail = len(self.room[slot]) - whole
+        full_pages = len(self.tokens[slot]) // self.page
+        tail = len(self.room[slot]) - full_pages
         if tail > self.pages - self.used:
             raise CacheError("found no page for the last tokens of a fork")
-        made = self.add()
-        self.tokens[made], self.first[made] = list(self.tokens[slot]), self.first[slot]
-        self.room[made] = self.room[slot][:whole]
-        for page in self.room[made]:
+        child = self.add()
+        self.tokens[child], self.first[child] = list(self.tokens[slot]), self.first[slot]
+        self.room[child] = self.room[slot][:full_pages]
+        for page in self.room[child]:
             self.users[page] += 1
-        self.extend(made, 0)
-        return made
+        self.extend(child, 0)
+        return child
 
     def cut(self, slot: int, length: int) -> None:
         assert 0 <= length <= len(self.tokens[slot])

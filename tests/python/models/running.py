@@ -71,5 +71,5 @@ def ops_per_device(executable: rh.vm.Executable) -> dict[int, int]:
 
 def assert_both_devices_hold_ops(executable: rh.vm.Executable) -> None:
     """Nothing is tested about two devices where one of them is idle."""
-    held = ops_per_device(executable)
-    assert held[0] > 0 and held[1] > 0, f"ops per device: {held}"
+    counts = ops_per_device(executable)
+    assert counts[0] > 0 and counts[1] > 0, f"ops per device: {counts}"

@@ -78,11 +78,11 @@ def test_numbers_that_commands_cannot_count_in(machine, compiled):
             number = number + 1
     buffer.fill(buffer.slot(0, 0, number), b"a")  # as deep as it goes
     buffer.end(compiled)
-    given = np.zeros(1000, "int8")
-    buffer.submit([given], [3])
-    assert 0 < (given == ord("a")).sum() == 3 + (number.text.count("+"))
+    memory = np.zeros(1000, "int8")
+    buffer.submit([memory], [3])
+    assert 0 < (memory == ord("a")).sum() == 3 + (number.text.count("+"))
     with pytest.raises(rh.BindingError, match="parameter 0 is 0x8000000000000000, expected a number of type int64"):
-        buffer.submit([given], [2**63])
+        buffer.submit([memory], [2**63])
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -93,13 +93,13 @@ def test_arithmetic_that_leaves_int64_on_the_way(machine, compiled):
     buffer.fill(buffer.slot(0, number * number // 2**58, 1), b"a")
     buffer.dispatch("step", number * number, [buffer.slot(1, 0, 16), buffer.slot(1, 16, 16)])
     buffer.end(compiled)
-    given, added_to = np.zeros(512, "int8"), np.zeros(8, "float32")
+    memory, added_to = np.zeros(512, "int8"), np.zeros(8, "float32")
     for far in (2**32, -(2**32), 3037000500):
         with pytest.raises(rh.BindingError, match="is [0-9]*, .parameter_0 . parameter_0., expected at most"):
-            buffer.submit([given, added_to], [far])
-    assert not given.any() and not added_to.any()
-    buffer.submit([given, added_to], [2**31])
-    assert np.flatnonzero(given).tolist() == [16] and (added_to[4:] == 1).all()
+            buffer.submit([memory, added_to], [far])
+    assert not memory.any() and not added_to.any()
+    buffer.submit([memory, added_to], [2**31])
+    assert np.flatnonzero(memory).tolist() == [16] and (added_to[4:] == 1).all()
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -272,6 +272,6 @@ def test_modules_at_every_stage():
         machine = rh.vm.VirtualMachine(exe)
         for n, left, factor in ((4, 1, 3), (0, 3, 1), (100, 5, -2), (1, 2, 0)):
             x = np.arange(n, dtype="float32")
-            found = machine["main"](x, np.int32(left), factor)
-            for field, expected in zip(found, expected_of_everything(x, left, factor), strict=True):
+            actual = machine["main"](x, np.int32(left), factor)
+            for field, expected in zip(actual, expected_of_everything(x, left, factor), strict=True):
                 np.testing.assert_array_equal(field.numpy(), expected)

@@ -61,10 +61,10 @@ def pairs(firsts: Iterable[str], kept: Collection[tuple[str, str]]) -> list[Any]
 )
 def test_each_requantization_is_within_one_unit(form: str, name: str) -> None:
     model = quantized(NETWORKS[name], **STATIC[form])
-    found = differences(model, inputs_of(model, 5))
-    assert found.tensors > 5 and found.largest <= 1
+    difference = differences(model, inputs_of(model, 5))
+    assert difference.tensors > 5 and difference.largest <= 1
     # Where a number lies just between two integers; a wrong rounding mode or scale would hit far more.
-    assert found.off_by_one <= max(2, found.elements // 1000)
+    assert difference.off_by_one <= max(2, difference.elements // 1000)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_dynamically_quantized_products_are_those_of_onnx_runtime(weight_type: A
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     (expected,) = session.run(None, inputs)
     executable = rh.compile(rh.from_onnx(model))
-    found = rh.vm.VirtualMachine(executable)["main"](**inputs).numpy()
-    np.testing.assert_allclose(found, expected, atol=2e-2 * float(np.abs(expected).max()))
+    actual = rh.vm.VirtualMachine(executable)["main"](**inputs).numpy()
+    np.testing.assert_allclose(actual, expected, atol=2e-2 * float(np.abs(expected).max()))
     assert {"uint8 * int8"} == {kind_of(entry) for entry in executable.metadata.encodings["ops"]} - {
         "float32 * float32"
     }

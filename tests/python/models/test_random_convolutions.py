@@ -100,10 +100,10 @@ class Chain:
 
     def other(self, fits: Any) -> tuple[relax.Expr, np.ndarray]:
         """A value that was made earlier, on this device; the present one where none fits."""
-        found = [entry for entry in self.earlier if fits(entry[1])]
-        if not found:
+        candidates = [entry for entry in self.earlier if fits(entry[1])]
+        if not candidates:
             return self.value, self.array
-        expr, array, device = self.draw(st.sampled_from(found))
+        expr, array, device = self.draw(st.sampled_from(candidates))
         if device != self.device:
             expr = self.builder.emit(relax.op.to_vdevice(expr, self.vdevices[self.device]))
         return expr, array

@@ -159,8 +159,8 @@ def test_exactly_numpy_s_numbers(seed: int):
     graph = Graph(seed)
     module, results = graph.grow(steps=10)
     executable = rh.compile(module)
-    found = rh.vm.VirtualMachine(executable)["main"](*(value.array for value in graph.inputs))
-    for tensor, value in zip(found if isinstance(found, tuple) else (found,), results, strict=True):
+    actual = rh.vm.VirtualMachine(executable)["main"](*(value.array for value in graph.inputs))
+    for tensor, value in zip(actual if isinstance(actual, tuple) else (actual,), results, strict=True):
         np.testing.assert_array_equal(tensor.numpy(), value.array)
     encoded = [op for op in executable.metadata.encodings["ops"] if op["op"] == "matmul"]
     # A pass may drop what nobody reads.

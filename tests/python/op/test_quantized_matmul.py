@@ -76,8 +76,8 @@ X4, INDEX, EXPERT_PANELS = ((5, 1, 1, 96), "float32"), ((5, 2), "int32"), ((9, 1
 
 def test_products_by_experts_have_a_row_for_each_that_is_chosen():
     for rows in (X4, ((5, 2, 1, 96), "float32")):
-        found = infer(rh.op.block_matmul, rows, EXPERT_PANELS, INDEX, columns=70, block=32, experts=3)
-        assert [int(extent) for extent in found.shape.values] == [5, 2, 1, 70]
+        result = infer(rh.op.block_matmul, rows, EXPERT_PANELS, INDEX, columns=70, block=32, experts=3)
+        assert [int(extent) for extent in result.shape.values] == [5, 2, 1, 70]
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,8 @@ def _layouts(target, types, rest):
     target = tvm.target.Target(target)
     op = "batch_matmul" if "b0" in rest else "matmul"
     encoding = Encoding.parse(f"{op}[0]<{types}; {rest}>")
-    found = [resolver_for(target).resolve(encoding.of(index), target) for index in range(3)]
-    return [None if layout is None else str(layout) for layout in found]
+    layouts = [resolver_for(target).resolve(encoding.of(index), target) for index in range(3)]
+    return [None if layout is None else str(layout) for layout in layouts]
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,8 @@ def test_an_activation_that_few_rows_meet_is_read_where_it_lies():
 @pytest.mark.parametrize("target", [AVX512, AVX2, SSE, NEON, C])
 @pytest.mark.parametrize("types", sorted({" * ".join(p.types[:2]) + f" -> {p.types[2]}" for p in DOT_INSTRUCTIONS}))
 def test_one_weight_layout_serves_every_m(target, types):
-    found = {_layouts(target, types, MATMUL.replace("m=?", f"m={m}"))[1] for m in ("?", 0, 1, 8, 1000)}
-    assert len(found) == 1 and None not in found
+    layouts = {_layouts(target, types, MATMUL.replace("m=?", f"m={m}"))[1] for m in ("?", 0, 1, 8, 1000)}
+    assert len(layouts) == 1 and None not in layouts
 
 
 def test_a_narrow_weight_has_narrow_panels():

@@ -25,8 +25,8 @@ def test_llvm_describes_this_cpu():
     assert target.attrs["mcpu"] == codegen.llvm_get_system_cpu()
     assert 1 <= target.attrs["num-cores"] == native_target.num_cores() <= (os.cpu_count() or 1)
     host = tvm_ffi.get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
-    present, known = {str(name) for name, has in host.items() if has}, {str(name) for name in host}
-    assert codegen.llvm_get_cpu_features(target) & known == present  # the rest are tuning flags of the CPU
+    present, names = {str(name) for name, has in host.items() if has}, {str(name) for name in host}
+    assert codegen.llvm_get_cpu_features(target) & names == present  # the rest are tuning flags of the CPU
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="reads x86 registers in the assembly")

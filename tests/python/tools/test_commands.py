@@ -81,8 +81,8 @@ def test_a_mismatch_exits_with_1(invoke: Invoke, model: Path, tmp_path: Path):
 def test_a_library_takes_no_options_of_compiling(invoke: Invoke, model: Path, tmp_path: Path):
     library = tmp_path / "model.so"
     assert invoke("compile", model, "-o", library, "--accuracy", "exact", "--checks", "strict").exit_code == 0
-    given = [("run", "checks", "strict"), ("run", "accuracy", "fast"), ("explain", "accuracy", "exact")]
-    for command, option, value in given:
+    options = [("run", "checks", "strict"), ("run", "accuracy", "fast"), ("explain", "accuracy", "exact")]
+    for command, option, value in options:
         result = invoke(command, library, f"--{option}", value)
         assert result.exit_code == 2
         assert f"model.so is compiled already: --{option} {value} goes with an ONNX file" in result.stderr
@@ -263,8 +263,8 @@ def test_outputs_replace_a_file_that_is_mapped(invoke: Invoke, model: Path, tmp_
     assert invoke("compile", model, "-o", library).exit_code == 0
     executable = rh.load(library)
     assert invoke("run", model, "--output", library).exit_code == 0
-    found = rh.vm.VirtualMachine(executable)["main"](np.ones((2, 3), "float32"))
-    np.testing.assert_allclose(found.numpy(), expected(model, np.ones((2, 3), "float32")), rtol=1e-5)
+    actual = rh.vm.VirtualMachine(executable)["main"](np.ones((2, 3), "float32"))
+    np.testing.assert_allclose(actual.numpy(), expected(model, np.ones((2, 3), "float32")), rtol=1e-5)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["model.onnx", "model.so"]
 
 
@@ -313,7 +313,7 @@ def test_check_tells_what_is_missing(invoke: Invoke, model: Path, tmp_path: Path
     shown = invoke("check", path)
     assert shown.exit_code == 1 and "no converter takes this op" in shown.stdout
     result = invoke("check", path, "--json")
-    found = json.loads(result.stdout)
-    assert result.exit_code == 1 and not found["supported"]
-    assert [node["domain"] for node in found["nodes"] if node["status"] == "refused"] == ["acme"]
+    report = json.loads(result.stdout)
+    assert result.exit_code == 1 and not report["supported"]
+    assert [node["domain"] for node in report["nodes"] if node["status"] == "refused"] == ["acme"]
     assert invoke("check", path, *TWO, "--place", "*=llvm:1").exit_code == 2

@@ -78,8 +78,8 @@ def test_texts_are_gone_on_with_as_they_are(loaded):
 
 def test_a_page_has_the_times_of_each_answer(loaded, tmp_path):
     page = tmp_path / "timings.html"
-    asked = ["--temperature", 0, "--max-tokens", 5, "--html", page]
-    assert invoke("chat", loaded[0], *asked, text="Hi\nMore\n").exit_code == 0
+    options = ["--temperature", 0, "--max-tokens", 5, "--html", page]
+    assert invoke("chat", loaded[0], *options, text="Hi\nMore\n").exit_code == 0
     data = data_of(page.read_text())
     first, second = data["chat"]["answers"]
     assert (data["kind"], data["title"]) == ("chat", "toy")
@@ -144,10 +144,10 @@ def test_wrong_parameters_are_told_before_anything_is_loaded(loaded):
 def test_a_template_of_ones_own(loaded, tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("[{{ messages[-1].content }}]")
-    asked = ["--temperature", 0, "--max-tokens", 5, "-p", "Hi"]
-    assert invoke("chat", loaded[0], "--chat-template", template, *asked).stdout == said("[Hi]", 5) + "\n"
+    options = ["--temperature", 0, "--max-tokens", 5, "-p", "Hi"]
+    assert invoke("chat", loaded[0], "--chat-template", template, *options).stdout == said("[Hi]", 5) + "\n"
     template.write_text("{% if %}")
-    result = invoke("chat", loaded[0], "--chat-template", template, *asked)
+    result = invoke("chat", loaded[0], "--chat-template", template, *options)
     assert result.exit_code == 1 and "the chat template is none" in result.stderr
 
 
@@ -201,10 +201,10 @@ def test_the_server_answers_until_it_is_stopped(loaded, monkeypatch):
 def test_a_port_that_is_taken(loaded):
     import socket
 
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        result = invoke("serve", loaded[0], "--port", taken.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        result = invoke("serve", loaded[0], "--port", listener.getsockname()[1])
     assert result.exit_code == 1 and "cannot listen there" in result.stderr
 
 

@@ -109,12 +109,12 @@ def _stock_convolution(attrs: Any, spatial: int, data: np.ndarray, weight: np.nd
 
 def _sizes(func: relax.Function, arguments: tuple[np.ndarray, ...]) -> dict[str, int]:
     """Symbolic extents of the parameters by name."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for param, array in zip(func.params, arguments, strict=True):
         for extent, size in zip(param.ty.shape.values, array.shape, strict=True):
             if isinstance(extent, tvm.tirx.Var):
-                assert found.setdefault(str(extent.name), size) == size
-    return found
+                assert sizes.setdefault(str(extent.name), size) == size
+    return sizes
 
 
 def _extent(extent: Any, sizes: dict[str, int]) -> int:

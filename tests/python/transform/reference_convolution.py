@@ -67,10 +67,10 @@ def reference_resolver(
 def convolution(problem: ConvProblem) -> tirx.PrimFunc:
     """Six loops and more; what lies in padding of the result is written as zeros."""
     function = Function("reference")
-    others = problem.epilogue.operands if problem.epilogue else ()
+    extra = problem.epilogue.operands if problem.epilogue else ()
     with function:
         bound: set[str] = set()
-        operands = [problem.data, problem.weight, *others, problem.result]
+        operands = [problem.data, problem.weight, *extra, problem.result]
         stores = [
             PackedStorage(function, f"p{i}", operand.shape, operand.dtype, operand.layout, bound)
             for i, operand in enumerate(operands)
@@ -83,7 +83,7 @@ def convolution(problem: ConvProblem) -> tirx.PrimFunc:
 
 
 def _body(problem: ConvProblem, operands: Sequence[Operand], stores: Sequence[PackedStorage]) -> None:
-    data, weight, *others, result = stores
+    data, weight, *extra, result = stores
     names = problem.result.index_map
 
     def nest(extents: Sequence[Any], body: Any, at: tuple[Any, ...] = ()) -> None:
@@ -97,12 +97,12 @@ def _body(problem: ConvProblem, operands: Sequence[Operand], stores: Sequence[Pa
         total = Registers(1, problem.acc_dtype, 1)
         total[0] = tirx.const(0, problem.acc_dtype)
         each = problem.weight.shape[1]
-        made = int(problem.weight.shape[0]) // problem.groups
+        outputs = int(problem.weight.shape[0]) // problem.groups
         sizes = [each, *(window.size for window in problem.windows)]
 
         def step(place: Sequence[Any]) -> None:
             k, *window = place
-            c = tirx.floordiv(at[1], made) * each + k
+            c = tirx.floordiv(at[1], outputs) * each + k
             image = [
                 y * w.stride + p * w.dilation - w.before
                 for y, p, w in zip(at[2:], window, problem.windows, strict=True)
@@ -113,7 +113,7 @@ def _body(problem: ConvProblem, operands: Sequence[Operand], stores: Sequence[Pa
 
         nest(sizes, step)
         values = [total[0]]
-        for operand, store in zip(operands[2:-1], others, strict=True):
+        for operand, store in zip(operands[2:-1], extra, strict=True):
             values.append(load(store, [0 if n == "1" else at[names.index(n)] for n in operand.index_map]))
         value = total[0] if problem.epilogue is None else problem.epilogue.expression.fold(values, _apply)
         T.buffer_store(result.data, value, [position(result, at)])

@@ -89,8 +89,8 @@ def inputs(operands: Operands, rng: np.random.Generator) -> list[np.ndarray]:
 def results(mod: tvm.IRModule, values: Sequence[np.ndarray]) -> list[np.ndarray]:
     with not_scheduled():
         machine = rh.vm.VirtualMachine(rh.compile(mod))
-    found = machine["main"](*values)
-    arrays = [tensor.numpy() for tensor in (found if isinstance(found, (list, tuple)) else [found])]
+    outputs = machine["main"](*values)
+    arrays = [tensor.numpy() for tensor in (outputs if isinstance(outputs, (list, tuple)) else [outputs])]
     if len(arrays) == 1:  # once more, over a poisoned result: what is not written shows
         out = poisoned(arrays[0].shape, str(arrays[0].dtype))
         machine["main"](*values, out=out)

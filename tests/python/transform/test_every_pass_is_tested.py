@@ -25,8 +25,8 @@ def names_in(file: Path) -> set[str]:
 @pytest.mark.parametrize("name", PASSES)
 def test_each_pass_has_a_module_before_and_one_expected(name):
     stage, module = PASSES[name]
-    found = {file.name: names_in(file) for file in (HERE / stage).glob("test_*.py")}
-    of_this = {file: names for file, names in found.items() if names & {name, module}}
+    used = {file.name: names_in(file) for file in (HERE / stage).glob("test_*.py")}
+    of_this = {file: names for file, names in used.items() if names & {name, module}}
     assert of_this, f"no test in {stage}/ names {name}"
     compares = name in ONLY_CHECKS or any(names & COMPARES for names in of_this.values())
     assert compares, f"none of {sorted(of_this)} compares a module with an expected one"

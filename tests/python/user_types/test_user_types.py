@@ -52,8 +52,8 @@ def test_mypy(tmp_path):
         capture_output=True,
         text=True,
     )
-    found = re.findall(r"(\w+\.py):(\d+): error: ", done.stdout)
-    assert found == [(MISTAKES.name, str(line)) for line in marked_lines()], done.stdout + done.stderr
+    errors = re.findall(r"(\w+\.py):(\d+): error: ", done.stdout)
+    assert errors == [(MISTAKES.name, str(line)) for line in marked_lines()], done.stdout + done.stderr
 
 
 @pytest.mark.slow
@@ -72,9 +72,9 @@ def test_pyright(tmp_path):
     )
     if not done.stdout.startswith("{"):
         pytest.skip(f"pyright does not start here, as it needs node: {done.stderr[-300:]}")
-    found = [
+    errors = [
         (Path(problem["file"]).name, problem["range"]["start"]["line"] + 1)
         for problem in json.loads(done.stdout)["generalDiagnostics"]
         if problem["severity"] == "error"
     ]
-    assert found == [(MISTAKES.name, line) for line in marked_lines()], done.stdout
+    assert errors == [(MISTAKES.name, line) for line in marked_lines()], done.stdout

@@ -204,10 +204,10 @@ def test_several_functions_and_one_that_they_share():
             return w
 
     program = cut(Module)
-    machines, whole = StepByStep(program), in_one_process(Module)
-    for name, wanted in {"main": ["b"], "other": ["b", "a"], "alone": ["a"]}.items():
-        assert [host for host, _ in steps(program, name)] == wanted
-        assert_same_bits(machines(name, floats(5)), plain(whole[name](floats(5))))
+    machines, reference = StepByStep(program), in_one_process(Module)
+    for name, hosts in {"main": ["b"], "other": ["b", "a"], "alone": ["a"]}.items():
+        assert [host for host, _ in steps(program, name)] == hosts
+        assert_same_bits(machines(name, floats(5)), plain(reference[name](floats(5))))
 
 
 def test_a_branch_of_one_host_whose_condition_comes_from_another():
@@ -391,8 +391,8 @@ def test_what_is_donated_is_left_as_it_is():
     program = cut(Module)
     assert program.functions["main"].signature.donated == ()
     args = [floats(4), floats(5)]
-    found = StepByStep(program)("main", *args)
-    assert_same_bits(found[0], args[0] + args[0])
+    actual = StepByStep(program)("main", *args)
+    assert_same_bits(actual[0], args[0] + args[0])
     assert_same_bits(tuple(args), (floats(4), floats(5)))
 
 
@@ -433,20 +433,20 @@ def test_each_host_holds_its_own_weights_alone():
     mod.update_global_info("vdevice", vdevices)
     program = check_same(mod, [[floats(4, 32)]])
     for name, part in program.parts.items():
-        held = [each for each in constants(part) if each.size >= 32 * 32]
-        assert len(held) == 1
-        assert np.sort(held[0].ravel()).tobytes() == np.sort(weights[name].ravel()).tobytes()
+        matrices = [each for each in constants(part) if each.size >= 32 * 32]
+        assert len(matrices) == 1
+        assert np.sort(matrices[0].ravel()).tobytes() == np.sort(weights[name].ravel()).tobytes()
 
 
 def constants(mod: tvm.IRModule) -> list[np.ndarray]:
     """The tensors that a module's functions hold."""
-    found = []
+    arrays = []
 
     def visit(expr: relax.Expr) -> None:
         if isinstance(expr, tvm.ir.GenericConst) and isinstance(expr.value, tvm.runtime.Tensor):
-            found.append(expr.value.numpy())
+            arrays.append(expr.value.numpy())
 
     for func in mod.functions.values():
         if isinstance(func, relax.Function):
             relax.analysis.post_order_visit(func, visit)
-    return found
+    return arrays

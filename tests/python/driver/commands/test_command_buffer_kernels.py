@@ -25,23 +25,23 @@ def asks(A: T.Buffer((4,), "float32"), B: T.Buffer((4,), "float32")):
 
 @pytest.mark.parametrize("target", [V4, "c"])
 def test_a_kernel_that_fails_ends_the_call(target):
-    asked = []
+    values = []
 
     def ask(value):
-        asked.append(value)
+        values.append(value)
         if value > 1.5:
             raise ValueError("more than 1.5")
 
     tvm.register_global_func("test.command_buffers.ask", ask, override=True)
     on, off = machines(chain(asks, target=target))
     for machine in (on, off):
-        asked.clear()
+        values.clear()
         np.testing.assert_array_equal(machine["main"](np.full(4, -2, "float32")).numpy(), 1)
-        assert asked == [-2, -1, 0]
-        asked.clear()
+        assert values == [-2, -1, 0]
+        values.clear()
         with pytest.raises(Exception, match="more than 1.5"):
             machine["main"](np.ones(4, "float32"))
-        assert asked == [1, 2]
+        assert values == [1, 2]
         np.testing.assert_array_equal(machine["main"](np.full(4, -3, "float32")).numpy(), 0)
 
 
@@ -86,8 +86,8 @@ def growing(count, target):
         with builder.dataflow():
             for width in range(16, 16 + count):
                 a = te.placeholder((width,), "float32", "a")
-                made = te.compute((width + 1,), partial(_one_more, a, width - 1))
-                kernel = te.create_prim_func([a, made]).with_attr("op_pattern", 8)
+                computed = te.compute((width + 1,), partial(_one_more, a, width - 1))
+                kernel = te.create_prim_func([a, computed]).with_attr("op_pattern", 8)
                 ty = relax.TensorType((width + 1,), "float32", device)
                 value = builder.emit(relax.call_tir(builder.add_func(kernel, f"step_{width}"), (value,), ty))
             out = builder.emit_output(value)

@@ -205,16 +205,16 @@ def test_branches_and_two_devices():
 def planned(mod, command_buffers):
     """Bytes that a lowered module sets aside for what it computes."""
     lowered = rh.get_pipeline(command_buffers)(mod)
-    found = []
+    sizes = []
     relax.analysis.post_order_visit(
         lowered["main"],
         lambda e: (
-            found.append(int(e.args[0].values[0]))
+            sizes.append(int(e.args[0].values[0]))
             if isinstance(e, relax.Call) and getattr(e.op, "name", "").endswith("alloc_storage")
             else None
         ),
     )
-    return sum(found)
+    return sum(sizes)
 
 
 def test_arenas_take_no_more_than_storage_did():

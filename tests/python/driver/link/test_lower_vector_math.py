@@ -160,13 +160,13 @@ def check(found: np.ndarray, wanted: np.ndarray, operands: list[np.ndarray], lim
 
 @pytest.mark.parametrize("name", REFERENCES)
 def test_within_four_units_in_the_last_place(library, name):
-    found = _results(library, name, _inputs())
+    actual = _results(library, name, _inputs())
     with np.errstate(all="ignore"):
-        wanted = REFERENCES[name](_inputs().astype("float64"))
-    check(found, wanted, [_inputs()], 4)
-    tiny = (wanted != 0) & (np.abs(wanted) < 1e-44)  # may be rounded to zero, of either sign
-    signed = ~np.isnan(wanted) & ~tiny
-    np.testing.assert_array_equal(np.signbit(found[signed]), np.signbit(wanted[signed]))
+        expected = REFERENCES[name](_inputs().astype("float64"))
+    check(actual, expected, [_inputs()], 4)
+    tiny = (expected != 0) & (np.abs(expected) < 1e-44)  # may be rounded to zero, of either sign
+    signed = ~np.isnan(expected) & ~tiny
+    np.testing.assert_array_equal(np.signbit(actual[signed]), np.signbit(expected[signed]))
 
 
 @pytest.mark.parametrize("target", VECTOR_NAMES)
@@ -175,9 +175,9 @@ def test_halves(target):
     x = fresh_rng().integers(0, 2**16, SIZE, dtype=np.uint16).view("float16")
     with np.errstate(all="ignore"):
         for name, reference in REFERENCES.items():
-            wanted = reference(x.astype("float64")).astype("float16")
-            found = _results(library, name, x)
-            np.testing.assert_allclose(found.astype("float64"), wanted.astype("float64"), rtol=2e-3, atol=1e-7)
+            expected = reference(x.astype("float64")).astype("float16")
+            actual = _results(library, name, x)
+            np.testing.assert_allclose(actual.astype("float64"), expected.astype("float64"), rtol=2e-3, atol=1e-7)
 
 
 @pytest.mark.parametrize("target", VECTOR_NAMES)
@@ -213,12 +213,12 @@ def _bases() -> np.ndarray:
 
 def test_powers(library):
     x, y = _bases()
-    found = _results(library, "pow", x, y)
+    actual = _results(library, "pow", x, y)
     with np.errstate(all="ignore"):
-        wanted = np.power(x.astype("float64"), y.astype("float64"))
-    check(found, wanted, [x, y], 4)
-    signed = np.isfinite(wanted)
-    np.testing.assert_array_equal(np.signbit(found[signed]), np.signbit(wanted[signed]))
+        expected = np.power(x.astype("float64"), y.astype("float64"))
+    check(actual, expected, [x, y], 4)
+    signed = np.isfinite(expected)
+    np.testing.assert_array_equal(np.signbit(actual[signed]), np.signbit(expected[signed]))
 
 
 def test_squares_and_cubes_are_products():

@@ -51,8 +51,8 @@ class Lowered:
 
 
 def test_what_is_shared_is_apart_from_what_runs_each_time():
-    mod, found = with_repeated_calls(Lowered, ["main"])
-    (call,) = found
+    mod, functions = with_repeated_calls(Lowered, ["main"])
+    (call,) = functions
     assert (call.function, call.repeated, call.shares) == ("main", "main_repeated", "main_shared")
     repeated, shared = mod["main_repeated"], mod["main_shared"]
     assert [var.name for var in repeated.params] == ["x", "weight", "size", "shape"]
@@ -67,8 +67,8 @@ def test_what_is_shared_is_apart_from_what_runs_each_time():
 
 
 def test_functions_that_nobody_calls_have_none():
-    mod, found = with_repeated_calls(Lowered, [])
-    assert found == () and mod.same_as(Lowered)
+    mod, repeated = with_repeated_calls(Lowered, [])
+    assert repeated == () and mod.same_as(Lowered)
 
 
 @I.ir_module
@@ -125,19 +125,19 @@ def test_repeated_calls_run_nothing_of_the_checks(monkeypatch):
     """TVM's checks are counted by an instrument, which sees each call of the bytecode."""
     vm = rh.vm.VirtualMachine(rh.compile(Symbolic))
     x = np.ones((3, 4), "float32")
-    seen = []
+    symbols = []
 
     def instrument(function, symbol, before, result, *args):
         if before:
-            seen.append(symbol)
+            symbols.append(symbol)
         return 0
 
     vm._module["set_instrument"](instrument)
     counts = []
     for _ in range(4):
-        seen.clear()
+        symbols.clear()
         vm["main"](x, x)
-        counts.append([symbol for symbol in seen if "shape" in symbol or "check" in symbol])
+        counts.append([symbol for symbol in symbols if "shape" in symbol or "check" in symbol])
     assert counts[0] and counts[1] and not counts[2] and not counts[3]
 
 
@@ -181,11 +181,11 @@ def test_a_pool_that_was_emptied_is_told_of_sizes_again(monkeypatch):
     x = np.ones((3, 4), "float32")
     for _ in range(4):
         vm["main"](x, x)
-    told = len(noted)
+    count = len(noted)
     for _ in range(4):
         vm["main"](x, x)
-    assert len(noted) == told
+    assert len(noted) == count
     vm._pool.round += 1
     for _ in range(4):
         vm["main"](x, x)
-    assert len(noted) == told + 1
+    assert len(noted) == count + 1

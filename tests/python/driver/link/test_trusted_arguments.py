@@ -50,9 +50,9 @@ class Anything:
 def is_trusted(mod):
     """Flags of a compiled module's command buffers: True for one without checks."""
     lowered, _ = by_address(rh.get_pipeline()(mod))
-    found = [TRUSTED in func.attrs for gv, func in lowered.functions.items() if "main_commands" in gv.name_hint]
-    assert found
-    return found
+    flags = [TRUSTED in func.attrs for gv, func in lowered.functions.items() if "main_commands" in gv.name_hint]
+    assert flags
+    return flags
 
 
 def test_checks_go_where_the_machine_has_checked():

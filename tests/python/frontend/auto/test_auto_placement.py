@@ -108,8 +108,8 @@ def test_every_row_says_what_decided(tmp_path):
     for variable, reason in reasons.items():
         other = "llvm:0" if places[variable] == "llvm:1" else "llvm:1"
         assert re.match(f"auto, .*: .*s here, .*s on {other}", reason), reason
-    kept = [reason for name, reason in reasons.items() if "MatMul" in name and places[name] == "llvm:0"]
-    assert kept and all("of the limit of 40,000 bytes on llvm:1 other work leaves" in reason for reason in kept)
+    products = [reason for name, reason in reasons.items() if "MatMul" in name and places[name] == "llvm:0"]
+    assert products and all("of the limit of 40,000 bytes on llvm:1 other work leaves" in reason for reason in products)
     transfers = [entry["reason"] for entry in about.placement if entry["kind"] == "transfer"]
     assert any("auto, about" in reason and "8,192 bytes" in reason for reason in transfers)
     assert about.placement_estimate["assumed_sizes"] == {"batch": 32}

@@ -27,10 +27,10 @@ def counted(monkeypatch, tmp_path):
     """The kinds of figures that are measured, in order; nothing is, and nothing was before."""
     monkeypatch.setenv("RELAX_HETERO_CACHE", str(tmp_path))
     monkeypatch.setattr(measure_devices, "_measured", {})
-    found = []
-    monkeypatch.setattr(measure_devices._DEVICE, "measure", lambda v: found.append("device") or SLOW)
-    monkeypatch.setattr(measure_devices._LINKS, "measure", lambda a, b: found.append("links") or (LINK, LINK))
-    return found
+    measured = []
+    monkeypatch.setattr(measure_devices._DEVICE, "measure", lambda v: measured.append("device") or SLOW)
+    monkeypatch.setattr(measure_devices._LINKS, "measure", lambda a, b: measured.append("links") or (LINK, LINK))
+    return measured
 
 
 @pytest.fixture
@@ -39,12 +39,12 @@ def pair():
 
 
 def test_figures_are_measured_once_on_a_machine(counted, pair, monkeypatch):
-    found = figures_of(pair)
-    assert found == Figures((SLOW, SLOW), {(0, 1): LINK, (1, 0): LINK})
+    figures = figures_of(pair)
+    assert figures == Figures((SLOW, SLOW), {(0, 1): LINK, (1, 0): LINK})
     assert counted == ["device", "device", "links"]
-    assert figures_of(pair) == found
+    assert figures_of(pair) == figures
     monkeypatch.setattr(measure_devices, "_measured", {})  # another process
-    assert figures_of(pair[:1]).devices == (SLOW,) and figures_of(pair) == found
+    assert figures_of(pair[:1]).devices == (SLOW,) and figures_of(pair) == figures
     assert len(counted) == 3
     figures_of(pair, remeasure=True)
     assert len(counted) == 6
@@ -92,8 +92,8 @@ def test_figures_that_are_spoilt_are_measured_again(counted, pair, text):
     figures_of(pair)
     files = list(folder_of().path.glob("*.figures"))
     assert len(files) == 3
-    kept = [file.read_text() for file in files]
-    for file, other in zip(files, [*kept[1:], kept[0]], strict=True):
+    texts = [file.read_text() for file in files]
+    for file, other in zip(files, [*texts[1:], texts[0]], strict=True):
         file.write_text(other if text == "of the next key" else text.replace("KEY", file.stem))
     measure_devices._measured.clear()
     assert figures_of(pair).devices == (SLOW, SLOW) and len(counted) == 6

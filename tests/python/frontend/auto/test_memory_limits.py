@@ -141,8 +141,8 @@ def test_a_model_is_divided_so_that_its_machine_fits():
     mod = rh.from_onnx(model, ["llvm", "llvm"], "auto", cost_model=costs, memory_limit={"llvm:1": "1 MB"})
     vm = rh.vm.VirtualMachine(rh.compile(mod), memory_limit={"llvm:1": limit})
     x = np.ones((8, 256), "float32")
-    whole = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))
-    np.testing.assert_allclose(vm["main"](x).numpy(), whole["main"](x).numpy(), rtol=1e-4)
+    reference = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))
+    np.testing.assert_allclose(vm["main"](x).numpy(), reference["main"](x).numpy(), rtol=1e-4)
 
 
 def test_windows_that_cpus_may_transform_count_so():

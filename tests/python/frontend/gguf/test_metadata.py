@@ -41,19 +41,19 @@ def written(tmp_path: Path, order: gguf.GGUFEndian) -> Path:
 
 
 def test_fields_are_those_that_the_package_reads(path):
-    found = read_gguf(path)
+    contents = read_gguf(path)
     reader = gguf.GGUFReader(path)
-    assert list(found.fields) == list(reader.fields)
+    assert list(contents.fields) == list(reader.fields)
     for name, field in reader.fields.items():
         expected = field.contents()
-        value = found.fields[name]
+        value = contents.fields[name]
         assert (list(value) if isinstance(expected, list) else value) == expected, name
-    assert isinstance(found.fields["few"], list)
-    texts = found.fields["texts"]
+    assert isinstance(contents.fields["few"], list)
+    texts = contents.fields["texts"]
     assert texts[-1] == "999" and texts[1:4] == ["a", "日本語" * 50, "0"] and "17" in texts and len(texts) == 1003
     with pytest.raises(IndexError):
         texts[1003]
-    np.testing.assert_array_equal(found.tensors["weight"].data, reader.tensors[0].data)
+    np.testing.assert_array_equal(contents.tensors["weight"].data, reader.tensors[0].data)
 
 
 def test_files_of_another_byte_order_are_refused(tmp_path):

@@ -62,12 +62,12 @@ def in_branch(tensor):
 
 
 def in_sparse_values(tensor):
-    made = in_initializer(tensor)
-    del made.graph.initializer[:]
-    sparse = made.graph.sparse_initializer.add(dims=tensor.dims)
+    model = in_initializer(tensor)
+    del model.graph.initializer[:]
+    sparse = model.graph.sparse_initializer.add(dims=tensor.dims)
     sparse.values.CopyFrom(tensor)
     sparse.indices.CopyFrom(numpy_helper.from_array(np.arange(VALUES.size), "i"))
-    return made
+    return model
 
 
 def in_attribute(tensor):
@@ -98,14 +98,14 @@ def write(folder, proto):
 
 
 def weights_of(mod):
-    found = []
+    constants = []
 
     def visit(expr):
         if isinstance(expr, tvm.ir.GenericConst) and expr.value.numpy().size == VALUES.size:
-            found.append(expr.value)
+            constants.append(expr.value)
 
     tvm.relax.analysis.post_order_visit(mod["main"], visit)
-    return found
+    return constants
 
 
 def refused(model, *words):

@@ -57,9 +57,9 @@ def test_sizes_broadcast_as_in_onnxruntime(op):
             with pytest.raises(HeteroError, match="does not broadcast"):
                 machine["main"](*arrays)
             continue
-        found = machine["main"](*arrays).numpy()
-        assert found.shape == expected.shape, size_of
-        np.testing.assert_allclose(found, expected, rtol=1e-6, err_msg=str(size_of))
+        actual = machine["main"](*arrays).numpy()
+        assert actual.shape == expected.shape, size_of
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, err_msg=str(size_of))
 
 
 def test_a_mask_of_other_dimensions_joins_scores_and_softmax():

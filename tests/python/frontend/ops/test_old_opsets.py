@@ -43,9 +43,9 @@ class Opset:
         ]
         graph = helper.make_graph(self.nodes, "g", [x], outputs, self.weights)
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", self.opset)], ir_version=4)
-        found = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](IMAGE)
-        found = [found] if len(self.nodes) == 1 else found
-        for node, result, value in zip(self.nodes, found, self.wanted, strict=True):
+        actual = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](IMAGE)
+        actual = [actual] if len(self.nodes) == 1 else actual
+        for node, result, value in zip(self.nodes, actual, self.wanted, strict=True):
             assert result.shape == value.shape, node.op_type
             np.testing.assert_allclose(result.numpy(), value, 1e-5, 1e-5, err_msg=node.op_type)
 
@@ -73,10 +73,10 @@ def test_opset_1(capfd):
 def test_opset_6():
     vectors = [uniform(3, 4, 5), uniform(3, 4, 5), uniform(3, 4, 5), uniform(3, 4, 5, low=0.5)]
     scale, shift, mean, variance = vectors
-    wanted = (IMAGE - mean) / np.sqrt(variance + 1e-5) * scale + shift
+    expected = (IMAGE - mean) / np.sqrt(variance + 1e-5) * scale + shift
     nodes = Opset(6)
     nodes.add("Sub", uniform(3), wanted=IMAGE - channels(uniform(3)), broadcast=1, axis=1)
-    nodes.add("BatchNormalization", *vectors, wanted=wanted, spatial=0)
+    nodes.add("BatchNormalization", *vectors, wanted=expected, spatial=0)
     nodes.check()
 
 

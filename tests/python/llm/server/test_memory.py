@@ -43,16 +43,16 @@ def test_thousands_of_requests_take_no_memory(model, tmp_path):
         path = str(write_gguf(tmp_path / "model.gguf", MODELS[model]))
         arguments = ["--context", "256", "--slots", "8"]
     server, url = soak.start(path, arguments)
-    seen = soak.Seen()
+    outcomes = soak.Seen()
     try:
-        asyncio.run(ask(url, WARM_UP, seen))
+        asyncio.run(ask(url, WARM_UP, outcomes))
         before = soak.resident(server.pid)
-        asyncio.run(ask(url, REQUESTS, seen))
+        asyncio.run(ask(url, REQUESTS, outcomes))
         grown = soak.resident(server.pid) - before
     finally:
         server.send_signal(signal.SIGINT)
         server.wait(60)
-    assert not seen.lost, seen.lost[:3]
-    assert sum(seen.answers.values()) == WARM_UP + REQUESTS
+    assert not outcomes.lost, outcomes.lost[:3]
+    assert sum(outcomes.answers.values()) == WARM_UP + REQUESTS
     # One kilobyte that each request left behind would be 5 MB.
     assert grown < 4, f"{grown:.1f} MB more after {REQUESTS} requests"

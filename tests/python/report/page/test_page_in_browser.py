@@ -23,10 +23,10 @@ ARGUMENTS = (
 def browser():
     with playwright.sync_playwright() as driver:
         own = driver.chromium.executable_path
-        found = next(filter(None, map(shutil.which, NAMES)), own if Path(own).exists() else None)
-        if found is None:
+        program = next(filter(None, map(shutil.which, NAMES)), own if Path(own).exists() else None)
+        if program is None:
             pytest.skip("needs Chromium: `playwright install chromium`, or one on PATH")
-        browser = driver.chromium.launch(executable_path=found, headless=True, args=list(ARGUMENTS))
+        browser = driver.chromium.launch(executable_path=program, headless=True, args=list(ARGUMENTS))
         yield browser
         browser.close()
 
@@ -140,11 +140,11 @@ def test_enter_opens_a_kernel_and_closes_it_from_its_frame(page):
 def test_arrow_keys_walk_along_values(page):
     click_item(page, "data.kind === 'input'")
     page.locator("#graph .canvas").focus()
-    seen = []
+    selections = []
     for key in ("ArrowDown", "ArrowDown", "ArrowUp"):
         page.keyboard.press(key)
-        seen.append(page.evaluate("report.cy.nodes(':selected').map((node) => node.id()).join()"))
-    assert len(set(seen)) >= 2 and "" not in seen
+        selections.append(page.evaluate("report.cy.nodes(':selected').map((node) => node.id()).join()"))
+    assert len(set(selections)) >= 2 and "" not in selections
 
 
 def test_transfers_have_their_bytes(page):
@@ -171,10 +171,10 @@ def in_view(page):
 
 
 def test_of_a_large_graph_what_lies_near_the_view_is_drawn(large):
-    whole = int(large.get_attribute("#graph .canvas", "data-items"))
+    total = int(large.get_attribute("#graph .canvas", "data-items"))
     large.click("text=Start")
     near = in_view(large)
-    assert whole > 1500 and 5 < near <= items(large) < whole / 4
+    assert total > 1500 and 5 < near <= items(large) < total / 4
     box = large.locator("#graph .canvas").bounding_box()
     for _ in range(4):
         large.mouse.move(box["x"] + 20, box["y"] + 500)
@@ -182,7 +182,7 @@ def test_of_a_large_graph_what_lies_near_the_view_is_drawn(large):
         large.mouse.move(box["x"] + 20, box["y"] + 20, steps=6)
         assert in_view(large) > near / 3
         large.mouse.up()
-    assert items(large) < whole / 4
+    assert items(large) < total / 4
 
 
 def test_a_large_graph_is_bars_from_far_away_and_nodes_where_one_presses(large):
@@ -328,8 +328,8 @@ def test_a_phone_needs_no_scrolling_aside(opened):
     for section in page.locator("main > section").all():
         section.scroll_into_view_if_needed()
         page.wait_for_timeout(20)
-    wide, seen = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
-    assert wide <= seen
+    wide, visible = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+    assert wide <= visible
     page.close()
 
 

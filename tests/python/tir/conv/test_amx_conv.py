@@ -196,8 +196,8 @@ def test_main_loop_multiplies_all_tiles_that_it_loads(types, shape):
     kernel = conv_kernel(problem, CPU).with_attr("global_symbol", "kernel")
     assembly = tvm.compile(tvm.IRModule({"kernel": kernel}), target=XEON).mod.inspect_source("asm")
     name = amx_instruction_for(CPU, *types).instruction.split(".")[-1]
-    found = [sum(word in line for line in assembly.splitlines()) for word in (name, "tileload", "tilestored")]
-    products, loads, stores = found
+    counts = [sum(word in line for line in assembly.splitlines()) for word in (name, "tileload", "tilestored")]
+    products, loads, stores = counts
     # Counts of a pair of tiles, and of a single one that is left.
     assert products % 4 in (0, 2) and 4 <= products <= loads <= products * 3 // 2 and stores <= products
     assert not any(("tileload" in line or "tilestored" in line) and "(%rsp" in line for line in assembly.splitlines())

@@ -60,14 +60,14 @@ def test_elementwise(name, tmp_path):
     for shape in ((1, 1), (37, 70)):
         x, y, bias = (rng.standard_normal(s).astype("float32") for s in (shape, shape, shape[1:]))
         for symbols in (False, True):
-            whole, row = plain(shape, "float32", "de", symbols=symbols), plain(shape[1:], "float32", "e", None, symbols)
+            full, row = plain(shape, "float32", "de", symbols=symbols), plain(shape[1:], "float32", "e", None, symbols)
             for text, operands, arrays in (
-                ("add(multiply(x0, x0), exp(x1))", (whole, whole), (x, y)),
-                ("maximum(add(x0, x1), x2)", (whole, row, whole), (x, bias, y)),
+                ("add(multiply(x0, x0), exp(x1))", (full, full), (x, y)),
+                ("maximum(add(x0, x1), x2)", (full, row, full), (x, bias, y)),
             ):
-                problem = ElementwiseProblem(Expression.parse(text), operands, whole)
+                problem = ElementwiseProblem(Expression.parse(text), operands, full)
                 func = elementwise_kernel(problem, cpu_named(name))
-                assert ties_of(func) == [(i, len(operands)) for i, o in enumerate(operands) if o is whole]
+                assert ties_of(func) == [(i, len(operands)) for i, o in enumerate(operands) if o is full]
                 cases.append((func, arrays, shape))
     tiles = PackedLayout.parse("pack<outer=[0, 1] inner=[0:4, 1:32]>")
     x, y = (rng.standard_normal((37, 70)).astype("float32") for _ in range(2))
@@ -132,9 +132,9 @@ def test_residuals_of_convolutions(name, tmp_path):
         assert ties_of(func) == [(3, 4)]
         arrays = convolutions_of.random_operands(problem, rng)
         operands = problem.parameters[:-1]
-        given = [stored(array, operand.layout, 0) for array, operand in zip(arrays, operands, strict=True)]
+        inputs = [stored(array, operand.layout, 0) for array, operand in zip(arrays, operands, strict=True)]
         shape = problem.result.layout.packed_shape([int(extent) for extent in problem.result.shape])
-        cases.append((func, given, shape))
+        cases.append((func, inputs, shape))
     check_ties(cases, name, tmp_path)
 
 

@@ -62,8 +62,8 @@ def test_padding_is_read_where_it_is_used():
 def test_softmax_keeps_no_tensor_of_its_own_but_two_rows():
     """exp is computed once, in the storage of the result."""
     nests = nests_of(lambda x: op.nn.softmax(x, 1), [f32(2, 9, 37)])
-    made = {buffer for nest in nests for buffer in nest.stored}
-    assert sorted(len(buffer.shape) for buffer in made) == [2, 2, 3]
+    buffers = {buffer for nest in nests for buffer in nest.stored}
+    assert sorted(len(buffer.shape) for buffer in buffers) == [2, 2, 3]
     assert nests[-1].in_place
 
 

@@ -88,12 +88,12 @@ def results(request, tmp_path_factory):
     names = [*REFERENCES, *LOOSE_REFERENCES]
     lanes = cpu_named(request.param).lanes("float32")
     module = built({n: _function(n, lanes) for n in names}, request.param, tmp_path_factory.mktemp("kernels"))
-    found = {}
+    by_name = {}
     for name in names:
         out = poisoned([SIZE], "float32")
         module[name](runtime.tensor(_inputs()), out)
-        found[name] = out.numpy()
-    return found
+        by_name[name] = out.numpy()
+    return by_name
 
 
 def _check(found: np.ndarray, wanted: np.ndarray, unit: np.ndarray, limit: float) -> None:
@@ -112,15 +112,15 @@ def _check(found: np.ndarray, wanted: np.ndarray, unit: np.ndarray, limit: float
 def test_within_units_in_the_last_place(results, name):
     reference, limit = REFERENCES[name]
     with np.errstate(all="ignore"):
-        wanted = reference(_inputs().astype("float64"))
-        wanted_single = wanted.astype("float32")
+        expected = reference(_inputs().astype("float64"))
+        wanted_single = expected.astype("float32")
         unit = np.spacing(np.where(np.isfinite(wanted_single), np.abs(wanted_single), 1)).astype("float64")
     if name == "silu":  # the reference computes -inf * 0
-        wanted[_inputs() < -1e30] = -0.0
-        wanted[np.isneginf(_inputs())] = np.nan
-    _check(results[name], wanted, unit, limit)
-    signed = ~np.isnan(wanted)
-    np.testing.assert_array_equal(np.signbit(results[name][signed]), np.signbit(wanted[signed]))
+        expected[_inputs() < -1e30] = -0.0
+        expected[np.isneginf(_inputs())] = np.nan
+    _check(results[name], expected, unit, limit)
+    signed = ~np.isnan(expected)
+    np.testing.assert_array_equal(np.signbit(results[name][signed]), np.signbit(expected[signed]))
 
 
 @pytest.mark.parametrize("name", LOOSE_REFERENCES)
@@ -128,11 +128,11 @@ def test_within_units_in_the_last_place_of_the_argument(results, name):
     reference, limit = LOOSE_REFERENCES[name]
     x = _inputs()
     with np.errstate(all="ignore"):
-        wanted = reference(x.astype("float64"))
+        expected = reference(x.astype("float64"))
         unit = np.spacing(np.where(np.isfinite(x), np.abs(x), 1)).astype("float64")
-    wanted[x < -1e12] = 0.0
-    wanted[np.isneginf(x)] = np.nan
-    _check(results[name], wanted, unit, limit)
+    expected[x < -1e12] = 0.0
+    expected[np.isneginf(x)] = np.nan
+    _check(results[name], expected, unit, limit)
     assert not results[name][(x < -20) & np.isfinite(x)].any()
 
 

@@ -69,12 +69,12 @@ def test_rows_have_the_same_bits(name: str, types: tuple[str, str, str]) -> None
     """Alone and beside others: tiles of several panels, blocks of k within a tile and from tile to tile."""
     rng, (k, n) = fresh_rng(), (2600, 100)
     a, b = random_array(rng, (9, k), types[0]), random_array(rng, (k, n), types[1])
-    found = [
+    results = [
         run_kernel(plain_problem(TARGETS[name], (m, k, n), types), TARGETS[name], [a[:m], b], (m, n)) for m in (1, 2, 9)
     ]
-    assert_close(found[2], a.astype("float64") @ b.astype("float64"), types[2], k)
-    for few in found[:2]:
-        np.testing.assert_array_equal(few, found[2][: len(few)])
+    assert_close(results[2], a.astype("float64") @ b.astype("float64"), types[2], k)
+    for few in results[:2]:
+        np.testing.assert_array_equal(few, results[2][: len(few)])
 
 
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)

@@ -55,10 +55,10 @@ def test_other_shells_are_refused(invoke: Invoke):
 
 def completed(words: list[str], incomplete: str) -> list[str]:
     """Completions of an incomplete word after others."""
-    made = get_completion_class("bash")
-    assert made is not None
-    found = made(cli, {}, PROGRAM, "_RELAX_HETERO_COMPLETE").get_completions(words, incomplete)
-    return [item.value for item in found]
+    completion_class = get_completion_class("bash")
+    assert completion_class is not None
+    items = completion_class(cli, {}, PROGRAM, "_RELAX_HETERO_COMPLETE").get_completions(words, incomplete)
+    return [item.value for item in items]
 
 
 def test_commands_are_completed():
@@ -87,11 +87,11 @@ def test_sections_are_completed():
 
 def test_the_program_answers_a_shell():
     """Request of the bash script: words in COMP_WORDS, the index of the incomplete one in COMP_CWORD."""
-    asked = {"_RELAX_HETERO_COMPLETE": "bash_complete", "COMP_WORDS": "relax-hetero doc", "COMP_CWORD": "1"}
+    variables = {"_RELAX_HETERO_COMPLETE": "bash_complete", "COMP_WORDS": "relax-hetero doc", "COMP_CWORD": "1"}
     package = str(Path(relax_hetero.__file__).parents[1])
     done = subprocess.run(
         [sys.executable, "-m", "relax_hetero"],
-        env={**os.environ, **asked, "PYTHONPATH": package},
+        env={**os.environ, **variables, "PYTHONPATH": package},
         capture_output=True,
         text=True,
     )

@@ -158,9 +158,9 @@ def test_integer_division_by_anything(dtype):
         builder.emit_func_output(relax.Tuple(results))
     legal = ClampIndices()(relax.transform.LegalizeOps()(builder.get()))
     machine = relax.VirtualMachine(tvm.compile(legal, "llvm"), tvm.cpu())
-    found = machine["main"](tvm.runtime.tensor(a), tvm.runtime.tensor(b))
+    actual = machine["main"](tvm.runtime.tensor(a), tvm.runtime.tensor(b))
     bits = np.iinfo(dtype).bits
-    for name, result in zip(QUOTIENTS, found, strict=True):
+    for name, result in zip(QUOTIENTS, actual, strict=True):
         exact = [0 if y == 0 else QUOTIENTS[name](x, y) for x, y in zip(a.tolist(), b.tolist(), strict=True)]
         wrapped = np.array([value % 2**bits for value in exact], f"uint{bits}").view(dtype)
         np.testing.assert_array_equal(result.numpy(), wrapped, err_msg=name)

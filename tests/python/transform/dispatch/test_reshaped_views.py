@@ -141,14 +141,14 @@ def _model(device: str):
 
 
 def test_a_reshape_of_a_reshape_reads_what_that_reads_within_its_block():
-    found = {
+    values = {
         b.var.name: b.value
         for _, f in relax_functions(with_merged_reshapes(_model("cuda:0")))
         for b in walk_bindings(f)
     }
-    assert found["b"].args[0].name == "negative"
-    assert found["f"].args[0].name == "b", "the variable that this one shows exists in the block alone"
-    assert found["g"].args[0].name == "b"
+    assert values["b"].args[0].name == "negative"
+    assert values["f"].args[0].name == "b", "the variable that this one shows exists in the block alone"
+    assert values["g"].args[0].name == "b"
 
 
 def test_on_cpus_nothing_changes():

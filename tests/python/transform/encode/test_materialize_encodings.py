@@ -32,8 +32,8 @@ C_LHS, C_RHS, C_OUT = (
 
 @pytest.fixture(autouse=True)
 def toys():
-    with toy_resolvers() as found:
-        yield found
+    with toy_resolvers() as resolvers:
+        yield resolvers
 
 
 def stubs(mod):
@@ -278,8 +278,8 @@ def test_what_is_packed_again_is_not_unpacked_first():
         return (i, y)
 
     (block,) = MaterializeEncodings()(Before)["main"].body.blocks
-    made = [(b.var.name, b.value.args[0].name_hint) for b in block.bindings if b.var.name != "i"]
-    assert made == [
+    pairs = [(b.var.name, b.value.args[0].name_hint) for b in block.bindings if b.var.name != "i"]
+    assert pairs == [
         ("a", "first"),
         ("c", "relayout_5x7_c_0"),
         ("d", "second"),

@@ -44,8 +44,8 @@ def random_inputs(mod):
 
 def check_numbers(before, after):
     inputs = random_inputs(before)
-    wanted, got = run(before, *inputs), run(after, *inputs)
-    for one, other in zip(*(x if isinstance(x, tuple) else (x,) for x in (got, wanted)), strict=True):
+    expected, got = run(before, *inputs), run(after, *inputs)
+    for one, other in zip(*(x if isinstance(x, tuple) else (x,) for x in (got, expected)), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
 
 
@@ -539,8 +539,8 @@ def test_work_behind_a_permutation_that_cancels():
         return b
 
     after = propagated(Before)
-    found = calls_of("relax.hetero.elementwise", after["main"])
-    assert [call.attrs.expression for call in found] == ["add(multiply(x0, x1), x2)", "relu(add(x1, x0))"]
+    calls = calls_of("relax.hetero.elementwise", after["main"])
+    assert [call.attrs.expression for call in calls] == ["add(multiply(x0, x1), x2)", "relu(add(x1, x0))"]
     assert not any(op_name(b.value) in ("relax.add", "relax.multiply") for b in walk_bindings(after["main"]))
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal(shape).astype("float32") for shape in ((2, 3, 5, 4), (4, 4), (4, 1, 1))]

@@ -186,10 +186,10 @@ def test_dequantized_operands(transpose_b, per_column, is_constant, lhs_type, se
     assert "relax.matmul" not in ops
     propagated = PropagateEncodings()(after)
     VerifyEncodings()(propagated)
-    wanted, wanted_q = run(before, *feeds)
+    expected, wanted_q = run(before, *feeds)
     for mod in (after, propagated):
         y, q = run(mod, *feeds)
-        np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-4)
         assert np.abs(q.astype("int32") - wanted_q).max() <= 1
 
 

@@ -34,8 +34,8 @@ C_LHS, C_RHS, C_OUT = (
 
 @pytest.fixture(autouse=True)
 def toys():
-    with toy_resolvers() as found:
-        yield found
+    with toy_resolvers() as resolvers:
+        yield resolvers
 
 
 check = partial(check_pass, SpecializeEncodings())
@@ -453,11 +453,11 @@ def test_a_resolver_may_store_activations_differently(toys):
 
 def test_each_question_is_asked_once(toys, monkeypatch):
     """A resolver answers once for each encoding and target, however many products have that encoding."""
-    asked, answer = Counter(), toys["llvm"].resolve
+    counts, answer = Counter(), toys["llvm"].resolve
 
     def counting(name):
         def ask(encoding, target):
-            asked[name, str(encoding), str(target)] += 1
+            counts[name, str(encoding), str(target)] += 1
             return answer(encoding, target)
 
         return ask
@@ -485,12 +485,12 @@ def test_each_question_is_asked_once(toys, monkeypatch):
         return (p1, q1, r1)
 
     SpecializeEncodings()(Mod)
-    targets = {target for _, _, target in asked}
+    targets = {target for _, _, target in counts}
     assert len(targets) == 2
-    assert set(asked) == {("resolve", encoding, target) for encoding in (LHS, RHS, OUT) for target in targets} | {
+    assert set(counts) == {("resolve", encoding, target) for encoding in (LHS, RHS, OUT) for target in targets} | {
         ("resolve_activation", encoding, target) for encoding in (LHS, RHS) for target in targets
     }
-    assert set(asked.values()) == {1}
+    assert set(counts.values()) == {1}
 
 
 def test_a_storage_size_that_does_not_hold_the_layout_is_refused(toys):

@@ -24,8 +24,8 @@ def added(seen: np.ndarray, hidden: float = LOWEST) -> np.ndarray:
 
 def stripped(scores: str, *masks: Any, m: int = 5, n: int = 7) -> tuple[str, int, str]:
     operands = [relax.const(mask) if isinstance(mask, np.ndarray) else mask for mask in masks]
-    expression, others, causal = without_triangle(Expression.parse(scores), operands, m, n)
-    return str(expression), len(others), causal
+    expression, rest, causal = without_triangle(Expression.parse(scores), operands, m, n)
+    return str(expression), len(rest), causal
 
 
 OTHER = relax.Var("mask", relax.TensorType((1, 1, 1, 7), "float32"))

@@ -79,9 +79,9 @@ def test_numbers_of_both_forms(is_constant):
     executable = rh.compile(bound(Chosen, raw=RAW) if is_constant else Chosen)
     precisions = {call["precision"] for call in executable.metadata.fusions["dispatches"]}
     assert ("q5_0*f32" in precisions) == is_constant
-    given = (x, index, factor) if is_constant else (x, index, factor, RAW)
-    found = rh.vm.VirtualMachine(executable)["main"](*given).numpy()
-    np.testing.assert_allclose(found, sums / (1 + np.exp(-sums)) * factor, rtol=1e-4, atol=1e-4)
+    arguments = (x, index, factor) if is_constant else (x, index, factor, RAW)
+    actual = rh.vm.VirtualMachine(executable)["main"](*arguments).numpy()
+    np.testing.assert_allclose(actual, sums / (1 + np.exp(-sums)) * factor, rtol=1e-4, atol=1e-4)
 
 
 # Products that look nearly so: matrices as they lie, of tables cut otherwise, of rows of another rank.
@@ -106,5 +106,5 @@ def Others(
 
 def test_what_does_not_fit_takes_numbers():
     after = FormQuantizedMatmuls()(RealizeVDevice()(bound(Others, raw=RAW)))
-    found = set(ops_of(after))
-    assert not any(name and "hetero" in name for name in found)
+    ops = set(ops_of(after))
+    assert not any(name and "hetero" in name for name in ops)

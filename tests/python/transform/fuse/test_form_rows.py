@@ -26,12 +26,12 @@ def formed(mod):
 
 def programs(mod):
     """Programs of every `rows`, in order, with the names of its operands' variables or their shapes."""
-    found = []
+    texts = []
     for _, func in relax_functions(mod):
         for binding in walk_bindings(func):
             if op_name(binding.value) == ROWS:
-                found.append(str(binding.value.attrs.program))
-    return found
+                texts.append(str(binding.value.attrs.program))
+    return texts
 
 
 def test_a_decomposed_layer_norm():
@@ -187,8 +187,8 @@ def test_what_stays(request):
         with collect_fusions() as report:
             after = formed(mod)
         assert programs(after) == []
-        found = [entry.reason for entry in report.missed]
-        assert [reason in text for text in found] == ([True] if reason else []), found
+        reasons = [entry.reason for entry in report.missed]
+        assert [reason in text for text in reasons] == ([True] if reason else []), reasons
 
 
 def test_a_value_used_elsewhere_ends_a_region():

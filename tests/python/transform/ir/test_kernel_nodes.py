@@ -16,12 +16,12 @@ def kernels_of(mod):
         mod = step.run(mod)
         if step.name == "FormDispatches":
             break
-    found = remarks_of(mod)
-    texts = found.graph.texts
-    nodes = {function.name: function.nodes for function in found.graph.functions}
+    remarks = remarks_of(mod)
+    texts = remarks.graph.texts
+    nodes = {function.name: function.nodes for function in remarks.graph.functions}
     return [
         (entry.ops, [texts[nodes[entry.function][node].name] for node in entry.nodes])
-        for entry in found.fusions.dispatches
+        for entry in remarks.fusions.dispatches
     ]
 
 

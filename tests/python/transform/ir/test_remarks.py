@@ -84,10 +84,10 @@ Declining = declare_pass("Declining", declining)
 
 
 def test_what_a_pass_declines_stands_in_the_module_it_returns():
-    kept = rh.transform.RecordRemarks()(Before)
-    mod = tvm.transform.Sequential([Declining("one"), Declining("two"), Declining("one", again=True)])(kept)
+    recorded = rh.transform.RecordRemarks()(Before)
+    mod = tvm.transform.Sequential([Declining("one"), Declining("two"), Declining("one", again=True)])(recorded)
     assert remarks_of(mod).fusions.missed == [MissedFusion("main", "a", "matmul", each) for each in ("one", "two")]
-    assert remarks_of(kept).fusions.missed == []
+    assert remarks_of(recorded).fusions.missed == []
     with rh.transform.collect_fusions() as outer, rh.transform.collect_fusions() as inner:
         assert Declining("three")(Before).same_as(Before)
     assert outer.missed == inner.missed == [MissedFusion("main", "a", "matmul", "three")]

@@ -83,7 +83,7 @@ def test_what_a_gpu_gets_is_pinned_if_it_is_large():
 
 def scopes(func):
     """The memory scopes of a function's allocations, by variable."""
-    found = {}
+    by_name = {}
 
     def look(body):
         for block in body.blocks:
@@ -93,10 +93,10 @@ def scopes(func):
                     look(value.true_branch)
                     look(value.false_branch)
                 elif getattr(getattr(value, "op", None), "name", "") == "relax.builtin.alloc_tensor":
-                    found[binding.var.name] = value.args[3].value
+                    by_name[binding.var.name] = value.args[3].value
 
     look(func.body)
-    return found
+    return by_name
 
 
 def test_branches_other_cpus_and_symbolic_sizes():
@@ -124,8 +124,8 @@ def test_branches_other_cpus_and_symbolic_sizes():
         t = R.call_packed("relax_hetero.to_device", g, 2, 1, ty_args=R.Tensor((n,), "float32", "cuda:0"))
         return (p, q, r, s, t)
 
-    found = scopes(PinTransferred()(Mod)["main"])
-    assert found == {"a": "pinned", "b": "pinned", "d": "global", "e": "pinned", "f": "global", "g": "global"}
+    by_name = scopes(PinTransferred()(Mod)["main"])
+    assert by_name == {"a": "pinned", "b": "pinned", "d": "global", "e": "pinned", "f": "global", "g": "global"}
 
 
 # On the CPU two tensors that a GPU gets and one that it does not; all three leave.

@@ -49,8 +49,8 @@ def number(expr, n, s):
     """An expression over N and S where these are numbers."""
     if isinstance(expr, int):
         return expr
-    given = {N: tirx.const(n, "int64"), S: tirx.const(s, "int64")}
-    return int(tvm.sym.Analyzer().simplify(structural_map(expr, (tvm.ir.Var, given.get))))
+    sizes = {N: tirx.const(n, "int64"), S: tirx.const(s, "int64")}
+    return int(tvm.sym.Analyzer().simplify(structural_map(expr, (tvm.ir.Var, sizes.get))))
 
 
 @given(st.lists(st.tuples(st.sampled_from([64, 128, 640, 4096]), st.integers(0, 20), st.integers(0, 6)), max_size=25))

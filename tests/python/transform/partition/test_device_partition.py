@@ -69,10 +69,10 @@ class Dependence:
 
     def makers(self, index):
         """Bindings that a binding reads, looking through those that cost nothing."""
-        found = set()
+        sources = set()
         for read in self.reads[index]:
-            found |= self.makers(read) if self.places.is_free(self.bindings[read]) else {read}
-        return found
+            sources |= self.makers(read) if self.places.is_free(self.bindings[read]) else {read}
+        return sources
 
     def transfers_before(self, index):
         return {other for other in self.before[index] if is_transfer(self.bindings[other])}
@@ -101,8 +101,8 @@ def test_parts_in_order_read_what_is_made(mod, small):
     for number in order:
         members = set(parts.parts[number].members)
         for index in members:
-            made = {other for other in dependence.before[index] if other in parts.part_of}
-            assert made <= done | members
+            earlier = {other for other in dependence.before[index] if other in parts.part_of}
+            assert earlier <= done | members
         done |= members
     work = {i for i, b in enumerate(parts.bindings) if not BindingDevices(mod).is_free(b)}
     assert work <= done == set(parts.part_of)
@@ -133,14 +133,14 @@ def test_work_with_the_same_transfers_around_it_is_one_part(mod):
     parts = parts_of(mod)
     places = BindingDevices(mod)
     dependence = Dependence(parts.bindings, places)
-    found = {}
+    numbers = {}
     for number, part in parts.parts.items():
         for index in part.members:
             binding = parts.bindings[index]
             if not part.is_isolated and not places.is_free(binding):
                 around = dependence.transfers_before(index), dependence.transfers_after(index)
                 kind = (places.device(binding.value), *map(frozenset, around))
-                assert found.setdefault(kind, number) == number
+                assert numbers.setdefault(kind, number) == number
 
 
 def members(mod, small=-1):

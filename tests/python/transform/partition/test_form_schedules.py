@@ -26,8 +26,8 @@ def after(main, **others):
 
 def schedule(mod, function="main"):
     """The schedule of a function, None where it has none."""
-    found = {schedule.function: schedule for schedule in schedules_of(mod)}
-    return found.get(function)
+    schedules = {schedule.function: schedule for schedule in schedules_of(mod)}
+    return schedules.get(function)
 
 
 def steps(mod, function="main"):

@@ -152,14 +152,14 @@ def test_a_constant_is_on_its_host_alone():
 
 def held(func: relax.Function) -> list[float]:
     """The first elements of a function's constants."""
-    found: list[float] = []
+    values: list[float] = []
 
     def visit(expr: relax.Expr) -> None:
         if isinstance(expr, tvm.ir.GenericConst) and isinstance(expr.value, tvm.runtime.Tensor):
-            found.append(float(expr.value.numpy().flat[0]))
+            values.append(float(expr.value.numpy().flat[0]))
 
     relax.analysis.post_order_visit(func, visit)
-    return found
+    return values
 
 
 def test_sizes_that_a_host_lacks_are_its_first_parameter():

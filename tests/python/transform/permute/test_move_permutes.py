@@ -240,8 +240,8 @@ def test_a_branch_and_a_block_without_dataflow_keep_their_own():
     x = np.random.default_rng(0).standard_normal((3, 2)).astype("float32")
     for condition in (False, True):
         arguments = [tvm.runtime.tensor(x), tvm.runtime.tensor(np.array(condition))]
-        found, wanted = (vm["main"](*arguments).numpy() for vm in machine)
-        np.testing.assert_array_equal(found, wanted)
+        actual, expected = (vm["main"](*arguments).numpy() for vm in machine)
+        np.testing.assert_array_equal(actual, expected)
 
 
 def test_nothing_to_move_nothing_changes():

@@ -117,10 +117,10 @@ def modules():
 def test_nothing_is_permuted_and_all_is_the_same(name, modules):
     assert "relax.permute_dims" in ops_of(modules[0][name]) and "relax.permute_dims" not in ops_of(modules[1][name])
     x = fresh_rng().uniform(-1, 1, [_SHAPE[axis] for axis in _TO]).astype("float32")
-    alone = [tvm.IRModule({mod.get_global_var(name): mod[name]}) for mod in modules]  # most cases are left out here
-    machines = [relax.VirtualMachine(tvm.compile(mod, "llvm"), tvm.cpu()) for mod in alone]
-    wanted, found = (vm[name](tvm.runtime.tensor(x)).numpy() for vm in machines)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    single = [tvm.IRModule({mod.get_global_var(name): mod[name]}) for mod in modules]  # most cases are left out here
+    machines = [relax.VirtualMachine(tvm.compile(mod, "llvm"), tvm.cpu()) for mod in single]
+    expected, actual = (vm[name](tvm.runtime.tensor(x)).numpy() for vm in machines)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_second_run_changes_nothing(modules):

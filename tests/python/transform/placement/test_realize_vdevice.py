@@ -492,8 +492,8 @@ def test_one_constant_object_per_device():
     x, y = relax.Var("x", ty[0]), relax.Var("y", ty[1])
     builder = relax.BlockBuilder()
     with builder.function("main", [x, y]):
-        made = [builder.emit(relax.op.add(var, constant)) for var in (x, y, x, y)]
-        builder.emit_func_output(relax.Tuple(made))
+        sums = [builder.emit(relax.op.add(var, constant)) for var in (x, y, x, y)]
+        builder.emit_func_output(relax.Tuple(sums))
     mod = builder.get()
     mod.update_global_info("vdevice", devices)
     after = RealizeVDevice()(mod)

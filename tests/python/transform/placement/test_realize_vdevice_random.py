@@ -32,9 +32,9 @@ def test_programs_with_copies(mod):
     check_placed(mod, placed)
     assert realize_vdevice(placed, insert_copies=True)[0].same_as(placed)
     assert tvm.ir.save_json(mod) == before
-    made = [entry.variable for entry in report.entries if entry.kind == "transfer"]
+    transferred = [entry.variable for entry in report.entries if entry.kind == "transfer"]
     written = [binding.var.name for _, func in placed.functions.items() for binding in transfers(func)]
-    assert len(made) == len(written)
+    assert len(transferred) == len(written)
 
 
 @settings(max_examples=60)
@@ -77,8 +77,8 @@ def test_one_transfer_per_value_and_destination(mod):
     """Inserted copies are named after the value and the device; a value has one copy per device."""
     placed, _ = realize_vdevice(mod, insert_copies=True)
     for _, func in placed.functions.items():
-        made = [(binding.value.args[0], binding.var.name) for binding in transfers(func)]
-        inserted = [(handle(source), name) for source, name in made if re.search("_(llvm|c)_[0-9]$", str(name))]
+        pairs = [(binding.value.args[0], binding.var.name) for binding in transfers(func)]
+        inserted = [(handle(source), name) for source, name in pairs if re.search("_(llvm|c)_[0-9]$", str(name))]
         assert len(inserted) == len(set(inserted))
 
 

@@ -214,8 +214,8 @@ def test_constants_are_rounded_once():
 
     bound = relax.transform.BindParams("main", {"w": weight})(relax.transform.Normalize()(Model))
     after = ToMixedPrecision("bfloat16")(bound)
-    found = [arg for b in walk_bindings(after["main"]) for arg in getattr(b.value, "args", [])]
-    constants = [arg for arg in found if isinstance(arg, tvm.ir.GenericConst)]
+    arguments = [arg for b in walk_bindings(after["main"]) for arg in getattr(b.value, "args", [])]
+    constants = [arg for arg in arguments if isinstance(arg, tvm.ir.GenericConst)]
     assert len(constants) == 2
     assert constants[0].same_as(constants[1])
     np.testing.assert_array_equal(constants[0].value.numpy(), weight.astype(ml_dtypes.bfloat16))
@@ -268,8 +268,8 @@ def PostNorm(
 
 
 def products_of(mod):
-    found = [binding for binding in walk_bindings(mod["main"]) if op_name(binding.value) == "relax.matmul"]
-    return {binding.var.name: str(binding.value.args[0].ty.dtype) for binding in found}
+    products = [binding for binding in walk_bindings(mod["main"]) if op_name(binding.value) == "relax.matmul"]
+    return {binding.var.name: str(binding.value.args[0].ty.dtype) for binding in products}
 
 
 def test_norms_are_read_rounded_in_float16_on_gpus():
@@ -350,12 +350,12 @@ def test_of_two_products_that_are_added_the_first_is_stored_rounded_in_float16_o
 
     def added(dtype):
         mod = ToMixedPrecision(dtype)(relax.transform.Normalize()(Shortcut))
-        (found,) = [
+        (product,) = [
             [arg.name for arg in b.value.args]
             for b in walk_bindings(mod["main"])
             if op_name(b.value) == "relax.add" and all(isinstance(arg, relax.Var) for arg in b.value.args)
         ]
-        return found
+        return product
 
     assert added("float16") == ["a_float32", "b"]
     assert added("bfloat16") == ["a", "b"]
@@ -391,8 +391,8 @@ HOPPER = {"kind": "cuda", "arch": "sm_90a"}
     ids=["zen", "xeon", "arm", "xeon without tiles", "plain"],
 )
 def test_bfloat16_only_where_it_is_no_slower_than_float32(target, expected):
-    for asked in ("bfloat16", "auto"):
-        assert dtypes(ToMixedPrecision(asked)(_on(target)), "relax.matmul") == [expected] * 2
+    for dtype in ("bfloat16", "auto"):
+        assert dtypes(ToMixedPrecision(dtype)(_on(target)), "relax.matmul") == [expected] * 2
 
 
 def test_auto_takes_the_fastest_type_whose_error_is_allowed():
@@ -427,8 +427,8 @@ def test_each_device_gets_its_own_type():
             R.output(second)
         return second
 
-    for asked in ("bfloat16", "auto"):
-        low = ToMixedPrecision(asked)(relax.transform.Normalize()(Chain))
+    for dtype in ("bfloat16", "auto"):
+        low = ToMixedPrecision(dtype)(relax.transform.Normalize()(Chain))
         assert relax.analysis.check_well_formed(low)
         assert dtypes(low, "relax.matmul") == ["float32", "bfloat16"]
 

@@ -37,8 +37,8 @@ class Kernels:
 
 def access(name):
     func = Kernels[name]
-    found = buffer_access(func)
-    return {param.name: found[param] for param in func.params if param.name != "s"}
+    accesses = buffer_access(func)
+    return {param.name: accesses[param] for param in func.params if param.name != "s"}
 
 
 def test_elements_read_and_written():

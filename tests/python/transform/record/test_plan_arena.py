@@ -66,8 +66,8 @@ def number(expr, n, s):
     """An expression over N and S where these are numbers."""
     if isinstance(expr, int):
         return expr
-    given = {N: tirx.const(n, "int64"), S: tirx.const(s, "int64")}
-    return int(tvm.sym.Analyzer().simplify(structural_map(expr, (tvm.ir.Var, given.get))))
+    sizes = {N: tirx.const(n, "int64"), S: tirx.const(s, "int64")}
+    return int(tvm.sym.Analyzer().simplify(structural_map(expr, (tvm.ir.Var, sizes.get))))
 
 
 def test_a_chain_takes_the_bytes_of_two():

@@ -79,8 +79,8 @@ def test_regions_say_what_their_commands_touch():
     kernels = kernels_of(mod)
     assert [tensor.access for tensor in kernels["both"].tensors] == ["read", "write", "write"]
     assert [tensor.alignment for tensor in kernels["both"].tensors] == [2, 2, 1]
-    (alone,) = remarks_of(mod).single_calls
-    assert (alone.function, alone.variable, alone.why) == ("main", "f", "no other kernel to run with")
+    (single,) = remarks_of(mod).single_calls
+    assert (single.function, single.variable, single.why) == ("main", "f", "no other kernel to run with")
 
 
 def test_symbols_of_one_name_are_told_apart():

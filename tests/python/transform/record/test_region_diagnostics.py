@@ -66,8 +66,8 @@ def test_what_came_after_a_run():
         "checked": "kernel every_other (c)",
         "whole": "end of block",
     }
-    (alone,) = remarks_of(mod).single_calls
-    assert (alone.function, alone.kernel, alone.why) == (
+    (single,) = remarks_of(mod).single_calls
+    assert (single.function, single.kernel, single.why) == (
         "checked",
         "every_other",
         "it cannot be called as a plain function",

@@ -139,13 +139,13 @@ def programs(draw):
     drafts, ties = [], {}
     for now in range(draw(st.integers(1, 12))):
         reads = draw(st.lists(st.sampled_from(values), min_size=1, max_size=3))
-        made = RegionValue(relax.TensorType([4], "float32", VDEVICE), f"v{now}", now, now)
+        result = RegionValue(relax.TensorType([4], "float32", VDEVICE), f"v{now}", now, now)
         for value in reads:
             value.end = now
         kernel = tvm.ir.GlobalVar(f"k{now}")
         ties[kernel] = [(i, len(reads)) for i in range(len(reads)) if draw(st.booleans())]
-        drafts.append(Draft(kernel, reads, [made], (), made.name))
-        values.append(made)
+        drafts.append(Draft(kernel, reads, [result], (), result.name))
+        values.append(result)
     for draft in drafts:
         draft.makes[0].is_result = draw(st.booleans())
     return values[:count], free, drafts, ties
@@ -155,20 +155,20 @@ def programs(draw):
 @settings(max_examples=200, deadline=None)
 def test_every_kernel_finds_what_was_made(program):
     inputs, free, drafts, ties = program
-    made = [draft.makes[0] for draft in drafts]
-    taken = take_operands(drafts, ties.__getitem__, made, free)
+    results = [draft.makes[0] for draft in drafts]
+    reused = take_operands(drafts, ties.__getitem__, results, free)
     memory = {value: value for value in inputs}
     for draft in drafts:
         assert all(memory[value.home] is value for value in draft.reads)
         result = draft.makes[0]
-        assert (draft in taken) == bool(draft.over) == (result.home is not result)
-        if draft in taken:
+        assert (draft in reused) == bool(draft.over) == (result.home is not result)
+        if draft in reused:
             ((_, operand),) = draft.over.items()
             tied = [number for number, _ in ties[draft.kernel]]
             assert operand in tied
             assert all(i in tied for i, value in enumerate(draft.reads) if value.home is result.home)
         memory[result.home] = result
-    assert all(memory[value.home] is value for value in made if value.is_result)
+    assert all(memory[value.home] is value for value in results if value.is_result)
     overwritten = [value for value in inputs if memory[value] is not value]
     assert all(value in free and memory[value].is_result for value in overwritten)
 

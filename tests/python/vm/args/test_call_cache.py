@@ -187,7 +187,7 @@ def test_a_look_tells_device_element_type_and_shape_apart():
         )
     ]
     assert None not in looks and len(set(looks)) == len(looks)
-    whole = tvm.runtime.tensor(np.zeros(64, "float32"))
-    assert cache._fingerprint(whole._create_view((3,), "float32", 64)) is None  # kernels refuse offsets
+    array = tvm.runtime.tensor(np.zeros(64, "float32"))
+    assert cache._fingerprint(array._create_view((3,), "float32", 64)) is None  # kernels refuse offsets
     assert cache._fingerprint(from_array(array_at(4, X))) is None
     assert cache._fingerprint(from_array(np.zeros((4, 4), "float32")[:, :2])) is None

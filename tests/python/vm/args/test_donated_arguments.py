@@ -77,12 +77,12 @@ def test_results_lie_in_the_memory_of_what_was_donated(vm):
         new, result = vm["main"](tensor, *args[1:])
         check((new, result), want)
         assert new.data_ptr() == tensor.data_ptr()
-        others = [array.copy() for array in args[1:]]
+        before = [array.copy() for array in args[1:]]
         new, result = vm["main"](args[0], *args[1:])
         check((new, result), want)
         np.testing.assert_array_equal(args[0], want[0])
         assert new.data_ptr() == args[0].ctypes.data
-        assert all((one == other).all() for one, other in zip(args[1:], others, strict=True))
+        assert all((one == other).all() for one, other in zip(args[1:], before, strict=True))
 
 
 def test_a_cache_goes_from_call_to_call(vm):
@@ -246,19 +246,19 @@ def test_memory_that_a_call_has_given_back_is_free():
     """A call drops an argument after its last reader; the address is another array's then."""
     executable = rh.compile(Early, donate=["x"])
     vm, other = (rh.vm.VirtualMachine(executable, max_in_flight=32) for _ in range(2))
-    is_open, execute, taken = threading.Event(), QueuePlan.execute, []
+    is_open, execute, calls = threading.Event(), QueuePlan.execute, []
 
     def late(plan, index, call):
         if plan.steps[index].device == 1:
-            taken.append(call)
+            calls.append(call)
             assert is_open.wait(60)
         return execute(plan, index, call)
 
     def submit(*args):
         """A call whose first step is over."""
-        count = len(taken)
+        count = len(calls)
         fences.append(vm.submit("main", *args))
-        while len(taken) == count or taken[-1].values[0] is not None:
+        while len(calls) == count or calls[-1].values[0] is not None:
             time.sleep(1e-4)
 
     fences = []

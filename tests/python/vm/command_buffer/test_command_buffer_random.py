@@ -154,23 +154,23 @@ def test_random_recordings(vm, recorded, seed, begin):
         expected["kept 0"] = memory["kept 0"]
         eager.append({name: array.copy() for name, array in memory.items()})
     for compiled in (True, False):
-        kept = {name: array for name, array in fresh(seed).items() if name.startswith("kept")}
+        buffers = {name: array for name, array in fresh(seed).items() if name.startswith("kept")}
         cb = rh.vm.CommandBuffer(vm, slots=4, parameters=2)
         cb.begin()
         for command in recorded:
-            record(cb, kept, *command)
+            record(cb, buffers, *command)
         cb.end(compiled)
         for number, (factor, row) in enumerate(submissions):
             bindings = []
             for name, array in list(fresh(seed + number).items()):
                 if name.startswith("slot"):
-                    whole = np.full(array.nbytes + 8 * begin + 24, 0x55, "uint8")
-                    whole[8 * begin : 8 * begin + array.nbytes] = array.view("uint8")
-                    bindings.append((whole, 8 * begin, array.nbytes))
+                    storage = np.full(array.nbytes + 8 * begin + 24, 0x55, "uint8")
+                    storage[8 * begin : 8 * begin + array.nbytes] = array.view("uint8")
+                    bindings.append((storage, 8 * begin, array.nbytes))
             cb.submit(bindings, [factor, row])
-            found = {f"slot {slot}": whole[start : start + size] for slot, (whole, start, size) in enumerate(bindings)}
+            slots = {f"slot {slot}": whole[start : start + size] for slot, (whole, start, size) in enumerate(bindings)}
             for name, array in eager[number].items():
-                bytes_found = found[name] if name in found else kept[name].copy()
+                bytes_found = slots[name] if name in slots else buffers[name].copy()
                 np.testing.assert_array_equal(bytes_found.view(array.dtype), array, err_msg=name)
-            for whole, start, size in bindings:
-                assert (whole[:start] == 0x55).all() and (whole[start + size :] == 0x55).all()
+            for storage, start, size in bindings:
+                assert (storage[:start] == 0x55).all() and (storage[start + size :] == 0x55).all()

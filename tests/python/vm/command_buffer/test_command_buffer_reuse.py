@@ -91,12 +91,12 @@ def test_four_thousand_submissions_hold_no_memory(vm):
     submit(1000)
     gc.collect()
     tracemalloc.start()
-    held = tracemalloc.get_traced_memory()[0]
+    used = tracemalloc.get_traced_memory()[0]
     submit(4000)
     gc.collect()
-    held = tracemalloc.get_traced_memory()[0] - held
+    used = tracemalloc.get_traced_memory()[0] - used
     tracemalloc.stop()
-    assert held < 20_000, f"{held} bytes are held after 4,000 submissions"
+    assert used < 20_000, f"{used} bytes are held after 4,000 submissions"
 
 
 def test_no_array_outlives_the_table_that_held_it(vm):

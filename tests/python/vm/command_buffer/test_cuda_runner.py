@@ -163,9 +163,9 @@ def test_commands_in_order():
         work = commands.submit(bench.table(x, y, z), (count,))
         assert work.done() is True
         work.wait()
-        wanted = np.where(np.arange(4) < count, x * 2.5, 0)
-        np.testing.assert_array_equal(y, wanted)
-        np.testing.assert_array_equal(z[2:4], wanted[:2])
+        expected = np.where(np.arange(4) < count, x * 2.5, 0)
+        np.testing.assert_array_equal(y, expected)
+        np.testing.assert_array_equal(z[2:4], expected[:2])
         filled = b"\x07" * 4 + b"\x01\x02" * 2 + b"\x01\x02\x03\x04" + bytes(4) + bytes(range(8)) * 2
         assert z.tobytes()[16:] == filled
 
@@ -231,10 +231,10 @@ def test_counts_and_predicates_in_memory(driver):
         table = bench.table(values, np.zeros(1, "int32"), marks)
         for turn in (1, 2):
             commands.submit(table, ())
-            wanted = np.zeros(8)
-            wanted[:positive] += 1
-            wanted[[0, 4] if positive else [0, 1, 2]] += 1
-            np.testing.assert_array_equal(marks, wanted * turn)
+            expected = np.zeros(8)
+            expected[:positive] += 1
+            expected[[0, 4] if positive else [0, 1, 2]] += 1
+            np.testing.assert_array_equal(marks, expected * turn)
 
 
 def test_work_keeps_its_memory_until_it_has_ended():

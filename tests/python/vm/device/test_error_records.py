@@ -22,9 +22,9 @@ GPU = 7
 @pytest.fixture
 def record(monkeypatch):
     memory = (ctypes.c_int32 * WORDS)(*range(1, WORDS + 1))
-    made = ErrorRecord(ctypes.addressof(memory), memory)
-    monkeypatch.setattr(error_records, "_records", {GPU: made})
-    return made
+    instance = ErrorRecord(ctypes.addressof(memory), memory)
+    monkeypatch.setattr(error_records, "_records", {GPU: instance})
+    return instance
 
 
 def report(record, *numbers, is_ready=True):
@@ -61,20 +61,20 @@ def test_half_of_a_report_is_left_alone(record):
 def test_one_thread_is_told(record):
     know_checks([CHECK])
     report(record, CHECK.key, 10, -10, 10)
-    told = []
+    errors = []
 
     def look():
         try:
             raise_reported(GPU)
         except HeteroError as error:
-            told.append(error)
+            errors.append(error)
 
     threads = [threading.Thread(target=look) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(told) == 1
+    assert len(errors) == 1
 
 
 def test_a_check_that_nobody_knows(record):

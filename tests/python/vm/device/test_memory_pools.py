@@ -72,8 +72,8 @@ def test_no_elements_need_no_memory(cuda, library):
 
 def test_tensors_outlive_the_pool(cuda, library):
     pool = PinnedPool(library, 0, 1 << 20)
-    tensor, kept = pool.tensor((10,), "float32", CPU), pool.tensor((10,), "float32", CPU)
-    del kept
+    tensor, other = pool.tensor((10,), "float32", CPU), pool.tensor((10,), "float32", CPU)
+    del other
     assert len(cuda.pinned) == 2
     tensor.copyfrom(np.arange(10, dtype="float32"))
     del pool
@@ -142,8 +142,8 @@ def test_what_comes_from_a_gpu_arrives_in_pinned_memory(cuda, library, monkeypat
 def test_what_no_tensor_uses_can_be_given_back(cuda, library, monkeypatch):
     monkeypatch.setattr(memory_pools, "cuda_library", lambda: library)
     monkeypatch.setattr(memory_pools, "_pools", {})
-    kept, used = (memory_pools.send_buffer(nbytes * memory_pools.PINNED_BYTES, CPU, 0) for nbytes in (1, 2))
+    second, used = (memory_pools.send_buffer(nbytes * memory_pools.PINNED_BYTES, CPU, 0) for nbytes in (1, 2))
     assert len(cuda.pinned) == 2
-    del kept
+    del second
     release_pinned()
     assert list(cuda.pinned) == [used.data_ptr()] and memory_pools._pools[0].nbytes == 2 * memory_pools.PINNED_BYTES

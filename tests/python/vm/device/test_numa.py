@@ -40,15 +40,15 @@ def executable(weight):
 
 
 def test_calls_run_on_the_node_and_leave_the_caller_where_it_is(executable, weight, monkeypatch):
-    seen, settle_in = [], numa.prefer_node
+    calls, settle_in = [], numa.prefer_node
     monkeypatch.setattr(
         "relax_hetero.vm.queue.device_queue.prefer_node",
-        lambda node: seen.append((node, os.sched_getaffinity(0), threading.get_ident(), settle_in(node))),
+        lambda node: calls.append((node, os.sched_getaffinity(0), threading.get_ident(), settle_in(node))),
     )
     before = os.sched_getaffinity(0)
-    found = rh.vm.VirtualMachine(executable)["main"](X).numpy()
-    np.testing.assert_allclose(found, np.maximum(X @ weight, 0), atol=1e-4)
-    ((node, cpus, thread, _),) = seen
+    actual = rh.vm.VirtualMachine(executable)["main"](X).numpy()
+    np.testing.assert_allclose(actual, np.maximum(X @ weight, 0), atol=1e-4)
+    ((node, cpus, thread, _),) = calls
     assert node == NODE and cpus == set(sum(cpus_of_nodes()[NODE], []))
     assert thread != threading.get_ident()
     assert os.sched_getaffinity(0) == before
@@ -58,8 +58,8 @@ def test_a_file_keeps_its_node(executable, weight, tmp_path):
     executable.export_library(tmp_path / "model.so")
     loaded = rh.load(tmp_path / "model.so")
     assert loaded.devices[0].numa_node == NODE
-    found = rh.vm.VirtualMachine(loaded)["main"](X).numpy()
-    np.testing.assert_allclose(found, np.maximum(X @ weight, 0), atol=1e-4)
+    actual = rh.vm.VirtualMachine(loaded)["main"](X).numpy()
+    np.testing.assert_allclose(actual, np.maximum(X @ weight, 0), atol=1e-4)
 
 
 def test_memory_of_a_node():

@@ -60,9 +60,9 @@ def test_a_module_is_read():
 
 
 def test_sources_in_a_block_become_machine_code():
-    found = with_machine_code(BLOCK, {source_key(SOURCE): b"\x7fELF code"})
+    actual = with_machine_code(BLOCK, {source_key(SOURCE): b"\x7fELF code"})
     compiled = text(b"cubin") + KERNELS + text(b"\x7fELF code")
-    assert found == block(
+    assert actual == block(
         text(b"relax.VMExecutable") + text(b"bytecode"),
         text(b"_lib"),
         text(b"cuda") + text(compiled),

@@ -89,8 +89,8 @@ class Machine:
             if self.holding is not None and step.device == CPU:
                 assert self.holding.wait(SECONDS)
             assert all(str(operand.device) == str(DEVICES[step.device]) for operand in operands)
-            made = [self.tensor(step.device) for _ in step.makes]
-            reads, writes = ([tensor.data_ptr() for tensor in group] for group in (operands, made))
+            outputs = [self.tensor(step.device) for _ in step.makes]
+            reads, writes = ([tensor.data_ptr() for tensor in group] for group in (operands, outputs))
 
             def work():
                 arrays = [memory_of(address).copy() for address in reads]
@@ -106,7 +106,7 @@ class Machine:
             if number in self.failing or self.chance.random() < self.failures:
                 self.failed += 1
                 raise ValueError("kernel of bad luck")
-            return made[0] if len(made) == 1 else tvm_ffi.convert(tuple(made))
+            return outputs[0] if len(outputs) == 1 else tvm_ffi.convert(tuple(outputs))
 
         return run
 
@@ -130,8 +130,8 @@ class Machine:
         return [values[value] for value in self.schedule.results]
 
     def check(self, fence, *arrays):
-        for found, expected in zip(fence.result(SECONDS), self.expected(*arrays), strict=True):
-            np.testing.assert_array_equal(found, expected)
+        for actual, expected in zip(fence.result(SECONDS), self.expected(*arrays), strict=True):
+            np.testing.assert_array_equal(actual, expected)
 
 
 INPUTS = [CPU, GPU]
@@ -282,12 +282,12 @@ def test_copies_have_streams_of_their_own_and_kernels_one(monkeypatch):
 def test_results_that_were_copied_to_a_gpu_have_memory_of_their_own(monkeypatch):
     """Whoever takes such a result may have the GPU work on it when the last reference goes."""
     machine = Machine(monkeypatch, schedule_of([Step(GPU_1, (1,), (2,), source=GPU)], (2,)))
-    made = []
-    monkeypatch.setattr(cuda_copy_queues, "empty", lambda *args: made.append(args) or machine.fresh(*args))
+    allocations = []
+    monkeypatch.setattr(cuda_copy_queues, "empty", lambda *args: allocations.append(args) or machine.fresh(*args))
     for count in (1, 2):
         arrays = numbers()
         machine.check(machine.submit(*arrays), *arrays)
-        assert made == [((LENGTH,), "int64", DEVICES[GPU_1])] * count
+        assert allocations == [((LENGTH,), "int64", DEVICES[GPU_1])] * count
 
 
 def test_a_kernel_that_fails_after_it_launched(monkeypatch):

@@ -75,7 +75,7 @@ def test_cancelled_while_they_wait(exe):
         first = await vm.submit_async("main", X)
         waiting = asyncio.ensure_future(vm.submit_async("main", X))
         lined = vm.submit("main", X)
-        kept = asyncio.ensure_future(vm.submit_async("main", X * 3))
+        task = asyncio.ensure_future(vm.submit_async("main", X * 3))
         await asyncio.sleep(0.01)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -83,7 +83,7 @@ def test_cancelled_while_they_wait(exe):
         assert lined.cancel() and lined.cancelled()
         gate.open()
         await first
-        return await (await kept)
+        return await (await task)
 
     with kernels(gate):
         np.testing.assert_array_equal(asyncio.run(run()), expected(X * 3))
@@ -171,9 +171,9 @@ def test_writes_after_a_submission_are_not_seen(exe, wrap, awaits):
         first = vm.submit("main", X)
         gate.wait()
         x = X.copy()
-        given = wrap(x)
-        fences = [vm.submit("main", given), vm.submit("main", x=given), vm["main"].submit(given)]
-        getattr(given, "array", given)[:] = 100
+        argument = wrap(x)
+        fences = [vm.submit("main", argument), vm.submit("main", x=argument), vm["main"].submit(argument)]
+        getattr(argument, "array", argument)[:] = 100
         gate.open()
         return [await first, *[await fence for fence in fences]]
 

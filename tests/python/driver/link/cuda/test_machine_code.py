@@ -133,11 +133,11 @@ def test_a_reply_that_breaks_off_is_no_code(compiler):
     with compiler:
         worker = compiler._take()
         worker._process.kill()
-        whole = io.BytesIO()
-        nvrtc_worker.write_message(whole, {"log": "", "bytes": 8}, b"half")
-        whole.seek(0)
+        stream = io.BytesIO()
+        nvrtc_worker.write_message(stream, {"log": "", "bytes": 8}, b"half")
+        stream.seek(0)
         worker._process.stdout.close()
-        worker._process.stdout = whole
+        worker._process.stdout = stream
         with pytest.raises(BuildError, match="its process ended with -9"):
             worker.compile({})
 

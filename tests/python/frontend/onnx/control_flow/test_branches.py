@@ -67,9 +67,9 @@ def test_branches_that_are_no_one_value_are_refused(then, message):
             [choice] y = If(p) <then_branch = t () => (float[n] t0) {{ {then} }},
                                 else_branch = e () => (float[n] e0) {{ e0 = Relu(x) }}>
         }}""")
-    with pytest.raises(rh.FrontendError, match="'choice'") as found:
+    with pytest.raises(rh.FrontendError, match="'choice'") as error:
         rh.from_onnx(model)
-    assert message in str(found.value)
+    assert message in str(error.value)
 
 
 def test_sequences_of_branches():

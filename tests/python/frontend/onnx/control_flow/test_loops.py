@@ -182,8 +182,8 @@ def test_scans_of_opset_8_have_a_batch():
     s, x = rng.standard_normal((2, 3), "float32"), rng.standard_normal((2, 4, 3), "float32")
     vm = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(parsed(text, opset=8)), cache=False))
     rows = s[:, None] + np.cumsum(x[:, ::-1], axis=1)
-    for found, expected in zip(vm["main"](s, x), (rows[:, -1], rows), strict=True):
-        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5)
+    for actual, expected in zip(vm["main"](s, x), (rows[:, -1], rows), strict=True):
+        np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-5)
     with pytest.raises(rh.FrontendError, match="sequence_lens"):
         rh.from_onnx(parsed(text.replace("( , s, x)", "(n, s, x)").replace("g (", "g (int64[2] n, "), opset=8))
 
@@ -244,9 +244,9 @@ def test_what_cannot_be_handed_on_is_refused(body, message):
         g (int64 m, float[n] x) => (float[n] y) <int64[1] zero = {{0}}> {{
             [loop] y = Loop(m, , x) <body = b (int64 i, bool c, float[n] v) => (bool go, float[n] v2) {{ {body} }}>
         }}""")
-    with pytest.raises(rh.FrontendError, match="'loop'") as found:
+    with pytest.raises(rh.FrontendError, match="'loop'") as error:
         rh.from_onnx(model)
-    assert message in str(found.value)
+    assert message in str(error.value)
 
 
 def test_rows_of_different_shapes_are_refused_when_the_model_runs():

@@ -50,9 +50,9 @@ def optional_model():
 
 def test_optionals_are_there_unless_shapes_says_no():
     """An empty optional is not a parameter."""
-    x, given = np.float32([1, 2]), np.float32([5, 6])
+    x, optional = np.float32([1, 2]), np.float32([5, 6])
     vm = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(optional_model())))
-    np.testing.assert_array_equal(vm["main"](given, x).numpy(), given)
+    np.testing.assert_array_equal(vm["main"](optional, x).numpy(), optional)
     vm = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(optional_model(), shapes={"given": None})))
     np.testing.assert_array_equal(vm["main"](x).numpy(), -x)
 

@@ -78,9 +78,9 @@ class Nodes:
             info.type.CopyFrom(helper.make_tensor_type_proto(dtype, None))
         rules = {f"node{index}": f"vdevice:{index % len(vdevices)}" for index in range(len(self.nodes))}
         machine = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(typed, vdevices=vdevices, placement=rules)))
-        found = machine["main"](**self.feeds)
-        found = [found] if hasattr(found, "numpy") else found
-        for info, array, result in zip(typed.graph.output, wanted, found, strict=True):
+        actual = machine["main"](**self.feeds)
+        actual = [actual] if hasattr(actual, "numpy") else actual
+        for info, array, result in zip(typed.graph.output, wanted, actual, strict=True):
             assert result.numpy().dtype == array.dtype, info.name
             off_by_one = 1 if array.dtype.kind in "iu" else 0
             np.testing.assert_allclose(result.numpy(), array, 1e-4, 1e-5 + off_by_one, err_msg=info.name)

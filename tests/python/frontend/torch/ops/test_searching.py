@@ -36,8 +36,8 @@ def scatter(x, given, places):
 
 def test_scattering():
     generator = torch.Generator().manual_seed(0)
-    x, given = torch.randn(3, 4, generator=generator), torch.randn(3, 4, generator=generator)
-    check(Function(scatter), (x, given, torch.tensor([[0, 1, 0, 2], [2, 2, 0, 0]])))
+    x, updates = torch.randn(3, 4, generator=generator), torch.randn(3, 4, generator=generator)
+    check(Function(scatter), (x, updates, torch.tensor([[0, 1, 0, 2], [2, 2, 0, 0]])))
 
 
 def pool(x):

@@ -96,11 +96,11 @@ def compiled(case: Case, rows: int, slots: int, most: int, vdevice: str = "llvm"
 
 def others(case: Case, positions: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
     """Rotations of positions, and factors of norms."""
-    found = []
+    arrays = []
     if case.rotary:
         angles = np.maximum(positions, 0)[:, None] * 10000.0 ** (-np.arange(case.turned // 2) / (case.turned // 2))
-        found.append(np.concatenate([np.cos(angles), np.sin(angles)], 1).astype("float32"))
-    return found + [rng.uniform(0.5, 1.5, case.size).astype("float32") for _ in case.norms]
+        arrays.append(np.concatenate([np.cos(angles), np.sin(angles)], 1).astype("float32"))
+    return arrays + [rng.uniform(0.5, 1.5, case.size).astype("float32") for _ in case.norms]
 
 
 def heads_of(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -188,20 +188,20 @@ class Cache:
             if slot < 0:
                 continue
             assert position == self.length(slot), "tests write tokens in order"
-            for known, new, pages in zip((self.keys, self.values), (keys, values), stored, strict=True):
+            for cache, new, pages in zip((self.keys, self.values), (keys, values), stored, strict=True):
                 page = pages[self.table[slot, position // PAGE], :, position % PAGE]
                 steps = np.abs(new[row]).max(-1, keepdims=True) / 127 if case.pages == "int8" else np.abs(new[row])
                 limit = {"float32": 4e-6, "float16": 6e-4, "int8": 0.51}[case.pages]
                 assert (np.abs(page - new[row]) < limit * steps + 3e-6).all()
                 # Later calls read the stored values: their rounding is not the attention's.
-                known[slot] = np.concatenate([known[slot], page[None].astype("float64")])
+                cache[slot] = np.concatenate([cache[slot], page[None].astype("float64")])
         scale = {"float32": 2e-5, "float16": 2e-3}[case.dtype] if tolerance is None else tolerance
         for row, (slot, position) in enumerate(zip(inputs.sequences, inputs.positions, strict=True)):
-            found = out[row].astype("float64").reshape(case.heads, case.size)
-            assert np.isfinite(found).all()
+            actual = out[row].astype("float64").reshape(case.heads, case.size)
+            assert np.isfinite(actual).all()
             if slot >= 0:
-                wanted = expected(case, queries[row], self.keys[slot], self.values[slot], position)
-                np.testing.assert_allclose(found, wanted, atol=scale, rtol=scale)
+                want = expected(case, queries[row], self.keys[slot], self.values[slot], position)
+                np.testing.assert_allclose(actual, want, atol=scale, rtol=scale)
 
 
 def fill(cache: Cache, slot: int, length: int, machines: dict) -> None:

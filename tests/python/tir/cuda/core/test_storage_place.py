@@ -51,10 +51,10 @@ def test_a_thread_finds_the_position_of_its_vector(layout, lanes):
                     at = [row, column]
                     at[innermost(layout, shape)] += lane
                     T.buffer_store(out.data, tirx.Cast("int32", at[0] * 64 + at[1]), [block * lanes + lane])
-    found = np.zeros(64 * 64, "int32")
-    run(function.result, np.zeros(layout.packed_shape(shape), "float16"), found)
+    actual = np.zeros(64 * 64, "int32")
+    run(function.result, np.zeros(layout.packed_shape(shape), "float16"), actual)
     # As storage of 16-bit elements, which the numbers fit into.
-    np.testing.assert_array_equal(found, layout.pack(numbers.astype("uint16")).reshape(-1))
+    np.testing.assert_array_equal(actual, layout.pack(numbers.astype("uint16")).reshape(-1))
 
 
 def test_vectors_of_sixteen_bytes():
@@ -69,11 +69,11 @@ def test_vectors_of_sixteen_bytes():
             vector.load(0, t, t < 6)
             vector.set(0, vector.get(0) + tirx.const(1, "float16"))
             vector.store_to(out, tirx.Cast("int64", t))
-    x, found = np.arange(64, dtype="float16"), np.full(64, np.nan, "float16")
-    run(function.result, x, found)
-    wanted = np.where(np.arange(64) < 48, x, 0)
-    wanted[::8] += 1
-    np.testing.assert_array_equal(found, wanted)
+    x, actual = np.arange(64, dtype="float16"), np.full(64, np.nan, "float16")
+    run(function.result, x, actual)
+    expected = np.where(np.arange(64) < 48, x, 0)
+    expected[::8] += 1
+    np.testing.assert_array_equal(actual, expected)
 
 
 def test_bfloat16_is_rounded_by_an_instruction():

@@ -124,9 +124,9 @@ def test_indices_of_extremes_of_narrow_types(dtype):
     assert "shuffle" in str(func)
     rng = np.random.default_rng(0)
     data = rng.random((3, 100)).astype(dtype) if dtype == "float16" else values((3, 100), dtype, 0)
-    found = np.full(3, 77, "int64")
-    run(func, data, found)
-    np.testing.assert_array_equal(found, data.argmax(1))
+    actual = np.full(3, 77, "int64")
+    run(func, data, actual)
+    np.testing.assert_array_equal(actual, data.argmax(1))
 
 
 def test_all_and_products():
@@ -298,11 +298,11 @@ def test_choices_by_data_hold_both_values(dtype, allowed):
     assert "quick_tanh" in text and "if_then_else" not in text
     assert all("quick_" not in line for line in text.splitlines() if "T.Select(" in line)
     a, b = (values((64, 128), "float32", seed).astype(getattr(ml_dtypes, dtype, None) or dtype) for seed in (0, 1))
-    found = np.zeros_like(a)
-    interpreted(func, a, b, found)
+    actual = np.zeros_like(a)
+    interpreted(func, a, b, actual)
     wide = a.astype("float32")
     exact = np.where(wide > 0, 1 / (1 + np.exp(-wide)), np.tanh(b.astype("float32")))
-    np.testing.assert_allclose(found.astype("float32"), exact, atol=allowed)
+    np.testing.assert_allclose(actual.astype("float32"), exact, atol=allowed)
 
 
 def test_values_that_read_memory_stay_behind_their_condition():
@@ -315,8 +315,8 @@ def test_values_that_read_memory_stay_behind_their_condition():
     )
     func = scheduled(x, index, looked_up)
     places = np.arange(-32, 32, dtype="int64") * 20
-    a, found = values((512,), "float16", 0), np.ones(64, "float16")
-    interpreted(func, a, places, found)
+    a, actual = values((512,), "float16", 0), np.ones(64, "float16")
+    interpreted(func, a, places, actual)
     inside = (places >= 0) & (places < 512)
     exact = 1 / (1 + np.exp(-a[np.where(inside, places, 0)].astype("float32")))
-    np.testing.assert_allclose(found, np.where(inside, exact, 0), atol=1e-3)
+    np.testing.assert_allclose(actual, np.where(inside, exact, 0), atol=1e-3)

@@ -68,17 +68,17 @@ def check(problem, m, plan=None, tolerance=1e-6, gpu=GPU, is_on_gpu=False):
 
     weight = (codes[:, :k].astype("float64") - (of_each(points[0]) if points else middle)) * of_each(scales)
     want = x.astype("float64") @ weight.T
-    others = [rng.standard_normal(n).astype("float32")] if problem.epilogue else []
-    if others:
-        want = np.maximum(want + others[0], 0)
+    bias = [rng.standard_normal(n).astype("float32")] if problem.epilogue else []
+    if bias:
+        want = np.maximum(want + bias[0], 0)
     result = np.full((m, n), np.nan, numpy_dtype(problem.result.dtype))
     data = codes[:, 0::2] | codes[:, 1::2] << 4 if bits == 4 else codes
     packed = [pack_fragments(data, k, block, bits)]
     packed += [pack_fragment_blocks(values) for values in (scales, *points)]
     if is_on_gpu:
-        result = run_on_gpu(func, [x, *packed, *others], (m, n), problem.result.dtype)
+        result = run_on_gpu(func, [x, *packed, *bias], (m, n), problem.result.dtype)
     else:
-        run(func, x, *packed, *others, result)
+        run(func, x, *packed, *bias, result)
     assert np.abs(result.astype("float64") - want).max() <= tolerance * np.abs(want).max()
 
 

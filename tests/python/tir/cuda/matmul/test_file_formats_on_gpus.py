@@ -98,8 +98,8 @@ def test_real_depths(name, depth, m, dtype):
 @pytest.mark.parametrize(("m", "dtype"), [(1, "float16"), (33, "bfloat16")])
 def test_on_a_gpu(name, m, dtype):
     problem, arguments, want = case(name, m, 300, 2048, dtype)
-    found = run_on_gpu(quantized_matmul_kernel(problem, GPU), arguments, (m, 300), "float32")
-    check(found, want, arguments[0])
+    actual = run_on_gpu(quantized_matmul_kernel(problem, GPU), arguments, (m, 300), "float32")
+    check(actual, want, arguments[0])
 
 
 def test_bytes_of_weights():

@@ -59,12 +59,12 @@ def check(problem, m, plan=None, tolerance=1e-3):
             return rng.integers(-100, 100, shape).astype(kind)
         return rng.standard_normal(shape).astype(kind)
 
-    lhs, rhs, *others = (values(operand) for operand in problem.parameters[:-1])
+    lhs, rhs, *extra = (values(operand) for operand in problem.parameters[:-1])
     want = lhs.astype("float64") @ rhs.astype("float64")
-    if others:
-        want = np.maximum(want + others[0], 0) + others[1].astype("float64")
+    if extra:
+        want = np.maximum(want + extra[0], 0) + extra[1].astype("float64")
     result = np.full(want.shape, 77).astype(numpy_dtype(problem.result.dtype))
-    run(func, lhs, problem.rhs.layout.pack(rhs), *others, result)
+    run(func, lhs, problem.rhs.layout.pack(rhs), *extra, result)
     assert np.abs(result.astype("float64") - want).max() <= tolerance * np.abs(want).max()
 
 

@@ -68,14 +68,14 @@ def problem_of(
     layout = packed(len(of_right) + 2, right_dtype) if rhs == "packed" else None
     if not epilogue and result != acc:
         epilogue = f"cast(x0, '{result}')"
-    others = tuple(operand(names, element) for names, element in operands)
+    extra = tuple(operand(names, element) for names, element in operands)
     return MatmulProblem(
         operand((() if shares_left else (*batch,)) + (*lhs,), dtype),
         operand((*of_right, *("kn" if rhs == "packed" else rhs)), right_dtype, layout),
         operand((*batch, "m", "n"), result),
         acc,
         operand((*batch, "m", "n"), acc) if init else None,
-        Epilogue(Expression.parse(epilogue), others) if epilogue else None,
+        Epilogue(Expression.parse(epilogue), extra) if epilogue else None,
         tf32=dtype == "float32",
     )
 
@@ -119,11 +119,11 @@ def operands_of(problem: MatmulProblem, sizes: dict[str, int]) -> tuple[list[np.
         return np.expand_dims(array, [i for i, name in enumerate(order) if name not in index_map])
 
     want = aligned(0, [*names[:-1], "k"]) @ aligned(1, [*names[:-2], "k", "n"])
-    others = [aligned(i, names) for i in range(2, len(logical))]
+    extra = [aligned(i, names) for i in range(2, len(logical))]
     if problem.init is not None:
-        want = want + others.pop(0)
+        want = want + extra.pop(0)
     if problem.epilogue is not None:
-        want = in_double(problem.epilogue.expression, [want, *others])
+        want = in_double(problem.epilogue.expression, [want, *extra])
     return stored, want
 
 

@@ -80,10 +80,10 @@ class Call:
     def arguments(self) -> list[np.ndarray]:
         """Arguments of the kernels, without the result."""
         work = self.work
-        found = [self.qkv, self.pages, self.table, self.sequences, self.positions]
-        found += [self.rotation] if work.rotary else []
-        found += [self.norms[0]] if work.has_q_norm else []
-        return found + ([self.norms[1]] if work.has_k_norm else [])
+        arrays = [self.qkv, self.pages, self.table, self.sequences, self.positions]
+        arrays += [self.rotation] if work.rotary else []
+        arrays += [self.norms[0]] if work.has_q_norm else []
+        return arrays + ([self.norms[1]] if work.has_k_norm else [])
 
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
         """The result of the rows that are of a sequence, in float64, and the pages afterwards."""
