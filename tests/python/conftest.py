@@ -61,7 +61,7 @@ ONE_OF = {
 
 
 def _rare(items: list[pytest.Item]) -> Generator[pytest.Item]:
-    """Variants of tests that are too many for each run: which ones, their names' hashes say.
+    """Variants of tests that are too many for each run, chosen by the hashes of their names.
 
     Each n-th in turn would always meet the same value of an inner parameter.
     """
@@ -81,9 +81,9 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out slow tests and those of the clock, unless `-m` chooses or a test is asked for by its name.
+    """Deselect slow tests and timing tests, unless `-m` selects them or a test is given by its name.
 
-    `-m gpu` has slow ones, too; those of the clock run where `-m` names them, as other tests beside them falsify them.
+    `-m gpu` includes slow ones; timing tests run only where `-m` names them, as parallel tests falsify them.
     """
     for item in _rare(items):
         item.add_marker(pytest.mark.slow)

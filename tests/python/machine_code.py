@@ -1,4 +1,4 @@
-"""Machine code of Hopper kernels, as nvdisasm writes it: are registers of products left alone while these run?
+"""Machine code of Hopper kernels, as nvdisasm writes it: registers of a running product must not be touched.
 
 wgmma works beside the threads: its sums, and a left operand in registers, belong to it until a thread has waited for
 it. ptxas keeps that order where it sees it, and once did not: it moved what read the sums of a loop's last product

@@ -1,4 +1,4 @@
-"""Marks of parameters: which of many run by default."""
+"""Marks of parameters that choose those that run by default."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def slow_but_for(values: Iterable[str], kept: Collection[str]) -> list[Any]:
 
 
 def in_turns(firsts: Iterable[Any], seconds: Iterable[Any]) -> list[Any]:
-    """Each of the first with each of the second: by default only with one of them, in turns; the others are slow."""
+    """All pairs of `firsts` and `seconds`; all are slow but one second for each first, in rotation."""
     partners = list(seconds)
     return [
         pytest.param(first, second, marks=() if number % len(partners) == turn else pytest.mark.slow)

@@ -1,4 +1,4 @@
-"""The benchmark of command buffers: contestants compute right numbers, and figures that cannot be are not reported."""
+"""The benchmark of command buffers: contestants compute right numbers, and impossible figures are not reported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import onnx
 import pytest
 
 BENCH = Path(__file__).parents[3] / "apps" / "bench"
-# Contestants of chains of kernels: those of one command buffer, and those that call each kernel.
+# Contestants for chains of kernels: with one command buffer, and with a call of each kernel.
 RECORDED, ONE_BY_ONE = ("command buffers", "by hand", "by hand, bound"), ("without", "stock TVM")
 
 
@@ -110,7 +110,7 @@ def test_a_leak_is_seen() -> None:
     pages: list[mmap.mmap] = []
 
     def leak(_index: int) -> None:
-        pages.append(mmap.mmap(-1, 1 << 16))  # pages of its own: nothing that was freed before is taken again
+        pages.append(mmap.mmap(-1, 1 << 16))  # fresh pages: no freed memory is reused
         pages[-1].write(b"x" * (1 << 16))
 
     assert growth(leak, 200) == pytest.approx(120 * 64, rel=0.1)

@@ -1,4 +1,4 @@
-"""Benchmarks of GPUs, with a CPU in the GPU's place: numbers are compared, failures are told, skeletons are models."""
+"""Benchmarks of GPUs, run on a CPU: numbers are compared, failures are reported, skeletons are models."""
 
 import pathlib
 

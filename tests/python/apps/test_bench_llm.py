@@ -1,4 +1,4 @@
-"""The benchmark of language models: what it computes of logits, and what it concludes from two contestants."""
+"""The benchmark of language models: figures computed from logits, and conclusions from two contestants."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def test_results_of_made_models_can_be_compared(name: str) -> None:
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     (result,) = session.run(None, {image.name: np.random.default_rng(1).standard_normal(shape, "float32")})
     assert np.isfinite(result).all()
-    # Many numbers that differ: not a softmax with all its weight in one place.
+    # Many different numbers: not a softmax with all its weight on one element.
     assert (np.abs(result) > 1e-5 * np.abs(result).max()).mean() > 0.05
 
 

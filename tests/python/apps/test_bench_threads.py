@@ -1,4 +1,4 @@
-"""apps/bench/threads.py: what its bars count; the command itself runs with the commands of documents."""
+"""apps/bench/threads.py: what its checks count; the command itself is tested with the commands of documents."""
 
 import sys
 from pathlib import Path

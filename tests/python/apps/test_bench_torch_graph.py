@@ -19,7 +19,7 @@ def bench_on_path(monkeypatch):
 
 
 def model_with_shapes():
-    """Heads cut by a shape that is computed, a mask of float32's least number, bounds, a gathered index."""
+    """Heads split by a computed shape, a mask with float32's least number, bounds, a gathered index."""
     constants = {
         "one": np.int64([1]), "zero": np.int64(0), "rest": np.int64([-1]), "four": np.int64([4]),
         "least": np.float32(np.finfo("float32").min), "low": np.float32(-0.5), "high": np.float32(0.5),

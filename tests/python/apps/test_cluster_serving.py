@@ -33,14 +33,14 @@ from starlette.requests import Request  # noqa: E402
 
 @pytest.fixture
 def new_replica(monkeypatch):
-    """The class, anew: Ray Serve keeps one queue for a class, which belongs to the loop that used it first."""
+    """A new class: Ray Serve keeps one queue for a class, which belongs to the loop that used it first."""
     context = SimpleNamespace(_deployment_config=SimpleNamespace(max_ongoing_requests=64))
     monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
     return importlib.reload(replica).Replica
 
 
 class Doubling:
-    """An engine, and its own model, whose items are numbers; it stands for any other than embeddings."""
+    """An engine and its model, whose items are numbers; it stands for any task other than embeddings."""
 
     path = "/double"
     most_items = 8
@@ -224,7 +224,7 @@ def test_requests_that_come_together_share_a_batch(new_replica):
 
     assert asyncio.run(ask_replica()) == [[2], [4], [6, 8], [10, 12], [14]]
     assert engine.batches[0] == [1]
-    # As many requests as fit into four items; what did not fit may come after the one behind it.
+    # As many requests as fit into four items; a request that did not fit may be overtaken by the next one.
     assert all(len(batch) <= 4 for batch in engine.batches)
     assert engine.batches[1] == [2, 3, 4]
     assert sorted(sum(engine.batches, [])) == [1, 2, 3, 4, 5, 6, 7]

@@ -1,4 +1,4 @@
-"""The service in a Ray cluster: its numbers are those of ONNX Runtime, it counts, and killed replicas lose nothing."""
+"""The service in a Ray cluster: it gives ONNX Runtime's numbers, counts requests, and survives killed replicas."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_it_is_healthy_and_counts(server):
 
 
 def test_more_requests_than_the_queue_holds_are_refused(server):
-    """Two replicas take 64 requests each, and four wait in the gateway; each of the others is told so."""
+    """Two replicas take 64 requests each, and four wait in the gateway; all others are refused."""
     import aiohttp
 
     left = iter([True] * 250)

@@ -1,4 +1,4 @@
-"""The example for any model: one device and two give the same, and its exit code says so."""
+"""The example for any model: one device and two give the same results, and its exit code says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metadata that came from a file: what refers to nothing, or is of another kind, is found and named."""
+"""Metadata that came from a file: dangling references and values of wrong types are found and named."""
 
 import dataclasses
 import json

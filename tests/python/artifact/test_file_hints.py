@@ -9,7 +9,7 @@ from relax_hetero.artifact.file_hints import describe_value, near_file
 
 
 class Module:
-    """Stands for torch.nn.Module."""
+    """Stand-in for torch.nn.Module."""
 
     __module__ = "torch.nn.modules.module"
 

@@ -1,4 +1,4 @@
-"""Machine code of kernels in the compile cache's folder: bounded, whole, this user's own."""
+"""Machine code of kernels in the compile cache's folder: bounded, undamaged, owned by this user."""
 
 import os
 

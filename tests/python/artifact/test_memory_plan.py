@@ -1,4 +1,4 @@
-"""exe.memory_plan: bytes of each function on each device, and the least that any plan could do with."""
+"""exe.memory_plan: bytes of each function on each device, and the lower bound for any plan."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def test_static_storage_shared_and_not():
             StorageSpec(1, MiB, 1, -1, "result", "r"),
             StorageSpec(1, 2 * MiB, 2, 2, "transfer", "t"),
         ),
-        # a, then what takes its place; b, which only the second step has
+        # a, then the value that reuses its storage; b, which only the second step has
         (
             Live(0, 4 * MiB, 0, 1),
             Live(0, MiB, 2, 2),
@@ -145,7 +145,7 @@ def test_most_alive_counts_every_moment(uses):
 @given(_uses)
 @settings(max_examples=150, deadline=None)
 def test_the_pool_hands_on_by_pages(uses):
-    """For each count of pages as many buffers as were there at one time."""
+    """The pool needs as many buffers of a page count as were alive at one time."""
     listed = [
         Allocation(device, nbytes, (begin,), (begin + length, float("inf")), "value", str(number))
         for number, (device, nbytes, begin, length) in enumerate(uses)

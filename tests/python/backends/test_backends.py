@@ -84,7 +84,7 @@ def test_subclasses_override_methods_that_exist():
 
 
 def _compares_a_kind(path):
-    """Lines with the name of CUDA's kind as a text."""
+    """Lines that compare with the literal name of CUDA's kind."""
     tree = ast.parse(path.read_text())
     return [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value == "cuda"]
 

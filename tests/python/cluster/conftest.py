@@ -34,7 +34,7 @@ def ray_here() -> Iterator[Any]:
 
 @pytest.fixture
 def clusters(ray_here: Any) -> Iterator[Callable[..., Any]]:
-    """Makes clusters that end with the test."""
+    """Function that makes clusters, which end with the test."""
     from relax_hetero.cluster import Cluster
 
     started: list[Cluster] = []

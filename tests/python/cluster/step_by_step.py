@@ -94,7 +94,7 @@ def check_same(mod: tvm.IRModule, calls: Sequence[Sequence[Any]], name: str = "m
 
 
 def check_plan(program: Program, name: str) -> None:
-    """Each step reads earlier ones, and is the last of its host or makes something that another host reads."""
+    """Each step reads only earlier ones, and is the last of its host or makes a value that another host reads."""
     plan = program.functions[name]
     plan.check(name)
     for number, step in enumerate(plan.steps):

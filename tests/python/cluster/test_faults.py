@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 Make = Callable[..., Any]
 
 KILLS = int(os.environ.get("RELAX_HETERO_KILLS", "10"))
-"""How many processes the test under load kills."""
+"""Number of processes that the test under load kills."""
 
 
 def _kill(cluster: Any, host: str, replica: int = 0) -> None:

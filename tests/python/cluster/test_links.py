@@ -1,4 +1,4 @@
-"""Which tensors go by links from GPU to GPU, and how hosts announce, send and take them."""
+"""Tensors that go over links from GPU to GPU, and how hosts announce, send and receive them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_it_is_said_why_there_is_no_link() -> None:
 
 
 def test_no_link_over_other_work_of_its_sender() -> None:
-    """b takes what a's first step made only after a's second: a may have to wait for what b has not taken."""
+    """b receives the result of a's first step only after a's second one: a may have to wait until b has received it."""
     route = _route(
         HostStep("a", "f", (Source(CALL, 0),), 2),
         HostStep("c", "h", (Source(0, 1),), 1),

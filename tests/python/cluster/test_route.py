@@ -1,4 +1,4 @@
-"""Routes of plans: which slots there are, and what their messages hold."""
+"""Routes of plans: their slots, and the contents of messages."""
 
 from __future__ import annotations
 

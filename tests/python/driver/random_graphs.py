@@ -68,7 +68,7 @@ def total(shape):
 
 @dataclass
 class Graph:
-    """A `main` under construction: its values, by the order they were made, all float32 tensors."""
+    """A `main` under construction: its values in order of creation, all float32 tensors."""
 
     devices: Sequence[relax.VDevice]
     builder: relax.BlockBuilder = field(default_factory=relax.BlockBuilder)

@@ -1,4 +1,4 @@
-"""Models for AArch64 servers, compiled on any machine: which instructions their kernels have, and where they run."""
+"""Models for AArch64 servers, compiled on any machine: instructions of their kernels, and machines that run them."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""`rh.compile(accuracy=...)`: which form convolutions take, what it costs, and what is said about it."""
+"""`rh.compile(accuracy=...)`: forms of convolutions, their cost, and reports about them."""
 
 from __future__ import annotations
 

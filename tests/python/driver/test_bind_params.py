@@ -131,7 +131,7 @@ def test_a_main_that_is_called_keeps_its_parameters():
 
 
 class Language(nn.Module):
-    """Three functions over the same weights, of which one reads a part."""
+    """Three functions over the same weights; one reads only some of them."""
 
     def __init__(self):
         self.first, self.second = nn.Linear(256, 512), nn.Linear(512, 256)

@@ -38,7 +38,7 @@ def kernel(a: T.Buffer((2, 3), "float32"), b: T.Buffer((2, 3), "float32")):
 
 
 def called(args, out, x=None):
-    """A module that calls the kernel with so many times x."""
+    """A module that calls the kernel with x several times."""
     gv = relax.GlobalVar("f")
     mod = main(lambda x: relax.call_tir(gv, [x] * args, out), out, x or tensor(2, 3))
     return tvm.IRModule({**dict(mod.functions.items()), gv: kernel})

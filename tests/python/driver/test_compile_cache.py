@@ -1,4 +1,4 @@
-"""Compiled modules are found again where all that they depend on is the same, and only there."""
+"""Compiled modules are found again only if everything that they depend on is the same."""
 
 import logging
 import multiprocessing
@@ -82,7 +82,7 @@ def _compile_many(weights, start, results):
 
 @pytest.mark.slow
 def test_processes_share_a_folder(folder):
-    """Several compile, find and evict the same few modules at once; every one of them runs."""
+    """Several processes compile, find and evict the same few modules at once; every executable runs."""
     weights = [W * scale for scale in (1, 2, 3)]
     context = multiprocessing.get_context("spawn")
     start, results = context.Event(), context.Queue()
@@ -139,7 +139,7 @@ def test_what_is_corrupt_is_made_anew(folder, caplog, damage):
 
 @pytest.mark.parametrize("renamed", [False, True])
 def test_the_entry_of_another_key_is_not_taken(folder, caplog, renamed):
-    """Whatever a file is called, it says itself which module it was compiled from."""
+    """A file holds its own key: under another name it counts as a miss."""
     first, other = compiled(), compiled(weight=W * 2)
     paths = [folder / f"{exe.metadata.cache.key}.so" for exe in (first, other)]
     if renamed:
@@ -205,7 +205,7 @@ def test_a_folder_that_may_not_be_searched_is_none(folder):
 
 
 def test_without_room_to_link_nothing_is_kept(folder, monkeypatch, caplog):
-    """LLVM would end the process."""
+    """LLVM would end the process on a full disk."""
     monkeypatch.setattr(export, "_LINKING_BYTES", 1 << 60)
     exe = compiled()
     assert "bytes left for linking" in exe.metadata.cache.why and not folder.exists() and not caplog.records

@@ -1,4 +1,4 @@
-"""Modules that are deep, or wide: they compile, to the right numbers, and too deep nesting is refused by name."""
+"""Deep or wide modules compile to the right numbers, and too deep nesting is refused by name."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ TYPE = relax.TensorType((4, 8), "float32")
 
 
 def chain(step, count, ty=TYPE):
-    """A value through ``step(builder, value, number)`` again and again."""
+    """A value through repeated ``step(builder, value, number)``."""
     builder = relax.BlockBuilder()
     x = relax.Var("x", ty)
     with builder.function("main", [x]):
@@ -67,7 +67,7 @@ def test_truth_values_read_twice_do_not_double_a_kernel():
 
 
 def test_quantizations_in_a_row():
-    """A maximum of a minimum inside of another for each: TVM's simplifier takes time that doubles with each."""
+    """Nested maxima of minima: the time of TVM's simplifier doubles with each."""
     scale, zero = relax.const(0.5, "float32"), relax.const(3, "int8")
 
     def step(builder, value, _number):

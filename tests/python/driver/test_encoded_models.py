@@ -1,4 +1,4 @@
-"""Models whose matrix products are encoded: numbers on every kind of CPU, and what became of the products."""
+"""Models whose matrix products are encoded: numbers on every kind of CPU, and the products' kernels."""
 
 import math
 
@@ -195,7 +195,7 @@ def test_weights_given_later():
 
 
 def test_a_product_of_constants():
-    """Nothing depends on an input: it may be folded, and must be right."""
+    """Constant operands: the product may be folded, and must be right."""
 
     @ir_module()
     def Mod(x: R.Tensor((4, 6), "float32"), v: R.Tensor((4, 5), "float32"), w: R.Tensor((5, 6), "float32")):

@@ -1,4 +1,4 @@
-"""Matrix products through the whole road, against float64 and exact integers: shapes, types, targets, epilogues."""
+"""Matrix products through the whole pipeline, against float64 and exact integers: shapes, types, targets, epilogues."""
 
 from __future__ import annotations
 

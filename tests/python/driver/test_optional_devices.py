@@ -1,4 +1,4 @@
-"""`rh.compile(optional=...)`: what an executable does where a device is absent. (GPUs of number 99 always are.)"""
+"""`rh.compile(optional=...)`: executables on machines without the device. (GPU 99 is always absent.)"""
 
 import json
 
@@ -22,7 +22,7 @@ X = np.random.default_rng(0).standard_normal((4, 32)).astype("float32")
 
 
 def layers(vdevices, devices):
-    """A model of a product a device, and its weights' product."""
+    """A model with one product for each device, and the product of its weights."""
     rng = np.random.default_rng(1)
     count = len(devices)
     nodes = [helper.make_node("MatMul", [f"x{i}", f"w{i}"], [f"x{i + 1}"], name=f"layer{i}") for i in range(count)]
@@ -102,7 +102,7 @@ def test_devices_and_limits_go_by_the_names_of_the_whole(cut):
 
 
 def test_of_two_optional_devices_the_first_that_is_absent_decides(monkeypatch):
-    """A second CPU device takes the part of a GPU that is there."""
+    """A second CPU device stands in for a present GPU."""
     mod, expected = layers(["llvm", GPU, OTHER], ["llvm:0", "cuda:0", "cuda:1"])
     exe = rh.compile(mod, optional=["cuda:1", "cuda:0"])
     assert exe.metadata.optional == (2, 1)

@@ -37,7 +37,7 @@ def test_same_bits(graph, seed, buffers, join_small):
 @given(GRAPHS, st.integers(0, 1 << 30))
 @settings(max_examples=18, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_same_bits_whatever_comes_late(graph, seed):
-    """Threads that sleep before and after whatever they share, and take turns all the time; three of them submit."""
+    """Threads sleep around every shared operation and switch often; three of them submit."""
     mod, shapes = graph
     with mock.patch.object(device_partition, "SMALL_PART_BYTES", -1):  # as many steps as there can be
         vm = rh.vm.VirtualMachine(rh.compile(mod), max_in_flight=5)

@@ -74,7 +74,7 @@ def test_a_norm_joins_the_product_before_it(target, rows):
     assert bool(joined) == (target != "c")
 
 
-# The product is also what is added behind the norm, and a result: it is stored, and what follows reads it.
+# The product is also added after the norm, and is a result: it is stored, and later work reads it.
 @ir_module()
 def Twice(x: R.Tensor((6, 40), "float32"), w: R.Tensor((40, 70), "float32"), scale: R.Tensor((70,), "float32")):
     with R.dataflow():
@@ -183,7 +183,7 @@ def test_masks(target):
 
 
 def rounded_softmax(dtype, large, small, product):
-    """A softmax op by op, with sums that lose digits in half precision; of a product, or of what is given."""
+    """A softmax op by op, with sums that lose digits in half precision; of a product, or of the input."""
 
     def const(value):
         return relax.const(value, dtype)

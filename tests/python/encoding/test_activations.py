@@ -1,4 +1,4 @@
-"""Activations written out are recognized, and nothing else is."""
+"""Decomposed activations are recognized, and nothing else is."""
 
 from __future__ import annotations
 

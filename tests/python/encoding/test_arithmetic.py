@@ -1,4 +1,4 @@
-"""How much arithmetic a problem is, and in which element types."""
+"""Operation counts of problems, and their element types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of where heads lie."""
+"""Index maps of heads as text."""
 
 from __future__ import annotations
 

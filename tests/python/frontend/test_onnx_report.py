@@ -10,7 +10,7 @@ from relax_hetero.errors import FrontendError
 
 TWO = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}]
 
-# Refused: ops of nobody, also in a branch, and a form of an op; the type of one output is not known.
+# Refused: ops without a definition, also in a branch, and a form of an op; the type of one output is unknown.
 BROKEN = """
 <ir_version: 8, opset_import: ["" : 17, "acme" : 3, "com.microsoft" : 1]>
 g (float[batch, 4] x, bool c) => (float[batch, 4] y, float[batch, 4] z)
@@ -68,7 +68,7 @@ def test_text_and_json_hold_every_refusal(broken):
 
 
 def test_sizes_that_nobody_knows_are_said():
-    """A form that is refused behind a stand-in may be refused only because the stand-in's sizes are open."""
+    """A form that is refused after a stand-in may be refused only because the stand-in's sizes are unknown."""
     model = onnx.parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17, "acme" : 1]>
         g (float[2, 4] x) => (float[a, b] y) <float[p, q] foo> {

@@ -103,7 +103,7 @@ def test_a_table_cut_by_a_symbolic_size_bounds_it():
 
 
 def test_a_size_that_may_broadcast_is_not_bounded():
-    # One row, or none, goes with any number of them.
+    # One row broadcasts with any number of rows.
     model = parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17]>
         g (float[tokens, 2] x) => (float[A, 2] y)
@@ -140,7 +140,7 @@ def test_slices_by_symbolic_numbers(numbers, is_computed):
 
 
 def test_a_size_that_is_halved_is_that_of_a_convolution():
-    # As U-Nets are exported: what is enlarged to a size computed by Div joins what a convolution halved.
+    # Exported U-Nets: a map resized to a size computed by Div joins one that a convolution halved.
     model = parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17]>
         g (float[1, 1, height, 4] x) => (float[1, 1, h, 2] y)

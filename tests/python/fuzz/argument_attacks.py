@@ -1,4 +1,4 @@
-"""Arguments of every kind that Python programs hand around, against numpy's view of them.
+"""Arguments of every kind that Python programs pass, against numpy's view of them.
 
 A case is right if the result is that of the plain array with the same elements, and refused if the library says so.
 Arrays may be of another byte order, strided forwards, backwards and not at all, misaligned, read-only, empty, of

@@ -88,7 +88,7 @@ KINDS = {
 """Kinds of attacks that `make fuzz` runs."""
 
 KNOWN = {"known": Kind("known_endings")}
-"""For the tests of the harness."""
+"""Attack for the tests of the harness."""
 
 
 def kind_of(name: str) -> Kind:
@@ -97,5 +97,5 @@ def kind_of(name: str) -> Kind:
 
 
 def possible(names: list[str]) -> list[str]:
-    """Those of some kinds that can run on this machine."""
+    """Given kinds that can run on this machine."""
     return [name for name in names if kind_of(name).environment()]

@@ -17,7 +17,7 @@ ALIGNMENT = 64
 
 
 def before_guard(value: np.ndarray) -> np.ndarray:
-    """A copy of an array, with a guard page behind it."""
+    """A copy of an array, followed by a guard page."""
     room = -(-max(value.nbytes, 1) // ALIGNMENT) * ALIGNMENT
     pages = -(-room // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = mmap.mmap(-1, pages + mmap.PAGESIZE)

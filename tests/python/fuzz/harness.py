@@ -28,7 +28,7 @@ from typing import IO
 import numpy as np
 
 _say: Callable[[str], object] = len
-"""In a child: tells the parent something. Elsewhere nobody listens."""
+"""Function by which a child reports to its parent; outside of a child it does nothing."""
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def reference() -> Iterator[None]:
 Attack = Callable[[np.random.Generator], "Outcome"]
 
 NOISE = 20000
-"""Characters of a child's complaints that are kept."""
+"""Number of characters that are kept of a child's standard error."""
 
 SILENCE_S = 90.0
 """A case that takes longer hangs. Models are small: the slowest legal ones take a few seconds on a busy machine."""
@@ -144,7 +144,7 @@ def run(
 def _run_child(
     attack: str, seed: int, end: float, report: Report, environment: Mapping[str, str], most_cases: int
 ) -> int:
-    """Run cases in one child until it has had enough, dies, hangs or the time is over; the next seed."""
+    """Run cases in one child until it has run enough, dies, hangs or the time is over; returns the next seed."""
     script = str(Path(__file__).with_name("run.py"))
     with subprocess.Popen(
         [sys.executable, "-X", "faulthandler", script, "--child", attack, str(seed), str(most_cases)],
@@ -187,7 +187,7 @@ def _run_child(
 
 
 def _line(stdout: IO[bytes], stderr: IO[bytes], noise: str, patience: float, end: float) -> tuple[str | None, str]:
-    """The child's next line ("" when it has ended, None when it stays silent), and the end of what it complains of."""
+    """The child's next line ("" at its end, None if it stays silent), and the end of its standard error."""
     limit = min(time.monotonic() + patience, end)
     while True:
         ready, _, _ = select.select([stdout, stderr], [], [], max(0.0, min(1.0, limit - time.monotonic())))

@@ -35,7 +35,7 @@ EXTREMES = (0, 1, -1, -2, 2, 3, 5, 2**31, 2**31 - 1, -(2**31), 2**63 - 1, -(2**6
 
 @dataclass
 class Graph:
-    """A graph under way: its values with an example of each, inputs, constants and nodes."""
+    """A graph under construction: its values with an example of each, inputs, constants and nodes."""
 
     draw: Draw
     sizes: dict[str, int]

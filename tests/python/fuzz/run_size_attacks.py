@@ -64,7 +64,7 @@ def _difference(name: str, ours: Outcome, theirs: Outcome) -> str | None:
     if isinstance(ours, str):
         return None  # an error of the right kind: other kinds end the run
     if isinstance(theirs, str) and ("bad_alloc" in theirs or "allocate memory" in theirs):
-        return None  # memory was left for one of the two
+        return None  # only one of the two ran out of memory
     if isinstance(theirs, str):
         return None if _is_in(_MORE_THAN_ONNXRUNTIME, name) else "a result where onnxruntime refuses"
     is_same = all(

@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def _exported(count: int, seed: int, folder: Path) -> list[Path]:
-    """Models in a folder, as many as asked for, each with its calls beside it.
+    """Export models into a folder, as many as asked for, each with its calls.
 
     They are made in other processes, because ONNX Runtime, which the generator asks for shapes, dies of some models.
     """
@@ -116,7 +116,7 @@ def make(seed: int, folder: Path) -> None:
 
 
 def complaints(log: str) -> list[str]:
-    """Invalid accesses that a log of valgrind tells of, but for those of the dynamic linker."""
+    """Invalid accesses in a log of valgrind, except those of the dynamic linker."""
     blocks = re.split(r"\n==\d+== \n", log)
     bad = re.compile(r"Invalid (read|write|free)|overlap in|Process terminating")
     return [block for block in blocks if bad.search(block) and not any(name in block for name in _OF_THE_LINKER)]

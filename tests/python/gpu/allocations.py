@@ -22,7 +22,7 @@ ENDED = {
 
 @contextmanager
 def allocations() -> Iterator[Counter[str]]:
-    """How many of each kind were made and not ended since, while the context lasts."""
+    """Count the objects of each kind that were created and not destroyed since, within the block."""
     counts: Counter[str] = Counter()
 
     def counted(call):

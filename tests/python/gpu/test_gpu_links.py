@@ -48,7 +48,7 @@ def loop():
 
 
 def poisoned(shape: tuple[int, ...], dtype: str) -> tvm.runtime.Tensor:
-    """A tensor that holds what no test sends."""
+    """A tensor filled with a value that no test sends."""
     data = np.full_like(content(0, dtype, shape), POISON)
     return copy_to(view_bytes(data, shape, dtype), GPU)
 

@@ -28,7 +28,7 @@ SECONDS, WIDTH = 60, 96
 
 
 def stages(kinds, places, rows=None, results=None):
-    """`main(x)`: on each of `places` (indices of `kinds`) a product by a constant and a tanh; the last are returned."""
+    """`main(x)`: a product by a constant and a tanh on each of `places` (indices of `kinds`); the last are returned."""
     devices = [rh.VDevice(kind, index) for kind, index in kinds]
     n = tvm.tirx.Var("n", "int64") if rows is None else rows
     builder = relax.BlockBuilder()
@@ -56,7 +56,7 @@ def arrays(result):
 
 
 def check(vm, count=30, rows=(1, 7, 2000)):
-    """Many calls at once; the plain calls come before and after, so that nothing of theirs overlaps."""
+    """Compare many calls at once with plain calls, which run before and after them without overlap."""
     inputs = [random(rows[number % len(rows)]) for number in range(count)]
     expected = [arrays(vm["main"](x)) for x in inputs]
     for _ in range(3):

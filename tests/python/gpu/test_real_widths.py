@@ -55,7 +55,7 @@ def loaded(path, devices, placement=None, **options):
 
 
 def prefilled(model, prompt):
-    """A new sequence's slot, and the logits behind its prompt."""
+    """A new sequence's slot, and the logits after its prompt."""
     slot, logits = model.cache.add(), None
     for first in range(0, len(prompt), model.chunk):
         logits = model.prefill(slot, prompt[first : first + model.chunk])
@@ -63,7 +63,7 @@ def prefilled(model, prompt):
 
 
 def text(model, prompt, count, given=None):
-    """Logits behind a prompt and behind each of `count` tokens: greedy ones, or those given."""
+    """Logits after a prompt and after each of `count` tokens: greedy ones, or the given ones."""
     slot, logits = prefilled(model, prompt)
     steps = [logits]
     for at in range(count):
@@ -73,7 +73,7 @@ def text(model, prompt, count, given=None):
 
 
 def check(found, wanted):
-    """Logits, and tokens but for those that are as good as each other."""
+    """Compare logits, and tokens except where two are nearly equally probable."""
     worst = TOLERANCE * np.abs(wanted).max()
     assert wanted.std() > 0.1 and np.abs(found - wanted).max() < worst
     rows = np.arange(len(wanted))

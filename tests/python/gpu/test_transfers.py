@@ -34,7 +34,7 @@ LARGE = 256_000_000
 
 @pytest.fixture(scope="module", autouse=True)
 def loop():
-    """The first machine with code for a GPU brings the loop of large copies along."""
+    """Load the loop for large copies, which comes with the first machine that has code for a GPU."""
     x = relax.Var("x", relax.TensorType((4,), "float32"))
     builder = relax.BlockBuilder()
     with builder.function("main", [x]):

@@ -55,7 +55,7 @@ def programs() -> dict[str, Callable[[str], float]]:
     """Programs by name: each runs for a target and returns its error divided by the allowed one."""
     from gpu.test_models import MAKERS
 
-    sys.path.append(str(ROOT / "apps" / "bench"))  # its `models` is another one than that of the tests
+    sys.path.append(str(ROOT / "apps" / "bench"))  # its module `models` is not the tests' one
     from gpu_attention import wanted as numbers_of_attention
     from gpu_bench.convolutions import Convolutions
     from gpu_bench.convolutions import wanted as numbers_of_convolutions

@@ -1,4 +1,4 @@
-"""Copies that run beside the threads: ``cp.async`` of each thread, and bulk copies of whole blocks of bytes.
+"""Asynchronous copies: ``cp.async`` of each thread, and bulk copies of whole blocks of bytes.
 
 Data moves as late as a wait allows, and the target counts as never written in between: whoever reads too early finds
 out. A copy's effects on the search for races come twice, when it is issued (others must have finished with the target)
@@ -55,7 +55,7 @@ class ThreadCopies:
         return np.repeat(self.lanes.uid[active], per), cells.reshape(-1)
 
     def complete(self, which: np.ndarray, when: np.ndarray | None = None) -> None:
-        """The copies of some lanes arrive; `when`: the lanes' clocks as of the issue."""
+        """Complete the copies of some lanes; `when`: the lanes' clocks at the issue."""
         active = np.flatnonzero(self.mask & which)
         if not len(active):
             return
@@ -111,7 +111,7 @@ def _commit(expressions: Any, one: Instruction) -> Any:
         pending = _pending(lanes)
         active = np.ones(lanes.count, bool) if mask is None else mask
         pending["groups"].append((active.copy(), pending["open"]))
-        # Lanes that did not commit keep their copies open; they find them in the group, which they are not part of.
+        # Lanes that did not commit keep their copies pending, though other lanes' copies are in the group.
         pending["open"] = [copy for copy in pending["open"] if (copy.mask & ~active).any()]
 
     return evaluate
@@ -337,7 +337,7 @@ def check_end(lanes: Any) -> None:
 
 
 def check_copies(barriers: Any) -> None:
-    """A fault if copies are left that nobody waited for when all threads have ended."""
+    """Raise a fault if copies are left that nobody waited for when all threads have ended."""
     for barrier in barriers:
         if any(size for _, _, size in barrier.copies):
             raise KernelFault(f"all threads have ended and bulk copies are pending: {barrier.text()}")

@@ -17,7 +17,7 @@ from .faults import KernelFault
 from .names import Names
 
 Evaluator = Callable[[Any, Any], Any]
-"""Lanes and a mask (None: all active) give a value."""
+"""Function from lanes and a mask (None: all active) to a value."""
 
 
 def dtype_of(expr: Any) -> str:
@@ -26,7 +26,7 @@ def dtype_of(expr: Any) -> str:
 
 
 def merged(lanes: Any, condition: np.ndarray, then: Any, otherwise: Any) -> Any:
-    """Values of lanes by a condition over lanes."""
+    """Values selected by a condition over lanes."""
     if np.ndim(condition) == 1 and max(np.ndim(then), np.ndim(otherwise)) == 2:
         condition = condition[:, None]
     return np.where(condition, then, otherwise)
@@ -51,7 +51,7 @@ def _quotient(left: Any, right: Any) -> Any:
 
 def _extreme(pick: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def function(left: Any, right: Any) -> Any:
-        # C: `a < b ? a : b`; fmin and fmax of CUDA ignore a NaN beside a number.
+        # C: `a < b ? a : b`; fmin and fmax of CUDA return the number if the other operand is NaN.
         return pick(left, right)
 
     return function
@@ -130,7 +130,7 @@ class Expressions:
         return view, (flat if width == 1 else of_vectors)
 
     def address(self, expr: Any) -> Evaluator:
-        """The generic address that a pointer expression, an element or a buffer stands for."""
+        """The generic address of a pointer expression, an element or a buffer."""
         if type(expr).__name__ == "TensorLoad":
             self.names.written.add(self.names.slot(expr.source))
             cell = self.names.cell
@@ -216,7 +216,7 @@ class Expressions:
         return self.chosen(expr.condition, expr.true_value, expr.false_value)
 
     def chosen(self, condition: Any, then: Any, otherwise: Any) -> Evaluator:
-        """C's ``condition ? then : otherwise``, of which only one side is evaluated."""
+        """C's ``condition ? then : otherwise``, which evaluates only one side."""
         test, first, second = self.compiled(condition), self.compiled(then), self.compiled(otherwise)
 
         def value(lanes: Any, mask: Any) -> Any:

@@ -90,7 +90,7 @@ class Local:
         self.touched = np.zeros(size, bool)
 
     def load(self, lanes: Lanes, mask: Any, view: View, index: Any) -> Any:
-        """Elements; faults where active lanes never wrote them."""
+        """Load elements; faults where active lanes never wrote them."""
         _within(lanes, mask, index, view)
         at, where = self._place(lanes, mask, view, index)
         written = _elements(self.written, f"u{view.dtype.itemsize}")[where, at] == _WRITTEN[view.dtype.itemsize]
@@ -140,7 +140,7 @@ class Local:
 
 
 def _elements(data: np.ndarray, dtype: Any) -> np.ndarray:
-    """The whole elements of a type that bytes hold; what is left over at the end belongs to none."""
+    """The complete elements of a type in some bytes, without an incomplete one at the end."""
     size = np.dtype(dtype).itemsize
     return data[:, : data.shape[1] // size * size].view(dtype)
 
@@ -189,7 +189,7 @@ class Addressed:
         Parameters
         ----------
         instance : np.ndarray, optional
-            Of shared memory: whose; by default the lanes' own.
+            Block whose shared memory is read; by default the lanes' own.
         """
         _within(lanes, mask, index, view)
         at = self._index(mask, view, index)
@@ -227,7 +227,7 @@ class Addressed:
             _elements(self.written, f"u{size}")[instance, at] = _WRITTEN[size]
 
     def note_atomic(self, lanes: Lanes, mask: Any, view: View, index: Any) -> None:
-        """Faults of range and races of an atomic operation on one element a lane."""
+        """Check an atomic operation on one element a lane for range and races."""
         _within(lanes, mask, index, view)
         at, instance = self._index(mask, view, index), self._instance(lanes, index)
         assert self.accesses is not None
@@ -262,7 +262,7 @@ class Addressed:
         return np.arange(first + start // self.cell, first + -(-(start + size) // self.cell))
 
     def require(self, instance: int, start: int, size: int, who: str) -> None:
-        """A fault if some of the bytes were never written."""
+        """Raise a fault if some of the bytes were never written."""
         if self.written is not None and not self.written[instance, start : start + size].all():
             at = start + int(np.flatnonzero(self.written[instance, start : start + size] == 0)[0])
             raise KernelFault(f"{self.name}, byte {at}, is read by {who} and was never written, or not yet")

@@ -41,7 +41,7 @@ class Names:
         return self._slots[key]
 
     def accessed(self, size: int) -> None:
-        """Shared memory is accessed in units of so many bytes."""
+        """Record an access to shared memory in units of `size` bytes."""
         self.cell = min(self.cell, size)
 
     def root(self, slot: int) -> int:

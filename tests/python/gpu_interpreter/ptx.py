@@ -62,7 +62,7 @@ PTX_WAITS: list[tuple[re.Pattern[str], Any]] = []
 
 
 def instruction(pattern: str, waits: bool = False) -> Callable[[Any], Any]:
-    """Register what compiles instructions whose text matches a pattern."""
+    """Register a compiler of instructions whose text matches a pattern."""
 
     def register(handler: Any) -> Any:
         (PTX_WAITS if waits else PTX).append((re.compile(pattern), handler))
@@ -122,7 +122,7 @@ def _address(expressions: Any, call: Any) -> Any:
 
 
 def pointer(expressions: Any, operand: Any) -> Callable[[Any, Any], Any]:
-    """An address: of a register its value, of a buffer where it begins."""
+    """An address: the value of a register, or the beginning of a buffer."""
     if type(operand).__name__ == "Var" and expressions.names.is_buffer(operand):
         return expressions.address(operand)
     return expressions.compiled(operand)

@@ -1,4 +1,4 @@
-"""Which thread's access happens before which: vector clocks of threads, and the last accesses of memory.
+"""Happens-before order of accesses: vector clocks of threads, and the last accesses of memory.
 
 A thread's clock counts its releases (barriers, arrivals). ``known[d, t, u]`` is the latest clock of thread u that
 thread t has synchronized with, both of cluster d of those that run. An access by t at its clock c happens before what
@@ -42,7 +42,7 @@ class Clocks:
         return released
 
     def acquire(self, cluster: int, threads: np.ndarray, given: np.ndarray) -> None:
-        """These threads come to know what others released."""
+        """Merge what others released into these threads' clocks."""
         for table, one in zip((self.known, self.fenced), given, strict=True):
             table[cluster, threads] = np.maximum(table[cluster, threads], one)
 
@@ -52,7 +52,7 @@ class Clocks:
         self.tick(cluster, threads)
 
     def join(self, cluster: int, threads: np.ndarray) -> None:
-        """A barrier of these threads."""
+        """Synchronize these threads as a barrier does."""
         for table in (self.known, self.fenced):
             table[cluster, threads] = table[cluster, threads].max(axis=0)
         self.tick(cluster, threads)
@@ -161,7 +161,7 @@ class Accesses:
             )
 
     def versions(self, cells: np.ndarray) -> np.ndarray:
-        """Which writes the cells hold."""
+        """Numbers of the writes that the cells hold."""
         return np.stack([self._writer[cells], self._write_clock[cells]])
 
     def _happened(self, clocks: Clocks, uids: np.ndarray, others: np.ndarray, when: np.ndarray) -> np.ndarray:

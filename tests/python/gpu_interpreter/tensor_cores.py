@@ -87,7 +87,7 @@ class Tile:
         return memory.bytes[instance].view(self.dtype)[self.offsets // self.dtype.itemsize]
 
     def check(self, memory: Any, instance: int) -> None:
-        """A fault if some elements were never written."""
+        """Raise a fault if some elements were never written."""
         at = self.offsets.reshape(-1)
         bad = memory.written[instance, at] == 0
         if bad.any():
@@ -306,7 +306,7 @@ def _same(descriptor: Any) -> int:
 
 
 def check_end(lanes: Any) -> None:
-    """A fault if threads end with products that they did not wait for."""
+    """Raise a fault if threads end with products that they did not wait for."""
     queue = _queue(lanes)
     if queue["open"] or any(queue["groups"]):
         raise KernelFault(f"{lanes.name(0)} ends before its tensor-core products are complete")

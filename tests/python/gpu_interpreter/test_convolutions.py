@@ -1,4 +1,4 @@
-"""Convolutional networks for a GPU: channels-last between the ends, one kernel for a convolution and what is around."""
+"""Convolutional networks for a GPU: channels-last between the ends, one kernel for a convolution and its neighbours."""
 
 import numpy as np
 import pytest

@@ -15,7 +15,7 @@ WARP = 32
 
 
 def _complete_warps(lanes: Any, mask: Any, what: str) -> None:
-    """The whole warp has to execute an operation of the warp."""
+    """Check that the whole warp executes an operation of the warp."""
     if mask is None and lanes.count % WARP == 0:
         return
     active = np.ones(lanes.count, bool) if mask is None else mask
@@ -128,7 +128,7 @@ def _warp_sync(expressions: Any, call: Any) -> Callable[[Any, Any], Any]:
 
 
 def atomic(lanes: Any, mask: Any, view: Any, index: Any, value: Any, function: Any) -> Any:
-    """Read, combine and write elements, one thread after another; gives what was there before."""
+    """Read, combine and write elements, one thread after another; returns the old values."""
     memory = view.memory
     at = _over_lanes(lanes, index)
     values = _over_lanes(lanes, value)

@@ -133,7 +133,7 @@ class ReferenceModel:
         return (self.width / self.heads if by_width else self.size) ** -0.5
 
     def window(self, layer: int) -> int:
-        """How many positions a token of a layer sees, its own included; 0 for all."""
+        """Number of positions that a token of a layer sees, its own included; 0 for all."""
         if not self.is_gemma:
             return 0
         window = self.key("attention.sliding_window", 4096 if self.architecture == "gemma2" else 0)
@@ -173,7 +173,7 @@ class ReferenceModel:
 
 
 def rms_norm(x, weight, eps):
-    """Divided by the root of the mean square of the last axis, times `weight`."""
+    """RMS norm: `x` divided by the root mean square of its last axis, times `weight`."""
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
@@ -183,24 +183,24 @@ def gelu(x):
 
 
 def softmax(x):
-    """Over the last axis."""
+    """Softmax over the last axis."""
     e = np.exp(x - x.max(axis=-1, keepdims=True))
     return e / e.sum(axis=-1, keepdims=True)
 
 
 def softcapped(x, cap):
-    """Bent to stay within -cap and cap; as it is if `cap` is 0 or None."""
+    """Soft cap of scores to (-cap, cap); unchanged if `cap` is 0 or None."""
     return cap * np.tanh(x / cap) if cap else x
 
 
 def seen(rows, window):
-    """Which columns (keys) each row (query) sees: none after it, and of those before it `window` with itself."""
+    """Mask of keys (columns) that each query (row) sees: none after it, and `window` up to itself."""
     distance = np.arange(rows)[:, None] - np.arange(rows)
     return (distance >= 0) & (distance < (window or rows))
 
 
 def rotated(x, cosines, sines, in_pairs):
-    """The first dimensions of each head turned by the angles of its row: x (rows, heads, size)."""
+    """Rotate the first dimensions of each head by the angles of its row: x (rows, heads, size)."""
     half = cosines.shape[1]
     first, second = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if in_pairs else (slice(half), slice(half, 2 * half))
     y = x.copy()

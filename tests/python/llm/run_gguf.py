@@ -58,7 +58,7 @@ def run(
 
 
 def table_of(shape, count):
-    """Pages of slot 1 in an order of no system, from the first on again where there are fewer than columns."""
+    """Pages of slot 1 in arbitrary order, repeated if there are fewer than columns."""
     table = np.full(shape, -1, "int32")
     own = np.random.default_rng(3).permutation(count)[: count // shape[0]]
     table[1] = np.resize(own, shape[1])

@@ -69,7 +69,7 @@ def test_batches(loaded):
 
 
 def test_chunks(loaded):
-    """However a prompt is cut, and decoded token by token."""
+    """Prompts cut in any way, and decoded token by token."""
     model, _ = loaded
     for count in (5, 100, 290):
         results = []

@@ -1,4 +1,4 @@
-"""Chat templates of anybody, and messages of anybody: neither stops the server nor passes for the other."""
+"""Untrusted chat templates and messages: neither stops the server, and message text never counts as control tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HI = [{"role": "user", "content": "Hi"}]
 
 
 def one_of(sources) -> str:
-    """A template of several, of which the value ``case`` chooses: it takes a while to start one."""
+    """A template that combines several and chooses by the value ``case``, since starting one takes a while."""
     return "".join(f"{{% if case == {case} %}}{source}{{% endif %}}" for case, source in enumerate(sources))
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers beside ONNX models, against the package that wrote them."""
+"""Tokenizers stored with ONNX models, against the package that wrote them."""
 
 import json
 

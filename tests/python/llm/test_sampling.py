@@ -43,7 +43,7 @@ def drawn(logits: np.ndarray, params: SamplingParams, count: int, history: Histo
 
 
 def chi_square(counts: np.ndarray, chances: np.ndarray) -> float:
-    """How far counts are from chances, in standard deviations of the statistic; rare tokens are taken together."""
+    """Chi-square statistic of counts against probabilities, in standard deviations; rare tokens are pooled."""
     expected = chances * counts.sum()
     often = expected >= 10
     observed = np.append(counts[often], counts[~often].sum())
@@ -97,7 +97,7 @@ def test_many_draws_of_a_large_vocabulary(options):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_exactly_the_tokens_that_filters_leave(seed):
-    """With all random numbers in turn every token that is left comes, and no other."""
+    """Over evenly spread random numbers, every remaining token is drawn, and no other."""
     generator = np.random.default_rng(seed)
     logits = generator.integers(-3, 4, 40).astype(np.float32) + (seed % 2) * generator.random(40, np.float32)
     params = SamplingParams(

@@ -102,7 +102,7 @@ def test_any_text_comes_back(text):
         tokenizer = Tokenizer(fields)
         tokens = tokenizer.encode(text, special=False, begin=False)
         assert len(text.encode()) <= len(tokens) * tokenizer.max_token_bytes
-        # Where a space comes first it does so behind special tokens, too, as in llama.cpp.
+        # A leading space also follows special tokens, as in llama.cpp.
         prefixed = fields["tokenizer.ggml.model"] == "llama" and fields.get("tokenizer.ggml.add_space_prefix", True)
         shown = text.replace("\n\n", "\n\n ") if prefixed else text
         assert tokenizer.decode(tokens) == shown
@@ -128,7 +128,7 @@ def test_tokens_of_begin_and_end():
 
 @pytest.mark.parametrize("split", sorted({SPLITS[name]: name for name in SPLITS}.values()))
 def test_words_are_cut_as_the_library_does(split):
-    """The whole road through the file gives what a tokenizer of the library gives that was never one."""
+    """Writing and reading the file gives the same tokens as the library's tokenizer."""
     fields = byte_level_fields(split)
     ours = Tokenizer(fields)
     for text in TEXTS:

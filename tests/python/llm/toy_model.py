@@ -1,6 +1,6 @@
 """A language model that computes nothing: its logits are a hash of the last tokens, its cache counts pages.
 
-What it says depends on all that the cache should hold, so that a token too many or too few there changes the text.
+Its text depends on the whole content of the cache, so that a wrong number of tokens there changes the text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DECODED = 1 << 20
 
 
 class ToyCache:
-    """Sequences of tokens in pages; forked ones share whole pages, a `window` gives back what lies behind it."""
+    """Sequences of tokens in pages; forked ones share full pages, and a `window` frees pages before it."""
 
     def __init__(self, slots: int, pages: int, page: int = 16, window: int = 0) -> None:
         self.slots, self.pages, self.page, self.window = slots, pages, page, window
@@ -90,7 +90,7 @@ class ToyCache:
 
 
 class ToyModel:
-    """Says letters, and sometimes the end; `on_step` is called with the slots of each call."""
+    """Model that writes letters, and sometimes the end; `on_step` is called with the slots of each call."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class ToyModel:
         self._ends, self._on_step = ends, on_step or (lambda kind, slots: None)
 
     def logits_of(self, tokens: Sequence[int]) -> np.ndarray:
-        """Logits behind a text."""
+        """Logits after a text."""
         state = len(tokens)
         for token in tokens:
             state = (state * 1_000_003 + token + 1) % (1 << 61)

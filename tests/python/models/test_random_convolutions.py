@@ -1,4 +1,4 @@
-"""Random chains of convolutions, and what networks have between them, over one and two devices: numpy's numbers."""
+"""Random chains of convolutions and ops between them, over one and two devices, against numpy."""
 
 from __future__ import annotations
 

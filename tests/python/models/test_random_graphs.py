@@ -1,4 +1,4 @@
-"""Random small ONNX graphs of what image models and transformers consist of, on one and two devices: ONNX Runtime's."""
+"""Random small ONNX graphs with ops of image models and transformers, on one and two devices, against ONNX Runtime."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def test_exactly_numpy_s_numbers(seed: int):
 
 
 def products(module: tvm.IRModule) -> int:
-    """How many there are."""
+    """Number of products."""
     bindings = [binding for block in module["main"].body.blocks for binding in block.bindings]
     called = [binding.value.op for binding in bindings if isinstance(binding.value, relax.Call)]
     return sum(isinstance(op, tvm.ir.Op) and op.name == "relax.matmul" for op in called)

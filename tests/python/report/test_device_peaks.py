@@ -42,7 +42,7 @@ def test_a_measurement_that_fails_gives_no_figure(monkeypatch):
         ("f32", 10**6, 10**8, (0.5, "memory")),
         ("bf16", 4 * 10**9, 0, (1.0, "arithmetic")),
         ("bf16*bf16->bf16+f32", 4 * 10**9, 0, (1.0, "arithmetic")),
-        # The peak of bytes was not measured; that of memory was.
+        # The peak of int8 products was not measured; the memory bandwidth was.
         ("u8*s8->s32", 10**12, 10**8, (0.5, "memory")),
         ("f32", 0, 0, (None, None)),
         ("f32", None, None, (None, None)),

@@ -1,4 +1,4 @@
-"""Hosts in vdevices: names, look-ups, TVMScript, placement and errors; who reads a tensor on which machine."""
+"""Hosts in vdevices: names, look-ups, TVMScript, placement and errors; the CPU of a host that reads a tensor."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tir.products_of import random_array
 
 
 def channels_last(rank: int) -> PackedLayout:
-    """NHWC, of an operand whose logical dimensions are those of NCHW."""
+    """Layout NHWC of an operand with logical dimensions NCHW."""
     return PackedLayout((0, *range(2, rank), 1))
 
 

@@ -1,4 +1,4 @@
-"""bench: every program in one table, whatever one of them does."""
+"""bench: every program in one table, even if one of them fails."""
 
 from __future__ import annotations
 

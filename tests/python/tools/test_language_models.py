@@ -30,7 +30,7 @@ class Codec(ToyCodec):
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, list[dict]]:
-    """A file that is taken for a model, and what it was loaded with."""
+    """A file that counts as a model, and the options of its loading."""
     calls: list[dict] = []
 
     def load(path: Path, **options):

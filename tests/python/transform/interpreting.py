@@ -1,4 +1,4 @@
-"""Relax functions with encoded ops by numpy, one op at a time: what a pass must not change.
+"""Interpreter of Relax functions with encoded ops in numpy, one op at a time: results that a pass must keep.
 
 Layouts are ignored: encoded values are their logical tensors. Products are summed in float64 or int64.
 """

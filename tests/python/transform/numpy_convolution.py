@@ -1,4 +1,4 @@
-"""Convolutions in numpy, summed in double precision."""
+"""Convolutions in numpy, accumulated in double precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions after FormCommandBuffers, as short texts or beside the expected ones; small kernels to call."""
+"""Functions after FormCommandBuffers, as short texts or compared with the expected ones; small kernels to call."""
 
 import tvm
 from tvm import relax, tirx

@@ -64,7 +64,7 @@ class Scope:
 
 
 class ProgramMaker:
-    """Draws one module: `functions` functions, each of which may call those before it, and itself."""
+    """Generator of one module: `functions` functions, each of which may call itself and those before it."""
 
     def __init__(self, draw: Callable[[Any], Any], functions: int, size: int, fixed: bool) -> None:
         self.draw = draw

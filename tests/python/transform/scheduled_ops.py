@@ -1,4 +1,4 @@
-"""Relax ops as kernels, before and after scheduling, and what running them gives."""
+"""Relax ops as kernels, before and after scheduling, and their results."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def results(mod: tvm.IRModule, values: Sequence[np.ndarray]) -> list[np.ndarray]
         machine = rh.vm.VirtualMachine(rh.compile(mod))
     outputs = machine["main"](*values)
     arrays = [tensor.numpy() for tensor in (outputs if isinstance(outputs, (list, tuple)) else [outputs])]
-    if len(arrays) == 1:  # once more, over a poisoned result: what is not written shows
+    if len(arrays) == 1:  # once more, over a poisoned result, which reveals elements that are not written
         out = poisoned(arrays[0].shape, str(arrays[0].dtype))
         machine["main"](*values, out=out)
         arrays = [out.numpy()]

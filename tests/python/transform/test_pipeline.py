@@ -1,4 +1,4 @@
-"""The one list of passes: what runs it, what each step is, and the table in the documents."""
+"""The list of passes: its users, its steps, and the table in the documents."""
 
 import re
 from pathlib import Path

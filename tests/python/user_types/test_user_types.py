@@ -24,7 +24,7 @@ MYPY = "[mypy]\nstrict = True\nfollow_imports = silent\npython_version = 3.10\n"
 
 @pytest.mark.parametrize("package", [rh, llm, cluster, transform, frontend], ids=lambda package: package.__name__)
 def test_names_that_checkers_see_exist(package):
-    """Checkers and the package read the same stub: a name in it that no module has would be found on first use only."""
+    """Checkers and the package read the same stub: a name without a module would fail on first use only."""
     pytest.importorskip("ray") if package is cluster else None
     stub = Path(package.__file__).with_suffix(".pyi").read_text()
     names = re.findall(r"^from \S+ import (\w+) as \1$", stub, re.MULTILINE)
@@ -41,7 +41,7 @@ def marked_lines() -> list[int]:
 
 @pytest.mark.slow
 def test_mypy(tmp_path):
-    """Its cache is kept beside that of `make lint`, as reading the whole package takes it some ten seconds."""
+    """Mypy's cache is kept next to that of `make lint`, as reading the whole package takes some ten seconds."""
     pytest.importorskip("mypy")
     (tmp_path / "mypy.ini").write_text(MYPY)
     command = ["-m", "mypy", "--config-file", tmp_path / "mypy.ini", "--cache-dir", ROOT / ".mypy_cache" / "user_types"]

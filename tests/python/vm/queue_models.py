@@ -58,9 +58,9 @@ class Gate:
     Attributes
     ----------
     inside : int
-        How many calls are in the kernel.
+        Number of calls in the kernel.
     most : int
-        How many have been at once.
+        Largest number of calls at once.
     """
 
     def __init__(self) -> None:
@@ -80,14 +80,14 @@ class Gate:
             self.inside -= 1
 
     def wait(self) -> None:
-        """Until one more call is in the kernel."""
+        """Wait until one more call is in the kernel."""
         assert self._entered.acquire(timeout=30)
 
     def open(self) -> None:
         self._open.set()
 
 
-# Machines look kernels up once, so what is registered stays, and what it does is looked up here.
+# Machines look kernels up once, so the registered function stays and looks up its behaviour here.
 _now: dict[str, Callable[..., None]] = {"first": copy, "second": copy}
 
 

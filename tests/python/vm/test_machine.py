@@ -1,4 +1,4 @@
-"""Calls: arguments in every form, results, `out=`, and what is refused before anything runs."""
+"""Calls: arguments in every form, results, `out=`, and refusals before anything runs."""
 
 import numpy as np
 import pytest

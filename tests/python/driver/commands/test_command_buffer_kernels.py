@@ -47,7 +47,7 @@ def test_a_kernel_that_fails_ends_the_call(target):
 
 @T.prim_func(private=True, s_tir=True)
 def turns(A: T.Buffer((2, 24, 40), "float32"), B: T.Buffer((2, 24, 40), "float32")):
-    """Has a temporary that is too large for the stack, written as a whole before any of it is read."""
+    """Kernel with a temporary that is too large for the stack, fully written before it is read."""
     T.func_attr({"op_pattern": 8})
     with T.sblock("root"):
         doubled = T.alloc_buffer((1920,), "float32")
@@ -77,7 +77,7 @@ def _one_more(a, last, i):
 
 
 def growing(count, target):
-    """A module of kernels no two of which are alike: each adds one, and makes one element more, a copy of its last."""
+    """A module of distinct kernels: each adds one, and appends a copy of its last element."""
     device = rh.VDevice(target)
     builder = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType((16,), "float32", device))

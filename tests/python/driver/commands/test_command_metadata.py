@@ -19,7 +19,7 @@ W, V = RNG.random((8, 8), "float32"), RNG.random(8, "float32")
 
 @I.ir_module
 class Model:
-    """Two regions on two devices; a public kernel that one of them calls, another that nobody does."""
+    """Two regions on two devices; a public kernel that one of them calls, and another that is never called."""
 
     I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
 
@@ -60,7 +60,7 @@ def test_directs_are_indices_of_the_constants(exe):
 
 
 def test_regions_walked_by_what_the_metadata_says(exe):
-    """Everything that running a region takes is in the metadata, the constants and the code."""
+    """The metadata, the constants and the code suffice to run a region."""
     region = exe.metadata.regions[0]
     code = exe.runnable()
     rh.vm.VirtualMachine(exe)  # loads the code

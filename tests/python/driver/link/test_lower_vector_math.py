@@ -35,7 +35,7 @@ def _erf(x):
     return np.vectorize(math.erf, otypes=[float])(x)
 
 
-# In float64; how far float32 may be from it is 4 units in the last place.
+# In float64; float32 may be off by 4 units in the last place.
 REFERENCES = {
     "exp": np.exp,
     "log": np.log,
@@ -200,7 +200,7 @@ def test_any_number_of_lanes(lanes):
 
 
 def _bases() -> np.ndarray:
-    """Numbers whose powers are worth looking at, and as many exponents."""
+    """Bases with special powers, and as many exponents."""
     rng = fresh_rng()
     special = np.append(SPECIAL, [3.0, -3.0, -2.0, -0.5, 16777215.0, 16777216.0, -16777217.0]).astype("float32")
     crossed = np.stack([np.repeat(special, len(special)), np.tile(special, len(special))])

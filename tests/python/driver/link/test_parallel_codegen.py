@@ -1,4 +1,4 @@
-"""Modules of a few kernels, compiled at once: in order, with the settings of the caller and the errors of one alone."""
+"""Modules of a few kernels compiled in parallel: in order, with the caller's settings, with the error of the first."""
 
 from __future__ import annotations
 

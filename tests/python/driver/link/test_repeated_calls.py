@@ -1,4 +1,4 @@
-"""Functions for calls whose arguments look like those of an earlier one: their parts, and which functions have them."""
+"""Functions for calls whose arguments have the types and shapes of an earlier call: their parts, and who has them."""
 
 import numpy as np
 import pytest
@@ -84,7 +84,7 @@ class Symbolic:
 
 @I.ir_module
 class OfValues:
-    """The size of the result is known when the call has begun."""
+    """The size of the result depends on values: it is known only during the call."""
 
     @R.function
     def main(x: R.Tensor(("n",), "float32")):
@@ -156,7 +156,7 @@ def test_arguments_that_look_otherwise_are_checked():
 
 @I.ir_module
 class OnlyChecked:
-    """Its sizes are numbers: calls share nothing but what is checked."""
+    """Its sizes are constants: calls share nothing but checks."""
 
     @R.function
     def main(x: R.Tensor(("n", "m"), "float32")):

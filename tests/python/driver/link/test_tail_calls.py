@@ -1,4 +1,4 @@
-"""Functions that call themselves last run as loops: any number of trips, whatever else they do."""
+"""Tail-recursive functions run as loops: any number of trips, with branches and other work."""
 
 import numpy as np
 import pytest
@@ -69,7 +69,7 @@ class Branches:
 
 @I.ir_module
 class NotLast:
-    """Work behind the call of itself: that is recursion."""
+    """Work after the call of itself: real recursion."""
 
     @R.function
     def main(i: R.Tensor((), "int64"), v: R.Tensor((2,), "float32")) -> R.Tensor((2,), "float32"):

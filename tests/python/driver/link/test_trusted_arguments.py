@@ -1,4 +1,4 @@
-"""Command buffers do without TVM's checks of their arguments where these cannot be anything else."""
+"""Command buffers omit TVM's checks of their arguments where the arguments' types are guaranteed."""
 
 import numpy as np
 import pytest

@@ -74,7 +74,7 @@ def test_constants_that_units_share_count_once():
 @given(st.lists(st.integers(0, 1), min_size=1, max_size=8), st.data())
 @settings(max_examples=50)
 def test_values_count_while_they_live(plan, data):
-    """Against a walk over the program that keeps the set of values there; those of two devices lie apart."""
+    """Compared with a walk over the program that keeps the set of live values of each device."""
     count = len(plan)
     values = []
     for maker in (OUTSIDE, *range(count)):
@@ -115,7 +115,7 @@ def test_values_that_joining_units_read_take_no_memory():
 
 
 def test_feature_maps_that_cross_are_there_in_two_orders_for_a_moment():
-    """Beside convolutions channels lie last, and first where another device gets them."""
+    """Convolutions store channels last; a copy for another device stores them first."""
     units = [WorkUnit([str(i)], [Work(1, 0)]) for i in range(3)]
     for is_map, most in ((False, 10 + 20), (True, 2 * 10 + 2 * 20)):
         values = [WorkValue(5.0, OUTSIDE, [0]), *(WorkValue(10.0 * (i + 1), i, [i + 1], is_map) for i in range(2))]

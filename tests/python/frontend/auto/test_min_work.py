@@ -1,4 +1,4 @@
-"""Minimum cuts: the plan of least work."""
+"""Minimum cuts: the plan with the least total work."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -25,7 +25,7 @@ def test_the_plan_for_three_is_never_worse_than_the_one_to_start_with(costs):
 
 
 def test_a_value_goes_to_a_device_once():
-    # One maker that only the first device is good at, three readers that only the second is good at.
+    # One producer that is fast on the first device only, three readers that are fast on the second only.
     costs = costs_of([9, 9, 9, 9], [(10, 0, [1, 2, 3])])
     costs.ops[0][1] = 100 * costs.ops[0][0]
     for unit in (1, 2, 3):

@@ -33,7 +33,7 @@ def test_branches_overlap_and_meet():
 
 
 def test_a_queue_takes_what_comes_first_in_the_program_of_what_is_ready():
-    # 1 reads a value from the other device that comes at 4; 2, behind it, does not wait for that.
+    # 1 reads a value from the other device that arrives at 4; 2, after it in the program, does not wait for that.
     costs = costs_of([3, 5, 4], [(1, 0, [1])])
     assert seconds(costs, [1, 0, 0]) == 10  # 4 of unit 2, the transfer, 5 of unit 1
     # Both are ready at the start: 1 goes first, so that 0 of the other device ends at 5 + 1 + 4.

@@ -1,4 +1,4 @@
-"""The search for the best plan, against all plans where they are few, and the clusters that it moves."""
+"""The search for the best plan, against all plans of small graphs, and the clusters that it moves."""
 
 import itertools
 import random
@@ -43,7 +43,7 @@ def test_no_plan_is_worse_than_one_device_or_least_work(costs, objective):
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_of_more_units_the_plan_is_nearly_the_best(objective):
-    """The search proper: only eight plans of clusters are tried, of 512 plans that there are."""
+    """The search proper: only eight plans of clusters are tried, out of 512 plans."""
     ratios = []
     for seed in range(20):
         costs = random_costs(random.Random(seed), 9)
@@ -114,7 +114,7 @@ def test_devices_that_take_turns_gain_nothing_by_a_cut():
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_many_units_are_planned_with_bounded_effort(objective, monkeypatch):
-    """From each starting point the search looks at so many units and values and no more, however many there are."""
+    """From each starting point the search looks at a bounded number of units and values."""
     measures = []
 
     def noted(kind):

@@ -14,7 +14,7 @@ from seeds import fresh_rng
 
 
 def zero_caches(model: onnx.ModelProto, batch: int, length: int) -> dict[str, np.ndarray]:
-    """A cache of `length` positions for each input that is one."""
+    """Zero caches of `length` positions for all cache inputs."""
     arrays = {}
     for info in model.graph.input:
         if info.name.startswith("past_key_values."):

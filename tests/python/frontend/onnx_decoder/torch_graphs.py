@@ -207,7 +207,7 @@ class Torch:
         return heads
 
     def _rotated(self, graph: Graph, name: str, data: str, rotation: tuple[str, str]) -> str:
-        """x cos + [-b, a] sin, where a and b are the halves of what is rotated; the numbers behind stay."""
+        """x cos + [-b, a] sin, where a and b are the halves of the rotated elements; later elements stay."""
         full, rest = data, ""
         if self.rotated < self.shape.size:
             middle = graph.weight("rotated", [self.rotated], "int64")

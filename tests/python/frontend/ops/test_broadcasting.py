@@ -63,7 +63,7 @@ def test_sizes_broadcast_as_in_onnxruntime(op):
 
 
 def test_a_mask_of_other_dimensions_joins_scores_and_softmax():
-    """The result's sizes are known well enough for the ops behind it."""
+    """The result's sizes are known well enough for the ops after it."""
     nodes = [
         helper.make_node("Add", ["scores", "mask"], ["masked"]),
         helper.make_node("Softmax", ["masked"], ["weights"]),

@@ -26,7 +26,7 @@ OPS = [
     ("Celu", {"alpha": 2.0}),
     *(("Cast", {"to": target}) for target in INTEGERS),
 ]
-# Not of NaN alone: ONNX Runtime computes in other orders, or other precision.
+# For all values, not only NaN: ONNX Runtime computes in other orders, or other precision.
 ROUGH = {"float16": 4e-3, "float32": 5e-6, "float64": 1e-6}
 
 

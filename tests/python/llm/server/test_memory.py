@@ -54,5 +54,5 @@ def test_thousands_of_requests_take_no_memory(model, tmp_path):
         server.wait(60)
     assert not outcomes.lost, outcomes.lost[:3]
     assert sum(outcomes.answers.values()) == WARM_UP + REQUESTS
-    # One kilobyte that each request left behind would be 5 MB.
+    # A leak of one kilobyte per request would be 5 MB.
     assert grown < 4, f"{grown:.1f} MB more after {REQUESTS} requests"

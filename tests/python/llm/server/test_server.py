@@ -299,7 +299,7 @@ def test_a_prompt_that_does_not_fit_has_the_code_of_openai(http, server):
 
 
 def test_a_caller_that_does_not_read_is_given_up(monkeypatch):
-    """It would be one of the requests in flight for ever."""
+    """It would count as a request in flight for ever."""
     monkeypatch.setattr(calls, "GRACE_SECONDS", 0.05)
     ended = []
 
@@ -359,7 +359,7 @@ def test_health_and_metrics(http):
 
 
 def idle(server: Server) -> None:
-    """Wait until the engine has nothing to do; by a request behind all others."""
+    """Wait until the engine is idle, with a request after all others."""
     for _ in range(1000):
         httpx.post(f"{server.url}{COMPLETIONS}", json={"prompt": "a", "max_tokens": 1})
         statistics = server.engine.statistics()

@@ -62,7 +62,7 @@ def page(opened):
 
 
 def click_item(page, choice, times=1):
-    """Click the first item of the graph of which the expression over `data` holds."""
+    """Click the first item of the graph for which the expression over `data` holds."""
     page.locator("#graph .canvas").scroll_into_view_if_needed()
     find = f"report.cy.nodes(':childless').filter((node) => {{ const data = node.data(); return {choice}; }})[0]"
     page.evaluate(f"void report.cy.center({find})")

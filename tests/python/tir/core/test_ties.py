@@ -31,7 +31,7 @@ WITH_TILES = [name for name in NAMES if name != "sse"]
 
 
 def check_ties(cases: Sequence[tuple[tvm.tirx.PrimFunc, Sequence[np.ndarray], Sequence[int]]], name: str, folder: Path):
-    """Run kernels apart and over each tied operand; (kernel, operands as they are stored, shape of the result)."""
+    """Run kernels out of place and over each tied operand; (kernel, operands as stored, shape of the result)."""
     functions = {}
     for i, (func, _, _) in enumerate(cases):
         functions[f"apart{i}"] = func.with_attr("tirx.noalias", True)

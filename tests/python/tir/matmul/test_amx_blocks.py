@@ -67,7 +67,7 @@ def test_formats_of_files(form, rows, columns, records):
 
 @pytest.mark.parametrize("form", ["q4_k", "q5_0", "q8_0", "f16"])
 def test_activations_of_few_bits(form):
-    """Numbers are rounded to bfloat16, and so are the sums that minimums meet; beside plain weights they are not."""
+    """Numbers are rounded to bfloat16, and so are the sums that minimums multiply; with plain weights they are not."""
     depth = 2 * max(64, FILE_FORMATS[form].span)
     weights, x = of_file(form, 37, depth), 3 + fresh_rng().standard_normal((33, depth), "float32")
     function, before = _kernel(problem_of(weights, 33, PANEL, activation_bits=8)), products_so_far()

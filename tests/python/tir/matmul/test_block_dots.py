@@ -90,7 +90,7 @@ def test_one_symbolic_kernel_serves_all_rows(name, tmp_path):
 
 @pytest.mark.parametrize("form", ["q4_0", "q6_k"])
 def test_numbers_of_all_sizes(form, tmp_path):
-    """Each chain has its own scale, so that small numbers beside large ones of other chains are kept."""
+    """Each chain has its own scale, so that large numbers of other chains do not swamp its small ones."""
     if not NAMES:
         pytest.skip("this CPU lacks dot products of bytes in vectors of 64")
     weights = of_file(form, 8, 512)

@@ -47,7 +47,7 @@ def call(function, x, weights, experts, panel, index, *others):
 
 
 def expected(x, weights, experts, index):
-    """Sums in float64, and how large what is added up is."""
+    """Sums in float64, and sums of absolute terms."""
     numbers = weights.numbers.reshape(experts, -1, weights.source.depth)[np.clip(index, 0, experts - 1)]
     rows = np.broadcast_to(x[:, :, 0].astype("float64"), (*index.shape, x.shape[-1]))
     return tuple(np.einsum("tuk,tunk->tun", a, b)[:, :, None] for a, b in ((rows, numbers), (abs(rows), abs(numbers))))

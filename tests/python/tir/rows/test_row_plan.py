@@ -1,4 +1,4 @@
-"""Plans of rows: what is kept between passes, what is computed once a row."""
+"""Plans of rows: values kept between passes, and values computed once a row."""
 
 from relax_hetero.encoding.row_program import RowProgram
 from relax_hetero.tir.rows.row_plan import plan_rows

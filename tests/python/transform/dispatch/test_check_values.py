@@ -1,4 +1,4 @@
-"""CheckValues: which operands are checked, by which kernel, and what is known at compile time."""
+"""CheckValues: checked operands, the kernels that check them, and checks at compile time."""
 
 import numpy as np
 import pytest
@@ -180,7 +180,7 @@ def test_strict_checks_of_a_gpu_report_to_its_record():
 
 def test_checks_of_a_gpu_share_one_record():
     both = CheckValues()(module_of(CUDA, [0]).with_attr(STRICT, True))
-    assert remarks_of(both).checks is None  # what is known needs none
+    assert remarks_of(both).checks is None  # a known index needs none
     device = relax.VDevice(CUDA)
     x, i = (relax.Var(name, relax.TensorType((4,), "int64", device)) for name in "xi")
     builder = relax.BlockBuilder()

@@ -1,4 +1,4 @@
-"""ClampIndices: whatever numbers a kernel reads, it touches its own tensors only, and ends no process."""
+"""ClampIndices: with any indices and divisors, a kernel touches its own tensors only, and never ends the process."""
 
 import numpy as np
 import pytest
@@ -168,7 +168,7 @@ def test_integer_division_by_anything(dtype):
 
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_shifts_by_anything(dtype):
-    """All is shifted out by the width or more, and by a negative number; of negative numbers the sign stays."""
+    """Shifts by the width or more, and by a negative number, leave 0, or the sign of a negative number."""
     a, b = extreme_pairs(dtype, fresh_rng())
     builder = relax.BlockBuilder()
     x, y = (relax.Var(name, relax.TensorType((len(a),), dtype)) for name in "xy")

@@ -76,7 +76,7 @@ def test_a_constant_lives_where_it_is_read():
 
 
 def test_variables_keep_the_devices_they_had():
-    """A variable that is known by name keeps its type, whatever its operands say."""
+    """A variable that is known by name keeps its type, whatever devices its operands have."""
 
     @ir_module(V4, (V2, 1))
     def Mod(shape: R.Shape(["n"])) -> R.Tensor(("n",), "float32"):

@@ -186,7 +186,7 @@ def test_ops_before_the_one_that_fails_are_not_blamed():
 
 
 def test_kernels_of_several_stages_and_one_symbolic_size_on_cpus_of_two_targets():
-    """ConvertSSA, which LegalizeOps runs behind its copies, would leave uses of the buffer between them undefined."""
+    """ConvertSSA, which LegalizeOps runs after its copies, would leave uses of the buffer between them undefined."""
 
     @ir_module(V4, (V2, 1))
     def Mod(

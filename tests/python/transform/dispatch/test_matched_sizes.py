@@ -1,4 +1,4 @@
-"""Sizes that are found in a branch: their ``match_cast`` stands apart from dataflow blocks."""
+"""Sizes that are known in a branch only: their ``match_cast`` stands outside of dataflow blocks."""
 
 import tvm
 from tvm import relax, tirx

@@ -1,4 +1,4 @@
-"""Kernels of users with 32-bit extents run alone and beside ops that TVM fuses with them."""
+"""Kernels of users with 32-bit extents run alone and among ops that TVM fuses."""
 
 import numpy as np
 import pytest

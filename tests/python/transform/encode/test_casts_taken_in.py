@@ -1,4 +1,4 @@
-"""The casts of low precision around attention and behind products: which kernels take them in."""
+"""Low-precision casts around attention and after products: kernels that absorb them."""
 
 from __future__ import annotations
 

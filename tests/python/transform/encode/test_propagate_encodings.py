@@ -1,4 +1,4 @@
-"""PropagateEncodings: what moves onto encoded values, what cancels, and where it stops."""
+"""PropagateEncodings: ops that move onto encoded values, pairs that cancel, and where it stops."""
 
 import numpy as np
 import pytest

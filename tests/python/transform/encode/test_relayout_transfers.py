@@ -1,4 +1,4 @@
-"""Which side lays an encoded tensor out again: what it takes there, and what goes over the wire."""
+"""The side of a transfer that changes a layout: its time there, and the bytes on the wire."""
 
 import pytest
 from tvm import relax, tirx

@@ -58,7 +58,7 @@ def test_parameters_keep_theirs():
 
 
 def test_two_results_of_one_value():
-    """One takes over; the other is that one."""
+    """One name takes over; the other becomes an alias."""
 
     @ir_module()
     def Before(x: R.Tensor((4,), "float32")):

@@ -1,4 +1,4 @@
-"""Triangles are taken out of scores, and nothing else is."""
+"""Causal triangles are removed from scores, and nothing else is."""
 
 from __future__ import annotations
 

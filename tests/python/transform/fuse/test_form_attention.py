@@ -1,4 +1,4 @@
-"""FormAttention: what becomes one op, what stays, and why."""
+"""FormAttention: graphs that become one op, graphs that stay, and reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FormQuantizedMatmuls: rows that choose their matrices keep these in blocks; what does not fit takes numbers."""
+"""FormQuantizedMatmuls: rows that choose their matrices keep these in blocks; other forms use unpacked numbers."""
 
 import numpy as np
 import pytest
@@ -84,7 +84,7 @@ def test_numbers_of_both_forms(is_constant):
     np.testing.assert_allclose(actual, sums / (1 + np.exp(-sums)) * factor, rtol=1e-4, atol=1e-4)
 
 
-# Products that look nearly so: matrices as they lie, of tables cut otherwise, of rows of another rank.
+# Products that nearly match: matrices not transposed, tables cut otherwise, rows of another rank.
 @ir_module(V4)
 def Others(
     x: R.Tensor((5, 1, 1, 40), "float32"),

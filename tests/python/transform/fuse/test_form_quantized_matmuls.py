@@ -1,4 +1,4 @@
-"""FormQuantizedMatmuls: which products keep weights of 4 bits, what they take along, and what others become."""
+"""FormQuantizedMatmuls: products that keep weights of 4 bits, ops that they absorb, and the form of other products."""
 
 import numpy as np
 from tvm import relax
@@ -115,7 +115,7 @@ def TwoUses(
 
 
 def test_what_several_read_is_stored_and_a_vector_takes_numbers():
-    """In half precision, a product is taken in float32; what other ops read of the weights is made by plain ops."""
+    """In half precision, a product runs in float32; plain ops compute the weights that other ops read."""
     after = formed(TwoUses)
     assert expressions(after) == ["x0"]
     ops = ops_of(after)

@@ -1,4 +1,4 @@
-"""Orders of dimensions: permutations compose as numpy's do, and a reshape is done on what is permuted."""
+"""Orders of dimensions: permutations compose as numpy's do, and reshapes apply to permuted values."""
 
 import numpy as np
 from hypothesis import given
@@ -64,7 +64,7 @@ def test_splitting_takes_no_permutation():
 
 
 def test_merging_puts_neighbours_together():
-    shuffled = (0, 4, 3, 1, 2)  # (b, c, g, h, w) of what lies as (b, h, w, g, c)
+    shuffled = (0, 4, 3, 1, 2)  # (b, c, g, h, w) of a value stored as (b, h, w, g, c)
     plan = reshaped(integers([2, 3, 2, 5, 7]), integers([2, 6, 5, 7]), shuffled)
     assert plan is not None and plan.operand == (0, 3, 4, 1, 2)
     assert [int(extent) for extent in plan.shape] == [2, 5, 7, 6] and plan.result == (0, 3, 1, 2)

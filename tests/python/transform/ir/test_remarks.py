@@ -1,4 +1,4 @@
-"""The record of what passes find: kept by modules that ask for it, the same by a Sequential and by rh.compile."""
+"""Remarks of passes: kept by modules that ask for them, the same from a Sequential and from rh.compile."""
 
 import tvm
 from tvm.script import ir as I

@@ -1,4 +1,4 @@
-"""PinTransferred: what a CPU makes and a GPU gets lies in pinned memory."""
+"""PinTransferred: values that a CPU computes and sends to a GPU are in pinned memory."""
 
 import gc
 
@@ -100,7 +100,7 @@ def scopes(func):
 
 
 def test_branches_other_cpus_and_symbolic_sizes():
-    """Either branch of what is sent, by another CPU's name; what is on a GPU, and what goes to a CPU, is left alone."""
+    """Both branches of a sent value, also under another CPU's name; values on a GPU, and values sent to a CPU, stay."""
 
     @ir_module("llvm", "llvm:1", CUDA, pure=False)
     def Mod(x: R.Tensor(("n", "k"), "float32", "llvm:0"), c: R.Tensor((), "bool", "llvm:1")):

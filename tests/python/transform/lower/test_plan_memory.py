@@ -175,7 +175,7 @@ def test_what_a_transfer_between_cpus_reads_is_there_as_long_as_its_result():
             cls.kernel(c, e)
             return R.tuple()
 
-    # c cannot take the place of a, which b is until d is made; e can.
+    # c cannot reuse the storage of a, which b aliases until d is computed; e can.
     assert _storages(PlanMemoryPerDevice()(Mod)) == [(0, "global"), (0, "global"), (1, "global")]
 
 
@@ -207,7 +207,7 @@ def test_rooms_of_transfers_share_storage_with_what_the_device_computes():
             cls.kernel(d, e)
             return R.tuple()
 
-    # r and t share, b and e do, s is alone.
+    # r and t share storage, so do b and e; s shares with none.
     assert sorted(_storages(PlanMemoryPerDevice()(Mod))) == [(0, "global"), (0, "global"), (1, "global")]
 
 

@@ -1,4 +1,4 @@
-"""How a function's work is cut into parts: random graphs against what the cut promises, and small cases."""
+"""The partition of a function's work: random graphs against the promises of the partition, and small cases."""
 
 from unittest import mock
 
@@ -57,7 +57,7 @@ def parts_of(mod, small=-1):
 
 
 class Dependence:
-    """Which bindings each binding depends on, found again by walking what each reads."""
+    """Dependences of each binding, recomputed by walking its reads."""
 
     def __init__(self, bindings, places):
         self.bindings, self.places = bindings, places

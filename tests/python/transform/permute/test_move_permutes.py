@@ -1,4 +1,4 @@
-"""MovePermutes: permutations meet and cancel; what needs the program's order gets it, once."""
+"""MovePermutes: permutations meet and cancel; ops that need the program's order get it, once."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Every op with a rule computes the same on what is permuted, and no permutation is left between two of them.
+"""Every op with a rule computes the same on permuted values, and no permutation is left between two such ops.
 
 One module with a function per case, compiled once by stock TVM as it is and once with its permutations moved.
 """
@@ -80,7 +80,7 @@ SAME_RANK = {
     "reshape_ones": lambda b, x: op.squeeze(b.emit(op.nn.relu(b.emit(op.expand_dims(x, [0, 3])))), [0, 3]),
 }
 
-# Other results, which leave as they come.
+# Other results, which stay in the program's order.
 OTHER_RANK = {
     "mean_without": lambda b, x: op.mean(x, [2, 3]),
     "sum_channels": lambda b, x: op.sum(x, [1]),

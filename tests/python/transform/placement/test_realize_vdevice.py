@@ -17,7 +17,7 @@ from relax_hetero.transform.placement.realize_vdevice import realize_vdevice
 
 
 def check(before: tvm.IRModule, expected: tvm.IRModule) -> None:
-    """The pass gives what is expected, which is placed, well-formed and left alone by a second run."""
+    """Check that the pass gives `expected`, which is placed, well-formed and left alone by a second run."""
     verify_placement(check_pass(RealizeVDevice(), before, expected))
 
 

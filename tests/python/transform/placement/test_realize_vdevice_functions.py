@@ -66,7 +66,7 @@ def test_callee_places_its_caller():
 
 
 def test_one_function_on_two_devices_is_cloned():
-    """The first call in module order keeps the name, whatever it is on; the clone is private."""
+    """The first call in module order keeps the name, on any device; the clone is private."""
 
     @ir_module("llvm", "llvm:1")
     class Before:
@@ -523,6 +523,6 @@ def test_what_tvm_infers_from_a_hint_is_no_annotation():
             v = R.add(u, y)
             return (v, x)
 
-    assert Before["f"].ret_ty.vdevice.vdevice_id == 0  # what makes this hard
+    assert Before["f"].ret_ty.vdevice.vdevice_id == 0  # inferred by TVM from the hint's operand
     after = place(Before)
     assert devices(after["f"]) == [0, 1] and devices(after["main"]) == [0, 1, 1, 0]

@@ -61,7 +61,7 @@ def test_programs_in_dataflow_blocks(mod):
 @settings(max_examples=60)
 @given(modules(size=5))
 def test_programs_without_copies(mod):
-    """Placed without a transfer the program did not ask for, or refused; what is placed is the same with copies."""
+    """Placed without new transfers, or refused; a placed program is the same with copies allowed."""
     try:
         placed, _ = realize_vdevice(mod)
     except PlacementError as error:

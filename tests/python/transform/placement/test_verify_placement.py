@@ -1,4 +1,4 @@
-"""verify_placement: what a placed module may not hold."""
+"""verify_placement: errors in placed modules."""
 
 import re
 

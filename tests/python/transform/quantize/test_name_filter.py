@@ -1,4 +1,4 @@
-"""ToMixedPrecision: what a user keeps in float32, by the names of ops, variables and functions."""
+"""ToMixedPrecision: values that a user keeps in float32, by the names of ops, variables and functions."""
 
 import numpy as np
 import pytest

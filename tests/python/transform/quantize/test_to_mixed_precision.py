@@ -1,4 +1,4 @@
-"""ToMixedPrecision: what is rounded, and where."""
+"""ToMixedPrecision: values that are rounded, and where."""
 
 import ml_dtypes
 import numpy as np
@@ -31,7 +31,7 @@ def dtypes(mod, op):
 
 
 def test_products_and_what_is_between():
-    """Bias and activation see unrounded sums; what products read too is read rounded, but for results of norms."""
+    """Bias and activation see unrounded sums; values that products read are rounded, except results of norms."""
 
     @ir_module()
     def Before(
@@ -166,7 +166,7 @@ def test_convolutions_and_pooling():
 
 
 def test_returned_values_keep_their_type_and_number():
-    """Also of what is moved, and of tuples; branches end with values of float32 too."""
+    """Also after moves and in tuples; branches end with float32 values, too."""
 
     @ir_module()
     def Before(p: R.Tensor((), "bool"), x: R.Tensor((8, 16), "float32"), w: R.Tensor((16, 16), "float32")) -> R.Tuple(
@@ -362,7 +362,7 @@ def test_of_two_products_that_are_added_the_first_is_stored_rounded_in_float16_o
 
 
 def _on(*targets):
-    """A product on each device, of what the one before made."""
+    """A chain of products, one on each device."""
 
     @ir_module()
     def Chain(x: R.Tensor((16, 32), "float32"), w: R.Tensor((32, 32), "float32")):

@@ -68,7 +68,7 @@ def test_a_match_cast_of_what_a_run_made_ends_it():
 
 
 def test_a_view_waits_for_the_sizes_in_it():
-    """`m` is named after the run that made what is viewed."""
+    """`m` becomes known after the run that made the viewed tensor."""
 
     @R.function(check_well_formed=False)
     def main(x: FIRST):
@@ -155,7 +155,7 @@ def test_work_in_place_joins_where_nothing_reads_what_it_writes_later():
 
 
 def test_work_in_place_ends_a_run():
-    """An argument may not be written to in a run, nor what is read afterwards, or elsewhere; nothing moves across."""
+    """A run may not write to an argument, nor to a value that is read later or elsewhere; nothing moves across."""
 
     @R.function(check_well_formed=False)
     def argument(x: FIRST):

@@ -1,4 +1,4 @@
-"""Donated parameters: who may be one, and the only work that uses it writes over it."""
+"""Donated parameters: valid ones, and in-place work by their only user."""
 
 import pytest
 import tvm
@@ -71,7 +71,7 @@ def test_a_kernel_by_itself():
 
 
 def test_a_command_buffer():
-    """Both kernels write over the cache; what is read of it elsewhere must be what it was."""
+    """Both kernels write over the cache; other readers must see its old content."""
 
     @ir_module(V4)
     class Before:

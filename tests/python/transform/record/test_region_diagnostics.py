@@ -1,4 +1,4 @@
-"""Why a run ended, in words."""
+"""Reasons why runs ended, in words."""
 
 from tvm.script import relax as R
 from tvm.script import tirx as T

@@ -1,4 +1,4 @@
-"""Results take the memory of operands that nothing else reads, and of nothing else."""
+"""Results reuse the memory of operands that nothing else reads, and only of these."""
 
 import tvm
 from hypothesis import given, settings

@@ -239,7 +239,7 @@ _TRANSPOSED = {1: op.nn.conv1d_transpose, 2: op.nn.conv2d_transpose, 3: op.nn.co
 
 
 def transposed(rank, kernel, groups, **options):
-    """A transposed convolution with what a model has behind it, and what the pass leaves of it for `parts` phases."""
+    """A transposed convolution with the ops after it in a model, and the pass's result for `parts` phases."""
 
     def compute(builder, x):
         weight = constant(4, 3, *[kernel] * rank)
@@ -292,7 +292,7 @@ def test_weights_that_are_not_known_stay_transposed():
 
 
 def test_images_of_symbolic_sizes():
-    """Those of whose result the stride is a divisor; a slice of symbolic size would have to make any other."""
+    """Only results that the stride divides: others would need a slice of symbolic size."""
     stock = {"odd": (3, 2, 0, 0), "cut": (1, 2, 1, 1)}
     cases = {"vocoder": (8, 4, 2, 0), "doubled": (2, 2, 0, 0), "turned": (3, 1, 1, 0), "longer": (3, 2, 1, 1), **stock}
     builder = relax.BlockBuilder()

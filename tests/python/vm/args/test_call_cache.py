@@ -1,4 +1,4 @@
-"""Repeated calls: whatever changes between two of them is noticed, and nothing is copied that could be lent."""
+"""Repeated calls: any change between two of them is noticed, and nothing is copied that could be borrowed."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Whatever a caller hands in: the right numbers, or an error that names the argument; never a crash."""
+"""Arguments of any kind: the right numbers, or an error that names the argument; never a crash."""
 
 import ctypes
 import signal
@@ -57,7 +57,7 @@ class Header(ctypes.Structure):
 
 
 def forged(shape=None, strides=None, **fields):
-    """A tensor of TVM over X, with other facts about it."""
+    """A TVM tensor over X with forged fields."""
     owner = tvm.runtime.tensor(X)
     capsule = owner._to_dlpack()
     header = Header.from_address(capsule_pointer(capsule, b"dltensor"))

@@ -1,4 +1,4 @@
-"""Refusals while a command buffer is recorded: commands that cannot be right, and calls out of turn."""
+"""Refusals while a command buffer is recorded: commands that cannot be right, and calls in the wrong state."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""`to_device`: manifest index to whatever device the running machine has there."""
+"""`to_device`: from a manifest index to the device that the running machine has for it."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""memory_limit=: what would take more than it may is refused by name, before anything runs."""
+"""memory_limit=: calls that would exceed it are refused by name, before anything runs."""
 
 from functools import partial
 

@@ -60,7 +60,7 @@ def test_beyond_the_limit_nothing_is_pinned(cuda, library):
     large.copyfrom(np.arange(8192, dtype="uint8"))
     np.testing.assert_array_equal(large.numpy(), np.arange(8192, dtype="uint8"))
     del first
-    large = pool.tensor((8192,), "uint8", CPU)  # what is kept makes room
+    large = pool.tensor((8192,), "uint8", CPU)  # kept memory is freed
     assert library.is_pinned(large.data_ptr()) and pool.nbytes == 3 * 4096 and len(cuda.pinned) == 2
     assert library.is_pinned(second.data_ptr())
 

@@ -1,4 +1,4 @@
-"""Devices that are the CPUs of a NUMA node: where their threads run, where their memory is, and what is refused."""
+"""Devices that are the CPUs of a NUMA node: affinity of their threads, their memory, and refusals."""
 
 import json
 import os

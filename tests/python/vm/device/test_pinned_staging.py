@@ -66,7 +66,7 @@ def test_what_is_sent_comes_in_the_order_of_the_stream(nbytes, seed):
     address = target.ctypes.data
     cuda._push(stream.handle, lambda: ctypes.memset(address, 7, nbytes))  # a kernel before
     staging.send(source.ctypes.data, address, nbytes, stream)
-    cuda._push(stream.handle, lambda: ctypes.memmove(later.ctypes.data, address, nbytes))  # and one behind
+    cuda._push(stream.handle, lambda: ctypes.memmove(later.ctypes.data, address, nbytes))  # and one after
     stream.synchronize()
     np.testing.assert_array_equal(later, source)
 

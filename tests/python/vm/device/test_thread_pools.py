@@ -1,4 +1,4 @@
-"""How many threads kernels run on: alone, beside other callers, and where the environment says something else."""
+"""Number of threads of kernels: alone, alongside other callers, and set by the environment."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def test_the_environment_overrules(monkeypatch):
 
 @pytest.fixture
 def seen(failing, monkeypatch):
-    """Calls of a kernel that tells its thread's pool width; `hold` keeps a call in its kernel while it is set."""
+    """Calls of a kernel that records its thread's pool width; an entry of `held` keeps a call in its kernel."""
     monkeypatch.setenv("TVM_NUM_THREADS", "4")
     name = "relax_hetero.test.refuse_negative"
     before = tvm.get_global_func(name)

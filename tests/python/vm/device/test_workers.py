@@ -1,4 +1,4 @@
-"""Worker threads: who runs which task, whoever is late, and what becomes of errors, nested loops, threads and forks."""
+"""Worker threads: distribution of tasks, late workers, errors, nested loops, threads and forks."""
 
 import ctypes
 import os
@@ -129,7 +129,7 @@ def test_code_that_is_loaded_later_sets_how_long_running_workers_spin(vm, monkey
 @pytest.mark.skipif(len(cpus_of_cores()) < 2, reason="one core: nowhere to go")
 @pytest.mark.parametrize("core", [0, -1])
 def test_a_worker_on_its_callers_cpu_is_sent_away(vm, core):
-    """Again, too, where somebody else put it back: ``taskset``, or a control group that changes."""
+    """Also again after something else moves it back: ``taskset``, or a control group that changes."""
     function = LAUNCH(workers._functions[names.LAUNCH]())
     allowed = os.sched_getaffinity(0)
     shared = cpus_of_cores()[core]

@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
 
 
 def run(script, folder, status=0):
-    """A script's output, or what it says of an error, after it has ended by itself with that status."""
+    """A script's output, or its error, after it has ended by itself with that status."""
     path = folder / "script.py"  # functions of a module are read again from its file
     path.write_text(HEAD + script)
     paths = [os.path.dirname(os.path.dirname(__file__)), *filter(None, sys.path)]
@@ -104,7 +104,7 @@ def test_machines_leave_nothing_behind(no_collections):
     assert not any(reference() for reference in references)
     del references
     gc.collect()
-    # One object that each machine, or each call, left behind would be 150 of them.
+    # A leak of one object per machine, or per call, would be 150 of them.
     assert len(gc.get_objects()) - before < 100
 
 

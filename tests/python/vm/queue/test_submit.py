@@ -1,4 +1,4 @@
-"""Calls that are submitted: what they give, how many are under way, and all that futures do."""
+"""Submitted calls: their results, the limit of calls in flight, and the interface of futures."""
 
 import asyncio
 import concurrent.futures

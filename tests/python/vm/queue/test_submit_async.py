@@ -1,4 +1,4 @@
-"""Submissions in event loops, which never stand still for room, and arrays that change after they were submitted."""
+"""Submissions in event loops, which never block on a full queue, and arrays that change after they were submitted."""
 
 import asyncio
 import threading
@@ -25,7 +25,7 @@ def machine(exe, max_in_flight=2):
 
 
 async def beside_ticks(gate, *works):
-    """Open the gate after the loop has gone round a hundred times beside works: this hangs if the loop stands still."""
+    """Open the gate after a hundred iterations of the loop while works run: this hangs if the loop blocks."""
     task = asyncio.gather(*works)
     for _ in range(100):
         await asyncio.sleep(0)
@@ -164,7 +164,7 @@ class Producer:
 @pytest.mark.parametrize("wrap", [lambda x: x, Producer, lambda x: np.ascontiguousarray(x[::-1])[::-1]])
 @pytest.mark.parametrize("awaits", [False, True])
 def test_writes_after_a_submission_are_not_seen(exe, wrap, awaits):
-    """Also where the call waits: for another call's result, or for room."""
+    """Also if the call waits for another call's result, or for capacity."""
     vm, gate = machine(exe, 1 if awaits else 4), Gate()
 
     async def run():

@@ -1,4 +1,4 @@
-"""Traces: what the Trace Event Format asks for, and that they say what happened."""
+"""Traces: valid in the Trace Event Format, and true to what happened."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Pipeline:
 
 @I.ir_module
 class Gated:
-    """A kernel in Python behind a stage."""
+    """A kernel in Python after a stage."""
 
     I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
 

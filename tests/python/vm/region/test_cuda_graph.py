@@ -82,7 +82,7 @@ class Device:
             self._run(words[graph_layout.BINDINGS :][:2])
 
     def proceed(self):
-        """Begin, and end, one of the launches that wait."""
+        """Begin and end one of the pending launches."""
         self.waiting.pop(0)
         words_at(self.consumed, 1)[0] = (
             self.done // REPORT_INTERVAL * REPORT_INTERVAL

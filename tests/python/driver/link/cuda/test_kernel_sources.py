@@ -1,4 +1,4 @@
-"""CUDA kernels without a GPU: a source for each, machine code of the named architecture, what ptxas says of it."""
+"""CUDA kernels without a GPU: a source for each, machine code of the named architecture, reports of ptxas."""
 
 import struct
 

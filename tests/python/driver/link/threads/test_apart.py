@@ -1,4 +1,4 @@
-"""Which CPUs a worker is kept to, beside the others of its pool: any topology, any affinity."""
+"""Core affinity of a worker among the other workers of its pool: any topology, any affinity."""
 
 import ctypes
 

@@ -1,4 +1,4 @@
-"""`Loop` and `Scan`: unrolled where short, else functions that the executable repeats; values as ONNX Runtime's."""
+"""`Loop` and `Scan`: unrolled if short, else functions that the executable repeats; values as ONNX Runtime's."""
 
 import gc
 import resource
@@ -58,7 +58,7 @@ def test_a_million_trips_take_bounded_stack_and_memory():
 
 
 def test_the_condition_of_a_body():
-    """It ends the loop before its limit; how many rows there are is found by the call, and rows may outgrow room."""
+    """It ends the loop before its limit; only the call knows the number of rows, which may exceed their capacity."""
     model = parsed("""
         g (float[n] x, float most, bool start) => (float[n] y, float[t, n] rows, int64[t] steps) {
             y, rows, steps = Loop( , start, x) <
@@ -75,7 +75,7 @@ def test_the_condition_of_a_body():
 
 
 def test_values_that_grow():
-    """Each trip concatenates; the size is symbolic in the loop's function, and behind it."""
+    """Each trip concatenates; the size is symbolic in the loop's function and after it."""
     model = parsed("""
         g (int64 m, float[n, 3] x) => (float[k, 3] y, float[k, 3] z) {
             y = Loop(m, , x) <body = b (int64 i, bool c, float[a, 3] v) => (bool go, float[d, 3] v2) {
@@ -146,7 +146,7 @@ def test_scans():
 
 
 def test_products_of_slices_are_computed_in_front_of_a_scan():
-    """For all trips at once; products of the state stay, and weights that a body reads in other ways do too."""
+    """One product for all trips; products of the state stay, and so do weights that a body reads in other ways."""
     model = parsed("""
         g (float[b, 3] s, float[b, t, 2] x) => (float[b, 3] y, float[b, t, 3] p)
         <float[2, 3] w = {1.0, 2.0, 3.0, -1.0, -2.0, -3.0}, float[3, 3] u = {0.1, 0, 0, 0.2, 0, 0.1, 0, 0, 0.3}> {
@@ -214,7 +214,7 @@ def test_the_number_of_trips_names_the_rows():
 
 
 def test_lists_that_loops_append_to():
-    """TorchScript writes results of loops so: sequences of a length that only a call knows, joined behind the loop."""
+    """TorchScript's form of loop results: sequences of a length that only a call knows, joined after the loop."""
     model = parsed("""
         g (float[t, n] x) => (float[k] flat, float[t, n] stacked, float[n] first, int64 count) {
             axis = Constant<value = int64 {0}>()

@@ -17,7 +17,7 @@ TWO = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}]
 
 
 class Nodes:
-    """Nodes with inputs of their own, which become one model; of open sizes where it `is_open`."""
+    """Nodes with separate inputs that become one model; with symbolic sizes if it `is_open`."""
 
     def __init__(self, is_open: bool = False) -> None:
         self.is_open = is_open
@@ -69,7 +69,7 @@ class Nodes:
         """Compare the model with ONNX Runtime, or with given results; its nodes are dealt out over the devices."""
         if wanted is None:
             options = pytest.importorskip("onnxruntime").SessionOptions()
-            options.intra_op_num_threads = 1  # it rounds states by what a thread has of them
+            options.intra_op_num_threads = 1  # its rounding of states depends on their split over threads
             session = pytest.importorskip("onnxruntime").InferenceSession(self.model().SerializeToString(), options)
             wanted = session.run(None, self.feeds)
         typed = self.model()

@@ -90,7 +90,7 @@ def feeds_of(rows: int, lengths: list[int], past: int) -> dict[str, np.ndarray]:
         "past_value": (batch, KV_HEADS, past, SIZE),
     }
     feeds = {name: rng.standard_normal(shape).astype("float32") for name, shape in floats.items()}
-    for sequence, length in enumerate(lengths):  # what is behind a sequence counts for nothing
+    for sequence, length in enumerate(lengths):  # positions after a sequence are ignored
         for name in ("past_key", "past_value"):
             feeds[name][sequence, :, max(length - rows, 0) :] = np.nan
     mask = np.zeros((batch, max(lengths)), "int64")
@@ -100,7 +100,7 @@ def feeds_of(rows: int, lengths: list[int], past: int) -> dict[str, np.ndarray]:
 def compare(
     main: Any, session: onnxruntime.InferenceSession, rows: int, lengths: list[int], past: int, in_place: bool
 ) -> None:
-    """Rows and positions that a sequence has, since those behind it are anything."""
+    """Compare rows and positions of sequences; those after a sequence may hold anything."""
     feeds = feeds_of(rows, lengths, past)
     expected = session.run(None, feeds)
     results = main(**feeds)

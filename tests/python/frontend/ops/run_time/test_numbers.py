@@ -1,4 +1,4 @@
-"""Numbers that a model writes beside computed ones are sizes at import."""
+"""Constants that a model joins with computed numbers are sizes at import."""
 
 import numpy as np
 import onnx.parser

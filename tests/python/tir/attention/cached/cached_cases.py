@@ -1,4 +1,4 @@
-"""Cases of attention with a cache: random sequences, what the op is given, and what float64 says it gives."""
+"""Cases of attention with a cache: random sequences, inputs of the op, and expected results in float64."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ class Cache:
         return np.from_dlpack(out).copy()
 
     def check(self, inputs: Inputs, out: np.ndarray, tolerance: float | None = None) -> None:
-        """Compare a result, and the pages, with float64; what the op wrote is known from here on."""
+        """Compare a result, and the pages, with float64; later calls take the op's written values as given."""
         case = self.case
         queries, keys, values = heads_of(case, inputs)
         stored = unpacked_pages(self.pages, case.size, self.order)
@@ -205,7 +205,7 @@ class Cache:
 
 
 def fill(cache: Cache, slot: int, length: int, machines: dict) -> None:
-    """Bring a slot to a length by chunks of 64 rows, of which the last is padded."""
+    """Fill a slot up to a length in chunks of 64 rows; the last chunk is padded."""
     case = replace(cache.case, rows="chunk")
     while cache.length(slot) < length:
         first = cache.length(slot)

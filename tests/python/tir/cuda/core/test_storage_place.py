@@ -58,7 +58,7 @@ def test_a_thread_finds_the_position_of_its_vector(layout, lanes):
 
 
 def test_vectors_of_sixteen_bytes():
-    """Eight halves are loaded and stored as four words; what is not inside is zeros, and not written."""
+    """Eight halves are loaded and stored as four words; elements outside read as zeros and are not written."""
     function = Function("copy", registers="local")
     with function:
         source, out = (View(function, name, [tirx.const(64, "int64")], "float16") for name in ("source", "out"))

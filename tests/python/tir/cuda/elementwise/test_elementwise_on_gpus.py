@@ -184,7 +184,7 @@ def test_operands_packed_otherwise_are_refused():
 @needs_gpu
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_on_a_gpu(dtype):
-    """All ops of floats, in vectors and behind the last of them, and operands that broadcast."""
+    """All ops of floats, in vectors and in the tail after them, and operands that broadcast."""
     a, b = pair(dtype)
     for text, reference in FLOAT_OPS.items():
         actual = solved(text, [a, b][: Expression.parse(text).num_operands], a.shape, how=run_on_gpu)

@@ -118,7 +118,7 @@ def test_indices_of_extremes(shape):
 
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
 def test_indices_of_extremes_of_narrow_types(dtype):
-    """Values that differ behind the point alone go from thread to thread whole."""
+    """Values that differ only in their fractions go from thread to thread unrounded."""
     x = tensor(3, 100, dtype=dtype)
     func = scheduled(x, topi.argmax(x, 1))
     assert "shuffle" in str(func)
@@ -202,7 +202,7 @@ def test_indices_of_long_reductions():
 
 
 def test_parts_of_several_reductions_fit_shared_memory():
-    """Two sums of halves, of which a thread has eight neighbours each, in float32."""
+    """Two sums of halves in float32; a thread adds eight neighbours of each."""
     x, r = tensor(512, 4096, dtype="float16"), te.reduce_axis((0, 512), "r")
     zero = lambda dtype: tirx.const(0, dtype)  # noqa: E731
     add = te.comm_reducer(lambda a, b: (a[0] + b[0], a[1] + b[1]), lambda *types: tuple(map(zero, types)))

@@ -32,7 +32,7 @@ def unpack_case(name, dtype, n=84, depth=512):
 
 
 def check(unpack, tiles, want):
-    """The columns that exist; those behind them are nobody's."""
+    """Compare the columns that exist; later ones are padding."""
     n, depth = want.shape
     rows = np.arange(n)
     unpacked = tiles.reshape(-1, depth // 64, 64, 8, 8)[rows // 64, :, rows % 64]

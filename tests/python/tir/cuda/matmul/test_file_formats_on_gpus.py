@@ -47,7 +47,7 @@ def case(name, m, n, depth, dtype):
 
 
 def check(found, want, x):
-    # Fields of formats with minimums are not centred: what cancels is larger than what is left.
+    # Quants of formats with minimums are not centred: the terms that cancel are larger than the result.
     assert np.abs(found - want).max() <= 4e-6 * np.abs(want).max()
 
 
