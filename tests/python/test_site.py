@@ -81,7 +81,7 @@ def test_questions_name_every_class_of_errors():
 
 
 @pytest.mark.parametrize("script", ["tools/api_pages.py", "pictures/packages_picture.py"])
-def test_what_scripts_wrote_is_current(script, monkeypatch, capsys):
+def test_generated_pages_are_current(script, monkeypatch, capsys):
     """On failure: run the script with --write."""
     monkeypatch.setattr(sys, "argv", [script, "--check"])
     assert runpy.run_path(str(DOCS / script))["main"]() == 0, capsys.readouterr().out

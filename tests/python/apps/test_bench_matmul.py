@@ -116,7 +116,7 @@ def test_weights_of_four_bits_are_computed_in_float32(name: str) -> None:
 
 
 @pytest.mark.parametrize(("shape", "weight"), [("3x50x40", True), ("3x64x40", False), ("2*3x64x40", False)])
-def test_what_has_no_weights_of_four_bits_is_left_out(shape: str, weight: bool) -> None:
+def test_peers_without_weights_of_four_bits_are_left_out(shape: str, weight: bool) -> None:
     from peers import OURS
     from peers.product import Product
     from peers.shape import Shape, Unsupported
@@ -135,7 +135,7 @@ def test_weights_of_four_bits_are_compared_with_our_own_float32() -> None:
     assert check.found == pytest.approx(2.9) and not check.passed
 
 
-def test_a_wrong_result_is_told_from_a_right_one() -> None:
+def test_wrong_and_right_results_are_distinguished() -> None:
     from peers.product import BF16, Product
     from peers.shape import Shape
 

@@ -192,7 +192,7 @@ def test_results_of_made_models_can_be_compared(name: str) -> None:
     assert (np.abs(result) > 1e-5 * np.abs(result).max()).mean() > 0.05
 
 
-def test_a_wrong_result_is_told_from_a_right_one() -> None:
+def test_wrong_and_right_results_are_distinguished() -> None:
     from model_bench.model_worker import error_of
 
     expected = {"0": np.linspace(-3, 5, 40).reshape(8, 5).astype("float32")}
@@ -227,7 +227,7 @@ def test_failures_are_remarks_and_leave_a_hole() -> None:
     assert "| net | 10.00 (10.00) |  |  |  |  |" in markdown([broken])
 
 
-def test_what_bounds_a_dispatch() -> None:
+def test_the_bound_of_a_dispatch() -> None:
     from model_bench.dispatches import Dispatch, Roof, dispatch_cells
 
     roof = Roof(operations=100e9, bytes=10e9)

@@ -53,7 +53,7 @@ def test_groups_have_the_time_that_was_asked_for(threads, monkeypatch, tmp_path,
     assert written == [text]
 
 
-def test_where_no_group_can_be_made_there_is_none(threads, monkeypatch, tmp_path):
+def test_without_permission_there_is_no_group(threads, monkeypatch, tmp_path):
     monkeypatch.setattr(threads, "GROUPS", tmp_path / "absent")
     with threads.control_group(1) as join:
         assert join is None

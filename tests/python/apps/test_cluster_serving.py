@@ -156,7 +156,7 @@ def test_a_full_queue_and_a_late_answer():
         ("/double", b" " * 200, "POST", 413, "found a body of more than 100 bytes, expected at most 100"),
     ],
 )
-def test_what_the_gateway_refuses(path, body, method, status, message):
+def test_the_gateway_refuses_malformed_requests(path, body, method, status, message):
     actual, answer, _ = ask(gateway(bytes=100 if len(body) < 1000 else 10_000)[0], path, body, method)
     assert actual == status and message in answer["error"]
 
@@ -176,7 +176,7 @@ def test_what_the_gateway_refuses(path, body, method, status, message):
         ({"sentences": ["a" * 11]}, 413, "found 11 characters in sentence 0, expected at most 10"),
     ],
 )
-def test_what_embeddings_refuse(request_, status, message):
+def test_embeddings_refuse_malformed_requests(request_, status, message):
     with pytest.raises(RefusedError) as refusal:
         Embedder(most_items=4, characters=10).read(request_)
     assert refusal.value.status == status and message in str(refusal.value)

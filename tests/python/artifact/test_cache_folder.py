@@ -41,7 +41,7 @@ def test_the_default_is_among_the_users_caches(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("word", ["off", "OFF", "0", "no"])
-def test_off_is_off_whatever_a_program_asks_for(monkeypatch, tmp_path, word):
+def test_off_overrides_programs(monkeypatch, tmp_path, word):
     monkeypatch.setenv("RELAX_HETERO_CACHE", word)
     assert folder_of() is folder_of(True) is folder_of(tmp_path) is None
 
@@ -54,7 +54,7 @@ def test_the_environment_bounds_the_size(monkeypatch, tmp_path, text, size):
 
 
 @pytest.mark.parametrize("text", ["much", "-1", "10 X"])
-def test_a_size_that_is_none_is_named(monkeypatch, tmp_path, text):
+def test_a_malformed_size_is_named(monkeypatch, tmp_path, text):
     monkeypatch.setenv("RELAX_HETERO_CACHE", str(tmp_path))
     monkeypatch.setenv("RELAX_HETERO_CACHE_SIZE", text)
     with pytest.raises(rh.HeteroError, match=f"RELAX_HETERO_CACHE_SIZE='{text}'.*20G"):
@@ -62,7 +62,7 @@ def test_a_size_that_is_none_is_named(monkeypatch, tmp_path, text):
 
 
 @pytest.mark.parametrize("cache", [3, "", b"", "a\0b", ["folder"]])
-def test_what_is_no_folder_is_named(monkeypatch, tmp_path, cache):
+def test_a_path_that_is_not_a_folder_is_named(monkeypatch, tmp_path, cache):
     monkeypatch.setenv("RELAX_HETERO_CACHE", str(tmp_path))
     with pytest.raises(rh.HeteroError, match=re.escape(f"cache={cache!r}")):
         folder_of(cache)
@@ -82,7 +82,7 @@ def test_entries_say_what_they_are_and_count_uses(tmp_path):
     assert (tmp_path / "deep" / "er").stat().st_mode & 0o777 == 0o700
 
 
-def test_what_was_not_used_for_longest_goes_first(tmp_path):
+def test_least_recently_used_entries_are_evicted_first(tmp_path):
     folder = CacheFolder(tmp_path, limit=100)
     for index, age in enumerate((400, 300, 200)):
         add(folder, KEYS[index], 30, age)
@@ -123,7 +123,7 @@ def kept(tmp_path):
     return folder
 
 
-def test_what_is_made_is_for_this_user_alone(tmp_path):
+def test_new_files_are_private_to_the_user(tmp_path):
     old = os.umask(0)
     try:
         folder = CacheFolder(tmp_path / "cache")
@@ -158,7 +158,7 @@ def test_a_folder_of_another_user_is_not_used(kept, monkeypatch, caplog):
     assert "it belongs to user" in caplog.text
 
 
-def test_a_file_that_others_may_write_is_no_entry(kept):
+def test_a_file_that_others_may_write_is_not_an_entry(kept):
     kept.file(KEYS[0]).chmod(0o666)
     assert kept.entries() == []
 

@@ -62,7 +62,7 @@ def test_files_are_known_by_their_first_bytes(tmp_path):
         (rh.vm.VirtualMachine, "rh.from_onnx"),
     ],
 )
-def test_a_model_given_to_what_does_not_read_it(function, names, tmp_path):
+def test_a_model_given_to_the_wrong_function(function, names, tmp_path):
     path = tmp_path / "model.onnx"
     path.write_bytes(bytes(100))
     for argument in (str(path), onnx.ModelProto()):

@@ -49,7 +49,7 @@ def test_static_storage_shared_and_not():
     assert (use.transient, use.lower_bound) == (9 * MiB, 9 * MiB)
 
 
-def test_what_lies_in_an_arena_is_counted_by_its_commands():
+def test_tensors_in_an_arena_are_counted_by_its_commands():
     """Two slots and two tensors in the arena: the input ends before the second of them begins."""
     kernel = KernelSpec(
         "k",

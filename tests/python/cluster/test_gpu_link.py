@@ -63,7 +63,7 @@ def test_tensors_arrive_in_order(dtype: str) -> None:
     sender.synchronize()
 
 
-def test_operations_are_between_what_made_and_what_reads() -> None:
+def test_operations_run_after_writers_and_before_readers() -> None:
     sender, receiver, left, right = _pair()
     tensors = [from_numpy(np.ones(shape, "float32"), HOST) for shape in ((3,), (0,), (4,))]
     sender.send(*tensors)
@@ -97,7 +97,7 @@ def test_operations_are_between_what_made_and_what_reads() -> None:
     assert left.notes == [("cuStreamWaitEvent", machine, after, 0)]
 
 
-def test_what_does_not_arrive_ends_with_an_error() -> None:
+def test_a_missing_tensor_ends_with_an_error() -> None:
     _, receiver, _, driver = _pair()
     receiver.receive((4,), "float32")
     with pytest.raises(rh.HostError, match=r"GPU 0 failed: the other process did not answer within 0\.05 s"):
@@ -172,7 +172,7 @@ def test_links_have_to_be_connected() -> None:
         link.receive((1,), "float32")
 
 
-def test_without_nccl_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nccl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
     nccl.load_nccl.cache_clear()
     try:

@@ -59,7 +59,7 @@ def test_each_two_gpus_have_a_link() -> None:
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [((None,) * 3, (0,) * 3), ((0,) * 3, (None,) * 3)])
-def test_what_is_on_a_cpu_at_one_end_goes_through_host_memory(outputs: Any, inputs: Any) -> None:
+def test_tensors_with_a_cpu_at_one_end_go_through_host_memory(outputs: Any, inputs: Any) -> None:
     assert plan_links(CHAIN, _facts(outputs, inputs)) == ([], {})
 
 
@@ -77,7 +77,7 @@ def test_readers_on_several_devices_get_a_tensor_through_host_memory() -> None:
     assert plan_links(route, _facts((0,), (1, 1)))[0][0].gpus == (0, 1)
 
 
-def test_it_is_said_why_there_is_no_link() -> None:
+def test_the_reason_for_a_missing_link_is_reported() -> None:
     facts = _facts((0, 0, 0), (0, 0, 0), problem="NCCL's library is not found")
     assert plan_links(CHAIN, facts) == ([], {"a": {"b": "host memory: host 'b': NCCL's library is not found"}})
     facts = _facts((0, 0, 0), (0, 0, 0), gpus={0: "here 0"})
@@ -307,7 +307,7 @@ def _message(call: int, value: Any) -> Message:
     return Message("main", call, (value,))
 
 
-def test_steps_announce_what_they_send_and_take_what_is_announced(machines: Any) -> None:
+def test_steps_announce_sent_tensors_and_receive_announced_ones(machines: Any) -> None:
     wires, by_host, route = machines
     for call in range(4):
         x = np.full((2, 4), call, "float32")
@@ -321,7 +321,7 @@ def test_steps_announce_what_they_send_and_take_what_is_announced(machines: Any)
     assert all(sent.empty() for sent in wires.queues.values())
 
 
-def test_a_step_that_fails_takes_what_is_announced_all_the_same(machines: Any, monkeypatch: Any) -> None:
+def test_a_failed_step_still_receives_announced_tensors(machines: Any, monkeypatch: Any) -> None:
     wires, by_host, _ = machines
     machine = by_host["b"]._machine
     call = machine.call

@@ -51,7 +51,7 @@ def test_shapes_and_scalars_arrive_as_numbers() -> None:
     assert [_sent(value) for value in (tvm_ffi.Shape([2, 3]), [4, 5], 7, 1.5, True)] == [(2, 3), (4, 5), 7, 1.5, True]
 
 
-def test_what_has_no_room_goes_through_the_store() -> None:
+def test_large_values_go_through_the_store() -> None:
     store: list[object] = []
 
     def put(value: object) -> int:

@@ -116,7 +116,7 @@ def test_weights_of_a_call_and_other_cpus_keep_the_direct_form() -> None:
         (None, "rh.compile: accuracy is None, expected one of"),
     ],
 )
-def test_what_is_no_accuracy(accuracy, message: str) -> None:
+def test_unknown_accuracies_are_refused(accuracy, message: str) -> None:
     with pytest.raises(BuildError, match=message):
         compiled(accuracy)
 

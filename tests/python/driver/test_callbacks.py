@@ -131,7 +131,7 @@ def test_a_callback_may_call_the_machine(executable):
         (KeyError("lost"), "KeyError: .*lost"),
     ],
 )
-def test_what_a_callback_does_wrong_is_an_error(call, value, message):
+def test_mistakes_of_a_callback_are_errors(call, value, message):
     def callback(_):
         if isinstance(value, Exception):
             raise value
@@ -148,7 +148,7 @@ def test_a_packed_function_that_returns_nothing_is_named(call):
 
 
 @pytest.mark.parametrize("value", [None, 3, "f"])
-def test_what_is_no_function_is_refused(call, value):
+def test_an_argument_that_is_not_a_function_is_refused(call, value):
     with pytest.raises(rh.BindingError, match=f"argument 'g' of 'both_devices' is {value!r}.* expected a function"):
         call("both_devices", (X, value))
 

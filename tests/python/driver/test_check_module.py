@@ -126,7 +126,7 @@ def test_two_devices_that_meet_are_left_to_placement():
         rh.compile(Mod)
 
 
-def test_what_a_pass_raises_names_the_pass():
+def test_errors_of_a_pass_name_it():
     mod = main(lambda x: relax.op.cumsum(x, axis=8), T23, T23)
     with pytest.raises(
         rh.BuildError, match="op relax.cumsum of variable 'y' in function 'main' .*: Index out of range"

@@ -260,7 +260,7 @@ def test_dispatches_say_what_they_compute():
     assert {row.ops for row in profile.rows} >= {("matmul", "relu", "softmax")}
 
 
-def test_what_the_module_lacks_is_named():
+def test_missing_functions_and_parameters_are_named():
     x = relax.Var("x", relax.TensorType((4,), "float32"))
     bb = relax.BlockBuilder()
     with bb.function("inner", [x], private=True):

@@ -149,7 +149,7 @@ def test_resolvers_of_others_say_when_they_change(folder):
         remove()
 
 
-def test_what_cannot_be_written_as_text_is_not_kept():
+def test_modules_without_a_text_are_not_cached():
     mod = Linear.with_attr("theirs", tvm_ffi.convert(lambda: 1))
     assert "as JSON" in rh.compile(mod, cache=True).metadata.cache.why
 

@@ -49,7 +49,7 @@ def test_text_round_trips(encoding):
     assert pickle.loads(pickle.dumps(encoding)) == encoding
 
 
-def test_what_the_fields_say():
+def test_meaning_of_the_fields():
     encoding = Encoding.parse(GOOD)
     assert str(encoding) == GOOD
     assert encoding.shape() == (128, 32, 3, 5)
@@ -79,7 +79,7 @@ def test_what_the_fields_say():
         ("; strides=2x1, padding=1x2x1x2, dilation=1x1, groups=2", "", "has strides, padding, dilation and groups"),
     ],
 )
-def test_text_that_is_no_encoding(old, new, message):
+def test_text_that_is_not_an_encoding(old, new, message):
     text = GOOD.replace(old, new, 1)
     with pytest.raises(EncodingError) as error:
         Encoding.parse(text)
@@ -119,7 +119,7 @@ def test_feature_maps_are_channels_last(name):
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_what_has_no_kernel_has_no_layout(name):
+def test_convolutions_without_a_kernel_lack_a_layout(name):
     sizes = "b=1, c=4, x0=7, x1=7, n=4, k=4, w0=3, w1=3, y0=7, y1=7"
     assert layouts(conv(sizes, types="float16 * float16 -> float16"), name) == [None] * 3
 

@@ -36,7 +36,7 @@ def test_text_round_trips(encoding):
     assert pickle.loads(pickle.dumps(encoding)) == encoding
 
 
-def test_what_the_fields_say():
+def test_meaning_of_the_fields():
     encoding = Encoding.parse(BATCHED)
     assert str(encoding) == BATCHED
     assert encoding.operand_index == RHS
@@ -79,7 +79,7 @@ GOOD = "matmul[0]<float32 * float32 -> float32; (m, k) * (k, n) -> (m, n); m=2, 
         (GOOD, "", "is not an encoding"),
     ],
 )
-def test_text_that_is_no_encoding(old, new, message):
+def test_text_that_is_not_an_encoding(old, new, message):
     assert Encoding.parse(GOOD)
     text = GOOD.replace(old, new, 1) if old != ">" else GOOD[:-1]
     with pytest.raises(EncodingError) as error:

@@ -39,7 +39,7 @@ def test_text_round_trips(text):
     ],
     ids=lambda text: repr(text[:20]),
 )
-def test_text_that_is_no_expression(text):
+def test_text_that_is_not_an_expression(text):
     with pytest.raises(EncodingError):
         Expression.parse(text)
 

@@ -45,7 +45,7 @@ def test_bounds(text, expected):
     assert simplified(text, ("float32",)) == (Expression.parse(expected), {})
 
 
-def test_what_is_quantized_and_dequantized_stays_a_float():
+def test_quantize_then_dequantize_stays_a_float():
     quantized = "cast(clip(add(round(multiply(x0,4.0)),3.0),0.0,255.0),'uint8')"
     text = f"relu(multiply(cast(subtract(cast({quantized},'int32'),3),'float32'),0.25))"
     assert simplified(text, ("float32",)) == (

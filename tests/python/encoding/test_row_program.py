@@ -25,7 +25,7 @@ def test_text_there_and_back(text):
     assert RowProgram.parse(str(program)) == program
 
 
-def test_reductions_are_operands_behind_the_programs():
+def test_reductions_are_operands_after_the_programs():
     program = RowProgram.parse("r0 = max(x1); add(r0, x0)")
     assert program.num_operands == 2
     assert program.reductions == (Reduction("max", Expression.operand(1)),)

@@ -90,7 +90,7 @@ def test_no_layout(arguments: tuple, message: str) -> None:
         (("<float32 * float32", "<int8 * int8"), "which are floats, not int8"),
     ],
 )
-def test_what_has_no_transformed_windows(change: tuple[str, str], message: str) -> None:
+def test_convolutions_without_transformed_windows(change: tuple[str, str], message: str) -> None:
     encoding = Encoding.parse(CONV)
     assert unsupported_reason(LAYOUT, encoding) == ""
     # Sizes may contradict the change: only what the layout needs is checked.

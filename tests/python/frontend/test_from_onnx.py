@@ -81,7 +81,7 @@ def test_names_that_text_cannot_have_get_an_underscore():
     tvm.ir.assert_structural_equal(tvm.script.from_source(mod.script()), mod)
 
 
-def test_nodes_of_one_name_and_names_of_inputs_stay_apart():
+def test_nodes_of_one_name_and_names_of_inputs_stay_distinct():
     mod = imported("""
         <ir_version: 9, opset_import: ["" : 17]>
         g (float[2] x, float[2] Relu_1) => (float[2] y) {

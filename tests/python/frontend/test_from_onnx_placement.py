@@ -170,7 +170,7 @@ def test_auto_for_throughput_uses_both_devices():
     assert len(set(devices_of(imported(text, CPU_AND_C, placement="auto", cost_model=costs)).values())) == 1
 
 
-def test_an_objective_that_there_is_not():
+def test_an_unknown_objective_is_refused():
     with pytest.raises(rh.PlacementError, match="objective is 'speed'"):
         imported(CHAIN, CPU_AND_C, placement="auto", objective="speed")
 

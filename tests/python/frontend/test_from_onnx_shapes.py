@@ -93,7 +93,7 @@ def test_an_expression_of_unknowns_is_a_variable_of_its_own():
     assert shapes_of(model, {"past + 1": 4}) == {"x": [4], "y": [4]}
 
 
-def test_odd_names_become_variables_that_stay_apart():
+def test_odd_names_become_distinct_variables():
     names = shapes_of(model_of(x=["a-b.c", "a b c", "a_b_c"]))["x"]
     assert len(set(names)) == 3
 

@@ -67,7 +67,7 @@ def test_text_and_json_hold_every_refusal(broken):
     assert "5 of 11 nodes refused" in text
 
 
-def test_sizes_that_nobody_knows_are_said():
+def test_unknown_sizes_are_reported():
     """A form that is refused after a stand-in may be refused only because the stand-in's sizes are unknown."""
     model = onnx.parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17, "acme" : 1]>
@@ -102,7 +102,7 @@ def test_an_input_that_cannot_be_one_is_a_problem():
     assert report.problems[0] in " ".join(str(report).split())
 
 
-def test_a_file_that_is_no_model_is_an_error(tmp_path):
+def test_a_file_that_is_not_a_model_is_an_error(tmp_path):
     path = tmp_path / "model.ort"
     path.write_bytes(b"\x1c\0\0\0ORTM" + bytes(64))
     for ask in (rh.onnx_report, rh.from_onnx):

@@ -75,7 +75,7 @@ def test_sizes_are_those_of_the_reference(name, sizes):
     assert actual == list(expected.shape)
 
 
-def test_what_is_not_a_size_is_computed_when_the_model_runs():
+def test_numbers_that_are_not_sizes_are_computed_at_run_time():
     model = parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17]>
         g (float[N, M] x) => (float[2] y) { s = Shape(x) f = Cast<to = 1>(s) y = Sqrt(f) }""")

@@ -37,7 +37,7 @@ def test_nothing_is_found(kind: str) -> None:
         pytest.param(5, "hang", marks=pytest.mark.slow),
     ],
 )
-def test_the_harness_tells_what_happened(seed: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_harness_reports_outcomes(seed: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "SILENCE_S", 8.0)
     report = Report()
     end = time.monotonic() + 60

@@ -102,7 +102,7 @@ def test_many_at_once_stay_in_order(loop):
 
 
 @with_nccl
-def test_what_a_machine_makes_is_sent_and_what_arrives_is_read(loop):
+def test_results_of_a_machine_are_sent_and_received_tensors_read(loop):
     """Only the link's events order the kernels before and after."""
     elements = 8 << 20
     vm = doubling(elements)
@@ -119,7 +119,7 @@ def test_what_a_machine_makes_is_sent_and_what_arrives_is_read(loop):
 
 
 @with_nccl
-def test_what_nccl_refuses_ends_the_link():
+def test_an_error_of_nccl_ends_the_link():
     link = GpuLink(0)
     link.connect(SENDER, link.create_id(), ranks=1)
     with pytest.raises(rh.HostError, match="the link of GPU 0 failed"):

@@ -92,7 +92,7 @@ def test_a_divisor_of_0_raises(symbolic):
     good(symbolic)
 
 
-def test_one_of_many_errors_is_told(symbolic):
+def test_one_of_many_errors_is_reported(symbolic):
     i, d = np.arange(10, 100_010), np.zeros(100_000, "int32")
     with pytest.raises(rh.HeteroError, match="is out of range, expected -10 to 9|divided by 0") as raised:
         symbolic["main"](X, i, d)[0].numpy()

@@ -188,7 +188,7 @@ def sending(rows, is_made):
 
 
 @pytest.mark.parametrize("is_symbolic", [False, True])
-def test_what_a_cpu_makes_for_a_gpu_lies_in_pinned_memory(is_symbolic, sent):
+def test_values_that_a_cpu_sends_to_a_gpu_are_in_pinned_memory(is_symbolic, sent):
     for rows in (8, 32, 2 * STAGED_BYTES // 4096):
         vm = sending(tvm.tirx.Var("n", "int64") if is_symbolic else rows, True)
         x = fresh_rng().random((rows, 1024), "float32")

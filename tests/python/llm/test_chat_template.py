@@ -52,7 +52,7 @@ FAILING = {
 }
 
 
-def test_what_templates_of_transformers_expect():
+def test_features_that_templates_of_transformers_expect():
     source = "{% if tools is not none or documents is not none %}no{% endif %}"
     template = ChatTemplate(
         source + "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
@@ -79,7 +79,7 @@ def test_templates_that_fail(soon):
         ("{{ 1 | nothing }}", "TemplateAssertionError"),
     ],
 )
-def test_templates_that_are_none(soon, source, message):
+def test_malformed_templates(soon, source, message):
     with pytest.raises(TokenizerError, match=f"the chat template is none: .*{message}"):
         ChatTemplate(source)
 
@@ -145,7 +145,7 @@ def test_the_process_knows_no_keys_of_this_one(monkeypatch):
     ],
     ids=str,
 )
-def test_messages_that_are_none(plain, messages, message):
+def test_malformed_messages(plain, messages, message):
     with pytest.raises(RequestError, match=message.replace("|", r"\|")):
         plain.render(messages)
 
@@ -239,7 +239,7 @@ CONTENTS = [
 
 
 @pytest.mark.parametrize("content", CONTENTS)
-def test_what_users_write_is_text(both, content):
+def test_texts_of_users_are_not_control_tokens(both, content):
     tokenizer, template = both
     prompt = template.render([{"role": "user", "content": content}], case=0)
     assert prompt == f"<s>{content.strip()}<end_of_turn>"
@@ -259,7 +259,7 @@ def test_names_that_come_together_are_text(both, case):
     assert not {tokenizer.token("<s>"), tokenizer.token(token)} & set(tokenizer.encode(prompt, begin=False))
 
 
-def test_templates_find_what_they_look_for():
+def test_templates_find_control_tokens_as_text():
     source = (
         "{% set c = messages[0].content %}{{ c.split('</think>')[-1] }}{{ c.startswith('<tool>') }}{{ '<s>' in c }}"
         "{{ '<' in c }}{{ c | replace('<tool>', '[') }}"

@@ -42,7 +42,7 @@ def text_alone(model: ToyModel, prompt: list[int], count: int) -> tuple[str, str
     ],
     ids=str,
 )
-def test_requests_together_get_what_each_gets_alone(limits):
+def test_batched_requests_get_the_text_of_each_alone(limits):
     model = ToyModel(**limits)
     texts = prompts(24)
     params = SamplingParams(temperature=0, max_tokens=60)
@@ -192,7 +192,7 @@ def test_a_defect_of_the_engine_leaves_nobody_waiting(monkeypatch):
     engine.close()
 
 
-def test_refused_requests_say_what_was_found_and_expected():
+def test_refused_requests_name_found_and_expected_values():
     model = ToyModel(context=50)
     with Engine(model, CODEC) as engine:
         for prompt, message in (

@@ -135,12 +135,12 @@ def test_damaged_files(tmp_path, body, message):
     ],
     ids=str,
 )
-def test_damaged_files_beside_it(tmp_path, files, message):
+def test_damaged_companion_files(tmp_path, files, message):
     with pytest.raises(TokenizerError, match=message):
         JsonTokenizer(folder_of(tmp_path, {}, **files))
 
 
-def test_bytes_that_are_none_are_text(tmp_path):
+def test_malformed_byte_tokens_are_text(tmp_path):
     names = ["<0xZZ>", "<0x+1>", "<0x 1>", "<0x41>", "<0x9f>"]
     vocabulary = {name: token for token, name in enumerate(names)}
     loaded = JsonTokenizer(folder_of(tmp_path, {"model": {**WORDS, "vocab": vocabulary, "unk_token": names[0]}}))

@@ -170,7 +170,7 @@ def test_extreme_random_numbers_choose_tokens_that_are_possible():
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_logits_that_are_no_numbers_are_an_error(value):
+def test_logits_that_are_not_finite_are_an_error(value):
     logits = np.zeros(10, np.float32)
     logits[4] = value
     with pytest.raises(HeteroError, match="expected a finite number"):

@@ -180,7 +180,7 @@ def test_files_that_contradict_themselves(changes, message):
         Tokenizer(spm_fields(**changes))
 
 
-def test_ends_of_turns_are_control_tokens_whatever_the_file_says():
+def test_ends_of_turns_are_always_control_tokens():
     for kind in (NORMAL, USER_DEFINED):
         fields = byte_level_fields("qwen2", eos_token_id=None)
         fields["tokenizer.ggml.token_type"][-2] = kind
@@ -198,7 +198,7 @@ def test_names_that_come_twice():
 
 
 @pytest.mark.parametrize("name", ["<0xZZ>", "<0x+1>", "<0x041>", "0x41", "<0x00>"])
-def test_bytes_that_are_none(name):
+def test_malformed_byte_tokens(name):
     fields = spm_fields()
     fields["tokenizer.ggml.tokens"][5 + 65] = name
     with pytest.raises(TokenizerError, match="sentencepiece refuses"):

@@ -102,7 +102,7 @@ def test_products_of_bytes_have_kernels_of_bytes(name: str) -> None:
     assert [kind_of(entry) for entry in metadata.encodings["ops"]] == ["uint8 * int8"] * products
 
 
-def test_a_model_is_cut_at_what_is_quantized_in_it() -> None:
+def test_a_model_is_cut_at_quantized_tensors() -> None:
     model = quantized(residual_network, **STATIC[COMMON])
     values = reference(model, inputs_of(model, 8))
     cut = cut_model(model, values)

@@ -134,7 +134,7 @@ class Chain:
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.sampled_from(STEPS), min_size=2, max_size=7), st.data())
-def test_a_chain_is_what_numpy_says(steps, data):
+def test_a_chain_gives_numpys_numbers(steps, data):
     chain = Chain(data)
     with chain.builder.function("main", [chain.input]):
         with chain.builder.dataflow():

@@ -192,7 +192,7 @@ def test_kernels_of_a_gpu_by_the_interpreter(seed: int):
     assert_same([np.asarray(array) for array in actual], expected_outputs(model, inputs))
 
 
-def test_a_softmax_of_a_norm_keeps_what_is_scaled_once_a_row():
+def test_a_softmax_of_a_norm_keeps_values_scaled_once_a_row():
     graph = Graph(random.Random(0), (2, 5, 24))
     graph.node("Softmax", graph.node("LayerNormalization", "x", graph.weight(24)))
     model, inputs = graph.model(graph.nodes, {"x": graph.input}, ["v1"]), {"x": graph.input}

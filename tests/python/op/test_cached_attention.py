@@ -95,6 +95,6 @@ def test_types_of_pages(dtype, elements):
         ([QKV, PAGES, TABLE, ROW, ROW], {"scale": float("nan")}, "found scale=nan"),
     ],
 )
-def test_what_does_not_fit(types, attributes, found):
+def test_operands_that_do_not_fit(types, attributes, found):
     with pytest.raises(EncodingError, match=found):
         infer(*types, **attributes)

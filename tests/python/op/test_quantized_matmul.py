@@ -119,6 +119,6 @@ def test_products_that_do_not_fit(types, attributes, found):
         infer(rh.op.block_matmul, *types, columns=70, block=32, **attributes)
 
 
-def test_operands_that_are_no_expressions():
+def test_operands_that_are_not_expressions():
     with pytest.raises(EncodingError, match="dequantize_blocks: operand 1 is a float"):
         rh.op.dequantize_blocks(relax.Var("data", relax.TensorType(*DATA)), 1.0, depth=96, block=32)

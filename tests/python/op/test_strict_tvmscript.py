@@ -93,7 +93,7 @@ def test_module_without_vdevices(source):
     refused("declares no vdevices", vdevices="", **source)
 
 
-def test_finds_what_stock_finds():
+def test_look_up_agrees_with_stock():
     @ir_module("llvm", "c:1", ("llvm", 0, "shared"))
     def Module(
         a: R.Tensor((2,), "float32", "llvm"),

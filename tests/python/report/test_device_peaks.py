@@ -48,7 +48,7 @@ def test_a_measurement_that_fails_gives_no_figure(monkeypatch):
         ("f32", None, None, (None, None)),
     ],
 )
-def test_the_share_is_of_what_bounds_the_kernel(precision, operations, nbytes, expected):
+def test_the_share_is_of_the_bounding_peak(precision, operations, nbytes, expected):
     share, bound = share_of_peak(PEAK, precision, operations, nbytes, 0.02)
     assert (share, bound) == (pytest.approx(expected[0]) if expected[0] else None, expected[1])
 

@@ -45,7 +45,7 @@ def test_without_a_profile_it_says_how_to_get_one(about):
         (row(MACHINE, 0.06), "6 % of a call is spent around kernels"),
     ],
 )
-def test_what_takes_much_has_a_sentence(about, found, expected):
+def test_expensive_kernels_get_a_suggestion(about, found, expected):
     (text,) = suggestions(about, [found], PEAKS)
     assert re.match(expected, text)
     (nothing,) = suggestions(about, [found | {"share": 0.01}], PEAKS)

@@ -113,7 +113,7 @@ def test_batch_dimensions_stay_outermost():
     assert _layouts(C, F32, attention)[0] == "pack<outer=[0, 2, 1, 3] inner=[1:8]>"
 
 
-def test_a_small_activation_is_read_where_it_lies():
+def test_a_small_activation_is_not_packed():
     small = "(b0, m, k) * (b0, k, n) -> (b0, m, n); b0=12, m=128, n=64, k=128"
     assert _layouts(AVX512, F32, small)[1] == "identity<3>"
     large = small.replace("n=64, k=128", "n=1024, k=1024")
@@ -122,7 +122,7 @@ def test_a_small_activation_is_read_where_it_lies():
     assert bytes_in_fours == "pack<outer=[0, 2, 1] inner=[2:32, 1:4]>"
 
 
-def test_an_activation_that_few_rows_meet_is_read_where_it_lies():
+def test_an_activation_of_few_rows_is_not_packed():
     def layout(types, rest, m, target=AVX512):
         encoding = Encoding.parse(f"matmul[1]<{types}; {rest.replace('m=?', f'm={m}')}>")
         return str(resolver_for(target).resolve_activation(encoding, tvm.target.Target(target)))

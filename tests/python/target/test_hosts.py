@@ -66,7 +66,7 @@ class TestNames:
         found = ["a/llvm:0 0", "b/llvm:0 0", "a/llvm:1 1", "b/cuda:0 0", "b/cuda:1 3", "b/cuda:2 1"]
         assert names(entries) == found
 
-    def test_a_tag_is_no_host(self):
+    def test_a_tag_is_not_a_host(self):
         assert names(["nvidia/nvidia-h100"]) == ["cuda:0 0"]
         assert names(["nvidia/llvm"]) == ["nvidia/llvm:0 0"]
 

@@ -40,7 +40,7 @@ def test_instructions_not_chips_are_named(triple, cpu, expected):
     assert target_text(json.dumps(config)) == f"llvm {', '.join(expected)}"
 
 
-def test_what_is_no_cpu_is_named_as_before():
+def test_other_names_are_unchanged():
     assert instruction_names([]) == ()
     assert target_text('{"kind": "cuda", "arch": "sm_90a"}') == "cuda sm_90a"
     assert target_text('{"kind": "c"}') == "c"

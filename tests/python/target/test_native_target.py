@@ -59,12 +59,12 @@ def test_rocm_is_not_guessed(capfd):
     assert "Warning" not in capfd.readouterr().err
 
 
-def test_what_is_no_target_is_told_what_is():
+def test_unknown_targets_are_refused_with_the_known_kinds():
     with pytest.raises(VDeviceError, match=r"vdevices\[1\]: 'gpu'.*kinds are c, cuda"):
         parse_vdevices(["llvm", "gpu"])
 
 
-def test_an_assumed_architecture_is_said_once(caplog, monkeypatch):
+def test_an_assumed_architecture_is_logged_once(caplog, monkeypatch):
     absent = FakeGPU()
     absent.exist = False
     monkeypatch.setattr(tvm, "cuda", lambda index: absent)

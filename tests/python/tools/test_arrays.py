@@ -85,7 +85,7 @@ def test_symbolic_dimensions_need_a_shape():
     assert random_arrays(main, {"n": [3]}, 0, {})["x"].shape == (3, 4)
 
 
-def test_inputs_that_are_no_tensors_are_errors():
+def test_inputs_that_are_not_tensors_are_errors():
     with pytest.raises(BindingError, match="input 's' is a shape, not a tensor"):
         random_arrays(signature(ShapeSpec("s", (1,))), {}, 0, {})
 

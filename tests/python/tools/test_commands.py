@@ -172,7 +172,7 @@ def test_place_auto_is_the_cost_models_choice(invoke: Invoke, model: Path):
     assert parsed(invoke("explain", model, *TWO, "--json"))["placement_estimate"] is None
 
 
-def test_what_the_cost_model_expects_stays_with_a_library(invoke: Invoke, model: Path, tmp_path: Path):
+def test_expectations_of_the_cost_model_stay_with_a_library(invoke: Invoke, model: Path, tmp_path: Path):
     options = [*TWO, "--place-auto", "--objective", "throughput"]
     estimate = parsed(invoke("explain", model, *options, "--json"))["placement_estimate"]
     assert estimate["objective"] == "throughput"
@@ -241,7 +241,7 @@ def test_wrong_usage_exits_with_2(invoke: Invoke, model: Path, tmp_path: Path):
         assert invoke(*arguments).exit_code == 2, arguments
 
 
-def test_what_is_read_is_not_written_over(invoke: Invoke, model: Path, tmp_path: Path):
+def test_inputs_are_not_overwritten_by_outputs(invoke: Invoke, model: Path, tmp_path: Path):
     library = tmp_path / "model.so"
     assert invoke("compile", model, "-o", library).exit_code == 0
     link = tmp_path / "link.npz"
@@ -302,7 +302,7 @@ def test_names_do_not_command_the_terminal(invoke: Invoke, model: Path, tmp_path
     assert "red\\x1b[31m" in failed.stderr and "\x1b" not in failed.stderr
 
 
-def test_check_tells_what_is_missing(invoke: Invoke, model: Path, tmp_path: Path):
+def test_check_reports_unsupported_nodes(invoke: Invoke, model: Path, tmp_path: Path):
     good = invoke("check", model, *TWO)
     assert good.exit_code == 0 and "all supported" in good.stdout and "llvm:0, llvm:1" in good.stdout
 

@@ -135,7 +135,7 @@ def test_options_that_exclude_each_other(loaded, arguments, message):
     assert result.exit_code == 2 and message in result.stderr
 
 
-def test_wrong_parameters_are_told_before_anything_is_loaded(loaded):
+def test_wrong_parameters_are_refused_before_anything_is_loaded(loaded):
     path, calls = loaded
     result = invoke("chat", path, "--top-p", 2)
     assert (result.exit_code, calls) == (1, []) and "top_p: found 2, expected 0 to 1" in result.stderr

@@ -56,7 +56,7 @@ def test_shapes():
     }
 
 
-def test_a_single_extent_of_what_is_no_input_sizes_a_dimension():
+def test_a_single_extent_of_a_name_that_is_not_an_input_sizes_a_dimension():
     placing = parse("--shape", "x=3", "--shape", "batch=8")
     assert placing.import_options(inputs=["x"])["shapes"] == {"x": [3], "batch": 8}
 

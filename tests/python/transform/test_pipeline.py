@@ -20,7 +20,7 @@ def test_a_stage_is_the_room_of_its_pass():
         assert declaration.constructor.__module__.startswith(f"relax_hetero.transform.{step.stage}.")
 
 
-def test_stock_tvm_gets_the_list_without_what_only_our_linker_understands():
+def test_stock_tvm_gets_the_list_without_steps_of_our_linker():
     ours = [step.name for step in pipeline_steps()]
     stock = [each.info.name for each in rh.get_pipeline().passes]
     assert [name for name in ours if name not in stock] == ["FormCudaGraphs", "FormSchedules"]

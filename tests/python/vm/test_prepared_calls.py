@@ -44,7 +44,7 @@ def test_donated_memory_stays_the_callers():
         np.testing.assert_array_equal(twice.numpy(), np.array([5, 6, 7, 8]) * 2**turn)
 
 
-def test_beside_submitted_calls():
+def test_prepared_calls_alongside_submitted_calls():
     vm, x, y = machine(), tensor(1, 2, 3, 4), tensor(5, 6, 7, 8)
     run = vm.prepare("main", [x, y], only=1)
     fences = [vm.submit("main", x, y) for _ in range(8)]

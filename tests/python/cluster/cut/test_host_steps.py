@@ -55,7 +55,7 @@ def test_there_and_back_is_three_steps():
     assert steps(check_same(Module, [[floats(4)]])) == [("a", 2), ("b", 1), ("a", 1)]
 
 
-def test_what_comes_home_has_never_left():
+def test_values_that_return_to_their_host_never_leave():
     @ir_module(A, B)
     def Module(x: R.Tensor((4,), "float32", "a/llvm:0")):
         y = R.to_vdevice(x, "b/llvm:0")
@@ -71,7 +71,7 @@ def test_what_comes_home_has_never_left():
     assert program.functions["main"].result == (Source(0, 1), Source(0, 0), Source(CALL, 0))
 
 
-def test_what_comes_home_to_another_device_of_the_host_is_copied_there():
+def test_values_that_return_to_another_device_of_their_host_are_copied_there():
     builder = relax.BlockBuilder()
     first, second = (rh.VDevice(CPU, number, host="a") for number in range(2))
     other = rh.VDevice(CPU, host="b")
@@ -156,7 +156,7 @@ def test_a_tensor_read_as_a_shape_is_read_on_its_own_host():
     assert [host for host, _ in steps(program)] == ["b", "a"]
 
 
-def test_sizes_of_one_name_are_told_apart():
+def test_sizes_of_one_name_are_distinguished():
     sizes = [tvm.tirx.Var("n", "int64") for _ in range(2)]
     vdevices = hosted("a", "b")
     x, y = (
@@ -335,7 +335,7 @@ def test_effects_keep_their_order_and_a_failed_assertion_is_an_error():
         StepByStep(program)("main", floats(4), np.array(False))
 
 
-def test_kernels_in_place_leave_what_other_steps_read():
+def test_kernels_in_place_preserve_values_of_other_steps():
     @ir_module(A, B)
     class Module:
         @T.prim_func(private=True, s_tir=True)
@@ -358,7 +358,7 @@ def test_kernels_in_place_leave_what_other_steps_read():
     check_same(Module, [[floats(4)]])
 
 
-def test_a_branch_that_works_on_both_hosts_apart():
+def test_a_branch_with_separate_work_on_both_hosts():
     @ir_module(A, B)
     def Module(
         c: R.Tensor((), "bool", "a/llvm:0"),
@@ -379,7 +379,7 @@ def test_a_branch_that_works_on_both_hosts_apart():
     check_same(Module, [[np.array(flag), floats(4), 2 * floats(4)] for flag in (True, False)])
 
 
-def test_what_is_donated_is_left_as_it_is():
+def test_donated_arguments_of_hosts_are_left_unchanged():
     @ir_module(A, B)
     def Module(x: R.Tensor((4,), "float32", "a/llvm:0"), y: R.Tensor(("n",), "float32", "b/llvm:0")):
         R.func_attr({"relax_hetero.donated": [0, 1]})
@@ -396,7 +396,7 @@ def test_what_is_donated_is_left_as_it_is():
     assert_same_bits(tuple(args), (floats(4), floats(5)))
 
 
-def test_parameters_behind_num_input_stay_inputs():
+def test_parameters_after_num_input_stay_inputs():
     @ir_module(A, B)
     def Module(
         x: R.Tensor((2, 4), "float32", "a/llvm:0"),

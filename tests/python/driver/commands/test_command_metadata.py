@@ -59,7 +59,7 @@ def test_directs_are_indices_of_the_constants(exe):
     assert all(slot.alignment == 16 for region in (first, second) for slot in region.slots)
 
 
-def test_regions_walked_by_what_the_metadata_says(exe):
+def test_regions_run_from_their_metadata(exe):
     """The metadata, the constants and the code suffice to run a region."""
     region = exe.metadata.regions[0]
     code = exe.runnable()

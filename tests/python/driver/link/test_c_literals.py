@@ -55,7 +55,7 @@ def test_numbers_are_those_of_numpy(dtype, value):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_magnitudes_and_what_is_finite(dtype):
+def test_magnitudes_and_finite_tests(dtype):
     @I.ir_module
     class Finite:
         @R.function

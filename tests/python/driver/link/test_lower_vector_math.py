@@ -97,7 +97,7 @@ def test_halves_are_computed_in_float32_and_doubles_left_alone():
     assert "T.tanh(b[" in halves
 
 
-def test_what_has_been_lowered_stays():
+def test_lowered_functions_stay():
     after = LowerVectorMath()(Before)
     again = LowerVectorMath()(after)
     for name in ("main", "halves"):

@@ -50,7 +50,7 @@ def test_every_kernel_is_in_one_part():
     assert sorted(sum(parts, [])) == sorted(f"kernel_{i}" for i in range(2 * KERNELS_A_MODULE + 1))
 
 
-def test_what_belongs_together_is_not_cut():
+def test_dependent_functions_stay_in_one_part():
     many = 3 * KERNELS_A_MODULE
     assert len(cut(tvm.target.Target("c"), _kernels(many))) == 1
     calling = _kernels(many)
@@ -151,7 +151,7 @@ def test_compiling_tells_of_its_progress(two_cores, monkeypatch):
     assert [name for name, _, _ in progress] == sorted((name for name, _, _ in progress), reverse=True)
 
 
-def test_an_error_of_who_is_told_of_progress_is_theirs():
+def test_an_error_of_the_progress_callback_propagates():
     def progress(step, done, total):
         raise KeyError("theirs")
 

@@ -50,7 +50,7 @@ class Lowered:
         return alloc
 
 
-def test_what_is_shared_is_apart_from_what_runs_each_time():
+def test_shared_and_repeated_work_are_separate_functions():
     mod, functions = with_repeated_calls(Lowered, ["main"])
     (call,) = functions
     assert (call.function, call.repeated, call.shares) == ("main", "main_repeated", "main_shared")
@@ -173,7 +173,7 @@ def test_sizes_are_checked_where_nothing_else_is_shared():
         vm["main"](np.ones((4, 4), "float32"))
 
 
-def test_a_pool_that_was_emptied_is_told_of_sizes_again(monkeypatch):
+def test_an_emptied_pool_is_notified_of_sizes_again(monkeypatch):
     noted = []
     original = PoolWatch.note
     monkeypatch.setattr(PoolWatch, "note", lambda self, *args: (noted.append(args[0]), original(self, *args)))

@@ -58,7 +58,7 @@ def test_cpu_devices_of_one_target_are_measured_once(counted):
     assert figures_of(parse_vdevices(["llvm", "llvm"])).devices == (SLOW, SLOW) and counted == ["device"]
 
 
-def test_figures_of_a_busy_machine_are_said_and_measured_again(counted, pair, monkeypatch, caplog):
+def test_figures_of_a_busy_machine_are_reported_and_measured_again(counted, pair, monkeypatch, caplog):
     share, now = [0.4], [0.0]
     monkeypatch.setattr(measure_devices.CpuWatch, "others", lambda watch: share[0])
     monkeypatch.setattr(measure_devices.time, "monotonic", lambda: now[0])
@@ -126,7 +126,7 @@ def test_the_cost_model_has_what_was_measured(pair, monkeypatch):
     assert model.op_seconds(Work(0, 0), 1) == 2e-6 and model.op_seconds(Work(0, 0, is_kernel=False), 1) == 0
 
 
-def test_tables_say_what_is_not_here_or_of_one_kind(counted):
+def test_tables_are_used_for_absent_devices_and_one_kind(counted):
     for vdevices in (["llvm", "llvm"], ["llvm"], ["llvm", rh.VDevice(GPU, 99)]):
         CostModel.measured(parse_vdevices(vdevices))
     assert counted == []

@@ -43,7 +43,7 @@ def test_more_layers_than_any_model_has(file, tmp_path):
         rh.from_gguf(path)
 
 
-def test_a_kind_of_token_that_is_none(file, tmp_path):
+def test_an_unknown_kind_of_token_is_refused(file, tmp_path):
     at = after(file, "tokenizer.ggml.token_type") + 12  # the list's type and length
     path = tmp_path / "kinds.gguf"
     path.write_bytes(file[:at] + (99).to_bytes(4, "little") + file[at + 4 :])
@@ -136,7 +136,7 @@ def test_tensors_that_are_missing(llama):
 
 
 @pytest.mark.parametrize("model, name", [("qwen2", "attn_k.bias"), ("qwen3", "attn_q_norm.weight")])
-def test_what_only_some_layers_have(model, name, tmp_path):
+def test_tensors_that_only_some_layers_have(model, name, tmp_path):
     file = read_gguf(write_gguf(tmp_path / "model.gguf", MODELS[model]))
     tensors = {each: one for each, one in file.tensors.items() if each != f"blk.1.{name}"}
     with pytest.raises(FrontendError, match=f"has no tensor 'blk.1.{name}'"):

@@ -153,7 +153,7 @@ def test_files_that_contradict_themselves(message, tmp_path):
         read_gguf(path)
 
 
-def test_what_is_no_regular_file(tmp_path):
+def test_paths_that_are_not_regular_files(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path, tmp_path / "fifo", tmp_path / "none", "a\0b"):
         with pytest.raises(FrontendError, match="is no GGUF file that can be read"):

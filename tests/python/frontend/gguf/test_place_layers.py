@@ -75,7 +75,7 @@ def test_plans_fit_and_no_device_alone_is_faster(count, data):
 
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_of_two_devices_a_cut_that_fits_is_found(data):
+def test_a_cut_over_two_devices_that_fits_is_found(data):
     parts = data.draw(models(2))
     limits = {device: int(data.draw(st.floats(0.2, 0.9)) * bytes_on(parts, device)) for device in (0, 1)}
     plan = best_plan(parts, costs_of(2), limits, 400)
@@ -181,7 +181,7 @@ def test_experts_stay_on_the_cpu_where_they_do_not_fit_the_gpu(experts):
     )
 
 
-def test_what_fits_nowhere_is_refused_by_name(experts):
+def test_a_layer_that_fits_nowhere_is_refused_by_name(experts):
     with pytest.raises(
         rh.PlacementError, match=r"no split by layers or by parts .* on llvm:1, where the limit is 1,024"
     ):

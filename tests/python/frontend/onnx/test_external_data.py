@@ -189,7 +189,7 @@ def test_a_store_links_to_a_model_and_its_data(folder, tmp_path):
         (0, VALUES.nbytes - 4, "but its external data has"),
     ],
 )
-def test_parts_that_are_none(folder, offset, length, words):
+def test_malformed_entries_of_external_data(folder, offset, length, words):
     refused(write(folder, in_initializer(external("w", "w.bin", offset, length))), "'w'", words)
 
 
@@ -215,7 +215,7 @@ def test_special_files_are_refused_without_waiting(folder):
     refused("bad\0name", "no file has such a name")
 
 
-def test_a_file_that_is_all_holes_is_not_read(folder):
+def test_a_sparse_file_is_not_read(folder):
     with open(folder / "w.bin", "wb") as file:
         file.truncate(1 << 32)
     refused(write(folder, in_initializer(external("w", "w.bin", 4, 1 << 31, (1 << 29,)))), "computes a constant of")

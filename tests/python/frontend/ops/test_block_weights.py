@@ -126,7 +126,7 @@ def test_weights_stay_as_they_are_on_a_gpu(bits):
     assert kernel.startswith("block_matmul")
 
 
-def test_products_in_half_precision_one_behind_the_other_on_a_gpu():
+def test_two_half_precision_products_in_a_row_on_a_gpu():
     first = matmul_nbits(64, dtype="float16")
     second = matmul_nbits(COLUMNS, 16, dtype="float16")
     nodes = []
@@ -180,7 +180,7 @@ def test_ragged_depth_batches_symbols_and_half_precision():
         ({"weights": {"scales": np.ones(5, "float32")}}, r"found scales of shape \[5\]"),
     ],
 )
-def test_what_is_refused(options, message):
+def test_unsupported_problems_are_refused(options, message):
     with pytest.raises(rh.FrontendError, match=f"MatMulNBits node 'the_node'.*{message}"):
         rh.from_onnx(matmul_nbits(**options))
 

@@ -45,7 +45,7 @@ def test_transposed_convolution(options):
     check("ConvTranspose", uniform(2, 4, 4, 3), weight, uniform(3 * options.get("group", 1)), **options)
 
 
-def test_transposed_convolution_beyond_what_is_computed():
+def test_transposed_convolution_with_outputs_beyond_the_computed_ones():
     options = {"strides": [3, 2], "output_shape": [10, 8], "output_padding": [1, 1]}
     check("ConvTranspose", uniform(1, 1, 3, 3), uniform(1, 2, 3, 3), reference="onnx", **options)
 

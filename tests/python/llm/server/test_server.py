@@ -203,7 +203,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_bad_bodies_are_told_what_is_wrong(http, stream):
+def test_bad_bodies_get_errors_with_the_reason(http, stream):
     for path, body, status, message in BAD:
         content = json.dumps({**({"stream": True} if stream else {}), **body})
         answer = http.post(path, content=content, headers={"content-type": "application/json"})
@@ -215,12 +215,12 @@ def test_bad_bodies_are_told_what_is_wrong(http, stream):
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[1]", b'"text"', b"\xff\xfe", b"[" * 15_000, b'{"prompt": 1e999}', b'{"prompt": NaN}']
 )
-def test_bodies_that_are_no_requests(http, content):
+def test_bodies_that_are_not_requests(http, content):
     answer = http.post(COMPLETIONS, content=content, headers={"content-type": "application/json"})
     assert answer.status_code == 400 and answer.json()["error"]["message"]
 
 
-def test_a_body_of_another_type_is_told_so(http):
+def test_a_body_of_another_type_is_refused(http):
     answer = http.post(COMPLETIONS, content=b'{"prompt": "a"}')
     assert answer.status_code == 400 and "expected application/json" in answer.json()["error"]["message"]
     answer = http.post(COMPLETIONS, data={"prompt": "a"})
@@ -281,7 +281,7 @@ CALLS = [*USER, {"role": "assistant", "tool_calls": [{"id": 1}]}, {"role": "tool
          [*USER, {"role": "assistant", "content": "<think>b</think>c"}], None),
     ],
 )  # fmt: skip
-def test_what_a_template_leaves_out_of_a_conversation(template, messages, refused):
+def test_messages_that_a_template_omits_are_refused(template, messages, refused):
     plain = [Message.model_validate(each).plain("messages") for each in messages]
     if refused is None:
         assert rendered(ChatTemplate(template), plain, {})
@@ -322,7 +322,7 @@ def test_names_of_the_server_in_values_of_a_template(http):
     assert http.post(CHAT, json=body).status_code == 200
 
 
-def test_a_body_that_does_not_come_whole_is_given_up():
+def test_an_incomplete_body_times_out():
     with running(Engine(ToyModel(), CODEC), limits=Limits(body_seconds=0.05)) as server:
         host, port = server.url.removeprefix("http://").split(":")
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
@@ -414,7 +414,7 @@ def test_keys():
 @pytest.mark.parametrize(
     "settings", [{"api_key": ""}, {"cors_origins": ("chat.example",)}, {"cors_origins": ("https://a.example/",)}]
 )
-def test_settings_that_would_not_do_what_they_say(settings):
+def test_invalid_settings_are_refused(settings):
     with pytest.raises(HeteroError, match=f"{next(iter(settings))}: found"):
         Settings("toy", **settings)
 
@@ -528,7 +528,7 @@ def test_addresses_that_are_counted_together(client, address):
     assert connections._address((client, 1)) == address
 
 
-def test_a_context_beyond_the_trained_one_is_told():
+def test_a_context_beyond_the_trained_one_is_reported():
     model = ToyModel(context=512)
     model.trained_context = 128
     with running(Engine(model, CODEC)) as server:
@@ -558,7 +558,7 @@ def test_requests_that_take_too_long_end_with_504():
         assert events[-1] == "data: [DONE]" and "timeout_error" in events[-2]
 
 
-def test_an_error_of_the_model_is_told_and_the_server_goes_on():
+def test_an_error_of_the_model_is_returned_and_the_server_goes_on():
     faults = [True]
 
     def fail(kind: str, slots: list[int]) -> None:
@@ -596,6 +596,6 @@ def test_64_clients_at_once(server):
             assert engine.submit(prompts[number], params).result() == texts[number]
 
 
-def test_limits_that_are_none():
+def test_malformed_limits():
     with pytest.raises(HeteroError, match="in_flight: found 0, expected at least 1"):
         Limits(in_flight=0)

@@ -170,7 +170,7 @@ def in_view(page):
     }).length""")
 
 
-def test_of_a_large_graph_what_lies_near_the_view_is_drawn(large):
+def test_only_the_visible_part_of_a_large_graph_is_drawn(large):
     total = int(large.get_attribute("#graph .canvas", "data-items"))
     large.click("text=Start")
     near = in_view(large)
@@ -272,7 +272,7 @@ def test_a_chat_is_drawn(opened, tmp_path):
     page.close()
 
 
-def test_the_panel_and_the_roofline_say_what_the_share_is_of(opened, tmp_path):
+def test_the_panel_and_the_roofline_name_the_peak_of_the_share(opened, tmp_path):
     data = report_data(1)
     for group in data["groups"]:
         group |= {"share_of_peak": 0.42, "bound": "memory"}

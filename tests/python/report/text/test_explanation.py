@@ -104,7 +104,7 @@ def test_sections_that_are_not_there():
     assert shown_of(EXPLANATION, "memory") == ""
 
 
-def test_what_the_cost_model_expects_is_printed():
+def test_expectations_of_the_cost_model_are_printed():
     busy = {"llvm:0": 0.0012, "cuda:0": 0.0034567}
     for objective, words in (("latency", "one call takes 3.46 ms"), ("throughput", "time between calls 3.46 ms")):
         more = {"assumed_sizes": {"batch": 64}, "figures": "measured"}

@@ -199,11 +199,11 @@ def test_copies_fall_away():
     np.testing.assert_array_equal(data.numpy(), np.eye(8, dtype="float32")[3][:, None] * row)
 
 
-def test_what_differs_in_type_or_shape_is_not_tied():
+def test_operands_of_other_types_or_shapes_are_not_tied():
     assert ties_of(with_ties(copies_first, [(1, 2)])) == []
 
 
-def test_llvm_is_told_that_accesses_may_be_of_the_same_memory():
+def test_accesses_of_tied_memory_are_not_noalias():
     problem = ElementwiseProblem(
         Expression.parse("exp(x0)"), (plain((64,), "float32", "d"),), plain((64,), "float32", "d")
     )

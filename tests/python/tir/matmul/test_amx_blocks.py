@@ -77,7 +77,7 @@ def test_activations_of_few_bits(form):
 
 
 @pytest.mark.parametrize(("block", "zeros"), [(40, ""), (8, "float32")])
-def test_what_tiles_cannot_multiply_is_left_to_vectors(block, zeros):
+def test_products_that_tiles_cannot_multiply_use_vectors(block, zeros):
     rng = fresh_rng()
     weights = integers(rng, 40, 96, block, zeros)
     x = rng.standard_normal((20, 96), "float32")
@@ -110,7 +110,7 @@ def test_rows_of_a_kind_have_the_same_bits():
     np.testing.assert_array_equal(results["chunk", 5], results["chunk", 20][:5])
 
 
-def test_what_is_done_to_sums_and_numbers_without_end():
+def test_epilogues_and_infinite_numbers():
     rng = fresh_rng()
     weights = integers(rng, 45, 64, 32)
     extra = (plain((45,), "float32", ("n",)), plain((20, 45), "float32", ("m", "n")))

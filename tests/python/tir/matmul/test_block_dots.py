@@ -102,7 +102,7 @@ def test_numbers_of_all_sizes(form, tmp_path):
     assert_close(got, x.astype("float32"), weights.numbers, ROUNDING)
 
 
-def test_zeros_infinities_and_what_is_no_number(tmp_path):
+def test_zeros_infinities_and_nan(tmp_path):
     """Rows of zeros are zeros, tiny numbers too; a number that is not finite shows in its row, and in no other."""
     if not NAMES:
         pytest.skip("this CPU lacks dot products of bytes in vectors of 64")

@@ -98,7 +98,7 @@ def test_one_symbolic_kernel_serves_all_tokens(name, tmp_path):
         np.testing.assert_array_less(np.abs(actual - want), 1e-6 * size + 1e-30)
 
 
-def test_what_is_done_to_sums(tmp_path):
+def test_epilogues(tmp_path):
     """A tensor of the result's shape, one number for each column, one for all."""
     name, rng = NAMES[0], fresh_rng()
     panel, weights = panel_columns(cpu_named(name)), of_file("q4_0", 4 * 45, 64)

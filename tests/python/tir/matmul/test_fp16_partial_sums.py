@@ -88,7 +88,7 @@ def test_the_error_is_small_in_range_and_that_of_float32_out_of_it(sizes, symbol
 
 
 @needs_avx512
-def test_a_right_operand_as_it_lies():
+def test_a_row_major_right_operand():
     """Few rows, an odd k, and columns that do not fill a vector; in the range of fp16 and out of it."""
     sizes = (3, 301, 33)
     packed = _problem(sizes)
@@ -110,7 +110,7 @@ def test_only_tiles_out_of_range_are_computed_again():
 
 
 @needs_avx512
-def test_infinities_and_nan_reach_what_they_reach_in_float32():
+def test_infinities_and_nan_propagate_as_in_float32():
     sizes = (9, 100, 40)
     arrays = _random(sizes)
     arrays[0][1, 3], arrays[0][2, 50], arrays[1][70, 39] = np.inf, -np.inf, np.nan

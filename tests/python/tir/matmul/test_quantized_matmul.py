@@ -73,7 +73,7 @@ def test_one_symbolic_kernel_serves_all_rows(name, tmp_path):
         np.testing.assert_array_equal(call(function, x[:rows], weights.packed(panel), 70), full[:rows])
 
 
-def test_batches_and_what_is_done_to_sums(tmp_path):
+def test_batches_and_epilogues(tmp_path):
     """A bias, a tensor of the result's shape and one number; the result in another type."""
     name, rng = NAMES[0], fresh_rng()
     panel = panel_columns(cpu_named(name))

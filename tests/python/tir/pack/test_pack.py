@@ -141,7 +141,7 @@ def test_relayout_writes_zeros_for_what_was_padding(source, destination, target,
 
 
 @pytest.mark.parametrize("target", ["avx512", "c"])
-def test_nothing_beside_a_symbolic_extent(target, tmp_path):
+def test_no_elements_with_a_symbolic_extent(target, tmp_path):
     layout, cpu = PackedLayout.parse("pack<outer=[0, 1] inner=[0:8, 1:4]>"), cpu_named(target)
     pack = kernel(pack_kernel(["s0", 0], "float32", layout, cpu), target, tmp_path)
     pack(runtime.tensor(np.zeros((9, 0), "float32")), runtime.tensor(np.zeros((2, 0, 8, 4), "float32")))

@@ -224,7 +224,7 @@ def test_no_cache(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
     assert diagnosed(invoke)[1]["compile cache"].state == "absent"
 
 
-def test_a_size_of_the_cache_that_is_none(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
+def test_a_malformed_size_of_the_cache_is_reported(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RELAX_HETERO_CACHE_SIZE", "much")
     assert diagnosed(invoke)[1]["compile cache"].state == "warning"
 

@@ -208,7 +208,7 @@ def test_strict_checks_need_a_device_that_can_report():
         CheckValues()(mod.with_attr(STRICT, True))
 
 
-def test_checks_are_numbered_on_from_those_that_there_are():
+def test_numbers_of_checks_continue_after_existing_ones():
     first = CheckValues()(RecordRemarks()(Before))
     main = Before["main"].with_attr("global_symbol", "other")
     both = tvm.IRModule({**dict(first.functions.items()), tvm.ir.GlobalVar("other"): main}, attrs=first.attrs)

@@ -74,7 +74,7 @@ class Trusted:
             y[i] = x[T.max(T.min(index[i], 9), 0)] / x[i]
 
 
-def test_what_is_proved_inside_is_left_alone():
+def test_proven_indices_are_left_alone():
     assert ClampIndices()(Trusted).same_as(Trusted)
 
 

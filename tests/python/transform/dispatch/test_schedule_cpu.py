@@ -183,7 +183,7 @@ def test_other_devices_and_forms_are_left_alone():
     assert kernels(schedule_cpu(for_c))[0].same_as(kernels(for_c)[0])
 
 
-def test_what_is_computed_in_place_is_left_alone():
+def test_kernels_in_place_are_left_alone():
     @I.ir_module
     class Module:
         @T.prim_func(private=True, s_tir=True)

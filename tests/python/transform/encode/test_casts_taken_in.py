@@ -170,12 +170,12 @@ def stored(target) -> list[str]:
     return [str(call.ty.dtype) for call in calls]
 
 
-def test_what_is_rounded_and_widened_again_is_stored_in_16_bits_on_gpus():
+def test_values_rounded_and_widened_are_stored_in_16_bits_on_gpus():
     assert stored({"kind": "cuda", "arch": "sm_90a"}) == ["float16", "float32"]
     assert stored(AVX512) == ["float32", "float32"]
 
 
-def test_numbers_of_what_is_stored_in_16_bits():
+def test_numbers_of_values_stored_in_16_bits():
     mod = relax.transform.Normalize()(StoredNarrow)
     mod.update_global_info("vdevice", [rh.VDevice({"kind": "cuda", "arch": "sm_90a"})])
     rng = fresh_rng()

@@ -142,7 +142,7 @@ def test_a_source_with_another_use_stays():
     assert shapes == [(4, 3, 2), (3, 7)]
 
 
-def test_what_is_computed_of_a_constant_only_to_be_encoded_is_computed():
+def test_ops_between_a_constant_and_its_encoding_are_folded():
     """A transpose and a cast before the encoding, and a transfer and a relayout after it, happen at compile time."""
 
     @ir_module(V4, "c:1")

@@ -405,7 +405,7 @@ def test_a_permuted_result_with_bias():
     check_numbers(Before, after)
 
 
-def test_work_behind_a_reshape():
+def test_work_after_a_reshape():
     @ir_module()
     def Before(
         x: R.Tensor((5, "s", 3), "float32"),
@@ -522,7 +522,7 @@ def test_long_chains_stay_short_texts():
     check_numbers(before, after)
 
 
-def test_work_behind_a_permutation_that_cancels():
+def test_work_after_a_permutation_that_cancels():
     """Blocks of ConvNeXt: rows of channels go back to channels first, where the residual is, which was permuted so."""
 
     @ir_module()
@@ -547,7 +547,7 @@ def test_work_behind_a_permutation_that_cancels():
     np.testing.assert_allclose(run(after, *arrays), run(Before, *arrays), rtol=1e-5, atol=1e-5)
 
 
-def test_work_behind_a_permutation_that_would_stay():
+def test_work_after_a_permutation_that_would_stay():
     @ir_module()
     def Before(x: R.Tensor((3, 4), "float32"), w: R.Tensor((4, 3), "float32"), r: R.Tensor((3, 3), "float32")):
         with R.dataflow():

@@ -166,7 +166,7 @@ def float_convolution(x, w, scales):
         (((1, 4096, 3, 3), "uint8"), ((2, 4096, 3, 3), "int8"), (1,)),  # sums that int32 may not hold
     ],
 )
-def test_what_stays_a_convolution_of_floats(data, weight, scales):
+def test_convolutions_that_stay_float(data, weight, scales):
     x, w = (relax.Var(name, relax.TensorType(*given)) for name, given in (("x", data), ("w", weight)))
     after, ops = encoded(float_convolution(x, w, scales))
     assert ops.count(CONV) == 1

@@ -254,7 +254,7 @@ def test_inside_branches_and_outside_dataflow():
     assert set_encoding(after) is after
 
 
-def test_what_stays():
+def test_ops_that_stay():
     @ir_module()
     def Before(
         a: R.Tensor(ndim=2, dtype="float32"),

@@ -354,7 +354,7 @@ def product_on_llvm():
 
 
 @pytest.mark.parametrize("answer", [PackedLayout.identity(3), "identity<2>", 7])
-def test_an_answer_that_is_no_layout_is_refused(answer):
+def test_an_answer_that_is_not_a_layout_is_refused(answer):
     undo = register_resolver(
         Toy("other", (PackedLayout.identity(2), answer, PackedLayout.identity(2))), "llvm", [], 200
     )

@@ -61,7 +61,7 @@ def test_triangles(scores: str, masks: list[Any], expected: tuple[str, int]) -> 
         ("add(x0, x1)", [added(triangle(5, 7)) + np.float32(1)]),
     ],
 )
-def test_what_is_no_triangle(scores: str, masks: list[Any]) -> None:
+def test_masks_that_are_not_triangles(scores: str, masks: list[Any]) -> None:
     assert stripped(scores, *masks) == (str(Expression.parse(scores)), 1, "")
 
 

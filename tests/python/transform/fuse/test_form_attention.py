@@ -129,7 +129,7 @@ def test_only_where_the_device_has_a_kernel(target: Any, is_formed: bool):
     assert (ATTENTION in ops_of(formed["main"])) == is_formed
 
 
-def test_reasons_are_told():
+def test_reasons_are_reported():
     @ir_module()
     def Before(q: R.Tensor((2, 5, 8), "float16"), k: R.Tensor((2, 8, 7), "float16"), v: R.Tensor((2, 7, 8), "float16")):
         with R.dataflow():
@@ -270,7 +270,7 @@ def test_the_attention_op_of_relax(causal: str | None, is_biased: bool):
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_one_behind_the_other():
+def test_two_attentions_in_a_row():
     """Views between two of them are looked through from both sides."""
 
     @ir_module()

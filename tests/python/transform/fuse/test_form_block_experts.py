@@ -104,7 +104,7 @@ def Others(
     return y
 
 
-def test_what_does_not_fit_takes_numbers():
+def test_other_products_unpack_their_weights():
     after = FormQuantizedMatmuls()(RealizeVDevice()(bound(Others, raw=RAW)))
     ops = set(ops_of(after))
     assert not any(name and "hetero" in name for name in ops)

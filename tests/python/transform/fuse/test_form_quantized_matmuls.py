@@ -114,7 +114,7 @@ def TwoUses(
     return (b, z)
 
 
-def test_what_several_read_is_stored_and_a_vector_takes_numbers():
+def test_products_with_several_readers_are_stored_and_vectors_unpack():
     """In half precision, a product runs in float32; plain ops compute the weights that other ops read."""
     after = formed(TwoUses)
     assert expressions(after) == ["x0"]

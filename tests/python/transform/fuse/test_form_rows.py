@@ -160,7 +160,7 @@ def test_masks_and_choices_join():
     assert program.startswith("r0 = max(where(x")
 
 
-def test_what_stays(request):
+def test_ops_that_stay(request):
     """Other axes, short rows, other types, values used twice, and devices without a kernel."""
 
     def module(build, shape=(4, 64), dtype="float32", target=V4):

@@ -31,7 +31,7 @@ def test_permutations_compose_as_in_numpy(given_order, data):
 
 
 @given(shape_and_order())
-def test_what_moves_nothing_is_a_reshape(given_order):
+def test_permutations_that_move_nothing_are_reshapes(given_order):
     shape, axes = given_order
     array = np.arange(np.prod(shape)).reshape(shape)
     moved = array.transpose(axes)
@@ -42,7 +42,7 @@ def test_what_moves_nothing_is_a_reshape(given_order):
 
 
 @given(shape_and_order(), st.data())
-def test_a_reshape_is_done_on_what_is_permuted(given_order, data):
+def test_a_reshape_applies_to_a_permuted_value(given_order, data):
     shape, axes = given_order
     factors = [part for extent in shape for part in ((2, extent // 2) if extent % 2 == 0 else (extent,))]
     cuts = sorted(data.draw(st.sets(st.integers(0, len(factors)), max_size=len(factors))) | {0, len(factors)})

@@ -105,7 +105,7 @@ def test_other_spellings(call, text):
         relax.op.astype(x, "int64"),
     ],
 )
-def test_what_is_no_expression(call):
+def test_ops_that_are_not_expressions(call):
     assert to_expression(typed(call)) is None
 
 

@@ -83,7 +83,7 @@ def declining(mod: tvm.IRModule, reason: str, again: bool = False) -> tvm.IRModu
 Declining = declare_pass("Declining", declining)
 
 
-def test_what_a_pass_declines_stands_in_the_module_it_returns():
+def test_declined_ops_are_in_the_module_that_the_pass_returns():
     recorded = rh.transform.RecordRemarks()(Before)
     mod = tvm.transform.Sequential([Declining("one"), Declining("two"), Declining("one", again=True)])(recorded)
     assert remarks_of(mod).fusions.missed == [MissedFusion("main", "a", "matmul", each) for each in ("one", "two")]
@@ -93,7 +93,7 @@ def test_what_a_pass_declines_stands_in_the_module_it_returns():
     assert outer.missed == inner.missed == [MissedFusion("main", "a", "matmul", "three")]
 
 
-def test_what_was_cancelled_stays_known_when_encodings_are_specialized_again():
+def test_cancelled_encodings_stay_in_the_remarks():
     cancelled = CancelledEntry("main", "q", "matmul", "c:0", "no layout")
     mod = with_remarks(rh.transform.RecordRemarks()(Before), encodings=EncodingReport([], [], [cancelled]))
     mod = tvm.transform.Sequential(

@@ -23,7 +23,7 @@ from vm.fake_cuda import FakeCuda
 CUDA = {"kind": "cuda", "arch": "sm_90"}
 
 
-def test_what_a_gpu_gets_is_pinned_if_it_is_large():
+def test_large_values_sent_to_a_gpu_are_pinned():
     """Sent values of 128 KB and views of them are pinned; values that stay and smaller ones are not."""
 
     @ir_module("llvm", CUDA)

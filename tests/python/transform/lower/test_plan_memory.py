@@ -129,7 +129,7 @@ def test_branches_share_no_storage():
         np.testing.assert_allclose(vm["main"](np.array(False), x).numpy(), np.exp(np.exp(x) ** 2), rtol=1e-4)
 
 
-def test_what_a_packed_function_reads_is_not_reused():
+def test_operands_of_packed_functions_are_not_reused():
     """A packed function may return an operand; stock TVM takes operands for free after the call."""
     tvm.register_global_func("test.plan.same", lambda x: x, override=True)
 
@@ -150,7 +150,7 @@ def test_what_a_packed_function_reads_is_not_reused():
     np.testing.assert_allclose(vm["main"](x).numpy(), np.exp(x) + 9 * x, rtol=1e-5)
 
 
-def test_what_a_transfer_between_cpus_reads_is_there_as_long_as_its_result():
+def test_the_source_of_a_transfer_between_cpus_outlives_its_result():
     """The result is the operand by another device's name: nothing on either device may take its storage."""
 
     @ir_module(V4, (V2, 1))
@@ -179,7 +179,7 @@ def test_what_a_transfer_between_cpus_reads_is_there_as_long_as_its_result():
     assert _storages(PlanMemoryPerDevice()(Mod)) == [(0, "global"), (0, "global"), (1, "global")]
 
 
-def test_rooms_of_transfers_share_storage_with_what_the_device_computes():
+def test_buffers_of_transfers_share_storage_with_values_of_the_device():
     @ir_module(V4, "cuda")
     class Mod:
         @T.prim_func(private=True, s_tir=True)
@@ -211,7 +211,7 @@ def test_rooms_of_transfers_share_storage_with_what_the_device_computes():
     assert sorted(_storages(PlanMemoryPerDevice()(Mod))) == [(0, "global"), (0, "global"), (1, "global")]
 
 
-def test_what_leaves_the_function_has_no_storage_of_the_plan():
+def test_results_have_storage_outside_of_the_plan():
     @ir_module(V4)
     class Mod:
         @T.prim_func(private=True, s_tir=True)

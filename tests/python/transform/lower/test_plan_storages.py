@@ -55,7 +55,7 @@ def number(expr, n, s):
 
 @given(st.lists(st.tuples(st.sampled_from([64, 128, 640, 4096]), st.integers(0, 20), st.integers(0, 6)), max_size=25))
 @settings(max_examples=150, deadline=None)
-def test_storages_are_no_larger_than_what_was_there_at_one_time_of_one_size(values):
+def test_storages_are_at_most_those_of_an_exact_size_pool(values):
     """Total size is at most that of a pool that reuses memory of exactly equal size."""
     plan = plan_storages([Lifetime(size, begin, begin + length) for size, begin, length in values])
     by_size = [

@@ -92,7 +92,7 @@ class Dependence:
 
 @given(graphs(), st.sampled_from([-1, 50, 1 << 20]))
 @SETTINGS
-def test_parts_in_order_read_what_is_made(mod, small):
+def test_parts_read_values_of_earlier_parts(mod, small):
     parts = parts_of(mod, small)
     order = parts.in_order()
     assert sorted(order) == sorted(parts.parts)
@@ -110,7 +110,7 @@ def test_parts_in_order_read_what_is_made(mod, small):
 
 @given(graphs())
 @SETTINGS
-def test_no_part_waits_for_what_its_first_kernel_does_not_need(mod):
+def test_a_part_waits_only_for_operands_of_its_first_kernel(mod):
     parts = parts_of(mod)
     places = BindingDevices(mod)
     dependence = Dependence(parts.bindings, places)
@@ -223,7 +223,7 @@ def test_shapes_of_one_device_that_another_one_needs_cut_too():
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_what_calls_on_one_device_is_work_like_any_other(count):
+def test_calls_on_one_device_are_work_like_any_other(count):
     @R.function(check_well_formed=False)
     def main(x: FIRST, choice: R.Tensor((), "bool", D0)):
         a = R.call_tir(ONE, (x,), out_ty=FIRST)

@@ -194,7 +194,7 @@ def test_names_do_not_clash():
     assert steps(after(main, main_step=main_step))[0] == "0: main_step_1 [0] -> [1]"
 
 
-def test_what_nobody_needs_is_no_step():
+def test_unused_work_is_not_a_step():
     @R.function(check_well_formed=False)
     def main(x: FIRST):
         a = R.call_tir(ONE, (x,), out_ty=FIRST)
@@ -206,7 +206,7 @@ def test_what_nobody_needs_is_no_step():
     assert steps(after(main)) == ["0: main_step [0] -> [1]", 1]
 
 
-def test_what_overwrites_its_own_may_be_cut():
+def test_functions_that_overwrite_their_own_values_may_be_cut():
     @R.function(check_well_formed=False)
     def main(x: FIRST, cache: SECOND):
         with R.dataflow():

@@ -25,7 +25,7 @@ def refused(before: tvm.IRModule) -> str:
     return str(error.value)
 
 
-def test_what_crosses_is_sent_and_received():
+def test_crossing_values_are_sent_and_received():
     @ir_module(A, B)
     def Before(x: R.Tensor((4,), "float32", "a/llvm:0")) -> R.Tensor((4,), "float32", "b/llvm:0"):
         with R.dataflow():
@@ -332,7 +332,7 @@ def test_a_call_is_made_by_each_host_of_the_function():
     check(Before, Expected)
 
 
-def test_a_requirement_is_checked_by_each_host_that_works_behind_it():
+def test_a_requirement_is_checked_by_each_host_that_works_after_it():
     @ir_module(A, B)
     def Before(x: R.Tensor(("n",), "float32", "a/llvm:0"), y: R.Tensor(("n",), "float32", "b/llvm:0")) -> R.Tuple(
         R.Tensor(("n",), "float32", "a/llvm:0"), R.Tensor(("n",), "float32", "b/llvm:0")

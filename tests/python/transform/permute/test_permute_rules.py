@@ -178,6 +178,6 @@ def rows(name):
 
 
 @pytest.mark.parametrize("name", ["softmax", "layer_norm"])
-def test_what_goes_along_the_innermost_axis_keeps_it(name):
+def test_ops_along_the_innermost_axis_keep_it(name):
     mod = rows(name)
     assert MovePermutes()(mod).same_as(mod)

@@ -533,7 +533,7 @@ def test_ops_without_operands_go_with_their_use():
     assert where == {"z": 1, "o": 0, "r": 0, "a": 1, "b": 0}
 
 
-def test_unknown_shapes_and_dtypes_keep_what_is_known():
+def test_partly_unknown_types_keep_their_known_fields():
     @ir_module("llvm", "llvm:1")
     def Before(x: R.Tensor, y: R.Tensor(ndim=3, dtype="float32"), s: R.Shape(ndim=2), i: R.Prim("int64")):
         a = R.exp(x)

@@ -499,7 +499,7 @@ def test_the_order_of_functions_does_not_matter():
         assert_structural_equal(place(mod), expected)
 
 
-def test_what_tvm_infers_from_a_hint_is_no_annotation():
+def test_types_that_tvm_infers_from_hints_are_not_annotations():
     """Stock inference types the result of a hint like its operand, here llvm:0, and so all that follows from it."""
 
     @ir_module("llvm", "llvm:1")

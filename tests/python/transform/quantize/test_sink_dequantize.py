@@ -162,7 +162,7 @@ def test_scales_per_channel_and_results_stay():
         ("cast(clip(round(divide(x0, 0.25)), 0.0, 255.0), 'uint8')", False),
     ],
 )
-def test_what_gives_back_the_bytes(quantize, is_same):
+def test_expressions_that_undo_dequantization(quantize, is_same):
     dequantize = Expression.parse("multiply(cast(subtract(cast(x0, 'int32'), 3), 'float32'), 0.25)")
     assert is_inverse(Expression.parse(quantize), dequantize, "uint8") == is_same
     without = Expression.parse("multiply(cast(x0, 'float32'), 0.25)")

@@ -30,7 +30,7 @@ def dtypes(mod, op):
     return [str(b.value.args[0].ty.dtype) for b in walk_bindings(mod["main"]) if op_name(b.value) == op]
 
 
-def test_products_and_what_is_between():
+def test_products_and_the_ops_between_them():
     """Bias and activation see unrounded sums; values that products read are rounded, except results of norms."""
 
     @ir_module()
@@ -90,7 +90,7 @@ def test_products_and_what_is_between():
     check(relax.transform.Normalize()(Before), Expected)
 
 
-def test_what_only_moves_elements_moves_rounded_ones():
+def test_ops_that_move_elements_move_rounded_ones():
     @ir_module()
     def Before(x: R.Tensor((4, 8, 16), "float32"), w: R.Tensor((32, 16), "float32")):
         with R.dataflow():
@@ -221,7 +221,7 @@ def test_constants_are_rounded_once():
     np.testing.assert_array_equal(constants[0].value.numpy(), weight.astype(ml_dtypes.bfloat16))
 
 
-def test_what_stays_in_float32():
+def test_values_that_stay_in_float32():
     """Outer products, weights beyond the range of float16, dequantized weights, and the symbolic extents around."""
 
     @ir_module()
@@ -307,7 +307,7 @@ def test_devices_for_tfloat32_keep_the_products_of_others():
     assert list(low["main"].attrs[WITHOUT_TF32]) == ["y"]
 
 
-def test_a_device_that_is_not_there():
+def test_an_absent_device_is_refused():
     with pytest.raises(rh.VDeviceError, match="cuda:1"):
         ToMixedPrecision("float16", devices=["cuda:1"])(PostNorm)
 
@@ -433,7 +433,7 @@ def test_each_device_gets_its_own_type():
         assert dtypes(low, "relax.matmul") == ["float32", "bfloat16"]
 
 
-def test_no_devices_are_none():
+def test_an_empty_list_of_devices_changes_nothing():
     mod = _on(ZEN)
     for dtype in ("bfloat16", "auto"):
         assert to_mixed_precision(mod, dtype, devices=[]) is mod

@@ -43,7 +43,7 @@ def test_branches_have_runs_of_their_own():
     ]
 
 
-def test_a_match_cast_of_what_a_run_made_ends_it():
+def test_a_match_cast_of_a_runs_result_ends_it():
     @R.function(check_well_formed=False)
     def main(x: FIRST, y: R.Tensor("float32", ndim=1)):
         n = T.int64()
@@ -139,7 +139,7 @@ def test_calls_of_relax_functions_end_a_run():
     assert outline(with_main(main)) == ["main_commands: one one", "callee", "main_commands_1: two two"]
 
 
-def test_work_in_place_joins_where_nothing_reads_what_it_writes_later():
+def test_work_in_place_joins_if_its_operand_has_no_later_reader():
     @R.function(check_well_formed=False)
     def main(x: FIRST):
         with R.dataflow():

@@ -114,7 +114,7 @@ def test_calls_of_command_buffers_become_calls_of_graphs():
     assert_structural_equal(mod["main"], Expected["main"], map_free_vars=True)
 
 
-def test_what_the_module_becomes():
+def test_the_functions_of_the_module_after_the_pass():
     before = recorded(Steps)
     mod = FormCudaGraphs()(before)
     main = functions(mod)["main"]
@@ -301,7 +301,7 @@ def test_symbolic_extents_are_parameters_of_graphs():
     assert "AllocWorkspace" not in host_code(exe.module), "the host cannot use what it allocates for a GPU"
 
 
-def test_numbers_that_no_extent_says_are_given_to_graphs():
+def test_symbols_without_an_extent_are_passed_to_graphs():
     """Here 2 * n stands in the types, and n in none of them."""
     n, device = tvm.tirx.Var("n", "int64"), rh.VDevice(CUDA)
     builder = relax.BlockBuilder()
@@ -366,7 +366,7 @@ def test_stock_tvm_builds_the_pipelines_module():
     assert " step(" in sources(built.mod)
 
 
-def test_a_driver_is_found_or_it_is_said_why_not(monkeypatch):
+def test_a_driver_is_found_or_the_reason_is_reported(monkeypatch):
     import builtins
 
     real = builtins.__import__

@@ -83,7 +83,7 @@ def test_regions_say_what_their_commands_touch():
     assert (single.function, single.variable, single.why) == ("main", "f", "no other kernel to run with")
 
 
-def test_symbols_of_one_name_are_told_apart():
+def test_symbols_of_one_name_are_distinguished():
     n, other, keyword = (tirx.Var(name, "int64") for name in ("n", "n", "min"))
     device = rh.VDevice("llvm")
 

@@ -58,7 +58,7 @@ class Ends:
         return b
 
 
-def test_what_came_after_a_run():
+def test_the_reasons_for_the_ends_of_runs():
     mod = form_command_buffers(rh.transform.FormDispatches()(rh.transform.RealizeVDevice()(Ends)))
     assert {region.function: region.ended_by for region in regions_of(mod)} == {
         "packed": "call of f (c)",

@@ -16,7 +16,7 @@ from relax_hetero.transform.record.region_ir import RegionValue
 from transform.outlines import V4, called, check
 
 
-def test_a_chain_lies_where_its_last_result_does():
+def test_a_chain_uses_the_memory_of_its_last_result():
     """`a` and `b` are transient and read once; `x` is the caller's."""
 
     @ir_module(V4)
@@ -67,7 +67,7 @@ def test_a_chain_lies_where_its_last_result_does():
     assert [slot.access for slot in region.slots] == ["read", "write"]
 
 
-def test_what_is_read_again_keeps_its_memory():
+def test_values_that_are_read_again_keep_their_memory():
     """`a` is read by a later kernel, `b` by another operand of the same kernel, `c` after the run, `k` is constant."""
 
     @ir_module(V4)
@@ -153,7 +153,7 @@ def programs(draw):
 
 @given(programs())
 @settings(max_examples=200, deadline=None)
-def test_every_kernel_finds_what_was_made(program):
+def test_every_kernel_reads_the_right_values(program):
     inputs, free, drafts, ties = program
     results = [draft.makes[0] for draft in drafts]
     reused = take_operands(drafts, ties.__getitem__, results, free)

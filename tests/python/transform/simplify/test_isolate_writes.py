@@ -95,7 +95,7 @@ def test_a_shared_value_is_copied_and_a_write_does_not_pass_a_read():
     assert IsolateWrites()(after).same_as(after)
 
 
-def test_a_value_that_nothing_else_needs_is_overwritten_where_it_is():
+def test_a_value_without_other_readers_is_overwritten_in_place():
     @I.ir_module
     class Own:
         @T.prim_func(private=True, s_tir=True)

@@ -212,7 +212,7 @@ CHAINS = {
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_what_is_taken_into_weights_and_what_is_not(name):
+def test_ops_that_are_folded_into_weights_and_others(name):
     check(*CHAINS[name])
 
 

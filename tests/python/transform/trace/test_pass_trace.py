@@ -184,7 +184,7 @@ def test_a_trace_that_nobody_holds_is_freed():
     assert gone() is None
 
 
-def test_names_that_are_unknown_and_objects_that_are_none(trace):
+def test_unknown_names_and_objects_of_wrong_types(trace):
     with pytest.raises(rh.HeteroError, match="no pass 'FormRow' ran; passes that did: FormRows"):
         trace.show("FormRow")
     with pytest.raises(rh.HeteroError, match="the module has no function 'mian'; it has main, other"):

@@ -67,7 +67,7 @@ def vm(executable):
     return rh.vm.VirtualMachine(executable)
 
 
-def test_results_lie_in_the_memory_of_what_was_donated(vm):
+def test_results_reuse_the_memory_of_donated_arguments(vm):
     rng = fresh_rng()
     assert vm["main"].signature.donated == ("cache",)
     for n in (6, 3, 6):
@@ -114,7 +114,7 @@ def test_after_export_and_load(executable, tmp_path):
     assert new.data_ptr() == args[0].ctypes.data
 
 
-def test_what_cannot_be_overwritten_where_it_is_is_copied(vm):
+def test_arguments_that_cannot_be_overwritten_in_place_are_copied(vm):
     args = arguments(fresh_rng())
     want = expected(*args)
     for cache in (np.asfortranarray(args[0]), np.concatenate([args[0]] * 2, 1)[:, :8]):

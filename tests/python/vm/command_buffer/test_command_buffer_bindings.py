@@ -115,7 +115,7 @@ def test_read_only_memory_may_be_read(adding):
 
 
 @pytest.mark.parametrize("bindings", [5, None, "abc", {7: np.zeros(3)}, {"0": np.zeros(3)}, [None] * 5])
-def test_what_is_no_set_of_bindings(adding, bindings):
+def test_malformed_sets_of_bindings(adding, bindings):
     with pytest.raises(rh.BindingError, match="bindings (are a|name slot)"):
         adding.bind(bindings)
 

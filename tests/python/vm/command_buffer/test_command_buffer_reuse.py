@@ -133,7 +133,7 @@ def test_twelve_thousand_submissions_take_no_memory(vm):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 8 << 10
 
 
-def test_what_a_table_holds_goes_with_it(vm):
+def test_a_table_frees_its_bindings(vm):
     cb, freed = chain(vm), threading.Event()
 
     class Memory(np.ndarray):

@@ -199,7 +199,7 @@ def test_graphs_that_were_not_used_are_given_back(monkeypatch):
     assert [number for number, calls in bench.driver.graphs.items() if calls] == [2, 3]
 
 
-def test_what_cannot_be_recorded_is_launched(caplog):
+def test_submissions_that_cannot_be_recorded_are_launched(caplog):
     bench = Bench()
     bench.driver.fails = True
     bench.dispatch("scale", [bench.slot(0), bench.slot(1)], (4, 2.0))

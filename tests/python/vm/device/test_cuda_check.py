@@ -87,7 +87,7 @@ class Runtime:
         (Driver(13050, 4), "", "it has 4 GPUs$"),
     ],
 )
-def test_why_a_gpu_is_not_there(monkeypatch, driver, failure, message):
+def test_reasons_for_a_missing_gpu(monkeypatch, driver, failure, message):
     def library(name):
         if name == "libtvm_runtime_cuda.so":
             return Runtime()

@@ -86,7 +86,7 @@ class Foreign:
 
 
 @pytest.mark.parametrize("kind", [pinned, Foreign])
-def test_a_cpu_takes_it_where_it_lies(chain, weighted, kind):
+def test_a_cpu_reads_pinned_memory_in_place(chain, weighted, kind):
     vm = rh.vm.VirtualMachine(chain)
     x = fresh_rng().random((256, 4), "float32")
     argument, w = kind(x), np.ones(4, "float32")

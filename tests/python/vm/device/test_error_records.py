@@ -42,7 +42,7 @@ def test_a_new_record_says_nothing(record):
 
 
 @pytest.mark.parametrize("index", [10, -11, 2**31, -(2**31) - 1, 2**32 - 1, 2**63 - 1, -(2**63), -1])
-def test_what_is_reported_is_raised_once(record, index):
+def test_reported_errors_are_raised_once(record, index):
     know_checks([CHECK])
     report(record, CHECK.key, index, -10, 10)
     with pytest.raises(HeteroError) as raised:
@@ -58,7 +58,7 @@ def test_half_of_a_report_is_left_alone(record):
     assert record.words[CLAIMED] == 1
 
 
-def test_one_thread_is_told(record):
+def test_one_thread_gets_the_error(record):
     know_checks([CHECK])
     report(record, CHECK.key, 10, -10, 10)
     errors = []

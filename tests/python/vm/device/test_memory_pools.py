@@ -116,7 +116,7 @@ def test_many_threads(cuda, library):
     assert not failures and pool.nbytes <= 1 << 22
 
 
-def test_what_comes_from_a_gpu_arrives_in_pinned_memory(cuda, library, monkeypatch):
+def test_values_from_a_gpu_arrive_in_pinned_memory(cuda, library, monkeypatch):
     monkeypatch.setattr(memory_pools, "cuda_library", lambda: library)
     monkeypatch.setattr(cuda_copies, "cuda_library", lambda: library)
     monkeypatch.setattr(memory_pools, "_pools", {})
@@ -139,7 +139,7 @@ def test_what_comes_from_a_gpu_arrives_in_pinned_memory(cuda, library, monkeypat
     assert here.data_ptr() == room.data_ptr()
 
 
-def test_what_no_tensor_uses_can_be_given_back(cuda, library, monkeypatch):
+def test_unused_memory_can_be_released(cuda, library, monkeypatch):
     monkeypatch.setattr(memory_pools, "cuda_library", lambda: library)
     monkeypatch.setattr(memory_pools, "_pools", {})
     second, used = (memory_pools.send_buffer(nbytes * memory_pools.PINNED_BYTES, CPU, 0) for nbytes in (1, 2))

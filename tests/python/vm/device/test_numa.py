@@ -73,7 +73,7 @@ def test_memory_of_a_node():
     numa.move_to_node([(at + 8, at + 16)], NODE)  # no whole page: nothing to do
 
 
-def test_devices_beside_a_node_are_not_kept_to_its_cpus(monkeypatch):
+def test_other_devices_are_not_kept_to_a_nodes_cpus(monkeypatch):
     cores = [[0, 4], [1, 5], [2, 6], [3, 7]]
     monkeypatch.setattr(queues, "cpus_of_cores", lambda: cores)
     monkeypatch.setattr(queues, "num_cores", lambda: 4)
@@ -106,7 +106,7 @@ def test_a_device_is_of_one_node():
 
 
 @pytest.mark.parametrize(("kind", "node"), [("llvm", 999), ("llvm", -1), ("llvm", "0"), ("llvm", True), ("cuda", 0)])
-def test_targets_of_nodes_that_there_are_not(kind, node):
+def test_targets_of_missing_nodes(kind, node):
     with pytest.raises(rh.VDeviceError, match=f"numa=.*expected 'llvm' and a node .*: {NODE}"):
         rh.native(kind, numa=node)
 

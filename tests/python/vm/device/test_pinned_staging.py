@@ -46,7 +46,7 @@ def test_parts_cover_everything_once(nbytes):
     seed=st.none() | st.integers(0, 99),
     at=st.integers(0, 3),
 )
-def test_what_is_sent_was_read_when_it_returns(nbytes, threads, seed, at):
+def test_sent_data_were_read_at_return(nbytes, threads, seed, at):
     cuda, library, staging = made(seed, threads)
     stream = Stream(library, 0)
     source, target = random_bytes(nbytes + at), np.full(nbytes + at + 1, 7, "uint8")
@@ -59,7 +59,7 @@ def test_what_is_sent_was_read_when_it_returns(nbytes, threads, seed, at):
 
 
 @given(nbytes=st.integers(1, 20 * PART), seed=st.none() | st.integers(0, 99))
-def test_what_is_sent_comes_in_the_order_of_the_stream(nbytes, seed):
+def test_sends_follow_the_order_of_the_stream(nbytes, seed):
     cuda, library, staging = made(seed, threads=3)
     stream = Stream(library, 0)
     source, target, later = random_bytes(nbytes), np.zeros(nbytes, "uint8"), np.zeros(nbytes, "uint8")
@@ -72,7 +72,7 @@ def test_what_is_sent_comes_in_the_order_of_the_stream(nbytes, seed):
 
 
 @given(nbytes=st.integers(1, 40 * PART), threads=st.integers(1, 4), seed=st.none() | st.integers(0, 99))
-def test_what_is_received_is_there_when_it_returns(nbytes, threads, seed):
+def test_received_data_are_complete_at_return(nbytes, threads, seed):
     cuda, library, staging = made(seed, threads)
     stream = Stream(library, 0)
     expected, source, target = random_bytes(nbytes), np.zeros(nbytes, "uint8"), np.full(nbytes + 1, 7, "uint8")

@@ -24,7 +24,7 @@ def cpu(**attrs):
     return rh.vm.DeviceSpec(json.dumps({"kind": "llvm", **attrs}))
 
 
-def test_width_is_what_the_code_was_cut_for(monkeypatch):
+def test_width_is_that_of_the_compiled_code(monkeypatch):
     for name in ("TVM_NUM_THREADS", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     assert threads_for([]) == threads_for([cpu()]) == num_cores()

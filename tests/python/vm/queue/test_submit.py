@@ -54,7 +54,7 @@ def test_waiting_ends_after_the_timeout(vm):
         assert fence.exception(30) is None and vm.synchronize()
 
 
-def test_callbacks_are_all_called_whatever_they_raise(vm, caplog):
+def test_callbacks_are_all_called_even_if_they_raise(vm, caplog):
     gate, fences, again, all_told = Gate(), [], [], threading.Event()
     x = numbers()
 
@@ -186,7 +186,7 @@ def test_calls_in_flight_are_at_different_stages(exe):
 
 
 @pytest.mark.parametrize("limit", [0, -1, True, 1.5, "2", None])
-def test_limits_that_are_none(exe, limit):
+def test_malformed_limits(exe, limit):
     with pytest.raises(rh.BindingError, match=r"max_in_flight is .*, expected a positive integer"):
         rh.vm.VirtualMachine(exe, max_in_flight=limit)
 

@@ -195,7 +195,7 @@ def test_lent_when_asked_for(exe):
         np.testing.assert_array_equal(copied.result(30), expected(X))
 
 
-def test_what_is_not_copied(exe, weighted):
+def test_arguments_that_are_not_copied(exe, weighted):
     vm = machine(exe)
     result = vm.submit("main", X).result()
     seen = []

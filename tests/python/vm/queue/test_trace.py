@@ -274,7 +274,7 @@ class Square:
         return y
 
 
-def test_a_long_run_says_what_it_left_out(pipeline, tmp_path):
+def test_a_long_trace_reports_dropped_events(pipeline, tmp_path):
     vm = rh.vm.VirtualMachine(pipeline)
     with vm.trace(limit=2) as trace:
         for x in inputs(5):

@@ -205,7 +205,7 @@ def test_a_launch_that_fails_raises_and_takes_no_row(submit):
         np.testing.assert_array_equal(y.numpy(), np.full(EXTENT, turn + 10.0))
 
 
-def test_what_cannot_be_recorded_is_launched_each_time(submit, caplog):
+def test_graphs_that_cannot_be_recorded_are_launched_each_time(submit, caplog):
     device = Device()
     device.end_code = DEVICE_IS_LOST
     graph = made(submit, device)
@@ -370,7 +370,7 @@ def test_graphs_go_where_the_arena_must_grow(submit_symbolic):
     assert (device.recordings, device.destroyed, device.launches) == (2, 1, 2)
 
 
-def test_more_graphs_than_the_code_looks_at_and_than_are_kept(submit_symbolic, monkeypatch):
+def test_more_graphs_than_are_searched_and_kept(submit_symbolic, monkeypatch):
     monkeypatch.setattr(cuda_graph, "MAX_GRAPHS", 12)
     device = SymbolicDevice()
     graph = made_symbolic(submit_symbolic, device)

@@ -63,7 +63,7 @@ def machines(draw):
 
 
 @given(machines())
-def test_a_worker_gets_cores_that_nobody_else_is_on(choose, machine):
+def test_a_worker_gets_cores_without_other_workers(choose, machine):
     cores, allowed, others = machine
     here = [cpu for cpu in others if 0 <= cpu < len(cores)]
     occupied = {cores[cpu] for cpu in here}

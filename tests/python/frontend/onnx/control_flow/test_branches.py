@@ -61,7 +61,7 @@ def test_a_known_condition_leaves_one_branch():
         ("t0 = SequenceConstruct(x)", "in one branch and"),
     ],
 )
-def test_branches_that_are_no_one_value_are_refused(then, message):
+def test_branches_that_do_not_give_one_value_are_refused(then, message):
     model = parsed(f"""
         g (bool p, float[n] x) => (float[n] y) {{
             [choice] y = If(p) <then_branch = t () => (float[n] t0) {{ {then} }},

@@ -239,7 +239,7 @@ def test_lists_that_loops_append_to():
         ("go = Identity(v) v2 = Relu(v)", "the condition of its body is of float32, expected bool"),
     ],
 )
-def test_what_cannot_be_handed_on_is_refused(body, message):
+def test_values_that_trips_cannot_pass_on_are_refused(body, message):
     model = parsed(f"""
         g (int64 m, float[n] x) => (float[n] y) <int64[1] zero = {{0}}> {{
             [loop] y = Loop(m, , x) <body = b (int64 i, bool c, float[n] v) => (bool go, float[n] v2) {{ {body} }}>

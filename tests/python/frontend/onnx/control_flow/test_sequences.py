@@ -109,7 +109,7 @@ def test_splits_of_symbolic_sizes():
     check(model, [np.arange(6, dtype="float32").reshape(3, 2), -1], devices=(1,))
 
 
-def test_what_is_more_than_appending_is_refused():
+def test_loops_that_do_more_than_append_are_refused():
     model = parsed("""
         g (int64 m, float[n] x) => (float[k] y) {
             begun = SequenceConstruct(x)

@@ -136,7 +136,7 @@ def _stumps(ids: Sequence[int | None], labels: list[int], sign: int = 1, **more:
     ],
     ids=["few", "all"],
 )
-def test_one_class_and_two_of_which_leaves_score_one(forms):
+def test_one_class_and_two_classes_with_one_score(forms):
     """ONNX Runtime's choice of labels, and of the score that no leaf gives."""
     x = np.random.default_rng(0).normal(size=(9, FEATURES)).astype("float32")
     model = _model([("TreeEnsembleClassifier", 2, form) for form in forms], "rows")

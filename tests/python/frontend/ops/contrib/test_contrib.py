@@ -97,7 +97,7 @@ def _typed(nodes: Nodes) -> onnx.ModelProto:
 
 
 @pytest.mark.slow
-def test_packed_operands_of_attention_are_the_same_apart():  # ONNX Runtime has them on GPUs only
+def test_packed_and_separate_operands_of_attention_agree():  # ONNX Runtime has them on GPUs only
     nodes = Nodes()
     packed = nodes.floats(2, 4, 2, 3, 4)
     unpacked = [np.ascontiguousarray(packed[:, :, :, i]).reshape(2, 4, 8) for i in range(3)]

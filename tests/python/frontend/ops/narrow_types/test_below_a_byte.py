@@ -133,7 +133,7 @@ def test_weights_and_results_of_quantization():
     np.testing.assert_array_equal(quantized.numpy().astype("float32"), want)
 
 
-def test_what_cannot_be_computed_is_refused_by_name():
+def test_unsupported_types_are_refused_by_name():
     kind = TYPES["int4"][0]
     with pytest.raises(rh.FrontendError, match=r"'relu' \(Relu\).*elements of type int4; cast them before"):
         _main([helper.make_node("Relu", ["x"], ["y"], name="relu")], [("x", kind, [3])], [("y", kind)])

@@ -14,7 +14,7 @@ from relax_hetero.tir.cuda.core.global_view import GlobalView
 from relax_hetero.tir.cuda.core.launch import SWIZZLED_ALIGN, SharedMemory, launch
 
 
-def test_parts_of_shared_memory_are_aligned_and_apart():
+def test_parts_of_shared_memory_are_aligned_and_disjoint():
     shared = SharedMemory()
     tiles, barrier, more = shared.take(3000, SWIZZLED_ALIGN), shared.take(8, 8), shared.take(100, SWIZZLED_ALIGN)
     assert (tiles, barrier, more) == (0, 3000, 3072)

@@ -180,7 +180,7 @@ def test_tensors_without_elements(shape):
     check(lambda a: a.sum(1), x, topi.sum(x, 1))
 
 
-def test_what_has_no_elements_is_neither_read_nor_written():
+def test_empty_tensors_are_neither_read_nor_written():
     x = tensor(0, 64, 64)
     empty, none = np.zeros((0, 64, 64), "float32"), np.zeros((0, 64), "float32")
     interpreted(scheduled(x, topi.transpose(x, (0, 2, 1))), empty, empty.copy())
@@ -305,7 +305,7 @@ def test_choices_by_data_hold_both_values(dtype, allowed):
     np.testing.assert_allclose(actual.astype("float32"), exact, atol=allowed)
 
 
-def test_values_that_read_memory_stay_behind_their_condition():
+def test_values_that_read_memory_stay_guarded_by_their_condition():
     x, index = tensor(512, dtype="float16"), tensor(64, dtype="int64")
     looked_up = te.compute(
         (64,),

@@ -109,7 +109,7 @@ def test_flat_places_of_inner_loops():
     np.testing.assert_array_equal(y, x.reshape(6, 10)[:, ::-1].ravel())
 
 
-def test_the_host_counts_what_it_knows_alone():
+def test_launches_have_extents_known_to_the_host():
     """A launch has as many blocks as the host can tell: not by loops around, and not by what lies on the device."""
     x, y = np.arange(64, dtype="float32").reshape(8, 8), np.zeros((8, 8), "float32")
     run(scheduled(triangle), x, y)

@@ -191,7 +191,7 @@ def test_one_row_of_a_large_weight_fits_into_registers():
     assert report.registers <= 128, "two blocks share a multiprocessor"
 
 
-def test_what_is_refused():
+def test_unsupported_problems_are_refused():
     with pytest.raises(EncodingError, match="multiple of 16"):
         quantized_matmul_kernel(problem_of(1, 16, 64, "float16", 24), GPU)
     with pytest.raises(EncodingError, match="sm_75"):

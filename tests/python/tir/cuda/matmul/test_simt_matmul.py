@@ -190,7 +190,7 @@ def test_registers():
     assert report.registers * 256 <= GPU.registers
 
 
-def test_what_is_no_problem_for_it():
+def test_unsupported_problems():
     problem = product({"m": 64, "n": 64, "k": 64})
     packed = product({"m": 64, "n": 64, "k": 64}, packed=True)
     with pytest.raises(EncodingError, match="found rhs stored as pack<.*expected a permutation"):

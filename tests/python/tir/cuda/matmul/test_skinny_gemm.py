@@ -100,7 +100,7 @@ def test_results_that_are_wider_than_sums():
     check(problem_of(9, 70, 64, result="float64"), 9)
 
 
-def test_parts_of_k_fit_beside_each_other():
+def test_blocks_of_split_k_are_resident_together():
     assert skinny_plan(problem_of(1, 4096, 4096), GPU).split > skinny_plan(problem_of(1, 50257, 4096), GPU).split == 1
     assert skinny_plan(problem_of(1, 4096, 64), GPU).split == 1
 
@@ -124,7 +124,7 @@ def test_a_launch_may_begin_before_the_end_of_the_one_before():
     assert report.registers <= 64, "four blocks share a multiprocessor"
 
 
-def test_what_is_refused():
+def test_unsupported_problems_are_refused():
     plain = problem_of(1, 64, 64)
     rhs = Operand((64, 64), "float16", ("k", "n"), PackedLayout.identity(2))
     problem = MatmulProblem(plain.lhs, rhs, plain.result, "float32")

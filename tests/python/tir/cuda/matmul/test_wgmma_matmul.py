@@ -381,7 +381,7 @@ def test_on_a_gpu(sizes, how):
     assert_equal(got.numpy(), want, problem, sizes["k"])
 
 
-def test_what_is_no_problem_for_it():
+def test_unsupported_problems():
     sizes = {"m": 64, "n": 64, "k": 64}
     problem = problem_of(sizes)
     assert unsupported_reason(problem, GPU) == ""

@@ -65,7 +65,7 @@ def test_pack_and_unpack(shape, dtype, layout, dynamic):
         ("pack<outer=[0, 1] inner=[0:4, 1:4]>", "pack<outer=[0, 1] inner=[0:8, 1:32]>"),
     ],
 )
-def test_what_was_padding_becomes_zeros(source, destination):
+def test_padding_becomes_zeros(source, destination):
     shape, old, new = (37, 70), PackedLayout.parse(source), PackedLayout.parse(destination)
     array = random_bits(shape, "float32", np.random.default_rng(2))
     assert same_bits(moved(shape, "float32", old, new, array), new.pack(array))
