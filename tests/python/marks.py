@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 
-def slow_but_for(values: Iterable[str], kept: Collection[str]) -> list[Any]:
+def slow_but_for(values: Iterable[str], quick: Collection[str]) -> list[Any]:
     """Parameters of a test, all of them slow except a few that stand for the others."""
     values = list(values)
-    assert set(kept) <= set(values), f"{set(kept) - set(values)} are not parameters"
-    return [value if value in kept else pytest.param(value, marks=pytest.mark.slow) for value in values]
+    assert set(quick) <= set(values), f"{set(quick) - set(values)} are not parameters"
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def in_turns(firsts: Iterable[Any], seconds: Iterable[Any]) -> list[Any]:

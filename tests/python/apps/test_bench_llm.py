@@ -51,8 +51,8 @@ class InProcess:
 
         self.library, self._work = library, Work(model, memory())
 
-    def __call__(self, command, **given):
-        return getattr(self._work, command)(**given), 0.5
+    def __call__(self, command, **options):
+        return getattr(self._work, command)(**options), 0.5
 
 
 def logits_of(tokens):

@@ -63,17 +63,17 @@ def in_one_process(mod: tvm.IRModule) -> rh.vm.VirtualMachine:
     return rh.vm.VirtualMachine(rh.compile(rh.transform.UpdateVDevice(off)(mod)))
 
 
-def assert_same_bits(found: Any, wanted: Any) -> None:
+def assert_same_bits(actual: Any, expected: Any) -> None:
     """Results of one structure, equal in every bit."""
-    if isinstance(wanted, tuple):
-        assert isinstance(found, tuple) and len(found) == len(wanted), f"{found} is not {wanted}"
-        for each, other in zip(found, wanted, strict=True):
+    if isinstance(expected, tuple):
+        assert isinstance(actual, tuple) and len(actual) == len(expected), f"{actual} is not {expected}"
+        for each, other in zip(actual, expected, strict=True):
             assert_same_bits(each, other)
-    elif isinstance(wanted, np.ndarray):
-        assert isinstance(found, np.ndarray) and (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
-        assert found.tobytes() == wanted.tobytes(), f"{np.abs(found - wanted).max()} apart"
+    elif isinstance(expected, np.ndarray):
+        assert isinstance(actual, np.ndarray) and (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+        assert actual.tobytes() == expected.tobytes(), f"{np.abs(actual - expected).max()} apart"
     else:
-        assert type(found) is type(wanted) and found == wanted
+        assert type(actual) is type(expected) and actual == expected
 
 
 def cut(mod: tvm.IRModule, params: Mapping[str, Any] | None = None) -> Program:

@@ -121,7 +121,7 @@ def test_an_operation_that_is_refused_ends_no_other(monkeypatch: pytest.MonkeyPa
     sender, receiver, _, driver = _pair()
     first = receiver.receive((4,), "float32")
 
-    def refuse(*given: int) -> None:
+    def refuse(*args: int) -> None:
         raise RuntimeError("invalid usage")
 
     monkeypatch.setattr(receiver._communicator, "recv", refuse)

@@ -150,17 +150,17 @@ class _Ray:
     """Functions of Ray that `connect_links` uses; actors answer at once."""
 
     @staticmethod
-    def get(found: Any) -> Any:
-        return list(found) if isinstance(found, list) else found
+    def get(refs: Any) -> Any:
+        return list(refs) if isinstance(refs, list) else refs
 
     @staticmethod
-    def wait(found: Any, **options: Any) -> Any:
-        return found, []
+    def wait(refs: Any, **options: Any) -> Any:
+        return refs, []
 
 
 def _actor(links: HostLinks) -> Any:
-    def remote(request: str, *given: Any) -> Any:
-        return pickle.loads(pickle.dumps(getattr(links, request)(*pickle.loads(pickle.dumps(given)))))
+    def remote(request: str, *args: Any) -> Any:
+        return pickle.loads(pickle.dumps(getattr(links, request)(*pickle.loads(pickle.dumps(args)))))
 
     return SimpleNamespace(on_links=SimpleNamespace(remote=remote))
 

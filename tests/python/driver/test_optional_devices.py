@@ -41,8 +41,8 @@ def cut():
     return rh.compile(mod, optional=["cuda:0"]), expected
 
 
-def check(vm, wanted):
-    np.testing.assert_allclose(vm["main"](X).numpy(), wanted, rtol=1e-4, atol=1e-4)
+def check(vm, expected):
+    np.testing.assert_allclose(vm["main"](X).numpy(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_machine_without_the_gpu_runs_on_the_cpu(cut, caplog):

@@ -41,7 +41,7 @@ def test_type_of_the_result():
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "message"),
     [
         ("r1 = max(x0); r1", "r1 = max"),
         ("r0 = median(x0); r0", "median"),
@@ -54,8 +54,8 @@ def test_type_of_the_result():
         ("r0 = sum(nothing(x0)); r0", "nothing"),
     ],
 )
-def test_other_text_is_refused(text, found):
-    with pytest.raises(EncodingError, match=found):
+def test_other_text_is_refused(text, message):
+    with pytest.raises(EncodingError, match=message):
         RowProgram.parse(text)
 
 

@@ -163,15 +163,15 @@ def attack(rng: np.random.Generator) -> Outcome:
     return Outcome("wrong", f"{text}: {complaint}") if complaint else RIGHT
 
 
-def _called(vm: rh.vm.VirtualMachine, given: list[Any], how: int) -> np.ndarray:
+def _called(vm: rh.vm.VirtualMachine, arguments: list[Any], how: int) -> np.ndarray:
     """The result of a call by position, by name, submitted, or into a given array."""
-    if how == 0 or len(given) != 2:
-        return np.asarray(vm["main"](*given).numpy())
+    if how == 0 or len(arguments) != 2:
+        return np.asarray(vm["main"](*arguments).numpy())
     if how == 1:
-        return np.asarray(vm["main"](x=given[0], y=given[1]).numpy())
+        return np.asarray(vm["main"](x=arguments[0], y=arguments[1]).numpy())
     if how == 2:
-        return np.asarray(vm.submit("main", *given).result(timeout=60).numpy())
-    first = vm["main"](*given)
+        return np.asarray(vm.submit("main", *arguments).result(timeout=60).numpy())
+    first = vm["main"](*arguments)
     out = np.full(first.shape, 7, first.dtype)
-    vm["main"](*given, out=out)
+    vm["main"](*arguments, out=out)
     return out

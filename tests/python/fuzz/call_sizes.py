@@ -18,13 +18,13 @@ _SIZES = (0, 1, 2, 3, 4, 5, 8, 17)
 
 
 @functools.cache
-def _known() -> tuple[Attack, ...]:
+def _attacks() -> tuple[Attack, ...]:
     return tuple(attacks())
 
 
 def attack(rng: np.random.Generator) -> Outcome:
     """Three calls of the model of an attack."""
-    base = _known()[rng.integers(len(_known()))]
+    base = _attacks()[rng.integers(len(_attacks()))]
     calls = [_changed(base.calls[rng.integers(len(base.calls))], rng) for _ in range(3)]
     findings = list(check(dataclasses.replace(base, calls=calls)))
     return Outcome("wrong", str(findings[0])) if findings else RIGHT

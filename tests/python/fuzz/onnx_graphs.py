@@ -156,7 +156,7 @@ class Graph:
         graph = helper.make_graph(list(nodes), "g", given_, outputs, stored)
         return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
 
-    def whole(self) -> onnx.ModelProto:
+    def whole_model(self) -> onnx.ModelProto:
         """The model so far; its outputs are what no node reads."""
         read = {name for node in self.nodes for name in node.input}
         outs = [name for node in self.nodes for name in node.output if name not in read]
@@ -497,7 +497,7 @@ def problems(draw: Draw) -> tuple[onnx.ModelProto, list[dict[str, np.ndarray]]]:
             continue
         if any(value.size > 1 << 20 for value in graph.values.values()):
             break
-    model = graph.whole()
+    model = graph.whole_model()
     calls = [{info.name: graph.values[info.name] for info in model.graph.input}]
     if draw(st.booleans()):
         sizes = {name: draw(SIZES) for name in NAMES}

@@ -86,10 +86,10 @@ def test_every_size_arrives_and_nothing_more(loop, nbytes):
     assert (actual[nbytes:] == POISON).all()
 
 
-def _part(whole: tvm.runtime.Tensor, nbytes: int) -> Any:
+def _part(tensor: tvm.runtime.Tensor, nbytes: int) -> Any:
     """The first bytes of a tensor."""
     view = tvm_ffi.get_global_func("runtime.TVMTensorCreateView")
-    return view(whole, tvm_ffi.Shape((nbytes,)), "uint8", 0)
+    return view(tensor, tvm_ffi.Shape((nbytes,)), "uint8", 0)
 
 
 @with_nccl

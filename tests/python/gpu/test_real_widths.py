@@ -72,13 +72,13 @@ def text(model, prompt, count, given=None):
     return np.array(steps)
 
 
-def check(found, wanted):
+def check(actual, expected):
     """Compare logits, and tokens except where two are nearly equally probable."""
-    worst = TOLERANCE * np.abs(wanted).max()
-    assert wanted.std() > 0.1 and np.abs(found - wanted).max() < worst
-    rows = np.arange(len(wanted))
-    assert (wanted.max(1) - wanted[rows, found.argmax(1)] < worst).all()
-    assert (found.argmax(1) == wanted.argmax(1)).mean() > 0.6
+    worst = TOLERANCE * np.abs(expected).max()
+    assert expected.std() > 0.1 and np.abs(actual - expected).max() < worst
+    rows = np.arange(len(expected))
+    assert (expected.max(1) - expected[rows, actual.argmax(1)] < worst).all()
+    assert (actual.argmax(1) == expected.argmax(1)).mean() > 0.6
 
 
 def tokens(count, seed=0, vocabulary=2000):

@@ -67,10 +67,10 @@ def programs() -> dict[str, Callable[[str], float]]:
 
     import relax_hetero as rh
 
-    def run(work: Workload, wanted: Callable[[Workload], list[np.ndarray]], allowed: float, gpu: str) -> float:
+    def run(work: Workload, reference: Callable[[Workload], list[np.ndarray]], allowed: float, gpu: str) -> float:
         result = rh.vm.VirtualMachine(rh.compile(work.module(parsed_gpu(gpu))))["main"](*work.inputs())
         actual = [tensor.numpy() for tensor in result]
-        return max(error_of(ours, right) for ours, right in zip(actual, wanted(work), strict=True)) / allowed
+        return max(error_of(ours, right) for ours, right in zip(actual, reference(work), strict=True)) / allowed
 
     def product(name: str, gpu: str) -> float:
         kind = name.partition(" ")[0]

@@ -71,14 +71,14 @@ def instruction(pattern: str, waits: bool = False) -> Callable[[Any], Any]:
     return register
 
 
-def _found(table: list[tuple[re.Pattern[str], Any]], text: str) -> Any:
+def _handler_of(table: list[tuple[re.Pattern[str], Any]], text: str) -> Any:
     return next((handler for pattern, handler in table if pattern.fullmatch(text)), None)
 
 
 def compiled(expressions: Any, call: Any) -> Callable[[Any, Any], Any]:
     """The evaluator of an instruction in which nobody waits."""
     one = instruction_of(call)
-    handler = _found(PTX, one.text)
+    handler = _handler_of(PTX, one.text)
     if handler is None:
         raise NotImplementedError(f"the interpreter does not know the instruction {one.text}: {str(call)[:300]}")
     return _predicated(expressions, one, handler(expressions, one))
@@ -87,7 +87,7 @@ def compiled(expressions: Any, call: Any) -> Callable[[Any, Any], Any]:
 def waiting(call: Any) -> Any:
     """Compiler of an instruction in which threads may wait; None for others."""
     one = instruction_of(call)
-    handler = _found(PTX_WAITS, one.text)
+    handler = _handler_of(PTX_WAITS, one.text)
     return None if handler is None else lambda expressions, _: handler(expressions, one)
 
 

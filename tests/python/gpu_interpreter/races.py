@@ -41,9 +41,9 @@ class Clocks:
         self.tick(cluster, threads)
         return released
 
-    def acquire(self, cluster: int, threads: np.ndarray, given: np.ndarray) -> None:
+    def acquire(self, cluster: int, threads: np.ndarray, released: np.ndarray) -> None:
         """Merge what others released into these threads' clocks."""
-        for table, one in zip((self.known, self.fenced), given, strict=True):
+        for table, one in zip((self.known, self.fenced), released, strict=True):
             table[cluster, threads] = np.maximum(table[cluster, threads], one)
 
     def fence(self, cluster: int, threads: np.ndarray) -> None:

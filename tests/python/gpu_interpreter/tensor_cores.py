@@ -169,7 +169,7 @@ def _queue(lanes: Any) -> dict[str, Any]:
     return lanes.state.setdefault("wgmma", {"open": [], "groups": []})
 
 
-def _whole(lanes: Any, mask: Any, what: str) -> None:
+def _require_whole_warpgroup(lanes: Any, mask: Any, what: str) -> None:
     if mask is not None or lanes.count != 128 or int(lanes.thread[0]) % 128:
         raise KernelFault(f"{what} is not executed by all threads of one warpgroup")
 
@@ -177,7 +177,7 @@ def _whole(lanes: Any, mask: Any, what: str) -> None:
 @instruction(r"wgmma\.fence\.sync\.aligned")
 def _wgmma_fence(expressions: Any, one: Instruction) -> Any:
     def evaluate(lanes: Any, mask: Any) -> None:
-        _whole(lanes, mask, one.text)
+        _require_whole_warpgroup(lanes, mask, one.text)
         for local in lanes.locals.values():
             local.touched[:] = False
 
@@ -187,7 +187,7 @@ def _wgmma_fence(expressions: Any, one: Instruction) -> Any:
 @instruction(r"wgmma\.commit_group\.sync\.aligned")
 def _wgmma_commit(expressions: Any, one: Instruction) -> Any:
     def evaluate(lanes: Any, mask: Any) -> None:
-        _whole(lanes, mask, one.text)
+        _require_whole_warpgroup(lanes, mask, one.text)
         queue = _queue(lanes)
         queue["groups"].append(queue["open"])
         queue["open"] = []
@@ -200,7 +200,7 @@ def _wgmma_wait(expressions: Any, one: Instruction) -> Any:
     newest = int(one.operands[0])
 
     def evaluate(lanes: Any, mask: Any) -> None:
-        _whole(lanes, mask, one.text)
+        _require_whole_warpgroup(lanes, mask, one.text)
         queue = _queue(lanes)
         done = []
         while len(queue["groups"]) > newest:
@@ -247,7 +247,7 @@ def _wgmma(expressions: Any, one: Instruction) -> Any:
     transposed = ([0, *orders] if from_registers else orders) if orders else [0, 0]
 
     def evaluate(lanes: Any, mask: Any) -> None:
-        _whole(lanes, mask, "wgmma")
+        _require_whole_warpgroup(lanes, mask, "wgmma")
         views = [view(lanes) for view, _ in sums]
         registers = [
             place.offset // place.dtype.itemsize + int(index(lanes, mask))

@@ -110,7 +110,7 @@ class ReferenceModel:
         q, k, v = (y.swapaxes(0, 1) for y in (q, k, v))  # (heads, rows, size)
         scores = q @ k.swapaxes(1, 2) * self._scale
         scores = softcapped(scores, self.key("attn_logit_softcapping", 0.0))
-        scores = np.where(seen(rows, self.window(layer)), scores, -np.inf)
+        scores = np.where(visible(rows, self.window(layer)), scores, -np.inf)
         y = (softmax(scores) @ v).swapaxes(0, 1)
         return y.reshape(rows, -1) @ self._of(layer, "attn_output").T
 
@@ -193,7 +193,7 @@ def softcapped(x, cap):
     return cap * np.tanh(x / cap) if cap else x
 
 
-def seen(rows, window):
+def visible(rows, window):
     """Mask of keys (columns) that each query (row) sees: none after it, and `window` up to itself."""
     distance = np.arange(rows)[:, None] - np.arange(rows)
     return (distance >= 0) & (distance < (window or rows))

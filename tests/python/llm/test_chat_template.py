@@ -175,10 +175,10 @@ def test_where_a_template_comes_from(soon):
             template.render(HI)
 
 
-def json_tokenizer(made, tmp_path) -> JsonTokenizer:
-    made.add_special_tokens(["<s>", "<end_of_turn>"])
-    made.add_tokens(["</think>"])
-    made.save(str(tmp_path / "tokenizer.json"))
+def json_tokenizer(tokenizer, tmp_path) -> JsonTokenizer:
+    tokenizer.add_special_tokens(["<s>", "<end_of_turn>"])
+    tokenizer.add_tokens(["</think>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     return JsonTokenizer(tmp_path)
 
 

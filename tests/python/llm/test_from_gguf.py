@@ -26,10 +26,10 @@ EVERY_TYPE = {
 }
 
 
-def check(path, found, tolerance):
+def check(path, actual, tolerance):
     expected = ReferenceModel(path).logits(TOKENS)
     assert expected.std() > 0.5
-    np.testing.assert_allclose(found, expected, atol=tolerance * np.abs(expected).max())
+    np.testing.assert_allclose(actual, expected, atol=tolerance * np.abs(expected).max())
 
 
 # The tied llama and the mixture of experts are run with weights in blocks below; norms of queries and keys are gemma

@@ -47,10 +47,10 @@ def outputs_after_export(executable: rh.vm.Executable, inputs: dict[str, np.ndar
     return outputs_of(rh.load(str(path)), inputs)
 
 
-def assert_same(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
+def assert_same(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
     """Equal within a relative 1e-3; values small against the tensor's largest are compared with that instead."""
-    assert len(found) == len(expected)
-    for ours, theirs in zip(found, expected, strict=True):
+    assert len(actual) == len(expected)
+    for ours, theirs in zip(actual, expected, strict=True):
         assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
         np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4 * float(np.abs(theirs).max()))
 

@@ -122,16 +122,16 @@ def test_floats_beyond_their_type(compiled):
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("kept", [True, False])
-def test_parts_of_one_memory_that_parameters_move_into_each_other(machine, compiled, kept):
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_parts_of_one_memory_that_parameters_move_into_each_other(machine, compiled, is_kept):
     memory = np.zeros(24, "float32")
     buffer = recording(machine, parameters=2)
     first, second = (buffer.parameter(i) * 4 for i in range(2))
-    here = (lambda *place: buffer.buffer(memory, *place)) if kept else (lambda *place: buffer.slot(0, *place))
+    here = (lambda *place: buffer.buffer(memory, *place)) if is_kept else (lambda *place: buffer.slot(0, *place))
     buffer.dispatch("step", 1, [here(first), here(second)])
     buffer.copy(here(64, 16), here(second + 16))
     buffer.end(compiled)
-    bindings = [] if kept else [memory]
+    bindings = [] if is_kept else [memory]
     for row in ((0, 0), (0, 3), (3, 0), (0, 9), (0, 12)):
         with pytest.raises(rh.BindingError, match=r"the gap between .* of which one is written, is -\d+, "):
             buffer.submit(bindings, row)

@@ -45,10 +45,10 @@ NETWORKS = {make.__name__: make for make in (residual_network, gated_network, en
 COMMON = "u8 by s8 per channel"
 
 
-def pairs(firsts: Iterable[str], kept: Collection[tuple[str, str]]) -> list[Any]:
+def pairs(firsts: Iterable[str], quick: Collection[tuple[str, str]]) -> list[Any]:
     """Each of the first with each network; all but those kept are slow."""
     return [
-        pytest.param(first, name, marks=() if (first, name) in kept else pytest.mark.slow)
+        pytest.param(first, name, marks=() if (first, name) in quick else pytest.mark.slow)
         for first in firsts
         for name in NETWORKS
     ]

@@ -60,16 +60,16 @@ class Chain:
         array = (self.rng.standard_normal(shape) * scale).astype("float32")
         return relax.const(array), array
 
-    def conv(self, groups: int = 1, made: int | None = None) -> None:
+    def conv(self, groups: int = 1, outputs: int | None = None) -> None:
         channels, height, width = self.array.shape[1:]
-        made = made or self.draw(st.sampled_from([1, 3, 8, 16, 20, 33, 64]))
+        outputs = outputs or self.draw(st.sampled_from([1, 3, 8, 16, 20, 33, 64]))
         window = [self.draw(st.integers(1, min(3, size))) for size in (height, width)]
         padding = [self.draw(st.integers(0, 2)) for _ in range(4)]
         strides = [self.draw(st.integers(1, 2)) for _ in range(2)]
         room = [size + padding[d] + padding[2 + d] for d, size in enumerate((height, width))]
         dilation = [self.draw(st.integers(1, 2)) if 2 * w <= room[d] else 1 for d, w in enumerate(window)]
         each = channels // groups
-        weight, array = self.constant(made, each, *window, scale=(each * window[0] * window[1]) ** -0.5)
+        weight, array = self.constant(outputs, each, *window, scale=(each * window[0] * window[1]) ** -0.5)
         call = relax.op.nn.conv2d(self.value, weight, strides, padding, dilation, groups)
         self.become(call, convolve(self.array, array, strides, padding, dilation, groups))
 

@@ -146,16 +146,16 @@ def _results(library: runtime.Module, name: str, *operands: np.ndarray) -> np.nd
     return out.numpy()
 
 
-def check(found: np.ndarray, wanted: np.ndarray, operands: list[np.ndarray], limit: float) -> None:
+def check(actual: np.ndarray, expected: np.ndarray, operands: list[np.ndarray], limit: float) -> None:
     with np.errstate(all="ignore"):
-        rounded = wanted.astype("float32")
+        rounded = expected.astype("float32")
         unit = np.spacing(np.where(np.isfinite(rounded), np.abs(rounded), 1)).astype("float64")
-        exact = (np.isnan(found) & np.isnan(wanted)) | (np.isinf(rounded) & (found == rounded))
-        errors = np.where(exact, 0, np.abs(found.astype("float64") - wanted) / unit)
+        exact = (np.isnan(actual) & np.isnan(expected)) | (np.isinf(rounded) & (actual == rounded))
+        errors = np.where(exact, 0, np.abs(actual.astype("float64") - expected) / unit)
     errors[np.isnan(errors)] = np.inf
     worst = int(errors.argmax())
     at = [operand[worst] for operand in operands]
-    assert errors[worst] <= limit, f"{errors[worst]} ulp at {at!r}: {found[worst]!r}, not {wanted[worst]!r}"
+    assert errors[worst] <= limit, f"{errors[worst]} ulp at {at!r}: {actual[worst]!r}, not {expected[worst]!r}"
 
 
 @pytest.mark.parametrize("name", REFERENCES)

@@ -118,11 +118,11 @@ def test_many_units_are_planned_with_bounded_effort(objective, monkeypatch):
     measures = []
 
     def noted(kind):
-        def made(*arguments):
+        def wrapper(*arguments):
             measures.append(kind(*arguments))
             return measures[-1]
 
-        return made
+        return wrapper
 
     for name in ("CallTime", "BusiestQueue"):
         monkeypatch.setattr(plan_search, name, noted(getattr(plan_search, name)))

@@ -26,9 +26,9 @@ def graph(nodes, **options):
     return helper.make_graph(nodes, "g", value[:1], value[1:], **options)
 
 
-def model(made, functions=()):
+def model(proto, functions=()):
     imports = [helper.make_opsetid("", 18), helper.make_opsetid("my", 1)]
-    return helper.make_model(made, opset_imports=imports, functions=list(functions), ir_version=10)
+    return helper.make_model(proto, opset_imports=imports, functions=list(functions), ir_version=10)
 
 
 def in_initializer(tensor):

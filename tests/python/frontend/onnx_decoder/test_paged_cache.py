@@ -36,9 +36,9 @@ class Pages:
                 self.tables[name] = np.resize(order, shapes[name]).astype("int32")
                 assert np.unique(order).size >= self.tables[name].size
 
-    def call(self, name: str, rows: int, **given: Any) -> np.ndarray:
+    def call(self, name: str, rows: int, **arguments: Any) -> np.ndarray:
         values = {"tokens": np.zeros(rows), "positions": np.zeros(rows), "sequences": np.full(rows, -1), "last": [0]}
-        for key, value in given.items():
+        for key, value in arguments.items():
             values[key] = np.asarray(values[key])
             values[key][: len(value)] = value
         inputs = {key: np.asarray(value, "int32") for key, value in values.items()} | self.tables

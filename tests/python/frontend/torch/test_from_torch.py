@@ -90,19 +90,19 @@ def test_random_numbers_are_refused(module, x):
 
 
 class Held(torch.nn.Module):
-    def __init__(self, held, function):
+    def __init__(self, weight, function):
         super().__init__()
-        register = self.register_parameter if isinstance(held, torch.nn.Parameter) else self.register_buffer
-        register("held", held)
+        register = self.register_parameter if isinstance(weight, torch.nn.Parameter) else self.register_buffer
+        register("held", weight)
         self.function = function
 
     def forward(self, x):
         return self.function(self.held, x)
 
 
-def count(held, x):
-    held += 1
-    return x + held
+def count(weight, x):
+    weight += 1
+    return x + weight
 
 
 def test_weights_of_other_kinds():

@@ -18,7 +18,7 @@ soak = _load("soak")
 CLIENTS, WARM_UP, REQUESTS, TOKENS = 32, 1500, 5000, 2
 
 
-async def ask(url: str, count: int, seen: soak.Seen) -> None:
+async def ask(url: str, count: int, outcomes: soak.Seen) -> None:
     """So many requests from all clients together."""
     left = iter(range(count))
 
@@ -26,9 +26,9 @@ async def ask(url: str, count: int, seen: soak.Seen) -> None:
         for _ in left:
             kind = draw.random()
             if kind < 0.05:
-                await soak.send_nonsense(http, draw, seen)
+                await soak.send_nonsense(http, draw, outcomes)
             else:
-                await soak.read_answer(number, http, draw, TOKENS, 0 if kind < 0.15 else TOKENS, seen)
+                await soak.read_answer(number, http, draw, TOKENS, 0 if kind < 0.15 else TOKENS, outcomes)
 
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
         await asyncio.gather(*(client(http, number, random.Random(count + number)) for number in range(CLIENTS)))

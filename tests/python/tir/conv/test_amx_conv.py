@@ -34,11 +34,11 @@ TYPES = {"bf16": BF16, "u8s8": U8S8, "s8s8": S8S8}
 SAME, PLAIN = Window(3, before=1, after=1), Window(3)
 
 
-def _compiled(problem: ConvProblem, whole: bool = False) -> tvm.runtime.Executable:
-    """The kernel; without its way by vectors, which takes most of the time of compiling, unless it is `whole`."""
+def _compiled(problem: ConvProblem, with_vectors: bool = False) -> tvm.runtime.Executable:
+    """The kernel; without its path by vectors, which takes most of the compile time, unless `with_vectors`."""
     emulator()
     with pytest.MonkeyPatch.context() as patch:
-        if not whole:
+        if not with_vectors:
             patch.setattr(conv_direct, "tiles_or_vectors", lambda by_tiles, _: by_tiles())
         kernel = emulated(conv_kernel(problem, CPU)).with_attr("global_symbol", "kernel")
     return tvm.compile(tvm.IRModule({"kernel": kernel}), target=AVX512)
@@ -133,7 +133,7 @@ def test_first_layer(types):
 
 def test_a_symbolic_batch():
     problem = conv_problem(CPU, (32, 40), (5, 15), (SAME, SAME), batch="s0", dtype=S8S8)
-    executable = _compiled(problem, whole=True)
+    executable = _compiled(problem, with_vectors=True)
     for batch in (0, 1, 3):
         arrays = random_operands(problem, fresh_rng(), batch)
         got = _call(executable, problem, arrays, by_tiles=batch > 0)

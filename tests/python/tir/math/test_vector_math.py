@@ -96,15 +96,15 @@ def results(request, tmp_path_factory):
     return by_name
 
 
-def _check(found: np.ndarray, wanted: np.ndarray, unit: np.ndarray, limit: float) -> None:
+def _check(actual: np.ndarray, expected: np.ndarray, unit: np.ndarray, limit: float) -> None:
     with np.errstate(all="ignore"):
-        rounded = wanted.astype("float32")
-        exact = (np.isnan(found) & np.isnan(wanted)) | (np.isinf(rounded) & (found == rounded))
-        errors = np.where(exact, 0, np.abs(found.astype("float64") - wanted) / unit)
+        rounded = expected.astype("float32")
+        exact = (np.isnan(actual) & np.isnan(expected)) | (np.isinf(rounded) & (actual == rounded))
+        errors = np.where(exact, 0, np.abs(actual.astype("float64") - expected) / unit)
     errors[np.isnan(errors)] = np.inf
     worst = int(errors.argmax())
     assert errors[worst] <= limit, (
-        f"{errors[worst]} ulp at {_inputs()[worst]!r}: {found[worst]!r}, not {wanted[worst]!r}"
+        f"{errors[worst]} ulp at {_inputs()[worst]!r}: {actual[worst]!r}, not {expected[worst]!r}"
     )
 
 

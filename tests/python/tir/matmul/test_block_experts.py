@@ -38,11 +38,11 @@ def problem_of(
     return QuantizedMatmulProblem(lhs, (weight,), result, form.block, None, form.bits, form, experts, index)
 
 
-def call(function, x, weights, experts, panel, index, *others):
+def call(function, x, weights, experts, panel, index, *extra):
     """The result, whose memory was poisoned."""
     (packed,) = Panels(panel).pack(weights.source, experts)
     result = tvm.runtime.tensor(np.full((*index.shape, 1, weights.columns // experts), np.nan, "float32"))
-    function(*map(tvm.runtime.tensor, [x, packed, index, *others]), result)
+    function(*map(tvm.runtime.tensor, [x, packed, index, *extra]), result)
     return result.numpy()
 
 

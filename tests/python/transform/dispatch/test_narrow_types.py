@@ -44,10 +44,10 @@ def codes(dtype):
     return array, np.roll(array, 37).T.copy()
 
 
-def same(found, wanted):
+def same(actual, expected):
     """Equal, signs of zeros aside; any NaN is like another."""
-    np.testing.assert_array_equal(found.astype("float32"), wanted.astype("float32"))
-    assert found.dtype == wanted.dtype
+    np.testing.assert_array_equal(actual.astype("float32"), expected.astype("float32"))
+    assert actual.dtype == expected.dtype
 
 
 @pytest.mark.parametrize("dtype", slow_but_for(TYPES, ["float8_e4m3fn"]))

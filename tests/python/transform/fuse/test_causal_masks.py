@@ -18,8 +18,8 @@ def triangle(m: int, n: int, ahead: int | None = None) -> np.ndarray:
     return np.tril(np.ones((m, n), bool), n - m if ahead is None else ahead)[None, None]
 
 
-def added(seen: np.ndarray, hidden: float = LOWEST) -> np.ndarray:
-    return np.where(seen, np.float32(0), np.float32(hidden))
+def added(visible: np.ndarray, hidden: float = LOWEST) -> np.ndarray:
+    return np.where(visible, np.float32(0), np.float32(hidden))
 
 
 def stripped(scores: str, *masks: Any, m: int = 5, n: int = 7) -> tuple[str, int, str]:

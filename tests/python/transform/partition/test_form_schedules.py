@@ -11,10 +11,10 @@ from relax_hetero.transform.partition.form_schedules import FormSchedules, sched
 from transform.outlines import BUMP, CALLEE, D0, D1, FIRST, ONE, SECOND, TWO, V2, V4, Kernels, with_main
 
 
-def after(main, **others):
+def after(main, **functions):
     """The module that the pass makes of some public functions, which it leaves as they are."""
     mod = with_main(main.with_attr("global_symbol", "main"))
-    for name, func in others.items():
+    for name, func in functions.items():
         mod[name] = relax.utils.copy_with_new_vars(func).with_attr("global_symbol", name)
     result = FormSchedules()(mod)
     assert FormSchedules()(result).same_as(result)

@@ -147,10 +147,10 @@ def test_a_constant_is_on_its_host_alone():
     result = PartitionByHost()(rh.transform.RealizeVDevice()(Before))
     relax.analysis.well_formed(result)  # raises
     # Values that nothing places are on the first device.
-    assert held(result["main_a"]) == [1.0, 3.0] and held(result["main_b"]) == [2.0]
+    assert constant_values(result["main_a"]) == [1.0, 3.0] and constant_values(result["main_b"]) == [2.0]
 
 
-def held(func: relax.Function) -> list[float]:
+def constant_values(func: relax.Function) -> list[float]:
     """The first elements of a function's constants."""
     values: list[float] = []
 

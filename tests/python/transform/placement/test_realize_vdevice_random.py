@@ -100,7 +100,7 @@ def test_order_of_functions(mod, random):
 
 @settings(max_examples=60)
 @given(modules(functions=1, fixed=False), st.sets(st.integers(0, 40)))
-def test_erasing_what_the_pass_derived_changes_nothing(mod, kept):
+def test_erasing_what_the_pass_derived_changes_nothing(mod, annotated):
     """The result follows from hints and transfers alone, however many of the annotations it wrote are left."""
     try:
         placed, _ = realize_vdevice(mod)
@@ -109,6 +109,6 @@ def test_erasing_what_the_pass_derived_changes_nothing(mod, kept):
     # Hints, and transfers that went away, leave no trace but the device of their variable.
     named = (*hints(mod["main"]), *transfers(mod["main"]), *constants(placed["main"]))
     fixed = {binding.var.name for binding in named}
-    fixed |= {f"v{number}" for number in kept}
+    fixed |= {f"v{number}" for number in annotated}
     again, _ = realize_vdevice(erased(placed, lambda name: name not in fixed))
     assert_structural_equal(again, placed)

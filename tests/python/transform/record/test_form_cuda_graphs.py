@@ -157,9 +157,9 @@ def marked(mod, **reads):
     return tvm.IRModule(functions, global_infos=mod.global_infos)
 
 
-def early(found):
+def early(by_name):
     """Kernels that begin early, and whether they wait before all else."""
-    tagged = {name: func for name, func in found.items() if "tirx.kernel_launch_params" in func.attrs}
+    tagged = {name: func for name, func in by_name.items() if "tirx.kernel_launch_params" in func.attrs}
     # The CUDA compiler must not take operands for constant.
     assert not any(func.attrs["tirx.noalias"] for func in tagged.values())
     texts = {name: func.script() for name, func in tagged.items()}

@@ -52,8 +52,8 @@ def expected(cache, row, place, query):
     return new, np.exp(np.maximum(new @ query, 0))
 
 
-def check(found, want):
-    for one, other in zip(found, want, strict=True):
+def check(actual, want):
+    for one, other in zip(actual, want, strict=True):
         np.testing.assert_allclose(one.numpy(), other, rtol=1e-5)
 
 

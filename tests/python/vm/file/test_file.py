@@ -334,15 +334,15 @@ def test_paths_that_cannot_be_written(lifted, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("environment", "found"),
+    ("environment", "message"),
     [({"PATH": "/nowhere"}, "none on PATH"), ({"CXX": "/nowhere/cxx"}, "'/nowhere/cxx', which is no program")],
 )
-def test_exporting_without_a_c_compiler(lifted, tmp_path, monkeypatch, environment, found):
+def test_exporting_without_a_c_compiler(lifted, tmp_path, monkeypatch, environment, message):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("CC", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(rh.BuildError, match=f"needs a C compiler: found {found}"):
+    with pytest.raises(rh.BuildError, match=f"needs a C compiler: found {message}"):
         lifted.export_library(tmp_path / "model.so")
     assert not os.listdir(tmp_path)
     check(lifted)  # running needs none

@@ -111,8 +111,8 @@ class Machine:
         return run
 
     def submit(self, *arrays, inputs=None):
-        def plan(made):
-            self.plan = self.plan or QueuePlan(self.schedule, made)
+        def plan(values):
+            self.plan = self.plan or QueuePlan(self.schedule, values)
             return self.plan
 
         def prepare(args, _kwargs):

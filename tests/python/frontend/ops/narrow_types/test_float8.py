@@ -30,11 +30,11 @@ def _machine(nodes, inputs, outputs):
     return rh.vm.VirtualMachine(rh.compile(mod))["main"]
 
 
-def _same(found, expected):
-    found, expected = (np.asarray(value).astype("float32") for value in (found, expected))
-    np.testing.assert_array_equal(found, expected)
+def _same(actual, expected):
+    actual, expected = (np.asarray(value).astype("float32") for value in (actual, expected))
+    np.testing.assert_array_equal(actual, expected)
     finite = ~np.isnan(expected)
-    np.testing.assert_array_equal(np.signbit(found[finite]), np.signbit(expected[finite]))
+    np.testing.assert_array_equal(np.signbit(actual[finite]), np.signbit(expected[finite]))
 
 
 def test_every_code_is_the_number_that_it_is():

@@ -94,7 +94,7 @@ def compiled(case: Case, rows: int, slots: int, most: int, vdevice: str = "llvm"
     return rh.vm.VirtualMachine(exe)
 
 
-def others(case: Case, positions: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+def factors(case: Case, positions: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
     """Rotations of positions, and factors of norms."""
     arrays = []
     if case.rotary:
@@ -170,7 +170,7 @@ class Cache:
                 self.table[slot, position // PAGE] = self._free.pop()
         where = np.array(positions, "int32")
         qkv = self.rng.standard_normal((rows, self.case.width)).astype(self.case.dtype)
-        return Inputs(qkv, self.table.copy(), np.array(sequences, "int32"), where, others(self.case, where, self.rng))
+        return Inputs(qkv, self.table.copy(), np.array(sequences, "int32"), where, factors(self.case, where, self.rng))
 
     def call(self, machine, inputs: Inputs) -> np.ndarray:
         """Run the op on the cache's pages, which it overwrites."""

@@ -98,14 +98,14 @@ def test_pages_that_are_not_there():
 
 
 @pytest.mark.parametrize(
-    ("case", "found"),
+    ("case", "message"),
     [
         (Case(pages="bfloat16"), "with pages of bfloat16 .* expected one of float32, float16, pages of float16"),
         (Case(dtype="bfloat16"), "attention of bfloat16"),
     ],
 )
-def test_types_without_kernels(case, found):
-    with pytest.raises(EncodingError, match=found):
+def test_types_without_kernels(case, message):
+    with pytest.raises(EncodingError, match=message):
         rh.transform.MaterializeEncodings()(module(case, 1, 4, 1, 4, "llvm"))
 
 

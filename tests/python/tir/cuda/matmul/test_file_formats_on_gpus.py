@@ -46,9 +46,9 @@ def case(name, m, n, depth, dtype):
     return problem, [x, *packed], want
 
 
-def check(found, want, x):
+def check(actual, want, x):
     # Quants of formats with minimums are not centred: the terms that cancel are larger than the result.
-    assert np.abs(found - want).max() <= 4e-6 * np.abs(want).max()
+    assert np.abs(actual - want).max() <= 4e-6 * np.abs(want).max()
 
 
 @pytest.mark.parametrize("name", FORMATS)

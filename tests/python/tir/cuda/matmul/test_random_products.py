@@ -78,7 +78,7 @@ class Drawn:
             self.symbolic = [name for name in self.symbolic if name not in self.right]
         self.out = self.names("mn")
         self.stored: list[np.ndarray] = []
-        self.problem, self.want = self.made()
+        self.problem, self.want = self.build()
 
     def names(self, last: str, broadcasts: bool = False) -> list[str]:
         """Dimensions of an operand: some batches missing, or the last two exchanged."""
@@ -104,7 +104,7 @@ class Drawn:
         array = array.transpose([own.index(name) for name in order])
         return array.reshape([self.sizes[name] if name in own else 1 for name in (*self.batch, "m", "n")])
 
-    def made(self) -> tuple[MatmulProblem, np.ndarray]:
+    def build(self) -> tuple[MatmulProblem, np.ndarray]:
         left_type, right_type, acc = self.types
         layout = None
         if self.is_packed:
