@@ -115,8 +115,8 @@ def _header_of(seed: bytes) -> bytes:
 
 
 def _ends(seed: bytes) -> tuple[int, int, int]:
-    at = len(seed) - container._BODY.size - container._CHECKSUM.size
-    return container._BODY.unpack(seed[at : at + container._BODY.size])[4:]
+    offset = len(seed) - container._BODY.size - container._CHECKSUM.size
+    return container._BODY.unpack(seed[offset : offset + container._BODY.size])[4:]
 
 
 def with_header(seed: bytes, header: bytes) -> bytes:
@@ -143,12 +143,12 @@ def _forged(text: bytes, rng: random.Random) -> Iterator[bytes]:
         b'"a"',
         b"1e999",
     )
-    for turn in itertools.count():
-        if turn % 20 == 19:
+    for iteration in itertools.count():
+        if iteration % 20 == 19:
             yield rng.choice(broken)
             continue
         data = json.loads(text)
-        holder, key = rng.choice(_places(data)) if turn else (None, None)
+        holder, key = rng.choice(_places(data)) if iteration else (None, None)
         if holder is None:
             data = rng.choice(_ODD_VALUES)
         elif rng.random() < 0.2:

@@ -48,7 +48,7 @@ def content(number: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     return data & 1 if dtype == "bool" else data
 
 
-def content_tensor(number: int, dtype: str, shape: tuple[int, ...], device: tvm.runtime.Device) -> tvm.runtime.Tensor:
+def made(number: int, dtype: str, shape: tuple[int, ...], device: tvm.runtime.Device) -> tvm.runtime.Tensor:
     """A tensor that goes along, on a GPU."""
     return copy_to(view_bytes(content(number, dtype, shape), shape, dtype), device)
 
@@ -58,8 +58,8 @@ def tensors(link: GpuLink, rank: int) -> dict[str, object]:
     device = tvm.cuda(link.gpu)
     if rank == SENDER:
         for number, kind in enumerate(KINDS):
-            link.send(content_tensor(number, *kind, device))
-        link.send(*(content_tensor(number, *kind, device) for number, kind in enumerate(KINDS)))
+            link.send(made(number, *kind, device))
+        link.send(*(made(number, *kind, device) for number, kind in enumerate(KINDS)))
         link.synchronize()
         return {"sent": 2 * len(KINDS)}
     singly = [link.receive(shape, dtype) for dtype, shape in KINDS]
@@ -78,7 +78,7 @@ def sender_dies(link: GpuLink, rank: int) -> dict[str, object]:
     """The sender is killed after one tensor; the receiver waits for another."""
     device = tvm.cuda(link.gpu)
     if rank == SENDER:
-        link.send(content_tensor(0, "float32", (1000,), device))
+        link.send(made(0, "float32", (1000,), device))
         link.synchronize()
         os.kill(os.getpid(), signal.SIGKILL)
     right = np.array_equal(bytes_of(link.receive((1000,), "float32")), content(0, "float32", (1000,)))
@@ -94,7 +94,7 @@ def receiver_dies(link: GpuLink, rank: int) -> dict[str, object]:
         link.synchronize()
         os.kill(os.getpid(), signal.SIGKILL)
     for number in range(3):
-        link.send(content_tensor(number, "float32", (1000 if number == 0 else 4 << 20,), device))
+        link.send(made(number, "float32", (1000 if number == 0 else 4 << 20,), device))
     return survived(link)
 
 
@@ -106,7 +106,7 @@ def survived(link: GpuLink) -> dict[str, object]:
     except rh.HostError as raised:
         error = str(raised)
     seconds = time.monotonic() - begin
-    tensor = content_tensor(7, "float32", (1 << 20,), tvm.cuda(link.gpu))
+    tensor = made(7, "float32", (1 << 20,), tvm.cuda(link.gpu))
     usable = np.array_equal(bytes_of(tensor), content(7, "float32", (1 << 20,)))
     return {"error": error, "seconds": seconds, "usable": usable}
 

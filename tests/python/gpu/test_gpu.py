@@ -31,8 +31,8 @@ def chain(devices, steps):
     with bb.function("main", [x]):
         with bb.dataflow():
             value = x
-            for at, device in enumerate(steps):
-                if at:
+            for index, device in enumerate(steps):
+                if index:
                     value = bb.emit(relax.op.to_vdevice(value, devices[device]))
                 value = bb.emit(relax.op.tanh(bb.emit(relax.op.exp(value))))
             out = bb.emit_output(value)

@@ -68,18 +68,18 @@ def doubling(elements: int) -> rh.vm.VirtualMachine:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_type_arrives(loop, dtype):
     for number, shape in enumerate(((1,), (), (37, 5), (1000, 1001))):
-        room = poisoned(shape, dtype)
-        loop.exchange([made(number, dtype, shape, GPU)], [room])
+        target = poisoned(shape, dtype)
+        loop.exchange([made(number, dtype, shape, GPU)], [target])
         loop.synchronize()
-        np.testing.assert_array_equal(bytes_of(room), content(number, dtype, shape))
+        np.testing.assert_array_equal(bytes_of(target), content(number, dtype, shape))
 
 
 @with_nccl
 @pytest.mark.parametrize("nbytes", [1, 2, 15, 16, 17, 4095, 65_537, (1 << 20) + 1, (64 << 20) + 3, 256 << 20])
 def test_every_size_arrives_and_nothing_more(loop, nbytes):
     buffer = poisoned((nbytes + 256,), "uint8")
-    room = _part(buffer, nbytes)
-    loop.exchange([made(nbytes, "uint8", (nbytes,), GPU)], [room])
+    target = _part(buffer, nbytes)
+    loop.exchange([made(nbytes, "uint8", (nbytes,), GPU)], [target])
     loop.synchronize()
     actual = bytes_of(buffer)
     np.testing.assert_array_equal(actual[:nbytes], content(nbytes, "uint8", (nbytes,)))
@@ -97,8 +97,8 @@ def test_many_at_once_stay_in_order(loop):
     kinds = [("float32", (100 * number,)) for number in range(20)]
     rooms = [poisoned(shape, dtype) for dtype, shape in kinds]
     loop.exchange([made(number, *kind, GPU) for number, kind in enumerate(kinds)], rooms)
-    for number, (kind, room) in enumerate(zip(kinds, rooms, strict=True)):
-        np.testing.assert_array_equal(bytes_of(room), content(number, *kind))
+    for number, (kind, target) in enumerate(zip(kinds, rooms, strict=True)):
+        np.testing.assert_array_equal(bytes_of(target), content(number, *kind))
 
 
 @with_nccl
@@ -110,10 +110,10 @@ def test_results_of_a_machine_are_sent_and_received_tensors_read(loop):
     x = tvm.runtime.tensor(values, GPU)
     results = []
     for _ in range(20):
-        room = poisoned((elements,), "float32")
-        loop.exchange([vm["main"](x)], [room])
-        results.append(vm["main"](room))
-        del room  # its memory is for others now
+        target = poisoned((elements,), "float32")
+        loop.exchange([vm["main"](x)], [target])
+        results.append(vm["main"](target))
+        del target  # its memory is for others now
     for result in results:
         np.testing.assert_array_equal(result.numpy(), 4 * values)
 

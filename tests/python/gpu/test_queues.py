@@ -108,9 +108,9 @@ def test_many_threads_and_machines(pipeline):
 
     def work(number):
         vm = machines[number % 3]
-        for turn in range(20):
-            result = vm.submit("main", inputs[turn % 2]).result(SECONDS) if turn % 5 else vm["main"](inputs[turn % 2])
-            np.testing.assert_array_equal(arrays(result)[0], expected[turn % 2])
+        for trip in range(20):
+            result = vm.submit("main", inputs[trip % 2]).result(SECONDS) if trip % 5 else vm["main"](inputs[trip % 2])
+            np.testing.assert_array_equal(arrays(result)[0], expected[trip % 2])
 
     with ThreadPoolExecutor(12) as threads:
         list(threads.map(work, range(12)))

@@ -66,8 +66,8 @@ def text(model, prompt, count, given=None):
     """Logits after a prompt and after each of `count` tokens: greedy ones, or the given ones."""
     slot, logits = prefilled(model, prompt)
     steps = [logits]
-    for at in range(count):
-        token = int(steps[-1].argmax()) if given is None else given[at]
+    for index in range(count):
+        token = int(steps[-1].argmax()) if given is None else given[index]
         steps.append(np.array(model.decode([slot], [token])[0]))
     return np.array(steps)
 

@@ -88,9 +88,9 @@ def test_copies_run_in_the_order_of_their_streams(pool):
     source, result = pinned(pool, array), pool.tensor(array.shape, "uint8", CPU)
     buffers = [empty(array.shape, "uint8", GPU) for _ in range(12)]
     event = begin_copy(source, buffers[0], streams[0])
-    for at in range(1, len(buffers)):
-        streams[at % 3].wait(event)
-        event = begin_copy(buffers[at - 1], buffers[at], streams[at % 3])
+    for index in range(1, len(buffers)):
+        streams[index % 3].wait(event)
+        event = begin_copy(buffers[index - 1], buffers[index], streams[index % 3])
     streams[2].wait(event)
     end = begin_copy(buffers[-1], result, streams[2])
     end.synchronize()

@@ -180,9 +180,9 @@ def main() -> int:
     names = options.names.split(",") if options.names else list(programs())
     count = runs = 0
     with tempfile.TemporaryDirectory() as cache, concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
-        for turn in (["none"], [tool for tool in tools if tool != "none"]):
+        for batch in (["none"], [tool for tool in tools if tool != "none"]):
             jobs = [
-                pool.submit(check, tool, name, options.gpu, options.limit, cache) for tool in turn for name in names
+                pool.submit(check, tool, name, options.gpu, options.limit, cache) for tool in batch for name in names
             ]
             for job in concurrent.futures.as_completed(jobs):
                 tool, name, finding, seconds = job.result()

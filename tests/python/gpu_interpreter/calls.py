@@ -230,8 +230,8 @@ def _power(x: np.ndarray, factor: float) -> np.ndarray:
 
 
 def _quick_tanh(x: np.ndarray) -> np.ndarray:
-    most = np.float32(1) - np.float32(2) / (np.float32(1) + _power(x, 2 / np.log(2)))
-    return np.where(np.abs(x) < np.float32(0.01), x, most)
+    rounded = np.float32(1) - np.float32(2) / (np.float32(1) + _power(x, 2 / np.log(2)))
+    return np.where(np.abs(x) < np.float32(0.01), x, rounded)
 
 
 extern(lambda x: _power(x, 1 / np.log(2)), "quick_exp")

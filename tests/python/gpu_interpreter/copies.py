@@ -66,10 +66,10 @@ class ThreadCopies:
                 cells = source.cells_of(0, int(self.source[lane]), int(self.valid[lane]))
                 source.accesses.read(self.lanes.clocks, np.full(len(cells), self.lanes.uid[lane]), cells)
         step = np.arange(self.size)
-        at = self.source[active, None] + step
+        offsets = self.source[active, None] + step
         exists = step < self.valid[active, None]
-        data = np.zeros(at.shape, np.uint8)
-        data[exists] = source.bytes[0, at[exists]]
+        data = np.zeros(offsets.shape, np.uint8)
+        data[exists] = source.bytes[0, offsets[exists]]
         uids, cells = self._cells(active)
         per = len(cells) // len(active)
         stamps = None if when is None else np.repeat(when[active], per)

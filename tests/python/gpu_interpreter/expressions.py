@@ -139,9 +139,9 @@ class Expressions:
 
             def of_element(lanes: Any, mask: Any) -> Any:
                 place = view(lanes)
-                at = index(lanes, mask)
-                at = at[..., 0] if np.ndim(at) == 2 else at
-                return place.address + np.asarray(at, np.int64).astype(np.uint64) * np.uint64(place.dtype.itemsize)
+                offset = index(lanes, mask)
+                offset = offset[..., 0] if np.ndim(offset) == 2 else offset
+                return place.address + np.asarray(offset, np.int64).astype(np.uint64) * np.uint64(place.dtype.itemsize)
 
             return of_element
         if type(expr).__name__ == "Var" and self.names.is_buffer(expr):

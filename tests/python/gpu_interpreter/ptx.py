@@ -199,9 +199,9 @@ def _load(expressions: Any, one: Instruction) -> Any:
     address = pointer(expressions, one.operands[count])
 
     def evaluate(lanes: Any, mask: Any) -> None:
-        at = address(lanes, mask)
-        _aligned(lanes, mask, at, count * dtype.itemsize)
-        view, index, instance = place_of(lanes, mask, space, at, dtype)
+        addresses = address(lanes, mask)
+        _aligned(lanes, mask, addresses, count * dtype.itemsize)
+        view, index, instance = place_of(lanes, mask, space, addresses, dtype)
         every = np.broadcast_to(index, (lanes.count,))[:, None] + np.arange(count)
         extra = {} if instance is None else {"instance": instance}
         values = np.broadcast_to(view.memory.load(lanes, mask, view, every, **extra), (lanes.count, count))
@@ -222,9 +222,9 @@ def _store(expressions: Any, one: Instruction) -> Any:
     values = [expressions.compiled(value) for value in one.operands[1 : 1 + count]]
 
     def evaluate(lanes: Any, mask: Any) -> None:
-        at = address(lanes, mask)
-        _aligned(lanes, mask, at, count * dtype.itemsize)
-        view, index, instance = place_of(lanes, mask, space, at, dtype)
+        addresses = address(lanes, mask)
+        _aligned(lanes, mask, addresses, count * dtype.itemsize)
+        view, index, instance = place_of(lanes, mask, space, addresses, dtype)
         every = np.broadcast_to(index, (lanes.count,))[:, None] + np.arange(count)
         stored = np.stack([bits_of(lanes, value(lanes, mask), dtype) for value in values], axis=1)
         extra = {} if instance is None else {"instance": instance}

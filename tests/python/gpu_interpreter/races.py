@@ -154,10 +154,10 @@ class Accesses:
         self._atomic[cells] = atomic
         twice = self._writer[cells] != uids
         if not atomic and twice.any():
-            at = int(np.flatnonzero(twice)[0])
+            first = int(np.flatnonzero(twice)[0])
             raise KernelFault(
-                f"race: {clocks.name(uids[at])} and {clocks.name(self._writer[cells[at]])} write "
-                f"{self._cell(cells[at])} in the same statement"
+                f"race: {clocks.name(uids[first])} and {clocks.name(self._writer[cells[first]])} write "
+                f"{self._cell(cells[first])} in the same statement"
             )
 
     def versions(self, cells: np.ndarray) -> np.ndarray:
@@ -187,10 +187,10 @@ class Accesses:
         uids, others, when = uids[chosen], others[chosen], when[chosen]
         good = self._happened(clocks, uids, others, when)
         if not good.all():
-            at = int(np.flatnonzero(~good)[0])
+            i = int(np.flatnonzero(~good)[0])
             raise KernelFault(
-                f"race: {clocks.name(uids[at])} {does} {self._cell(cells[chosen[at]])}, which "
-                f"{clocks.name(others[at])} {did}, and no barrier is between the two"
+                f"race: {clocks.name(uids[i])} {does} {self._cell(cells[chosen[i]])}, which "
+                f"{clocks.name(others[i])} {did}, and no barrier is between the two"
             )
         if asynchronous:
             cluster = uids // clocks.width - clocks.first
@@ -198,9 +198,9 @@ class Accesses:
             ordered = clocks.fenced[cluster, uids % clocks.width, others % clocks.width] >= when
             bad = by_threads & ~ordered
             if bad.any():
-                at = int(np.flatnonzero(bad)[0])
+                i = int(np.flatnonzero(bad)[0])
                 raise KernelFault(
-                    f"missing fence.proxy.async: {self._cell(cells[chosen[at]])}, written by {clocks.name(others[at])} "
+                    f"missing fence.proxy.async: {self._cell(cells[chosen[i]])}, written by {clocks.name(others[i])} "
                     f"with an ordinary store, is used by an asynchronous copy or a tensor core ({does})"
                 )
 

@@ -322,8 +322,8 @@ class Statements:
             if strides:
                 count = (1 + sum((extent - 1) * step for extent, step in zip(extents, steps, strict=True))) * width
             # A view may declare more elements than exist: only an access beyond the memory is a fault.
-            room = max(0, (memory.size - start) // dtype.itemsize)
-            lanes.slots[slot] = View(memory, start, dtype, min(count, room), name, steps)
+            capacity = max(0, (memory.size - start) // dtype.itemsize)
+            lanes.slots[slot] = View(memory, start, dtype, min(count, capacity), name, steps)
 
         return self._located(stmt, run)
 

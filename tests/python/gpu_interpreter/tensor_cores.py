@@ -88,10 +88,10 @@ class Tile:
 
     def check(self, memory: Any, instance: int) -> None:
         """Raise a fault if some elements were never written."""
-        at = self.offsets.reshape(-1)
-        bad = memory.written[instance, at] == 0
+        offsets = self.offsets.reshape(-1)
+        bad = memory.written[instance, offsets] == 0
         if bad.any():
-            byte = int(at[np.flatnonzero(bad)[0]])
+            byte = int(offsets[np.flatnonzero(bad)[0]])
             raise KernelFault(f"{memory.name}, byte {byte}, is read by wgmma and was never written, or not yet")
 
 

@@ -69,9 +69,9 @@ class ReferenceModel:
         table = self._table().T
         following = np.asarray(tokens)[1:]
         parts = []
-        for at in range(0, len(hidden), rows):
-            logits = softcapped(hidden[at : at + rows] @ table, self.key("final_logit_softcapping", 0.0))
-            targets = following[at : at + rows]
+        for begin in range(0, len(hidden), rows):
+            logits = softcapped(hidden[begin : begin + rows] @ table, self.key("final_logit_softcapping", 0.0))
+            targets = following[begin : begin + rows]
             top = logits.max(axis=1)
             total = top + np.log(np.exp(logits - top[:, None]).sum(axis=1))
             parts.append(total - logits[np.arange(len(targets)), targets])

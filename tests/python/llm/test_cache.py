@@ -114,14 +114,14 @@ def test_a_window_stays_small():
     """A long sequence has a bounded number of pages in a window's group, and may be cut to its length before."""
     writer = Writer(make(slots=1, length=5000))
     writer.add()
-    most = -(-(WINDOWED.window + CHUNK) // PAGE) + 1
-    assert writer.cache.pages["table_window"] == (0, most)
+    max_pages = -(-(WINDOWED.window + CHUNK) // PAGE) + 1
+    assert writer.cache.pages["table_window"] == (0, max_pages)
     while writer.cache.length(0) + CHUNK <= 5000:
         length = writer.cache.length(0)
         writer.cache.extend(0, CHUNK)
         writer.cache.cut(0, length)
         writer.extend(0, CHUNK)
-        assert writer.cache.pages["table_window"][0] <= most
+        assert writer.cache.pages["table_window"][0] <= max_pages
     writer.check()
     with pytest.raises(CacheError, match=r"cannot be cut to 1000: the window of 100 sees positions from 896 on then"):
         writer.cache.cut(0, 1000)

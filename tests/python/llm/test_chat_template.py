@@ -220,8 +220,8 @@ def both(request, tmp_path_factory):
         fields["tokenizer.ggml.tokens"] += extra
         fields["tokenizer.ggml.token_type"] += kinds
         tokenizer = Tokenizer(fields)
-    turn = "{{ '<s>' + messages[0].content | trim + '<end_of_turn>' }}"
-    return tokenizer, ChatTemplate.of(tokenizer, one_of([turn, *JOINED]))
+    template = "{{ '<s>' + messages[0].content | trim + '<end_of_turn>' }}"
+    return tokenizer, ChatTemplate.of(tokenizer, one_of([template, *JOINED]))
 
 
 CONTENTS = [

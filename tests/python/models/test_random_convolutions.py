@@ -66,8 +66,8 @@ class Chain:
         window = [self.draw(st.integers(1, min(3, size))) for size in (height, width)]
         padding = [self.draw(st.integers(0, 2)) for _ in range(4)]
         strides = [self.draw(st.integers(1, 2)) for _ in range(2)]
-        room = [size + padding[d] + padding[2 + d] for d, size in enumerate((height, width))]
-        dilation = [self.draw(st.integers(1, 2)) if 2 * w <= room[d] else 1 for d, w in enumerate(window)]
+        padded = [size + padding[d] + padding[2 + d] for d, size in enumerate((height, width))]
+        dilation = [self.draw(st.integers(1, 2)) if 2 * w <= padded[d] else 1 for d, w in enumerate(window)]
         each = channels // groups
         weight, array = self.constant(outputs, each, *window, scale=(each * window[0] * window[1]) ** -0.5)
         call = relax.op.nn.conv2d(self.value, weight, strides, padding, dilation, groups)

@@ -80,8 +80,8 @@ def test_numpy_arrays_of_any_memory_layout(vm, x):
 def test_strided_and_unaligned_dlpack(vm):
     check(vm["main"](OnlyDLPack(np.repeat(X, 2, axis=0)[::2]), W))
     bytes_ = np.empty(X.nbytes + 65, "uint8")
-    at = -bytes_.ctypes.data % 64 + 4
-    unaligned = bytes_[at : at + X.nbytes].view("float32").reshape(X.shape)
+    offset = -bytes_.ctypes.data % 64 + 4
+    unaligned = bytes_[offset : offset + X.nbytes].view("float32").reshape(X.shape)
     unaligned[...] = X
     check(vm["main"](OnlyDLPack(unaligned), W))
 

@@ -154,8 +154,8 @@ def check(actual: np.ndarray, expected: np.ndarray, operands: list[np.ndarray], 
         errors = np.where(exact, 0, np.abs(actual.astype("float64") - expected) / unit)
     errors[np.isnan(errors)] = np.inf
     worst = int(errors.argmax())
-    at = [operand[worst] for operand in operands]
-    assert errors[worst] <= limit, f"{errors[worst]} ulp at {at!r}: {actual[worst]!r}, not {expected[worst]!r}"
+    inputs = [operand[worst] for operand in operands]
+    assert errors[worst] <= limit, f"{errors[worst]} ulp at {inputs!r}: {actual[worst]!r}, not {expected[worst]!r}"
 
 
 @pytest.mark.parametrize("name", REFERENCES)

@@ -84,7 +84,7 @@ def test_values_count_while_they_live(plan, data):
     assume(values)
     units = [WorkUnit([str(i)], [Work(1, 0)]) for i in range(count)]
     costs = PlanCosts(WorkGraph(units, values), CostModel(DEVICES, links(2, 0), 0))
-    most = [0.0, 0.0]
+    peak = [0.0, 0.0]
     for now in range(count + 1):
         there = [0.0, 0.0]
         for value in values:
@@ -96,8 +96,8 @@ def test_values_count_while_they_live(plan, data):
                 begin, end = (min(here), max(here)) if here else (1, 0)
             crosses = {costs.where(unit, plan) for unit in (value.maker, *value.readers)} != {1}
             there[crosses] += value.size if begin <= now <= end else 0
-        most = list(map(max, most, there))
-    assert costs.values_on(1, plan) == sum(most)
+        peak = list(map(max, peak, there))
+    assert costs.values_on(1, plan) == sum(peak)
 
 
 def test_values_that_joining_units_read_take_no_memory():
@@ -117,10 +117,10 @@ def test_values_that_joining_units_read_take_no_memory():
 def test_feature_maps_that_cross_are_there_in_two_orders_for_a_moment():
     """Convolutions store channels last; a copy for another device stores them first."""
     units = [WorkUnit([str(i)], [Work(1, 0)]) for i in range(3)]
-    for is_map, most in ((False, 10 + 20), (True, 2 * 10 + 2 * 20)):
+    for is_map, peak in ((False, 10 + 20), (True, 2 * 10 + 2 * 20)):
         values = [WorkValue(5.0, OUTSIDE, [0]), *(WorkValue(10.0 * (i + 1), i, [i + 1], is_map) for i in range(2))]
         costs = PlanCosts(WorkGraph(units, values), CostModel(DEVICES, links(2, 0), 0))
-        assert costs.values_on(1, [0, 1, 0]) == most
+        assert costs.values_on(1, [0, 1, 0]) == peak
 
 
 def layers(count, width):

@@ -71,8 +71,8 @@ def test_files_that_end_too_early_are_refused(path):
 
 def test_a_text_longer_than_its_file_is_refused(path):
     data = bytearray(path.read_bytes())
-    at = data.index("日本語".encode()) - 8
-    data[at : at + 8] = b"\xff" * 8
+    offset = data.index("日本語".encode()) - 8
+    data[offset : offset + 8] = b"\xff" * 8
     path.write_bytes(data)
     with pytest.raises(FrontendError, match="is no GGUF file that can be read"):
         read_gguf(path)

@@ -29,10 +29,10 @@ class Opset:
         self.wanted: list[np.ndarray] = []
 
     def add(self, op: str, *weights: np.ndarray, expected: np.ndarray, **attributes: Any) -> None:
-        at = len(self.nodes)
-        names = [f"w{at}_{index}" for index in range(len(weights))]
+        number = len(self.nodes)
+        names = [f"w{number}_{index}" for index in range(len(weights))]
         self.weights += [numpy_helper.from_array(value, name) for name, value in zip(names, weights, strict=True)]
-        self.nodes.append(helper.make_node(op, ["x", *names], [f"y{at}"], f"node{at}", **attributes))
+        self.nodes.append(helper.make_node(op, ["x", *names], [f"y{number}"], f"node{number}", **attributes))
         self.wanted.append(expected)
 
     def check(self) -> None:

@@ -66,9 +66,9 @@ def click_item(page, choice, times=1):
     page.locator("#graph .canvas").scroll_into_view_if_needed()
     find = f"report.cy.nodes(':childless').filter((node) => {{ const data = node.data(); return {choice}; }})[0]"
     page.evaluate(f"void report.cy.center({find})")
-    at = page.evaluate(f"{find}.renderedPosition()")
+    position = page.evaluate(f"{find}.renderedPosition()")
     box = page.locator("#graph .canvas").bounding_box()
-    page.mouse.click(box["x"] + at["x"], box["y"] + at["y"], click_count=times)
+    page.mouse.click(box["x"] + position["x"], box["y"] + position["y"], click_count=times)
 
 
 def wait_until(page, condition):

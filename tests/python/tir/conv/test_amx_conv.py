@@ -110,9 +110,9 @@ side = st.tuples(st.integers(1, 40), st.integers(1, 4), st.integers(1, 3), st.in
 )
 def test_any_convolution(groups, ins, outs, sides, types, batch):
     windows = tuple(Window(size, stride, dilation, pad, 1) for _, size, stride, dilation, pad in sides)
-    most = 40 if len(sides) < 3 else 12
+    max_extent = 40 if len(sides) < 3 else 12
     extents = [
-        max(min(extent, most), window.dilated_extent) for (extent, *_), window in zip(sides, windows, strict=True)
+        max(min(extent, max_extent), window.dilated_extent) for (extent, *_), window in zip(sides, windows, strict=True)
     ]
     outs = -(-outs // 16) * 16 if groups > 1 else outs
     problem = conv_problem(CPU, (groups * ins, groups * outs), extents, windows, groups, batch, types)

@@ -93,9 +93,9 @@ def test_a_row_major_right_operand():
     sizes = (3, 301, 33)
     packed = _problem(sizes)
     problem = replace(packed, rhs=replace(packed.rhs, layout=PackedLayout.identity(2)))
-    for scale, most in ((1.0, 1.5e-3), (1e3, 2e-6)):
+    for scale, limit in ((1.0, 1.5e-3), (1e3, 2e-6)):
         arrays = _random(sizes, scale)
-        assert _error(_run(problem, *arrays), arrays) < most
+        assert _error(_run(problem, *arrays), arrays) < limit
 
 
 @needs_avx512

@@ -59,25 +59,25 @@ def _kernel(dot: DotInstruction, lanes: int, k: int, vectors: int) -> tirx.PrimF
         b = function.argument("b", (vectors, steps, lanes * k0), rhs)
         c = function.argument("c", (ROWS, vectors * lanes), acc)
 
-        def step(sums: Registers, at: object, position: object, groups: list) -> None:
-            factors = T.bind(rhs_groups(dot, b[at, position, lane_indices(tirx.const(0, "int64"), lanes * k0)], lanes))
+        def step(sums: Registers, v: object, position: object, groups: list) -> None:
+            factors = T.bind(rhs_groups(dot, b[v, position, lane_indices(tirx.const(0, "int64"), lanes * k0)], lanes))
             for row in range(ROWS):
                 sums[row] = emit_step(dot, sums[row], T.bind(lhs_group(dot, groups[row])), factors, lanes)
 
         def body() -> None:
-            with loop(vectors) as at:
+            with loop(vectors) as vector:
                 sums = Registers(ROWS, acc, lanes)
                 for row in range(ROWS):
                     sums[row] = zero(dot, lanes)
                 with loop(k // k0) as position:
-                    step(sums, at, position, [a[row, lane_indices(position * k0, k0)] for row in range(ROWS)])
+                    step(sums, vector, position, [a[row, lane_indices(position * k0, k0)] for row in range(ROWS)])
                 if k % k0:
                     last = k // k0
                     beyond = [tirx.const(0, lhs)] * (k0 - k % k0)
                     rest = [[a[row, i] for i in range(last * k0, k)] + beyond for row in range(ROWS)]
-                    step(sums, at, last, rest)
+                    step(sums, vector, last, rest)
                 for row in range(ROWS):
-                    T.buffer_store(c, sums[row], [row, lane_indices(at * lanes, lanes)])
+                    T.buffer_store(c, sums[row], [row, lane_indices(vector * lanes, lanes)])
 
         with function.body():
             text = llvm_import(dot, lanes)

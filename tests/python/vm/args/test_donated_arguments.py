@@ -131,11 +131,11 @@ def test_memory_that_must_not_be_overwritten_is_refused(vm, is_known):
     args[0].flags.writeable = False
     with pytest.raises(rh.BindingError, match="'cache' of 'main' is donated, found a read-only numpy array"):
         vm["main"](*args)
-    room = np.zeros((7, 8), "float32")
+    out = np.zeros((7, 8), "float32")
     with pytest.raises(rh.BindingError, match="'cache' of 'main' is donated, and argument 'row' shares memory with it"):
-        vm["main"](room[:6], room[5:6], *args[2:])
-    both = tvm.runtime.tensor(room)
-    check(vm["main"](both, *args[1:]), expected(room, *args[1:]))  # the machine is usable
+        vm["main"](out[:6], out[5:6], *args[2:])
+    both = tvm.runtime.tensor(out)
+    check(vm["main"](both, *args[1:]), expected(out, *args[1:]))  # the machine is usable
 
 
 def test_inputs_set_before_are_consumed_by_one_run(vm):

@@ -176,10 +176,10 @@ def test_a_table_that_comes_again_is_a_graph():
     commands = bench.commands()
     x, y = np.zeros(4, "float32"), np.zeros(4, "float32")
     table = bench.table(x, y)
-    for turn in range(5):
-        x[:] = turn
+    for iteration in range(5):
+        x[:] = iteration
         commands.submit(table, ())
-        np.testing.assert_array_equal(y, 2.0 * turn + np.zeros(4))
+        np.testing.assert_array_equal(y, 2.0 * iteration + np.zeros(4))
     assert (len(bench.driver.graphs), bench.driver.launches) == (1, 4)
     commands.submit(bench.table(x, y), ())  # another table, which may be gone when it is over
     assert (len(bench.driver.graphs), bench.driver.launches) == (1, 4)
@@ -229,12 +229,12 @@ def test_counts_and_predicates_in_memory(driver):
         values = np.where(np.arange(8) < positive, 1, -1).astype("float32")
         marks, table = np.zeros(8, "float32"), None
         table = bench.table(values, np.zeros(1, "int32"), marks)
-        for turn in (1, 2):
+        for iteration in (1, 2):
             commands.submit(table, ())
             expected = np.zeros(8)
             expected[:positive] += 1
             expected[[0, 4] if positive else [0, 1, 2]] += 1
-            np.testing.assert_array_equal(marks, expected * turn)
+            np.testing.assert_array_equal(marks, expected * iteration)
 
 
 def test_work_keeps_its_memory_until_it_has_ended():

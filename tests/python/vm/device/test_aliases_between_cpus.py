@@ -145,8 +145,8 @@ def program(steps):
             values = [(x, 0)]
             for first, second, device in steps:
                 operands = []
-                for at in (first, second):
-                    value, here = values[at % len(values)]
+                for index in (first, second):
+                    value, here = values[index % len(values)]
                     operands.append(value if here == device else bb.emit(relax.op.to_vdevice(value, devices[device])))
                 values.append((bb.emit(relax.op.tanh(relax.op.subtract(*operands))), device))
                 values.append((bb.emit(relax.op.to_vdevice(values[-1][0], devices[1 - device])), 1 - device))

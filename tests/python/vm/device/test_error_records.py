@@ -30,8 +30,8 @@ def record(monkeypatch):
 def report(record, *numbers, is_ready=True):
     """Write what the first thread of a kernel writes that finds a value out of range."""
     record.words[CLAIMED] = 1
-    for at, number in zip((KEY, FOUND, FIRST, END), numbers, strict=True):
-        record.words[at], record.words[at + 1] = (ctypes.c_int32(number >> shift).value for shift in (0, 32))
+    for word, number in zip((KEY, FOUND, FIRST, END), numbers, strict=True):
+        record.words[word], record.words[word + 1] = (ctypes.c_int32(number >> shift).value for shift in (0, 32))
     record.words[READY] = is_ready
 
 

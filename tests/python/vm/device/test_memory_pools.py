@@ -123,20 +123,20 @@ def test_values_from_a_gpu_arrive_in_pinned_memory(cuda, library, monkeypatch):
     monkeypatch.setattr(memory_pools, "TRANSFER_BYTES", 3 * memory_pools.PINNED_BYTES)
     for rows, pinned in ((1, False), (2, True), (8, False)):  # too small, fits, beyond the limit
         array = fresh_rng().random((rows, memory_pools.PINNED_BYTES // 8), "float32")
-        there, room = alias(tvm.runtime.tensor(array), tvm.cuda(0)), tvm.runtime.tensor(np.zeros_like(array))
+        there, target = alias(tvm.runtime.tensor(array), tvm.cuda(0)), tvm.runtime.tensor(np.zeros_like(array))
         with running_on((tvm.cpu(0), tvm.cuda(0)), ("global", "global")):
-            for given in (None, room):
+            for given in (None, target):
                 here = to_device(there, 0, 0, given)
                 np.testing.assert_array_equal(here.numpy(), array)
                 assert library.is_pinned(here.data_ptr()) == pinned
-                assert (here.data_ptr() == room.data_ptr()) == (given is room and not pinned)
+                assert (here.data_ptr() == target.data_ptr()) == (given is target and not pinned)
     assert cuda.copies == [("to the host", 4 * n * memory_pools.PINNED_BYTES // 8) for n in (1, 1, 2, 2, 8, 8)]
     array = fresh_rng().random(memory_pools.PINNED_BYTES // 4, "float32")
-    room = PinnedPool(library, 0, 1 << 20).tensor(array.shape, "float32", tvm.cpu(0))
+    target = PinnedPool(library, 0, 1 << 20).tensor(array.shape, "float32", tvm.cpu(0))
     with running_on((tvm.cpu(0), tvm.cuda(0)), ("global", "global")):  # room that is pinned already
-        here = to_device(alias(tvm.runtime.tensor(array), tvm.cuda(0)), 0, 0, room)
+        here = to_device(alias(tvm.runtime.tensor(array), tvm.cuda(0)), 0, 0, target)
     np.testing.assert_array_equal(here.numpy(), array)
-    assert here.data_ptr() == room.data_ptr()
+    assert here.data_ptr() == target.data_ptr()
 
 
 def test_unused_memory_can_be_released(cuda, library, monkeypatch):

@@ -64,13 +64,13 @@ def test_a_file_keeps_its_node(executable, weight, tmp_path):
 
 def test_memory_of_a_node():
     array = np.ones(1 << 20, "float32")
-    at = array.ctypes.data
-    if numa.node_of(at) is None:
+    address = array.ctypes.data
+    if numa.node_of(address) is None:
         pytest.skip("the system does not tell where memory is")
-    numa.move_to_node([(at, at + array.nbytes)], NODE)
-    middle = at + array.nbytes // 2
+    numa.move_to_node([(address, address + array.nbytes)], NODE)
+    middle = address + array.nbytes // 2
     assert numa.node_of(middle) == NODE and array.sum() == 1 << 20
-    numa.move_to_node([(at + 8, at + 16)], NODE)  # no whole page: nothing to do
+    numa.move_to_node([(address + 8, address + 16)], NODE)  # no whole page: nothing to do
 
 
 def test_other_devices_are_not_kept_to_a_nodes_cpus(monkeypatch):

@@ -44,18 +44,18 @@ def test_parts_cover_everything_once(nbytes):
     nbytes=st.integers(1, 40 * PART),
     threads=st.integers(1, 4),
     seed=st.none() | st.integers(0, 99),
-    at=st.integers(0, 3),
+    misalignment=st.integers(0, 3),
 )
-def test_sent_data_were_read_at_return(nbytes, threads, seed, at):
+def test_sent_data_were_read_at_return(nbytes, threads, seed, misalignment):
     cuda, library, staging = fake_staging(seed, threads)
     stream = Stream(library, 0)
-    source, target = random_bytes(nbytes + at), np.full(nbytes + at + 1, 7, "uint8")
-    expected = source[at:].copy()
-    staging.send(source.ctypes.data + at, target.ctypes.data + at, nbytes, stream)
+    source, target = random_bytes(nbytes + misalignment), np.full(nbytes + misalignment + 1, 7, "uint8")
+    expected = source[misalignment:].copy()
+    staging.send(source.ctypes.data + misalignment, target.ctypes.data + misalignment, nbytes, stream)
     source[:] = 0
     stream.synchronize()
-    np.testing.assert_array_equal(target[at:-1], expected)
-    assert target[-1] == 7 and set(target[:at]) <= {7}
+    np.testing.assert_array_equal(target[misalignment:-1], expected)
+    assert target[-1] == 7 and set(target[:misalignment]) <= {7}
 
 
 @given(nbytes=st.integers(1, 20 * PART), seed=st.none() | st.integers(0, 99))

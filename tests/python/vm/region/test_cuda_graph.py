@@ -160,9 +160,9 @@ def call(graph, value):
 def test_first_submission_records_and_later_ones_launch(submit):
     device = Device()
     graph = graph_of(submit, device)
-    for turn in range(3 * ROWS):
-        _, y = call(graph, turn)
-        np.testing.assert_array_equal(y.numpy(), np.full(EXTENT, turn + 10.0))
+    for iteration in range(3 * ROWS):
+        _, y = call(graph, iteration)
+        np.testing.assert_array_equal(y.numpy(), np.full(EXTENT, iteration + 10.0))
     assert (device.filled, device.recordings, device.launches) == (1, 1, 3 * ROWS - 1)
 
 
@@ -175,8 +175,8 @@ def test_submissions_in_flight_keep_their_bindings(submit):
     assert ROWS - REPORT_INTERVAL <= len(device.waiting) < ROWS and device.launches == 3 * ROWS
     while device.waiting:
         device.proceed()
-    for turn, (_, y) in enumerate(calls):
-        np.testing.assert_array_equal(y.numpy(), np.full(EXTENT, turn + 10.0))
+    for iteration, (_, y) in enumerate(calls):
+        np.testing.assert_array_equal(y.numpy(), np.full(EXTENT, iteration + 10.0))
 
 
 def test_waiting_ends_where_the_device_has_failed(submit):
@@ -184,8 +184,8 @@ def test_waiting_ends_where_the_device_has_failed(submit):
     graph = graph_of(submit, device)
     call(graph, 0.0)
     device.is_lazy = True
-    for turn in range(ROWS):
-        call(graph, turn)
+    for iteration in range(ROWS):
+        call(graph, iteration)
     device.query_code = DEVICE_IS_LOST
     with pytest.raises(CudaError, match="CUDA_ERROR_LAUNCH_FAILED"):
         call(graph, 1.0)
@@ -200,9 +200,9 @@ def test_a_launch_that_fails_raises_and_takes_no_row(submit):
         with pytest.raises(CudaError, match="'main_commands'.*CUDA_ERROR_LAUNCH_FAILED"):
             call(graph, 1.0)
     device.code = 0
-    for turn in range(3):
-        _, y = call(graph, turn)
-        np.testing.assert_array_equal(y.numpy(), np.full(EXTENT, turn + 10.0))
+    for iteration in range(3):
+        _, y = call(graph, iteration)
+        np.testing.assert_array_equal(y.numpy(), np.full(EXTENT, iteration + 10.0))
 
 
 def test_graphs_that_cannot_be_recorded_are_launched_each_time(submit, caplog):
@@ -210,9 +210,9 @@ def test_graphs_that_cannot_be_recorded_are_launched_each_time(submit, caplog):
     device.end_code = DEVICE_IS_LOST
     graph = graph_of(submit, device)
     with caplog.at_level(logging.WARNING, "relax_hetero"):
-        for turn in range(3):
-            _, y = call(graph, turn)
-            np.testing.assert_array_equal(y.numpy(), np.full(EXTENT, turn + 10.0))
+        for iteration in range(3):
+            _, y = call(graph, iteration)
+            np.testing.assert_array_equal(y.numpy(), np.full(EXTENT, iteration + 10.0))
     assert (device.filled, device.recordings, device.launches) == (3, 1, 0)
     (record,) = caplog.records
     assert "'main_commands'" in record.message and "cuStreamEndCapture failed" in record.message
@@ -222,9 +222,9 @@ def test_without_a_driver_each_submission_is_launched(submit, caplog):
     device = Device()
     with caplog.at_level(logging.WARNING, "relax_hetero"):
         graph = graph_of(submit, device, driver="cuda-bindings is not installed")
-        for turn in range(3):
-            _, y = call(graph, turn)
-            np.testing.assert_array_equal(y.numpy(), np.full(EXTENT, turn + 10.0))
+        for iteration in range(3):
+            _, y = call(graph, iteration)
+            np.testing.assert_array_equal(y.numpy(), np.full(EXTENT, iteration + 10.0))
     assert (device.filled, device.recordings) == (3, 0) and not device.pinned
     (record,) = caplog.records
     assert "cuda-bindings is not installed" in record.message

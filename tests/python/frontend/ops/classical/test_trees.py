@@ -27,7 +27,7 @@ def _trees(seed: int, targets: Sequence[int], modes: Sequence[str] = MODES, pref
     def grow(tree: int, identity: int, depth: int) -> int:
         """Append the tree below a node; the number of the next node."""
         is_leaf = depth == 0
-        at = len(nodes["nodes_nodeids"])
+        node = len(nodes["nodes_nodeids"])
         row = (identity, tree, int(random.integers(FEATURES)), float(random.integers(-1, 2)), 0, 0)
         for name, value in zip(names, (*row, "LEAF" if is_leaf else str(random.choice(modes))), strict=True):
             nodes[f"nodes_{name}"].append(value)
@@ -37,9 +37,9 @@ def _trees(seed: int, targets: Sequence[int], modes: Sequence[str] = MODES, pref
             for name, value in zip(("ids", "nodeids", "treeids", "weights"), values, strict=True):
                 weights[f"{prefix}_{name}"].append(value)
             return identity + 1
-        nodes["nodes_truenodeids"][at] = identity + 1
+        nodes["nodes_truenodeids"][node] = identity + 1
         following = grow(tree, identity + 1, depth - 1)
-        nodes["nodes_falsenodeids"][at] = following
+        nodes["nodes_falsenodeids"][node] = following
         return grow(tree, following, depth - 1)
 
     for tree in range(len(targets)):

@@ -145,14 +145,14 @@ def _softmax(x: np.ndarray) -> np.ndarray:
     return np.exp(x) / np.exp(x).sum(-1, keepdims=True)
 
 
-def _buckets(queries: int, keys: int, count: int, most: int, is_bidirectional: bool) -> np.ndarray:
+def _buckets(queries: int, keys: int, count: int, max_distance: int, is_bidirectional: bool) -> np.ndarray:
     """Buckets of relative positions as T5 counts them."""
     buckets = np.zeros((queries, keys), int)
     count = count // 2 if is_bidirectional else count
     for query, key in np.ndindex(queries, keys):
         ahead, exact = key - query, count // 2
         distance = abs(ahead) if is_bidirectional else max(-ahead, 0)
-        far = exact + int(np.log(max(distance, 1) / exact) / np.log(most / exact) * (count - exact))
+        far = exact + int(np.log(max(distance, 1) / exact) / np.log(max_distance / exact) * (count - exact))
         buckets[query, key] = distance if distance < exact else min(far, count - 1)
         buckets[query, key] += count if is_bidirectional and ahead > 0 else 0
     return buckets

@@ -62,14 +62,14 @@ def vdevice_of(text: str) -> relax.VDevice:
     return parse_vdevices([text])[0]
 
 
-def module(case: Case, rows: int, pages: int | None, slots: int, most: int, vdevice: str) -> tvm.IRModule:
+def module(case: Case, rows: int, pages: int | None, slots: int, max_pages: int, vdevice: str) -> tvm.IRModule:
     """A function `main` with one call of the op; the number of pages is symbolic if `pages` is None."""
     where = vdevice_of(vdevice)
     count = pages if pages is not None else tvm.tirx.Var("page_count", "int64")
     types = [
         ("qkv", (rows, case.width), case.dtype),
         ("pages", page_shape(count, case.kv_heads, case.size, case.pages), case.pages),
-        ("table", (slots, most), "int32"),
+        ("table", (slots, max_pages), "int32"),
         ("sequences", (rows,), "int32"),
         ("positions", (rows,), "int32"),
     ]
@@ -88,9 +88,9 @@ def module(case: Case, rows: int, pages: int | None, slots: int, most: int, vdev
     return mod
 
 
-def compiled(case: Case, rows: int, slots: int, most: int, vdevice: str = "llvm", pages: int | None = None):
+def compiled(case: Case, rows: int, slots: int, max_pages: int, vdevice: str = "llvm", pages: int | None = None):
     """A machine whose `main` is the op, its pages donated."""
-    exe = rh.compile(module(case, rows, pages, slots, most, vdevice), donate=["pages"], cache=False)
+    exe = rh.compile(module(case, rows, pages, slots, max_pages, vdevice), donate=["pages"], cache=False)
     return rh.vm.VirtualMachine(exe)
 
 
@@ -148,13 +148,13 @@ def expected(case: Case, queries: np.ndarray, keys: np.ndarray, values: np.ndarr
 class Cache:
     """A cache in numpy, written by the op alone: pages that start poisoned, and what float64 knows of each slot."""
 
-    def __init__(self, case: Case, slots: int, most: int, seed: int, vdevice: str = "llvm") -> None:
+    def __init__(self, case: Case, slots: int, max_pages: int, seed: int, vdevice: str = "llvm") -> None:
         self.case, self.rng = case, np.random.default_rng(seed)
         target = vdevice_of(vdevice).target
         self.order = answers_of(target).page_order(target)
-        count = slots * most + 3
+        count = slots * max_pages + 3
         self.pages = np.full(page_shape(count, case.kv_heads, case.size, case.pages), POISON[case.pages], case.pages)
-        self.table = np.full((slots, most), -1, "int32")
+        self.table = np.full((slots, max_pages), -1, "int32")
         self._free = list(self.rng.permutation(count))
         self.keys: dict[int, np.ndarray] = {slot: np.zeros((0, case.kv_heads, case.size)) for slot in range(slots)}
         self.values = dict(self.keys)

@@ -48,9 +48,9 @@ def test_a_thread_finds_the_position_of_its_vector(layout, lanes):
                 out.open()
                 row, column = place_of(storage, tirx.Cast("int64", block), lanes)
                 for lane in range(lanes):
-                    at = [row, column]
-                    at[innermost(layout, shape)] += lane
-                    T.buffer_store(out.data, tirx.Cast("int32", at[0] * 64 + at[1]), [block * lanes + lane])
+                    element = [row, column]
+                    element[innermost(layout, shape)] += lane
+                    T.buffer_store(out.data, tirx.Cast("int32", element[0] * 64 + element[1]), [block * lanes + lane])
     actual = np.zeros(64 * 64, "int32")
     run(function.result, np.zeros(layout.packed_shape(shape), "float16"), actual)
     # As storage of 16-bit elements, which the numbers fit into.

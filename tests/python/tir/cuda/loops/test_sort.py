@@ -20,9 +20,9 @@ def data_of(shape, dtype):
         return rng.choice([0.0, -0.0, 1, 2, 3.5, -7, np.nan, np.inf, -np.inf, 4, 5, -1e-3], shape).astype(dtype)
     if dtype == "bool":
         return rng.integers(0, 2, shape).astype(dtype)
-    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
-    x = rng.integers(least, most, shape, dtype, endpoint=True)
-    return np.where(rng.random(shape) < 0.5, rng.choice(np.array([least, most, 3], dtype), shape), x)
+    least, largest = np.iinfo(dtype).min, np.iinfo(dtype).max
+    x = rng.integers(least, largest, shape, dtype, endpoint=True)
+    return np.where(rng.random(shape) < 0.5, rng.choice(np.array([least, largest, 3], dtype), shape), x)
 
 
 def order_of(x, axis, descending):

@@ -33,9 +33,9 @@ class Case:
 def case(lengths, heads=4, kv_heads=2, size=32, padded=0, chunk=0, **attributes) -> Case:
     """A case with as few pages as sequences need, and some that are nobody's."""
     rows = (chunk or len(lengths)) + padded
-    most = max((length + (chunk or 1) - 1) // PAGE + 1 for length in lengths) + 1
-    defaults = {"scale": size**-0.5, "slots": len(lengths) + 1, "max_pages": most, "is_chunk": bool(chunk)}
-    pages = 2 + most * len(lengths)
+    max_pages = max((length + (chunk or 1) - 1) // PAGE + 1 for length in lengths) + 1
+    defaults = {"scale": size**-0.5, "slots": len(lengths) + 1, "max_pages": max_pages, "is_chunk": bool(chunk)}
+    pages = 2 + max_pages * len(lengths)
     return Case(PagedWork(rows, heads, kv_heads, size, pages=pages, **{**defaults, **attributes}), lengths, padded)
 
 
