@@ -5,7 +5,7 @@ from . import op as op
 from . import transform as transform
 from . import vm as vm
 from .driver.compile import compile as compile
-from .driver.get_pipeline import get_pipeline as get_pipeline
+from .driver.compile import get_pipeline as get_pipeline
 from .errors import BindingError as BindingError
 from .errors import BuildError as BuildError
 from .errors import CacheError as CacheError

@@ -53,9 +53,12 @@ OPTIONAL = ("slow", "timing")
 ONE_OF = {
     "tests/python/tir/cuda/": 5,
     "tests/python/tir/": 4,
-    "tests/python/frontend/ops/": 2,
-    "tests/python/transform/": 2,
+    "tests/python/frontend/ops/": 3,
+    "tests/python/transform/": 3,
     "tests/python/models/": 2,
+    "tests/python/driver/": 2,
+    "tests/python/llm/": 2,
+    "tests/python/vm/": 2,
     "": 1,
 }
 

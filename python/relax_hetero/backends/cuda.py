@@ -135,7 +135,7 @@ class CudaBackend(GpuBackend):
 
     def load_dependencies(self) -> bool:
         """Load CUDA's runtime library, which pip's packages put where the dynamic loader does not look."""
-        from ..target.cuda_files import cuda_libraries
+        from ..target.runtime_libraries import cuda_libraries
 
         try:
             ctypes.CDLL("libcuda.so.1")
@@ -162,13 +162,13 @@ class CudaBackend(GpuBackend):
 
     def why_absent(self) -> str:
         """State of the driver, and the number of GPUs."""
-        from ..vm.device.cuda_check import why_no_gpu
+        from ..vm.device.cuda_driver import why_no_gpu
 
         return why_no_gpu(self.why_not_loaded())
 
     def check_device(self, name: str, spec: Any, device: runtime.Device) -> None:
         """BindingError where the GPU does not run code for the architecture."""
-        from ..vm.device.cuda_check import check_gpu
+        from ..vm.device.cuda_driver import check_gpu
 
         check_gpu(name, spec, device)
 
@@ -204,7 +204,7 @@ class CudaBackend(GpuBackend):
     def copy_queues(self, indices: Sequence[int]) -> Any:
         """Queues that copy on streams of their own; None where the driver does not work."""
         from ..vm.device.cuda_library import cuda_library
-        from ..vm.queue.cuda_copy_queues import CopyQueues
+        from ..vm.queue.stream_queue import CopyQueues
 
         library = cuda_library()
         return None if library is None else CopyQueues(library, set(indices))

@@ -23,10 +23,9 @@ from ..vm.queue.fence import Fence, thread_state, when_all_done
 from ..vm.queue.queued_calls import CallsInFlight
 from .actors import Actors
 from .bindings import bind_hosts
-from .calls import ClusterCall, bind, named_only, result_of
+from .calls import ClusterCall, bind, named_only, result_of, result_of_runs
 from .cut.compiled_program import load
 from .cut.program import hosts_needed, program_of
-from .mailbox_calls import result_of_runs
 from .payloads import pack
 from .replica import Listener, Replica
 from .route import routes_of

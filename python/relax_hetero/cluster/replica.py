@@ -15,10 +15,9 @@ from ..errors import HeteroError, HostError
 from ..vm.queue.fence import thread_state
 from .actors import Actors, first_line
 from .call_plan import CALL
-from .calls import ClusterCall
+from .calls import ClusterCall, run_on_all_hosts
 from .graph import Graph
 from .links import LinkTexts, connect_links, cut_links
-from .mailbox_calls import run_on_all_hosts
 from .route import END, Route
 from .wire import CHANNEL_BYTES, HEAD_BYTES, Message, channel_bytes_for, fit
 

@@ -1,8 +1,7 @@
 """From a module at any stage to an executable."""
 
 from . import guard_tvm_compile
-from .compile import compile
-from .get_pipeline import get_pipeline
+from .compile import compile, get_pipeline
 
 __all__ = ["compile", "get_pipeline"]
 

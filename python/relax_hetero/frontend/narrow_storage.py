@@ -18,7 +18,7 @@ from ..op.traits import traits_of
 from .onnx.control_flow.subgraphs import ImportedLoop
 from .onnx.importer import ImportedGraph
 from .onnx.node_names import NodeInfo
-from .ops.narrow_types.storage_types import STORAGE_TYPES, stored_array
+from .ops.storage_types import STORAGE_TYPES, stored_array
 
 _VIEW = "relax.memory.view"
 

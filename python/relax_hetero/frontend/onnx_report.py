@@ -15,8 +15,8 @@ from ..target.vdevice import device_name, parse_vdevices
 from ..transform.ir.remarks import remarks_of
 from .import_limits import ImportLimits
 from .onnx.coded_strings import with_coded_strings
-from .onnx.default_inputs import default_inputs
 from .onnx.functions import function_table
+from .onnx.importer import default_inputs
 from .onnx.inputs import Shapes, graph_inputs
 from .onnx.model import ModelSource, OnnxModel, errors_of, load_model
 from .onnx.node_names import NodeInfo, name_nodes, variable_name, walk_nodes

@@ -10,12 +10,12 @@ from .errors import EngineFullError as EngineFullError
 from .errors import RequestError as RequestError
 from .errors import TokenizerError as TokenizerError
 from .json_tokenizer import JsonTokenizer as JsonTokenizer
-from .loaded_model import load as load
-from .loaded_model import save as save
 from .model import Cache as Cache
 from .model import Model as Model
 from .model import TokenizerProtocol as TokenizerProtocol
+from .onnx_decoder import load as load
 from .onnx_decoder import load_onnx as load_onnx
+from .onnx_decoder import save as save
 from .params import SamplingParams as SamplingParams
 from .request import Request as Request
 from .request import Usage as Usage

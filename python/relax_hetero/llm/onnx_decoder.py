@@ -2,22 +2,266 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from ..artifact.file_hints import describe_value, hint_of
+from ..artifact.metadata import CPU
+from ..artifact.regular_files import open_regular
 from ..errors import BuildError
+from ..target.amx_instructions import amx_instruction_for
+from ..target.cpu_target import cpu_target_of
 from ..target.make_vdevice import parse_vdevices
+from ..target.vdevice import is_cpu
 from .compiled_model import CompiledModel
-from .description import ModelDescription
-from .loaded_model import BATCHES, CHUNKS, CONTEXT, is_batch_invariant
+from .description import ModelDescription, context_warning
+from .tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from tvm.target import Target
+
+    from ..frontend.auto.auto_placement import MemoryLimit
+    from ..frontend.onnx.placement_rules import PlacementRules
+    from ..target.make_vdevice import VDeviceEntry
 if TYPE_CHECKING:
     from ..frontend.onnx.model import ModelSource
     from ..frontend.onnx.placement_rules import PlacementRules
     from ..target.make_vdevice import VDeviceEntry
+
+
+# `rh.llm.load`: from a GGUF file, or from a folder that was saved, to a model that runs and its tokenizer.
+
+BATCHES = (1, 2, 4, 8)
+CHUNKS = (32, 256)
+CONTEXT = 4096
+"""Positions of a sequence where nothing else is said, or as many as the model was trained for."""
+
+_log = logging.getLogger("relax_hetero")
+
+_LIBRARY, _DESCRIPTION, _TOKENIZER, _FILES = "model.so", "model.json", "tokenizer.gguf", "files"
+# The end of a library holds checksums of all its parts.
+_DIGEST_BYTES = {_LIBRARY: 4096, _TOKENIZER: None}
+_DEFAULTS = {
+    "batches": BATCHES,
+    "chunks": CHUNKS,
+    "slots": None,
+    "context": None,
+    "page_type": "float16",
+    "memory_limit": None,
+    "activation_bits": 8,
+    "activations": None,
+}
+"""Options of a GGUF file that a caller of `load` may leave out."""
+
+
+def load(
+    path: str | os.PathLike[str],
+    vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None = None,
+    placement: PlacementRules | Literal["auto"] | None = None,
+    *,
+    batches: Sequence[int] = BATCHES,
+    chunks: Sequence[int] = CHUNKS,
+    slots: int | None = None,
+    context: int | None = None,
+    page_type: str = "float16",
+    memory_limit: MemoryLimit | None = None,
+    activation_bits: int = 8,
+    activations: str | None = None,
+    batch_invariant: bool = False,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> tuple[CompiledModel, Tokenizer]:
+    """A language model that runs, and its tokenizer.
+
+    Parameters
+    ----------
+    path : str or path
+        A GGUF file, which is imported and compiled (or found in the compile cache), or a folder that `save` wrote.
+    vdevices, placement, batches, chunks, slots, page_type, memory_limit, activation_bits, activations
+        As for `rh.from_gguf`; not for a folder.
+    context : int, optional
+        Maximum number of positions of a sequence; by default 4,096, or as many as the model was trained for. More than
+        these are a warning in the log. Not for a folder.
+    batch_invariant : bool
+        Whether a text's logits must have the same bits however many others are decoded with it, and however its prompt
+        is cut into chunks. On CPUs they always have. With other devices, every call then has the rows of the largest
+        batch or chunk, so that one text takes as long as a whole batch. Not for a folder.
+    progress : callable, optional
+        As for `rh.compile`.
+
+    Raises
+    ------
+    HeteroError
+        If the file or folder cannot be read, placed or compiled, or options are given for a folder, which is compiled
+        already.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise BuildError(
+            f"rh.llm.load: {describe_value(path)}; expected the path of a GGUF file, or of a folder that was saved"
+        )
+    options = {
+        "batches": tuple(batches),
+        "chunks": tuple(chunks),
+        "slots": slots,
+        "context": context,
+        "page_type": page_type,
+        "memory_limit": memory_limit,
+        "activation_bits": activation_bits,
+        "activations": activations,
+    }
+    if not Path(path).is_dir():
+        return _warned(*_load_file(Path(path), vdevices, placement, options, batch_invariant, progress))
+    if (vdevices, placement, batch_invariant, options) != (None, None, False, _DEFAULTS):
+        given = "vdevices, placement, context, slots and other options"
+        raise BuildError(f"{Path(path)}: is compiled and so placed already; {given} go with a GGUF file")
+    return _warned(*_load_folder(Path(path)))
+
+
+def _load_file(
+    path: Path,
+    vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None,
+    placement: PlacementRules | Literal["auto"] | None,
+    options: dict[str, Any],
+    batch_invariant: bool,
+    progress: Callable[[str, int, int], None] | None,
+) -> tuple[CompiledModel, Tokenizer]:
+    """A GGUF file, imported with `options` of `rh.from_gguf` and compiled."""
+    from ..driver import compile as compile_module
+    from ..frontend import PagedCache
+    from ..frontend.from_gguf import from_gguf, hyperparameters_of
+    from ..frontend.gguf.file import read_gguf
+
+    file = read_gguf(path)
+    model, tokenizer = hyperparameters_of(file), Tokenizer(file.fields)
+    devices = parse_vdevices(["llvm"] if vdevices is None else vdevices)
+    batches, chunks, page_type = options["batches"], options["chunks"], options["page_type"]
+    context = min(model.context, CONTEXT) if options["context"] is None else options["context"]
+    # Numbers that make no sense are refused here, by name.
+    slots = PagedCache(batches, chunks, options["slots"], context, page_type).sequences
+    if batch_invariant and not all(map(is_cpu, devices)):  # on CPUs, functions of all rows add up alike
+        batches, chunks = (max(batches),), (max(chunks),)
+    options = {**options, "batches": batches, "chunks": chunks, "slots": slots, "context": context}
+    mod = from_gguf(file, devices, placement, **options)
+    pages = [f"pages_{layer}" for layer in range(model.layers)]
+    names = [f"decode_{rows}" for rows in batches] + [f"prefill_{rows}" for rows in chunks]
+    executable = compile_module(mod, donate=dict.fromkeys(names, pages), progress=progress)
+    del mod
+    _release_memory()
+    description = ModelDescription(
+        name=str(file.fields.get("general.name", path.stem)),
+        vocabulary=model.vocabulary,
+        context=context,
+        slots=slots,
+        kv_heads=model.kv_heads,
+        size=model.size,
+        windows=tuple(model.window_of(layer) for layer in range(model.layers)),
+        page_type=page_type,
+        experts=model.experts,
+        experts_used=model.experts_used,
+        trained_context=model.context,
+        decodes_like_prefill=all(is_batch_invariant(device.target) for device in devices),
+    )
+    return CompiledModel(executable, description), tokenizer
+
+
+def is_batch_invariant(target: Target) -> bool:
+    """Return whether a device's kernels sum a row's products in one order for any number of rows.
+
+    CPUs do, except those with AMX, which multiply many rows by tiles and few by vectors.
+    """
+    if int(target.get_target_device_type()) != CPU:
+        return False
+    return amx_instruction_for(cpu_target_of(target), "bfloat16", "bfloat16", "float32") is None
+
+
+def save(model: CompiledModel, source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
+    """Write a compiled model into a folder, from which `load` needs neither the compiler nor the GGUF file.
+
+    Parameters
+    ----------
+    model : CompiledModel
+        Model as `load` returns it for a GGUF file.
+    source : str or path
+        The GGUF file that it was made from: its tokenizer goes along.
+    folder : str or path
+        Made where it is not there.
+    """
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    model.executable.export_library(target / _LIBRARY)
+    _copy_tokenizer(Path(source), target / _TOKENIZER)
+    facts = {**asdict(model.description), _FILES: {name: _digest(target / name) for name in _DIGEST_BYTES}}
+    (target / _DESCRIPTION).write_text(json.dumps(facts, indent=1))
+
+
+def _warned(model: CompiledModel, tokenizer: Tokenizer) -> tuple[CompiledModel, Tokenizer]:
+    warning = context_warning(model.context, model.trained_context)
+    if warning is not None:
+        _log.warning(warning)
+    return model, tokenizer
+
+
+def _release_memory() -> None:
+    """Have glibc give the system what compiling has freed: it keeps some 100 MB, for a process that runs for long."""
+    with suppress(OSError, AttributeError):  # of another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _load_folder(folder: Path) -> tuple[CompiledModel, Tokenizer]:
+    from ..vm import load as load_library
+
+    path = folder / _DESCRIPTION
+    try:
+        with open_regular(path)[0] as file:
+            facts: dict[str, Any] = json.loads(file.read())
+        digests = dict(facts.pop(_FILES))
+        facts["windows"] = tuple(facts["windows"])
+        description = ModelDescription(**facts)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        if not path.exists():
+            hint = hint_of(folder, "rh.llm.load")
+            raise BuildError(f"{folder}: holds no language model that rh.llm.save wrote{hint}") from error
+        raise BuildError(f"{path}: describes no saved language model: {error}") from error
+    for name in _DIGEST_BYTES:
+        if _digest(folder / name) != digests.get(name):
+            raise BuildError(f"{folder / name}: found another file than {path} was saved with; save the model again")
+    return CompiledModel(load_library(folder / _LIBRARY), description), Tokenizer.from_gguf(folder / _TOKENIZER)
+
+
+def _digest(path: Path) -> str:
+    """A hash of a file of a saved model."""
+    try:
+        file, status = open_regular(path)
+        with file:
+            size = _DIGEST_BYTES[path.name]
+            if size is not None:
+                file.seek(max(status.st_size - size, 0))
+            return hashlib.blake2b(file.read(), digest_size=20).hexdigest()
+    except OSError as error:
+        raise BuildError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    """A GGUF file of the tokenizer's metadata alone."""
+    from gguf import GGUFReader, GGUFValueType, GGUFWriter
+
+    reader = GGUFReader(source)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = GGUFWriter(target, architecture)
+    for name, field in reader.fields.items():
+        if name.startswith("tokenizer."):
+            inner = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
 
 
 def load_onnx(

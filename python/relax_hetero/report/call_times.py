@@ -9,7 +9,7 @@ from typing import Any
 
 import tvm
 
-from .this_machine import describe_machine
+from .device_peaks import describe_machine
 
 
 def bench_of(threads: int, seconds: Mapping[str, Sequence[float]], failures: Mapping[str, str]) -> dict[str, Any]:

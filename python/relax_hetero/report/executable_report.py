@@ -6,8 +6,8 @@ import datetime
 import re
 import sys
 from bisect import bisect_left, bisect_right
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -19,14 +19,12 @@ from ..artifact.memory_use import Walk
 from ..artifact.metadata import Metadata, device_names
 from ..artifact.model_graph import KINDS, ModelGraph
 from ..artifact.model_graph import TRANSFER as TRANSFERS
-from ..vm.profile import Profile
-from .device_peaks import peaks_of, share_of_peak
-from .report_tables import tables_of
-from .suggestions import suggestions
+from ..vm.profile import MACHINE, TO_DEVICE, Profile
+from .device_peaks import COMPUTE, MEMORY, describe_machine, peaks_of, share_of_peak
 from .text.explanation import explanation_of
-from .this_machine import describe_machine
-from .trace_timeline import timeline_of
 
+if TYPE_CHECKING:
+    from ..vm.queue.trace import Trace
 if TYPE_CHECKING:
     from ..vm.file.executable import Executable
 if TYPE_CHECKING:
@@ -35,6 +33,186 @@ if TYPE_CHECKING:
     from ..llm.token_cost import TokenCost
     from ..vm.file.executable import Executable
     from ..vm.queue.trace import Trace
+
+
+# Suggestions of changes, from a profile, in sentences: the first screen of a report shows them.
+
+# Fractions of a call from which something is worth a sentence: what kernels do, a kernel alone, what is not a kernel.
+_KERNELS, _KERNEL, _AROUND = 0.2, 0.1, 0.05
+_FASTER = 1.5
+"""Ratio of the measured rates of two types from which the faster one is worth a sentence."""
+_SLOW = 0.4
+"""Fraction of its peak below which a kernel leaves something to gain."""
+_NARROW = {"f16": "float16", "bf16": "bfloat16"}
+
+
+def suggestions(
+    metadata: Metadata, rows: Sequence[Mapping[str, Any]], peaks: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """Sentences, those about most of a call first.
+
+    Parameters
+    ----------
+    metadata : Metadata
+        Metadata of the executable.
+    rows : sequence of mapping
+        Rows of a profile as a report holds them; none where nothing was measured.
+    peaks : mapping of str to mapping
+        Measured peaks of devices, by name (`device_peaks.peaks_of`).
+    """
+    if not rows:
+        return ["Nothing was measured: explain --profile, or profile= of Executable.report, says where the time goes."]
+    found = sorted(
+        [*_around(metadata, rows), *_slow_kernels(rows, peaks), *_serialized_devices(metadata)], key=lambda one: -one[0]
+    )
+    return [text for _, text in found] or [
+        "Nothing stands out: kernels take the time, near what was measured as peaks."
+    ]
+
+
+def _around(metadata: Metadata, rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, str]]:
+    moved, machine = (sum(row["share"] for row in rows if row["symbol"] == name) for name in (TO_DEVICE, MACHINE))
+    if moved >= _AROUND:
+        yield (
+            moved,
+            f"Transfers take {100 * moved:.0f} % of a call: place ops that exchange large values on one device.",
+        )
+    if machine >= _AROUND:
+        text = f"{100 * machine:.0f} % of a call is spent around kernels, on allocation, shapes and bytecode"
+        if metadata.single_calls:
+            ((why, _),) = Counter(call.why for call in metadata.single_calls).most_common(1)
+            text += f": {len(metadata.single_calls)} kernel calls are outside of command buffers, most because {why}"
+        yield machine, f"{text}."
+
+
+def _slow_kernels(
+    rows: Sequence[Mapping[str, Any]], peaks: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[float, str]]:
+    shares: defaultdict[tuple[str, str], float] = defaultdict(float)
+    slow = []
+    for row in rows:
+        reached = row["share_of_peak"] or 1
+        if row["share"] >= _KERNEL and reached < _SLOW:
+            slow.append((row, reached))
+        elif row["bound"] == MEMORY or row["precision"] == "f32":
+            shares[row["device"], row["bound"]] += row["share"]
+    for row, reached in slow[:2]:
+        here = f"{row['symbol']} takes {100 * row['share']:.0f} % of a call, and reaches {100 * reached:.0f} %"
+        ways = "measure while nothing else runs, then look at its shapes and layouts"
+        yield row["share"], f"{here} of the {row['bound']} peak of {row['device']}: {ways}."
+    for (device, bound), share in shares.items():
+        if share < _KERNELS:
+            continue
+        rates = peaks[device]["operations_per_second"] if bound == COMPUTE else {}
+        ratio, name = max(((rates[name] / rates["f32"], name) for name in _NARROW if name in rates), default=(0, ""))
+        if bound == MEMORY:
+            ways = "weights of 8 or 4 bits, or values of 16, are fewer bytes"
+            yield share, f"The memory of {device} bounds kernels that take {100 * share:.0f} % of a call: {ways}."
+        elif ratio >= _FASTER:
+            here = f"{100 * share:.0f} % of a call is arithmetic in f32 on {device}, which is {ratio:.1f} times as fast"
+            yield share, f'{here} in {name}: rh.transform.ToMixedPrecision("{_NARROW[name]}").'
+
+
+def _serialized_devices(metadata: Metadata) -> Iterator[tuple[float, str]]:
+    names = device_names(metadata.devices)
+    for schedule in metadata.schedules:
+        working = [step.devices for step in schedule.steps if not step.is_transfer]
+        devices = sorted({index for indices in working for index in indices if index >= 0})
+        if len(devices) > 1 and not schedule.overlaps():
+            who = " and ".join(names[index] for index in devices)
+            yield (
+                0,
+                f"{who} take turns within a call of {schedule.function}: submit() several calls, or use one device.",
+            )
+
+
+# A trace as the timeline of a report: what each queue did, in seconds from the first event.
+
+_SLICE_KINDS = {"step": "step", "transfer": "transfer", "result": "wait"}
+
+
+def timeline_of(trace: Trace, devices: Sequence[str]) -> dict[str, Any] | None:
+    """The steps and transfers of the calls that have ended, by queue; None where there are none.
+
+    Parameters
+    ----------
+    trace : Trace
+    devices : sequence of str
+        Their names.
+    """
+    events = trace.events()
+    names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    slices = [e for e in events if e["ph"] == "X" and e.get("cat") in _SLICE_KINDS]
+    start = min((e["ts"] for e in slices), default=0.0)
+    queues: dict[int, dict[str, Any]] = {}
+    for event in sorted(slices, key=lambda event: (event["tid"], event["ts"])):
+        track, args = event["tid"], event["args"]
+        queue = queues.setdefault(track, {"name": names.get(track, str(track)), "device": None, "events": []})
+        queue["device"] = queue["device"] or args.get("device", "").partition(",")[0] or None
+        begin = (event["ts"] - start) / 1e6
+        queue["events"].append(
+            {
+                "name": event["name"],
+                "call": args.get("call", 0),
+                "begin": begin,
+                "end": begin + event["dur"] / 1e6,
+                "kind": _SLICE_KINDS[event["cat"]],
+                "args": {key: value for key, value in args.items() if key != "call"},
+            }
+        )
+    for queue in queues.values():
+        named = max((name for name in devices if name in queue["name"]), key=len, default="host")  # llvm:1, llvm:10
+        queue["device"] = queue["device"] or named
+    return {"calls": len(trace.ended), "queues": list(queues.values())} if queues else None
+
+
+# The tables of an explanation as data: what a report shows is what ``explain`` prints.
+
+_SECTIONS = ("encodings", "kernels", "commands", "steps", "memory", "token")
+_COLUMN_KINDS = {"bytes": "bytes"}
+
+
+def tables_of(explanation: Any) -> list[dict[str, Any]]:
+    """Every table of an explanation, in its order."""
+    ops = ("variable", "op", "device", "bytes", "reason", "function")
+    found = [_entries("ops", "Ops", explanation.of_kind("op"), ops)]
+    moved = ("variable", "device", "bytes", "reason", "function")
+    found.append(_entries("transfers", "Transfers", explanation.of_kind("transfer"), moved))
+    for section in _SECTIONS:
+        shown = [part for part in explanation.tables(section) if not isinstance(part, str)]
+        found += [_shown(f"{section}-{number}" if number else section, part) for number, part in enumerate(shown)]
+    return [table for table in found if table["rows"]]
+
+
+def _entries(name: str, title: str, entries: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
+    columns = [{"name": key, "kind": _COLUMN_KINDS.get(key, "text")} for key in keys]
+    return {"id": name, "title": title, "columns": columns, "rows": [[e[key] for key in keys] for e in entries]}
+
+
+def _shown(name: str, table: Any) -> dict[str, Any]:
+    """A table that was made for a terminal; its numbers become numbers where a whole column has nothing else."""
+    columns: list[dict[str, str]] = []
+    cells: list[list[Any]] = []
+    for column in table.columns:
+        texts = [str(cell) for cell in column.cells]
+        numbers = [_number(text) for text in texts]
+        is_number = column.justify == "right" and None not in numbers
+        columns.append({"name": str(column.header), "kind": "number" if is_number else "text"})
+        cells.append(list(numbers) if is_number else list(texts))
+    return {
+        "id": name,
+        "title": str(table.title),
+        "columns": columns,
+        "rows": [list(row) for row in zip(*cells, strict=True)],
+    }
+
+
+def _number(text: str) -> float | int | None:
+    try:
+        value = float(text.replace(",", ""))
+    except ValueError:
+        return None
+    return int(value) if value.is_integer() else value
 
 
 # How encoded tensors are stored, tile by tile: the layouts of a report.

@@ -2,19 +2,588 @@
 
 from __future__ import annotations
 
+import datetime
 import os
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import tvm
+from tvm import relax, tirx
 
+from ..artifact.commands import Dispatch
 from ..artifact.file_hints import describe_value
-from ..display.html import Column, Markup, device_html, escaped, folded, paragraph, table, view
+from ..display.html import Column, Markup, colour, device_html, escaped, folded, paragraph, table, view
 from ..display.text import bytes_text, text_table
-from ..errors import HeteroError
-from .graph_picture import function_picture, short_op, value_text
-from .module_graph import module_data
+from ..errors import HeteroError, VDeviceError
+from ..target.element_types import bytes_for
+from ..target.vdevice import device_name, vdevices_of
+from ..transform.ir.extents import NoTextError, dim_text, known_extents
+from ..transform.ir.kernels import call_vdevice, called_prim_func, operations_of, ops_of, precision_of
+from ..transform.ir.op_names import TRANSFER
+from ..transform.ir.remarks import remarks_of
+from ..transform.ir.rewriting import handle, is_tensor_constant, op_name, relax_functions, tensor_types
+from ..transform.record.region_attrs import regions_of
 from .page import page_of
 from .written_report import report_path, write_page
+
+# The graph of a Relax module at any stage, as data: nodes on devices, the values between them, kernels.
+#
+# Calls of kernels, by `call_tir` or directly once results are allocated, are nodes with the kernel's ops; functions
+# that TVM fused are drawn as the ops inside of them. What a lowered module does to allocate and to check is left out.
+
+Flow: TypeAlias = "frozenset[int] | tuple[Flow, ...]"
+"""The nodes that a value comes from, field by field of a tuple."""
+
+_NOTHING: frozenset[int] = frozenset()
+_RUN_TIME_TRANSFER = "relax_hetero.to_device"
+_HIDDEN = ("vm.builtin.", "relax_hetero.pinned_storage")
+_HIDDEN_OPS = ("relax.vm.", "relax.memory.", "relax.builtin.", "relax.call_builtin_with_ctx")
+
+UNPLACED = "unplaced"
+"""In place of a device, where a value has none yet."""
+
+
+def module_data(mod: tvm.IRModule, title: str = "") -> dict[str, Any]:
+    """A module as the data of a report of kind "module".
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+        At any stage.
+    title : str
+        Title of the report; default: the names of its functions.
+
+    Returns
+    -------
+    dict
+        JSON data.
+
+    Raises
+    ------
+    VDeviceError
+        The module's list of vdevices is none.
+    """
+    graph = _Graph(mod)
+    functions = [graph.add_function(gv, func) for gv, func in relax_functions(mod) if not _is_primitive(func)]
+    names = [function["name"] for function in functions]
+    return {
+        **{"schema": 1, "kind": "module", "title": title or ", ".join(names[:4])},
+        "made": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        "versions": {"tvm": str(tvm.__version__)},
+        **{"machine": None, "notes": graph.notes(), "devices": graph.devices(), "functions": functions},
+        **{"nodes": graph.nodes, "edges": graph.edges(), "groups": graph.groups},
+        **{"layouts": [], "timeline": None, "memory": [], "profile": None, "tables": []},
+        **{"bench": None, "chat": None, "passes": None},
+    }
+
+
+def _allocates_sizes(value: relax.Expr) -> bool:
+    """Return whether a value is the memory in which a lowered function keeps its sizes."""
+    callee = value.args[0] if op_name(value) == "relax.call_builtin_with_ctx" else None
+    return isinstance(callee, relax.ExternFunc) and str(callee.global_symbol) == "vm.builtin.alloc_shape_heap"
+
+
+def _is_primitive(func: relax.Function) -> bool:
+    return bool(func.attrs and func.attrs.get("Primitive"))
+
+
+class _Graph:
+    """Nodes and edges of a module, filled in function by function."""
+
+    def __init__(self, mod: tvm.IRModule) -> None:
+        self.nodes: list[dict[str, Any]] = []
+        self.groups: list[dict[str, Any]] = []
+        self._mod, self._vdevices = mod, vdevices_of(mod)
+        self._names = [device_name(vdevice, self._vdevices) for vdevice in self._vdevices]
+        self._edges: dict[tuple[int, int, str], int | None] = {}
+        self._function, self._group = "", -1
+        placement = remarks_of(mod).placement
+        entries = placement.entries if placement is not None else ()
+        self._reasons = {(entry.function, entry.variable): entry.reason for entry in entries}
+        self._constants: dict[int, int] = {}
+        self._sizes: set[relax.Var] = set()
+        self._regions = {region.name: region for region in regions_of(mod)}
+
+    def add_function(self, gv: tvm.ir.GlobalVar, func: relax.Function) -> dict[str, Any]:
+        """The nodes of a function; its entry in the data."""
+        self._function, self._constants = gv.name_hint, {}
+        env: dict[relax.Var, Flow] = {}
+        inputs = []
+        for param in func.params:
+            node = self._node("input", param.name, None, param.ty)
+            env[param] = frozenset((node,))
+            inputs.append(node)
+        result = self._sequence(func.body, env)
+        fields = result if isinstance(result, tuple) else (result,)
+        types = func.ret_ty.fields if isinstance(func.ret_ty, tvm.ir.TupleType) else [func.ret_ty]
+        outputs = []
+        for number, flow in enumerate(fields):
+            ty = types[number] if number < len(types) else None
+            node = self._node("output", f"output_{number}" if len(fields) > 1 else "output", None, ty)
+            self._connect(flow, node)
+            sources = [self.nodes[source] for source in _flat(flow)]
+            if self.nodes[node]["device"] == UNPLACED and sources:
+                self.nodes[node]["device"] = sources[0]["device"]
+            outputs.append(node)
+        return {"name": gv.name_hint, "inputs": inputs, "outputs": outputs}
+
+    def _sequence(self, expr: relax.Expr, env: dict[relax.Var, Flow]) -> Flow:
+        if not isinstance(expr, relax.SeqExpr):
+            return self._value(expr, env, "")
+        for block in expr.blocks:
+            for binding in block.bindings:
+                if _allocates_sizes(binding.value):
+                    self._sizes.add(binding.var)
+                env[binding.var] = self._value(binding.value, env, binding.var.name, binding.var.ty)
+        return self._value(expr.body, env, "")
+
+    def _value(self, value: relax.Expr, env: dict[relax.Var, Flow], name: str, ty: Any = None) -> Flow:
+        if isinstance(value, relax.Var):
+            return env.get(value, _NOTHING)
+        if isinstance(value, relax.Tuple):
+            return tuple(self._value(part, env, name) for part in value.fields)
+        if isinstance(value, relax.TupleGetItem):
+            whole = self._value(value.tuple_value, env, name)
+            return whole[value.index] if isinstance(whole, tuple) and value.index < len(whole) else whole
+        if is_tensor_constant(value):
+            return frozenset((self._constant(value),))
+        if isinstance(value, relax.SeqExpr):
+            return self._sequence(value, env)
+        if isinstance(value, relax.If):
+            node = self._node("op", name, "if", ty)
+            for part in (value.cond, value.true_branch, value.false_branch):
+                self._connect(self._value(part, env, name), node)
+            return frozenset((node,))
+        if isinstance(value, relax.Call):
+            return self._call(value, env, name, ty if ty is not None else value.ty)
+        return _NOTHING
+
+    def _call(self, call: relax.Call, env: dict[relax.Var, Flow], name: str, ty: Any) -> Flow:
+        kernel = called_prim_func(self._mod, call)
+        callee = self._mod.functions.get(call.op) if isinstance(call.op, tvm.ir.GlobalVar) else None
+        if isinstance(callee, relax.Function) and _is_primitive(callee):
+            return self._inlined(call, callee, env)
+        if kernel is not None:
+            return self._kernel_call(call, kernel, env, name, ty)
+        op = _called(call)
+        if op == "relax.memory.view" or op == "relax.memory.ensure_zero_offset":
+            return self._value(call.args[0], env, name)
+        if op.startswith((*_HIDDEN, *_HIDDEN_OPS)):
+            return _NOTHING
+        is_transfer = op in (TRANSFER, _RUN_TIME_TRANSFER)
+        node = self._node("transfer" if is_transfer else "op", name, op, ty, call)
+        for arg in call.args:
+            self._connect(self._value(arg, env, name), node)
+        return frozenset((node,))
+
+    def _kernel_call(
+        self, call: relax.Call, kernel: tvm.ir.GlobalVar, env: dict[relax.Var, Flow], name: str, ty: Any
+    ) -> Flow:
+        func = self._mod.functions[kernel]
+        direct = isinstance(call.op, tvm.ir.GlobalVar)
+        arguments = list(call.args if direct else call.args[1:])
+        if any(isinstance(arg, relax.Var) and arg in self._sizes for arg in arguments):
+            return _NOTHING  # it computes sizes
+        # Called directly, a kernel writes to tensors that were allocated for it.
+        written = [a for a in arguments if direct and isinstance(a, relax.Var) and env.get(a) == _NOTHING]
+        written = [arg for arg in written if any(tensor_types(arg.ty))]
+        if direct and not written and not any(tensor_types(ty)) and not ops_of(func):
+            return _NOTHING  # it computes shapes
+        result = tvm.ir.TupleType([arg.ty for arg in written]) if written else ty
+        ops = ops_of(func)
+        node = self._node("op", written[0].name if written else name, ", ".join(ops) or kernel.name_hint, result, call)
+        if self._group < 0:
+            self._add_group(kernel.name_hint, node, func)
+        for arg in arguments:
+            if not any(arg is out for out in written):
+                self._connect(self._value(arg, env, name), node)
+        for out in written:
+            env[out] = frozenset((node,))
+        return frozenset((node,))
+
+    def _inlined(self, call: relax.Call, func: relax.Function, env: dict[relax.Var, Flow]) -> Flow:
+        """The ops of a function that TVM fused, as a group."""
+        inner = {p: self._value(a, env, "") for p, a in zip(func.params, call.args, strict=False)}
+        outer, first = self._group, len(self.nodes)
+        if outer < 0:
+            self._group = len(self.groups)
+            self.groups.append(_group(self._group, self._function, call.op.name_hint, ""))
+        flow = self._sequence(func.body, inner)
+        if outer < 0:
+            mine = [node for node in self.nodes[first:] if node["kind"] != "constant"]
+            self.groups[self._group].update(
+                nodes=[node["id"] for node in mine], device=mine[0]["device"] if mine else UNPLACED
+            )
+        self._group = outer
+        return flow
+
+    def _add_group(self, kernel: str, node: int, func: tirx.PrimFunc) -> None:
+        number = len(self.groups)
+        entry = _group(number, self._function, kernel, self.nodes[node]["device"])
+        region = self._regions.get(kernel)
+        if region is None:
+            entry.update(precision=precision_of(func) or None, operations=operations_of(func) or None)
+        else:
+            inside = [command.kernel for command in region.commands if isinstance(command, Dispatch)]
+            entry.update(region=kernel, notes=[f"runs {_plural(len(inside), 'kernel')}: {', '.join(inside)}"])
+            self.nodes[node]["op"] = f"{kernel} ({_plural(len(inside), 'kernel')})"
+        entry["nodes"] = [node]
+        self.groups.append(entry)
+        self.nodes[node]["group"] = number
+
+    def _constant(self, value: relax.Expr) -> int:
+        key = handle(value)
+        if key not in self._constants:
+            self._constants[key] = self._node("constant", "constant", None, value.ty)
+        return self._constants[key]
+
+    def _node(self, kind: str, name: str, op: str | None, ty: Any, call: relax.Call | None = None) -> int:
+        tensors = list(tensor_types(ty)) if ty is not None else []
+        vdevice = next((tensor.vdevice for tensor in tensors if tensor.vdevice is not None), None)
+        if vdevice is None and call is not None:
+            vdevice = call_vdevice(call)
+        number = len(self.nodes)
+        entry = {
+            **{"id": number, "function": self._function, "kind": kind, "name": str(name), "op": op, "onnx": []},
+            **{"device": self._device(vdevice), "values": [_tensor(tensor) for tensor in tensors]},
+            **{"group": self._group if self._group >= 0 and kind != "constant" else None},
+            "reason": self._reasons.get((self._function, str(name))),
+        }
+        self.nodes.append(entry)
+        return number
+
+    def _device(self, vdevice: relax.VDevice | None) -> str:
+        if vdevice is None:
+            return UNPLACED
+        try:
+            return device_name(vdevice, self._vdevices)
+        except VDeviceError:  # of a target that the module does not list
+            return str(vdevice.target.kind.name) if vdevice.target is not None else UNPLACED
+
+    def _connect(self, flow: Flow, to: int) -> None:
+        for source in dict.fromkeys(_flat(flow)):
+            values = self.nodes[source]["values"]
+            nbytes = [value["bytes"] for value in values]
+            total = sum(nbytes) if nbytes and None not in nbytes else None
+            self._edges.setdefault((source, to, self.nodes[source]["name"]), total)
+
+    def edges(self) -> list[dict[str, Any]]:
+        """The edges, each once."""
+        kinds = [node["kind"] for node in self.nodes]
+        return [
+            {
+                **{"from": source, "to": to, "value": value, "bytes": nbytes},
+                "transfer": "transfer" in (kinds[source], kinds[to]),
+            }
+            for (source, to, value), nbytes in self._edges.items()
+        ]
+
+    def devices(self) -> list[dict[str, Any]]:
+        """The module's devices, and the missing one where something is on none."""
+        used = {node["device"] for node in self.nodes}
+        targets = {name: str(vdevice.target) for name, vdevice in zip(self._names, self._vdevices, strict=True)}
+        kinds = {name: str(v.target.kind.name) for name, v in zip(self._names, self._vdevices, strict=True)}
+        return [
+            self._describe(name, targets.get(name, ""), kinds.get(name, ""))
+            for name in (*targets, *_rest(used, targets))
+        ]
+
+    def _describe(self, name: str, target: str, kind: str) -> dict[str, Any]:
+        mine = [node for node in self.nodes if node["device"] == name]
+        ops = [node for node in mine if node["kind"] == "op"]
+        moved = [node for node in mine if node["kind"] == "transfer"]
+        return {
+            **{"name": name, "target": target, "kind": kind, "optional": False, "ops": len(ops)},
+            **{"op_bytes": _total_bytes(ops), "param_bytes": _total_bytes([n for n in mine if n["kind"] == "input"])},
+            **{"constant_bytes": _total_bytes([n for n in mine if n["kind"] == "constant"])},
+            **{"transfers_in": len(moved), "transfer_bytes": _total_bytes(moved), "peak": None},
+        }
+
+    def notes(self) -> list[str]:
+        """A line on the whole."""
+        kinds = [node["kind"] for node in self.nodes]
+        devices = {node["device"] for node in self.nodes if node["kind"] == "op"}
+        counts = (_plural(kinds.count("op"), "op"), _plural(len(devices), "device"))
+        return [f"{counts[0]} on {counts[1]}, {_plural(kinds.count('transfer'), 'transfer')}."]
+
+
+def _rest(used: set[str], known: dict[str, str]) -> list[str]:
+    return sorted(used - known.keys())
+
+
+def _group(number: int, function: str, kernel: str, device: str) -> dict[str, Any]:
+    empty = (
+        "region",
+        "step",
+        "precision",
+        "operations",
+        "bytes",
+        "calls",
+        "seconds",
+        "share",
+        "share_of_peak",
+        "bound",
+    )
+    about = {"id": number, "function": function, "kernel": kernel, "device": device, "nodes": []}
+    return {**about, **dict.fromkeys(empty), "notes": []}
+
+
+def _called(call: relax.Call) -> str:
+    """Callee: an op, a function of the module, or one that is registered."""
+    op = op_name(call)
+    if op is not None and op not in ("relax.call_packed", "relax.call_dps_packed", "relax.call_pure_packed"):
+        return op
+    callee = call.op if op is None else call.args[0]
+    if isinstance(callee, relax.ExternFunc):
+        return str(callee.global_symbol)
+    return str(getattr(callee, "name_hint", None) or getattr(callee, "name", "call"))
+
+
+def _flat(flow: Flow) -> Iterator[int]:
+    if isinstance(flow, tuple):
+        for part in flow:
+            yield from _flat(part)
+    else:
+        yield from sorted(flow)
+
+
+def _tensor(ty: relax.TensorType) -> dict[str, Any]:
+    extents = known_extents(ty)
+    dtype = str(ty.dtype) if ty.dtype is not None else ""
+    if extents is None:
+        shape: list[int | str] = ["?"] * max(int(ty.ndim), 0)
+        return {"shape": shape, "dtype": dtype, "bytes": None, "layout": None}
+    known = all(isinstance(extent, int) for extent in extents)
+    nbytes = bytes_for(tuple(extents), dtype) if known else None
+    return {"shape": [_extent(extent) for extent in extents], "dtype": dtype, "bytes": nbytes, "layout": None}
+
+
+def _extent(extent: Any) -> int | str:
+    try:
+        return dim_text(extent)
+    except NoTextError:
+        return str(extent)
+
+
+def _total_bytes(nodes: list[dict[str, Any]]) -> int:
+    return sum(value["bytes"] or 0 for node in nodes for value in node["values"])
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+# A graph as a picture: SVG that a notebook shows as it is, without a script, in its own colours.
+
+_SWEEPS = 4
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Where the nodes of a graph lie.
+
+    Attributes
+    ----------
+    rows : list of list of int
+        Each row's nodes, from left to right; numbers below 0 are places that an edge passes.
+    paths : dict of (int, int) to list of int
+        For each edge the nodes and places that it touches, from its beginning to its end.
+    """
+
+    rows: list[list[int]]
+    paths: dict[tuple[int, int], list[int]]
+
+
+def layers_of(nodes: Sequence[int], edges: Iterable[tuple[int, int]], close: Iterable[int] = ()) -> Layers:
+    """The rows of a graph without cycles.
+
+    Parameters
+    ----------
+    nodes : sequence of int
+        In an order in which edges lead from earlier to later ones; others are ignored.
+    close : iterable of int
+        Nodes without a maker that lie just above their first reader, as weights do.
+    """
+    position = {node: number for number, node in enumerate(nodes)}
+    kept = sorted({(a, b) for a, b in edges if a in position and b in position and position[a] < position[b]})
+    makers: dict[int, list[int]] = {node: [] for node in nodes}
+    readers: dict[int, list[int]] = {node: [] for node in nodes}
+    for a, b in kept:
+        makers[b].append(a)
+        readers[a].append(b)
+    row: dict[int, int] = {}
+    for node in nodes:
+        row[node] = 1 + max((row[maker] for maker in makers[node]), default=-1)
+    for node in close:
+        if readers[node] and not makers[node]:
+            row[node] = max(0, min(row[reader] for reader in readers[node]) - 1)
+    rows: list[list[int]] = [[] for _ in range(1 + max(row.values(), default=-1))]
+    for node in nodes:
+        rows[row[node]].append(node)
+    paths: dict[tuple[int, int], list[int]] = {}
+    above: dict[int, list[int]] = {}
+    below: dict[int, list[int]] = {}
+    place = -1
+    for a, b in kept:
+        path = [a]
+        for number in range(row[a] + 1, row[b]):
+            rows[number].append(place)
+            path.append(place)
+            place -= 1
+        path.append(b)
+        paths[a, b] = path
+        for upper, lower in zip(path, path[1:], strict=False):
+            below.setdefault(upper, []).append(lower)
+            above.setdefault(lower, []).append(upper)
+    for sweep in range(_SWEEPS):
+        downwards = sweep % 2 == 0
+        for number in range(len(rows)) if downwards else reversed(range(len(rows))):
+            _sort(rows[number], above if downwards else below, _places(rows))
+    return Layers(rows, paths)
+
+
+def _places(rows: Sequence[Sequence[int]]) -> dict[int, float]:
+    """Where each node is in its row, from the row's middle."""
+    return {node: number - (len(row) - 1) / 2 for row in rows for number, node in enumerate(row)}
+
+
+def _sort(row: list[int], neighbours: Mapping[int, Sequence[int]], places: Mapping[int, float]) -> None:
+    def wish(node: int) -> float:
+        found = [places[other] for other in neighbours.get(node, ())]
+        return sum(found) / len(found) if found else places[node]
+
+    row.sort(key=wish)
+
+
+_BOX, _GAP, _HEIGHT, _ROW, _PASS = 148, 16, 36, 66, 18
+MAX_NODES = 250
+"""Larger functions are not drawn: nobody could read the picture."""
+
+
+def function_picture(data: Mapping[str, Any], function: str) -> Markup | None:
+    """One function of a report's data, from its inputs down to its results.
+
+    Constants are not drawn; a node says how many it reads.
+
+    Returns
+    -------
+    Markup or None
+        None where the function has more than `MAX_NODES` nodes.
+    """
+    nodes = {n["id"]: n for n in data["nodes"] if n["function"] == function and n["kind"] != "constant"}
+    if not nodes or len(nodes) > MAX_NODES:
+        return None
+    constants = {n["id"] for n in data["nodes"] if n["kind"] == "constant"}
+    reads = Counter(edge["to"] for edge in data["edges"] if edge["from"] in constants)
+    edges = {(e["from"], e["to"]): e for e in data["edges"] if e["from"] in nodes and e["to"] in nodes}
+    # Inputs, and what is made of constants alone, lie where they are read; the picture is wide only where the graph is.
+    layers = layers_of(_in_order(nodes, edges), edges, close=nodes)
+    where, width = _positions(layers)
+    names = [device["name"] for device in data["devices"]]
+    kernels = {node: group["kernel"] for group in data["groups"] for node in group["nodes"]}
+    drawn = [_edge(edges[pair], [where[node] for node in path]) for pair, path in layers.paths.items()]
+    for number, node in nodes.items():
+        drawn.append(_box(node, where[number], names, kernels.get(number, ""), reads[number]))
+    height = len(layers.rows) * _ROW
+    label = escaped(f"Graph of {function}: {len(nodes)} nodes")
+    return Markup(
+        f'<svg viewBox="0 0 {width} {height}" width="{width}" style="max-width:none" role="img" aria-label="{label}" '
+        f'font-size="11">{"".join(drawn)}</svg>'
+    )
+
+
+def _in_order(nodes: Mapping[int, Any], edges: Mapping[tuple[int, int], Any]) -> list[int]:
+    """The nodes, what makes a value before what reads it."""
+    waits = Counter(b for _, b in edges)
+    readers: dict[int, list[int]] = {}
+    for a, b in edges:
+        readers.setdefault(a, []).append(b)
+    order = [node for node in nodes if not waits[node]]
+    for node in order:  # grows meanwhile
+        for reader in readers.get(node, ()):
+            waits[reader] -= 1
+            if not waits[reader]:
+                order.append(reader)
+    return order
+
+
+def _positions(layers: Layers) -> tuple[dict[int, tuple[float, float]], int]:
+    """The middle of each node, and the width of the picture."""
+    widths = [sum(_BOX if node >= 0 else _PASS for node in row) + _GAP * (len(row) + 1) for row in layers.rows]
+    width = max(widths)
+    where = {}
+    for number, row in enumerate(layers.rows):
+        x = (width - widths[number]) / 2 + _GAP
+        for node in row:
+            size = _BOX if node >= 0 else _PASS
+            where[node] = (x + size / 2, number * _ROW + _ROW / 2)
+            x += size + _GAP
+    return where, width
+
+
+def _edge(edge: Mapping[str, Any], points: Sequence[tuple[float, float]]) -> str:
+    (x, y), *rest = points
+    y += _HEIGHT / 2
+    path = [f"M{x:.0f} {y:.0f}"]
+    for number, (to_x, middle) in enumerate(rest):
+        is_last = number == len(rest) - 1
+        to_y = middle - _HEIGHT / 2
+        half = (y + to_y) / 2
+        path.append(f"C{x:.0f} {half:.0f} {to_x:.0f} {half:.0f} {to_x:.0f} {to_y:.0f}")
+        x, y = to_x, to_y
+        if not is_last:  # straight through the row
+            y += _HEIGHT
+            path.append(f"V{y:.0f}")
+    line = 'stroke-width="2.5" stroke-dasharray="5 3"' if edge["transfer"] else 'stroke-width="1.2"'
+    title = f"{edge['value']}, {bytes_text(edge['bytes'])}"
+    return (
+        f'<path d="{"".join(path)}" fill="none" stroke="currentColor" stroke-opacity=".5" {line}>'
+        f"<title>{escaped(title)}</title></path>"
+    )
+
+
+def _box(node: Mapping[str, Any], where: tuple[float, float], names: Sequence[str], kernel: str, constants: int) -> str:
+    x, y = where[0] - _BOX / 2, where[1] - _HEIGHT / 2
+    number = names.index(node["device"]) if node["device"] in names else -1
+    values = ", ".join(value_text(value) for value in node["values"])
+    first = short_op(node)
+    weights = f"reads {constants} constant{'s' * (constants != 1)}" if constants else ""
+    onnx = f"ONNX {', '.join(node['onnx'])}" if node["onnx"] else ""
+    kernel = f"kernel {kernel}" if kernel else ""
+    lines = [f"{node['name']}: {node['op'] or node['kind']}", f"on {node['device']}", values, kernel, weights, onnx]
+    title = escaped("\n".join(line for line in [*lines, node["reason"] or ""] if line))
+    fill = f'fill="{colour(number)}" fill-opacity="{".25" if node["kind"] in ("op", "transfer") else ".06"}"'
+    dashes = ' stroke-dasharray="5 3"' if node["kind"] == "transfer" else ""
+    radius = 17 if node["kind"] in ("input", "output") else 4
+    return (
+        f'<g><title>{title}</title><rect x="{x:.0f}" y="{y:.0f}" width="{_BOX}" height="{_HEIGHT}" rx="{radius}" '
+        f'{fill} stroke="{colour(number)}" stroke-width="1.3"{dashes}/>'
+        f'<text x="{where[0]:.0f}" y="{y + 15:.0f}" text-anchor="middle" fill="currentColor" font-weight="600">'
+        f"{escaped(_fitting(first, 22))}</text>"
+        f'<text x="{where[0]:.0f}" y="{y + 29:.0f}" text-anchor="middle" fill="currentColor" fill-opacity=".75">'
+        f"{escaped(_fitting(values or node['name'], 25))}</text></g>"
+    )
+
+
+def short_op(node: Mapping[str, Any]) -> str:
+    """Op of a node, in a word or two."""
+    if node["kind"] in ("input", "output", "constant"):
+        return str(node["name"])
+    if node["kind"] == "transfer":
+        return f"to {node['device']}"
+    return str(node["op"]).removeprefix("relax.")
+
+
+def value_text(value: Mapping[str, Any]) -> str:
+    """A value's type: ``float32[n, 64]``."""
+    return f"{value['dtype']}[{', '.join(map(str, value['shape']))}]"
+
+
+def _fitting(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
 
 _FIRST_FUNCTIONS = 3
 

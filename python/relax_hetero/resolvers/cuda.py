@@ -183,7 +183,7 @@ def _generators() -> dict[type, Callable[[Any, GpuTarget], tirx.PrimFunc]]:
     """Which generator solves which problem; they load when the first kernel is written."""
     from ..tir.cuda.attention.attention import cuda_attention_kernel
     from ..tir.cuda.conv.convolution import cuda_conv_kernel
-    from ..tir.cuda.elementwise.elementwise import elementwise_kernel
+    from ..tir.cuda.elementwise import elementwise_kernel
     from ..tir.cuda.matmul.block_unpack import block_unpack_kernel
     from ..tir.cuda.matmul.matmul import cuda_matmul_kernel
     from ..tir.cuda.matmul.quantized_matmul import quantized_matmul_kernel

@@ -3,24 +3,234 @@
 from __future__ import annotations
 
 import os
+import statistics
+import time
+import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import numpy as np
 
 from ..display.console import console, print_json, print_table
+from ..display.text import plural
 from ..errors import HeteroError
 from .command import cache_option, command, json_option, refuse_overwriting
+from .models import Model
+from .onnxruntime_reference import reference
 from .placing import Placing, placing_options
+from .run import flatten
 
 if TYPE_CHECKING:
     import numpy as np
 
     from ..vm.file.executable import Executable
-    from .bench_timing import Timing
-    from .engines import Call, Engine
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..vm.file.executable import Executable
+
+
+# The programs that ``relax-hetero bench`` times: this library, stock TVM and ONNX Runtime.
+
+# Inputs by ONNX name to outputs, in the model's order.
+Call = Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One way to run the model.
+
+    Attributes
+    ----------
+    name : str
+        As the table shows it.
+    make : callable
+        Compiles the model and returns the call; may raise anything.
+    """
+
+    name: str
+    make: Callable[[], Call]
+
+
+def ours(model: Model) -> Engine:
+    """Our engine, with the executable that the options asked for."""
+
+    def make() -> Call:
+        import relax_hetero as rh
+
+        machine = rh.vm.VirtualMachine(model.executable)
+
+        def call(inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+            return [tensor.numpy() for tensor in flatten(machine["main"](*inputs.values()))]
+
+        return call
+
+    return Engine("relax-hetero", make)
+
+
+def stock_tvm(path: Path, shapes: Mapping[str, list[int]]) -> Engine:
+    """Stock TVM: ``from_onnx`` and ``tvm.compile`` with its default pipeline for this CPU."""
+
+    def make() -> Call:
+        import onnx
+        import tvm
+        from tvm.relax.frontend.onnx import from_onnx
+
+        from ..target.native_target import native
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module = from_onnx(onnx.load(str(path)), shape_dict=dict(shapes) or None, keep_params_in_input=False)
+        names = [parameter.name for parameter in module["main"].params]
+        machine = tvm.relax.VirtualMachine(tvm.compile(module, native("llvm")), tvm.cpu())
+
+        def call(inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+            arguments = [tvm.runtime.tensor(array) for array in _by_position(inputs, names)]
+            return [tensor.numpy() for tensor in flatten(machine["main"](*arguments))]
+
+        return call
+
+    return Engine("stock TVM", make)
+
+
+def onnx_runtime(path: Path, threads: int) -> Engine:
+    """ONNX Runtime's CPU provider."""
+
+    def make() -> Call:
+        run = reference(path, threads)
+        return lambda inputs: list(run(inputs).values())
+
+    return Engine("ONNX Runtime", make)
+
+
+def _by_position(inputs: Mapping[str, np.ndarray], names: list[str]) -> list[np.ndarray]:
+    # Stock TVM rewrites names that are no identifiers; the order is the model's.
+    return [inputs[name] for name in names] if set(names) == set(inputs) else list(inputs.values())
+
+
+# Timing of ``relax-hetero bench``: programs in interleaved rounds, and a trace of submitted calls.
+
+# A program that takes longer than this per call gets no untimed call before each timed one.
+WARM_BELOW_SECONDS = 1.0
+# Timed calls of every program, however slow.
+MIN_SECONDS = 2
+
+
+@dataclass
+class Timing:
+    """The timed calls of one program, in seconds."""
+
+    seconds: list[float] = field(default_factory=list)
+    spent: float = 0.0
+
+    @property
+    def median(self) -> float:
+        """The median call; NaN without any."""
+        return statistics.median(self.seconds) if self.seconds else float("nan")
+
+    @property
+    def fastest(self) -> float:
+        """The fastest call; NaN without any."""
+        return min(self.seconds, default=float("nan"))
+
+
+def interleave(
+    calls: Mapping[str, Callable[[], object]],
+    rounds: int,
+    budget: float,
+    advance: Callable[[str], None] = lambda name: None,
+) -> dict[str, Timing]:
+    """Time every program once per round, so that a slow minute of the machine touches all alike.
+
+    Parameters
+    ----------
+    calls : mapping of str to callable
+        Programs by name.
+    rounds : int
+        How many timed calls each gets.
+    budget : float
+        Seconds after which a program sits out the remaining rounds, once it has `MIN_SECONDS` timed calls.
+    advance : callable
+        Told the program's name after each of its turns, taken or sat out.
+    """
+    timings = {name: Timing() for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            timing = timings[name]
+            if timing.spent < budget or len(timing.seconds) < MIN_SECONDS:
+                _time_call(call, timing)
+            advance(name)
+    return timings
+
+
+def _time_call(call: Callable[[], object], timing: Timing) -> None:
+    begun = time.perf_counter()
+    # The untimed call brings back the caches and threads that the other programs' turns took away.
+    if not timing.seconds or timing.fastest < WARM_BELOW_SECONDS:
+        call()
+    start = time.perf_counter()
+    call()
+    end = time.perf_counter()
+    timing.seconds.append(end - start)
+    timing.spent += end - begun
+
+
+@dataclass(frozen=True)
+class TracedCalls:
+    """Calls that were traced.
+
+    Attributes
+    ----------
+    path : Path
+        Where the trace is.
+    seconds : float
+        From the first submission to the last result.
+    busy : dict of str to float
+        The share of that time, 0 to 1, in which each queue worked.
+    """
+
+    path: Path
+    calls: int
+    seconds: float
+    busy: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as JSON data."""
+        rate = self.calls / self.seconds
+        return {"path": str(self.path), "calls": self.calls, "calls_per_second": rate, "busy": self.busy}
+
+    def print(self) -> None:
+        """Print it for people."""
+        shares = ", ".join(f"{queue} {share:.0%} busy" for queue, share in self.busy.items())
+        rate = self.calls / self.seconds
+        screen = console()
+        screen.print(f"{plural(self.calls, 'call')} submitted: {rate:.1f} a second; {shares}.", markup=False)
+        screen.print(f"Wrote {self.path}, for https://ui.perfetto.dev.", markup=False)
+
+
+def trace_calls(executable: Executable, inputs: Mapping[str, np.ndarray], calls: int, path: Path) -> TracedCalls:
+    """Submit calls of ``main`` on the same inputs, and write their trace.
+
+    Parameters
+    ----------
+    path : Path
+        Written over.
+    """
+    from ..vm.machine import VirtualMachine
+
+    machine = VirtualMachine(executable)
+    machine.submit("main", *inputs.values()).result()  # threads begin, memory comes
+    begin = time.perf_counter()
+    with machine.trace(limit=calls) as trace:
+        for _ in range(calls):
+            machine.submit("main", *inputs.values())
+    seconds = time.perf_counter() - begin
+    trace.save(path)
+    return TracedCalls(path, calls, seconds, trace.busy())
+
 
 REFERENCE = "ONNX Runtime"
 OURS = "relax-hetero"
@@ -102,8 +312,6 @@ def bench_command(
     from ..report.text.call_tables import memory_line, use_with
     from ..report.text.kernel_tables import precisions_text, product_precisions
     from .arrays import random_arrays
-    from .bench_timing import trace_calls
-    from .engines import onnx_runtime, ours, stock_tvm
     from .models import obtain
 
     if trace is not None:
@@ -209,8 +417,6 @@ class Result:
 
 def _measure(engines: list[Engine], inputs: Mapping[str, np.ndarray], rounds: int, budget: float) -> list[Result]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from .bench_timing import interleave
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console(stderr=True), transient=True) as progress:

@@ -211,9 +211,8 @@ def _token_cost_of(path: Path, vdevices: Sequence[VDevice], compiled: Explanatio
 
 def _of_onnx(path: Path, placing: Placing, accuracy: str) -> Explanation:
     from ..driver.commands.command_metadata import regions_as_linked
-    from ..driver.compile import memory_plan_of
+    from ..driver.compile import memory_plan_of, optional_indices
     from ..driver.compile_cache import find_cached
-    from ..driver.optional_devices import optional_indices
     from ..target.vdevice import device_name, vdevices_of
     from ..transform.encode.accuracies import with_accuracy
     from ..transform.ir.remarks import remarks_of

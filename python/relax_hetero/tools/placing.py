@@ -12,7 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from ..artifact.cache_folder import parse_size
-from .installation.system import device_texts
+from .installation.doctor import device_texts
 
 F = TypeVar("F", bound=Callable[..., Any])
 

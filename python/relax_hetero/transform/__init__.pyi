@@ -1,3 +1,4 @@
+from .check_sizes import CheckSizes as CheckSizes
 from .declared import find_pass as find_pass
 from .declared import passes as passes
 from .dispatch.bind_targets import BindTargets as BindTargets
@@ -7,12 +8,12 @@ from .dispatch.form_dispatches import FormDispatches as FormDispatches
 from .dispatch.name_kernel_variables import NameKernelVariables as NameKernelVariables
 from .dispatch.schedule_cpu import ScheduleCPU as ScheduleCPU
 from .dispatch.schedule_gpu import ScheduleGPU as ScheduleGPU
-from .encode.encoding_description import describe_encodings as describe_encodings
 from .encode.hoist_encodings import HoistEncodings as HoistEncodings
 from .encode.materialize_encodings import MaterializeEncodings as MaterializeEncodings
 from .encode.propagate_encodings import PropagateEncodings as PropagateEncodings
 from .encode.set_encoding import SetEncoding as SetEncoding
 from .encode.specialize_encodings import SpecializeEncodings as SpecializeEncodings
+from .encode.specialize_encodings import describe_encodings as describe_encodings
 from .encode.verify_encodings import VerifyEncodings as VerifyEncodings
 from .encode.verify_encodings import verify_encodings as verify_encodings
 from .fuse.form_attention import FormAttention as FormAttention
@@ -38,11 +39,13 @@ from .lower.lower_transfers import LowerTransfers as LowerTransfers
 from .lower.pin_transferred import PinTransferred as PinTransferred
 from .lower.plan_memory import PlanMemoryPerDevice as PlanMemoryPerDevice
 from .lower.settle_packed_results import SettlePackedResults as SettlePackedResults
+from .move_permutes import MovePermutes as MovePermutes
 from .partition.form_schedules import FormSchedules as FormSchedules
 from .partition.partition_by_host import PartitionByHost as PartitionByHost
-from .permute.move_permutes import MovePermutes as MovePermutes
+from .pass_trace import PassTrace as PassTrace
+from .pass_trace import trace_passes as trace_passes
 from .placement.annotate_graph import AnnotateGraph as AnnotateGraph
-from .placement.realize_targets import RealizeTargets as RealizeTargets
+from .placement.realize_vdevice import RealizeTargets as RealizeTargets
 from .placement.realize_vdevice import RealizeVDevice as RealizeVDevice
 from .placement.realize_vdevice import verify_placement as verify_placement
 from .placement.update_vdevice import UpdateVDevice as UpdateVDevice
@@ -53,6 +56,3 @@ from .record.form_cuda_graphs import FormCudaGraphs as FormCudaGraphs
 from .record.update_donated import UpdateDonated as UpdateDonated
 from .simplify.isolate_writes import IsolateWrites as IsolateWrites
 from .simplify.simplify_convolutions import SimplifyConvolutions as SimplifyConvolutions
-from .sizes.check_sizes import CheckSizes as CheckSizes
-from .trace.pass_trace import PassTrace as PassTrace
-from .trace.pass_trace import trace_passes as trace_passes

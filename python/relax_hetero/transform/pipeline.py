@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import tvm
 
+from .check_sizes import CheckSizes
 from .dispatch.check_values import CheckValues
 from .dispatch.form_dispatches import FormDispatches
 from .encode.hoist_encodings import HoistEncodings
@@ -27,18 +28,16 @@ from .fuse.form_rows import FormRows
 from .ir.keep_unread_calls import KeepUnreadCalls
 from .ir.record_remarks import RecordRemarks
 from .lower.lower_to_vm import LowerToVM
+from .move_permutes import MovePermutes
 from .partition.form_schedules import FormSchedules
-from .permute.move_permutes import MovePermutes
 from .placement.annotate_graph import AnnotateGraph
-from .placement.realize_targets import RealizeTargets
-from .placement.realize_vdevice import RealizeVDevice
+from .placement.realize_vdevice import RealizeTargets, RealizeVDevice
 from .quantize.sink_dequantize import SinkDequantize
 from .record.form_command_buffers import FormCommandBuffers
 from .record.form_cuda_graphs import FormCudaGraphs
 from .record.update_donated import UpdateDonated
 from .simplify.isolate_writes import IsolateWrites
 from .simplify.simplify_convolutions import SimplifyConvolutions
-from .sizes.check_sizes import CheckSizes
 
 
 @dataclass(frozen=True)

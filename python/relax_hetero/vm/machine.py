@@ -14,11 +14,12 @@ from ..artifact.file_hints import describe_value
 from ..artifact.messages import explain_failure
 from ..artifact.signature import FunctionSignature
 from ..errors import BindingError, HeteroError
+from . import resize_taps  # noqa: F401 - registers its functions
 from .args.argument_binding import ArgumentBinder, BoundArguments
+from .args.argument_copies import decoded, encoded
 from .args.call_cache import CachedCall, CallCache
-from .args.donated_arguments import argument_memory, exclusive_calls
+from .args.donated_arguments import argument_memory, exclusive_calls, for_one_run, retained_ranges
 from .args.results import check_out, fill, to_python
-from .args.strings import decoded, encoded
 from .device.builtins import running
 from .device.devices import bind_devices, host_device
 from .device.error_records import know_checks
@@ -39,8 +40,40 @@ from .queue.trace import Trace
 from .region.cuda_graph import with_graphs
 from .region.profile_regions import RegionCalls
 from .region.walk_commands import Kernel, load_kernel
-from .stateful_calls import StatefulCalls
-from .tables import resize_taps  # noqa: F401 - registers its functions
+
+# Calls in steps, as code written for TVM's own machine makes them: inputs first, then the run, then the outputs.
+
+
+class StatefulCalls:
+    """The inputs and outputs that a machine keeps between calls, by function. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._inputs: dict[str, BoundArguments] = {}
+        self._outputs: dict[str, Any] = {}
+
+    def set_inputs(self, signature: FunctionSignature, bound: BoundArguments) -> None:
+        """Keep the arguments of a function for its runs."""
+        self._inputs[signature.name] = bound._replace(borrowed=retained_ranges(signature, bound.values))
+
+    def inputs_of_run(self, signature: FunctionSignature) -> BoundArguments:
+        """The arguments of one run; BindingError where none are set, or a run has consumed them."""
+        name = signature.name
+        if name not in self._inputs:
+            used = f"; a run consumes {', '.join(map(repr, signature.donated))}" if signature.donated else ""
+            raise BindingError(f"function {name!r} has no inputs set; expected set_input({name!r}, ...) first{used}")
+        bound = self._inputs.pop(name) if signature.donated else self._inputs[name]
+        return bound._replace(values=for_one_run(signature, bound.values))
+
+    def set_outputs(self, name: str, outputs: Any) -> None:
+        """Keep the result of a function's run."""
+        self._outputs[name] = outputs
+
+    def outputs(self, name: str) -> Any:
+        """The result of a function's last run; BindingError where it has not run."""
+        if name not in self._outputs:
+            raise BindingError(f"function {name!r} has no outputs; expected invoke_stateful({name!r}) first")
+        return self._outputs[name]
+
 
 # TVM's kinds of allocator; the pooled one keeps freed buffers for the next call.
 _POOLED_ALLOCATOR = 2

@@ -10,7 +10,7 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from modules import ir_module
-from relax_hetero.driver.check_module import check_module
+from relax_hetero.driver.compile import check_module
 
 OF_TVM = ("Check failed", "InternalError", "TVMError", ".cc:", "metadata[", "ir.Op(", "T.int64")
 N = tirx.Var("n", "int64")

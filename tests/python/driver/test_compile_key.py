@@ -11,7 +11,7 @@ from tvm.script import tirx as T
 import relax_hetero as rh
 from driver.cached_models import Linear, W, bound, compiled
 from modules import ir_module
-from relax_hetero.driver.compile_key import compile_key, why_uncached
+from relax_hetero.driver.compile_cache import compile_key, why_uncached
 from relax_hetero.resolvers import CpuResolver
 from relax_hetero.transform import collect_encodings, collect_fusions, collect_placement
 from relax_hetero.transform.record.donated import with_donated
@@ -155,5 +155,5 @@ def test_modules_without_a_text_are_not_cached():
 
 
 def test_sources_that_changed_while_they_were_in_use_are_nobodys_key(monkeypatch):
-    monkeypatch.setattr("relax_hetero.driver.compile_key._IMPORTED", 0.0)
+    monkeypatch.setattr("relax_hetero.driver.compile_cache._IMPORTED", 0.0)
     assert "sources" in compiled().metadata.cache.why

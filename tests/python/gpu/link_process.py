@@ -24,7 +24,7 @@ import numpy as np  # noqa: E402
 import tvm  # noqa: E402
 
 import relax_hetero as rh  # noqa: E402
-from relax_hetero.cluster.gpu_link import RECEIVER, SENDER, GpuLink  # noqa: E402
+from relax_hetero.cluster.host_links import RECEIVER, SENDER, GpuLink  # noqa: E402
 from relax_hetero.target.element_types import bytes_for  # noqa: E402
 from relax_hetero.vm.device.tensors import bytes_of, copy_to, view_bytes  # noqa: E402
 

@@ -18,8 +18,7 @@ from tvm import relax
 import relax_hetero as rh
 from gpu.link_process import DTYPES, LIMIT, content, made
 from relax_hetero.cluster import wire
-from relax_hetero.cluster.gpu_link import SENDER, GpuLink
-from relax_hetero.cluster.host_links import HostLinks
+from relax_hetero.cluster.host_links import SENDER, GpuLink, HostLinks
 from relax_hetero.cluster.links import GpuInfo
 from relax_hetero.cluster.nccl import load_nccl
 from relax_hetero.target.vdevice import with_vdevices

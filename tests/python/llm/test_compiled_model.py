@@ -9,7 +9,7 @@ import relax_hetero as rh
 from llm.gguf_files import Sizes, write_gguf
 from relax_hetero.errors import BuildError, CacheError
 from relax_hetero.frontend.gguf.file import read_gguf
-from relax_hetero.llm import Engine, SamplingParams, loaded_model
+from relax_hetero.llm import Engine, SamplingParams, onnx_decoder
 from relax_hetero.report.executable_report import report_of
 
 # A shape of no other test: three heads on one, a window, rows of 224.
@@ -67,9 +67,9 @@ def test_forked_and_cut_sequences(by_layers):
 
 def test_a_context_beyond_the_trained_one_is_a_warning(model, caplog, monkeypatch):
     compiled, tokenizer = model
-    assert compiled.trained_context == SIZES.context and loaded_model._warned(compiled, tokenizer) and not caplog.text
+    assert compiled.trained_context == SIZES.context and onnx_decoder._warned(compiled, tokenizer) and not caplog.text
     monkeypatch.setattr(compiled, "trained_context", 128)
-    loaded_model._warned(compiled, tokenizer)
+    onnx_decoder._warned(compiled, tokenizer)
     assert "found 320 tokens, but the model was trained for 128" in caplog.text
 
 

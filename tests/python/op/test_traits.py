@@ -5,8 +5,7 @@ from __future__ import annotations
 import tvm
 
 from relax_hetero.op.traits import TRAITS, traits_of
-from relax_hetero.transform.permute import permute_rules
-from relax_hetero.transform.sizes import op_sizes
+from relax_hetero.transform import check_sizes, move_permutes
 
 
 def test_rows_are_of_ops_that_exist() -> None:
@@ -14,8 +13,8 @@ def test_rows_are_of_ops_that_exist() -> None:
 
 
 def test_rules_and_rows_name_each_other() -> None:
-    assert {traits.permute for traits in TRAITS.values()} == {"", *permute_rules.BY_NAME}
-    assert {traits.sizes for traits in TRAITS.values()} == {"", *op_sizes.RULES}
+    assert {traits.permute for traits in TRAITS.values()} == {"", *move_permutes.BY_NAME}
+    assert {traits.sizes for traits in TRAITS.values()} == {"", *check_sizes.RULES}
 
 
 def test_roles_of_low_precision_are_known() -> None:

@@ -9,7 +9,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
-from relax_hetero.report.module_graph import UNPLACED, module_data
+from relax_hetero.report.shown_module import UNPLACED, module_data
 from relax_hetero.transform.pipeline import pipeline_steps
 from report.toy_model import Model
 

@@ -6,9 +6,9 @@ import pytest
 import tvm
 
 import relax_hetero as rh
-from relax_hetero.report import graph_picture
-from relax_hetero.report.graph_picture import layers_of
+from relax_hetero.report import shown_module
 from relax_hetero.report.page import data_of
+from relax_hetero.report.shown_module import layers_of
 from report.toy_model import Model
 
 
@@ -27,7 +27,7 @@ def test_a_notebook_shows_a_box_for_each_node_in_the_colour_of_its_device():
 def test_boxes_do_not_overlap_and_edges_lead_down():
     data = rh.show(rh.transform.trace_passes(Model).result).data
     for function in [each["name"] for each in data["functions"]]:
-        picture = ET.fromstring(graph_picture.function_picture(data, function))
+        picture = ET.fromstring(shown_module.function_picture(data, function))
         boxes = [tuple(float(r.get(k)) for k in ("x", "y", "width", "height")) for r in picture.iter("rect")]
         right, bottom = (float(part) for part in picture.get("viewBox").split()[2:])
         for number, (x, y, width, height) in enumerate(boxes):
@@ -55,7 +55,7 @@ def test_a_page_is_saved(tmp_path):
 
 
 def test_a_function_that_is_too_large_for_a_picture_is_a_table(monkeypatch):
-    monkeypatch.setattr(graph_picture, "MAX_NODES", 5)
+    monkeypatch.setattr(shown_module, "MAX_NODES", 5)
     html = rh.show(Model)._repr_html_()
     assert "<svg" not in html and "too large for a picture" in html and "nn.softmax" in html
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import relax_hetero as rh
-from relax_hetero.report.suggestions import suggestions
+from relax_hetero.report.executable_report import suggestions
 from relax_hetero.vm.profile import MACHINE, TO_DEVICE
 from report.toy_model import Model
 

@@ -10,7 +10,7 @@ import pytest
 from click.testing import Result
 
 from relax_hetero.report.page import data_of
-from relax_hetero.tools import engines
+from relax_hetero.tools import bench
 
 from .conftest import TWO, parsed
 
@@ -30,10 +30,10 @@ def test_all_three_give_the_same_numbers(invoke: Invoke, model: Path):
 
 
 def test_a_program_that_fails_is_a_row(invoke: Invoke, model: Path, monkeypatch: pytest.MonkeyPatch):
-    def fail() -> engines.Call:
+    def fail() -> bench.Call:
         raise ValueError("no such op\n  in this model")
 
-    monkeypatch.setattr(engines, "stock_tvm", lambda path, shapes: engines.Engine("stock TVM", fail))
+    monkeypatch.setattr(bench, "stock_tvm", lambda path, shapes: bench.Engine("stock TVM", fail))
     shown = invoke("bench", model, "--rounds", 1)
     assert shown.exit_code == 0
     assert "fails: ValueError: in this model" in shown.stdout and "ONNX Runtime" in shown.stdout
@@ -78,10 +78,10 @@ def test_a_library_alone_or_with_the_others(invoke: Invoke, model: Path, tmp_pat
 
 
 def test_a_report_has_the_calls_of_every_program(invoke: Invoke, model: Path, tmp_path: Path, monkeypatch):
-    def fail() -> engines.Call:
+    def fail() -> bench.Call:
         raise ValueError("no such op")
 
-    monkeypatch.setattr(engines, "stock_tvm", lambda path, shapes: engines.Engine("stock TVM", fail))
+    monkeypatch.setattr(bench, "stock_tvm", lambda path, shapes: bench.Engine("stock TVM", fail))
     monkeypatch.setattr("relax_hetero.report.executable_report.peaks_of", lambda devices: {})
     page = tmp_path / "bench.html"
     result = invoke("bench", model, "--rounds", 3, "--threads", 1, "--html", page, "--json")

@@ -9,7 +9,7 @@ import pytest
 
 from relax_hetero.display.console import print_json
 from relax_hetero.display.text import bytes_text
-from relax_hetero.tools.bench_timing import MIN_SECONDS, interleave
+from relax_hetero.tools.bench import MIN_SECONDS, interleave
 from relax_hetero.tools.onnxruntime_reference import compare
 
 

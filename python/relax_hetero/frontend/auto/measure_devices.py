@@ -28,8 +28,7 @@ from ...artifact.figure_cache import load_figures, store_figures
 from ...driver.compile import compile as compile_module
 from ...errors import HeteroError
 from ...target.backend import backend_of
-from ...target.cpu_cores import num_cores
-from ...target.cpu_watch import CpuWatch
+from ...target.cpu_cores import CpuWatch, num_cores
 from ...target.element_types import numpy_dtype
 from ...target.hosts import host_of
 from ...target.vdevice import is_cpu

@@ -12,8 +12,8 @@ from tvm import relax
 from ...encoding.block_formats import FILE_FORMATS
 from ...errors import FrontendError
 from ...target.element_types import numpy_dtype
-from .architectures import Architecture
 from .file import FileTensor, GgufFile
+from .hyperparameters import Architecture
 
 _MAX_NAMED = 5
 """Tensors that an error names."""

@@ -23,22 +23,48 @@ from ..import_limits import MAX_RANK, Budget, ImportLimits, budget, spending
 from ..joined_sizes import Bounds, JoinedSizes, SizeIsBounded, joining_sizes
 from ..ops.node import Node, array_of
 from ..ops.required_sizes import computed_sizes
-from ..ops.table import expansion_with_graphs
+from ..ops.table import expansion_with_graphs, takes_size
 from .check_model import STANDARD_DOMAINS
 from .constants import FOLDED_OPS, fold_node, make_const
 from .control_flow.branches import convert_if
 from .control_flow.loop_nodes import convert_loop, convert_scan
-from .control_flow.open_sequences import is_sequence
+from .control_flow.open_sequences import convert_sequence_map, is_sequence
 from .control_flow.recurrent_loop import RECURRENT_OPS, convert_recurrent
-from .control_flow.sequence_maps import convert_sequence_map
 from .control_flow.subgraphs import ImportedLoop, readers_of, sizes_in
-from .default_inputs import default_inputs
 from .functions import body_of_call, function_of, function_table
 from .inputs import Shapes, graph_inputs
 from .model import ModelSource, OnnxModel, load_model, opset_in
 from .node_names import NodeInfo, inner_names, name_nodes
 from .owned_bindings import OwnedBindings
 from .support import SEQUENCE_OPS, check_supported, find_converter
+
+# Inputs that a caller may leave out: ONNX writes their defaults as initializers of the same names.
+
+_FIRST_IR_VERSION = 4
+"""Earlier versions required every weight to be an input, too."""
+
+
+def default_inputs(model: OnnxModel) -> list[str]:
+    """The inputs with a default.
+
+    An initializer that nodes read only as sizes or axes is not a default: kernels are compiled for these.
+    """
+    if model.proto.ir_version < _FIRST_IR_VERSION:
+        return []
+    graph = model.proto.graph
+    weights = {tensor.name: tensor for tensor in graph.initializer}
+    listed = [weights[info.name] for info in graph.input if info.name in weights]
+    if not listed:
+        return []
+    readers = readers_of(graph, model.proto.functions)
+    return [tensor.name for tensor in listed if not _is_of_sizes(tensor, readers.get(tensor.name, []))]
+
+
+def _is_of_sizes(tensor: onnx.TensorProto, readers: list[onnx.NodeProto]) -> bool:
+    uses = [(node, place) for node in readers for place, name in enumerate(node.input) if name == tensor.name]
+    is_short = len(tensor.dims) <= 1 and all(size <= 2 * MAX_RANK for size in tensor.dims)
+    return is_short and bool(uses) and all(takes_size(node.op_type, place) for node, place in uses)
+
 
 _log = logging.getLogger("relax_hetero")
 

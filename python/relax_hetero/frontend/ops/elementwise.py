@@ -6,8 +6,8 @@ import numpy as np
 import tvm
 from tvm import relax, topi
 
-from .narrow_types.storage_types import STORAGE_TYPES, bytes_of, wrapped
 from .node import Node, const, dtype_of, is_float, onnx_dtype
+from .storage_types import STORAGE_TYPES, bytes_of, wrapped
 from .table import converts
 
 HALF = ("float16", "bfloat16")

@@ -11,12 +11,11 @@ from ...tir.math.narrow_floats import FLOATS, POWERS
 from .block_weights import dequantized_blocks
 from .convolution import integer_convolution
 from .elementwise import cast
-from .narrow_types.float8 import from_float32, to_float32
-from .narrow_types.storage_types import INTEGERS, STORAGE_TYPES, bytes_of, of_bytes, with_bytes, wrapped
 from .node import Node, as_constant, const, dtype_of, is_float, onnx_dtype
 from .products import shifted
 from .quantization_parameters import INTEGER_RANGES, along, as_type, check_zero_point, is_zero, reshaped
 from .required_sizes import require_fits, require_shape
+from .storage_types import INTEGERS, STORAGE_TYPES, bytes_of, from_float32, of_bytes, to_float32, with_bytes, wrapped
 from .table import convert_by_stock, converts
 
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")

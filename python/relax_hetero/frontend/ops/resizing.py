@@ -15,7 +15,7 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx
 
-from ...vm.tables.resize_taps import (
+from ...vm.resize_taps import (
     BELOW_OR_ABOVE,
     ResizedAxis,
     ResizeForm,

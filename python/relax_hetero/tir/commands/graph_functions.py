@@ -6,20 +6,26 @@ launch. Both work on words that `artifact.graph_layout` lays out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ast
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import tvm
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
+from tvm_ffi import structural_map
 
 from ...artifact import graph_layout as state
 from ...artifact.graph_layout import FILLED_AT_ONCE, REPORT_INTERVAL, ROWS, WAYS, Layout
+from ...artifact.signature import Dim
 from ...target.gpu_target import MAX_BLOCK_THREADS, gpu_target_of
 from ..core.builder import Expr, Function
-from ..cuda.core.ptx import launch_dependents
+from ..cuda.core.ptx import launch_dependents, waiting_statements
 from .command_list import Tensor
+from .table_kernel import nest_of
 
 _WORD = "int64"
 _CALL, _ADDRESS = "relax_hetero.call_by_address", "relax_hetero.address_of"
@@ -258,3 +264,97 @@ def _on(function: Function, target: tvm.target.Target) -> tirx.PrimFunc:
 def _private(function: Function, target: tvm.target.Target) -> tirx.PrimFunc:
     # No promise that memory is not aliased: what the host or another kernel wrote must be read anew.
     return _on(function, target).without_attr("global_symbol").with_attr({"tirx.noalias": False})
+
+
+# Extents, offsets and numbers of commands, which are text in plain data, as expressions.
+
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: tirx.floordiv,
+    ast.Mod: tirx.floormod,
+}
+_CALLS = {"min": tirx.min, "max": tirx.max}
+
+
+def dim_value(dim: Dim, parameters: Mapping[str, tirx.Var]) -> Expr:
+    """A number, or text in the grammar of `artifact.dims`, as an int64 expression.
+
+    Parameters
+    ----------
+    parameters : mapping of str to Var
+        Variables by the names in the text.
+    """
+    if isinstance(dim, int):
+        return tirx.IntImm("int64", dim)
+    return _value(ast.parse(dim, mode="eval").body, parameters)
+
+
+def _value(node: ast.expr, parameters: Mapping[str, tirx.Var]) -> Expr:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return tirx.IntImm("int64", node.value)
+    if isinstance(node, ast.Name):
+        return parameters[node.id]
+    if isinstance(node, ast.BinOp):
+        return _BINARY[type(node.op)](_value(node.left, parameters), _value(node.right, parameters))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return tirx.IntImm("int64", 0) - _value(node.operand, parameters)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return reduce(_CALLS[node.func.id], [_value(part, parameters) for part in node.args])
+    raise ValueError(f"not a dimension: {ast.dump(node)}")
+
+
+# Kernels of GPUs that begin while the launch before them ends: programmatic dependent launch.
+#
+# Before::
+#
+#     for block in T.thread_binding(16, "blockIdx.x"):
+#         for thread in T.thread_binding(64, "threadIdx.x"): ...
+#
+# After::
+#
+#     for block in T.thread_binding(16, "blockIdx.x"):
+#         griddepcontrol.launch_dependents                 # the next launch may come up to its own wait
+#         griddepcontrol.wait                              # until the launch before is complete
+#         for thread in T.thread_binding(64, "threadIdx.x"): ...
+#
+# A kernel that a generator wrote with a wait of its own (`tir.cuda.core.launch.enable_pdl`) waits later than that,
+# behind work that depends on no other launch. Every kernel of a chain waits: so one whose wait is over knows that all
+# launches before it are complete, not only the last; several launches may have begun that wait for each other, and the
+# weights of the last are on their way. Kernels behind one that waits first begin when the launches before that are
+# complete.
+
+
+def waiting_first(kernel: tirx.PrimFunc, next_waits: bool = False) -> tirx.PrimFunc:
+    """A kernel of one launch that waits before all that it does: reads of a table of addresses too.
+
+    Parameters
+    ----------
+    next_waits : bool
+        Whether the next launch may begin only when this one has waited.
+    """
+    nest = nest_of(kernel)
+    assert nest is not None, "a kernel of one launch is expected"
+
+    def on_loop(loop: tirx.For) -> tirx.For:
+        if not loop.loop_var.same_as(nest.loop_var):
+            return loop
+        first = waiting_statements() if next_waits else waiting_statements()[::-1]
+        body = tirx.SeqStmt([*first, loop.body])
+        return tirx.For(
+            loop.loop_var, loop.min, loop.extent, loop.kind, body, loop.thread_binding, loop.annotations, loop.step
+        )
+
+    return kernel.with_body(structural_map(kernel.body, (tirx.For, on_loop)))
+
+
+def launched_early(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The kernel, which waits for launches before it, launched so that it does begin early.
+
+    TVM hands the tag on to the driver ("programmatic stream serialization"), and capturing a stream keeps it, as an
+    edge of the graph. The kernel promises no longer that its tensors do not overlap: the CUDA compiler would take what
+    nobody in it writes for constant, and may read it before the wait.
+    """
+    tagged = kernel.with_attr("tirx.kernel_launch_params", ["tirx.use_programtic_dependent_launch"])
+    return tagged.with_attr("tirx.noalias", False)

@@ -8,14 +8,60 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...encoding.problem import ElementwiseProblem
+from ...errors import EncodingError
 from ...target.cpu_target import CpuTarget
 from ..core.builder import Expr, Function, lane_indices, loop, plain_extent
-from ..core.packed_storage import by_wholeness, gathered, loaded, split_run, tail_mask, whole
+from ..core.packed_storage import PackedStorage, by_wholeness, gathered, loaded, split_run, tail_mask, whole
 from ..core.ties import tied_to
 from ..core.work_split import for_parts, nest_loops
 from ..math.casts import computed_in
-from .elementwise_storages import ElementwiseStorages
 from .expression_code import emit
+
+# The parameters of a kernel of an elementwise expression alone, of any device: how they are opened and laid out.
+
+
+class ElementwiseStorages:
+    """The parameters of a kernel, in order: operands, then the result.
+
+    Attributes
+    ----------
+    operands : list of PackedStorage
+    result : PackedStorage
+    alike : list of bool
+        Whether each operand lies exactly as the result does.
+    extents : list of (int or PrimExpr)
+        Extents of the result's dimensions: whole tiles where no parameter shows where the last one ends.
+
+    Raises
+    ------
+    EncodingError
+        If an operand is packed in another way than the result.
+    """
+
+    def __init__(self, function: Function, problem: ElementwiseProblem) -> None:
+        bound: set[str] = set()
+        named = [(f"x{i}", operand) for i, operand in enumerate(problem.operands)] + [("result", problem.result)]
+        *self.operands, self.result = (
+            PackedStorage(function, name, operand.shape, operand.dtype, operand.layout, bound)
+            for name, operand in named
+        )
+        index_map, layout = problem.result.index_map, problem.result.layout
+        self.alike = [o.index_map == index_map and o.layout == layout for o in problem.operands]
+        for i, operand in enumerate(problem.operands):
+            if not operand.layout.is_identity and not self.alike[i]:
+                raise EncodingError(
+                    f"elementwise {problem.expression}: x{i} is stored as {operand.layout}; expected the result's "
+                    f"{layout}, or row-major"
+                )
+        self.extents = [self._extent(problem, d, name) for d, name in enumerate(index_map)]
+
+    def _extent(self, problem: ElementwiseProblem, d: int, name: str) -> Expr:
+        shown = [self.result.extents[d]]
+        for operand, storage in zip(problem.operands, self.operands, strict=True):
+            if name in operand.index_map:
+                shown.append(storage.extents[operand.index_map.index(name)])
+        known = [extent for extent in shown if extent is not None]
+        return known[0] if known else self.result.tiles[d] * self.result.layout.tile(d)
 
 
 def elementwise_kernel(problem: ElementwiseProblem, cpu: CpuTarget) -> tirx.PrimFunc:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 
 import tvm
@@ -15,16 +15,259 @@ from tvm_ffi import structural_walk
 from ...target.cpu_target import CpuTarget
 from ...target.element_types import bytes_of
 from ..core import work_split
-from ..core.builder import flat, int64, materialize, plain_extent
+from ..core.builder import Expr, ceil_div, flat, int64, lane_indices, materialize, plain_extent
 from ..core.ties import with_ties
 from ..core.work_split import part
+from ..pack.tile_transpose import riffle
 from .boxes import cut, split_axes
-from .flat import FlatBox, flatten
-from .loop_code import most_even
-from .map_box import computes_once, write_map
+from .flat import FlatBox, Loop, flatten, is_step, stride
+from .loop_code import most_even, nested, run, spread
 from .nests import Nest, tied_in
 from .reduce_box import write_reduction
-from .stages import loads, sources
+from .stages import Load, loads, replaced, sources, variables, with_loads
+from .vector_code import chooses, lanes_of, slot, varies_inside, write_point
+
+# Boxes in which nothing is reduced: the innermost loop in vectors, the others around it.
+#
+# Reads that are no vectors along the innermost loop are made of vectors where they form one of two patterns. Elements
+# from a few places in turn (`Interleaved`), as a shuffle of channels takes them::
+#
+#     for a, b in 34, 4: y[a * 4 + b] = x[b * 34 + a]
+#
+# are read as 16 elements from each of the 4 places, which shuffles put in turn. Reads across the direction of writing
+# (`TransposedReads`), as of a transpose::
+#
+#     for q, v: y[q, v] = x[v, q]
+#
+# become square tiles, read by rows, transposed by a network of shuffles, and written by rows.
+
+# Vectors that are computed in one iteration.
+_TOGETHER = 2
+# Tiles are no larger: sixteen vectors and their successors are what registers hold.
+_LARGEST = 16
+# Shuffles of more vectors cost more than the reads that they save.
+_MAX_PLACES = 8
+
+
+def write_map(box: FlatBox, cpu: CpuTarget, tasks: int) -> None:
+    """Write the loops of a box."""
+    if not box.spatial:
+        write_point(box, None, tirx.IntImm("int64", 0), 1, {})
+        return
+    var, lanes = box.spatial[-1].var, _lanes(box, cpu)
+    merge = interleaved(box, lanes, tasks) if _is_free(box, lanes) else None
+    if merge is not None:
+        write_interleaved(merge, tasks)
+        return
+    tiles = transposed_reads(box, lanes, tasks) if _is_free(box, lanes) else None
+    if tiles is not None:
+        write_transposed(tiles, tasks)
+        return
+
+    def write(part: FlatBox) -> None:
+        with nested(part.spatial[:-1]) as position:
+            here = part.at(position)
+
+            def visit(start: Expr, width: int, count: int) -> None:
+                for i in range(count):
+                    write_point(here, var, start + i * width, width, {})
+
+            run(part.spatial[-1], lanes, _TOGETHER, not box.nest.in_place, visit)
+
+    spread(box, tasks, lanes * _TOGETHER, write)
+
+
+def computes_once(box: FlatBox, cpu: CpuTarget, tasks: int) -> bool:
+    """Return whether computing every element once, and by itself, takes no more than `write_map` does otherwise."""
+    if len(box.spatial) < 2:
+        return True  # what is left of one loop is little, even element by element
+    lanes, count = _lanes(box, cpu), box.spatial[-1].count
+    if _is_free(box, lanes) and (interleaved(box, lanes, tasks) or transposed_reads(box, lanes, tasks)):
+        return False
+    return not isinstance(count, int) or count < lanes or count % lanes == 0
+
+
+def _lanes(box: FlatBox, cpu: CpuTarget) -> int:
+    return 1 if varies_inside(box, box.spatial[-1].var) else lanes_of(box.nest, cpu)
+
+
+def _is_free(box: FlatBox, lanes: int) -> bool:
+    """Return whether vectors of reads may be taken together: no value is one of two."""
+    return lanes > 1 and not any(map(chooses, box.nest.expressions()))
+
+
+def _stand_in(load: Load, reads: dict[tirx.Buffer, Load]) -> Load:
+    """A read of the first element of a new buffer, which is noted to stand for `load`."""
+    buffer = tirx.decl_buffer((1,), str(load.ty.dtype))
+    reads[buffer] = load
+    return tirx.BufferLoad(buffer, [int64(0)])
+
+
+@dataclass(frozen=True)
+class Interleaved:
+    """A box whose two innermost loops write one run.
+
+    Attributes
+    ----------
+    box : FlatBox
+        It reads the first element of a buffer of `reads` instead.
+    reads : dict of Buffer to TensorLoad
+        Neighbours along the outer of the two loops.
+    """
+
+    box: FlatBox
+    reads: dict[tirx.Buffer, Load]
+    lanes: int
+
+
+def interleaved(box: FlatBox, lanes: int, tasks: int) -> Interleaved | None:
+    """How to merge a box's reads, None where it reads otherwise."""
+    if len(box.spatial) < 2 or box.nest.in_place:
+        return None
+    outer, last = box.spatial[-2:]
+    if not isinstance(last.count, int) or not isinstance(outer.count, int) or last.count > _MAX_PLACES:
+        return None
+    while lanes > outer.count // tasks:  # a task's part of this loop holds a whole vector
+        lanes //= 2
+    reads: dict[tirx.Buffer, Load] = {}
+
+    def change(load: Load) -> Load:
+        along, step = stride(load.indices[0], outer.var), stride(load.indices[0], last.var)
+        if not is_step(along, 1) or step is None or load.ty.dtype == "bool":
+            return load
+        return _stand_in(load, reads)
+
+    steps = [(buffer, with_loads(value, change)) for buffer, value in box.nest.steps]
+    inside = {outer.var, last.var}
+    offsets = list(box.places.values())
+    for _, value in steps:
+        offsets += [load.indices[0] for load in loads(value) if load.source not in box.nest.made]
+        if variables(with_loads(value, lambda load: tirx.const(0, load.ty.dtype))) & inside:
+            return None
+    if lanes < 4 or not reads or not all(_is_run(offset, outer, last) for offset in offsets):
+        return None
+    return Interleaved(replace(box, nest=replace(box.nest, steps=steps)), reads, lanes)
+
+
+def _is_run(offset: Expr, outer: Loop, last: Loop) -> bool:
+    """Return whether an offset advances alike through both loops, as if they were one."""
+    wide, narrow = stride(offset, outer.var), stride(offset, last.var)
+    return isinstance(wide, int) and isinstance(narrow, int) and wide == narrow * last.count
+
+
+def write_interleaved(merge: Interleaved, tasks: int) -> None:
+    """Write the loops of a box."""
+    lanes = merge.lanes
+
+    def write(part: FlatBox) -> None:
+        outer, last = part.spatial[-2:]
+        with nested(part.spatial[:-2]) as position, T.serial(int64(ceil_div(outer.count, lanes))) as i:
+            first = _start(outer, i, lanes)
+            merged: list[dict[tirx.Buffer, tirx.Buffer]] = [{} for _ in range(last.count)]
+            for stand_in, load in merge.reads.items():
+                places = []
+                for b in range(last.count):
+                    here = replaced(load.indices[0], {**position, outer.var: first, last.var: int64(b)})
+                    places.append(tirx.BufferLoad(load.source, [lane_indices(here, lanes)]))
+                for n, held in enumerate(merged):
+                    numbers = range(n * lanes, (n + 1) * lanes)
+                    order = [number % last.count * lanes + number // last.count for number in numbers]
+                    held[stand_in] = slot(stand_in.dtype, lanes)
+                    T.buffer_store(held[stand_in], tirx.Shuffle(places, order), [lane_indices(int64(0), lanes)])
+            for n, held in enumerate(merged):
+                write_point(part.at({**position, outer.var: first}), last.var, int64(n * lanes), lanes, held)
+
+    spread(merge.box, tasks, lanes, write)
+
+
+@dataclass(frozen=True)
+class TransposedReads:
+    """A box whose reads, some of them, lie along another loop.
+
+    Attributes
+    ----------
+    box : FlatBox
+        It reads the first element of a buffer of `reads` instead.
+    across : Var
+        The loop that these reads lie along.
+    size : int
+        Elements of a tile's side.
+    """
+
+    box: FlatBox
+    across: tirx.Var
+    reads: dict[tirx.Buffer, Load]
+    size: int
+
+
+def transposed_reads(box: FlatBox, lanes: int, tasks: int) -> TransposedReads | None:
+    """How to tile a box, None where nothing in it reads across."""
+    *outer, last = box.spatial
+    if not outer or not isinstance(last.count, int):
+        return None
+    across: Loop | None = None
+    reads: dict[tirx.Buffer, Load] = {}
+
+    def change(load: Load) -> Load:
+        nonlocal across
+        step = stride(load.indices[0], last.var)
+        if load.source in box.nest.made or not isinstance(step, int) or abs(step) <= 4 or load.ty.dtype == "bool":
+            return load
+        steps = [(loop, stride(load.indices[0], loop.var)) for loop in outer]
+        found = [loop for loop, along in steps if isinstance(along, int) and along == 1]
+        if not found or (across is not None and found[-1] is not across):
+            return load
+        across = found[-1]
+        return _stand_in(load, reads)
+
+    steps = [(buffer, with_loads(value, change)) for buffer, value in box.nest.steps]
+    if across is None or not isinstance(across.count, int) or box.nest.in_place:
+        return None
+    size = min(lanes, _LARGEST)
+    while size > last.count or size > across.count // tasks:
+        size //= 2
+    if size < 4:
+        return None
+    return TransposedReads(replace(box, nest=replace(box.nest, steps=steps)), across.var, reads, size)
+
+
+def write_transposed(tiles: TransposedReads, tasks: int) -> None:
+    """Write the loops of a box by tiles."""
+
+    def write(part: FlatBox) -> None:
+        across = next(loop for loop in part.spatial if loop.var.same_as(tiles.across))
+        others = [loop for loop in part.spatial[:-1] if loop is not across]
+        with nested(others) as position:
+            with T.serial(int64(ceil_div(across.count, tiles.size))) as i:
+                first = _start(across, i, tiles.size)
+                with T.serial(int64(ceil_div(part.spatial[-1].count, tiles.size))) as j:
+                    _tile(tiles, part, position, first, _start(part.spatial[-1], j, tiles.size))
+
+    spread(tiles.box, tasks, tiles.size, write)
+
+
+def _start(loop: Loop, number: Expr, size: int) -> Expr:
+    """Where a run or tile starts: the last ends with the loop, and does again what it shares with the one before."""
+    if isinstance(loop.count, int) and loop.count % size == 0:
+        return number * size + loop.begin
+    return materialize(T.min(number * size + loop.begin, int64(loop.end) - size))
+
+
+def _tile(tiles: TransposedReads, part: FlatBox, position: dict[tirx.Var, Expr], first: Expr, start: Expr) -> None:
+    last, size = part.spatial[-1].var, tiles.size
+    columns: dict[tirx.Buffer, list[tirx.Buffer]] = {}
+    for stand_in, load in tiles.reads.items():
+        rows = []
+        for i in range(size):
+            here = {**position, tiles.across: first, last: start + i}
+            rows.append(tirx.BufferLoad(load.source, [lane_indices(replaced(load.indices[0], here), size)]))
+        columns[stand_in] = []
+        for column in riffle(rows, size):
+            columns[stand_in].append(slot(stand_in.dtype, size))
+            T.buffer_store(columns[stand_in][-1], column, [lane_indices(int64(0), size)])
+    for i in range(size):
+        row = part.at({**position, tiles.across: first + i})
+        write_point(row, last, start, size, {stand_in: held[i] for stand_in, held in columns.items()})
 
 
 def write_function(func: tirx.PrimFunc, nests: Sequence[Nest], cpu: CpuTarget) -> tirx.PrimFunc:

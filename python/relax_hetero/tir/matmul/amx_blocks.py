@@ -23,8 +23,7 @@ from ..core.builder import Expr, ceil_div, constant, lane_indices, lane_mask, le
 from ..core.work_split import part, split_work
 from ..math.casts import bfloat16_bits
 from . import amx
-from .block_spec import BlockSpec, for_columns, store_row
-from .row_sums import emit_row_sums
+from .block_spec import BlockSpec, emit_row_sums, for_columns, store_row
 
 MIN_ROWS = 16
 """For fewer rows of no known kind, weights are unpacked for each of them in registers."""

@@ -25,6 +25,7 @@ from tvm import relax, tirx
 from tvm_ffi import StructuralKey, structural_map
 
 from ...target.vdevice import vdevices_of
+from ..ir.blocks import with_root_blocks
 from ..ir.callee_devices import with_callee_devices, without_callee_devices
 from ..ir.declare import declare_pass
 from ..ir.fused_names import Inside, with_fused_names
@@ -34,21 +35,17 @@ from ..ir.module_attrs import is_lowered
 from ..ir.named_sizes import with_values
 from ..ir.remarks import record_dispatches
 from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, walk_bindings
-from ..ir.root_blocks import with_root_blocks
 from .bind_targets import bind_targets
-from .canonical_extents import canonical_extents
+from .canonical_extents import canonical_extents, scalars_as_sizes, widen_extents, with_matches_apart
 from .clamp_indices import clamp_indices
 from .folding import fold_constants
 from .keep_devices import keep_devices
 from .legalize import is_kept, legalize
-from .matched_sizes import with_matches_apart
 from .name_kernel_variables import name_kernel_variables
 from .reshaped_views import with_merged_reshapes, with_views
-from .scalars_as_sizes import scalars_as_sizes
 from .schedule_cpu import schedule_cpu
 from .schedule_gpu import schedule_gpu
 from .tied_operands import annotate_ties
-from .wide_extents import widen_extents
 
 _FUSED = "relax.FuseOps.max_depth"
 MAX_FUSED = 64

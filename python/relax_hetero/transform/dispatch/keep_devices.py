@@ -38,8 +38,8 @@ from ..ir.rewriting import (
     with_body,
     with_functions,
 )
+from ..placement.operands import same_devices, tensor_on
 from ..placement.ops import HOST_READS, callee_name
-from ..placement.types import same_devices, tensor_on
 
 Variables: TypeAlias = "Mapping[str, relax.Var]"
 """Variables by name, as they were when every one of them had its device."""

@@ -16,8 +16,8 @@ from ...errors import BuildError
 from ...op.traits import traits_of
 from ..ir.blocks import shape_of, tensor_type
 from ..ir.op_names import CONCAT, RESHAPE
-from ..ir.operand_text import operand_text
 from ..ir.reasons import reason
+from ..ir.remarks import operand_text
 from ..ir.rewriting import (
     copy_module,
     map_bindings,
@@ -27,9 +27,9 @@ from ..ir.rewriting import (
     walk_bindings,
     with_functions,
 )
-from . import formula_kernels, narrow_types, sort_kernels, truth_kernels
+from . import formula_kernels, narrow_types, sort_kernels
 from .keep_devices import keep_devices
-from .nan_kernels import legalizations
+from .numpy_kernels import legalizations, truth_legalizations
 
 _SORTS_AND_SCANS = frozenset(f"relax.{name}" for name in ("bucketize", "sort", "argsort", "topk", "cumsum", "cumprod"))
 # Their stock kernels compute with halves in float32, and give that back.
@@ -61,7 +61,7 @@ def legalize(mod: tvm.IRModule) -> tvm.IRModule:
 
 def _with_kernels(mod: tvm.IRModule) -> tvm.IRModule:
     kernels = legalizations() | sort_kernels.legalizations()
-    kernels |= truth_kernels.legalizations(kernels)
+    kernels |= truth_legalizations(kernels)
     kernels |= formula_kernels.legalizations(kernels)
     kernels |= narrow_types.legalizations(kernels)
     legalized = relax.transform.LegalizeOps(kernels | {name: _of_its_type(name) for name in _OF_ANOTHER_TYPE})

@@ -22,15 +22,164 @@ Assumes BindTargets. A second run changes nothing.
 
 from __future__ import annotations
 
+from typing import Any
+
 import tvm
-from tvm import tirx
-from tvm_ffi import StructuralKey, VisitInterrupt, structural_walk
+from tvm import relax, tirx
+from tvm.tirx.buffer import is_buffer_var
+from tvm_ffi import StructuralKey, VisitInterrupt, structural_map, structural_walk
 
 from ...target.backend import backend_of
+from ...tir.cuda.loops import Launch, launches_of
 from ...tir.cuda.loops.scatter import SEVERAL_LAUNCHES
+from ..ir.blocks import Block, rewrite_function, shape_of, tensor_type
 from ..ir.declare import declare_pass
-from ..ir.rewriting import copy_module
-from .split_launches import split_launches
+from ..ir.kernels import called_prim_func
+from ..ir.op_names import CALL_TIR
+from ..ir.rewriting import (
+    copy_module,
+    fresh_global_var,
+    global_vars_in,
+    op_name,
+    relax_functions,
+    tensor_types,
+    typed,
+)
+
+# Kernels of GPUs that take several launches become several kernels, with tensors between them.
+#
+# Before, where `normalize` launches a reduction and then a map, and allocates the sums between them::
+#
+#     y = R.call_tir(cls.normalize, (x,), out_ty=R.Tensor((64, 1000), "float32", "cuda:0"))
+#
+# After::
+#
+#     y_part = R.call_tir(cls.normalize_1, (x,), out_ty=R.Tensor((64,), "float32", "cuda:0"))
+#     y = R.call_tir(cls.normalize_2, (x, y_part), out_ty=R.Tensor((64, 1000), "float32", "cuda:0"))
+#
+# Memory between the launches is planned with all other memory, and each launch can be a node of a CUDA graph. A launch
+# that writes on what an earlier one has written (a scatter over a copy) works in place.
+
+
+def split_launches(mod: tvm.IRModule, kernels: set[tvm.ir.GlobalVar]) -> tvm.IRModule:
+    """The module with calls of some of its kernels split; the module itself where each is one launch."""
+    found = {gv: launches_of(mod.functions[gv]) for gv in kernels}
+    splitter = _Splitter(mod, {gv: launches for gv, launches in found.items() if launches})
+    if not splitter.launches:
+        return mod
+    functions = dict(mod.functions.items())
+    for gv, func in relax_functions(mod):
+        functions[gv] = rewrite_function(func, splitter.rewrite)
+    functions.update(splitter.functions)
+    used = {gv for func in functions.values() if isinstance(func, relax.Function) for gv in global_vars_in(func)}
+    for gv in splitter.launches:
+        if gv not in used and "global_symbol" not in mod.functions[gv].attrs:
+            del functions[gv]
+    return copy_module(mod, functions)
+
+
+class _Splitter:
+    def __init__(self, mod: tvm.IRModule, launches: dict[tvm.ir.GlobalVar, list[Launch]]) -> None:
+        self.mod, self.launches = mod, launches
+        self.functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
+        self._names: dict[tvm.ir.GlobalVar, list[tvm.ir.GlobalVar]] = {}
+        self._is_dataflow = False
+        self._used_names = {gv.name_hint for gv in mod.get_global_vars()}
+
+    def rewrite(self, block: Block) -> list[relax.Binding] | None:
+        """The bindings of a block with the calls that do the work of one; None where nothing is split."""
+        self._is_dataflow = block.is_dataflow
+        parts = [self._change(binding) for binding in block.bindings]
+        return [each for part in parts if part for each in part] if any(len(p) != 1 for p in parts) else None
+
+    def _change(self, binding: relax.Binding) -> list[relax.Binding]:
+        value = binding.value
+        gv = called_prim_func(self.mod, value)
+        is_plain = op_name(value) == CALL_TIR and len(value.args) == 2 and isinstance(value.args[1], relax.Tuple)
+        if gv not in self.launches or not is_plain or not isinstance(binding, relax.VarBinding):
+            return [binding]
+        return self._split(gv, binding) or [binding]
+
+    def _split(self, gv: tvm.ir.GlobalVar, binding: relax.VarBinding) -> list[relax.Binding] | None:
+        func, call = self.mod.functions[gv], binding.value
+        types = list(tensor_types(call.ty))
+        args = list(call.args[1].fields)
+        results = list(func.params)[len(args) :]
+        if len(results) != len(types) or any(not isinstance(p, tvm.ir.Var) for p in func.params):
+            return None
+        extents = _extents(func, args, types)
+        values: dict[tirx.Var, relax.Expr] = dict(zip(func.params, args, strict=False))
+        result_types = dict(zip(results, types, strict=True))
+        like = next((ty for ty in types), None)
+        made: list[relax.Binding] = []
+        launches = self.launches[gv]
+        for number, (launch, name) in enumerate(zip(launches, self._parts(gv), strict=True)):
+            written = []
+            for buffer in launch.writes:
+                ty = result_types.get(buffer)
+                if ty is None:
+                    shape = [_known(extent, extents) for extent in buffer.shape]
+                    if any(extent is None for extent in shape) or like is None:
+                        return None
+                    ty = tensor_type(shape, str(buffer.dtype), like)
+                written.append(ty)
+            operands = [values[var] for var in (*launch.reads, *launch.updates)]
+            written = [*(values[buffer].ty for buffer in launch.updates), *written]
+            if launch.updates:
+                first = len(launch.reads)
+                places = [*range(first, len(operands)), *[-1] * len(launch.writes)]
+                new = relax.call_tir_inplace(name, relax.Tuple(operands), places, written)
+            else:
+                new = relax.call_tir(name, relax.Tuple(operands), written if len(written) > 1 else written[0])
+            is_last, outputs = number == len(launches) - 1, [*launch.updates, *launch.writes]
+            if is_last and outputs == results:
+                return [*made, relax.VarBinding(binding.var, typed(new, call.ty), binding.span)]
+            ty = written[0] if len(written) == 1 else tvm.ir.TupleType(written)
+            var = self._variable(f"{binding.var.name}_part{number}", ty)
+            made.append(relax.VarBinding(var, typed(new, ty)))
+            for i, buffer in enumerate(outputs):
+                values[buffer] = var
+                if len(written) > 1:
+                    field = self._variable(f"{var.name}_{i}", written[i])
+                    made.append(relax.VarBinding(field, relax.TupleGetItem(var, i)))
+                    values[buffer] = field
+        whole = [values[buffer] for buffer in results]
+        last = whole[0] if len(whole) == 1 else relax.Tuple(whole)
+        return [*made, relax.VarBinding(binding.var, last, binding.span)]
+
+    def _variable(self, name: str, ty: tvm.ir.Type) -> relax.Var:
+        return (relax.DataflowVar if self._is_dataflow else relax.Var)(name, ty)
+
+    def _parts(self, gv: tvm.ir.GlobalVar) -> list[tvm.ir.GlobalVar]:
+        if gv not in self._names:
+            self._names[gv] = []
+            for number, launch in enumerate(self.launches[gv], 1):
+                name = fresh_global_var(f"{gv.name_hint}_{number}", launch.func.ty, self._used_names)
+                self.functions[name] = launch.func
+                self._names[gv].append(name)
+        return self._names[gv]
+
+
+def _extents(func: tirx.PrimFunc, args: list[relax.Expr], types: list[relax.TensorType]) -> dict[tirx.Var, Any]:
+    """Extents of a kernel where it is called."""
+    found: dict[tirx.Var, Any] = {}
+    shapes = [shape_of(arg) if is_buffer_var(p) else None for p, arg in zip(func.params, args, strict=False)]
+    shapes += [list(ty.shape.values) if isinstance(ty.shape, relax.ShapeExpr) else None for ty in types]
+    for param, shape in zip(func.params, shapes, strict=True):
+        if not is_buffer_var(param):
+            number = args[list(func.params).index(param)]
+            found[param] = number
+        elif shape is not None:
+            pairs = zip(param.shape, shape, strict=False)
+            found.update({own: given for own, given in pairs if isinstance(own, tirx.Var)})
+    return found
+
+
+def _known(extent: Any, extents: dict[tirx.Var, Any]) -> Any:
+    """An extent of a kernel's own tensor where the kernel is called; None where that is unknown."""
+    unknown: list[tirx.Var] = []
+    structural_walk(extent, (tvm.ir.Var, lambda var: None if var in extents else unknown.append(var)))
+    return None if unknown else structural_map(extent, (tvm.ir.Var, lambda var: extents.get(var, var)))
 
 
 def schedule_gpu(mod: tvm.IRModule) -> tvm.IRModule:

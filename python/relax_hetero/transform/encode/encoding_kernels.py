@@ -37,10 +37,10 @@ from ...target.cpu_target import cpu_target_of
 from ...target.element_types import short_name
 from ...target.gpu_target import gpu_target_of
 from ...target.vdevice import device_identifier
+from ..ir.callee_devices import target_of
 from ..ir.extents import Symbols
 from ..ir.kernels import OPS, work_attributes
 from ..ir.rewriting import fresh_global_var, relax_functions, walk_bindings
-from ..ir.targets import target_of
 from .encoded_values import Stored, StoredRows
 from .kernel_problems import (
     attention_problem,
@@ -373,7 +373,7 @@ def _relayout_kernel(
 ) -> tirx.PrimFunc:
     """The kernel that stores a tensor anew; compiler parts load when they are needed."""
     if "gpu" in target.keys:
-        from ...tir.cuda.pack.pack import relayout_kernel
+        from ...tir.cuda.pack import relayout_kernel
 
         return relayout_kernel(shape, dtype, source, result, gpu_target_of(target))
     from ...tir.pack import pack

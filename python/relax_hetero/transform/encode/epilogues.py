@@ -19,9 +19,9 @@ from ...encoding.resolver import answers_of
 from ...op.encoded import ELEMENTWISE, MATMUL, PRODUCTS, UNSET, encoded_op
 from ...op.rows import ROWS
 from ..ir.blocks import same_shape
+from ..ir.callee_devices import target_of
 from ..ir.op_names import IN_PLACE
 from ..ir.rewriting import op_name, walk_bindings, walk_scopes
-from ..ir.targets import target_of
 from .encoded_values import extents_of
 
 

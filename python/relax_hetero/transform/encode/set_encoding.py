@@ -28,21 +28,257 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 
 from ...encoding.encoding import LHS, RHS
 from ...target.element_types import TF32
-from ..ir.blocks import Block, rewrite_function, shape_of, without_unused
+from ..ir.blocks import Block, rewrite_function, shape_of, tensor_type, without_unused
+from ..ir.constant_values import constant_on_device_of
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import WITHOUT_TF32
-from ..ir.rewriting import op_name, relax_functions, with_functions
-from ..quantize.quantized_operands import is_part_of_quantized
+from ..ir.rewriting import op_name, relax_functions, typed, with_functions
+from ..quantize.quantized_operands import (
+    MAX_INT32_TERMS,
+    Parameter,
+    Quantized,
+    is_part_of_quantized,
+    read_along,
+    signed_constant,
+)
 from .accuracies import Accuracies
-from .encoded_convolutions import emit_convolution
+from .encoded_convolutions import CONV_OPS, emit_convolution
 from .encoded_products import ProductWriter, as_matrix, product_encoding, with_one_k
-from .quantized_convolutions import emit_quantized_convolution
-from .quantized_products import emit_quantized_product
+from .quantized_products import binary, emit_quantized_product, emitted_parameter
+
+# Convolutions of 8-bit integers that models write as convolutions of wider numbers.
+#
+# ONNX's ConvInteger and QLinearConv arrive as ``conv(astype(x, i32) - zx, astype(w, i32) - zw)``, quantize-dequantize
+# models as ``conv((astype(x, i32) - zx) * sx, (astype(w, i32) - zw) * sw)`` in float32. Both are the convolution of the
+# 8-bit tensors with corrections, over the taps of a window::
+#
+#     sum((x - zx)(w - zw)) = sum(x w) - zx * sum(w - zw) - zw * sum(x)
+#
+# Before::
+#
+#     wide = R.astype(R.subtract(R.astype(x, "int32"), R.const(7)), "float32")
+#     y = R.nn.conv2d(R.multiply(wide, sx), R.multiply(R.astype(w, "float32"), sw), padding=1)
+#
+# After::
+#
+#     padded = R.nn.pad(x, [0, 0, 0, 0, 1, 1, 1, 1], pad_value=7)
+#     sums = R.nn.conv2d(padded, w, out_dtype="int32")                # its operands are encoded in the same step
+#     y = R.multiply(R.astype(R.subtract(sums, 7 * w.sum()), "float32"), sx * sw)
+#
+# The encoded op pads with zeros, which stand for no zero where data have a zero point: such data are padded before.
+# Weights become signed as those of products do (`signed_constant`).
+
+_ACCUMULATOR = "int32"
+_CHANNELS = 0
+"""The axis of a weight along which its zero points and scales may vary."""
+
+
+def emit_quantized_convolution(
+    writer: ProductWriter, binding: relax.VarBinding, block: Block, constants: dict[Any, relax.Expr], function: str
+) -> bool:
+    """Write an integer convolution in place of one of wider numbers, where its operands are 8-bit integers.
+
+    Parameters
+    ----------
+    writer : ProductWriter
+    binding : relax.VarBinding
+        Any.
+    block : Block
+        The block it stands in.
+    constants : dict
+        Signed constants made so far, so that what is shared stays shared.
+    function : str
+        Its name, for the report of what was declined.
+
+    Returns
+    -------
+    bool
+        False, and nothing written, if it is no convolution of 8-bit integers with channels first, weights that are
+        constant or signed, and data with one zero point and one scale.
+    """
+    if op_name(binding.value) not in CONV_OPS:
+        return False
+    found = _read(binding, block, constants)
+    if found is None:
+        return False
+    kept = len(writer.bindings)
+    if _Writer(writer, binding, *found, function).write():
+        return True
+    del writer.bindings[kept:]
+    return False
+
+
+def _read(
+    binding: relax.VarBinding, block: Block, constants: dict[Any, relax.Expr]
+) -> tuple[Quantized, Quantized] | None:
+    call, spatial = binding.value, CONV_OPS[op_name(binding.value) or ""]
+    letters = "DHW"[-spatial:]
+    layouts = [str(call.attrs.data_layout), str(call.attrs.kernel_layout)]
+    if layouts != [f"NC{letters}", f"OI{letters}"] or str(call.attrs.out_layout) not in ("", layouts[0]):
+        return None
+    data, weight = read_along(call.args[LHS], None, block), read_along(call.args[RHS], _CHANNELS, block)
+    shapes = [shape_of(x) for x in (*call.args, binding.var)]
+    if data is None or weight is None or None in shapes or data.is_float != weight.is_float:
+        return None
+    if str(binding.var.ty.dtype) != ("float32" if data.is_float else _ACCUMULATOR):
+        return None
+    if data.scale is not None and not data.scale.is_scalar:
+        return None
+    taps = 1
+    for extent in (shapes[RHS] or [])[1:]:
+        if not isinstance(extent, tirx.IntImm):
+            return None
+        taps *= int(extent)
+    # In int32 sums wrap by definition, but not in float32.
+    fits = taps <= MAX_INT32_TERMS and all(side.zero is None or side.zero.is_narrow for side in (data, weight))
+    if data.is_float and not fits:
+        return None
+    if weight.data_value is not None:
+        weight = signed_constant(weight, constants, _CHANNELS) or weight
+    return (data, weight) if str(weight.data.ty.dtype) == "int8" else None
+
+
+class _Writer:
+    """The bindings of one convolution."""
+
+    def __init__(
+        self, writer: ProductWriter, binding: relax.VarBinding, data: Quantized, weight: Quantized, function: str
+    ) -> None:
+        self.writer, self.binding, self.data, self.weight, self.function = writer, binding, data, weight, function
+        self.name = binding.var.name
+        self.attrs = binding.value.attrs
+        self.padding = [int(width) for width in self.attrs.padding]
+        self.spatial = CONV_OPS[op_name(binding.value) or ""]
+
+    def write(self) -> bool:
+        """Return whether the convolution could be encoded; else what has been written is to be removed."""
+        writer, var = self.writer, self.binding.var
+        data, weight = self._plain(self.data, "data"), self._plain(self.weight, "weight")
+        if any(self.padding) and self.data.zero is not None:
+            data = self._padded(data)
+        total = self._convolved(data, weight, int(self.attrs.groups), self.name)
+        if total is None:
+            return False
+        if self.data.zero is not None:
+            columns = self._column_sums(weight)
+            zero = emitted_parameter(writer, self.data.zero, f"{self.name}_zero")
+            total = self._less(total, self._times(columns, zero, "columns_times_zero"), "less_columns")
+        if self.weight.zero is not None:
+            windows = self._window_sums(data)
+            if windows is None:
+                return False
+            zero = self._along_channels(self.weight.zero, "weight_zero")
+            total = self._less(total, self._times(windows, zero, "windows_times_zero"), "less_windows")
+        writer.end_as(self._scaled(total) if self.data.is_float else total, var)
+        return True
+
+    def _plain(self, side: Quantized, which: str) -> relax.Expr:
+        return self.writer.permuted(side.data, side.perm, f"{self.name}_{which}_permuted")
+
+    def _padded(self, data: relax.Expr) -> relax.Expr:
+        """The data with their zero point around them."""
+        pairs = [(0, 0), (0, 0), *zip(self.padding[: self.spatial], self.padding[self.spatial :], strict=True)]
+        zero = self.data.zero
+        shape = [extent + sum(pair) for extent, pair in zip(shape_of(data) or [], pairs, strict=True)]
+        dtype = str(data.ty.dtype)
+        ty = tensor_type(shape, dtype, data.ty)
+        self.padding = [0] * len(self.padding)
+        widths = [width for pair in pairs for width in pair]
+        if zero is None or zero.value is not None:
+            value = 0 if zero is None or zero.value is None else int(zero.value)
+            return self.writer.emit(relax.op.nn.pad(data, widths, pad_value=value), ty, f"{self.name}_padded")
+        padded = self.writer.emit(relax.op.nn.pad(data, widths), ty, f"{self.name}_zeros")
+        image = tuple(int(extent) for extent in (shape_of(data) or [])[2:])
+        inside = constant_on_device_of(np.pad(np.ones((1, 1, *image), "bool"), pairs), data)
+        point = self.writer.cast(emitted_parameter(self.writer, zero, f"{self.name}_point"), dtype, f"{self.name}_fill")
+        return self.writer.emit(relax.op.where(inside, padded, point), ty, f"{self.name}_padded")
+
+    def _convolved(self, data: relax.Expr, weight: relax.Expr, groups: int, name: str) -> relax.Var | None:
+        """The encoded convolution of bytes, plain; None where it cannot be encoded."""
+        make = getattr(relax.op.nn, f"conv{self.spatial}d")
+        attrs = self.attrs
+        call = make(
+            data,
+            weight,
+            strides=list(attrs.strides),
+            padding=self.padding,
+            dilation=list(attrs.dilation),
+            groups=groups,
+            out_dtype=_ACCUMULATOR,
+        )
+        shape = shape_of(self.binding.var) or []
+        ty = tensor_type([shape[0], (shape_of(weight) or [])[0], *shape[2:]], _ACCUMULATOR, data.ty)
+        var = (relax.DataflowVar if self.writer.is_dataflow else relax.Var)(f"{name}_sums", ty)
+        is_encoded = emit_convolution(self.writer, relax.VarBinding(var, typed(call, ty)), self.function)
+        return var if is_encoded else None
+
+    def _column_sums(self, weight: relax.Expr) -> relax.Expr:
+        """``sum(w - zw)`` over the taps: (n, 1, ...), aligned with the result's channels."""
+        zero, value = self.weight.zero, self.weight.data_value
+        shape = [*(shape_of(weight) or [])[:1], *[1] * self.spatial]
+        axes = list(range(1, 2 + self.spatial))
+        if value is not None and (zero is None or zero.value is not None):
+            array = value.transpose(self.weight.perm)
+            sums = array.sum(axis=tuple(axes), dtype=_ACCUMULATOR)
+            if zero is not None and zero.value is not None:
+                sums = sums - np.int32(array[0].size) * zero.value
+            return constant_on_device_of(sums.reshape([int(extent) for extent in shape]), weight)
+        wide = self.writer.cast(weight, _ACCUMULATOR, f"{self.name}_weight_wide")
+        if zero is not None:
+            ones = [1] * (1 + self.spatial)
+            point = emitted_parameter(self.writer, zero, f"{self.name}_weight_zero")
+            point = point if zero.is_scalar else self.writer.reshape(point, [*zero.shape, *ones], f"{self.name}_points")
+            wide = binary(self.writer, relax.op.subtract, wide, point, f"{self.name}_weight_shifted")
+        ty = tensor_type(shape[:1], _ACCUMULATOR, weight.ty)
+        sums = self.writer.emit(relax.op.sum(wide, axes), ty, f"{self.name}_columns")
+        return self.writer.reshape(sums, shape, f"{self.name}_columns_along")
+
+    def _window_sums(self, data: relax.Expr) -> relax.Expr | None:
+        """``sum(x)`` over every window: (b, 1, ...), or one for each channel where there are several groups."""
+        groups, shape = int(self.attrs.groups), [int(extent) for extent in shape_of(self.binding.value.args[RHS]) or []]
+        ones = constant_on_device_of(np.ones((groups, *shape[1:]), "int8"), data)
+        windows = self._convolved(data, ones, groups, f"{self.name}_windows")
+        if windows is None or groups in (1, shape[0]):
+            return windows
+        result = tensor_type(shape_of(self.binding.var) or [], _ACCUMULATOR, data.ty)
+        repeated = relax.op.repeat(windows, shape[0] // groups, 1)
+        return self.writer.emit(repeated, result, f"{self.name}_windows_repeated")
+
+    def _along_channels(self, parameter: Parameter, which: str) -> relax.Expr:
+        expr = emitted_parameter(self.writer, parameter, f"{self.name}_{which}")
+        if parameter.is_scalar:
+            return expr
+        shape = [*parameter.shape, *[1] * self.spatial]
+        if parameter.value is not None:
+            return constant_on_device_of(parameter.value.reshape([int(extent) for extent in shape]), expr)
+        return self.writer.reshape(expr, shape, f"{self.name}_{which}_along")
+
+    def _times(self, a: relax.Expr, b: relax.Expr, which: str) -> relax.Expr:
+        if isinstance(a, relax.Var) or isinstance(b, relax.Var):
+            return binary(self.writer, relax.op.multiply, a, b, f"{self.name}_{which}")
+        return constant_on_device_of(a.value.numpy() * b.value.numpy(), a)
+
+    def _less(self, total: relax.Var, correction: relax.Expr, which: str) -> relax.Var:
+        return binary(self.writer, relax.op.subtract, total, correction, f"{self.name}_{which}")
+
+    def _scaled(self, total: relax.Var) -> relax.Var:
+        value = self.writer.cast(total, "float32", f"{self.name}_float")
+        scale: relax.Expr | None = None
+        for index, parameter in ((LHS, self.data.scale), (RHS, self.weight.scale)):
+            if parameter is not None:
+                factor = self._along_channels(parameter, f"scale_{index}")
+                scale = factor if scale is None else self._times(scale, factor, "scale")
+        if scale is not None:
+            value = binary(self.writer, relax.op.multiply, value, scale, self.name)
+        assert isinstance(value, relax.Var)
+        return value
+
 
 # Type of the operands -> type of the accumulator. What is narrower is accumulated in single: one rounding, at the end.
 _ACCUMULATORS = {

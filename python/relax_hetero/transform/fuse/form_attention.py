@@ -31,11 +31,11 @@ from ...encoding.resolver import answers_of
 from ...op.attention import attention
 from ...target.element_types import TF32
 from ..ir.blocks import Block, rewrite_function, without_unused
+from ..ir.callee_devices import target_of
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import WITHOUT_TF32
 from ..ir.remarks import record_missed
 from ..ir.rewriting import op_name, relax_functions, with_functions
-from ..ir.targets import target_of
 from .attention_patterns import ATTENTION_OPS, Attention, NoAttention, find_attention, find_attention_op
 from .merge_products import merge_products
 

@@ -8,6 +8,7 @@ import tvm
 from tvm import relax
 from tvm_ffi import structural_map
 
+from ...target.native_target import native
 from .rewriting import copy_module, map_bindings, relax_functions, typed, walk_bindings, with_functions
 
 
@@ -92,3 +93,13 @@ def _recalled(mod: tvm.IRModule, type_of: Callable[[tvm.ir.GlobalVar, relax.Func
         if isinstance(func, relax.Function):
             functions[gv] = structural_map(func, (tvm.ir.GlobalVar, lambda old: renamed.get(old, old)))
     return copy_module(mod, functions)
+
+
+# The target that code of a value is made for.
+
+
+def target_of(vdevice: relax.VDevice | None) -> tvm.target.Target:
+    """The target of a device; without devices TVM's current one, else this CPU's."""
+    if vdevice is not None:
+        return vdevice.target
+    return tvm.target.Target.current(allow_none=True) or native("llvm")

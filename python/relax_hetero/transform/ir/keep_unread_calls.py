@@ -32,13 +32,12 @@ import tvm
 from tvm import relax
 from tvm_ffi import structural_map
 
-from .blocks import used_vars
+from .blocks import used_vars, with_split_blocks
 from .callee_devices import with_callee_devices
 from .declare import declare_pass
 from .module_attrs import is_lowered
 from .op_names import is_own_function
 from .rewriting import copy_module, map_bindings, op_name, relax_functions, walk_bindings, with_body
-from .split_blocks import with_split_blocks
 
 _PURE_PACKED = ("relax.call_pure_packed", "relax.call_inplace_packed")
 _PURE_CLOSURE = "relax.invoke_pure_closure"

@@ -51,7 +51,7 @@ from ..ir.rewriting import copy_module, op_name, relax_functions, tensor_types
 from ..ir.tensor_aliases import NOTHING, Roots, TensorAliases, flattened, is_view, merged
 from ..record.region_attrs import regions_of
 from .lower_transfers import is_lowered_transfer
-from .storage_sizes import upper_bounds
+from .plan_memory import upper_bounds
 
 _KILLS = ("relax.memory.kill_storage", "relax.memory.kill_tensor", "relax.vm.kill_object")
 _OPEN = -1

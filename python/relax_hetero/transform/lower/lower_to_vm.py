@@ -32,6 +32,7 @@ from tvm_ffi import structural_map, structural_walk
 
 from ...errors import BuildError
 from ...target.vdevice import vdevices_of
+from ..ir.blocks import with_root_blocks
 from ..ir.callee_devices import with_written_results, without_callee_devices
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import is_lowered, mark_lowered
@@ -44,7 +45,6 @@ from ..ir.rewriting import (
     walk_bindings,
     with_functions,
 )
-from ..ir.root_blocks import with_root_blocks
 from ..partition.written_arguments import annotate_written
 from .annotate_memory import AnnotateMemory
 from .check_size_divisors import check_size_divisors

@@ -33,7 +33,7 @@ from ..ir.rewriting import copy_module, map_bindings, op_name, relax_functions
 from ..ir.tensor_aliases import NOTHING, Roots, TensorAliases, flattened, is_view, merged
 from ..partition.form_schedules import schedules_of
 from .lower_transfers import is_lowered_transfer
-from .storage_sizes import ALLOC, size_of, upper_bounds
+from .plan_memory import ALLOC, size_of, upper_bounds
 
 PINNED = "pinned"
 """The memory scope of allocations on CPUs that are to be pinned."""

@@ -16,11 +16,10 @@ from ..ir.op_names import TRANSFER
 from ..ir.rewriting import handle, op_name, typed
 from .clones import Clone
 from .graph import ANY, HOST, ConstLeaf, Tree, tensors_of
-from .operands import Operands, PlacementNote
+from .operands import Operands, PlacementNote, same_devices
 from .program import CallRef, Program, Record, Scope, Unit
 from .transfers import Transfer, plan_transfers
 from .trees import run
-from .types import same_devices
 
 # (scope, record index)
 Place = tuple[int, int]

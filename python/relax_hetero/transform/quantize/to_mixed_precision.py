@@ -51,22 +51,35 @@ Assumes nothing of devices; run it before `rh.compile`. A second run changes not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
 from numbers import Real
 
 import tvm
 from tvm import relax
 
 from ...errors import BuildError
+from ...op.traits import ELEMENTWISE
 from ...target.element_types import TF32
-from ...target.vdevice import VDeviceSpec
+from ...target.native_target import native
+from ...target.product_rates import product_rate
+from ...target.vdevice import VDevice, VDeviceSpec, device_name, lookup, vdevice_index, vdevices_of
 from ..ir.blocks import Emitter, renamed, used_vars
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import WITHOUT_TF32
+from ..ir.op_names import CAST
+from ..ir.relax_expressions import to_expression
 from ..ir.rewriting import (
+    handle,
     is_tensor_constant,
     op_name,
     relax_functions,
+    tensor_types,
     typed,
     walk_bindings,
     with_body,
@@ -74,10 +87,376 @@ from ..ir.rewriting import (
 )
 from ..placement.realize_vdevice import realize_vdevice
 from ..simplify.simplify_convolutions import simplify_convolutions
-from .low_precision_values import LowPrecisionValues
-from .name_filter import NameFilter, excluded_call
-from .precision_devices import AUTO, ERRORS, PrecisionDevices, TypeChoice, choose_types
-from .precision_rules import LOW_TYPES, PRODUCTS, WIDE_TYPE, is_wide, low_product, with_dtype
+from .precision_rules import (
+    LOW_TYPES,
+    MOVING,
+    NORMS,
+    PRODUCTS,
+    READ_EXACTLY,
+    ROUNDED_ON_GPUS,
+    STORED_ANYWAY,
+    WIDE_TYPE,
+    is_product,
+    is_wide,
+    low_constant,
+    low_product,
+    with_dtype,
+)
+
+# Which devices' products `ToMixedPrecision` rounds, and which values are on GPUs; the fastest type of a device.
+
+_log = logging.getLogger("relax_hetero")
+
+ERRORS = {WIDE_TYPE: 0.0, TF32: 2e-3, "bfloat16": 1e-2}
+"""The largest error of a whole model's result, relative to the largest number in it, that each type was measured to
+make (BERT-base and ResNet-50: half of that). Without float16, in which large activations are infinite."""
+
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class TypeChoice:
+    """An element type, and the devices whose products are rounded to it; None: all, wherever they will be."""
+
+    dtype: str
+    devices: tuple[relax.VDevice, ...] | None
+
+
+def choose_types(
+    mod: tvm.IRModule, dtype: str, devices: Sequence[VDeviceSpec] | VDeviceSpec | None, accuracy: float
+) -> list[TypeChoice]:
+    """Choose the type that each device rounds to: the one asked for, or the fastest of the device.
+
+    It is never bfloat16 on a device that multiplies it more slowly than float32.
+
+    Devices are those of the module; this machine's CPU where it has none, as `rh.compile` has it.
+
+    Raises
+    ------
+    VDeviceError
+        For a device that the module does not have.
+    """
+    placed = vdevices_of(mod)
+    known = placed or [VDevice(native("llvm"))]
+    named = devices if isinstance(devices, (list, tuple)) else [devices]
+    meant = known if devices is None else [lookup(device, known) for device in named]
+    groups: dict[str, list[relax.VDevice]] = {}
+    for vdevice in meant:
+        chosen = _fastest_type(vdevice, accuracy) if dtype == AUTO else dtype
+        if chosen == "bfloat16" and product_rate(vdevice.target, chosen) < 1:
+            _log.info(
+                "%s multiplies bfloat16 more slowly than float32: ToMixedPrecision rounds nothing there",
+                device_name(vdevice, known),
+            )
+            chosen = WIDE_TYPE
+        groups.setdefault(chosen, []).append(vdevice)
+    if (devices is None or not placed) and len(groups) == 1:
+        return [TypeChoice(chosen, None) for chosen in groups if chosen != WIDE_TYPE]
+    return [TypeChoice(chosen, tuple(group)) for chosen, group in groups.items() if chosen != WIDE_TYPE]
+
+
+def _fastest_type(vdevice: relax.VDevice, accuracy: float) -> str:
+    """The element type whose products are fastest on a device, of those whose error is allowed."""
+    allowed = [dtype for dtype, error in ERRORS.items() if error <= accuracy]
+    return max(allowed, key=lambda dtype: product_rate(vdevice.target, dtype))
+
+
+class PrecisionDevices:
+    """The devices that are meant.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+        Placed, where `devices` are named.
+    devices : sequence of str, tvm.runtime.Device or VDevice, or one of these, or None
+        None: all.
+
+    Raises
+    ------
+    VDeviceError
+        For a device that the module does not have.
+    """
+
+    def __init__(self, mod: tvm.IRModule, devices: Sequence[VDeviceSpec] | VDeviceSpec | None) -> None:
+        self._all = vdevices_of(mod)
+        self._meant: set[int] | None = None
+        if devices is not None:
+            named = devices if isinstance(devices, (list, tuple)) else [devices]
+            self._meant = {vdevice_index(lookup(device, self._all), self._all) for device in named}
+        self._only_gpus = bool(self._all) and all("gpu" in vdevice.target.keys for vdevice in self._all)
+
+    def has(self, var: relax.Var) -> bool:
+        """Return whether a product with this result is meant."""
+        if self._meant is None:
+            return True
+        vdevice = _vdevice(var)
+        return vdevice is not None and vdevice_index(vdevice, self._all) in self._meant
+
+    def is_gpu(self, var: relax.Var) -> bool:
+        """Return whether a value is on a GPU: by its type, before placement where no other device is there."""
+        vdevice = _vdevice(var)
+        return self._only_gpus if vdevice is None else "gpu" in vdevice.target.keys
+
+
+def _vdevice(var: relax.Var) -> relax.VDevice | None:
+    return next((ty.vdevice for ty in tensor_types(var.ty)), None)
+
+
+# Names of ops, variables and functions that a user wants left alone, checked against a module.
+
+_NEAR_MISSES = 3
+
+
+class NameFilter:
+    """Functions and variables of a module that are kept as they are.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+    patterns : sequence of str
+        Names of ops (``relax.nn.softmax``, or ``nn.softmax``), of variables, parameters included, and of functions.
+        ``*`` stands for any letters; a name that is there letter by letter is meant itself.
+    user : str
+        Whose argument it is, for messages.
+
+    Raises
+    ------
+    BuildError
+        For what is no sequence of strings, or a pattern that matches nothing; it lists near names.
+    """
+
+    def __init__(self, mod: tvm.IRModule, patterns: Sequence[str], user: str) -> None:
+        self._matching: set[str] = set()
+        if not isinstance(patterns, Iterable):
+            raise BuildError(f"{user}: keep is {patterns!r}, expected names of ops, variables and functions")
+        found = [patterns] if isinstance(patterns, str) else list(patterns)
+        if not found:
+            return
+        names = _names(mod)
+        ops = [name for name in tvm.ir.Op.list_op_names() if name.startswith("relax.")]
+        known = {name: name for name in [*ops, *names]} | {name.removeprefix("relax."): name for name in ops}
+        for pattern in found:
+            if not isinstance(pattern, str):
+                raise BuildError(f"{user}: keep has {pattern!r}, expected names of ops, variables and functions")
+            matching = [pattern] if pattern in known else [name for name in known if fnmatchcase(name, pattern)]
+            if not matching:
+                near = difflib.get_close_matches(pattern, known, n=_NEAR_MISSES)
+                hint = f"near names: {', '.join(map(repr, near))}" if near else "and no name is near it"
+                raise BuildError(f"{user}: keep has {pattern!r}, which names no op, variable or function; {hint}")
+            self._matching.update(known[name] for name in matching)
+
+    def has(self, name: str | None) -> bool:
+        """Return whether an op, a variable or a function of this name is kept."""
+        return name in self._matching
+
+
+def _names(mod: tvm.IRModule) -> list[str]:
+    """Names of functions and variables, in order."""
+    names: dict[str, None] = {}
+    for gv, func in relax_functions(mod):
+        names.update(dict.fromkeys([gv.name_hint, *(param.name for param in func.params)]))
+        names.update(dict.fromkeys(binding.var.name for binding in walk_bindings(func)))
+    return list(names)
+
+
+def excluded_call(excluded: NameFilter, var: tvm.ir.Var, value: tvm.ir.Expr) -> bool:
+    """Return whether a binding is kept: by the name of its variable, or of its op."""
+    return excluded.has(var.name) or excluded.has(op_name(value))
+
+
+# Which products of a function are computed in low precision, and which values are carried in it.
+#
+# A value is carried if a product reads it, or an op that only moves elements to where one does. An elementwise op whose
+# result is carried wants those of its operands carried that were moved to it, since these are stored; averages and
+# resized images want theirs. What comes between two products in one kernel is in no memory and stays as it is.
+
+_DEQUANTIZING = ("relax.multiply", "relax.divide", "relax.subtract", CAST)
+_BYTES = ("int8", "uint8")
+_BLOCKS = "relax.hetero.dequantize_blocks"
+
+
+class LowPrecisionValues:
+    """The decisions for one function.
+
+    Parameters
+    ----------
+    func : relax.Function
+    dtype : str
+        The low type.
+    excluded : NameFilter
+    where : PrecisionDevices
+        Devices whose products are rounded.
+
+    Attributes
+    ----------
+    stored_low : set of relax.Var
+        Values that exist in low precision; all that reads them reads them so, but for results of norms and their kin.
+    products : set of relax.Var
+        Results of products in low precision.
+    ends : set of relax.Var
+        Variables that the function, its branches and local functions end with: they keep their types.
+    """
+
+    def __init__(self, func: relax.Function, dtype: str, excluded: NameFilter, where: PrecisionDevices) -> None:
+        self.stored_low: set[relax.Var] = set()
+        self.products: set[relax.Var] = set()
+        rounded = cache(lambda key: low_constant(self._constants[key], dtype))
+        self._constants: dict[int, tvm.ir.GenericConst] = {}
+        self._rounded: Callable[[int], tvm.ir.GenericConst | None] = rounded
+        self._excluded, self._where, self._dtype = excluded, where, dtype
+        self._bindings = list(_in_order(func.body))
+        self._definitions = {binding.var: binding.value for binding in self._bindings}
+        self._positions = {binding.var: position for position, binding in enumerate(self._bindings)}
+        self.ends = {var for sequence in [func.body, *_inside(self._bindings)] for var in used_vars(sequence.body)}
+        self._readers = Counter(var for binding in self._bindings for var in used_vars(binding.value))
+        self._find_products()
+        for binding in reversed(self._bindings):
+            self._ask(binding)
+        for binding in self._bindings:
+            self._follow(binding)
+
+    def constant(self, constant: tvm.ir.GenericConst) -> tvm.ir.GenericConst | None:
+        """A constant rounded; None for one that has a number beyond the range of the low type."""
+        key = handle(constant)
+        self._constants[key] = constant
+        return self._rounded(key)
+
+    def is_moved(self, var: relax.Var) -> bool:
+        """Return whether a value is elements of others, so that it can be made of these in low precision."""
+        value = self._definitions.get(var)
+        if value is None or not is_wide(var.ty) or excluded_call(self._excluded, var, value):
+            return False
+        if isinstance(value, relax.TupleGetItem):
+            return isinstance(value.tuple_value, relax.Var) and self.is_moved(value.tuple_value)
+        if isinstance(value, relax.Var):
+            return True
+        return isinstance(value, relax.Tuple) or op_name(value) in MOVING
+
+    def is_rounded(self, var: relax.Var) -> bool:
+        """True if all that reads a value reads it rounded: one that is carried, made here, and not exactly read."""
+        if var not in self.stored_low or var not in self._definitions:
+            return False
+        if op_name(self._definitions[var]) not in READ_EXACTLY:
+            return True
+        return self._dtype in ROUNDED_ON_GPUS and self._where.is_gpu(var)
+
+    def _find_products(self) -> None:
+        """Forward: products whose operands fit into the low type and are not integers in disguise."""
+        unfit: set[relax.Var] = set()
+        for binding in self._bindings:
+            var, value = binding.var, binding.value
+            name = op_name(value)
+            if name not in PRODUCTS and not self.is_moved(var):
+                continue
+            if any(arg in unfit or self._is_beyond(arg) for arg in _tensors(value)):
+                unfit.add(var)
+            elif name in PRODUCTS and is_product(value) and self._is_meant(var, value):
+                if not any(self._is_of_bytes(arg) for arg in value.args):
+                    self.products.add(var)
+
+    def _is_meant(self, var: relax.Var, value: relax.Expr) -> bool:
+        """Return whether the pass may change a call: its device is among those asked for, and nobody keeps it."""
+        return self._where.has(var) and not excluded_call(self._excluded, var, value)
+
+    def _is_beyond(self, expr: relax.Expr) -> bool:
+        return is_tensor_constant(expr) and is_wide(expr.ty) and self.constant(expr) is None
+
+    def _is_of_bytes(self, expr: relax.Expr) -> bool:
+        """Return whether an operand is dequantized: its product is one of integers, or of weights that stay narrow."""
+        value = self._definitions.get(expr, expr) if isinstance(expr, relax.Var) else expr
+        while op_name(value) in MOVING or op_name(value) in _DEQUANTIZING:
+            if str(getattr(value.args[0].ty, "dtype", "")) in _BYTES:
+                return True
+            value = self._definitions.get(value.args[0], None) if isinstance(value.args[0], relax.Var) else None
+        return op_name(value) == _BLOCKS
+
+    def _ask(self, binding: relax.Binding) -> None:
+        """Backward: what a binding reads becomes carried where its result, or its op, wants that."""
+        var, value = binding.var, binding.value
+        self._store_low(self._stored_sums(var, value))
+        if var in self.products:
+            self._store_low(value.args[: PRODUCTS[op_name(value)]])  # type: ignore[index]
+        elif var not in self.stored_low:
+            return
+        elif self.is_moved(var):
+            self._store_low(_tensors(value))
+        elif excluded_call(self._excluded, var, value):
+            return
+        elif op_name(value) in STORED_ANYWAY or (op_name(value) in NORMS and self._is_read_once(value.args[0])):
+            self._store_low(value.args[:1])
+        elif isinstance(value, relax.Call) and to_expression(value) is not None:
+            self._store_low([arg for arg in value.args if isinstance(arg, relax.Var) and self.is_moved(arg)])
+
+    def _stored_sums(self, var: relax.Var, value: relax.Expr) -> list[relax.Expr]:
+        """Products that elementwise work joins, all but the last, which does that work: they are stored for it.
+
+        In the types of `ROUNDED_ON_GPUS`, on GPUs, if nothing else reads them.
+        """
+        if self._dtype not in ROUNDED_ON_GPUS or op_name(value) not in ELEMENTWISE or not self._where.is_gpu(var):
+            return []
+        found = {arg: None for arg in value.args if isinstance(arg, relax.Var) and self._follows_product(arg)}
+        first = sorted(found, key=lambda arg: self._positions[arg])[:-1]
+        return [arg for arg in first if self._readers[arg] == 1]
+
+    def _is_read_once(self, operand: relax.Expr) -> bool:
+        """Return whether a norm may have its operand rounded, on a GPU: nothing else reads that."""
+        if self._dtype not in ROUNDED_ON_GPUS or not isinstance(operand, relax.Var) or not self._where.is_gpu(operand):
+            return False
+        return self._readers[operand] == 1 and operand not in self.ends and self._follows_product(operand)
+
+    def _follows_product(self, var: relax.Expr) -> bool:
+        """True if a value is what the kernel of a product stores: other elementwise work is done where it is read."""
+        value = self._definitions.get(var)
+        if value is None or var in self.products:
+            return value is not None
+        if self._readers[var] > 1 or not (op_name(value) in MOVING or to_expression(value) is not None):
+            return False
+        return any(self._follows_product(arg) for arg in value.args if isinstance(arg, relax.Var))
+
+    def _follow(self, binding: relax.Binding) -> None:
+        """Forward: what is moved of values that all are carried is carried, unless something ends with it."""
+        var = binding.var
+        if var not in self.ends and self.is_moved(var) and all(map(self.is_rounded, _tensors(binding.value))):
+            self._store_low([var])
+
+    def _store_low(self, operands: list[relax.Expr]) -> None:
+        for operand in operands:
+            if isinstance(operand, relax.Var) and is_wide(operand.ty) and not self._excluded.has(operand.name):
+                self.stored_low.add(operand)
+
+
+def _in_order(expr: relax.Expr) -> Iterator[relax.Binding]:
+    """Every binding in program order, those of branches and local functions before the one that holds them."""
+    if isinstance(expr, relax.SeqExpr):
+        for block in expr.blocks:
+            for binding in block.bindings:
+                value = binding.value
+                for sequence in _inner(value):
+                    yield from _in_order(sequence)
+                yield binding
+
+
+def _inside(bindings: list[relax.Binding]) -> list[relax.SeqExpr]:
+    return [sequence for binding in bindings for sequence in _inner(binding.value)]
+
+
+def _inner(value: relax.Expr) -> list[relax.SeqExpr]:
+    """The sequences inside a value."""
+    if isinstance(value, relax.If):
+        return [value.true_branch, value.false_branch]
+    return [value.body] if isinstance(value, relax.Function) else []
+
+
+def _tensors(value: relax.Expr) -> list[relax.Expr]:
+    """Tensors of a value, tuples flattened."""
+    if isinstance(value, relax.Call):
+        return [tensor for arg in value.args for tensor in _tensors(arg)]
+    if isinstance(value, relax.Tuple):
+        return [tensor for field in value.fields for tensor in _tensors(field)]
+    if isinstance(value, relax.TupleGetItem):
+        return [value.tuple_value]
+    return [value] if isinstance(value, relax.Var) or is_tensor_constant(value) else []
 
 
 def to_mixed_precision(

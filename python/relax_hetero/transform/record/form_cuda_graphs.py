@@ -59,9 +59,16 @@ from ...target.backend import backend_of
 from ...target.gpu_target import gpu_target_of
 from ...target.vdevice import vdevices_of
 from ...tir.commands.command_list import Tensor
-from ...tir.commands.dim_values import dim_value
-from ...tir.commands.early_launch import launched_early, waiting_first
-from ...tir.commands.graph_functions import Launch, fetch_kernel, fill_kernel, record_function, submit_function
+from ...tir.commands.graph_functions import (
+    Launch,
+    dim_value,
+    fetch_kernel,
+    fill_kernel,
+    launched_early,
+    record_function,
+    submit_function,
+    waiting_first,
+)
 from ...tir.commands.table_kernel import fetching_kernel, table_kernel, threads_of_one_block, waits_before_use
 from ...tir.cuda.core.launch import READS_EARLY
 from ..ir.blocks import renamed

@@ -42,7 +42,7 @@ from ...op.cached_attention import CACHED_ATTENTION
 from ...op.copies import COPY, copy
 from ...op.traits import ops_where
 from ..dispatch.form_dispatches import is_formed
-from ..ir.blocks import used_vars
+from ..ir.blocks import used_vars, with_split_blocks
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import is_lowered
 from ..ir.op_names import CALL_TIR_INPLACE, IN_PLACE
@@ -56,7 +56,6 @@ from ..ir.rewriting import (
     with_body,
     with_functions,
 )
-from ..ir.split_blocks import with_split_blocks
 from ..ir.tensor_aliases import NOTHING, Roots, TensorAliases, flattened, merged
 from ..partition.written_arguments import overwritten, write_places, written_arguments
 from ..record.donated import donated

@@ -6,19 +6,22 @@ the time. So a machine that is not traced does nothing for it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import tvm_ffi
 
-from ...artifact.metadata import Metadata
+from ...artifact.commands import Dispatch
+from ...artifact.metadata import Metadata, device_names
+from ...artifact.schedule import Step
 from ...display.html import Column, Markup, bar, colour, escaped, paragraph, table, view
 from ...errors import BindingError
 from ..device.tensors import nbytes_of
@@ -27,7 +30,279 @@ from .fence import Fence
 from .plan import QueuePlan
 from .queues import CallState, Queues
 from .stream_queue import Point
-from .traced_calls import RESULT, TracedCall, chrome_events, in_line
+
+# Calls that were traced, as data, and as events of the Trace Event Format (the JSON that Perfetto and Chrome read).
+#
+# Tracks are the threads of queues, one each, with steps, transfers and the making of results as slices; and above
+# them as many tracks as there were calls in flight, with a slice per call, from its submission to its fence. Flows
+# lead from a call to its first steps, from a step to the steps on other tracks that read what it made, and back to
+# the call.
+
+Event = dict[str, Any]
+
+# Tracks of calls come first; those of threads have numbers from here.
+_THREADS = 1000
+
+RESULT = -1
+"""In place of a step: making the caller's result of what the steps made."""
+
+
+@dataclass(frozen=True)
+class RanStep:
+    """A step of a call, as it ran.
+
+    Attributes
+    ----------
+    step : int
+        Which one, or `RESULT`.
+    track : str
+        The name of the thread, or of a GPU's queue.
+    begin, end : int
+        In nanoseconds of ``time.perf_counter_ns``. Work of a GPU begins when it is issued.
+    error : str
+        Error that it raised, if it did.
+    """
+
+    step: int
+    track: str
+    begin: int
+    end: int
+    error: str = ""
+
+
+@dataclass
+class TracedCall:
+    """One call.
+
+    Attributes
+    ----------
+    number : int
+        Calls are counted from 1, in the order in which they were submitted.
+    submitted, ended : int
+        When `submit` was called and when the fence was done, as `RanStep` has times; 0 where that is yet to come.
+    outcome : str
+        ``"done"``, ``"cancelled"``, or the error.
+    plan : QueuePlan or None
+        None for a call that failed before it had one.
+    ran : list of RanStep
+        In the order in which they ended.
+    nbytes : dict of int to int
+        Bytes of each value that a step made and somebody reads.
+    """
+
+    number: int
+    submitted: int
+    ended: int = 0
+    outcome: str = ""
+    plan: QueuePlan | None = None
+    ran: list[RanStep] = field(default_factory=list)
+    nbytes: dict[int, int] = field(default_factory=dict)
+
+    def note(self, step: int, begin: int, error: str = "", track: str = "") -> None:
+        """A step, or the result, has just ended that was begun, or issued, at `begin`: by this thread unless named."""
+        name = track or threading.current_thread().name
+        self.ran.append(RanStep(step, name, begin, time.perf_counter_ns(), error))
+
+
+def chrome_events(calls: Sequence[TracedCall], metadata: Metadata) -> list[Event]:
+    """All events of some calls that have ended; times in microseconds.
+
+    Parameters
+    ----------
+    metadata : Metadata
+        Metadata of the executable whose functions were called.
+    """
+    calls = in_line(calls)
+    lanes = _lanes(calls)
+    tracks = {name: _THREADS + index for index, name in enumerate(_track_names(calls))}
+    names = [*device_names(metadata.devices), "host"]
+    titles = {lane: f"calls in flight, {lane + 1}" for lane in lanes.values()}
+    titles.update((number, name) for name, number in tracks.items())
+    told = _Steps(metadata, names)
+    events: list[Event] = [_meta("process_name", {"name": "relax_hetero on " + ", ".join(names[:-1])})]
+    for track, title in sorted(titles.items()):
+        events.append(_meta("thread_name", {"name": title}, track))
+        events.append(_meta("thread_sort_index", {"sort_index": track}, track))
+    identities = itertools.count(1)
+    for call in calls:
+        events += _slices(call, lanes[call.number], tracks, told)
+        events += _flows(call, lanes[call.number], tracks, identities)
+    return events + _in_flight(calls) + _bytes_live(calls, names)
+
+
+def in_line(calls: Sequence[TracedCall]) -> list[TracedCall]:
+    """The calls with each piece of a GPU's work begun when the one before it in the queue had ended, or later.
+
+    When it was issued is known, and when it ended. It cannot have begun before the work in front of it had ended, nor
+    before what it reads was made.
+    """
+    made = {(call.number, one.step): one.end for call in calls for one in call.ran}
+    reached: dict[str, int] = {}
+    lined: dict[int, list[RanStep]] = {call.number: [] for call in calls}
+    pairs = [(one, call) for call in calls for one in call.ran]
+    for one, owner in sorted(pairs, key=lambda pair: pair[0].end):
+        before = [made.get((owner.number, maker), 0) for maker in _makers(owner, one.step)]
+        begin = max(one.begin, reached.get(one.track, 0), *before)
+        lined[owner.number].append(replace(one, begin=min(begin, one.end - 1)))
+        reached[one.track] = one.end
+    return [replace(call, ran=lined[call.number]) for call in calls]
+
+
+def _meta(name: str, args: Event, track: int = 0) -> Event:
+    return {"name": name, "ph": "M", "pid": os.getpid(), "tid": track, "args": args}
+
+
+def _microseconds(nanoseconds: int) -> float:
+    return nanoseconds / 1000
+
+
+def _slice(name: str, category: str, track: int, times: tuple[int, int], args: Event) -> Event:
+    begin, end = times
+    event = {"name": name, "cat": category, "ph": "X", "ts": _microseconds(begin), "dur": _microseconds(end - begin)}
+    return {**event, "pid": os.getpid(), "tid": track, "args": args}
+
+
+def _lanes(calls: Sequence[TracedCall]) -> dict[int, int]:
+    """A track for each call, by its number: the first one that is free when it is submitted."""
+    free_at: list[int] = []
+    found: dict[int, int] = {}
+    for call in sorted(calls, key=lambda call: call.submitted):
+        lane = next((index for index, end in enumerate(free_at) if end <= call.submitted), len(free_at))
+        free_at[lane : lane + 1] = [call.ended]
+        found[call.number] = lane
+    return found
+
+
+def _track_names(calls: Sequence[TracedCall]) -> list[str]:
+    """The queues of the machine in its order, then other threads that ran something."""
+    queues = [queue for call in calls if call.plan is not None for queue in call.plan.queues if queue is not None]
+    ran = sorted({ran.track for call in calls for ran in call.ran})
+    return list(dict.fromkeys([queue.name for queue in queues if queue.name in ran] + ran))
+
+
+class _Steps:
+    """Names and arguments of the slices that stand for steps."""
+
+    def __init__(self, metadata: Metadata, names: Sequence[str]) -> None:
+        self._names, self._dispatches = names, metadata.dispatches
+        self._regions = {region.name: region for region in metadata.regions}
+
+    def _ops(self, step: Step) -> dict[str, int]:
+        """The model's ops that a step computes, and how many of each."""
+        kernels: list[str] = []
+        for name in step.calls:
+            region = self._regions.get(name)
+            kernels += [name] if region is None else [c.kernel for c in region.commands if isinstance(c, Dispatch)]
+        return Counter(op for kernel in kernels if kernel in self._dispatches for op in self._dispatches[kernel].ops)
+
+    def slice_of(self, ran: RanStep, call: TracedCall, track: int) -> Event:
+        args: Event = {"call": call.number}
+        if ran.error:
+            args["error"] = ran.error
+        if ran.step < 0 or call.plan is None:
+            return _slice("result", "result", track, (ran.begin, ran.end), args)
+        step = call.plan.steps[ran.step]
+        args["step"] = ran.step
+        args["bytes"] = sum(call.nbytes.get(number, 0) for number in step.makes)
+        if step.is_transfer:
+            name, category = f"{self._names[step.source]} to {self._names[step.device]}", "transfer"
+        else:
+            name, category = step.function, "step"
+            args["device"] = ", ".join(self._names[device] for device in step.devices)
+            args["regions"] = [name for name in step.calls if name in self._regions]
+            args["ops"] = self._ops(step)
+        return _slice(name, category, track, (ran.begin, ran.end), args)
+
+
+def _slices(call: TracedCall, lane: int, tracks: Mapping[str, int], with_errors: _Steps) -> Iterator[Event]:
+    name = call.plan.function if call.plan is not None else "call"
+    args = {"call": call.number, "outcome": call.outcome}
+    yield _slice(name, "call", lane, (call.submitted, call.ended), args)
+    for ran in call.ran:
+        yield with_errors.slice_of(ran, call, tracks[ran.track])
+
+
+def _flows(call: TracedCall, lane: int, tracks: Mapping[str, int], identities: Iterator[int]) -> Iterator[Event]:
+    """Arrows from what makes a value to what reads it, where these are on different tracks."""
+    ran = {one.step: one for one in call.ran}
+    for step, one in ran.items():
+        makers = _makers(call, step)
+        if not makers:
+            yield from _flow(next(identities), "submit", (lane, call.submitted), (tracks[one.track], one.begin))
+        for source in [ran[maker] for maker in sorted(makers & ran.keys())]:
+            if source.track != one.track:
+                sent = max(source.begin, min(source.end, one.begin) - 1)
+                ends = (tracks[source.track], sent), (tracks[one.track], one.begin)
+                yield from _flow(next(identities), "value", *ends)
+    if call.ran:
+        last = max(call.ran, key=lambda one: one.end)
+        yield from _flow(next(identities), "fence", (tracks[last.track], last.end - 1), (lane, call.ended - 1))
+
+
+def _flow(identity: int, name: str, source: tuple[int, int], target: tuple[int, int]) -> Iterator[Event]:
+    """An arrow between two tracks and times, each inside of a slice."""
+    common = {"name": name, "cat": "flow", "id": identity, "pid": os.getpid()}
+    yield {**common, "ph": "s", "tid": source[0], "ts": _microseconds(source[1])}
+    yield {**common, "ph": "f", "bp": "e", "tid": target[0], "ts": _microseconds(target[1])}
+
+
+def _makers(call: TracedCall, step: int) -> set[int]:
+    """The steps whose values a step, or the result, reads."""
+    plan = call.plan
+    if plan is None:
+        return set()
+    reads = set(plan.steps[step].reads if step >= 0 else plan.returned)
+    return {index for index, other in enumerate(plan.steps) if not reads.isdisjoint(other.makes)}
+
+
+def _in_flight(calls: Sequence[TracedCall]) -> list[Event]:
+    changes = [(call.submitted, 1) for call in calls] + [(call.ended, -1) for call in calls]
+    return _counter("calls in flight", {"calls": changes})
+
+
+def _bytes_live(calls: Sequence[TracedCall], names: Sequence[str]) -> list[Event]:
+    """Bytes of values between steps, and of results that the caller does not have yet, by device."""
+    changes: dict[str, list[tuple[int, int]]] = {}
+    for call in calls:
+        for device, nbytes, begin, end in _lifetimes(call):
+            if nbytes:
+                changes.setdefault(names[device], []).extend([(begin, nbytes), (end, -nbytes)])
+    return _counter("bytes between steps", changes)
+
+
+def _lifetimes(call: TracedCall) -> Iterator[tuple[int, int, int, int]]:
+    """Device, bytes, and when memory was filled and given back, for each value that owns some."""
+    plan, ran = call.plan, {one.step: one for one in call.ran}
+    if plan is None:
+        return
+    memory: dict[int, int] = {}  # a value that only gives another one's memory a name
+    ends: dict[int, int] = {}
+    for index, step in enumerate(plan.steps):
+        for number in step.makes:
+            memory[number] = memory.get(step.reads[0], step.reads[0]) if plan.queues[index] is None else number
+    for number, owner in memory.items():
+        readers = [index for index, step in enumerate(plan.steps) if number in step.reads]
+        waits = number in plan.returned or any(reader not in ran for reader in readers)
+        end = call.ended if waits else max((ran[reader].end for reader in readers), default=0)
+        ends[owner] = max(ends.get(owner, 0), end)
+    for index, step in enumerate(plan.steps):
+        for number in step.makes:
+            if memory[number] == number and index in ran and ends[number] > ran[index].end:
+                yield step.device, call.nbytes.get(number, 0), ran[index].end, ends[number]
+
+
+def _counter(name: str, changes: Mapping[str, Sequence[tuple[int, int]]]) -> list[Event]:
+    """Events of a counter with several series, from what is added to each and when."""
+    now = dict.fromkeys(changes, 0)
+    moments: dict[int, Event] = {}
+    for moment, series, change in sorted(
+        (moment, series, change) for series, found in changes.items() for moment, change in found
+    ):
+        now[series] += change
+        moments[moment] = dict(now)
+    common = {"name": name, "ph": "C", "pid": os.getpid(), "tid": 0}
+    return [{**common, "ts": _microseconds(moment), "args": values} for moment, values in moments.items()]
+
 
 # Traces as HTML for notebooks.
 

@@ -16,7 +16,7 @@ from tvm.script.ir_builder import tirx as build_tir
 from tvm_ffi import structural_walk
 
 from relax_hetero.driver.link.link import build_group
-from relax_hetero.driver.link.lower_vector_math import LowerVectorMath
+from relax_hetero.driver.link.llvm_kernels import LowerVectorMath
 from relax_hetero.tir.core.builder import Function, lane_indices, loop
 from seeds import fresh_rng
 from tir.kernel_runs import VECTOR_NAMES, poisoned, target_of

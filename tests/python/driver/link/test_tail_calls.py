@@ -7,7 +7,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
-from relax_hetero.driver.link.tail_calls import with_trips
+from relax_hetero.driver.link.link import with_trips
 from relax_hetero.transform import LowerToVM
 from relax_hetero.transform.ir.rewriting import walk_bindings
 

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 
 from frontend.plan_problems import all_plans, costs_of, links, problems, single_plans
 from relax_hetero.frontend import CostModel, DeviceCost
-from relax_hetero.frontend.auto.min_work import Network, min_work
 from relax_hetero.frontend.auto.plan_costs import PlanCosts
+from relax_hetero.frontend.auto.plan_search import Network, min_work
 from relax_hetero.frontend.auto.work_graph import Work, WorkGraph, WorkUnit, WorkValue
 
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from frontend.plan_problems import SECOND, all_plans, chain, costs_of, links, problems, single_plans
 from relax_hetero.frontend import CostModel, DeviceCost
 from relax_hetero.frontend.auto import plan_search
-from relax_hetero.frontend.auto.min_work import min_work
 from relax_hetero.frontend.auto.plan_costs import PlanCosts, call_ticks
-from relax_hetero.frontend.auto.plan_search import best_plan, cluster_levels
+from relax_hetero.frontend.auto.plan_search import best_plan, cluster_levels, min_work
 from relax_hetero.frontend.auto.work_graph import OUTSIDE, Work, WorkGraph, WorkUnit, WorkValue
 
 OBJECTIVES = ["latency", "throughput"]

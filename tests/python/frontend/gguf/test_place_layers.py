@@ -17,8 +17,7 @@ from relax_hetero.encoding.block_weights import Fragments
 from relax_hetero.frontend import CostModel, DeviceCost
 from relax_hetero.frontend.from_gguf import hyperparameters_of
 from relax_hetero.frontend.gguf.file import read_gguf
-from relax_hetero.frontend.gguf.place_layers import Part, best_plan, bytes_on, parts_of
-from relax_hetero.frontend.gguf.weight_bytes import resident_bytes
+from relax_hetero.frontend.gguf.place_layers import Part, best_plan, bytes_on, parts_of, resident_bytes
 from relax_hetero.frontend.paged_cache import PagedCache
 from relax_hetero.transform.ir.remarks import remarks_of
 from relax_hetero.transform.ir.rewriting import walk_bindings

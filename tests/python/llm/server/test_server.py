@@ -18,14 +18,13 @@ from llm.server.running import Server, running  # noqa: E402
 from llm.toy_model import EOS, ToyCodec, ToyModel, alone  # noqa: E402
 from relax_hetero.errors import HeteroError  # noqa: E402
 from relax_hetero.llm import ChatTemplate, Engine, SamplingParams  # noqa: E402
-from relax_hetero.llm.server import calls, connections, run  # noqa: E402
-from relax_hetero.llm.server.answers import CompletionAnswers  # noqa: E402
+from relax_hetero.llm.server import app, run  # noqa: E402
 from relax_hetero.llm.server.api_errors import ApiError  # noqa: E402
 from relax_hetero.llm.server.app import Settings  # noqa: E402
 from relax_hetero.llm.server.bodies import ChatBody, CompletionBody  # noqa: E402
-from relax_hetero.llm.server.limits import Limits  # noqa: E402
+from relax_hetero.llm.server.guard import Limits  # noqa: E402
 from relax_hetero.llm.server.messages import Message, rendered  # noqa: E402
-from relax_hetero.llm.server.texts import Texts  # noqa: E402
+from relax_hetero.llm.server.texts import CompletionAnswers, Texts  # noqa: E402
 
 CODEC = ToyCodec()
 LIMITS = Limits(prompt_tokens=300, max_tokens=400, in_flight=80, choices=6, body_bytes=20_000, seconds=60)
@@ -300,13 +299,13 @@ def test_a_prompt_that_does_not_fit_has_the_code_of_openai(http, server):
 
 def test_a_caller_that_does_not_read_is_given_up(monkeypatch):
     """It would count as a request in flight for ever."""
-    monkeypatch.setattr(calls, "GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(app, "GRACE_SECONDS", 0.05)
     ended = []
 
     async def answer() -> None:
         with Engine(ToyModel(), CODEC) as engine:
             texts = Texts([engine.submit("a")], [""], 0.05)
-            stream = calls.StreamedAnswer(
+            stream = app.StreamedAnswer(
                 texts, CompletionAnswers(CODEC, "toy", False, 1), False, lambda: ended.append(1)
             )
             never = asyncio.Event().wait
@@ -482,7 +481,7 @@ def test_a_byte_from_time_to_time_keeps_no_connection(short_of_patience, text):
 
 @pytest.mark.parametrize("text", [b"", GET[:-2], POST + b"Content-Length: 9\r\n\r\n{"])
 def test_silent_clients_lock_nobody_out(text):
-    limits = Limits(in_flight=4, address_connections=8, connections=8)
+    limits = Limits(in_flight=4, address_connections=8, run=8)
     with running(Engine(ToyModel(), CODEC), limits=limits) as server:
         clients = [connect(server, text) for _ in range(40)]
         assert httpx.get(f"{server.url}/health").status_code == 200
@@ -525,7 +524,7 @@ def test_a_client_that_does_not_read_loses_its_connection(monkeypatch):
     ("10.0.0.1", "10.0.0.1"), ("::ffff:10.0.0.1", "10.0.0.1"), ("2001:db8::1:2:3:4", "2001:db8::/64"), ("", "")
 ])  # fmt: skip
 def test_addresses_that_are_counted_together(client, address):
-    assert connections._address((client, 1)) == address
+    assert run._address((client, 1)) == address
 
 
 def test_a_context_beyond_the_trained_one_is_reported():

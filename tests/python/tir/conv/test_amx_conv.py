@@ -17,7 +17,7 @@ from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.problem import ConvProblem, Epilogue, Window
 from relax_hetero.target.amx_instructions import amx_instruction_for
 from relax_hetero.target.cpu_target import cpu_target_of
-from relax_hetero.tir.conv import amx_plan, conv_direct
+from relax_hetero.tir.conv import amx_conv, convolution
 from relax_hetero.tir.conv.convolution import conv_kernel
 from seeds import fresh_rng
 from tir.convolutions_of import assert_near, conv_problem, random_operands, reference, with_epilogue
@@ -39,7 +39,7 @@ def _compiled(problem: ConvProblem, with_vectors: bool = False) -> tvm.runtime.E
     emulator()
     with pytest.MonkeyPatch.context() as patch:
         if not with_vectors:
-            patch.setattr(conv_direct, "tiles_or_vectors", lambda by_tiles, _: by_tiles())
+            patch.setattr(convolution, "tiles_or_vectors", lambda by_tiles, _: by_tiles())
         kernel = emulated(conv_kernel(problem, CPU)).with_attr("global_symbol", "kernel")
     return tvm.compile(tvm.IRModule({"kernel": kernel}), target=AVX512)
 
@@ -204,7 +204,7 @@ def test_main_loop_multiplies_all_tiles_that_it_loads(types, shape):
 
 
 def test_blocks_of_a_row_copy_the_rows_that_the_window_meets(monkeypatch):
-    monkeypatch.setattr(amx_plan, "BLOCK_BYTES", 1)
-    monkeypatch.setattr(amx_plan, "BLOCK_PLACES", 1)
+    monkeypatch.setattr(amx_conv, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(amx_conv, "BLOCK_PLACES", 1)
     for outer in (Window(3, 2, 3, 3, 3), Window(2, 1, 1, 1, 0)):
         _check(conv_problem(CPU, (32, 40), (9, 18), (outer, SAME), dtype=U8S8))

@@ -11,7 +11,7 @@ from relax_hetero.encoding import PackedLayout
 from relax_hetero.encoding.problem import ConvProblem, Window
 from relax_hetero.target.amx_instructions import amx_instruction_for
 from relax_hetero.target.cpu_target import cpu_target_of
-from relax_hetero.tir.conv.amx_plan import BLOCK_BYTES, Copy, RunSteps, TilePlan, even_steps, plan_tiles
+from relax_hetero.tir.conv.amx_conv import BLOCK_BYTES, Copy, RunSteps, TilePlan, even_steps, plan_tiles
 from tir.convolutions_of import conv_problem
 
 CPU = cpu_target_of(tvm.target.Target({"kind": "llvm", "mcpu": "sapphirerapids", "num-cores": 2}))

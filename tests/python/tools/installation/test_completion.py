@@ -15,7 +15,7 @@ from click.testing import Result
 
 import relax_hetero
 from relax_hetero.tools.cli import cli
-from relax_hetero.tools.installation import system
+from relax_hetero.tools.installation import doctor
 from relax_hetero.tools.installation.completion import PROGRAM
 
 Invoke = Callable[..., Result]
@@ -74,10 +74,10 @@ def test_options_are_completed():
 def test_devices_are_those_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     for gpu in ("0000:01:00.0", "0000:02:00.0"):
         (tmp_path / gpu).mkdir()
-    monkeypatch.setattr(system, "_GPUS", tmp_path)
+    monkeypatch.setattr(doctor, "_GPUS", tmp_path)
     assert completed(["compile", "model.onnx", "--vdevice"], "") == ["llvm", "cuda:0", "cuda:1"]
     assert completed(["compile", "model.onnx", "--vdevice"], "c") == ["cuda:0", "cuda:1"]
-    monkeypatch.setattr(system, "_GPUS", tmp_path / "none")
+    monkeypatch.setattr(doctor, "_GPUS", tmp_path / "none")
     assert completed(["compile", "model.onnx", "--vdevice"], "") == ["llvm"]
 
 

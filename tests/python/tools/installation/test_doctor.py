@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from relax_hetero.tools.installation import doctor, packages, probe
-from relax_hetero.tools.installation.findings import Finding
+from relax_hetero.tools.installation import doctor, packages
+from relax_hetero.tools.installation.packages import Finding
 
 from ..conftest import parsed
 
@@ -39,7 +39,7 @@ def sound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(metadata, "requires", lambda _: requirements)
     monkeypatch.setattr(metadata, "metadata", lambda _: {"Requires-Python": ">=3.10"})
     install(monkeypatch)
-    monkeypatch.setattr(probe, "gpus_of_system", lambda: 0)
+    monkeypatch.setattr(doctor, "gpus_of_system", lambda: 0)
     monkeypatch.setenv("RELAX_HETERO_CACHE", str(tmp_path / "cache"))
     tries(monkeypatch, LINES)
 
@@ -62,7 +62,7 @@ def tries(monkeypatch: pytest.MonkeyPatch, lines: list[dict[str, Any]], last: st
     """Let the process that tries the devices print these lines, and then do something else."""
     program = f"import os, sys\nprint({chr(10).join(map(json.dumps, lines))!r}, flush=True)\n{last}"
     command = [sys.executable, "-S", "-c", program]
-    findings = probe.probe_findings
+    findings = doctor.probe_findings
     monkeypatch.setattr(doctor, "probe_findings", lambda: findings(command))
 
 
@@ -157,7 +157,7 @@ def test_no_compiler(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_gpu_that_tvm_cannot_use(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(probe, "gpus_of_system", lambda: 1)
+    monkeypatch.setattr(doctor, "gpus_of_system", lambda: 1)
     status, findings = diagnosed(invoke)
     assert (status, findings["GPUs"].state) == (1, "error")
     assert "relax-hetero[cuda]" in findings["GPUs"].fix
@@ -197,7 +197,7 @@ def test_a_process_that_hangs(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
         output = "\n".join(map(json.dumps, LINES[:5])).encode()
         raise subprocess.TimeoutExpired(command, 120, output=output)
 
-    monkeypatch.setattr(probe.subprocess, "run", run)
+    monkeypatch.setattr(doctor.subprocess, "run", run)
     status, findings = diagnosed(invoke)
     assert (status, findings["C compiler"].state) == (1, "ok")
     assert findings["llvm:0"].section == "self-test"
@@ -205,7 +205,7 @@ def test_a_process_that_hangs(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_process_that_does_not_start():
-    findings, devices = probe.probe_findings(["/no/such/program"])
+    findings, devices = doctor.probe_findings(["/no/such/program"])
     assert (devices, [finding.state for finding in findings]) == ([], ["error"])
     assert "cannot be started" in findings[0].about
 
@@ -243,6 +243,6 @@ def test_the_version_names_what_a_report_needs(invoke: Invoke):
 def test_this_installation_works(monkeypatch: pytest.MonkeyPatch):
     """The process as it is: TVM is imported, and a model runs on each device."""
     monkeypatch.undo()
-    findings, devices = probe.probe_findings()
+    findings, devices = doctor.probe_findings()
     assert devices[0]["name"].startswith("llvm")
     assert [finding for finding in findings if finding.state == "error"] == []

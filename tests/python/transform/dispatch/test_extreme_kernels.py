@@ -6,7 +6,7 @@ import tvm
 from tvm import relax
 from tvm.relax import op
 
-from relax_hetero.transform.dispatch.extreme_kernels import legalizations
+from relax_hetero.transform.dispatch.numpy_kernels import extreme_legalizations
 
 
 def run(name, array, axis, keepdims):
@@ -16,7 +16,7 @@ def run(name, array, axis, keepdims):
         with builder.dataflow():
             output = builder.emit_output(getattr(op, name)(x, axis, keepdims))
         builder.emit_func_output(output)
-    mod = relax.transform.LegalizeOps(legalizations())(builder.get())
+    mod = relax.transform.LegalizeOps(extreme_legalizations())(builder.get())
     return relax.VirtualMachine(tvm.compile(mod, "llvm"), tvm.cpu())["main"](tvm.runtime.tensor(array)).numpy()
 
 

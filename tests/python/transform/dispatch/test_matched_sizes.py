@@ -3,7 +3,7 @@
 import tvm
 from tvm import relax, tirx
 
-from relax_hetero.transform.dispatch.matched_sizes import with_matches_apart
+from relax_hetero.transform.dispatch.canonical_extents import with_matches_apart
 
 
 def _module(is_nested):

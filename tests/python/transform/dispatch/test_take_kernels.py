@@ -6,7 +6,7 @@ import tvm
 from tvm import relax
 from tvm.relax import op
 
-from relax_hetero.transform.dispatch.take_kernels import legalizations
+from relax_hetero.transform.dispatch.numpy_kernels import take_legalizations
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
@@ -19,7 +19,7 @@ def test_as_numpy(axis, index, capfd):
             gathered = builder.emit(op.take(x, relax.const(index, "int64"), axis, "fast"))
             output = builder.emit_output(gathered)
         builder.emit_func_output(output)
-    mod = relax.transform.LegalizeOps(legalizations())(builder.get())
+    mod = relax.transform.LegalizeOps(take_legalizations())(builder.get())
     array = np.random.default_rng(0).standard_normal((3, 4, 5)).astype("float32")
     actual = relax.VirtualMachine(tvm.compile(mod, "llvm"), tvm.cpu())["main"](tvm.runtime.tensor(array)).numpy()
     np.testing.assert_array_equal(actual, np.take(array, index, axis))

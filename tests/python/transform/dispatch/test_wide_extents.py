@@ -8,7 +8,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
-from relax_hetero.transform.dispatch.wide_extents import widen_extents
+from relax_hetero.transform.dispatch.canonical_extents import widen_extents
 from seeds import fresh_rng
 
 

@@ -6,7 +6,7 @@ from tvm.script import relax as R
 
 import relax_hetero  # noqa: F401 (registers R.hetero)
 from modules import ir_module
-from relax_hetero.transform.encode.encoding_description import describe_encodings
+from relax_hetero.transform.encode.specialize_encodings import describe_encodings
 from relax_hetero.transform.ir.remarks import collect_encodings, publish
 from relax_hetero.transform.ir.reports import CancelledEntry, EncodedTransferEntry, EncodingReport
 

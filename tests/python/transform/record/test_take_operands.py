@@ -9,8 +9,7 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from modules import ir_module
-from relax_hetero.transform.record.form_command_buffers import form_command_buffers
-from relax_hetero.transform.record.outline_run import Draft, take_operands
+from relax_hetero.transform.record.form_command_buffers import Draft, form_command_buffers, take_operands
 from relax_hetero.transform.record.region_attrs import regions_of
 from relax_hetero.transform.record.region_ir import RegionValue
 from transform.outlines import V4, called, check

@@ -8,7 +8,7 @@ import pytest
 
 import relax_hetero as rh
 from relax_hetero.backends.cuda import CudaBackend
-from relax_hetero.vm.device import cuda_check, devices
+from relax_hetero.vm.device import cuda_driver, devices
 
 
 class Gpu:
@@ -45,13 +45,13 @@ def test_which_gpus_run_which_code(arch, version, runs):
     gpu = Gpu()
     gpu.compute_version = version
     if runs:
-        cuda_check.check_gpu("cuda:0", spec(arch), gpu)
+        cuda_driver.check_gpu("cuda:0", spec(arch), gpu)
     else:
         with pytest.raises(
             rh.BindingError,
             match=f"cuda:0 was compiled for {arch}.*found NVIDIA A100.*{version}.*for sm_{version.replace('.', '')}",
         ):
-            cuda_check.check_gpu("cuda:0", spec(arch), gpu)
+            cuda_driver.check_gpu("cuda:0", spec(arch), gpu)
 
 
 class Driver:
@@ -95,7 +95,7 @@ def test_reasons_for_a_missing_gpu(monkeypatch, driver, failure, message):
             raise OSError("no such file")
         return driver
 
-    monkeypatch.setattr(cuda_check, "ctypes", SimpleNamespace(CDLL=library, c_int=ctypes.c_int, byref=ctypes.byref))
+    monkeypatch.setattr(cuda_driver, "ctypes", SimpleNamespace(CDLL=library, c_int=ctypes.c_int, byref=ctypes.byref))
     monkeypatch.setattr(CudaBackend, "why_not_loaded", lambda self: failure)
     absent = devices.runtime.device("cuda", 99)
     with pytest.raises(rh.BindingError, match=r"cuda:0 is to run on cuda:99, .*does not have: .*" + message):

@@ -24,7 +24,7 @@ from relax_hetero.vm.device.cuda_memory import DeviceBlock, PinnedBlock
 from relax_hetero.vm.device.machine_lock import MachineLock
 from relax_hetero.vm.device.memory_pools import BlockPool
 from relax_hetero.vm.device.tensors import alias
-from relax_hetero.vm.queue import cuda_copy_queues
+from relax_hetero.vm.queue import stream_queue
 from relax_hetero.vm.queue.call import Prepared
 from relax_hetero.vm.queue.plan import QueuePlan
 from relax_hetero.vm.queue.queued_calls import QueuedCalls
@@ -62,7 +62,7 @@ class Machine:
         self.pools = [BlockPool(partial(kind, self.library, 0), 1 << 30) for kind in kinds]
         self.failing, self.failures, self.failed, self.holding = set(), 0.0, 0, None
         monkeypatch.setattr(cuda_library, "cuda_library", lambda: self.library)
-        monkeypatch.setattr(cuda_copy_queues, "empty", self.fresh)
+        monkeypatch.setattr(stream_queue, "empty", self.fresh)
         specs = tuple(SimpleNamespace(num_cores=1, numa_node=None, kind="any", host=None) for _ in DEVICES)
         metadata = SimpleNamespace(devices=specs, dispatches={}, checks=())
         me = weakref.proxy(self)  # queues end with their machine, unless they keep it
@@ -283,7 +283,7 @@ def test_results_that_were_copied_to_a_gpu_have_memory_of_their_own(monkeypatch)
     """Whoever takes such a result may have the GPU work on it when the last reference goes."""
     machine = Machine(monkeypatch, schedule_of([Step(GPU_1, (1,), (2,), source=GPU)], (2,)))
     allocations = []
-    monkeypatch.setattr(cuda_copy_queues, "empty", lambda *args: allocations.append(args) or machine.fresh(*args))
+    monkeypatch.setattr(stream_queue, "empty", lambda *args: allocations.append(args) or machine.fresh(*args))
     for count in (1, 2):
         arrays = numbers()
         machine.check(machine.submit(*arrays), *arrays)

@@ -17,7 +17,7 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.artifact.schedule import Step
-from relax_hetero.vm.queue.traced_calls import RESULT, RanStep, TracedCall, chrome_events, in_line
+from relax_hetero.vm.queue.trace import RESULT, RanStep, TracedCall, chrome_events, in_line
 from seeds import fresh_rng
 
 GATES: dict[str, threading.Event] = {}

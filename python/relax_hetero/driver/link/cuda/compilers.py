@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from ....errors import BuildError
-from ....target.cuda_files import cuda_includes, cuda_libraries, nvcc_path
+from ....target.runtime_libraries import cuda_includes, cuda_libraries, nvcc_path
 from . import nvrtc_worker
 
 CHOICE = "TVM_CUDA_COMPILE_MODE"

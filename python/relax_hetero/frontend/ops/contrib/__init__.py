@@ -7,7 +7,6 @@ from . import (  # noqa: F401
     activations,
     attention,
     block_weights,
-    convolution,
     experts,
     grouped_attention,
     matrices,
@@ -17,5 +16,4 @@ from . import (  # noqa: F401
     products,
     quantized_ops,
     recurrent,
-    same_as_standard,
 )

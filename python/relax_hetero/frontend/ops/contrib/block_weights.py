@@ -6,9 +6,9 @@ import numpy as np
 from tvm import relax, te, tirx
 
 from ..elementwise import cast
-from ..narrow_types.storage_types import with_bytes
 from ..node import Dim, Node, Position, const, dtype_of
 from ..products import matmul
+from ..storage_types import with_bytes
 from ..table import MICROSOFT, convert_node, converts
 
 # Numbers of 4 bits as bitsandbytes has them: floats of 4 bits, and quantiles of the normal distribution (NF4).

@@ -101,3 +101,17 @@ def block_repeated_ngrams(node: Node) -> relax.Expr:
     ends = node.kernel("repeated_ends", is_end, ids, alike, shape=node.shape(scores))
     is_repeated = node.emit(relax.op.greater(ends, const(0, "int32")))
     return node.emit(relax.op.where(is_repeated, const(-np.inf, dtype), scores))
+
+
+# Ops of ONNX Runtime's domain that mean the same as a standard op, which some of them became later.
+
+# Op type and the standard opset that defines it as ONNX Runtime does.
+_OPSETS = {"DequantizeLinear": 21, "GatherND": 13, "GridSample": 16, "QuantizeLinear": 21, "Range": 11, "Trilu": 14}
+
+
+@converts(*_OPSETS, domain=MICROSOFT)
+def same_as_standard(node: Node) -> relax.Expr:
+    """As the standard op of that name, of an opset that has it."""
+    attributes = {name: value for name, value in node.attributes.items() if name != "tvm_custom"}
+    opset = max(node.opset, _OPSETS[node.op_type])
+    return convert_node(node.as_op(node.op_type, node.inputs, opset, **attributes))

@@ -3,4 +3,4 @@
 from __future__ import annotations
 
 # Each of these registers the converters it defines.
-from . import crops, deformed, nms, regions  # noqa: F401
+from . import nms, regions, sampling  # noqa: F401

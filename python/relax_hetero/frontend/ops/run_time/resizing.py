@@ -12,16 +12,7 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx
 
-from ....vm.tables.resize_taps import (
-    INDICES,
-    SCALES,
-    SIZES,
-    WEIGHTS,
-    WHOLE,
-    ResizedAxis,
-    ResizeForm,
-    tap_count,
-)
+from ....vm.resize_taps import INDICES, SCALES, SIZES, WEIGHTS, WHOLE, ResizedAxis, ResizeForm, tap_count
 from ...joined_sizes import simplified
 from ..elementwise import cast
 from ..node import Dim, Node, Position, as_constant, as_dim, const, dtype_of, is_float

@@ -13,7 +13,7 @@ from ....target.element_types import bytes_of
 from ...attention.attention_spec import HeadsView
 from ...core.builder import Expr, Function, int64
 from ...core.view import Coordinates, raw_type
-from ..core.global_view import is_multiple
+from ..core.operand import is_multiple
 
 
 class GpuHeads(HeadsView):

@@ -19,9 +19,8 @@ from ...core.view import extent_of
 from ...matmul.matmul import merge_batches
 from ..core.epilogue import EpilogueWriter
 from ..core.operand import GpuOperand
-from ..matmul.simt_parts import Batches, known
 from ..matmul.simt_plan import SimtPlan, simt_plan
-from ..matmul.simt_tiles import Side, TiledProduct
+from ..matmul.simt_tiles import Batches, Side, TiledProduct, known
 from . import window_places
 from .window_places import WindowPlaces
 

@@ -19,7 +19,7 @@ from ....encoding.problem import ConvProblem, Window
 from ...core.builder import Expr
 from ...core.view import Coordinates
 from ...core.work_split import unravel
-from ..core.global_view import GlobalView
+from ..core.operand import GlobalView
 
 MAX_BITS = 32
 """Places along all padded dimensions of a window: bits of a register."""

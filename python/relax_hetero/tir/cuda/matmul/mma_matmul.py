@@ -22,7 +22,7 @@ from .fragments import FragmentStore, Staging
 from .mma_tiling import MmaTiling, choose_mma_tiling
 from .operand_tiles import PACKED_ROWS, LeftTile, OperandTile, Source
 from .product_parameters import ProductParameters
-from .simt_parts import Batches
+from .simt_tiles import Batches
 from .wgmma_matmul import tensor_core_unsupported_reason
 
 _BYTES = ("int8", "uint8")

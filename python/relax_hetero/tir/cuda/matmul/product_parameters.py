@@ -12,8 +12,7 @@ from ...core.builder import Expr, Function
 from ...core.ties import tied_to
 from ...core.view import extent_of
 from ...matmul.matmul import merge_batches
-from ..core.global_view import GlobalView
-from ..core.operand import GpuOperand
+from ..core.operand import GlobalView, GpuOperand
 from .fragments import FragmentStore
 from .wgmma_tiling import reads_rows
 

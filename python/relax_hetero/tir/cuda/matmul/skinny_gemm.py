@@ -35,8 +35,8 @@ from ...core.work_split import unravel
 from ...matmul.matmul import merge_batches
 from ..core import ptx
 from ..core.epilogue import EpilogueWriter
-from ..core.global_view import GlobalView
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, enable_pdl, launch, local
+from ..core.operand import GlobalView
 from . import wgmma_matmul
 from .operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source
 

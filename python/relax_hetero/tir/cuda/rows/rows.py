@@ -7,27 +7,428 @@ read anew by every pass, from the caches where they fit these.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from ....encoding.expression import Expression
 from ....encoding.problem import RowsProblem
+from ....encoding.row_program import RowProgram, operands_of
 from ....errors import EncodingError
 from ....target.element_types import bytes_of
-from ....target.gpu_target import GpuTarget
-from ...core.builder import Expr, Function, ceil_div, either, int64, materialize
+from ....target.gpu_target import WARP, GpuTarget
+from ...core.builder import Expr, Function, Registers, ceil_div, either, int64, loop, materialize
 from ...core.ties import tied_to
-from ...core.view import OperandView, extent_of
+from ...core.view import Coordinates, OperandView, extent_of
 from ...core.work_split import unravel
-from ...rows.row_plan import RowPlan, plan_rows
+from ...math.casts import cast, computed_in
+from ...rows.row_code import carries_nan, count_of, neutral_of, value_types
+from ...rows.row_plan import RowPass, RowPlan, plan_rows
 from ...rows.rows import in_single, merge_rows
-from ..core.launch import at_least_one, launch
+from ..core import ptx
+from ..core.expression import emit, ops_for
+from ..core.launch import SharedMemory, at_least_one, launch
 from ..core.storage_place import nothing
-from .row_code import RowWriter, Threads, kept_type
-from .row_registers import live_bytes, needed_late
-from .row_shape import LATE, MAX_WORDS, RowShape, held_shape, is_idle, lanes_for, looped_shape
+from ..core.vectors import Vectors
+from .row_shape import BATCH, LATE, MAX_WORDS, RowShape, held_shape, is_idle, lanes_for, looped_shape
+
+# The code of one row's threads: vectors of it in registers, passes over them, sums across threads.
+
+CHAINS = 4
+"""Accumulators of a thread: additions that are in flight."""
+_PARTIAL_BYTES = 8
+"""Bytes of a warp's number in shared memory, whatever its type."""
+_ZERO = tirx.const(0, "int64")
+
+
+@dataclass(frozen=True)
+class Threads:
+    """Where a thread stands.
+
+    Attributes
+    ----------
+    number : PrimExpr
+        Number of the thread among the row's, int32.
+    row : PrimExpr or int
+        Number of the row among the block's.
+    is_row : PrimExpr or None
+        Whether the thread's row exists; None: it does. Threads whose row does not exist compute another once more.
+    """
+
+    number: Expr
+    row: Expr
+    is_row: Expr | None
+
+
+class RowWriter:
+    """The code of a row, written inside of the loops over blocks and threads.
+
+    Parameters
+    ----------
+    operands, result : OperandView
+        Opened; those of bfloat16 and bool as bits.
+    n : int or PrimExpr
+        Elements of a row.
+    kept : str
+        Type of what waits for later passes.
+    late : frozenset of int
+        Operands of which each vector is loaded where it is needed, by one pass.
+    """
+
+    def __init__(
+        self,
+        program: RowProgram,
+        plan: RowPlan,
+        operands: Sequence[OperandView],
+        result: OperandView,
+        shape: RowShape,
+        n: Expr,
+        kept: str,
+        late: frozenset[int],
+        threads: Threads,
+        at: Coordinates,
+    ) -> None:
+        self.late = late if shape.vectors else frozenset()
+        self.program, self.plan, self.shape, self.n = program, plan, shape, n
+        self.operands, self.result, self.threads, self.at = list(operands), result, threads, at
+        self.types = value_types(program, plan, [view.nominal for view in operands], kept)
+        self.constant: dict[int, Registers] = {}
+        self.memory = SharedMemory()
+        held = shape.vectors
+        self.vectors = {
+            number: Vectors(view, {**at, "n": _ZERO}, shape.lanes, 1 if number in self.late else held or BATCH)
+            for number, view in enumerate(operands)
+            if view.runs_along("n")
+        }
+        keeps = any(step.keep is not None for step in plan.passes)
+        self.kept: Any = T.alloc_buffer((held * shape.lanes,), kept, scope="local") if keeps else None
+        self.output = Vectors(result, {**at, "n": _ZERO}, shape.lanes, 1) if result.runs_along("n") else None
+
+    def emit(self) -> None:
+        """The whole row, from loads to stores."""
+        for number, view in enumerate(self.operands):
+            if number not in self.vectors:
+                loaded = view.typed(view.load({**self.at, "n": _ZERO}, "-", 1))
+                self._set(number, cast(loaded, self.types[number]))
+        if self.shape.vectors:
+            for number in self.vectors:
+                if number not in self.late:
+                    self._load_held(number)
+        if self.shape.cluster > 1:
+            # Of every reduction its own memory: no thread waits for others to have read.
+            self.memory.take(len(self.plan.passes) * self.shape.warps * _PARTIAL_BYTES)
+            self.memory.open()
+        for number, step in enumerate(self.plan.passes):
+            for index, expression in step.per_row:
+                self._set(index, self._evaluate(expression, None, {}))
+            if step.kind:
+                self._reduce(step, number)
+            elif self.output is not None:
+                self._store(step, self.output)
+            else:
+                self._store_one(self._evaluate(step.expression, None, {}))
+        if self.shape.cluster > 1:  # no block ends before others have read its numbers
+            ptx.cluster_arrive()
+            ptx.cluster_wait()
+
+    def _set(self, number: int, value: Expr) -> None:
+        self.constant.setdefault(number, Registers(1, self.types[number], 1))[0] = value
+
+    def _load_held(self, number: int) -> None:
+        vectors = self.vectors[number]
+        for vector in range(self.shape.vectors):
+            place = self._place(vector)
+            vectors.load(vector, place, self._inside(vector, place))
+
+    def _place(self, vector: Expr) -> Expr:
+        """The number in the row of one of the thread's vectors, int32."""
+        return vector * self.shape.threads + self.threads.number
+
+    def _inside(self, vector: int, place: Expr) -> Expr | None:
+        """Return whether one of the thread's vectors is in the row; None where all threads' are."""
+        assert isinstance(self.n, int), "rows whose length only the run knows are read again by every pass"
+        count = self.n // self.shape.lanes
+        return None if (vector + 1) * self.shape.threads <= count else place < count
+
+    # ---- passes
+
+    def _reduce(self, step: RowPass, number: int) -> None:
+        index = self.program.num_operands + number
+        dtype = self.types[index]
+        combine = _combine(step.kind, dtype, carries_nan(self.program, number))
+        neutral = neutral_of(step.kind, dtype, 1)
+        chains = CHAINS if self.shape.vectors == 0 else min(CHAINS, self.shape.vectors * self.shape.lanes)
+        accumulators = Registers(chains, dtype, 1)
+        for chain in range(chains):
+            accumulators[chain] = neutral
+
+        def one(_slot: int, element: int, place: Expr, inside: Expr | None) -> None:
+            kept = self._keep(step, element)
+            value = self._evaluate(step.expression, element, kept)
+            if inside is not None:
+                value = T.Select(inside, value, neutral)
+            accumulators[chain_of(element)] = combine(accumulators[chain_of(element)], value)
+
+        def chain_of(element: int) -> int:
+            return element % chains
+
+        self._each(step, one)
+        left = chains
+        while left > 1:
+            for chain in range(left // 2):
+                accumulators[chain] = combine(accumulators[chain], accumulators[chain + (left + 1) // 2])
+            left = (left + 1) // 2
+        self._across(accumulators, combine, dtype, number)
+        whole = accumulators[0]
+        if step.kind == "mean":
+            whole = whole / count_of(self.n, dtype)
+        self._set(index, whole)
+
+    def _across(self, accumulator: Registers, combine: Callable[[Expr, Expr], Expr], dtype: str, step: int) -> None:
+        """The threads' numbers reduced to one, which all of them get."""
+        _across_lanes(accumulator, combine, min(self.shape.threads, WARP))
+        warps = self.shape.warps
+        if self.shape.cluster > 1:
+            self._across_blocks(accumulator, combine, dtype, step)
+            return
+        if warps == 1:
+            return
+        partial = T.alloc_buffer((self.shape.rows * warps,), dtype, scope="shared")
+        number, first = self.threads.number, self.threads.row * warps
+        if step or not isinstance(self.n, int):
+            # TVM lays the memory of reductions over each other: all threads have read the one before.
+            T.evaluate(T.tvm_storage_sync("shared"))
+        with T.If(tirx.EQ(number % WARP, 0)), T.Then():
+            T.buffer_store(partial, accumulator[0], [first + number // WARP])
+        T.evaluate(T.tvm_storage_sync("shared"))
+        if warps > 8:
+            accumulator[0] = partial[first + number % warps]
+            _across_lanes(accumulator, combine, warps)
+            return
+        accumulator[0] = partial[first]
+        for warp in range(1, warps):
+            accumulator[0] = combine(accumulator[0], partial[first + warp])
+
+    def _across_blocks(
+        self, accumulator: Registers, combine: Callable[[Expr, Expr], Expr], dtype: str, step: int
+    ) -> None:
+        """As `_across`, over the warps of a cluster: each reads what all have written in their blocks' memory."""
+        warps, words = self.shape.warps, max(1, bytes_of(dtype) // 4)
+        thread = self.threads.number
+        register = T.alloc_buffer((words,), "uint32", scope="local")
+        held = T.decl_buffer((1,), dtype if words > 1 else "uint32", data=register.data, scope="local")
+        remote = T.alloc_buffer((1,), "uint32", scope="local")
+        parts = [register[word] for word in range(words)]
+
+        def address(warp: Expr) -> Expr:
+            return self.memory.at((step * warps + warp) * _PARTIAL_BYTES)
+
+        def taken() -> Expr:
+            return held[0] if words > 1 else _narrowed(held[0], dtype)
+
+        with T.If(tirx.EQ(thread % WARP, 0)), T.Then():
+            T.buffer_store(held, accumulator[0] if words > 1 else _as_word(accumulator[0], dtype), [0])
+            ptx.store_shared(address(thread // WARP % warps), parts)
+        ptx.cluster_arrive()
+        ptx.cluster_wait()
+        own = T.bind(ptx.shared_address(address(thread % warps)))
+        for block in range(self.shape.cluster):
+            ptx.remote_address(remote[0], own, block)
+            ptx.load_remote(parts, remote[0])
+            accumulator[0] = taken() if block == 0 else combine(accumulator[0], taken())
+        _across_lanes(accumulator, combine, warps)
+
+    def _keep(self, step: RowPass, element: int) -> dict[int, Expr]:
+        if step.keep is None:
+            return {}
+        value = self._evaluate(step.keep, element, {})
+        T.buffer_store(self.kept, value, [element])
+        return {self.plan.keeping: self.kept[element]}
+
+    def _store(self, step: RowPass, output: Vectors) -> None:
+        lanes = self.shape.lanes
+
+        def one(_slot: int, element: int, place: Expr, inside: Expr | None) -> None:
+            value = cast(self._evaluate(step.expression, element, {}), self.result.nominal)
+            lane = element % lanes
+            output.set(lane, self.result.bits(value))
+            if lane == lanes - 1:
+                exists = inside if self.threads.is_row is None else _both(self.threads.is_row, inside)
+                output.store(0, place, exists)
+
+        self._each(step, one)
+
+    def _store_one(self, value: Expr) -> None:
+        register = Registers(1, str(value.ty.dtype), 1)
+        register[0] = value
+        first = tirx.EQ(self.threads.number, 0)
+        with T.If(_both(first, self.threads.is_row)), T.Then():
+            stored = self.result.bits(cast(register[0], self.result.nominal))
+            T.buffer_store(self.result.data, stored, [self.result.address({**self.at, "n": _ZERO})])
+
+    def _each(self, step: RowPass, one: Callable[[int, int, Expr, Expr | None], None]) -> None:
+        """Code for every element of a row that the thread has.
+
+        `one` gets the vector's slot, the element's number in the slots, the vector's place, and whether it is in the
+        row (None: it is).
+        """
+        lanes = self.shape.lanes
+        read = self._read_by(step)
+        if self.shape.vectors:
+            for vector in range(self.shape.vectors):
+                place = self._place(vector)
+                inside = self._inside(vector, place)
+                for number in read:
+                    if number in self.late:
+                        self.vectors[number].load(0, place, inside)
+                for lane in range(lanes):
+                    one(vector, vector * lanes + lane, place, inside)
+            return
+        count = self.n // lanes if isinstance(self.n, int) else materialize(tirx.floordiv(self.n, lanes))
+        threads = self.shape.threads
+        whole = (
+            count // (threads * BATCH) if isinstance(count, int) else materialize(tirx.floordiv(count, threads * BATCH))
+        )
+
+        def several(first: Expr, many: int, guarded: bool) -> None:
+            places = [first + slot * threads for slot in range(many)]
+            insides = [place < count if guarded else None for place in places]
+            for slot in range(many):
+                for number in read:
+                    self.vectors[number].load(slot, places[slot], insides[slot])
+            for slot in range(many):
+                for lane in range(lanes):
+                    one(slot, slot * lanes + lane, places[slot], insides[slot])
+
+        number = tirx.Cast("int64", self.threads.number)
+        with loop(whole) as batch:
+            several(materialize(batch * (threads * BATCH) + number), BATCH, False)
+        done = whole * (threads * BATCH)
+        left = count - done
+        if isinstance(left, int) and left == 0:
+            return
+        rest = (
+            -(-left // threads) if isinstance(left, int) else materialize(tirx.floordiv(left + (threads - 1), threads))
+        )
+        with loop(rest) as batch:
+            several(materialize(done + batch * threads + number), 1, True)
+
+    def _read_by(self, step: RowPass) -> list[int]:
+        expressions = [step.expression] if step.keep is None else [step.expression, step.keep]
+        return sorted({number for e in expressions for number in operands_of(e) if number in self.vectors})
+
+    def _evaluate(self, expression: Expression, element: int | None, kept: dict[int, Expr]) -> Expr:
+        """An expression of the plan, for one of the thread's elements."""
+        used = operands_of(expression)
+        values: list[Expr] = []
+        for number in used:
+            if number in kept:
+                values.append(kept[number])
+            elif number == self.plan.kept:
+                values.append(self.kept[element])
+            elif number in self.constant:
+                values.append(self.constant[number][0])
+            else:
+                slot = element % self.shape.lanes if number in self.late and element is not None else element
+                values.append(cast(self.operands[number].typed(self.vectors[number].get(slot)), self.types[number]))
+        places = [Expression.operand(used.index(number) if number in used else 0) for number in range(used[-1] + 1)]
+        types = [self.types[number] for number in used]
+        dense = expression.substitute(places)
+        return cast(emit(dense, values, types), computed_in(dense.dtype(types)))
+
+
+def kept_type(plan: RowPlan, program: RowProgram, operands: list[str]) -> str | None:
+    """The type of the value that waits for later passes; None where it has several."""
+    found: set[str] = set()
+    kept = "float32"
+    for step in plan.passes:
+        if step.keep is None:
+            continue
+        types = value_types(program, plan, operands, kept)
+        kept = computed_in(step.keep.dtype([types.get(number, "") for number in range(step.keep.num_operands)]))
+        found.add(kept)
+    return None if len(found) > 1 else next(iter(found), "float32")
+
+
+def _across_lanes(accumulator: Registers, combine: Callable[[Expr, Expr], Expr], lanes: int) -> None:
+    """The numbers of `lanes` neighbouring threads reduced to one, which all of them get."""
+    everyone = tirx.const(0xFFFFFFFF, "uint32")
+    other = Registers(1, str(accumulator[0].ty.dtype), 1)
+    distance = lanes // 2
+    while distance:
+        other[0] = T.tvm_warp_shuffle_xor(everyone, accumulator[0], distance, WARP, WARP)
+        accumulator[0] = combine(accumulator[0], other[0])
+        distance //= 2
+
+
+def _combine(kind: str, dtype: str, carries: bool) -> Callable[[Expr, Expr], Expr]:
+    ops = ops_for(dtype)
+    if kind in ("sum", "mean"):
+        return ops["add"]
+    if kind == "prod":
+        return ops["multiply"]
+    if carries or "float" not in dtype:
+        return ops["maximum" if kind == "max" else "minimum"]
+    return T.max if kind == "max" else T.min
+
+
+def _as_word(value: Expr, dtype: str) -> Expr:
+    """A value of at most 32 bits as a word."""
+    return T.reinterpret("uint32", value) if bytes_of(dtype) == 4 else T.cast(value, "uint32")
+
+
+def _narrowed(word: Expr, dtype: str) -> Expr:
+    return T.reinterpret(dtype, word) if bytes_of(dtype) == 4 else T.cast(word, dtype)
+
+
+def _both(one: Expr | None, other: Expr | None) -> Expr:
+    if one is None or other is None:
+        return one if other is None else other
+    return tirx.And(one, other)
+
+
+# Registers for a row: the operands that passes read again, and the value that they hand on.
+
+
+def needed_late(plan: RowPlan, numbers: Mapping[int, int]) -> frozenset[int]:
+    """The operands, of some, that one pass alone reads, and not the first: scale and shift of a norm."""
+    uses = {number: _uses(plan, number) for number in numbers}
+    return frozenset(number for number, steps in uses.items() if len(steps) == 1 and steps[0] > 0)
+
+
+def live_bytes(plan: RowPlan, sizes: Mapping[int, int], kept: int) -> int:
+    """Bytes of registers for an element of a row, at the pass where they are most.
+
+    What a pass reads for the last time makes room for what it keeps: an exponential takes the place of its score.
+
+    Parameters
+    ----------
+    sizes : mapping of int to int
+        Bytes of an element of each operand that waits.
+    kept : int
+        Bytes of the value that waits for later passes.
+    """
+    made = [step for step, of in enumerate(plan.passes) if of.keep is not None]
+    needed = _uses(plan, plan.kept)
+
+    def before(step: int) -> int:
+        operands = sum(size for number, size in sizes.items() if _uses(plan, number)[-1:] >= [step])
+        return operands + (kept if made and made[0] < step and needed and needed[-1] >= step else 0)
+
+    return max(before(step) for step in range(len(plan.passes)))
+
+
+def _uses(plan: RowPlan, number: int) -> list[int]:
+    """The passes that read an operand."""
+    return [
+        step
+        for step, of in enumerate(plan.passes)
+        if any(number in operands_of(expression) for expression in (of.expression, of.keep) if expression is not None)
+    ]
 
 
 def rows_kernel(problem: RowsProblem, gpu: GpuTarget, shape: RowShape | None = None) -> tirx.PrimFunc:

@@ -10,8 +10,8 @@ from relax_hetero.encoding.problem import Operand
 from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.core.builder import Function
 from relax_hetero.tir.cuda.core import ptx
-from relax_hetero.tir.cuda.core.global_view import GlobalView
 from relax_hetero.tir.cuda.core.launch import SWIZZLED_ALIGN, SharedMemory, launch
+from relax_hetero.tir.cuda.core.operand import GlobalView
 
 
 def test_parts_of_shared_memory_are_aligned_and_disjoint():

@@ -10,7 +10,7 @@ from tvm_ffi import structural_walk
 
 from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.cuda.loops import schedule
-from relax_hetero.tir.cuda.loops.independence import is_independent
+from relax_hetero.tir.cuda.loops.statements import is_independent
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from on_cpu import run

@@ -14,7 +14,7 @@ from relax_hetero.encoding.problem import Epilogue, MatmulProblem, Operand
 from relax_hetero.errors import EncodingError
 from relax_hetero.target.element_types import bytes_of, numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
-from relax_hetero.tir.commands.early_launch import launched_early
+from relax_hetero.tir.commands.graph_functions import launched_early
 from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.cuda.core.launch import READS_EARLY
 from relax_hetero.tir.cuda.matmul.skinny_gemm import SkinnyPlan, skinny_gemm_kernel, skinny_plan

@@ -1,0 +1,160 @@
+"""DeformConv: a convolution whose window reads the image at places that the model computes."""
+
+from __future__ import annotations
+
+from tvm import relax, te, tirx
+
+from ..convolution import spatial, with_bias
+from ..elementwise import HALF, cast
+from ..node import Dim, Node, Position, dtype_of
+from ..products import matmul
+from ..required_sizes import as_expr, require_equal, require_shape
+from ..run_time.numbers import numbers_of
+from ..table import MICROSOFT, converts
+from .regions import checked_images
+
+
+@converts("DeformConv")
+def deformed_convolution(node: Node) -> relax.Expr:
+    """Deformable convolution of images with two axes: bilinear samples at moved places, perhaps weighted by a mask."""
+    data, weight = node.tensor(0), node.tensor(1)
+    if node.rank(data) != 4:
+        raise node.refusal(f"its input has {node.rank(data)} axes, expected 4")
+    outputs, inner, *window = node.static_shape(weight)
+    given = node.attribute("kernel_shape")
+    if given is not None and [int(size) for size in given] != window:
+        raise node.refusal(f"kernel_shape is {list(given)}, but the weight has {window}")
+    groups, offset_groups = node.attribute("group", 1), node.attribute("offset_group", 1)
+    channels = inner * groups
+    require_equal(node, node.shape(data)[1], channels, "axis 1 of its input, the channels, has")
+    if outputs % groups or channels % offset_groups:
+        raise node.refusal(f"cannot share {outputs} outputs, {channels} channels by {groups}, {offset_groups} groups")
+    batch, _, *image = node.shape(data)
+    strides, dilations = spatial(node, "strides", 2, 1), spatial(node, "dilations", 2, 1)
+    pads = [int(pad) for pad in node.attribute("pads") or [0] * 4]
+    if len(pads) != 4:
+        raise node.refusal(f"pads is {pads}, expected 4 numbers")
+    places = [
+        _places(node, size, (window[d] - 1) * dilations[d] + 1, pads[d] + pads[d + 2], strides[d])
+        for d, size in enumerate(image)
+    ]
+    count = offset_groups * window[0] * window[1]
+    offsets = require_shape(node, node.tensor(2), [batch, 2 * count, *places], "its offsets")
+    dtype = dtype_of(data)
+    exact = "float32" if dtype in HALF else dtype
+    operands = [cast(node, data, exact), cast(node, offsets, exact)]
+    if node.has(4):
+        mask = require_shape(node, node.tensor(4), [batch, count, *places], "its mask")
+        operands.append(cast(node, mask, exact))
+
+    def element(i: Position, x: te.Tensor, offset: te.Tensor, *masks: te.Tensor) -> tirx.Expr:
+        n, channel, *tap, row, column = i
+        number = (tirx.indexdiv(channel, as_expr(channels // offset_groups)) * window[0] + tap[0]) * window[1] + tap[1]
+        where = [
+            tirx.Cast(exact, at * strides[d] - pads[d] + tap[d] * dilations[d]) + offset(n, 2 * number + d, row, column)
+            for d, at in enumerate((row, column))
+        ]
+        sample = bilinear(x, (n, channel), where)
+        return sample * masks[0](n, number, row, column) if masks else sample
+
+    windows = node.kernel("moved_windows", element, *operands, shape=[batch, channels, *window, *places])
+    columns = node.emit(relax.op.reshape(windows, [batch, groups, inner * window[0] * window[1], _product(places)]))
+    rows = node.emit(relax.op.reshape(weight, [1, groups, outputs // groups, inner * window[0] * window[1]]))
+    result = matmul(node, cast(node, rows, exact), columns)
+    result = cast(node, node.emit(relax.op.reshape(result, [batch, outputs, *places])), dtype)
+    return with_bias(node, result, 3)
+
+
+def _product(sizes: list[Dim]) -> Dim:
+    return sizes[0] * sizes[1]
+
+
+def _places(node: Node, size: Dim, extent: int, pads: int, stride: int) -> Dim:
+    """How many places a window of `extent` elements has on an axis."""
+    node.require(as_expr(size) + pads >= extent, f"its kernel spans {extent} elements of {size} with padding {pads}")
+    if isinstance(size, int):
+        return (size + pads - extent) // stride + 1
+    return tirx.floordiv(size + (pads - extent), as_expr(stride)) + 1
+
+
+def bilinear(x: te.Tensor, front: tuple[tirx.Expr, ...], where: list[tirx.Expr]) -> tirx.Expr:
+    """The image at a place between pixels; beyond the image are zeros."""
+    corners = []
+    for place, extent in zip(where, x.shape[len(front) :], strict=True):
+        low = tirx.floor(place)
+        first = low.astype("int64")
+        share = place - low
+        corners.append([(first, extent, 1 - share), (first + 1, extent, share)])
+    total = tirx.const(0, x.dtype)
+    for row, height, row_weight in corners[0]:
+        for column, width, column_weight in corners[1]:
+            is_inside = tirx.all(row >= 0, row < height, column >= 0, column < width)
+            held = [tirx.max(tirx.min(at, size - 1), 0) for at, size in ((row, height), (column, width))]
+            value = row_weight * column_weight * x(*front, *held)
+            total = total + tirx.Select(is_inside, value, tirx.const(0, x.dtype))
+    return total
+
+
+# CropAndResize of ONNX Runtime: regions of images, each resized to one size.
+
+
+@converts("CropAndResize", domain=MICROSOFT)
+def crop_and_resize(node: Node) -> relax.Expr:
+    """Regions ``[y1, x1, y2, x2]``, from 0 to 1, of the images that they name; what lies beyond is one number."""
+    data, regions = node.tensor(0), node.tensor(1)
+    if node.rank(data) != 4:
+        raise node.refusal(f"its input has {node.rank(data)} axes, expected 4")
+    mode = node.attribute("mode", "bilinear")
+    if mode not in ("bilinear", "nearest"):
+        raise node.refusal(f"mode is {mode!r}, expected 'bilinear' or 'nearest'")
+    number = node.shape(regions)[0]
+    regions = require_shape(node, regions, [number, 4], "its regions")
+    images = require_shape(node, node.tensor(2), [number], "its batch indices, one for each region,")
+    sizes = numbers_of(node, require_shape(node, node.tensor(3), [2], "its crop_size"), "crop")
+    for size in sizes:
+        node.require(as_expr(size) >= 0, f"its crop_size is {size}")
+    for axis, size in enumerate(node.shape(data)[2:]):
+        node.require(as_expr(size) >= 1, f"axis {axis + 2} of its input has {size} elements")
+    beyond, dtype = node.attribute("extrapolation_value", 0.0), dtype_of(data)
+    images = checked_images(node, images, node.shape(data)[0])
+
+    def element(i: Position, x: te.Tensor, region: te.Tensor, image: te.Tensor, extents: list[tirx.Expr]) -> tirx.Expr:
+        places, outside = [], tirx.const(False, "bool")
+        for d, (at, size) in enumerate(zip(i[2:], extents, strict=True)):
+            begin, end = region(i[0], d), region(i[0], d + 2)
+            last = tirx.Cast(dtype, x.shape[d + 2] - 1)
+            step = (end - begin) * last / tirx.Cast(dtype, tirx.max(size - 1, as_expr(1)))
+            middle = tirx.const(0.5, dtype) * (begin + end) * last
+            place = tirx.Select(size > 1, begin * last + tirx.Cast(dtype, at) * step, middle)
+            outside = tirx.any(outside, place < 0, place > last)
+            places.append(place)
+        value = (_nearest if mode == "nearest" else _interpolated)(x, (image(i[0]), i[1]), places)
+        return tirx.Select(outside, tirx.const(beyond, dtype), value)
+
+    extents = [as_expr(size) for size in sizes]
+    shape = [number, node.shape(data)[1], *sizes]
+    return node.kernel("crop_and_resize", element, data, regions, images, extents, shape=shape)
+
+
+def _clamped(index: tirx.Expr, size: tirx.Expr) -> tirx.Expr:
+    return tirx.max(tirx.min(index.astype("int64"), size - 1), 0)
+
+
+def _nearest(x: te.Tensor, front: Position, places: list[tirx.Expr]) -> tirx.Expr:
+    # Halves away from zero; places are not negative.
+    rounded = [_clamped(tirx.floor(place + 0.5), size) for place, size in zip(places, x.shape[2:], strict=True)]
+    return x(*front, *rounded)
+
+
+def _interpolated(x: te.Tensor, front: Position, places: list[tirx.Expr]) -> tirx.Expr:
+    sizes = x.shape[2:]
+    (top, left), (bottom, right) = (
+        [_clamped(of(place), size) for place, size in zip(places, sizes, strict=True)] for of in (tirx.floor, tirx.ceil)
+    )
+    down, along = (place - tirx.floor(place) for place in places)
+
+    def in_row(row: tirx.Expr) -> tirx.Expr:
+        first = x(*front, row, left)
+        return first + (x(*front, row, right) - first) * along
+
+    return in_row(top) + (in_row(bottom) - in_row(top)) * down

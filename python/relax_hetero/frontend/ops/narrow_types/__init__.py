@@ -1,1 +1,0 @@
-"""Element types of a byte and less, which LLVM has no arithmetic on."""

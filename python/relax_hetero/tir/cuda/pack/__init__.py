@@ -1,1 +1,0 @@
-"""Laying tensors out: pack, unpack, relayout."""

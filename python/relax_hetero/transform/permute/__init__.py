@@ -1,1 +1,0 @@
-"""Permutations of dimensions: moved through other work until they cancel."""

@@ -1,1 +1,0 @@
-"""Traces of passes: the module after each, the differences, the times."""
