@@ -167,7 +167,7 @@ def _actor(links: HostLinks) -> Any:
 
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch) -> tuple[Wires, dict[str, HostLinks]]:
-    """The links of two hosts whose GPUs are said to have everything, but for the second value."""
+    """The links of two hosts; all tensors except the second value count as on GPUs."""
     monkeypatch.setattr(host_links, "_is_on", lambda value, gpu: isinstance(value, tvm.runtime.Tensor))
     wires = Wires()
     machine = SimpleNamespace(executable=SimpleNamespace(metadata=SimpleNamespace(checks=())))
@@ -284,7 +284,7 @@ def test_links_are_made_anew_after_a_host_died(hosts: Any) -> None:
 
 @pytest.fixture
 def machines(hosts: Any) -> tuple[Wires, dict[str, HostMachine], Route]:
-    """Two hosts that run the modules of `two_hosts`, whose tensors are said to be on GPUs."""
+    """Two hosts that run the modules of `two_hosts`, whose tensors count as on GPUs."""
     pytest.importorskip("ray")
     wires, _ = hosts
     route = next(route for route in routes_of(program().functions) if "main" in route.sent)

@@ -15,7 +15,7 @@ from .faults import KernelFault
 
 
 class Clocks:
-    """Vector clocks of the threads of some clusters, and of copies that run beside the threads.
+    """Vector clocks of the threads of some clusters, and of asynchronous copies.
 
     Attributes
     ----------

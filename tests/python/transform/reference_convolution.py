@@ -55,7 +55,7 @@ def reference_resolver(
     result: PackedLayout = NCHW16C,
     features: Sequence[str] = (),
 ) -> Iterator[Reference]:
-    """All llvm targets with `features` store convolutions as told."""
+    """All llvm targets with `features` store convolutions in these layouts."""
     resolver = Reference(data, weight, result)
     undo = register_resolver(resolver, "llvm", features, priority=100)
     try:

@@ -66,7 +66,7 @@ def test_static(name: str, types: tuple[str, str, str], sizes: tuple[int, int, i
     [("avx512", F32), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("avx2", F32), ("avx512", BF16)])],
 )
 def test_rows_have_the_same_bits(name: str, types: tuple[str, str, str]) -> None:
-    """Alone and beside others: tiles of several panels, blocks of k within a tile and from tile to tile."""
+    """Alone and among others: tiles of several panels, blocks of k within a tile and from tile to tile."""
     rng, (k, n) = fresh_rng(), (2600, 100)
     a, b = random_array(rng, (9, k), types[0]), random_array(rng, (k, n), types[1])
     results = [

@@ -1,4 +1,4 @@
-"""VerifyEncodings: what plain consumers of encoded values are told."""
+"""VerifyEncodings: errors for plain consumers of encoded values."""
 
 import pytest
 from tvm.script import ir as I

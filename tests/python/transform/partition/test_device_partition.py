@@ -51,7 +51,7 @@ def graphs(draw):
 
 
 def parts_of(mod, small=-1):
-    """The parts of `main`; none are small unless told."""
+    """The parts of `main`; by default none counts as small."""
     with mock.patch.object(device_partition, "SMALL_PART_BYTES", small):
         return DevicePartition(list(walk_bindings(mod["main"].body)), BindingDevices(mod))
 

@@ -31,7 +31,7 @@ def plumber(plumbing):
 
 
 class Producer:
-    """An object with ``__dlpack__``, over an array or a capsule, that misbehaves as told."""
+    """An object with ``__dlpack__``, over an array or a capsule, that misbehaves as configured."""
 
     def __init__(self, array=None, capsule=None, error=None, device=(1, 0)):
         self.array, self.capsule, self.error, self.device = array, capsule, error, device
