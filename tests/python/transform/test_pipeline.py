@@ -1,4 +1,4 @@
-"""The one list of passes: what runs it, what each step is, and the table in the documents."""
+"""The list of passes: its users, its steps, and the table in the documents."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ def test_a_stage_is_the_package_of_its_pass():
         assert module.startswith(f"{step.stage}.") or "." not in module
 
 
-def test_stock_tvm_gets_the_list_without_what_only_our_linker_understands():
+def test_stock_tvm_gets_the_list_without_steps_of_our_linker():
     ours = [step.name for step in pipeline_steps()]
     stock = [each.info.name for each in rh.get_pipeline().passes]
     assert [name for name in ours if name not in stock] == ["FormCudaGraphs", "FormSchedules"]

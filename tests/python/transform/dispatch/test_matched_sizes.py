@@ -1,4 +1,4 @@
-"""Sizes that are found in a branch: their ``match_cast`` stands apart from dataflow blocks."""
+"""Sizes that are known in a branch only: their ``match_cast`` stands outside of dataflow blocks."""
 
 import tvm
 from tvm import relax, tirx
@@ -9,12 +9,12 @@ from relax_hetero.transform.dispatch.canonical_extents import isolate_match_cast
 def _module(is_nested):
     n, m = tirx.Var("n", "int64"), tirx.Var("m", "int64")
     flag, x = relax.Var("c", relax.TensorType((), "bool")), relax.Var("x", relax.TensorType((n,), "float32"))
-    found = relax.TensorType((m,), "float32")
+    ty = relax.TensorType((m,), "float32")
     first = relax.DataflowVar("first", relax.TensorType((n,), "float32"))
-    rows, last = relax.DataflowVar("rows", found), relax.Var("last", found)
+    rows, last = relax.DataflowVar("rows", ty), relax.Var("last", ty)
     bindings = [
         relax.VarBinding(first, relax.op.exp(x)),
-        relax.MatchCast(rows, first, found),
+        relax.MatchCast(rows, first, ty),
         relax.VarBinding(last, relax.op.add(rows, rows)),
     ]
     body = relax.SeqExpr([relax.DataflowBlock(bindings)], last)

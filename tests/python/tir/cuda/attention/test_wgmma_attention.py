@@ -152,8 +152,8 @@ def test_powers_are_computed_while_values_are_added_up():
 @pytest.mark.parametrize("consumers", [2, 3])
 def test_warpgroups_take_no_more_registers_than_a_launch_has(consumers):
     # A launch gives every thread as many as fit, in eights; setmaxnreg waits for ever for more than that.
-    producers, others = REGISTERS[consumers]
-    assert producers + consumers * others <= (1 + consumers) * (65536 // (128 * (1 + consumers)) // 8 * 8)
+    producers, multipliers = REGISTERS[consumers]
+    assert producers + consumers * multipliers <= (1 + consumers) * (65536 // (128 * (1 + consumers)) // 8 * 8)
 
 
 def test_plans_keep_the_gpu_busy():

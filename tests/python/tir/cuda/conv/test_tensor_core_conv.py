@@ -136,7 +136,7 @@ def test_epilogues_and_types(how, tile, options):
     ids=["same", "bytes", "groups", "residual"],
 )
 def test_without_wgmma(how):
-    """By ``mma.sync``."""
+    """Uses ``mma.sync``."""
     problem = conv_problem(**how, gpu=ADA)
     stored, want = operands_of(problem, fresh_rng(), 1)
     got = poisoned(problem.result.layout.packed_shape(want.shape), problem.result.dtype).numpy()

@@ -111,7 +111,7 @@ def test_a_tiling_fits_into_the_gpu():
         assert tiling.stages * (tiling.rows + tiling.columns) * 128 + staging <= gpu.shared_bytes, (m, n, k, tiling)
 
 
-def test_what_is_no_problem_for_it():
+def test_unsupported_problems():
     sizes = {"m": 64, "n": 64, "k": 64}
     ampere = gpu_target_of(TARGETS["sm_80"])
     assert unsupported_reason(product(sizes, HALF), ampere) == ""

@@ -68,14 +68,14 @@ def problem_of(
     layout = packed(len(of_right) + 2, right_dtype) if rhs == "packed" else None
     if not epilogue and result != acc:
         epilogue = f"cast(x0, '{result}')"
-    others = tuple(operand(names, element) for names, element in operands)
+    extra = tuple(operand(names, element) for names, element in operands)
     return MatmulProblem(
         operand((() if shares_left else (*batch,)) + (*lhs,), dtype),
         operand((*of_right, *("kn" if rhs == "packed" else rhs)), right_dtype, layout),
         operand((*batch, "m", "n"), result),
         acc,
         operand((*batch, "m", "n"), acc) if init else None,
-        Epilogue(Expression.parse(epilogue), others) if epilogue else None,
+        Epilogue(Expression.parse(epilogue), extra) if epilogue else None,
         tf32=dtype == "float32",
     )
 
@@ -119,11 +119,11 @@ def operands_of(problem: MatmulProblem, sizes: dict[str, int]) -> tuple[list[np.
         return np.expand_dims(array, [i for i, name in enumerate(order) if name not in index_map])
 
     want = aligned(0, [*names[:-1], "k"]) @ aligned(1, [*names[:-2], "k", "n"])
-    others = [aligned(i, names) for i in range(2, len(logical))]
+    extra = [aligned(i, names) for i in range(2, len(logical))]
     if problem.init is not None:
-        want = want + others.pop(0)
+        want = want + extra.pop(0)
     if problem.epilogue is not None:
-        want = in_double(problem.epilogue.expression, [want, *others])
+        want = in_double(problem.epilogue.expression, [want, *extra])
     return stored, want
 
 
@@ -381,7 +381,7 @@ def test_on_a_gpu(sizes, how):
     assert_equal(got.numpy(), want, problem, sizes["k"])
 
 
-def test_what_is_no_problem_for_it():
+def test_unsupported_problems():
     sizes = {"m": 64, "n": 64, "k": 64}
     problem = problem_of(sizes)
     assert unsupported_reason(problem, GPU) == ""
@@ -395,7 +395,7 @@ def test_what_is_no_problem_for_it():
 
 
 def test_weights_are_asked_for_before_the_wait():
-    """Of tiles that are known to exist."""
+    """Only with static sizes: with a symbolic m, a block may be without a tile."""
     for symbolic, asks in (((), [1]), (("m",), [])):
         func = wgmma_matmul_kernel(problem_of({"m": 200, "n": 136, "k": 300}, symbolic=symbolic), GPU)
         assert list(func.attrs[READS_EARLY]) == asks
