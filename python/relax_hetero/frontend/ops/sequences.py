@@ -22,14 +22,14 @@ _OPEN_COUNT = "the number of its parts is only known when the model runs"
 
 @dataclass(frozen=True)
 class LongSequence:
-    """A sequence whose length only a call knows: `stacked.shape[0]` equal tensors, along the first axis of one."""
+    """a sequence of dynamic length: `stacked.shape[0]` equal tensors, along the first axis of one."""
 
     stacked: relax.Expr
 
 
 @dataclass(frozen=True)
 class JoinedSequence:
-    """A sequence whose length only a call knows, of tensors that differ along an axis, joined along it."""
+    """a sequence of dynamic length, of tensors that differ along an axis, joined along it."""
 
     joined: relax.Expr
     axis: int
@@ -59,7 +59,7 @@ def _items(node: Node, index: int = 0) -> list[relax.Expr]:
     """
     value = node.inputs[index] if node.has(index) else None
     if isinstance(value, (LongSequence, GrowingSequence, JoinedSequence)):
-        raise node.refusal("of a sequence whose length only a call knows cannot be imported")
+        raise node.refusal("of a sequence of dynamic length cannot be imported")
     if isinstance(value, relax.Tuple):
         return list(value.fields)
     if isinstance(value, relax.Expr):
