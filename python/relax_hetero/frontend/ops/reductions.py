@@ -178,30 +178,30 @@ def _reduced_shape(shape: Sequence[Any], axes: Sequence[int], keepdims: bool) ->
 
 
 def _source_index(position: Sequence[Any], reduced: dict[int, Any], rank: int, keepdims: bool) -> list[Any]:
-    kept = iter([p for i, p in enumerate(position) if not (keepdims and i in reduced)])
-    return [reduced[i] if i in reduced else next(kept) for i in range(rank)]
+    remaining = iter([p for i, p in enumerate(position) if not (keepdims and i in reduced)])
+    return [reduced[i] if i in reduced else next(remaining) for i in range(rank)]
 
 
 def _extreme(node: Node, data: relax.Expr, axes: list[int], keepdims: bool, largest: bool) -> relax.Expr:
-    """Maximum or minimum; of no elements the value that the reduction starts from."""
+    """Maximum or minimum; the neutral element if there are no elements."""
     if not axes:
         return data
     dtype = dtype_of(data)
     if is_float(dtype):
-        nothing: Any = -np.inf if largest else np.inf
+        neutral: Any = -np.inf if largest else np.inf
     else:
         limits = (False, True) if dtype == "bool" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-        nothing = limits[0 if largest else 1]
-    empty = _empty_result(node, data, axes, keepdims, nothing)
+        neutral = limits[0 if largest else 1]
+    empty = _empty_result(node, data, axes, keepdims, neutral)
     if empty is not None:
         return empty
     # bfloat16 is exact in float32, and targets without bfloat16 arithmetic have no infinity for it.
     compute = {"bool": "int8", "bfloat16": "float32"}.get(dtype)
     if compute is not None:
-        found = _extreme(node, cast(node, data, compute), axes, keepdims, largest)
-        if dtype == "bool":  # the least int8, which is the maximum of nothing, is False
-            return node.emit(relax.op.greater(found, const(0, compute)))
-        return cast(node, found, dtype)
+        result = _extreme(node, cast(node, data, compute), axes, keepdims, largest)
+        if dtype == "bool":  # the minimum int8, an empty maximum, becomes False
+            return node.emit(relax.op.greater(result, const(0, compute)))
+        return cast(node, result, dtype)
     return node.emit((relax.op.max if largest else relax.op.min)(data, axes, keepdims))
 
 
@@ -224,7 +224,7 @@ _register("ReduceMin", lambda node, data, axes, keepdims: _extreme(node, data, a
 
 @converts("ArgMax", "ArgMin")
 def arg_extreme(node: Node) -> relax.Expr:
-    """Index of the first (or last) largest or smallest element along an axis, also where all are infinite."""
+    """Index of the first (or last) largest or smallest element along an axis, also if all are infinite."""
     data = node.tensor(0)
     rank = node.rank(data)
     axis = node.axis(node.attribute("axis", 0), rank)
@@ -234,21 +234,21 @@ def arg_extreme(node: Node) -> relax.Expr:
 
 
 def index_of_extreme(node: Node, data: relax.Expr, axis: int, keepdims: bool, last: bool, largest: bool) -> relax.Expr:
-    """Index of the largest or smallest element along an axis; calls have to require that the axis is not empty."""
+    """Index of the largest or smallest element along an axis, which the caller requires to be nonempty."""
     rank = node.rank(data)
     if dtype_of(data) == "bfloat16":
         data = cast(node, data, "float32")
     if not last and is_float(dtype_of(data)):
         return node.emit((relax.op.argmax if largest else relax.op.argmin)(data, axis, keepdims))
 
-    def better(one: Sequence[tirx.Expr], other: Sequence[tirx.Expr]) -> tuple[tirx.Expr, tirx.Expr]:
-        wins = index_wins(one, other, largest, last)
-        return tirx.Select(wins, one[0], other[0]), tirx.Select(wins, one[1], other[1])
+    def better(a: Sequence[tirx.Expr], b: Sequence[tirx.Expr]) -> tuple[tirx.Expr, tirx.Expr]:
+        is_better = index_wins(a, b, largest, last)
+        return tirx.Select(is_better, a[0], b[0]), tirx.Select(is_better, a[1], b[1])
 
     def worst(index_type: str, value_type: str) -> tuple[tirx.Expr, tirx.Expr]:
         # An index that loses every tie against a real element.
-        nowhere = tirx.const(-1, index_type) if last else tvm.tirx.max_value(index_type)
-        return nowhere, lowest(value_type) if largest else _highest(value_type)
+        losing_index = tirx.const(-1, index_type) if last else tvm.tirx.max_value(index_type)
+        return losing_index, lowest(value_type) if largest else _highest(value_type)
 
     def compute(x: te.Tensor) -> te.Tensor:
         reducer = te.comm_reducer(better, worst, name="arg_extreme")
