@@ -23,7 +23,7 @@ from .required_sizes import (
     shown,
 )
 from .run_time.numbers import dims_at_run_time, numbers_of, sizes_of
-from .run_time.pads import centered_pads, pads_behind, pads_of_named_axes
+from .run_time.pads import pads_of_named_axes, pads_to
 from .table import converts
 
 _MAX_GATHERED_SIZE = 2**20
@@ -374,7 +374,7 @@ def max_unpool(node: Node) -> relax.Expr:
     if target is not sizes:
         output_shape = require_shape(node, node.tensor(2), [len(shape)], "its output_shape")
         spatial = node.emit(relax.op.strided_slice(output_shape, [0], [2], [len(shape)]))
-        pads = pads_behind(node, result, spatial, range(2, len(shape)))
+        pads = pads_to(node, result, spatial, range(2, len(shape)), is_centered=False)
         return pad(node.as_op("Pad", [result, pads], opset=13))
     if sizes == [*shape[:2], *default_sizes]:
         return result
@@ -392,7 +392,7 @@ def center_crop_pad(node: Node) -> relax.Expr:
         raise node.refusal(f"names an axis twice: axes {axes}")
     if target is None or not all(isinstance(size, int) for size in [*target, *node.shape(data)]):
         sizes = require_shape(node, node.tensor(1), [len(axes)], "its shape, a size for each axis,")
-        return pad(node.as_op("Pad", [data, centered_pads(node, data, sizes, axes)], opset=13))
+        return pad(node.as_op("Pad", [data, pads_to(node, data, sizes, axes, is_centered=True)], opset=13))
     dims = node.static_shape(data)
     if any(not isinstance(size, int) or size < 0 for size in target):
         raise node.refusal(f"its shape is {shown(target)}, expected sizes of 0 and more")
