@@ -124,9 +124,8 @@ class OnnxReport:
             counts = [by_status[row, status] for status in ("supported", "refused", "not looked at")]
             device_text = ", ".join(devices[row]) + (" and the host" if row in on_host and devices[row] else "")
             count_texts = [str(number) if number else "" for number in counts]
-            cells.append(
-                [row[0], row[1], "?" if row[2] is None else str(row[2]), str(count), *count_texts, device_text]
-            )
+            opset = "?" if row[2] is None else str(row[2])
+            cells.append([*row[:2], opset, str(count), *count_texts, device_text])
         if cells:
             yield table(f"Ops of {self.model}", _COLUMNS, cells, _COLUMNS[2:7])
         missing = [node for node in self.nodes if node.status != "supported"]
@@ -250,9 +249,8 @@ def _rows(
             status, reason = _status(inner, node, survey, has_converter(inner, functions))
             supported_devices = devices if status == "supported" else ()
             domain, opset = inner.domain or "ai.onnx", opset_of(inner.domain, model)
-            yield NodeReport(
-                inner.name, inner.op_type, domain, opset, status, reason, supported_devices, inner.name in on_host
-            )
+            own = inner.name, inner.op_type, domain, opset
+            yield NodeReport(*own, status, reason, supported_devices, inner.name in on_host)
 
 
 def _status(node: NodeInfo, owner: NodeInfo, survey: Survey, has_own_converter: bool) -> tuple[Status, str]:

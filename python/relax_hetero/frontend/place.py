@@ -167,11 +167,9 @@ def _binding_graph(func: relax.Function) -> ImportedGraph:
             module = modules[max(operands, key=order.__getitem__)]
         modules[binding.var], order[binding.var] = module, position
         op = _op_name(binding.value)
-        module_prefixes = (
-            [".".join(module.split(".")[:count]) for count in range(1, module.count(".") + 2)] if module else []
-        )
+        parents = [".".join(module.split(".")[:count]) for count in range(1, module.count(".") + 2)] if module else []
         params = [str(var.name) for var in operands if var in weights]
-        aliases = dict.fromkeys([name, op, op.removeprefix("relax."), op.rsplit(".", 1)[-1], *module_prefixes, *params])
+        aliases = dict.fromkeys([name, op, op.removeprefix("relax."), op.rsplit(".", 1)[-1], *parents, *params])
         spans = [str(span.source_name.name) for span in (binding.span, binding.value.span) if span is not None]
         number = counts.get(name, 0)
         counts[name] = number + 1

@@ -177,7 +177,7 @@ def auto_placement(
     main = {gv.name_hint: func for gv, func in mod_or_model.functions.items()}.get("main")
     if not isinstance(main, relax.Function):
         raise PlacementError('the module has no Relax function "main" to place')
-    model = _check_cost_model(cost_model, devices, objective)
+    model = _checked_model(cost_model, devices, objective)
     bindings = [binding for block in main.body.blocks for binding in block.bindings]
     graph = work_graph(main.params, bindings, [main.body.body], lambda var: str(var.name), model.symbolic_extent)
     return _plan(graph, devices, model, objective, memory_limit)
@@ -191,7 +191,7 @@ def place_graph(
     memory_limit: MemoryLimit | None = None,
 ) -> AutoPlacement:
     """Choose a device for every node of an imported ONNX graph."""
-    model = _check_cost_model(cost_model, vdevices, objective)
+    model = _checked_model(cost_model, vdevices, objective)
     owners = imported.owners
     loops = {loop.gv: loop.bindings for loop in imported.loops}
     content = imported.params, imported.bindings, imported.outputs
@@ -199,7 +199,7 @@ def place_graph(
     return _plan(graph, vdevices, model, objective, memory_limit)
 
 
-def _check_cost_model(
+def _checked_model(
     cost_model: CostModel | None, vdevices: Sequence[tvm.relax.VDevice], objective: Objective
 ) -> CostModel:
     model = CostModel.measured(vdevices, objective) if cost_model is None else cost_model
@@ -257,9 +257,7 @@ def memory_limits(memory_limit: MemoryLimit | None, vdevices: Sequence[tvm.relax
     """Index of a vdevice -> limit; by default most of the memory of GPUs of this machine."""
     if memory_limit is None:
         return {
-            index: _GPU_MEMORY_PERCENT * total // 100
-            for index, total in enumerate(map(_gpu_memory_bytes, vdevices))
-            if total
+            index: _GPU_MEMORY_PERCENT * total // 100 for index, total in enumerate(map(_gpu_memory, vdevices)) if total
         }
     if not isinstance(memory_limit, Mapping):
         return dict.fromkeys(range(len(vdevices)), bytes_of_text(memory_limit, "memory_limit"))
@@ -269,7 +267,7 @@ def memory_limits(memory_limit: MemoryLimit | None, vdevices: Sequence[tvm.relax
     }
 
 
-def _gpu_memory_bytes(vdevice: tvm.relax.VDevice) -> int:
+def _gpu_memory(vdevice: tvm.relax.VDevice) -> int:
     """Bytes of memory of a GPU of this machine, 0 for other devices."""
     if is_cpu(vdevice) or not are_present([vdevice]):
         return 0

@@ -152,14 +152,12 @@ class CostModel:
         vdevices = list(map(with_hardware, vdevices))
         host = host_vdevice(vdevices)
         host_index = IMPLICIT_HOST if host is None else vdevice_index(host, vdevices)
-        target_cores = _cores_by_device(vdevices)
-        cores, take_turns = target_cores, False
-        if not hosts_of(vdevices) and sum(target_cores.values()) > num_cores() >= max(target_cores.values()):
+        declared = _cores_by_device(vdevices)
+        cores, take_turns = declared, False
+        if not hosts_of(vdevices) and sum(declared.values()) > num_cores() >= max(declared.values()):
             take_turns = objective == "latency"
-            share = max(1, num_cores() // len(target_cores))
-            cores = (
-                target_cores if take_turns else {device: min(count, share) for device, count in target_cores.items()}
-            )
+            share = max(1, num_cores() // len(declared))
+            cores = declared if take_turns else {device: min(count, share) for device, count in declared.items()}
         queue_numbers: dict[tuple[object, ...], int] = {}
         queues = [
             queue_numbers.setdefault(
@@ -168,24 +166,17 @@ class CostModel:
             )
             for vdevice in vdevices
         ]
-        concurrent_cores: dict[str | None, int] = {}  # cores of a machine that work at the same time
+        busy: dict[str | None, int] = {}  # cores of a machine that work at the same time
         for (machine, *_), count in cores.items():
-            concurrent_cores[machine] = (
-                max(count, concurrent_cores.get(machine, 0)) if take_turns else count + concurrent_cores.get(machine, 0)
-            )
+            busy[machine] = max(count, busy.get(machine, 0)) if take_turns else count + busy.get(machine, 0)
         devices = [
-            _default_cpu(vdevice.target, cores[_physical_device(vdevice)], concurrent_cores[host_of(vdevice)])
+            _default_cpu(vdevice.target, cores[_physical_device(vdevice)], busy[host_of(vdevice)])
             if is_cpu(vdevice)
             else _default_gpu(vdevice.target)
             for vdevice in vdevices
         ]
-        endpoints = {**dict(enumerate(vdevices)), **({IMPLICIT_HOST: None} if host is None else {})}
-        links = {
-            (a, b): _default_link(endpoints[a], endpoints[b], take_turns)
-            for a in endpoints
-            for b in endpoints
-            if a != b
-        }
+        ends = {**dict(enumerate(vdevices)), **({IMPLICIT_HOST: None} if host is None else {})}
+        links = {(a, b): _default_link(ends[a], ends[b], take_turns) for a in ends for b in ends if a != b}
         return cls(devices, links, host_index, queues=queues)
 
     @classmethod
@@ -268,10 +259,10 @@ def _with_measurements(model: CostModel, figures: Figures) -> CostModel:
         # A whole call on a GPU has two transfers, of its argument and of its result.
         calls = abs(figures.devices[source].call - figures.devices[target].call) / 2
         links[source, target] = LinkCost(link.bandwidth, max(link.crossing, calls))
-    description = (
+    origin = (
         f"measured while other work took {figures.other_work:.0%} of the CPUs" if figures.other_work else "measured"
     )
-    return replace(model, devices=devices, links=links, figures=description)
+    return replace(model, devices=devices, links=links, figures=origin)
 
 
 def _default_link(source: tvm.relax.VDevice | None, target: tvm.relax.VDevice | None, take_turns: bool) -> LinkCost:

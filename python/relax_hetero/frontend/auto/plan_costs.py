@@ -76,9 +76,7 @@ class PlanCosts:
         self._own_weights = [
             sum(size for constant, size in unit.weights.items() if constant not in self._shared) for unit in graph.units
         ]
-        self._units_with_shared = [
-            index for index, unit in enumerate(graph.units) if not self._shared.isdisjoint(unit.weights)
-        ]
+        self._sharers = [index for index, unit in enumerate(graph.units) if not self._shared.isdisjoint(unit.weights)]
         all_on_device = {device: self.bytes_on(device, [device] * len(graph.units)) for device in limits or ()}
         self.limits = {device: limit for device, limit in (limits or {}).items() if all_on_device[device] > limit}
 
@@ -111,16 +109,14 @@ class PlanCosts:
 
     def bytes_on(self, device: int, plan: Sequence[int]) -> int:
         """Bytes of a call on a device: weights, and the peak of other values."""
-        weights = sum(size for size, unit_device in zip(self._own_weights, plan, strict=True) if unit_device == device)
+        weights = sum(size for size, target in zip(self._own_weights, plan, strict=True) if target == device)
         shared: dict[int, float] = {}
-        for unit in self._units_with_shared:
+        for unit in self._sharers:
             if plan[unit] == device:
                 shared |= self.graph.units[unit].weights
         weights += sum(shared[constant] for constant in self._shared & shared.keys())
         if device in self._transforming:
-            windows = sum(
-                unit.windows for unit, unit_device in zip(self.graph.units, plan, strict=True) if unit_device == device
-            )
+            windows = sum(unit.windows for unit, target in zip(self.graph.units, plan, strict=True) if target == device)
             weights += windows * (WINOGRAD_SIZE_RATIO - 1)
         return math.ceil(weights * PADDING) + self.values_on(device, plan)
 
@@ -232,10 +228,9 @@ def call_ticks(costs: PlanCosts, plan: Sequence[int]) -> int:
         step_to: dict[int, int] = {}
         for destination, carrier, amount in costs.transfers(value, plan):
             step = step_to[destination] = len(ticks)
-            readers_there = (
-                reader for reader in value.readers if costs.where(reader, plan) == destination and reader != OUTSIDE
-            )
-            order.append(2 * min(readers_there, default=units))
+            readers = (reader for reader in value.readers if reader != OUTSIDE)
+            local = (reader for reader in readers if costs.where(reader, plan) == destination)
+            order.append(2 * min(local, default=units))
             queue_of.append(costs.queue_of[carrier])
             ticks.append(amount)
             num_pending.append(0 if maker == OUTSIDE else 1)

@@ -58,25 +58,21 @@ def _exchange(costs: PlanCosts, plan: Sequence[int], first: int, second: int) ->
     side_costs = [[costs.ops[unit][first], costs.ops[unit][second]] for unit in node_of]
     for index, value in enumerate(values):
         movable = [node_of[reader] for reader in value.readers if reader in node_of]
-        fixed_devices = {costs.where(reader, plan) for reader in value.readers if reader not in node_of}
+        fixed = {costs.where(reader, plan) for reader in value.readers if reader not in node_of}
         maker = node_of.get(value.maker)
         if maker is None:
             maker_device = costs.where(value.maker, plan)
             tail, head, on_first, on_second = source, sink, maker_device, maker_device
         else:
             tail, head, on_first, on_second = maker, maker, first, second
-            side_costs[maker][0] += sum(
-                costs.transfer(value.size, first, maker_device) for maker_device in fixed_devices
-            )
-            side_costs[maker][1] += sum(
-                costs.transfer(value.size, second, maker_device) for maker_device in fixed_devices
-            )
+            side_costs[maker][0] += sum(costs.transfer(value.size, first, device) for device in fixed)
+            side_costs[maker][1] += sum(costs.transfer(value.size, second, device) for device in fixed)
         extra = len(node_of) + 2 * index
-        if second not in fixed_devices:  # else the transfer happens anyway
+        if second not in fixed:  # else the transfer happens anyway
             network.add_arc(tail, extra, costs.transfer(value.size, on_first, second))
             for reader in movable:
                 network.add_arc(extra, reader, INFINITE)
-        if first not in fixed_devices:
+        if first not in fixed:
             network.add_arc(extra + 1, head, costs.transfer(value.size, on_second, first))
             for reader in movable:
                 network.add_arc(reader, extra + 1, INFINITE)
@@ -195,10 +191,8 @@ def heft(costs: PlanCosts) -> list[int]:
             start = 0
             for index in reads[unit]:
                 if device not in available[index]:
-                    source, made_at = next(iter(available[index].items()))
-                    queues[queue] = max(queues[queue], made_at) + costs.transfer(
-                        graph.values[index].size, source, device
-                    )
+                    source, ready = next(iter(available[index].items()))
+                    queues[queue] = max(queues[queue], ready) + costs.transfer(graph.values[index].size, source, device)
                     arrivals[index] = queues[queue]
                 start = max(start, available[index].get(device, 0), arrivals.get(index, 0))
             end = max(start, queues[queue]) + costs.ops[unit][device]
@@ -399,10 +393,8 @@ def _edges(costs: PlanCosts) -> defaultdict[tuple[int, int], float]:
 def _match(work: list[int], edges: dict[tuple[int, int], float], largest: float, max_pairs: int) -> list[int]:
     """New index of each cluster after at most `max_pairs` pairs are joined."""
     partner = list(range(len(work)))
-    sorted_edges = sorted(
-        edges.items(), key=lambda edge: (-(edge[1] ** 2) / (work[edge[0][0]] * work[edge[0][1]]), edge[0])
-    )
-    for (a, b), _ in sorted_edges:
+    ranked = sorted(edges.items(), key=lambda edge: (-(edge[1] ** 2) / (work[edge[0][0]] * work[edge[0][1]]), edge[0]))
+    for (a, b), _ in ranked:
         if max_pairs > 0 and partner[a] == a and partner[b] == b and work[a] + work[b] <= largest:
             partner[b] = a
             partner[a] = b

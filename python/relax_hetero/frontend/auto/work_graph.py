@@ -123,9 +123,9 @@ class _GraphBuilder:
         self._units: list[WorkUnit] = []
         self._unit_of: dict[str, int] = {}
         self._values: dict[relax.Var, WorkValue] = {}
-        self._bound_vars: set[relax.Var] = set()
+        self._bound: set[relax.Var] = set()
         self._map_ranks: set[int] = set()  # of results of convolutions
-        self._assumed_symbols: set[str] = set()
+        self._symbols: set[str] = set()
 
     def graph(
         self, params: Iterable[relax.Var], bindings: Iterable[relax.Binding], outputs: Iterable[relax.Expr]
@@ -140,7 +140,7 @@ class _GraphBuilder:
             for var in relax.analysis.free_vars(binding.value):
                 self._add_reader(var, unit)
             self._values[binding.var] = WorkValue(self._size(binding.var.ty), unit, [])
-            self._bound_vars.add(binding.var)
+            self._bound.add(binding.var)
             if isinstance(binding.value, relax.Call) and _traits(binding.value).kind.startswith("conv"):
                 self._map_ranks.add(binding.var.ty.ndim)
         for output in outputs:
@@ -150,9 +150,7 @@ class _GraphBuilder:
         for var, value in crossing.items():
             value.readers = list(dict.fromkeys(value.readers))
             value.is_map = isinstance(var.ty, relax.TensorType) and var.ty.ndim in self._map_ranks
-        return WorkGraph(
-            self._units, list(crossing.values()), dict.fromkeys(sorted(self._assumed_symbols), self._extent)
-        )
+        return WorkGraph(self._units, list(crossing.values()), dict.fromkeys(sorted(self._symbols), self._extent))
 
     def _unit_index(self, binding: relax.Binding) -> int:
         name = self._name_of(binding.var)
@@ -191,10 +189,9 @@ class _GraphBuilder:
         limit = call.args[1]
         is_static = isinstance(limit, tvm.ir.GenericConst) and int(limit.value.numpy()) < _MAX_TRIPS
         trips = int(limit.value.numpy()) if is_static else self._extent
-        body_builder = _GraphBuilder(
-            self._name_of, self._extent, {gv: bindings for gv, bindings in self._loops.items() if gv != call.op}
-        )
-        ops = [work for binding in body for work in body_builder._work(binding.value)]
+        loops = {gv: inner for gv, inner in self._loops.items() if gv != call.op}
+        body_graph = _GraphBuilder(self._name_of, self._extent, loops)
+        ops = [work for binding in body for work in body_graph._work(binding.value)]
         return [op._replace(flops=op.flops * trips, bytes=op.bytes * trips) for op in ops]
 
     def _window_bytes(self, value: relax.Expr) -> float:
@@ -218,11 +215,9 @@ class _GraphBuilder:
         if not isinstance(value, relax.Call) or self._size(value.ty) == 0 or not _traits(value).flops:
             return []
         traits = _traits(value)
-        sizes = [self._size(arg.ty) for arg in _tensor_args(value)]
-        result_bytes = self._size(value.ty)
-        if traits.joins_operand and any(
-            arg in self._bound_vars for arg in _tensor_args(value) if isinstance(arg, relax.Var)
-        ):
+        args, result_bytes = _tensor_args(value), self._size(value.ty)
+        sizes = [self._size(arg.ty) for arg in args]
+        if traits.joins_operand and any(arg in self._bound for arg in args if isinstance(arg, relax.Var)):
             # The fused kernel keeps the operand in registers and writes the result in its place.
             return [Work(self._flops(value), sum(sizes) - max(sizes), is_kernel=False)]
         is_product = traits.kind in ("product", "conv", "conv_transpose")
@@ -250,7 +245,7 @@ class _GraphBuilder:
         if not isinstance(ty, relax.TensorType):
             return [1]
         if isinstance(ty.shape, relax.ShapeExpr):
-            self._assumed_symbols.update(str(dim) for dim in ty.shape.values if isinstance(dim, tvm.tirx.Var))
+            self._symbols.update(str(dim) for dim in ty.shape.values if isinstance(dim, tvm.tirx.Var))
             return [int(dim) if isinstance(dim, tvm.tirx.IntImm) else self._extent for dim in ty.shape.values] or [1]
         return [self._extent] * max(int(ty.ndim), 1)
 

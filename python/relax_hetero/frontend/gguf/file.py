@@ -110,13 +110,13 @@ class Reader:
 
     def count(self, what: str, size: int) -> int:
         """Read the number of the following entries, which take at least `size` bytes each."""
-        num_entries: int = self.number("Q", what)
-        remaining = len(self.view) - self.at
-        if num_entries * size > remaining:
+        entries: int = self.number("Q", what)
+        rest = len(self.view) - self.at
+        if entries * size > rest:
             raise self.error(
-                f"{what} is {num_entries:,}, expected at most {remaining // size:,}: the file has no bytes for more"
+                f"{what} is {entries:,}, expected at most {rest // size:,}: the file has no bytes for more"
             )
-        return num_entries
+        return entries
 
     def text(self, what: str) -> str:
         """Read a text in UTF-8."""
@@ -186,7 +186,7 @@ def _read_value(reader: Reader, kind: int, key: str) -> Any:
 _VERSIONS = (2, 3)
 _MAX_DIMS, _MAX_NAME_BYTES = 4, 63
 """Limits of llama.cpp: dimensions of a tensor, and bytes of its name."""
-_DEFAULT_ALIGNMENT = 32
+_ALIGNMENT = 32
 _NUMPY_TYPES = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "I8": "<i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
 """Types that numpy has; tensors of all other types are bytes."""
 
@@ -262,9 +262,7 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
         raise reader.error(f"found {counts[0]:,} tensors and {counts[1]:,} keys, expected {MAX_ENTRIES:,} at most")
     fields = {"GGUF.version": version, "GGUF.tensor_count": counts[0], "GGUF.kv_count": counts[1]}
     fields |= read_metadata(reader, counts[1])
-    return GgufFile(
-        Path(path), fields, _read_tensors(reader, counts[0], fields.get("general.alignment", _DEFAULT_ALIGNMENT))
-    )
+    return GgufFile(Path(path), fields, _read_tensors(reader, counts[0], fields.get("general.alignment", _ALIGNMENT)))
 
 
 def _read_tensors(reader: Reader, count: int, alignment: int) -> dict[str, FileTensor]:

@@ -239,15 +239,13 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
     return model
 
 
-def _read_windows(metadata: _Fields, architecture: Architecture, layers: int) -> tuple[int, ...]:
+def _read_windows(read: _Fields, architecture: Architecture, layers: int) -> tuple[int, ...]:
     """Window of each layer, from a list of layers with a window or from a period of layers."""
-    window = metadata.count("attention.sliding_window", architecture.window) if architecture.pattern else 0
-    pattern = metadata.pattern("attention.sliding_window_pattern", architecture.pattern)
+    window = read.count("attention.sliding_window", architecture.window) if architecture.pattern else 0
+    pattern = read.pattern("attention.sliding_window_pattern", architecture.pattern)
     if isinstance(pattern, list):
         if len(pattern) != layers:
-            raise FrontendError(
-                f"{metadata.file}: says of {len(pattern)} layers which have a window, expected {layers}"
-            )
+            raise FrontendError(f"{read.file}: says of {len(pattern)} layers which have a window, expected {layers}")
         return tuple(window if has_window else 0 for has_window in pattern)
     has_window = [bool(pattern) and layer % pattern != pattern - 1 for layer in range(layers)]
     return tuple(window if windowed else 0 for windowed in has_window)

@@ -196,13 +196,11 @@ class _Function:
         used = model.experts_used
         # float32 on all devices: rounding would change the order of experts with nearly equal scores.
         scores = self._product(x, f"{name}.ffn_gate_inp", model.experts, model.width, dtype="float32")
-        probabilities = self.emit(relax.op.nn.softmax(scores, axis=-1), f"{name}.ffn_moe_probs")
-        best = self.emit(
-            relax.op.topk(probabilities, used, axis=-1, ret_type="both", dtype="int32"), f"{name}.ffn_moe_topk"
-        )
-        top_probabilities = self.emit(relax.TupleGetItem(best, 0), f"{name}.ffn_moe_weights")
-        total = self.emit(relax.op.sum(top_probabilities, [-1], keepdims=True), f"{name}.ffn_moe_sum")
-        weights = self.emit(relax.op.divide(top_probabilities, total), f"{name}.ffn_moe_share")
+        probs = self.emit(relax.op.nn.softmax(scores, axis=-1), f"{name}.ffn_moe_probs")
+        best = self.emit(relax.op.topk(probs, used, axis=-1, ret_type="both", dtype="int32"), f"{name}.ffn_moe_topk")
+        top = self.emit(relax.TupleGetItem(best, 0), f"{name}.ffn_moe_weights")
+        total = self.emit(relax.op.sum(top, [-1], keepdims=True), f"{name}.ffn_moe_sum")
+        weights = self.emit(relax.op.divide(top, total), f"{name}.ffn_moe_share")
         if model.expert_scale != 1.0:
             weights = self.emit(relax.op.multiply(weights, _number(model.expert_scale)), f"{name}.ffn_moe_scaled")
         ids = self.emit(relax.TupleGetItem(best, 1), f"{name}.ffn_moe_ids")

@@ -77,7 +77,7 @@ def bytes_read(tensor: FileTensor, layout: BlockLayout | None, share: float) -> 
 _KERNELS_PER_PART = {"attn": 5, "ffn": 4, "embd": 1, "output": 2}
 """Approximate number of kernels of a part."""
 
-_MAX_ORDERED_DEVICES = 5
+_MAX_ORDERED = 5
 """All orders of at most this number of devices are tried; for more devices, the given order and its reverse."""
 
 
@@ -192,12 +192,10 @@ def _placement_reason(
 ) -> str:
     """The reason why a part is on its device."""
     seconds = [_part_seconds(part, index, costs) for index in range(len(names))]
-    faster_devices = sorted(
-        (index for index in range(len(names)) if seconds[index] < seconds[device]), key=seconds.__getitem__
-    )
-    if not faster_devices:
+    faster = sorted((i for i in range(len(names)) if seconds[i] < seconds[device]), key=seconds.__getitem__)
+    if not faster:
         return choice("no device is faster", seconds, device, names)
-    for candidate in faster_devices:
+    for candidate in faster:
         free = limits.get(candidate, math.inf) - plan.resident_bytes.get(candidate, 0.0)
         if part.resident_bytes[candidate] > free:
             limit = memory_limited(names[candidate], limits[candidate], free, part.resident_bytes[candidate])
@@ -208,9 +206,7 @@ def _placement_reason(
 def _estimate(
     parts: Sequence[Part], plan: LayerPlan, costs: CostModel, names: Sequence[str], row_bytes: int
 ) -> dict[str, Any]:
-    single_device_seconds = {
-        name: _plan(parts, (index,) * len(parts), costs, row_bytes).seconds for index, name in enumerate(names)
-    }
+    alone = {name: _plan(parts, (i,) * len(parts), costs, row_bytes).seconds for i, name in enumerate(names)}
     busy_seconds = dict.fromkeys(names, 0.0)
     for part, device in zip(parts, plan.devices, strict=True):
         busy_seconds[names[device]] += _part_seconds(part, device, costs)
@@ -218,7 +214,7 @@ def _estimate(
         "objective": "latency",
         "seconds": plan.seconds,
         "busy_seconds": busy_seconds,
-        "single_device_seconds": single_device_seconds,
+        "single_device_seconds": alone,
         "assumed_sizes": {},
         "figures": costs.figures,
     }
@@ -243,23 +239,14 @@ def parts_of(
     is_shared = tuple(is_tied and isinstance(layout, Panels) for layout in layouts)
     parts = [Part("embd", 0, bytes_per_device([table]), (0.0,) * len(layouts), is_shared)]
     for layer in range(model.layers):
-        layer_tensors = [tensor for name, tensor in file.tensors.items() if name.startswith(f"blk.{layer}.")]
-        attention = [
-            layer_tensor
-            for layer_tensor in layer_tensors
-            if layer_tensor.name.split(".")[2].startswith(("attn", "post_attention"))
-        ]
-        rest = [layer_tensor for layer_tensor in layer_tensors if layer_tensor not in attention]
+        tensors = [tensor for name, tensor in file.tensors.items() if name.startswith(f"blk.{layer}.")]
+        prefixes = "attn", "post_attention"
+        attention = [tensor for tensor in tensors if tensor.name.split(".")[2].startswith(prefixes)]
+        rest = [tensor for tensor in tensors if tensor not in attention]
         pages = cache.pages(model.window_of(layer))
-        cache_bytes = float(pages * page_bytes(model.kv_heads, model.size, cache.page_type))
-        parts.append(
-            Part(
-                "attn",
-                layer,
-                bytes_per_device(attention, cache_bytes),
-                read_bytes(attention, cache_bytes / cache.sequences / 2),
-            )
-        )
+        kv_bytes = float(pages * page_bytes(model.kv_heads, model.size, cache.page_type))
+        read = read_bytes(attention, kv_bytes / cache.sequences / 2)
+        parts.append(Part("attn", layer, bytes_per_device(attention, kv_bytes), read))
         parts.append(Part("ffn", layer, bytes_per_device(rest), read_bytes(rest)))
     output = [table if is_tied else file.tensors["output.weight"]]
     return [*parts, Part("output", 0, bytes_per_device(output), read_bytes(output))]
@@ -295,9 +282,7 @@ def _candidates(parts: Sequence[Part], costs: CostModel, limits: Mapping[int, in
     """Candidate plans: consecutive layers on each device, or feed-forward networks separate from attention."""
     count = len(costs.devices)
     devices = range(count)
-    orders = (
-        list(permutations(devices)) if count <= _MAX_ORDERED_DEVICES else [tuple(devices), tuple(reversed(devices))]
-    )
+    orders = list(permutations(devices)) if count <= _MAX_ORDERED else [tuple(devices), tuple(reversed(devices))]
     for order in orders:
         for num_devices in range(1, count + 1):
             yield from _contiguous_plans(parts, order[:num_devices], limits)
@@ -319,10 +304,9 @@ def _contiguous_plans(
     devices, position, resident = [], 0, 0.0
     for index, part in enumerate(parts):
         device = order[position]
-        required = part.resident_bytes[device] + (
-            parts[index + 1].resident_bytes[device] if part.name == "attn" else 0.0
-        )
-        if part.name != "ffn" and resident + required > limits.get(device, math.inf) and position + 1 < len(order):
+        layer_parts = parts[index : index + 2] if part.name == "attn" else [part]
+        needed = sum(layer_part.resident_bytes[device] for layer_part in layer_parts)
+        if part.name != "ffn" and resident + needed > limits.get(device, math.inf) and position + 1 < len(order):
             position, resident = position + 1, 0.0
         resident += part.resident_bytes[order[position]]
         devices.append(order[position])

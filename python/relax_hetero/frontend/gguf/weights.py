@@ -116,9 +116,8 @@ class Weights:
         tensor = self.tensor(name, shape)
         if dtype == "float32" or not (tensor.type == "F32" or is_plain(tensor.type)):
             return None
-        return self._constant(
-            f"{name}.{dtype}", lambda: _plain_numbers(tensor).reshape(shape).astype(numpy_dtype(dtype))
-        )
+        kind = numpy_dtype(dtype)
+        return self._constant(f"{name}.{dtype}", lambda: _plain_numbers(tensor).reshape(shape).astype(kind))
 
     def _constant(self, name: str, make: Callable[[], np.ndarray]) -> relax.Expr:
         if name not in self._constants:

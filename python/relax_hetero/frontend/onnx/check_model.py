@@ -6,6 +6,7 @@ working directory. Missing shapes of outputs are filled in, since the checker st
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Set
@@ -101,10 +102,7 @@ def _import_all(bare: onnx.ModelProto) -> None:
     """Import the domains of all nodes: ONNX Runtime needs no import of its own, and unknown ops are refused later."""
     import_lists = (bare.opset_import, *(function.opset_import for function in bare.functions))
     lists = _node_lists(bare, "the model")
-    for node in (
-        *(node for nodes in lists for node in nodes),
-        *(entry for imports in import_lists for entry in imports),
-    ):
+    for node in itertools.chain(*lists, *import_lists):
         node.domain = "" if node.domain in STANDARD_DOMAINS else node.domain
     used = {node.domain for nodes in _node_lists(bare, "the model") for node in nodes}
     for imports in import_lists:

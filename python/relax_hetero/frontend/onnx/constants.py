@@ -178,9 +178,8 @@ def make_const(array: np.ndarray) -> tvm.ir.GenericConst:
 def _is_shareable(array: np.ndarray) -> bool:
     """Return whether kernels may read an array in place: a large, aligned, contiguous view of a mapped file."""
     is_plain = array.flags.c_contiguous and array.flags.writeable and array.dtype != np.bool_
-    return (
-        array.nbytes >= _MIN_SHARED_BYTES and not array.flags.owndata and is_plain and _address(array) % ALIGNMENT == 0
-    )
+    is_view = is_plain and not array.flags.owndata
+    return is_view and array.nbytes >= _MIN_SHARED_BYTES and _address(array) % ALIGNMENT == 0
 
 
 def _address(array: np.ndarray) -> int:
@@ -203,7 +202,7 @@ def fold_node(node: onnx.NodeProto, operands: list[np.ndarray | None], opset: in
     if node.op_type not in FOLDED_OPS or node.domain not in STANDARD_DOMAINS or not all(node.output):
         return None
     if node.op_type == "ConstantOfShape":
-        return _fold_constant_of_shape(node, operands)
+        return _fold_fill(node, operands)
     operand_bytes = {_address(value): value.nbytes for value in operands if value is not None}
     nbytes = result_bytes(node, operands)
     # Twice the bytes: the result exists twice while it is copied into a TVM tensor.
@@ -221,9 +220,7 @@ def _name_of(node: onnx.NodeProto) -> str:
     return node.name or next(iter(node.output), "")
 
 
-def _fold_constant_of_shape(
-    node: onnx.NodeProto, operands: list[np.ndarray | None]
-) -> list[tvm.ir.GenericConst] | None:
+def _fold_fill(node: onnx.NodeProto, operands: list[np.ndarray | None]) -> list[tvm.ir.GenericConst] | None:
     """Result of a `ConstantOfShape`, filled in place; None if it is invalid, for its converter to report the error."""
     shape = operands[0] if operands else None
     fill = next((attribute.t for attribute in node.attribute if attribute.name == "value"), None)

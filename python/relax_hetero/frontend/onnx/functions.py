@@ -44,7 +44,7 @@ def _bind_attributes(node: onnx.NodeProto, attributes: Mapping[str, onnx.Attribu
     del result.attribute[:]
     for attribute in node.attribute:
         if not attribute.ref_attr_name:
-            result.attribute.append(_bind_graph_attributes(attribute, attributes))
+            result.attribute.append(_bind_graphs(attribute, attributes))
         elif attribute.ref_attr_name in attributes:
             value = onnx.AttributeProto()
             value.CopyFrom(attributes[attribute.ref_attr_name])
@@ -53,9 +53,7 @@ def _bind_attributes(node: onnx.NodeProto, attributes: Mapping[str, onnx.Attribu
     return result
 
 
-def _bind_graph_attributes(
-    attribute: onnx.AttributeProto, attributes: Mapping[str, onnx.AttributeProto]
-) -> onnx.AttributeProto:
+def _bind_graphs(attribute: onnx.AttributeProto, attributes: Mapping[str, onnx.AttributeProto]) -> onnx.AttributeProto:
     if not attribute.HasField("g"):
         return attribute
     result = onnx.AttributeProto()

@@ -427,15 +427,9 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
         """Replace a result without elements by a broadcast constant, because many kernels divide by sizes."""
         if isinstance(value, relax.TupleGetItem):
             value = self.bb.normalize(value)
-        is_computed = isinstance(value, (relax.Call, relax.Var, relax.TupleGetItem))
-        is_computed = is_computed and not any(
-            value.same_as(operand) for operand in operands if isinstance(operand, relax.Var)
-        )
-        if (
-            not is_computed
-            or not isinstance(value.ty, relax.TensorType)
-            or not isinstance(value.ty.shape, relax.ShapeExpr)
-        ):
+        is_new = isinstance(value, (relax.Call, relax.Var, relax.TupleGetItem))
+        is_new = is_new and not any(value.same_as(var) for var in operands if isinstance(var, relax.Var))
+        if not is_new or not isinstance(value.ty, relax.TensorType) or not isinstance(value.ty.shape, relax.ShapeExpr):
             return value
         if not any(isinstance(dim, tvm.tirx.IntImm) and dim.value == 0 for dim in value.ty.shape.values):
             return value

@@ -71,9 +71,8 @@ def graph_inputs(graph: onnx.GraphProto, shapes: Shapes | None, defaults: Collec
     infos, sequences = _flatten_inputs(entries, shape_entries)
     dims = {info.name: _declared_dims(info) for info in infos}
     fixed_sizes = _apply_shapes(dims, shape_entries)
-    symbols = _SymbolicDims(
-        fixed_sizes, {dim for shape in dims.values() for dim in shape or () if isinstance(dim, str)}
-    )
+    names = {dim for shape in dims.values() for dim in shape or () if isinstance(dim, str)}
+    symbols = _Symbols(fixed_sizes, names)
     for name in fixed_sizes:
         symbols.value(name)  # raises if a dimension that is an expression differs from its size in `shapes`
     tensors = {info.name: _parameter(info, dims[info.name], symbols) for info in infos}
@@ -84,11 +83,9 @@ def graph_inputs(graph: onnx.GraphProto, shapes: Shapes | None, defaults: Collec
 
 def _check_default(name: str, default: onnx.TensorProto, param: relax.Var) -> None:
     shape, dtype = list(default.dims), dtype_name(default.data_type, f"initializer {name!r}")
-    param_dims = list(param.ty.shape.values) if isinstance(param.ty.shape, relax.ShapeExpr) else shape
-    sizes = [
-        int(dim) if isinstance(dim, int | tirx.IntImm) else size for dim, size in zip(param_dims, shape, strict=False)
-    ]
-    if dtype != str(param.ty.dtype) or len(param_dims) != len(shape) or sizes != shape:
+    dims = list(param.ty.shape.values) if isinstance(param.ty.shape, relax.ShapeExpr) else shape
+    sizes = [int(dim) if isinstance(dim, int | tirx.IntImm) else size for dim, size in zip(dims, shape, strict=False)]
+    if dtype != str(param.ty.dtype) or len(dims) != len(shape) or sizes != shape:
         raise FrontendError(f"input {name!r} is {param.ty}, but its default has the shape {shape} of {dtype}")
 
 
@@ -221,7 +218,7 @@ def _parse_size_expression(name: str, text: str, names: set[str], expressions: M
     return tree
 
 
-class _SubstituteNames(ast.NodeTransformer):
+class _Substitute(ast.NodeTransformer):
     def __init__(self, expressions: Mapping[str, ast.expr]) -> None:
         self._expressions = expressions
 
@@ -232,11 +229,9 @@ class _SubstituteNames(ast.NodeTransformer):
 def _substitute(dim: str, expressions: Mapping[str, ast.expr]) -> str:
     """Replace names in a dimension by their expressions."""
     tree = _parse(dim)
-    return (
-        dim
-        if tree is None or not _symbols_in(dim) & expressions.keys()
-        else ast.unparse(_SubstituteNames(expressions).visit(tree))
-    )
+    if tree is None or not _symbols_in(dim) & expressions.keys():
+        return dim
+    return ast.unparse(_Substitute(expressions).visit(tree))
 
 
 def _set_input_shape(name: str, dims: dict[str, list[_Dim] | None], sizes: object, fixed_sizes: dict[str, int]) -> None:
@@ -298,7 +293,7 @@ def _bad_key_message(key: object, value: object, inputs: list[str], names: list[
     return f"shapes names {key!r}, which is neither an input nor a named dimension of the model{hint}; {choices}"
 
 
-class _SymbolicDims:
+class _Symbols:
     """Symbolic variables by dimension name; a name may be an expression of others ("2*n", "n + 1")."""
 
     def __init__(self, fixed_sizes: dict[str, int], names: set[str]) -> None:
@@ -379,7 +374,7 @@ def _symbols_in(name: str) -> set[str]:
     return set() if tree is None else {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
-def _parameter(info: onnx.ValueInfoProto, dims: list[_Dim] | None, symbols: _SymbolicDims) -> relax.Var:
+def _parameter(info: onnx.ValueInfoProto, dims: list[_Dim] | None, symbols: _Symbols) -> relax.Var:
     dtype = dtype_name(info.type.tensor_type.elem_type, f"input {info.name!r}")
     name = variable_name(info.name)
     if dims is None:

@@ -12,7 +12,7 @@ from ...errors import FrontendError
 from .functions import FunctionTable, function_of, function_table
 
 # Limit of all names together; a name in a function's body is prefixed by the names of all enclosing calls.
-_MAX_NAME_CHARACTERS = 1 << 27
+_MAX_LETTERS = 1 << 27
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,8 +123,6 @@ class _Namer:
         self._suffixes[base] = suffix
         self._used.add(name)
         self._characters += len(name)
-        if self._characters > _MAX_NAME_CHARACTERS:
-            raise FrontendError(
-                f"the names of nodes take more than {_MAX_NAME_CHARACTERS:,} letters, up to {name[:100]!r}"
-            )
+        if self._characters > _MAX_LETTERS:
+            raise FrontendError(f"the names of nodes take more than {_MAX_LETTERS:,} letters, up to {name[:100]!r}")
         return name

@@ -242,9 +242,8 @@ class _Surveyor(GraphImporter):
             if len(self._sizes) > num_sizes:
                 self._vague_values[name] = refused
             self._stand_ins[name] = self._nodes[name] = relax.Var(variable_name(name), ty)
-            self.bb.begin_scope(
-                [self._stand_ins[name]]
-            )  # for the sizes in its type; the scope stays open because the builder is discarded
+            # For the sizes in its type; the scope stays open because the builder is discarded.
+            self.bb.begin_scope([self._stand_ins[name]])
 
     def _type_of(self, name: str) -> relax.TensorType | None:
         if name not in self._types or not self._types[name].HasField("tensor_type"):

@@ -95,7 +95,7 @@ def plan_decoder(model: OnnxModel) -> DecoderPlan:
     logits_outputs = [output.name for output in graph.output if output.name not in caches]
     if len(logits_outputs) != 1:
         raise FrontendError(f"{source} has the outputs {logits_outputs} besides its caches, expected one of logits")
-    required = _required_nodes(graph, producers, logits_outputs[0], inputs, source)
+    required = _required(graph, producers, logits_outputs[0], inputs, source)
     layers = {index: layer for layer, index in enumerate(index for index in attentions if index in required)}
     attributes = [_attributes(graph.node[index]) for index in layers]
     return DecoderPlan(
@@ -138,7 +138,7 @@ def _check_attention(node: onnx.NodeProto, inputs: set[str], source: str) -> Non
             raise FrontendError(f"{title} reads the cache {name!r}, expected an input of the graph")
 
 
-def _required_nodes(
+def _required(
     graph: onnx.GraphProto, producers: dict[str, int], logits: str, inputs: set[str], source: str
 ) -> set[int]:
     """Indices of the nodes that logits depend on, without dependencies through masks and past keys and values."""
@@ -155,18 +155,18 @@ def _required_nodes(
             raise FrontendError(
                 f"{source}: a node reads {name!r}, which is a cache, expected attention to read it only"
             )
-        read_names = (
+        names = (
             [node.input[i] for i in _PAGED_INPUTS if i < len(node.input)]
             if node.op_type == ATTENTION
             else _inputs_of(node)
         )
-        for read_name in read_names:
-            if read_name in inputs and read_name not in (IDS, POSITIONS):
+        for operand in names:
+            if operand in inputs and operand not in (IDS, POSITIONS):
                 raise FrontendError(
-                    f"{source}: {node.op_type} {node.name!r} reads the input {read_name!r}, for which a cache of pages "
+                    f"{source}: {node.op_type} {node.name!r} reads the input {operand!r}, for which a cache of pages "
                     f"has no value; expected {IDS!r} and {POSITIONS!r} alone outside of attention"
                 )
-            stack.append(read_name)
+            stack.append(operand)
     return required
 
 
@@ -187,9 +187,9 @@ def _logits_product(graph: onnx.GraphProto, producers: dict[str, int], logits: s
         if node.op_type in _PRODUCT_OPS:
             return producers[name]
         operands = [
-            input_name
-            for input_name in node.input
-            if input_name in producers and graph.node[producers[input_name]].op_type != "Constant"
+            operand
+            for operand in node.input
+            if operand in producers and graph.node[producers[operand]].op_type != "Constant"
         ]
         if node.op_type not in _AFTER_PRODUCT_OPS or len(operands) != 1:
             return None

@@ -159,9 +159,8 @@ def transposed_convolution(node: Node) -> relax.Expr:
     trimmed = [max(pad, 0) for pad in pads]
     kernel_padding = [min(value, stride - 1) for value, stride in zip(extra, strides, strict=True)]
     groups = node.attribute("group", 1)
-    result = node.emit(
-        operation(data, weight, strides, trimmed, kernel_padding, dilations, groups, layout, kernel_layout)
-    )
+    layouts = layout, kernel_layout
+    result = node.emit(operation(data, weight, strides, trimmed, kernel_padding, dilations, groups, *layouts))
     missing = [max(-pad, 0) for pad in pads]
     for axis in range(count):
         missing[count + axis] += extra[axis] - kernel_padding[axis]

@@ -28,7 +28,7 @@ def from_front(node: Node, indices: relax.Expr, extent: relax.Expr) -> relax.Exp
     return node.emit(relax.op.where(is_negative, relax.op.add(indices, extent), indices))
 
 
-def _normalize_indices(node: Node, indices: relax.Expr, sizes: Sequence[Dim | None]) -> relax.Expr:
+def _normalized(node: Node, indices: relax.Expr, sizes: Sequence[Dim | None]) -> relax.Expr:
     """Check constant indices and make them non-negative; CheckValues handles others at run time.
 
     Parameters
@@ -64,9 +64,8 @@ def gather(node: Node) -> relax.Expr:
             return data.values[int(index)]
     data, indices = node.tensor(0), node.tensor(1)
     axis = node.axis(node.attribute("axis", 0), node.rank(data))
-    return node.emit(
-        relax.op.take(data, _normalize_indices(node, indices, [_axis_size(node, data, axis)]), axis, "fast")
-    )
+    indices = _normalized(node, indices, [_axis_size(node, data, axis)])
+    return node.emit(relax.op.take(data, indices, axis, "fast"))
 
 
 @converts("GatherElements")
@@ -75,9 +74,8 @@ def gather_elements(node: Node) -> relax.Expr:
     data, indices = node.tensor(0), node.tensor(1)
     axis = node.axis(node.attribute("axis", 0), node.rank(data))
     _check_indices(node, data, indices, axis)
-    return node.emit(
-        relax.op.gather_elements(data, _normalize_indices(node, indices, [_axis_size(node, data, axis)]), axis)
-    )
+    indices = _normalized(node, indices, [_axis_size(node, data, axis)])
+    return node.emit(relax.op.gather_elements(data, indices, axis))
 
 
 def _check_indices(node: Node, data: relax.Expr, indices: relax.Expr, axis: int) -> None:
@@ -107,7 +105,7 @@ def _coordinates(node: Node, data: relax.Expr, indices: relax.Expr, first: int) 
     if not isinstance(length, int):
         raise node.refusal("needs a static number of coordinates")
     sizes = node.shape(data)[first : first + length] if data.ty.shape is not None else [None]
-    return _normalize_indices(node, indices, sizes)
+    return _normalized(node, indices, sizes)
 
 
 def _reduction(node: Node) -> str:
@@ -125,7 +123,7 @@ def scatter_elements(node: Node) -> relax.Expr:
     _check_indices(node, data, indices, axis)
     updates = require_shape(node, updates, node.shape(indices), "its updates")
     indices = renamed(node, indices, node.shape(updates))  # a static size of either holds for both
-    indices = _normalize_indices(node, indices, [_axis_size(node, data, axis)])
+    indices = _normalized(node, indices, [_axis_size(node, data, axis)])
     return node.emit(relax.op.scatter_elements(data, indices, updates, axis, _reduction(node)))
 
 
@@ -305,9 +303,8 @@ def tensor_scatter(node: Node) -> relax.Expr:
     axis = node.axis(node.attribute("axis", -2), rank)
     is_circular = node.attribute("mode", "linear") == "circular"
     dims, update_dims = node.shape(data), node.shape(update)
-    update = require_shape(
-        node, update, [update_dims[i] if i == axis else dim for i, dim in enumerate(dims)], "its update"
-    )
+    expected = [update_dims[i] if i == axis else dim for i, dim in enumerate(dims)]
+    update = require_shape(node, update, expected, "its update")
     node.require(
         as_expr(update_dims[axis]) <= as_expr(dims[axis]),
         f"its update {shown(update_dims)} is longer than {shown(dims)}",

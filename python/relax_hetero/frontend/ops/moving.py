@@ -66,7 +66,7 @@ def _repeated_index(index: tirx.Expr, size: Any, mode: str) -> tirx.Expr:
     return tirx.Select(inside < size, inside, period - inside)
 
 
-def _remaining_size(dim: Dim, before: Dim, after: Dim) -> tirx.Expr:
+def _remaining(dim: Dim, before: Dim, after: Dim) -> tirx.Expr:
     """Number of elements of an axis that negative pads leave."""
     return as_expr(dim) + tirx.min(as_expr(before), 0) + tirx.min(as_expr(after), 0)
 
@@ -83,9 +83,8 @@ def _require_valid_pads(node: Node, dims: list[Dim], before: list[Dim], after: l
         if mode == "constant":
             node.require(as_expr(dim) + first + last >= 0, text)
         else:
-            node.require(
-                any_of([_remaining_size(dim, first, last) >= 1, tirx.all(equal(first, 0), equal(last, 0))]), text
-            )
+            is_unpadded = tirx.all(equal(first, 0), equal(last, 0))
+            node.require(any_of([_remaining(dim, first, last) >= 1, is_unpadded]), text)
 
 
 @converts("Pad")
@@ -116,11 +115,7 @@ def pad(node: Node) -> relax.Expr:
         constant = node.constant(2) if node.has(2) else np.array(node.attribute("value", 0))
         number = float(constant.item()) if constant is not None and constant.size == 1 else None
         if mode == "constant" and number is not None and min(constant_pads) >= 0 and _is_exact_fill(number, dtype):
-            widths = [
-                width
-                for pair in zip(constant_pads[: len(dims)], constant_pads[len(dims) :], strict=True)
-                for width in pair
-            ]
+            widths = np.reshape(constant_pads, (2, -1)).T.reshape(-1).tolist()
             return node.emit(relax.op.nn.pad(data, widths, "constant", number))
 
     def element(i: Position, x: te.Tensor, filling: te.Tensor) -> tirx.Expr:
@@ -149,9 +144,8 @@ def _padded_element(
             checks += [index >= 0, index < x.shape[axis]]
         else:
             cut_off = tirx.max(-as_expr(before), 0)
-            indices[axis] = (
-                _repeated_index(index - cut_off, _remaining_size(x.shape[axis], before, after), mode) + cut_off
-            )
+            remaining = _remaining(x.shape[axis], before, after)
+            indices[axis] = _repeated_index(index - cut_off, remaining, mode) + cut_off
     return tirx.if_then_else(tirx.all(*checks), x(*indices), filling()) if checks else x(*indices)
 
 

@@ -174,9 +174,8 @@ def batch_normalization(node: Node) -> relax.Expr:
     for index, current in ((3, mean), (4, variance)):
         running = node.tensor(index)
         weighted_running = node.emit(relax.op.multiply(widened(node, running), const(momentum, dtype_of(current))))
-        weighted_current = node.emit(
-            relax.op.multiply(relax.op.reshape(current, (-1,)), const(1 - momentum, dtype_of(current)))
-        )
+        flat = relax.op.reshape(current, (-1,))
+        weighted_current = node.emit(relax.op.multiply(flat, const(1 - momentum, dtype_of(current))))
         outputs.append(cast(node, node.emit(relax.op.add(weighted_running, weighted_current)), dtype_of(running)))
     return node.outputs(outputs)
 

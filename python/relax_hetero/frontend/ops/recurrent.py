@@ -263,11 +263,9 @@ def _direction(node: Node, data: relax.Expr, direction: int, count: int, is_back
         states.append(_zeros(node, batch, hidden, dtype) if initial is None else _row(node, initial, direction))
     lengths = None
     if node.has(4):
-        sequence_lengths = cast(node, node.tensor(4), "int64")
-        sequence_lengths = node.kernel(
-            "lengths", lambda i, length, _: length(*i), sequence_lengths, data, ranges=(0, 1, 0, 1)
-        )
-        lengths = node.emit(relax.op.reshape(sequence_lengths, (batch, 1)))
+        lengths = cast(node, node.tensor(4), "int64")
+        lengths = node.kernel("lengths", lambda i, length, _: length(*i), lengths, data, ranges=(0, 1, 0, 1))
+        lengths = node.emit(relax.op.reshape(lengths, (batch, 1)))
     return Direction(layer, inputs, states, lengths, is_backwards)
 
 

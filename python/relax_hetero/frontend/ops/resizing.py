@@ -102,11 +102,8 @@ def _resize_static(node: Node, data: relax.Expr, axes: dict[int, ResizedAxis], f
             node.check_table(axis.after, tap_count(axis, form), itemsize=32)
             tables[number] = taps(axis, form)
     is_inside = all(table.outside is None for table in tables.values())
-    if (
-        mode != "nearest"
-        and is_inside
-        and math.prod(len(table.weights[0]) for table in tables.values()) <= _MAX_UNROLLED_TAPS
-    ):
+    num_taps = math.prod(len(table.weights[0]) for table in tables.values())
+    if mode != "nearest" and is_inside and num_taps <= _MAX_UNROLLED_TAPS:
         value = _weighted_sum_at_once(node, value, tables)
     else:
         for number, table in tables.items():
@@ -165,13 +162,8 @@ def _with_regions(
 ) -> dict[int, ResizedAxis]:
     if region.size != 2 * len(region_axes):
         raise node.refusal(f"has a roi of {region.size} numbers for {len(region_axes)} axes")
-    ends = dict(
-        zip(
-            region_axes,
-            zip(map(float, region[: len(region_axes)]), map(float, region[len(region_axes) :]), strict=True),
-            strict=True,
-        )
-    )
+    starts, stops = region.reshape(2, -1).tolist()
+    ends = dict(zip(region_axes, zip(starts, stops, strict=True), strict=True))
     return {number: replace(axis, region=ends[number]) for number, axis in axes.items()}
 
 

@@ -115,9 +115,7 @@ def _select(node: Node, condition: relax.Expr, first: relax.Expr, second: relax.
     return node.builder.match_cast(result, relax.TensorType(sizes, dtype_of(first)))
 
 
-def _compare_position(
-    node: Node, operation: Callable[..., relax.Expr], position: relax.Expr, number: int
-) -> relax.Expr:
+def _compare(node: Node, operation: Callable[..., relax.Expr], position: relax.Expr, number: int) -> relax.Expr:
     return node.emit(operation(position, const(number, "int64")))
 
 
@@ -150,9 +148,9 @@ def sequence_insert(node: Node) -> Any:
     if _is_computed(node, 2):
         position_tensor = _computed_position(node, 2, -len(items), len(items))
         new = node.tensor(1)
-        is_after = [_compare_position(node, relax.op.greater, position_tensor, i) for i in range(len(items))]
+        is_after = [_compare(node, relax.op.greater, position_tensor, i) for i in range(len(items))]
         # The tensors from the position on move by one.
-        is_end = [_compare_position(node, relax.op.equal, position_tensor, i + 1) for i in range(len(items))]
+        is_end = [_compare(node, relax.op.equal, position_tensor, i + 1) for i in range(len(items))]
         shifted = [new, *(_select(node, is_here, new, item) for is_here, item in zip(is_end, items, strict=True))]
         items_before = [_select(node, is_after[i], items[i], shifted[i]) for i in range(len(items))]
         return relax.Tuple([*items_before, shifted[-1]])
@@ -169,7 +167,7 @@ def sequence_erase(node: Node) -> relax.Expr:
         position_tensor = _computed_position(node, 1, -len(items), len(items) - 1)
         pairs = enumerate(zip(items, items[1:], strict=False))
         return relax.Tuple(
-            [_select(node, _compare_position(node, relax.op.greater, position_tensor, i), a, b) for i, (a, b) in pairs]
+            [_select(node, _compare(node, relax.op.greater, position_tensor, i), a, b) for i, (a, b) in pairs]
         )
     del items[_position(node, 1, -1, -len(items), len(items) - 1)]
     return relax.Tuple(items)
@@ -185,7 +183,7 @@ def sequence_at(node: Node) -> relax.Expr:
         position_tensor = _computed_position(node, 1, -len(items), len(items) - 1)
         result = items[-1]
         for i in reversed(range(len(items) - 1)):
-            result = _select(node, _compare_position(node, relax.op.equal, position_tensor, i), items[i], result)
+            result = _select(node, _compare(node, relax.op.equal, position_tensor, i), items[i], result)
         return result
     return items[_position(node, 1, 0, -len(items), len(items) - 1)]
 
@@ -291,11 +289,9 @@ def _has_single_parts(node: Node, size: Any) -> bool:
         return constant.ndim == 0 and int(constant) == 1
     parts = node.inputs[1]
     binding = node.builder.lookup_binding(parts) if isinstance(parts, relax.Var) else None
-    if (
-        binding is None
-        or op_name(binding) != "relax.broadcast_to"
-        or not isinstance(binding.args[0], tvm.ir.GenericConst)
-    ):
+    if binding is None or op_name(binding) != "relax.broadcast_to":
+        return False
+    if not isinstance(binding.args[0], tvm.ir.GenericConst):
         return False
     if node.rank(parts) != 1 or array_of(binding.args[0].value).reshape(-1).tolist() != [1]:
         return False

@@ -85,14 +85,10 @@ def reshape(node: Node) -> relax.Expr:
     if target is None:
         return relax.op.reshape(data, relax.ShapeExpr(_target_at_run_time(node, data)))
     allows_zero = bool(node.attribute("allowzero", 0))
-    constants = [dim for dim in target if isinstance(dim, int)]
-    if (
-        any(dim < -1 for dim in constants)
-        or constants.count(-1) > 1
-        or (allows_zero and 0 in constants and -1 in constants)
-    ):
+    fixed = [dim for dim in target if isinstance(dim, int)]
+    if any(dim < -1 for dim in fixed) or fixed.count(-1) > 1 or (allows_zero and 0 in fixed and -1 in fixed):
         raise node.refusal(f"its target is {shown(target)}, expected sizes with at most one -1")
-    if 0 not in constants:
+    if 0 not in fixed:
         return _reshape_static(node, data, target)
     dims = node.shape(data)
     if allows_zero:  # there are no elements
@@ -116,20 +112,16 @@ def _reshape_static(node: Node, data: relax.Expr, target: list[Dim]) -> relax.Ex
         _warn_of_fixed_sizes(node, dims, target)
         return node.emit(relax.op.reshape(data, target))
     if any(isinstance(dim, int) and dim == 0 for dim in dims):  # TVM ignores sizes of 0 in the product
-        open_size = 0
+        rest = 0
         for dim in target:
             node.require(tirx.NE(as_expr(dim), as_expr(0)), f"reshapes {shown(dims)} to {shown(target)}")
-        return node.filled(
-            [open_size if axis in open_axes else dim for axis, dim in enumerate(target)], 0, dtype_of(data)
-        )
-    open_size = node.shape(node.builder.normalize(relax.op.reshape(data, target)))[open_axes[0]]
-    for divisor in divisors_in(open_size):  # TVM divides by the other sizes, and cancels what it can
+        return node.filled([rest if axis in open_axes else dim for axis, dim in enumerate(target)], 0, dtype_of(data))
+    rest = node.shape(node.builder.normalize(relax.op.reshape(data, target)))[open_axes[0]]
+    for divisor in divisors_in(rest):  # TVM divides by the other sizes, and cancels what it can
         text = f"reshapes {shown(dims)} to {shown(target)}, which leaves the size of -1 open"
         node.require(tirx.NE(divisor, as_expr(0)), text)
-    open_size = with_safe_divisions(open_size)
-    return node.emit(
-        relax.op.reshape(data, [open_size if axis in open_axes else dim for axis, dim in enumerate(target)])
-    )
+    rest = with_safe_divisions(rest)
+    return node.emit(relax.op.reshape(data, [rest if axis in open_axes else dim for axis, dim in enumerate(target)]))
 
 
 def _warn_of_fixed_sizes(node: Node, dims: list[Dim], target: list[Dim]) -> None:

@@ -32,22 +32,20 @@ def slice_(node: Node) -> relax.Expr:
     axes, steps = _optional_numbers(node, 3), _optional_numbers(node, 4)
     if starts is None or ends is None or axes is None or steps is None or not all(map(_has_sign, [*starts, *ends])):
         return _slice_at_run_time(node, data)
-    sliced_axes = [node.axis(int(axis), rank) for axis in axes] if axes.size else list(range(len(starts)))
+    targets = [node.axis(int(axis), rank) for axis in axes] if axes.size else list(range(len(starts)))
     strides = [max(min(int(step), _MAX_STEP), -_MAX_STEP) for step in steps] if steps.size else [1] * len(starts)
-    if not len(sliced_axes) == len(strides) == len(starts) == len(ends):
-        raise node.refusal(
-            f"has {len(starts)} starts, {len(ends)} ends, {len(sliced_axes)} axes and {len(strides)} steps"
-        )
+    if not len(targets) == len(strides) == len(starts) == len(ends):
+        raise node.refusal(f"has {len(starts)} starts, {len(ends)} ends, {len(targets)} axes and {len(strides)} steps")
     if 0 in strides:
         raise node.refusal("a step is 0")
-    if len(set(sliced_axes)) != len(sliced_axes):
-        raise node.refusal(f"slices an axis twice: axes {sliced_axes}")
+    if len(set(targets)) != len(targets):
+        raise node.refusal(f"slices an axis twice: axes {targets}")
     dims = node.shape(data)
     ranges = [
         _range(dims[axis], start, end, step)
-        for axis, start, end, step in zip(sliced_axes, starts, ends, strides, strict=True)
+        for axis, start, end, step in zip(targets, starts, ends, strides, strict=True)
     ]
-    return cut(node, data, dict(zip(sliced_axes, ranges, strict=True)))
+    return cut(node, data, dict(zip(targets, ranges, strict=True)))
 
 
 def _optional_numbers(node: Node, index: int) -> np.ndarray | None:

@@ -32,9 +32,7 @@ MICROSOFT = "com.microsoft"
 
 _CONVERTERS: dict[OpKey, Convert] = {}
 # Stock TVM's table mixes ops of ONNX Runtime's domain in, which ONNX does not define.
-_STOCK_CONVERTERS: dict[str, Any] = {
-    name: converter for name, converter in _get_convert_map().items() if onnx.defs.has(name)
-}
+_STOCK: dict[str, Any] = {name: converter for name, converter in _get_convert_map().items() if onnx.defs.has(name)}
 _BROADCASTING = frozenset(
     "Add And BitShift BitwiseAnd BitwiseOr BitwiseXor Div Equal Greater GreaterOrEqual Less LessOrEqual Max Mean Min "
     "Mod Mul Or Pow Sub Sum Where Xor".split()
@@ -44,25 +42,23 @@ _BROADCAST_BY_AXIS = frozenset("Add And Div Equal Greater Less Mul Or Pow Sub Xo
 """Op types that had an attribute `axis` for broadcasting."""
 _FIRST_BROADCASTING_OPSET = 7
 """First opset with numpy's broadcasting."""
-_SIZE_INPUT_OPS = frozenset(
+_SIZE_OPS = frozenset(
     "AffineGrid CenterCropPad Col2Im ConstantOfShape Expand Pad ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp "
     "ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare Reshape Resize Slice Squeeze Tile Unsqueeze "
     "Upsample".split()
 )
 """Op types whose inputs after the data are vectors with one or two entries per dimension."""
-_NUMBER_INPUT_OPS = _SIZE_INPUT_OPS | frozenset("CumProd CumSum OneHot Split TopK".split())
+_NUMBER_OPS = _SIZE_OPS | frozenset("CumProd CumSum OneHot Split TopK".split())
 """Op types whose inputs after the data give the result's shape, or an axis."""
 
 
-_SHAPE_PRESERVING_OPS = frozenset({"Hardmax", "LogSoftmax", "Softmax"})
+_SAME_SHAPE_OPS = frozenset({"Hardmax", "LogSoftmax", "Softmax"})
 """Op types whose result has their input's shape, and whose kernels do not support empty tensors."""
 
 
 def takes_size(op_type: str, index: int) -> bool:
     """Return whether an op type reads sizes, axes or a number of elements from input `index`."""
-    return (
-        op_type in _NUMBER_INPUT_OPS and index >= (op_type != "ConstantOfShape") and (op_type, index) != ("OneHot", 2)
-    )
+    return op_type in _NUMBER_OPS and index >= (op_type != "ConstantOfShape") and (op_type, index) != ("OneHot", 2)
 
 
 def converts(*op_types: str, domain: str = STANDARD) -> Callable[[Convert], Convert]:
@@ -99,7 +95,7 @@ def convert_node(node: Node) -> Any:
             return folded
         if node.op_type in _BROADCASTING:
             node = with_one_shape(node)
-        if node.op_type in _SHAPE_PRESERVING_OPS and 0 in (_shape_of(node.inputs[0]) or ()):
+        if node.op_type in _SAME_SHAPE_OPS and 0 in (_shape_of(node.inputs[0]) or ()):
             return node.inputs[0]
     value = _CONVERTERS.get((node.domain, node.op_type), convert_by_default)(node)
     if not isinstance(value, relax.Expr):
@@ -126,7 +122,7 @@ def _check_extents(node: Node, ty: tvm.ir.Type) -> None:
 
 def _check_lengths(node: Node) -> None:
     """Refuse vectors of sizes, axes or pads that are longer than the maximum rank allows."""
-    if node.op_type not in _SIZE_INPUT_OPS:
+    if node.op_type not in _SIZE_OPS:
         return
     for index in range(0 if node.op_type == "ConstantOfShape" else 1, len(node.inputs)):
         shape = _shape_of(node.inputs[index])
@@ -138,7 +134,7 @@ def convert_by_default(node: Node) -> Any:
     """Convert a node by stock TVM's converter, else by its function body."""
     if node.domain != STANDARD:
         raise node.refusal(f"this op of domain {node.domain!r} cannot be imported")
-    if node.op_type in _STOCK_CONVERTERS:
+    if node.op_type in _STOCK:
         return convert_by_stock(node)
     if has_body(node.op_type, node.opset):
         return expand(node, convert_node)
@@ -147,7 +143,7 @@ def convert_by_default(node: Node) -> Any:
 
 def expansion_with_graphs(node: Node) -> tuple[onnx.FunctionProto, onnx.NodeProto] | None:
     """The function body of an op without a converter, and its call, if nodes in it have subgraphs; else None."""
-    if (STANDARD, node.op_type) in _CONVERTERS or node.op_type in _STOCK_CONVERTERS:
+    if (STANDARD, node.op_type) in _CONVERTERS or node.op_type in _STOCK:
         return None
     return body_with_graphs(node)
 
@@ -165,7 +161,7 @@ def convert_by_stock(node: Node) -> Any:
     attributes["tvm_custom"] = {"name": node.name, "num_outputs": node.num_outputs}
     inputs = _StockInputs(_stock_input(node, index) for index in range(len(node.inputs)))
     try:
-        return _STOCK_CONVERTERS[node.op_type].get_converter(node.opset)(node.builder, inputs, attributes, [{}, {}])
+        return _STOCK[node.op_type].get_converter(node.opset)(node.builder, inputs, attributes, [{}, {}])
     except Exception as error:
         raise node.refusal(f"stock TVM's converter failed: {type(error).__name__}: {error}") from error
 
@@ -214,7 +210,7 @@ def converters() -> dict[OpKey, Converter]:
     """Table of all ops that can be imported."""
     schemas = (schema for schema in onnx.defs.get_all_schemas() if schema.domain == STANDARD)
     bodies = {schema.name for schema in schemas if has_body(schema.name, schema.since_version)}
-    keys = {*_CONVERTERS, *((STANDARD, op_type) for op_type in {*_STOCK_CONVERTERS, *bodies})}
+    keys = {*_CONVERTERS, *((STANDARD, op_type) for op_type in {*_STOCK, *bodies})}
     return {key: Converter(*key) for key in sorted(keys)}
 
 

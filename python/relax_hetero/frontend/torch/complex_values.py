@@ -113,9 +113,7 @@ def convert_complex(node: TorchNode, *arguments: Any) -> Any:
     operands = list(arguments)
     for index in _PROMOTED_OPERANDS.get(op, ()):  # real operands get an imaginary part of 0
         operand = operands[index]
-        operands[index] = (
-            [_as_complex(node, part) for part in operand] if isinstance(operand, list) else _as_complex(node, operand)
-        )
+        operands[index] = [_pair(node, part) for part in operand] if isinstance(operand, list) else _pair(node, operand)
     half = node.of(part_of(node.value))
     convert = TABLE.get(node.op) or TABLE[op]
     real, imaginary = (convert(half, *_select_part(operands, which)) for which in (0, 1))
@@ -136,7 +134,7 @@ def _select_part(value: Any, part: int) -> Any:
     return [_select_part(entry, part) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
-def _as_complex(node: TorchNode, value: Any) -> Complex:
+def _pair(node: TorchNode, value: Any) -> Complex:
     """Convert a number or a real tensor to a complex value."""
     if isinstance(value, Complex):
         return value
@@ -151,40 +149,38 @@ def _is_complex_operand(value: Any) -> bool:
     return isinstance(value, (Complex, complex))
 
 
-def _bilinear_product(node: TorchNode, a: Any, b: Any, times: Callable[..., Any]) -> Complex:
+def _product(node: TorchNode, a: Any, b: Any, times: Callable[..., Any]) -> Complex:
     """Product of complex values by a bilinear operation on real tensors."""
     if not _is_complex_operand(a) or not _is_complex_operand(b):  # one factor is real
         scale, value = (a, b) if _is_complex_operand(b) else (b, a)
         factor = node.tensor(scale, node.of(part_of(node.value)).dtype)
-        pair = _as_complex(node, value)
+        pair = _pair(node, value)
         operands = (lambda part: (factor, part)) if _is_complex_operand(b) else (lambda part: (part, factor))
         return Complex(*(node.emit(times(*operands(part))) for part in pair))
-    (a, b), (c, d) = _as_complex(node, a), _as_complex(node, b)
+    (a, b), (c, d) = _pair(node, a), _pair(node, b)
     real = node.emit(relax.op.subtract(times(a, c), times(b, d)))
     return Complex(real, node.emit(relax.op.add(times(a, d), times(b, c))))
 
 
 @_rule("mul")
 def _mul(node: TorchNode, a: Any, b: Any) -> Complex:
-    return _bilinear_product(node, a, b, relax.op.multiply)
+    return _product(node, a, b, relax.op.multiply)
 
 
 @_rule("mm", "bmm", "matmul")
 def _matmul(node: TorchNode, a: Any, b: Any) -> Complex:
-    return _bilinear_product(node, a, b, relax.op.matmul)
+    return _product(node, a, b, relax.op.matmul)
 
 
 @_rule("div")
 def _div(node: TorchNode, a: Any, b: Any, *_: Any) -> Complex:
     if not _is_complex_operand(b):
         divisor = node.tensor(b, node.of(part_of(node.value)).dtype)
-        return Complex(*(node.emit(relax.op.divide(part, divisor)) for part in _as_complex(node, a)))
-    c, d = _as_complex(node, b)
-    squared_magnitude = node.emit(relax.op.add(relax.op.multiply(c, c), relax.op.multiply(d, d)))
-    numerator = _bilinear_product(
-        node, _as_complex(node, a), Complex(c, node.emit(relax.op.negative(d))), relax.op.multiply
-    )
-    return Complex(*(node.emit(relax.op.divide(part, squared_magnitude)) for part in numerator))
+        return Complex(*(node.emit(relax.op.divide(part, divisor)) for part in _pair(node, a)))
+    c, d = _pair(node, b)
+    norm = node.emit(relax.op.add(relax.op.multiply(c, c), relax.op.multiply(d, d)))
+    numerator = _product(node, _pair(node, a), Complex(c, node.emit(relax.op.negative(d))), relax.op.multiply)
+    return Complex(*(node.emit(relax.op.divide(part, norm)) for part in numerator))
 
 
 @_rule("reciprocal")
@@ -236,9 +232,7 @@ def _exp(node: TorchNode, x: Complex) -> Complex:
 
 @_rule("polar")
 def _polar(node: TorchNode, radius: relax.Expr, angle: relax.Expr) -> Complex:
-    return Complex(
-        *(node.emit(relax.op.multiply(radius, function(angle))) for function in (relax.op.cos, relax.op.sin))
-    )
+    return Complex(*(node.emit(relax.op.multiply(radius, op(angle))) for op in (relax.op.cos, relax.op.sin)))
 
 
 @_rule("complex")

@@ -130,7 +130,7 @@ def exported_program(
         raise FrontendError(
             f"rh.from_torch: {describe_value(source, 'rh.from_torch')}; expected a torch.nn.Module or ExportedProgram"
         )
-    _refuse_random(program, lambda node: _argument_value(node, "train", "training") is not None)
+    _refuse_random(program, lambda node: _argument(node, "train", "training") is not None)
     table = torch.export.default_decompositions()
     undecomposed = _UNDECOMPOSED - {"lstm"} if any(map(_is_projected_lstm, _calls(program))) else _UNDECOMPOSED
     for op in [op for op in table if op._schema.name.split("::")[1] in undecomposed]:
@@ -162,13 +162,11 @@ def _is_projected_lstm(node: Any) -> bool:
     """Return whether a node is an LSTM with projections, which ONNX lacks, so that torch has to unroll it."""
     if not str(node.target).startswith("aten.lstm.input"):
         return False
-    layers, directions = _argument_value(node, "num_layers"), 2 if _argument_value(node, "bidirectional") else 1
-    return (
-        len(_argument_value(node, "params")) > (4 if _argument_value(node, "has_biases") else 2) * layers * directions
-    )
+    layers, directions = _argument(node, "num_layers"), 2 if _argument(node, "bidirectional") else 1
+    return len(_argument(node, "params")) > (4 if _argument(node, "has_biases") else 2) * layers * directions
 
 
-def _argument_value(node: Any, *names: str) -> Any:
+def _argument(node: Any, *names: str) -> Any:
     """The value of a node's first argument with one of these names, or None."""
     for index, argument in enumerate(node.target._schema.arguments):
         if argument.name in names:
@@ -182,7 +180,7 @@ def _is_random(node: Any) -> bool:
     """Return whether a node with its arguments draws random numbers."""
     if torch_package().Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    return not any(_argument_value(node, name) == value for name, value in _DETERMINISTIC_ARGUMENTS.items())
+    return not any(_argument(node, name) == value for name, value in _DETERMINISTIC_ARGUMENTS.items())
 
 
 def _refuse_random(program: Any, is_candidate: Callable[[Any], bool] = lambda node: True) -> None:
@@ -231,10 +229,10 @@ def _export(torch: Any, module: Any, args: Any, kwargs: Any, dynamic_shapes: Any
     return program
 
 
-_NumberAttributes: TypeAlias = "dict[tuple[str, str], bool | int | float]"
+_Numbers: TypeAlias = "dict[tuple[str, str], bool | int | float]"
 
 
-def _number_attributes(module: Any) -> _NumberAttributes:
+def _number_attributes(module: Any) -> _Numbers:
     """(path of a submodule, name of an attribute) -> value, for all numeric attributes."""
     return {
         (path, name): value
@@ -245,11 +243,11 @@ def _number_attributes(module: Any) -> _NumberAttributes:
 
 
 def _exports_differently(
-    module: Any, program: Any, export: Callable[[], Any], numbers_before: _NumberAttributes, changed: _NumberAttributes
+    module: Any, program: Any, export: Callable[[], Any], before: _Numbers, changed: _Numbers
 ) -> bool:
     """Return whether a module exports differently after its numbers changed, unlike one with a cache filled once."""
 
-    def assign(numbers: _NumberAttributes) -> None:
+    def assign(numbers: _Numbers) -> None:
         for path, name in changed:
             vars(module.get_submodule(path))[name] = numbers[path, name]
 
@@ -259,7 +257,7 @@ def _exports_differently(
     except Exception:  # the other state of the module is the old one
         return False
     finally:
-        assign(numbers_before)
+        assign(before)
 
 
 def _check_storage(torch: Any, module: Any, args: Any, kwargs: Any) -> None:

@@ -366,11 +366,9 @@ class _Importer(OwnedBindings):
         dims = self._sizes.shape(fake.shape)
         if str(ty.dtype) != dtype_name(fake.dtype) or int(ty.ndim) not in (-1, len(dims)):
             raise node.refusal(f"becomes {ty}, where torch infers {dtype_name(fake.dtype)} of shape {dims}")
-        symbols = {
-            str(symbol) for dim in fake.shape if not isinstance(dim, int) for symbol in dim.node.expr.free_symbols
-        }
-        if not isinstance(ty.shape, relax.ShapeExpr) or symbols - self._sizes.symbols:
-            self._sizes.symbols |= symbols
+        new = {str(symbol) for dim in fake.shape if not isinstance(dim, int) for symbol in dim.node.expr.free_symbols}
+        if not isinstance(ty.shape, relax.ShapeExpr) or new - self._sizes.symbols:
+            self._sizes.symbols |= new
             return self.bb.match_cast(result, relax.TensorType(as_shape(dims), str(ty.dtype)))
         for size, expected_size in zip(node.dims(result), dims, strict=True):
             if not node.sizes_equal(size, expected_size):
@@ -406,18 +404,16 @@ class _Importer(OwnedBindings):
         values, fakes = [], []
         schema = getattr(node.target, "_schema", None)
         if schema is None:  # an op with nested graphs
-            return [self._value(argument_value) for argument_value in node.args], list(node.args)
+            return [self._value(operand) for operand in node.args], list(node.args)
         for index, argument in enumerate(schema.arguments):
             if index < len(node.args):
-                argument_value = node.args[index]
+                operand = node.args[index]
             elif argument.name in node.kwargs:
-                argument_value = node.kwargs[argument.name]
+                operand = node.kwargs[argument.name]
             else:
-                argument_value = argument.default_value
-            values.append(self._value(argument_value))
-            fakes.append(
-                argument_value.meta.get("val") if isinstance(argument_value, self._torch.fx.Node) else argument_value
-            )
+                operand = argument.default_value
+            values.append(self._value(operand))
+            fakes.append(operand.meta.get("val") if isinstance(operand, self._torch.fx.Node) else operand)
         return values, fakes
 
     def _value(self, argument: Any) -> Any:
@@ -427,9 +423,9 @@ class _Importer(OwnedBindings):
             return [self._value(part) for part in argument]
         return argument
 
-    def _number(self, argument: Any) -> Any:
+    def _number(self, node: Any) -> Any:
         """Convert a number that torch computes from sizes or from numbers that the model reads."""
-        torch, value = self._torch, argument.meta.get("val")
+        torch, value = self._torch, node.meta.get("val")
         if isinstance(value, torch.SymInt):
             return self._sizes.dim(value)
         if isinstance(value, torch.SymBool):
@@ -437,12 +433,10 @@ class _Importer(OwnedBindings):
             if condition is not None:
                 return condition
         elif isinstance(value, torch.SymFloat):
-            return float_scalar(self._detached_node(argument.name), value.node.expr)
+            return float_scalar(self._detached_node(node.name), value.node.expr)
         elif value is None or isinstance(value, (bool, int, float, str)):
             return value
-        raise FrontendError(
-            f"the value of {argument} ({argument.target}) cannot be imported: it is not a tensor or size"
-        )
+        raise FrontendError(f"the value of {node} ({node.target}) cannot be imported: it is not a tensor or size")
 
     def _outputs(self) -> tuple[list[relax.Expr], list[str]]:
         """The module's results, followed by the new values of inputs that it mutates."""

@@ -30,7 +30,7 @@ class Sizes:
 
     def __init__(self, names: Mapping[str, str], constraints: Mapping[Any, Any]) -> None:
         self._names = names
-        self._maybe_negative = {str(symbol) for symbol, bounds in constraints.items() if not bounds.lower >= 0}
+        self._signed = {str(symbol) for symbol, bounds in constraints.items() if not bounds.lower >= 0}
         self._variables: dict[str, tirx.Var] = {}
         self._bound: dict[str, Any] = {}
         self._num_renamed = 0
@@ -72,9 +72,7 @@ class Sizes:
 
     def may_be_negative(self, value: Any) -> bool:
         """Return whether an expression contains a number read from a tensor that torch allows to be negative."""
-        signed = [
-            size for symbol, (size, _) in self.read.items() if symbol in self._maybe_negative and size is not None
-        ]
+        signed = [size for symbol, (size, _) in self.read.items() if symbol in self._signed and size is not None]
         used = tirx.analysis.undefined_vars(value)
         return any(size.same_as(variable) for size in signed for variable in used)
 
@@ -113,7 +111,7 @@ class Sizes:
                 result = tirx.Select(self._boolean(condition), _as_int64(self.expr(part)), result)
             return result
         operation = _OPERATIONS.get(kind)
-        if kind in _NON_NEGATIVE_OPS and self._maybe_negative & set(map(str, value.free_symbols)):
+        if kind in _NON_NEGATIVE_OPS and self._signed & set(map(str, value.free_symbols)):
             raise FrontendError(f"{kind} of a number that may be negative, {value}, cannot be imported")
         if operation is None:
             raise FrontendError(f"the size {value} is computed by {kind}, which cannot be imported")

@@ -176,7 +176,7 @@ def test_a_limit_that_nothing_fits():
 
 def test_the_memory_of_a_gpu_is_a_limit_by_itself(monkeypatch):
     costs = CostModel([DeviceCost(1e9, 1e12, 0), DeviceCost(1e12, 1e12, 0)], links(2, 0), 0)
-    monkeypatch.setattr(placing, "_gpu_memory_bytes", lambda vdevice: int(vdevice.vdevice_id) * 1_000_000)
+    monkeypatch.setattr(placing, "_gpu_memory", lambda vdevice: int(vdevice.vdevice_id) * 1_000_000)
     plan = auto_placement(layers(6, 256), ["llvm", "llvm"], costs)
     assert sorted(plan.assignments.values()) == ["llvm:0"] * 3 + ["llvm:1"] * 3
     assert set(auto_placement(layers(3, 256), ["llvm", "llvm"], costs).assignments.values()) == {"llvm:1"}

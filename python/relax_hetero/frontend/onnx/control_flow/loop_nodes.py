@@ -214,11 +214,11 @@ class _Attempt:
         params = [*body_params, *row_vars]
         call_args = [*captured, *([relax.Var("sizes", relax.ShapeType(sizes))] if sizes else [])]
         outer_sizes = sizes_in(var.ty for var in (*body_params, *captured)) - self.open
-        inner_sizes = set(relax.analysis.defined_symbolic_vars(body_func)) - outer_sizes
+        inner = set(relax.analysis.defined_symbolic_vars(body_func)) - outer_sizes
         ret = tvm.ir.TupleType(
-            [trip.ty, *(_result_type(ty, inner_sizes) for ty in self.types), *(row.ty for row in row_vars)]
+            [trip.ty, *(_result_type(ty, inner) for ty in self.types), *(row.ty for row in row_vars)]
         )
-        outer = sizes_in(row.ty for row in rows) - inner_sizes
+        outer = sizes_in(row.ty for row in rows) - inner
         is_preallocated = [self._can_preallocate(row.ty, outer) for row in rows]
         name = _unique_name(importer, f"loop_{variable_name(loop.info.name)}")
         gv = typed(tvm.ir.GlobalVar(name), relax.FuncType([var.ty for var in (*params, *call_args)], ret, True))
@@ -237,10 +237,8 @@ class _Attempt:
                     ]
                     shape = [relax.ShapeExpr(sizes)] if sizes else []
                     call = bb.emit(relax.Call(gv, [next_trip, limit, *values, *grown_rows, *captured, *shape]))
-                then_branch = relax.SeqExpr([relax.BindingBlock(then_bindings)], call)
-                result = bb.emit(
-                    relax.If(proceeds, then_branch, relax.SeqExpr([], relax.Tuple([trip, *state, *row_vars])))
-                )
+                branch = relax.SeqExpr([relax.BindingBlock(then_bindings)], call)
+                result = bb.emit(relax.If(proceeds, branch, relax.SeqExpr([], relax.Tuple([trip, *state, *row_vars]))))
         finally:
             bb.end_scope()
         imported = ImportedLoop(gv, params, captured, sizes, [*repeated, *bindings], result)

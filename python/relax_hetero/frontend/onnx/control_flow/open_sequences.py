@@ -55,7 +55,7 @@ def with_rows_for_sequences(importer: Importer, loop: Loop) -> tuple[Loop, Finis
         )
         rows = []
         for place, sequence in initial_sequences.items():
-            items = _appended_tensors(importer, loop, place, sequence, trip_results.state[place])
+            items = _appended(importer, loop, place, sequence, trip_results.state[place])
             counts[place] = len(items)
             if place in joined:
                 values_by_index[place] = importer.bb.emit(
@@ -85,9 +85,7 @@ def with_rows_for_sequences(importer: Importer, loop: Loop) -> tuple[Loop, Finis
     return replace(loop, state=tensors, names=names, trip=trip), finish
 
 
-def _appended_tensors(
-    importer: Importer, loop: Loop, index: int, sequence: GrowingSequence, grown: Any
-) -> list[relax.Expr]:
+def _appended(importer: Importer, loop: Loop, index: int, sequence: GrowingSequence, grown: Any) -> list[relax.Expr]:
     """The tensors that a trip appended to a sequence."""
     if not isinstance(grown, GrowingSequence) or grown.begin is not sequence.begin:
         raise FrontendError(
@@ -105,11 +103,9 @@ def _sequences_to_join(importer: Importer, loop: Loop, sequences: list[int]) -> 
     candidates = [place for place in sequences if place < len(loop.joins) and loop.joins[place] is not None]
     if not candidates:
         return {}
-    initial_sequences = {place: GrowingSequence() for place in sequences}
+    initial = {place: GrowingSequence() for place in sequences}
     state = [
-        initial_sequences[i]
-        if i in initial_sequences
-        else relax.Var(f"value{i}", tensor_of(importer, value, loop.title).ty)
+        initial[i] if i in initial else relax.Var(f"value{i}", tensor_of(importer, value, loop.title).ty)
         for i, value in enumerate(loop.state)
     ]
     index = relax.Var("trip", relax.TensorType((), "int64"))
@@ -117,21 +113,17 @@ def _sequences_to_join(importer: Importer, loop: Loop, sequences: list[int]) -> 
     try:
         with importer.trial(), importer.block(loop.info) as body:
             results = loop.trip(index, number(True, "bool"), state)
-            items = {
-                i: _appended_tensors(importer, loop, i, initial_sequences[i], results.state[i]) for i in candidates
-            }
+            items = {i: _appended(importer, loop, i, initial[i], results.state[i]) for i in candidates}
     finally:
         importer.bb.end_scope()
     casts = [binding.ty for binding in body if isinstance(binding, relax.MatchCast)]
     read = relax.analysis.free_vars(relax.SeqExpr([relax.BindingBlock(body)], relax.Tuple(sum(items.values(), []))))
-    inner_sizes = sizes_in(casts) - sizes_in(var.ty for var in read)
-    joined = {
-        i: _empty_joined_sequence(importer, loop.state[i], items[i], loop.joins[i], inner_sizes) for i in candidates
-    }
+    inner = sizes_in(casts) - sizes_in(var.ty for var in read)
+    joined = {i: _empty_joined(importer, loop.state[i], items[i], loop.joins[i], inner) for i in candidates}
     return {place: start for place, start in joined.items() if start is not None}
 
 
-def _empty_joined_sequence(
+def _empty_joined(
     importer: Importer, initial: Any, items: list[relax.Expr], axis: Any, inner_sizes: set[tvm.tirx.Var]
 ) -> JoinedSequence | None:
     """Empty concatenation along an axis; None unless exactly that axis has a size that is defined in a trip."""

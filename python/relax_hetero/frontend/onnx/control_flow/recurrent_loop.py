@@ -31,12 +31,10 @@ def convert_recurrent(importer: Importer, node: Node, info: NodeInfo) -> list[re
     if isinstance(steps, int) and steps <= MAX_STEPS:
         return None
     node = as_lstm(node) if node.op_type == "DynamicQuantizeLSTM" else node
-    return recurrent_outputs(node, lambda make: _run_as_loop(importer, info, make))
+    return recurrent_outputs(node, lambda make: _run_loop(importer, info, make))
 
 
-def _run_as_loop(
-    importer: Importer, info: NodeInfo, make: Callable[[], Direction]
-) -> tuple[relax.Expr, list[relax.Expr]]:
+def _run_loop(importer: Importer, info: NodeInfo, make: Callable[[], Direction]) -> tuple[relax.Expr, list[relax.Expr]]:
     """Run one direction as a loop; return all outputs in time order, and the last states."""
     with importer.block(info) as bindings:
         direction = make()

@@ -15,7 +15,7 @@ from ..table import CLASSICAL, convert_node, converts
 
 _log = logging.getLogger("relax_hetero")
 
-_MAX_SHOWN_LABELS = 10
+_MAX_SHOWN = 10
 """Maximum number of labels in a warning."""
 
 
@@ -167,10 +167,8 @@ def feature_vectorizer(node: Node) -> relax.Expr:
 def zip_map(node: Node) -> relax.Expr:
     """Scores with a column per label, since a list of dictionaries is not a tensor."""
     labels = node.attribute("classlabels_int64s", ()) or node.attribute("classlabels_strings", ())
-    names = ", ".join(
-        label.decode() if isinstance(label, bytes) else str(label) for label in labels[:_MAX_SHOWN_LABELS]
-    )
-    ellipsis = ", ..." if len(labels) > _MAX_SHOWN_LABELS else ""
+    names = ", ".join(label.decode() if isinstance(label, bytes) else str(label) for label in labels[:_MAX_SHOWN])
+    ellipsis = ", ..." if len(labels) > _MAX_SHOWN else ""
     _log.warning("%s: its output is a tensor with a column for each of the labels %s%s", node.title, names, ellipsis)
     data = node.tensor(0)
     return data if node.rank(data) > 1 else node.emit(relax.op.expand_dims(data, [0]))

@@ -83,9 +83,8 @@ def _counts(node: Node, rows: relax.Expr, ngrams: np.ndarray, skips: int) -> rel
     def element(i: Position, x: te.Tensor, tokens: te.Tensor) -> tirx.Expr:
         first, skip = te.reduce_axis((0, x.shape[1]), "first"), te.reduce_axis((0, skips + 1), "skip")
         last = first + (length - 1) * (skip + 1)
-        matches = [
-            x(i[0], first + offset * (skip + 1)).astype("int64").equal(tokens(i[1], offset)) for offset in range(length)
-        ]
+        row = [x(i[0], first + offset * (skip + 1)).astype("int64") for offset in range(length)]
+        matches = [value.equal(tokens(i[1], offset)) for offset, value in enumerate(row)]
         match = tirx.Cast("float32", tirx.Cast("int32", tirx.all(*matches)))
         return te.sum(tirx.if_then_else(last < x.shape[1], match, tirx.const(0, "float32")), axis=[first, skip])
 

@@ -275,33 +275,27 @@ def combined(
     targets_of_tree = [sorted({k for leaf in tree for k, _ in weights.get(leaf, ())}) for tree in forest.leaves_of]
     count = len(forest.leaves)
 
-    if all(
-        len(tree_targets) <= 1 for tree_targets in targets_of_tree
-    ):  # each tree has one target, which reads its own trees
+    if all(len(ks) <= 1 for ks in targets_of_tree):  # each tree has one target, which reads its own trees
         of_target: list[list[int]] = [[] for _ in range(targets)]
-        for tree, tree_targets in enumerate(targets_of_tree):
-            for k in tree_targets:
+        for tree, ks in enumerate(targets_of_tree):
+            for k in ks:
                 of_target[k].append(tree)
         max_members = max(1, *map(len, of_target))
         order = np.array([[*of_k, *[0] * (max_members - len(of_k))] for of_k in of_target], "int32")
         sizes = np.array([len(of_k) for of_k in of_target], "int32")
         table = np.full(count, neutral, dtype)
         for leaf, entries in weights.items():
-            table[leaf] = (
-                _merge_entries(entries, targets, neutral, how, dtype).take(entries[0][0]) if entries else neutral
-            )
+            if entries:
+                table[leaf] = _merge_entries(entries, targets, neutral, how, dtype)[entries[0][0]]
 
         def sum_own_trees(leaf: te.Tensor, weight: te.Tensor, order: te.Tensor, size: te.Tensor) -> te.Tensor:
             tree = te.reduce_axis((0, max_members), "tree")
-            absent = (
-                tirx.const(neutral, dtype)
-                if not neutral
-                else (tirx.min_value if neutral < 0 else tirx.max_value)(dtype)
-            )
+            limit = tirx.min_value if neutral < 0 else tirx.max_value
+            absent = limit(dtype) if neutral else tirx.const(0.0, dtype)
 
             def element(i, k):
-                leaf_weight = weight[leaf[i, order[k, tree]]]
-                return reduce(tirx.if_then_else(tree < size[k], leaf_weight, absent), axis=tree)
+                value = weight[leaf[i, order[k, tree]]]
+                return reduce(tirx.if_then_else(tree < size[k], value, absent), axis=tree)
 
             return te.compute((rows, targets), element, name="tree_scores")
 
@@ -350,7 +344,7 @@ def _one_tree_kernel(dtype: str) -> tirx.PrimFunc:
 
 
 def _combine_one_tree(
-    node: Node, leaves: relax.Expr, count: int, weights: Weights, targets: int, dtype: str
+    node: Node, leaves: relax.Expr, count: int, weights: Weights, width: int, dtype: str
 ) -> relax.Expr:
     """`combined` for one tree whose leaves have at most one target each, without a dense table."""
     target, weight = np.full(count, -1, "int32"), np.zeros(count, dtype)
@@ -358,7 +352,7 @@ def _combine_one_tree(
         for k, value in entries:
             target[leaf], weight[leaf] = k, value
     symbol = node.builder.add_func(_one_tree_kernel(dtype), "tree_scores")
-    ty = relax.TensorType((node.shape(leaves)[0], targets), dtype)
+    ty = relax.TensorType((node.shape(leaves)[0], width), dtype)
     return node.emit(relax.op.call_tir(symbol, [leaves, const(target), const(weight)], ty))
 
 

@@ -193,18 +193,16 @@ def _attend_shared_cache(node: Node, heads: Heads) -> relax.Expr:
     batch, count, length, size = node.shape(heads.key)
     past_length = cast(node, node.emit(relax.op.reshape(node.tensor(8), [1])), "int64")
     lengths = node.emit(relax.op.shape_to_tensor(relax.ShapeExpr([as_expr(length)])))
-    (total_size,) = numbers_of(
-        node, node.emit(relax.op.add(past_length, lengths)), "positions"
-    )  # one symbol, because sums do not simplify in divisions
+    # One symbol, because sums do not simplify in divisions.
+    (total_size,) = numbers_of(node, node.emit(relax.op.add(past_length, lengths)), "positions")
     total, past_size = as_expr(total_size), as_expr(total_size) - as_expr(length)
     caches = []
     for index, new in ((6, heads.key), (7, heads.value)):
         capacity = node.shape(node.tensor(index))[2]
         width = node.shape(new)[3]
         old = require_shape(node, node.tensor(index), [batch, count, capacity, width], "its past")
-        node.require(
-            total <= as_expr(capacity), f"found {total} positions, expected at most the {capacity} of its cache"
-        )
+        is_fitting = total <= as_expr(capacity)
+        node.require(is_fitting, f"found {total} positions, expected at most the {capacity} of its cache")
 
         # A scatter can update a donated cache in place.
         def position_of(i: Position, _: te.Tensor, first: list[tirx.Expr]) -> tirx.Expr:

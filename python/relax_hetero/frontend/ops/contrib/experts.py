@@ -109,10 +109,8 @@ def _quantized_layer(node: Node, number: int, indices: tuple[int, int, int, int]
     block = int(node.attribute("block_size", 0))
     if bits not in (2, 4, 8) or (block > 0 and (block < 16 or block & (block - 1))):
         raise node.refusal(f"found weights of {bits} bits in blocks of {block}, expected 2, 4 or 8, and 16 or more")
-    codes, scales = (
-        _constant_input(node, weight, "weights"),
-        _constant_input(node, scale, "scales").astype("float32", copy=False),
-    )
+    codes = _constant(node, weight, "weights")
+    scales = _constant(node, scale, "scales").astype("float32", copy=False)
     experts, columns = codes.shape[:2]
     blocks = -(-depth // block) if block > 0 else 1
     if codes.shape[2:] != (bytes_of_row(depth, bits),) or scales.size != experts * columns * blocks:
@@ -154,7 +152,7 @@ def _quantized_layer(node: Node, number: int, indices: tuple[int, int, int, int]
     return _Layer(weights, _bias(node, bias, experts, columns), columns)
 
 
-def _constant_input(node: Node, index: int, what: str) -> np.ndarray:
+def _constant(node: Node, index: int, what: str) -> np.ndarray:
     array = node.constant(index)
     if array is None:
         raise node.refusal(f"its {what}, input {index}, are missing or not constant")
@@ -166,7 +164,7 @@ def _zero_points(node: Node, index: int, shape: tuple[int, int, int], bits: int,
     if not node.has(index):
         return None
     experts, columns, blocks = shape
-    packed = _constant_input(node, index, "zero points")
+    packed = _constant(node, index, "zero points")
     rows, count = (experts * columns, blocks) if is_blocked else (experts, columns)
     if packed.size != rows * bytes_of_row(count, bits):
         raise node.refusal(f"found {packed.size} bytes of zero points, expected {rows * bytes_of_row(count, bits)}")

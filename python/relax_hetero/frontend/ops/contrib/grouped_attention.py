@@ -174,14 +174,12 @@ class _Positions:
             return []
         tables = [node.tensor(index) for index in (_COS, _SIN)]
         if node.has(_POSITIONS):
-            given = require_shape(node, node.tensor(_POSITIONS), [sizes.batch, sizes.rows], "its positions")
-            found = [convert_node(node.as_op("Gather", [table, given], axis=0)) for table in tables]
-            return [node.builder.normalize(table) for table in found]
-        table_length = node.shape(tables[0])[0]
-        node.require(
-            as_expr(sizes.total) <= as_expr(table_length),
-            f"found {sizes.total} positions, expected at most {table_length}",
-        )
+            positions = require_shape(node, node.tensor(_POSITIONS), [sizes.batch, sizes.rows], "its positions")
+            rows = [convert_node(node.as_op("Gather", [table, positions], axis=0)) for table in tables]
+            return [node.builder.normalize(table_rows) for table_rows in rows]
+        limit = node.shape(tables[0])[0]
+        is_fitting = as_expr(sizes.total) <= as_expr(limit)
+        node.require(is_fitting, f"found {sizes.total} positions, expected at most {limit}")
 
         def element(i: Position, first: te.Tensor) -> tirx.Expr:
             return first(i[0]) + i[1]
@@ -210,9 +208,9 @@ class _Positions:
 
         def element(i: Position, old: te.Tensor, fresh: te.Tensor, first: te.Tensor) -> tirx.Expr:
             row = i[2] - first(i[0])
-            old_value = old(i[0], i[1], _clamp_index(i[2], old.shape[2]), i[3])
+            old_value = old(i[0], i[1], _clamp(i[2], old.shape[2]), i[3])
             new_value = tirx.if_then_else(
-                row < fresh.shape[2], fresh(i[0], i[1], _clamp_index(row, fresh.shape[2]), i[3]), zero
+                row < fresh.shape[2], fresh(i[0], i[1], _clamp(row, fresh.shape[2]), i[3]), zero
             )
             return tirx.if_then_else(tirx.all(row < 0, i[2] < old.shape[2]), old_value, new_value)
 
@@ -247,7 +245,7 @@ class _Positions:
         return node.kernel("seen", element, self.first, self.lengths, shape=dims)
 
 
-def _clamp_index(index: tirx.Expr, extent: tirx.Expr) -> tirx.Expr:
+def _clamp(index: tirx.Expr, extent: tirx.Expr) -> tirx.Expr:
     """Clamp an index to an axis, for reads whose value is unused out of range."""
     return tirx.max(tirx.min(index, extent - 1), 0)
 

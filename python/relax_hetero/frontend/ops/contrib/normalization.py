@@ -156,14 +156,12 @@ def skip_group_norm(node: Node) -> relax.Expr:
     dims = node.shape(data)
     axis = len(dims) - 1 if node.attribute("channels_last", 1) else 1
     if node.rank(skip) == 2:
-        spatial = [other_axis for other_axis in range(1, len(dims)) if other_axis != axis]
+        spatial = [i for i in range(1, len(dims)) if i != axis]
         skip = node.emit(relax.op.expand_dims(skip, spatial))
     total = node.emit(relax.op.add(data, require_broadcast(node, skip, dims, "its skip")))
     if node.has(4):
         bias = require_shape(node, node.tensor(4), [dims[axis]], "its bias")
-        expanded = node.emit(
-            relax.op.reshape(bias, [-1 if other_axis == axis else 1 for other_axis in range(len(dims))])
-        )
+        expanded = node.emit(relax.op.reshape(bias, [-1 if i == axis else 1 for i in range(len(dims))]))
         total = node.emit(relax.op.add(total, expanded))
     return node.outputs([_group_norm(node, total), total])
 

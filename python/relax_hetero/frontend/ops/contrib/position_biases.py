@@ -71,9 +71,8 @@ def relative_position_bias(node: Node) -> relax.Expr:
         distance = tirx.Select(ahead < 0, -ahead, ahead if is_bidirectional else tirx.const(0, "int32"))
         bucket_index = bucket(tirx.min(distance, max_distance))
         if is_bidirectional:
-            bucket_index = bucket_index + tirx.Select(
-                ahead > 0, tirx.const(buckets // 2, "int32"), tirx.const(0, "int32")
-            )
+            half = tirx.const(buckets // 2, "int32")
+            bucket_index = bucket_index + tirx.Select(ahead > 0, half, tirx.const(0, "int32"))
         return weights(i[1], bucket_index)
 
     bucket_table = const(_buckets(buckets, max_distance, is_bidirectional))

@@ -59,10 +59,9 @@ def deformed_convolution(node: Node) -> relax.Expr:
         return sample * masks[0](n, number, row, column) if masks else sample
 
     windows = node.kernel("moved_windows", element, *operands, shape=[batch, channels, *window, *output_shape])
-    columns = node.emit(
-        relax.op.reshape(windows, [batch, groups, inner * window[0] * window[1], _product(output_shape)])
-    )
-    rows = node.emit(relax.op.reshape(weight, [1, groups, outputs // groups, inner * window[0] * window[1]]))
+    depth = inner * window[0] * window[1]
+    columns = node.emit(relax.op.reshape(windows, [batch, groups, depth, _product(output_shape)]))
+    rows = node.emit(relax.op.reshape(weight, [1, groups, outputs // groups, depth]))
     result = matmul(node, cast(node, rows, exact), columns)
     result = cast(node, node.emit(relax.op.reshape(result, [batch, outputs, *output_shape])), dtype)
     return with_bias(node, result, 3)
@@ -142,9 +141,7 @@ def _clamp(index: tirx.Expr, size: tirx.Expr) -> tirx.Expr:
 
 def _nearest(x: te.Tensor, front: Position, coordinates: list[tirx.Expr]) -> tirx.Expr:
     # Halves away from zero; coordinates are not negative.
-    rounded = [
-        _clamp(tirx.floor(coordinate + 0.5), size) for coordinate, size in zip(coordinates, x.shape[2:], strict=True)
-    ]
+    rounded = [_clamp(tirx.floor(c + 0.5), size) for c, size in zip(coordinates, x.shape[2:], strict=True)]
     return x(*front, *rounded)
 
 

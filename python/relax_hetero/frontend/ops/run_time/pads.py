@@ -40,11 +40,8 @@ def pads_to(node: Node, data: relax.Expr, sizes: relax.Expr, axes: Sequence[int]
 
     def element(i: Position, target_sizes: te.Tensor, own_sizes: te.Tensor) -> tirx.Expr:
         axis = tirx.indexmod(i[0], as_expr(rank))
-        changes = (
-            tirx.Select(axis == d, target_sizes(k).astype("int64") - own_sizes(d), as_expr(0))
-            for k, d in enumerate(axes)
-        )
-        change = sum(changes, as_expr(0))
+        differences = ((d, target_sizes(k).astype("int64") - own_sizes(d)) for k, d in enumerate(axes))
+        change = sum((tirx.Select(axis == d, amount, as_expr(0)) for d, amount in differences), as_expr(0))
         before = tirx.truncdiv(change, as_expr(2)) if is_centered else as_expr(0)
         return tirx.Select(i[0] < rank, before, change - before)
 

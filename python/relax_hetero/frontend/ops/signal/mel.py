@@ -41,26 +41,24 @@ def mel_weight_matrix(node: Node) -> relax.Expr:
         step = (last - first) / (count(0) + _double(2))
         mel = first + tirx.Cast("float64", i[0]) * step
         frequency = _double(700) * (tirx.exp(mel / _double(_MEL)) - _double(1))
-        coordinate = tirx.floor((size(0) + _double(1)) * frequency / hertz(0))
-        return tirx.Cast("int64", tirx.max(tirx.min(coordinate, _double(2.0**40)), _double(-(2.0**40))))
+        row = tirx.floor((size(0) + _double(1)) * frequency / hertz(0))
+        return tirx.Cast("int64", tirx.max(tirx.min(row, _double(2.0**40)), _double(-(2.0**40))))
 
     bins = node.kernel("mel_bins", bin_of, *numbers, shape=[as_expr(filters) + 2])
     dtype = onnx_dtype(node.attribute("output_datatype", 1))
 
     def weight(i: Position, edges: te.Tensor) -> tirx.Expr:
-        coordinate = i[0]
+        row = i[0]
         left, middle, right = (edges(i[1] + offset) for offset in range(3))
 
         def part(above: tirx.Expr, below: tirx.Expr) -> tirx.Expr:
             return tirx.Cast("float64", above) / tirx.Cast("float64", tirx.max(below, as_expr(1)))
 
-        rising = tirx.all(left < middle, coordinate >= left, coordinate <= middle)
-        falling = tirx.all(middle < right, coordinate >= middle, coordinate < right)
-        is_peak = tirx.all(left >= middle, coordinate == middle)
-        rising_or_peak = tirx.Select(
-            rising, part(coordinate - left, middle - left), tirx.Select(is_peak, _double(1), _double(0))
-        )
-        return tirx.Select(falling, part(right - coordinate, right - middle), rising_or_peak).astype(dtype)
+        rising = tirx.all(left < middle, row >= left, row <= middle)
+        falling = tirx.all(middle < right, row >= middle, row < right)
+        is_peak = tirx.all(left >= middle, row == middle)
+        up = tirx.Select(rising, part(row - left, middle - left), tirx.Select(is_peak, _double(1), _double(0)))
+        return tirx.Select(falling, part(right - row, right - middle), up).astype(dtype)
 
     frequencies = tirx.floordiv(as_expr(length), 2) + 1
     return node.kernel("mel_weights", weight, bins, shape=[frequencies, as_expr(filters)])

@@ -127,16 +127,14 @@ def div(node: TorchNode, a: Any, b: Any, rounding_mode: str | None = None) -> re
             remainder = node.onnx("Mod", first, second, fmod=1)
             quotient = node.emit(relax.op.divide(relax.op.subtract(first, remainder), second))
             zero = const(0, node.dtype)
-            is_rounded_up = node.emit(
+            differs = node.emit(
                 relax.op.logical_and(
                     relax.op.not_equal(remainder, zero),
                     relax.op.logical_xor(relax.op.less(remainder, zero), relax.op.less(second, zero)),
                 )
             )
             return node.emit(
-                relax.op.round(
-                    relax.op.where(is_rounded_up, relax.op.subtract(quotient, const(1, node.dtype)), quotient)
-                )
+                relax.op.round(relax.op.where(differs, relax.op.subtract(quotient, const(1, node.dtype)), quotient))
             )
         return node.emit(relax.op.trunc(relax.op.divide(first, second)))
     if mode == "trunc":

@@ -223,13 +223,12 @@ def put(
     return node.reshape(node.onnx("ScatterND", flat, coordinates, values, reduction=kind), node.shape)
 
 
-def _require_count(node: TorchNode, values: relax.Expr, expected_dims: list[Any]) -> relax.Expr:
+def _require_count(node: TorchNode, values: relax.Expr, target: list[Any]) -> relax.Expr:
     """Require that values match a dynamic number of indices."""
     value_dims = node.dims(values)
-    trailing = expected_dims[len(expected_dims) - len(value_dims) :]
-    dims = [
-        size if isinstance(size, int) and size == 1 else other for size, other in zip(value_dims, trailing, strict=True)
-    ]
+    trailing = target[len(target) - len(value_dims) :]
+    pairs = zip(value_dims, trailing, strict=True)
+    dims = [size if isinstance(size, int) and size == 1 else other for size, other in pairs]
     return require_shape(node.onnx_node("ScatterND", []), values, dims, "its values")
 
 

@@ -131,12 +131,10 @@ def attention(
     if mask is None:
         return out
     if str(mask.ty.dtype) == "bool":
-        is_fully_masked = relax.op.equal(relax.op.max(node.cast(mask, "int32"), -1, True), const(0, "int32"))
+        is_masked = relax.op.equal(relax.op.max(node.cast(mask, "int32"), -1, True), const(0, "int32"))
     else:
-        is_fully_masked = relax.op.equal(relax.op.max(node.tensor(mask), -1, True), lowest)
-    return node.emit(
-        relax.op.where(node.emit(is_fully_masked), const(0, dtype), out)
-    )  # as in torch, fully masked rows are 0
+        is_masked = relax.op.equal(relax.op.max(node.tensor(mask), -1, True), lowest)
+    return node.emit(relax.op.where(node.emit(is_masked), const(0, dtype), out))  # fully masked rows are 0
 
 
 def _repeat_heads(node: TorchNode, value: relax.Expr, times: int) -> relax.Expr:
@@ -356,10 +354,8 @@ def smooth_upsample(node: TorchNode, x: relax.Expr, size: Any, aligns: bool, *ar
     scales = (arguments[0] if node.op.endswith(".vec") else arguments) or (None, None)
     resize = getattr(torch.ops.aten, node.op.partition(".")[0]).default
     rows, columns = (
-        resize(torch.eye(old_size, dtype=torch.float64)[None, None], [new_size, old_size], aligns, scale, None)[
-            0, 0
-        ].numpy()
-        for old_size, new_size, scale in zip(old, new, scales, strict=True)
+        resize(torch.eye(before, dtype=torch.float64)[None, None], [after, before], aligns, scale, None)[0, 0].numpy()
+        for before, after, scale in zip(old, new, scales, strict=True)
     )
     x = node.emit(relax.op.matmul(const(rows, node.dtype), x))
     return node.emit(relax.op.matmul(x, const(columns.T, node.dtype)))

@@ -35,16 +35,10 @@ def total(node: TorchNode, x: relax.Expr, *arguments: Any) -> relax.Expr:
 
 
 @converts("prod")
-def product(node: TorchNode, x: relax.Expr, *arguments: Any) -> relax.Expr:
+def product(node: TorchNode, x: relax.Expr, *options: Any) -> relax.Expr:
     """Product over all axes or one."""
-    is_full = node.op.endswith("default")
-    return _reduce(
-        node,
-        "ReduceProd",
-        node.tensor(x),
-        None if is_full else arguments[0],
-        not is_full and len(arguments) > 1 and arguments[1],
-    )
+    axes, keepdim = (None, False) if node.op.endswith("default") else (options[0], len(options) > 1 and options[1])
+    return _reduce(node, "ReduceProd", node.tensor(x), axes, keepdim)
 
 
 @converts("amax", "amin")
@@ -87,9 +81,7 @@ def quantifier(node: TorchNode, x: relax.Expr, axes: Any = None, keepdim: bool =
     """Return whether any or every element is nonzero."""
     flags = node.cast(node.cast(x, "bool"), "int32")
     result = _extreme(node, "any" in node.op, flags, axes, keepdim)
-    return node.tensor(
-        node.emit(relax.op.greater(result, const(0, "int32")))
-    )  # an empty reduction is the minimum or maximum of int32
+    return node.tensor(node.emit(relax.op.greater(result, const(0, "int32"))))  # empty: minimum or maximum of int32
 
 
 @converts("var", "std", "var_mean")

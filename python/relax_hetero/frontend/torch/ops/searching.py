@@ -139,11 +139,9 @@ def running(node: TorchNode, x: relax.Expr, dim: int) -> Any:
                 is_better = relax.op.logical_or(is_better, relax.op.isnan(later))
             is_better = node.emit(is_better)
             combined = node.emit(relax.op.where(is_better, later, earlier))
-            earlier_indices, later_indices = (
-                cut_axis(node, indices, axis, first, count - distance) for first in (0, distance)
-            )
-            better_indices = node.emit(relax.op.where(is_better, later_indices, earlier_indices))
-            indices = node.emit(relax.op.concat([cut_axis(node, indices, axis, 0, distance), better_indices], axis))
+            first_at, second_at = (cut_axis(node, indices, axis, first, count - distance) for first in (0, distance))
+            better = node.emit(relax.op.where(is_better, second_at, first_at))
+            indices = node.emit(relax.op.concat([cut_axis(node, indices, axis, 0, distance), better], axis))
         values = node.emit(relax.op.concat([cut_axis(node, values, axis, 0, distance), combined], axis))
         distance *= 2
     return values if is_sum else [node.cast(values, str(x.ty.dtype)), indices]
