@@ -215,7 +215,7 @@ class _GraphBuilder:
         if not isinstance(value, relax.Call) or self._size(value.ty) == 0 or not _traits(value).flops:
             return []
         traits = _traits(value)
-        args, result_bytes = _tensor_args(value), self._size(value.ty)
+        args, result_bytes = [*_tensor_args(value)], self._size(value.ty)
         sizes = [self._size(arg.ty) for arg in args]
         if traits.joins_operand and any(arg in self._bound for arg in args if isinstance(arg, relax.Var)):
             # The fused kernel keeps the operand in registers and writes the result in its place.

@@ -191,15 +191,15 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
     metadata = _Fields(fields, name, file)
     architecture, layers = ARCHITECTURES[name], metadata.layers
     if metadata.count("vocab_size", vocabulary) != vocabulary:
-        found = metadata.count("vocab_size")
-        raise FrontendError(f"{file}: {name}.vocab_size is {found:,}, expected the rows of token_embd, {vocabulary:,}")
+        rows = metadata.count("vocab_size")
+        raise FrontendError(f"{file}: {name}.vocab_size is {rows:,}, expected the rows of token_embd, {vocabulary:,}")
     width, heads = metadata.count("embedding_length"), metadata.count("attention.head_count")
     if width % heads and not metadata.has("attention.key_length"):
         raise FrontendError(f"{file}: {heads} heads do not divide the width of {width}, and no key_length is given")
     size = metadata.count("attention.key_length", width // heads)
     if metadata.count("attention.value_length", size) != size:
-        found = metadata.count("attention.value_length")
-        raise FrontendError(f"{file}: values of a head have {found} elements, expected as many as keys, {size}")
+        length = metadata.count("attention.value_length")
+        raise FrontendError(f"{file}: values of a head have {length} elements, expected as many as keys, {size}")
     experts = metadata.count("expert_count", 0)
     feed_forward = metadata.count("expert_feed_forward_length", 0) if experts else 0
     scaling = metadata.text("rope.scaling.type", "linear" if metadata.has("rope.scaling.factor") else "none")

@@ -133,7 +133,7 @@ class Node:
         return None if array is None else [int(dim) for dim in array.reshape(-1)]
 
     def known_dims(self, index: int, subject: str) -> list[Dim]:
-        """As `dims`; the error for sizes computed at run time begins with `subject` ("its k is")."""
+        """Like `dims`; the error for sizes computed at run time begins with `subject` ("its k is")."""
         dims = self.dims(index)
         if dims is None:
             raise self.unknown(subject)

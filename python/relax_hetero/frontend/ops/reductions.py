@@ -95,7 +95,7 @@ def _mean(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> rela
         return mean if isinstance(count, (int, tirx.IntImm)) else _zero_if_empty(node, mean, count)
     count = _count(node, data, axes)
     number = const(int(count), "float64") if isinstance(count, tirx.IntImm) else _as_float(node, tirx.max(count, 1))
-    # As numpy's mean of integers, cast back: truncated.
+    # Truncated, like numpy's mean of integers cast back.
     total = node.emit(relax.op.sum(relax.op.astype(data, "float64"), axes, keepdims))
     return node.emit(relax.op.astype(relax.op.divide(total, number), dtype))
 

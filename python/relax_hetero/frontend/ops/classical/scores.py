@@ -62,6 +62,32 @@ def _probit(node: Node, scores: relax.Expr) -> relax.Expr:
     return node.emit(relax.op.multiply(relax.op.multiply(number(1.41421356), sign), root))
 
 
+def two_columns(node: Node, score: relax.Expr, mirrored: tuple[str, ...]) -> relax.Expr:
+    """Scores of two classes by one score of the second, (rows, 1), as in ONNX Runtime, which omits a softmax.
+
+    Parameters
+    ----------
+    mirrored : tuple of str
+        Transforms with which the first class has minus the score; with others it has one minus the score.
+
+    Raises
+    ------
+    FrontendError
+        If the transform is PROBIT.
+    """
+    name = node.attribute("post_transform", "NONE")
+    if name == "PROBIT":
+        raise node.refusal("post_transform 'PROBIT' of one score for two classes has no meaning")
+    first = relax.op.negative(score) if name in mirrored else relax.op.subtract(const(1, "float32"), score)
+    columns = node.emit(relax.op.concat([node.emit(first), score], axis=1))
+    return node.emit(relax.op.sigmoid(columns)) if name == "LOGISTIC" else columns
+
+
+def largest(node: Node, scores: relax.Expr) -> relax.Expr:
+    """Index of the first class with the largest score of each row."""
+    return node.builder.normalize(convert_node(node.as_op("ArgMax", [scores], 13, axis=1, keepdims=0)))
+
+
 def labels_of(node: Node, *names: str) -> np.ndarray:
     """Integer labels of the classes.
 

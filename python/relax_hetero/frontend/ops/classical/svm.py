@@ -13,8 +13,8 @@ from ..elementwise import cast
 from ..node import Dim, Node, Position, const
 from ..products import matmul, squared_distances
 from ..required_sizes import require_equal
-from ..table import CLASSICAL, convert_node, converts
-from .scores import labels_from, labels_of, transformed
+from ..table import CLASSICAL, converts
+from .scores import labels_from, labels_of, largest, transformed, two_columns
 
 _KERNELS = ("POLY", "RBF", "SIGMOID")
 _MAX_COUPLING_STEPS = 100
@@ -127,23 +127,12 @@ def svm_classifier(node: Node) -> relax.Expr:
         gain[pair, first], gain[pair, second] = 1, -1
         base_votes[second] += 1
     votes = node.emit(relax.op.add(matmul(node, is_won, const(gain)), const(base_votes)))
-    label = labels_from(node, _largest(node, votes), labels)
+    label = labels_from(node, largest(node, votes), labels)
     if node.attribute("prob_a"):
         return node.outputs([label, transformed(node, _probabilities(node, scores, pairs, labels.size))])
     if len(pairs) > 1:
         return node.outputs([label, transformed(node, scores)])
-    transform = node.attribute("post_transform", "NONE")
-    if transform == "PROBIT":
-        raise node.refusal("post_transform 'PROBIT' of one score for two classes has no meaning")
-    # Columns as in ONNX Runtime, which omits a softmax of one score.
-    is_mirrored = transform in ("NONE", "LOGISTIC")
-    other_score = relax.op.negative(scores) if is_mirrored else relax.op.subtract(const(1, "float32"), scores)
-    columns = node.emit(relax.op.concat([node.emit(other_score), scores], axis=1))
-    return node.outputs([label, node.emit(relax.op.sigmoid(columns)) if transform == "LOGISTIC" else columns])
-
-
-def _largest(node: Node, scores: relax.Expr) -> relax.Expr:
-    return node.builder.normalize(convert_node(node.as_op("ArgMax", [scores], 13, axis=1, keepdims=0)))
+    return node.outputs([label, two_columns(node, scores, ("NONE", "LOGISTIC"))])
 
 
 def _classify_by_linear_scores(node: Node, labels: np.ndarray) -> relax.Expr:
@@ -152,7 +141,7 @@ def _classify_by_linear_scores(node: Node, labels: np.ndarray) -> relax.Expr:
     As in ONNX Runtime, which reads two columns for the one score that trainers write for two classes.
     """
     scores = _linear_scores(node, labels.size)
-    index = _largest(node, scores)
+    index = largest(node, scores)
     if labels.size == 2 and not node.attribute("prob_a"):
         are_positive = bool((_floats(node, "coefficients") >= 0).all())
         maximum = node.emit(relax.op.max(scores, [1]))

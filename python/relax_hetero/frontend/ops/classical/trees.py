@@ -19,8 +19,8 @@ from tvm.script import tirx as T
 
 from ..elementwise import cast
 from ..node import Node, const, dtype_of
-from ..table import CLASSICAL, convert_node, converts
-from .scores import labels_from, labels_of, transformed
+from ..table import CLASSICAL, converts
+from .scores import labels_from, labels_of, largest, transformed
 
 LEAF = "LEAF"
 """Mode of leaves."""
@@ -539,7 +539,7 @@ def tree_ensemble_classifier(node: Node) -> relax.Expr:
         if forest.roots.size == 1 and not base:  # the leaf determines the label
             label = labels_of_leaves(node, rows, labels[_best_of_leaves(forest, weights, dtype)])
             return node.outputs([label, cast(node, transformed(node, scores), "float32")])
-        index = node.builder.normalize(convert_node(node.as_op("ArgMax", [compared], 13, axis=1, keepdims=0)))
+        index = largest(node, compared)
         scores = transformed(node, scores)
     return node.outputs([labels_from(node, index, labels), cast(node, scores, "float32")])
 

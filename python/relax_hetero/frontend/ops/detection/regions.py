@@ -146,21 +146,21 @@ def max_roi_pool(node: Node) -> relax.Expr:
         length = tirx.max(end - start + 1, 1).astype(dtype) / tirx.const(size[d], dtype)
         index = i[2 + d].astype(dtype)
         edges = (tirx.floor(index * length).astype("int32"), tirx.ceil((index + 1) * length).astype("int32"))
-        first, behind = ((edge + start).astype("int64") for edge in edges)
-        return tirx.min(tirx.max(first, 0), extent), tirx.min(tirx.max(behind, 0), extent)
+        first, stop = ((edge + start).astype("int64") for edge in edges)
+        return tirx.min(tirx.max(first, 0), extent), tirx.min(tirx.max(stop, 0), extent)
 
     def element(i: Position, x: te.Tensor, region: te.Tensor, image: te.Tensor) -> tirx.Expr:
         indices, axes = [], []
         for d, extent in enumerate(x.shape[2:]):
-            first, behind = bin_of(region, i, d, extent)
-            axis = te.reduce_axis((0, tirx.max(behind - first, 1)), name=f"pixel{d}")
+            first, stop = bin_of(region, i, d, extent)
+            axis = te.reduce_axis((0, tirx.max(stop - first, 1)), name=f"pixel{d}")
             indices.append(tirx.min(first + axis.var, extent - 1))
             axes.append(axis)
         return te.max(x(image(i[0]), i[1], *indices), axis=axes)
 
     def without_empty(i: Position, maxima: te.Tensor, region: te.Tensor, x: te.Tensor) -> tirx.Expr:
         bins = [bin_of(region, i, d, extent) for d, extent in enumerate(x.shape[2:])]
-        is_empty = tirx.any(*(behind <= first for first, behind in bins))
+        is_empty = tirx.any(*(stop <= first for first, stop in bins))
         return tirx.Select(is_empty, tirx.const(0, dtype), maxima(*i))
 
     shape = [number, node.shape(data)[1], *size]

@@ -52,7 +52,7 @@ def axes_input(node: Node, index: int, rank: int) -> tuple[relax.Expr, int]:
 
 
 def new_axes_input(node: Node, index: int, own_rank: int) -> tuple[relax.Expr, int]:
-    """As `axes_input`, for a tensor of `own_rank` axes to which the named axes are added."""
+    """Like `axes_input`, for a tensor of `own_rank` axes to which the named axes are added."""
     axes, count = _vector_of_axes(node, index)
     require_axes(node, axes, own_rank + count)
     return axes, count
