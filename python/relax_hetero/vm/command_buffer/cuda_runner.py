@@ -73,7 +73,7 @@ class CudaCommands:
     Attributes
     ----------
     runs
-        How commands run, as in `RegionSpec.runs`.
+        Manner of execution, as in `RegionSpec.runs`.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class CudaRunner:
 
     @property
     def runs(self) -> str:
-        """How commands run, as in `RegionSpec.runs`."""
+        """Manner of execution, as in `RegionSpec.runs`."""
         return self._commands.runs
 
     def __call__(self, table: BindingTable, numbers: tuple[int | float, ...]) -> Submission:

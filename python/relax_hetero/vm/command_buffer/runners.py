@@ -59,7 +59,7 @@ class Runner(Protocol):
 
     @property
     def runs(self) -> str:
-        """How commands run, as in `RegionSpec.runs`."""
+        """Manner of execution, as in `RegionSpec.runs`."""
 
     def __call__(self, table: BindingTable, numbers: tuple[int | float, ...]) -> Submission:
         """Submit with a table and the parameters' values.
@@ -105,7 +105,7 @@ class HostRunner:
 
     @property
     def runs(self) -> str:
-        """How commands run, as in `RegionSpec.runs`."""
+        """Manner of execution, as in `RegionSpec.runs`."""
         return self._runs
 
     def __call__(self, table: BindingTable, numbers: tuple[int | float, ...]) -> Submission:
