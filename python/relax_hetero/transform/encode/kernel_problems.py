@@ -35,7 +35,7 @@ from ...encoding.problem import (
 from ...encoding.row_program import RowProgram
 from ...errors import EncodingError
 from ...op.attention import attention_sizes
-from ...op.cached_attention import other_operands
+from ...op.cached_attention import optional_operands
 from ...op.quantized_matmul import form_of, weight_operands
 from ...target.element_types import TF32
 from ..ir.blocks import is_one, same_shape
@@ -235,7 +235,7 @@ _CACHED_MAPS = {
 def cached_attention_problem(call: relax.Call, out: relax.TensorType, order: str) -> CachedAttentionProblem:
     """Problem of a call of `R.hetero.cached_attention` on a device with pages of an order."""
     symbols, attrs = Symbols(), call.attrs
-    names = ["qkv", "pages", "table", "sequences", "positions", *other_operands(attrs)]
+    names = ["qkv", "pages", "table", "sequences", "positions", *optional_operands(attrs)]
     operands = (
         Stored.plain(arg.ty).operand(symbols, _CACHED_MAPS[name]) for arg, name in zip(call.args, names, strict=True)
     )

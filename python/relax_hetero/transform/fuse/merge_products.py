@@ -152,7 +152,7 @@ def _write(emitter: Emitter, binding: relax.Binding, products: Sequence[_Product
         result = emitter.emit(relax.op.astype(result, first.types[1]), narrow, name)
     heads = Heads.parse(call.attrs.heads)
     maps = [
-        found.permuted(starts[arg]) if arg in starts else found
+        found.shifted(starts[arg]) if arg in starts else found
         for arg, found in zip(call.args[:3], heads.operands, strict=True)
     ]
     args = [result if arg in starts else arg for arg in call.args]
